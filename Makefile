@@ -1,0 +1,41 @@
+# Two commands matter: `make lab` opens the notebooks, `make test` checks everything.
+# Both build .venv first when it is missing, broken, or older than pyproject.toml and constraints.txt.
+
+PYTHON ?= python3
+VENV   ?= .venv
+JOBS   ?= 2
+PORT   ?= 8888
+
+BIN := $(VENV)/bin
+
+.PHONY: help lab test clean
+
+help:
+	@echo "make lab     open JupyterLab on the notebooks"
+	@echo "make test    run every test and every notebook (GPU tests skip themselves where there is no GPU)"
+	@echo "make clean   remove the environment and what the tests leave behind"
+	@echo
+	@echo "Both install into $(VENV) on first use. PYTHON=python3.12 chooses the interpreter (3.11 to 3.13)."
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt needs Python 3.11; \
+	this is %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2])'
+	@$(BIN)/python -c 'import sys' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@echo "installing into $(VENV); the first time takes a few minutes"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+# The whole checkout is the root, so that kernels can be opened beside notebooks. JupyterLab wants to be told when it is
+# root who starts it, as on most rented machines.
+lab: $(VENV)/.installed
+	$(BIN)/python -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks --port=$(PORT) \
+	  $(if $(filter 0,$(shell id -u)),--allow-root)
+
+# One file or notebook is one unit of work (--dist loadfile), because the cells of a notebook share a kernel. One thread
+# per worker, so that two workers do not fight over two cores.
+test: $(VENV)/.installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile tests notebooks \
+	  --nbval-lax --nbval-current-env --nbval-cell-timeout=120 --nbval-sanitize-with=tests/nbval_sanitize.cfg
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .hypothesis

@@ -1,0 +1,409 @@
+"""Gradient accumulation: what backward yields is added into the arena's fp32 sum, in one of four ways.
+
+    >>> ga.accumulate_(total, fresh)                       # one tensor: fp32 total += fp32 or bf16 fresh
+    >>> arena = ga.Arena(model)
+    >>> accumulator = ga.GradientAccumulator(arena, "arena")   # from now on every backward() adds into arena.grads
+    >>> for micro in micro_batches:
+    ...     loss(model, micro).backward()
+    >>> opt.step(); opt.zero_grad()                        # any torch optimizer over arena.parameters()
+
+The four ways (`MODES`), one after the other faster:
+  host      each gradient is downloaded, added on the CPU, and the sum uploaded at the end (what the reference system did first)
+  autograd  torch's own: `p.grad += fresh`, in the parameter's dtype (bf16 parameters: 256 + 1 = 256), moved to the arena at the end
+  arena     a hook collects a block's fresh gradients (fp32 or bf16); one launch adds the whole block into fp32
+  fused     the weight-gradient product of every nn.Linear adds into the arena itself; the rest goes as in `arena`
+
+Source: gradient accumulation on the GPU as in entrenar's ALB-091; mixed-precision sums as in Micikevicius et al., 2018.
+"""
+import struct
+import weakref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .arena import CHUNK, Arena
+from .backend import backend
+from .errors import ArgumentError
+from .kernel import Kernel, zero_
+
+MODES = ("host", "autograd", "arena", "fused")
+THREADS, MAX_TENSORS = 512, 256
+MACRO = {torch.float32: "float", torch.bfloat16: "bf16"}
+_SOURCES = struct.Struct(f"{MAX_TENSORS}Q").pack
+_accumulators: "weakref.WeakSet[GradientAccumulator]" = weakref.WeakSet()
+
+
+# ---- reference ------------------------------------------------------------------------------------------------------
+
+def reference_accumulate(acc: Tensor, grad: Tensor) -> Tensor:
+    """acc += grad in acc's dtype, one rounding per element. Any shape, dtype and device; the definition of accumulation."""
+    return acc.add_(grad)
+
+
+# ---- launchers ------------------------------------------------------------------------------------------------------
+
+def _kernel(name: str, dtype: torch.dtype) -> Kernel:
+    key = name, dtype
+    if key not in _kernels:
+        _kernels[key] = Kernel("accumulate", name, GRAD_T=MACRO[dtype], CHUNK=CHUNK, THREADS=THREADS, MAX_TENSORS=MAX_TENSORS)
+    return _kernels[key]
+
+
+_kernels: "dict[tuple, Kernel]" = {}
+
+
+def launch_tensor(acc: Tensor, grad: Tensor):
+    """accumulate_v2 where 16-byte accesses are possible, accumulate_v1 elsewhere. Same shape, contiguous, one GPU."""
+    n = acc.numel()
+    wide = n % 4 == 0 and acc.data_ptr() % 16 == 0 and grad.data_ptr() % (4 * grad.element_size()) == 0
+    if wide:
+        _kernel("accumulate_v2", grad.dtype)[min(-(-n // 1024), 4096), 256](acc, grad, n)
+    else:
+        _kernel("accumulate_v1", grad.dtype)[-(-n // 256), 256](acc, grad, n)
+
+
+def launch_segments(arena: Arena, first: int, last: int, grads: "list[Tensor | None]"):
+    """accumulate_v3: arena.grads += grads for segments [first, last), one launch per dtype and 256 tensors.
+
+    grads: contiguous fp32 or bf16 tensors on the arena's GPU; None: that tensor got no gradient."""
+    for dtype in {g.dtype: None for g in grads if g is not None}:
+        kernel = _kernel("accumulate_v3", dtype)
+        for start in range(first, last, MAX_TENSORS):
+            stop = min(start + MAX_TENSORS, last)
+            addresses = [g.data_ptr() if g is not None and g.dtype == dtype else 0 for g in grads[start - first:stop - first]]
+            begin = arena.segments[start].offset // CHUNK
+            end = (arena.segments[stop - 1].offset + arena.segments[stop - 1].padded) // CHUNK
+            if end > begin:
+                kernel[end - begin, THREADS](arena.grads, arena.chunks, begin, start, _SOURCES(*addresses, *[0] * (MAX_TENSORS - len(addresses))))
+
+
+# ---- public: one tensor ---------------------------------------------------------------------------------------------
+
+def accumulate_(acc: Tensor, grad: Tensor) -> Tensor:
+    """acc += grad, the sum in fp32. Returns acc.
+
+    acc: fp32, any shape, contiguous; grad: fp32 or bf16, same shape and device, any strides.
+    On a GPU one launch of our kernel; on the CPU torch adds. Bit-equal to `acc.add_(grad)`.
+    Raises ArgumentError, and changes nothing, for another dtype, shape or device, a sparse or complex gradient, and for a
+    destination that is not contiguous or overlaps the gradient."""
+    check_gradient("grad", grad, acc.shape, acc.device)
+    if acc.dtype != torch.float32:
+        raise ArgumentError(f"acc is {acc.dtype}; the sum is kept in torch.float32, or small gradients get lost (in bfloat16 256 + 1 = 256)")
+    if not acc.is_contiguous():
+        raise ArgumentError(f"acc has shape {tuple(acc.shape)} with strides {acc.stride()}; expected a contiguous destination")
+    if acc.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError("acc requires grad; accumulate into a plain buffer, or under torch.no_grad()")
+    if _overlap(acc, grad):
+        raise ArgumentError("acc and grad overlap in memory; expected two tensors of their own")
+    if acc.numel() == 0:
+        return acc
+    if acc.is_cuda and backend().name == "cuda":
+        launch_tensor(acc, grad.contiguous())
+        torch.autograd.graph.increment_version(acc)
+        return acc
+    return reference_accumulate(acc, grad)
+
+
+def check_gradient(name: str, grad: Tensor, shape, device):
+    """Raise ArgumentError unless `grad` is a dense fp32 or bf16 tensor of this shape on this device."""
+    problem = None
+    if not isinstance(grad, Tensor):
+        problem = f"is a {type(grad).__name__}; expected a torch tensor"
+    elif grad.layout != torch.strided:
+        problem = f"has layout {grad.layout}; expected a dense gradient (nn.Embedding(sparse=False))"
+    elif grad.dtype not in MACRO:
+        problem = f"is {grad.dtype}; expected torch.float32 or torch.bfloat16"
+    elif grad.shape != shape:
+        problem = f"has shape {tuple(grad.shape)}; expected {tuple(shape)}"
+    elif grad.device != device:
+        problem = f"is on {grad.device}; expected {device}"
+    if problem:
+        raise ArgumentError(f"gradient {name} {problem}")
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Do the memory spans of two tensors meet? (Spans, not elements: interleaved views count as overlapping.)"""
+    def span(t):
+        reach = sum((n - 1) * step for n, step in zip(t.shape, t.stride())) + 1
+        return t.data_ptr(), t.data_ptr() + reach * t.element_size()
+    if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
+        return False
+    (a0, a1), (b0, b1) = span(a), span(b)
+    return a0 < b1 and b0 < a1
+
+
+# ---- the product that adds into the arena ---------------------------------------------------------------------------
+
+_library = torch.library.Library("gpuaccel", "DEF")
+_library.define("add_weight_gradient_(Tensor(a!) acc, Tensor dy, Tensor x) -> ()")
+_watchers: "dict[int, object]" = {}        # address of an accumulator slice -> called before a product is added
+
+
+def _add_weight_gradient(acc: Tensor, dy: Tensor, x: Tensor) -> None:
+    """acc (out, in) fp32 += dy (..., out)^T @ x (..., in); fp32 sums and output also for bf16 factors."""
+    if (note := _watchers.get(acc.data_ptr())) is not None:
+        note()                                                  # first: a new window may have to clear the slice
+    dy, x = dy.flatten(0, -2), x.flatten(0, -2)
+    if dy.dtype == torch.float32:
+        acc.addmm_(dy.t(), x)
+    elif dy.is_cuda:
+        torch.ops.aten.addmm.dtype_out(acc, dy.t(), x, torch.float32, out=acc)
+    else:
+        acc.addmm_(dy.t().float(), x.float())
+
+
+_library.impl("add_weight_gradient_", _add_weight_gradient, "CPU")
+_library.impl("add_weight_gradient_", _add_weight_gradient, "CUDA")
+torch.library.register_fake("gpuaccel::add_weight_gradient_", lambda acc, dy, x: None, lib=_library)
+
+
+class _LinearIntoArena(torch.autograd.Function):
+    """y = x @ weight^T, whose backward adds the weight's gradient into `acc` and hands none to autograd."""
+
+    @staticmethod
+    def forward(ctx, x, weight, acc):
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight = x.to(dtype), weight.to(dtype)
+        ctx.save_for_backward(x, weight)
+        ctx.acc = acc
+        return F.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        torch.ops.gpuaccel.add_weight_gradient_(ctx.acc, dy, x)
+        return (dy @ weight if ctx.needs_input_grad[0] else None), None, None
+
+
+class FusedLinear(nn.Linear):
+    """An nn.Linear whose weight gradient goes straight into an arena. GradientAccumulator makes and unmakes it in place.
+
+    A copy (deepcopy, pickle) is a plain nn.Linear again."""
+
+    arena_grad = None                      # (out, in) fp32 slice of arena.grads
+
+    def forward(self, x):
+        if self.arena_grad is None or not torch.is_grad_enabled():
+            return F.linear(x, self.weight, self.bias)
+        y = _LinearIntoArena.apply(x, self.weight, self.arena_grad)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def __reduce_ex__(self, protocol):     # deepcopy and pickle
+        state = {k: v for k, v in self.__dict__.items() if k != "arena_grad"}
+        return nn.Linear.__new__, (nn.Linear,), state
+
+
+# ---- public: every backward into the arena --------------------------------------------------------------------------
+
+class GradientAccumulator:
+    """From its making until close(), every backward() of the arena's module adds into `arena.grads`, in the given mode.
+
+    After each backward (`host` and `autograd`: after finish(), which also runs before the step of any optimizer over
+    arena.parameters()) the sums stand as `.grad` of arena.parameters(); a parameter that got no gradient has `.grad` None, as in
+    torch. `optimizer.zero_grad()` or zero_() opens the next window. With bf16 parameters zero through the optimizer or zero_(),
+    because module.zero_grad() does not know their fp32 masters. No host synchronisation and no download in `arena` and `fused`.
+
+    Raises ArgumentError for an unknown mode or an arena that has an accumulator already."""
+
+    def __init__(self, arena: Arena, mode: str = "arena"):
+        if mode not in MODES:
+            raise ArgumentError(f"mode is {mode!r}; expected one of {', '.join(MODES)}")
+        if any(other.arena is arena for other in _accumulators):
+            raise ArgumentError("this arena has a GradientAccumulator already; call close() on that one first")
+        arena.check()
+        self.arena, self.mode = arena, mode
+        count = len(arena.segments)
+        self.fresh: "list[Tensor | None]" = [None] * count      # collected, not yet added
+        self.waiting = [block.last - block.first for block in arena.blocks]
+        self.touched = [False] * count                          # got a gradient in this window
+        self.presented = [False] * count                        # .grad shows the sum
+        self.host = torch.zeros(arena.numel) if mode == "host" else None
+        self._task, self._handles, self._fused = None, [], []
+        if mode != "autograd":
+            for i, p in enumerate(arena.params):
+                if arena.owners[i] is p:                        # its .grad may be presented: hide it before autograd looks
+                    self._handles.append(p.register_hook(self._before))
+                self._handles.append(p.register_post_accumulate_grad_hook(self._after(i)))
+        if mode == "fused":
+            self._fuse()
+        arena.before_release.append(self.close)
+        _accumulators.add(self)
+
+    def _fuse(self):
+        index = {id(p): i for i, p in enumerate(self.arena.params)}
+        for part in self.arena.module.modules():
+            i = index.get(id(part.weight)) if type(part) is nn.Linear else None
+            if i is not None:
+                part.__class__, part.arena_grad = FusedLinear, self.arena.grad_views[i]
+                _watchers[part.arena_grad.data_ptr()] = _noter(weakref.ref(self), i)
+                self._fused.append(part)
+
+    # ---- hooks, all run by autograd's threads ----
+
+    def _before(self, grad):
+        if torch._C._current_graph_task_id() != self._task:
+            self._begin()
+
+    def _after(self, i):
+        def hook(p):
+            if torch._C._current_graph_task_id() != self._task:
+                self._begin()
+            grad = p.grad
+            if grad is None:                                    # the fused product took it, or it was undefined
+                return
+            if grad is not self.arena.grad_views[i]:            # else autograd has added it in place already
+                check_gradient(self.arena.segments[i].name, grad, p.shape, p.device)
+                p.grad = None
+                self._collect(i, grad)
+            self.touched[i] = True
+        return hook
+
+    def _begin(self):
+        """The first gradient of a backward: look at what happened to the presented sums since the last one."""
+        self._flush_all()                                       # left over if the last backward failed half-way
+        self._task = torch._C._current_graph_task_id()
+        self.arena.check()
+        gone = []
+        for i, owner in enumerate(self.arena.owners):
+            if self.presented[i]:
+                grad = owner.grad
+                if grad is None:
+                    gone.append(i)                              # zero_grad() was called
+                elif grad is not self.arena.grad_views[i]:
+                    self.arena.grad_views[i].copy_(grad)        # the caller has put another gradient there: it counts
+                if owner is self.arena.params[i]:
+                    owner.grad = None
+                    self.presented[i] = False
+        if gone and len(gone) == sum(self.touched):
+            zero_(self.arena.grads)
+        else:
+            for i in gone:
+                self.arena.grad_views[i].zero_()
+        for i in gone:
+            self.touched[i] = self.presented[i] = False
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self):
+        self._task = None
+        self._flush_all()
+        if self.mode != "host":
+            self._present()
+
+    def _collect(self, i, grad):
+        if self.mode == "host":
+            s = self.arena.segments[i]
+            self.host[s.offset:s.offset + s.numel] += grad.detach().to("cpu").flatten()
+            return
+        block = self.arena.segments[i].block
+        if self.fresh[i] is not None:
+            self._flush(block)
+        self.fresh[i] = grad
+        self.waiting[block] -= 1
+        if self.waiting[block] == 0:
+            self._flush(block)
+
+    def _flush(self, b):
+        block = self.arena.blocks[b]
+        grads = self.fresh[block.first:block.last]
+        self.waiting[b] = block.last - block.first
+        self.fresh[block.first:block.last] = [None] * len(grads)
+        if all(g is None for g in grads):
+            return
+        with torch.no_grad():
+            if self.arena.device.type == "cuda" and backend().name == "cuda":
+                launch_segments(self.arena, block.first, block.last, [g if g is None else g.contiguous() for g in grads])
+            else:
+                for view, grad in zip(self.arena.grad_views[block.first:block.last], grads):
+                    if grad is not None:
+                        reference_accumulate(view, grad)
+
+    def _flush_all(self):
+        for b in range(len(self.waiting)):
+            self._flush(b)
+
+    def _present(self):
+        for i, owner in enumerate(self.arena.owners):
+            if self.touched[i] and not self.presented[i]:
+                owner.grad = self.arena.grad_views[i]
+                self.presented[i] = True
+
+    # ---- called from the training loop ----
+
+    @torch.no_grad()
+    def finish(self):
+        """Bring the window's sum into arena.grads and present it. Does nothing twice; needed by hand only without an optimizer."""
+        if self.mode == "host" and any(self.touched):
+            self.arena.grads.copy_(self.host)
+        elif self.mode == "autograd":
+            for i, p in enumerate(self.arena.params):
+                if p.grad is not None and p.grad is not self.arena.grad_views[i]:
+                    grad, p.grad, self.touched[i] = p.grad, None, True
+                    check_gradient(self.arena.segments[i].name, grad, p.shape, p.device)
+                    self._collect(i, grad)
+            self._flush_all()
+        self._present()
+
+    @torch.no_grad()
+    def zero_(self):
+        """Open a new window: the sum is zero (one device memset), no parameter has a gradient."""
+        zero_(self.arena.grads)
+        if self.host is not None:
+            self.host.zero_()
+        for i, (p, owner) in enumerate(zip(self.arena.params, self.arena.owners)):
+            p.grad = owner.grad = None
+            self.touched[i] = self.presented[i] = False
+
+    @torch.no_grad()
+    def scale_(self, factor):
+        """arena.grads *= factor; a number or a one-element tensor on the arena's device (which costs no synchronisation)."""
+        self.arena.grads.mul_(factor)
+
+    def close(self):
+        """Take the hooks down; the module's gradients go where torch puts them. The arena stays."""
+        if self not in _accumulators:
+            return
+        self._flush_all()
+        for handle in self._handles:
+            handle.remove()
+        for part in self._fused:
+            _watchers.pop(part.arena_grad.data_ptr(), None)
+            del part.arena_grad
+            part.__class__ = nn.Linear
+        self.arena.before_release.remove(self.close)
+        _accumulators.discard(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+    def __repr__(self):
+        return f"GradientAccumulator({self.mode!r}, {self.arena!r})"
+
+
+def _noter(accumulator, i):
+    """Called before the product adds into slice i: the parameter got a gradient, though no hook of its own ran."""
+    def note():
+        living = accumulator()
+        if living is None:
+            return
+        task = torch._C._current_graph_task_id()
+        if task != -1 and task != living._task:
+            living._begin()
+        living.touched[i] = True
+    return note
+
+
+def _finish_before_step(optimizer, *_):
+    """Before any optimizer's step: sums that are not yet in place (host, autograd) are brought there."""
+    for accumulator in list(_accumulators):
+        ids = accumulator.arena._owner_ids
+        if accumulator.mode in ("host", "autograd") and any(id(p) in ids for g in optimizer.param_groups for p in g["params"]):
+            accumulator.finish()
+
+
+register_optimizer_step_pre_hook(_finish_before_step)

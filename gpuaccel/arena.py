@@ -1,0 +1,310 @@
+"""The arena: every trainable tensor of a module, its fp32 gradient sum and its fp32 master are slices of flat buffers.
+
+    >>> arena = ga.Arena(model)                   # the module's parameters become views; nothing else about it changes
+    >>> arena.weights, arena.grads                # (N,) fp32 each; arena.bf16_weights (N,) where the module has bf16 parameters
+    >>> opt = torch.optim.AdamW(arena.parameters())
+    >>> print(arena.summary())
+    >>> arena.release()                           # ordinary parameters again
+
+Layout: tensors in reverse registration order (the order in which backward finishes), each padded to a multiple of CHUNK elements
+with zeros. So a transformer block, a reduction bucket and a shard are contiguous ranges, and a chunk never crosses a tensor.
+A block is an item of the module's outermost ModuleList or Sequential; what lies outside forms blocks of its own. Tied weights
+appear once, frozen parameters not at all. fp32 parameters live in `weights`; bf16 parameters live in `bf16_weights`, their fp32
+masters in `weights`: an optimizer updates the masters, and after its step the bf16 copies follow.
+
+This module lays out and stores; it launches none of our kernels. How gradients get here: accumulate.py.
+"""
+import copy
+import itertools
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .errors import ArgumentError
+
+CHUNK = 4096                   # elements; the kernels of kernels_cu are compiled with the same number
+_arenas: "weakref.WeakSet[Arena]" = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One tensor's place. Offsets and counts are in elements."""
+    name: str
+    shape: torch.Size
+    numel: int                 # without padding
+    offset: int                # multiple of CHUNK
+    block: int                 # index into arena.blocks
+    decay: bool                # weight decay applies (matrices, not norms and biases)
+    lr_scale: float            # multiplier of the learning rate
+    embedding: bool            # the weight of an nn.Embedding that is not also an output layer
+
+    @property
+    def padded(self) -> int:
+        return -(-self.numel // CHUNK) * CHUNK
+
+
+@dataclass(frozen=True)
+class Block:
+    """A contiguous range of the arena: elements [start, stop), segments [first, last)."""
+    name: str
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+class Summary:
+    """Bytes of the fp32 gradient accumulator: `block_bytes` (everything but embeddings), `embedding_bytes`, `padding_bytes`."""
+
+    def __init__(self, arena):
+        rows = arena.segments
+        self.block_bytes = sum(4 * s.numel for s in rows if not s.embedding)
+        self.embedding_bytes = sum(4 * s.numel for s in rows if s.embedding)
+        self.padding_bytes = 4 * (arena.numel - sum(s.numel for s in rows))
+        self.total_bytes = 4 * arena.numel
+        self.tensors, self.blocks = len(rows), len(arena.blocks)
+        self.lines = [(b.name, b.last - b.first, 4 * sum(s.numel for s in rows[b.first:b.last])) for b in arena.blocks]
+
+    def __str__(self):
+        mib = 2.0**20
+        head = (f"gradient accumulator (fp32): {self.total_bytes / mib:,.1f} MiB in {self.tensors} tensors, {self.blocks} blocks\n"
+                f"  blocks, LM head and norms  {self.block_bytes / mib:10,.1f} MiB\n"
+                f"  embedding                  {self.embedding_bytes / mib:10,.1f} MiB\n"
+                f"  padding                    {self.padding_bytes / mib:10,.1f} MiB")
+        groups = []                                   # equal neighbours in one line: 24 blocks need not be 24 lines
+        for name, tensors, size in self.lines:
+            if groups and groups[-1][2:] == [tensors, size]:
+                groups[-1][1] = name
+            else:
+                groups.append([name, name, tensors, size])
+        body = [f"  {first if first == last else f'{first} .. {last}':40} {tensors:4} tensors {size / mib:10,.2f} MiB each"
+                for first, last, tensors, size in groups]
+        return "\n".join([head, "in the order of the arena:", *body])
+
+    __repr__ = __str__
+
+
+def _blocks_of(module: nn.Module) -> "dict[int, str]":
+    """id of a parameter -> name of its block, for parameters inside the outermost ModuleLists and Sequentials."""
+    found = {}
+
+    def walk(part, prefix):
+        if isinstance(part, (nn.ModuleList, nn.Sequential)):
+            for name, item in part.named_children():
+                for p in item.parameters():
+                    found.setdefault(id(p), f"{prefix}{name}")
+        else:
+            for name, child in part.named_children():
+                walk(child, f"{prefix}{name}.")
+    walk(module, "")
+    return found
+
+
+def _check(module, named):
+    if not named:
+        raise ArgumentError(f"{type(module).__name__} has no trainable parameter (requires_grad=True): there is nothing to lay out")
+    for name, p in named:
+        problem = None
+        if p.layout != torch.strided:
+            problem = f"has layout {p.layout}; expected a dense tensor"
+        elif p.dtype == torch.float16:
+            problem = ("is float16; expected float32 or bfloat16. Use bfloat16 (same bytes, no loss scaling), or keep fp32 parameters "
+                       "under torch.autocast with a GradScaler")
+        elif p.dtype not in (torch.float32, torch.bfloat16):
+            problem = f"is {p.dtype}; expected float32 or bfloat16"
+        elif p.is_meta:
+            problem = "is on the meta device; give it memory first (module.to_empty)"
+        elif p.device != named[0][1].device:
+            problem = f"is on {p.device}, {named[0][0]} on {named[0][1].device}; an arena lies on one device"
+        elif any(id(p) in other._index for other in _arenas):
+            problem = "is already in an arena; call release() on that one first"
+        if problem:
+            raise ArgumentError(f"parameter {name} {problem}")
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", False) is True and any(p.requires_grad for p in part.parameters()):
+            raise ArgumentError(f"{name or type(part).__name__} makes sparse gradients (sparse=True); the accumulator is dense")
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name) for name, p in named if p.numel())
+    for (_, stop, one), (start, _, two) in zip(spans, spans[1:]):
+        if start < stop:
+            raise ArgumentError(f"parameters {one} and {two} overlap in memory; as slices of the arena they would no longer")
+
+
+class Arena:
+    """Lay out the trainable parameters of `module`, fp32 or bf16, all on one device.
+
+    decay: callable (name, parameter) -> bool, default: tensors of two and more dimensions; lr_scale: callable -> float, default 1.
+    Raises ArgumentError, and changes nothing, for a module without trainable parameters, or with sparse, complex, fp16, fp64,
+    meta, overlapping or elsewhere-placed ones; the message names the parameter."""
+
+    def __init__(self, module: nn.Module, *, decay=None, lr_scale=None):
+        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        _check(module, named)
+        decay = decay or (lambda name, p: p.dim() >= 2)
+        lr_scale = lr_scale or (lambda name, p: 1.0)
+        inside = _blocks_of(module)
+        tied = [id(p) for _, p in module.named_parameters(remove_duplicate=False)]
+        embeddings = {id(p) for part in module.modules() if isinstance(part, nn.Embedding) for p in part.parameters() if tied.count(id(p)) == 1}
+        self.module, self.device = module, named[0][1].device
+        self.params = [p for _, p in reversed(named)]              # in the order of the arena
+        self.segments, self.blocks, offset = [], [], 0
+        for block, run in itertools.groupby(reversed(named), key=lambda pair: inside.get(id(pair[1]))):
+            start, first = offset, len(self.segments)
+            for name, p in run:
+                segment = Segment(name, p.shape, p.numel(), offset, len(self.blocks), bool(decay(name, p)), float(lr_scale(name, p)),
+                                  id(p) in embeddings)
+                self.segments.append(segment)
+                offset += segment.padded
+            ends = dict.fromkeys([self.segments[first].name, self.segments[-1].name])
+            self.blocks.append(Block(block or " .. ".join(ends), start, offset, first, len(self.segments)))
+        self.numel = offset
+        self._index = {id(p): i for i, p in enumerate(self.params)}
+        self._allocate()
+        self._open()
+
+    def _allocate(self):
+        low = any(p.dtype == torch.bfloat16 for p in self.params)
+        weights = torch.zeros(self.numel, device=self.device)
+        grads = torch.zeros(self.numel, device=self.device)
+        bf16 = torch.zeros(self.numel, dtype=torch.bfloat16, device=self.device) if low else None
+        chunks = torch.empty(max(self.numel // CHUNK, 1), 2, dtype=torch.int64)
+        for i, s in enumerate(self.segments):
+            n = s.padded // CHUNK
+            start = torch.arange(n) * CHUNK
+            rows = chunks[s.offset // CHUNK: s.offset // CHUNK + n]
+            rows[:, 0] = start
+            rows[:, 1] = i + ((s.numel - start).clamp(max=CHUNK) << 32)
+        # Everything that may fail has been allocated: from here on the module changes.
+        self.weights, self.grads, self.bf16_weights, self.chunks = weights, grads, bf16, chunks.to(self.device)
+        self.owners, self.grad_views = [], []
+        with torch.no_grad():
+            for p, s in zip(self.params, self.segments):
+                self._slice(weights, s).copy_(p)
+                if p.dtype == torch.bfloat16:
+                    home = self._slice(bf16, s).copy_(p)
+                    self.owners.append(nn.Parameter(self._slice(weights, s)))
+                else:
+                    home = self._slice(weights, s)
+                    self.owners.append(p)
+                p.data = home
+                self.grad_views.append(self._slice(grads, s))
+        self._places = [p.data_ptr() for p in self.params]
+        self._owner_ids = {id(owner) for owner in self.owners}
+
+    def _open(self):
+        self.before_release = []               # functions that take down what was built on this arena
+        self._hooks = [part.register_load_state_dict_post_hook(_follow(weakref.ref(self))) for part in self.module.modules()]
+        _arenas.add(self)
+
+    @staticmethod
+    def _slice(buffer: Tensor, s: Segment) -> Tensor:
+        return buffer[s.offset:s.offset + s.numel].view(s.shape)
+
+    @staticmethod
+    def of(module: nn.Module) -> "Arena | None":
+        """The arena that holds this module's parameters, None when there is none."""
+        return next((a for a in _arenas if a.module is module), None)
+
+    def __repr__(self):
+        return f"Arena({len(self.segments)} tensors in {len(self.blocks)} blocks, {self.numel:,} elements on {self.device})"
+
+    # ---- what optimizers and checkpoints ask for ----
+
+    def parameters(self) -> "list[nn.Parameter]":
+        """Tensors for an optimizer, fp32, in the module's registration order: masters of bf16 parameters, the others themselves."""
+        return self.owners[::-1]
+
+    def parameter_names(self) -> "list[str]":
+        """Their names, in the same order."""
+        return [s.name for s in reversed(self.segments)]
+
+    def named_parameters(self) -> "dict[str, nn.Parameter]":
+        return dict(zip(self.parameter_names(), self.parameters()))
+
+    def named_master(self) -> "dict[str, nn.Parameter]":
+        """name -> fp32 master of each bf16 parameter; empty for an fp32 module."""
+        return {s.name: o for s, o, p in zip(self.segments, self.owners, self.params) if o is not p}
+
+    def parameter_groups(self, weight_decay: float = 0.1, lr: "float | None" = None) -> "list[dict]":
+        """Parameter groups for any torch optimizer: weight decay where a segment says so; with `lr`, one group per lr_scale."""
+        groups = {}
+        for s, owner in zip(reversed(self.segments), self.parameters()):
+            group = groups.setdefault((s.decay, s.lr_scale), {"params": [], "weight_decay": weight_decay if s.decay else 0.0})
+            group["params"].append(owner)
+            if lr is not None:
+                group["lr"] = lr * s.lr_scale
+        return list(groups.values())
+
+    def summary(self) -> Summary:
+        """Bytes of the accumulator, before padding and with it; `print` it."""
+        return Summary(self)
+
+    def check(self):
+        """Raise ArgumentError, naming the parameter, when one no longer is a view of the arena."""
+        for p, place, s in zip(self.params, self._places, self.segments):
+            if p.data_ptr() != place and s.numel:
+                raise ArgumentError(f"parameter {s.name} is no longer a view of the arena (module.to(...), load_state_dict(assign=True) or "
+                                    ".data = ... moved it): call arena.release() before, and make a new Arena after")
+
+    @torch.no_grad()
+    def publish(self):
+        """bf16 parameters take their masters' rounded values. Runs by itself after a step of an optimizer over parameters()."""
+        if self.bf16_weights is not None:
+            self.bf16_weights.copy_(self.weights)
+
+    @torch.no_grad()
+    def adopt(self, params=None):
+        """Masters take the bf16 parameters' values. Runs by itself after module.load_state_dict.
+
+        A master that already rounds to the parameter's value keeps its extra bits."""
+        for p, owner in zip(self.params, self.owners):
+            if owner is not p and (params is None or id(p) in params):
+                owner.copy_(torch.where(owner.to(p.dtype) == p, owner, p.float()))
+
+    def release(self):
+        """Give the module ordinary parameters back, with the values (and presented gradients) they have now."""
+        if self not in _arenas:
+            return
+        for close in [*self.before_release]:
+            close()
+        for hook in self._hooks:
+            hook.remove()
+        for p, view in zip(self.params, self.grad_views):
+            p.data = p.data.clone()
+            if p.grad is not None and p.grad.data_ptr() == view.data_ptr():
+                p.grad = view.clone()
+        _arenas.discard(self)
+
+    def __deepcopy__(self, memo):
+        twin = copy.copy(self)
+        twin.module = copy.deepcopy(self.module, memo)
+        by_name = dict(twin.module.named_parameters())
+        twin.params = [by_name[s.name] for s in self.segments]
+        twin._index = {id(p): i for i, p in enumerate(twin.params)}
+        twin._allocate()
+        with torch.no_grad():
+            twin.weights.copy_(self.weights)
+            twin.grads.copy_(self.grads)
+        twin._open()
+        memo[id(self)] = twin
+        return twin
+
+
+def _follow(arena):
+    """A hook after load_state_dict of the module or a part of it: the masters follow the loaded bf16 values."""
+    def hook(part, keys):
+        if (living := arena()) is not None:
+            living.adopt({id(p) for p in part.parameters(recurse=False)})
+    return hook
+
+
+def _publish_after_step(optimizer, *_):
+    """After any optimizer's step: an arena whose masters it holds publishes them."""
+    for arena in list(_arenas):
+        if arena.bf16_weights is not None and any(id(p) in arena._owner_ids for g in optimizer.param_groups for p in g["params"]):
+            arena.publish()
+
+
+register_optimizer_step_post_hook(_publish_after_step)

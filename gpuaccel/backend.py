@@ -1,0 +1,172 @@
+"""Which backend runs, and the reason in words.
+
+    >>> import gpuaccel as ga
+    >>> ga.backend()                      # chosen at the first use, then kept
+    Choice(name='torch', reason='no CUDA driver (libcuda.so.1 not found)', ...)
+    >>> with ga.use_backend("torch"):     # for one block; as a plain call: for the rest of the process
+    ...     ...
+
+Two separate choices. The *backend* (`GPUACCEL_BACKEND`, or `use_backend`): `auto`, `cuda`, `torch`. The *policy* for the
+GPU (`GPUACCEL_GPU`): `auto` takes a GPU where there is one, `require` stops without one, `off` leaves it alone.
+Three visible steps: try to find a driver; keep what was found; one function resolves the choice. Nothing falls back in silence.
+"""
+import contextlib
+import ctypes
+import functools
+import os
+import pathlib
+import tempfile
+import warnings
+from dataclasses import dataclass
+
+from .errors import BackendError
+
+BACKENDS = ("auto", "cuda", "torch")
+POLICIES = ("auto", "require", "off")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend in use. `str(choice)` is one sentence fit for a first notebook cell."""
+    name: str              # "cuda" or "torch"
+    reason: str            # why, in words
+    requested: str         # what was asked for: auto | cuda | torch
+    policy: str            # auto | require | off
+    device: str            # "NVIDIA H200", or "CPU"
+    arch: "str | None"     # "sm_90"; None without a GPU
+    driver: "str | None"   # CUDA version that the driver supports, "13.0"; None without a driver
+
+    def __str__(self):
+        where = f"{self.device} ({self.arch})" if self.arch else self.device
+        return f"backend {self.name} on {where}: {self.reason}"
+
+
+@functools.cache
+def find_driver() -> "tuple[int | None, str]":
+    """(CUDA version the driver supports as 1000*major + 10*minor, or None; the reason in words).
+
+    Asks libcuda.so.1 itself: cuda.core and cuda.bindings.driver must not be entered without one (they can deadlock)."""
+    library = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+    try:
+        cuda = ctypes.CDLL(library)
+    except OSError:
+        return None, f"no CUDA driver ({library} not found)"
+    status = cuda.cuInit(0)
+    if status:
+        return None, f"the CUDA driver does not start (cuInit returned error {status})"
+    version = ctypes.c_int()
+    cuda.cuDriverGetVersion(ctypes.byref(version))
+    return version.value, f"driver for CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+
+
+@functools.cache
+def find_gpu() -> "tuple[bool, str]":
+    """(is there a GPU that torch can use, the reason in words)."""
+    version, reason = find_driver()
+    if version is None:
+        return False, reason
+    import torch
+    if torch.version.cuda is None:
+        return False, f"{reason}, but torch {torch.__version__} is a build without CUDA"
+    needed = int(torch.version.cuda.split(".")[0])
+    if version // 1000 < needed:
+        return False, (f"{reason}, but torch {torch.__version__} needs a driver for CUDA {needed} or newer: "
+                       "update the driver, or install a torch built for an older CUDA")
+    if not torch.cuda.is_available():
+        return False, f"{reason}, but torch sees no GPU (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r})"
+    return True, f"{torch.cuda.get_device_name()} found, {reason}"
+
+
+def resolve(requested: str, policy: str, gpu: "tuple[bool, str]") -> "tuple[str, str]":
+    """(backend, reason) for a request, a policy and what `find_gpu` said. Pure, so that tests can try every case."""
+    if requested not in BACKENDS:
+        raise BackendError(f"backend is {requested!r}; expected one of {', '.join(BACKENDS)}")
+    if policy not in POLICIES:
+        raise BackendError(f"GPU policy is {policy!r}; expected one of {', '.join(POLICIES)}")
+    there, why = gpu
+    if policy == "off" and requested == "cuda":
+        raise BackendError("backend cuda was asked for, but the GPU policy is off (GPUACCEL_GPU=off)")
+    if policy == "off":
+        return "torch", "the GPU policy is off (GPUACCEL_GPU=off)"
+    if not there and (requested == "cuda" or policy == "require"):
+        asked = "backend cuda" if requested == "cuda" else "a GPU (policy require)"
+        raise BackendError(f"{asked} was asked for, but there is none to use: {why}")
+    if requested == "torch" and policy == "require":
+        raise BackendError("backend torch was asked for, but the GPU policy is require")
+    if requested == "torch":
+        return "torch", "backend torch was asked for"
+    return ("cuda", why) if there else ("torch", why)
+
+
+_current: "Choice | None" = None
+
+
+def _choose(requested: str, policy: "str | None" = None) -> Choice:
+    policy = policy or os.environ.get("GPUACCEL_GPU", "auto")
+    gpu = (False, "") if policy == "off" else find_gpu()
+    name, reason = resolve(requested, policy, gpu)
+    version = None if policy == "off" else find_driver()[0]
+    driver = None if version is None else f"{version // 1000}.{version % 1000 // 10}"
+    if name == "cuda":
+        import torch
+        major, minor = torch.cuda.get_device_capability()
+        return Choice(name, reason, requested, policy, torch.cuda.get_device_name(), f"sm_{major}{minor}", driver)
+    return Choice(name, reason, requested, policy, "CPU", None, driver)
+
+
+def backend() -> Choice:
+    """The backend in use; chosen at the first call (`GPUACCEL_BACKEND`, `GPUACCEL_GPU`), then kept.
+
+    Raises BackendError when what was asked for cannot run here."""
+    global _current
+    if _current is None:
+        _current = _choose(os.environ.get("GPUACCEL_BACKEND", "auto"))
+    return _current
+
+
+class use_backend(contextlib.ContextDecorator):
+    """`use_backend("torch")` switches now; as a `with` block it switches back at the end.
+
+    name: "auto", "cuda" or "torch"; policy: "auto", "require" or "off" (default: `GPUACCEL_GPU`, else "auto").
+    Raises BackendError, and changes nothing, when the backend cannot run here."""
+
+    def __init__(self, name: str, policy: "str | None" = None):
+        global _current
+        self.before = _current
+        self.choice = _current = _choose(name, policy)
+
+    def __enter__(self) -> Choice:
+        global _current
+        _current = self.choice
+        return self.choice
+
+    def __exit__(self, *error):
+        global _current
+        _current = self.before
+
+    def __repr__(self):
+        return str(self.choice)
+
+
+def default_device():
+    """torch.device of the backend in use: the current GPU, or the CPU."""
+    import torch
+    return torch.device("cuda", torch.cuda.current_device()) if backend().name == "cuda" else torch.device("cpu")
+
+
+@functools.cache
+def cache_dir() -> "pathlib.Path | None":
+    """Where compiled kernels and tokenizers are kept: `GPUACCEL_CACHE`, else ~/.cache/gpuaccel.
+
+    None, after one warning, when nothing can be written there: everything then works without a cache."""
+    path = pathlib.Path(os.environ.get("GPUACCEL_CACHE") or
+                        pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpuaccel")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+        return path
+    except OSError as error:
+        warnings.warn(f"gpuaccel runs without a cache: {path} cannot be written ({error.strerror}); "
+                      "set GPUACCEL_CACHE to a folder that can", stacklevel=2)
+        return None

@@ -1,0 +1,32 @@
+"""Every error gpuaccel raises on purpose, so that a caller can catch `GpuaccelError` and show its one clear sentence.
+
+Each message names the value that was found, what was expected, and the tensor, parameter or file it is about.
+"""
+
+
+class GpuaccelError(Exception):
+    """Base of all errors below."""
+
+
+class BackendError(GpuaccelError, RuntimeError):
+    """The requested backend cannot run here; the message says why and what to install or set."""
+
+
+class CompileError(GpuaccelError, RuntimeError):
+    """A kernel did not compile. `log` holds the compiler's whole output with file, line and caret."""
+
+    def __init__(self, message: str, log: str = ""):
+        super().__init__(message)
+        self.log = log
+
+
+class ArgumentError(GpuaccelError, ValueError):
+    """An argument has the wrong dtype, device, shape, layout, alignment or value. Nothing was changed."""
+
+
+class DataError(GpuaccelError, ValueError):
+    """Text or tokens cannot be used for training."""
+
+
+class CheckpointError(GpuaccelError, RuntimeError):
+    """A checkpoint cannot be written, or cannot be trusted or does not fit. Nothing was changed."""

@@ -1,0 +1,155 @@
+"""A Llama-style transformer, small enough to read, with the nine tensors per block of the reference system.
+
+    >>> model = ga.Transformer(ga.preset("tiny"))            # byte tokens, trains on two CPU cores
+    >>> logits = model(tokens)                               # (B, T) int64 -> (B, T, V)
+    >>> ga.generate(model, tokens, 100, seed=0)              # (B, T + 100)
+
+Block: x = x + Attention(input_norm(x)), then x = x + down(silu(gate(h)) * up(h)) with h = post_attn_norm(x). Attention is causal, with
+rotary positions (Su et al., 2021) and grouped key/value heads (Ainslie et al., 2023). Shapes: B batch, T time, H hidden, V vocabulary.
+"""
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of a Transformer. head_dim defaults to hidden / heads, and heads * head_dim may differ from hidden."""
+    vocab: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    T: int                              # longest sequence
+    head_dim: "int | None" = None
+    tied: bool = False                  # one tensor for embedding and LM head
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self):
+        if self.head_dim is None:
+            if self.hidden % self.heads:
+                raise ArgumentError(f"hidden is {self.hidden}, not a multiple of heads = {self.heads}: give head_dim")
+            object.__setattr__(self, "head_dim", self.hidden // self.heads)
+        if self.heads % self.kv_heads:
+            raise ArgumentError(f"heads is {self.heads}, not a multiple of kv_heads = {self.kv_heads}")
+        if self.head_dim % 2:
+            raise ArgumentError(f"head_dim is {self.head_dim}; rotary positions need an even one")
+
+
+PRESETS = {
+    "tiny": Config(vocab=256, hidden=128, intermediate=384, layers=4, heads=4, kv_heads=2, T=128),
+    "llama-350m": Config(vocab=32768, hidden=1024, intermediate=4096, layers=24, heads=16, kv_heads=4, T=1024),
+}
+
+
+def preset(name: str, **changes) -> Config:
+    """The Config called "tiny" or "llama-350m", with some fields changed."""
+    if name not in PRESETS:
+        raise ArgumentError(f"there is no preset {name!r}; presets: {', '.join(PRESETS)}")
+    return dataclasses.replace(PRESETS[name], **changes)
+
+
+def rotary_table(T: int, head_dim: int, theta: float) -> Tensor:
+    """(T, head_dim) fp32: the cosines of each position's angles, then the sines."""
+    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angle = torch.arange(T, dtype=torch.float64)[:, None] * frequency
+    return torch.cat([angle.cos(), angle.sin()], dim=1).float()
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + head_dim/2]) by its position's angle. x: (B, heads, T, head_dim)."""
+    cos, sin = table[: x.shape[-2]].to(x.dtype).chunk(2, dim=-1)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+class Block(nn.Module):
+    """One transformer block: nine weight tensors."""
+
+    def __init__(self, c: Config):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = c.heads, c.kv_heads, c.head_dim
+        q_dim, kv_dim = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        self.input_norm = nn.RMSNorm(c.hidden, eps=c.norm_eps)
+        self.w_q = nn.Linear(c.hidden, q_dim, bias=False)
+        self.w_k = nn.Linear(c.hidden, kv_dim, bias=False)
+        self.w_v = nn.Linear(c.hidden, kv_dim, bias=False)
+        self.w_o = nn.Linear(q_dim, c.hidden, bias=False)
+        self.post_attn_norm = nn.RMSNorm(c.hidden, eps=c.norm_eps)
+        self.gate = nn.Linear(c.hidden, c.intermediate, bias=False)
+        self.up = nn.Linear(c.hidden, c.intermediate, bias=False)
+        self.down = nn.Linear(c.intermediate, c.hidden, bias=False)
+
+    def forward(self, x: Tensor, rope: Tensor) -> Tensor:
+        h = self.input_norm(x)
+        q, k, v = (w(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.w_q, self.w_k, self.w_v))
+        y = F.scaled_dot_product_attention(rotate(q, rope), rotate(k, rope), v, is_causal=True,
+                                           enable_gqa=self.kv_heads != self.heads)
+        x = x + self.w_o(y.transpose(1, 2).flatten(-2))
+        h = self.post_attn_norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class Transformer(nn.Module):
+    """tokens (B, T) int64 -> logits (B, T, V) in the weights' dtype. T up to config.T."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab, config.hidden)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.final_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
+        self.register_buffer("rope", rotary_table(config.T, config.head_dim, config.rope_theta), persistent=False)
+        for name, p in self.named_parameters():
+            if p.dim() == 2:
+                into_residual = name.endswith(("w_o.weight", "down.weight"))
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.layers) if into_residual else 0.02)
+        if config.tied:
+            self.lm_head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.shape[-1] > self.config.T:
+            raise ArgumentError(f"tokens have T = {tokens.shape[-1]}, the model was made for T up to {self.config.T}")
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.rope)
+        return self.lm_head(self.final_norm(x))
+
+
+def flops_per_token(config: Config, T: int) -> int:
+    """Floating-point operations of forward and backward per token, for utilisation: 6 per weight of every matrix product, and
+    12 * layers * q_dim * T for attention (the convention of PaLM, Chowdhery et al., 2022, appendix B; causality not discounted)."""
+    c = config
+    q_dim, kv_dim = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    weights = c.layers * (c.hidden * (2 * q_dim + 2 * kv_dim) + 3 * c.hidden * c.intermediate) + c.vocab * c.hidden
+    return 6 * weights + 12 * c.layers * q_dim * T
+
+
+@torch.no_grad()
+def generate(model: nn.Module, tokens: Tensor, n: int, *, temperature: float = 0.8, seed: int = 0) -> Tensor:
+    """Continue tokens (B, T) int64, T >= 1, by n sampled ones: (B, T + n). temperature 0 takes the likeliest token.
+
+    Sampling has its own generator, so that the training's random numbers stay as they are."""
+    generator = torch.Generator(tokens.device).manual_seed(seed)
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(n):
+            logits = model(tokens[:, -model.config.T:])[:, -1].float()
+            if temperature == 0:
+                new = logits.argmax(-1, keepdim=True)
+            else:
+                new = torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator)
+            tokens = torch.cat([tokens, new], dim=1)
+    finally:
+        model.train(was_training)
+    return tokens

@@ -1,0 +1,25 @@
+"""Shared by all tests: one cache for the whole run, and GPU tests that skip themselves in words."""
+import os
+import tempfile
+
+import pytest
+
+_cache = tempfile.mkdtemp(prefix="gpuaccel-test-cache-") if "GPUACCEL_CACHE" not in os.environ else None
+if _cache:
+    os.environ["GPUACCEL_CACHE"] = _cache            # a clean cache, also for the processes that tests start
+
+from gpuaccel.backend import find_gpu  # noqa: E402
+
+
+def pytest_collection_modifyitems(items):
+    there, why = find_gpu()
+    if not there:
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {why}"))
+
+
+def pytest_sessionfinish():
+    if _cache and os.environ.get("PYTEST_XDIST_WORKER") is None:
+        import shutil
+        shutil.rmtree(_cache, ignore_errors=True)

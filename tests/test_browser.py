@@ -1,0 +1,105 @@
+"""A real click in a real JupyterLab: Stop ends a loop within a second, while its cell runs, and a picture stays."""
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+pytestmark = pytest.mark.browser
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync"]
+IDLE = """() => { const w = window.jupyterapp && window.jupyterapp.shell.currentWidget;
+    const s = w && w.sessionContext && w.sessionContext.session;
+    return !!s && !!s.kernel && s.kernel.status === 'idle' }"""
+CELLS = [f"""import sys, time; sys.path.insert(0, {str(ROOT)!r})
+from gpuaccel.meter import Reading
+from gpuaccel.widgets import LiveThroughput
+def some(n):
+    for i in range(1, n + 1):
+        time.sleep(0.02)
+        yield Reading(i, i * 100, i / 50, 5000.0, 20.0, loss=1.0 + 1 / i, stages={{'forward': 15.0, 'backward': 4.0}})
+live = LiveThroughput("A loop to stop")
+live.run(some(2000), name="one", steps=2000)
+ended = time.time()""",
+         """one = live.runs["one"]
+open("result.txt", "w").write(f"{one.state} {one.last.step} {ended}")
+print("all " + "done")"""]
+
+
+def find_chromium():
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    return next((path for path in map(shutil.which, names) if path), None)
+
+
+@pytest.fixture
+def lab(tmp_path):
+    pytest.importorskip("jupyterlab", reason="JupyterLab is not installed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    token, state = os.urandom(12).hex(), tmp_path / ".state"
+    empty = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
+    cells = [{**empty, "id": f"c{i}", "source": cell}
+             for i, cell in enumerate(CELLS)]
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    (tmp_path / "stop.ipynb").write_text(json.dumps(notebook))
+    env = dict(os.environ, JUPYTER_CONFIG_DIR=str(state / "config"), JUPYTERLAB_SETTINGS_DIR=str(state / "settings"),
+               JUPYTERLAB_WORKSPACES_DIR=str(state / "workspaces"))
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}",
+               "--expose-app-in-browser", f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={tmp_path}",
+               "--allow-root", "--LabApp.news_url=None",
+               "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
+    with open(tmp_path / "lab.log", "w") as log:
+        server = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        for _ in range(150):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/api/status?token={token}", timeout=2)
+                break
+            except OSError:
+                time.sleep(0.2)
+        else:
+            pytest.fail("JupyterLab did not start:\n" + (tmp_path / "lab.log").read_text()[-2000:])
+        yield f"http://127.0.0.1:{port}/lab/tree/stop.ipynb?reset&token={token}"
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+
+
+def test_stop_ends_a_running_loop_within_a_second(lab, tmp_path):
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
+    chromium = find_chromium() or pytest.skip("no chromium or chrome on this machine")
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, headless=True, args=FLAGS)
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto(lab)
+        page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=30_000)
+        page.wait_for_function(IDLE, timeout=30_000)
+        page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells') }")
+        button = page.wait_for_selector("button:has-text('Stop')", timeout=20_000)
+        drawn = page.locator(".jupyter-widgets svg[role=img]")
+        before = drawn.get_attribute("aria-label", timeout=5_000)
+        page.wait_for_timeout(600)
+        assert drawn.get_attribute("aria-label") != before, "the picture does not move"
+        clicked = time.time()
+        button.click()
+        page.wait_for_selector(".jp-OutputArea-output:has-text('all done')", timeout=20_000)
+        pictures = page.locator(".jp-RenderedSVG").count()
+        left = page.locator("button:has-text('Stop')").count()
+        browser.close()
+    state, steps, ended = (tmp_path / "result.txt").read_text().split()
+    print(f"stopped {float(ended) - clicked:.2f} s after the click, at step {steps}")
+    assert state == "stopped" and int(steps) < 2000 and float(ended) - clicked < 1.0
+    assert (pictures, left) == (1, 0), "the static picture takes the widgets' place"

@@ -1,0 +1,320 @@
+"""The contract of gpuaccel/data.py: bad text is refused with a reason, each window comes once, resume is exact."""
+import os
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuaccel import data
+from gpuaccel.data import BPETokenizer, Batches, ByteTokenizer, Corpus, load_text, make_dataset, train_bpe, val_batches
+from gpuaccel.errors import ArgumentError, DataError
+
+STORY = ["the cat sat on the mat and the dog sat on the log\n" * 3, "naïve façade, 東京, 🙂 \t\r\n  x\n" * 2,
+         "def f(x):\n    return x\n"]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache folder of the test's own."""
+    monkeypatch.setattr(data, "cache_dir", lambda: tmp_path / "cache")
+    (tmp_path / "cache").mkdir()
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_bpe(Corpus(STORY, "a story", 0), 300, cache=False)
+
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+
+def test_the_standard_library_is_the_default():
+    corpus = load_text(max_bytes=200_000)
+    assert corpus.source == "the sources of Python's standard library"
+    assert corpus.bytes == sum(len(document.encode()) for document in corpus.documents) == 200_000
+    assert "import" in corpus.documents[0] and load_text(max_bytes=200_000) == corpus
+
+
+def test_all_of_the_standard_library_is_utf8_and_enough_for_a_model():
+    files = data._files_below(os.path.dirname(os.__file__), (".py",), data.NOT_LIBRARY)
+    assert not any({"site-packages", "test", "tests"} & set(path.parts[-4:-1]) for path in files)
+    assert load_text().bytes > 5_000_000
+
+
+def test_a_folder_in_a_fixed_order(tmp_path):
+    for name, text in {"b.txt": "two", "a/z.md": "one", "b/a.py": "three", "c.TXT": "no", "d.bin": "no",
+                       ".git/x.txt": "no", "b/__pycache__/x.py": "no", "empty.txt": ""}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(text)
+    corpus = load_text(tmp_path)
+    assert corpus == Corpus(["one", "three", "two"], str(tmp_path), 11)
+    assert load_text(str(tmp_path), max_bytes=5).documents == ["one", "th"]
+    assert load_text(tmp_path / "d.bin").documents == ["no"]  # a file may have any name
+
+
+def test_max_bytes_cuts_at_a_character(tmp_path):
+    (tmp_path / "a.txt").write_bytes("a東京".encode())
+    assert [load_text(tmp_path, max_bytes=n).documents for n in (1, 2, 3, 4, 5, 7, 99)] == \
+        [["a"], ["a"], ["a"], ["a東"], ["a東"], ["a東京"], ["a東京"]]
+    with pytest.raises(ArgumentError, match="max_bytes is 0"):
+        load_text(tmp_path, max_bytes=0)
+
+
+def test_text_that_cannot_be_used_is_refused_with_the_reason(tmp_path):
+    bad = tmp_path / "bad.txt"
+    for content, offset in ((b"\xff\xfea\0", 0), (b"ab\xe9cd", 2), (b"good " * 1000 + b"\xc3", 5000)):
+        bad.write_bytes(content)
+        for path in (bad, tmp_path):
+            with pytest.raises(DataError, match=f"bad.txt is not UTF-8 text: byte 0x.. at offset {offset} "):
+                load_text(path)
+    with pytest.raises(DataError, match="at offset 2 "):
+        bad.write_bytes(b"ab\xe9cd")
+        load_text(bad, max_bytes=4)
+    bad.write_bytes(b"")
+    with pytest.raises(DataError, match="bad.txt is empty"):
+        load_text(bad)
+    with pytest.raises(DataError, match="holds no text; expected a folder with .txt, .md, .py files"):
+        load_text(tmp_path)
+    with pytest.raises(DataError, match="nowhere does not exist"):
+        load_text(tmp_path / "nowhere")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(DataError, match="link.txt cannot be read: No such file"):
+        load_text(tmp_path)
+
+
+# ---- tokenizers -----------------------------------------------------------------------------------------------------
+
+@settings(deadline=None)
+@given(st.text())
+def test_bytes_round_trip(text):
+    tokens = ByteTokenizer().encode(text)
+    assert tokens.dtype == np.uint16 and len(tokens) == len(text.encode())
+    assert ByteTokenizer().decode(tokens) == ByteTokenizer().decode(torch.tensor(tokens.astype(np.int64))) == text
+
+
+@settings(deadline=None)
+@given(text=st.text() | st.lists(st.sampled_from(["the ", "cat", "\n", "  ", "東", "é", "\0", "'s"])).map("".join))
+def test_bpe_round_trip(text, bpe):
+    tokens = bpe.encode(text)
+    assert tokens.dtype == np.uint16 and (not len(tokens) or tokens.max() < bpe.vocab_size)
+    assert bpe.decode(tokens) == bpe.decode(torch.from_numpy(tokens.astype(np.int32))) == text
+
+
+def test_bpe_round_trip_over_pieces(bpe, monkeypatch):
+    monkeypatch.setattr(data, "PIECE", 7)
+    text = "".join(STORY) * 9  # more than one group of pieces
+    assert bpe.decode(bpe.encode(text)) == text
+    arrays = bpe._encode_all(STORY)
+    assert [bpe.decode(tokens) for tokens in arrays] == STORY
+
+
+def test_bpe_is_shorter_than_bytes_and_survives_as_json(bpe):
+    tokens = bpe.encode(STORY[0])
+    assert len(tokens) < len(STORY[0]) / 2 and 256 <= bpe.vocab_size <= 300
+    again = BPETokenizer(bpe.to_json())
+    assert again.vocab_size == bpe.vocab_size and (again.encode(STORY[0]) == tokens).all()
+
+
+@pytest.mark.parametrize("kind", ["byte", "bpe"])
+def test_decode_takes_any_bytes_and_refuses_other_tokens(kind, bpe):
+    tokenizer = bpe if kind == "bpe" else ByteTokenizer()
+    start = tokenizer.encode("é")[:1] if kind == "byte" else [token for token in tokenizer.encode("\U000e0001")][:1]
+    assert tokenizer.decode(iter(start)) == "\N{REPLACEMENT CHARACTER}" and tokenizer.decode([]) == ""
+    for token in (-1, tokenizer.vocab_size):
+        with pytest.raises(DataError, match=f"token {token} at position 1 is not in the vocabulary; expected 0 to "):
+            tokenizer.decode([3, token])
+    with pytest.raises(DataError, match="at position 2 has no UTF-8 form"):
+        tokenizer.encode("ab\ud800")
+
+
+def test_bpe_is_trained_once(cache, monkeypatch):
+    corpus = Corpus(STORY, "a story", 0)
+    first = train_bpe(corpus, 300)
+    (entry,) = (cache / "bpe").iterdir()
+    content = entry.read_bytes()
+
+    import tokenizers.trainers
+    trained = []
+    real = tokenizers.trainers.BpeTrainer
+    monkeypatch.setattr(tokenizers.trainers, "BpeTrainer", lambda **options: trained.append(1) or real(**options))
+    assert train_bpe(corpus, 300).to_json() == first.to_json() and not trained
+
+    flipped = content[:50] + bytes([content[50] ^ 1]) + content[51:]
+    for damaged in (content[:-9], b"", content.replace(b"merges", b"merged"), flipped):
+        entry.write_bytes(damaged)
+        trained.clear()
+        assert train_bpe(corpus, 300).to_json() == first.to_json() and trained
+        assert entry.read_bytes() == content
+
+    trained.clear()
+    train_bpe(corpus, 299), train_bpe(Corpus(STORY[:2], "", 0), 300), train_bpe(Corpus(["".join(STORY)], "", 0), 300)
+    train_bpe(corpus, 300, cache=False)
+    assert len(trained) == 4
+
+
+def test_bpe_works_without_a_cache(cache, monkeypatch):
+    (cache / "bpe").write_text("a file where the folder should be")
+    with pytest.warns(UserWarning, match="cannot be written"):
+        train_bpe(Corpus(STORY, "", 0), 260)
+    monkeypatch.setattr(data, "cache_dir", lambda: None)
+    assert train_bpe(Corpus(STORY, "", 0), 260).vocab_size == 260
+    for size in (255, 65537):
+        with pytest.raises(ArgumentError, match=f"vocab_size is {size}"):
+            train_bpe(Corpus(STORY, "", 0), size)
+
+
+# ---- datasets -------------------------------------------------------------------------------------------------------
+
+def write_documents(folder, count, length=100):
+    for index in range(count):
+        (folder / f"{index:03d}.txt").write_text(chr(33 + index) * length)
+
+
+def test_validation_is_every_twentieth_document(tmp_path):
+    write_documents(tmp_path, 45)
+    dataset = make_dataset(tmp_path)
+    assert dataset.train.dtype == dataset.val.dtype == torch.int32 and dataset.vocab_size == 256
+    assert dataset.val.tolist() == [33 + 19] * 100 + [33 + 39] * 100
+    assert len(dataset.train) == 4300 and not set(dataset.train.tolist()) & set(dataset.val.tolist())
+    assert dataset.source == str(tmp_path)
+
+
+def test_few_documents_are_split_by_position(tmp_path):
+    text = "".join(chr(32 + i % 90) for i in range(1000))
+    (tmp_path / "a.txt").write_text(text)
+    dataset = make_dataset(tmp_path / "a.txt", max_bytes=900)
+    assert ByteTokenizer().decode(dataset.train) == text[:810] and ByteTokenizer().decode(dataset.val) == text[810:900]
+    (tmp_path / "a.txt").unlink()
+    write_documents(tmp_path, 19)
+    assert len(make_dataset(tmp_path).val) == 190
+    write_documents(tmp_path, 20)
+    (tmp_path / "019.txt").write_text("x")  # the twentieth alone would be no validation text
+    assert len(make_dataset(tmp_path).val) == 191
+
+
+def test_bpe_dataset_is_cached_and_the_same(tmp_path, cache, monkeypatch):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for index in range(21):
+        (folder / f"{index:02d}.txt").write_text(STORY[index % 3] + str(index))
+    first = make_dataset(folder, "bpe", vocab_size=300)
+    texts = load_text(folder).documents
+    assert first.tokenizer.decode(first.val) == texts.pop(19)
+    assert first.tokenizer.decode(first.train) == "".join(texts)
+    assert sorted(path.suffix for path in (cache / "bpe").iterdir()) == [".json", ".tokens"]
+
+    encoded = []
+    real = BPETokenizer._encode_all
+    monkeypatch.setattr(BPETokenizer, "_encode_all", lambda *args: encoded.append(1) or real(*args))
+    second = make_dataset(folder, "bpe", vocab_size=300)
+    assert not encoded and torch.equal(first.train, second.train) and torch.equal(first.val, second.val)
+    (entry,) = (cache / "bpe").glob("*.tokens")
+    entry.write_bytes(entry.read_bytes()[:-1])
+    third = make_dataset(folder, "bpe", vocab_size=300)
+    assert encoded and torch.equal(first.train, third.train)
+    fourth = make_dataset(folder, first.tokenizer)
+    assert fourth.tokenizer is first.tokenizer and torch.equal(first.train, fourth.train)
+    with pytest.raises(ArgumentError, match="tokenizer is 'char'"):
+        make_dataset(folder, "char")
+
+
+# ---- batches --------------------------------------------------------------------------------------------------------
+
+@settings(deadline=None, max_examples=60)
+@given(n=st.integers(3, 200), T=st.integers(1, 12), batch=st.integers(1, 9), seed=st.integers(0, 5))
+def test_an_epoch_covers_each_window_once(n, T, batch, seed):
+    tokens = torch.arange(n)
+    if n < T + 1:
+        return
+    batches, windows = Batches(tokens, batch, T, seed), (n - 1) // T
+    seen = []
+    while len(seen) < 2 * windows:
+        inputs, targets = next(batches)
+        assert inputs.shape == targets.shape == (batch, T) and inputs.dtype == targets.dtype == torch.int64
+        assert torch.equal(targets, inputs + 1) and inputs.is_contiguous() and targets.is_contiguous()
+        seen += inputs.tolist()
+    for epoch in (seen[:windows], seen[windows:2 * windows]):
+        assert sorted(token for window in epoch for token in window) == list(range(windows * T))
+    assert batches.tokens_per_batch == batch * T
+
+
+def test_order_depends_on_seed_and_epoch_only():
+    def first(seed, count=6):
+        batches = Batches(torch.arange(200, dtype=torch.int32), 5, 7, seed)
+        return [next(batches)[0].tolist() for _ in range(count)]
+    state = torch.get_rng_state()
+    assert first(0) == first(0) != first(1)
+    flat = [window for batch in first(0, 28) for window in batch]  # 5 epochs of 28 windows
+    assert flat[:28] != flat[28:56] and sorted(flat[:28]) == sorted(flat[28:56])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@settings(deadline=None, max_examples=40)
+@given(done=st.integers(0, 40), batch=st.integers(1, 30))
+def test_resume_at_any_batch(done, batch):
+    def fresh(seed=3):
+        return Batches(torch.arange(130), batch, 9, seed)
+    batches = fresh()
+    for _ in range(done):
+        next(batches)
+    state = batches.state_dict()
+    assert {"epoch", "index", "seed"} <= state.keys()
+    other = fresh(seed=8)
+    other.load_state_dict(dict(state))
+    for _ in range(7):
+        assert torch.equal(torch.stack(next(batches)), torch.stack(next(other)))
+    assert batches.state_dict() == other.state_dict()
+
+
+def test_a_position_on_another_text_is_refused():
+    batches = Batches(torch.arange(100), 2, 9)
+    before = batches.state_dict()
+    for other, key in ((Batches(torch.arange(300), 2, 9), "windows=33, expected windows=11"),
+                       (Batches(torch.arange(89), 2, 8), "T=8, expected T=9")):
+        with pytest.raises(DataError, match=key):
+            batches.load_state_dict(other.state_dict())
+    with pytest.raises(DataError, match="index 12; expected an epoch of at least 0 and an index of 0 to 11"):
+        batches.load_state_dict({**before, "index": 12})
+    assert batches.state_dict() == before
+
+
+@pytest.mark.parametrize("make", [lambda tokens, T: Batches(tokens, 2, T), lambda tokens, T: val_batches(tokens, 2, T)])
+def test_too_little_text(make):
+    with pytest.raises(DataError, match="too little text: 8 tokens, but one window of T=8 needs 9"):
+        make(torch.arange(8), 8)
+    make(torch.arange(9), 8)
+    for tokens in (torch.ones(50), torch.ones(5, 10, dtype=torch.int32)):
+        with pytest.raises(ArgumentError, match="expected a 1-D integer tensor on the CPU"):
+            make(tokens, 8)
+    with pytest.raises(ArgumentError, match="T is 0"):
+        make(torch.arange(9), 0)
+
+
+def test_batch_of_zero():
+    for make in (Batches, val_batches):
+        with pytest.raises(ArgumentError, match="batch is 0; expected at least 1"):
+            make(torch.arange(9), 0, 2)
+
+
+def test_val_batches_in_order():
+    batches = val_batches(torch.arange(100, dtype=torch.int32), 3, 9, 2)
+    assert [inputs[:, 0].tolist() for inputs, _ in batches] == [[0, 9, 18], [27, 36, 45]]
+    assert all(torch.equal(inputs + 1, targets) and inputs.dtype == torch.int64 for inputs, targets in batches)
+    assert len(val_batches(torch.arange(100), 3, 9)) == 3  # 11 windows: the last two are left out
+    assert [inputs.shape for inputs, _ in val_batches(torch.arange(100), 64, 9, 5)] == [(11, 9)]
+
+
+@pytest.mark.gpu
+def test_batches_on_a_gpu_are_the_same_and_nothing_waits():
+    there, here = (Batches(torch.arange(5000), 4, 31, device=device) for device in ("cuda", "cpu"))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pairs = [(next(there), next(here)) for _ in range(50)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a.cpu(), b) for one, other in pairs for a, b in zip(one, other))
+    val = val_batches(torch.arange(5000), 4, 31, 2, device="cuda")
+    assert val[0][0].is_cuda and val[1][1].tolist() == val_batches(torch.arange(5000), 4, 31, 2)[1][1].tolist()

@@ -1,0 +1,189 @@
+"""What a person gets who installs gpuaccel: the wheel, the requirements, the two make commands, and a fast import."""
+import os
+import pathlib
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+KERNELS = sorted(path.name for path in (ROOT / "kernels_cu").glob("*.cu*"))
+MODULES = sorted(path.name for path in (ROOT / "gpuaccel").glob("*.py"))
+
+
+def requirement_lines(path):
+    lines = (line.split(" #")[0].strip() for line in path.read_text().splitlines())
+    return [Requirement(line) for line in lines if line and not line.startswith(("#", "--"))]
+
+
+def pins(path):
+    """name -> Version of every `name==version` line."""
+    return {canonicalize_name(r.name): Version(next(iter(r.specifier)).version)
+            for r in requirement_lines(path) if str(r.specifier).startswith("==")}
+
+
+@pytest.fixture(scope="module")
+def project():
+    tomllib = pytest.importorskip("tomllib", reason="tomllib comes with Python 3.11")
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    pytest.importorskip("hatchling", reason="hatchling builds the wheel; it is part of the extra `test`")
+    out = tmp_path_factory.mktemp("wheel")
+    built = subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)], cwd=ROOT,
+                           capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return next(out.glob("*.whl"))
+
+
+def test_the_wheel_holds_every_kernel_and_module_and_nothing_else(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert KERNELS and MODULES
+    assert {f"gpuaccel/kernels_cu/{name}" for name in KERNELS} <= set(names)
+    assert {f"gpuaccel/{name}" for name in MODULES} <= set(names)
+    outside = [name for name in names if not name.startswith("gpuaccel/") and ".dist-info/" not in name]
+    assert not outside, f"the wheel also holds {outside}"
+    entry = next(name for name in names if name.endswith("entry_points.txt"))
+    assert "gpuaccel = gpuaccel.cli:main" in zipfile.ZipFile(wheel).read(entry).decode()
+
+
+def test_kernels_are_found_from_an_unpacked_wheel(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = ("import gpuaccel, gpuaccel.kernel as k; print(gpuaccel.__file__); print(k.kernel_root());"
+            "print(*(file.stem for file in k.kernel_files()))")
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    package, kernels, names = ran.stdout.splitlines()
+    assert pathlib.Path(package).parent == tmp_path / "gpuaccel"
+    assert pathlib.Path(kernels) == tmp_path / "gpuaccel" / "kernels_cu"
+    assert "accumulate" in names.split()
+
+
+def test_kernels_are_found_from_the_source_tree():
+    from gpuaccel.kernel import kernel_root
+    assert kernel_root().resolve() == ROOT / "kernels_cu"
+
+
+def test_constraints_pin_every_requirement_within_its_bounds(project):
+    pinned = pins(ROOT / "constraints.txt")
+    extras = project["optional-dependencies"]
+    for line in [*project["dependencies"], *extras["cu12"], *extras["test"], *extras["browser"]]:
+        wanted = Requirement(line)
+        found = pinned.get(canonicalize_name(wanted.name))
+        assert found is not None, f"constraints.txt has no version for {wanted.name}"
+        assert found in wanted.specifier, f"constraints.txt pins {wanted.name} {found}, pyproject.toml wants {line}"
+
+
+def test_constraints_serve_a_gpu_build_and_a_cpu_build_of_torch(project):
+    pinned = pins(ROOT / "constraints.txt")
+    assert pinned["torch"].local is None, "a local version such as +cpu would keep the CUDA build out"
+    assert [name for name in pinned if name.startswith("nvidia-")] == ["nvidia-cuda-nvrtc-cu12"]
+    assert all(str(r.specifier).startswith("==") for r in requirement_lines(ROOT / "constraints.txt"))
+    assert pinned["cuda-bindings"].release[:2] == pinned["cuda-python"].release[:2]
+
+
+def test_version_is_the_same_everywhere(project):
+    import gpuaccel
+    assert project["version"] == gpuaccel.__version__
+
+
+def test_binder_requirements_agree_with_constraints(project):
+    pinned = pins(ROOT / "constraints.txt")
+    wanted = {canonicalize_name(r.name): r for r in requirement_lines(ROOT / "binder" / "requirements.txt")}
+    for name, requirement in wanted.items():
+        version = Version(f"{pinned[name]}+cpu") if name == "torch" else pinned[name]
+        assert version in requirement.specifier, f"binder wants {requirement}, constraints.txt pins {pinned[name]}"
+    runtime = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
+    assert runtime == set(wanted), "binder/requirements.txt must name exactly the runtime dependencies"
+    assert str(wanted["torch"].specifier).endswith("+cpu"), "without +cpu Binder would download the CUDA build"
+
+
+def test_binder_files_are_what_binder_reads():
+    binder = ROOT / "binder"
+    assert re.fullmatch(r"python-3\.\d+\n", (binder / "runtime.txt").read_text())
+    assert os.access(binder / "postBuild", os.X_OK)
+    assert (binder / "postBuild").read_text().startswith("#!")
+    assert not (ROOT / "environment.yml").exists(), "an environment.yml would make Binder ignore requirements.txt"
+
+
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+
+
+def dry_make(*words):
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(["make", "-n", *words], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+
+
+@needs_make
+def test_make_installs_again_when_the_requirements_changed(tmp_path):
+    (tmp_path / ".installed").touch()
+    installed = f"VENV={tmp_path}"
+    assert "pip install" not in dry_make(installed, "test")
+    assert "pip install" in dry_make(installed, "-W", "constraints.txt", "test")
+    assert "pip install" in dry_make(installed, "-W", "pyproject.toml", "lab")
+    assert "pip install" in dry_make(f"VENV={tmp_path / 'missing'}", "lab")
+
+
+@needs_make
+def test_make_commands_do_what_the_readme_says():
+    assert "--nbval-lax" in dry_make("test") and "tests notebooks" in dry_make("test")
+    assert "jupyterlab" in dry_make("lab")
+    assert "make lab" in dry_make()                       # a bare `make` is the help
+    ci = ROOT / ".ci" / "run"
+    assert os.access(ci, os.X_OK) and ci.read_text().rstrip().endswith("make test")
+
+
+HEAVY = ("ipywidgets", "jupyterlab", "nbval", "IPython", "tokenizers", "cuda", "matplotlib")
+IMPORT = """
+import sys, time, torch
+before, start = set(sys.modules), time.perf_counter()
+import gpuaccel
+print(time.perf_counter() - start)
+print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
+"""
+
+
+def test_import_is_fast_and_light():
+    """Under 0.3 s beyond `import torch`, and nothing heavy comes with it."""
+    seconds, added = [], ""
+    for _ in range(3):
+        ran = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
+        took, added = ran.stdout.splitlines()
+        seconds.append(float(took))
+    assert statistics.median(seconds) < 0.3, f"import gpuaccel took {seconds} s beyond import torch"
+    assert not set(HEAVY) & set(added.split()), f"import gpuaccel also imports {added}"
+
+
+def repository_files():
+    command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_no_file_is_large():
+    sizes = {str(path.relative_to(ROOT)): path.stat().st_size for path in repository_files()}
+    large = {name: size for name, size in sizes.items() if size > 2_000_000}
+    assert not large, f"larger than 2 MB: {large}"
+
+
+def test_no_file_names_the_machine_it_was_written_on():
+    words = ["/" + folder + "/" for folder in ("work", "tmp", "root", "farm")]
+    words += ["before" + "-stop", ".wh" + "l/", "$" + "OUT"]
+    words += ["pypi" + ".org", "python" + "hosted", "npm" + "js", "deb.debian" + ".org"]
+    found = []
+    for path in repository_files():
+        text = path.read_bytes().decode(errors="ignore")
+        found += [f"{path.relative_to(ROOT)}: {word}" for word in words if word in text]
+    assert not found, found

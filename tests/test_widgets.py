@@ -1,0 +1,213 @@
+"""The live view: what it draws, that every way of stopping works, and what it leaves in a saved notebook."""
+import _thread
+import pathlib
+import re
+import sys
+import threading
+import time
+import xml.dom.minidom
+
+import pytest
+
+from gpuaccel.errors import ArgumentError
+from gpuaccel.meter import Reading
+from gpuaccel.picture import KEEP, Run, _nice_ticks, _spread, milliseconds, number, picture
+from gpuaccel.widgets import LiveThroughput, _listen_while_busy
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def readings(count, rate=10_000.0, pause=0.0, fail_at=None, closed=None):
+    began = time.time()
+    try:
+        for step in range(1, count + 1):
+            time.sleep(pause)
+            if step == fail_at:
+                raise FloatingPointError("the loss is not a number")
+            yield Reading(step, step * 512, time.time() - began, rate, 51.2, loss=4.0 / step + 1, memory_bytes=3 << 30,
+                          val_loss=2.0 if step == 5 else None,
+                          stages={"forward": 16.0, "backward": 30.0, "accumulate": 2.0})
+    finally:
+        if closed is not None:
+            closed.append(True)
+
+
+def texts(svg):
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+
+
+def test_numbers_carry_units_and_three_digits():
+    assert [number(v) for v in (0, 7, 7.25, 12.34, 987, 999.96, 12_345, 999_960, 1.5e6, 3.2e12)] == [
+        "0", "7", "7.25", "12.3", "987", "1.00K", "12.3K", "1.00M", "1.50M", "3.20T"]
+    assert number(12_345, "tok/s") == "12.3K tok/s"
+    assert [milliseconds(v) for v in (0.412, 3.21, 41.26, 141.2, 1234)] == [
+        "0.41 ms", "3.2 ms", "41.3 ms", "141 ms", "1.2 s"]
+
+
+@pytest.mark.parametrize("low, high", [(0, 1), (0, 87_234.5), (2.2, 5.6), (3.0, 3.0), (-1e-9, 1e-9), (0.0, 0.0)])
+def test_ticks_cover_the_range_with_few_round_values(low, high):
+    ticks = _nice_ticks(low, high)
+    assert ticks[0] <= low and ticks[-1] >= high and 2 <= len(ticks) <= 8
+
+
+def test_labels_never_overlap():
+    placed = sorted(_spread([50, 50, 51, 99, 100], 14, 0, 100))
+    assert all(b - a >= 13.99 for a, b in zip(placed, placed[1:])) and placed[0] >= 0 and placed[-1] <= 100.01
+
+
+def test_a_run_is_drawn_with_its_numbers_and_stages():
+    live = LiveThroughput("Where is the time?", peak=20_000)
+    live.run(readings(40), name="a <b>")
+    live.run(readings(40, rate=25_000.0), name="second")
+    for themed in (True, False):
+        svg = picture(list(live.runs.values()), live.peak, themed, "Where is the time?")
+        xml.dom.minidom.parseString(svg.encode())
+        words = texts(svg)
+        for expected in ("Where is the time?", "10.0K tok/s", "25.0K tok/s", "2.50× a &lt;b&gt;", "Loss", "40 steps",
+                         "20.5K tokens", "30.0 ms", "51.2 ms", "accumulate", "other",
+                         "limit 20.0K tok/s", "○ on text held out"):
+            assert expected in words, (expected, words)
+        assert ("var(--jp-" in svg) is themed and "<script" not in svg and len(svg) < 30_000
+    assert "second runs at 2.50 times the speed of a <b>" in str(live)
+    assert set(live._repr_mimebundle_()) == {"image/svg+xml", "text/plain"}
+
+
+@pytest.mark.parametrize("some", [[], [Run("new", "#123456")]])
+def test_nothing_to_draw_is_still_a_picture(some):
+    svg = picture(some)
+    xml.dom.minidom.parseString(svg.encode())
+    assert "waiting for the first step" in texts(svg)
+
+
+def test_not_a_number_is_left_out_of_the_picture():
+    run = Run("nan", "#123456")
+    for step in range(1, 5):
+        loss = float("nan") if step > 2 else 1.0
+        run.add(Reading(step, step, 0.1 * step, 10.0, 1.0, loss=loss, val_loss=float("inf")))
+    assert "nan" not in re.sub(r"aria-label=\"[^\"]*\"|>[^<]*<", "", picture([run]))
+
+
+def test_a_long_run_keeps_a_bounded_number_of_points():
+    run = Run("long", "#123456")
+    for step in range(1, 20_001):
+        run.add(Reading(step, step, step / 10, 100.0, 1.0))
+    assert KEEP / 4 < len(run.points) <= KEEP and run.points[-1][0] > 19_900
+
+
+def test_steps_and_seconds_end_a_run_and_generators_are_closed(capsys):
+    closed = []
+    live = LiveThroughput()
+    live.run(readings(10_000, closed=closed), name="steps", steps=7)
+    live.run(readings(10_000, pause=0.01, closed=closed), name="seconds", seconds=0.3)
+    assert closed == [True, True]
+    assert live.runs["steps"].last.step == 7 and live.runs["steps"].state == "done"
+    assert 10 < live.runs["seconds"].last.step < 40
+    assert live.runs["steps"].val_loss == 2.0 and live.runs["steps"].tokens_per_s == 10_000
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) <= 4 and "10.0K tok/s" in lines[0] and "loss" in lines[0], lines
+
+
+def test_errors_of_the_loop_reach_the_cell():
+    live = LiveThroughput()
+    with pytest.raises(FloatingPointError, match="not a number"):
+        live.run(readings(10, fail_at=4), name="bad")
+    assert live.runs["bad"].state == "failed" and live.runs["bad"].last.step == 3
+    live.run(readings(10, fail_at=4), name="later", wait=False)
+    with pytest.raises(FloatingPointError):
+        live.join()
+    live.join()
+    live.run(readings(3), name="bad")
+    assert live.runs["bad"].state == "done" and not live.running
+
+
+def test_stop_ends_the_loop_after_its_step():
+    live, closed = LiveThroughput(), []
+    live.run(readings(10_000, pause=0.005, closed=closed), name="stopped", wait=False)
+    assert live.running
+    time.sleep(0.1)
+    began = time.time()
+    live.stop()
+    live.join()
+    assert time.time() - began < 0.5 and live.runs["stopped"].state == "stopped" and closed == [True]
+    assert "stopped" in str(live)
+
+
+def test_an_interrupt_stops_the_loop_and_the_cell():
+    live, closed = LiveThroughput(), []
+    threading.Timer(0.2, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        live.run(readings(10_000, pause=0.005, closed=closed), name="interrupted")
+    assert closed == [True] and not live.running and live.runs["interrupted"].state == "stopped"
+
+
+def test_the_loop_runs_in_the_callers_torch_state():
+    import torch
+    seen = []
+
+    def look():
+        seen.append((torch.is_grad_enabled(), threading.current_thread() is threading.main_thread()))
+        yield from readings(1)
+
+    with torch.no_grad():
+        LiveThroughput().run(look())
+    LiveThroughput().run(look())
+    assert seen == [(False, False), (True, False)]
+
+
+def test_bad_arguments_change_nothing():
+    live = LiveThroughput()
+    for wrong in (dict(readings=3), dict(readings=[], steps=0), dict(readings=[], seconds=-1)):
+        with pytest.raises(ArgumentError):
+            live.run(**wrong)
+    assert live.runs == {} and "no run yet" in str(live)
+    live.run([], name="empty")
+    assert "no step finished" in str(live)
+
+
+def test_clicks_are_heard_where_the_kernel_routes_messages():
+    class Comm:
+        def _reply_subshell_for(self, data, default):
+            return default
+
+    class Button:
+        comm = Comm()
+
+    clicks, button = [], Button()
+    assert _listen_while_busy(button, lambda: clicks.append(1))
+    route = button.comm._reply_subshell_for
+    assert route({"method": "custom", "content": {"event": "click"}}, "main") == "main" and clicks == [1]
+    assert route({"method": "update"}, "main") == "main" and route(None, None) is None and clicks == [1]
+    button.comm = object()
+    assert not _listen_while_busy(button, lambda: None)
+
+
+def test_a_notebook_runs_in_order_and_keeps_a_static_picture(tmp_path):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipywidgets")
+    cells = ["import sys, time; sys.path.insert(0, %r)\nfrom gpuaccel.meter import Reading\n"
+             "from gpuaccel.widgets import LiveThroughput\nlive = LiveThroughput('A picture')\n"
+             "def some(n):\n    for i in range(1, n + 1):\n        time.sleep(0.02)\n"
+             "        yield Reading(i, i * 100, i / 50, 5000.0, 20.0, loss=1.0, stages={'forward': 19.0})" % str(ROOT),
+             "live.run(some(30), name='one', steps=30)", "print(live.runs['one'].last.step)",
+             "live.run(some(30), name='two', wait=False)", "print(live.runs['two'].state, live.running)"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    where = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=60, kernel_name="python3", resources=where).execute()
+    outputs = [cell.outputs for cell in notebook.cells]
+    for cell in (1, 3):
+        assert [set(o.data) for o in outputs[cell]] == [{"image/svg+xml", "text/plain"}], outputs[cell]
+    assert "5.00K tok/s" in outputs[1][0].data["image/svg+xml"]
+    assert "one: 5.00K tok/s" in outputs[1][0].data["text/plain"]
+    assert outputs[2][0].text == "30\n" and outputs[4][0].text == "done False\n"
+
+
+def test_without_ipywidgets_a_notebook_gets_text(monkeypatch, capsys):
+    from gpuaccel import widgets
+    shell = type("Shell", (), {"kernel": object(), "events": None})()
+    monkeypatch.setattr(widgets, "_kernel", lambda: shell)
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    monkeypatch.setattr(LiveThroughput, "show_static", lambda self: print(self))
+    LiveThroughput().run(readings(5), name="plain")
+    out = capsys.readouterr().out.splitlines()
+    assert "plain" in out[0] and "tok/s" in out[0] and out[-1].startswith("plain: 10.0K tok/s")
