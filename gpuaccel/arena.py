@@ -57,16 +57,18 @@ class Block:
 
 
 class Summary:
-    """Bytes of the fp32 gradient accumulator: `block_bytes` (everything but embeddings), `embedding_bytes`, `padding_bytes`."""
+    """Bytes of the fp32 gradient accumulator: `block_bytes` (everything but embeddings), `embedding_bytes`, `padding_bytes`.
 
-    def __init__(self, arena):
-        rows = arena.segments
+    `Summary(*lay_out(module))` needs no memory: the module may be on the meta device."""
+
+    def __init__(self, segments: "list[Segment]", blocks: "list[Block]"):
+        rows, numel = segments, blocks[-1].stop
         self.block_bytes = sum(4 * s.numel for s in rows if not s.embedding)
         self.embedding_bytes = sum(4 * s.numel for s in rows if s.embedding)
-        self.padding_bytes = 4 * (arena.numel - sum(s.numel for s in rows))
-        self.total_bytes = 4 * arena.numel
-        self.tensors, self.blocks = len(rows), len(arena.blocks)
-        self.lines = [(b.name, b.last - b.first, 4 * sum(s.numel for s in rows[b.first:b.last])) for b in arena.blocks]
+        self.padding_bytes = 4 * (numel - sum(s.numel for s in rows))
+        self.total_bytes = 4 * numel
+        self.tensors, self.blocks = len(rows), len(blocks)
+        self.lines = [(b.name, b.last - b.first, 4 * sum(s.numel for s in rows[b.first:b.last])) for b in blocks]
 
     def __str__(self):
         mib = 2.0**20
@@ -101,6 +103,30 @@ def _blocks_of(module: nn.Module) -> "dict[int, str]":
                 walk(child, f"{prefix}{name}.")
     walk(module, "")
     return found
+
+
+def trainable(module: nn.Module) -> "list[tuple[str, nn.Parameter]]":
+    """(name, parameter) of what an arena holds, in registration order."""
+    return [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+
+
+def lay_out(module: nn.Module, decay=None, lr_scale=None) -> "tuple[list[Segment], list[Block]]":
+    """Where each trainable tensor of `module` goes. Reads names and shapes only; arguments as for Arena."""
+    decay = decay or (lambda name, p: p.dim() >= 2)
+    lr_scale = lr_scale or (lambda name, p: 1.0)
+    inside = _blocks_of(module)
+    tied = [id(p) for _, p in module.named_parameters(remove_duplicate=False)]
+    embeddings = {id(p) for part in module.modules() if isinstance(part, nn.Embedding) for p in part.parameters() if tied.count(id(p)) == 1}
+    segments, blocks, offset = [], [], 0
+    for block, run in itertools.groupby(reversed(trainable(module)), key=lambda pair: inside.get(id(pair[1]))):
+        start, first = offset, len(segments)
+        for name, p in run:
+            segments.append(Segment(name, p.shape, p.numel(), offset, len(blocks), bool(decay(name, p)), float(lr_scale(name, p)),
+                                    id(p) in embeddings))
+            offset += segments[-1].padded
+        ends = dict.fromkeys([segments[first].name, segments[-1].name])
+        blocks.append(Block(block or " .. ".join(ends), start, offset, first, len(segments)))
+    return segments, blocks
 
 
 def _check(module, named):
@@ -140,26 +166,12 @@ class Arena:
     meta, overlapping or elsewhere-placed ones; the message names the parameter."""
 
     def __init__(self, module: nn.Module, *, decay=None, lr_scale=None):
-        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        named = trainable(module)
         _check(module, named)
-        decay = decay or (lambda name, p: p.dim() >= 2)
-        lr_scale = lr_scale or (lambda name, p: 1.0)
-        inside = _blocks_of(module)
-        tied = [id(p) for _, p in module.named_parameters(remove_duplicate=False)]
-        embeddings = {id(p) for part in module.modules() if isinstance(part, nn.Embedding) for p in part.parameters() if tied.count(id(p)) == 1}
         self.module, self.device = module, named[0][1].device
         self.params = [p for _, p in reversed(named)]              # in the order of the arena
-        self.segments, self.blocks, offset = [], [], 0
-        for block, run in itertools.groupby(reversed(named), key=lambda pair: inside.get(id(pair[1]))):
-            start, first = offset, len(self.segments)
-            for name, p in run:
-                segment = Segment(name, p.shape, p.numel(), offset, len(self.blocks), bool(decay(name, p)), float(lr_scale(name, p)),
-                                  id(p) in embeddings)
-                self.segments.append(segment)
-                offset += segment.padded
-            ends = dict.fromkeys([self.segments[first].name, self.segments[-1].name])
-            self.blocks.append(Block(block or " .. ".join(ends), start, offset, first, len(self.segments)))
-        self.numel = offset
+        self.segments, self.blocks = lay_out(module, decay, lr_scale)
+        self.numel = self.blocks[-1].stop
         self._index = {id(p): i for i, p in enumerate(self.params)}
         self._allocate()
         self._open()
@@ -191,6 +203,8 @@ class Arena:
                 p.data = home
                 self.grad_views.append(self._slice(grads, s))
         self._places = [p.data_ptr() for p in self.params]
+        self._homes = [(part._parameters, key, self._index[id(p)]) for part in self.module.modules()
+                       for key, p in part._parameters.items() if id(p) in self._index]
         self._owner_ids = {id(owner) for owner in self.owners}
 
     def _open(self):
@@ -239,14 +253,15 @@ class Arena:
 
     def summary(self) -> Summary:
         """Bytes of the accumulator, before padding and with it; `print` it."""
-        return Summary(self)
+        return Summary(self.segments, self.blocks)
 
     def check(self):
         """Raise ArgumentError, naming the parameter, when one no longer is a view of the arena."""
-        for p, place, s in zip(self.params, self._places, self.segments):
-            if p.data_ptr() != place and s.numel:
-                raise ArgumentError(f"parameter {s.name} is no longer a view of the arena (module.to(...), load_state_dict(assign=True) or "
-                                    ".data = ... moved it): call arena.release() before, and make a new Arena after")
+        moved = [s for p, place, s in zip(self.params, self._places, self.segments) if p.data_ptr() != place and s.numel]
+        moved += [self.segments[i] for registered, key, i in self._homes if registered.get(key) is not self.params[i]]
+        if moved:
+            raise ArgumentError(f"parameter {moved[0].name} is no longer a view of the arena (module.to(...), load_state_dict(assign=True) or "
+                                ".data = ... moved it): call arena.release() before, and make a new Arena after")
 
     @torch.no_grad()
     def publish(self):

@@ -102,7 +102,7 @@ _current: "Choice | None" = None
 
 
 def _choose(requested: str, policy: "str | None" = None) -> Choice:
-    policy = policy or os.environ.get("GPUACCEL_GPU", "auto")
+    policy = policy or os.environ.get("GPUACCEL_GPU") or "auto"
     gpu = (False, "") if policy == "off" else find_gpu()
     name, reason = resolve(requested, policy, gpu)
     version = None if policy == "off" else find_driver()[0]
@@ -120,7 +120,7 @@ def backend() -> Choice:
     Raises BackendError when what was asked for cannot run here."""
     global _current
     if _current is None:
-        _current = _choose(os.environ.get("GPUACCEL_BACKEND", "auto"))
+        _current = _choose(os.environ.get("GPUACCEL_BACKEND") or "auto")
     return _current
 
 

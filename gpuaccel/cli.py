@@ -247,6 +247,16 @@ def _complete(args):
     return tokens
 
 
+def _read_run(path):
+    """What a run.json says."""
+    try:
+        description = json.loads(path.read_text())
+        description["config"]
+        return description
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}, which `gpuaccel train` writes for a run, cannot be read: {error!r}") from None
+
+
 def _open_run(args, description):
     """Make or check a run's folder: a new run does not start over an old one, a resumed one has to be the same run."""
     from .checkpoint import latest_checkpoint, written_aside
@@ -254,8 +264,8 @@ def _open_run(args, description):
     if last is not None and not args.resume:
         raise CheckpointError(f"{args.out} already holds a run ({last.name}): --resume goes on with it, --out takes "
                               "another folder")
-    if last is not None and kept.is_file():
-        before = json.loads(kept.read_text())
+    if last is not None:
+        before = _read_run(kept)
         changed = [f"--{name.replace('_', '-')} was {before.get(name)}, now {description[name]}" for name in NUMBERS
                    if before.get(name) != description[name]]
         if changed:
@@ -269,21 +279,27 @@ def _open_run(args, description):
 
 
 def train_command(args):
+    from .backend import use_backend
+    chosen = {"auto": contextlib.nullcontext, "cpu": lambda: use_backend("torch"), "cuda": lambda: use_backend("cuda")}
+    with chosen[args.device]():
+        return _train(args)
+
+
+def _train(args):
     import torch
 
     from .arena import Arena
-    from .backend import backend, default_device, use_backend
+    from .backend import backend, default_device
     from .data import Batches, make_dataset, val_batches
     from .meter import Meter, peak_flops
     from .models import Transformer, flops_per_token, preset
     from .train import TrainStep, evaluate, train, warmup_cosine
-    if args.device != "auto":
-        use_backend({"cpu": "torch", "cuda": "cuda"}[args.device])
     tokens, device = _complete(args), default_device()
-    config = preset(args.model, T=max(args.seq, preset(args.model).T))
     if args.micro_batches > args.batch:
         raise ArgumentError(f"--micro-batches is {args.micro_batches}, more than the {args.batch} sequences of --batch")
     data = make_dataset(args.text, tokens)
+    # A text too small for all of a preset's tokens gets a model of those there are: every one it writes can be read.
+    config = preset(args.model, T=max(args.seq, preset(args.model).T), vocab=data.vocab_size)
     batches = Batches(data.train, args.batch, args.seq, seed=args.seed, device=device)
     val = val_batches(data.val, args.batch, args.seq, limit=VAL_BATCHES, device=device)
     description = {name: getattr(args, name) for name in NUMBERS} | {"config": dataclasses.asdict(config)}
@@ -295,10 +311,11 @@ def train_command(args):
     dtype = torch.bfloat16 if device.type == "cuda" and args.model != "tiny" else torch.float32
     model = Transformer(config).to(device, dtype)
     arena = Arena(model)
-    opt = torch.optim.AdamW(arena.parameter_groups(weight_decay=0.1), lr=args.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
+    groups = arena.parameter_groups(weight_decay=0.1)
+    opt = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
     meter = Meter(device, flops_per_token(config, args.seq), peak_flops(device, dtype))
-    step = TrainStep(model, opt, micro_batches=args.micro_batches, accumulate=args.accumulate, max_norm=1.0, compile=args.compile,
-                     scheduler=warmup_cosine(opt, max(1, args.steps // 10), args.steps), meter=meter)
+    step = TrainStep(model, opt, micro_batches=args.micro_batches, accumulate=args.accumulate, compile=args.compile,
+                     max_norm=1.0, scheduler=warmup_cosine(opt, max(1, args.steps // 10), args.steps), meter=meter)
     print(f"{args.model}: {sum(p.numel() for p in model.parameters()):,} parameters in {dtype}, {backend()}\n"
           f"{len(data.train):,} tokens of {data.source}; checkpoints and metrics in {args.out}", file=sys.stderr)
 
@@ -347,13 +364,8 @@ def sample_command(args):
     found = latest_checkpoint(path) if path.is_dir() else path
     if found is None or not found.is_file():
         raise CheckpointError(f"{path} holds no checkpoint; expected a file step-*.safetensors, or the folder of a run")
-    kept = found.with_name("run.json")
-    try:
-        description = json.loads(kept.read_text())
-        config = Config(**description["config"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{kept}, which `gpuaccel train` writes, cannot be read: {error}") from None
-    model = Transformer(config).to(default_device())
+    description = _read_run(found.with_name("run.json"))
+    model = Transformer(Config(**description["config"])).to(default_device())
     load_checkpoint(found, model=model, restore_rng=False)
     tokenizer = BPETokenizer(description["bpe"]) if "bpe" in description else ByteTokenizer()
     print(_sample(model, tokenizer, args.prompt, args.tokens, args.temperature, args.seed))
@@ -434,6 +446,8 @@ def main(argv=None) -> int:
         args = _parser().parse_args(argv)
     except SystemExit as stop:                    # argparse has said what it had to say
         return stop.code or 0
+    if hasattr(sys.stdout, "reconfigure"):        # a sample may hold characters that the terminal has not
+        sys.stdout.reconfigure(errors="replace")
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: print(f"gpuaccel: {message}", file=sys.stderr)
         try:

@@ -6,9 +6,9 @@
     >>> k.resources("sm_90").registers                                     # compiled, measured: no GPU needed
 
 Each argument is checked against the kernel's own parameter list before anything is launched: count, kind, dtype against the
-pointer's type, device, contiguity, alignment (a `float4*` asks for 16 bytes). The module is loaded through cuda.core; the
-launch itself is `cuLaunchKernel` with packed arguments, because `cuda.core.launch` takes no struct by value yet (cuda-python
-issue 2343). Neither is imported unless a driver was found.
+pointer's type, device, contiguity, alignment (a `float4*` asks for 16 bytes). The module is loaded through cuda.core. The
+launch itself calls the driver's `cuLaunchKernel` with packed arguments: `cuda.core.launch` takes no struct by value yet
+(cuda-python issue 2343), and costs more time than the rest of a launch. Neither is touched unless a driver was found.
 """
 import ctypes
 import functools
@@ -73,10 +73,11 @@ def kernel_files() -> "list[pathlib.Path]":
 
 
 def without_comments(source: str) -> str:
-    """The same text with comments and string contents blanked, so that line numbers stay."""
+    """The same text with comments and the contents of strings (not of "C") blanked, so that line numbers stay."""
     def blank(match):
-        return re.sub(r"[^\n]", " ", match[0])
-    return re.sub(r"//[^\n]*|/\*.*?\*/|(?<=\")(?:\\.|[^\"\\\n])+(?=\")(?<!C)", blank, source, flags=re.S)
+        inside = re.sub(r"[^\n]", " ", match[0])
+        return match[0] if match[0] == '"C"' else inside if match[0][0] == "/" else match[0][0] + inside[2:] + match[0][-1]
+    return re.sub(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\[^'\n]{1,4}|\\'|[^'\\\n])'", blank, source, flags=re.S)
 
 
 _DECLARATION = re.compile(r"__global__\s+(?:__launch_bounds__\s*\([^()]*(?:\([^()]*\)[^()]*)*\)\s+)?void\s+"
@@ -103,13 +104,16 @@ def signature(source: str, name: str, defines: "dict[str, str]") -> "list[Param]
 
 def _param(declared, macros):
     words = re.sub(r"\b(__restrict__|__restrict|restrict|volatile|__grid_constant__)\b", " ", declared)
+    words = re.sub(r"^(.*?)(\w+)\s*\[[^\]]*\]\s*$", r"\1 * \2", words, flags=re.S)      # `float x[]` is a pointer
     *kind, name = re.findall(r"\w+|\*", words)
     for _ in range(8):                                    # macros may name macros
         kind = [w for k in kind for w in re.findall(r"\w+|\*", str(macros.get(k, k)))]
     pointer, base = "*" in kind, " ".join(k for k in kind if k not in ("*", "const", "struct"))
     base = {"unsigned char": base, "long": "long long", "unsigned long": "unsigned long long", "int64_t": "long long",
             "int32_t": "int", "uint32_t": "unsigned", "uint64_t": "unsigned long long", "__nv_bfloat16": "bf16", "half": "fp16",
-            "long long int": "long long"}.get(base, base)
+            "long long int": "long long", "long int": "long long", "short int": "short", "signed": "int", "signed int": "int",
+            "unsigned short int": "unsigned short", "unsigned long int": "unsigned long long",
+            "unsigned long long int": "unsigned long long"}.get(base, base)
     ctype = " ".join(k for k in kind if k != "*") + "*" * kind.count("*")
     vector = re.fullmatch(r"(\w*?[a-z])([234])", base)
     if vector and vector[1] in VECTOR_BASES:
@@ -162,8 +166,10 @@ class Kernel:
         """`kernel[grid, block]` or `kernel[grid, block, shared_bytes]`; grid and block are a number or up to three of them."""
         if not isinstance(shape, tuple) or len(shape) not in (2, 3):
             raise ArgumentError(f"{self.name}[...] takes [grid, block] or [grid, block, shared_bytes], got {shape!r}")
-        return Launch(self, _dims(self, "grid", shape[0], MAX_GRID), _dims(self, "block", shape[1], MAX_BLOCK),
-                      int(shape[2]) if len(shape) == 3 else 0)
+        shared = shape[2] if len(shape) == 3 else 0
+        if not isinstance(shared, numbers.Integral) or not 0 <= shared < 2**31:
+            raise ArgumentError(f"{self.name}: shared_bytes is {shared!r}; expected a whole number of bytes, 0 or more")
+        return Launch(self, _dims(self, "grid", shape[0], MAX_GRID), _dims(self, "block", shape[1], MAX_BLOCK), int(shared))
 
     def load(self, index: int) -> "_Loaded":
         """The kernel, compiled and loaded for GPU `index`. Done once per GPU; a launch does it by itself."""
@@ -205,7 +211,7 @@ def _dims(kernel, what, value, limits):
 
 def zero_(tensor: torch.Tensor) -> torch.Tensor:
     """Fill a contiguous tensor with zeros; on a GPU by one device memset on the current stream. Returns it."""
-    if not (tensor.is_cuda and backend().name == "cuda" and tensor.is_contiguous()):
+    if not (tensor.is_cuda and backend().name == "cuda" and tensor.is_contiguous() and tensor.numel()):
         return tensor.zero_()
     from cuda.bindings import driver
     with torch.cuda.device(tensor.device):
@@ -224,26 +230,24 @@ class _Loaded:
         from cuda.bindings import driver
         from cuda.core import ObjectCode
         major, minor = torch.cuda.get_device_capability(index)
-        torch.cuda.current_stream(index)                   # torch makes the context
         with torch.cuda.device(index):
+            torch.cuda.current_stream()                    # torch makes the context
             self.module = ObjectCode.from_cubin(kernel.cubin(f"sm_{major}{minor}"), name=kernel.name)
-            self.handle = self.module.get_kernel(kernel.name)
-        self.launch = driver.cuLaunchKernel
-        self.function = driver.CUfunction(int(self.handle.handle))
-        self.ok = driver.CUresult.CUDA_SUCCESS
-        codes, offsets = [], []
+            handle = self.module.get_kernel(kernel.name).handle
+        self.function = int(handle)
+        layout, offsets, self.structs = "@", [], []
         for i, param in enumerate(kernel.params):          # every value starts at a multiple of 8 bytes
             code = "Q" if param.pointer else param.code
-            if code is None:
-                status, _, size = driver.cuKernelGetParamInfo(self.handle.handle, i)
-                if status != self.ok:
+            if code is None:                               # a struct: the driver knows its size
+                status, _, size = driver.cuKernelGetParamInfo(handle, i)
+                if status != driver.CUresult.CUDA_SUCCESS:
                     raise BackendError(f"{kernel.name}: the driver does not tell the size of `{param}` ({status.name})")
                 code = f"{int(size)}s"
-            codes.append(code + "0q")
-            offsets.append(struct.calcsize("@" + "".join(codes[:-1])))
-        layout = struct.Struct("@" + "".join(codes))
-        self.pack, self.codes = layout.pack_into, codes
-        self.buffer = ctypes.create_string_buffer(layout.size + 16)
+                self.structs.append((i, int(size)))
+            offsets.append(struct.calcsize(layout))
+            layout += code + "0q"
+        self.pack = struct.Struct(layout).pack_into
+        self.buffer = ctypes.create_string_buffer(struct.calcsize(layout) + 16)
         start = ctypes.addressof(self.buffer)
         self.pointers = (ctypes.c_void_p * max(len(offsets), 1))(*(start + offset for offset in offsets))
         self.address = ctypes.addressof(self.pointers)
@@ -263,47 +267,62 @@ class Launch:
         if backend().name != "cuda":
             there, why = find_gpu()
             raise BackendError(f"{kernel.name} compiles, but cannot be launched here: " + (backend().reason if there else why))
-        device = check_arguments(kernel, args)
-        index = torch.cuda.current_device() if device is None else device.index
-        if index != torch.cuda.current_device():
-            with torch.cuda.device(index):
-                return self._launch(kernel.load(index), index, args)
-        return self._launch(kernel.load(index), index, args)
+        device, values = check_arguments(kernel, args)
+        index = torch.cuda.current_device()
+        if device is not None and device.index != index:
+            with torch.cuda.device(device):
+                return self._launch(device.index, values)
+        return self._launch(index, values)
 
-    def _launch(self, loaded, index, args):
-        values = []
-        for i, (arg, param) in enumerate(zip(args, self.kernel.params)):
-            if param.pointer:
-                values.append(0 if arg is None else arg.data_ptr())
-            elif param.code is None and len(arg) != (size := int(loaded.codes[i][:-3])):
-                raise ArgumentError(f"{self.kernel.name}: parameter `{param}` is {size} bytes, got {len(arg)}")
-            else:
-                values.append(arg)
+    def _launch(self, index, values):
+        loaded = self.kernel.load(index)
+        for i, size in loaded.structs:
+            if len(values[i]) != size:
+                raise ArgumentError(f"{self.kernel.name}: parameter `{self.kernel.params[i]}` is {size} bytes, got {len(values[i])}")
         with loaded.lock:                                  # the buffer is shared by all threads of the process
             try:
                 loaded.pack(loaded.buffer, 0, *values)
-            except struct.error as error:
-                raise ArgumentError(f"{self.kernel.name}: a number does not fit its C type: {error}") from None
-            status, = loaded.launch(loaded.function, *self.grid, *self.block, self.shared,
-                                    torch.cuda.current_stream(index).cuda_stream, loaded.address, 0)
-        if status != loaded.ok:
-            raise BackendError(f"{self.kernel.name}[{self.grid}, {self.block}, {self.shared}] was not launched: {status.name}")
+            except (struct.error, OverflowError):
+                raise _misfit(self.kernel, values) from None
+            status = _cuda().cuLaunchKernel(loaded.function, *self.grid, *self.block, self.shared,
+                                            torch._C._cuda_getCurrentRawStream(index), loaded.address, None)
+        if status:
+            raise BackendError(f"{self.kernel.name}[{self.grid}, {self.block}, {self.shared}] was not launched: CUDA error {status}")
 
 
-def check_arguments(kernel: Kernel, args) -> "torch.device | None":
+@functools.cache
+def _cuda():
+    """libcuda itself for the one call that has to be fast; everything else goes through cuda.core and cuda.bindings."""
+    library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+    library.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+    return library
+
+
+def _misfit(kernel, values) -> ArgumentError:
+    """The error for the first number that its parameter's C type cannot hold."""
+    for value, param in zip(values, kernel.params):
+        try:
+            struct.pack(param.code or "0s", *([value] if param.code else [b""]))
+        except (struct.error, OverflowError) as error:
+            return ArgumentError(f"{kernel.name}: parameter `{param}` cannot hold {value!r}: {error}")
+    return ArgumentError(f"{kernel.name}: a number does not fit its C type: {values}")
+
+
+def check_arguments(kernel: Kernel, args) -> "tuple[torch.device | None, list]":
     """Compare arguments with the kernel's parameters; ArgumentError names the parameter, what it got and what it expects.
 
-    Returns the device of the tensors, None when there are none."""
-    params, device = kernel.params, None
+    Returns the device of the tensors (None when there are none) and the values to pack."""
+    params, device, values = kernel.params, None, []
     if len(args) != len(params):
         raise ArgumentError(f"{kernel.name} takes {len(params)} arguments ({', '.join(map(str, params))}), got {len(args)}")
     for arg, param in zip(args, params):
         if param.pointer:
             if arg is None:
+                values.append(0)
                 continue
             if not isinstance(arg, torch.Tensor):
                 raise ArgumentError(f"{kernel.name}: parameter `{param}` expects a torch tensor, got {type(arg).__name__}")
-            problem = None
+            problem, address = None, arg.data_ptr()
             if param.dtypes is not None and arg.dtype not in param.dtypes:
                 problem = f"expects dtype {' or '.join(map(str, param.dtypes))}, got {arg.dtype}"
             elif not arg.is_contiguous():
@@ -312,18 +331,22 @@ def check_arguments(kernel: Kernel, args) -> "torch.device | None":
                 problem = f"expects a tensor on a GPU, got one on {arg.device}"
             elif device is not None and arg.device != device:
                 problem = f"is on {arg.device}, the tensors before it on {device}"
-            elif arg.data_ptr() % param.align:
-                problem = f"expects an address that is a multiple of {param.align} bytes, got one {arg.data_ptr() % param.align} off"
+            elif address % param.align:
+                problem = f"expects an address that is a multiple of {param.align} bytes, got one {address % param.align} off"
             if problem:
                 raise ArgumentError(f"{kernel.name}: parameter `{param}` {problem}")
-            device = arg.device
-        elif isinstance(arg, torch.Tensor):
+            device = device or arg.device
+            values.append(address)
+            continue
+        if isinstance(arg, torch.Tensor):
             raise ArgumentError(f"{kernel.name}: parameter `{param}` is passed by value and expects a number, got a tensor of shape "
                                 f"{tuple(arg.shape)}: pass a Python number, or make the parameter a pointer")
-        elif param.code is None:
-            if not isinstance(arg, (bytes, bytearray, memoryview)):
+        if param.code is None:
+            if not isinstance(arg, (bytes, bytearray)):
                 raise ArgumentError(f"{kernel.name}: parameter `{param}` is a struct by value and expects bytes, got {type(arg).__name__}")
-        elif not isinstance(arg, numbers.Real) or param.code not in "fd" and not isinstance(arg, numbers.Integral):
+        elif not isinstance(arg, (int, float)) or isinstance(arg, float) and param.code not in "fd":
             kind = "a number" if param.code in "fd" else "a whole number"
-            raise ArgumentError(f"{kernel.name}: parameter `{param}` expects {kind}, got {arg!r}")
-    return device
+            if not isinstance(arg, numbers.Integral if param.code not in "fd" else numbers.Real):
+                raise ArgumentError(f"{kernel.name}: parameter `{param}` expects {kind}, got {arg!r}")
+        values.append(arg)
+    return device, values

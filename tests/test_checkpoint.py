@@ -93,6 +93,15 @@ KINDS = {"adamw": {}, "adamw_tensor_lr": {"foreach": False, "lr_tensor": True}, 
          "nadam": {"optimizer": torch.optim.NAdam}}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """The order of torch's sums, and so the bits, depends on the number of threads; two on a busy core are slow."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def seeds():
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
@@ -112,8 +121,7 @@ OTHER_PROCESS = f"""
     import os, random, signal, sys, time
     sys.path[:0] = {[os.path.dirname(__file__)]!r}
     from test_checkpoint import *
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a process with threads does not survive a fork
+    torch.set_num_threads(1)
     model, dice, parent = nn.Linear(256, 256), random.Random(7), input()
     for victim in range(10):
         folder = os.path.join(parent, str(victim))
@@ -131,7 +139,6 @@ OTHER_PROCESS = f"""
         os.waitpid(child, 0)
         os.close(done)
         print(1 + sum(len(data) for data in iter(lambda: os.read(ready, 4096), b"")), flush=True)
-    torch.set_num_threads(threads)  # torch's sums on a CPU, and so the bits, depend on it
     make("adamw").train(1)
     path = input()
     run = make("adamw", seed=4)

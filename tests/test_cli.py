@@ -1,7 +1,7 @@
 """The command line as a person meets it: what is printed, the exit status, and a run that survives being killed."""
+import dataclasses
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -10,6 +10,7 @@ import time
 import pytest
 
 import gpuaccel as ga
+from gpuaccel import cli, models
 from gpuaccel.backend import backend
 from gpuaccel.cli import Doctor, Progress, StopAfterStep, main
 from gpuaccel.meter import Reading
@@ -18,7 +19,7 @@ from gpuaccel.meter import Reading
 def run(*words, **env):
     """(exit status, stdout, stderr) of `gpuaccel WORDS` in a process of its own."""
     done = subprocess.run([sys.executable, "-m", "gpuaccel", *map(str, words)], capture_output=True, text=True,
-                          env={**os.environ, **env}, timeout=120)
+                          env={**os.environ, **env}, timeout=280)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -160,3 +161,151 @@ def test_ctrl_c_lets_the_step_finish_and_a_second_one_does_not():
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+# ---- train and sample -----------------------------------------------------------------------------------------------
+
+TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i * i}\n\n" for i in range(400))
+STEPS = 60
+
+
+class Run:
+    """`gpuaccel train` on a small text, in a process of its own."""
+
+    def __init__(self, folder):
+        self.out = folder / "run"
+        (folder / "text.py").write_text(TEXT)
+        words = ["--text", folder / "text.py", "--out", self.out, "--device", "cpu", "--steps", STEPS, "--batch", 4,
+                 "--seq", 24, "--micro-batches", 2, "--seed", 3, "--val-every", 20, "--checkpoint-every", 7]
+        self.words = ["train", *map(str, words)]
+        self.process = None
+
+    def start(self, *more):
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen([sys.executable, "-m", "gpuaccel", *self.words, *more], text=True, env=env,
+                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return self
+
+    def lines(self):
+        path = self.out / "metrics.jsonl"
+        return path.read_text().splitlines()[:-1] if path.is_file() else []      # the last one may be half written
+
+    def stop(self, sent, after):
+        """Send a signal once `after` steps are in the metrics file."""
+        until = time.monotonic() + 60
+        while len(self.lines()) < after and self.process.poll() is None and time.monotonic() < until:
+            time.sleep(0.005)
+        self.process.send_signal(sent)
+        return self.end()
+
+    def end(self):
+        out, err = self.process.communicate(timeout=120)
+        return self.process.returncode, out, err
+
+    def losses(self):
+        rows = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+        return [(row["step"], row["loss"], row["lr"], row["tokens"], row.get("val_loss")) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing stops."""
+    run = Run(tmp_path_factory.mktemp("whole")).start()
+    status, out, err = run.end()
+    assert status == 0, err
+    return run, out, err
+
+
+def test_train_prints_losses_and_a_sample(whole):
+    run, out, err = whole
+    losses = run.losses()
+    assert [row[0] for row in losses] == list(range(1, STEPS + 1))
+    assert losses[0][1] > 5 and losses[-1][1] < 0.8 * losses[0][1]
+    assert f"train loss {losses[0][1]:.3f} -> {losses[-1][1]:.3f}" in out and f"val loss {losses[-1][4]:.3f}" in out
+    assert "def " in out.splitlines()[1]
+    assert f"step {STEPS}/{STEPS}" in err and "\r" not in err and "Traceback" not in err
+    kept = sorted(path.name for path in run.out.glob("step-*.safetensors"))
+    assert kept[-1] == f"step-{STEPS:08d}.safetensors" and len(kept) == 3
+
+
+def test_killed_at_any_moment_it_resumes_bit_for_bit(whole, tmp_path):
+    run = Run(tmp_path).start()
+    for after in (10, 31):
+        status, _, err = run.stop(signal.SIGKILL, after)
+        assert status == -signal.SIGKILL, err
+        run.start("--resume")
+    status, out, err = run.end()
+    assert status == 0, err
+    assert run.losses() == whole[0].losses()
+    assert out.splitlines()[1:] == whole[1].splitlines()[1:], "the sample is that of the run that nothing stopped"
+    first, last = whole[0].out / f"step-{STEPS:08d}.safetensors", run.out / f"step-{STEPS:08d}.safetensors"
+    from safetensors.torch import load_file
+    before, after = load_file(first), load_file(last)
+    assert before.keys() == after.keys() and all(before[name].equal(after[name]) for name in before)
+
+
+def test_ctrl_c_writes_a_checkpoint_and_is_status_130(whole, tmp_path):
+    run = Run(tmp_path).start()
+    status, out, err = run.stop(signal.SIGINT, 10)
+    assert status == 130 and "Traceback" not in err, err
+    stopped = len(run.losses())
+    assert 10 <= stopped < STEPS and f"stopped after step {stopped}" in err
+    assert (run.out / f"step-{stopped:08d}.safetensors").is_file()
+    status, _, err = run.start("--resume").end()
+    assert status == 0, err
+    assert run.losses() == whole[0].losses()
+
+
+def test_a_finished_run_is_neither_repeated_nor_written_over(whole, capsys):
+    words = whole[0].words
+    before = sorted(path.stat().st_mtime_ns for path in whole[0].out.glob("*.safetensors"))
+    assert main(words) == 1
+    assert "--resume goes on with it" in capsys.readouterr().err
+    assert main([*words, "--resume", "--lr", "0.5"]) == 1
+    assert "--lr was 0.003, now 0.5" in capsys.readouterr().err
+    assert main([*words, "--resume"]) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert before == sorted(path.stat().st_mtime_ns for path in whole[0].out.glob("*.safetensors"))
+
+
+def test_sample_goes_on_from_a_prompt(whole, capsys):
+    texts = []
+    for seed in (1, 1, 2):
+        words = ["--checkpoint", whole[0].out, "--prompt", "return é", "--tokens", 40, "--seed", seed]
+        assert main(["sample", *map(str, words)]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2] and all(text.startswith("return é") for text in texts)
+
+
+def test_sample_names_what_is_damaged(whole, tmp_path, capsys):
+    whole_file = whole[0].out / f"step-{STEPS:08d}.safetensors"
+    (tmp_path / "run.json").write_text((whole[0].out / "run.json").read_text())
+    cut = tmp_path / whole_file.name
+    cut.write_bytes(whole_file.read_bytes()[:-100])
+    assert main(["sample", "--checkpoint", str(cut)]) == 1
+    assert cut.name in capsys.readouterr().err
+    (tmp_path / "run.json").write_text("{}")
+    assert main(["sample", "--checkpoint", str(tmp_path)]) == 1
+    assert "run.json" in capsys.readouterr().err
+
+
+def test_bpe_tokens_come_back_from_the_run_folder(tmp_path, monkeypatch, capsys):
+    small = dataclasses.replace(models.PRESETS["tiny"], hidden=32, intermediate=32, layers=1, heads=2, head_dim=16)
+    monkeypatch.setitem(models.PRESETS, "tiny", small)
+    monkeypatch.setitem(cli.RECIPES, "tiny", ("bpe", 2, 3e-3))
+    (tmp_path / "text.py").write_text(TEXT)
+    words = ["--text", tmp_path / "text.py", "--out", tmp_path / "run", "--steps", 2, "--seq", 8, "--device", "cpu"]
+    assert main(["train", "--no-progress", *map(str, words)]) == 0
+    capsys.readouterr()
+    assert main(["sample", "--checkpoint", str(tmp_path / "run"), "--prompt", "def f7(x):", "--tokens", "5"]) == 0
+    assert capsys.readouterr().out.startswith("def f7(x):")
+
+
+@pytest.mark.slow
+def test_200_steps_on_the_default_text_bring_the_loss_below_3(tmp_path):
+    status, out, err = run("train", "--model", "tiny", "--steps", "200", "--device", "cpu", "--out", tmp_path / "run")
+    assert status == 0, err
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert 5.3 < rows[0]["loss"] < 5.7 and rows[-1]["val_loss"] < 3.0
+    assert sum(row["loss"] for row in rows[-10:]) / 10 < 3.0
+    assert "def " in out

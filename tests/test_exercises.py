@@ -1,0 +1,124 @@
+"""Exercises: every solution is right, every known mistake is found, and without a GPU a check is honest about what it did not do."""
+import pytest
+import torch
+
+import gpuaccel as ga
+from gpuaccel import exercises
+from gpuaccel.exercises import ARCHS, EXERCISES, SIZES
+
+KERNELS = [e for e in EXERCISES.values() if e.params]
+PYTHON = [e for e in EXERCISES.values() if not e.params]
+WRONG_KERNELS = [pytest.param(e, what, id=f"{e.name}-{what}") for e in KERNELS for what in e.wrong]
+WRONG_PYTHON = [pytest.param(e, what, id=f"{e.name}-{what}") for e in PYTHON for what in e.wrong]
+
+
+def python(source, name):
+    space = {"torch": torch}
+    exec(source, space)
+    return space[name]
+
+
+def test_there_are_exercises_with_mistakes_to_find():
+    assert {"scale", "reverse", "accumulate", "accumulate4", "token_mean"} <= set(EXERCISES)
+    assert all(len(e.wrong) >= 4 for e in EXERCISES.values())
+    assert {1, 255, 256, 257, 1000, 4096, 1_000_003} <= set(SIZES)
+
+
+@pytest.mark.parametrize("e", KERNELS, ids=lambda e: e.name)
+def test_every_kernel_stub_solution_and_mistake_compiles(e):
+    for source in (e.stub, e.solution, *e.wrong.values()):
+        assert exercises._parameters_differ(e, ga.compile(source, e.name)) is None
+
+
+@pytest.mark.parametrize("e", KERNELS, ids=lambda e: e.name)
+def test_without_a_gpu_a_kernel_is_compiled_for_every_architecture_and_neither_passes_nor_fails(e):
+    with ga.use_backend("torch", policy="off"):
+        result = ga.check(e.name, ga.compile(e.solution, e.name))
+    assert result.passed is None and not result
+    assert "compiled, not run" in str(result) and "needs a GPU" in str(result) and "policy is off" in str(result)
+    assert [what for _, what, _ in result.lines] == [arch for arch in ARCHS if arch in ga.nvrtc.library().archs]
+
+
+@pytest.mark.parametrize("e", PYTHON, ids=lambda e: e.name)
+def test_a_python_solution_passes_for_any_seed(e):
+    for seed in range(20):
+        result = ga.check(e.name, python(e.solution, e.name), seed=seed)
+        assert result.passed, result
+
+
+@pytest.mark.parametrize("e, what", WRONG_PYTHON)
+def test_a_known_python_mistake_fails_for_any_seed(e, what):
+    for seed in range(20):
+        assert ga.check(e.name, python(e.wrong[what], e.name), seed=seed).passed is False
+
+
+@pytest.mark.parametrize("answer, words", [
+    (lambda means, counts: None, "got None"),
+    (lambda means, counts: 1 / 0, "ZeroDivisionError"),
+    (lambda means, counts: means[0][:0], "got a tensor of shape (0,)"),
+])
+def test_an_answer_that_raises_or_returns_something_else_fails_in_words(answer, words):
+    result = ga.check("token_mean", answer)
+    assert result.passed is False and words in str(result)
+
+
+@pytest.mark.parametrize("params, words", [
+    ("float* out, const float* x, int n", "differ at parameter 3, `int n` where `float factor` belongs"),
+    ("float* out, const bf16* x, float factor, int n", "`const bf16* x` where `const float* x` belongs"),
+    ("float* out, const float* x, float factor, float n", "`float n` where `int n` belongs"),
+    ("float* out, const float* x, float factor, int n, int m", "`int m` where `nothing` belongs"),
+])
+def test_wrong_parameters_are_named_before_anything_runs(params, words):
+    kernel = ga.compile(f'extern "C" __global__ void scale({params}) {{}}')
+    result = ga.check("scale", kernel)
+    assert result.passed is False and words in str(result)
+
+
+def test_names_const_and_wider_numbers_of_parameters_are_free():
+    kernel = ga.compile('extern "C" __global__ void mine(float* y, float* z, float f, long long count) {}')
+    assert exercises._parameters_differ(EXERCISES["scale"], kernel) is None
+
+
+def test_an_unknown_exercise_or_an_answer_of_another_kind_is_an_error_in_words():
+    with pytest.raises(ga.ArgumentError, match="no exercise 'skale'; exercises: scale"):
+        ga.check("skale", None)
+    with pytest.raises(ga.ArgumentError, match="takes a kernel .* got function"):
+        ga.check("scale", lambda: None)
+    with pytest.raises(ga.ArgumentError, match="takes a Python function, got int"):
+        ga.check("token_mean", 3)
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_hint_and_solution_are_folded_in_a_notebook_and_plain_elsewhere(name):
+    for shown in (ga.hint(name), ga.solution(name)):
+        assert shown._repr_html_().startswith("<details><summary")
+        assert "<" not in str(shown).split("\n")[0] and shown.text in str(shown)
+    assert ga.solution(name).text.strip() == EXERCISES[name].solution.strip()
+
+
+def test_a_result_is_a_table_in_html_and_lines_in_text():
+    result = ga.check("token_mean", python(EXERCISES["token_mean"].solution, "token_mean"))
+    assert result and str(result).count("\n") == len(result.lines)
+    assert result._repr_html_().count("<tr") == len(result.lines)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("e", KERNELS, ids=lambda e: e.name)
+def test_a_kernel_solution_passes(e):
+    for seed in (None, 1, 2):
+        result = ga.check(e.name, ga.compile(e.solution, e.name), seed=seed)
+        assert result.passed, result
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("e, what", WRONG_KERNELS)
+def test_a_known_wrong_kernel_fails(e, what):
+    for seed in (None, 1, 2):
+        assert ga.check(e.name, ga.compile(e.wrong[what], e.name), seed=seed).passed is False
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("e", KERNELS, ids=lambda e: e.name)
+def test_a_stub_fails_and_says_that_nothing_was_written(e):
+    result = ga.check(e.name, ga.compile(e.stub, e.name))
+    assert result.passed is False and len(result.lines) == len(SIZES)

@@ -1,0 +1,104 @@
+"""%%cuda: cells become kernels, mistakes are shown as the compiler shows them, and a failed cell has failed."""
+import pytest
+import torch
+
+import gpuaccel as ga
+from gpuaccel.magics import compile_cell, parse_line
+
+InteractiveShell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell
+
+TWICE = """extern "C" __global__ void twice(float* x, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) x[i] *= 2;
+}
+"""
+NEGATE = """extern "C" __global__ void negate(GRAD_T* x, long long n) {
+    long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) x[i] = as_bf16(-as_float(x[i]));
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def shell():
+    shell = InteractiveShell.instance()
+    shell.run_line_magic("load_ext", "gpuaccel")
+    return shell
+
+
+def test_a_cell_binds_every_kernel_under_its_own_name(shell):
+    done = shell.run_cell("%%cuda -D GRAD_T=bf16\n" + TWICE + NEGATE)
+    assert done.success
+    assert isinstance(shell.user_ns["twice"], ga.Kernel)
+    assert [str(p) for p in shell.user_ns["negate"].params] == ["bf16* x", "long long n"]
+
+
+def test_the_output_is_one_line_per_kernel_with_signature_registers_spills_and_time(shell):
+    lines = str(compile_cell("-D GRAD_T=bf16", TWICE + NEGATE)).splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith("twice(float* x, int n)")
+    for words in ("registers", "no spills", "ready in", " ms"):
+        assert words in lines[0]
+    if ga.backend().name != "cuda":
+        assert "no GPU here, so for sm_90" in lines[0]
+    html = compile_cell("", TWICE)._repr_html_()
+    assert "twice(float* x, int n)" in html and "registers" in html
+
+
+def test_a_name_takes_one_kernel_of_the_cell():
+    made = compile_cell("twice -DGRAD_T=bf16", TWICE + NEGATE)
+    assert list(made.kernels) == ["twice"]
+    with pytest.raises(ga.CompileError, match="no kernel 'thrice' in this cell; kernels found: twice, negate"):
+        compile_cell("thrice -DGRAD_T=bf16", TWICE + NEGATE)
+
+
+@pytest.mark.parametrize("line, expected", [
+    ("", (None, {})),
+    ("k", ("k", {})),
+    ("-D A=1 -DB=two", (None, {"A": "1", "B": "two"})),
+    ("k -D FLAG", ("k", {"FLAG": "1"})),
+    ("-D 'T=long long'", (None, {"T": "long long"})),
+])
+def test_the_line_is_read_as_a_compiler_reads_it(line, expected):
+    assert parse_line(line) == expected
+
+
+@pytest.mark.parametrize("line, found", [("3x", "'3x'"), ("a b", "'b'"), ("-D", "-D ''"), ("-D 1A=2", "'1A=2'"), ("-O2", "'-O2'"), ("'", "quotation")])
+def test_a_wrong_line_says_what_is_wrong_and_the_usage(line, found):
+    with pytest.raises(ga.CompileError) as caught:
+        parse_line(line)
+    assert found in str(caught.value) and "usage: %%cuda" in str(caught.value)
+
+
+def test_a_compile_error_fails_the_cell_and_shows_line_and_caret_but_no_traceback(shell, capsys):
+    done = shell.run_cell("%%cuda\n" + TWICE.replace("threadIdx.x;", "threadIdx.x"))
+    assert not done.success
+    assert isinstance(done.error_in_exec, ga.CompileError)
+    shown = capsys.readouterr()
+    shown = shown.out + shown.err
+    assert "cell(4): error" in shown                       # the line in the editor, %%cuda being line 1
+    assert "^" in shown
+    assert "Traceback" not in shown and ".py" not in shown
+
+
+def test_a_failed_cell_leaves_the_kernel_that_was_there(shell):
+    shell.run_cell("%%cuda\n" + TWICE)
+    before = shell.user_ns["twice"]
+    shell.run_cell("%%cuda\n" + TWICE.replace("x[i]", "y[i]"))
+    assert shell.user_ns["twice"] is before
+
+
+def test_a_cell_without_a_kernel_or_without_extern_c_says_what_is_missing():
+    with pytest.raises(ga.CompileError, match="no kernel in this cell"):
+        compile_cell("", "int x;\n")
+    with pytest.raises(ga.CompileError, match='needs extern "C"'):
+        compile_cell("", TWICE.replace('extern "C" ', ""))
+
+
+@pytest.mark.gpu
+def test_a_kernel_from_a_cell_runs():
+    kernel = compile_cell("", TWICE).kernels["twice"]
+    x = torch.randn(1000, device="cuda")
+    expected = 2 * x
+    kernel[4, 256](x, 1000)
+    torch.testing.assert_close(x, expected, rtol=0, atol=0)
