@@ -15,6 +15,7 @@ The four ways (`MODES`), one after the other faster:
 
 Source: gradient accumulation on the GPU as in entrenar's ALB-091; mixed-precision sums as in Micikevicius et al., 2018.
 """
+import functools
 import struct
 import weakref
 
@@ -88,6 +89,8 @@ def accumulate_(acc: Tensor, grad: Tensor) -> Tensor:
     On a GPU one launch of our kernel; on the CPU torch adds. Bit-equal to `acc.add_(grad)`.
     Raises ArgumentError, and changes nothing, for another dtype, shape or device, a sparse or complex gradient, and for a
     destination that is not contiguous or overlaps the gradient."""
+    if not isinstance(acc, Tensor) or acc.layout != torch.strided:
+        raise ArgumentError(f"acc is {acc.layout if isinstance(acc, Tensor) else type(acc).__name__}; expected a dense torch tensor")
     check_gradient("grad", grad, acc.shape, acc.device)
     if acc.dtype != torch.float32:
         raise ArgumentError(f"acc is {acc.dtype}; the sum is kept in torch.float32, or small gradients get lost (in bfloat16 256 + 1 = 256)")
@@ -143,9 +146,13 @@ _watchers: "dict[int, object]" = {}        # address of an accumulator slice -> 
 
 def _add_weight_gradient(acc: Tensor, dy: Tensor, x: Tensor) -> None:
     """acc (out, in) fp32 += dy (..., out)^T @ x (..., in); fp32 sums and output also for bf16 factors."""
-    if (note := _watchers.get(acc.data_ptr())) is not None:
-        note()                                                  # first: a new window may have to clear the slice
-    dy, x = dy.flatten(0, -2), x.flatten(0, -2)
+    note = _watchers.get(acc.data_ptr())                        # first: a new window may have to clear the slice
+    if note is not None and not note():
+        return                                                  # torch.autograd.grad() did not ask for this weight
+    if note is None and acc.numel() and torch._C._current_graph_task_id() != -1:
+        raise ArgumentError("the fused product got another tensor than a slice of an arena with an open accumulator: either it was closed "
+                            "between forward and backward, or a torch.compile backend other than inductor handed on a copy")
+    dy, x = (t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (dy, x))
     if dy.dtype == torch.float32:
         acc.addmm_(dy.t(), x)
     elif dy.is_cuda:
@@ -174,7 +181,8 @@ class _LinearIntoArena(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        torch.ops.gpuaccel.add_weight_gradient_(ctx.acc, dy, x)
+        if ctx.needs_input_grad[1]:
+            torch.ops.gpuaccel.add_weight_gradient_(ctx.acc, dy, x)
         return (dy @ weight if ctx.needs_input_grad[0] else None), None, None
 
 
@@ -204,7 +212,9 @@ class GradientAccumulator:
     After each backward (`host` and `autograd`: after finish(), which also runs before the step of any optimizer over
     arena.parameters()) the sums stand as `.grad` of arena.parameters(); a parameter that got no gradient has `.grad` None, as in
     torch. `optimizer.zero_grad()` or zero_() opens the next window. With bf16 parameters zero through the optimizer or zero_(),
-    because module.zero_grad() does not know their fp32 masters. No host synchronisation and no download in `arena` and `fused`.
+    because module.zero_grad() does not know their fp32 masters; to abandon a window before finish() in `host` and `autograd`, zero
+    with zero_(). A backward that raises drops its window's sum: it is partial.
+    No host synchronisation and no download in `arena` and `fused`.
 
     Raises ArgumentError for an unknown mode or an arena that has an accumulator already."""
 
@@ -215,13 +225,10 @@ class GradientAccumulator:
             raise ArgumentError("this arena has a GradientAccumulator already; call close() on that one first")
         arena.check()
         self.arena, self.mode = arena, mode
-        count = len(arena.segments)
-        self.fresh: "list[Tensor | None]" = [None] * count      # collected, not yet added
-        self.waiting = [block.last - block.first for block in arena.blocks]
-        self.touched = [False] * count                          # got a gradient in this window
-        self.presented = [False] * count                        # .grad shows the sum
         self.host = torch.zeros(arena.numel) if mode == "host" else None
         self._task, self._handles, self._fused = None, [], []
+        self._running = {}                                      # id of a backward -> weak reference that dies with it
+        self._forget()
         if mode != "autograd":
             for i, p in enumerate(arena.params):
                 if arena.owners[i] is p:                        # its .grad may be presented: hide it before autograd looks
@@ -231,6 +238,15 @@ class GradientAccumulator:
             self._fuse()
         arena.before_release.append(self.close)
         _accumulators.add(self)
+
+    def _forget(self):
+        """No gradient is collected, none was seen in this window. The sums are not touched."""
+        count = len(self.arena.segments)
+        self.fresh: "list[Tensor | None]" = [None] * count      # collected, not yet added
+        self.waiting = [block.last - block.first for block in self.arena.blocks]
+        self.touched = [False] * count                          # got a gradient in this window
+        self.presented = [False] * count                        # .grad shows the sum
+        self._running.clear()
 
     def _fuse(self):
         index = {id(p): i for i, p in enumerate(self.arena.params)}
@@ -263,20 +279,30 @@ class GradientAccumulator:
 
     def _begin(self):
         """The first gradient of a backward: look at what happened to the presented sums since the last one."""
-        self._flush_all()                                       # left over if the last backward failed half-way
-        self._task = torch._C._current_graph_task_id()
+        self._drop_broken()
+        self._flush_all()                                       # of the backward around this one (reentrant checkpointing)
+        self._task = task = torch._C._current_graph_task_id()
         self.arena.check()
-        gone = []
+        self._reopen()
+        end = functools.partial(self._end, task)
+        self._running[task] = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    @torch.no_grad()
+    def _reopen(self):
+        """Look at what happened to the presented sums: zeroed, replaced by the caller, or kept."""
+        gone, shown = [], any(self.presented)
         for i, owner in enumerate(self.arena.owners):
-            if self.presented[i]:
-                grad = owner.grad
-                if grad is None:
-                    gone.append(i)                              # zero_grad() was called
-                elif grad is not self.arena.grad_views[i]:
-                    self.arena.grad_views[i].copy_(grad)        # the caller has put another gradient there: it counts
-                if owner is self.arena.params[i]:
-                    owner.grad = None
-                    self.presented[i] = False
+            if not self.presented[i]:
+                continue
+            grad, view = owner.grad, self.arena.grad_views[i]
+            if grad is None or self.mode == "autograd" and grad is not view:
+                gone.append(i)                                  # zero_grad() was called; autograd may have made a new one since
+            elif grad is not view:
+                view.copy_(grad)                                # the caller has put another gradient there: it counts
+            if self.mode == "host" or self.mode != "autograd" and owner is self.arena.params[i]:
+                owner.grad = None
+                self.presented[i] = False
         if gone and len(gone) == sum(self.touched):
             zero_(self.arena.grads)
         else:
@@ -284,9 +310,26 @@ class GradientAccumulator:
                 self.arena.grad_views[i].zero_()
         for i in gone:
             self.touched[i] = self.presented[i] = False
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        if self.mode == "host" and shown:
+            self.host.copy_(self.arena.grads)
 
-    def _end(self):
+    @torch.no_grad()
+    def _drop_broken(self):
+        """If a backward never came to its end, it raised: what it left is partial, and so is the window's sum."""
+        if any(end() is None for end in self._running.values()):
+            self._clear()
+            for p, owner in zip(self.arena.params, self.arena.owners):
+                if owner is not p:
+                    owner.grad = None
+
+    def _clear(self):
+        zero_(self.arena.grads)
+        if self.host is not None:
+            self.host.zero_()
+        self._forget()
+
+    def _end(self, task):
+        self._running.pop(task, None)
         self._task = None
         self._flush_all()
         if self.mode != "host":
@@ -335,9 +378,11 @@ class GradientAccumulator:
     @torch.no_grad()
     def finish(self):
         """Bring the window's sum into arena.grads and present it. Does nothing twice; needed by hand only without an optimizer."""
-        if self.mode == "host" and any(self.touched):
+        self._drop_broken()
+        if self.mode == "host" and any(self.touched) and not any(self.presented):
             self.arena.grads.copy_(self.host)
         elif self.mode == "autograd":
+            self._reopen()
             for i, p in enumerate(self.arena.params):
                 if p.grad is not None and p.grad is not self.arena.grad_views[i]:
                     grad, p.grad, self.touched[i] = p.grad, None, True
@@ -349,12 +394,9 @@ class GradientAccumulator:
     @torch.no_grad()
     def zero_(self):
         """Open a new window: the sum is zero (one device memset), no parameter has a gradient."""
-        zero_(self.arena.grads)
-        if self.host is not None:
-            self.host.zero_()
-        for i, (p, owner) in enumerate(zip(self.arena.params, self.arena.owners)):
+        self._clear()
+        for p, owner in zip(self.arena.params, self.arena.owners):
             p.grad = owner.grad = None
-            self.touched[i] = self.presented[i] = False
 
     @torch.no_grad()
     def scale_(self, factor):
@@ -386,15 +428,18 @@ class GradientAccumulator:
 
 
 def _noter(accumulator, i):
-    """Called before the product adds into slice i: the parameter got a gradient, though no hook of its own ran."""
+    """Called before the product adds into slice i: the parameter gets a gradient, though no hook of its own runs. False: it does not."""
+    node = torch.autograd.graph.get_gradient_edge(accumulator().arena.params[i]).node
+
     def note():
-        living = accumulator()
-        if living is None:
-            return
-        task = torch._C._current_graph_task_id()
-        if task != -1 and task != living._task:
-            living._begin()
-        living.touched[i] = True
+        living, task = accumulator(), torch._C._current_graph_task_id()
+        if living is not None and task != -1:
+            if not torch._C._will_engine_execute_node(node):
+                return False
+            if task != living._task:
+                living._begin()
+            living.touched[i] = True
+        return True
     return note
 
 

@@ -209,7 +209,9 @@ class Arena:
 
     def _open(self):
         self.before_release = []               # functions that take down what was built on this arena
-        self._hooks = [part.register_load_state_dict_post_hook(_follow(weakref.ref(self))) for part in self.module.modules()]
+        follow, guard = _follow(weakref.ref(self)), _guard(weakref.ref(self))
+        self._hooks = [part.register_load_state_dict_post_hook(follow) for part in self.module.modules()]
+        self._hooks += [part.register_load_state_dict_pre_hook(guard) for part in self.module.modules()]
         _arenas.add(self)
 
     @staticmethod
@@ -312,6 +314,17 @@ def _follow(arena):
     def hook(part, keys):
         if (living := arena()) is not None:
             living.adopt({id(p) for p in part.parameters(recurse=False)})
+    return hook
+
+
+def _guard(arena):
+    """A hook before load_state_dict: with assign=True the parameters would leave the arena."""
+    def hook(part, state, prefix, metadata, *_):
+        if (living := arena()) is not None and metadata.get("assign_to_params_buffers"):
+            for name, p in part.named_parameters(recurse=False):
+                if id(p) in living._index:
+                    raise ArgumentError(f"load_state_dict(assign=True) would put {prefix}{name} outside of its arena: load with "
+                                        "assign=False, or call arena.release() before and make a new Arena after")
     return hook
 
 

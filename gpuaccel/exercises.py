@@ -3,11 +3,13 @@
     >>> ga.check("scale", scale)             # a kernel made with %%cuda or ga.compile, or a Python function
     >>> ga.hint("scale"); ga.solution("scale")
 
-A check runs an answer on sizes around the edges of a thread block and on one of a million elements, with new random data each
-time. Elements outside the tensors are poisoned before and compared after, so that a write beyond the end is seen; every run is
-made twice and must give the same bits. Without a GPU a kernel is compiled for every architecture and its parameters are compared;
-the result then is neither right nor wrong, and says so. Each exercise keeps wrong answers too: the tests show that they fail.
+A check runs an answer on sizes around the edges of a thread block and on one of a million elements, with new random
+data each time. Elements outside the tensors are poisoned before and compared after, so that a write beyond the end is
+seen; every run is made twice and must give the same bits. Without a GPU a kernel is compiled for every architecture and
+its parameters are compared; the result then is neither right nor wrong, and says so. Each exercise keeps wrong answers
+too: the tests show that they fail.
 """
+
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,31 +23,33 @@ from .errors import ArgumentError, GpuaccelError
 from .kernel import Kernel
 
 SIZES = (1, 255, 256, 257, 1000, 4096, 1_000_003)
-BLOCK = 256                    # threads per block in every check
-GUARD = 4096                   # poisoned elements before and after each tensor; more than a missing bounds check can reach
+BLOCK = 256  # threads per block in every check
+GUARD = 4096  # poisoned elements before and after each tensor; more than a missing bounds check can reach
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
 @dataclass(frozen=True)
 class Case:
     """One trial of a kernel: launched as kernel(out, *inputs, *numbers, n)."""
-    out: torch.Tensor          # (n) fp32, its content before the launch
-    inputs: tuple              # tensors (n)
-    numbers: tuple             # Python numbers
-    expected: torch.Tensor     # (n) float64
+
+    out: torch.Tensor  # (n) fp32, its content before the launch
+    inputs: tuple  # tensors (n)
+    numbers: tuple  # Python numbers
+    expected: torch.Tensor  # (n) float64
 
 
 @dataclass(frozen=True)
 class Exercise:
-    """A task and all that belongs to it. `data(n, generator)` makes a Case for a kernel; for Python, `cases(generator)` makes
-    (label, arguments, expected tensor) triples."""
+    """A task and all that belongs to it. `data(n, generator)` makes a Case for a kernel; for Python, `cases(generator)`
+    makes (label, arguments, expected tensor) triples."""
+
     name: str
     task: str
     stub: str
     hint: str
     solution: str
-    wrong: "dict[str, str]"                # what is wrong -> an answer with that mistake
-    params: "tuple[str, ...]" = ()         # a kernel's parameters; empty for a Python function
+    wrong: "dict[str, str]"  # what is wrong -> an answer with that mistake
+    params: "tuple[str, ...]" = ()  # a kernel's parameters; empty for a Python function
     per_thread: int = 1
     data: "Callable | None" = None
     cases: "Callable | None" = None
@@ -54,10 +58,11 @@ class Exercise:
 @dataclass(frozen=True)
 class Result:
     """`passed`: True, False, or None for compiled but not run. True in an `if` only when passed."""
+
     name: str
     passed: "bool | None"
     verdict: str
-    lines: "list[tuple[bool | None, str, str]]" = field(default_factory=list)      # (good, what, how it went)
+    lines: "list[tuple[bool | None, str, str]]" = field(default_factory=list)  # (good, what, how it went)
 
     def __bool__(self):
         return self.passed is True
@@ -70,13 +75,19 @@ class Result:
     __repr__ = __str__
 
     def _repr_html_(self):
-        rows = "".join(f'<tr style="background:transparent"><td style="padding:1px 8px 1px 2px;color:{_MARKS[good][1]};font-weight:700">{_MARKS[good][0]}</td>'
-                       f'<td style="padding:1px 16px 1px 0;text-align:right;white-space:nowrap">{escape(what)}</td>'
-                       f'<td style="padding:1px 0;text-align:left;color:var(--jp-ui-font-color2,inherit)">{escape(how)}</td></tr>'
-                       for good, what, how in self.lines)
-        return (f'<div style="border-left:4px solid {_MARKS[self.passed][1]};padding:4px 14px;font-size:13px;font-variant-numeric:tabular-nums">'
-                f'<div style="padding-bottom:3px"><b>{escape(self.name)}</b>: {escape(self.verdict)}</div>'
-                f'<table style="border-collapse:collapse;margin:0;font-size:13px">{rows}</table></div>')
+        rows = "".join(
+            '<tr style="background:transparent"><td style="padding:1px 8px 1px'
+            f' 2px;color:{_MARKS[good][1]};font-weight:700">{_MARKS[good][0]}</td><td style="padding:1px 16px 1px'
+            f' 0;text-align:right;white-space:nowrap">{escape(what)}</td><td style="padding:1px'
+            f' 0;text-align:left;color:var(--jp-ui-font-color2,inherit)">{escape(how)}</td></tr>'
+            for good, what, how in self.lines
+        )
+        return (
+            f'<div style="border-left:4px solid {_MARKS[self.passed][1]};padding:4px'
+            ' 14px;font-size:13px;font-variant-numeric:tabular-nums"><div'
+            f' style="padding-bottom:3px"><b>{escape(self.name)}</b>: {escape(self.verdict)}</div><table'
+            f' style="border-collapse:collapse;margin:0;font-size:13px">{rows}</table></div>'
+        )
 
 
 _MARKS = {True: ("✓", "#1b9e77"), False: ("✗", "#d95f3b"), None: ("·", "#8d949e")}
@@ -94,12 +105,18 @@ class Folded:
     __repr__ = __str__
 
     def _repr_html_(self):
-        body = (f'<pre style="margin:6px 0 0 14px;font-size:13px;line-height:1.45">{escape(self.text)}</pre>' if self.code
-                else f'<div style="margin:6px 0 0 14px;max-width:720px">{escape(self.text)}</div>')
-        return f'<details><summary style="cursor:pointer;font-weight:600">{escape(self.title)}</summary>{body}</details>'
+        body = (
+            f'<pre style="margin:6px 0 0 14px;font-size:13px;line-height:1.45">{escape(self.text)}</pre>'
+            if self.code
+            else f'<div style="margin:6px 0 0 14px;max-width:720px">{escape(self.text)}</div>'
+        )
+        return (
+            f'<details><summary style="cursor:pointer;font-weight:600">{escape(self.title)}</summary>{body}</details>'
+        )
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
+
 
 def exercise(name: str) -> Exercise:
     """The exercise of this name; ArgumentError lists the names there are."""
@@ -126,7 +143,9 @@ def check(name: str, answer, *, seed: "int | None" = None) -> Result:
     seed = secrets.randbelow(2**31) if seed is None else seed
     if task.params:
         if not isinstance(answer, Kernel):
-            raise ArgumentError(f"exercise {name!r} takes a kernel made with %%cuda or ga.compile, got {type(answer).__name__}")
+            raise ArgumentError(
+                f"exercise {name!r} takes a kernel made with %%cuda or ga.compile, got {type(answer).__name__}"
+            )
         problem = _parameters_differ(task, answer)
         if problem:
             return Result(name, False, problem)
@@ -138,8 +157,9 @@ def check(name: str, answer, *, seed: "int | None" = None) -> Result:
 
 # ---- how a check works ----------------------------------------------------------------------------------------------
 
+
 def _parameters_differ(task, kernel):
-    """None, or a sentence that says how the kernel's parameters differ from the task's. Names, const and vector types are free."""
+    """None, or a sentence that says how the kernel's parameters differ from the task's (names and const are free)."""
     expected = Kernel.__new__(Kernel)
     expected._setup(f'extern "C" __global__ void k({", ".join(task.params)}) {{}}', "k", task.name, {})
     wanted, found = expected.params, kernel.params
@@ -147,8 +167,10 @@ def _parameters_differ(task, kernel):
         w, f = (wanted[i] if i < len(wanted) else None), (found[i] if i < len(found) else None)
         same = w and f and w.pointer == f.pointer and (w.dtypes == f.dtypes if w.pointer else _kind(w) == _kind(f))
         if not same:
-            return (f"the kernel takes ({', '.join(map(str, found))}); expected ({', '.join(map(str, wanted))}): "
-                    f"they differ at parameter {i + 1}, `{f or 'nothing'}` where `{w or 'nothing'}` belongs")
+            return (
+                f"the kernel takes ({', '.join(map(str, found))}); expected ({', '.join(map(str, wanted))}): "
+                f"they differ at parameter {i + 1}, `{f or 'nothing'}` where `{w or 'nothing'}` belongs"
+            )
     return None
 
 
@@ -157,13 +179,17 @@ def _kind(param):
 
 
 def _compile_only(task, kernel):
-    lines = []
-    for arch in [a for a in ARCHS if a in nvrtc.library().archs]:
+    archs = [arch for arch in ARCHS if arch in nvrtc.library().archs]
+    registers = []
+    for arch in archs:
         try:
-            cost = kernel.resources(arch)
+            registers.append(kernel.resources(arch).registers)
         except GpuaccelError as error:
-            return Result(task.name, False, f"does not compile for {arch}: {error}", lines)
-        lines.append((None, arch, f"{cost.registers} registers, {cost.cubin_bytes:,} bytes of machine code"))
+            return Result(task.name, False, f"does not compile for {arch}: {error}")
+    span = f"{min(registers)}" if len(set(registers)) == 1 else f"{min(registers)} to {max(registers)}"
+    lines = [
+        (None, f"{len(archs)} architectures", f"{archs[0]} to {archs[-1]}: the parameters are right, {span} registers")
+    ]
     return Result(task.name, None, f"compiled, not run. Running it needs a GPU: {backend().reason}.", lines)
 
 
@@ -171,8 +197,8 @@ def _guarded(tensor, poison):
     """(the tensor's copy with GUARD poisoned elements before and after, the view of the middle)."""
     n = tensor.numel()
     whole = torch.full((GUARD + n + GUARD + (-n) % 8,), poison, dtype=tensor.dtype, device=tensor.device)
-    whole[GUARD:GUARD + n] = tensor
-    return whole, whole[GUARD:GUARD + n]
+    whole[GUARD : GUARD + n] = tensor
+    return whole, whole[GUARD : GUARD + n]
 
 
 def _bits(tensor):
@@ -184,12 +210,17 @@ def _run_kernel(task, kernel, seed):
     for n in SIZES:
         try:
             good, how = _try_kernel(task, kernel, n, task.data(n, generator))
-        except RuntimeError as error:                    # the GPU itself stopped the kernel, or it could not be launched
+        except RuntimeError as error:  # the GPU itself stopped the kernel, or it could not be launched
             lost = not isinstance(error, GpuaccelError)
             how = f"the GPU stopped it: {str(error).splitlines()[0]}" if lost else str(error)
             lines.append((False, f"{n:,}", how))
             if lost:
-                return Result(task.name, False, "it touched memory far outside its tensors. Restart the notebook's kernel, then mend it.", lines)
+                return Result(
+                    task.name,
+                    False,
+                    "it touched memory far outside its tensors. Restart the notebook's kernel, then mend it.",
+                    lines,
+                )
             return Result(task.name, False, "it could not be launched.", lines)
         lines.append((good, f"{n:,}", how))
     wrong = sum(not good for good, _, _ in lines)
@@ -209,18 +240,21 @@ def _try_kernel(task, kernel, n, case):
     torch.cuda.synchronize()
     (whole, out), (again, _) = results
     poison = _bits(torch.tensor([-777.0], device=out.device))
-    outside = int((_bits(whole[:GUARD]) != poison).sum() + (_bits(whole[GUARD + n:]) != poison).sum())
+    outside = int((_bits(whole[:GUARD]) != poison).sum() + (_bits(whole[GUARD + n :]) != poison).sum())
     if outside:
         return False, f"it writes to {outside:,} elements outside `{kernel.params[0].name}`"
     if any(not torch.equal(_bits(was), _bits(now)) for was, (now, _) in zip(before, inputs)):
         return False, "it changes its input"
+    if torch.equal(_bits(out), _bits(case.out)):
+        return False, "nothing was written"
     difference = (out.double() - case.expected).abs()
     allowed = case.expected.abs() * torch.finfo(out.dtype).eps + 1e-30
-    bad = (~(difference <= allowed)).nonzero().flatten()              # also where it is NaN
+    bad = (~(difference <= allowed)).nonzero().flatten()  # also where it is NaN
     if len(bad):
         i = int(bad[0])
-        got = "nothing was written" if torch.isnan(out[i]) else f"got {float(out[i]):.7g}"
-        return False, f"{len(bad):,} elements differ; the first is [{i:,}]: {got}, expected {float(case.expected[i]):.7g}"
+        got = "not written" if torch.isnan(out[i]) else f"got {float(out[i]):.7g}"
+        count = f"{len(bad):,} element{'s' if len(bad) > 1 else ''}"
+        return False, f"{count} wrong; the first is [{i:,}]: {got}, expected {float(case.expected[i]):.7g}"
     if not torch.equal(_bits(whole), _bits(again)):
         return False, "two runs on the same data gave different bits"
     return True, f"right; largest difference {float(difference.max()):.2g}"
@@ -231,21 +265,23 @@ def _run_python(task, function, seed):
     for label, arguments, expected in task.cases(generator):
         try:
             got = function(*arguments)
-        except Exception as error:                                    # the learner's own code: show it as one line
+        except Exception as error:  # the learner's own code: show it as one line
             lines.append((False, label, f"{type(error).__name__}: {error}"))
             continue
         if not isinstance(got, torch.Tensor) or got.shape != expected.shape:
-            what = f"a tensor of shape {tuple(got.shape)}" if isinstance(got, torch.Tensor) else "None" if got is None else type(got).__name__
+            what = f"a tensor of shape {tuple(got.shape)}" if isinstance(got, torch.Tensor) else repr(got)[:60]
             lines.append((False, label, f"expected a tensor of shape {tuple(expected.shape)}, got {what}"))
             continue
         difference = float((got.double() - expected).abs().max())
         good = difference <= 1e-5 * float(expected.abs().max())
         lines.append((good, label, f"{'right' if good else 'wrong'}; largest difference {difference:.2g}"))
     wrong = sum(not good for good, _, _ in lines)
-    return Result(task.name, not wrong, "right for every case." if not wrong else f"not yet: {wrong} of {len(lines)} cases differ (seed {seed}).", lines)
+    verdict = f"not yet: {wrong} of {len(lines)} cases differ (seed {seed})." if wrong else "right for every case."
+    return Result(task.name, not wrong, verdict, lines)
 
 
 # ---- the exercises --------------------------------------------------------------------------------------------------
+
 
 def _normal(n, generator, dtype=torch.float32):
     return torch.randn(n, generator=generator, device=generator.device).to(dtype)
@@ -272,105 +308,173 @@ def _accumulate_case(n, generator):
 
 
 def _token_mean_cases(generator):
-    for size, counts, dtype in ((1, [7], torch.float32), (255, [64, 64], torch.float32), (256, [5, 1, 40], torch.float32),
-                                (257, [90, 0, 6], torch.float32), (1000, [3] * 64, torch.bfloat16), (4096, [512, 8, 200, 1], torch.bfloat16)):
+    for size, counts, dtype in (
+        (1, [7], torch.float32),
+        (255, [64, 64], torch.float32),
+        (256, [5, 1, 40], torch.float32),
+        (257, [90, 0, 6], torch.float32),
+        (1000, [3] * 64, torch.bfloat16),
+        (4096, [512, 8, 200, 1], torch.bfloat16),
+    ):
         sums = [torch.randn(max(count, 1), size, generator=generator).add(0.5)[:count].sum(0) for count in counts]
-        means = [(total / count).to(dtype) for total, count in zip(sums, counts)]             # of no token at all: 0 / 0, NaN
+        means = [(total / count).to(dtype) for total, count in zip(sums, counts)]  # of no token at all: 0 / 0, NaN
         expected = sum(mean.double() * count for mean, count in zip(means, counts) if count) / sum(counts)
         words = ", ".join(map(str, counts)) if len(counts) < 6 else f"{len(counts)} x {counts[0]}"
         yield f"{words} tokens", ([mean.clone() for mean in means], list(counts)), expected
 
 
-def _kernel_source(name, params, body):
-    """The text of a kernel: one parameter list, one body."""
-    lines = "\n".join("    " + line for line in body.strip("\n").split("\n"))
-    return f'extern "C" __global__ void {name}({", ".join(params)})\n{{\n{lines}\n}}\n'
-
-
 def _kernel_exercise(name, task, params, stub, hint, solution, wrong, data, per_thread=1):
     def source(body):
-        return _kernel_source(name, params, body)
-    return Exercise(name, task, source(stub), hint, source(solution), {what: source(body) for what, body in wrong.items()}, params,
-                    per_thread, data)
+        lines = "\n".join("    " + line for line in body.strip("\n").split("\n"))
+        return f'extern "C" __global__ void {name}({", ".join(params)})\n{{\n{lines}\n}}\n'
+
+    mistakes = {what: source(body) for what, body in wrong.items()}
+    return Exercise(name, task, source(stub), hint, source(solution), mistakes, params, per_thread, data)
 
 
 _INDEX = "int i = blockIdx.x * blockDim.x + threadIdx.x;\n"
 _LONG = "long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;\n"
 _FOUR = "long long first = 4 * ((long long)blockIdx.x * blockDim.x + threadIdx.x);\n"
 
-EXERCISES = {e.name: e for e in [
-    _kernel_exercise(
-        "scale", "out[i] = factor * x[i] for every i below n, one thread per element. Expected: two lines.",
-        ("float* out", "const float* x", "float factor", "int n"),
-        "// your two lines",
-        "The last block has threads to spare when n is no multiple of 256. Compute i as in saxpy, and let only threads with i < n write.",
-        _INDEX + "if (i < n) out[i] = factor * x[i];",
-        {"no guard": _INDEX + "out[i] = factor * x[i];",
-         "one too many": _INDEX + "if (i <= n) out[i] = factor * x[i];",
-         "one too few": _INDEX + "if (i < n - 1) out[i] = factor * x[i];",
-         "index within the block only": "int i = threadIdx.x;\nif (i < n) out[i] = factor * x[i];",
-         "adds": _INDEX + "if (i < n) out[i] = factor + x[i];",
-         "through bf16": _INDEX + "if (i < n) out[i] = as_float(as_bf16(factor * x[i]));"},
-        _scale_case),
-    _kernel_exercise(
-        "reverse", "out[i] = x[n - 1 - i]: the same elements, last one first. Expected: two lines.",
-        ("float* out", "const float* x", "int n"),
-        "// your two lines",
-        "Element 0 goes to n - 1, element 1 to n - 2. Think of n = 1: thread 0 reads element 0.",
-        _INDEX + "if (i < n) out[i] = x[n - 1 - i];",
-        {"no guard": _INDEX + "out[i] = x[n - 1 - i];",
-         "off by one": _INDEX + "if (i < n) out[i] = x[n - i];",
-         "reverses each block": _INDEX + "int j = blockIdx.x * blockDim.x + blockDim.x - 1 - threadIdx.x;\nif (i < n && j < n) out[i] = x[j];",
-         "leaves the order": _INDEX + "if (i < n) out[i] = x[i];",
-         "half only": _INDEX + "if (i < n / 2) out[i] = x[n - 1 - i];"},
-        _reverse_case),
-    _kernel_exercise(
-        "accumulate", "acc[i] += grad[i]: gradients in bf16, the sum in fp32, one thread per element. as_float(grad[i]) reads a bf16.",
-        ("float* acc", "const bf16* grad", "long long n"),
-        "// your two lines",
-        "A 64-bit index: (long long)blockIdx.x * blockDim.x + threadIdx.x. The sum stays a float: nothing is rounded to bf16.",
-        _LONG + "if (i < n) acc[i] += as_float(grad[i]);",
-        {"no guard": _LONG + "acc[i] += as_float(grad[i]);",
-         "one too many": _LONG + "if (i <= n) acc[i] += as_float(grad[i]);",
-         "overwrites": _LONG + "if (i < n) acc[i] = as_float(grad[i]);",
-         "sum kept in bf16": _LONG + "if (i < n) acc[i] = as_float(as_bf16(acc[i] + as_float(grad[i])));",
-         "bits taken as a number": _LONG + "if (i < n) acc[i] += grad[i].bits;",
-         "subtracts": _LONG + "if (i < n) acc[i] -= as_float(grad[i]);"},
-        _accumulate_case),
-    _kernel_exercise(
-        "accumulate4", "acc[i] += grad[i], each thread adds four neighbours: thread t takes elements 4t .. 4t+3. n need not be a multiple of four.",
-        ("float* acc", "const bf16* grad", "long long n"),
-        _FOUR + "// your lines",
-        "A loop over k = 0 .. 3 with the guard inside it is right for every n. Faster: one float4 where all four exist, the loop for the tail.",
-        _FOUR + """if (first + 4 <= n) {
+EXERCISES = {
+    e.name: e
+    for e in [
+        _kernel_exercise(
+            "scale",
+            "out[i] = factor * x[i] for every i below n, one thread per element. Expected: two lines.",
+            ("float* out", "const float* x", "float factor", "int n"),
+            "// your two lines",
+            "The last block has threads to spare when n is no multiple of 256. Compute i as in saxpy, and let only"
+            " threads with i < n write.",
+            _INDEX + "if (i < n) out[i] = factor * x[i];",
+            {
+                "no guard": _INDEX + "out[i] = factor * x[i];",
+                "one too many": _INDEX + "if (i <= n) out[i] = factor * x[i];",
+                "one too few": _INDEX + "if (i < n - 1) out[i] = factor * x[i];",
+                "index within the block only": "int i = threadIdx.x;\nif (i < n) out[i] = factor * x[i];",
+                "adds": _INDEX + "if (i < n) out[i] = factor + x[i];",
+                "through bf16": _INDEX + "if (i < n) out[i] = as_float(as_bf16(factor * x[i]));",
+            },
+            _scale_case,
+        ),
+        _kernel_exercise(
+            "reverse",
+            "out[i] = x[n - 1 - i]: the same elements, last one first. Expected: two lines.",
+            ("float* out", "const float* x", "int n"),
+            "// your two lines",
+            "Element 0 goes to n - 1, element 1 to n - 2. Think of n = 1: thread 0 reads element 0.",
+            _INDEX + "if (i < n) out[i] = x[n - 1 - i];",
+            {
+                "no guard": _INDEX + "out[i] = x[n - 1 - i];",
+                "off by one": _INDEX + "if (i < n) out[i] = x[n - i];",
+                "reverses each block": (
+                    _INDEX
+                    + "int j = (blockIdx.x + 1) * blockDim.x - 1 - threadIdx.x;\nif (i < n && j < n) out[i] = x[j];"
+                ),
+                "leaves the order": _INDEX + "if (i < n) out[i] = x[i];",
+                "half only": _INDEX + "if (i < n / 2) out[i] = x[n - 1 - i];",
+            },
+            _reverse_case,
+        ),
+        _kernel_exercise(
+            "accumulate",
+            "acc[i] += grad[i]: gradients in bf16, the sum in fp32, one thread per element. as_float(grad[i]) reads a"
+            " bf16.",
+            ("float* acc", "const bf16* grad", "long long n"),
+            "// your two lines",
+            "A 64-bit index: (long long)blockIdx.x * blockDim.x + threadIdx.x. The sum stays a float: nothing is"
+            " rounded to bf16.",
+            _LONG + "if (i < n) acc[i] += as_float(grad[i]);",
+            {
+                "no guard": _LONG + "acc[i] += as_float(grad[i]);",
+                "one too many": _LONG + "if (i <= n) acc[i] += as_float(grad[i]);",
+                "overwrites": _LONG + "if (i < n) acc[i] = as_float(grad[i]);",
+                "sum kept in bf16": _LONG + "if (i < n) acc[i] = as_float(as_bf16(acc[i] + as_float(grad[i])));",
+                "bits taken as a number": _LONG + "if (i < n) acc[i] += grad[i].bits;",
+                "subtracts": _LONG + "if (i < n) acc[i] -= as_float(grad[i]);",
+            },
+            _accumulate_case,
+        ),
+        _kernel_exercise(
+            "accumulate4",
+            "acc[i] += grad[i], each thread adds four neighbours: thread t takes elements 4t .. 4t+3. n need not be a"
+            " multiple of four.",
+            ("float* acc", "const bf16* grad", "long long n"),
+            _FOUR + "// your lines",
+            "A loop over k = 0 .. 3 with the guard inside it is right for every n. Faster: one float4 where all four"
+            " exist, the loop for the tail.",
+            _FOUR + """if (first + 4 <= n) {
     float4* out = reinterpret_cast<float4*>(acc + first);
     float4 a = *out;
     uint2 g = *reinterpret_cast<const uint2*>(grad + first);      // four bf16 in eight bytes
-    *out = make_float4(a.x + low_as_float(g.x), a.y + high_as_float(g.x), a.z + low_as_float(g.y), a.w + high_as_float(g.y));
+    float4 b = make_float4(low_as_float(g.x), high_as_float(g.x), low_as_float(g.y), high_as_float(g.y));
+    *out = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 } else {
     for (long long i = first; i < n; i++) acc[i] += as_float(grad[i]);
 }""",
-        {"ignores the tail": _FOUR + "if (first + 4 <= n) for (int k = 0; k < 4; k++) acc[first + k] += as_float(grad[first + k]);",
-         "guards the first only": _FOUR + "if (first < n) for (int k = 0; k < 4; k++) acc[first + k] += as_float(grad[first + k]);",
-         "wrong stride": "long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;\n"
-                         "for (int k = 0; k < 4; k++) if (first + k < n) acc[first + k] += as_float(grad[first + k]);",
-         "three of four": _FOUR + "for (int k = 0; k < 3; k++) if (first + k < n) acc[first + k] += as_float(grad[first + k]);",
-         "one too many": _FOUR + "for (int k = 0; k < 4; k++) if (first + k <= n) acc[first + k] += as_float(grad[first + k]);",
-         "halves swapped": _FOUR + "for (int k = 0; k < 4; k++) if (first + k < n) acc[first + k] += as_float(grad[(first + k) ^ 1]);"},
-        _accumulate_case, per_thread=4),
-    Exercise(
-        "token_mean",
-        "means: a list of tensors, each the mean gradient over the tokens of one micro-batch; counts: how many tokens each has. Return the mean "
-        "over all tokens, in fp32. A micro-batch without tokens has a mean of NaN, and must not matter. Expected: three to five lines.",
-        "def token_mean(means, counts):\n    return sum(means) / len(means)          # right only when all counts are equal\n",
-        "A mean times its count is a sum again. Add the sums in fp32, and divide once, by all tokens. NaN times 0 is NaN: leave empty ones out.",
-        "def token_mean(means, counts):\n    total = torch.zeros_like(means[0], dtype=torch.float32)\n    for mean, count in zip(means, counts):\n"
-        "        if count:\n            total += mean.float() * count\n    return total / sum(counts)\n",
-        {"mean of means": "def token_mean(means, counts):\n    return sum(m.float() for m in means) / len(means)\n",
-         "empty micro-batch counts": "def token_mean(means, counts):\n    return sum(m.float() * c for m, c in zip(means, counts)) / sum(counts)\n",
-         "not divided": "def token_mean(means, counts):\n    return sum(m.float() * c for m, c in zip(means, counts) if c)\n",
-         "divided by micro-batches": "def token_mean(means, counts):\n    return sum(m.float() * c for m, c in zip(means, counts) if c) / len(counts)\n",
-         "summed in bf16": "def token_mean(means, counts):\n    total = torch.zeros_like(means[0])\n    for m, c in zip(means, counts):\n"
-                           "        if c:\n            total += m * c\n    return total / sum(counts)\n"},
-        cases=_token_mean_cases),
-]}
+            {
+                "ignores the tail": (
+                    _FOUR
+                    + "if (first + 4 <= n) for (int k = 0; k < 4; k++) acc[first + k] += as_float(grad[first + k]);"
+                ),
+                "guards the first only": (
+                    _FOUR + "if (first < n) for (int k = 0; k < 4; k++) acc[first + k] += as_float(grad[first + k]);"
+                ),
+                "wrong stride": (
+                    "long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;\n"
+                    "for (int k = 0; k < 4; k++) if (first + k < n) acc[first + k] += as_float(grad[first + k]);"
+                ),
+                "three of four": (
+                    _FOUR
+                    + "for (int k = 0; k < 3; k++) if (first + k < n) acc[first + k] += as_float(grad[first + k]);"
+                ),
+                "one too many": (
+                    _FOUR
+                    + "for (int k = 0; k < 4; k++) if (first + k <= n) acc[first + k] += as_float(grad[first + k]);"
+                ),
+                "halves swapped": (
+                    _FOUR
+                    + "for (int k = 0; k < 4; k++) if (first + k < n) acc[first + k] += as_float(grad[(first + k) ^"
+                    " 1]);"
+                ),
+            },
+            _accumulate_case,
+            per_thread=4,
+        ),
+        Exercise(
+            "token_mean",
+            "means: a list of tensors, each the mean gradient over the tokens of one micro-batch; counts: how many"
+            " tokens each has. Return the mean over all tokens, in fp32. A micro-batch without tokens has a mean of"
+            " NaN, and must not matter. Expected: three to five lines.",
+            "def token_mean(means, counts):\n    return sum(means) / len(means)          # right only when all counts"
+            " are equal\n",
+            "A mean times its count is a sum again. Add the sums in fp32, and divide once, by all tokens. NaN times 0"
+            " is NaN: leave empty ones out.",
+            "def token_mean(means, counts):\n    total = torch.zeros_like(means[0], dtype=torch.float32)\n    for mean,"
+            " count in zip(means, counts):\n        if count:\n            total += mean.float() * count\n    return"
+            " total / sum(counts)\n",
+            {
+                "mean of means": (
+                    "def token_mean(means, counts):\n    return sum(m.float() for m in means) / len(means)\n"
+                ),
+                "empty micro-batch counts": (
+                    "def token_mean(means, counts):\n    return sum(m.float() * c for m, c in zip(means, counts)) /"
+                    " sum(counts)\n"
+                ),
+                "not divided": (
+                    "def token_mean(means, counts):\n    return sum(m.float() * c for m, c in zip(means, counts) if"
+                    " c)\n"
+                ),
+                "divided by micro-batches": (
+                    "def token_mean(means, counts):\n    return sum(m.float() * c for m, c in zip(means, counts) if c)"
+                    " / len(counts)\n"
+                ),
+                "summed in bf16": (
+                    "def token_mean(means, counts):\n    total = torch.zeros_like(means[0])\n    for m, c in zip(means,"
+                    " counts):\n        if c:\n            total += m * c\n    return total / sum(counts)\n"
+                ),
+            },
+            cases=_token_mean_cases,
+        ),
+    ]
+}

@@ -28,6 +28,7 @@ from .errors import ArgumentError, BackendError, CompileError
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_BLOCK = (1024, 1024, 64)
+INVALID_CONTEXT = 201          # CUDA_ERROR_INVALID_CONTEXT
 # C scalar -> (struct code, torch dtypes that a pointer to it accepts)
 SCALARS = {
     "float": ("f", (torch.float32,)), "double": ("d", (torch.float64,)), "bool": ("?", (torch.bool,)),
@@ -192,7 +193,7 @@ def compile(source: str, name: "str | None" = None, *, filename: str = "<source>
         name = names[0]
     kernel = Kernel.__new__(Kernel)
     kernel._setup(source, name, filename, defines)
-    if not re.search(r'extern\s+"C"', source):
+    if not re.search(r'extern\s+"C"', without_comments(source)):
         raise CompileError(f'kernel {name} needs extern "C" in front of __global__, so that it can be found by its name')
     kernel.resources()
     return kernel
@@ -214,9 +215,12 @@ def zero_(tensor: torch.Tensor) -> torch.Tensor:
     if not (tensor.is_cuda and backend().name == "cuda" and tensor.is_contiguous() and tensor.numel()):
         return tensor.zero_()
     from cuda.bindings import driver
+    size, stream = tensor.numel() * tensor.element_size(), torch.cuda.current_stream(tensor.device).cuda_stream
     with torch.cuda.device(tensor.device):
-        status, = driver.cuMemsetD8Async(tensor.data_ptr(), 0, tensor.numel() * tensor.element_size(),
-                                         torch.cuda.current_stream().cuda_stream)
+        status, = driver.cuMemsetD8Async(tensor.data_ptr(), 0, size, stream)
+        if status == INVALID_CONTEXT:
+            _enter(tensor.device.index)
+            status, = driver.cuMemsetD8Async(tensor.data_ptr(), 0, size, stream)
     if status != driver.CUresult.CUDA_SUCCESS:
         raise BackendError(f"memset of {tensor.numel()} elements failed: {status.name}")
     return tensor
@@ -232,6 +236,7 @@ class _Loaded:
         major, minor = torch.cuda.get_device_capability(index)
         with torch.cuda.device(index):
             torch.cuda.current_stream()                    # torch makes the context
+            _enter(index)
             self.module = ObjectCode.from_cubin(kernel.cubin(f"sm_{major}{minor}"), name=kernel.name)
             handle = self.module.get_kernel(kernel.name).handle
         self.function = int(handle)
@@ -284,8 +289,12 @@ class Launch:
                 loaded.pack(loaded.buffer, 0, *values)
             except (struct.error, OverflowError):
                 raise _misfit(self.kernel, values) from None
-            status = _cuda().cuLaunchKernel(loaded.function, *self.grid, *self.block, self.shared,
-                                            torch._C._cuda_getCurrentRawStream(index), loaded.address, None)
+            for _ in range(2):
+                status = _cuda().cuLaunchKernel(loaded.function, *self.grid, *self.block, self.shared,
+                                                torch._C._cuda_getCurrentRawStream(index), loaded.address, None)
+                if status != INVALID_CONTEXT:
+                    break
+                _enter(index)
         if status:
             raise BackendError(f"{self.kernel.name}[{self.grid}, {self.block}, {self.shared}] was not launched: CUDA error {status}")
 
@@ -296,6 +305,13 @@ def _cuda():
     library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
     library.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
     return library
+
+
+def _enter(index):
+    """Make a GPU's primary context, the one torch works in, current in this thread: a fresh thread has none."""
+    context = ctypes.c_void_p()
+    _cuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), index)
+    _cuda().cuCtxSetCurrent(context)
 
 
 def _misfit(kernel, values) -> ArgumentError:

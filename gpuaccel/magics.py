@@ -10,10 +10,11 @@
 
     twice[4, 256](x, 1000)                   # in the next cell
 
-`%%cuda accumulate -D GRAD_T=bf16` takes one kernel of the cell, and sets macros as the compiler's -D does. The helpers of
-kernels_cu/common.cuh (bf16, as_float, as_bf16) are at hand. A mistake is shown as the compiler shows it, with line and caret;
-line numbers are those of the cell.
+`%%cuda accumulate -D GRAD_T=bf16` takes one kernel of the cell, and sets macros as the compiler's -D does. The helpers
+of kernels_cu/common.cuh (bf16, as_float, as_bf16) are at hand. A mistake is shown as the compiler shows it, with line
+and caret; line numbers are those of the cell.
 """
+
 import re
 import shlex
 import time
@@ -29,7 +30,8 @@ USAGE = "usage: %%cuda [kernel] [-D MACRO=VALUE ...]"
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a %%cuda cell leaves behind: one line per kernel. `kernels`: name -> Kernel; `milliseconds`: name -> time."""
+    """What a %%cuda cell leaves: one line per kernel. `kernels`: name -> Kernel; `milliseconds`: name -> time."""
+
     kernels: "dict[str, Kernel]"
     milliseconds: "dict[str, float]"
 
@@ -38,9 +40,17 @@ class Compiled:
         known = None if backend().name == "cuda" else "no GPU here, so for sm_90"
         for name, kernel in self.kernels.items():
             cost = kernel.resources()
-            parts = [f"{cost.registers} registers", f"{cost.shared_bytes:,} bytes shared" if cost.shared_bytes else "",
-                     f"{cost.spill_store_bytes + cost.spill_load_bytes:,} bytes spilled" if cost.spill_store_bytes else "no spills",
-                     known or cost.arch, f"ready in {self.milliseconds[name]:.0f} ms"]
+            parts = [
+                f"{cost.registers} registers",
+                f"{cost.shared_bytes:,} bytes shared" if cost.shared_bytes else "",
+                (
+                    f"{cost.spill_store_bytes + cost.spill_load_bytes:,} bytes spilled"
+                    if cost.spill_store_bytes
+                    else "no spills"
+                ),
+                known or cost.arch,
+                f"ready in {self.milliseconds[name]:.0f} ms",
+            ]
             yield f"{name}({', '.join(map(str, kernel.params))})", "  ·  ".join(filter(None, parts))
 
     def __str__(self):
@@ -50,8 +60,13 @@ class Compiled:
 
     def _repr_html_(self):
         soft = "color:var(--jp-ui-font-color2,inherit);font-size:12px;font-variant-numeric:tabular-nums"
-        lines = "".join(f'<div style="padding:2px 0;line-height:1.5"><code style="font-size:13px;background:transparent">{escape(head)}</code>'
-                        f'<span style="{soft};margin-left:18px;white-space:nowrap">{escape(cost)}</span></div>' for head, cost in self._rows())
+        lines = "".join(
+            '<div style="display:flex;flex-wrap:wrap;column-gap:18px;align-items:baseline;padding:2px'
+            ' 0;line-height:1.5"><code'
+            f' style="font-size:13px;background:transparent;padding:0">{escape(head)}</code><span'
+            f' style="{soft};white-space:nowrap">{escape(cost)}</span></div>'
+            for head, cost in self._rows()
+        )
         return f"<div>{lines}</div>"
 
 
@@ -82,7 +97,9 @@ def compile_cell(line: str, cell: str) -> Compiled:
     wanted, macros = parse_line(line)
     names = kernel_names(cell)
     if not names:
-        raise CompileError('there is no kernel in this cell; expected at least one\n    extern "C" __global__ void name(...) { ... }')
+        raise CompileError(
+            'there is no kernel in this cell; expected at least one\n    extern "C" __global__ void name(...) { ... }'
+        )
     if wanted is not None and wanted not in names:
         raise CompileError(f"there is no kernel {wanted!r} in this cell; kernels found: {', '.join(names)}")
     kernels, milliseconds = {}, {}
@@ -95,13 +112,14 @@ def compile_cell(line: str, cell: str) -> Compiled:
 
 def load_ipython_extension(shell):
     """`%load_ext gpuaccel` calls this; it registers %%cuda."""
+
     def cuda(line, cell):
         """A cell of CUDA C. %%cuda [kernel] [-D MACRO=VALUE ...]"""
         try:
             made = compile_cell(line, cell)
         except GpuaccelError as error:
             shown = [line for line in str(error).splitlines() if not line.startswith("Remark:")]
-            error._render_traceback_ = lambda *_, **__: shown      # the failed cell shows this, and no Python traceback
+            error._render_traceback_ = lambda *_, **__: shown  # the failed cell shows this, and no Python traceback
             raise
         shell.user_ns.update(made.kernels)
         return made

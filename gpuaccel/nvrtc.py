@@ -10,6 +10,7 @@ CUDA 13 wheels beside NVRTC 12 the compiler would depend on import order. Here t
 `GPUACCEL_NVRTC` (a path), else the NVRTC 12 wheel (its code runs on CUDA 12 and 13 drivers), else torch's NVRTC 13, else the
 system's. Libraries of both majors live side by side in one process (their symbols are versioned).
 """
+import contextlib
 import ctypes
 import functools
 import glob
@@ -206,4 +207,5 @@ def _write(key, cubin, log):
             for old in sorted(entries, key=lambda e: e.stat().st_mtime)[:len(entries) - KEPT_ENTRIES]:
                 os.unlink(old.path)
     except OSError:                                # a full disk costs the cache, not the run
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink()

@@ -1,4 +1,5 @@
-"""Exercises: every solution is right, every known mistake is found, and without a GPU a check is honest about what it did not do."""
+"""Every solution is right, every known mistake is found, and without a GPU a check says what it did not do."""
+
 import pytest
 import torch
 
@@ -36,7 +37,7 @@ def test_without_a_gpu_a_kernel_is_compiled_for_every_architecture_and_neither_p
         result = ga.check(e.name, ga.compile(e.solution, e.name))
     assert result.passed is None and not result
     assert "compiled, not run" in str(result) and "needs a GPU" in str(result) and "policy is off" in str(result)
-    assert [what for _, what, _ in result.lines] == [arch for arch in ARCHS if arch in ga.nvrtc.library().archs]
+    assert result.lines[0][1] == f"{len([arch for arch in ARCHS if arch in ga.nvrtc.library().archs])} architectures"
 
 
 @pytest.mark.parametrize("e", PYTHON, ids=lambda e: e.name)
@@ -52,22 +53,28 @@ def test_a_known_python_mistake_fails_for_any_seed(e, what):
         assert ga.check(e.name, python(e.wrong[what], e.name), seed=seed).passed is False
 
 
-@pytest.mark.parametrize("answer, words", [
-    (lambda means, counts: None, "got None"),
-    (lambda means, counts: 1 / 0, "ZeroDivisionError"),
-    (lambda means, counts: means[0][:0], "got a tensor of shape (0,)"),
-])
+@pytest.mark.parametrize(
+    "answer, words",
+    [
+        (lambda means, counts: None, "got None"),
+        (lambda means, counts: 1 / 0, "ZeroDivisionError"),
+        (lambda means, counts: means[0][:0], "got a tensor of shape (0,)"),
+    ],
+)
 def test_an_answer_that_raises_or_returns_something_else_fails_in_words(answer, words):
     result = ga.check("token_mean", answer)
     assert result.passed is False and words in str(result)
 
 
-@pytest.mark.parametrize("params, words", [
-    ("float* out, const float* x, int n", "differ at parameter 3, `int n` where `float factor` belongs"),
-    ("float* out, const bf16* x, float factor, int n", "`const bf16* x` where `const float* x` belongs"),
-    ("float* out, const float* x, float factor, float n", "`float n` where `int n` belongs"),
-    ("float* out, const float* x, float factor, int n, int m", "`int m` where `nothing` belongs"),
-])
+@pytest.mark.parametrize(
+    "params, words",
+    [
+        ("float* out, const float* x, int n", "differ at parameter 3, `int n` where `float factor` belongs"),
+        ("float* out, const bf16* x, float factor, int n", "`const bf16* x` where `const float* x` belongs"),
+        ("float* out, const float* x, float factor, float n", "`float n` where `int n` belongs"),
+        ("float* out, const float* x, float factor, int n, int m", "`int m` where `nothing` belongs"),
+    ],
+)
 def test_wrong_parameters_are_named_before_anything_runs(params, words):
     kernel = ga.compile(f'extern "C" __global__ void scale({params}) {{}}')
     result = ga.check("scale", kernel)
@@ -121,4 +128,5 @@ def test_a_known_wrong_kernel_fails(e, what):
 @pytest.mark.parametrize("e", KERNELS, ids=lambda e: e.name)
 def test_a_stub_fails_and_says_that_nothing_was_written(e):
     result = ga.check(e.name, ga.compile(e.stub, e.name))
-    assert result.passed is False and len(result.lines) == len(SIZES)
+    assert result.passed is False
+    assert [how for _, _, how in result.lines] == ["nothing was written"] * len(SIZES)

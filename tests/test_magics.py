@@ -1,4 +1,5 @@
 """%%cuda: cells become kernels, mistakes are shown as the compiler shows them, and a failed cell has failed."""
+
 import pytest
 import torch
 
@@ -52,18 +53,24 @@ def test_a_name_takes_one_kernel_of_the_cell():
         compile_cell("thrice -DGRAD_T=bf16", TWICE + NEGATE)
 
 
-@pytest.mark.parametrize("line, expected", [
-    ("", (None, {})),
-    ("k", ("k", {})),
-    ("-D A=1 -DB=two", (None, {"A": "1", "B": "two"})),
-    ("k -D FLAG", ("k", {"FLAG": "1"})),
-    ("-D 'T=long long'", (None, {"T": "long long"})),
-])
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ("", (None, {})),
+        ("k", ("k", {})),
+        ("-D A=1 -DB=two", (None, {"A": "1", "B": "two"})),
+        ("k -D FLAG", ("k", {"FLAG": "1"})),
+        ("-D 'T=long long'", (None, {"T": "long long"})),
+    ],
+)
 def test_the_line_is_read_as_a_compiler_reads_it(line, expected):
     assert parse_line(line) == expected
 
 
-@pytest.mark.parametrize("line, found", [("3x", "'3x'"), ("a b", "'b'"), ("-D", "-D ''"), ("-D 1A=2", "'1A=2'"), ("-O2", "'-O2'"), ("'", "quotation")])
+@pytest.mark.parametrize(
+    "line, found",
+    [("3x", "'3x'"), ("a b", "'b'"), ("-D", "-D ''"), ("-D 1A=2", "'1A=2'"), ("-O2", "'-O2'"), ("'", "quotation")],
+)
 def test_a_wrong_line_says_what_is_wrong_and_the_usage(line, found):
     with pytest.raises(ga.CompileError) as caught:
         parse_line(line)
@@ -76,7 +83,7 @@ def test_a_compile_error_fails_the_cell_and_shows_line_and_caret_but_no_tracebac
     assert isinstance(done.error_in_exec, ga.CompileError)
     shown = capsys.readouterr()
     shown = shown.out + shown.err
-    assert "cell(4): error" in shown                       # the line in the editor, %%cuda being line 1
+    assert "cell(4): error" in shown  # the line in the editor, %%cuda being line 1
     assert "^" in shown
     assert "Traceback" not in shown and ".py" not in shown
 

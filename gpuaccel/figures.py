@@ -1,0 +1,343 @@
+"""Small pictures for the notebooks: a kernel's source, threads, bits, the arena's layout, curves, bars, tables.
+
+    >>> figures.source("accumulate", "accumulate_v1")        # as it stands in kernels_cu/, coloured
+    >>> figures.threads(n=21, block=8)                        # which thread takes which element
+    >>> figures.arena(arena)                                  # blocks and tensors in their order
+    >>> figures.curves({"fp32": [(1, 1e-8), (4, 2e-8)]}, "Error", "micro-batches", "relative error")
+
+Each is an SVG in colours that suit light and dark pages, or a table, and a line of text where pictures are not shown.
+"""
+
+import math
+import re
+from html import escape
+
+from .kernel import Kernel, kernel_root
+from .picture import RUN_COLOURS, WIDTH, _Ink, _spread, _text_width
+
+BLUE, ORANGE, GREEN, PINK = RUN_COLOURS[:4]
+GREY = "#8d949e"
+
+
+class Figure:
+    """An SVG and its one line of text."""
+
+    def __init__(self, ink, height, words):
+        self.drawn, self.words = ink.svg(height, words), words
+
+    def __repr__(self):
+        return self.words
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        return {"image/svg+xml": self.drawn, "text/plain": self.words}
+
+
+class Table:
+    """Rows of text and a caption; the first column is aligned to the left, the others to the right."""
+
+    def __init__(self, columns, rows, caption=""):
+        self.columns, self.rows, self.caption = list(columns), [list(map(str, row)) for row in rows], caption
+
+    def __str__(self):
+        lines = [self.columns, *self.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
+        text = [
+            "  ".join(
+                cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))
+            ).rstrip()
+            for line in lines
+        ]
+        return "\n".join([*([self.caption] if self.caption else []), *text])
+
+    __repr__ = __str__
+
+    def _repr_html_(self):
+        style = (
+            "padding:5px 16px 5px 4px;background:transparent;font-variant-numeric:tabular-nums;border-bottom:1px solid"
+            " var(--jp-border-color2,rgba(128,128,128,.35))"
+        )
+        soft = "color:var(--jp-ui-font-color2,inherit)"
+
+        def row(cells, tag, extra=""):
+            return (
+                '<tr style="background:transparent">'
+                + "".join(
+                    f'<{tag} style="{style};text-align:{"left" if i == 0 else "right"};{extra}">{escape(cell)}</{tag}>'
+                    for i, cell in enumerate(cells)
+                )
+                + "</tr>"
+            )
+
+        caption = (
+            f'<div style="{soft};font-size:12px;padding:2px 4px">{escape(self.caption)}</div>' if self.caption else ""
+        )
+        return (
+            f'{caption}<table style="border-collapse:collapse;font-size:13px;margin:2px'
+            f' 0"><thead>{row(self.columns, "th", soft + ";font-weight:500")}</thead>'
+            f'<tbody>{"".join(row(cells, "td") for cells in self.rows)}</tbody></table>'
+        )
+
+
+class Source:
+    """A piece of CUDA C, coloured like the editor's theme."""
+
+    _WORDS = re.compile(
+        r"(?P<comment>//[^\n]*)|(?P<keyword>\b(?:extern|const|if|else|for|return|struct|void|float|float4|uint2|int|"
+        r"long|unsigned|bf16|longlong2|__global__|__device__|__forceinline__|__launch_bounds__)\b)|"
+        r"(?P<meta>^\s*#[^\n]*)|(?P<string>\"[^\"\n]*\")|"
+        r"(?P<number>\b\d\w*\b)|(?P<builtin>\b(?:blockIdx|blockDim|threadIdx|gridDim)\b)",
+        re.M,
+    )
+    _COLOURS = {
+        "comment": "var(--jp-mirror-editor-comment-color,#6a8759)",
+        "keyword": "var(--jp-mirror-editor-keyword-color,#2f86d1)",
+        "meta": "var(--jp-mirror-editor-meta-color,#a06a2c)",
+        "string": "var(--jp-mirror-editor-string-color,#b05a3c)",
+        "number": "var(--jp-mirror-editor-number-color,#1b9e77)",
+        "builtin": "var(--jp-mirror-editor-builtin-color,#c5629f)",
+    }
+
+    def __init__(self, text, title):
+        self.text, self.title = text.strip("\n"), title
+
+    def __repr__(self):
+        return f"// {self.title}\n{self.text}"
+
+    def _repr_html_(self):
+        out, at = [], 0
+        for found in self._WORDS.finditer(self.text):
+            out += [
+                escape(self.text[at : found.start()]),
+                f'<span style="color:{self._COLOURS[found.lastgroup]}">{escape(found[0])}</span>',
+            ]
+            at = found.end()
+        out.append(escape(self.text[at:]))
+        return (
+            '<div style="font-size:12px;color:var(--jp-ui-font-color2,inherit);padding:2px 0'
+            f' 4px">{escape(self.title)}</div><pre style="font-size:12px;line-height:1.45;margin:0;padding:8px'
+            f' 12px;border-left:3px solid {BLUE};white-space:pre;overflow-x:auto">{"".join(out)}</pre>'
+        )
+
+
+def source(file: str, name: str, **defines) -> Source:
+    """Kernel `name` of kernels_cu/<file>.cu: its text, its lines, and what it costs on this GPU or sm_90."""
+    lines = (kernel_root() / f"{file}.cu").read_text().split("\n")
+    cost = Kernel(file, name, **defines).resources()  # raises, in words, for a name that is not there
+    first = next(i for i, line in enumerate(lines) if "__global__" in line and re.search(rf"\b{name}\s*\(", line))
+    last = next(i for i in range(first, len(lines)) if lines[i] == "}")
+    return Source(
+        "\n".join(lines[first : last + 1]),
+        f"kernels_cu/{file}.cu, lines {first + 1} to {last + 1}  ·  {cost.registers} registers on {cost.arch}  ·  "
+        f"{cost.spill_store_bytes + cost.spill_load_bytes} bytes spilled",
+    )
+
+
+def threads(n: int, block: int, per_thread: int = 1) -> Figure:
+    """Thread blocks above, n elements below; threads without an element are hollow. For 40 threads at most."""
+    ink, blocks = _Ink(themed=False), -(-n // (block * per_thread))
+    slots = blocks * block * per_thread
+    step = min(30.0, (WIDTH - 90 - 14 * blocks) / slots)
+
+    def x_of(slot):
+        return 84 + slot * step + (slot // (block * per_thread)) * 14
+
+    ink.text(0, 47, "threads", 12.5, weight=600)
+    ink.text(0, 107, "elements", 12.5, weight=600)
+    for b in range(blocks):
+        colour, start = RUN_COLOURS[b % 4], x_of(b * block * per_thread)
+        width = block * per_thread * step
+        ink.text(start + width / 2, 17, f"block {b}", 12, colour, "middle", 600)
+        ink.out.append(
+            f'<rect x="{start - 4:.1f}" y="25" width="{width + 6:.1f}" height="36" rx="7" fill="{colour}"'
+            ' opacity="0.13"/>'
+        )
+        for t in range(block):
+            slot = (b * block + t) * per_thread
+            x, wide, busy = x_of(slot), per_thread * step - 3, slot < n
+            ink.out.append(
+                f'<rect x="{x:.1f}" y="31" width="{wide:.1f}" height="24" rx="5" fill="{colour if busy else "none"}"'
+                f' stroke="{colour}" stroke-width="1.4"'
+                f' {"" if busy else "stroke-dasharray=" + chr(34) + "3 3" + chr(34)}/>'
+            )
+            ink.text(x + wide / 2, 47, t, 11, "#ffffff" if busy else ink.soft, "middle")
+            for i in range(slot, min(slot + per_thread, n)):
+                xe = x_of(i)
+                ink.line(x + wide / 2, 57, xe + (step - 3) / 2, 89, opacity=0.8)
+                ink.out.append(
+                    f'<rect x="{xe:.1f}" y="91" width="{step - 3:.1f}" height="24" rx="3" fill="{colour}"'
+                    ' opacity="0.3"/>'
+                )
+                ink.text(xe + (step - 3) / 2, 107, i, 11, anchor="middle")
+    spare = blocks * block - -(-n // per_thread)
+    words = f"{n} elements, {blocks} blocks of {block} threads" + (
+        f", {per_thread} elements per thread" if per_thread > 1 else ""
+    )
+    words += f"; {spare} to spare (dashed): the guard keeps {'it' if spare == 1 else 'them'} idle" if spare else ""
+    ink.text(84, 138, words, 12, ink.soft)
+    return Figure(ink, 146, words)
+
+
+def bits(value: float) -> Figure:
+    """The 32 bits of a float, and the 16 of them that bf16 keeps."""
+    import struct
+
+    word = struct.unpack(">I", struct.pack(">f", value))[0]
+    ink, step = _Ink(themed=False), 24.0
+    parts = [("sign", 0, 1, PINK), ("exponent", 1, 9, ORANGE), ("fraction", 9, 32, BLUE)]
+    for name, first, last, colour in parts:
+        ink.text((first + last) / 2 * step, 16, name, 12, colour, "middle" if first else "start", 600)
+        for i in range(first, last):
+            kept = i < 16
+            ink.out.append(
+                f'<rect x="{i * step + 1:.1f}" y="24" width="{step - 3:.1f}" height="28" rx="4" fill="{colour}"'
+                f' opacity="{1 if kept else 0.3}"/>'
+            )
+            ink.text(
+                i * step + step / 2 - 0.5,
+                43,
+                word >> (31 - i) & 1,
+                13,
+                "#ffffff" if kept else ink.strong,
+                "middle",
+                600,
+            )
+    ink.out.append(
+        f'<line x1="{16 * step - .5}" y1="18" x2="{16 * step - .5}" y2="76" stroke="{GREY}" stroke-width="1.6"'
+        ' stroke-dasharray="4 3"/>'
+    )
+    ink.text(16 * step - 10, 72, "bf16 keeps these 16 bits", 12, ink.strong, "end")
+    ink.text(
+        16 * step + 10,
+        72,
+        "fp32 has these too" + (": here the last one of the sum is lost" if word & 0xFFFF else ""),
+        12,
+        ink.soft,
+    )
+    return Figure(ink, 82, f"{value:g} in fp32 is {word:032b}; bf16 keeps the first 16 bits")
+
+
+def arena(arena) -> Figure:
+    """The arena from first element to last: blocks above, below them the tensors of the first large block."""
+    ink, elements = _Ink(themed=False), arena.numel
+    ink.text(0, 14, "backward yields its gradients in this order  →", 12, ink.soft)
+
+    def band(parts, y, height, total):
+        x, labels = 0.0, []
+        for name, size, used, colour in parts:
+            width = size / total * WIDTH
+            ink.out.append(
+                f'<rect x="{x:.2f}" y="{y}" width="{max(width - 1.4, 0.7):.2f}" height="{height}" rx="3"'
+                f' fill="{colour}" opacity="0.28"/><rect x="{x:.2f}" y="{y}"'
+                f' width="{max(used / total * WIDTH - 1.4, 0.7):.2f}" height="{height}" rx="3" fill="{colour}"/>'
+            )
+            labels.append((name, x, width))
+            x += width
+        for name, x, width in labels:
+            if _text_width(name, 11.5) + 6 < width:
+                ink.text(x + width / 2 - 0.7, y + height / 2 + 4, name, 11.5, "#ffffff", "middle", 600)
+        small = [(name, x + width / 2) for name, x, width in labels if _text_width(name, 11.5) + 6 >= width]
+        for k, (name, x) in enumerate(small):
+            ink.line(x, y + height, x, y + height + 8 + 15 * (k % 3), 1.0)
+            end = "start" if x < WIDTH / 2 else "end"
+            ink.text(x + (4 if end == "start" else -4), y + height + 14 + 15 * (k % 3), name, 11, ink.soft, end)
+        return 15 * min(len(small), 3) + 8 if small else 0
+
+    colours = [RUN_COLOURS[i % len(RUN_COLOURS)] for i in range(len(arena.blocks))]
+    used = [sum(s.numel for s in arena.segments[b.first : b.last]) for b in arena.blocks]
+    short = [b.name.removesuffix(".weight").replace("lm_head.weight .. final_norm", "head") for b in arena.blocks]
+    below = band(
+        [(name, b.stop - b.start, u, c) for name, b, u, c in zip(short, arena.blocks, used, colours)], 24, 44, elements
+    )
+    chosen = max(range(len(arena.blocks)), key=lambda i: (arena.blocks[i].last - arena.blocks[i].first, -i))
+    b, top = arena.blocks[chosen], 24 + 44 + below + 46
+    for edge, x in ((b.start, 0.0), (b.stop, float(WIDTH))):
+        ink.line(edge / elements * WIDTH, 68, edge / elements * WIDTH, 68 + below, 1.0, "3 3")
+        ink.line(edge / elements * WIDTH, 68 + below, x, top - 4, 1.0, "3 3")
+    ink.text(0, top - 12, f"{short[chosen]}, {b.last - b.first} tensors", 12, colours[chosen], weight=600)
+    tensors = [
+        (s.name.removeprefix(b.name + ".").removesuffix(".weight"), s.padded, s.numel, colours[chosen])
+        for s in arena.segments[b.first : b.last]
+    ]
+    below = band(tensors, top, 36, b.stop - b.start)
+    padding = arena.numel - sum(used)
+    words = (
+        f"{len(arena.segments)} tensors in {len(arena.blocks)} blocks, {4 * elements / 2**20:,.1f} MiB in one buffer, "
+        f"{padding / elements:.1%} of it padding (pale)"
+    )
+    ink.text(0, top + 36 + below + 22, words, 12, ink.soft)
+    return Figure(ink, top + 36 + below + 30, words)
+
+
+def _power(exponent):
+    return {0: "1", 1: "10"}.get(exponent) or "10" + str(exponent).translate(
+        str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+    )
+
+
+def curves(lines: "dict[str, list[tuple[float, float]]]", title: str, x_label: str, y_label: str) -> Figure:
+    """Both axes logarithmic; points of 0 are left out. The name of each line stands at its end."""
+    ink = _Ink(themed=False)
+    points = [(x, y) for line in lines.values() for x, y in line if x > 0 and y > 0]
+    if not points:
+        ink.text(0, 20, f"{title}: nothing to draw, every value is 0", 12)
+        return Figure(ink, 30, f"{title}: every value is 0")
+    x0, x1 = (math.log10(f(p[0] for p in points)) for f in (min, max))
+    y0, y1 = math.floor(min(math.log10(p[1]) for p in points)), math.ceil(max(math.log10(p[1]) for p in points))
+    x1, y1 = max(x1, x0 + 0.1), max(y1, y0 + 1)
+    left, top, right, bottom = 56, 46, WIDTH - 150, 226
+
+    def at(x, y):
+        return left + (math.log10(x) - x0) / (x1 - x0) * (right - left), bottom - (math.log10(y) - y0) / (y1 - y0) * (
+            bottom - top
+        )
+
+    ink.text(0, 16, title, 13, weight=600)
+    ink.text(0, 34, y_label, 11.5, ink.soft)
+    for power in range(y0, y1 + 1, max(1, (y1 - y0) // 5)):
+        y = at(10**x0, 10.0**power)[1]
+        ink.line(left, y, right, y, opacity=0.5)
+        ink.text(left - 8, y + 4, _power(power), 11, ink.soft, "end")
+    shown = sorted({x for x, _ in points})
+    for x in shown[:: max(1, len(shown) // 9)]:
+        ink.text(at(x, 10.0**y0)[0], bottom + 17, f"{x:g}", 11, ink.soft, "middle")
+    ink.text(right + 24, bottom + 17, x_label, 11.5, ink.soft)
+    ends = []
+    for (name, line), colour in zip(lines.items(), RUN_COLOURS):
+        places = [at(x, y) for x, y in line if x > 0 and y > 0]
+        if places:
+            ink.out.append(
+                f'<polyline points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}" fill="none" stroke="{colour}"'
+                ' stroke-width="2.2" stroke-linejoin="round"/>'
+            )
+            for x, y in places:
+                ink.dot(x, y, 3, f'fill="{colour}"')
+            ends.append((name, colour, places[-1][1]))
+    for (name, colour, _), y in zip(ends, _spread([y for _, _, y in ends], 16, top, bottom)):
+        ink.text(right + 14, y + 4, name, 12, colour, weight=600)
+    last = ", ".join(f"{name} {line[-1][1]:.2g}" for name, line in lines.items() if line)
+    return Figure(ink, bottom + 26, f"{title}: at {shown[-1]:g} {x_label} {last}")
+
+
+def bars(rows: "list[tuple[str, float, str]]", title: str, limit: "tuple[float, str] | None" = None) -> Figure:
+    """(name, value, words) as horizontal bars on one scale; limit: (value, words) of a dashed line."""
+    ink, highest = _Ink(themed=False), max([row[1] for row in rows] + [limit[0] if limit else 0]) or 1.0
+    left = max(_text_width(name, 12) for name, _, _ in rows) + 16
+    scale, y = (WIDTH - left - 150) / highest, 34
+    ink.text(0, 15, title, 13, weight=600)
+    for i, (name, value, words) in enumerate(rows):
+        ink.text(left - 10, y + 15, name, 12, anchor="end")
+        ink.out.append(
+            f'<rect x="{left:.1f}" y="{y}" width="{max(value * scale, 1):.1f}" height="21" rx="3"'
+            f' fill="{RUN_COLOURS[i % len(RUN_COLOURS)]}"/>'
+        )
+        x = left + value * scale + 8
+        if limit and x - 6 < left + limit[0] * scale < x + _text_width(words, 12):
+            x = left + limit[0] * scale + 8
+        ink.text(x, y + 15, words, 12, weight=600)
+        y += 28
+    if limit:
+        x = left + limit[0] * scale
+        ink.line(x, 26, x, y - 2, 1.6, "4 4")
+        ink.text(x, y + 12, limit[1], 11.5, ink.soft, "middle")
+        y += 16
+    return Figure(ink, y + 6, f"{title}: " + ", ".join(f"{name} {words}" for name, _, words in rows))

@@ -1,0 +1,110 @@
+"""Measured here, or recorded elsewhere: timing on this GPU, and the runs kept in benchmarks/results.
+
+>>> gpu_milliseconds(lambda: y.copy_(x))  # median device time
+>>> run = recorded("accumulate")          # the newest result of benchmarks/accumulate.py
+>>> run.label                             # "Recorded, not run here: NVIDIA H200, 2026-11-21, torch 2.11"
+>>> run.get("addition", "elements")       # a value of the results; None where the file has none
+"""
+
+import json
+import pathlib
+import statistics
+
+import torch
+
+from .figures import Figure, Table, bars
+
+ABSENT = "no recorded run in this checkout"
+
+
+class Recorded:
+    """One result file. `found`: is there one; `label`: what it is, in words; `get(*keys)`: a value, or None."""
+
+    def __init__(self, benchmark: str, content: "dict | None"):
+        self.benchmark, self.found, self.content = benchmark, content is not None, content or {}
+        facts = [str(self.content[key]) for key in ("gpu", "date") if key in self.content]
+        facts += [f"torch {self.content['torch']}"] if "torch" in self.content else []
+        self.label = (
+            f"Recorded, not run here: {', '.join(facts) or 'no facts about the machine'}"
+            if self.found
+            else f"{benchmark}: {ABSENT}"
+        )
+
+    def get(self, *keys):
+        value = self.content.get("results")
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    def __repr__(self):
+        return self.label
+
+
+def gpu_milliseconds(run, times: int = 20) -> float:
+    """Median time of run() on the current CUDA stream, in ms, after three calls to warm up. Waits for the GPU."""
+    for _ in range(3):
+        run()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(times)]
+    for start, stop in events:
+        start.record()
+        run()
+        stop.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(stop) for start, stop in events)
+
+
+def results_folder() -> pathlib.Path:
+    """benchmarks/results of the checkout that this package is part of (it need not exist)."""
+    return pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "results"
+
+
+def recorded(benchmark: str) -> Recorded:
+    """The newest result of benchmarks/<benchmark>.py; a damaged file counts as none."""
+    contents = []
+    for path in results_folder().glob(f"{benchmark}_*.json"):
+        try:
+            content = json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue
+        if isinstance(content, dict):
+            contents.append(content)
+    return Recorded(benchmark, max(contents, key=lambda c: str(c.get("date", "")), default=None))
+
+
+def addition(dtype: str = "float32") -> "Figure | Recorded":
+    """The kernel ladder on the recorded GPU: shares of the rate at which that GPU copies. dtype: of the gradients."""
+    run = recorded("accumulate")
+    rows = [
+        (name, r["of_copy_rate"], f"{r['of_copy_rate']:.0%}, {r['ms']:.2f} ms")
+        for name, r in (run.get("addition", dtype) or {}).items()
+        if isinstance(r, dict) and {"of_copy_rate", "ms"} <= r.keys()
+    ]
+    elements = run.get("addition", "elements") or 0
+    title = f"{run.label}: {dtype} gradients, {elements / 1e6:,.0f} M elements"
+    return bars(rows, title, (1.0, "the copy rate")) if rows else run
+
+
+def training() -> "Table | Recorded":
+    """Whole steps of llama-350m in the four ways of accumulating, on the recorded GPU."""
+    run = recorded("train")
+    rows = []
+    for mode, r in (run.get() or {}).items():
+        if isinstance(r, dict):
+            ledger = r.get("ledger") or {}
+            down = (ledger.get("copies") or {}).get("DtoH", [0, 0])[1]
+            speeds = [r.get(f"tokens_per_s, {k}") for k in (1, 4, 16)]
+            rows.append(
+                [
+                    mode,
+                    *("-" if s is None else f"{s:,.0f}" for s in speeds),
+                    ledger.get("launches", "-"),
+                    ledger.get("syncs", "-"),
+                    f"{down / 2**20:,.0f} MiB",
+                ]
+            )
+    columns = ("accumulation", "tok/s, 1 micro-batch", "4", "16", "launches", "host waits", "GPU to host")
+    return (
+        Table(columns, rows, f"{run.label}; llama-350m, one step of 4 micro-batches in the last three columns")
+        if rows
+        else run
+    )

@@ -1,0 +1,161 @@
+"""The transformer is what it says: nine tensors per block, right positions, no look into the future, sampling on its own dice."""
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuaccel.errors import ArgumentError
+from gpuaccel.models import PRESETS, Config, Transformer, flops_per_token, generate, preset, rotary_table, rotate
+
+NINE = {"w_q.weight", "w_k.weight", "w_v.weight", "w_o.weight", "gate.weight", "up.weight", "down.weight",
+    "input_norm.weight", "post_attn_norm.weight"}
+SMALL = dict(vocab=17, hidden=16, intermediate=24, layers=2, heads=4, kv_heads=2, T=12)
+
+
+def small(**changes):
+    torch.manual_seed(0)
+    return Transformer(Config(**{**SMALL, **changes}))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_block_has_the_nine_tensors(name):
+    with torch.device("meta"):
+        model = Transformer(preset(name))
+    for block in model.blocks:
+        assert {n for n, _ in block.named_parameters()} == NINE
+    assert {n for n, _ in model.named_parameters() if not n.startswith("blocks.")} == {"embedding.weight",
+        "final_norm.weight", "lm_head.weight"}
+    assert not [n for n, _ in model.named_buffers()
+        if n in model.state_dict()], "the rotary table is no part of a checkpoint"
+
+
+def test_parameter_counts_of_the_presets():
+    with torch.device("meta"):
+        large, tiny = Transformer(preset("llama-350m")), Transformer(preset("tiny"))
+    assert sum(p.numel() for n, p in large.named_parameters() if n != "embedding.weight") == 398_509_056
+    assert large.embedding.weight.numel() == 32768 * 1024
+    c = large.config
+    assert (c.hidden, c.intermediate, c.layers, c.vocab, c.kv_heads * c.head_dim) == (1024, 4096, 24, 32768, 256)
+    assert tuple(large.blocks[0].w_k.weight.shape) == (256, 1024)
+    assert sum(p.numel() for p in tiny.parameters()) == 256 * 128 * 2 + 128 + 4 * (
+        2 * 128 + 128 * (2 * 128 + 2 * 64) + 3 * 128 * 384)
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(hidden=18), "hidden is 18, not a multiple of heads = 4: give head_dim"),
+    (dict(kv_heads=3), "heads is 4, not a multiple of kv_heads = 3"),
+    (dict(head_dim=5), "head_dim is 5; rotary positions need an even one")])
+def test_sizes_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ArgumentError, match=message):
+        Config(**{**SMALL, **changes})
+
+
+def test_an_unknown_preset_lists_the_known_ones():
+    with pytest.raises(ArgumentError, match="there is no preset 'huge'; presets: tiny, llama-350m"):
+        preset("huge")
+    assert preset("tiny", layers=1).layers == 1 and preset("tiny").layers == 4
+
+
+@settings(max_examples=15, deadline=None)
+@given(T=st.integers(1, 40), half=st.integers(1, 16), theta=st.sampled_from([10.0, 10_000.0, 500_000.0]),
+    seed=st.integers(0, 99))
+def test_rotary_positions_turn_each_pair_by_position_times_frequency(T, half, theta, seed):
+    """Against the definition, in float64 complex numbers: (a + ib) * exp(i * t * theta^(-2k/D))."""
+    x = torch.randn(2, 3, T, 2 * half, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    pair = torch.complex(x[..., :half], x[..., half:])
+    angle = torch.tensor([[t * theta ** (-2 * k / (2 * half)) for k in range(half)] for t in range(T)],
+        dtype=torch.float64)
+    want = pair * torch.polar(torch.ones_like(angle), angle)
+    got = rotate(x.float(), rotary_table(T + 3, 2 * half, theta)).double()
+    d = (got - torch.cat([want.real, want.imag], -1)).abs()
+    assert d.max() < 1e-5, f"largest difference {d.max():.3g}, mean {d.mean():.3g}"
+
+
+def test_attention_scores_depend_on_the_distance_only():
+    table = rotary_table(30, 8, 10_000.0)
+    q, k = torch.randn(8).expand(1, 1, 30, 8), torch.randn(8).expand(1, 1, 30, 8)
+    scores = (rotate(q, table) @ rotate(k, table).transpose(-1, -2))[0, 0]
+    for distance in (0, 1, 7):
+        line = torch.diagonal(scores, -distance)
+        assert torch.allclose(line, line[0].expand_as(line),
+            atol=1e-4), f"distance {distance}: from {line.min()} to {line.max()}"
+
+
+@pytest.mark.parametrize("changes", [{}, dict(kv_heads=4), dict(kv_heads=1), dict(head_dim=6), dict(tied=True)])
+def test_a_later_token_never_changes_an_earlier_output(changes):
+    model = small(**changes)
+    tokens = torch.randint(0, 17, (2, 12))
+    logits = model(tokens)
+    assert logits.shape == (2, 12, 17)
+    for t in (1, 6, 11):
+        other = tokens.clone()
+        other[:, t:] = (other[:, t:] + 1 + torch.randint(0, 16, (2, 12 - t))) % 17
+        changed = model(other)
+        assert torch.allclose(changed[:, :t], logits[:, :t],
+            atol=1e-6), f"tokens from {t} on changed outputs before {t}"
+        assert not torch.allclose(changed[:, t], logits[:, t], atol=1e-4)
+    assert torch.allclose(model(tokens[:, :5]), logits[:, :5], atol=1e-6), "a shorter input gives other outputs"
+
+
+def test_grouped_heads_equal_repeated_ones():
+    grouped, full = small(kv_heads=2), small(kv_heads=4)
+    full.load_state_dict({n: w.view(2, 1, 4, 16).expand(2, 2, 4, 16).reshape(16, 16) if "w_k" in n or "w_v" in n else w
+                          for n, w in grouped.state_dict().items()})
+    tokens = torch.randint(0, 17, (2, 12))
+    d = (grouped(tokens) - full(tokens)).abs()
+    assert d.max() < 1e-5, f"largest difference {d.max():.3g}, mean {d.mean():.3g}"
+
+
+def test_the_first_loss_is_that_of_a_guess():
+    model = Transformer(preset("tiny"))
+    tokens = torch.randint(0, 256, (4, 33))
+    loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    assert abs(loss.item() - math.log(256)) < 0.2
+
+
+def test_a_sequence_that_is_too_long_is_refused():
+    with pytest.raises(ArgumentError, match="tokens have T = 13, the model was made for T up to 12"):
+        small()(torch.zeros(1, 13, dtype=torch.long))
+
+
+def test_generate_is_deterministic_by_seed_and_leaves_the_global_dice_alone():
+    model, tokens = small(), torch.randint(0, 17, (2, 3))
+    model.train()
+    before = torch.get_rng_state()
+    one, same, other = generate(model, tokens, 20, seed=1), generate(model, tokens, 20, seed=1), generate(model,
+        tokens, 20, seed=2)
+    assert torch.equal(torch.get_rng_state(), before), "generate drew from the global generator"
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    assert one.shape == (2, 23) and one.dtype == torch.int64 and torch.equal(one[:, :3],
+        tokens), "23 tokens are more than T = 12"
+    assert model.training and not any(p.grad is not None for p in model.parameters())
+
+
+def test_generate_without_temperature_takes_the_likeliest():
+    model, tokens = small(), torch.randint(0, 17, (1, 3))
+    greedy = generate(model, tokens, 4, temperature=0)
+    for t in range(3, 7):
+        assert greedy[0, t] == model(greedy[:, :t])[0, -1].argmax()
+    assert torch.equal(generate(model, tokens, 0), tokens)
+    model.eval()
+    generate(model, tokens, 1)
+    assert not model.training
+
+
+def test_flops_per_token_count_six_per_weight_and_attention():
+    c = preset("tiny")
+    model = Transformer(c)
+    matrices = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and n != "embedding.weight")
+    assert flops_per_token(c, 128) == 6 * matrices + 12 * c.layers * c.heads * c.head_dim * 128
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
+def test_gpu_output_is_the_cpus(dtype, bound):
+    model, tokens = small(), torch.randint(0, 17, (2, 12))
+    want = model(tokens)
+    d = (model.to("cuda", dtype)(tokens.cuda()).float().cpu() - want).abs()
+    assert d.max() < bound, f"largest difference {d.max():.3g}, mean {d.mean():.3g}"
+    assert torch.equal(generate(model, tokens.cuda(), 5, seed=3), generate(model, tokens.cuda(), 5, seed=3))
