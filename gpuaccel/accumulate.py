@@ -429,11 +429,11 @@ class GradientAccumulator:
 
 def _noter(accumulator, i):
     """Called before the product adds into slice i: the parameter gets a gradient, though no hook of its own runs. False: it does not."""
-    node = torch.autograd.graph.get_gradient_edge(accumulator().arena.params[i]).node
-
     def note():
         living, task = accumulator(), torch._C._current_graph_task_id()
         if living is not None and task != -1:
+            # Asked for anew each time: a node kept from elsewhere would carry its stream into a graph's capture.
+            node = torch.autograd.graph.get_gradient_edge(living.arena.params[i]).node
             if not torch._C._will_engine_execute_node(node):
                 return False
             if task != living._task:

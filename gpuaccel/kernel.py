@@ -28,7 +28,7 @@ from .errors import ArgumentError, BackendError, CompileError
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_BLOCK = (1024, 1024, 64)
-INVALID_CONTEXT = 201          # CUDA_ERROR_INVALID_CONTEXT
+INVALID_CONTEXT = 201          # CUDA_ERROR_INVALID_CONTEXT: this thread has made no CUDA call yet
 # C scalar -> (struct code, torch dtypes that a pointer to it accepts)
 SCALARS = {
     "float": ("f", (torch.float32,)), "double": ("d", (torch.float64,)), "bool": ("?", (torch.bool,)),
@@ -239,7 +239,7 @@ class _Loaded:
             _enter(index)
             self.module = ObjectCode.from_cubin(kernel.cubin(f"sm_{major}{minor}"), name=kernel.name)
             handle = self.module.get_kernel(kernel.name).handle
-        self.function = int(handle)
+        self.function, self.launch = driver.CUfunction(int(handle)), driver.cuLaunchKernel
         layout, offsets, self.structs = "@", [], []
         for i, param in enumerate(kernel.params):          # every value starts at a multiple of 8 bytes
             code = "Q" if param.pointer else param.code
@@ -262,56 +262,44 @@ class _Loaded:
 class Launch:
     """`kernel[grid, block]`: call it with torch tensors and numbers."""
 
-    __slots__ = ("kernel", "grid", "block", "shared")
+    __slots__ = ("kernel", "shape")
 
     def __init__(self, kernel, grid, block, shared):
-        self.kernel, self.grid, self.block, self.shared = kernel, grid, block, shared
+        self.kernel, self.shape = kernel, (*grid, *block, shared)
 
     def __call__(self, *args):
         kernel = self.kernel
         if backend().name != "cuda":
             there, why = find_gpu()
             raise BackendError(f"{kernel.name} compiles, but cannot be launched here: " + (backend().reason if there else why))
-        device, values = check_arguments(kernel, args)
-        index = torch.cuda.current_device()
-        if device is not None and device.index != index:
-            with torch.cuda.device(device):
-                return self._launch(device.index, values)
-        return self._launch(index, values)
-
-    def _launch(self, index, values):
-        loaded = self.kernel.load(index)
+        index, values = check_arguments(kernel, args)
+        current = torch.cuda.current_device()
+        if index is not None and index != current:
+            with torch.cuda.device(index):
+                return self(*args)
+        loaded = kernel._ready.get(current) or kernel.load(current)
         for i, size in loaded.structs:
             if len(values[i]) != size:
-                raise ArgumentError(f"{self.kernel.name}: parameter `{self.kernel.params[i]}` is {size} bytes, got {len(values[i])}")
+                raise ArgumentError(f"{kernel.name}: parameter `{kernel.params[i]}` is {size} bytes, got {len(values[i])}")
+        stream = torch._C._cuda_getCurrentRawStream(current)
         with loaded.lock:                                  # the buffer is shared by all threads of the process
             try:
                 loaded.pack(loaded.buffer, 0, *values)
             except (struct.error, OverflowError):
-                raise _misfit(self.kernel, values) from None
-            for _ in range(2):
-                status = _cuda().cuLaunchKernel(loaded.function, *self.grid, *self.block, self.shared,
-                                                torch._C._cuda_getCurrentRawStream(index), loaded.address, None)
-                if status != INVALID_CONTEXT:
-                    break
-                _enter(index)
+                raise _misfit(kernel, values) from None
+            status, = loaded.launch(loaded.function, *self.shape, stream, loaded.address, 0)
+            if status == INVALID_CONTEXT:
+                _enter(current)
+                status, = loaded.launch(loaded.function, *self.shape, stream, loaded.address, 0)
         if status:
-            raise BackendError(f"{self.kernel.name}[{self.grid}, {self.block}, {self.shared}] was not launched: CUDA error {status}")
-
-
-@functools.cache
-def _cuda():
-    """libcuda itself for the one call that has to be fast; everything else goes through cuda.core and cuda.bindings."""
-    library = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
-    library.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
-    return library
+            raise BackendError(f"{kernel.name}[{self.shape[:3]}, {self.shape[3:6]}, {self.shape[6]}] was not launched: {status.name}")
 
 
 def _enter(index):
     """Make a GPU's primary context, the one torch works in, current in this thread: a fresh thread has none."""
-    context = ctypes.c_void_p()
-    _cuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), index)
-    _cuda().cuCtxSetCurrent(context)
+    from cuda.bindings import driver
+    _, context = driver.cuDevicePrimaryCtxRetain(index)
+    driver.cuCtxSetCurrent(context)
 
 
 def _misfit(kernel, values) -> ArgumentError:
@@ -324,45 +312,54 @@ def _misfit(kernel, values) -> ArgumentError:
     return ArgumentError(f"{kernel.name}: a number does not fit its C type: {values}")
 
 
-def check_arguments(kernel: Kernel, args) -> "tuple[torch.device | None, list]":
+def check_arguments(kernel: Kernel, args) -> "tuple[int | None, list]":
     """Compare arguments with the kernel's parameters; ArgumentError names the parameter, what it got and what it expects.
 
-    Returns the device of the tensors (None when there are none) and the values to pack."""
-    params, device, values = kernel.params, None, []
+    Returns the index of the tensors' GPU (None when there are no tensors) and the values to pack."""
+    params, index, values = kernel.params, None, []
     if len(args) != len(params):
         raise ArgumentError(f"{kernel.name} takes {len(params)} arguments ({', '.join(map(str, params))}), got {len(args)}")
     for arg, param in zip(args, params):
-        if param.pointer:
-            if arg is None:
-                values.append(0)
+        if (param.pointer and isinstance(arg, torch.Tensor) and arg.layout is torch.strided
+                and (param.dtypes is None or arg.dtype in param.dtypes) and arg.is_contiguous()):
+            on, address = arg.get_device(), arg.data_ptr()
+            if on >= 0 and (index is None or on == index) and address % param.align == 0:
+                index = on
+                values.append(address)
                 continue
-            if not isinstance(arg, torch.Tensor):
-                raise ArgumentError(f"{kernel.name}: parameter `{param}` expects a torch tensor, got {type(arg).__name__}")
-            problem, address = None, arg.data_ptr()
-            if param.dtypes is not None and arg.dtype not in param.dtypes:
-                problem = f"expects dtype {' or '.join(map(str, param.dtypes))}, got {arg.dtype}"
-            elif not arg.is_contiguous():
-                problem = f"expects a contiguous tensor, got shape {tuple(arg.shape)} with strides {arg.stride()}"
-            elif not arg.is_cuda:
-                problem = f"expects a tensor on a GPU, got one on {arg.device}"
-            elif device is not None and arg.device != device:
-                problem = f"is on {arg.device}, the tensors before it on {device}"
-            elif address % param.align:
-                problem = f"expects an address that is a multiple of {param.align} bytes, got one {address % param.align} off"
-            if problem:
-                raise ArgumentError(f"{kernel.name}: parameter `{param}` {problem}")
-            device = device or arg.device
-            values.append(address)
+        elif not param.pointer and (type(arg) is int or type(arg) is float and param.code in ("f", "d")) and param.code is not None:
+            values.append(arg)
             continue
-        if isinstance(arg, torch.Tensor):
-            raise ArgumentError(f"{kernel.name}: parameter `{param}` is passed by value and expects a number, got a tensor of shape "
-                                f"{tuple(arg.shape)}: pass a Python number, or make the parameter a pointer")
-        if param.code is None:
-            if not isinstance(arg, (bytes, bytearray)):
-                raise ArgumentError(f"{kernel.name}: parameter `{param}` is a struct by value and expects bytes, got {type(arg).__name__}")
-        elif not isinstance(arg, (int, float)) or isinstance(arg, float) and param.code not in "fd":
-            kind = "a number" if param.code in "fd" else "a whole number"
-            if not isinstance(arg, numbers.Integral if param.code not in "fd" else numbers.Real):
-                raise ArgumentError(f"{kernel.name}: parameter `{param}` expects {kind}, got {arg!r}")
-        values.append(arg)
-    return device, values
+        values.append(_slowly(kernel, param, arg, index))
+    return index, values
+
+
+def _slowly(kernel, param, arg, index):
+    """The value to pack for an argument that is not of the usual kind, or the error that says what is wrong with it."""
+    def error(problem):
+        return ArgumentError(f"{kernel.name}: parameter `{param}` {problem}")
+    if param.pointer:
+        if arg is None:
+            return 0
+        if not isinstance(arg, torch.Tensor):
+            raise error(f"expects a torch tensor, got {type(arg).__name__}")
+        if arg.layout != torch.strided:
+            raise error(f"expects a dense tensor, got {arg.layout}")
+        if param.dtypes is not None and arg.dtype not in param.dtypes:
+            raise error(f"expects dtype {' or '.join(map(str, param.dtypes))}, got {arg.dtype}")
+        if not arg.is_contiguous():
+            raise error(f"expects a contiguous tensor, got shape {tuple(arg.shape)} with strides {arg.stride()}")
+        if not arg.is_cuda:
+            raise error(f"expects a tensor on a GPU, got one on {arg.device}")
+        if index is not None and arg.get_device() != index:
+            raise error(f"is on {arg.device}, the tensors before it on cuda:{index}")
+        raise error(f"expects an address that is a multiple of {param.align} bytes, got one {arg.data_ptr() % param.align} off")
+    if isinstance(arg, torch.Tensor):
+        raise error(f"is passed by value and expects a number, got a tensor of shape {tuple(arg.shape)}: "
+                    "pass a Python number, or make the parameter a pointer")
+    if param.code is None:
+        if not isinstance(arg, (bytes, bytearray)):
+            raise error(f"is a struct by value and expects bytes, got {type(arg).__name__}")
+    elif not isinstance(arg, numbers.Real if param.code in "fd" else numbers.Integral):
+        raise error(f"expects {'a number' if param.code in 'fd' else 'a whole number'}, got {arg!r}")
+    return arg

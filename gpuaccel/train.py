@@ -262,7 +262,8 @@ def train(step: TrainStep, batches, steps: int, *, val=None, val_every: int = 0,
 
     batches: an iterator of batches (data.Batches can be resumed). val: list of batches, evaluated every `val_every` steps and at the
     end. metrics: path of a JSON-lines file. checkpoint_dir: a checkpoint every `checkpoint_every` steps, at the end, and when the
-    loop is left early (Ctrl-C, Stop); the newest `keep` stay. resume: go on from the newest checkpoint there, bit-identically;
+    loop is left between two steps (Stop, break); the newest `keep` stay. An error or a Ctrl-C inside a step writes none: the data has
+    moved on, the weights may not have. resume: go on from the newest checkpoint there, bit-identically;
     without one, from the beginning. extra: JSON kept in each checkpoint."""
     state = dict(model=step.model, optimizer=step.opt, arena=step.arena, scheduler=step.scheduler,
                  batches=batches if hasattr(batches, "state_dict") else None)
@@ -279,10 +280,12 @@ def train(step: TrainStep, batches, steps: int, *, val=None, val_every: int = 0,
 
     meter = step.meter = step.meter or Meter(step.arena.device)
     lines = Metrics(metrics, step.count) if metrics else None
+    whole = True                                    # no step is half done
     try:
         for batch in batches if step.count < steps else ():
-            lr = step.opt.param_groups[0]["lr"]
+            whole, lr = False, step.opt.param_groups[0]["lr"]
             out = step(batch)
+            whole = True
             done = step.count >= steps
             val_loss = evaluate(step.model, val) if val and (done or val_every and step.count % val_every == 0) else None
             tokens = _tokens_in(batch)
@@ -296,13 +299,14 @@ def train(step: TrainStep, batches, steps: int, *, val=None, val_every: int = 0,
             yield reading
             if done:
                 break
-        reading = meter.finish()
+        meter.finish()
     finally:
         if step.arena.device.type == "cuda":
             torch.cuda.synchronize(step.arena.device)
         if lines:
             lines.close()
-        save()
+        if whole:
+            save()
 
 
 def _tokens_in(batch) -> int:

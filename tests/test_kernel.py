@@ -238,7 +238,7 @@ def test_brackets_take_grid_and_block(scale):
         with pytest.raises(ArgumentError, match=r"scale\[...\] takes \[grid, block\] or \[grid, block, shared_bytes\], got"):
             scale[shape]
     launch = scale[(2, 3), torch.Size([4, 5, 6]), 1024]
-    assert (launch.grid, launch.block, launch.shared) == ((2, 3, 1), (4, 5, 6), 1024)
+    assert launch.shape == (2, 3, 1, 4, 5, 6, 1024)
 
 
 def test_a_launch_without_a_gpu_says_why(scale):
