@@ -156,7 +156,7 @@ def _add_weight_gradient(acc: Tensor, dy: Tensor, x: Tensor) -> None:
     if dy.dtype == torch.float32:
         acc.addmm_(dy.t(), x)
     elif dy.is_cuda:
-        torch.ops.aten.addmm.dtype_out(acc, dy.t(), x, torch.float32, out=acc)
+        torch.addmm(acc, dy.t(), x, out_dtype=torch.float32, out=acc)
     else:
         acc.addmm_(dy.t().float(), x.float())
 
@@ -282,6 +282,7 @@ class GradientAccumulator:
         self._drop_broken()
         self._flush_all()                                       # of the backward around this one (reentrant checkpointing)
         self._task = task = torch._C._current_graph_task_id()
+        self._everything = _runs_everything()
         self.arena.check()
         self._reopen()
         end = functools.partial(self._end, task)
@@ -432,15 +433,29 @@ def _noter(accumulator, i):
     def note():
         living, task = accumulator(), torch._C._current_graph_task_id()
         if living is not None and task != -1:
-            # Asked for anew each time: a node kept from elsewhere would carry its stream into a graph's capture.
-            node = torch.autograd.graph.get_gradient_edge(living.arena.params[i]).node
-            if not torch._C._will_engine_execute_node(node):
-                return False
             if task != living._task:
+                if not (_runs_everything() or _wanted(living.arena.params[i])):
+                    return False
                 living._begin()
+            elif not living._everything and not _wanted(living.arena.params[i]):
+                return False
             living.touched[i] = True
         return True
     return note
+
+
+_nobody = torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node
+
+
+def _runs_everything() -> bool:
+    """Is this backward() for all leaves, not torch.autograd.grad() for some? Then even a node of no graph would be run."""
+    return torch._C._will_engine_execute_node(_nobody)
+
+
+def _wanted(parameter) -> bool:
+    """Will the running backward give this parameter a gradient? (Its node is asked for anew each time: one kept from elsewhere would
+    carry its stream into a graph's capture.)"""
+    return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
 def _finish_before_step(optimizer, *_):

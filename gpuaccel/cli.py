@@ -118,7 +118,7 @@ def doctor() -> Doctor:
         "architecture": choice and choice.arch,
         "driver": f"for CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else None,
         "NVRTC": library and f"{library.version[0]}.{library.version[1]}",
-        "NVRTC library": library and library.path,
+        "NVRTC library": library and "/".join(pathlib.Path(library.path).parts[-4:]),     # the tail says which wheel; no home folders
         "NVRTC writes": library and list(library.archs),
         "cuda-core": _version("cuda-core"),
         "cuda-bindings": _version("cuda-bindings"),

@@ -240,8 +240,8 @@ class _Loaded:
             self.module = ObjectCode.from_cubin(kernel.cubin(f"sm_{major}{minor}"), name=kernel.name)
             handle = self.module.get_kernel(kernel.name).handle
         self.function, self.launch = driver.CUfunction(int(handle)), driver.cuLaunchKernel
-        layout, offsets, self.structs = "@", [], []
-        for i, param in enumerate(kernel.params):          # every value starts at a multiple of 8 bytes
+        layout, offsets, self.structs = "<", [], []        # "<" checks ranges; what C aligns, the zeros behind each value do
+        for i, param in enumerate(kernel.params):          # each starts at a multiple of 8 bytes
             code = "Q" if param.pointer else param.code
             if code is None:                               # a struct: the driver knows its size
                 status, _, size = driver.cuKernelGetParamInfo(handle, i)
@@ -250,7 +250,7 @@ class _Loaded:
                 code = f"{int(size)}s"
                 self.structs.append((i, int(size)))
             offsets.append(struct.calcsize(layout))
-            layout += code + "0q"
+            layout += f"{code}{-struct.calcsize('<' + code) % 8}x"
         self.pack = struct.Struct(layout).pack_into
         self.buffer = ctypes.create_string_buffer(struct.calcsize(layout) + 16)
         start = ctypes.addressof(self.buffer)
@@ -306,7 +306,7 @@ def _misfit(kernel, values) -> ArgumentError:
     """The error for the first number that its parameter's C type cannot hold."""
     for value, param in zip(values, kernel.params):
         try:
-            struct.pack(param.code or "0s", *([value] if param.code else [b""]))
+            struct.pack("<" + (param.code or "0s"), *([value] if param.code else [b""]))
         except (struct.error, OverflowError) as error:
             return ArgumentError(f"{kernel.name}: parameter `{param}` cannot hold {value!r}: {error}")
     return ArgumentError(f"{kernel.name}: a number does not fit its C type: {values}")

@@ -23,6 +23,7 @@ import re
 import sys
 import tempfile
 import time
+import warnings
 from dataclasses import dataclass, field
 from html import escape
 
@@ -96,17 +97,21 @@ def ledger(name="step"):
     finally:
         with _quiet():
             profiler.__exit__(None, None, None)
-    _fill(row, _trace_of(profiler), gpu)
+    with _quiet():
+        trace = _trace_of(profiler)
+    _fill(row, trace, gpu)
 
 
 @contextlib.contextmanager
 def _quiet():
-    """Keeps the profiler library's own start and stop messages, written straight to file descriptor 2, off the page."""
+    """Keeps the profiler library's own messages off the page: its warnings, and what it writes to file descriptor 2."""
     sys.stderr.flush()
     kept, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(sink, 2)
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         os.dup2(kept, 2)
         os.close(kept)

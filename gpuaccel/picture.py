@@ -52,7 +52,7 @@ class Run:
     def __init__(self, name, colour):
         self.name, self.colour = name, colour
         self.last = None                     # the newest meter.Reading
-        self.points = []                     # (step, tokens, tokens/s, loss or None, val_loss or None)
+        self.points = []                     # (step, tokens, tokens/s, loss or None, val_loss or None, tokens at that loss)
         self.stages = {}                     # ms by stage, smoothed over recent steps
         self.val_loss = None
         self.state = "running"               # running | done | stopped | failed
@@ -64,8 +64,10 @@ class Run:
         if reading.val_loss is not None:
             self.val_loss = reading.val_loss
         self._count += 1
+        late = reading.step - (reading.loss_step or reading.step)          # on a GPU the loss is that many steps old
+        seen_at = reading.tokens * (1 - late / max(self._count, late, 1))
         if self._count % (1 << self._every) == 0 or reading.val_loss is not None:
-            self.points.append((reading.step, reading.tokens, reading.tokens_per_s, reading.loss, reading.val_loss))
+            self.points.append((reading.step, reading.tokens, reading.tokens_per_s, reading.loss, reading.val_loss, seen_at))
         if len(self.points) > KEEP:
             self.points = [p for i, p in enumerate(self.points) if i % 2 == 0 or p[4] is not None]
             self._every += 1
@@ -323,7 +325,7 @@ def picture(runs, peak=None, themed=True, title="") -> str:
     _panel(ink, (40, top, middle - 34 - margin, bottom), "Tokens per second", "steps", rates, 0.0,
            max(top_rate, peak or 0) * 1.04, True, labels, reference=reference)
     if has_loss:
-        raw = [(run, [(p[1], p[3]) for p in run.points if p[3] is not None and math.isfinite(p[3])]) for run in runs]
+        raw = [(run, [(p[5], p[3]) for p in run.points if p[3] is not None and math.isfinite(p[3])]) for run in runs]
         losses = [(run, _smooth(points), points if len(runs) == 1 else []) for run, points in raw]
         dots = [(run, p[1], p[4]) for run in runs for p in run.points if p[4] is not None and math.isfinite(p[4])]
         values = sorted([y for _, points in raw for _, y in points] + [d[2] for d in dots])

@@ -290,7 +290,10 @@ def train(step: TrainStep, batches, steps: int, *, val=None, val_every: int = 0,
             val_loss = evaluate(step.model, val) if val and (done or val_every and step.count % val_every == 0) else None
             tokens = _tokens_in(batch)
             reading = meter.update(tokens, out.loss, out.norm, val_loss)
-            reading = dataclasses.replace(reading, step=step.count)
+            if done:
+                reading = dataclasses.replace(meter.finish(), val_loss=val_loss)     # the last one waits, and knows its own loss
+            before = step.count - reading.step                                       # steps of an earlier run, when resumed
+            reading = dataclasses.replace(reading, step=step.count, loss_step=reading.loss_step and reading.loss_step + before)
             if lines:
                 row = {"step": step.count, "lr": lr, "tokens": tokens * step.count, "tokens_per_s": round(reading.tokens_per_s, 1)}
                 lines.add(row if val_loss is None else {**row, "val_loss": val_loss}, out.loss)
@@ -299,7 +302,6 @@ def train(step: TrainStep, batches, steps: int, *, val=None, val_every: int = 0,
             yield reading
             if done:
                 break
-        meter.finish()
     finally:
         if step.arena.device.type == "cuda":
             torch.cuda.synchronize(step.arena.device)
