@@ -149,7 +149,7 @@ class Kernel:
         # One string is the whole program, so that the cache key is honest; #line keeps error messages at home.
         self.source = f'#line 1 "kernels_cu/common.cuh"\n{common}\n#line 1 "{filename}"\n{text}'
         self.params = signature(self.source, name, self.defines)
-        self._ready, self._lock = {}, threading.Lock()
+        self._ready, self._launches, self._lock = {}, {}, threading.Lock()
 
     def __repr__(self):
         return f"{self.name}({', '.join(map(str, self.params))})  [{self.filename}]"
@@ -165,12 +165,19 @@ class Kernel:
 
     def __getitem__(self, shape) -> "Launch":
         """`kernel[grid, block]` or `kernel[grid, block, shared_bytes]`; grid and block are a number or up to three of them."""
+        try:
+            return self._launches[shape]                   # the same shape again costs a look-up
+        except (KeyError, TypeError):
+            pass
         if not isinstance(shape, tuple) or len(shape) not in (2, 3):
             raise ArgumentError(f"{self.name}[...] takes [grid, block] or [grid, block, shared_bytes], got {shape!r}")
         shared = shape[2] if len(shape) == 3 else 0
         if not isinstance(shared, numbers.Integral) or not 0 <= shared < 2**31:
             raise ArgumentError(f"{self.name}: shared_bytes is {shared!r}; expected a whole number of bytes, 0 or more")
-        return Launch(self, _dims(self, "grid", shape[0], MAX_GRID), _dims(self, "block", shape[1], MAX_BLOCK), int(shared))
+        launch = Launch(self, _dims(self, "grid", shape[0], MAX_GRID), _dims(self, "block", shape[1], MAX_BLOCK), int(shared))
+        if len(self._launches) < 1000 and all(isinstance(part, (int, tuple)) for part in shape):
+            self._launches[shape] = launch
+        return launch
 
     def load(self, index: int) -> "_Loaded":
         """The kernel, compiled and loaded for GPU `index`. Done once per GPU; a launch does it by itself."""
