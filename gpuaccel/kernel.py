@@ -149,6 +149,8 @@ class Kernel:
         # One string is the whole program, so that the cache key is honest; #line keeps error messages at home.
         self.source = f'#line 1 "kernels_cu/common.cuh"\n{common}\n#line 1 "{filename}"\n{text}'
         self.params = signature(self.source, name, self.defines)
+        self.plan = [(p.pointer, p.dtypes, p.align, {None: (), "f": (int, float), "d": (int, float)}.get(p.code, (int,)))
+                     for p in self.params]                 # what check_arguments looks at, one tuple per parameter
         self._ready, self._launches, self._lock = {}, {}, threading.Lock()
 
     def __repr__(self):
@@ -326,17 +328,16 @@ def check_arguments(kernel: Kernel, args) -> "tuple[int | None, list]":
     params, index, values = kernel.params, None, []
     if len(args) != len(params):
         raise ArgumentError(f"{kernel.name} takes {len(params)} arguments ({', '.join(map(str, params))}), got {len(args)}")
-    for arg, param in zip(args, params):
-        if (param.pointer and isinstance(arg, torch.Tensor) and arg.layout is torch.strided
-                and (param.dtypes is None or arg.dtype in param.dtypes) and arg.is_contiguous()):
+    for arg, (pointer, dtypes, align, kinds), param in zip(args, kernel.plan, params):
+        if type(arg) in kinds:                             # a number of the usual kind
+            values.append(arg)
+            continue
+        if pointer and isinstance(arg, torch.Tensor) and (dtypes is None or arg.dtype in dtypes) and arg.layout is torch.strided:
             on, address = arg.get_device(), arg.data_ptr()
-            if on >= 0 and (index is None or on == index) and address % param.align == 0:
+            if on >= 0 and (index is None or on == index) and address % align == 0 and arg.is_contiguous():
                 index = on
                 values.append(address)
                 continue
-        elif not param.pointer and (type(arg) is int or type(arg) is float and param.code in ("f", "d")) and param.code is not None:
-            values.append(arg)
-            continue
         values.append(_slowly(kernel, param, arg, index))
     return index, values
 
