@@ -10,12 +10,13 @@
 The four ways (`MODES`), one after the other faster:
   host      each gradient is downloaded, added on the CPU, and the sum uploaded at the end (what the reference system did first)
   autograd  torch's own: `p.grad += fresh`, in the parameter's dtype (bf16 parameters: 256 + 1 = 256), moved to the arena at the end
-  arena     a hook collects a block's fresh gradients (fp32 or bf16); one launch adds the whole block into fp32
+  arena     a hook collects fresh gradients (fp32 or bf16); one launch adds many tensors into fp32
   fused     the weight-gradient product of every nn.Linear adds into the arena itself; the rest goes as in `arena`
 
 Source: gradient accumulation on the GPU as in entrenar's ALB-091; mixed-precision sums as in Micikevicius et al., 2018.
 """
 import functools
+import itertools
 import struct
 import weakref
 
@@ -31,6 +32,7 @@ from .kernel import Kernel, zero_
 
 MODES = ("host", "autograd", "arena", "fused")
 THREADS, MAX_TENSORS = 512, 256
+COLLECTED = 256 * 2**20        # bytes of fresh gradients that may wait for a launch: few launches, little memory
 MACRO = {torch.float32: "float", torch.bfloat16: "bf16"}
 _SOURCES = struct.Struct(f"{MAX_TENSORS}Q").pack
 _accumulators: "weakref.WeakSet[GradientAccumulator]" = weakref.WeakSet()
@@ -65,19 +67,21 @@ def launch_tensor(acc: Tensor, grad: Tensor):
         _kernel("accumulate_v1", grad.dtype)[-(-n // 256), 256](acc, grad, n)
 
 
-def launch_segments(arena: Arena, first: int, last: int, grads: "list[Tensor | None]"):
+def launch_segments(arena: Arena, first: int, last: int, grads: "list[Tensor | None]", chunks=None, rows=None):
     """accumulate_v3: arena.grads += grads for segments [first, last), one launch per dtype and 256 tensors.
 
-    grads: contiguous fp32 or bf16 tensors on the arena's GPU; None: that tensor got no gradient."""
+    grads: contiguous fp32 or bf16 tensors on the arena's GPU; None: that tensor got no gradient. chunks, rows: the arena's table,
+    or one with the rows of some segments only."""
+    if chunks is None:
+        chunks, rows = arena.chunks, arena.rows
     for dtype in {g.dtype: None for g in grads if g is not None}:
         kernel = _kernel("accumulate_v3", dtype)
         for start in range(first, last, MAX_TENSORS):
             stop = min(start + MAX_TENSORS, last)
             addresses = [g.data_ptr() if g is not None and g.dtype == dtype else 0 for g in grads[start - first:stop - first]]
-            begin = arena.segments[start].offset // CHUNK
-            end = (arena.segments[stop - 1].offset + arena.segments[stop - 1].padded) // CHUNK
-            if end > begin:
-                kernel[end - begin, THREADS](arena.grads, arena.chunks, begin, start, _SOURCES(*addresses, *[0] * (MAX_TENSORS - len(addresses))))
+            if rows[stop] > rows[start] and any(addresses):
+                kernel[rows[stop] - rows[start], THREADS](arena.grads, chunks, rows[start], start,
+                                                          _SOURCES(*addresses, *[0] * (MAX_TENSORS - len(addresses))))
 
 
 # ---- public: one tensor ---------------------------------------------------------------------------------------------
@@ -226,7 +230,7 @@ class GradientAccumulator:
         arena.check()
         self.arena, self.mode = arena, mode
         self.host = torch.zeros(arena.numel) if mode == "host" else None
-        self._task, self._handles, self._fused = None, [], []
+        self._task, self._handles, self._fused, self._products, self._table = None, [], [], set(), (None, None)
         self._running = {}                                      # id of a backward -> weak reference that dies with it
         self._forget()
         if mode != "autograd":
@@ -243,7 +247,7 @@ class GradientAccumulator:
         """No gradient is collected, none was seen in this window. The sums are not touched."""
         count = len(self.arena.segments)
         self.fresh: "list[Tensor | None]" = [None] * count      # collected, not yet added
-        self.waiting = [block.last - block.first for block in self.arena.blocks]
+        self.collected = 0                                      # bytes of them
         self.touched = [False] * count                          # got a gradient in this window
         self.presented = [False] * count                        # .grad shows the sum
         self._running.clear()
@@ -256,6 +260,12 @@ class GradientAccumulator:
                 part.__class__, part.arena_grad = FusedLinear, self.arena.grad_views[i]
                 _watchers[part.arena_grad.data_ptr()] = _noter(weakref.ref(self), i)
                 self._fused.append(part)
+        # The products need no launch: the table for the rest has only the rest's rows, so that no thread block starts in vain.
+        self._products = {index[id(part.weight)] for part in self._fused}
+        rest = [i for i in range(len(self.arena.segments)) if i not in self._products]
+        counts = [0] + [s.padded // CHUNK if i not in self._products else 0 for i, s in enumerate(self.arena.segments)]
+        self._table = self.arena.chunks[torch.isin(self.arena.chunks[:, 0].cpu(), torch.tensor(rest)).to(self.arena.device)], \
+            list(itertools.accumulate(counts))
 
     # ---- hooks, all run by autograd's threads ----
 
@@ -280,7 +290,7 @@ class GradientAccumulator:
     def _begin(self):
         """The first gradient of a backward: look at what happened to the presented sums since the last one."""
         self._drop_broken()
-        self._flush_all()                                       # of the backward around this one (reentrant checkpointing)
+        self._flush()                                       # of the backward around this one (reentrant checkpointing)
         self._task = task = torch._C._current_graph_task_id()
         self._everything = _runs_everything()
         self.arena.check()
@@ -332,7 +342,7 @@ class GradientAccumulator:
     def _end(self, task):
         self._running.pop(task, None)
         self._task = None
-        self._flush_all()
+        self._flush()
         if self.mode != "host":
             self._present()
 
@@ -341,32 +351,28 @@ class GradientAccumulator:
             s = self.arena.segments[i]
             self.host[s.offset:s.offset + s.numel] += grad.detach().to("cpu").flatten()
             return
-        block = self.arena.segments[i].block
         if self.fresh[i] is not None:
-            self._flush(block)
+            self._flush()
         self.fresh[i] = grad
-        self.waiting[block] -= 1
-        if self.waiting[block] == 0:
-            self._flush(block)
+        self.collected += grad.numel() * grad.element_size()
+        if self.collected >= COLLECTED:
+            self._flush()
 
-    def _flush(self, b):
-        block = self.arena.blocks[b]
-        grads = self.fresh[block.first:block.last]
-        self.waiting[b] = block.last - block.first
-        self.fresh[block.first:block.last] = [None] * len(grads)
-        if all(g is None for g in grads):
+    @torch.no_grad()
+    def _flush(self):
+        """Add what has been collected."""
+        got = [i for i, grad in enumerate(self.fresh) if grad is not None]
+        if not got:
             return
-        with torch.no_grad():
-            if self.arena.device.type == "cuda" and backend().name == "cuda":
-                launch_segments(self.arena, block.first, block.last, [g if g is None else g.contiguous() for g in grads])
-            else:
-                for view, grad in zip(self.arena.grad_views[block.first:block.last], grads):
-                    if grad is not None:
-                        reference_accumulate(view, grad)
-
-    def _flush_all(self):
-        for b in range(len(self.waiting)):
-            self._flush(b)
+        first, last = got[0], got[-1] + 1
+        grads, self.fresh[first:last] = self.fresh[first:last], [None] * (last - first)
+        self.collected = 0
+        if self.arena.device.type == "cuda" and backend().name == "cuda":
+            table = (None, None) if self._products.intersection(got) else self._table      # a tied weight may come from elsewhere too
+            launch_segments(self.arena, first, last, [g if g is None else g.contiguous() for g in grads], *table)
+        else:
+            for i in got:
+                reference_accumulate(self.arena.grad_views[i], grads[i - first])
 
     def _present(self):
         for i, owner in enumerate(self.arena.owners):
@@ -389,7 +395,7 @@ class GradientAccumulator:
                     grad, p.grad, self.touched[i] = p.grad, None, True
                     check_gradient(self.arena.segments[i].name, grad, p.shape, p.device)
                     self._collect(i, grad)
-            self._flush_all()
+            self._flush()
         self._present()
 
     @torch.no_grad()
@@ -408,7 +414,7 @@ class GradientAccumulator:
         """Take the hooks down; the module's gradients go where torch puts them. The arena stays."""
         if self not in _accumulators:
             return
-        self._flush_all()
+        self._flush()
         for handle in self._handles:
             handle.remove()
         for part in self._fused:

@@ -181,13 +181,12 @@ class Arena:
         weights = torch.zeros(self.numel, device=self.device)
         grads = torch.zeros(self.numel, device=self.device)
         bf16 = torch.zeros(self.numel, dtype=torch.bfloat16, device=self.device) if low else None
-        chunks = torch.empty(max(self.numel // CHUNK, 1), 2, dtype=torch.int64)
+        chunks = torch.empty(self.numel // CHUNK, 4, dtype=torch.int32)       # tensor, elements, chunk of the tensor, of the arena
+        self.rows = [s.offset // CHUNK for s in self.segments] + [self.numel // CHUNK]      # a segment's first row
         for i, s in enumerate(self.segments):
-            n = s.padded // CHUNK
-            start = torch.arange(n) * CHUNK
-            rows = chunks[s.offset // CHUNK: s.offset // CHUNK + n]
-            rows[:, 0] = start
-            rows[:, 1] = i + ((s.numel - start).clamp(max=CHUNK) << 32)
+            nth = torch.arange(s.padded // CHUNK)
+            chunks[self.rows[i]:self.rows[i + 1]] = torch.stack(
+                [torch.full_like(nth, i), (s.numel - nth * CHUNK).clamp(max=CHUNK), nth, nth + self.rows[i]], 1)
         # Everything that may fail has been allocated: from here on the module changes.
         self.weights, self.grads, self.bf16_weights, self.chunks = weights, grads, bf16, chunks.to(self.device)
         self.owners, self.grad_views = [], []

@@ -9,7 +9,7 @@
 //   accumulate_v1  one thread, one element. A warp asks for 128 bytes at a time: many small requests, most threads only wait.
 //                  And one launch per tensor: a transformer block has nine of them, two of which are tiny.
 //   accumulate_v2  one thread, 16 bytes at a time (float4; eight bf16), several in flight. Still one launch per tensor.
-//   accumulate_v3  one launch per transformer block. Thread blocks take chunks of the arena; a table says which tensor a chunk
+//   accumulate_v3  one launch for many tensors, up to 256. Thread blocks take chunks of the arena; a table says which tensor a chunk
 //                  belongs to, and the addresses of the fresh gradients come by value with the launch itself, so that nothing
 //                  is uploaded. Padding between tensors is never read: only its place in the arena exists.
 //
@@ -59,18 +59,17 @@ struct Sources { const GRAD_T* grad[MAX_TENSORS]; };      // address of each ten
 
 extern "C" __global__ void __launch_bounds__(THREADS) accumulate_v3(
     float4* acc,                   // (N / 4) the whole arena
-    const longlong2* chunks,       // (N / CHUNK) per chunk: .x first element within its tensor, .y tensor + (elements << 32)
-    int first_chunk,               // chunk of this launch's first thread block
+    const int4* chunks,            // per chunk: .x its tensor, .y elements in it, .z which chunk of the tensor, .w of the arena
+    int first_row,                 // row of `chunks` for this launch's first thread block
     int first_tensor,              // tensor of sources.grad[0]
     Sources sources)
 {
-    long long chunk = (long long)first_chunk + blockIdx.x;
-    longlong2 where = chunks[chunk];
-    const GRAD_T* grad = sources.grad[(int)where.y - first_tensor];
+    int4 where = chunks[(long long)first_row + blockIdx.x];
+    const GRAD_T* grad = sources.grad[where.x - first_tensor];
     if (grad == 0) return;
-    grad += where.x;
-    acc += chunk * (CHUNK / 4);
-    int count = (int)(where.y >> 32);
+    grad += (long long)where.z * CHUNK;
+    acc += (long long)where.w * (CHUNK / 4);
+    int count = where.y;
     if (count == CHUNK && ((unsigned long long)grad & (4 * sizeof(GRAD_T) - 1)) == 0) {
         // All loads first, so that they are in flight together; then the sums.
         float4 g[CHUNK / 4 / THREADS], a[CHUNK / 4 / THREADS];

@@ -99,10 +99,11 @@ def test_layout_and_views_of_any_module(model):
     assert set(arena.named_master()) == {s.name for s, p in zip(arena.segments,
         arena.params) if p.dtype == torch.bfloat16}
     assert arena.parameter_names() == [n for n, p in model.named_parameters() if p.requires_grad]
-    for s in arena.segments:                                   # the table the kernel reads
-        rows = arena.chunks[s.offset // CHUNK:(s.offset + s.padded) // CHUNK]
-        assert rows[:, 0].tolist() == list(range(0, s.numel, CHUNK))
-        assert (rows[:, 1] & 0xffffffff).eq(arena.segments.index(s)).all() and (rows[:, 1] >> 32).sum() == s.numel
+    for i, s in enumerate(arena.segments):                     # the table the kernel reads
+        rows = arena.chunks[arena.rows[i]:arena.rows[i + 1]]
+        assert rows[:, 0].eq(i).all() and rows[:, 1].sum() == s.numel and (rows[:, 1] <= CHUNK).all()
+        assert (rows[:, 2] * CHUNK).tolist() == list(range(0, s.numel, CHUNK))
+        assert (rows[:, 3] * CHUNK).tolist() == list(range(s.offset, s.offset + s.padded, CHUNK))
     arena.release()
 
 

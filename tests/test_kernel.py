@@ -161,7 +161,7 @@ def test_the_parameters_of_our_own_kernels():
     assert [str(p) for p in v1] == ["float* acc", "const float* grad", "long long n"]
     v3 = Kernel("accumulate", "accumulate_v3", GRAD_T="bf16").params
     assert [(p.name, p.pointer, p.align if p.pointer else p.code) for p in v3] == [
-        ("acc", True, 16), ("chunks", True, 16), ("first_chunk", False, "i"), ("first_tensor", False, "i"),
+        ("acc", True, 16), ("chunks", True, 16), ("first_row", False, "i"), ("first_tensor", False, "i"),
         ("sources", False, None)]
     assert str(v3[4]) == "Sources sources"
 
