@@ -5,20 +5,21 @@ the function the one that `ga.` finds.
 """
 __version__ = "0.1.0"
 
-from . import errors, nvrtc  # noqa: F401
+from . import errors, nvrtc, simt  # noqa: F401
 from .accumulate import MODES, GradientAccumulator, accumulate_, reference_accumulate
 from .arena import Arena
 from .backend import backend, cache_dir, default_device, use_backend
 from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from .cli import doctor
 from .data import Batches, ByteTokenizer, load_text, make_dataset, train_bpe, val_batches
-from .errors import ArgumentError, BackendError, CheckpointError, CompileError, DataError, GpuaccelError
+from .errors import ArgumentError, BackendError, CheckpointError, CompileError, DataError, GpuaccelError, KernelError
 from .exercises import check, hint, solution
 from .kernel import Kernel, compile, kernel_names
 from .ledger import Ledger, ledger
 from .magics import load_ipython_extension
 from .meter import LateValue, Meter, Reading, StageTimer, peak_flops
 from .models import Config, Transformer, flops_per_token, generate, preset
+from .simt import checked
 from .train import TrainStep, evaluate, token_loss, train, warmup_cosine
 from .widgets import LiveThroughput
 
@@ -26,7 +27,7 @@ __all__ = [
     "MODES", "GradientAccumulator", "accumulate_", "reference_accumulate", "Arena", "backend", "cache_dir", "default_device",
     "use_backend", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "doctor", "Batches", "ByteTokenizer", "load_text",
     "make_dataset", "train_bpe", "val_batches", "ArgumentError", "BackendError", "CheckpointError", "CompileError", "DataError",
-    "GpuaccelError", "check", "hint", "solution", "Kernel", "compile", "kernel_names", "Ledger", "ledger", "load_ipython_extension",
+    "GpuaccelError", "KernelError", "check", "checked", "hint", "solution", "Kernel", "compile", "kernel_names", "Ledger", "ledger", "load_ipython_extension",
     "LateValue", "Meter", "Reading", "StageTimer", "peak_flops", "Config", "Transformer", "flops_per_token", "generate", "preset",
     "TrainStep", "evaluate", "token_loss", "train", "warmup_cosine", "LiveThroughput",
 ]

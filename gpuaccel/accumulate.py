@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .arena import CHUNK, Arena
-from .backend import backend
+from .backend import takes
 from .errors import ArgumentError
 from .kernel import Kernel, zero_
 
@@ -58,7 +58,7 @@ _kernels: "dict[tuple, Kernel]" = {}
 
 
 def launch_tensor(acc: Tensor, grad: Tensor):
-    """accumulate_v2 where 16-byte accesses are possible, accumulate_v1 elsewhere. Same shape, contiguous, one GPU."""
+    """accumulate_v2 where 16-byte accesses are possible, accumulate_v1 elsewhere. Same shape, contiguous, one device."""
     n = acc.numel()
     wide = n % 4 == 0 and acc.data_ptr() % 16 == 0 and grad.data_ptr() % (4 * grad.element_size()) == 0
     if wide:
@@ -70,7 +70,7 @@ def launch_tensor(acc: Tensor, grad: Tensor):
 def launch_segments(arena: Arena, first: int, last: int, grads: "list[Tensor | None]", chunks=None, rows=None):
     """accumulate_v3: arena.grads += grads for segments [first, last), one launch per dtype and 256 tensors.
 
-    grads: contiguous fp32 or bf16 tensors on the arena's GPU; None: that tensor got no gradient. chunks, rows: the arena's table,
+    grads: contiguous fp32 or bf16 tensors on the arena's device; None: that tensor got no gradient. chunks, rows: the arena's table,
     or one with the rows of some segments only."""
     if chunks is None:
         chunks, rows = arena.chunks, arena.rows
@@ -81,7 +81,8 @@ def launch_segments(arena: Arena, first: int, last: int, grads: "list[Tensor | N
             addresses = [g.data_ptr() if g is not None and g.dtype == dtype else 0 for g in grads[start - first:stop - first]]
             if rows[stop] > rows[start] and any(addresses):
                 kernel[rows[stop] - rows[start], THREADS](arena.grads, chunks, rows[start], start,
-                                                          _SOURCES(*addresses, *[0] * (MAX_TENSORS - len(addresses))))
+                                                          _SOURCES(*addresses, *[0] * (MAX_TENSORS - len(addresses))),
+                                                          tensors=grads)
 
 
 # ---- public: one tensor ---------------------------------------------------------------------------------------------
@@ -90,7 +91,7 @@ def accumulate_(acc: Tensor, grad: Tensor) -> Tensor:
     """acc += grad, the sum in fp32. Returns acc.
 
     acc: fp32, any shape, contiguous; grad: fp32 or bf16, same shape and device, any strides.
-    On a GPU one launch of our kernel; on the CPU torch adds. Bit-equal to `acc.add_(grad)`.
+    On a GPU one launch of our kernel; on the CPU torch adds (with backend simt, our kernel as well). Bit-equal to `acc.add_(grad)`.
     Raises ArgumentError, and changes nothing, for another dtype, shape or device, a sparse or complex gradient, and for a
     destination that is not contiguous or overlaps the gradient."""
     if not isinstance(acc, Tensor) or acc.layout != torch.strided:
@@ -106,7 +107,7 @@ def accumulate_(acc: Tensor, grad: Tensor) -> Tensor:
         raise ArgumentError("acc and grad overlap in memory; expected two tensors of their own")
     if acc.numel() == 0:
         return acc
-    if acc.is_cuda and backend().name == "cuda":
+    if takes(acc.device):
         launch_tensor(acc, grad.contiguous())
         torch.autograd.graph.increment_version(acc)
         return acc
@@ -367,7 +368,7 @@ class GradientAccumulator:
         first, last = got[0], got[-1] + 1
         grads, self.fresh[first:last] = self.fresh[first:last], [None] * (last - first)
         self.collected = 0
-        if self.arena.device.type == "cuda" and backend().name == "cuda":
+        if takes(self.arena.device):
             table = (None, None) if self._products.intersection(got) else self._table      # a tied weight may come from elsewhere too
             launch_segments(self.arena, first, last, [g if g is None else g.contiguous() for g in grads], *table)
         else:

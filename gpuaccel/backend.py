@@ -6,31 +6,38 @@
     >>> with ga.use_backend("torch"):     # for one block; as a plain call: for the rest of the process
     ...     ...
 
-Two separate choices. The *backend* (`GPUACCEL_BACKEND`, or `use_backend`): `auto`, `cuda`, `torch`. The *policy* for the
-GPU (`GPUACCEL_GPU`): `auto` takes a GPU where there is one, `require` stops without one, `off` leaves it alone.
+Two separate choices. The *backend* (`GPUACCEL_BACKEND`, or `use_backend`): `auto`, `cuda`, `simt` (the same kernels on the CPU),
+`torch` (each operation's definition in plain torch). `auto` is `cuda` where it works, else `torch`. Raw kernels have no
+definition in torch: where there is no GPU to use, they run on simt. The *policy* for the GPU (`GPUACCEL_GPU`): `auto` takes a
+GPU where there is one, `require` stops without one, `off` leaves it alone.
 Three visible steps: try to find a driver; keep what was found; one function resolves the choice. Nothing falls back in silence.
 """
 import contextlib
 import ctypes
 import functools
+import importlib.util
 import os
 import pathlib
+import re
+import shlex
+import subprocess
+import sys
 import tempfile
 import warnings
 from dataclasses import dataclass
 
 from .errors import BackendError
 
-BACKENDS = ("auto", "cuda", "torch")
+BACKENDS = ("auto", "cuda", "simt", "torch")
 POLICIES = ("auto", "require", "off")
 
 
 @dataclass(frozen=True)
 class Choice:
     """The backend in use. `str(choice)` is one sentence fit for a first notebook cell."""
-    name: str              # "cuda" or "torch"
+    name: str              # "cuda", "simt" or "torch"
     reason: str            # why, in words
-    requested: str         # what was asked for: auto | cuda | torch
+    requested: str         # what was asked for: auto | cuda | simt | torch
     policy: str            # auto | require | off
     device: str            # "NVIDIA H200", or "CPU"
     arch: "str | None"     # "sm_90"; None without a GPU
@@ -77,6 +84,36 @@ def find_gpu() -> "tuple[bool, str]":
     return True, f"{torch.cuda.get_device_name()} found, {reason}"
 
 
+@dataclass(frozen=True)
+class Compiler:
+    """A C++ compiler of this machine. kind: "g++", "clang" or "zig", which differ in their options."""
+    command: "tuple[str, ...]"
+    kind: str
+    version: str
+
+    def __str__(self):
+        return f"{self.kind} {self.version}"
+
+
+@functools.cache
+def find_compiler() -> "tuple[Compiler | None, str]":
+    """(the C++ compiler that runs kernels on the CPU, or None; the reason in words).
+
+    `GPUACCEL_CXX` (a command), else g++, clang++, or pip's ziglang, the first that answers."""
+    chosen = os.environ.get("GPUACCEL_CXX")
+    zig = [(sys.executable, "-m", "ziglang", "c++")] if importlib.util.find_spec("ziglang") else []
+    for command in [tuple(shlex.split(chosen))] if chosen else [("g++",), ("clang++",), *zig]:
+        try:
+            done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        number = re.search(r"\d+\.\d+(\.\d+)?", done.stdout)
+        if done.returncode == 0 and number:
+            kind = "zig" if any("zig" in part for part in command) else "clang" if "clang" in done.stdout else "g++"
+            return (found := Compiler(command, kind, number[0])), f"{found} found"
+    return None, f"GPUACCEL_CXX={chosen!r} does not answer" if chosen else "neither g++ nor clang++ nor ziglang found"
+
+
 def resolve(requested: str, policy: str, gpu: "tuple[bool, str]") -> "tuple[str, str]":
     """(backend, reason) for a request, a policy and what `find_gpu` said. Pure, so that tests can try every case."""
     if requested not in BACKENDS:
@@ -86,13 +123,15 @@ def resolve(requested: str, policy: str, gpu: "tuple[bool, str]") -> "tuple[str,
     there, why = gpu
     if policy == "off" and requested == "cuda":
         raise BackendError("backend cuda was asked for, but the GPU policy is off (GPUACCEL_GPU=off)")
-    if policy == "off":
-        return "torch", "the GPU policy is off (GPUACCEL_GPU=off)"
-    if not there and (requested == "cuda" or policy == "require"):
+    if not there and policy != "off" and (requested == "cuda" or policy == "require"):
         asked = "backend cuda" if requested == "cuda" else "a GPU (policy require)"
         raise BackendError(f"{asked} was asked for, but there is none to use: {why}")
-    if requested == "torch" and policy == "require":
-        raise BackendError("backend torch was asked for, but the GPU policy is require")
+    if requested in ("simt", "torch") and policy == "require":
+        raise BackendError(f"backend {requested} was asked for, but the GPU policy is require")
+    if requested == "simt":
+        return "simt", "backend simt was asked for"
+    if policy == "off":
+        return "torch", "the GPU policy is off (GPUACCEL_GPU=off)"
     if requested == "torch":
         return "torch", "backend torch was asked for"
     return ("cuda", why) if there else ("torch", why)
@@ -105,6 +144,11 @@ def _choose(requested: str, policy: "str | None" = None) -> Choice:
     policy = policy or os.environ.get("GPUACCEL_GPU") or "auto"
     gpu = (False, "") if policy == "off" else find_gpu()
     name, reason = resolve(requested, policy, gpu)
+    if name == "simt":
+        found, why = find_compiler()
+        if found is None:
+            raise BackendError(f"backend simt was asked for, but there is no C++ compiler to use: {why}")
+        reason += f", kernels are compiled with {found}"
     version = None if policy == "off" else find_driver()[0]
     driver = None if version is None else f"{version // 1000}.{version % 1000 // 10}"
     if name == "cuda":
@@ -127,7 +171,7 @@ def backend() -> Choice:
 class use_backend(contextlib.ContextDecorator):
     """`use_backend("torch")` switches now; as a `with` block it switches back at the end.
 
-    name: "auto", "cuda" or "torch"; policy: "auto", "require" or "off" (default: `GPUACCEL_GPU`, else "auto").
+    name: "auto", "cuda", "simt" or "torch"; policy: "auto", "require" or "off" (default: `GPUACCEL_GPU`, else "auto").
     Raises BackendError, and changes nothing, when the backend cannot run here."""
 
     def __init__(self, name: str, policy: "str | None" = None):
@@ -146,6 +190,11 @@ class use_backend(contextlib.ContextDecorator):
 
     def __repr__(self):
         return str(self.choice)
+
+
+def takes(device) -> bool:
+    """Do operations on tensors of this torch.device run our kernels (backend cuda on a GPU, simt on the CPU)?"""
+    return device.type == {"cuda": "cuda", "simt": "cpu"}.get(backend().name)
 
 
 def default_device():

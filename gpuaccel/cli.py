@@ -90,7 +90,7 @@ def doctor() -> Doctor:
     import torch
 
     from . import __version__, nvrtc
-    from .backend import backend, find_driver
+    from .backend import backend, find_compiler, find_driver
     problems = []
 
     def attempt(look):
@@ -120,6 +120,7 @@ def doctor() -> Doctor:
         "NVRTC": library and f"{library.version[0]}.{library.version[1]}",
         "NVRTC library": library and "/".join(pathlib.Path(library.path).parts[-4:]),     # the tail says which wheel; no home folders
         "NVRTC writes": library and list(library.archs),
+        "C++ compiler": f"{find_compiler()[0]} (runs kernels on the CPU)" if find_compiler()[0] else f"none: {find_compiler()[1]}",
         "cuda-core": _version("cuda-core"),
         "cuda-bindings": _version("cuda-bindings"),
         "cache": cache,
@@ -280,7 +281,7 @@ def _open_run(args, description):
 
 def train_command(args):
     from .backend import use_backend
-    chosen = {"auto": contextlib.nullcontext, "cpu": lambda: use_backend("torch"), "cuda": lambda: use_backend("cuda")}
+    chosen = {"auto": contextlib.nullcontext, "cpu": lambda: use_backend("torch"), "simt": lambda: use_backend("simt"), "cuda": lambda: use_backend("cuda")}
     with chosen[args.device]():
         return _train(args)
 
@@ -421,7 +422,7 @@ def _parser():
     add("--checkpoint-every", type=_at_least(1), default=50, metavar="N", help="steps between checkpoints (50)")
     add("--no-progress", action="store_true", help="no progress bar")
     add("--compile", action="store_true", help="torch.compile the model")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train (auto)")
+    add("--device", choices=("auto", "cpu", "simt", "cuda"), default="auto", help="where to train; simt: on the CPU with our kernels (auto)")
 
     add = command("sample", sample_command, "write text with a trained model").add_argument
     add("--checkpoint", default=OUT.format(model="tiny"), metavar="PATH", help="a file, or a run's folder (runs/tiny)")

@@ -30,3 +30,12 @@ class DataError(GpuaccelError, ValueError):
 
 class CheckpointError(GpuaccelError, RuntimeError):
     """A checkpoint cannot be written, or cannot be trusted or does not fit. Nothing was changed."""
+
+
+class KernelError(GpuaccelError, RuntimeError):
+    """A kernel on the CPU did something wrong, or did not end. `reports`: a list of simt.Report, one for each kind and line.
+    With the checks on, no tensor was changed."""
+
+    def __init__(self, message: str, reports=()):
+        super().__init__(message)
+        self.reports = list(reports)

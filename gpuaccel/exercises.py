@@ -5,9 +5,10 @@
 
 A check runs an answer on sizes around the edges of a thread block and on one of a million elements, with new random
 data each time. Elements outside the tensors are poisoned before and compared after, so that a write beyond the end is
-seen; every run is made twice and must give the same bits. Without a GPU a kernel is compiled for every architecture and
-its parameters are compared; the result then is neither right nor wrong, and says so. Each exercise keeps wrong answers
-too: the tests show that they fail.
+seen; every run is made twice and must give the same bits. Without a GPU the kernel runs on the CPU with every access
+checked (simt), so that a mistake is named with its line and its thread. Where there is no C++ compiler either, it is
+only compiled, for every architecture: the result then is neither right nor wrong, and says so. Each exercise keeps
+wrong answers too: the tests show that they fail.
 """
 
 import secrets
@@ -18,8 +19,8 @@ from html import escape
 import torch
 
 from . import nvrtc
-from .backend import backend
-from .errors import ArgumentError, GpuaccelError
+from .backend import backend, default_device, find_compiler
+from .errors import ArgumentError, GpuaccelError, KernelError
 from .kernel import Kernel
 
 SIZES = (1, 255, 256, 257, 1000, 4096, 1_000_003)
@@ -149,7 +150,8 @@ def check(name: str, answer, *, seed: "int | None" = None) -> Result:
         problem = _parameters_differ(task, answer)
         if problem:
             return Result(name, False, problem)
-        return _run_kernel(task, answer, seed) if backend().name == "cuda" else _compile_only(task, answer)
+        there = backend().name == "cuda" or find_compiler()[0] is not None
+        return _run_kernel(task, answer, seed) if there else _compile_only(task, answer)
     if not callable(answer):
         raise ArgumentError(f"exercise {name!r} takes a Python function, got {type(answer).__name__}")
     return _run_python(task, answer, seed)
@@ -190,7 +192,8 @@ def _compile_only(task, kernel):
     lines = [
         (None, f"{len(archs)} architectures", f"{archs[0]} to {archs[-1]}: the parameters are right, {span} registers")
     ]
-    return Result(task.name, None, f"compiled, not run. Running it needs a GPU: {backend().reason}.", lines)
+    why = f"{backend().reason}; {find_compiler()[1]}"
+    return Result(task.name, None, f"compiled, not run. Running it needs a GPU or a C++ compiler: {why}.", lines)
 
 
 def _guarded(tensor, poison):
@@ -206,10 +209,12 @@ def _bits(tensor):
 
 
 def _run_kernel(task, kernel, seed):
-    generator, lines = torch.Generator("cuda").manual_seed(seed), []
+    generator, lines = torch.Generator(default_device().type).manual_seed(seed), []
     for n in SIZES:
         try:
             good, how = _try_kernel(task, kernel, n, task.data(n, generator))
+        except KernelError as error:  # seen by the checks on the CPU; nothing was changed
+            good, how = False, "; ".join(f"line {r.line}: {r.message}" for r in error.reports)
         except RuntimeError as error:  # the GPU itself stopped the kernel, or it could not be launched
             lost = not isinstance(error, GpuaccelError)
             how = f"the GPU stopped it: {str(error).splitlines()[0]}" if lost else str(error)
@@ -237,7 +242,8 @@ def _try_kernel(task, kernel, n, case):
         whole, out = _guarded(case.out, -777.0)
         kernel[blocks, BLOCK](out, *(view for _, view in inputs), *case.numbers, n)
         results.append((whole, out))
-    torch.cuda.synchronize()
+    if out.is_cuda:
+        torch.cuda.synchronize()
     (whole, out), (again, _) = results
     poison = _bits(torch.tensor([-777.0], device=out.device))
     outside = int((_bits(whole[:GUARD]) != poison).sum() + (_bits(whole[GUARD + n :]) != poison).sum())

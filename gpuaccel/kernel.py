@@ -9,6 +9,7 @@ Each argument is checked against the kernel's own parameter list before anything
 pointer's type, device, contiguity, alignment (a `float4*` asks for 16 bytes). The module is loaded through cuda.core. The
 launch itself calls the driver's `cuLaunchKernel` with packed arguments: `cuda.core.launch` takes no struct by value yet
 (cuda-python issue 2343), and costs more time than the rest of a launch. Neither is touched unless a driver was found.
+Where the backend is not cuda, the same call runs the same source on CPU tensors (simt/).
 """
 import ctypes
 import functools
@@ -22,38 +23,14 @@ from dataclasses import dataclass
 
 import torch
 
-from . import nvrtc
-from .backend import backend, find_driver, find_gpu
+from . import nvrtc, simt
+from .backend import backend, find_driver
 from .errors import ArgumentError, BackendError, CompileError
+from .source import kernel_names, signature, without_comments
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_BLOCK = (1024, 1024, 64)
 INVALID_CONTEXT = 201          # CUDA_ERROR_INVALID_CONTEXT: this thread has made no CUDA call yet
-# C scalar -> (struct code, torch dtypes that a pointer to it accepts)
-SCALARS = {
-    "float": ("f", (torch.float32,)), "double": ("d", (torch.float64,)), "bool": ("?", (torch.bool,)),
-    "char": ("b", (torch.int8,)), "signed char": ("b", (torch.int8,)), "unsigned char": ("B", (torch.uint8, torch.bool)),
-    "short": ("h", (torch.int16,)), "unsigned short": ("H", (torch.uint16, torch.int16)),
-    "int": ("i", (torch.int32,)), "unsigned int": ("I", (torch.uint32, torch.int32)), "unsigned": ("I", (torch.uint32, torch.int32)),
-    "long long": ("q", (torch.int64,)), "unsigned long long": ("Q", (torch.uint64, torch.int64)), "size_t": ("Q", (torch.uint64, torch.int64)),
-    "bf16": (None, (torch.bfloat16,)), "fp16": (None, (torch.float16,)), "void": (None, None),
-}
-VECTOR_BASES = {"float": "float", "double": "double", "int": "int", "uint": "unsigned", "longlong": "long long", "char": "char",
-                "uchar": "unsigned char", "short": "short", "ushort": "unsigned short", "ulonglong": "unsigned long long"}
-
-
-@dataclass(frozen=True)
-class Param:
-    """One parameter of a kernel, as its source declares it."""
-    name: str
-    ctype: str                 # "const float4*", "int", "Sources"
-    pointer: bool
-    code: "str | None"         # struct code of a number; None for pointers and structs
-    dtypes: "tuple | None"     # torch dtypes that a pointer accepts; None: any
-    align: int                 # bytes that a pointer must be a multiple of
-
-    def __str__(self):
-        return f"{self.ctype} {self.name}"
 
 
 # ---- sources --------------------------------------------------------------------------------------------------------
@@ -73,77 +50,24 @@ def kernel_files() -> "list[pathlib.Path]":
     return sorted(kernel_root().glob("*.cu"))
 
 
-def without_comments(source: str) -> str:
-    """The same text with comments and the contents of strings (not of "C") blanked, so that line numbers stay."""
-    def blank(match):
-        inside = re.sub(r"[^\n]", " ", match[0])
-        return match[0] if match[0] == '"C"' else inside if match[0][0] == "/" else match[0][0] + inside[2:] + match[0][-1]
-    return re.sub(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\[^'\n]{1,4}|\\'|[^'\\\n])'", blank, source, flags=re.S)
-
-
-_DECLARATION = re.compile(r"__global__\s+(?:__launch_bounds__\s*\([^()]*(?:\([^()]*\)[^()]*)*\)\s+)?void\s+"
-                          r"(?:__launch_bounds__\s*\([^()]*(?:\([^()]*\)[^()]*)*\)\s+)?(\w+)\s*\(([^()]*)\)")
-
-
-def kernel_names(source: str) -> "list[str]":
-    """Names of the `__global__` functions in CUDA C text, in order."""
-    return [m[1] for m in _DECLARATION.finditer(without_comments(source))]
-
-
-def signature(source: str, name: str, defines: "dict[str, str]") -> "list[Param]":
-    """The parameters of kernel `name`, macros replaced."""
-    text = without_comments(source)
-    found = next((m for m in _DECLARATION.finditer(text) if m[1] == name), None)
-    if found is None:
-        names = ", ".join(kernel_names(source)) or "none"
-        raise CompileError(f"there is no kernel {name!r} here; kernels found: {names}")
-    macros = {m[1]: m[2].strip() for m in re.finditer(r"^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+([\w \t*]+?)[ \t]*$", text, re.M)}
-    macros.update({m[2]: m[1].strip() for m in re.finditer(r"\btypedef\s+([\w\s*]+?)\s*\b(\w+)\s*;", text)})
-    macros.update(defines)
-    return [_param(declared, macros) for declared in found[2].split(",") if declared.strip() not in ("", "void")]
-
-
-def _param(declared, macros):
-    words = re.sub(r"\b(__restrict__|__restrict|restrict|volatile|__grid_constant__)\b", " ", declared)
-    words = re.sub(r"^(.*?)(\w+)\s*\[[^\]]*\]\s*$", r"\1 * \2", words, flags=re.S)      # `float x[]` is a pointer
-    *kind, name = re.findall(r"\w+|\*", words)
-    for _ in range(8):                                    # macros may name macros
-        kind = [w for k in kind for w in re.findall(r"\w+|\*", str(macros.get(k, k)))]
-    pointer, base = "*" in kind, " ".join(k for k in kind if k not in ("*", "const", "struct"))
-    base = {"unsigned char": base, "long": "long long", "unsigned long": "unsigned long long", "int64_t": "long long",
-            "int32_t": "int", "uint32_t": "unsigned", "uint64_t": "unsigned long long", "__nv_bfloat16": "bf16", "half": "fp16",
-            "long long int": "long long", "long int": "long long", "short int": "short", "signed": "int", "signed int": "int",
-            "unsigned short int": "unsigned short", "unsigned long int": "unsigned long long",
-            "unsigned long long int": "unsigned long long"}.get(base, base)
-    ctype = " ".join(k for k in kind if k != "*") + "*" * kind.count("*")
-    vector = re.fullmatch(r"(\w*?[a-z])([234])", base)
-    if vector and vector[1] in VECTOR_BASES:
-        code, dtypes = SCALARS[VECTOR_BASES[vector[1]]]
-        size, lanes = struct.calcsize(code), int(vector[2])
-        return Param(name, ctype, pointer, None, dtypes, min(size * lanes, 16) if lanes != 3 else size)
-    code, dtypes = SCALARS.get(base, (None, None))
-    align = struct.calcsize(code) if code else 2 if base in ("bf16", "fp16") else 1
-    if kind.count("*") > 1:                               # a table of pointers is a tensor of addresses
-        return Param(name, ctype, True, None, (torch.int64, torch.uint64), 8)
-    return Param(name, ctype, pointer, None if pointer else code, dtypes, align)
-
-
 # ---- the kernel -----------------------------------------------------------------------------------------------------
 
 class Kernel:
     """A kernel of kernels_cu, compiled at its first use and kept.
 
-    file: name of the file without ".cu"; name: the kernel; defines: macros, e.g. GRAD_T="bf16".
+    file: name of the file without ".cu"; name: the kernel; options: for NVRTC, e.g. ("-fmad=false",) for the very sums that a
+    CPU makes; defines: macros, e.g. GRAD_T="bf16".
     Raises CompileError when the file or the kernel is not there, or (at first use) does not compile."""
 
-    def __init__(self, file: str, name: str, **defines):
+    def __init__(self, file: str, name: str, *, options: "tuple[str, ...]" = (), **defines):
         path = kernel_root() / f"{file}.cu"
         if not path.is_file():
             raise CompileError(f"there is no file {path.name} in kernels_cu; files: {', '.join(p.name for p in kernel_files())}")
-        self._setup(path.read_text(), name, f"kernels_cu/{path.name}", defines)
+        self._setup(path.read_text(), name, f"kernels_cu/{path.name}", defines, options)
 
-    def _setup(self, text, name, filename, defines):
+    def _setup(self, text, name, filename, defines, options=(), learner=False):
         self.text, self.name, self.filename = text, name, filename
+        self.options, self.learner = tuple(options), learner
         self.defines = {key: str(value) for key, value in defines.items()}
         common = (kernel_root() / "common.cuh").read_text()
         # One string is the whole program, so that the cache key is honest; #line keeps error messages at home.
@@ -151,19 +75,19 @@ class Kernel:
         self.params = signature(self.source, name, self.defines)
         self.plan = [(p.pointer, p.dtypes, p.align, {None: (), "f": (int, float), "d": (int, float)}.get(p.code, (int,)))
                      for p in self.params]                 # what check_arguments looks at, one tuple per parameter
-        self._ready, self._launches, self._lock = {}, {}, threading.Lock()
+        self._ready, self._launches, self._lock = {}, {}, threading.RLock()
 
     def __repr__(self):
         return f"{self.name}({', '.join(map(str, self.params))})  [{self.filename}]"
 
     def cubin(self, arch: str) -> bytes:
         """Machine code for one architecture, e.g. "sm_90". No GPU needed."""
-        return nvrtc.compile_cubin(self.source, self.filename, arch, self.defines)[0]
+        return nvrtc.compile_cubin(self.source, self.filename, arch, self.defines, self.options)[0]
 
     def resources(self, arch: "str | None" = None) -> nvrtc.Resources:
         """Registers, shared memory, stack and spills on one architecture (default: this GPU's, else sm_90)."""
         arch = arch or (backend().arch if backend().name == "cuda" else None) or "sm_90"
-        return nvrtc.resources(*nvrtc.compile_cubin(self.source, self.filename, arch, self.defines), self.name, arch)
+        return nvrtc.resources(*nvrtc.compile_cubin(self.source, self.filename, arch, self.defines, self.options), self.name, arch)
 
     def __getitem__(self, shape) -> "Launch":
         """`kernel[grid, block]` or `kernel[grid, block, shared_bytes]`; grid and block are a number or up to three of them."""
@@ -181,17 +105,18 @@ class Kernel:
             self._launches[shape] = launch
         return launch
 
-    def load(self, index: int) -> "_Loaded":
-        """The kernel, compiled and loaded for GPU `index`. Done once per GPU; a launch does it by itself."""
-        found = self._ready.get(index)
+    def load(self, where: "int | str") -> "_Loaded | _OnCpu":
+        """The kernel, compiled and loaded for a GPU (its index) or for the CPU ("fast" or "checked"). Done once; a launch does it by
+        itself."""
+        found = self._ready.get(where)
         if found is None:
             with self._lock:
-                found = self._ready[index] = self._ready.get(index) or _Loaded(self, index)
+                found = self._ready[where] = self._ready.get(where) or (_OnCpu if isinstance(where, str) else _Loaded)(self, where)
         return found
 
 
-def compile(source: str, name: "str | None" = None, *, filename: str = "<source>", **defines) -> Kernel:
-    """A kernel from a string of CUDA C. name: may be left out when there is only one kernel in it.
+def compile(source: str, name: "str | None" = None, *, filename: str = "<source>", options: "tuple[str, ...]" = (), **defines) -> Kernel:
+    """A kernel from a string of CUDA C. name: may be left out when there is only one kernel in it; options: for NVRTC.
 
     The helpers of kernels_cu/common.cuh (bf16, as_float, ...) are at hand. Compiles at once, so that a mistake shows here:
     raises CompileError with the compiler's own message, line and caret."""
@@ -201,7 +126,7 @@ def compile(source: str, name: "str | None" = None, *, filename: str = "<source>
             raise CompileError(f"say which kernel: {filename} has {', '.join(names) or 'none (no __global__ function)'}")
         name = names[0]
     kernel = Kernel.__new__(Kernel)
-    kernel._setup(source, name, filename, defines)
+    kernel._setup(source, name, filename, defines, options, learner=True)
     if not re.search(r'extern\s+"C"', without_comments(source)):
         raise CompileError(f'kernel {name} needs extern "C" in front of __global__, so that it can be found by its name')
     kernel.resources()
@@ -235,8 +160,33 @@ def zero_(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class _Loaded:
-    """A kernel in one GPU's memory, with its argument buffer."""
+class _Packed:
+    """A kernel's arguments as the driver (and the executor on the CPU) takes them: one buffer, and a table of pointers into it.
+
+    sizes: bytes of each parameter that is a struct, by its place."""
+
+    def __init__(self, params, sizes):
+        self.params, layout, offsets, self.structs = params, "<", [], sorted(sizes.items())
+        for i, param in enumerate(params):                 # "<" checks ranges; what C aligns, the zeros behind each value do
+            code = "Q" if param.pointer else param.code or f"{sizes[i]}s"
+            offsets.append(struct.calcsize(layout))        # each starts at a multiple of 8 bytes
+            layout += f"{code}{-struct.calcsize('<' + code) % 8}x"
+        self.pack = struct.Struct(layout).pack_into
+        self.buffer = ctypes.create_string_buffer(struct.calcsize(layout) + 16)
+        start = ctypes.addressof(self.buffer)
+        self.pointers = (ctypes.c_void_p * max(len(offsets), 1))(*(start + offset for offset in offsets))
+        self.address = ctypes.addressof(self.pointers)
+        self.lock = threading.Lock()                       # the buffer is shared by all threads of the process
+
+
+def _check_structs(kernel, loaded, values):
+    for i, size in loaded.structs:
+        if len(values[i]) != size:
+            raise ArgumentError(f"{kernel.name}: parameter `{kernel.params[i]}` is {size} bytes, got {len(values[i])}")
+
+
+class _Loaded(_Packed):
+    """A kernel in one GPU's memory."""
 
     def __init__(self, kernel, index):
         nvrtc.check_driver(find_driver()[0])
@@ -249,23 +199,27 @@ class _Loaded:
             self.module = ObjectCode.from_cubin(kernel.cubin(f"sm_{major}{minor}"), name=kernel.name)
             handle = self.module.get_kernel(kernel.name).handle
         self.function, self.launch = driver.CUfunction(int(handle)), driver.cuLaunchKernel
-        layout, offsets, self.structs = "<", [], []        # "<" checks ranges; what C aligns, the zeros behind each value do
-        for i, param in enumerate(kernel.params):          # each starts at a multiple of 8 bytes
-            code = "Q" if param.pointer else param.code
-            if code is None:                               # a struct: the driver knows its size
+        sizes = {}
+        for i, param in enumerate(kernel.params):
+            if not param.pointer and param.code is None:   # a struct: the driver knows its size
                 status, _, size = driver.cuKernelGetParamInfo(handle, i)
                 if status != driver.CUresult.CUDA_SUCCESS:
                     raise BackendError(f"{kernel.name}: the driver does not tell the size of `{param}` ({status.name})")
-                code = f"{int(size)}s"
-                self.structs.append((i, int(size)))
-            offsets.append(struct.calcsize(layout))
-            layout += f"{code}{-struct.calcsize('<' + code) % 8}x"
-        self.pack = struct.Struct(layout).pack_into
-        self.buffer = ctypes.create_string_buffer(struct.calcsize(layout) + 16)
-        start = ctypes.addressof(self.buffer)
-        self.pointers = (ctypes.c_void_p * max(len(offsets), 1))(*(start + offset for offset in offsets))
-        self.address = ctypes.addressof(self.pointers)
-        self.lock = threading.Lock()
+                sizes[i] = int(size)
+        super().__init__(kernel.params, sizes)
+
+
+class _OnCpu(_Packed):
+    """A kernel as the host compiler made it. mode: "fast" or "checked"."""
+
+    def __init__(self, kernel, mode):
+        from .simt import build
+        self.program = build.program(kernel.source, kernel.filename, kernel_names(kernel.text), kernel.defines, mode == "checked")
+        found = self.program.parameters(kernel.name)
+        for (letter, size), param in zip(found, kernel.params):
+            if (letter == "p") != param.pointer or (param.code and struct.calcsize("<" + param.code) != size):
+                raise CompileError(f"{kernel.name}: parameter `{param}` is {size} bytes to the host compiler, which was not expected")
+        super().__init__(kernel.params, {i: size for i, (letter, size) in enumerate(found) if letter == "s"})
 
 
 class Launch:
@@ -276,22 +230,21 @@ class Launch:
     def __init__(self, kernel, grid, block, shared):
         self.kernel, self.shape = kernel, (*grid, *block, shared)
 
-    def __call__(self, *args):
+    def __call__(self, *args, tensors=()):
+        """Launch. tensors: those whose addresses stand in a struct or a table of pointers; the checks on the CPU want to know them."""
         kernel = self.kernel
         if backend().name != "cuda":
-            there, why = find_gpu()
-            raise BackendError(f"{kernel.name} compiles, but cannot be launched here: " + (backend().reason if there else why))
+            return self.on_cpu(args, tensors)
         index, values = check_arguments(kernel, args)
         current = torch.cuda.current_device()
         if index is not None and index != current:
             with torch.cuda.device(index):
                 return self(*args)
         loaded = kernel._ready.get(current) or kernel.load(current)
-        for i, size in loaded.structs:
-            if len(values[i]) != size:
-                raise ArgumentError(f"{kernel.name}: parameter `{kernel.params[i]}` is {size} bytes, got {len(values[i])}")
+        if loaded.structs:
+            _check_structs(kernel, loaded, values)
         stream = torch._C._cuda_getCurrentRawStream(current)
-        with loaded.lock:                                  # the buffer is shared by all threads of the process
+        with loaded.lock:
             try:
                 loaded.pack(loaded.buffer, 0, *values)
             except (struct.error, OverflowError):
@@ -302,6 +255,27 @@ class Launch:
                 status, = loaded.launch(loaded.function, *self.shape, stream, loaded.address, 0)
         if status:
             raise BackendError(f"{kernel.name}[{self.shape[:3]}, {self.shape[3:6]}, {self.shape[6]}] was not launched: {status.name}")
+
+    def on_cpu(self, args, tensors=(), trace=False):
+        """The same launch on the CPU (simt), on CPU tensors; done when it returns. `trace`: see simt.trace."""
+        kernel = self.kernel
+        _, values = check_arguments(kernel, args, "cpu")
+        checked = trace or simt.is_checked(kernel.learner)
+        loaded = kernel.load("checked" if checked else "fast")
+        _check_structs(kernel, loaded, values)
+
+        def pack(values):
+            try:
+                loaded.pack(loaded.buffer, 0, *values)
+            except (struct.error, OverflowError):
+                raise _misfit(kernel, values) from None
+            return loaded.address
+        with loaded.lock:
+            if not checked:
+                return simt.driver.run_fast(loaded.program, kernel.name, self.shape, pack(values))
+            from .simt.checking import record, run
+            how = loaded.program, kernel.name, self.shape, kernel.params, args, values, tensors, pack
+            return record(*how, kernel.text, kernel.filename) if trace else run(*how)
 
 
 def _enter(index):
@@ -321,11 +295,12 @@ def _misfit(kernel, values) -> ArgumentError:
     return ArgumentError(f"{kernel.name}: a number does not fit its C type: {values}")
 
 
-def check_arguments(kernel: Kernel, args) -> "tuple[int | None, list]":
+def check_arguments(kernel: Kernel, args, device: str = "cuda") -> "tuple[int | None, list]":
     """Compare arguments with the kernel's parameters; ArgumentError names the parameter, what it got and what it expects.
 
-    Returns the index of the tensors' GPU (None when there are no tensors) and the values to pack."""
-    params, index, values = kernel.params, None, []
+    device: where tensors have to be, "cuda" or "cpu". Returns the index of their GPU (None without tensors, -1 on the CPU) and the
+    values to pack."""
+    params, index, values, gpu = kernel.params, None, [], device == "cuda"
     if len(args) != len(params):
         raise ArgumentError(f"{kernel.name} takes {len(params)} arguments ({', '.join(map(str, params))}), got {len(args)}")
     for arg, (pointer, dtypes, align, kinds), param in zip(args, kernel.plan, params):
@@ -334,15 +309,15 @@ def check_arguments(kernel: Kernel, args) -> "tuple[int | None, list]":
             continue
         if pointer and isinstance(arg, torch.Tensor) and (dtypes is None or arg.dtype in dtypes) and arg.layout is torch.strided:
             on, address = arg.get_device(), arg.data_ptr()
-            if on >= 0 and (index is None or on == index) and address % align == 0 and arg.is_contiguous():
+            if (on >= 0) == gpu and (index is None or on == index) and address % align == 0 and arg.is_contiguous():
                 index = on
                 values.append(address)
                 continue
-        values.append(_slowly(kernel, param, arg, index))
+        values.append(_slowly(kernel, param, arg, index, gpu))
     return index, values
 
 
-def _slowly(kernel, param, arg, index):
+def _slowly(kernel, param, arg, index, gpu):
     """The value to pack for an argument that is not of the usual kind, or the error that says what is wrong with it."""
     def error(problem):
         return ArgumentError(f"{kernel.name}: parameter `{param}` {problem}")
@@ -357,8 +332,10 @@ def _slowly(kernel, param, arg, index):
             raise error(f"expects dtype {' or '.join(map(str, param.dtypes))}, got {arg.dtype}")
         if not arg.is_contiguous():
             raise error(f"expects a contiguous tensor, got shape {tuple(arg.shape)} with strides {arg.stride()}")
-        if not arg.is_cuda:
+        if gpu and not arg.is_cuda:
             raise error(f"expects a tensor on a GPU, got one on {arg.device}")
+        if not gpu and arg.device.type != "cpu":
+            raise error(f"expects a tensor on the CPU ({backend()}), got one on {arg.device}")
         if index is not None and arg.get_device() != index:
             raise error(f"is on {arg.device}, the tensors before it on cuda:{index}")
         raise error(f"expects an address that is a multiple of {param.align} bytes, got one {arg.data_ptr() % param.align} off")

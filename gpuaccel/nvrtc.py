@@ -17,7 +17,6 @@ import glob
 import hashlib
 import json
 import os
-import pathlib
 import re
 import site
 import sys
@@ -29,7 +28,7 @@ from .backend import cache_dir
 from .errors import BackendError, CompileError
 
 OPTIONS = ("-std=c++17", "--ptxas-options=-v")      # the second makes ptxas report registers and spills
-KEPT_ENTRIES = 2000        # cached cubins (2-10 kB each) kept on disk; the least recently written go first
+KEPT_ENTRIES = 2000        # cached files (2-50 kB each) kept on disk per folder; the least recently written go first
 
 
 @dataclass(frozen=True)
@@ -173,30 +172,36 @@ def resources(cubin: bytes, log: str, name: str, arch: str) -> Resources:
                      number(r"(\d+) bytes spill stores"), number(r"(\d+) bytes spill loads"), len(cubin))
 
 
-# ---- the cache: one file per program, "<sha256 of the rest>\n<json of the log>\n<cubin>", written aside and renamed ----
-
-def _entry(key) -> "pathlib.Path | None":
-    root = cache_dir()
-    return root and root / "cubin" / key
-
+# ---- the cache: one file per entry, "<sha256 of the rest>\n<the rest>", written aside and renamed ----
 
 def _read(key):
-    path = _entry(key)
     try:
-        digest, rest = path.read_bytes().split(b"\n", 1) if path else (b"", b"")
-        log, cubin = rest.split(b"\n", 1)
-    except (OSError, ValueError):
+        log, cubin = (read_entry("cubin", key) or b"").split(b"\n", 1)
+    except ValueError:
         return None                                # not there, or damaged: compile (again)
-    if hashlib.sha256(rest).hexdigest().encode() != digest:
-        return None
     return cubin, json.loads(log)
 
 
 def _write(key, cubin, log):
-    path = _entry(key)
-    if path is None:
+    write_entry("cubin", key, json.dumps(log).encode() + b"\n" + cubin)
+
+
+def read_entry(folder: str, key: str) -> "bytes | None":
+    """What the cache keeps under `key` in one of its folders; None when it is not there, or damaged."""
+    root = cache_dir()
+    try:
+        digest, rest = (root / folder / key).read_bytes().split(b"\n", 1) if root else (b"", b"")
+    except (OSError, ValueError):
+        return None
+    return rest if hashlib.sha256(rest).hexdigest().encode() == digest else None
+
+
+def write_entry(folder: str, key: str, rest: bytes):
+    """Keep `rest` under `key`. A full disk costs the cache, not the run."""
+    root = cache_dir()
+    if root is None:
         return
-    rest = json.dumps(log).encode() + b"\n" + cubin
+    path = root / folder / key
     aside = path.with_name(f".{key}.{os.getpid()}.{threading.get_ident()}")
     try:
         path.parent.mkdir(exist_ok=True)
@@ -206,6 +211,6 @@ def _write(key, cubin, log):
         if len(entries) > KEPT_ENTRIES:
             for old in sorted(entries, key=lambda e: e.stat().st_mtime)[:len(entries) - KEPT_ENTRIES]:
                 os.unlink(old.path)
-    except OSError:                                # a full disk costs the cache, not the run
+    except OSError:
         with contextlib.suppress(OSError):
             aside.unlink()

@@ -18,15 +18,17 @@ THERE, NOT = (True, "NVIDIA X found, driver for CUDA 13.0"), (False, "no CUDA dr
 
 def expected(requested, policy, there):
     """The whole table once more, as rules: (backend, part of the reason), or the part of an error."""
+    if policy == "off" and requested == "cuda":
+        return BackendError("the GPU policy is off")
     if policy == "off":
-        return BackendError("the GPU policy is off") if requested == "cuda" else ("torch", "policy is off")
+        return ("simt", "backend simt was asked for") if requested == "simt" else ("torch", "policy is off")
     if not there and requested == "cuda":
         return BackendError("backend cuda was asked for, but there is none to use: no CUDA driver")
     if not there and policy == "require":
         return BackendError("policy require.*no CUDA driver")
-    if requested == "torch":
-        return BackendError("backend torch was asked for, but the GPU policy is require") if policy == "require" else (
-            "torch", "asked for")
+    if requested in ("simt", "torch"):
+        return BackendError(f"backend {requested} was asked for, but the GPU policy is require") if policy == "require" else (
+            requested, "asked for")
     return ("cuda", "NVIDIA X found") if there else ("torch", "no CUDA driver")
 
 
@@ -44,7 +46,7 @@ def test_every_request_policy_and_presence_has_one_answer(requested, policy, the
 
 
 def test_unknown_names_list_the_known_ones():
-    with pytest.raises(BackendError, match="backend is 'opencl'; expected one of auto, cuda, torch"):
+    with pytest.raises(BackendError, match="backend is 'opencl'; expected one of auto, cuda, simt, torch"):
         resolve("opencl", "auto", NOT)
     with pytest.raises(BackendError, match="GPU policy is 'maybe'; expected one of auto, require, off"):
         resolve("auto", "maybe", NOT)
@@ -54,7 +56,7 @@ def test_unknown_names_list_the_known_ones():
 
 def test_the_choice_is_kept_and_reads_as_a_sentence():
     choice = backend()
-    assert backend() is choice and choice.name in ("cuda", "torch") and choice.reason
+    assert backend() is choice and choice.name in ("cuda", "simt", "torch") and choice.reason
     assert str(choice) == f"backend {choice.name} on {choice.device}" + (f" ({choice.arch})" if choice.arch
         else "") + f": {choice.reason}"
     assert default_device().type == ("cuda" if choice.name == "cuda" else "cpu")

@@ -241,11 +241,12 @@ def test_brackets_take_grid_and_block(scale):
     assert launch.shape == (2, 3, 1, 4, 5, 6, 1024)
 
 
-def test_a_launch_without_a_gpu_says_why(scale):
-    with use_backend("torch"):
-        with pytest.raises(BackendError, match="scale compiles, but cannot be launched here: "):
-            scale[1, 32](X, 1.0, 8)
-    assert X.eq(1).all()
+def test_a_launch_without_a_gpu_runs_on_the_cpu(scale):
+    for name in ("torch", "simt"):
+        x = torch.arange(1000.0)
+        with use_backend(name):
+            scale[4, 256](x, 3.0, 900)
+        assert x[:900].eq(torch.arange(900.0) * 3).all() and x[900:].eq(torch.arange(900.0, 1000)).all()
 
 
 def test_zero_fills_any_tensor_with_zeros():

@@ -1,0 +1,208 @@
+"""CUDA C in, a shared library for the CPU out: the host compiler's command line, its messages, and the cache.
+
+    >>> program = build.program(source, "x.cu", ["add"], {"GRAD_T": "float"}, checked=False)
+    >>> program.library.simt_run_add          # loaded; simt/driver.py launches it
+
+The source is not changed, but for `extern __shared__` (a host compiler knows no such thing). simt.h gives its words a meaning. A
+*checked* build also asks the compiler for the instrumentation of its sanitizers (thread, bounds, alignment, ...), but is linked
+with our own callbacks (checks.cpp), not with theirs. Compiled objects are kept by content; a damaged one is compiled again.
+"""
+import ctypes
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+import threading
+from dataclasses import dataclass
+
+from ..backend import Compiler, find_compiler
+from ..errors import BackendError, CompileError
+from ..nvrtc import read_entry, write_entry
+from ..source import without_comments
+
+HERE = pathlib.Path(__file__).parent
+COMMON = ("-std=c++17", "-nostdinc++", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-exceptions",
+          "-fno-rtti", "-fno-math-errno", "-fwrapv", "-w")
+FAST = ("-O2", "-g1")
+# -O1, but without the passes that would drop or move the very accesses that are to be seen.
+CHECKED = ("-O1", "-g", "-DSIMT_CHECKED", "-fsanitize=thread", "-fsanitize=alignment,integer-divide-by-zero,shift-exponent")
+CHECKED_BY = {
+    "g++": ("-fsanitize=bounds", "-fno-tree-fre", "-fno-tree-dse", "-fno-tree-loop-im", "-fno-tree-pta", "-fno-tree-dce",
+            "--param=tsan-instrument-func-entry-exit=0"),
+    "clang": ("-fsanitize=array-bounds", "-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-instrument-read-before-write=1"),
+}
+# What only a GPU has, as it shows in source or in the compiler's message -> how it is called.
+GPU_ONLY = {
+    r"simt_inline_PTX\w*|\basm\b": "inline PTX (asm)", r"\bwmma\b|\bnvcuda\b|\bmma\.h": "tensor cores (wmma)",
+    r"\bcooperative_groups(?:\.h)?\b|\bcg::": "cooperative groups", r"\btex[123]D\w*|\bsurf[123]D\w*|cudaTextureObject_t|cudaSurfaceObject_t": "textures",
+    r"\b__pipeline_\w+|\bcuda_pipeline\.h|\bmemcpy_async\b|\bcuda/\w+": "asynchronous copies", r"\b__cluster_\w+|\bcluster_group\b": "thread block clusters",
+    r"<<<": "a launch inside a kernel", r"\bcudaLaunch\w+|\bcudaMalloc\w*|\bcudaMemcpy\w*": "calls of the CUDA runtime"}
+
+
+class Program:
+    """A compiled source: `library` (ctypes) with its runtime, `checked`, and the bytes of both for symbols and lines."""
+
+    def __init__(self, text, runtime, image, checked):
+        self.text, self.runtime, self.image, self.checked = text, runtime, image, checked
+        self.path = _place(image)
+        self.library = ctypes.CDLL(self.path)
+
+    def parameters(self, name: str) -> "list[tuple[str, int]]":
+        """(letter, bytes) of each parameter of a kernel, as the compiler sees it: p pointer, s struct, n number."""
+        letters, sizes = ctypes.create_string_buffer(4096), (ctypes.c_int * 4096)()
+        count = getattr(self.library, f"simt_parameters_{name}")(letters, sizes)
+        return [(letters.raw[i:i + 1].decode(), sizes[i]) for i in range(count)]
+
+
+_folder = None
+
+
+def _place(image: bytes) -> str:
+    """The path of a file of this process with these bytes; the loader wants a file."""
+    global _folder
+    if _folder is None:
+        _folder = tempfile.TemporaryDirectory(prefix="gpuaccel-simt-")
+    path = pathlib.Path(_folder.name) / f"{hashlib.sha256(image).hexdigest()[:32]}.so"
+    if not path.exists():
+        path.write_bytes(image)
+    return str(path)
+
+
+def compiler() -> Compiler:
+    """The host compiler; BackendError that says how to get one when there is none."""
+    found, reason = find_compiler()
+    if found is None:
+        raise BackendError(f"running a kernel on the CPU (simt) needs a C++ compiler: {reason}. Install g++ or clang++ "
+                           "(Debian, Ubuntu: apt install g++), or pip install ziglang, or name one in GPUACCEL_CXX")
+    return found
+
+
+def _commands(made: Compiler, checked: bool, source, output, headers) -> "list[tuple[str, ...]]":
+    """Compile, then link: the sanitizers' own libraries must not come along."""
+    zig = ("-fno-sanitize=undefined",) if made.kind == "zig" else ()
+    few = "-fmax-errors=5" if made.kind == "g++" else "-ferror-limit=5"
+    flags = (*CHECKED, *CHECKED_BY["clang" if made.kind == "zig" else made.kind]) if checked else FAST
+    middle = str(output) + ".o"
+    return [(*made.command, *COMMON, few, *zig, *flags, *headers, "-c", str(source), "-o", middle),
+            (*made.command, *zig, "-shared", middle, "-o", str(output))]
+
+
+def _run(command, what) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=300, env={**os.environ, "LC_ALL": "C"})
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BackendError(f"the host compiler {command[0]} could not be run: {error}") from None
+    if done.returncode:
+        raise CompileError(what(done.stderr.strip()), done.stderr.strip())
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The loaded runtime: library, path, bytes, and the macro that says how it keeps thread-local variables."""
+    library: ctypes.CDLL
+    path: str
+    image: bytes
+    tls: "tuple[str, ...]"
+
+
+SLOWER_TLS = ('-DSIMT_TLS=__attribute__((tls_model("global-dynamic")))',)
+
+
+@functools.cache
+def runtime(checked: bool, tls: "tuple[str, ...]" = ()) -> Runtime:
+    """The executor, with or without the checks. Compiled once per machine, loaded once per process."""
+    made = compiler()
+    files = [HERE / name for name in ("runtime.h", "executor.h", "executor.cpp", "checks.cpp")]
+    sources = [HERE / "executor.cpp", *([HERE / "checks.cpp"] if checked else [])]
+    options = ("-O2", "-g1", *(("-DSIMT_CHECKED",) if checked else ()), *tls)
+    key = hashlib.sha256(json.dumps([str(made), checked, options, [f.read_text() for f in files]]).encode()).hexdigest()
+    image = read_entry("simt", key)
+    for attempt in (0, 1):
+        if image is None or attempt:
+            with tempfile.TemporaryDirectory() as folder:
+                output = pathlib.Path(folder) / "runtime.so"
+                family = ("-fno-sanitize=undefined",) if made.kind == "zig" else ()
+                _run((*made.command, *COMMON, *family, *options, *map(str, sources), "-shared", f"-Wl,-soname,libsimt-{key[:16]}.so",
+                      "-lpthread", "-o", str(output)), lambda log: f"gpuaccel's CPU runtime does not compile with {made}:\n{log}")
+                image = output.read_bytes()
+            write_entry("simt", key, image)
+        path = _place(image)
+        try:
+            return Runtime(ctypes.CDLL(path), path, image, tls)
+        except OSError as error:
+            if "static TLS" in str(error) and not tls:    # no room left for the fast kind of thread-local variables
+                return runtime(checked, SLOWER_TLS)
+            if attempt:
+                raise BackendError(f"gpuaccel's CPU runtime cannot be loaded: {error}") from None
+
+
+_lock = threading.Lock()
+_programs: "dict[str, Program]" = {}
+
+
+def program(source: str, filename: str, names: "list[str]", defines: "dict[str, str]", checked: bool) -> Program:
+    """The library of a whole source (common.cuh included), from this process, the cache, or the compiler.
+
+    names: its kernels. Raises CompileError with the compiler's message; a construct that only a GPU has is named first."""
+    with _lock:
+        made = compiler()
+        loaded = runtime(checked)
+        headers = [(HERE / name).read_text() for name in ("simt.h", "runtime.h")]
+        facts = [source, filename, names, sorted(defines.items()), checked, str(made), headers, hashlib.sha256(loaded.image).hexdigest(),
+                 COMMON, CHECKED, CHECKED_BY, FAST]
+        key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        if key not in _programs:
+            image, text = read_entry("simt", key), translated(source, names)
+            for attempt in (0, 1):
+                if image is None or attempt:
+                    image = _compile(text, filename, defines, checked, made, loaded)
+                    write_entry("simt", key, image)
+                try:
+                    _programs[key] = Program(source, loaded.library, image, checked)
+                    break
+                except OSError as error:
+                    if attempt:
+                        raise BackendError(f"{filename}: the compiled kernel cannot be loaded: {error}") from None
+        return _programs[key]
+
+
+def _compile(text, filename, defines, checked, made, loaded) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        source, output = pathlib.Path(folder) / "kernel.cpp", pathlib.Path(folder) / "kernel.so"
+        source.write_text(text)
+        macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
+
+        def words(log):
+            log = "\n".join(line for line in log.replace(f"{source}:", "").splitlines() if "In file included" not in line)
+            return f"{explain(text, log, filename)}{filename} does not compile for the CPU ({made}):\n{log}"
+        compiling, linking = _commands(made, checked, source, output, [*loaded.tls, "-include", str(HERE / "simt.h"), *macros])
+        _run(compiling, words)
+        _run((*linking, loaded.path), words)
+        return output.read_bytes()
+
+
+def translated(source: str, names: "list[str]") -> str:
+    """The source as the host compiler gets it: in an unnamed namespace, `extern __shared__` replaced, one export per kernel."""
+    blank = without_comments(source)
+    pieces, at, macros = [], 0, []
+    for m in re.finditer(r"extern\s+__shared__\s+(?:__align__\s*\([^)]*\)\s*)?([\w:]+(?:\s+\w+)*?)\s+(?:__align__\s*\([^)]*\)\s*)?(\w+)\s*\[\s*\]\s*;", blank):
+        outside = blank.count("{", 0, m.start()) - blank.count("}", 0, m.start()) <= blank.count('extern "C" {', 0, m.start())
+        if outside:                                       # a macro: at this place a pointer would be set once, before any launch
+            macros.append(f"#define {m[2]} (({m[1]}*)simt_dynamic())\n")
+        pieces += [source[at:m.start()], "" if outside else f"{m[1]}* {m[2]} = ({m[1]}*)simt_dynamic();", "\n" * m[0].count("\n")]
+        at = m.end()
+    exports = "".join(f"SIMT_EXPORT({name})\n" for name in names)
+    return "".join(['#line 1 "namespace"\n', *macros, "namespace {\n", *pieces, source[at:], '\n}\n#line 1 "exports"\n', exports])
+
+
+def explain(text: str, log: str, filename: str) -> str:
+    """A sentence on each construct of the compiler's message that a CPU cannot run, and what to do; "" when there is none."""
+    found = [name for pattern, name in GPU_ONLY.items() if re.search(pattern, log)]
+    if not found:
+        return ""
+    return (f"{filename} uses {' and '.join(found)}, which only a GPU can run. Put it between #ifdef __CUDA_ARCH__ and #else with a plain "
+            "version behind #else, or run it on a GPU.\n")

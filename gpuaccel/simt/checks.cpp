@@ -1,0 +1,360 @@
+// The checks: what the compiler's instrumentation calls, on every access of a kernel, before it happens.
+//
+// An access is looked up among the regions that the launch knows (tensors, shared memory, the program's own variables). Each
+// element of a region has a cell that remembers who wrote it last and the last two readers, and when. A *race* is an access to
+// what another thread touched, one of the two a write, with nothing between them that puts them in order:
+//   in one block   a barrier, or __syncwarp() with both lanes in its mask
+//   anywhere       __threadfence() and then an atomic operation by the first, an atomic operation by the second (or by others of
+//                  their blocks, with a barrier on the way)
+// So the verdict does not depend on the order in which the threads happened to run. Time counts such events, not accesses.
+#include "executor.h"
+#include <string.h>
+
+enum simt_region_kind { REGION_GLOBAL, REGION_SHARED, REGION_VARIABLE };
+enum simt_report_kind {           // driver.py has the same list
+    REPORT_BOUNDS, REPORT_MISALIGNED, REPORT_UNINITIALISED, REPORT_RACE, REPORT_BARRIER, REPORT_SHUFFLE, REPORT_NULL, REPORT_FAR,
+    REPORT_DIVISION, REPORT_SHIFT, REPORT_CONST, REPORT_INDEX
+};
+enum { READ, WRITE, ATOMIC };
+
+struct record { uint32_t thread, time, pc; };             // thread: 1 + its number in the grid; 0: nobody
+struct cell { record write, read, read_before; };         // the top bit of pc: it was atomic
+static const uint32_t ATOMIC_BIT = 1u << 31;
+
+struct simt_region {
+    char *lo, *hi;
+    uint64_t zone;                // bytes around it that are still called by its name
+    uint32_t kind, granule;       // bytes per cell
+    uint32_t readonly, unused;
+    cell* cells;
+};
+
+struct simt_report {
+    int32_t kind, access;         // access: READ, WRITE or ATOMIC
+    uint32_t pc, other_pc;        // from the library's start
+    uint64_t thread, other_thread;                        // numbers in the grid
+    uint64_t address, size;
+    int32_t region, other_access;
+    uint64_t count;
+    const char* file;             // where the compiler told the place itself
+    const char* type;
+    uint32_t line, mask;
+    int64_t value;
+};
+
+struct simt_event { uint32_t pc, block; uint16_t thread, region; uint8_t kind, bytes; uint16_t unused; uint64_t offset; };
+
+struct simt_checks {              // filled by checking.py
+    simt_region* region;          // in the order of their addresses
+    int32_t regions, reports;
+    char *base, *end;             // the kernel's library in memory
+    char *shared_lo, *shared_hi;  // its shared variables
+    uint32_t* published;          // per thread of the grid: until when its writes are known to others
+    simt_event* event;
+    uint64_t events, event_room, events_lost;
+    simt_report report[256];
+};
+
+static simt_checks* now;
+static uint32_t clock_, barrier_time, warp_time[SIMT_WARP], lane_time[SIMT_WARP][SIMT_WARP][SIMT_WARP];
+static uint32_t fence_time[SIMT_MAX_THREADS], atomic_time[SIMT_MAX_THREADS], published_at[SIMT_MAX_THREADS], last_atomic;
+static bool partial_sync;         // lane_time is in use in this block
+static uint64_t first_thread;     // of the block, in the grid
+static char *known_lo, *known_hi; // threadIdx and its like
+static simt_region* last_found;
+
+extern "C" __attribute__((visibility("default"))) void simt_check_with(simt_checks* checks) {
+    now = checks;
+    clock_ = 1;
+    last_found = 0;
+}
+
+static inline worker* me() { return (worker*)simt_me; }
+static inline uint32_t offset(void* pc) { return (uint32_t)((char*)pc - now->base) & ~ATOMIC_BIT; }
+
+// ---- reports: one for each place ----
+
+static simt_report* report(int kind, void* pc, uint32_t other_pc = 0) {
+    uint32_t at = offset(pc);
+    for (int i = 0; i < now->reports; i++)
+        if (now->report[i].kind == kind && now->report[i].pc == at && now->report[i].other_pc == other_pc) {
+            now->report[i].count++;
+            return 0;
+        }
+    if (now->reports == 256) return 0;
+    simt_report* r = &now->report[now->reports++];
+    memset(r, 0, sizeof *r);
+    r->kind = kind;
+    r->pc = at;
+    r->other_pc = other_pc;
+    r->thread = first_thread + me()->current;
+    r->region = -1;
+    r->count = 1;
+    return r;
+}
+
+static void place(simt_report* r, int region, void* address, size_t size, int access) {
+    r->region = region;
+    r->address = (uint64_t)address;
+    r->size = size;
+    r->access = access;
+}
+
+// ---- what orders accesses ----
+
+void check_block(worker* w) {
+    first_thread = w->block * w->threads;
+    barrier_time = ++clock_;
+    memset(warp_time, 0, sizeof warp_time);
+    if (partial_sync) memset(lane_time, 0, sizeof lane_time);
+    partial_sync = false;
+    memset(fence_time, 0, sizeof fence_time);
+    memset(atomic_time, 0, sizeof atomic_time);
+    memset(published_at, 0, sizeof published_at);
+    last_atomic = 0;
+    for (int i = 0; i < now->regions; i++)                // shared memory holds nothing yet: NaN, and nobody's writes
+        if (now->region[i].kind == REGION_SHARED) memset(now->region[i].lo, 0xff, now->region[i].hi - now->region[i].lo);
+    known_lo = known_hi = (char*)&threadIdx;
+    char* known[] = {(char*)(&threadIdx + 1), (char*)&blockIdx, (char*)(&blockIdx + 1), (char*)&blockDim, (char*)(&blockDim + 1),
+                     (char*)&gridDim, (char*)(&gridDim + 1), (char*)&simt_me, (char*)(&simt_me + 1)};
+    for (char* k : known) {
+        if (k < known_lo) known_lo = k;
+        if (k > known_hi) known_hi = k;
+    }
+}
+
+void check_barrier(worker* w) {
+    void* pc = w->pc[w->barrier[0]];
+    for (unsigned i = 1; i < w->arrived; i++)
+        if (w->pc[w->barrier[i]] != pc) {
+            if (simt_report* r = report(REPORT_BARRIER, w->pc[w->barrier[i]], offset(pc))) {
+                r->thread = first_thread + w->barrier[i];
+                r->other_thread = first_thread + w->barrier[0];
+            }
+            break;
+        }
+    if (last_atomic >= barrier_time && last_atomic)       // what one thread has seen, all have seen now
+        for (unsigned t = 0; t < w->threads; t++) atomic_time[t] = last_atomic;
+    barrier_time = ++clock_;
+}
+
+void check_syncwarp(worker* w, unsigned warp, unsigned mask) {
+    ++clock_;
+    if (mask == w->live[warp]) { warp_time[warp] = clock_; return; }
+    partial_sync = true;
+    for (unsigned a = mask; a; a &= a - 1)
+        for (unsigned b = mask; b; b &= b - 1) lane_time[warp][__builtin_ctz(a)][__builtin_ctz(b)] = clock_;
+}
+
+void simt_fence(void*) { fence_time[me()->current] = ++clock_; }
+
+static bool ordered(const record& r, unsigned t, uint64_t thread) {
+    uint64_t other = r.thread - 1;
+    if (other == thread) return true;
+    if (other >= first_thread) {                          // the same block
+        unsigned o = other - first_thread;
+        if (r.time < barrier_time) return true;
+        if (o / SIMT_WARP == t / SIMT_WARP) {
+            if (r.time < warp_time[t / SIMT_WARP]) return true;
+            if (partial_sync && r.time < lane_time[t / SIMT_WARP][o % SIMT_WARP][t % SIMT_WARP]) return true;
+        }
+        return r.time < now->published[other] && atomic_time[t] > published_at[o];
+    }
+    return r.time < now->published[other] && atomic_time[t];     // an earlier block: all its atomics were before ours
+}
+
+static void publish(unsigned t) {                         // an atomic by t: its fenced writes are known, and those fenced before a barrier
+    worker* w = me();
+    last_atomic = ++clock_;
+    atomic_time[t] = clock_;
+    for (unsigned o = 0; o < w->threads; o++)
+        if (fence_time[o] && (o == t || fence_time[o] < barrier_time) && now->published[first_thread + o] < fence_time[o]) {
+            now->published[first_thread + o] = fence_time[o];
+            published_at[o] = clock_;
+        }
+}
+
+// ---- an access ----
+
+static simt_region* find(char* address) {
+    if (last_found && address >= last_found->lo && address < last_found->hi) return last_found;
+    int lo = 0, hi = now->regions;
+    while (lo < hi) {                                     // the first region that begins behind the address
+        int middle = (lo + hi) / 2;
+        if (now->region[middle].lo <= address) lo = middle + 1;
+        else hi = middle;
+    }
+    simt_region *left = lo ? &now->region[lo - 1] : 0, *right = lo < now->regions ? &now->region[lo] : 0;
+    if (left && (address < left->hi || address < left->hi + left->zone)) return left;
+    if (right && address + right->zone >= right->lo) return right;
+    return 0;
+}
+
+static void conflict(const record& r, void* pc, int region, void* address, size_t size, int access, int other_access) {
+    if (simt_report* found = report(REPORT_RACE, pc, r.pc & ~ATOMIC_BIT)) {
+        place(found, region, address, size, access);
+        found->other_thread = r.thread - 1;
+        found->other_access = r.pc & ATOMIC_BIT ? (int)ATOMIC : other_access;
+    }
+}
+
+static void access(void* pointer, size_t size, int kind, void* pc) {
+    char* address = (char*)pointer;
+    worker* w = me();
+    if (!w || !w->inside || simt_on_stack(w, address) || (address >= known_lo && address < known_hi)) return;
+    w->last_pc = pc;
+    simt_region* region = find(address);
+    if (!region) {
+        if (address >= now->shared_lo && address < now->shared_hi) return;        // alignment gaps between shared variables
+        if (address >= now->base && address < now->end) return;                   // constants of the program
+        if (address >= (char*)w && address < (char*)(w + 1)) return;              // what the runtime keeps about the thread
+        bool null = (size_t)address < 65536;
+        if (simt_report* r = report(null ? REPORT_NULL : REPORT_FAR, pc)) place(r, -1, address, size, kind);
+        simt_stop(w, SIMT_CHECK, pc, address, 0);
+    }
+    int index = region - now->region;
+    if (address < region->lo || address + size > region->hi) {
+        if (simt_report* r = report(REPORT_BOUNDS, pc)) place(r, index, address, size, kind);
+        if (region->zone == 0) simt_stop(w, SIMT_CHECK, pc, address, 0);          // its neighbour would be damaged
+        if (now->event && now->events < now->event_room)
+            now->event[now->events++] = {offset(pc), (uint32_t)w->block, (uint16_t)w->current, (uint16_t)index, (uint8_t)kind, (uint8_t)size, 0,
+                                         (uint64_t)(address - region->lo)};
+        return;
+    }
+    last_found = region;
+    if (now->event) {
+        if (now->events < now->event_room)
+            now->event[now->events++] = {offset(pc), (uint32_t)w->block, (uint16_t)w->current, (uint16_t)index, (uint8_t)kind, (uint8_t)size, 0,
+                                         (uint64_t)(address - region->lo)};
+        else now->events_lost++;
+    }
+    if (kind != READ && region->readonly)
+        if (simt_report* r = report(REPORT_CONST, pc)) place(r, index, address, size, kind);
+    unsigned t = w->current;
+    uint64_t thread = first_thread + t;
+    record self = {(uint32_t)thread + 1, clock_, offset(pc) | (kind == ATOMIC ? ATOMIC_BIT : 0)};
+    size_t from = (size_t)(address - region->lo) / region->granule, to = (size_t)(address + size - 1 - region->lo) / region->granule;
+    bool shared = region->kind == REGION_SHARED;
+    for (size_t i = from; i <= to; i++) {
+        cell& c = region->cells[i];
+        if (shared) {                                     // of an earlier block: forgotten
+            if (c.write.thread && c.write.thread - 1 < first_thread) c.write.thread = 0;
+            if (c.read.thread && c.read.thread - 1 < first_thread) c.read.thread = c.read_before.thread = 0;
+            if (kind != WRITE && !c.write.thread)
+                if (simt_report* r = report(REPORT_UNINITIALISED, pc)) place(r, index, region->lo + i * region->granule, size, kind);
+        }
+        if (c.write.thread && !ordered(c.write, t, thread) && !(kind == ATOMIC && c.write.pc & ATOMIC_BIT))
+            conflict(c.write, pc, index, region->lo + i * region->granule, size, kind, WRITE);
+        if (kind == READ) {
+            if (c.read.thread != self.thread) c.read_before = c.read;
+            c.read = self;
+        } else {
+            if (c.read.thread && !ordered(c.read, t, thread)) conflict(c.read, pc, index, region->lo + i * region->granule, size, kind, READ);
+            else if (c.read_before.thread && !ordered(c.read_before, t, thread))
+                conflict(c.read_before, pc, index, region->lo + i * region->granule, size, kind, READ);
+            c.write = self;
+            c.read.thread = c.read_before.thread = 0;
+        }
+    }
+}
+
+void simt_atomic(void* address, size_t size, void* pc) {
+    worker* w = me();
+    if ((size_t)address % size) {
+        if (simt_report* r = report(REPORT_MISALIGNED, pc)) { place(r, -1, address, size, ATOMIC); r->value = size; }
+    }
+    access(address, size, ATOMIC, pc);
+    publish(w->current);
+}
+
+void check_lane(worker* w, unsigned thread, unsigned source, unsigned mask, void* pc) {
+    if (simt_report* r = report(REPORT_SHUFFLE, pc)) {
+        r->thread = first_thread + thread;
+        r->other_thread = first_thread + thread / SIMT_WARP * SIMT_WARP + source;
+        r->mask = mask;
+        r->value = source;
+    }
+    (void)w;
+}
+
+// ---- what the thread sanitizer's instrumentation calls ----
+
+extern "C" {
+#pragma GCC visibility push(default)
+#define ACCESS(n) \
+    void __tsan_read##n(void* p) { access(p, n, READ, SIMT_PC); } \
+    void __tsan_write##n(void* p) { access(p, n, WRITE, SIMT_PC); } \
+    void __tsan_unaligned_read##n(void* p) { access(p, n, READ, SIMT_PC); } \
+    void __tsan_unaligned_write##n(void* p) { access(p, n, WRITE, SIMT_PC); } \
+    void __tsan_volatile_read##n(void* p) { access(p, n, READ, SIMT_PC); } \
+    void __tsan_volatile_write##n(void* p) { access(p, n, WRITE, SIMT_PC); } \
+    void __tsan_read_write##n(void* p) { access(p, n, READ, SIMT_PC); access(p, n, WRITE, SIMT_PC); } \
+    void __tsan_unaligned_read_write##n(void* p) { access(p, n, READ, SIMT_PC); access(p, n, WRITE, SIMT_PC); }
+ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
+void __tsan_read_range(void* p, size_t n) { access(p, n, READ, SIMT_PC); }
+void __tsan_write_range(void* p, size_t n) { access(p, n, WRITE, SIMT_PC); }
+void* __tsan_memcpy(void* to, const void* from, size_t n) {
+    access((void*)from, n, READ, SIMT_PC);
+    access(to, n, WRITE, SIMT_PC);
+    return memcpy(to, from, n);
+}
+void* __tsan_memmove(void* to, const void* from, size_t n) {
+    access((void*)from, n, READ, SIMT_PC);
+    access(to, n, WRITE, SIMT_PC);
+    return memmove(to, from, n);
+}
+void* __tsan_memset(void* to, int value, size_t n) {
+    access(to, n, WRITE, SIMT_PC);
+    return memset(to, value, n);
+}
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+void __tsan_vptr_update(void*, void*) {}
+void __tsan_vptr_read(void*) {}
+
+// ---- and the undefined-behaviour sanitizer's: these know the place in the source themselves ----
+
+struct place_in_source { const char* file; uint32_t line, column; };
+struct type_descriptor { uint16_t kind, info; char name[1]; };
+struct mismatch_data { place_in_source at; type_descriptor* type; unsigned char log_alignment, check; };
+struct index_data { place_in_source at; type_descriptor *array, *index; };
+struct operation_data { place_in_source at; type_descriptor *left, *right; };
+
+static simt_report* report_at(int kind, void* pc, const place_in_source& at, type_descriptor* type, int64_t value) {
+    simt_report* r = report(kind, pc);
+    if (r) {
+        r->file = at.file;
+        r->line = at.line;
+        r->type = type ? type->name : 0;
+        r->value = value;
+    }
+    return r;
+}
+
+void __ubsan_handle_type_mismatch_v1(mismatch_data* data, size_t pointer) {
+    size_t alignment = (size_t)1 << data->log_alignment;
+    if (pointer && !(pointer & (alignment - 1))) return;
+    if (simt_on_stack(me(), (void*)pointer)) return;
+    if (!pointer) {
+        if (simt_report* r = report_at(REPORT_NULL, SIMT_PC, data->at, data->type, 0)) place(r, -1, 0, 0, data->check == 1 ? WRITE : READ);
+        simt_stop(me(), SIMT_CHECK, SIMT_PC, 0, 0);
+    }
+    if (simt_report* r = report_at(REPORT_MISALIGNED, SIMT_PC, data->at, data->type, alignment)) {
+        simt_region* region = find((char*)pointer);
+        place(r, region ? (int)(region - now->region) : -1, (void*)pointer, alignment, data->check == 1 ? WRITE : READ);
+    }
+}
+void __ubsan_handle_out_of_bounds(index_data* data, size_t index) {
+    report_at(REPORT_INDEX, SIMT_PC, data->at, data->array, (int64_t)(int32_t)index);
+    simt_stop(me(), SIMT_CHECK, SIMT_PC, 0, 0);
+}
+void __ubsan_handle_divrem_overflow(operation_data* data, size_t, size_t) {
+    report_at(REPORT_DIVISION, SIMT_PC, data->at, data->left, 0);
+    simt_stop(me(), SIMT_CHECK, SIMT_PC, 0, 0);
+}
+void __ubsan_handle_shift_out_of_bounds(operation_data* data, size_t, size_t by) {
+    report_at(REPORT_SHIFT, SIMT_PC, data->at, data->left, (int64_t)(int32_t)by);
+}
+#pragma GCC visibility pop
+}

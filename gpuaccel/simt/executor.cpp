@@ -1,0 +1,435 @@
+// Runs a grid on the CPU: one fibre per waiting CUDA thread, blocks spread over operating-system threads.
+//
+// The threads of a block run one after another on one stack. Only when a thread has to wait (barrier, warp function) does the
+// next one get another stack, so that kernels which never wait never switch. Whoever completes a barrier or a warp function
+// makes the others ready and goes on; whoever has to wait switches straight to the next ready thread. When nobody is ready and
+// not all have ended, the kernel is in a deadlock.
+#include "executor.h"
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+SIMT_TLS __thread uint3 threadIdx, blockIdx;
+SIMT_TLS __thread dim3 blockDim, gridDim;
+SIMT_TLS __thread simt_worker* simt_me;
+
+static const size_t STACK = 256 << 10, GUARD = 4096, SLOT = STACK + GUARD;      // touched as needed; the guard lies below each stack
+static const int MAX_WORKERS = 64;
+static worker* workers[MAX_WORKERS];
+static uint64_t next_block, total_blocks;
+static volatile int stopping;
+static pthread_mutex_t fault_lock = PTHREAD_MUTEX_INITIALIZER;
+
+// ---- the switch: keep what a called function must preserve, change stacks, return there ----
+
+extern "C" void simt_switch(void** save, void* load);
+#if defined(__x86_64__)
+asm(".text\n.globl simt_switch\n.hidden simt_switch\n.type simt_switch, @function\nsimt_switch:\n"
+    "push %rbp\npush %rbx\npush %r12\npush %r13\npush %r14\npush %r15\n"
+    "mov %rsp, (%rdi)\nmov %rsi, %rsp\n"
+    "pop %r15\npop %r14\npop %r13\npop %r12\npop %rbx\npop %rbp\nret\n.size simt_switch, .-simt_switch\n");
+static void* fresh_stack(char* top, void (*entry)()) {
+    void** sp = (void**)top - 8;
+    memset(sp, 0, 8 * sizeof(void*));
+    sp[6] = (void*)entry;
+    return sp;
+}
+static void* pc_of(void* context) { return (void*)((ucontext_t*)context)->uc_mcontext.gregs[REG_RIP]; }
+#elif defined(__aarch64__)
+asm(".text\n.globl simt_switch\n.hidden simt_switch\n.type simt_switch, %function\nsimt_switch:\n"
+    "sub sp, sp, #160\nstp x19, x20, [sp]\nstp x21, x22, [sp, #16]\nstp x23, x24, [sp, #32]\nstp x25, x26, [sp, #48]\n"
+    "stp x27, x28, [sp, #64]\nstp x29, x30, [sp, #80]\nstp d8, d9, [sp, #96]\nstp d10, d11, [sp, #112]\n"
+    "stp d12, d13, [sp, #128]\nstp d14, d15, [sp, #144]\nmov x9, sp\nstr x9, [x0]\nmov sp, x1\n"
+    "ldp x19, x20, [sp]\nldp x21, x22, [sp, #16]\nldp x23, x24, [sp, #32]\nldp x25, x26, [sp, #48]\n"
+    "ldp x27, x28, [sp, #64]\nldp x29, x30, [sp, #80]\nldp d8, d9, [sp, #96]\nldp d10, d11, [sp, #112]\n"
+    "ldp d12, d13, [sp, #128]\nldp d14, d15, [sp, #144]\nadd sp, sp, #160\nret\n.size simt_switch, .-simt_switch\n");
+static void* fresh_stack(char* top, void (*entry)()) {
+    void** sp = (void**)top - 20;
+    memset(sp, 0, 20 * sizeof(void*));
+    sp[11] = (void*)entry;                                // x30, where `ret` goes
+    return sp;
+}
+static void* pc_of(void* context) { return (void*)((ucontext_t*)context)->uc_mcontext.pc; }
+#else
+#error "gpuaccel's simt backend runs on x86-64 and aarch64"
+#endif
+
+// ---- who runs next ----
+
+static inline void make_ready(worker* w, unsigned t) {
+    w->ready[(w->first + w->count++) % SIMT_MAX_THREADS] = t;
+    w->kind[t] = -1;
+    w->waiting--;
+}
+
+static inline unsigned take_ready(worker* w) {
+    unsigned t = w->ready[w->first];
+    w->first = (w->first + 1) % SIMT_MAX_THREADS;
+    w->count--;
+    return t;
+}
+
+static void fibre();
+
+static void switch_to_next(worker* w, void** save) {
+    if (w->count) {
+        unsigned t = w->current = take_ready(w);
+        threadIdx = w->at[t];
+        simt_switch(save, w->stack[t]);
+    } else if (w->next < w->threads) {
+        unsigned i = w->starting = w->spare[--w->spares];
+        char* top = w->stacks + i * SLOT + SLOT - (i * 5 & 63) * 64;      // shifted, or all tops would share a few cache lines
+        simt_switch(save, fresh_stack(top, fibre));
+    } else {
+        if (w->exited < w->threads) simt_stop(w, SIMT_DEADLOCK, w->pc[w->current], 0, 0);
+        simt_switch(save, w->main);
+    }
+}
+
+static void fibre() {
+    worker* w = (worker*)simt_me;
+    unsigned stack = w->starting;
+    w->job->run();                                        // threads, until none is left to start
+    w->spare[w->spares++] = stack;
+    void* never;
+    switch_to_next(w, &never);
+    __builtin_unreachable();
+}
+
+static inline void wait_for_others(worker* w, int kind, unsigned mask, void* pc) {
+    unsigned me = w->current;
+    w->kind[me] = kind;
+    w->mask[me] = mask;
+    w->pc[me] = pc;
+    w->waiting++;
+    switch_to_next(w, &w->stack[me]);
+}
+
+// ---- barriers: every thread that has not ended must arrive ----
+
+static void release_barrier(worker* w) {
+#ifdef SIMT_CHECKED
+    check_barrier(w);
+#endif
+    w->last_votes = w->votes;
+    w->last_arrived = w->arrived;
+    for (unsigned i = 0; i < w->arrived; i++)
+        if (w->kind[w->barrier[i]] >= 0) make_ready(w, w->barrier[i]);
+    w->arrived = w->votes = 0;
+}
+
+int simt_barrier(int kind, int predicate, void* pc) {
+    worker* w = (worker*)simt_me;
+    w->votes += predicate != 0;
+    w->barrier[w->arrived++] = w->current;
+    if (w->arrived + w->exited < w->threads) wait_for_others(w, kind, 0, pc);
+    else {
+        w->pc[w->current] = pc;
+        release_barrier(w);
+    }
+    return kind == SIMT_BARRIER_COUNT ? w->last_votes : kind == SIMT_BARRIER_AND ? w->last_votes == w->last_arrived : w->last_votes != 0;
+}
+
+// ---- warp functions: a group is open until all lanes of its mask that have not ended are there ----
+
+static void finish_group(worker* w, unsigned warp_index, unsigned g) {
+    warp_state* warp = &w->warp[warp_index];
+    warp_group group = warp->group[g];
+    warp->group[g] = warp->group[--warp->open];
+    unsigned long long total = 0;
+    bool first = true;
+    for (unsigned rest = group.arrived; rest; rest &= rest - 1) {
+        unsigned long long v = warp->value[__builtin_ctz(rest)];
+        switch (group.kind) {
+            case SIMT_BALLOT: case SIMT_ANY: case SIMT_ALL: total |= v ? rest & -rest : 0; break;
+            case SIMT_ADD: total += v; break;
+            case SIMT_MIN: total = first || v < total ? v : total; break;
+            case SIMT_MAX: total = first || v > total ? v : total; break;
+            case SIMT_MIN_SIGNED: total = first || (long long)v < (long long)total ? v : total; break;
+            case SIMT_MAX_SIGNED: total = first || (long long)v > (long long)total ? v : total; break;
+            case SIMT_AND: total = first ? v : total & v; break;
+            case SIMT_OR: total |= v; break;
+            case SIMT_XOR: total ^= v; break;
+            case SIMT_MATCH_ALL: total = first || v == warp->value[__builtin_ctz(group.arrived)] ? (first ? 1 : total) : 0; break;
+        }
+        first = false;
+    }
+    for (unsigned rest = group.arrived; rest; rest &= rest - 1) {
+        unsigned lane = __builtin_ctz(rest), source = warp->argument[lane] & 31, t = warp_index * SIMT_WARP + lane;
+        unsigned long long result = total;
+        if (group.kind == SIMT_SHUFFLE) {
+            bool there = group.arrived >> source & 1;
+#ifdef SIMT_CHECKED
+            if (!there) check_lane(w, t, source, group.mask, w->pc[t]);
+#endif
+            result = warp->value[there ? source : lane];
+        } else if (group.kind == SIMT_MATCH_ANY) {
+            result = 0;
+            for (unsigned others = group.arrived; others; others &= others - 1)
+                if (warp->value[__builtin_ctz(others)] == warp->value[lane]) result |= others & -others;
+        } else if (group.kind == SIMT_ANY) result = total != 0;
+        else if (group.kind == SIMT_ALL) result = total == group.arrived;
+        else if (group.kind == SIMT_MATCH_ALL) result = total ? group.arrived : 0;
+        warp->result[lane] = result;
+        if (w->kind[t] >= 0) make_ready(w, t);
+    }
+#ifdef SIMT_CHECKED
+    if (group.kind == SIMT_SYNCWARP) check_syncwarp(w, warp_index, group.arrived);
+#endif
+}
+
+unsigned long long simt_warp(int kind, unsigned mask, unsigned long long value, int argument, void* pc) {
+    worker* w = (worker*)simt_me;
+    unsigned t = w->current, lane = t % SIMT_WARP, bit = 1u << lane, g = 0;
+    warp_state* warp = &w->warp[t / SIMT_WARP];
+    if (!(mask & bit)) simt_stop(w, SIMT_LANE, pc, 0, 0, mask);
+    while (g < warp->open && (warp->group[g].mask != mask || warp->group[g].kind != kind)) g++;
+    if (g == warp->open) warp->group[warp->open++] = {mask, 0, kind};
+    warp->value[lane] = value;
+    warp->argument[lane] = argument;
+    warp->group[g].arrived |= bit;
+    if (warp->group[g].arrived == (mask & w->live[t / SIMT_WARP])) {
+        w->pc[t] = pc;
+        finish_group(w, t / SIMT_WARP, g);
+    } else wait_for_others(w, kind, mask, pc);
+    return warp->result[lane];
+}
+
+void simt_exited(simt_worker* base) {                     // what waited only for this thread goes on
+    worker* w = (worker*)base;
+    unsigned warp = w->current / SIMT_WARP;
+    if (w->arrived && w->arrived + w->exited == w->threads) release_barrier(w);
+    for (unsigned g = 0; g < w->warp[warp].open;) {
+        warp_group group = w->warp[warp].group[g];
+        if (group.arrived == (group.mask & w->live[warp])) finish_group(w, warp, g);
+        else g++;
+    }
+}
+
+// ---- the end of a launch that goes wrong ----
+
+void simt_stop(worker* w, int kind, void* pc, void* address, const char* reason, unsigned mask) {
+    pthread_mutex_lock(&fault_lock);
+    simt_fault* f = &w->job->fault;
+    if (f->kind == SIMT_NONE) {
+        f->kind = kind;
+        f->thread = w->current;
+        f->block = w->block;
+        f->pc = pc;
+        f->address = address;
+        f->reason = reason;
+        f->mask = mask;
+        if (kind == SIMT_DEADLOCK)
+            for (unsigned t = 0; t < w->threads; t++)
+                if (w->kind[t] >= 0) f->waiting[f->waits++] = {t, w->kind[t], w->mask[t], 0, w->pc[t]};
+    }
+    stopping = 1;
+    pthread_mutex_unlock(&fault_lock);
+    void* never;
+    simt_switch(&never, w->main);
+    __builtin_unreachable();
+}
+
+void simt_trap(const char* reason, void* pc) { simt_stop((worker*)simt_me, SIMT_TRAPPED, pc, 0, reason); }
+
+bool simt_on_stack(worker* w, const void* address) {
+    return (size_t)((const char*)address - w->stacks) < SLOT * SIMT_MAX_THREADS;
+}
+
+static int alarm_signal() { return SIGRTMAX - 3; }
+static const int FAULTS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
+static struct sigaction before[4];
+
+static void on_signal(int signal, siginfo_t* info, void* context) {
+    worker* w = (worker*)simt_me;
+    if (signal == alarm_signal()) {
+        if (!w) return;                                   // a late one
+        w->late = 1;
+        if (w->inside) simt_stop(w, SIMT_TIME, w->last_pc ? w->last_pc : pc_of(context), 0, 0);
+        return;
+    }
+    if (w && w->inside) {
+        size_t offset = (char*)info->si_addr - w->stacks;
+        bool guard = offset < SLOT * SIMT_MAX_THREADS && offset % SLOT < GUARD;
+        // A vector at an address it must not have is a general protection fault on x86-64: it comes without the address.
+        bool protection = signal == SIGBUS || (signal == SIGSEGV && info->si_code == SI_KERNEL);
+        int kind = signal == SIGFPE ? SIMT_DIVISION : guard ? SIMT_STACK : protection ? SIMT_MISALIGNED : SIMT_MEMORY;
+        simt_stop(w, kind, pc_of(context), info->si_addr, 0);
+    }
+    for (int i = 0; i < 4; i++)                           // not ours: as if we were not here
+        if (FAULTS[i] == signal) {
+            if (before[i].sa_flags & SA_SIGINFO) before[i].sa_sigaction(signal, info, context);
+            else if (before[i].sa_handler != SIG_DFL && before[i].sa_handler != SIG_IGN) before[i].sa_handler(signal);
+            else sigaction(signal, &before[i], 0);        // the fault comes again, and ends the process
+        }
+}
+
+// ---- a launch ----
+
+static void prepare_block(worker* w, uint64_t block) {
+    simt_job* job = w->job;
+    w->block = block;
+    blockIdx = {unsigned(block % job->grid[0]), unsigned(block / job->grid[0] % job->grid[1]),
+                unsigned(block / job->grid[0] / job->grid[1])};
+    w->next = w->exited = w->waiting = w->arrived = w->votes = w->first = w->count = 0;
+    w->start = {0, 0, 0};
+    for (unsigned i = 0; i * SIMT_WARP < w->threads; i++) {
+        unsigned lanes = w->threads - i * SIMT_WARP;
+        w->live[i] = lanes >= SIMT_WARP ? ~0u : (1u << lanes) - 1;
+        w->warp[i].open = 0;
+    }
+#ifdef SIMT_CHECKED
+    check_block(w);
+#endif
+}
+
+static void* run_worker(void* argument) {
+    worker* w = (worker*)argument;
+    simt_job* job = w->job;
+    char alternate[1 << 14];
+    stack_t ours = {}, theirs;
+    ours.ss_sp = alternate;
+    ours.ss_size = sizeof alternate;
+    sigaltstack(&ours, &theirs);
+    blockDim = dim3(job->block[0], job->block[1], job->block[2]);
+    gridDim = dim3(job->grid[0], job->grid[1], job->grid[2]);
+    w->threads = job->block[0] * job->block[1] * job->block[2];
+    w->arguments = job->arguments;
+    w->dynamic = w->dynamic_memory;
+    w->late = w->inside = 0;
+    w->last_pc = 0;
+    w->spares = 0;
+    for (unsigned i = SIMT_MAX_THREADS; i--;) w->spare[w->spares++] = i;
+    memset(w->kind, -1, sizeof w->kind);
+    simt_me = w;
+    timer_t timer;
+    bool timed = false;
+    if (job->seconds > 0) {
+        struct sigevent event = {};
+        event.sigev_notify = SIGEV_THREAD_ID;
+        event.sigev_signo = alarm_signal();
+#ifdef sigev_notify_thread_id
+        event.sigev_notify_thread_id = (pid_t)syscall(SYS_gettid);
+#else
+        event._sigev_un._tid = (pid_t)syscall(SYS_gettid);
+#endif
+        if ((timed = timer_create(CLOCK_MONOTONIC, &event, &timer) == 0)) {
+            struct itimerspec in = {};
+            in.it_value.tv_sec = (time_t)job->seconds;
+            in.it_value.tv_nsec = (long)((job->seconds - (double)in.it_value.tv_sec) * 1e9) + 1;
+            timer_settime(timer, 0, &in, 0);
+        }
+    }
+    const uint64_t share = 1 + total_blocks / (uint64_t)job->workers / 16;
+    for (uint64_t block = 0, end = 0; !stopping;) {
+        if (block == end) {
+            block = __atomic_fetch_add(&next_block, share, __ATOMIC_RELAXED);
+            end = block + share < total_blocks ? block + share : total_blocks;
+            if (block >= total_blocks) break;
+        }
+        prepare_block(w, block++);
+        w->starting = w->spare[--w->spares];
+        void* first = fresh_stack(w->stacks + w->starting * SLOT + SLOT - (w->starting * 5 & 63) * 64, fibre);
+        w->inside = 1;
+        simt_switch(&w->main, first);
+        w->inside = 0;
+        if (w->late && !stopping) {
+            pthread_mutex_lock(&fault_lock);
+            if (job->fault.kind == SIMT_NONE) { job->fault.kind = SIMT_TIME; job->fault.block = w->block; }
+            stopping = 1;
+            pthread_mutex_unlock(&fault_lock);
+        }
+    }
+    if (timed) timer_delete(timer);
+    simt_me = 0;
+    sigaltstack(&theirs, 0);
+    return 0;
+}
+
+static worker* ready_worker(int i, size_t shared) {       // kept between launches, with its stacks
+    if (!workers[i]) {
+        worker* w = (worker*)calloc(1, sizeof(worker));
+        if (!w) return 0;
+        void* memory = mmap(0, SLOT * SIMT_MAX_THREADS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (memory == MAP_FAILED) { free(w); return 0; }
+        w->stacks = (char*)memory;
+        for (int s = 0; s < SIMT_MAX_THREADS; s++) mprotect(w->stacks + s * SLOT, GUARD, PROT_NONE);
+        workers[i] = w;
+    }
+    worker* w = workers[i];
+    if (shared > w->dynamic_size) {
+        free(w->dynamic_memory);
+        w->dynamic_size = 0;
+        if (posix_memalign((void**)&w->dynamic_memory, 4096, shared)) { w->dynamic_memory = 0; return 0; }
+        w->dynamic_size = shared;
+    }
+    return w;
+}
+
+// One launch at a time per process (driver.py holds a lock). Returns 0, or -1 when there is no memory for the stacks.
+extern "C" __attribute__((visibility("default"))) int simt_launch(simt_job* job, void* dynamic) {
+    next_block = 0;
+    total_blocks = (uint64_t)job->grid[0] * job->grid[1] * job->grid[2];
+    stopping = 0;
+    memset(&job->fault, 0, offsetof(simt_fault, waiting));
+    if (job->workers > MAX_WORKERS) job->workers = MAX_WORKERS;
+    for (int i = 0; i < job->workers; i++) {
+        worker* w = ready_worker(i, dynamic ? 0 : job->shared);
+        if (!w) return -1;
+        w->job = job;
+        if (dynamic) w->dynamic_memory = (char*)dynamic;
+    }
+    struct sigaction action = {};
+    action.sa_sigaction = on_signal;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+    for (int i = 0; i < 4; i++) sigaction(FAULTS[i], &action, &before[i]);
+    static bool alarm_installed;                          // stays: a late alarm must find a handler
+    if (!alarm_installed) alarm_installed = sigaction(alarm_signal(), &action, 0) == 0;
+    pthread_t thread[MAX_WORKERS];
+    int started = 1;
+    while (started < job->workers && pthread_create(&thread[started], 0, run_worker, workers[started]) == 0) started++;
+    run_worker(workers[0]);
+    for (int i = 1; i < started; i++) pthread_join(thread[i], 0);
+    for (int i = 0; i < 4; i++) sigaction(FAULTS[i], &before[i], 0);
+    if (dynamic) for (int i = 0; i < job->workers; i++) { workers[i]->dynamic_memory = 0; workers[i]->dynamic_size = 0; }
+    return 0;
+}
+
+// ---- printf: kept, and printed by Python where the cell's output goes ----
+
+static char printed[1 << 18];
+static size_t printed_length;
+static pthread_mutex_t print_lock = PTHREAD_MUTEX_INITIALIZER;
+
+int simt_print(const char* format, ...) {
+    va_list list;
+    va_start(list, format);
+    pthread_mutex_lock(&print_lock);
+    size_t room = sizeof printed - printed_length;
+    int n = vsnprintf(printed + printed_length, room, format, list);
+    if (n > 0) printed_length += (size_t)n < room ? (size_t)n : room - 1;
+    pthread_mutex_unlock(&print_lock);
+    va_end(list);
+    return n;
+}
+
+extern "C" __attribute__((visibility("default"))) size_t simt_printed(char** text) {
+    size_t n = printed_length;
+    *text = printed;
+    printed_length = 0;
+    return n;
+}
+
+#ifndef SIMT_CHECKED
+void simt_fence(void*) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+void simt_atomic(void*, size_t, void*) {}
+#endif

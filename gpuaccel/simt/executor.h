@@ -1,0 +1,76 @@
+// What the executor (executor.cpp) and the checks (checks.cpp) share.
+#pragma once
+#include "runtime.h"
+
+enum simt_fault_kind {            // driver.py has the same list
+    SIMT_NONE, SIMT_DEADLOCK, SIMT_MEMORY, SIMT_MISALIGNED, SIMT_DIVISION, SIMT_TIME, SIMT_STACK, SIMT_LANE, SIMT_TRAPPED, SIMT_CHECK
+};
+
+struct simt_wait { uint32_t thread; int32_t kind; uint32_t mask; uint32_t unused; void* pc; };
+
+struct simt_fault {               // why a launch ended early: the first reason counts
+    int32_t kind;
+    uint32_t thread;              // linear, in its block
+    uint64_t block;               // linear
+    void* pc;
+    void* address;
+    const char* reason;
+    uint32_t waits;               // entries of `waiting`
+    uint32_t mask;
+    simt_wait waiting[SIMT_MAX_THREADS];
+};
+
+struct simt_job {
+    void (*run)();                // simt_run_<kernel>
+    void** arguments;
+    uint32_t grid[3], block[3];
+    uint64_t shared;              // bytes of dynamic shared memory
+    int32_t workers;
+    int32_t unused;
+    double seconds;               // time limit; 0: none
+    simt_fault fault;
+};
+
+struct warp_group { unsigned mask, arrived; int kind; };
+
+struct warp_state {
+    unsigned open;                                        // groups that wait for lanes
+    warp_group group[SIMT_WARP];
+    unsigned long long value[SIMT_WARP], result[SIMT_WARP];
+    int argument[SIMT_WARP];
+};
+
+struct worker : simt_worker {
+    simt_job* job;
+    uint64_t block;                                       // linear index of the block that runs
+    void* main;                                           // stack pointer of the loop over blocks
+    void* stack[SIMT_MAX_THREADS];                        // stack pointer of each waiting thread
+    void* pc[SIMT_MAX_THREADS];                           // where it waits,
+    int kind[SIMT_MAX_THREADS];                           // for what (simt_kind; -1: it does not wait)
+    unsigned mask[SIMT_MAX_THREADS];                      // and with which lanes
+    unsigned short ready[SIMT_MAX_THREADS];               // ring of threads that may go on
+    unsigned first, count;
+    unsigned short barrier[SIMT_MAX_THREADS];             // threads at the barrier, in the order of their arrival
+    unsigned arrived, votes, last_votes, last_arrived;
+    unsigned short spare[SIMT_MAX_THREADS];               // stacks that nobody uses
+    unsigned spares;
+    unsigned starting;                                    // the stack that a new fibre begins on
+    char* stacks;
+    volatile int inside;                                  // a kernel runs on one of our stacks
+    volatile int late;                                    // the time limit passed
+    void* last_pc;                                        // of the last access that was checked
+    warp_state warp[SIMT_WARP];
+    char* dynamic_memory;
+    size_t dynamic_size;
+};
+
+// Ends the launch: remembers the reason, leaves the kernel for good.
+void simt_stop(worker* w, int kind, void* pc, void* address, const char* reason, unsigned mask = 0);
+bool simt_on_stack(worker* w, const void* address);
+
+#ifdef SIMT_CHECKED
+void check_block(worker* w);                                              // a block begins
+void check_barrier(worker* w);                                            // all threads have arrived
+void check_syncwarp(worker* w, unsigned warp, unsigned mask);             // these lanes are in step
+void check_lane(worker* w, unsigned thread, unsigned source, unsigned mask, void* pc);     // a lane was read that does not take part
+#endif

@@ -1,0 +1,1293 @@
+"""Kernels for the tests of simt: BUGS, each with one mistake planted, and GOOD, which have none.
+
+A line that has to be reported carries a mark in a comment: `// BUG`, `// BUG2`; the other side of a race is `// OTHER`. Every
+source stands on its own; `program(sources)` joins many into one text: forty kernels compile ten times faster together.
+
+    >>> bug = BUGS["guard_one_too_far"]
+    >>> call = bug.call()                          # fresh tensors, a grid, a block
+    >>> good = GOOD["transpose"]
+    >>> for outcome in good.run(kernel, seed=0, device="cpu"):   # launches, then compares with torch or numpy
+    ...     assert outcome.right, outcome
+"""
+import re
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+# ---- planted bugs ---------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Call:
+    """One launch: `kernel[grid, block, shared](*args, tensors=tensors)`."""
+    grid: object
+    block: object
+    args: tuple
+    tensors: tuple = ()
+    shared: int = 0
+
+
+@dataclass(frozen=True)
+class Expect:
+    """A report that has to come. What is None is not compared: it depends on the order in which threads run."""
+    kinds: tuple                  # any of these kinds is right
+    at: str = "BUG"               # mark of the line
+    other: "str | None" = None    # mark of the other side; line and other line may come in either order
+    tensor: "str | None" = None
+    element: "int | None" = None
+    thread: "tuple | None" = None
+    block: "tuple | None" = None
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str                     # of the case and of its kernel
+    source: str
+    call: "Callable[[], Call]"
+    expects: "tuple[Expect, ...]"
+    seconds: "float | None" = None     # time limit of the launch
+    note: bool = False            # not an error: the launch succeeds
+
+
+def marked(source: str) -> "dict[str, list[int]]":
+    """Mark -> line numbers, from 1."""
+    found = {}
+    for number, line in enumerate(source.split("\n"), 1):
+        for mark in re.findall(r"//.*?\b((?:BUG|OTHER)\d?)\b", line):
+            found.setdefault(mark, []).append(number)
+    return found
+
+
+def program(sources: "list[str]") -> "tuple[str, list[int]]":
+    """All sources as one text, and how many lines stand before each."""
+    before, lines = [], 0
+    for source in sources:
+        before.append(lines)
+        lines += source.count("\n")
+    return "".join(sources), before
+
+
+BUGS: "dict[str, Bug]" = {}
+
+
+def bug(name, source, call, *expects, **more):
+    BUGS[name] = Bug(name, source.lstrip("\n"), call, expects, **more)
+
+
+def ramp(n, dtype=torch.float32):
+    return torch.arange(1, n + 1).to(dtype)
+
+
+INDEX = "int i = blockIdx.x * blockDim.x + threadIdx.x;"
+OUTSIDE, RACE, UNSET = ("out of bounds",), ("race",), ("uninitialised",)
+
+bug("read_past_end", """
+extern "C" __global__ void read_past_end(float* out, const float* x, int n)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = x[i + 1] - x[i];                        // BUG: the last thread has no right neighbour
+}
+""", lambda: Call(4, 256, (torch.zeros(1000), ramp(1000), 1000)),
+    Expect(OUTSIDE, tensor="x", element=1000, thread=(231, 0, 0), block=(3, 0, 0)))
+
+bug("guard_one_too_far", """
+extern "C" __global__ void guard_one_too_far(float* out, const float* x, int n)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i <= n) {
+        float value = x[i];                                     // BUG
+        out[i] = 2.0f * value;                                  // BUG2
+    }
+}
+""", lambda: Call(4, 256, (torch.zeros(1000), ramp(1000), 1000)),
+    Expect(OUTSIDE, tensor="x", element=1000, thread=(232, 0, 0), block=(3, 0, 0)),
+    Expect(OUTSIDE, "BUG2", tensor="out", element=1000, thread=(232, 0, 0), block=(3, 0, 0)))
+
+bug("float4_tail", """
+extern "C" __global__ void float4_tail(float4* out, const float4* x, int n)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < (n + 3) / 4) {
+        float4 four = x[i];                                     // BUG: 1001 elements are 250 groups and one
+        out[i] = four;                                          // BUG2
+    }
+}
+""", lambda: Call(4, 64, (torch.zeros(1001), ramp(1001), 1001)),
+    Expect(OUTSIDE, tensor="x", element=1001, thread=(58, 0, 0), block=(3, 0, 0)),
+    Expect(OUTSIDE, "BUG2", tensor="out", element=1001, thread=(58, 0, 0), block=(3, 0, 0)))
+
+bug("bf16_tail", """
+extern "C" __global__ void bf16_tail(float* out, const bf16* x, int n)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (2 * i < n) {
+        unsigned two = reinterpret_cast<const unsigned*>(x)[i];     // BUG: n is odd, the last one has no partner
+        out[2 * i] = low_as_float(two);
+        if (2 * i + 1 < n) out[2 * i + 1] = high_as_float(two);
+    }
+}
+""", lambda: Call(1, 64, (torch.zeros(101), ramp(101, torch.bfloat16), 101)),
+    Expect(OUTSIDE, tensor="x", element=101, thread=(50, 0, 0), block=(0, 0, 0)))
+
+bug("before_the_start", """
+extern "C" __global__ void before_the_start(float* x, int n)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) x[i - 1] = 0.0f;                                 // BUG
+}
+""", lambda: Call(1, 32, (ramp(32), 32)),
+    Expect(OUTSIDE, tensor="x", element=-1, thread=(0, 0, 0), block=(0, 0, 0)))
+
+bug("end_of_a_view", """
+extern "C" __global__ void end_of_a_view(float* x, int n)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    x[i] = 1.0f;                                                // BUG: the storage goes on behind the view, the tensor does not
+}
+""", lambda: Call(1, 64, (ramp(1000)[100:150], 50)),
+    Expect(OUTSIDE, tensor="x", element=50, thread=(50, 0, 0), block=(0, 0, 0)))
+
+bug("rows_without_a_guard", """
+extern "C" __global__ void rows_without_a_guard(float* out, const float* x, int rows, int columns)
+{
+    int column = blockIdx.x * blockDim.x + threadIdx.x;
+    int row = blockIdx.y * blockDim.y + threadIdx.y;
+    if (column < columns)
+        out[row * columns + column] = 1.0f;                     // BUG: rows may end within a block
+}
+""", lambda: Call((3, 4), (16, 8), (torch.zeros(26, 40), torch.ones(26, 40), 26, 40)),
+    Expect(OUTSIDE, tensor="out", element=26 * 40, thread=(0, 2, 0), block=(0, 3, 0)))
+
+bug("atomic_past_end", """
+extern "C" __global__ void atomic_past_end(int* bins, const int* x, int n)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) atomicAdd(&bins[x[i]], 1);                       // BUG: one value is larger than the bins there are
+}
+""", lambda: Call(1, 128, (torch.zeros(256, dtype=torch.int32), torch.where(torch.arange(128) == 77, 300, 5).int(), 128)),
+    Expect(OUTSIDE, tensor="bins", element=300, thread=(77, 0, 0), block=(0, 0, 0)))
+
+PAIR = struct.Struct("QQi4x")
+
+
+def _pair(n):
+    out, x = torch.zeros(n), ramp(n)
+    return Call(1, 128, (PAIR.pack(out.data_ptr(), x.data_ptr(), n),), (out, x))
+
+
+bug("past_end_in_a_struct", """
+struct Pair { float* out; const float* x; int n; };
+extern "C" __global__ void past_end_in_a_struct(Pair pair)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i <= pair.n) {
+        float value = pair.x[i];                                // BUG
+        pair.out[i] = 2.0f * value;                             // BUG2
+    }
+}
+""", lambda: _pair(100),
+    Expect(OUTSIDE, element=100, thread=(100, 0, 0), block=(0, 0, 0)),
+    Expect(OUTSIDE, "BUG2", element=100, thread=(100, 0, 0), block=(0, 0, 0)))
+
+
+def _table(second):
+    x = ramp(64)
+    return Call(2, 64, (torch.zeros(128), torch.tensor([x.data_ptr(), second])), (x,))
+
+
+bug("wild_address", """
+extern "C" __global__ void wild_address(float* out, const float* const* table)
+{
+    const float* x = table[blockIdx.x];
+    float value = x[threadIdx.x];                               // BUG: the second address is nobody's
+    out[blockIdx.x * blockDim.x + threadIdx.x] = value;
+}
+""", lambda: _table(0x123456789000),
+    Expect(("far",), thread=(0, 0, 0), block=(1, 0, 0)))
+
+bug("null_pointer", """
+extern "C" __global__ void null_pointer(float* out, const float* bias, int n)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] += bias[i];                               // BUG: None was passed
+}
+""", lambda: Call(2, 32, (ramp(64), None, 64)),
+    Expect(("null",), tensor=None, thread=(0, 0, 0), block=(0, 0, 0)))
+
+bug("shared_past_end", """
+extern "C" __global__ void shared_past_end(float* out, const float* x)
+{
+    __shared__ float a[64];
+    int t = threadIdx.x;
+    a[t] = x[t];
+    __syncthreads();
+    out[t] = a[t + 1];                                          // BUG: thread 63 reads a[64]
+}
+""", lambda: Call(1, 64, (torch.zeros(64), ramp(64))),
+    Expect(OUTSIDE, element=64, thread=(63, 0, 0), block=(0, 0, 0)))
+
+bug("local_past_end", """
+extern "C" __global__ void local_past_end(float* out, const float* x, int count)
+{
+    float acc[8];
+    for (int k = 0; k <= count; k++)
+        acc[k] = x[k] + threadIdx.x;                            // BUG: acc[8]
+    float sum = 0.0f;
+    for (int k = 0; k < count; k++) sum += acc[k];
+    out[threadIdx.x] = sum;
+}
+""", lambda: Call(1, 32, (torch.zeros(32), ramp(9), 8)),
+    Expect(OUTSIDE, element=8, thread=(0, 0, 0), block=(0, 0, 0)))
+
+bug("dynamic_shared_past_end", """
+extern "C" __global__ void dynamic_shared_past_end(float* out, const float* x)
+{
+    extern __shared__ float numbers[];
+    int t = threadIdx.x;
+    numbers[t] = x[t];                                          // BUG: 128 threads, room for 100
+    out[t] = 2.0f * x[t];
+}
+""", lambda: Call(1, 128, (torch.zeros(128), ramp(128)), shared=400),
+    Expect(OUTSIDE, element=100, thread=(100, 0, 0), block=(0, 0, 0)))
+
+bug("misaligned_float4", """
+extern "C" __global__ void misaligned_float4(float* out, const float* x)
+{
+    int t = threadIdx.x;
+    float4 four = *reinterpret_cast<const float4*>(x + 4 * t + 1);      // BUG: 4 bytes behind a multiple of 16
+    out[t] = four.x + four.y + four.z + four.w;
+}
+""", lambda: Call(1, 32, (torch.zeros(32), ramp(132))),
+    Expect(("misaligned",), thread=(0, 0, 0), block=(0, 0, 0)))
+
+bug("no_barrier", """
+extern "C" __global__ void no_barrier(float* out, const float* x)
+{
+    __shared__ float buffer[256];
+    int t = threadIdx.x;
+    buffer[t] = x[blockIdx.x * 256 + t];                        // OTHER
+    out[blockIdx.x * 256 + t] = buffer[255 - t];                // BUG: the barrier is missing
+}
+""", lambda: Call(2, 256, (torch.zeros(512), ramp(512))),
+    Expect(UNSET, tensor="buffer", element=255, thread=(0, 0, 0), block=(0, 0, 0)),
+    Expect(RACE, other="OTHER", tensor="buffer"))
+
+bug("shared_array_used_twice", """
+extern "C" __global__ void shared_array_used_twice(float* out, const float* x)
+{
+    __shared__ float partial[8];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (lane == 0) partial[warp] = x[warp];
+    __syncthreads();
+    float sum = 0.0f;
+    for (int k = 0; k < 8; k++)
+        sum += partial[k];                                      // OTHER
+    if (lane == 0)
+        partial[warp] = -sum;                                   // BUG: others may still be reading
+    __syncthreads();
+    out[threadIdx.x] = sum + partial[warp];
+}
+""", lambda: Call(1, 256, (torch.zeros(256), ramp(8))),
+    Expect(RACE, other="OTHER", tensor="partial"))
+
+bug("too_many_partials", """
+extern "C" __global__ void too_many_partials(float* out, const float* x)
+{
+    __shared__ float partial[32];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (lane == 0) partial[warp] = x[warp];
+    __syncthreads();
+    if (warp == 0) {
+        float mine = partial[lane];                             // BUG: 8 warps wrote 8 of the 32
+        out[lane] = mine;
+    }
+}
+""", lambda: Call(1, 256, (torch.zeros(32), ramp(8))),
+    Expect(UNSET, tensor="partial", element=8, thread=(8, 0, 0), block=(0, 0, 0)))
+
+bug("bins_not_cleared", """
+extern "C" __global__ void bins_not_cleared(int* bins, const int* x)
+{
+    __shared__ int local[32];
+    atomicAdd(&local[x[threadIdx.x] % 32], 1);                  // BUG: nobody wrote zeros
+    __syncthreads();
+    if (threadIdx.x < 32) bins[threadIdx.x] = local[threadIdx.x];
+}
+""", lambda: Call(1, 64, (torch.zeros(32, dtype=torch.int32), torch.arange(64, dtype=torch.int32))),
+    Expect(UNSET, tensor="local", element=0, thread=(0, 0, 0), block=(0, 0, 0)))
+
+bug("race_between_warps", """
+extern "C" __global__ void race_between_warps(float* out, const float* x)
+{
+    __shared__ float buffer[64];
+    int t = threadIdx.x;
+    buffer[t] = 0.0f;
+    __syncthreads();
+    buffer[t] = x[t];                                           // OTHER
+    __syncwarp();
+    out[t] = buffer[t ^ 32];                                    // BUG: written by the other warp; __syncwarp is not enough
+}
+""", lambda: Call(1, 64, (torch.zeros(64), ramp(64))),
+    Expect(RACE, other="OTHER", tensor="buffer"))
+
+bug("no_syncwarp", """
+extern "C" __global__ void no_syncwarp(float* out, const float* x)
+{
+    __shared__ float sums[32];
+    int lane = threadIdx.x;
+    sums[lane] = x[lane];
+    __syncwarp();
+    for (int offset = 16; offset > 0; offset /= 2)
+        if (lane < offset) sums[lane] += sums[lane + offset];   // BUG: each round needs the one before
+    __syncwarp();
+    if (lane == 0) out[0] = sums[0];
+}
+""", lambda: Call(1, 32, (torch.zeros(1), ramp(32))),
+    Expect(RACE, other="BUG", tensor="sums"))
+
+bug("sum_without_atomic", """
+extern "C" __global__ void sum_without_atomic(float* sum, const float* x, int n)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) *sum += x[i];                                    // BUG
+}
+""", lambda: Call(2, 64, (torch.zeros(1), ramp(128), 128)),
+    Expect(RACE, other="BUG", tensor="sum", element=0))
+
+bug("two_writers", """
+extern "C" __global__ void two_writers(float* out, const float* x, int n)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i / 2] = x[i];                               // BUG: neighbours write the same element
+}
+""", lambda: Call(1, 64, (torch.zeros(32), ramp(64), 64)),
+    Expect(RACE, other="BUG", tensor="out", element=0))
+
+bug("no_fence", """
+extern "C" __global__ void no_fence(float* total, float* partial, unsigned* arrived, const float* x)
+{
+    __shared__ bool last;
+    if (threadIdx.x == 0) {
+        float sum = 0.0f;
+        for (int k = 0; k < 32; k++) sum += x[blockIdx.x * 32 + k];
+        partial[blockIdx.x] = sum;                              // OTHER
+        last = atomicAdd(arrived, 1u) == gridDim.x - 1;         // no __threadfence() before: the counter may be seen first
+    }
+    __syncthreads();
+    if (last && threadIdx.x == 0) {
+        float sum = 0.0f;
+        for (unsigned b = 0; b < gridDim.x; b++)
+            sum += partial[b];                                  // BUG
+        total[0] = sum;
+    }
+}
+""", lambda: Call(4, 32, (torch.zeros(1), torch.zeros(4), torch.zeros(1, dtype=torch.int32), ramp(128))),
+    Expect(RACE, other="OTHER", tensor="partial", block=(3, 0, 0)))
+
+bug("result_of_another_block", """
+extern "C" __global__ void result_of_another_block(float* out, float* sums, const float* x)
+{
+    int b = blockIdx.x;
+    if (threadIdx.x == 0) sums[b] = x[b];                       // OTHER
+    __syncthreads();
+    if (threadIdx.x == 1)
+        out[b] = sums[(b + 1) % gridDim.x];                     // BUG: a barrier does not wait for other blocks
+}
+""", lambda: Call(4, 32, (torch.zeros(4), torch.zeros(4), ramp(4))),
+    Expect(RACE, other="OTHER", tensor="sums"))
+
+bug("barrier_in_both_branches", """
+extern "C" __global__ void barrier_in_both_branches(float* x)
+{
+    int t = threadIdx.x;
+    if (t % 2 == 0) {
+        x[t] *= 2.0f;
+        __syncthreads();                                        // BUG
+        x[t] += 1.0f;
+    } else {
+        x[t] -= 3.0f;
+        __syncthreads();                                        // OTHER
+        x[t] *= 4.0f;
+    }
+}
+""", lambda: Call(1, 64, (ramp(64),)),
+    Expect(("divergent barrier",), other="OTHER", block=(0, 0, 0)))
+
+bug("barrier_in_one_branch", """
+extern "C" __global__ void barrier_in_one_branch(float* x)
+{
+    int t = threadIdx.x;
+    if (t < 40) {
+        x[t] *= 2.0f;
+        __syncthreads();                                        // BUG: threads 40 to 63 wait at another one
+    }
+    x[t] += 1.0f;
+    __syncthreads();                                            // OTHER
+    x[t] *= 3.0f;
+}
+""", lambda: Call(1, 64, (ramp(64),)),
+    Expect(("divergent barrier",), other="OTHER", block=(0, 0, 0)))
+
+bug("barrier_against_shuffle", """
+extern "C" __global__ void barrier_against_shuffle(float* x)
+{
+    int t = threadIdx.x;
+    float value = x[t];
+    if (t < 16) {
+        __syncthreads();                                        // OTHER
+        value += 1.0f;
+    } else {
+        value = __shfl_sync(0xffffffffu, value, 16);            // BUG: the mask names lanes that wait elsewhere
+    }
+    x[t] = value;
+}
+""", lambda: Call(1, 32, (ramp(32),)),
+    Expect(("deadlock",), other="OTHER", block=(0, 0, 0)))
+
+bug("shuffle_from_the_gone", """
+extern "C" __global__ void shuffle_from_the_gone(float* x, int n)
+{
+    int t = threadIdx.x;
+    if (t >= n) return;
+    float value = x[t];
+    value += __shfl_down_sync(0xffffffffu, value, 1);           // BUG: thread 39 reads from thread 40, which has returned
+    x[t] = value;
+}
+""", lambda: Call(1, 64, (ramp(40), 40)),
+    Expect(("shuffle",), thread=(39, 0, 0), block=(0, 0, 0)))
+
+bug("lane_outside_its_mask", """
+extern "C" __global__ void lane_outside_its_mask(float* x)
+{
+    int lane = threadIdx.x;
+    float value = x[lane];
+    if (lane < 20)
+        value += __shfl_xor_sync(0x0000ffffu, value, 1);        // BUG: lanes 16 to 19 are not in the mask
+    x[lane] = value;
+}
+""", lambda: Call(1, 32, (ramp(32),)),
+    Expect(("shuffle",), thread=(16, 0, 0), block=(0, 0, 0)))
+
+bug("division_by_zero", """
+extern "C" __global__ void division_by_zero(int* out, const int* x, const int* by, int n)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = x[i] / by[i];                           // BUG: by[77] is 0
+}
+""", lambda: Call(2, 64, (torch.zeros(128, dtype=torch.int32), ramp(128, torch.int32), (torch.arange(128) - 77).int(), 128)),
+    Expect(("division by zero",), thread=(13, 0, 0), block=(1, 0, 0)))
+
+bug("shift_too_far", """
+extern "C" __global__ void shift_too_far(int* out, int n)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = (int)(1u << i);                         // BUG: 32 and more
+}
+""", lambda: Call(1, 64, (torch.zeros(40, dtype=torch.int32), 40)),
+    Expect(("shift",), thread=(32, 0, 0), block=(0, 0, 0)))
+
+bug("waits_for_ever", """
+extern "C" __global__ void waits_for_ever(int* out, volatile int* flag)
+{
+    if (threadIdx.x == 5)
+        while (flag[0] == 0) { }                                // BUG: nobody sets the flag
+    out[threadIdx.x] = 1;
+}
+""", lambda: Call(1, 32, (torch.zeros(32, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))),
+    Expect(("time limit",), thread=(5, 0, 0), block=(0, 0, 0)), seconds=0.5)
+
+bug("too_deep", """
+__device__ __noinline__ float sink(const float* x, int depth)
+{ volatile float kept[64]; kept[depth % 64] = x[0]; return depth <= 0 ? kept[0] : sink(x, depth - 1) + kept[depth % 64]; }  // BUG
+extern "C" __global__ void too_deep(float* out, const float* x, int depth) { out[threadIdx.x] = sink(x, depth); }
+""", lambda: Call(1, 32, (torch.zeros(32), ramp(1), 10_000_000)),
+    Expect(("stack overflow",), thread=(0, 0, 0), block=(0, 0, 0)))
+
+bug("gives_up", """
+extern "C" __global__ void gives_up(float* x, int n)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (x[i] < 0.0f) __trap();                                  // BUG
+    x[i] = sqrtf(x[i]);
+}
+""", lambda: Call(2, 32, (torch.where(torch.arange(64) == 40, -1.0, 4.0), 64)),
+    Expect(("trap",), thread=(8, 0, 0), block=(1, 0, 0)))
+
+bug("writes_through_const", """
+extern "C" __global__ void writes_through_const(float* out, const float* x, int n)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) {
+        out[i] = x[i];
+        const_cast<float*>(x)[i] = 0.0f;                        // BUG: allowed, but the signature said otherwise
+    }
+}
+""", lambda: Call(1, 32, (torch.zeros(32), ramp(32), 32)),
+    Expect(("const",), tensor="x"), note=True)
+
+
+# ---- correct kernels ------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a launch wrote beside what it should have written."""
+    label: str
+    got: torch.Tensor             # on the CPU
+    want: torch.Tensor
+    tolerance: float = 0.0        # of |want| (largest element); 0: every bit
+
+    @property
+    def right(self) -> bool:
+        if self.tolerance == 0.0:
+            return same_bits(self.got, self.want)
+        bound = self.tolerance * max(float(self.want.double().abs().max()), 1e-30)
+        return bool(((self.got.double() - self.want.double()).abs() <= bound).all())       # NaN is not right
+
+    def __str__(self):
+        if self.got.shape != self.want.shape or self.got.dtype != self.want.dtype and self.tolerance == 0.0:
+            return f"{self.label}: {self.got.dtype} {tuple(self.got.shape)}, expected {self.want.dtype} {tuple(self.want.shape)}"
+        d = (self.got.double() - self.want.double()).abs()
+        some = int((d != 0).sum())
+        return f"{self.label}: {some} of {d.numel()} differ, by {d.max().item():.3g} at most, {d.mean().item():.3g} on average"
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal shape, dtype and bits, NaN included."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.view(bits), b.view(bits))
+
+
+@dataclass(frozen=True)
+class Good:
+    """run(kernel, seed, device) launches on several sizes and yields an Outcome for each result."""
+    name: str
+    source: str
+    run: Callable
+    ordered: bool = True          # every bit is determined by the source: no float atomics
+
+
+GOOD: "dict[str, Good]" = {}
+
+
+def good(name, source, **more):
+    """Enters the decorated `run` under a name."""
+    def enter(run):
+        GOOD[name] = Good(name, source.lstrip("\n"), run, **more)
+        return run
+    return enter
+
+
+def rng(seed):
+    return np.random.default_rng(seed)
+
+
+def normal(random, *shape):
+    return random.standard_normal(shape, dtype=np.float32)
+
+
+def on(device, array):
+    """A fresh tensor on the device, from a numpy array or a tensor."""
+    return (torch.from_numpy(array) if isinstance(array, np.ndarray) else array).clone().to(device)
+
+
+def cpu(array):
+    return torch.from_numpy(np.ascontiguousarray(array)) if isinstance(array, np.ndarray) else array
+
+
+SIZES = (1, 255, 256, 257, 1000)
+f32 = np.float32
+
+
+@good("vec_add", """
+extern "C" __global__ void vec_add(float* out, const float* a, const float* b, int n)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) out[i] = a[i] + b[i];
+}
+""")
+def run(kernel, seed, device):
+    for n in SIZES:
+        a, b = normal(rng(seed), 2, n)
+        out = on(device, np.full(n, np.nan, f32))
+        kernel[-(-n // 256), 256](out, on(device, a), on(device, b), n)
+        yield Outcome(f"n = {n}", out.cpu(), cpu(a + b))
+
+
+MANY = (1, 31, 300, 1025)
+
+
+def _many(seed, device):
+    """[(acc, grad, their sum)] as tensors on the device and a numpy array."""
+    random = rng(seed)
+    pairs = [(normal(random, n), normal(random, n)) for n in MANY]
+    return [(on(device, a), on(device, g), a + g) for a, g in pairs]
+
+
+@good("add_by_table", """
+extern "C" __global__ void add_by_table(
+    float* const* acc,              // (K) addresses of the sums
+    const float* const* grad,       // (K) addresses of what is added
+    const long long* sizes)         // (K)
+{
+    float* a = acc[blockIdx.y];
+    const float* g = grad[blockIdx.y];
+    for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < sizes[blockIdx.y]; i += gridDim.x * blockDim.x)
+        a[i] += g[i];
+}
+""")
+def run(kernel, seed, device):
+    many = _many(seed, device)
+    acc, grad = ([pair[k] for pair in many] for k in (0, 1))
+    tables = [torch.tensor([t.data_ptr() for t in tensors], device=device) for tensors in (acc, grad)]
+    kernel[(3, len(many)), 128](*tables, torch.tensor(MANY, device=device), tensors=[*acc, *grad])
+    for n, a, (_, _, want) in zip(MANY, acc, many):
+        yield Outcome(f"n = {n}", a.cpu(), cpu(want))
+
+
+@good("add_by_struct", """
+struct AddMany { float* acc[6]; const float* grad[6]; int sizes[6]; };
+extern "C" __global__ void add_by_struct(AddMany many)
+{
+    float* a = many.acc[blockIdx.x];
+    if (a == 0) return;
+    for (int i = threadIdx.x; i < many.sizes[blockIdx.x]; i += blockDim.x) a[i] += many.grad[blockIdx.x][i];
+}
+""")
+def run(kernel, seed, device):
+    many = _many(seed, device)
+    acc, grad = ([pair[k] for pair in many] for k in (0, 1))
+    addresses = [[t.data_ptr() for t in tensors] + [0, 0] for tensors in (acc, grad)]
+    kernel[6, 128](struct.pack("6Q6Q6i", *addresses[0], *addresses[1], *MANY, 0, 5), tensors=[*acc, *grad])
+    for n, a, (_, _, want) in zip(MANY, acc, many):
+        yield Outcome(f"n = {n}", a.cpu(), cpu(want))
+
+
+def strided_sums(values, blocks, threads):
+    """(blocks, threads) float32: each thread's sum over every (blocks * threads)-th value, in order."""
+    padded = np.zeros(-(-len(values) // (blocks * threads)) * blocks * threads, f32)
+    padded[:len(values)] = values
+    sums = np.zeros(blocks * threads, f32)
+    for row in padded.reshape(-1, blocks * threads):
+        sums = sums + row
+    return sums.reshape(blocks, threads)
+
+
+def tree(sums):
+    """Over the last axis: the upper half is added to the lower half, until one is left."""
+    while sums.shape[-1] > 1:
+        half = sums.shape[-1] // 2
+        sums = sums[..., :half] + sums[..., half:]
+    return sums[..., 0]
+
+
+def butterfly(values):
+    """Over the last axis of 32: what a warp's xor shuffles add up to, the same in every lane."""
+    for offset in (16, 8, 4, 2, 1):
+        values = values + values[..., np.arange(32) ^ offset]
+    return values[..., 0]
+
+
+@good("sumsq_tree", """
+extern "C" __global__ void sumsq_tree(float* partial, const float* x, int n)
+{
+    __shared__ float sums[128];
+    int t = threadIdx.x;
+    float sum = 0.0f;
+    for (int i = blockIdx.x * 128 + t; i < n; i += gridDim.x * 128) sum += x[i] * x[i];
+    sums[t] = sum;
+    __syncthreads();
+    for (int offset = 64; offset > 0; offset /= 2) {
+        if (t < offset) sums[t] += sums[t + offset];
+        __syncthreads();
+    }
+    if (t == 0) partial[blockIdx.x] = sums[0];
+}
+""")
+def run(kernel, seed, device):
+    for n in (1, 500, 1537):
+        x = normal(rng(seed), n)
+        partial = on(device, np.full(3, np.nan, f32))
+        kernel[3, 128](partial, on(device, x), n)
+        yield Outcome(f"n = {n}", partial.cpu(), cpu(tree(strided_sums(x * x, 3, 128))))
+        yield Outcome(f"n = {n}, whole", partial.cpu().double().sum()[None], cpu((x.astype(np.float64) ** 2).sum()[None]), 1e-6)
+
+
+@good("sumsq_shuffle", """
+__device__ __forceinline__ float sum_over_warp(float value)
+{
+    for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+    return value;
+}
+extern "C" __global__ void sumsq_shuffle(float* partial, const float* x, int n)
+{
+    __shared__ float of_warp[8];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, i = blockIdx.x * 256 + threadIdx.x;
+    float value = i < n ? x[i] : 0.0f;
+    float sum = sum_over_warp(value * value);
+    if (lane == 0) of_warp[warp] = sum;
+    __syncthreads();
+    if (warp == 0) {
+        float total = sum_over_warp(lane < 8 ? of_warp[lane] : 0.0f);
+        if (lane == 0) partial[blockIdx.x] = total;
+    }
+}
+""")
+def run(kernel, seed, device):
+    for n in (1, 257, 1000):
+        blocks = -(-n // 256)
+        x = normal(rng(seed), n)
+        partial = on(device, np.full(blocks, np.nan, f32))
+        kernel[blocks, 256](partial, on(device, x), n)
+        padded = np.zeros(blocks * 256, f32)
+        padded[:n] = x
+        warps = np.zeros((blocks, 32), f32)
+        warps[:, :8] = butterfly((padded * padded).reshape(blocks, 8, 32))
+        yield Outcome(f"n = {n}", partial.cpu(), cpu(butterfly(warps)))
+
+
+@good("clip_scale", """
+extern "C" __global__ void __launch_bounds__(1024) clip_scale(
+    float* out,                     // (2) the norm, and the factor that brings it down to max_norm
+    const float* partial,           // (count) sums of squares
+    int count, float max_norm)
+{
+    __shared__ float sums[1024];
+    int t = threadIdx.x;
+    float sum = 0.0f;
+    for (int i = t; i < count; i += 1024) sum += partial[i];
+    sums[t] = sum;
+    __syncthreads();
+    for (int half = 512; half > 0; half /= 2) {
+        if (t < half) sums[t] += sums[t + half];
+        __syncthreads();
+    }
+    if (t == 0) {
+        float norm = sqrtf(sums[0]);
+        out[0] = norm;
+        out[1] = norm > max_norm ? max_norm / norm : 1.0f;
+    }
+}
+""")
+def run(kernel, seed, device):
+    for count, most in ((1, 0.5), (700, 1e3), (2500, 3.0)):
+        partial = np.abs(normal(rng(seed), count)) + f32(0.5)
+        out = on(device, np.full(2, np.nan, f32))
+        kernel[1, 1024](out, on(device, partial), count, most)
+        norm = np.sqrt(tree(strided_sums(partial, 1, 1024)))[0]
+        want = np.array([norm, f32(most) / norm if norm > f32(most) else f32(1)], f32)
+        yield Outcome(f"count = {count}", out.cpu(), cpu(want))
+        exact = np.sqrt(partial.astype(np.float64).sum())
+        yield Outcome(f"count = {count}, in float64", out.cpu(), cpu(np.array([exact, min(1.0, most / exact)])), 1e-6)
+
+
+@good("apply_scale", """
+extern "C" __global__ void apply_scale(float* x, const float* scale, int n)
+{
+    int first = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
+    float s = scale[0];
+    if (first + 4 <= n) {
+        float4* four = reinterpret_cast<float4*>(x + first);
+        float4 v = *four;
+        *four = make_float4(v.x * s, v.y * s, v.z * s, v.w * s);
+    } else {
+        for (int i = first; i < n; i++) x[i] *= s;
+    }
+}
+""")
+def run(kernel, seed, device):
+    for n in (1, 511, 512, 1001):
+        x, s = normal(rng(seed), n), f32(0.3)
+        out = on(device, x)
+        kernel[-(-n // 512), 128](out, on(device, np.array([s])), n)
+        yield Outcome(f"n = {n}", out.cpu(), cpu(x * s))
+
+
+@good("adamw", """
+extern "C" __global__ void adamw(
+    float* p, float* m, float* v,   // (n) parameter, first and second moment
+    const float* g,                 // (n) gradient
+    int n, float lr, float beta1, float beta2, float eps, float decay,
+    float bias1, float bias2)       // 1 - beta^step
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    float grad = g[i];
+    float first = beta1 * m[i] + (1.0f - beta1) * grad;
+    float second = beta2 * v[i] + (1.0f - beta2) * grad * grad;
+    float kept = p[i] * (1.0f - lr * decay);
+    m[i] = first;
+    v[i] = second;
+    p[i] = kept - lr * (first / bias1) / (sqrtf(second / bias2) + eps);
+}
+""")
+def run(kernel, seed, device):
+    lr, beta1, beta2, eps, decay, n = 1e-2, 0.9, 0.95, 1e-8, 0.1, 700
+    random = rng(seed)
+    start, grads = normal(random, n), normal(random, 4, n)
+    theirs = torch.nn.Parameter(torch.from_numpy(start.copy()))
+    optimizer = torch.optim.AdamW([theirs], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)
+    p, m, v = on(device, start), on(device, np.zeros(n, f32)), on(device, np.zeros(n, f32))
+    P, M, V = start, np.zeros(n, f32), np.zeros(n, f32)             # the same arithmetic in numpy, rounded at the same places
+    one, b1, b2, step_size = f32(1), f32(beta1), f32(beta2), f32(lr)
+    for step, g in enumerate(grads, 1):
+        bias1, bias2 = 1 - beta1**step, 1 - beta2**step
+        kernel[-(-n // 256), 256](p, m, v, on(device, g), n, lr, beta1, beta2, eps, decay, bias1, bias2)
+        theirs.grad = torch.from_numpy(g)
+        optimizer.step()
+        M = b1 * M + (one - b1) * g
+        V = b2 * V + (one - b2) * g * g
+        P = P * (one - step_size * f32(decay)) - step_size * (M / f32(bias1)) / (np.sqrt(V / f32(bias2)) + f32(eps))
+        yield Outcome(f"step {step}", p.cpu().clone(), cpu(P))
+        yield Outcome(f"step {step}, torch's", p.cpu().clone(), theirs.detach().clone(), 1e-6)
+    yield Outcome("m", m.cpu(), cpu(M))
+    yield Outcome("v", v.cpu(), cpu(V))
+
+
+@good("stochastic_round", """
+// Every bit of the result depends on every bit of x.
+__device__ __forceinline__ unsigned scrambled(unsigned x)
+{
+    x ^= x >> 16; x *= 0x7feb352du;
+    x ^= x >> 15; x *= 0x846ca68bu;
+    return x ^ x >> 16;
+}
+extern "C" __global__ void stochastic_round(bf16* out, const float* x, int n, unsigned seed)
+{
+    int first = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
+    for (int i = first; i < first + 4 && i < n; i++) {
+        unsigned bits = __float_as_uint(x[i]);
+        bool finite = (bits & 0x7f800000u) != 0x7f800000u;
+        bf16 up_or_down;
+        up_or_down.bits = (unsigned short)((bits + (scrambled(seed + i) & 0xffffu)) >> 16);
+        out[i] = finite ? up_or_down : as_bf16(x[i]);
+    }
+}
+""")
+def run(kernel, seed, device):
+    for n in (3, 512, 1001):
+        x = normal(rng(seed), n) * f32(10.0) ** rng(seed).integers(-40, 38, n).astype(f32)
+        x[:3] = np.inf, -np.inf, np.nan
+        out = torch.full((n,), -1.0, dtype=torch.bfloat16, device=device)
+        start = 2**32 - 5 + seed                                    # wraps around
+        kernel[-(-n // 512), 128](out, on(device, x), n, start % 2**32)
+        bits = x.view(np.uint32)
+        h = ((np.arange(n, dtype=np.uint64) + start) % 2**32).astype(np.uint32)
+        h ^= h >> 16
+        h *= np.uint32(0x7feb352d)
+        h ^= h >> 15
+        h *= np.uint32(0x846ca68b)
+        h ^= h >> 16
+        want = ((bits + (h & 0xffff)) >> 16).astype(np.uint16)
+        want[:3] = 0x7f80, 0xff80, 0x7fff
+        yield Outcome(f"n = {n}", out.cpu().view(torch.int16), cpu(want.view(np.int16)))
+
+
+@good("embedding_backward", """
+extern "C" __global__ void embedding_backward(
+    float* dweight,                 // (V, C) rows of tokens that do not occur stay as they are
+    const bf16* dout,               // (P, C) gradient of each position's vector
+    const int* order,               // (P) positions sorted by token, those of one token in their order
+    const int* starts,              // (S + 1) where the positions of each distinct token begin in `order`
+    const int* tokens,              // (S) the distinct tokens
+    int C)
+{
+    __shared__ float sums[8][32];
+    int lane = threadIdx.x, warp = threadIdx.y;
+    int first = starts[blockIdx.x], count = starts[blockIdx.x + 1] - first;
+    int channel = blockIdx.y * 32 + lane;
+    if (warp >= count) return;      // whole warps leave before the barrier
+    float sum = 0.0f;
+    for (int k = warp; k < count; k += 8)
+        if (channel < C) sum += as_float(dout[(long long)order[first + k] * C + channel]);
+    sums[warp][lane] = sum;
+    __syncthreads();
+    if (warp == 0 && channel < C) {
+        float total = 0.0f;
+        for (int w = 0; w < 8 && w < count; w++) total += sums[w][lane];
+        dweight[(long long)tokens[blockIdx.x] * C + channel] += total;
+    }
+}
+""")
+def run(kernel, seed, device):
+    for V, P, C in ((5, 1, 1), (40, 64, 48), (9, 150, 33)):
+        random = rng(seed)
+        tokens = torch.from_numpy((random.random(P) ** 2 * V).astype(np.int64))          # small ones more often
+        dout = torch.from_numpy(normal(random, P, C)).bfloat16()
+        start = normal(random, V, C)
+        order = tokens.argsort(stable=True)
+        distinct, counts = tokens.unique(return_counts=True)
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        dweight = on(device, start)
+        kernel[(len(distinct), -(-C // 32)), (32, 8)](
+            dweight, on(device, dout), *(on(device, t.int()) for t in (order, starts, distinct)), C)
+        rows, want = dout.float().numpy()[order.numpy()], start.copy()
+        for token, begin, count in zip(distinct.tolist(), starts.tolist(), counts.tolist()):
+            total = np.zeros(C, f32)
+            for warp in range(min(8, count)):
+                sum_ = np.zeros(C, f32)
+                for row in rows[begin + warp:begin + count:8]:
+                    sum_ = sum_ + row
+                total = total + sum_
+            want[token] = want[token] + total
+        yield Outcome(f"{(V, P, C)}", dweight.cpu(), cpu(want))
+        exact = torch.from_numpy(start).double().index_add(0, tokens, dout.double())
+        yield Outcome(f"{(V, P, C)} in float64", dweight.cpu(), exact, 1e-6)
+
+
+@good("histogram", """
+extern "C" __global__ void histogram(int* bins, const unsigned char* x, int n)
+{
+    __shared__ int local[256];
+    for (int b = threadIdx.x; b < 256; b += blockDim.x) local[b] = 0;
+    __syncthreads();
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) atomicAdd(&local[x[i]], 1);
+    __syncthreads();
+    for (int b = threadIdx.x; b < 256; b += blockDim.x) atomicAdd(&bins[b], local[b]);
+}
+""")
+def run(kernel, seed, device):
+    for n in (1, 1000, 3001):
+        x = (rng(seed).random(n) ** 3 * 256).astype(np.uint8)
+        bins = on(device, np.zeros(256, np.int32))
+        kernel[3, 128](bins, on(device, x), n)
+        yield Outcome(f"n = {n}", bins.cpu(), cpu(np.bincount(x, minlength=256).astype(np.int32)))
+
+
+@good("transpose", """
+extern "C" __global__ void transpose(float* out, const float* in, int rows, int columns)
+{
+    __shared__ float tile[32][33];  // 33: a column's elements lie in 32 different banks
+    int x = blockIdx.x * 32 + threadIdx.x, y = blockIdx.y * 32;
+    for (int k = threadIdx.y; k < 32; k += 8)
+        if (x < columns && y + k < rows) tile[k][threadIdx.x] = in[(y + k) * columns + x];
+    __syncthreads();
+    x = blockIdx.y * 32 + threadIdx.x, y = blockIdx.x * 32;
+    for (int k = threadIdx.y; k < 32; k += 8)
+        if (x < rows && y + k < columns) out[(y + k) * rows + x] = tile[threadIdx.x][k];
+}
+""")
+def run(kernel, seed, device):
+    for rows, columns in ((1, 1), (32, 64), (50, 33)):
+        x = normal(rng(seed), rows, columns)
+        out = on(device, np.full((columns, rows), np.nan, f32))
+        kernel[(-(-columns // 32), -(-rows // 32)), (32, 8)](out, on(device, x), rows, columns)
+        yield Outcome(f"{rows} x {columns}", out.cpu(), cpu(x.T))
+
+
+@good("last_block_sum", """
+extern "C" __global__ void last_block_sum(float* total, volatile float* partial, unsigned* arrived, const float* x, int n)
+{
+    __shared__ float sums[64];
+    __shared__ bool last;
+    int t = threadIdx.x;
+    float sum = 0.0f;
+    for (int i = blockIdx.x * 64 + t; i < n; i += gridDim.x * 64) sum += x[i];
+    sums[t] = sum;
+    __syncthreads();
+    for (int half = 32; half > 0; half /= 2) {
+        if (t < half) sums[t] += sums[t + half];
+        __syncthreads();
+    }
+    if (t == 0) {
+        partial[blockIdx.x] = sums[0];
+        __threadfence();            // whoever sees the counter sees the sum
+        last = atomicAdd(arrived, 1u) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (last && t == 0) {           // always in the order of the blocks
+        float all = 0.0f;
+        for (unsigned b = 0; b < gridDim.x; b++) all += partial[b];
+        total[0] = all;
+        arrived[0] = 0;             // ready for the next launch
+    }
+}
+""")
+def run(kernel, seed, device):
+    arrived = on(device, np.zeros(1, np.int32))
+    for n in (1, 257, 1000):
+        x = normal(rng(seed), n)
+        total, partial = on(device, np.full(1, np.nan, f32)), on(device, np.full(5, np.nan, f32))
+        kernel[5, 64](total, partial, arrived, on(device, x), n)
+        of_block = tree(strided_sums(x, 5, 64))
+        all_ = f32(0)
+        for one in of_block:
+            all_ = all_ + one
+        yield Outcome(f"n = {n}", total.cpu(), cpu(np.array([all_], f32)))
+        yield Outcome(f"n = {n}, partial", partial.cpu(), cpu(of_block))
+        yield Outcome(f"n = {n}, counter", arrived.cpu().clone(), torch.zeros(1, dtype=torch.int32))
+
+
+@good("block_scan", """
+extern "C" __global__ void block_scan(int* out, const int* x, int n)
+{
+    extern __shared__ int both[];   // two rows of blockDim.x: read from one, write into the other
+    int t = threadIdx.x, i = blockIdx.x * blockDim.x + t, from = 0;
+    both[t] = i < n ? x[i] : 0;
+    __syncthreads();
+    for (int offset = 1; offset < blockDim.x; offset *= 2) {
+        int* read = both + from * blockDim.x;
+        int* write = both + (1 - from) * blockDim.x;
+        write[t] = t >= offset ? read[t] + read[t - offset] : read[t];
+        from = 1 - from;
+        __syncthreads();
+    }
+    if (i < n) out[i] = both[from * blockDim.x + t];
+}
+""")
+def run(kernel, seed, device):
+    for n, threads in ((1, 32), (300, 64), (500, 96)):
+        blocks = -(-n // threads)
+        x = rng(seed).integers(-2**20, 2**20, n, dtype=np.int32)
+        out = on(device, np.full(n, -1, np.int32))
+        kernel[blocks, threads, 2 * 4 * threads](out, on(device, x), n)
+        padded = np.zeros(blocks * threads, np.int32)
+        padded[:n] = x
+        want = padded.reshape(blocks, threads).cumsum(1, dtype=np.int32).reshape(-1)[:n]
+        yield Outcome(f"n = {n} by {threads}", out.cpu(), cpu(want))
+
+
+@good("warp_groups", """
+__device__ __forceinline__ int sum_of_group(unsigned mask, int value)
+{
+    int sum = 0;
+    for (unsigned left = mask; left != 0; left &= left - 1) sum += __shfl_sync(mask, value, __ffs(left) - 1);
+    return sum;
+}
+extern "C" __global__ void warp_groups(
+    int* out,                       // (9, n)
+    const int* x, int n)            // a multiple of 32
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x, lane = threadIdx.x % 32, value = x[i];
+    unsigned odd = __ballot_sync(0xffffffffu, value & 1), all_equal = 0;
+    int* to = out + i;
+    if (value & 1) {                // two branches, each with the mask of its own lanes
+        to[0] = sum_of_group(odd, value);
+        to[n] = __any_sync(odd, value > 50) + 2 * __all_sync(odd, value > 2);
+    } else {
+        to[0] = -sum_of_group(~odd, value);
+        to[n] = __any_sync(~odd, value > 60) + 2 * __all_sync(~odd, value > 0);
+    }
+    to[2 * n] = (int)__match_any_sync(0xffffffffu, value / 8);
+    to[3 * n] = __shfl_up_sync(0xffffffffu, value, 3);
+    to[4 * n] = __shfl_down_sync(0xffffffffu, value, 2, 8);
+    to[5 * n] = __shfl_xor_sync(0xffffffffu, value, 5, 16);
+    to[6 * n] = __shfl_sync(0xffffffffu, value, lane + 3, 4);
+    if (lane < 11) {
+        int same;
+        all_equal = __match_all_sync(0x7ffu, value / 64, &same);
+        to[7 * n] = same + __popc(all_equal);
+    } else {
+        to[7 * n] = __clz(value) + (int)__brev(value);
+    }
+    float wide = __shfl_xor_sync(0xffffffffu, 0.5f * value, 1);
+    long long high = __shfl_xor_sync(0xffffffffu, ((long long)value << 33) + lane, 2);
+    to[8 * n] = (int)(2.0f * wide) * 1000 + (int)(high >> 33) + (int)(high & 31);
+}
+""")
+def run(kernel, seed, device):
+    n = 192
+    x = rng(seed).integers(0, 70, n, dtype=np.int32)
+    x[32:64] = 7                                                    # one warp without even values, one without odd ones
+    x[64:96] = 8
+    out = on(device, np.full((9, n), -1, np.int32))
+    kernel[3, 64](out, on(device, x), n)
+    want, lanes = np.zeros((9, n), np.int64), np.arange(32)
+    for first in range(0, n, 32):
+        w = x[first:first + 32].astype(np.int64)
+        to = want[:, first:first + 32]
+        odd = w % 2 == 1
+        to[0] = np.where(odd, w[odd].sum(), -w[~odd].sum())
+        to[1] = np.where(odd, (w[odd] > 50).any() + 2 * (w[odd] > 2).all(), (w[~odd] > 60).any() + 2 * (w[~odd] > 0).all())
+        to[2] = [sum(1 << int(k) for k in lanes[w // 8 == v // 8]) for v in w]
+        to[3] = [w[k - 3] if k >= 3 else w[k] for k in lanes]
+        to[4] = [w[k + 2] if k % 8 + 2 < 8 else w[k] for k in lanes]
+        to[5] = w[lanes ^ 5]
+        to[6] = w[lanes // 4 * 4 + (lanes + 3) % 4]
+        same = len(set(w[:11] // 64)) == 1
+        zeros_and_reversed = [32 - int(v).bit_length() + int(f"{int(v):032b}"[::-1], 2) for v in w]
+        to[7] = np.where(lanes < 11, 12 if same else 0, zeros_and_reversed)
+        to[8] = w[lanes ^ 1] * 1000 + w[lanes ^ 2] + (lanes ^ 2)
+    yield Outcome("rows", out.cpu(), cpu((want % 2**32).astype(np.uint32).view(np.int32)))
+
+
+@good("warp_tree", """
+extern "C" __global__ void warp_tree(int* out, const int* x)
+{
+    __shared__ int cells[96];
+    int lane = threadIdx.x % 32;
+    int* mine = cells + threadIdx.x - lane;                     // the 32 cells of this warp
+    mine[lane] = x[blockIdx.x * 96 + threadIdx.x];
+    __syncwarp();
+    for (int offset = 16; offset > 0; offset /= 2) {
+        if (lane < offset) mine[lane] += mine[lane + offset];
+        __syncwarp();
+    }
+    if (lane == 0) out[blockIdx.x * 3 + threadIdx.x / 32] = mine[0];
+}
+""")
+def run(kernel, seed, device):
+    x = rng(seed).integers(-1000, 1000, (2, 3, 32), dtype=np.int32)
+    out = on(device, np.full(6, -1, np.int32))
+    kernel[2, 96](out, on(device, x))
+    yield Outcome("sums", out.cpu(), cpu(x.sum(2, dtype=np.int32).reshape(6)))
+
+
+@good("difference_in_block", """
+extern "C" __global__ void difference_in_block(float* out, const float* x, int n)
+{
+    __shared__ float here[96];
+    int t = threadIdx.x, i = blockIdx.x * 96 + t;
+    if (i >= n) return;             // never comes to the barrier; nobody waits for it
+    here[t] = x[i];
+    __syncthreads();
+    out[i] = here[t] - (t > 0 ? here[t - 1] : 0.0f);
+}
+""")
+def run(kernel, seed, device):
+    for n in (1, 95, 97, 250):
+        x = normal(rng(seed), n)
+        out = on(device, np.full(n, np.nan, f32))
+        kernel[-(-n // 96), 96](out, on(device, x), n)
+        before = np.concatenate([[f32(0)], x[:-1]]).astype(f32)
+        before[::96] = 0
+        yield Outcome(f"n = {n}", out.cpu(), cpu(x - before))
+
+
+@good("neighbours_3d", """
+extern "C" __global__ void neighbours_3d(int* out, const int* in, int X, int Y, int Z)
+{
+    int x = blockIdx.x * blockDim.x + threadIdx.x, y = blockIdx.y * blockDim.y + threadIdx.y;
+    int z = blockIdx.z * blockDim.z + threadIdx.z, at = (z * Y + y) * X + x, sum = 0;
+    if (x >= X || y >= Y || z >= Z) return;
+    if (x > 0) sum += in[at - 1];
+    if (x + 1 < X) sum += in[at + 1];
+    if (y > 0) sum += in[at - X];
+    if (y + 1 < Y) sum += in[at + X];
+    if (z > 0) sum += in[at - X * Y];
+    if (z + 1 < Z) sum += in[at + X * Y];
+    out[at] = sum;
+}
+""")
+def run(kernel, seed, device):
+    for Z, Y, X in ((1, 1, 1), (5, 6, 9)):
+        cube = rng(seed).integers(1, 1000, (Z, Y, X), dtype=np.int32)
+        out = on(device, np.full((Z, Y, X), -1, np.int32))
+        kernel[(2, 2, 3), (8, 4, 2)](out, on(device, cube), X, Y, Z)
+        p = np.pad(cube, 1)
+        want = sum(np.roll(p, by, axis)[1:-1, 1:-1, 1:-1] for by in (-1, 1) for axis in (0, 1, 2))
+        yield Outcome(f"{Z} x {Y} x {X}", out.cpu(), cpu(want.astype(np.int32)))
+
+
+@good("atomic_kinds", """
+extern "C" __global__ void atomic_kinds(int* r, unsigned long long* wide, const int* x, int n)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    atomicAdd(&r[0], x[i]);
+    atomicSub(&r[1], x[i]);
+    atomicMin(&r[2], x[i]);
+    atomicMax(&r[3], x[i]);
+    atomicAnd(&r[4], x[i]);
+    atomicOr(&r[5], x[i]);
+    atomicXor(&r[6], x[i]);
+    int old = 0, seen;              // a guess; what is really there comes back from the first try
+    do { seen = old; old = atomicCAS(&r[7], seen, (seen + x[i]) & 1023); } while (old != seen);
+    atomicAdd(&wide[0], (unsigned long long)(unsigned)x[i] << 20);
+}
+""")
+def run(kernel, seed, device):
+    x = rng(seed).integers(-2**20, 2**20, 500, dtype=np.int32)
+    start = np.array([0, 0, 2**30, -2**30, -1, 0, 0, 0], np.int32)
+    r, wide = on(device, start), on(device, np.zeros(1, np.int64))
+    kernel[4, 128](r, wide, on(device, x), len(x))
+    bitwise = [f.reduce(x) for f in (np.bitwise_and, np.bitwise_or, np.bitwise_xor)]
+    want = [x.sum(), -x.sum(), x.min(), x.max(), *bitwise, x.sum() & 1023]
+    yield Outcome("32 bits", r.cpu(), cpu(np.array(want).astype(np.int32)))
+    total = sum(int(v) % 2**32 << 20 for v in x)
+    yield Outcome("64 bits", wide.cpu(), torch.tensor([total]))
+
+
+@good("atomic_sum", """
+extern "C" __global__ void atomic_sum(float* total, const float* x, int n)
+{
+    float sum = 0.0f;
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) sum += x[i];
+    atomicAdd(total, sum);          // in whatever order the threads come: the last bits differ from run to run
+}
+""", ordered=False)
+def run(kernel, seed, device):
+    for n in (1, 1000, 3000):
+        x = np.abs(normal(rng(seed), n))
+        total = on(device, np.zeros(1, f32))
+        kernel[4, 64](total, on(device, x), n)
+        yield Outcome(f"n = {n}", total.cpu(), cpu(x.astype(np.float64).sum()[None]), 1e-5)
+
+
+# ---- the kernels of kernels_cu --------------------------------------------------------------------------------------
+
+OURS: "dict[tuple[str, str], Callable]" = {}       # (file, kernel) -> run
+
+
+def ours(file, name):
+    def enter(run):
+        OURS[file, name] = run
+        return run
+    return enter
+
+
+def _grad_dtype(kernel):
+    return {"float": torch.float32, "bf16": torch.bfloat16}[kernel.defines.get("GRAD_T", "float")]
+
+
+def _pair_of(random, n, dtype, device, skip):
+    """(acc, grad) of n elements that start `skip` elements behind an allocation, and their sum."""
+    acc, grad = torch.from_numpy(normal(random, n + skip)), torch.from_numpy(normal(random, n + skip)).to(dtype)
+    return acc.to(device, copy=True)[skip:], grad.to(device, copy=True)[skip:], (acc + grad.float())[skip:]
+
+
+@ours("accumulate", "accumulate_v1")
+def run(kernel, seed, device):
+    for n, skip in ((1, 0), (255, 0), (257, 1), (1000, 3)):
+        acc, grad, want = _pair_of(rng(seed), n, _grad_dtype(kernel), device, skip)
+        kernel[-(-n // 256), 256](acc, grad, n)
+        yield Outcome(f"n = {n}, {skip} behind", acc.cpu(), want)
+
+
+@ours("accumulate", "accumulate_v2")
+def run(kernel, seed, device):
+    for n, skip, blocks in ((4, 0, 1), (1024, 4, 2), (5000, 0, 3)):
+        acc, grad, want = _pair_of(rng(seed), n, _grad_dtype(kernel), device, skip)
+        kernel[blocks, 128](acc, grad, n)
+        yield Outcome(f"n = {n}, {skip} behind", acc.cpu(), want)
+
+
+@ours("accumulate", "accumulate_v3")
+def run(kernel, seed, device):
+    """Six tensors, one without a gradient, one whose gradient lies at an odd address; in one launch, and in two."""
+    chunk, dtype, random = 4096, _grad_dtype(kernel), rng(seed)
+    sizes, skips = (10, 4096, 9000, 4096, 5000, 3), (0, 0, 0, 1, 0, 2)
+    padded = [-(-n // chunk) * chunk for n in sizes]
+    offsets = np.cumsum([0, *padded])
+    rows = [(i, min(chunk, n - k * chunk), k, offsets[i] // chunk + k)
+            for i, n in enumerate(sizes) for k in range(padded[i] // chunk)]
+    table = on(device, np.array(rows, np.int32))
+    start = torch.from_numpy(normal(random, int(offsets[-1])))
+    grads = [None if i == 1 else torch.from_numpy(normal(random, n + skip)).to(device, dtype, copy=True)[skip:]
+             for i, (n, skip) in enumerate(zip(sizes, skips))]
+    want = start.clone()
+    for g, n, at in zip(grads, sizes, offsets):
+        if g is not None:
+            want[at:at + n] += g.cpu().float()
+    for launches in ([(0, 6)], [(0, 2), (2, 6)]):
+        acc = start.to(device, copy=True)
+        for first, last in launches:
+            addresses = [0 if g is None else g.data_ptr() for g in grads[first:last]]
+            within = [k for k, row in enumerate(rows) if first <= row[0] < last]
+            kernel[len(within), 512](acc, table, within[0], first, struct.pack("256Q", *addresses, *[0] * (256 - len(addresses))),
+                                     tensors=[g for g in grads[first:last] if g is not None])
+        yield Outcome(f"launches of {launches}", acc.cpu(), want)

@@ -1,0 +1,374 @@
+"""Each planted bug is named with its line, a correct kernel never is, and what is taken away from a correct kernel is noticed."""
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from simt_cases import BUGS, GOOD, OURS, Call, Outcome, marked, program, same_bits
+
+import gpuaccel as ga
+from gpuaccel.exercises import BLOCK, EXERCISES
+from gpuaccel.kernel import kernel_root
+from gpuaccel.source import kernel_names, without_comments
+
+CLANG = "clang" in os.environ.get("GPUACCEL_CXX", "")
+# What is reported otherwise when clang++ compiles: bug -> why.
+CLANG_DIFFERS: "dict[str, str]" = {}
+ERRORS = [name for name, bug in BUGS.items() if not bug.note]
+NOTES = [name for name, bug in BUGS.items() if bug.note]
+BUG_TEXT, BUG_STARTS = program([bug.source for bug in BUGS.values()])
+BUG_START = dict(zip(BUGS, BUG_STARTS))
+GOOD_TEXT = program([good.source for good in GOOD.values()])[0]
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu():
+    with ga.use_backend("simt"):
+        yield
+
+
+def launch(kernel, call: Call):
+    kernel[call.grid, call.block, call.shared](*call.args, tensors=call.tensors)
+
+
+def tensors_of(call: Call):
+    return [a for a in (*call.args, *call.tensors) if isinstance(a, torch.Tensor)]
+
+
+def lines_of(bug, mark):
+    return {line + BUG_START[bug.name] for line in marked(bug.source)[mark]}
+
+
+def differs(bug, expect, report) -> "str | None":
+    """In which way a report is not the expected one; None: it is."""
+    if report.kind not in expect.kinds:
+        return f"kind {report.kind!r}, expected one of {expect.kinds}"
+    lines, others = lines_of(bug, expect.at), lines_of(bug, expect.other) if expect.other else {None}
+    if not ((report.line in lines and report.other_line in others) or (report.other_line in lines and report.line in others)):
+        return f"lines {report.line} and {report.other_line}, expected {lines} and {others}"
+    for field in ("tensor", "element", "thread", "block"):
+        wanted, found = getattr(expect, field), getattr(report, field)
+        if wanted is not None and wanted != found:
+            return f"{field} {found!r}, expected {wanted!r}"
+    return None
+
+
+def caught(name):
+    """(what the launch of a planted bug raised, the call, copies of its tensors from before)."""
+    bug, call = BUGS[name], BUGS[name].call()
+    before = [t.clone() for t in tensors_of(call)]
+    with ga.checked(seconds=bug.seconds), pytest.raises(ga.KernelError) as info:
+        launch(ga.compile(BUG_TEXT, name), call)
+    return info.value, call, before
+
+
+# ---- planted bugs ---------------------------------------------------------------------------------------------------
+
+def test_there_are_enough_bugs_and_each_marks_its_lines():
+    assert len(BUGS) >= 22 and len(GOOD) >= 14
+    for bug in BUGS.values():
+        marks = marked(bug.source)
+        assert {e.at for e in bug.expects} | {e.other for e in bug.expects if e.other} == set(marks), bug.name
+        assert all(len(lines) == 1 for lines in marks.values()), bug.name
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_planted_bug_is_named_with_its_line(name):
+    if CLANG and name in CLANG_DIFFERS:
+        pytest.skip(f"with clang++: {CLANG_DIFFERS[name]}")
+    error, call, before = caught(name)
+    bug, reports = BUGS[name], error.reports
+    print(error)
+    for expect in bug.expects:
+        wrong = [differs(bug, expect, report) for report in reports]
+        assert None in wrong, f"nothing reported is {expect}: {wrong}\n{error}"
+    for report in reports:
+        wrong = [differs(bug, expect, report) for expect in bug.expects]
+        assert None in wrong, f"{report} was not expected: {wrong}\n{error}"
+        assert report.count >= 1 and f"line {report.line}" in str(error)
+        assert report.message and source_text(report.line) in str(error), f"the source of line {report.line} is not shown:\n{error}"
+        if report.kind == "race":
+            assert (report.thread, report.block) != (report.other_thread, report.other_block), report
+            assert source_text(report.other_line) in str(error)
+    assert len({(r.kind, r.line) for r in reports}) == len(reports), f"several reports of one kind and line:\n{error}"
+    for tensor, copy in zip(tensors_of(call), before):
+        assert same_bits(tensor, copy), f"a tensor was changed: {tensor} was {copy}"
+
+
+def source_text(line):
+    return BUG_TEXT.split("\n")[line - 1].strip()
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_a_write_through_const_is_noted_and_the_launch_succeeds(name):
+    bug, call = BUGS[name], BUGS[name].call()
+    line, = lines_of(bug, "BUG")
+    with ga.checked(), pytest.warns(UserWarning, match=rf"{name}: .*line {line}: .*const"):
+        launch(ga.compile(BUG_TEXT, name), call)
+    out, x = tensors_of(call)
+    assert torch.equal(out, torch.arange(1.0, 33)) and not x.any()
+
+
+def test_the_process_goes_on_after_every_error():
+    """Errors of each kind one after the other, correct launches in between."""
+    x = torch.ones(64)
+    add = ga.compile('extern "C" __global__ void add(float* x) { __shared__ float s[64]; s[threadIdx.x] = x[threadIdx.x]; '
+                     '__syncthreads(); x[threadIdx.x] += s[63 - threadIdx.x]; }')
+    for n, name in enumerate(ERRORS):
+        caught(name)
+        with ga.checked():
+            add[1, 64](x)
+        assert x.eq(2.0**(n + 1)).all(), f"after {name}"
+
+
+def test_a_tensor_nobody_named_is_a_far_address():
+    """The addresses in a table or struct have to be named: tensors=[...]."""
+    bug = BUGS["past_end_in_a_struct"]
+    call = bug.call()
+    keep = call.tensors                                             # alive, but not named
+    with ga.checked(), pytest.raises(ga.KernelError, match="tensors=") as info:
+        launch(ga.compile(BUG_TEXT, bug.name), Call(call.grid, call.block, call.args))
+    assert [(r.kind, r.thread) for r in info.value.reports] == [("far", (0, 0, 0))] and len(keep) == 2
+
+
+# ---- correct kernels ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_correct_kernel_gets_no_report_and_the_bits_of_the_fast_mode(name, recwarn):
+    good, kernel = GOOD[name], ga.compile(GOOD_TEXT, name)
+    with ga.checked():
+        seen = list(good.run(kernel, 0, "cpu"))
+    with ga.checked(False):
+        fast = list(good.run(kernel, 0, "cpu"))
+    assert not recwarn.list, recwarn.list[0].message
+    for one, two in zip(seen, fast, strict=True):
+        assert one.right, f"checked: {one}"
+        assert two.right, f"fast: {two}"
+        assert same_bits(one.got, two.got) or not good.ordered, f"{one.label}: checked and fast differ"
+
+
+@pytest.mark.parametrize("grad_t", ["float", "bf16"])
+@pytest.mark.parametrize("file, name", OURS)
+def test_our_own_kernels_get_no_report(file, name, grad_t):
+    with ga.checked():
+        for outcome in OURS[file, name](ga.Kernel(file, name, GRAD_T=grad_t), 0, "cpu"):
+            assert outcome.right, outcome
+
+
+def test_tensors_that_share_memory_stay_one():
+    """In place, and two overlapping views: copies for the checks must not tear them apart."""
+    add, x = ga.compile(GOOD_TEXT, "vec_add"), torch.arange(301.0)
+    with ga.checked():
+        add[2, 256](x, x, x, 301)
+        assert torch.equal(x, 2 * torch.arange(301.0))
+        add[1, 150](x[150:300], x[:150], x[1:151], 150)
+    assert torch.equal(x[:150], 2 * torch.arange(150.0)) and torch.equal(x[150:300], 4 * torch.arange(150.0) + 2) and x[300] == 600
+
+
+def test_an_empty_tensor_is_no_problem():
+    add, empty = ga.compile(GOOD_TEXT, "vec_add"), torch.zeros(0)
+    with ga.checked():
+        add[1, 32](empty, empty, empty, 0)
+    with ga.checked(), pytest.raises(ga.KernelError) as info:
+        add[1, 32](torch.zeros(1), empty, empty, 1)
+    assert {r.kind for r in info.value.reports} <= {"null", "out of bounds"}
+
+
+def test_results_are_copied_back_into_views_and_nowhere_else():
+    add, whole = ga.compile(GOOD_TEXT, "vec_add"), torch.zeros(100)
+    a = torch.arange(100.0)
+    with ga.checked():
+        add[1, 64](whole[20:70], a[20:70], a[:50], 50)
+    assert torch.equal(whole[20:70], a[20:70] + a[:50]) and not whole[:20].any() and not whole[70:].any()
+
+
+# ---- modes ----------------------------------------------------------------------------------------------------------
+
+def test_kernels_from_strings_are_checked_by_default_and_files_are_not(monkeypatch):
+    monkeypatch.delenv("GPUACCEL_SIMT", raising=False)
+    bug = BUGS["sum_without_atomic"]
+    with pytest.raises(ga.KernelError):
+        launch(ga.compile(BUG_TEXT, bug.name), bug.call())
+    with ga.checked(False):
+        launch(ga.compile(BUG_TEXT, bug.name), bug.call())          # a race harms nobody here
+    monkeypatch.setenv("GPUACCEL_SIMT", "fast")
+    launch(ga.compile(BUG_TEXT, bug.name), bug.call())
+    monkeypatch.setenv("GPUACCEL_SIMT", "checked")
+    with pytest.raises(ga.KernelError):
+        launch(ga.compile(BUG_TEXT, bug.name), bug.call())
+
+
+FAST_FAULTS = {"null_pointer": "null", "wild_address": "far", "division_by_zero": "division by zero", "waits_for_ever": "time limit",
+               "too_deep": "stack overflow", "barrier_against_shuffle": "deadlock", "lane_outside_its_mask": "shuffle", "gives_up": "trap"}
+
+
+def test_in_fast_mode_what_stops_a_kernel_becomes_an_error_with_its_line():
+    """In a process of its own: this is a seat belt, and the test wants to see it hold."""
+    code = ("import sys; sys.path.insert(0, 'tests')\nimport gpuaccel as ga, test_simt_checks as t\n"
+            "ga.use_backend('simt'), ga.checked(False)\n"
+            "for name in t.FAST_FAULTS:\n"
+            "    with ga.checked(False, seconds=t.BUGS[name].seconds):\n"
+            "        try:\n            t.launch(ga.compile(t.BUG_TEXT, name), t.BUGS[name].call())\n            print(name, 'nothing', 0, sep='|')\n"
+            "        except ga.KernelError as error:\n            r, = error.reports\n            print(name, r.kind, r.line, sep='|')\n"
+            "print(list(t.GOOD['vec_add'].run(ga.compile(t.GOOD_TEXT, 'vec_add'), 0, 'cpu'))[-1].right)")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, cwd=pathlib.Path(__file__).parents[1])
+    assert run.returncode == 0, run.stdout + run.stderr
+    *rows, alive = run.stdout.split()[:0] or run.stdout.strip().split("\n")
+    got = {name: (kind, int(line)) for name, kind, line in (row.split("|") for row in rows)}
+    assert alive == "True"
+    for name, kind in FAST_FAULTS.items():
+        lines = set().union(*(lines_of(BUGS[name], mark) for mark in marked(BUGS[name].source)))
+        assert got[name][0] == kind and got[name][1] in lines, f"{name}: {got[name]}, expected {kind} at {lines}"
+
+
+# ---- the other compiler ---------------------------------------------------------------------------------------------
+
+@pytest.mark.skipif(CLANG or not shutil.which("clang++"), reason="clang++ is not installed, or is what compiles already")
+def test_clang_finds_the_same():
+    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "planted or correct_kernel or our_own"],
+                         env={**os.environ, "GPUACCEL_CXX": "clang++"}, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+
+
+# ---- what is removed is noticed -------------------------------------------------------------------------------------
+
+ATOMICS = {"Add": "+", "Sub": "-", "And": "&", "Or": "|", "Xor": "^"}
+# (kernel, change) -> why neither the checks nor the values show it. The test fails when one of these starts to be noticed.
+UNNOTICED: "dict[tuple[str, str], str]" = {}
+
+
+def closing(text, at):
+    """Index of the parenthesis that closes the one at `at`."""
+    depth = 0
+    for i in range(at, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[i], 0)
+        if depth == 0:
+            return i
+    raise ValueError(text[at:at + 40])
+
+
+def parts(text, separator):
+    """(start, end) of the pieces between separators that are outside all brackets."""
+    depth, start, found, i = 0, 0, [], 0
+    while i < len(text):
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(text[i], 0)
+        if depth == 0 and text.startswith(separator, i):
+            found.append((start, i))
+            i = start = i + len(separator)
+        else:
+            i += 1
+    return [*found, (start, len(text))]
+
+
+def changes(source):
+    """Every (start, end, replacement) that takes one barrier, fence, atomic or bound out of a kernel's source."""
+    text = without_comments(source)
+    for m in re.finditer(r"__syncthreads\(\);|__syncwarp\([^()]*\);|__threadfence\(\);", text):
+        yield m.start(), m.end(), ";"
+    for m in re.finditer(rf"\batomic({'|'.join(ATOMICS)})\(", text):             # the value before, as the atomic gives it, but in three steps
+        end = closing(text, m.end() - 1)
+        (_, split), (after, stop) = parts(text[m.end():end], ",")
+        target, value = text[m.end():m.end() + split].strip(), text[m.end() + after:m.end() + stop].strip()
+        place = target[1:] if target[0] == "&" else f"(*{target})"
+        old = f"before_{m.start()}"
+        yield m.start(), end + 1, f"([&] {{ auto {old} = {place}; {place} = {old} {ATOMICS[m[1]]} ({value}); return {old}; }}())"
+    for m in re.finditer(r"\bif \(", text):
+        end = closing(text, m.end() - 1)
+        leaves = re.match(r"\s*return;", text[end + 1:])
+        for start, stop in parts(text[m.end():end], "||" if leaves else "&&"):
+            yield m.end() + start, m.end() + stop, "false" if leaves else "true"
+    for m in re.finditer(r"\bfor \(", text):
+        head = text[m.end():closing(text, m.end() - 1)]
+        (_, _), (start, stop), _ = parts(head, ";")
+        for a, b in parts(head[start:stop], "&&"):
+            if " < " in head[start + a:start + b]:
+                at = m.end() + start + a + head[start + a:start + b].index(" < ")
+                yield at, at + 3, " <= "
+    for m in re.finditer(r"[\w.]+ (?:<|>|<=|>=) [\w.]+(?= \?)", text):
+        yield m.start(), m.end(), "true"
+
+
+def body(source, kernel):
+    """(start, end) of a kernel's text within its source."""
+    text = without_comments(source)
+    start = re.search(rf"\b{kernel}\s*\(", text).start()
+    end = text.index("{", closing(text, text.index("(", start)))
+    depth = 0
+    for i in range(end, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return start, i + 1
+
+
+def mutants(kernel, source):
+    """(change in words, changed source) for a kernel; other kernels in the same source are left alone."""
+    skip = [body(source, other) for other in kernel_names(source) if other != kernel]
+    words = {}
+    for start, end, new in sorted(changes(source)):
+        if any(a <= start < b for a, b in skip):
+            continue
+        line = source.rfind("\n", 0, start) + 1, source.find("\n", end)
+        was, now = source[start:end].strip(), "" if new == ";" else "plain" if new.startswith("([&]") else new.strip()
+        where = re.sub(r"\s*//.*", "", source[line[0]:line[1]]).strip()
+        what = f"{was} -> {now or 'nothing'} in `{where}`" if where != was else f"{was} -> {now or 'nothing'}"
+        words[what] = words.get(what, 0) + 1
+        yield what + (f" ({words[what]})" if words[what] > 1 else ""), source[:start] + new + source[end:]
+
+
+def renamed(source, suffix):
+    """The source with a suffix behind every name that it defines, so that many copies fit into one program."""
+    text = without_comments(source)
+    names = {*kernel_names(source), *re.findall(r"__device__[^;{(]*?\b(\w+)\s*\(", text), *re.findall(r"\bstruct (\w+)\s*\{", text)}
+    return re.sub(rf"\b({'|'.join(sorted(names))})\b", rf"\1{suffix}", source)
+
+
+def exercise_run(task):
+    """A `run` as the correct kernels have one, on the exercise's own random data."""
+    def run(kernel, seed, device):
+        for n in (1, 255, 257, 1003):
+            case = task.data(n, torch.Generator().manual_seed(seed))
+            out = case.out.clone()
+            kernel[-(-n // (BLOCK * task.per_thread)), BLOCK](out, *case.inputs, *case.numbers, n)
+            yield Outcome(f"n = {n}", out, case.expected, 1e-7)
+    return run
+
+
+SUBJECTS = {name: (good.source, good.run) for name, good in GOOD.items()}
+SUBJECTS |= {name: ((kernel_root() / f"{file}.cu").read_text(), run) for (file, name), run in OURS.items()}
+SUBJECTS |= {task.name: (task.solution, exercise_run(task)) for task in EXERCISES.values() if task.params}
+MUTANTS = [(name, what, text) for name, (source, _) in SUBJECTS.items() for what, text in mutants(name, source)]
+MUTANT_TEXT = "\n".join(renamed(text, f"_{k}") for k, (_, _, text) in enumerate(MUTANTS))
+
+
+def test_each_kernel_has_something_to_remove():
+    assert len(MUTANTS) >= 40
+    assert {name for name, _, _ in MUTANTS} >= {*(name for _, name in OURS), *(t.name for t in EXERCISES.values() if t.params)}
+    assert set(UNNOTICED) <= {(name, what) for name, what, _ in MUTANTS}, "an entry of UNNOTICED is no mutant any more"
+
+
+def noticed(kernel, run) -> "str | None":
+    """How a changed kernel is found out: by the checks, or by a value on one of three sets of data."""
+    for seed in range(3):
+        try:
+            with ga.checked(seconds=5):
+                for outcome in run(kernel, seed, "cpu"):
+                    if not outcome.right:
+                        return f"values: {outcome}"
+        except ga.KernelError as error:
+            return str(error)
+    return None
+
+
+@pytest.mark.parametrize("k", range(len(MUTANTS)), ids=[f"{name}: {what}" for name, what, _ in MUTANTS])
+def test_what_is_removed_is_noticed(k):
+    name, what, _ = MUTANTS[k]
+    found = noticed(ga.compile(MUTANT_TEXT, f"{name}_{k}"), SUBJECTS[name][1])
+    print(found)
+    if (name, what) in UNNOTICED:
+        assert found is None, f"listed as unnoticed, but now it is noticed; remove it from UNNOTICED:\n{found}"
+    else:
+        assert found, f"{name} is as good as before with {what}: neither a report nor a wrong value"

@@ -1,0 +1,213 @@
+"""The same .cu on the CPU gives what its reference gives, and on a machine with a GPU the same bits as the GPU. And it is quick."""
+import time
+
+import pytest
+import torch
+from simt_cases import BUGS, GOOD, OURS, program, same_bits
+
+import gpuaccel as ga
+from gpuaccel.exercises import BLOCK, EXERCISES
+
+TEXT = program([good.source for good in GOOD.values()])[0]
+KERNEL_EXERCISES = [e for e in EXERCISES.values() if e.params]
+# No contraction on either side: then each operation is rounded once, by the rules of IEEE 754, and the bits have to agree. That
+# holds for division and sqrtf too, which NVRTC rounds correctly by default. Integers, shuffles and fixed orders change nothing.
+# The exception is atomic_sum: float atomics add in the order in which threads arrive, so that the last bits are nobody's.
+NO_FMA = ("-fmad=false",)
+
+
+@pytest.fixture
+def simt():
+    """Fast mode on the CPU, also on a machine with a GPU."""
+    with ga.use_backend("simt"), ga.checked(False):
+        yield
+
+
+def ours(file, name, grad_t, **more):
+    return ga.Kernel(file, name, GRAD_T=grad_t, **more)
+
+
+# ---- against the reference ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_correct_kernel_on_the_cpu_is_right(simt, name):
+    kernel = ga.compile(TEXT, name)
+    for seed in range(3):
+        outcomes = list(GOOD[name].run(kernel, seed, "cpu"))
+        assert outcomes
+        for outcome in outcomes:
+            assert outcome.right, f"seed {seed}, {outcome}"
+
+
+@pytest.mark.parametrize("grad_t", ["float", "bf16"])
+@pytest.mark.parametrize("file, name", OURS)
+def test_our_own_kernel_on_the_cpu_is_right(simt, file, name, grad_t):
+    for seed in range(3):
+        for outcome in OURS[file, name](ours(file, name, grad_t), seed, "cpu"):
+            assert outcome.right, f"seed {seed}, {outcome}"
+
+
+def test_every_kernel_of_kernels_cu_is_tried_here():
+    there = {(path.stem, name) for path in ga.kernel.kernel_files() for name in ga.kernel_names(path.read_text())}
+    assert there == set(OURS)
+
+
+@pytest.mark.parametrize("task", KERNEL_EXERCISES, ids=lambda e: e.name)
+def test_the_solution_of_an_exercise_on_the_cpu_is_right(simt, task):
+    kernel = ga.compile(task.solution, task.name)
+    for n in (1, 255, 256, 257, 1000, 100_003):
+        case = task.data(n, torch.Generator().manual_seed(n))
+        kernel[-(-n // (BLOCK * task.per_thread)), BLOCK](case.out, *case.inputs, *case.numbers, n)
+        difference = (case.out.double() - case.expected).abs()
+        assert (difference <= case.expected.abs() * 2.0**-23 + 1e-30).all(), f"n = {n}: {difference.max():.3g}"
+
+
+def test_one_worker_and_many_give_the_same_bits(simt, monkeypatch):
+    """Blocks are spread over cores; where no float atomics are, that must not be seen. 512 blocks, on one core and on all."""
+    x = torch.randn(131_072, generator=torch.Generator().manual_seed(0))
+    kernel, partials = ga.compile(TEXT, "sumsq_tree"), []
+    for cores in (1, 1, 2, 2, 2):
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        partials.append(torch.empty(512))
+        kernel[512, 128](partials[-1], x, len(x))
+    assert all(same_bits(partials[0], p) for p in partials)
+
+
+# ---- what runs on the CPU also compiles for a GPU -------------------------------------------------------------------
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
+@pytest.mark.parametrize("cases", [GOOD, BUGS], ids=["correct", "planted bugs"])
+def test_every_case_compiles_for_gpus(cases, arch):
+    """Not one of the planted bugs is refused by NVRTC: a compiler finds none of them."""
+    for case in cases.values():
+        assert ga.compile(case.source, case.name).cubin(arch)[:4] == b"\x7fELF", case.name
+
+
+@pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
+def test_every_exercise_and_kernel_compiles_for_gpus(arch):
+    for task in KERNEL_EXERCISES:
+        for source in (task.stub, task.solution, *task.wrong.values()):
+            assert ga.compile(source, task.name).cubin(arch)[:4] == b"\x7fELF", task.name
+    for file, name in OURS:
+        for grad_t in ("float", "bf16"):
+            assert ours(file, name, grad_t, options=NO_FMA).cubin(arch)[:4] == b"\x7fELF", name
+
+
+# ---- on a GPU: the same kernels, the same inputs --------------------------------------------------------------------
+
+def both(run, kernel, seed):
+    """Pairs (on the GPU, on the CPU) of outcomes."""
+    with ga.use_backend("cuda"):
+        gpu = list(run(kernel, seed, "cuda"))
+    with ga.use_backend("simt"), ga.checked(False):
+        cpu = list(run(kernel, seed, "cpu"))
+    return list(zip(gpu, cpu, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GOOD)
+def test_gpu_and_cpu_give_the_same_bits(name):
+    good = GOOD[name]
+    kernel = ga.compile(good.source, name, options=NO_FMA)
+    for seed in range(3):
+        for gpu, cpu in both(good.run, kernel, seed):
+            assert gpu.right, f"cuda, seed {seed}: {gpu}"
+            assert cpu.right, f"simt, seed {seed}: {cpu}"
+            assert not good.ordered or same_bits(gpu.got, cpu.got), f"seed {seed}, {gpu.label}: cuda and simt differ"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grad_t", ["float", "bf16"])
+@pytest.mark.parametrize("file, name", OURS)
+def test_gpu_and_cpu_give_the_same_bits_for_our_own_kernels(file, name, grad_t):
+    for gpu, cpu in both(OURS[file, name], ours(file, name, grad_t, options=NO_FMA), 0):
+        assert gpu.right and cpu.right and same_bits(gpu.got, cpu.got), f"{gpu}; {cpu}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, tolerance", [("adamw", 1e-6), ("sumsq_tree", 1e-6), ("sumsq_shuffle", 1e-6)])
+def test_gpu_with_contraction_stays_close(name, tolerance):
+    """a * b + c in one rounding instead of two: what users of the GPU get. A few units in the last place away, no more."""
+    for gpu, cpu in both(GOOD[name].run, ga.compile(GOOD[name].source, name), 0):
+        bound = tolerance * cpu.got.double().abs().max()
+        difference = (gpu.got.double() - cpu.got.double()).abs().max()
+        assert difference <= bound, f"{gpu.label}: {difference:.3g} of {bound:.3g}"
+
+
+@pytest.mark.gpu
+def test_gpu_machine_also_runs_and_checks_kernels_on_the_cpu():
+    kernel = ga.compile(TEXT, "transpose")
+    with ga.use_backend("simt"), ga.checked():
+        assert all(outcome.right for outcome in GOOD["transpose"].run(kernel, 0, "cpu"))
+    bug = BUGS["read_past_end"]
+    call = bug.call()
+    with ga.use_backend("simt"), ga.checked(), pytest.raises(ga.KernelError, match="out of bounds|outside|x\\[1000\\]"):
+        ga.compile(bug.source)[call.grid, call.block](*call.args)
+
+
+# ---- time -----------------------------------------------------------------------------------------------------------
+
+def least(work, runs, clock=time.process_time):
+    """The least seconds of many runs; other programs can only add. process_time: what all cores together spent."""
+    best = float("inf")
+    for _ in range(runs):
+        start = clock()
+        work()
+        best = min(best, clock() - start)
+    return best
+
+
+def test_a_million_elements_copied_and_added_take_less_than_2_ms_of_one_core(simt):
+    n = 1 << 20
+    add = ga.compile('extern "C" __global__ void copy_add(float4* out, const float4* a, const float4* b, int n) {\n'
+                     "    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n / 4; i += gridDim.x * blockDim.x) {\n"
+                     "        float4 x = a[i], y = b[i];\n        out[i] = make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);\n    }\n}")
+    a, b, out = torch.randn(n), torch.randn(n), torch.empty(n)
+    seconds = {}
+    for blocks in (1024, 128):                                      # one group of four per thread, and eight
+        launch = add[blocks, 256]
+        launch(out, a, b, n)
+        seconds[blocks] = least(lambda: launch(out, a, b, n), 60)
+        assert torch.equal(out, a + b)
+    v2, acc = ours("accumulate", "accumulate_v2", "float"), torch.zeros(n)
+    seconds["accumulate_v2"] = least(lambda: v2[1024, 256](acc, a, n), 60)
+    print("float4, 1 M elements, of one core:", ", ".join(f"{what}: {1e3 * s:.2f} ms" for what, s in seconds.items()))
+    assert max(seconds.values()) < 2e-3, seconds
+
+
+def test_a_barrier_takes_less_than_30_ns_per_thread(simt):
+    rounds, threads = 2000, 256
+    kernel = ga.compile('extern "C" __global__ void wait(int* x, int rounds) { for (int k = 0; k < rounds; k++) __syncthreads(); '
+                        "x[threadIdx.x] = rounds; }")
+    x = torch.zeros(threads, dtype=torch.int32)
+    kernel[1, threads](x, rounds)
+    seconds = least(lambda: kernel[1, threads](x, rounds), 20)
+    ns = 1e9 * seconds / (rounds * threads)
+    print(f"__syncthreads: {ns:.1f} ns per thread")
+    assert x.eq(rounds).all() and ns < 30
+
+
+def test_a_kernel_compiles_in_less_than_a_second(simt):
+    """Compiler, linker and loader, nothing cached; the runtime itself is compiled once per machine, before."""
+    x = torch.ones(32)
+    ga.compile('extern "C" __global__ void k(float* x) { x[threadIdx.x] += 1.0f; }')[1, 32](x)
+    source = (ga.kernel.kernel_root() / "accumulate.cu").read_text()
+    seconds = []
+    for checked in (False, False, False, True, True):
+        kernel = ga.compile(f"// {time.time_ns()}\n{source}", "accumulate_v1")
+        with ga.checked(checked):
+            start = time.perf_counter()
+            kernel[1, 32](x, torch.ones(32), 32)
+            seconds.append(time.perf_counter() - start)
+    print(f"accumulate.cu, three kernels: fast {min(seconds[:3]):.2f} s, checked {min(seconds[3:]):.2f} s")
+    assert x.eq(7).all() and min(seconds[:3]) < 1 and min(seconds[3:]) < 1, seconds
+
+
+def test_a_launch_costs_little(simt):
+    kernel = ga.compile('extern "C" __global__ void k(float* x) { x[threadIdx.x] += 1.0f; }')
+    x = torch.zeros(32)
+    launch = kernel[1, 32]
+    launch(x)
+    seconds = least(lambda: [launch(x) for _ in range(200)], 10) / 200
+    print(f"a launch: {1e6 * seconds:.1f} us")
+    assert x.eq(2001).all() and seconds < 100e-6
