@@ -23,3 +23,11 @@ def pytest_sessionfinish():
     if _cache and os.environ.get("PYTEST_XDIST_WORKER") is None:
         import shutil
         shutil.rmtree(_cache, ignore_errors=True)
+
+
+@pytest.fixture
+def device(request):
+    """The device of a test that is parametrised with indirect=True: "cpu" (plain torch), "simt" (our kernels on the CPU), "cuda"."""
+    from gpuaccel.backend import use_backend
+    with use_backend("torch" if request.param == "cpu" else request.param):
+        yield "cuda" if request.param == "cuda" else "cpu"

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +17,8 @@ from gpuaccel.errors import ArgumentError
 from gpuaccel.train import TrainStep, token_loss
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-few = settings(max_examples=15, deadline=None)
+KERNELS = [*DEVICES, "simt"]                                      # where the arithmetic is the kernel's own
+few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 class Net(nn.Module):
@@ -100,7 +101,7 @@ def assert_sums(arena, exact, bound, where=""):
 
 # ---- the sum --------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
 @pytest.mark.parametrize("n", [4, 16])
 @pytest.mark.parametrize("mode", MODES)
 def test_fp32_sum_is_within_1e_6_of_float64(mode, n, device):
@@ -114,7 +115,7 @@ def test_fp32_sum_is_within_1e_6_of_float64(mode, n, device):
         assert_sums(arena, exact, 1e-6, f"{mode}, {n} micro-batches")
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
 @pytest.mark.parametrize("n", [4, 16])
 @pytest.mark.parametrize("mode", ["host", "arena"])
 def test_bf16_gradients_are_rounded_once_each_and_their_sum_is_fp32(mode, n, device):
@@ -128,7 +129,7 @@ def test_bf16_gradients_are_rounded_once_each_and_their_sum_is_fp32(mode, n, dev
         assert_sums(arena, exact, 1e-6, f"{mode}, {n} micro-batches")
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
 @pytest.mark.parametrize("n", [4, 16])
 def test_bf16_product_is_added_unrounded_in_fused(n, device):
     """Against the float64 product of the same bf16 factors: better than the one rounding that `arena` has."""
@@ -144,7 +145,7 @@ def test_bf16_product_is_added_unrounded_in_fused(n, device):
         assert_sums(arena, exact, 1e-6, f"fused, {n} micro-batches")
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
 @pytest.mark.parametrize("mode", ["autograd", "fused"])
 def test_bf16_bound_of_each_mode(mode, device):
     """autograd rounds the sum n times, fused rounds other things than torch does: both within 2^-8 per micro-batch."""
@@ -159,7 +160,7 @@ def test_bf16_bound_of_each_mode(mode, device):
         assert_sums(arena, exact, n * 2**-8, mode)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
 @pytest.mark.parametrize("mode, total", [("autograd", 256.0), ("host", 512.0), ("arena", 512.0), ("fused", 512.0)])
 def test_256_plus_256_times_1_is_512_unless_autograd_sums_in_bf16(mode, total, device):
     model = Chosen([(5,)], [torch.bfloat16]).to(device)
@@ -176,7 +177,7 @@ SHAPES = st.lists(st.lists(st.sampled_from([1, 1, 2, 3, 7, 65]), max_size=3).map
                   min_size=1, max_size=6)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
 @pytest.mark.parametrize("mode", MODES)
 @few
 @given(shapes=SHAPES, n=st.integers(1, 6), seed=st.integers(0, 99), data=st.data())
@@ -221,7 +222,7 @@ def test_gradients_of_any_stride_are_summed(mode):
 
 # ---- windows --------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
 @pytest.mark.parametrize("how", ["zero_grad", "zero_grad(set_to_none=False)", "zero_"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", MODES)
@@ -255,7 +256,7 @@ def test_a_step_in_the_middle_of_a_window_does_not_disturb_the_sum(mode):
             assert arena.parameters()[0].grad.tolist() == [n] * 5
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", [lambda groups: torch.optim.AdamW(groups, lr=1e-2),
     lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9)])
@@ -361,7 +362,7 @@ def test_tied_weights_get_both_gradients(mode):
         assert_sums(arena, exact, 1e-6, mode)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
 @pytest.mark.parametrize("mode", MODES)
 def test_autocast(mode, device):
     def loss(model, x):
@@ -559,7 +560,7 @@ def test_opcheck_of_the_fused_product(dtype):
 
 # ---- accumulate_ and errors -----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
 @few
 @given(shape=st.lists(st.sampled_from([0, 1, 2, 3, 5, 64, 129]), max_size=3).map(tuple), bf16=st.booleans(),
     a0=st.integers(0, 3),
@@ -621,7 +622,7 @@ def test_a_backward_after_the_module_was_moved_names_the_parameter():
             loss_of(model, micro_batches(1)[0]).backward()
 
 
-# ---- on a GPU only --------------------------------------------------------------------------------------------------
+# ---- the kernels, and what only a GPU has --------------------------------------------------------------------------------------------------
 
 class Many(nn.Module):
     """One block with a thousand tensors."""
@@ -634,7 +635,7 @@ class Many(nn.Module):
         return sum(p.sum() * (i % 7) for i, p in enumerate(self.block[0]))
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_block_of_a_thousand_tensors(device):
     model = Many().to(device)
     arena = Arena(model)
@@ -646,17 +647,17 @@ def test_a_block_of_a_thousand_tensors(device):
         assert not wrong, f"wrong sums in tensors {wrong[:10]}"
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["simt", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("off", [0, 1, 3])
-def test_gpu_every_version_is_bit_equal_to_torch(dtype, off):
+def test_every_version_is_bit_equal_to_torch(dtype, off, device):
     from gpuaccel.accumulate import _kernel, launch_segments
     torch.manual_seed(off)
     shapes = [(1,), (4095,), (4096,), (4097,), (63, 129), (512, 1024), (0,), (3, 5, 7)]
-    arena = Arena(Chosen(shapes, [torch.float32] * len(shapes)).cuda())
-    arena.grads.copy_(torch.randn(arena.numel, device="cuda"))
+    arena = Arena(Chosen(shapes, [torch.float32] * len(shapes)).to(device))
+    arena.grads.copy_(torch.randn(arena.numel, device=device))
     before = arena.grads.clone()
-    fresh = [torch.randn(s.numel + off, device="cuda").to(dtype)[off:].view(s.shape) for s in arena.segments]
+    fresh = [torch.randn(s.numel + off, device=device).to(dtype)[off:].view(s.shape) for s in arena.segments]
     fresh[2] = None
     want = before.clone()
     for s, g in zip(arena.segments, fresh):

@@ -165,8 +165,8 @@ def test_tensors_that_share_memory_stay_one():
     with ga.checked():
         add[2, 256](x, x, x, 301)
         assert torch.equal(x, 2 * torch.arange(301.0))
-        add[1, 150](x[150:300], x[:150], x[1:151], 150)
-    assert torch.equal(x[:150], 2 * torch.arange(150.0)) and torch.equal(x[150:300], 4 * torch.arange(150.0) + 2) and x[300] == 600
+        add[1, 150](x[151:], x[:150], x[1:151], 150)
+    assert torch.equal(x[:151], 2 * torch.arange(151.0)) and torch.equal(x[151:], 4 * torch.arange(150.0) + 2)
 
 
 def test_an_empty_tensor_is_no_problem():
@@ -238,7 +238,12 @@ def test_clang_finds_the_same():
 
 ATOMICS = {"Add": "+", "Sub": "-", "And": "&", "Or": "|", "Xor": "^"}
 # (kernel, change) -> why neither the checks nor the values show it. The test fails when one of these starts to be noticed.
-UNNOTICED: "dict[tuple[str, str], str]" = {}
+UNNOTICED: "dict[tuple[str, str], str]" = {
+    ("embedding_backward", "warp >= count -> false in `if (warp >= count) return;`"):
+        "the guard saves time only: such a warp adds nothing to its zeros, and the last loop does not read them",
+    ("block_scan", "< -> <= in `for (int offset = 1; offset < blockDim.x; offset *= 2) {`"):
+        "one round more, in which no thread has a neighbour blockDim.x to the left: every value is copied as it is",
+}
 
 
 def closing(text, at):
