@@ -309,7 +309,7 @@ def check_arguments(kernel: Kernel, args, device: str = "cuda") -> "tuple[int | 
             continue
         if pointer and isinstance(arg, torch.Tensor) and (dtypes is None or arg.dtype in dtypes) and arg.layout is torch.strided:
             on, address = arg.get_device(), arg.data_ptr()
-            if (on >= 0) == gpu and (index is None or on == index) and address % align == 0 and arg.is_contiguous():
+            if (on >= 0 if gpu else arg.is_cpu) and (index is None or on == index) and address % align == 0 and arg.is_contiguous():
                 index = on
                 values.append(address)
                 continue

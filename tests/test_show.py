@@ -19,7 +19,7 @@ def trace_of(body, grid, block, tensors, source="", **more):
     """Runs `body(thread, touch)` for every thread; tensors: name -> (elements, itemsize) or (elements, itemsize, "shared").
 
     touch(line, kind, name, index, elements=1) is one access; the place in the code is (line, kind, name)."""
-    wide = [(*size, 1, 1)[:3] for size in (grid if isinstance(grid, tuple) else (grid,), block if isinstance(block, tuple) else (block,))]
+    wide = [(*size, 1, 1)[:3] if isinstance(size, tuple) else (size, 1, 1) for size in (grid, block)]
     (gx, gy, gz), (bx, by, bz) = wide
     traced = [Traced(name, size[0], size[1], {2: "bfloat16", 4: "float32", 8: "float64"}[size[1]], (*size, "global")[2])
               for name, size in tensors.items()]
@@ -34,7 +34,7 @@ def trace_of(body, grid, block, tensors, source="", **more):
                 rows.append((line, b, t, names.index(name), index * item, elements * item, kind, visit, place, steps[0]))
                 steps[0] += 1
 
-            body(SimpleNamespace(b=b, t=t, bx=b % gx, by=b // gx % gy, tx=t % bx, ty=t // bx % by, i=b * bx * by * bz + t), touch)
+            body(SimpleNamespace(b=b, t=t, i=b * bx * by * bz + t, bx=b % gx, by=b // gx % gy, tx=t % bx, ty=t // bx % by), touch)
     return Trace(kernel=more.pop("kernel", "k"), grid=wide[0], block=wide[1], tensors=traced,
                  events=np.array(rows, EVENT) if rows else np.zeros(0, EVENT), source=source, filename="<cell>", **more)
 
@@ -96,10 +96,11 @@ def reduction(block=64):
         if th.t == 0:
             touch(11, READ, "partial", 0)
             touch(11, WRITE, "out", th.b)
-    source = "\n".join(["a kernel", "{", "  __shared__ float partial[64];", "  int t = threadIdx.x;", "  partial[t] = x[i];", "  __syncthreads();",
-                        "  for (int s = 32; s; s /= 2) {", "    if (t < s) partial[t] += partial[t + s];", "    __syncthreads();", "  }",
-                        "  if (t == 0) out[blockIdx.x] = partial[0];", "}"])
-    return trace_of(body, 2, block, {"x": (2 * block, 4), "out": (2, 4), "partial": (block, 4, "shared")}, source, kernel="block_sum")
+    lines = {3: "__shared__ float partial[64];", 5: "partial[t] = x[i];", 6: "__syncthreads();", 7: "for (int s = 32; s; s /= 2) {",
+             8: "    if (t < s) partial[t] += partial[t + s];", 11: "if (t == 0) out[blockIdx.x] = partial[0];"}
+    source = "\n".join(lines.get(n, "") for n in range(1, 12))
+    tensors = {"x": (2 * block, 4), "out": (2, 4), "partial": (block, 4, "shared")}
+    return trace_of(body, 2, block, tensors, source, kernel="block_sum")
 
 
 def use(trace, tensor, kind):

@@ -158,3 +158,517 @@ def test_nvrtc_and_the_host_compiler_agree_on_every_type():
     kernel = ga.compile(language() + refusals())               # compiles for a GPU
     kernel.load("fast")
     kernel.load("checked")
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+UPWARD = """extern "C" __global__ void upward(float* from_bf16, float* from_fp16, const bf16* a, const fp16* b) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    from_bf16[i] = as_float(a[i]);
+    from_fp16[i] = as_float(b[i]);
+}"""
+DOWNWARD = """extern "C" __global__ void downward(bf16* to_bf16, fp16* to_fp16, const float* x, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) { to_bf16[i] = as_bf16(x[i]); to_fp16[i] = as_fp16(x[i]); }
+}"""
+
+
+def test_each_bf16_and_fp16_becomes_the_right_float(device):
+    patterns = torch.arange(65536).to(torch.uint16).view(torch.int16)
+    bf16, fp16 = patterns.view(torch.bfloat16), patterns.view(torch.float16)
+    from_bf16, from_fp16, *_ = run(device, UPWARD, 256, 256, torch.zeros(65536), torch.zeros(65536), bf16, fp16)
+    same_bits(from_bf16, bf16.float())
+    same_bits(from_fp16, fp16.float())
+
+
+def test_floats_become_the_nearest_bf16_and_fp16(device, request):
+    """Every number of both types, the points halfway between neighbours and one step to either side, and random bits."""
+    patterns = torch.arange(65536).to(torch.uint16).view(torch.int16)
+    exact = torch.cat([patterns.view(t).float() for t in (torch.bfloat16, torch.float16)]).double()
+    halfway = ((exact[:-1] + exact[1:]) / 2).float()
+    near = torch.cat([exact.float(), halfway, torch.tensor([65504, 65519.996, 65520, 65535, 65536, 2.0**-25, 2.0**-24 * 1.5, 2.0**-14])])
+    edges = (near.view(torch.int32)[:, None] + torch.tensor([-1, 0, 1], dtype=torch.int32)).flatten()
+    count = 4_000_000 if "checked" not in request.node.name else 100_000           # the checks see each access: 20 times slower
+    bits = torch.randint(-2**31, 2**31, (count,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    x = torch.cat([edges[::1 if count > 100_000 else 7], bits]).view(torch.float32)
+    to_bf16, to_fp16, _ = run(device, DOWNWARD, -(-len(x) // 256), 256, x.bfloat16() * 0, x.half() * 0, x, len(x))
+    same_bits(to_bf16, x.bfloat16())
+    same_bits(to_fp16, x.half())
+
+
+# name -> (the same in Python, lowest and highest argument)
+MATH = {"acos": (math.acos, -1, 1), "acosh": (math.acosh, 1, 50), "asin": (math.asin, -1, 1), "asinh": (math.asinh, -50, 50),
+        "atan": (math.atan, -50, 50), "atanh": (math.atanh, -0.99, 0.99), "cbrt": (math.cbrt, -50, 50), "ceil": (math.ceil, -50, 50),
+        "cos": (math.cos, -50, 50), "cosh": (math.cosh, -20, 20), "erf": (math.erf, -3, 3), "erfc": (math.erfc, -3, 5), "exp": (math.exp, -50, 50),
+        "exp2": (math.exp2, -50, 50), "exp10": (lambda x: 10.0**x, -20, 20), "expm1": (math.expm1, -2, 20), "fabs": (abs, -9, 9),
+        "floor": (math.floor, -50, 50), "lgamma": (math.lgamma, 3, 50), "log": (math.log, 1e-9, 0.9), "log10": (math.log10, 1.1, 1e9),
+        "log1p": (math.log1p, -0.9, 9), "log2": (math.log2, 1.1, 1e9), "logb": (lambda x: math.frexp(x)[1] - 1, 0.01, 99),
+        "nearbyint": (round, -50, 50), "rint": (round, -50, 50), "round": (lambda x: math.copysign(math.floor(abs(x) + 0.5), x), -50, 50),
+        "sin": (math.sin, -50, 50), "sinh": (math.sinh, -20, 20), "sqrt": (math.sqrt, 0, 50), "tan": (math.tan, -1.5, 1.5),
+        "tanh": (math.tanh, -9, 9), "tgamma": (math.gamma, 0.1, 20), "trunc": (math.trunc, -50, 50), "rsqrt": (lambda x: 1 / math.sqrt(x), 1e-3, 50),
+        "rcbrt": (lambda x: 1 / math.cbrt(x), 1e-3, 50), "sinpi": (lambda x: math.sin(math.pi * x), -0.5, 0.5),
+        "cospi": (lambda x: math.cos(math.pi * x), -0.4, 0.4), "normcdf": (lambda x: math.erfc(-x / math.sqrt(2)) / 2, -5, 5)}
+MATH2 = {"atan2": (math.atan2, 0.1, 9), "copysign": (math.copysign, -9, 9), "fdim": (lambda x, y: max(x - y, 0.0), 0.5, 9), "fmax": (max, -9, 9),
+         "fmin": (min, -9, 9), "fmod": (math.fmod, 0.5, 9), "hypot": (math.hypot, -9, 9), "pow": (math.pow, 0.1, 9),
+         "remainder": (math.remainder, 0.5, 9), "nextafter": (None, -9, 9)}
+EXACT = {"ceil", "fabs", "floor", "logb", "nearbyint", "rint", "round", "sqrt", "trunc", "copysign", "fdim", "fmax", "fmin", "fmod", "remainder"}
+MATH_SOURCE = """extern "C" __global__ void mathematics(float* plain, float* suffixed, double* wide, const float* first, const float* second) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    float x = first[i], y = second[i];
+    switch (blockIdx.x) {
+        %s
+    }
+}""" % "\n        ".join(f"case {k}: plain[i] = {name}({arguments}); suffixed[i] = {name}f({arguments}); wide[i] = {name}({doubles}); break;"
+                         for k, (name, arguments, doubles) in enumerate([*((name, "x", "double(x)") for name in MATH),
+                                                                       *((name, "x, y", "double(x), double(y)") for name in MATH2)]))
+
+
+def test_mathematics(device):
+    """Each function as f(float), ff(float) and f(double), against Python's doubles, to 16 units in the last place at worst."""
+    table, n = {**MATH, **MATH2}, 64
+    draw = random.Random(0)
+    x, y = (torch.tensor([[draw.uniform(low, high) for _ in range(n)] for _, low, high in table.values()]) for _ in range(2))
+    zeros = torch.zeros_like(x)
+    plain, suffixed, wide, *_ = run(device, MATH_SOURCE, len(table), n, zeros, zeros, zeros.double(), x, y)
+    same_bits(plain.flatten(), suffixed.flatten())
+    for k, (name, (function, *_)) in enumerate(table.items()):
+        if name == "nextafter":
+            same_bits(plain[k], torch.nextafter(x[k], y[k]))
+            same_bits(wide[k], torch.nextafter(x[k].double(), y[k].double()))
+            continue
+        pairs = zip(x[k].double().tolist(), y[k].double().tolist())
+        expected = torch.tensor([float(function(a, b) if name in MATH2 else function(a)) for a, b in pairs], dtype=torch.float64)
+        for got, unit in ((plain[k], 2.0**-23), (wide[k], 2.0**-52)):
+            error = ((got.double() - expected.to(got.dtype).double()).abs() / (expected.abs() + 2.0**-60)).max().item() / unit
+            assert error <= (0 if name in EXACT else 16), f"{name}: {error:.1f} units in the last place ({got.dtype})"
+
+
+QUICK = """extern "C" __global__ void quick(float* out, int* tests, const float* first, const float* second, int n) {
+    int i = threadIdx.x;
+    float x = first[i], y = second[i], s, c;
+    __sincosf(x, &s, &c);
+    int whole; float fraction, rest = modf(x, &fraction), mantissa = frexp(x, &whole);
+    float results[] = {__expf(x), __logf(fabsf(x)), __log2f(fabsf(x)), __log10f(fabsf(x)), __powf(fabsf(x), y), __sinf(x), __cosf(x), __tanf(x),
+        __tanhf(x), __exp10f(x), __fdividef(x, y), s, c,
+        __saturatef(x), __fadd_rn(x, y), __fsub_rn(x, y), __fmul_rn(x, y), __fdiv_rn(x, y), __frcp_rn(y), __fsqrt_rn(fabsf(x)), __fmaf_rn(x, y, x),
+        fmaf(x, y, y), rest + fraction, ldexp(mantissa, whole), scalbn(x, 3), abs(x), min(x, y), max(x, y), (float)max(x, (double)y)};
+    for (int k = 0; k < %(count)d; k++) out[k * n + i] = results[k];
+    tests[i] = (isnan(x) != 0) | (isinf(x) != 0) << 1 | (isfinite(x) != 0) << 2 | (signbit(x) != 0) << 3 | (isnan((double)x) != 0) << 4;
+}"""
+
+
+def test_fast_and_rounded_functions(device):
+    draw = random.Random(1)
+    special = [0.0, -0.0, 0.5, 1.0, -1.0, 2.5, math.inf, -math.inf, math.nan, 1e-40, -3e38]
+    x = torch.tensor([draw.uniform(-3, 3) for _ in range(244)] + special)
+    y = torch.tensor([draw.uniform(0.1, 4) for _ in range(244)] + special[::-1])
+    a, near = x.abs(), slice(0, 244)                           # `near`: where approximations promise something
+    xd, yd = x.double(), y.double()
+    approximate = [x.exp(), a.log(), a.log2(), a.log10(), a ** y, x.sin(), x.cos(), x.tan(), x.tanh(), 10 ** x, x / y, x.sin(), x.cos()]
+    exact = [torch.where(x > 0, x, 0.0).clamp(max=1).nan_to_num(0.0), x + y, x - y, x * y, x / y, 1 / y, a.double().sqrt().float(), (xd * yd + xd).float(),
+             (xd * yd + yd).float(), x, x, x * 8, a, torch.fmin(x, y), torch.fmax(x, y), torch.fmax(x, y)]
+    count = len(approximate) + len(exact)
+    out, tests, *_ = run(device, QUICK % dict(count=count), 1, len(x), torch.zeros(count, len(x)), torch.zeros(len(x)).int(), x, y, len(x))
+    for k, expected in enumerate(approximate):
+        error = (out[k][near] - expected[near]).abs() / (1 + expected[near].abs())
+        assert error.max() < 1e-5, f"approximate function {k}: {error.max():.2g}"
+    finite = (x.isfinite() & y.isfinite())
+    for k, expected in enumerate(exact, len(approximate)):
+        keep = slice(None) if k - len(approximate) not in (7, 8) else finite & (x.abs() < 1e9) & (y.abs() < 1e9) & (x.abs() > 1e-9)
+        both = (expected[keep] == 0) & (out[k][keep] == 0)     # the sign of a zero is min's and max's own affair
+        same_bits(torch.where(both, 0.0, out[k][keep]), torch.where(both, 0.0, expected[keep]))
+    assert torch.equal(tests, x.isnan().int() * 17 | x.isinf().int() * 2 | x.isfinite().int() * 4 | torch.signbit(x).int() * 8)
+
+
+# ---- bits and conversions --------------------------------------------------------------------------------------------
+
+def signed(value, bits):
+    return (value + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
+
+
+def permuted(x, y, s):
+    return sum(((y << 32 | x) >> 8 * (s >> 4 * k & 7) & 255) << 8 * k for k in range(4))
+
+
+def dot4(x, y, bits):
+    lanes = [(x >> s & 255, y >> s & 255) for s in (0, 8, 16, 24)]
+    return sum((signed(a, 8) * signed(b, 8)) if bits else a * b for a, b in lanes)
+
+
+# Of unsigned 32-bit x, y, s: the expression, and what Python says. Results are compared as 64 bits.
+BITS = {
+    "__popc(x)": lambda x, y, s: bin(x).count("1"), "__clz(x)": lambda x, y, s: 32 - x.bit_length(), "__ffs(x)": lambda x, y, s: (x & -x).bit_length(),
+    "__brev(x)": lambda x, y, s: int(f"{x:032b}"[::-1], 2), "__byte_perm(x, y, s)": permuted,
+    "__funnelshift_l(x, y, s)": lambda x, y, s: (y << 32 | x) << (s & 31) >> 32 & FULL, "__funnelshift_r(x, y, s)": lambda x, y, s: (y << 32 | x) >> (s & 31) & FULL,
+    "__funnelshift_lc(x, y, s & 63)": lambda x, y, s: (y << 32 | x) << min(s & 63, 32) >> 32 & FULL,
+    "__funnelshift_rc(x, y, s & 63)": lambda x, y, s: (y << 32 | x) >> min(s & 63, 32) & FULL,
+    "__umulhi(x, y)": lambda x, y, s: x * y >> 32, "__mulhi(x, y)": lambda x, y, s: signed(x, 32) * signed(y, 32) >> 32,
+    "__umul24(x, y)": lambda x, y, s: (x % 2**24) * (y % 2**24) & FULL, "__mul24(x, y)": lambda x, y, s: signed(signed(x, 24) * signed(y, 24), 32),
+    "__sad(x, y, s)": lambda x, y, s: abs(signed(x, 32) - signed(y, 32)) + s & FULL, "__usad(x, y, s)": lambda x, y, s: abs(x - y) + s & FULL,
+    "__dp4a(int(x), int(y), int(s))": lambda x, y, s: signed(dot4(x, y, 8) + s, 32), "__dp4a(x, y, s)": lambda x, y, s: dot4(x, y, 0) + s & FULL,
+    "min(x, y)": lambda x, y, s: min(x, y), "max(int(x), int(y))": lambda x, y, s: max(signed(x, 32), signed(y, 32)),
+    "max(int(x), y)": lambda x, y, s: max(x, y), "min((long long)int(x), (long long)y)": lambda x, y, s: min(signed(x, 32), y),
+    "__popcll(wide)": lambda x, y, s: bin(y << 32 | x).count("1"), "__clzll(wide)": lambda x, y, s: 64 - (y << 32 | x).bit_length(),
+    "__ffsll(wide)": lambda x, y, s: ((y << 32 | x) & -(y << 32 | x)).bit_length(), "__brevll(wide)": lambda x, y, s: int(f"{y << 32 | x:064b}"[::-1], 2),
+    "__umul64hi(wide, other)": lambda x, y, s: (y << 32 | x) * (x << 32 | s) >> 64,
+    "__mul64hi(wide, other)": lambda x, y, s: signed(y << 32 | x, 64) * signed(x << 32 | s, 64) >> 64,
+    "__float_as_uint(__uint_as_float(x))": lambda x, y, s: x if x & 0x7fffffff <= 0x7f800000 else x | 0x400000,
+    "__double_as_longlong(__hiloint2double(int(y & 0x7fefffff), int(x)))": lambda x, y, s: (y & 0x7fefffff) << 32 | x,
+    "__double2hiint(__longlong_as_double(wide & ~(2047ull << 52)))": lambda x, y, s: signed(y & ~(2047 << 20), 32)}
+BITS_SOURCE = """extern "C" __global__ void bits(unsigned long long* out, const unsigned* first, const unsigned* second, const unsigned* third, int n) {
+    int i = threadIdx.x;
+    unsigned x = first[i], y = second[i], s = third[i];
+    unsigned long long wide = (unsigned long long)y << 32 | x, other = (unsigned long long)x << 32 | s;
+    %s
+}""" % "\n    ".join(f"out[{k} * n + i] = (unsigned long long)({call});" for k, call in enumerate(BITS))
+
+
+def test_bits(device):
+    draw = random.Random(2)
+    edges = [0, 1, 2, 31, 32, 33, 0x7fffffff, 0x80000000, FULL, 0x800000, 0xff]
+    triples = [(x, y, s) for x in edges for y in edges for s in edges][:512:3] + [tuple(draw.getrandbits(32) for _ in range(3)) for _ in range(500)]
+    columns = [torch.from_numpy(np.array(c, dtype=np.uint32).view(np.int32)) for c in zip(*triples)]
+    n = len(triples)
+    out, *_ = run(device, BITS_SOURCE, 1, n, torch.zeros(len(BITS), n, dtype=torch.int64), *columns, n)
+    for k, (call, model) in enumerate(BITS.items()):
+        for got, triple in zip(out[k].tolist(), triples):
+            if "as_float(x)" in call:                          # a signalling NaN may become a quiet one on the way
+                got |= 0x400000 if got & 0x7fffffff > 0x7f800000 else 0
+            assert got == signed(model(*triple), 64), f"{call} of {[hex(v) for v in triple]}: {got:#x}"
+
+
+TO_INTEGER = {f"__{source}2{target}_{mode}": (source, target, mode) for source in ("float", "double") for target in ("int", "uint", "ll", "ull")
+              for mode in ("rn", "rz", "ru", "rd")}
+INTEGERS = {"int": (True, 32), "uint": (False, 32), "ll": (True, 64), "ull": (False, 64)}
+FROM_INTEGER = {f"__{source}2{target}_{mode}": (source, target, mode) for source, target in
+                (("int", "float"), ("uint", "float"), ("ll", "float"), ("ull", "float"), ("ll", "double"), ("ull", "double")) for mode in ("rn", "rz", "ru", "rd")}
+ROUND = {"rn": round, "rz": math.trunc, "ru": math.ceil, "rd": math.floor}
+CONVERT = """extern "C" __global__ void convert(long long* whole, double* real, float* narrow, const double* x, const long long* w, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    double d = x[i]; float f = (float)d; long long ll = w[i]; unsigned long long ull = ll; unsigned u = (unsigned)ll; int s = (int)u;
+    %s
+    narrow[i] = __double2float_rn(d); narrow[n + i] = __double2float_rz(d); narrow[2 * n + i] = __double2float_ru(d); narrow[3 * n + i] = __double2float_rd(d);
+}""" % "\n    ".join([f"whole[{k} * n + i] = (long long){name}({'f' if source == 'float' else 'd'});" for k, (name, (source, *_)) in enumerate(TO_INTEGER.items())]
+                     + [f"real[{k} * n + i] = {name}({dict(int='s', uint='u', ll='ll', ull='ull')[source]});"
+                        for k, (name, (source, *_)) in enumerate(FROM_INTEGER.items())])
+
+
+def rounded(exact, mode, kind):
+    """A number of Python's as `kind`: the nearest, or its neighbour where that lies on the wrong side."""
+    with np.errstate(over="ignore"):
+        near = np.array(exact).astype(kind)[()]
+        side = {"ru": math.inf, "rd": -math.inf, "rz": math.inf if exact < 0 else -math.inf}.get(mode)
+        if side and float(near) != exact and (float(near) < exact) == (side > 0):
+            near = np.nextafter(near, kind(side))
+    return float(near)
+
+
+def test_conversions(device):
+    """To integers: each rounding, held at the limits, NaN as the PTX manual says. To narrower types: each rounding."""
+    draw = random.Random(3)
+    edges = [0.0, 0.5, 1.5, 2.5, 1e-300, 2.0**31, 2.0**31 - 0.5, 2.0**31 - 1, 2.0**32 - 0.5, 2.0**32, 2.0**63, 2.0**64, 2.0**53 + 2, 1e30, 3.4028235e38,
+             3.40282350e38 * (1 + 2.0**-30), 1.0 + 2.0**-24, 1 + 2.0**-40, math.inf, math.nan]
+    x = [sign * v for v in edges for sign in (1, -1)] + [draw.uniform(-1, 1) * 10.0 ** draw.randint(-3, 22) for _ in range(470)]
+    w = [0, 1, -1, 2**24 + 1, 2**24 + 3, -2**24 - 1, 2**53 + 1, -2**53 - 1, 2**63 - 1, -2**63, 2**31 - 1, -2**31, 2**32 - 1, 2**62 + 1]
+    w += [signed(draw.getrandbits(64) >> draw.randint(0, 50), 64) for _ in range(len(x) - len(w))]
+    n = len(x)
+    whole, real, narrow, *_ = run(device, CONVERT, 2, 256, torch.zeros(len(TO_INTEGER), n, dtype=torch.int64), torch.zeros(len(FROM_INTEGER), n).double(),
+                                  torch.zeros(4, n), torch.tensor(x, dtype=torch.float64), torch.tensor(w, dtype=torch.int64), n)
+    for k, (name, (source, target, mode)) in enumerate(TO_INTEGER.items()):
+        has_sign, bits = INTEGERS[target]
+        low, high = (-2 ** (bits - 1), 2 ** (bits - 1) - 1) if has_sign else (0, 2**bits - 1)
+        for got, value in zip(whole[k].tolist(), x):
+            value = float(np.float32(value)) if source == "float" else value
+            if math.isnan(value):
+                expected = 0 if source == "float" and bits == 32 else 2 ** (bits - 1)
+            else:
+                expected = max(low, min(high, ROUND[mode](value) if math.isfinite(value) else int(math.copysign(2**65, value))))
+            assert (got - expected) % 2**bits == 0, f"{name}({value!r}): {got}, expected {expected}"
+    for k, (name, (source, target, mode)) in enumerate(FROM_INTEGER.items()):
+        has_sign, bits = INTEGERS[source]
+        for got, value in zip(real[k].tolist(), w):
+            exact = signed(value, bits) if has_sign else value % 2**bits
+            expected = rounded(exact, mode, np.float32 if target == "float" else np.float64)
+            assert got == expected, f"{name}({exact}): {got!r}, expected {expected!r}"
+    for k, mode in enumerate(("rn", "rz", "ru", "rd")):
+        for got, value in zip(narrow[k].tolist(), x):
+            expected = rounded(value, mode, np.float32)
+            assert got == expected or got != got and value != value, f"__double2float_{mode}({value!r}): {got!r}, expected {expected!r}"
+
+
+# ---- warps -----------------------------------------------------------------------------------------------------------
+
+ARGUMENTS = 36                     # a shuffle's argument, 0 to 35: the hardware reads five bits of a distance
+SHUFFLES = """extern "C" __global__ void shuffles(int* out, long long* typed, double* real) {
+    int t = threadIdx.x, n = blockDim.x;
+    unsigned mask = t < 64 ? ~0u : 0xffu;
+    for (int w = 0; w < (t < 64 ? 6 : 4); w++)                 // the third warp has 8 lanes
+        for (int a = 0; a < %(arguments)d; a++) {
+            int* to = out + ((w * %(arguments)d + a) * 4) * n + t;
+            to[0] = __shfl_sync(mask, t, a, 1 << w);
+            to[n] = __shfl_up_sync(mask, t, a, 1 << w);
+            to[2 * n] = __shfl_down_sync(mask, t, a, 1 << w);
+            to[3 * n] = __shfl_xor_sync(mask, t, a, 1 << w);
+        }
+    typed[t] = __shfl_xor_sync(mask, 1000000007ll * t - (1ll << 40), 5);
+    typed[n + t] = __shfl_xor_sync(mask, 18000000000000000000ull + t, 5);
+    typed[2 * n + t] = __shfl_xor_sync(mask, 4000000000u + t, 5);
+    typed[3 * n + t] = __shfl_xor_sync(mask, -5 - t, 5);
+    typed[4 * n + t] = __shfl_xor_sync(mask, (long)t << 33, 5);
+    real[t] = __shfl_xor_sync(mask, t + 1.0 / 3, 5);
+    real[n + t] = __shfl_xor_sync(mask, t + 0.1f, 5);
+}"""
+
+
+def lane_read(kind, lane, argument, width):
+    """As the PTX manual defines shfl.sync: its own lane where the wanted one lies beyond the segment."""
+    first, last, distance = lane // width * width, lane // width * width + width - 1, argument % 32
+    if kind == "idx":
+        return first + argument % width
+    if kind == "up":
+        return lane - distance if lane - distance >= first else lane
+    other = lane + distance if kind == "down" else lane ^ distance
+    return other if other <= last else lane
+
+
+def test_shuffles(device):
+    n = 72
+    out = torch.full((6, ARGUMENTS, 4, n), -1, dtype=torch.int32)
+    out, typed, real = run(device, SHUFFLES % dict(arguments=ARGUMENTS), 1, n, out, torch.zeros(5, n, dtype=torch.int64), torch.zeros(2, n).double())
+    expected = torch.tensor([[[[-1 if t >= 64 and w > 3 else t // 32 * 32 + lane_read(kind, t % 32, a, 1 << w) for t in range(n)]
+                               for kind in ("idx", "up", "down", "xor")] for a in range(ARGUMENTS)] for w in range(6)], dtype=torch.int32)
+    wrong = (out != expected).nonzero()
+    assert not len(wrong), f"width {1 << wrong[0][0]}, argument {wrong[0][1]}, kind {wrong[0][2]}, thread {wrong[0][3]}: {out[tuple(wrong[0])]}"
+    o = torch.arange(n) ^ 5
+    same_bits(typed, torch.stack([1000000007 * o - 2**40, o + (18000000000000000000 - 2**64), 4000000000 + o, -5 - o, o << 33]))
+    same_bits(real, torch.stack([o.double() + 1 / 3, (o.float() + torch.tensor(0.1)).double()]))
+
+
+VOTES = """
+__device__ void together(unsigned mask, int value, int* out, int n) {
+    int all, all_wide;
+    unsigned results[] = {
+        __ballot_sync(mask, value & 4), (unsigned)__any_sync(mask, value > 95), (unsigned)__all_sync(mask, value > -60),
+        __match_any_sync(mask, value % 3), __match_any_sync(mask, value % 2 ? 0.5f : -0.0f), __match_any_sync(mask, value % 5 + (1ll << 40)),
+        __match_any_sync(mask, value % 2 * 0.25), __match_all_sync(mask, value / 1000, &all), (unsigned)all,
+        __match_all_sync(mask, (unsigned long long)value << 32, &all_wide), (unsigned)all_wide,
+        (unsigned)__reduce_add_sync(mask, value), (unsigned)__reduce_min_sync(mask, value), (unsigned)__reduce_max_sync(mask, value),
+        __reduce_add_sync(mask, value * 100000007u), __reduce_min_sync(mask, (unsigned)value), __reduce_max_sync(mask, (unsigned)value),
+        __reduce_and_sync(mask, value | 1u), __reduce_or_sync(mask, (unsigned)value), __reduce_xor_sync(mask, (unsigned)value),
+        (unsigned)__shfl_sync(mask, value, __ffs(mask) - 1), (unsigned)__shfl_sync(mask, value, 31 - __clz(mask))};
+    for (int k = 0; k < COUNT; k++) out[k * n] = results[k];
+}
+
+extern "C" __global__ void votes(int* out, const int* masks, const int* values, const int* groups, int n) {
+    int t = blockIdx.x * blockDim.x + threadIdx.x, group = groups[t];
+    unsigned mask = masks[t];
+    if (group == 0) return;                                    // they take part in nothing, and nobody waits for them
+    if (group == 1) {
+        together(mask, values[t], out + t, n);
+    } else {
+        for (int k = 0; k < group; k++) {                      // group 2 goes round twice, group 3 three times
+            if (group == 3) __syncwarp(mask);
+            together(mask, values[t] + group - k, out + t, n);
+        }
+    }
+}"""
+
+
+def vote_model(lanes, values):
+    """What `together` gives each lane. lanes: those of the mask; values: theirs."""
+    mask, unsigned = sum(1 << lane for lane in lanes), [v % 2**32 for v in values]
+
+    def matching(keys, lane):
+        return sum(1 << other for other, key in zip(lanes, keys) if key == keys[lanes.index(lane)])
+
+    def folded(function):
+        result = unsigned[0]
+        for v in unsigned[1:]:
+            result = function(result, v)
+        return result
+    quotients, remainders = [int(v / 1000) for v in values], [int(math.fmod(v, 3)) for v in values]
+    odd, fives = [v % 2 for v in values], [int(math.fmod(v, 5)) for v in values]
+    signed_odd = [int(math.fmod(v, 2)) for v in values]
+    one, same = len(set(quotients)) == 1, len(set(unsigned)) == 1
+    common = [sum(1 << lane for lane, v in zip(lanes, unsigned) if v & 4), any(v > 95 for v in values), all(v > -60 for v in values)]
+    totals = [mask * one, one, mask * same, same, sum(values), min(values), max(values), sum(v * 100000007 for v in unsigned), min(unsigned), max(unsigned),
+              folded(lambda a, b: a & b) | 1, folded(lambda a, b: a | b), folded(lambda a, b: a ^ b), values[0], values[-1]]
+    return {lane: [signed(int(r), 32) for r in (*common, matching(remainders, lane), matching(odd, lane), matching(fives, lane), matching(signed_odd, lane),
+                                                *totals)] for lane in lanes}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_votes_matches_and_reductions_with_partial_masks(device, seed):
+    """Each warp falls apart into up to three groups that go different ways; a fourth leaves at once."""
+    draw, n, count = random.Random(seed), 4 * 80, 22
+    groups, values = [draw.choice([0, 1, 2, 3]) for _ in range(n)], [draw.choice([7, draw.randint(-60, 100)]) for _ in range(n)]
+    if seed:
+        groups, values = [1 + t % 3 // 2 for t in range(n)], [7 if t % 80 < 32 else 0 for t in range(n)]
+    warp = [(t // 80, t % 80 // 32) for t in range(n)]
+    members = {t: [u for u in range(n) if warp[u] == warp[t] and groups[u] == groups[t]] for t in range(n)}
+    masks = [signed(sum(1 << u % 80 % 32 for u in members[t]), 32) for t in range(n)]
+    out, *_ = run(device, VOTES.replace("COUNT", str(count)), 4, 80, torch.zeros(count, n).int(), *(torch.tensor(v, dtype=torch.int32) for v in (masks, values, groups)), n)
+    for t in range(n):
+        final = [values[u] + (1 if groups[u] > 1 else 0) for u in members[t]]          # of the last round
+        expected = vote_model([u % 80 % 32 for u in members[t]], final)[t % 80 % 32] if groups[t] else [0] * count
+        assert out[:, t].tolist() == expected, f"thread {t}, group {groups[t]}, mask {masks[t] & FULL:#x}"
+
+
+# ---- blocks: barriers and shared memory ------------------------------------------------------------------------------
+
+BARRIERS = """
+struct Pair { float value; int index; };
+
+extern "C" __global__ void barriers(int* out, unsigned* active, int n) {
+    extern __shared__ int dynamic[];
+    __shared__ int one, row[64], grid[8][9];
+    __shared__ __align__(16) float4 vectors[64];
+    __shared__ Pair pairs[64];
+    int t = threadIdx.x + threadIdx.y * blockDim.x, b = blockIdx.x;
+    if (t >= n) return;                                        // who has left counts as arrived
+    if (t == 0) one = b;
+    row[t] = t * t;
+    dynamic[t] = t + 1;
+    grid[t / 8][t % 8] = t;
+    vectors[t] = make_float4(t, 2 * t, 3 * t, b);
+    pairs[t].value = t * 0.5f; pairs[t].index = b;
+    __syncthreads();
+    int u = n - 1 - t;
+    out += (b * 64 + t) * 12;
+    out[0] = one; out[1] = row[u]; out[2] = dynamic[u]; out[3] = grid[u / 8][u % 8]; out[4] = (int)vectors[u].z; out[5] = (int)vectors[u].w;
+    out[6] = (int)(2 * pairs[u].value) + pairs[u].index;
+    out[7] = t; out[8] = __syncthreads_count(t % 3 == b); out[9] = __syncthreads_and(t < 40) != 0; out[10] = __syncthreads_or(t == b) != 0;
+    out[11] = ((size_t)vectors % 16 == 0) + ((size_t)pairs % 4 == 0);
+    active[b * 64 + t] = __activemask();
+    __syncthreads();
+}"""
+
+
+def test_barriers_and_shared_memory(device):
+    for n in (64, 50, 33, 1):
+        out, active = run(device, BARRIERS, 5, (16, 4), torch.zeros(5, 64, 12).int(), torch.zeros(5, 64).int(), n, shared=256)
+        for b in range(5):
+            for t in range(n):
+                u = n - 1 - t
+                expected = [b, u * u, u + 1, u, 3 * u, b, u + b, t, sum(v % 3 == b for v in range(n)), n <= 40, b < n, 2]
+                assert out[b, t].tolist() == expected, f"n = {n}, thread {t} of block {b}"
+            if device == "cpu":                                # on a GPU: who runs together just now
+                assert [a & FULL for a in active[b, :n].tolist()] == [(1 << min(32, n - t // 32 * 32)) - 1 for t in range(n)]
+
+TEMPLATE = """
+template <int N> __device__ int* scratch() { __shared__ int buffer[N]; return buffer; }
+
+extern "C" __global__ void instances(int* out) {               // each instance of a template has its own shared memory
+    int t = threadIdx.x, u = blockDim.x - 1 - t;
+    scratch<64>()[t] = blockIdx.x; scratch<96>()[t] = 5 * t;
+    __syncthreads();
+    out[blockIdx.x * blockDim.x + t] = 1000 * scratch<64>()[u] + scratch<96>()[u];
+}"""
+
+
+def test_shared_memory_of_a_template(device):
+    out, = run(device, TEMPLATE, 3, 64, torch.zeros(3, 64).int())
+    assert out.tolist() == [[1000 * b + 5 * (63 - t) for t in range(64)] for b in range(3)]
+
+
+# ---- atomics ---------------------------------------------------------------------------------------------------------
+
+ATOMICS = """
+__device__ void locked_add(unsigned short* word, unsigned short value) {       // compare and swap until nobody was in between
+    unsigned short old = 0, seen;                              // a first guess: a plain read would race with the others' atomics
+    do { seen = old; old = atomicCAS(word, seen, (unsigned short)(seen + value)); } while (old != seen);
+}
+
+extern "C" __global__ void atomics(int* i, unsigned* u, long long* l, unsigned long long* w, float* f, double* d, unsigned short* s, int* old,
+                                   int* taken, const int* values) {
+    int t = blockIdx.x * blockDim.x + threadIdx.x, v = values[t];
+    old[t] = atomicAdd(&i[0], 1);
+    atomicAdd_block(&i[1], v); atomicSub(&i[2], v); atomicMin(&i[3], v); atomicMax(&i[4], v);
+    atomicAnd(&i[5], ~(1 << (t & 31))); atomicOr(&i[6], 1 << (t % 31)); atomicXor(&i[7], v);
+    taken[t] = atomicExch(&i[8], t + 1);
+    for (int seen = 0, now; (now = atomicCAS(&i[9], seen, seen + 3)) != seen; seen = now);
+    atomicAdd(&u[0], (unsigned)v); atomicSub(&u[1], (unsigned)v); atomicMin(&u[2], (unsigned)v); atomicMax(&u[3], (unsigned)v);
+    atomicInc(&u[4], 999); atomicDec(&u[5], 999); atomicXor_system(&u[6], (unsigned)v * 77u);
+    atomicMin(&l[0], (long long)v << 33); atomicMax(&l[1], (long long)v << 33); atomicAnd(&l[2], ~(1ll << (t & 63))); atomicOr(&l[3], 1ll << (t & 63));
+    atomicXor(&l[4], (long long)v << 20);
+    atomicAdd(&w[0], (unsigned long long)(long long)v << 33); atomicMin(&w[1], (unsigned long long)(long long)v);
+    atomicMax(&w[2], (unsigned long long)(long long)v); atomicExch(&w[3], 5ull);
+    for (unsigned long long seen = 0, now; (now = atomicCAS(&w[4], seen, seen + v)) != seen; seen = now);
+    atomicAdd(&f[0], (float)(v & 15)); atomicExch(&f[1], 2.5f); atomicAdd(&d[0], v * 0.25);
+    locked_add(s + 1, 3);
+}"""
+
+
+def test_atomics_from_many_blocks(device, request):
+    """Whole numbers, so that the order does not matter; enough threads for two workers in fast mode."""
+    n, draw = 64 * 256 if "checked" not in request.node.name else 1024, random.Random(4)
+    v = [draw.randint(-500, 500) for _ in range(n)]
+    i = torch.tensor([0, 0, 0, 1000, -1000, -1, 0, 0, 0, 0], dtype=torch.int32)
+    u = torch.tensor([0, 0, -1, 0, 0, 0, 0], dtype=torch.int32)
+    l, w = torch.tensor([2**62, -2**62, -1, 0, 0]), torch.tensor([0, -1, 0, 0, 0])
+    old = torch.zeros(n, dtype=torch.int32)
+    i, u, l, w, f, d, s, old, taken, _ = run(device, ATOMICS, n // 256, 256, i, u, l, w, torch.zeros(2), torch.zeros(1).double(),
+                                             torch.zeros(4).short(), old, old, torch.tensor(v, dtype=torch.int32))
+    xor = 0
+    for value in v:
+        xor ^= value
+    xor_u = xor_l = 0
+    for value in v:
+        xor_u, xor_l = xor_u ^ value * 77 % 2**32, xor_l ^ value << 20
+    unsigned, wide = [x % 2**32 for x in v], [x % 2**64 for x in v]
+    assert sorted(old.tolist()) == list(range(n))              # each old value was seen once
+    assert sorted([*taken.tolist(), i[8].item()]) == list(range(n + 1))       # nothing exchanged was lost
+    assert i[:8].tolist() == [n, sum(v), -sum(v), min(v), max(v), 0, 2**31 - 1, xor] and i[9] == 3 * n
+    assert u.tolist() == [signed(x, 32) for x in (sum(v), -sum(v), min(unsigned), max(unsigned), n % 1000, -n % 1000, xor_u)]
+    assert l.tolist() == [min(v) << 33, max(v) << 33, 0, -1, xor_l]
+    assert w.tolist() == [signed(x, 64) for x in (sum(v) << 33, min(wide), max(wide), 5, sum(v))]
+    assert f.tolist() == [sum(x & 15 for x in v), 2.5] and d.item() == sum(v) * 0.25
+    assert s.tolist() == [0, signed(3 * n, 16), 0, 0]
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+def test_printf_prints(fast, capsys):
+    source = """extern "C" __global__ void talk(const float* x) {
+        if (threadIdx.x < 2) printf("thread %u: %.2f %s %lld%%\\n", threadIdx.x, x[threadIdx.x], "of", 1ll << 40);
+    }"""
+    run("cpu", source, 1, 8, torch.arange(8.0) / 4)
+    assert capsys.readouterr().out == "thread 0: 0.00 of 1099511627776%\nthread 1: 0.25 of 1099511627776%\n"
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_trap_and_a_false_assertion_end_the_launch(checked):
+    source = """
+#ifndef __SIMT_CPU__
+#define assert(condition) ((condition) ? (void)0 : __trap())
+#endif
+extern "C" __global__ void stops(int* x, int how) {
+    if (how == 1 && threadIdx.x == 3)
+        __trap();
+    assert(x[threadIdx.x] < 8 ||
+           how == 0);
+    x[threadIdx.x] = 5;
+}"""
+    with ga.use_backend("simt"), ga.checked(checked):
+        kernel, x = ga.compile(source), torch.arange(16).int()
+        for how, text, line, thread in ((1, "__trap()", 7, 3), (2, "assert(x[threadIdx.x] < 8 || how == 0)", 8, 8)):
+            with pytest.raises(ga.KernelError) as error:
+                kernel[1, 16](x.clone(), how)
+            report, = error.value.reports
+            assert (report.kind, report.line, report.thread) == ("trap", line, (thread, 0, 0)) and text in report.message, str(error.value)
+        kernel[1, 16](x, 0)
+        assert (x == 5).all()
+
+
+def test_a_shuffle_of_odd_width_says_so(fast):
+    source = 'extern "C" __global__ void odd(int* x) { x[threadIdx.x] = __shfl_down_sync(~0u, x[threadIdx.x], 1, 24); }'
+    with pytest.raises(ga.KernelError, match="width of a shuffle must be 1, 2, 4, 8, 16 or 32"):
+        run("cpu", source, 1, 32, torch.zeros(32).int())
+
+
+@pytest.mark.parametrize("word", ["asm", "asm volatile"])
+def test_inline_ptx_is_named_by_the_compiler(fast, word):
+    source = 'extern "C" __global__ void lane(unsigned* x) { unsigned y; %s("mov.u32 %%0, %%%%laneid;" : "=r"(y)); x[threadIdx.x] = y; }' % word
+    with pytest.raises(ga.CompileError, match="inline PTX"):
+        run("cpu", source, 1, 32, torch.zeros(32).int())

@@ -177,12 +177,20 @@ def _compile(text, filename, defines, checked, made, loaded) -> bytes:
         macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
 
         def words(log):
-            log = "\n".join(line for line in log.replace(f"{source}:", "").splitlines() if "In file included" not in line)
+            log = "\n".join(part for line in log.replace(f"{source}:", "").splitlines() if "In file included" not in line
+                            for part in (line, *_shown(line, text)))
             return f"{explain(text, log, filename)}{filename} does not compile for the CPU ({made}):\n{log}"
         compiling, linking = _commands(made, checked, source, output, [*loaded.tls, "-include", str(HERE / "simt.h"), *macros])
         _run(compiling, words)
         _run((*linking, loaded.path), words)
         return output.read_bytes()
+
+
+def _shown(message: str, text: str) -> "list[str]":
+    """The source line that a compiler's message is about, and a caret, as NVRTC shows them (the compiler has no file to read)."""
+    at = re.match(r"([^:\n]+):(\d+):(\d+): (?:fatal )?error", message)
+    line = at and text_line(text, at[1], int(at[2]))
+    return [] if not line else [f"    {line}", f"    {' ' * (int(at[3]) - 1)}^"]
 
 
 def translated(source: str, names: "list[str]") -> str:
@@ -197,6 +205,16 @@ def translated(source: str, names: "list[str]") -> str:
         at = m.end()
     exports = "".join(f"SIMT_EXPORT({name})\n" for name in names)
     return "".join(['#line 1 "namespace"\n', *macros, "namespace {\n", *pieces, source[at:], '\n}\n#line 1 "exports"\n', exports])
+
+
+def text_line(text: str, file: str, line: int) -> "str | None":
+    """A line of one of the files that a whole source is made of (they are told apart by #line)."""
+    parts = re.split(r'^#line 1 "([^"\n]*)"\n', text, flags=re.M)
+    for name, part in zip(parts[1::2], parts[2::2]):
+        if name.rsplit("/", 1)[-1] == file.rsplit("/", 1)[-1]:
+            lines = part.split("\n")
+            return lines[line - 1] if 0 < line <= len(lines) else None
+    return None
 
 
 def explain(text: str, log: str, filename: str) -> str:

@@ -52,7 +52,7 @@ class Memory:
     """Fresh pages, zero, with their address. They go when this goes."""
 
     def __init__(self, size: int):
-        self.map = mmap.mmap(-1, max(size, 1))
+        self.map = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
 
 

@@ -392,8 +392,7 @@ extern "C" __attribute__((visibility("default"))) int simt_launch(simt_job* job,
     action.sa_sigaction = on_signal;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
     for (int i = 0; i < 4; i++) sigaction(FAULTS[i], &action, &before[i]);
-    static bool alarm_installed;                          // stays: a late alarm must find a handler
-    if (!alarm_installed) alarm_installed = sigaction(alarm_signal(), &action, 0) == 0;
+    sigaction(alarm_signal(), &action, 0);                // stays: a late alarm must find a handler (the checked runtime has its own)
     pthread_t thread[MAX_WORKERS];
     int started = 1;
     while (started < job->workers && pthread_create(&thread[started], 0, run_worker, workers[started]) == 0) started++;

@@ -3,12 +3,14 @@
     except ga.KernelError as error:
         error.reports[0].kind, error.reports[0].line, error.reports[0].thread
 """
+import ctypes
 import io
 import re
 from bisect import bisect_right
 from dataclasses import dataclass
 
 from ..errors import KernelError
+from .build import text_line
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,6 @@ class Symbols:
         sections = {i: s.name for i, s in enumerate(elf.iter_sections())}
         found = [s for name in (".symtab", ".dynsym") if (table := elf.get_section_by_name(name)) for s in table.iter_symbols()]
         entry = next(s for s in found if s.name.startswith("simt_run_"))
-        import ctypes
         self.base = ctypes.cast(getattr(program.library, entry.name), ctypes.c_void_p).value - entry["st_value"]
         self.size = max(s["p_vaddr"] + s["p_memsz"] for s in elf.iter_segments() if s["p_type"] == "PT_LOAD")
         self.variables = sorted({(s["st_value"], s["st_size"], plain_name(s.name), sections.get(s["st_shndx"]) == "simt_shared")
@@ -107,18 +108,6 @@ def plain_name(mangled: str) -> str:
     return best
 
 
-def source_line(program, file: "str | None", line: "int | None") -> "str | None":
-    """The text of a line, as it stands in the source."""
-    if line is None:
-        return None
-    parts = re.split(r'^#line 1 "([^"\n]*)"\n', program.text, flags=re.M)
-    for name, text in zip(parts[1::2], parts[2::2]):
-        if name.rsplit("/", 1)[-1] == (file or "").rsplit("/", 1)[-1]:
-            lines = text.split("\n")
-            return lines[line - 1].strip() if 0 < line <= len(lines) else None
-    return None
-
-
 def coordinates(linear: int, dims) -> "tuple[int, int, int]":
     return linear % dims[0], linear // dims[0] % dims[1], linear // dims[0] // dims[1]
 
@@ -140,7 +129,7 @@ def error(program, name, reports, checked: bool) -> KernelError:
         times = f" (and {report.count - 1:,} more)" if report.count > 1 else ""
         lines.append(f"  {where}: {report.message}{times}")
         for line in dict.fromkeys((report.other_line, report.line) if report.other_line else (report.line,)):
-            text = source_line(program, report.file, line)
+            text = line and text_line(program.text, report.file or "", line)
             if text:
-                lines.append(f"    {line:4} | {text}")
+                lines.append(f"    {line:4} | {text.strip()}")
     return KernelError("\n".join(lines), reports)

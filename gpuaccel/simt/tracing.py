@@ -11,7 +11,7 @@ Shared memory has 32 banks, each gives one 4-byte word at a time: a request take
 words to give; threads that ask for the same word share it (atomics do not: each takes a turn). A request of 8 bytes per thread is
 served in two halves of the warp, one of 16 bytes in four quarters, and each part is counted by itself: conflict-free is always 1.
 """
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -58,6 +58,7 @@ class Use:
     most: int
     requests: int                              # of whole warps
     sectors: "float | None"                    # per request (global memory)
+    needed: "float | None"                     # per request, if the same bytes lay side by side (global memory)
     used: "float | None"                       # share of the sectors' bytes that a thread asked for (global memory)
     ways: "int | None"                         # worst bank conflict (shared memory), 1: none
 
@@ -66,8 +67,11 @@ class Use:
         return f"{self.most}" if self.least == self.most else f"{self.least} to {self.most}"
 
     def __str__(self):
-        cost = (f"{self.sectors:.1f} sectors per request, {share(self.used)} of their bytes used" if self.space == "global"
-                else f"{self.ways}-way bank conflict" if self.ways > 1 else "no bank conflict")
+        if self.space == "global":
+            best = f" (at best {self.needed:.1f})" if f"{self.needed:.1f}" != f"{self.sectors:.1f}" else ""
+            cost = f"{self.sectors:.1f} sectors per request{best}, {share(self.used)} of their bytes used"
+        else:
+            cost = f"{self.ways}-way bank conflict" if self.ways > 1 else "no bank conflict"
         return f"line {self.line}, {self.tensor} {self.kind}: {self.count:,} ({self.per_thread} per thread), {cost}"
 
 
@@ -83,6 +87,18 @@ class Trace:
     filename: str = ""
     truncated: bool = False                    # there were more events than were kept
     reports: list = field(default_factory=list)
+
+    def __post_init__(self):
+        self.events = as_written(self.events)
+        self.tensors = [self._measured(i, traced) for i, traced in enumerate(self.tensors)]
+
+    def _measured(self, i, traced):
+        """Memory that was declared without a type (dynamic shared memory) counts in pieces of what its accesses have in common."""
+        theirs = self.events[self.events["tensor"] == i]
+        piece = int(np.gcd.reduce([*np.unique(theirs["bytes"]), *np.unique(theirs["offset"]), traced.elements * traced.itemsize]))
+        if traced.dtype != "byte" or len(theirs) == 0 or piece < 2:
+            return traced
+        return replace(traced, elements=traced.elements * traced.itemsize // piece, itemsize=piece, dtype=f"{piece}-byte")
 
     @property
     def blocks(self) -> int:
@@ -106,7 +122,7 @@ class Trace:
         """One row of dtype REQUEST per warp-wide request and tensor, in order of first appearance."""
         events = self.known() if events is None else events
         warp = events["thread"] // WARP
-        order, group = _groups(events["pc"], events["block"], warp, events["visit"], events["tensor"], events["kind"])
+        order, group = groups(events["pc"], events["block"], warp, events["visit"], events["tensor"], events["kind"])
         first = np.full(group[-1] + 1 if len(group) else 0, len(events))
         np.minimum.at(first, group, order)
         rank = np.argsort(np.argsort(first))               # number requests in the order of their first events
@@ -139,12 +155,40 @@ class Trace:
             shared, fetched = traced.space == "shared", int(some["sectors"].sum())
             uses.append(Use(line, traced.name, traced.space, KINDS[kind], int(counts.sum()),
                             int(counts.min()) if len(counts) == self.blocks * self.threads else 0, int(counts.max()), len(some),
-                            None if shared else fetched / len(some), None if shared else int(some["used"].sum()) / (fetched * SECTOR),
+                            None if shared else fetched / len(some),
+                            None if shared else float((-(-some["used"] // SECTOR)).mean()),
+                            None if shared else int(some["used"].sum()) / (fetched * SECTOR),
                             int(some["ways"].max()) if shared else None))
-        return sorted(uses, key=lambda use: use.line)
+        return sorted(uses, key=lambda use: (use.line, KINDS.index(use.kind)))
 
 
-def share(part) -> str:
+def as_written(events) -> np.ndarray:
+    """The events without two traces of the compiler's work on structs such as float4.
+
+    `a = x[i]` can be seen as a read of 16 bytes and then one of each member: the members are in registers, and are dropped.
+    `out[i] = x[i]` can be seen as the write before the read: they change places."""
+    if not (events["bytes"] >= 8).any():
+        return events
+    when = np.lexsort((events["step"], events["thread"], events["block"]))
+    e = events[when]                                                           # thread by thread
+    alike = np.logical_and.reduce([e[k][1:] == e[k][:-1] for k in ("block", "thread", "line", "bytes")])
+    first = np.flatnonzero(alike & (e["bytes"][1:] >= 8) & (e["kind"][:-1] == WRITE) & (e["kind"][1:] == READ))
+    e[first], e[first + 1] = e[first + 1], e[first]
+    for size in (16, 8):
+        whole = (e["bytes"] >= size) & (e["kind"] == READ)
+        last = np.maximum.accumulate(np.where(whole, np.arange(len(e)), 0))    # the whole that was read last
+        part = whole[last] & ~whole & (e["kind"] == READ) & (e["offset"] >= e["offset"][last])
+        part &= e["offset"] + e["bytes"] <= e["offset"][last] + e["bytes"][last]
+        part &= np.logical_and.reduce([e[k] == e[k][last] for k in ("block", "thread", "line", "tensor")])
+        others = np.cumsum(~part)
+        part &= others == others[last]                                         # nothing else happened in between
+        e, when = e[~part], when[~part]
+    thread = _changes(e["block"], e["thread"])
+    e["step"] = np.arange(len(e)) - np.maximum.accumulate(np.where(thread, np.arange(len(e)), 0))
+    return e[np.argsort(when)]
+
+
+def share(part: float) -> str:
     """A share in percent, with a decimal where there is one: 12.5%, 100%."""
     return f"{part:.1%}".replace(".0%", "%")
 
@@ -161,22 +205,27 @@ def bank_ways(events, request, count) -> np.ndarray:
     parts = np.where(events["bytes"] <= 4, 1, np.where(events["bytes"] <= 8, 2, 4))
     alone = np.where(events["kind"] == ATOMIC, lane + 1, 0)                    # atomics do not share a word
     keys = (request[each], (lane * parts // WARP)[each], word % BANKS, word, alone[each])
-    order, turn = _groups(*keys)
+    order, turn = groups(*keys)
     turns = order[np.diff(turn, prepend=-1) > 0]                               # one event of each turn
-    order, place = _groups(*(key[turns] for key in keys[:3]))
+    order, place = groups(*(key[turns] for key in keys[:3]))
     where = turns[order[np.diff(place, prepend=-1) > 0]]
     ways = np.zeros((count, BANKS), np.int64)
     np.maximum.at(ways, (keys[0][where], keys[2][where]), np.bincount(place))
     return ways
 
 
-def _groups(*keys):
+def groups(*keys):
     """The order that sorts rows by `keys`, and the number of the group of equal rows that each sorted row is in."""
     order = np.lexsort(keys[::-1])
-    fresh = np.zeros(len(order), bool)
+    return order, np.cumsum(_changes(*(key[order] for key in keys)))
+
+
+def _changes(*keys):
+    """Which rows differ from the row before them."""
+    fresh = np.zeros(len(keys[0]), bool)
     for key in keys:
-        fresh[1:] |= key[order][1:] != key[order][:-1]
-    return order, np.cumsum(fresh)
+        fresh[1:] |= key[1:] != key[:-1]
+    return fresh
 
 
 def _covered(group, start, stop, count):

@@ -1,0 +1,267 @@
+"""Kernels on the CPU: found, compiled once, launched like on a GPU, stopped when they do not end, explained when they cannot run."""
+import importlib
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+import gpuaccel as ga
+from gpuaccel.backend import cache_dir, find_compiler
+from gpuaccel.errors import ArgumentError, BackendError, CompileError, KernelError
+from gpuaccel.simt import build
+
+backend_module = importlib.import_module("gpuaccel.backend")
+TWICE = 'extern "C" __global__ void twice(float* x, int n) { int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) x[i] *= 2; }'
+SPIN = 'extern "C" __global__ void spin(float* x) {\n  if (threadIdx.x == 3)\n    while (true) x[0] += 1;\n}'
+
+
+@pytest.fixture(autouse=True)
+def on_cpu():
+    with ga.use_backend("simt"):
+        yield
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """An empty cache on disk and in the process."""
+    monkeypatch.setenv("GPUACCEL_CACHE", str(tmp_path))
+    cache_dir.cache_clear()
+    build.runtime.cache_clear()
+    monkeypatch.setattr(build, "_programs", {})
+    yield tmp_path / "simt"
+    cache_dir.cache_clear()
+    build.runtime.cache_clear()
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    calls, real = [], build._run
+    monkeypatch.setattr(build, "_run", lambda command, words: calls.append(command) or real(command, words))
+    return calls
+
+
+def forget(monkeypatch):
+    monkeypatch.setattr(build, "_programs", {})
+    build.runtime.cache_clear()
+
+
+def test_simt_is_a_backend_with_a_reason_and_a_compiler():
+    choice = ga.backend()
+    assert choice.name == "simt" and choice.device == "CPU" and str(find_compiler()[0]) in choice.reason
+    assert ga.default_device().type == "cpu"
+    assert str(find_compiler()[0]) in ga.doctor().facts["C++ compiler"]
+
+
+def test_operations_run_our_kernels_only_where_simt_was_asked_for(monkeypatch):
+    module = importlib.import_module("gpuaccel.accumulate")
+    used = []
+    monkeypatch.setattr(module, "reference_accumulate", lambda acc, grad: used.append("torch") or acc.add_(grad))
+    for name, expected in (("simt", []), ("torch", ["torch"])):
+        used.clear()
+        with ga.use_backend(name):
+            assert ga.accumulate_(torch.ones(5), torch.ones(5)).eq(2).all()
+        assert used == expected
+
+
+def test_a_second_launch_and_a_second_process_compile_nothing(fresh, compilations, monkeypatch):
+    x = torch.ones(100)
+    with ga.checked(False):
+        ga.compile(TWICE)[1, 128](x, 100)
+        first = len(compilations)
+        assert first == 3, "the runtime, and the kernel: compiled and linked"
+        ga.compile(TWICE)[1, 128](x, 100)
+        forget(monkeypatch)                               # as another process
+        ga.compile(TWICE)[1, 128](x, 100)
+    assert len(compilations) == first and x.eq(8).all()
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x7fELF", None])
+def test_a_damaged_entry_is_compiled_again(fresh, compilations, monkeypatch, damage):
+    x = torch.ones(100)
+    with ga.checked(False):
+        ga.compile(TWICE)[1, 128](x, 100)
+        for path in fresh.iterdir():
+            path.write_bytes(path.read_bytes()[:-100] if damage is None else damage)
+        compilations.clear()
+        forget(monkeypatch)
+        ga.compile(TWICE)[1, 128](x, 100)
+    assert len(compilations) == 3 and x.eq(4).all()
+
+
+def test_an_edited_helper_or_macro_compiles_again(fresh, compilations):
+    source = 'extern "C" __global__ void put(float* x) { x[threadIdx.x] = VALUE; }'
+    x = torch.zeros(4)
+    with ga.checked(False):
+        for value in (1, 2, 1):
+            ga.compile(source, VALUE=str(value))[1, 4](x)
+            assert x.eq(value).all()
+    assert len(compilations) == 5
+
+
+def test_without_a_compiler_the_message_says_how_to_get_one(monkeypatch):
+    monkeypatch.setattr(build, "find_compiler", lambda: (None, "neither g++ nor clang++ nor ziglang found"))
+    monkeypatch.setattr(build, "_programs", {})
+    with pytest.raises(BackendError, match="needs a C\\+\\+ compiler: neither g\\+\\+ .* pip install ziglang, or name one in GPUACCEL_CXX"):
+        ga.compile(TWICE + "// no compiler")[1, 4](torch.ones(4), 4)
+    monkeypatch.setattr(backend_module, "find_compiler", lambda: (None, "none found"))
+    with pytest.raises(BackendError, match="backend simt was asked for, but there is no C\\+\\+ compiler to use: none found"):
+        ga.use_backend("simt")
+
+
+def test_the_compiler_is_the_one_that_was_named(monkeypatch):
+    monkeypatch.setenv("GPUACCEL_CXX", "no-such-compiler -O1")
+    assert find_compiler.__wrapped__() == (None, "GPUACCEL_CXX='no-such-compiler -O1' does not answer")
+    monkeypatch.setenv("GPUACCEL_CXX", "g++")
+    found, reason = find_compiler.__wrapped__()
+    assert found is None or (found.command == ("g++",) and found.kind in ("g++", "clang") and reason == f"{found} found")
+
+
+def test_a_compiler_that_fails_shows_its_message(monkeypatch):
+    source = 'extern "C" __global__ void k(float* x) {\n#ifdef __SIMT_CPU__\n  nonsense;\n#endif\n}'
+    with pytest.raises(CompileError) as caught:
+        ga.compile(source, filename="cell")[1, 1](torch.ones(1))
+    assert "cell does not compile for the CPU" in str(caught.value) and "cell:3:" in str(caught.value) and "nonsense" in caught.value.log
+
+
+@pytest.mark.parametrize("construct, name", [
+    ('unsigned lane; asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane)); x[0] = lane;', "inline PTX"),
+    ("nvcuda::wmma::fragment<int> f;", "tensor cores"),
+    ("auto g = cooperative_groups::this_grid();", "cooperative groups"),
+    ("x[0] = tex2D<float>(0, 0, 0);", "textures"),
+    ("__pipeline_commit();", "asynchronous copies"),
+    ("k<<<1, 1>>>(x);", "a launch inside a kernel")])
+def test_what_only_a_gpu_has_is_named(construct, name):
+    text = f'extern "C" __global__ void k(float* x) {{\n  {construct}\n}}'
+    with pytest.raises(CompileError, match=f"^cell uses {name}.*, which only a GPU can run. Put it between #ifdef __CUDA_ARCH__"):
+        build.program(f'#line 1 "cell"\n{text}', "cell", ["k"], {}, False)
+    guarded = f'extern "C" __global__ void k(float* x) {{\n#ifdef __CUDA_ARCH__\n  {construct}\n#else\n  x[0] = 5;\n#endif\n}}'
+    assert build.program(f'#line 1 "cell"\n{guarded}', "cell", ["k"], {}, False).parameters("k") == [("p", 8)]
+
+
+def test_arguments_are_checked_as_on_a_gpu():
+    k = ga.compile(TWICE)
+    x = torch.ones(8)
+    for wrong, message in (((x.double(), 8), "expects dtype torch.float32"), ((x[::2], 4), "contiguous"), ((x,), "takes 2 arguments"),
+                           ((x, 1.5), "whole number"), ((x.to("meta"), 8), "on the CPU .*got one on meta"), ((x, 2**40), "cannot hold")):
+        with pytest.raises(ArgumentError, match=message):
+            k[1, 8](*wrong)
+    assert x.eq(1).all()
+
+
+def test_structs_are_as_large_as_the_compiler_says():
+    k = ga.compile('struct Pair { float a; double b; };\nextern "C" __global__ void k(double* x, Pair p) { x[0] = p.a + p.b; }')
+    x = torch.zeros(1, dtype=torch.float64)
+    import struct
+    k[1, 1](x, struct.pack("f4xd", 1.5, 2.25))
+    assert x.item() == 3.75
+    with pytest.raises(ArgumentError, match="`Pair p` is 16 bytes, got 12"):
+        k[1, 1](x, b"\0" * 12)
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_kernel_that_never_ends_is_stopped_and_named(mode):
+    k, x = ga.compile(SPIN, filename="cell"), torch.zeros(1)
+    began = time.perf_counter()
+    with ga.checked(mode, seconds=0.3), pytest.raises(KernelError, match="thread 3 of block 0 was still running after 0.3 s") as caught:
+        k[1, 8](x)
+    assert time.perf_counter() - began < 5
+    report, = [r for r in caught.value.reports if r.kind == "time limit"]
+    assert report.thread == (3, 0, 0) and (not mode or (report.line == 3 and x.eq(0).all()))
+
+
+def test_many_threads_may_launch_and_a_stopped_launch_leaves_the_next_one_alone():
+    k, spin = ga.compile(TWICE), ga.compile(SPIN)
+    tensors = [torch.ones(100_000) for _ in range(8)]
+
+    def work(x):
+        for _ in range(5):
+            k[-(-x.numel() // 256), 256](x, x.numel())
+    with ga.checked(False, seconds=5):
+        threads = [threading.Thread(target=work, args=(x,)) for x in tensors]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert all(x.eq(32).all() for x in tensors)
+    with ga.checked(False, seconds=0.2):
+        for _ in range(2):
+            with pytest.raises(KernelError):
+                spin[1, 8](torch.zeros(1))
+            work(tensors[0])
+    assert tensors[0].eq(2**15).all()
+
+
+def test_a_forked_process_can_launch():
+    code = f"""
+import os, torch, gpuaccel as ga
+k, x = ga.compile('''{TWICE}'''), torch.ones(100_000)
+with ga.checked(False):
+    k[400, 256](x, 100_000)
+    child = os.fork()
+    if child == 0:
+        k[400, 256](x, 100_000)
+        os._exit(0 if x.eq(4).all() else 1)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), x.eq(2).all().item())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={**os.environ, "GPUACCEL_GPU": "off"})
+    assert done.stdout.split() == ["0", "True"], done.stdout + done.stderr
+
+
+def test_the_mode_comes_from_the_environment_and_checked_goes_back(monkeypatch):
+    from gpuaccel.simt import is_checked, time_limit
+    assert is_checked(True) and not is_checked(False) and time_limit() == 20
+    with ga.checked():
+        assert is_checked(False)
+        with ga.checked(False, seconds=7):
+            assert not is_checked(True) and time_limit() == 7
+        assert is_checked(False) and time_limit() == 20
+    for value, both in (("checked", True), ("fast", False)):
+        monkeypatch.setenv("GPUACCEL_SIMT", value)
+        assert is_checked(True) is is_checked(False) is both
+    monkeypatch.setenv("GPUACCEL_SIMT", "slow")
+    with pytest.raises(BackendError, match="GPUACCEL_SIMT is 'slow'; expected one of auto, checked, fast"):
+        is_checked(True)
+    monkeypatch.setenv("GPUACCEL_SIMT_SECONDS", "soon")
+    with pytest.raises(BackendError, match="GPUACCEL_SIMT_SECONDS is 'soon'"):
+        time_limit()
+    with pytest.raises(ArgumentError, match="seconds is -1"):
+        ga.checked(seconds=-1)
+
+
+def test_what_a_kernel_prints_comes_where_python_prints(capsys):
+    k = ga.compile('extern "C" __global__ void hello(int n) { if (threadIdx.x < n) printf("thread %d of %d\\n", threadIdx.x, blockDim.x); }')
+    k[1, 8](2)
+    assert capsys.readouterr().out == "thread 0 of 8\nthread 1 of 8\n"
+
+
+def test_python_itself_still_handles_its_faults():
+    """The handlers are ours only while a kernel runs: afterwards a fault elsewhere ends the process as it always did."""
+    code = f"""
+import ctypes, faulthandler, torch, gpuaccel as ga
+faulthandler.enable()
+ga.compile('''{TWICE}''')[1, 8](torch.ones(8), 8)
+ctypes.string_at(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -11 and "Fatal Python error: Segmentation fault" in done.stderr
+
+
+def test_where_static_thread_storage_is_full_the_slower_kind_is_taken(fresh, monkeypatch):
+    real = build.ctypes.CDLL
+
+    def refuse(path, *rest):
+        if refuse.left and "gpuaccel-simt" in str(path):
+            refuse.left -= 1
+            raise OSError(f"{path}: cannot allocate memory in static TLS block")
+        return real(path, *rest)
+    refuse.left = 1
+    monkeypatch.setattr(build.ctypes, "CDLL", refuse)
+    x = torch.ones(100_000)
+    with ga.checked(False):
+        ga.compile(TWICE)[400, 256](x, 100_000)
+        assert build.runtime(False).tls == build.SLOWER_TLS
+    assert x.eq(2).all()
