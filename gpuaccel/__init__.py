@@ -19,6 +19,7 @@ from .ledger import Ledger, ledger
 from .magics import load_ipython_extension
 from .meter import LateValue, Meter, Reading, StageTimer, peak_flops
 from .models import Config, Transformer, flops_per_token, generate, preset
+from .show import show
 from .simt import checked
 from .train import TrainStep, evaluate, token_loss, train, warmup_cosine
 from .widgets import LiveThroughput
@@ -27,7 +28,7 @@ __all__ = [
     "MODES", "GradientAccumulator", "accumulate_", "reference_accumulate", "Arena", "backend", "cache_dir", "default_device",
     "use_backend", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "doctor", "Batches", "ByteTokenizer", "load_text",
     "make_dataset", "train_bpe", "val_batches", "ArgumentError", "BackendError", "CheckpointError", "CompileError", "DataError",
-    "GpuaccelError", "KernelError", "check", "checked", "hint", "solution", "Kernel", "compile", "kernel_names", "Ledger", "ledger", "load_ipython_extension",
-    "LateValue", "Meter", "Reading", "StageTimer", "peak_flops", "Config", "Transformer", "flops_per_token", "generate", "preset",
+    "GpuaccelError", "KernelError", "check", "checked", "hint", "solution", "show", "Kernel", "compile", "kernel_names", "Ledger", "ledger",
+    "load_ipython_extension", "LateValue", "Meter", "Reading", "StageTimer", "peak_flops", "Config", "Transformer", "flops_per_token", "generate", "preset",
     "TrainStep", "evaluate", "token_loss", "train", "warmup_cosine", "LiveThroughput",
 ]

@@ -101,7 +101,7 @@ class Panel:
             found = f"{self.ways}-way bank conflict" if self.ways > 1 else "no bank conflict"
             sheet.text(at + _text_width(words, 11.5) + 4, y + 12, found, 11.5, RED if self.ways > 1 else sheet.soft, weight=600)
         band, read = Band(self.threads, x + LEFT, right), self.events["kind"] == READ
-        self.cells.place(x + LEFT + 4, right - 12)
+        self.cells.place(x + LEFT + 4, right - 14)
 
         def threads(top, which):
             sheet.text(x, top + 14, "threads", 11.5, sheet.soft)
@@ -202,7 +202,7 @@ class Cells:
                     at += skip
             self.start[s] = at - (first - SECTOR * s) * self.scale
             at += (last - first) * self.scale + 9.0 * (first < self.end < last)
-        self.dots += [at + 8.5] * after
+        self.dots += [at + 7.5] * after
 
     def x(self, byte):
         sector = byte // SECTOR
@@ -226,7 +226,7 @@ class Cells:
             low, high = max(low, 0), min(high, self.end)
             here = [touched[e] for e in range(low // self.item, high // self.item) if e in touched]
             if high > low:
-                looks.setdefault((here[0], 0.24) if here else (GREY, 0.1), []).append(
+                looks.setdefault((here[0], 0.3) if here else (GREY, 0.1), []).append(
                     (self.x(low) - 1, y - 1, (high - low) * self.scale + 2, CELL + 2))
         for e in shown:
             x, colour = self.x(e * self.item), touched.get(e)
@@ -264,8 +264,8 @@ class Banks:
         self.height = 16 if len(self.rows) <= 4 else 11 if len(self.rows) <= 12 else 6
 
     def place(self, left, right):
-        self.pitch = min(23.0, (right - left + 6) / BANKS)
-        self.left = left + (right - left + 8 - BANKS * self.pitch) / 2
+        self.pitch = min(23.0, (right - left + 8) / BANKS)
+        self.left = left + (right - left + 10 - BANKS * self.pitch) / 2
 
     def span(self, offset, size):
         x = self.left + offset // 4 % BANKS * self.pitch
@@ -278,7 +278,7 @@ class Banks:
         request[order] = group
         ways = bank_ways(events, request, request.max(initial=-1) + 1).max(axis=0, initial=0).tolist()
         sheet.words([(self.left - 9, y + 10.5, "bank")], sheet.soft, anchor="end")
-        looks = ((0, 0, GREY, 0.15, sheet.soft, 400), (1, 1, GREY, 0.45, sheet.strong, 600), (2, 999, RED, 0.9, "#ffffff", 600))
+        looks = ((0, 0, GREY, 0.15, sheet.soft, 400), (1, 1, GREY, 0.8, "#ffffff", 600), (2, 999, RED, 0.9, "#ffffff", 600))
         for few, many, fill, opacity, colour, weight in looks:
             some = [(self.left + bank * self.pitch, f"{turns}×" if turns > 1 else bank)
                     for bank, turns in enumerate(ways) if few <= turns <= many]

@@ -123,9 +123,9 @@ class Shown:
             part = f"block ({x}, {y}, {z})" if gz > 1 else f"block ({x}, {y})"
         if count < self.warps:
             part += f", warps {self.warp} to {self.warp + count - 1}" if count > 1 else f", warp {self.warp}"
-            part += f" of {self.warps}"
-        part += (f", access {self.step} of {self.steps}" if self.step is not None else ", all accesses" if fit >= self.steps else
-                 f", the first {_count(fit, 'access')} of {self.steps}")
+            part += f" of 0 to {self.warps - 1}"
+        part += (f", access {self.step} of 0 to {self.steps - 1}" if self.step is not None else ", all accesses"
+                 if fit >= self.steps else f", the first {_count(fit, 'access')} of {self.steps:,}")
         return whole, part + ("" if len(shown) else ": no thread touches anything")
 
     def _remarks(self):
@@ -186,7 +186,7 @@ class Shown:
     def _legend(self, sheet, y, shown, panels, others):
         requests, x, entries = self.trace.requests(shown), float(LEFT), [(colour_of(self.warp * WARP), 0.85, "touched")]
         if (requests["used"] < requests["sectors"] * SECTOR).any():
-            entries.append((colour_of(self.warp * WARP), 0.24, "only in the same sector of 32 bytes"))
+            entries.append((colour_of(self.warp * WARP), 0.3, "only in the same sector of 32 bytes"))
         if others and any(panel.shared for panel in panels):
             entries.append((*OTHERS, "by another warp"))
         if any(len(np.unique(panel.events["thread"])) < len(panel.threads) for panel in panels):
@@ -249,7 +249,7 @@ class Shown:
             import ipywidgets as W
         except ImportError:
             return None
-        look, offered = dict(layout=W.Layout(width="300px"), style={"description_width": "48px"}), {}
+        look, offered = dict(layout=W.Layout(width="250px"), style={"description_width": "46px"}), {}
         if self.trace.blocks > 1:
             offered["block"] = W.IntSlider(self.block, 0, self.trace.blocks - 1, description="block", **look)
         if self.steps > 1:

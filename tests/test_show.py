@@ -96,7 +96,7 @@ def reduction(block=64):
         if th.t == 0:
             touch(11, READ, "partial", 0)
             touch(11, WRITE, "out", th.b)
-    lines = {3: "__shared__ float partial[64];", 5: "partial[t] = x[i];", 6: "__syncthreads();", 7: "for (int s = 32; s; s /= 2) {",
+    lines = {3: "__shared__ float partial[64];", 5: "partial[t] = x[i];", 6: "__syncthreads();", 7: "for (int s = 32; s; s /= 2)",
              8: "    if (t < s) partial[t] += partial[t + s];", 11: "if (t == 0) out[blockIdx.x] = partial[0];"}
     source = "\n".join(lines.get(n, "") for n in range(1, 12))
     tensors = {"x": (2 * block, 4), "out": (2, 4), "partial": (block, 4, "shared")}

@@ -61,7 +61,7 @@ TYPES = {
         __log2f(f); __log10f(f); __powf(f, f); __tanhf(f); __ldg(&f); __ldca(&f); __ldcg(&f); __ldcs(&f); __ldlu(&f); __ldcv(&f);
         __uint_as_float(u); __int_as_float(i); __shfl_sync(u, f, i); __shfl_xor_sync(u, f, i, 8); atomicAdd(&f, f); atomicAdd_system(&f, f);
         atomicExch(&f, f); atomicExch_block(&f, f); make_float2(f, f).x; make_float4(f, f, f, f).w; __ldg((const float4*)0).z; float3{1, 2, 3}.y""",
-    "double": """max(f, d); min(d, f); max(d, d); abs(d); fabs(d); pow(d, i); pow(d, d); copysign(f, d); exp10(d); rsqrt(d); __int2double_rn(i);
+    "double": """max(f, d); min(d, f); max(d, d); abs(d); fabs(d); pow(d, i); pow(d, d); exp10(d); rsqrt(d); __int2double_rn(i);
         __uint2double_rn(u); __ll2double_ru(ll); __ull2double_rz(ull); __dadd_rn(d, d); __dsub_rn(d, d); __dmul_rn(d, d); __ddiv_rn(d, d);
         __drcp_rn(d); __dsqrt_rn(d); __fma_rn(d, d, d); __longlong_as_double(ll); __hiloint2double(i, i); __shfl_down_sync(u, d, 1);
         atomicAdd(&d, d); atomicAdd_block(&d, d); make_double2(d, d).y; make_double4(d, d, d, d).z; floor(d); remainder(d, d)""",
@@ -105,7 +105,8 @@ LANGUAGE = """
 template <class A, class B> struct is_same { static const bool value = false; };
 template <class A> struct is_same<A, A> { static const bool value = true; };
 template <class T> __device__ void keep(T value, void* out) { *(volatile T*)out = value; }
-#define TYPE(T, ...) { auto r = __VA_ARGS__; static_assert(is_same<decltype(r), T>::value, "type of " #__VA_ARGS__); keep(r, out); }
+template <class T> __device__ T value_of(T);
+#define TYPE(T, ...) static_assert(is_same<decltype(value_of(__VA_ARGS__)), T>::value, "type of " #__VA_ARGS__);
 
 // A kernel's own overloads stand beside those of the language.
 __device__ float4 max(float4 a, float4 b) { return make_float4(max(a.x, b.x), max(a.y, b.y), max(a.z, b.z), max(a.w, b.w)); }
@@ -138,10 +139,11 @@ extern "C" __global__ void __launch_bounds__(128) language(void* __restrict__ ou
 
 
 def language():
-    types = "\n    ".join(f"TYPE({kind}, {call.strip()})" for kind, calls in TYPES.items() for call in calls.split(";"))
+    types = [f"TYPE({kind}, {call.strip()})" for kind, calls in TYPES.items() for call in calls.split(";")]
+    types += [f"TYPE({kind}, {name}({', '.join([kind[0]] * count)}))" for names, count in ((MATH, 1), (MATH2, 2)) for name in names for kind in ("float", "double")]
     layout = "\n    ".join(f'static_assert(sizeof({name}) == {size} && alignof({name}) == {align}, "layout of {name}");'
                            for name, (size, align) in LAYOUT.items())
-    return LANGUAGE % dict(parameters=", ".join(VARIABLES), types=types, layout=layout)
+    return LANGUAGE % dict(parameters=", ".join(VARIABLES), types="\n    ".join(types), layout=layout)
 
 
 def refusals():

@@ -26,14 +26,14 @@ from ..source import without_comments
 
 HERE = pathlib.Path(__file__).parent
 COMMON = ("-std=c++17", "-nostdinc++", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-exceptions",
-          "-fno-rtti", "-fno-math-errno", "-fwrapv", "-w")
+          "-fno-rtti", "-fno-math-errno", "-fno-finite-loops", "-fwrapv", "-w")
 FAST = ("-O2", "-g1")
 # -O1, but without the passes that would drop or move the very accesses that are to be seen.
 CHECKED = ("-O1", "-g", "-DSIMT_CHECKED", "-fsanitize=thread", "-fsanitize=alignment,integer-divide-by-zero,shift-exponent")
 CHECKED_BY = {
     "g++": ("-fsanitize=bounds", "-fno-tree-fre", "-fno-tree-dse", "-fno-tree-loop-im", "-fno-tree-pta", "-fno-tree-dce",
             "--param=tsan-instrument-func-entry-exit=0"),
-    "clang": ("-fsanitize=array-bounds", "-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-instrument-read-before-write=1"),
+    "clang": ("-gdwarf-4", "-fsanitize=array-bounds", "-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-instrument-read-before-write=1"),
 }
 # What only a GPU has, as it shows in source or in the compiler's message -> how it is called.
 GPU_ONLY = {

@@ -201,8 +201,7 @@ class Session:
         if kind == "out of bounds" and raw.region >= 0:
             message = f"{who} {VERBS[raw.access]} {place}: {size}"
         elif kind == "out of bounds":
-            kind_of, _, count = (raw.type or b"").decode().strip("'").partition(" [")
-            message = f"{who} uses element {raw.value} of an array of type {kind_of}[{count}"
+            message = f"{who} uses element {raw.value} of an array of type {(raw.type or b'').decode().strip(chr(39)).replace(' [', '[')}"
             element = raw.value
         elif kind == "misaligned":
             message = f"{who} {VERBS[raw.access]} {raw.value} bytes at {place}, which is at no multiple of {raw.value} bytes"

@@ -21,7 +21,11 @@
 // all threads of a block see. A block runs from start to end on one operating-system thread, so that "one per block" is "one per
 // operating-system thread". A checked build has only one of those, and collects the variables where the runtime finds them.
 
+#ifdef SIMT_CHECKED
+#define __global__ __attribute__((noinline))          // clang would drop the checks of a kernel inlined into the loop over threads
+#else
 #define __global__
+#endif
 #define __device__
 #define __host__
 #define __constant__
@@ -67,30 +71,18 @@
     __forceinline__ V##4 make_##V##4(T x, T y, T z, T w) { return {x, y, z, w}; }                                          \
     }
 
-struct char3 { signed char x, y, z; };
-struct uchar3 { unsigned char x, y, z; };
-struct short3 { short x, y, z; };
-struct ushort3 { unsigned short x, y, z; };
-struct int3 { int x, y, z; };                 // uint3, the type of threadIdx, stands in runtime.h, and dim3 too
-struct long3 { long x, y, z; };
-struct ulong3 { unsigned long x, y, z; };
-struct longlong3 { long long x, y, z; };
-struct ulonglong3 { unsigned long long x, y, z; };
-struct float3 { float x, y, z; };
-struct double3 { double x, y, z; };
+#define SIMT_THREE(V, T) struct V##3 { T x, y, z; };
+SIMT_THREE(char, signed char)  SIMT_THREE(uchar, unsigned char)  SIMT_THREE(short, short)    SIMT_THREE(ushort, unsigned short)
+SIMT_THREE(int, int)           SIMT_THREE(long, long)            SIMT_THREE(float, float)    SIMT_THREE(ulong, unsigned long)
+SIMT_THREE(double, double)     SIMT_THREE(longlong, long long)   SIMT_THREE(ulonglong, unsigned long long)
+// uint3, the type of threadIdx, stands in runtime.h, and dim3 too.
 
-SIMT_VECTOR(char, signed char, 2, 4)
-SIMT_VECTOR(uchar, unsigned char, 2, 4)
-SIMT_VECTOR(short, short, 4, 8)
-SIMT_VECTOR(ushort, unsigned short, 4, 8)
-SIMT_VECTOR(int, int, 8, 16)
-SIMT_VECTOR(uint, unsigned, 8, 16)
-SIMT_VECTOR(long, long, 16, 16)
-SIMT_VECTOR(ulong, unsigned long, 16, 16)
-SIMT_VECTOR(longlong, long long, 16, 16)
-SIMT_VECTOR(ulonglong, unsigned long long, 16, 16)
-SIMT_VECTOR(float, float, 8, 16)
-SIMT_VECTOR(double, double, 16, 16)
+SIMT_VECTOR(char, signed char, 2, 4)        SIMT_VECTOR(uchar, unsigned char, 2, 4)
+SIMT_VECTOR(short, short, 4, 8)             SIMT_VECTOR(ushort, unsigned short, 4, 8)
+SIMT_VECTOR(int, int, 8, 16)                SIMT_VECTOR(uint, unsigned, 8, 16)
+SIMT_VECTOR(long, long, 16, 16)             SIMT_VECTOR(ulong, unsigned long, 16, 16)
+SIMT_VECTOR(longlong, long long, 16, 16)    SIMT_VECTOR(ulonglong, unsigned long long, 16, 16)
+SIMT_VECTOR(float, float, 8, 16)            SIMT_VECTOR(double, double, 16, 16)
 
 namespace {
 
@@ -150,16 +142,10 @@ SIMT_TEST(isfinite, __builtin_isfinite)
 SIMT_TEST(signbit, __builtin_signbit)
 
 // A fast function and its limits: a GPU computes __powf(x, y) as 2 ** (y * log2(x)), so that a negative x gives NaN.
-inline float __expf(float x) { return expf(x); }
-inline float __exp10f(float x) { return exp10f(x); }
-inline float __logf(float x) { return logf(x); }
-inline float __log2f(float x) { return log2f(x); }
-inline float __log10f(float x) { return log10f(x); }
+#define SIMT_FAST(name) inline float __##name(float x) { return name(x); }
+SIMT_FAST(expf)  SIMT_FAST(exp10f)  SIMT_FAST(logf)  SIMT_FAST(log2f)  SIMT_FAST(log10f)
+SIMT_FAST(sinf)  SIMT_FAST(cosf)    SIMT_FAST(tanf)  SIMT_FAST(tanhf)
 inline float __powf(float x, float y) { return exp2f(y * log2f(x)); }
-inline float __sinf(float x) { return sinf(x); }
-inline float __cosf(float x) { return cosf(x); }
-inline float __tanf(float x) { return tanf(x); }
-inline float __tanhf(float x) { return tanhf(x); }
 inline void __sincosf(float x, float* sine, float* cosine) { sincosf(x, sine, cosine); }
 inline float fdividef(float x, float y) { return x / y; }
 inline float __fdividef(float x, float y) { return fabsf(y) > 8.507059e37f ? x * 0.0f : x / y; }      // 0 above 2 ** 126
@@ -186,22 +172,16 @@ inline float __frsqrt_rn(float x) { return float(1.0 / sqrt(double(x))); }
 SIMT_MIN_MAX_MIXED(int, unsigned)
 SIMT_MIN_MAX_MIXED(long, unsigned long)
 SIMT_MIN_MAX_MIXED(long long, unsigned long long)
-inline float min(float a, float b) { return fminf(a, b); }
-inline float max(float a, float b) { return fmaxf(a, b); }
-inline double min(double a, double b) { return fmin(a, b); }
-inline double max(double a, double b) { return fmax(a, b); }
-inline double min(float a, double b) { return fmin(double(a), b); }
-inline double max(float a, double b) { return fmax(double(a), b); }
-inline double min(double a, float b) { return fmin(a, double(b)); }
-inline double max(double a, float b) { return fmax(a, double(b)); }
+#define SIMT_MIN_MAX_FLOAT(A, B, R)                                                                                        \
+    inline R min(A a, B b) { return fmin(R(a), R(b)); }                                                                    \
+    inline R max(A a, B b) { return fmax(R(a), R(b)); }
+SIMT_MIN_MAX_FLOAT(float, float, float)    SIMT_MIN_MAX_FLOAT(float, double, double)
+SIMT_MIN_MAX_FLOAT(double, float, double)  SIMT_MIN_MAX_FLOAT(double, double, double)
 
-inline int abs(int x) { return x < 0 ? -x : x; }
-inline long abs(long x) { return x < 0 ? -x : x; }
-inline long long abs(long long x) { return x < 0 ? -x : x; }
+#define SIMT_ABS(name, T) inline T name(T x) { return x < 0 ? -x : x; }
+SIMT_ABS(abs, int)  SIMT_ABS(abs, long)  SIMT_ABS(abs, long long)  SIMT_ABS(labs, long)  SIMT_ABS(llabs, long long)
 inline float abs(float x) { return fabsf(x); }
 inline double abs(double x) { return fabs(x); }
-inline long labs(long x) { return abs(x); }
-inline long long llabs(long long x) { return abs(x); }
 
 // ---- 4. bits and conversions ----------------------------------------------------------------------------------------
 
@@ -306,7 +286,7 @@ SIMT_TO_INTEGER(double, double2ull, unsigned long long)
     inline To __##name##_rn(From x) { return To(x); }                                                                      \
     inline To __##name##_ru(From x) { return EXACT(To(x)) < EXACT(x) ? nextafter(To(x), To(__builtin_inf())) : To(x); }    \
     inline To __##name##_rd(From x) { return EXACT(To(x)) > EXACT(x) ? nextafter(To(x), To(-__builtin_inf())) : To(x); }   \
-    inline To __##name##_rz(From x) { return x < 0 ? __##name##_ru(x) : __##name##_rd(x); }
+    inline To __##name##_rz(From x) { return EXACT(x) < 0 ? __##name##_ru(x) : __##name##_rd(x); }
 SIMT_ROUND(double, double2float, float, double)
 SIMT_ROUND(int, int2float, float, double)
 SIMT_ROUND(unsigned, uint2float, float, double)
@@ -332,8 +312,19 @@ inline double __uint2double_rn(unsigned x) { return x; }
 #define __stwt(p, ...) ((void)(*(p) = (__VA_ARGS__)))
 __forceinline__ void simt_forget() { __asm__ __volatile__("" ::: "memory"); }
 
+#ifdef SIMT_CHECKED                           // byte by byte, so that each access is seen
+__forceinline__ void* memcpy(void* to, const void* from, size_t bytes) {
+    for (size_t i = 0; i < bytes; i++) ((volatile char*)to)[i] = ((const volatile char*)from)[i];
+    return to;
+}
+__forceinline__ void* memset(void* to, int byte, size_t bytes) {
+    for (size_t i = 0; i < bytes; i++) ((volatile char*)to)[i] = char(byte);
+    return to;
+}
+#else
 inline void* memcpy(void* to, const void* from, size_t bytes) { return __builtin_memcpy(to, from, bytes); }
 inline void* memset(void* to, int byte, size_t bytes) { return __builtin_memset(to, byte, bytes); }
+#endif
 
 // ---- 6. barriers and fences -----------------------------------------------------------------------------------------
 // A barrier: the runtime stops this thread, runs the others of the block up to theirs, and comes back. A fence orders what blocks
@@ -399,14 +390,9 @@ SIMT_PART int simt_last(int width) { return simt_lane() | (width - 1); }
         return equal;                                                                                                      \
     }
 #define SIMT_SHUFFLES_MATCHES(T) SIMT_SHUFFLES(T) SIMT_MATCHES(T)
-SIMT_SHUFFLES_MATCHES(int)
-SIMT_SHUFFLES_MATCHES(unsigned)
-SIMT_SHUFFLES_MATCHES(long)
-SIMT_SHUFFLES_MATCHES(unsigned long)
-SIMT_SHUFFLES_MATCHES(long long)
-SIMT_SHUFFLES_MATCHES(unsigned long long)
-SIMT_SHUFFLES_MATCHES(float)
-SIMT_SHUFFLES_MATCHES(double)
+SIMT_SHUFFLES_MATCHES(int)        SIMT_SHUFFLES_MATCHES(unsigned)            SIMT_SHUFFLES_MATCHES(long)
+SIMT_SHUFFLES_MATCHES(long long)  SIMT_SHUFFLES_MATCHES(unsigned long long)  SIMT_SHUFFLES_MATCHES(unsigned long)
+SIMT_SHUFFLES_MATCHES(float)      SIMT_SHUFFLES_MATCHES(double)
 
 #define SIMT_VOTE(name, T, kind)                                                                                           \
     SIMT_CALL T __##name##_sync(unsigned mask, int predicate) { return T(simt_warp(kind, mask, predicate != 0, 0, SIMT_PC)); }
@@ -462,27 +448,19 @@ SIMT_CALL unsigned __activemask() { return simt_me->live[simt_me->current / SIMT
     SIMT_EACH(SIMT_STEP, atomicXor, T, __atomic_fetch_xor)                                                                 \
     SIMT_EACH(SIMT_RETRY, atomicMin, T, min(old, value))     SIMT_EACH(SIMT_RETRY, atomicMax, T, max(old, value))
 
-SIMT_INTEGER_ATOMICS(int)
-SIMT_INTEGER_ATOMICS(unsigned)
-SIMT_INTEGER_ATOMICS(long long)
-SIMT_INTEGER_ATOMICS(unsigned long long)
-SIMT_EACH(SIMT_STEP, atomicAdd, int, __atomic_fetch_add)
-SIMT_EACH(SIMT_STEP, atomicAdd, unsigned, __atomic_fetch_add)
+SIMT_INTEGER_ATOMICS(int)        SIMT_INTEGER_ATOMICS(unsigned)
+SIMT_INTEGER_ATOMICS(long long)  SIMT_INTEGER_ATOMICS(unsigned long long)
+SIMT_EACH(SIMT_STEP, atomicAdd, int, __atomic_fetch_add)       SIMT_EACH(SIMT_STEP, atomicAdd, unsigned, __atomic_fetch_add)
+SIMT_EACH(SIMT_STEP, atomicSub, int, __atomic_fetch_sub)       SIMT_EACH(SIMT_STEP, atomicSub, unsigned, __atomic_fetch_sub)
+SIMT_EACH(SIMT_STEP, atomicExch, int, __atomic_exchange_n)     SIMT_EACH(SIMT_STEP, atomicExch, unsigned, __atomic_exchange_n)
 SIMT_EACH(SIMT_STEP, atomicAdd, unsigned long long, __atomic_fetch_add)
-SIMT_EACH(SIMT_RETRY, atomicAdd, float, old + value)
-SIMT_EACH(SIMT_RETRY, atomicAdd, double, old + value)
-SIMT_EACH(SIMT_STEP, atomicSub, int, __atomic_fetch_sub)
-SIMT_EACH(SIMT_STEP, atomicSub, unsigned, __atomic_fetch_sub)
-SIMT_EACH(SIMT_STEP, atomicExch, int, __atomic_exchange_n)
-SIMT_EACH(SIMT_STEP, atomicExch, unsigned, __atomic_exchange_n)
 SIMT_EACH(SIMT_STEP, atomicExch, unsigned long long, __atomic_exchange_n)
+SIMT_EACH(SIMT_RETRY, atomicAdd, float, old + value)           SIMT_EACH(SIMT_RETRY, atomicAdd, double, old + value)
 SIMT_EACH(SIMT_RETRY, atomicExch, float, value)
 SIMT_EACH(SIMT_RETRY, atomicInc, unsigned, old >= value ? 0 : old + 1)                       // counts 0 .. value, begins again
 SIMT_EACH(SIMT_RETRY, atomicDec, unsigned, old == 0 || old > value ? value : old - 1)
-SIMT_EACH(SIMT_SWAP, atomicCAS, int, )
-SIMT_EACH(SIMT_SWAP, atomicCAS, unsigned, )
-SIMT_EACH(SIMT_SWAP, atomicCAS, unsigned short, )
-SIMT_EACH(SIMT_SWAP, atomicCAS, unsigned long long, )
+SIMT_EACH(SIMT_SWAP, atomicCAS, int, )                         SIMT_EACH(SIMT_SWAP, atomicCAS, unsigned, )
+SIMT_EACH(SIMT_SWAP, atomicCAS, unsigned short, )              SIMT_EACH(SIMT_SWAP, atomicCAS, unsigned long long, )
 
 // ---- 9. the rest ----------------------------------------------------------------------------------------------------
 

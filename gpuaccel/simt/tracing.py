@@ -93,7 +93,7 @@ class Trace:
         self.tensors = [self._measured(i, traced) for i, traced in enumerate(self.tensors)]
 
     def _measured(self, i, traced):
-        """Memory that was declared without a type (dynamic shared memory) counts in pieces of what its accesses have in common."""
+        """Memory that was declared without a type (dynamic shared memory) counts in pieces that fit its accesses."""
         theirs = self.events[self.events["tensor"] == i]
         piece = int(np.gcd.reduce([*np.unique(theirs["bytes"]), *np.unique(theirs["offset"]), traced.elements * traced.itemsize]))
         if traced.dtype != "byte" or len(theirs) == 0 or piece < 2:
