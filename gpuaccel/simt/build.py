@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import pathlib
+import platform
 import re
 import subprocess
 import tempfile
@@ -119,7 +120,7 @@ def runtime(checked: bool, tls: "tuple[str, ...]" = ()) -> Runtime:
     files = [HERE / name for name in ("runtime.h", "executor.h", "executor.cpp", "checks.cpp")]
     sources = [HERE / "executor.cpp", *([HERE / "checks.cpp"] if checked else [])]
     options = ("-O2", "-g1", *(("-DSIMT_CHECKED",) if checked else ()), *tls)
-    key = hashlib.sha256(json.dumps([str(made), checked, options, [f.read_text() for f in files]]).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps([str(made), platform.machine(), checked, options, [f.read_text() for f in files]]).encode()).hexdigest()
     image = read_entry("simt", key)
     for attempt in (0, 1):
         if image is None or attempt:
@@ -152,7 +153,7 @@ def program(source: str, filename: str, names: "list[str]", defines: "dict[str, 
         made = compiler()
         loaded = runtime(checked)
         headers = [(HERE / name).read_text() for name in ("simt.h", "runtime.h")]
-        facts = [source, filename, names, sorted(defines.items()), checked, str(made), headers, hashlib.sha256(loaded.image).hexdigest(),
+        facts = [source, filename, names, sorted(defines.items()), checked, str(made), platform.machine(), headers, hashlib.sha256(loaded.image).hexdigest(),
                  COMMON, CHECKED, CHECKED_BY, FAST]
         key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         if key not in _programs:

@@ -21,11 +21,6 @@
 // all threads of a block see. A block runs from start to end on one operating-system thread, so that "one per block" is "one per
 // operating-system thread". A checked build has only one of those, and collects the variables where the runtime finds them.
 
-#ifdef SIMT_CHECKED
-#define __global__ __attribute__((noinline))          // clang would drop the checks of a kernel inlined into the loop over threads
-#else
-#define __global__
-#endif
 #define __device__
 #define __host__
 #define __constant__
@@ -36,8 +31,10 @@
 #define __noinline__ __attribute__((noinline))
 #define __forceinline__ inline __attribute__((always_inline))
 #ifdef SIMT_CHECKED
+#define __global__ __attribute__((noinline))         // inlined into the loop over threads, clang would drop the checks
 #define __shared__ static __attribute__((section("simt_shared")))
 #else
+#define __global__
 #define __shared__ static __thread
 #endif
 #ifndef __clang__
