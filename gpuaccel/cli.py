@@ -281,8 +281,8 @@ def _open_run(args, description):
 
 def train_command(args):
     from .backend import use_backend
-    chosen = {"auto": contextlib.nullcontext, "cpu": lambda: use_backend("torch"), "simt": lambda: use_backend("simt"), "cuda": lambda: use_backend("cuda")}
-    with chosen[args.device]():
+    backend = {"auto": None, "cpu": "torch"}.get(args.device, args.device)
+    with use_backend(backend) if backend else contextlib.nullcontext():
         return _train(args)
 
 

@@ -7,7 +7,7 @@ Global memory is a row of elements in groups of 32 bytes (sectors); shared memor
 """
 import numpy as np
 
-from .picture import RUN_COLOURS, _Ink, _text_width
+from .picture import RUN_COLOURS, WIDTH, _Ink, _text_width
 from .simt.tracing import ATOMIC, BANKS, READ, SECTOR, WARP, bank_ways, groups
 
 WARP_COLOURS, RED, GREY = RUN_COLOURS[:4], "#e5484d", "#8d949e"
@@ -220,7 +220,7 @@ class Cells:
         gap = 1.2 if pitch >= 8 else 0.4 if pitch >= 2.2 else 0
         shown = [e for low, high in self.sectors.values() for e in range(low // self.item, high // self.item)
                  if e in touched or 0 <= e * self.item < self.end]
-        digits = 9 if pitch >= _text_width(shown[-1], 9) + 3 else 8.5 if pitch >= _text_width(shown[-1], 8.5) + 2 else 0
+        digits = 9 if pitch >= _text_width(shown[-1], 9) + 3 else 8.5 if pitch >= _text_width(shown[-1], 8.5) + 1 else 0
         label_y, labelled, looks, plain, solid, labels, odd = y - 5 if labels_above else y + CELL + 12, -1e9, {}, [], [], [], []
         for low, high in self.sectors.values():                # the sectors behind the cells
             low, high = max(low, 0), min(high, self.end)
@@ -235,9 +235,11 @@ class Cells:
                 looks.setdefault(look, []).append((x + gap, y + 1, pitch - 2 * gap, CELL - 2))
             if digits:
                 (solid if colour else plain).append((x + pitch / 2, y + 13.4, e))
-            elif x > labelled and (e * self.item % SECTOR == 0 or e == shown[0] or colour == RED != touched.get(e - 1)):
-                (odd if colour == RED else labels).append((x, label_y, f"{e:,}"))
-                labelled = x + _text_width(f"{e:,}", 9.5) + 8
+            elif e * self.item % SECTOR == 0 or e == shown[0] or colour == RED != touched.get(e - 1):
+                long = 1.1 * _text_width(f"{e:,}", 9.5)
+                if (x := min(x, WIDTH - long)) > labelled:
+                    (odd if colour == RED else labels).append((x, label_y, f"{e:,}"))
+                    labelled = x + long + 7
         for (colour, opacity), boxes in looks.items():
             sheet.boxes(boxes, colour, opacity)
         sheet.words(solid, "#ffffff", digits, weight=600)

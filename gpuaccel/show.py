@@ -14,6 +14,7 @@ import numbers
 import textwrap
 
 import numpy as np
+import torch
 
 from .errors import ArgumentError
 from .kernel import Launch
@@ -40,7 +41,8 @@ def show(launch, *args, tensors=(), block=0, step=None, warp=0) -> "Shown":
         raise ArgumentError(f"show takes kernel[grid, block] and its arguments, got a {type(launch).__name__}: "
                             f"write ga.show({name}[grid, block], ...)")
     from .simt import trace
-    return Shown(trace(launch, *args, tensors=tensors), block, step, warp)
+    here = [a.cpu() if isinstance(a, torch.Tensor) and a.is_cuda else a for a in args]       # the trace runs on the CPU
+    return Shown(trace(launch, *here, tensors=tensors), block, step, warp)
 
 
 class Shown:
@@ -186,7 +188,7 @@ class Shown:
     def _legend(self, sheet, y, shown, panels, others):
         requests, x, entries = self.trace.requests(shown), float(LEFT), [(colour_of(self.warp * WARP), 0.85, "touched")]
         if (requests["used"] < requests["sectors"] * SECTOR).any():
-            entries.append((colour_of(self.warp * WARP), 0.3, "only in the same sector of 32 bytes"))
+            entries.append((colour_of(self.warp * WARP), 0.3, "only in the same 32-byte sector"))
         if others and any(panel.shared for panel in panels):
             entries.append((*OTHERS, "by another warp"))
         if any(len(np.unique(panel.events["thread"])) < len(panel.threads) for panel in panels):
@@ -196,7 +198,7 @@ class Shown:
         for colour, opacity, words in entries if len(shown) else ():
             sheet.boxes([(x, y - 9, 11, 11)], colour, opacity) if colour else sheet.frames([(x, y - 9, 11, 11)], GREY)
             sheet.text(x + 17, y, words, 11, sheet.soft)
-            x += _text_width(words, 11) + 36
+            x += _text_width(words, 11) + 28
         return y + 26 * (len(shown) > 0)
 
     def _table(self, sheet, y):
@@ -222,7 +224,7 @@ class Shown:
                 sheet.text(36, y - 1, use.tensor, 12, weight=600)
                 sheet.text(42 + 1.08 * _text_width(use.tensor, 12), y - 1, use.kind, 12, sheet.soft)
                 costly = use.ways > 1 if use.space == "shared" else use.used <= 0.5 and use.sectors >= 2 * use.needed
-                for title, end, value in columns:
+                for title, end, value in (column for column in columns if column[2](use)):
                     red = costly and title not in ("accesses", "per thread")
                     sheet.text(end + shift, y - 1, value(use), 12, RED if red else None, "end", 600 if red else 400)
             y += 8

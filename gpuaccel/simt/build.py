@@ -34,13 +34,16 @@ CHECKED = ("-O1", "-g", "-DSIMT_CHECKED", "-fsanitize=thread", "-fsanitize=align
 CHECKED_BY = {
     "g++": ("-fsanitize=bounds", "-fno-tree-fre", "-fno-tree-dse", "-fno-tree-loop-im", "-fno-tree-pta", "-fno-tree-dce",
             "--param=tsan-instrument-func-entry-exit=0"),
-    "clang": ("-gdwarf-4", "-fsanitize=array-bounds", "-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm", "-tsan-instrument-read-before-write=1"),
+    "clang": ("-gdwarf-4", "-fsanitize=array-bounds", "-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm",
+              "-tsan-instrument-read-before-write=1"),
 }
 # What only a GPU has, as it shows in source or in the compiler's message -> how it is called.
 GPU_ONLY = {
     r"simt_inline_PTX\w*|\basm\b": "inline PTX (asm)", r"\bwmma\b|\bnvcuda\b|\bmma\.h": "tensor cores (wmma)",
-    r"\bcooperative_groups(?:\.h)?\b|\bcg::": "cooperative groups", r"\btex[123]D\w*|\bsurf[123]D\w*|cudaTextureObject_t|cudaSurfaceObject_t": "textures",
-    r"\b__pipeline_\w+|\bcuda_pipeline\.h|\bmemcpy_async\b|\bcuda/\w+": "asynchronous copies", r"\b__cluster_\w+|\bcluster_group\b": "thread block clusters",
+    r"\bcooperative_groups(?:\.h)?\b|\bcg::": "cooperative groups",
+    r"\btex[123]D\w*|\bsurf[123]D\w*|cudaTextureObject_t|cudaSurfaceObject_t": "textures",
+    r"\b__pipeline_\w+|\bcuda_pipeline\.h|\bmemcpy_async\b|\bcuda/\w+": "asynchronous copies",
+    r"\b__cluster_\w+|\bcluster_group\b": "thread block clusters",
     r"<<<": "a launch inside a kernel", r"\bcudaLaunch\w+|\bcudaMalloc\w*|\bcudaMemcpy\w*": "calls of the CUDA runtime"}
 
 
@@ -153,7 +156,8 @@ def program(source: str, filename: str, names: "list[str]", defines: "dict[str, 
         made = compiler()
         loaded = runtime(checked)
         headers = [(HERE / name).read_text() for name in ("simt.h", "runtime.h")]
-        facts = [source, filename, names, sorted(defines.items()), checked, str(made), platform.machine(), headers, hashlib.sha256(loaded.image).hexdigest(),
+        facts = [source, filename, names, sorted(defines.items()), checked, str(made), platform.machine(), headers,
+                 hashlib.sha256(loaded.image).hexdigest(),
                  COMMON, CHECKED, CHECKED_BY, FAST]
         key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         if key not in _programs:
@@ -194,11 +198,15 @@ def _shown(message: str, text: str) -> "list[str]":
     return [] if not line else [f"    {line}", f"    {' ' * (int(at[3]) - 1)}^"]
 
 
+_ALIGN = r"(?:__align__\s*\([^)]*\)\s*)?"
+_DYNAMIC = re.compile(rf"extern\s+__shared__\s+{_ALIGN}([\w:]+(?:\s+\w+)*?)\s+{_ALIGN}(\w+)\s*\[\s*\]\s*;")
+
+
 def translated(source: str, names: "list[str]") -> str:
     """The source as the host compiler gets it: in an unnamed namespace, `extern __shared__` replaced, one export per kernel."""
     blank = without_comments(source)
     pieces, at, macros = [], 0, []
-    for m in re.finditer(r"extern\s+__shared__\s+(?:__align__\s*\([^)]*\)\s*)?([\w:]+(?:\s+\w+)*?)\s+(?:__align__\s*\([^)]*\)\s*)?(\w+)\s*\[\s*\]\s*;", blank):
+    for m in _DYNAMIC.finditer(blank):
         outside = blank.count("{", 0, m.start()) - blank.count("}", 0, m.start()) <= blank.count('extern "C" {', 0, m.start())
         if outside:                                       # a macro: at this place a pointer would be set once, before any launch
             macros.append(f"#define {m[2]} (({m[1]}*)simt_dynamic())\n")

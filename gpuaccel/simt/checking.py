@@ -77,9 +77,9 @@ class Session:
             if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu" or tensor.layout != torch.strided:
                 raise ArgumentError(f"tensors[{i}] is {type(tensor).__name__}; expected a dense tensor on the CPU")
             if not tensor.is_contiguous():
-                raise ArgumentError(f"tensors[{i}] has shape {tuple(tensor.shape)} with strides {tensor.stride()}; expected a contiguous tensor")
-            start = tensor.data_ptr()
-            self.kept.append(Named(f"tensors[{i}]", start, start + tensor.numel() * tensor.element_size(), tensor.element_size(), str(tensor.dtype)[6:]))
+                raise ArgumentError(f"tensors[{i}] has shape {tuple(tensor.shape)} with strides {tensor.stride()}; expected a contiguous one")
+            start, size = tensor.data_ptr(), tensor.element_size()
+            self.kept.append(Named(f"tensors[{i}]", start, start + tensor.numel() * size, size, str(tensor.dtype)[6:]))
         self.slots = []                                   # ranges of addresses that overlap share one copy
         for named in sorted(self.kept, key=lambda n: (n.lo, n.hi)):
             if self.slots and named.lo < self.slots[-1][1]:
@@ -110,13 +110,14 @@ class Session:
         cells = [-(-(row[1] - row[0]) // row[4]) * CELL for row in rows]
         threads = shape[0] * shape[1] * shape[2] * shape[3] * shape[4] * shape[5]
         if threads >= 2**32:
-            raise ArgumentError(f"{threads:,} threads are too many to check; expected fewer than 2^32 (ga.checked(False) runs without checks)")
+            raise ArgumentError(f"{threads:,} threads are too many to check; expected fewer than 2^32 (ga.checked(False) checks nothing)")
         self.cells, self.published = Memory(sum(cells)), Memory(4 * threads)
         self.regions, self.members, cell = (Region * len(rows))(), [row[6] for row in rows], self.cells.address
         for region, row, size in zip(self.regions, rows, cells):
             region.lo, region.hi, region.zone, region.kind, region.granule, region.readonly = row[:6]
             region.cells, cell = cell, cell + size
-        self.checks = Checks(self.regions, len(rows), 0, base, base + self.table.size, base + self.table.shared[0], base + self.table.shared[1],
+        shared_lo, shared_hi = self.table.shared
+        self.checks = Checks(self.regions, len(rows), 0, base, base + self.table.size, base + shared_lo, base + shared_hi,
                              self.published.address)
         if trace:
             self.events = numpy.zeros(EVENTS, C_EVENT)
@@ -201,7 +202,8 @@ class Session:
         if kind == "out of bounds" and raw.region >= 0:
             message = f"{who} {VERBS[raw.access]} {place}: {size}"
         elif kind == "out of bounds":
-            message = f"{who} uses element {raw.value} of an array of type {(raw.type or b'').decode().strip(chr(39)).replace(' [', '[')}"
+            kind_of = (raw.type or b"").decode().strip("'").replace(" [", "[")
+            message = f"{who} uses element {raw.value} of an array of type {kind_of}"
             element = raw.value
         elif kind == "misaligned":
             message = f"{who} {VERBS[raw.access]} {raw.value} bytes at {place}, which is at no multiple of {raw.value} bytes"
@@ -279,8 +281,8 @@ def record(program, name: str, shape, params, args, values, extra, pack, source:
     lines = numpy.array([session.table.locate(int(pc) - 1)[1] or 0 for pc in places], "i4")
     threads = shape[3] * shape[4] * shape[5]
     number = raw["block"].astype("i8") * threads + raw["thread"]
-    for field, value in (("line", lines[inverse] if len(places) else 0), ("block", raw["block"]), ("thread", raw["thread"]), ("tensor", index[raw["region"]]),
-                         ("offset", raw["offset"]), ("bytes", raw["bytes"]), ("kind", raw["kind"]), ("pc", inverse),
+    for field, value in (("line", lines[inverse] if len(places) else 0), ("block", raw["block"]), ("thread", raw["thread"]),
+                         ("tensor", index[raw["region"]]), ("offset", raw["offset"]), ("bytes", raw["bytes"]), ("kind", raw["kind"]), ("pc", inverse),
                          ("visit", _nth(number, inverse)), ("step", _nth(number))):
         events[field] = value
     return Trace(kernel=name, grid=tuple(shape[:3]), block=tuple(shape[3:6]), tensors=tensors, events=events, source=source,

@@ -24,7 +24,8 @@ WAITING = ("a shuffle", "__ballot_sync", "__any_sync", "__all_sync", "__syncwarp
 
 
 class Wait(ctypes.Structure):
-    _fields_ = [("thread", ctypes.c_uint32), ("kind", ctypes.c_int32), ("mask", ctypes.c_uint32), ("unused", ctypes.c_uint32), ("pc", ctypes.c_void_p)]
+    _fields_ = [("thread", ctypes.c_uint32), ("kind", ctypes.c_int32), ("mask", ctypes.c_uint32),
+                ("unused", ctypes.c_uint32), ("pc", ctypes.c_void_p)]
 
 
 class Fault(ctypes.Structure):
@@ -35,7 +36,8 @@ class Fault(ctypes.Structure):
 
 class Job(ctypes.Structure):
     _fields_ = [("run", ctypes.c_void_p), ("arguments", ctypes.c_void_p), ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3),
-                ("shared", ctypes.c_uint64), ("workers", ctypes.c_int32), ("unused", ctypes.c_int32), ("seconds", ctypes.c_double), ("fault", Fault)]
+                ("shared", ctypes.c_uint64), ("workers", ctypes.c_int32), ("unused", ctypes.c_int32), ("seconds", ctypes.c_double),
+                ("fault", Fault)]
 
 
 _mode: "tuple[str | None, float | None]" = (None, None)        # set by checked(); else the environment decides
@@ -97,7 +99,8 @@ def launch(program, name: str, shape, arguments: int, *, workers: "int | None" =
         job.workers = workers or (min(cores, shape[0] * shape[1] * shape[2], 64) if threads >= MANY_THREADS else 1)
         job.seconds = time_limit()
         if program.runtime.simt_launch(ctypes.byref(job), ctypes.c_void_p(dynamic)):
-            raise BackendError(f"{name}: there is no memory for the stacks of {job.workers} workers and {shape[6]:,} bytes of shared memory")
+            raise BackendError(f"{name}: there is no memory for the stacks of {job.workers} workers and {shape[6]:,} bytes of shared "
+                               "memory")
         text = ctypes.c_char_p()
         length = program.runtime.simt_printed(ctypes.byref(text))
         printed = ctypes.string_at(text, length).decode(errors="replace") if length else ""
@@ -118,7 +121,8 @@ def fault_report(program, fault: Fault, shape) -> Report:
     """The fault that ended a launch, as a report."""
     table, grid, dims = symbols(program), shape[:3], shape[3:6]
     kind = FAULTS[fault.kind]
-    exact = kind in ("memory", "misaligned", "division by zero", "time limit", "stack overflow")       # the instruction itself, not the return address
+    # A fault's address is the instruction itself; the others are return addresses, one instruction further.
+    exact = kind in ("memory", "misaligned", "division by zero", "time limit", "stack overflow")
 
     def line(pc, back):
         return table.locate(pc - table.base - back) if pc and pc >= table.base else (None, None)
