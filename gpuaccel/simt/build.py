@@ -27,15 +27,15 @@ from ..source import without_comments
 
 HERE = pathlib.Path(__file__).parent
 COMMON = ("-std=c++17", "-nostdinc++", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-exceptions",
-          "-fno-rtti", "-fno-math-errno", "-fno-finite-loops", "-fwrapv", "-w")
+          "-fno-rtti", "-fno-math-errno", "-fno-finite-loops", "-fno-optimize-sibling-calls", "-fwrapv", "-w")
 FAST = ("-O2", "-g1")
 # -O1, but without the passes that would drop or move the very accesses that are to be seen.
 CHECKED = ("-O1", "-g", "-DSIMT_CHECKED", "-fsanitize=thread", "-fsanitize=alignment,integer-divide-by-zero,shift-exponent")
 CHECKED_BY = {
     "g++": ("-fsanitize=bounds", "-fno-tree-fre", "-fno-tree-dse", "-fno-tree-loop-im", "-fno-tree-pta", "-fno-tree-dce",
-            "--param=tsan-instrument-func-entry-exit=0"),
+            "--param=tsan-instrument-func-entry-exit=0", "--param=tsan-distinguish-volatile=1"),
     "clang": ("-gdwarf-4", "-fsanitize=array-bounds", "-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm",
-              "-tsan-instrument-read-before-write=1"),
+              "-tsan-instrument-read-before-write=1", "-mllvm", "-tsan-distinguish-volatile=1"),
 }
 # What only a GPU has, as it shows in source or in the compiler's message -> how it is called.
 GPU_ONLY = {
@@ -205,6 +205,8 @@ _DYNAMIC = re.compile(rf"extern\s+__shared__\s+{_ALIGN}([\w:]+(?:\s+\w+)*?)\s+{_
 def translated(source: str, names: "list[str]") -> str:
     """The source as the host compiler gets it: in an unnamed namespace, `extern __shared__` replaced, one export per kernel."""
     blank = without_comments(source)
+    for m in reversed(list(re.finditer(r"\bstatic(?=\s+__shared__)", blank))):       # __shared__ is static already
+        source, blank = (text[:m.start()] + " " * 6 + text[m.end():] for text in (source, blank))
     pieces, at, macros = [], 0, []
     for m in _DYNAMIC.finditer(blank):
         outside = blank.count("{", 0, m.start()) - blank.count("}", 0, m.start()) <= blank.count('extern "C" {', 0, m.start())

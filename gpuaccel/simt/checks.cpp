@@ -15,7 +15,7 @@ enum simt_report_kind {           // driver.py has the same list
     REPORT_BOUNDS, REPORT_MISALIGNED, REPORT_UNINITIALISED, REPORT_RACE, REPORT_BARRIER, REPORT_SHUFFLE, REPORT_NULL, REPORT_FAR,
     REPORT_DIVISION, REPORT_SHIFT, REPORT_CONST, REPORT_INDEX
 };
-enum { READ, WRITE, ATOMIC };
+enum { READ, WRITE, ATOMIC, VOLATILE };                   // VOLATILE: a read that may meet atomic operations, as in a loop with atomicCAS
 
 struct record { uint32_t thread, time, pc; };             // thread: 1 + its number in the grid; 0: nobody
 struct cell { record write, read, read_before; };         // the top bit of pc: it was atomic
@@ -97,7 +97,7 @@ static void place(simt_report* r, int region, void* address, size_t size, int ac
     r->region = region;
     r->address = (uint64_t)address;
     r->size = size;
-    r->access = access;
+    r->access = access == VOLATILE ? (int)READ : access;
 }
 
 // ---- what orders accesses ----
@@ -198,6 +198,13 @@ static void conflict(const record& r, void* pc, int region, void* address, size_
     }
 }
 
+static void keep(worker* w, void* pc, int region, int64_t offset_in_it, size_t size, int kind) {
+    if (!now->event) return;
+    if (now->events == now->event_room) { now->events_lost++; return; }
+    now->event[now->events++] = {offset(pc), (uint32_t)w->block, (uint16_t)w->current, (uint16_t)region,
+                                 (uint8_t)(kind == VOLATILE ? (int)READ : kind), (uint8_t)size, 0, (uint64_t)offset_in_it};
+}
+
 static void access(void* pointer, size_t size, int kind, void* pc) {
     char* address = (char*)pointer;
     worker* w = me();
@@ -216,23 +223,16 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
     if (address < region->lo || address + size > region->hi) {
         if (simt_report* r = report(REPORT_BOUNDS, pc)) place(r, index, address, size, kind);
         if (region->zone == 0) simt_stop(w, SIMT_CHECK, pc, address, 0);          // its neighbour would be damaged
-        if (now->event && now->events < now->event_room)
-            now->event[now->events++] = {offset(pc), (uint32_t)w->block, (uint16_t)w->current, (uint16_t)index, (uint8_t)kind, (uint8_t)size, 0,
-                                         (uint64_t)(address - region->lo)};
+        keep(w, pc, index, address - region->lo, size, kind);
         return;
     }
     last_found = region;
-    if (now->event) {
-        if (now->events < now->event_room)
-            now->event[now->events++] = {offset(pc), (uint32_t)w->block, (uint16_t)w->current, (uint16_t)index, (uint8_t)kind, (uint8_t)size, 0,
-                                         (uint64_t)(address - region->lo)};
-        else now->events_lost++;
-    }
-    if (kind != READ && region->readonly)
+    keep(w, pc, index, address - region->lo, size, kind);
+    if ((kind == WRITE || kind == ATOMIC) && region->readonly)
         if (simt_report* r = report(REPORT_CONST, pc)) place(r, index, address, size, kind);
     unsigned t = w->current;
     uint64_t thread = first_thread + t;
-    record self = {(uint32_t)thread + 1, clock_, offset(pc) | (kind == ATOMIC ? ATOMIC_BIT : 0)};
+    record self = {(uint32_t)thread + 1, clock_, offset(pc) | (kind >= ATOMIC ? ATOMIC_BIT : 0)};
     size_t from = (size_t)(address - region->lo) / region->granule, to = (size_t)(address + size - 1 - region->lo) / region->granule;
     bool shared = region->kind == REGION_SHARED;
     for (size_t i = from; i <= to; i++) {
@@ -243,14 +243,16 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
             if (kind != WRITE && !c.write.thread)
                 if (simt_report* r = report(REPORT_UNINITIALISED, pc)) place(r, index, region->lo + i * region->granule, size, kind);
         }
-        if (c.write.thread && !ordered(c.write, t, thread) && !(kind == ATOMIC && c.write.pc & ATOMIC_BIT))
+        if (c.write.thread && !ordered(c.write, t, thread) && !(kind >= ATOMIC && c.write.pc & ATOMIC_BIT))
             conflict(c.write, pc, index, region->lo + i * region->granule, size, kind, WRITE);
-        if (kind == READ) {
+        if (kind == READ || kind == VOLATILE) {
             if (c.read.thread != self.thread) c.read_before = c.read;
             c.read = self;
         } else {
-            if (c.read.thread && !ordered(c.read, t, thread)) conflict(c.read, pc, index, region->lo + i * region->granule, size, kind, READ);
-            else if (c.read_before.thread && !ordered(c.read_before, t, thread))
+            bool atomic = kind == ATOMIC;
+            if (c.read.thread && !ordered(c.read, t, thread) && !(atomic && c.read.pc & ATOMIC_BIT))
+                conflict(c.read, pc, index, region->lo + i * region->granule, size, kind, READ);
+            else if (c.read_before.thread && !ordered(c.read_before, t, thread) && !(atomic && c.read_before.pc & ATOMIC_BIT))
                 conflict(c.read_before, pc, index, region->lo + i * region->granule, size, kind, READ);
             c.write = self;
             c.read.thread = c.read_before.thread = 0;
@@ -286,7 +288,9 @@ extern "C" {
     void __tsan_write##n(void* p) { access(p, n, WRITE, SIMT_PC); } \
     void __tsan_unaligned_read##n(void* p) { access(p, n, READ, SIMT_PC); } \
     void __tsan_unaligned_write##n(void* p) { access(p, n, WRITE, SIMT_PC); } \
-    void __tsan_volatile_read##n(void* p) { access(p, n, READ, SIMT_PC); } \
+    void __tsan_volatile_read##n(void* p) { access(p, n, VOLATILE, SIMT_PC); } \
+    void __tsan_unaligned_volatile_read##n(void* p) { access(p, n, VOLATILE, SIMT_PC); } \
+    void __tsan_unaligned_volatile_write##n(void* p) { access(p, n, WRITE, SIMT_PC); } \
     void __tsan_volatile_write##n(void* p) { access(p, n, WRITE, SIMT_PC); } \
     void __tsan_read_write##n(void* p) { access(p, n, READ, SIMT_PC); access(p, n, WRITE, SIMT_PC); } \
     void __tsan_unaligned_read_write##n(void* p) { access(p, n, READ, SIMT_PC); access(p, n, WRITE, SIMT_PC); }

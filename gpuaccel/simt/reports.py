@@ -42,7 +42,9 @@ class Symbols:
         entry = next(s for s in found if s.name.startswith("simt_run_"))
         self.base = ctypes.cast(getattr(program.library, entry.name), ctypes.c_void_p).value - entry["st_value"]
         self.size = max(s["p_vaddr"] + s["p_memsz"] for s in elf.iter_segments() if s["p_type"] == "PT_LOAD")
-        self.variables = sorted({(s["st_value"], s["st_size"], plain_name(s.name), sections.get(s["st_shndx"]) == "simt_shared")
+        # g++ forgets the section of a function template's variable; a variable of a device function can only be a shared one.
+        self.variables = sorted({(s["st_value"], s["st_size"], plain_name(s.name),
+                                  sections.get(s["st_shndx"]) == "simt_shared" or s.name.startswith("_ZZ"))
                                  for s in found if s["st_info"]["type"] == "STT_OBJECT" and s["st_size"]
                                  and sections.get(s["st_shndx"]) in ("simt_shared", ".data", ".bss")})
         section = elf.get_section_by_name("simt_shared")
@@ -97,6 +99,7 @@ def plain_name(mangled: str) -> str:
     """The last name in a C++ symbol: _ZZ3sumE3buf is buf."""
     if not mangled.startswith("_Z"):
         return mangled.split(".")[0]
+    mangled = re.sub(r"L[a-z]n?\d+E", "", mangled)        # numbers among a template's arguments are no lengths of names
     best, at = mangled, 2
     while at < len(mangled):
         digits = re.match(r"\d+", mangled[at:])
