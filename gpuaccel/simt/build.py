@@ -27,10 +27,11 @@ from ..source import without_comments
 
 HERE = pathlib.Path(__file__).parent
 COMMON = ("-std=c++17", "-nostdinc++", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-exceptions",
-          "-fno-rtti", "-fno-math-errno", "-fno-finite-loops", "-fno-optimize-sibling-calls", "-fwrapv", "-w")
+          "-fno-rtti", "-fno-math-errno", "-fno-finite-loops", "-fno-optimize-sibling-calls", "-fstack-clash-protection",
+          "-fwrapv", "-w")
 FAST = ("-O2", "-g1")
 # -O1, but without the passes that would drop or move the very accesses that are to be seen.
-CHECKED = ("-O1", "-g", "-DSIMT_CHECKED", "-fsanitize=thread", "-fsanitize=alignment,integer-divide-by-zero,shift-exponent")
+CHECKED = ("-O1", "-g", "-DSIMT_CHECKED", "-fsanitize=thread", "-fsanitize=alignment,object-size,integer-divide-by-zero,shift-exponent")
 CHECKED_BY = {
     "g++": ("-fsanitize=bounds", "-fno-tree-fre", "-fno-tree-dse", "-fno-tree-loop-im", "-fno-tree-pta", "-fno-tree-dce",
             "--param=tsan-instrument-func-entry-exit=0", "--param=tsan-distinguish-volatile=1"),

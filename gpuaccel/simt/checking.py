@@ -45,7 +45,7 @@ class Checks(ctypes.Structure):
 
 C_EVENT = numpy.dtype([("pc", "u4"), ("block", "u4"), ("thread", "u2"), ("region", "u2"), ("kind", "u1"), ("bytes", "u1"), ("unused", "u2"),
                        ("offset", "i8")])
-CELL, GLOBAL, SHARED, VARIABLE = 36, 0, 1, 2
+CELL, GLOBAL, SHARED, VARIABLE = 48, 0, 1, 2
 
 
 class Memory:
@@ -134,10 +134,12 @@ class Session:
         """A struct, or a table of pointers, with the addresses of known tensors in their new places."""
         whole = len(words) // 8 * 8
         values = numpy.frombuffer(words[:whole], "u8").copy()
-        for named in self.kept:
-            inside = (values >= named.lo) & (values < max(named.hi, named.lo + 1))
-            values[inside] += numpy.uint64(named.shift % 2**64)
-        return values.tobytes() + words[whole:]
+        moved = values.copy()
+        for ends in (1, 0):                               # also the address just behind a tensor, where no other begins
+            for named in self.kept:
+                inside = (values >= named.lo) & (values < named.hi + ends)
+                moved[inside] = values[inside] + numpy.uint64(named.shift % 2**64)
+        return moved.tobytes() + words[whole:]
 
     def move_tables(self, params, args):
         """Tables of pointers (T**): the copies get the new addresses."""
@@ -146,10 +148,11 @@ class Session:
                 at, size = self.moved(arg.data_ptr()), arg.numel() * 8
                 ctypes.memmove(at, self.moved_words(ctypes.string_at(at, size)), size)
 
-    def copy_back(self, params, args):
+    def copy_back(self, params, args, constant: bool):
+        """What the kernel made of the tensors. constant: also those that it only has pointers to const to."""
         tables = {a.data_ptr() for p, a in zip(params, args) if p.ctype.count("*") > 1 and isinstance(a, torch.Tensor)}
         for lo, hi, members in self.slots:
-            if not all(n.readonly for n in members) and lo not in tables:
+            if (constant or not all(n.readonly for n in members)) and lo not in tables:
                 ctypes.memmove(lo, lo + members[0].shift, hi - lo)
 
     # ---- reports ----
@@ -198,12 +201,16 @@ class Session:
         tensor = element = None
         place = "memory"
         if raw.region >= 0 and raw.address:
-            tensor, element, place, size = self._element(raw.region, raw.address, raw.size)
+            end, address = self.regions[raw.region].hi, raw.address
+            if kind == "out of bounds" and address < end < address + raw.size:
+                address = end                             # the first element outside
+            tensor, element, place, size = self._element(raw.region, address, raw.size)
         if kind == "out of bounds" and raw.region >= 0:
             message = f"{who} {VERBS[raw.access]} {place}: {size}"
         elif kind == "out of bounds":
             kind_of = (raw.type or b"").decode().strip("'").replace(" [", "[")
-            message = f"{who} uses element {raw.value} of an array of type {kind_of}"
+            message = (f"{who} uses element {raw.value} of an array of type {kind_of}" if kind_of else
+                       f"{who} goes beyond the end of a shared or local array")
             element = raw.value
         elif kind == "misaligned":
             message = f"{who} {VERBS[raw.access]} {raw.value} bytes at {place}, which is at no multiple of {raw.value} bytes"
@@ -264,7 +271,7 @@ def run(program, name: str, shape, params, args, values, extra, pack):
         warnings.warn(f"{name}: {note.file}, line {note.line}: {note.message}", stacklevel=4)
     if found:
         raise error(program, name, found, checked=True)
-    session.copy_back(params, args)
+    session.copy_back(params, args, bool(notes))
 
 
 def record(program, name: str, shape, params, args, values, extra, pack, source: str, filename: str) -> Trace:

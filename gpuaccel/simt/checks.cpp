@@ -1,7 +1,7 @@
 // The checks: what the compiler's instrumentation calls, on every access of a kernel, before it happens.
 //
 // An access is looked up among the regions that the launch knows (tensors, shared memory, the program's own variables). Each
-// element of a region has a cell that remembers who wrote it last and the last two readers, and when. A *race* is an access to
+// element of a region has a cell that remembers who wrote it last and its latest readers, and when. A *race* is an access to
 // what another thread touched, one of the two a write, with nothing between them that puts them in order:
 //   in one block   a barrier, or __syncwarp() with both lanes in its mask
 //   anywhere       __threadfence() and then an atomic operation by the first, an atomic operation by the second (or by others of
@@ -18,7 +18,9 @@ enum simt_report_kind {           // driver.py has the same list
 enum { READ, WRITE, ATOMIC, VOLATILE };                   // VOLATILE: a read that may meet atomic operations, as in a loop with atomicCAS
 
 struct record { uint32_t thread, time, pc; };             // thread: 1 + its number in the grid; 0: nobody
-struct cell { record write, read, read_before; };         // the top bit of pc: it was atomic
+// The top bit of pc: it was atomic. `near`: the latest reader but one of the same block, of another warp where there is one;
+// `far`: the latest reader of another block.
+struct cell { record write, read, near, far; };
 static const uint32_t ATOMIC_BIT = 1u << 31;
 
 struct simt_region {
@@ -239,23 +241,30 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         cell& c = region->cells[i];
         if (shared) {                                     // of an earlier block: forgotten
             if (c.write.thread && c.write.thread - 1 < first_thread) c.write.thread = 0;
-            if (c.read.thread && c.read.thread - 1 < first_thread) c.read.thread = c.read_before.thread = 0;
+            if (c.read.thread && c.read.thread - 1 < first_thread) c.read.thread = c.near.thread = 0;
+            c.far.thread = 0;
             if (kind != WRITE && !c.write.thread)
                 if (simt_report* r = report(REPORT_UNINITIALISED, pc)) place(r, index, region->lo + i * region->granule, size, kind);
         }
         if (c.write.thread && !ordered(c.write, t, thread) && !(kind >= ATOMIC && c.write.pc & ATOMIC_BIT))
             conflict(c.write, pc, index, region->lo + i * region->granule, size, kind, WRITE);
         if (kind == READ || kind == VOLATILE) {
-            if (c.read.thread != self.thread) c.read_before = c.read;
+            if (c.read.thread && c.read.thread != self.thread) {
+                uint32_t ours = (uint32_t)first_thread + 1, warp = (self.thread - ours) / SIMT_WARP;
+                if (c.read.thread < ours) c.far = c.read;
+                else if ((c.read.thread - ours) / SIMT_WARP != warp || c.near.thread < ours || c.near.time < barrier_time
+                         || (c.near.thread - ours) / SIMT_WARP == warp) c.near = c.read;
+            }
             c.read = self;
         } else {
-            bool atomic = kind == ATOMIC;
-            if (c.read.thread && !ordered(c.read, t, thread) && !(atomic && c.read.pc & ATOMIC_BIT))
-                conflict(c.read, pc, index, region->lo + i * region->granule, size, kind, READ);
-            else if (c.read_before.thread && !ordered(c.read_before, t, thread) && !(atomic && c.read_before.pc & ATOMIC_BIT))
-                conflict(c.read_before, pc, index, region->lo + i * region->granule, size, kind, READ);
+            const record* readers[] = {&c.read, &c.near, &c.far};
+            for (const record* r : readers)
+                if (r->thread && !ordered(*r, t, thread) && !(kind == ATOMIC && r->pc & ATOMIC_BIT)) {
+                    conflict(*r, pc, index, region->lo + i * region->granule, size, kind, READ);
+                    break;
+                }
             c.write = self;
-            c.read.thread = c.read_before.thread = 0;
+            c.read.thread = c.near.thread = c.far.thread = 0;
         }
     }
 }
@@ -338,8 +347,10 @@ static simt_report* report_at(int kind, void* pc, const place_in_source& at, typ
 
 void __ubsan_handle_type_mismatch_v1(mismatch_data* data, size_t pointer) {
     size_t alignment = (size_t)1 << data->log_alignment;
-    if (pointer && !(pointer & (alignment - 1))) return;
-    if (simt_on_stack(me(), (void*)pointer)) return;
+    if (pointer && !(pointer & (alignment - 1))) {        // then it is the size of a shared or local array, seen through a cast
+        report_at(REPORT_INDEX, SIMT_PC, data->at, 0, 0);
+        simt_stop(me(), SIMT_CHECK, SIMT_PC, (void*)pointer, 0);
+    }
     if (!pointer) {
         if (simt_report* r = report_at(REPORT_NULL, SIMT_PC, data->at, data->type, 0)) place(r, -1, 0, 0, data->check == 1 ? WRITE : READ);
         simt_stop(me(), SIMT_CHECK, SIMT_PC, 0, 0);

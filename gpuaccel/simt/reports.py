@@ -6,6 +6,7 @@
 import ctypes
 import io
 import re
+import textwrap
 from bisect import bisect_right
 from dataclasses import dataclass
 
@@ -130,7 +131,7 @@ def error(program, name, reports, checked: bool) -> KernelError:
     for report in reports:
         where = f"{report.file}, line {report.line}" if report.line else "at an unknown line"
         times = f" (and {report.count - 1:,} more)" if report.count > 1 else ""
-        lines.append(f"  {where}: {report.message}{times}")
+        lines.append(textwrap.fill(f"{where}: {report.message}{times}", 96, initial_indent="  ", subsequent_indent="    "))
         for line in dict.fromkeys((report.other_line, report.line) if report.other_line else (report.line,)):
             text = line and text_line(program.text, report.file or "", line)
             if text:
