@@ -99,9 +99,10 @@ class Compiler:
 def find_compiler() -> "tuple[Compiler | None, str]":
     """(the C++ compiler that runs kernels on the CPU, or None; the reason in words).
 
-    `GPUACCEL_CXX` (a command), else g++, clang++, or pip's ziglang, the first that answers."""
+    `GPUACCEL_CXX` (a command), else g++, clang++, or pip's ziglang, the first that answers. (Of ziglang `cc`: its `c++` builds a
+    C++ library first, for a minute, which kernels do not need.)"""
     chosen = os.environ.get("GPUACCEL_CXX")
-    zig = [(sys.executable, "-m", "ziglang", "c++")] if importlib.util.find_spec("ziglang") else []
+    zig = [(sys.executable, "-m", "ziglang", "cc")] if importlib.util.find_spec("ziglang") else []
     for command in [tuple(shlex.split(chosen))] if chosen else [("g++",), ("clang++",), *zig]:
         try:
             done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)

@@ -242,6 +242,29 @@ extern "C" __global__ void local_past_end(float* out, const float* x, int count)
 """, lambda: Call(1, 32, (torch.zeros(32), ramp(9), 8)),
     Expect(OUTSIDE, element=8, thread=(0, 0, 0), block=(0, 0, 0)))
 
+bug("local_groups_past_end", """
+extern "C" __global__ void local_groups_past_end(float4* out, const float4* x, int count)
+{
+    float4 group[2];
+    for (int k = 0; k <= count; k++)
+        group[k] = x[k];                                        // BUG: group[2], a whole struct at once
+    out[threadIdx.x] = make_float4(group[0].x, group[1].y, 0.0f, 0.0f);
+}
+""", lambda: Call(1, 32, (torch.zeros(128), ramp(12), 2)),
+    Expect(OUTSIDE, thread=(0, 0, 0), block=(0, 0, 0)))
+
+bug("shared_groups_past_end", """
+extern "C" __global__ void shared_groups_past_end(float4* out, const float4* x)
+{
+    __shared__ float4 groups[32];
+    int t = threadIdx.x;
+    groups[t] = x[t];
+    __syncthreads();
+    out[t] = groups[t + 1];                                     // BUG: groups[32]
+}
+""", lambda: Call(1, 32, (torch.zeros(128), ramp(128))),
+    Expect(OUTSIDE, thread=(31, 0, 0), block=(0, 0, 0)))
+
 bug("dynamic_shared_past_end", """
 extern "C" __global__ void dynamic_shared_past_end(float* out, const float* x)
 {
@@ -333,6 +356,22 @@ extern "C" __global__ void race_between_warps(float* out, const float* x)
 """, lambda: Call(1, 64, (torch.zeros(64), ramp(64))),
     Expect(RACE, other="OTHER", tensor="buffer"))
 
+bug("only_the_last_warp_waits", """
+extern "C" __global__ void only_the_last_warp_waits(float* out)
+{
+    __shared__ float total;
+    if (threadIdx.x == 0) total = 1.0f;
+    __syncthreads();
+    out[threadIdx.x] = total;                                   // OTHER
+    if (threadIdx.x >= 96) {
+        __syncwarp();                                           // its own lanes have read it; the others perhaps not
+        if (threadIdx.x == 96)
+            total = 2.0f;                                       // BUG
+    }
+}
+""", lambda: Call(1, 128, (torch.zeros(128),)),
+    Expect(RACE, other="OTHER", tensor="total"))
+
 bug("no_syncwarp", """
 extern "C" __global__ void no_syncwarp(float* out, const float* x)
 {
@@ -398,6 +437,17 @@ extern "C" __global__ void result_of_another_block(float* out, float* sums, cons
 }
 """, lambda: Call(4, 32, (torch.zeros(4), torch.zeros(4), ramp(4))),
     Expect(RACE, other="OTHER", tensor="sums"))
+
+bug("overwritten_for_other_blocks", """
+extern "C" __global__ void overwritten_for_other_blocks(float* out, float* scale)
+{
+    out[blockIdx.x * blockDim.x + threadIdx.x] = scale[0];      // OTHER
+    __syncthreads();
+    if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0)
+        scale[0] = 0.0f;                                        // BUG: other blocks may not have read it yet
+}
+""", lambda: Call(4, 64, (torch.zeros(256), torch.ones(1))),
+    Expect(RACE, other="OTHER", tensor="scale", element=0))
 
 bug("barrier_in_both_branches", """
 extern "C" __global__ void barrier_in_both_branches(float* x)
@@ -504,6 +554,12 @@ __device__ __noinline__ float sink(const float* x, int depth)
 { volatile float kept[64]; kept[depth % 64] = x[0]; return depth <= 0 ? kept[0] : sink(x, depth - 1) + kept[depth % 64]; }  // BUG
 extern "C" __global__ void too_deep(float* out, const float* x, int depth) { out[threadIdx.x] = sink(x, depth); }
 """, lambda: Call(1, 32, (torch.zeros(32), ramp(1), 10_000_000)),
+    Expect(("stack overflow",), thread=(0, 0, 0), block=(0, 0, 0)))
+
+bug("large_local_array", """
+extern "C" __global__ void large_local_array(int* out, const int* place)     // the frame would jump over any guard page
+{ volatile char kept[1 << 21]; kept[place[0]] = 1; out[threadIdx.x] = kept[place[1]]; }     // BUG
+""", lambda: Call(1, 32, (torch.zeros(32, dtype=torch.int32), torch.tensor([0, 2000000], dtype=torch.int32))),
     Expect(("stack overflow",), thread=(0, 0, 0), block=(0, 0, 0)))
 
 bug("gives_up", """
@@ -647,6 +703,8 @@ def run(kernel, seed, device):
     kernel[(3, len(many)), 128](*tables, torch.tensor(MANY, device=device), tensors=[*acc, *grad])
     for n, a, (_, _, want) in zip(MANY, acc, many):
         yield Outcome(f"n = {n}", a.cpu(), cpu(want))
+    for tensors, table in zip((acc, grad), tables):
+        assert table.tolist() == [t.data_ptr() for t in tensors], "the addresses in a table have changed"
 
 
 @good("add_by_struct", """
@@ -665,6 +723,21 @@ def run(kernel, seed, device):
     kernel[6, 128](struct.pack("6Q6Q6i", *addresses[0], *addresses[1], *MANY, 0, 5), tensors=[*acc, *grad])
     for n, a, (_, _, want) in zip(MANY, acc, many):
         yield Outcome(f"n = {n}", a.cpu(), cpu(want))
+
+
+@good("add_between_pointers", """
+struct Span { float* begin; float* end; const float* grad; };
+extern "C" __global__ void add_between_pointers(Span span)
+{
+    for (float* p = span.begin + threadIdx.x; p < span.end; p += blockDim.x) *p += span.grad[p - span.begin];
+}
+""")
+def run(kernel, seed, device):
+    for n in (1, 100):
+        a, g = normal(rng(seed), 2, n)
+        acc, grad = on(device, a), on(device, g)
+        kernel[1, 64](struct.pack("QQQ", acc.data_ptr(), acc.data_ptr() + 4 * n, grad.data_ptr()), tensors=[acc, grad])
+        yield Outcome(f"n = {n}", acc.cpu(), cpu(a + g))
 
 
 def strided_sums(values, blocks, threads):

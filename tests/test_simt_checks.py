@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from simt_cases import BUGS, GOOD, OURS, Call, Outcome, marked, program, same_bits
+from simt_cases import BUGS, GOOD, OURS, Call, Expect, Outcome, marked, program, same_bits
 
 import gpuaccel as ga
 from gpuaccel.exercises import BLOCK, EXERCISES
@@ -16,8 +16,16 @@ from gpuaccel.kernel import kernel_root
 from gpuaccel.source import kernel_names, without_comments
 
 CLANG = "clang" in os.environ.get("GPUACCEL_CXX", "")
-# What is reported otherwise when clang++ compiles: bug -> why.
-CLANG_DIFFERS: "dict[str, str]" = {}
+# What differs when clang++ compiles: bug -> what is reported then.
+CLANG_EXPECTS = {
+    # clang checks no alignment where it copies a whole struct; the CPU does not mind either
+    "misaligned_float4": (),
+    # clang makes one copy of reading into a variable and writing from it, at the line of the write; one report per kind and line
+    "float4_tail": (Expect(("out of bounds",), "BUG2", tensor="x", element=1001, thread=(58, 0, 0), block=(3, 0, 0)),),
+}
+# Like gcc, clang allows index == size where it copies a whole struct; gcc's -fsanitize=object-size sees it, clang's does not.
+# What lies behind the array is then read or overwritten, and what comes of it is open.
+CLANG_SKIPS = {"local_groups_past_end", "shared_groups_past_end"}
 ERRORS = [name for name, bug in BUGS.items() if not bug.note]
 NOTES = [name for name, bug in BUGS.items() if bug.note]
 BUG_TEXT, BUG_STARTS = program([bug.source for bug in BUGS.values()])
@@ -78,19 +86,25 @@ def test_there_are_enough_bugs_and_each_marks_its_lines():
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_a_planted_bug_is_named_with_its_line(name):
-    if CLANG and name in CLANG_DIFFERS:
-        pytest.skip(f"with clang++: {CLANG_DIFFERS[name]}")
+    bug = BUGS[name]
+    expects = CLANG_EXPECTS.get(name, bug.expects) if CLANG else bug.expects
+    if CLANG and name in CLANG_SKIPS:
+        pytest.skip("clang++ does not see it")
+    if not expects:                                                 # if a report comes some day, take it off the list
+        with ga.checked():
+            launch(ga.compile(BUG_TEXT, name), bug.call())
+        return
     error, call, before = caught(name)
-    bug, reports = BUGS[name], error.reports
+    reports = error.reports
     print(error)
-    for expect in bug.expects:
+    for expect in expects:
         wrong = [differs(bug, expect, report) for report in reports]
         assert None in wrong, f"nothing reported is {expect}: {wrong}\n{error}"
     for report in reports:
-        wrong = [differs(bug, expect, report) for expect in bug.expects]
+        wrong = [differs(bug, expect, report) for expect in expects]
         assert None in wrong, f"{report} was not expected: {wrong}\n{error}"
         assert report.count >= 1 and f"line {report.line}" in str(error)
-        assert report.message and source_text(report.line) in str(error), f"the source of line {report.line} is not shown:\n{error}"
+        assert report.message and source_text(report.line) in str(error), f"line {report.line} is not shown:\n{error}"
         if report.kind == "race":
             assert (report.thread, report.block) != (report.other_thread, report.other_block), report
             assert source_text(report.other_line) in str(error)
@@ -202,22 +216,35 @@ def test_kernels_from_strings_are_checked_by_default_and_files_are_not(monkeypat
         launch(ga.compile(BUG_TEXT, bug.name), bug.call())
 
 
-FAST_FAULTS = {"null_pointer": "null", "wild_address": "far", "division_by_zero": "division by zero", "waits_for_ever": "time limit",
-               "too_deep": "stack overflow", "barrier_against_shuffle": "deadlock", "lane_outside_its_mask": "shuffle", "gives_up": "trap"}
+FAST_FAULTS = {"null_pointer": "null", "wild_address": "far", "division_by_zero": "division by zero",
+               "waits_for_ever": "time limit", "too_deep": "stack overflow", "large_local_array": "stack overflow",
+               "barrier_against_shuffle": "deadlock", "lane_outside_its_mask": "shuffle", "gives_up": "trap"}
+FAST_PROCESS = """
+import gpuaccel as ga, test_simt_checks as t
+ga.use_backend("simt"), ga.checked(False)
+for name in t.FAST_FAULTS:
+    with ga.checked(False, seconds=t.BUGS[name].seconds):
+        try:
+            t.launch(ga.compile(t.BUG_TEXT, name), t.BUGS[name].call())
+            print(name, "nothing", 0, sep="|")
+        except ga.KernelError as error:
+            report, = error.reports
+            print(name, report.kind, report.line, sep="|")
+print(all(outcome.right for outcome in t.GOOD["vec_add"].run(ga.compile(t.GOOD_TEXT, "vec_add"), 0, "cpu")))
+"""
+
+
+def python(*arguments, **environment):
+    folder = pathlib.Path(__file__).parent
+    return subprocess.run([sys.executable, *arguments], cwd=folder.parent, capture_output=True, text=True, timeout=280,
+                          env={**os.environ, "PYTHONPATH": str(folder), **environment})
 
 
 def test_in_fast_mode_what_stops_a_kernel_becomes_an_error_with_its_line():
     """In a process of its own: this is a seat belt, and the test wants to see it hold."""
-    code = ("import sys; sys.path.insert(0, 'tests')\nimport gpuaccel as ga, test_simt_checks as t\n"
-            "ga.use_backend('simt'), ga.checked(False)\n"
-            "for name in t.FAST_FAULTS:\n"
-            "    with ga.checked(False, seconds=t.BUGS[name].seconds):\n"
-            "        try:\n            t.launch(ga.compile(t.BUG_TEXT, name), t.BUGS[name].call())\n            print(name, 'nothing', 0, sep='|')\n"
-            "        except ga.KernelError as error:\n            r, = error.reports\n            print(name, r.kind, r.line, sep='|')\n"
-            "print(list(t.GOOD['vec_add'].run(ga.compile(t.GOOD_TEXT, 'vec_add'), 0, 'cpu'))[-1].right)")
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, cwd=pathlib.Path(__file__).parents[1])
+    run = python("-c", FAST_PROCESS)
     assert run.returncode == 0, run.stdout + run.stderr
-    *rows, alive = run.stdout.split()[:0] or run.stdout.strip().split("\n")
+    *rows, alive = run.stdout.strip().split("\n")
     got = {name: (kind, int(line)) for name, kind, line in (row.split("|") for row in rows)}
     assert alive == "True"
     for name, kind in FAST_FAULTS.items():
@@ -229,8 +256,8 @@ def test_in_fast_mode_what_stops_a_kernel_becomes_an_error_with_its_line():
 
 @pytest.mark.skipif(CLANG or not shutil.which("clang++"), reason="clang++ is not installed, or is what compiles already")
 def test_clang_finds_the_same():
-    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "planted or correct_kernel or our_own"],
-                         env={**os.environ, "GPUACCEL_CXX": "clang++"}, capture_output=True, text=True, timeout=280)
+    run = python("-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "planted or correct_kernel or our_own",
+                 GPUACCEL_CXX="clang++")
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
 
 
@@ -274,7 +301,7 @@ def changes(source):
     text = without_comments(source)
     for m in re.finditer(r"__syncthreads\(\);|__syncwarp\([^()]*\);|__threadfence\(\);", text):
         yield m.start(), m.end(), ";"
-    for m in re.finditer(rf"\batomic({'|'.join(ATOMICS)})\(", text):             # the value before, as the atomic gives it, but in three steps
+    for m in re.finditer(rf"\batomic({'|'.join(ATOMICS)})\(", text):     # the value before comes back, as from the atomic
         end = closing(text, m.end() - 1)
         (_, split), (after, stop) = parts(text[m.end():end], ",")
         target, value = text[m.end():m.end() + split].strip(), text[m.end() + after:m.end() + stop].strip()
@@ -327,7 +354,8 @@ def mutants(kernel, source):
 def renamed(source, suffix):
     """The source with a suffix behind every name that it defines, so that many copies fit into one program."""
     text = without_comments(source)
-    names = {*kernel_names(source), *re.findall(r"__device__[^;{(]*?\b(\w+)\s*\(", text), *re.findall(r"\bstruct (\w+)\s*\{", text)}
+    names = {*kernel_names(source), *re.findall(r"__device__[^;{(]*?\b(\w+)\s*\(", text)} | {
+        *re.findall(r"\bstruct (\w+)\s*\{", text)}
     return re.sub(rf"\b({'|'.join(sorted(names))})\b", rf"\1{suffix}", source)
 
 
