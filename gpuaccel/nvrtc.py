@@ -120,7 +120,10 @@ def compile_cubin(source: str, filename: str, arch: str, defines: "dict[str, str
 
     source: CUDA C with everything it needs in it, so that the cache key covers it; filename: what error messages call it.
     Raises CompileError with file, line and caret as NVRTC prints them."""
-    flags = [f"-arch={check_arch(arch)}", *OPTIONS, *options, *(f"-D{name}={value}" for name, value in sorted((defines or {}).items()))]
+    # NVRTC 12.9 and newer keep cubins of their own where there is a driver, and give them back without ptxas's report.
+    own_cache = ("--no-cache",) if library().version >= (12, 9) else ()
+    macros = [f"-D{name}={value}" for name, value in sorted((defines or {}).items())]
+    flags = [f"-arch={check_arch(arch)}", *OPTIONS, *own_cache, *options, *macros]
     key = hashlib.sha256(json.dumps([source, filename, flags, library().version]).encode()).hexdigest()
     found = _read(key)
     if found is None:

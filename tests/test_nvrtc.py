@@ -227,3 +227,12 @@ def test_a_mistake_is_shown_with_file_line_and_caret():
 def test_resources_of_a_kernel_that_is_not_in_the_report():
     with pytest.raises(CompileError, match="does not mention kernel 'other'"):
         nvrtc.resources(b"", "ptxas info", "other", "sm_90")
+
+
+@pytest.mark.gpu
+def test_gpu_the_same_program_compiled_twice_keeps_its_report(cache):
+    """NVRTC's own cache (with a driver, from 12.9) gives a cubin back without the report: then registers would be unknown."""
+    source = SOURCE % "3.5f"
+    for _ in range(2):
+        shutil.rmtree(cache, ignore_errors=True)
+        assert nvrtc.resources(*compile_cubin(source, "k.cu", "sm_90"), "k", "sm_90").registers > 0

@@ -293,7 +293,8 @@ def test_fast_and_rounded_functions(device):
     out, tests, *_ = run(device, QUICK % dict(count=count), 1, len(x), zeros, zeros[0].int(), x, y, len(x))
     for k, expected in enumerate(approximate):
         error = (out[k][near] - expected[near]).abs() / (1 + expected[near].abs())
-        assert error.max() < 1e-5, f"approximate function {k}: {error.max():.2g}"
+        limit = 1e-4 if k == 7 else 1e-5                       # __tanf is a quotient: poor where the cosine is small
+        assert error.max() < limit, f"approximate function {k}: {error.max():.2g}"
     finite = (x.isfinite() & y.isfinite())
     for k, expected in enumerate(exact, len(approximate)):
         fused = k - len(approximate) in (7, 8)                 # doubles tell what a fused operation gives, within limits
