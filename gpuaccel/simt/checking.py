@@ -136,7 +136,7 @@ class Session:
         values = numpy.frombuffer(words[:whole], "u8").copy()
         moved = values.copy()
         for ends in (1, 0):                               # also the address just behind a tensor, where no other begins
-            for named in self.kept:
+            for named in filter(lambda n: n.lo, self.kept):          # an empty tensor has no address
                 inside = (values >= named.lo) & (values < named.hi + ends)
                 moved[inside] = values[inside] + numpy.uint64(named.shift % 2**64)
         return moved.tobytes() + words[whole:]
@@ -237,7 +237,7 @@ class Session:
             message = (f"{who} {VERBS[raw.access]} address {raw.address:#x}, which is in no tensor it was given; tensors whose addresses "
                        "stand in a struct or a table are named with kernel[grid, block](..., tensors=[...])")
         elif kind == "division by zero":
-            message = f"{who} divides an integer by zero"
+            message = f"{who} divides " + ("an integer by zero" if raw.value == 0 else "the smallest integer by -1: it has no result")
         elif kind == "shift":
             message = f"{who} shifts by {raw.value}, which its type does not allow"
         else:

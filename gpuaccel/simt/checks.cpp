@@ -306,18 +306,21 @@ extern "C" {
 ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
 void __tsan_read_range(void* p, size_t n) { access(p, n, READ, SIMT_PC); }
 void __tsan_write_range(void* p, size_t n) { access(p, n, WRITE, SIMT_PC); }
+static void part_of_copy(const void* p, size_t n, int kind, void* pc) {        // parameters are copied too: from memory of Python's
+    if (me() && me()->inside && n && find((char*)p)) access((void*)p, n, kind, pc);
+}
 void* __tsan_memcpy(void* to, const void* from, size_t n) {
-    access((void*)from, n, READ, SIMT_PC);
-    access(to, n, WRITE, SIMT_PC);
+    part_of_copy(from, n, READ, SIMT_PC);
+    part_of_copy(to, n, WRITE, SIMT_PC);
     return memcpy(to, from, n);
 }
 void* __tsan_memmove(void* to, const void* from, size_t n) {
-    access((void*)from, n, READ, SIMT_PC);
-    access(to, n, WRITE, SIMT_PC);
+    part_of_copy(from, n, READ, SIMT_PC);
+    part_of_copy(to, n, WRITE, SIMT_PC);
     return memmove(to, from, n);
 }
 void* __tsan_memset(void* to, int value, size_t n) {
-    access(to, n, WRITE, SIMT_PC);
+    part_of_copy(to, n, WRITE, SIMT_PC);
     return memset(to, value, n);
 }
 void __tsan_init() {}
@@ -364,8 +367,8 @@ void __ubsan_handle_out_of_bounds(index_data* data, size_t index) {
     report_at(REPORT_INDEX, SIMT_PC, data->at, data->array, (int64_t)(int32_t)index);
     simt_stop(me(), SIMT_CHECK, SIMT_PC, 0, 0);
 }
-void __ubsan_handle_divrem_overflow(operation_data* data, size_t, size_t) {
-    report_at(REPORT_DIVISION, SIMT_PC, data->at, data->left, 0);
+void __ubsan_handle_divrem_overflow(operation_data* data, size_t, size_t by) {
+    report_at(REPORT_DIVISION, SIMT_PC, data->at, data->left, (int64_t)by);
     simt_stop(me(), SIMT_CHECK, SIMT_PC, 0, 0);
 }
 void __ubsan_handle_shift_out_of_bounds(operation_data* data, size_t, size_t by) {

@@ -30,7 +30,8 @@ class Wait(ctypes.Structure):
 
 class Fault(ctypes.Structure):
     _fields_ = [("kind", ctypes.c_int32), ("thread", ctypes.c_uint32), ("block", ctypes.c_uint64), ("pc", ctypes.c_void_p),
-                ("address", ctypes.c_void_p), ("reason", ctypes.c_char_p), ("waits", ctypes.c_uint32), ("mask", ctypes.c_uint32),
+                ("address", ctypes.c_void_p), ("last_pc", ctypes.c_void_p), ("reason", ctypes.c_char_p),
+                ("waits", ctypes.c_uint32), ("mask", ctypes.c_uint32),
                 ("waiting", Wait * 1024)]
 
 
@@ -127,6 +128,8 @@ def fault_report(program, fault: Fault, shape) -> Report:
     def line(pc, back):
         return table.locate(pc - table.base - back) if pc and pc >= table.base else (None, None)
     file, at = line(fault.pc, 0 if exact else 1)
+    if at is None:                                        # in the runtime: the kernel's last call of it
+        file, at = line(fault.last_pc, 1)
     thread, block = coordinates(fault.thread, dims), coordinates(fault.block, grid)
     who = thread_words(thread, block, dims, grid)
     if kind == "memory":
@@ -146,7 +149,7 @@ def fault_report(program, fault: Fault, shape) -> Report:
         others = [where for where, *_ in places if where != (file, at)]
         return Report(kind, at, file, thread, block, message, other_line=others[0][1] if others else None)
     else:
-        message = {"division by zero": f"{who} divides an integer by zero",
+        message = {"division by zero": f"{who} divides an integer by zero (or the smallest one by -1)",
                    "time limit": f"{who} was still running after {time_limit():g} s; GPUACCEL_SIMT_SECONDS sets the limit",
                    "stack overflow": f"{who} used more than 256 KiB of stack (a recursion without end, or large local arrays)",
                    "misaligned": f"{who} reads or writes a vector (float4 or the like) at an address that is no multiple of its size",

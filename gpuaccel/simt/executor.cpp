@@ -129,6 +129,7 @@ static void release_barrier(worker* w) {
 
 int simt_barrier(int kind, int predicate, void* pc) {
     worker* w = (worker*)simt_me;
+    w->last_pc = pc;
     w->votes += predicate != 0;
     w->barrier[w->arrived++] = w->current;
     if (w->arrived + w->exited < w->threads) wait_for_others(w, kind, 0, pc);
@@ -191,6 +192,7 @@ unsigned long long simt_warp(int kind, unsigned mask, unsigned long long value, 
     worker* w = (worker*)simt_me;
     unsigned t = w->current, lane = t % SIMT_WARP, bit = 1u << lane, g = 0;
     warp_state* warp = &w->warp[t / SIMT_WARP];
+    w->last_pc = pc;
     if (!(mask & bit)) simt_stop(w, SIMT_LANE, pc, 0, 0, mask);
     while (g < warp->open && (warp->group[g].mask != mask || warp->group[g].kind != kind)) g++;
     if (g == warp->open) warp->group[warp->open++] = {mask, 0, kind};
@@ -226,6 +228,7 @@ void simt_stop(worker* w, int kind, void* pc, void* address, const char* reason,
         f->block = w->block;
         f->pc = pc;
         f->address = address;
+        f->last_pc = w->last_pc;
         f->reason = reason;
         f->mask = mask;
         if (kind == SIMT_DEADLOCK)
@@ -254,7 +257,7 @@ static void on_signal(int signal, siginfo_t* info, void* context) {
     if (signal == alarm_signal()) {
         if (!w) return;                                   // a late one
         w->late = 1;
-        if (w->inside) simt_stop(w, SIMT_TIME, w->last_pc ? w->last_pc : pc_of(context), 0, 0);
+        if (w->inside) simt_stop(w, SIMT_TIME, pc_of(context), 0, 0);
         return;
     }
     if (w && w->inside) {

@@ -14,6 +14,7 @@ struct simt_fault {               // why a launch ended early: the first reason 
     uint64_t block;               // linear
     void* pc;
     void* address;
+    void* last_pc;                // the kernel's last call of the runtime
     const char* reason;
     uint32_t waits;               // entries of `waiting`
     uint32_t mask;
@@ -58,7 +59,7 @@ struct worker : simt_worker {
     char* stacks;
     volatile int inside;                                  // a kernel runs on one of our stacks
     volatile int late;                                    // the time limit passed
-    void* last_pc;                                        // of the last access that was checked
+    void* last_pc;                                        // the kernel's last call of the runtime
     warp_state warp[SIMT_WARP];
     char* dynamic_memory;
     size_t dynamic_size;

@@ -307,6 +307,17 @@ inline double __uint2double_rn(unsigned x) { return x; }
 #define __stcg(p, ...) ((void)(*(p) = (__VA_ARGS__)))
 #define __stcs(p, ...) ((void)(*(p) = (__VA_ARGS__)))
 #define __stwt(p, ...) ((void)(*(p) = (__VA_ARGS__)))
+// clang's checks leave the copy of a large struct to plain memcpy, which they would not see.
+#if defined(SIMT_CHECKED) && defined(__clang__)
+#ifdef __x86_64__
+#define SIMT_INSTEAD(name) __asm__(".text\n.hidden " #name "\n.globl " #name "\n" #name ": jmp __tsan_" #name "@PLT\n")
+#else
+#define SIMT_INSTEAD(name) __asm__(".text\n.hidden " #name "\n.globl " #name "\n" #name ": b __tsan_" #name "\n")
+#endif
+SIMT_INSTEAD(memcpy);
+SIMT_INSTEAD(memmove);
+SIMT_INSTEAD(memset);
+#endif
 __forceinline__ void simt_forget() { __asm__ __volatile__("" ::: "memory"); }
 
 #ifdef SIMT_CHECKED                           // byte by byte, so that each access is seen
