@@ -247,7 +247,8 @@ faulthandler.enable()
 ga.compile('''{TWICE}''')[1, 8](torch.ones(8), 8)
 ctypes.string_at(0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "GPUACCEL_BACKEND": "simt"})
     assert done.returncode == -11 and "Fatal Python error: Segmentation fault" in done.stderr
 
 
