@@ -236,7 +236,7 @@ class Launch:
         if backend().name != "cuda":
             return self.on_cpu(args, tensors)
         index, values = check_arguments(kernel, args)
-        current = torch.cuda.current_device()
+        current = torch._C._cuda_getDevice() if index is not None else torch.cuda.current_device()
         if index is not None and index != current:
             with torch.cuda.device(index):
                 return self(*args)
@@ -303,18 +303,22 @@ def check_arguments(kernel: Kernel, args, device: str = "cuda") -> "tuple[int | 
     params, index, values, gpu = kernel.params, None, [], device == "cuda"
     if len(args) != len(params):
         raise ArgumentError(f"{kernel.name} takes {len(params)} arguments ({', '.join(map(str, params))}), got {len(args)}")
-    for arg, (pointer, dtypes, align, kinds), param in zip(args, kernel.plan, params):
-        if type(arg) in kinds:                             # a number of the usual kind
+    for arg, (pointer, dtypes, align, kinds) in zip(args, kernel.plan):       # every launch pays for each word of this loop
+        if pointer:
+            if isinstance(arg, _TENSOR) and (dtypes is None or arg.dtype in dtypes) and arg.layout is _STRIDED and arg.is_contiguous():
+                on, address = arg.get_device(), arg.data_ptr()
+                if (on >= 0 if gpu else arg.is_cpu) and (index is None or on == index) and not address % align:
+                    index = on
+                    values.append(address)
+                    continue
+        elif type(arg) in kinds:                           # a number of the usual kind
             values.append(arg)
             continue
-        if pointer and isinstance(arg, torch.Tensor) and (dtypes is None or arg.dtype in dtypes) and arg.layout is torch.strided:
-            on, address = arg.get_device(), arg.data_ptr()
-            if (on >= 0 if gpu else arg.is_cpu) and (index is None or on == index) and address % align == 0 and arg.is_contiguous():
-                index = on
-                values.append(address)
-                continue
-        values.append(_slowly(kernel, param, arg, index, gpu))
+        values.append(_slowly(kernel, params[len(values)], arg, index, gpu))
     return index, values
+
+
+_TENSOR, _STRIDED = torch.Tensor, torch.strided
 
 
 def _slowly(kernel, param, arg, index, gpu):
