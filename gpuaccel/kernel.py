@@ -26,10 +26,11 @@ import torch
 from . import nvrtc, simt
 from .backend import backend, find_driver
 from .errors import ArgumentError, BackendError, CompileError
-from .source import kernel_names, signature, without_comments
+from .source import kernel_names, launch_bound, signature, without_comments
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_BLOCK = (1024, 1024, 64)
+MAX_SHARED = 232448            # bytes of dynamic shared memory that the largest GPUs give to a block
 INVALID_CONTEXT = 201          # CUDA_ERROR_INVALID_CONTEXT: this thread has made no CUDA call yet
 
 
@@ -73,12 +74,19 @@ class Kernel:
         # One string is the whole program, so that the cache key is honest; #line keeps error messages at home.
         self.source = f'#line 1 "kernels_cu/common.cuh"\n{common}\n#line 1 "{filename}"\n{text}'
         self.params = signature(self.source, name, self.defines)
+        self.bound = launch_bound(self.source, name, self.defines) or 1024
         self.plan = [(p.pointer, p.dtypes, p.align, {None: (), "f": (int, float), "d": (int, float)}.get(p.code, (int,)))
                      for p in self.params]                 # what check_arguments looks at, one tuple per parameter
         self._ready, self._launches, self._lock = {}, {}, threading.RLock()
 
     def __repr__(self):
         return f"{self.name}({', '.join(map(str, self.params))})  [{self.filename}]"
+
+    def __reduce__(self):                                  # what is compiled is made again where it arrives
+        return _again, (self.text, self.name, self.filename, self.defines, self.options, self.learner)
+
+    def __call__(self, *args):
+        raise ArgumentError(f"a kernel is launched with its grid and block: {self.name}[grid, block](...)")
 
     def cubin(self, arch: str) -> bytes:
         """Machine code for one architecture, e.g. "sm_90". No GPU needed."""
@@ -98,8 +106,8 @@ class Kernel:
         if not isinstance(shape, tuple) or len(shape) not in (2, 3):
             raise ArgumentError(f"{self.name}[...] takes [grid, block] or [grid, block, shared_bytes], got {shape!r}")
         shared = shape[2] if len(shape) == 3 else 0
-        if not isinstance(shared, numbers.Integral) or not 0 <= shared < 2**31:
-            raise ArgumentError(f"{self.name}: shared_bytes is {shared!r}; expected a whole number of bytes, 0 or more")
+        if not isinstance(shared, numbers.Integral) or not 0 <= shared <= MAX_SHARED:
+            raise ArgumentError(f"{self.name}: shared_bytes is {shared!r}; expected a whole number of bytes, 0 to {MAX_SHARED:,}")
         launch = Launch(self, _dims(self, "grid", shape[0], MAX_GRID), _dims(self, "block", shape[1], MAX_BLOCK), int(shared))
         if len(self._launches) < 1000 and all(isinstance(part, (int, tuple)) for part in shape):
             self._launches[shape] = launch
@@ -125,11 +133,16 @@ def compile(source: str, name: "str | None" = None, *, filename: str = "<source>
         if len(names) != 1:
             raise CompileError(f"say which kernel: {filename} has {', '.join(names) or 'none (no __global__ function)'}")
         name = names[0]
-    kernel = Kernel.__new__(Kernel)
-    kernel._setup(source, name, filename, defines, options, learner=True)
+    kernel = _again(source, name, filename, defines, options, True)
     if not re.search(r'extern\s+"C"', without_comments(source)):
         raise CompileError(f'kernel {name} needs extern "C" in front of __global__, so that it can be found by its name')
     kernel.resources()
+    return kernel
+
+
+def _again(text, name, filename, defines, options, learner) -> Kernel:
+    kernel = Kernel.__new__(Kernel)
+    kernel._setup(text, name, filename, defines, options, learner)
     return kernel
 
 
@@ -139,8 +152,9 @@ def _dims(kernel, what, value, limits):
     if not good:
         raise ArgumentError(f"{kernel.name}: {what} is {value!r}; expected 1 to 3 whole numbers from 1 to {', '.join(map(str, limits))}")
     dims = (*map(int, dims), 1, 1)[:3]
-    if what == "block" and dims[0] * dims[1] * dims[2] > 1024:
-        raise ArgumentError(f"{kernel.name}: block is {value!r}, {dims[0] * dims[1] * dims[2]} threads; a block has 1024 at most")
+    if what == "block" and dims[0] * dims[1] * dims[2] > kernel.bound:
+        why = "its __launch_bounds__ allow" if kernel.bound < 1024 else "a block has"
+        raise ArgumentError(f"{kernel.name}: block is {value!r}, {dims[0] * dims[1] * dims[2]} threads; {why} {kernel.bound} at most")
     return dims
 
 
@@ -347,6 +361,8 @@ def _slowly(kernel, param, arg, index, gpu):
         raise error(f"is passed by value and expects a number, got a tensor of shape {tuple(arg.shape)}: "
                     "pass a Python number, or make the parameter a pointer")
     if param.code is None:
+        if isinstance(arg, ctypes.Structure):
+            return bytes(arg)
         if not isinstance(arg, (bytes, bytearray)):
             raise error(f"is a struct by value and expects bytes, got {type(arg).__name__}")
     elif not isinstance(arg, numbers.Real if param.code in "fd" else numbers.Integral):

@@ -152,7 +152,7 @@ def _compile(source, filename, flags):
         try:
             status = lib.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*(f.encode() for f in flags)))
             if status:
-                raise CompileError(f"{filename} does not compile for {flags[0].removeprefix('-arch=')}:\n{log()}", log())
+                raise CompileError(f"{filename} does not compile for {flags[0].removeprefix('-arch=')}:\n{log()}{_hint(log())}", log())
             size = ctypes.c_size_t()
             lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
             cubin = ctypes.create_string_buffer(size.value)
@@ -160,6 +160,20 @@ def _compile(source, filename, flags):
             return cubin.raw, log()
         finally:
             lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+# What people expect to be there, and what to write instead: there are no headers.
+HINTS = {r"could not open source file": "there are no headers to include: bf16, fp16 and as_float are at hand (kernels_cu/common.cuh), C math is built in",
+         r'"INFINITY"|"NAN"': "INFINITY is __int_as_float(0x7f800000), NAN is __int_as_float(0x7fffffff)",
+         r'"FLT_MAX"|"INT_MAX"|"M_PI\w*"|"FLT_EPSILON"': "write the number itself: FLT_MAX is 3.402823466e38f, INT_MAX 2147483647, M_PI 3.14159265358979",
+         r'"u?int(8|16|32|64)_t"': "unsigned char, unsigned short, unsigned and unsigned long long are the types of fixed width",
+         r"too much shared data|\b(4915[3-9]|491[6-9]\d|49[2-9]\d\d|[5-9]\d{4}|\d{6,}) bytes smem":
+             "a block has 49,152 bytes of static __shared__ memory; more is asked for at the launch: kernel[grid, block, bytes]"}
+
+
+def _hint(log: str) -> str:
+    found = [hint for pattern, hint in HINTS.items() if re.search(pattern, log)]
+    return "".join(f"\nhint: {hint}" for hint in found)
 
 
 def resources(cubin: bytes, log: str, name: str, arch: str) -> Resources:

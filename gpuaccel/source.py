@@ -48,26 +48,41 @@ def without_comments(source: str) -> str:
     return re.sub(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\[^'\n]{1,4}|\\'|[^'\\\n])'", blank, source, flags=re.S)
 
 
-_DECLARATION = re.compile(r"__global__\s+(?:__launch_bounds__\s*\([^()]*(?:\([^()]*\)[^()]*)*\)\s+)?void\s+"
-                          r"(?:__launch_bounds__\s*\([^()]*(?:\([^()]*\)[^()]*)*\)\s+)?(\w+)\s*\(([^()]*)\)")
+_BOUNDS = r"(?:__launch_bounds__\s*\(([^(),]*)[^()]*(?:\([^()]*\)[^()]*)*\)\s+)?"
+_DECLARATION = re.compile(rf"__global__\s+{_BOUNDS}void\s+{_BOUNDS}(?P<name>\w+)\s*\((?P<params>[^()]*)\)")
 
 
 def kernel_names(source: str) -> "list[str]":
     """Names of the `__global__` functions in CUDA C text, in order."""
-    return [m[1] for m in _DECLARATION.finditer(without_comments(source))]
+    return [m["name"] for m in _DECLARATION.finditer(without_comments(source))]
 
 
 def signature(source: str, name: str, defines: "dict[str, str]") -> "list[Param]":
     """The parameters of kernel `name`, macros replaced."""
+    found, macros = _declaration(source, name, defines)
+    return [_param(declared, macros) for declared in found["params"].split(",") if declared.strip() not in ("", "void")]
+
+
+def launch_bound(source: str, name: str, defines: "dict[str, str]") -> "int | None":
+    """The most threads per block that kernel `name` allows with __launch_bounds__; None without one, or when it is no plain number."""
+    found, macros = _declaration(source, name, defines)
+    bound = found[1] or found[2] or ""
+    for _ in range(8):
+        bound = str(macros.get(bound.strip(), bound)).strip()
+    return int(bound) if bound.isdigit() else None
+
+
+def _declaration(source, name, defines):
+    """(the match of a kernel's declaration, what each macro and typedef stands for)."""
     text = without_comments(source)
-    found = next((m for m in _DECLARATION.finditer(text) if m[1] == name), None)
+    found = next((m for m in _DECLARATION.finditer(text) if m["name"] == name), None)
     if found is None:
         names = ", ".join(kernel_names(source)) or "none"
         raise CompileError(f"there is no kernel {name!r} here; kernels found: {names}")
     macros = {m[1]: m[2].strip() for m in re.finditer(r"^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+([\w \t*]+?)[ \t]*$", text, re.M)}
     macros.update({m[2]: m[1].strip() for m in re.finditer(r"\btypedef\s+([\w\s*]+?)\s*\b(\w+)\s*;", text)})
     macros.update(defines)
-    return [_param(declared, macros) for declared in found[2].split(",") if declared.strip() not in ("", "void")]
+    return found, macros
 
 
 def _param(declared, macros):

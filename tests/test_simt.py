@@ -1,6 +1,10 @@
 """Kernels on the CPU: found, compiled once, launched like on a GPU, stopped when they do not end, explained when they cannot run."""
+import copy
+import ctypes
 import importlib
 import os
+import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -267,3 +271,102 @@ def test_where_static_thread_storage_is_full_the_slower_kind_is_taken(fresh, mon
         ga.compile(TWICE)[400, 256](x, 100_000)
         assert build.runtime(False).tls == build.SLOWER_TLS
     assert x.eq(2).all()
+
+
+# ---- what a stranger met ----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_an_interrupt_ends_a_launch_at_once(mode):
+    code = f"""
+import torch, gpuaccel as ga
+k, x = ga.compile('''{SPIN}'''), torch.zeros(1)
+with ga.checked({mode}, seconds=60):
+    print("ready", flush=True)
+    try:
+        k[1, 8](x)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+ga.compile('''{TWICE}''')[1, 8](torch.ones(8), 8)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "GPUACCEL_BACKEND": "simt"})
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(2)                                          # it compiles first
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    assert out == "interrupted\n" and process.returncode == 0
+
+
+def test_a_kernel_travels_by_its_source():
+    k = ga.compile(TWICE, filename="cell")
+    for other in (pickle.loads(pickle.dumps(k)), copy.deepcopy(k)):
+        x = torch.ones(8)
+        other[1, 8](x, 8)
+        assert x.eq(2).all() and other.learner and str(other.params) == str(k.params)
+
+
+def test_launches_that_a_gpu_would_refuse_are_refused():
+    k = ga.compile('#define MOST 64\nextern "C" __global__ void __launch_bounds__(MOST, 2) k(float* x) { x[threadIdx.x] = 1; }')
+    with pytest.raises(ArgumentError, match="block is 65, 65 threads; its __launch_bounds__ allow 64 at most"):
+        k[1, 65]
+    with pytest.raises(ArgumentError, match="shared_bytes is 300000; expected a whole number of bytes, 0 to 232,448"):
+        k[1, 64, 300_000]
+    with pytest.raises(ArgumentError, match=r"launched with its grid and block: k\[grid, block\]"):
+        k(torch.ones(64))
+    x = torch.zeros(64)
+    k[1, 64](x)
+    assert x.eq(1).all()
+
+
+def test_a_ctypes_structure_is_a_struct():
+    class Pair(ctypes.Structure):
+        _fields_ = [("a", ctypes.c_float), ("b", ctypes.c_int)]
+    x = torch.zeros(1)
+    ga.compile('struct Pair { float a; int b; };\nextern "C" __global__ void k(float* x, Pair p) { x[0] = p.a * p.b; }')[1, 1](x, Pair(1.5, 4))
+    assert x.item() == 6
+
+
+@pytest.mark.parametrize("body", [
+    "__shared__ float2 q[32]; if (t % 2) q[t / 2].y = t; else q[t / 2].x = t; __syncthreads(); x[t] = q[t / 2].x + 1;",
+    "__shared__ float4 q[16]; float* s = (float*)q; s[t] = t; __syncthreads(); x[t] = s[63 - t];",
+    "__shared__ int flag; if (t == 0) flag = 0; __syncthreads(); if (t == 40) atomicExch(&flag, 1);\n"
+    "if (t == 3) while (atomicAdd(&flag, 0) == 0) {}  x[t] = 1;"])
+def test_parts_of_an_element_have_their_own_writers_and_a_waiting_thread_lets_others_run(body):
+    x = torch.zeros(64)
+    with ga.checked(seconds=5):
+        ga.compile(f'extern "C" __global__ void k(float* x) {{ int t = threadIdx.x; {body} }}')[1, 64](x)
+    assert x.any()
+
+
+def test_a_half_written_element_is_not_written():
+    k = ga.compile('struct Two { float v; int i; };\nextern "C" __global__ void k(float* x) {\n  __shared__ Two q[32];\n'
+                   '  q[threadIdx.x].v = 1;\n  x[threadIdx.x] = q[threadIdx.x].i;\n}')
+    with pytest.raises(KernelError) as caught:
+        k[1, 32](torch.zeros(32))
+    assert [(r.kind, r.line, r.tensor, r.element, r.count) for r in caught.value.reports] == [("uninitialised", 5, "q", 0, 32)]
+
+
+def test_an_empty_tensor_and_a_lane_without_a_thread_are_called_by_name():
+    with pytest.raises(KernelError, match=r"writes x\[0\]: x has 0 elements of float32"):
+        ga.compile(TWICE.replace("*=", "="))[1, 8](torch.zeros(0), 1)
+    with pytest.raises(KernelError, match=r"thread 47 of block 0 reads lane 16, for which the block has no thread"):
+        ga.compile('extern "C" __global__ void k(int* x) { x[threadIdx.x] = __shfl_down_sync(~0u, 1, 1); }')[1, 48](torch.zeros(48).int())
+
+
+@pytest.mark.parametrize("line, hint", [
+    ("#include <math.h>", "there are no headers to include"), ("float big() { return FLT_MAX; }", "FLT_MAX is 3.402823466e38f"),
+    ("__device__ float big() { return INFINITY; }", "INFINITY is __int_as_float"), ("__device__ uint32_t one;", "unsigned long long"),
+    ('extern "C" __global__ void big(int* x) { __shared__ int s[20000]; s[x[0]] = 1; __syncthreads(); x[0] = s[5]; }', "49,152 bytes")])
+def test_what_people_expect_in_cuda_c_gets_a_hint(line, hint):
+    with pytest.raises(CompileError, match=f"hint: .*{hint}"):
+        ga.compile(f"{line}\n{TWICE}", "twice")
+
+
+def test_a_compiler_that_writes_nothing_is_named(monkeypatch):
+    from gpuaccel.backend import Compiler
+    monkeypatch.setattr(build, "find_compiler", lambda: (Compiler(("true",), "g++", "9.1"), ""))
+    build.runtime.cache_clear()
+    try:
+        with pytest.raises(BackendError, match="the host compiler true ended without an error, but wrote nothing"):
+            ga.compile(TWICE)[1, 8](torch.ones(8), 8)
+    finally:
+        build.runtime.cache_clear()

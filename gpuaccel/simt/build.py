@@ -101,6 +101,8 @@ def _run(command, what) -> None:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=300, env={**os.environ, "LC_ALL": "C"})
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BackendError(f"the host compiler {command[0]} could not be run: {error}") from None
+    if done.returncode == 0 and not os.path.exists(command[command.index("-o") + 1]):
+        raise BackendError(f"the host compiler {command[0]} ended without an error, but wrote nothing: is it a compiler?")
     if done.returncode:
         raise CompileError(what(done.stderr.strip()), done.stderr.strip())
 

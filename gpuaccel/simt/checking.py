@@ -80,6 +80,7 @@ class Session:
                 raise ArgumentError(f"tensors[{i}] has shape {tuple(tensor.shape)} with strides {tensor.stride()}; expected a contiguous one")
             start, size = tensor.data_ptr(), tensor.element_size()
             self.kept.append(Named(f"tensors[{i}]", start, start + tensor.numel() * size, size, str(tensor.dtype)[6:]))
+        self.empty = {id(a): n for n, a in zip(self.kept, [a for a in args if isinstance(a, torch.Tensor)]) if not n.lo}
         self.slots = []                                   # ranges of addresses that overlap share one copy
         for named in sorted(self.kept, key=lambda n: (n.lo, n.hi)):
             if self.slots and named.lo < self.slots[-1][1]:
@@ -95,7 +96,7 @@ class Session:
             for named in members:
                 named.shift = at - lo
             ctypes.memmove(at, lo, hi - lo)
-            rows.append((at, at + hi - lo, ZONE, GLOBAL, min(n.itemsize for n in members), all(n.readonly for n in members), members))
+            rows.append((at, at + hi - lo, ZONE, GLOBAL, min(4, *(n.itemsize for n in members)), all(n.readonly for n in members), members))
             at += hi - lo + 2 * ZONE
         at += -at % 256
         self.dynamic = at
@@ -104,8 +105,7 @@ class Session:
         for start, size, name, shared in self.table.variables:
             lo, kind = base + start, SHARED if shared else VARIABLE
             itemsize, dtype = self.table.types.get(start, (1, ""))
-            granule = itemsize if itemsize in (1, 2, 4, 8) else 4 if itemsize % 4 == 0 else 1
-            rows.append((lo, lo + size, 0, kind, granule, False, [Named(name, lo, lo + size, itemsize, dtype, kind)]))
+            rows.append((lo, lo + size, 0, kind, 1, False, [Named(name, lo, lo + size, itemsize, dtype, kind)]))
         rows.sort(key=lambda row: row[0])
         cells = [-(-(row[1] - row[0]) // row[4]) * CELL for row in rows]
         threads = shape[0] * shape[1] * shape[2] * shape[3] * shape[4] * shape[5]
@@ -230,7 +230,11 @@ class Session:
             message = f"{who} waits at the barrier of line {line}, {self._words(raw.other_thread)} at the one of line {other_line}"
             other = dict(other_line=other_line)
         elif kind == "shuffle":
-            message = f"{who} reads the lane of {self._words(raw.other_thread)}, which takes no part (mask {raw.mask:#010x})"
+            threads = self.shape[3] * self.shape[4] * self.shape[5]
+            read = raw.other_thread - raw.thread + raw.thread % threads           # its number in the block, if it has one
+            other = {"other_line": None} if read < threads else {}
+            message = (f"{who} reads lane {raw.value}, " + (f"{self._words(raw.other_thread)}, which takes no part" if other else
+                                                            f"for which the block has no thread") + f" (mask {raw.mask:#010x})")
         elif kind == "null":
             message = f"{who} {VERBS[raw.access]} through a null pointer" + (f" (address {raw.address})" if raw.address else "")
         elif kind == "far":
@@ -242,7 +246,7 @@ class Session:
             message = f"{who} shifts by {raw.value}, which its type does not allow"
         else:
             message = f"{who} writes {place} through a pointer to const"
-        if other or kind == "shuffle":
+        if other:
             other["other_thread"], other["other_block"] = self._who(raw.other_thread)
         thread, block = self._who(raw.thread)
         return Report(kind, line, file, thread, block, message, tensor=tensor, element=element, count=raw.count, **other)
@@ -250,8 +254,8 @@ class Session:
 
 def _run(program, name, shape, params, args, values, extra, pack, trace) -> "tuple[Session, list[Report], list[Report]]":
     session = Session(program, shape, params, args, extra, trace)
-    moved = [session.moved(v) if p.pointer and v else session.moved_words(bytes(v)) if p.code is None and not p.pointer else v
-             for p, v in zip(params, values)]
+    moved = [session.empty[id(a)].shift if id(a) in session.empty else session.moved(v) if p.pointer and v else session.moved_words(bytes(v)) if p.code is None and not p.pointer else v
+             for p, v, a in zip(params, values, args)]
     session.move_tables(params, args)
     program.runtime.simt_check_with(ctypes.byref(session.checks))
     fault = launch(program, name, shape, pack(moved), workers=1, dynamic=session.dynamic)

@@ -196,7 +196,7 @@ static void conflict(const record& r, void* pc, int region, void* address, size_
     if (simt_report* found = report(REPORT_RACE, pc, r.pc & ~ATOMIC_BIT)) {
         place(found, region, address, size, access);
         found->other_thread = r.thread - 1;
-        found->other_access = r.pc & ATOMIC_BIT ? (int)ATOMIC : other_access;
+        found->other_access = r.pc & ATOMIC_BIT && other_access == WRITE ? (int)ATOMIC : other_access;
     }
 }
 
@@ -212,6 +212,7 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
     worker* w = me();
     if (!w || !w->inside || simt_on_stack(w, address) || (address >= known_lo && address < known_hi)) return;
     w->last_pc = pc;
+    if (kind >= ATOMIC && ++w->looks % 64 == 0) simt_yield(w);      // it may wait in a loop for what another thread will write
     simt_region* region = find(address);
     if (!region) {
         if (address >= now->shared_lo && address < now->shared_hi) return;        // alignment gaps between shared variables
@@ -236,18 +237,22 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
     uint64_t thread = first_thread + t;
     record self = {(uint32_t)thread + 1, clock_, offset(pc) | (kind >= ATOMIC ? ATOMIC_BIT : 0)};
     size_t from = (size_t)(address - region->lo) / region->granule, to = (size_t)(address + size - 1 - region->lo) / region->granule;
-    bool shared = region->kind == REGION_SHARED;
+    bool shared = region->kind == REGION_SHARED, unset = false, raced = false;      // reported once for an access
     for (size_t i = from; i <= to; i++) {
         cell& c = region->cells[i];
         if (shared) {                                     // of an earlier block: forgotten
             if (c.write.thread && c.write.thread - 1 < first_thread) c.write.thread = 0;
             if (c.read.thread && c.read.thread - 1 < first_thread) c.read.thread = c.near.thread = 0;
             c.far.thread = 0;
-            if (kind != WRITE && !c.write.thread)
+            if (kind != WRITE && !c.write.thread && !unset) {
+                unset = true;
                 if (simt_report* r = report(REPORT_UNINITIALISED, pc)) place(r, index, region->lo + i * region->granule, size, kind);
+            }
         }
-        if (c.write.thread && !ordered(c.write, t, thread) && !(kind >= ATOMIC && c.write.pc & ATOMIC_BIT))
+        if (!raced && c.write.thread && !ordered(c.write, t, thread) && !(kind >= ATOMIC && c.write.pc & ATOMIC_BIT)) {
+            raced = true;
             conflict(c.write, pc, index, region->lo + i * region->granule, size, kind, WRITE);
+        }
         if (kind == READ || kind == VOLATILE) {
             if (c.read.thread && c.read.thread != self.thread) {
                 uint32_t ours = (uint32_t)first_thread + 1, warp = (self.thread - ours) / SIMT_WARP;
@@ -259,7 +264,8 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         } else {
             const record* readers[] = {&c.read, &c.near, &c.far};
             for (const record* r : readers)
-                if (r->thread && !ordered(*r, t, thread) && !(kind == ATOMIC && r->pc & ATOMIC_BIT)) {
+                if (!raced && r->thread && !ordered(*r, t, thread) && !(kind == ATOMIC && r->pc & ATOMIC_BIT)) {
+                    raced = true;
                     conflict(*r, pc, index, region->lo + i * region->granule, size, kind, READ);
                     break;
                 }

@@ -18,7 +18,8 @@ from .reports import Report, Symbols, coordinates, error, thread_words
 
 MODES = ("auto", "checked", "fast")
 MANY_THREADS = 8192            # CUDA threads from which a second core pays
-FAULTS = ("none", "deadlock", "memory", "misaligned", "division by zero", "time limit", "stack overflow", "shuffle", "trap", "check")
+FAULTS = ("none", "deadlock", "memory", "misaligned", "division by zero", "time limit", "stack overflow", "shuffle", "trap", "check",
+          "interrupted")
 WAITING = ("a shuffle", "__ballot_sync", "__any_sync", "__all_sync", "__syncwarp", "__match_any_sync", "__match_all_sync",
            *["a warp reduction"] * 8, *["__syncthreads"] * 4)
 
@@ -47,12 +48,15 @@ _mode: "tuple[str | None, float | None]" = (None, None)        # set by checked(
 class checked(contextlib.ContextDecorator):
     """Turn the checks of kernels on the CPU on (or off): now, or as a `with` block until its end.
 
-    on: True checks every launch, False none, None as the environment says; seconds: time limit of a launch (0: none)."""
+    on: True checks every launch, False none, None as the environment says; seconds: time limit of a launch (0: none). Like
+    use_backend it holds for the whole process, all its threads."""
 
     def __init__(self, on: "bool | None" = True, *, seconds: "float | None" = None):
         global _mode
         if seconds is not None and not (isinstance(seconds, (int, float)) and seconds >= 0):
             raise ArgumentError(f"seconds is {seconds!r}; expected a number, 0 or more")
+        if on not in (True, False, None):
+            raise ArgumentError(f"checked is {on!r}; expected True, False or None")
         self.before = _mode
         self.mode = _mode = ({True: "checked", False: "fast", None: None}[on], self.before[1] if seconds is None else seconds)
 
@@ -78,9 +82,12 @@ def time_limit() -> float:
     """Seconds that a launch may take; 0: no limit."""
     text = os.environ.get("GPUACCEL_SIMT_SECONDS") or "20"
     try:
-        return float(text) if _mode[1] is None else float(_mode[1])
+        seconds = float(text) if _mode[1] is None else float(_mode[1])
+        if seconds >= 0:
+            return seconds
     except ValueError:
-        raise BackendError(f"GPUACCEL_SIMT_SECONDS is {text!r}; expected a number of seconds") from None
+        pass
+    raise BackendError(f"GPUACCEL_SIMT_SECONDS is {text!r}; expected a number of seconds, 0 or more")
 
 
 _lock = threading.Lock()
@@ -106,6 +113,8 @@ def launch(program, name: str, shape, arguments: int, *, workers: "int | None" =
         length = program.runtime.simt_printed(ctypes.byref(text))
         printed = ctypes.string_at(text, length).decode(errors="replace") if length else ""
         fault = Fault.from_buffer_copy(job.fault) if job.fault.kind else None
+    if fault is not None and FAULTS[fault.kind] == "interrupted":
+        raise KeyboardInterrupt
     if printed:
         sys.stdout.write(printed)
     return fault
@@ -150,7 +159,9 @@ def fault_report(program, fault: Fault, shape) -> Report:
         return Report(kind, at, file, thread, block, message, other_line=others[0][1] if others else None)
     else:
         message = {"division by zero": f"{who} divides an integer by zero (or the smallest one by -1)",
-                   "time limit": f"{who} was still running after {time_limit():g} s; GPUACCEL_SIMT_SECONDS sets the limit",
+                   "time limit": f"{who} was still running after {time_limit():g} s, in block {fault.block + 1:,} of "
+                                 f"{grid[0] * grid[1] * grid[2]:,}: a loop that does not end (blocks run in order: none can wait for a later "
+                                 "one), or much work; ga.checked(seconds=...) sets the limit",
                    "stack overflow": f"{who} used more than 256 KiB of stack (a recursion without end, or large local arrays)",
                    "misaligned": f"{who} reads or writes a vector (float4 or the like) at an address that is no multiple of its size",
                    "shuffle": f"{who} (lane {fault.thread % 32}) is not in its own mask {fault.mask:#010x}",

@@ -80,15 +80,28 @@ static inline unsigned take_ready(worker* w) {
 
 static void fibre();
 
+static void start_fibre(worker* w, void** save) {
+    unsigned i = w->starting = w->spare[--w->spares];
+    simt_switch(save, fresh_stack(w->stacks + i * SLOT + SLOT - (i * 5 & 63) * 64, fibre));     // shifted, or all tops share few cache lines
+}
+
+void simt_yield(worker* w) {
+    unsigned me = w->current;
+    if (w->next == w->threads && !w->count) return;
+    w->ready[(w->first + w->count++) % SIMT_MAX_THREADS] = me;
+    if (w->next < w->threads) return start_fibre(w, &w->stack[me]);
+    unsigned t = w->current = take_ready(w);
+    threadIdx = w->at[t];
+    simt_switch(&w->stack[me], w->stack[t]);
+}
+
 static void switch_to_next(worker* w, void** save) {
     if (w->count) {
         unsigned t = w->current = take_ready(w);
         threadIdx = w->at[t];
         simt_switch(save, w->stack[t]);
     } else if (w->next < w->threads) {
-        unsigned i = w->starting = w->spare[--w->spares];
-        char* top = w->stacks + i * SLOT + SLOT - (i * 5 & 63) * 64;      // shifted, or all tops would share a few cache lines
-        simt_switch(save, fresh_stack(top, fibre));
+        start_fibre(w, save);
     } else {
         if (w->exited < w->threads) simt_stop(w, SIMT_DEADLOCK, w->pc[w->current], 0, 0);
         simt_switch(save, w->main);
@@ -249,8 +262,8 @@ bool simt_on_stack(worker* w, const void* address) {
 }
 
 static int alarm_signal() { return SIGRTMAX - 3; }
-static const int FAULTS[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
-static struct sigaction before[4];
+static const int CAUGHT = 5, FAULTS[CAUGHT] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGINT};
+static struct sigaction before[CAUGHT];
 
 static void on_signal(int signal, siginfo_t* info, void* context) {
     worker* w = (worker*)simt_me;
@@ -258,6 +271,13 @@ static void on_signal(int signal, siginfo_t* info, void* context) {
         if (!w) return;                                   // a late one
         w->late = 1;
         if (w->inside) simt_stop(w, SIMT_TIME, pc_of(context), 0, 0);
+        return;
+    }
+    if (signal == SIGINT) {                               // Python learns of it, and the launch ends
+        stopping = 1;
+        if (before[4].sa_flags & SA_SIGINFO) before[4].sa_sigaction(signal, info, context);
+        else if (before[4].sa_handler != SIG_DFL && before[4].sa_handler != SIG_IGN) before[4].sa_handler(signal);
+        if (w && w->inside) simt_stop(w, SIMT_INTERRUPTED, pc_of(context), 0, 0);
         return;
     }
     if (w && w->inside) {
@@ -268,7 +288,7 @@ static void on_signal(int signal, siginfo_t* info, void* context) {
         int kind = signal == SIGFPE ? SIMT_DIVISION : guard ? SIMT_STACK : protection ? SIMT_MISALIGNED : SIMT_MEMORY;
         simt_stop(w, kind, pc_of(context), info->si_addr, 0);
     }
-    for (int i = 0; i < 4; i++)                           // not ours: as if we were not here
+    for (int i = 0; i < CAUGHT; i++)                           // not ours: as if we were not here
         if (FAULTS[i] == signal) {
             if (before[i].sa_flags & SA_SIGINFO) before[i].sa_sigaction(signal, info, context);
             else if (before[i].sa_handler != SIG_DFL && before[i].sa_handler != SIG_IGN) before[i].sa_handler(signal);
@@ -340,10 +360,8 @@ static void* run_worker(void* argument) {
             if (block >= total_blocks) break;
         }
         prepare_block(w, block++);
-        w->starting = w->spare[--w->spares];
-        void* first = fresh_stack(w->stacks + w->starting * SLOT + SLOT - (w->starting * 5 & 63) * 64, fibre);
         w->inside = 1;
-        simt_switch(&w->main, first);
+        start_fibre(w, &w->main);
         w->inside = 0;
         if (w->late && !stopping) {
             pthread_mutex_lock(&fault_lock);
@@ -394,14 +412,14 @@ extern "C" __attribute__((visibility("default"))) int simt_launch(simt_job* job,
     struct sigaction action = {};
     action.sa_sigaction = on_signal;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-    for (int i = 0; i < 4; i++) sigaction(FAULTS[i], &action, &before[i]);
+    for (int i = 0; i < CAUGHT; i++) sigaction(FAULTS[i], &action, &before[i]);
     sigaction(alarm_signal(), &action, 0);                // stays: a late alarm must find a handler (the checked runtime has its own)
     pthread_t thread[MAX_WORKERS];
     int started = 1;
     while (started < job->workers && pthread_create(&thread[started], 0, run_worker, workers[started]) == 0) started++;
     run_worker(workers[0]);
     for (int i = 1; i < started; i++) pthread_join(thread[i], 0);
-    for (int i = 0; i < 4; i++) sigaction(FAULTS[i], &before[i], 0);
+    for (int i = 0; i < CAUGHT; i++) sigaction(FAULTS[i], &before[i], 0);
     if (dynamic) for (int i = 0; i < job->workers; i++) { workers[i]->dynamic_memory = 0; workers[i]->dynamic_size = 0; }
     return 0;
 }

@@ -3,7 +3,8 @@
 #include "runtime.h"
 
 enum simt_fault_kind {            // driver.py has the same list
-    SIMT_NONE, SIMT_DEADLOCK, SIMT_MEMORY, SIMT_MISALIGNED, SIMT_DIVISION, SIMT_TIME, SIMT_STACK, SIMT_LANE, SIMT_TRAPPED, SIMT_CHECK
+    SIMT_NONE, SIMT_DEADLOCK, SIMT_MEMORY, SIMT_MISALIGNED, SIMT_DIVISION, SIMT_TIME, SIMT_STACK, SIMT_LANE, SIMT_TRAPPED, SIMT_CHECK,
+    SIMT_INTERRUPTED
 };
 
 struct simt_wait { uint32_t thread; int32_t kind; uint32_t mask; uint32_t unused; void* pc; };
@@ -60,6 +61,7 @@ struct worker : simt_worker {
     volatile int inside;                                  // a kernel runs on one of our stacks
     volatile int late;                                    // the time limit passed
     void* last_pc;                                        // the kernel's last call of the runtime
+    unsigned looks;                                       // volatile reads and atomics so far (checked builds)
     warp_state warp[SIMT_WARP];
     char* dynamic_memory;
     size_t dynamic_size;
@@ -68,6 +70,7 @@ struct worker : simt_worker {
 // Ends the launch: remembers the reason, leaves the kernel for good.
 void simt_stop(worker* w, int kind, void* pc, void* address, const char* reason, unsigned mask = 0);
 bool simt_on_stack(worker* w, const void* address);
+void simt_yield(worker* w);       // lets another thread of the block run
 
 #ifdef SIMT_CHECKED
 void check_block(worker* w);                                              // a block begins

@@ -46,7 +46,7 @@ class Traced:
     space: str                                 # "global" or "shared"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Use:
     """What one source line does to one tensor, over the whole launch."""
     line: int
@@ -73,6 +73,8 @@ class Use:
         else:
             cost = f"{self.ways}-way bank conflict" if self.ways > 1 else "no bank conflict"
         return f"line {self.line}, {self.tensor} {self.kind}: {self.count:,} ({self.per_thread} per thread), {cost}"
+
+    __repr__ = __str__
 
 
 @dataclass
