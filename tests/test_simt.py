@@ -370,3 +370,9 @@ def test_a_compiler_that_writes_nothing_is_named(monkeypatch):
             ga.compile(TWICE)[1, 8](torch.ones(8), 8)
     finally:
         build.runtime.cache_clear()
+
+
+def test_what_the_cpu_does_not_have_is_named():
+    k = ga.compile('extern "C" __global__ void k(float* x) {\n  x[0] = j0f(x[0]);\n}', filename="cell")
+    with pytest.raises(CompileError, match=r"^cell: the CPU does not have j0f. Where a GPU has it, put it between #ifdef __CUDA_ARCH__"):
+        k[1, 1](torch.ones(1))

@@ -234,6 +234,11 @@ def text_line(text: str, file: str, line: int) -> "str | None":
 def explain(text: str, log: str, filename: str) -> str:
     """A sentence on each construct of the compiler's message that a CPU cannot run, and what to do; "" when there is none."""
     found = [name for pattern, name in GPU_ONLY.items() if re.search(pattern, log)]
+    unknown = dict.fromkeys(re.findall(r"'(\w+)' was not declared|undeclared identifier '(\w+)'|no member named '(\w+)'", log))
+    if not found and unknown and "__global__" in text:
+        names = ", ".join("".join(one) for one in unknown)
+        return (f"{filename}: the CPU does not have {names}. Where a GPU has it, put it between #ifdef __CUDA_ARCH__ and #else with a plain "
+                "version behind #else (what the CPU has stands in gpuaccel/simt/simt.h).\n")
     if not found:
         return ""
     return (f"{filename} uses {' and '.join(found)}, which only a GPU can run. Put it between #ifdef __CUDA_ARCH__ and #else with a plain "
