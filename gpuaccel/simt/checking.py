@@ -222,6 +222,8 @@ class Session:
             same = self._who(raw.thread)[1] == self._who(raw.other_thread)[1]
             message = (f"race: {who} {VERBS[raw.access]} {place}, which {was} at line {other_line}, "
                        + ("with no barrier between" if same else "and nothing puts the two blocks in order"))
+            if line == other_line and raw.access == raw.other_access == 1:
+                message += " (if all write the same value, atomicExch says so)"
             other = dict(other_line=other_line)
         elif kind == "divergent barrier":
             _, other_line = self.table.locate(raw.other_pc - 1)
