@@ -26,7 +26,7 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass
 
-from .errors import ArgumentError, BackendError, CheckpointError, GpuaccelError
+from .errors import ArgumentError, CheckpointError, GpuaccelError
 
 OUT = "runs/{model}"
 # What a preset trains with unless told otherwise: tokens, sequences per optimizer step, learning rate.

@@ -152,7 +152,7 @@ def check(name: str, answer, *, seed: "int | None" = None) -> Result:
             return Result(name, False, problem)
         there = backend().name == "cuda" or find_compiler()[0] is not None
         return _run_kernel(task, answer, seed) if there else _compile_only(task, answer)
-    if not callable(answer):
+    if not callable(answer) or isinstance(answer, Kernel):
         raise ArgumentError(f"exercise {name!r} takes a Python function, got {type(answer).__name__}")
     return _run_python(task, answer, seed)
 

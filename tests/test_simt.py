@@ -199,6 +199,59 @@ def test_many_threads_may_launch_and_a_stopped_launch_leaves_the_next_one_alone(
     assert tensors[0].eq(2**15).all()
 
 
+def test_checked_launches_of_several_threads_report_each_its_own():
+    kernels = [ga.compile(f'extern "C" __global__ void k{i}(float* a{i}, int n) {{ '
+                          f"if (threadIdx.x == 0) for (int j = 0; j < 200000; j++) a{i}[0] += 1;\n"
+                          + "\n" * i + f"  a{i}[n + threadIdx.x] = 1;\n}}", filename="cell") for i in range(4)]
+    wrong = []
+
+    def work(i):
+        for _ in range(10):
+            try:
+                kernels[i][1, 8](torch.zeros(8 + i), 8 + i)
+                wrong.append((i, "no report"))
+            except KernelError as error:
+                if [(r.line, r.tensor, r.element, r.count) for r in error.reports] != [(2 + i, f"a{i}", 8 + i, 8)]:
+                    wrong.append((i, str(error)))
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[0]
+
+
+def test_an_interrupt_of_a_launch_in_another_thread_is_no_success():
+    code = f"""
+import threading, time, torch, gpuaccel as ga
+k, x = ga.compile('''{TWICE}'''), torch.ones(50_000_000)
+said = []
+
+def work():
+    try:
+        k[-(-x.numel() // 256), 256](x, x.numel())
+        said.append("done")
+    except KeyboardInterrupt:
+        said.append("interrupted")
+with ga.checked(seconds=60):
+    k[1, 8](torch.ones(8), 8)
+    thread = threading.Thread(target=work)
+    thread.start()
+    print("ready", flush=True)
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        thread.join()
+print(said, x.eq(1).all().item(), flush=True)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "GPUACCEL_BACKEND": "simt"})
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert out == "['interrupted'] True\n"
+
+
 def test_a_forked_process_can_launch():
     code = f"""
 import os, torch, gpuaccel as ga

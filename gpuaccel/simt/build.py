@@ -49,12 +49,11 @@ GPU_ONLY = {
 
 
 class Program:
-    """A compiled source: `library` (ctypes) with its runtime, `checked`, and the bytes of both for symbols and lines."""
+    """A compiled source: its text, `library` and `runtime` (ctypes), and the library's bytes, for symbols and lines."""
 
-    def __init__(self, text, runtime, image, checked):
-        self.text, self.runtime, self.image, self.checked = text, runtime, image, checked
-        self.path = _place(image)
-        self.library = ctypes.CDLL(self.path)
+    def __init__(self, text, runtime, image):
+        self.text, self.runtime, self.image = text, runtime, image
+        self.library = ctypes.CDLL(_place(image))
 
     def parameters(self, name: str) -> "list[tuple[str, int]]":
         """(letter, bytes) of each parameter of a kernel, as the compiler sees it: p pointer, s struct, n number."""
@@ -88,12 +87,16 @@ def compiler() -> Compiler:
 
 def _commands(made: Compiler, checked: bool, source, output, headers) -> "list[tuple[str, ...]]":
     """Compile, then link: the sanitizers' own libraries must not come along."""
-    zig = ("-fno-sanitize=undefined",) if made.kind == "zig" else ()
     few = "-fmax-errors=5" if made.kind == "g++" else "-ferror-limit=5"
     flags = (*CHECKED, *CHECKED_BY["clang" if made.kind == "zig" else made.kind]) if checked else FAST
     middle = str(output) + ".o"
-    return [(*made.command, *COMMON, few, *zig, *flags, *headers, "-c", str(source), "-o", middle),
-            (*made.command, *zig, "-shared", middle, "-o", str(output))]
+    return [(*made.command, *_ours(made), *COMMON, few, *flags, *headers, "-c", str(source), "-o", middle),
+            (*made.command, *_ours(made), "-shared", middle, "-o", str(output))]
+
+
+def _ours(made: Compiler) -> "tuple[str, ...]":
+    """zig brings callbacks of its own, unless it is told not to, in front of all other options and at each step."""
+    return ("-fno-sanitize=undefined",) if made.kind == "zig" else ()
 
 
 def _run(command, what) -> None:
@@ -126,14 +129,14 @@ def runtime(checked: bool, tls: "tuple[str, ...]" = ()) -> Runtime:
     files = [HERE / name for name in ("runtime.h", "executor.h", "executor.cpp", "checks.cpp")]
     sources = [HERE / "executor.cpp", *([HERE / "checks.cpp"] if checked else [])]
     options = ("-O2", "-g1", *(("-DSIMT_CHECKED",) if checked else ()), *tls)
-    key = hashlib.sha256(json.dumps([str(made), platform.machine(), checked, options, [f.read_text() for f in files]]).encode()).hexdigest()
+    facts = [str(made), platform.machine(), checked, COMMON, options, [f.read_text() for f in files]]
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     image = read_entry("simt", key)
     for attempt in (0, 1):
         if image is None or attempt:
             with tempfile.TemporaryDirectory() as folder:
                 output = pathlib.Path(folder) / "runtime.so"
-                family = ("-fno-sanitize=undefined",) if made.kind == "zig" else ()
-                _run((*made.command, *COMMON, *family, *options, *map(str, sources), "-shared", f"-Wl,-soname,libsimt-{key[:16]}.so",
+                _run((*made.command, *_ours(made), *COMMON, *options, *map(str, sources), "-shared", f"-Wl,-soname,libsimt-{key[:16]}.so",
                       "-lpthread", "-o", str(output)), lambda log: f"gpuaccel's CPU runtime does not compile with {made}:\n{log}")
                 image = output.read_bytes()
             write_entry("simt", key, image)
@@ -160,8 +163,7 @@ def program(source: str, filename: str, names: "list[str]", defines: "dict[str, 
         loaded = runtime(checked)
         headers = [(HERE / name).read_text() for name in ("simt.h", "runtime.h")]
         facts = [source, filename, names, sorted(defines.items()), checked, str(made), platform.machine(), headers,
-                 hashlib.sha256(loaded.image).hexdigest(),
-                 COMMON, CHECKED, CHECKED_BY, FAST]
+                 hashlib.sha256(loaded.image).hexdigest(), COMMON, CHECKED, CHECKED_BY, FAST]
         key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         if key not in _programs:
             image, text = read_entry("simt", key), translated(source, names)
@@ -170,7 +172,7 @@ def program(source: str, filename: str, names: "list[str]", defines: "dict[str, 
                     image = _compile(text, filename, defines, checked, made, loaded)
                     write_entry("simt", key, image)
                 try:
-                    _programs[key] = Program(source, loaded.library, image, checked)
+                    _programs[key] = Program(source, loaded.library, image)
                     break
                 except OSError as error:
                     if attempt:

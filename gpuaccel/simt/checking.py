@@ -12,9 +12,9 @@ import numpy
 import torch
 
 from ..errors import ArgumentError
-from .driver import fault_report, launch, symbols
+from .driver import FAULTS, fault_report, launch, symbols
 from .reports import Report, coordinates, error, thread_words
-from .tracing import EVENT, Trace, Traced
+from .tracing import EVENT, Trace, Traced, groups
 
 ZONE = 1 << 16                 # bytes around each tensor that are still called by its name
 EVENTS = 1 << 20               # accesses that a trace keeps
@@ -68,7 +68,7 @@ class Session:
     """The memory of one checked launch."""
 
     def __init__(self, program, shape, params, args, extra, trace: bool):
-        self.program, self.shape, self.table = program, shape, symbols(program)
+        self.shape, self.table = shape, symbols(program)
         self.kept = [Named(p.name, a.data_ptr(), a.data_ptr() + a.numel() * a.element_size(), a.element_size(), str(a.dtype)[6:],
                            readonly="const" in p.ctype.split("*")[0].split()) for p, a in zip(params, args) if isinstance(a, torch.Tensor)]
         for i, tensor in enumerate(extra):
@@ -140,6 +140,14 @@ class Session:
                 inside = (values >= named.lo) & (values < named.hi + ends)
                 moved[inside] = values[inside] + numpy.uint64(named.shift % 2**64)
         return moved.tobytes() + words[whole:]
+
+    def argument(self, param, arg, value):
+        """What is packed for an argument: a pointer's new place, a struct with new addresses, a number as it is."""
+        if id(arg) in self.empty:                         # it has no address, but a place beside which stray accesses are seen
+            return self.empty[id(arg)].shift
+        if param.pointer:
+            return self.moved(value) if value else 0
+        return value if param.code else self.moved_words(bytes(value))
 
     def move_tables(self, params, args):
         """Tables of pointers (T**): the copies get the new addresses."""
@@ -218,7 +226,7 @@ class Session:
             message = f"{who} reads {place} before any thread of its block has written it"
         elif kind == "race":
             _, other_line = self.table.locate(raw.other_pc - 1)
-            was = self._words(raw.other_thread) + (f" had {PAST[raw.other_access]}" if raw.other_access == 0 else f" has {PAST[raw.other_access]}")
+            was = f"{self._words(raw.other_thread)} {'had' if raw.other_access == 0 else 'has'} {PAST[raw.other_access]}"
             same = self._who(raw.thread)[1] == self._who(raw.other_thread)[1]
             message = (f"race: {who} {VERBS[raw.access]} {place}, which {was} at line {other_line}, "
                        + ("with no barrier between" if same else "and nothing puts the two blocks in order"))
@@ -236,7 +244,7 @@ class Session:
             read = raw.other_thread - raw.thread + raw.thread % threads           # its number in the block, if it has one
             other = {"other_line": None} if read < threads else {}
             message = (f"{who} reads lane {raw.value}, " + (f"{self._words(raw.other_thread)}, which takes no part" if other else
-                                                            f"for which the block has no thread") + f" (mask {raw.mask:#010x})")
+                                                            "for which the block has no thread") + f" (mask {raw.mask:#010x})")
         elif kind == "null":
             message = f"{who} {VERBS[raw.access]} through a null pointer" + (f" (address {raw.address})" if raw.address else "")
         elif kind == "far":
@@ -256,13 +264,11 @@ class Session:
 
 def _run(program, name, shape, params, args, values, extra, pack, trace) -> "tuple[Session, list[Report], list[Report]]":
     session = Session(program, shape, params, args, extra, trace)
-    moved = [session.empty[id(a)].shift if id(a) in session.empty else session.moved(v) if p.pointer and v else session.moved_words(bytes(v)) if p.code is None and not p.pointer else v
-             for p, v, a in zip(params, values, args)]
+    moved = [session.argument(*one) for one in zip(params, args, values)]
     session.move_tables(params, args)
-    program.runtime.simt_check_with(ctypes.byref(session.checks))
-    fault = launch(program, name, shape, pack(moved), workers=1, dynamic=session.dynamic)
+    fault = launch(program, name, shape, pack(moved), checks=session.checks, dynamic=session.dynamic)
     found, notes = session.reports()
-    if fault is not None and (fault.kind != 9 or not found):       # 9: a check stopped it, and has reported
+    if fault is not None and (FAULTS[fault.kind] != "check" or not found):       # a check that stops a launch has reported
         last = fault_report(program, fault, shape)
         if last.kind == "time limit" or all((last.file, last.line) != (r.file, r.line) for r in found):     # else its cause is reported
             found.append(last)
@@ -304,14 +310,8 @@ def record(program, name: str, shape, params, args, values, extra, pack, source:
 
 def _nth(*keys):
     """For each row: how many earlier rows have the same keys."""
-    if not len(keys[0]):
-        return numpy.zeros(0, "i4")
-    order = numpy.lexsort((numpy.arange(len(keys[0])), *keys))
-    ordered = [key[order] for key in keys]
-    new = numpy.ones(len(order), bool)
-    new[1:] = numpy.any([k[1:] != k[:-1] for k in ordered], axis=0)
-    starts = numpy.flatnonzero(new)
-    within = numpy.arange(len(order)) - numpy.repeat(starts, numpy.diff(numpy.append(starts, len(order))))
+    order, group = groups(*keys)
+    first = numpy.flatnonzero(numpy.diff(group, prepend=-1))
     result = numpy.empty(len(order), "i4")
-    result[order] = within
+    result[order] = numpy.arange(len(order)) - first[group]
     return result

@@ -1,7 +1,7 @@
 // The checks: what the compiler's instrumentation calls, on every access of a kernel, before it happens.
 //
 // An access is looked up among the regions that the launch knows (tensors, shared memory, the program's own variables). Each
-// element of a region has a cell that remembers who wrote it last and its latest readers, and when. A *race* is an access to
+// element of a tensor (4 bytes of it at most), and each byte of shared memory, has a cell that remembers who wrote it last and its latest readers, and when. A *race* is an access to
 // what another thread touched, one of the two a write, with nothing between them that puts them in order:
 //   in one block   a barrier, or __syncwarp() with both lanes in its mask
 //   anywhere       __threadfence() and then an atomic operation by the first, an atomic operation by the second (or by others of
@@ -11,7 +11,7 @@
 #include <string.h>
 
 enum simt_region_kind { REGION_GLOBAL, REGION_SHARED, REGION_VARIABLE };
-enum simt_report_kind {           // driver.py has the same list
+enum simt_report_kind {           // checking.py has the same list
     REPORT_BOUNDS, REPORT_MISALIGNED, REPORT_UNINITIALISED, REPORT_RACE, REPORT_BARRIER, REPORT_SHUFFLE, REPORT_NULL, REPORT_FAR,
     REPORT_DIVISION, REPORT_SHIFT, REPORT_CONST, REPORT_INDEX
 };

@@ -94,9 +94,11 @@ _lock = threading.Lock()
 _job = None
 
 
-def launch(program, name: str, shape, arguments: int, *, workers: "int | None" = None, dynamic: "int | None" = None) -> "Fault | None":
-    """Run a kernel's grid to its end; the reason when it ended early. shape: grid, block and shared bytes, seven numbers;
-    arguments: address of a table of pointers to the values; dynamic: where dynamic shared memory is (None: its own)."""
+def launch(program, name: str, shape, arguments: int, *, checks=None, dynamic: "int | None" = None) -> "Fault | None":
+    """Run a kernel's grid to its end; the reason when it ended early. One launch at a time in a process.
+
+    shape: grid, block and shared bytes, seven numbers; arguments: address of a table of pointers to the values; checks: what a
+    checked program is to look at (then one worker); dynamic: where dynamic shared memory is (None: its own)."""
     global _job
     threads = shape[0] * shape[1] * shape[2] * shape[3] * shape[4] * shape[5]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -104,8 +106,10 @@ def launch(program, name: str, shape, arguments: int, *, workers: "int | None" =
         job = _job = _job or Job()
         job.run = ctypes.cast(getattr(program.library, f"simt_run_{name}"), ctypes.c_void_p).value
         job.arguments, job.grid[:], job.block[:], job.shared = arguments, shape[:3], shape[3:6], shape[6]
-        job.workers = workers or (min(cores, shape[0] * shape[1] * shape[2], 64) if threads >= MANY_THREADS else 1)
+        job.workers = min(cores, shape[0] * shape[1] * shape[2], 64) if threads >= MANY_THREADS and checks is None else 1
         job.seconds = time_limit()
+        if checks is not None:
+            program.runtime.simt_check_with(ctypes.byref(checks))
         if program.runtime.simt_launch(ctypes.byref(job), ctypes.c_void_p(dynamic)):
             raise BackendError(f"{name}: there is no memory for the stacks of {job.workers} workers and {shape[6]:,} bytes of shared "
                                "memory")
@@ -113,10 +117,10 @@ def launch(program, name: str, shape, arguments: int, *, workers: "int | None" =
         length = program.runtime.simt_printed(ctypes.byref(text))
         printed = ctypes.string_at(text, length).decode(errors="replace") if length else ""
         fault = Fault.from_buffer_copy(job.fault) if job.fault.kind else None
-    if fault is not None and FAULTS[fault.kind] == "interrupted":
-        raise KeyboardInterrupt
     if printed:
         sys.stdout.write(printed)
+    if fault is not None and FAULTS[fault.kind] == "interrupted":
+        raise KeyboardInterrupt
     return fault
 
 

@@ -26,7 +26,7 @@ static const size_t STACK = 256 << 10, GUARD = 4096, SLOT = STACK + GUARD;      
 static const int MAX_WORKERS = 64;
 static worker* workers[MAX_WORKERS];
 static uint64_t next_block, total_blocks;
-static volatile int stopping;
+static volatile int stopping, interrupted;
 static pthread_mutex_t fault_lock = PTHREAD_MUTEX_INITIALIZER;
 
 // ---- the switch: keep what a called function must preserve, change stacks, return there ----
@@ -274,7 +274,7 @@ static void on_signal(int signal, siginfo_t* info, void* context) {
         return;
     }
     if (signal == SIGINT) {                               // Python learns of it, and the launch ends
-        stopping = 1;
+        stopping = interrupted = 1;
         if (before[4].sa_flags & SA_SIGINFO) before[4].sa_sigaction(signal, info, context);
         else if (before[4].sa_handler != SIG_DFL && before[4].sa_handler != SIG_IGN) before[4].sa_handler(signal);
         if (w && w->inside) simt_stop(w, SIMT_INTERRUPTED, pc_of(context), 0, 0);
@@ -400,7 +400,7 @@ static worker* ready_worker(int i, size_t shared) {       // kept between launch
 extern "C" __attribute__((visibility("default"))) int simt_launch(simt_job* job, void* dynamic) {
     next_block = 0;
     total_blocks = (uint64_t)job->grid[0] * job->grid[1] * job->grid[2];
-    stopping = 0;
+    stopping = interrupted = 0;
     memset(&job->fault, 0, offsetof(simt_fault, waiting));
     if (job->workers > MAX_WORKERS) job->workers = MAX_WORKERS;
     for (int i = 0; i < job->workers; i++) {
@@ -419,6 +419,8 @@ extern "C" __attribute__((visibility("default"))) int simt_launch(simt_job* job,
     while (started < job->workers && pthread_create(&thread[started], 0, run_worker, workers[started]) == 0) started++;
     run_worker(workers[0]);
     for (int i = 1; i < started; i++) pthread_join(thread[i], 0);
+    // The signal may have met a thread that runs no kernel: the blocks that are left have not run, and that must be said.
+    if (interrupted && job->fault.kind == SIMT_NONE) job->fault.kind = SIMT_INTERRUPTED;
     for (int i = 0; i < CAUGHT; i++) sigaction(FAULTS[i], &before[i], 0);
     if (dynamic) for (int i = 0; i < job->workers; i++) { workers[i]->dynamic_memory = 0; workers[i]->dynamic_size = 0; }
     return 0;

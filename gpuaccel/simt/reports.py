@@ -37,7 +37,7 @@ class Symbols:
 
     def __init__(self, program):
         from elftools.elf.elffile import ELFFile        # imported when something went wrong, or the checks are on
-        self.program, elf = program, ELFFile(io.BytesIO(program.image))
+        elf = ELFFile(io.BytesIO(program.image))
         sections = {i: s.name for i, s in enumerate(elf.iter_sections())}
         found = [s for name in (".symtab", ".dynsym") if (table := elf.get_section_by_name(name)) for s in table.iter_symbols()]
         entry = next(s for s in found if s.name.startswith("simt_run_"))
