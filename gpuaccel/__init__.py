@@ -7,12 +7,14 @@ __version__ = "0.1.0"
 
 from . import errors, nvrtc, simt  # noqa: F401
 from .accumulate import MODES, GradientAccumulator, accumulate_, reference_accumulate
+from .adamw import AdamW, reference_adamw
 from .arena import Arena
 from .backend import backend, cache_dir, default_device, use_backend
 from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from .cli import doctor
+from .clip import ClipState, clip_grad_norm_, clip_grads_
 from .data import Batches, ByteTokenizer, load_text, make_dataset, train_bpe, val_batches
-from .errors import ArgumentError, BackendError, CheckpointError, CompileError, DataError, GpuaccelError, KernelError
+from .errors import ArgumentError, BackendError, CheckpointError, CompileError, DataError, GpuaccelError, KernelError, NonFiniteError
 from .exercises import check, hint, solution
 from .kernel import Kernel, compile, kernel_names
 from .ledger import Ledger, ledger
@@ -25,10 +27,10 @@ from .train import TrainStep, evaluate, token_loss, train, warmup_cosine
 from .widgets import LiveThroughput
 
 __all__ = [
-    "MODES", "GradientAccumulator", "accumulate_", "reference_accumulate", "Arena", "backend", "cache_dir", "default_device",
+    "MODES", "GradientAccumulator", "accumulate_", "reference_accumulate", "AdamW", "reference_adamw", "Arena", "backend", "cache_dir", "default_device",
     "use_backend", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "doctor", "Batches", "ByteTokenizer", "load_text",
     "make_dataset", "train_bpe", "val_batches", "ArgumentError", "BackendError", "CheckpointError", "CompileError", "DataError",
     "GpuaccelError", "KernelError", "check", "checked", "hint", "solution", "show", "Kernel", "compile", "kernel_names", "Ledger", "ledger",
-    "load_ipython_extension", "LateValue", "Meter", "Reading", "StageTimer", "peak_flops", "Config", "Transformer", "flops_per_token", "generate", "preset",
+    "load_ipython_extension", "ClipState", "clip_grad_norm_", "clip_grads_", "NonFiniteError", "LateValue", "Meter", "Reading", "StageTimer", "peak_flops", "Config", "Transformer", "flops_per_token", "generate", "preset",
     "TrainStep", "evaluate", "token_loss", "train", "warmup_cosine", "LiveThroughput",
 ]

@@ -32,6 +32,7 @@ from .kernel import Kernel, zero_
 
 MODES = ("host", "autograd", "arena", "fused")
 THREADS, MAX_TENSORS = 512, 256
+SQUARES_THREADS = 256          # of accumulate_v4; as in clip.cu, so that partial sums have the same bits
 COLLECTED = 256 * 2**20        # bytes of fresh gradients that may wait for a launch: few launches, little memory
 MACRO = {torch.float32: "float", torch.bfloat16: "bf16"}
 _SOURCES = struct.Struct(f"{MAX_TENSORS}Q").pack
@@ -47,14 +48,10 @@ def reference_accumulate(acc: Tensor, grad: Tensor) -> Tensor:
 
 # ---- launchers ------------------------------------------------------------------------------------------------------
 
+@functools.cache
 def _kernel(name: str, dtype: torch.dtype) -> Kernel:
-    key = name, dtype
-    if key not in _kernels:
-        _kernels[key] = Kernel("accumulate", name, GRAD_T=MACRO[dtype], CHUNK=CHUNK, THREADS=THREADS, MAX_TENSORS=MAX_TENSORS)
-    return _kernels[key]
-
-
-_kernels: "dict[tuple, Kernel]" = {}
+    threads = SQUARES_THREADS if name == "accumulate_v4" else THREADS
+    return Kernel("accumulate", name, GRAD_T=MACRO[dtype], CHUNK=CHUNK, THREADS=threads, MAX_TENSORS=MAX_TENSORS)
 
 
 def launch_tensor(acc: Tensor, grad: Tensor):
@@ -67,22 +64,26 @@ def launch_tensor(acc: Tensor, grad: Tensor):
         _kernel("accumulate_v1", grad.dtype)[-(-n // 256), 256](acc, grad, n)
 
 
-def launch_segments(arena: Arena, first: int, last: int, grads: "list[Tensor | None]", chunks=None, rows=None):
+def launch_segments(arena: Arena, first: int, last: int, grads: "list[Tensor | None]", chunks=None, rows=None, squares: bool = False):
     """accumulate_v3: arena.grads += grads for segments [first, last), one launch per dtype and 256 tensors.
 
     grads: contiguous fp32 or bf16 tensors on the arena's device; None: that tensor got no gradient. chunks, rows: the arena's table,
-    or one with the rows of some segments only."""
+    or one with the rows of some segments only. squares: accumulate_v4, which leaves sums of squares in arena.partials."""
     if chunks is None:
         chunks, rows = arena.chunks, arena.rows
     for dtype in {g.dtype: None for g in grads if g is not None}:
-        kernel = _kernel("accumulate_v3", dtype)
+        kernel = _kernel("accumulate_v4" if squares else "accumulate_v3", dtype)
+        out = (arena.grads, arena.partials) if squares else (arena.grads,)
         for start in range(first, last, MAX_TENSORS):
             stop = min(start + MAX_TENSORS, last)
             addresses = [g.data_ptr() if g is not None and g.dtype == dtype else 0 for g in grads[start - first:stop - first]]
             if rows[stop] > rows[start] and any(addresses):
-                kernel[rows[stop] - rows[start], THREADS](arena.grads, chunks, rows[start], start,
-                                                          _SOURCES(*addresses, *[0] * (MAX_TENSORS - len(addresses))),
-                                                          tensors=grads)
+                kernel[rows[stop] - rows[start], kernel.bound](*out, chunks, rows[start], start,
+                                                               _SOURCES(*addresses, *[0] * (MAX_TENSORS - len(addresses))), tensors=grads)
+    known = arena.squares_known()
+    for i in range(first, last):
+        if grads[i - first] is not None:
+            known[i] = squares
 
 
 # ---- public: one tensor ---------------------------------------------------------------------------------------------
@@ -226,11 +227,12 @@ class GradientAccumulator:
     def __init__(self, arena: Arena, mode: str = "arena"):
         if mode not in MODES:
             raise ArgumentError(f"mode is {mode!r}; expected one of {', '.join(MODES)}")
-        if any(other.arena is arena for other in _accumulators):
+        if GradientAccumulator.of(arena) is not None:
             raise ArgumentError("this arena has a GradientAccumulator already; call close() on that one first")
         arena.check()
         self.arena, self.mode = arena, mode
         self.host = torch.zeros(arena.numel) if mode == "host" else None
+        self.final = False                                      # the next backward is the window's last: take squares on the way
         self._task, self._handles, self._fused, self._products, self._table = None, [], [], set(), (None, None)
         self._running = {}                                      # id of a backward -> weak reference that dies with it
         self._forget()
@@ -316,7 +318,7 @@ class GradientAccumulator:
                 owner.grad = None
                 self.presented[i] = False
         if gone and len(gone) == sum(self.touched):
-            zero_(self.arena.grads)
+            _zero_sums(self.arena)
         else:
             for i in gone:
                 self.arena.grad_views[i].zero_()
@@ -335,7 +337,7 @@ class GradientAccumulator:
                     owner.grad = None
 
     def _clear(self):
-        zero_(self.arena.grads)
+        _zero_sums(self.arena)
         if self.host is not None:
             self.host.zero_()
         self._forget()
@@ -370,7 +372,7 @@ class GradientAccumulator:
         self.collected = 0
         if takes(self.arena.device):
             table = (None, None) if self._products.intersection(got) else self._table      # a tied weight may come from elsewhere too
-            launch_segments(self.arena, first, last, [g if g is None else g.contiguous() for g in grads], *table)
+            launch_segments(self.arena, first, last, [g if g is None else g.contiguous() for g in grads], *table, squares=self.final)
         else:
             for i in got:
                 reference_accumulate(self.arena.grad_views[i], grads[i - first])
@@ -400,9 +402,17 @@ class GradientAccumulator:
         self._present()
 
     @torch.no_grad()
-    def zero_(self):
-        """Open a new window: the sum is zero (one device memset), no parameter has a gradient."""
-        self._clear()
+    def zero_(self, there_already: bool = False):
+        """Open a new window: the sum is zero (one device memset), no parameter has a gradient.
+
+        there_already: someone else (ga.AdamW, while it read them) has set arena.grads to zero."""
+        if there_already:
+            self.arena.squares_known()[:] = [False] * len(self.arena.segments)
+            if self.host is not None:
+                self.host.zero_()
+            self._forget()
+        else:
+            self._clear()
         for p, owner in zip(self.arena.params, self.arena.owners):
             p.grad = owner.grad = None
 
@@ -425,6 +435,11 @@ class GradientAccumulator:
         self.arena.before_release.remove(self.close)
         _accumulators.discard(self)
 
+    @staticmethod
+    def of(arena: Arena) -> "GradientAccumulator | None":
+        """The open accumulator of an arena, None when there is none."""
+        return next((a for a in _accumulators if a.arena is arena), None)
+
     def __enter__(self):
         return self
 
@@ -433,6 +448,11 @@ class GradientAccumulator:
 
     def __repr__(self):
         return f"GradientAccumulator({self.mode!r}, {self.arena!r})"
+
+
+def _zero_sums(arena):
+    zero_(arena.grads)
+    arena.squares_known()[:] = [False] * len(arena.segments)
 
 
 def _noter(accumulator, i):
@@ -447,6 +467,7 @@ def _noter(accumulator, i):
             elif not living._everything and not _wanted(living.arena.params[i]):
                 return False
             living.touched[i] = True
+            living.arena.squares_known()[i] = False
         return True
     return note
 

@@ -182,13 +182,18 @@ class Arena:
         grads = torch.zeros(self.numel, device=self.device)
         bf16 = torch.zeros(self.numel, dtype=torch.bfloat16, device=self.device) if low else None
         chunks = torch.empty(self.numel // CHUNK, 4, dtype=torch.int32)       # tensor, elements, chunk of the tensor, of the arena
+        partials = torch.zeros(len(chunks), dtype=torch.float64, device=self.device)
         self.rows = [s.offset // CHUNK for s in self.segments] + [self.numel // CHUNK]      # a segment's first row
         for i, s in enumerate(self.segments):
             nth = torch.arange(s.padded // CHUNK)
             chunks[self.rows[i]:self.rows[i + 1]] = torch.stack(
                 [torch.full_like(nth, i), (s.numel - nth * CHUNK).clamp(max=CHUNK), nth, nth + self.rows[i]], 1)
+        tensor_block = torch.tensor([s.block for s in self.segments], dtype=torch.int32)
+        chunks, row_tensor, tensor_block = (t.to(self.device) for t in (chunks, chunks[:, 0].contiguous(), tensor_block))
         # Everything that may fail has been allocated: from here on the module changes.
-        self.weights, self.grads, self.bf16_weights, self.chunks = weights, grads, bf16, chunks.to(self.device)
+        self.weights, self.grads, self.bf16_weights, self.chunks = weights, grads, bf16, chunks
+        self.partials, self.row_tensor, self.tensor_block = partials, row_tensor, tensor_block       # see squares_known
+        self._squares, self._squares_version = [False] * len(self.segments), grads._version
         self.owners, self.grad_views = [], []
         with torch.no_grad():
             for p, s in zip(self.params, self.segments):
@@ -255,6 +260,14 @@ class Arena:
     def summary(self) -> Summary:
         """Bytes of the accumulator, before padding and with it; `print` it."""
         return Summary(self.segments, self.blocks)
+
+    def squares_known(self) -> "list[bool]":
+        """Of each segment: do its rows of `partials` (one sum of squares per row of `chunks`) belong to what arena.grads holds now?
+
+        Whoever writes them sets the entries; every torch operation on arena.grads or a view of it makes them all False."""
+        if self._squares_version != self.grads._version:
+            self._squares, self._squares_version = [False] * len(self.segments), self.grads._version
+        return self._squares
 
     def check(self):
         """Raise ArgumentError, naming the parameter, when one no longer is a view of the arena."""
@@ -328,7 +341,9 @@ def _guard(arena):
 
 
 def _publish_after_step(optimizer, *_):
-    """After any optimizer's step: an arena whose masters it holds publishes them."""
+    """After any optimizer's step: an arena whose masters it holds publishes them (ga.AdamW has done so in its own pass)."""
+    if getattr(optimizer, "publishes", False):
+        return
     for arena in list(_arenas):
         if arena.bf16_weights is not None and any(id(p) in arena._owner_ids for g in optimizer.param_groups for p in g["params"]):
             arena.publish()

@@ -39,3 +39,7 @@ class KernelError(GpuaccelError, RuntimeError):
     def __init__(self, message: str, reports=()):
         super().__init__(message)
         self.reports = list(reports)
+
+
+class NonFiniteError(GpuaccelError, RuntimeError):
+    """A gradient holds NaN or infinity, and the caller asked to be told. Nothing was changed."""

@@ -12,6 +12,8 @@
 //   accumulate_v3  one launch for many tensors, up to 256. Thread blocks take chunks of the arena; a table says which tensor a chunk
 //                  belongs to, and the addresses of the fresh gradients come by value with the launch itself, so that nothing
 //                  is uploaded. Padding between tensors is never read: only its place in the arena exists.
+//   accumulate_v4  v3 for the last micro-batch: the new sums are in registers anyway, so each chunk's sum of squares is left behind,
+//                  8 bytes for 4096 elements, and the gradient norm (clip.cu) needs no pass over memory of its own.
 //
 // Shapes: N elements of the arena, a multiple of CHUNK; a chunk never crosses a tensor.
 
@@ -36,14 +38,6 @@ extern "C" __global__ void accumulate_v1(
     long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) acc[i] += as_float(grad[i]);
 }
-
-// Four gradients from 16 (fp32) or 8 (bf16) bytes. `i` counts groups of four.
-__device__ __forceinline__ float4 load4(const float* grad, long long i) { return reinterpret_cast<const float4*>(grad)[i]; }
-__device__ __forceinline__ float4 load4(const bf16* grad, long long i) {
-    uint2 two = reinterpret_cast<const uint2*>(grad)[i];
-    return make_float4(low_as_float(two.x), high_as_float(two.x), low_as_float(two.y), high_as_float(two.y));
-}
-__device__ __forceinline__ float4 add4(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
 extern "C" __global__ void accumulate_v2(
     float4* acc,              // (n / 4) groups of four; 16-byte aligned
@@ -70,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) accumulate_v3(
     grad += (long long)where.z * CHUNK;
     acc += (long long)where.w * (CHUNK / 4);
     int count = where.y;
-    if (count == CHUNK && ((unsigned long long)grad & (4 * sizeof(GRAD_T) - 1)) == 0) {
+    if (count == CHUNK && aligned4(grad, sizeof(GRAD_T))) {
         // All loads first, so that they are in flight together; then the sums.
         float4 g[CHUNK / 4 / THREADS], a[CHUNK / 4 / THREADS];
         #pragma unroll
@@ -84,4 +78,32 @@ extern "C" __global__ void __launch_bounds__(THREADS) accumulate_v3(
         float* out = reinterpret_cast<float*>(acc);
         for (int i = threadIdx.x; i < count; i += THREADS) out[i] += as_float(grad[i]);
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) accumulate_v4(
+    float4* acc,
+    double* partials,              // (N / CHUNK) per chunk of the arena: the sum of the squares of its new sums
+    const int4* chunks,
+    int first_row,
+    int first_tensor,
+    Sources sources)
+{
+    __shared__ double warps[THREADS / 32];
+    int4 where = chunks[(long long)first_row + blockIdx.x];
+    const GRAD_T* grad = sources.grad[where.x - first_tensor];
+    if (grad == 0) return;
+    grad += (long long)where.z * CHUNK;
+    acc += (long long)where.w * (CHUNK / 4);
+    bool whole = where.y == CHUNK && aligned4(grad, sizeof(GRAD_T));
+    float4 g[CHUNK / 4 / THREADS], a[CHUNK / 4 / THREADS];
+    #pragma unroll
+    for (int k = 0; k < CHUNK / 4 / THREADS; k++) {
+        int i = k * THREADS + threadIdx.x;
+        g[k] = whole ? load4(grad, i) : load4_within(grad, i, where.y);
+        a[k] = acc[i];             // behind a tensor's end the arena has zeros, and they stay
+    }
+    #pragma unroll
+    for (int k = 0; k < CHUNK / 4 / THREADS; k++) acc[k * THREADS + threadIdx.x] = a[k] = add4(a[k], g[k]);
+    double sum = block_joined(magnitude(a), warps);
+    if (threadIdx.x == 0) partials[where.w] = sum;
 }
