@@ -289,6 +289,7 @@ def train_command(args):
 def _train(args):
     import torch
 
+    from .adamw import AdamW
     from .arena import Arena
     from .backend import backend, default_device
     from .data import Batches, make_dataset, val_batches
@@ -312,11 +313,10 @@ def _train(args):
     dtype = torch.bfloat16 if device.type == "cuda" and args.model != "tiny" else torch.float32
     model = Transformer(config).to(device, dtype)
     arena = Arena(model)
-    groups = arena.parameter_groups(weight_decay=0.1)
-    opt = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=device.type == "cuda")
+    opt = AdamW(arena, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, max_norm=1.0)
     meter = Meter(device, flops_per_token(config, args.seq), peak_flops(device, dtype))
     step = TrainStep(model, opt, micro_batches=args.micro_batches, accumulate=args.accumulate, compile=args.compile,
-                     max_norm=1.0, scheduler=warmup_cosine(opt, max(1, args.steps // 10), args.steps), meter=meter)
+                     scheduler=warmup_cosine(opt, max(1, args.steps // 10), args.steps), meter=meter)
     print(f"{args.model}: {sum(p.numel() for p in model.parameters()):,} parameters in {dtype}, {backend()}\n"
           f"{len(data.train):,} tokens of {data.source}; checkpoints and metrics in {args.out}", file=sys.stderr)
 

@@ -75,7 +75,8 @@ class Reading:
     loss: float | None = None        # the newest that has arrived ...
     loss_step: int | None = None     # ... and the step it belongs to
     val_loss: float | None = None    # only in the reading of the step that measured it
-    norm: float | None = None        # gradient norm before clipping, newest that has arrived
+    norm: float | None = None        # gradient norm before clipping, newest that has arrived ...
+    clipped_norm: float | None = None        # ... and after it
     mfu: float | None = None         # model FLOPs utilisation: achieved / peak, 0..1
     memory_bytes: int = 0            # GPU: peak allocated by torch; CPU: resident memory of the process
     stages: dict[str, float] = field(default_factory=dict)   # ms of each stage of the newest finished step
@@ -213,7 +214,7 @@ class Meter:
         self._finished = deque(maxlen=window + 1)      # (seconds on the device, tokens so far), finished steps
         self._pending = deque()                        # (event, tokens so far)
         self._last_event = None
-        self._loss, self._norm = LateValue(), LateValue()
+        self._loss, self._norm, self._clipped = LateValue(), LateValue(), LateValue()
         self._step = self._tokens = 0
         self._memory, self._memory_at = 0, -1.0
         self.start()
@@ -231,9 +232,9 @@ class Meter:
         self._finished.clear()
         self._finished.append((0.0, 0))
 
-    def update(self, tokens: int, loss=None, norm=None, val_loss=None) -> Reading:
-        """One more step is queued. tokens: how many it trained on, a number the host knows; loss and norm:
-        one-element tensors or None."""
+    def update(self, tokens: int, loss=None, norm=None, val_loss=None, clipped_norm=None) -> Reading:
+        """One more step is queued. tokens: how many it trained on, a number the host knows; loss, norm (of the
+        gradient, before clipping) and clipped_norm: one-element tensors or None."""
         if isinstance(tokens, torch.Tensor) and tokens.device.type == "cuda":
             raise ArgumentError("tokens is a tensor on the GPU: reading it would make the host wait; pass an int")
         self._step += 1
@@ -246,6 +247,8 @@ class Meter:
             self._loss.put(loss, tag=self._step)
         if norm is not None:
             self._norm.put(norm, tag=self._step)
+        if clipped_norm is not None:
+            self._clipped.put(clipped_norm, tag=self._step)
         return self.reading(val_loss)
 
     def reading(self, val_loss=None) -> Reading:
@@ -264,7 +267,7 @@ class Meter:
         loss = self._loss.get()                        # before .tag, which says whose it is
         return Reading(step=self._step, tokens=self._tokens, seconds=time.perf_counter() - self._began,
                        tokens_per_s=rate, step_ms=step_ms, loss=loss, loss_step=self._loss.tag,
-                       val_loss=None if val_loss is None else float(val_loss), norm=self._norm.get(), mfu=mfu,
+                       val_loss=None if val_loss is None else float(val_loss), norm=self._norm.get(), clipped_norm=self._clipped.get(), mfu=mfu,
                        memory_bytes=self._memory_now(), stages=self.timer.poll() or {})
 
     def finish(self) -> Reading:

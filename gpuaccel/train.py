@@ -6,7 +6,7 @@
     ...     print(reading.tokens_per_s, reading.loss)
 
 Each stage is an argument, so that an experiment can switch exactly one thing. Between the first micro-batch and the weights
-nothing waits for the host in the modes `arena` and `fused`.
+nothing waits for the host in the modes `arena` and `fused`, unless clip="item" asks for it.
 """
 import contextlib
 import dataclasses
@@ -22,11 +22,14 @@ from torch import Tensor, nn
 
 from . import checkpoint as checkpoints
 from .accumulate import GradientAccumulator
+from .adamw import AdamW
 from .arena import Arena
+from .clip import EPS, check_choice, reference_scale
 from .errors import ArgumentError, DataError
-from .meter import LateValue, Meter, Reading
+from .meter import LateValue, Meter
 
 DIVISORS = ("tokens", "sequences", "micro_batches")
+CLIPS = ("item", "torch", "fused")
 IGNORED = -100                   # a target that does not count, as in torch's cross_entropy
 
 
@@ -45,7 +48,10 @@ class StepOutput:
     """One step's results, one-element tensors on the device that the next step does not overwrite."""
     loss: Tensor               # mean per token (or of what loss_fn returned)
     tokens: "Tensor | None"    # valid tokens; None when loss_fn returned a mean
-    norm: "Tensor | None"      # gradient norm before clipping; None without max_norm
+    norm: "Tensor | None"      # gradient norm before clipping; None when none was taken; one per group with a scope
+    clipped_norm: "Tensor | None" = None       # after it
+    scale: "Tensor | None" = None              # what the gradients were multiplied by
+    finite: "Tensor | None" = None             # bool: is every gradient finite?
 
 
 def split(batch, parts: int) -> list:
@@ -72,31 +78,39 @@ class TrainStep:
     """One optimizer step over `micro_batches` pieces of a batch.
 
     model: any nn.Module with fp32 or bf16 parameters on one device. opt: a torch optimizer over arena.parameters() (for an fp32
-    model: model.parameters()); default: AdamW, lr 3e-4, decay 0.1 on matrices. loss_fn(model, micro) returns (sum of losses,
-    number of tokens), or a mean. accumulate: "host", "autograd", "arena" or "fused" (accumulate.py).
+    model: model.parameters()), or ga.AdamW over the arena; default: AdamW, lr 3e-4, decay 0.1 on matrices. loss_fn(model, micro)
+    returns (sum of losses, number of tokens), or a mean. accumulate: "host", "autograd", "arena" or "fused" (accumulate.py).
     divide: what the summed gradient is divided by: "tokens" (default where loss_fn counts them: unequal micro-batches then give the
     full batch's gradient), "sequences" (rows of the batch), or "micro_batches" (the mean of the micro-batches' means).
-    max_norm: clip the global gradient norm, as torch.nn.utils.clip_grad_norm_. compile: torch.compile loss_fn. autocast: a dtype
-    for torch.autocast. scheduler: a torch learning-rate scheduler, stepped after each step. meter: gets the stage times.
+    max_norm: clip the global gradient norm, as torch.nn.utils.clip_grad_norm_; with ga.AdamW over the arena, that optimizer's max_norm.
+    clip: "item" (a norm per tensor to the host, which decides: it waits for each), "torch" (torch.nn.utils.clip_grad_norm_), or "fused"
+    (inside ga.AdamW: no pass over memory of its own; default with that optimizer, or without any). compile: torch.compile loss_fn.
+    autocast: a dtype for torch.autocast. scheduler: a torch learning-rate scheduler, stepped after each step. meter: gets the stage times.
 
     The arena is made here unless the module is in one already. close() gives back an ordinary module.
-    Raises ArgumentError for an optimizer that holds other tensors than the arena's, an unknown mode or divisor."""
+    Raises ArgumentError for an optimizer that holds other tensors than the arena's, an unknown mode or divisor, two different max_norms."""
 
     def __init__(self, model: nn.Module, opt=None, loss_fn=token_loss, *, micro_batches: int = 1, accumulate: str = "arena",
-                 divide: "str | None" = None, max_norm: "float | None" = None, compile: bool = False, autocast: "torch.dtype | None" = None,
+                 clip: "str | None" = None, divide: "str | None" = None, max_norm: "float | None" = None, compile: bool = False, autocast: "torch.dtype | None" = None,
                  scheduler=None, meter: "Meter | None" = None):
         if micro_batches < 1:
             raise ArgumentError(f"micro_batches is {micro_batches}; expected 1 or more")
-        if divide is not None and divide not in DIVISORS:
-            raise ArgumentError(f"divide is {divide!r}; expected one of {', '.join(DIVISORS)}")
+        for name, value, choices in (("divide", divide, DIVISORS), ("clip", clip, CLIPS)):
+            if value is not None:
+                check_choice(name, value, choices)
         if max_norm is not None and not max_norm > 0:
             raise ArgumentError(f"max_norm is {max_norm}; expected a positive number, or None for no clipping")
         there = Arena.of(model)
         arena = there or Arena(model)
         try:
-            if opt is None:
+            if opt is None and clip in (None, "fused"):
+                opt = AdamW(arena, lr=3e-4, weight_decay=0.1)
+            elif opt is None:
                 opt = torch.optim.AdamW(arena.parameter_groups(weight_decay=0.1), lr=3e-4, fused=arena.device.type == "cuda")
             _check_optimizer(opt, arena)
+            ours = isinstance(opt, AdamW) and opt.arena is arena
+            clip = clip or ("fused" if ours else "torch")
+            _check_clip(clip, opt, ours, max_norm)
             self.accumulator = GradientAccumulator(arena, accumulate)
         except BaseException:
             if there is None:
@@ -104,7 +118,10 @@ class TrainStep:
             raise
         self.model, self.opt, self.arena, self.scheduler = model, opt, arena, scheduler
         self.loss_fn = torch.compile(loss_fn, dynamic=False) if compile else loss_fn
-        self.micro_batches, self.divide, self.max_norm, self.autocast, self.meter = micro_batches, divide, max_norm, autocast, meter
+        if clip == "fused" and max_norm is not None:
+            opt.max_norm = max_norm
+        self.clip, self.max_norm = clip, opt.max_norm if clip == "fused" else max_norm
+        self.micro_batches, self.divide, self.autocast, self.meter = micro_batches, divide, autocast, meter
         self.count = 0                      # optimizer steps taken
         self.accumulator.zero_()
 
@@ -118,29 +135,47 @@ class TrainStep:
         if timer:
             timer.start()
         try:
-            loss, tokens = self._accumulate(micros, mark)
+            loss, tokens, divisor = self._accumulate(micros, mark)
+            found = self._update(divisor, mark)
         except BaseException:
             self.accumulator.zero_()
             raise
-        norm = None
-        if self.max_norm is not None:
-            norm = nn.utils.clip_grad_norm_(self.arena.parameters(), self.max_norm, foreach=True)
-            mark("clip")
-        self.opt.step()
-        mark("optimizer")
-        self.accumulator.zero_()
+        self.accumulator.zero_(there_already=not any(self.accumulator.touched))      # ga.AdamW has opened the next window already
         mark("zero")
         if self.scheduler is not None:
             self.scheduler.step()
         if timer:
             timer.stop()
         self.count += 1
-        return StepOutput(loss, tokens, norm)
+        return StepOutput(loss, tokens, *found)
+
+    def _update(self, divisor, mark):
+        """From the sums to the weights. Returns norm, clipped norm, scale, finite, or ()."""
+        if self.clip == "fused":
+            self.opt.grad_scale = divisor
+            try:
+                self.opt.step()
+            finally:
+                del self.opt.grad_scale
+            mark("optimizer")
+            state = self.opt.clip_state and self.opt.clip_state.clone()
+            return (state.norm, state.clipped_norm, state.scale, state.finite) if state else (None,)
+        found = None,
+        if divisor is not None:
+            self.accumulator.scale_(1.0 / divisor)
+        if self.max_norm is not None:
+            norm = (_clip_by_item if self.clip == "item" else nn.utils.clip_grad_norm_)(self.arena.parameters(), self.max_norm)
+            scale = reference_scale(norm, self.max_norm)
+            found = norm, norm * scale, scale, torch.isfinite(norm)
+            mark("clip")
+        self.opt.step()
+        mark("optimizer")
+        return found
 
     def _accumulate(self, micros, mark):
-        """Forward and backward of every micro-batch; afterwards the divided sum is in the arena. Returns (loss, tokens)."""
-        losses, tokens, rows = None, None, 0
-        for micro in micros:
+        """Forward and backward of every micro-batch; afterwards the sum is in the arena. Returns (loss, tokens, what to divide the sum by)."""
+        losses, tokens, rows, divisor = None, None, 0, None
+        for nth, micro in enumerate(micros):
             context = torch.autocast(self.arena.device.type, self.autocast) if self.autocast else contextlib.nullcontext()
             with context:
                 result = self.loss_fn(self.model, micro)
@@ -156,7 +191,9 @@ class TrainStep:
                 tokens = count if tokens is None else tokens + count
             objective = loss / count.clamp(min=1) / len(micros) if self.divide == "micro_batches" and count is not None else loss
             mark("forward")
+            self.accumulator.final = self.clip == "fused" and nth == len(micros) - 1
             objective.backward()
+            self.accumulator.final = False
             mark("backward")
             losses = loss.detach() if losses is None else losses + loss.detach()
             rows += _rows(micro)
@@ -164,12 +201,12 @@ class TrainStep:
         with torch.no_grad():
             if tokens is not None:
                 if self.divide in (None, "tokens"):
-                    self.accumulator.scale_(1.0 / tokens.clamp(min=1))
+                    divisor = tokens.clamp(min=1)
                 elif self.divide == "sequences":
-                    self.accumulator.scale_(1.0 / rows)
+                    divisor = torch.full((), float(rows), device=self.arena.device)
                 losses = losses / tokens.clamp(min=1)
         mark("accumulate")
-        return losses, tokens
+        return losses, tokens, divisor
 
     def close(self):
         """Take the hooks down and give the module ordinary parameters back."""
@@ -185,6 +222,24 @@ class TrainStep:
 def _rows(micro) -> int:
     first = micro if isinstance(micro, Tensor) else next(iter(micro.values() if isinstance(micro, dict) else micro))
     return first.shape[0]
+
+
+def _clip_by_item(parameters, max_norm) -> Tensor:
+    """How it is often written: the norm of each tensor goes to the host, which adds, decides and multiplies. It waits once per tensor."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = math.sqrt(sum(grad.norm().item() ** 2 for grad in grads))
+    if norm > max_norm:
+        for grad in grads:
+            grad.mul_(max_norm / (norm + EPS))
+    return torch.tensor(norm)
+
+
+def _check_clip(clip, opt, ours, max_norm):
+    if clip == "fused" and not ours:
+        raise ArgumentError(f"clip='fused' is done by ga.AdamW(arena); the optimizer is {type(opt).__name__}"
+                            f"{' over parameters' if isinstance(opt, AdamW) else ''}")
+    if isinstance(opt, AdamW) and opt.max_norm is not None and max_norm is not None and (clip != "fused" or opt.max_norm != max_norm):
+        raise ArgumentError(f"max_norm is {max_norm} here and {opt.max_norm} in the optimizer: gradients would be clipped twice; give it once")
 
 
 def _check_optimizer(opt, arena):
@@ -289,7 +344,8 @@ def train(step: TrainStep, batches, steps: int, *, val=None, val_every: int = 0,
             done = step.count >= steps
             val_loss = evaluate(step.model, val) if val and (done or val_every and step.count % val_every == 0) else None
             tokens = _tokens_in(batch)
-            reading = meter.update(tokens, out.loss, out.norm, val_loss)
+            norms = [None if n is None else torch.linalg.vector_norm(n) if n.dim() else n for n in (out.norm, out.clipped_norm)]
+            reading = meter.update(tokens, out.loss, norms[0], val_loss, norms[1])
             if done:
                 reading = dataclasses.replace(meter.finish(), val_loss=val_loss)     # the last one waits, and knows its own loss
             before = step.count - reading.step                                       # steps of an earlier run, when resumed

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpuaccel.accumulate import MODES
+from gpuaccel.adamw import AdamW
 from gpuaccel.arena import Arena
 from gpuaccel.data import Batches
 from gpuaccel.errors import ArgumentError, DataError
@@ -78,11 +79,84 @@ def test_a_step_equals_the_plain_torch_loop(mode, micro_batches):
             assert torch.allclose(p, q, rtol=1e-3, atol=2e-4), f"{name}: {differ(p, q)}"
 
 
-def test_without_max_norm_nothing_is_clipped_and_no_norm_reported():
+@pytest.mark.parametrize("divide", ["tokens", "sequences", "micro_batches"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clipping_is_the_same_in_all_three_places(dtype, divide):
+    """On the host, in torch, inside ga.AdamW, where the divisor is folded in as well: norms, scales and weights agree to rounding."""
+    runs = {}
+    for clip in ("item", "torch", "fused"):
+        model = make_model().to(dtype)
+        with TrainStep(model, clip=clip, micro_batches=3, divide=divide, max_norm=0.3) as step:
+            outs = [step(batch) for batch, _ in zip(make_batches(), range(4))]
+            assert step.clip == clip and (clip == "fused") == isinstance(step.opt, AdamW)
+            runs[clip] = outs, [w.detach().clone() for w in step.arena.parameters()]
+    assert all(float(out.scale) < 1 for out in runs["fused"][0]), "clipping had nothing to do"
+    for clip in ("item", "torch"):
+        for out, want in zip(runs[clip][0], runs["fused"][0]):
+            for key in ("norm", "clipped_norm", "scale", "loss"):
+                assert float(getattr(out, key)) == pytest.approx(float(getattr(want, key)), rel=1e-3 if dtype == torch.bfloat16 else 1e-5), key
+        for p, q in zip(runs[clip][1], runs["fused"][1]):
+            assert torch.allclose(p, q, rtol=0, atol=1e-4 if dtype == torch.bfloat16 else 2e-6), differ(p, q)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_with_nan_is_left_out_and_named(mode):
+    model, batches = make_model(), make_batches()
+    good = [next(batches) for _ in range(3)]
+
+    def loss_fn(module, micro):
+        total, tokens = token_loss(module, micro)
+        return total * poison, tokens
+    with TrainStep(model, loss_fn=loss_fn, accumulate=mode, max_norm=1.0, micro_batches=2) as step:
+        poison = 1.0
+        step(good[0])
+        before = {name: t.clone() for name, t in model.state_dict().items()}
+        poison = float("nan")
+        out = step(good[1])
+        assert not out.finite and step.opt.skipped == 1 and step.opt.last_skip()["step"] == 2
+        assert step.opt.last_skip()["tensor"] in before
+        assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+        poison = 1.0
+        assert step(good[2]).finite and step.opt.skipped == 1
+        after = {name: t.clone() for name, t in model.state_dict().items()}
+    with TrainStep(twin := make_model(), loss_fn=loss_fn, accumulate=mode, max_norm=1.0, micro_batches=2) as step:
+        for batch in (good[0], good[2]):
+            step(batch)
+        assert all(torch.equal(t, after[name]) for name, t in twin.state_dict().items()), "the next step was not as if nothing had been"
+
+
+def test_who_clips_is_said_once():
+    arena = Arena(make_model())
+    opt = AdamW(arena, max_norm=0.5)
+    with pytest.raises(ArgumentError, match="max_norm is 1.0 here and 0.5 in the optimizer"):
+        TrainStep(arena.module, opt, max_norm=1.0)
+    with pytest.raises(ArgumentError, match="clipped twice"):
+        TrainStep(arena.module, opt, clip="torch", max_norm=0.5)
+    with pytest.raises(ArgumentError, match="the optimizer is SGD"):
+        TrainStep(arena.module, torch.optim.SGD(arena.parameters()), clip="fused")
+    with pytest.raises(ArgumentError, match="the optimizer is AdamW over parameters"):
+        TrainStep(arena.module, AdamW(arena.parameters()), clip="fused")
+    with TrainStep(arena.module, opt) as step:
+        assert step.max_norm == 0.5 and step.clip == "fused"
+
+
+def test_norms_of_blocks_reach_the_meter_as_one():
+    arena = Arena(make_model())
+    step = TrainStep(arena.module, AdamW(arena, max_norm=1e-3, scope="block"))
+    readings = list(train(step, make_batches(), 2))
+    out = step(next(make_batches()))
+    assert out.norm.shape == (len(arena.blocks),) and bool((out.clipped_norm <= 1e-3).all())
+    assert readings[-1].norm > readings[-1].clipped_norm == pytest.approx(1e-3 * len(arena.blocks) ** 0.5, rel=1e-2)
+    step.close()
+
+
+def test_without_max_norm_nothing_is_clipped():
     model = make_model()
+    with TrainStep(model, clip="torch") as step:
+        assert step(next(make_batches())).norm is None
     with TrainStep(model) as step:
         out = step(next(make_batches()))
-        assert out.norm is None and out.loss.numel() == 1 and not out.loss.requires_grad and step.count == 1
+        assert out.scale == 1 and out.norm == out.clipped_norm and out.finite and out.loss.numel() == 1 and not out.loss.requires_grad and step.count == 1
 
 
 def test_a_default_optimizer_decays_matrices_only():
@@ -135,6 +209,7 @@ def test_a_batch_that_cannot_be_split_is_refused(batch, message):
     (dict(micro_batches=0), "micro_batches is 0; expected 1 or more"),
     (dict(accumulate="magic"), "mode is 'magic'; expected one of host"),
     (dict(divide="rows"), "divide is 'rows'; expected one of tokens, sequences, micro_batches"),
+    (dict(clip="host"), "clip is 'host'; expected one of item, torch, fused"),
     (dict(max_norm=0.0), "max_norm is 0.0"),
     (dict(max_norm=float("nan")), "max_norm is nan")])
 def test_an_unknown_option_is_refused_and_the_model_stays_ordinary(options, message):
@@ -218,7 +293,10 @@ def test_autocast_and_meter_are_stages_of_a_step():
         step.loss_fn = lambda m, micro: seen.append(torch.is_autocast_enabled("cpu")) or token_loss(m, micro)
         step(next(make_batches()))
         assert seen == [True] and all(p.dtype == torch.float32 for p in model.parameters())
-        assert {"forward", "backward", "accumulate", "clip", "optimizer", "zero"} <= set(meter.timer.poll())
+        assert {"forward", "backward", "accumulate", "optimizer", "zero"} == set(meter.timer.poll())      # clipping is in the optimizer
+    with TrainStep(model, clip="torch", meter=meter, max_norm=1.0) as step:
+        step(next(make_batches()))
+        assert "clip" in meter.timer.poll()
 
 
 # ---- the loop around it ---------------------------------------------------------------------------------------------
