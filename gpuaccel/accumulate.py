@@ -236,6 +236,14 @@ class GradientAccumulator:
         self._task, self._handles, self._fused, self._products, self._table = None, [], [], set(), (None, None)
         self._running = {}                                      # id of a backward -> weak reference that dies with it
         self._forget()
+        # Sums that an earlier accumulator has left and that still stand as .grad are gone on with; others are not.
+        self.touched = [owner.grad is view for owner, view in zip(arena.owners, arena.grad_views)]
+        self.presented = [*self.touched]
+        if not any(self.touched):
+            _zero_sums(arena)
+        else:
+            for view in itertools.compress(arena.grad_views, [not kept for kept in self.touched]):
+                view.zero_()
         if mode != "autograd":
             for i, p in enumerate(arena.params):
                 if arena.owners[i] is p:                        # its .grad may be presented: hide it before autograd looks

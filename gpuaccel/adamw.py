@@ -22,9 +22,9 @@ from torch import Tensor
 
 from .accumulate import GradientAccumulator
 from .arena import CHUNK, Arena
-from .backend import takes
+from .backend import backend, takes
 from .clip import KINDS, MAX_BLOCKS, POLICIES, SCOPES, ClipState, arena_squares, check_choice, check_gradients, check_max_norm, dense, \
-    kernel_takes, launch_reduce, launch_squares, new_state, reference_norms, reference_scale, rows_of, unnamed
+    kernel_takes, launch_reduce, launch_squares, launches_for, new_state, reference_norms, reference_scale, unnamed
 from .errors import ArgumentError, NonFiniteError
 from .kernel import Kernel
 
@@ -109,6 +109,23 @@ class _Job:
     clear: bool                # the gradient is an arena's sum: set it to zero
 
 
+class _Jobs(list):
+    """Jobs of a step, and what was packed for them: the next step with the same tensors packs nothing."""
+    steps = updates = None
+
+
+@dataclass(slots=True)
+class _Part:
+    """A step's share of one device."""
+    device: torch.device
+    jobs: "list[_Job]"
+    ours: _Jobs                # by our kernels
+    rest: "list[_Job]"         # by the reference
+    clears: bool               # every gradient is an arena's sum
+    changed: "list[Tensor]"    # what our kernels write and autograd may know
+    launches: tuple            # of squares_v2 over the gradients; (): our kernels do not take them
+
+
 @dataclass(slots=True)
 class _Work:
     """An optimizer's buffers on one device."""
@@ -126,22 +143,15 @@ def launch_set(settings: Tensor, values: "list[float]"):
         _kernel("adamw_set")[1, MAX_VALUES](settings[start:], len(part), _VALUES(*part, *[0.0] * (MAX_VALUES - len(part))))
 
 
-def launch_begin(jobs: "list[_Job]", settings: Tensor, found: "ClipState | None", groups: "Tensor | None", skip: bool, divisor, found_inf,
-                 record: Tensor) -> Tensor:
-    """adamw_begin: count the step, or skip it. Returns the coefficients, (tensors, 10) fp32."""
-    coefficients = torch.empty(-(-len(jobs) // MAX_TENSORS) * MAX_TENSORS, COEFFICIENTS, device=settings.device)
-    verdicts, bad, count = (found.verdicts, found.bad, len(found.verdicts)) if found else (None, None, 0)
+def _pack_steps(jobs):
     for start in range(0, len(jobs), MAX_TENSORS):
         part = jobs[start:start + MAX_TENSORS]
-        rest = MAX_TENSORS - len(part)
-        packed = _STEPS(*[j.step.data_ptr() for j in part], *[0] * rest, *[j.number for j in part], *[-1] * rest, *[j.group for j in part], *[0] * rest)
-        _kernel("adamw_begin")[1, MAX_TENSORS](coefficients[start:], settings, verdicts, bad, groups, count, int(skip), divisor, found_inf,
-                                               record, int(start == 0), packed, tensors=[j.step for j in part])
-    return coefficients
+        rest = [0] * (MAX_TENSORS - len(part))
+        yield start, _STEPS(*[j.step.data_ptr() for j in part], *rest, *[j.number for j in part], *[-1] * len(rest), *[j.group for j in part], *rest)
 
 
-def launch_update(jobs: "list[_Job]", coefficients: Tensor, seed: Tensor, stochastic: bool):
-    """adamw_v2: one launch per 60 tensors of the same dtypes."""
+def _pack_updates(jobs, stochastic):
+    """(kernel, grid, struct, tensors in it) per launch."""
     classes = {}
     for at, j in enumerate(jobs):
         if j.weight.numel():
@@ -155,9 +165,29 @@ def launch_update(jobs: "list[_Job]", coefficients: Tensor, seed: Tensor, stocha
             tensors = [[j.weight for _, j in part], [j.grad for _, j in part], [j.m for _, j in part], [j.v for _, j in part],
                        [j.vmax for _, j in part], [j.copy for _, j in part]]
             addresses = [a for row in tensors for a in [*[t.data_ptr() if t is not None else 0 for t in row], *rest]]
-            packed = _UPDATES(*addresses, *first, *[first[-1]] * len(rest), *[j.number for _, j in part], *rest, *[at for at, _ in part], *rest,
-                              *[(n - 1) % CHUNK + 1 for n in counts], *rest, *[j.clear for _, j in part], *rest)
-            kernel[min(first[-1], MAX_BLOCKS), THREADS](coefficients, seed, packed, tensors=[t for row in tensors for t in row if t is not None])
+            yield kernel, min(first[-1], MAX_BLOCKS), _UPDATES(
+                *addresses, *first, *[first[-1]] * len(rest), *[j.number for _, j in part], *rest, *[at for at, _ in part], *rest,
+                *[(n - 1) % CHUNK + 1 for n in counts], *rest, *[j.clear for _, j in part], *rest), [t for row in tensors for t in row if t is not None]
+
+
+def launch_begin(jobs: _Jobs, settings: Tensor, found: "ClipState | None", groups: "Tensor | None", skip: bool, divisor, found_inf,
+                 record: Tensor) -> Tensor:
+    """adamw_begin: count the step, or skip it. Returns the coefficients, (tensors, 10) fp32."""
+    coefficients = torch.empty(-(-len(jobs) // MAX_TENSORS) * MAX_TENSORS, COEFFICIENTS, device=settings.device)
+    verdicts, bad, count = (found.verdicts, found.bad, len(found.verdicts)) if found else (None, None, 0)
+    jobs.steps = jobs.steps or list(_pack_steps(jobs))
+    for start, packed in jobs.steps:
+        _kernel("adamw_begin")[1, MAX_TENSORS](coefficients[start:], settings, verdicts, bad, groups, count, int(skip), divisor, found_inf,
+                                               record, int(start == 0), packed, tensors=[j.step for j in jobs[start:start + MAX_TENSORS]])
+    return coefficients
+
+
+def launch_update(jobs: _Jobs, coefficients: Tensor, seed: Tensor, stochastic: bool):
+    """adamw_v2: one launch per 60 tensors of the same dtypes."""
+    if jobs.updates is None or jobs.updates[0] != stochastic:
+        jobs.updates = stochastic, list(_pack_updates(jobs, stochastic))
+    for kernel, grid, packed, tensors in jobs.updates[1]:
+        kernel[grid, THREADS](coefficients, seed, packed, tensors=tensors)
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
@@ -200,7 +230,7 @@ class AdamW(torch.optim.AdamW):
             arena.check()
             scaled = any(s.lr_scale != 1 for s in arena.segments)
             params_or_arena = arena.parameter_groups(weight_decay, lr if scaled else None)
-        self._numbers, self._work, self._moments = None, {}, {}
+        self._numbers, self._plan, self._work, self._moments = None, None, {}, {}
         super().__init__(params_or_arena, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach, capturable=capturable,
                          differentiable=differentiable, fused=fused)
 
@@ -243,40 +273,69 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        jobs = self._jobs()
-        devices = {j.weight.device: None for j in jobs}
-        for device in devices:
-            self._step_on(device, [j for j in jobs if j.weight.device == device] if len(devices) > 1 else jobs)
-        if self.arena is not None and jobs and all(j.clear for j in jobs):
+        for part in self._parts():
+            self._step_on(part)
+        if self.arena is not None and self._plan[1] and all(part.clears for part in self._plan[1]):
             if (accumulator := GradientAccumulator.of(self.arena)) is not None:
                 accumulator.zero_(there_already=True)
             else:
                 self.arena.squares_known()[:] = [False] * len(self.arena.segments)
         return loss
 
-    def _step_on(self, device, jobs):
-        work = self._work_on(device)
-        divisor, found_inf = (self._amp(name, device) for name in ("grad_scale", "found_inf"))
-        ours = [j for j in jobs if takes(device) and all(type(t) in (Tensor, torch.nn.Parameter) and t.dtype in KINDS for t in (j.weight, j.grad))
-                and dense(j.weight) and j.m.dtype == j.weight.dtype]
-        group_of = None
-        if self._measures():
-            group_of = self._measure(work, jobs, divisor)
-        found = work.found if self._measures() else None
+    def _step_on(self, part):
+        work = self._work_on(part.device)
+        divisor, found_inf = (self._amp(name, part.device) for name in ("grad_scale", "found_inf"))
+        found = self._measure(work, part, divisor) if self._measures() else None
         if self.on_nonfinite == "raise" and not bool(found.finite.all()):
             raise NonFiniteError(f"the gradient of {found.name() or 'all tensors together'} is not finite: nothing was changed")
         skip = self.on_nonfinite == "skip"
-        if ours:
+        if part.ours:
             self._refresh(work)
-            coefficients = launch_begin(ours, work.settings, found, group_of, skip, divisor, found_inf, work.record)
-            launch_update(ours, coefficients, work.settings[-1:], self.stochastic_rounding)
-            changed = [t for j in ours for t in (j.weight, j.copy) if t is not None]
-            torch.autograd.graph.increment_version(changed)
-        rest = jobs if not ours else [j for j in jobs if not any(j is o for o in ours)] if len(ours) < len(jobs) else ()
-        if rest:
-            self._by_reference(work, rest, found, group_of, skip, divisor, found_inf, not ours)
+            coefficients = launch_begin(part.ours, work.settings, found, work.group_of, skip, divisor, found_inf, work.record)
+            launch_update(part.ours, coefficients, work.settings[-1:], self.stochastic_rounding)
+            torch.autograd.graph.increment_version(part.changed)
+        if part.rest:
+            self._by_reference(work, part.rest, found, skip, divisor, found_inf, not part.ours)
 
-    def _by_reference(self, work, jobs, found, group_of, skip, divisor, found_inf, count_it):
+    def _parts(self) -> "list[_Part]":
+        """What each device has to do. Worked out anew when a gradient, a weight or a state lies elsewhere than in the last step."""
+        key = self._key()
+        if key is None or self._plan is None or self._plan[0] != key:
+            jobs, self._plan = self._jobs(), None
+            parts = []
+            for device in {j.weight.device: None for j in jobs}:
+                mine = [j for j in jobs if j.weight.device == device]
+                ours = _Jobs(j for j in mine if takes(device) and j.m.dtype == j.weight.dtype and dense(j.weight)
+                             and all(type(t) in (Tensor, torch.nn.Parameter) and t.dtype in KINDS for t in (j.weight, j.grad)))
+                ids = {id(j) for j in ours}
+                grads = [None] * len(self._numbers)                  # by number, so that what is found can be named
+                for j in mine:
+                    grads[j.number] = j.grad
+                measurable = kernel_takes([j.grad for j in mine]) and all(dense(j.grad) for j in mine)
+                parts.append(_Part(device, mine, ours, [j for j in mine if id(j) not in ids], all(j.clear for j in mine),
+                                   [t for j in ours for t in (j.weight, j.copy) if t is not None], launches_for(grads) if measurable else ()))
+            self._plan = self._key(), parts
+        return self._plan[1]
+
+    def _key(self) -> "tuple | None":
+        """Where everything lies that a step touches; None: only a close look can tell."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        grads = [p.grad for p in params]
+        if self.arena is not None and self.arena.bf16_weights is not None:
+            lows = [self.arena.params[self._number_of(p)] for p in params]
+            grads = [low.grad if grad is None else grad for grad, low in zip(grads, lows)]
+        given = [g for g in grads if g is not None]
+        states = [self.state.get(p, {}) for p in params]
+        try:
+            if not (all(map(Tensor.is_contiguous, given)) and all(map(Tensor.is_contiguous, params))):
+                return None
+            return ([g is None for g in grads], list(map(Tensor.data_ptr, given)), [g.dtype for g in given], list(map(Tensor.data_ptr, params)),
+                    [id(s.get("exp_avg")) for s in states], [id(s.get("step")) for s in states],
+                    [(len(group["params"]), group["amsgrad"]) for group in self.param_groups], backend().name)
+        except RuntimeError:                    # a sparse tensor has no address
+            return None
+
+    def _by_reference(self, work, jobs, found, skip, divisor, found_inf, count_it):
         """The same in torch. On a CPU a skipped step is decided here; elsewhere nothing waits: the old values are kept by torch.where."""
         device = jobs[0].weight.device
         keep = torch.zeros((), dtype=torch.bool, device=device)
@@ -293,7 +352,7 @@ class AdamW(torch.optim.AdamW):
         here = device.type == "cpu"
         if not (here and bool(keep)):
             for j in jobs:
-                self._reference_update(j, found, group_of, divisor, None if here else keep)
+                self._reference_update(j, found, work.group_of, divisor, None if here else keep)
         for j in jobs:
             if j.clear:
                 j.grad.zero_()
@@ -331,29 +390,26 @@ class AdamW(torch.optim.AdamW):
         """Is a norm taken at all? For clipping, and to see whether everything is finite."""
         return self.max_norm is not None or self.on_nonfinite != "propagate"
 
-    def _measure(self, work, jobs, divisor) -> "Tensor | None":
-        """Norm, scale and first bad tensor into work.found; returns the group of each tensor (None: there is one group)."""
-        arena, numbers, device = self.arena, len(self._numbers), work.settings.device
+    def _measure(self, work, part, divisor) -> ClipState:
+        """Norm, scale and first tensor that is not finite."""
+        arena, numbers, device, jobs = self.arena, len(self._numbers), part.device, part.jobs
         count = {"global": 1, "block": len(arena.blocks) if arena else 0, "tensor": numbers}[self.scope]
         if work.found is None or len(work.found.verdicts) != count:
             work.found = new_state(count, device, self.scope, self.names)
             work.group_of = None if self.scope == "global" else arena.tensor_block if self.scope == "block" else \
                 torch.arange(numbers, dtype=torch.int32, device=device)
         grads = [j.grad for j in jobs]
-        if kernel_takes(grads):
+        if part.launches:
             self._refresh(work)
-            if all(j.clear for j in jobs):
+            if part.clears:
                 arena_squares(arena)
                 partials, owners = arena.partials, arena.row_tensor
             else:
-                tensors = [None] * numbers
-                for j in jobs:
-                    tensors[j.number] = j.grad if dense(j.grad) else j.grad.contiguous()
-                rows = rows_of(grads)
+                rows = sum(chunks for _, chunks, _ in part.launches)
                 partials, owners = torch.empty(rows, dtype=torch.float64, device=device), torch.empty(rows, dtype=torch.int32, device=device)
-                launch_squares(tensors, partials, owners)
+                launch_squares(grads, partials, owners, launches=part.launches)
             launch_reduce(work.found, partials, owners, work.group_of, len(partials), work.settings[-2:-1], divisor=divisor)
-            return work.group_of
+            return work.found
         groups = {"global": None, "block": [arena.segments[j.number].block for j in jobs] if arena else None, "tensor": [j.number for j in jobs]}
         norms, bad = reference_norms(grads, 2.0, groups[self.scope], count)
         norms = norms if divisor is None else norms / divisor.view(())
@@ -361,9 +417,9 @@ class AdamW(torch.optim.AdamW):
         work.found.verdicts.copy_(torch.stack([scales, norms, norms * scales, torch.isfinite(norms).to(norms.dtype)], 1))
         known = torch.tensor([j.number for j in jobs] + [-1], dtype=torch.int32, device=device)
         work.found.bad.copy_(known[bad.long()])
-        return work.group_of
+        return work.found
 
-    def _jobs(self) -> "list[_Job]":
+    def _jobs(self) -> _Jobs:
         """What this step updates, everything checked; nothing has changed when it raises."""
         arena = self.arena
         if arena is not None:
@@ -392,7 +448,7 @@ class AdamW(torch.optim.AdamW):
                 grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
             jobs.append(_Job(i, g, p, grad, state["exp_avg"], state["exp_avg_sq"], state["max_exp_avg_sq"] if amsgrad else None, state["step"], copy,
                              clear))
-        return sorted(jobs, key=lambda j: j.number)
+        return _Jobs(sorted(jobs, key=lambda j: j.number))
 
     def _number_of(self, p) -> int:
         if self._numbers is None:
@@ -520,7 +576,7 @@ class AdamW(torch.optim.AdamW):
 
     def __getstate__(self):                     # copies and pickles: what belongs to a device is made again
         mine = {name: self.__dict__[name] for name in ("arena", "scope", "stochastic_rounding", "seed", "on_nonfinite", "max_norm")}
-        return {**super().__getstate__(), **mine, "_numbers": None, "_work": {}, "_moments": {}}
+        return {**super().__getstate__(), **mine, "_numbers": None, "_plan": None, "_work": {}, "_moments": {}}
 
 
 def _capturing() -> bool:

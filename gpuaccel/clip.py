@@ -46,6 +46,7 @@ SCOPES = ("global", "block", "tensor")
 POLICIES = ("propagate", "skip", "raise")
 EPS = 1e-6                     # torch's
 MAX_TENSORS, MAX_BLOCKS = 256, 2**20
+SCALE_BLOCKS = 4096             # few, because most often they find that there is nothing to do
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TENSORS = struct.Struct(f"{MAX_TENSORS}Q{MAX_TENSORS + 1}i{MAX_TENSORS}H{MAX_TENSORS}B4x").pack
 
@@ -93,7 +94,7 @@ def reference_norms(grads: "list[Tensor]", norm_type: float = 2.0, groups: "list
     groups: the group of each tensor; None: one group."""
     device, norms, bad = grads[0].device, [], []
     for g in range(count):
-        members = [i for i in range(len(grads)) if groups is None or groups[i] == g]
+        members = [i for i, t in enumerate(grads) if t.numel() and (groups is None or groups[i] == g)]
         norms.append(get_total_norm([grads[i] for i in members], norm_type, foreach=foreach).to(device))
         wrong = [torch.where(torch.isfinite(grads[i]).all(), len(grads), i).to(device) for i in members]
         first = torch.stack(wrong).min() if wrong else torch.tensor(len(grads), device=device)
@@ -114,24 +115,34 @@ def _kernel(name: str, norm_type: float) -> Kernel:
                   NORM=0 if norm_type == math.inf else int(norm_type))
 
 
-def _launches(tensors):
+def launches_for(tensors: "list[Tensor | None]") -> tuple:
     """Per launch: (number of its first tensor, its chunks, its struct). Chunks are counted without gaps over all launches."""
-    for start in range(0, len(tensors), MAX_TENSORS):
-        part = tensors[start:start + MAX_TENSORS]
-        counts = [0 if t is None else t.numel() for t in part]
-        first = [0, *itertools.accumulate([-(-n // CHUNK) for n in counts])]
-        rest = MAX_TENSORS - len(part)
-        yield start, first[-1], _TENSORS(*[0 if t is None else t.data_ptr() for t in part], *[0] * rest, *first, *[first[-1]] * rest,
-                                         *[n and (n - 1) % CHUNK + 1 for n in counts], *[0] * rest, *[0 if t is None else KINDS[t.dtype] for t in part], *[0] * rest)
+    try:
+        return _packed(tuple(map(Tensor.data_ptr, tensors)), tuple(map(Tensor.numel, tensors)), tuple([KINDS[t.dtype] for t in tensors]))
+    except TypeError:                           # there is a None among them
+        return _packed(*zip(*[(0, 0, 0) if t is None else (t.data_ptr(), t.numel(), KINDS[t.dtype]) for t in tensors]))
 
 
-def launch_squares(tensors: "list[Tensor | None]", partials: Tensor, owners: "Tensor | None" = None, row: int = 0, norm_type: float = 2.0):
-    """squares_v2: a partial sum per chunk of the tensors (fp32, bf16, fp16, dense, on one device; None: no tensor), from `row` on."""
-    kernel, present = _kernel("squares_v2", norm_type), [t for t in tensors if t is not None]
-    for start, chunks, packed in _launches(tensors):
+@functools.lru_cache(64)
+def _packed(addresses, counts, kinds):
+    """Gradients often lie where they lay in the last step: then nothing is packed again."""
+    found = []
+    for start in range(0, len(addresses), MAX_TENSORS):
+        part = slice(start, start + MAX_TENSORS)
+        here = counts[part]
+        first, rest = [0, *itertools.accumulate([-(-n // CHUNK) for n in here])], [0] * (MAX_TENSORS - len(here))
+        found.append((start, first[-1], _TENSORS(*addresses[part], *rest, *first, *[first[-1]] * len(rest),
+                                                 *[n and (n - 1) % CHUNK + 1 for n in here], *rest, *kinds[part], *rest)))
+    return tuple(found)
+
+
+def launch_squares(tensors: "list[Tensor | None]", partials: Tensor, owners: "Tensor | None" = None, norm_type: float = 2.0, launches=None):
+    """squares_v2: a partial sum per chunk of the tensors (fp32, bf16, fp16, dense, on one device; None: no tensor)."""
+    kernel, row = _kernel("squares_v2", norm_type), 0
+    for start, chunks, packed in launches or launches_for(tensors):
         if chunks:
-            kernel[min(chunks, MAX_BLOCKS), SQUARES_THREADS](partials[row:], owners if owners is None else owners[row:], start, packed,
-                                                             tensors=present)
+            out = (partials, owners) if row == 0 else (partials[row:], None if owners is None else owners[row:])
+            kernel[min(chunks, MAX_BLOCKS), SQUARES_THREADS](*out, start, packed, tensors=tensors)
             row += chunks
 
 
@@ -141,11 +152,11 @@ def launch_reduce(out: ClipState, partials: Tensor, owners: Tensor, groups: "Ten
     _kernel("reduce_v2", norm_type)[len(out.verdicts), 1024](out.verdicts, out.bad, partials, owners, groups, rows, max_norm, float(eps), divisor)
 
 
-def launch_scale(tensors: "list[Tensor]", found: ClipState, groups: "Tensor | None", skip: bool):
+def launch_scale(tensors: "list[Tensor]", found: ClipState, groups: "Tensor | None", skip: bool, launches=None):
     """scale_v2: multiply in place by each group's scale; what has scale 1 is neither read nor written."""
-    for start, chunks, packed in _launches(tensors):
+    for start, chunks, packed in launches or launches_for(tensors):
         if chunks:
-            _kernel("scale_v2", 2.0)[min(chunks, MAX_BLOCKS), SQUARES_THREADS](found.verdicts, groups, int(skip), start, packed, tensors=tensors)
+            _kernel("scale_v2", 2.0)[min(chunks, SCALE_BLOCKS), SQUARES_THREADS](found.verdicts, groups, int(skip), start, packed, tensors=tensors)
 
 
 def arena_squares(arena: Arena):
@@ -153,7 +164,7 @@ def arena_squares(arena: Arena):
     known = arena.squares_known()
     if not all(known):
         first, last = known.index(False), len(known) - known[::-1].index(False)
-        launch_squares(arena.grad_views[first:last], arena.partials, None, arena.rows[first])
+        launch_squares(arena.grad_views[first:last], arena.partials[arena.rows[first]:])
         known[:] = [True] * len(known)
 
 
@@ -181,8 +192,8 @@ def check_choice(name: str, value, choices):
 
 def kernel_takes(grads: "list[Tensor]") -> bool:
     """Do our kernels take these gradients: one device with a backend of ours, plain tensors of fp32, bf16 or fp16?"""
-    device = grads[0].device
-    return takes(device) and all(type(g) is Tensor and g.dtype in KINDS and g.device == device for g in grads)
+    return takes(grads[0].device) and set(map(type, grads)) == {Tensor} and {g.dtype for g in grads} <= KINDS.keys() \
+        and len(set(map(Tensor.get_device, grads))) == 1 and all([g.layout is torch.strided for g in grads])
 
 
 def check_gradients(grads: "list[Tensor]", names):
@@ -200,7 +211,14 @@ def unnamed(parameters) -> "list[str]":
 
 def dense(t: Tensor) -> bool:
     """Does the tensor fill its memory without gaps or overlaps (in whatever order)?"""
-    return t.is_contiguous() or torch._prims_common.is_non_overlapping_and_dense(t)
+    if t.is_contiguous():
+        return True
+    step = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape) if size > 1):
+        if stride != step:
+            return False
+        step *= size
+    return True
 
 
 def clip_grad_norm_(parameters_or_arena, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False,
@@ -238,9 +256,11 @@ def clip_grads_(parameters_or_arena, max_norm: float, norm_type: float = 2.0, er
         device = arena.device if arena else None
         verdict = torch.tensor([[1.0, 0.0, 0.0, 1.0]][:scope == "global"], device=device).reshape(-1, 4)
         return ClipState(verdict, torch.full((len(verdict),), -1, dtype=torch.int32, device=device), scope, names)
-    check_gradients(grads, names)
+    ours = kernel_takes(grads)
+    if not ours:
+        check_gradients(grads, names)
     groups = None if scope == "global" else [s.block for s in arena.segments] if scope == "block" else list(range(len(grads)))
-    found, scale = (_by_kernels if norm_type in (1.0, 2.0, math.inf) and kernel_takes(grads) else _by_torch)(
+    found, scale = (_by_kernels if ours and norm_type in (1.0, 2.0, math.inf) else _by_torch)(
         grads, names, groups, scope, max_norm, norm_type, eps, policy, foreach, arena)
     if (error_if_nonfinite or policy == "raise") and not bool(found.finite.all()):
         raise NonFiniteError(f"The total norm of order {norm_type} for gradients of {found.name() or 'all tensors together'} is non-finite: "
@@ -252,12 +272,10 @@ def clip_grads_(parameters_or_arena, max_norm: float, norm_type: float = 2.0, er
 def _grads_of(parameters):
     if isinstance(parameters, Tensor):
         parameters = [parameters]
-    elif isinstance(parameters, types.GeneratorType):
-        parameters = list(parameters)
-        if not parameters:
-            warnings.warn("`parameters` is an empty generator: there is nothing to clip", stacklevel=4)
-    parameters = [p for p in parameters if p.grad is not None]
-    return [p.grad for p in parameters], lambda: unnamed(parameters)
+    generator, parameters = isinstance(parameters, types.GeneratorType), list(parameters)
+    if generator and not parameters:
+        warnings.warn("`parameters` is an empty generator: there is nothing to clip", stacklevel=5)
+    return [g for p in parameters if (g := p.grad) is not None], lambda: unnamed([p for p in parameters if p.grad is not None])
 
 
 def _arena_grads(arena):
@@ -272,15 +290,12 @@ def _arena_grads(arena):
     return arena.grad_views
 
 
-def rows_of(tensors) -> int:
-    """Partial sums of these tensors: one per chunk."""
-    return sum(-(-t.numel() // CHUNK) for t in tensors)
-
-
 def _by_kernels(grads, names, groups, scope, max_norm, norm_type, eps, policy, foreach, arena):
     device, count = grads[0].device, 1 if groups is None else groups[-1] + 1
     found, limit = new_state(count, device, scope, names), torch.full((1,), max_norm, dtype=torch.float64, device=device)
-    packed = [g if dense(g) else g.contiguous() for g in grads]            # an interleaved view is copied out, and back
+    plain = all(map(Tensor.is_contiguous, grads))
+    packed = grads if plain else [g if dense(g) else g.contiguous() for g in grads]      # an interleaved view is copied out, and back
+    launches = launches_for(packed)
     if groups is None:
         group_of = None
     elif scope == "block":
@@ -291,16 +306,17 @@ def _by_kernels(grads, names, groups, scope, max_norm, norm_type, eps, policy, f
         arena_squares(arena)
         partials, owners = arena.partials, arena.row_tensor
     else:
-        rows = rows_of(grads)
+        rows = sum(chunks for _, chunks, _ in launches)
         partials, owners = torch.empty(rows, dtype=torch.float64, device=device), torch.empty(rows, dtype=torch.int32, device=device)
-        launch_squares(packed, partials, owners, norm_type=norm_type)
+        launch_squares(packed, partials, owners, norm_type, launches)
     launch_reduce(found, partials, owners, group_of, len(partials), limit, eps, None, norm_type)
 
     def scale():
-        launch_scale(packed, found, group_of, policy == "skip")
-        for g, p in zip(grads, packed):
-            if p is not g:
-                g.copy_(p)
+        launch_scale(packed, found, group_of, policy == "skip", launches)
+        if not plain:
+            for g, p in zip(grads, packed):
+                if p is not g:
+                    g.copy_(p)
         torch.autograd.graph.increment_version(grads)
         if arena is not None:
             arena.squares_known()

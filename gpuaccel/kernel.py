@@ -19,7 +19,6 @@ import pathlib
 import re
 import struct
 import threading
-from dataclasses import dataclass
 
 import torch
 

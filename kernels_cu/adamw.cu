@@ -32,9 +32,7 @@
 #ifndef THREADS
 #define THREADS 256
 #endif
-#ifndef UNROLL
-#define UNROLL 2             // groups of four that a thread has in flight
-#endif
+#define UNROLL (CHUNK / 4 / THREADS)                 // groups of four that a thread has in flight: a thread block takes a chunk in one go
 #define MAX_TENSORS 256      // of a launch of adamw_begin
 #define MAX_UPDATES 60       // of a launch of adamw_v2
 #define MAX_VALUES 256       // of a launch of adamw_set
@@ -172,55 +170,49 @@ extern "C" __global__ void __launch_bounds__(THREADS) adamw_v2(
     Updates updates)
 {
     for (int chunk = blockIdx.x; chunk < updates.first[MAX_UPDATES]; chunk += gridDim.x) {
-        int t = 0, high = MAX_UPDATES;       // the last tensor that does not begin behind this chunk
+        int t = 0, high = MAX_UPDATES;       // t: the last tensor that does not begin behind this chunk
         while (high - t > 1) {
             int middle = (t + high) / 2;
             if (updates.first[middle] <= chunk) t = middle; else high = middle;
         }
-        Coefficients c = coefficients[updates.at[t]];
         int count = chunk + 1 == updates.first[t + 1] ? updates.tail[t] : CHUNK;
         long long from = (long long)(chunk - updates.first[t]) * CHUNK;
         PARAM_T *w = updates.weight[t] + from, *m = updates.m[t] + from, *v = updates.v[t] + from;
         GRAD_T* g = updates.grad[t] + from;
         PARAM_T* vmax = AMSGRAD ? updates.vmax[t] + from : 0;
         bf16* copy = updates.copy[t] == 0 ? 0 : updates.copy[t] + from;
-        bool clear = updates.clear[t];
         bool whole = count == CHUNK && aligned4(w, sizeof(PARAM_T)) && aligned4(m, sizeof(PARAM_T)) && aligned4(v, sizeof(PARAM_T))
             && aligned4(vmax, sizeof(PARAM_T)) && aligned4(g, sizeof(GRAD_T)) && aligned4(copy, sizeof(bf16));
-        float4 zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        for (int first = threadIdx.x; first < CHUNK / 4; first += UNROLL * THREADS) {
-            float4 W[UNROLL], G[UNROLL], M[UNROLL], V[UNROLL], X[UNROLL];
-            if (c.skip == 0.0f) {
-                // All loads first, so that they are in flight together.
-                #pragma unroll
-                for (int k = 0; k < UNROLL; k++) {
-                    int i = first + k * THREADS;
-                    W[k] = whole ? load4(w, i) : load4_within(w, i, count);
-                    G[k] = whole ? load4(g, i) : load4_within(g, i, count);
-                    M[k] = whole ? load4(m, i) : load4_within(m, i, count);
-                    V[k] = whole ? load4(v, i) : load4_within(v, i, count);
-                    X[k] = !AMSGRAD ? zero : whole ? load4(vmax, i) : load4_within(vmax, i, count);
-                }
-            }
-            #pragma unroll
-            for (int k = 0; k < UNROLL; k++) {
-                int i = first + k * THREADS;
-                if (clear) { if (whole) store4(g, i, zero); else store4_within(g, i, count, zero); }
-                if (c.skip != 0.0f) continue;
-                update(W[k].x, G[k].x, M[k].x, V[k].x, X[k].x, c);
-                update(W[k].y, G[k].y, M[k].y, V[k].y, X[k].y, c);
-                update(W[k].z, G[k].z, M[k].z, V[k].z, X[k].z, c);
-                update(W[k].w, G[k].w, M[k].w, V[k].w, X[k].w, c);
-                uint4 r = make_uint4(0, 0, 0, 0);
-                if (STOCHASTIC) r = noise((unsigned long long)*seed, updates.tensor[t], from / 4 + i, c.step);
-                if (STOCHASTIC && copy == 0) store4_stochastic(w, i, count, W[k], r);
-                else if (whole) store4(w, i, W[k]); else store4_within(w, i, count, W[k]);
-                if (whole) { store4(m, i, M[k]); store4(v, i, V[k]); } else { store4_within(m, i, count, M[k]); store4_within(v, i, count, V[k]); }
-                if (AMSGRAD) { if (whole) store4(vmax, i, X[k]); else store4_within(vmax, i, count, X[k]); }
-                if (copy == 0) continue;
-                if (STOCHASTIC) store4_stochastic(copy, i, count, W[k], r);
-                else if (whole) store4(copy, i, W[k]); else store4_within(copy, i, count, W[k]);
-            }
+        // All loads first, so that they are in flight together, and with them the coefficients.
+        float4 W[UNROLL], G[UNROLL], M[UNROLL], V[UNROLL], X[UNROLL], zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        #pragma unroll
+        for (int k = 0; k < UNROLL; k++) {
+            int i = k * THREADS + threadIdx.x;
+            W[k] = whole ? load4(w, i) : load4_within(w, i, count);
+            G[k] = whole ? load4(g, i) : load4_within(g, i, count);
+            M[k] = whole ? load4(m, i) : load4_within(m, i, count);
+            V[k] = whole ? load4(v, i) : load4_within(v, i, count);
+            X[k] = !AMSGRAD ? zero : whole ? load4(vmax, i) : load4_within(vmax, i, count);
+        }
+        Coefficients c = coefficients[updates.at[t]];
+        #pragma unroll
+        for (int k = 0; k < UNROLL; k++) {
+            int i = k * THREADS + threadIdx.x;
+            if (updates.clear[t]) { if (whole) store4(g, i, zero); else store4_within(g, i, count, zero); }
+            if (c.skip != 0.0f) continue;
+            update(W[k].x, G[k].x, M[k].x, V[k].x, X[k].x, c);
+            update(W[k].y, G[k].y, M[k].y, V[k].y, X[k].y, c);
+            update(W[k].z, G[k].z, M[k].z, V[k].z, X[k].z, c);
+            update(W[k].w, G[k].w, M[k].w, V[k].w, X[k].w, c);
+            uint4 r = make_uint4(0, 0, 0, 0);
+            if (STOCHASTIC) r = noise((unsigned long long)*seed, updates.tensor[t], from / 4 + i, c.step);
+            if (STOCHASTIC && copy == 0) store4_stochastic(w, i, count, W[k], r);
+            else if (whole) store4(w, i, W[k]); else store4_within(w, i, count, W[k]);
+            if (whole) { store4(m, i, M[k]); store4(v, i, V[k]); } else { store4_within(m, i, count, M[k]); store4_within(v, i, count, V[k]); }
+            if (AMSGRAD) { if (whole) store4(vmax, i, X[k]); else store4_within(vmax, i, count, X[k]); }
+            if (copy == 0) continue;
+            if (STOCHASTIC) store4_stochastic(copy, i, count, W[k], r);
+            else if (whole) store4(copy, i, W[k]); else store4_within(copy, i, count, W[k]);
         }
     }
 }

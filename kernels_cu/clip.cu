@@ -189,6 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scale_v2(
     int first_tensor,
     Tensors tensors)
 {
+    if (groups == 0 && (verdicts[0].x == 1.0f || (skip && verdicts[0].w == 0.0f))) return;
     for (int chunk = blockIdx.x; chunk < tensors.first[MAX_TENSORS]; chunk += gridDim.x) {
         int t = tensor_of(tensors.first, chunk), nth = chunk - tensors.first[t];
         float4 verdict = verdicts[groups == 0 ? 0 : groups[first_tensor + t]];
