@@ -72,13 +72,70 @@ def train_table() -> str:
             + markdown(("accumulation", "1", "4", "16", "16 : 1", "MFU", "launches", "host waits", "downloaded"), rows) + "\n\n" + source(result))
 
 
-TABLES = {"accumulate": accumulate_table, "train": train_table}
+def clip_table() -> str:
+    result = load("clip")
+    r, rows = result["results"], []
+    torch, ours, goals = "torch foreach", "ga.clip_grad_norm_", {"over": 1.38, "under": 4}
+    for dtype in ("float32", "bfloat16"):
+        for name in r[dtype]["over"]:
+            row = [f"{dtype}: {name}"]
+            for case in ("over", "under"):
+                m = r[dtype][case][name].get("replayed")
+                times = m and f"{m['times_torch']:.2f}x"
+                if m and dtype == "float32" and name == ours:
+                    times = verdict(times, f"{goals[case]}x", m["times_torch"] >= goals[case])
+                share = m and (", nothing to move" if m["of_copy_rate"] is None else f", {m['of_copy_rate']:.0%}")
+                row += [f"{m['ms']:.3g} ms{share}, {times}" if m else "cannot be captured", f"{r[dtype][case][name]['launched']['ms']:.3g} ms"]
+            rows.append((*row, str(r[dtype]["host"][name]["syncs"])))
+    errors = {dtype: r[dtype]["norm_error"] for dtype in ("float32", "bfloat16")}
+    return (f"Clipping {r['float32']['elements'] / 1e6:.0f} M gradients ({r['float32']['tensors']} tensors), over the threshold and under it, replayed from a CUDA "
+            "graph (time, share of the copy rate on the bytes that must move, against `torch.nn.utils.clip_grad_norm_(foreach=True)`) and launched from "
+            "Python behind other work:\n\n"
+            + markdown(("gradients, by", "over: replayed", "from Python", "under: replayed", "from Python", "host waits"), rows)
+            + "\n\nOf 1,000 tensors of 1,000 elements:\n\n" + small_rows(r["small"], torch, ours, 2)
+            + f"\n\nThe norm's error against float64: ours {errors['float32'][ours]:.0e}, torch {errors['float32'][torch]:.0e}; of bf16 gradients "
+              f"{errors['bfloat16'][ours]:.0e} and {errors['bfloat16'][torch]:.0e}.\n\n" + source(result))
+
+
+def small_rows(small, torch, ours, goal=None) -> str:
+    def cell(m, good):
+        times = f"{m['times_torch']:.1f}x"
+        return f"{m['ms']:.3g} ms, {verdict(times, f'{goal}x', m['times_torch'] >= goal) if good and goal else times}"
+    rows = [(name, *(cell(small[kind][key], key == ours) for kind in ("wall", "replayed"))) for name, key in ((torch, torch), (ours, ours))]
+    return markdown(("by", "from Python, by the host's clock", "replayed"), rows)
+
+
+def tail_table() -> str:
+    result = load("tail")
+    r, rows = result["results"], []
+    for dtype in ("float32", "bfloat16"):
+        for name, m in r[dtype]["replayed"].items():
+            times, share = f"{m['times_torch']:.2f}x", f"{m['of_copy_rate']:.0%}"
+            if dtype == "float32" and name == "ours":
+                times, share = verdict(times, "1.45x", m["times_torch"] >= 1.45), verdict(share, "93%", m["of_copy_rate"] >= 0.93)
+            rows.append((f"{dtype}: {name}", f"{m['ms']:.2f} ms", share, times, f"{r[dtype]['launched'][name]['ms']:.2f} ms"))
+    stages = {dtype: ", ".join(f"`{name}` {ms:.3g}" for name, ms in r[dtype]["stages"].items()) for dtype in ("float32", "bfloat16")}
+    same, exact = r["drift"]["same gradients, from foreach"], r["drift"]["same gradients, from float64"]
+    far = verdict(f"{same['ours']['max']:.1e}", f"at most twice torch's {same['fused']['max']:.1e}", same["ours"]["max"] <= 2 * same["fused"]["max"])
+    return (f"The tail of a step (add the last gradients, clip at 1.0, AdamW, clear the sums) for {r['float32']['elements'] / 1e6:.0f} M parameters "
+            f"({r['float32']['tensors']} tensors; bfloat16: with fp32 masters), replayed from a CUDA graph and launched from Python behind other work; shares are "
+            f"of the copy rate on the {r['float32']['bytes']['whole']} bytes per parameter that must move ({r['float32']['bytes']['sums there already']}, bfloat16 "
+            f"{r['bfloat16']['bytes']['sums there already']}, where the sums are there already, which is compared with torch's without its addition):\n\n"
+            + markdown(("weights, by", "replayed", "of the copy rate", "against torch's best", "from Python"), rows)
+            + f"\n\nStages of ours, each alone, in milliseconds: {stages['float32']}; bfloat16: {stages['bfloat16']}."
+              "\n\nClip and AdamW of 1,000 tensors of 1,000 elements:\n\n" + small_rows(r["small"], "torch", "ours")
+            + f"\n\nAfter 100 steps with the same gradients no weight is farther from torch's foreach AdamW than {far}; from AdamW in float64 they are "
+              f"{exact['ours']['rms']:.1e} apart (root of the mean square), torch's {exact['foreach']['rms']:.1e}.\n\n" + source(result))
+
+
+TABLES = {"accumulate": accumulate_table, "train": train_table, "clip": clip_table, "tail": tail_table}
 
 
 def filled(text: str) -> str:
+    """The README with its tables made anew; one without a result stays as it is (tests/test_benchmarks.py says which)."""
     for name, make in TABLES.items():
         text = re.sub(rf"(<!-- {name}: made by benchmarks/readme.py -->\n).*?(<!-- /{name} -->)",
-                      lambda m: f"{m[1]}{make()}\n{m[2]}", text, flags=re.S)
+                      lambda m: f"{m[1]}{make()}\n{m[2]}" if load(name) else m[0], text, flags=re.S)
     return text
 
 

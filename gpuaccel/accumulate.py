@@ -410,17 +410,19 @@ class GradientAccumulator:
         self._present()
 
     @torch.no_grad()
-    def zero_(self, there_already: bool = False):
+    def zero_(self, cleared=None):
         """Open a new window: the sum is zero (one device memset), no parameter has a gradient.
 
-        there_already: someone else (ga.AdamW, while it read them) has set arena.grads to zero."""
-        if there_already:
-            self.arena.squares_known()[:] = [False] * len(self.arena.segments)
+        cleared: numbers of the tensors whose sums someone else has set to zero (ga.AdamW, while it read them): no memset then."""
+        if cleared is None:
+            self._clear()
+        else:
+            for i, touched in enumerate(self.touched):
+                if touched and i not in cleared:
+                    self.arena.grad_views[i].zero_()
             if self.host is not None:
                 self.host.zero_()
             self._forget()
-        else:
-            self._clear()
         for p, owner in zip(self.arena.params, self.arena.owners):
             p.grad = owner.grad = None
 

@@ -28,7 +28,8 @@ from .clip import KINDS, MAX_BLOCKS, POLICIES, SCOPES, ClipState, arena_squares,
 from .errors import ArgumentError, NonFiniteError
 from .kernel import Kernel
 
-THREADS, MAX_TENSORS, MAX_UPDATES, MAX_VALUES = 256, 256, 60, 256
+MAX_TENSORS, MAX_UPDATES, MAX_VALUES = 256, 60, 256
+THREADS = {"adamw_v3": 128}                    # of a block; others: 256
 COEFFICIENTS, SETTINGS = 10, 8                  # floats per tensor, doubles per parameter group
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _VALUES = struct.Struct(f"{MAX_VALUES}d").pack
@@ -91,7 +92,7 @@ def reference_round(x: Tensor, noise: Tensor) -> Tensor:
 
 @functools.cache
 def _kernel(name: str, *macros) -> Kernel:
-    return Kernel("adamw", name, CHUNK=CHUNK, THREADS=THREADS, **dict(macros))
+    return Kernel("adamw", name, CHUNK=CHUNK, THREADS=THREADS.get(name, 256), **dict(macros))
 
 
 @dataclass(slots=True)
@@ -110,8 +111,9 @@ class _Job:
 
 
 class _Jobs(list):
-    """Jobs of a step, and what was packed for them: the next step with the same tensors packs nothing."""
+    """Jobs of a step, by number, and what was packed for them: the next step with the same tensors packs nothing."""
     steps = updates = None
+    given = ()                 # the same jobs in the order of the parameter groups
 
 
 @dataclass(slots=True)
@@ -151,7 +153,7 @@ def _pack_steps(jobs):
 
 
 def _pack_updates(jobs, stochastic):
-    """(kernel, grid, struct, tensors in it) per launch."""
+    """(kernel, grid, struct, jobs) per launch."""
     classes = {}
     for at, j in enumerate(jobs):
         if j.weight.numel():
@@ -162,12 +164,11 @@ def _pack_updates(jobs, stochastic):
             part = members[start:start + MAX_UPDATES]
             rest, counts = [0] * (MAX_UPDATES - len(part)), [j.weight.numel() for _, j in part]
             first = [0, *itertools.accumulate([-(-n // CHUNK) for n in counts])]
-            tensors = [[j.weight for _, j in part], [j.grad for _, j in part], [j.m for _, j in part], [j.v for _, j in part],
-                       [j.vmax for _, j in part], [j.copy for _, j in part]]
-            addresses = [a for row in tensors for a in [*[t.data_ptr() if t is not None else 0 for t in row], *rest]]
+            rows = zip(*[(j.weight, j.grad, j.m, j.v, j.vmax, j.copy) for _, j in part])
+            addresses = [a for row in rows for a in [*[t.data_ptr() if t is not None else 0 for t in row], *rest]]
             yield kernel, min(first[-1], MAX_BLOCKS), _UPDATES(
                 *addresses, *first, *[first[-1]] * len(rest), *[j.number for _, j in part], *rest, *[at for at, _ in part], *rest,
-                *[(n - 1) % CHUNK + 1 for n in counts], *rest, *[j.clear for _, j in part], *rest), [t for row in tensors for t in row if t is not None]
+                *[(n - 1) % CHUNK + 1 for n in counts], *rest, *[j.clear for _, j in part], *rest), [j for _, j in part]
 
 
 def launch_begin(jobs: _Jobs, settings: Tensor, found: "ClipState | None", groups: "Tensor | None", skip: bool, divisor, found_inf,
@@ -182,12 +183,31 @@ def launch_begin(jobs: _Jobs, settings: Tensor, found: "ClipState | None", group
     return coefficients
 
 
-def launch_update(jobs: _Jobs, coefficients: Tensor, seed: Tensor, stochastic: bool):
-    """adamw_v2: one launch per 60 tensors of the same dtypes."""
+def _arena_runs(jobs, arena):
+    """(first chunk, last chunk, what to take from a tensor's number to find its coefficients, AMSGrad) of neighbours in the arena."""
+    runs = []
+    for at, j in enumerate(jobs):
+        rows, ahead, amsgrad = arena.rows[j.number:j.number + 2], j.number - at, j.vmax is not None
+        if runs and runs[-1][1:] == [rows[0], ahead, amsgrad]:
+            runs[-1][1] = rows[1]
+        elif rows[1] > rows[0]:
+            runs.append([*rows, ahead, amsgrad])
+    return runs
+
+
+def launch_update(jobs: _Jobs, coefficients: Tensor, seed: Tensor, stochastic: bool, arena: "Arena | None" = None, moments: "dict | None" = None):
+    """adamw_v2: one launch per 60 tensors of the same dtypes; or, where all of them are the arena's, adamw_v3: one for all neighbours."""
     if jobs.updates is None or jobs.updates[0] != stochastic:
-        jobs.updates = stochastic, list(_pack_updates(jobs, stochastic))
-    for kernel, grid, packed, tensors in jobs.updates[1]:
-        kernel[grid, THREADS](coefficients, seed, packed, tensors=tensors)
+        lists, runs = list(_pack_updates(jobs, stochastic)), _arena_runs(jobs, arena) if arena else ()
+        jobs.updates = stochastic, lists, runs if 0 < len(runs) <= len(lists) else ()
+    _, lists, runs = jobs.updates
+    for first, last, ahead, amsgrad in runs:
+        kernel = _kernel("adamw_v3", ("AMSGRAD", int(amsgrad)), ("STOCHASTIC", int(stochastic)))
+        kernel[min(last - first, MAX_BLOCKS), kernel.bound](
+            coefficients, seed, arena.weights, arena.grads, moments["exp_avg"], moments["exp_avg_sq"], moments["max_exp_avg_sq"] if amsgrad else None,
+            arena.bf16_weights, arena.chunks, first, last, ahead)
+    for kernel, grid, packed, part in () if runs else lists:
+        kernel[grid, kernel.bound](coefficients, seed, packed, tensors=(t for j in part for t in (j.weight, j.grad, j.m, j.v, j.vmax, j.copy)))
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
@@ -199,8 +219,10 @@ class AdamW(torch.optim.AdamW):
     follow its segments, and step() clears the sums (`.grad` is None after it). Parameters: fp32, bf16, fp16 (m and v in the same
     dtype, computed in fp32; torch's rounding of fused=True); fp64 and others by the reference, in torch.
     max_norm: clip to this norm inside the step, over `scope` "global", "tensor" or (arena) "block"; may be changed between steps.
-    on_nonfinite: "propagate" (default without an arena), "skip" (default with one: weights, moments and step counts stay, the skip is
-    counted in `skipped`, last_skip() names the tensor) or "raise" (NonFiniteError before anything changes; waits).
+    weight_decay: over an arena of matrices only (its segments say so: Arena(decay=...)).
+    on_nonfinite: "propagate" (default without an arena), "skip" (default with one: weights, moments and step counts of all tensors stay,
+    whichever is not finite; the skip is counted in `skipped`, last_skip() names the tensor) or "raise" (NonFiniteError before anything
+    changes; waits).
     stochastic_rounding: of bf16 weights, keyed on (seed, tensor, element, step). seed: 0 to 2^53.
     grad_scale, found_inf: attributes that torch.amp.GradScaler sets; gradients are divided by the one, the step is skipped by the other.
     maximize, amsgrad: as torch's. foreach, capturable, fused: accepted and kept; every step is fused and can be captured, after one
@@ -273,13 +295,17 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for part in self._parts():
+        parts = self._parts()
+        for part in parts:
             self._step_on(part)
-        if self.arena is not None and self._plan[1] and all(part.clears for part in self._plan[1]):
-            if (accumulator := GradientAccumulator.of(self.arena)) is not None:
-                accumulator.zero_(there_already=True)
-            else:
-                self.arena.squares_known()[:] = [False] * len(self.arena.segments)
+        cleared = {j.number for part in parts for j in part.jobs if j.clear}
+        if cleared:
+            self.arena.squares_known()[:] = [False] * len(self.arena.segments)
+            if (accumulator := GradientAccumulator.of(self.arena)) is not None and all(part.clears for part in parts):
+                accumulator.zero_(cleared)
+        for part in parts:                      # what is kept for the next step must not keep gradients alive
+            for j in part.jobs:
+                j.grad = j.grad if j.clear else None
         return loss
 
     def _step_on(self, part):
@@ -292,15 +318,18 @@ class AdamW(torch.optim.AdamW):
         if part.ours:
             self._refresh(work)
             coefficients = launch_begin(part.ours, work.settings, found, work.group_of, skip, divisor, found_inf, work.record)
-            launch_update(part.ours, coefficients, work.settings[-1:], self.stochastic_rounding)
+            launch_update(part.ours, coefficients, work.settings[-1:], self.stochastic_rounding, self.arena if part.clears else None, self._moments)
             torch.autograd.graph.increment_version(part.changed)
         if part.rest:
             self._by_reference(work, part.rest, found, skip, divisor, found_inf, not part.ours)
 
     def _parts(self) -> "list[_Part]":
         """What each device has to do. Worked out anew when a gradient, a weight or a state lies elsewhere than in the last step."""
-        key = self._key()
-        if key is None or self._plan is None or self._plan[0] != key:
+        key, grads = self._key()
+        if key is not None and self._plan is not None and self._plan[0] == key:
+            for j, grad in zip(self._plan[1], grads):
+                j.grad = grad
+        else:
             jobs, self._plan = self._jobs(), None
             parts = []
             for device in {j.weight.device: None for j in jobs}:
@@ -314,26 +343,27 @@ class AdamW(torch.optim.AdamW):
                 measurable = kernel_takes([j.grad for j in mine]) and all(dense(j.grad) for j in mine)
                 parts.append(_Part(device, mine, ours, [j for j in mine if id(j) not in ids], all(j.clear for j in mine),
                                    [t for j in ours for t in (j.weight, j.copy) if t is not None], launches_for(grads) if measurable else ()))
-            self._plan = self._key(), parts
-        return self._plan[1]
+            self._plan = self._key()[0], jobs.given, parts
+        return self._plan[2]
 
-    def _key(self) -> "tuple | None":
-        """Where everything lies that a step touches; None: only a close look can tell."""
+    def _key(self) -> "tuple[tuple | None, list[Tensor]]":
+        """(where everything lies that a step touches, None when only a close look can tell; the gradients)."""
         params = [p for group in self.param_groups for p in group["params"]]
         grads = [p.grad for p in params]
+        lows = ()
         if self.arena is not None and self.arena.bf16_weights is not None:
             lows = [self.arena.params[self._number_of(p)] for p in params]
             grads = [low.grad if grad is None else grad for grad, low in zip(grads, lows)]
         given = [g for g in grads if g is not None]
-        states = [self.state.get(p, {}) for p in params]
         try:
             if not (all(map(Tensor.is_contiguous, given)) and all(map(Tensor.is_contiguous, params))):
-                return None
-            return ([g is None for g in grads], list(map(Tensor.data_ptr, given)), [g.dtype for g in given], list(map(Tensor.data_ptr, params)),
-                    [id(s.get("exp_avg")) for s in states], [id(s.get("step")) for s in states],
-                    [(len(group["params"]), group["amsgrad"]) for group in self.param_groups], backend().name)
+                return None, given
+            return ([g is None for g in grads], list(map(Tensor.data_ptr, given)), [g.dtype for g in given],
+                    list(map(Tensor.data_ptr, params)), list(map(Tensor.data_ptr, lows)),
+                    [tuple(map(id, self.state[p].values())) if p in self.state else () for p in params],
+                    [(len(group["params"]), group["amsgrad"]) for group in self.param_groups], backend().name), given
         except RuntimeError:                    # a sparse tensor has no address
-            return None
+            return None, given
 
     def _by_reference(self, work, jobs, found, skip, divisor, found_inf, count_it):
         """The same in torch. On a CPU a skipped step is decided here; elsewhere nothing waits: the old values are kept by torch.where."""
@@ -350,14 +380,15 @@ class AdamW(torch.optim.AdamW):
             first = torch.where((bad >= 0).any(), bad[(bad >= 0).int().argmax()], -1)
             work.record[2:] = torch.where(keep, torch.stack([work.record[0], first]), work.record[2:])
         here = device.type == "cpu"
-        if not (here and bool(keep)):
-            for j in jobs:
-                self._reference_update(j, found, work.group_of, divisor, None if here else keep)
+        if not (here and keep.tolist()):
+            steps = torch.stack([j.step for j in jobs]) + 1
+            for j, step in zip(jobs, steps.tolist() if here else steps.double().unbind()):
+                self._reference_update(j, step, found, work.group_of, divisor, None if here else keep)
         for j in jobs:
             if j.clear:
                 j.grad.zero_()
 
-    def _reference_update(self, j, found, group_of, divisor, keep):
+    def _reference_update(self, j, step, found, group_of, divisor, keep):
         group = self.param_groups[j.group]
         factor = 1.0
         if found is not None:
@@ -369,7 +400,6 @@ class AdamW(torch.optim.AdamW):
         targets = [t for t in (j.weight, j.m, j.v, j.vmax, j.step, j.copy) if t is not None]
         before = [t.clone() for t in targets] if keep is not None else ()
         j.step += 1
-        step = j.step.item() if keep is None else j.step.double()
         (lr, beta1, beta2), decay = (_on_host(x) for x in (group["lr"], *group["betas"])), _on_host(group["weight_decay"])
         w = reference_adamw(j.weight, j.grad, j.m, j.v, j.vmax, step, lr=lr, beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=decay,
                             factor=factor)
@@ -448,7 +478,9 @@ class AdamW(torch.optim.AdamW):
                 grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
             jobs.append(_Job(i, g, p, grad, state["exp_avg"], state["exp_avg_sq"], state["max_exp_avg_sq"] if amsgrad else None, state["step"], copy,
                              clear))
-        return _Jobs(sorted(jobs, key=lambda j: j.number))
+        found = _Jobs(sorted(jobs, key=lambda j: j.number))
+        found.given = jobs
+        return found
 
     def _number_of(self, p) -> int:
         if self._numbers is None:
@@ -493,7 +525,7 @@ class AdamW(torch.optim.AdamW):
     def _in_place(self, key, t, p, i) -> bool:
         if self.arena is None:
             return t.device == p.device and _same_order(t, p)
-        return key in self._moments and t.data_ptr() == self._moments[key].data_ptr() + 4 * self.arena.segments[i].offset
+        return key in self._moments and (t.numel() == 0 or t.data_ptr() == self._moments[key].data_ptr() + 4 * self.arena.segments[i].offset)
 
     def prepare(self):
         """Allocate all state and settings now, so that the very first step can be captured in a CUDA graph."""
@@ -576,7 +608,7 @@ class AdamW(torch.optim.AdamW):
 
     def __getstate__(self):                     # copies and pickles: what belongs to a device is made again
         mine = {name: self.__dict__[name] for name in ("arena", "scope", "stochastic_rounding", "seed", "on_nonfinite", "max_norm")}
-        return {**super().__getstate__(), **mine, "_numbers": None, "_plan": None, "_work": {}, "_moments": {}}
+        return {**mine, **super().__getstate__(), "_numbers": None, "_plan": None, "_work": {}, "_moments": {}}
 
 
 def _capturing() -> bool:

@@ -302,7 +302,7 @@ class Arena:
             hook.remove()
         for p, view in zip(self.params, self.grad_views):
             p.data = p.data.clone()
-            if p.grad is not None and p.grad.data_ptr() == view.data_ptr():
+            if p.grad is view:
                 p.grad = view.clone()
         _arenas.discard(self)
 
@@ -313,6 +313,7 @@ class Arena:
         twin.params = [by_name[s.name] for s in self.segments]
         twin._index = {id(p): i for i, p in enumerate(twin.params)}
         twin._allocate()
+        memo.update({id(mine): its for mine, its in zip(self.owners, twin.owners)})       # an optimizer copied with it finds them
         with torch.no_grad():
             twin.weights.copy_(self.weights)
             twin.grads.copy_(self.grads)

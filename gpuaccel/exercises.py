@@ -11,12 +11,14 @@ only compiled, for every architecture: the result then is neither right nor wron
 wrong answers too: the tests show that they fail.
 """
 
+import math
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from html import escape
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import nvrtc
 from .backend import backend, default_device, find_compiler
@@ -33,10 +35,12 @@ ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 class Case:
     """One trial of a kernel: launched as kernel(out, *inputs, *numbers, n)."""
 
-    out: torch.Tensor  # (n) fp32, its content before the launch
-    inputs: tuple  # tensors (n)
+    out: torch.Tensor  # fp32, often (n), its content before the launch
+    inputs: tuple  # tensors, often (n)
     numbers: tuple  # Python numbers
-    expected: torch.Tensor  # (n) float64
+    expected: torch.Tensor  # as out, float64; `out` itself where nothing may be written
+    label: str = ""  # what is special about it
+    roundings: int = 1  # how many roundings a right answer may be off
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Exercise:
     per_thread: int = 1
     data: "Callable | None" = None
     cases: "Callable | None" = None
+    on_device: bool = False  # Python: no number may be read on the host
 
 
 @dataclass(frozen=True)
@@ -211,14 +216,16 @@ def _bits(tensor):
 def _run_kernel(task, kernel, seed):
     generator, lines = torch.Generator(default_device().type).manual_seed(seed), []
     for n in SIZES:
+        case = task.data(n, generator)
+        what = f"{n:,}, {case.label}" if case.label else f"{n:,}"
         try:
-            good, how = _try_kernel(task, kernel, n, task.data(n, generator))
+            good, how = _try_kernel(task, kernel, n, case)
         except KernelError as error:  # seen by the checks on the CPU; nothing was changed
             good, how = False, "; ".join(f"line {r.line}: {r.message}" for r in error.reports)
         except RuntimeError as error:  # the GPU itself stopped the kernel, or it could not be launched
             lost = not isinstance(error, GpuaccelError)
             how = f"the GPU stopped it: {str(error).splitlines()[0]}" if lost else str(error)
-            lines.append((False, f"{n:,}", how))
+            lines.append((False, what, how))
             if lost:
                 return Result(
                     task.name,
@@ -227,7 +234,7 @@ def _run_kernel(task, kernel, seed):
                     lines,
                 )
             return Result(task.name, False, "it could not be launched.", lines)
-        lines.append((good, f"{n:,}", how))
+        lines.append((good, what, how))
     wrong = sum(not good for good, _, _ in lines)
     verdict = "right for every size." if not wrong else f"not yet: {wrong} of {len(lines)} sizes differ (seed {seed})."
     return Result(task.name, not wrong, verdict, lines)
@@ -246,15 +253,18 @@ def _try_kernel(task, kernel, n, case):
         torch.cuda.synchronize()
     (whole, out), (again, _) = results
     poison = _bits(torch.tensor([-777.0], device=out.device))
-    outside = int((_bits(whole[:GUARD]) != poison).sum() + (_bits(whole[GUARD + n :]) != poison).sum())
+    outside = int((_bits(whole[:GUARD]) != poison).sum() + (_bits(whole[GUARD + out.numel() :]) != poison).sum())
     if outside:
         return False, f"it writes to {outside:,} elements outside `{kernel.params[0].name}`"
     if any(not torch.equal(_bits(was), _bits(now)) for was, (now, _) in zip(before, inputs)):
         return False, "it changes its input"
-    if torch.equal(_bits(out), _bits(case.out)):
+    changed = int((_bits(out) != _bits(case.out)).sum())
+    if case.expected is case.out:
+        return not changed, f"{changed:,} elements were written, and none should be" if changed else "right; left alone"
+    if not changed:
         return False, "nothing was written"
     difference = (out.double() - case.expected).abs()
-    allowed = case.expected.abs() * torch.finfo(out.dtype).eps + 1e-30
+    allowed = case.expected.abs() * torch.finfo(out.dtype).eps * case.roundings + 1e-30
     bad = (~(difference <= allowed)).nonzero().flatten()  # also where it is NaN
     if len(bad):
         i = int(bad[0])
@@ -266,11 +276,24 @@ def _try_kernel(task, kernel, n, case):
     return True, f"right; largest difference {float(difference.max()):.2g}"
 
 
+class _Reads(TorchDispatchMode):
+    """Counts the numbers that Python reads out of tensors: on a GPU it would wait for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
 def _run_python(task, function, seed):
     generator, lines = torch.Generator().manual_seed(seed), []
     for label, arguments, expected in task.cases(generator):
         try:
-            got = function(*arguments)
+            with _Reads() as reads:
+                got = function(*arguments)
         except Exception as error:  # the learner's own code: show it as one line
             lines.append((False, label, f"{type(error).__name__}: {error}"))
             continue
@@ -278,8 +301,12 @@ def _run_python(task, function, seed):
             what = f"a tensor of shape {tuple(got.shape)}" if isinstance(got, torch.Tensor) else repr(got)[:60]
             lines.append((False, label, f"expected a tensor of shape {tuple(expected.shape)}, got {what}"))
             continue
-        difference = float((got.double() - expected).abs().max())
-        good = difference <= 1e-5 * float(expected.abs().max())
+        if task.on_device and reads.count:
+            lines.append((False, label, f"it reads {reads.count:,} number{'s' * (reads.count > 1)}: on a GPU the host waits for each"))
+            continue
+        both_nan = got.isnan() & expected.isnan()
+        difference = float((got.double() - expected).abs().masked_fill(both_nan, 0.0).max())
+        good = difference <= 1e-5 * float(expected.abs().nan_to_num().max())
         lines.append((good, label, f"{'right' if good else 'wrong'}; largest difference {difference:.2g}"))
     wrong = sum(not good for good, _, _ in lines)
     verdict = f"not yet: {wrong} of {len(lines)} cases differ (seed {seed})." if wrong else "right for every case."
@@ -313,6 +340,44 @@ def _accumulate_case(n, generator):
     return Case(acc, (grad,), (), acc.double() + grad.double())
 
 
+def _squares_case(n, generator):
+    x = _normal(n, generator)
+    blocks = -(-n // BLOCK)
+    expected = torch.nn.functional.pad(x.double().square(), (0, blocks * BLOCK - n)).view(blocks, BLOCK).sum(1)
+    return Case(_unwritten(blocks, generator), (x,), (), expected, roundings=16)
+
+
+def _rescale_case(n, generator):
+    x = _normal(n, generator)
+    by = {256: 1.0, 4096: 1.0, 1000: math.nan}.get(n)
+    if by == 1.0:
+        _bits(x)[::7] = 0x7F800001  # a NaN that loses this pattern when it is multiplied: so a needless write is seen
+    factor = torch.rand(1, generator=generator, device=generator.device) * 0.8 + 0.1
+    scale = factor if by is None else torch.full_like(factor, by)
+    label = "scale < 1" if by is None else "scale 1" if by == 1.0 else "scale NaN"
+    return Case(x, (scale,), (), x.double() * factor.double() if by is None else x, label)
+
+
+def _global_scale_cases(generator):
+    def norms(count, size):
+        return torch.rand(count, generator=generator).add(0.1) * size
+
+    one_bad, infinite = norms(9, 1.0), norms(9, 1.0)
+    one_bad[int(torch.randint(9, (), generator=generator))] = math.nan
+    infinite[3] = math.inf
+    for label, values, limit in (
+        ("1 tensor, above", norms(1, 5.0) + 1.0, 1.0),
+        ("1 tensor, below", norms(1, 0.5), 1.0),
+        ("219 tensors, above", norms(219, 2.0), 1.0),
+        ("219 tensors, just below", norms(219, 1e-2), 0.25),
+        ("all of them 0", torch.zeros(5), 1.0),
+        ("one is NaN", one_bad, 1.0),
+        ("one is infinite", infinite, 1.0),
+    ):
+        norm = values.double().square().sum().sqrt()
+        yield label, (values.clone(), limit), torch.clamp(limit / (norm + 1e-6), max=1.0)
+
+
 def _token_mean_cases(generator):
     for size, counts, dtype in (
         (1, [7], torch.float32),
@@ -341,6 +406,23 @@ def _kernel_exercise(name, task, params, stub, hint, solution, wrong, data, per_
 _INDEX = "int i = blockIdx.x * blockDim.x + threadIdx.x;\n"
 _LONG = "long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;\n"
 _FOUR = "long long first = 4 * ((long long)blockIdx.x * blockDim.x + threadIdx.x);\n"
+_SQUARE = """__shared__ float warps[8];
+int i = blockIdx.x * blockDim.x + threadIdx.x;
+float sum = i < n ? x[i] * x[i] : 0.0f;
+"""
+_TREE = "for (int far = 16; far > 0; far /= 2) sum += __shfl_down_sync(0xffffffffu, sum, far);\n"
+_JOIN = """if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
+__syncthreads();
+if (threadIdx.x == 0) {
+    sum = 0.0f;
+    for (int warp = 0; warp < 8; warp++) sum += warps[warp];
+    sums[blockIdx.x] = sum;
+}"""
+
+
+def _scale_by(norm):
+    return f"def global_scale(norms, max_norm):\n    return torch.clamp(max_norm / ({norm} + 1e-6), max=1.0)\n"
+
 
 EXERCISES = {
     e.name: e
@@ -481,6 +563,79 @@ EXERCISES = {
                 ),
             },
             cases=_token_mean_cases,
+        ),
+        _kernel_exercise(
+            "squares",
+            "sums[b] = the sum of x[i] * x[i] over the 256 elements of block b, in a fixed order: the 32 lanes of a warp by"
+            " __shfl_down_sync, the eight warps through shared memory. No atomics. Expected: eight lines.",
+            ("float* sums", "const float* x", "int n"),
+            _SQUARE + "// your lines",
+            "for (int far = 16; far > 0; far /= 2): each lane adds what the lane `far` above it has; then lane 0 holds the warp's"
+            " sum. All 256 threads take part: one beyond n brings 0. Between writing and reading `warps` stands __syncthreads().",
+            _SQUARE + _TREE + _JOIN,
+            {
+                "no guard": _SQUARE.replace("i < n ? x[i] * x[i] : 0.0f", "x[i] * x[i]") + _TREE + _JOIN,
+                "first warp only": _SQUARE + _TREE + "if (threadIdx.x == 0) sums[blockIdx.x] = sum;",
+                "each warp overwrites": _SQUARE + _TREE + "if (threadIdx.x % 32 == 0) sums[blockIdx.x] = sum;",
+                "half of the lanes": _SQUARE + _TREE.replace("16", "8") + _JOIN,
+                "does not square": _SQUARE.replace("x[i] * x[i]", "x[i]") + _TREE + _JOIN,
+                "norm of each warp": _SQUARE + _TREE + _JOIN.replace("= sum;", "= sqrtf(sum);", 1),
+                "seven warps": _SQUARE + _TREE + _JOIN.replace("warp < 8", "warp < 7"),
+                "fixed place, not the block's": _SQUARE + _TREE + _JOIN.replace("sums[blockIdx.x]", "sums[0]"),
+            },
+            _squares_case,
+        ),
+        _kernel_exercise(
+            "rescale",
+            "x[i] *= scale[0], one thread per element; where the scale is 1, or not a number, x is not written at all."
+            " Expected: two lines.",
+            ("float* x", "const float* scale", "long long n"),
+            "// your two lines",
+            "Every thread reads the scale itself: nobody has to ask the host. Compare with < 1: that is false for 1 and for NaN.",
+            _LONG + "if (i < n && *scale < 1.0f) x[i] *= *scale;",
+            {
+                "no guard": _LONG + "if (*scale < 1.0f) x[i] *= *scale;",
+                "always writes": _LONG + "if (i < n) x[i] *= *scale;",
+                "nearly 1 returns, NaN does not": (
+                    _LONG + "if (fabsf(*scale - 1.0f) < 1e-7f) return;\nif (i < n) x[i] *= *scale;"
+                ),
+                "NaN returns, 1 does not": _LONG + "if (i < n && *scale == *scale) x[i] *= *scale;",
+                "divides": _LONG + "if (i < n && *scale < 1.0f) x[i] /= *scale;",
+                "one too few": _LONG + "if (i < n - 1 && *scale < 1.0f) x[i] *= *scale;",
+            },
+            _rescale_case,
+        ),
+        Exercise(
+            "global_scale",
+            "norms: (k,) fp32, the norm of each tensor. Return the scale that brings the norm of all of them together down to"
+            " max_norm, a tensor () that is 1 where nothing is to be done and NaN where a norm is NaN. No number may be read on"
+            " the host. Expected: two lines.",
+            "def global_scale(norms, max_norm):\n    norm = norms.sum()                      # wrong, and it is a real bug\n"
+            "    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)\n",
+            "The norm of all elements is the square root of the sum of all squares. A tensor's norm is already a root: square it"
+            " first. torch.clamp keeps NaN.",
+            "def global_scale(norms, max_norm):\n    norm = norms.square().sum().sqrt()\n"
+            "    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)\n",
+            {
+                "sum of the norms": _scale_by("norms.sum()"),
+                "root of the sum of the norms": _scale_by("norms.sum().sqrt()"),
+                "not rooted": _scale_by("norms.square().sum()"),
+                "largest norm": _scale_by("norms.max()"),
+                "asks the host": _scale_by("torch.tensor(norms.square().sum().item()).sqrt()"),
+                "decides on the host": (
+                    "def global_scale(norms, max_norm):\n    norm = norms.square().sum().sqrt()\n    return max_norm / norm if"
+                    " norm > max_norm else torch.ones(())\n"
+                ),
+                "lengthens short gradients": (
+                    "def global_scale(norms, max_norm):\n    return max_norm / (norms.square().sum().sqrt() + 1e-6)\n"
+                ),
+                "NaN becomes 1": (
+                    "def global_scale(norms, max_norm):\n    norm = norms.square().sum().sqrt()\n    return"
+                    " torch.fmin(max_norm / (norm + 1e-6), torch.ones(()))\n"
+                ),
+            },
+            cases=_global_scale_cases,
+            on_device=True,
         ),
     ]
 }

@@ -1,9 +1,11 @@
-"""Small pictures for the notebooks: a kernel's source, threads, bits, the arena's layout, curves, bars, tables.
+"""Small pictures for the notebooks: a kernel's source, threads, bits, the arena's layout, curves, bars, timelines, tables.
 
     >>> figures.source("accumulate", "accumulate_v1")        # as it stands in kernels_cu/, coloured
     >>> figures.threads(n=21, block=8)                        # which thread takes which element
     >>> figures.arena(arena)                                  # blocks and tensors in their order
     >>> figures.curves({"fp32": [(1, 1e-8), (4, 2e-8)]}, "Error", "micro-batches", "relative error")
+    >>> figures.timeline({"item": timeline.tail(run)})        # who waited for whom
+    >>> figures.norms({"block 0": (3.2, 1.0)}, 1.0)           # before and after clipping
 
 Each is an SVG in colours that suit light and dark pages, or a table, and a line of text where pictures are not shown.
 """
@@ -13,10 +15,11 @@ import re
 from html import escape
 
 from .kernel import Kernel, kernel_root
-from .picture import RUN_COLOURS, WIDTH, _Ink, _spread, _text_width
+from .picture import RUN_COLOURS, WIDTH, _Ink, _nice_ticks, _spread, _text_width, milliseconds, norm_words
+from .timeline import facts
 
 BLUE, ORANGE, GREEN, PINK = RUN_COLOURS[:4]
-GREY = "#8d949e"
+GREY, RED = "#8d949e", "#e5484d"
 
 
 class Figure:
@@ -83,7 +86,7 @@ class Source:
 
     _WORDS = re.compile(
         r"(?P<comment>//[^\n]*)|(?P<keyword>\b(?:extern|const|if|else|for|return|struct|void|float|float4|uint2|int|"
-        r"long|unsigned|bf16|longlong2|__global__|__device__|__forceinline__|__launch_bounds__)\b)|"
+        r"long|unsigned|bf16|longlong2|double|float2|int4|bool|template|class|__shared__|__global__|__device__|__forceinline__|__launch_bounds__)\b)|"
         r"(?P<meta>^\s*#[^\n]*)|(?P<string>\"[^\"\n]*\")|"
         r"(?P<number>\b\d\w*\b)|(?P<builtin>\b(?:blockIdx|blockDim|threadIdx|gridDim)\b)",
         re.M,
@@ -318,12 +321,17 @@ def curves(lines: "dict[str, list[tuple[float, float]]]", title: str, x_label: s
     return Figure(ink, bottom + 26, f"{title}: at {shown[-1]:g} {x_label} {last}")
 
 
+def _title(ink, y, words):
+    """In bold, and smaller where it would not fit."""
+    ink.text(0, y, words, f"{13 * min(1.0, WIDTH / (1.12 * _text_width(words, 13))):.1f}".removesuffix(".0"), weight=600)
+
+
 def bars(rows: "list[tuple[str, float, str]]", title: str, limit: "tuple[float, str] | None" = None) -> Figure:
     """(name, value, words) as horizontal bars on one scale; limit: (value, words) of a dashed line."""
     ink, highest = _Ink(themed=False), max([row[1] for row in rows] + [limit[0] if limit else 0]) or 1.0
     left = max(_text_width(name, 12) for name, _, _ in rows) + 16
     scale, y = (WIDTH - left - 150) / highest, 34
-    ink.text(0, 15, title, 13, weight=600)
+    _title(ink, 15, title)
     for i, (name, value, words) in enumerate(rows):
         ink.text(left - 10, y + 15, name, 12, anchor="end")
         ink.out.append(
@@ -341,3 +349,159 @@ def bars(rows: "list[tuple[str, float, str]]", title: str, limit: "tuple[float, 
         ink.text(x, y + 12, limit[1], 11.5, ink.soft, "middle")
         y += 16
     return Figure(ink, y + 6, f"{title}: " + ", ".join(f"{name} {words}" for name, _, words in rows))
+
+
+def warp_sum() -> Figure:
+    """How the 32 lanes of a warp add up in five rounds of __shfl_down_sync: what lane 0 needs is solid, with how many elements it holds."""
+    ink, lanes, left = _Ink(themed=False), 32, 76
+    step = (WIDTH - left - 2) / lanes
+    ink.text(0, 14, "lane", 11.5, ink.soft)
+    for lane in range(lanes):
+        ink.text(left + (lane + 0.5) * step, 14, lane, 10, ink.soft, "middle")
+    y = 22.0
+    for k, far in enumerate((None, 16, 8, 4, 2, 1)):
+        if far:
+            for lane in range(far):
+                x = left + (lane + 0.5) * step
+                ink.line(x, y, x, y + 30, opacity=0.7)
+                ink.out.append(f'<path d="M{x + far * step:.1f} {y:.1f}C{x + far * step:.1f} {y + 19:.1f} {x:.1f} {y + 11:.1f} {x:.1f} {y + 30:.1f}"'
+                               f' fill="none" stroke="{RUN_COLOURS[(k - 1) % 4]}" stroke-width="1.3" opacity="0.75"/>')
+            ink.text(0, y + 19, f"far = {far}", 11.5, ink.soft)
+            y += 30
+        for lane in range(lanes):
+            needed = lane < (far or lanes)
+            ink.out.append(f'<rect x="{left + lane * step + 1:.1f}" y="{y:.1f}" width="{step - 2:.1f}" height="18" rx="3" fill="{BLUE}"'
+                           f' opacity="{1 if needed else 0.13}"/>')
+            if needed:
+                ink.text(left + (lane + 0.5) * step, y + 13, 2**k, 10.5, "#ffffff", "middle", 600)
+        y += 20
+    words = "five rounds, no memory, always the same order: lane 0 holds the sum of 32"
+    ink.text(left, y + 16, words, 12, ink.soft)
+    return Figure(ink, y + 24, words)
+
+
+# ---- who waited for whom --------------------------------------------------------------------------------------------
+
+_SPANS = {                                   # name of a span -> (colour, opacity, words of the legend); what is not here is a kernel
+    "python": (GREY, 0.22, "all else on the host"),
+    "operator": (BLUE, 0.7, "an operator of torch"),
+    "launch": (BLUE, 1.0, "launches"),
+    "copy": (PINK, 1.0, "copies"),
+    "wait": (RED, 0.9, "waits for the GPU"),
+    "read": (RED, 0.9, "reads a number"),
+    "backward": (GREY, 0.55, "rest of backward"),
+}
+_KERNEL = (GREEN, 1.0, "kernels")
+
+
+def _lane(ink, spans, y, height, at, left, right):
+    """The spans of one lane as one path for each colour: stretches less than half a pixel apart become one."""
+    for look in dict.fromkeys([*_SPANS.values(), _KERNEL]):
+        boxes = []
+        for s in spans:
+            if _SPANS.get(s.name, _KERNEL) == look and at(s.stop) > left and at(s.start) < right:
+                a, b = max(at(s.start), left), min(at(s.stop), right)
+                if boxes and a - boxes[-1][1] < 0.5:
+                    boxes[-1][1] = max(boxes[-1][1], b)
+                else:
+                    boxes.append([a, b])
+        path = "".join(f"M{a:.1f} {y}h{max(b - a, 0.7):.1f}v{height}h{-max(b - a, 0.7):.1f}z" for a, b in boxes)
+        if path:
+            ink.out.append(f'<path d="{path}" fill="{look[0]}" opacity="{look[1]}"/>')
+    named = []                               # [name, from, to] of kernels; equal neighbours are one
+    for s in (s for s in spans if s.name not in _SPANS):
+        a, b = max(at(s.start), left), min(at(s.stop), right)
+        if named and named[-1][0] == s.name and a - named[-1][2] < 2:
+            named[-1][2] = b
+        else:
+            named.append([s.name, a, b])
+    for name, a, b in named:
+        if b - a > _text_width(name, 10) + 6:
+            ink.text((a + b) / 2, y + height / 2 + 3.5, name, 10, "#ffffff", "middle", 600)
+
+
+def _time(us):
+    return f"{us:.0f} µs" if us < 950 else milliseconds(us / 1e3)
+
+
+def timeline(runs: "dict[str, list]", title: str = "What follows the last backward of one step") -> Figure:
+    """Spans of timeline.tail for each run, all on one scale: the host's lane above, the GPU's below (none on a machine without).
+
+    Of the first run that waits (or reads) again and again, a stretch is drawn enlarged below it."""
+    ink, left, right, words = _Ink(themed=False), 44, WIDTH - 8, []
+    longest = max((s.stop for spans in runs.values() for s in spans), default=0.0) or 1.0
+    _title(ink, 16, title)
+    names = {s.name for spans in runs.values() for s in spans}
+    legend = [_SPANS[name] for name in _SPANS if name in names] + [_KERNEL] * any(name not in _SPANS for name in names)
+    x = 0.0
+    for colour, opacity, meaning in legend:
+        ink.out.append(f'<rect x="{x:.1f}" y="28" width="10" height="10" rx="2.5" fill="{colour}" opacity="{opacity}"/>')
+        ink.text(x + 15, 37, meaning, 11.5, ink.soft)
+        x += _text_width(meaning, 11.5) * 0.92 + 34
+    y, zoomed = 62.0, False
+
+    def lanes(spans, y, first, last):
+        def at(us):
+            return left + (us - first) / (last - first) * (right - left)
+        for lane in ("host", "GPU"):
+            some = [s for s in spans if s.lane == lane]
+            if some:
+                ink.text(left - 10, y + 14, lane, 11, ink.soft, "end")
+                _lane(ink, some, y, 20, at, left, right)
+                y += 24
+        return y
+
+    for (name, spans), colour in zip(runs.items(), RUN_COLOURS):
+        found = facts(spans)
+        on_gpu = found["gpu_busy"] is not None
+        count = found["waits"] if on_gpu else found["reads"]
+        what = f"{count:,} {'wait' if on_gpu else 'number'}{'s' * (count != 1)}{'' if on_gpu else ' read'}"
+        told = f"{what}, {_time(found['us'])}" + (f", the GPU works {found['gpu_busy']:.0%} of it" if on_gpu else "")
+        words.append(f"{name}: {told}")
+        ink.text(0, y, name, 12.5, colour, weight=600)
+        ink.text(_text_width(name, 12.5) + 14, y, told, 12, ink.soft)
+        top, y = y + 8, lanes(spans, y + 8, 0.0, longest)
+        stops = [s for s in spans if s.name in ("wait", "read")]
+        if len(stops) >= 8 and not zoomed:
+            zoomed, some = True, stops[1:7]  # not the first: that one waits for backward
+            first, last = some[0].start - 0.6 * (some[1].start - some[0].start), some[-1].stop
+            a, b = (left + us / longest * (right - left) for us in (first, last))
+            ink.out.append(f'<rect x="{a - 1:.1f}" y="{top - 2:.1f}" width="{max(b - a, 1) + 2:.1f}" height="{y - top:.1f}" fill="none"'
+                           f' stroke="{colour}" stroke-width="1.4" rx="2"/>')
+            for near, far in ((a - 1, left), (b + 1, right)):
+                ink.out.append(f'<path d="M{near:.1f} {y - 2:.1f}L{far:.1f} {y + 17:.1f}" stroke="{colour}" stroke-width="1" opacity="0.5"/>')
+            y = lanes(spans, y + 19, first, last)
+            ink.text(right, y + 11, f"enlarged: {_time(last - first)}", 11, ink.soft, "end")
+            y += 14
+        y += 20
+    ticks = [t for t in _nice_ticks(0.0, longest / 1e3, 5) if t * 1e3 <= longest]
+    ink.line(left, y - 10, right, y - 10)
+    for t in ticks:
+        x = left + t * 1e3 / longest * (right - left)
+        ink.line(x, y - 10, x, y - 5)
+        ink.text(x, y + 8, f"{t:g} ms" if t else "0", 11, ink.soft, "start" if not t else "end" if x > right - 20 else "middle")
+    return Figure(ink, y + 16, f"{title}: " + "; ".join(words))
+
+
+def norms(rows: "dict[str, tuple[float, float]]", limit: "float | None" = None, title: str = "Gradient norm") -> Figure:
+    """name -> (norm before clipping, norm after it) as bars: pale before, solid after; limit: a dashed line at max_norm."""
+    ink = _Ink(themed=False)
+    highest = max([pair[0] for pair in rows.values() if math.isfinite(pair[0])] + [limit or 0]) or 1.0
+    left = max(_text_width(name, 12) for name in rows) + 16
+    scale, y = (WIDTH - left - 110) / highest, 36
+    _title(ink, 15, title)
+    for i, (name, (before, after)) in enumerate(rows.items()):
+        colour = RUN_COLOURS[i % len(RUN_COLOURS)] if math.isfinite(before) else RED
+        ink.text(left - 10, y + 15, name, 12, anchor="end")
+        for value, opacity in ((before, 0.3), (after, 1.0)):
+            if math.isfinite(value):
+                ink.out.append(f'<rect x="{left:.1f}" y="{y}" width="{max(value * scale, 1):.1f}" height="21" rx="3" fill="{colour}"'
+                               f' opacity="{opacity}"/>')
+        ink.text(left + (before * scale if math.isfinite(before) else 0) + 8, y + 15, norm_words(before, after), 12, weight=600)
+        y += 27
+    if limit is not None:
+        x = left + limit * scale
+        ink.out.append(f'<line x1="{x:.1f}" y1="28" x2="{x:.1f}" y2="{y}" stroke="{ink.strong}" stroke-width="1.4" stroke-dasharray="4 4"/>')
+        ink.text(x, y + 13, f"max_norm {limit:g}", 11.5, ink.soft, "middle")
+        y += 16
+    return Figure(ink, y + 6, f"{title}: " + ", ".join(f"{name} {norm_words(*pair)}" for name, pair in rows.items()))

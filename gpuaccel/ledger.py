@@ -33,13 +33,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from .backend import backend
 from .errors import BackendError
 
-_REGION = "gpuaccel.ledger.region"
-_LAUNCHES = {"cudaLaunchKernel", "cudaLaunchKernelExC", "cudaLaunchCooperativeKernel",
+REGION = "gpuaccel.ledger.region"
+LAUNCHES = {"cudaLaunchKernel", "cudaLaunchKernelExC", "cudaLaunchCooperativeKernel",
              "cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchCooperativeKernel"}
-_GRAPH_LAUNCHES = {"cudaGraphLaunch", "cuGraphLaunch"}
-_SYNCS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize",
+GRAPH_LAUNCHES = {"cudaGraphLaunch", "cuGraphLaunch"}
+SYNCS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize",
           "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize"}
-_SYNC_RECORDS = {f"{what} {verb}" for what in ("Stream", "Context", "Event") for verb in ("Sync", "Synchronize")}
+SYNC_RECORDS = {f"{what} {verb}" for what in ("Stream", "Context", "Event") for verb in ("Sync", "Synchronize")}
 
 
 @dataclass
@@ -74,11 +74,28 @@ def ledger(name="step"):
     profiler's own waiting. The first use in a process starts the profiler (on a GPU a second or so): warm up outside
     the block, and read no speed from it.
     """
+    row = Row(name=name, backend=backend().name)
+    with watched(f"ledger({name!r})") as events:
+        began = time.perf_counter()
+        yield row
+        row.seconds = time.perf_counter() - began
+    _fill(row, events, watches_gpu())
+
+
+def watches_gpu() -> bool:
+    """Is there a GPU whose records the profiler will have?"""
+    return torch.cuda.is_available() and backend().policy != "off"
+
+
+@contextlib.contextmanager
+def watched(who):
+    """Records what the block does with torch.profiler; yields a list which afterwards holds the events of a Chrome trace.
+
+    The block's own are those within the event called REGION. who: for the error when another profiler is at work.
+    """
     if torch._C._autograd._profiler_enabled():
-        raise BackendError(f"ledger({name!r}) inside another ledger or torch.profiler: only one can watch at a time")
-    choice = backend()
-    row = Row(name=name, backend=choice.name)
-    gpu = torch.cuda.is_available() and choice.policy != "off"
+        raise BackendError(f"{who} inside another ledger or torch.profiler: only one can watch at a time")
+    gpu, events = watches_gpu(), []
     options = {"activities": [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if gpu else [])}
     if gpu:
         options["experimental_config"] = _with_sync_records()
@@ -87,10 +104,8 @@ def ledger(name="step"):
     with _quiet():
         profiler.__enter__()
     try:
-        began = time.perf_counter()
-        with record_function(_REGION):
-            yield row
-        row.seconds = time.perf_counter() - began
+        with record_function(REGION):
+            yield events
         if gpu:
             torch.cuda.synchronize()         # outside the region: so that every record of its work is complete
             torch.zeros(1, device="cuda")    # and a call that must leave a record, or the profiler does not see the GPU
@@ -98,8 +113,7 @@ def ledger(name="step"):
         with _quiet():
             profiler.__exit__(None, None, None)
     with _quiet():
-        trace = _trace_of(profiler)
-    _fill(row, trace, gpu)
+        events += _trace_of(profiler)
 
 
 @contextlib.contextmanager
@@ -142,7 +156,7 @@ def _trace_of(profiler) -> list:
 def _fill(row, events, gpu):
     """Fills the row from a list of Chrome trace events."""
     events = [event for event in events if event.get("ph") == "X"]
-    region = next(e for e in events if e["name"] == _REGION and e.get("cat") != "gpu_user_annotation")
+    region = next(e for e in events if e["name"] == REGION and e.get("cat") != "gpu_user_annotation")
     begin, end = region["ts"], region["ts"] + region["dur"]
     inside = [e for e in events if begin <= e["ts"] <= end and e is not region]
     operators = [e for e in inside if e.get("cat") == "cpu_op"]
@@ -157,22 +171,22 @@ def _fill(row, events, gpu):
         row.notes.append("the profiler gave no records of the GPU "
                          "(another profiler is attached, or CUPTI is not permitted here)")
         return
-    named = [(_plain(e["name"]), e) for e in calls]
-    row.launches = sum(name in _LAUNCHES for name, _ in named)
-    row.graph_launches = sum(name in _GRAPH_LAUNCHES for name, _ in named)
-    waits = [e for name, e in named if name in _SYNCS or _blocking_copy(name)]
-    known = {_correlation(e) for e in calls} - {None}
+    named = [(plain_name(e["name"]), e) for e in calls]
+    row.launches = sum(name in LAUNCHES for name, _ in named)
+    row.graph_launches = sum(name in GRAPH_LAUNCHES for name, _ in named)
+    waits = [e for name, e in named if name in SYNCS or blocking_copy(name)]
+    known = {correlation(e) for e in calls} - {None}
     # A wait through the driver API has no call record, only CUPTI's record of the synchronisation: the same wait is
     # not counted twice.
     waits += [e for e in inside
-              if e.get("cat") == "cuda_sync" and e["name"] in _SYNC_RECORDS and _correlation(e) not in known]
+              if e.get("cat") == "cuda_sync" and e["name"] in SYNC_RECORDS and correlation(e) not in known]
     row.syncs = len(waits)
-    outside = {_correlation(e) for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")} - known
+    outside = {correlation(e) for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")} - known
     row.copies, sets = {}, (0, 0)
     for e in events:
         # The GPU may do the work after the region has ended: what counts is who asked. Copies of driver calls have no
         # call record; they belong to the region if they began in it or, the device being idle before, right after.
-        if e.get("cat") not in ("gpu_memcpy", "gpu_memset") or _correlation(e) in outside or e["ts"] < begin:
+        if e.get("cat") not in ("gpu_memcpy", "gpu_memset") or correlation(e) in outside or e["ts"] < begin:
             continue
         size = int(e.get("args", {}).get("bytes", 0))
         if e["cat"] == "gpu_memset":
@@ -185,15 +199,15 @@ def _fill(row, events, gpu):
     row.memsets = sets
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     return re.sub(r"(_v\d+|_v2|_ptsz|_ptds)+$", "", name)
 
 
-def _blocking_copy(name: str) -> bool:
+def blocking_copy(name: str) -> bool:
     return bool(re.match(r"cu(da)?Memcpy", name)) and "Async" not in name
 
 
-def _correlation(event):
+def correlation(event):
     return event.get("args", {}).get("correlation")
 
 

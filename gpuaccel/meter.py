@@ -77,13 +77,14 @@ class Reading:
     val_loss: float | None = None    # only in the reading of the step that measured it
     norm: float | None = None        # gradient norm before clipping, newest that has arrived ...
     clipped_norm: float | None = None        # ... and after it
+    norms: tuple = field(default=(), repr=False)     # the last that arrived: (steps ago, before, after or None), oldest first
     mfu: float | None = None         # model FLOPs utilisation: achieved / peak, 0..1
     memory_bytes: int = 0            # GPU: peak allocated by torch; CPU: resident memory of the process
     stages: dict[str, float] = field(default_factory=dict)   # ms of each stage of the newest finished step
 
     def as_dict(self) -> dict:
-        """The fields as a plain dictionary (for a line of JSON)."""
-        return asdict(self)
+        """The fields as a plain dictionary (for a line of JSON), without `norms`, which repeats earlier steps."""
+        return {name: value for name, value in asdict(self).items() if name != "norms"}
 
 
 class _Events:
@@ -158,6 +159,7 @@ class LateValue:
 
         late.put(loss, tag=step)      # queues a copy into pinned memory, and an event behind it
         late.get()                    # the newest that has arrived, or None; late.tag says which
+        late.history                  # (tag, value) of the last 64 that arrived: none is lost when several come at once
 
     On a CPU it arrives at once. One element of any dtype; values come back as Python floats (from a GPU: rounded to
     fp32).
@@ -166,20 +168,19 @@ class LateValue:
     def __init__(self):
         self.tag = None
         self._value = None
+        self.history = deque(maxlen=64)
         self._pending = deque()              # (tag, pinned tensor, event)
         self._free = []                      # (pinned tensor, event) to use again
 
     def put(self, value, tag=None):
         """Takes a tensor with one element (any device), or a number."""
         if not isinstance(value, torch.Tensor):
-            self._value, self.tag = float(value), tag
-            return
+            return self._arrived(float(value), tag)
         if value.numel() != 1:
             raise ArgumentError(f"expected a tensor with one element, got shape {tuple(value.shape)}")
         value = value.detach()
         if value.device.type != "cuda":
-            self._value, self.tag = float(value), tag
-            return
+            return self._arrived(float(value), tag)
         if not self._free:
             self._free.append((torch.empty((), dtype=torch.float32, pin_memory=True), torch.cuda.Event()))
         pinned, event = self._free.pop()
@@ -190,10 +191,14 @@ class LateValue:
     def get(self) -> float | None:
         """The newest value that has arrived. Never waits."""
         while self._pending and self._pending[0][2].query():
-            self.tag, pinned, event = self._pending.popleft()
-            self._value = float(pinned)
+            tag, pinned, event = self._pending.popleft()
+            self._arrived(float(pinned), tag)
             self._free.append((pinned, event))
         return self._value
+
+    def _arrived(self, value, tag):
+        self._value, self.tag = value, tag
+        self.history.append((tag, value))
 
 
 class Meter:
@@ -264,11 +269,13 @@ class Meter:
         known = self.flops_per_token and self.peak_flops and rate
         mfu = rate * self.flops_per_token / self.peak_flops if known else None
         step_ms = (t1 - t0) / (len(self._finished) - 1) * 1e3 if t1 > t0 else 0.0
-        loss = self._loss.get()                        # before .tag, which says whose it is
+        loss, norm, clipped = self._loss.get(), self._norm.get(), self._clipped.get()  # before .tag, which says whose it is
+        after = dict(self._clipped.history)
+        norms = tuple((self._step - tag, before, after.get(tag)) for tag, before in self._norm.history)
         return Reading(step=self._step, tokens=self._tokens, seconds=time.perf_counter() - self._began,
                        tokens_per_s=rate, step_ms=step_ms, loss=loss, loss_step=self._loss.tag,
-                       val_loss=None if val_loss is None else float(val_loss), norm=self._norm.get(), clipped_norm=self._clipped.get(), mfu=mfu,
-                       memory_bytes=self._memory_now(), stages=self.timer.poll() or {})
+                       val_loss=None if val_loss is None else float(val_loss), norm=norm, clipped_norm=clipped, norms=norms,
+                       mfu=mfu, memory_bytes=self._memory_now(), stages=self.timer.poll() or {})
 
     def finish(self) -> Reading:
         """Waits until the device has done every step, and returns the final numbers: the one place where the meter

@@ -1,4 +1,4 @@
-"""The picture of one or several runs: tokens per second, loss, and the time of one step, as SVG.
+"""The picture of one or several runs: tokens per second, loss, gradient norms, and the time of one step, as SVG.
 
     run = Run("arena", RUN_COLOURS[0])
     run.add(reading)                     # a meter.Reading after each step
@@ -53,6 +53,7 @@ class Run:
         self.name, self.colour = name, colour
         self.last = None                     # the newest meter.Reading
         self.points = []                     # (step, tokens, tokens/s, loss or None, val_loss or None, tokens at that loss)
+        self.norms = {}                      # step -> (gradient norm before clipping, after it or None)
         self.stages = {}                     # ms by stage, smoothed over recent steps
         self.val_loss = None
         self.state = "running"               # running | done | stopped | failed
@@ -71,6 +72,9 @@ class Run:
         if len(self.points) > KEEP:
             self.points = [p for i, p in enumerate(self.points) if i % 2 == 0 or p[4] is not None]
             self._every += 1
+        self.norms.update((reading.step - ago, (before, after)) for ago, before, after in reading.norms)
+        if len(self.norms) > KEEP:
+            self.norms = _thin_norms(self.norms)
         for name in {**self.stages, **reading.stages}:
             now = reading.stages.get(name, 0.0)
             self.stages[name] = now if name not in self.stages else 0.8 * self.stages[name] + 0.2 * now
@@ -161,6 +165,15 @@ def _thin(points, most=150):
     return [(sum(p[0] for p in c) / len(c), sum(p[1] for p in c) / len(c)) for c in chunks[:-1]] + [points[-1]]
 
 
+def _thin_norms(norms):
+    """Of every two steps the one with the larger norm: a spike is never lost. NaN and infinity count as largest."""
+    def size(step):
+        return norms[step][0] if math.isfinite(norms[step][0]) else math.inf
+    steps = sorted(norms)
+    return {step: norms[step] for step in (max(pair, key=size) for pair in zip(steps[::2], steps[1::2]))} | {
+        steps[-1]: norms[steps[-1]]}
+
+
 def _smooth(points):
     """The mean over a stretch of a twentieth of the points, centred, so that it neither lags nor leads."""
     sums = [0.0]
@@ -187,15 +200,15 @@ def _spread(wanted, gap, low, high):
     return placed
 
 
-def _panel(ink, box, title, x_label, lines, low, high, show_low, labels, dots=(), reference=None):
+def _panel(ink, box, title, x_label, lines, low, high, show_low, labels, dots=(), reference=None, broken=(), reach=0):
     """One chart. lines: [(run, [(x, y)], faint [(x, y)])]; dots: [(run, x, y)]; reference: (y, words) for a dashed
-    line."""
+    line; broken: runs that have no number any more where their line ends; reach: where the x axis ends at least."""
     left, top, right, bottom = box
     ink.text(left - 38, top - 14, title, 12.5, weight=600)
     everything = [p for _, points, _ in lines for p in points]
     ticks = _nice_ticks(low, high)
     low, high = (ticks[0] if show_low else low), ticks[-1]
-    x_max = max((p[0] for p in everything), default=1) or 1
+    x_max = max([p[0] for p in everything] + [reach]) or 1
     x_min = 0 if x_max > 1 else x_max - 1
 
     def at(x, y):
@@ -229,7 +242,11 @@ def _panel(ink, box, title, x_label, lines, low, high, show_low, labels, dots=()
         if points:
             x, y = at(*points[-1])
             ink.dot(x, y, 3.4, f'fill="{run.colour}"')
-            if x > right - 6:                                # a label in the margin belongs to a line that reaches it
+            if run in broken:
+                ink.out.append(f'<line x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{y:.1f}" stroke="{run.colour}" stroke-width="1.2" '
+                               'stroke-dasharray="3 3"/>')
+                ink.text(x + 6, top + 10, "NaN from here", 11, run.colour, weight=600)
+            elif x > right - 6:                              # a label in the margin belongs to a line that reaches it
                 ends.append((run, x, y))
     for run, x, y in dots:
         x, y = at(x, y)
@@ -237,6 +254,69 @@ def _panel(ink, box, title, x_label, lines, low, high, show_low, labels, dots=()
     if labels:
         for (run, x, _), y in zip(ends, _spread([y for _, _, y in ends], 14, top + 2, bottom - 2)):
             ink.text(x + 8, y + 4, _short(run.name, 11), 11.5, run.colour, weight=600)
+
+
+def norm_words(before, after) -> str:
+    """A gradient's norm before and after clipping: 3.2 → 1.0; one number where they are the same."""
+    def digits(x):
+        return "NaN" if math.isnan(x) else "∞" if math.isinf(x) else f"{x:.2g}" if x < 100 else number(x).replace(".0", "")
+    return digits(before) if after is None or digits(after) == digits(before) else f"{digits(before)} → {digits(after)}"
+
+
+def _norm_panel(ink, box, runs):
+    """Norms by step, logarithmic: thin before clipping, thick after it; a cross where one was not finite."""
+    left, top, right, bottom = box
+    ink.text(left - 38, top - 14, "Gradient norm", 12.5, weight=600)
+    finite = [n for run in runs for pair in run.norms.values() for n in pair if n is not None and math.isfinite(n) and n > 0]
+    steps = [step for run in runs for step in run.norms]
+    if not finite:
+        ink.text((left + right) / 2, (top + bottom) / 2, "waiting for the first norm", 12, ink.soft, "middle")
+        return
+    low, high, first, last = min(finite), max(finite), min(steps), max(max(steps), min(steps) + 1)
+    marks = [m * 10.0**p for p in range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2) for m in (1, 2, 5)]
+    if high > 30 * low:
+        powers = marks[::3]
+        marks = powers[:: max(1, len([m for m in powers if low < m < high]) // 4)]
+    low = max([m for m in marks if m <= low * 1.001] or [low])
+    high = min([m for m in marks if m >= high * 0.999] or [high])
+
+    def at(step, norm):
+        share = (math.log(norm) - math.log(low)) / (math.log(high) - math.log(low) or 1.0)
+        return left + (step - first) / (last - first) * (right - left), bottom - min(max(share, 0.0), 1.0) * (bottom - top)
+
+    for mark in marks:
+        if low * 0.999 <= mark <= high * 1.001:
+            y = at(first, mark)[1]
+            ink.line(left, y, right, y, opacity=0.9 if mark == low else 0.45)
+            ink.text(left - 8, y + 4, f"{mark:g}" if mark < 1e3 else number(mark).replace(".00", "").replace(".0", ""), 11, ink.soft, "end")
+    ink.text(left, bottom + 17, first, 11, ink.soft)
+    ink.text(right, bottom + 17, f"{number(last)} steps", 11, ink.soft, "end")
+    odd, x = False, right
+    for nth, run in enumerate(runs):
+        for which, width, opacity in ((0, 1.2, 0.75), (1, 2.4, 1.0)):
+            pieces, piece = [], []
+            for step in sorted(run.norms):                   # a line ends where a norm is not finite, and begins again after it
+                norm = run.norms[step][which]
+                if norm is not None and math.isfinite(norm) and norm > 0:
+                    piece.append(at(step, norm))
+                elif piece:
+                    pieces, piece = pieces + [piece], []
+            for piece in [*pieces, piece]:
+                path = " ".join(f"{x:.1f},{y:.1f}" for x, y in piece)
+                if len(piece) > 1:
+                    ink.out.append(f'<polyline points="{path}" fill="none" stroke="{run.colour}" stroke-width="{width}" '
+                                   f'stroke-linejoin="round" stroke-linecap="round" opacity="{opacity}"/>')
+                elif piece:
+                    ink.dot(*piece[0], width, f'fill="{run.colour}" opacity="{opacity}"')
+        crosses = [at(step, high)[0] for step, (before, _) in run.norms.items() if not math.isfinite(before)]
+        shown = [x for i, x in enumerate(sorted(crosses)) if i == 0 or i == len(crosses) - 1 or i % (len(crosses) // 60 + 1) == 0]
+        crossed = "".join(f"M{x - 3.5:.1f} {top + 2 + nth % 4 * 11}l7 7m0-7l-7 7" for x in shown)
+        if shown:
+            odd = True
+            ink.out.append(f'<path d="{crossed}" stroke="{run.colour}" stroke-width="2" stroke-linecap="round" fill="none"/>')
+    for words in (["× not finite"] if odd else []) + ["thick after", "thin before clipping,"]:
+        ink.text(x, top - 14, words, 11, ink.soft, "end")
+        x -= _text_width(words, 11) * 0.88 + (16 if words[0] == "×" else 4)
 
 
 def _short(name, most):
@@ -307,9 +387,9 @@ def _with_gap(run):
     return stages
 
 
-def picture(runs, peak=None, themed=True, title="") -> str:
+def picture(runs, peak=None, themed=True, title="", norms=False) -> str:
     """The runs as SVG. themed: in the page's colours (to be put into a page); otherwise in colours that suit light
-    and dark (an image)."""
+    and dark (an image). norms: a panel for the gradient's norm, before and after clipping."""
     ink = _Ink(themed)
     if title:
         ink.text(0, 18, title, 15, weight=600)
@@ -330,8 +410,13 @@ def picture(runs, peak=None, themed=True, title="") -> str:
         dots = [(run, p[1], p[4]) for run in runs for p in run.points if p[4] is not None and math.isfinite(p[4])]
         values = sorted([y for _, points in raw for _, y in points] + [d[2] for d in dots])
         low, high = (values[0], values[-1]) if values else (0.0, 1.0)
-        _panel(ink, (middle + 40, top, WIDTH - margin, bottom), "Loss", "tokens", losses, low, high, True, labels, dots)
+        _panel(ink, (middle + 40, top, WIDTH - margin, bottom), "Loss", "tokens", losses, low, high, True, labels, dots,
+               broken=[run for run in runs if run.loss is not None and not math.isfinite(run.loss)],
+               reach=max((p[5] for run in runs for p in run.points if p[3] is not None), default=0))
         if dots:
             ink.text(WIDTH - margin, top - 14, "○ on text held out", 11, ink.soft, "end")
+    if norms:
+        _norm_panel(ink, (40, bottom + 62, WIDTH - margin, bottom + 162), runs)
+        bottom += 168
     height = _stage_bars(ink, runs, bottom + 40) if any(run.stages for run in runs) else bottom + 26
     return ink.svg(height + 4, "; ".join(map(str, runs)) or "no run yet")

@@ -12,7 +12,8 @@ import statistics
 
 import torch
 
-from .figures import Figure, Table, bars
+from .figures import Figure, Table, bars, timeline
+from .timeline import spans_of
 
 ABSENT = "no recorded run in this checkout"
 
@@ -108,3 +109,46 @@ def training() -> "Table | Recorded":
         if rows
         else run
     )
+
+
+def clipping(dtype: str = "float32") -> "Table | Recorded":
+    """Every way of clipping a large model's gradients on the recorded GPU: time over and under the threshold, launches, waits."""
+    run = recorded("clip")
+    over, under, host = (run.get(dtype, what) or {} for what in ("over", "under", "host"))
+
+    def ms(row):
+        value = (row.get("launched") or {}).get("ms") if isinstance(row, dict) else None
+        return "-" if value is None else f"{value:.2f} ms"
+
+    rows = [
+        [name, ms(row), ms(under.get(name)), *((host.get(name) or {}).get(key, "-") for key in ("launches", "syncs"))]
+        for name, row in over.items()
+    ]
+    columns = ("clip by", "over the threshold", "under it", "launches", "host waits")
+    tensors, elements = run.get(dtype, "tensors") or 0, run.get(dtype, "elements") or 0
+    return Table(columns, rows, f"{run.label}; {tensors} {dtype} gradients, {elements / 1e6:,.0f} M elements") if rows else run
+
+
+def tail(dtype: str = "float32", kind: str = "replayed") -> "Figure | Recorded":
+    """Accumulate, clip, AdamW and zero of a large model on the recorded GPU, ours and torch's, as bars of milliseconds."""
+    run = recorded("tail")
+    rows = [
+        (name, r["ms"], f"{r['ms']:.2f} ms")
+        for name, r in (run.get(dtype, kind) or {}).items()
+        if isinstance(r, dict) and "ms" in r
+    ]
+    elements = run.get(dtype, "elements") or 0
+    return bars(rows, f"{run.label}: the tail, {elements / 1e6:,.0f} M {dtype} weights") if rows else run
+
+
+def waiting(here: "dict[str, list] | None" = None) -> "Figure | Recorded":
+    """The timeline of three ways of clipping on the recorded GPU; without a recording that of `here`, spans of this machine."""
+    run = recorded("timeline")
+    spans = {
+        name: spans_of(r["spans"])
+        for name, r in (run.get("tails") or {}).items()
+        if isinstance(r, dict) and isinstance(r.get("spans"), list)
+    }
+    if spans:
+        return timeline(spans, f"{run.label}: {run.get('what') or 'one step'}")
+    return timeline(here, "Here, on the CPU: what follows the last backward of one step") if here else run

@@ -140,7 +140,8 @@ class TrainStep:
         except BaseException:
             self.accumulator.zero_()
             raise
-        self.accumulator.zero_(there_already=not any(self.accumulator.touched))      # ga.AdamW has opened the next window already
+        if any(self.accumulator.touched):           # otherwise ga.AdamW has opened the next window already
+            self.accumulator.zero_()
         mark("zero")
         if self.scheduler is not None:
             self.scheduler.step()
@@ -231,7 +232,7 @@ def _clip_by_item(parameters, max_norm) -> Tensor:
     if norm > max_norm:
         for grad in grads:
             grad.mul_(max_norm / (norm + EPS))
-    return torch.tensor(norm)
+    return torch.tensor(norm, device=parameters[0].device)
 
 
 def _check_clip(clip, opt, ours, max_norm):

@@ -1,4 +1,4 @@
-"""The live view: tokens per second, loss, and where a step's time goes, drawn while the cell trains.
+"""The live view: tokens per second, loss, norms, and where a step's time goes, drawn while the cell trains.
 
     live = LiveThroughput("Where should gradients be added up?")
     live.run(train(step, batches, steps=200), name="host", steps=200)      # a picture moves, a button stops it
@@ -24,7 +24,7 @@ import time
 from html import escape
 
 from .errors import ArgumentError
-from .picture import RUN_COLOURS, WIDTH, Run, gigabytes, number, picture
+from .picture import RUN_COLOURS, WIDTH, Run, gigabytes, norm_words, number, picture
 
 PERIOD = 0.1               # seconds between two updates of the live view
 
@@ -32,12 +32,13 @@ PERIOD = 0.1               # seconds between two updates of the live view
 class LiveThroughput:
     """A live picture of one or several training runs.
 
-    title: a line above the picture. peak: tokens per second of a limit worth a dashed line, or None.
+    title: a line above the picture. peak: tokens per second of a limit worth a dashed line, or None. norms: True adds a
+    panel of the gradient's norm, before and after clipping, from readings that have it.
     `runs` maps each run's name to its Run. Displaying the object shows the static picture.
     """
 
-    def __init__(self, title="Training", peak=None):
-        self.title, self.peak = title, peak
+    def __init__(self, title="Training", peak=None, norms=False):
+        self.title, self.peak, self.norms = title, peak, norms
         self.runs = {}
         self._thread = None
         self._stop, self._ended = threading.Event(), threading.Event()
@@ -164,7 +165,7 @@ class LiveThroughput:
     __repr__ = __str__
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        drawn = picture(list(self.runs.values()), self.peak, themed=False, title=self.title)
+        drawn = picture(list(self.runs.values()), self.peak, themed=False, title=self.title, norms=self.norms)
         return {"image/svg+xml": drawn, "text/plain": str(self)}
 
 
@@ -231,7 +232,7 @@ class _WidgetView:
             done = [self.run.last.step / self.steps] if self.steps else []
             done += [self.run.last.seconds / self.seconds] if self.seconds else []
             self.progress.value = min(1.0, max(done, default=0.0))
-        self.svg.value = picture(runs, self.live.peak)
+        self.svg.value = picture(runs, self.live.peak, norms=self.live.norms)
 
     def finish(self):
         """The static picture takes the widgets' place, in this cell and in the saved notebook."""
@@ -251,7 +252,9 @@ def _status(run, seconds, steps, name=False):
     if name:
         parts.append(number(last.tokens_per_s, "tok/s"))
     if last.loss is not None:
-        parts.append(f"loss {last.loss:.2f}")
+        parts.append(f"loss {last.loss:.2f}".replace("nan", "NaN"))
+    if last.norm is not None:
+        parts.append(f"norm {norm_words(last.norm, last.clipped_norm)}")
     if last.memory_bytes:
         parts.append(f"{gigabytes(last.memory_bytes)} memory")
     if last.mfu:

@@ -26,6 +26,9 @@
 #ifndef THREADS
 #define THREADS 512
 #endif
+#if CHUNK % (4 * THREADS) != 0
+#error "CHUNK must be a multiple of 4 * THREADS: a thread takes whole groups of four"
+#endif
 #ifndef MAX_TENSORS
 #define MAX_TENSORS 256
 #endif

@@ -12,7 +12,9 @@
 //   adamw_begin   one thread per tensor: decides whether the step is taken, counts it, and works out what is the same for all of the
 //                 tensor's elements (bias corrections, the clip scale, the sign), in fp64.
 //   adamw_v2      one launch for up to 60 tensors: four elements at a time, scale and clearing included; a bf16 weight is rounded to the
-//                 nearest or stochastically.
+//                 nearest or stochastically. Each thread block first has to find its tensor and six addresses.
+//   adamw_v3      the same over an arena, where everything lies at one offset: the loads are under way before the block knows whose they
+//                 are. 32 bytes per element at an H200's copy rate, where adamw_v2 reaches nine tenths of it.
 
 #ifndef PARAM_T
 #define PARAM_T float        // weights, m and v
@@ -31,6 +33,9 @@
 #endif
 #ifndef THREADS
 #define THREADS 256
+#endif
+#if CHUNK % (4 * THREADS) != 0
+#error "CHUNK must be a multiple of 4 * THREADS: a thread takes whole groups of four"
 #endif
 #define UNROLL (CHUNK / 4 / THREADS)                 // groups of four that a thread has in flight: a thread block takes a chunk in one go
 #define MAX_TENSORS 256      // of a launch of adamw_begin
@@ -164,6 +169,43 @@ __device__ __forceinline__ void store4_stochastic(bf16* x, int i, int count, flo
 }
 template <class T> __device__ __forceinline__ void store4_stochastic(T* x, int i, int count, float4 v, uint4) { store4_within(x, i, count, v); }
 
+// One chunk: of which `count` elements exist. whole: it may be read in full; full: it may be written in full.
+__device__ __forceinline__ void update_chunk(PARAM_T* w, GRAD_T* g, PARAM_T* m, PARAM_T* v, PARAM_T* vmax, bf16* copy, int count, bool whole, bool full,
+                                             bool clear, const Coefficients& c, const double* seed, int tensor, long long from)
+{
+    // All loads first, so that they are in flight together, and with them the coefficients.
+    float4 W[UNROLL], G[UNROLL], M[UNROLL], V[UNROLL], X[UNROLL], zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    #pragma unroll
+    for (int k = 0; k < UNROLL; k++) {
+        int i = k * THREADS + threadIdx.x;
+        W[k] = whole ? load4(w, i) : load4_within(w, i, count);
+        G[k] = whole ? load4(g, i) : load4_within(g, i, count);
+        M[k] = whole ? load4(m, i) : load4_within(m, i, count);
+        V[k] = whole ? load4(v, i) : load4_within(v, i, count);
+        X[k] = !AMSGRAD ? zero : whole ? load4(vmax, i) : load4_within(vmax, i, count);
+    }
+    Coefficients mine = c;
+    #pragma unroll
+    for (int k = 0; k < UNROLL; k++) {
+        int i = k * THREADS + threadIdx.x;
+        if (clear) { if (full) store4(g, i, zero); else store4_within(g, i, count, zero); }
+        if (mine.skip != 0.0f) continue;
+        update(W[k].x, G[k].x, M[k].x, V[k].x, X[k].x, mine);
+        update(W[k].y, G[k].y, M[k].y, V[k].y, X[k].y, mine);
+        update(W[k].z, G[k].z, M[k].z, V[k].z, X[k].z, mine);
+        update(W[k].w, G[k].w, M[k].w, V[k].w, X[k].w, mine);
+        uint4 r = make_uint4(0, 0, 0, 0);
+        if (STOCHASTIC) r = noise((unsigned long long)*seed, tensor, from / 4 + i, mine.step);
+        if (STOCHASTIC && copy == 0) store4_stochastic(w, i, count, W[k], r);
+        else if (full) store4(w, i, W[k]); else store4_within(w, i, count, W[k]);
+        if (full) { store4(m, i, M[k]); store4(v, i, V[k]); } else { store4_within(m, i, count, M[k]); store4_within(v, i, count, V[k]); }
+        if (AMSGRAD) { if (full) store4(vmax, i, X[k]); else store4_within(vmax, i, count, X[k]); }
+        if (copy == 0) continue;
+        if (STOCHASTIC) store4_stochastic(copy, i, count, W[k], r);
+        else if (full) store4(copy, i, W[k]); else store4_within(copy, i, count, W[k]);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) adamw_v2(
     const Coefficients* coefficients,
     const double* seed,                      // (1) of stochastic rounding, a whole number below 2^53
@@ -183,36 +225,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) adamw_v2(
         bf16* copy = updates.copy[t] == 0 ? 0 : updates.copy[t] + from;
         bool whole = count == CHUNK && aligned4(w, sizeof(PARAM_T)) && aligned4(m, sizeof(PARAM_T)) && aligned4(v, sizeof(PARAM_T))
             && aligned4(vmax, sizeof(PARAM_T)) && aligned4(g, sizeof(GRAD_T)) && aligned4(copy, sizeof(bf16));
-        // All loads first, so that they are in flight together, and with them the coefficients.
-        float4 W[UNROLL], G[UNROLL], M[UNROLL], V[UNROLL], X[UNROLL], zero = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        #pragma unroll
-        for (int k = 0; k < UNROLL; k++) {
-            int i = k * THREADS + threadIdx.x;
-            W[k] = whole ? load4(w, i) : load4_within(w, i, count);
-            G[k] = whole ? load4(g, i) : load4_within(g, i, count);
-            M[k] = whole ? load4(m, i) : load4_within(m, i, count);
-            V[k] = whole ? load4(v, i) : load4_within(v, i, count);
-            X[k] = !AMSGRAD ? zero : whole ? load4(vmax, i) : load4_within(vmax, i, count);
-        }
-        Coefficients c = coefficients[updates.at[t]];
-        #pragma unroll
-        for (int k = 0; k < UNROLL; k++) {
-            int i = k * THREADS + threadIdx.x;
-            if (updates.clear[t]) { if (whole) store4(g, i, zero); else store4_within(g, i, count, zero); }
-            if (c.skip != 0.0f) continue;
-            update(W[k].x, G[k].x, M[k].x, V[k].x, X[k].x, c);
-            update(W[k].y, G[k].y, M[k].y, V[k].y, X[k].y, c);
-            update(W[k].z, G[k].z, M[k].z, V[k].z, X[k].z, c);
-            update(W[k].w, G[k].w, M[k].w, V[k].w, X[k].w, c);
-            uint4 r = make_uint4(0, 0, 0, 0);
-            if (STOCHASTIC) r = noise((unsigned long long)*seed, updates.tensor[t], from / 4 + i, c.step);
-            if (STOCHASTIC && copy == 0) store4_stochastic(w, i, count, W[k], r);
-            else if (whole) store4(w, i, W[k]); else store4_within(w, i, count, W[k]);
-            if (whole) { store4(m, i, M[k]); store4(v, i, V[k]); } else { store4_within(m, i, count, M[k]); store4_within(v, i, count, V[k]); }
-            if (AMSGRAD) { if (whole) store4(vmax, i, X[k]); else store4_within(vmax, i, count, X[k]); }
-            if (copy == 0) continue;
-            if (STOCHASTIC) store4_stochastic(copy, i, count, W[k], r);
-            else if (whole) store4(copy, i, W[k]); else store4_within(copy, i, count, W[k]);
-        }
+        update_chunk(w, g, m, v, vmax, copy, count, whole, whole, updates.clear[t], coefficients[updates.at[t]], seed, updates.tensor[t], from);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) adamw_v3(
+    const Coefficients* coefficients,
+    const double* seed,
+    PARAM_T* w, GRAD_T* g, PARAM_T* m, PARAM_T* v, PARAM_T* vmax, bf16* copy,       // (N) the whole arena; vmax, copy: 0 for none
+    const int4* chunks,                      // (N / CHUNK) per chunk: .x its tensor, .y elements in it, .z which chunk of the tensor
+    int first, int last,                     // chunks of the arena that are this launch's
+    int ahead)                               // a tensor's coefficients stand so many places before its number
+{
+    for (int chunk = first + blockIdx.x; chunk < last; chunk += gridDim.x) {
+        int4 where = chunks[chunk];
+        long long at = (long long)chunk * CHUNK;         // behind a tensor's end the arena has zeros, which may be read
+        update_chunk(w + at, g + at, m + at, v + at, vmax == 0 ? 0 : vmax + at, copy == 0 ? 0 : copy + at, where.y, true, where.y == CHUNK, true,
+                     coefficients[where.x - ahead], seed, where.x, (long long)where.z * CHUNK);
     }
 }

@@ -9,6 +9,7 @@ source stands on its own; `program(sources)` joins many into one text: forty ker
     >>> for outcome in good.run(kernel, seed=0, device="cpu"):   # launches, then compares with torch or numpy
     ...     assert outcome.right, outcome
 """
+import math
 import re
 import struct
 from collections.abc import Callable
@@ -1364,3 +1365,316 @@ def run(kernel, seed, device):
             kernel[len(within), 512](acc, table, within[0], first, struct.pack("256Q", *addresses, *[0] * (256 - len(addresses))),
                                      tensors=[g for g in grads[first:last] if g is not None])
         yield Outcome(f"launches of {launches}", acc.cpu(), want)
+
+
+@ours("accumulate", "accumulate_v4")
+def run(kernel, seed, device):
+    """As v3, and every row of a tensor with a gradient leaves the squares of its new sums; one row's leave fp32's range."""
+    chunk, dtype, random = 4096, _grad_dtype(kernel), rng(seed)
+    sizes, skips = (10, 4096, 9000, 4096, 3), (0, 0, 0, 1, 2)
+    padded = [-(-n // chunk) * chunk for n in sizes]
+    offsets = np.cumsum([0, *padded])
+    rows = [(i, min(chunk, n - k * chunk), k, offsets[i] // chunk + k) for i, n in enumerate(sizes) for k in range(padded[i] // chunk)]
+    start = np.zeros(int(offsets[-1]), np.float32)
+    for n, at in zip(sizes, offsets):
+        start[at:at + n] = normal(random, n)
+    start[offsets[3]] = 1e25
+    grads = [None if i == 1 else torch.from_numpy(normal(random, n + skip)).to(device, dtype, copy=True)[skip:]
+             for i, (n, skip) in enumerate(zip(sizes, skips))]
+    want = torch.from_numpy(start.copy())
+    for g, n, at in zip(grads, sizes, offsets):
+        if g is not None:
+            want[at:at + n] += g.cpu().float()
+    squares = want.double().square().view(-1, chunk).sum(1)
+    squares[rows.index((1, 4096, 0, offsets[1] // chunk))] = 0.5                    # no gradient: what stood there stays
+    acc, table = on(device, start), on(device, np.array(rows, np.int32))
+    partials = torch.full((len(rows),), 0.5, dtype=torch.float64, device=device)
+    for first, last in ((0, 2), (2, 5)):
+        within = [k for k, row in enumerate(rows) if first <= row[0] < last]
+        addresses = [0 if g is None else g.data_ptr() for g in grads[first:last]]
+        kernel[len(within), kernel.bound](acc, partials, table, within[0], first, struct.pack("256Q", *addresses, *[0] * (256 - len(addresses))),
+                                          tensors=[g for g in grads[first:last] if g is not None])
+    yield Outcome("sums", acc.cpu(), want)
+    yield Outcome("squares, over the exact ones", partials.cpu() / squares, torch.ones_like(squares), 1e-6)
+
+
+@ours("clip", "squares_v1")
+def run(kernel, seed, device):
+    for n, blocks in ((1, 1), (255, 2), (3000, 3), (1024, 4)):
+        x = normal(rng(seed), n)
+        out = torch.full((blocks + 1,), -1.0, device=device)
+        kernel[blocks, 256](out, on(device, x), n)
+        want = [np.sum(np.square(x.astype(np.float64))[[i for i in range(n) if i // 256 % blocks == b]]) for b in range(blocks)]
+        yield Outcome(f"n = {n}, {blocks} blocks", out.cpu(), torch.tensor([*want, -1.0]), 1e-6)
+
+
+@ours("clip", "reduce_v1")
+def run(kernel, seed, device):
+    for n, max_norm in ((1, 100.0), (300, 0.5), (300, 1e9)):
+        x = np.square(normal(rng(seed), n))
+        out = torch.zeros(2, device=device)
+        kernel[1, 1](out, on(device, x), n, max_norm)
+        norm = math.sqrt(x.astype(np.float64).sum())
+        yield Outcome(f"n = {n}, max_norm = {max_norm}", out.cpu().double() / torch.tensor([min(max_norm / norm, 1.0), norm]).double(),
+                      torch.ones(2).double(), 1e-5)
+
+
+@ours("clip", "scale_v1")
+def run(kernel, seed, device):
+    for n, by, left in ((1, 0.5, False), (255, 0.3, False), (257, 1.0, True), (1000, 1 - 2**-24, True), (1000, 1 - 2**-22, False)):
+        x, scale = torch.from_numpy(normal(rng(seed), n)), torch.tensor([by])
+        y = x.to(device, copy=True)
+        kernel[-(-n // 256), 256](y, scale.to(device), n)
+        yield Outcome(f"n = {n}, scale {by}", y.cpu(), x if left else x * scale)
+
+
+def _tensors_of_clip(tensors, most=256, chunk=4096):
+    """(chunks, the struct Tensors, counts)."""
+    counts = [0 if t is None else t.numel() for t in tensors]
+    first = [0, *np.cumsum([-(-n // chunk) for n in counts]).tolist()]
+    rest = [0] * (most - len(tensors))
+    kinds = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+    return first[-1], struct.pack(f"{most}Q{most + 1}i{most}H{most}B4x", *[0 if t is None else t.data_ptr() for t in tensors], *rest, *first,
+                                  *[first[-1]] * len(rest), *[n and (n - 1) % chunk + 1 for n in counts], *rest,
+                                  *[0 if t is None else kinds[t.dtype] for t in tensors], *rest)
+
+
+def _mixed_tensors(seed, device):
+    """Of every dtype, with tails, at odd addresses, empty, missing."""
+    random = rng(seed)
+    shapes = ((9000, torch.float32, 1), (4096, torch.bfloat16, 0), (5, torch.float16, 0), None, (0, torch.float32, 0), (4097, torch.float32, 0),
+              (4100, torch.float16, 1), (8192, torch.bfloat16, 3))
+    return [None if s is None else torch.from_numpy(normal(random, s[0] + s[2])).to(device, s[1], copy=True)[s[2]:] for s in shapes]
+
+
+@ours("clip", "squares_v2")
+def run(kernel, seed, device):
+    tensors = _mixed_tensors(seed, device)
+    tensors[5][17] = 1e25                                                          # its square is beyond fp32
+    chunks, packed = _tensors_of_clip(tensors)
+    present = [t for t in tensors if t is not None]
+    exact = torch.tensor([c.double().square().sum().item() for t in present for c in t.cpu().split(4096) if t.numel()], dtype=torch.float64)
+    numbers = [7 + i for i, t in enumerate(tensors) if t is not None for _ in range(-(-t.numel() // 4096))]
+    for grid, named in ((chunks, True), (2, False)):
+        partials = torch.full((chunks + 1,), -1.0, dtype=torch.float64, device=device)
+        owners = torch.full((chunks + 1,), -1, dtype=torch.int32, device=device)
+        kernel[grid, kernel.bound](partials[:chunks], owners[:chunks] if named else None, 7, packed, tensors=present)
+        yield Outcome(f"{grid} blocks, over the exact ones", partials.cpu()[:-1] / exact, torch.ones_like(exact), 1e-6)
+        yield Outcome(f"{grid} blocks, owners", owners.cpu(), torch.tensor([*(numbers if named else [-1] * chunks), -1], dtype=torch.int32))
+        yield Outcome(f"{grid} blocks, behind the end", partials.cpu()[-1:], torch.tensor([-1.0], dtype=torch.float64))
+
+
+@ours("clip", "reduce_v2")
+def run(kernel, seed, device):
+    random = rng(seed)
+    rows = [1500, 3, 0, 40, 700]                                                   # of each tensor
+    owners = np.repeat(np.arange(5, dtype=np.int32), rows)
+    partials = np.square(random.standard_normal(len(owners)))
+    for groups, divisor, bad in ((None, None, ()), (None, 4.0, (2,)), ([0, 0, 1, 2, 3], None, (1600,)), ([0, 0, 1, 2, 3], 0.5, ()), ([0, 1, 2, 3, 4], None, (0, 2242))):
+        these = partials.copy()
+        for k, at in enumerate(bad):
+            these[at] = (math.nan, math.inf)[k % 2]
+        count = 1 if groups is None else max(groups) + 1
+        of = np.zeros(len(owners), int) if groups is None else np.array(groups)[owners]
+        wanted, firsts, limit = [], [], 20.0
+        for g in range(count):
+            norm = math.sqrt(these[of == g].sum()) / (divisor or 1.0) if not np.isnan(these[of == g]).any() else math.nan
+            scale = math.nan if math.isnan(norm) else min(1.0, limit / (norm + 1e-3))
+            wanted.append([scale, norm, math.nan if math.isinf(norm) else norm * scale, float(math.isfinite(norm))])
+            wrong = [int(owners[i]) for i in np.flatnonzero(of == g) if not math.isfinite(these[i])]
+            firsts.append(wrong[0] if wrong else -1)
+        verdicts, first = torch.full((count, 4), -9.0, device=device), torch.full((count,), -9, dtype=torch.int32, device=device)
+        kernel[count, 1024](verdicts, first, on(device, these), on(device, owners), None if groups is None else torch.tensor(groups, dtype=torch.int32, device=device),
+                            len(owners), torch.tensor([limit], dtype=torch.float64, device=device), 1e-3,
+                            None if divisor is None else torch.tensor([divisor], device=device))
+        what = f"groups {groups}, divisor {divisor}, bad rows {bad}"
+        yield Outcome(what, verdicts.cpu().nan_to_num(-7.0, -8.0), torch.tensor(wanted).nan_to_num(-7.0, -8.0), 1e-6)
+        yield Outcome(f"{what}: first bad tensor", first.cpu(), torch.tensor(firsts, dtype=torch.int32))
+
+
+@ours("clip", "scale_v2")
+def run(kernel, seed, device):
+    verdicts = torch.tensor([[0.3, 1, 0.3, 1], [1, 0.5, 0.5, 1], [math.nan, math.nan, math.nan, 0], [0.7, 2, 1.4, 1]])
+    for groups, skip, grid, chosen in (([9, 9, 0, 1, 2, 0, 0, 3, 2, 3], 1, 3, 0), ([9, 9, 0, 1, 2, 0, 0, 3, 2, 3], 0, None, 0), (None, 0, None, 0), (None, 0, 2, 1),
+                                       (None, 1, 2, 2)):
+        tensors = _mixed_tensors(seed, device)
+        chunks, packed = _tensors_of_clip(tensors)
+        before = [None if t is None else t.cpu().clone() for t in tensors]
+        table = verdicts if groups else verdicts[chosen:chosen + 1]
+        kernel[grid or chunks, kernel.bound](table.to(device), None if groups is None else torch.tensor(groups, dtype=torch.int32, device=device), skip, 2, packed,
+                                             tensors=[t for t in tensors if t is not None])
+        for i, (t, old) in enumerate(zip(tensors, before)):
+            if t is not None:
+                verdict = table[groups[2 + i] if groups else 0]
+                want = old if verdict[0] == 1 or skip and verdict[3] == 0 else (old.float() * verdict[0]).to(old.dtype)
+                yield Outcome(f"groups {groups}, skip {skip}, tensor {i}", t.cpu().nan_to_num(-7.0), want.nan_to_num(-7.0))
+
+
+@ours("adamw", "adamw_v1")
+def run(kernel, seed, device):
+    """Powers of two for betas: powf is not the same on every machine."""
+    for n in (1, 255, 257, 1000):
+        random = rng(seed)
+        w, g, m = (normal(random, n) for _ in range(3))
+        v = np.square(normal(random, n))
+        out = [on(device, t) for t in (w, g, m, v)]
+        kernel[-(-n // 256), 256](*out, n, 0.25, 0.5, 0.25, 1e-3, 0.125, 3)
+        w, g, m, v = (t.astype(np.float64) for t in (w, g, m, v))
+        m, v = 0.5 * m + 0.5 * g, 0.25 * v + 0.75 * g * g
+        w = w * (1 - 0.25 * 0.125) - 0.25 / (1 - 0.5**3) * m / (np.sqrt(v) / math.sqrt(1 - 0.25**3) + 1e-3)
+        for name, got, want in zip("wmv", (out[0], out[2], out[3]), (w, m, v)):
+            yield Outcome(f"n = {n}, {name}", got.cpu().double(), torch.from_numpy(want), 1e-6)
+
+
+@ours("adamw", "adamw_set")
+def run(kernel, seed, device):
+    for count in (1, 100, 256):
+        values = rng(seed).standard_normal(count).tolist()
+        out = torch.full((count,), -1.0, dtype=torch.float64, device=device)
+        kernel[1, 256](out, count, struct.pack("256d", *values, *[5.0] * (256 - count)))
+        yield Outcome(f"{count} numbers", out.cpu(), torch.tensor(values, dtype=torch.float64))
+    out = torch.zeros(300, dtype=torch.float64, device=device)
+    kernel[1, 32](out, 100, struct.pack("256d", *range(256)))
+    yield Outcome("with 32 threads", out.cpu()[:101], torch.tensor([*range(100), 0.0], dtype=torch.float64))
+
+
+@ours("adamw", "adamw_begin")
+def run(kernel, seed, device):
+    def single(x):
+        return float(np.float32(x))
+    settings = [[0.01, 0.9, 0.999, 1e-8, 0.1, 1.0, 0, 0], [0.3, 0.5, 0.25, 1e-3, 0.0, -1.0, 0, 0]]
+    numbers, of, counts = [2, 0, 5, 1], [0, 1, 1, 0], [0.0, 6.0, 2.0**20, 1.0]
+    good, bad = [0.5, 2.0, 1.0, 1.0], [math.nan, math.nan, math.nan, 0.0]
+    cases = {                       # verdicts, first bad tensor of each, groups, skip, divisor, found_inf, count_it
+        "no norm": (None, None, None, 0, None, None, 1),
+        "clipped and divided": ([good], [-1], None, 1, 4.0, 0.0, 1),
+        "second launch of a step": ([good], [-1], None, 1, None, None, 0),
+        "a bad group": ([good, bad, bad, good, good, good], [-1, 4, 3, -1, -1, -1], [0, 1, 2, 3, 4, 5], 1, None, None, 1),
+        "the last of many": ([good] * 299 + [bad], [-1] * 299 + [8], [0, 1, 2, 3, 4, 299], 1, None, 0.0, 1),
+        "bad, and let through": ([good, bad, good, good, good, good], [-1, 4, -1, -1, -1, -1], [0, 2, 2, 3, 4, 5], 0, None, None, 1),
+        "found by someone else": ([good], [-1], None, 0, None, 1.0, 1),
+    }
+    for what, (verdicts, firsts, groups, skip, divisor, found_inf, count_it) in cases.items():
+        steps = torch.tensor(counts, device=device)
+        record = torch.tensor([3, 1, 2, 9], dtype=torch.int32, device=device)
+        coefficients = torch.full((256, 10), -3.0, device=device)
+        packed = struct.pack("256Q256i256H", *[steps[i:].data_ptr() for i in range(4)], *[0] * 252, *numbers, *[-1] * 252, *of, *[0] * 252)
+        numbered = [None if x is None else torch.tensor(x, dtype=dtype, device=device) for x, dtype in (
+            (verdicts, torch.float32), (firsts, torch.int32), (groups, torch.int32))]
+        kernel[1, 256](coefficients, torch.tensor(settings, dtype=torch.float64, device=device).flatten(), *numbered, len(verdicts or ()), skip,
+                       None if divisor is None else torch.tensor([divisor], device=device),
+                       None if found_inf is None else torch.tensor([found_inf], device=device), record, count_it, packed, tensors=[steps])
+        skipped = bool(found_inf) or bool(skip and verdicts and bad in verdicts)
+        after = [c + (not skipped) for c in counts]
+        first = next((f for v, f in zip(verdicts or (), firsts or ()) if v is bad), -1)
+        yield Outcome(f"{what}: counts", steps.cpu(), torch.tensor(after))
+        yield Outcome(f"{what}: record", record.cpu(), torch.tensor([3 + count_it, *((2, 4, first) if skipped and count_it else (1, 2, 9))], dtype=torch.int32))
+        rows = []
+        for number, group, taken in zip(numbers, of, after):
+            lr, beta1, beta2, eps, decay, sign = settings[group][:6]
+            factor = sign * (1.0 if verdicts is None else verdicts[groups[number] if groups else 0][0]) / (divisor or 1.0)
+            rows.append([factor, 1 - lr * decay, lr / (1 - beta1**taken) if taken else math.inf, 1 / math.sqrt(single(1 - beta2**taken)) if taken else math.inf,
+                         eps, beta2, 1 - beta1, 1 - beta2, float(skipped), taken])
+        want = torch.tensor(rows, dtype=torch.float64).nan_to_num(-7.0, -8.0)
+        got = coefficients.cpu()[:4].double().nan_to_num(-7.0, -8.0)
+        yield Outcome(f"{what}: coefficients, over the exact ones", torch.where(want == 0, got, got / want), (want != 0).double(), 1e-6)
+        yield Outcome(f"{what}: unused rows", coefficients.cpu()[4:], torch.full((252, 10), -3.0))
+
+
+def _fma(a, b, c):
+    """fp32, rounded once: the product of two fp32 is exact in fp64."""
+    return (np.float64(a) * np.float64(b) + np.float64(c)).astype(np.float32)
+
+
+TENSORS, SEED = ("weight", "gradient", "m", "v", "vmax", "copy"), 2**52 + 12345
+
+
+def _updated(c, old, number, clear, amsgrad, stochastic):
+    """Weight, gradient, m, v, vmax and copy (or None) after a step with these coefficients: the kernel's own operations, in numpy."""
+    from gpuaccel.adamw import reference_random_bits, reference_round
+    w, g, m, v, vmax = (t.float().numpy() for t in old[:5])
+    dtype, new = old[0].dtype, [*old]
+    if not c[8]:
+        g, w = g * c[0], w * c[1]
+        m = _fma(c[6], g - m, m)
+        v = _fma(c[7] * g, g, c[5] * v)
+        vmax = np.maximum(vmax, v) if amsgrad else vmax
+        exact = torch.from_numpy(_fma(-c[2], m / _fma(np.sqrt(vmax if amsgrad else v), c[3], c[4]), w))
+        rounded = reference_round(exact, reference_random_bits(SEED, number, len(w), int(c[9]))) if stochastic else exact.bfloat16()
+        new = [(rounded if old[5] is None else exact.bfloat16()) if dtype == torch.bfloat16 else exact, old[1],
+               *[torch.from_numpy(t).to(dtype) for t in (m, v)], torch.from_numpy(vmax).to(dtype) if amsgrad else old[4],
+               rounded if old[5] is not None else None]
+    if clear:
+        new[1] = torch.zeros_like(old[1])
+    return new
+
+
+@ours("adamw", "adamw_v2")
+def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
+    """Every bit, by the same operations in numpy. Tensors of all kinds: with a tail, at an odd address, with a copy, cleared or not, skipped."""
+    random, dtype, grad_dtype = rng(seed), {"float": torch.float32, "bf16": torch.bfloat16}[PARAM_T], _grad_dtype(kernel)
+    #         elements, elements before it, copy, clear, skip
+    kinds = ((5, 0, False, True, False), (4096, 0, True, True, False), (4097, 0, False, False, False), (4200, 1, True, False, False),
+             (4096, 0, False, True, True), (300, 0, True, False, True))
+    coefficients, jobs = np.zeros((len(kinds), 10), np.float32), []
+    for i, (n, skip, copied, clear, held) in enumerate(kinds):
+        coefficients[i] = (0.5 - i, 0.9, 0.1 * (i + 1), 3.0, 1e-3, 0.75, 0.1, 0.25, held, 5 + i)
+        tensors = [torch.from_numpy(normal(random, n + skip)) for _ in range(3)]
+        tensors += [torch.from_numpy(np.square(normal(random, n + skip))) for _ in range(2)]
+        tensors = [t.to(d).to(device, copy=True)[skip:] for t, d in zip(tensors, (dtype, grad_dtype, dtype, dtype, dtype))]
+        copy = torch.full((n + skip,), 7.0, dtype=torch.bfloat16, device=device)[skip:] if copied else None
+        jobs.append((*tensors, copy))
+    order = list(range(len(kinds)))[::-1]                                          # places among the coefficients
+    table = torch.from_numpy(coefficients[order].copy()).to(device).contiguous()
+    chunks = [-(-n // 4096) for n, *_ in kinds]
+    first, rest = [0, *np.cumsum(chunks).tolist()], [0] * (60 - len(kinds))
+
+    def addresses(k):
+        return [*[0 if j[k] is None else j[k].data_ptr() for j in jobs], *rest]
+    packed = struct.pack("=360Q61i120i120H4x", *addresses(0), *addresses(1), *addresses(2), *addresses(3), *(addresses(4) if AMSGRAD else [0] * 60), *addresses(5),
+                         *first, *[first[-1]] * len(rest), *[10 + i for i in range(len(kinds))], *rest, *order, *rest,
+                         *[(n - 1) % 4096 + 1 for n, *_ in kinds], *rest, *[int(clear) for _, _, _, clear, _ in kinds], *rest)
+    before = [[None if t is None else t.cpu().clone() for t in j] for j in jobs]
+    kernel[4, kernel.bound](table, torch.tensor([SEED], dtype=torch.float64, device=device) if STOCHASTIC else None, packed,
+                            tensors=[t for j in jobs for t in j if t is not None])
+    for i, (job, old, (_, _, _, clear, _)) in enumerate(zip(jobs, before, kinds)):
+        for name, got, want in zip(TENSORS, job, _updated(coefficients[i], old, 10 + i, clear, AMSGRAD, STOCHASTIC)):
+            if got is not None:
+                yield Outcome(f"tensor {i}, {name}", got.cpu(), want)
+
+
+@ours("adamw", "adamw_v3")
+def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
+    """An arena of six tensors, of which a launch takes the second to the fifth; behind their ends zeros, which stay."""
+    random, dtype, grad_dtype = rng(seed), {"float": torch.float32, "bf16": torch.bfloat16}[PARAM_T], _grad_dtype(kernel)
+    sizes, helds, ahead = (7, 4096, 5000, 3, 4097, 9), (False, False, False, True, False, False), 1
+    padded = [-(-n // 4096) for n in sizes]
+    starts = np.cumsum([0, *padded])
+    chunks = [(i, min(4096, n - 4096 * k), k, starts[i] + k) for i, n in enumerate(sizes) for k in range(padded[i])]
+    used = np.zeros(4096 * len(chunks), bool)
+    for n, at in zip(sizes, starts):
+        used[4096 * at:4096 * at + n] = True
+    flats = [torch.from_numpy(normal(random, len(used)) * used) for _ in range(3)] + [torch.from_numpy(np.square(normal(random, len(used))) * used) for _ in range(2)]
+    flats = [t.to(d) for t, d in zip(flats, (dtype, grad_dtype, dtype, dtype, dtype))]
+    coefficients = np.array([(0.5 - i, 0.9, 0.1 * (i + 1), 3.0, 1e-3, 0.75, 0.1, 0.25, helds[i], 5 + i) for i in range(len(sizes))], np.float32)
+    for copied in (True, False):
+        flat = [*flats, (7 * torch.from_numpy(used)).bfloat16() if copied else None]
+        there = [None if t is None else t.to(device, copy=True) for t in flat]
+        kernel[3, kernel.bound](torch.from_numpy(coefficients[ahead:5].copy()).to(device), torch.tensor([SEED], dtype=torch.float64, device=device) if STOCHASTIC else None,
+                                *there[:4], there[4] if AMSGRAD else None, there[5], on(device, np.array(chunks, np.int32)), int(starts[1]), int(starts[5]), ahead)
+        want = [None if t is None else t.clone() for t in flat]
+        for i in range(1, 5):
+            here = slice(4096 * starts[i], 4096 * starts[i] + sizes[i])
+            for t, new in zip(want, _updated(coefficients[i], [None if t is None else t[here] for t in flat], i, True, AMSGRAD, STOCHASTIC)):
+                if t is not None:
+                    t[here] = new
+        for name, got, new in zip(TENSORS, there, want):
+            if got is not None:
+                yield Outcome(f"{name}, {'with' if copied else 'without'} copy", got.cpu(), new)
+
+
+# (file, kernel) -> macros with which it is tried besides its own; handed to `run` by name as well.
+VARIANTS: "dict[tuple[str, str], list[dict]]" = {
+    ("adamw", "adamw_v2"): [{"PARAM_T": "bf16", "AMSGRAD": 1, "STOCHASTIC": 1}, {"PARAM_T": "bf16"}, {"AMSGRAD": 1, "STOCHASTIC": 1}],
+    ("adamw", "adamw_v3"): [{"AMSGRAD": 1, "STOCHASTIC": 1}],
+}

@@ -29,7 +29,7 @@ def python(source, name):
 
 
 def test_there_are_exercises_with_mistakes_to_find():
-    assert {"scale", "reverse", "accumulate", "accumulate4", "token_mean"} <= set(EXERCISES)
+    assert {"scale", "reverse", "accumulate", "accumulate4", "token_mean", "squares", "rescale", "global_scale"} <= set(EXERCISES)
     assert all(len(e.wrong) >= 4 for e in EXERCISES.values())
     assert {1, 255, 256, 257, 1000, 4096, 1_000_003} <= set(SIZES)
 
@@ -55,6 +55,21 @@ def test_a_python_solution_passes_for_any_seed(e):
     for seed in range(20):
         result = ga.check(e.name, python(e.solution, e.name), seed=seed)
         assert result.passed, result
+
+
+def test_a_number_read_on_the_host_is_counted_where_it_matters():
+    task = EXERCISES["global_scale"]
+    for what in ("asks the host", "decides on the host"):
+        result = ga.check(task.name, python(task.wrong[what], task.name))
+        assert "it reads 1 number: on a GPU the host waits for each" in str(result)
+    assert "reads" not in str(ga.check(task.name, python(task.solution, task.name)))
+
+
+@on_cpu_and_gpu
+def test_a_write_where_nothing_was_to_be_done_is_seen(where):
+    task = EXERCISES["rescale"]
+    words = str(ga.check(task.name, ga.compile(task.wrong["NaN returns, 1 does not"], task.name)))
+    assert words.count("were written, and none should be") == 2 and "4,096, scale 1" in words and "1,000, scale NaN" in words
 
 
 @pytest.mark.parametrize("e, what", WRONG_PYTHON)
@@ -141,4 +156,6 @@ def test_a_known_wrong_kernel_fails(e, what, where):
 def test_a_stub_fails_and_says_that_nothing_was_written(e, where):
     result = ga.check(e.name, ga.compile(e.stub, e.name))
     assert result.passed is False
-    assert [how for _, _, how in result.lines] == ["nothing was written"] * len(SIZES)
+    untouched = [e.data(n, torch.Generator(ga.default_device().type)) for n in SIZES]
+    assert [how for _, _, how in result.lines] == [
+        "right; left alone" if case.expected is case.out else "nothing was written" for case in untouched]

@@ -8,6 +8,7 @@ import torch
 
 import gpuaccel as ga
 from gpuaccel import figures, recorded
+from gpuaccel.timeline import Span, lines
 
 
 def text_of(figure):
@@ -87,3 +88,55 @@ def test_without_a_recorded_run_it_says_so(tmp_path, monkeypatch):
         recorded.training()
     )
     assert recorded.recorded("accumulate").get("addition", "elements") is None
+
+
+SPANS = [
+    Span("host", "python", 0.0, 400.0),
+    *(Span("host", "wait", 40.0 * i, 40.0 * i + 20) for i in range(10)),
+    Span("GPU", "backward", 0.0, 100.0),
+    Span("GPU", "adamw_v2", 200.0, 400.0),
+]
+
+
+def test_a_timeline_counts_waits_and_shows_what_the_gpu_did_and_when_it_stood_still():
+    figure = figures.timeline({"item": SPANS, "other": SPANS[:1]})
+    assert "item: 10 waits, 400 µs, the GPU works 75% of it; other: 0 numbers read, 400 µs" in text_of(figure)
+    for words in ("waits for the GPU", "rest of backward", "kernels", "adamw_v2", "enlarged: 244 µs"):
+        assert f">{words}<" in figure.drawn, words
+    assert "launches" not in figure.drawn and "<script" not in figure.drawn
+    text_of(figures.timeline({}))
+    assert len(figures.timeline({"many": [Span("GPU", "k", i / 9, i / 9 + 0.05) for i in range(20_000)]}).drawn) < 60_000
+
+
+def test_norms_are_drawn_before_and_after_clipping_and_a_nan_is_a_word():
+    words = text_of(figures.norms({"block 0": (3.25, 1.0), "block 1": (0.5, 0.5), "block 2": (float("nan"), float("nan"))}, 1.0, "Norms"))
+    assert words == "Norms: block 0 3.2 → 1, block 1 0.5, block 2 NaN"
+    assert "max_norm 1" in figures.norms({"a": (0.0, 0.0)}, 1.0).drawn and "max_norm" not in figures.norms({"a": (0.0, 0.0)}).drawn
+
+
+def test_a_warp_s_sum_takes_five_rounds():
+    assert "five rounds" in text_of(figures.warp_sum()) and ">32<" in figures.warp_sum().drawn
+
+
+def test_a_long_title_is_made_to_fit():
+    sizes = [float(figures.bars([("a", 1.0, "1")], "m" * n).drawn.split('font-size="')[1].split('"')[0]) for n in (10, 200)]
+    assert sizes[0] == 13 and sizes[1] < 6
+
+
+def test_recorded_clipping_tails_and_timelines_are_read_and_labelled(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
+    assert str(recorded.clipping()) == "clip: no recorded run in this checkout" and "no recorded run" in str(recorded.tail())
+    assert "no recorded run" in str(recorded.waiting()) and "Here, on the CPU" in text_of(recorded.waiting({"item": SPANS}))
+    results = {
+        "clip": {"float32": {"elements": 5e6, "tensors": 7, "over": {"item": {"launched": {"ms": 2.5}}, "bare": {}},
+                             "under": {"item": {"launched": {"ms": 0.5}}}, "host": {"item": {"launches": 9, "syncs": 7}}}},
+        "tail": {"float32": {"elements": 5e6, "replayed": {"ours": {"ms": 4.25}, "odd": 1}}},
+        "timeline": {"what": "after the last backward", "tails": {"item": {"spans": lines(SPANS)}, "odd": None}},
+    }
+    for name, content in results.items():
+        (tmp_path / f"{name}_h200.json").write_text(json.dumps({**RESULT, "results": content}))
+    table = str(recorded.clipping())
+    assert "7 float32 gradients, 5 M elements" in table and table.split("\n")[2].split() == ["item", "2.50", "ms", "0.50", "ms", "9", "7"]
+    for shown in (text_of(recorded.tail()), text_of(recorded.waiting({})), table):
+        assert shown.startswith("Recorded, not run here: NVIDIA H200, 2026-01-02")
+    assert "ours 4.25 ms" in str(recorded.tail()) and "item: 10 waits" in str(recorded.waiting())

@@ -1,5 +1,6 @@
 """A kernel compiles for every architecture, knows its own parameters, and refuses what does not fit before it runs."""
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -12,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpuaccel
-from gpuaccel import nvrtc
-from gpuaccel.accumulate import CHUNK, MAX_TENSORS, THREADS
+from gpuaccel import accumulate, adamw, clip, nvrtc
+from gpuaccel.accumulate import CHUNK, MAX_TENSORS, SQUARES_THREADS, THREADS
 from gpuaccel.backend import use_backend
 from gpuaccel.errors import ArgumentError, BackendError, CompileError
 from gpuaccel.kernel import Kernel, check_arguments, kernel_files, kernel_names, signature, without_comments, zero_
@@ -38,11 +39,37 @@ def test_every_kernel_compiles_for_every_architecture_without_spills(path, grad_
         assert r.shared_bytes <= 48 * 1024
 
 
-def test_the_launcher_and_the_kernels_agree_on_their_constants():
-    source = next(p for p in kernel_files() if p.stem == "accumulate").read_text()
-    for name, value in (("CHUNK", CHUNK), ("THREADS", THREADS), ("MAX_TENSORS", MAX_TENSORS)):
-        assert f"#define {name} {value}\n" in source, f"{name} in accumulate.cu is not {value}"
-    assert CHUNK % (4 * THREADS) == 0
+@pytest.mark.parametrize("file, constants", [
+    ("accumulate", {"CHUNK": CHUNK, "THREADS": THREADS, "MAX_TENSORS": MAX_TENSORS}),
+    ("clip", {"CHUNK": CHUNK, "THREADS": SQUARES_THREADS, "MAX_TENSORS": clip.MAX_TENSORS}),
+    ("adamw", {"CHUNK": CHUNK, "THREADS": adamw.THREADS, "MAX_TENSORS": adamw.MAX_TENSORS, "MAX_UPDATES": adamw.MAX_UPDATES,
+               "MAX_VALUES": adamw.MAX_VALUES}),
+])
+def test_the_launcher_and_the_kernels_agree_on_their_constants(file, constants):
+    source = without_comments(next(p for p in kernel_files() if p.stem == file).read_text())
+    for name, value in constants.items():
+        found = re.findall(rf"#define {name} +(\d+)", source)
+        assert found == [str(value)], f"{name} in {file}.cu is {found}, in {file}.py {value}"
+    assert CHUNK % (4 * constants["THREADS"]) == 0
+
+
+@pytest.mark.parametrize("kernel, sizes", [
+    (accumulate._kernel("accumulate_v3", torch.float32), [accumulate._SOURCES]), (accumulate._kernel("accumulate_v4", torch.bfloat16), [accumulate._SOURCES]),
+    (clip._kernel("squares_v2", 2.0), [clip._TENSORS]), (clip._kernel("scale_v2", 2.0), [clip._TENSORS]), (adamw._kernel("adamw_set"), [adamw._VALUES]),
+    (adamw._kernel("adamw_begin"), [adamw._STEPS]), (adamw._kernel("adamw_v2", ("AMSGRAD", 1), ("PARAM_T", "bf16")), [adamw._UPDATES]),
+], ids=lambda k: getattr(k, "name", ""))
+def test_the_launcher_and_the_kernels_agree_on_their_structs(kernel, sizes):
+    """To the byte, as the host's compiler lays them out; and a launch takes at most 4 KiB of arguments."""
+    found = [size for _, size in kernel.load("fast").structs]
+    assert found == [pack.__self__.size for pack in sizes], f"{kernel.name}: {found} bytes in the kernel"
+    assert sum(found) + 8 * len(kernel.params) <= 4096
+
+
+def test_the_coefficients_of_adamw_are_as_many_as_their_launcher_allocates():
+    source = without_comments(next(p for p in kernel_files() if p.stem == "adamw").read_text())
+    fields = re.search(r"struct Coefficients \{(.*?)\};", source, re.S)[1]
+    assert len(re.findall(r"\b\w+\s*[,;]", fields)) == adamw.COEFFICIENTS
+    assert f"{adamw.SETTINGS} * steps.settings" in source
 
 
 def test_a_kernel_that_keeps_too_much_reports_its_spills():

@@ -40,6 +40,15 @@ def test_val_loss_is_reported_once_and_loss_stays():
     assert meter.finish().step == 2
 
 
+def test_no_norm_is_lost_between_two_readings():
+    meter = Meter("cpu")
+    for step in range(1, 101):
+        reading = meter.update(1, norm=torch.tensor(float(step)), clipped_norm=None if step == 100 else min(step, 5))
+    assert (reading.norm, reading.clipped_norm) == (100.0, 5.0)
+    assert len(reading.norms) == 64 and reading.norms[-2:] == ((1, 99.0, 5.0), (0, 100.0, None))
+    assert "norms" not in reading.as_dict() and meter.update(1).norms[-1] == (1, 100.0, None)
+
+
 def test_start_leaves_preparation_out_but_not_in_the_middle():
     meter = Meter("cpu")
     time.sleep(0.1)

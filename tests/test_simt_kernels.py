@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from simt_cases import BUGS, GOOD, OURS, program, same_bits
+from simt_cases import BUGS, GOOD, OURS, VARIANTS, program, same_bits
 
 import gpuaccel as ga
 from gpuaccel.exercises import BLOCK, EXERCISES
@@ -15,6 +15,7 @@ KERNEL_EXERCISES = [e for e in EXERCISES.values() if e.params]
 # holds for division and sqrtf too, which NVRTC rounds correctly by default. Integers, shuffles and fixed orders change nothing.
 # The exception is atomic_sum: float atomics add in the order in which threads arrive, so that the last bits are nobody's.
 NO_FMA = ("-fmad=false",)
+VARIED = [(*key, macros) for key, variants in VARIANTS.items() for macros in variants]
 
 
 @pytest.fixture
@@ -46,6 +47,12 @@ def test_our_own_kernel_on_the_cpu_is_right(simt, file, name, grad_t):
     for seed in range(3):
         for outcome in OURS[file, name](ours(file, name, grad_t), seed, "cpu"):
             assert outcome.right, f"seed {seed}, {outcome}"
+
+
+@pytest.mark.parametrize("file, name, macros", VARIED, ids=str)
+def test_our_own_kernel_with_other_macros_is_right(simt, file, name, macros):
+    for outcome in OURS[file, name](ours(file, name, "bf16", **macros), 0, "cpu", **macros):
+        assert outcome.right, str(outcome)
 
 
 def test_every_kernel_of_kernels_cu_is_tried_here():
@@ -122,6 +129,15 @@ def test_gpu_and_cpu_give_the_same_bits(name):
 @pytest.mark.parametrize("file, name", OURS)
 def test_gpu_and_cpu_give_the_same_bits_for_our_own_kernels(file, name, grad_t):
     for gpu, cpu in both(OURS[file, name], ours(file, name, grad_t, options=NO_FMA), 0):
+        assert gpu.right and cpu.right and same_bits(gpu.got, cpu.got), f"{gpu}; {cpu}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("file, name, macros", VARIED, ids=str)
+def test_gpu_and_cpu_give_the_same_bits_with_other_macros(file, name, macros):
+    def run(kernel, seed, device):
+        return OURS[file, name](kernel, seed, device, **macros)
+    for gpu, cpu in both(run, ours(file, name, "bf16", options=NO_FMA, **macros), 0):
         assert gpu.right and cpu.right and same_bits(gpu.got, cpu.got), f"{gpu}; {cpu}"
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from gpuaccel.errors import ArgumentError
 from gpuaccel.meter import Reading
-from gpuaccel.picture import KEEP, Run, _nice_ticks, _spread, milliseconds, number, picture
-from gpuaccel.widgets import LiveThroughput, _listen_while_busy
+from gpuaccel.picture import KEEP, Run, _nice_ticks, _spread, milliseconds, norm_words, number, picture
+from gpuaccel.widgets import LiveThroughput, _listen_while_busy, _status
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -92,6 +92,55 @@ def test_a_long_run_keeps_a_bounded_number_of_points():
     for step in range(1, 20_001):
         run.add(Reading(step, step, step / 10, 100.0, 1.0))
     assert KEEP / 4 < len(run.points) <= KEEP and run.points[-1][0] > 19_900
+
+
+def with_norms(count, before, after=lambda norm: min(norm, 1.0)):
+    run, norms = Run("clipped", "#123456"), []
+    for step in range(1, count + 1):
+        norms = [*norms, (step, before(step), after(before(step)))][-64:]
+        run.add(Reading(step, step, step / 10, 100.0, 1.0, loss=before(step), norm=norms[-1][1], clipped_norm=norms[-1][2],
+                        norms=tuple((step - at, *pair) for at, *pair in norms)))
+    return run
+
+
+def test_norms_have_a_panel_of_their_own_when_it_is_asked_for():
+    nan = float("nan")
+    run = with_norms(60, lambda step: 3e4 if step == 20 else nan if step == 40 else 2.0, lambda norm: min(norm, 1.0) if norm == norm else nan)
+    for themed in (True, False):
+        svg = picture([run], themed=themed, norms=True)
+        xml.dom.minidom.parseString(svg.encode())
+        assert {"Gradient norm", "10K", "1", "60 steps", "× not finite"} <= set(texts(svg)), texts(svg)
+        assert svg.count("<polyline") == 6 + 1, "two lines, each in two pieces, beside speed and loss (and the loss unsmoothed)"
+        assert "Gradient norm" not in picture([run], themed=themed) and "nan" not in re.sub(r'aria-label="[^"]*"|>[^<]*<', "", svg)
+    assert "waiting for the first norm" in picture([Run("new", "#123456")], norms=True)
+    xml.dom.minidom.parseString(picture([with_norms(1, lambda step: 0.0), with_norms(3, lambda step: nan)], norms=True).encode())
+
+
+def test_a_run_whose_loss_is_no_number_any_more_says_from_where():
+    broken, whole = with_norms(9, lambda step: 1.0 if step < 5 else float("nan")), with_norms(9, float)
+    assert "NaN from here" in picture([broken, whole]) and "NaN from here" not in picture([whole])
+
+
+def test_a_spike_survives_a_long_run_and_memory_is_bounded():
+    run = with_norms(9000, lambda step: 1e4 if step == 1234 else float("inf") if step == 77 else 1.0)
+    assert KEEP / 4 < len(run.norms) <= KEEP and run.norms[1234][0] == 1e4 and run.norms[77][0] == float("inf")
+    assert max(run.norms) == 9000
+
+
+def test_a_late_norm_is_completed_when_its_other_half_arrives():
+    run = Run("late", "#123456")
+    run.add(Reading(3, 3, 1.0, 1.0, 1.0, norms=((1, 5.0, None),)))
+    run.add(Reading(4, 4, 1.0, 1.0, 1.0, norms=((2, 5.0, 1.0), (1, 6.0, None))))
+    assert run.norms == {2: (5.0, 1.0), 3: (6.0, None)}
+
+
+def test_the_norm_is_in_the_status_line_before_and_after():
+    assert [norm_words(*pair) for pair in ((3.21, 1.0), (0.5, 0.5), (0.5, None), (12345.0, 1.0), (float("nan"),) * 2, (float("inf"), 0.0))] == [
+        "3.2 → 1", "0.5", "0.5", "12.3K → 1", "NaN", "∞ → 0"]
+    run = with_norms(3, lambda step: 3.21)
+    assert "norm 3.2 → 1" in _status(run, None, 3)
+    run.add(Reading(4, 4, 1.0, 1.0, 1.0, loss=float("nan")))
+    assert "loss NaN" in _status(run, None, 4) and "norm" not in _status(run, None, 4)
 
 
 def test_steps_and_seconds_end_a_run_and_generators_are_closed(capsys):

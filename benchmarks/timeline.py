@@ -1,0 +1,56 @@
+"""Who waits for whom at the end of a step: python benchmarks/timeline.py   (needs a GPU, takes about two minutes)
+
+llama-350m, bf16 with fp32 masters, one micro-batch of 4 x T = 1024, compiled, accumulated in the arena, clipped at 1.0 in three ways:
+`item` (a norm per tensor to the host), `torch` (clip_grad_norm_ and torch's fused AdamW) and `fused` (inside ga.AdamW). For
+each: what host and GPU did after the last backward, as spans of time. The profiler watches: the order of things, not a benchmark.
+"""
+import common
+import torch
+
+from gpuaccel.adamw import AdamW
+from gpuaccel.arena import Arena
+from gpuaccel.models import Transformer, preset
+from gpuaccel.timeline import facts, lines, tail
+from gpuaccel.train import CLIPS, TrainStep
+
+SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py",
+           "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/clip.py", "gpuaccel/adamw.py", "gpuaccel/models.py", "gpuaccel/train.py",
+           "gpuaccel/timeline.py", "gpuaccel/ledger.py", "benchmarks/timeline.py", "benchmarks/common.py"]
+B, T, DEVICE = 4, 1024, "cuda"
+SETTINGS = {"lr": 3e-4, "betas": (0.9, 0.95)}
+
+
+def build(clip: str, config, compile: bool) -> TrainStep:
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        module = Transformer(config).bfloat16()
+    arena = Arena(module)
+    opt = AdamW(arena, weight_decay=0.1, **SETTINGS) if clip == "fused" else torch.optim.AdamW(arena.parameter_groups(0.1), fused=True, **SETTINGS)
+    return TrainStep(module, opt, clip=clip, max_norm=1.0, compile=compile)
+
+
+def measure(config, rows: int, compile: bool = True) -> dict:
+    tokens, tails = torch.randint(0, config.vocab, (rows, config.T + 1), device=DEVICE), {}
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    for clip in CLIPS:
+        step = build(clip, config, compile)
+        for _ in range(5):
+            step(batch)
+        tries = sorted((tail(lambda: step(batch)) for _ in range(5)), key=lambda spans: facts(spans)["us"])
+        spans = tries[len(tries) // 2]                    # the median one
+        tails[clip] = {**facts(spans), "tensors": len(step.arena.segments), "spans": lines(spans)}
+        step.close()
+    return tails
+
+
+def main():
+    config = preset("llama-350m", T=T)
+    tails = measure(config, B)
+    rows = [(name, r["tensors"], r["waits"], r["launches"], r["us"] / 1e3, f"{r['gpu_busy'] or 0:.0%}", len(r["spans"])) for name, r in tails.items()]
+    print(common.table(rows, ("clip", "tensors", "waits", "launches", "ms", "GPU busy", "spans")))
+    what = "after the last backward of llama-350m"
+    print("written:", common.write("timeline", SOURCES, {"what": what, "tails": tails}).name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1771 @@
+"""ga.AdamW is torch.optim.AdamW in everything a user sees, and what it adds (clipping, skipping, rounding, replay) is what it says."""
+import contextlib
+import copy
+import gc
+import io
+import math
+import pickle
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_clip import EVERYWHERE, INF, KERNELS, NAN, Blocks, bits, differ, exact_norm, filled, generator, no_waiting, same
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import gpuaccel as ga
+from gpuaccel import adamw
+from gpuaccel.accumulate import MODES, GradientAccumulator
+from gpuaccel.adamw import AdamW, reference_adamw, reference_random_bits, reference_round
+from gpuaccel.arena import Arena
+from gpuaccel.checkpoint import load_checkpoint, save_checkpoint
+from gpuaccel.errors import ArgumentError, NonFiniteError
+
+Torchs = torch.optim.AdamW
+# How far two implementations of the same formula may drift apart in a dozen steps of fp32: a few roundings of weights of size 1.
+CLOSE = {"rtol": 1e-5, "atol": 2e-6}
+SHAPES = ((10, 5), (5,), (), (0,), (4097,), (1, 1, 3))
+
+
+def params_of(device="cpu", shapes=SHAPES, dtype=torch.float32, seed=0):
+    random = generator(seed)
+    return [nn.Parameter(torch.randn(s, generator=random).to(device, dtype)) for s in shapes]
+
+
+def twin(params):
+    return [nn.Parameter(p.detach().clone()) for p in params]
+
+
+def give(seed, *sets, size=1.0, without=()):
+    """The same random gradients to each set of parameters."""
+    random = generator(1000 + seed)
+    for i, row in enumerate(zip(*sets)):
+        g = size * torch.randn(row[0].shape, generator=random)
+        for p in row:
+            p.grad = None if i in without else torch.empty_like(p).copy_(g)
+
+
+def march(mine, theirs, ours, reference, steps=12, seed=0, **how):
+    """So many steps of two optimizers on the same gradients; compared after each."""
+    for k in range(steps):
+        give(seed + k, ours, reference)
+        mine.step(), theirs.step()
+        compare(ours, reference, f"step {k}", **how)
+
+
+def compare(ours, reference, what="", **how):
+    for i, (a, b) in enumerate(zip(ours, reference, strict=True)):
+        torch.testing.assert_close(a.detach(), b.detach(), **{**CLOSE, **how}, msg=lambda m: f"{what}, tensor {i}: {differ(a, b)}\n{m}")
+
+
+def states(optimizer, key):
+    return [optimizer.state[p].get(key) for group in optimizer.param_groups for p in group["params"]]
+
+
+def snapshot(optimizer, *more):
+    """Bits of all that a step may change."""
+    tensors = [p for group in optimizer.param_groups for p in group["params"]]
+    tensors += [t for p in tensors for t in optimizer.state.get(p, {}).values() if isinstance(t, torch.Tensor)] + list(more)
+    return [bits(t) for t in tensors]
+
+
+def unchanged(before, optimizer, *more):
+    after = snapshot(optimizer, *more)
+    assert len(after) == len(before)
+    wrong = [i for i, (a, b) in enumerate(zip(after, before)) if not torch.equal(a, b)]
+    assert not wrong, f"tensors {wrong} of weights, states and gradients were changed"
+
+
+def database():
+    pytest.importorskip("expecttest", reason="torch.testing._internal.common_optimizers needs expecttest, which is not installed")
+    from torch.testing._internal.common_optimizers import optim_db
+    return next(info for info in optim_db if info.optim_cls is Torchs)
+
+
+# ---- torch's database of optimizers ---------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"capturable": True}], ids=str)
+def test_every_option_of_torchs_database(implementation, device):
+    inputs = database().optim_inputs_func(device)
+    assert len(inputs) >= 5
+    for entry in inputs:
+        kwargs = {**entry.kwargs, **implementation}
+        if isinstance(kwargs.get("lr"), torch.Tensor) and kwargs.get("foreach") and not kwargs.get("capturable"):
+            continue                                            # torch refuses it; see the errors below
+        ours = params_of(device)
+        reference = twin(ours)
+        theirs = Torchs(reference, **({k: v for k, v in kwargs.items() if k != "capturable"} if device == "cpu" else kwargs))
+        mine = AdamW(ours, **kwargs)
+        march(mine, theirs, ours, reference)
+        for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if kwargs.get("amsgrad") else [])):
+            compare(states(mine, key), states(theirs, key), f"{entry.desc}: {key}", atol=1e-7)
+        assert [float(s) for s in states(mine, "step")] == [12.0] * len(ours)
+        assert mine.defaults.keys() == theirs.defaults.keys() and mine.param_groups[0].keys() == theirs.param_groups[0].keys()
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_every_error_of_torchs_database(device):
+    entries = database().optim_error_inputs_func(device, torch.float32)
+    assert len(entries) >= 8
+    for entry in entries:
+        given_ = entry.optimizer_error_input
+        params = given_.params if given_.params is not None else params_of(device)
+        if entry.error_type is UserWarning:
+            with pytest.warns(UserWarning, match=entry.error_regex):
+                AdamW(params, **given_.kwargs)
+        else:
+            with pytest.raises(entry.error_type, match=entry.error_regex):
+                AdamW(params, **given_.kwargs)
+
+
+@pytest.mark.parametrize("kwargs", [{"lr": -1.0}, {"eps": -1e-8}, {"betas": (-0.1, 0.9)}, {"betas": (0.9, 1.0)}, {"weight_decay": -0.1},
+                                    {"fused": True, "foreach": True}, {"betas": (0.9, torch.tensor(0.9))}])
+def test_the_same_refusals_as_torch(kwargs):
+    for optimizer in (Torchs, AdamW):
+        with pytest.raises((ValueError, RuntimeError)) as info:
+            optimizer(params_of(), **kwargs)
+        if optimizer is Torchs:
+            said = str(info.value)
+    assert str(info.value) == said
+    with pytest.raises(ValueError, match="empty parameter list"):
+        AdamW([])
+
+
+def test_it_is_one_of_torchs():
+    mine = AdamW(params_of())
+    assert isinstance(mine, Torchs) and isinstance(mine, torch.optim.Optimizer)
+    assert repr(mine).startswith("AdamW (\nParameter Group 0")
+    assert mine.clip_state is None and mine.last_skip() is None and mine.skipped == 0
+
+
+# ---- torch's cases for one optimizer --------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_parameter_groups_with_their_own_numbers(device):
+    ours = params_of(device)
+    reference = twin(ours)
+
+    def groups(ps):
+        return [{"params": ps[:2], "lr": 0.01, "weight_decay": 0.5}, {"params": ps[2:4], "betas": (0.5, 0.6), "eps": 1e-3},
+                {"params": ps[4], "maximize": True, "amsgrad": True}]
+    mine, theirs = AdamW(groups(ours), lr=0.002), Torchs(groups(reference), lr=0.002)
+    march(mine, theirs, ours[:5], reference[:5])
+    mine.add_param_group({"params": ours[5], "lr": 0.1}), theirs.add_param_group({"params": reference[5], "lr": 0.1})
+    march(mine, theirs, ours, reference, 5, atol=5e-6)
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_learning_rate_that_is_a_tensor(shape, device):
+    for where in {"cpu", device}:
+        ours = params_of(device)
+        reference = twin(ours)
+        capturable = {"capturable": True} if where != "cpu" else {}
+        rates = [torch.full(shape, 0.01, device=where) for _ in range(2)]
+        mine, theirs = AdamW(ours, lr=rates[0], **capturable), Torchs(reference, lr=rates[1], foreach=False, **capturable)
+        march(mine, theirs, ours, reference, 3)
+        for rate in rates:
+            rate.fill_(0.05)                                    # in place: the optimizer sees it
+        march(mine, theirs, ours, reference, 3, seed=50, atol=5e-6)
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_continue_on_their_own(how, device):
+    ours = params_of(device)
+    mine = AdamW(ours, lr=0.01, max_norm=1.0, amsgrad=True, on_nonfinite="skip", stochastic_rounding=True, seed=7)
+    for k in range(3):
+        give(k, ours)
+        mine.step()
+    if how == "deepcopy":
+        other = copy.deepcopy(mine)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(mine))
+    else:
+        file = io.BytesIO()
+        torch.save(mine, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    assert type(other) is AdamW and {k for k in vars(other) if k[0] != "_"} == {k for k in vars(mine) if k[0] != "_"}
+    assert (other.max_norm, other.scope, other.on_nonfinite, other.stochastic_rounding, other.seed) == (1.0, "global", "skip", True, 7)
+    theirs = other.param_groups[0]["params"]
+    assert not {id(p) for p in theirs} & {id(p) for p in ours}
+    for k in range(3, 6):
+        give(k, ours, theirs)
+        mine.step(), other.step()
+    for a, b in zip(ours, theirs):
+        same(a.detach(), b.detach(), how)
+    before = snapshot(mine)
+    give(9, theirs)
+    other.step()
+    unchanged(before, mine)
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_without_gradients_nothing_happens(device):
+    ours = params_of(device)
+    mine = AdamW(ours, max_norm=1.0, weight_decay=0.5)
+    before = snapshot(mine)
+    assert mine.step() is None
+    unchanged(before, mine)
+    assert not mine.state
+    for p in ours:
+        p.grad = torch.zeros_like(p)
+    mine.step()
+    give(0, ours)
+    mine.step()
+    mine.zero_grad()
+    before = snapshot(mine)
+    mine.step()                                                 # nor the counts, nor the decay
+    unchanged(before, mine)
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_gradients_that_come_and_go(device):
+    """Each tensor counts its own steps, as in torch."""
+    for kwargs in ({}, {"max_norm": 3.0}, {"max_norm": 1.0, "scope": "tensor"}):
+        ours = params_of(device)
+        reference = twin(ours)
+        mine, theirs = AdamW(ours, lr=0.01, **kwargs), Torchs(reference, lr=0.01)
+        for k, without in enumerate([(0,), (0, 4), (), (1, 2, 3), (4, 5), (0, 1, 2, 3, 5), (), (4,)]):
+            give(k, ours, reference, without=without)
+            if kwargs.get("scope") == "tensor":
+                for p in reference:
+                    if p.grad is not None:
+                        nn.utils.clip_grad_norm_(p, 1.0)
+            elif kwargs:
+                nn.utils.clip_grad_norm_(reference, 3.0)
+            mine.step(), theirs.step()
+            compare(ours, reference, f"step {k} {kwargs}")
+        assert [float(s) for s in states(mine, "step")] == [float(s) for s in states(theirs, "step")]
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_closures(device):
+    w = nn.Parameter(torch.ones(3, device=device))
+    mine, calls = AdamW([w], lr=0.1), []
+
+    def closure():
+        assert torch.is_grad_enabled()
+        mine.zero_grad()
+        loss = w.square().sum()
+        loss.backward()
+        calls.append(loss.item())
+        return loss
+    losses = [mine.step(closure) for _ in range(20)]
+    assert [loss.item() for loss in losses] == calls and calls[-1] < 0.1 * calls[0]
+    assert mine.step(closure=lambda: 7) == 7
+
+
+def test_step_hooks():
+    ours, seen = params_of(), []
+    mine = AdamW(ours)
+    give(0, ours)
+    handles = [mine.register_step_pre_hook(lambda opt, args, kwargs: seen.append(("pre", ours[0].grad is not None))),
+               mine.register_step_post_hook(lambda opt, args, kwargs: seen.append(("post", len(opt.state)))),
+               register_optimizer_step_pre_hook(lambda opt, args, kwargs: seen.append("global pre") if opt is mine else None),
+               register_optimizer_step_post_hook(lambda opt, args, kwargs: seen.append("global post") if opt is mine else None)]
+    try:
+        mine.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == ["global pre", ("pre", True), ("post", len(ours)), "global post"]
+    mine.step()
+    assert len(seen) == 4
+    handle = mine.register_step_pre_hook(lambda opt, args, kwargs: ((opt, lambda: 42), {}))    # may change the arguments
+    assert mine.step() == 42
+    handle.remove()
+
+
+def test_hooks_of_state_dicts():
+    """In torch's order; a hook may hand on another dictionary, also one that makes a misfit fit."""
+    ours, seen = params_of(), []
+    mine = AdamW(ours)
+    give(0, ours)
+    mine.step()
+    mine.register_state_dict_pre_hook(lambda opt: seen.append("save"))
+    mine.register_state_dict_post_hook(lambda opt, state: {**state, "more": 1})
+    state = mine.state_dict()
+    assert seen == ["save"] and state["more"] == 1
+    mine.register_load_state_dict_pre_hook(lambda opt, state: seen.append("load"))
+    mine.register_load_state_dict_post_hook(lambda opt: seen.append("loaded"))
+    mine.load_state_dict(state)
+    assert seen == ["save", "load", "loaded"]
+
+
+def test_a_hook_before_loading_may_make_a_misfit_fit():
+    """torch's own example: a hook that reorders a state dict by names. What counts is what the hook hands on."""
+    ours = params_of(shapes=((2, 3), (4,)))
+    mine = AdamW(ours)
+    give(0, ours)
+    mine.step()
+    state, swapped = mine.state_dict(), copy.deepcopy(mine.state_dict())
+    swapped["state"] = {0: swapped["state"][1], 1: swapped["state"][0]}
+    fresh = AdamW(twin(ours))
+    fresh.register_load_state_dict_pre_hook(lambda opt, given_: {**given_, "state": {0: given_["state"][1], 1: given_["state"][0]}})
+    fresh.load_state_dict(swapped)
+    for key in ("exp_avg", "exp_avg_sq"):
+        for i, t in enumerate(states(fresh, key)):
+            same(t, state["state"][i][key], key)
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_weights_and_gradients_in_any_order_of_memory(device):
+    """Transposed, channels last, gapped, at odd addresses; gradients in the weights' order and in another one."""
+    random = generator(0)
+    shapes = [lambda: torch.randn(70, 65, generator=random).t(), lambda: torch.randn(2, 3, 4, 5, generator=random).to(memory_format=torch.channels_last),
+              lambda: torch.randn(9, 8, generator=random)[:, 2:5], lambda: torch.randn(5003, generator=random)[3:], lambda: torch.randn(60, generator=random)[::2]]
+    bases = [make() for make in shapes]
+    ours, around = [], []
+    for base in bases:
+        whole = torch.randn(base.untyped_storage().nbytes() // 4, generator=random).to(device)
+        p = nn.Parameter(whole.as_strided(base.shape, base.stride(), base.storage_offset()))
+        assert p.stride() == base.stride()
+        ours.append(p)
+        around.append(whole)
+    reference = twin(ours)
+    before = [whole.clone() for whole in around]
+    mine, theirs = AdamW(ours, lr=0.01, max_norm=2.0, amsgrad=True), Torchs(reference, lr=0.01, amsgrad=True)
+    for k in range(6):
+        give(k, ours, reference)
+        if k % 2:
+            for p in ours:
+                p.grad = p.grad.contiguous()
+        if k == 4:
+            for p in ours:
+                p.grad = torch.zeros(*p.shape, 2, device=device)[..., 1].copy_(p.grad)
+        kept = [p.grad.clone() for p in ours]
+        nn.utils.clip_grad_norm_(reference, 2.0)
+        mine.step(), theirs.step()
+        compare(ours, reference, f"step {k}")
+        for p, g in zip(ours, kept):
+            assert torch.equal(p.grad, g), "a user's gradient was written"
+    for p, whole, old in zip(ours, around, before):
+        old.as_strided(p.shape, p.stride(), p.storage_offset()).copy_(p.detach())
+        assert torch.equal(whole, old), f"memory beside a weight of strides {p.stride()} was written"
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_weights_as_torchs_fused(dtype, device):
+    """Computed in fp32 and rounded once, states included: nearly every element has torch's bits, the rest is one step of the dtype away."""
+    ours = params_of(device, dtype=dtype)
+    reference = twin(ours)
+    mine, theirs = AdamW(ours, lr=0.01), Torchs(reference, lr=0.01, fused=True)
+    for k in range(10):
+        give(k, ours, reference)
+        mine.step(), theirs.step()
+    step = torch.finfo(dtype).eps
+    for key, mine_, theirs_ in (("weight", ours, reference), *((k, states(mine, k), states(theirs, k)) for k in ("exp_avg", "exp_avg_sq"))):
+        for a, b in zip(mine_, theirs_):
+            assert a.dtype == b.dtype == dtype
+            torch.testing.assert_close(a.detach(), b.detach(), rtol=4 * step, atol=1e-6, msg=lambda m: f"{key}: {differ(a, b)}\n{m}")
+            different = (a != b).float().mean().item() if a.numel() > 1000 else 0
+            assert different < 0.02, f"{key}: {100 * different:.2g}% of the elements differ"
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_dtypes_side_by_side(device):
+    """fp32, bf16, fp16 and fp64 in one optimizer, clipped together; fp64 in torch's precision."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32, torch.bfloat16)
+    ours = [nn.Parameter(p.detach().to(dtype)) for p, dtype in zip(params_of(device), dtypes)]
+    reference = [nn.Parameter(p.detach().double()) for p in ours]
+    mine, theirs = AdamW(ours, lr=0.01, max_norm=5.0), Torchs(reference, lr=0.01)
+    for k in range(6):
+        give(k, ours)
+        for p, q in zip(ours, reference):
+            q.grad = p.grad.double()
+        nn.utils.clip_grad_norm_(reference, 5.0)
+        mine.step(), theirs.step()
+    for p, q, dtype in zip(ours, reference, dtypes):            # (where torch takes the norm, a bf16 tensor's has bf16's 8 bits)
+        bound = max(20 * torch.finfo(dtype).eps, 2e-5)
+        torch.testing.assert_close(p.detach().double(), q.detach(), rtol=bound, atol=bound)
+        assert mine.state[p]["exp_avg"].dtype == dtype
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_named_parameters(device):
+    model = Blocks().to(device)
+    names = [name for name, _ in model.named_parameters()]
+    mine, theirs = AdamW(model.named_parameters(), on_nonfinite="skip"), Torchs(model.named_parameters())
+    assert mine.names() == names and mine.param_groups[0]["param_names"] == theirs.param_groups[0]["param_names"] == names
+    assert mine.state_dict()["param_groups"][0]["param_names"] == names
+    model(filled(model)).backward()
+    model.blocks[1][0].grad[0, 0] = NAN
+    mine.step()
+    assert mine.last_skip() == {"step": 1, "tensor": names[2]}
+    plain = AdamW(model.parameters())
+    assert plain.names()[2] == "parameter 2 of shape (64, 65)"
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(set_to_none, device):
+    ours = params_of(device)
+    mine = AdamW(ours, lr=0.01, weight_decay=0.1)
+    reference = twin(ours)
+    theirs = Torchs(reference, lr=0.01, weight_decay=0.1)
+    give(0, ours, reference)
+    mine.step(), theirs.step()
+    mine.zero_grad(set_to_none), theirs.zero_grad(set_to_none)
+    assert all((p.grad is None) == set_to_none and (set_to_none or not p.grad.any()) for p in ours)
+    mine.step(), theirs.step()                                  # zeros: momentum and decay go on; None: nothing does
+    compare(ours, reference)
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_a_step_is_another_version_of_the_weights(device):
+    """autograd has to notice: a graph that saved a weight must not be run backward after the step."""
+    w = nn.Parameter(torch.ones(4, device=device))
+    loss = w.square().sum()
+    w.grad = torch.ones_like(w)
+    AdamW([w]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_a_dead_optimizer_is_freed(device):
+    ours = params_of(device)
+    mine = AdamW(ours, max_norm=1.0)
+    give(0, ours)
+    mine.step()
+    gone = weakref.ref(mine)
+    del mine
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("kwargs", [{}, {"max_norm": 1.0}], ids=str)
+def test_gradients_that_zero_grad_dropped_are_freed(kwargs, device):
+    """An optimizer that kept them until its next step would double the memory of gradients during backward."""
+    ours = params_of(device)
+    mine = AdamW(ours, **kwargs)
+    for k in range(3):
+        give(k, ours)
+        held = [weakref.ref(p.grad) for p in ours]
+        mine.step()
+        mine.zero_grad()
+        gc.collect()
+        assert not [i for i, ref in enumerate(held) if ref() is not None], f"step {k}: gradients are still held by the optimizer"
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_what_lies_elsewhere_than_in_the_last_step_is_noticed(device):
+    """Whatever an optimizer remembers from step to step: new memory for a weight, a gradient, a state; AMSGrad turned on; other groups."""
+    ours = params_of(device)
+    reference = twin(ours)
+    mine, theirs = AdamW(ours, lr=0.01, max_norm=3.0), Torchs(reference, lr=0.01)
+
+    def swap_weights(optimizer, params):
+        for p in params:
+            p.data = p.data.clone()
+
+    def swap_state(key):
+        def swap(optimizer, params):
+            for p in params:
+                optimizer.state[p][key] = optimizer.state[p][key] * 2 + (1 if key == "step" else 0)
+        return swap
+
+    def turn_on_amsgrad(optimizer, params):
+        for group in optimizer.param_groups:
+            group["amsgrad"] = True
+        for p in params:                                        # (torch does not make it by itself)
+            optimizer.state[p].setdefault("max_exp_avg_sq", torch.zeros_like(p))
+
+    def split_groups(optimizer, params):
+        group, = optimizer.param_groups
+        optimizer.param_groups.append({**group, "params": group["params"][3:], "lr": 0.1})
+        group["params"] = group["params"][:3]
+
+    def maximize(optimizer, params):
+        optimizer.param_groups[0]["maximize"] = True
+
+    def forget(optimizer, params):
+        optimizer.state.clear()
+    changes = [None, None, swap_weights, swap_state("exp_avg"), swap_state("exp_avg_sq"), swap_state("step"), turn_on_amsgrad, split_groups, maximize, forget, None]
+    for k, change in enumerate(changes):
+        random = generator(k)
+        for p, q in zip(ours, reference):                       # in the same memory, so that only the change can be noticed
+            g = torch.randn(p.shape, generator=random).to(device)
+            for t in (p, q):
+                t.grad = g.clone() if t.grad is None else t.grad.copy_(g)
+        if change:
+            change(mine, ours), change(theirs, reference)
+        kept = [q.grad.clone() for q in reference]
+        nn.utils.clip_grad_norm_(reference, 3.0)
+        mine.step(), theirs.step()
+        compare(ours, reference, f"step {k}, {change and change.__name__}", atol=1e-5)
+        for q, g in zip(reference, kept):
+            q.grad.copy_(g)
+
+
+@pytest.mark.skipif(ga.backend().name == "cuda", reason="of the CPU's two backends")
+def test_one_optimizer_under_two_backends():
+    ours = params_of()
+    reference = twin(ours)
+    mine, theirs = AdamW(ours, lr=0.01, max_norm=1.0), Torchs(reference, lr=0.01)
+    for k in range(6):
+        give(k, ours, reference)
+        nn.utils.clip_grad_norm_(reference, 1.0)
+        with ga.use_backend("simt" if k % 2 else "torch"):
+            mine.step()
+        theirs.step()
+        compare(ours, reference, f"step {k}")
+
+
+# ---- state dicts ----------------------------------------------------------------------------------------------------
+
+FLAGS = [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True}, {"amsgrad": True, "fused": True}]
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("flags", [*FLAGS, {"capturable": True}], ids=str)
+@pytest.mark.parametrize("direction", ["to torch", "from torch", "to ours"])
+def test_state_dicts_go_both_ways(direction, flags, device):
+    """The course goes on as if the optimizer had never changed: to itself bit for bit, else within what the two always differ."""
+    if "capturable" in flags and device == "cpu" and "torch" in direction:
+        pytest.skip("torch's capturable needs a GPU")
+    first, second = {"to torch": (AdamW, Torchs), "from torch": (Torchs, AdamW), "to ours": (AdamW, AdamW)}[direction]
+    ours = params_of(device)
+    one = first(ours, lr=0.01, betas=(0.8, 0.95), weight_decay=0.1, **flags)
+    for k in range(5):
+        give(k, ours)
+        one.step()
+    others = twin(ours)
+    two = second(others, lr=0.5)
+    saved = copy.deepcopy(one.state_dict())                     # (torch's load_state_dict shares tensors; so does ours)
+    kept = copy.deepcopy(saved)
+    two.load_state_dict(saved)
+    assert two.param_groups[0]["lr"] == 0.01 and two.param_groups[0]["betas"] == (0.8, 0.95)
+    for i, state in saved["state"].items():
+        for key, value in state.items():
+            same(torch.as_tensor(value), torch.as_tensor(kept["state"][i][key]), "loading changed the dictionary")
+    for k in range(5, 10):
+        give(k, ours, others)
+        one.step(), two.step()
+        if direction == "to ours":
+            for a, b in zip(ours, others):
+                same(a.detach(), b.detach(), f"step {k}")
+        compare(ours, others, f"step {k}")
+    assert {key: sorted(state) for key, state in two.state_dict()["state"].items()} == {key: sorted(state) for key, state in kept["state"].items()}
+    again = second(twin(others))
+    again.load_state_dict(two.state_dict())
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_a_state_dict_that_went_through_a_file_and_one_with_plain_numbers(device):
+    ours = params_of(device)
+    mine = AdamW(ours, lr=0.01)
+    give(0, ours)
+    mine.step()
+    file = io.BytesIO()
+    torch.save(mine.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    for state in loaded["state"].values():
+        state["step"] = state["step"].item()                   # as torch before 1.12 had it
+    others = twin(ours)
+    again = AdamW(others)
+    again.load_state_dict(loaded)
+    give(1, ours, others)
+    mine.step(), again.step()
+    for a, b in zip(ours, others):
+        same(a.detach(), b.detach())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+def test_gpu_state_of_the_cpu_and_of_the_gpu(flags):
+    """A run that began on the CPU goes on on a GPU, and back."""
+    ours = params_of("cpu")
+    one = AdamW(ours, lr=0.01, **flags)
+    for k in range(3):
+        give(k, ours)
+        one.step()
+    there = [nn.Parameter(p.detach().cuda()) for p in ours]
+    two = AdamW(there, **flags)
+    two.load_state_dict(one.state_dict())
+    back = [nn.Parameter(p.detach().clone()) for p in ours]
+    three = AdamW(back, **flags)
+    three.load_state_dict(two.state_dict())
+    for k in range(3, 6):
+        give(k, ours, back)
+        for p, q in zip(ours, there):
+            q.grad = p.grad.cuda()
+        one.step(), two.step(), three.step()
+    compare([p.cpu() for p in there], ours)
+    compare(back, ours)
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("what", ["parameters", "arena"])
+def test_a_state_dict_that_does_not_fit_changes_nothing(what, device):
+    model = Blocks().to(device)
+    target = Arena(model) if what == "arena" else list(model.parameters())
+    mine = AdamW(target, lr=0.01, amsgrad=True)
+    model(filled(model)).backward()
+    mine.step()
+    good = copy.deepcopy(mine.state_dict())
+    before = snapshot(mine)
+
+    def broken(change):
+        state = copy.deepcopy(good)
+        change(state)
+        return state
+
+    def dropping(key):
+        return lambda s: s["state"][1].pop(key)
+
+    def reshaped(key):
+        return lambda s: s["state"][1].__setitem__(key, torch.zeros(2, 2))
+    cases = [(dropping(key), f"state_dict: {key} of .* is missing") for key in ("step", "exp_avg", "exp_avg_sq")]
+    cases += [(reshaped(key), rf"state_dict: {key} of .* has shape \(2, 2\); expected") for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
+    for change, message in cases:
+        with pytest.raises(ArgumentError, match=message):
+            mine.load_state_dict(broken(change))
+        unchanged(before, mine)
+    for change in (lambda s: s["param_groups"].append(s["param_groups"][0]), lambda s: s["param_groups"][0]["params"].pop()):
+        with pytest.raises(ValueError):
+            mine.load_state_dict(broken(change))                # torch's own checks
+        unchanged(before, mine)
+    assert mine.param_groups[0]["lr"] == 0.01
+    mine.load_state_dict(good)
+    unchanged(before, mine)
+    if what == "arena":
+        target.release()
+
+
+# ---- schedulers -----------------------------------------------------------------------------------------------------
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda k: 0.9**k), "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda k: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 3), "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 3), "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=5),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.8), "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 8, 2.0),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5), "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.1, 2, cycle_momentum=True), "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=11),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.8)], [3]),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o, 0.3, 4), lr_scheduler.ExponentialLR(o, 0.9)]),
+}
+
+
+def test_all_of_torchs_schedulers_are_tried():
+    assert set(SCHEDULERS) == set(lr_scheduler.__all__) - {"LRScheduler"}
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers(name, device):
+    ours = params_of(device, ((5, 3), (4,)))
+    reference = twin(ours)
+    mine, theirs = AdamW(ours, lr=0.02), Torchs(reference, lr=0.02)
+    one, two, rates = SCHEDULERS[name](mine), SCHEDULERS[name](theirs), []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for k in range(10):
+            give(k, ours, reference)
+            mine.step(), theirs.step()
+            for scheduler in (one, two):
+                scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+            compare(ours, reference, f"{name}, step {k}", atol=5e-6)
+            assert [(g["lr"], g["betas"]) for g in mine.param_groups] == [(g["lr"], g["betas"]) for g in theirs.param_groups]
+            rates.append(mine.param_groups[0]["lr"])
+    assert len(set(rates)) > 1, "the rate never changed"
+    assert not [w for w in said if "optimizer.step" in str(w.message)], "the scheduler did not see the steps"
+    if name in ("OneCycleLR", "CyclicLR"):
+        assert mine.param_groups[0]["betas"] != (0.9, 0.999), "these turn beta1 as well"
+
+
+# ---- the formula ----------------------------------------------------------------------------------------------------
+
+def formula(w, g, m, v, vmax, step, lr, beta1, beta2, eps, weight_decay):
+    """Loshchilov and Hutter, algorithm 2, and AMSGrad, literally, in float64."""
+    w, g, m, v = (t.double() for t in (w, g, m, v))
+    w = w - lr * weight_decay * w
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    second = v
+    if vmax is not None:
+        second = vmax = torch.maximum(vmax.double(), v)
+    w = w - lr * (m / (1 - beta1**step)) / ((second / (1 - beta2**step)).sqrt() + eps)
+    return w, m, v, vmax
+
+
+NUMBERS = {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("step", [1, 2, 1000, 2**20])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_reference_adamw_is_the_formula(dtype, step, amsgrad):
+    random = generator(step)
+    w, g, m = (torch.randn(1000, generator=random).to(dtype) for _ in range(3))
+    v, vmax = (torch.rand(1000, generator=random).to(dtype) + 0.01 for _ in range(2))
+    want = formula(w, g * -0.5, m, v, vmax if amsgrad else None, step, **NUMBERS)
+    exact = reference_adamw(w, g, m, v, vmax if amsgrad else None, step, **NUMBERS, factor=-0.5)
+    bound = {torch.float64: 1e-12, torch.float32: 2e-6}.get(dtype, torch.finfo(dtype).eps)
+    for name, got, right in zip(("weight", "m", "v", "vmax"), (w, m, v, vmax), want):
+        if right is not None:
+            torch.testing.assert_close(got.double(), right, rtol=bound, atol=bound, msg=lambda t: f"{name}: {differ(got, right)}")
+    same(exact.to(dtype), w, "what it returns is the weight before rounding")
+    torch.testing.assert_close(exact.double(), want[0], rtol=max(bound, 2e-6) if dtype != torch.float64 else bound, atol=bound) if dtype.itemsize > 2 else None
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("kwargs", [{}, {"amsgrad": True}, {"maximize": True}, {"max_norm": 1.0}, {"lr": 0.5, "betas": (0.0, 0.5), "eps": 1e-2, "weight_decay": 0.0}],
+                         ids=str)
+def test_the_optimizer_is_the_formula(kwargs, device):
+    ours = params_of(device)
+    mine = AdamW(ours, **{"lr": 0.01, "weight_decay": 0.1, **kwargs})
+    group = mine.param_groups[0]
+    numbers = {"lr": group["lr"], "beta1": group["betas"][0], "beta2": group["betas"][1], "eps": group["eps"], "weight_decay": group["weight_decay"]}
+    exact = [[p.detach().double(), *(torch.zeros_like(p, dtype=torch.float64) for _ in range(3))] for p in ours]
+    for k in range(1, 21):
+        give(k, ours)
+        norm = exact_norm([p.grad for p in ours])
+        factor = (-1 if group["maximize"] else 1) * (min(1.0, 1.0 / (norm + 1e-6)) if "max_norm" in kwargs else 1.0)
+        for p, state in zip(ours, exact):
+            *state[:3], vmax = formula(state[0], p.grad.double() * factor, state[1], state[2], state[3] if group["amsgrad"] else None, k, **numbers)
+            state[3] = vmax if vmax is not None else state[3]
+        mine.step()
+        for p, (w, m, v, _) in zip(ours, exact):
+            for name, got, right in (("weight", p.detach(), w), ("m", mine.state[p]["exp_avg"], m), ("v", mine.state[p]["exp_avg_sq"], v)):
+                torch.testing.assert_close(got.double(), right, rtol=5e-6, atol=5e-6, msg=lambda t: f"step {k}, {name}: {differ(got, right)}")
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_a_hundred_steps_stay_as_close_to_torch_as_torchs_own_two_ways(device):
+    """|ours - foreach| <= 2 |fused - foreach|, the largest over all weights."""
+    start = params_of(device, ((40, 50), (3000,), (7,)))
+    sets = {name: twin(start) for name in ("ours", "foreach", "fused")}
+    optimizers = [AdamW(sets["ours"], lr=0.01), Torchs(sets["foreach"], lr=0.01, foreach=True), Torchs(sets["fused"], lr=0.01, fused=True)]
+    for k in range(100):
+        give(k, *sets.values())
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def apart(a):
+        return max((p - q).abs().max().item() for p, q in zip(sets[a], sets["foreach"]))
+    print(f"ours {apart('ours'):.3g}, fused {apart('fused'):.3g} from foreach")
+    assert apart("ours") <= 2 * apart("fused"), f"ours is {apart('ours'):.3g} from foreach, fused {apart('fused'):.3g}"
+
+
+# ---- the same bits --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_two_runs_and_any_grid_give_the_same_bits(stochastic, dtype, device, monkeypatch):
+    def run():
+        ours = params_of(device, (*SHAPES, (150, 130)), dtype)
+        mine = AdamW(ours, lr=0.01, max_norm=1.0, stochastic_rounding=stochastic, seed=3, amsgrad=True)
+        for k in range(3):
+            give(k, ours)
+            mine.step()
+        return [t.detach() for p in ours for t in (p, *mine.state[p].values())]
+    first = run()
+    for blocks in (2**20, 1, 3, 7):
+        monkeypatch.setattr(adamw, "MAX_BLOCKS", blocks)
+        for got, want in zip(run(), first, strict=True):
+            same(got, want, f"{blocks} blocks")
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+@pytest.mark.parametrize("final", [False, True])
+def test_an_arena_gives_the_same_bits_with_any_grid_and_in_any_pieces(final, device, monkeypatch):
+    """Everything in one launch, or, where tensors got no gradient, in several; by adamw_v2 as by adamw_v3."""
+    def run(without=(), pieces=False):
+        model = Blocks(dtype=torch.bfloat16).to(device)
+        arena = Arena(model)
+        mine = AdamW(arena, lr=0.01, max_norm=1.0, stochastic_rounding=True, amsgrad=True)
+        with GradientAccumulator(arena) as accumulator:
+            for k in range(3):
+                accumulator.final = final
+                model([None if i in without else g for i, g in enumerate(filled(model, k))]).backward()
+                if pieces:                                      # a gradient of the user's own: not all sums are the arena's
+                    arena.owners[-1].grad = arena.owners[-1].grad.clone()
+                mine.step()
+                mine.zero_grad()
+        tensors = [arena.weights.clone(), arena.bf16_weights.clone(), *(t for o in arena.owners for t in mine.state.get(o, {}).values())]
+        arena.release()
+        return [t.clone() for t in tensors]
+    for how in ({}, {"without": (2, 5)}):
+        first = run(**how)
+        for got, want in zip(run(**how, pieces=True), first, strict=True):
+            same(got, want, f"{how}, by adamw_v2")
+        for blocks in (1, 3, 7):
+            with monkeypatch.context() as patch:
+                patch.setattr(adamw, "MAX_BLOCKS", blocks)
+                for got, want in zip(run(**how), first, strict=True):
+                    same(got, want, f"{how}, {blocks} blocks")
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_more_tensors_than_a_launch_takes(device):
+    """520 tensors: three launches of adamw_begin, nine of adamw_v2; each still gets its own group's numbers and its own count."""
+    ours = params_of(device, tuple((1 + i % 9,) for i in range(520)))
+    reference = twin(ours)
+
+    def groups(ps):
+        return [{"params": ps[i::40], "lr": 0.001 * (i + 1), "weight_decay": 0.01 * i} for i in range(40)]
+    mine, theirs = AdamW(groups(ours), max_norm=10.0), Torchs(groups(reference))
+    for k, without in enumerate(((), range(0, 520, 3), range(100, 500))):
+        give(k, ours, reference, without=without)
+        nn.utils.clip_grad_norm_(reference, 10.0)
+        mine.step(), theirs.step()
+        compare(ours, reference, f"step {k}")
+
+
+# ---- an arena -------------------------------------------------------------------------------------------------------
+
+def peers(dtype, device, scaled=False, **kwargs):
+    """(model, arena, ga.AdamW) and (model, arena, torch's AdamW) that start from the same weights."""
+    how = {"decay": lambda name, p: p.dim() >= 2 and not name.startswith("blocks.0"),
+           "lr_scale": lambda name, p: 3.0 if name.startswith("blocks.1") else 0.5} if scaled else {}
+    models = [Blocks(dtype=dtype if dtype != "mixed" else torch.float32).to(device) for _ in range(2)]
+    if dtype == "mixed":                                        # the middle block in bf16, the others in fp32
+        for m in models:
+            m.blocks[1].to(torch.bfloat16)
+    arenas = [Arena(m, **how) for m in models]
+    mine = AdamW(arenas[0], lr=0.01, weight_decay=0.3, **kwargs)
+    theirs = Torchs(arenas[1].parameter_groups(0.3, 0.01), lr=0.01)
+    return (models[0], arenas[0], mine), (models[1], arenas[1], theirs)
+
+
+def check_arena(arena, cleared=True):
+    """Masters, copies and padding as an arena promises."""
+    for s, owner, p in zip(arena.segments, arena.owners, arena.params):
+        if owner is not p:
+            same(p.detach(), owner.detach().bfloat16(), f"the bf16 copy of {s.name} is its master, rounded")
+    used = torch.zeros(arena.numel, dtype=torch.bool)
+    for s in arena.segments:
+        used[s.offset:s.offset + s.numel] = True
+    assert not arena.weights.cpu()[~used].any() and not arena.grads.cpu()[~used].any(), "padding was written"
+    if cleared:
+        assert not arena.grads.any(), f"sums were not cleared: {arena.grads.abs().max()}"
+        assert all(p.grad is None for p in (*arena.params, *arena.owners))
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "mixed"])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_arena_in_each_mode_as_torch_over_its_parameter_groups(mode, dtype, scaled, device):
+    (m1, a1, mine), (m2, a2, theirs) = peers(dtype, device, scaled)
+    rates = {g["lr"] for g in mine.param_groups}
+    assert rates == ({0.005, 0.03} if scaled else {0.01}) and {g["weight_decay"] for g in mine.param_groups} == {0.0, 0.3}
+    with GradientAccumulator(a1, mode), GradientAccumulator(a2, mode):
+        for k in range(4):
+            for micro in range(2):
+                grads = filled(m1, 10 * k + micro)
+                if k == 2 and micro == 1:
+                    grads[5] = None
+                m1(grads).backward(), m2(grads).backward()
+            mine.step(), theirs.step()
+            theirs.zero_grad()
+            compare(a1.owners, a2.owners, f"{mode}, step {k}")
+            check_arena(a1)
+            assert torch.equal(m1.blocks[1][0], a1.params[4])
+    assert mine.skipped == 0 and mine.last_skip() is None and mine.clip_state.finite
+    a1.release(), a2.release()
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_an_accumulator_gradients_are_used_and_never_written(dtype, device):
+    (m1, a1, mine), (m2, a2, theirs) = peers(dtype, device, max_norm=1.0)
+    for k in range(3):
+        grads = filled(m1, k)
+        m1(grads).backward()
+        kept = [p.grad.clone() for p in m1.parameters()]
+        m2(grads).backward()
+        for p, owner in zip(a2.params, a2.owners):
+            owner.grad = p.grad.float()
+        nn.utils.clip_grad_norm_(a2.parameters(), 1.0)
+        mine.step(), theirs.step()
+        for p, g in zip(m1.parameters(), kept):
+            same(p.grad, g, "a user's gradient was written")
+        # Where torch takes the norm, that of a bf16 gradient has bf16's 8 bits.
+        compare(a1.owners, a2.owners, f"step {k}", **({"atol": 2e-4} if dtype == torch.bfloat16 and ga.backend().name == "torch" else {}))
+        check_arena(a1, cleared=False)
+        assert not a1.grads.any()
+        m1.zero_grad(), m2.zero_grad()
+    if dtype == torch.bfloat16:                                 # a gradient that the user gave a master goes before
+        m1(filled(m1)).backward()
+        for owner, p in zip(a1.owners, a1.params):
+            owner.grad = -p.grad.float()
+        before = [mine.state[o]["exp_avg"].clone() for o in a1.owners]
+        mine.step()
+        for owner, m in zip(a1.owners, before):
+            torch.testing.assert_close(mine.state[owner]["exp_avg"], 0.9 * m + 0.1 * owner.grad * mine.clip_state.scale, rtol=1e-5, atol=1e-7)
+    a1.release(), a2.release()
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_sums_and_gradients_of_ones_own_in_one_step(device):
+    """The user has replaced one gradient: it counts, also in the norm, and is not cleared; the sums are."""
+    (m1, a1, mine), (m2, a2, theirs) = peers(torch.float32, device, max_norm=1.0)
+    with GradientAccumulator(a1), GradientAccumulator(a2):
+        for k in range(3):
+            grads = filled(m1, k)
+            m1(grads).backward(), m2(grads).backward()
+            if k == 1:
+                own = torch.full_like(a1.owners[4], 3.0)
+                a1.owners[4].grad, a2.owners[4].grad = own, own.clone()
+            nn.utils.clip_grad_norm_(a2.parameters(), 1.0)
+            mine.step(), theirs.step()
+            mine.zero_grad(), theirs.zero_grad()
+            compare(a1.owners, a2.owners, f"step {k}")
+            assert k != 1 or own.eq(3).all()
+    a1.release(), a2.release()
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gradient_that_the_user_took_away_does_not_come_back(mode, device):
+    """`.grad = None` for one tensor before the step (frozen for now): not updated, not in the norm, and its sum is not in the next window."""
+    (m1, a1, mine), (m2, a2, theirs) = peers(torch.float32, device, max_norm=1.0)
+    with GradientAccumulator(a1, mode) as one, GradientAccumulator(a2, mode) as two:
+        for k in range(3):
+            grads = filled(m1, k)
+            m1(grads).backward(), m2(grads).backward()
+            one.finish(), two.finish()
+            if k == 0:
+                a1.owners[4].grad = a2.owners[4].grad = None
+            nn.utils.clip_grad_norm_(a2.parameters(), 1.0)
+            mine.step(), theirs.step()
+            mine.zero_grad(), theirs.zero_grad()
+            compare(a1.owners, a2.owners, f"{mode}, step {k}")
+    a1.release(), a2.release()
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["arena", "fused", "host"])
+def test_squares_taken_while_adding_change_no_bit(mode, dtype, device):
+    def run(final):
+        model = Blocks(dtype=dtype).to(device)
+        arena = Arena(model)
+        mine, norms = AdamW(arena, lr=0.01, max_norm=0.5), []
+        with GradientAccumulator(arena, mode) as accumulator:
+            for k in range(3):
+                for micro in range(2):
+                    accumulator.final = final and micro == 1
+                    model(filled(model, 10 * k + micro)).backward()
+                mine.step()
+                norms.append(mine.clip_state.norm.item())
+        weights = arena.weights.clone()
+        arena.release()
+        return weights, norms
+    (w1, n1), (w2, n2) = run(False), run(True)
+    assert n1 == n2
+    same(w1, w2)
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("change", ["in place", "all of them", "replaced", "another backward"])
+def test_sums_changed_after_the_last_backward_are_respected(change, device):
+    """The squares that accumulate_v4 has left do not hold any more."""
+    (m1, a1, mine), (m2, a2, theirs) = peers(torch.float32, device, max_norm=0.5)
+    with GradientAccumulator(a1) as accumulator, GradientAccumulator(a2):
+        for k in range(2):
+            accumulator.final = True
+            for m, a in ((m1, a1), (m2, a2)):
+                m(filled(m, k)).backward()
+                if change == "in place":
+                    a.owners[4].grad.mul_(100)
+                elif change == "all of them":
+                    a.grads.mul_(100)
+                elif change == "replaced":
+                    a.owners[4].grad = 100 * a.owners[4].grad
+                else:
+                    accumulator.final = False
+                    m(filled(m, 50 + k)).backward()
+            want = nn.utils.clip_grad_norm_(a2.parameters(), 0.5)
+            mine.step(), theirs.step()
+            torch.testing.assert_close(mine.clip_state.norm, want, rtol=1e-5, atol=0)
+            mine.zero_grad(), theirs.zero_grad()
+            compare(a1.owners, a2.owners, f"{change}, step {k}")
+    a1.release(), a2.release()
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_of_an_optimizer_over_an_arena(dtype, device):
+    """deepcopy takes the arena and its model along, and both go on by themselves."""
+    model = Blocks(dtype=dtype).to(device)
+    arena = Arena(model)
+    mine = AdamW(arena, lr=0.01, max_norm=1.0)
+    model(filled(model)).backward()
+    mine.step()
+    model.zero_grad()
+    other = copy.deepcopy(mine)
+    twin_model = other.arena.module
+    assert other.arena is not arena and twin_model is not model
+    for k in range(1, 3):
+        model(filled(model, k)).backward(), twin_model(filled(model, k)).backward()
+        mine.step(), other.step()
+        model.zero_grad(), twin_model.zero_grad()
+        same(other.arena.weights, arena.weights, f"step {k}")
+    check_arena(other.arena, cleared=False)
+    other.arena.release(), arena.release()
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("what", ["arena -> arena", "arena -> torch", "torch -> arena", "bf16 arena -> torch"])
+def test_state_dicts_of_an_arena(what, device):
+    dtype = torch.bfloat16 if "bf16" in what else torch.float32
+    (m1, a1, mine), (m2, a2, theirs) = peers(dtype, device)
+    source, target = (theirs, mine) if what == "torch -> arena" else (mine, theirs)
+    sa, ta = (a2, a1) if source is theirs else (a1, a2)
+    if what == "arena -> arena":
+        target = AdamW(a2, lr=0.5, weight_decay=0.3)
+
+    def train(arena, optimizer, k):
+        random = generator(k)
+        for owner in arena.parameters():
+            owner.grad = torch.randn(owner.shape, generator=random).to(device)
+        optimizer.step()
+        optimizer.zero_grad()
+    for k in range(3):
+        train(sa, source, k)
+    with torch.no_grad():
+        ta.weights.copy_(sa.weights)
+    target.load_state_dict(copy.deepcopy(source.state_dict()))
+    for k in range(3, 6):
+        train(sa, source, k), train(ta, target, k)
+        compare(sa.owners, ta.owners, f"step {k}")
+    if what == "arena -> arena":
+        same(a1.weights, a2.weights)
+    moments = target._moments if target is not theirs else mine._moments
+    for key, flat in moments.items():
+        for s, owner in zip(a1.segments if target is not theirs and target is mine else sa.segments, range(99)):
+            assert not flat[s.offset + s.numel:s.offset + s.padded].any(), f"padding of {key} was written"
+    a1.release(), a2.release()
+
+
+# ---- clipping inside ------------------------------------------------------------------------------------------------
+
+def clip_like(scope, arena_or_params, max_norm):
+    if scope == "global":
+        groups = [arena_or_params.parameters() if isinstance(arena_or_params, Arena) else arena_or_params]
+    elif scope == "tensor":
+        groups = [[p] for p in (arena_or_params.owners if isinstance(arena_or_params, Arena) else arena_or_params)]
+    else:
+        groups = [arena_or_params.owners[b.first:b.last] for b in arena_or_params.blocks]
+    norms = [nn.utils.clip_grad_norm_(group, max_norm) for group in groups]
+    return norms[0] if scope == "global" else torch.stack([n.to(norms[-1].device) for n in norms])
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("scope", ["global", "block", "tensor"])
+@pytest.mark.parametrize("what", ["arena", "arena without accumulator", "parameters"])
+def test_clipping_inside_is_clipping_before(what, scope, device):
+    """Three steps above the threshold, with a threshold that changes, and one below."""
+    if what == "parameters" and scope == "block":
+        with pytest.raises(ArgumentError, match="scope='block' needs an arena"):
+            AdamW(params_of(), scope="block", max_norm=1.0)
+        return
+    with contextlib.ExitStack() as stack:
+        if what == "parameters":
+            ours = params_of(device)
+            reference = twin(ours)
+            mine, theirs = AdamW(ours, lr=0.01, max_norm=1.0, scope=scope), Torchs(reference, lr=0.01)
+            target = reference
+        else:
+            (m1, a1, mine), (m2, a2, theirs) = peers(torch.float32, device, max_norm=1.0, scope=scope)
+            ours, reference, target = a1.owners, a2.owners, a2
+            for a in (a1, a2):
+                if what == "arena":
+                    stack.enter_context(GradientAccumulator(a))
+                stack.callback(a.release)
+        for k, (size, max_norm) in enumerate(((1.0, 1.0), (5.0, 1.0), (1.0, 0.0), (1.0, 2.0), (1e-4, 2.0), (1.0, INF))):
+            mine.max_norm = max_norm
+            if what == "parameters":
+                give(k, ours, reference, size=size)
+            else:
+                for m in (m1, m2):
+                    m([size * g for g in filled(m, k)]).backward()
+            before = [p.grad.clone() for p in reference]
+            want = clip_like(scope, target, max_norm)
+            mine.step(), theirs.step()
+            torch.testing.assert_close(mine.clip_state.norm, want, rtol=1e-5, atol=1e-7)
+            scale = mine.clip_state.scale.flatten()
+            assert (scale == 1).all() if size < 1e-3 or max_norm == INF else scale[0] < 1 or scope != "global"
+            torch.testing.assert_close(mine.clip_state.clipped_norm, want * mine.clip_state.scale, rtol=1e-6, atol=1e-8)
+            compare(ours, reference, f"step {k}, {scope}", atol=5e-6)
+            del before
+            mine.zero_grad(), theirs.zero_grad()
+
+
+def bad_step(what, device, dtype, **kwargs):
+    """(optimizer, good(k): gradients for step k, bad(): the same with one NaN or infinity, extra tensors to watch, name of the bad one)."""
+    if what == "parameters":
+        ours = params_of(device, dtype=dtype)
+        mine = AdamW(ours, lr=0.01, **kwargs)
+
+        def good(k):
+            give(k, ours)
+
+        def bad(value):
+            give(77, ours)
+            ours[4].grad[4096] = value
+        return mine, good, bad, [], "parameter 4 of shape (4097,)"
+    model = Blocks(dtype=dtype).to(device)
+    arena = Arena(model)
+    mine = AdamW(arena, lr=0.01, **kwargs)
+    accumulator = GradientAccumulator(arena) if what == "arena" else None
+
+    def good(k):
+        if accumulator is None:
+            model.zero_grad()
+        model(filled(model, k)).backward()
+
+    def bad(value):
+        grads = filled(model, 77)
+        grads[3][4096] = value
+        model.zero_grad()
+        model(grads).backward()
+    mine.keep = accumulator
+    return mine, good, bad, [arena.weights] + ([arena.bf16_weights] if dtype == torch.bfloat16 else []), arena.segments[3].name
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("scope", ["global", "tensor", "block"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("what", ["parameters", "arena", "arena without accumulator"])
+def test_a_step_with_a_bad_gradient_is_skipped_counted_and_named(what, dtype, scope, value, device):
+    """Not a bit of weights, moments, counts and copies changes, and the next step goes on as if the bad one had not been."""
+    if what == "parameters" and scope == "block":
+        scope = "global"
+    how = {"on_nonfinite": "skip", "scope": scope, **({} if scope == "block" else {"max_norm": 1.0})}
+    (mine, good, bad, watched, name), (other, good2, _, _, _) = bad_step(what, device, dtype, **how), bad_step(what, device, dtype, **how)
+    assert mine.last_skip() is None
+    for k in range(2):
+        good(k), good2(k)
+        mine.step(), other.step()
+    for n in (1, 2):
+        bad(value)
+        before = snapshot(mine, *watched)
+        mine.step()
+        unchanged(before, mine, *watched)
+        assert mine.skipped == n and mine.skipped.dtype == torch.int32 and mine.last_skip() == {"step": 2 + n, "tensor": name}
+        assert not mine.clip_state.finite.all() and mine.clip_state.name() == name
+        if what == "arena":
+            assert not mine.arena.grads.any(), "the bad sums must not stay"
+    for k in range(2, 4):
+        good(k), good2(k)
+        mine.step(), other.step()
+    for a, b in zip(snapshot(mine, *watched), snapshot(other), strict=False):
+        assert torch.equal(a, b), "a skipped step left something behind"
+    assert mine.skipped == 2 and mine.last_skip()["step"] == 4 and other.skipped == 0
+    for optimizer in (mine, other):
+        if optimizer.arena is not None:
+            optimizer.arena.release()
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("what", ["parameters", "arena"])
+def test_raise_names_the_tensor_and_changes_nothing(what, device):
+    mine, good, bad, watched, name = bad_step(what, device, torch.float32, on_nonfinite="raise")
+    good(0)
+    mine.step()
+    bad(NAN)
+    grads = [p.grad for group in mine.param_groups for p in group["params"]]
+    before = snapshot(mine, *watched, *grads)
+    with pytest.raises(NonFiniteError, match=r"the gradient of .* is not finite: nothing was changed") as info:
+        mine.step()
+    assert name in str(info.value)
+    unchanged(before, mine, *watched, *grads)
+    mine.zero_grad()
+    good(1)
+    mine.step()
+    assert float(states(mine, "step")[0]) == 2
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_propagate_is_what_torch_does(max_norm, device):
+    mine, good, bad, _, _ = bad_step("parameters", device, torch.float32, max_norm=max_norm)
+    ours = mine.param_groups[0]["params"]
+    reference = twin(ours)
+    theirs = Torchs(reference, lr=0.01)
+    for value in (NAN, INF):
+        bad(value)
+        for p, q in zip(ours, reference):
+            q.grad = p.grad.clone()
+        if max_norm:
+            nn.utils.clip_grad_norm_(reference, max_norm)
+        mine.step(), theirs.step()
+        compare(ours, reference, f"{value}", equal_nan=True)
+    assert mine.skipped == 0 and mine.last_skip() is None and any(p.isnan().any() for p in ours)
+
+
+# ---- loss scales and divisors ---------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_grad_scaler_as_with_torchs_fused(unscale, max_norm, device):
+    """Scale, overflow, back off, grow: weights, scales and skipped steps are torch's. With max_norm torch needs unscale_ to clip."""
+    ours = params_of(device)
+    reference = twin(ours)
+    mine, theirs = AdamW(ours, lr=0.01, max_norm=max_norm), Torchs(reference, lr=0.01, fused=True)
+    scalers = [torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=3) for _ in range(2)]
+    for k in range(10):
+        for scaler, optimizer, params, peer in ((scalers[0], mine, ours, False), (scalers[1], theirs, reference, True)):
+            optimizer.zero_grad()
+            random = generator(k)
+            loss = sum((p * torch.randn(p.shape, generator=random).to(device)).sum() for p in params)
+            scaler.scale(loss).backward()
+            if k in (4, 5):
+                params[4].grad[7] = INF if k == 4 else NAN
+            if unscale or peer and max_norm:
+                scaler.unscale_(optimizer)
+            if peer and max_norm:
+                nn.utils.clip_grad_norm_(params, max_norm)
+            kept = [p.grad.clone() for p in params]
+            scaler.step(optimizer)
+            if not peer:
+                for p, g in zip(params, kept):
+                    same(p.grad, g, "a user's gradient was written")
+            scaler.update()
+        compare(ours, reference, f"step {k}")
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+    assert [float(s) for s in states(mine, "step")] == [float(s) for s in states(theirs, "step")] == [8.0] * len(ours)
+    assert mine.skipped == 2 and mine.last_skip()["step"] == 6
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_grad_scaler_with_a_policy_of_ones_own(device):
+    """skip sees the bad tensor and names it; the scaler still backs off."""
+    ours = params_of(device)
+    mine = AdamW(ours, on_nonfinite="skip")
+    scaler = torch.amp.GradScaler(device, init_scale=8.0)
+    scaler.scale(sum(p.sum() for p in ours)).backward()
+    ours[1].grad[2] = INF
+    before = snapshot(mine)
+    scaler.step(mine)
+    scaler.update()
+    assert mine.skipped == 1 and mine.last_skip() == {"step": 1, "tensor": "parameter 1 of shape (5,)"} and scaler.get_scale() == 4
+    assert [torch.equal(a, b) for a, b in zip(snapshot(mine), before)][:len(ours)] == [True] * len(ours)
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("what", ["parameters", "arena"])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_divisor_scales_gradients_and_norms(shape, what, device):
+    mine, good, _, watched, _ = bad_step(what, device, torch.float32, max_norm=3.0)
+    other, good2, _, _, _ = bad_step(what, device, torch.float32, max_norm=3.0)
+    for k, divisor in enumerate((8.0, 0.25, 1.0, 1000.0)):
+        good(k), good2(k)
+        mine.grad_scale = torch.full(shape, divisor, device=device)
+        targets = [p for group in other.param_groups for p in group["params"]]
+        norm = exact_norm([p.grad for p in targets]) / divisor
+        with torch.no_grad():
+            for p in targets:
+                p.grad.div_(divisor)
+        mine.step(), other.step()
+        assert mine.clip_state.norm.item() == pytest.approx(norm, rel=1e-5)
+        assert other.clip_state.norm.item() == pytest.approx(norm, rel=1e-5)
+        compare([p for g in mine.param_groups for p in g["params"]], targets, f"divisor {divisor}")
+        mine.zero_grad(), other.zero_grad()
+
+
+# ---- stochastic rounding --------------------------------------------------------------------------------------------
+
+PHILOX = """
+extern "C" __global__ void philox(unsigned* out, const long long* key, const long long* counters, int n)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= n) return;
+    const long long* c = counters + 4 * i;
+    uint4 r = random_bits((unsigned long long)key[i], make_uint4((unsigned)c[0], (unsigned)c[1], (unsigned)c[2], (unsigned)c[3]));
+    out[4 * i] = r.x; out[4 * i + 1] = r.y; out[4 * i + 2] = r.z; out[4 * i + 3] = r.w;
+}
+"""
+
+
+def philox(keys, counters, device):
+    out = torch.zeros(4 * len(keys), dtype=torch.int32, device=device)
+    key, counter = torch.tensor(keys, device=device), torch.tensor(counters, device=device).flatten()
+    kernel = ga.compile(PHILOX.replace("unsigned* out", "int* out").replace("= r.", "= (int)r."))
+    kernel[-(-len(keys) // 64), 64](out, key, counter, len(keys))
+    return (out.long() & 0xFFFFFFFF).view(-1, 4).cpu()
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_philox_gives_the_answers_of_its_authors(device):
+    """The known-answer vectors of philox4x32-10 in Random123; and kernel and reference agree on any key and counter."""
+    ones = 0xFFFFFFFF
+    got = philox([0, -1, 0x299F31D0A4093822], [[0] * 4, [ones] * 4, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]], device)
+    assert [[f"{x:08x}" for x in row] for row in got.tolist()] == [
+        ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"], ["408f276d", "41c83b0e", "a20bc7c6", "6d5451fd"],
+        ["d16cfe09", "94fdcceb", "5001e420", "24126ea1"]]
+    for seed, tensor, step in ((0, 0, 0), (2**53 - 1, 5, 1), (2**32, 2**31 - 1, 2**24), (12345, 1, 10**6)):
+        want = philox([seed] * 5, [[i, 0, tensor, step] for i in range(5)], device)
+        assert torch.equal(reference_random_bits(seed, tensor, 20, step), want.flatten())
+        assert torch.equal(reference_random_bits(seed, tensor, 17, step), want.flatten()[:17])
+
+
+def test_random_bits_are_random_enough():
+    draws = torch.cat([reference_random_bits(1, t, 4096, s) for t in range(3) for s in range(3)])
+    assert len(draws.unique()) > 0.999 * len(draws)
+    for bit in range(32):
+        share = (draws >> bit & 1).double().mean().item()
+        assert abs(share - 0.5) < 5 * 0.5 / math.sqrt(len(draws)), f"bit {bit} is set in {share:.3f}"
+
+
+def test_reference_round_by_hand():
+    one, above = torch.tensor(1.0), torch.tensor(1.0 + 2**-7)
+    x = one + 2**-9                                             # a quarter of the way to the next bf16
+    up = [reference_round(x, torch.tensor(n)).item() for n in (0, 0xBFFF, 0xC000, 0xFFFF, 0xABC0000, 0xABCFFFF)]
+    assert up == [1, 1, above, above, 1, above]
+    for value in (INF, -INF, 0.0, -0.0, 1.0, -3.5):
+        for n in (0, 0xFFFF):
+            got = reference_round(torch.tensor(value), torch.tensor(n))
+            same(got, torch.tensor(value).bfloat16(), f"{value} is a bf16 already")
+    assert reference_round(torch.tensor([NAN, -NAN]), torch.tensor([0xFFFF, 0])).isnan().all()
+    largest = torch.tensor(torch.finfo(torch.float32).max)
+    assert reference_round(largest, torch.tensor(0xFFFF)) == INF and reference_round(largest, torch.tensor(0)) == torch.finfo(torch.bfloat16).max
+    x = torch.randn(10_000, generator=generator(0))
+    for n in (0, 0x8000, 0xFFFF):
+        got = reference_round(x, torch.full_like(x, n, dtype=torch.long)).float()
+        assert ((got - x).abs() <= x.abs() * 2**-7).all()
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_bf16_copies_are_rounded_by_the_reference_bits(device):
+    """Master, seed, number of the tensor, element and step give the bits of the copy: kernel and reference, on any machine."""
+    model = Blocks(dtype=torch.bfloat16).to(device)
+    arena = Arena(model)
+    mine, seed = AdamW(arena, lr=0.1, stochastic_rounding=True, seed=2**53 - 7), 2**53 - 7
+    with GradientAccumulator(arena):
+        for k in range(1, 4):
+            grads = filled(model, k)
+            grads[5 if k == 2 else 6] = None                    # who else takes part does not matter
+            model(grads).backward()
+            mine.step()
+            for i, s in enumerate(arena.segments):
+                master, step = arena.owners[i].detach().cpu(), int(mine.state[arena.owners[i]]["step"]) if mine.state.get(arena.owners[i]) else 0
+                if grads[6 - i] is not None and s.numel:
+                    want = reference_round(master, reference_random_bits(seed, i, s.numel, step))
+                    same(arena.params[i].detach().cpu(), want, f"step {k}, {s.name}")
+                    if s.numel > 100:
+                        assert not torch.equal(want, master.bfloat16()), "some were rounded to the other side"
+    arena.release()
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_bf16_weights_are_rounded_by_the_reference_bits(device):
+    """No master: the unrounded weight is not kept, so the formula in float64 stands in for it, where its rounding leaves no doubt."""
+    ours = params_of(device, dtype=torch.bfloat16)
+    mine = AdamW(ours, lr=0.1, stochastic_rounding=True, seed=5)
+    for k in range(1, 4):
+        give(k, ours)
+        start = [[t.detach().cpu().clone() for t in (p, p.grad, *(mine.state[p][key] if mine.state.get(p) else torch.zeros_like(p)
+                                                                  for key in ("exp_avg", "exp_avg_sq")))] for p in ours]
+        mine.step()
+        for i, (p, state) in enumerate(zip(ours, start)):
+            exact = formula(*state, None, k, 0.1, 0.9, 0.999, 1e-8, 0.01)[0].float()
+            noise = reference_random_bits(5, i, p.numel(), k)
+            slack = 4e-7 * (state[0].float().abs() + 0.1)
+            near = [reference_round(exact + e * slack, noise) for e in (0, -1, 1)]
+            sure = (near[0] == near[1]) & (near[0] == near[2])
+            assert p.numel() < 100 or sure.float().mean() > 0.99
+            got = p.detach().cpu()
+            assert torch.equal(got[sure], near[0][sure]), f"step {k}, tensor {i}: {differ(got[sure], near[0][sure])}"
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_rounding_is_unbiased_where_the_nearest_stalls(device):
+    """200 updates of 1e-4 on weights of 1, whose bf16 neighbours are 2^-8 below: to the nearest nothing moves, at random the mean does."""
+    n, steps, lr = 4096, 200, 1e-4
+    outcome = {}
+    for name, dtype, stochastic in (("fp32", torch.float32, False), ("nearest", torch.bfloat16, False), ("stochastic", torch.bfloat16, True)):
+        w = nn.Parameter(torch.ones(n, device=device, dtype=dtype))
+        mine = AdamW([w], lr=lr, weight_decay=0.0, stochastic_rounding=stochastic, seed=1)
+        w.grad = torch.ones_like(w)
+        for _ in range(steps if device != "cpu" or ga.backend().name == "simt" else 60):
+            mine.step()
+        outcome[name] = w.detach().float()
+    drift = 1 - outcome["fp32"].mean().item()
+    assert outcome["nearest"].eq(1).all() and drift > 0.005
+    sd = outcome["stochastic"].std().item()
+    assert 0.002 < sd < 0.02
+    off = abs(outcome["stochastic"].mean().item() - outcome["fp32"].mean().item())
+    assert off < 5 * sd / math.sqrt(n), f"mean is {off:.3g} from fp32's, {off / (sd / math.sqrt(n)):.1f} standard errors"
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_nan_and_infinity_survive_rounding(device):
+    w = nn.Parameter(torch.tensor([NAN, INF, -INF, 1.0], device=device).bfloat16())
+    w.grad = torch.zeros_like(w)
+    AdamW([w], stochastic_rounding=True, weight_decay=0.0).step()
+    same(w.detach(), torch.tensor([NAN, INF, -INF, 1.0], device=device).bfloat16())
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_the_seed_counts_and_fp32_is_left_alone(device):
+    def run(dtype, seed, stochastic=True):
+        ours = params_of(device, dtype=dtype)
+        mine = AdamW(ours, lr=0.1, stochastic_rounding=stochastic, seed=seed)
+        for k in range(2):
+            give(k, ours)
+            mine.step()
+        return ours[4].detach()
+    assert not torch.equal(run(torch.bfloat16, 0), run(torch.bfloat16, 1))
+    same(run(torch.bfloat16, 4), run(torch.bfloat16, 4))
+    same(run(torch.float32, 0), run(torch.float32, 1, False))
+    same(run(torch.float16, 0), run(torch.float16, 1, False))
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("kwargs, message", [
+    ({"scope": "layer"}, "scope is 'layer'"), ({"on_nonfinite": "ignore"}, "on_nonfinite is 'ignore'"), ({"max_norm": -1.0}, "max_norm is -1.0"),
+    ({"max_norm": NAN}, "max_norm is nan"), ({"max_norm": "a"}, "max_norm is 'a'"), ({"differentiable": True}, "differentiable is True"),
+    ({"seed": -1}, "seed is -1"), ({"seed": 2**53}, "seed is 9007199254740992"), ({"seed": 1.5}, "seed is 1.5"), ({"seed": None}, "seed is None"),
+])
+def test_bad_arguments(kwargs, message):
+    with pytest.raises(ArgumentError, match=message):
+        AdamW(params_of(), **kwargs)
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_bad_tensors(device):
+    sparse = nn.Embedding(5, 3, sparse=True).to(device)
+    good = nn.Parameter(torch.ones(3, device=device))
+    mine = AdamW([good, sparse.weight])
+    sparse(torch.tensor([1], device=device)).sum().backward()
+    good.grad = torch.ones_like(good)
+    before = snapshot(mine, good.grad)
+    with pytest.raises(ArgumentError, match=r"the gradient of parameter 1 of shape \(5, 3\) has layout torch.sparse_coo"):
+        mine.step()
+    unchanged(before, mine, good.grad)
+    assert not mine.state
+    with pytest.raises(ArgumentError, match="parameter 1 of shape .* is torch.complex64: complex weights are not supported"):
+        AdamW([good, nn.Parameter(torch.ones(2, dtype=torch.complex64, device=device))])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        AdamW([{"params": [good]}, {"params": [good]}])
+    mine.max_norm = -1.0
+    sparse.weight.grad = None
+    with pytest.raises(ArgumentError, match="max_norm is -1.0"):
+        mine.step()
+    unchanged(before, mine, good.grad)
+    with pytest.raises(ArgumentError, match="complex"):
+        mine.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.complex64, device=device))]})
+    assert len(mine.param_groups) == 1
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_an_arena_that_does_not_fit(device):
+    model = Blocks().to(device)
+    arena = Arena(model)
+    mine = AdamW(arena)
+    model(filled(model)).backward()
+    mine.step()
+    with pytest.raises(ArgumentError, match="is not in the optimizer's arena"):
+        mine.add_param_group({"params": [nn.Parameter(torch.ones(2, device=device))]})
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        mine.add_param_group({"params": [arena.parameters()[0]]})
+    assert len(mine.param_groups) == 2
+    model.double()
+    before = snapshot(mine, arena.weights)
+    with pytest.raises(ArgumentError, match="is no longer a view of the arena"):
+        mine.step()
+    unchanged(before, mine, arena.weights)
+    with pytest.raises(ArgumentError, match="is no longer a view of the arena"):
+        AdamW(arena)
+    arena.release()
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_module_moved_between_backward_and_step(dtype, device):
+    """In the second step, of which much is remembered: the weights of the module would no longer be those that are updated."""
+    model = Blocks((((5, 7),), ((4097,),)), dtype).to(device)
+    arena = Arena(model)
+    mine = AdamW(arena)
+    with GradientAccumulator(arena):
+        for k in range(3):
+            model(filled(model, k)).backward()
+            if k < 2:
+                mine.step()
+        model.to(torch.float64)
+        before = snapshot(mine, arena.weights)
+        with pytest.raises(ArgumentError, match="is no longer a view of the arena"):
+            mine.step()
+        unchanged(before, mine, arena.weights)
+    arena.release()
+
+
+@pytest.mark.gpu
+def test_gpu_several_devices():
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs, there is {torch.cuda.device_count()}")
+    ours = [nn.Parameter(torch.ones(5000, device=f"cuda:{i}")) for i in (0, 1)]
+    reference = twin(ours)
+    mine, theirs = AdamW(ours, lr=0.01), Torchs(reference, lr=0.01)
+    for k in range(3):
+        give(k, ours, reference)
+        mine.step(), theirs.step()
+        for p, q in zip(ours, reference):
+            torch.testing.assert_close(p, q, **CLOSE)
+    for kwargs in ({"max_norm": 1.0}, {"on_nonfinite": "skip"}):
+        other = AdamW(ours, **kwargs)
+        before = [p.detach().clone() for p in ours]
+        with pytest.raises(ArgumentError, match="parameters lie on cuda:0, cuda:1: .* need one device"):
+            other.step()
+        assert all(torch.equal(p, b) for p, b in zip(ours, before))
+    alone = nn.Parameter(torch.ones(3, device="cuda:1"))
+    alone.grad = torch.ones_like(alone)
+    one = AdamW([alone], max_norm=1.0)
+    one.step()
+    assert one.clip_state.norm.device.index == 1 and alone.lt(1).all()
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("what", ["arena", "bf16 arena", "parameters", "bf16 parameters"])
+def test_a_resumed_run_has_the_same_bits(what, device, tmp_path):
+    dtype = torch.bfloat16 if "bf16" in what else torch.float32
+
+    def make(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(30, 70), nn.Tanh(), nn.Linear(70, 5)).to(device, dtype)
+        arena = Arena(model) if "arena" in what else None
+        mine = AdamW(arena if arena else model.parameters(), lr=0.01, max_norm=0.5, amsgrad=True, stochastic_rounding=True, seed=11)
+        return model, arena, mine, lr_scheduler.CosineAnnealingLR(mine, 20)
+
+    def train(model, arena, mine, scheduler, ks):
+        with GradientAccumulator(arena) if arena else contextlib.nullcontext():
+            for k in ks:
+                x = torch.randn(8, 30, generator=generator(k)).to(device, dtype)
+                F.mse_loss(model(x).float(), torch.ones(8, 5, device=device)).backward()
+                mine.step()
+                mine.zero_grad()
+                scheduler.step()
+    first, second = make(0), make(1)
+    train(*first, range(4))
+    path = tmp_path / "step.safetensors"
+    save_checkpoint(path, model=first[0], optimizer=first[2], arena=first[1], scheduler=first[3], step=4)
+    load_checkpoint(path, model=second[0], optimizer=second[2], arena=second[1], scheduler=second[3])
+    for run in (first, second):
+        train(*run, range(4, 8))
+    for p, q in zip(first[0].parameters(), second[0].parameters()):
+        same(p.detach(), q.detach(), "weights")
+    for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"):
+        for a, b in zip(states(first[2], key), states(second[2], key)):
+            same(a, b, key)
+    if first[1]:
+        same(first[1].weights, second[1].weights, "masters")
+
+
+# ---- nothing waits, everything replays ------------------------------------------------------------------------------
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["skip", "propagate"])
+@pytest.mark.parametrize("what", ["arena", "bf16 arena", "parameters"])
+def test_gpu_nothing_waits_also_when_the_rate_changes(what, policy):
+    dtype = torch.bfloat16 if "bf16" in what else torch.float32
+    model = Blocks(dtype=dtype).cuda()
+    arena = Arena(model) if "arena" in what else None
+    mine = AdamW(arena or model.parameters(), lr=0.01, max_norm=1.0, on_nonfinite=policy, stochastic_rounding=True)
+    scheduler = lr_scheduler.OneCycleLR(mine, 0.1, total_steps=20)
+    grads = [filled(model, k) for k in range(3)]
+    grads[1][2][0, 0] = NAN if policy == "skip" else 1.0
+    with GradientAccumulator(arena) if arena else contextlib.nullcontext() as accumulator:
+        for k in range(6):
+            with no_waiting() if k > 0 else contextlib.nullcontext():
+                if accumulator:
+                    accumulator.final = True
+                model(grads[k % 3]).backward()
+                mine.step()
+                mine.zero_grad()
+                scheduler.step()
+                mine.clip_state.norm, mine.skipped
+    assert mine.skipped == (2 if policy == "skip" else 0)
+    if arena:
+        arena.release()
+    rate = torch.tensor(0.01, device="cuda")                    # a rate on the device does not come to the host either
+    other = AdamW(params_of("cuda"), lr=rate, capturable=True, max_norm=1.0)
+    for k in range(3):
+        give(k, other.param_groups[0]["params"])
+        with no_waiting() if k > 0 else contextlib.nullcontext():
+            other.step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+@pytest.mark.parametrize("what", ["fp64", "a gradient with gaps", "a gradient in another order", "fp16 beside bf16", "some without a gradient"])
+def test_gpu_what_torch_computes_does_not_wait_either(what, scope):
+    ours = params_of("cuda", ((40, 50), (5000,), (7,)))
+    if what == "fp64":
+        ours[1] = nn.Parameter(ours[1].detach().double())
+    elif what == "fp16 beside bf16":
+        ours = [nn.Parameter(p.detach().to(dtype)) for p, dtype in zip(ours, (torch.float16, torch.bfloat16, torch.float32))]
+    for p in ours:
+        p.grad = torch.randn_like(p)
+    if what == "a gradient with gaps":
+        ours[0].grad = torch.randn(40, 60, device="cuda")[:, :50]
+    elif what == "a gradient in another order":
+        ours[0].grad = torch.randn(50, 40, device="cuda").t()
+    elif what == "some without a gradient":
+        ours[2].grad = None
+    for policy in ("skip", "propagate"):
+        mine = AdamW(ours, max_norm=1.0, on_nonfinite=policy, scope=scope)
+        mine.step()
+        with no_waiting():
+            mine.step()
+        assert mine.skipped == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_gpu_eager_steps_between_capture_and_replay(scope):
+    """What a capture has allocated holds nothing until it is replayed; an eager step before must not rely on it."""
+    how = {"lr": 0.01, "max_norm": 0.5, "scope": scope}
+    ours, others = params_of("cuda"), params_of("cuda")
+    for p in (*ours, *others):
+        p.grad = torch.ones_like(p)
+    mine, eager = AdamW(ours, **how), AdamW(others, **how)
+    AdamW(params_of("cuda"), **how).step()
+    warm = twin(ours)
+    for p in warm:
+        p.grad = torch.ones_like(p)
+    AdamW(warm, **how).step()                                   # compiles and loads
+    mine.prepare()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mine.step()
+    for turn in ("eager", "replay", "eager", "replay"):
+        mine.step() if turn == "eager" else graph.replay()
+        eager.step()
+        torch.cuda.synchronize()
+        for p, q in zip(ours, others):
+            same(p.detach(), q.detach(), turn)
+
+
+def graph_setup(what, seed=0, **kwargs):
+    """(optimizer, tensors that take the gradients, weights to compare)."""
+    if what == "parameters":
+        ours = params_of("cuda", seed=seed)
+        for p in ours:
+            p.grad = torch.zeros_like(p)
+        return AdamW(ours, **kwargs), [p.grad for p in ours], ours
+    model = Blocks(dtype=torch.bfloat16 if "bf16" in what else torch.float32).cuda()
+    arena = Arena(model)
+    for owner, view in zip(arena.owners, arena.grad_views):
+        owner.grad = view
+    return AdamW(arena, **kwargs), arena.grad_views, [arena.weights, *([arena.bf16_weights] if "bf16" in what else [])]
+
+
+def refill(targets, k, bad=False):
+    random = generator(500 + k)
+    for t in targets:
+        t.copy_(torch.randn(t.shape, generator=random).cuda())
+    if bad:
+        targets[4].view(-1)[0] = NAN
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("what", ["parameters", "arena", "bf16 arena"])
+def test_gpu_a_captured_step_replays_as_eager(what, prepared):
+    """Other gradients, another rate each time, another max_norm, one bad step: every weight has eager's bits."""
+    how = {"lr": 0.01, "max_norm": 1.0, "on_nonfinite": "skip", "stochastic_rounding": True, "amsgrad": True}
+    (mine, targets, weights), (eager, targets2, weights2) = graph_setup(what, **how), graph_setup(what, **how)
+
+    def present(optimizer, targets):                            # an arena's step takes the gradients away
+        if optimizer.arena is not None:
+            for owner, view in zip(optimizer.arena.owners, optimizer.arena.grad_views):
+                owner.grad = view
+    if prepared:
+        mine.prepare()
+        warm, t, _ = graph_setup(what, **how)                   # the kernels are compiled and loaded by another optimizer's step
+        refill(t, 99)
+        warm.step()
+    else:
+        for optimizer, t in ((mine, targets), (eager, targets2)):
+            refill(t, 0)
+            optimizer.step()
+    present(mine, targets)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mine.step()
+    before = [bits(w) for w in weights]
+    assert all(torch.equal(bits(w), b) for w, b in zip(weights, before)), "a capture computes nothing"
+    schedulers = [lr_scheduler.ExponentialLR(optimizer, 0.7) for optimizer in (mine, eager)]
+    for k in range(1, 7):
+        for optimizer, t in ((mine, targets), (eager, targets2)):
+            refill(t, k, bad=k == 3)
+            optimizer.max_norm = 0.1 if k == 4 else 1.0
+        mine.refresh()
+        graph.replay()
+        present(eager, targets2)
+        eager.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for scheduler in schedulers:
+                scheduler.step()
+        torch.cuda.synchronize()
+        for a, b in zip(weights, weights2):
+            same(a.detach(), b.detach(), f"{what}, replay {k}")
+        assert mine.clip_state.norm.item() == eager.clip_state.norm.item() or k == 3
+    taken = 5 + (0 if prepared else 1)
+    assert all(float(s) == taken for s in states(mine, "step")) and mine.skipped == 1
+    assert mine.last_skip() == {"step": taken - 2, "tensor": eager.last_skip()["tensor"]} == eager.last_skip()
+
+
+@pytest.mark.gpu
+def test_gpu_a_capture_before_the_first_step_is_refused():
+    ours = params_of("cuda")
+    mine = AdamW(ours, max_norm=1.0)
+    give(0, ours)
+    before = [p.detach().clone() for p in ours]
+    torch.zeros(1, device="cuda")
+    with pytest.raises(ArgumentError, match="a CUDA graph is being captured: take one step before the capture, or call prepare()"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            mine.step()
+    torch.cuda.synchronize()
+    assert all(torch.equal(p, b) for p, b in zip(ours, before)) and not any("exp_avg" in s for s in mine.state.values())
+    mine.step()
+    mine.param_groups[0]["lr"] = 0.5
+    with pytest.raises(ArgumentError, match="a hyperparameter has changed since the last step.*call refresh"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            mine.step()
+    torch.cuda.synchronize()
+    mine.refresh()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mine.step()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert float(mine.state[ours[0]]["step"]) == 2
+
+
+@pytest.mark.gpu
+def test_gpu_a_million_weights_as_torchs_fused():
+    ours = params_of("cuda", ((1000, 1003), (4_000_001,)))
+    reference = twin(ours)
+    mine, theirs = AdamW(ours, lr=0.01, max_norm=1.0), Torchs(reference, lr=0.01, fused=True)
+    for k in range(5):
+        give(k, ours, reference)
+        nn.utils.clip_grad_norm_(reference, 1.0)
+        mine.step(), theirs.step()
+    compare(ours, reference)
+
+
