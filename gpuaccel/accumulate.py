@@ -325,6 +325,12 @@ class GradientAccumulator:
             if self.mode == "host" or self.mode != "autograd" and owner is self.arena.params[i]:
                 owner.grad = None
                 self.presented[i] = False
+        self._drop(gone)
+        if self.mode == "host" and shown:
+            self.host.copy_(self.arena.grads)
+
+    def _drop(self, gone):
+        """Forget the sums of tensors whose presented gradient was taken away."""
         if gone and len(gone) == sum(self.touched):
             _zero_sums(self.arena)
         else:
@@ -332,8 +338,6 @@ class GradientAccumulator:
                 self.arena.grad_views[i].zero_()
         for i in gone:
             self.touched[i] = self.presented[i] = False
-        if self.mode == "host" and shown:
-            self.host.copy_(self.arena.grads)
 
     @torch.no_grad()
     def _drop_broken(self):
@@ -407,6 +411,7 @@ class GradientAccumulator:
                     check_gradient(self.arena.segments[i].name, grad, p.shape, p.device)
                     self._collect(i, grad)
             self._flush()
+        self._drop([i for i, owner in enumerate(self.arena.owners) if self.presented[i] and owner.grad is None])
         self._present()
 
     @torch.no_grad()

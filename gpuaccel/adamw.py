@@ -295,13 +295,16 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        accumulator = self.arena and GradientAccumulator.of(self.arena)
+        if accumulator is not None:
+            accumulator.finish()
         parts = self._parts()
         for part in parts:
             self._step_on(part)
         cleared = {j.number for part in parts for j in part.jobs if j.clear}
         if cleared:
             self.arena.squares_known()[:] = [False] * len(self.arena.segments)
-            if (accumulator := GradientAccumulator.of(self.arena)) is not None and all(part.clears for part in parts):
+            if accumulator is not None and all(part.clears for part in parts):
                 accumulator.zero_(cleared)
         for part in parts:                      # what is kept for the next step must not keep gradients alive
             for j in part.jobs:

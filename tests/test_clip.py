@@ -864,6 +864,20 @@ def test_clipping_between_backwards_scales_what_is_there(device):
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gradient_that_the_user_took_away_is_not_in_the_norm(mode, device):
+    """`.grad = None` for one tensor: as in torch, where it is not clipped either."""
+    model = Blocks().to(device)
+    grads, arena = filled(model), Arena(model)
+    with GradientAccumulator(arena, mode) as accumulator:
+        model(grads).backward()
+        accumulator.finish()
+        arena.parameters()[2].grad = None
+        close(clip_grads_(arena, 1.0).norm, exact_norm([g for i, g in enumerate(grads) if i != 2]))
+    arena.release()
+
+
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_an_arenas_parameters_are_clipped_like_any(device):
     model = Blocks().to(device)
     grads, arena = filled(model), Arena(model)

@@ -42,7 +42,7 @@ def test_every_kernel_compiles_for_every_architecture_without_spills(path, grad_
 @pytest.mark.parametrize("file, constants", [
     ("accumulate", {"CHUNK": CHUNK, "THREADS": THREADS, "MAX_TENSORS": MAX_TENSORS}),
     ("clip", {"CHUNK": CHUNK, "THREADS": SQUARES_THREADS, "MAX_TENSORS": clip.MAX_TENSORS}),
-    ("adamw", {"CHUNK": CHUNK, "THREADS": adamw.THREADS, "MAX_TENSORS": adamw.MAX_TENSORS, "MAX_UPDATES": adamw.MAX_UPDATES,
+    ("adamw", {"CHUNK": CHUNK, "MAX_TENSORS": adamw.MAX_TENSORS, "MAX_UPDATES": adamw.MAX_UPDATES,
                "MAX_VALUES": adamw.MAX_VALUES}),
 ])
 def test_the_launcher_and_the_kernels_agree_on_their_constants(file, constants):
@@ -50,7 +50,13 @@ def test_the_launcher_and_the_kernels_agree_on_their_constants(file, constants):
     for name, value in constants.items():
         found = re.findall(rf"#define {name} +(\d+)", source)
         assert found == [str(value)], f"{name} in {file}.cu is {found}, in {file}.py {value}"
-    assert CHUNK % (4 * constants["THREADS"]) == 0
+    assert CHUNK % (4 * constants.get("THREADS", 1)) == 0
+
+
+@pytest.mark.parametrize("name", ["adamw_v2", "adamw_v3"])
+def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(name):
+    kernel = adamw._kernel(name)
+    assert CHUNK % (4 * kernel.bound) == 0 and kernel.bound == int(kernel.defines["THREADS"])
 
 
 @pytest.mark.parametrize("kernel, sizes", [
