@@ -10,28 +10,23 @@ The tail is what follows the last backward: add its gradients to the sums, clip 
 3. Clip and AdamW of 1,000 tensors of 1,000 elements, without an arena (16 MB: they stay in the L2 cache).
 4. Drift: how far weights are after 100 steps from those of torch's foreach AdamW, and from AdamW in float64, all with the same gradients;
    and with each model's own gradients.
-
-python benchmarks/tail.py --sweep prints how grids and block sizes change the kernels' time, and writes nothing.
 """
-import functools
 import gc
-import sys
-from unittest import mock
 
 import common
 import torch
 from clip import build, captured, copy_rate, in_turns, wall
 
-from gpuaccel import accumulate, adamw, clip
+from gpuaccel import adamw, clip
 from gpuaccel.accumulate import launch_segments
-from gpuaccel.adamw import AdamW
 from gpuaccel.arena import CHUNK, Arena
-from gpuaccel.kernel import Kernel, zero_
+from gpuaccel.kernel import zero_
 from gpuaccel.models import preset
+from gpuaccel.optimizer import AdamW
 from gpuaccel.train import token_loss
 
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py",
-           "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/clip.py", "gpuaccel/adamw.py", "gpuaccel/models.py", "benchmarks/clip.py",
+           "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/clip.py", "gpuaccel/adamw.py", "gpuaccel/optimizer.py", "gpuaccel/models.py", "benchmarks/clip.py",
            "benchmarks/tail.py", "benchmarks/common.py"]
 DEVICE, CAPTURABLE = "cuda", {"capturable": True}
 SETTINGS = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -108,10 +103,11 @@ class Ours:
             return adamw.launch_begin(jobs, work.settings, work.found, None, True, None, None, work.record)
         self.add(last=True)
         reduce()
-        coefficients = begin()
+        coefficients, lists = begin(), adamw.Jobs(jobs)
         return {"accumulate_v3": self.add, "accumulate_v4": lambda: self.add(last=True),
                 "squares_v2": lambda: clip.launch_squares(arena.grad_views, arena.partials), "reduce_v2": reduce, "adamw_begin": begin,
-                "adamw_v2": lambda: adamw.launch_update(adamw._Jobs(jobs), coefficients, work.settings[-1:], False)}
+                "adamw_v2": lambda: adamw.launch_update(lists, coefficients, work.settings[-1:], False),
+                "adamw_v3": lambda: adamw.launch_update(jobs, coefficients, work.settings[-1:], False, arena, self.opt._moments)}
 
 
 def tail(config, dtype) -> dict:
@@ -196,40 +192,8 @@ def drift(config, steps: int = 100) -> dict:
     return found
 
 
-def sweep(config):
-    """Print the replayed time of each kernel by its macros and by the most blocks that a grid has (None: the package's)."""
-    for dtype in (torch.float32, torch.bfloat16):
-        mine = Ours(config, dtype)
-        elements, low = sum(s.numel for s in mine.arena.segments), 2 * (dtype == torch.bfloat16)
-        stages, rate = mine.stages(), copy_rate(elements)
-        tries = [(adamw, "adamw_v2", 32 + low, {"THREADS": threads, "UNROLL": unroll}) for threads in (128, 256, 512) for unroll in (1, 2, 4)
-                 if threads * unroll <= CHUNK // 4]          # more would go past the chunk's end
-        tries += [(clip, "squares_v2", 4, {"THREADS": threads}) for threads in (128, 256, 512, 1024)]
-        tries += [(accumulate, name, 12 - low, {"THREADS": threads}) for name in ("accumulate_v3", "accumulate_v4") for threads in (128, 256, 512, 1024)]
-        runs, moved = {}, {}
-        for module, name, size, macros in tries:
-            stages[name]()                                  # makes the package's own kernel, with the package's own numbers
-
-            def kernel(name, *more, module=module, macros=macros, package=module._kernel):
-                return Kernel(module.__name__.split(".")[-1], name, **{**package(name, *more).defines, **macros})
-            for blocks in (None,) if module is accumulate else (None, 132 * 2048 // macros["THREADS"]):       # or all that an H200 runs at once
-                numbers = {**macros, "SQUARES_THREADS": macros["THREADS"], "PIECES": CHUNK // 4 // macros["THREADS"] // macros.get("UNROLL", 1),
-                           **({"MAX_BLOCKS": blocks} if blocks else {})}
-                changes = {key: value for key, value in numbers.items() if hasattr(module, key)}        # those that its launcher knows
-                with mock.patch.multiple(module, _kernel=functools.cache(kernel), **changes):
-                    label = f"{str(dtype)[6:]} {name} {macros} blocks {blocks}"
-                    runs[label], moved[label] = (mine.add, captured(stages[name], mine.add)), size
-        rows = [(label, ms, f"{moved[label] * elements / ms / 1e6 / rate:.1%}") for label, ms in in_turns(runs).items()]
-        print(common.table(rows, ("", "ms", "of copy rate")), flush=True)
-        mine.arena.release()
-        del mine, stages, runs
-        gc.collect()
-
-
 def main():
     config = preset("llama-350m", kv_heads=16)
-    if "--sweep" in sys.argv:
-        return sweep(config)
     results = {}
     for dtype in ("float32", "bfloat16"):
         results[dtype] = tail(config, getattr(torch, dtype))

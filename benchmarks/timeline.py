@@ -7,14 +7,14 @@ each: what host and GPU did after the last backward, as spans of time. The profi
 import common
 import torch
 
-from gpuaccel.adamw import AdamW
+from gpuaccel.optimizer import AdamW
 from gpuaccel.arena import Arena
 from gpuaccel.models import Transformer, preset
 from gpuaccel.timeline import facts, lines, tail
 from gpuaccel.train import CLIPS, TrainStep
 
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py",
-           "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/clip.py", "gpuaccel/adamw.py", "gpuaccel/models.py", "gpuaccel/train.py",
+           "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/clip.py", "gpuaccel/adamw.py", "gpuaccel/optimizer.py", "gpuaccel/models.py", "gpuaccel/train.py",
            "gpuaccel/timeline.py", "gpuaccel/ledger.py", "benchmarks/timeline.py", "benchmarks/common.py"]
 B, T, DEVICE = 4, 1024, "cuda"
 SETTINGS = {"lr": 3e-4, "betas": (0.9, 0.95)}

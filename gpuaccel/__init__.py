@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 
 from . import errors, nvrtc, simt  # noqa: F401
 from .accumulate import MODES, GradientAccumulator, accumulate_, reference_accumulate
-from .adamw import AdamW, reference_adamw
+from .adamw import reference_adamw
 from .arena import Arena
 from .backend import backend, cache_dir, default_device, use_backend
 from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
@@ -22,6 +22,7 @@ from .lora import BLOCK_NORMS, LoRALinear, apply_lora, load_lora, merge_lora, re
 from .magics import load_ipython_extension
 from .meter import LateValue, Meter, Reading, StageTimer, peak_flops
 from .models import Config, Transformer, flops_per_token, generate, preset
+from .optimizer import AdamW
 from .show import show
 from .simt import checked
 from .train import TrainStep, evaluate, token_loss, train, warmup_cosine

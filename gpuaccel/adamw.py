@@ -1,16 +1,8 @@
-"""AdamW whose every changing number lives on the device, with clipping inside: the host only launches.
+"""The AdamW update: its definition in torch, and the launches of kernels_cu/adamw.cu. The optimizer itself: optimizer.py.
 
-    >>> opt = ga.AdamW(model.parameters(), lr=3e-4)                              # as torch.optim.AdamW, and is one
-    >>> opt = ga.AdamW(ga.Arena(model), lr=3e-4, weight_decay=0.1, max_norm=1.0) # clips, updates and clears the sums in one pass
-    >>> opt.step()
-    >>> opt.clip_state.norm, opt.clip_state.clipped_norm, opt.skipped            # on the device; nothing waited
-    >>> opt.last_skip()                                                          # waits: None, or which step and tensor were not finite
+    >>> reference_adamw(weight, grad, m, v, None, step=1, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
 
-Over an arena the gradient sums are multiplied by the clip scale, used, and set to zero in one kernel, and bf16 weights are written in the
-same pass from their fp32 masters. A user's own `p.grad` is read and never written.
-
-Source: Loshchilov and Hutter, 2019 (decoupled weight decay); torch.optim.AdamW for interface and state; Philox (Salmon et al., 2011) for the
-bits of stochastic rounding.
+Source: Loshchilov and Hutter, 2019 (decoupled weight decay); Philox (Salmon et al., 2011) for the bits of stochastic rounding.
 """
 import functools
 import itertools
@@ -20,12 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .accumulate import GradientAccumulator
 from .arena import CHUNK, Arena
-from .backend import backend, takes
-from .clip import KINDS, MAX_BLOCKS, POLICIES, SCOPES, ClipState, arena_squares, check_choice, check_gradients, check_max_norm, dense, \
-    kernel_takes, launch_reduce, launch_squares, launches_for, new_state, reference_norms, reference_scale, unnamed
-from .errors import ArgumentError, NonFiniteError
+from .clip import MAX_BLOCKS, ClipState
 from .kernel import Kernel
 
 MAX_TENSORS, MAX_UPDATES, MAX_VALUES = 256, 60, 256
@@ -96,7 +84,7 @@ def _kernel(name: str, *macros) -> Kernel:
 
 
 @dataclass(slots=True)
-class _Job:
+class Job:
     """One tensor of one step."""
     number: int                # among the optimizer's tensors
     group: int
@@ -110,32 +98,10 @@ class _Job:
     clear: bool                # the gradient is an arena's sum: set it to zero
 
 
-class _Jobs(list):
+class Jobs(list):
     """Jobs of a step, by number, and what was packed for them: the next step with the same tensors packs nothing."""
     steps = updates = None
     given = ()                 # the same jobs in the order of the parameter groups
-
-
-@dataclass(slots=True)
-class _Part:
-    """A step's share of one device."""
-    device: torch.device
-    jobs: "list[_Job]"
-    ours: _Jobs                # by our kernels
-    rest: "list[_Job]"         # by the reference
-    clears: bool               # every gradient is an arena's sum
-    changed: "list[Tensor]"    # what our kernels write and autograd may know
-    launches: tuple            # of squares_v2 over the gradients; (): our kernels do not take them
-
-
-@dataclass(slots=True)
-class _Work:
-    """An optimizer's buffers on one device."""
-    settings: Tensor                            # (8 per parameter group, then max_norm and seed) fp64, read by the kernels
-    record: Tensor                              # (4,) int32: steps asked for, steps skipped, at the last skip: which, and which tensor
-    written: "list[float] | None" = None        # what the host has last written to settings
-    found: "ClipState | None" = None
-    group_of: "Tensor | None" = None
 
 
 def launch_set(settings: Tensor, values: "list[float]"):
@@ -171,7 +137,7 @@ def _pack_updates(jobs, stochastic):
                 *[(n - 1) % CHUNK + 1 for n in counts], *rest, *[j.clear for _, j in part], *rest), [j for _, j in part]
 
 
-def launch_begin(jobs: _Jobs, settings: Tensor, found: "ClipState | None", groups: "Tensor | None", skip: bool, divisor, found_inf,
+def launch_begin(jobs: Jobs, settings: Tensor, found: "ClipState | None", groups: "Tensor | None", skip: bool, divisor, found_inf,
                  record: Tensor) -> Tensor:
     """adamw_begin: count the step, or skip it. Returns the coefficients, (tensors, 10) fp32."""
     coefficients = torch.empty(-(-len(jobs) // MAX_TENSORS) * MAX_TENSORS, COEFFICIENTS, device=settings.device)
@@ -195,7 +161,7 @@ def _arena_runs(jobs, arena):
     return runs
 
 
-def launch_update(jobs: _Jobs, coefficients: Tensor, seed: Tensor, stochastic: bool, arena: "Arena | None" = None, moments: "dict | None" = None):
+def launch_update(jobs: Jobs, coefficients: Tensor, seed: Tensor, stochastic: bool, arena: "Arena | None" = None, moments: "dict | None" = None):
     """adamw_v2: one launch per 60 tensors of the same dtypes; or, where all of them are the arena's, adamw_v3: one for all neighbours."""
     if jobs.updates is None or jobs.updates[0] != stochastic:
         lists, runs = list(_pack_updates(jobs, stochastic)), _arena_runs(jobs, arena) if arena else ()
@@ -208,427 +174,3 @@ def launch_update(jobs: _Jobs, coefficients: Tensor, seed: Tensor, stochastic: b
             arena.bf16_weights, arena.chunks, first, last, ahead)
     for kernel, grid, packed, part in () if runs else lists:
         kernel[grid, kernel.bound](coefficients, seed, packed, tensors=(t for j in part for t in (j.weight, j.grad, j.m, j.v, j.vmax, j.copy)))
-
-
-# ---- public ---------------------------------------------------------------------------------------------------------
-
-class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW (arguments, parameter groups, schedulers, state_dict in both directions) by our kernels; clips on request.
-
-    params_or_arena: as torch's, or an Arena: then masters, bf16 copies and gradient sums are the arena's, weight decay and learning rate
-    follow its segments, and step() clears the sums (`.grad` is None after it). Parameters: fp32, bf16, fp16 (m and v in the same
-    dtype, computed in fp32; torch's rounding of fused=True); fp64 and others by the reference, in torch.
-    max_norm: clip to this norm inside the step, over `scope` "global", "tensor" or (arena) "block"; may be changed between steps.
-    weight_decay: over an arena of matrices only (its segments say so: Arena(decay=...)).
-    on_nonfinite: "propagate" (default without an arena), "skip" (default with one: weights, moments and step counts of all tensors stay,
-    whichever is not finite; the skip is counted in `skipped`, last_skip() names the tensor) or "raise" (NonFiniteError before anything
-    changes; waits).
-    stochastic_rounding: of bf16 weights, keyed on (seed, tensor, element, step). seed: 0 to 2^53.
-    grad_scale, found_inf: attributes that torch.amp.GradScaler sets; gradients are divided by the one, the step is skipped by the other.
-    maximize, amsgrad: as torch's. foreach, capturable, fused: accepted and kept; every step is fused and can be captured, after one
-    step (or prepare()) outside. refresh() brings a changed learning rate to a captured step.
-    Deviations from torch: no complex, sparse or differentiable optimization (ArgumentError); with max_norm or "skip" one device only."""
-
-    publishes = property(lambda self: self.arena is not None)          # arena.py: the bf16 copies are written here
-    _step_supports_amp_scaling = True
-
-    def __init__(self, params_or_arena, lr=1e-3, betas=(0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2, amsgrad: bool = False, *,
-                 max_norm: "float | None" = None, scope: str = "global", on_nonfinite: "str | None" = None, stochastic_rounding: bool = False,
-                 seed: int = 0, maximize: bool = False, foreach: "bool | None" = None, capturable: bool = False, differentiable: bool = False,
-                 fused: "bool | None" = None):
-        arena = params_or_arena if isinstance(params_or_arena, Arena) else None
-        self.arena, self.scope, self.stochastic_rounding, self.seed = arena, scope, stochastic_rounding, seed
-        self.on_nonfinite, self.max_norm = on_nonfinite or ("skip" if arena else "propagate"), max_norm
-        check_choice("scope", scope, SCOPES)
-        check_choice("on_nonfinite", self.on_nonfinite, POLICIES)
-        self._limit()
-        if scope == "block" and arena is None:
-            raise ArgumentError("scope='block' needs an arena, which knows the blocks; got parameters")
-        if differentiable:
-            raise ArgumentError("differentiable is True: our kernels are not; use torch.optim.AdamW for it")
-        if not isinstance(seed, int) or not 0 <= seed < 2**53:
-            raise ArgumentError(f"seed is {seed!r}; expected a whole number from 0 to 2^53")
-        if arena is not None:
-            arena.check()
-            scaled = any(s.lr_scale != 1 for s in arena.segments)
-            params_or_arena = arena.parameter_groups(weight_decay, lr if scaled else None)
-        self._numbers, self._plan, self._work, self._moments = None, None, {}, {}
-        super().__init__(params_or_arena, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach, capturable=capturable,
-                         differentiable=differentiable, fused=fused)
-
-    # ---- what the host may ask ----
-
-    @property
-    def clip_state(self) -> "ClipState | None":
-        """What the latest step's clipping found (ClipState, overwritten by the next step); None when no norm was taken yet."""
-        return next((work.found for work in self._work.values() if work.found is not None), None)
-
-    @property
-    def skipped(self) -> Tensor:
-        """() int32 on the device: steps that were not taken because a gradient was not finite."""
-        return next((work.record[1] for work in self._work.values()), torch.zeros((), dtype=torch.int32))
-
-    def last_skip(self) -> "dict | None":
-        """{"step": which call of step(), "tensor": name of its first gradient that was not finite}, or None. Waits for the device."""
-        for work in self._work.values():
-            asked, skipped, step, tensor = work.record.tolist()
-            if skipped:
-                return {"step": step, "tensor": self.names()[tensor] if tensor >= 0 else None}
-        return None
-
-    def names(self) -> "list[str]":
-        """The name of each tensor, in the order of their numbers (an arena's order, else that of the groups)."""
-        if self.arena is not None:
-            return [s.name for s in self.arena.segments]
-        params = [p for group in self.param_groups for p in group["params"]]
-        named = [name for group in self.param_groups for name in group.get("param_names", ())]
-        return named if len(named) == len(params) else unnamed(params)
-
-    # ---- the step ----
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        """One step; returns the closure's loss, if any. No host synchronisation (except on_nonfinite="raise").
-
-        ArgumentError, with nothing changed: a sparse gradient, a state that does not fit, a capture before the first step."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        accumulator = self.arena and GradientAccumulator.of(self.arena)
-        if accumulator is not None:
-            accumulator.finish()
-        parts = self._parts()
-        for part in parts:
-            self._step_on(part)
-        cleared = {j.number for part in parts for j in part.jobs if j.clear}
-        if cleared:
-            self.arena.squares_known()[:] = [False] * len(self.arena.segments)
-            if accumulator is not None and all(part.clears for part in parts):
-                accumulator.zero_(cleared)
-        for part in parts:                      # what is kept for the next step must not keep gradients alive
-            for j in part.jobs:
-                j.grad = j.grad if j.clear else None
-        return loss
-
-    def _step_on(self, part):
-        work = self._work_on(part.device)
-        divisor, found_inf = (self._amp(name, part.device) for name in ("grad_scale", "found_inf"))
-        found = self._measure(work, part, divisor) if self._measures() else None
-        if self.on_nonfinite == "raise" and not bool(found.finite.all()):
-            raise NonFiniteError(f"the gradient of {found.name() or 'all tensors together'} is not finite: nothing was changed")
-        skip = self.on_nonfinite == "skip"
-        if part.ours:
-            self._refresh(work)
-            coefficients = launch_begin(part.ours, work.settings, found, work.group_of, skip, divisor, found_inf, work.record)
-            launch_update(part.ours, coefficients, work.settings[-1:], self.stochastic_rounding, self.arena if part.clears else None, self._moments)
-            torch.autograd.graph.increment_version(part.changed)
-        if part.rest:
-            self._by_reference(work, part.rest, found, skip, divisor, found_inf, not part.ours)
-
-    def _parts(self) -> "list[_Part]":
-        """What each device has to do. Worked out anew when a gradient, a weight or a state lies elsewhere than in the last step."""
-        key, grads = self._key()
-        if key is not None and self._plan is not None and self._plan[0] == key:
-            for j, grad in zip(self._plan[1], grads):
-                j.grad = grad
-        else:
-            jobs, self._plan = self._jobs(), None
-            parts = []
-            for device in {j.weight.device: None for j in jobs}:
-                mine = [j for j in jobs if j.weight.device == device]
-                ours = _Jobs(j for j in mine if takes(device) and j.m.dtype == j.weight.dtype and dense(j.weight)
-                             and all(type(t) in (Tensor, torch.nn.Parameter) and t.dtype in KINDS for t in (j.weight, j.grad)))
-                ids = {id(j) for j in ours}
-                grads = [None] * len(self._numbers)                  # by number, so that what is found can be named
-                for j in mine:
-                    grads[j.number] = j.grad
-                measurable = kernel_takes([j.grad for j in mine]) and all(dense(j.grad) for j in mine)
-                parts.append(_Part(device, mine, ours, [j for j in mine if id(j) not in ids], all(j.clear for j in mine),
-                                   [t for j in ours for t in (j.weight, j.copy) if t is not None], launches_for(grads) if measurable else ()))
-            self._plan = self._key()[0], jobs.given, parts
-        return self._plan[2]
-
-    def _key(self) -> "tuple[tuple | None, list[Tensor]]":
-        """(where everything lies that a step touches, None when only a close look can tell; the gradients)."""
-        params = [p for group in self.param_groups for p in group["params"]]
-        grads = [p.grad for p in params]
-        lows = ()
-        if self.arena is not None and self.arena.bf16_weights is not None:
-            lows = [self.arena.params[self._number_of(p)] for p in params]
-            grads = [low.grad if grad is None else grad for grad, low in zip(grads, lows)]
-        given = [g for g in grads if g is not None]
-        try:
-            if not (all(map(Tensor.is_contiguous, given)) and all(map(Tensor.is_contiguous, params))):
-                return None, given
-            return ([g is None for g in grads], list(map(Tensor.data_ptr, given)), [g.dtype for g in given],
-                    list(map(Tensor.data_ptr, params)), list(map(Tensor.data_ptr, lows)),
-                    [tuple(map(id, self.state[p].values())) if p in self.state else () for p in params],
-                    [(len(group["params"]), group["amsgrad"]) for group in self.param_groups], backend().name), given
-        except RuntimeError:                    # a sparse tensor has no address
-            return None, given
-
-    def _by_reference(self, work, jobs, found, skip, divisor, found_inf, count_it):
-        """The same in torch. On a CPU a skipped step is decided here; elsewhere nothing waits: the old values are kept by torch.where."""
-        device = jobs[0].weight.device
-        keep = torch.zeros((), dtype=torch.bool, device=device)
-        if found is not None and skip:
-            keep |= ~found.finite.all()
-        if found_inf is not None:
-            keep |= (found_inf != 0).view(())
-        if count_it:
-            work.record[0] += 1
-            work.record[1] += keep
-            bad = found.bad if found is not None else work.record.new_full((1,), -1)
-            first = torch.where((bad >= 0).any(), bad[(bad >= 0).int().argmax()], -1)
-            work.record[2:] = torch.where(keep, torch.stack([work.record[0], first]), work.record[2:])
-        here = device.type == "cpu"
-        if not (here and keep.tolist()):
-            steps = torch.stack([j.step for j in jobs]) + 1
-            for j, step in zip(jobs, steps.tolist() if here else steps.double().unbind()):
-                self._reference_update(j, step, found, work.group_of, divisor, None if here else keep)
-        for j in jobs:
-            if j.clear:
-                j.grad.zero_()
-
-    def _reference_update(self, j, step, found, group_of, divisor, keep):
-        group = self.param_groups[j.group]
-        factor = 1.0
-        if found is not None:
-            factor = found.verdicts[0 if group_of is None else group_of[j.number], 0]
-        if divisor is not None:
-            factor = factor / divisor.view(())
-        if group["maximize"]:
-            factor = -factor
-        targets = [t for t in (j.weight, j.m, j.v, j.vmax, j.step, j.copy) if t is not None]
-        before = [t.clone() for t in targets] if keep is not None else ()
-        j.step += 1
-        (lr, beta1, beta2), decay = (_on_host(x) for x in (group["lr"], *group["betas"])), _on_host(group["weight_decay"])
-        w = reference_adamw(j.weight, j.grad, j.m, j.v, j.vmax, step, lr=lr, beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=decay,
-                            factor=factor)
-        if self.stochastic_rounding and torch.bfloat16 in (j.weight.dtype, j.copy.dtype if j.copy is not None else None):
-            noise = reference_random_bits(self.seed, j.number, w.numel(), int(j.step)).to(w.device)
-            (j.weight if j.copy is None else j.copy).copy_(reference_round(w, noise))
-        elif j.copy is not None:
-            j.copy.copy_(w)
-        for t, old in zip(targets, before):
-            t.copy_(torch.where(keep, old, t))
-
-    # ---- what a step needs ----
-
-    def _limit(self) -> float:
-        return float("inf") if self.max_norm is None else check_max_norm(self.max_norm)
-
-    def _measures(self) -> bool:
-        """Is a norm taken at all? For clipping, and to see whether everything is finite."""
-        return self.max_norm is not None or self.on_nonfinite != "propagate"
-
-    def _measure(self, work, part, divisor) -> ClipState:
-        """Norm, scale and first tensor that is not finite."""
-        arena, numbers, device, jobs = self.arena, len(self._numbers), part.device, part.jobs
-        count = {"global": 1, "block": len(arena.blocks) if arena else 0, "tensor": numbers}[self.scope]
-        if work.found is None or len(work.found.verdicts) != count:
-            work.found = new_state(count, device, self.scope, self.names)
-            work.group_of = None if self.scope == "global" else arena.tensor_block if self.scope == "block" else \
-                torch.arange(numbers, dtype=torch.int32, device=device)
-        grads = [j.grad for j in jobs]
-        if part.launches:
-            self._refresh(work)
-            if part.clears:
-                arena_squares(arena)
-                partials, owners = arena.partials, arena.row_tensor
-            else:
-                rows = sum(chunks for _, chunks, _ in part.launches)
-                partials, owners = torch.empty(rows, dtype=torch.float64, device=device), torch.empty(rows, dtype=torch.int32, device=device)
-                launch_squares(grads, partials, owners, launches=part.launches)
-            launch_reduce(work.found, partials, owners, work.group_of, len(partials), work.settings[-2:-1], divisor=divisor)
-            return work.found
-        groups = {"global": None, "block": [arena.segments[j.number].block for j in jobs] if arena else None, "tensor": [j.number for j in jobs]}
-        norms, bad = reference_norms(grads, 2.0, groups[self.scope], count)
-        norms = norms if divisor is None else norms / divisor.view(())
-        scales = reference_scale(norms, self._limit())
-        work.found.verdicts.copy_(torch.stack([scales, norms, norms * scales, torch.isfinite(norms).to(norms.dtype)], 1))
-        known = torch.tensor([j.number for j in jobs] + [-1], dtype=torch.int32, device=device)
-        work.found.bad.copy_(known[bad.long()])
-        return work.found
-
-    def _jobs(self) -> _Jobs:
-        """What this step updates, everything checked; nothing has changed when it raises."""
-        arena = self.arena
-        if arena is not None:
-            arena.check()
-        found = []                              # (group, parameter, number, gradient, bf16 copy)
-        for g, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                i, grad, copy = self._number_of(p), p.grad, None
-                if arena is not None and arena.params[i] is not p:
-                    copy = arena.params[i]
-                    grad = copy.grad if grad is None else grad
-                if grad is not None:
-                    found.append((g, p, i, grad, copy))
-        check_gradients([grad for *_, grad, _ in found], lambda: [self.names()[i] for _, _, i, _, _ in found])
-        devices = {p.device: None for _, p, *_ in found}
-        if len(devices) > 1 and self._measures():
-            raise ArgumentError(f"parameters lie on {', '.join(map(str, devices))}: max_norm and on_nonfinite={self.on_nonfinite!r} need one device; "
-                                "clip with ga.clip_grad_norm_ instead")
-        self._limit()
-        self._make_states([(g, p, i) for g, p, i, _, _ in found])
-        jobs = []
-        for g, p, i, grad, copy in found:
-            state, amsgrad = self.state[p], self.param_groups[g]["amsgrad"]
-            clear = arena is not None and grad.data_ptr() == arena.grad_views[i].data_ptr()
-            if not _same_order(grad, p):
-                grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
-            jobs.append(_Job(i, g, p, grad, state["exp_avg"], state["exp_avg_sq"], state["max_exp_avg_sq"] if amsgrad else None, state["step"], copy,
-                             clear))
-        found = _Jobs(sorted(jobs, key=lambda j: j.number))
-        found.given = jobs
-        return found
-
-    def _number_of(self, p) -> int:
-        if self._numbers is None:
-            params = self.arena.owners if self.arena is not None else [p for group in self.param_groups for p in group["params"]]
-            self._numbers = {id(p): i for i, p in enumerate(params)}
-        return self._numbers[id(p)]
-
-    def _make_states(self, members):
-        """State where there is none; state that was loaded comes to its place (an arena's buffers, the parameter's device and order)."""
-        keys = {True: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), False: ("exp_avg", "exp_avg_sq")}
-        new, moved = [], []
-        for g, p, i in members:
-            state, wanted = self.state[p], keys[bool(self.param_groups[g]["amsgrad"])]
-            if any(key not in state for key in wanted) or "step" not in state:
-                new.append((p, i, wanted))
-            elif state["step"].device != p.device or any(not self._in_place(key, state[key], p, i) for key in wanted):
-                moved.append((p, i, wanted))
-        if (new or moved) and _capturing():
-            raise ArgumentError(f"{self.names()[(new or moved)[0][1]]} has no state on the device yet, and a CUDA graph is being captured: take one "
-                                "step before the capture, or call prepare()")
-        for (p, i, wanted), step in zip(new, _zeros_by_device([p for p, _, _ in new])):
-            state = self.state[p]
-            state.setdefault("step", step)
-            for key in wanted:
-                if key not in state:
-                    state[key] = self._home(key, p, i).zero_()
-        for p, i, wanted in moved:
-            state = self.state[p]
-            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(p.device)
-            for key in wanted:
-                if not self._in_place(key, state[key], p, i):
-                    state[key] = self._home(key, p, i).copy_(state[key])
-
-    def _home(self, key, p, i) -> Tensor:
-        """Memory for one tensor's state: in an arena a slice of one flat buffer per kind."""
-        if self.arena is None:
-            return torch.empty_like(p, memory_format=torch.preserve_format, requires_grad=False)
-        if key not in self._moments:
-            self._moments[key] = torch.zeros_like(self.arena.weights)
-        return self.arena._slice(self._moments[key], self.arena.segments[i])
-
-    def _in_place(self, key, t, p, i) -> bool:
-        if self.arena is None:
-            return t.device == p.device and _same_order(t, p)
-        return key in self._moments and (t.numel() == 0 or t.data_ptr() == self._moments[key].data_ptr() + 4 * self.arena.segments[i].offset)
-
-    def prepare(self):
-        """Allocate all state and settings now, so that the very first step can be captured in a CUDA graph."""
-        members = [(g, p, self._number_of(p)) for g, group in enumerate(self.param_groups) for p in group["params"] if p.requires_grad]
-        self._make_states(members)
-        for device in {p.device: None for _, p, _ in members}:
-            self._work_on(device)
-        self.refresh()
-
-    @torch.no_grad()
-    def refresh(self):
-        """Bring hyperparameters that the host has changed (learning rate, max_norm, ...) to the device. step() does so by itself; a captured
-        step cannot: call this before its replay. No synchronisation."""
-        for device, work in self._work.items():
-            if takes(device):
-                self._refresh(work)
-
-    def _refresh(self, work):
-        rows, late = [], []
-        for g, group in enumerate(self.param_groups):
-            values = [group["lr"], *group["betas"], group["eps"], group["weight_decay"]]
-            for k, value in enumerate(values):
-                if isinstance(value, Tensor) and value.device.type != "cpu":     # on the device already: it must not pass by the host
-                    late.append((SETTINGS * g + k, value))
-                    values[k] = 0.0
-            rows += [*map(float, values), -1.0 if group["maximize"] else 1.0, 0.0, 0.0]
-        rows += [self._limit(), float(self.seed)]
-        if rows != work.written:
-            if _capturing():
-                raise ArgumentError("a hyperparameter has changed since the last step, and a CUDA graph is being captured, which would keep it for "
-                                    "ever: call refresh() before the capture")
-            if len(work.settings) != len(rows):
-                work.settings = torch.empty(len(rows), dtype=torch.float64, device=work.settings.device)
-            launch_set(work.settings, rows)
-            work.written = rows
-        for at, value in late:
-            work.settings[at:at + 1].copy_(value.view(1))
-
-    def _work_on(self, device) -> "_Work":
-        if device not in self._work:
-            if _capturing():
-                raise ArgumentError("the optimizer has not taken a step yet, and a CUDA graph is being captured: call prepare() before")
-            self._work[device] = _Work(torch.empty(0, dtype=torch.float64, device=device), torch.zeros(4, dtype=torch.int32, device=device))
-        return self._work[device]
-
-    def _amp(self, name, device) -> "Tensor | None":
-        """grad_scale or found_inf, as GradScaler sets them: () fp32 on the device; None when there is none."""
-        value = getattr(self, name, None)
-        return value if value is None else torch.as_tensor(value).to(device, torch.float32, non_blocking=True).view(1)
-
-    # ---- torch's own bookkeeping ----
-
-    def add_param_group(self, param_group: dict):
-        """As torch's. ArgumentError for a complex parameter, and, over an arena, for one that is not the arena's."""
-        super().add_param_group(param_group)
-        try:
-            for i, p in enumerate(self.param_groups[-1]["params"]):
-                if p.is_complex():
-                    raise ArgumentError(f"parameter {i} of shape {tuple(p.shape)} is {p.dtype}: complex weights are not supported; use "
-                                        "torch.optim.AdamW, or torch.view_as_real(parameter)")
-                if self.arena is not None and id(p) not in self.arena._owner_ids:
-                    raise ArgumentError(f"parameter {i} of shape {tuple(p.shape)} is not in the optimizer's arena, whose tensors alone it updates")
-        except ArgumentError:
-            del self.param_groups[-1]
-            raise
-        self._numbers = None
-
-    def load_state_dict(self, state_dict: dict):
-        """As torch's, of this optimizer or of torch.optim.AdamW. ArgumentError, with nothing changed, for a state of another shape."""
-        pairs = [(p, i) for mine, theirs in zip(self.param_groups, state_dict["param_groups"]) for p, i in zip(mine["params"], theirs["params"])]
-        for p, i in pairs:
-            state = state_dict["state"].get(i, {})
-            for key in ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")[:4 if "max_exp_avg_sq" in state else 3] if state else ():
-                there, shape = state.get(key), () if key == "step" else tuple(p.shape)
-                if there is None or key != "step" and tuple(there.shape) != shape:
-                    raise ArgumentError(f"state_dict: {key} of {self.names()[self._number_of(p)]} " +
-                                        ("is missing" if there is None else f"has shape {tuple(there.shape)}; expected {shape}"))
-        super().load_state_dict(state_dict)
-        self._make_states([(g, p, self._number_of(p)) for g, group in enumerate(self.param_groups) for p in group["params"] if self.state.get(p)])
-
-    def __getstate__(self):                     # copies and pickles: what belongs to a device is made again
-        mine = {name: self.__dict__[name] for name in ("arena", "scope", "stochastic_rounding", "seed", "on_nonfinite", "max_norm")}
-        return {**mine, **super().__getstate__(), "_numbers": None, "_plan": None, "_work": {}, "_moments": {}}
-
-
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def _same_order(t: Tensor, like: Tensor) -> bool:
-    """Do the elements of two tensors of one shape lie in memory in the same order?"""
-    return t.is_contiguous() and like.is_contiguous() or t.stride() == like.stride()
-
-
-def _zeros_by_device(params) -> "list[Tensor]":
-    """A () fp32 zero per parameter, on its device, with one launch per device."""
-    zeros = {device: iter(torch.zeros(len(params), device=device).unbind()) for device in {p.device: None for p in params}}
-    return [next(zeros[p.device]) for p in params]
-
-
-def _on_host(x):
-    """A number where it can be had without waiting; a tensor on a GPU stays one."""
-    return x.item() if isinstance(x, Tensor) and x.device.type == "cpu" else x

@@ -289,7 +289,7 @@ def train_command(args):
 def _train(args):
     import torch
 
-    from .adamw import AdamW
+    from .optimizer import AdamW
     from .arena import Arena
     from .backend import backend, default_device
     from .data import Batches, make_dataset, val_batches

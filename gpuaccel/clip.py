@@ -15,8 +15,8 @@ What happens at the edges ("reference" is the system this follows, entrenar's fu
 | norm just above max_norm | scale in (1 - 1e-7, 1) counts as 1 | multiplied by exactly this scale |
 | any NaN | scale 1, NaN goes on to the weights | propagate: every gradient of the group becomes NaN, as in torch; skip: nothing is written |
 | any infinity | scale 0: finite gradients 0, infinity NaN | propagate: the same, as in torch; skip: nothing is written |
-| squares overflow (|g| > 1.8e19) | norm infinite, scale 0 | norm and scale right (fp64), as long as the norm fits fp32 |
-| squares underflow (|g| < 1e-23) | norm 0, scale 1 | norm right (fp64) |
+| squares overflow (|g| > 1.8e19) | norm infinite, scale 0 | norm and scale right (fp64 in our kernels; where torch computes, as torch) |
+| squares underflow (|g| < 1e-23) | norm 0, scale 1 | norm right (likewise) |
 | max_norm = 0 | 0, or NaN -> 1 for norm 0 | scale 0, as in torch |
 | max_norm negative or NaN | flips signs | ArgumentError, nothing changed |
 | max_norm infinite | scale 1 | the same; an infinite norm gives NaN (propagate), as in torch |
@@ -88,17 +88,18 @@ class ClipState:
 # ---- reference ------------------------------------------------------------------------------------------------------
 
 def reference_norms(grads: "list[Tensor]", norm_type: float = 2.0, groups: "list[int] | None" = None, count: int = 1,
-                    foreach=None) -> "tuple[Tensor, Tensor]":
+                    foreach=None, numbers: "list[int] | None" = None) -> "tuple[Tensor, Tensor]":
     """(norm of each group (count,), its first tensor that is not finite (count,) int32 or -1), as torch computes them, any device and dtype.
 
-    groups: the group of each tensor; None: one group."""
-    device, norms, bad = grads[0].device, [], []
+    groups: the group of each tensor; None: one group. numbers: what the tensors are called, ascending; None: by their places."""
+    device, norms, bad, none = grads[0].device, [], [], 2**31 - 1
+    numbers = numbers or range(len(grads))
     for g in range(count):
         members = [i for i, t in enumerate(grads) if t.numel() and (groups is None or groups[i] == g)]
         norms.append(get_total_norm([grads[i] for i in members], norm_type, foreach=foreach).to(device))
-        wrong = [torch.where(torch.isfinite(grads[i]).all(), len(grads), i).to(device) for i in members]
-        first = torch.stack(wrong).min() if wrong else torch.tensor(len(grads), device=device)
-        bad.append(torch.where(first < len(grads), first, -1))
+        wrong = [torch.where(torch.isfinite(grads[i]).all(), none, numbers[i]).to(device) for i in members]
+        first = torch.stack(wrong).min() if wrong else torch.full((), none, device=device)
+        bad.append(torch.where(first < none, first, -1))
     return torch.stack(norms), torch.stack(bad).int()
 
 
@@ -233,7 +234,7 @@ def clip_grad_norm_(parameters_or_arena, max_norm: float, norm_type: float = 2.0
     not finite stays as it is) or "raise" (NonFiniteError names the tensor; waits). eps: added to the norm.
     Deviations from torch: the norm is fp32 also for bf16 and fp16 gradients; finite gradients whose squares leave fp32 have their right
     norm; nothing is written when the scale is 1; a negative or NaN max_norm and sparse or complex gradients are an ArgumentError.
-    torch's own code computes for fp64 gradients, other norms, tensor subclasses, several devices, and on the CPU."""
+    torch's own code computes, with its precision, for fp64 gradients, other norms, tensor subclasses, several devices, and on the CPU."""
     return clip_grads_(parameters_or_arena, max_norm, norm_type, error_if_nonfinite, foreach, scope=scope, on_nonfinite=on_nonfinite, eps=eps).norm
 
 

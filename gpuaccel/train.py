@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from . import checkpoint as checkpoints
 from .accumulate import GradientAccumulator
-from .adamw import AdamW
+from .optimizer import AdamW
 from .arena import Arena
 from .clip import EPS, check_choice, reference_scale
 from .errors import ArgumentError, DataError

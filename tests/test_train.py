@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpuaccel.accumulate import MODES
-from gpuaccel.adamw import AdamW
+from gpuaccel.optimizer import AdamW
 from gpuaccel.arena import Arena
 from gpuaccel.data import Batches
 from gpuaccel.errors import ArgumentError, DataError
