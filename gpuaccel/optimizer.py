@@ -218,16 +218,16 @@ class AdamW(torch.optim.AdamW):
         if not (here and keep.tolist()):
             steps = torch.stack([j.step for j in jobs]) + 1
             for j, step in zip(jobs, steps.tolist() if here else steps.double().unbind()):
-                self._reference_update(j, step, found, work.group_of, divisor, None if here else keep)
+                self._reference_update(j, step, found, divisor, None if here else keep)
         for j in jobs:
             if j.clear:
                 j.grad.zero_()
 
-    def _reference_update(self, j, step, found, group_of, divisor, keep):
+    def _reference_update(self, j, step, found, divisor, keep):
         group = self.param_groups[j.group]
         factor = 1.0
         if found is not None:
-            factor = found.verdicts[0 if group_of is None else group_of[j.number], 0]
+            factor = found.verdicts[self._verdict_of(j), 0]
         if divisor is not None:
             factor = factor / divisor.view(())
         if group["maximize"]:
@@ -271,13 +271,16 @@ class AdamW(torch.optim.AdamW):
                 launch_squares(grads, partials, owners, launches=part.launches)
             launch_reduce(work.found, partials, owners, work.group_of, len(partials), work.settings[-2:-1], divisor=divisor)
             return work.found
-        groups = {"global": None, "block": [arena.segments[j.number].block for j in jobs] if arena else None, "tensor": [j.number for j in jobs]}
-        norms, bad = reference_norms(grads, 2.0, groups[self.scope], len(work.found.verdicts), numbers=[j.number for j in jobs])
+        norms, bad = reference_norms(grads, 2.0, [self._verdict_of(j) for j in jobs], len(work.found.verdicts), numbers=[j.number for j in jobs])
         norms = norms if divisor is None else norms / divisor.view(())
         scales = reference_scale(norms, self._limit())
         work.found.verdicts.copy_(torch.stack([scales, norms, norms * scales, torch.isfinite(norms).to(norms.dtype)], 1))
         work.found.bad.copy_(bad)
         return work.found
+
+    def _verdict_of(self, job) -> int:
+        """The row of the verdicts that a tensor falls under."""
+        return {"global": 0, "tensor": job.number, "block": self.arena and self.arena.segments[job.number].block}[self.scope]
 
     def _make_verdicts(self, work):
         numbers = len(self._numbers)

@@ -103,7 +103,8 @@ def test_every_option_of_torchs_database(implementation, device):
         mine = AdamW(ours, **kwargs)
         march(mine, theirs, ours, reference)
         for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if kwargs.get("amsgrad") else [])):
-            compare(states(mine, key), states(theirs, key), f"{entry.desc}: {key}", atol=1e-7)
+            # torch's fused kernel takes 1 - beta2 in fp32: for 0.999 that is 1.3e-5 too much or too little
+            compare(states(mine, key), states(theirs, key), f"{entry.desc}: {key}", atol=1e-7, rtol=2e-5 if kwargs.get("fused") else 1e-5)
         assert [float(s) for s in states(mine, "step")] == [12.0] * len(ours)
         assert mine.defaults.keys() == theirs.defaults.keys() and mine.param_groups[0].keys() == theirs.param_groups[0].keys()
 
@@ -111,7 +112,7 @@ def test_every_option_of_torchs_database(implementation, device):
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_every_error_of_torchs_database(device):
     entries = database().optim_error_inputs_func(device, torch.float32)
-    assert len(entries) >= 8
+    assert len(entries) >= (2 if device == "cuda" else 8)       # there only what concerns GPUs
     for entry in entries:
         given_ = entry.optimizer_error_input
         params = given_.params if given_.params is not None else params_of(device)
@@ -368,7 +369,7 @@ def test_low_precision_weights_as_torchs_fused(dtype, device):
     for key, mine_, theirs_ in (("weight", ours, reference), *((k, states(mine, k), states(theirs, k)) for k in ("exp_avg", "exp_avg_sq"))):
         for a, b in zip(mine_, theirs_):
             assert a.dtype == b.dtype == dtype
-            torch.testing.assert_close(a.detach(), b.detach(), rtol=4 * step, atol=1e-6, msg=lambda m: f"{key}: {differ(a, b)}\n{m}")
+            torch.testing.assert_close(a.detach(), b.detach(), rtol=8 * step, atol=1e-6, msg=lambda m: f"{key}: {differ(a, b)}\n{m}")
             different = (a != b).float().mean().item() if a.numel() > 1000 else 0
             assert different < 0.02, f"{key}: {100 * different:.2g}% of the elements differ"
 
