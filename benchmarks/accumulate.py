@@ -20,7 +20,7 @@ from gpuaccel.models import Transformer, preset
 from gpuaccel.train import token_loss
 
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py", "gpuaccel/arena.py",
-           "gpuaccel/accumulate.py", "gpuaccel/models.py", "benchmarks/accumulate.py", "benchmarks/common.py"]
+           "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/models.py", "benchmarks/accumulate.py", "benchmarks/common.py"]
 
 
 def model(dtype, **changes):

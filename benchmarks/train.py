@@ -17,7 +17,7 @@ from gpuaccel.models import Transformer, flops_per_token, preset
 from gpuaccel.train import TrainStep
 
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py",
-           "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/models.py", "gpuaccel/train.py", "gpuaccel/meter.py", "gpuaccel/ledger.py", "benchmarks/train.py", "benchmarks/common.py"]
+           "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/models.py", "gpuaccel/train.py", "gpuaccel/meter.py", "gpuaccel/ledger.py", "benchmarks/train.py", "benchmarks/common.py"]
 B, T = 4, 1024
 
 

@@ -21,13 +21,13 @@ import struct
 import weakref
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .arena import CHUNK, Arena
 from .backend import takes
 from .errors import ArgumentError
+from .fused_linear import FusedLinear, watchers
 from .kernel import Kernel, zero_
 
 MODES = ("host", "autograd", "arena", "fused")
@@ -143,73 +143,6 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return a0 < b1 and b0 < a1
 
 
-# ---- the product that adds into the arena ---------------------------------------------------------------------------
-
-_library = torch.library.Library("gpuaccel", "DEF")
-_library.define("add_weight_gradient_(Tensor(a!) acc, Tensor dy, Tensor x) -> ()")
-_watchers: "dict[int, object]" = {}        # address of an accumulator slice -> called before a product is added
-
-
-def _add_weight_gradient(acc: Tensor, dy: Tensor, x: Tensor) -> None:
-    """acc (out, in) fp32 += dy (..., out)^T @ x (..., in); fp32 sums and output also for bf16 factors."""
-    note = _watchers.get(acc.data_ptr())                        # first: a new window may have to clear the slice
-    if note is not None and not note():
-        return                                                  # torch.autograd.grad() did not ask for this weight
-    if note is None and acc.numel() and torch._C._current_graph_task_id() != -1:
-        raise ArgumentError("the fused product got another tensor than a slice of an arena with an open accumulator: either it was closed "
-                            "between forward and backward, or a torch.compile backend other than inductor handed on a copy")
-    dy, x = (t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (dy, x))
-    if dy.dtype == torch.float32:
-        acc.addmm_(dy.t(), x)
-    elif dy.is_cuda:
-        torch.addmm(acc, dy.t(), x, out_dtype=torch.float32, out=acc)
-    else:
-        acc.addmm_(dy.t().float(), x.float())
-
-
-_library.impl("add_weight_gradient_", _add_weight_gradient, "CPU")
-_library.impl("add_weight_gradient_", _add_weight_gradient, "CUDA")
-torch.library.register_fake("gpuaccel::add_weight_gradient_", lambda acc, dy, x: None, lib=_library)
-
-
-class _LinearIntoArena(torch.autograd.Function):
-    """y = x @ weight^T, whose backward adds the weight's gradient into `acc` and hands none to autograd."""
-
-    @staticmethod
-    def forward(ctx, x, weight, acc):
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight = x.to(dtype), weight.to(dtype)
-        ctx.save_for_backward(x, weight)
-        ctx.acc = acc
-        return F.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        if ctx.needs_input_grad[1]:
-            torch.ops.gpuaccel.add_weight_gradient_(ctx.acc, dy, x)
-        return (dy @ weight if ctx.needs_input_grad[0] else None), None, None
-
-
-class FusedLinear(nn.Linear):
-    """An nn.Linear whose weight gradient goes straight into an arena. GradientAccumulator makes and unmakes it in place.
-
-    A copy (deepcopy, pickle) is a plain nn.Linear again."""
-
-    arena_grad = None                      # (out, in) fp32 slice of arena.grads
-
-    def forward(self, x):
-        if self.arena_grad is None or not torch.is_grad_enabled():
-            return F.linear(x, self.weight, self.bias)
-        y = _LinearIntoArena.apply(x, self.weight, self.arena_grad)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def __reduce_ex__(self, protocol):     # deepcopy and pickle
-        state = {k: v for k, v in self.__dict__.items() if k != "arena_grad"}
-        return nn.Linear.__new__, (nn.Linear,), state
-
-
 # ---- public: every backward into the arena --------------------------------------------------------------------------
 
 class GradientAccumulator:
@@ -219,7 +152,8 @@ class GradientAccumulator:
     arena.parameters()) the sums stand as `.grad` of arena.parameters(); a parameter that got no gradient has `.grad` None, as in
     torch. `optimizer.zero_grad()` or zero_() opens the next window. With bf16 parameters zero through the optimizer or zero_(),
     because module.zero_grad() does not know their fp32 masters; to abandon a window before finish() in `host` and `autograd`, zero
-    with zero_(). A backward that raises drops its window's sum: it is partial.
+    with zero_(). A backward that raises drops its window's sum: it is partial. A GradScaler looks at `.grad` before the optimizer's step:
+    in `host` and `autograd` call finish() before it. A weight that had tensor hooks when this was made stays out of `fused`.
     No host synchronisation and no download in `arena` and `fused`.
 
     Raises ArgumentError for an unknown mode or an arena that has an accumulator already."""
@@ -244,13 +178,14 @@ class GradientAccumulator:
         else:
             for view in itertools.compress(arena.grad_views, [not kept for kept in self.touched]):
                 view.zero_()
+        hooked = {i for i, p in enumerate(arena.params) if p._backward_hooks}      # they expect a gradient, which a fused product hands to nobody
         if mode != "autograd":
             for i, p in enumerate(arena.params):
                 if arena.owners[i] is p:                        # its .grad may be presented: hide it before autograd looks
                     self._handles.append(p.register_hook(self._before))
                 self._handles.append(p.register_post_accumulate_grad_hook(self._after(i)))
         if mode == "fused":
-            self._fuse()
+            self._fuse(hooked)
         arena.before_release.append(self.close)
         _accumulators.add(self)
 
@@ -263,13 +198,13 @@ class GradientAccumulator:
         self.presented = [False] * count                        # .grad shows the sum
         self._running.clear()
 
-    def _fuse(self):
+    def _fuse(self, hooked):
         index = {id(p): i for i, p in enumerate(self.arena.params)}
         for part in self.arena.module.modules():
             i = index.get(id(part.weight)) if type(part) is nn.Linear else None
-            if i is not None:
+            if i is not None and i not in hooked:
                 part.__class__, part.arena_grad = FusedLinear, self.arena.grad_views[i]
-                _watchers[part.arena_grad.data_ptr()] = _noter(weakref.ref(self), i)
+                watchers[part.arena_grad.data_ptr()] = _noter(weakref.ref(self), i)
                 self._fused.append(part)
         # The products need no launch: the table for the rest has only the rest's rows, so that no thread block starts in vain.
         self._products = {index[id(part.weight)] for part in self._fused}
@@ -338,6 +273,9 @@ class GradientAccumulator:
                 self.arena.grad_views[i].zero_()
         for i in gone:
             self.touched[i] = self.presented[i] = False
+            if self.host is not None:
+                s = self.arena.segments[i]
+                self.host[s.offset:s.offset + s.numel] = 0
 
     @torch.no_grad()
     def _drop_broken(self):
@@ -444,7 +382,7 @@ class GradientAccumulator:
         for handle in self._handles:
             handle.remove()
         for part in self._fused:
-            _watchers.pop(part.arena_grad.data_ptr(), None)
+            watchers.pop(part.arena_grad.data_ptr(), None)
             del part.arena_grad
             part.__class__ = nn.Linear
         self.arena.before_release.remove(self.close)
@@ -467,7 +405,7 @@ class GradientAccumulator:
 
 def _zero_sums(arena):
     zero_(arena.grads)
-    arena.squares_known()[:] = [False] * len(arena.segments)
+    arena.grads_changed()
 
 
 def _noter(accumulator, i):
@@ -499,6 +437,19 @@ def _wanted(parameter) -> bool:
     """Will the running backward give this parameter a gradient? (Its node is asked for anew each time: one kept from elsewhere would
     carry its stream into a graph's capture.)"""
     return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+
+
+def finish_for(parameters):
+    """Before these parameters' gradients are read: sums that are not yet in place are brought there. ArgumentError where they cannot be
+    seen at all: the sums of bf16 parameters are those of their fp32 masters."""
+    for accumulator in list(_accumulators):
+        ids = {id(p) for p in parameters}
+        if ids & accumulator.arena._owner_ids:
+            accumulator.finish()
+        for i, (p, owner) in enumerate(zip(accumulator.arena.params, accumulator.arena.owners)):
+            if id(p) in ids and owner is not p and p.grad is None and accumulator.touched[i]:
+                raise ArgumentError(f"the gradient of {accumulator.arena.segments[i].name} is the sum of its fp32 master: expected the arena, or "
+                                    "arena.parameters(), instead of the module's bf16 parameters")
 
 
 def _finish_before_step(optimizer, *_):

@@ -71,7 +71,7 @@ def reference_random_bits(seed: int, tensor: int, elements: int, step: int) -> T
 def reference_round(x: Tensor, noise: Tensor) -> Tensor:
     """fp32 -> bf16, rounded up with the probability of what is cut off; noise: 16 random bits per element in an int64."""
     bits = x.contiguous().view(torch.int32).long() & 0xFFFFFFFF
-    up = (bits + (noise.view(x.shape) & 0xFFFF)) >> 16 << 16
+    up = (bits + (noise.reshape(x.shape) & 0xFFFF)) >> 16 << 16
     up = torch.where(up > 0x7FFFFFFF, up - (1 << 32), up).int().view(torch.float32)
     return torch.where(torch.isfinite(x), up, x).bfloat16()
 
@@ -81,6 +81,17 @@ def reference_round(x: Tensor, noise: Tensor) -> Tensor:
 @functools.cache
 def _kernel(name: str, *macros) -> Kernel:
     return Kernel("adamw", name, CHUNK=CHUNK, THREADS=THREADS.get(name, 256), **dict(macros))
+
+
+def _update_kernel(name: str, param, grad, amsgrad, stochastic) -> Kernel:
+    return _kernel(name, ("PARAM_T", TYPES[param]), ("GRAD_T", TYPES[grad]), ("AMSGRAD", int(amsgrad)), ("STOCHASTIC", int(stochastic)))
+
+
+def step_kernels(param: torch.dtype, amsgrad: bool, stochastic: bool, arena: bool) -> "list[Kernel]":
+    """All kernels that a step over parameters of this dtype may launch."""
+    grads = (torch.float32, torch.bfloat16) if arena else (param,)
+    return [_kernel("adamw_begin"), *[_update_kernel("adamw_v2", param, grad, amsgrad, stochastic) for grad in grads],
+            *([_update_kernel("adamw_v3", param, param, amsgrad, stochastic)] if arena else [])]
 
 
 @dataclass(slots=True)
@@ -125,7 +136,7 @@ def _pack_updates(jobs, stochastic):
         if j.weight.numel():
             classes.setdefault((j.weight.dtype, j.grad.dtype, j.vmax is not None), []).append((at, j))
     for (param, grad, amsgrad), members in classes.items():
-        kernel = _kernel("adamw_v2", ("PARAM_T", TYPES[param]), ("GRAD_T", TYPES[grad]), ("AMSGRAD", int(amsgrad)), ("STOCHASTIC", int(stochastic)))
+        kernel = _update_kernel("adamw_v2", param, grad, amsgrad, stochastic)
         for start in range(0, len(members), MAX_UPDATES):
             part = members[start:start + MAX_UPDATES]
             rest, counts = [0] * (MAX_UPDATES - len(part)), [j.weight.numel() for _, j in part]
@@ -168,9 +179,60 @@ def launch_update(jobs: Jobs, coefficients: Tensor, seed: Tensor, stochastic: bo
         jobs.updates = stochastic, lists, runs if 0 < len(runs) <= len(lists) else ()
     _, lists, runs = jobs.updates
     for first, last, ahead, amsgrad in runs:
-        kernel = _kernel("adamw_v3", ("AMSGRAD", int(amsgrad)), ("STOCHASTIC", int(stochastic)))
+        kernel = _update_kernel("adamw_v3", torch.float32, torch.float32, amsgrad, stochastic)
         kernel[min(last - first, MAX_BLOCKS), kernel.bound](
             coefficients, seed, arena.weights, arena.grads, moments["exp_avg"], moments["exp_avg_sq"], moments["max_exp_avg_sq"] if amsgrad else None,
             arena.bf16_weights, arena.chunks, first, last, ahead)
     for kernel, grid, packed, part in () if runs else lists:
         kernel[grid, kernel.bound](coefficients, seed, packed, tensors=(t for j in part for t in (j.weight, j.grad, j.m, j.v, j.vmax, j.copy)))
+
+
+# ---- a step by the reference ----------------------------------------------------------------------------------------
+
+def reference_step(jobs: "list[Job]", param_groups: "list[dict]", found: "ClipState | None", rows: "list[int]", skip: bool, divisor, found_inf,
+                   record: Tensor, count_it: bool, seed: "int | None"):
+    """What launch_begin and launch_update do, in torch: any dtype, one device. rows: of each job among the verdicts of `found`.
+
+    On a CPU a skipped step is decided here; elsewhere nothing waits: torch.where keeps the old values."""
+    device = jobs[0].weight.device
+    keep = torch.zeros((), dtype=torch.bool, device=device)
+    if found is not None and skip:
+        keep |= ~found.finite.all()
+    if found_inf is not None:
+        keep |= (found_inf != 0).view(())
+    if count_it:
+        record[0] += 1
+        record[1] += keep
+        bad = found.bad if found is not None else record.new_full((1,), -1)
+        first = torch.where((bad >= 0).any(), bad.index_select(0, (bad >= 0).int().argmax().view(1))[0], -1)
+        record[2:] = torch.where(keep, torch.stack([record[0], first]), record[2:])
+    here = device.type == "cpu"
+    if not (here and keep.tolist()):
+        steps = torch.stack([j.step for j in jobs]) + 1
+        for j, row, step in zip(jobs, rows, steps.tolist() if here else steps.double().unbind()):
+            _reference_update(j, step, param_groups[j.group], None if found is None else found.verdicts[row, 0], divisor, None if here else keep, seed)
+    for j in jobs:
+        if j.clear:
+            j.grad.zero_()
+
+
+def _reference_update(j, step, group, scale, divisor, keep, seed):
+    factor = 1.0 if scale is None else scale
+    if divisor is not None:
+        factor = factor / divisor.view(())
+    if group["maximize"]:
+        factor = -factor
+    targets = [t for t in (j.weight, j.m, j.v, j.vmax, j.step, j.copy) if t is not None]
+    before = [t.clone() for t in targets] if keep is not None else ()
+    j.step += 1
+    lr, beta1, beta2, decay = (x.item() if isinstance(x, Tensor) and x.device.type == "cpu" else x
+                               for x in (group["lr"], *group["betas"], group["weight_decay"]))
+    w = reference_adamw(j.weight, j.grad, j.m, j.v, j.vmax, step, lr=lr, beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=decay, factor=factor)
+    low = j.weight if j.copy is None else j.copy
+    if seed is not None and low.dtype == torch.bfloat16:
+        noise = reference_random_bits(seed, j.number, w.numel(), int(j.step)).to(w.device).as_strided(w.shape, j.weight.stride())
+        low.copy_(reference_round(w, noise))
+    elif j.copy is not None:
+        j.copy.copy_(w)
+    for t, old in zip(targets, before):
+        t.copy_(torch.where(keep, old, t))

@@ -162,6 +162,8 @@ class Arena:
     """Lay out the trainable parameters of `module`, fp32 or bf16, all on one device.
 
     decay: callable (name, parameter) -> bool, default: tensors of two and more dimensions; lr_scale: callable -> float, default 1.
+    What is unfrozen later is not in it: release() and make a new one; release() also before the module is pickled. bf16 parameters follow
+    their masters: after an edit in place (load_state_dict does so by itself) call adopt().
     Raises ArgumentError, and changes nothing, for a module without trainable parameters, or with sparse, complex, fp16, fp64,
     meta, overlapping or elsewhere-placed ones; the message names the parameter."""
 
@@ -264,10 +266,15 @@ class Arena:
     def squares_known(self) -> "list[bool]":
         """Of each segment: do its rows of `partials` (one sum of squares per row of `chunks`) belong to what arena.grads holds now?
 
-        Whoever writes them sets the entries; every torch operation on arena.grads or a view of it makes them all False."""
+        Whoever writes them sets the entries; a torch operation on arena.grads or a view of it makes them all False. What torch does not
+        count as one (`.data`, NumPy, collectives) must call grads_changed()."""
         if self._squares_version != self.grads._version:
             self._squares, self._squares_version = [False] * len(self.segments), self.grads._version
         return self._squares
+
+    def grads_changed(self):
+        """arena.grads was written by something that torch does not count: sums of squares taken before are void."""
+        self._squares = [False] * len(self.segments)
 
     def check(self):
         """Raise ArgumentError, naming the parameter, when one no longer is a view of the arena."""

@@ -6,16 +6,16 @@
 
 With ga.AdamW(..., max_norm=1.0) none of this needs to be called: the optimizer takes the norm and multiplies by the scale itself.
 
-What happens at the edges ("reference" is the system this follows, entrenar's fused clip; "skip" is the default of an arena):
+What happens at the edges ("skip" is the default of an arena):
 
-| case | reference | here |
+| case | entrenar's fused clip, which this follows | here |
 |---|---|---|
 | all gradients zero | norm 0, scale 1 | the same |
 | norm + eps <= max_norm | scale 1, nothing written | the same |
 | norm just above max_norm | scale in (1 - 1e-7, 1) counts as 1 | multiplied by exactly this scale |
 | any NaN | scale 1, NaN goes on to the weights | propagate: every gradient of the group becomes NaN, as in torch; skip: nothing is written |
 | any infinity | scale 0: finite gradients 0, infinity NaN | propagate: the same, as in torch; skip: nothing is written |
-| squares overflow (|g| > 1.8e19) | norm infinite, scale 0 | norm and scale right (fp64 in our kernels; where torch computes, as torch) |
+| squares overflow (|g| > 1.8e19) | norm infinite, scale 0 | norm and scale right (fp64 in our kernels; where torch computes: as torch, infinite, not finite) |
 | squares underflow (|g| < 1e-23) | norm 0, scale 1 | norm right (likewise) |
 | max_norm = 0 | 0, or NaN -> 1 for norm 0 | scale 0, as in torch |
 | max_norm negative or NaN | flips signs | ArgumentError, nothing changed |
@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from .accumulate import SQUARES_THREADS, GradientAccumulator
+from .accumulate import SQUARES_THREADS, GradientAccumulator, finish_for
 from .arena import CHUNK, Arena
 from .backend import takes
 from .errors import ArgumentError, NonFiniteError
@@ -56,7 +56,7 @@ class ClipState:
     until it is read (`float(found.norm)`, `found.name()`).
 
     scale: factor of the gradients, fp32; norm, clipped_norm: before and after clipping, fp32; finite: bool; first_nonfinite: int32,
-    the number of the first tensor with NaN or infinity, -1 without one."""
+    the number of the first tensor (of those that have a gradient) with NaN or infinity, -1 without one."""
 
     __slots__ = ("verdicts", "bad", "scope", "names")
 
@@ -96,7 +96,7 @@ def reference_norms(grads: "list[Tensor]", norm_type: float = 2.0, groups: "list
     numbers = numbers or range(len(grads))
     for g in range(count):
         members = [i for i, t in enumerate(grads) if t.numel() and (groups is None or groups[i] == g)]
-        norms.append(get_total_norm([grads[i] for i in members], norm_type, foreach=foreach).to(device))
+        norms.append(get_total_norm([grads[i] for i in members], norm_type, foreach=foreach).to(device) if members else torch.zeros((), device=device))
         wrong = [torch.where(torch.isfinite(grads[i]).all(), none, numbers[i]).to(device) for i in members]
         first = torch.stack(wrong).min() if wrong else torch.full((), none, device=device)
         bad.append(torch.where(first < none, first, -1))
@@ -177,6 +177,8 @@ def new_state(count: int, device, scope: str, names) -> ClipState:
 
 def check_max_norm(max_norm) -> float:
     """The number, or ArgumentError: a negative one would turn gradients around, and NaN destroy them."""
+    if isinstance(max_norm, Tensor) and max_norm.device.type != "cpu":
+        raise ArgumentError(f"max_norm is a tensor on {max_norm.device}, which the host would have to wait for; expected a number")
     try:
         value = float(max_norm)
     except (TypeError, ValueError):
@@ -227,12 +229,13 @@ def clip_grad_norm_(parameters_or_arena, max_norm: float, norm_type: float = 2.0
     """Scale gradients in place so that their norm is at most max_norm; returns the norm before clipping, () fp32 on their device.
 
     A drop-in for torch.nn.utils.clip_grad_norm_, without a host synchronisation (except with error_if_nonfinite or "raise").
-    parameters_or_arena: parameters (an iterable, or one), whose `.grad` is clipped, or an Arena, whose `grads` are.
+    parameters_or_arena: parameters (an iterable, or one; or pairs as of named_parameters()), whose `.grad` is clipped, or an Arena, whose
+    `grads` are.
     max_norm: 0 or more. norm_type: 1, 2 and inf by our kernels, others by torch. foreach: as torch's, where torch computes.
-    scope: "global" (one norm), "tensor" (one each), "block" (an arena's blocks: the reference's per-layer clip); with the last two
+    scope: "global" (one norm), "tensor" (one each), "block" (an arena's blocks: entrenar's per-layer clip); with the last two
     the result is (G,). on_nonfinite: "propagate" (torch's behaviour; default for parameters), "skip" (default for an arena: a group that is
-    not finite stays as it is) or "raise" (NonFiniteError names the tensor; waits). eps: added to the norm.
-    Deviations from torch: the norm is fp32 also for bf16 and fp16 gradients; finite gradients whose squares leave fp32 have their right
+    not finite stays as it is; ga.AdamW then leaves out the whole step) or "raise" (NonFiniteError names the tensor; waits). eps: added to
+    the norm. Deviations from torch: the norm is fp32 (fp64 for fp64 gradients); finite gradients whose squares leave fp32 have their right
     norm; nothing is written when the scale is 1; a negative or NaN max_norm and sparse or complex gradients are an ArgumentError.
     torch's own code computes, with its precision, for fp64 gradients, other norms, tensor subclasses, several devices, and on the CPU."""
     return clip_grads_(parameters_or_arena, max_norm, norm_type, error_if_nonfinite, foreach, scope=scope, on_nonfinite=on_nonfinite, eps=eps).norm
@@ -276,7 +279,14 @@ def _grads_of(parameters):
     generator, parameters = isinstance(parameters, types.GeneratorType), list(parameters)
     if generator and not parameters:
         warnings.warn("`parameters` is an empty generator: there is nothing to clip", stacklevel=5)
-    return [g for p in parameters if (g := p.grad) is not None], lambda: unnamed([p for p in parameters if p.grad is not None])
+    given = None
+    if parameters and isinstance(parameters[0], tuple):
+        given, parameters = [name for name, _ in parameters], [p for _, p in parameters]
+    finish_for(parameters)
+
+    def names():
+        return [name for name, p in zip(given or unnamed(parameters), parameters) if p.grad is not None]
+    return [g for p in parameters if (g := p.grad) is not None], names
 
 
 def _arena_grads(arena):

@@ -8,7 +8,7 @@
 y = base(x) + B(A(dropout(x)) * alpha / rank), with A (rank, in) and B (out, rank), B zero at first (Hu et al., 2021). Names, start
 values and files are PEFT's. The factors are plain nn.Linear layers: hooks, arenas, fused products and torch.compile see nothing new.
 
-The reference system trains six tensors per layer: A_q, B_q, A_v, B_v and two norms, which are clipped together. Here:
+entrenar, whose LoRA training this follows, trains six tensors per layer: A_q, B_q, A_v, B_v and two norms, which are clipped together. Here:
 `apply_lora(model, also=BLOCK_NORMS)`, and a block of the arena holds just those six; an optimizer that clips block by block does the rest.
 Any number of targets is as good: `targets=("w_q", "w_k", "w_v", "w_o", "gate", "up", "down")` makes fourteen tensors per block.
 """

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from .accumulate import GradientAccumulator
-from .adamw import SETTINGS, Job, Jobs, launch_begin, launch_set, launch_update, reference_adamw, reference_random_bits, reference_round
+from .adamw import SETTINGS, Job, Jobs, launch_begin, launch_set, launch_update, reference_step, step_kernels
 from .arena import Arena
 from .backend import backend, takes
 from .clip import KINDS, POLICIES, SCOPES, ClipState, arena_squares, check_choice, check_gradients, check_max_norm, dense, kernel_takes, \
     launch_reduce, launch_squares, launches_for, new_state, reference_norms, reference_scale, unnamed
+from .clip import _kernel as clip_kernel
 from .errors import ArgumentError, NonFiniteError
 
 @dataclass(slots=True)
@@ -29,7 +31,8 @@ class _Part:
     jobs: "list[Job]"
     ours: Jobs                # by our kernels
     rest: "list[Job]"         # by the reference
-    clears: bool               # every gradient is an arena's sum
+    clears: bool               # every gradient is an arena's sum ...
+    whole: bool                # ... and the arena holds no other
     changed: "list[Tensor]"    # what our kernels write and autograd may know
     launches: tuple            # of squares_v2 over the gradients; (): our kernels do not take them
 
@@ -48,14 +51,15 @@ class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW (arguments, parameter groups, schedulers, state_dict in both directions) by our kernels; clips on request.
 
     params_or_arena: as torch's, or an Arena: then masters, bf16 copies and gradient sums are the arena's, weight decay and learning rate
-    follow its segments, and step() clears the sums (`.grad` is None after it). Parameters: fp32, bf16, fp16 (m and v in the same
+    follow its segments, and step() clears the sums of its GradientAccumulator (`.grad` is None after it; without one zero_grad() as
+    usual, which knows bf16 parameters too). state_dict fits torch.optim.AdamW(arena.parameter_groups(weight_decay)). Parameters: fp32, bf16, fp16 (m and v in the same
     dtype, computed in fp32; torch's rounding of fused=True); fp64 and others by the reference, in torch.
     max_norm: clip to this norm inside the step, over `scope` "global", "tensor" or (arena) "block"; may be changed between steps.
     weight_decay: over an arena of matrices only (its segments say so: Arena(decay=...)).
     on_nonfinite: "propagate" (default without an arena), "skip" (default with one: weights, moments and step counts of all tensors stay,
     whichever is not finite; the skip is counted in `skipped`, last_skip() names the tensor) or "raise" (NonFiniteError before anything
     changes; waits).
-    stochastic_rounding: of bf16 weights, keyed on (seed, tensor, element, step). seed: 0 to 2^53.
+    stochastic_rounding: of bf16 weights, keyed on (seed, tensor, element as it lies in memory, step). seed: 0 to 2^53 - 1.
     grad_scale, found_inf: attributes that torch.amp.GradScaler sets; gradients are divided by the one, the step is skipped by the other.
     maximize, amsgrad: as torch's. foreach, capturable, fused: accepted and kept; every step is fused and can be captured, after one
     step (or prepare()) outside. refresh() brings a changed learning rate to a captured step.
@@ -79,12 +83,12 @@ class AdamW(torch.optim.AdamW):
         if differentiable:
             raise ArgumentError("differentiable is True: our kernels are not; use torch.optim.AdamW for it")
         if not isinstance(seed, int) or not 0 <= seed < 2**53:
-            raise ArgumentError(f"seed is {seed!r}; expected a whole number from 0 to 2^53")
+            raise ArgumentError(f"seed is {seed!r}; expected a whole number from 0 to 2^53 - 1")
         if arena is not None:
             arena.check()
             scaled = any(s.lr_scale != 1 for s in arena.segments)
             params_or_arena = arena.parameter_groups(weight_decay, lr if scaled else None)
-        self._numbers, self._plan, self._work, self._moments = None, None, {}, {}
+        self._numbers, self._plan, self._work, self._moments, self._measured = None, None, {}, {}, False
         super().__init__(params_or_arena, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach, capturable=capturable,
                          differentiable=differentiable, fused=fused)
 
@@ -92,12 +96,12 @@ class AdamW(torch.optim.AdamW):
 
     @property
     def clip_state(self) -> "ClipState | None":
-        """What the latest step's clipping found (ClipState, overwritten by the next step); None when no norm was taken yet."""
-        return next((work.found for work in self._work.values() if work.found is not None), None)
+        """What the latest step's clipping found (ClipState, overwritten by the next step); None when it took no norm."""
+        return next((work.found for work in self._work.values() if work.found is not None), None) if self._measured else None
 
     @property
     def skipped(self) -> Tensor:
-        """() int32 on the device: steps that were not taken because a gradient was not finite."""
+        """() int32 on the device, which counts on: steps that were not taken because a gradient was not finite."""
         return next((work.record[1] for work in self._work.values()), torch.zeros((), dtype=torch.int32))
 
     def last_skip(self) -> "dict | None":
@@ -118,6 +122,17 @@ class AdamW(torch.optim.AdamW):
 
     # ---- the step ----
 
+    def zero_grad(self, set_to_none: bool = True):
+        """As torch's; over an arena also the gradients of bf16 parameters, which step() reads where there is no accumulator."""
+        super().zero_grad(set_to_none)
+        for p in self.arena.params if self.arena is not None else ():
+            if p.grad is not None:
+                if set_to_none:
+                    p.grad = None
+                else:
+                    p.grad.zero_()
+
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure=None):
         """One step; returns the closure's loss, if any. No host synchronisation (except on_nonfinite="raise").
@@ -130,17 +145,24 @@ class AdamW(torch.optim.AdamW):
         accumulator = self.arena and GradientAccumulator.of(self.arena)
         if accumulator is not None:
             accumulator.finish()
-        parts = self._parts()
-        for part in parts:
-            self._step_on(part)
-        cleared = {j.number for part in parts for j in part.jobs if j.clear}
-        if cleared:
-            self.arena.squares_known()[:] = [False] * len(self.arena.segments)
-            if accumulator is not None and all(part.clears for part in parts):
+        if self.arena is not None and (self._optimizer_step_pre_hooks or len(_global_optimizer_pre_hooks) > 1):
+            self.arena.grads_changed()          # a hook may have written to gradients in a way that torch does not count (one is ours)
+        parts = self._parts(accumulator)
+        self._measured = bool(parts) and self._measures()
+        try:
+            for part in parts:
+                self._step_on(part)
+            cleared = {j.number for part in parts for j in part.jobs if j.clear}
+            if cleared:
+                self.arena.grads_changed()
+                for i in cleared:
+                    self.arena.owners[i].grad = None
+            if accumulator is not None and parts:
                 accumulator.zero_(cleared)
-        for part in parts:                      # what is kept for the next step must not keep gradients alive
-            for j in part.jobs:
-                j.grad = j.grad if j.clear else None
+        finally:                                # what is kept for the next step must not keep gradients alive
+            for part in parts:
+                for j in part.jobs:
+                    j.grad = j.grad if j.clear else None
         return loss
 
     def _step_on(self, part):
@@ -156,11 +178,13 @@ class AdamW(torch.optim.AdamW):
             launch_update(part.ours, coefficients, work.settings[-1:], self.stochastic_rounding, self.arena if part.clears else None, self._moments)
             torch.autograd.graph.increment_version(part.changed)
         if part.rest:
-            self._by_reference(work, part.rest, found, skip, divisor, found_inf, not part.ours)
+            rows = [self._verdict_of(j) for j in part.rest]
+            reference_step(part.rest, self.param_groups, found, rows, skip, divisor, found_inf, work.record, not part.ours,
+                           self.seed if self.stochastic_rounding else None)
 
-    def _parts(self) -> "list[_Part]":
+    def _parts(self, accumulator) -> "list[_Part]":
         """What each device has to do. Worked out anew when a gradient, a weight or a state lies elsewhere than in the last step."""
-        key, grads = self._key()
+        key, grads = self._key(accumulator)
         if key is not None and self._plan is not None and self._plan[0] == key:
             for j, grad in zip(self._plan[1], grads):
                 j.grad = grad
@@ -176,17 +200,27 @@ class AdamW(torch.optim.AdamW):
                 for j in mine:
                     grads[j.number] = j.grad
                 measurable = kernel_takes([j.grad for j in mine]) and all(dense(j.grad) for j in mine)
-                parts.append(_Part(device, mine, ours, [j for j in mine if id(j) not in ids], all(j.clear for j in mine),
+                clears = all(j.clear for j in mine)
+                whole = clears and self._is_all(mine, accumulator)
+                parts.append(_Part(device, mine, ours, [j for j in mine if id(j) not in ids], clears, whole,
                                    [t for j in ours for t in (j.weight, j.copy) if t is not None], launches_for(grads) if measurable else ()))
-            self._plan = self._key()[0], jobs.given, parts
+            self._plan = self._key(accumulator)[0], jobs.given, parts
         return self._plan[2]
 
-    def _key(self) -> "tuple[tuple | None, list[Tensor]]":
+    def _is_all(self, jobs, accumulator) -> bool:
+        """Are the sums of these tensors all that the arena holds? Where an accumulator is at work, those of the optimizer's other
+        tensors are zero."""
+        mine = {j.number for j in jobs} | ({self._number_of(p) for group in self.param_groups for p in group["params"]} if accumulator else set())
+        return all(i in mine or s.numel == 0 for i, s in enumerate(self.arena.segments))
+
+    def _key(self, accumulator) -> "tuple[tuple | None, list[Tensor]]":
         """(where everything lies that a step touches, None when only a close look can tell; the gradients)."""
         params = [p for group in self.param_groups for p in group["params"]]
         grads = [p.grad for p in params]
         lows = ()
         if self.arena is not None and self.arena.bf16_weights is not None:
+            if self._numbers is None or any(id(p) not in self._numbers for p in params):
+                return None, []
             lows = [self.arena.params[self._number_of(p)] for p in params]
             grads = [low.grad if grad is None else grad for grad, low in zip(grads, lows)]
         given = [g for g in grads if g is not None]
@@ -194,57 +228,11 @@ class AdamW(torch.optim.AdamW):
             if not (all(map(Tensor.is_contiguous, given)) and all(map(Tensor.is_contiguous, params))):
                 return None, given
             return ([g is None for g in grads], list(map(Tensor.data_ptr, given)), [g.dtype for g in given],
-                    list(map(Tensor.data_ptr, params)), list(map(Tensor.data_ptr, lows)),
-                    [tuple(map(id, self.state[p].values())) if p in self.state else () for p in params],
-                    [(len(group["params"]), group["amsgrad"]) for group in self.param_groups], backend().name), given
-        except RuntimeError:                    # a sparse tensor has no address
+                    list(map(id, params)), list(map(Tensor.data_ptr, params)), list(map(Tensor.numel, params)), list(map(Tensor.data_ptr, lows)),
+                    [tuple(map(Tensor.data_ptr, self.state[p].values())) if p in self.state else () for p in params],
+                    [(len(group["params"]), group["amsgrad"]) for group in self.param_groups], backend().name, accumulator is None), given
+        except (RuntimeError, TypeError):       # a sparse tensor has no address, a step that is a number neither
             return None, given
-
-    def _by_reference(self, work, jobs, found, skip, divisor, found_inf, count_it):
-        """The same in torch. On a CPU a skipped step is decided here; elsewhere nothing waits: the old values are kept by torch.where."""
-        device = jobs[0].weight.device
-        keep = torch.zeros((), dtype=torch.bool, device=device)
-        if found is not None and skip:
-            keep |= ~found.finite.all()
-        if found_inf is not None:
-            keep |= (found_inf != 0).view(())
-        if count_it:
-            work.record[0] += 1
-            work.record[1] += keep
-            bad = found.bad if found is not None else work.record.new_full((1,), -1)
-            first = torch.where((bad >= 0).any(), bad[(bad >= 0).int().argmax()], -1)
-            work.record[2:] = torch.where(keep, torch.stack([work.record[0], first]), work.record[2:])
-        here = device.type == "cpu"
-        if not (here and keep.tolist()):
-            steps = torch.stack([j.step for j in jobs]) + 1
-            for j, step in zip(jobs, steps.tolist() if here else steps.double().unbind()):
-                self._reference_update(j, step, found, divisor, None if here else keep)
-        for j in jobs:
-            if j.clear:
-                j.grad.zero_()
-
-    def _reference_update(self, j, step, found, divisor, keep):
-        group = self.param_groups[j.group]
-        factor = 1.0
-        if found is not None:
-            factor = found.verdicts[self._verdict_of(j), 0]
-        if divisor is not None:
-            factor = factor / divisor.view(())
-        if group["maximize"]:
-            factor = -factor
-        targets = [t for t in (j.weight, j.m, j.v, j.vmax, j.step, j.copy) if t is not None]
-        before = [t.clone() for t in targets] if keep is not None else ()
-        j.step += 1
-        (lr, beta1, beta2), decay = (_on_host(x) for x in (group["lr"], *group["betas"])), _on_host(group["weight_decay"])
-        w = reference_adamw(j.weight, j.grad, j.m, j.v, j.vmax, step, lr=lr, beta1=beta1, beta2=beta2, eps=group["eps"], weight_decay=decay,
-                            factor=factor)
-        if self.stochastic_rounding and torch.bfloat16 in (j.weight.dtype, j.copy.dtype if j.copy is not None else None):
-            noise = reference_random_bits(self.seed, j.number, w.numel(), int(j.step)).to(w.device)
-            (j.weight if j.copy is None else j.copy).copy_(reference_round(w, noise))
-        elif j.copy is not None:
-            j.copy.copy_(w)
-        for t, old in zip(targets, before):
-            t.copy_(torch.where(keep, old, t))
 
     # ---- what a step needs ----
 
@@ -262,7 +250,7 @@ class AdamW(torch.optim.AdamW):
         grads = [j.grad for j in jobs]
         if part.launches:
             self._refresh(work)
-            if part.clears:
+            if part.whole:
                 arena_squares(arena)
                 partials, owners = arena.partials, arena.row_tensor
             else:
@@ -295,7 +283,7 @@ class AdamW(torch.optim.AdamW):
 
     def _jobs(self) -> Jobs:
         """What this step updates, everything checked; nothing has changed when it raises."""
-        arena = self.arena
+        arena, self._numbers = self.arena, None
         if arena is not None:
             arena.check()
         found = []                              # (group, parameter, number, gradient, bf16 copy)
@@ -317,7 +305,7 @@ class AdamW(torch.optim.AdamW):
         jobs = []
         for g, p, i, grad, copy in found:
             state, amsgrad = self.state[p], self.param_groups[g]["amsgrad"]
-            clear = arena is not None and grad.data_ptr() == arena.grad_views[i].data_ptr()
+            clear = arena is not None and (grad is arena.grad_views[i] or grad.numel() > 0 and grad.data_ptr() == arena.grad_views[i].data_ptr())
             if not _same_order(grad, p):
                 grad = torch.empty_like(p, dtype=grad.dtype).copy_(grad)
             jobs.append(Job(i, g, p, grad, state["exp_avg"], state["exp_avg_sq"], state["max_exp_avg_sq"] if amsgrad else None, state["step"], copy,
@@ -330,6 +318,9 @@ class AdamW(torch.optim.AdamW):
         if self._numbers is None:
             params = self.arena.owners if self.arena is not None else [p for group in self.param_groups for p in group["params"]]
             self._numbers = {id(p): i for i, p in enumerate(params)}
+        if id(p) not in self._numbers:
+            raise ArgumentError(f"a parameter of shape {tuple(p.shape)} is not in the optimizer's arena, whose tensors alone it updates; for another "
+                                "set of parameters: arena.release(), then a new Arena and a new optimizer")
         return self._numbers[id(p)]
 
     def _make_states(self, members):
@@ -340,6 +331,8 @@ class AdamW(torch.optim.AdamW):
             state, wanted = self.state[p], keys[bool(self.param_groups[g]["amsgrad"])]
             if any(key not in state for key in wanted) or "step" not in state:
                 new.append((p, i, wanted))
+            elif wrong := next((key for key in wanted if state[key].shape != p.shape), None):
+                raise ArgumentError(f"{wrong} of {self.names()[i]} has shape {tuple(state[wrong].shape)}; expected {tuple(p.shape)}")
             elif state["step"].device != p.device or any(not self._in_place(key, state[key], p, i) for key in wanted):
                 moved.append((p, i, wanted))
         if (new or moved) and _capturing():
@@ -379,6 +372,12 @@ class AdamW(torch.optim.AdamW):
             work = self._work_on(device)
             if self._measures():
                 self._make_verdicts(work)
+            if device.type == "cuda" and takes(device):          # compiled and loaded: neither can be done in a capture
+                kernels = [clip_kernel(name, 2.0) for name in ("squares_v2", "reduce_v2")] + [
+                    kernel for g, p, _ in members if p.dtype in KINDS
+                    for kernel in step_kernels(p.dtype, self.param_groups[g]["amsgrad"], self.stochastic_rounding, self.arena is not None)]
+                for kernel in kernels:
+                    kernel.load(device.index)
         self.refresh()
 
     @torch.no_grad()
@@ -432,8 +431,8 @@ class AdamW(torch.optim.AdamW):
                 if p.is_complex():
                     raise ArgumentError(f"parameter {i} of shape {tuple(p.shape)} is {p.dtype}: complex weights are not supported; use "
                                         "torch.optim.AdamW, or torch.view_as_real(parameter)")
-                if self.arena is not None and id(p) not in self.arena._owner_ids:
-                    raise ArgumentError(f"parameter {i} of shape {tuple(p.shape)} is not in the optimizer's arena, whose tensors alone it updates")
+                if self.arena is not None:
+                    self._number_of(p)
         except ArgumentError:
             del self.param_groups[-1]
             raise
@@ -442,24 +441,32 @@ class AdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict):
         """As torch's, of this optimizer or of torch.optim.AdamW. ArgumentError, with nothing changed, for a state of another shape."""
         check = self.register_load_state_dict_pre_hook(AdamW._check_state)       # last: after hooks that repair a dict
+        before = {p: dict(state) for p, state in self.state.items()}
         try:
             super().load_state_dict(state_dict)
         finally:
             check.remove()
+        for p, state in self.state.items():         # into the tensors that are there: a captured step knows their addresses
+            for key, mine in before.get(p, {}).items():
+                if isinstance(mine, Tensor) and isinstance(state.get(key), Tensor) and mine.shape == state[key].shape:
+                    state[key] = mine.copy_(state[key])
         self._make_states([(g, p, self._number_of(p)) for g, group in enumerate(self.param_groups) for p in group["params"] if self.state.get(p)])
 
     def _check_state(self, state_dict):
+        mine, theirs = ([len(group["params"]) for group in groups] for groups in (self.param_groups, state_dict["param_groups"]))
+        if self.arena is not None and mine != theirs:
+            raise ArgumentError(f"state_dict has parameter groups of {theirs} tensors; expected {mine}, those of arena.parameter_groups(weight_decay)")
         for mine, theirs in zip(self.param_groups, state_dict["param_groups"]):
             for p, i in zip(mine["params"], theirs["params"]):
                 state = state_dict["state"].get(i, {})
                 for key in ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")[:4 if "max_exp_avg_sq" in state else 3] if state else ():
-                    if key not in state or key != "step" and state[key].shape != p.shape:
-                        problem = "is missing" if key not in state else f"has shape {tuple(state[key].shape)}; expected {tuple(p.shape)}"
+                    if state.get(key) is None or key != "step" and state[key].shape != p.shape:
+                        problem = "is missing" if state.get(key) is None else f"has shape {tuple(state[key].shape)}; expected {tuple(p.shape)}"
                         raise ArgumentError(f"state_dict: {key} of {self.names()[self._number_of(p)]} {problem}")
 
     def __getstate__(self):                     # copies and pickles: what belongs to a device is made again
         mine = {name: self.__dict__[name] for name in ("arena", "scope", "stochastic_rounding", "seed", "on_nonfinite", "max_norm")}
-        return {**mine, **super().__getstate__(), "_numbers": None, "_plan": None, "_work": {}, "_moments": {}}
+        return {**mine, **super().__getstate__(), "_numbers": None, "_plan": None, "_measured": False, "_work": {}, "_moments": {}}
 
 
 def _capturing() -> bool:
@@ -475,8 +482,3 @@ def _zeros_by_device(params) -> "list[Tensor]":
     """A () fp32 zero per parameter, on its device, with one launch per device."""
     zeros = {device: iter(torch.zeros(len(params), device=device).unbind()) for device in {p.device: None for p in params}}
     return [next(zeros[p.device]) for p in params]
-
-
-def _on_host(x):
-    """A number where it can be had without waiting; a tensor on a GPU stays one."""
-    return x.item() if isinstance(x, Tensor) and x.device.type == "cpu" else x

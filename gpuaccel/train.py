@@ -120,7 +120,7 @@ class TrainStep:
         self.loss_fn = torch.compile(loss_fn, dynamic=False) if compile else loss_fn
         if clip == "fused" and max_norm is not None:
             opt.max_norm = max_norm
-        self.clip, self.max_norm = clip, opt.max_norm if clip == "fused" else max_norm
+        self.clip, self._max_norm = clip, max_norm
         self.micro_batches, self.divide, self.autocast, self.meter = micro_batches, divide, autocast, meter
         self.count = 0                      # optimizer steps taken
         self.accumulator.zero_()
@@ -150,6 +150,10 @@ class TrainStep:
         self.count += 1
         return StepOutput(loss, tokens, *found)
 
+    @property
+    def max_norm(self) -> "float | None":
+        return self.opt.max_norm if self.clip == "fused" else self._max_norm
+
     def _update(self, divisor, mark):
         """From the sums to the weights. Returns norm, clipped norm, scale, finite, or ()."""
         if self.clip == "fused":
@@ -157,10 +161,9 @@ class TrainStep:
             try:
                 self.opt.step()
             finally:
-                del self.opt.grad_scale
+                self.opt.grad_scale = None
             mark("optimizer")
-            state = self.opt.clip_state and self.opt.clip_state.clone()
-            return (state.norm, state.clipped_norm, state.scale, state.finite) if state else (None,)
+            return _found_by(self.opt)
         found = None,
         if divisor is not None:
             self.accumulator.scale_(1.0 / divisor)
@@ -171,7 +174,7 @@ class TrainStep:
             mark("clip")
         self.opt.step()
         mark("optimizer")
-        return found
+        return found if self.max_norm is not None or not isinstance(self.opt, AdamW) else _found_by(self.opt)
 
     def _accumulate(self, micros, mark):
         """Forward and backward of every micro-batch; afterwards the sum is in the arena. Returns (loss, tokens, what to divide the sum by)."""
@@ -188,13 +191,15 @@ class TrainStep:
             if count is None:
                 loss = loss / len(micros)
             else:
-                count = torch.as_tensor(count, device=loss.device)
+                count = count if isinstance(count, Tensor) else torch.full((), count, device=loss.device)
                 tokens = count if tokens is None else tokens + count
             objective = loss / count.clamp(min=1) / len(micros) if self.divide == "micro_batches" and count is not None else loss
             mark("forward")
             self.accumulator.final = self.clip == "fused" and nth == len(micros) - 1
-            objective.backward()
-            self.accumulator.final = False
+            try:
+                objective.backward()
+            finally:
+                self.accumulator.final = False
             mark("backward")
             losses = loss.detach() if losses is None else losses + loss.detach()
             rows += _rows(micro)
@@ -235,11 +240,18 @@ def _clip_by_item(parameters, max_norm) -> Tensor:
     return torch.tensor(norm, device=parameters[0].device)
 
 
+def _found_by(opt: AdamW) -> tuple:
+    """Norm, clipped norm, scale, finite: copies that the next step does not overwrite."""
+    state = opt.clip_state and opt.clip_state.clone()
+    return (state.norm, state.clipped_norm, state.scale, state.finite) if state else (None,)
+
+
 def _check_clip(clip, opt, ours, max_norm):
     if clip == "fused" and not ours:
         raise ArgumentError(f"clip='fused' is done by ga.AdamW(arena); the optimizer is {type(opt).__name__}"
                             f"{' over parameters' if isinstance(opt, AdamW) else ''}")
-    if isinstance(opt, AdamW) and opt.max_norm is not None and max_norm is not None and (clip != "fused" or opt.max_norm != max_norm):
+    if isinstance(opt, AdamW) and opt.max_norm is not None and (clip == "item" or max_norm is not None and (clip != "fused" or opt.max_norm != max_norm)
+                                                                or ours and clip == "torch"):
         raise ArgumentError(f"max_norm is {max_norm} here and {opt.max_norm} in the optimizer: gradients would be clipped twice; give it once")
 
 

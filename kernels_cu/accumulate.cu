@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) accumulate_v4(
     #pragma unroll
     for (int k = 0; k < CHUNK / 4 / THREADS; k++) {
         int i = k * THREADS + threadIdx.x;
-        g[k] = whole ? load4(grad, i) : load4_within(grad, i, where.y);
+        g[k] = load4(grad, i, where.y, whole);
         a[k] = acc[i];             // behind a tensor's end the arena has zeros, and they stay
     }
     #pragma unroll

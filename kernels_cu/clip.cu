@@ -84,22 +84,12 @@ struct Tensors {                             // by value: nothing is uploaded
     unsigned char kind[MAX_TENSORS];         // 0 fp32, 1 bf16, 2 fp16
 };
 
-// The tensor that a chunk belongs to: the last one that does not begin behind it.
-__device__ __forceinline__ int tensor_of(const int* first, int chunk) {
-    int low = 0, high = MAX_TENSORS;
-    while (high - low > 1) {
-        int middle = (low + high) / 2;
-        if (first[middle] <= chunk) low = middle; else high = middle;
-    }
-    return low;
-}
-
 template <class T> __device__ __forceinline__ void load_chunk(float4 (&x)[GROUPS_OF_FOUR], const T* from, int count) {
     bool whole = count == CHUNK && aligned4(from, sizeof(T));
     #pragma unroll
     for (int k = 0; k < GROUPS_OF_FOUR; k++) {
         int i = k * THREADS + threadIdx.x;
-        x[k] = whole ? load4(from, i) : load4_within(from, i, count);
+        x[k] = load4(from, i, count, whole);
     }
 }
 
@@ -111,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) squares_v2(
 {
     __shared__ double warps[THREADS / 32];
     for (int chunk = blockIdx.x; chunk < tensors.first[MAX_TENSORS]; chunk += gridDim.x) {
-        int t = tensor_of(tensors.first, chunk), nth = chunk - tensors.first[t];
+        int t = tensor_of(tensors.first, MAX_TENSORS, chunk), nth = chunk - tensors.first[t];
         int count = chunk + 1 == tensors.first[t + 1] ? tensors.tail[t] : CHUNK;
         long long from = (long long)nth * CHUNK;
         float4 x[GROUPS_OF_FOUR];
@@ -181,7 +171,7 @@ template <class T> __device__ __forceinline__ void scale_chunk(T* at, int count,
     for (int k = 0; k < GROUPS_OF_FOUR; k++) {
         int i = k * THREADS + threadIdx.x;
         float4 scaled = make_float4(x[k].x * by, x[k].y * by, x[k].z * by, x[k].w * by);
-        if (whole) store4(at, i, scaled); else store4_within(at, i, count, scaled);
+        store4(at, i, count, whole, scaled);
     }
 }
 
@@ -194,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scale_v2(
 {
     if (groups == 0 && (verdicts[0].x == 1.0f || (skip && verdicts[0].w == 0.0f))) return;
     for (int chunk = blockIdx.x; chunk < tensors.first[MAX_TENSORS]; chunk += gridDim.x) {
-        int t = tensor_of(tensors.first, chunk), nth = chunk - tensors.first[t];
+        int t = tensor_of(tensors.first, MAX_TENSORS, chunk), nth = chunk - tensors.first[t];
         float4 verdict = verdicts[groups == 0 ? 0 : groups[first_tensor + t]];
         if (verdict.x == 1.0f || (skip && verdict.w == 0.0f)) continue;
         int count = chunk + 1 == tensors.first[t + 1] ? tensors.tail[t] : CHUNK;

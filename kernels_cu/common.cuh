@@ -89,6 +89,20 @@ template <class T> __device__ __forceinline__ void store4_within(T* x, int i, in
     if (4 * i + 2 < count) store(x + 4 * i + 2, v.z);
     if (4 * i + 3 < count) store(x + 4 * i + 3, v.w);
 }
+template <class T> __device__ __forceinline__ float4 load4(const T* x, int i, int count, bool whole) { return whole ? load4(x, i) : load4_within(x, i, count); }
+template <class T> __device__ __forceinline__ void store4(T* x, int i, int count, bool whole, float4 v) {
+    if (whole) store4(x, i, v); else store4_within(x, i, count, v);
+}
+
+// The tensor that a chunk belongs to: the last one of `count` whose first chunk is not behind it.
+__device__ __forceinline__ int tensor_of(const int* first, int count, int chunk) {
+    int low = 0, high = count;
+    while (high - low > 1) {
+        int middle = (low + high) / 2;
+        if (first[middle] <= chunk) low = middle; else high = middle;
+    }
+    return low;
+}
 
 // ---- norms ----
 // What a chunk adds to a norm: the sum of squares (NORM 2), of magnitudes (1), or the largest magnitude (0, the infinity norm).
