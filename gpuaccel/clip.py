@@ -46,7 +46,7 @@ SCOPES = ("global", "block", "tensor")
 POLICIES = ("propagate", "skip", "raise")
 EPS = 1e-6                     # torch's
 MAX_TENSORS, MAX_BLOCKS = 256, 2**20
-SCALE_BLOCKS = 65536            # fewer than chunks: most often they find that there is nothing to do
+SCALE_BLOCKS = 16384            # fewer than chunks: most often they find that there is nothing to do
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _TENSORS = struct.Struct(f"{MAX_TENSORS}Q{MAX_TENSORS + 1}i{MAX_TENSORS}H{MAX_TENSORS}B4x").pack
 

@@ -372,7 +372,7 @@ def test_low_precision_weights_as_torchs_fused(dtype, device):
             far = ((a - b).abs().float() > 8 * step * b.abs().float() + 1e-6).float().mean().item()        # after a step near zero, say
             assert not far > (1e-3 if key == "weight" else 1e-2), f"{key}: {differ(a, b)}"          # (of no elements: nan)
             different = (a != b).float().mean().item() if a.numel() > 1000 else 0
-            assert different < 0.02, f"{key}: {100 * different:.2g}% of the elements differ"
+            assert different < (0.02 if key == "weight" else 0.15), f"{key}: {100 * different:.2g}% of the elements differ"
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
