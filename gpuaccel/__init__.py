@@ -33,6 +33,8 @@ __all__ = [
     "use_backend", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "doctor", "Batches", "ByteTokenizer", "load_text",
     "make_dataset", "train_bpe", "val_batches", "ArgumentError", "BackendError", "CheckpointError", "CompileError", "DataError",
     "GpuaccelError", "KernelError", "check", "checked", "hint", "solution", "show", "Kernel", "compile", "kernel_names", "Ledger", "ledger",
-    "load_ipython_extension", "BLOCK_NORMS", "LoRALinear", "apply_lora", "load_lora", "merge_lora", "remove_lora", "save_lora", "unmerge_lora", "ClipState", "clip_grad_norm_", "clip_grads_", "NonFiniteError", "LateValue", "Meter", "Reading", "StageTimer", "peak_flops", "Config", "Transformer", "flops_per_token", "generate", "preset",
+    "load_ipython_extension", "BLOCK_NORMS", "LoRALinear", "apply_lora", "load_lora", "merge_lora", "remove_lora", "save_lora",
+    "unmerge_lora", "ClipState", "clip_grad_norm_", "clip_grads_", "NonFiniteError", "LateValue", "Meter", "Reading", "StageTimer", "peak_flops",
+    "Config", "Transformer", "flops_per_token", "generate", "preset",
     "TrainStep", "evaluate", "token_loss", "train", "warmup_cosine", "LiveThroughput",
 ]

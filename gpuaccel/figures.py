@@ -15,7 +15,7 @@ import re
 from html import escape
 
 from .kernel import Kernel, kernel_root
-from .picture import RUN_COLOURS, WIDTH, _Ink, _nice_ticks, _spread, _text_width, milliseconds, norm_words
+from .picture import RUN_COLOURS, WIDTH, _Ink, _nice_ticks, _spread, _text_width, microseconds, norm_words
 from .timeline import facts
 
 BLUE, ORANGE, GREEN, PINK = RUN_COLOURS[:4]
@@ -383,12 +383,8 @@ def warp_sum() -> Figure:
 # ---- who waited for whom --------------------------------------------------------------------------------------------
 
 _SPANS = {                                   # name of a span -> (colour, opacity, words of the legend); what is not here is a kernel
-    "python": (GREY, 0.22, "all else on the host"),
-    "operator": (BLUE, 0.7, "an operator of torch"),
-    "launch": (BLUE, 1.0, "launches"),
-    "copy": (PINK, 1.0, "copies"),
-    "wait": (RED, 0.9, "waits for the GPU"),
-    "read": (RED, 0.9, "reads a number"),
+    "python": (GREY, 0.22, "all else on the host"), "operator": (BLUE, 0.7, "an operator of torch"), "launch": (BLUE, 1.0, "launches"),
+    "copy": (PINK, 1.0, "copies"), "wait": (RED, 0.9, "waits for the GPU"), "read": (RED, 0.9, "reads a number"),
     "backward": (GREY, 0.55, "rest of backward"),
 }
 _KERNEL = (GREEN, 1.0, "kernels")
@@ -405,8 +401,7 @@ def _lane(ink, spans, y, height, at, left, right):
                     boxes[-1][1] = max(boxes[-1][1], b)
                 else:
                     boxes.append([a, b])
-        path = "".join(f"M{a:.1f} {y}h{max(b - a, 0.7):.1f}v{height}h{-max(b - a, 0.7):.1f}z" for a, b in boxes)
-        if path:
+        if path := "".join(f"M{a:.1f} {y}h{max(b - a, 0.7):.1f}v{height}h{-max(b - a, 0.7):.1f}z" for a, b in boxes):
             ink.out.append(f'<path d="{path}" fill="{look[0]}" opacity="{look[1]}"/>')
     named = []                               # [name, from, to] of kernels; equal neighbours are one
     for s in (s for s in spans if s.name not in _SPANS):
@@ -418,10 +413,6 @@ def _lane(ink, spans, y, height, at, left, right):
     for name, a, b in named:
         if b - a > _text_width(name, 10) + 6:
             ink.text((a + b) / 2, y + height / 2 + 3.5, name, 10, "#ffffff", "middle", 600)
-
-
-def _time(us):
-    return f"{us:.0f} µs" if us < 950 else milliseconds(us / 1e3)
 
 
 def timeline(runs: "dict[str, list]", title: str = "What follows the last backward of one step") -> Figure:
@@ -456,7 +447,7 @@ def timeline(runs: "dict[str, list]", title: str = "What follows the last backwa
         on_gpu = found["gpu_busy"] is not None
         count = found["waits"] if on_gpu else found["reads"]
         what = f"{count:,} {'wait' if on_gpu else 'number'}{'s' * (count != 1)}{'' if on_gpu else ' read'}"
-        told = f"{what}, {_time(found['us'])}" + (f", the GPU works {found['gpu_busy']:.0%} of it" if on_gpu else "")
+        told = f"{what}, {microseconds(found['us'])}" + (f", the GPU works {found['gpu_busy']:.0%} of it" if on_gpu else "")
         words.append(f"{name}: {told}")
         ink.text(0, y, name, 12.5, colour, weight=600)
         ink.text(_text_width(name, 12.5) + 14, y, told, 12, ink.soft)
@@ -471,7 +462,7 @@ def timeline(runs: "dict[str, list]", title: str = "What follows the last backwa
             for near, far in ((a - 1, left), (b + 1, right)):
                 ink.out.append(f'<path d="M{near:.1f} {y - 2:.1f}L{far:.1f} {y + 17:.1f}" stroke="{colour}" stroke-width="1" opacity="0.5"/>')
             y = lanes(spans, y + 19, first, last)
-            ink.text(right, y + 11, f"enlarged: {_time(last - first)}", 11, ink.soft, "end")
+            ink.text(right, y + 11, f"enlarged: {microseconds(last - first)}", 11, ink.soft, "end")
             y += 14
         y += 20
     ticks = [t for t in _nice_ticks(0.0, longest / 1e3, 5) if t * 1e3 <= longest]

@@ -34,6 +34,11 @@ def number(value, unit="") -> str:
     return f"{text}{suffix}{' ' + unit if unit else ''}"
 
 
+def microseconds(us: float) -> str:
+    """A time in words: "41 µs", above a millisecond "3.2 ms"."""
+    return f"{us:.0f} µs" if us < 950 else milliseconds(us / 1e3)
+
+
 def milliseconds(ms) -> str:
     """A duration in words: 0.41 ms, 12.4 ms, 141 ms, 1.2 s."""
     if ms >= 999.5:
