@@ -16,7 +16,7 @@ import gpuaccel
 from gpuaccel import accumulate, adamw, clip, nvrtc
 from gpuaccel.accumulate import CHUNK, MAX_TENSORS, SQUARES_THREADS, THREADS
 from gpuaccel.backend import use_backend
-from gpuaccel.errors import ArgumentError, BackendError, CompileError
+from gpuaccel.errors import ArgumentError, CompileError
 from gpuaccel.kernel import Kernel, check_arguments, kernel_files, kernel_names, signature, without_comments, zero_
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
