@@ -250,7 +250,8 @@ def _panel(ink, box, title, x_label, lines, low, high, show_low, labels, dots=()
             if run in broken:
                 ink.out.append(f'<line x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{y:.1f}" stroke="{run.colour}" stroke-width="1.2" '
                                'stroke-dasharray="3 3"/>')
-                ink.text(x + 6, top + 10, "NaN from here", 11, run.colour, weight=600)
+                before = x + 6 + _text_width("NaN from here", 11) > right        # no room behind the line
+                ink.text(x - 6 if before else x + 6, top + 10, "NaN from here", 11, run.colour, "end" if before else "start", 600)
             elif x > right - 6:                              # a label in the margin belongs to a line that reaches it
                 ends.append((run, x, y))
     for run, x, y in dots:

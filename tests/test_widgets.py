@@ -119,6 +119,8 @@ def test_norms_have_a_panel_of_their_own_when_it_is_asked_for():
 def test_a_run_whose_loss_is_no_number_any_more_says_from_where():
     broken, whole = with_norms(9, lambda step: 1.0 if step < 5 else float("nan")), with_norms(9, float)
     assert "NaN from here" in picture([broken, whole]) and "NaN from here" not in picture([whole])
+    at_the_end = picture([with_norms(40, lambda step: 1.0 if step < 39 else float("nan"))])
+    assert re.search(r'text-anchor="end"[^>]*>NaN from here', at_the_end), "the words would be cut off at the edge"
 
 
 def test_a_spike_survives_a_long_run_and_memory_is_bounded():
