@@ -17,7 +17,7 @@ from gpuaccel.accumulate import MODES, GradientAccumulator, _kernel, launch_segm
 from gpuaccel.arena import Arena
 from gpuaccel.kernel import zero_
 from gpuaccel.models import Transformer, preset
-from gpuaccel.train import token_loss
+from gpuaccel.step import token_loss
 
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py", "gpuaccel/arena.py",
            "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/models.py", "benchmarks/accumulate.py", "benchmarks/common.py"]

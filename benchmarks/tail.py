@@ -23,7 +23,7 @@ from gpuaccel.arena import CHUNK, Arena
 from gpuaccel.kernel import zero_
 from gpuaccel.models import preset
 from gpuaccel.optimizer import AdamW
-from gpuaccel.train import token_loss
+from gpuaccel.step import token_loss
 
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py",
            "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/clip.py", "gpuaccel/adamw.py", "gpuaccel/optimizer.py", "gpuaccel/models.py", "benchmarks/clip.py",

@@ -11,10 +11,10 @@ from gpuaccel.optimizer import AdamW
 from gpuaccel.arena import Arena
 from gpuaccel.models import Transformer, preset
 from gpuaccel.timeline import facts, lines, tail
-from gpuaccel.train import CLIPS, TrainStep
+from gpuaccel.step import CLIPS, TrainStep
 
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py",
-           "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/clip.py", "gpuaccel/adamw.py", "gpuaccel/optimizer.py", "gpuaccel/models.py", "gpuaccel/train.py",
+           "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/clip.py", "gpuaccel/adamw.py", "gpuaccel/optimizer.py", "gpuaccel/models.py", "gpuaccel/step.py",
            "gpuaccel/timeline.py", "gpuaccel/ledger.py", "benchmarks/timeline.py", "benchmarks/common.py"]
 B, T, DEVICE = 4, 1024, "cuda"
 SETTINGS = {"lr": 3e-4, "betas": (0.9, 0.95)}

@@ -14,10 +14,10 @@ from gpuaccel.arena import Arena
 from gpuaccel.ledger import ledger
 from gpuaccel.meter import Meter, peak_flops
 from gpuaccel.models import Transformer, flops_per_token, preset
-from gpuaccel.train import TrainStep
+from gpuaccel.step import TrainStep
 
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py",
-           "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/models.py", "gpuaccel/train.py", "gpuaccel/meter.py", "gpuaccel/ledger.py", "benchmarks/train.py", "benchmarks/common.py"]
+           "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/models.py", "gpuaccel/step.py", "gpuaccel/meter.py", "gpuaccel/ledger.py", "benchmarks/train.py", "benchmarks/common.py"]
 B, T = 4, 1024
 
 

@@ -9,13 +9,14 @@ from . import errors, nvrtc, simt  # noqa: F401
 from .accumulate import MODES, GradientAccumulator, accumulate_, reference_accumulate
 from .adamw import reference_adamw
 from .arena import Arena
-from .backend import backend, cache_dir, default_device, use_backend
+from .backend import backend, cache_dir, default_device, deterministic, use_backend
 from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from .cli import doctor
 from .clip import ClipState, clip_grad_norm_, clip_grads_
 from .data import Batches, ByteTokenizer, load_text, make_dataset, train_bpe, val_batches
-from .errors import ArgumentError, BackendError, CheckpointError, CompileError, DataError, GpuaccelError, KernelError, NonFiniteError
+from .errors import ArgumentError, BackendError, CaptureError, CheckpointError, CompileError, DataError, GpuaccelError, KernelError, NonFiniteError
 from .exercises import check, hint, solution
+from .graphs import GraphedStep
 from .kernel import Kernel, compile, kernel_names
 from .ledger import Ledger, ledger
 from .lora import BLOCK_NORMS, LoRALinear, apply_lora, load_lora, merge_lora, remove_lora, save_lora, unmerge_lora
@@ -25,12 +26,13 @@ from .models import Config, Transformer, flops_per_token, generate, preset
 from .optimizer import AdamW
 from .show import show
 from .simt import checked
-from .train import TrainStep, evaluate, token_loss, train, warmup_cosine
+from .step import TrainStep, token_loss
+from .train import evaluate, train, warmup_cosine
 from .widgets import LiveThroughput
 
 __all__ = [
     "MODES", "GradientAccumulator", "accumulate_", "reference_accumulate", "AdamW", "reference_adamw", "Arena", "backend", "cache_dir", "default_device",
-    "use_backend", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "doctor", "Batches", "ByteTokenizer", "load_text",
+    "deterministic", "GraphedStep", "CaptureError", "use_backend", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "doctor", "Batches", "ByteTokenizer", "load_text",
     "make_dataset", "train_bpe", "val_batches", "ArgumentError", "BackendError", "CheckpointError", "CompileError", "DataError",
     "GpuaccelError", "KernelError", "check", "checked", "hint", "solution", "show", "Kernel", "compile", "kernel_names", "Ledger", "ledger",
     "load_ipython_extension", "BLOCK_NORMS", "LoRALinear", "apply_lora", "load_lora", "merge_lora", "remove_lora", "save_lora",

@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .arena import CHUNK, Arena
 from .backend import takes
 from .errors import ArgumentError
-from .fused_linear import FusedLinear, watchers
+from .fused_linear import FusedLinear, note_for, place, runs_everything, watchers
 from .kernel import Kernel, zero_
 
 MODES = ("host", "autograd", "arena", "fused")
@@ -204,14 +204,31 @@ class GradientAccumulator:
             i = index.get(id(part.weight)) if type(part) is nn.Linear else None
             if i is not None and i not in hooked:
                 part.__class__, part.arena_grad = FusedLinear, self.arena.grad_views[i]
-                watchers[part.arena_grad.data_ptr()] = _noter(weakref.ref(self), i)
+                watchers[place(part.arena_grad)] = note_for(weakref.ref(self), i)
                 self._fused.append(part)
+        for part in self.arena.module.modules():
+            for names in getattr(part, "TOGETHER", ()):
+                self._join([getattr(part, name) for name in names], index)
         # The products need no launch: the table for the rest has only the rest's rows, so that no thread block starts in vain.
         self._products = {index[id(part.weight)] for part in self._fused}
         rest = [i for i in range(len(self.arena.segments)) if i not in self._products]
         counts = [0] + [s.padded // CHUNK if i not in self._products else 0 for i, s in enumerate(self.arena.segments)]
         self._table = self.arena.chunks[torch.isin(self.arena.chunks[:, 0].cpu(), torch.tensor(rest)).to(self.arena.device)], \
             list(itertools.accumulate(counts))
+
+    def _join(self, layers, index):
+        """Layers of one input whose weights lie side by side become one product (fused_linear.together)."""
+        if not all(type(layer) is FusedLinear and layer.bias is None for layer in layers):
+            return
+        numbers = [index[id(layer.weight)] for layer in reversed(layers)]             # in the order of the arena
+        parts = [self.arena.segments[i] for i in numbers]
+        if any(one.offset + one.numel != two.offset for one, two in zip(parts, parts[1:])) or len({layer.weight.dtype for layer in layers}) > 1:
+            return
+        start, size, wide = parts[0].offset, sum(s.numel for s in parts), layers[0].in_features
+        weights = self.arena.weights if layers[0].weight.dtype == torch.float32 else self.arena.bf16_weights
+        first = layers[0]
+        first.joint_weight, first.joint_grad = (buffer[start:start + size].view(-1, wide) for buffer in (weights, self.arena.grads))
+        watchers[place(first.joint_grad)] = note_for(weakref.ref(self), *numbers)
 
     # ---- hooks, all run by autograd's threads ----
 
@@ -238,7 +255,7 @@ class GradientAccumulator:
         self._drop_broken()
         self._flush()                                       # of the backward around this one (reentrant checkpointing)
         self._task = task = torch._C._current_graph_task_id()
-        self._everything = _runs_everything()
+        self._everything = runs_everything()
         self.arena.check()
         self._reopen()
         end = functools.partial(self._end, task)
@@ -369,6 +386,19 @@ class GradientAccumulator:
         for p, owner in zip(self.arena.params, self.arena.owners):
             p.grad = owner.grad = None
 
+    def lay_down(self) -> int:
+        """Leave the sums, and forget that there are any: a bit for each tensor that got a gradient. No parameter has one; a graph ends here."""
+        bits = sum(1 << i for i, touched in enumerate(self.touched) if touched)
+        self._forget()
+        for p, owner in zip(self.arena.params, self.arena.owners):
+            p.grad = owner.grad = None
+        return bits
+
+    def take_up(self, bits: int):
+        """Go on with the sums that lay_down() left."""
+        self.touched = [bool(bits >> i & 1) for i in range(len(self.touched))]
+        self._present()
+
     @torch.no_grad()
     def scale_(self, factor):
         """arena.grads *= factor; a number or a one-element tensor on the arena's device (which costs no synchronisation)."""
@@ -382,7 +412,10 @@ class GradientAccumulator:
         for handle in self._handles:
             handle.remove()
         for part in self._fused:
-            watchers.pop(part.arena_grad.data_ptr(), None)
+            watchers.pop(place(part.arena_grad), None)
+            if "joint_grad" in vars(part):
+                watchers.pop(place(part.joint_grad), None)
+                del part.joint_grad, part.joint_weight
             del part.arena_grad
             part.__class__ = nn.Linear
         self.arena.before_release.remove(self.close)
@@ -406,37 +439,6 @@ class GradientAccumulator:
 def _zero_sums(arena):
     zero_(arena.grads)
     arena.grads_changed()
-
-
-def _noter(accumulator, i):
-    """Called before the product adds into slice i: the parameter gets a gradient, though no hook of its own runs. False: it does not."""
-    def note():
-        living, task = accumulator(), torch._C._current_graph_task_id()
-        if living is not None and task != -1:
-            if task != living._task:
-                if not (_runs_everything() or _wanted(living.arena.params[i])):
-                    return False
-                living._begin()
-            elif not living._everything and not _wanted(living.arena.params[i]):
-                return False
-            living.touched[i] = True
-            living.arena.squares_known()[i] = False
-        return True
-    return note
-
-
-_nobody = torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node
-
-
-def _runs_everything() -> bool:
-    """Is this backward() for all leaves, not torch.autograd.grad() for some? Then even a node of no graph would be run."""
-    return torch._C._will_engine_execute_node(_nobody)
-
-
-def _wanted(parameter) -> bool:
-    """Will the running backward give this parameter a gradient? (Its node is asked for anew each time: one kept from elsewhere would
-    carry its stream into a graph's capture.)"""
-    return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
 def finish_for(parameters):

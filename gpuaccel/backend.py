@@ -28,6 +28,7 @@ from dataclasses import dataclass
 
 from .errors import BackendError
 
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")     # read at the first product; without it deterministic() is refused
 BACKENDS = ("auto", "cuda", "simt", "torch")
 POLICIES = ("auto", "require", "off")
 
@@ -220,3 +221,21 @@ def cache_dir() -> "pathlib.Path | None":
         warnings.warn(f"gpuaccel runs without a cache: {path} cannot be written ({error.strerror}); "
                       "set GPUACCEL_CACHE to a folder that can", stacklevel=2)
         return None
+
+
+@contextlib.contextmanager
+def deterministic():
+    """Inside the block two runs give the same bits: torch takes its deterministic backwards of attention and embedding.
+
+    torch.use_deterministic_algorithms(True) at its least cost: uninitialised memory is not filled. An operation that torch has only in a form
+    that differs from run to run raises RuntimeError with its name. Our own kernels give the same bits always."""
+    import torch
+    before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
+              torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark = before[2:]

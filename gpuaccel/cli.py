@@ -295,7 +295,8 @@ def _train(args):
     from .data import Batches, make_dataset, val_batches
     from .meter import Meter, peak_flops
     from .models import Transformer, flops_per_token, preset
-    from .train import TrainStep, evaluate, train, warmup_cosine
+    from .step import TrainStep
+    from .train import evaluate, train, warmup_cosine
     tokens, device = _complete(args), default_device()
     if args.micro_batches > args.batch:
         raise ArgumentError(f"--micro-batches is {args.micro_batches}, more than the {args.batch} sequences of --batch")

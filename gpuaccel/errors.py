@@ -43,3 +43,13 @@ class KernelError(GpuaccelError, RuntimeError):
 
 class NonFiniteError(GpuaccelError, RuntimeError):
     """A gradient holds NaN or infinity, and the caller asked to be told. Nothing was changed."""
+
+
+class CaptureError(GpuaccelError):
+    """A step cannot be captured in a CUDA graph, or a captured one no longer fits. Says what did it, in which line, and what to do.
+
+    file, line: of the Python that did it, None where it is not a line's doing."""
+
+    def __init__(self, message, file=None, line=None):
+        super().__init__(message)
+        self.file, self.line = file, line

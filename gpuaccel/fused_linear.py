@@ -3,7 +3,11 @@
     >>> layer.__class__, layer.arena_grad = FusedLinear, arena.grad_views[i]      # what accumulate.py does in mode "fused"
 
 The product is an operation of torch.library that changes its argument, so that torch.compile traces it, also in backward.
+
+    >>> q, k, v = together(x, self.w_q, self.w_k, self.w_v)       # layers of one input: one product, where their weights lie side by side
 """
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,18 +16,30 @@ from .errors import ArgumentError
 
 _library = torch.library.Library("gpuaccel", "DEF")
 _library.define("add_weight_gradient_(Tensor(a!) acc, Tensor dy, Tensor x) -> ()")
-watchers: "dict[int, object]" = {}        # address of an accumulator slice -> called before a product is added
+_library.define("together_backward_(Tensor(a!) acc, Tensor[] dys, Tensor x, Tensor weight) -> Tensor")
+watchers: "dict[tuple, object]" = {}        # place of an accumulator slice -> called before a product is added; says which rows are asked for
+
+
+def place(acc: Tensor) -> tuple:
+    return acc.data_ptr(), acc.numel()
 
 
 def _add_weight_gradient(acc: Tensor, dy: Tensor, x: Tensor) -> None:
     """acc (out, in) fp32 += dy (..., out)^T @ x (..., in); fp32 sums and output also for bf16 factors."""
-    note = watchers.get(acc.data_ptr())                        # first: a new window may have to clear the slice
-    if note is not None and not note():
-        return                                                  # torch.autograd.grad() did not ask for this weight
+    note = watchers.get(place(acc))
+    rows = note and note()                                      # first: a new window may have to clear the slice
     if note is None and acc.numel() and torch._C._current_graph_task_id() != -1:
         raise ArgumentError("the fused product got another tensor than a slice of an arena with an open accumulator: either it was closed "
                             "between forward and backward, or a torch.compile backend other than inductor handed on a copy")
     dy, x = (t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (dy, x))
+    if rows is None:
+        _add_product(acc, dy, x)
+    else:                                                       # torch.autograd.grad() asked for some weights only
+        for start, stop in rows:
+            _add_product(acc[start:stop], dy[:, start:stop], x)
+
+
+def _add_product(acc, dy, x):
     if dy.dtype == torch.float32:
         acc.addmm_(dy.t(), x)
     elif dy.is_cuda:
@@ -32,9 +48,18 @@ def _add_weight_gradient(acc: Tensor, dy: Tensor, x: Tensor) -> None:
         acc.addmm_(dy.t().float(), x.float())
 
 
-_library.impl("add_weight_gradient_", _add_weight_gradient, "CPU")
-_library.impl("add_weight_gradient_", _add_weight_gradient, "CUDA")
+def _together_backward(acc: Tensor, dys: "list[Tensor]", x: Tensor, weight: Tensor) -> Tensor:
+    """acc += dy^T @ x and the input's gradient dy @ weight, for dy (..., out) in parts, which torch.compile would join slowly."""
+    dy = torch.cat(dys, -1)
+    _add_weight_gradient(acc, dy, x)
+    return dy @ weight
+
+
+for name, function in (("add_weight_gradient_", _add_weight_gradient), ("together_backward_", _together_backward)):
+    _library.impl(name, function, "CPU")
+    _library.impl(name, function, "CUDA")
 torch.library.register_fake("gpuaccel::add_weight_gradient_", lambda acc, dy, x: None, lib=_library)
+torch.library.register_fake("gpuaccel::together_backward_", lambda acc, dys, x, weight: torch.empty_like(x), lib=_library)
 
 
 class _LinearIntoArena(torch.autograd.Function):
@@ -57,12 +82,44 @@ class _LinearIntoArena(torch.autograd.Function):
         return (dy @ weight if ctx.needs_input_grad[0] else None), None, None
 
 
+class _TogetherIntoArena(torch.autograd.Function):
+    """The outputs of several layers: one product with `joint`, their weights as the arena has them, side by side; `acc` likewise."""
+
+    @staticmethod
+    def forward(ctx, x, joint, acc, widths, *weights):           # the weights stand here so that autograd knows whose gradients these are
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, joint = x.to(dtype), joint.to(dtype)
+        ctx.save_for_backward(x, joint)
+        ctx.acc, ctx.widths = acc, widths
+        return F.linear(x, joint).split(widths, -1)
+
+    @staticmethod
+    def backward(ctx, *dys):
+        x, joint = ctx.saved_tensors
+        if any(ctx.needs_input_grad[4:]):
+            dx = torch.ops.gpuaccel.together_backward_(ctx.acc, list(dys), x, joint)
+        else:
+            dx = torch.cat(dys, -1) @ joint
+        return dx, None, None, None, *[None] * len(dys)
+
+
+def together(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
+    """(layer(x) for layer in layers). x: (..., in). One product where an accumulator of mode "fused" has found their weights side by side."""
+    joint = getattr(layers[0], "joint_weight", None)
+    if joint is None or not torch.is_grad_enabled() or any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
+        return tuple(layer(x) for layer in layers)
+    back = layers[::-1]                    # an arena lies in reverse order
+    return _TogetherIntoArena.apply(x, joint, layers[0].joint_grad, [layer.out_features for layer in back], *[layer.weight for layer in back])[::-1]
+
+
 class FusedLinear(nn.Linear):
     """An nn.Linear whose weight gradient goes straight into an arena. GradientAccumulator makes and unmakes it in place.
 
     A copy (deepcopy, pickle) is a plain nn.Linear again."""
 
     arena_grad = None                      # (out, in) fp32 slice of arena.grads
+    joint_weight = joint_grad = None       # the same of several layers side by side, at the first of them: together()
 
     def forward(self, x):
         if self.arena_grad is None or not torch.is_grad_enabled():
@@ -71,5 +128,45 @@ class FusedLinear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def __reduce_ex__(self, protocol):     # deepcopy and pickle
-        state = {k: v for k, v in self.__dict__.items() if k != "arena_grad"}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("arena_grad", "joint_weight", "joint_grad")}
         return nn.Linear.__new__, (nn.Linear,), state
+
+
+# ---- which product was asked for ----
+
+def note_for(accumulator, *numbers):
+    """Called before a product adds into the slices of these tensors: they get a gradient, though no hook of their own runs. Returns which
+    rows of the product are asked for: None for all, or a list of (start, stop)."""
+    def note():
+        living, task = accumulator(), torch._C._current_graph_task_id()
+        if living is None or task == -1:
+            return None
+        opened = task == living._task
+        if living._everything if opened else runs_everything():
+            wanted = numbers
+        else:
+            wanted = [i for i in numbers if _wanted(living.arena.params[i])]
+        if wanted and not opened:
+            living._begin()
+        known = living.arena.squares_known()
+        for i in wanted:
+            living.touched[i], known[i] = True, False
+        if len(wanted) == len(numbers):
+            return None
+        ends = list(itertools.accumulate([0, *(living.arena.segments[i].shape[0] for i in numbers)]))
+        return [(start, stop) for i, start, stop in zip(numbers, ends, ends[1:]) if i in wanted]
+    return note
+
+
+_nobody = torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node
+
+
+def runs_everything() -> bool:
+    """Is this backward() for all leaves, not torch.autograd.grad() for some? Then even a node of no graph would be run."""
+    return torch._C._will_engine_execute_node(_nobody)
+
+
+def _wanted(parameter) -> bool:
+    """Will the running backward give this parameter a gradient? (Its node is asked for anew each time: one kept from elsewhere would
+    carry its stream into a graph's capture.)"""
+    return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)

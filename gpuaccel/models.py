@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import ArgumentError
+from .fused_linear import together
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,16 @@ def rotary_table(T: int, head_dim: int, theta: float) -> Tensor:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + head_dim/2]) by its position's angle. x: (B, heads, T, head_dim)."""
-    cos, sin = table[: x.shape[-2]].to(x.dtype).chunk(2, dim=-1)
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    """Turn each pair (a, b) = (x[i], x[i + head_dim/2]) by its position's angle: (a cos - b sin, b cos + a sin). x: (B, heads, T, head_dim)."""
+    cos, sin = table[: x.shape[-2]].to(x.dtype).unflatten(-1, (2, -1)).unbind(-2)
+    pairs = x.unflatten(-1, (2, -1))
+    return (pairs * cos[:, None] + pairs.flip(-2) * torch.stack([-sin, sin], -2)).flatten(-2)
 
 
 class Block(nn.Module):
     """One transformer block: nine weight tensors."""
+
+    TOGETHER = ("w_q", "w_k", "w_v"),      # layers of one input, in the order of registration
 
     def __init__(self, c: Config):
         super().__init__()
@@ -90,7 +93,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
         h = self.input_norm(x)
-        q, k, v = (w(h).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.w_q, self.w_k, self.w_v))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in together(h, self.w_q, self.w_k, self.w_v))
         y = F.scaled_dot_product_attention(rotate(q, rope), rotate(k, rope), v, is_causal=True,
                                            enable_gqa=self.kv_heads != self.heads)
         x = x + self.w_o(y.transpose(1, 2).flatten(-2))

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from gpuaccel.accumulate import MODES, FusedLinear, GradientAccumulator, accumulate_, reference_accumulate
 from gpuaccel.arena import Arena
 from gpuaccel.errors import ArgumentError
-from gpuaccel.train import TrainStep, token_loss
+from gpuaccel.step import TrainStep, token_loss
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 KERNELS = [*DEVICES, "simt"]                                      # where the arithmetic is the kernel's own

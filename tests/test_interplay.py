@@ -11,7 +11,7 @@ from gpuaccel.accumulate import MODES, FusedLinear, GradientAccumulator
 from gpuaccel.arena import Arena
 from gpuaccel.errors import ArgumentError, NonFiniteError
 from gpuaccel.optimizer import AdamW
-from gpuaccel.train import TrainStep
+from gpuaccel.step import TrainStep
 
 EVERYWHERE = ["cpu", "simt", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -15,7 +15,8 @@ from gpuaccel.data import Batches
 from gpuaccel.errors import ArgumentError, DataError
 from gpuaccel.meter import Meter
 from gpuaccel.models import Config, Transformer
-from gpuaccel.train import TrainStep, evaluate, split, token_loss, train, warmup_cosine
+from gpuaccel.step import TrainStep, split, token_loss
+from gpuaccel.train import evaluate, train, warmup_cosine
 
 CONFIG = Config(vocab=19, hidden=16, intermediate=24, layers=2, heads=4, kv_heads=2, T=8)
 

@@ -1,0 +1,406 @@
+"""One step, one CUDA graph: captured once per kind of input, then launched whole, while every number that changes stays on the device.
+
+    >>> step = ga.GraphedStep(fn, state=[model, opt])      # fn(inputs, targets): forward, backward, opt.step(); returns tensors
+    >>> loss = step(inputs, targets)                       # the first call warms up, captures and replays; later ones replay
+    >>> step.close()
+
+Warming up leaves no trace in what `state` names, nor in the random generators. The results of a call are tensors of their own. A graph
+knows tensors by their address: inputs are copied into its own, and a model that has moved is noticed. What Python does in fn (a number
+passed by value, a print, a counter) happens at the capture only. On the CPU a tape stands in for the graph under backend `simt`;
+under backend `torch` fn simply runs.
+"""
+import contextlib
+import random
+import warnings
+from collections import OrderedDict
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .accumulate import GradientAccumulator
+from .arena import Arena
+from .backend import backend
+from .capture import recorder_for
+from .clip import check_choice
+from .errors import ArgumentError, CaptureError
+from .optimizer import AdamW
+
+POLICIES = ("auto", "require")
+NEW_SHAPES = ("capture", "refuse")
+WARM_UPS = 2                       # the first compiles and loads, the second finds everything in place
+_ALIGN = 16                        # bytes
+
+
+class GraphedStep:
+    """fn captured in CUDA graphs, one for each kind of input.
+
+    fn(*args, **kwargs): a step over tensors, which may stand in tuples, lists and dicts; other arguments are part of a graph's key. It
+    returns a tensor, a tree of tensors, or None. state: what fn changes: modules (parameters, buffers, gradients), optimizers, tensors.
+    They are as before after the warm-up; an optimizer has all its state on the device afterwards. warm_up: what to run as warm-up instead
+    of fn (same arguments); saved: what that changes, if less than state. before: called before each replay; default: refresh() of every ga.AdamW in state. modes: a function whose
+    (hashable) result is part of the key. policy: "auto" (when the first call cannot be captured, fn runs eagerly from then on,
+    and a warning says why) or "require" (CaptureError). A later capture that fails is a CaptureError under both: a run does not change its
+    ways. new_shapes: "capture" or "refuse" (CaptureError) what comes after the first kind of input. max_graphs: the least recently used
+    one goes. All graphs share one stream and one pool of memory.
+
+    `replay` is "graph" or "eager", `reason` says why. After close(), and after an error in fn, nothing of the step has half happened on
+    the host that a replay would repeat. Inputs that require a gradient are refused."""
+
+    def __init__(self, fn, state=(), *, warm_up=None, saved=None, before=None, modes=None, policy: str = "auto", new_shapes: str = "capture", max_graphs: int = 8,
+                 device=None):
+        check_choice("policy", policy, POLICIES)
+        check_choice("new_shapes", new_shapes, NEW_SHAPES)
+        if not isinstance(max_graphs, int) or max_graphs < 1:
+            raise ArgumentError(f"max_graphs is {max_graphs!r}; expected a whole number of 1 or more")
+        self.fn, self.policy, self.new_shapes, self.max_graphs = fn, policy, new_shapes, max_graphs
+        self.state = [state] if isinstance(state, (nn.Module, torch.optim.Optimizer, Tensor)) else list(state)
+        self._saved = self.state if saved is None else saved
+        self._warm_up, self._before, self._modes = warm_up or fn, before, modes
+        self._look()
+        self._graphs, self._closed = OrderedDict(), False
+        self.device = torch.device(device) if device is not None else _device_of(self.state)
+        runs_here = backend().name
+        self._recorder = recorder_for(self.device, runs_here)
+        self.replay = "graph" if self._recorder else "eager"
+        self.reason = {"cuda": f"CUDA graphs on {self.device}", "cpu": "a tape on the CPU (backend simt)"}[self.device.type] if self._recorder else \
+            f"CUDA graphs need a CUDA device, and the step is on {self.device} ({backend()})"
+        if self._recorder is None and policy == "require":
+            raise CaptureError(f"{self.reason}; expected one under policy 'require'")
+
+    def __call__(self, *args, **kwargs):
+        """One step. Tensors may lie elsewhere: they are copied to the step's device, from pinned memory without a wait."""
+        if self._closed:
+            raise CaptureError("the step was closed: make a new one")
+        if self.replay == "eager":
+            return self.fn(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        key = self._key(leaves, spec)
+        found = self._graphs.get(key) or self._captured(key, leaves, spec)
+        if found is None:
+            return self.fn(*args, **kwargs)
+        found.check()
+        self._graphs.move_to_end(key)
+        self._refresh()
+        found.fill(leaves)
+        found.recording.replay()
+        return found.results()
+
+    def capture(self, *args, **kwargs):
+        """Capture for this kind of input now, if it is not captured yet, without taking a step."""
+        if not self._closed and self.replay == "graph":
+            leaves, spec = tree_flatten((args, kwargs))
+            key = self._key(leaves, spec)
+            if key not in self._graphs:
+                self._captured(key, leaves, spec)
+
+    def _captured(self, key, leaves, spec) -> "_Graph | None":
+        """A new graph; None: the first one cannot be captured, and the policy is to go on without."""
+        if self._graphs and self.new_shapes == "refuse":
+            known = "; ".join(shapes for *_, shapes in self._graphs)
+            raise CaptureError(f"this kind of input has no graph: {key[-1]}; captured are {known}, and new_shapes is 'refuse'")
+        try:
+            found = self._capture(leaves, spec)
+        except CaptureError as error:
+            if self.policy == "require" or self._graphs:
+                raise
+            self.replay, self.reason = "eager", str(error)
+            warnings.warn(f"no CUDA graph, every step runs eagerly: {error}", stacklevel=_outside())
+            return None
+        self._graphs[key] = found
+        while len(self._graphs) > self.max_graphs:
+            self._graphs.popitem(last=False)[1].close()
+        return found
+
+    def _key(self, leaves, spec):
+        tensors = tuple((t.shape, t.dtype) for t in leaves if isinstance(t, Tensor))
+        others = tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor))
+        mode = (torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.are_deterministic_algorithms_enabled(),
+                torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, backend().name, self._modes and self._modes())
+        flags = tuple([m.training for m in self._modules])
+        asked = tuple([p.requires_grad for m in self._modules for p in m._parameters.values() if p is not None])
+        words = ", ".join(f"{'x'.join(map(str, shape)) or 'scalar'} {str(dtype).removeprefix('torch.')}" for shape, dtype in tensors)
+        key = (spec, others, tensors, mode, flags, asked, words)
+        try:
+            hash(key)
+        except TypeError:
+            raise ArgumentError(f"the arguments that are no tensors are part of a graph's key; expected hashable ones, got {others}") from None
+        return key
+
+    def _look(self):
+        """Which modules there are. Told anew at each capture; in between check() notices when one is replaced."""
+        self._modules = [m for top in self.state if isinstance(top, nn.Module) for m in top.modules()]
+
+    def _refresh(self):
+        if self._before is not None:
+            self._before()
+        else:
+            for thing in self.state:
+                if isinstance(thing, AdamW):
+                    thing.refresh()
+
+    def _capture(self, leaves, spec):
+        for i, t in enumerate(leaves):
+            if isinstance(t, Tensor) and t.requires_grad:
+                raise ArgumentError(f"input {i} of shape {tuple(t.shape)} requires a gradient; a captured step takes data: detach() it, or name it in state")
+        inputs = [torch.empty_like(t, device=self.device).copy_(t) if isinstance(t, Tensor) else t for t in leaves]
+        args, kwargs = tree_unflatten(inputs, spec)
+        for thing in self.state:
+            _check_frozen(thing)
+            if isinstance(thing, AdamW):
+                thing.prepare()
+        with untouched(self._saved, self.device):
+            for _ in range(WARM_UPS):
+                self._recorder.run(lambda: self._warm_up(*args, **kwargs))
+        self._refresh()
+        pack = []
+
+        def whole():
+            pack.append(_Pack(self.fn(*args, **kwargs), self.device))
+        with untouched(self.state, self.device) if self._recorder.executes else contextlib.nullcontext():
+            recording, _ = self._recorder.record(whole)
+        self._look()
+        return _Graph(recording, inputs, pack[-1], self.state)
+
+    def reset(self):
+        """Drop every graph: the next call captures anew. For a model that was changed on purpose."""
+        for found in self._graphs.values():
+            found.close()
+        self._graphs.clear()
+        self._look()
+
+    def graph(self) -> "tuple[list[str], list[tuple[int, int]]]":
+        """(names of the nodes, edges) of the newest graph: kernels, copies and memsets, and who waits for whom. ([], []) without one."""
+        return next(reversed(self._graphs.values())).recording.graph() if self._graphs else ([], [])
+
+    def __len__(self):
+        """Graphs held now."""
+        return len(self._graphs)
+
+    def __bool__(self):
+        return True
+
+    def close(self):
+        """Wait for what was launched, and give graphs and memory back. Does nothing twice."""
+        if not self._closed:
+            if self._recorder is not None:
+                self._recorder.close()
+            self.reset()
+            self._closed = True
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+
+class _Graph:
+    """One recording with its own inputs, its results, and the addresses that it knows."""
+
+    def __init__(self, recording, inputs, pack, state):
+        self.recording, self.inputs, self.pack, self.places = recording, inputs, pack, _Places(state)
+
+    def check(self):
+        self.places.check()
+
+    def fill(self, leaves):
+        pairs = [(mine, given) for mine, given in zip(self.inputs, leaves) if isinstance(mine, Tensor)]
+        if pairs:
+            torch._foreach_copy_([mine for mine, _ in pairs], [given for _, given in pairs], non_blocking=True)
+
+    def results(self):
+        return self.pack.results()
+
+    def close(self):
+        self.recording.close()
+
+
+class _Pack:
+    """A tree of results, copied side by side into one buffer, so that one copy after a replay makes them the caller's own."""
+
+    def __init__(self, tree, device):
+        self.leaves, self.spec = tree_flatten(tree)
+        wrong = next((leaf for leaf in self.leaves if not isinstance(leaf, (Tensor, type(None), int, float, str, bool))), None)
+        if wrong is not None:
+            raise CaptureError(f"the step returns a {type(wrong).__name__}; expected tensors, in tuples, lists or dicts")
+        tensors = [t.detach() if isinstance(t, Tensor) else None for t in self.leaves]
+        ends, self.layout = 0, []
+        for t in tensors:
+            size = 0 if t is None else t.numel() * t.element_size()
+            self.layout.append(None if t is None else (ends, size, t.dtype, t.shape))
+            ends += -(-size // _ALIGN) * _ALIGN
+        self.buffer = torch.empty(ends, dtype=torch.uint8, device=device)
+        for t, view in zip(tensors, self._views(self.buffer)):
+            if t is not None:
+                view.copy_(t)
+        self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+
+    def _views(self, buffer):
+        return [None if place is None else buffer[place[0]:place[0] + place[1]].view(place[2]).view(place[3]) for place in self.layout]
+
+    def results(self):
+        views = self._views(self.buffer.clone())
+        return tree_unflatten([leaf if view is None else view for view, leaf in zip(views, self.leaves)], self.spec)
+
+
+class _Places:
+    """Where everything lay that a graph knows by address. check(): is it there still?"""
+
+    def __init__(self, state):
+        self.modules = [(f"{prefix}.{name}".strip("."), m) for prefix, top in _named(state, nn.Module) for name, m in top.named_modules()]
+        self.optimizers = [opt for _, opt in _named(state, torch.optim.Optimizer)]
+        self.then = self._now()
+
+    def _now(self):
+        tensors = list(self._tensors())
+        return list(zip(map(Tensor.data_ptr, tensors), [t.dtype for t in tensors])), [id(c) for _, m in self.modules for c in m._modules.values()]
+
+    def _tensors(self):
+        for _, m in self.modules:
+            yield from (t for t in m._parameters.values() if t is not None)
+            yield from (t for t in m._buffers.values() if t is not None)
+        for opt in self.optimizers:
+            for group in opt.param_groups:
+                for p in group["params"]:
+                    yield p
+                    yield from (t for t in opt.state.get(p, {}).values() if isinstance(t, Tensor))
+
+    def _names(self):
+        for name, m in self.modules:
+            yield from (f"{name}.{key}".strip(".") for kind in (m._parameters, m._buffers) for key, t in kind.items() if t is not None)
+        for opt in self.optimizers:
+            for g, group in enumerate(opt.param_groups):
+                for i, p in enumerate(group["params"]):
+                    yield f"parameter {i} of the optimizer's group {g}"
+                    yield from (f"{key} of parameter {i} of the optimizer's group {g}" for key, t in opt.state.get(p, {}).items() if isinstance(t, Tensor))
+
+    def check(self):
+        now = self._now()
+        if now == self.then:
+            return
+        (tensors, children), (before, children_before) = now, self.then
+        if len(tensors) != len(before) or children != children_before:
+            what = f"the model or the optimizer has {len(tensors)} tensors, at the capture it had {len(before)}" if len(tensors) != len(before) else \
+                "a module of the model was replaced"
+        else:
+            name, one, two = next((name, a, b) for name, a, b in zip(self._names(), before, tensors) if a != b)
+            what = f"{name} was {one[1]} at one address and is {two[1]} at another" if one[1] != two[1] else f"{name} lies elsewhere than at the capture"
+        raise CaptureError(f"{what}: the captured graph would use the old memory. Call reset() to capture anew")
+
+
+def _named(state, kind):
+    return [(str(i) if sum(isinstance(t, kind) for t in state) > 1 else "", thing) for i, thing in enumerate(state) if isinstance(thing, kind)]
+
+
+def _device_of(state):
+    for thing in state:
+        if isinstance(thing, Tensor):
+            return thing.device
+        for t in thing.parameters() if isinstance(thing, nn.Module) else (p for group in thing.param_groups for p in group["params"]):
+            return t.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _check_frozen(thing):
+    """CaptureError for an optimizer of torch's that a graph would freeze: with a learning rate or a step number on the host."""
+    if not isinstance(thing, torch.optim.Optimizer) or isinstance(thing, AdamW):
+        return
+    for g, group in enumerate(thing.param_groups):
+        on_gpu = any(p.is_cuda for p in group["params"])
+        if on_gpu and group.get("capturable") is False:
+            raise CaptureError(f"{type(thing).__name__} counts its steps on the host (capturable=False in group {g}), which a graph would not repeat. "
+                               "Instead: capturable=True and a learning rate on the device, or ga.AdamW")
+        if not isinstance(group.get("lr", torch.tensor(0)), Tensor):
+            raise CaptureError(f"the learning rate of {type(thing).__name__}'s group {g} is the number {group['lr']}, which a graph would keep for ever, "
+                               f"whatever a schedule says. Instead: lr=torch.tensor({group['lr']}, device=...), or ga.AdamW")
+
+
+def _outside() -> int:
+    """How many frames up the caller is who is not in this package."""
+    import sys
+    depth, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("gpuaccel"):
+        depth, frame = depth + 1, frame.f_back
+    return depth
+
+
+# ---- no trace -------------------------------------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def untouched(state, device):
+    """What happens in the block leaves no trace in `state` (modules, optimizers, tensors), nor in the random generators.
+
+    Costs a copy of all of it while the block runs."""
+    seen = set()                                # of what lies in several of them one copy is enough
+    saved = [_save(thing, seen) for thing in state]
+    cuda = torch.device(device).type == "cuda"
+    drawn = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for restore in saved:
+                restore()
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
+        torch.set_rng_state(drawn[2])
+        if cuda:
+            torch.cuda.set_rng_state(drawn[3], device)
+
+
+def _save(thing, seen):
+    """A function that brings a thing's values back, into the tensors that hold them now."""
+    if isinstance(thing, Tensor):
+        return _save_tensors([thing], seen)
+    if isinstance(thing, torch.optim.Optimizer):
+        return _save_optimizer(thing, seen)
+    if not isinstance(thing, nn.Module):
+        raise ArgumentError(f"state holds a {type(thing).__name__}; expected modules, optimizers and tensors")
+    arena = Arena.of(thing)
+    accumulator = arena and GradientAccumulator.of(arena)
+    values = _save_tensors([*([arena.weights, arena.grads] if arena else ()), *thing.parameters(), *thing.buffers()], seen)
+    params = list({*thing.parameters(), *(arena.owners if arena else ())})
+    grads = [(p, p.grad) for p in params]
+    grad_values = _save_tensors([grad for _, grad in grads if grad is not None], seen)
+    flags = accumulator and (list(accumulator.touched), list(accumulator.presented))
+
+    def restore():
+        values()
+        grad_values()
+        if arena:
+            arena.grads_changed()
+        if accumulator:
+            accumulator.touched, accumulator.presented = map(list, flags)
+        for p, grad in grads:
+            p.grad = grad
+    return restore
+
+
+def _save_tensors(tensors, seen):
+    tensors = [t for t in tensors if t.numel() and not seen & {(t.untyped_storage().data_ptr(), 0), (t.data_ptr(), t.numel())}]
+    seen |= {(t.untyped_storage().data_ptr(), 0) if t.numel() * t.element_size() == t.untyped_storage().nbytes() else (t.data_ptr(), t.numel()) for t in tensors}
+    values = [t.detach().clone() for t in tensors]
+
+    def restore():
+        for t, value in zip(tensors, values):
+            t.detach().copy_(value)
+    return restore
+
+
+def _save_optimizer(opt, seen):
+    params = [p for group in opt.param_groups for p in group["params"]]
+    there = {p: {key: t for key, t in opt.state.get(p, {}).items() if isinstance(t, Tensor)} for p in params}
+    own = [work.record for work in opt._work.values()] if isinstance(opt, AdamW) else []
+    values = _save_tensors([*own, *params, *(t for p in params for t in there[p].values())], seen)
+
+    def restore():
+        values()
+        new = [t for p in params for key, t in opt.state.get(p, {}).items() if isinstance(t, Tensor) and key not in there[p]]
+        if new and not isinstance(opt, (torch.optim.Adam, torch.optim.AdamW)):
+            raise CaptureError(f"{type(opt).__name__} makes its state in the first step, and what it starts from is not known: take one step before "
+                               "the capture")
+        for t in new:                               # Adam's moments and step numbers start at zero
+            t.zero_()
+    return restore

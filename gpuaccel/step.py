@@ -1,0 +1,407 @@
+"""One optimizer step as a composition of stages: launched one by one, or captured and replayed as one CUDA graph.
+
+    >>> step = ga.TrainStep(model, loss_fn=ga.token_loss, micro_batches=4, accumulate="arena", max_norm=1.0)
+    >>> out = step((inputs, targets))              # splits dim 0; out.loss, out.norm, out.tokens stay on the device
+    >>> step = ga.TrainStep(model, opt, micro_batches=4, accumulate="fused", replay="graph")      # the same bits, one launch
+
+Each stage is an argument, so that an experiment can switch exactly one thing. Between the first micro-batch and the weights
+nothing waits for the host in the modes `arena` and `fused`, unless clip="item" asks for it. With replay="graph" the whole step is one
+launch (graphs.py), with the same bits.
+"""
+import contextlib
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .accumulate import GradientAccumulator
+from .arena import Arena
+from .backend import deterministic
+from .clip import EPS, check_choice, reference_scale
+from .errors import ArgumentError, CaptureError
+from .graphs import NEW_SHAPES, POLICIES, GraphedStep
+from .meter import Meter
+from .optimizer import AdamW
+
+DIVISORS = ("tokens", "sequences", "micro_batches")
+CLIPS = ("item", "torch", "fused")
+REPLAYS = ("eager", "graph")
+IGNORED = -100                   # a target that does not count, as in torch's cross_entropy
+
+
+def token_loss(model: nn.Module, micro) -> "tuple[Tensor, Tensor]":
+    """(sum of cross-entropies in fp32, number of valid targets), both on the device.
+
+    micro: (inputs, targets), each (B, T) int64; targets of -100 do not count."""
+    inputs, targets = micro
+    logits = model(inputs)
+    total = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total, (targets != IGNORED).sum()
+
+
+@dataclass
+class StepOutput:
+    """One step's results, one-element tensors on the device that the next step does not overwrite."""
+    loss: Tensor               # mean per token (or of what loss_fn returned)
+    tokens: "Tensor | None"    # valid tokens; None when loss_fn returned a mean
+    norm: "Tensor | None"      # gradient norm before clipping; None when none was taken; one per group with a scope
+    clipped_norm: "Tensor | None" = None       # after it
+    scale: "Tensor | None" = None              # what the gradients were multiplied by
+    finite: "Tensor | None" = None             # bool: is every gradient finite?
+
+
+def split(batch, parts: int) -> list:
+    """`batch` (tensor, or tuple, list or dict of tensors) in `parts` pieces along dim 0, sizes differing by one at most.
+
+    A list of tuples, lists or dicts is split already, into micro-batches that may differ in number and shape. Raises ArgumentError when the tensors disagree in dim 0, or there are fewer rows than pieces."""
+    if is_split(batch):
+        return batch
+    if isinstance(batch, Tensor):
+        if batch.dim() == 0 or batch.shape[0] < parts:
+            raise ArgumentError(f"a batch of shape {tuple(batch.shape)} cannot be split into {parts} micro-batches along dim 0")
+        return list(torch.tensor_split(batch, parts))
+    if not isinstance(batch, (tuple, list, dict)) or not batch:
+        raise ArgumentError(f"a batch is a tensor or a tuple, list or dict of tensors; got {type(batch).__name__}")
+    items = batch.items() if isinstance(batch, dict) else enumerate(batch)
+    rows = {key: len(t) if isinstance(t, Tensor) and t.dim() else None for key, t in items}
+    if len(set(rows.values())) > 1 or None in rows.values():
+        raise ArgumentError(f"the tensors of a batch must agree in dim 0, the number of sequences; got {rows}")
+    columns = [split(t, parts) for t in (batch.values() if isinstance(batch, dict) else batch)]
+    if isinstance(batch, dict):
+        return [dict(zip(batch, row)) for row in zip(*columns)]
+    return [type(batch)(row) for row in zip(*columns)]
+
+
+def is_split(batch) -> bool:
+    """Is it a list of micro-batches, rather than one batch?"""
+    return isinstance(batch, list) and len(batch) > 0 and all(isinstance(micro, (tuple, list, dict)) for micro in batch)
+
+
+class TrainStep:
+    """One optimizer step over `micro_batches` pieces of a batch.
+
+    model: any nn.Module with fp32 or bf16 parameters on one device. opt: a torch optimizer over arena.parameters() (for an fp32
+    model: model.parameters()), or ga.AdamW over the arena; default: AdamW, lr 3e-4, decay 0.1 on matrices. loss_fn(model, micro)
+    returns (sum of losses, number of tokens), or a mean. accumulate: "host", "autograd", "arena" or "fused" (accumulate.py).
+    divide: what the summed gradient is divided by: "tokens" (default where loss_fn counts them: unequal micro-batches then give the
+    full batch's gradient), "sequences" (rows of the batch), or "micro_batches" (the mean of the micro-batches' means).
+    max_norm: clip the global gradient norm, as torch.nn.utils.clip_grad_norm_; with ga.AdamW over the arena, that optimizer's max_norm.
+    clip: "item" (a norm per tensor to the host, which decides: it waits for each), "torch" (torch.nn.utils.clip_grad_norm_), or "fused"
+    (inside ga.AdamW: no pass over memory of its own; default with that optimizer, or without any). compile: torch.compile loss_fn.
+    autocast: a dtype for torch.autocast. scheduler: a torch learning-rate scheduler, stepped after each step. meter: gets the stage times.
+    replay: "eager", or "graph": the whole step is captured in a CUDA graph per kind of batch and replayed, one launch; a batch that
+    is a list of micro-batches is replayed one by one, plus a tail. policy, new_shapes, max_graphs: see GraphedStep. `replays` says which it
+    is, and `reason` why. deterministic: two runs have the same bits (ga.deterministic() around each step).
+
+    The arena is made here unless the module is in one already. close() gives back an ordinary module.
+    Raises ArgumentError for an optimizer that holds other tensors than the arena's, an unknown mode or divisor, two different max_norms."""
+
+    def __init__(self, model: nn.Module, opt=None, loss_fn=token_loss, *, micro_batches: int = 1, accumulate: str = "arena",
+                 clip: "str | None" = None, divide: "str | None" = None, max_norm: "float | None" = None, compile: bool = False, autocast: "torch.dtype | None" = None,
+                 scheduler=None, meter: "Meter | None" = None, replay: str = "eager", policy: str = "auto", new_shapes: str = "capture",
+                 max_graphs: int = 8, deterministic: bool = False):
+        if micro_batches < 1:
+            raise ArgumentError(f"micro_batches is {micro_batches}; expected 1 or more")
+        for name, value, choices in (("divide", divide, DIVISORS), ("clip", clip, CLIPS), ("replay", replay, REPLAYS), ("policy", policy, POLICIES),
+                                     ("new_shapes", new_shapes, NEW_SHAPES)):
+            if value is not None:
+                check_choice(name, value, choices)
+        if max_norm is not None and not max_norm > 0:
+            raise ArgumentError(f"max_norm is {max_norm}; expected a positive number, or None for no clipping")
+        there = Arena.of(model)
+        arena = there or Arena(model)
+        try:
+            if opt is None and clip in (None, "fused"):
+                opt = AdamW(arena, lr=3e-4, weight_decay=0.1)
+            elif opt is None:
+                opt = torch.optim.AdamW(arena.parameter_groups(weight_decay=0.1), lr=3e-4, fused=arena.device.type == "cuda")
+            _check_optimizer(opt, arena)
+            ours = isinstance(opt, AdamW) and opt.arena is arena
+            clip = clip or ("fused" if ours else "torch")
+            _check_clip(clip, opt, ours, max_norm)
+            self.accumulator = GradientAccumulator(arena, accumulate)
+            self.model, self.opt, self.arena, self.scheduler = model, opt, arena, scheduler
+            self._graphs = _StepGraphs(self, ours, policy=policy, new_shapes=new_shapes, max_graphs=max_graphs) if replay == "graph" else None
+        except BaseException:
+            if there is None:
+                arena.release()
+            raise
+        self.loss_fn = torch.compile(loss_fn, dynamic=False) if compile else loss_fn
+        if clip == "fused" and max_norm is not None:
+            opt.max_norm = max_norm
+        self.clip, self._max_norm = clip, max_norm
+        self.micro_batches, self.divide, self.autocast, self.meter, self.deterministic = micro_batches, divide, autocast, meter, deterministic
+        self.count = 0                      # optimizer steps taken
+        self.accumulator.zero_()
+
+    def __call__(self, batch) -> StepOutput:
+        """Run one step. batch: tensor, or tuple, list or dict of tensors, on the model's device, rows in dim 0.
+
+        When loss_fn or backward raises, the gradients are dropped and the weights stay as they were."""
+        timer = self.meter.timer if self.meter else None
+        if timer:
+            timer.start()
+        with deterministic() if self.deterministic else contextlib.nullcontext():
+            if self.replays == "graph":
+                found = self._graphs(batch)
+                if timer:
+                    timer.mark("replay")
+            else:
+                found = self.whole(batch, timer.mark if timer else None)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        if timer:
+            timer.stop()
+        self.count += 1
+        return StepOutput(*found)
+
+    def whole(self, batch, mark=None):
+        """The step itself, launched one by one: (loss, tokens, norm, clipped norm, scale, finite)."""
+        mark = mark or _no_mark
+        with self.window():
+            loss, tokens, divisor = self._accumulate(split(batch, self.micro_batches), mark)
+            found = self._update(divisor, mark)
+        mark("zero")
+        return loss, tokens, *found
+
+    @contextlib.contextmanager
+    def window(self):
+        """Afterwards the next window is open; with an error in between the gradients are dropped."""
+        try:
+            yield
+        except BaseException:
+            self.accumulator.zero_()
+            raise
+        if any(self.accumulator.touched):           # otherwise ga.AdamW has opened the next window already
+            self.accumulator.zero_()
+
+    @property
+    def replays(self) -> str:
+        """"graph" or "eager": what a step really does."""
+        return self._graphs.replay if self._graphs else "eager"
+
+    @property
+    def reason(self) -> str:
+        """Why, in words."""
+        return self._graphs.reason if self._graphs else "replay is 'eager'"
+
+    @property
+    def max_norm(self) -> "float | None":
+        return self.opt.max_norm if self.clip == "fused" else self._max_norm
+
+    def _update(self, divisor, mark):
+        """From the sums to the weights. Returns norm, clipped norm, scale, finite, or ()."""
+        if self.clip == "fused":
+            self.opt.grad_scale = divisor
+            try:
+                self.opt.step()
+            finally:
+                self.opt.grad_scale = None
+            mark("optimizer")
+            return _found_by(self.opt)
+        found = None,
+        if divisor is not None:
+            self.accumulator.scale_(1.0 / divisor)
+        if self.max_norm is not None:
+            norm = (_clip_by_item if self.clip == "item" else nn.utils.clip_grad_norm_)(self.arena.parameters(), self.max_norm)
+            scale = reference_scale(norm, self.max_norm)
+            found = norm, norm * scale, scale, torch.isfinite(norm)
+            mark("clip")
+        self.opt.step()
+        mark("optimizer")
+        return found if self.max_norm is not None or not isinstance(self.opt, AdamW) else _found_by(self.opt)
+
+    def _accumulate(self, micros, mark):
+        """Forward and backward of every micro-batch; afterwards the sum is in the arena. Returns (loss, tokens, what to divide the sum by)."""
+        losses, tokens = None, None
+        for nth, micro in enumerate(micros):
+            loss, count = self.micro(micro, len(micros), nth == len(micros) - 1, mark)
+            losses = loss if losses is None else losses + loss
+            tokens = count if tokens is None else tokens + count
+        self.accumulator.finish()
+        found = self.mean(losses, tokens, float(sum(map(_rows, micros))))
+        mark("accumulate")
+        return found
+
+    def micro(self, micro, parts: int, last: bool, mark) -> "tuple[Tensor, Tensor | None]":
+        """Forward and backward of one of `parts` micro-batches. Returns its loss in fp32 and its tokens; None: loss_fn returned a mean."""
+        with torch.autocast(self.arena.device.type, self.autocast) if self.autocast else contextlib.nullcontext():
+            result = self.loss_fn(self.model, micro)
+        loss, count = result if isinstance(result, tuple) else (result, None)
+        if count is None and self.divide in ("tokens", "sequences"):
+            raise ArgumentError(f"divide={self.divide!r} needs a loss_fn that returns (sum of losses, tokens); it returned only a mean")
+        if not (isinstance(loss, Tensor) and loss.numel() == 1):
+            raise ArgumentError(f"loss_fn returned {type(loss).__name__}; expected a one-element tensor, or (that, tokens)")
+        if count is None:
+            loss = loss / parts
+        elif not isinstance(count, Tensor):
+            count = torch.full((), count, device=loss.device)
+        objective = loss / count.clamp(min=1) / parts if self.divide == "micro_batches" and count is not None else loss
+        mark("forward")
+        self.accumulator.final = self.clip == "fused" and last
+        try:
+            objective.backward()
+        finally:
+            self.accumulator.final = False
+        mark("backward")
+        return loss.detach().float(), count
+
+    @torch.no_grad()
+    def mean(self, losses, tokens, rows) -> tuple:
+        """(loss, tokens, what to divide the gradient by: a one-element tensor or None) of sums over micro-batches. rows: number or tensor."""
+        if tokens is None:
+            return losses, None, None
+        divisor = None
+        if self.divide in (None, "tokens"):
+            divisor = tokens.clamp(min=1)
+        elif self.divide == "sequences":
+            divisor = rows if isinstance(rows, Tensor) else torch.full((), rows, device=self.arena.device)
+        return losses / tokens.clamp(min=1), tokens, divisor
+
+    def close(self):
+        """Give the graphs back, take the hooks down and give the module ordinary parameters back."""
+        if self._graphs:
+            self._graphs.close()
+        self.arena.release()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+
+def _rows(micro) -> int:
+    first = micro if isinstance(micro, Tensor) else next(iter(micro.values() if isinstance(micro, dict) else micro))
+    return first.shape[0]
+
+
+def _clip_by_item(parameters, max_norm) -> Tensor:
+    """How it is often written: the norm of each tensor goes to the host, which adds, decides and multiplies. It waits once per tensor."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = math.sqrt(sum(grad.norm().item() ** 2 for grad in grads))
+    if norm > max_norm:
+        for grad in grads:
+            grad.mul_(max_norm / (norm + EPS))
+    return torch.tensor(norm, device=parameters[0].device)
+
+
+def _found_by(opt: AdamW) -> tuple:
+    """Norm, clipped norm, scale, finite: copies that the next step does not overwrite."""
+    state = opt.clip_state and opt.clip_state.clone()
+    return (state.norm, state.clipped_norm, state.scale, state.finite) if state else (None,)
+
+
+def _check_clip(clip, opt, ours, max_norm):
+    if clip == "fused" and not ours:
+        raise ArgumentError(f"clip='fused' is done by ga.AdamW(arena); the optimizer is {type(opt).__name__}"
+                            f"{' over parameters' if isinstance(opt, AdamW) else ''}")
+    if isinstance(opt, AdamW) and opt.max_norm is not None and (clip == "item" or max_norm is not None and (clip != "fused" or opt.max_norm != max_norm)
+                                                                or ours and clip == "torch"):
+        raise ArgumentError(f"max_norm is {max_norm} here and {opt.max_norm} in the optimizer: gradients would be clipped twice; give it once")
+
+
+def _check_optimizer(opt, arena):
+    owners = arena._owner_ids
+    names = {id(p): name for name, p in arena.module.named_parameters()}
+    for g, group in enumerate(opt.param_groups):
+        for p in group["params"]:
+            if id(p) not in owners and p.requires_grad:
+                what = f"parameter {names[id(p)]} ({p.dtype})" if id(p) in names else f"a tensor of shape {tuple(p.shape)} that is not the model's"
+                raise ArgumentError(f"group {g} of the optimizer holds {what}; expected tensors of arena.parameters(), the fp32 masters: "
+                                    "arena = ga.Arena(model); opt = torch.optim.AdamW(arena.parameters())")
+
+
+class _StepGraphs:
+    """A TrainStep's graphs: one per kind of batch for whole steps; for lists of micro-batches one per kind of these, and a tail."""
+
+    def __init__(self, step: TrainStep, ours: bool, **options):
+        self.step, self.counts = step, None     # counts: dtype of the tokens; False: loss_fn returns means
+        self.loss, self.rows = (torch.zeros((), device=step.arena.device) for _ in range(2))
+        self.tokens = torch.zeros((), dtype=torch.float64, device=step.arena.device)
+        self.sums = self.loss, self.tokens, self.rows
+        state = [step.model, step.opt]
+        options = dict(modes=self._modes, **options)
+        buffers = list(step.model.buffers())            # all that forward and backward change: the sums are dropped
+        # Our optimizer prepares itself; torch's make their state in a step, which is taken back.
+        self.whole = GraphedStep(step.whole, state, warm_up=self._warm_up if ours else None, saved=buffers if ours else None, **options)
+        self.micro = GraphedStep(self._micro, [*state, *self.sums], warm_up=self._warm_up_micro, saved=buffers, **options)
+        self.tail = GraphedStep(self._tail, [*state, *self.sums], warm_up=self._warm_up_tail if ours else None, saved=[] if ours else None, **options)
+        self.all = self.whole, self.micro, self.tail
+
+    @property
+    def replay(self) -> str:
+        return "graph" if all(graphs.replay == "graph" for graphs in self.all) else "eager"
+
+    @property
+    def reason(self) -> str:
+        return next((graphs.reason for graphs in self.all if graphs.replay == "eager"), self.whole.reason)
+
+    def __call__(self, batch):
+        if not is_split(batch):
+            split(batch, self.step.micro_batches)       # an ArgumentError before anything is captured
+            return self.whole(batch)
+        accumulator, touched = self.step.accumulator, 0
+        if accumulator.mode in ("host", "autograd"):
+            raise CaptureError(f"a list of micro-batches is replayed one by one, and accumulate={accumulator.mode!r} keeps gradients between them where "
+                               "a graph does not; expected 'arena' or 'fused', or one batch")
+        parts = len(batch) if self.step.divide == "micro_batches" or self.counts is False else 0
+        try:
+            for micro in batch:
+                self.micro.capture(micro, parts)        # all of them before the first sum
+            for micro in batch:
+                touched |= self.micro(micro, parts)
+            return self.tail(touched)
+        except BaseException:
+            for total in self.sums:
+                total.zero_()
+            accumulator.zero_()
+            raise
+
+    def _modes(self):
+        """What a graph keeps as it was at its capture, beside shapes."""
+        step, opt = self.step, self.step.opt
+        groups = tuple((len(g["params"]), g.get("maximize"), g.get("amsgrad")) for g in opt.param_groups)
+        mine = (opt.on_nonfinite, opt.scope, opt.stochastic_rounding, opt.max_norm is None) if isinstance(opt, AdamW) else step.max_norm
+        return step.micro_batches, step.divide, step.autocast, groups, mine
+
+    def _warm_up(self, batch):
+        with self.step.window():
+            self.step._accumulate(split(batch, self.step.micro_batches), _no_mark)
+
+    def _warm_up_micro(self, micro, parts):
+        with self.step.window():
+            _, count = self.step.micro(micro, parts or 1, False, _no_mark)
+            self.counts = False if count is None else count.dtype
+
+    def _micro(self, micro, parts):
+        """Adds to the sums. Returns which tensors got a gradient, as bits."""
+        loss, count = self.step.micro(micro, parts or 1, False, _no_mark)
+        self.loss += loss
+        self.rows += _rows(micro)
+        if count is not None:
+            self.tokens += count
+        return self.step.accumulator.lay_down()
+
+    def _warm_up_tail(self, touched):
+        self.step.mean(self.loss, self.tokens, self.rows)
+
+    def _tail(self, touched):
+        self.step.accumulator.take_up(touched)
+        with self.step.window():
+            loss, tokens, divisor = self.step.mean(self.loss, self.tokens.to(self.counts) if self.counts else None, self.rows)
+            found = self.step._update(divisor, _no_mark)
+        results = loss.clone(), tokens, *found
+        for total in self.sums:
+            total.zero_()
+        return results
+
+    def close(self):
+        for graphs in self.all:
+            graphs.close()
+
+
+def _no_mark(stage):
+    pass

@@ -1,0 +1,85 @@
+"""A CUDA graph's stand-in on the CPU: what a function does is written down once, then done again without its Python.
+
+    >>> tape = Tape()
+    >>> loss = tape.record(lambda: step(batch))      # runs it, and keeps every operation with its tensors and numbers
+    >>> tape.replay()                                # the same operations on the same memory; `loss` holds the new value
+
+As in a graph, tensors are known by their memory and numbers by their value: a learning rate that was a Python number stays what it was,
+and Python's own work (prints, counters, schedules) is not repeated. Operations are seen where torch dispatches them, launches of our
+kernels where backend `simt` runs them. Not for speed: to learn, and to test without a GPU what a replay does.
+"""
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from . import kernel
+from .errors import CaptureError
+
+READS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}       # the host gets to know a value
+FRESH = ("aten::empty", "aten::new_empty")                                     # memory without a value
+
+
+class Tape(TorchDispatchMode):
+    """Operations in the order in which they ran. record() once, replay() as often as wanted, close() to let the memory go."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = []                    # (name, what to call, its arguments, the tensors that it makes)
+
+    def record(self, fn):
+        """fn()'s result. CaptureError where fn needs a value on the host, or a shape that depends on values."""
+        kernel.recorders.append(self._launched)
+        try:
+            with self:
+                return fn()
+        finally:
+            kernel.recorders.remove(self._launched)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().split(".")[0]
+        if name in READS:
+            raise CaptureError("the host would wait for a value of the device")
+        if torch.Tag.dynamic_output_shape in func.tags:
+            raise CaptureError(f"the shape that {name.split('::')[1]} returns depends on values, which the host would have to wait for")
+        kwargs = kwargs or {}
+        before = kernel.recorders.pop() if self._launched in kernel.recorders else None      # an operation made of launches is one step
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            if before is not None:
+                kernel.recorders.append(before)
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        made = [t if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in given else None for t in tree_leaves(result)]
+        if not name.startswith(FRESH) and (func._schema.is_mutable or any(t is not None for t in made)):
+            self.steps.append((name.split("::")[1], func, (args, kwargs), made))
+        return result
+
+    def _launched(self, launch, args, tensors):
+        self.steps.append((launch.kernel.name, launch.on_cpu, ((args, tensors), {}), []))
+
+    @torch.no_grad()
+    def replay(self):
+        for _, call, (args, kwargs), made in self.steps:
+            result = call(*args, **kwargs)
+            for mine, new in zip(made, tree_leaves(result)):
+                if mine is not None and mine.data_ptr() != new.data_ptr():
+                    mine.copy_(new)
+
+    def graph(self) -> "tuple[list[str], list[tuple[int, int]]]":
+        """(names of the steps, edges): an edge leads from the last step that wrote a memory to the next that uses it."""
+        writer, edges = {}, []
+        for i, (_, call, (args, kwargs), made) in enumerate(self.steps):
+            used = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+            places = {t.untyped_storage().data_ptr() for t in used}
+            edges += sorted({(writer[place], i) for place in places if place in writer})
+            schema = getattr(call, "_schema", None)
+            for t in made:
+                if t is not None:
+                    writer[t.untyped_storage().data_ptr()] = i
+            if schema is None or schema.is_mutable:
+                writer.update(dict.fromkeys(places, i))
+        return [name for name, *_ in self.steps], edges
+
+    def close(self):
+        self.steps.clear()
