@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .arena import CHUNK, Arena
 from .backend import takes
 from .errors import ArgumentError
-from .fused_linear import FusedLinear, note_for, place, runs_everything, watchers
+from .fused_linear import FusedLinear, note_for, place, watchers
 from .kernel import Kernel, zero_
 
 MODES = ("host", "autograd", "arena", "fused")
@@ -255,7 +255,6 @@ class GradientAccumulator:
         self._drop_broken()
         self._flush()                                       # of the backward around this one (reentrant checkpointing)
         self._task = task = torch._C._current_graph_task_id()
-        self._everything = runs_everything()
         self.arena.check()
         self._reopen()
         end = functools.partial(self._end, task)

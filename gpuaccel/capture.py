@@ -1,6 +1,6 @@
 """Writing work down so that it can be done again without Python: in a CUDA graph on a GPU, on a tape (tape.py) on the CPU.
 
-    >>> recorder = CudaRecorder("cuda")                  # own stream, own memory pool, shared by all of its recordings
+    >>> recorder = CudaRecorder("cuda")                  # its own memory pool, shared by all of its recordings
     >>> recording, out = recorder.record(fn)             # fn ran, but nothing of it was executed
     >>> recording.replay()
 
@@ -8,6 +8,8 @@ A capture that fails leaves torch unwell: its random generator stays in capture 
 both, and a CaptureError names the line of Python that cannot be captured, and what to do instead.
 """
 import contextlib
+import ctypes
+import functools
 import linecache
 import os
 import re
@@ -19,8 +21,9 @@ import warnings
 
 import torch
 
-from .errors import CaptureError, GpuaccelError
+from .errors import CaptureError
 from .tape import Tape
+from .timeline import kernel_name
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -40,14 +43,20 @@ _CAUSES = [
 ]
 
 
+@functools.cache
+def _capture_stream(index: int):
+    """One for the whole process: cuBLAS keeps a workspace for each stream that it has seen, for ever."""
+    return torch.cuda.Stream(index)
+
+
 class CudaRecorder:
-    """CUDA graphs of one device: one capture stream and one memory pool for all, so that they may share memory. Never replayed side by side."""
+    """CUDA graphs of one device: one memory pool for all, so that they may share memory. Never replayed side by side."""
 
     executes = False                                     # while it records
 
     def __init__(self, device):
         self.device = torch.device("cuda", torch.device(device).index if torch.device(device).index is not None else torch.cuda.current_device())
-        self.stream = torch.cuda.Stream(self.device)
+        self.stream = _capture_stream(self.device.index)
         self.pool, self.living = None, 0
 
     def run(self, fn):
@@ -59,12 +68,12 @@ class CudaRecorder:
         return result
 
     def record(self, fn):
-        """(recording, fn()'s result). Nothing is executed. CaptureError when fn cannot be captured."""
+        """(recording, fn()'s result). Nothing is executed. CaptureError when fn cannot be captured; an error of its own comes through."""
         try:
             return self._record(fn)
-        except GpuaccelError:
+        except CaptureError:
             raise
-        except Exception as error:
+        except RuntimeError as error:                    # torch's, CUDA's, and our BackendError
             where = _line_of(error) if not _without_a_line(error) else None
             if where is None:
                 where = self._find(fn) or _line_of(error)
@@ -225,7 +234,7 @@ def _first_line(error) -> str:
 
 def _without_a_line(error) -> bool:
     """Did the capture end badly without an operation that refused? Then the line at hand is only where it was noticed."""
-    return all("previous error during capture" in str(e) for e in _chain(error) if isinstance(e, RuntimeError)) and isinstance(error, RuntimeError)
+    return all(re.search("previous error during capture|CAPTURE_INVALIDATED", str(e)) for e in _chain(error) if isinstance(e, RuntimeError))
 
 
 def _is_users(file: str) -> bool:
@@ -263,15 +272,14 @@ def parse_dot(text: str) -> "tuple[list[str], list[tuple[int, int]]]":
 
 
 def _node_name(label: str) -> str:
-    """`_ZN2at6native10vectorized...FillFunctor...` -> its plainest name; memsets and copies by their kind."""
+    """What a node does: the kernel's name, or memset, memcpy, ..."""
     kind = re.match(r"\s*(\w+)", label)[1]
     symbol = re.search(r"topoId: \d+\)\s*\|\s*(.*?)\\<\\<\\<", label, flags=re.S)
-    return demangled(symbol[1]) if kind == "KERNEL" and symbol else kind.lower()
+    return kernel_name(demangled(symbol[1])) if kind == "KERNEL" and symbol else kind.lower()
 
 
 def demangled(symbol: str) -> str:
-    """The C++ name of a mangled symbol, without namespaces, arguments and return type; as it is where nobody can tell."""
-    import ctypes
+    """The C++ name of a mangled symbol; as it is where nobody can tell."""
     if not symbol.startswith("_Z"):
         return symbol
     try:

@@ -316,8 +316,8 @@ def _train(args):
     arena = Arena(model)
     opt = AdamW(arena, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, max_norm=1.0)
     meter = Meter(device, flops_per_token(config, args.seq), peak_flops(device, dtype))
-    step = TrainStep(model, opt, micro_batches=args.micro_batches, accumulate=args.accumulate, compile=args.compile,
-                     scheduler=warmup_cosine(opt, max(1, args.steps // 10), args.steps), meter=meter)
+    step = TrainStep(model, opt, micro_batches=args.micro_batches, accumulate=args.accumulate, compile=args.compile, meter=meter,
+                     scheduler=warmup_cosine(opt, max(1, args.steps // 10), args.steps), replay=args.replay, deterministic=args.deterministic)
     print(f"{args.model}: {sum(p.numel() for p in model.parameters()):,} parameters in {dtype}, {backend()}\n"
           f"{len(data.train):,} tokens of {data.source}; checkpoints and metrics in {args.out}", file=sys.stderr)
 
@@ -423,6 +423,8 @@ def _parser():
     add("--checkpoint-every", type=_at_least(1), default=50, metavar="N", help="steps between checkpoints (50)")
     add("--no-progress", action="store_true", help="no progress bar")
     add("--compile", action="store_true", help="torch.compile the model")
+    add("--replay", choices=("eager", "graph"), default="eager", help="graph: the whole step as one CUDA graph, the same bits (eager)")
+    add("--deterministic", action="store_true", help="the same bits in every run, also on a GPU")
     add("--device", choices=("auto", "cpu", "simt", "cuda"), default="auto", help="where to train; simt: on the CPU with our kernels (auto)")
 
     add = command("sample", sample_command, "write text with a trained model").add_argument

@@ -24,17 +24,17 @@ def place(acc: Tensor) -> tuple:
     return acc.data_ptr(), acc.numel()
 
 
-def _add_weight_gradient(acc: Tensor, dy: Tensor, x: Tensor) -> None:
-    """acc (out, in) fp32 += dy (..., out)^T @ x (..., in); fp32 sums and output also for bf16 factors."""
+def _add_weight_gradient(acc: Tensor, dy: Tensor, x: Tensor, wanted=None) -> None:
+    """acc (out, in) fp32 += dy (..., out)^T @ x (..., in); fp32 sums and output also for bf16 factors. wanted: see note_for."""
     note = watchers.get(place(acc))
-    rows = note and note()                                      # first: a new window may have to clear the slice
+    rows = note and note(wanted)                                # first: a new window may have to clear the slice
     if note is None and acc.numel() and torch._C._current_graph_task_id() != -1:
         raise ArgumentError("the fused product got another tensor than a slice of an arena with an open accumulator: either it was closed "
                             "between forward and backward, or a torch.compile backend other than inductor handed on a copy")
     dy, x = (t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (dy, x))
     if rows is None:
         _add_product(acc, dy, x)
-    else:                                                       # torch.autograd.grad() asked for some weights only
+    else:                                                       
         for start, stop in rows:
             _add_product(acc[start:stop], dy[:, start:stop], x)
 
@@ -48,10 +48,10 @@ def _add_product(acc, dy, x):
         acc.addmm_(dy.t().float(), x.float())
 
 
-def _together_backward(acc: Tensor, dys: "list[Tensor]", x: Tensor, weight: Tensor) -> Tensor:
+def _together_backward(acc: Tensor, dys: "list[Tensor]", x: Tensor, weight: Tensor, wanted=None) -> Tensor:
     """acc += dy^T @ x and the input's gradient dy @ weight, for dy (..., out) in parts, which torch.compile would join slowly."""
     dy = torch.cat(dys, -1)
-    _add_weight_gradient(acc, dy, x)
+    _add_weight_gradient(acc, dy, x, wanted)
     return dy @ weight
 
 
@@ -78,7 +78,10 @@ class _LinearIntoArena(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
-            torch.ops.gpuaccel.add_weight_gradient_(ctx.acc, dy, x)
+            if torch.compiler.is_compiling():
+                torch.ops.gpuaccel.add_weight_gradient_(ctx.acc, dy, x)
+            else:
+                _add_weight_gradient(ctx.acc, dy, x, _asked(ctx.next_functions[1:2]))
         return (dy @ weight if ctx.needs_input_grad[0] else None), None, None
 
 
@@ -97,8 +100,10 @@ class _TogetherIntoArena(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *dys):
         x, joint = ctx.saved_tensors
-        if any(ctx.needs_input_grad[4:]):
+        if any(ctx.needs_input_grad[4:]) and torch.compiler.is_compiling():
             dx = torch.ops.gpuaccel.together_backward_(ctx.acc, list(dys), x, joint)
+        elif any(ctx.needs_input_grad[4:]):
+            dx = _together_backward(ctx.acc, dys, x, joint, _asked(ctx.next_functions[-len(dys):]))
         else:
             dx = torch.cat(dys, -1) @ joint
         return dx, None, None, None, *[None] * len(dys)
@@ -136,17 +141,13 @@ class FusedLinear(nn.Linear):
 
 def note_for(accumulator, *numbers):
     """Called before a product adds into the slices of these tensors: they get a gradient, though no hook of their own runs. Returns which
-    rows of the product are asked for: None for all, or a list of (start, stop)."""
-    def note():
+    rows of the product are asked for: None for all, or a list of (start, stop). wanted: a bool for each tensor; None: find out."""
+    def note(wanted=None):
         living, task = accumulator(), torch._C._current_graph_task_id()
         if living is None or task == -1:
             return None
-        opened = task == living._task
-        if living._everything if opened else runs_everything():
-            wanted = numbers
-        else:
-            wanted = [i for i in numbers if _wanted(living.arena.params[i])]
-        if wanted and not opened:
+        wanted = [i for i, asked in zip(numbers, wanted or (_wanted(living.arena.params[i]) for i in numbers)) if asked]
+        if wanted and task != living._task:
             living._begin()
         known = living.arena.squares_known()
         for i in wanted:
@@ -158,15 +159,12 @@ def note_for(accumulator, *numbers):
     return note
 
 
-_nobody = torch.autograd.graph.get_gradient_edge(torch.zeros((), requires_grad=True)).node
-
-
-def runs_everything() -> bool:
-    """Is this backward() for all leaves, not torch.autograd.grad() for some? Then even a node of no graph would be run."""
-    return torch._C._will_engine_execute_node(_nobody)
-
-
 def _wanted(parameter) -> bool:
     """Will the running backward give this parameter a gradient? (Its node is asked for anew each time: one kept from elsewhere would
     carry its stream into a graph's capture.)"""
     return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+
+
+def _asked(edges) -> "list[bool]":
+    """The same of the nodes behind an autograd function's inputs. torch.autograd.grad() may have asked for some weights only."""
+    return [node is not None and torch._C._will_engine_execute_node(node) for node, _ in edges]

@@ -11,6 +11,7 @@ under backend `torch` fn simply runs.
 """
 import contextlib
 import random
+import sys
 import warnings
 from collections import OrderedDict
 
@@ -68,6 +69,8 @@ class GraphedStep:
             f"CUDA graphs need a CUDA device, and the step is on {self.device} ({backend()})"
         if self._recorder is None and policy == "require":
             raise CaptureError(f"{self.reason}; expected one under policy 'require'")
+        if self._recorder is None:
+            self._say()
 
     def __call__(self, *args, **kwargs):
         """One step. Tensors may lie elsewhere: they are copied to the step's device, from pinned memory without a wait."""
@@ -106,12 +109,15 @@ class GraphedStep:
             if self.policy == "require" or self._graphs:
                 raise
             self.replay, self.reason = "eager", str(error)
-            warnings.warn(f"no CUDA graph, every step runs eagerly: {error}", stacklevel=_outside())
+            self._say()
             return None
         self._graphs[key] = found
         while len(self._graphs) > self.max_graphs:
             self._graphs.popitem(last=False)[1].close()
         return found
+
+    def _say(self):
+        warnings.warn(f"no CUDA graph, every step runs eagerly: {self.reason}", stacklevel=_outside())
 
     def _key(self, leaves, spec):
         tensors = tuple((t.shape, t.dtype) for t in leaves if isinstance(t, Tensor))
@@ -319,7 +325,6 @@ def _check_frozen(thing):
 
 def _outside() -> int:
     """How many frames up the caller is who is not in this package."""
-    import sys
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("gpuaccel"):
         depth, frame = depth + 1, frame.f_back

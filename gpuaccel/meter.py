@@ -256,14 +256,19 @@ class Meter:
             self._clipped.put(clipped_norm, tag=self._step)
         return self.reading(val_loss)
 
-    def reading(self, val_loss=None) -> Reading:
-        """The newest numbers, without a new step. Never waits."""
+    def queued(self) -> int:
+        """Steps handed to the meter that the device has not finished. Never waits."""
         while self._pending and self._pending[0][0].query():
             event, tokens = self._pending.popleft()
             seconds = self._finished[-1][0] + self._last_event.elapsed_time(event) / 1e3
             self._finished.append((seconds, tokens))
             self._pool.free.append(self._last_event)
             self._last_event = event
+        return len(self._pending)
+
+    def reading(self, val_loss=None) -> Reading:
+        """The newest numbers, without a new step. Never waits."""
+        self.queued()
         (t0, n0), (t1, n1) = self._finished[0], self._finished[-1]
         rate = (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
         known = self.flops_per_token and self.peak_flops and rate

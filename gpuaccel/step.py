@@ -9,6 +9,7 @@ nothing waits for the host in the modes `arena` and `fused`, unless clip="item" 
 launch (graphs.py), with the same bits.
 """
 import contextlib
+import functools
 import math
 from dataclasses import dataclass
 
@@ -172,7 +173,10 @@ class TrainStep:
         try:
             yield
         except BaseException:
-            self.accumulator.zero_()
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                self.accumulator.lay_down()         # nothing was executed, and nothing can be now
+            else:
+                self.accumulator.zero_()
             raise
         if any(self.accumulator.touched):           # otherwise ga.AdamW has opened the next window already
             self.accumulator.zero_()
@@ -322,14 +326,24 @@ class _StepGraphs:
         self.loss, self.rows = (torch.zeros((), device=step.arena.device) for _ in range(2))
         self.tokens = torch.zeros((), dtype=torch.float64, device=step.arena.device)
         self.sums = self.loss, self.tokens, self.rows
-        state = [step.model, step.opt]
-        options = dict(modes=self._modes, **options)
-        buffers = list(step.model.buffers())            # all that forward and backward change: the sums are dropped
+        self._state, self._options = [step.model, step.opt], dict(modes=self._modes, **options)
+        self._buffers = list(step.model.buffers())      # all that forward and backward change: the sums are dropped
         # Our optimizer prepares itself; torch's make their state in a step, which is taken back.
-        self.whole = GraphedStep(step.whole, state, warm_up=self._warm_up if ours else None, saved=buffers if ours else None, **options)
-        self.micro = GraphedStep(self._micro, [*state, *self.sums], warm_up=self._warm_up_micro, saved=buffers, **options)
-        self.tail = GraphedStep(self._tail, [*state, *self.sums], warm_up=self._warm_up_tail if ours else None, saved=[] if ours else None, **options)
-        self.all = self.whole, self.micro, self.tail
+        self._ours = ours
+        self.whole = GraphedStep(step.whole, self._state, warm_up=self._warm_up if ours else None, saved=self._buffers if ours else None, **self._options)
+
+    @functools.cached_property
+    def micro(self) -> GraphedStep:
+        return GraphedStep(self._micro, [*self._state, *self.sums], warm_up=self._warm_up_micro, saved=self._buffers, **self._options)
+
+    @functools.cached_property
+    def tail(self) -> GraphedStep:
+        return GraphedStep(self._tail, [*self._state, *self.sums], warm_up=self._warm_up_tail if self._ours else None,
+                           saved=[] if self._ours else None, **self._options)
+
+    @property
+    def all(self) -> "list[GraphedStep]":
+        return [vars(self)[name] for name in ("whole", "micro", "tail") if name in vars(self)]
 
     @property
     def replay(self) -> str:

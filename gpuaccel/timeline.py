@@ -79,12 +79,12 @@ def _spans(events, gpu) -> "list[Span]":
             add("host", "copy", e)
     for e in events:
         if e.get("cat") in GPU_WORK and correlation(e) not in after and e["ts"] >= region["ts"]:
-            name = "backward" if correlation(e) in early else "copy" if e["cat"] == "gpu_memcpy" else _kernel_name(e["name"])
+            name = "backward" if correlation(e) in early else "copy" if e["cat"] == "gpu_memcpy" else kernel_name(e["name"])
             add("GPU", name, e)
     return sorted(found, key=lambda s: s.start)
 
 
-def _kernel_name(name: str) -> str:
+def kernel_name(name: str) -> str:
     """The last name before templates and arguments: void at::native::reduce_kernel<512, ...>(...) -> reduce_kernel."""
     name = re.sub(r"\(anonymous namespace\)::", "", name)
     return re.split(r"[<(]", name.removeprefix("void "))[0].split("::")[-1].strip()

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import time
 from collections import deque
 
 import torch
@@ -114,6 +115,8 @@ def train(step: TrainStep, batches, steps: int, *, val=None, val_every: int = 0,
             done = step.count >= steps
             val_loss = evaluate(step.model, val) if val and (done or val_every and step.count % val_every == 0) else None
             tokens = _tokens_in(batch)
+            while meter.queued() >= AHEAD:                   # a replay takes the host no time: asked again and again, never waited for
+                time.sleep(1e-4)
             norms = [None if n is None else torch.linalg.vector_norm(n) if n.dim() else n for n in (out.norm, out.clipped_norm)]
             reading = meter.update(tokens, out.loss, norms[0], val_loss, norms[1])
             if done:
