@@ -1,9 +1,10 @@
-"""Gradient accumulation against torch: python benchmarks/accumulate.py   (needs a GPU, takes about three minutes)
+"""Gradient accumulation against torch: python benchmarks/accumulate.py   (needs a GPU, takes about a minute)
 
 1. The addition alone: 470 M elements in 219 tensors (llama-350m with full key/value heads), against `torch._foreach_add_` and
    against the rate of a device-to-device copy measured in the same run.
 2. What accumulating adds to one micro-batch's compiled forward and backward (llama-350m, bf16, batch 4, T = 1024), launched from
-   Python and replayed from a CUDA graph (which takes the speed of the host out of the comparison).
+   Python and replayed from a CUDA graph (which takes the speed of the host out of the comparison). Each mode compiles in a process of its own,
+   all of them side by side; then they take turns.
 3. The error of the sum after 4 and 16 micro-batches against the float64 sum of the same gradients.
 4. Host time of a launch from Python.
 """
@@ -12,6 +13,7 @@ import time
 
 import common
 import torch
+from workers import Workers, in_turns, queued
 
 from gpuaccel.accumulate import MODES, GradientAccumulator, _kernel, launch_segments
 from gpuaccel.arena import Arena
@@ -20,7 +22,8 @@ from gpuaccel.models import Transformer, preset
 from gpuaccel.step import token_loss
 
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py", "gpuaccel/arena.py",
-           "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/models.py", "benchmarks/accumulate.py", "benchmarks/common.py"]
+           "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/models.py", "benchmarks/accumulate.py",
+           "benchmarks/workers.py", "benchmarks/common.py"]
 
 
 def model(dtype, **changes):
@@ -64,37 +67,39 @@ def addition() -> dict:
     return found
 
 
-def micro_batch(rounds=20) -> dict:
-    """Milliseconds of forward and backward without accumulation and in each mode."""
-    tokens = torch.randint(0, 32768, (4, 1025), device="cuda")
-    micro = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    loss = torch.compile(token_loss, dynamic=False)
-    plain = model(torch.bfloat16)
+class Micro:
+    """One micro-batch's compiled forward and backward, in one mode or ("none") without accumulation; in a process of its own."""
 
-    def without():
-        for p in plain.parameters():
-            p.grad = None
-        loss(plain, micro)[0].backward()
-    runs, graphs, open_ones = {"none": without}, {}, []
-    for mode in MODES:
-        arena = Arena(model(torch.bfloat16))
-        accumulator = GradientAccumulator(arena, mode)
-        open_ones.append(accumulator)
-        runs[mode] = lambda module=arena.module: loss(module, micro)[0].backward()
-    for name, run in runs.items():
-        for _ in range(3):
+    def __init__(self, mode: str):
+        module = model(torch.bfloat16)
+        tokens = torch.randint(0, 32768, (4, 1025), device="cuda")
+        micro, loss = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), torch.compile(token_loss, dynamic=False)
+        self.accumulator = None if mode == "none" else GradientAccumulator(Arena(module), mode)
+
+        def run():
+            if self.accumulator is None:
+                for p in module.parameters():
+                    p.grad = None
+            loss(module, micro)[0].backward()
+        self.runs = {"launched": run}
+        for _ in range(1 if mode == "host" else 3):
             run()
         torch.cuda.synchronize()
-        if name != "host":                        # downloads cannot be captured
+        if mode != "host":                            # downloads cannot be captured
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 run()
-            graphs[name] = graph
-    launched = common.milliseconds({n: r for n, r in runs.items() if n != "host"}, rounds)
-    launched["host"] = common.milliseconds({"host": runs["host"]}, 3, 1)["host"]
-    replayed = common.milliseconds({name: graph.replay for name, graph in graphs.items()}, 5 * rounds)
-    for accumulator in open_ones:
-        accumulator.arena.release()
+            self.runs["replayed"] = graph.replay
+
+    def times(self, kind: str, calls: int) -> "list[float]":
+        return queued(self.runs[kind], calls)
+
+
+def micro_batch(workers: Workers) -> dict:
+    """Milliseconds of forward and backward without accumulation and in each mode. All but `host`, which takes many times as long, in turns."""
+    launched, replayed = (in_turns({name: lambda name=name: workers.ask(name, "times", kind, calls) for name in workers.names if name != "host"})
+                          for kind, calls in (("launched", 5), ("replayed", 10)))
+    launched["host"] = in_turns({"host": lambda: workers.ask("host", "times", "launched", 2)}, 1)["host"]
     return {kind: {name: {"ms": ms, "added": ms / times["none"] - 1} for name, ms in times.items()}
             for kind, times in (("launched", launched), ("replayed", replayed))}
 
@@ -145,7 +150,10 @@ def launch_microseconds() -> dict:
 
 
 def main():
-    results = {"addition": addition(), "launch_us": launch_microseconds(), "errors": errors(), "micro_batch": micro_batch()}
+    with Workers({mode: (Micro, mode) for mode in ("none", *MODES)}) as workers:
+        results = {"errors": errors()}                # while the others compile: nothing here is timed
+        workers.ready()
+        results.update(addition=addition(), launch_us=launch_microseconds(), micro_batch=micro_batch(workers))
     for dtype in ("float32", "bfloat16"):
         rows = [(name, r["ms"], r["of_copy_rate"], r["times_foreach"]) for name, r in results["addition"][dtype].items()]
         print(f"\nadd {dtype} gradients into fp32\n" + common.table(rows, ("", "ms", "of copy rate", "x foreach")))

@@ -137,7 +137,66 @@ def tail_table() -> str:
               f"{exact['ours']['rms']:.1e} apart (root of the mean square), torch's {exact['foreach']['rms']:.1e}.\n\n" + source(result))
 
 
-TABLES = {"accumulate": accumulate_table, "train": train_table, "clip": clip_table, "tail": tail_table}
+def step_table() -> str:
+    result, rows = load("step"), []
+    goals = {"1024": {"ours": 1.15, "ours, deterministic": 1.0}, "256": {"ours": 1.35, "ours, deterministic": 1.2}}
+    for T, found in result["results"].items():
+        for name, m in found.items():
+            times, memory = f"{m['times_torch']:.2f}x", f"{m['peak_GiB']:.1f} GiB"
+            if name in goals[T]:
+                times = verdict(times, f"{goals[T][name]:g}x", m["times_torch"] >= goals[T][name])
+                memory += f", {verdict(format(m['memory'], '.2f') + 'x', '1.05x at most', m['memory'] <= 1.05)}"
+            rows.append((f"T = {T}: {name}", f"{m['ms']:.1f} ms", f"{m['tokens_per_s'] / 1e3:,.1f}K", times, f"{m['mfu']:.0%}", memory))
+    return ("One whole optimizer step of `llama-350m` (batch 4, 4 micro-batches, AdamW, clipped at 1.0), compiled and replayed as one CUDA graph. torch: bf16 "
+            "autocast over fp32 weights, foreach clip, fused AdamW (the script is in `benchmarks/step.py`), and not deterministic. Ours: bf16 weights with fp32 "
+            "masters, `accumulate=\"fused\"`, `replay=\"graph\"`, and the same with `deterministic=True`:\n\n"
+            + markdown(("step", "time", "tokens/s", "against torch", "MFU", "peak memory"), rows) + "\n\n" + source(result))
+
+
+def graphs_table() -> str:
+    result = load("graphs")
+    r, goals, rows = result["results"], {"4 x 1024": 1.25, "4 x 256": 3, "1 x 128": 6}, []
+    names = {"plain torch": "plain torch, eager", "ours, eager": "ours, eager", "ours, replayed": "ours, replayed",
+             "ours, replayed, compiled": "ours, compiled and replayed"}
+    for name, told in names.items():
+        cells = []
+        for shape, goal in goals.items():
+            m = r["speed"][shape][name]
+            goal = None if name == "plain torch" else 1 if name == "ours, eager" else goal
+            times = f"{m['times_plain']:.2f}x"
+            busy = f", GPU busy {m['gpu_busy']:.0%}" if "gpu_busy" in m else ""
+            cells.append(f"{m['ms']:.1f} ms, {verdict(times, f'{goal}x', m['times_plain'] >= goal) if goal else times}{busy}")
+        rows.append((told, *cells))
+    host, wanted = [], {"replay": 1, "a list of 3 micro-batches, replayed": 4}
+    for name, m in r["ledger"].items():
+        graph_launches, waits = f"{m['graph_launches']:,}", f"{m['syncs']:,}"
+        if name in wanted:
+            graph_launches, waits = verdict(graph_launches, wanted[name], m["graph_launches"] == wanted[name]), verdict(waits, 0, m["syncs"] == 0)
+        host.append((name, f"{m['launches']:,}", graph_launches, waits, f"{m['copies'].get('DtoH', [0, 0])[1]:,} bytes"))
+    return ("One step of `llama-350m`, one micro-batch, against plain torch (fp32 weights, bf16 autocast, autograd, foreach clip, fused AdamW, nothing compiled):\n\n"
+            + markdown(("step", *(f"batch {shape.replace(' x ', ', T = ')}" for shape in goals)), rows)
+            + f"\n\nWhat the host did in one of them ({r['what'].split(', ', 1)[1]}):\n\n"
+            + markdown(("step", "kernel launches", "graph launches", "host waits", "downloaded"), host)
+            + "\n\n" + graphs_facts(r) + "\n\n" + source(result))
+
+
+def graphs_facts(r) -> str:
+    """Bits, seconds and bytes, in sentences."""
+    bits, grown = r["bits"], {name: max(0, m["allocated"], m["reserved"], m["device"]) / 2**20 for name, m in r["memory"].items()}
+    elements = f"{bits['weights'] / 1e6:.0f} M weights"
+    equal = ", ".join(f"{pair.replace(', ', ' against ')} " + verdict(f"{m['losses']} of {bits['steps']} losses and {m['weights']:,} of {elements}", 0,
+                                                                    not any(m.values())) for pair, m in bits["exact"].items())
+    apart = bits["free"]["apart"]
+    worst = verdict(", ".join(f"{value:.1e}" for value in apart.values()), "0.1", max(apart.values()) <= 0.1)
+    seconds = ", ".join(f"{name} {verdict(f'{s:.1f} s', '10 s', s < 10)}" for name, s in r["capture_s"].items())
+    memory = ", ".join(f"{m['count']:,} {name.split(', ')[1]} ({name.split(', ')[0]}) {verdict(f'{grown[name]:.3g} MiB', 0, grown[name] == 0)}"
+                       for name, m in r["memory"].items())
+    return (f"After {bits['steps']} deterministic steps with a cosine schedule, dropout, clipping (in {bits['clipped']} of them), a NaN ({bits['skipped']} "
+            f"skipped) and two alternating lengths, not equal bit for bit: {equal}. Not deterministic, the losses of eager and replay are apart by {worst} at "
+            f"steps {', '.join(apart)}. From the first call to the end of the first step, warm-up and capture included: {seconds}. Memory grows by: {memory}.")
+
+
+TABLES = {"step": step_table, "graphs": graphs_table, "accumulate": accumulate_table, "train": train_table, "clip": clip_table, "tail": tail_table}
 
 
 def filled(text: str) -> str:

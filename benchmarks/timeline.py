@@ -1,4 +1,4 @@
-"""Who waits for whom at the end of a step: python benchmarks/timeline.py   (needs a GPU, takes about two minutes)
+"""Who waits for whom at the end of a step: python benchmarks/timeline.py   (needs a GPU, takes about 40 seconds)
 
 llama-350m, bf16 with fp32 masters, one micro-batch of 4 x T = 1024, compiled, accumulated in the arena, clipped at 1.0 in three ways:
 `item` (a norm per tensor to the host), `torch` (clip_grad_norm_ and torch's fused AdamW) and `fused` (inside ga.AdamW). For
@@ -6,41 +6,47 @@ each: what host and GPU did after the last backward, as spans of time. The profi
 """
 import common
 import torch
+from workers import Workers
 
-from gpuaccel.optimizer import AdamW
 from gpuaccel.arena import Arena
 from gpuaccel.models import Transformer, preset
-from gpuaccel.timeline import facts, lines, tail
+from gpuaccel.optimizer import AdamW
 from gpuaccel.step import CLIPS, TrainStep
+from gpuaccel.timeline import facts, lines, tail
 
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py",
-           "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/clip.py", "gpuaccel/adamw.py", "gpuaccel/optimizer.py", "gpuaccel/models.py", "gpuaccel/step.py",
-           "gpuaccel/timeline.py", "gpuaccel/ledger.py", "benchmarks/timeline.py", "benchmarks/common.py"]
+           "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/clip.py", "gpuaccel/adamw.py", "gpuaccel/optimizer.py",
+           "gpuaccel/models.py", "gpuaccel/step.py", "gpuaccel/timeline.py", "gpuaccel/ledger.py", "benchmarks/timeline.py", "benchmarks/workers.py",
+           "benchmarks/common.py"]
 B, T, DEVICE = 4, 1024, "cuda"
 SETTINGS = {"lr": 3e-4, "betas": (0.9, 0.95)}
 
 
-def build(clip: str, config, compile: bool) -> TrainStep:
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        module = Transformer(config).bfloat16()
-    arena = Arena(module)
-    opt = AdamW(arena, weight_decay=0.1, **SETTINGS) if clip == "fused" else torch.optim.AdamW(arena.parameter_groups(0.1), fused=True, **SETTINGS)
-    return TrainStep(module, opt, clip=clip, max_norm=1.0, compile=compile)
+class Tail:
+    """A step that clips in one way; in a process of its own, because compiling takes long: all ways do it side by side."""
 
-
-def measure(config, rows: int, compile: bool = True) -> dict:
-    tokens, tails = torch.randint(0, config.vocab, (rows, config.T + 1), device=DEVICE), {}
-    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    for clip in CLIPS:
-        step = build(clip, config, compile)
+    def __init__(self, clip: str, config, rows: int, compile: bool):
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            module = Transformer(config).bfloat16()
+        arena = Arena(module)
+        opt = AdamW(arena, weight_decay=0.1, **SETTINGS) if clip == "fused" else torch.optim.AdamW(arena.parameter_groups(0.1), fused=True, **SETTINGS)
+        self.step = TrainStep(module, opt, clip=clip, max_norm=1.0, compile=compile)
+        tokens = torch.randint(0, config.vocab, (rows, config.T + 1), device=DEVICE)
+        self.batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
         for _ in range(5):
-            step(batch)
-        tries = sorted((tail(lambda: step(batch)) for _ in range(5)), key=lambda spans: facts(spans)["us"])
+            self.step(self.batch)
+
+    def spans(self) -> dict:
+        tries = sorted((tail(lambda: self.step(self.batch)) for _ in range(3)), key=lambda spans: facts(spans)["us"])
         spans = tries[len(tries) // 2]                    # the median one
-        tails[clip] = {**facts(spans), "tensors": len(step.arena.segments), "spans": lines(spans)}
-        step.close()
-    return tails
+        return {**facts(spans), "tensors": len(self.step.arena.segments), "spans": lines(spans)}
+
+
+def measure(config, rows: int, compile: bool = True, here: bool = False) -> dict:
+    with Workers({clip: (Tail, clip, config, rows, compile) for clip in CLIPS}, here) as workers:
+        workers.ready()
+        return {clip: workers.ask(clip, "spans") for clip in CLIPS}
 
 
 def main():

@@ -23,14 +23,13 @@ import torch
 
 from .errors import CaptureError
 from .tape import Tape
-from .timeline import kernel_name
 
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 # (what the message or the line looks like, what happened, what to do instead)
 _CAUSES = [
-    (r"\.item\(\)|\bfloat\(|\bint\(|\bbool\(|\.tolist\(\)|\.numpy\(\)|\bprint\(|^\s*(el)?if |^\s*while |value of the device",
+    (r"\.item\(\)|\bfloat\(|\bint\(|\bbool\(|\.tolist\(\)|\.numpy\(\)|\bprint\(|^\s*(el)?if |^\s*while |value of the device|not permitted when stream is capturing",
      "the host would wait for a value of the device", "keep the number on the device (tensor arithmetic, torch.where), or read it one step late: ga.LateValue"),
     (r"Cannot copy between CPU and CUDA|\.cpu\(\)|torch\.tensor\(|pinned", "it copies between CPU and GPU memory that is not pinned",
      "make the tensor on the device before the step, or hand it in as an input"),
@@ -39,6 +38,7 @@ _CAUSES = [
     (r"synchronize\(", "the host would wait for the device", "take the wait out of the step"),
     (r"[mM]alloc|MemPool|cupy", "it allocates memory outside of the graph's pool", "allocate it before the first step"),
     (r"[cC]allback", "it has the driver call a function of the host", "call it after the step"),
+    (r"legacy stream depend", "the graph of an earlier backward is still alive, on another stream", "detach() what you keep of earlier steps (a loss, say)"),
     (r"capturable", "the optimizer counts its steps on the host", "give it capturable=True and a learning rate on the device (lr=torch.tensor(..., device=...)), or use ga.AdamW"),
 ]
 
@@ -124,7 +124,7 @@ class CudaRecorder:
             if driver.cuStreamIsCapturing(self.stream.cuda_stream)[1] == invalid:
                 found.append(last[0])
                 return None
-            last[0] = _line_of_frame(frame) or last[0]
+            last[0] = _line_of_frame(frame.f_back if event == "return" else frame) or last[0]
             return look
 
         before, threads_before = sys.gettrace(), threading.gettrace()
@@ -208,14 +208,14 @@ def recorder_for(device, runs_here: str):
 
 def explained(error: BaseException, where) -> CaptureError:
     """A CaptureError that says which line did what, and what to do instead."""
-    code = linecache.getline(*where).strip() if where else ""
+    code = re.split(r"\s+#", linecache.getline(*where).strip())[0] if where else ""
     texts = [_first_line(e) for e in _chain(error)]
     for source in (code, " ".join(texts)):
         cause = next(((what, instead) for pattern, what, instead in _CAUSES if source and re.search(pattern, source)), None)
         if cause:
             break
     what, instead = cause or (texts[0], "leave it out of the step, or run with replay=\"eager\"")
-    place = f"{os.path.basename(where[0])}:{where[1]}: `{code}`" if where else "the step"
+    place = f"{os.path.basename(where[0])}:{where[1]}" + (f": `{code}`" if code else "") if where else "the step"
     return CaptureError(f"{place} cannot be captured in a CUDA graph: {what}. Instead: {instead}", *(where or ()))
 
 
@@ -272,10 +272,10 @@ def parse_dot(text: str) -> "tuple[list[str], list[tuple[int, int]]]":
 
 
 def _node_name(label: str) -> str:
-    """What a node does: the kernel's name, or memset, memcpy, ..."""
+    """What a node does: the kernel's whole name, or memset, memcpy, ..."""
     kind = re.match(r"\s*(\w+)", label)[1]
     symbol = re.search(r"topoId: \d+\)\s*\|\s*(.*?)\\<\\<\\<", label, flags=re.S)
-    return kernel_name(demangled(symbol[1])) if kind == "KERNEL" and symbol else kind.lower()
+    return demangled(symbol[1]) if kind == "KERNEL" and symbol else kind.lower()
 
 
 def demangled(symbol: str) -> str:

@@ -7,8 +7,8 @@ A check runs an answer on sizes around the edges of a thread block and on one of
 data each time. Elements outside the tensors are poisoned before and compared after, so that a write beyond the end is
 seen; every run is made twice and must give the same bits. Without a GPU the kernel runs on the CPU with every access
 checked (simt), so that a mistake is named with its line and its thread. Where there is no C++ compiler either, it is
-only compiled, for every architecture: the result then is neither right nor wrong, and says so. Each exercise keeps
-wrong answers too: the tests show that they fail.
+only compiled, for every architecture: the result then is neither right nor wrong, and says so. What is to be captured in a graph is
+captured on a tape on the CPU, with or without a GPU. Each exercise keeps wrong answers too: the tests show that they fail.
 """
 
 import secrets
@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import nvrtc
 from .backend import backend, default_device, find_compiler
-from .errors import ArgumentError, GpuaccelError, KernelError
+from .capture import TapeRecorder
+from .errors import ArgumentError, CaptureError, GpuaccelError, KernelError
 from .kernel import Kernel
 from .puzzles import BLOCK, EXERCISES, Exercise
 
@@ -127,7 +128,7 @@ def check(name: str, answer, *, seed: "int | None" = None) -> Result:
         return _run_kernel(task, answer, seed) if there else _compile_only(task, answer)
     if not callable(answer) or isinstance(answer, Kernel):
         raise ArgumentError(f"exercise {name!r} takes a Python function, got {type(answer).__name__}")
-    return _run_python(task, answer, seed)
+    return (_run_captured if task.turns else _run_python)(task, answer, seed)
 
 
 # ---- how a check works ----------------------------------------------------------------------------------------------
@@ -279,3 +280,40 @@ def _run_python(task, function, seed):
     wrong = sum(not good for good, _, _ in lines)
     verdict = f"not yet: {wrong} of {len(lines)} cases differ (seed {seed})." if wrong else "right for every case."
     return Result(task.name, not wrong, verdict, lines)
+
+
+def _run_captured(task, function, seed):
+    """The function is called once, on a tape; then only the tape is replayed."""
+    generator, lines = torch.Generator().manual_seed(seed), []
+    for case in task.turns(generator):
+        mine = [t.clone() for t in case.tensors]
+        try:
+            tape, returned = TapeRecorder().record(lambda: function(*mine, *case.numbers))
+        except CaptureError as error:
+            return Result(task.name, False, "it cannot be captured.", [(False, case.label, str(error))])
+        except Exception as error:  # the learner's own code: show it as one line
+            lines.append((False, case.label, f"{type(error).__name__}: {error}"))
+            continue
+        for tensor, first in zip(mine, case.tensors):
+            tensor.copy_(first)  # on a tape the capture was a step
+        lines.append(_replays(case, mine, tape, returned if case.where is None else mine[case.where]))
+    wrong = sum(not good for good, _, _ in lines)
+    verdict = f"not yet: {wrong} of {len(lines)} cases differ (seed {seed})." if wrong else "right for every case."
+    return Result(task.name, not wrong, verdict, lines)
+
+
+def _replays(case, mine, tape, out):
+    worst = 0.0
+    for nth, (values, expected) in enumerate(case.turns, 1):
+        for tensor, value in zip(mine, values):
+            if value is not None:
+                tensor.copy_(value)
+        tape.replay()
+        if not isinstance(out, torch.Tensor) or out.shape != expected.shape:
+            what = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, torch.Tensor) else repr(out)[:60]
+            return False, case.label, f"expected a tensor of shape {tuple(expected.shape)}, got {what}"
+        difference = float((out.double() - expected).abs().max())
+        if not difference <= 1e-5 * float(expected.abs().max()):
+            return False, case.label, f"wrong in replay {nth} of {len(case.turns)}; largest difference {difference:.2g}"
+        worst = max(worst, difference)
+    return True, case.label, f"right in {len(case.turns)} replays; largest difference {worst:.2g}"

@@ -34,7 +34,7 @@ def _add_weight_gradient(acc: Tensor, dy: Tensor, x: Tensor, wanted=None) -> Non
     dy, x = (t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (dy, x))
     if rows is None:
         _add_product(acc, dy, x)
-    else:                                                       
+    else:
         for start, stop in rows:
             _add_product(acc[start:stop], dy[:, start:stop], x)
 
@@ -162,9 +162,16 @@ def note_for(accumulator, *numbers):
 def _wanted(parameter) -> bool:
     """Will the running backward give this parameter a gradient? (Its node is asked for anew each time: one kept from elsewhere would
     carry its stream into a graph's capture.)"""
-    return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+    return _runs(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
 def _asked(edges) -> "list[bool]":
     """The same of the nodes behind an autograd function's inputs. torch.autograd.grad() may have asked for some weights only."""
-    return [node is not None and torch._C._will_engine_execute_node(node) for node, _ in edges]
+    return [node is not None and _runs(node) for node, _ in edges]
+
+
+def _runs(node) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:                   # torch.autograd.grad() hands this leaf's gradient out: it was asked for
+        return True

@@ -18,7 +18,7 @@ from collections import OrderedDict
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from .accumulate import GradientAccumulator
 from .arena import Arena
@@ -40,14 +40,15 @@ class GraphedStep:
     fn(*args, **kwargs): a step over tensors, which may stand in tuples, lists and dicts; other arguments are part of a graph's key. It
     returns a tensor, a tree of tensors, or None. state: what fn changes: modules (parameters, buffers, gradients), optimizers, tensors.
     They are as before after the warm-up; an optimizer has all its state on the device afterwards. warm_up: what to run as warm-up instead
-    of fn (same arguments); saved: what that changes, if less than state. before: called before each replay; default: refresh() of every ga.AdamW in state. modes: a function whose
-    (hashable) result is part of the key. policy: "auto" (when the first call cannot be captured, fn runs eagerly from then on,
-    and a warning says why) or "require" (CaptureError). A later capture that fails is a CaptureError under both: a run does not change its
-    ways. new_shapes: "capture" or "refuse" (CaptureError) what comes after the first kind of input. max_graphs: the least recently used
-    one goes. All graphs share one stream and one pool of memory.
+    of fn (same arguments); saved: what that changes, if less than state. before: called before each replay; default: refresh() of every
+    ga.AdamW in state. modes: a function whose (hashable) result is part of the key. policy: "auto" (when the first call cannot be captured,
+    fn runs eagerly from then on, and a warning says why) or "require" (CaptureError). A later capture that fails is a CaptureError under
+    both: a run does not change its ways. new_shapes: "capture" or "refuse" (CaptureError) what comes after the first kind of input.
+    max_graphs: the least recently used one goes. All graphs share one pool of memory.
 
-    `replay` is "graph" or "eager", `reason` says why. After close(), and after an error in fn, nothing of the step has half happened on
-    the host that a replay would repeat. Inputs that require a gradient are refused."""
+    Gradients that fn leaves in `.grad` are the newest graph's own: read them after its replay only.
+    `replay` is "graph" or "eager", `reason` says why. CaptureError, with nothing changed, when a module, parameter, buffer or optimizer state
+    no longer lies where it lay at the capture: reset(). ArgumentError for an input that requires a gradient, or cannot be hashed."""
 
     def __init__(self, fn, state=(), *, warm_up=None, saved=None, before=None, modes=None, policy: str = "auto", new_shapes: str = "capture", max_graphs: int = 8,
                  device=None):
@@ -57,13 +58,15 @@ class GraphedStep:
             raise ArgumentError(f"max_graphs is {max_graphs!r}; expected a whole number of 1 or more")
         self.fn, self.policy, self.new_shapes, self.max_graphs = fn, policy, new_shapes, max_graphs
         self.state = [state] if isinstance(state, (nn.Module, torch.optim.Optimizer, Tensor)) else list(state)
+        wrong = next((thing for thing in self.state if not isinstance(thing, (nn.Module, torch.optim.Optimizer, Tensor))), None)
+        if wrong is not None:
+            raise ArgumentError(f"state holds a {type(wrong).__name__}; expected modules, optimizers and tensors")
         self._saved = self.state if saved is None else saved
         self._warm_up, self._before, self._modes = warm_up or fn, before, modes
         self._look()
-        self._graphs, self._closed = OrderedDict(), False
+        self._graphs, self._places, self.closed = OrderedDict(), None, False
         self.device = torch.device(device) if device is not None else _device_of(self.state)
-        runs_here = backend().name
-        self._recorder = recorder_for(self.device, runs_here)
+        self._recorder = recorder_for(self.device, backend().name)
         self.replay = "graph" if self._recorder else "eager"
         self.reason = {"cuda": f"CUDA graphs on {self.device}", "cpu": "a tape on the CPU (backend simt)"}[self.device.type] if self._recorder else \
             f"CUDA graphs need a CUDA device, and the step is on {self.device} ({backend()})"
@@ -74,32 +77,34 @@ class GraphedStep:
 
     def __call__(self, *args, **kwargs):
         """One step. Tensors may lie elsewhere: they are copied to the step's device, from pinned memory without a wait."""
-        if self._closed:
+        if self.closed:
             raise CaptureError("the step was closed: make a new one")
         if self.replay == "eager":
             return self.fn(*args, **kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
-        key = self._key(leaves, spec)
-        found = self._graphs.get(key) or self._captured(key, leaves, spec)
+        found = self._find(args, kwargs)
         if found is None:
             return self.fn(*args, **kwargs)
-        found.check()
-        self._graphs.move_to_end(key)
         self._refresh()
-        found.fill(leaves)
+        found.fill(tree_leaves((args, kwargs)))
         found.recording.replay()
         return found.results()
 
     def capture(self, *args, **kwargs):
         """Capture for this kind of input now, if it is not captured yet, without taking a step."""
-        if not self._closed and self.replay == "graph":
-            leaves, spec = tree_flatten((args, kwargs))
-            key = self._key(leaves, spec)
-            if key not in self._graphs:
-                self._captured(key, leaves, spec)
+        if self.closed:
+            raise CaptureError("the step was closed: make a new one")
+        if self.replay == "graph":
+            self._find(args, kwargs)
 
-    def _captured(self, key, leaves, spec) -> "_Graph | None":
-        """A new graph; None: the first one cannot be captured, and the policy is to go on without."""
+    def _find(self, args, kwargs) -> "_Graph | None":
+        """The graph for these inputs, captured if need be; None: the first one cannot be captured, and the policy is to go on without."""
+        if self._graphs:
+            self._places.check()
+        leaves, spec = tree_flatten((args, kwargs))
+        key = self._key(leaves, spec)
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+            return self._graphs[key]
         if self._graphs and self.new_shapes == "refuse":
             known = "; ".join(shapes for *_, shapes in self._graphs)
             raise CaptureError(f"this kind of input has no graph: {key[-1]}; captured are {known}, and new_shapes is 'refuse'")
@@ -121,8 +126,9 @@ class GraphedStep:
 
     def _key(self, leaves, spec):
         tensors = tuple((t.shape, t.dtype) for t in leaves if isinstance(t, Tensor))
-        others = tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor))
-        mode = (torch.is_grad_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), torch.are_deterministic_algorithms_enabled(),
+        others = tuple((type(leaf), leaf) for leaf in leaves if not isinstance(leaf, Tensor))
+        kind = self.device.type
+        mode = (torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.are_deterministic_algorithms_enabled(),
                 torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, backend().name, self._modes and self._modes())
         flags = tuple([m.training for m in self._modules])
         asked = tuple([p.requires_grad for m in self._modules for p in m._parameters.values() if p is not None])
@@ -131,7 +137,7 @@ class GraphedStep:
         try:
             hash(key)
         except TypeError:
-            raise ArgumentError(f"the arguments that are no tensors are part of a graph's key; expected hashable ones, got {others}") from None
+            raise ArgumentError(f"the arguments that are no tensors are part of a graph's key; expected hashable ones, got {[leaf for _, leaf in others]}") from None
         return key
 
     def _look(self):
@@ -156,18 +162,27 @@ class GraphedStep:
             _check_frozen(thing)
             if isinstance(thing, AdamW):
                 thing.prepare()
+        stays = _Places([thing for thing in self.state if isinstance(thing, nn.Module)])
         with untouched(self._saved, self.device):
             for _ in range(WARM_UPS):
                 self._recorder.run(lambda: self._warm_up(*args, **kwargs))
+            stays.check("the step itself puts another tensor in its place, and each replay would read the old one. Instead: write into it (copy_, add_)")
         self._refresh()
         pack = []
 
         def whole():
             pack.append(_Pack(self.fn(*args, **kwargs), self.device))
-        with untouched(self.state, self.device) if self._recorder.executes else contextlib.nullcontext():
-            recording, _ = self._recorder.record(whole)
+        grads = [(p, p.grad) for m in self._modules for p in m._parameters.values() if p is not None]
+        try:
+            with untouched(self.state, self.device) if self._recorder.executes else untouched((), "cpu"):
+                recording, _ = self._recorder.record(whole)
+        except BaseException:
+            for p, grad in grads:
+                p.grad = grad                       # what the capture put there has no value
+            raise
         self._look()
-        return _Graph(recording, inputs, pack[-1], self.state)
+        self._places = _Places(self.state)
+        return _Graph(recording, inputs, pack[-1])
 
     def reset(self):
         """Drop every graph: the next call captures anew. For a model that was changed on purpose."""
@@ -189,11 +204,11 @@ class GraphedStep:
 
     def close(self):
         """Wait for what was launched, and give graphs and memory back. Does nothing twice."""
-        if not self._closed:
+        if not self.closed:
             if self._recorder is not None:
                 self._recorder.close()
             self.reset()
-            self._closed = True
+            self.closed = True
 
     def __enter__(self):
         return self
@@ -203,13 +218,10 @@ class GraphedStep:
 
 
 class _Graph:
-    """One recording with its own inputs, its results, and the addresses that it knows."""
+    """One recording with its own inputs and results."""
 
-    def __init__(self, recording, inputs, pack, state):
-        self.recording, self.inputs, self.pack, self.places = recording, inputs, pack, _Places(state)
-
-    def check(self):
-        self.places.check()
+    def __init__(self, recording, inputs, pack):
+        self.recording, self.inputs, self.pack = recording, inputs, pack
 
     def fill(self, leaves):
         pairs = [(mine, given) for mine, given in zip(self.inputs, leaves) if isinstance(mine, Tensor)]
@@ -257,7 +269,7 @@ class _Places:
     def __init__(self, state):
         self.modules = [(f"{prefix}.{name}".strip("."), m) for prefix, top in _named(state, nn.Module) for name, m in top.named_modules()]
         self.optimizers = [opt for _, opt in _named(state, torch.optim.Optimizer)]
-        self.then = self._now()
+        self.then, self.names, self.children_names = self._now(), list(self._names()), list(self._children_names())
 
     def _now(self):
         tensors = list(self._tensors())
@@ -269,6 +281,7 @@ class _Places:
             yield from (t for t in m._buffers.values() if t is not None)
         for opt in self.optimizers:
             for group in opt.param_groups:
+                yield from (value for value in group.values() if isinstance(value, Tensor))
                 for p in group["params"]:
                     yield p
                     yield from (t for t in opt.state.get(p, {}).values() if isinstance(t, Tensor))
@@ -278,22 +291,30 @@ class _Places:
             yield from (f"{name}.{key}".strip(".") for kind in (m._parameters, m._buffers) for key, t in kind.items() if t is not None)
         for opt in self.optimizers:
             for g, group in enumerate(opt.param_groups):
+                yield from (f"{key} of the optimizer's group {g}" for key, value in group.items() if isinstance(value, Tensor))
                 for i, p in enumerate(group["params"]):
                     yield f"parameter {i} of the optimizer's group {g}"
                     yield from (f"{key} of parameter {i} of the optimizer's group {g}" for key, t in opt.state.get(p, {}).items() if isinstance(t, Tensor))
 
-    def check(self):
+    def _children_names(self):
+        return (f"{name}.{key}".strip(".") for name, m in self.modules for key in m._modules)
+
+    def check(self, what_then="the captured graph would use the old memory. Call reset() to capture anew"):
         now = self._now()
-        if now == self.then:
-            return
-        (tensors, children), (before, children_before) = now, self.then
-        if len(tensors) != len(before) or children != children_before:
-            what = f"the model or the optimizer has {len(tensors)} tensors, at the capture it had {len(before)}" if len(tensors) != len(before) else \
-                "a module of the model was replaced"
-        else:
-            name, one, two = next((name, a, b) for name, a, b in zip(self._names(), before, tensors) if a != b)
-            what = f"{name} was {one[1]} at one address and is {two[1]} at another" if one[1] != two[1] else f"{name} lies elsewhere than at the capture"
-        raise CaptureError(f"{what}: the captured graph would use the old memory. Call reset() to capture anew")
+        if now != self.then:
+            raise CaptureError(f"{self._difference(*now)}: {what_then}")
+
+    def _difference(self, tensors, children) -> str:
+        for then, now, kind, they in ((self.children_names, list(self._children_names()), "module ", zip(self.then[1], children)),
+                                      (self.names, list(self._names()), "", zip(self.then[0], tensors))):
+            if then != now:
+                new, gone = [name for name in now if name not in then], [name for name in then if name not in now]
+                return f"{kind}{(new or gone or now)[0]} {'was not there' if new else 'was there, and is no more,' if gone else 'stood elsewhere'} at the capture"
+            for name, (one, two) in zip(now, they):
+                if one != two:
+                    change = f" was {one[1]} and is {two[1]}" if not kind and one[1] != two[1] else " is another one than at the capture" if kind else \
+                        " lies elsewhere than at the capture"
+                    return f"{kind}{name}{change}"
 
 
 def _named(state, kind):
@@ -345,14 +366,14 @@ def untouched(state, device):
     try:
         yield
     finally:
-        with torch.no_grad():
-            for restore in saved:
-                restore()
         random.setstate(drawn[0])
         np.random.set_state(drawn[1])
         torch.set_rng_state(drawn[2])
         if cuda:
             torch.cuda.set_rng_state(drawn[3], device)
+        with torch.no_grad():
+            for restore in saved:
+                restore()
 
 
 def _save(thing, seen):
@@ -366,12 +387,19 @@ def _save(thing, seen):
     arena = Arena.of(thing)
     accumulator = arena and GradientAccumulator.of(arena)
     values = _save_tensors([*([arena.weights, arena.grads] if arena else ()), *thing.parameters(), *thing.buffers()], seen)
+    registered = [(entries, dict(entries)) for m in thing.modules() for entries in (m._parameters, m._buffers)]
+    homes = [(p, p.data) for p in thing.parameters()]
     params = list({*thing.parameters(), *(arena.owners if arena else ())})
     grads = [(p, p.grad) for p in params]
     grad_values = _save_tensors([grad for _, grad in grads if grad is not None], seen)
     flags = accumulator and (list(accumulator.touched), list(accumulator.presented))
 
     def restore():
+        for entries, before in registered:
+            entries.update(before)
+        for p, home in homes:
+            if p.data_ptr() != home.data_ptr():
+                p.data = home
         values()
         grad_values()
         if arena:
@@ -404,6 +432,9 @@ def _save_optimizer(opt, seen):
         values()
         new = [t for p in params for key, t in opt.state.get(p, {}).items() if isinstance(t, Tensor) and key not in there[p]]
         if new and not isinstance(opt, (torch.optim.Adam, torch.optim.AdamW)):
+            for p in params:
+                for key in [key for key in opt.state.get(p, {}) if key not in there[p]]:
+                    del opt.state[p][key]
             raise CaptureError(f"{type(opt).__name__} makes its state in the first step, and what it starts from is not known: take one step before "
                                "the capture")
         for t in new:                               # Adam's moments and step numbers start at zero

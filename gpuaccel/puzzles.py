@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .tape import Tape
+
 BLOCK = 256  # threads per block in every check
 
 
@@ -26,9 +28,21 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Turns:
+    """One trial of a function that is captured and replayed: function(*tensors, *numbers) once, then, for each turn, new values
+    into those tensors that have some, and a replay."""
+
+    label: str
+    tensors: tuple
+    numbers: tuple
+    turns: list  # (a value or None for each tensor, what is expected after the replay, float64)
+    where: "int | None" = None  # the tensor that then holds it; None: what the function returned
+
+
+@dataclass(frozen=True)
 class Exercise:
     """A task and all that belongs to it. `data(n, generator)` makes a Case for a kernel; for Python, `cases(generator)`
-    makes (label, arguments, expected tensor) triples."""
+    makes (label, arguments, expected tensor) triples; for Python that is to be captured, `turns(generator)` makes Turns."""
 
     name: str
     task: str
@@ -40,6 +54,7 @@ class Exercise:
     per_thread: int = 1
     data: "Callable | None" = None
     cases: "Callable | None" = None
+    turns: "Callable | None" = None
     on_device: bool = False  # Python: no number may be read on the host
 
 
@@ -121,6 +136,42 @@ def _token_mean_cases(generator):
         yield f"{words} tokens", ([mean.clone() for mean in means], list(counts)), expected
 
 
+def _guarded_turns(generator):
+    for n in (1, 255, 1000, 4096):
+        limit = float(torch.rand((), generator=generator)) + 2.0
+        turns = []
+        for loss in (limit - 1, limit + 1, limit, math.nan, math.inf, limit / 2):
+            weight, grad = _normal(n, generator), _normal(n, generator)
+            if not math.isfinite(loss):
+                grad[int(torch.randint(n, (), generator=generator))] = loss
+            loss = torch.tensor(loss)                       # limit as fp32, too: the two must agree on what is equal
+            steps = bool(loss <= torch.tensor(limit))
+            turns.append(((weight, grad, loss), weight.double() - 0.1 * grad.double() if steps else weight.double()))
+        yield Turns(f"{n:,}, loss below, above, NaN, ...", (torch.zeros(n), torch.zeros(n), torch.zeros(())), (float(torch.tensor(limit)),), turns)
+
+
+def _decay_turns(generator):
+    for n, steps in ((1, 1), (255, 4), (1000, 10), (4097, 7)):
+        first = _normal(n, generator)
+        exact, turns = first.double(), []
+        for k in range(steps + 2):
+            grad = _normal(n, generator)
+            exact = exact - 0.1 * max(0.0, 1 - k / steps) * grad.double()
+            turns.append(((None, grad, None), exact))
+        tensors = first, torch.zeros(n), torch.zeros((), dtype=torch.int64)
+        yield Turns(f"{n:,}, {steps} step{'s' * (steps > 1)} and two more", tensors, (steps,), turns, where=0)
+
+
+def _replay_over_cases(generator):
+    for n, count in ((1, 2), (255, 3), (1000, 5), (4096, 2)):
+        weight, memory, tape = _normal(n, generator), torch.zeros(n), Tape()
+        result = tape.record(lambda: memory * weight + memory.mean())
+        batches = [_normal(n, generator) for _ in range(count)]
+        expected = torch.stack([batch.double() * weight.double() + batch.double().mean() for batch in batches])
+        # detach(): names of the same memory. Who gives such a name other memory does not move the graph's.
+        yield f"{count} batches of {n:,}", (tape, memory.detach(), result.detach(), [batch.clone() for batch in batches]), expected
+
+
 def _kernel_exercise(name, task, params, stub, hint, solution, wrong, data, per_thread=1):
     def source(body):
         lines = "\n".join("    " + line for line in body.strip("\n").split("\n"))
@@ -149,6 +200,15 @@ if (threadIdx.x == 0) {
 
 def _scale_by(norm):
     return f"def global_scale(norms, max_norm):\n    return torch.clamp(max_norm / ({norm} + 1e-6), max=1.0)\n"
+
+
+def _decay(lr):
+    return f"def decay(weight, grad, count, steps):\n    lr = {lr}\n    weight -= lr * grad\n    count += 1\n"
+
+
+def _over(*lines):
+    body = "".join(f"        {line}\n" for line in lines)
+    return f"def replay_over(graph, static, out, batches):\n    results = []\n    for batch in batches:\n{body}    return torch.stack(results)\n"
 
 
 EXERCISES = {
@@ -362,6 +422,73 @@ EXERCISES = {
                 ),
             },
             cases=_global_scale_cases,
+            on_device=True,
+        ),
+        Exercise(
+            "guarded",
+            "One step that can be captured: return weight - 0.1 * grad where loss is at most limit, else weight as it is (also when the loss is"
+            " NaN). weight, grad: (n) fp32, loss: () fp32, limit: a number. Expected: one line.",
+            "def guarded(weight, grad, loss, limit):\n    if not loss.item() <= limit:\n        return weight.clone()\n"
+            "    return weight - 0.1 * grad\n",
+            "A graph has no if: compute both and choose. torch.where(condition, a, b) takes a where the condition holds; NaN <= limit is false."
+            " Do not multiply by 0: NaN times 0 is NaN.",
+            "def guarded(weight, grad, loss, limit):\n    return torch.where(loss <= limit, weight - 0.1 * grad, weight)\n",
+            {
+                "asks the host": "def guarded(weight, grad, loss, limit):\n    if not loss.item() <= limit:\n        return weight.clone()\n"
+                "    return weight - 0.1 * grad\n",
+                "asks in other words": "def guarded(weight, grad, loss, limit):\n    return weight - 0.1 * grad if loss <= limit else weight.clone()\n",
+                "picks by a mask": "def guarded(weight, grad, loss, limit):\n    out = weight.clone()\n"
+                "    out[(loss <= limit).expand_as(out)] -= 0.1 * grad[(loss <= limit).expand_as(out)]\n    return out\n",
+                "NaN passes": "def guarded(weight, grad, loss, limit):\n    return torch.where(loss > limit, weight, weight - 0.1 * grad)\n",
+                "multiplies by 0 or 1": "def guarded(weight, grad, loss, limit):\n    return weight - 0.1 * grad * (loss <= limit)\n",
+                "the wrong way round": "def guarded(weight, grad, loss, limit):\n    return torch.where(loss <= limit, weight, weight - 0.1 * grad)\n",
+                "skips at the limit": "def guarded(weight, grad, loss, limit):\n    return torch.where(loss < limit, weight - 0.1 * grad, weight)\n",
+                "never skips": "def guarded(weight, grad, loss, limit):\n    return weight - 0.1 * grad\n",
+            },
+            turns=_guarded_turns,
+        ),
+        Exercise(
+            "decay",
+            "A learning rate that falls under replay: 0.1 in the first step, then linearly to 0 in step number `steps`, and 0 from there on. Change"
+            " weight in place by -lr * grad. count: () int64 on the device, 0 at first; nobody else counts. Expected: three lines.",
+            "def decay(weight, grad, count, steps):\n    lr = 0.1 * max(0.0, 1 - int(count) / steps)\n"
+            "    weight -= lr * grad\n    count += 1\n",
+            "Leave out int(): 1 - count / steps is a tensor on the device, computed anew in each replay. What max does for numbers, .clamp(min=0)"
+            " does for tensors.",
+            "def decay(weight, grad, count, steps):\n    lr = 0.1 * (1 - count / steps).clamp(min=0)\n    weight -= lr * grad\n    count += 1\n",
+            {
+                "a number": _decay("0.1 * max(0.0, 1 - int(count) / steps)"),
+                "frozen": _decay("0.1"),
+                "whole numbers": _decay("0.1 * (1 - count // steps).clamp(min=0)"),
+                "below zero": _decay("0.1 * (1 - count / steps)"),
+                "one step late": _decay("0.1 * (1 - (count - 1) / steps).clamp(min=0, max=1)"),
+                "counts first": "def decay(weight, grad, count, steps):\n    count += 1\n    weight -= 0.1 * (1 - count / steps).clamp(min=0) * grad\n",
+                "does not count": _decay("0.1 * (1 - count / steps).clamp(min=0)").replace("    count += 1\n", ""),
+                "counts another tensor": _decay("0.1 * (1 - count / steps).clamp(min=0)").replace("count += 1", "count = count + 1"),
+                "a new weight": _decay("0.1 * (1 - count / steps).clamp(min=0)").replace("weight -= lr * grad", "weight = weight - lr * grad"),
+            },
+            turns=_decay_turns,
+        ),
+        Exercise(
+            "replay_over",
+            "graph reads the memory of static and writes that of out. For each batch: give it to the graph, graph.replay(), keep the result. Return"
+            " the results stacked, (batches, n). Expected: change two lines.",
+            "def replay_over(graph, static, out, batches):\n    results = []\n    for batch in batches:\n        static = batch               # wrong:"
+            " a name, not the memory\n        graph.replay()\n        results.append(out)          # wrong: the same memory every time\n"
+            "    return torch.stack(results)\n",
+            "static.copy_(batch) fills the memory that the graph knows. The next replay writes over out: keep out.clone().",
+            "def replay_over(graph, static, out, batches):\n    results = []\n    for batch in batches:\n        static.copy_(batch)\n"
+            "        graph.replay()\n        results.append(out.clone())\n    return torch.stack(results)\n",
+            {
+                "a name, and the same memory": _over("static = batch", "graph.replay()", "results.append(out)"),
+                "gives a name": _over("static = batch", "graph.replay()", "results.append(out.clone())"),
+                "gives other memory": _over("static.data = batch", "graph.replay()", "results.append(out.clone())"),
+                "keeps the buffer": _over("static.copy_(batch)", "graph.replay()", "results.append(out)"),
+                "replays before it fills": _over("graph.replay()", "static.copy_(batch)", "results.append(out.clone())"),
+                "keeps before it replays": _over("static.copy_(batch)", "results.append(out.clone())", "graph.replay()"),
+                "adds": _over("static += batch", "graph.replay()", "results.append(out.clone())"),
+            },
+            cases=_replay_over_cases,
             on_device=True,
         ),
     ]

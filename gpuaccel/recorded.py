@@ -12,6 +12,7 @@ import statistics
 
 import torch
 
+from . import diagrams
 from .figures import Figure, Table, bars, timeline
 from .timeline import spans_of
 
@@ -152,3 +153,38 @@ def waiting(here: "dict[str, list] | None" = None) -> "Figure | Recorded":
     if spans:
         return timeline(spans, f"{run.label}: {run.get('what') or 'one step'}")
     return timeline(here, "Here, on the CPU: what follows the last backward of one step") if here else run
+
+
+def launches() -> "Figure | Recorded":
+    """A whole step on the recorded GPU, launched from Python and replayed: host and GPU, and a stretch enlarged."""
+    run = recorded("graphs")
+    spans = {name: spans_of(lines) for name, lines in (run.get("timeline") or {}).items() if isinstance(lines, list) and lines}
+    return diagrams.launches(spans, f"{run.label}: a step of a small model") if spans else run
+
+
+def graph() -> "Figure | Recorded":
+    """The graph of a small model's step, as CUDA's own debug dump on the recorded GPU has it."""
+    run = recorded("graphs")
+    names, edges = run.get("graph", "names"), run.get("graph", "edges")
+    return diagrams.graph(names, edges, f"{run.label}: a step of a small model") if names and isinstance(edges, list) else run
+
+
+def replaying() -> "Table | Recorded":
+    """Steps of a large model on the recorded GPU, launched and replayed: tokens per second, and how many times plain torch's."""
+    run = recorded("graphs")
+    speed = {shape: ways for shape, ways in (run.get("speed") or {}).items() if isinstance(ways, dict)}
+    columns = list(dict.fromkeys(way for ways in speed.values() for way, r in ways.items() if isinstance(r, dict) and "tokens_per_s" in r))
+
+    def cell(r):
+        return "-" if "tokens_per_s" not in r else f"{r['tokens_per_s']:,.0f}" + (f", {r['times_plain']:.2f}x" if "times_plain" in r else "")
+    rows = [[shape, *(cell(ways.get(way) or {}) for way in columns)] for shape, ways in speed.items()]
+    return Table(("batch x T", *columns), rows, f"{run.label}; llama-350m, tokens per second, one micro-batch per step") if columns else run
+
+
+def replay_ledger() -> "Table | Recorded":
+    """What the host did in one step on the recorded GPU: eager, replayed, and replayed with a list of micro-batches."""
+    run = recorded("graphs")
+    found, keys = run.get("ledger") or {}, ("launches", "graph_launches", "syncs")
+    rows = [[name, *(r.get(key, "-") for key in keys)] for name, r in found.items() if isinstance(r, dict)]
+    columns = ("one step", "kernel launches", "graph launches", "host waits")
+    return Table(columns, rows, f"{run.label}; {run.get('what') or 'one step'}") if rows else run

@@ -22,7 +22,7 @@ from .arena import Arena
 from .backend import deterministic
 from .clip import EPS, check_choice, reference_scale
 from .errors import ArgumentError, CaptureError
-from .graphs import NEW_SHAPES, POLICIES, GraphedStep
+from .graphs import NEW_SHAPES, POLICIES, GraphedStep, untouched
 from .meter import Meter
 from .optimizer import AdamW
 
@@ -264,6 +264,16 @@ class TrainStep:
             divisor = rows if isinstance(rows, Tensor) else torch.full((), rows, device=self.arena.device)
         return losses / tokens.clamp(min=1), tokens, divisor
 
+    @property
+    def graphs(self) -> "GraphedStep | None":
+        """The graphs of whole steps: len(), graph(), capture(batch); None when replay is "eager"."""
+        return self._graphs and self._graphs.whole
+
+    def reset(self):
+        """Drop every graph: the next step captures anew. For a model that was changed on purpose."""
+        for graphs in self._graphs.all if self._graphs else ():
+            graphs.reset()
+
     def close(self):
         """Give the graphs back, take the hooks down and give the module ordinary parameters back."""
         if self._graphs:
@@ -334,7 +344,7 @@ class _StepGraphs:
 
     @functools.cached_property
     def micro(self) -> GraphedStep:
-        return GraphedStep(self._micro, [*self._state, *self.sums], warm_up=self._warm_up_micro, saved=self._buffers, **self._options)
+        return GraphedStep(self._micro, [self.step.model, *self.sums], warm_up=self._warm_up_micro, saved=self._buffers, **self._options)
 
     @functools.cached_property
     def tail(self) -> GraphedStep:
@@ -354,6 +364,8 @@ class _StepGraphs:
         return next((graphs.reason for graphs in self.all if graphs.replay == "eager"), self.whole.reason)
 
     def __call__(self, batch):
+        if self.whole.closed:
+            raise CaptureError("the step was closed: make a new one")
         if not is_split(batch):
             split(batch, self.step.micro_batches)       # an ArgumentError before anything is captured
             return self.whole(batch)
@@ -361,6 +373,10 @@ class _StepGraphs:
         if accumulator.mode in ("host", "autograd"):
             raise CaptureError(f"a list of micro-batches is replayed one by one, and accumulate={accumulator.mode!r} keeps gradients between them where "
                                "a graph does not; expected 'arena' or 'fused', or one batch")
+        if self.counts is None:                         # does loss_fn return a mean? Then the number of micro-batches is part of a graph
+            with untouched(self._buffers, self.step.arena.device):
+                self._warm_up_micro(batch[0], len(batch))
+        self.micro.max_graphs = max(self.micro.max_graphs, len(batch))      # none of this step's may be pushed out by another
         parts = len(batch) if self.step.divide == "micro_batches" or self.counts is False else 0
         try:
             for micro in batch:
@@ -379,7 +395,7 @@ class _StepGraphs:
         step, opt = self.step, self.step.opt
         groups = tuple((len(g["params"]), g.get("maximize"), g.get("amsgrad")) for g in opt.param_groups)
         mine = (opt.on_nonfinite, opt.scope, opt.stochastic_rounding, opt.max_norm is None) if isinstance(opt, AdamW) else step.max_norm
-        return step.micro_batches, step.divide, step.autocast, groups, mine
+        return step.micro_batches, step.divide, step.autocast, step.clip, step.loss_fn, groups, mine
 
     def _warm_up(self, batch):
         with self.step.window():

@@ -10,14 +10,24 @@ kernels where backend `simt` runs them. Not for speed: to learn, and to test wit
 """
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from . import kernel
 from .errors import CaptureError
 
-READS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}       # the host gets to know a value
+READS = {"aten::_local_scalar_dense", "aten::equal", "aten::allclose", "aten::is_nonzero"}       # the host gets to know a value
 FRESH = ("aten::empty", "aten::new_empty")                                     # memory without a value
+
+
+class _Reads(TorchFunctionMode):
+    """What hands values to the host past torch's dispatcher; not seen inside of backward, whose hooks run without it."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (Tensor.__repr__, Tensor.__format__, Tensor.tolist, Tensor.numpy, Tensor.__array__):
+            raise CaptureError("the host would wait for a value of the device")
+        return func(*args, **(kwargs or {}))
 
 
 class Tape(TorchDispatchMode):
@@ -31,7 +41,7 @@ class Tape(TorchDispatchMode):
         """fn()'s result. CaptureError where fn needs a value on the host, or a shape that depends on values."""
         kernel.recorders.append(self._launched)
         try:
-            with self:
+            with _Reads(), self:
                 return fn()
         finally:
             kernel.recorders.remove(self._launched)
@@ -49,6 +59,10 @@ class Tape(TorchDispatchMode):
         finally:
             if before is not None:
                 kernel.recorders.append(before)
+        if name == "aten::lift_fresh":     # a value that Python brought: each replay begins with it
+            value = result.clone()
+            self.steps.append(("constant", lambda: value, ((), {}), [result]))
+            return result
         given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         made = [t if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in given else None for t in tree_leaves(result)]
         if not name.startswith(FRESH) and (func._schema.is_mutable or any(t is not None for t in made)):

@@ -20,7 +20,7 @@ GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
 class Span(NamedTuple):
-    """One stretch of one lane, "host" or "GPU"; times in microseconds since the tail began."""
+    """One stretch of one lane, "host" or "GPU"; times in microseconds since the tail (of whole(): the run) began."""
     lane: str
     name: str
     start: float
@@ -34,6 +34,13 @@ def tail(run) -> "list[Span]":
     with watched("timeline") as events:
         run()
     return _spans(events, watches_gpu())
+
+
+def whole(run) -> "list[Span]":
+    """The same of all of `run()`, from its beginning."""
+    with watched("timeline") as events:
+        run()
+    return _spans([event for event in events if not event["name"].startswith(BACKWARD)], watches_gpu())
 
 
 def _spans(events, gpu) -> "list[Span]":
@@ -79,12 +86,12 @@ def _spans(events, gpu) -> "list[Span]":
             add("host", "copy", e)
     for e in events:
         if e.get("cat") in GPU_WORK and correlation(e) not in after and e["ts"] >= region["ts"]:
-            name = "backward" if correlation(e) in early else "copy" if e["cat"] == "gpu_memcpy" else kernel_name(e["name"])
+            name = "backward" if correlation(e) in early else "copy" if e["cat"] == "gpu_memcpy" else _kernel_name(e["name"])
             add("GPU", name, e)
     return sorted(found, key=lambda s: s.start)
 
 
-def kernel_name(name: str) -> str:
+def _kernel_name(name: str) -> str:
     """The last name before templates and arguments: void at::native::reduce_kernel<512, ...>(...) -> reduce_kernel."""
     name = re.sub(r"\(anonymous namespace\)::", "", name)
     return re.split(r"[<(]", name.removeprefix("void "))[0].split("::")[-1].strip()

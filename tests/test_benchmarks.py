@@ -1,11 +1,15 @@
-"""Recorded results: the README shows them as they are, and those whose sources have changed are named."""
+"""Recorded results: the README shows them as they are, and those whose sources have changed are named. The scripts run."""
+import collections
 import importlib.util
 import json
+import os
 import pathlib
 import sys
+import time
 import warnings
 
 import pytest
+import torch
 
 import gpuaccel as ga
 from gpuaccel.backend import find_compiler
@@ -84,7 +88,6 @@ def on_cpu(monkeypatch):
 
 @pytest.mark.skipif(find_compiler()[0] is None, reason="no C++ compiler for simt")
 def test_the_benchmarks_of_clipping_and_of_the_tail_run(on_cpu):
-    import torch
     clip, tail = on_cpu
     config = Config(vocab=31, hidden=16, intermediate=24, layers=1, heads=2, kv_heads=2, T=8)
     found = clip.large(config, torch.float32)
@@ -95,3 +98,83 @@ def test_the_benchmarks_of_clipping_and_of_the_tail_run(on_cpu):
         assert tail.tail(config, dtype)["apart_after_one"] < 1e-6
     for rows in tail.drift(config, 3).values():
         assert max(m["max"] for m in rows.values()) < 1e-5
+
+
+@pytest.fixture
+def on_cpu_too(monkeypatch):
+    """step.py, graphs.py and timeline.py where there is no GPU: in this process, not compiled, by the host's clock. A graph is a tape; torch's graph
+    is the function itself."""
+    scripts = step, graphs, timeline = [module(name) for name in ("step", "graphs", "timeline")]
+
+    def queued(run, calls):
+        times = []
+        for _ in range(calls):
+            began = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - began) * 1e3)
+        return times
+
+    def captured(run):
+        run()
+        return run
+    for script in scripts:
+        monkeypatch.setattr(script, "DEVICE", "cpu")
+    for script in (step, graphs):
+        monkeypatch.setattr(script, "queued", queued)
+    for name, value in {"captured": captured, "CAPTURABLE": {}, "B": 1, "CALLS": 1, "fresh_peaks": lambda: None,
+                        "peaks": lambda: {"peak_GiB": 1.0, "reserved_GiB": 1.0}}.items():
+        monkeypatch.setattr(step, name, value)
+    for name, value in {"STEPS": 10, "POISONED": 4, "CALLS": 1}.items():
+        monkeypatch.setattr(graphs, name, value)
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
+    for name, value in {"synchronize": None, "mem_get_info": (0, 0), "set_sync_debug_mode": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    before = dict(os.environ)
+    with ga.use_backend("simt"):
+        yield scripts
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    for name in ("step", "graphs", "timeline", "workers"):
+        del sys.modules[name]
+
+
+@pytest.mark.skipif(find_compiler()[0] is None, reason="no C++ compiler for simt")
+def test_the_benchmarks_of_steps_and_graphs_run_and_have_tables(on_cpu_too, monkeypatch):
+    step, graphs, timeline = on_cpu_too
+    config = Config(vocab=31, hidden=16, intermediate=24, layers=1, heads=2, kv_heads=2, T=16)
+    found = step.measure(config, (16, 8), here=True)
+    results = {"step": {T: rows for T, rows in zip(("1024", "256"), found.values())}}
+    for rows in results["step"].values():
+        assert rows.keys() == {step.PEER, step.OURS, step.EXACT}
+        for row in rows.values():
+            row["mfu"] = 0.5                                     # not known of a CPU
+    r = results["graphs"] = graphs.measure(config, config, config, ((2, 16), (2, 8), (1, 8)), (8, 6), 1, ((3, 3), 2), here=True)
+    assert r["bits"]["exact"] == {"eager, replay": {"losses": 0, "weights": 0}, "replay, replay": {"losses": 0, "weights": 0}}
+    assert r["bits"]["graphs"] == 2 and r["bits"]["skipped"] == 1 and r["bits"]["clipped"] > 5
+    assert r["graph"]["names"] and max(map(max, r["graph"]["edges"])) < len(r["graph"]["names"]) and all(r["timeline"].values())
+    r["speed"] = dict(zip(("4 x 1024", "4 x 256", "1 x 128"), r["speed"].values()))
+    for row in r["ledger"].values():
+        row.update(launches=1, graph_launches=1, syncs=0)        # nor this
+    readme = module("readme")
+    facts = {"gpu": "A", "driver": "B", "torch": "C", "nvrtc": "D", "date": "E"}
+    monkeypatch.setattr(readme, "load", lambda name: {**facts, "results": json.loads(json.dumps(results[name]))})
+    table = readme.step_table()
+    assert table.count("\n| T = ") == 6 and table.count("(goal ") == 8 and "A, driver B, torch C" in table
+    table = readme.graphs_table()
+    assert table.count("\n| ours") == 3 and "1 (goal 4: missed)" in table and "0 of 10 losses and 0 of 0 M weights (goal 0)" in table
+    assert timeline.measure(config, 2, compile=False, here=True).keys() == set(timeline.CLIPS)
+
+
+def test_each_worker_is_a_process_and_its_errors_come_through():
+    workers = module("workers")
+    with workers.Workers({"one": (collections.Counter, "aab"), "two": (collections.Counter, "abb")}) as some:
+        some.ready()
+        assert workers.in_turns({name: lambda name=name: [some.ask(name, "total") + i for i in range(3)] for name in some.names}, 2) == {"one": 4, "two": 4}
+        assert [some.ask(name, "most_common", 1) for name in some.names] == [[("a", 2)], [("b", 2)]]
+        some.close("one")
+        assert some.names == ["two"]
+        with pytest.raises(RuntimeError, match="'two' failed in its process:(.|\n)*AttributeError"):
+            some.ask("two", "nothing")
+    with pytest.raises(RuntimeError, match="'gone' has died"), workers.Workers({"gone": (os._exit, 1)}) as some:
+        some.ready()

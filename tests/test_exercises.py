@@ -29,7 +29,8 @@ def python(source, name):
 
 
 def test_there_are_exercises_with_mistakes_to_find():
-    assert {"scale", "reverse", "accumulate", "accumulate4", "token_mean", "squares", "rescale", "global_scale"} <= set(EXERCISES)
+    assert {"scale", "reverse", "accumulate", "accumulate4", "token_mean", "squares", "rescale", "global_scale",
+            "guarded", "decay", "replay_over"} <= set(EXERCISES)
     assert all(len(e.wrong) >= 4 for e in EXERCISES.values())
     assert {1, 255, 256, 257, 1000, 4096, 1_000_003} <= set(SIZES)
 
@@ -63,6 +64,32 @@ def test_a_number_read_on_the_host_is_counted_where_it_matters():
         result = ga.check(task.name, python(task.wrong[what], task.name))
         assert "it reads 1 number: on a GPU the host waits for each" in str(result)
     assert "reads" not in str(ga.check(task.name, python(task.solution, task.name)))
+
+
+def test_what_cannot_be_captured_is_told_once_with_its_line_and_what_to_do():
+    for name, what, line in (("guarded", "asks the host", 2), ("guarded", "asks in other words", 2), ("decay", "a number", 2)):
+        result = ga.check(name, python(EXERCISES[name].wrong[what], name))
+        assert result.passed is False and result.verdict == "it cannot be captured." and len(result.lines) == 1
+        assert f":{line} cannot" in result.lines[0][2] and "the host would wait for a value of the device. Instead: keep the number on the device" in str(result)
+    assert "the shape" in str(ga.check("guarded", python(EXERCISES["guarded"].wrong["picks by a mask"], "guarded")))
+
+
+def test_a_captured_answer_is_compared_after_each_replay():
+    task = EXERCISES["decay"]
+    assert "wrong in replay 2 of 12" in str(ga.check("decay", python(task.wrong["frozen"], "decay"), seed=1))
+    assert "wrong in replay 12 of 12" in str(ga.check("decay", python(task.wrong["below zero"], "decay"), seed=1))
+    assert "right in 12 replays" in str(ga.check("decay", python(task.solution, "decay"), seed=1))
+    for answer, words in ((lambda *given: None, "got None"), (lambda weight, *rest: weight[:0], "got a tensor of shape (0,)"),
+                          (lambda *given: 1 / 0, "ZeroDivisionError")):
+        result = ga.check("guarded", answer)
+        assert result.passed is False and words in str(result)
+
+
+def test_a_check_of_a_capture_leaves_the_backend_alone():
+    for name in ("torch", "simt"):
+        with ga.use_backend(name):
+            assert ga.check("decay", python(EXERCISES["decay"].solution, "decay"))
+            assert ga.backend().name == name
 
 
 @on_cpu_and_gpu

@@ -1,0 +1,376 @@
+"""A tape repeats what a CUDA graph would repeat: operations on the same memory, numbers as they were, and none of Python's work."""
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gpuaccel as ga
+from gpuaccel import kernel
+from gpuaccel.errors import CaptureError
+from gpuaccel.tape import Tape
+
+
+@pytest.fixture(autouse=True)
+def simt():
+    with ga.use_backend("simt"):
+        yield
+
+
+def taped(fn):
+    tape = Tape()
+    return tape, tape.record(fn)
+
+
+def follows(fn, *inputs, times=3, equal=torch.equal):
+    """Replays of fn(*inputs) on other inputs give what fn gives on them."""
+    mine = [t.clone() for t in inputs]
+    tape, result = taped(lambda: fn(*mine))
+    for k in range(times):
+        for t in mine:
+            t.copy_(torch.randn(t.shape) if t.is_floating_point() else torch.randint(0, 5, t.shape))
+        want = fn(*[t.clone() for t in mine])
+        tape.replay()
+        for got, wanted in zip(result if isinstance(result, (tuple, list)) else [result], want if isinstance(want, (tuple, list)) else [want]):
+            assert got.shape == wanted.shape and equal(got, wanted), f"replay {k}: {got} is not {wanted}"
+    return tape
+
+
+# ---- the same memory ------------------------------------------------------------------------------------------------
+
+def test_recording_runs_the_function_and_a_replay_repeats_it_on_the_same_memory():
+    x = torch.ones(3)
+    tape, y = taped(lambda: (x + 1) * 2)
+    place = y.data_ptr()
+    assert y.tolist() == [4, 4, 4]
+    x.fill_(5)
+    assert y.tolist() == [4, 4, 4], "nothing happens before the replay"
+    tape.replay()
+    assert y.tolist() == [12, 12, 12] and y.data_ptr() == place
+    x.fill_(0)
+    tape.replay(), tape.replay()
+    assert y.tolist() == [2, 2, 2], "repeating twice is as repeating once, where nothing is kept"
+
+
+def test_changes_in_place_are_repeated():
+    total = torch.zeros(2)
+    tape, _ = taped(lambda: total.add_(torch.ones(2)).mul_(2))
+    assert total.tolist() == [2, 2]
+    tape.replay()
+    assert total.tolist() == [6, 6]
+
+
+def test_views_lead_to_the_memory_that_they_are_views_of():
+    base = torch.zeros(4, 4)
+
+    def fn():
+        base[1:3].add_(1)                      # a slice
+        base.t()[0].fill_(7)                   # a column
+        base.view(-1)[::5].mul_(2)             # the diagonal
+        return base[2]
+    tape, row = taped(fn)
+    want = torch.zeros(4, 4)
+    for k in range(3):
+        if k:
+            tape.replay()
+        want[1:3] += 1
+        want[:, 0] = 7
+        want.view(-1)[::5] *= 2
+        assert torch.equal(base, want) and torch.equal(row, want[2]), f"after {k} replays"
+    assert row.data_ptr() == base[2].data_ptr()
+
+
+def test_a_view_of_a_result_follows_the_result():
+    x = torch.arange(6.0)
+    tape, part = taped(lambda: (x * 10).view(2, 3)[1])
+    x.add_(1)
+    tape.replay()
+    assert part.tolist() == [40, 50, 60]
+
+
+RESULTS = {
+    "given memory": lambda x: torch.add(x, 1, out=torch.empty(5, 5)), "two": lambda x: x.sort(dim=1), "named": lambda x: torch.max(x, dim=0),
+    "column-major": torch.linalg.qr, "views": lambda x: x.split(2), "joined": lambda x: torch.cat([x, x.t()]), "product": lambda x: x @ x.t(),
+    "composite": lambda x: F.layer_norm(x, (5,)), "another layout": lambda x: x.cumsum(0).t().contiguous(), "another dtype": lambda x: x.double(),
+    "chosen": lambda x: torch.where(x > 0, x, -x), "indexed": lambda x: x.clone().index_put_((torch.tensor([0, 2]),), x[0]),
+    "expanded": lambda x: x.expand(3, 5, 5).sum(0), "scattered": lambda x: torch.zeros(5).index_add_(0, torch.tensor([1, 1, 3]), x[0, :3]),
+    "two numbers": torch.var_mean, "the input": lambda x: x.contiguous(), "nothing": lambda x: x[:0] + 1}
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_every_kind_of_result_is_written_anew(kind):
+    """Several results, results in another layout or dtype, in given memory, views."""
+    follows(RESULTS[kind], torch.randn(5, 5))
+
+
+def test_operations_on_many_tensors_at_once_are_repeated():
+    weights, grads = [torch.zeros(n) for n in (1, 3, 5)], [torch.ones(n) for n in (1, 3, 5)]
+
+    def fn():
+        torch._foreach_mul_(weights, 0.5)
+        torch._foreach_add_(weights, torch._foreach_mul(grads, 2.0))
+        torch._foreach_copy_(grads, weights)
+        return torch._foreach_norm(weights)
+    tape, norms = taped(fn)
+    want, g = 0.0, 1.0
+    for k in range(4):
+        if k:
+            tape.replay()
+        want = want * 0.5 + 2 * g
+        g = want
+        assert all(w.eq(want).all() for w in weights) and all(x.eq(want).all() for x in grads), k
+        assert [n.item() for n in norms] == pytest.approx([want * n ** 0.5 for n in (1, 3, 5)])
+
+
+def test_forward_backward_and_an_optimizers_step_are_repeated():
+    """Gradients arrive in the memory that they had when it was recorded; eager on other data is the judge."""
+    torch.manual_seed(0)
+    layer, twin = nn.Linear(4, 2), nn.Linear(4, 2)
+    twin.load_state_dict(layer.state_dict())
+    opt, other = (torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.1), fused=True) for m in (layer, twin))
+    x = torch.randn(8, 4)
+
+    def step(model, opt, x):
+        loss = F.mse_loss(model(x), x[:, :2])
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.detach()
+    for m, o in ((layer, opt), (twin, other)):
+        step(m, o, x)                          # makes the optimizer's state
+    tape, loss = taped(lambda: step(layer, opt, x))
+    assert torch.equal(loss, step(twin, other, x))
+    for _ in range(3):
+        x.copy_(torch.randn(8, 4))
+        tape.replay()
+        assert torch.equal(loss, step(twin, other, x))
+        assert all(map(torch.equal, layer.parameters(), twin.parameters()))
+
+
+# ---- what freezes, what does not ------------------------------------------------------------------------------------
+
+def test_numbers_stay_as_they_were_and_pythons_work_is_not_repeated():
+    x, rate, calls = torch.zeros(2), 0.5, []
+
+    def fn():
+        calls.append(None)
+        if len(calls) > 1:
+            raise AssertionError("Python ran again")
+        return x.add_(torch.ones(2), alpha=rate)
+    tape, _ = taped(fn)
+    rate = 100.0
+    tape.replay()
+    assert x.tolist() == [1, 1] and len(calls) == 1
+    there = torch.tensor(0.5)
+    y = torch.zeros(2)
+    tape, _ = taped(lambda: y.add_(torch.ones(2) * there))
+    there.fill_(100.0)
+    tape.replay()
+    assert y.tolist() == [100.5, 100.5], "a number in a tensor is read each time"
+
+
+def test_random_operations_draw_anew():
+    """As many numbers as the function itself would draw, from where the generator stands."""
+    def fn():
+        return torch.rand(50), F.dropout(torch.ones(50), 0.5), torch.zeros(50).normal_(), torch.randperm(50), torch.bernoulli(torch.full((50,), 0.5))
+    torch.manual_seed(1)
+    tape, got = taped(fn)
+    first = [t.clone() for t in got]
+    tape.replay()
+    second = [t.clone() for t in got]
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    for mine in (first, second):
+        for a, b in zip(mine, fn()):
+            assert torch.equal(a, b)
+    assert torch.equal(torch.get_rng_state(), state) and not any(map(torch.equal, first, second))
+
+
+def test_a_constant_made_in_the_function_is_the_same_in_every_replay():
+    """torch.tensor() brings a value from the host; what is added to it must not be there the next time."""
+    x = torch.ones(3)
+
+    def fn():
+        total = torch.tensor(10.0)
+        total += x.sum()
+        return total
+    tape, total = taped(fn)
+    assert total == 13
+    for k in range(2, 5):
+        x.fill_(k)
+        tape.replay()
+        assert total.item() == 10 + 3 * k
+
+
+def test_zeros_made_in_the_function_are_zero_in_every_replay():
+    x = torch.ones(3)
+    tape, total = taped(lambda: torch.zeros(()).add_(x.sum()))
+    tape.replay(), tape.replay()
+    assert total == 3
+
+
+# ---- our kernels ----------------------------------------------------------------------------------------------------
+
+def test_launches_of_our_kernels_are_recorded_with_their_tensors_and_frozen_numbers():
+    scale = ga.compile("""extern "C" __global__ void scale(float* x, float by, int n) {
+                              int i = blockIdx.x * blockDim.x + threadIdx.x;
+                              if (i < n) x[i] *= by;
+                          }""")
+    x, by = torch.ones(100), 2.0
+
+    def fn():
+        scale[1, 128](x, by, 100)
+        x.add_(1)
+        scale[1, 128](x[50:], by, 50)
+    tape, _ = taped(fn)
+    by = 1000.0
+    want = torch.ones(100)
+    for k in range(3):
+        if k:
+            tape.replay()
+        want = want * 2 + 1
+        want[50:] *= 2
+        assert torch.equal(x, want), f"after {k} replays"
+    names, edges = tape.graph()
+    assert [name for name in names if name in ("scale", "add_")] == ["scale", "add_", "scale"]
+    assert len(edges) >= 2
+
+
+def test_a_replay_records_nothing():
+    total, fresh = torch.zeros(4096), torch.ones(4096)
+    tape, _ = taped(lambda: ga.accumulate_(total, fresh))
+    steps = len(tape.steps)
+    tape.replay(), tape.replay()
+    assert total.eq(3).all() and len(tape.steps) == steps and not kernel.recorders
+
+
+def test_an_operation_made_of_launches_is_one_step():
+    """Else its launches would be repeated twice: in the operation, and by themselves. Launches after it are recorded again."""
+    @torch.library.custom_op("gpuaccel_test::twice", mutates_args=("total",))
+    def twice(total: torch.Tensor, fresh: torch.Tensor) -> None:
+        ga.accumulate_(total, fresh)
+        ga.accumulate_(total, fresh)
+    total, fresh = torch.zeros(4096), torch.ones(4096)
+
+    def fn():
+        twice(total, fresh)
+        ga.accumulate_(total, fresh)
+    tape, _ = taped(fn)
+    tape.replay(), tape.replay()
+    assert total.eq(9).all() and len(tape.steps) == 2
+
+
+def test_a_products_gradient_that_goes_into_the_arena_is_added_once_per_replay():
+    torch.manual_seed(0)
+    layer, plain = nn.Linear(8, 4, bias=False), nn.Linear(8, 4, bias=False)
+    plain.load_state_dict(layer.state_dict())
+    arena = ga.Arena(layer)
+    x = torch.randn(3, 8)
+    with ga.GradientAccumulator(arena, "fused") as accumulator:
+        layer(x).sum().backward()                 # opens the window
+        tape, _ = taped(lambda: layer(x).sum().backward())
+        tape.replay()
+        for _ in range(3):
+            plain(x).sum().backward()
+        torch.testing.assert_close(arena.grad_views[0], plain.weight.grad)
+        accumulator.zero_()
+
+
+# ---- the graph ------------------------------------------------------------------------------------------------------
+
+def test_edges_lead_from_who_wrote_to_who_reads():
+    x, y = torch.ones(3), torch.ones(3)
+    tape, _ = taped(lambda: ((x + 1) * 2).exp())
+    assert tape.graph() == (["add", "mul", "exp"], [(0, 1), (1, 2)])
+    tape, _ = taped(lambda: ((x + 1), (y * 2)))
+    assert tape.graph() == (["add", "mul"], []), "nobody waits for a stranger"
+    tape, _ = taped(lambda: (x + 1) * (y - 1))
+    assert tape.graph() == (["add", "sub", "mul"], [(0, 2), (1, 2)])
+
+    def through_memory():
+        x.add_(1)
+        x[1:].mul_(2)                          # through a view
+        return y + 1, x.sum()
+    tape, _ = taped(through_memory)
+    names, edges = tape.graph()
+    assert names == ["add_", "mul_", "add", "sum"] and edges == [(0, 1), (1, 3)]
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+VALUES = {
+    "item": lambda x: x.sum().item(), "bool": lambda x: bool(x.any()), "if": lambda x: 1 if x.sum() > 0 else 0, "float": lambda x: float(x[0]),
+    "int": lambda x: int(x[0]), "index": lambda x: [1, 2, 3][x[0].long()], "format": lambda x: f"{x[0]:.2f}", "equal": lambda x: torch.equal(x, x),
+    "allclose": lambda x: torch.allclose(x, x), "tolist": lambda x: x.tolist(), "numpy": lambda x: x.numpy(), "np.asarray": np.asarray, "repr": repr,
+    "print": print, "str": str, "f-string": lambda x: f"{x}"}
+
+
+@pytest.mark.parametrize("how", VALUES)
+def test_a_value_on_the_host_is_refused(how):
+    with pytest.raises(CaptureError, match="the host would wait for a value of the device"):
+        taped(lambda: VALUES[how](torch.ones(3)))
+    assert not kernel.recorders
+    assert torch.ones(3).sum().item() == 3 and VALUES[how](torch.ones(3)) is not NotImplemented, "the refusal outlives the recording"
+
+
+SHAPES = {"nonzero": torch.nonzero, "mask": lambda x: x[x > 0], "masked_select": lambda x: x.masked_select(x > 0), "unique": torch.unique,
+          "where": lambda x: torch.where(x > 0), "repeat_interleave": lambda x: torch.repeat_interleave(x, torch.tensor([1, 2, 3]))}
+
+
+@pytest.mark.parametrize("how", SHAPES)
+def test_a_shape_that_depends_on_values_is_refused(how):
+    with pytest.raises(CaptureError, match="depends on values|the host would wait"):
+        taped(lambda: SHAPES[how](torch.ones(3)))
+    assert torch.ones(3).nonzero().shape == (3, 1)
+
+
+def test_an_error_of_the_functions_own_arrives_and_leaves_nothing_behind():
+    def fn():
+        torch.ones(3).add_(1)
+        raise KeyError("mine")
+    tape = Tape()
+    with pytest.raises(KeyError, match="mine"):
+        tape.record(fn)
+    assert not kernel.recorders and not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+def test_intermediate_results_keep_their_memory_until_close():
+    """Else a later operation would write where an earlier one still has to read; and afterwards all of it is free."""
+    x, seen = torch.ones(1000), []
+
+    def fn():
+        a = x + 1
+        seen.append(weakref.ref(a))
+        b = a * 2
+        del a
+        c = torch.zeros(1000)                   # would take a's memory
+        return b + c
+    tape, y = taped(fn)
+    gc.collect()
+    assert seen[0]() is not None
+    x.fill_(3)
+    tape.replay()
+    assert y.eq(8).all()
+    tape.close()
+    gc.collect()
+    assert seen[0]() is None and len(tape.steps) == 0 and y.eq(8).all()
+    tape.close()
+
+
+def test_two_tapes_know_nothing_of_each_other():
+    x = torch.ones(2)
+    one, y = taped(lambda: x + 1)
+    two, z = taped(lambda: x * 10)
+    x.fill_(5)
+    one.replay()
+    assert y.tolist() == [6, 6] and z.tolist() == [10, 10]
+    two.replay()
+    one.close()
+    x.fill_(7)
+    two.replay()
+    assert y.tolist() == [6, 6] and z.tolist() == [70, 70]

@@ -1,0 +1,433 @@
+"""Layers of one input are one product where their weights lie side by side: the same values, and each gradient in its own slice."""
+import copy
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_clip import CUDA
+from torch import nn
+
+import gpuaccel as ga
+from gpuaccel import fused_linear
+from gpuaccel.accumulate import GradientAccumulator
+from gpuaccel.arena import Arena
+from gpuaccel.fused_linear import FusedLinear, together
+from gpuaccel.models import Block, Config, Transformer, rotary_table, rotate
+
+DEVICES = ["cpu", "simt", CUDA]
+NAMES = ("w_q", "w_k", "w_v")
+WIDTHS = (128, 64, 64)                 # whole chunks of the arena (64 columns each), so that nothing lies between them
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+class Heads(nn.Module):
+    """Three layers of one input, as in a block, and one that has its own."""
+
+    TOGETHER = (NAMES,)
+
+    def __init__(self, widths=WIDTHS, wide=64, bias=()):
+        super().__init__()
+        self.before = nn.Linear(wide, wide, bias=False)
+        for name, width in zip(NAMES, widths):
+            setattr(self, name, nn.Linear(wide, width, bias=name in bias))
+
+    def forward(self, x):
+        return together(self.before(x), self.w_q, self.w_k, self.w_v)
+
+
+def heads(device="cpu", dtype=torch.float32, **changes):
+    torch.manual_seed(0)
+    return Heads(**changes).to(device, dtype)
+
+
+def inputs(device="cpu", dtype=torch.float32, seed=1, shape=(3, 5, 64)):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def objective(outputs):
+    """Each output counts, and each differently."""
+    return sum(((k + 1) * y.float().sin()).sum() for k, y in enumerate(outputs))
+
+
+def separately(model, x):
+    h = F.linear(x, model.before.weight)
+    return [F.linear(h, getattr(model, name).weight, getattr(model, name).bias) for name in NAMES]
+
+
+def sums(arena):
+    return dict(zip([s.name for s in arena.segments], arena.grad_views))
+
+
+def close(got, want, what, bound=BOUND[torch.float32]):
+    """The largest difference, as a part of the largest value."""
+    assert got.shape == want.shape, f"{what}: {tuple(got.shape)}, not {tuple(want.shape)}"
+    if want.numel():
+        d, size = (got.double() - want.double()).abs(), want.double().abs().max()
+        assert d.max() <= bound * size, f"{what}: largest difference {d.max():.3g}, mean {d.mean():.3g}, of values up to {size:.3g}"
+
+
+def sums_agree(arena, plain, times=1, bound=BOUND[torch.float32], only=None):
+    """Each weight's sum is what plain torch has as its gradient."""
+    for name, p in plain.named_parameters():
+        if p.requires_grad and (only is None or name in only):
+            close(sums(arena)[name], times * p.grad, f"sum of {name}", bound)
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """Grows with each joint product."""
+    seen, was = [], fused_linear._TogetherIntoArena.forward
+
+    def forward(ctx, x, joint, *rest):
+        seen.append(tuple(joint.shape))
+        return was(ctx, x, joint, *rest)
+    monkeypatch.setattr(fused_linear._TogetherIntoArena, "forward", staticmethod(forward))
+    return seen
+
+
+# ---- values and gradients -------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+def test_values_and_gradients_are_those_of_separate_layers(device, dtype, joined):
+    """Outputs, the input's gradient, and after two backwards the sums of both, each weight's in its own slice of the arena."""
+    model, plain = heads(device, dtype), heads(device, dtype)
+    arena = Arena(model)
+    with GradientAccumulator(arena, "fused") as accumulator:
+        for seed in (1, 2):
+            x, twin = (inputs(device, dtype, seed).requires_grad_() for _ in range(2))
+            got, want = model(x), separately(plain, twin)
+            objective(got).backward()
+            objective(want).backward()
+            for name, y, wanted in zip(NAMES, got, want):
+                close(y, wanted, f"output of {name}", BOUND[dtype])
+            close(x.grad, twin.grad, "gradient of the input", BOUND[dtype])
+        assert joined == [(sum(WIDTHS), 64)] * 2, "the product was not joint: nothing was tested"
+        sums_agree(arena, plain, bound=BOUND[dtype])
+        assert all(accumulator.touched)
+        for i, owner in enumerate(arena.owners):
+            assert owner.grad is arena.grad_views[i]
+        accumulator.zero_()
+        assert not arena.grads.any()
+
+
+def test_it_is_the_product_with_the_weights_as_they_lie():
+    """No copy of the weights: what an optimizer writes to one of them is in the next product."""
+    model = heads()
+    arena = Arena(model)
+    with GradientAccumulator(arena, "fused"):
+        first = model.w_q
+        assert first.joint_weight.data_ptr() == model.w_v.weight.data_ptr() and first.joint_grad.data_ptr() == sums(arena)["w_v.weight"].data_ptr()
+        with torch.no_grad():
+            model.w_k.weight.mul_(0)
+        q, k, v = model(inputs())
+        assert not k.any() and q.any() and v.any()
+        assert [y.shape[-1] for y in (q, k, v)] == list(WIDTHS)
+
+
+@pytest.mark.parametrize("shape", [(64,), (7, 64), (1, 64), (2, 3, 4, 64), (0, 64)])
+def test_any_number_of_leading_dimensions(shape, joined):
+    model, plain = heads(), heads()
+    arena, x = Arena(model), inputs(shape=shape)
+    with GradientAccumulator(arena, "fused"):
+        objective(model(x)).backward()
+        objective(separately(plain, x)).backward()
+        assert len(joined) == 1
+        sums_agree(arena, plain)
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+def test_autocast_takes_the_product_in_its_dtype(device, joined):
+    model, plain, x = heads(device), heads(device), inputs(device)
+    arena = Arena(model)
+    with GradientAccumulator(arena, "fused"):
+        with torch.autocast(device, torch.bfloat16):
+            got, want = model(x), separately(plain, x)
+        objective(got).backward()
+        objective(want).backward()
+        assert joined and all(y.dtype == torch.bfloat16 for y in got)
+        for y, wanted in zip(got, want):
+            close(y, wanted, "output", BOUND[torch.bfloat16])
+        sums_agree(arena, plain, bound=BOUND[torch.bfloat16])
+
+
+def test_an_output_that_is_not_used_has_a_gradient_of_zero():
+    model, plain, x = heads(), heads(), inputs()
+    arena = Arena(model)
+    with GradientAccumulator(arena, "fused"):
+        q, k, v = model(x)
+        (q.sin().sum() + v.cos().sum()).backward()
+        a, b, c = separately(plain, x)
+        (a.sin().sum() + c.cos().sum()).backward()
+        assert not sums(arena)["w_k.weight"].any()
+        sums_agree(arena, plain, only=("w_q.weight", "w_v.weight", "before.weight"))
+
+
+# ---- gradients of some ----------------------------------------------------------------------------------------------
+
+SOME = [("w_q",), ("w_k",), ("w_v",), ("w_q", "w_v"), ("before",), ("before", "w_k"), ()]
+
+
+@pytest.mark.parametrize("asked", SOME, ids=lambda asked: "+".join(asked) or "input")
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+def test_autograd_grad_for_some_weights_adds_only_those(device, asked, joined):
+    model, plain, x = heads(device), heads(device), inputs(device)
+    arena = Arena(model)
+    with GradientAccumulator(arena, "fused") as accumulator:
+        leaves = [model.get_parameter(f"{name}.weight") for name in asked] or [x.requires_grad_()]
+        found = torch.autograd.grad(objective(model(x)), leaves, allow_unused=True)
+        objective(separately(plain, x)).backward()
+        assert len(joined) == 1
+        for name, total in sums(arena).items():
+            i = [s.name for s in arena.segments].index(name)
+            if name.removesuffix(".weight") in asked:
+                close(total, plain.get_parameter(name).grad, f"sum of {name}")
+                assert accumulator.touched[i]
+            else:
+                assert not total.any() and not accumulator.touched[i], f"{name} was not asked for"
+        if asked:
+            assert found == (None,) * len(asked), "the sum has it, autograd hands out none"
+
+
+def test_a_backward_for_all_after_one_for_some_adds_to_it():
+    model, plain, x = heads(), heads(), inputs()
+    arena = Arena(model)
+    with GradientAccumulator(arena, "fused"):
+        torch.autograd.grad(objective(model(x)), [model.w_k.weight], allow_unused=True)
+        objective(model(x)).backward()
+        objective(separately(plain, x)).backward()
+        sums_agree(arena, plain, only=("before.weight", "w_q.weight", "w_v.weight"))
+        sums_agree(arena, plain, times=2, only=("w_k.weight",))
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+def test_a_weight_frozen_later_gets_no_gradient(device, joined):
+    model, plain, x = heads(device), heads(device), inputs(device)
+    arena = Arena(model)
+    with GradientAccumulator(arena, "fused"):
+        model.w_k.weight.requires_grad_(False)
+        objective(model(x)).backward()
+        objective(separately(plain, x)).backward()
+        assert len(joined) == 1 and not sums(arena)["w_k.weight"].any()
+        sums_agree(arena, plain, only=("before.weight", "w_q.weight", "w_v.weight"))
+
+
+def test_the_same_graph_backward_twice_adds_twice():
+    model, plain, x = heads(), heads(), inputs()
+    arena = Arena(model)
+    with GradientAccumulator(arena, "fused"):
+        total = objective(model(x))
+        total.backward(retain_graph=True)
+        total.backward()
+        objective(separately(plain, x)).backward()
+        sums_agree(arena, plain, times=2)
+
+
+# ---- when each layer is called by itself ----------------------------------------------------------------------------
+
+def test_a_hook_on_one_of_the_layers_is_called_and_its_change_counts(joined):
+    """A layer that is not called has no hooks: so it is called."""
+    for register in ("register_forward_hook", "register_forward_pre_hook"):
+        model, x, seen = heads(), inputs(), []
+        with GradientAccumulator(Arena(model), "fused"):
+            def hook(layer, given, output=None):
+                seen.append(layer)
+                return output * 3 if output is not None else (given[0] * 3,)
+            handle = getattr(model.w_v, register)(hook)
+            got = model(x)
+            assert seen == [model.w_v] and not joined
+            want = separately(model, x)
+            close(got[2], 3 * want[2], "what the hook made three times")
+            close(got[0], want[0], "the others")
+            handle.remove()
+            model(x)
+            assert len(joined) == 1 and len(seen) == 1, "without the hook it is one product again"
+            joined.clear()
+
+
+@pytest.mark.parametrize("changes", [{"bias": ("w_v",)}, {"bias": NAMES}, {"widths": (128, 64, 65)}, {"widths": (64, 65, 64)}, {"wide": 32}], ids=str)
+def test_a_bias_or_padding_between_the_weights_falls_back(changes, joined):
+    """Weights that do not fill their chunks of the arena have zeros between them."""
+    model, plain = heads(**changes), heads(**changes)
+    arena, x = Arena(model), inputs(shape=(3, changes.get("wide", 64)))
+    with GradientAccumulator(arena, "fused"):
+        assert model.w_q.joint_weight is None
+        objective(model(x)).backward()
+        objective(separately(plain, x)).backward()
+        sums_agree(arena, plain)
+    assert not joined
+
+
+def test_zeros_behind_the_first_layers_weight_are_no_obstacle(joined):
+    """It lies last: an arena is in reverse order."""
+    model, plain, x = heads(widths=(100, 64, 64)), heads(widths=(100, 64, 64)), inputs()
+    arena = Arena(model)
+    with GradientAccumulator(arena, "fused"):
+        objective(model(x)).backward()
+        objective(separately(plain, x)).backward()
+        assert joined == [(228, 64)]
+        sums_agree(arena, plain)
+
+
+def test_weights_of_two_dtypes_fall_back():
+    model = heads()
+    model.w_k.bfloat16()
+    with GradientAccumulator(Arena(model), "fused"):
+        assert model.w_q.joint_weight is None
+
+
+def test_adapters_and_hooked_or_frozen_weights_fall_back(joined):
+    config = Config(vocab=11, hidden=64, intermediate=64, layers=1, heads=2, kv_heads=1, head_dim=64, T=8)
+    tokens = torch.arange(8)[None]
+    for what in ("adapter", "tensor hook", "frozen"):
+        torch.manual_seed(0)
+        model = Transformer(config)
+        block, seen = model.blocks[0], []
+        if what == "adapter":
+            ga.apply_lora(model, rank=4, seed=0)
+        elif what == "tensor hook":
+            block.w_k.weight.register_hook(lambda grad: seen.append(grad))
+        else:
+            block.w_q.weight.requires_grad_(False)
+        plain = copy.deepcopy(model)
+        arena = Arena(model)
+        with GradientAccumulator(arena, "fused"):
+            assert all(getattr(getattr(block, name), "joint_weight", None) is None for name in NAMES), what
+            model(tokens).square().sum().backward()
+            plain(tokens).square().sum().backward()
+            sums_agree(arena, plain)
+        assert what != "tensor hook" or len(seen) >= 1
+    assert not joined
+
+
+def test_without_gradients_or_without_an_accumulator_each_layer_is_called(joined):
+    model, x = heads(), inputs()
+    want = separately(model, x)
+    for y, wanted in zip(model(x), want):
+        assert torch.equal(y, wanted)
+    arena = Arena(model)
+    with GradientAccumulator(arena, "fused"):
+        with torch.no_grad():
+            for y, wanted in zip(model(x), want):
+                close(y, wanted, "without gradients")
+                assert not y.requires_grad
+        assert not joined
+    with GradientAccumulator(arena, "arena"):
+        model(x)
+    assert not joined
+
+
+# ---- coming and going -----------------------------------------------------------------------------------------------
+
+def test_close_takes_the_joint_product_away(joined):
+    model, x = heads(), inputs()
+    arena = Arena(model)
+    watchers = dict(fused_linear.watchers)
+    accumulator = GradientAccumulator(arena, "fused")
+    assert type(model.w_q) is FusedLinear and model.w_q.joint_weight is not None and len(fused_linear.watchers) == len(watchers) + 5
+    accumulator.close()
+    for name in NAMES:
+        layer = getattr(model, name)
+        assert type(layer) is nn.Linear and not {"joint_weight", "joint_grad", "arena_grad"} & vars(layer).keys()
+    assert fused_linear.watchers == watchers, "a product into memory that is no longer watched"
+    objective(model(x)).backward()
+    assert not joined and all(p.grad is not None for p in model.parameters())
+    with GradientAccumulator(arena, "fused"):
+        model(x)
+    assert len(joined) == 1, "and it comes again"
+
+
+def test_a_deep_copy_has_plain_layers_with_weights_of_their_own(joined):
+    model, x = heads(), inputs()
+    arena = Arena(model)
+    with GradientAccumulator(arena, "fused"):
+        twin = copy.deepcopy(model)
+        for name in NAMES:
+            layer = getattr(twin, name)
+            assert type(layer) is nn.Linear and not {"joint_weight", "joint_grad", "arena_grad"} & vars(layer).keys()
+            assert torch.equal(layer.weight, getattr(model, name).weight) and layer.weight.data_ptr() != getattr(model, name).weight.data_ptr()
+        objective(twin(x)).backward()
+        assert not joined and not arena.grads.any(), "the copy's gradient went into the original's sums"
+        assert all(p.grad is not None for p in twin.parameters())
+        model(x)
+        assert len(joined) == 1
+
+
+def test_every_block_of_the_transformer_has_one_product(joined):
+    config = Config(vocab=11, hidden=64, intermediate=64, layers=3, heads=2, kv_heads=1, head_dim=64, T=8)
+    torch.manual_seed(0)
+    model = Transformer(config)
+    plain, tokens = copy.deepcopy(model), torch.arange(8)[None]
+    arena = Arena(model)
+    with GradientAccumulator(arena, "fused"):
+        model(tokens).square().sum().backward()
+        plain(tokens).square().sum().backward()
+        assert joined == [(256, 64)] * 3
+        sums_agree(arena, plain)
+
+
+# ---- torch.compile --------------------------------------------------------------------------------------------------
+
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="inductor needs a C++ compiler for the CPU, and there is none")
+def test_blocks_compile_once_and_add_into_their_own_slices():
+    """Two blocks, compiled one by one: the second runs the first one's code. Values and sums are those of eager."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.ModuleList([Heads(), Heads()])
+    plain, x, compiled = copy.deepcopy(model), inputs(), torch._dynamo.utils.counters["stats"]
+    arena = Arena(model)
+    try:
+        with GradientAccumulator(arena, "fused") as accumulator:
+            for block in model:
+                block.compile(dynamic=False)
+            for times in (1, 2):
+                before = compiled["unique_graphs"]
+                for block in model:
+                    objective(block(x)).backward()
+                assert compiled["unique_graphs"] == before + (times == 1), "a block was compiled once more"
+                for block in plain:
+                    objective(separately(block, x)).backward()
+                sums_agree(arena, plain)
+            assert all(accumulator.touched)
+            for block, other in zip(model, plain):
+                for y, wanted in zip(block(x), separately(other, x)):
+                    close(y, wanted, "output")
+    finally:
+        torch._dynamo.reset()
+
+
+# ---- rotary positions -----------------------------------------------------------------------------------------------
+
+def rotated_by_halves(x, table):
+    """The usual way: (a, b) -> (a cos - b sin, b cos + a sin) on two halves, joined by cat."""
+    half = x.shape[-1] // 2
+    cos, sin = table[:x.shape[-2], :half].to(x.dtype), table[:x.shape[-2], half:].to(x.dtype)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 3, 7, 8), (1, 1, 1, 2), (2, 2, 16, 64)])
+def test_rotate_is_the_formula_with_cat_in_value_and_gradient(shape, dtype):
+    table = rotary_table(16, shape[-1], 10_000.0)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
+    got, want = rotate(one, table), rotated_by_halves(two, table)
+    assert got.dtype == want.dtype == dtype and got.shape == want.shape
+    close = {"rtol": 1e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(got, want, **close)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    (got * weight).sum().backward(), (want * weight).sum().backward()
+    torch.testing.assert_close(one.grad, two.grad, **close)
+
+
+def test_rotate_takes_a_transposed_view_as_a_block_hands_it():
+    q = torch.randn(2, 5, 3 * 8).unflatten(-1, (3, 8)).transpose(1, 2)
+    table = rotary_table(9, 8, 10_000.0)
+    assert not q.is_contiguous()
+    torch.testing.assert_close(rotate(q, table), rotated_by_halves(q, table), rtol=1e-6, atol=1e-6)
+
+
+def test_a_block_says_which_layers_belong_together():
+    assert Block.TOGETHER == (NAMES,)
