@@ -46,7 +46,7 @@ class GraphedStep:
     both: a run does not change its ways. new_shapes: "capture" or "refuse" (CaptureError) what comes after the first kind of input.
     max_graphs: the least recently used one goes. All graphs share one pool of memory.
 
-    Gradients that fn leaves in `.grad` are the newest graph's own: read them after its replay only.
+    Gradients that fn leaves in `.grad` lie in the graph's memory: the next step overwrites them, close() takes them away.
     `replay` is "graph" or "eager", `reason` says why. CaptureError, with nothing changed, when a module, parameter, buffer or optimizer state
     no longer lies where it lay at the capture: reset(). ArgumentError for an input that requires a gradient, or cannot be hashed."""
 
@@ -172,17 +172,17 @@ class GraphedStep:
 
         def whole():
             pack.append(_Pack(self.fn(*args, **kwargs), self.device))
-        grads = [(p, p.grad) for m in self._modules for p in m._parameters.values() if p is not None]
+        params = list({p: None for m in self._modules for p in m._parameters.values() if p is not None})
+        before, after = [p.grad for p in params], []
         try:
             with untouched(self.state, self.device) if self._recorder.executes else untouched((), "cpu"):
-                recording, _ = self._recorder.record(whole)
-        except BaseException:
-            for p, grad in grads:
-                p.grad = grad                       # what the capture put there has no value
-            raise
+                recording, _ = self._recorder.record(lambda: (whole(), after.extend(p.grad for p in params)))
+        finally:
+            for p, grad in zip(params, before):
+                p.grad = grad                       # what the capture put there has no value before a replay
         self._look()
         self._places = _Places(self.state)
-        return _Graph(recording, inputs, pack[-1])
+        return _Graph(recording, inputs, pack[-1], [pair for pair, grad in zip(zip(params, after), before) if pair[1] is not grad])
 
     def reset(self):
         """Drop every graph: the next call captures anew. For a model that was changed on purpose."""
@@ -218,10 +218,10 @@ class GraphedStep:
 
 
 class _Graph:
-    """One recording with its own inputs and results."""
+    """One recording with its own inputs, results, and gradients that fn leaves behind."""
 
-    def __init__(self, recording, inputs, pack):
-        self.recording, self.inputs, self.pack = recording, inputs, pack
+    def __init__(self, recording, inputs, pack, grads):
+        self.recording, self.inputs, self.pack, self.grads = recording, inputs, pack, grads
 
     def fill(self, leaves):
         pairs = [(mine, given) for mine, given in zip(self.inputs, leaves) if isinstance(mine, Tensor)]
@@ -229,9 +229,14 @@ class _Graph:
             torch._foreach_copy_([mine for mine, _ in pairs], [given for _, given in pairs], non_blocking=True)
 
     def results(self):
+        for p, grad in self.grads:
+            p.grad = grad
         return self.pack.results()
 
     def close(self):
+        for p, grad in self.grads:
+            if p.grad is grad:
+                p.grad = None                       # its memory goes
         self.recording.close()
 
 

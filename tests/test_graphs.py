@@ -1121,6 +1121,32 @@ def test_momentum_that_is_there_is_restored_after_the_warm_up(device):
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_gradients_that_a_step_leaves_are_those_of_its_own_kind_of_batch(device):
+    """zero_grad() at the start, as many write it: after a replay `.grad` holds what eager's would, whichever graph was replayed."""
+    runs = []
+    for graphed in (False, True):
+        model = small(device)
+        opt = torchs(model, device)
+
+        def fn(x, y):
+            opt.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            opt.step()
+            return loss.detach()
+        with ga.GraphedStep(fn, [model, opt], policy="require") if graphed else contextlib.nullcontext(fn) as step:
+            runs.append([])
+            for x, y in pairs(device, 6, rows=(6, 3)):
+                step(x, y)
+                runs[-1].append([p.grad.clone() for p in model.parameters()])
+        if graphed:
+            assert all(p.grad is None for p in model.parameters()), "closed: their memory is gone"
+    for k, (mine, eager) in enumerate(zip(runs[1], runs[0])):
+        for one, two in zip(mine, eager):
+            same(one, two, f"gradient after step {k}")
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_number_passed_by_value_stays_as_it_was_at_the_capture(device):
     """p.add_(grad, alpha=-lr): the schedule goes on, the graph does not hear of it. The same rate as a tensor is read each time."""
     x, y = pairs(device, 1)[0]
