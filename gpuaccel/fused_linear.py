@@ -111,11 +111,52 @@ class _TogetherIntoArena(torch.autograd.Function):
 
 def together(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
     """(layer(x) for layer in layers). x: (..., in). One product where an accumulator of mode "fused" has found their weights side by side."""
-    joint = getattr(layers[0], "joint_weight", None)
-    if joint is None or not torch.is_grad_enabled() or any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
+    joint = _joint(*layers)
+    if joint is None:
         return tuple(layer(x) for layer in layers)
     back = layers[::-1]                    # an arena lies in reverse order
     return _TogetherIntoArena.apply(x, joint, layers[0].joint_grad, [layer.out_features for layer in back], *[layer.weight for layer in back])[::-1]
+
+
+class _GatedIntoArena(torch.autograd.Function):
+    """silu(gate) * up with [up, gate] = x @ joint^T: both gradients are computed in their place side by side."""
+
+    @staticmethod
+    def forward(ctx, x, joint, acc, *weights):
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, joint = x.to(dtype), joint.to(dtype)
+        y = F.linear(x, joint)
+        ctx.save_for_backward(x, joint, y)
+        ctx.acc = acc
+        up, gate = y.chunk(2, -1)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, dh):
+        x, joint, y = ctx.saved_tensors
+        up, gate = y.unflatten(-1, (2, -1)).unsqueeze(-2).unbind(-3)
+        share = torch.sigmoid(gate)
+        silu, is_up = gate * share, torch.arange(2, device=y.device)[:, None] == 0
+        # Not a cat: torch.compile would evaluate both halves for each element behind masks.
+        dy = (torch.where(is_up, silu, up * (share + silu * (1 - share))) * dh.unsqueeze(-2)).flatten(-2)
+        if any(ctx.needs_input_grad[3:]):
+            torch.ops.gpuaccel.add_weight_gradient_(ctx.acc, dy, x)
+        return (dy @ joint if ctx.needs_input_grad[0] else None), None, None, *[None] * len(ctx.needs_input_grad[3:])
+
+
+def gated(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
+    """silu(gate(x)) * up(x). x: (..., in). One product as in together(), where torch.compile makes one kernel of what follows it."""
+    joint = _joint(gate, up)
+    if joint is None or gate.out_features != up.out_features or not torch.compiler.is_compiling():
+        return F.silu(gate(x)) * up(x)
+    return _GatedIntoArena.apply(x, joint, gate.joint_grad, up.weight, gate.weight)
+
+
+def _joint(*layers) -> "Tensor | None":
+    """The weights of these layers as one, where an accumulator has found them side by side and nobody has hooks on a layer."""
+    joint = getattr(layers[0], "joint_weight", None)
+    return None if joint is None or not torch.is_grad_enabled() or any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers) else joint
 
 
 class FusedLinear(nn.Linear):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import ArgumentError
-from .fused_linear import together
+from .fused_linear import gated, together
 
 
 @dataclass(frozen=True)
@@ -59,23 +59,23 @@ def preset(name: str, **changes) -> Config:
 
 
 def rotary_table(T: int, head_dim: int, theta: float) -> Tensor:
-    """(T, head_dim) fp32: the cosines of each position's angles, then the sines."""
+    """(2, T, head_dim) fp32: the cosines of each position's angles, twice side by side; the sines likewise, the first ones negated."""
     frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.arange(T, dtype=torch.float64)[:, None] * frequency
-    return torch.cat([angle.cos(), angle.sin()], dim=1).float()
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)]).float()
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Turn each pair (a, b) = (x[i], x[i + head_dim/2]) by its position's angle: (a cos - b sin, b cos + a sin). x: (B, heads, T, head_dim)."""
-    cos, sin = table[: x.shape[-2]].to(x.dtype).unflatten(-1, (2, -1)).unbind(-2)
-    pairs = x.unflatten(-1, (2, -1))
-    return (pairs * cos[:, None] + pairs.flip(-2) * torch.stack([-sin, sin], -2)).flatten(-2)
+    cos, sin = table[:, : x.shape[-2]].to(x.dtype).unbind()
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
 class Block(nn.Module):
     """One transformer block: nine weight tensors."""
 
-    TOGETHER = ("w_q", "w_k", "w_v"),      # layers of one input, in the order of registration
+    TOGETHER = ("w_q", "w_k", "w_v"), ("gate", "up")      # layers of one input, in the order of registration
 
     def __init__(self, c: Config):
         super().__init__()
@@ -98,7 +98,7 @@ class Block(nn.Module):
                                            enable_gqa=self.kv_heads != self.heads)
         x = x + self.w_o(y.transpose(1, 2).flatten(-2))
         h = self.post_attn_norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return x + self.down(gated(h, self.gate, self.up))
 
 
 class Transformer(nn.Module):

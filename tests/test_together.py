@@ -397,12 +397,38 @@ def test_blocks_compile_once_and_add_into_their_own_slices():
         torch._dynamo.reset()
 
 
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="inductor needs a C++ compiler for the CPU, and there is none")
+def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager(monkeypatch):
+    torch.manual_seed(0)
+    config = Config(vocab=32, hidden=64, intermediate=128, layers=1, heads=4, kv_heads=2, T=8)
+    models, x = [Block(config) for _ in range(2)], torch.randn(2, 8, 64)
+    models[1].load_state_dict(models[0].state_dict())
+    rope, weight, found, joined = rotary_table(8, 16, 10_000.0), torch.randn(2, 8, 64), [], []
+    try:
+        for model, compiled in zip(models, (False, True)):
+            arena, given = Arena(model), x.clone().requires_grad_()
+            with GradientAccumulator(arena, "fused"):
+                if compiled:
+                    model.compile(dynamic=False)
+                place = fused_linear.place(model.gate.joint_grad)
+                note = fused_linear.watchers[place]
+                monkeypatch.setitem(fused_linear.watchers, place, lambda *asked, note=note: (joined.append(compiled), note(*asked))[1])
+                y = model(given, rope)
+                (y * weight).sum().backward()
+                found.append((y.detach(), given.grad, *(t.clone() for t in sums(arena).values())))
+    finally:
+        torch._dynamo.reset()
+    assert joined == [True], "one product for both when compiled, one for each otherwise"
+    for mine, eager in zip(*found[::-1]):
+        torch.testing.assert_close(mine, eager, rtol=1e-4, atol=1e-4)
+
+
 # ---- rotary positions -----------------------------------------------------------------------------------------------
 
 def rotated_by_halves(x, table):
     """The usual way: (a, b) -> (a cos - b sin, b cos + a sin) on two halves, joined by cat."""
     half = x.shape[-1] // 2
-    cos, sin = table[:x.shape[-2], :half].to(x.dtype), table[:x.shape[-2], half:].to(x.dtype)
+    cos, sin = table[0, :x.shape[-2], half:].to(x.dtype), table[1, :x.shape[-2], half:].to(x.dtype)
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
@@ -430,4 +456,4 @@ def test_rotate_takes_a_transposed_view_as_a_block_hands_it():
 
 
 def test_a_block_says_which_layers_belong_together():
-    assert Block.TOGETHER == (NAMES,)
+    assert Block.TOGETHER == (NAMES, ("gate", "up"))
