@@ -133,7 +133,7 @@ class CudaRecorder:
             sys.settrace(look)
             threading.settrace(look)                     # backward runs Python (hooks, autograd.Function) in threads of its own
             try:
-                self._record(fn)
+                self._record(fn)[0].close()
             finally:
                 sys.settrace(before)
                 threading.settrace(threads_before)
