@@ -25,7 +25,8 @@ _OPERATIONS = [                              # what the name of a kernel or an o
     (r"SoftMaxForward|softmax_warp_forward", "softmax"), (r"SoftMaxBackward|softmax_warp_backward", "softmax backward"),
     (r"nll_loss_forward", "nll_loss"), (r"nll_loss_backward", "nll_loss backward"),
     (r"embedding_(dense_)?backward|embedding_bag.*backward|compute_grad_weight|krn_partial|sum_and_scatter", "embedding backward"),
-    (r"vectorized_gather|indexSelect", "embedding"), (r"CatArrayBatchedCopy", "cat"), (r"MeanOps", "mean"),
+    (r"layer_norm_grad|GammaBetaBackward|(layer|rms)_norm.*backward", "norm backward"), (r"(layer|rms)_?norm|RowwiseMoments", "norm"),
+    (r"compare_?eq|CompareEq", "eq"), (r"vectorized_gather|indexSelect", "embedding"), (r"CatArrayBatchedCopy", "cat"), (r"MeanOps", "mean"),
     (r"sum_functor|SumOps", "sum"), (r"FillFunctor|^ones_like$|^zeros?_(like)?$", "fill"),
     (r"direct_copy|^_to_copy$|bfloat16_copy|^memcpy$|^clone$|multi_tensor.*Copy|^_foreach_copy_$", "copy"),
 ]
