@@ -18,7 +18,7 @@ from collections import OrderedDict
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from .accumulate import GradientAccumulator
 from .arena import Arena
@@ -70,6 +70,7 @@ class GraphedStep:
         self.replay = "graph" if self._recorder else "eager"
         self.reason = {"cuda": f"CUDA graphs on {self.device}", "cpu": "a tape on the CPU (backend simt)"}[self.device.type] if self._recorder else \
             f"CUDA graphs need a CUDA device, and the step is on {self.device} ({backend()})"
+        self._why = self.reason
         if self._recorder is None and policy == "require":
             raise CaptureError(f"{self.reason}; expected one under policy 'require'")
         if self._recorder is None:
@@ -79,10 +80,10 @@ class GraphedStep:
         """One step. Tensors may lie elsewhere: they are copied to the step's device, from pinned memory without a wait."""
         if self.closed:
             raise CaptureError("the step was closed: make a new one")
-        if self.replay == "eager":
-            return self.fn(*args, **kwargs)
-        found = self._find(args, kwargs)
+        found = self._find(args, kwargs) if self.replay == "graph" else None
         if found is None:
+            if self._recorder is not None:              # fell back: inputs are where they would be
+                args, kwargs = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), (args, kwargs))
             return self.fn(*args, **kwargs)
         self._refresh()
         found.fill(tree_leaves((args, kwargs)))
@@ -101,13 +102,18 @@ class GraphedStep:
         if self._graphs:
             self._places.check()
         leaves, spec = tree_flatten((args, kwargs))
+        for i, t in enumerate(leaves):
+            if isinstance(t, Tensor) and t.requires_grad:
+                raise ArgumentError(f"input {i} of shape {tuple(t.shape)} requires a gradient; a captured step takes data: detach() it, or name it in state")
         key = self._key(leaves, spec)
         if key in self._graphs:
             self._graphs.move_to_end(key)
             return self._graphs[key]
         if self._graphs and self.new_shapes == "refuse":
-            known = "; ".join(shapes for *_, shapes in self._graphs)
-            raise CaptureError(f"this kind of input has no graph: {key[-1]}; captured are {known}, and new_shapes is 'refuse'")
+            known = [shapes for *_, shapes in self._graphs]
+            what = "with these shapes, but in another mode (training, autocast, deterministic, frozen weights, standing gradients, settings)" \
+                if key[-1] in known else "; ".join(known)
+            raise CaptureError(f"this kind of input has no graph: {key[-1]}; captured are {what}, and new_shapes is 'refuse'")
         try:
             found = self._capture(leaves, spec)
         except CaptureError as error:
@@ -129,9 +135,10 @@ class GraphedStep:
         others = tuple((type(leaf), leaf) for leaf in leaves if not isinstance(leaf, Tensor))
         kind = self.device.type
         mode = (torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.are_deterministic_algorithms_enabled(),
-                torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, backend().name, self._modes and self._modes())
-        flags = tuple([m.training for m in self._modules])
-        asked = tuple([p.requires_grad for m in self._modules for p in m._parameters.values() if p is not None])
+                torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, backend().name, self._modes and self._modes(),
+                tuple(_settings_of(thing) for thing in self.state if isinstance(thing, torch.optim.Optimizer)))
+        flags = tuple([(m.training, m.__dict__.get("merged")) for m in self._modules])          # merged: LoRA's factors are in the weight
+        asked = tuple([(p.requires_grad, p.grad is None) for p in self._params])
         words = ", ".join(f"{'x'.join(map(str, shape)) or 'scalar'} {str(dtype).removeprefix('torch.')}" for shape, dtype in tensors)
         key = (spec, others, tensors, mode, flags, asked, words)
         try:
@@ -141,8 +148,11 @@ class GraphedStep:
         return key
 
     def _look(self):
-        """Which modules there are. Told anew at each capture; in between check() notices when one is replaced."""
+        """Which modules and parameters there are. Told anew at each capture; in between check() notices when one is replaced."""
         self._modules = [m for top in self.state if isinstance(top, nn.Module) for m in top.modules()]
+        found = [p for m in self._modules for p in m._parameters.values() if p is not None]
+        found += [p for opt in self.state if isinstance(opt, torch.optim.Optimizer) for group in opt.param_groups for p in group["params"]]
+        self._params = list(dict.fromkeys(found))
 
     def _refresh(self):
         if self._before is not None:
@@ -153,9 +163,6 @@ class GraphedStep:
                     thing.refresh()
 
     def _capture(self, leaves, spec):
-        for i, t in enumerate(leaves):
-            if isinstance(t, Tensor) and t.requires_grad:
-                raise ArgumentError(f"input {i} of shape {tuple(t.shape)} requires a gradient; a captured step takes data: detach() it, or name it in state")
         inputs = [torch.empty_like(t, device=self.device).copy_(t) if isinstance(t, Tensor) else t for t in leaves]
         args, kwargs = tree_unflatten(inputs, spec)
         for thing in self.state:
@@ -163,7 +170,7 @@ class GraphedStep:
             if isinstance(thing, AdamW):
                 thing.prepare()
         stays = _Places([thing for thing in self.state if isinstance(thing, nn.Module)])
-        with untouched(self._saved, self.device):
+        with untouched(self._saved, self.device), _no_autocast_cache():
             for _ in range(WARM_UPS):
                 self._recorder.run(lambda: self._warm_up(*args, **kwargs))
             stays.check("the step itself puts another tensor in its place, and each replay would read the old one. Instead: write into it (copy_, add_)")
@@ -172,24 +179,35 @@ class GraphedStep:
 
         def whole():
             pack.append(_Pack(self.fn(*args, **kwargs), self.device))
-        params = list({p: None for m in self._modules for p in m._parameters.values() if p is not None})
-        before, after = [p.grad for p in params], []
+        # Gradients that stand now are inputs as well: the graph has its own copies. (An arena's sums stay where they are.)
+        sums = {id(view) for m in self._modules if (arena := Arena.of(m)) for view in arena.grad_views}
+        params, before = self._params, [p.grad for p in self._params]
+        standing, after = [None if grad is None or id(grad) in sums else grad.clone() for grad in before], []
         try:
-            with untouched(self.state, self.device) if self._recorder.executes else untouched((), "cpu"):
+            for p, grad in zip(params, standing):
+                if grad is not None:
+                    p.grad = grad
+            with untouched(self.state, self.device) if self._recorder.executes else untouched((), "cpu"), _no_autocast_cache():
                 recording, _ = self._recorder.record(lambda: (whole(), after.extend(p.grad for p in params)))
         finally:
             for p, grad in zip(params, before):
                 p.grad = grad                       # what the capture put there has no value before a replay
         self._look()
         self._places = _Places(self.state)
-        return _Graph(recording, inputs, pack[-1], [pair for pair, grad in zip(zip(params, after), before) if pair[1] is not grad])
+        grads = [(p, mine, left) for p, mine, left, grad in zip(params, standing, after, before) if mine is not None or left is not grad]
+        return _Graph(recording, inputs, pack[-1], grads)
 
     def reset(self):
         """Drop every graph: the next call captures anew. For a model that was changed on purpose."""
+        self._drop()
+        self._look()
+        if self._recorder is not None:
+            self.replay, self.reason = "graph", self._why
+
+    def _drop(self):
         for found in self._graphs.values():
             found.close()
         self._graphs.clear()
-        self._look()
 
     def graph(self) -> "tuple[list[str], list[tuple[int, int]]]":
         """(names of the nodes, edges) of the newest graph: kernels, copies and memsets, and who waits for whom. ([], []) without one."""
@@ -207,7 +225,7 @@ class GraphedStep:
         if not self.closed:
             if self._recorder is not None:
                 self._recorder.close()
-            self.reset()
+            self._drop()
             self.closed = True
 
     def __enter__(self):
@@ -218,24 +236,28 @@ class GraphedStep:
 
 
 class _Graph:
-    """One recording with its own inputs, results, and gradients that fn leaves behind."""
+    """One recording with its own inputs and results. grads: (parameter, its gradient as an input or None, the one that fn leaves)."""
 
     def __init__(self, recording, inputs, pack, grads):
         self.recording, self.inputs, self.pack, self.grads = recording, inputs, pack, grads
 
+    @torch.no_grad()
     def fill(self, leaves):
+        for p, mine, _ in self.grads:
+            if mine is not None and p.grad is not mine:
+                mine.copy_(p.grad)
         pairs = [(mine, given) for mine, given in zip(self.inputs, leaves) if isinstance(mine, Tensor)]
         if pairs:
             torch._foreach_copy_([mine for mine, _ in pairs], [given for _, given in pairs], non_blocking=True)
 
     def results(self):
-        for p, grad in self.grads:
-            p.grad = grad
+        for p, _, left in self.grads:
+            p.grad = left
         return self.pack.results()
 
     def close(self):
-        for p, grad in self.grads:
-            if p.grad is grad:
+        for p, mine, left in self.grads:
+            if left is not None and left is not mine and p.grad is left:
                 p.grad = None                       # its memory goes
         self.recording.close()
 
@@ -335,6 +357,25 @@ def _device_of(state):
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def _settings_of(opt) -> tuple:
+    """What an optimizer hands to its kernels by value, beside the settings that ga.AdamW keeps on the device."""
+    groups = tuple((len(g["params"]), g.get("maximize"), g.get("amsgrad")) for g in opt.param_groups)
+    return groups + ((opt.on_nonfinite, opt.scope, opt.stochastic_rounding, opt.max_norm is None) if isinstance(opt, AdamW) else ())
+
+
+@contextlib.contextmanager
+def _no_autocast_cache():
+    """A weight's copy that autocast keeps from before would not be made in the graph."""
+    before = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        torch.clear_autocast_cache()
+
+
 def _check_frozen(thing):
     """CaptureError for an optimizer of torch's that a graph would freeze: with a learning rate or a step number on the host."""
     if not isinstance(thing, torch.optim.Optimizer) or isinstance(thing, AdamW):
@@ -344,9 +385,11 @@ def _check_frozen(thing):
         if on_gpu and group.get("capturable") is False:
             raise CaptureError(f"{type(thing).__name__} counts its steps on the host (capturable=False in group {g}), which a graph would not repeat. "
                                "Instead: capturable=True and a learning rate on the device, or ga.AdamW")
-        if not isinstance(group.get("lr", torch.tensor(0)), Tensor):
-            raise CaptureError(f"the learning rate of {type(thing).__name__}'s group {g} is the number {group['lr']}, which a graph would keep for ever, "
-                               f"whatever a schedule says. Instead: lr=torch.tensor({group['lr']}, device=...), or ga.AdamW")
+        lr = group.get("lr", thing)
+        if lr is not thing and (not isinstance(lr, Tensor) or on_gpu and not lr.is_cuda):
+            where = "a tensor on the CPU" if isinstance(lr, Tensor) else f"the number {lr}"
+            raise CaptureError(f"the learning rate of {type(thing).__name__}'s group {g} is {where}, which a graph would keep for ever, "
+                               f"whatever a schedule says. Instead: lr=torch.tensor({float(lr)}, device=...), or ga.AdamW")
 
 
 def _outside() -> int:

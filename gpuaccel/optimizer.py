@@ -9,7 +9,7 @@
 Over an arena the gradient sums are multiplied by the clip scale, used, and set to zero in one kernel, and bf16 weights are written in the
 same pass from their fp32 masters. A user's own `p.grad` is read and never written. The kernels: adamw.py; interface and state: torch's.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class _Work:
     written: "list[float] | None" = None        # what the host has last written to settings
     found: "ClipState | None" = None
     group_of: "Tensor | None" = None
+    kept: dict = field(default_factory=dict)    # scope -> (found, group_of): a captured step knows their addresses
 
 
 class AdamW(torch.optim.AdamW):
@@ -97,7 +98,7 @@ class AdamW(torch.optim.AdamW):
     @property
     def clip_state(self) -> "ClipState | None":
         """What the latest step's clipping found (ClipState, overwritten by the next step); None when it took no norm."""
-        return next((work.found for work in self._work.values() if work.found is not None), None) if self._measured else None
+        return next((work.kept[self.scope][0] for work in self._work.values() if self.scope in work.kept), None) if self._measured else None
 
     @property
     def skipped(self) -> Tensor:
@@ -273,6 +274,7 @@ class AdamW(torch.optim.AdamW):
     def _make_verdicts(self, work):
         numbers = len(self._numbers)
         count = {"global": 1, "block": len(self.arena.blocks) if self.arena else 0, "tensor": numbers}[self.scope]
+        work.found, work.group_of = work.kept.get(self.scope, (None, None))
         if work.found is None or len(work.found.verdicts) != count:
             if _capturing():
                 raise ArgumentError("the optimizer has not taken a norm yet, and a CUDA graph is being captured: take one step before, or call prepare()")
@@ -280,6 +282,7 @@ class AdamW(torch.optim.AdamW):
             work.found = new_state(count, device, self.scope, self.names)
             work.group_of = None if self.scope == "global" else self.arena.tensor_block if self.scope == "block" else \
                 torch.arange(numbers, dtype=torch.int32, device=device)
+            work.kept[self.scope] = work.found, work.group_of
 
     def _jobs(self) -> Jobs:
         """What this step updates, everything checked; nothing has changed when it raises."""

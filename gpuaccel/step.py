@@ -266,8 +266,14 @@ class TrainStep:
 
     @property
     def graphs(self) -> "GraphedStep | None":
-        """The graphs of whole steps: len(), graph(), capture(batch); None when replay is "eager"."""
+        """The graphs of whole steps: len(), graph(); None when replay is "eager"."""
         return self._graphs and self._graphs.whole
+
+    def capture(self, batch):
+        """Capture for this kind of (whole) batch now, without taking a step."""
+        if self._graphs:
+            with deterministic() if self.deterministic else contextlib.nullcontext():
+                self._graphs.whole.capture(batch)
 
     def reset(self):
         """Drop every graph: the next step captures anew. For a model that was changed on purpose."""
@@ -334,8 +340,7 @@ class _StepGraphs:
     def __init__(self, step: TrainStep, ours: bool, **options):
         self.step, self.counts = step, None     # counts: dtype of the tokens; False: loss_fn returns means
         self.loss, self.rows = (torch.zeros((), device=step.arena.device) for _ in range(2))
-        self.tokens = torch.zeros((), dtype=torch.float64, device=step.arena.device)
-        self.sums = self.loss, self.tokens, self.rows
+        self.sums = self.loss, self.rows        # and self.tokens, once their dtype is known
         self._state, self._options = [step.model, step.opt], dict(modes=self._modes, **options)
         self._buffers = list(step.model.buffers())      # all that forward and backward change: the sums are dropped
         # Our optimizer prepares itself; torch's make their state in a step, which is taken back.
@@ -376,6 +381,8 @@ class _StepGraphs:
         if self.counts is None:                         # does loss_fn return a mean? Then the number of micro-batches is part of a graph
             with untouched(self._buffers, self.step.arena.device):
                 self._warm_up_micro(batch[0], len(batch))
+            self.tokens = torch.zeros((), dtype=self.counts or torch.int64, device=self.step.arena.device)
+            self.sums = self.loss, self.tokens, self.rows
         self.micro.max_graphs = max(self.micro.max_graphs, len(batch))      # none of this step's may be pushed out by another
         parts = len(batch) if self.step.divide == "micro_batches" or self.counts is False else 0
         try:
@@ -391,11 +398,9 @@ class _StepGraphs:
             raise
 
     def _modes(self):
-        """What a graph keeps as it was at its capture, beside shapes."""
-        step, opt = self.step, self.step.opt
-        groups = tuple((len(g["params"]), g.get("maximize"), g.get("amsgrad")) for g in opt.param_groups)
-        mine = (opt.on_nonfinite, opt.scope, opt.stochastic_rounding, opt.max_norm is None) if isinstance(opt, AdamW) else step.max_norm
-        return step.micro_batches, step.divide, step.autocast, step.clip, step.loss_fn, groups, mine
+        """What a graph keeps as it was at its capture, beside shapes and the optimizer's settings."""
+        step = self.step
+        return step.micro_batches, step.divide, step.autocast, step.clip, step.loss_fn, None if step.clip == "fused" else step.max_norm
 
     def _warm_up(self, batch):
         with self.step.window():
@@ -421,7 +426,7 @@ class _StepGraphs:
     def _tail(self, touched):
         self.step.accumulator.take_up(touched)
         with self.step.window():
-            loss, tokens, divisor = self.step.mean(self.loss, self.tokens.to(self.counts) if self.counts else None, self.rows)
+            loss, tokens, divisor = self.step.mean(self.loss, self.tokens.clone() if self.counts else None, self.rows)
             found = self.step._update(divisor, _no_mark)
         results = loss.clone(), tokens, *found
         for total in self.sums:

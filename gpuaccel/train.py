@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from . import checkpoint as checkpoints
 from .errors import DataError
 from .meter import LateValue, Meter
-from .step import TrainStep, token_loss
+from .step import TrainStep, is_split, token_loss
 
 AHEAD = 2                        # steps that the host may be ahead of the device: a Stop is heard, and readings are fresh
 
@@ -106,7 +106,7 @@ def train(step: TrainStep, batches, steps: int, *, val=None, val_every: int = 0,
 
     meter = step.meter = step.meter or Meter(step.arena.device)
     lines = Metrics(metrics, step.count) if metrics else None
-    whole = True                                    # no step is half done
+    whole, seen = True, None                        # no step is half done; tokens of all steps
     try:
         for batch in batches if step.count < steps else ():
             whole, lr = False, step.opt.param_groups[0]["lr"]
@@ -124,7 +124,8 @@ def train(step: TrainStep, batches, steps: int, *, val=None, val_every: int = 0,
             before = step.count - reading.step                                       # steps of an earlier run, when resumed
             reading = dataclasses.replace(reading, step=step.count, loss_step=reading.loss_step and reading.loss_step + before)
             if lines:
-                row = {"step": step.count, "lr": lr, "tokens": tokens * step.count, "tokens_per_s": round(reading.tokens_per_s, 1)}
+                seen = tokens * step.count if seen is None else seen + tokens
+                row = {"step": step.count, "lr": lr, "tokens": seen, "tokens_per_s": round(reading.tokens_per_s, 1)}
                 lines.add(row if val_loss is None else {**row, "val_loss": val_loss}, out.loss)
             if checkpoint_every and step.count % checkpoint_every == 0:
                 save()
@@ -142,5 +143,7 @@ def train(step: TrainStep, batches, steps: int, *, val=None, val_every: int = 0,
 
 def _tokens_in(batch) -> int:
     """Tokens of a batch as the host knows them: elements of its first tensor."""
+    if is_split(batch):
+        return sum(map(_tokens_in, batch))
     first = batch if isinstance(batch, Tensor) else next(iter(batch.values() if isinstance(batch, dict) else batch))
     return first.numel()

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import importlib
+import json
 import linecache
 import math
 import os
@@ -1823,3 +1824,146 @@ def test_gpu_replays_on_another_stream_have_eagers_bits(device):
     outputs_agree(outs, wanted)
     agree(everything(step.model, step.opt, device), left)
     step.close()
+
+
+# ---- what stands outside of the step ----------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+@pytest.mark.parametrize("tidy", ["set to None", "kept at zero", "never"])
+def test_gradients_that_stand_before_a_step_count_as_in_eager(device, tidy):
+    """Those of an earlier backward are added to, as eager does; those that somebody adds between two replays too."""
+    runs, (x, y) = [], pairs(device, 1)[0]
+    for graphed in (False, True):
+        model = small(device)
+        opt = AdamW(model.parameters(), lr=LR)
+
+        def fn(x, y):
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            opt.step()
+            if tidy != "never":
+                opt.zero_grad(set_to_none=tidy == "set to None")
+            return loss.detach()
+        F.mse_loss(model(-x), y).backward()
+        with ga.GraphedStep(fn, [model, opt], policy="require") if graphed else contextlib.nullcontext(fn) as step:
+            losses = []
+            for k in range(6):
+                if k in (3, 5):
+                    F.mse_loss(model(2 * x), y).backward()
+                losses.append(step(x[:4] if k % 2 else x, y[:4] if k % 2 else y))
+            runs.append((losses, everything(model, opt, device)))
+    for one, two in zip(runs[1][0], runs[0][0]):
+        same(one, two, "loss")
+    agree(runs[1][1], runs[0][1])
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_an_autocast_around_the_step_does_not_freeze_the_weights(device):
+    """Its cache keeps copies of weights: one that the warm-up made would never be made again."""
+    runs, (x, y) = [], pairs(device, 1)[0]
+    for graphed in (False, True):
+        model = small(device)
+        opt = torchs(model, device)
+        fn = plain_step(model, opt)
+        with ga.GraphedStep(fn, [model, opt], policy="require") if graphed else contextlib.nullcontext(fn) as step:
+            losses = []
+            for _ in range(4):
+                with torch.autocast(x.device.type, torch.bfloat16):
+                    losses.append(step(x, y).detach())
+            runs.append(losses)
+    for one, two in zip(*runs[::-1]):
+        same(one, two, "loss")
+    assert len({loss.item() for loss in runs[0]}) == 4
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+@pytest.mark.parametrize("setting, value", [("max_norm", 1e-3), ("on_nonfinite", "skip"), ("scope", "tensor")])
+def test_a_setting_of_the_optimizer_changed_by_hand_takes_effect_in_a_graphed_step(device, setting, value):
+    runs, data = [], pairs(device, 6)
+    for graphed in (False, True):
+        model = small(device)
+        opt = AdamW(model.parameters(), lr=LR, max_norm=None if setting == "max_norm" else LIMIT)
+        fn, found = plain_step(model, opt), []
+        with ga.GraphedStep(fn, [model, opt], policy="require") if graphed else contextlib.nullcontext(fn) as step:
+            for k, (x, y) in enumerate(data):
+                if k in (2, 3):
+                    setattr(opt, setting, value)
+                step(x * math.nan if k == 3 and setting == "on_nonfinite" else x, y)
+                found.append(opt.clip_state and opt.clip_state.norm.clone())
+                if k == 3:
+                    setattr(opt, setting, {"max_norm": None, "on_nonfinite": "propagate", "scope": "global"}[setting])
+            runs.append((found, everything(model, opt, device)))
+    for k, (one, two) in enumerate(zip(runs[1][0], runs[0][0])):
+        if two is not None:
+            same(one, two, f"norm of step {k}")
+    agree(runs[1][1], runs[0][1])
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_lora_merged_between_replays_is_not_counted_twice(device):
+    model = adapted().to(device).eval()
+    for p in model.parameters():
+        if p.requires_grad:
+            nn.init.normal_(p, std=0.1)                       # a fresh B is zero, and merging it would change nothing
+    x = torch.randint(0, V, (2, 8), device=device)
+    with torch.no_grad(), ga.GraphedStep(lambda x: model(x), model, policy="require") as step:
+        base, one = llama().to(device)(x), step(x)
+        ga.merge_lora(model)
+        two = step(x)
+        want = model(x)
+        assert len(step) == 2 and torch.allclose(two, want) and torch.allclose(one, want, atol=1e-3)
+        assert not torch.allclose(model.eval()(x), base, atol=1e-2), "the factors say nothing"
+        ga.unmerge_lora(model)
+        assert torch.allclose(step(x), one) and len(step) == 2, "the first graph is found again"
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_an_input_that_comes_to_require_a_gradient_is_refused_and_the_graph_stays_as_it_was(device):
+    weight, x = torch.ones(2, device=device), torch.ones(2, device=device)
+    with ga.GraphedStep(lambda x: x * weight, weight, policy="require") as step:
+        step(x)
+        with pytest.raises(ArgumentError, match="requires a gradient"):
+            step(x.clone().requires_grad_())
+        assert not step(x).requires_grad
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_reset_after_a_fall_back_captures_again(device):
+    limit = [True]
+
+    def fn(x):
+        return x + (x.sum().item() if limit[0] else 1)
+    x = torch.ones(2, device=device)
+    step = ga.GraphedStep(fn, torch.zeros(1, device=device))
+    with pytest.warns(UserWarning, match="every step runs eagerly"):
+        assert step(x.cpu()).device == x.device
+    limit[0] = False
+    assert step.replay == "eager"
+    step.reset()
+    assert torch.equal(step(x), x + 1) and step.replay == "graph" and len(step) == 1
+    step.close()
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_what_was_captured_ahead_is_what_a_deterministic_step_replays(device):
+    step, (batch,) = make(device, "graph", deterministic=True, new_shapes="refuse"), batches(device, n=1)
+    step.capture(batch)
+    step(batch)
+    assert len(step.graphs) == 1
+    step.opt.max_norm = None
+    with pytest.raises(CaptureError, match="in another mode"):
+        step(batch)
+    step.close()
+
+
+@pytest.mark.parametrize("replay", ["eager", "graph"])
+def test_a_loop_over_lists_of_micro_batches_counts_their_tokens(replay, tmp_path):
+    with ga.use_backend("simt"):
+        step, data = make("cpu", replay), batches("cpu", n=3)
+        lists = [[batch] * (k + 1) for k, batch in enumerate(data)]
+        readings = list(ga.train(step, lists, 3, metrics=tmp_path / "m.jsonl"))
+        each = [sum(micro[0].numel() for micro in micros) for micros in lists]
+        assert readings[-1].tokens == sum(each)
+        rows = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+        assert [row["tokens"] for row in rows] == [each[0], each[0] + each[1], sum(each)]
+        step.close()
