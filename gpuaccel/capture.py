@@ -143,10 +143,6 @@ class CudaRecorder:
         lines = re.findall(r'File "([^"]+)", line (\d+)', forward[0]) if forward else []
         return next(((file, int(line)) for file, line in reversed(lines) if _is_users(file)), None)
 
-    def close(self):
-        """Wait until all that was launched is done; then recordings may be closed."""
-        torch.cuda.synchronize(self.device)
-
 
 class CudaRecording:
     """One captured graph."""
@@ -192,9 +188,6 @@ class TapeRecorder:
             return tape, tape.record(fn)
         except CaptureError as error:
             raise explained(error, _line_of(error)) from error
-
-    def close(self):
-        pass
 
 
 def recorder_for(device, runs_here: str):

@@ -10,7 +10,7 @@ import math
 import re
 
 from .figures import _KERNEL, _SPANS, BLUE, GREEN, GREY, ORANGE, PINK, Figure, _lane, _title
-from .picture import RUN_COLOURS, WIDTH, _Ink, _nice_ticks, _text_width, microseconds
+from .picture import RUN_COLOURS, WIDTH, _Ink, _nice_ticks, _text_width, _time_axis, microseconds
 from .timeline import Span, facts
 
 STAGES = {"forward": BLUE, "backward": ORANGE, "accumulate": GREEN, "clip": PINK, "AdamW": RUN_COLOURS[5], "results": GREY, "": BLUE}
@@ -182,12 +182,7 @@ def launches(runs: "dict[str, list[Span]]", title: str, launched: int = 12) -> F
             ink.text(right, y + 11, f"enlarged: {microseconds(stretch)}", 11, ink.soft, "end")
             y += 14
         y += 22
-    ticks = [t for t in _nice_ticks(0.0, longest / 1e3, 5) if t * 1e3 <= longest]
-    ink.line(left, y - 12, right, y - 12)
-    for t in ticks:
-        x = left + t * 1e3 / longest * (right - left)
-        ink.line(x, y - 12, x, y - 7)
-        ink.text(x, y + 6, f"{t:g} ms" if t else "0", 11, ink.soft, "start" if not t else "end" if x > right - 20 else "middle")
+    _time_axis(ink, longest, left, right, y - 2)
     return Figure(ink, y + 14, f"{title}: " + "; ".join(told))
 
 

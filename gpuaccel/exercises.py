@@ -204,9 +204,7 @@ def _run_kernel(task, kernel, seed):
                 )
             return Result(task.name, False, "it could not be launched.", lines)
         lines.append((good, what, how))
-    wrong = sum(not good for good, _, _ in lines)
-    verdict = "right for every size." if not wrong else f"not yet: {wrong} of {len(lines)} sizes differ (seed {seed})."
-    return Result(task.name, not wrong, verdict, lines)
+    return _verdict(task, lines, seed, "size")
 
 
 def _try_kernel(task, kernel, n, case):
@@ -266,9 +264,8 @@ def _run_python(task, function, seed):
         except Exception as error:  # the learner's own code: show it as one line
             lines.append((False, label, f"{type(error).__name__}: {error}"))
             continue
-        if not isinstance(got, torch.Tensor) or got.shape != expected.shape:
-            what = f"a tensor of shape {tuple(got.shape)}" if isinstance(got, torch.Tensor) else repr(got)[:60]
-            lines.append((False, label, f"expected a tensor of shape {tuple(expected.shape)}, got {what}"))
+        if problem := _other_shape(got, expected):
+            lines.append((False, label, problem))
             continue
         if task.on_device and reads.count:
             lines.append((False, label, f"it reads {reads.count:,} number{'s' * (reads.count > 1)}: on a GPU the host waits for each"))
@@ -277,9 +274,7 @@ def _run_python(task, function, seed):
         difference = float((got.double() - expected).abs().masked_fill(both_nan, 0.0).max())
         good = difference <= 1e-5 * float(expected.abs().nan_to_num().max())
         lines.append((good, label, f"{'right' if good else 'wrong'}; largest difference {difference:.2g}"))
-    wrong = sum(not good for good, _, _ in lines)
-    verdict = f"not yet: {wrong} of {len(lines)} cases differ (seed {seed})." if wrong else "right for every case."
-    return Result(task.name, not wrong, verdict, lines)
+    return _verdict(task, lines, seed, "case")
 
 
 def _run_captured(task, function, seed):
@@ -297,9 +292,7 @@ def _run_captured(task, function, seed):
         for tensor, first in zip(mine, case.tensors):
             tensor.copy_(first)  # on a tape the capture was a step
         lines.append(_replays(case, mine, tape, returned if case.where is None else mine[case.where]))
-    wrong = sum(not good for good, _, _ in lines)
-    verdict = f"not yet: {wrong} of {len(lines)} cases differ (seed {seed})." if wrong else "right for every case."
-    return Result(task.name, not wrong, verdict, lines)
+    return _verdict(task, lines, seed, "case")
 
 
 def _replays(case, mine, tape, out):
@@ -309,11 +302,23 @@ def _replays(case, mine, tape, out):
             if value is not None:
                 tensor.copy_(value)
         tape.replay()
-        if not isinstance(out, torch.Tensor) or out.shape != expected.shape:
-            what = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, torch.Tensor) else repr(out)[:60]
-            return False, case.label, f"expected a tensor of shape {tuple(expected.shape)}, got {what}"
+        if problem := _other_shape(out, expected):
+            return False, case.label, problem
         difference = float((out.double() - expected).abs().max())
         if not difference <= 1e-5 * float(expected.abs().max()):
             return False, case.label, f"wrong in replay {nth} of {len(case.turns)}; largest difference {difference:.2g}"
         worst = max(worst, difference)
     return True, case.label, f"right in {len(case.turns)} replays; largest difference {worst:.2g}"
+
+
+def _other_shape(got, expected) -> "str | None":
+    if isinstance(got, torch.Tensor) and got.shape == expected.shape:
+        return None
+    what = f"a tensor of shape {tuple(got.shape)}" if isinstance(got, torch.Tensor) else repr(got)[:60]
+    return f"expected a tensor of shape {tuple(expected.shape)}, got {what}"
+
+
+def _verdict(task, lines, seed, what) -> Result:
+    wrong = sum(not good for good, _, _ in lines)
+    words = f"not yet: {wrong} of {len(lines)} {what}s differ (seed {seed})." if wrong else f"right for every {what}."
+    return Result(task.name, not wrong, words, lines)

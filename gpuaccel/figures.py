@@ -15,7 +15,7 @@ import re
 from html import escape
 
 from .kernel import Kernel, kernel_root
-from .picture import RUN_COLOURS, WIDTH, _Ink, _nice_ticks, _spread, _text_width, microseconds, norm_words
+from .picture import RUN_COLOURS, WIDTH, _Ink, _spread, _text_width, _time_axis, microseconds, norm_words
 from .timeline import facts
 
 BLUE, ORANGE, GREEN, PINK = RUN_COLOURS[:4]
@@ -465,12 +465,7 @@ def timeline(runs: "dict[str, list]", title: str = "What follows the last backwa
             ink.text(right, y + 11, f"enlarged: {microseconds(last - first)}", 11, ink.soft, "end")
             y += 14
         y += 20
-    ticks = [t for t in _nice_ticks(0.0, longest / 1e3, 5) if t * 1e3 <= longest]
-    ink.line(left, y - 10, right, y - 10)
-    for t in ticks:
-        x = left + t * 1e3 / longest * (right - left)
-        ink.line(x, y - 10, x, y - 5)
-        ink.text(x, y + 8, f"{t:g} ms" if t else "0", 11, ink.soft, "start" if not t else "end" if x > right - 20 else "middle")
+    _time_axis(ink, longest, left, right, y)
     return Figure(ink, y + 16, f"{title}: " + "; ".join(words))
 
 

@@ -55,11 +55,17 @@ def _together_backward(acc: Tensor, dys: "list[Tensor]", x: Tensor, weight: Tens
     return dy @ weight
 
 
-for name, function in (("add_weight_gradient_", _add_weight_gradient), ("together_backward_", _together_backward)):
-    _library.impl(name, function, "CPU")
-    _library.impl(name, function, "CUDA")
+for _name, _function in (("add_weight_gradient_", _add_weight_gradient), ("together_backward_", _together_backward)):
+    _library.impl(_name, _function, "CPU")
+    _library.impl(_name, _function, "CUDA")
 torch.library.register_fake("gpuaccel::add_weight_gradient_", lambda acc, dy, x: None, lib=_library)
 torch.library.register_fake("gpuaccel::together_backward_", lambda acc, dys, x, weight: torch.empty_like(x), lib=_library)
+
+
+def _as_autocast(*tensors):
+    """The tensors in the dtype in which torch.autocast has products computed, where it is on."""
+    kind = tensors[0].device.type
+    return [t.to(torch.get_autocast_dtype(kind)) for t in tensors] if torch.is_autocast_enabled(kind) else tensors
 
 
 class _LinearIntoArena(torch.autograd.Function):
@@ -67,9 +73,7 @@ class _LinearIntoArena(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, acc):
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight = x.to(dtype), weight.to(dtype)
+        x, weight = _as_autocast(x, weight)
         ctx.save_for_backward(x, weight)
         ctx.acc = acc
         return F.linear(x, weight)
@@ -90,9 +94,7 @@ class _TogetherIntoArena(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, joint, acc, widths, *weights):           # the weights stand here so that autograd knows whose gradients these are
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, joint = x.to(dtype), joint.to(dtype)
+        x, joint = _as_autocast(x, joint)
         ctx.save_for_backward(x, joint)
         ctx.acc, ctx.widths = acc, widths
         return F.linear(x, joint).split(widths, -1)
@@ -123,9 +125,7 @@ class _GatedIntoArena(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, joint, acc, *weights):
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, joint = x.to(dtype), joint.to(dtype)
+        x, joint = _as_autocast(x, joint)
         y = F.linear(x, joint)
         ctx.save_for_backward(x, joint, y)
         ctx.acc = acc

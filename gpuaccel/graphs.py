@@ -40,8 +40,8 @@ class GraphedStep:
     fn(*args, **kwargs): a step over tensors, which may stand in tuples, lists and dicts; other arguments are part of a graph's key. It
     returns a tensor, a tree of tensors, or None. state: what fn changes: modules (parameters, buffers, gradients), optimizers, tensors.
     They are as before after the warm-up; an optimizer has all its state on the device afterwards. warm_up: what to run as warm-up instead
-    of fn (same arguments); saved: what that changes, if less than state. before: called before each replay; default: refresh() of every
-    ga.AdamW in state. modes: a function whose (hashable) result is part of the key. policy: "auto" (when the first call cannot be captured,
+    of fn (same arguments); saved: what that changes, if less than state. Before each replay every
+    ga.AdamW in state is refresh()ed. modes: a function whose (hashable) result is part of the key. policy: "auto" (when the first call cannot be captured,
     fn runs eagerly from then on, and a warning says why) or "require" (CaptureError). A later capture that fails is a CaptureError under
     both: a run does not change its ways. new_shapes: "capture" or "refuse" (CaptureError) what comes after the first kind of input.
     max_graphs: the least recently used one goes. All graphs share one pool of memory.
@@ -50,7 +50,7 @@ class GraphedStep:
     `replay` is "graph" or "eager", `reason` says why. CaptureError, with nothing changed, when a module, parameter, buffer or optimizer state
     no longer lies where it lay at the capture: reset(). ArgumentError for an input that requires a gradient, or cannot be hashed."""
 
-    def __init__(self, fn, state=(), *, warm_up=None, saved=None, before=None, modes=None, policy: str = "auto", new_shapes: str = "capture", max_graphs: int = 8,
+    def __init__(self, fn, state=(), *, warm_up=None, saved=None, modes=None, policy: str = "auto", new_shapes: str = "capture", max_graphs: int = 8,
                  device=None):
         check_choice("policy", policy, POLICIES)
         check_choice("new_shapes", new_shapes, NEW_SHAPES)
@@ -62,7 +62,7 @@ class GraphedStep:
         if wrong is not None:
             raise ArgumentError(f"state holds a {type(wrong).__name__}; expected modules, optimizers and tensors")
         self._saved = self.state if saved is None else saved
-        self._warm_up, self._before, self._modes = warm_up or fn, before, modes
+        self._warm_up, self._modes = warm_up or fn, modes
         self._look()
         self._graphs, self._places, self.closed = OrderedDict(), None, False
         self.device = torch.device(device) if device is not None else _device_of(self.state)
@@ -155,12 +155,9 @@ class GraphedStep:
         self._params = list(dict.fromkeys(found))
 
     def _refresh(self):
-        if self._before is not None:
-            self._before()
-        else:
-            for thing in self.state:
-                if isinstance(thing, AdamW):
-                    thing.refresh()
+        for thing in self.state:
+            if isinstance(thing, AdamW):
+                thing.refresh()
 
     def _capture(self, leaves, spec):
         inputs = [torch.empty_like(t, device=self.device).copy_(t) if isinstance(t, Tensor) else t for t in leaves]
@@ -222,11 +219,8 @@ class GraphedStep:
 
     def close(self):
         """Wait for what was launched, and give graphs and memory back. Does nothing twice."""
-        if not self.closed:
-            if self._recorder is not None:
-                self._recorder.close()
-            self._drop()
-            self.closed = True
+        self._drop()
+        self.closed = True
 
     def __enter__(self):
         return self
@@ -299,29 +293,26 @@ class _Places:
         self.then, self.names, self.children_names = self._now(), list(self._names()), list(self._children_names())
 
     def _now(self):
-        tensors = list(self._tensors())
+        tensors = [t for *_, t in self._entries()]
         return list(zip(map(Tensor.data_ptr, tensors), [t.dtype for t in tensors])), [id(c) for _, m in self.modules for c in m._modules.values()]
 
-    def _tensors(self):
-        for _, m in self.modules:
-            yield from (t for t in m._parameters.values() if t is not None)
-            yield from (t for t in m._buffers.values() if t is not None)
-        for opt in self.optimizers:
-            for group in opt.param_groups:
-                yield from (value for value in group.values() if isinstance(value, Tensor))
-                for p in group["params"]:
-                    yield p
-                    yield from (t for t in opt.state.get(p, {}).values() if isinstance(t, Tensor))
-
-    def _names(self):
+    def _entries(self):
+        """(module's name, or group and number of an optimizer's parameter; what of it; the tensor)."""
         for name, m in self.modules:
-            yield from (f"{name}.{key}".strip(".") for kind in (m._parameters, m._buffers) for key, t in kind.items() if t is not None)
+            for kind in (m._parameters, m._buffers):
+                yield from ((name, key, t) for key, t in kind.items() if t is not None)
         for opt in self.optimizers:
             for g, group in enumerate(opt.param_groups):
-                yield from (f"{key} of the optimizer's group {g}" for key, value in group.items() if isinstance(value, Tensor))
+                yield from ((g, key, value) for key, value in group.items() if isinstance(value, Tensor))
                 for i, p in enumerate(group["params"]):
-                    yield f"parameter {i} of the optimizer's group {g}"
-                    yield from (f"{key} of parameter {i} of the optimizer's group {g}" for key, t in opt.state.get(p, {}).items() if isinstance(t, Tensor))
+                    yield (g, i), "", p
+                    yield from (((g, i), key, t) for key, t in opt.state.get(p, {}).items() if isinstance(t, Tensor))
+
+    def _names(self):
+        for where, key, _ in self._entries():
+            of = f"{key} of " if key else ""
+            yield f"{where}.{key}".strip(".") if isinstance(where, str) else f"{of}the optimizer's group {where}" if isinstance(where, int) else \
+                f"{of}parameter {where[1]} of the optimizer's group {where[0]}"
 
     def _children_names(self):
         return (f"{name}.{key}".strip(".") for name, m in self.modules for key in m._modules)
@@ -430,8 +421,6 @@ def _save(thing, seen):
         return _save_tensors([thing], seen)
     if isinstance(thing, torch.optim.Optimizer):
         return _save_optimizer(thing, seen)
-    if not isinstance(thing, nn.Module):
-        raise ArgumentError(f"state holds a {type(thing).__name__}; expected modules, optimizers and tensors")
     arena = Arena.of(thing)
     accumulator = arena and GradientAccumulator.of(arena)
     values = _save_tensors([*([arena.weights, arena.grads] if arena else ()), *thing.parameters(), *thing.buffers()], seen)

@@ -426,3 +426,13 @@ def picture(runs, peak=None, themed=True, title="", norms=False) -> str:
         bottom += 168
     height = _stage_bars(ink, runs, bottom + 40) if any(run.stages for run in runs) else bottom + 26
     return ink.svg(height + 4, "; ".join(map(str, runs)) or "no run yet")
+
+
+def _time_axis(ink, longest, left, right, y):
+    """From 0 to `longest` microseconds, in ms, between two places; what stands above it ends at y - 10."""
+    ink.line(left, y - 10, right, y - 10)
+    for t in _nice_ticks(0.0, longest / 1e3, 5):
+        if t * 1e3 <= longest:
+            x = left + t * 1e3 / longest * (right - left)
+            ink.line(x, y - 10, x, y - 5)
+            ink.text(x, y + 8, f"{t:g} ms" if t else "0", 11, ink.soft, "start" if not t else "end" if x > right - 20 else "middle")

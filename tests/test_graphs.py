@@ -1174,22 +1174,19 @@ def test_a_number_passed_by_value_stays_as_it_was_at_the_capture(device):
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_before_is_called_before_each_replay_and_warm_up_instead_of_fn(device):
+def test_what_is_given_as_warm_up_runs_instead_of_fn(device):
     calls, value = [], torch.zeros((), device=device)
-
-    def before():
-        calls.append("before")
-        value.fill_(len(calls))
 
     def fn(x):
         calls.append("fn")
         return x + value
     x = torch.zeros(2, device=device)
-    with ga.GraphedStep(fn, value, warm_up=lambda x: calls.append("warm-up"), before=before, policy="require") as step:
+    with ga.GraphedStep(fn, value, warm_up=lambda x: calls.append("warm-up"), policy="require") as step:
         step.capture(x)
-        assert set(calls[:2]) == {"warm-up"} and calls.count("fn") == 1
-        for _ in range(3):
-            assert torch.equal(step(x).cpu(), torch.full((2,), float(len(calls)))) and calls[-1] == "before"
+        assert set(calls[:-1]) == {"warm-up"} and calls[-1] == "fn"
+        for k in range(3):
+            value.fill_(k)
+            assert torch.equal(step(x).cpu(), torch.full((2,), float(k)))
     assert calls.count("fn") == 1
 
 
