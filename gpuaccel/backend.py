@@ -230,12 +230,15 @@ def deterministic():
     torch.use_deterministic_algorithms(True) at its least cost: uninitialised memory is not filled. An operation that torch has only in a form
     that differs from run to run raises RuntimeError with its name. Our own kernels give the same bits always."""
     import torch
+    benchmark = torch._C._set_cudnn_benchmark             # the public name refuses after torch.backends.disable_global_flags()
     before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
               torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark)
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = torch.backends.cudnn.benchmark = False
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    benchmark(False)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark = before[2:]
+        torch.utils.deterministic.fill_uninitialized_memory = before[2]
+        benchmark(before[3])

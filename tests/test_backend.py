@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 
+import gpuaccel as ga
 from gpuaccel.backend import BACKENDS, POLICIES, backend, cache_dir, default_device, find_driver, find_gpu, resolve, use_backend
 from gpuaccel.errors import BackendError, GpuaccelError
 
@@ -145,6 +146,23 @@ def test_a_driver_that_does_not_fit_torch_is_explained(monkeypatch, version, bui
 
 
 # ---- the cache folder -----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_deterministic_leaves_every_switch_as_it_was(monkeypatch, frozen):
+    """Also after torch.backends.disable_global_flags(), as torch's own test helpers call it on import."""
+    def switches():
+        return (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
+                torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark)
+    before = switches()
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+        monkeypatch.setitem(torch.backends.disable_global_flags.__globals__, "flags_frozen", lambda: frozen)
+        with pytest.raises(KeyError):
+            with ga.deterministic():
+                assert switches() == (True, False, False, False)
+                raise KeyError
+        assert switches() == (*before[:2], True, True)
+
 
 @pytest.fixture
 def fresh_cache(monkeypatch):
