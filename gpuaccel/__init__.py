@@ -14,6 +14,7 @@ from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from .cli import doctor
 from .clip import ClipState, clip_grad_norm_, clip_grads_
 from .data import Batches, ByteTokenizer, load_text, make_dataset, train_bpe, val_batches
+from .encoder import Embedding, Encoder, deterministic_embeddings, encoder_backward, reference_encoder, reference_encoder_backward
 from .errors import ArgumentError, BackendError, CaptureError, CheckpointError, CompileError, DataError, GpuaccelError, KernelError, NonFiniteError
 from .exercises import check, hint, solution
 from .graphs import GraphedStep
@@ -24,6 +25,7 @@ from .magics import load_ipython_extension
 from .meter import LateValue, Meter, Reading, StageTimer, peak_flops
 from .models import Config, Transformer, flops_per_token, generate, preset
 from .optimizer import AdamW
+from .segments import Segments, find_segments
 from .show import show
 from .simt import checked
 from .step import TrainStep, token_loss
@@ -38,5 +40,6 @@ __all__ = [
     "load_ipython_extension", "BLOCK_NORMS", "LoRALinear", "apply_lora", "load_lora", "merge_lora", "remove_lora", "save_lora",
     "unmerge_lora", "ClipState", "clip_grad_norm_", "clip_grads_", "NonFiniteError", "LateValue", "Meter", "Reading", "StageTimer", "peak_flops",
     "Config", "Transformer", "flops_per_token", "generate", "preset",
+    "Embedding", "Encoder", "Segments", "deterministic_embeddings", "encoder_backward", "find_segments", "reference_encoder", "reference_encoder_backward",
     "TrainStep", "evaluate", "token_loss", "train", "warmup_cosine", "LiveThroughput",
 ]

@@ -11,7 +11,8 @@ The four ways (`MODES`), one after the other faster:
   host      each gradient is downloaded, added on the CPU, and the sum uploaded at the end (what the reference system did first)
   autograd  torch's own: `p.grad += fresh`, in the parameter's dtype (bf16 parameters: 256 + 1 = 256), moved to the arena at the end
   arena     a hook collects fresh gradients (fp32 or bf16); one launch adds many tensors into fp32
-  fused     the weight-gradient product of every nn.Linear adds into the arena itself; the rest goes as in `arena`
+  fused     the weight-gradient product of every nn.Linear, and the row sums of every nn.Embedding, are added into the arena by
+            themselves; the rest goes as in `arena`
 
 Source: gradient accumulation on the GPU as in entrenar's ALB-091; mixed-precision sums as in Micikevicius et al., 2018.
 """
@@ -27,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .arena import CHUNK, Arena
 from .backend import takes
 from .errors import ArgumentError
-from .fused_linear import FusedLinear, note_for, place, watchers
+from .fused_linear import FusedLinear, fused_classes, note_for, place, watchers
 from .kernel import Kernel, zero_
 
 MODES = ("host", "autograd", "arena", "fused")
@@ -167,7 +168,7 @@ class GradientAccumulator:
         self.arena, self.mode = arena, mode
         self.host = torch.zeros(arena.numel) if mode == "host" else None
         self.final = False                                      # the next backward is the window's last: take squares on the way
-        self._task, self._handles, self._fused, self._products, self._table = None, [], [], set(), (None, None)
+        self._task, self._handles, self._fused, self._dressed, self._products, self._table = None, [], [], [], set(), (None, None)
         self._running = {}                                      # id of a backward -> weak reference that dies with it
         self._forget()
         # Sums that an earlier accumulator has left and that still stand as .grad are gone on with; others are not.
@@ -201,9 +202,12 @@ class GradientAccumulator:
     def _fuse(self, hooked):
         index = {id(p): i for i, p in enumerate(self.arena.params)}
         for part in self.arena.module.modules():
-            i = index.get(id(part.weight)) if type(part) is nn.Linear else None
+            cls = fused_classes.get(type(part))
+            i = index.get(id(part.weight)) if cls and not getattr(part, "max_norm", None) else None
             if i is not None and i not in hooked:
-                part.__class__, part.arena_grad = FusedLinear, self.arena.grad_views[i]
+                if type(part) is not cls:
+                    self._dressed.append(cls.wear(part))
+                part.arena_grad = self.arena.grad_views[i]
                 watchers[place(part.arena_grad)] = note_for(weakref.ref(self), i)
                 self._fused.append(part)
         for part in self.arena.module.modules():
@@ -416,7 +420,8 @@ class GradientAccumulator:
                 watchers.pop(place(part.joint_grad), None)
                 del part.joint_grad, part.joint_weight
             del part.arena_grad
-            part.__class__ = nn.Linear
+        for part in self._dressed:
+            part.shed(part)
         self.arena.before_release.remove(self.close)
         _accumulators.discard(self)
 

@@ -24,13 +24,19 @@ def place(acc: Tensor) -> tuple:
     return acc.data_ptr(), acc.numel()
 
 
-def _add_weight_gradient(acc: Tensor, dy: Tensor, x: Tensor, wanted=None) -> None:
-    """acc (out, in) fp32 += dy (..., out)^T @ x (..., in); fp32 sums and output also for bf16 factors. wanted: see note_for."""
+def rows_asked(acc: Tensor, wanted=None) -> "list[tuple[int, int]] | None":
+    """Says that a gradient is about to be added into a slice of an arena; what note_for returns. ArgumentError where it is none."""
     note = watchers.get(place(acc))
-    rows = note and note(wanted)                                # first: a new window may have to clear the slice
+    rows = note and note(wanted)
     if note is None and acc.numel() and torch._C._current_graph_task_id() != -1:
         raise ArgumentError("the fused product got another tensor than a slice of an arena with an open accumulator: either it was closed "
                             "between forward and backward, or a torch.compile backend other than inductor handed on a copy")
+    return rows
+
+
+def _add_weight_gradient(acc: Tensor, dy: Tensor, x: Tensor, wanted=None) -> None:
+    """acc (out, in) fp32 += dy (..., out)^T @ x (..., in); fp32 sums and output also for bf16 factors. wanted: see note_for."""
+    rows = rows_asked(acc, wanted)                              # first: a new window may have to clear the slice
     dy, x = (t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (dy, x))
     if rows is None:
         _add_product(acc, dy, x)
@@ -85,7 +91,7 @@ class _LinearIntoArena(torch.autograd.Function):
             if torch.compiler.is_compiling():
                 torch.ops.gpuaccel.add_weight_gradient_(ctx.acc, dy, x)
             else:
-                _add_weight_gradient(ctx.acc, dy, x, _asked(ctx.next_functions[1:2]))
+                _add_weight_gradient(ctx.acc, dy, x, asked(ctx.next_functions[1:2]))
         return (dy @ weight if ctx.needs_input_grad[0] else None), None, None
 
 
@@ -105,7 +111,7 @@ class _TogetherIntoArena(torch.autograd.Function):
         if any(ctx.needs_input_grad[4:]) and torch.compiler.is_compiling():
             dx = torch.ops.gpuaccel.together_backward_(ctx.acc, list(dys), x, joint)
         elif any(ctx.needs_input_grad[4:]):
-            dx = _together_backward(ctx.acc, dys, x, joint, _asked(ctx.next_functions[-len(dys):]))
+            dx = _together_backward(ctx.acc, dys, x, joint, asked(ctx.next_functions[-len(dys):]))
         else:
             dx = torch.cat(dys, -1) @ joint
         return dx, None, None, None, *[None] * len(dys)
@@ -167,6 +173,15 @@ class FusedLinear(nn.Linear):
     arena_grad = None                      # (out, in) fp32 slice of arena.grads
     joint_weight = joint_grad = None       # the same of several layers side by side, at the first of them: together()
 
+    @classmethod
+    def wear(cls, part: nn.Linear) -> nn.Linear:
+        part.__class__ = cls
+        return part
+
+    @staticmethod
+    def shed(part: "FusedLinear"):
+        part.__class__ = nn.Linear
+
     def forward(self, x):
         if self.arena_grad is None or not torch.is_grad_enabled():
             return F.linear(x, self.weight, self.bias)
@@ -176,6 +191,9 @@ class FusedLinear(nn.Linear):
     def __reduce_ex__(self, protocol):     # deepcopy and pickle
         state = {k: v for k, v in self.__dict__.items() if k not in ("arena_grad", "joint_weight", "joint_grad")}
         return nn.Linear.__new__, (nn.Linear,), state
+
+
+fused_classes = {nn.Linear: FusedLinear}     # what an accumulator of mode "fused" makes of a module's class, in place; encoder.py adds to it
 
 
 # ---- which product was asked for ----
@@ -206,7 +224,7 @@ def _wanted(parameter) -> bool:
     return _runs(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
-def _asked(edges) -> "list[bool]":
+def asked(edges) -> "list[bool]":
     """The same of the nodes behind an autograd function's inputs. torch.autograd.grad() may have asked for some weights only."""
     return [node is not None and _runs(node) for node, _ in edges]
 

@@ -1,0 +1,422 @@
+"""The encoder, tokens -> wte[token] + wpe[position], with a backward that adds in a fixed order and straight into the sums.
+
+    >>> ga.deterministic_embeddings(model)                      # every nn.Embedding of a model of yours, in place
+    >>> x = ga.Encoder(50257, 768, 1024)(tokens)                # (B, T) -> (B, T, 768)
+    >>> ga.encoder_backward(dwte, dwpe, dout, tokens)           # adds into dwte (V, C) and dwpe (T, C), fp32, bf16 or fp16
+
+The rows of a token are added as segments.py finds them: in the order of their positions, in pieces of 32 that begin with the token's first
+row; the pieces of a longer run by eight warps in turn, then the warps' sums in order. So two runs have the same bits, and a token's gradient
+does not depend on what else is in the batch. Segments are found beside the forward kernel, on a second stream.
+
+A token out of range is never used as an address: forward gives NaN for it, and row 0 of dwte becomes NaN, so that ga.AdamW skips the step;
+the module counts it and knows the first one's place. Tokens on the host are looked at before anything is done.
+Source: llm.c's encoder_backward (buckets made by the CPU), here with segments found on the device.
+"""
+import functools
+import struct
+import warnings
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from . import kernel
+from .adamw import reference_random_bits, reference_round
+from .backend import takes
+from .errors import ArgumentError
+from .fused_linear import asked, fused_classes, rows_asked
+from .kernel import Kernel
+from .segments import MOST, PIECE, TOKEN, Segments, check_tokens, find_segments, launch_segments, reference_segments
+
+TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+THREADS, WARPS, QUADS = 256, 8, 2            # QUADS: groups of 128 channels that a warp sums up
+NO_ROUNDING = (0, 0, 0, 0)                   # seed, address added to the step, step, micro-batch
+_ROUNDING = struct.Struct("QQii").pack
+NEVER = 2**63 - 1
+_library = torch.library.Library("gpuaccel", "FRAGMENT")
+
+
+# ---- reference ------------------------------------------------------------------------------------------------------
+
+def reference_encoder(tokens: Tensor, wte: Tensor, wpe: "Tensor | None" = None) -> Tensor:
+    """wte[token] + wpe[position], NaN for a token out of range. tokens: (..., T); wte: (V, C); wpe: (at least T, C)."""
+    valid = (tokens >= 0) & (tokens < len(wte))
+    out = torch.where(valid[..., None], wte[torch.where(valid, tokens, 0)], torch.nan)
+    return out if wpe is None else out + wpe[:tokens.shape[-1]]
+
+
+def reference_encoder_backward(dwte: "Tensor | None", dwpe: "Tensor | None", dout: Tensor, segments: Segments, *, by_count: bool = False,
+                               rounding=None):
+    """The sums in the kernels' order, in torch: fp32 (fp64 where a tensor is), any device; the kernels give the same bits.
+
+    dout: (..., T, C). by_count: divide by the number of rows. rounding: (seed, step, micro-batch) for bf16; None: to the nearest."""
+    wide = torch.float64 if torch.float64 in {t.dtype for t in (dwte, dwpe, dout) if t is not None} else torch.float32
+    grad = dout.reshape(-1, dout.shape[-1]).to(wide)
+    if dwte is not None and segments.n:
+        row, token = segments.order.long().unbind(1)
+        grad_of = torch.where((row < 0)[:, None], torch.nan, grad[row & MOST])            # as they will be added
+        head = segments.pieces.nonzero()[:, 0]
+        kind = segments.pieces[head].long()
+        rows = torch.where(kind < 0, PIECE, torch.where(kind > PIECE, kind - PIECE, kind))
+        sums = _in_order(grad_of, head, rows, 1)
+        runs = ((kind > 0) & (kind <= PIECE) | (kind < 0)).nonzero()[:, 0]               # the first piece of each run
+        length = kind[runs].abs()
+        count = -(-length // PIECE)
+        total = sums[runs]
+        long = (count > 1).nonzero()[:, 0]
+        if len(long):
+            warps = [_in_order(sums, (runs[long] + w).clamp(max=len(sums) - 1), -(-(count[long] - w) // WARPS), WARPS) for w in range(WARPS)]
+            combined = warps[0]
+            for w in range(1, WARPS):
+                combined = torch.where((count[long] > w)[:, None], combined + warps[w], combined)
+            total[long] = combined
+        if by_count:
+            total = total / length[:, None]
+        _add(dwte, token[head[runs]], total, rounding, 0)
+    if dwpe is not None and dout.numel():
+        T = dout.shape[-2]
+        grad = grad.view(-1, T, grad.shape[-1])
+        total = grad[0]
+        for more in grad[1:]:
+            total = total + more
+        _add(dwpe, torch.arange(T, device=dwpe.device), total, rounding, 1)
+
+
+def _in_order(rows: Tensor, start: Tensor, count: Tensor, step: int) -> Tensor:
+    """rows[start] + rows[start + step] + ..., `count` of them each, one after the other."""
+    total = rows[start]
+    for r in range(1, int(count.max()) if len(count) else 0):
+        live = (count > r).nonzero()[:, 0]
+        total[live] += rows[start[live] + r * step]
+    return total
+
+
+def _add(sums, at, total, rounding, which):
+    value = sums[at].to(total.dtype) + total
+    if rounding is not None and sums.dtype == torch.bfloat16:
+        seed, step, micro = rounding
+        C, group = sums.shape[1], -(-sums.shape[1] // 4) * 4
+        noise = reference_random_bits(seed, 2 * micro + which, len(sums) * group, int(step)).view(-1, group)[:, :C].to(sums.device)
+        sums[at] = reference_round(value, noise[at])
+    else:
+        sums[at] = value.to(sums.dtype)
+
+
+def reference_buckets(tokens: Tensor, C: int, lane: int) -> "tuple[Tensor, Tensor]":
+    """llm.c's buckets, made on the CPU: (buckets (n, 4) int32: first item, how many, token, channel group; items int32: rows).
+
+    lane: channels per lane, 16 bytes of dout. One bucket for each token and group of 32 * lane channels, the fullest first; equally full ones by
+    token and group (llm.c leaves that to an unstable sort). llm.c sizes its buffers with floor(C / (32 lane)) groups, too few for C = 1600."""
+    groups = -(-C // (32 * lane))
+    token, row = tokens.reshape(-1).cpu().long().sort(stable=True)
+    values, counts = torch.unique_consecutive(token, return_counts=True)
+    fullest = counts.argsort(stable=True, descending=True)
+    start = (counts.cumsum(0) - counts)[fullest]
+    columns = [t.repeat_interleave(groups) for t in (start, counts[fullest], values[fullest])]
+    return torch.stack([*columns, torch.arange(groups).repeat(len(values))], 1).int(), row.int()
+
+
+# ---- launchers ------------------------------------------------------------------------------------------------------
+
+@functools.cache
+def _kernel(name: str, **macros) -> Kernel:
+    return Kernel("encoder", name, THREADS=THREADS, PIECE=PIECE, QUADS=QUADS, **macros)
+
+
+def _whole(C, *tensors) -> int:
+    """Can rows of C elements be read four at a time?"""
+    return int(C % 4 == 0 and all(t.data_ptr() % (4 * t.element_size()) == 0 for t in tensors if t is not None))
+
+
+def launch_forward(tokens: Tensor, wte: Tensor, wpe: "Tensor | None", invalid: Tensor) -> Tensor:
+    """encoder_forward. tokens, wte, wpe: contiguous, not empty; wte and wpe of one dtype."""
+    (V, C), rows = wte.shape, tokens.numel()
+    out = torch.empty(*tokens.shape, C, dtype=wte.dtype, device=wte.device)
+    run = _kernel("encoder_forward", TOKEN_T=TOKEN[tokens.dtype], PARAM_T=TYPES[wte.dtype], WHOLE=_whole(C, wte, wpe))
+    run[-(-rows // WARPS), THREADS](out, tokens, wte, wpe, invalid, rows, tokens.shape[-1] if tokens.dim() else 1, C, V)
+    return out
+
+
+def launch_backward(dwte: "Tensor | None", dwpe: "Tensor | None", dout: Tensor, segments: Segments, by_count: bool = False, rounding=None):
+    """encoder_backward_v3 and encoder_combine_v3 for dwte, encoder_wpe for dwpe. All contiguous, dout (rows, C) or (B, T, C), not empty.
+
+    rounding: (seed, step, micro-batch) for bf16 sums; the step a number or a one-element int32 tensor on the device."""
+    C = dout.shape[-1]
+    seed, step, micro = rounding or (0, 0, 0)
+    later = step if isinstance(step, Tensor) else None
+    packed = _ROUNDING(seed, later.data_ptr() if later is not None else 0, 0 if later is not None else step, micro)
+    macros = lambda sums: dict(GRAD_T=TYPES[dout.dtype], ACC_T=TYPES[sums.dtype], WHOLE=_whole(C, sums, dout),
+                               STOCHASTIC=int(rounding is not None and sums.dtype == torch.bfloat16))
+    if dwte is not None:
+        n, windows, groups = segments.n, -(-segments.n // PIECE), -(-C // (128 * QUADS))
+        partials = torch.empty(2 * windows, -(-C // 4) * 4, device=dout.device)
+        _kernel("encoder_backward_v3", **macros(dwte))[(-(-windows // WARPS), groups), THREADS](
+            dwte, partials, dout, segments.order, segments.pieces, n, C, int(by_count), packed, tensors=[later])
+        _kernel("encoder_combine_v3", **macros(dwte))[(windows, groups), THREADS](
+            dwte, partials, segments.order, segments.pieces, n, C, int(by_count), packed, tensors=[later])
+    if dwpe is not None:
+        T = dout.shape[-2]
+        _kernel("encoder_wpe", **macros(dwpe))[-(-T * -(-C // 4) // THREADS), THREADS](
+            dwpe, dout, dout.numel() // (T * C), T, C, packed, tensors=[later])
+
+
+def launch_atomic(dwte: Tensor, dwpe: Tensor, dout: Tensor, tokens: Tensor):
+    """encoder_backward_v1: to be seen, not used. dwte, dwpe: fp32; everything contiguous; dout (B, T, C)."""
+    C = dout.shape[-1]
+    _kernel("encoder_backward_v1", TOKEN_T=TOKEN[tokens.dtype], GRAD_T=TYPES[dout.dtype])[-(-dout.numel() // 256), 256](
+        dwte, dwpe, dout, tokens, tokens.numel(), tokens.shape[-1], C, len(dwte))
+
+
+def launch_buckets(dwte: Tensor, dout: Tensor, buckets: Tensor, items: Tensor):
+    """encoder_backward_v2 over buckets that have been copied to the device. C is a multiple of 16 bytes of dout."""
+    _kernel("encoder_backward_v2", GRAD_T=TYPES[dout.dtype], ACC_T=TYPES[dwte.dtype])[len(buckets), 256](
+        dwte, dout, buckets, items, dout.shape[-1], _ROUNDING(*NO_ROUNDING))
+
+
+# ---- public: the gradients ------------------------------------------------------------------------------------------
+
+def encoder_backward(dwte: "Tensor | None", dwpe: "Tensor | None", dout: Tensor, tokens: Tensor, *, segments: "Segments | None" = None,
+                     padding_idx: "int | None" = None, scale_grad_by_freq: bool = False, seed: "int | None" = None, step=0, micro_batch: int = 0):
+    """Add the gradients of wte and wpe into dwte and dwpe. No host synchronisation where the tokens are on a GPU; may be captured.
+
+    tokens: (..., T) int64 or int32; dout: (..., T, C) fp32, bf16 or fp16, any strides; dwte: (V, C) and dwpe: (at least T, C), contiguous,
+    fp32, bf16 or fp16, either may be None. segments: ga.find_segments(tokens, V, padding_idx), where they are known already.
+    seed: bf16 sums are rounded stochastically, keyed on (seed, element, step, micro_batch); None: to the nearest. step: a number, or an int32
+    tensor of one element on the device, which a captured call reads anew. padding_idx, scale_grad_by_freq: as nn.Embedding's.
+    Raises ArgumentError, with nothing changed, for a wrong dtype, shape or device, sums that are not contiguous, and on the CPU for a token
+    out of range; on a GPU such a token makes row 0 of dwte NaN."""
+    problem = _problem(dwte, dwpe, dout, tokens, seed)
+    if problem:
+        raise ArgumentError(problem)
+    if dwte is not None:
+        check_tokens(tokens, len(dwte))
+        check_range(tokens, len(dwte))
+        segments = segments or find_segments(tokens, len(dwte), padding_idx)
+        if segments.n != tokens.numel():
+            raise ArgumentError(f"segments are of {segments.n} tokens; expected those of these {tokens.numel()}")
+    if dout.numel():
+        _add_gradients(dwte, dwpe, dout, segments, scale_grad_by_freq, None if seed is None else (seed, step, micro_batch))
+
+
+def _problem(dwte, dwpe, dout, tokens, seed) -> "str | None":
+    for name, t in (("dwte", dwte), ("dwpe", dwpe), ("dout", dout), ("tokens", tokens)):
+        if t is None and name in ("dwte", "dwpe"):
+            continue
+        if not isinstance(t, Tensor) or t.layout != torch.strided:
+            return f"{name} is {t.layout if isinstance(t, Tensor) else type(t).__name__}; expected a dense torch tensor"
+        if name != "tokens" and t.dtype not in TYPES and t.dtype != torch.float64:
+            return f"{name} is {t.dtype}; expected torch.float32, torch.bfloat16 or torch.float16"
+        if t.device != tokens.device:
+            return f"{name} is on {t.device}, tokens on {tokens.device}; expected one device"
+    if dout.dim() < 1 or dout.shape[:-1] != tokens.shape:
+        return f"dout has shape {tuple(dout.shape)}; expected {(*tokens.shape, 'C')}, that of tokens and the channels"
+    for name, t, least in (("dwte", dwte, 1), ("dwpe", dwpe, tokens.shape[-1] if tokens.dim() else 1)):
+        if t is None:
+            continue
+        if t.dim() != 2 or t.shape[1] != dout.shape[-1] or len(t) < least:
+            return f"{name} has shape {tuple(t.shape)}; expected ({'V' if name == 'dwte' else f'at least {least}'}, {dout.shape[-1]})"
+        if not t.is_contiguous():
+            return f"{name} has shape {tuple(t.shape)} with strides {t.stride()}; expected a contiguous tensor, which is added into"
+    if seed is not None and not 0 <= seed < 2**64:
+        return f"seed is {seed}; expected a whole number from 0 to 2^64 - 1"
+    return None
+
+
+def check_range(tokens: Tensor, vocab: int):
+    """Where the host can see the tokens: ArgumentError for the first one outside of 0 .. vocab - 1, with its position."""
+    if tokens.is_cuda or not tokens.numel() or torch.compiler.is_compiling() or kernel.recorders:
+        return
+    wrong = (tokens < 0) | (tokens >= vocab)
+    if wrong.any():
+        at = wrong.nonzero()[0].tolist()
+        raise ArgumentError(f"token {int(tokens[tuple(at)])} at {tuple(at)} of tokens {tuple(tokens.shape)} is out of range; expected 0 to {vocab - 1}")
+
+
+def _add_gradients(dwte, dwpe, dout, segments, by_count, rounding):
+    if takes(dout.device) and all(t is None or t.dtype in TYPES for t in (dwte, dwpe, dout)):
+        launch_backward(dwte, dwpe, dout.contiguous(), segments, by_count, rounding)
+        torch.autograd.graph.increment_version([t for t in (dwte, dwpe) if t is not None])
+    else:
+        reference_encoder_backward(dwte, dwpe, dout, segments, by_count=by_count, rounding=rounding)
+
+
+# ---- the operations that autograd and torch.compile see -------------------------------------------------------------
+
+_library.define("encoder_forward(Tensor tokens, Tensor wte, Tensor? wpe, Tensor(a!) invalid, int left_out, bool segments) -> (Tensor, Tensor)")
+_library.define("encoder_backward_(Tensor(a!) sums, Tensor dout, Tensor? segments, bool by_count, bool into_arena) -> ()")
+
+
+@functools.cache
+def _beside(index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(index)
+
+
+def _forward(tokens, wte, wpe, invalid, left_out, segments):
+    """(output, segments as (3 N,) int32 or an empty tensor)."""
+    if not (takes(wte.device) and wte.dtype in TYPES and tokens.numel() and wte.shape[1]):
+        _count_invalid(tokens, len(wte), invalid)
+        found = reference_segments(tokens, len(wte), left_out).buffer if segments else torch.empty(0, dtype=torch.int32, device=tokens.device)
+        return reference_encoder(tokens, wte, wpe), found
+    tokens, wte, wpe = tokens.contiguous(), wte.contiguous(), wpe if wpe is None else wpe.contiguous()
+    if not segments:
+        return launch_forward(tokens, wte, wpe, invalid), torch.empty(0, dtype=torch.int32, device=tokens.device)
+    side = _beside(wte.device.index) if wte.is_cuda else None
+    found = launch_segments(tokens.view(-1), len(wte), left_out, side)
+    out = launch_forward(tokens, wte, wpe, invalid)
+    if side is not None:
+        torch.cuda.current_stream(wte.device).wait_stream(side)
+    return out, found.buffer[:3 * found.n]
+
+
+def _count_invalid(tokens, vocab, invalid):
+    """What encoder_forward leaves there, in torch."""
+    flat = tokens.reshape(-1).long()
+    if len(flat):
+        wrong, at = (flat < 0) | (flat >= vocab), torch.arange(len(flat), device=flat.device) << 32
+        low = torch.full_like(flat, tokens.shape[-1] if tokens.dim() else 1), flat.clamp(-2**31, MOST) & 0xFFFFFFFF
+        firsts = [torch.where(wrong, at | half, NEVER).min().minimum(old) for half, old in zip(low, invalid[1:])]
+        invalid.copy_(torch.stack([invalid[0] + wrong.sum(), *firsts]))
+
+
+def _backward(sums, dout, segments, by_count, into_arena, wanted=None):
+    """sums += the gradient: that of wte, or without segments that of wpe."""
+    if into_arena and rows_asked(sums, wanted) is not None or not dout.numel():      # asked first: a new window may have to clear the slice
+        return
+    found = None if segments is None else Segments(segments, dout.numel() // dout.shape[-1])
+    _add_gradients(*((None, sums) if found is None else (sums, None)), dout, found, by_count, None)
+
+
+for _name, _function in (("encoder_forward", _forward), ("encoder_backward_", _backward)):
+    _library.impl(_name, _function, "CPU")
+    _library.impl(_name, _function, "CUDA")
+torch.library.register_fake(
+    "gpuaccel::encoder_forward", lambda tokens, wte, wpe, invalid, left_out, segments:
+    (wte.new_empty(*tokens.shape, wte.shape[1]), tokens.new_empty(3 * tokens.numel() if segments else 0, dtype=torch.int32)), lib=_library)
+torch.library.register_fake("gpuaccel::encoder_backward_", lambda *args: None, lib=_library)
+
+
+class _Encode(torch.autograd.Function):
+    """wte[tokens] + wpe, whose backward adds into the sums of an arena, or hands fresh gradients to autograd."""
+
+    @staticmethod
+    def forward(ctx, tokens, wte, wpe, sums, invalid, left_out, by_count):
+        out, segments = torch.ops.gpuaccel.encoder_forward(tokens, wte, wpe, invalid, left_out, ctx.needs_input_grad[1])
+        ctx.save_for_backward(segments, wte, wpe)
+        ctx.sums, ctx.by_count = sums, by_count
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        segments, *weights = ctx.saved_tensors
+        dout, fresh = dout.contiguous(), []
+        for i, (weight, sums) in enumerate(zip(weights, ctx.sums)):
+            fresh.append(torch.zeros_like(weight, memory_format=torch.contiguous_format) if ctx.needs_input_grad[1 + i] and sums is None else None)
+            if ctx.needs_input_grad[1 + i]:
+                args = fresh[i] if sums is None else sums, dout, None if i else segments, ctx.by_count, sums is not None
+                if torch.compiler.is_compiling():
+                    torch.ops.gpuaccel.encoder_backward_(*args)
+                else:
+                    _backward(*args, asked(ctx.next_functions[1 + i:2 + i]))
+        return None, *fresh, None, None, None, None
+
+
+def encode(tokens: Tensor, wte: "Embedding", wpe: "Embedding | None" = None) -> Tensor:
+    """wte.weight[tokens], and with wpe + wpe.weight[position]. tokens: (..., T) int64 or int32."""
+    check_tokens(tokens, len(wte.weight))
+    if tokens.device != wte.weight.device:
+        raise ArgumentError(f"tokens are on {tokens.device}, wte on {wte.weight.device}; expected one device")
+    check_range(tokens, len(wte.weight))
+    weights = wte.weight, None if wpe is None else wpe.weight
+    left_out = -1 if wte.padding_idx is None else wte.padding_idx
+    if not torch.is_grad_enabled() or not any(w is not None and w.requires_grad for w in weights):
+        return torch.ops.gpuaccel.encoder_forward(tokens, *weights, wte.invalid, left_out, False)[0]
+    sums = wte.arena_grad, None if wpe is None else wpe.arena_grad
+    return _Encode.apply(tokens, *weights, sums, wte.invalid, left_out, wte.scale_grad_by_freq)
+
+
+# ---- public: modules ------------------------------------------------------------------------------------------------
+
+class Embedding(nn.Embedding):
+    """A drop-in for nn.Embedding (same arguments and state_dict) whose gradient has the same bits in every run, and goes straight into an arena.
+
+    tokens: any shape, int64 or int32. max_norm and sparse are refused (ArgumentError). Not twice differentiable. A token out of range:
+    see this module's first lines, and invalid_tokens()."""
+
+    arena_grad = None                       # (V, C) fp32 slice of arena.grads, while an accumulator of mode "fused" is at work
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.wear(self)
+
+    @classmethod
+    def wear(cls, part: nn.Embedding) -> nn.Embedding:
+        """Make a plain nn.Embedding one of these, in place: its parameter, hooks and state stay. ArgumentError for what is refused."""
+        if part.max_norm is not None or part.sparse:
+            what = f"max_norm={part.max_norm}" if part.max_norm is not None else "sparse=True"
+            raise ArgumentError(f"{what}: the weight is not changed in forward and its gradient is dense here; keep torch.nn.Embedding for it")
+        part.__class__ = cls
+        part.register_buffer("invalid", torch.tensor([0, NEVER, NEVER], device=part.weight.device), persistent=False)
+        return part
+
+    @staticmethod
+    def shed(part: "Embedding"):
+        """The way back to a plain nn.Embedding."""
+        del part.invalid
+        part.__class__ = nn.Embedding
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return encode(tokens, self)
+
+    def invalid_tokens(self) -> "dict | None":
+        """{"count": tokens out of range so far, "token": one, "position": (row, column) of it in its batch}, or None. Waits for the device.
+        A token beyond 32 bits is shown as the nearest number within."""
+        count, where, token = self.invalid.tolist()
+        if not count:
+            return None
+        row, T = where >> 32, where & 0xFFFFFFFF
+        return {"count": count, "token": (token + 2**31 & 0xFFFFFFFF) - 2**31, "position": (row // T, row % T)}
+
+    def __getstate__(self):                 # a copy or pickle is not the arena's
+        return {key: value for key, value in self.__dict__.items() if key != "arena_grad"}
+
+
+fused_classes.update({nn.Embedding: Embedding, Embedding: Embedding})
+
+
+class Encoder(nn.Module):
+    """tokens (..., T) -> wte[token] + wpe[position], (..., T, dim); T up to `positions`. Both in one kernel, forward and backward.
+
+    wte, wpe: Embedding modules of (vocab, dim) and (positions, dim), initialised with std 0.02 as GPT-2's."""
+
+    def __init__(self, vocab: int, dim: int, positions: int, *, device=None, dtype=None):
+        super().__init__()
+        self.wte = Embedding(vocab, dim, device=device, dtype=dtype)
+        self.wpe = Embedding(positions, dim, device=device, dtype=dtype)
+        for part in (self.wte, self.wpe):
+            nn.init.normal_(part.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not tokens.dim() or tokens.shape[-1] > len(self.wpe.weight):
+            raise ArgumentError(f"tokens have shape {tuple(tokens.shape)}; expected (..., T) with T up to {len(self.wpe.weight)}, the rows of wpe")
+        if self.wte.weight.dtype != self.wpe.weight.dtype:
+            raise ArgumentError(f"wpe is {self.wpe.weight.dtype}, wte {self.wte.weight.dtype}; expected one dtype")
+        return encode(tokens, self.wte, self.wpe)
+
+    def extra_repr(self):
+        return f"{self.wte.num_embeddings} tokens, {self.wpe.num_embeddings} positions, {self.wte.embedding_dim} channels"
+
+
+def deterministic_embeddings(model: nn.Module) -> "list[str]":
+    """Make every nn.Embedding of `model` a ga.Embedding, in place. Returns their names; weights, hooks, ties and state_dict stay.
+
+    ArgumentError, with nothing changed, for one with max_norm or sparse=True; subclasses with a forward of their own stay as they are, with a warning."""
+    found = [(name, part) for name, part in model.named_modules() if type(part) is nn.Embedding]
+    for name, part in found:
+        if part.max_norm is not None or part.sparse:
+            raise ArgumentError(f"{name or 'the model'} has {'sparse=True' if part.sparse else f'max_norm={part.max_norm}'}, which a deterministic "
+                                "embedding does not do; expected a plain nn.Embedding")
+    own = [f"{name} ({type(part).__name__})" for name, part in model.named_modules() if isinstance(part, nn.Embedding) and type(part) not in fused_classes]
+    if own:
+        warnings.warn(f"left as they are, because they are classes of their own: {', '.join(own)}", stacklevel=2)
+    return [name for name, part in found if Embedding.wear(part)]
