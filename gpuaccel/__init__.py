@@ -23,7 +23,7 @@ from .ledger import Ledger, ledger
 from .lora import BLOCK_NORMS, LoRALinear, apply_lora, load_lora, merge_lora, remove_lora, save_lora, unmerge_lora
 from .magics import load_ipython_extension
 from .meter import LateValue, Meter, Reading, StageTimer, peak_flops
-from .models import Config, Transformer, flops_per_token, generate, preset
+from .models import GPT2, Config, Transformer, flops_per_token, generate, preset
 from .optimizer import AdamW
 from .segments import Segments, find_segments
 from .show import show
@@ -39,7 +39,7 @@ __all__ = [
     "GpuaccelError", "KernelError", "check", "checked", "hint", "solution", "show", "Kernel", "compile", "kernel_names", "Ledger", "ledger",
     "load_ipython_extension", "BLOCK_NORMS", "LoRALinear", "apply_lora", "load_lora", "merge_lora", "remove_lora", "save_lora",
     "unmerge_lora", "ClipState", "clip_grad_norm_", "clip_grads_", "NonFiniteError", "LateValue", "Meter", "Reading", "StageTimer", "peak_flops",
-    "Config", "Transformer", "flops_per_token", "generate", "preset",
+    "Config", "GPT2", "Transformer", "flops_per_token", "generate", "preset",
     "Embedding", "Encoder", "Segments", "deterministic_embeddings", "encoder_backward", "find_segments", "reference_encoder", "reference_encoder_backward",
     "TrainStep", "evaluate", "token_loss", "train", "warmup_cosine", "LiveThroughput",
 ]

@@ -22,7 +22,7 @@ import struct
 import weakref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .arena import CHUNK, Arena

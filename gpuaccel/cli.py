@@ -31,7 +31,7 @@ from .errors import ArgumentError, CheckpointError, GpuaccelError
 OUT = "runs/{model}"
 # What a preset trains with unless told otherwise: tokens, sequences per optimizer step, learning rate.
 VAL_BATCHES = 8
-RECIPES = {"tiny": ("byte", 8, 3e-3), "llama-350m": ("bpe", 16, 3e-4)}
+RECIPES = {"tiny": ("byte", 8, 3e-3), "llama-350m": ("bpe", 16, 3e-4), "gpt2-124m": ("bpe", 16, 6e-4)}
 
 
 # ---- doctor ---------------------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def _train(args):
     from .backend import backend, default_device
     from .data import Batches, make_dataset, val_batches
     from .meter import Meter, peak_flops
-    from .models import Transformer, flops_per_token, preset
+    from .models import flops_per_token, preset
     from .step import TrainStep
     from .train import evaluate, train, warmup_cosine
     tokens, device = _complete(args), default_device()
@@ -312,7 +312,7 @@ def _train(args):
 
     torch.manual_seed(args.seed)
     dtype = torch.bfloat16 if device.type == "cuda" and args.model != "tiny" else torch.float32
-    model = Transformer(config).to(device, dtype)
+    model = config.build().to(device, dtype)
     arena = Arena(model)
     opt = AdamW(arena, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, max_norm=1.0)
     meter = Meter(device, flops_per_token(config, args.seq), peak_flops(device, dtype))
@@ -361,13 +361,13 @@ def sample_command(args):
     from .backend import default_device
     from .checkpoint import latest_checkpoint, load_checkpoint
     from .data import BPETokenizer, ByteTokenizer
-    from .models import Config, Transformer
+    from .models import Config
     path = pathlib.Path(args.checkpoint).expanduser()
     found = latest_checkpoint(path) if path.is_dir() else path
     if found is None or not found.is_file():
         raise CheckpointError(f"{path} holds no checkpoint; expected a file step-*.safetensors, or the folder of a run")
     description = _read_run(found.with_name("run.json"))
-    model = Transformer(Config(**description["config"])).to(default_device())
+    model = Config(**description["config"]).build().to(default_device())
     load_checkpoint(found, model=model, restore_rng=False)
     tokenizer = BPETokenizer(description["bpe"]) if "bpe" in description else ByteTokenizer()
     print(_sample(model, tokenizer, args.prompt, args.tokens, args.temperature, args.seed))

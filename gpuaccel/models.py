@@ -1,11 +1,14 @@
-"""A Llama-style transformer, small enough to read, with the nine tensors per block of the reference system.
+"""Two transformers, small enough to read: a Llama with the nine tensors per block of the reference system, and GPT-2.
 
     >>> model = ga.Transformer(ga.preset("tiny"))            # byte tokens, trains on two CPU cores
+    >>> model = ga.GPT2(ga.preset("gpt2-124m"))              # or ga.preset(...).build() for either
     >>> logits = model(tokens)                               # (B, T) int64 -> (B, T, V)
     >>> ga.generate(model, tokens, 100, seed=0)              # (B, T + 100)
 
-Block: x = x + Attention(input_norm(x)), then x = x + down(silu(gate(h)) * up(h)) with h = post_attn_norm(x). Attention is causal, with
-rotary positions (Su et al., 2021) and grouped key/value heads (Ainslie et al., 2023). Shapes: B batch, T time, H hidden, V vocabulary.
+Llama's block: x = x + Attention(input_norm(x)), then x = x + down(silu(gate(h)) * up(h)) with h = post_attn_norm(x). Attention is causal,
+with rotary positions (Su et al., 2021) and grouped key/value heads (Ainslie et al., 2023). GPT-2's (Radford et al., 2019): positions are
+learned (ga.Encoder), LayerNorm and biases, x = x + proj(Attention(qkv(ln_1(x)))), then x = x + down(gelu(up(ln_2(x)))), and the embedding is
+the output layer too. Shapes: B batch, T time, H hidden, V vocabulary.
 """
 import dataclasses
 import math
@@ -15,13 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .encoder import Encoder
 from .errors import ArgumentError
 from .fused_linear import gated, together
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of a Transformer. head_dim defaults to hidden / heads, and heads * head_dim may differ from hidden."""
+    """Sizes of a model. head_dim defaults to hidden / heads, and heads * head_dim may differ from hidden. family: "llama" or "gpt2" (always
+    tied, as many key/value heads as heads)."""
     vocab: int
     hidden: int
     intermediate: int
@@ -33,6 +38,7 @@ class Config:
     tied: bool = False                  # one tensor for embedding and LM head
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+    family: str = "llama"
 
     def __post_init__(self):
         if self.head_dim is None:
@@ -41,18 +47,29 @@ class Config:
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
         if self.heads % self.kv_heads:
             raise ArgumentError(f"heads is {self.heads}, not a multiple of kv_heads = {self.kv_heads}")
-        if self.head_dim % 2:
+        if self.head_dim % 2 and self.family == "llama":
             raise ArgumentError(f"head_dim is {self.head_dim}; rotary positions need an even one")
+        if self.family not in ("llama", "gpt2"):
+            raise ArgumentError(f"family is {self.family!r}; expected llama or gpt2")
+        if self.family == "gpt2" and (self.kv_heads != self.heads or not self.tied):
+            raise ArgumentError(f"kv_heads is {self.kv_heads} and tied {self.tied}; GPT-2 has as many as heads, {self.heads}, and is tied")
+
+    def build(self) -> nn.Module:
+        """A Transformer or a GPT2 of these sizes."""
+        return (GPT2 if self.family == "gpt2" else Transformer)(self)
 
 
 PRESETS = {
     "tiny": Config(vocab=256, hidden=128, intermediate=384, layers=4, heads=4, kv_heads=2, T=128),
     "llama-350m": Config(vocab=32768, hidden=1024, intermediate=4096, layers=24, heads=16, kv_heads=4, T=1024),
+    # GPT-2's 50,257 tokens, and 47 rows that fill up a multiple of 128: products are a good deal faster.
+    "gpt2-124m": Config(vocab=50304, hidden=768, intermediate=3072, layers=12, heads=12, kv_heads=12, T=1024, tied=True, family="gpt2"),
+    "gpt2-xl": Config(vocab=50304, hidden=1600, intermediate=6400, layers=48, heads=25, kv_heads=25, T=1024, tied=True, family="gpt2"),
 }
 
 
 def preset(name: str, **changes) -> Config:
-    """The Config called "tiny" or "llama-350m", with some fields changed."""
+    """The Config called "tiny", "llama-350m", "gpt2-124m" or "gpt2-xl", with some fields changed."""
     if name not in PRESETS:
         raise ArgumentError(f"there is no preset {name!r}; presets: {', '.join(PRESETS)}")
     return dataclasses.replace(PRESETS[name], **changes)
@@ -128,12 +145,56 @@ class Transformer(nn.Module):
         return self.lm_head(self.final_norm(x))
 
 
+class GPT2Block(nn.Module):
+    """One block of GPT-2: twelve tensors."""
+
+    def __init__(self, c: Config):
+        super().__init__()
+        self.head_dim, width = c.head_dim, c.heads * c.head_dim
+        self.ln_1 = nn.LayerNorm(c.hidden, eps=c.norm_eps)
+        self.qkv = nn.Linear(c.hidden, 3 * width)
+        self.proj = nn.Linear(width, c.hidden)
+        self.ln_2 = nn.LayerNorm(c.hidden, eps=c.norm_eps)
+        self.up = nn.Linear(c.hidden, c.intermediate)
+        self.down = nn.Linear(c.intermediate, c.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.ln_1(x)).unflatten(-1, (3, -1, self.head_dim)).permute(2, 0, 3, 1, 4)      # each (B, heads, T, head_dim)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh"))
+
+
+class GPT2(nn.Module):
+    """tokens (B, T) int64 -> logits (B, T, V) in the weights' dtype. T up to config.T."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.config = config
+        self.encoder = Encoder(config.vocab, config.hidden, config.T)
+        self.blocks = nn.ModuleList(GPT2Block(config) for _ in range(config.layers))
+        self.final_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
+        self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
+        for name, p in self.blocks.named_parameters():
+            if p.dim() == 2:
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.layers) if name.endswith(("proj.weight", "down.weight")) else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+        self.lm_head.weight = self.encoder.wte.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.encoder(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.lm_head(self.final_norm(x))
+
+
 def flops_per_token(config: Config, T: int) -> int:
     """Floating-point operations of forward and backward per token, for utilisation: 6 per weight of every matrix product, and
     12 * layers * q_dim * T for attention (the convention of PaLM, Chowdhery et al., 2022, appendix B; causality not discounted)."""
     c = config
     q_dim, kv_dim = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    weights = c.layers * (c.hidden * (2 * q_dim + 2 * kv_dim) + 3 * c.hidden * c.intermediate) + c.vocab * c.hidden
+    weights = c.layers * (c.hidden * (2 * q_dim + 2 * kv_dim) + (2 if c.family == "gpt2" else 3) * c.hidden * c.intermediate) + c.vocab * c.hidden
     return 6 * weights + 12 * c.layers * q_dim * T
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuaccel.errors import ArgumentError
-from gpuaccel.models import PRESETS, Config, Transformer, flops_per_token, generate, preset, rotary_table, rotate
+from gpuaccel.models import GPT2, PRESETS, Config, Transformer, flops_per_token, generate, preset, rotary_table, rotate
 
 NINE = {"w_q.weight", "w_k.weight", "w_v.weight", "w_o.weight", "gate.weight", "up.weight", "down.weight",
     "input_norm.weight", "post_attn_norm.weight"}
@@ -19,7 +19,7 @@ def small(**changes):
     return Transformer(Config(**{**SMALL, **changes}))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", [name for name in PRESETS if PRESETS[name].family == "llama"])
 def test_a_block_has_the_nine_tensors(name):
     with torch.device("meta"):
         model = Transformer(preset(name))
@@ -43,17 +43,55 @@ def test_parameter_counts_of_the_presets():
         2 * 128 + 128 * (2 * 128 + 2 * 64) + 3 * 128 * 384)
 
 
+@pytest.mark.parametrize("name, count, hidden", [("gpt2-124m", 124_439_808, 768), ("gpt2-xl", 1_557_611_200, 1600)])
+def test_parameter_counts_of_gpt2(name, count, hidden):
+    """As published, and the 47 rows that fill up the vocabulary."""
+    with torch.device("meta"):
+        model = preset(name).build()
+    assert isinstance(model, GPT2) and model.encoder.wte.weight.shape == (50304, hidden)
+    assert sum(p.numel() for p in model.parameters()) == count + 47 * hidden
+
+
+def test_gpt2_computes_what_transformers_computes():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = Config(vocab=31, hidden=24, intermediate=96, layers=2, heads=3, kv_heads=3, T=16, tied=True, family="gpt2").build()
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=31, n_embd=24, n_layer=2, n_head=3, n_positions=16,
+                                                                  resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    for p in model.parameters():                       # biases and norms that say something
+        torch.nn.init.normal_(p, std=0.3)
+    mine, state = model.state_dict(), theirs.state_dict()
+    names = {"encoder.wte.": "transformer.wte.", "encoder.wpe.": "transformer.wpe.", "final_norm.": "transformer.ln_f.", "blocks.": "transformer.h.",
+             ".qkv.": ".attn.c_attn.", ".proj.": ".attn.c_proj.", ".up.": ".mlp.c_fc.", ".down.": ".mlp.c_proj."}
+    for name, value in mine.items():
+        other = name
+        for a, b in names.items():
+            other = other.replace(a, b)
+        state[other].copy_(value.t() if any(part in name for part in (".qkv.w", ".proj.w", ".up.w", ".down.w")) else value)
+    tokens = torch.randint(0, 31, (2, 16))
+    a, b = model(tokens), theirs(tokens).logits
+    d = (a - b).abs().max()
+    assert d < 1e-4 * b.abs().max(), f"largest difference {d:.3g} of {b.abs().max():.3g}"
+    a.square().mean().backward()
+    b.square().mean().backward()
+    for part, other in ((model.encoder.wte, theirs.transformer.wte), (model.encoder.wpe, theirs.transformer.wpe)):
+        d = (part.weight.grad - other.weight.grad).abs().max()
+        assert d < 1e-4 * other.weight.grad.abs().max(), f"largest difference {d:.3g}"
+
+
 @pytest.mark.parametrize("changes, message", [
     (dict(hidden=18), "hidden is 18, not a multiple of heads = 4: give head_dim"),
     (dict(kv_heads=3), "heads is 4, not a multiple of kv_heads = 3"),
-    (dict(head_dim=5), "head_dim is 5; rotary positions need an even one")])
+    (dict(head_dim=5), "head_dim is 5; rotary positions need an even one"),
+    (dict(family="gpt3"), "family is 'gpt3'; expected llama or gpt2"),
+    (dict(family="gpt2"), "kv_heads is 2 and tied False; GPT-2 has as many as heads, 4, and is tied")])
 def test_sizes_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(ArgumentError, match=message):
         Config(**{**SMALL, **changes})
 
 
 def test_an_unknown_preset_lists_the_known_ones():
-    with pytest.raises(ArgumentError, match="there is no preset 'huge'; presets: tiny, llama-350m"):
+    with pytest.raises(ArgumentError, match="there is no preset 'huge'; presets: tiny, llama-350m, gpt2-124m, gpt2-xl"):
         preset("huge")
     assert preset("tiny", layers=1).layers == 1 and preset("tiny").layers == 4
 
@@ -149,6 +187,9 @@ def test_flops_per_token_count_six_per_weight_and_attention():
     model = Transformer(c)
     matrices = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and n != "embedding.weight")
     assert flops_per_token(c, 128) == 6 * matrices + 12 * c.layers * c.heads * c.head_dim * 128
+    c = preset("gpt2-124m", layers=2, hidden=48, intermediate=96, vocab=64)
+    matrices = sum(p.numel() for n, p in c.build().named_parameters() if p.dim() == 2 and "wpe" not in n)
+    assert flops_per_token(c, 64) == 6 * matrices + 12 * c.layers * c.heads * c.head_dim * 64
 
 
 @pytest.mark.gpu
