@@ -301,18 +301,20 @@ class _Encode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tokens, wte, wpe, sums, invalid, left_out, by_count):
         out, segments = torch.ops.gpuaccel.encoder_forward(tokens, wte, wpe, invalid, left_out, ctx.needs_input_grad[1])
-        ctx.save_for_backward(segments, wte, wpe)
-        ctx.sums, ctx.by_count = sums, by_count
+        ctx.save_for_backward(segments)
+        ctx.sums, ctx.by_count, ctx.weights = sums, by_count, [None if w is None else (w.shape, w.dtype) for w in (wte, wpe)]
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        segments, *weights = ctx.saved_tensors
-        dout, fresh = dout.contiguous(), []
-        for i, (weight, sums) in enumerate(zip(weights, ctx.sums)):
-            fresh.append(torch.zeros_like(weight, memory_format=torch.contiguous_format) if ctx.needs_input_grad[1 + i] and sums is None else None)
+        segments, = ctx.saved_tensors
+        dout, fresh = dout.contiguous(), [None, None]
+        for i, sums in enumerate(ctx.sums):
             if ctx.needs_input_grad[1 + i]:
+                if sums is None:
+                    shape, dtype = ctx.weights[i]
+                    fresh[i] = dout.new_zeros(shape, dtype=dtype)
                 args = fresh[i] if sums is None else sums, dout, None if i else segments, ctx.by_count, sums is not None
                 if torch.compiler.is_compiling():
                     torch.ops.gpuaccel.encoder_backward_(*args)

@@ -22,6 +22,7 @@ from .backend import backend, takes
 from .clip import KINDS, POLICIES, SCOPES, ClipState, arena_squares, check_choice, check_gradients, check_max_norm, dense, kernel_takes, \
     launch_reduce, launch_squares, launches_for, new_state, reference_norms, reference_scale, unnamed
 from .clip import _kernel as clip_kernel
+from .encoder import Embedding
 from .errors import ArgumentError, NonFiniteError
 
 @dataclass(slots=True)
@@ -106,11 +107,14 @@ class AdamW(torch.optim.AdamW):
         return next((work.record[1] for work in self._work.values()), torch.zeros((), dtype=torch.int32))
 
     def last_skip(self) -> "dict | None":
-        """{"step": which call of step(), "tensor": name of its first gradient that was not finite}, or None. Waits for the device."""
+        """{"step": which call of step(), "tensor": name of its first gradient that was not finite}, or None; over an arena also "invalid_tokens":
+        of each ga.Embedding that has seen a token out of range. Waits for the device."""
         for work in self._work.values():
             asked, skipped, step, tensor = work.record.tolist()
             if skipped:
-                return {"step": step, "tensor": self.names()[tensor] if tensor >= 0 else None}
+                seen = {name: part.invalid_tokens() for name, part in (self.arena.module.named_modules() if self.arena else ()) if isinstance(part, Embedding)}
+                seen = {name: found for name, found in seen.items() if found}
+                return {"step": step, "tensor": self.names()[tensor] if tensor >= 0 else None, **({"invalid_tokens": seen} if seen else {})}
         return None
 
     def names(self) -> "list[str]":
