@@ -146,14 +146,14 @@ def launch_backward(dwte: "Tensor | None", dwpe: "Tensor | None", dout: Tensor, 
     later = step if isinstance(step, Tensor) else None
     packed = _ROUNDING(seed, later.data_ptr() if later is not None else 0, 0 if later is not None else step, micro)
     macros = lambda sums: dict(GRAD_T=TYPES[dout.dtype], ACC_T=TYPES[sums.dtype], WHOLE=_whole(C, sums, dout),
-                               STOCHASTIC=int(rounding is not None and sums.dtype == torch.bfloat16))
+                               STOCHASTIC=int(rounding is not None and sums.dtype == torch.bfloat16), BY_COUNT=int(by_count))
     if dwte is not None:
         n, windows, groups = segments.n, -(-segments.n // PIECE), -(-C // (128 * QUADS))
         partials = torch.empty(2 * windows, -(-C // 4) * 4, device=dout.device)
         _kernel("encoder_backward_v3", **macros(dwte))[(-(-windows // WARPS), groups), THREADS](
-            dwte, partials, dout, segments.order, segments.pieces, n, C, int(by_count), packed, tensors=[later])
+            dwte, partials, dout, segments.order, segments.pieces, n, C, packed, tensors=[later])
         _kernel("encoder_combine_v3", **macros(dwte))[(windows, groups), THREADS](
-            dwte, partials, segments.order, segments.pieces, n, C, int(by_count), packed, tensors=[later])
+            dwte, partials, segments.order, segments.pieces, n, C, packed, tensors=[later])
     if dwpe is not None:
         T = dout.shape[-2]
         _kernel("encoder_wpe", **macros(dwpe))[-(-T * -(-C // 4) // THREADS), THREADS](
@@ -323,6 +323,11 @@ class _Encode(torch.autograd.Function):
         return None, *fresh, None, None, None, None
 
 
+def _none_seen(device) -> Tensor:
+    """(3,) int64 for encoder_forward: how many tokens were out of range; the first one's position << 32 | T; position << 32 | token."""
+    return torch.tensor([0, NEVER, NEVER], device=device)
+
+
 def encode(tokens: Tensor, wte: "Embedding", wpe: "Embedding | None" = None) -> Tensor:
     """wte.weight[tokens], and with wpe + wpe.weight[position]. tokens: (..., T) int64 or int32."""
     check_tokens(tokens, len(wte.weight))
@@ -330,6 +335,8 @@ def encode(tokens: Tensor, wte: "Embedding", wpe: "Embedding | None" = None) -> 
         raise ArgumentError(f"tokens are on {tokens.device}, wte on {wte.weight.device}; expected one device")
     check_range(tokens, len(wte.weight))
     weights = wte.weight, None if wpe is None else wpe.weight
+    if wte.invalid is None:                 # made on the meta device
+        wte.invalid = _none_seen(tokens.device)
     left_out = -1 if wte.padding_idx is None else wte.padding_idx
     if not torch.is_grad_enabled() or not any(w is not None and w.requires_grad for w in weights):
         return torch.ops.gpuaccel.encoder_forward(tokens, *weights, wte.invalid, left_out, False)[0]
@@ -358,7 +365,7 @@ class Embedding(nn.Embedding):
             what = f"max_norm={part.max_norm}" if part.max_norm is not None else "sparse=True"
             raise ArgumentError(f"{what}: the weight is not changed in forward and its gradient is dense here; keep torch.nn.Embedding for it")
         part.__class__ = cls
-        part.register_buffer("invalid", torch.tensor([0, NEVER, NEVER], device=part.weight.device), persistent=False)
+        part.register_buffer("invalid", None if part.weight.is_meta else _none_seen(part.weight.device), persistent=False)
         return part
 
     @staticmethod
@@ -373,7 +380,7 @@ class Embedding(nn.Embedding):
     def invalid_tokens(self) -> "dict | None":
         """{"count": tokens out of range so far, "token": one, "position": (row, column) of it in its batch}, or None. Waits for the device.
         A token beyond 32 bits is shown as the nearest number within."""
-        count, where, token = self.invalid.tolist()
+        count, where, token = (0, 0, 0) if self.invalid is None else self.invalid.tolist()
         if not count:
             return None
         row, T = where >> 32, where & 0xFFFFFFFF

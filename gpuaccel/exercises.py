@@ -18,13 +18,14 @@ from html import escape
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import nvrtc
+from . import encoder_puzzles, nvrtc, puzzles
 from .backend import backend, default_device, find_compiler
 from .capture import TapeRecorder
 from .errors import ArgumentError, CaptureError, GpuaccelError, KernelError
 from .kernel import Kernel
-from .puzzles import BLOCK, EXERCISES, Exercise
+from .puzzles import BLOCK, Exercise
 
+EXERCISES = puzzles.EXERCISES | encoder_puzzles.EXERCISES
 SIZES = (1, 255, 256, 257, 1000, 4096, 1_000_003)
 GUARD = 4096  # poisoned elements before and after each tensor; more than a missing bounds check can reach
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -219,7 +220,7 @@ def _try_kernel(task, kernel, n, case):
     if out.is_cuda:
         torch.cuda.synchronize()
     (whole, out), (again, _) = results
-    poison = _bits(torch.tensor([-777.0], device=out.device))
+    poison = _bits(torch.tensor([-777.0], device=out.device).to(out.dtype))
     outside = int((_bits(whole[:GUARD]) != poison).sum() + (_bits(whole[GUARD + out.numel() :]) != poison).sum())
     if outside:
         return False, f"it writes to {outside:,} elements outside `{kernel.params[0].name}`"
@@ -230,17 +231,19 @@ def _try_kernel(task, kernel, n, case):
         return not changed, f"{changed:,} elements were written, and none should be" if changed else "right; left alone"
     if not changed:
         return False, "nothing was written"
-    difference = (out.double() - case.expected).abs()
-    allowed = case.expected.abs() * torch.finfo(out.dtype).eps * case.roundings + 1e-30
-    bad = (~(difference <= allowed)).nonzero().flatten()  # also where it is NaN
+    same = (out == case.expected) | out.isnan() & case.expected.isnan()
+    difference = (out.double() - case.expected).abs().masked_fill(same, 0.0)
+    eps = torch.finfo(out.dtype).eps if out.dtype.is_floating_point else 0.0
+    allowed = case.expected.abs() * eps * case.roundings + 1e-30
+    bad = (~(same | (difference <= allowed))).nonzero().flatten()  # also where it is NaN
     if len(bad):
-        i = int(bad[0])
-        got = "not written" if torch.isnan(out[i]) else f"got {float(out[i]):.7g}"
+        i, digits = int(bad[0]), 7 if case.roundings else 9
+        got = "not written" if torch.isnan(out[i]) else f"got {float(out[i]):.{digits}g}"
         count = f"{len(bad):,} element{'s' if len(bad) > 1 else ''}"
-        return False, f"{count} wrong; the first is [{i:,}]: {got}, expected {float(case.expected[i]):.7g}"
+        return False, f"{count} wrong; the first is [{i:,}]: {got}, expected {float(case.expected[i]):.{digits}g}"
     if not torch.equal(_bits(whole), _bits(again)):
         return False, "two runs on the same data gave different bits"
-    return True, f"right; largest difference {float(difference.max()):.2g}"
+    return True, f"right; largest difference {float(difference.max()):.2g}" if case.roundings else "right, bit by bit"
 
 
 class _Reads(TorchDispatchMode):

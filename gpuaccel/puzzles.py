@@ -19,12 +19,12 @@ BLOCK = 256  # threads per block in every check
 class Case:
     """One trial of a kernel: launched as kernel(out, *inputs, *numbers, n)."""
 
-    out: torch.Tensor  # fp32, often (n), its content before the launch
+    out: torch.Tensor  # fp32, bf16 or int32, often (n), its content before the launch
     inputs: tuple  # tensors, often (n)
     numbers: tuple  # Python numbers
     expected: torch.Tensor  # as out, float64; `out` itself where nothing may be written
     label: str = ""  # what is special about it
-    roundings: int = 1  # how many roundings a right answer may be off
+    roundings: int = 1  # how many roundings a right answer may be off; 0: every bit counts
 
 
 @dataclass(frozen=True)

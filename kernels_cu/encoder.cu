@@ -35,6 +35,9 @@
 #ifndef STOCHASTIC
 #define STOCHASTIC 0          // 1: how a sum in bf16 is rounded
 #endif
+#ifndef BY_COUNT
+#define BY_COUNT 0            // 1: a token's sum is divided by the number of its rows (scale_grad_by_freq)
+#endif
 #ifndef WHOLE
 #define WHOLE 0               // 1: C is a multiple of 4 and every row is aligned to four elements
 #endif
@@ -59,11 +62,28 @@ __device__ __forceinline__ float4 nan4() {
     return make_float4(nan, nan, nan, nan);
 }
 
+// Four elements as they lie in memory: what has been asked for and is not looked at yet. Turned into floats only where they are used, so
+// that the loads of many rows are under way together.
+template <class T> struct __align__(4 * sizeof(T)) Four { T x, y, z, w; };
+template <class T> __device__ __forceinline__ float4 as_float4(Four<T> four) {
+    return make_float4(as_float(four.x), as_float(four.y), as_float(four.z), as_float(four.w));
+}
+
+// The group of four `q` of a row; behind the row's end stands its last element once more (not a branch).
+template <class T> __device__ __forceinline__ Four<T> ask4(const T* row, int q, int C) {
+#if WHOLE
+    return reinterpret_cast<const Four<T>*>(row)[q];
+#else
+    Four<T> four = {row[4 * q], row[min(4 * q + 1, C - 1)], row[min(4 * q + 2, C - 1)], row[min(4 * q + 3, C - 1)]};
+    return four;
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) encoder_forward(
-    PARAM_T* out,                     // (rows, C)
+    PARAM_T* __restrict__ out,        // (rows, C)
     const TOKEN_T* tokens,            // (rows)
-    const PARAM_T* wte,               // (vocab, C)
-    const PARAM_T* wpe,               // (T, C); 0: there is none
+    const PARAM_T* __restrict__ wte,  // (vocab, C)
+    const PARAM_T* __restrict__ wpe,  // (T, C); 0: there is none
     unsigned long long* invalid,      // (3) tokens out of range: how many; the first one's position << 32 | T; position << 32 | token
     long long rows, int T, int C, int vocab)
 {
@@ -78,12 +98,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) encoder_forward(
         atomicMin(invalid + 1, (unsigned long long)row << 32 | (unsigned)T);
         atomicMin(invalid + 2, (unsigned long long)row << 32 | (unsigned)shown);
     }
-    const PARAM_T* from = wte + (valid ? token : 0) * C;
-    #pragma unroll 4
-    for (int q = lane; 4 * q < C; q += 32) {
-        float4 x = valid ? load4(from, q, C, WHOLE) : nan4();
-        if (wpe != 0) x = add4(x, load4(wpe + row % T * C, q, C, WHOLE));
-        store4(out + row * C, q, C, WHOLE, x);
+    const PARAM_T* from = wte + (valid ? token : 0) * C, * add = wpe + row % T * C;
+    int last = (C + 3) / 4 - 1;
+    for (int q = lane; q <= last; q += 32 * UNROLL) {
+        Four<PARAM_T> x[UNROLL], y[UNROLL];
+        #pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            x[u] = ask4(from, min(q + 32 * u, last), C);
+            if (wpe != 0) y[u] = ask4(add, min(q + 32 * u, last), C);
+        }
+        #pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            float4 sum = !valid ? nan4() : wpe != 0 ? add4(as_float4(x[u]), as_float4(y[u])) : as_float4(x[u]);
+            if (q + 32 * u <= last) store4(out + row * C, q + 32 * u, C, WHOLE, sum);
+        }
     }
 }
 
@@ -123,18 +151,22 @@ __device__ __forceinline__ void store_sum(ACC_T* sums, long long row, int q, int
     long long group = row * ((C + 3) / 4) + q;
     unsigned step = rounding.step + (rounding.later != 0 ? *rounding.later : 0);
     uint4 noise = random_bits(rounding.seed, make_uint4((unsigned)group, (unsigned)(group >> 32), 2 * rounding.micro_batch + which, step));
-    if (4 * q < C) store_rounded(to + 4 * q, x.x, noise.x);
-    if (4 * q + 1 < C) store_rounded(to + 4 * q + 1, x.y, noise.y);
-    if (4 * q + 2 < C) store_rounded(to + 4 * q + 2, x.z, noise.z);
-    if (4 * q + 3 < C) store_rounded(to + 4 * q + 3, x.w, noise.w);
+    store_rounded(to + 4 * q, x.x, noise.x);
+    if (WHOLE || 4 * q + 1 < C) store_rounded(to + 4 * q + 1, x.y, noise.y);
+    if (WHOLE || 4 * q + 2 < C) store_rounded(to + 4 * q + 2, x.z, noise.z);
+    if (WHOLE || 4 * q + 3 < C) store_rounded(to + 4 * q + 3, x.w, noise.w);
 #else
     store4(to, q, C, WHOLE, x);
 #endif
 }
 
-__device__ __forceinline__ float4 over(float4 x, int count) {
-    float n = (float)count;
+__device__ __forceinline__ float4 scaled(float4 x, int rows) {
+#if BY_COUNT
+    float n = (float)rows;
     return make_float4(x.x / n, x.y / n, x.z / n, x.w / n);
+#else
+    return x;
+#endif
 }
 
 // ---- v2: buckets made by the CPU ----
@@ -167,8 +199,9 @@ extern "C" __global__ void __launch_bounds__(256) encoder_backward_v2(
 
 // ---- v3: segments found on the device ----
 
+// Where the sum of a piece goes that begins at `place`: at most one first and one later piece of longer runs begin in 32 places.
 __device__ __forceinline__ float4* partial_of(float* partials, long long place, bool first, int C) {
-    return reinterpret_cast<float4*>(partials) + (2 * (place / PIECE) + first) * ((C + 3) / 4);     // at most one of each kind begins in 32 places
+    return reinterpret_cast<float4*>(partials) + (2 * (place / PIECE) + first) * ((C + 3) / 4);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) encoder_backward_v3(
@@ -177,9 +210,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) encoder_backward_v3(
     const GRAD_T* dout,               // (n, C)
     const uint2* order,               // (n) row and token, sorted by token
     const int* pieces,                // (n) what begins at each place
-    int n, int C,
-    int by_count,                     // 1: divide by the number of rows (scale_grad_by_freq)
-    Rounding rounding)
+    int n, int C, Rounding rounding)
 {
     int lane = threadIdx.x % 32;
     long long first = ((long long)blockIdx.x * WARPS + threadIdx.x / 32) * PIECE;      // a warp takes what begins in 32 places
@@ -188,46 +219,62 @@ extern "C" __global__ void __launch_bounds__(THREADS) encoder_backward_v3(
     if (heads == 0) return;
     uint2 here = first + lane < n ? order[first + lane] : make_uint2(0, 0);
     unsigned behind = first + PIECE + lane < n ? order[first + PIECE + lane].x : 0;    // a piece may end in the next 32 places
-    int q = blockIdx.y * QUADS * 32 + lane;                                             // its groups of four channels: q, q + 32, ...
+    int group = blockIdx.y * QUADS * 32 + lane, last = (C + 3) / 4 - 1, q[QUADS];       // its groups of four channels
+    #pragma unroll
+    for (int k = 0; k < QUADS; k++) q[k] = min(group + 32 * k, last);
     while (heads != 0) {
         int head = __ffs(heads) - 1;
         heads &= heads - 1;
         int what = __shfl_sync(ALL, kind, head), rows = what < 0 ? PIECE : what > PIECE ? what - PIECE : what;
-        bool whole_run = what > 0 && what <= PIECE;
         long long token = __shfl_sync(ALL, here.y, head);
-        float4 sum[QUADS], old[QUADS];
+        float4 sum[QUADS];
+        Four<ACC_T> old[QUADS];
+        Four<GRAD_T> x[UNROLL][QUADS];
+        unsigned seen = 0;
         #pragma unroll
-        for (int k = 0; k < QUADS; k++)                          // asked for early: on its way while the rows are added
-            old[k] = whole_run && 4 * (q + 32 * k) < C ? load4(dwte + token * C, q + 32 * k, C, WHOLE) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        for (int r = 0; r < rows; r += UNROLL) {
-            float4 x[UNROLL][QUADS];
+        for (int k = 0; k < QUADS; k++)
+            if (group + 32 * k <= last) old[k] = ask4(dwte + token * C, q[k], C);
+        auto ask = [&](int r) {                                   // for rows r, r + 1, ...; behind the last one for it again, rather than a branch
             #pragma unroll
             for (int u = 0; u < UNROLL; u++) {
-                int at = head + r + u;
+                int at = head + min(r + u, rows - 1);
                 unsigned row = __shfl_sync(ALL, at < PIECE ? here.x : behind, at % PIECE);
+                seen |= row;
                 #pragma unroll
-                for (int k = 0; k < QUADS; k++)
-                    x[u][k] = row & INVALID ? nan4() : r + u < rows && 4 * (q + 32 * k) < C
-                        ? load4(dout + (long long)row * C, q + 32 * k, C, WHOLE) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                for (int k = 0; k < QUADS; k++) x[u][k] = ask4(dout + (long long)(row & ~INVALID) * C, q[k], C);
             }
+        };
+        ask(0);
+        for (int r = 0; r < rows; r += UNROLL) {
+            Four<GRAD_T> now[UNROLL][QUADS];
             #pragma unroll
             for (int u = 0; u < UNROLL; u++)
-                if (r + u < rows) {
-                    #pragma unroll
-                    for (int k = 0; k < QUADS; k++) sum[k] = r + u == 0 ? x[u][k] : add4(sum[k], x[u][k]);
+                #pragma unroll
+                for (int k = 0; k < QUADS; k++) now[u][k] = x[u][k];
+            if (r + UNROLL < rows) ask(r + UNROLL);               // the next rows are on their way while these are added
+            #pragma unroll
+            for (int u = 0; u < UNROLL; u++)
+                #pragma unroll
+                for (int k = 0; k < QUADS; k++) {
+                    float4 one = as_float4(now[u][k]), both = add4(sum[k], one);
+                    sum[k] = r + u == 0 ? one : r + u < rows ? both : sum[k];
                 }
         }
+        if (seen & INVALID)
+            #pragma unroll
+            for (int k = 0; k < QUADS; k++) sum[k] = nan4();
+        bool whole_run = what > 0 && what <= PIECE;
         #pragma unroll
         for (int k = 0; k < QUADS; k++) {
-            if (4 * (q + 32 * k) >= C) continue;
-            if (whole_run) store_sum(dwte, token, q + 32 * k, C, add4(old[k], by_count ? over(sum[k], rows) : sum[k]), rounding, 0);
-            else partial_of(partials, first + head, what < 0, C)[q + 32 * k] = sum[k];
+            if (group + 32 * k > last) continue;
+            if (whole_run) store_sum(dwte, token, q[k], C, add4(as_float4(old[k]), scaled(sum[k], rows)), rounding, 0);
+            else partial_of(partials, first + head, what < 0, C)[q[k]] = sum[k];
         }
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) encoder_combine_v3(
-    ACC_T* dwte, float* partials, const uint2* order, const int* pieces, int n, int C, int by_count, Rounding rounding)
+    ACC_T* dwte, float* partials, const uint2* order, const int* pieces, int n, int C, Rounding rounding)
 {
     __shared__ float4 warps[WARPS][QUADS][32];
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -236,16 +283,20 @@ extern "C" __global__ void __launch_bounds__(THREADS) encoder_combine_v3(
     unsigned heads = __ballot_sync(ALL, kind < 0);
     if (heads == 0) return;
     int head = __ffs(heads) - 1, rows = -__shfl_sync(ALL, kind, head), count = (rows + PIECE - 1) / PIECE;
+    if (warp >= count) return;                                    // a warp without a piece; it counts as arrived at the barrier
     long long token = order[first + head].y;
-    int q = blockIdx.y * QUADS * 32 + lane;
-    float4 sum[QUADS];
+    int group = blockIdx.y * QUADS * 32 + lane, last = (C + 3) / 4 - 1, q[QUADS];
     #pragma unroll
-    for (int k = 0; k < QUADS; k++) sum[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    #pragma unroll 4
-    for (int p = warp; p < count; p += WARPS) {                   // a run has at least two pieces; a warp without one adds nothing
-        const float4* from = partial_of(partials, first + head + (long long)p * PIECE, p == 0, C);
+    for (int k = 0; k < QUADS; k++) q[k] = min(group + 32 * k, last);
+    float4 sum[QUADS];
+    const float4* from = partial_of(partials, first + head + (long long)warp * PIECE, warp == 0, C);
+    #pragma unroll
+    for (int k = 0; k < QUADS; k++) sum[k] = from[q[k]];
+    #pragma unroll 8
+    for (int p = warp + WARPS; p < count; p += WARPS) {
+        from = partial_of(partials, first + head + (long long)p * PIECE, false, C);
         #pragma unroll
-        for (int k = 0; k < QUADS; k++) if (4 * (q + 32 * k) < C) sum[k] = p == warp ? from[q + 32 * k] : add4(sum[k], from[q + 32 * k]);
+        for (int k = 0; k < QUADS; k++) sum[k] = add4(sum[k], from[q[k]]);
     }
     #pragma unroll
     for (int k = 0; k < QUADS; k++) warps[warp][k][lane] = sum[k];
@@ -253,10 +304,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) encoder_combine_v3(
     if (warp > 0) return;
     #pragma unroll
     for (int k = 0; k < QUADS; k++) {
-        if (4 * (q + 32 * k) >= C) continue;
+        if (group + 32 * k > last) continue;
         for (int w = 1; w < min(WARPS, count); w++) sum[k] = add4(sum[k], warps[w][k][lane]);
-        float4 old = load4(dwte + token * C, q + 32 * k, C, WHOLE);
-        store_sum(dwte, token, q + 32 * k, C, add4(old, by_count ? over(sum[k], rows) : sum[k]), rounding, 0);
+        store_sum(dwte, token, q[k], C, add4(as_float4(ask4(dwte + token * C, q[k], C)), scaled(sum[k], rows)), rounding, 0);
     }
 }
 
@@ -270,8 +320,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) encoder_wpe(
     if (i >= (long long)T * groups) return;
     long long t = i / groups;
     int q = (int)(i % groups);
-    float4 sum = load4(dout + t * C, q, C, WHOLE);
+    float4 sum = as_float4(ask4(dout + t * C, q, C));
     #pragma unroll 8
-    for (int b = 1; b < B; b++) sum = add4(sum, load4(dout + ((long long)b * T + t) * C, q, C, WHOLE));
-    store_sum(dwpe, t, q, C, add4(load4(dwpe + t * C, q, C, WHOLE), sum), rounding, 1);
+    for (int b = 1; b < B; b++) sum = add4(sum, as_float4(ask4(dout + ((long long)b * T + t) * C, q, C)));
+    store_sum(dwpe, t, q, C, add4(as_float4(ask4(dwpe + t * C, q, C)), sum), rounding, 1);
 }
