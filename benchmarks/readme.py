@@ -196,7 +196,81 @@ def graphs_facts(r) -> str:
             f"steps {', '.join(apart)}. From the first call to the end of the first step, warm-up and capture included: {seconds}. Memory grows by: {memory}.")
 
 
-TABLES = {"step": step_table, "graphs": graphs_table, "accumulate": accumulate_table, "train": train_table, "clip": clip_table, "tail": tail_table}
+def encoder_table() -> str:
+    result, rows = load("encoder"), []
+    r = result["results"]
+    kinds = {name: d for name, d in r["backward"].items() if isinstance(d, dict)}
+    for name, d in kinds.items():
+        ways, goals, atomics = d["ways"], d["goals"], d["best_atomics"]
+        known, line = ways["ours, segments known"], ways["ours, segments in line"]
+        wanted = ((known, "dense", goals["dense"]), (known, "atomics", goals["atomics"]), (line, "dense", goals["in_line"]), (line, "atomics", 1))
+        times = [verdict(f"{m['times_' + peer]:.1f}x", f"{least:g}x", m["times_" + peer] >= least) for m, peer, least in wanted]
+        share = known["of_copy_rate"].get("replayed", known["of_copy_rate"]["launched"])
+        rows.append((name, f"{encoder_ms(known)}, {share:.0%}", *times[:2], encoder_ms(line), *times[2:], encoder_ms(ways["embedding_dense_backward"]),
+                     f"{encoder_ms(ways[atomics])}, {atomics.split(', ')[1]}", encoder_ms(ways["index_add_ deterministic, fp32"])))
+    head = ("tokens", "ours, segments known", "against dense", "against atomics", "ours, segments in line", "against dense", "against atomics", "dense",
+            "atomics", "`index_add_`, deterministic")
+    size = "{tokens:,} tokens of {vocab:,}, {C} channels".format(**r["backward"])
+    return (f"The gradient of the token embedding ({size}, bf16), added into fp32 sums, replayed from a CUDA graph; shares are of the copy rate, on the "
+            "gradient, read once, and the rows of the sums that have a token, read and written. Peers: `embedding_dense_backward`, which fills a fresh bf16 "
+            "table, and `index_add_`: with atomics, fp32 or bf16, whichever is faster, and in its deterministic form:\n\n" + markdown(head, rows)
+            + "\n\n" + encoder_rungs(kinds) + "\n\n" + encoder_grid(r["grid"]) + "\n\n" + encoder_facts(r) + "\n\n" + source(result))
+
+
+def encoder_ms(m) -> str:
+    ms = m["ms"]
+    return f"{ms['replayed']:.3f} ms" if "replayed" in ms else f"{ms['launched']:.3f} ms (launched: it cannot be captured)"
+
+
+def encoder_rungs(kinds) -> str:
+    """The bits, and the ladder's first rungs."""
+    def each(what) -> str:
+        return ", ".join(f"{name} {what(d)}" for name, d in kinds.items())
+    lines = [d["ways"][way] for d in kinds.values() for way in ("ours, segments in line", "ours, segments in line, bf16 sums")]
+    differ, atomics, of = sum(m["differ"] for m in lines), "index_add_, fp32", next(iter(kinds.values()))["ways"]
+    v1, v2 = (each(lambda d, way=way: encoder_ms(d["ways"][way])) for way in ("encoder_backward_v1", "encoder_backward_v2"))
+    return (f"Of ours, fp32 and bf16, {verdict(f'{differ:,}', 0, differ == 0)} sums differ between {lines[0]['runs']} runs (launched, replayed, on another "
+            f"stream); of atomic `index_add_` into fp32, between {of[atomics]['runs']} runs: {each(lambda d: format(d['ways'][atomics]['differ'], ','))}. "
+            f"The first rungs: `encoder_backward_v1` (atomics) {v1}; `encoder_backward_v2` (buckets) {v2}, after the CPU has made and copied the buckets, "
+            f"in milliseconds: {each(lambda d: format(d['buckets_ms'], '.1f'))}.")
+
+
+def encoder_grid(cases) -> str:
+    """The least ratio of each size, and the errors of all cases."""
+    kinds, counts, widths, vocabs = (list(dict.fromkeys(c[key] for c in cases)) for key in ("distribution", "tokens", "C", "vocab"))
+    rows = []
+    for count in counts:
+        cells = []
+        for C in widths:
+            dense, atomics = (min(c[key] for c in cases if (c["tokens"], c["C"]) == (count, C)) for key in ("times_dense", "times_atomics"))
+            times = f"{atomics:.2f}x"
+            cells.append(f"{verdict(times, '1x', atomics >= 1) if count > counts[0] else times}, {dense:.2f}x")
+        rows.append((f"{count:,} tokens", *cells))
+    ours, atomics = (max(c["error"][way] for c in cases) for way in ("ours, segments in line", "index_add_, fp32"))
+    return (f"Segments found in line, the least ratio over {len(kinds)} kinds of tokens and {len(vocabs)} vocabularies "
+            f"({', '.join(f'{v:,}' for v in vocabs)}), against atomic `index_add_` into fp32 and against `embedding_dense_backward`:\n\n"
+            + markdown(("", *(f"C = {C}" for C in widths)), rows)
+            + f"\n\nIn all {len(cases)} cases the sums are within {ours:.0e} of float64, as a part of the sum of the absolute values (atomics: {atomics:.0e}), and "
+              "have the same bits in three runs.")
+
+
+def encoder_facts(r) -> str:
+    """Positions, segments, and the whole step."""
+    wpe = "; ".join(f"C = {C} {encoder_ms(m['ours'])}, {m['ours']['times_torch']:.1f}x" for C, m in r["positions"].items() if isinstance(m, dict))
+    found = "; ".join(f"{m['tokens']:,} tokens of {m['vocab']:,} {encoder_ms({'ms': {kind: some['ours'] for kind, some in m['ms'].items()}})}, "
+                      f"{m['times_torch']:.1f}x" for m in r["segments"])
+    step, ways, twice = r["step"], dict(r["step"]["ways"]), r["step"]["twice"]
+    peer, ours = ways.pop("torch's embeddings"), ways.pop("ours")
+    times = verdict(f"{ours['times_torch']:.3f}x", "1x", ours["times_torch"] >= 1)
+    others = "".join(f"; {name} {m['ms']:.2f} ms, {m['times_torch']:.3f}x" for name, m in ways.items())
+    same = verdict("equal" if twice["weights_equal"] else "not equal", "equal", twice["weights_equal"])
+    return (f"The gradient of positions against `add_(dout.sum(0))`: {wpe}. Finding segments against `torch.sort(stable=True)`: {found}.\n\nOne step of GPT-2 "
+            f"124M ({step['rows']} x {step['T']} tokens, bf16 autocast, `fused`, replayed): with torch's embeddings {peer['ms']:.2f} ms; with ours "
+            f"{ours['ms']:.2f} ms, {times}{others}. After {twice['steps']} deterministic steps, twice, the bits of {twice['weights'] / 1e6:.0f} M weights: {same}.")
+
+
+TABLES = {"step": step_table, "graphs": graphs_table, "encoder": encoder_table, "accumulate": accumulate_table, "train": train_table, "clip": clip_table,
+          "tail": tail_table}
 
 
 def filled(text: str) -> str:

@@ -261,11 +261,12 @@ def _forward(tokens, wte, wpe, invalid, left_out, segments):
     if not segments:
         return launch_forward(tokens, wte, wpe, invalid), torch.empty(0, dtype=torch.int32, device=tokens.device)
     side = _beside(wte.device.index) if wte.is_cuda else None
-    found = launch_segments(tokens.view(-1), len(wte), left_out, side)
+    found, scratch = launch_segments(tokens.view(-1), len(wte), left_out, side)
     out = launch_forward(tokens, wte, wpe, invalid)
     if side is not None:
         torch.cuda.current_stream(wte.device).wait_stream(side)
-    return out, found.buffer[:3 * found.n]
+    del scratch                             # not before the side stream is done with it
+    return out, found.buffer
 
 
 def _count_invalid(tokens, vocab, invalid):

@@ -72,16 +72,16 @@ def segment_kernels(tokens: Tensor, vocab: int) -> "list[Kernel]":
     return [_kernel(f"segments_{name}", tokens.dtype, bits, keys) for name in ("count", "scatter", "pieces")]
 
 
-def launch_segments(tokens: Tensor, vocab: int, left_out: int = -1, stream=None) -> Segments:
+def launch_segments(tokens: Tensor, vocab: int, left_out: int = -1, stream=None) -> "tuple[Segments, Tensor]":
     """segments_count and segments_scatter for each digit, then segments_pieces. tokens: contiguous, 1 to 2^31 - 1 of them.
 
-    stream: a torch.cuda.Stream to launch on beside the current one, which has to wait for it before it uses or frees the result."""
+    stream: a torch.cuda.Stream to launch on beside the current one, which has to wait for it before it uses the result or lets go of the
+    second value, the memory that the sort works in."""
     n = tokens.numel()
     count, scatter, pieces = segment_kernels(tokens, vocab)
     bits, blocks = int(count.defines["BITS"]), -(-n // (THREADS * int(count.defines["KEYS"])))
-    # One buffer: the result, a second copy of the order (at an even place), the counts of each block.
-    found = Segments(torch.empty(5 * n + n % 2 + (blocks << bits), dtype=torch.int32, device=tokens.device), n)
-    spare, counts = found.buffer[3 * n + n % 2:5 * n + n % 2].view(-1, 2), found.buffer[5 * n + n % 2:]
+    found, scratch = (torch.empty(size, dtype=torch.int32, device=tokens.device) for size in (3 * n, 2 * n + (blocks << bits)))
+    found, spare, counts = Segments(found, n), scratch[:2 * n].view(-1, 2), scratch[2 * n:]
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream(tokens.device))
     with torch.cuda.stream(stream):
@@ -92,7 +92,7 @@ def launch_segments(tokens: Tensor, vocab: int, left_out: int = -1, stream=None)
             scatter[blocks, THREADS](to, counts, tokens, pairs, n, vocab, left_out, shift)
             pairs = to
         pieces[-(-n // 256), 256](found.pieces, found.order, n, vocab)
-    return found
+    return found, scratch
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def find_segments(tokens: Tensor, vocab: int, padding_idx: "int | None" = None) 
     A token outside of 0 .. vocab - 1 counts as token 0, its row marked (sign bit). ArgumentError for another dtype or size."""
     check_tokens(tokens, vocab)
     if takes(tokens.device) and tokens.numel():
-        return launch_segments(tokens.contiguous().view(-1), vocab, -1 if padding_idx is None else padding_idx)
+        return launch_segments(tokens.contiguous().view(-1), vocab, -1 if padding_idx is None else padding_idx)[0]
     return reference_segments(tokens, vocab, -1 if padding_idx is None else padding_idx)
 
 

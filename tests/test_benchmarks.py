@@ -13,7 +13,7 @@ import torch
 
 import gpuaccel as ga
 from gpuaccel.backend import find_compiler
-from gpuaccel.models import Config
+from gpuaccel.models import Config, preset
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -60,16 +60,18 @@ def test_every_table_of_the_readme_has_a_result():
     assert [name for name in readme.TABLES if f"<!-- {name}: made by" in text and readme.load(name) is None] == []
 
 
+def once(functions, *_):
+    """In the place of common.milliseconds."""
+    for function in functions.values():
+        function()
+    return dict.fromkeys(functions, 1.0)
+
+
 @pytest.fixture
 def on_cpu(monkeypatch):
     """clip.py and tail.py where there is no GPU: every function runs once, nothing is timed, a graph is the function itself."""
     common, clip = module("common"), module("clip")
     tail = module("tail")
-
-    def once(functions, *_):
-        for function in functions.values():
-            function()
-        return dict.fromkeys(functions, 1.0)
 
     def captured(run, prepare=lambda: None):
         prepare()
@@ -164,6 +166,68 @@ def test_the_benchmarks_of_steps_and_graphs_run_and_have_tables(on_cpu_too, monk
     table = readme.graphs_table()
     assert table.count("\n| ours") == 3 and "1 (goal 4: missed)" in table and "0 of 10 losses and 0 of 0 M weights (goal 0)" in table
     assert timeline.measure(config, 2, compile=False, here=True).keys() == set(timeline.CLIPS)
+
+
+@pytest.fixture
+def encoder_on_cpu(on_cpu_too, monkeypatch):
+    """encoder.py likewise: a replay is a tape's, and every way runs once, untimed."""
+    common, clip = module("common"), module("clip")
+    encoder = module("encoder")
+    monkeypatch.setattr(common, "milliseconds", once)
+    monkeypatch.setattr(clip, "DEVICE", "cpu")
+    for name, value in {"DEVICE": "cpu", "queued": on_cpu_too[0].queued, "VOCAB": 300, "T": 16, "TEXT_BYTES": 20_000, "WHOLE": 2**12, "CHANNELS": 8,
+                        "CALLS": 1}.items():
+        monkeypatch.setattr(encoder, name, value)
+    yield encoder
+    for name in ("clip", "encoder"):
+        del sys.modules[name]
+
+
+@pytest.mark.skipif(find_compiler()[0] is None, reason="no C++ compiler for simt")
+def test_the_benchmark_of_the_encoder_runs_and_has_a_table(encoder_on_cpu, monkeypatch):
+    encoder = encoder_on_cpu
+    results = {"backward": encoder.backward(96, 16, 2**10), "grid": encoder.grid((16,), (48, 96), (256, 300)),
+               "positions": encoder.positions(2, 16, (16,), 2**10), "segments": encoder.segments((48, 96), (256, 300))}
+    kinds = {name: results["backward"][name] for name in encoder.DISTRIBUTIONS}
+    for d in kinds.values():
+        assert [m["runs"] for m in d["ways"].values()].count(100) == 2 and {m["differ"] for m in d["ways"].values()} == {0}
+        assert not any(m["cannot_be_captured"] for m in d["ways"].values())
+    assert len(results["grid"]) == 16 and {c["channels_checked"] for c in results["grid"]} == {16, 8}
+    config = preset("gpt2-124m", vocab=31, hidden=16, intermediate=32, layers=1, heads=2, kv_heads=2, head_dim=8, T=16)
+    results["step"] = encoder.step(config, 2, 3, here=True)
+    assert results["step"]["twice"]["weights_equal"] and results["step"]["twice"]["losses_equal"]
+    lasts = [row["last_loss"] for row in results["step"]["ways"].values()]
+    assert max(lasts) - min(lasts) < 1e-3, f"the three ways train differently: {lasts}"
+    results = json.loads(json.dumps(results))
+    for name, (_, show) in encoder.PARTS.items():
+        show(results[name])
+    readme = module("readme")
+    monkeypatch.setattr(readme, "load", lambda name: {"gpu": "A", "driver": "B", "torch": "C", "nvrtc": "D", "date": "E", "results": results})
+    table = readme.encoder_table()
+    assert table.count("\n| ") == 2 + 4 + 2 and table.count("(goal ") == 4 * 4 + 1 + 1 + 2 and "A, driver B, torch C" in table
+
+
+@pytest.mark.skipif(find_compiler()[0] is None, reason="no C++ compiler for simt")
+def test_the_benchmark_of_the_encoder_sees_wrong_sums_and_what_cannot_be_captured(encoder_on_cpu, monkeypatch):
+    encoder, right, runs = encoder_on_cpu, encoder_on_cpu.encoder_backward, []
+    tokens, dout = encoder.tokens_of(encoder.ZIPF, 48, 300), encoder.gradients(48, 16)
+    used, unused = int(tokens[0, 0]), (set(range(300)) - set(tokens.flatten().tolist())).pop()
+    spoils = {"error": lambda sums: sums[used, 4].add_(1e-3), "differ": lambda sums: sums[used, 15].mul_(1 + 2e-7 * (len(runs) == 2)),
+              "stray": lambda sums: sums[unused, 3].add_(1e-6), "captured": lambda sums: bool(sums[0, 0])}
+
+    def wrong(sums, *rest):
+        right(sums, *rest)
+        runs.append(spoil(sums))
+    monkeypatch.setattr(encoder, "encoder_backward", wrong)
+    for name, spoil in spoils.items():
+        runs.clear()
+        found = encoder.case(tokens, dout, dout.float(), 300)
+        seen = {"error": found["error"][encoder.IN_LINE] > encoder.ROUNDING, "differ": found["differ"] == 1, "stray": found["stray"] == 1,
+                "captured": "wait for a value" in str(found.get("cannot_be_captured", {}).get(encoder.IN_LINE))}
+        assert [what for what, shown in seen.items() if shown] == [name] and found["times_dense"] == 1.0, found
+    spoil = spoils["stray"]
+    with pytest.raises(AssertionError, match=r"\d of 4 cases have wrong sums"):
+        encoder.grid((16,), (48,), (300,))
 
 
 def test_each_worker_is_a_process_and_its_errors_come_through():
