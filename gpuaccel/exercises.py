@@ -238,7 +238,7 @@ def _try_kernel(task, kernel, n, case):
     bad = (~(same | (difference <= allowed))).nonzero().flatten()  # also where it is NaN
     if len(bad):
         i, digits = int(bad[0]), 7 if case.roundings else 9
-        got = "not written" if torch.isnan(out[i]) else f"got {float(out[i]):.{digits}g}"
+        got = "not written" if out[i].isnan() and case.out[i].isnan() else f"got {float(out[i]):.{digits}g}"
         count = f"{len(bad):,} element{'s' if len(bad) > 1 else ''}"
         return False, f"{count} wrong; the first is [{i:,}]: {got}, expected {float(case.expected[i]):.{digits}g}"
     if not torch.equal(_bits(whole), _bits(again)):

@@ -118,7 +118,7 @@ class Source:
         return (
             '<div style="font-size:12px;color:var(--jp-ui-font-color2,inherit);padding:2px 0'
             f' 4px">{escape(self.title)}</div><pre style="font-size:12px;line-height:1.45;margin:0;padding:8px'
-            f' 12px;border-left:3px solid {BLUE};white-space:pre;overflow-x:auto">{"".join(out)}</pre>'
+            f' 12px;border-left:3px solid {BLUE};white-space:pre;overflow:auto;max-height:560px">{"".join(out)}</pre>'
         )
 
 

@@ -188,3 +188,21 @@ def replay_ledger() -> "Table | Recorded":
     rows = [[name, *(r.get(key, "-") for key in keys)] for name, r in found.items() if isinstance(r, dict)]
     columns = ("one step", "kernel launches", "graph launches", "host waits")
     return Table(columns, rows, f"{run.label}; {run.get('what') or 'one step'}") if rows else run
+
+
+def encoder() -> "Table | Recorded":
+    """The embedding's backward on the recorded GPU: every way and every kind of tokens, and how many sums differ between runs."""
+    run = recorded("encoder")
+    found = run.get("backward") or {}
+    kinds = {kind: r for kind, r in found.items() if isinstance(r, dict) and isinstance(r.get("ways"), dict)}
+
+    def ms(row):
+        times = row.get("ms") or {}
+        value = times.get("replayed", times.get("launched"))
+        return "-" if value is None else f"{value:.3f} ms"
+    ways = list(dict.fromkeys(way for r in kinds.values() for way in r["ways"] if "bf16" not in way))
+    rows = [[way, *(ms(r["ways"].get(way) or {}) for r in kinds.values()),
+             f"{max((r['ways'].get(way) or {}).get('differ') or 0 for r in kinds.values()):,}"] for way in ways]
+    rows += [["making the buckets, CPU", *(f"{r['buckets_ms']:.1f} ms" if "buckets_ms" in r else "-" for r in kinds.values()), ""]] if rows else []
+    size = f"{found.get('tokens') or 0:,} tokens, {found.get('C') or 0} channels in bf16, sums in fp32"
+    return Table(("", *kinds, "sums that differ, at most"), rows, f"{run.label}; {size}") if rows else run

@@ -106,7 +106,7 @@ def buckets(words: "list[str]") -> Figure:
             for i in taken:
                 _curve(ink, edges[i] + step / 2 - 3, 46, at + slot / 2 - 1, 108, _colour(token))
         ink.text(x + (wide - 6) / 2, 147, f"{names[token]}: {len(rows)} row{'s' * (len(rows) > 1)}", 11.5, _colour(token), "middle", 600)
-    told = f"{len(fullest)} buckets, {len(fullest) * WARPS} warps, {idle} of them idle (dashed); warp 0 adds what the others have, in order"
+    told = f"{len(fullest)} bucket{'s' * (len(fullest) > 1)}, {len(fullest) * WARPS} warps, {idle} of them idle (dashed); warp 0 adds what the others have, in order"
     ink.text(LEFT, 176, told, 12, ink.soft)
     return Figure(ink, 184, told)
 
@@ -135,20 +135,22 @@ def segments(words: "list[str]") -> Figure:
     return Figure(ink, 212, told)
 
 
-def pieces(batches: "dict[str, Segments]", piece: int = PIECE) -> Figure:
+def pieces(batches: "dict[str, Segments]") -> Figure:
     """Each batch as a bar of its sorted rows: runs in colours, cut where a piece begins; below, where their sums meet. For 400 rows at most."""
     ink, y, told = _Ink(themed=False), 16.0, []
     for name, found in batches.items():
-        runs, step = found.runs(), WIDTH / max(found.n, 1)
-        count = sum(-(-len(rows) // piece) for _, rows in runs)
-        words = f"{found.n} rows, {len(runs)} run{'s' * (len(runs) != 1)}, {count} pieces"
+        runs, step = [], WIDTH / max(found.n, 1)           # of each run: how many rows its pieces have
+        for kind in filter(None, found.pieces.tolist()):
+            if kind <= PIECE:
+                runs.append([])
+            runs[-1].append(PIECE if kind < 0 else kind if kind <= PIECE else kind - PIECE)
+        words = f"{found.n} rows, {len(runs)} run{'s' * (len(runs) != 1)}, {sum(map(len, runs))} pieces"
         told.append(f"{name}: {words}")
         _title(ink, y, name)
         ink.text(_text_width(name, 13) * 1.08 + 14, y, words, 12, ink.soft)
         x = 0.0
-        for nth, (_, rows) in enumerate(runs):
-            colour, parts = _colour(nth), [min(piece, len(rows) - at) for at in range(0, len(rows), piece)]
-            end = x + len(rows) * step / 2
+        for nth, parts in enumerate(runs):
+            colour, end = _colour(nth), x + sum(parts) * step / 2
             for part in parts:
                 ink.out.append(f'<rect x="{x:.2f}" y="{y + 12:.1f}" width="{max(part * step - 1.2, 0.8):.2f}" height="22" rx="2.5" fill="{colour}"/>')
                 if part * step > _text_width(part, 11) + 6:
@@ -158,9 +160,9 @@ def pieces(batches: "dict[str, Segments]", piece: int = PIECE) -> Figure:
                 x += part * step
             if len(parts) == 1:
                 ink.out.append(f'<path d="M{end:.1f} {y + 35:.1f}V{y + 66:.1f}" stroke="{colour}" stroke-width="1" opacity="0.45"/>')
-            ink.dot(end, y + 68, 3.6 if len(parts) > 1 else min(2.6, 0.4 * len(rows) * step + 0.8), f'fill="{colour}"')
+            ink.dot(end, y + 68, 3.6 if len(parts) > 1 else min(2.6, 0.4 * sum(parts) * step + 0.8), f'fill="{colour}"')
         y += 104
-    ink.text(0, y - 8, f"a bar: a piece of at most {piece} rows, added by one warp; a dot: a row of dwte. Pieces of one run are added up by a second kernel", 12,
+    ink.text(0, y - 8, f"a bar: a piece of at most {PIECE} rows, added by one warp; a dot: a row of dwte. Pieces of one run are added up by a second kernel", 12,
              ink.soft)
     return Figure(ink, y, "; ".join(told))
 

@@ -1,0 +1,90 @@
+"""Pictures of where rows go are well-formed, draw what the kernels really do, and say it in text; the recorded encoder is labelled."""
+import json
+import re
+import xml.etree.ElementTree as xml
+
+import pytest
+import torch
+
+import gpuaccel as ga
+from gpuaccel import recorded, token_figures
+
+WORDS = "the cat and the dog and the bird".split()
+
+
+def text_of(figure):
+    bundle = figure._repr_mimebundle_()
+    root = xml.fromstring(bundle["image/svg+xml"])
+    assert bundle["text/plain"] == repr(figure) and "<script" not in figure.drawn
+    width = float(root.get("width"))
+    beyond = [rect.attrib for rect in root.iter("{http://www.w3.org/2000/svg}rect") if float(rect.get("x")) + float(rect.get("width")) > width + 0.5]
+    assert not beyond, beyond
+    return bundle["text/plain"]
+
+
+def colours(figure, pattern):
+    return re.findall(pattern, figure.drawn)
+
+
+def test_rows_that_meet_are_counted_and_drawn():
+    figure = token_figures.meeting(WORDS)
+    assert text_of(figure) == "8 rows of dout go to 5 rows of dwte; 'the' gets 3 of them" and figure.drawn.count("<path") == 8
+
+
+def test_a_bucket_is_a_block_and_its_warps_take_the_rows_in_turn():
+    figure = token_figures.buckets(WORDS)
+    assert text_of(figure).startswith("5 buckets, 40 warps, 32 of them idle") and ">the: 3 rows<" in figure.drawn
+    same = token_figures.buckets(["a"] * 16)
+    assert text_of(same).startswith("1 bucket, 8 warps, 0 of them idle") and all(f">{w},{w + 8}<" in same.drawn for w in range(8))
+
+
+def test_the_sorted_order_is_stable_and_shows_what_begins_where():
+    figure = token_figures.segments(WORDS)
+    assert text_of(figure).startswith("5 runs")
+    rows = re.findall(r'y="148.0"[^>]*>(\d+)<', figure.drawn)
+    pieces = re.findall(r'y="182.0"[^>]*>(-?\d+)<', figure.drawn)
+    found = ga.find_segments(torch.tensor([4, 2, 0, 4, 3, 0, 4, 1]), 5)
+    assert rows == [str(row) for row in found.order[:, 0].tolist()] and pieces == [str(kind) for kind in found.pieces.tolist()]
+
+
+@pytest.mark.parametrize("lengths, count, meet", [([256], 8, 8), ([1, 33, 32, 64], 6, 4), ([5, 5], 2, 0), ([], 0, 0)])
+def test_pieces_are_those_of_the_segments(lengths, count, meet):
+    tokens = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.long))
+    figure = token_figures.pieces({"some": ga.find_segments(tokens, max(len(lengths), 1))})
+    assert f"{sum(lengths)} rows, {len(lengths)} run{'s' * (len(lengths) != 1)}, {count} pieces" in text_of(figure)
+    assert len(colours(figure, r'height="22"')) == count and len(colours(figure, r'<path d="M[^"]*C')) == meet
+
+
+def test_bits_that_differ_are_counted_and_red():
+    figure = token_figures.bits({"one": 1.0, "two": 1.0 + 2**-23})
+    assert "1 bit differs (red)" in text_of(figure) and figure.drawn.count(token_figures.RED) == 2
+    assert "every bit is the same" in text_of(token_figures.bits({"one": 0.1, "two": 0.1}))
+    assert "bits differ" in text_of(token_figures.bits({"a": 1.0, "b": float("nan")}))
+
+
+def test_two_runs_are_compared_step_by_step_and_no_difference_is_no_difference():
+    run = torch.tensor([5.0, 4.0, 3.0])
+    figure = token_figures.twice({"atomics": (run, run + torch.tensor([0.0, 0.0, 0.25])), "ours": (run, run)})
+    assert text_of(figure) == "Two runs with the same seed: atomics differ by 0.2 at most; ours differ in no step"
+    text_of(token_figures.twice({"ours": (run, run)}))
+    text_of(token_figures.twice({"one step": (run[:1], run[:1])}))
+    text_of(token_figures.twice({"NaN": (run, torch.tensor([5.0, float("nan"), float("nan")]))}))
+
+
+def test_draws_are_counted_and_their_mean_is_given():
+    words = text_of(token_figures.draws([256.0] * 7 + [258.0], 256.25, 256.0))
+    assert words == "Rounded at random: 256 7 times, 258 1 times; mean 256.25, exact 256.25, to the nearest 256"
+    text_of(token_figures.draws(torch.tensor([1.0]), 1.0))
+
+
+def test_the_recorded_encoder_is_labelled_and_without_a_recording_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
+    assert str(recorded.encoder()) == "encoder: no recorded run in this checkout"
+    ways = {"ours, segments in line": {"ms": {"replayed": 0.092, "launched": 0.2}, "differ": 0}, "index_add_, fp32": {"ms": {"launched": 0.42}, "differ": 1234},
+            "index_add_, bf16": {"ms": {"replayed": 0.1}}}
+    found = {"tokens": 65536, "C": 768, "Zipf": {"ways": ways, "buckets_ms": 8.4}, "all the same": {"ways": {"index_add_, fp32": {"ms": {"replayed": 1.46}}}}}
+    (tmp_path / "encoder_h200.json").write_text(json.dumps({"gpu": "NVIDIA H200", "date": "2026-01-02", "results": {"backward": found}}))
+    lines = str(recorded.encoder()).split("\n")
+    assert lines[0] == "Recorded, not run here: NVIDIA H200, 2026-01-02; 65,536 tokens, 768 channels in bf16, sums in fp32"
+    assert [re.split(r" {2,}", line) for line in lines[2:]] == [
+        ["ours, segments in line", "0.092 ms", "-", "0"], ["index_add_, fp32", "0.420 ms", "1.460 ms", "1,234"], ["making the buckets, CPU", "8.4 ms", "-"]]
