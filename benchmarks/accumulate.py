@@ -21,9 +21,9 @@ from gpuaccel.kernel import zero_
 from gpuaccel.models import Transformer, preset
 from gpuaccel.step import token_loss
 
-SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py", "gpuaccel/arena.py",
-           "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/models.py", "benchmarks/accumulate.py",
-           "benchmarks/workers.py", "benchmarks/common.py"]
+SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/segments.cu", "kernels_cu/encoder.cu", "gpuaccel/nvrtc.py",
+           "gpuaccel/kernel.py", "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/segments.py",
+           "gpuaccel/encoder.py", "gpuaccel/models.py", "benchmarks/accumulate.py", "benchmarks/workers.py", "benchmarks/common.py"]
 
 
 def model(dtype, **changes):

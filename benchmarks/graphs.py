@@ -33,10 +33,11 @@ from gpuaccel.step import TrainStep, token_loss
 from gpuaccel.timeline import facts, lines, whole
 from gpuaccel.train import warmup_cosine
 
-SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py",
-           "gpuaccel/backend.py", "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/clip.py", "gpuaccel/adamw.py",
-           "gpuaccel/optimizer.py", "gpuaccel/graphs.py", "gpuaccel/capture.py", "gpuaccel/step.py", "gpuaccel/models.py", "gpuaccel/timeline.py",
-           "gpuaccel/ledger.py", "benchmarks/graphs.py", "benchmarks/workers.py", "benchmarks/common.py"]
+SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "kernels_cu/segments.cu",
+           "kernels_cu/encoder.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py", "gpuaccel/backend.py", "gpuaccel/arena.py",
+           "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/segments.py", "gpuaccel/encoder.py", "gpuaccel/clip.py",
+           "gpuaccel/adamw.py", "gpuaccel/optimizer.py", "gpuaccel/graphs.py", "gpuaccel/capture.py", "gpuaccel/step.py", "gpuaccel/models.py",
+           "gpuaccel/timeline.py", "gpuaccel/ledger.py", "benchmarks/graphs.py", "benchmarks/workers.py", "benchmarks/common.py"]
 DEVICE = "cuda"
 SHAPES, CALLS = ((4, 1024), (4, 256), (1, 128)), 4
 PLAIN, EAGER, REPLAY, COMPILED = "plain torch", "ours, eager", "ours, replayed", "ours, replayed, compiled"

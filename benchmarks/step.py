@@ -23,10 +23,11 @@ from gpuaccel.models import Transformer, flops_per_token, preset
 from gpuaccel.optimizer import AdamW
 from gpuaccel.step import TrainStep
 
-SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py",
-           "gpuaccel/backend.py", "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/clip.py", "gpuaccel/adamw.py",
-           "gpuaccel/optimizer.py", "gpuaccel/graphs.py", "gpuaccel/capture.py", "gpuaccel/step.py", "gpuaccel/models.py", "gpuaccel/meter.py",
-           "benchmarks/step.py", "benchmarks/workers.py", "benchmarks/common.py"]
+SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "kernels_cu/segments.cu",
+           "kernels_cu/encoder.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py", "gpuaccel/backend.py", "gpuaccel/arena.py",
+           "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/segments.py", "gpuaccel/encoder.py", "gpuaccel/clip.py",
+           "gpuaccel/adamw.py", "gpuaccel/optimizer.py", "gpuaccel/graphs.py", "gpuaccel/capture.py", "gpuaccel/step.py", "gpuaccel/models.py",
+           "gpuaccel/meter.py", "benchmarks/step.py", "benchmarks/workers.py", "benchmarks/common.py"]
 DEVICE, CAPTURABLE = "cuda", {"capturable": True}
 B, MICRO_BATCHES, LENGTHS, CALLS = 4, 4, (1024, 256), 4
 PEER, OURS, EXACT = "torch", "ours", "ours, deterministic"
