@@ -9,6 +9,8 @@ source stands on its own; `program(sources)` joins many into one text: forty ker
     >>> for outcome in good.run(kernel, seed=0, device="cpu"):   # launches, then compares with torch or numpy
     ...     assert outcome.right, outcome
 """
+import functools
+import itertools
 import math
 import re
 import struct
@@ -1673,8 +1675,240 @@ def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
                 yield Outcome(f"{name}, {'with' if copied else 'without'} copy", got.cpu(), new)
 
 
+# ---- segments and encoder: the places and sums they should give, in plain Python and numpy ----
+
+OUT_OF_RANGE = 1 << 31                            # in a position
+_ROUNDING = struct.Struct("QQii").pack            # seed, address of what is added to the step, step, micro-batch
+
+
+def _pairs_of(tokens, vocab, left_out):
+    """(position, token) in the order of segments.cu. A token out of range counts as token 0, one that is left out comes last."""
+    pairs = [(i, vocab if t == left_out else t) if 0 <= t < vocab else (i | OUT_OF_RANGE, 0) for i, t in enumerate(tokens)]
+    return sorted(pairs, key=lambda pair: pair[1])
+
+
+def _pieces_of(pairs, vocab):
+    """What begins at each place of this order."""
+    kinds = []
+    for token, run in itertools.groupby(token for _, token in pairs):
+        rows = len(list(run))
+        for nth in range(rows):
+            left = min(rows - nth, 32)
+            kinds.append(0 if nth % 32 or token == vocab else left if rows <= 32 else -rows if nth == 0 else 32 + left)
+    return kinds
+
+
+def _as_int32(pairs):
+    return torch.tensor(pairs, dtype=torch.int64).to(torch.int32)
+
+
+def _some_tokens(random, n, vocab, TOKEN_T):
+    """Few and many of a kind, three of them out of range."""
+    tokens = np.where(random.random(n) < 0.5, random.integers(0, 5, n), random.integers(0, vocab, n))
+    tokens[n // 2::n // 2 + 1], tokens[n // 3::n] = -5, vocab
+    tokens[n // 4::n] = 2**31 - 1 if TOKEN_T == "int" else 2**40
+    return tokens
+
+
+def _passes(seed, TOKEN_T, BITS, KEYS):
+    """(what, tokens or None, pairs or None, n, vocab, left_out, shift, the pairs that this pass finds, its tile) of the first and a later pass."""
+    random, tile = rng(seed), 256 * KEYS
+    for n, vocab, left_out in ((1, 1, -1), (tile, 700, 3), (2 * tile + 77, 70_000, -1), (tile + 33, 300, 299)):
+        tokens = _some_tokens(random, n, vocab, TOKEN_T) if n > 1 else np.zeros(1, int)
+        found = sorted(_pairs_of(tokens.tolist(), vocab, left_out), key=lambda pair: pair[0] % OUT_OF_RANGE)       # as they come
+        yield f"n = {n}, first pass", torch.from_numpy(tokens).to(torch.int32 if TOKEN_T == "int" else torch.int64), None, n, vocab, left_out, 0, found, tile
+        later = sorted(found, key=lambda pair: pair[1] % 2**BITS)
+        yield f"n = {n}, second pass", None, _as_int32(later), n, vocab, left_out, BITS, later, tile
+
+
+def _digits(pairs, shift, bits, tile):
+    """(blocks, 2^bits) int32: how often each digit occurs in each tile."""
+    digits = (np.array([token for _, token in pairs]) >> shift) % 2**bits
+    return torch.from_numpy(np.stack([np.bincount(digits[i:i + tile], minlength=2**bits) for i in range(0, len(digits), tile)])).int()
+
+
+@ours("segments", "segments_count")
+def run(kernel, seed, device, TOKEN_T="long long", BITS=8, KEYS=4):
+    for what, tokens, pairs, n, vocab, left_out, shift, found, tile in _passes(seed, TOKEN_T, BITS, KEYS):
+        counts = torch.full((-(-n // tile), 2**BITS), -1, dtype=torch.int32, device=device)
+        kernel[len(counts), 256](counts, *[None if t is None else t.to(device) for t in (tokens, pairs)], n, vocab, left_out, shift)
+        yield Outcome(what, counts.cpu(), _digits(found, shift, BITS, tile))
+
+
+@ours("segments", "segments_scatter")
+def run(kernel, seed, device, TOKEN_T="long long", BITS=8, KEYS=4):
+    for what, tokens, pairs, n, vocab, left_out, shift, found, tile in _passes(seed, TOKEN_T, BITS, KEYS):
+        out, counts = torch.full((n, 2), -1, dtype=torch.int32, device=device), _digits(found, shift, BITS, tile).to(device)
+        kernel[len(counts), 256](out, counts, *[None if t is None else t.to(device) for t in (tokens, pairs)], n, vocab, left_out, shift)
+        yield Outcome(what, out.cpu(), _as_int32(sorted(found, key=lambda pair: (pair[1] >> shift) % 2**BITS)))
+
+
+@ours("segments", "segments_pieces")
+def run(kernel, seed, device):
+    for vocab, left_out, runs in ((1, -1, [1]), (9, 7, [31, 32, 33, 0, 64, 65, 1, 5, 300]), (300, -1, [0] * 40 + [128] + [1] * 255 + [0] * 4), (2, 1, [0, 40])):
+        pairs = _pairs_of(rng(seed).permutation(np.repeat(np.arange(len(runs)), runs)).tolist(), vocab, left_out)
+        pieces = torch.full((len(pairs),), -9999, dtype=torch.int32, device=device)
+        kernel[-(-len(pairs) // 256), 256](pieces, _as_int32(pairs).to(device), len(pairs), vocab)
+        yield Outcome(f"runs of {runs[:8]}", pieces.cpu(), torch.tensor(_pieces_of(pairs, vocab), dtype=torch.int32))
+
+
+def _finite(t):
+    """NaN has other bits on a GPU."""
+    return t.cpu().nan_to_num(-7.0)
+
+
+@ours("encoder", "encoder_forward")
+def run(kernel, seed, device, TOKEN_T="long long", PARAM_T="float", WHOLE=0):
+    random, dtype, huge = rng(seed), {"float": torch.float32, "bf16": torch.bfloat16}[PARAM_T], (2**31 - 1, -2**31) if TOKEN_T == "int" else (2**40, -2**40)
+    for B, T, C, V, wrong in ((1, 1, 4, 2, ()), (3, 7, 132 if WHOLE else 130, 11, (12, 2**31 - 1)), (5, 13, 8 if WHOLE else 3, 4, (-1, *huge, 4)),
+                              (2, 9, 4, 3, huge)):
+        tokens = random.integers(0, V, B * T)
+        tokens[random.permutation(B * T)[:len(wrong)]] = wrong
+        tokens[-1] = V - 1                                                             # the last row of all
+        wte, wpe = (torch.from_numpy(normal(random, rows, C)).to(dtype) for rows in (V, T))
+        bad = np.flatnonzero((tokens < 0) | (tokens >= V))
+        for there in (True, False):
+            out, invalid = torch.full((B * T, C), 5.0, dtype=dtype, device=device), torch.tensor([3, 2**63 - 1, 2**63 - 1], device=device)
+            kernel[-(-B * T // 8), 256](out, torch.from_numpy(tokens).to(device, torch.int32 if TOKEN_T == "int" else torch.int64), wte.to(device),
+                                        wpe.to(device) if there else None, invalid, B * T, T, C, V)
+            want = wte[np.where((tokens < 0) | (tokens >= V), 0, tokens)]
+            want = want + wpe.repeat(B, 1) if there else want.clone()
+            want[bad] = math.nan
+            yield Outcome(f"B, T, C, V = {B, T, C, V}, wpe {there}", _finite(out), _finite(want))
+            first = [(int(bad[0]) << 32) + T, (int(bad[0]) << 32) + min(max(int(tokens[bad[0]]), -2**31), 2**31 - 1) % 2**32] if len(bad) else [2**63 - 1] * 2
+            yield Outcome(f"B, T, C, V = {B, T, C, V}, tokens out of range", invalid.cpu(), torch.tensor([3 + len(bad), *first]))
+
+
+@ours("encoder", "encoder_backward_v1")
+def run(kernel, seed, device):
+    """Small whole numbers, whose sum is the same in every order."""
+    random = rng(seed)
+    for B, T, C, V in ((1, 1, 1, 1), (3, 21, 5, 4)):
+        tokens = random.integers(-1, V + 1, B * T) if V > 1 else np.zeros(1, int)
+        dout = torch.from_numpy(random.integers(-8, 9, (B * T, C))).float()
+        dwte, dwpe = (torch.from_numpy(random.integers(-8, 9, (rows, C))).float() for rows in (V, T))
+        there = [t.to(device, copy=True) for t in (dwte, dwpe)]
+        kernel[-(-B * T * C // 256), 256](*there, dout.to(device, _grad_dtype(kernel)), torch.from_numpy(tokens).to(device), B * T, T, C, V)
+        for i, token in enumerate(tokens):
+            if 0 <= token < V:
+                dwte[token] += dout[i]
+                dwpe[i % T] += dout[i]
+        yield Outcome(f"B, T, C, V = {B, T, C, V}, dwte", there[0].cpu(), dwte)
+        yield Outcome(f"B, T, C, V = {B, T, C, V}, dwpe", there[1].cpu(), dwpe)
+
+
+def _into(sums, at, total, which, STOCHASTIC):
+    """sums[at] += total (numpy, fp32), rounded as the kernels round; `which` tensor: 0 wte, 1 wpe."""
+    from gpuaccel.adamw import reference_random_bits, reference_round
+    value = sums[at].float() + torch.from_numpy(total)
+    if STOCHASTIC:
+        wide = -(-sums.shape[1] // 4) * 4
+        value = reference_round(value, reference_random_bits(SEED, 2 * 3 + which, len(sums) * wide, 9).view(-1, wide)[at, :sums.shape[1]])
+    sums[at] = value.to(sums.dtype)
+
+
+def _rounding(device, STOCHASTIC):
+    """(the struct Rounding: step 9, partly counted on the device, and micro-batch 3; what it points to)."""
+    later = torch.tensor([4], dtype=torch.int32, device=device)
+    return _ROUNDING(SEED, later.data_ptr(), 5, 3) if STOCHASTIC else _ROUNDING(0, 0, 0, 0), later
+
+
+@ours("encoder", "encoder_backward_v2")
+def run(kernel, seed, device, ACC_T="float", STOCHASTIC=0):
+    """llm.c's order: warp w has rows w, w + 8, ..., then the warps' sums in order, then what stood there."""
+    random, dtype, lanes = rng(seed), {"float": torch.float32, "bf16": torch.bfloat16}[ACC_T], 32 if _grad_dtype(kernel) == torch.float32 else 64
+    for C, counts in ((8, [1, 0, 7]), (264, [8, 9, 1, 70])):
+        rows = np.split(random.permutation(sum(counts)), np.cumsum(counts)[:-1])
+        start = np.cumsum([0, *counts])
+        buckets = [(start[v], n, v, group) for v, n in enumerate(counts) if n for group in range(-(-C // (4 * lanes)))]
+        dout = torch.from_numpy(normal(random, sum(counts), C)).to(_grad_dtype(kernel))
+        dwte = torch.from_numpy(normal(random, len(counts), C)).to(dtype)
+        there, (rounding, later) = dwte.to(device, copy=True), _rounding(device, STOCHASTIC)
+        kernel[len(buckets), 256](there, dout.to(device), on(device, random.permutation(np.array(buckets, np.int32))),
+                                  on(device, np.concatenate([np.sort(r) for r in rows]).astype(np.int32)), C, rounding, tensors=[later])
+        for v, r in enumerate(rows):
+            if len(r):
+                x = dout.float().numpy()[np.sort(r)]
+                warps = [functools.reduce(np.add, x[w::8], np.zeros(C, np.float32)) for w in range(min(8, len(r)))]
+                _into(dwte, v, functools.reduce(np.add, warps), 0, STOCHASTIC)
+        yield Outcome(f"C = {C}", there.cpu(), dwte)
+
+
+def _runs(seed, WHOLE, dtype, grad_dtype):
+    """(C, order, pieces, dout, dwte, token -> (place, rows, sums of its pieces)): runs of 1 to 300 rows, one of -0.0, one left out, invalid rows."""
+    runs = [5, 1, 31, 4, 32, 33, 1, 64, 0, 65, 300, 38]
+    for C in (8, 264) if WHOLE else (5, 259):
+        random = rng(seed)
+        tokens = random.permutation(np.repeat(np.arange(len(runs)), runs))
+        tokens[np.flatnonzero(tokens == 0)[:2]] = -1
+        pairs = _pairs_of(tokens.tolist(), len(runs), 3)
+        dout = torch.from_numpy(normal(random, len(tokens), C)).to(grad_dtype)
+        dwte = torch.from_numpy(normal(random, len(runs), C)).to(dtype)
+        dout[torch.from_numpy(tokens == 6)], dwte[6] = -0.0, -0.0
+        x, sums = dout.float().numpy(), {}
+        for place, (_, token) in enumerate(pairs):
+            if token < len(runs) and token not in sums:
+                rows = np.stack([np.full(C, math.nan, np.float32) if i & OUT_OF_RANGE else x[i] for i, t in pairs if t == token])
+                sums[token] = place, len(rows), [functools.reduce(np.add, rows[i:i + 32]) for i in range(0, len(rows), 32)]
+        yield C, pairs, _pieces_of(pairs, len(runs)), dout, dwte, sums
+
+
+def _partials(sums, n, C):
+    """Where the sums of the pieces of longer runs stand, NaN elsewhere."""
+    partials = np.full((2 * -(-n // 32), -(-C // 4) * 4), math.nan, np.float32)
+    for place, _, pieces in sums.values():
+        for p, total in enumerate(pieces) if len(pieces) > 1 else ():
+            partials[2 * (place // 32 + p) + (p == 0), :C] = total
+    return torch.from_numpy(partials)
+
+
+@ours("encoder", "encoder_backward_v3")
+def run(kernel, seed, device, WHOLE=0, QUADS=2, ACC_T="float", STOCHASTIC=0, BY_COUNT=0):
+    for C, pairs, pieces, dout, dwte, sums in _runs(seed, WHOLE, {"float": torch.float32, "bf16": torch.bfloat16}[ACC_T], _grad_dtype(kernel)):
+        n, (rounding, later), there = len(pairs), _rounding(device, STOCHASTIC), dwte.to(device, copy=True)
+        partials = torch.full((2 * -(-n // 32), -(-C // 4) * 4), math.nan, device=device)
+        kernel[(-(-n // 256), -(-C // (128 * QUADS))), 256](there, partials, dout.to(device), _as_int32(pairs).to(device),
+                                                            torch.tensor(pieces, dtype=torch.int32, device=device), n, C, rounding, tensors=[later])
+        for token, (_, rows, (first, *more)) in sums.items():
+            if not more:
+                _into(dwte, token, first / np.float32(rows) if BY_COUNT else first, 0, STOCHASTIC)
+        yield Outcome(f"C = {C}, dwte", _finite(there), _finite(dwte))
+        yield Outcome(f"C = {C}, partials", _finite(partials)[:, :C], _finite(_partials(sums, n, C))[:, :C])
+
+
+@ours("encoder", "encoder_combine_v3")
+def run(kernel, seed, device, WHOLE=0, QUADS=2, ACC_T="float", STOCHASTIC=0, BY_COUNT=0):
+    for C, pairs, pieces, dout, dwte, sums in _runs(seed, WHOLE, {"float": torch.float32, "bf16": torch.bfloat16}[ACC_T], _grad_dtype(kernel)):
+        n, (rounding, later), there = len(pairs), _rounding(device, STOCHASTIC), dwte.to(device, copy=True)
+        kernel[(-(-n // 32), -(-C // (128 * QUADS))), 256](there, _partials(sums, n, C).to(device), _as_int32(pairs).to(device),
+                                                           torch.tensor(pieces, dtype=torch.int32, device=device), n, C, rounding, tensors=[later])
+        for token, (_, rows, parts) in sums.items():
+            if len(parts) > 1:
+                total = functools.reduce(np.add, [functools.reduce(np.add, parts[w::8]) for w in range(min(8, len(parts)))])
+                _into(dwte, token, total / np.float32(rows) if BY_COUNT else total, 0, STOCHASTIC)
+        yield Outcome(f"C = {C}", there.cpu(), dwte)
+
+
+@ours("encoder", "encoder_wpe")
+def run(kernel, seed, device, WHOLE=0, ACC_T="float", STOCHASTIC=0):
+    random, dtype = rng(seed), {"float": torch.float32, "bf16": torch.bfloat16}[ACC_T]
+    for B, T, C in ((1, 1, 4), (5, 37, 32 if WHOLE else 29)):
+        dout, dwpe = torch.from_numpy(normal(random, B, T, C)).to(_grad_dtype(kernel)), torch.from_numpy(normal(random, T, C)).to(dtype)
+        there, (rounding, later) = dwpe.to(device, copy=True), _rounding(device, STOCHASTIC)
+        kernel[-(-T * -(-C // 4) // 256), 256](there, dout.to(device), B, T, C, rounding, tensors=[later])
+        _into(dwpe, torch.arange(T), functools.reduce(np.add, dout.float().numpy()), 1, STOCHASTIC)
+        yield Outcome(f"B, T, C = {B, T, C}", there.cpu(), dwpe)
+
+
 # (file, kernel) -> macros with which it is tried besides its own; handed to `run` by name as well.
 VARIANTS: "dict[tuple[str, str], list[dict]]" = {
     ("adamw", "adamw_v2"): [{"PARAM_T": "bf16", "AMSGRAD": 1, "STOCHASTIC": 1}, {"PARAM_T": "bf16"}, {"AMSGRAD": 1, "STOCHASTIC": 1}],
     ("adamw", "adamw_v3"): [{"AMSGRAD": 1, "STOCHASTIC": 1}],
+    ("segments", "segments_count"): [{"TOKEN_T": "int", "BITS": 9, "KEYS": 16}],
+    ("segments", "segments_scatter"): [{"TOKEN_T": "int", "BITS": 9, "KEYS": 16}],
+    ("encoder", "encoder_forward"): [{"WHOLE": 1, "PARAM_T": "bf16", "TOKEN_T": "int"}],
+    ("encoder", "encoder_backward_v2"): [{"ACC_T": "bf16", "STOCHASTIC": 1}],
+    ("encoder", "encoder_backward_v3"): [{"WHOLE": 1, "QUADS": 1, "BY_COUNT": 1}, {"ACC_T": "bf16", "STOCHASTIC": 1}],
+    ("encoder", "encoder_combine_v3"): [{"WHOLE": 1, "QUADS": 1, "BY_COUNT": 1}, {"ACC_T": "bf16", "STOCHASTIC": 1}],
+    ("encoder", "encoder_wpe"): [{"WHOLE": 1}, {"ACC_T": "bf16", "STOCHASTIC": 1}],
 }

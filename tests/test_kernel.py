@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpuaccel
-from gpuaccel import accumulate, adamw, clip, nvrtc
+from gpuaccel import accumulate, adamw, clip, encoder, nvrtc, segments
 from gpuaccel.accumulate import CHUNK, MAX_TENSORS, SQUARES_THREADS, THREADS
 from gpuaccel.backend import use_backend
 from gpuaccel.errors import ArgumentError, CompileError
@@ -44,6 +44,8 @@ def test_every_kernel_compiles_for_every_architecture_without_spills(path, grad_
     ("clip", {"CHUNK": CHUNK, "THREADS": SQUARES_THREADS, "MAX_TENSORS": clip.MAX_TENSORS}),
     ("adamw", {"CHUNK": CHUNK, "MAX_TENSORS": adamw.MAX_TENSORS, "MAX_UPDATES": adamw.MAX_UPDATES,
                "MAX_VALUES": adamw.MAX_VALUES}),
+    ("segments", {"PIECE": segments.PIECE, "THREADS": segments.THREADS}),
+    ("encoder", {"PIECE": segments.PIECE, "THREADS": encoder.THREADS, "QUADS": encoder.QUADS}),
 ])
 def test_the_launcher_and_the_kernels_agree_on_their_constants(file, constants):
     source = without_comments(next(p for p in kernel_files() if p.stem == file).read_text())
@@ -63,6 +65,7 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(name):
     (accumulate._kernel("accumulate_v3", torch.float32), [accumulate._SOURCES]), (accumulate._kernel("accumulate_v4", torch.bfloat16), [accumulate._SOURCES]),
     (clip._kernel("squares_v2", 2.0), [clip._TENSORS]), (clip._kernel("scale_v2", 2.0), [clip._TENSORS]), (adamw._kernel("adamw_set"), [adamw._VALUES]),
     (adamw._kernel("adamw_begin"), [adamw._STEPS]), (adamw._kernel("adamw_v2", ("AMSGRAD", 1), ("PARAM_T", "bf16")), [adamw._UPDATES]),
+    *[(encoder._kernel(f"encoder_{name}", ACC_T="bf16", STOCHASTIC=1), [encoder._ROUNDING]) for name in ("backward_v2", "backward_v3", "combine_v3", "wpe")],
 ], ids=lambda k: getattr(k, "name", ""))
 def test_the_launcher_and_the_kernels_agree_on_their_structs(kernel, sizes):
     """To the byte, as the host's compiler lays them out; and a launch takes at most 4 KiB of arguments."""
