@@ -105,7 +105,7 @@ def accumulate_(acc: Tensor, grad: Tensor) -> Tensor:
         raise ArgumentError(f"acc has shape {tuple(acc.shape)} with strides {acc.stride()}; expected a contiguous destination")
     if acc.requires_grad and torch.is_grad_enabled():
         raise ArgumentError("acc requires grad; accumulate into a plain buffer, or under torch.no_grad()")
-    if _overlap(acc, grad):
+    if overlap(acc, grad):
         raise ArgumentError("acc and grad overlap in memory; expected two tensors of their own")
     if acc.numel() == 0:
         return acc
@@ -133,7 +133,7 @@ def check_gradient(name: str, grad: Tensor, shape, device):
         raise ArgumentError(f"gradient {name} {problem}")
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
+def overlap(a: Tensor, b: Tensor) -> bool:
     """Do the memory spans of two tensors meet? (Spans, not elements: interleaved views count as overlapping.)"""
     def span(t):
         reach = sum((n - 1) * step for n, step in zip(t.shape, t.stride())) + 1

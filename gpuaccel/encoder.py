@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from . import kernel
+from .accumulate import overlap
 from .adamw import reference_random_bits, reference_round
 from .backend import takes
 from .errors import ArgumentError
@@ -183,30 +184,38 @@ def encoder_backward(dwte: "Tensor | None", dwpe: "Tensor | None", dout: Tensor,
     fp32, bf16 or fp16, either may be None. segments: ga.find_segments(tokens, V, padding_idx), where they are known already.
     seed: bf16 sums are rounded stochastically, keyed on (seed, element, step, micro_batch); None: to the nearest. step: a number, or an int32
     tensor of one element on the device, which a captured call reads anew. padding_idx, scale_grad_by_freq: as nn.Embedding's.
-    Raises ArgumentError, with nothing changed, for a wrong dtype, shape or device, sums that are not contiguous, and on the CPU for a token
-    out of range; on a GPU such a token makes row 0 of dwte NaN."""
-    problem = _problem(dwte, dwpe, dout, tokens, seed)
+    Raises ArgumentError, with nothing changed, for a wrong dtype, shape or device, sums that are not contiguous or require grad, segments of
+    another batch, and on the CPU for a token out of range; on a GPU such a token makes row 0 of dwte NaN."""
+    problem = _problem(dwte, dwpe, dout, tokens) or _problem_of_noise(seed, step, micro_batch, tokens)
     if problem:
         raise ArgumentError(problem)
     if dwte is not None:
         check_tokens(tokens, len(dwte))
         check_range(tokens, len(dwte))
         segments = segments or find_segments(tokens, len(dwte), padding_idx)
-        if segments.n != tokens.numel():
-            raise ArgumentError(f"segments are of {segments.n} tokens; expected those of these {tokens.numel()}")
+        what = [(tokens.numel(), len(dwte), -1 if padding_idx is None else padding_idx), (segments.n, segments.vocab, segments.left_out)]
+        if what[0] != what[1]:
+            expected, got = ("{} tokens out of {}, {} left out".format(*numbers) for numbers in what)
+            raise ArgumentError(f"segments are of {got} (-1: none); expected those of these {expected}")
     if dout.numel():
         _add_gradients(dwte, dwpe, dout, segments, scale_grad_by_freq, None if seed is None else (seed, step, micro_batch))
 
 
-def _problem(dwte, dwpe, dout, tokens, seed) -> "str | None":
-    for name, t in (("dwte", dwte), ("dwpe", dwpe), ("dout", dout), ("tokens", tokens)):
+def _problem(dwte, dwpe, dout, tokens) -> "str | None":
+    given = {"dwte": dwte, "dwpe": dwpe, "dout": dout, "tokens": tokens}
+    for name, t in given.items():
         if t is None and name in ("dwte", "dwpe"):
             continue
         if not isinstance(t, Tensor) or t.layout != torch.strided:
             return f"{name} is {t.layout if isinstance(t, Tensor) else type(t).__name__}; expected a dense torch tensor"
         if name != "tokens" and t.dtype not in TYPES and t.dtype != torch.float64:
             return f"{name} is {t.dtype}; expected torch.float32, torch.bfloat16 or torch.float16"
-        if t.device != tokens.device:
+    if tokens.dtype not in TOKEN:
+        return f"tokens are {tokens.dtype}; expected a torch.int64 or torch.int32 tensor"
+    if not tokens.dim() and dwpe is not None:
+        return "tokens have shape (); expected (..., T), whose last dimension counts positions"
+    for name, t in given.items():
+        if t is not None and t.device != tokens.device:
             return f"{name} is on {t.device}, tokens on {tokens.device}; expected one device"
     if dout.dim() < 1 or dout.shape[:-1] != tokens.shape:
         return f"dout has shape {tuple(dout.shape)}; expected {(*tokens.shape, 'C')}, that of tokens and the channels"
@@ -217,21 +226,37 @@ def _problem(dwte, dwpe, dout, tokens, seed) -> "str | None":
             return f"{name} has shape {tuple(t.shape)}; expected ({'V' if name == 'dwte' else f'at least {least}'}, {dout.shape[-1]})"
         if not t.is_contiguous():
             return f"{name} has shape {tuple(t.shape)} with strides {t.stride()}; expected a contiguous tensor, which is added into"
-    if seed is not None and not 0 <= seed < 2**64:
-        return f"seed is {seed}; expected a whole number from 0 to 2^64 - 1"
+        if t.requires_grad and torch.is_grad_enabled():
+            return f"{name} requires grad; add into a plain buffer, or under torch.no_grad()"
+    if dwte is not None and dwpe is not None and overlap(dwte, dwpe):
+        return "dwte and dwpe overlap in memory; expected two tensors of their own"
+    return None
+
+
+def _problem_of_noise(seed, step, micro_batch, tokens) -> "str | None":
+    if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**64):
+        return f"seed is {seed!r}; expected a whole number from 0 to 2^64 - 1"
+    if isinstance(step, Tensor):
+        if step.dtype != torch.int32 or step.numel() != 1 or step.device != tokens.device:
+            return f"step is {step.dtype} of shape {tuple(step.shape)} on {step.device}; expected one torch.int32 on {tokens.device}, or a number"
+    elif not (isinstance(step, int) and 0 <= step < 2**31):
+        return f"step is {step!r}; expected a whole number from 0 to 2^31 - 1, or an int32 tensor"
+    if not (isinstance(micro_batch, int) and 0 <= micro_batch < 2**30):
+        return f"micro_batch is {micro_batch!r}; expected a whole number from 0 to 2^30 - 1"
     return None
 
 
 def check_range(tokens: Tensor, vocab: int):
     """Where the host can see the tokens: ArgumentError for the first one outside of 0 .. vocab - 1, with its position."""
-    if tokens.is_cuda or not tokens.numel() or torch.compiler.is_compiling() or kernel.recorders:
-        return
+    if not tokens.is_cpu or type(tokens) is not Tensor or not tokens.numel() or torch.compiler.is_compiling() or kernel.recorders:
+        return                              # not there to be looked at: in a GPU's memory, without memory, or in a recording
     wrong = (tokens < 0) | (tokens >= vocab)
     if wrong.any():
         at = wrong.nonzero()[0].tolist()
         raise ArgumentError(f"token {int(tokens[tuple(at)])} at {tuple(at)} of tokens {tuple(tokens.shape)} is out of range; expected 0 to {vocab - 1}")
 
 
+@torch.no_grad()
 def _add_gradients(dwte, dwpe, dout, segments, by_count, rounding):
     if takes(dout.device) and all(t is None or t.dtype in TYPES for t in (dwte, dwpe, dout)):
         launch_backward(dwte, dwpe, dout.contiguous(), segments, by_count, rounding)
@@ -283,7 +308,7 @@ def _backward(sums, dout, segments, by_count, into_arena, wanted=None):
     """sums += the gradient: that of wte, or without segments that of wpe."""
     if into_arena and rows_asked(sums, wanted) is not None or not dout.numel():      # asked first: a new window may have to clear the slice
         return
-    found = None if segments is None else Segments(segments, dout.numel() // dout.shape[-1])
+    found = None if segments is None else Segments(segments, dout.numel() // dout.shape[-1], len(sums))
     _add_gradients(*((None, sums) if found is None else (sums, None)), dout, found, by_count, None)
 
 
@@ -317,7 +342,7 @@ class _Encode(torch.autograd.Function):
                     shape, dtype = ctx.weights[i]
                     fresh[i] = dout.new_zeros(shape, dtype=dtype)
                 args = fresh[i] if sums is None else sums, dout, None if i else segments, ctx.by_count, sums is not None
-                if torch.compiler.is_compiling():
+                if sums is None or torch.compiler.is_compiling():
                     torch.ops.gpuaccel.encoder_backward_(*args)
                 else:
                     _backward(*args, asked(ctx.next_functions[1 + i:2 + i]))
@@ -387,6 +412,13 @@ class Embedding(nn.Embedding):
         row, T = where >> 32, where & 0xFFFFFFFF
         return {"count": count, "token": (token + 2**31 & 0xFFFFFFFF) - 2**31, "position": (row // T, row % T)}
 
+    def _apply(self, fn, recurse=True):     # module.to(...), to_empty(): what was counted comes along, and is never memory without a value
+        before = self.invalid
+        super()._apply(fn, recurse)
+        if self.invalid is not None and not self.invalid.is_meta:
+            self.invalid.copy_(_none_seen(self.invalid.device) if before.is_meta else before)
+        return self
+
     def __getstate__(self):                 # a copy or pickle is not the arena's
         return {key: value for key, value in self.__dict__.items() if key != "arena_grad"}
 
@@ -407,6 +439,7 @@ class Encoder(nn.Module):
             nn.init.normal_(part.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        check_tokens(tokens, len(self.wte.weight))
         if not tokens.dim() or tokens.shape[-1] > len(self.wpe.weight):
             raise ArgumentError(f"tokens have shape {tuple(tokens.shape)}; expected (..., T) with T up to {len(self.wpe.weight)}, the rows of wpe")
         if self.wte.weight.dtype != self.wpe.weight.dtype:

@@ -22,12 +22,13 @@ TOKEN = {torch.int64: "long long", torch.int32: "int"}
 
 
 class Segments:
-    """order and pieces of one batch, views of one int32 buffer (which is what autograd keeps)."""
+    """order and pieces of one batch of n tokens out of `vocab`, views of one int32 buffer (which is what autograd keeps). left_out: the
+    token whose rows count for nothing, -1: none."""
 
-    __slots__ = ("buffer", "n")
+    __slots__ = ("buffer", "n", "vocab", "left_out")
 
-    def __init__(self, buffer: Tensor, n: int):
-        self.buffer, self.n = buffer, n
+    def __init__(self, buffer: Tensor, n: int, vocab: int, left_out: int = -1):
+        self.buffer, self.n, self.vocab, self.left_out = buffer, n, vocab, left_out
 
     order = property(lambda self: self.buffer[:2 * self.n].view(-1, 2))
     pieces = property(lambda self: self.buffer[2 * self.n:3 * self.n])
@@ -55,7 +56,7 @@ def reference_segments(tokens: Tensor, vocab: int, left_out: int = -1) -> Segmen
     kind = torch.where(rows <= PIECE, piece, torch.where(nth == 0, -rows, PIECE + piece))
     kind = torch.where((nth % PIECE == 0) & (token < vocab), kind, 0)
     pairs = torch.stack([torch.where(valid[row], row, row + INVALID), token], 1)
-    return Segments(torch.cat([pairs.flatten(), kind]).int(), len(token))
+    return Segments(torch.cat([pairs.flatten(), kind]).int(), len(token), vocab, left_out)
 
 
 # ---- launchers ------------------------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@ def launch_segments(tokens: Tensor, vocab: int, left_out: int = -1, stream=None)
     count, scatter, pieces = segment_kernels(tokens, vocab)
     bits, blocks = int(count.defines["BITS"]), -(-n // (THREADS * int(count.defines["KEYS"])))
     found, scratch = (torch.empty(size, dtype=torch.int32, device=tokens.device) for size in (3 * n, 2 * n + (blocks << bits)))
-    found, spare, counts = Segments(found, n), scratch[:2 * n].view(-1, 2), scratch[2 * n:]
+    found, spare, counts = Segments(found, n, vocab, left_out), scratch[:2 * n].view(-1, 2), scratch[2 * n:]
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream(tokens.device))
     with torch.cuda.stream(stream):
@@ -102,9 +103,10 @@ def find_segments(tokens: Tensor, vocab: int, padding_idx: "int | None" = None) 
 
     A token outside of 0 .. vocab - 1 counts as token 0, its row marked (sign bit). ArgumentError for another dtype or size."""
     check_tokens(tokens, vocab)
+    left_out = -1 if padding_idx is None else padding_idx
     if takes(tokens.device) and tokens.numel():
-        return launch_segments(tokens.contiguous().view(-1), vocab, -1 if padding_idx is None else padding_idx)[0]
-    return reference_segments(tokens, vocab, -1 if padding_idx is None else padding_idx)
+        return launch_segments(tokens.contiguous().view(-1), vocab, left_out)[0]
+    return reference_segments(tokens, vocab, left_out)
 
 
 def check_tokens(tokens: Tensor, vocab: int):
