@@ -23,7 +23,7 @@ from gpuaccel.step import token_loss
 
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/segments.cu", "kernels_cu/encoder.cu", "gpuaccel/nvrtc.py",
            "gpuaccel/kernel.py", "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/segments.py",
-           "gpuaccel/encoder.py", "gpuaccel/models.py", "benchmarks/accumulate.py", "benchmarks/workers.py", "benchmarks/common.py"]
+           "gpuaccel/encoder.py", "gpuaccel/embedding.py", "gpuaccel/models.py", "benchmarks/accumulate.py", "benchmarks/workers.py", "benchmarks/common.py"]
 
 
 def model(dtype, **changes):

@@ -25,7 +25,7 @@ from gpuaccel.step import TrainStep
 
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "kernels_cu/segments.cu",
            "kernels_cu/encoder.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py", "gpuaccel/backend.py", "gpuaccel/arena.py",
-           "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/segments.py", "gpuaccel/encoder.py", "gpuaccel/clip.py",
+           "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/segments.py", "gpuaccel/encoder.py", "gpuaccel/embedding.py", "gpuaccel/clip.py",
            "gpuaccel/adamw.py", "gpuaccel/optimizer.py", "gpuaccel/graphs.py", "gpuaccel/capture.py", "gpuaccel/step.py", "gpuaccel/models.py",
            "gpuaccel/meter.py", "benchmarks/step.py", "benchmarks/workers.py", "benchmarks/common.py"]
 DEVICE, CAPTURABLE = "cuda", {"capturable": True}

@@ -19,7 +19,7 @@ from gpuaccel.step import TrainStep
 
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/segments.cu", "kernels_cu/encoder.cu", "gpuaccel/nvrtc.py",
            "gpuaccel/kernel.py", "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/segments.py",
-           "gpuaccel/encoder.py", "gpuaccel/models.py", "gpuaccel/step.py", "gpuaccel/meter.py", "gpuaccel/ledger.py", "benchmarks/train.py",
+           "gpuaccel/encoder.py", "gpuaccel/embedding.py", "gpuaccel/models.py", "gpuaccel/step.py", "gpuaccel/meter.py", "gpuaccel/ledger.py", "benchmarks/train.py",
            "benchmarks/workers.py", "benchmarks/common.py"]
 B, T = 4, 1024
 

@@ -14,7 +14,8 @@ from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from .cli import doctor
 from .clip import ClipState, clip_grad_norm_, clip_grads_
 from .data import Batches, ByteTokenizer, load_text, make_dataset, train_bpe, val_batches
-from .encoder import Embedding, Encoder, deterministic_embeddings, encoder_backward, reference_encoder, reference_encoder_backward
+from .embedding import Embedding, Encoder, deterministic_embeddings
+from .encoder import encoder_backward, reference_encoder, reference_encoder_backward
 from .errors import ArgumentError, BackendError, CaptureError, CheckpointError, CompileError, DataError, GpuaccelError, KernelError, NonFiniteError
 from .exercises import check, hint, solution
 from .graphs import GraphedStep

@@ -11,8 +11,8 @@ The four ways (`MODES`), one after the other faster:
   host      each gradient is downloaded, added on the CPU, and the sum uploaded at the end (what the reference system did first)
   autograd  torch's own: `p.grad += fresh`, in the parameter's dtype (bf16 parameters: 256 + 1 = 256), moved to the arena at the end
   arena     a hook collects fresh gradients (fp32 or bf16); one launch adds many tensors into fp32
-  fused     the weight-gradient product of every nn.Linear, and the row sums of every nn.Embedding, are added into the arena by
-            themselves; the rest goes as in `arena`
+  fused     the weight-gradient product of every nn.Linear, and the row sums of every nn.Embedding without max_norm, are added into the arena by
+            themselves; the rest (subclasses, weights with hooks) goes as in `arena`
 
 Source: gradient accumulation on the GPU as in entrenar's ALB-091; mixed-precision sums as in Micikevicius et al., 2018.
 """

@@ -1,40 +1,33 @@
 """The encoder, tokens -> wte[token] + wpe[position], with a backward that adds in a fixed order and straight into the sums.
 
-    >>> ga.deterministic_embeddings(model)                      # every nn.Embedding of a model of yours, in place
-    >>> x = ga.Encoder(50257, 768, 1024)(tokens)                # (B, T) -> (B, T, 768)
     >>> ga.encoder_backward(dwte, dwpe, dout, tokens)           # adds into dwte (V, C) and dwpe (T, C), fp32, bf16 or fp16
 
 The rows of a token are added as segments.py finds them: in the order of their positions, in pieces of 32 that begin with the token's first
 row; the pieces of a longer run by eight warps in turn, then the warps' sums in order. So two runs have the same bits, and a token's gradient
-does not depend on what else is in the batch. Segments are found beside the forward kernel, on a second stream.
+does not depend on what else is in the batch.
 
-A token out of range is never used as an address: forward gives NaN for it, and row 0 of dwte becomes NaN, so that ga.AdamW skips the step;
-the module counts it and knows the first one's place. Tokens on the host are looked at before anything is done.
+A token out of range is never used as an address: forward gives NaN for it and counts it, and row 0 of dwte becomes NaN, so that ga.AdamW skips
+the step (other optimizers see NaN). On a CPU without backend simt the fixed order is kept in torch, slower than torch's own sums. Modules: embedding.py.
 Source: llm.c's encoder_backward (buckets made by the CPU), here with segments found on the device.
 """
 import functools
 import struct
-import warnings
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
 from . import kernel
 from .accumulate import overlap
 from .adamw import reference_random_bits, reference_round
 from .backend import takes
 from .errors import ArgumentError
-from .fused_linear import asked, fused_classes, rows_asked
 from .kernel import Kernel
-from .segments import MOST, PIECE, TOKEN, Segments, check_tokens, find_segments, launch_segments, reference_segments
+from .segments import MOST, PIECE, TOKEN, Segments, check_tokens, find_segments, left_out_token
 
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 THREADS, WARPS, QUADS = 256, 8, 2            # QUADS: groups of 128 channels that a warp sums up
 NO_ROUNDING = (0, 0, 0, 0)                   # seed, address added to the step, step, micro-batch
 _ROUNDING = struct.Struct("QQii").pack
-NEVER = 2**63 - 1
-_library = torch.library.Library("gpuaccel", "FRAGMENT")
 
 
 # ---- reference ------------------------------------------------------------------------------------------------------
@@ -66,7 +59,7 @@ def reference_encoder_backward(dwte: "Tensor | None", dwpe: "Tensor | None", dou
         total = sums[runs]
         long = (count > 1).nonzero()[:, 0]
         if len(long):
-            warps = [_in_order(sums, (runs[long] + w).clamp(max=len(sums) - 1), -(-(count[long] - w) // WARPS), WARPS) for w in range(WARPS)]
+            warps = [_in_order(sums, (runs[long] + w).clamp(max=len(sums) - 1), (-(-(count[long] - w) // WARPS)).clamp(min=1), WARPS) for w in range(WARPS)]
             combined = warps[0]
             for w in range(1, WARPS):
                 combined = torch.where((count[long] > w)[:, None], combined + warps[w], combined)
@@ -84,12 +77,13 @@ def reference_encoder_backward(dwte: "Tensor | None", dwpe: "Tensor | None", dou
 
 
 def _in_order(rows: Tensor, start: Tensor, count: Tensor, step: int) -> Tensor:
-    """rows[start] + rows[start + step] + ..., `count` of them each, one after the other."""
-    total = rows[start]
-    for r in range(1, int(count.max()) if len(count) else 0):
-        live = (count > r).nonzero()[:, 0]
-        total[live] += rows[start[live] + r * step]
-    return total
+    """rows[start] + rows[start + step] + ..., `count` of them each, one after the other. count: 1 and more."""
+    count, order = count.sort(descending=True)                        # those that go on stand in front
+    start, total = start[order], rows[start[order]]
+    live = (count[None] > torch.arange(1, int(count[0]) if len(count) else 1, device=count.device)[:, None]).sum(1).tolist()
+    for r, many in enumerate(live, 1):
+        total[:many] += rows[start[:many] + r * step]
+    return torch.empty_like(total).index_copy_(0, order, total)
 
 
 def _add(sums, at, total, rounding, which):
@@ -97,7 +91,7 @@ def _add(sums, at, total, rounding, which):
     if rounding is not None and sums.dtype == torch.bfloat16:
         seed, step, micro = rounding
         C, group = sums.shape[1], -(-sums.shape[1] // 4) * 4
-        noise = reference_random_bits(seed, 2 * micro + which, len(sums) * group, int(step)).view(-1, group)[:, :C].to(sums.device)
+        noise = reference_random_bits(seed, 2**31 + 2 * micro + which, len(sums) * group, int(step)).view(-1, group)[:, :C].to(sums.device)
         sums[at] = reference_round(value, noise[at])
     else:
         sums[at] = value.to(sums.dtype)
@@ -107,7 +101,7 @@ def reference_buckets(tokens: Tensor, C: int, lane: int) -> "tuple[Tensor, Tenso
     """llm.c's buckets, made on the CPU: (buckets (n, 4) int32: first item, how many, token, channel group; items int32: rows).
 
     lane: channels per lane, 16 bytes of dout. One bucket for each token and group of 32 * lane channels, the fullest first; equally full ones by
-    token and group (llm.c leaves that to an unstable sort). llm.c sizes its buffers with floor(C / (32 lane)) groups, too few for C = 1600."""
+    token and group (llm.c leaves that to an unstable sort)."""
     groups = -(-C // (32 * lane))
     token, row = tokens.reshape(-1).cpu().long().sort(stable=True)
     values, counts = torch.unique_consecutive(token, return_counts=True)
@@ -176,6 +170,7 @@ def launch_buckets(dwte: Tensor, dout: Tensor, buckets: Tensor, items: Tensor):
 
 # ---- public: the gradients ------------------------------------------------------------------------------------------
 
+@torch.compiler.disable
 def encoder_backward(dwte: "Tensor | None", dwpe: "Tensor | None", dout: Tensor, tokens: Tensor, *, segments: "Segments | None" = None,
                      padding_idx: "int | None" = None, scale_grad_by_freq: bool = False, seed: "int | None" = None, step=0, micro_batch: int = 0):
     """Add the gradients of wte and wpe into dwte and dwpe. No host synchronisation where the tokens are on a GPU; may be captured.
@@ -185,20 +180,21 @@ def encoder_backward(dwte: "Tensor | None", dwpe: "Tensor | None", dout: Tensor,
     seed: bf16 sums are rounded stochastically, keyed on (seed, element, step, micro_batch); None: to the nearest. step: a number, or an int32
     tensor of one element on the device, which a captured call reads anew. padding_idx, scale_grad_by_freq: as nn.Embedding's.
     Raises ArgumentError, with nothing changed, for a wrong dtype, shape or device, sums that are not contiguous or require grad, segments of
-    another batch, and on the CPU for a token out of range; on a GPU such a token makes row 0 of dwte NaN."""
+    another number of tokens, vocabulary or padding_idx, and on the CPU for a token out of range; on a GPU such a token makes row 0 of dwte NaN."""
     problem = _problem(dwte, dwpe, dout, tokens) or _problem_of_noise(seed, step, micro_batch, tokens)
     if problem:
         raise ArgumentError(problem)
     if dwte is not None:
         check_tokens(tokens, len(dwte))
         check_range(tokens, len(dwte))
+        what = [(tokens.numel(), len(dwte), left_out_token(padding_idx, len(dwte)))]
         segments = segments or find_segments(tokens, len(dwte), padding_idx)
-        what = [(tokens.numel(), len(dwte), -1 if padding_idx is None else padding_idx), (segments.n, segments.vocab, segments.left_out)]
+        what += [(segments.n, segments.vocab, segments.left_out)]
         if what[0] != what[1]:
             expected, got = ("{} tokens out of {}, {} left out".format(*numbers) for numbers in what)
             raise ArgumentError(f"segments are of {got} (-1: none); expected those of these {expected}")
     if dout.numel():
-        _add_gradients(dwte, dwpe, dout, segments, scale_grad_by_freq, None if seed is None else (seed, step, micro_batch))
+        add_gradients(dwte, dwpe, dout, segments, scale_grad_by_freq, None if seed is None else (seed, step, micro_batch))
 
 
 def _problem(dwte, dwpe, dout, tokens) -> "str | None":
@@ -257,209 +253,9 @@ def check_range(tokens: Tensor, vocab: int):
 
 
 @torch.no_grad()
-def _add_gradients(dwte, dwpe, dout, segments, by_count, rounding):
+def add_gradients(dwte, dwpe, dout, segments, by_count, rounding):
     if takes(dout.device) and all(t is None or t.dtype in TYPES for t in (dwte, dwpe, dout)):
         launch_backward(dwte, dwpe, dout.contiguous(), segments, by_count, rounding)
         torch.autograd.graph.increment_version([t for t in (dwte, dwpe) if t is not None])
     else:
         reference_encoder_backward(dwte, dwpe, dout, segments, by_count=by_count, rounding=rounding)
-
-
-# ---- the operations that autograd and torch.compile see -------------------------------------------------------------
-
-_library.define("encoder_forward(Tensor tokens, Tensor wte, Tensor? wpe, Tensor(a!) invalid, int left_out, bool segments) -> (Tensor, Tensor)")
-_library.define("encoder_backward_(Tensor(a!) sums, Tensor dout, Tensor? segments, bool by_count, bool into_arena) -> ()")
-
-
-@functools.cache
-def _beside(index: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(index)
-
-
-def _forward(tokens, wte, wpe, invalid, left_out, segments):
-    """(output, segments as (3 N,) int32 or an empty tensor)."""
-    if not (takes(wte.device) and wte.dtype in TYPES and tokens.numel() and wte.shape[1]):
-        _count_invalid(tokens, len(wte), invalid)
-        found = reference_segments(tokens, len(wte), left_out).buffer if segments else torch.empty(0, dtype=torch.int32, device=tokens.device)
-        return reference_encoder(tokens, wte, wpe), found
-    tokens, wte, wpe = tokens.contiguous(), wte.contiguous(), wpe if wpe is None else wpe.contiguous()
-    if not segments:
-        return launch_forward(tokens, wte, wpe, invalid), torch.empty(0, dtype=torch.int32, device=tokens.device)
-    side = _beside(wte.device.index) if wte.is_cuda else None
-    found, scratch = launch_segments(tokens.view(-1), len(wte), left_out, side)
-    out = launch_forward(tokens, wte, wpe, invalid)
-    if side is not None:
-        torch.cuda.current_stream(wte.device).wait_stream(side)
-    del scratch                             # not before the side stream is done with it
-    return out, found.buffer
-
-
-def _count_invalid(tokens, vocab, invalid):
-    """What encoder_forward leaves there, in torch."""
-    flat = tokens.reshape(-1).long()
-    if len(flat):
-        wrong, at = (flat < 0) | (flat >= vocab), torch.arange(len(flat), device=flat.device) << 32
-        low = torch.full_like(flat, tokens.shape[-1] if tokens.dim() else 1), flat.clamp(-2**31, MOST) & 0xFFFFFFFF
-        firsts = [torch.where(wrong, at | half, NEVER).min().minimum(old) for half, old in zip(low, invalid[1:])]
-        invalid.copy_(torch.stack([invalid[0] + wrong.sum(), *firsts]))
-
-
-def _backward(sums, dout, segments, by_count, into_arena, wanted=None):
-    """sums += the gradient: that of wte, or without segments that of wpe."""
-    if into_arena and rows_asked(sums, wanted) is not None or not dout.numel():      # asked first: a new window may have to clear the slice
-        return
-    found = None if segments is None else Segments(segments, dout.numel() // dout.shape[-1], len(sums))
-    _add_gradients(*((None, sums) if found is None else (sums, None)), dout, found, by_count, None)
-
-
-for _name, _function in (("encoder_forward", _forward), ("encoder_backward_", _backward)):
-    _library.impl(_name, _function, "CPU")
-    _library.impl(_name, _function, "CUDA")
-torch.library.register_fake(
-    "gpuaccel::encoder_forward", lambda tokens, wte, wpe, invalid, left_out, segments:
-    (wte.new_empty(*tokens.shape, wte.shape[1]), tokens.new_empty(3 * tokens.numel() if segments else 0, dtype=torch.int32)), lib=_library)
-torch.library.register_fake("gpuaccel::encoder_backward_", lambda *args: None, lib=_library)
-
-
-class _Encode(torch.autograd.Function):
-    """wte[tokens] + wpe, whose backward adds into the sums of an arena, or hands fresh gradients to autograd."""
-
-    @staticmethod
-    def forward(ctx, tokens, wte, wpe, sums, invalid, left_out, by_count):
-        out, segments = torch.ops.gpuaccel.encoder_forward(tokens, wte, wpe, invalid, left_out, ctx.needs_input_grad[1])
-        ctx.save_for_backward(segments)
-        ctx.sums, ctx.by_count, ctx.weights = sums, by_count, [None if w is None else (w.shape, w.dtype) for w in (wte, wpe)]
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout):
-        segments, = ctx.saved_tensors
-        dout, fresh = dout.contiguous(), [None, None]
-        for i, sums in enumerate(ctx.sums):
-            if ctx.needs_input_grad[1 + i]:
-                if sums is None:
-                    shape, dtype = ctx.weights[i]
-                    fresh[i] = dout.new_zeros(shape, dtype=dtype)
-                args = fresh[i] if sums is None else sums, dout, None if i else segments, ctx.by_count, sums is not None
-                if sums is None or torch.compiler.is_compiling():
-                    torch.ops.gpuaccel.encoder_backward_(*args)
-                else:
-                    _backward(*args, asked(ctx.next_functions[1 + i:2 + i]))
-        return None, *fresh, None, None, None, None
-
-
-def _none_seen(device) -> Tensor:
-    """(3,) int64 for encoder_forward: how many tokens were out of range; the first one's position << 32 | T; position << 32 | token."""
-    return torch.tensor([0, NEVER, NEVER], device=device)
-
-
-def encode(tokens: Tensor, wte: "Embedding", wpe: "Embedding | None" = None) -> Tensor:
-    """wte.weight[tokens], and with wpe + wpe.weight[position]. tokens: (..., T) int64 or int32."""
-    check_tokens(tokens, len(wte.weight))
-    if tokens.device != wte.weight.device:
-        raise ArgumentError(f"tokens are on {tokens.device}, wte on {wte.weight.device}; expected one device")
-    check_range(tokens, len(wte.weight))
-    weights = wte.weight, None if wpe is None else wpe.weight
-    if wte.invalid is None:                 # made on the meta device
-        wte.invalid = _none_seen(tokens.device)
-    left_out = -1 if wte.padding_idx is None else wte.padding_idx
-    if not torch.is_grad_enabled() or not any(w is not None and w.requires_grad for w in weights):
-        return torch.ops.gpuaccel.encoder_forward(tokens, *weights, wte.invalid, left_out, False)[0]
-    sums = wte.arena_grad, None if wpe is None else wpe.arena_grad
-    return _Encode.apply(tokens, *weights, sums, wte.invalid, left_out, wte.scale_grad_by_freq)
-
-
-# ---- public: modules ------------------------------------------------------------------------------------------------
-
-class Embedding(nn.Embedding):
-    """A drop-in for nn.Embedding (same arguments and state_dict) whose gradient has the same bits in every run, and goes straight into an arena.
-
-    tokens: any shape, int64 or int32. max_norm and sparse are refused (ArgumentError). Not twice differentiable. A token out of range:
-    see this module's first lines, and invalid_tokens()."""
-
-    arena_grad = None                       # (V, C) fp32 slice of arena.grads, while an accumulator of mode "fused" is at work
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.wear(self)
-
-    @classmethod
-    def wear(cls, part: nn.Embedding) -> nn.Embedding:
-        """Make a plain nn.Embedding one of these, in place: its parameter, hooks and state stay. ArgumentError for what is refused."""
-        if part.max_norm is not None or part.sparse:
-            what = f"max_norm={part.max_norm}" if part.max_norm is not None else "sparse=True"
-            raise ArgumentError(f"{what}: the weight is not changed in forward and its gradient is dense here; keep torch.nn.Embedding for it")
-        part.__class__ = cls
-        part.register_buffer("invalid", None if part.weight.is_meta else _none_seen(part.weight.device), persistent=False)
-        return part
-
-    @staticmethod
-    def shed(part: "Embedding"):
-        """The way back to a plain nn.Embedding."""
-        del part.invalid
-        part.__class__ = nn.Embedding
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return encode(tokens, self)
-
-    def invalid_tokens(self) -> "dict | None":
-        """{"count": tokens out of range so far, "token": one, "position": (row, column) of it in its batch}, or None. Waits for the device.
-        A token beyond 32 bits is shown as the nearest number within."""
-        count, where, token = (0, 0, 0) if self.invalid is None else self.invalid.tolist()
-        if not count:
-            return None
-        row, T = where >> 32, where & 0xFFFFFFFF
-        return {"count": count, "token": (token + 2**31 & 0xFFFFFFFF) - 2**31, "position": (row // T, row % T)}
-
-    def _apply(self, fn, recurse=True):     # module.to(...), to_empty(): what was counted comes along, and is never memory without a value
-        before = self.invalid
-        super()._apply(fn, recurse)
-        if self.invalid is not None and not self.invalid.is_meta:
-            self.invalid.copy_(_none_seen(self.invalid.device) if before.is_meta else before)
-        return self
-
-    def __getstate__(self):                 # a copy or pickle is not the arena's
-        return {key: value for key, value in self.__dict__.items() if key != "arena_grad"}
-
-
-fused_classes.update({nn.Embedding: Embedding, Embedding: Embedding})
-
-
-class Encoder(nn.Module):
-    """tokens (..., T) -> wte[token] + wpe[position], (..., T, dim); T up to `positions`. Both in one kernel, forward and backward.
-
-    wte, wpe: Embedding modules of (vocab, dim) and (positions, dim), initialised with std 0.02 as GPT-2's."""
-
-    def __init__(self, vocab: int, dim: int, positions: int, *, device=None, dtype=None):
-        super().__init__()
-        self.wte = Embedding(vocab, dim, device=device, dtype=dtype)
-        self.wpe = Embedding(positions, dim, device=device, dtype=dtype)
-        for part in (self.wte, self.wpe):
-            nn.init.normal_(part.weight, std=0.02)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        check_tokens(tokens, len(self.wte.weight))
-        if not tokens.dim() or tokens.shape[-1] > len(self.wpe.weight):
-            raise ArgumentError(f"tokens have shape {tuple(tokens.shape)}; expected (..., T) with T up to {len(self.wpe.weight)}, the rows of wpe")
-        if self.wte.weight.dtype != self.wpe.weight.dtype:
-            raise ArgumentError(f"wpe is {self.wpe.weight.dtype}, wte {self.wte.weight.dtype}; expected one dtype")
-        return encode(tokens, self.wte, self.wpe)
-
-    def extra_repr(self):
-        return f"{self.wte.num_embeddings} tokens, {self.wpe.num_embeddings} positions, {self.wte.embedding_dim} channels"
-
-
-def deterministic_embeddings(model: nn.Module) -> "list[str]":
-    """Make every nn.Embedding of `model` a ga.Embedding, in place. Returns their names; weights, hooks, ties and state_dict stay.
-
-    ArgumentError, with nothing changed, for one with max_norm or sparse=True; subclasses with a forward of their own stay as they are, with a warning."""
-    found = [(name, part) for name, part in model.named_modules() if type(part) is nn.Embedding]
-    for name, part in found:
-        if part.max_norm is not None or part.sparse:
-            raise ArgumentError(f"{name or 'the model'} has {'sparse=True' if part.sparse else f'max_norm={part.max_norm}'}, which a deterministic "
-                                "embedding does not do; expected a plain nn.Embedding")
-    own = [f"{name} ({type(part).__name__})" for name, part in model.named_modules() if isinstance(part, nn.Embedding) and type(part) not in fused_classes]
-    if own:
-        warnings.warn(f"left as they are, because they are classes of their own: {', '.join(own)}", stacklevel=2)
-    return [name for name, part in found if Embedding.wear(part)]

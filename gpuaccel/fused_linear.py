@@ -29,7 +29,7 @@ def rows_asked(acc: Tensor, wanted=None) -> "list[tuple[int, int]] | None":
     note = watchers.get(place(acc))
     rows = note and note(wanted)
     if note is None and acc.numel() and torch._C._current_graph_task_id() != -1:
-        raise ArgumentError("the fused product got another tensor than a slice of an arena with an open accumulator: either it was closed "
+        raise ArgumentError("a fused gradient was given another tensor than a slice of an arena with an open accumulator: either it was closed "
                             "between forward and backward, or a torch.compile backend other than inductor handed on a copy")
     return rows
 

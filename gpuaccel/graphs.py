@@ -25,6 +25,7 @@ from .arena import Arena
 from .backend import backend
 from .capture import recorder_for
 from .clip import check_choice
+from .embedding import counts_of
 from .errors import ArgumentError, CaptureError
 from .optimizer import AdamW
 
@@ -423,7 +424,7 @@ def _save(thing, seen):
         return _save_optimizer(thing, seen)
     arena = Arena.of(thing)
     accumulator = arena and GradientAccumulator.of(arena)
-    values = _save_tensors([*([arena.weights, arena.grads] if arena else ()), *thing.parameters(), *thing.buffers()], seen)
+    values = _save_tensors([*([arena.weights, arena.grads] if arena else ()), *thing.parameters(), *thing.buffers(), *counts_of(thing)], seen)
     registered = [(entries, dict(entries)) for m in thing.modules() for entries in (m._parameters, m._buffers)]
     homes = [(p, p.data) for p in thing.parameters()]
     params = list({*thing.parameters(), *(arena.owners if arena else ())})

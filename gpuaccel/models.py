@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .encoder import Encoder
+from .embedding import Encoder
 from .errors import ArgumentError
 from .fused_linear import gated, together
 

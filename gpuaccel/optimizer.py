@@ -22,7 +22,7 @@ from .backend import backend, takes
 from .clip import KINDS, POLICIES, SCOPES, ClipState, arena_squares, check_choice, check_gradients, check_max_norm, dense, kernel_takes, \
     launch_reduce, launch_squares, launches_for, new_state, reference_norms, reference_scale, unnamed
 from .clip import _kernel as clip_kernel
-from .encoder import Embedding
+from .embedding import Embedding
 from .errors import ArgumentError, NonFiniteError
 
 @dataclass(slots=True)

@@ -1,12 +1,13 @@
 """Which rows of a batch belong to which token: a stable sort, and the rows of each token in pieces of at most 32.
 
-    >>> found = ga.find_segments(tokens, vocab=50257)      # on a GPU: five launches, nothing waits, may be captured
+    >>> found = ga.find_segments(tokens, vocab=50257)      # on a GPU: launches alone, five here; nothing waits, may be captured
     >>> found.order                                        # (N, 2) int32: row and token, sorted by token, equal tokens by row
     >>> found.pieces                                       # (N,) int32: what begins at each place (see kernels_cu/segments.cu)
 
 A token's rows are always added in the same order and cut from its own first row on: their sum depends on these rows alone.
 Source: least-significant-digit radix sort as in Knuth, volume 3, 5.2.5; ranks within a warp as in Merrill and Grimshaw, 2011.
 """
+import contextlib
 import functools
 
 import torch
@@ -85,7 +86,7 @@ def launch_segments(tokens: Tensor, vocab: int, left_out: int = -1, stream=None)
     found, spare, counts = Segments(found, n, vocab, left_out), scratch[:2 * n].view(-1, 2), scratch[2 * n:]
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream(tokens.device))
-    with torch.cuda.stream(stream):
+    with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
         shifts, pairs = range(0, vocab.bit_length(), bits), None
         for i, shift in enumerate(shifts):
             to = spare if (len(shifts) - i) % 2 == 0 else found.order           # the last pass writes the result
@@ -98,15 +99,26 @@ def launch_segments(tokens: Tensor, vocab: int, left_out: int = -1, stream=None)
 
 # ---- public ---------------------------------------------------------------------------------------------------------
 
+@torch.compiler.disable
 def find_segments(tokens: Tensor, vocab: int, padding_idx: "int | None" = None) -> Segments:
-    """The segments of `tokens` (int64 or int32, any shape, fewer than 2^31), for encoder_backward. Rows of padding_idx are left out.
+    """The segments of `tokens` (int64 or int32, any shape, fewer than 2^31), for encoder_backward. Rows of padding_idx (negative: counted from
+    the end, as nn.Embedding does) are left out.
 
-    A token outside of 0 .. vocab - 1 counts as token 0, its row marked (sign bit). ArgumentError for another dtype or size."""
+    A token outside of 0 .. vocab - 1 counts as token 0, its row marked (sign bit). ArgumentError for another dtype, size or padding_idx."""
     check_tokens(tokens, vocab)
-    left_out = -1 if padding_idx is None else padding_idx
+    left_out = left_out_token(padding_idx, vocab)
     if takes(tokens.device) and tokens.numel():
         return launch_segments(tokens.contiguous().view(-1), vocab, left_out)[0]
     return reference_segments(tokens, vocab, left_out)
+
+
+def left_out_token(padding_idx: "int | None", vocab: int) -> int:
+    """padding_idx as the kernels know it: 0 .. vocab - 1, or -1 for none."""
+    if padding_idx is None:
+        return -1
+    if not isinstance(padding_idx, int) or not -vocab <= padding_idx < vocab:
+        raise ArgumentError(f"padding_idx is {padding_idx!r}; expected None, or a number from {-vocab} to {vocab - 1}")
+    return padding_idx % vocab
 
 
 def check_tokens(tokens: Tensor, vocab: int):

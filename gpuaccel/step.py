@@ -21,6 +21,7 @@ from .accumulate import GradientAccumulator
 from .arena import Arena
 from .backend import deterministic
 from .clip import EPS, check_choice, reference_scale
+from .embedding import counts_of
 from .errors import ArgumentError, CaptureError
 from .graphs import NEW_SHAPES, POLICIES, GraphedStep, untouched
 from .meter import Meter
@@ -342,7 +343,7 @@ class _StepGraphs:
         self.loss, self.rows = (torch.zeros((), device=step.arena.device) for _ in range(2))
         self.sums = self.loss, self.rows        # and self.tokens, once their dtype is known
         self._state, self._options = [step.model, step.opt], dict(modes=self._modes, **options)
-        self._buffers = list(step.model.buffers())      # all that forward and backward change: the sums are dropped
+        self._buffers = [*step.model.buffers(), *counts_of(step.model)]      # all that forward and backward change: the sums are dropped
         # Our optimizer prepares itself; torch's make their state in a step, which is taken back.
         self._ours = ours
         self.whole = GraphedStep(step.whole, self._state, warm_up=self._warm_up if ours else None, saved=self._buffers if ours else None, **self._options)

@@ -10,8 +10,8 @@
 //   encoder_backward_v1  atomics: each element of dout is added at once, in whatever order the threads come. The sums differ from run to run, and
 //                        rows of a frequent token wait for each other. Shown, never used.
 //   encoder_backward_v2  buckets, as in llm.c: the CPU sorts the rows by token; one thread block per bucket of a token and 256 channels, eight
-//                        warps take its rows in turn, then warp 0 adds their sums in order. Same bits every time. But the CPU takes 8 to 21 ms for 65,536
-//                        tokens, and where all tokens are the same, one block per 256 channels does all the work.
+//                        warps take its rows in turn, then warp 0 adds their sums in order. Same bits every time. But the CPU has to sort and to
+//                        copy, and where all tokens are the same, one block per 256 channels (128 in fp32) does all the work.
 //   encoder_backward_v3  the rows as segments.cu has sorted them on the device, in pieces of at most 32: a warp adds a piece's rows in order, 128
 //                        QUADS channels at a time. What is a whole run goes straight into dwte; the pieces of longer runs leave partial sums, which
 //   encoder_combine_v3   adds up: eight warps take a run's pieces in turn, then warp 0 adds their sums in order.
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) encoder_forward(
     const TOKEN_T* tokens,            // (rows)
     const PARAM_T* __restrict__ wte,  // (vocab, C)
     const PARAM_T* __restrict__ wpe,  // (T, C); 0: there is none
-    unsigned long long* invalid,      // (3) tokens out of range: how many; the first one's position << 32 | T; position << 32 | token
+    unsigned long long* invalid,      // (3) tokens out of range: how many; of one of the first batch that had any: its row << 32 | T; the token
     long long rows, int T, int C, int vocab)
 {
     long long row = (long long)blockIdx.x * WARPS + threadIdx.x / 32;      // a warp each
@@ -92,11 +92,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) encoder_forward(
     if (row >= rows) return;
     long long token = tokens[row];
     bool valid = token >= 0 && token < vocab;
-    if (!valid && lane == 0) {
-        int shown = token < -2147483647 ? -2147483647 - 1 : token > 2147483647 ? 2147483647 : (int)token;
-        atomicAdd(invalid, 1ull);
-        atomicMin(invalid + 1, (unsigned long long)row << 32 | (unsigned)T);
-        atomicMin(invalid + 2, (unsigned long long)row << 32 | (unsigned)shown);
+    if (!valid && lane == 0 && atomicAdd(invalid, 1ull) == 0) {           // the first one that is seen leaves its place
+        invalid[1] = (unsigned long long)row << 32 | (unsigned)T;
+        invalid[2] = (unsigned long long)token;
     }
     const PARAM_T* from = wte + (valid ? token : 0) * C, * add = wpe + row % T * C;
     int last = (C + 3) / 4 - 1;
@@ -144,13 +142,15 @@ __device__ __forceinline__ void store_rounded(float* x, float value, unsigned) {
 __device__ __forceinline__ void store_rounded(fp16* x, float value, unsigned) { *x = as_fp16(value); }
 __device__ __forceinline__ void store_rounded(bf16* x, float value, unsigned noise) { *x = as_bf16_stochastic(value, noise); }
 
+#define ENCODER 0x80000000u   // in the place where adamw.cu has a tensor's number, so that no noise is used twice
+
 // sums[row] (C) gets the group of four `x` at q. `which` tensor: 0 wte, 1 wpe.
 __device__ __forceinline__ void store_sum(ACC_T* sums, long long row, int q, int C, float4 x, const Rounding& rounding, int which) {
     ACC_T* to = sums + row * C;
 #if STOCHASTIC
     long long group = row * ((C + 3) / 4) + q;
     unsigned step = rounding.step + (rounding.later != 0 ? *rounding.later : 0);
-    uint4 noise = random_bits(rounding.seed, make_uint4((unsigned)group, (unsigned)(group >> 32), 2 * rounding.micro_batch + which, step));
+    uint4 noise = random_bits(rounding.seed, make_uint4((unsigned)group, (unsigned)(group >> 32), ENCODER | (2 * rounding.micro_batch + which), step));
     store_rounded(to + 4 * q, x.x, noise.x);
     if (WHOLE || 4 * q + 1 < C) store_rounded(to + 4 * q + 1, x.y, noise.y);
     if (WHOLE || 4 * q + 2 < C) store_rounded(to + 4 * q + 2, x.z, noise.z);
@@ -282,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) encoder_combine_v3(
     int kind = first + lane < n ? pieces[first + lane] : 0;
     unsigned heads = __ballot_sync(ALL, kind < 0);
     if (heads == 0) return;
-    int head = __ffs(heads) - 1, rows = -__shfl_sync(ALL, kind, head), count = (rows + PIECE - 1) / PIECE;
+    int head = __ffs(heads) - 1, rows = -__shfl_sync(ALL, kind, head), count = (rows - 1) / PIECE + 1;
     if (warp >= count) return;                                    // a warp without a piece; it counts as arrived at the barrier
     long long token = order[first + head].y;
     int group = blockIdx.y * QUADS * 32 + lane, last = (C + 3) / 4 - 1, q[QUADS];

@@ -10,14 +10,15 @@
 // Floor: a position is 8 bytes of token and 8 of order: nothing beside the rows of dout, 1,536 bytes each with 768 bf16 channels. What counts
 // is the number of launches and of steps that wait for one another.
 //
-// The sort is a radix sort from the lowest digit of BITS bits upwards, two passes for up to 2^18 tokens; each pass keeps the order of equal
+// The sort is a radix sort from the lowest digit of BITS bits upwards, two passes for vocabularies from 512 to below 2^18; each pass keeps the order of equal
 // digits, so that the last one leaves everything sorted. A pass is two launches:
 //   segments_count    each thread block counts the digits of its tile of positions.
 //   segments_scatter  a tile's positions go to their places: behind all smaller digits, behind the same digit in earlier tiles, and behind it in
-//                     this tile. Each block adds up the counts of all blocks itself, which saves a third launch.
+//                     this tile. Each block adds up the counts of all blocks itself, which saves a third launch
+//                     (and would cost more than it beyond some 10 M positions).
 //   segments_pieces   one thread per place looks for the start and the end of its run, by halving.
 //
-// llm.c does this on the CPU (buckets, encoder.cu): 8 to 21 ms for 65,536 tokens, and copies that no graph can capture.
+// llm.c does this on the CPU (buckets, encoder.cu), with copies to and fro that no graph can capture.
 
 #ifndef TOKEN_T
 #define TOKEN_T long long

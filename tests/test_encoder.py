@@ -17,7 +17,7 @@ from torch import nn
 os.environ.setdefault("HF_HUB_OFFLINE", "1")         # nothing is downloaded: before transformers is imported
 
 import gpuaccel as ga  # noqa: E402
-from gpuaccel import encoder  # noqa: E402
+from gpuaccel import embedding, encoder  # noqa: E402
 from gpuaccel.accumulate import MODES, GradientAccumulator  # noqa: E402
 from gpuaccel.arena import Arena  # noqa: E402
 from gpuaccel.encoder import PIECE, THREADS, encoder_backward, launch_atomic, launch_buckets, reference_buckets, reference_encoder, \
@@ -152,11 +152,13 @@ def test_nothing_is_read_or_written_out_of_bounds_whatever_the_tokens_are(device
     with ga.checked():
         found = find_segments(tokens, V)
         encoder.launch_backward(dwte, dwpe, dout := normal(B, T, C), found)
-        out = encoder.launch_forward(tokens, wte := normal(V, C), wpe := normal(T, C), invalid := encoder._none_seen("cpu"))
+        out = encoder.launch_forward(tokens, wte := normal(V, C), wpe := normal(T, C), invalid := embedding._none_seen("cpu"))
     same_both((dwte, dwpe), by_reference(sums_of(C), dout, tokens))
     assert dwte[0].isnan().all() and not dwte[1:].isnan().any() and not dwpe.isnan().any()
     same(out, reference_encoder(tokens, wte, wpe))
-    assert out.isnan().any(-1).nonzero().tolist() == [[0, 0], [3, 3], [6, 68]] and invalid.tolist() == [3, T, 2**32 - 1]
+    assert out.isnan().any(-1).nonzero().tolist() == [[0, 0], [3, 3], [6, 68]]
+    row, columns, token = invalid[1].item() >> 32, invalid[1].item() & 0xFFFFFFFF, invalid[2].item()
+    assert invalid[0] == 3 and columns == T and token == tokens[row // T, row % T] and token in (-1, V, -2**63)
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -446,7 +448,7 @@ def test_opcheck_of_the_operations(device):
     tokens, wte, wpe = drawn("zipf", 12, 7).view(3, 4).to(device), normal(7, 6).to(device), normal(5, 6).to(device)
     found, dout = find_segments(tokens, 7).buffer, normal(3, 4, 6).to(device)
     for positions, segments in ((wpe, True), (None, False)):
-        torch.library.opcheck(torch.ops.gpuaccel.encoder_forward.default, (tokens, wte, positions, encoder._none_seen(device), -1, segments))
+        torch.library.opcheck(torch.ops.gpuaccel.encoder_forward.default, (tokens, wte, positions, embedding._none_seen(device), -1, segments))
     torch.library.opcheck(torch.ops.gpuaccel.encoder_backward_.default, (normal(5, 6).to(device), dout, None, False, False))
     torch.library.opcheck(torch.ops.gpuaccel.encoder_backward_.default, (normal(7, 6).to(device), dout, found, True, False))
 
@@ -506,6 +508,76 @@ def test_shapes_and_dtypes_are_known_without_values():
         out = module(torch.zeros(2, 3, dtype=torch.int32))
         out.sum().backward()
         assert out.shape == (2, 3, 4) and module.wte.weight.grad.shape == (9, 4) and module.wpe.weight.grad.shape == (5, 4)
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 3, "scale_grad_by_freq": True}])
+@pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
+def test_second_derivatives_and_forward_mode_are_those_of_torch(device, options):
+    """A Hessian-vector product of a whole model, as power iteration takes it; nothing may vanish without a word."""
+    tokens, found = torch.tensor([[3, 1, 1, 4], [1, 0, 4, 3]], device=device), []
+    for cls in (nn.Embedding, ga.Embedding):
+        torch.manual_seed(0)
+        model = nn.Sequential(cls(6, 5, **options), nn.Tanh(), nn.Linear(5, 2)).to(device)
+        params = list(model.parameters())
+        loss = model(tokens).pow(2).mean()
+        grads = torch.autograd.grad(loss, params, create_graph=True)
+        vectors = [torch.randn_like(p) for p in params]
+        product = torch.autograd.grad(grads, params, vectors)
+        state = {name: p.detach() for name, p in model.named_parameters()}
+
+        def at(state):
+            return torch.func.functional_call(model, state, (tokens,)).pow(2).mean()
+        tangents = dict(zip(state, vectors))
+        found.append([*product, torch.func.jvp(at, (state,), (tangents,))[1], *torch.func.grad(at)(state).values()])
+    for want, got in zip(*found):
+        assert torch.allclose(got, want, rtol=1e-4, atol=1e-6), f"largest difference {(got - want).abs().max():.3g}"
+
+
+def test_finite_differences_of_the_gradient_agree():
+    for module in (ga.Embedding(4, 3, padding_idx=2), ga.Encoder(4, 3, 5)):
+        module = module.double()
+        names, params = zip(*module.named_parameters())
+        tokens = torch.tensor([[0, 2, 1], [1, 1, 3]])
+        assert torch.autograd.gradgradcheck(
+            lambda *p: torch.func.functional_call(module, dict(zip(names, p)), (tokens,)).pow(2), params)
+
+
+def test_padding_idx_counts_from_the_end_as_torchs_and_is_checked():
+    tokens, dout = torch.tensor([1, 19, 19, 2]), torch.ones(4, 8)
+    sums = torch.zeros(20, 8)
+    encoder_backward(sums, None, dout, tokens, padding_idx=-1)
+    assert sums[19].sum() == 0 and sums[1].sum() == 8
+    for wrong in (20, -21, 1.5):
+        with pytest.raises(ArgumentError, match=f"padding_idx is {wrong}; expected None, or a number from -20 to 19"):
+            encoder_backward(sums, None, dout, tokens, padding_idx=wrong)
+
+
+def test_what_a_fused_accumulator_has_made_stays_where_it_was_asked_for():
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2))
+    with GradientAccumulator(Arena(model), "fused"):
+        assert ga.deterministic_embeddings(model) == []
+    assert type(model[0]) is ga.Embedding
+    model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_counts_are_no_buffers_and_survive_a_move():
+    """DistributedDataParallel would hand every rank the first one's; to_empty() would leave memory without a value."""
+    module = ga.Embedding(5, 4)
+    torch.ops.gpuaccel.encoder_forward(torch.tensor([[7]]), module.weight, None, module.invalid, -1, False)
+    assert list(module.buffers()) == [] and list(module.state_dict()) == ["weight"]
+    assert module.double().invalid_tokens() == {"count": 1, "token": 7, "position": (0, 0)}
+    assert module.to("meta").to_empty(device="cpu").invalid_tokens() is None
+
+
+def test_functions_that_launch_step_aside_in_a_compiled_function():
+    with ga.use_backend("simt"):
+        tokens, dout = torch.tensor([[0, 1, 1]]), torch.ones(1, 3, 4)
+
+        @torch.compile(backend="eager")
+        def f(sums):
+            encoder_backward(sums, None, dout, tokens)
+            return sums * 2
+        assert f(torch.zeros(3, 4))[:, 0].tolist() == [2, 4, 0]
 
 
 # ---- into the arena -------------------------------------------------------------------------------------------------
@@ -782,10 +854,15 @@ def test_the_device_path_masks_counts_and_names_tokens_out_of_range(device, dtyp
     same(out.detach().cpu(), want)
     same(found.cpu(), reference_segments(tokens, 9).buffer)
     seen = module.wte.invalid_tokens()
-    assert seen == {"count": before + 3, "token": -1, "position": (1, 1)}, "the first one stays named"
-    # A later batch, whose first one stands further in front; 64 bits are shown as the nearest 32.
-    torch.ops.gpuaccel.encoder_forward(tokens.flip(0).to(device), module.wte.weight, None, module.wte.invalid, -1, False)
-    assert module.wte.invalid_tokens() == {"count": before + 6, "token": -2**31, "position": (0, 3)}
+    def named(seen, tokens):
+        return tokens[seen["position"]].item() == seen["token"] and not 0 <= seen["token"] < 9
+    assert seen["count"] == before + 3 and named(seen, tokens)
+    # Of a later batch they are counted, and the one of the first batch stays named, until a reset.
+    for count, of in ((before + 6, tokens), (3, tokens.flip(0))):
+        torch.ops.gpuaccel.encoder_forward(tokens.flip(0).to(device), module.wte.weight, None, module.wte.invalid, -1, False)
+        seen = module.wte.invalid_tokens(reset=True)
+        assert seen["count"] == count and named(seen, of), seen
+    assert module.wte.invalid_tokens() is None
     fresh = ga.Embedding(9, 6, device=device)
     torch.ops.gpuaccel.encoder_forward(torch.tensor(2**31 - 1, dtype=dtype, device=device), fresh.weight, None, fresh.invalid, -1, False)
     assert fresh.invalid_tokens() == {"count": 1, "token": 2**31 - 1, "position": (0, 0)}

@@ -304,7 +304,6 @@ UNNOTICED: "dict[tuple[str, str], str]" = {
     ("encoder_backward_v3", "< -> <= in `for (int r = 0; r < rows; r += UNROLL) {`"): "one round more, whose rows are not added",
     ("encoder_backward_v3", "r + UNROLL < rows -> true in `if (r + UNROLL < rows) ask(r + UNROLL);`"):
         "it saves time only: behind the last row the last one is read again, and not added",
-    ("encoder_combine_v3", "heads == 0 -> false in `if (heads == 0) return;`"): "it saves time only: a run that is not there has no pieces, and every warp ends",
 }
 
 
