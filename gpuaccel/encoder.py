@@ -170,7 +170,7 @@ def launch_buckets(dwte: Tensor, dout: Tensor, buckets: Tensor, items: Tensor):
 
 # ---- public: the gradients ------------------------------------------------------------------------------------------
 
-@torch.compiler.disable
+@torch._disable_dynamo                      # lazily, where torch.compiler.disable would import half of torch
 def encoder_backward(dwte: "Tensor | None", dwpe: "Tensor | None", dout: Tensor, tokens: Tensor, *, segments: "Segments | None" = None,
                      padding_idx: "int | None" = None, scale_grad_by_freq: bool = False, seed: "int | None" = None, step=0, micro_batch: int = 0):
     """Add the gradients of wte and wpe into dwte and dwpe. No host synchronisation where the tokens are on a GPU; may be captured.

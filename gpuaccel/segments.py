@@ -99,7 +99,7 @@ def launch_segments(tokens: Tensor, vocab: int, left_out: int = -1, stream=None)
 
 # ---- public ---------------------------------------------------------------------------------------------------------
 
-@torch.compiler.disable
+@torch._disable_dynamo                      # lazily, where torch.compiler.disable would import half of torch
 def find_segments(tokens: Tensor, vocab: int, padding_idx: "int | None" = None) -> Segments:
     """The segments of `tokens` (int64 or int32, any shape, fewer than 2^31), for encoder_backward. Rows of padding_idx (negative: counted from
     the end, as nn.Embedding does) are left out.
