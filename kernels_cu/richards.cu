@@ -4,9 +4,10 @@
 //   L = ln(1 + e^t)          sigma = e^(-L / nu)          r = e^t / (1 + e^t)
 //   R(x) = a gate + c, gate = sigma, or 2 sigma - 1 for tanh (V = 2; else V = 1)            R'(x) = a V sigma r k' V s / (nu T)
 //
-// t is a line in x, and R a line in sigma: t = A - B x, R = G sigma + H, R' = (G B / nu) sigma r. richards_begin works the five numbers out once.
+// t is a line in x, and R a line in sigma: t = A - B x, R = G sigma + H, R' = (G B / nu) sigma r. richards_begin works these numbers out once;
+// A and B for powers and logarithms of 2, which the GPU has instructions for (t and L below are in these units).
 // All nine derivatives need five sums over the elements, of dy sigma L, dy sigma r, dy sigma r x, dy sigma and dy; richards_finish makes the
-// nine numbers of them. So a curve costs four special functions per element (two exponentials, a logarithm, a reciprocal), forward three.
+// nine numbers of them. So a curve costs four special functions per element (two powers, a logarithm, a reciprocal), forward three.
 //
 // glu: h = x1 R_a(x1) R_g(x2), where x1 and x2 are the halves of one product. Bytes per element of h: forward 2 reads and a write, backward 3 reads and
 // 2 writes (bf16: 6 and 10). Special functions: forward 6, backward 8. An H200 moves 4.2 TB/s and takes 16 special functions per clock and SM,
@@ -38,6 +39,7 @@
 #define SCALE 7
 #define SHIFT 8
 #define LEAST 1e-6            // nu, k, beta and T stay above it
+#define LN2 0.6931471805599453
 
 struct Curve {                // what a thread needs of a curve; then its parameters, for richards_finish. (24) floats
     float A, B, over_nu, G, H, slope, unused[2];
@@ -72,8 +74,8 @@ extern "C" __global__ void richards_begin(
         c.chain[i] = (float)(kind == 0 ? 0.0 : kind == 1 ? 1.0 : kind == 2 ? rising : 9.9 * rising * (1.0 - rising));
     }
     double V = set.tanh ? 2.0 : 1.0, ke = set.birch ? p[K] * p[NU] : p[K];
-    c.A = (float)(log(p[BETA]) - ke * (V * p[SHIFT] - p[M]));
-    c.B = (float)(ke * V * p[SCALE] / p[T_]);
+    c.A = (float)((log(p[BETA]) - ke * (V * p[SHIFT] - p[M])) / LN2);
+    c.B = (float)(ke * V * p[SCALE] / p[T_] / LN2);
     c.over_nu = (float)(1.0 / p[NU]);
     c.G = (float)(p[GAIN] * V);
     c.H = (float)(p[OFFSET] - (set.tanh ? p[GAIN] : 0.0));
@@ -87,11 +89,11 @@ struct Point { float sigma, L, r; };          // of one x; L and r are not compu
 
 __device__ __forceinline__ Point point(float x, const Curve& c) {
     Point at;
-    float t = fmaf(-c.B, x, c.A), e = __expf(-fabsf(t)), one = 1.0f + e;
-    // ln(1 + e): below 0.02 by its series, where 1 + e has lost the last digits of e.
-    float small = e < 0.02f ? e * fmaf(e, fmaf(e, 0.33333333f, -0.5f), 1.0f) : __logf(one);
+    float t = fmaf(-c.B, x, c.A), e = exp2f(-fabsf(t)), one = 1.0f + e;
+    // log2(1 + e): below 0.02 by its series, where 1 + e has lost the last digits of e.
+    float small = e < 0.02f ? e * fmaf(e, fmaf(e, 0.48089835f, -0.72134752f), 1.44269504f) : __log2f(one);
     at.L = fmaxf(t, 0.0f) + small;
-    at.sigma = __expf(-at.L * c.over_nu);
+    at.sigma = exp2f(-at.L * c.over_nu);
     at.r = __fdividef(t < 0.0f ? e : 1.0f, one);
     return at;
 }
@@ -258,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) richards_finish(
     Curve c = curves[which];
     const float* p = c.p;
     double V = c.unused[0], G = c.G, nu = p[NU], ke = c.unused[1] != 0.0f ? (double)p[K] * nu : p[K], k_of_m = c.unused[1] != 0.0f ? p[K] : p[K] / nu;
-    double S0 = G * total[0], S1 = G * total[1], Sx = G * total[2];
+    double S0 = G * LN2 * total[0], S1 = G * total[1], Sx = G * total[2];
     double U = V * p[SCALE] / p[T_], Su = U * Sx + (V * p[SHIFT] - p[M]) * S1;        // sum of dy G sigma r (u - m)
     double d[9];
     d[NU] = S0 / (nu * nu) + (c.unused[1] != 0.0f ? p[K] * Su / nu : 0.0);
