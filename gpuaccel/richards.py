@@ -57,7 +57,7 @@ def reference_richards(x: Tensor, values: Tensor, tanh: bool = False, birch: boo
     nu, k, m, beta, T, a, c, s, b = values.unbind()
     V = 2.0 if tanh else 1.0
     u = V * (s * x.to(values.dtype) / T + b)
-    sigma = torch.exp(-F.softplus(torch.log(beta) - (k * nu if birch else k) * (u - m), threshold=100.0) / nu)
+    sigma = torch.exp(-F.softplus(torch.log(beta) - (k * nu if birch else k) * (u - m), threshold=30.0) / nu)
     return a * (2.0 * sigma - 1.0 if tanh else sigma) + c
 
 
@@ -162,7 +162,7 @@ def _in_fp32(*thetas):
 
 def _forward(x, theta, setting):
     if not _ours(x, theta):
-        return _reference_curve(x, theta, setting).to(x.dtype), x.new_empty(1, CURVE, dtype=torch.float32)
+        return _reference_curve(x, theta, setting).to(x.dtype), x.new_zeros(1, CURVE, dtype=torch.float32)
     return launch_forward(x.contiguous(), *_in_fp32(theta), setting)
 
 
@@ -175,7 +175,7 @@ def _backward(dy, x, theta, curve, setting):
 
 def _glu_forward(x, theta_a, theta_g, setting_a, setting_g):
     if not _ours(x, theta_a, theta_g):
-        return _reference_glu(x, theta_a, theta_g, setting_a, setting_g), x.new_empty(2, CURVE, dtype=torch.float32)
+        return _reference_glu(x, theta_a, theta_g, setting_a, setting_g), x.new_zeros(2, CURVE, dtype=torch.float32)
     h, curves = launch_glu_forward(x.reshape(-1, x.shape[-1]).contiguous(), _in_fp32(theta_a, theta_g), (setting_a, setting_g))
     return h.view(*x.shape[:-1], -1), curves
 
