@@ -66,17 +66,31 @@ def chunk_means(d: int, device=None, dtype=None) -> "tuple[Tensor, Tensor]":
 # ---- launchers ------------------------------------------------------------------------------------------------------
 
 @functools.cache
-def _kernel(name: str, dtype: torch.dtype, d: int, degree: int, version: int, stages: int = 1) -> Kernel:
-    return Kernel("poly_attention", f"{name}_v{version}", DATA_T=TYPES[dtype], HEAD=d, DEGREE=degree, VERSION=version)
+def _kernel(name: str, dtype: torch.dtype, d: int, degree: int = 1, version: int = 0, stages: int = 1) -> Kernel:
+    return Kernel("poly_attention", name, DATA_T=TYPES[dtype], HEAD=d, DEGREE=degree, VERSION=version, STAGES=stages)
+
+
+def shared_bytes(name: str, d: int, stages: int) -> int:
+    """Of a block of a v2 kernel: tiles of 64 rows in bf16, and what is read along the diagonal."""
+    tiles = {"poly_forward": 3 * stages + 1, "poly_backward_q": 3 * stages + 1 + (0 if d <= 64 else 3), "poly_backward_kv": 4 * stages + 1, "poly_backward_pe": 8}
+    more = {"poly_backward_q": 4 * 16 * 88 * 6, "poly_backward_pe": 64 * 72 * 6}
+    return tiles[name] * 64 * (d + 8) * 2 + more.get(name, 4 * 16 * 88 * 4)
+
+
+def plan(name: str, q: Tensor) -> "tuple[int, int]":
+    """(version, stages) of a kernel for heads like q's: v2 for bf16 on tensor cores, with loads ahead where two blocks have room on an SM for it."""
+    d = q.shape[-1]
+    if backend().name != "cuda" or q.dtype != torch.bfloat16 or d % 16 or d > MAX_WIDE:
+        return 1, 1
+    return _plan(name, d, q.device.index)
 
 
 @functools.cache
-def _finish(name: str, dtype: torch.dtype, d: int) -> Kernel:
-    return Kernel("poly_attention", name, DATA_T=TYPES[dtype], HEAD=d, VERSION=0)
-
-
-def _version(q: Tensor) -> int:
-    return 1
+def _plan(name, d, index):
+    gpu = torch.cuda.get_device_properties(index)
+    if gpu.major < 8 or shared_bytes(name, d, 1) > gpu.shared_memory_per_block_optin:
+        return 1, 1
+    return 2, 2 if name != "poly_backward_pe" and 2 * (shared_bytes(name, d, 2) + 1024) <= gpu.shared_memory_per_multiprocessor else 1
 
 
 def _rows(t: Tensor) -> "tuple[Tensor, int]":
@@ -96,40 +110,47 @@ def _prepared(q_tilde, q, k, v, window):
     return memories, T, H, min(window, T), _ROWS(*strides)
 
 
-def launch_forward(q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor, pe: Tensor, coefficients: Tensor, degree: int, window: int,
-                   version: "int | None" = None) -> Tensor:
-    """poly_forward. q_tilde, q, k, v: (B, T, H, d); pe: (at least T, d), contiguous; coefficients: (3,) fp32. Returns y (B, T, H, d)."""
+def _launch(name, q, degree, how, grid, before, args):
+    """grid: of tiles of 32 rows (v1) or 64 (v2), to the number of blocks."""
+    version, stages = how
+    kernel = _kernel(f"{name}_v{version}", q.dtype, q.shape[-1], degree, version, stages)
+    kernel[(grid, 256) if version == 1 else (grid, 128, shared_bytes(name, q.shape[-1], stages))](*before, *args)
+
+
+def _tiles(rows, how):
+    return -(-rows // (32 * how[0]))
+
+
+def launch_forward(q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor, pe: Tensor, coefficients: Tensor, degree: int, window: int, how=None) -> Tensor:
+    """poly_forward. q_tilde, q, k, v: (B, T, H, d); pe: (at least T, d), contiguous; coefficients: (3,) fp32. Returns y (B, T, H, d).
+
+    how: (version, stages); default: plan()."""
     B, T, H, d = q.shape
-    version = version or _version(q)
     memories, *numbers, rows = _prepared(q_tilde, q, k, v, window)
-    y = torch.empty(B, T, H, d, dtype=q.dtype, device=q.device)
-    _launch("poly_forward", q, degree, version, (-(-T // (32 * version))) * B * H, (y, *memories, pe, coefficients, *numbers, rows))
+    y, how = torch.empty(B, T, H, d, dtype=q.dtype, device=q.device), how or plan("poly_forward", q)
+    _launch("poly_forward", q, degree, how, _tiles(T, how) * B * H, (y,), (*memories, pe, coefficients, *numbers, rows))
     return y
 
 
 def launch_backward(dy: Tensor, q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor, pe: Tensor, coefficients: Tensor, degree: int, window: int,
-                    version: "int | None" = None) -> "tuple[Tensor, ...]":
+                    how=None) -> "tuple[Tensor, ...]":
     """poly_backward_q, _kv and _pe, then what adds up their parts. dy: (B, T, H, d), contiguous. Returns dq_tilde, dq, dk, dv, dpe, dcoefficients."""
     B, T, H, d = q.shape
-    version = version or _version(q)
     memories, *numbers, rows = _prepared(q_tilde, q, k, v, window)
-    window, given, blocks = numbers[-1], (dy, *memories, pe, coefficients), -(-T // (32 * version)) * B * H
+    window, given = numbers[-1], (dy, *memories, pe, coefficients)
     dq_tilde, dq, dk, dv = (torch.empty(B, T, H, d, dtype=q.dtype, device=q.device) for _ in range(4))
+    of_q, of_kv, of_pe = (how or plan(name, q) for name in ("poly_backward_q", "poly_backward_kv", "poly_backward_pe"))
+    blocks = _tiles(T, of_q) * B * H
     sums = torch.empty(blocks, 2, device=q.device)
-    _launch("poly_backward_q", q, degree, version, blocks, (dq_tilde, dq, sums, *given, *numbers, rows))
-    _launch("poly_backward_kv", q, degree, version, blocks, (dk, dv, *given, *numbers, rows))
-    dcoefficients = torch.empty_like(coefficients)
-    _finish("poly_finish", torch.float32, 64)[1, 256](dcoefficients, sums, coefficients, blocks)
-    diagonals, groups = -(-window // (32 * version)), min(B * H, GROUPS)
-    partial = torch.empty(groups, diagonals * 32 * version, d, device=q.device)
-    _launch("poly_backward_pe", q, degree, version, (diagonals, groups), (partial, *given, *numbers[:2], B * H, window, rows))
-    dpe = torch.empty_like(pe)
-    _finish("poly_finish_pe", pe.dtype, d)[-(-dpe.numel() // 256), 256](dpe, partial, len(pe), partial.shape[1], groups)
+    _launch("poly_backward_q", q, degree, of_q, blocks, (dq_tilde, dq, sums), (*given, *numbers, rows))
+    _launch("poly_backward_kv", q, degree, of_kv, _tiles(T, of_kv) * B * H, (dk, dv), (*given, *numbers, rows))
+    diagonals, groups = _tiles(window, of_pe), min(B * H, GROUPS)
+    partial = torch.empty(groups, diagonals * 32 * of_pe[0], d, device=q.device)
+    _launch("poly_backward_pe", q, degree, of_pe, (diagonals, groups), (partial,), (*given, *numbers[:2], B * H, window, rows))
+    dpe, dcoefficients = torch.empty_like(pe), torch.empty_like(coefficients)
+    _kernel("poly_finish_pe", pe.dtype, d)[-(-dpe.numel() // 256), 256](dpe, partial, len(pe), partial.shape[1], groups)
+    _kernel("poly_finish", torch.float32, 64)[1, 256](dcoefficients, sums, coefficients, blocks)
     return dq_tilde, dq, dk, dv, dpe, dcoefficients
-
-
-def _launch(name, q, degree, version, grid, args):
-    _kernel(name, q.dtype, q.shape[-1], degree, version)[grid, 256](*args)
 
 
 # ---- the operations that autograd and torch.compile see -------------------------------------------------------------

@@ -86,6 +86,22 @@ template <int count> __device__ __forceinline__ void write_sums(float* to, float
     }
 }
 
+struct Head {                                 // the rows of one head of one sequence
+    const DATA_T* q_tilde, * q, * k, * v, * dy, * pe;
+    Rows stride;
+    int T, window, wide;                      // wide: H * HEAD, from one row of y to the next
+    long long out;                            // where this head's first row of y is
+};
+
+__device__ __forceinline__ Head head_of(int which, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k, const DATA_T* v, const DATA_T* dy,
+                                        const DATA_T* pe, Rows stride, int T, int H, int window) {
+    long long b = which / H, h = which % H, row = b * T;
+    long long out = row * H * HEAD + h * HEAD;
+    Head head = {q_tilde + row * stride.q_tilde + h * HEAD, q + row * stride.q + h * HEAD, k + row * stride.k + h * HEAD, v + row * stride.v + h * HEAD,
+                 dy + out, pe, stride, T, window, H * HEAD, out};
+    return head;
+}
+
 // ---- v1: fp32, 32 x 32 pairs ----
 
 #define TILE 32
@@ -106,22 +122,6 @@ __device__ __forceinline__ void fetch(float (*to)[33], const DATA_T* from, long 
         int row = first + i / 32, c = 32 * part + i % 32;
         to[i / 32][i % 32] = row >= 0 && row < rows && c < HEAD ? as_float(from[row * stride + c]) : 0.0f;
     }
-}
-
-struct Head {                                 // the rows of one head of one sequence
-    const DATA_T* q_tilde, * q, * k, * v, * dy, * pe;
-    Rows stride;
-    int T, window, wide;                      // wide: H * HEAD, from one row of y to the next
-    long long out;                            // where this head's first row of y is
-};
-
-__device__ __forceinline__ Head head_of(int which, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k, const DATA_T* v, const DATA_T* dy,
-                                        const DATA_T* pe, Rows stride, int T, int H, int window) {
-    long long b = which / H, h = which % H, row = b * T;
-    long long out = row * H * HEAD + h * HEAD;
-    Head head = {q_tilde + row * stride.q_tilde + h * HEAD, q + row * stride.q + h * HEAD, k + row * stride.k + h * HEAD, v + row * stride.v + h * HEAD,
-                 dy + out, pe, stride, T, window, H * HEAD, out};
-    return head;
 }
 
 // Scores, and dphi where `back`, of queries i0 .. and keys x0 .. (or, where `by_diagonal`, differences x0 ..): a lane has one of these, a warp MINE
@@ -328,6 +328,498 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
         #pragma unroll
         for (int part = 0; part < PARTS; part++)
             if (32 * part + lane < HEAD) to[(long long)(warp * MINE + r) * HEAD + 32 * part + lane] = of_pe[r][part];
+#endif
+}
+
+// ---- v2: bf16 on tensor cores, 64 x 64 pairs ----
+// Four warps. In the forward and in backward_q a warp has 16 queries of the block's 64, in backward_kv 16 keys, in backward_pe 16 queries and then 16
+// differences. A product of a warp is made of m16n8k16: a 16 x 16 factor a in four registers of each lane, b, of which two 16 x 8 are read at a time,
+// and sums c. Lane 4 g + t has rows g and g + 8 of a and c, columns g of b: c[0], c[1] at row g, columns 2t and 2t + 1, c[2], c[3] at row g + 8.
+// Two c side by side, rounded, are an a again: so phi and ds go from one product into the next without leaving the registers.
+//
+// Against the diagonal: of 16 queries and 64 keys, query r has difference r - j + 63 from the smallest one; there are 79. The product of the 16 queries
+// with the 80 rows of PE from there on, `by_position`, goes into shared memory, in fp32, and is read at [r][r - j + 63]. In backward_q ds is written to the
+// same places of a second array; with zeros beside the band it is the factor of dq = ds PE, over 80 differences.
+
+#ifndef STAGES
+#define STAGES 2              // 2: the next tiles are loaded while these are computed
+#endif
+#define SIDE 64               // rows of a tile
+#define LD (HEAD + 8)         // elements from one row of a tile to the next: 16 bytes more, so that eight rows lie in different banks
+#define STEPS (HEAD / 16)
+#define BAND 88               // from one row of by_position to the next; 80 are used
+#define NARROW 72             // the same in backward_pe, where 64 are used
+#define TENSOR_THREADS 128
+
+#if VERSION == 2
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define TENSOR_CORES 1
+#else
+#define TENSOR_CORES 0        // the same products, lane by lane, through shared memory: to be run anywhere, not to be fast
+#endif
+
+// A tile of `count` rows from row `first` on its way into shared memory; rows outside of 0 .. rows - 1 are zeros. Complete after arrived().
+__device__ __forceinline__ void ask(bf16* to, const bf16* from, long long stride, int first, int rows) {
+    #pragma unroll
+    for (int i = threadIdx.x; i < SIDE * (HEAD / 8); i += TENSOR_THREADS) {
+        int r = i / (HEAD / 8), c = i % (HEAD / 8) * 8, row = first + r;
+        bool there = row >= 0 && row < rows;
+        const bf16* source = from + (there ? row : 0) * stride + c;
+#if TENSOR_CORES
+        unsigned at = (unsigned)__cvta_generic_to_shared(to + r * LD + c);
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(source), "r"(there ? 16 : 0) : "memory");
+#else
+        *reinterpret_cast<uint4*>(to + r * LD + c) = there ? *reinterpret_cast<const uint4*>(source) : make_uint4(0, 0, 0, 0);
+#endif
+    }
+}
+__device__ __forceinline__ void asked() {               // what was asked for since the last time is a group
+#if TENSOR_CORES
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+// All groups are there but the last `open`; for all threads.
+template <int open> __device__ __forceinline__ void arrived() {
+#if TENSOR_CORES
+    asm volatile("cp.async.wait_group %0;" :: "n"(open) : "memory");
+#endif
+    __syncthreads();
+}
+
+// A 16 x 16 part of a tile, as four 8 x 8: by_columns says whether the second one is to the right of the first (else below). Transposed: a lane has two
+// rows of one column instead of two columns of one row.
+template <bool by_columns, bool transposed, int ld> __device__ __forceinline__ void fragments(unsigned (&x)[4], const bf16* part) {
+    int lane = threadIdx.x % 32;
+#if TENSOR_CORES
+    int m = lane / 8, row = 8 * (by_columns ? m / 2 : m % 2) + lane % 8, column = 8 * (by_columns ? m % 2 : m / 2);
+    unsigned at = (unsigned)__cvta_generic_to_shared(part + row * ld + column);
+    if (transposed) asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+    else asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                      : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+#else
+    for (int m = 0; m < 4; m++) {
+        const bf16* corner = part + 8 * (by_columns ? m / 2 : m % 2) * ld + 8 * (by_columns ? m % 2 : m / 2);
+        int g = lane / 4, t = lane % 4;
+        x[m] = transposed ? corner[2 * t * ld + g].bits | (unsigned)corner[(2 * t + 1) * ld + g].bits << 16
+                          : *reinterpret_cast<const unsigned*>(corner + g * ld + 2 * t);
+    }
+#endif
+}
+
+// c (16 x 8) += a (16 x 16) b (16 x 8)
+__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#if TENSOR_CORES
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    __shared__ unsigned exchange[TENSOR_THREADS][6];
+    unsigned (*warp)[6] = exchange + threadIdx.x / 32 * 32;
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; i++) warp[lane][i] = a[i];
+    warp[lane][4] = b0;
+    warp[lane][5] = b1;
+    __syncwarp();
+    for (int k = 0; k < 8; k++)                         // two of the 16 at a time
+        for (int i = 0; i < 4; i++) {
+            unsigned x = warp[4 * g + k % 4][k / 4 * 2 + i / 2], y = warp[4 * (2 * t + i % 2) + k % 4][4 + k / 4];
+            c[i] += low_as_float(x) * low_as_float(y) + high_as_float(x) * high_as_float(y);
+        }
+    __syncwarp();
+#endif
+}
+
+__device__ __forceinline__ unsigned pair(float low, float high) {
+#if TENSOR_CORES
+    unsigned both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+#else
+    return as_bf16(low).bits | (unsigned)as_bf16(high).bits << 16;
+#endif
+}
+// 16 x 16 sums as a factor.
+__device__ __forceinline__ void as_factor(unsigned (&a)[4], const float (&c)[2][4]) {
+    a[0] = pair(c[0][0], c[0][1]);
+    a[1] = pair(c[0][2], c[0][3]);
+    a[2] = pair(c[1][0], c[1][1]);
+    a[3] = pair(c[1][2], c[1][3]);
+}
+
+// Sixteen rows of a tile as the left factor: kept in registers, or read again each time.
+template <bool kept> struct Left {
+    unsigned a[kept ? STEPS : 1][4];
+    const bf16* rows;
+    __device__ __forceinline__ void begin(const bf16* from) {
+        rows = from;
+        if (kept)
+            #pragma unroll
+            for (int k = 0; k < STEPS; k++) fragments<false, false, LD>(a[kept ? k : 0], from + 16 * k);
+    }
+    __device__ __forceinline__ void at(unsigned (&x)[4], int k) const {
+        if (!kept) fragments<false, false, LD>(x, rows + 16 * k);
+        else
+            #pragma unroll
+            for (int i = 0; i < 4; i++) x[i] = a[kept ? k : 0][i];
+    }
+};
+
+// c (16 x 16) = left (16 x d) times 16 rows of a tile, transposed.
+template <bool kept> __device__ __forceinline__ void scores_of(float (&c)[2][4], const Left<kept>& left, const bf16* rows) {
+    #pragma unroll
+    for (int i = 0; i < 8; i++) c[i / 4][i % 4] = 0.0f;
+    #pragma unroll
+    for (int k = 0; k < STEPS; k++) {
+        unsigned a[4], b[4];
+        left.at(a, k);
+        fragments<true, false, LD>(b, rows + 16 * k);
+        multiply(c[0], a, b[0], b[1]);
+        multiply(c[1], a, b[2], b[3]);
+    }
+}
+
+// sums (16 x d) += a (16 x 16) times 16 rows of a tile.
+__device__ __forceinline__ void add_product(float (&sums)[2 * STEPS][4], const unsigned (&a)[4], const bf16* rows) {
+    #pragma unroll
+    for (int n = 0; n < STEPS; n++) {
+        unsigned b[4];
+        fragments<false, true, LD>(b, rows + 16 * n);
+        multiply(sums[2 * n], a, b[0], b[1]);
+        multiply(sums[2 * n + 1], a, b[2], b[3]);
+    }
+}
+
+// Sixteen rows of the 128 that two tiles make, one behind the other.
+__device__ __forceinline__ const bf16* sixteen(const bf16* first, const bf16* second, int which) {
+    return which < 4 ? first + 16 * which * LD : second + 16 * (which - 4) * LD;
+}
+
+// by_position of 16 queries and the 80 differences from sixteen number `from` on.
+template <bool kept> __device__ __forceinline__ void write_by_position(float* to, const Left<kept>& q, const bf16* near, const bf16* far, int from) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    for (int n = 0; n < 5; n++) {
+        float c[2][4];
+        scores_of(c, q, sixteen(near, far, from + n));
+        #pragma unroll
+        for (int i = 0; i < 4; i++)
+            *reinterpret_cast<float2*>(to + (g + 8 * (i % 2)) * BAND + 16 * n + 8 * (i / 2) + 2 * t) = make_float2(c[i / 2][i % 2 * 2], c[i / 2][i % 2 * 2 + 1]);
+    }
+}
+
+// Rows `first` + the warp's 16 of (T, H, d), rounded.
+__device__ __forceinline__ void write_tile(bf16* to, const float (&sums)[2 * STEPS][4], long long stride, int first, int rows) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row = first + threadIdx.x / 32 * 16 + g;
+    #pragma unroll
+    for (int n = 0; n < 2 * STEPS; n++)
+        #pragma unroll
+        for (int i = 0; i < 2; i++)
+            if (row + 8 * i < rows) *reinterpret_cast<unsigned*>(to + (row + 8 * i) * stride + 8 * n + 2 * t) = pair(sums[n][2 * i], sums[n][2 * i + 1]);
+}
+
+// Of the element e of c[n] in a 16 x 16: its row and its column.
+#define ROW(e) (g + 8 * ((e) / 2))
+#define COLUMN(n, e) (8 * (n) + 2 * t + (e) % 2)
+#endif
+
+extern "C" __global__ void __launch_bounds__(TENSOR_THREADS) poly_forward_v2(
+    bf16* y,                                  // (B, T, H, d)
+    const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v,              // (B, T, H, d), rows apart; 16-byte aligned
+    const bf16* pe,                           // (at least T, d)
+    const float* coefficients,                // a, b, scale
+    int T, int H, int window, Rows stride)
+{
+#if VERSION == 2
+    extern __shared__ __align__(16) unsigned char memory[];
+    bf16* of_k = reinterpret_cast<bf16*>(memory), * of_v = of_k + STAGES * SIDE * LD, * of_pe = of_v + STAGES * SIDE * LD;      // of_pe: STAGES + 1 tiles
+    float* bands = reinterpret_cast<float*>(of_pe + (STAGES + 1) * SIDE * LD);
+    int tiles = (T + SIDE - 1) / SIDE, heads = gridDim.x / tiles, tile = tiles - 1 - blockIdx.x / heads, i0 = tile * SIDE;      // the longest first
+    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, q, pe, stride, T, H, window);
+    Scale scale = scale_of(coefficients);
+    float* by_position = bands + warp * 16 * BAND;
+    Left<true> left_k, left_pe;
+    ask(of_k, x.q_tilde, stride.q_tilde, i0, T);         // where keys and PE will be
+    ask(of_pe, x.q, stride.q, i0, T);
+    asked();
+    arrived<0>();
+    left_k.begin(of_k + 16 * warp * LD);
+    left_pe.begin(of_pe + 16 * warp * LD);
+    __syncthreads();
+    int steps = tile - max(0, i0 - window + 1) / SIDE + 1;              // from the diagonal tile to the left
+    auto ask_for = [&](int s) {
+        ask(of_k + s % STAGES * SIDE * LD, x.k, stride.k, i0 - s * SIDE, T);
+        ask(of_v + s % STAGES * SIDE * LD, x.v, stride.v, i0 - s * SIDE, T);
+        ask(of_pe + (s + 1) % (STAGES + 1) * SIDE * LD, x.pe, HEAD, (s + 1) * SIDE - 63, T);
+    };
+    ask(of_pe, x.pe, HEAD, -63, T);
+    ask_for(0);
+    asked();
+    float sums[2 * STEPS][4] = {};
+    for (int s = 0; s < steps; s++) {
+        if (STAGES == 2 && s + 1 < steps) { ask_for(s + 1); asked(); arrived<1>(); }
+        else arrived<0>();
+        const bf16* keys = of_k + s % STAGES * SIDE * LD, * values = of_v + s % STAGES * SIDE * LD;
+        const bf16* near = of_pe + s % (STAGES + 1) * SIDE * LD, * far = of_pe + (s + 1) % (STAGES + 1) * SIDE * LD;
+        bool edge = s == 0 || (s + 1) * SIDE > window;
+        write_by_position(by_position, left_pe, near, far, warp);
+        __syncwarp();
+        #pragma unroll
+        for (int part = 0; part < 4; part++) {
+            if (s == 0 && part > warp) continue;         // right of the diagonal
+            float c[2][4];
+            scores_of(c, left_k, keys + 16 * part * LD);
+            #pragma unroll
+            for (int e = 0; e < 8; e++) {
+                int r = ROW(e % 4), j = 16 * part + COLUMN(e / 4, e % 4), far_by = s * SIDE + 16 * warp + r - j;
+                float phi = scale.weight * power_of(c[e / 4][e % 4] + by_position[r * BAND + r - j + 63]).power + scale.offset;
+                c[e / 4][e % 4] = !edge || (far_by >= 0 && far_by < window) ? phi : 0.0f;
+            }
+            unsigned a[4];
+            as_factor(a, c);
+            add_product(sums, a, values + 16 * part * LD);
+        }
+        __syncthreads();
+        if (STAGES == 1 && s + 1 < steps) { ask_for(s + 1); asked(); }
+    }
+    write_tile(y + x.out, sums, x.wide, i0, T);
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(TENSOR_THREADS) poly_backward_q_v2(
+    bf16* dq_tilde, bf16* dq,                 // (B, T, H, d)
+    float* partial,                           // (blocks, 2) sums of dphi c^p and of dphi
+    const bf16* dy, const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v, const bf16* pe, const float* coefficients,
+    int T, int H, int window, Rows stride)
+{
+#if VERSION == 2
+    extern __shared__ __align__(16) unsigned char memory[];
+    const bool kept = HEAD <= 64;                        // else there are too many registers; then the block's own rows stay in shared memory
+    bf16* of_k = reinterpret_cast<bf16*>(memory), * of_v = of_k + STAGES * SIDE * LD, * of_pe = of_v + STAGES * SIDE * LD;
+    bf16* own = kept ? of_k : of_pe + (STAGES + 1) * SIDE * LD, * bands_of_ds = of_pe + (STAGES + 1 + (kept ? 0 : 3)) * SIDE * LD;
+    float* bands = reinterpret_cast<float*>(bands_of_ds + 4 * 16 * BAND);
+    __shared__ float warps[4][2];
+    int tiles = (T + SIDE - 1) / SIDE, heads = gridDim.x / tiles, tile = tiles - 1 - blockIdx.x / heads, i0 = tile * SIDE;
+    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, dy, pe, stride, T, H, window);
+    Scale scale = scale_of(coefficients);
+    float* by_position = bands + warp * 16 * BAND;
+    bf16* ds = bands_of_ds + warp * 16 * BAND;
+    for (int i = threadIdx.x % 32; i < 16 * BAND / 2; i += 32) reinterpret_cast<unsigned*>(ds)[i] = 0;         // beside the band it stays so
+    Left<kept> left_k, left_pe, left_v;
+    ask(own, x.q_tilde, stride.q_tilde, i0, T);
+    ask(own + SIDE * LD, x.q, stride.q, i0, T);
+    ask(own + 2 * SIDE * LD, x.dy, x.wide, i0, T);
+    asked();
+    arrived<0>();
+    left_k.begin(own + 16 * warp * LD);
+    left_pe.begin(own + (SIDE + 16 * warp) * LD);
+    left_v.begin(own + (2 * SIDE + 16 * warp) * LD);
+    __syncthreads();
+    int steps = tile - max(0, i0 - window + 1) / SIDE + 1;
+    auto ask_for = [&](int s) {
+        ask(of_k + s % STAGES * SIDE * LD, x.k, stride.k, i0 - s * SIDE, T);
+        ask(of_v + s % STAGES * SIDE * LD, x.v, stride.v, i0 - s * SIDE, T);
+        ask(of_pe + (s + 1) % (STAGES + 1) * SIDE * LD, x.pe, HEAD, (s + 1) * SIDE - 63, T);
+    };
+    ask(of_pe, x.pe, HEAD, -63, T);
+    ask_for(0);
+    asked();
+    float by_k[2 * STEPS][4] = {}, by_pe[2 * STEPS][4] = {}, totals[2] = {};
+    for (int s = 0; s < steps; s++) {
+        if (STAGES == 2 && s + 1 < steps) { ask_for(s + 1); asked(); arrived<1>(); }
+        else arrived<0>();
+        const bf16* keys = of_k + s % STAGES * SIDE * LD, * values = of_v + s % STAGES * SIDE * LD;
+        const bf16* near = of_pe + s % (STAGES + 1) * SIDE * LD, * far = of_pe + (s + 1) % (STAGES + 1) * SIDE * LD;
+        bool edge = s == 0 || (s + 1) * SIDE > window;
+        write_by_position(by_position, left_pe, near, far, warp);
+        __syncwarp();
+        #pragma unroll
+        for (int part = 0; part < 4; part++) {
+            float c[2][4], dphi[2][4];
+            scores_of(c, left_k, keys + 16 * part * LD);
+            scores_of(dphi, left_v, values + 16 * part * LD);
+            #pragma unroll
+            for (int e = 0; e < 8; e++) {
+                int r = ROW(e % 4), j = 16 * part + COLUMN(e / 4, e % 4), far_by = s * SIDE + 16 * warp + r - j;
+                Power at = power_of(c[e / 4][e % 4] + by_position[r * BAND + r - j + 63]);
+                float up = !edge || (far_by >= 0 && far_by < window) ? dphi[e / 4][e % 4] : 0.0f;
+                totals[0] += up * at.power;
+                totals[1] += up;
+                c[e / 4][e % 4] = up * scale.slope * at.rise;
+            }
+            unsigned a[4];
+            as_factor(a, c);
+            add_product(by_k, a, keys + 16 * part * LD);
+            #pragma unroll
+            for (int e = 0; e < 8; e++) {
+                int r = ROW(e % 4), j = 16 * part + COLUMN(e / 4, e % 4);
+                ds[r * BAND + r - j + 63].bits = (unsigned short)(a[e / 4 * 2 + e % 4 / 2] >> 16 * (e % 2));
+            }
+        }
+        __syncwarp();
+        #pragma unroll
+        for (int part = 0; part < 5; part++) {
+            unsigned a[4];
+            fragments<false, false, BAND>(a, ds + 16 * part);
+            add_product(by_pe, a, sixteen(near, far, warp + part));
+        }
+        __syncthreads();
+        if (STAGES == 1 && s + 1 < steps) { ask_for(s + 1); asked(); }
+    }
+    write_tile(dq_tilde + x.out, by_k, x.wide, i0, T);
+    write_tile(dq + x.out, by_pe, x.wide, i0, T);
+    write_sums<4>(partial + 2 * (long long)blockIdx.x, totals, warps);
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(TENSOR_THREADS) poly_backward_kv_v2(
+    bf16* dk, bf16* dv,                       // (B, T, H, d)
+    const bf16* dy, const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v, const bf16* pe, const float* coefficients,
+    int T, int H, int window, Rows stride)
+{
+#if VERSION == 2
+    extern __shared__ __align__(16) unsigned char memory[];
+    bf16* of_q_tilde = reinterpret_cast<bf16*>(memory), * of_q = of_q_tilde + STAGES * SIDE * LD, * of_dy = of_q + STAGES * SIDE * LD;
+    bf16* of_pe = of_dy + STAGES * SIDE * LD;
+    float* bands = reinterpret_cast<float*>(of_pe + (STAGES + 1) * SIDE * LD);     // of all four warps' queries, for all warps
+    int tiles = (T + SIDE - 1) / SIDE, heads = gridDim.x / tiles, tile = blockIdx.x / heads, j0 = tile * SIDE;
+    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, dy, pe, stride, T, H, window);
+    Scale scale = scale_of(coefficients);
+    Left<true> left_k, left_v;
+    ask(of_q_tilde, x.k, stride.k, j0, T);
+    ask(of_q, x.v, stride.v, j0, T);
+    asked();
+    arrived<0>();
+    left_k.begin(of_q_tilde + 16 * warp * LD);
+    left_v.begin(of_q + 16 * warp * LD);
+    __syncthreads();
+    int steps = (min(T - 1, j0 + SIDE - 2 + window) - j0) / SIDE + 1;             // from the diagonal tile on
+    auto ask_for = [&](int s) {
+        ask(of_q_tilde + s % STAGES * SIDE * LD, x.q_tilde, stride.q_tilde, j0 + s * SIDE, T);
+        ask(of_q + s % STAGES * SIDE * LD, x.q, stride.q, j0 + s * SIDE, T);
+        ask(of_dy + s % STAGES * SIDE * LD, x.dy, x.wide, j0 + s * SIDE, T);
+        ask(of_pe + (s + 1) % (STAGES + 1) * SIDE * LD, x.pe, HEAD, (s + 1) * SIDE - 63, T);
+    };
+    ask(of_pe, x.pe, HEAD, -63, T);
+    ask_for(0);
+    asked();
+    float of_k[2 * STEPS][4] = {}, of_v[2 * STEPS][4] = {};
+    for (int s = 0; s < steps; s++) {
+        if (STAGES == 2 && s + 1 < steps) { ask_for(s + 1); asked(); arrived<1>(); }
+        else arrived<0>();
+        const bf16* queries = of_q_tilde + s % STAGES * SIDE * LD, * dys = of_dy + s % STAGES * SIDE * LD;
+        const bf16* near = of_pe + s % (STAGES + 1) * SIDE * LD, * far = of_pe + (s + 1) % (STAGES + 1) * SIDE * LD;
+        bool edge = s == 0 || (s + 1) * SIDE > window;
+        Left<false> left_pe;
+        left_pe.begin(of_q + (s % STAGES * SIDE + 16 * warp) * LD);
+        write_by_position(bands + warp * 16 * BAND, left_pe, near, far, warp);
+        __syncthreads();
+        #pragma unroll
+        for (int part = 0; part < 4; part++) {           // 16 queries
+            if (s == 0 && part < warp) continue;
+            float c[2][4], dphi[2][4];                   // keys are the rows here
+            scores_of(c, left_k, queries + 16 * part * LD);
+            scores_of(dphi, left_v, dys + 16 * part * LD);
+            #pragma unroll
+            for (int e = 0; e < 8; e++) {
+                int j = 16 * warp + ROW(e % 4), r = COLUMN(e / 4, e % 4), far_by = s * SIDE + 16 * part + r - j;
+                bool valid = !edge || (far_by >= 0 && far_by < window);
+                Power at = power_of(c[e / 4][e % 4] + bands[(16 * part + r) * BAND + r - j + 63]);
+                c[e / 4][e % 4] = valid ? scale.weight * at.power + scale.offset : 0.0f;
+                dphi[e / 4][e % 4] = valid ? dphi[e / 4][e % 4] * scale.slope * at.rise : 0.0f;
+            }
+            unsigned a[4];
+            as_factor(a, c);
+            add_product(of_v, a, dys + 16 * part * LD);
+            as_factor(a, dphi);
+            add_product(of_k, a, queries + 16 * part * LD);
+        }
+        __syncthreads();
+        if (STAGES == 1 && s + 1 < steps) { ask_for(s + 1); asked(); }
+    }
+    write_tile(dk + x.out, of_k, x.wide, j0, T);
+    write_tile(dv + x.out, of_v, x.wide, j0, T);
+#endif
+}
+
+// Tiles of 64 queries and 64 differences: the keys of such a tile are 127, those of two tiles; of 16 queries 79. Nothing is loaded ahead: with one tile of
+// each a second block fits on the SM, and computes while this one waits.
+extern "C" __global__ void __launch_bounds__(TENSOR_THREADS) poly_backward_pe_v2(
+    float* partial,                           // (groups, blocks.x * 64, d)
+    const bf16* dy, const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v, const bf16* pe, const float* coefficients,
+    int T, int H, int heads, int window, Rows stride)     // heads: B * H
+{
+#if VERSION == 2
+    extern __shared__ __align__(16) unsigned char memory[];
+    bf16* of_q_tilde = reinterpret_cast<bf16*>(memory), * of_q = of_q_tilde + SIDE * LD, * of_dy = of_q + SIDE * LD, * of_pe = of_dy + SIDE * LD;
+    bf16* of_k = of_pe + SIDE * LD, * of_v = of_k + 2 * SIDE * LD, * ds = of_v + 2 * SIDE * LD;                  // ds: (64, NARROW) queries, differences
+    float* by_position = reinterpret_cast<float*>(ds + SIDE * NARROW) + threadIdx.x / 32 * 16 * NARROW;
+    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, r0 = blockIdx.x * SIDE;
+    Scale scale = scale_of(coefficients);
+    float sums[2 * STEPS][4] = {};
+    ask(of_pe, pe, HEAD, r0, T);
+    for (int which = blockIdx.y; which < heads; which += gridDim.y) {
+        Head x = head_of(which, q_tilde, q, k, v, dy, pe, stride, T, H, window);
+        for (int i0 = r0; i0 < T; i0 += SIDE) {
+            int now = i0 / SIDE % 2;                     // where the later 64 keys go; the earlier ones are there from the step before
+            if (i0 == r0) {
+                ask(of_k + (1 - now) * SIDE * LD, x.k, stride.k, -SIDE, T);
+                ask(of_v + (1 - now) * SIDE * LD, x.v, stride.v, -SIDE, T);
+            }
+            ask(of_k + now * SIDE * LD, x.k, stride.k, i0 - r0, T);
+            ask(of_v + now * SIDE * LD, x.v, stride.v, i0 - r0, T);
+            ask(of_q_tilde, x.q_tilde, stride.q_tilde, i0, T);
+            ask(of_q, x.q, stride.q, i0, T);
+            ask(of_dy, x.dy, x.wide, i0, T);
+            asked();
+            arrived<0>();
+            const bf16* k_before = of_k + (1 - now) * SIDE * LD, * k_now = of_k + now * SIDE * LD;
+            const bf16* v_before = of_v + (1 - now) * SIDE * LD, * v_now = of_v + now * SIDE * LD;
+            Left<false> left_pe;
+            left_pe.begin(of_q + 16 * warp * LD);
+            for (int n = 0; n < 4; n++) {
+                float c[2][4];
+                scores_of(c, left_pe, of_pe + 16 * n * LD);
+                #pragma unroll
+                for (int e = 0; e < 8; e += 2)
+                    *reinterpret_cast<float2*>(by_position + ROW(e % 4) * NARROW + 16 * n + COLUMN(e / 4, 0)) = make_float2(c[e / 4][e % 4], c[e / 4][e % 4 + 1]);
+            }
+            __syncwarp();
+            Left<HEAD <= 64> left_k, left_v;
+            left_k.begin(of_q_tilde + 16 * warp * LD);
+            left_v.begin(of_dy + 16 * warp * LD);
+            #pragma unroll
+            for (int part = 0; part < 5; part++) {       // 16 keys of the 80
+                float c[2][4], dphi[2][4];
+                scores_of(c, left_k, sixteen(k_before, k_now, warp + part));
+                scores_of(dphi, left_v, sixteen(v_before, v_now, warp + part));
+                #pragma unroll
+                for (int e = 0; e < 8; e++) {
+                    int r = ROW(e % 4), far = SIDE + r - 16 * part - COLUMN(e / 4, e % 4);
+                    if (far < 0 || far >= SIDE) continue;          // the next tile's, or the one's before
+                    Power at = power_of(c[e / 4][e % 4] + by_position[r * NARROW + far]);
+                    float up = r0 + far < window ? dphi[e / 4][e % 4] : 0.0f;      // 0 without a query or a key: dy or v is
+                    ds[(16 * warp + r) * NARROW + far] = as_bf16(up * scale.slope * at.rise);
+                }
+            }
+            __syncthreads();
+            #pragma unroll
+            for (int part = 0; part < 4; part++) {       // 16 queries
+                unsigned a[4];
+                fragments<true, true, NARROW>(a, ds + 16 * part * NARROW + 16 * warp);
+                add_product(sums, a, of_q + 16 * part * LD);
+            }
+            __syncthreads();
+        }
+    }
+    float* to = partial + ((long long)blockIdx.y * gridDim.x * SIDE + r0 + 16 * warp) * HEAD;
+    #pragma unroll
+    for (int n = 0; n < 2 * STEPS; n++)
+        #pragma unroll
+        for (int i = 0; i < 2; i++)
+            *reinterpret_cast<float2*>(to + (g + 8 * i) * HEAD + 8 * n + 2 * t) = make_float2(sums[n][2 * i], sums[n][2 * i + 1]);
 #endif
 }
 
