@@ -13,6 +13,7 @@ Where the backend is not cuda, the same call runs the same source on CPU tensors
 """
 import ctypes
 import functools
+import logging
 import numbers
 import os
 import pathlib
@@ -233,6 +234,31 @@ class _OnCpu(_Packed):
             if (letter == "p") != param.pointer or (param.code and struct.calcsize("<" + param.code) != size):
                 raise CompileError(f"{kernel.name}: parameter `{param}` is {size} bytes to the host compiler, which was not expected")
         super().__init__(kernel.params, {i: size for i, (letter, size) in enumerate(found) if letter == "s"})
+
+
+_decided: "dict[tuple, bool]" = {}                         # (device, how, kernels) -> do they run there?
+
+
+def usable(device: torch.device, *kernels: Kernel) -> bool:
+    """Do all of an operation's kernels compile and load on this device? Tried before its first launch, so that nothing is half done; the answer stays.
+
+    If one does not, the operation runs in torch instead, and one line of the log (logger "gpuaccel") says why. With the policy `require` the
+    error is raised."""
+    how = device.index if device.type == "cuda" else "checked" if any(simt.is_checked(k.learner) for k in kernels) else "fast"
+    key = device.type, how, *kernels
+    if key not in _decided:
+        try:
+            for kernel in kernels:
+                kernel.load(how)
+            _decided[key] = True
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:                         # of ours, of the driver, of cuda.core
+            if backend().policy == "require":
+                raise
+            logging.getLogger("gpuaccel").warning("%s runs in torch on %s from now on: %s", kernels[0].filename, device, error)
+            _decided[key] = False
+    return _decided[key]
 
 
 recorders: list = []                                       # called with (launch, args, tensors) before each launch on the CPU: tape.py

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from .backend import takes
 from .errors import ArgumentError
-from .kernel import Kernel
+from .kernel import Kernel, usable
 
 NAMES = ("nu", "k", "m", "beta", "T", "a", "c", "s", "b")
 POSITIVE = ("nu", "k", "beta", "T")
@@ -152,8 +152,15 @@ _library.define("richards_glu_backward(Tensor dh, Tensor x, Tensor theta_a, Tens
                 "-> (Tensor, Tensor, Tensor)")
 
 
+@functools.cache
+def _all(dtype) -> "list[Kernel]":
+    return [_kernel("richards_begin"), _kernel("richards_finish")] + [
+        _kernel(name, dtype, whole) for name in ("richards_forward", "richards_backward", "glu_forward", "glu_backward") for whole in (0, 1)]
+
+
 def _ours(x, *thetas) -> bool:
-    return takes(x.device) and x.dtype in TYPES and x.numel() > 0 and all(theta.dtype != torch.float64 for theta in thetas)
+    return takes(x.device) and x.dtype in TYPES and x.numel() > 0 and all(theta.dtype != torch.float64 for theta in thetas) and \
+        usable(x.device, *_all(x.dtype))
 
 
 def _in_fp32(*thetas):
