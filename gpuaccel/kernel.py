@@ -212,6 +212,8 @@ class _Loaded(_Packed):
             _enter(index)
             self.module = ObjectCode.from_cubin(kernel.cubin(f"sm_{major}{minor}"), name=kernel.name)
             handle = self.module.get_kernel(kernel.name).handle
+            if "extern __shared__" in kernel.source:
+                _allow_shared(kernel, handle, index)
         self.function, self.launch = driver.CUfunction(int(handle)), driver.cuLaunchKernel
         sizes = {}
         for i, param in enumerate(kernel.params):
@@ -221,6 +223,18 @@ class _Loaded(_Packed):
                     raise BackendError(f"{kernel.name}: the driver does not tell the size of `{param}` ({status.name})")
                 sizes[i] = int(size)
         super().__init__(kernel.params, sizes)
+
+
+def _allow_shared(kernel, handle, index):
+    """Let a kernel be launched with all the shared memory that a block can have on this GPU: without asking, a launch gets 48 KiB at most."""
+    from cuda.bindings import driver
+    limit, kind = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, driver.CUfunction_attribute
+    failed, most = driver.cuDeviceGetAttribute(limit, index)
+    unknown, own = driver.cuKernelGetAttribute(kind.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle, index)
+    refused, = driver.cuKernelSetAttribute(kind.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most - own, handle, index)
+    for status in (failed, unknown, refused):
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise BackendError(f"{kernel.name}: the driver did not allow {most:,} bytes of shared memory: {status.name}")
 
 
 class _OnCpu(_Packed):

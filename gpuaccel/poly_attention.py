@@ -30,7 +30,7 @@ from .richards import GATE, RichardsCurve
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 LEAST_GATE = 1e-4
 GROUPS = 32                    # of (batch, head), whose gradients of PE are summed apart: the same on every machine
-MAX_WIDE = 128                 # width of a head that v2 takes
+WIDTHS = (16, 32, 48, 64, 96, 128)      # of a head that v2 takes
 _ROWS = struct.Struct("4i").pack
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 
@@ -71,16 +71,16 @@ def _kernel(name: str, dtype: torch.dtype, d: int, degree: int = 1, version: int
 
 
 def shared_bytes(name: str, d: int, stages: int) -> int:
-    """Of a block of a v2 kernel: tiles of 64 rows in bf16, and what is read along the diagonal."""
-    tiles = {"poly_forward": 3 * stages + 1, "poly_backward_q": 3 * stages + 1 + (0 if d <= 64 else 3), "poly_backward_kv": 4 * stages + 1, "poly_backward_pe": 8}
-    more = {"poly_backward_q": 4 * 16 * 88 * 6, "poly_backward_pe": 64 * 72 * 6}
-    return tiles[name] * 64 * (d + 8) * 2 + more.get(name, 4 * 16 * 88 * 4)
+    """Of a block of a v2 kernel: tiles of 64 rows in bf16; a wide head's own rows, which have no room in registers; ds by differences."""
+    own = {"poly_backward_q": 3, "poly_backward_pe": 0}.get(name, 2) if d > 64 else 0
+    tiles = {"poly_forward": 3 * stages + 1, "poly_backward_q": 3 * stages + 1, "poly_backward_kv": 4 * stages + 1, "poly_backward_pe": 8}[name]
+    return (tiles + own) * 64 * (d + 8) * 2 + (64 * 72 * 2 if name == "poly_backward_pe" else 0)
 
 
 def plan(name: str, q: Tensor) -> "tuple[int, int]":
     """(version, stages) of a kernel for heads like q's: v2 for bf16 on tensor cores, with loads ahead where two blocks have room on an SM for it."""
     d = q.shape[-1]
-    if backend().name != "cuda" or q.dtype != torch.bfloat16 or d % 16 or d > MAX_WIDE:
+    if backend().name != "cuda" or q.dtype != torch.bfloat16 or d not in WIDTHS:
         return 1, 1
     return _plan(name, d, q.device.index)
 
@@ -111,8 +111,10 @@ def _prepared(q_tilde, q, k, v, window):
 
 
 def _launch(name, q, degree, how, grid, before, args):
-    """grid: of tiles of 32 rows (v1) or 64 (v2), to the number of blocks."""
+    """grid: blocks in x and y. Where a head is wide, two blocks of v2's backward share a tile."""
     version, stages = how
+    if version == 2 and q.shape[-1] > 64 and name != "poly_forward":
+        grid = (*grid, 2) if name == "poly_backward_pe" else (grid, 2)
     kernel = _kernel(f"{name}_v{version}", q.dtype, q.shape[-1], degree, version, stages)
     kernel[(grid, 256) if version == 1 else (grid, 128, shared_bytes(name, q.shape[-1], stages))](*before, *args)
 

@@ -45,28 +45,48 @@ struct Rows {                 // where the rows of q~, q, k and v lie: row t of 
     int q_tilde, q, k, v;
 };
 
-struct Scale { float weight, offset, slope; };        // scale a, scale b, scale a p
+struct Scale { float weight, offset, slope; };        // scale a, scale b, 4 scale a p
 
 __device__ __forceinline__ Scale scale_of(const float* coefficients) {
     float a = coefficients[0], b = coefficients[1], scale = coefficients[2];
-    Scale found = {scale * a, scale * b, scale * a * DEGREE};
+    Scale found = {scale * a, scale * b, 4.0f * scale * a * DEGREE};
     return found;
 }
 
-// Of one score: c^p, and its derivative over p, c^(p-1) (1 - tanh^2).
+// Two special functions of the GPU, to about 2 units of the last place; what is smaller than 2^-126 is 0.
+__device__ __forceinline__ float power_of_two(float x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return exp2f(x);
+#endif
+}
+__device__ __forceinline__ float one_over(float x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return 1.0f / x;
+#endif
+}
+
+// Of one score: c^p, and its derivative over 4 p, c^(p-1) (1 - tanh^2) / 4. With e = exp(-|s| / 4), tanh(|s| / 8) = (1 - e) / (1 + e) = 2 / (1 + e) - 1 and
+// 1 - tanh^2 = 4 e / (1 + e)^2, which has no difference in it.
 struct Power { float power, rise; };
 
 __device__ __forceinline__ Power power_of(float s) {
 #if VERSION == 1
-    float e = expf(-0.25f * fabsf(s)), one = 1.0f + e, t = -expm1f(-0.25f * fabsf(s)) / one, flat = 4.0f * e / (one * one);
+    float e = expf(-0.25f * fabsf(s)), over = 1.0f / (1.0f + e), c = -8.0f * expm1f(-0.25f * fabsf(s)) * over;
 #else
-    // e and the quotient to 2 units of the last place: t is off by 2e-7 at most, and 1 - t^2 by 5e-7 of itself.
-    float e = __expf(-0.25f * fabsf(s)), over = __fdividef(1.0f, 1.0f + e), t = (1.0f - e) * over, flat = 4.0f * e * over * over;
+    float e = power_of_two(-0.36067376f * fabsf(s)), over = one_over(1.0f + e), c = 16.0f * over - 8.0f;      // c is off by 2e-6 at most
 #endif
-    float c = copysignf(8.0f * t, s), square = c * c, even = 1.0f;
+    float square = c * c, even = 1.0f;
     #pragma unroll
     for (int k = 1; k < DEGREE; k += 2) even *= square;
-    Power found = {even * c, even * flat};
+    Power found = {copysignf(even * c, s), even * (e * over * over)};
     return found;
 }
 
@@ -337,9 +357,10 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
 // and sums c. Lane 4 g + t has rows g and g + 8 of a and c, columns g of b: c[0], c[1] at row g, columns 2t and 2t + 1, c[2], c[3] at row g + 8.
 // Two c side by side, rounded, are an a again: so phi and ds go from one product into the next without leaving the registers.
 //
-// Against the diagonal: of 16 queries and 64 keys, query r has difference r - j + 63 from the smallest one; there are 79. The product of the 16 queries
-// with the 80 rows of PE from there on, `by_position`, goes into shared memory, in fp32, and is read at [r][r - j + 63]. In backward_q ds is written to the
-// same places of a second array; with zeros beside the band it is the factor of dq = ds PE, over 80 differences.
+// Along the diagonal: of 16 queries and 64 keys, query r and key j have difference r - j + 63 above the smallest one; there are 79, and 80 rows of PE are
+// multiplied. What belongs to one pair lies in the same four lanes in both products, and at a distance that depends on the lane alone: column j of row g
+// is column (7 + g - j) mod 8 of one of two neighbouring 16 x 8. So a shuffle and two selections per element do what would take a round through
+// shared memory (skewed). The same goes back from pairs to differences (ds, for dq = ds PE), with zeros beside the band.
 
 #ifndef STAGES
 #define STAGES 2              // 2: the next tiles are loaded while these are computed
@@ -347,9 +368,13 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
 #define SIDE 64               // rows of a tile
 #define LD (HEAD + 8)         // elements from one row of a tile to the next: 16 bytes more, so that eight rows lie in different banks
 #define STEPS (HEAD / 16)
-#define BAND 88               // from one row of by_position to the next; 80 are used
-#define NARROW 72             // the same in backward_pe, where 64 are used
+#define NARROW 72             // the same of ds in backward_pe
+#define HALVES (HEAD > 64 ? 2 : 1)            // the backward's blocks take all columns of the gradients, or half of them: there are no more registers
+#define WIDTH (HEAD / HALVES)
 #define TENSOR_THREADS 128
+#ifndef UNROLL
+#define UNROLL 1              // of a tile's four parts, in the backward
+#endif
 
 #if VERSION == 2
 
@@ -359,11 +384,13 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
 #define TENSOR_CORES 0        // the same products, lane by lane, through shared memory: to be run anywhere, not to be fast
 #endif
 
-// A tile of `count` rows from row `first` on its way into shared memory; rows outside of 0 .. rows - 1 are zeros. Complete after arrived().
+typedef float Sums[2][4];     // 16 x 16 of a product
+
+// A tile of 64 rows from row `first` on its way into shared memory; rows outside of 0 .. rows - 1 are zeros. Complete after arrived().
 __device__ __forceinline__ void ask(bf16* to, const bf16* from, long long stride, int first, int rows) {
     #pragma unroll
-    for (int i = threadIdx.x; i < SIDE * (HEAD / 8); i += TENSOR_THREADS) {
-        int r = i / (HEAD / 8), c = i % (HEAD / 8) * 8, row = first + r;
+    for (int k = 0; k < STEPS; k++) {
+        int i = threadIdx.x + k * TENSOR_THREADS, r = i / (HEAD / 8), c = i % (HEAD / 8) * 8, row = first + r;
         bool there = row >= 0 && row < rows;
         const bf16* source = from + (there ? row : 0) * stride + c;
 #if TENSOR_CORES
@@ -411,8 +438,8 @@ template <bool by_columns, bool transposed, int ld> __device__ __forceinline__ v
 // c (16 x 8) += a (16 x 16) b (16 x 8)
 __device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #if TENSOR_CORES
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
     __shared__ unsigned exchange[TENSOR_THREADS][6];
     unsigned (*warp)[6] = exchange + threadIdx.x / 32 * 32;
@@ -440,7 +467,7 @@ __device__ __forceinline__ unsigned pair(float low, float high) {
 #endif
 }
 // 16 x 16 sums as a factor.
-__device__ __forceinline__ void as_factor(unsigned (&a)[4], const float (&c)[2][4]) {
+__device__ __forceinline__ void as_factor(unsigned (&a)[4], const Sums& c) {
     a[0] = pair(c[0][0], c[0][1]);
     a[1] = pair(c[0][2], c[0][3]);
     a[2] = pair(c[1][0], c[1][1]);
@@ -465,11 +492,18 @@ template <bool kept> struct Left {
     }
 };
 
-// c (16 x 16) = left (16 x d) times 16 rows of a tile, transposed.
-template <bool kept> __device__ __forceinline__ void scores_of(float (&c)[2][4], const Left<kept>& left, const bf16* rows) {
+__device__ __forceinline__ void clear(Sums& c) {
     #pragma unroll
     for (int i = 0; i < 8; i++) c[i / 4][i % 4] = 0.0f;
+}
+__device__ __forceinline__ void copy(Sums& to, const Sums& c) {
     #pragma unroll
+    for (int i = 0; i < 8; i++) to[i / 4][i % 4] = c[i / 4][i % 4];
+}
+
+// c (16 x 16) += left (16 x d) times 16 rows of a tile, transposed.
+template <bool kept> __device__ __forceinline__ void add_scores(Sums& c, const Left<kept>& left, const bf16* rows) {
+    #pragma unroll (kept ? STEPS : 2)
     for (int k = 0; k < STEPS; k++) {
         unsigned a[4], b[4];
         left.at(a, k);
@@ -479,10 +513,10 @@ template <bool kept> __device__ __forceinline__ void scores_of(float (&c)[2][4],
     }
 }
 
-// sums (16 x d) += a (16 x 16) times 16 rows of a tile.
-__device__ __forceinline__ void add_product(float (&sums)[2 * STEPS][4], const unsigned (&a)[4], const bf16* rows) {
+// sums (16 x d, or half of its columns) += a (16 x 16) times 16 rows of a tile.
+template <int count> __device__ __forceinline__ void add_product(float (&sums)[count][4], const unsigned (&a)[4], const bf16* rows) {
     #pragma unroll
-    for (int n = 0; n < STEPS; n++) {
+    for (int n = 0; n < count / 2; n++) {
         unsigned b[4];
         fragments<false, true, LD>(b, rows + 16 * n);
         multiply(sums[2 * n], a, b[0], b[1]);
@@ -495,34 +529,62 @@ __device__ __forceinline__ const bf16* sixteen(const bf16* first, const bf16* se
     return which < 4 ? first + 16 * which * LD : second + 16 * (which - 4) * LD;
 }
 
-// by_position of 16 queries and the 80 differences from sixteen number `from` on.
-template <bool kept> __device__ __forceinline__ void write_by_position(float* to, const Left<kept>& q, const bf16* near, const bf16* far, int from) {
-    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    for (int n = 0; n < 5; n++) {
-        float c[2][4];
-        scores_of(c, q, sixteen(near, far, from + n));
+// Between pairs and differences, rows are queries: element j of row r of `to` is element r - j + 15 of the 32 that `first` and `second` make. The lane that
+// has it is asked by one lane only, and knows whether that one's element lies in the lower or in the upper of two 16 x 8.
+__device__ __forceinline__ void skewed(Sums& to, const Sums& first, const Sums& second) {
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    #pragma unroll
+    for (int e = 0; e < 2; e++) {
+        int from = lane - t + (7 + g - 2 * t - e) % 8 / 2;
+        bool odd = (g + e) % 2 == 0, upper = g + (e == 0) > 2 * t + odd;          // of what this lane gives
         #pragma unroll
-        for (int i = 0; i < 4; i++)
-            *reinterpret_cast<float2*>(to + (g + 8 * (i % 2)) * BAND + 16 * n + 8 * (i / 2) + 2 * t) = make_float2(c[i / 2][i % 2 * 2], c[i / 2][i % 2 * 2 + 1]);
+        for (int h = 0; h < 2; h++) {
+            float x[4];
+            #pragma unroll
+            for (int n = 0; n < 4; n++) {
+                const Sums& of = n < 2 ? first : second;
+                x[n] = odd ? of[n % 2][2 * h + 1] : of[n % 2][2 * h];
+            }
+            #pragma unroll
+            for (int i = 0; i < 2; i++) to[i][2 * h + e] = __shfl_sync(ALL, upper ? x[2 - i + h] : x[1 - i + h], from);
+        }
+    }
+}
+
+// The same where keys are the rows and queries the columns: element r of row j of `to` is row r - j + 15 of the 32 that `first` and `second` make.
+__device__ __forceinline__ void skewed_down(Sums& to, const Sums& first, const Sums& second) {
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    #pragma unroll
+    for (int e = 0; e < 2; e++) {
+        int from = 4 * ((7 + 2 * t + e - g) % 8) + t;
+        bool upper = 2 * t + e > g;
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float x[4] = {first[i][e], first[i][2 + e], second[i][e], second[i][2 + e]};
+            #pragma unroll
+            for (int h = 0; h < 2; h++) to[i][2 * h + e] = __shfl_sync(ALL, upper ? x[2 + i - h] : x[1 + i - h], from);
+        }
     }
 }
 
 // Rows `first` + the warp's 16 of (T, H, d), rounded.
-__device__ __forceinline__ void write_tile(bf16* to, const float (&sums)[2 * STEPS][4], long long stride, int first, int rows) {
+template <int count> __device__ __forceinline__ void write_tile(bf16* to, const float (&sums)[count][4], long long stride, int first, int rows) {
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row = first + threadIdx.x / 32 * 16 + g;
     #pragma unroll
-    for (int n = 0; n < 2 * STEPS; n++)
+    for (int n = 0; n < count; n++)
         #pragma unroll
         for (int i = 0; i < 2; i++)
             if (row + 8 * i < rows) *reinterpret_cast<unsigned*>(to + (row + 8 * i) * stride + 8 * n + 2 * t) = pair(sums[n][2 * i], sums[n][2 * i + 1]);
 }
 
-// Of the element e of c[n] in a 16 x 16: its row and its column.
-#define ROW(e) (g + 8 * ((e) / 2))
-#define COLUMN(n, e) (8 * (n) + 2 * t + (e) % 2)
+// Of element e of 16 x 16 sums: its row and its column.
+#define ROW(e) (g + 8 * ((e) % 4 / 2))
+#define COLUMN(e) (8 * ((e) / 4) + 2 * t + (e) % 2)
+#define OF(c, e) c[(e) / 4][(e) % 4]
+
 #endif
 
-extern "C" __global__ void __launch_bounds__(TENSOR_THREADS) poly_forward_v2(
+extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_forward_v2(
     bf16* y,                                  // (B, T, H, d)
     const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v,              // (B, T, H, d), rows apart; 16-byte aligned
     const bf16* pe,                           // (at least T, d)
@@ -531,20 +593,20 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS) poly_forward_v2(
 {
 #if VERSION == 2
     extern __shared__ __align__(16) unsigned char memory[];
+    const bool kept = HEAD <= 64;                        // else there are too many registers; then the block's own rows stay in shared memory
     bf16* of_k = reinterpret_cast<bf16*>(memory), * of_v = of_k + STAGES * SIDE * LD, * of_pe = of_v + STAGES * SIDE * LD;      // of_pe: STAGES + 1 tiles
-    float* bands = reinterpret_cast<float*>(of_pe + (STAGES + 1) * SIDE * LD);
+    bf16* own = kept ? of_k : of_pe + (STAGES + 1) * SIDE * LD;
     int tiles = (T + SIDE - 1) / SIDE, heads = gridDim.x / tiles, tile = tiles - 1 - blockIdx.x / heads, i0 = tile * SIDE;      // the longest first
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, q, pe, stride, T, H, window);
     Scale scale = scale_of(coefficients);
-    float* by_position = bands + warp * 16 * BAND;
-    Left<true> left_k, left_pe;
-    ask(of_k, x.q_tilde, stride.q_tilde, i0, T);         // where keys and PE will be
-    ask(of_pe, x.q, stride.q, i0, T);
+    Left<kept> left_k, left_pe;
+    ask(own, x.q_tilde, stride.q_tilde, i0, T);
+    ask(own + SIDE * LD, x.q, stride.q, i0, T);
     asked();
     arrived<0>();
-    left_k.begin(of_k + 16 * warp * LD);
-    left_pe.begin(of_pe + 16 * warp * LD);
+    left_k.begin(own + 16 * warp * LD);
+    left_pe.begin(own + (SIDE + 16 * warp) * LD);
     __syncthreads();
     int steps = tile - max(0, i0 - window + 1) / SIDE + 1;              // from the diagonal tile to the left
     auto ask_for = [&](int s) {
@@ -556,29 +618,35 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS) poly_forward_v2(
     ask_for(0);
     asked();
     float sums[2 * STEPS][4] = {};
-    for (int s = 0; s < steps; s++) {
-        if (STAGES == 2 && s + 1 < steps) { ask_for(s + 1); asked(); arrived<1>(); }
-        else arrived<0>();
+    auto compute = [&](int s, bool masked) {
         const bf16* keys = of_k + s % STAGES * SIDE * LD, * values = of_v + s % STAGES * SIDE * LD;
         const bf16* near = of_pe + s % (STAGES + 1) * SIDE * LD, * far = of_pe + (s + 1) % (STAGES + 1) * SIDE * LD;
-        bool edge = s == 0 || (s + 1) * SIDE > window;
-        write_by_position(by_position, left_pe, near, far, warp);
-        __syncwarp();
+        Sums lower, upper = {};                          // q PE^T of 16 differences each
+        add_scores(upper, left_pe, sixteen(near, far, warp + 4));
         #pragma unroll
-        for (int part = 0; part < 4; part++) {
-            if (s == 0 && part > warp) continue;         // right of the diagonal
-            float c[2][4];
-            scores_of(c, left_k, keys + 16 * part * LD);
+        for (int part = 0; part < 4; part++) {           // 16 keys
+            Sums c;
+            clear(lower);
+            add_scores(lower, left_pe, sixteen(near, far, warp + 3 - part));
+            skewed(c, lower, upper);
+            copy(upper, lower);
+            add_scores(c, left_k, keys + 16 * part * LD);
             #pragma unroll
             for (int e = 0; e < 8; e++) {
-                int r = ROW(e % 4), j = 16 * part + COLUMN(e / 4, e % 4), far_by = s * SIDE + 16 * warp + r - j;
-                float phi = scale.weight * power_of(c[e / 4][e % 4] + by_position[r * BAND + r - j + 63]).power + scale.offset;
-                c[e / 4][e % 4] = !edge || (far_by >= 0 && far_by < window) ? phi : 0.0f;
+                int by = s * SIDE + 16 * (warp - part) + ROW(e) - COLUMN(e);
+                float phi = scale.weight * power_of(OF(c, e)).power + scale.offset;
+                OF(c, e) = !masked || (by >= 0 && by < window) ? phi : 0.0f;
             }
             unsigned a[4];
             as_factor(a, c);
             add_product(sums, a, values + 16 * part * LD);
         }
+    };
+    for (int s = 0; s < steps; s++) {
+        if (STAGES == 2 && s + 1 < steps) { ask_for(s + 1); asked(); arrived<1>(); }
+        else arrived<0>();
+        if (s == 0 || (s + 1) * SIDE > window) compute(s, true);      // a body of its own, with comparisons
+        else compute(s, false);
         __syncthreads();
         if (STAGES == 1 && s + 1 < steps) { ask_for(s + 1); asked(); }
     }
@@ -586,7 +654,7 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS) poly_forward_v2(
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(TENSOR_THREADS) poly_backward_q_v2(
+extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_q_v2(
     bf16* dq_tilde, bf16* dq,                 // (B, T, H, d)
     float* partial,                           // (blocks, 2) sums of dphi c^p and of dphi
     const bf16* dy, const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v, const bf16* pe, const float* coefficients,
@@ -594,18 +662,14 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS) poly_backward_q_v2(
 {
 #if VERSION == 2
     extern __shared__ __align__(16) unsigned char memory[];
-    const bool kept = HEAD <= 64;                        // else there are too many registers; then the block's own rows stay in shared memory
+    const bool kept = HEAD <= 64;
     bf16* of_k = reinterpret_cast<bf16*>(memory), * of_v = of_k + STAGES * SIDE * LD, * of_pe = of_v + STAGES * SIDE * LD;
-    bf16* own = kept ? of_k : of_pe + (STAGES + 1) * SIDE * LD, * bands_of_ds = of_pe + (STAGES + 1 + (kept ? 0 : 3)) * SIDE * LD;
-    float* bands = reinterpret_cast<float*>(bands_of_ds + 4 * 16 * BAND);
+    bf16* own = kept ? of_k : of_pe + (STAGES + 1) * SIDE * LD;
     __shared__ float warps[4][2];
     int tiles = (T + SIDE - 1) / SIDE, heads = gridDim.x / tiles, tile = tiles - 1 - blockIdx.x / heads, i0 = tile * SIDE;
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, dy, pe, stride, T, H, window);
     Scale scale = scale_of(coefficients);
-    float* by_position = bands + warp * 16 * BAND;
-    bf16* ds = bands_of_ds + warp * 16 * BAND;
-    for (int i = threadIdx.x % 32; i < 16 * BAND / 2; i += 32) reinterpret_cast<unsigned*>(ds)[i] = 0;         // beside the band it stays so
     Left<kept> left_k, left_pe, left_v;
     ask(own, x.q_tilde, stride.q_tilde, i0, T);
     ask(own + SIDE * LD, x.q, stride.q, i0, T);
@@ -625,75 +689,79 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS) poly_backward_q_v2(
     ask(of_pe, x.pe, HEAD, -63, T);
     ask_for(0);
     asked();
-    float by_k[2 * STEPS][4] = {}, by_pe[2 * STEPS][4] = {}, totals[2] = {};
+    float by_k[WIDTH / 8][4] = {}, by_pe[WIDTH / 8][4] = {}, totals[2] = {};
+    int half = blockIdx.y * WIDTH;
+    auto compute = [&](int s, bool masked) {
+        const bf16* keys = of_k + s % STAGES * SIDE * LD, * values = of_v + s % STAGES * SIDE * LD;
+        const bf16* near = of_pe + s % (STAGES + 1) * SIDE * LD, * far = of_pe + (s + 1) % (STAGES + 1) * SIDE * LD;
+        Sums lower, upper = {}, before = {}, ds, c;      // q PE^T of 16 differences each; ds of the 16 keys before, and of these
+        unsigned a[4];
+        add_scores(upper, left_pe, sixteen(near, far, warp + 4));
+        #pragma unroll UNROLL
+        for (int part = 0; part < 4; part++) {           // 16 keys
+            clear(lower);
+            add_scores(lower, left_pe, sixteen(near, far, warp + 3 - part));
+            skewed(c, lower, upper);
+            copy(upper, lower);
+            add_scores(c, left_k, keys + 16 * part * LD);
+            clear(ds);
+            add_scores(ds, left_v, values + 16 * part * LD);
+            #pragma unroll
+            for (int e = 0; e < 8; e++) {
+                int by = s * SIDE + 16 * (warp - part) + ROW(e) - COLUMN(e);
+                Power at = power_of(OF(c, e));
+                float dphi = !masked || (by >= 0 && by < window) ? OF(ds, e) : 0.0f;
+                totals[0] += dphi * at.power;
+                totals[1] += dphi;
+                OF(ds, e) = dphi * scale.slope * at.rise;
+            }
+            as_factor(a, ds);
+            add_product(by_k, a, keys + 16 * part * LD + half);
+            skewed(c, before, ds);                       // of the differences 64 - 16 part ..
+            copy(before, ds);
+            as_factor(a, c);
+            add_product(by_pe, a, sixteen(near, far, warp + 4 - part) + half);
+        }
+        clear(ds);
+        skewed(c, before, ds);
+        as_factor(a, c);
+        add_product(by_pe, a, sixteen(near, far, warp) + half);
+    };
     for (int s = 0; s < steps; s++) {
         if (STAGES == 2 && s + 1 < steps) { ask_for(s + 1); asked(); arrived<1>(); }
         else arrived<0>();
-        const bf16* keys = of_k + s % STAGES * SIDE * LD, * values = of_v + s % STAGES * SIDE * LD;
-        const bf16* near = of_pe + s % (STAGES + 1) * SIDE * LD, * far = of_pe + (s + 1) % (STAGES + 1) * SIDE * LD;
-        bool edge = s == 0 || (s + 1) * SIDE > window;
-        write_by_position(by_position, left_pe, near, far, warp);
-        __syncwarp();
-        #pragma unroll
-        for (int part = 0; part < 4; part++) {
-            float c[2][4], dphi[2][4];
-            scores_of(c, left_k, keys + 16 * part * LD);
-            scores_of(dphi, left_v, values + 16 * part * LD);
-            #pragma unroll
-            for (int e = 0; e < 8; e++) {
-                int r = ROW(e % 4), j = 16 * part + COLUMN(e / 4, e % 4), far_by = s * SIDE + 16 * warp + r - j;
-                Power at = power_of(c[e / 4][e % 4] + by_position[r * BAND + r - j + 63]);
-                float up = !edge || (far_by >= 0 && far_by < window) ? dphi[e / 4][e % 4] : 0.0f;
-                totals[0] += up * at.power;
-                totals[1] += up;
-                c[e / 4][e % 4] = up * scale.slope * at.rise;
-            }
-            unsigned a[4];
-            as_factor(a, c);
-            add_product(by_k, a, keys + 16 * part * LD);
-            #pragma unroll
-            for (int e = 0; e < 8; e++) {
-                int r = ROW(e % 4), j = 16 * part + COLUMN(e / 4, e % 4);
-                ds[r * BAND + r - j + 63].bits = (unsigned short)(a[e / 4 * 2 + e % 4 / 2] >> 16 * (e % 2));
-            }
-        }
-        __syncwarp();
-        #pragma unroll
-        for (int part = 0; part < 5; part++) {
-            unsigned a[4];
-            fragments<false, false, BAND>(a, ds + 16 * part);
-            add_product(by_pe, a, sixteen(near, far, warp + part));
-        }
+        if (s == 0 || (s + 1) * SIDE > window) compute(s, true);      // a body of its own, with comparisons
+        else compute(s, false);
         __syncthreads();
         if (STAGES == 1 && s + 1 < steps) { ask_for(s + 1); asked(); }
     }
-    write_tile(dq_tilde + x.out, by_k, x.wide, i0, T);
-    write_tile(dq + x.out, by_pe, x.wide, i0, T);
-    write_sums<4>(partial + 2 * (long long)blockIdx.x, totals, warps);
+    write_tile(dq_tilde + x.out + half, by_k, x.wide, i0, T);
+    write_tile(dq + x.out + half, by_pe, x.wide, i0, T);
+    if (blockIdx.y == 0) write_sums<4>(partial + 2 * (long long)blockIdx.x, totals, warps);
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(TENSOR_THREADS) poly_backward_kv_v2(
+extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_kv_v2(
     bf16* dk, bf16* dv,                       // (B, T, H, d)
     const bf16* dy, const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v, const bf16* pe, const float* coefficients,
     int T, int H, int window, Rows stride)
 {
 #if VERSION == 2
     extern __shared__ __align__(16) unsigned char memory[];
+    const bool kept = HEAD <= 64;
     bf16* of_q_tilde = reinterpret_cast<bf16*>(memory), * of_q = of_q_tilde + STAGES * SIDE * LD, * of_dy = of_q + STAGES * SIDE * LD;
-    bf16* of_pe = of_dy + STAGES * SIDE * LD;
-    float* bands = reinterpret_cast<float*>(of_pe + (STAGES + 1) * SIDE * LD);     // of all four warps' queries, for all warps
+    bf16* of_pe = of_dy + STAGES * SIDE * LD, * own = kept ? of_q_tilde : of_pe + (STAGES + 1) * SIDE * LD;
     int tiles = (T + SIDE - 1) / SIDE, heads = gridDim.x / tiles, tile = blockIdx.x / heads, j0 = tile * SIDE;
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, dy, pe, stride, T, H, window);
     Scale scale = scale_of(coefficients);
-    Left<true> left_k, left_v;
-    ask(of_q_tilde, x.k, stride.k, j0, T);
-    ask(of_q, x.v, stride.v, j0, T);
+    Left<kept> left_k, left_v;
+    ask(own, x.k, stride.k, j0, T);
+    ask(own + SIDE * LD, x.v, stride.v, j0, T);
     asked();
     arrived<0>();
-    left_k.begin(of_q_tilde + 16 * warp * LD);
-    left_v.begin(of_q + 16 * warp * LD);
+    left_k.begin(own + 16 * warp * LD);
+    left_v.begin(own + (SIDE + 16 * warp) * LD);
     __syncthreads();
     int steps = (min(T - 1, j0 + SIDE - 2 + window) - j0) / SIDE + 1;             // from the diagonal tile on
     auto ask_for = [&](int s) {
@@ -705,48 +773,56 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS) poly_backward_kv_v2
     ask(of_pe, x.pe, HEAD, -63, T);
     ask_for(0);
     asked();
-    float of_k[2 * STEPS][4] = {}, of_v[2 * STEPS][4] = {};
-    for (int s = 0; s < steps; s++) {
-        if (STAGES == 2 && s + 1 < steps) { ask_for(s + 1); asked(); arrived<1>(); }
-        else arrived<0>();
-        const bf16* queries = of_q_tilde + s % STAGES * SIDE * LD, * dys = of_dy + s % STAGES * SIDE * LD;
+    float dk_sums[WIDTH / 8][4] = {}, dv_sums[WIDTH / 8][4] = {};
+    int half = blockIdx.y * WIDTH;
+    auto compute = [&](int s, bool masked) {
+        const bf16* queries = of_q_tilde + s % STAGES * SIDE * LD, * plain = of_q + s % STAGES * SIDE * LD, * dys = of_dy + s % STAGES * SIDE * LD;
         const bf16* near = of_pe + s % (STAGES + 1) * SIDE * LD, * far = of_pe + (s + 1) % (STAGES + 1) * SIDE * LD;
-        bool edge = s == 0 || (s + 1) * SIDE > window;
-        Left<false> left_pe;
-        left_pe.begin(of_q + (s % STAGES * SIDE + 16 * warp) * LD);
-        write_by_position(bands + warp * 16 * BAND, left_pe, near, far, warp);
-        __syncthreads();
-        #pragma unroll
-        for (int part = 0; part < 4; part++) {           // 16 queries
-            if (s == 0 && part < warp) continue;
-            float c[2][4], dphi[2][4];                   // keys are the rows here
-            scores_of(c, left_k, queries + 16 * part * LD);
-            scores_of(dphi, left_v, dys + 16 * part * LD);
+        Left<kept> lower, upper;                         // 16 differences each
+        upper.begin(sixteen(near, far, 3 - warp));
+        #pragma unroll UNROLL
+        for (int part = 0; part < 4; part++) {           // 16 queries; keys are the rows
+            Sums c, dphi, first = {}, second = {};
+            lower = upper;
+            upper.begin(sixteen(near, far, part - warp + 4));
+            add_scores(first, lower, plain + 16 * part * LD);
+            add_scores(second, upper, plain + 16 * part * LD);
+            skewed_down(c, first, second);
+            add_scores(c, left_k, queries + 16 * part * LD);
+            clear(dphi);
+            add_scores(dphi, left_v, dys + 16 * part * LD);
             #pragma unroll
             for (int e = 0; e < 8; e++) {
-                int j = 16 * warp + ROW(e % 4), r = COLUMN(e / 4, e % 4), far_by = s * SIDE + 16 * part + r - j;
-                bool valid = !edge || (far_by >= 0 && far_by < window);
-                Power at = power_of(c[e / 4][e % 4] + bands[(16 * part + r) * BAND + r - j + 63]);
-                c[e / 4][e % 4] = valid ? scale.weight * at.power + scale.offset : 0.0f;
-                dphi[e / 4][e % 4] = valid ? dphi[e / 4][e % 4] * scale.slope * at.rise : 0.0f;
+                int by = s * SIDE + 16 * (part - warp) + COLUMN(e) - ROW(e);
+                bool valid = !masked || (by >= 0 && by < window);
+                Power at = power_of(OF(c, e));
+                OF(c, e) = valid ? scale.weight * at.power + scale.offset : 0.0f;
+                OF(dphi, e) = valid ? OF(dphi, e) * scale.slope * at.rise : 0.0f;
             }
             unsigned a[4];
             as_factor(a, c);
-            add_product(of_v, a, dys + 16 * part * LD);
+            add_product(dv_sums, a, dys + 16 * part * LD + half);
             as_factor(a, dphi);
-            add_product(of_k, a, queries + 16 * part * LD);
+            add_product(dk_sums, a, queries + 16 * part * LD + half);
         }
+    };
+    for (int s = 0; s < steps; s++) {
+        if (STAGES == 2 && s + 1 < steps) { ask_for(s + 1); asked(); arrived<1>(); }
+        else arrived<0>();
+        if (s == 0 || (s + 1) * SIDE > window) compute(s, true);      // a body of its own, with comparisons
+        else compute(s, false);
         __syncthreads();
         if (STAGES == 1 && s + 1 < steps) { ask_for(s + 1); asked(); }
     }
-    write_tile(dk + x.out, of_k, x.wide, j0, T);
-    write_tile(dv + x.out, of_v, x.wide, j0, T);
+    write_tile(dk + x.out + half, dk_sums, x.wide, j0, T);
+    write_tile(dv + x.out + half, dv_sums, x.wide, j0, T);
 #endif
 }
 
-// Tiles of 64 queries and 64 differences: the keys of such a tile are 127, those of two tiles; of 16 queries 79. Nothing is loaded ahead: with one tile of
-// each a second block fits on the SM, and computes while this one waits.
-extern "C" __global__ void __launch_bounds__(TENSOR_THREADS) poly_backward_pe_v2(
+// Tiles of 64 queries and 64 differences: 16 queries have 79 keys there. Scores and dphi are computed by keys and skewed, ds then lies by differences, and
+// goes through shared memory, because the sum is over the queries of all warps. Nothing is loaded ahead: with one tile of each there is room for
+// a second block on the SM, which computes while this one waits.
+extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_pe_v2(
     float* partial,                           // (groups, blocks.x * 64, d)
     const bf16* dy, const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v, const bf16* pe, const float* coefficients,
     int T, int H, int heads, int window, Rows stride)     // heads: B * H
@@ -755,68 +831,69 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS) poly_backward_pe_v2
     extern __shared__ __align__(16) unsigned char memory[];
     bf16* of_q_tilde = reinterpret_cast<bf16*>(memory), * of_q = of_q_tilde + SIDE * LD, * of_dy = of_q + SIDE * LD, * of_pe = of_dy + SIDE * LD;
     bf16* of_k = of_pe + SIDE * LD, * of_v = of_k + 2 * SIDE * LD, * ds = of_v + 2 * SIDE * LD;                  // ds: (64, NARROW) queries, differences
-    float* by_position = reinterpret_cast<float*>(ds + SIDE * NARROW) + threadIdx.x / 32 * 16 * NARROW;
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, r0 = blockIdx.x * SIDE;
     Scale scale = scale_of(coefficients);
-    float sums[2 * STEPS][4] = {};
+    float sums[WIDTH / 8][4] = {};
+    int half = blockIdx.z * WIDTH;
     ask(of_pe, pe, HEAD, r0, T);
     for (int which = blockIdx.y; which < heads; which += gridDim.y) {
         Head x = head_of(which, q_tilde, q, k, v, dy, pe, stride, T, H, window);
         for (int i0 = r0; i0 < T; i0 += SIDE) {
             int now = i0 / SIDE % 2;                     // where the later 64 keys go; the earlier ones are there from the step before
+            bf16* k_before = of_k + (1 - now) * SIDE * LD, * k_now = of_k + now * SIDE * LD;
+            bf16* v_before = of_v + (1 - now) * SIDE * LD, * v_now = of_v + now * SIDE * LD;
             if (i0 == r0) {
-                ask(of_k + (1 - now) * SIDE * LD, x.k, stride.k, -SIDE, T);
-                ask(of_v + (1 - now) * SIDE * LD, x.v, stride.v, -SIDE, T);
+                ask(k_before, x.k, stride.k, -63, T);
+                ask(v_before, x.v, stride.v, -63, T);
             }
-            ask(of_k + now * SIDE * LD, x.k, stride.k, i0 - r0, T);
-            ask(of_v + now * SIDE * LD, x.v, stride.v, i0 - r0, T);
+            ask(k_now, x.k, stride.k, i0 - r0 + 1, T);
+            ask(v_now, x.v, stride.v, i0 - r0 + 1, T);
             ask(of_q_tilde, x.q_tilde, stride.q_tilde, i0, T);
             ask(of_q, x.q, stride.q, i0, T);
             ask(of_dy, x.dy, x.wide, i0, T);
             asked();
             arrived<0>();
-            const bf16* k_before = of_k + (1 - now) * SIDE * LD, * k_now = of_k + now * SIDE * LD;
-            const bf16* v_before = of_v + (1 - now) * SIDE * LD, * v_now = of_v + now * SIDE * LD;
-            Left<false> left_pe;
-            left_pe.begin(of_q + 16 * warp * LD);
-            for (int n = 0; n < 4; n++) {
-                float c[2][4];
-                scores_of(c, left_pe, of_pe + 16 * n * LD);
-                #pragma unroll
-                for (int e = 0; e < 8; e += 2)
-                    *reinterpret_cast<float2*>(by_position + ROW(e % 4) * NARROW + 16 * n + COLUMN(e / 4, 0)) = make_float2(c[e / 4][e % 4], c[e / 4][e % 4 + 1]);
-            }
-            __syncwarp();
-            Left<HEAD <= 64> left_k, left_v;
+            Left<HEAD <= 64> left_k, left_v, left_pe;
             left_k.begin(of_q_tilde + 16 * warp * LD);
             left_v.begin(of_dy + 16 * warp * LD);
-            #pragma unroll
-            for (int part = 0; part < 5; part++) {       // 16 keys of the 80
-                float c[2][4], dphi[2][4];
-                scores_of(c, left_k, sixteen(k_before, k_now, warp + part));
-                scores_of(dphi, left_v, sixteen(v_before, v_now, warp + part));
+            left_pe.begin(of_q + 16 * warp * LD);
+            Sums lower, upper = {}, lower_dphi, upper_dphi = {};                     // of 16 keys each
+            add_scores(upper, left_k, sixteen(k_before, k_now, warp + 4));
+            add_scores(upper_dphi, left_v, sixteen(v_before, v_now, warp + 4));
+            #pragma unroll UNROLL
+            for (int part = 0; part < 4; part++) {       // 16 differences
+                Sums c, dphi;
+                clear(lower);
+                clear(lower_dphi);
+                add_scores(lower, left_k, sixteen(k_before, k_now, warp + 3 - part));
+                add_scores(lower_dphi, left_v, sixteen(v_before, v_now, warp + 3 - part));
+                skewed(c, lower, upper);
+                skewed(dphi, lower_dphi, upper_dphi);
+                copy(upper, lower);
+                copy(upper_dphi, lower_dphi);
+                add_scores(c, left_pe, of_pe + 16 * part * LD);
                 #pragma unroll
-                for (int e = 0; e < 8; e++) {
-                    int r = ROW(e % 4), far = SIDE + r - 16 * part - COLUMN(e / 4, e % 4);
-                    if (far < 0 || far >= SIDE) continue;          // the next tile's, or the one's before
-                    Power at = power_of(c[e / 4][e % 4] + by_position[r * NARROW + far]);
-                    float up = r0 + far < window ? dphi[e / 4][e % 4] : 0.0f;      // 0 without a query or a key: dy or v is
-                    ds[(16 * warp + r) * NARROW + far] = as_bf16(up * scale.slope * at.rise);
+                for (int e = 0; e < 8; e++) {            // where there is no query or no key, dy or v is 0, and dphi with it
+                    float value = OF(dphi, e) * scale.slope * power_of(OF(c, e)).rise;
+                    OF(c, e) = r0 + 16 * part + COLUMN(e) < window ? value : 0.0f;
                 }
+                #pragma unroll
+                for (int e = 0; e < 8; e += 2)
+                    *reinterpret_cast<unsigned*>(ds + (16 * warp + ROW(e)) * NARROW + 16 * part + COLUMN(e)) = pair(OF(c, e), OF(c, e + 1));
             }
             __syncthreads();
-            #pragma unroll
+            #pragma unroll UNROLL
             for (int part = 0; part < 4; part++) {       // 16 queries
                 unsigned a[4];
                 fragments<true, true, NARROW>(a, ds + 16 * part * NARROW + 16 * warp);
-                add_product(sums, a, of_q + 16 * part * LD);
+                add_product(sums, a, of_q + 16 * part * LD + half);
             }
             __syncthreads();
         }
     }
-    float* to = partial + ((long long)blockIdx.y * gridDim.x * SIDE + r0 + 16 * warp) * HEAD;
+    float* to = partial + ((long long)blockIdx.y * gridDim.x * SIDE + r0 + 16 * warp) * HEAD + half;
     #pragma unroll
-    for (int n = 0; n < 2 * STEPS; n++)
+    for (int n = 0; n < WIDTH / 8; n++)
         #pragma unroll
         for (int i = 0; i < 2; i++)
             *reinterpret_cast<float2*>(to + (g + 8 * i) * HEAD + 8 * n + 2 * t) = make_float2(sums[n][2 * i], sums[n][2 * i + 1]);
