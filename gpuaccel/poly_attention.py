@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from .backend import backend, takes
 from .errors import ArgumentError
-from .kernel import Kernel
+from .kernel import Kernel, usable
 from .richards import GATE, RichardsCurve
 
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -55,18 +55,18 @@ def reference_poly_attention(q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor, p
     return torch.einsum("bhij,bjhd->bihd", phi, values).to(v.dtype)
 
 
-def chunk_means(d: int, device=None, dtype=None) -> "tuple[Tensor, Tensor]":
-    """(r, d) which chunk a channel belongs to, as ones and zeros; (r,) one over the chunks' lengths. Their product is A."""
+def chunks_of(d: int, device=None) -> Tensor:
+    """(r, d) ones where a channel belongs to a chunk, else zeros; r = clamp(round(sqrt(d)), 2, 16) chunks, the first d % r one longer than the others."""
     r = min(max(round(math.sqrt(d)), 2), 16, d)
-    lengths = torch.full((r,), d // r, device=device) + (torch.arange(r, device=device) < d % r)
-    of = torch.repeat_interleave(torch.arange(r, device=device), lengths, output_size=d)
-    return (of == torch.arange(r, device=device)[:, None]).to(dtype or torch.float32), 1.0 / lengths
+    short, i = d // r, torch.arange(d, device=device)
+    of = torch.where(i < d % r * (short + 1), i // (short + 1), (i - d % r) // short)
+    return (of == torch.arange(r, device=device)[:, None]).float()
 
 
 # ---- launchers ------------------------------------------------------------------------------------------------------
 
 @functools.cache
-def _kernel(name: str, dtype: torch.dtype, d: int, degree: int = 1, version: int = 0, stages: int = 1) -> Kernel:
+def _kernel(name: str, dtype: torch.dtype, d: int, degree: int, version: int, stages: int) -> Kernel:
     return Kernel("poly_attention", name, DATA_T=TYPES[dtype], HEAD=d, DEGREE=degree, VERSION=version, STAGES=stages)
 
 
@@ -150,8 +150,9 @@ def launch_backward(dy: Tensor, q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor
     partial = torch.empty(groups, diagonals * 32 * of_pe[0], d, device=q.device)
     _launch("poly_backward_pe", q, degree, of_pe, (diagonals, groups), (partial,), (*given, *numbers[:2], B * H, window, rows))
     dpe, dcoefficients = torch.empty_like(pe), torch.empty_like(coefficients)
-    _kernel("poly_finish_pe", pe.dtype, d)[-(-dpe.numel() // 256), 256](dpe, partial, len(pe), partial.shape[1], groups)
-    _kernel("poly_finish", torch.float32, 64)[1, 256](dcoefficients, sums, coefficients, blocks)
+    finish_pe, finish = (_kernel(name, q.dtype, d, degree, *of_pe) for name in ("poly_finish_pe", "poly_finish"))
+    finish_pe[-(-dpe.numel() // 256), 256](dpe, partial, len(pe), partial.shape[1], groups)
+    finish[1, 256](dcoefficients, sums, coefficients, blocks)
     return dq_tilde, dq, dk, dv, dpe, dcoefficients
 
 
@@ -162,18 +163,23 @@ _library.define(f"poly_attention({_SIX}) -> Tensor")
 _library.define(f"poly_attention_backward(Tensor dy, {_SIX}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 
 
-def _ours(q, coefficients) -> bool:
-    return takes(q.device) and q.dtype in TYPES and q.numel() > 0 and coefficients.dtype != torch.float64
+def _all(q, degree) -> "list[Kernel]":
+    how = {name: plan(name, q) for name in ("poly_forward", "poly_backward_q", "poly_backward_kv", "poly_backward_pe")}
+    return [_kernel(f"{name}_v{version}", q.dtype, q.shape[-1], degree, version, stages) for name, (version, stages) in how.items()]
+
+
+def _ours(q, coefficients, degree) -> bool:
+    return takes(q.device) and q.dtype in TYPES and q.numel() > 0 and coefficients.dtype != torch.float64 and usable(q.device, *_all(q, degree))
 
 
 def _forward(q_tilde, q, k, v, pe, coefficients, degree, window):
-    if not _ours(q, coefficients):
+    if not _ours(q, coefficients, degree):
         return reference_poly_attention(q_tilde, q, k, v, pe, coefficients, degree, window).contiguous()
     return launch_forward(q_tilde, q, k, v, pe.contiguous(), coefficients.float().contiguous(), degree, window)
 
 
 def _backward(dy, q_tilde, q, k, v, pe, coefficients, degree, window):
-    if not _ours(q, coefficients):
+    if not _ours(q, coefficients, degree):
         with torch.enable_grad():
             inputs = [t.detach().requires_grad_() for t in (q_tilde, q, k, v, pe, coefficients)]
             found = torch.autograd.grad(reference_poly_attention(*inputs, degree, window), inputs, dy)
@@ -264,6 +270,7 @@ class PolyAttention(nn.Module):
         self.alpha = nn.Parameter(torch.ones(heads, device=device))
         self.beta = nn.Parameter(torch.zeros(heads, device=device))
         self.curve = RichardsCurve("sigmoid", device=device) if low_rank else None
+        self.register_buffer("chunks", chunks_of(d, device) if low_rank else None, persistent=False)
         self.gate = RichardsCurve("sigmoid", learn=GATE, bounded=True, device=device)
 
     def query(self, q: Tensor) -> Tensor:
@@ -271,10 +278,10 @@ class PolyAttention(nn.Module):
         d = q.shape[-1]
         if not self.low_rank:
             return q * (1.0 / math.sqrt(d))
-        chunks, over = chunk_means(d, q.device, q.dtype)
         wide = q.dtype if q.dtype == torch.float64 else torch.float32
-        u = (q @ chunks.t()).to(wide) * over.to(wide)
-        h = u * self.curve(u) * (over.to(wide) * (0.15 / math.sqrt(len(over))))
+        chunks, over = self.chunks.to(q.dtype), self.chunks.to(wide).sum(1).reciprocal()
+        u = (q @ chunks.t()).to(wide) * over
+        h = u * self.curve(u) * (over * (0.15 / math.sqrt(len(over))))
         return q * (1.0 / math.sqrt(d)) + (h.to(q.dtype) @ chunks).to(q.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -283,12 +290,12 @@ class PolyAttention(nn.Module):
         T = x.shape[-2]
         if T > self.max_positions:
             raise ArgumentError(f"x has {T} positions; expected at most max_positions, {self.max_positions}")
-        q, k, v = self.w_qkv(x).view(-1, T, 3, self.heads, self.dim // self.heads).unbind(2)
+        q, k, v = self.w_qkv(x).view(math.prod(x.shape[:-2]), T, 3, self.heads, self.dim // self.heads).unbind(2)
         y = poly_attention(self.query(q), q, k, v, self.pe.to(q.dtype), self.coefficients, self.degree, self.window)
         seen = self.w_gate(x)
         e = self.gate(self.alpha * seen.to(torch.promote_types(seen.dtype, torch.float32)) + self.beta)
         e = torch.where(e > LEAST_GATE, e, 0.0).to(y.dtype)
-        return self.w_out((y.view(*x.shape[:-1], self.heads, -1) * e.unsqueeze(-1)).flatten(-2))
+        return self.w_out((y.view(*e.shape, y.shape[-1]) * e.unsqueeze(-1)).flatten(-2))
 
     def set_degree(self, degree: int):
         """Another degree, from the next forward on. A step that a graph holds goes on with the old one: capture it again."""
