@@ -73,7 +73,7 @@ def _kernel(name: str, dtype: torch.dtype, d: int, degree: int, version: int, st
 def shared_bytes(name: str, d: int, stages: int) -> int:
     """Of a block of a v2 kernel: tiles of 64 rows in bf16; a wide head's own rows, which have no room in registers; ds by differences."""
     own = {"poly_backward_q": 3, "poly_backward_pe": 0}.get(name, 2) if d > 64 else 0
-    tiles = {"poly_forward": 3 * stages + 1, "poly_backward_q": 3 * stages + 1, "poly_backward_kv": 4 * stages + 1, "poly_backward_pe": 8}[name]
+    tiles = {"poly_forward": 3 * stages + 1, "poly_backward_q": 3 * stages + 1, "poly_backward_kv": 4 * stages + 1, "poly_backward_pe": 9}[name]
     return (tiles + own) * 64 * (d + 8) * 2 + (64 * 72 * 2 if name == "poly_backward_pe" else 0)
 
 

@@ -387,17 +387,20 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
 typedef float Sums[2][4];     // 16 x 16 of a product
 
 // A tile of 64 rows from row `first` on its way into shared memory; rows outside of 0 .. rows - 1 are zeros. Complete after arrived().
-__device__ __forceinline__ void ask(bf16* to, const bf16* from, long long stride, int first, int rows) {
+__device__ __forceinline__ void ask(bf16* to, const bf16* from, int stride, int first, int rows) {
+    const int across = HEAD / 8, down = TENSOR_THREADS / across;         // 16 bytes each; rows at a time
+    int r = threadIdx.x / across, c = threadIdx.x % across * 8;
+    const bf16* source = from + (long long)(first + r) * stride + c;
+    to += r * LD + c;
     #pragma unroll
-    for (int k = 0; k < STEPS; k++) {
-        int i = threadIdx.x + k * TENSOR_THREADS, r = i / (HEAD / 8), c = i % (HEAD / 8) * 8, row = first + r;
-        bool there = row >= 0 && row < rows;
-        const bf16* source = from + (there ? row : 0) * stride + c;
+    for (int k = 0; k < SIDE; k += down, source += down * stride) {
+        if ((TENSOR_THREADS % across || SIDE % down) && (r >= down || r + k >= SIDE)) continue;
+        bool there = (unsigned)(first + r + k) < (unsigned)rows;
 #if TENSOR_CORES
-        unsigned at = (unsigned)__cvta_generic_to_shared(to + r * LD + c);
+        unsigned at = (unsigned)__cvta_generic_to_shared(to + k * LD);   // of 0 bytes nothing is read, wherever that is
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(source), "r"(there ? 16 : 0) : "memory");
 #else
-        *reinterpret_cast<uint4*>(to + r * LD + c) = there ? *reinterpret_cast<const uint4*>(source) : make_uint4(0, 0, 0, 0);
+        *reinterpret_cast<uint4*>(to + k * LD) = there ? *reinterpret_cast<const uint4*>(source) : make_uint4(0, 0, 0, 0);
 #endif
     }
 }
@@ -820,8 +823,8 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_kv
 }
 
 // Tiles of 64 queries and 64 differences: 16 queries have 79 keys there. Scores and dphi are computed by keys and skewed, ds then lies by differences, and
-// goes through shared memory, because the sum is over the queries of all warps. Nothing is loaded ahead: with one tile of each there is room for
-// a second block on the SM, which computes while this one waits.
+// goes through shared memory, because the sum is over the queries of all warps. Only what that sum needs, q, has two places: the next tiles are asked for
+// when the scores are done. So a second block fits on the SM.
 extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_pe_v2(
     float* partial,                           // (groups, blocks.x * 64, d)
     const bf16* dy, const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v, const bf16* pe, const float* coefficients,
@@ -829,34 +832,36 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_pe
 {
 #if VERSION == 2
     extern __shared__ __align__(16) unsigned char memory[];
-    bf16* of_q_tilde = reinterpret_cast<bf16*>(memory), * of_q = of_q_tilde + SIDE * LD, * of_dy = of_q + SIDE * LD, * of_pe = of_dy + SIDE * LD;
-    bf16* of_k = of_pe + SIDE * LD, * of_v = of_k + 2 * SIDE * LD, * ds = of_v + 2 * SIDE * LD;                  // ds: (64, NARROW) queries, differences
+    bf16* of_q_tilde = reinterpret_cast<bf16*>(memory), * of_dy = of_q_tilde + SIDE * LD, * of_pe = of_dy + SIDE * LD, * of_q = of_pe + SIDE * LD;
+    bf16* of_k = of_q + 2 * SIDE * LD, * of_v = of_k + 2 * SIDE * LD, * ds = of_v + 2 * SIDE * LD;               // ds: (64, NARROW) queries, differences
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, r0 = blockIdx.x * SIDE;
     Scale scale = scale_of(coefficients);
     float sums[WIDTH / 8][4] = {};
     int half = blockIdx.z * WIDTH;
-    ask(of_pe, pe, HEAD, r0, T);
     for (int which = blockIdx.y; which < heads; which += gridDim.y) {
         Head x = head_of(which, q_tilde, q, k, v, dy, pe, stride, T, H, window);
-        for (int i0 = r0; i0 < T; i0 += SIDE) {
-            int now = i0 / SIDE % 2;                     // where the later 64 keys go; the earlier ones are there from the step before
-            bf16* k_before = of_k + (1 - now) * SIDE * LD, * k_now = of_k + now * SIDE * LD;
-            bf16* v_before = of_v + (1 - now) * SIDE * LD, * v_now = of_v + now * SIDE * LD;
-            if (i0 == r0) {
-                ask(k_before, x.k, stride.k, -63, T);
-                ask(v_before, x.v, stride.v, -63, T);
-            }
-            ask(k_now, x.k, stride.k, i0 - r0 + 1, T);
-            ask(v_now, x.v, stride.v, i0 - r0 + 1, T);
+        auto ask_for = [&](int i0) {                     // of the keys the later 64; the earlier ones are there from the step before
+            int now = i0 / SIDE % 2 * SIDE * LD;
+            ask(of_k + now, x.k, stride.k, i0 - r0 + 1, T);
+            ask(of_v + now, x.v, stride.v, i0 - r0 + 1, T);
+            ask(of_q + now, x.q, stride.q, i0, T);
             ask(of_q_tilde, x.q_tilde, stride.q_tilde, i0, T);
-            ask(of_q, x.q, stride.q, i0, T);
             ask(of_dy, x.dy, x.wide, i0, T);
             asked();
+        };
+        __syncthreads();
+        ask(of_pe, pe, HEAD, r0, T);
+        ask(of_k + (1 - r0 / SIDE % 2) * SIDE * LD, x.k, stride.k, -63, T);
+        ask(of_v + (1 - r0 / SIDE % 2) * SIDE * LD, x.v, stride.v, -63, T);
+        ask_for(r0);
+        for (int i0 = r0; i0 < T; i0 += SIDE) {
+            int now = i0 / SIDE % 2 * SIDE * LD, before = SIDE * LD - now;
+            bf16* k_before = of_k + before, * k_now = of_k + now, * v_before = of_v + before, * v_now = of_v + now, * queries = of_q + now;
             arrived<0>();
             Left<HEAD <= 64> left_k, left_v, left_pe;
             left_k.begin(of_q_tilde + 16 * warp * LD);
             left_v.begin(of_dy + 16 * warp * LD);
-            left_pe.begin(of_q + 16 * warp * LD);
+            left_pe.begin(queries + 16 * warp * LD);
             Sums lower, upper = {}, lower_dphi, upper_dphi = {};                     // of 16 keys each
             add_scores(upper, left_k, sixteen(k_before, k_now, warp + 4));
             add_scores(upper_dphi, left_v, sixteen(v_before, v_now, warp + 4));
@@ -882,13 +887,13 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_pe
                     *reinterpret_cast<unsigned*>(ds + (16 * warp + ROW(e)) * NARROW + 16 * part + COLUMN(e)) = pair(OF(c, e), OF(c, e + 1));
             }
             __syncthreads();
+            if (i0 + SIDE < T) ask_for(i0 + SIDE);
             #pragma unroll UNROLL
             for (int part = 0; part < 4; part++) {       // 16 queries
                 unsigned a[4];
                 fragments<true, true, NARROW>(a, ds + 16 * part * NARROW + 16 * warp);
-                add_product(sums, a, of_q + 16 * part * LD + half);
+                add_product(sums, a, queries + 16 * part * LD + half);
             }
-            __syncthreads();
         }
     }
     float* to = partial + ((long long)blockIdx.y * gridDim.x * SIDE + r0 + 16 * warp) * HEAD + half;
