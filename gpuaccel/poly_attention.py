@@ -30,7 +30,7 @@ from .richards import GATE, RichardsCurve
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 LEAST_GATE = 1e-4
 GROUPS = 32                    # of (batch, head), whose gradients of PE are summed apart: the same on every machine
-WIDTHS = (16, 32, 48, 64, 96, 128)      # of a head that v2 takes
+WIDTHS = range(16, 129, 16)    # of a head that v2 takes
 _ROWS = struct.Struct("4i").pack
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 
@@ -111,10 +111,7 @@ def _prepared(q_tilde, q, k, v, window):
 
 
 def _launch(name, q, degree, how, grid, before, args):
-    """grid: blocks in x and y. Where a head is wide, two blocks of v2's backward share a tile."""
     version, stages = how
-    if version == 2 and q.shape[-1] > 64 and name != "poly_forward":
-        grid = (*grid, 2) if name == "poly_backward_pe" else (grid, 2)
     kernel = _kernel(f"{name}_v{version}", q.dtype, q.shape[-1], degree, version, stages)
     kernel[(grid, 256) if version == 1 else (grid, 128, shared_bytes(name, q.shape[-1], stages))](*before, *args)
 

@@ -369,12 +369,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
 #define LD (HEAD + 8)         // elements from one row of a tile to the next: 16 bytes more, so that eight rows lie in different banks
 #define STEPS (HEAD / 16)
 #define NARROW 72             // the same of ds in backward_pe
-#define HALVES (HEAD > 64 ? 2 : 1)            // the backward's blocks take all columns of the gradients, or half of them: there are no more registers
-#define WIDTH (HEAD / HALVES)
 #define TENSOR_THREADS 128
-#ifndef UNROLL
-#define UNROLL 1              // of a tile's four parts, in the backward
-#endif
 
 #if VERSION == 2
 
@@ -516,10 +511,25 @@ template <bool kept> __device__ __forceinline__ void add_scores(Sums& c, const L
     }
 }
 
-// sums (16 x d, or half of its columns) += a (16 x 16) times 16 rows of a tile.
-template <int count> __device__ __forceinline__ void add_product(float (&sums)[count][4], const unsigned (&a)[4], const bf16* rows) {
+// The same for two left factors: the sixteen rows are read once.
+template <bool kept> __device__ __forceinline__ void add_scores(Sums& c, Sums& other, const Left<kept>& left, const Left<kept>& below, const bf16* rows) {
+    #pragma unroll (kept ? STEPS : 2)
+    for (int k = 0; k < STEPS; k++) {
+        unsigned a[4], b[4];
+        fragments<true, false, LD>(b, rows + 16 * k);
+        left.at(a, k);
+        multiply(c[0], a, b[0], b[1]);
+        multiply(c[1], a, b[2], b[3]);
+        below.at(a, k);
+        multiply(other[0], a, b[0], b[1]);
+        multiply(other[1], a, b[2], b[3]);
+    }
+}
+
+// sums (16 x d) += a (16 x 16) times 16 rows of a tile.
+__device__ __forceinline__ void add_product(float (&sums)[2 * STEPS][4], const unsigned (&a)[4], const bf16* rows) {
     #pragma unroll
-    for (int n = 0; n < count / 2; n++) {
+    for (int n = 0; n < STEPS; n++) {
         unsigned b[4];
         fragments<false, true, LD>(b, rows + 16 * n);
         multiply(sums[2 * n], a, b[0], b[1]);
@@ -571,10 +581,10 @@ __device__ __forceinline__ void skewed_down(Sums& to, const Sums& first, const S
 }
 
 // Rows `first` + the warp's 16 of (T, H, d), rounded.
-template <int count> __device__ __forceinline__ void write_tile(bf16* to, const float (&sums)[count][4], long long stride, int first, int rows) {
+__device__ __forceinline__ void write_tile(bf16* to, const float (&sums)[2 * STEPS][4], long long stride, int first, int rows) {
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row = first + threadIdx.x / 32 * 16 + g;
     #pragma unroll
-    for (int n = 0; n < count; n++)
+    for (int n = 0; n < 2 * STEPS; n++)
         #pragma unroll
         for (int i = 0; i < 2; i++)
             if (row + 8 * i < rows) *reinterpret_cast<unsigned*>(to + (row + 8 * i) * stride + 8 * n + 2 * t) = pair(sums[n][2 * i], sums[n][2 * i + 1]);
@@ -692,15 +702,14 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_q_
     ask(of_pe, x.pe, HEAD, -63, T);
     ask_for(0);
     asked();
-    float by_k[WIDTH / 8][4] = {}, by_pe[WIDTH / 8][4] = {}, totals[2] = {};
-    int half = blockIdx.y * WIDTH;
+    float by_k[2 * STEPS][4] = {}, by_pe[2 * STEPS][4] = {}, totals[2] = {};
     auto compute = [&](int s, bool masked) {
         const bf16* keys = of_k + s % STAGES * SIDE * LD, * values = of_v + s % STAGES * SIDE * LD;
         const bf16* near = of_pe + s % (STAGES + 1) * SIDE * LD, * far = of_pe + (s + 1) % (STAGES + 1) * SIDE * LD;
         Sums lower, upper = {}, before = {}, ds, c;      // q PE^T of 16 differences each; ds of the 16 keys before, and of these
         unsigned a[4];
         add_scores(upper, left_pe, sixteen(near, far, warp + 4));
-        #pragma unroll UNROLL
+        #pragma unroll 1
         for (int part = 0; part < 4; part++) {           // 16 keys
             clear(lower);
             add_scores(lower, left_pe, sixteen(near, far, warp + 3 - part));
@@ -719,16 +728,16 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_q_
                 OF(ds, e) = dphi * scale.slope * at.rise;
             }
             as_factor(a, ds);
-            add_product(by_k, a, keys + 16 * part * LD + half);
+            add_product(by_k, a, keys + 16 * part * LD);
             skewed(c, before, ds);                       // of the differences 64 - 16 part ..
             copy(before, ds);
             as_factor(a, c);
-            add_product(by_pe, a, sixteen(near, far, warp + 4 - part) + half);
+            add_product(by_pe, a, sixteen(near, far, warp + 4 - part));
         }
         clear(ds);
         skewed(c, before, ds);
         as_factor(a, c);
-        add_product(by_pe, a, sixteen(near, far, warp) + half);
+        add_product(by_pe, a, sixteen(near, far, warp));
     };
     for (int s = 0; s < steps; s++) {
         if (STAGES == 2 && s + 1 < steps) { ask_for(s + 1); asked(); arrived<1>(); }
@@ -738,9 +747,9 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_q_
         __syncthreads();
         if (STAGES == 1 && s + 1 < steps) { ask_for(s + 1); asked(); }
     }
-    write_tile(dq_tilde + x.out + half, by_k, x.wide, i0, T);
-    write_tile(dq + x.out + half, by_pe, x.wide, i0, T);
-    if (blockIdx.y == 0) write_sums<4>(partial + 2 * (long long)blockIdx.x, totals, warps);
+    write_tile(dq_tilde + x.out, by_k, x.wide, i0, T);
+    write_tile(dq + x.out, by_pe, x.wide, i0, T);
+    write_sums<4>(partial + 2 * (long long)blockIdx.x, totals, warps);
 #endif
 }
 
@@ -776,20 +785,18 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_kv
     ask(of_pe, x.pe, HEAD, -63, T);
     ask_for(0);
     asked();
-    float dk_sums[WIDTH / 8][4] = {}, dv_sums[WIDTH / 8][4] = {};
-    int half = blockIdx.y * WIDTH;
+    float dk_sums[2 * STEPS][4] = {}, dv_sums[2 * STEPS][4] = {};
     auto compute = [&](int s, bool masked) {
         const bf16* queries = of_q_tilde + s % STAGES * SIDE * LD, * plain = of_q + s % STAGES * SIDE * LD, * dys = of_dy + s % STAGES * SIDE * LD;
         const bf16* near = of_pe + s % (STAGES + 1) * SIDE * LD, * far = of_pe + (s + 1) % (STAGES + 1) * SIDE * LD;
         Left<kept> lower, upper;                         // 16 differences each
         upper.begin(sixteen(near, far, 3 - warp));
-        #pragma unroll UNROLL
+        #pragma unroll (HEAD <= 64 ? 2 : 1)
         for (int part = 0; part < 4; part++) {           // 16 queries; keys are the rows
             Sums c, dphi, first = {}, second = {};
             lower = upper;
             upper.begin(sixteen(near, far, part - warp + 4));
-            add_scores(first, lower, plain + 16 * part * LD);
-            add_scores(second, upper, plain + 16 * part * LD);
+            add_scores(first, second, lower, upper, plain + 16 * part * LD);
             skewed_down(c, first, second);
             add_scores(c, left_k, queries + 16 * part * LD);
             clear(dphi);
@@ -804,9 +811,9 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_kv
             }
             unsigned a[4];
             as_factor(a, c);
-            add_product(dv_sums, a, dys + 16 * part * LD + half);
+            add_product(dv_sums, a, dys + 16 * part * LD);
             as_factor(a, dphi);
-            add_product(dk_sums, a, queries + 16 * part * LD + half);
+            add_product(dk_sums, a, queries + 16 * part * LD);
         }
     };
     for (int s = 0; s < steps; s++) {
@@ -817,8 +824,8 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_kv
         __syncthreads();
         if (STAGES == 1 && s + 1 < steps) { ask_for(s + 1); asked(); }
     }
-    write_tile(dk + x.out + half, dk_sums, x.wide, j0, T);
-    write_tile(dv + x.out + half, dv_sums, x.wide, j0, T);
+    write_tile(dk + x.out, dk_sums, x.wide, j0, T);
+    write_tile(dv + x.out, dv_sums, x.wide, j0, T);
 #endif
 }
 
@@ -836,8 +843,7 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_pe
     bf16* of_k = of_q + 2 * SIDE * LD, * of_v = of_k + 2 * SIDE * LD, * ds = of_v + 2 * SIDE * LD;               // ds: (64, NARROW) queries, differences
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, r0 = blockIdx.x * SIDE;
     Scale scale = scale_of(coefficients);
-    float sums[WIDTH / 8][4] = {};
-    int half = blockIdx.z * WIDTH;
+    float sums[2 * STEPS][4] = {};
     for (int which = blockIdx.y; which < heads; which += gridDim.y) {
         Head x = head_of(which, q_tilde, q, k, v, dy, pe, stride, T, H, window);
         auto ask_for = [&](int i0) {                     // of the keys the later 64; the earlier ones are there from the step before
@@ -865,7 +871,7 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_pe
             Sums lower, upper = {}, lower_dphi, upper_dphi = {};                     // of 16 keys each
             add_scores(upper, left_k, sixteen(k_before, k_now, warp + 4));
             add_scores(upper_dphi, left_v, sixteen(v_before, v_now, warp + 4));
-            #pragma unroll UNROLL
+            #pragma unroll 1
             for (int part = 0; part < 4; part++) {       // 16 differences
                 Sums c, dphi;
                 clear(lower);
@@ -888,17 +894,17 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_pe
             }
             __syncthreads();
             if (i0 + SIDE < T) ask_for(i0 + SIDE);
-            #pragma unroll UNROLL
+            #pragma unroll 1
             for (int part = 0; part < 4; part++) {       // 16 queries
                 unsigned a[4];
                 fragments<true, true, NARROW>(a, ds + 16 * part * NARROW + 16 * warp);
-                add_product(sums, a, queries + 16 * part * LD + half);
+                add_product(sums, a, queries + 16 * part * LD);
             }
         }
     }
-    float* to = partial + ((long long)blockIdx.y * gridDim.x * SIDE + r0 + 16 * warp) * HEAD + half;
+    float* to = partial + ((long long)blockIdx.y * gridDim.x * SIDE + r0 + 16 * warp) * HEAD;
     #pragma unroll
-    for (int n = 0; n < WIDTH / 8; n++)
+    for (int n = 0; n < 2 * STEPS; n++)
         #pragma unroll
         for (int i = 0; i < 2; i++)
             *reinterpret_cast<float2*>(to + (g + 8 * i) * HEAD + 8 * n + 2 * t) = make_float2(sums[n][2 * i], sums[n][2 * i + 1]);
