@@ -103,6 +103,12 @@ def _rows(t: Tensor) -> "tuple[Tensor, int]":
     return t.as_strided((((B * T) - 1) * stride + H * d,), (1,)), stride
 
 
+def _aligned(t: Tensor) -> Tensor:
+    """Contiguous, and at an address from which v2 can load 16 bytes."""
+    t = t.contiguous()
+    return t.clone() if t.data_ptr() % 16 else t
+
+
 def _prepared(q_tilde, q, k, v, window):
     """What all launches take: (memories of q~, q, k, v), T, H, window, and the struct Rows."""
     T, H = q.shape[1:3]
@@ -121,22 +127,24 @@ def _tiles(rows, how):
 
 
 def launch_forward(q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor, pe: Tensor, coefficients: Tensor, degree: int, window: int, how=None) -> Tensor:
-    """poly_forward. q_tilde, q, k, v: (B, T, H, d); pe: (at least T, d), contiguous; coefficients: (3,) fp32. Returns y (B, T, H, d).
+    """poly_forward. q_tilde, q, k, v: (B, T, H, d); pe: (at least T, d); coefficients: (3,) fp32, contiguous. Returns y (B, T, H, d).
 
     how: (version, stages); default: plan()."""
     B, T, H, d = q.shape
     memories, *numbers, rows = _prepared(q_tilde, q, k, v, window)
     y, how = torch.empty(B, T, H, d, dtype=q.dtype, device=q.device), how or plan("poly_forward", q)
+    pe = _aligned(pe)
     _launch("poly_forward", q, degree, how, _tiles(T, how) * B * H, (y,), (*memories, pe, coefficients, *numbers, rows))
     return y
 
 
 def launch_backward(dy: Tensor, q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor, pe: Tensor, coefficients: Tensor, degree: int, window: int,
                     how=None) -> "tuple[Tensor, ...]":
-    """poly_backward_q, _kv and _pe, then what adds up their parts. dy: (B, T, H, d), contiguous. Returns dq_tilde, dq, dk, dv, dpe, dcoefficients."""
+    """poly_backward_q, _kv and _pe, then what adds up their parts. dy: (B, T, H, d). Returns dq_tilde, dq, dk, dv, dpe, dcoefficients."""
     B, T, H, d = q.shape
     memories, *numbers, rows = _prepared(q_tilde, q, k, v, window)
-    window, given = numbers[-1], (dy, *memories, pe, coefficients)
+    pe, window = _aligned(pe), numbers[-1]
+    given = (_aligned(dy), *memories, pe, coefficients)
     dq_tilde, dq, dk, dv = (torch.empty(B, T, H, d, dtype=q.dtype, device=q.device) for _ in range(4))
     of_q, of_kv, of_pe = (how or plan(name, q) for name in ("poly_backward_q", "poly_backward_kv", "poly_backward_pe"))
     blocks = _tiles(T, of_q) * B * H
@@ -172,7 +180,7 @@ def _ours(q, coefficients, degree) -> bool:
 def _forward(q_tilde, q, k, v, pe, coefficients, degree, window):
     if not _ours(q, coefficients, degree):
         return reference_poly_attention(q_tilde, q, k, v, pe, coefficients, degree, window).contiguous()
-    return launch_forward(q_tilde, q, k, v, pe.contiguous(), coefficients.float().contiguous(), degree, window)
+    return launch_forward(q_tilde, q, k, v, pe, coefficients.float().contiguous(), degree, window)
 
 
 def _backward(dy, q_tilde, q, k, v, pe, coefficients, degree, window):
@@ -181,7 +189,7 @@ def _backward(dy, q_tilde, q, k, v, pe, coefficients, degree, window):
             inputs = [t.detach().requires_grad_() for t in (q_tilde, q, k, v, pe, coefficients)]
             found = torch.autograd.grad(reference_poly_attention(*inputs, degree, window), inputs, dy)
             return tuple(g.contiguous() for g in found)
-    *grads, dcoefficients = launch_backward(dy.contiguous(), q_tilde, q, k, v, pe.contiguous(), coefficients.float().contiguous(), degree, window)
+    *grads, dcoefficients = launch_backward(dy, q_tilde, q, k, v, pe, coefficients.float().contiguous(), degree, window)
     return *grads, dcoefficients.to(coefficients.dtype)
 
 

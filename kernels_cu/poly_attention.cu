@@ -12,20 +12,25 @@
 // Shapes: B batch, T time, H heads, d HEAD, the width of a head; a row of a head is contiguous, rows may lie apart (columns of one product).
 // There is no maximum and no sum to divide by, so nothing but the inputs is kept for the backward, and tiles come in any order.
 //
-// Work, per head: the causal half of T^2 pairs times d is a unit, T^2 d / 2 multiply-adds. Forward: s, its part with PE, y: 3 units. Backward: s, PE
-// and dphi again for each kernel, and dv, dk; dq~, dq; dPE: 5 + 5 + 4. At T = 2048, 16 heads of 64: 4.3 GFLOP per unit and sequence, 60 for both. The
-// bytes are few: all rows once, and per 64 queries the rows of the keys before them, from L2. So tensor cores decide, then shared memory.
+// Work: per head, the causal half of all pairs times d is a unit, T^2 d / 2 multiply-adds. Forward: s, its part with PE, y: 3 units. Backward, where each
+// kernel computes s, PE's part and dphi again: dq~ and dq 5, dk and dv 5, dPE 4. At T = 2048, 16 heads of 64, a unit is 4.3 GFLOP per sequence, forward and
+// backward are 73; v2 does 83 (3.25, then 5.5, 6 and 4.5 units: a tile's diagonals need more rows of PE than it has queries). Bytes are few: every
+// row once, and for 64 queries the rows of all keys before them, from L2. Memory is O(T): inputs, outputs, and partial sums of dPE.
 //
-// What is hard is that PE is indexed by i - j. A tile of queries and keys needs PE of as many differences as it has diagonals, and the product
-// q PE^T has rows that are shifted against those of s by one each: it is put into shared memory and read along the diagonal.
+// What is hard is that PE is indexed by i - j. A tile of queries and keys needs PE of as many differences as it has diagonals, and each row of the
+// product q PE^T is shifted against the same row of s by one more: that is put right between the two products, never in memory as T x T.
 //
 // The ladder:
-//   torch          T x T matrices in memory: scores, the shifted q PE^T, tanh, powers, all once more for the backward.
-//   *_v1           tiles of 32 x 32 pairs, fp32 multiply-adds from shared memory, 32 channels at a time. Any type, any width, any GPU.
-//   *_v2           tiles of 64 x 64 pairs of bf16 on tensor cores (mma.sync m16n8k16, sm_80 and newer), sums in fp32; phi and ds are rounded to bf16 for the
-//                  products that follow. The next tiles are on their way (cp.async) while these are computed.
-//   poly_backward_q, poly_backward_kv and poly_backward_pe are three launches, because each sums over another index: queries, keys, diagonals. So every
-//   sum is taken by one thread block in a fixed order, without atomics. dPE is summed over groups of (batch, head), then poly_finish adds up.
+//   torch          T x T matrices in memory: scores, q PE^T and its shifted copy, tanh, powers; and all once more for the backward.
+//   *_v1           tiles of 32 x 32 pairs, fp32 multiply-adds from shared memory, 32 channels at a time. The shift: PE's row is chosen by lane and query, from
+//                  shared memory with an odd row length. Any type, any width, any GPU.
+//   *_v2           tiles of 64 x 64 pairs of bf16 on tensor cores (mma.sync m16n8k16, sm_80 and newer), widths that are multiples of 16 up to 128, sums in fp32; phi
+//                  and ds are rounded to bf16 for the products that follow. The shift is done by shuffles. The next tiles are on their way (cp.async)
+//                  while these are computed. Per tile a warp does 104, 176, 192 and 144 mma (d = 64; forward, backward_q, _kv, _pe) and reads shared memory
+//                  52, 88, 100 and 88 times, 512 bytes each: at 128 bytes per clock for four warps that, not the tensor cores, is the limit.
+//
+// The backward is three launches, because each sums over another index: keys (backward_q), queries (backward_kv), both along a diagonal (backward_pe).
+// So every sum is taken by one thread block in a fixed order, without atomics; dPE's is taken for groups of (batch, head), which poly_finish_pe adds up.
 
 #ifndef DATA_T
 #define DATA_T float          // q~, q, k, v, PE, y and their gradients
@@ -375,8 +380,10 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 #define TENSOR_CORES 1
+#define PIECE __device__ __forceinline__
 #else
 #define TENSOR_CORES 0        // the same products, lane by lane, through shared memory: to be run anywhere, not to be fast
+#define PIECE __device__ __noinline__
 #endif
 
 typedef float Sums[2][4];     // 16 x 16 of a product
@@ -414,7 +421,7 @@ template <int open> __device__ __forceinline__ void arrived() {
 
 // A 16 x 16 part of a tile, as four 8 x 8: by_columns says whether the second one is to the right of the first (else below). Transposed: a lane has two
 // rows of one column instead of two columns of one row.
-template <bool by_columns, bool transposed, int ld> __device__ __forceinline__ void fragments(unsigned (&x)[4], const bf16* part) {
+template <bool by_columns, bool transposed, int ld> PIECE void fragments(unsigned (&x)[4], const bf16* part) {
     int lane = threadIdx.x % 32;
 #if TENSOR_CORES
     int m = lane / 8, row = 8 * (by_columns ? m / 2 : m % 2) + lane % 8, column = 8 * (by_columns ? m % 2 : m / 2);
@@ -434,7 +441,7 @@ template <bool by_columns, bool transposed, int ld> __device__ __forceinline__ v
 }
 
 // c (16 x 8) += a (16 x 16) b (16 x 8)
-__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+PIECE void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #if TENSOR_CORES
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -636,7 +643,7 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_forward_v2(
         const bf16* near = of_pe + s % (STAGES + 1) * SIDE * LD, * far = of_pe + (s + 1) % (STAGES + 1) * SIDE * LD;
         Sums lower, upper = {};                          // q PE^T of 16 differences each
         add_scores(upper, left_pe, sixteen(near, far, warp + 4));
-        #pragma unroll
+        #pragma unroll 2
         for (int part = 0; part < 4; part++) {           // 16 keys
             Sums c;
             clear(lower);
@@ -658,7 +665,7 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_forward_v2(
     for (int s = 0; s < steps; s++) {
         if (STAGES == 2 && s + 1 < steps) { ask_for(s + 1); asked(); arrived<1>(); }
         else arrived<0>();
-        if (s == 0 || (s + 1) * SIDE > window) compute(s, true);      // a body of its own, with comparisons
+        if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window) compute(s, true);     // a body of its own, with comparisons
         else compute(s, false);
         __syncthreads();
         if (STAGES == 1 && s + 1 < steps) { ask_for(s + 1); asked(); }
@@ -742,7 +749,7 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_q_
     for (int s = 0; s < steps; s++) {
         if (STAGES == 2 && s + 1 < steps) { ask_for(s + 1); asked(); arrived<1>(); }
         else arrived<0>();
-        if (s == 0 || (s + 1) * SIDE > window) compute(s, true);      // a body of its own, with comparisons
+        if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window) compute(s, true);     // a body of its own, with comparisons
         else compute(s, false);
         __syncthreads();
         if (STAGES == 1 && s + 1 < steps) { ask_for(s + 1); asked(); }
@@ -819,7 +826,7 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_kv
     for (int s = 0; s < steps; s++) {
         if (STAGES == 2 && s + 1 < steps) { ask_for(s + 1); asked(); arrived<1>(); }
         else arrived<0>();
-        if (s == 0 || (s + 1) * SIDE > window) compute(s, true);      // a body of its own, with comparisons
+        if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window) compute(s, true);     // a body of its own, with comparisons
         else compute(s, false);
         __syncthreads();
         if (STAGES == 1 && s + 1 < steps) { ask_for(s + 1); asked(); }
