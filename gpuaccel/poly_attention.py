@@ -88,9 +88,16 @@ def plan(name: str, q: Tensor) -> "tuple[int, int]":
 @functools.cache
 def _plan(name, d, index):
     gpu = torch.cuda.get_device_properties(index)
-    if gpu.major < 8 or shared_bytes(name, d, 1) > gpu.shared_memory_per_block_optin:
+    one, two = (shared_bytes(name, d, stages) + 1024 for stages in (1, 2))                # each block costs 1 KiB more
+    if gpu.major < 8 or one > gpu.shared_memory_per_multiprocessor:
         return 1, 1
-    return 2, 2 if name != "poly_backward_pe" and 2 * (shared_bytes(name, d, 2) + 1024) <= gpu.shared_memory_per_multiprocessor else 1
+    return 2, 2 if name != "poly_backward_pe" and 2 * two <= gpu.shared_memory_per_multiprocessor else 1
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """Contiguous, and at an address from which v2 can load 16 bytes."""
+    t = t.contiguous()
+    return t.clone() if t.data_ptr() % 16 else t
 
 
 def _rows(t: Tensor) -> "tuple[Tensor, int]":
@@ -99,14 +106,8 @@ def _rows(t: Tensor) -> "tuple[Tensor, int]":
     stride = t.stride(1) if T > 1 else t.stride(0) if B > 1 else H * d
     fits = t.stride(3) == 1 and (H == 1 or t.stride(2) == d) and (B == 1 or t.stride(0) == T * stride) and stride >= H * d
     if not fits or t.data_ptr() % 16 or stride * t.element_size() % 16:
-        t, stride = t.contiguous(), H * d
+        t, stride = _aligned(t), H * d
     return t.as_strided((((B * T) - 1) * stride + H * d,), (1,)), stride
-
-
-def _aligned(t: Tensor) -> Tensor:
-    """Contiguous, and at an address from which v2 can load 16 bytes."""
-    t = t.contiguous()
-    return t.clone() if t.data_ptr() % 16 else t
 
 
 def _prepared(q_tilde, q, k, v, window):
@@ -231,7 +232,8 @@ def poly_attention(q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor, pe: Tensor,
     if pe.dim() != 2 or pe.shape[1] != shape[3] or pe.shape[0] < shape[1]:
         raise ArgumentError(f"pe has shape {tuple(pe.shape)}; expected at least {shape[1]} positions of width {shape[3]}, as q has")
     if coefficients.shape != (3,) or coefficients.device != q.device or not coefficients.is_floating_point():
-        raise ArgumentError(f"coefficients is {coefficients.dtype} of shape {tuple(coefficients.shape)} on {coefficients.device}; expected a, b and scale, (3,), on {q.device}")
+        raise ArgumentError(f"coefficients is {coefficients.dtype} of shape {tuple(coefficients.shape)} on {coefficients.device}; "
+                            f"expected a, b and scale, (3,), on {q.device}")
     _check_numbers(degree, window)
     return torch.ops.gpuaccel.poly_attention(q_tilde, q, k, v, pe, coefficients, degree, window or max(shape[1], 1))
 

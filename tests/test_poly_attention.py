@@ -58,7 +58,7 @@ def launched(inputs, dy, degree, window, how):
     if inputs[0].is_cuda and how[0] == 2:
         gpu = torch.cuda.get_device_properties(0)
         most = max(shared_bytes(name, dy.shape[-1], how[1]) for name in ("poly_forward", "poly_backward_q", "poly_backward_kv", "poly_backward_pe"))
-        if gpu.major < 8 or most > gpu.shared_memory_per_block_optin:
+        if gpu.major < 8 or most + 1024 > gpu.shared_memory_per_multiprocessor:
             pytest.skip(f"{gpu.name} has no tensor cores for bf16, or not {most:,} bytes of shared memory for a block")
     window = window or dy.shape[1]
     return (launch_forward(*inputs, degree, window, how), *launch_backward(dy, *inputs, degree, window, how))
@@ -72,8 +72,8 @@ def same(mine, theirs):
 # ---- the kernels ----------------------------------------------------------------------------------------------------
 
 #        how, dtype, degree, width, then (B, T, heads, window) each: one program
-CASES = [(V1, torch.float32, 3, 16, [(3, 17, 1, None), (1, 1, 2, None), (2, 65, 1, 5)]), (V1, torch.bfloat16, 1, 24, [(1, 64, 1, 1), (2, 2, 2, None), (1, 130, 1, None)]),
-         (V1, torch.float32, 5, 128, [(1, 65, 1, 64)]), (V1, torch.float16, 3, 32, [(1, 33, 1, None)]),
+CASES = [(V1, torch.float32, 3, 16, [(3, 17, 1, None), (1, 1, 2, None), (2, 65, 1, 5)]), (V1, torch.bfloat16, 5, 24, [(1, 64, 1, 1), (2, 2, 2, None), (1, 130, 1, None)]),
+         (V1, torch.float16, 3, 128, [(1, 65, 1, 64)]),
          (V2, torch.bfloat16, 3, 64, [(1, 130, 2, None), (1, 64, 1, 1), (3, 1, 1, None)]), (V2_LATER, torch.bfloat16, 7, 16, [(2, 130, 1, 64), (1, 2, 1, None), (1, 65, 2, 5),
           (1, 130, 1, 66)]), (V2, torch.bfloat16, 1, 128, [(1, 65, 1, None), (1, 17, 3, 5)])]
 
@@ -120,17 +120,17 @@ def test_a_sequence_has_the_same_bits_in_any_batch_and_what_is_masked_does_not_m
 @pytest.mark.parametrize("how, dtype", [(V1, torch.float32), (V2, torch.bfloat16)], ids=str)
 def test_under_the_checks_the_kernels_do_nothing_wrong(how, dtype):
     inputs, dy = given("cpu", dtype, 1, 34 if how == V1 else 66, 1, 16)
-    inputs[4] = torch.cat([inputs[4].new_zeros(1), inputs[4].flatten()])[1:].view_as(inputs[4])          # not where 16 bytes can be loaded from
+    for i in (0, 4):                                       # not where 16 bytes can be loaded from
+        inputs[i] = torch.cat([inputs[i].new_zeros(1), inputs[i].flatten()])[1:].view_as(inputs[i])
     with ga.use_backend("simt"):
         want = launched(inputs, dy, 3, 5, how)
         with ga.checked():
             same(launched(inputs, dy, 3, 5, how), want)
 
 
-@pytest.mark.parametrize("arch, d", [("sm_80", 32), ("sm_90", 64)])
-def test_tensor_core_kernels_have_registers_enough(arch, d):
+def test_tensor_core_kernels_have_registers_enough():
     for name in ("poly_forward", "poly_backward_q", "poly_backward_kv", "poly_backward_pe"):
-        cost = _kernel(f"{name}_v2", torch.bfloat16, d, 3, *V2).resources(arch)
+        cost = _kernel(f"{name}_v2", torch.bfloat16, 64, 3, *V2).resources("sm_90")
         assert cost.spill_store_bytes == cost.spill_load_bytes == 0, f"{name}: {cost}"
 
 
