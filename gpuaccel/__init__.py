@@ -26,6 +26,8 @@ from .magics import load_ipython_extension
 from .meter import LateValue, Meter, Reading, StageTimer, peak_flops
 from .models import GPT2, Config, Transformer, flops_per_token, generate, preset
 from .optimizer import AdamW
+from .poly_attention import PolyAttention, poly_attention, reference_poly_attention
+from .richards import RichardsCurve, RichardsGLU
 from .segments import Segments, find_segments
 from .show import show
 from .simt import checked
@@ -41,6 +43,6 @@ __all__ = [
     "load_ipython_extension", "BLOCK_NORMS", "LoRALinear", "apply_lora", "load_lora", "merge_lora", "remove_lora", "save_lora",
     "unmerge_lora", "ClipState", "clip_grad_norm_", "clip_grads_", "NonFiniteError", "LateValue", "Meter", "Reading", "StageTimer", "peak_flops",
     "Config", "GPT2", "Transformer", "flops_per_token", "generate", "preset",
-    "Embedding", "Encoder", "Segments", "deterministic_embeddings", "encoder_backward", "find_segments", "reference_encoder", "reference_encoder_backward",
+    "PolyAttention", "poly_attention", "reference_poly_attention", "RichardsCurve", "RichardsGLU", "Embedding", "Encoder", "Segments", "deterministic_embeddings", "encoder_backward", "find_segments", "reference_encoder", "reference_encoder_backward",
     "TrainStep", "evaluate", "token_loss", "train", "warmup_cosine", "LiveThroughput",
 ]

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
+import logging
 import os
 import pathlib
 import re
@@ -161,12 +162,13 @@ def _choose(requested: str, policy: "str | None" = None) -> Choice:
 
 
 def backend() -> Choice:
-    """The backend in use; chosen at the first call (`GPUACCEL_BACKEND`, `GPUACCEL_GPU`), then kept.
+    """The backend in use; chosen at the first call (`GPUACCEL_BACKEND`, `GPUACCEL_GPU`), logged once (logger "gpuaccel", INFO), then kept.
 
     Raises BackendError when what was asked for cannot run here."""
     global _current
     if _current is None:
         _current = _choose(os.environ.get("GPUACCEL_BACKEND") or "auto")
+        logging.getLogger("gpuaccel").info("%s", _current)
     return _current
 
 

@@ -13,6 +13,7 @@ Where the backend is not cuda, the same call runs the same source on CPU tensors
 """
 import ctypes
 import functools
+import logging
 import numbers
 import os
 import pathlib
@@ -211,6 +212,8 @@ class _Loaded(_Packed):
             _enter(index)
             self.module = ObjectCode.from_cubin(kernel.cubin(f"sm_{major}{minor}"), name=kernel.name)
             handle = self.module.get_kernel(kernel.name).handle
+            if "extern __shared__" in kernel.source:
+                _allow_shared(kernel, handle, index)
         self.function, self.launch = driver.CUfunction(int(handle)), driver.cuLaunchKernel
         sizes = {}
         for i, param in enumerate(kernel.params):
@@ -220,6 +223,18 @@ class _Loaded(_Packed):
                     raise BackendError(f"{kernel.name}: the driver does not tell the size of `{param}` ({status.name})")
                 sizes[i] = int(size)
         super().__init__(kernel.params, sizes)
+
+
+def _allow_shared(kernel, handle, index):
+    """Let a kernel be launched with all the shared memory that a block can have on this GPU: without asking, a launch gets 48 KiB at most."""
+    from cuda.bindings import driver
+    limit, kind = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, driver.CUfunction_attribute
+    failed, most = driver.cuDeviceGetAttribute(limit, index)
+    unknown, own = driver.cuKernelGetAttribute(kind.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, handle, index)
+    refused, = driver.cuKernelSetAttribute(kind.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, most - own, handle, index)
+    for status in (failed, unknown, refused):
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise BackendError(f"{kernel.name}: the driver did not allow {most:,} bytes of shared memory: {status.name}")
 
 
 class _OnCpu(_Packed):
@@ -233,6 +248,31 @@ class _OnCpu(_Packed):
             if (letter == "p") != param.pointer or (param.code and struct.calcsize("<" + param.code) != size):
                 raise CompileError(f"{kernel.name}: parameter `{param}` is {size} bytes to the host compiler, which was not expected")
         super().__init__(kernel.params, {i: size for i, (letter, size) in enumerate(found) if letter == "s"})
+
+
+_decided: "dict[tuple, bool]" = {}                         # (device, how, kernels) -> do they run there?
+
+
+def usable(device: torch.device, *kernels: Kernel) -> bool:
+    """Do all of an operation's kernels compile and load on this device? Tried before its first launch, so that nothing is half done; the answer stays.
+
+    If one does not, the operation runs in torch instead, and one line of the log (logger "gpuaccel") says why. With the policy `require` the
+    error is raised."""
+    how = device.index if device.type == "cuda" else "checked" if any(simt.is_checked(k.learner) for k in kernels) else "fast"
+    key = device.type, how, *kernels
+    if key not in _decided:
+        try:
+            for kernel in kernels:
+                kernel.load(how)
+            _decided[key] = True
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:                         # of ours, of the driver, of cuda.core
+            if backend().policy == "require":
+                raise
+            logging.getLogger("gpuaccel").warning("%s runs in torch on %s from now on: %s", kernels[0].filename, device, error)
+            _decided[key] = False
+    return _decided[key]
 
 
 recorders: list = []                                       # called with (launch, args, tensors) before each launch on the CPU: tape.py

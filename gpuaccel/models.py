@@ -1,14 +1,15 @@
-"""Two transformers, small enough to read: a Llama with the nine tensors per block of the reference system, and GPT-2.
+"""Transformers small enough to read: a Llama with the nine tensors per block of the reference system, GPT-2, and one of polynomial attention.
 
     >>> model = ga.Transformer(ga.preset("tiny"))            # byte tokens, trains on two CPU cores
-    >>> model = ga.GPT2(ga.preset("gpt2-124m"))              # or ga.preset(...).build() for either
+    >>> model = ga.GPT2(ga.preset("gpt2-124m"))              # or ga.preset(...).build() for each family
     >>> logits = model(tokens)                               # (B, T) int64 -> (B, T, V)
     >>> ga.generate(model, tokens, 100, seed=0)              # (B, T + 100)
 
 Llama's block: x = x + Attention(input_norm(x)), then x = x + down(silu(gate(h)) * up(h)) with h = post_attn_norm(x). Attention is causal,
 with rotary positions (Su et al., 2021) and grouped key/value heads (Ainslie et al., 2023). GPT-2's (Radford et al., 2019): positions are
 learned (ga.Encoder), LayerNorm and biases, x = x + proj(Attention(qkv(ln_1(x)))), then x = x + down(gelu(up(ln_2(x)))), and the embedding is
-the output layer too. Shapes: B batch, T time, H hidden, V vocabulary.
+the output layer too. Family "poly" has Llama's frame and blocks of x = x + PolyAttention(norm(x)), then x = RichardsGLU(x), whose residual is
+inside; positions are in its attention. Shapes: B batch, T time, H hidden, V vocabulary.
 """
 import dataclasses
 import math
@@ -21,12 +22,14 @@ from torch import Tensor, nn
 from .embedding import Encoder
 from .errors import ArgumentError
 from .fused_linear import gated, together
+from .poly_attention import PolyAttention
+from .richards import RichardsGLU
 
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of a model. head_dim defaults to hidden / heads, and heads * head_dim may differ from hidden. family: "llama" or "gpt2" (always
-    tied, as many key/value heads as heads)."""
+    """Sizes of a model. head_dim defaults to hidden / heads, and heads * head_dim may differ from hidden. family: "llama", "gpt2" (always
+    tied) or "poly"; the latter two have as many key/value heads as heads. degree, window: of polynomial attention."""
     vocab: int
     hidden: int
     intermediate: int
@@ -39,6 +42,8 @@ class Config:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     family: str = "llama"
+    degree: int = 3
+    window: "int | None" = None
 
     def __post_init__(self):
         if self.head_dim is None:
@@ -49,13 +54,16 @@ class Config:
             raise ArgumentError(f"heads is {self.heads}, not a multiple of kv_heads = {self.kv_heads}")
         if self.head_dim % 2 and self.family == "llama":
             raise ArgumentError(f"head_dim is {self.head_dim}; rotary positions need an even one")
-        if self.family not in ("llama", "gpt2"):
-            raise ArgumentError(f"family is {self.family!r}; expected llama or gpt2")
+        if self.family not in ("llama", "gpt2", "poly"):
+            raise ArgumentError(f"family is {self.family!r}; expected llama, gpt2 or poly")
+        if self.family == "poly" and (self.kv_heads != self.heads or self.heads * self.head_dim != self.hidden):
+            raise ArgumentError(f"kv_heads is {self.kv_heads} and head_dim {self.head_dim}; polynomial attention has {self.heads} key/value heads, as many as "
+                                f"heads, of hidden / heads = {self.hidden / self.heads:g} channels")
         if self.family == "gpt2" and (self.kv_heads != self.heads or not self.tied):
             raise ArgumentError(f"kv_heads is {self.kv_heads} and tied {self.tied}; GPT-2 has as many as heads, {self.heads}, and is tied")
 
     def build(self) -> nn.Module:
-        """A Transformer or a GPT2 of these sizes."""
+        """A GPT2 or a Transformer of these sizes."""
         return (GPT2 if self.family == "gpt2" else Transformer)(self)
 
 
@@ -65,11 +73,12 @@ PRESETS = {
     # GPT-2's 50,257 tokens, and 47 rows that fill up a multiple of 128: products are a good deal faster.
     "gpt2-124m": Config(vocab=50304, hidden=768, intermediate=3072, layers=12, heads=12, kv_heads=12, T=1024, tied=True, family="gpt2"),
     "gpt2-xl": Config(vocab=50304, hidden=1600, intermediate=6400, layers=48, heads=25, kv_heads=25, T=1024, tied=True, family="gpt2"),
+    "poly-7m": Config(vocab=256, hidden=256, intermediate=768, layers=8, heads=8, kv_heads=8, T=512, family="poly"),
 }
 
 
 def preset(name: str, **changes) -> Config:
-    """The Config called "tiny", "llama-350m", "gpt2-124m" or "gpt2-xl", with some fields changed."""
+    """The Config called "tiny", "llama-350m", "gpt2-124m", "gpt2-xl" or "poly-7m", with some fields changed."""
     if name not in PRESETS:
         raise ArgumentError(f"there is no preset {name!r}; presets: {', '.join(PRESETS)}")
     return dataclasses.replace(PRESETS[name], **changes)
@@ -118,19 +127,33 @@ class Block(nn.Module):
         return x + self.down(gated(h, self.gate, self.up))
 
 
+class PolyBlock(nn.Module):
+    """x = x + PolyAttention(norm(x)), then x = RichardsGLU(x), whose residual is inside."""
+
+    def __init__(self, c: Config):
+        super().__init__()
+        self.norm = nn.RMSNorm(c.hidden, eps=c.norm_eps)
+        self.attention = PolyAttention(c.hidden, c.heads, c.degree, c.window, max_positions=c.T)
+        self.glu = RichardsGLU(c.hidden, c.intermediate)
+
+    def forward(self, x: Tensor, rope=None) -> Tensor:
+        return self.glu(x + self.attention(self.norm(x)))
+
+
 class Transformer(nn.Module):
-    """tokens (B, T) int64 -> logits (B, T, V) in the weights' dtype. T up to config.T."""
+    """Families llama and poly: tokens (B, T) int64 -> logits (B, T, V) in the weights' dtype. T up to config.T."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.hidden)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        llama = config.family == "llama"
+        self.blocks = nn.ModuleList((Block if llama else PolyBlock)(config) for _ in range(config.layers))
         self.final_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
-        self.register_buffer("rope", rotary_table(config.T, config.head_dim, config.rope_theta), persistent=False)
+        self.register_buffer("rope", rotary_table(config.T, config.head_dim, config.rope_theta) if llama else None, persistent=False)
         for name, p in self.named_parameters():
-            if p.dim() == 2:
+            if p.dim() == 2 and (llama or not name.startswith("blocks.")):         # polynomial attention and RichardsGLU have begun by their own rules
                 into_residual = name.endswith(("w_o.weight", "down.weight"))
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.layers) if into_residual else 0.02)
         if config.tied:

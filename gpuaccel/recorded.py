@@ -8,6 +8,7 @@
 
 import json
 import pathlib
+import re
 import statistics
 
 import torch
@@ -140,6 +141,46 @@ def tail(dtype: str = "float32", kind: str = "replayed") -> "Figure | Recorded":
     ]
     elements = run.get(dtype, "elements") or 0
     return bars(rows, f"{run.label}: the tail, {elements / 1e6:,.0f} M {dtype} weights") if rows else run
+
+
+_OURS = re.compile("ours|gpuaccel", re.I)
+
+
+def _timed(found, path=()):
+    """(what, way, milliseconds) of the times in nested results: a number under "ms", or one for each way there, perhaps within launched or forward."""
+    for key, value in found.items() if isinstance(found, dict) else ():
+        if key != "ms":
+            yield from _timed(value, (*path, str(key)))
+        elif isinstance(value, dict) and value.keys() <= {"replayed", "launched"} and not any(isinstance(v, dict) for v in value.values()):
+            yield from _timed({"ms": value.get("replayed", value.get("launched"))}, path)
+        elif isinstance(value, (int, float)):
+            yield path[:-1], path[-1], value
+        else:
+            yield from _by_way(value, path)
+
+
+def _by_way(found, path):
+    for key, value in found.items() if isinstance(found, dict) else ():
+        if isinstance(value, (int, float)):
+            yield path, key, value
+        elif isinstance(value, dict) and any(map(_OURS.match, found)):         # its keys are ways, below each stand forward, backward
+            yield from (((*path, phase), key, ms) for phase, ms in value.items() if isinstance(ms, (int, float)))
+        else:
+            yield from _by_way(value, (*path, key))
+
+
+def dispatch() -> "Table | Recorded":
+    """RichardsGLU, PolyAttention and whole steps on the recorded GPU: our time, and how many times that the other ways take."""
+    run, groups = recorded("dispatch"), {}
+    for what, way, ms in _timed(run.get()):
+        groups.setdefault(what, {})[way] = ms
+    rows = []
+    for what, ways in groups.items():
+        ours = next((ms for way, ms in ways.items() if _OURS.match(way)), 0)
+        if ours > 0:
+            others = ", ".join(f"{way} {ms / ours:.1f}x" for way, ms in ways.items() if not _OURS.match(way))
+            rows.append([", ".join(what), f"{ours:,.3f} ms", others])
+    return Table(("", "gpuaccel", "the others, times ours"), rows, run.label) if rows else run
 
 
 def waiting(here: "dict[str, list] | None" = None) -> "Figure | Recorded":

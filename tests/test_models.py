@@ -52,6 +52,24 @@ def test_parameter_counts_of_gpt2(name, count, hidden):
     assert sum(p.numel() for p in model.parameters()) == count + 47 * hidden
 
 
+def test_the_polynomial_model_has_seven_million_parameters_and_learns():
+    with torch.device("meta"):
+        assert sum(p.numel() for p in preset("poly-7m").build().parameters()) == 7_097_176
+    torch.manual_seed(0)
+    model = preset("poly-7m", layers=1, hidden=32, head_dim=8, heads=4, kv_heads=4, intermediate=48, T=16, vocab=31).build()
+    tokens, opt = torch.randint(0, 31, (4, 17)), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(30):
+        loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        losses.append(loss.item())
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    assert all(p.grad is None for p in model.parameters()) and losses[-1] < 0.5 * losses[0], losses[::10]
+    with pytest.raises(ArgumentError, match="polynomial attention has 4 key/value heads"):
+        preset("poly-7m", heads=4, kv_heads=2, head_dim=64)
+
+
 def test_gpt2_computes_what_transformers_computes():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -83,7 +101,7 @@ def test_gpt2_computes_what_transformers_computes():
     (dict(hidden=18), "hidden is 18, not a multiple of heads = 4: give head_dim"),
     (dict(kv_heads=3), "heads is 4, not a multiple of kv_heads = 3"),
     (dict(head_dim=5), "head_dim is 5; rotary positions need an even one"),
-    (dict(family="gpt3"), "family is 'gpt3'; expected llama or gpt2"),
+    (dict(family="gpt3"), "family is 'gpt3'; expected llama, gpt2 or poly"),
     (dict(family="gpt2"), "kv_heads is 2 and tied False; GPT-2 has as many as heads, 4, and is tied")])
 def test_sizes_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(ArgumentError, match=message):
@@ -91,7 +109,7 @@ def test_sizes_that_do_not_fit_are_refused(changes, message):
 
 
 def test_an_unknown_preset_lists_the_known_ones():
-    with pytest.raises(ArgumentError, match="there is no preset 'huge'; presets: tiny, llama-350m, gpt2-124m, gpt2-xl"):
+    with pytest.raises(ArgumentError, match="there is no preset 'huge'; presets: tiny, llama-350m, gpt2-124m, gpt2-xl, poly-7m"):
         preset("huge")
     assert preset("tiny", layers=1).layers == 1 and preset("tiny").layers == 4
 

@@ -1,0 +1,327 @@
+"""Attention whose weights are a polynomial of the scores, with relative positions, a low-rank term and a gate for each head.
+
+    >>> layer = ga.PolyAttention(256, 8, degree=3, window=None, max_positions=1024)
+    >>> y = layer(x)                                           # (..., T, 256); causal; no residual inside
+
+    s_ij = q_i . k_j / sqrt(d) + q_i . PE[i - j] + rho sum_m h_m(q_i) kbar_m(k_j)              phi = scale (a c^p + b), c = 8 tanh(s / 8)
+    y_i = e_i sum_j phi_ij v_j over max(0, i - window + 1) <= j <= i             e = R_gate(alpha (x w_gate) + beta), for each head
+
+Weights outside of the window are exactly 0; nothing is normalised, there is no softmax. kbar and u are the means of r = clamp(round(sqrt(d)), 2, 16)
+contiguous chunks of k_j and q_i (the first d % r chunks one longer), h = u R_q(u), rho = 0.15 / sqrt(r). With A the (r, d) matrix that takes these means
+the low-rank term is a part of the query: q~ = q / sqrt(d) + rho A^T h(A q), s_ij = q~_i . k_j + q_i . PE[i - j]. So the kernels know q~, and nothing of A.
+
+Where e <= 1e-4 a head is skipped for a token: e is exactly 0 there, and no gradient goes through it. Memory is O(T): scores are computed
+again in the backward. A CPU computes the T x T matrices (reference_poly_attention).
+
+Source: RustGPT's PolyAttention, here with the forward's own gradients on the GPU (its GPU kernels were a softmax over one head).
+"""
+import functools
+import math
+import struct
+
+import torch
+from torch import Tensor, nn
+
+from .backend import backend, takes
+from .errors import ArgumentError
+from .kernel import Kernel, usable
+from .richards import GATE, RichardsCurve
+
+TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+LEAST_GATE = 1e-4
+GROUPS = 32                    # of (batch, head), whose gradients of PE are summed apart: the same on every machine
+WIDTHS = range(16, 129, 16)    # of a head that v2 takes
+_ROWS = struct.Struct("4i").pack
+_library = torch.library.Library("gpuaccel", "FRAGMENT")
+
+
+# ---- reference ------------------------------------------------------------------------------------------------------
+
+def reference_poly_attention(q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor, pe: Tensor, coefficients: Tensor, degree: int = 3,
+                             window: "int | None" = None) -> Tensor:
+    """y_i = sum_j phi_ij v_j, in fp32 (fp64 where a tensor is); the definition. Differentiable in everything; T x T matrices.
+
+    q_tilde, q, k, v: (B, T, H, d), pe: (at least T, d), coefficients: (3,) a, b, scale. Returns (B, T, H, d) in v's dtype."""
+    tensors = (q_tilde, q, k, v, pe, coefficients)
+    wide = torch.float64 if torch.float64 in {t.dtype for t in tensors} else torch.float32
+    q_tilde, q, k, values, pe, coefficients = (t.to(wide) for t in tensors)
+    T, (a, b, scale) = q.shape[1], coefficients.unbind()
+    at = torch.arange(T, device=q.device)
+    far = at[:, None] - at                                      # (T, T) i - j
+    by_position = torch.einsum("bihd,rd->bhir", q, pe[:T])
+    s = torch.einsum("bihd,bjhd->bhij", q_tilde, k) + by_position.gather(-1, far.clamp(min=0).expand_as(by_position))
+    phi = scale * (a * (8.0 * torch.tanh(s / 8.0)) ** degree + b)
+    phi = torch.where((far >= 0) & (far < (window or T)), phi, 0.0)
+    return torch.einsum("bhij,bjhd->bihd", phi, values).to(v.dtype)
+
+
+def chunks_of(d: int, device=None) -> Tensor:
+    """(r, d) ones where a channel belongs to a chunk, else zeros; r = clamp(round(sqrt(d)), 2, 16) chunks, the first d % r one longer than the others."""
+    r = min(max(round(math.sqrt(d)), 2), 16, d)
+    short, i = d // r, torch.arange(d, device=device)
+    of = torch.where(i < d % r * (short + 1), i // (short + 1), (i - d % r) // short)
+    return (of == torch.arange(r, device=device)[:, None]).float()
+
+
+# ---- launchers ------------------------------------------------------------------------------------------------------
+
+@functools.cache
+def _kernel(name: str, dtype: torch.dtype, d: int, degree: int, version: int, stages: int) -> Kernel:
+    return Kernel("poly_attention", name, DATA_T=TYPES[dtype], HEAD=d, DEGREE=degree, VERSION=version, STAGES=stages)
+
+
+def shared_bytes(name: str, d: int, stages: int) -> int:
+    """Of a block of a v2 kernel: tiles of 64 rows in bf16; a wide head's own rows, which have no room in registers; ds by differences."""
+    own = {"poly_backward_q": 3, "poly_backward_pe": 0}.get(name, 2) if d > 64 else 0
+    tiles = {"poly_forward": 3 * stages + 1, "poly_backward_q": 3 * stages + 1, "poly_backward_kv": 4 * stages + 1, "poly_backward_pe": 9}[name]
+    return (tiles + own) * 64 * (d + 8) * 2 + (64 * 72 * 2 if name == "poly_backward_pe" else 0)
+
+
+def plan(name: str, q: Tensor) -> "tuple[int, int]":
+    """(version, stages) of a kernel for heads like q's: v2 for bf16 on tensor cores, with loads ahead where two blocks have room on an SM for it."""
+    d = q.shape[-1]
+    if backend().name != "cuda" or q.dtype != torch.bfloat16 or d not in WIDTHS:
+        return 1, 1
+    return _plan(name, d, q.device.index)
+
+
+@functools.cache
+def _plan(name, d, index):
+    gpu = torch.cuda.get_device_properties(index)
+    one, two = (shared_bytes(name, d, stages) + 1024 for stages in (1, 2))                # each block costs 1 KiB more
+    if gpu.major < 8 or one > gpu.shared_memory_per_multiprocessor:
+        return 1, 1
+    return 2, 2 if name != "poly_backward_pe" and 2 * two <= gpu.shared_memory_per_multiprocessor else 1
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """Contiguous, and at an address from which v2 can load 16 bytes."""
+    t = t.contiguous()
+    return t.clone() if t.data_ptr() % 16 else t
+
+
+def _rows(t: Tensor) -> "tuple[Tensor, int]":
+    """A tensor (B, T, H, d) as the kernels take it: memory that begins with its first row, and elements from one row (of all heads) to the next."""
+    B, T, H, d = t.shape
+    stride = t.stride(1) if T > 1 else t.stride(0) if B > 1 else H * d
+    fits = t.stride(3) == 1 and (H == 1 or t.stride(2) == d) and (B == 1 or t.stride(0) == T * stride) and stride >= H * d
+    if not fits or t.data_ptr() % 16 or stride * t.element_size() % 16:
+        t, stride = _aligned(t), H * d
+    return t.as_strided((((B * T) - 1) * stride + H * d,), (1,)), stride
+
+
+def _prepared(q_tilde, q, k, v, window):
+    """What all launches take: (memories of q~, q, k, v), T, H, window, and the struct Rows."""
+    T, H = q.shape[1:3]
+    memories, strides = zip(*map(_rows, (q_tilde, q, k, v)))
+    return memories, T, H, min(window, T), _ROWS(*strides)
+
+
+def _launch(name, q, degree, how, grid, before, args):
+    version, stages = how
+    kernel = _kernel(f"{name}_v{version}", q.dtype, q.shape[-1], degree, version, stages)
+    kernel[(grid, 256) if version == 1 else (grid, 128, shared_bytes(name, q.shape[-1], stages))](*before, *args)
+
+
+def _tiles(rows, how):
+    return -(-rows // (32 * how[0]))
+
+
+def launch_forward(q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor, pe: Tensor, coefficients: Tensor, degree: int, window: int, how=None) -> Tensor:
+    """poly_forward. q_tilde, q, k, v: (B, T, H, d); pe: (at least T, d); coefficients: (3,) fp32, contiguous. Returns y (B, T, H, d).
+
+    how: (version, stages); default: plan()."""
+    B, T, H, d = q.shape
+    memories, *numbers, rows = _prepared(q_tilde, q, k, v, window)
+    y, how = torch.empty(B, T, H, d, dtype=q.dtype, device=q.device), how or plan("poly_forward", q)
+    pe = _aligned(pe)
+    _launch("poly_forward", q, degree, how, _tiles(T, how) * B * H, (y,), (*memories, pe, coefficients, *numbers, rows))
+    return y
+
+
+def launch_backward(dy: Tensor, q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor, pe: Tensor, coefficients: Tensor, degree: int, window: int,
+                    how=None) -> "tuple[Tensor, ...]":
+    """poly_backward_q, _kv and _pe, then what adds up their parts. dy: (B, T, H, d). Returns dq_tilde, dq, dk, dv, dpe, dcoefficients."""
+    B, T, H, d = q.shape
+    memories, *numbers, rows = _prepared(q_tilde, q, k, v, window)
+    pe, window = _aligned(pe), numbers[-1]
+    given = (_aligned(dy), *memories, pe, coefficients)
+    dq_tilde, dq, dk, dv = (torch.empty(B, T, H, d, dtype=q.dtype, device=q.device) for _ in range(4))
+    of_q, of_kv, of_pe = (how or plan(name, q) for name in ("poly_backward_q", "poly_backward_kv", "poly_backward_pe"))
+    blocks = _tiles(T, of_q) * B * H
+    sums = torch.empty(blocks, 2, device=q.device)
+    _launch("poly_backward_q", q, degree, of_q, blocks, (dq_tilde, dq, sums), (*given, *numbers, rows))
+    _launch("poly_backward_kv", q, degree, of_kv, _tiles(T, of_kv) * B * H, (dk, dv), (*given, *numbers, rows))
+    diagonals, groups = _tiles(window, of_pe), min(B * H, GROUPS)
+    partial = torch.empty(groups, diagonals * 32 * of_pe[0], d, device=q.device)
+    _launch("poly_backward_pe", q, degree, of_pe, (diagonals, groups), (partial,), (*given, *numbers[:2], B * H, window, rows))
+    dpe, dcoefficients = torch.empty_like(pe), torch.empty_like(coefficients)
+    finish_pe, finish = (_kernel(name, q.dtype, d, degree, *of_pe) for name in ("poly_finish_pe", "poly_finish"))
+    finish_pe[-(-dpe.numel() // 256), 256](dpe, partial, len(pe), partial.shape[1], groups)
+    finish[1, 256](dcoefficients, sums, coefficients, blocks)
+    return dq_tilde, dq, dk, dv, dpe, dcoefficients
+
+
+# ---- the operations that autograd and torch.compile see -------------------------------------------------------------
+
+_SIX = "Tensor q_tilde, Tensor q, Tensor k, Tensor v, Tensor pe, Tensor coefficients, int degree, int window"
+_library.define(f"poly_attention({_SIX}) -> Tensor")
+_library.define(f"poly_attention_backward(Tensor dy, {_SIX}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+
+
+def _all(q, degree) -> "list[Kernel]":
+    how = {name: plan(name, q) for name in ("poly_forward", "poly_backward_q", "poly_backward_kv", "poly_backward_pe")}
+    return [_kernel(f"{name}_v{version}", q.dtype, q.shape[-1], degree, version, stages) for name, (version, stages) in how.items()]
+
+
+def _ours(q, coefficients, degree) -> bool:
+    return takes(q.device) and q.dtype in TYPES and q.numel() > 0 and coefficients.dtype != torch.float64 and usable(q.device, *_all(q, degree))
+
+
+def _forward(q_tilde, q, k, v, pe, coefficients, degree, window):
+    if not _ours(q, coefficients, degree):
+        return reference_poly_attention(q_tilde, q, k, v, pe, coefficients, degree, window).contiguous()
+    return launch_forward(q_tilde, q, k, v, pe, coefficients.float().contiguous(), degree, window)
+
+
+def _backward(dy, q_tilde, q, k, v, pe, coefficients, degree, window):
+    if not _ours(q, coefficients, degree):
+        with torch.enable_grad():
+            inputs = [t.detach().requires_grad_() for t in (q_tilde, q, k, v, pe, coefficients)]
+            found = torch.autograd.grad(reference_poly_attention(*inputs, degree, window), inputs, dy)
+            return tuple(g.contiguous() for g in found)
+    *grads, dcoefficients = launch_backward(dy, q_tilde, q, k, v, pe, coefficients.float().contiguous(), degree, window)
+    return *grads, dcoefficients.to(coefficients.dtype)
+
+
+for _name, _function in (("poly_attention", _forward), ("poly_attention_backward", _backward)):
+    _library.impl(_name, _function, "CPU")
+    _library.impl(_name, _function, "CUDA")
+_empty = lambda t: torch.empty_like(t, memory_format=torch.contiguous_format)
+torch.library.register_fake("gpuaccel::poly_attention", lambda qt, q, k, v, pe, co, degree, window: _empty(v), lib=_library)
+torch.library.register_fake("gpuaccel::poly_attention_backward", lambda dy, qt, q, k, v, pe, co, degree, window: tuple(
+    map(_empty, (qt, q, k, v, pe, co))), lib=_library)
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:6])
+    ctx.numbers = inputs[6:]
+
+
+torch.library.register_autograd(
+    "gpuaccel::poly_attention", lambda ctx, dy: (*torch.ops.gpuaccel.poly_attention_backward(dy, *ctx.saved_tensors, *ctx.numbers), None, None),
+    setup_context=_save, lib=_library)
+
+
+# ---- public ---------------------------------------------------------------------------------------------------------
+
+def poly_attention(q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor, pe: Tensor, coefficients: Tensor, degree: int = 3,
+                   window: "int | None" = None) -> Tensor:
+    """The core of PolyAttention, y_i = sum_j phi_ij v_j. Differentiable in all tensors.
+
+    q_tilde (the query of products with keys), q (of relative positions), k, v: (B, T, H, d), fp32, bf16 or fp16 (fp64 in torch), best as views of
+    one product; pe: (at least T, d) in their dtype; coefficients: (3,) a, b, scale. ArgumentError for what does not fit."""
+    shape = tuple(q.shape)
+    if len(shape) != 4:
+        raise ArgumentError(f"q has shape {shape}; expected (B, T, H, d)")
+    for name, t in (("q_tilde", q_tilde), ("k", k), ("v", v), ("pe", pe)):
+        if name != "pe" and tuple(t.shape) != shape:
+            raise ArgumentError(f"{name} has shape {tuple(t.shape)}; expected {shape}, as q")
+        if t.dtype != q.dtype or t.device != q.device:
+            raise ArgumentError(f"{name} is {t.dtype} on {t.device}; expected {q.dtype} on {q.device}, as q")
+    if pe.dim() != 2 or pe.shape[1] != shape[3] or pe.shape[0] < shape[1]:
+        raise ArgumentError(f"pe has shape {tuple(pe.shape)}; expected at least {shape[1]} positions of width {shape[3]}, as q has")
+    if coefficients.shape != (3,) or coefficients.device != q.device or not coefficients.is_floating_point():
+        raise ArgumentError(f"coefficients is {coefficients.dtype} of shape {tuple(coefficients.shape)} on {coefficients.device}; "
+                            f"expected a, b and scale, (3,), on {q.device}")
+    _check_numbers(degree, window)
+    return torch.ops.gpuaccel.poly_attention(q_tilde, q, k, v, pe, coefficients, degree, window or max(shape[1], 1))
+
+
+def _check_numbers(degree, window):
+    if not isinstance(degree, int) or degree < 1 or degree % 2 == 0:
+        raise ArgumentError(f"degree is {degree!r}; expected an odd number of 1 or more")
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ArgumentError(f"window is {window!r}; expected None, or a whole number of 1 or more")
+
+
+class PolyAttention(nn.Module):
+    """Causal polynomial attention, see the top of this module. x: (..., T, dim), T up to max_positions. No residual inside, no biases.
+
+    degree: p, odd. window: how many positions a token sees, itself included; None: all. low_rank: with the term in chunk means. a, b, scale: where the
+    coefficients begin (scale: 1 / sqrt(max_positions + 1)). w_qkv: (3 dim, dim), three projections as one product; pe: (max_positions + 1, d),
+    N(0, 0.02), shared by the heads; alpha, beta, coefficients in fp32.
+    adaptive_degree: begins at degree 1, and adapt_degree() raises it, up to `degree`. ArgumentError for what does not fit."""
+
+    def __init__(self, dim: int, heads: int, degree: int = 3, window: "int | None" = None, max_positions: int = 1024, *, low_rank: bool = True,
+                 adaptive_degree: bool = False, a: float = 1.0, b: float = 0.0, scale: "float | None" = None, device=None, dtype=None):
+        super().__init__()
+        if dim < 1 or heads < 1 or dim % heads:
+            raise ArgumentError(f"dim is {dim} and heads {heads}; expected a dim that is a multiple of heads")
+        if max_positions < 1:
+            raise ArgumentError(f"max_positions is {max_positions}; expected 1 or more")
+        _check_numbers(degree, window)
+        scale = 1.0 / math.sqrt(max_positions + 1) if scale is None else scale
+        for name, value in (("a", a), ("b", b), ("scale", scale)):
+            if not math.isfinite(value):
+                raise ArgumentError(f"{name} is {value}; expected a finite number")
+        d = dim // heads
+        self.dim, self.heads, self.window, self.max_positions, self.low_rank = dim, heads, window, max_positions, low_rank
+        self.highest, self.degree = degree, 1 if adaptive_degree else degree
+        self.adaptive, self.best, self.waited = adaptive_degree, math.inf, 0
+        self.w_qkv = nn.Linear(dim, 3 * dim, bias=False, device=device, dtype=dtype)
+        self.w_gate = nn.Linear(dim, heads, bias=False, device=device, dtype=dtype)
+        self.w_out = nn.Linear(dim, dim, bias=False, device=device, dtype=dtype)
+        self.pe = nn.Parameter(0.02 * torch.randn(max_positions + 1, d, device=device, dtype=dtype))
+        self.coefficients = nn.Parameter(torch.tensor([a, b, scale], dtype=torch.float32, device=device))
+        self.alpha = nn.Parameter(torch.ones(heads, device=device))
+        self.beta = nn.Parameter(torch.zeros(heads, device=device))
+        self.curve = RichardsCurve("sigmoid", device=device) if low_rank else None
+        self.register_buffer("chunks", chunks_of(d, device) if low_rank else None, persistent=False)
+        self.gate = RichardsCurve("sigmoid", learn=GATE, bounded=True, device=device)
+
+    def query(self, q: Tensor) -> Tensor:
+        """q~ (..., d) of q: what multiplies the keys, in q's dtype."""
+        d = q.shape[-1]
+        if not self.low_rank:
+            return q * (1.0 / math.sqrt(d))
+        wide = q.dtype if q.dtype == torch.float64 else torch.float32
+        chunks, over = self.chunks.to(q.dtype), self.chunks.to(wide).sum(1).reciprocal()
+        u = (q @ chunks.t()).to(wide) * over
+        h = u * self.curve(u) * (over * (0.15 / math.sqrt(len(over))))
+        return q * (1.0 / math.sqrt(d)) + (h.to(q.dtype) @ chunks).to(q.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-1] != self.dim:
+            raise ArgumentError(f"x is {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}; expected a tensor (..., T, {self.dim})")
+        T = x.shape[-2]
+        if T > self.max_positions:
+            raise ArgumentError(f"x has {T} positions; expected at most max_positions, {self.max_positions}")
+        q, k, v = self.w_qkv(x).view(math.prod(x.shape[:-2]), T, 3, self.heads, self.dim // self.heads).unbind(2)
+        y = poly_attention(self.query(q), q, k, v, self.pe.to(q.dtype), self.coefficients, self.degree, self.window)
+        seen = self.w_gate(x)
+        e = self.gate(self.alpha * seen.to(torch.promote_types(seen.dtype, torch.float32)) + self.beta)
+        e = torch.where(e > LEAST_GATE, e, 0.0).to(y.dtype)
+        return self.w_out((y.view(*e.shape, y.shape[-1]) * e.unsqueeze(-1)).flatten(-2))
+
+    def set_degree(self, degree: int):
+        """Another degree, from the next forward on. A step that a graph holds goes on with the old one: capture it again."""
+        _check_numbers(degree, None)
+        self.degree = degree
+
+    def adapt_degree(self, loss: float, patience: int = 100, gain: float = 0.01) -> int:
+        """With adaptive_degree: told the loss after each step, or every so often, this raises the degree by 2, up to the one that was asked for, where the
+        loss has not fallen by `gain` of itself within `patience` calls. Returns the degree.
+
+        Of RustGPT's rule only its frame is known (it begins at 1, goes in odd steps up to 7, rests after a change); when to go up is ours."""
+        if not self.adaptive:
+            raise ArgumentError("this layer's degree is fixed; expected one made with adaptive_degree=True")
+        self.waited += 1
+        if loss < self.best * (1.0 - gain) if math.isfinite(self.best) else math.isfinite(loss):
+            self.best, self.waited = loss, 0
+        elif self.waited >= patience and self.degree < self.highest:
+            self.degree, self.waited = self.degree + 2, 0
+        return self.degree
+
+    def extra_repr(self):
+        return f"{self.dim}, heads={self.heads}, degree={self.degree}, window={self.window}, max_positions={self.max_positions}"

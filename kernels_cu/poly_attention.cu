@@ -1,0 +1,954 @@
+// poly_attention: causal attention whose weights are a polynomial of the scores instead of their softmax, and its gradients.
+//
+//   s_ij = q~_i . k_j + q_i . PE[i - j]       c = 8 tanh(s / 8)       phi_ij = scale (a c^p + b) for 0 <= i - j < window, else exactly 0
+//   y_i = sum over j of phi_ij v_j
+//
+// q~ is the query with everything of the score that is a product with the key folded in (poly_attention.py); p is odd. With dphi_ij = dy_i . v_j:
+//
+//   dv_j = sum_i phi_ij dy_i        ds_ij = dphi_ij scale a p c^(p-1) (1 - tanh^2(s / 8))        dk_j = sum_i ds_ij q~_i
+//   dq~_i = sum_j ds_ij k_j         dq_i = sum_j ds_ij PE[i - j]         dPE[r] = sum_i ds_i,i-r q_i (over batches and heads, too)
+//   and of all dphi c^p and all dphi the two sums that da, db and dscale are made of.
+//
+// Shapes: B batch, T time, H heads, d HEAD, the width of a head; a row of a head is contiguous, rows may lie apart (columns of one product).
+// There is no maximum and no sum to divide by, so nothing but the inputs is kept for the backward, and tiles come in any order.
+//
+// Work: per head, the causal half of all pairs times d is a unit, T^2 d / 2 multiply-adds. Forward: s, its part with PE, y: 3 units. Backward, where each
+// kernel computes s, PE's part and dphi again: dq~ and dq 5, dk and dv 5, dPE 4. At T = 2048, 16 heads of 64, a unit is 4.3 GFLOP per sequence, forward and
+// backward are 73; v2 does 83 (3.25, then 5.5, 6 and 4.5 units: a tile's diagonals need more rows of PE than it has queries). Bytes are few: every
+// row once, and for 64 queries the rows of all keys before them, from L2. Memory is O(T): inputs, outputs, and partial sums of dPE.
+//
+// What is hard is that PE is indexed by i - j. A tile of queries and keys needs PE of as many differences as it has diagonals, and each row of the
+// product q PE^T is shifted against the same row of s by one more: that is put right between the two products, never in memory as T x T.
+//
+// The ladder:
+//   torch          T x T matrices in memory: scores, q PE^T and its shifted copy, tanh, powers; and all once more for the backward.
+//   *_v1           tiles of 32 x 32 pairs, fp32 multiply-adds from shared memory, 32 channels at a time. The shift: PE's row is chosen by lane and query, from
+//                  shared memory with an odd row length. Any type, any width, any GPU.
+//   *_v2           tiles of 64 x 64 pairs of bf16 on tensor cores (mma.sync m16n8k16, sm_80 and newer), widths that are multiples of 16 up to 128, sums in fp32; phi
+//                  and ds are rounded to bf16 for the products that follow. The shift is done by shuffles. The next tiles are on their way (cp.async)
+//                  while these are computed. Per tile a warp does 104, 176, 192 and 144 mma (d = 64; forward, backward_q, _kv, _pe) and reads shared memory
+//                  52, 88, 100 and 88 times, 512 bytes each: at 128 bytes per clock for four warps that, not the tensor cores, is the limit.
+//
+// The backward is three launches, because each sums over another index: keys (backward_q), queries (backward_kv), both along a diagonal (backward_pe).
+// So every sum is taken by one thread block in a fixed order, without atomics; dPE's is taken for groups of (batch, head), which poly_finish_pe adds up.
+
+#ifndef DATA_T
+#define DATA_T float          // q~, q, k, v, PE, y and their gradients
+#endif
+#ifndef HEAD
+#define HEAD 64               // width of a head
+#endif
+#ifndef DEGREE
+#define DEGREE 3
+#endif
+#ifndef VERSION
+#define VERSION 1             // which kernels have a body: those of the other one would only cost time to compile
+#endif
+#define ALL 0xffffffffu
+
+struct Rows {                 // where the rows of q~, q, k and v lie: row t of head h of sequence b at (b T + t) stride + h HEAD, in elements
+    int q_tilde, q, k, v;
+};
+
+struct Scale { float weight, offset, slope; };        // scale a, scale b, 4 scale a p
+
+__device__ __forceinline__ Scale scale_of(const float* coefficients) {
+    float a = coefficients[0], b = coefficients[1], scale = coefficients[2];
+    Scale found = {scale * a, scale * b, 4.0f * scale * a * DEGREE};
+    return found;
+}
+
+// Two special functions of the GPU, to about 2 units of the last place; what is smaller than 2^-126 is 0.
+__device__ __forceinline__ float power_of_two(float x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return exp2f(x);
+#endif
+}
+__device__ __forceinline__ float one_over(float x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return 1.0f / x;
+#endif
+}
+
+// Of one score: c^p, and its derivative over 4 p, c^(p-1) (1 - tanh^2) / 4. With e = exp(-|s| / 4), tanh(|s| / 8) = (1 - e) / (1 + e) = 2 / (1 + e) - 1 and
+// 1 - tanh^2 = 4 e / (1 + e)^2, which has no difference in it.
+struct Power { float power, rise; };
+
+__device__ __forceinline__ Power power_of(float s) {
+#if VERSION == 1
+    float e = expf(-0.25f * fabsf(s)), over = 1.0f / (1.0f + e), c = -8.0f * expm1f(-0.25f * fabsf(s)) * over;
+#else
+    float e = power_of_two(-0.36067376f * fabsf(s)), over = one_over(1.0f + e), c = 16.0f * over - 8.0f;      // c is off by 2e-6 at most
+#endif
+    float square = c * c, even = 1.0f;
+    #pragma unroll
+    for (int k = 1; k < DEGREE; k += 2) even *= square;
+    Power found = {copysignf(even * c, s), even * (e * over * over)};
+    return found;
+}
+
+// Sums of all threads, in a fixed order: a tree over each warp, then over the warps. `warps`: shared memory.
+template <int count> __device__ __forceinline__ void write_sums(float* to, float (&sums)[2], float (*warps)[2]) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        for (int far = 16; far > 0; far /= 2) sums[i] += __shfl_down_sync(ALL, sums[i], far);
+        if (lane == 0) warps[warp][i] = sums[i];
+    }
+    __syncthreads();
+    if (threadIdx.x < 2) {
+        float sum = 0.0f;
+        for (int w = 0; w < count; w++) sum += warps[w][threadIdx.x];
+        to[threadIdx.x] = sum;
+    }
+}
+
+struct Head {                                 // the rows of one head of one sequence
+    const DATA_T* q_tilde, * q, * k, * v, * dy, * pe;
+    Rows stride;
+    int T, window, wide;                      // wide: H * HEAD, from one row of y to the next
+    long long out;                            // where this head's first row of y is
+};
+
+__device__ __forceinline__ Head head_of(int which, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k, const DATA_T* v, const DATA_T* dy,
+                                        const DATA_T* pe, Rows stride, int T, int H, int window) {
+    long long b = which / H, h = which % H, row = b * T;
+    long long out = row * H * HEAD + h * HEAD;
+    Head head = {q_tilde + row * stride.q_tilde + h * HEAD, q + row * stride.q + h * HEAD, k + row * stride.k + h * HEAD, v + row * stride.v + h * HEAD,
+                 dy + out, pe, stride, T, window, H * HEAD, out};
+    return head;
+}
+
+// ---- v1: fp32, 32 x 32 pairs ----
+
+#define TILE 32
+#define PARTS ((HEAD + 31) / 32)              // of 32 channels; the last one's missing channels are zeros
+#define WARPS 8
+#define MINE (TILE / WARPS)                   // rows of a tile that a warp takes
+
+#if VERSION == 1
+struct Shared {                               // 32 channels of the rows that a tile needs; one float behind each row, against bank conflicts
+    float q_tilde[TILE][33], q[TILE][33], dy[TILE][33];
+    float k[2 * TILE][33], v[2 * TILE][33], pe[2 * TILE][33];
+    float weight[TILE][33];                   // phi or ds of the tile
+};
+
+// Channels `part` of `count` rows from row `first`; rows outside of 0 .. rows - 1 are zeros.
+__device__ __forceinline__ void fetch(float (*to)[33], const DATA_T* from, long long stride, int first, int count, int rows, int part) {
+    for (int i = threadIdx.x; i < count * 32; i += 32 * WARPS) {
+        int row = first + i / 32, c = 32 * part + i % 32;
+        to[i / 32][i % 32] = row >= 0 && row < rows && c < HEAD ? as_float(from[row * stride + c]) : 0.0f;
+    }
+}
+
+// Scores, and dphi where `back`, of queries i0 .. and keys x0 .. (or, where `by_diagonal`, differences x0 ..): a lane has one of these, a warp MINE
+// queries. What is 0 because it is masked is made so by `valid`.
+template <bool by_diagonal, bool back> __device__ __forceinline__ void scores(Shared& m, const Head& x, int i0, int x0, float (&s)[MINE], float (&dphi)[MINE],
+                                                                             bool (&valid)[MINE]) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int key = by_diagonal ? i0 - x0 - (TILE - 1) : x0, keys = by_diagonal ? 2 * TILE - 1 : TILE;
+    int diagonal = by_diagonal ? x0 : i0 - x0 - (TILE - 1), diagonals = by_diagonal ? TILE : 2 * TILE - 1;
+    #pragma unroll
+    for (int r = 0; r < MINE; r++) {
+        int i = i0 + warp * MINE + r, far = by_diagonal ? x0 + lane : i - x0 - lane;
+        valid[r] = i < x.T && far >= 0 && far <= i && far < x.window;
+        s[r] = dphi[r] = 0.0f;
+    }
+    for (int part = 0; part < PARTS; part++) {
+        __syncthreads();
+        fetch(m.q_tilde, x.q_tilde, x.stride.q_tilde, i0, TILE, x.T, part);
+        fetch(m.q, x.q, x.stride.q, i0, TILE, x.T, part);
+        fetch(m.k, x.k, x.stride.k, key, keys, x.T, part);
+        fetch(m.pe, x.pe, HEAD, diagonal, diagonals, x.T, part);
+        if (back) {
+            fetch(m.dy, x.dy, x.wide, i0, TILE, x.T, part);
+            fetch(m.v, x.v, x.stride.v, key, keys, x.T, part);
+        }
+        __syncthreads();
+        #pragma unroll
+        for (int r = 0; r < MINE; r++) {
+            int i = warp * MINE + r, shifted = i - lane + TILE - 1, at = by_diagonal ? shifted : lane, far = by_diagonal ? lane : shifted;
+            float sum = s[r], other = dphi[r];
+            #pragma unroll 8
+            for (int c = 0; c < 32; c++) {
+                sum += m.q_tilde[i][c] * m.k[at][c] + m.q[i][c] * m.pe[far][c];
+                if (back) other += m.dy[i][c] * m.v[at][c];
+            }
+            s[r] = sum;
+            dphi[r] = other;
+        }
+    }
+}
+
+// sums[r][part] += weight[row][x] * from[x], for the warp's rows, or its columns of weight.
+template <bool columns> __device__ __forceinline__ void add_rows(float (&sums)[MINE][PARTS], const Shared& m, const float (*from)[33], int part) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    #pragma unroll 8
+    for (int x = 0; x < TILE; x++) {
+        float value = from[x][lane];
+        #pragma unroll
+        for (int r = 0; r < MINE; r++) sums[r][part] += m.weight[columns ? x : warp * MINE + r][columns ? warp * MINE + r : x] * value;
+    }
+}
+
+__device__ __forceinline__ void write_rows(DATA_T* to, const float (&sums)[MINE][PARTS], long long stride, int first, int rows) {
+    #pragma unroll
+    for (int r = 0; r < MINE; r++) {
+        int row = first + threadIdx.x / 32 * MINE + r;
+        #pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+            int c = 32 * part + threadIdx.x % 32;
+            if (row < rows && c < HEAD) store(to + row * stride + c, sums[r][part]);
+        }
+    }
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(256, 1) poly_forward_v1(
+    DATA_T* y,                                // (B, T, H, d)
+    const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k, const DATA_T* v,      // (B, T, H, d), rows apart
+    const DATA_T* pe,                         // (at least T, d)
+    const float* coefficients,                // a, b, scale
+    int T, int H, int window, Rows stride)
+{
+#if VERSION == 1
+    __shared__ Shared m;
+    int tiles = (T + TILE - 1) / TILE, heads = gridDim.x / tiles, i0 = (tiles - 1 - blockIdx.x / heads) * TILE;      // the longest first
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, q, pe, stride, T, H, window);
+    Scale scale = scale_of(coefficients);
+    float sums[MINE][PARTS] = {}, s[MINE], unused[MINE];
+    bool valid[MINE];
+    for (int j0 = max(0, i0 - window + 1) / TILE * TILE; j0 <= i0; j0 += TILE) {
+        scores<false, false>(m, x, i0, j0, s, unused, valid);
+        #pragma unroll
+        for (int r = 0; r < MINE; r++) m.weight[warp * MINE + r][lane] = valid[r] ? scale.weight * power_of(s[r]).power + scale.offset : 0.0f;
+        #pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+            __syncthreads();
+            fetch(m.v, x.v, stride.v, j0, TILE, T, part);
+            __syncthreads();
+            add_rows<false>(sums, m, m.v, part);
+        }
+    }
+    write_rows(y + x.out, sums, x.wide, i0, T);
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_q_v1(
+    DATA_T* dq_tilde, DATA_T* dq,             // (B, T, H, d)
+    float* partial,                           // (blocks, 2) sums of dphi c^p and of dphi
+    const DATA_T* dy, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k, const DATA_T* v, const DATA_T* pe, const float* coefficients,
+    int T, int H, int window, Rows stride)
+{
+#if VERSION == 1
+    __shared__ Shared m;
+    __shared__ float warps[WARPS][2];
+    int tiles = (T + TILE - 1) / TILE, heads = gridDim.x / tiles, i0 = (tiles - 1 - blockIdx.x / heads) * TILE;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, dy, pe, stride, T, H, window);
+    Scale scale = scale_of(coefficients);
+    float by_k[MINE][PARTS] = {}, by_pe[MINE][PARTS] = {}, s[MINE], dphi[MINE], totals[2] = {};
+    bool valid[MINE];
+    for (int j0 = max(0, i0 - window + 1) / TILE * TILE; j0 <= i0; j0 += TILE) {
+        scores<false, true>(m, x, i0, j0, s, dphi, valid);
+        #pragma unroll
+        for (int r = 0; r < MINE; r++) {
+            Power at = power_of(s[r]);
+            m.weight[warp * MINE + r][lane] = valid[r] ? dphi[r] * scale.slope * at.rise : 0.0f;
+            totals[0] += valid[r] ? dphi[r] * at.power : 0.0f;
+            totals[1] += valid[r] ? dphi[r] : 0.0f;
+        }
+        #pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+            __syncthreads();
+            fetch(m.k, x.k, stride.k, j0, TILE, T, part);
+            fetch(m.pe, x.pe, HEAD, i0 - j0 - (TILE - 1), 2 * TILE - 1, T, part);
+            __syncthreads();
+            add_rows<false>(by_k, m, m.k, part);
+            for (int j = 0; j < TILE; j++)
+                #pragma unroll
+                for (int r = 0; r < MINE; r++) by_pe[r][part] += m.weight[warp * MINE + r][j] * m.pe[warp * MINE + r - j + TILE - 1][lane];
+        }
+    }
+    write_rows(dq_tilde + x.out, by_k, x.wide, i0, T);
+    write_rows(dq + x.out, by_pe, x.wide, i0, T);
+    write_sums<WARPS>(partial + 2 * (long long)blockIdx.x, totals, warps);
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_kv_v1(
+    DATA_T* dk, DATA_T* dv,                   // (B, T, H, d)
+    const DATA_T* dy, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k, const DATA_T* v, const DATA_T* pe, const float* coefficients,
+    int T, int H, int window, Rows stride)
+{
+#if VERSION == 1
+    __shared__ Shared m;
+    int tiles = (T + TILE - 1) / TILE, heads = gridDim.x / tiles, j0 = blockIdx.x / heads * TILE;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, dy, pe, stride, T, H, window);
+    Scale scale = scale_of(coefficients);
+    float of_k[MINE][PARTS] = {}, of_v[MINE][PARTS] = {}, s[MINE], dphi[MINE];
+    bool valid[MINE];
+    for (int i0 = j0; i0 < T && i0 - j0 - (TILE - 1) < window; i0 += TILE) {
+        scores<false, true>(m, x, i0, j0, s, dphi, valid);
+        for (int pass = 0; pass < 2; pass++) {            // phi with dy, then ds with q~: one after the other in the same memory
+            __syncthreads();
+            #pragma unroll
+            for (int r = 0; r < MINE; r++) {
+                Power at = power_of(s[r]);
+                m.weight[warp * MINE + r][lane] = !valid[r] ? 0.0f : pass == 0 ? scale.weight * at.power + scale.offset : dphi[r] * scale.slope * at.rise;
+            }
+            #pragma unroll
+            for (int part = 0; part < PARTS; part++) {
+                __syncthreads();
+                fetch(m.dy, pass == 0 ? x.dy : x.q_tilde, pass == 0 ? x.wide : stride.q_tilde, i0, TILE, T, part);
+                __syncthreads();
+                if (pass == 0) add_rows<true>(of_v, m, m.dy, part);
+                else add_rows<true>(of_k, m, m.dy, part);
+            }
+        }
+    }
+    write_rows(dk + x.out, of_k, x.wide, j0, T);
+    write_rows(dv + x.out, of_v, x.wide, j0, T);
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
+    float* partial,                           // (groups, blocks.x * 32, d)
+    const DATA_T* dy, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k, const DATA_T* v, const DATA_T* pe, const float* coefficients,
+    int T, int H, int heads, int window, Rows stride)     // heads: B * H
+{
+#if VERSION == 1
+    __shared__ Shared m;
+    int r0 = blockIdx.x * TILE, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Scale scale = scale_of(coefficients);
+    float of_pe[MINE][PARTS] = {}, s[MINE], dphi[MINE];
+    bool valid[MINE];
+    for (int which = blockIdx.y; which < heads; which += gridDim.y) {
+        Head x = head_of(which, q_tilde, q, k, v, dy, pe, stride, T, H, window);
+        for (int i0 = r0; i0 < T; i0 += TILE) {
+            scores<true, true>(m, x, i0, r0, s, dphi, valid);
+            #pragma unroll
+            for (int r = 0; r < MINE; r++) m.weight[warp * MINE + r][lane] = valid[r] ? dphi[r] * scale.slope * power_of(s[r]).rise : 0.0f;
+            #pragma unroll
+            for (int part = 0; part < PARTS; part++) {
+                __syncthreads();
+                fetch(m.q, x.q, stride.q, i0, TILE, T, part);
+                __syncthreads();
+                add_rows<true>(of_pe, m, m.q, part);
+            }
+        }
+    }
+    float* to = partial + ((long long)blockIdx.y * gridDim.x * TILE + r0) * HEAD;
+    for (int r = 0; r < MINE; r++)
+        #pragma unroll
+        for (int part = 0; part < PARTS; part++)
+            if (32 * part + lane < HEAD) to[(long long)(warp * MINE + r) * HEAD + 32 * part + lane] = of_pe[r][part];
+#endif
+}
+
+// ---- v2: bf16 on tensor cores, 64 x 64 pairs ----
+// Four warps. In the forward and in backward_q a warp has 16 queries of the block's 64, in backward_kv 16 keys, in backward_pe 16 queries and then 16
+// differences. A product of a warp is made of m16n8k16: a 16 x 16 factor a in four registers of each lane, b, of which two 16 x 8 are read at a time,
+// and sums c. Lane 4 g + t has rows g and g + 8 of a and c, columns g of b: c[0], c[1] at row g, columns 2t and 2t + 1, c[2], c[3] at row g + 8.
+// Two c side by side, rounded, are an a again: so phi and ds go from one product into the next without leaving the registers.
+//
+// Along the diagonal: of 16 queries and 64 keys, query r and key j have difference r - j + 63 above the smallest one; there are 79, and 80 rows of PE are
+// multiplied. What belongs to one pair lies in the same four lanes in both products, and at a distance that depends on the lane alone: column j of row g
+// is column (7 + g - j) mod 8 of one of two neighbouring 16 x 8. So a shuffle and two selections per element do what would take a round through
+// shared memory (skewed). The same goes back from pairs to differences (ds, for dq = ds PE), with zeros beside the band.
+
+#ifndef STAGES
+#define STAGES 2              // 2: the next tiles are loaded while these are computed
+#endif
+#define SIDE 64               // rows of a tile
+#define LD (HEAD + 8)         // elements from one row of a tile to the next: 16 bytes more, so that eight rows lie in different banks
+#define STEPS (HEAD / 16)
+#define NARROW 72             // the same of ds in backward_pe
+#define TENSOR_THREADS 128
+
+#if VERSION == 2
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define TENSOR_CORES 1
+#define PIECE __device__ __forceinline__
+#else
+#define TENSOR_CORES 0        // the same products, lane by lane, through shared memory: to be run anywhere, not to be fast
+#define PIECE __device__ __noinline__
+#endif
+
+typedef float Sums[2][4];     // 16 x 16 of a product
+
+// A tile of 64 rows from row `first` on its way into shared memory; rows outside of 0 .. rows - 1 are zeros. Complete after arrived().
+__device__ __forceinline__ void ask(bf16* to, const bf16* from, int stride, int first, int rows) {
+    const int across = HEAD / 8, down = TENSOR_THREADS / across;         // 16 bytes each; rows at a time
+    int r = threadIdx.x / across, c = threadIdx.x % across * 8;
+    const bf16* source = from + (long long)(first + r) * stride + c;
+    to += r * LD + c;
+    #pragma unroll
+    for (int k = 0; k < SIDE; k += down, source += down * stride) {
+        if ((TENSOR_THREADS % across || SIDE % down) && (r >= down || r + k >= SIDE)) continue;
+        bool there = (unsigned)(first + r + k) < (unsigned)rows;
+#if TENSOR_CORES
+        unsigned at = (unsigned)__cvta_generic_to_shared(to + k * LD);   // of 0 bytes nothing is read, wherever that is
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(source), "r"(there ? 16 : 0) : "memory");
+#else
+        *reinterpret_cast<uint4*>(to + k * LD) = there ? *reinterpret_cast<const uint4*>(source) : make_uint4(0, 0, 0, 0);
+#endif
+    }
+}
+__device__ __forceinline__ void asked() {               // what was asked for since the last time is a group
+#if TENSOR_CORES
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+// All groups are there but the last `open`; for all threads.
+template <int open> __device__ __forceinline__ void arrived() {
+#if TENSOR_CORES
+    asm volatile("cp.async.wait_group %0;" :: "n"(open) : "memory");
+#endif
+    __syncthreads();
+}
+
+// A 16 x 16 part of a tile, as four 8 x 8: by_columns says whether the second one is to the right of the first (else below). Transposed: a lane has two
+// rows of one column instead of two columns of one row.
+template <bool by_columns, bool transposed, int ld> PIECE void fragments(unsigned (&x)[4], const bf16* part) {
+    int lane = threadIdx.x % 32;
+#if TENSOR_CORES
+    int m = lane / 8, row = 8 * (by_columns ? m / 2 : m % 2) + lane % 8, column = 8 * (by_columns ? m % 2 : m / 2);
+    unsigned at = (unsigned)__cvta_generic_to_shared(part + row * ld + column);
+    if (transposed) asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+    else asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                      : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+#else
+    for (int m = 0; m < 4; m++) {
+        const bf16* corner = part + 8 * (by_columns ? m / 2 : m % 2) * ld + 8 * (by_columns ? m % 2 : m / 2);
+        int g = lane / 4, t = lane % 4;
+        x[m] = transposed ? corner[2 * t * ld + g].bits | (unsigned)corner[(2 * t + 1) * ld + g].bits << 16
+                          : *reinterpret_cast<const unsigned*>(corner + g * ld + 2 * t);
+    }
+#endif
+}
+
+// c (16 x 8) += a (16 x 16) b (16 x 8)
+PIECE void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+#if TENSOR_CORES
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    __shared__ unsigned exchange[TENSOR_THREADS][6];
+    unsigned (*warp)[6] = exchange + threadIdx.x / 32 * 32;
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; i++) warp[lane][i] = a[i];
+    warp[lane][4] = b0;
+    warp[lane][5] = b1;
+    __syncwarp();
+    for (int k = 0; k < 8; k++)                         // two of the 16 at a time
+        for (int i = 0; i < 4; i++) {
+            unsigned x = warp[4 * g + k % 4][k / 4 * 2 + i / 2], y = warp[4 * (2 * t + i % 2) + k % 4][4 + k / 4];
+            c[i] += low_as_float(x) * low_as_float(y) + high_as_float(x) * high_as_float(y);
+        }
+    __syncwarp();
+#endif
+}
+
+__device__ __forceinline__ unsigned pair(float low, float high) {
+#if TENSOR_CORES
+    unsigned both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+#else
+    return as_bf16(low).bits | (unsigned)as_bf16(high).bits << 16;
+#endif
+}
+// 16 x 16 sums as a factor.
+__device__ __forceinline__ void as_factor(unsigned (&a)[4], const Sums& c) {
+    a[0] = pair(c[0][0], c[0][1]);
+    a[1] = pair(c[0][2], c[0][3]);
+    a[2] = pair(c[1][0], c[1][1]);
+    a[3] = pair(c[1][2], c[1][3]);
+}
+
+// Sixteen rows of a tile as the left factor: kept in registers, or read again each time.
+template <bool kept> struct Left {
+    unsigned a[kept ? STEPS : 1][4];
+    const bf16* rows;
+    __device__ __forceinline__ void begin(const bf16* from) {
+        rows = from;
+        if (kept)
+            #pragma unroll
+            for (int k = 0; k < STEPS; k++) fragments<false, false, LD>(a[kept ? k : 0], from + 16 * k);
+    }
+    __device__ __forceinline__ void at(unsigned (&x)[4], int k) const {
+        if (!kept) fragments<false, false, LD>(x, rows + 16 * k);
+        else
+            #pragma unroll
+            for (int i = 0; i < 4; i++) x[i] = a[kept ? k : 0][i];
+    }
+};
+
+__device__ __forceinline__ void clear(Sums& c) {
+    #pragma unroll
+    for (int i = 0; i < 8; i++) c[i / 4][i % 4] = 0.0f;
+}
+__device__ __forceinline__ void copy(Sums& to, const Sums& c) {
+    #pragma unroll
+    for (int i = 0; i < 8; i++) to[i / 4][i % 4] = c[i / 4][i % 4];
+}
+
+// c (16 x 16) += left (16 x d) times 16 rows of a tile, transposed.
+template <bool kept> __device__ __forceinline__ void add_scores(Sums& c, const Left<kept>& left, const bf16* rows) {
+    #pragma unroll (kept ? STEPS : 2)
+    for (int k = 0; k < STEPS; k++) {
+        unsigned a[4], b[4];
+        left.at(a, k);
+        fragments<true, false, LD>(b, rows + 16 * k);
+        multiply(c[0], a, b[0], b[1]);
+        multiply(c[1], a, b[2], b[3]);
+    }
+}
+
+// The same for two left factors: the sixteen rows are read once.
+template <bool kept> __device__ __forceinline__ void add_scores(Sums& c, Sums& other, const Left<kept>& left, const Left<kept>& below, const bf16* rows) {
+    #pragma unroll (kept ? STEPS : 2)
+    for (int k = 0; k < STEPS; k++) {
+        unsigned a[4], b[4];
+        fragments<true, false, LD>(b, rows + 16 * k);
+        left.at(a, k);
+        multiply(c[0], a, b[0], b[1]);
+        multiply(c[1], a, b[2], b[3]);
+        below.at(a, k);
+        multiply(other[0], a, b[0], b[1]);
+        multiply(other[1], a, b[2], b[3]);
+    }
+}
+
+// sums (16 x d) += a (16 x 16) times 16 rows of a tile.
+__device__ __forceinline__ void add_product(float (&sums)[2 * STEPS][4], const unsigned (&a)[4], const bf16* rows) {
+    #pragma unroll
+    for (int n = 0; n < STEPS; n++) {
+        unsigned b[4];
+        fragments<false, true, LD>(b, rows + 16 * n);
+        multiply(sums[2 * n], a, b[0], b[1]);
+        multiply(sums[2 * n + 1], a, b[2], b[3]);
+    }
+}
+
+// Sixteen rows of the 128 that two tiles make, one behind the other.
+__device__ __forceinline__ const bf16* sixteen(const bf16* first, const bf16* second, int which) {
+    return which < 4 ? first + 16 * which * LD : second + 16 * (which - 4) * LD;
+}
+
+// Between pairs and differences, rows are queries: element j of row r of `to` is element r - j + 15 of the 32 that `first` and `second` make. The lane that
+// has it is asked by one lane only, and knows whether that one's element lies in the lower or in the upper of two 16 x 8.
+__device__ __forceinline__ void skewed(Sums& to, const Sums& first, const Sums& second) {
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    #pragma unroll
+    for (int e = 0; e < 2; e++) {
+        int from = lane - t + (7 + g - 2 * t - e) % 8 / 2;
+        bool odd = (g + e) % 2 == 0, upper = g + (e == 0) > 2 * t + odd;          // of what this lane gives
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            float x[4];
+            #pragma unroll
+            for (int n = 0; n < 4; n++) {
+                const Sums& of = n < 2 ? first : second;
+                x[n] = odd ? of[n % 2][2 * h + 1] : of[n % 2][2 * h];
+            }
+            #pragma unroll
+            for (int i = 0; i < 2; i++) to[i][2 * h + e] = __shfl_sync(ALL, upper ? x[2 - i + h] : x[1 - i + h], from);
+        }
+    }
+}
+
+// The same where keys are the rows and queries the columns: element r of row j of `to` is row r - j + 15 of the 32 that `first` and `second` make.
+__device__ __forceinline__ void skewed_down(Sums& to, const Sums& first, const Sums& second) {
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    #pragma unroll
+    for (int e = 0; e < 2; e++) {
+        int from = 4 * ((7 + 2 * t + e - g) % 8) + t;
+        bool upper = 2 * t + e > g;
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float x[4] = {first[i][e], first[i][2 + e], second[i][e], second[i][2 + e]};
+            #pragma unroll
+            for (int h = 0; h < 2; h++) to[i][2 * h + e] = __shfl_sync(ALL, upper ? x[2 + i - h] : x[1 + i - h], from);
+        }
+    }
+}
+
+// Rows `first` + the warp's 16 of (T, H, d), rounded.
+__device__ __forceinline__ void write_tile(bf16* to, const float (&sums)[2 * STEPS][4], long long stride, int first, int rows) {
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row = first + threadIdx.x / 32 * 16 + g;
+    #pragma unroll
+    for (int n = 0; n < 2 * STEPS; n++)
+        #pragma unroll
+        for (int i = 0; i < 2; i++)
+            if (row + 8 * i < rows) *reinterpret_cast<unsigned*>(to + (row + 8 * i) * stride + 8 * n + 2 * t) = pair(sums[n][2 * i], sums[n][2 * i + 1]);
+}
+
+// Of element e of 16 x 16 sums: its row and its column.
+#define ROW(e) (g + 8 * ((e) % 4 / 2))
+#define COLUMN(e) (8 * ((e) / 4) + 2 * t + (e) % 2)
+#define OF(c, e) c[(e) / 4][(e) % 4]
+
+#endif
+
+extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_forward_v2(
+    bf16* y,                                  // (B, T, H, d)
+    const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v,              // (B, T, H, d), rows apart; 16-byte aligned
+    const bf16* pe,                           // (at least T, d)
+    const float* coefficients,                // a, b, scale
+    int T, int H, int window, Rows stride)
+{
+#if VERSION == 2
+    extern __shared__ __align__(16) unsigned char memory[];
+    const bool kept = HEAD <= 64;                        // else there are too many registers; then the block's own rows stay in shared memory
+    bf16* of_k = reinterpret_cast<bf16*>(memory), * of_v = of_k + STAGES * SIDE * LD, * of_pe = of_v + STAGES * SIDE * LD;      // of_pe: STAGES + 1 tiles
+    bf16* own = kept ? of_k : of_pe + (STAGES + 1) * SIDE * LD;
+    int tiles = (T + SIDE - 1) / SIDE, heads = gridDim.x / tiles, tile = tiles - 1 - blockIdx.x / heads, i0 = tile * SIDE;      // the longest first
+    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, q, pe, stride, T, H, window);
+    Scale scale = scale_of(coefficients);
+    Left<kept> left_k, left_pe;
+    ask(own, x.q_tilde, stride.q_tilde, i0, T);
+    ask(own + SIDE * LD, x.q, stride.q, i0, T);
+    asked();
+    arrived<0>();
+    left_k.begin(own + 16 * warp * LD);
+    left_pe.begin(own + (SIDE + 16 * warp) * LD);
+    __syncthreads();
+    int steps = tile - max(0, i0 - window + 1) / SIDE + 1;              // from the diagonal tile to the left
+    auto ask_for = [&](int s) {
+        ask(of_k + s % STAGES * SIDE * LD, x.k, stride.k, i0 - s * SIDE, T);
+        ask(of_v + s % STAGES * SIDE * LD, x.v, stride.v, i0 - s * SIDE, T);
+        ask(of_pe + (s + 1) % (STAGES + 1) * SIDE * LD, x.pe, HEAD, (s + 1) * SIDE - 63, T);
+    };
+    ask(of_pe, x.pe, HEAD, -63, T);
+    ask_for(0);
+    asked();
+    float sums[2 * STEPS][4] = {};
+    auto compute = [&](int s, bool masked) {
+        const bf16* keys = of_k + s % STAGES * SIDE * LD, * values = of_v + s % STAGES * SIDE * LD;
+        const bf16* near = of_pe + s % (STAGES + 1) * SIDE * LD, * far = of_pe + (s + 1) % (STAGES + 1) * SIDE * LD;
+        Sums lower, upper = {};                          // q PE^T of 16 differences each
+        add_scores(upper, left_pe, sixteen(near, far, warp + 4));
+        #pragma unroll 2
+        for (int part = 0; part < 4; part++) {           // 16 keys
+            Sums c;
+            clear(lower);
+            add_scores(lower, left_pe, sixteen(near, far, warp + 3 - part));
+            skewed(c, lower, upper);
+            copy(upper, lower);
+            add_scores(c, left_k, keys + 16 * part * LD);
+            #pragma unroll
+            for (int e = 0; e < 8; e++) {
+                int by = s * SIDE + 16 * (warp - part) + ROW(e) - COLUMN(e);
+                float phi = scale.weight * power_of(OF(c, e)).power + scale.offset;
+                OF(c, e) = !masked || (by >= 0 && by < window) ? phi : 0.0f;
+            }
+            unsigned a[4];
+            as_factor(a, c);
+            add_product(sums, a, values + 16 * part * LD);
+        }
+    };
+    for (int s = 0; s < steps; s++) {
+        if (STAGES == 2 && s + 1 < steps) { ask_for(s + 1); asked(); arrived<1>(); }
+        else arrived<0>();
+        if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window) compute(s, true);     // a body of its own, with comparisons
+        else compute(s, false);
+        __syncthreads();
+        if (STAGES == 1 && s + 1 < steps) { ask_for(s + 1); asked(); }
+    }
+    write_tile(y + x.out, sums, x.wide, i0, T);
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_q_v2(
+    bf16* dq_tilde, bf16* dq,                 // (B, T, H, d)
+    float* partial,                           // (blocks, 2) sums of dphi c^p and of dphi
+    const bf16* dy, const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v, const bf16* pe, const float* coefficients,
+    int T, int H, int window, Rows stride)
+{
+#if VERSION == 2
+    extern __shared__ __align__(16) unsigned char memory[];
+    const bool kept = HEAD <= 64;
+    bf16* of_k = reinterpret_cast<bf16*>(memory), * of_v = of_k + STAGES * SIDE * LD, * of_pe = of_v + STAGES * SIDE * LD;
+    bf16* own = kept ? of_k : of_pe + (STAGES + 1) * SIDE * LD;
+    __shared__ float warps[4][2];
+    int tiles = (T + SIDE - 1) / SIDE, heads = gridDim.x / tiles, tile = tiles - 1 - blockIdx.x / heads, i0 = tile * SIDE;
+    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, dy, pe, stride, T, H, window);
+    Scale scale = scale_of(coefficients);
+    Left<kept> left_k, left_pe, left_v;
+    ask(own, x.q_tilde, stride.q_tilde, i0, T);
+    ask(own + SIDE * LD, x.q, stride.q, i0, T);
+    ask(own + 2 * SIDE * LD, x.dy, x.wide, i0, T);
+    asked();
+    arrived<0>();
+    left_k.begin(own + 16 * warp * LD);
+    left_pe.begin(own + (SIDE + 16 * warp) * LD);
+    left_v.begin(own + (2 * SIDE + 16 * warp) * LD);
+    __syncthreads();
+    int steps = tile - max(0, i0 - window + 1) / SIDE + 1;
+    auto ask_for = [&](int s) {
+        ask(of_k + s % STAGES * SIDE * LD, x.k, stride.k, i0 - s * SIDE, T);
+        ask(of_v + s % STAGES * SIDE * LD, x.v, stride.v, i0 - s * SIDE, T);
+        ask(of_pe + (s + 1) % (STAGES + 1) * SIDE * LD, x.pe, HEAD, (s + 1) * SIDE - 63, T);
+    };
+    ask(of_pe, x.pe, HEAD, -63, T);
+    ask_for(0);
+    asked();
+    float by_k[2 * STEPS][4] = {}, by_pe[2 * STEPS][4] = {}, totals[2] = {};
+    auto compute = [&](int s, bool masked) {
+        const bf16* keys = of_k + s % STAGES * SIDE * LD, * values = of_v + s % STAGES * SIDE * LD;
+        const bf16* near = of_pe + s % (STAGES + 1) * SIDE * LD, * far = of_pe + (s + 1) % (STAGES + 1) * SIDE * LD;
+        Sums lower, upper = {}, before = {}, ds, c;      // q PE^T of 16 differences each; ds of the 16 keys before, and of these
+        unsigned a[4];
+        add_scores(upper, left_pe, sixteen(near, far, warp + 4));
+        #pragma unroll 1
+        for (int part = 0; part < 4; part++) {           // 16 keys
+            clear(lower);
+            add_scores(lower, left_pe, sixteen(near, far, warp + 3 - part));
+            skewed(c, lower, upper);
+            copy(upper, lower);
+            add_scores(c, left_k, keys + 16 * part * LD);
+            clear(ds);
+            add_scores(ds, left_v, values + 16 * part * LD);
+            #pragma unroll
+            for (int e = 0; e < 8; e++) {
+                int by = s * SIDE + 16 * (warp - part) + ROW(e) - COLUMN(e);
+                Power at = power_of(OF(c, e));
+                float dphi = !masked || (by >= 0 && by < window) ? OF(ds, e) : 0.0f;
+                totals[0] += dphi * at.power;
+                totals[1] += dphi;
+                OF(ds, e) = dphi * scale.slope * at.rise;
+            }
+            as_factor(a, ds);
+            add_product(by_k, a, keys + 16 * part * LD);
+            skewed(c, before, ds);                       // of the differences 64 - 16 part ..
+            copy(before, ds);
+            as_factor(a, c);
+            add_product(by_pe, a, sixteen(near, far, warp + 4 - part));
+        }
+        clear(ds);
+        skewed(c, before, ds);
+        as_factor(a, c);
+        add_product(by_pe, a, sixteen(near, far, warp));
+    };
+    for (int s = 0; s < steps; s++) {
+        if (STAGES == 2 && s + 1 < steps) { ask_for(s + 1); asked(); arrived<1>(); }
+        else arrived<0>();
+        if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window) compute(s, true);     // a body of its own, with comparisons
+        else compute(s, false);
+        __syncthreads();
+        if (STAGES == 1 && s + 1 < steps) { ask_for(s + 1); asked(); }
+    }
+    write_tile(dq_tilde + x.out, by_k, x.wide, i0, T);
+    write_tile(dq + x.out, by_pe, x.wide, i0, T);
+    write_sums<4>(partial + 2 * (long long)blockIdx.x, totals, warps);
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_kv_v2(
+    bf16* dk, bf16* dv,                       // (B, T, H, d)
+    const bf16* dy, const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v, const bf16* pe, const float* coefficients,
+    int T, int H, int window, Rows stride)
+{
+#if VERSION == 2
+    extern __shared__ __align__(16) unsigned char memory[];
+    const bool kept = HEAD <= 64;
+    bf16* of_q_tilde = reinterpret_cast<bf16*>(memory), * of_q = of_q_tilde + STAGES * SIDE * LD, * of_dy = of_q + STAGES * SIDE * LD;
+    bf16* of_pe = of_dy + STAGES * SIDE * LD, * own = kept ? of_q_tilde : of_pe + (STAGES + 1) * SIDE * LD;
+    int tiles = (T + SIDE - 1) / SIDE, heads = gridDim.x / tiles, tile = blockIdx.x / heads, j0 = tile * SIDE;
+    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, dy, pe, stride, T, H, window);
+    Scale scale = scale_of(coefficients);
+    Left<kept> left_k, left_v;
+    ask(own, x.k, stride.k, j0, T);
+    ask(own + SIDE * LD, x.v, stride.v, j0, T);
+    asked();
+    arrived<0>();
+    left_k.begin(own + 16 * warp * LD);
+    left_v.begin(own + (SIDE + 16 * warp) * LD);
+    __syncthreads();
+    int steps = (min(T - 1, j0 + SIDE - 2 + window) - j0) / SIDE + 1;             // from the diagonal tile on
+    auto ask_for = [&](int s) {
+        ask(of_q_tilde + s % STAGES * SIDE * LD, x.q_tilde, stride.q_tilde, j0 + s * SIDE, T);
+        ask(of_q + s % STAGES * SIDE * LD, x.q, stride.q, j0 + s * SIDE, T);
+        ask(of_dy + s % STAGES * SIDE * LD, x.dy, x.wide, j0 + s * SIDE, T);
+        ask(of_pe + (s + 1) % (STAGES + 1) * SIDE * LD, x.pe, HEAD, (s + 1) * SIDE - 63, T);
+    };
+    ask(of_pe, x.pe, HEAD, -63, T);
+    ask_for(0);
+    asked();
+    float dk_sums[2 * STEPS][4] = {}, dv_sums[2 * STEPS][4] = {};
+    auto compute = [&](int s, bool masked) {
+        const bf16* queries = of_q_tilde + s % STAGES * SIDE * LD, * plain = of_q + s % STAGES * SIDE * LD, * dys = of_dy + s % STAGES * SIDE * LD;
+        const bf16* near = of_pe + s % (STAGES + 1) * SIDE * LD, * far = of_pe + (s + 1) % (STAGES + 1) * SIDE * LD;
+        Left<kept> lower, upper;                         // 16 differences each
+        upper.begin(sixteen(near, far, 3 - warp));
+        #pragma unroll (HEAD <= 64 ? 2 : 1)
+        for (int part = 0; part < 4; part++) {           // 16 queries; keys are the rows
+            Sums c, dphi, first = {}, second = {};
+            lower = upper;
+            upper.begin(sixteen(near, far, part - warp + 4));
+            add_scores(first, second, lower, upper, plain + 16 * part * LD);
+            skewed_down(c, first, second);
+            add_scores(c, left_k, queries + 16 * part * LD);
+            clear(dphi);
+            add_scores(dphi, left_v, dys + 16 * part * LD);
+            #pragma unroll
+            for (int e = 0; e < 8; e++) {
+                int by = s * SIDE + 16 * (part - warp) + COLUMN(e) - ROW(e);
+                bool valid = !masked || (by >= 0 && by < window);
+                Power at = power_of(OF(c, e));
+                OF(c, e) = valid ? scale.weight * at.power + scale.offset : 0.0f;
+                OF(dphi, e) = valid ? OF(dphi, e) * scale.slope * at.rise : 0.0f;
+            }
+            unsigned a[4];
+            as_factor(a, c);
+            add_product(dv_sums, a, dys + 16 * part * LD);
+            as_factor(a, dphi);
+            add_product(dk_sums, a, queries + 16 * part * LD);
+        }
+    };
+    for (int s = 0; s < steps; s++) {
+        if (STAGES == 2 && s + 1 < steps) { ask_for(s + 1); asked(); arrived<1>(); }
+        else arrived<0>();
+        if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window) compute(s, true);     // a body of its own, with comparisons
+        else compute(s, false);
+        __syncthreads();
+        if (STAGES == 1 && s + 1 < steps) { ask_for(s + 1); asked(); }
+    }
+    write_tile(dk + x.out, dk_sums, x.wide, j0, T);
+    write_tile(dv + x.out, dv_sums, x.wide, j0, T);
+#endif
+}
+
+// Tiles of 64 queries and 64 differences: 16 queries have 79 keys there. Scores and dphi are computed by keys and skewed, ds then lies by differences, and
+// goes through shared memory, because the sum is over the queries of all warps. Only what that sum needs, q, has two places: the next tiles are asked for
+// when the scores are done. So a second block fits on the SM.
+extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_pe_v2(
+    float* partial,                           // (groups, blocks.x * 64, d)
+    const bf16* dy, const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v, const bf16* pe, const float* coefficients,
+    int T, int H, int heads, int window, Rows stride)     // heads: B * H
+{
+#if VERSION == 2
+    extern __shared__ __align__(16) unsigned char memory[];
+    bf16* of_q_tilde = reinterpret_cast<bf16*>(memory), * of_dy = of_q_tilde + SIDE * LD, * of_pe = of_dy + SIDE * LD, * of_q = of_pe + SIDE * LD;
+    bf16* of_k = of_q + 2 * SIDE * LD, * of_v = of_k + 2 * SIDE * LD, * ds = of_v + 2 * SIDE * LD;               // ds: (64, NARROW) queries, differences
+    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, r0 = blockIdx.x * SIDE;
+    Scale scale = scale_of(coefficients);
+    float sums[2 * STEPS][4] = {};
+    for (int which = blockIdx.y; which < heads; which += gridDim.y) {
+        Head x = head_of(which, q_tilde, q, k, v, dy, pe, stride, T, H, window);
+        auto ask_for = [&](int i0) {                     // of the keys the later 64; the earlier ones are there from the step before
+            int now = i0 / SIDE % 2 * SIDE * LD;
+            ask(of_k + now, x.k, stride.k, i0 - r0 + 1, T);
+            ask(of_v + now, x.v, stride.v, i0 - r0 + 1, T);
+            ask(of_q + now, x.q, stride.q, i0, T);
+            ask(of_q_tilde, x.q_tilde, stride.q_tilde, i0, T);
+            ask(of_dy, x.dy, x.wide, i0, T);
+            asked();
+        };
+        __syncthreads();
+        ask(of_pe, pe, HEAD, r0, T);
+        ask(of_k + (1 - r0 / SIDE % 2) * SIDE * LD, x.k, stride.k, -63, T);
+        ask(of_v + (1 - r0 / SIDE % 2) * SIDE * LD, x.v, stride.v, -63, T);
+        ask_for(r0);
+        for (int i0 = r0; i0 < T; i0 += SIDE) {
+            int now = i0 / SIDE % 2 * SIDE * LD, before = SIDE * LD - now;
+            bf16* k_before = of_k + before, * k_now = of_k + now, * v_before = of_v + before, * v_now = of_v + now, * queries = of_q + now;
+            arrived<0>();
+            Left<HEAD <= 64> left_k, left_v, left_pe;
+            left_k.begin(of_q_tilde + 16 * warp * LD);
+            left_v.begin(of_dy + 16 * warp * LD);
+            left_pe.begin(queries + 16 * warp * LD);
+            Sums lower, upper = {}, lower_dphi, upper_dphi = {};                     // of 16 keys each
+            add_scores(upper, left_k, sixteen(k_before, k_now, warp + 4));
+            add_scores(upper_dphi, left_v, sixteen(v_before, v_now, warp + 4));
+            #pragma unroll 1
+            for (int part = 0; part < 4; part++) {       // 16 differences
+                Sums c, dphi;
+                clear(lower);
+                clear(lower_dphi);
+                add_scores(lower, left_k, sixteen(k_before, k_now, warp + 3 - part));
+                add_scores(lower_dphi, left_v, sixteen(v_before, v_now, warp + 3 - part));
+                skewed(c, lower, upper);
+                skewed(dphi, lower_dphi, upper_dphi);
+                copy(upper, lower);
+                copy(upper_dphi, lower_dphi);
+                add_scores(c, left_pe, of_pe + 16 * part * LD);
+                #pragma unroll
+                for (int e = 0; e < 8; e++) {            // where there is no query or no key, dy or v is 0, and dphi with it
+                    float value = OF(dphi, e) * scale.slope * power_of(OF(c, e)).rise;
+                    OF(c, e) = r0 + 16 * part + COLUMN(e) < window ? value : 0.0f;
+                }
+                #pragma unroll
+                for (int e = 0; e < 8; e += 2)
+                    *reinterpret_cast<unsigned*>(ds + (16 * warp + ROW(e)) * NARROW + 16 * part + COLUMN(e)) = pair(OF(c, e), OF(c, e + 1));
+            }
+            __syncthreads();
+            if (i0 + SIDE < T) ask_for(i0 + SIDE);
+            #pragma unroll 1
+            for (int part = 0; part < 4; part++) {       // 16 queries
+                unsigned a[4];
+                fragments<true, true, NARROW>(a, ds + 16 * part * NARROW + 16 * warp);
+                add_product(sums, a, queries + 16 * part * LD);
+            }
+        }
+    }
+    float* to = partial + ((long long)blockIdx.y * gridDim.x * SIDE + r0 + 16 * warp) * HEAD;
+    #pragma unroll
+    for (int n = 0; n < 2 * STEPS; n++)
+        #pragma unroll
+        for (int i = 0; i < 2; i++)
+            *reinterpret_cast<float2*>(to + (g + 8 * i) * HEAD + 8 * n + 2 * t) = make_float2(sums[n][2 * i], sums[n][2 * i + 1]);
+#endif
+}
+
+// ---- from the sums of parts to the gradients ----
+
+extern "C" __global__ void __launch_bounds__(256) poly_finish_pe(
+    DATA_T* dpe,                              // (positions, d)
+    const float* partial,                     // (groups, rows, d)
+    int positions, int rows, int groups)
+{
+    long long i = (long long)blockIdx.x * 256 + threadIdx.x, apart = (long long)rows * HEAD;
+    if (i >= (long long)positions * HEAD) return;
+    float sum = 0.0f;
+    if (i < apart)
+        for (int g = 0; g < groups; g++) sum += partial[g * apart + i];
+    store(dpe + i, sum);
+}
+
+extern "C" __global__ void __launch_bounds__(256) poly_finish(
+    float* dcoefficients,                     // da, db, dscale
+    const float* partial,                     // (count, 2)
+    const float* coefficients, int count)
+{
+    __shared__ double warps[8];
+    double total[2];                          // in thread 0
+    for (int s = 0; s < 2; s++) {
+        double sum = 0.0;
+        for (int i = threadIdx.x; i < count; i += 256) sum += partial[2 * (long long)i + s];
+        total[s] = block_joined(sum, warps);
+        __syncthreads();
+    }
+    if (threadIdx.x > 0) return;
+    double a = coefficients[0], b = coefficients[1], scale = coefficients[2];
+    dcoefficients[0] = (float)(scale * total[0]);
+    dcoefficients[1] = (float)(scale * total[1]);
+    dcoefficients[2] = (float)(a * total[0] + b * total[1]);
+}

@@ -1,0 +1,361 @@
+"""Polynomial attention: values and every gradient are those of the formulas, in float64, written down here once more, one query after the other."""
+import contextlib
+import copy
+import functools
+import math
+
+import pytest
+import torch
+from test_richards import close, exact, values_of
+from torch import nn
+
+import gpuaccel as ga
+from gpuaccel import PolyAttention, reference_poly_attention
+from gpuaccel.errors import ArgumentError
+from gpuaccel.poly_attention import WIDTHS, _kernel, chunks_of, launch_backward, launch_forward, plan, poly_attention, shared_bytes
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+PLACES, KERNELS = ["cpu", "simt", CUDA], ["simt", CUDA]
+NAMES = ("y", "dq_tilde", "dq", "dk", "dv", "dpe", "dcoefficients")
+V1, V2, V2_LATER = (1, 1), (2, 2), (2, 1)                  # version of the kernels, stages of their loads
+
+
+def by_query(q_tilde, q, k, v, pe, coefficients, degree, window):
+    """The formula, one query at a time: what a query does not see is not there."""
+    a, b, scale = coefficients
+    B, T, H, _ = q.shape
+    y = []
+    for sequence in range(B):
+        for i in range(T):
+            first = max(0, i - (window or T) + 1)
+            for h in range(H):
+                keys, values, places = k[sequence, first:i + 1, h], v[sequence, first:i + 1, h], pe[:i + 1 - first].flip(0)
+                s = keys @ q_tilde[sequence, i, h] + places @ q[sequence, i, h]
+                y.append((scale * (a * (8 * torch.tanh(s / 8)) ** degree + b)) @ values)
+    return torch.stack(y).view(B, T, H, -1)
+
+
+def given(device, dtype, B, T, H, d, seed=0, more=1):
+    """q~, q, k, v (three of them columns of one product), PE with `more` rows than needed, coefficients; and dy."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator)
+    qkv, noise = random(B, T, 3, H, d).to(dtype), random(B, T, H, d)
+    q, k, v = qkv.to(device).unbind(2)
+    q_tilde = (qkv[:, :, 0].float() / math.sqrt(d) + 0.1 * noise).to(device, dtype)
+    pe = (2.0 / math.sqrt(d) * random(T + more, d)).to(device, dtype)
+    return [q_tilde, q, k, v, pe, torch.tensor([1.1, 0.3, 0.2], device=device)], random(B, T, H, d).to(device, dtype)
+
+
+def wanted(inputs, dy, degree, window, f=by_query):
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    y = f(*wide, degree, window)
+    return (y.detach(), *torch.autograd.grad(y, wide, dy.double()))
+
+
+def launched(inputs, dy, degree, window, how):
+    if inputs[0].is_cuda and how[0] == 2:
+        gpu = torch.cuda.get_device_properties(0)
+        most = max(shared_bytes(name, dy.shape[-1], how[1]) for name in ("poly_forward", "poly_backward_q", "poly_backward_kv", "poly_backward_pe"))
+        if gpu.major < 8 or most + 1024 > gpu.shared_memory_per_multiprocessor:
+            pytest.skip(f"{gpu.name} has no tensor cores for bf16, or not {most:,} bytes of shared memory for a block")
+    window = window or dy.shape[1]
+    return (launch_forward(*inputs, degree, window, how), *launch_backward(dy, *inputs, degree, window, how))
+
+
+def same(mine, theirs):
+    for name, a, b in zip(NAMES, mine, theirs):
+        assert torch.equal(a, b), f"{name}: largest difference {(a.double() - b.double()).abs().max():.3g}"
+
+
+# ---- the kernels ----------------------------------------------------------------------------------------------------
+
+#        how, dtype, degree, width, then (B, T, heads, window) each: one program
+CASES = [(V1, torch.float32, 3, 16, [(3, 17, 1, None), (1, 1, 2, None), (2, 65, 1, 5)]), (V1, torch.bfloat16, 5, 24, [(1, 64, 1, 1), (2, 2, 2, None), (1, 130, 1, None)]),
+         (V1, torch.float16, 3, 128, [(1, 65, 1, 64)]),
+         (V2, torch.bfloat16, 3, 64, [(1, 130, 2, None), (1, 64, 1, 1), (3, 1, 1, None)]), (V2_LATER, torch.bfloat16, 7, 16, [(2, 130, 1, 64), (1, 2, 1, None), (1, 65, 2, 5),
+          (1, 130, 1, 66)]), (V2, torch.bfloat16, 1, 128, [(1, 65, 1, None), (1, 17, 3, 5)])]
+
+
+@pytest.mark.parametrize("how, dtype, degree, d, shapes", CASES, ids=str)
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_values_and_all_gradients_are_those_of_float64_on_the_same_inputs(device, how, dtype, degree, d, shapes):
+    for B, T, H, window in shapes:
+        inputs, dy = given(device, dtype, B, T, H, d)
+        found, want = launched(inputs, dy, degree, window, how), wanted(inputs, dy, degree, window)
+        for name, mine, theirs in zip(NAMES, found, want):
+            close(mine, theirs, 1e-5 if dtype == torch.float32 else 1e-4 if name == "dcoefficients" else 1e-2, f"{name}, {B, T, H, window}")
+            if dtype != torch.float32:
+                off = (mine.double() - theirs).abs() - 2**-7 * (theirs.abs() + 2 * theirs.square().mean(-1, keepdim=True).sqrt())
+                assert (off <= 1e-6).all(), f"{name}, {B, T, H, window}: an element is off by {off.max():.3g} more than 2^-7 of it and 2^-6 of its row"
+        same(found, launched(inputs, dy, degree, window, how))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how, dtype, degree, d", [(V1, torch.float32, 3, 64), (V1, torch.bfloat16, 5, 24), *((V2, torch.bfloat16, 3, d) for d in WIDTHS), (V2, torch.bfloat16, 7, 64)], ids=str)
+@pytest.mark.parametrize("B, T, H, window", [(2, 512, 3, None), (1, 4096, 1, None), (1, 4096, 2, 100), (64, 100, 2, 33)])
+def test_gpu_long_sequences_and_many_of_them(B, T, H, window, how, dtype, degree, d):
+    """The reference in float64, which the small cases have compared with the formula, is the judge."""
+    inputs, dy = given("cuda", dtype, B, T, H, d)
+    found = launched(inputs, dy, degree, window, how)
+    for name, mine, theirs in zip(NAMES, found, wanted(inputs, dy, degree, window, reference_poly_attention)):
+        close(mine, theirs, (1e-5 if dtype == torch.float32 else 1e-2), name)
+    same(found, launched(inputs, dy, degree, window, how))
+
+
+@pytest.mark.parametrize("how, dtype, d", [(V1, torch.float32, 16), (V2, torch.bfloat16, 64)], ids=str)
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_sequence_has_the_same_bits_in_any_batch_and_what_is_masked_does_not_matter(device, how, dtype, d):
+    (q_tilde, q, k, v, pe, coefficients), dy = given(device, dtype, 2, 70, 2, d)
+    y, *grads = launched((q_tilde, q, k, v, pe, coefficients), dy, 3, 6, how)
+    alone = launched((q_tilde[1:], q[1:], k[1:], v[1:], pe, coefficients), dy[1:], 3, 6, how)
+    for name, one, all in zip(NAMES[:5], alone, (y, *grads)):
+        assert torch.equal(one, all[1:]), name
+    k, v, pe = k.clone(), v.clone(), pe.clone()
+    k[:, :20], v[:, 69:], pe[6:] = 100.0, -7.0, 50.0       # before, after, farther than what queries 30 .. 60 see
+    assert torch.equal(launch_forward(q_tilde, q, k, v, pe, coefficients, 3, 6, how)[:, 30:60], y[:, 30:60])
+
+
+@pytest.mark.parametrize("how, dtype", [(V1, torch.float32), (V2, torch.bfloat16)], ids=str)
+def test_under_the_checks_the_kernels_do_nothing_wrong(how, dtype):
+    inputs, dy = given("cpu", dtype, 1, 34 if how == V1 else 66, 1, 16)
+    for i in (0, 4):                                       # not where 16 bytes can be loaded from
+        inputs[i] = torch.cat([inputs[i].new_zeros(1), inputs[i].flatten()])[1:].view_as(inputs[i])
+    with ga.use_backend("simt"):
+        want = launched(inputs, dy, 3, 5, how)
+        with ga.checked():
+            same(launched(inputs, dy, 3, 5, how), want)
+
+
+def test_tensor_core_kernels_have_registers_enough():
+    for name in ("poly_forward", "poly_backward_q", "poly_backward_kv", "poly_backward_pe"):
+        cost = _kernel(f"{name}_v2", torch.bfloat16, 64, 3, *V2).resources("sm_90")
+        assert cost.spill_store_bytes == cost.spill_load_bytes == 0, f"{name}: {cost}"
+
+
+@pytest.mark.gpu
+def test_gpu_heads_of_64_in_bf16_take_tensor_cores_and_nothing_waits():
+    q = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device="cuda")
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("this GPU has no tensor cores for bf16")
+    assert plan("poly_forward", q)[0] == 2 and plan("poly_forward", q.float()) == V1
+    layer = PolyAttention(256, 4, max_positions=4096, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(2, 300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    layer(x).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.reset_peak_memory_stats()
+    layer(torch.randn(1, 4096, 256, device="cuda", dtype=torch.bfloat16)).sum().backward()
+    assert torch.cuda.max_memory_allocated() < 4 * 4096 * 4096 * 2, "as much as one T x T matrix for each head"
+
+
+# ---- the layer ------------------------------------------------------------------------------------------------------
+
+def formula(x, p, layer):
+    """The whole layer in float64, pair by pair, from section and verse: nothing folded. p: the parameters by name."""
+    H, d, (B, T) = layer.heads, layer.dim // layer.heads, x.shape[:2]
+    rank = min(max(round(math.sqrt(d)), 2), 16)
+    ends = [sum(d // rank + (m < d % rank) for m in range(n)) for n in range(rank + 1)]
+    a, b, scale = p["coefficients"]
+    q, k, v = (x @ w.t() for w in p["w_qkv.weight"].split(layer.dim))
+    gate = exact(p["alpha"] * (x @ p["w_gate.weight"].t()) + p["beta"], values_of(layer.gate, p["gate.theta"]), "sigmoid", True)
+    rows = []
+    for n in range(B):
+        for i in range(T):
+            heads = []
+            for h in range(H):
+                of = slice(h * d, (h + 1) * d)
+                y = torch.zeros(d, dtype=x.dtype, device=x.device)
+                for j in range(max(0, i - (layer.window or T) + 1), i + 1):
+                    qi, kj = q[n, i, of], k[n, j, of]
+                    s = qi @ kj / math.sqrt(d) + qi @ p["pe"][i - j]
+                    if layer.low_rank:
+                        u, kbar = (torch.stack([t[one:two].mean() for one, two in zip(ends, ends[1:])]) for t in (qi, kj))
+                        s = s + 0.15 / math.sqrt(rank) * (u * exact(u, values_of(layer.curve, p["curve.theta"]), "sigmoid", True)) @ kbar
+                    y = y + scale * (a * (8 * torch.tanh(s / 8)) ** layer.degree + b) * v[n, j, of]
+                heads.append(gate[n, i, h] * y if gate[n, i, h] > 1e-4 else 0 * y)
+            rows.append(torch.cat(heads) @ p["w_out.weight"].t())
+    return torch.stack(rows).view(x.shape)
+
+
+def layer_of(device, dim=32, heads=2, seed=1, dtype=None, **more):
+    torch.manual_seed(seed)
+    layer = PolyAttention(dim, heads, max_positions=80, dtype=dtype, b=0.2, **more).to(device)
+    with torch.no_grad():
+        layer.pe.mul_(20.0)
+        layer.alpha.uniform_(0.5, 2.0)
+        layer.beta.normal_()
+    return layer
+
+
+@pytest.mark.parametrize("dtype, bound, more", [(torch.float32, 1e-5, {}), (torch.float32, 1e-5, dict(window=4, low_rank=False)), (torch.float64, 1e-10, dict(heads=4)),
+                                                (torch.bfloat16, 3e-2, {})], ids=str)
+@pytest.mark.parametrize("device", PLACES, indirect=True)
+def test_the_layer_and_all_its_gradients_are_those_of_the_formula(device, dtype, bound, more):
+    layer = layer_of(device, dtype=dtype, **more)
+    if dtype == torch.float64:
+        layer.double()
+    x, dy = (torch.randn(2, 7, 32, device=device).to(dtype) for _ in range(2))
+    x.requires_grad_()
+    names, parameters = zip(*layer.named_parameters())
+    found = (layer(x), *torch.autograd.grad(layer(x), (x, *parameters), dy))
+    wide = [t.detach().double().requires_grad_() for t in (x, *parameters)]
+    want = formula(wide[0], dict(zip(names, wide[1:])), layer)
+    for name, mine, theirs in zip(("y", "x", *names), found, (want, *torch.autograd.grad(want, wide, dy.double()))):
+        close(mine, theirs, bound, name)
+
+
+def test_finite_differences_in_float64_agree():
+    layer = layer_of("cpu", dim=12, heads=2).double()
+    names = [n for n, _ in layer.named_parameters()]
+
+    def f(x, *parameters):
+        return torch.func.functional_call(layer, dict(zip(names, parameters)), (x,))
+    assert torch.autograd.gradcheck(f, (torch.randn(1, 4, 12, dtype=torch.float64, requires_grad=True), *[p.detach().requires_grad_() for p in layer.parameters()]),
+                                    fast_mode=True)
+
+
+def test_chunks():
+    for d, rank in ((1, 1), (2, 2), (7, 3), (16, 4), (24, 5), (64, 8), (128, 11), (400, 16)):
+        chunks, x = chunks_of(d), torch.randn(d)
+        lengths = [d // rank + (m < d % rank) for m in range(rank)]
+        assert chunks.shape == (rank, d) and torch.allclose(chunks @ x, torch.stack([part.sum() for part in x.split(lengths)]), atol=1e-5)
+
+
+@pytest.mark.parametrize("device", PLACES, indirect=True)
+def test_a_head_whose_gate_is_shut_is_exactly_zero_and_gets_no_gradient(device):
+    layer = layer_of(device)
+    with torch.no_grad():
+        layer.alpha.fill_(0.0)
+        layer.beta.copy_(torch.tensor([-30.0, 3.0]))
+    x = torch.randn(1, 5, 32, device=device)
+    y = layer(x)
+    y.square().sum().backward()
+    assert layer.beta.grad[0] == 0 and layer.beta.grad[1] != 0 and not layer.w_qkv.weight.grad.view(3, 2, 16, 32)[:, 0].any()
+    layer.w_out.weight.data[:, :16] = 7.0
+    assert torch.equal(layer(x), y), "the first head's columns count for nothing"
+
+
+@pytest.mark.parametrize("device", PLACES, indirect=True)
+def test_opcheck_passes(device):
+    inputs, _ = given(device, torch.float32, 2, 5, 2, 16)
+    torch.library.opcheck(torch.ops.gpuaccel.poly_attention.default, (*(t.requires_grad_() if t.is_leaf else t for t in inputs), 3, 4))
+
+
+@pytest.mark.parametrize("device", PLACES, indirect=True)
+def test_shapes_strides_and_nothing_at_all(device):
+    layer = layer_of(device)
+    x = torch.randn(2, 3, 6, 32, device=device)
+    y = layer(x)
+    assert y.shape == x.shape and layer(x[:0]).shape == (0, 3, 6, 32) and layer(x[..., :0, :]).shape == (2, 3, 0, 32)
+    assert torch.allclose(layer(x[1, 2]), y[1, 2], atol=1e-6) and torch.allclose(layer(x.transpose(0, 1)).transpose(0, 1), y, atol=1e-6)
+    (q_tilde, *rest), _ = given(device, torch.float32, 2, 5, 2, 16)
+    want = poly_attention(q_tilde, *rest)
+    apart = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q_tilde, *rest[:3])]           # heads before rows: made contiguous first
+    assert torch.allclose(poly_attention(*apart, *rest[3:]), want, rtol=1e-5)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(31, 32), nn.Linear(32, 31)
+        self.blocks = nn.ModuleList([PolyAttention(32, 2, max_positions=80)])
+        self.norm = nn.RMSNorm(32)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.head(x + self.blocks[0](self.norm(x)))
+
+
+def trained(device, steps=3, **options):
+    torch.manual_seed(4)
+    net = Net().to(device)
+    with ga.TrainStep(net, ga.AdamW(ga.Arena(net), lr=1e-2, max_norm=1.0), **options) as step:
+        generator = torch.Generator().manual_seed(5)
+        losses = [step(tuple(torch.randint(0, 31, (2, 4, 9), generator=generator).to(device).unbind())).loss for _ in range(steps)]
+        return torch.stack(losses), [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("mode", ["arena", "fused"])
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_in_a_train_step_replay_has_eagers_bits(device, mode):
+    options = dict(micro_batches=2, accumulate=mode)
+    with ga.deterministic() if device == "cuda" else contextlib.nullcontext():
+        eager, replayed = trained(device, **options), trained(device, replay="graph", policy="require", **options)
+    assert torch.equal(eager[0], replayed[0]), (eager[0], replayed[0])
+    for a, b in zip(eager[1], replayed[1]):
+        assert torch.equal(a, b), f"largest difference {(a - b).abs().max():.3g}"
+
+
+def test_compiled_it_computes_the_same():
+    layer, runs = layer_of("cpu"), []
+    x = torch.randn(2, 6, 32)
+    for f in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        layer.zero_grad()
+        f(x).square().sum().backward()
+        runs.append([p.grad.clone() for p in layer.parameters()])
+    for a, b in zip(*runs):
+        assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", PLACES, indirect=True)
+def test_under_autocast_products_and_attention_are_bf16_and_the_curves_stay_fp32(device):
+    layer = layer_of(device)
+    x = torch.randn(2, 6, 32, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        y = layer(x)
+    y.float().sum().backward()
+    assert y.dtype == torch.bfloat16 and all(p.grad.dtype == torch.float32 for p in layer.parameters())
+    close(y, layer(x), 3e-2, "y")
+
+
+def test_copies_state_dicts_and_lora():
+    one, other = layer_of("cpu", seed=1), layer_of("cpu", seed=2)
+    other.load_state_dict(one.state_dict())
+    x = torch.randn(2, 6, 32)
+    assert torch.equal(one(x), other(x)) and torch.equal(copy.deepcopy(one)(x), one(x))
+    model = nn.Sequential(one)
+    ga.apply_lora(model, rank=2, targets=("w_qkv", "w_out"))
+    model(x).sum().backward()
+    assert sum(p.grad is not None for p in model.parameters() if p.requires_grad) >= 2
+
+
+def test_the_degree_changes_between_steps_by_hand_or_where_the_loss_stands_still():
+    layer, x = layer_of("cpu", degree=5), torch.randn(1, 4, 32)
+    at_five = layer(x)
+    layer.set_degree(1)
+    assert not torch.equal(layer(x), at_five)
+    layer.set_degree(5)
+    assert torch.equal(layer(x), at_five)
+    layer = layer_of("cpu", degree=5, adaptive_degree=True)
+    degrees = [layer.adapt_degree(loss, patience=3) for loss in (4.0, 3.0, 3.0, 3.0, 3.0, 2.0, 2.0, 2.0, math.nan, 2.0, 2.0, 2.0, 2.0)]
+    assert degrees == [1, 1, 1, 1, 3, 3, 3, 3, 5, 5, 5, 5, 5], degrees
+
+
+def core(**other):
+    names = ("q_tilde", "q", "k", "v", "pe", "coefficients", "degree", "window")
+    inputs = dict(zip(names, (*given("cpu", torch.float32, 1, 4, 1, 16)[0], 3, None))) | other
+    return functools.partial(poly_attention, **inputs)
+
+
+@pytest.mark.parametrize("wrong, message", [
+    (lambda: PolyAttention(30, 4), "dim is 30 and heads 4; expected a dim that is a multiple of heads"), (lambda: PolyAttention(32, 0), "dim is 32 and heads 0"),
+    (lambda: PolyAttention(32, 2, degree=2), "degree is 2; expected an odd number of 1 or more"), (lambda: PolyAttention(32, 2, degree=-1), "degree is -1; expected an odd"),
+    (lambda: PolyAttention(32, 2, degree=3.0), "degree is 3.0; expected an odd"), (lambda: PolyAttention(32, 2, window=0), "window is 0; expected None, or a whole number"),
+    (lambda: PolyAttention(32, 2, max_positions=0), "max_positions is 0; expected 1 or more"), (lambda: PolyAttention(32, 2, scale=math.nan), "scale is nan; expected a finite number"),
+    (lambda: PolyAttention(32, 2, a=math.inf), "a is inf; expected a finite number"), (lambda: PolyAttention(32, 2).set_degree(4), "degree is 4; expected an odd"),
+    (lambda: PolyAttention(32, 2).adapt_degree(1.0), "this layer's degree is fixed; expected one made with adaptive_degree=True"),
+    (lambda: PolyAttention(32, 2, max_positions=8)(torch.zeros(1, 9, 32)), "x has 9 positions; expected at most max_positions, 8"),
+    (lambda: PolyAttention(32, 2)(torch.zeros(1, 9, 31)), r"x is \(1, 9, 31\); expected a tensor \(\.\.\., T, 32\)"),
+    (core(k=torch.zeros(1, 4, 1, 16, dtype=torch.bfloat16)), "k is torch.bfloat16 on cpu; expected torch.float32 on cpu, as q"),
+    (core(v=torch.zeros(1, 5, 1, 16)), r"v has shape \(1, 5, 1, 16\); expected \(1, 4, 1, 16\), as q"), (core(pe=torch.zeros(3, 16)), r"pe has shape \(3, 16\); expected at least 4 positions of width 16"),
+    (core(coefficients=torch.zeros(2)), r"coefficients is torch.float32 of shape \(2,\) on cpu; expected a, b and scale"), (core(window=-1), "window is -1"),
+    (core(q=torch.zeros(4, 1, 16)), r"q has shape \(4, 1, 16\); expected \(B, T, H, d\)"), (core(pe=torch.zeros(4, 16).double()), "pe is torch.float64")])
+def test_bad_input_is_named(wrong, message):
+    with pytest.raises(ArgumentError, match=message):
+        wrong()
