@@ -127,10 +127,6 @@ template <int n> __device__ __forceinline__ void write_sums(float* to, const flo
     }
 }
 
-// Four elements as they lie in memory, turned into floats only where they are used, so that all loads are under way together.
-struct __align__(4 * sizeof(DATA_T)) Four { DATA_T x, y, z, w; };
-__device__ __forceinline__ float4 as_float4(Four f) { return make_float4(as_float(f.x), as_float(f.y), as_float(f.z), as_float(f.w)); }
-
 // ---- one curve ----
 
 extern "C" __global__ void __launch_bounds__(THREADS) richards_forward(
