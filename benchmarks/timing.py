@@ -60,7 +60,7 @@ def release():
 
 def peak_MiB(run) -> float:
     """Memory that a call allocates above what is there already, results included."""
-    release()
+    torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     run()
