@@ -269,8 +269,65 @@ def encoder_facts(r) -> str:
             f"{ours['ms']:.2f} ms, {times}{others}. After {twice['steps']} deterministic steps, twice, the bits of {twice['weights'] / 1e6:.0f} M weights: {same}.")
 
 
+def dispatch_table() -> str:
+    result = load("dispatch")
+    r, rows = result["results"], []
+    for case, kinds in r["curves"].items():
+        for kind, m in kinds.items():
+            cells = []
+            for way in ("forward", "backward"):
+                best, eager, share = m["times"][m["best_compiled"]][way], min(m["times"][name][way] for name in ("torch", "torch, folded")), m["of_floor"][way]
+                floor = max(m["floors_ms"][way], key=m["floors_ms"][way].get)
+                cells += [f"{m['ms']['ours'][way]:.3f} ms, {verdict(f'{share:.0%}', '85%', share >= 0.85)} of its floor ({floor})",
+                          f"{verdict(f'{best:.2f}x', '1.2x', best >= 1.2)}, {eager:.1f}x"]
+            rows.append((f"{case}: {'gated unit' if kind == 'glu' else 'one curve'}", *cells))
+    clocks = [m["clock_MHz"] for kinds in r["curves"].values() for m in kinds.values()]
+    rates = [m["copy_GB_per_s"] / 1e3 for kinds in r["curves"].values() for m in kinds.values()]
+    return (f"The pointwise part of `RichardsGLU`. Its floor is the longer of two times: the bytes at the copy rate of the same run ({min(rates):.2f} to "
+            f"{max(rates):.2f} TB/s), and the special functions (powers, logarithms, reciprocals) at 16 per clock and multiprocessor ({min(clocks):,.0f} to "
+            f"{max(clocks):,.0f} MHz under load). Against the faster of two writings in torch, compiled and eager:\n\n"
+            + markdown(("elements", "forward", "against compiled, eager", "backward", "against compiled, eager"), rows)
+            + "\n\n" + attention_table(r["attention"]) + "\n\n" + layers_table(r["layers"]) + "\n\n" + source(result))
+
+
+def attention_table(r) -> str:
+    """Polynomial attention, its time and its memory."""
+    goals, rows = {"torch": 4, "torch.compile": 2}, []
+    for what in ("core", "layer"):
+        for case, found in r.items():
+            m = found[what]
+            times = [verdict(f"{m['times'][name]:.1f}x", f"{goal}x", m["times"][name] >= goal) for name, goal in goals.items()]
+            rows.append((f"{what}, {case}", f"{m['ms']['ours']:.2f} ms", *times, f"{m['times']['ours, v1']:.1f}x",
+                         " / ".join(f"{m['peak_MiB'][name]:,.0f}" for name in ("ours", *goals)) + " MiB"))
+    grown = next(found["long"] for found in r.values() if "long" in found)
+    ours, flash = grown["grows"]["ours"], next(found["core"]["times"][name] for found in r.values() for name in found["core"]["times"] if "flash" in name)
+    worst = max(max(found["errors"]["ours"].values()) for found in r.values())
+    return ("`PolyAttention`, forward and backward, T = 2,048, 16 heads of 64, bf16, on tensor cores, against the same in torch (T x T matrices in bf16), and "
+            "against our plain kernels (v1); peak memory of ours, torch's, and torch's compiled:\n\n"
+            + markdown(("", "time", "against eager torch", "against compiled", "against v1", "memory"), rows)
+            + f"\n\nFrom T = {grown['T'][0]:,} to {grown['T'][1]:,} the memory of ours is " + verdict(f"{ours:.2f}x", "2.2x at most", ours <= 2.2)
+            + f", of torch's {grown['grows']['torch']:.1f}x. No result or gradient is farther from float64 than {worst:.1e} (by norm; on the same inputs), and two "
+              f"runs have the same bits. Flash attention, which is softmax and has no relative positions, takes {flash:.2f} of the core's time (batch 1).")
+
+
+def layers_table(r) -> str:
+    """GPU against CPU and torch: layers and whole steps."""
+    rows = []
+    for case, parts in r.items():
+        for part, m in parts.items() if isinstance(parts, dict) else ():
+            cpu = f"{m['times']['CPU']:,.0f}x"
+            if (case, part) == ("batch 32", "step"):
+                cpu = verdict(cpu, "8x", m["times"]["CPU"] >= 8)
+            compiled = f"{m['times']['torch.compile']:.1f}x" + (f", replayed {m['times']['torch.compile, replayed']:.1f}x" if part == "step" else "")
+            rows.append((f"{case}: {'whole step' if part == 'step' else f'`{part}`'}", f"{m['ms']['ours']:.2f} ms", f"{m['ms']['CPU']:,.0f} ms", cpu,
+                         f"{m['times']['torch']:.1f}x", compiled))
+    return (f"Layers of `poly-7m` (forward and backward) and whole training steps, T = 512: ours in bf16, replayed, against the CPU ({r['cores']} cores of "
+            f"{r['cpu']}, fp32) and against the same model in torch's operations on the same GPU; steps in eager mode and compiled are launched from Python:\n\n"
+            + markdown(("", "ours", "CPU", "against the CPU", "against eager torch", "against compiled"), rows))
+
+
 TABLES = {"step": step_table, "graphs": graphs_table, "encoder": encoder_table, "accumulate": accumulate_table, "train": train_table, "clip": clip_table,
-          "tail": tail_table}
+          "tail": tail_table, "dispatch": dispatch_table}
 
 
 def filled(text: str) -> str:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import sys
 import time
 import warnings
@@ -242,3 +243,81 @@ def test_each_worker_is_a_process_and_its_errors_come_through():
             some.ask("two", "nothing")
     with pytest.raises(RuntimeError, match="'gone' has died"), workers.Workers({"gone": (os._exit, 1)}) as some:
         some.ready()
+
+
+@pytest.fixture
+def dispatch_on_cpu(on_cpu_too, monkeypatch):
+    """dispatch.py likewise: tiny sizes, every way runs once; memory, clock and multiprocessors are made up."""
+    common, clip = module("common"), module("clip")
+    scripts = timing, torch_layers, layers, dispatch = [module(name) for name in ("timing", "torch_layers", "dispatch_layers", "dispatch")]
+
+    def one_of_each(functions, *_):
+        for function in functions.values():
+            function()
+        return dict.fromkeys(functions, 1.0)
+    monkeypatch.setattr(common, "milliseconds", one_of_each)
+    for script in (clip, *scripts):
+        monkeypatch.setattr(script, "DEVICE", "cpu")
+    for name, value in {"HEADS": 2, "HEAD": 16, "T": 20, "LONG": 24, "COPIED": 2**10, "CHUNK": 64, "multiprocessors": lambda: 1,
+                        "peak_MiB": lambda run: 2.0 + (run() is None), "clock_MHz": lambda load: 1000.0 + (load() is not None)}.items():
+        monkeypatch.setattr(dispatch, name, value)
+    monkeypatch.setattr(torch_layers, "CAPTURABLE", {})
+    monkeypatch.setattr(layers, "queued", on_cpu_too[0].queued)
+    monkeypatch.setattr(layers, "CALLS", 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    before = torch.get_num_threads()
+    yield dispatch
+    torch.set_num_threads(before)
+    for name in ("clip", "timing", "torch_layers", "dispatch_layers", "dispatch"):
+        del sys.modules[name]
+
+
+DISPATCH = {"curves": {"bf16": ("bfloat16", 6, 24, True)}, "attention": {"batch 1": (1, None, True), "batch 2, window 9": (2, 9, False)},
+            "layers": {"batch 32": (2, preset("poly-7m", vocab=31, hidden=32, intermediate=48, layers=1, heads=2, kv_heads=2, head_dim=16, T=20))}}
+
+
+@pytest.mark.skipif(find_compiler()[0] is None, reason="no C++ compiler for simt")
+def test_the_benchmark_of_dispatch_runs_and_has_a_table(dispatch_on_cpu, monkeypatch):
+    dispatch = dispatch_on_cpu
+    results = dispatch.measure(list(dispatch.PARTS), DISPATCH, here=True, done=lambda part, result: dispatch.PARTS[part][1](result))
+    for m in results["curves"]["bf16"].values():
+        assert m["ms"].keys() == m["errors"].keys() == {dispatch.OURS, dispatch.EAGER, dispatch.FOLDED, dispatch.COMPILED, dispatch.COMPILED_FOLDED}
+        assert not m["cannot_be_captured"] and m["times"][dispatch.EAGER] == {"forward": 1.0, "backward": 0.0}
+    glu = results["curves"]["bf16"]["glu"]
+    assert glu["floors_ms"]["forward"]["special"] == pytest.approx(6 * 24 * 6 / 16e9 * 1e3) and glu["of_floor"]["backward"] == pytest.approx(
+        5 * 24 * 6 * 2 / glu["copy_GB_per_s"] / 1e6)
+    for case, m in results["attention"].items():
+        assert not m["core"]["cannot_be_captured"] and not m["layer"]["cannot_be_captured"] and m["differ"] == 0
+        assert (dispatch.FLASH in m["core"]["times"]) == (dispatch.GATHERED in m["core"]["times"]) == ("long" in m) == (case == "batch 1")
+    assert results["layers"]["batch 32"].keys() == {"RichardsGLU", "PolyAttention", "step"} and results["layers"]["cores"] == 1
+    losses = results["layers"]["batch 32"]["step"]["first_loss"].values()
+    assert max(losses) - min(losses) < 0.02, f"ours and torch's do not begin alike: {losses}"
+    readme = module("readme")
+    monkeypatch.setattr(readme, "load", lambda name: {"gpu": "A", "driver": "B", "torch": "C", "nvrtc": "D", "date": "E", "results": results})
+    table = readme.dispatch_table()
+    assert table.count("\n| ") == 3 + 2 + 4 + 3 and table.count("(goal ") == 2 * 4 + 4 * 2 + 1 + 1 and "A, driver B, torch C" in table
+
+
+@pytest.mark.skipif(find_compiler()[0] is None, reason="no C++ compiler for simt")
+def test_the_benchmark_of_dispatch_sees_wrong_values_and_goes_on(dispatch_on_cpu, monkeypatch):
+    dispatch, right, calls = dispatch_on_cpu, dispatch_on_cpu.poly_attention, []
+    cases = {"attention": {"batch 1": (1, None, False), "batch 2": (2, None, False)}}
+    for spoil, said in ((lambda y: y * 1.02, "ours is farther from float64"), (lambda y: y * (1 + 0.006 * (len(calls) == 2)), r"two runs of ours differ in \d+")):
+        calls.clear()
+        monkeypatch.setattr(dispatch, "poly_attention", lambda *args: (calls.append(1), spoil(right(*args)) if len(args[0]) == 1 else right(*args))[1])
+        done = []
+        with pytest.raises(RuntimeError, match=f"^attention, batch 1: {said}") as error:
+            dispatch.measure(["attention"], cases, here=True, done=lambda part, result: done.append(list(result)))
+        assert done == [["batch 2"]] and "batch 2" not in str(error.value)
+    backward, curves = dispatch.launch_glu_backward, dispatch.Pointwise("float32", 6, 24, False)
+    for which in range(3):
+        monkeypatch.setattr(dispatch, "launch_glu_backward", lambda *args: [g * (1 + 2e-3 * (i == which)) for i, g in enumerate(backward(*args))])
+        with pytest.raises(AssertionError, match=f"'{'dtheta' if which else 'dx'}'"):
+            curves.measure()
+
+
+def test_the_benchmark_of_dispatch_counts_what_the_kernels_header_counts(dispatch_on_cpu):
+    header, moved, special = (ROOT / "kernels_cu" / "richards.cu").read_text().split("#ifndef")[0], dispatch_on_cpu.MOVED, dispatch_on_cpu.SPECIAL
+    found = re.search(r"forward (\d) reads and a write, backward (\d) reads and\W+(\d) writes.*Special functions: forward (\d+), backward (\d+)", header, re.S)
+    assert found and list(map(int, found.groups())) == [moved["glu"]["forward"] - 1, moved["glu"]["backward"] - 2, 2, *special["glu"].values()], header
+    assert re.search(r"costs four special functions per element.*forward three", header) and list(special["curve"].values()) == [3, 4], header
