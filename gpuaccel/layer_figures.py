@@ -9,12 +9,14 @@
 
 Each picture is a figures.Figure. What is drawn is measured: operations are seen where torch dispatches them, allocations by torch's profiler.
 """
+import math
+
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .figures import BLUE, GREY, ORANGE, RED, Figure, _title
+from .figures import BLUE, GREY, ORANGE, Figure, _title
 from .ledger import _quiet, _trace_of, watches_gpu
 from .models import rotate
 from .picture import RUN_COLOURS, WIDTH, _Ink, _nice_ticks, _spread, _text_width
@@ -92,7 +94,7 @@ def curves(named: "dict[str, RichardsCurve]", title: str = "", dashed=()) -> Fig
 
 
 class explore:
-    """A curve and its derivative beside the logistic one; in a notebook with a slider for each of the nine parameters. The picture stays in the file."""
+    """A curve and its derivative beside the logistic one; in a notebook with sliders for the nine parameters. The picture stays in the file."""
 
     def __init__(self, variant: str = "none", **values):
         self.variant, self.given = variant, values
@@ -101,8 +103,9 @@ class explore:
     def picture(self) -> Figure:
         shown = RichardsCurve(self.variant, **self.given)
         start = dict(zip(NAMES, shown.setting))
-        told = ", ".join(f"{name} = {value:.3g}" for name, value in start.items() if value != DEFAULTS[name]) or "all parameters as at the beginning"
-        return curves({"logistic": RichardsCurve("none"), "yours": shown}, f"{'' if self.variant == 'none' else self.variant + ', '}{told}", dashed=("logistic",))
+        told = ", ".join(f"{name} = {value:.2g}" for name, value in start.items() if value != DEFAULTS[name]) or "all parameters as at the beginning"
+        title = f"{'' if self.variant == 'none' else self.variant + ', '}{told}"
+        return curves({"logistic": RichardsCurve(), "yours": shown}, title, dashed=("logistic",))
 
     def __repr__(self):
         return repr(self.picture())
@@ -115,7 +118,8 @@ class explore:
         sliders = self._sliders() if _kernel() is not None else None
         if sliders is not None:
             view = {"version_major": 2, "version_minor": 0, "model_id": sliders.model_id}
-            display({"application/vnd.jupyter.widget-view+json": view, "text/plain": "Run this cell to move the nine parameters with sliders."}, raw=True)
+            display({"application/vnd.jupyter.widget-view+json": view,
+                     "text/plain": "Run this cell to move the nine parameters with sliders."}, raw=True)
         self._handle = display(self._repr_mimebundle_(), raw=True, display_id=True)
 
     def _sliders(self):
@@ -129,8 +133,8 @@ class explore:
         offered = {}
         for name, value in start.items():
             if name in ("nu", "k", "beta", "T"):
-                low = min(-2.0, torch.tensor(value).log10().item())
-                offered[name] = W.FloatLogSlider(value, min=low, max=1.5, step=0.02, description=name, **look)
+                low, high = (f(end, math.log10(value)) for f, end in ((min, -2.0), (max, 1.5)))
+                offered[name] = W.FloatLogSlider(value, min=low, max=high, step=0.02, description=name, **look)
             else:
                 offered[name] = W.FloatSlider(value, min=min(-3.0, value), max=max(3.0, value), step=0.05, description=name, **look)
         kind = W.Dropdown(options=["none", "sigmoid", "tanh", "gompertz"], value=self.variant, description="variant", layout=W.Layout(width="252px"),
@@ -140,8 +144,14 @@ class explore:
             self.variant, self.given = kind.value, {name: max(slider.value, LEAST) if name in ("nu", "k", "beta", "T") else slider.value
                                                     for name, slider in offered.items()}
             self._handle.update(self._repr_mimebundle_(), raw=True)
-        for widget in (kind, *offered.values()):
-            widget.observe(moved, "value")
+
+        def chosen(_):                                     # another variant begins where it begins
+            for name, value in zip(NAMES, RichardsCurve(kind.value).setting):
+                offered[name].value = value
+            moved(_)
+        for slider in offered.values():
+            slider.observe(moved, "value")
+        kind.observe(chosen, "value")
         return W.HBox([*offered.values(), kind], layout=W.Layout(flex_flow="row wrap"))
 
 
@@ -180,9 +190,10 @@ class Passes(Figure):
         self.found = found
 
 
-def passes(ways: "dict[str, callable]", x: torch.Tensor, parameters, title: str = "Each operation, and the bytes it moves per element of h") -> Passes:
-    """ways: name -> function of x that returns h. Each is run forward and backward for x and the parameters; a box is one operation, as wide as the bytes
-    that it reads (full) and writes (pale), on one scale for all. Operations on less than half of h's elements are counted, and not drawn."""
+def passes(ways: "dict[str, callable]", x: torch.Tensor, parameters,
+           title: str = "Operations, and the bytes they read (full) and write (pale), per element of h") -> Passes:
+    """ways: name -> function of x that returns h. Each is run forward and backward for x and the parameters; a box is one operation, as wide as
+    the bytes that it reads and writes, on one scale for all. Operations on less than half of h's elements are counted, and not drawn."""
     found, drawn = {}, {}
     for name, function in ways.items():
         x = x.detach().requires_grad_()
@@ -194,7 +205,8 @@ def passes(ways: "dict[str, callable]", x: torch.Tensor, parameters, title: str 
         for phase, traffic in (("forward", forward), ("backward", backward)):
             large = [(r / h.numel(), w / h.numel()) for _, r, w in traffic.steps if r + w >= 0.5 * h.numel() * h.element_size()]
             drawn[name, phase] = large
-            found.setdefault(name, {})[phase] = {"operations": len(large), "small": len(traffic.steps) - len(large), "bytes": sum(r + w for r, w in large)}
+            found.setdefault(name, {})[phase] = {"operations": len(large), "small": len(traffic.steps) - len(large),
+                                                 "bytes": sum(r + w for r, w in large)}
     return Passes(*_draw_passes(drawn, found, title), found)
 
 
@@ -216,7 +228,8 @@ def _draw_passes(drawn, found, title):
         for read, written in boxes:
             for part, opacity in ((read, 1.0), (written, 0.45)):
                 if part:
-                    ink.out.append(f'<rect x="{at:.1f}" y="{y:.1f}" width="{max(part * scale, 0.5):.1f}" height="22" fill="{colour}" opacity="{opacity}"/>')
+                    ink.out.append(f'<rect x="{at:.1f}" y="{y:.1f}" width="{max(part * scale, 0.5):.1f}" height="22" fill="{colour}"'
+                                   f' opacity="{opacity}"/>')
                     at += part * scale
             ink.out.append(f'<rect x="{at - 1:.1f}" y="{y - 1:.1f}" width="1" height="24" fill="{ink.strong}"/>')
         inside = at + _text_width(words, 12) * 0.95 + 10 > WIDTH
@@ -230,17 +243,15 @@ def _draw_passes(drawn, found, title):
 
 def allocated(run) -> "tuple[int, int]":
     """(bytes of the largest tensor that run() makes, the most bytes that its tensors have at once). Call run() once before: caches fill up."""
-    gpu = watches_gpu()
-    seen = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * gpu, profile_memory=True)
+    seen = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * watches_gpu(), profile_memory=True)
     with _quiet(), seen:
         run()
     with _quiet():
         events = [event["args"] for event in _trace_of(seen) if event.get("name") == "[memory]"]
     at = most = largest = 0
     for event in events:
-        if event["Device Type"] == int(gpu):               # 0: memory of the CPU, 1: of a GPU
-            at, largest = at + event["Bytes"], max(largest, event["Bytes"])
-            most = max(most, at)
+        at, largest = at + event["Bytes"], max(largest, event["Bytes"])
+        most = max(most, at)
     return largest, most
 
 
@@ -250,7 +261,7 @@ LEVELS = 16
 
 
 def maps(weights: "dict[str, torch.Tensor]", text: str, title: str = "") -> Figure:
-    """name -> (T, T) weights, query by row and key by column, over the letters of a text (40 at most). Positive blue, negative orange, the largest full."""
+    """name -> (T, T) weights, query by row and key by column, over the letters of a text (40 at most). Positive blue, negative orange."""
     ink, T = _Ink(themed=False), len(text)
     columns = min(len(weights), 4 if T <= 20 else 2)
     wide = (WIDTH - 22 * (columns - 1)) / columns
@@ -274,7 +285,8 @@ def maps(weights: "dict[str, torch.Tensor]", text: str, title: str = "") -> Figu
                                for i in range(T) for j in range(T) if levels[i][j] == level)
                 if path:
                     ink.out.append(f'<path d="{path}" fill="{colour}" opacity="{0.06 + 0.94 * level / LEVELS:.2f}"/>')
-        edge = f"M{x0 - 1:.1f} {y0 - 1:.1f}v{T * step + 1:.1f}h{T * step + 1:.1f}" + "".join(f"v-{step:.1f}h-{step:.1f}" for _ in range(T - 1)) + f"v-{step + 1:.1f}z"
+        stairs = "".join(f"v-{step:.1f}h-{step:.1f}" for _ in range(T - 1))
+        edge = f"M{x0 - 1:.1f} {y0 - 1:.1f}v{T * step + 1:.1f}h{T * step + 1:.1f}{stairs}v-{step + 1:.1f}z"
         ink.out.append(f'<path d="{edge}" fill="none" stroke="{GREY}" stroke-width="0.8" opacity="0.6"/>')
         negative = float((values < 0).double().mean() * 2 * T / (T + 1))
         sums = values.sum(1)
@@ -298,7 +310,8 @@ def attention_map(model, tokens: torch.Tensor, block: int = 0) -> torch.Tensor:
     """(heads, T, T) fp32: how much each of the tokens (T) takes of each before it, in one block of a Transformer of family llama or poly."""
     given = []
     layer = model.blocks[block]
-    handle = (layer.attention if hasattr(layer, "attention") else layer.input_norm).register_forward_hook(lambda module, x, y: given.append((x[0], y)))
+    watched = layer.attention if hasattr(layer, "attention") else layer.input_norm
+    handle = watched.register_forward_hook(lambda module, x, y: given.append((x[0], y)))
     try:
         model(tokens[None])
     finally:

@@ -147,7 +147,7 @@ _OURS = re.compile("ours|gpuaccel", re.I)
 
 
 def _timed(found, path=()):
-    """(what, way, milliseconds) of the times in nested results: a number under "ms", or one for each way there, perhaps within launched or forward."""
+    """(what, way, milliseconds) of the times in nested results: under "ms" a number, or one for each way, perhaps within launched or forward."""
     for key, value in found.items() if isinstance(found, dict) else ():
         if key != "ms":
             yield from _timed(value, (*path, str(key)))

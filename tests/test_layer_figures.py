@@ -48,7 +48,9 @@ def test_a_slider_moves_the_curve():
     sliders = {widget.description: widget for widget in shown._sliders().children}
     sliders["m"].value = 2.0
     sliders["variant"].value = "tanh"
-    assert "nu = 0.5, m = 2" in seen[0] and seen[-1].startswith("tanh, nu = 0.5, m = 2") and set(ga.richards.NAMES) < set(sliders)
+    assert "nu = 0.5, m = 2" in seen[0] and seen[-1].startswith("tanh, all parameters as at the beginning") and set(ga.richards.NAMES) < set(sliders)
+    sliders["variant"].value = "gompertz"
+    assert seen[-1].startswith("gompertz, nu = 0.01, beta = 0.01:")
 
 
 def test_lines_of_one_point_or_with_gaps_are_drawn():
