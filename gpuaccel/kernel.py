@@ -270,7 +270,7 @@ def usable(device: torch.device, *kernels: Kernel) -> bool:
         except Exception as error:                         # of ours, of the driver, of cuda.core
             if backend().policy == "require":
                 raise
-            logging.getLogger("gpuaccel").warning("%s runs in torch on %s from now on: %s", kernels[0].filename, device, error)
+            logging.getLogger("gpuaccel").warning("%s runs in torch on %s from now on: %s", kernels[0].filename, device, str(error).partition("\n")[0])
             _decided[key] = False
     return _decided[key]
 
