@@ -254,7 +254,7 @@ _decided: "dict[tuple, bool]" = {}                         # (device, how, kerne
 
 
 def usable(device: torch.device, *kernels: Kernel) -> bool:
-    """Do all of an operation's kernels compile and load on this device? Tried before its first launch, so that nothing is half done; the answer stays.
+    """Do all of an operation's kernels compile and load on this device? Tried before its first launch: nothing is half done, the answer stays.
 
     If one does not, the operation runs in torch instead, and one line of the log (logger "gpuaccel") says why. With the policy `require` the
     error is raised."""
@@ -270,7 +270,8 @@ def usable(device: torch.device, *kernels: Kernel) -> bool:
         except Exception as error:                         # of ours, of the driver, of cuda.core
             if backend().policy == "require":
                 raise
-            logging.getLogger("gpuaccel").warning("%s runs in torch on %s from now on: %s", kernels[0].filename, device, str(error).partition("\n")[0])
+            why = str(error).partition("\n")[0]
+            logging.getLogger("gpuaccel").warning("%s runs in torch on %s from now on: %s", kernels[0].filename, device, why)
             _decided[key] = False
     return _decided[key]
 
