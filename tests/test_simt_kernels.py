@@ -227,7 +227,9 @@ def test_a_barrier_takes_less_than_30_ns_per_thread(simt):
 
 
 def test_a_kernel_compiles_in_less_than_a_second(simt):
-    """Compiler, linker and loader, nothing cached; the runtime itself is compiled once per machine, before."""
+    """Compiler, linker and loader, nothing cached; the runtime itself is compiled once per machine, before. A core's time: others may be at work here."""
+    def spent():
+        return sum(os.times()[:4])                                  # of this process and of the compilers that it has started
     x = torch.ones(32)
     ga.compile('extern "C" __global__ void k(float* x) { x[threadIdx.x] += 1.0f; }')[1, 32](x)
     source = (ga.kernel.kernel_root() / "accumulate.cu").read_text()
@@ -235,9 +237,9 @@ def test_a_kernel_compiles_in_less_than_a_second(simt):
     for checked in (False, False, False, True, True):
         kernel = ga.compile(f"// {time.time_ns()}\n{source}", "accumulate_v1")
         with ga.checked(checked):
-            start = time.perf_counter()
+            start = spent()
             kernel[1, 32](x, torch.ones(32), 32)
-            seconds.append(time.perf_counter() - start)
+            seconds.append(spent() - start)
     print(f"accumulate.cu, three kernels: fast {min(seconds[:3]):.2f} s, checked {min(seconds[3:]):.2f} s")
     assert x.eq(7).all() and min(seconds[:3]) < 1 and min(seconds[3:]) < 1, seconds
 
