@@ -227,7 +227,7 @@ def test_a_barrier_takes_less_than_30_ns_per_thread(simt):
 
 
 def test_a_kernel_compiles_in_less_than_a_second(simt):
-    """Compiler, linker and loader, nothing cached; the runtime itself is compiled once per machine, before. A core's time: others may be at work here."""
+    """Compiler, linker and loader, nothing cached; the runtime was compiled before. A core's time: others may be at work here."""
     def spent():
         return sum(os.times()[:4])                                  # of this process and of the compilers that it has started
     x = torch.ones(32)
