@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from clip import copy_rate
 from dispatch_layers import BATCHES, CPU, Layers, on_the_cpu
-from timing import OURS, apart, clock_MHz, gradients, multiprocessors, peak_MiB, random, release, repeat, timed, times_ours
+from timing import OURS, apart, clock_MHz, gradients, multiprocessors, peak_MiB, random, release, repeat, timed_alike, times_ours
 from torch_layers import COMPILED, COMPILED_FOLDED, EAGER, FOLDED, Gated, in_torch, torch_attention
 from workers import Workers
 
@@ -169,7 +169,7 @@ class Pointwise:
             for k, name in self.peers:
                 if k == kind:
                     runs[name, "forward"], runs[name, "both"] = functools.partial(self.peers[kind, name][0], x), self.peer(kind, name, x, dy)
-            taken, _, refused = timed(runs)
+            taken, _, refused = timed_alike(runs)
             found[kind] = self.rows(kind, taken, rate, clock) | {"errors": errors, "clock_MHz": clock, "copy_GB_per_s": rate,
                                                                  "cannot_be_captured": {" ".join(name): why for name, why in refused.items()}}
             del x, dy, ours, runs
@@ -280,7 +280,7 @@ class Attention:
         release()
         result = {"errors": errors, "layer_errors": of_layer, "differ": differ}
         for what, runs in (("core", self.core(T)), ("layer", self.whole())):
-            ms, _, refused = timed(runs)
+            ms, _, refused = timed_alike(runs)
             result[what] = {"ms": ms, "cannot_be_captured": refused, "times": times_ours(ms),
                             "peak_MiB": {name: peak_MiB(run) for name, run in runs.items()}}
             del runs

@@ -7,7 +7,7 @@ import os
 import time
 
 import torch
-from timing import OURS, apart, gradients, random, release, timed, times_ours
+from timing import OURS, apart, gradients, random, release, timed_alike, times_ours
 from torch_layers import COMPILED, EAGER, TorchStep, in_torch
 from workers import in_turns, queued
 
@@ -72,7 +72,7 @@ class Layers:
         assert error < APART, f"{name}: the gradients of x are {error:.1e} apart"
         del mine, theirs
         release()
-        ms, launched, refused = timed(runs, launched=True)
+        ms, launched, refused = timed_alike(runs, launched=True)
         return {"ms": ms, "launched_ms": launched, "cannot_be_captured": refused, "apart": error}
 
     def measure(self) -> dict:

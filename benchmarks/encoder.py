@@ -30,6 +30,7 @@ import time
 import common
 import torch
 from clip import copy_rate
+from timing import release, timed
 from torch import nn
 from workers import Workers, in_turns, queued
 
@@ -38,7 +39,6 @@ from gpuaccel.backend import backend, deterministic
 from gpuaccel.capture import recorder_for
 from gpuaccel.data import Batches, make_dataset
 from gpuaccel.encoder import encoder_backward, launch_atomic, launch_buckets, reference_buckets
-from gpuaccel.errors import CaptureError
 from gpuaccel.models import preset
 from gpuaccel.optimizer import AdamW
 from gpuaccel.segments import find_segments
@@ -48,14 +48,14 @@ SOURCES = ["kernels_cu/common.cuh", "kernels_cu/segments.cu", "kernels_cu/encode
            "kernels_cu/adamw.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py", "gpuaccel/backend.py", "gpuaccel/arena.py", "gpuaccel/accumulate.py",
            "gpuaccel/fused_linear.py", "gpuaccel/segments.py", "gpuaccel/encoder.py", "gpuaccel/embedding.py", "gpuaccel/clip.py", "gpuaccel/adamw.py",
            "gpuaccel/optimizer.py", "gpuaccel/graphs.py", "gpuaccel/capture.py", "gpuaccel/step.py", "gpuaccel/models.py", "gpuaccel/data.py",
-           "benchmarks/encoder.py", "benchmarks/clip.py", "benchmarks/workers.py", "benchmarks/common.py"]
+           "benchmarks/encoder.py", "benchmarks/timing.py", "benchmarks/clip.py", "benchmarks/workers.py", "benchmarks/common.py"]
 DEVICE = "cuda"
 ZIPF, UNIFORM, TEXT, SAME = DISTRIBUTIONS = "Zipf", "uniform", "real text", "all the same"
 GOALS = {ZIPF: (7, 4.5), TEXT: (7, 4.5), UNIFORM: (7, 4), SAME: (9, 12)}      # segments known: times DENSE, times the best atomics
 IN_LINE_GOAL = 4                                                               # times DENSE
 VOCAB, T, TEXT_BYTES = 50257, 1024, 8 << 20
 WIDTHS, COUNTS, VOCABS = (768, 1600, 4096, 770), (4096, 65536, 524288), (256, 50257, 128256)
-SPAN, MOST_CALLS, BUDGET = 1.0, 32, 150.0     # milliseconds of calls in a row, how many of them at most, milliseconds of one measurement
+BUDGET, QUICK = 150.0, 0.0                      # milliseconds of one measurement; of a case of the grid: 3 rounds
 WHOLE, CHANNELS = 2**26, 64                   # elements of dout or of the sums of which all channels are checked; otherwise so many channels
 ROUNDING = 1e-6                               # what fp32 sums may be off, as a part of the sum of the absolute values
 KNOWN, KNOWN_LOW, IN_LINE, IN_LINE_LOW = ("ours, segments known", "ours, segments known, bf16 sums", "ours, segments in line",
@@ -100,49 +100,11 @@ def gradients(count: int, C: int) -> torch.Tensor:
 
 # ---- how it is timed ------------------------------------------------------------------------------------------------
 
-def timed(runs: dict, launched: bool = False, budget: float = 0.0) -> "tuple[dict, dict]":
-    """({"replayed": name -> milliseconds of one call, "launched": likewise}, name -> why it cannot be captured).
-
-    Several calls in a row are one graph, or one loop of Python, so that starting a graph does not count; fewer where one takes long.
-    launched: also where everything can be captured. budget: milliseconds to spend on each kind; at least 3 rounds."""
-    once = common.milliseconds(runs, 1, 1)
-    calls = {name: max(1, min(MOST_CALLS, int(SPAN / ms))) for name, ms in once.items()}
-    rounds = max(3, min(20, int(budget / sum(ms * calls[name] for name, ms in once.items()))))
-    several = {name: functools.partial(_repeat, run, calls[name]) for name, run in runs.items()}
-    recorder, recordings, refused = recorder_for(DEVICE, backend().name), {}, {}
-    for name, run in several.items():
-        try:
-            recordings[name] = recorder.record(run)[0]
-        except CaptureError as error:
-            refused[name] = str(error)
-
-    def per_call(functions):
-        return {name: ms / calls[name] for name, ms in common.milliseconds(functions, rounds, 1).items()}
-    found = {"replayed": per_call({name: recording.replay for name, recording in recordings.items()})}
-    if launched or refused:
-        found["launched"] = per_call(several)
-    for recording in recordings.values():
-        recording.close()
-    return found, refused
-
-
-def _repeat(run, calls):
-    for _ in range(calls):
-        run()
-
-
 def times(found: dict, peer: str, way: str) -> "float | None":
     """How many times the peer's time is the way's: both replayed, or both launched where one of them cannot be captured."""
     for kind in found.values():
         if peer in kind and way in kind:
             return kind[peer] / kind[way]
-
-
-def release():
-    """Give back memory that nothing uses."""
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
 
 
 # ---- 1: one size, every way -----------------------------------------------------------------------------------------
@@ -264,7 +226,7 @@ def case(tokens, dout, wide, vocab) -> dict:
             differ += int((sums.view(torch.int32) != first).sum())
     stray = int((sums != 1)[~used].sum())
     del exact, size, first
-    found, refused = timed(runs)
+    found, refused = timed(runs, budget=QUICK)
     return {"distinct": int(used.sum()), "channels_checked": len(columns), "error": error, "differ": differ, "stray": stray, "ms": found,
             "times_atomics": times(found, ATOMICS, IN_LINE), "times_dense": times(found, DENSE, IN_LINE),
             **({"cannot_be_captured": refused} if refused else {})}

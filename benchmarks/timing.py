@@ -15,29 +15,37 @@ DEVICE, OURS = "cuda", "ours"
 SPAN, MOST_CALLS, BUDGET = 1.0, 32, 500.0     # milliseconds of calls in a row, how many of them at most, milliseconds of one measurement
 
 
-def timed(runs: dict, launched: bool = False) -> "tuple[dict, dict, dict]":
-    """(name -> milliseconds of one call, replayed from a CUDA graph; launched from Python; name -> why it cannot be captured).
+def timed(runs: dict, launched: bool = False, budget: float = BUDGET) -> "tuple[dict, dict]":
+    """({"replayed": name -> milliseconds of one call, "launched": likewise}, name -> why it cannot be captured).
 
-    Where one of them cannot be captured, the first are of all launched, so that like is compared with like. launched: also otherwise. Several calls in
-    a row are one graph, or one loop of Python, so that starting a graph does not count. At least 3 rounds, at most 20, about BUDGET of each kind."""
+    Several calls in a row are one graph, or one loop of Python, so that starting a graph does not count; fewer where one takes long.
+    launched: also where everything can be captured. budget: milliseconds to spend on each kind; at least 3 rounds, at most 20."""
     once = common.milliseconds(runs, 1, 1)
     calls = {name: max(1, min(MOST_CALLS, int(SPAN / ms))) for name, ms in once.items()}
-    rounds = max(3, min(20, int(BUDGET / sum(ms * calls[name] for name, ms in once.items()))))
+    rounds = max(3, min(20, int(budget / sum(ms * calls[name] for name, ms in once.items()))))
     several = {name: functools.partial(repeat, run, calls[name]) for name, run in runs.items()}
     recorder, recordings, refused = recorder_for(DEVICE, backend().name), {}, {}
-
-    def per_call(functions):
-        return {name: ms / calls[name] for name, ms in common.milliseconds(functions, rounds, 1).items()}
     for name, run in several.items():
         try:
             recordings[name] = recorder.record(run)[0]
         except CaptureError as error:
             refused[name] = str(error)
-    replays = {} if refused else per_call({name: recording.replay for name, recording in recordings.items()})
+
+    def per_call(functions):
+        return {name: ms / calls[name] for name, ms in common.milliseconds(functions, rounds, 1).items()}
+    found = {"replayed": per_call({name: recording.replay for name, recording in recordings.items()})}
+    if launched or refused:
+        found["launched"] = per_call(several)
     for recording in recordings.values():
         recording.close()
-    launches = per_call(several) if launched or refused else {}
-    return replays or launches, launches, refused
+    return found, refused
+
+
+def timed_alike(runs: dict, launched: bool = False) -> "tuple[dict, dict, dict]":
+    """timed() as (milliseconds of all, replayed; launched, where one of them cannot be captured; those launched, if any; why not captured)."""
+    found, refused = timed(runs, launched)
+    launches = found.get("launched", {})
+    return launches if refused else found["replayed"], launches, refused
 
 
 def repeat(run, calls):

@@ -203,7 +203,7 @@ class GradientAccumulator:
         index = {id(p): i for i, p in enumerate(self.arena.params)}
         for part in self.arena.module.modules():
             cls = fused_classes.get(type(part))
-            i = index.get(id(part.weight)) if cls and not getattr(part, "max_norm", None) else None
+            i = index.get(id(part.weight)) if cls and not cls.refused(part) else None
             if i is not None and i not in hooked:
                 if type(part) is not cls:
                     self._dressed.append(cls.wear(part))

@@ -174,12 +174,18 @@ class Embedding(nn.Embedding):
         super().__init__(*args, **kwargs)
         self.wear(self)
 
+    @staticmethod
+    def refused(part: nn.Embedding) -> "str | None":
+        """What of this module an embedding here does not do, in words."""
+        if part.max_norm is not None or part.sparse:
+            return f"{f'max_norm={part.max_norm}' if part.max_norm is not None else 'sparse=True'}: the weight is not changed in forward and its gradient is dense here"
+        return None
+
     @classmethod
     def wear(cls, part: nn.Embedding) -> nn.Embedding:
         """Make a plain nn.Embedding one of these, in place: its parameter, hooks and state stay. ArgumentError for what is refused."""
-        if part.max_norm is not None or part.sparse:
-            what = f"max_norm={part.max_norm}" if part.max_norm is not None else "sparse=True"
-            raise ArgumentError(f"{what}: the weight is not changed in forward and its gradient is dense here; keep torch.nn.Embedding for it")
+        if what := cls.refused(part):
+            raise ArgumentError(f"{what}; keep torch.nn.Embedding for it")
         part.__class__ = cls
         # No buffer: the ranks of a data-parallel module would all get the first one's.
         part.invalid = None if part.weight.is_meta else _none_seen(part.weight.device)
@@ -256,9 +262,8 @@ def deterministic_embeddings(model: nn.Module) -> "list[str]":
     ArgumentError, with nothing changed, for one with max_norm or sparse=True; subclasses with a forward of their own stay as they are, with a warning."""
     found = [(name, part) for name, part in model.named_modules() if type(part) is nn.Embedding]
     for name, part in found:
-        if part.max_norm is not None or part.sparse:
-            raise ArgumentError(f"{name or 'the model'} has {'sparse=True' if part.sparse else f'max_norm={part.max_norm}'}, which a deterministic "
-                                "embedding does not do; expected a plain nn.Embedding")
+        if what := Embedding.refused(part):
+            raise ArgumentError(f"{name or 'the model'} has {what}; expected a plain nn.Embedding")
     for part in model.modules():
         if type(part) is Embedding:         # an open accumulator may have made it one, and would take it back
             part.stays = True

@@ -173,6 +173,10 @@ class FusedLinear(nn.Linear):
     arena_grad = None                      # (out, in) fp32 slice of arena.grads
     joint_weight = joint_grad = None       # the same of several layers side by side, at the first of them: together()
 
+    @staticmethod
+    def refused(part: nn.Linear) -> None:
+        """Every plain nn.Linear will do."""
+
     @classmethod
     def wear(cls, part: nn.Linear) -> nn.Linear:
         part.__class__ = cls

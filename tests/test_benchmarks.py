@@ -172,15 +172,15 @@ def test_the_benchmarks_of_steps_and_graphs_run_and_have_tables(on_cpu_too, monk
 @pytest.fixture
 def encoder_on_cpu(on_cpu_too, monkeypatch):
     """encoder.py likewise: a replay is a tape's, and every way runs once, untimed."""
-    common, clip = module("common"), module("clip")
-    encoder = module("encoder")
+    common, clip, timing, encoder = (module(name) for name in ("common", "clip", "timing", "encoder"))
     monkeypatch.setattr(common, "milliseconds", once)
-    monkeypatch.setattr(clip, "DEVICE", "cpu")
+    for script in (clip, timing):
+        monkeypatch.setattr(script, "DEVICE", "cpu")
     for name, value in {"DEVICE": "cpu", "queued": on_cpu_too[0].queued, "VOCAB": 300, "T": 16, "TEXT_BYTES": 20_000, "WHOLE": 2**12, "CHANNELS": 8,
                         "CALLS": 1}.items():
         monkeypatch.setattr(encoder, name, value)
     yield encoder
-    for name in ("clip", "encoder"):
+    for name in ("clip", "timing", "encoder"):
         del sys.modules[name]
 
 
@@ -251,11 +251,7 @@ def dispatch_on_cpu(on_cpu_too, monkeypatch):
     common, clip = module("common"), module("clip")
     scripts = timing, torch_layers, layers, dispatch = [module(name) for name in ("timing", "torch_layers", "dispatch_layers", "dispatch")]
 
-    def one_of_each(functions, *_):
-        for function in functions.values():
-            function()
-        return dict.fromkeys(functions, 1.0)
-    monkeypatch.setattr(common, "milliseconds", one_of_each)
+    monkeypatch.setattr(common, "milliseconds", once)
     for script in (clip, *scripts):
         monkeypatch.setattr(script, "DEVICE", "cpu")
     for name, value in {"HEADS": 2, "HEAD": 16, "T": 20, "LONG": 24, "COPIED": 2**10, "CHUNK": 64, "multiprocessors": lambda: 1,
