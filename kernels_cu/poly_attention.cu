@@ -96,7 +96,7 @@ __device__ __forceinline__ Power power_of(float s) {
 }
 
 // Sums of all threads, in a fixed order: a tree over each warp, then over the warps. `warps`: shared memory.
-template <int count> __device__ __forceinline__ void write_sums(float* to, float (&sums)[2], float (*warps)[2]) {
+template <int count, typename S> __device__ __forceinline__ void write_sums(float* to, S (&sums)[2], S (*warps)[2]) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -105,9 +105,9 @@ template <int count> __device__ __forceinline__ void write_sums(float* to, float
     }
     __syncthreads();
     if (threadIdx.x < 2) {
-        float sum = 0.0f;
+        S sum = 0;
         for (int w = 0; w < count; w++) sum += warps[w][threadIdx.x];
-        to[threadIdx.x] = sum;
+        to[threadIdx.x] = (float)sum;
     }
 }
 
@@ -177,10 +177,15 @@ template <bool by_diagonal, bool back> __device__ __forceinline__ void scores(Sh
         for (int r = 0; r < MINE; r++) {
             int i = warp * MINE + r, shifted = i - lane + TILE - 1, at = by_diagonal ? shifted : lane, far = by_diagonal ? lane : shifted;
             float sum = s[r], other = dphi[r];
-            #pragma unroll 8
-            for (int c = 0; c < 32; c++) {
-                sum += m.q_tilde[i][c] * m.k[at][c] + m.q[i][c] * m.pe[far][c];
-                if (back) other += m.dy[i][c] * m.v[at][c];
+            for (int eight = 0; eight < 32; eight += 8) {            // eight at a time: shorter sums, smaller errors
+                float few = 0.0f, back_few = 0.0f;
+                #pragma unroll
+                for (int c = eight; c < eight + 8; c++) {
+                    few += m.q_tilde[i][c] * m.k[at][c] + m.q[i][c] * m.pe[far][c];
+                    if (back) back_few += m.dy[i][c] * m.v[at][c];
+                }
+                sum += few;
+                other += back_few;
             }
             s[r] = sum;
             dphi[r] = other;
@@ -251,12 +256,13 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_q_v1(
 {
 #if VERSION == 1
     __shared__ Shared m;
-    __shared__ float warps[WARPS][2];
+    __shared__ double warps[WARPS][2];
     int tiles = (T + TILE - 1) / TILE, heads = gridDim.x / tiles, i0 = (tiles - 1 - blockIdx.x / heads) * TILE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, dy, pe, stride, T, H, window);
     Scale scale = scale_of(coefficients);
-    float by_k[MINE][PARTS] = {}, by_pe[MINE][PARTS] = {}, s[MINE], dphi[MINE], totals[2] = {};
+    float by_k[MINE][PARTS] = {}, by_pe[MINE][PARTS] = {}, s[MINE], dphi[MINE];
+    double totals[2] = {};                    // of millions of terms that nearly cancel
     bool valid[MINE];
     for (int j0 = max(0, i0 - window + 1) / TILE * TILE; j0 <= i0; j0 += TILE) {
         scores<false, true>(m, x, i0, j0, s, dphi, valid);

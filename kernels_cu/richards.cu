@@ -44,7 +44,7 @@
 struct Curve {                // what a thread needs of a curve; then its parameters, for richards_finish. (24) floats
     float A, B, over_nu, G, H, slope, unused[2];
     float p[9], chain[9];     // the parameters; and their derivatives by what is learned: 0 where nothing is
-    float unused2[6];
+    float unused2[6];         // zeros
 };
 
 struct Setting {              // of one curve, by value
@@ -82,6 +82,7 @@ extern "C" __global__ void richards_begin(
     c.slope = (float)(p[GAIN] * V * ke * V * p[SCALE] / (p[T_] * p[NU]));
     c.unused[0] = (float)V;
     c.unused[1] = set.birch ? 1.0f : 0.0f;
+    for (int i = 0; i < 6; i++) c.unused2[i] = 0.0f;
     curves[blockIdx.x] = c;
 }
 

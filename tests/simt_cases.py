@@ -1776,9 +1776,9 @@ def run(kernel, seed, device, TOKEN_T="long long", PARAM_T="float", WHOLE=0):
             want[bad] = math.nan
             yield Outcome(f"B, T, C, V = {B, T, C, V}, wpe {there}", _finite(out), _finite(want))
             # One of them leaves its place, whichever comes first; those of later batches are only counted.
-            at = int(invalid[1]) >> 32
-            named = [(at << 32) + T, int(tokens[at])] if not before and at in bad else [0, 0] if len(bad) and not before else [7, 8]
-            yield Outcome(f"B, T, C, V = {B, T, C, V}, tokens out of range", invalid.cpu(), torch.tensor([before + len(bad), *named]))
+            count, *named = invalid.tolist()
+            may = [[7, 8]] if before or not len(bad) else [[(int(row) << 32) + T, int(tokens[row])] for row in bad]
+            yield Outcome(f"B, T, C, V = {B, T, C, V}, tokens out of range", torch.tensor([count, named in may]), torch.tensor([before + len(bad), True]))
 
 
 @ours("encoder", "encoder_backward_v1")

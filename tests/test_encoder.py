@@ -363,8 +363,11 @@ def test_embedding_gives_what_torchs_gives(device, dtype, how):
         outs = [module(tokens.to(device)) for module in (plain, mine)]
         same(outs[1], outs[0], what)
         dout = torch.randint(-4, 5, (6, *tokens.shape), generator=generator(1)).movedim(0, -1).to(device, dtype)
-        for out in outs:
-            out.backward(dout)
+        for module, out in zip((plain, mine), outs):
+            if module is plain and device == "cuda" and how.get("scale_grad_by_freq") and not tokens.numel():      # which torch 2.11 cannot: invalid argument
+                module.weight.grad = torch.zeros_like(module.weight)
+            else:
+                out.backward(dout)
         if how.get("scale_grad_by_freq"):                         # torch rounds each row's share
             torch.testing.assert_close(mine.weight.grad, plain.weight.grad, rtol=10 * torch.finfo(dtype).eps, atol=10 * torch.finfo(dtype).eps)
         else:
@@ -894,8 +897,9 @@ def test_a_step_with_a_token_out_of_range_is_skipped_and_named_at_the_next_read(
     out = step(bad)
     assert not out.finite and out.loss.isnan() and int(opt.skipped) == 1
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before)), "weights of a skipped step have changed"
-    assert model.embedding.wte.invalid_tokens() == {"count": 2, "token": 29, "position": (1, 2)}
-    assert opt.last_skip()["invalid_tokens"] == {"embedding.wte": {"count": 2, "token": 29, "position": (1, 2)}}
+    found = model.embedding.wte.invalid_tokens()
+    assert found in ({"count": 2, "token": token, "position": at} for token, at in ((29, (1, 2)), (-3, (3, 3)))), found      # whichever was first
+    assert opt.last_skip()["invalid_tokens"] == {"embedding.wte": found}
     for good_ in data[2:]:
         assert step(good_).finite.all()
     assert int(opt.skipped) == 1 and not any(torch.equal(p, q) for p, q in zip(model.parameters(), before))
