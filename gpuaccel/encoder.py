@@ -26,6 +26,7 @@ from .segments import MOST, PIECE, TOKEN, Segments, check_tokens, find_segments,
 
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 THREADS, WARPS, QUADS = 256, 8, 2            # QUADS: groups of 128 channels that a warp sums up
+V3 = {"THREADS": 128, "QUADS": 1}            # the same of encoder_backward_v3, which would rather have more warps at work
 NO_ROUNDING = (0, 0, 0, 0)                   # seed, address added to the step, step, micro-batch
 _ROUNDING = struct.Struct("QQii").pack
 
@@ -115,7 +116,7 @@ def reference_buckets(tokens: Tensor, C: int, lane: int) -> "tuple[Tensor, Tenso
 
 @functools.cache
 def _kernel(name: str, **macros) -> Kernel:
-    return Kernel("encoder", name, THREADS=THREADS, PIECE=PIECE, QUADS=QUADS, **macros)
+    return Kernel("encoder", name, **{"THREADS": THREADS, "PIECE": PIECE, "QUADS": QUADS, **macros})
 
 
 def _whole(C, *tensors) -> int:
@@ -143,11 +144,11 @@ def launch_backward(dwte: "Tensor | None", dwpe: "Tensor | None", dout: Tensor, 
     macros = lambda sums: dict(GRAD_T=TYPES[dout.dtype], ACC_T=TYPES[sums.dtype], WHOLE=_whole(C, sums, dout),
                                STOCHASTIC=int(rounding is not None and sums.dtype == torch.bfloat16), BY_COUNT=int(by_count))
     if dwte is not None:
-        n, windows, groups = segments.n, -(-segments.n // PIECE), -(-C // (128 * QUADS))
+        n, windows, groups = segments.n, -(-segments.n // PIECE), lambda quads: -(-C // (128 * quads))
         partials = torch.empty(2 * windows, -(-C // 4) * 4, device=dout.device)
-        _kernel("encoder_backward_v3", **macros(dwte))[(-(-windows // WARPS), groups), THREADS](
+        _kernel("encoder_backward_v3", **macros(dwte), **V3)[(-(-windows // (V3["THREADS"] // 32)), groups(V3["QUADS"])), V3["THREADS"]](
             dwte, partials, dout, segments.order, segments.pieces, n, C, packed, tensors=[later])
-        _kernel("encoder_combine_v3", **macros(dwte))[(windows, groups), THREADS](
+        _kernel("encoder_combine_v3", **macros(dwte))[(windows, groups(QUADS)), THREADS](
             dwte, partials, segments.order, segments.pieces, n, C, packed, tensors=[later])
     if dwpe is not None:
         T = dout.shape[-2]

@@ -198,12 +198,13 @@ def test_every_run_has_the_same_bits_on_any_stream(device, kind):
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_the_bits_do_not_depend_on_the_grid(device, monkeypatch):
-    """Channels per warp, rows in flight: another number of thread blocks, and the same sums and noise."""
+    """Warps in a block, channels per warp, rows in flight: another number of thread blocks, and the same sums and noise."""
     tokens, dout, old = tokens_of("borders"), normal(B, T, 264), [t.bfloat16() for t in sums_of(264)]
     want = by_reference(old, dout, tokens, rounding=(11, 3, 1))
     for macros in ({"QUADS": 1, "UNROLL": 1}, {"QUADS": 4, "UNROLL": 8}):
         monkeypatch.setattr(encoder, "QUADS", macros["QUADS"])
-        monkeypatch.setattr(encoder, "_kernel", lambda name, macros=macros, **more: Kernel("encoder", name, THREADS=THREADS, PIECE=PIECE, **macros, **more))
+        monkeypatch.setattr(encoder, "V3", {"THREADS": 64 * macros["QUADS"], **macros})
+        monkeypatch.setattr(encoder, "_kernel", lambda name, macros=macros, **more: Kernel("encoder", name, **{"THREADS": THREADS, "PIECE": PIECE, **macros, **more}))
         same_both(added(device, old, dout, tokens, seed=11, step=3, micro_batch=1), want, str(macros))
 
 
