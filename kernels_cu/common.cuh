@@ -3,7 +3,7 @@
 // bf16 is the upper half of a float: 1 sign, 8 exponent and 7 fraction bits. So reading one is a shift, and writing one is a
 // rounding rule (to the nearest, ties to even) and a shift.
 // fp16 has 1 sign, 5 exponent and 10 fraction bits: finer steps than bf16, but nothing above 65504, and below 2^-14 its steps
-// stay at 2^-24 (subnormal numbers). A GPU has an instruction for each way; the text beside it computes the same bits.
+// stay at 2^-24 (subnormal numbers). A GPU has an instruction for each way (for bf16 since sm_80); the text beside it computes the same bits.
 
 struct bf16 { unsigned short bits; };
 struct fp16 { unsigned short bits; };
@@ -16,11 +16,24 @@ __device__ __forceinline__ float low_as_float(unsigned word) { return __uint_as_
 __device__ __forceinline__ float high_as_float(unsigned word) { return __uint_as_float(word & 0xffff0000u); }
 
 __device__ __forceinline__ bf16 as_bf16(float x) {
-    unsigned bits = __float_as_uint(x);
     bf16 result;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(x));
+#else
+    unsigned bits = __float_as_uint(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) result.bits = 0x7fff;                 // NaN stays NaN
     else result.bits = (unsigned short)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+#endif
     return result;
+}
+__device__ __forceinline__ unsigned both_as_bf16(float low, float high) {
+    unsigned word;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+#else
+    word = as_bf16(low).bits | (unsigned)as_bf16(high).bits << 16;
+#endif
+    return word;
 }
 
 __device__ __forceinline__ float as_float(fp16 x) {
@@ -70,7 +83,7 @@ __device__ __forceinline__ void store(bf16* x, float value) { *x = as_bf16(value
 __device__ __forceinline__ void store(fp16* x, float value) { *x = as_fp16(value); }
 __device__ __forceinline__ void store4(float* x, long long i, float4 v) { reinterpret_cast<float4*>(x)[i] = v; }
 __device__ __forceinline__ void store4(bf16* x, long long i, float4 v) {
-    reinterpret_cast<ushort4*>(x)[i] = make_ushort4(as_bf16(v.x).bits, as_bf16(v.y).bits, as_bf16(v.z).bits, as_bf16(v.w).bits);
+    reinterpret_cast<uint2*>(x)[i] = make_uint2(both_as_bf16(v.x, v.y), both_as_bf16(v.z, v.w));
 }
 __device__ __forceinline__ void store4(fp16* x, long long i, float4 v) {
     reinterpret_cast<ushort4*>(x)[i] = make_ushort4(as_fp16(v.x).bits, as_fp16(v.y).bits, as_fp16(v.z).bits, as_fp16(v.w).bits);

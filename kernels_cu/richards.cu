@@ -20,14 +20,16 @@
 #define DATA_T float          // x, y, h and their gradients
 #endif
 #ifndef WHOLE
-#define WHOLE 0               // 1: rows are a multiple of 4 and aligned to four elements
+#define WHOLE 0               // 1: rows are a multiple of 16 bytes and aligned to 16 bytes
 #endif
 #ifndef THREADS
 #define THREADS 256
 #endif
-#ifndef GROUPS
-#define GROUPS 8              // of four elements that a thread takes: a chunk has 4 * THREADS * GROUPS
+#ifndef EACH
+#define EACH 32               // elements that a thread takes: a chunk has EACH * THREADS
 #endif
+#define WIDE (16 / (int)sizeof(DATA_T))       // elements of a group: 16 bytes, one request of a thread
+#define GROUPS (EACH / WIDE)
 #define SUMS 5
 #define NU 0
 #define K 1
@@ -60,19 +62,22 @@ extern "C" __global__ void richards_begin(
     const float* theta0, const float* theta1,      // what is learned of each curve, in the order of the parameters
     Settings settings)
 {
-    if (threadIdx.x > 0) return;
+    __shared__ double p[9];
+    __shared__ Curve c;
     Setting set = settings.curve[blockIdx.x];
-    const float* theta = blockIdx.x == 0 ? theta0 : theta1;
-    Curve c;
-    double p[9];
-    for (int i = 0, next = 0; i < 9; i++) {
-        int kind = set.kinds >> (2 * i) & 3;
-        double z = kind == 0 ? set.fixed[i] : theta[next++], rising = 1.0 / (1.0 + exp(-z));
-        p[i] = kind == 2 ? (z > 0.0 ? z : 0.0) + log1p(exp(z > 0.0 ? -z : z)) : kind == 3 ? 0.1 + 9.9 * rising : z;
-        if ((i == NU || i == K || i == BETA || i == T_) && p[i] < LEAST) p[i] = LEAST;
-        c.p[i] = (float)p[i];
+    int i = threadIdx.x, kind = i < 9 ? set.kinds >> (2 * i) & 3 : 0;
+    unsigned learned = __ballot_sync(0xffffffffu, kind != 0);
+    if (i < 9) {                                                  // a thread for each parameter
+        const float* theta = blockIdx.x == 0 ? theta0 : theta1;
+        double z = kind == 0 ? set.fixed[i] : theta[__popc(learned & ((1u << i) - 1))], rising = 1.0 / (1.0 + exp(-z));
+        double found = kind == 2 ? (z > 0.0 ? z : 0.0) + log1p(exp(z > 0.0 ? -z : z)) : kind == 3 ? 0.1 + 9.9 * rising : z;
+        if ((i == NU || i == K || i == BETA || i == T_) && found < LEAST) found = LEAST;
+        p[i] = found;
+        c.p[i] = (float)found;
         c.chain[i] = (float)(kind == 0 ? 0.0 : kind == 1 ? 1.0 : kind == 2 ? rising : 9.9 * rising * (1.0 - rising));
     }
+    __syncthreads();
+    if (i > 0) return;
     double V = set.tanh ? 2.0 : 1.0, ke = set.birch ? p[K] * p[NU] : p[K];
     c.A = (float)((log(p[BETA]) - ke * (V * p[SHIFT] - p[M])) / LN2);
     c.B = (float)(ke * V * p[SCALE] / p[T_] / LN2);
@@ -82,26 +87,42 @@ extern "C" __global__ void richards_begin(
     c.slope = (float)(p[GAIN] * V * ke * V * p[SCALE] / (p[T_] * p[NU]));
     c.unused[0] = (float)V;
     c.unused[1] = set.birch ? 1.0f : 0.0f;
-    for (int i = 0; i < 6; i++) c.unused2[i] = 0.0f;
+    for (int k = 0; k < 6; k++) c.unused2[k] = 0.0f;
     curves[blockIdx.x] = c;
+}
+
+// The GPU's special functions, each one instruction; what is smaller than 2^-126 counts as 0 (-ftz=true).
+__device__ __forceinline__ float one_over(float x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return 1.0f / x;
+#endif
 }
 
 struct Point { float sigma, L, r; };          // of one x; L and r are not computed where nobody asks for them
 
 __device__ __forceinline__ Point point(float x, const Curve& c) {
     Point at;
-    float t = fmaf(-c.B, x, c.A), e = exp2f(-fabsf(t)), one = 1.0f + e;
-    // log2(1 + e): below 0.02 by its series, where 1 + e has lost the last digits of e.
-    float small = e < 0.02f ? e * fmaf(e, fmaf(e, 0.48089835f, -0.72134752f), 1.44269504f) : __log2f(one);
-    at.L = fmaxf(t, 0.0f) + small;
+    float t = fmaf(-c.B, x, c.A);
+    if (sizeof(DATA_T) == 4) {                // log2(1 + e) below 0.02 by its series, where 1 + e has lost the last digits of e
+        float e = exp2f(-fabsf(t)), one = 1.0f + e;
+        at.L = fmaxf(t, 0.0f) + (e < 0.02f ? e * fmaf(e, fmaf(e, 0.48089835f, -0.72134752f), 1.44269504f) : __log2f(one));
+        at.r = __fmul_rn(t < 0.0f ? e : 1.0f, one_over(one));
+    } else {                                  // 2^-24 more or less of 1 is nothing to 16 bits: five instructions fewer
+        float e = exp2f(fminf(t, 120.0f)), one = 1.0f + e;
+        at.L = fmaxf(t, __log2f(one));
+        at.r = __fmul_rn(e, one_over(one));
+    }
     at.sigma = exp2f(-at.L * c.over_nu);
-    at.r = __fdividef(t < 0.0f ? e : 1.0f, one);
     return at;
 }
 __device__ __forceinline__ float height(const Point& at, const Curve& c) { return fmaf(c.G, at.sigma, c.H); }
 __device__ __forceinline__ float slope(const Point& at, const Curve& c) { return __fmul_rn(c.slope, __fmul_rn(at.sigma, at.r)); }
 
-__device__ __forceinline__ void add_sums(float (&sums)[SUMS], float dy, float x, const Point& at) {
+__device__ __forceinline__ void add_sums(float* sums, float dy, float x, const Point& at) {
     float weighted = __fmul_rn(dy, at.sigma), risen = __fmul_rn(weighted, at.r);
     sums[0] = fmaf(weighted, at.L, sums[0]);
     sums[1] += risen;
@@ -128,6 +149,43 @@ template <int n> __device__ __forceinline__ void write_sums(float* to, const flo
     }
 }
 
+// A group as it lies in memory. It is asked for one round ahead, and turned into floats only where it is used.
+union Group { uint4 all; DATA_T at[WIDE]; };
+
+__device__ __forceinline__ Group ask(const DATA_T* row, long long group, long long width) {      // what lies behind the row's end is 0
+    Group found;
+#if WHOLE
+    found.all = reinterpret_cast<const uint4*>(row)[group];
+#else
+    found.all = make_uint4(0, 0, 0, 0);
+    #pragma unroll
+    for (int k = 0; k < WIDE; k++)
+        if (WIDE * group + k < width) found.at[k] = row[WIDE * group + k];
+#endif
+    return found;
+}
+
+__device__ __forceinline__ void put2(float* to, float a, float b) { to[0] = a; to[1] = b; }
+__device__ __forceinline__ void put2(fp16* to, float a, float b) { to[0] = as_fp16(a); to[1] = as_fp16(b); }
+__device__ __forceinline__ void put2(bf16* to, float a, float b) {
+    unsigned both = both_as_bf16(a, b);
+    to[0].bits = (unsigned short)both;
+    to[1].bits = (unsigned short)(both >> 16);
+}
+
+__device__ __forceinline__ void write(DATA_T* row, long long group, long long width, const float (&values)[WIDE]) {
+    Group made;
+    #pragma unroll
+    for (int k = 0; k < WIDE; k += 2) put2(made.at + k, values[k], values[k + 1]);
+#if WHOLE
+    reinterpret_cast<uint4*>(row)[group] = made.all;
+#else
+    #pragma unroll
+    for (int k = 0; k < WIDE; k++)
+        if (WIDE * group + k < width) row[WIDE * group + k] = made.at[k];
+#endif
+}
+
 // ---- one curve ----
 
 extern "C" __global__ void __launch_bounds__(THREADS) richards_forward(
@@ -135,15 +193,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) richards_forward(
     const Curve* curve, long long n)
 {
     Curve c = *curve;
-    long long start = (long long)blockIdx.x * THREADS * GROUPS;
-    #pragma unroll
-    for (int g = 0; g < GROUPS; g++) {
-        long long i = start + (long long)g * THREADS + threadIdx.x;
-        int count = (int)min(4ll, n - 4 * i);
-        if (count <= 0) continue;
-        float4 v = load4(x + 4 * i, 0, count, WHOLE);
-        v = make_float4(height(point(v.x, c), c), height(point(v.y, c), c), height(point(v.z, c), c), height(point(v.w, c), c));
-        store4(y + 4 * i, 0, count, WHOLE, v);
+    long long i = (long long)blockIdx.x * THREADS * GROUPS + threadIdx.x;
+    if (WIDE * i >= n) return;
+    Group next = ask(x, i, n);
+    #pragma unroll 2
+    for (int g = 0; g < GROUPS; g++, i += THREADS) {
+        if (WIDE * i >= n) return;
+        Group now = next;
+        if (g + 1 < GROUPS && WIDE * (i + THREADS) < n) next = ask(x, i + THREADS, n);
+        float v[WIDE];
+        #pragma unroll
+        for (int k = 0; k < WIDE; k++) v[k] = height(point(as_float(now.at[k]), c), c);
+        write(y, i, n, v);
     }
 }
 
@@ -154,31 +215,33 @@ extern "C" __global__ void __launch_bounds__(THREADS) richards_backward(
 {
     Curve c = *curve;
     float mine[SUMS] = {};
-    long long start = (long long)blockIdx.x * THREADS * GROUPS;
+    long long i = (long long)blockIdx.x * THREADS * GROUPS + threadIdx.x;
+    Group next_x, next_dy;
+    if (WIDE * i < n) { next_x = ask(x, i, n); next_dy = ask(dy, i, n); }
     #pragma unroll 2
-    for (int g = 0; g < GROUPS; g++) {
-        long long i = start + (long long)g * THREADS + threadIdx.x;
-        int count = (int)min(4ll, n - 4 * i);
-        if (count <= 0) continue;
-        float4 v = load4(x + 4 * i, 0, count, WHOLE), d = load4(dy + 4 * i, 0, count, WHOLE);
-        float xs[4] = {v.x, v.y, v.z, v.w}, ds[4] = {d.x, d.y, d.z, d.w};
+    for (int g = 0; g < GROUPS; g++, i += THREADS) {
+        if (WIDE * i >= n) break;
+        Group at_x = next_x, at_dy = next_dy;
+        if (g + 1 < GROUPS && WIDE * (i + THREADS) < n) { next_x = ask(x, i + THREADS, n); next_dy = ask(dy, i + THREADS, n); }
+        float v[WIDE];
         #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            Point at = point(xs[k], c);
-            add_sums(mine, ds[k], xs[k], at);
-            ds[k] = __fmul_rn(ds[k], slope(at, c));
+        for (int k = 0; k < WIDE; k++) {
+            float xk = as_float(at_x.at[k]), dyk = as_float(at_dy.at[k]);
+            Point at = point(xk, c);
+            add_sums(mine, dyk, xk, at);
+            v[k] = __fmul_rn(dyk, slope(at, c));
         }
-        store4(dx + 4 * i, 0, count, WHOLE, make_float4(ds[0], ds[1], ds[2], ds[3]));
+        write(dx, i, n, v);
     }
     write_sums(sums + (long long)blockIdx.x * SUMS, mine);
 }
 
 // ---- the gated linear unit ----
 
-// Walks over the groups of four of a chunk: row and place in the row of one, without a division for each.
-struct Walk { long long row; int q, step, width; };
-__device__ __forceinline__ Walk walk_from(long long group, int width) { Walk w = {group / width, (int)(group % width), THREADS, width}; return w; }
-__device__ __forceinline__ void next(Walk& w) { for (w.q += w.step; w.q >= w.width; w.q -= w.width) w.row++; }
+// Walks over the groups of a chunk: row and place in the row of one, without a division for each.
+struct Walk { long long row; int q, width; };
+__device__ __forceinline__ Walk walk_from(long long group, int width) { Walk w = {group / width, (int)(group % width), width}; return w; }
+__device__ __forceinline__ void step(Walk& w) { for (w.q += THREADS; w.q >= w.width; w.q -= w.width) w.row++; }
 
 extern "C" __global__ void __launch_bounds__(THREADS) glu_forward(
     DATA_T* h,                                // (N, hidden)
@@ -187,17 +250,28 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_forward(
     long long N, int hidden)
 {
     Curve a = curves[0], g = curves[1];
-    int width = (hidden + 3) / 4;
-    Walk at = walk_from((long long)blockIdx.x * THREADS * GROUPS + threadIdx.x, width);
-    #pragma unroll 2
-    for (int k = 0; k < GROUPS; k++, next(at)) {
-        if (at.row >= N) break;
+    Walk at = walk_from((long long)blockIdx.x * THREADS * GROUPS + threadIdx.x, (hidden + WIDE - 1) / WIDE);
+    Group next1, next2;
+    auto ask_both = [&]() {
         const DATA_T* from = x + at.row * 2 * hidden;
-        float4 x1 = load4(from, at.q, hidden, WHOLE), x2 = load4(from + hidden, at.q, hidden, WHOLE);
-        float one[4] = {x1.x, x1.y, x1.z, x1.w}, two[4] = {x2.x, x2.y, x2.z, x2.w};
+        next1 = ask(from, at.q, hidden);
+        next2 = ask(from + hidden, at.q, hidden);
+    };
+    if (at.row < N) ask_both();
+    #pragma unroll 2
+    for (int k = 0; k < GROUPS; k++) {
+        if (at.row >= N) break;
+        Group x1 = next1, x2 = next2;
+        Walk here = at;
+        step(at);
+        if (k + 1 < GROUPS && at.row < N) ask_both();
+        float v[WIDE];
         #pragma unroll
-        for (int i = 0; i < 4; i++) one[i] = __fmul_rn(__fmul_rn(one[i], height(point(one[i], a), a)), height(point(two[i], g), g));
-        store4(h + at.row * hidden, at.q, hidden, WHOLE, make_float4(one[0], one[1], one[2], one[3]));
+        for (int i = 0; i < WIDE; i++) {
+            float one = as_float(x1.at[i]);
+            v[i] = __fmul_rn(__fmul_rn(one, height(point(one, a), a)), height(point(as_float(x2.at[i]), g), g));
+        }
+        write(h + here.row * hidden, here.q, hidden, v);
     }
 }
 
@@ -208,33 +282,40 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_backward(
     const DATA_T* x, const Curve* curves, long long N, int hidden)
 {
     Curve a = curves[0], g = curves[1];
-    float of_a[SUMS] = {}, of_g[SUMS] = {};
-    int width = (hidden + 3) / 4;
-    Walk at = walk_from((long long)blockIdx.x * THREADS * GROUPS + threadIdx.x, width);
-    #pragma unroll 2
-    for (int k = 0; k < GROUPS; k++, next(at)) {
-        if (at.row >= N) break;
+    float both[2 * SUMS] = {};                // of a, of g
+    Walk at = walk_from((long long)blockIdx.x * THREADS * GROUPS + threadIdx.x, (hidden + WIDE - 1) / WIDE);
+    Group next1, next2, next_dh;
+    auto ask_all = [&]() {
         const DATA_T* from = x + at.row * 2 * hidden;
-        float4 x1 = load4(from, at.q, hidden, WHOLE), x2 = load4(from + hidden, at.q, hidden, WHOLE), d = load4(dh + at.row * hidden, at.q, hidden, WHOLE);
-        float one[4] = {x1.x, x1.y, x1.z, x1.w}, two[4] = {x2.x, x2.y, x2.z, x2.w}, up[4] = {d.x, d.y, d.z, d.w};
+        next1 = ask(from, at.q, hidden);
+        next2 = ask(from + hidden, at.q, hidden);
+        next_dh = ask(dh + at.row * hidden, at.q, hidden);
+    };
+    if (at.row < N) ask_all();
+    #pragma unroll 1
+    for (int k = 0; k < GROUPS; k++) {
+        if (at.row >= N) break;
+        Group x1 = next1, x2 = next2, up = next_dh;
+        Walk here = at;
+        step(at);
+        if (k + 1 < GROUPS && at.row < N) ask_all();
+        float d1[WIDE], d2[WIDE];
         #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            Point p = point(one[i], a), s = point(two[i], g);
+        for (int i = 0; i < WIDE; i++) {
+            float one = as_float(x1.at[i]), two = as_float(x2.at[i]), dhi = as_float(up.at[i]);
+            Point p = point(one, a), s = point(two, g);
             float activation = height(p, a), gate = height(s, g);
-            float dvalue = __fmul_rn(up[i], gate), dgate = __fmul_rn(up[i], __fmul_rn(one[i], activation));
-            add_sums(of_a, __fmul_rn(one[i], dvalue), one[i], p);
-            add_sums(of_g, dgate, two[i], s);
-            one[i] = __fmul_rn(dvalue, fmaf(one[i], slope(p, a), activation));
-            two[i] = __fmul_rn(dgate, slope(s, g));
+            float dvalue = __fmul_rn(dhi, gate), dgate = __fmul_rn(dhi, __fmul_rn(one, activation));
+            add_sums(both, __fmul_rn(one, dvalue), one, p);
+            add_sums(both + SUMS, dgate, two, s);
+            d1[i] = __fmul_rn(dvalue, fmaf(one, slope(p, a), activation));
+            d2[i] = __fmul_rn(dgate, slope(s, g));
         }
-        DATA_T* to = dx + at.row * 2 * hidden;
-        store4(to, at.q, hidden, WHOLE, make_float4(one[0], one[1], one[2], one[3]));
-        store4(to + hidden, at.q, hidden, WHOLE, make_float4(two[0], two[1], two[2], two[3]));
+        DATA_T* to = dx + here.row * 2 * hidden;
+        write(to, here.q, hidden, d1);
+        write(to + hidden, here.q, hidden, d2);
     }
-    float all[2 * SUMS];
-    #pragma unroll
-    for (int i = 0; i < SUMS; i++) { all[i] = of_a[i]; all[SUMS + i] = of_g[i]; }
-    write_sums(sums + (long long)blockIdx.x * 2 * SUMS, all);
+    write_sums(sums + (long long)blockIdx.x * 2 * SUMS, both);
 }
 
 // ---- from the sums to the gradients of the parameters ----
@@ -245,12 +326,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) richards_finish(
     const Curve* curves, long long chunks, Settings settings)
 {
     __shared__ double warps[THREADS / 32];
-    double total[SUMS];                       // in thread 0
+    double total[SUMS] = {};                  // of all chunks: in thread 0
     int which = blockIdx.x, wide = gridDim.x * SUMS;
+    #pragma unroll 4
+    for (long long i = threadIdx.x; i < chunks; i += THREADS)
+        #pragma unroll
+        for (int s = 0; s < SUMS; s++) total[s] += sums[i * wide + which * SUMS + s];
+    #pragma unroll
     for (int s = 0; s < SUMS; s++) {
-        double sum = 0.0;
-        for (long long i = threadIdx.x; i < chunks; i += THREADS) sum += sums[i * wide + which * SUMS + s];
-        total[s] = block_joined(sum, warps);
+        total[s] = block_joined(total[s], warps);
         __syncthreads();
     }
     if (threadIdx.x > 0) return;
