@@ -25,8 +25,7 @@ from .kernel import Kernel
 from .segments import MOST, PIECE, TOKEN, Segments, check_tokens, find_segments, left_out_token
 
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
-THREADS, WARPS, QUADS = 256, 8, 2            # QUADS: groups of 128 channels that a warp sums up
-V3 = {"THREADS": 128, "QUADS": 1}            # the same of encoder_backward_v3, which would rather have more warps at work
+THREADS, QUADS, COMBINE, SPAN = 128, 1, 16, 8          # as in encoder.cu
 NO_ROUNDING = (0, 0, 0, 0)                   # seed, address added to the step, step, micro-batch
 _ROUNDING = struct.Struct("QQii").pack
 
@@ -60,9 +59,9 @@ def reference_encoder_backward(dwte: "Tensor | None", dwpe: "Tensor | None", dou
         total = sums[runs]
         long = (count > 1).nonzero()[:, 0]
         if len(long):
-            warps = [_in_order(sums, (runs[long] + w).clamp(max=len(sums) - 1), (-(-(count[long] - w) // WARPS)).clamp(min=1), WARPS) for w in range(WARPS)]
+            warps = [_in_order(sums, (runs[long] + w).clamp(max=len(sums) - 1), (-(-(count[long] - w) // COMBINE)).clamp(min=1), COMBINE) for w in range(COMBINE)]
             combined = warps[0]
-            for w in range(1, WARPS):
+            for w in range(1, COMBINE):
                 combined = torch.where((count[long] > w)[:, None], combined + warps[w], combined)
             total[long] = combined
         if by_count:
@@ -116,7 +115,7 @@ def reference_buckets(tokens: Tensor, C: int, lane: int) -> "tuple[Tensor, Tenso
 
 @functools.cache
 def _kernel(name: str, **macros) -> Kernel:
-    return Kernel("encoder", name, **{"THREADS": THREADS, "PIECE": PIECE, "QUADS": QUADS, **macros})
+    return Kernel("encoder", name, THREADS=THREADS, PIECE=PIECE, QUADS=QUADS, COMBINE=COMBINE, SPAN=SPAN, **macros)
 
 
 def _whole(C, *tensors) -> int:
@@ -129,7 +128,7 @@ def launch_forward(tokens: Tensor, wte: Tensor, wpe: "Tensor | None", invalid: T
     (V, C), rows = wte.shape, tokens.numel()
     out = torch.empty(*tokens.shape, C, dtype=wte.dtype, device=wte.device)
     run = _kernel("encoder_forward", TOKEN_T=TOKEN[tokens.dtype], PARAM_T=TYPES[wte.dtype], WHOLE=_whole(C, wte, wpe))
-    run[-(-rows // WARPS), THREADS](out, tokens, wte, wpe, invalid, rows, tokens.shape[-1] if tokens.dim() else 1, C, V)
+    run[-(-rows // (THREADS // 32)), THREADS](out, tokens, wte, wpe, invalid, rows, tokens.shape[-1] if tokens.dim() else 1, C, V)
     return out
 
 
@@ -144,11 +143,11 @@ def launch_backward(dwte: "Tensor | None", dwpe: "Tensor | None", dout: Tensor, 
     macros = lambda sums: dict(GRAD_T=TYPES[dout.dtype], ACC_T=TYPES[sums.dtype], WHOLE=_whole(C, sums, dout),
                                STOCHASTIC=int(rounding is not None and sums.dtype == torch.bfloat16), BY_COUNT=int(by_count))
     if dwte is not None:
-        n, windows, groups = segments.n, -(-segments.n // PIECE), lambda quads: -(-C // (128 * quads))
+        n, windows = segments.n, -(-segments.n // PIECE)
         partials = torch.empty(2 * windows, -(-C // 4) * 4, device=dout.device)
-        _kernel("encoder_backward_v3", **macros(dwte), **V3)[(-(-windows // (V3["THREADS"] // 32)), groups(V3["QUADS"])), V3["THREADS"]](
+        _kernel("encoder_backward_v3", **macros(dwte))[(-(-windows // (THREADS // 32)), -(-C // (128 * QUADS))), THREADS](
             dwte, partials, dout, segments.order, segments.pieces, n, C, packed, tensors=[later])
-        _kernel("encoder_combine_v3", **macros(dwte))[(windows, groups(QUADS)), THREADS](
+        _kernel("encoder_combine_v3", **macros(dwte))[(-(-windows // SPAN), -(-C // 128)), 32 * COMBINE](
             dwte, partials, segments.order, segments.pieces, n, C, packed, tensors=[later])
     if dwpe is not None:
         T = dout.shape[-2]

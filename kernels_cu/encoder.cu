@@ -12,9 +12,10 @@
 //   encoder_backward_v2  buckets, as in llm.c: the CPU sorts the rows by token; one thread block per bucket of a token and 256 channels, eight
 //                        warps take its rows in turn, then warp 0 adds their sums in order. Same bits every time. But the CPU has to sort and to
 //                        copy, and where all tokens are the same, one block per 256 channels (128 in fp32) does all the work.
-//   encoder_backward_v3  the rows as segments.cu has sorted them on the device, in pieces of at most 32: a warp adds a piece's rows in order, 128
-//                        QUADS channels at a time. What is a whole run goes straight into dwte; the pieces of longer runs leave partial sums, which
-//   encoder_combine_v3   adds up: eight warps take a run's pieces in turn, then warp 0 adds their sums in order.
+//   encoder_backward_v3  the rows as segments.cu has sorted them on the device, in pieces of at most 32: a warp adds the rows of one piece after the
+//                        other in order, 128 QUADS channels at a time; the next rows are on their way, whichever piece they belong to. What is a
+//                        whole run goes straight into dwte; the pieces of longer runs leave partial sums, which
+//   encoder_combine_v3   adds up: the warps of a block take a run's pieces in turn, then warp 0 adds their sums in order.
 //   encoder_wpe          one thread per position and four channels adds over the batch, in order.
 //
 // A token out of range is never used as an address. encoder_forward gives NaN for it and counts it; in the sums its rows are NaN in row 0
@@ -42,16 +43,22 @@
 #define WHOLE 0               // 1: C is a multiple of 4 and every row is aligned to four elements
 #endif
 #ifndef QUADS
-#define QUADS 2               // groups of four channels that a lane sums up
+#define QUADS 1               // groups of four channels that a lane of encoder_backward_v3 sums up
 #endif
 #ifndef UNROLL
 #define UNROLL 4              // rows in flight
 #endif
 #ifndef THREADS
-#define THREADS 256
+#define THREADS 128
 #endif
 #ifndef PIECE
 #define PIECE 32              // rows, as in segments.cu
+#endif
+#ifndef COMBINE
+#define COMBINE 16            // warps of a block of encoder_combine_v3
+#endif
+#ifndef SPAN
+#define SPAN 8                // times 32 places, which such a block looks through; at most COMBINE
 #endif
 #define WARPS (THREADS / 32)
 #define ALL 0xffffffffu
@@ -218,95 +225,99 @@ extern "C" __global__ void __launch_bounds__(THREADS) encoder_backward_v3(
     unsigned heads = __ballot_sync(ALL, kind != 0);
     if (heads == 0) return;
     uint2 here = first + lane < n ? order[first + lane] : make_uint2(0, 0);
-    unsigned behind = first + PIECE + lane < n ? order[first + PIECE + lane].x : 0;    // a piece may end in the next 32 places
+    unsigned behind = first + PIECE + lane < n ? order[first + PIECE + lane].x : 0;    // the last piece may end in the next 32 places
+    int start = __ffs(heads) - 1, final = 31 - __clz(heads), of_final = __shfl_sync(ALL, kind, final);
+    int end = final + (of_final < 0 ? PIECE : of_final > PIECE ? of_final - PIECE : of_final);
+    // One bit for each of the 64 places: the last of a piece; of a piece that is a whole run; a row whose token was out of range.
+    typedef unsigned long long Places;
+    int mine = __shfl_sync(ALL, kind, (31 - __clz(heads & ((2u << lane) - 1))) & 31);
+    Places lasts = (Places)heads >> 1 | 1ull << (end - 1), later = (Places)ALL << 32;
+    Places whole = lasts & (__ballot_sync(ALL, mine > 0 && mine <= PIECE) | (of_final > 0 && of_final <= PIECE ? later : 0));
+    Places invalid = __ballot_sync(ALL, here.x & INVALID) | (Places)__ballot_sync(ALL, behind & INVALID) << 32;
     int group = blockIdx.y * QUADS * 32 + lane, last = (C + 3) / 4 - 1, q[QUADS];       // its groups of four channels
     #pragma unroll
     for (int k = 0; k < QUADS; k++) q[k] = min(group + 32 * k, last);
-    while (heads != 0) {
-        int head = __ffs(heads) - 1;
-        heads &= heads - 1;
-        int what = __shfl_sync(ALL, kind, head), rows = what < 0 ? PIECE : what > PIECE ? what - PIECE : what;
-        long long token = __shfl_sync(ALL, here.y, head);
-        float4 sum[QUADS];
-        Four<ACC_T> old[QUADS];
-        Four<GRAD_T> x[UNROLL][QUADS];
-        unsigned seen = 0;
+    float4 sum[QUADS];
+    Four<GRAD_T> next[UNROLL][QUADS];
+    Four<ACC_T> next_old[UNROLL][QUADS];
+    auto ask = [&](int place) {                                   // for the rows of some places; behind the end for the last one again, rather than a branch
         #pragma unroll
-        for (int k = 0; k < QUADS; k++)
-            if (group + 32 * k <= last) old[k] = ask4(dwte + token * C, q[k], C);
-        auto ask = [&](int r) {                                   // for rows r, r + 1, ...; behind the last one for it again, rather than a branch
+        for (int u = 0; u < UNROLL; u++) {
+            int at = min(place + u, end - 1);
+            unsigned row = __shfl_sync(ALL, at < 32 ? here.x : behind, at % 32) & ~INVALID, token = __shfl_sync(ALL, here.y, min(at, final));
             #pragma unroll
-            for (int u = 0; u < UNROLL; u++) {
-                int at = head + min(r + u, rows - 1);
-                unsigned row = __shfl_sync(ALL, at < PIECE ? here.x : behind, at % PIECE);
-                seen |= row;
-                #pragma unroll
-                for (int k = 0; k < QUADS; k++) x[u][k] = ask4(dout + (long long)(row & ~INVALID) * C, q[k], C);
+            for (int k = 0; k < QUADS; k++) {
+                next[u][k] = ask4(dout + (long long)row * C, q[k], C);
+                if ((whole >> at & 1) && group + 32 * k <= last) next_old[u][k] = ask4(dwte + (long long)token * C, q[k], C);
             }
-        };
-        ask(0);
-        for (int r = 0; r < rows; r += UNROLL) {
-            Four<GRAD_T> now[UNROLL][QUADS];
-            #pragma unroll
-            for (int u = 0; u < UNROLL; u++)
-                #pragma unroll
-                for (int k = 0; k < QUADS; k++) now[u][k] = x[u][k];
-            if (r + UNROLL < rows) ask(r + UNROLL);               // the next rows are on their way while these are added
-            #pragma unroll
-            for (int u = 0; u < UNROLL; u++)
-                #pragma unroll
-                for (int k = 0; k < QUADS; k++) {
-                    float4 one = as_float4(now[u][k]), both = add4(sum[k], one);
-                    sum[k] = r + u == 0 ? one : r + u < rows ? both : sum[k];
-                }
         }
-        if (seen & INVALID)
-            #pragma unroll
-            for (int k = 0; k < QUADS; k++) sum[k] = nan4();
-        bool whole_run = what > 0 && what <= PIECE;
+    };
+    #pragma unroll
+    for (int k = 0; k < QUADS; k++) sum[k] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);  // to which any number may be added, 0 and -0 too
+    ask(start);
+    for (int place = start; place < end; place += UNROLL) {
+        Four<GRAD_T> now[UNROLL][QUADS];
+        Four<ACC_T> old[UNROLL][QUADS];
         #pragma unroll
-        for (int k = 0; k < QUADS; k++) {
-            if (group + 32 * k > last) continue;
-            if (whole_run) store_sum(dwte, token, q[k], C, add4(as_float4(old[k]), scaled(sum[k], rows)), rounding, 0);
-            else partial_of(partials, first + head, what < 0, C)[q[k]] = sum[k];
+        for (int u = 0; u < UNROLL; u++)
+            #pragma unroll
+            for (int k = 0; k < QUADS; k++) { now[u][k] = next[u][k]; old[u][k] = next_old[u][k]; }
+        if (place + UNROLL < end) ask(place + UNROLL);            // the next rows are on their way while these are added
+        #pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
+            int at = place + u;
+            if (at >= end) break;
+            #pragma unroll
+            for (int k = 0; k < QUADS; k++) sum[k] = add4(sum[k], as_float4(now[u][k]));
+            if (!(lasts >> at & 1)) continue;                     // a piece ends here: the same for all lanes
+            int rows = at - start + 1, what = __shfl_sync(ALL, kind, start % 32);
+            long long token = __shfl_sync(ALL, here.y, min(at, final));
+            bool wrong = invalid >> start & ((2ull << (rows - 1)) - 1);
+            #pragma unroll
+            for (int k = 0; k < QUADS; k++) {
+                if (wrong) sum[k] = nan4();
+                if (group + 32 * k <= last) {
+                    if (whole >> at & 1) store_sum(dwte, token, q[k], C, add4(as_float4(old[u][k]), scaled(sum[k], rows)), rounding, 0);
+                    else partial_of(partials, first + start, what < 0, C)[q[k]] = sum[k];
+                }
+                sum[k] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);
+            }
+            start = at + 1;
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) encoder_combine_v3(
+extern "C" __global__ void __launch_bounds__(32 * COMBINE) encoder_combine_v3(
     ACC_T* dwte, float* partials, const uint2* order, const int* pieces, int n, int C, Rounding rounding)
 {
-    __shared__ float4 warps[WARPS][QUADS][32];
+    __shared__ float4 warps[COMBINE][32];
+    __shared__ int first_of[SPAN], rows_of[SPAN];                 // of the longer run that begins in each 32 places: at most one can
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    long long first = (long long)blockIdx.x * PIECE;              // at most one longer run begins in 32 places
-    int kind = first + lane < n ? pieces[first + lane] : 0;
-    unsigned heads = __ballot_sync(ALL, kind < 0);
-    if (heads == 0) return;
-    int head = __ffs(heads) - 1, rows = -__shfl_sync(ALL, kind, head), count = (rows - 1) / PIECE + 1;
-    if (warp >= count) return;                                    // a warp without a piece; it counts as arrived at the barrier
-    long long token = order[first + head].y;
-    int group = blockIdx.y * QUADS * 32 + lane, last = (C + 3) / 4 - 1, q[QUADS];
-    #pragma unroll
-    for (int k = 0; k < QUADS; k++) q[k] = min(group + 32 * k, last);
-    float4 sum[QUADS];
-    const float4* from = partial_of(partials, first + head + (long long)warp * PIECE, warp == 0, C);
-    #pragma unroll
-    for (int k = 0; k < QUADS; k++) sum[k] = from[q[k]];
-    #pragma unroll 8
-    for (int p = warp + WARPS; p < count; p += WARPS) {
-        from = partial_of(partials, first + head + (long long)p * PIECE, false, C);
-        #pragma unroll
-        for (int k = 0; k < QUADS; k++) sum[k] = add4(sum[k], from[q[k]]);
+    if (warp < SPAN) {
+        long long place = ((long long)blockIdx.x * SPAN + warp) * PIECE + lane;
+        int kind = place < n ? pieces[place] : 0, head = __ffs(__ballot_sync(ALL, kind < 0)) - 1;
+        if (lane == 0 && head < 0) rows_of[warp] = 0;
+        if (lane == head) { first_of[warp] = (int)place; rows_of[warp] = -kind; }
     }
-    #pragma unroll
-    for (int k = 0; k < QUADS; k++) warps[warp][k][lane] = sum[k];
     __syncthreads();
-    if (warp > 0) return;
-    #pragma unroll
-    for (int k = 0; k < QUADS; k++) {
-        if (group + 32 * k > last) continue;
-        for (int w = 1; w < min(WARPS, count); w++) sum[k] = add4(sum[k], warps[w][k][lane]);
-        store_sum(dwte, token, q[k], C, add4(as_float4(ask4(dwte + token * C, q[k], C)), scaled(sum[k], rows)), rounding, 0);
+    int group = blockIdx.y * 32 + lane, last = (C + 3) / 4 - 1, q = min(group, last);   // four channels for a lane
+    for (int s = 0; s < SPAN; s++) {
+        int rows = rows_of[s], count = (rows + PIECE - 1) / PIECE;
+        if (rows == 0) continue;
+        long long first = first_of[s], token = order[first].y;
+        float4 sum;
+        if (warp < count) {
+            sum = partial_of(partials, first + (long long)warp * PIECE, warp == 0, C)[q];
+            #pragma unroll 8
+            for (int p = warp + COMBINE; p < count; p += COMBINE) sum = add4(sum, partial_of(partials, first + (long long)p * PIECE, false, C)[q]);
+            warps[warp][lane] = sum;
+        }
+        __syncthreads();
+        if (warp == 0 && group <= last) {
+            for (int w = 1; w < min(COMBINE, count); w++) sum = add4(sum, warps[w][lane]);
+            store_sum(dwte, token, q, C, add4(as_float4(ask4(dwte + token * C, q, C)), scaled(sum, rows)), rounding, 0);
+        }
+        __syncthreads();
     }
 }
 

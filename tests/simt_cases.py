@@ -1769,7 +1769,7 @@ def run(kernel, seed, device, TOKEN_T="long long", PARAM_T="float", WHOLE=0):
         bad = np.flatnonzero((tokens < 0) | (tokens >= V))
         for there, before in ((True, 0), (False, 3)):
             out, invalid = torch.full((B * T, C), 5.0, dtype=dtype, device=device), torch.tensor([before, 7, 8], device=device)
-            kernel[-(-B * T // 8), 256](out, torch.from_numpy(tokens).to(device, torch.int32 if TOKEN_T == "int" else torch.int64), wte.to(device),
+            kernel[-(-B * T // 4), 128](out, torch.from_numpy(tokens).to(device, torch.int32 if TOKEN_T == "int" else torch.int64), wte.to(device),
                                         wpe.to(device) if there else None, invalid, B * T, T, C, V)
             want = wte[np.where((tokens < 0) | (tokens >= V), 0, tokens)]
             want = want + wpe.repeat(B, 1) if there else want.clone()
@@ -1837,8 +1837,8 @@ def run(kernel, seed, device, ACC_T="float", STOCHASTIC=0):
 
 
 def _runs(seed, WHOLE, dtype, grad_dtype):
-    """(C, order, pieces, dout, dwte, token -> (place, rows, sums of its pieces)): runs of 1 to 300 rows, one of -0.0, one left out, invalid rows."""
-    runs = [5, 1, 31, 4, 32, 33, 1, 64, 0, 65, 300, 38]
+    """(C, order, pieces, dout, dwte, token -> (place, rows, sums of its pieces)): runs of 1 to 700 rows, one of -0.0, one left out, invalid rows."""
+    runs = [5, 1, 31, 4, 32, 33, 1, 64, 0, 65, 700, 38]
     for C in (8, 264) if WHOLE else (5, 259):
         random = rng(seed)
         tokens = random.permutation(np.repeat(np.arange(len(runs)), runs))
@@ -1865,11 +1865,11 @@ def _partials(sums, n, C):
 
 
 @ours("encoder", "encoder_backward_v3")
-def run(kernel, seed, device, WHOLE=0, QUADS=2, ACC_T="float", STOCHASTIC=0, BY_COUNT=0):
+def run(kernel, seed, device, WHOLE=0, QUADS=1, ACC_T="float", STOCHASTIC=0, BY_COUNT=0):
     for C, pairs, pieces, dout, dwte, sums in _runs(seed, WHOLE, {"float": torch.float32, "bf16": torch.bfloat16}[ACC_T], _grad_dtype(kernel)):
         n, (rounding, later), there = len(pairs), _rounding(device, STOCHASTIC), dwte.to(device, copy=True)
         partials = torch.full((2 * -(-n // 32), -(-C // 4) * 4), math.nan, device=device)
-        kernel[(-(-n // 256), -(-C // (128 * QUADS))), 256](there, partials, dout.to(device), _as_int32(pairs).to(device),
+        kernel[(-(-n // 128), -(-C // (128 * QUADS))), 128](there, partials, dout.to(device), _as_int32(pairs).to(device),
                                                             torch.tensor(pieces, dtype=torch.int32, device=device), n, C, rounding, tensors=[later])
         for token, (_, rows, (first, *more)) in sums.items():
             if not more:
@@ -1879,14 +1879,14 @@ def run(kernel, seed, device, WHOLE=0, QUADS=2, ACC_T="float", STOCHASTIC=0, BY_
 
 
 @ours("encoder", "encoder_combine_v3")
-def run(kernel, seed, device, WHOLE=0, QUADS=2, ACC_T="float", STOCHASTIC=0, BY_COUNT=0):
+def run(kernel, seed, device, WHOLE=0, SPAN=8, ACC_T="float", STOCHASTIC=0, BY_COUNT=0):
     for C, pairs, pieces, dout, dwte, sums in _runs(seed, WHOLE, {"float": torch.float32, "bf16": torch.bfloat16}[ACC_T], _grad_dtype(kernel)):
         n, (rounding, later), there = len(pairs), _rounding(device, STOCHASTIC), dwte.to(device, copy=True)
-        kernel[(-(-n // 32), -(-C // (128 * QUADS))), 256](there, _partials(sums, n, C).to(device), _as_int32(pairs).to(device),
+        kernel[(-(-n // (32 * SPAN)), -(-C // 128)), 512](there, _partials(sums, n, C).to(device), _as_int32(pairs).to(device),
                                                            torch.tensor(pieces, dtype=torch.int32, device=device), n, C, rounding, tensors=[later])
         for token, (_, rows, parts) in sums.items():
             if len(parts) > 1:
-                total = functools.reduce(np.add, [functools.reduce(np.add, parts[w::8]) for w in range(min(8, len(parts)))])
+                total = functools.reduce(np.add, [functools.reduce(np.add, parts[w::16]) for w in range(min(16, len(parts)))])
                 _into(dwte, token, total / np.float32(rows) if BY_COUNT else total, 0, STOCHASTIC)
         yield Outcome(f"C = {C}", there.cpu(), dwte)
 
@@ -1897,7 +1897,7 @@ def run(kernel, seed, device, WHOLE=0, ACC_T="float", STOCHASTIC=0):
     for B, T, C in ((1, 1, 4), (5, 37, 32 if WHOLE else 29)):
         dout, dwpe = torch.from_numpy(normal(random, B, T, C)).to(_grad_dtype(kernel)), torch.from_numpy(normal(random, T, C)).to(dtype)
         there, (rounding, later) = dwpe.to(device, copy=True), _rounding(device, STOCHASTIC)
-        kernel[-(-T * -(-C // 4) // 256), 256](there, dout.to(device), B, T, C, rounding, tensors=[later])
+        kernel[-(-T * -(-C // 4) // 128), 128](there, dout.to(device), B, T, C, rounding, tensors=[later])
         _into(dwpe, torch.arange(T), functools.reduce(np.add, dout.float().numpy()), 1, STOCHASTIC)
         yield Outcome(f"B, T, C = {B, T, C}", there.cpu(), dwpe)
 
@@ -1910,7 +1910,7 @@ VARIANTS: "dict[tuple[str, str], list[dict]]" = {
     ("segments", "segments_scatter"): [{"TOKEN_T": "int", "BITS": 9, "KEYS": 16}],
     ("encoder", "encoder_forward"): [{"WHOLE": 1, "PARAM_T": "bf16", "TOKEN_T": "int"}],
     ("encoder", "encoder_backward_v2"): [{"ACC_T": "bf16", "STOCHASTIC": 1}],
-    ("encoder", "encoder_backward_v3"): [{"WHOLE": 1, "QUADS": 1, "BY_COUNT": 1}, {"ACC_T": "bf16", "STOCHASTIC": 1}],
-    ("encoder", "encoder_combine_v3"): [{"WHOLE": 1, "QUADS": 1, "BY_COUNT": 1}, {"ACC_T": "bf16", "STOCHASTIC": 1}],
+    ("encoder", "encoder_backward_v3"): [{"WHOLE": 1, "QUADS": 2, "BY_COUNT": 1}, {"ACC_T": "bf16", "STOCHASTIC": 1}],
+    ("encoder", "encoder_combine_v3"): [{"WHOLE": 1, "SPAN": 2, "BY_COUNT": 1}, {"ACC_T": "bf16", "STOCHASTIC": 1}],
     ("encoder", "encoder_wpe"): [{"WHOLE": 1}, {"ACC_T": "bf16", "STOCHASTIC": 1}],
 }

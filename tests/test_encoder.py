@@ -20,7 +20,7 @@ import gpuaccel as ga  # noqa: E402
 from gpuaccel import embedding, encoder  # noqa: E402
 from gpuaccel.accumulate import MODES, GradientAccumulator  # noqa: E402
 from gpuaccel.arena import Arena  # noqa: E402
-from gpuaccel.encoder import PIECE, THREADS, encoder_backward, launch_atomic, launch_buckets, reference_buckets, reference_encoder, \
+from gpuaccel.encoder import PIECE, encoder_backward, launch_atomic, launch_buckets, reference_buckets, reference_encoder, \
     reference_encoder_backward  # noqa: E402
 from gpuaccel.errors import ArgumentError, CaptureError  # noqa: E402
 from gpuaccel.kernel import Kernel  # noqa: E402
@@ -201,10 +201,10 @@ def test_the_bits_do_not_depend_on_the_grid(device, monkeypatch):
     """Warps in a block, channels per warp, rows in flight: another number of thread blocks, and the same sums and noise."""
     tokens, dout, old = tokens_of("borders"), normal(B, T, 264), [t.bfloat16() for t in sums_of(264)]
     want = by_reference(old, dout, tokens, rounding=(11, 3, 1))
-    for macros in ({"QUADS": 1, "UNROLL": 1}, {"QUADS": 4, "UNROLL": 8}):
-        monkeypatch.setattr(encoder, "QUADS", macros["QUADS"])
-        monkeypatch.setattr(encoder, "V3", {"THREADS": 64 * macros["QUADS"], **macros})
-        monkeypatch.setattr(encoder, "_kernel", lambda name, macros=macros, **more: Kernel("encoder", name, **{"THREADS": THREADS, "PIECE": PIECE, **macros, **more}))
+    for macros in ({"THREADS": 64, "QUADS": 3, "SPAN": 1}, {"THREADS": 256, "QUADS": 2, "SPAN": 16, "UNROLL": 8}):
+        for name in macros.keys() - {"UNROLL"}:
+            monkeypatch.setattr(encoder, name, macros[name])
+        monkeypatch.setattr(encoder, "_kernel", lambda name, macros=macros, **more: Kernel("encoder", name, PIECE=PIECE, **macros, **more))
         same_both(added(device, old, dout, tokens, seed=11, step=3, micro_batch=1), want, str(macros))
 
 

@@ -45,7 +45,7 @@ def test_every_kernel_compiles_for_every_architecture_without_spills(path, grad_
     ("adamw", {"CHUNK": CHUNK, "MAX_TENSORS": adamw.MAX_TENSORS, "MAX_UPDATES": adamw.MAX_UPDATES,
                "MAX_VALUES": adamw.MAX_VALUES}),
     ("segments", {"PIECE": segments.PIECE, "THREADS": segments.THREADS}),
-    ("encoder", {"PIECE": segments.PIECE, "THREADS": encoder.THREADS, "QUADS": encoder.QUADS}),
+    ("encoder", {"PIECE": segments.PIECE, "THREADS": encoder.THREADS, "QUADS": encoder.QUADS, "COMBINE": encoder.COMBINE, "SPAN": encoder.SPAN}),
 ])
 def test_the_launcher_and_the_kernels_agree_on_their_constants(file, constants):
     source = without_comments(next(p for p in kernel_files() if p.stem == file).read_text())
