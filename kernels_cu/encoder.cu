@@ -13,7 +13,7 @@
 //                        warps take its rows in turn, then warp 0 adds their sums in order. Same bits every time. But the CPU has to sort and to
 //                        copy, and where all tokens are the same, one block per 256 channels (128 in fp32) does all the work.
 //   encoder_backward_v3  the rows as segments.cu has sorted them on the device, in pieces of at most 32: a warp adds the rows of one piece after the
-//                        other in order, 128 QUADS channels at a time; the next rows are on their way, whichever piece they belong to. What is a
+//                        other in order, 128 QUADS channels at a time, UNROLL rows on their way, whichever piece they belong to. What is a
 //                        whole run goes straight into dwte; the pieces of longer runs leave partial sums, which
 //   encoder_combine_v3   adds up: the warps of a block take a run's pieces in turn, then warp 0 adds their sums in order.
 //   encoder_wpe          one thread per position and four channels adds over the batch, in order.
@@ -238,51 +238,52 @@ extern "C" __global__ void __launch_bounds__(THREADS) encoder_backward_v3(
     #pragma unroll
     for (int k = 0; k < QUADS; k++) q[k] = min(group + 32 * k, last);
     float4 sum[QUADS];
-    Four<GRAD_T> next[UNROLL][QUADS];
-    Four<ACC_T> next_old[UNROLL][QUADS];
-    auto ask = [&](int place) {                                   // for the rows of some places; behind the end for the last one again, rather than a branch
-        #pragma unroll
-        for (int u = 0; u < UNROLL; u++) {
-            int at = min(place + u, end - 1);
-            unsigned row = __shfl_sync(ALL, at < 32 ? here.x : behind, at % 32) & ~INVALID, token = __shfl_sync(ALL, here.y, min(at, final));
-            #pragma unroll
-            for (int k = 0; k < QUADS; k++) {
-                next[u][k] = ask4(dout + (long long)row * C, q[k], C);
-                if ((whole >> at & 1) && group + 32 * k <= last) next_old[u][k] = ask4(dwte + (long long)token * C, q[k], C);
-            }
-        }
-    };
     #pragma unroll
     for (int k = 0; k < QUADS; k++) sum[k] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);  // to which any number may be added, 0 and -0 too
-    ask(start);
     for (int place = start; place < end; place += UNROLL) {
+        unsigned ends = (unsigned)(lasts >> place) & ((1u << UNROLL) - 1), old_too = (unsigned)(whole >> place) & ends;
         Four<GRAD_T> now[UNROLL][QUADS];
         Four<ACC_T> old[UNROLL][QUADS];
         #pragma unroll
-        for (int u = 0; u < UNROLL; u++)
+        for (int u = 0; u < UNROLL; u++) {                        // behind the end the last row again, rather than a branch
+            int at = min(place + u, end - 1);
+            unsigned row = __shfl_sync(ALL, at < 32 ? here.x : behind, at % 32) & ~INVALID;
             #pragma unroll
-            for (int k = 0; k < QUADS; k++) { now[u][k] = next[u][k]; old[u][k] = next_old[u][k]; }
-        if (place + UNROLL < end) ask(place + UNROLL);            // the next rows are on their way while these are added
+            for (int k = 0; k < QUADS; k++) now[u][k] = ask4(dout + (long long)row * C, q[k], C);
+        }
+        if (old_too)
+            #pragma unroll
+            for (int u = 0; u < UNROLL; u++) {
+                long long token = __shfl_sync(ALL, here.y, min(place + u, final));
+                #pragma unroll
+                for (int k = 0; k < QUADS; k++)
+                    if ((old_too >> u & 1) && group + 32 * k <= last) old[u][k] = ask4(dwte + token * C, q[k], C);
+            }
+        if (ends == 0) {                                          // all of one piece
+            #pragma unroll
+            for (int u = 0; u < UNROLL; u++)
+                #pragma unroll
+                for (int k = 0; k < QUADS; k++) sum[k] = add4(sum[k], as_float4(now[u][k]));
+            continue;
+        }
         #pragma unroll
         for (int u = 0; u < UNROLL; u++) {
-            int at = place + u;
-            if (at >= end) break;
             #pragma unroll
             for (int k = 0; k < QUADS; k++) sum[k] = add4(sum[k], as_float4(now[u][k]));
-            if (!(lasts >> at & 1)) continue;                     // a piece ends here: the same for all lanes
-            int rows = at - start + 1, what = __shfl_sync(ALL, kind, start % 32);
-            long long token = __shfl_sync(ALL, here.y, min(at, final));
+            if (!(ends >> u & 1)) continue;                       // a piece ends here: the same for all lanes
+            int rows = place + u - start + 1, what = __shfl_sync(ALL, kind, start % 32);
+            long long token = __shfl_sync(ALL, here.y, min(place + u, final));
             bool wrong = invalid >> start & ((2ull << (rows - 1)) - 1);
             #pragma unroll
             for (int k = 0; k < QUADS; k++) {
                 if (wrong) sum[k] = nan4();
                 if (group + 32 * k <= last) {
-                    if (whole >> at & 1) store_sum(dwte, token, q[k], C, add4(as_float4(old[u][k]), scaled(sum[k], rows)), rounding, 0);
+                    if (old_too >> u & 1) store_sum(dwte, token, q[k], C, add4(as_float4(old[u][k]), scaled(sum[k], rows)), rounding, 0);
                     else partial_of(partials, first + start, what < 0, C)[q[k]] = sum[k];
                 }
                 sum[k] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);
             }
-            start = at + 1;
+            start = place + u + 1;
         }
     }
 }

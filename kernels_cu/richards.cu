@@ -26,13 +26,10 @@
 #define THREADS 256
 #endif
 #ifndef EACH
-#define EACH 32               // elements that a thread takes: a chunk has EACH * THREADS
+#define EACH 64               // elements that a thread takes: a chunk has EACH * THREADS
 #endif
 #define WIDE (16 / (int)sizeof(DATA_T))       // elements of a group: 16 bytes, one request of a thread
 #define GROUPS (EACH / WIDE)
-#ifndef POWERS
-#define POWERS 1              // curves whose last power is computed by hand
-#endif
 #define SUMS 5
 #define NU 0
 #define K 1
@@ -215,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) richards_forward(
         if (g + 1 < GROUPS && WIDE * (i + THREADS) < n) next = ask(x, i + THREADS, n);
         float v[WIDE];
         #pragma unroll
-        for (int k = 0; k < WIDE; k++) v[k] = height(point<(POWERS > 0)>(as_float(now.at[k]), c), c);
+        for (int k = 0; k < WIDE; k++) v[k] = height(point<true>(as_float(now.at[k]), c), c);
         write(y, i, n, v);
     }
 }
@@ -239,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) richards_backward(
         #pragma unroll
         for (int k = 0; k < WIDE; k++) {
             float xk = as_float(at_x.at[k]), dyk = as_float(at_dy.at[k]);
-            v[k] = __fmul_rn(c.slope, add_sums(mine, dyk, xk, point<(POWERS > 0)>(xk, c)));
+            v[k] = __fmul_rn(c.slope, add_sums(mine, dyk, xk, point<false>(xk, c)));
         }
         write(dx, i, n, v);
     }
@@ -279,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_forward(
         #pragma unroll
         for (int i = 0; i < WIDE; i++) {
             float one = as_float(x1.at[i]);
-            v[i] = __fmul_rn(__fmul_rn(one, height(point<(POWERS > 0)>(one, a), a)), height(point<(POWERS > 1)>(as_float(x2.at[i]), g), g));
+            v[i] = __fmul_rn(__fmul_rn(one, height(point<true>(one, a), a)), height(point<false>(as_float(x2.at[i]), g), g));
         }
         write(h + here.row * hidden, here.q, hidden, v);
     }
@@ -313,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_backward(
         #pragma unroll
         for (int i = 0; i < WIDE; i++) {
             float one = as_float(x1.at[i]), two = as_float(x2.at[i]), dhi = as_float(up.at[i]);
-            Point p = point<(POWERS > 0)>(one, a), s = point<(POWERS > 1)>(two, g);
+            Point p = point<false>(one, a), s = point<false>(two, g);
             float activation = height(p, a), gate = height(s, g);
             float dvalue = __fmul_rn(dhi, gate), dgate = __fmul_rn(dhi, __fmul_rn(one, activation));
             d1[i] = fmaf(a.slope, add_sums(both, __fmul_rn(one, dvalue), one, p), __fmul_rn(dvalue, activation));
@@ -328,40 +325,49 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_backward(
 
 // ---- from the sums to the gradients of the parameters ----
 
-extern "C" __global__ void __launch_bounds__(THREADS) richards_finish(
+extern "C" __global__ void __launch_bounds__(1024) richards_finish(
     float* dtheta0, float* dtheta1,           // one per learned parameter of each curve
     const float* sums,                        // (chunks, curves * SUMS)
     const Curve* curves, long long chunks, Settings settings)
 {
-    __shared__ double warps[THREADS / 32];
-    double total[SUMS] = {};                  // of all chunks: in thread 0
-    int which = blockIdx.x, wide = gridDim.x * SUMS;
+    __shared__ double of_warp[SUMS][32], total[SUMS];
+    double mine[SUMS] = {};
+    int which = blockIdx.x, wide = gridDim.x * SUMS, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     #pragma unroll 4
-    for (long long i = threadIdx.x; i < chunks; i += THREADS)
+    for (long long i = threadIdx.x; i < chunks; i += 1024)
         #pragma unroll
-        for (int s = 0; s < SUMS; s++) total[s] += sums[i * wide + which * SUMS + s];
+        for (int s = 0; s < SUMS; s++) mine[s] += sums[i * wide + which * SUMS + s];
     #pragma unroll
     for (int s = 0; s < SUMS; s++) {
-        total[s] = block_joined(total[s], warps);
-        __syncthreads();
+        for (int far = 16; far > 0; far /= 2) mine[s] += __shfl_down_sync(0xffffffffu, mine[s], far);
+        if (lane == 0) of_warp[s][warp] = mine[s];
     }
+    __syncthreads();
+    if (warp < SUMS) {
+        double sum = of_warp[warp][lane];
+        for (int far = 16; far > 0; far /= 2) sum += __shfl_down_sync(0xffffffffu, sum, far);
+        if (lane == 0) total[warp] = sum;
+    }
+    __syncthreads();
     if (threadIdx.x > 0) return;
-    Curve c = curves[which];
-    const float* p = c.p;
-    double V = c.unused[0], G = c.G, nu = p[NU], ke = c.unused[1] != 0.0f ? (double)p[K] * nu : p[K], k_of_m = c.unused[1] != 0.0f ? p[K] : p[K] / nu;
+    const Curve* c = curves + which;
+    const float* p = c->p;
+    bool birch = c->unused[1] != 0.0f;
+    double V = c->unused[0], G = c->G, nu = p[NU], over_nu = 1.0 / nu, over_T = 1.0 / p[T_], over_beta = 1.0 / p[BETA];
+    double k_of_m = birch ? p[K] : p[K] * over_nu;                                     // k' / nu
     double S0 = G * LN2 * total[0], S1 = G * total[1], Sx = G * total[2];
-    double U = V * p[SCALE] / p[T_], Su = U * Sx + (V * p[SHIFT] - p[M]) * S1;        // sum of dy G sigma r (u - m)
+    double Su = V * p[SCALE] * over_T * Sx + (V * p[SHIFT] - p[M]) * S1;               // sum of dy G sigma r (u - m)
     double d[9];
-    d[NU] = S0 / (nu * nu) + (c.unused[1] != 0.0f ? p[K] * Su / nu : 0.0);
-    d[K] = c.unused[1] != 0.0f ? Su : Su / nu;
+    d[NU] = S0 * over_nu * over_nu + (birch ? p[K] * Su * over_nu : 0.0);
+    d[K] = birch ? Su : Su * over_nu;
     d[M] = -k_of_m * S1;
-    d[BETA] = -S1 / (nu * p[BETA]);
-    d[T_] = -ke / nu * V * p[SCALE] / ((double)p[T_] * p[T_]) * Sx;
+    d[BETA] = -S1 * over_nu * over_beta;
+    d[T_] = -k_of_m * V * p[SCALE] * over_T * over_T * Sx;
     d[GAIN] = V * total[3] - (V == 2.0 ? total[4] : 0.0);
     d[OFFSET] = total[4];
-    d[SCALE] = ke / nu * V / p[T_] * Sx;
-    d[SHIFT] = ke / nu * V * S1;
+    d[SCALE] = k_of_m * V * over_T * Sx;
+    d[SHIFT] = k_of_m * V * S1;
     float* to = which == 0 ? dtheta0 : dtheta1;
     for (int i = 0, next = 0; i < 9; i++)
-        if (settings.curve[which].kinds >> (2 * i) & 3) to[next++] = (float)(d[i] * c.chain[i]);
+        if (settings.curve[which].kinds >> (2 * i) & 3) to[next++] = (float)(d[i] * c->chain[i]);
 }
