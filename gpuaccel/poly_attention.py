@@ -72,9 +72,10 @@ def _kernel(name: str, dtype: torch.dtype, d: int, degree: int, version: int, st
 
 def shared_bytes(name: str, d: int, stages: int) -> int:
     """Of a block of a v2 kernel: tiles of 64 rows in bf16; a wide head's own rows, which have no room in registers; ds by differences."""
-    own = {"poly_backward_q": 3, "poly_backward_pe": 0}.get(name, 2) if d > 64 else 0
-    tiles = {"poly_forward": 3 * stages + 1, "poly_backward_q": 3 * stages + 1, "poly_backward_kv": 4 * stages + 1, "poly_backward_pe": 9}[name]
-    return (tiles + own) * 64 * (d + 8) * 2 + (64 * 72 * 2 if name == "poly_backward_pe" else 0)
+    tile, wide = 64 * (d + 8) * 2, d > 64
+    if name == "poly_forward":
+        return (3 * stages + 1 + 2 * wide) * tile
+    return max((3 * stages + 1 + (3 if wide or stages == 1 else 0)) * tile, (4 * stages + 1 + 2 * wide) * tile, 9 * tile + 64 * 72 * 2)
 
 
 def plan(name: str, q: Tensor) -> "tuple[int, int]":
@@ -91,7 +92,7 @@ def _plan(name, d, index):
     one, two = (shared_bytes(name, d, stages) + 1024 for stages in (1, 2))                # each block costs 1 KiB more
     if gpu.major < 8 or one > gpu.shared_memory_per_multiprocessor:
         return 1, 1
-    return 2, 2 if name != "poly_backward_pe" and 2 * two <= gpu.shared_memory_per_multiprocessor else 1
+    return 2, 2 if 2 * two <= gpu.shared_memory_per_multiprocessor else 1
 
 
 def _aligned(t: Tensor) -> Tensor:
@@ -147,18 +148,19 @@ def launch_backward(dy: Tensor, q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor
     pe, window = _aligned(pe), numbers[-1]
     given = (_aligned(dy), *memories, pe, coefficients)
     dq_tilde, dq, dk, dv = (torch.empty(B, T, H, d, dtype=q.dtype, device=q.device) for _ in range(4))
-    of_q, of_kv, of_pe = (how or plan(name, q) for name in ("poly_backward_q", "poly_backward_kv", "poly_backward_pe"))
-    blocks = _tiles(T, of_q) * B * H
-    sums = torch.empty(blocks, 2, device=q.device)
-    _launch("poly_backward_q", q, degree, of_q, blocks, (dq_tilde, dq, sums), (*given, *numbers, rows))
-    _launch("poly_backward_kv", q, degree, of_kv, _tiles(T, of_kv) * B * H, (dk, dv), (*given, *numbers, rows))
-    diagonals, groups = _tiles(window, of_pe), min(B * H, GROUPS)
-    partial = torch.empty(groups, diagonals * 32 * of_pe[0], d, device=q.device)
-    _launch("poly_backward_pe", q, degree, of_pe, (diagonals, groups), (partial,), (*given, *numbers[:2], B * H, window, rows))
+    how, groups = how or plan("poly_backward", q), min(B * H, GROUPS)
+    blocks, diagonals = _tiles(T, how) * B * H, _tiles(window, how)
+    sums, partial = torch.empty(blocks, 2, device=q.device), torch.empty(groups, diagonals * 32 * how[0], d, device=q.device)
+    if how[0] == 1:
+        _launch("poly_backward_q", q, degree, how, blocks, (dq_tilde, dq, sums), (*given, *numbers, rows))
+        _launch("poly_backward_kv", q, degree, how, blocks, (dk, dv), (*given, *numbers, rows))
+        _launch("poly_backward_pe", q, degree, how, (diagonals, groups), (partial,), (*given, *numbers[:2], B * H, window, rows))
+    else:
+        _launch("poly_backward", q, degree, how, diagonals * groups + 2 * blocks, (dq_tilde, dq, dk, dv, sums, partial),
+                (*given, *numbers, B * H, groups, rows))
     dpe, dcoefficients = torch.empty_like(pe), torch.empty_like(coefficients)
-    finish_pe, finish = (_kernel(name, q.dtype, d, degree, *of_pe) for name in ("poly_finish_pe", "poly_finish"))
-    finish_pe[-(-dpe.numel() // 256), 256](dpe, partial, len(pe), partial.shape[1], groups)
-    finish[1, 256](dcoefficients, sums, coefficients, blocks)
+    finish = _kernel("poly_finish", q.dtype, d, degree, *how)
+    finish[1 - (-dpe.numel() // 256), 256](dpe, dcoefficients, partial, sums, coefficients, len(pe), partial.shape[1], groups, blocks)
     return dq_tilde, dq, dk, dv, dpe, dcoefficients
 
 
@@ -170,8 +172,10 @@ _library.define(f"poly_attention_backward(Tensor dy, {_SIX}) -> (Tensor, Tensor,
 
 
 def _all(q, degree) -> "list[Kernel]":
-    how = {name: plan(name, q) for name in ("poly_forward", "poly_backward_q", "poly_backward_kv", "poly_backward_pe")}
-    return [_kernel(f"{name}_v{version}", q.dtype, q.shape[-1], degree, version, stages) for name, (version, stages) in how.items()]
+    how = [(name, *plan(name, q)) for name in ("poly_forward", "poly_backward")]
+    names = [(name, *rest) for name, *rest in how if rest[0] == 2 or name == "poly_forward"]
+    names += [(f"poly_backward_{part}", *how[1][1:]) for part in ("q", "kv", "pe") if how[1][1] == 1]
+    return [_kernel(f"{name}_v{version}", q.dtype, q.shape[-1], degree, version, stages) for name, version, stages in names]
 
 
 def _ours(q, coefficients, degree) -> bool:

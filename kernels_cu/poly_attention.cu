@@ -83,11 +83,7 @@ __device__ __forceinline__ float one_over(float x) {
 struct Power { float power, rise; };
 
 __device__ __forceinline__ Power power_of(float s) {
-#if VERSION == 1
     float e = expf(-0.25f * fabsf(s)), over = 1.0f / (1.0f + e), c = -8.0f * expm1f(-0.25f * fabsf(s)) * over;
-#else
-    float e = power_of_two(-0.36067376f * fabsf(s)), over = one_over(1.0f + e), c = 16.0f * over - 8.0f;      // c is off by 2e-6 at most
-#endif
     float square = c * c, even = 1.0f;
     #pragma unroll
     for (int k = 1; k < DEGREE; k += 2) even *= square;
@@ -381,6 +377,27 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
 #define STEPS (HEAD / 16)
 #define NARROW 72             // the same of ds in backward_pe
 #define TENSOR_THREADS 128
+#ifndef FORWARD_BLOCKS
+#define FORWARD_BLOCKS 3      // on an SM: bounds the registers
+#endif
+#ifndef BACKWARD_BLOCKS
+#define BACKWARD_BLOCKS 2
+#endif
+#ifndef FORWARD_UNROLL
+#define FORWARD_UNROLL 2      // parts of a tile that are one body
+#endif
+#ifndef Q_UNROLL
+#define Q_UNROLL 1
+#endif
+#ifndef KV_UNROLL
+#define KV_UNROLL 2
+#endif
+#ifndef PE_UNROLL
+#define PE_UNROLL 2
+#endif
+#ifndef FAST_TANH
+#define FAST_TANH 0
+#endif
 
 #if VERSION == 2
 
@@ -593,14 +610,14 @@ __device__ __forceinline__ void skewed_down(Sums& to, const Sums& first, const S
     }
 }
 
-// Rows `first` + the warp's 16 of (T, H, d), rounded.
-__device__ __forceinline__ void write_tile(bf16* to, const float (&sums)[2 * STEPS][4], long long stride, int first, int rows) {
+// Rows `first` + the warp's 16 of (T, H, d), times `factor`, rounded.
+__device__ __forceinline__ void write_tile(bf16* to, const float (&sums)[2 * STEPS][4], float factor, long long stride, int first, int rows) {
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row = first + threadIdx.x / 32 * 16 + g;
     #pragma unroll
     for (int n = 0; n < 2 * STEPS; n++)
         #pragma unroll
         for (int i = 0; i < 2; i++)
-            if (row + 8 * i < rows) *reinterpret_cast<unsigned*>(to + (row + 8 * i) * stride + 8 * n + 2 * t) = pair(sums[n][2 * i], sums[n][2 * i + 1]);
+            if (row + 8 * i < rows) *reinterpret_cast<unsigned*>(to + (row + 8 * i) * stride + 8 * n + 2 * t) = pair(factor * sums[n][2 * i], factor * sums[n][2 * i + 1]);
 }
 
 // Of element e of 16 x 16 sums: its row and its column.
@@ -610,7 +627,47 @@ __device__ __forceinline__ void write_tile(bf16* to, const float (&sums)[2 * STE
 
 #endif
 
-extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_forward_v2(
+#if VERSION == 2
+// c (16 x 16) = left (16 x d) times 16 rows of a tile, transposed: a chain of its own, so that those of q~ k, q PE and dy v run beside each other.
+template <bool kept> __device__ __forceinline__ void scores_of(Sums& c, const Left<kept>& left, const bf16* rows) {
+    clear(c);
+    add_scores(c, left, rows);
+}
+
+struct Tensors {
+    const bf16* dy, * q_tilde, * q, * k, * v, * pe;
+    const float* coefficients;
+    int T, H, window;
+    Rows stride;
+};
+__device__ __forceinline__ Head head_of(int which, const Tensors& x) {
+    return head_of(which, x.q_tilde, x.q, x.k, x.v, x.dy, x.pe, x.stride, x.T, x.H, x.window);
+}
+
+// Of one score: t = tanh(s / 8), t^p, and t^(p-1) (1 - t^2): what is left of c^p and its derivative without 8^p, which goes into the factors of sums.
+// With e = exp(s / 4), tanh(s / 8) = 1 - 2 / (1 + e), off by 2e-7 at most; so 1 - t^2 is 0 where s is so large that it would be less.
+__device__ __forceinline__ Power steep(float s) {
+#if FAST_TANH && defined(__CUDA_ARCH__)
+    float tanh;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(0.125f * s));
+#else
+    float tanh = fmaf(-2.0f, one_over(1.0f + power_of_two(0.36067376f * s)), 1.0f);
+#endif
+    float square = tanh * tanh, even = 1.0f;
+    #pragma unroll
+    for (int k = 1; k < DEGREE; k += 2) even *= square;
+    Power found = {even * tanh, even - even * square};
+    return found;
+}
+__device__ __forceinline__ float eight_to(int p) {
+    float power = 1.0f;
+    #pragma unroll
+    for (int k = 0; k < p; k++) power *= 8.0f;
+    return power;
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) poly_forward_v2(
     bf16* y,                                  // (B, T, H, d)
     const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v,              // (B, T, H, d), rows apart; 16-byte aligned
     const bf16* pe,                           // (at least T, d)
@@ -620,258 +677,253 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_forward_v2(
 #if VERSION == 2
     extern __shared__ __align__(16) unsigned char memory[];
     const bool kept = HEAD <= 64;                        // else there are too many registers; then the block's own rows stay in shared memory
-    bf16* of_k = reinterpret_cast<bf16*>(memory), * of_v = of_k + STAGES * SIDE * LD, * of_pe = of_v + STAGES * SIDE * LD;      // of_pe: STAGES + 1 tiles
-    bf16* own = kept ? of_k : of_pe + (STAGES + 1) * SIDE * LD;
+    bf16* tiles_of = reinterpret_cast<bf16*>(memory), * of_pe = tiles_of + 2 * STAGES * SIDE * LD;                 // k and v of each stage; STAGES + 1 of PE
+    bf16* own = !kept ? of_pe + (STAGES + 1) * SIDE * LD : tiles_of + (STAGES - 1) * 2 * SIDE * LD;                // in the last stage's place
     int tiles = (T + SIDE - 1) / SIDE, heads = gridDim.x / tiles, tile = tiles - 1 - blockIdx.x / heads, i0 = tile * SIDE;      // the longest first
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, q, pe, stride, T, H, window);
     Scale scale = scale_of(coefficients);
+    float weight = scale.weight * eight_to(DEGREE);
+    int steps = tile - max(0, i0 - window + 1) / SIDE + 1;              // from the diagonal tile to the left
+    auto ask_for = [&](int s) {
+        bf16* to = tiles_of + s % STAGES * 2 * SIDE * LD;
+        ask(to, x.k, stride.k, i0 - s * SIDE, T);
+        ask(to + SIDE * LD, x.v, stride.v, i0 - s * SIDE, T);
+        ask(of_pe + (s + 1) % (STAGES + 1) * SIDE * LD, x.pe, HEAD, (s + 1) * SIDE - 63, T);
+        asked();
+    };
     Left<kept> left_k, left_pe;
     ask(own, x.q_tilde, stride.q_tilde, i0, T);
     ask(own + SIDE * LD, x.q, stride.q, i0, T);
     asked();
-    arrived<0>();
+    ask(of_pe, x.pe, HEAD, -63, T);
+    if (!kept || STAGES == 2) { ask_for(0); arrived<1>(); }
+    else arrived<0>();
     left_k.begin(own + 16 * warp * LD);
     left_pe.begin(own + (SIDE + 16 * warp) * LD);
-    __syncthreads();
-    int steps = tile - max(0, i0 - window + 1) / SIDE + 1;              // from the diagonal tile to the left
-    auto ask_for = [&](int s) {
-        ask(of_k + s % STAGES * SIDE * LD, x.k, stride.k, i0 - s * SIDE, T);
-        ask(of_v + s % STAGES * SIDE * LD, x.v, stride.v, i0 - s * SIDE, T);
-        ask(of_pe + (s + 1) % (STAGES + 1) * SIDE * LD, x.pe, HEAD, (s + 1) * SIDE - 63, T);
-    };
-    ask(of_pe, x.pe, HEAD, -63, T);
-    ask_for(0);
-    asked();
+    if (kept && STAGES == 1) { __syncthreads(); ask_for(0); }
     float sums[2 * STEPS][4] = {};
-    auto compute = [&](int s, bool masked) {
-        const bf16* keys = of_k + s % STAGES * SIDE * LD, * values = of_v + s % STAGES * SIDE * LD;
-        const bf16* near = of_pe + s % (STAGES + 1) * SIDE * LD, * far = of_pe + (s + 1) % (STAGES + 1) * SIDE * LD;
-        Sums lower, upper = {};                          // q PE^T of 16 differences each
-        add_scores(upper, left_pe, sixteen(near, far, warp + 4));
-        #pragma unroll 2
-        for (int part = 0; part < 4; part++) {           // 16 keys
-            Sums c;
-            clear(lower);
-            add_scores(lower, left_pe, sixteen(near, far, warp + 3 - part));
-            skewed(c, lower, upper);
-            copy(upper, lower);
-            add_scores(c, left_k, keys + 16 * part * LD);
-            #pragma unroll
-            for (int e = 0; e < 8; e++) {
-                int by = s * SIDE + 16 * (warp - part) + ROW(e) - COLUMN(e);
-                float phi = scale.weight * power_of(OF(c, e)).power + scale.offset;
-                OF(c, e) = !masked || (by >= 0 && by < window) ? phi : 0.0f;
-            }
-            unsigned a[4];
-            as_factor(a, c);
-            add_product(sums, a, values + 16 * part * LD);
+    Sums lower;                                          // q PE^T of the 16 differences before those of the next part
+    auto part = [&](int s, int n, bool masked) {         // 16 keys, from the right to the left
+        const bf16* keys = tiles_of + (s % STAGES * 2 * SIDE + 16 * (3 - n)) * LD;
+        Sums upper, by_pe, c;
+        scores_of(upper, left_pe, sixteen(of_pe + s % (STAGES + 1) * SIDE * LD, of_pe + (s + 1) % (STAGES + 1) * SIDE * LD, warp + n + 1));
+        scores_of(c, left_k, keys);
+        skewed(by_pe, lower, upper);
+        copy(lower, upper);
+        #pragma unroll
+        for (int e = 0; e < 8; e++) {
+            int by = s * SIDE + 16 * (warp + n - 3) + ROW(e) - COLUMN(e);
+            float phi = weight * steep(OF(c, e) + OF(by_pe, e)).power + scale.offset;
+            OF(c, e) = !masked || (by >= 0 && by < window) ? phi : 0.0f;
         }
+        unsigned a[4];
+        as_factor(a, c);
+        add_product(sums, a, keys + SIDE * LD);
     };
     for (int s = 0; s < steps; s++) {
-        if (STAGES == 2 && s + 1 < steps) { ask_for(s + 1); asked(); arrived<1>(); }
-        else arrived<0>();
-        if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window) compute(s, true);     // a body of its own, with comparisons
-        else compute(s, false);
-        __syncthreads();
-        if (STAGES == 1 && s + 1 < steps) { ask_for(s + 1); asked(); }
+        arrived<0>();                                    // and no one reads the tiles of the step before any more
+        if (STAGES == 2 && s + 1 < steps) ask_for(s + 1);
+        if (s == 0) scores_of(lower, left_pe, of_pe + 48 * LD);
+        if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window)         // a body of its own, with comparisons; on the diagonal without what is masked
+            #pragma unroll 1
+            for (int n = s == 0 ? 3 - warp : 0; n < 4; n++) part(s, n, true);
+        else
+            #pragma unroll FORWARD_UNROLL
+            for (int n = 0; n < 4; n++) part(s, n, false);
+        if (STAGES == 1 && s + 1 < steps) { __syncthreads(); ask_for(s + 1); }
     }
-    write_tile(y + x.out, sums, x.wide, i0, T);
+    write_tile(y + x.out, sums, 1.0f, x.wide, i0, T);
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_q_v2(
-    bf16* dq_tilde, bf16* dq,                 // (B, T, H, d)
-    float* partial,                           // (blocks, 2) sums of dphi c^p and of dphi
-    const bf16* dy, const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v, const bf16* pe, const float* coefficients,
-    int T, int H, int window, Rows stride)
-{
 #if VERSION == 2
-    extern __shared__ __align__(16) unsigned char memory[];
+// dq~, dq: 64 queries of a head; unit: which. Tiles of keys from the diagonal to the left.
+__device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde, bf16* dq, float* partial, const Tensors& in, int unit, int heads) {
     const bool kept = HEAD <= 64;
-    bf16* of_k = reinterpret_cast<bf16*>(memory), * of_v = of_k + STAGES * SIDE * LD, * of_pe = of_v + STAGES * SIDE * LD;
-    bf16* own = kept ? of_k : of_pe + (STAGES + 1) * SIDE * LD;
     __shared__ float warps[4][2];
-    int tiles = (T + SIDE - 1) / SIDE, heads = gridDim.x / tiles, tile = tiles - 1 - blockIdx.x / heads, i0 = tile * SIDE;
+    int T = in.T, window = in.window;
+    bf16* tiles_of = reinterpret_cast<bf16*>(memory), * of_pe = tiles_of + 2 * STAGES * SIDE * LD;                 // k and v of each stage; STAGES + 1 of PE
+    bf16* own = !kept ? of_pe + (STAGES + 1) * SIDE * LD : STAGES == 2 ? tiles_of + 2 * SIDE * LD : tiles_of;
+    int tiles = (T + SIDE - 1) / SIDE, tile = tiles - 1 - unit / heads, i0 = tile * SIDE;
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, dy, pe, stride, T, H, window);
-    Scale scale = scale_of(coefficients);
+    Head x = head_of(unit % heads, in);
+    int steps = tile - max(0, i0 - window + 1) / SIDE + 1;
+    auto pe_at = [&](int s) { return of_pe + (s + 1) % (STAGES + 1) * SIDE * LD; };       // of the differences 64 s - 63 ..; not the first place for s = 0, 1
+    auto ask_for = [&](int s) {
+        bf16* to = tiles_of + s % STAGES * 2 * SIDE * LD;
+        ask(to, x.k, x.stride.k, i0 - s * SIDE, T);
+        ask(to + SIDE * LD, x.v, x.stride.v, i0 - s * SIDE, T);
+        ask(pe_at(s + 1), x.pe, HEAD, (s + 1) * SIDE - 63, T);
+        asked();
+    };
     Left<kept> left_k, left_pe, left_v;
-    ask(own, x.q_tilde, stride.q_tilde, i0, T);
-    ask(own + SIDE * LD, x.q, stride.q, i0, T);
+    ask(own, x.q_tilde, x.stride.q_tilde, i0, T);
+    ask(own + SIDE * LD, x.q, x.stride.q, i0, T);
     ask(own + 2 * SIDE * LD, x.dy, x.wide, i0, T);
     asked();
-    arrived<0>();
+    if (!kept || STAGES == 2) { ask(pe_at(0), x.pe, HEAD, -63, T); ask_for(0); arrived<1>(); }
+    else arrived<0>();
     left_k.begin(own + 16 * warp * LD);
     left_pe.begin(own + (SIDE + 16 * warp) * LD);
     left_v.begin(own + (2 * SIDE + 16 * warp) * LD);
-    __syncthreads();
-    int steps = tile - max(0, i0 - window + 1) / SIDE + 1;
-    auto ask_for = [&](int s) {
-        ask(of_k + s % STAGES * SIDE * LD, x.k, stride.k, i0 - s * SIDE, T);
-        ask(of_v + s % STAGES * SIDE * LD, x.v, stride.v, i0 - s * SIDE, T);
-        ask(of_pe + (s + 1) % (STAGES + 1) * SIDE * LD, x.pe, HEAD, (s + 1) * SIDE - 63, T);
-    };
-    ask(of_pe, x.pe, HEAD, -63, T);
-    ask_for(0);
-    asked();
+    if (kept && STAGES == 1) { __syncthreads(); ask(pe_at(0), x.pe, HEAD, -63, T); ask_for(0); }
     float by_k[2 * STEPS][4] = {}, by_pe[2 * STEPS][4] = {}, totals[2] = {};
-    auto compute = [&](int s, bool masked) {
-        const bf16* keys = of_k + s % STAGES * SIDE * LD, * values = of_v + s % STAGES * SIDE * LD;
-        const bf16* near = of_pe + s % (STAGES + 1) * SIDE * LD, * far = of_pe + (s + 1) % (STAGES + 1) * SIDE * LD;
-        Sums lower, upper = {}, before = {}, ds, c;      // q PE^T of 16 differences each; ds of the 16 keys before, and of these
+    Sums lower, before = {};                             // q PE^T of the 16 differences before those of the next part; ds of the 16 keys of the part before
+    auto part = [&](int s, int n, bool masked) {         // 16 keys, from the right to the left
+        const bf16* keys = tiles_of + (s % STAGES * 2 * SIDE + 16 * (3 - n)) * LD, * near = pe_at(s), * far = pe_at(s + 1);
+        Sums upper, c, ds;
         unsigned a[4];
-        add_scores(upper, left_pe, sixteen(near, far, warp + 4));
-        #pragma unroll 1
-        for (int part = 0; part < 4; part++) {           // 16 keys
-            clear(lower);
-            add_scores(lower, left_pe, sixteen(near, far, warp + 3 - part));
-            skewed(c, lower, upper);
-            copy(upper, lower);
-            add_scores(c, left_k, keys + 16 * part * LD);
-            clear(ds);
-            add_scores(ds, left_v, values + 16 * part * LD);
-            #pragma unroll
-            for (int e = 0; e < 8; e++) {
-                int by = s * SIDE + 16 * (warp - part) + ROW(e) - COLUMN(e);
-                Power at = power_of(OF(c, e));
-                float dphi = !masked || (by >= 0 && by < window) ? OF(ds, e) : 0.0f;
-                totals[0] += dphi * at.power;
-                totals[1] += dphi;
-                OF(ds, e) = dphi * scale.slope * at.rise;
-            }
-            as_factor(a, ds);
-            add_product(by_k, a, keys + 16 * part * LD);
-            skewed(c, before, ds);                       // of the differences 64 - 16 part ..
-            copy(before, ds);
-            as_factor(a, c);
-            add_product(by_pe, a, sixteen(near, far, warp + 4 - part));
+        scores_of(upper, left_pe, sixteen(near, far, warp + n + 1));
+        scores_of(ds, left_k, keys);
+        skewed(c, lower, upper);
+        copy(lower, upper);
+        #pragma unroll
+        for (int e = 0; e < 8; e++) OF(c, e) += OF(ds, e);
+        scores_of(ds, left_v, keys + SIDE * LD);
+        float some[2][4];                                // of totals: four short sums each, none waits for the other
+        #pragma unroll
+        for (int e = 0; e < 8; e++) {
+            int by = s * SIDE + 16 * (warp + n - 3) + ROW(e) - COLUMN(e);
+            Power at = steep(OF(c, e));
+            float dphi = !masked || (by >= 0 && by < window) ? OF(ds, e) : 0.0f;
+            some[0][e % 4] = e < 4 ? dphi * at.power : some[0][e % 4] + dphi * at.power;
+            some[1][e % 4] = e < 4 ? dphi : some[1][e % 4] + dphi;
+            OF(ds, e) = dphi * at.rise;
         }
-        clear(ds);
-        skewed(c, before, ds);
+        #pragma unroll
+        for (int i = 0; i < 2; i++) totals[i] += (some[i][0] + some[i][1]) + (some[i][2] + some[i][3]);
+        as_factor(a, ds);
+        add_product(by_k, a, keys);
+        skewed(c, ds, before);                           // of the differences that `lower` was of
+        copy(before, ds);
         as_factor(a, c);
-        add_product(by_pe, a, sixteen(near, far, warp));
+        add_product(by_pe, a, sixteen(near, far, warp + n));
     };
     for (int s = 0; s < steps; s++) {
-        if (STAGES == 2 && s + 1 < steps) { ask_for(s + 1); asked(); arrived<1>(); }
-        else arrived<0>();
-        if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window) compute(s, true);     // a body of its own, with comparisons
-        else compute(s, false);
-        __syncthreads();
-        if (STAGES == 1 && s + 1 < steps) { ask_for(s + 1); asked(); }
+        arrived<0>();
+        if (STAGES == 2 && s + 1 < steps) ask_for(s + 1);
+        if (s == 0) scores_of(lower, left_pe, pe_at(0) + 48 * LD);
+        if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window)
+            #pragma unroll 1
+            for (int n = s == 0 ? 3 - warp : 0; n < 4; n++) part(s, n, true);
+        else
+            #pragma unroll Q_UNROLL
+            for (int n = 0; n < 4; n++) part(s, n, false);
+        if (STAGES == 1 && s + 1 < steps) { __syncthreads(); ask_for(s + 1); }
     }
-    write_tile(dq_tilde + x.out, by_k, x.wide, i0, T);
-    write_tile(dq + x.out, by_pe, x.wide, i0, T);
-    write_sums<4>(partial + 2 * (long long)blockIdx.x, totals, warps);
-#endif
+    Sums none = {}, last;
+    unsigned a[4];
+    skewed(last, none, before);
+    as_factor(a, last);
+    add_product(by_pe, a, pe_at(steps) + 16 * warp * LD);
+    Scale scale = scale_of(in.coefficients);
+    write_tile(dq_tilde + x.out, by_k, scale.slope * 0.25f * eight_to(DEGREE - 1), x.wide, i0, T);
+    write_tile(dq + x.out, by_pe, scale.slope * 0.25f * eight_to(DEGREE - 1), x.wide, i0, T);
+    totals[0] *= eight_to(DEGREE);
+    write_sums<4>(partial + 2 * (long long)unit, totals, warps);
 }
 
-extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_kv_v2(
-    bf16* dk, bf16* dv,                       // (B, T, H, d)
-    const bf16* dy, const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v, const bf16* pe, const float* coefficients,
-    int T, int H, int window, Rows stride)
-{
-#if VERSION == 2
-    extern __shared__ __align__(16) unsigned char memory[];
+// dk, dv: 64 keys of a head. Tiles of queries from the diagonal on.
+__device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf16* dv, const Tensors& in, int unit, int heads) {
     const bool kept = HEAD <= 64;
-    bf16* of_q_tilde = reinterpret_cast<bf16*>(memory), * of_q = of_q_tilde + STAGES * SIDE * LD, * of_dy = of_q + STAGES * SIDE * LD;
-    bf16* of_pe = of_dy + STAGES * SIDE * LD, * own = kept ? of_q_tilde : of_pe + (STAGES + 1) * SIDE * LD;
-    int tiles = (T + SIDE - 1) / SIDE, heads = gridDim.x / tiles, tile = blockIdx.x / heads, j0 = tile * SIDE;
+    int T = in.T, window = in.window;
+    bf16* tiles_of = reinterpret_cast<bf16*>(memory), * of_pe = tiles_of + 3 * STAGES * SIDE * LD;                 // q~, q and dy of each stage
+    bf16* own = !kept ? of_pe + (STAGES + 1) * SIDE * LD : tiles_of + (STAGES - 1) * 3 * SIDE * LD;
+    int tile = unit / heads, j0 = tile * SIDE;
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, dy, pe, stride, T, H, window);
-    Scale scale = scale_of(coefficients);
-    Left<kept> left_k, left_v;
-    ask(own, x.k, stride.k, j0, T);
-    ask(own + SIDE * LD, x.v, stride.v, j0, T);
+    Head x = head_of(unit % heads, in);
+    Scale scale = scale_of(in.coefficients);
+    float weight = scale.weight * eight_to(DEGREE);
+    int steps = (min(T - 1, j0 + SIDE - 2 + window) - j0) / SIDE + 1;             // from the diagonal tile on
+    auto pe_at = [&](int s) { return of_pe + s % (STAGES + 1) * SIDE * LD; };
+    auto ask_for = [&](int s) {
+        bf16* to = tiles_of + s % STAGES * 3 * SIDE * LD;
+        ask(to, x.q_tilde, x.stride.q_tilde, j0 + s * SIDE, T);
+        ask(to + SIDE * LD, x.q, x.stride.q, j0 + s * SIDE, T);
+        ask(to + 2 * SIDE * LD, x.dy, x.wide, j0 + s * SIDE, T);
+        ask(pe_at(s + 1), x.pe, HEAD, (s + 1) * SIDE - 63, T);
+        asked();
+    };
+    Left<kept> left_k, left_v, lower, upper;             // lower, upper: PE of 16 differences each
+    ask(own, x.k, x.stride.k, j0, T);
+    ask(own + SIDE * LD, x.v, x.stride.v, j0, T);
     asked();
-    arrived<0>();
+    ask(pe_at(0), x.pe, HEAD, -63, T);
+    if (!kept || STAGES == 2) { ask_for(0); arrived<1>(); }
+    else arrived<0>();
     left_k.begin(own + 16 * warp * LD);
     left_v.begin(own + (SIDE + 16 * warp) * LD);
-    __syncthreads();
-    int steps = (min(T - 1, j0 + SIDE - 2 + window) - j0) / SIDE + 1;             // from the diagonal tile on
-    auto ask_for = [&](int s) {
-        ask(of_q_tilde + s % STAGES * SIDE * LD, x.q_tilde, stride.q_tilde, j0 + s * SIDE, T);
-        ask(of_q + s % STAGES * SIDE * LD, x.q, stride.q, j0 + s * SIDE, T);
-        ask(of_dy + s % STAGES * SIDE * LD, x.dy, x.wide, j0 + s * SIDE, T);
-        ask(of_pe + (s + 1) % (STAGES + 1) * SIDE * LD, x.pe, HEAD, (s + 1) * SIDE - 63, T);
-    };
-    ask(of_pe, x.pe, HEAD, -63, T);
-    ask_for(0);
-    asked();
+    if (kept && STAGES == 1) { __syncthreads(); ask_for(0); }
     float dk_sums[2 * STEPS][4] = {}, dv_sums[2 * STEPS][4] = {};
-    auto compute = [&](int s, bool masked) {
-        const bf16* queries = of_q_tilde + s % STAGES * SIDE * LD, * plain = of_q + s % STAGES * SIDE * LD, * dys = of_dy + s % STAGES * SIDE * LD;
-        const bf16* near = of_pe + s % (STAGES + 1) * SIDE * LD, * far = of_pe + (s + 1) % (STAGES + 1) * SIDE * LD;
-        Left<kept> lower, upper;                         // 16 differences each
-        upper.begin(sixteen(near, far, 3 - warp));
-        #pragma unroll (HEAD <= 64 ? 2 : 1)
-        for (int part = 0; part < 4; part++) {           // 16 queries; keys are the rows
-            Sums c, dphi, first = {}, second = {};
-            lower = upper;
-            upper.begin(sixteen(near, far, part - warp + 4));
-            add_scores(first, second, lower, upper, plain + 16 * part * LD);
-            skewed_down(c, first, second);
-            add_scores(c, left_k, queries + 16 * part * LD);
-            clear(dphi);
-            add_scores(dphi, left_v, dys + 16 * part * LD);
-            #pragma unroll
-            for (int e = 0; e < 8; e++) {
-                int by = s * SIDE + 16 * (part - warp) + COLUMN(e) - ROW(e);
-                bool valid = !masked || (by >= 0 && by < window);
-                Power at = power_of(OF(c, e));
-                OF(c, e) = valid ? scale.weight * at.power + scale.offset : 0.0f;
-                OF(dphi, e) = valid ? OF(dphi, e) * scale.slope * at.rise : 0.0f;
-            }
-            unsigned a[4];
-            as_factor(a, c);
-            add_product(dv_sums, a, dys + 16 * part * LD);
-            as_factor(a, dphi);
-            add_product(dk_sums, a, queries + 16 * part * LD);
+    auto part = [&](int s, int n, bool masked) {         // 16 queries; keys are the rows
+        const bf16* queries = tiles_of + (s % STAGES * 3 * SIDE + 16 * n) * LD, * dys = queries + 2 * SIDE * LD;
+        Sums c, dphi, first, second;
+        lower = upper;
+        upper.begin(sixteen(pe_at(s), pe_at(s + 1), n - warp + 4));
+        clear(first);
+        clear(second);
+        add_scores(first, second, lower, upper, queries + SIDE * LD);
+        scores_of(dphi, left_k, queries);
+        skewed_down(c, first, second);
+        #pragma unroll
+        for (int e = 0; e < 8; e++) OF(c, e) += OF(dphi, e);
+        scores_of(dphi, left_v, dys);
+        #pragma unroll
+        for (int e = 0; e < 8; e++) {
+            int by = s * SIDE + 16 * (n - warp) + COLUMN(e) - ROW(e);
+            bool valid = !masked || (by >= 0 && by < window);
+            Power at = steep(OF(c, e));
+            OF(c, e) = valid ? weight * at.power + scale.offset : 0.0f;
+            OF(dphi, e) = valid ? OF(dphi, e) * at.rise : 0.0f;
         }
+        unsigned a[4];
+        as_factor(a, c);
+        add_product(dv_sums, a, dys);
+        as_factor(a, dphi);
+        add_product(dk_sums, a, queries);
     };
     for (int s = 0; s < steps; s++) {
-        if (STAGES == 2 && s + 1 < steps) { ask_for(s + 1); asked(); arrived<1>(); }
-        else arrived<0>();
-        if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window) compute(s, true);     // a body of its own, with comparisons
-        else compute(s, false);
-        __syncthreads();
-        if (STAGES == 1 && s + 1 < steps) { ask_for(s + 1); asked(); }
+        arrived<0>();
+        if (STAGES == 2 && s + 1 < steps) ask_for(s + 1);
+        if (s == 0) upper.begin(pe_at(0) + 48 * LD);
+        if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window)
+            #pragma unroll 1
+            for (int n = s == 0 ? warp : 0; n < 4; n++) part(s, n, true);
+        else
+            #pragma unroll (kept ? KV_UNROLL : 1)
+            for (int n = 0; n < 4; n++) part(s, n, false);
+        if (STAGES == 1 && s + 1 < steps) { __syncthreads(); ask_for(s + 1); }
     }
-    write_tile(dk + x.out, dk_sums, x.wide, j0, T);
-    write_tile(dv + x.out, dv_sums, x.wide, j0, T);
-#endif
+    write_tile(dk + x.out, dk_sums, scale.slope * 0.25f * eight_to(DEGREE - 1), x.wide, j0, T);
+    write_tile(dv + x.out, dv_sums, 1.0f, x.wide, j0, T);
 }
 
-// Tiles of 64 queries and 64 differences: 16 queries have 79 keys there. Scores and dphi are computed by keys and skewed, ds then lies by differences, and
-// goes through shared memory, because the sum is over the queries of all warps. Only what that sum needs, q, has two places: the next tiles are asked for
+// dPE: tiles of 64 queries and 64 differences: 16 queries have 79 keys there. Scores and dphi are computed by keys and skewed, ds then lies by differences,
+// and goes through shared memory, because the sum is over the queries of all warps. Only what that sum needs, q, has two places: the next tiles are asked for
 // when the scores are done. So a second block fits on the SM.
-extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_pe_v2(
-    float* partial,                           // (groups, blocks.x * 64, d)
-    const bf16* dy, const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v, const bf16* pe, const float* coefficients,
-    int T, int H, int heads, int window, Rows stride)     // heads: B * H
-{
-#if VERSION == 2
-    extern __shared__ __align__(16) unsigned char memory[];
+__device__ __forceinline__ void backward_pe(unsigned char* memory, float* partial, const Tensors& in, int diagonal, int diagonals, int group, int groups,
+                                            int heads) {
+    int T = in.T, window = in.window;
     bf16* of_q_tilde = reinterpret_cast<bf16*>(memory), * of_dy = of_q_tilde + SIDE * LD, * of_pe = of_dy + SIDE * LD, * of_q = of_pe + SIDE * LD;
     bf16* of_k = of_q + 2 * SIDE * LD, * of_v = of_k + 2 * SIDE * LD, * ds = of_v + 2 * SIDE * LD;               // ds: (64, NARROW) queries, differences
-    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, r0 = blockIdx.x * SIDE;
-    Scale scale = scale_of(coefficients);
+    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, r0 = diagonal * SIDE;
     float sums[2 * STEPS][4] = {};
-    for (int which = blockIdx.y; which < heads; which += gridDim.y) {
-        Head x = head_of(which, q_tilde, q, k, v, dy, pe, stride, T, H, window);
+    for (int which = group; which < heads; which += groups) {
+        Head x = head_of(which, in);
         auto ask_for = [&](int i0) {                     // of the keys the later 64; the earlier ones are there from the step before
             int now = i0 / SIDE % 2 * SIDE * LD;
-            ask(of_k + now, x.k, stride.k, i0 - r0 + 1, T);
-            ask(of_v + now, x.v, stride.v, i0 - r0 + 1, T);
-            ask(of_q + now, x.q, stride.q, i0, T);
-            ask(of_q_tilde, x.q_tilde, stride.q_tilde, i0, T);
+            ask(of_k + now, x.k, x.stride.k, i0 - r0 + 1, T);
+            ask(of_v + now, x.v, x.stride.v, i0 - r0 + 1, T);
+            ask(of_q + now, x.q, x.stride.q, i0, T);
+            ask(of_q_tilde, x.q_tilde, x.stride.q_tilde, i0, T);
             ask(of_dy, x.dy, x.wide, i0, T);
             asked();
         };
         __syncthreads();
-        ask(of_pe, pe, HEAD, r0, T);
-        ask(of_k + (1 - r0 / SIDE % 2) * SIDE * LD, x.k, stride.k, -63, T);
-        ask(of_v + (1 - r0 / SIDE % 2) * SIDE * LD, x.v, stride.v, -63, T);
+        ask(of_pe, x.pe, HEAD, r0, T);
+        ask(of_k + (1 - r0 / SIDE % 2) * SIDE * LD, x.k, x.stride.k, -63, T);
+        ask(of_v + (1 - r0 / SIDE % 2) * SIDE * LD, x.v, x.stride.v, -63, T);
         ask_for(r0);
         for (int i0 = r0; i0 < T; i0 += SIDE) {
             int now = i0 / SIDE % 2 * SIDE * LD, before = SIDE * LD - now;
@@ -881,24 +933,22 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_pe
             left_k.begin(of_q_tilde + 16 * warp * LD);
             left_v.begin(of_dy + 16 * warp * LD);
             left_pe.begin(queries + 16 * warp * LD);
-            Sums lower, upper = {}, lower_dphi, upper_dphi = {};                     // of 16 keys each
-            add_scores(upper, left_k, sixteen(k_before, k_now, warp + 4));
-            add_scores(upper_dphi, left_v, sixteen(v_before, v_now, warp + 4));
-            #pragma unroll 1
+            Sums upper, upper_dphi;                      // of 16 keys each
+            scores_of(upper, left_k, sixteen(k_before, k_now, warp + 4));
+            scores_of(upper_dphi, left_v, sixteen(v_before, v_now, warp + 4));
+            #pragma unroll PE_UNROLL
             for (int part = 0; part < 4; part++) {       // 16 differences
-                Sums c, dphi;
-                clear(lower);
-                clear(lower_dphi);
-                add_scores(lower, left_k, sixteen(k_before, k_now, warp + 3 - part));
-                add_scores(lower_dphi, left_v, sixteen(v_before, v_now, warp + 3 - part));
+                Sums c, dphi, by_pe, lower, lower_dphi;
+                scores_of(lower, left_k, sixteen(k_before, k_now, warp + 3 - part));
+                scores_of(by_pe, left_pe, of_pe + 16 * part * LD);
+                scores_of(lower_dphi, left_v, sixteen(v_before, v_now, warp + 3 - part));
                 skewed(c, lower, upper);
                 skewed(dphi, lower_dphi, upper_dphi);
                 copy(upper, lower);
                 copy(upper_dphi, lower_dphi);
-                add_scores(c, left_pe, of_pe + 16 * part * LD);
                 #pragma unroll
                 for (int e = 0; e < 8; e++) {            // where there is no query or no key, dy or v is 0, and dphi with it
-                    float value = OF(dphi, e) * scale.slope * power_of(OF(c, e)).rise;
+                    float value = OF(dphi, e) * steep(OF(c, e) + OF(by_pe, e)).rise;
                     OF(c, e) = r0 + 16 * part + COLUMN(e) < window ? value : 0.0f;
                 }
                 #pragma unroll
@@ -907,7 +957,7 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_pe
             }
             __syncthreads();
             if (i0 + SIDE < T) ask_for(i0 + SIDE);
-            #pragma unroll 1
+            #pragma unroll PE_UNROLL
             for (int part = 0; part < 4; part++) {       // 16 queries
                 unsigned a[4];
                 fragments<true, true, NARROW>(a, ds + 16 * part * NARROW + 16 * warp);
@@ -915,40 +965,62 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, 1) poly_backward_pe
             }
         }
     }
-    float* to = partial + ((long long)blockIdx.y * gridDim.x * SIDE + r0 + 16 * warp) * HEAD;
+    float slope = scale_of(in.coefficients).slope * 0.25f * eight_to(DEGREE - 1);
+    float* to = partial + ((long long)group * diagonals * SIDE + r0 + 16 * warp) * HEAD;
     #pragma unroll
     for (int n = 0; n < 2 * STEPS; n++)
         #pragma unroll
         for (int i = 0; i < 2; i++)
-            *reinterpret_cast<float2*>(to + (g + 8 * i) * HEAD + 8 * n + 2 * t) = make_float2(sums[n][2 * i], sums[n][2 * i + 1]);
+            *reinterpret_cast<float2*>(to + (g + 8 * i) * HEAD + 8 * n + 2 * t) = make_float2(slope * sums[n][2 * i], slope * sums[n][2 * i + 1]);
+}
+#endif
+
+#ifndef PARTS_OF
+#define PARTS_OF 7                            // which of the backward's parts a launch has: 1 dq~ and dq, 2 dk and dv, 4 dPE
+#endif
+
+// All of the backward in one launch: the blocks of dPE, which are longest where a group has several heads, then those of dq and of dk and dv, alternating; each
+// the longest first, so that short ones fill the end.
+extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, BACKWARD_BLOCKS) poly_backward_v2(
+    bf16* dq_tilde, bf16* dq, bf16* dk, bf16* dv,         // (B, T, H, d)
+    float* sums,                              // (B H tiles, 2) sums of dphi c^p and of dphi
+    float* partial,                           // (groups, diagonals * 64, d)
+    const bf16* dy, const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v, const bf16* pe, const float* coefficients,
+    int T, int H, int window, int heads, int groups, Rows stride)                 // heads: B * H
+{
+#if VERSION == 2
+    extern __shared__ __align__(16) unsigned char memory[];
+    Tensors in = {dy, q_tilde, q, k, v, pe, coefficients, T, H, window, stride};
+    int diagonals = (window + SIDE - 1) / SIDE, first = PARTS_OF & 4 ? diagonals * groups : 0, unit = blockIdx.x - first;
+    if (unit < 0) { if (PARTS_OF & 4) backward_pe(memory, partial, in, blockIdx.x / groups, diagonals, blockIdx.x % groups, groups, heads); }
+    else if ((PARTS_OF & 3) == 1 || ((PARTS_OF & 1) && unit % 2 == 0)) backward_q(memory, dq_tilde, dq, sums, in, PARTS_OF & 2 ? unit / 2 : unit, heads);
+    else if (PARTS_OF & 2) backward_kv(memory, dk, dv, in, PARTS_OF & 1 ? unit / 2 : unit, heads);
 #endif
 }
 
 // ---- from the sums of parts to the gradients ----
 
-extern "C" __global__ void __launch_bounds__(256) poly_finish_pe(
-    DATA_T* dpe,                              // (positions, d)
-    const float* partial,                     // (groups, rows, d)
-    int positions, int rows, int groups)
-{
-    long long i = (long long)blockIdx.x * 256 + threadIdx.x, apart = (long long)rows * HEAD;
-    if (i >= (long long)positions * HEAD) return;
-    float sum = 0.0f;
-    if (i < apart)
-        for (int g = 0; g < groups; g++) sum += partial[g * apart + i];
-    store(dpe + i, sum);
-}
-
 extern "C" __global__ void __launch_bounds__(256) poly_finish(
-    float* dcoefficients,                     // da, db, dscale
-    const float* partial,                     // (count, 2)
-    const float* coefficients, int count)
+    DATA_T* dpe,                              // (positions, d)
+    float* dcoefficients,                     // da, db, dscale: by block 0
+    const float* partial,                     // (groups, rows, d)
+    const float* sums,                        // (count, 2)
+    const float* coefficients, int positions, int rows, int groups, int count)
 {
+    if (blockIdx.x > 0) {
+        long long i = (long long)(blockIdx.x - 1) * 256 + threadIdx.x, apart = (long long)rows * HEAD;
+        if (i >= (long long)positions * HEAD) return;
+        float sum = 0.0f;
+        if (i < apart)
+            for (int g = 0; g < groups; g++) sum += partial[g * apart + i];
+        store(dpe + i, sum);
+        return;
+    }
     __shared__ double warps[8];
     double total[2];                          // in thread 0
     for (int s = 0; s < 2; s++) {
         double sum = 0.0;
-        for (int i = threadIdx.x; i < count; i += 256) sum += partial[2 * (long long)i + s];
+        for (int i = threadIdx.x; i < count; i += 256) sum += sums[2 * (long long)i + s];
         total[s] = block_joined(sum, warps);
         __syncthreads();
     }

@@ -57,7 +57,7 @@ def wanted(inputs, dy, degree, window, f=by_query):
 def launched(inputs, dy, degree, window, how):
     if inputs[0].is_cuda and how[0] == 2:
         gpu = torch.cuda.get_device_properties(0)
-        most = max(shared_bytes(name, dy.shape[-1], how[1]) for name in ("poly_forward", "poly_backward_q", "poly_backward_kv", "poly_backward_pe"))
+        most = max(shared_bytes(name, dy.shape[-1], how[1]) for name in ("poly_forward", "poly_backward"))
         if gpu.major < 8 or most + 1024 > gpu.shared_memory_per_multiprocessor:
             pytest.skip(f"{gpu.name} has no tensor cores for bf16, or not {most:,} bytes of shared memory for a block")
     window = window or dy.shape[1]
@@ -131,7 +131,7 @@ def test_under_the_checks_the_kernels_do_nothing_wrong(how, dtype):
 
 
 def test_tensor_core_kernels_have_registers_enough():
-    for name in ("poly_forward", "poly_backward_q", "poly_backward_kv", "poly_backward_pe"):
+    for name in ("poly_forward", "poly_backward"):
         cost = _kernel(f"{name}_v2", torch.bfloat16, 64, 3, *V2).resources("sm_90")
         assert cost.spill_store_bytes == cost.spill_load_bytes == 0, f"{name}: {cost}"
 
