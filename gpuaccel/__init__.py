@@ -14,9 +14,10 @@ from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from .cli import doctor
 from .clip import ClipState, clip_grad_norm_, clip_grads_
 from .data import Batches, ByteTokenizer, load_text, make_dataset, train_bpe, val_batches
+from .distributed import Distributed
 from .embedding import Embedding, Encoder, deterministic_embeddings
 from .encoder import encoder_backward, reference_encoder, reference_encoder_backward
-from .errors import ArgumentError, BackendError, CaptureError, CheckpointError, CompileError, DataError, GpuaccelError, KernelError, NonFiniteError
+from .errors import ArgumentError, BackendError, CaptureError, CheckpointError, CompileError, DataError, GpuaccelError, KernelError, NonFiniteError, RankError
 from .exercises import check, hint, solution
 from .graphs import GraphedStep
 from .kernel import Kernel, compile, kernel_names
@@ -44,5 +45,5 @@ __all__ = [
     "unmerge_lora", "ClipState", "clip_grad_norm_", "clip_grads_", "NonFiniteError", "LateValue", "Meter", "Reading", "StageTimer", "peak_flops",
     "Config", "GPT2", "Transformer", "flops_per_token", "generate", "preset",
     "PolyAttention", "poly_attention", "reference_poly_attention", "RichardsCurve", "RichardsGLU", "Embedding", "Encoder", "Segments", "deterministic_embeddings", "encoder_backward", "find_segments", "reference_encoder", "reference_encoder_backward",
-    "TrainStep", "evaluate", "token_loss", "train", "warmup_cosine", "LiveThroughput",
+    "Distributed", "RankError", "TrainStep", "evaluate", "token_loss", "train", "warmup_cosine", "LiveThroughput",
 ]

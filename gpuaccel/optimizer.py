@@ -91,6 +91,7 @@ class AdamW(torch.optim.AdamW):
             scaled = any(s.lr_scale != 1 for s in arena.segments)
             params_or_arena = arena.parameter_groups(weight_decay, lr if scaled else None)
         self._numbers, self._plan, self._work, self._moments, self._measured = None, None, {}, {}, False
+        self.explain_skip = None                # called by last_skip() with the tensor's number; what it returns is added (distributed.py: the rank)
         super().__init__(params_or_arena, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach, capturable=capturable,
                          differentiable=differentiable, fused=fused)
 
@@ -108,13 +109,14 @@ class AdamW(torch.optim.AdamW):
 
     def last_skip(self) -> "dict | None":
         """{"step": which call of step(), "tensor": name of its first gradient that was not finite}, or None; over an arena also "invalid_tokens":
-        of each ga.Embedding that has seen a token out of range. Waits for the device."""
+        of each ga.Embedding that has seen a token out of range; of several ranks "rank", which brought it. Waits for the device."""
         for work in self._work.values():
             asked, skipped, step, tensor = work.record.tolist()
             if skipped:
                 seen = {name: part.invalid_tokens() for name, part in (self.arena.module.named_modules() if self.arena else ()) if isinstance(part, Embedding)}
                 seen = {name: found for name, found in seen.items() if found}
-                return {"step": step, "tensor": self.names()[tensor] if tensor >= 0 else None, **({"invalid_tokens": seen} if seen else {})}
+                more = self.explain_skip(tensor) if self.explain_skip is not None else {}
+                return {"step": step, "tensor": self.names()[tensor] if tensor >= 0 else None, **more, **({"invalid_tokens": seen} if seen else {})}
         return None
 
     def names(self) -> "list[str]":
@@ -473,7 +475,7 @@ class AdamW(torch.optim.AdamW):
 
     def __getstate__(self):                     # copies and pickles: what belongs to a device is made again
         mine = {name: self.__dict__[name] for name in ("arena", "scope", "stochastic_rounding", "seed", "on_nonfinite", "max_norm")}
-        return {**mine, **super().__getstate__(), "_numbers": None, "_plan": None, "_measured": False, "_work": {}, "_moments": {}}
+        return {**mine, **super().__getstate__(), "_numbers": None, "_plan": None, "_measured": False, "_work": {}, "_moments": {}, "explain_skip": None}
 
 
 def _capturing() -> bool:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from . import checkpoint as checkpoints
 from .errors import DataError
 from .meter import LateValue, Meter
-from .step import TrainStep, is_split, token_loss
+from .micro import is_split
+from .step import TrainStep, token_loss
 
 AHEAD = 2                        # steps that the host may be ahead of the device: a Stop is heard, and readings are fresh
 
