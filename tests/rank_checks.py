@@ -57,8 +57,8 @@ class Crew:
             assert line.poll(2 * PATIENCE), f"rank {rank} does not answer in {check.__name__}{options}"
             found.append(line.recv())
         wrong = [(rank, what) for rank, (fine, what) in enumerate(found) if not fine]
-        if errors:
-            assert len(wrong) == ranks, f"{ranks - len(wrong)} of {ranks} ranks went on"
+        if errors:                         # True: of all ranks; or how many
+            assert len(wrong) == (ranks if errors is True else errors), f"{ranks - len(wrong)} of {ranks} ranks went on"
             return [(kind, message) for _, (kind, message, _) in wrong]
         assert not wrong, f"rank {wrong[0][0]}: {wrong[0][1][2]}" if wrong else ""
         return [what for _, what in found]
@@ -233,7 +233,7 @@ def held(rank, group, find_unused):
         if last:
             tokens[0, 0] = VOCAB - 1
         before = model.sometimes.detach().clone()
-        step([(tokens, targets)]) if last or find_unused else None
+        step([(tokens, targets)])
         return not torch.equal(before, model.sometimes)
 
 

@@ -13,6 +13,10 @@ from gpuaccel.accumulate import MODES
 BACKENDS = ["torch", pytest.param("simt", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"))]
 
 
+def words(options):
+    return " ".join(f"{key}={getattr(value, '__name__', value)}" for key, value in options.items())
+
+
 @pytest.fixture(scope="module")
 def crew():
     found = checks.Crew(4)
@@ -44,7 +48,7 @@ def test_ranks_together_are_one_process(crew, mode, ranks, shares):
 
 @pytest.mark.parametrize("options", [
     dict(accumulate="arena"), dict(accumulate="fused", tied=True), dict(accumulate="arena", low=torch.bfloat16, how=dict(bucket_mb=1.0)),
-    dict(accumulate="fused", how=dict(blame=False, bucket_mb=0.02))], ids=str)
+    dict(accumulate="fused", how=dict(blame=False, bucket_mb=0.02))], ids=words)
 def test_with_our_kernels(crew, options):
     if "low" not in options:
         options = {"backend": BACKENDS[-1].values[0], **options}
@@ -53,7 +57,7 @@ def test_with_our_kernels(crew, options):
 
 
 @pytest.mark.parametrize("options", [dict(divide="sequences"), dict(divide="micro_batches"), dict(loss_fn=checks.mean_loss), dict(clip="torch", max_norm=0.05, kind="sgd"),
-                                     dict(clip="item", max_norm=0.05, kind="sgd")], ids=str)
+                                     dict(clip="item", max_norm=0.05, kind="sgd")], ids=words)
 def test_every_divisor_and_way_of_clipping(crew, options):
     close(crew(checks.as_one_process, 2, shares=[2, 1], **options))
 
@@ -68,7 +72,7 @@ def test_sums_may_travel_in_bf16(crew):
 @pytest.mark.parametrize("options", [dict(accumulate=mode) for mode in MODES[:3]] + [
     dict(accumulate="arena", backend="simt", low=torch.bfloat16), dict(accumulate="autograd", clip="torch", max_norm=0.05, kind="sgd"),
     dict(divide="sequences"), *[dict(plain=False, **more) for more in (dict(divide="micro_batches"), dict(loss_fn=checks.mean_loss),
-                                                                       dict(accumulate="fused", tied=True), dict(accumulate="fused", backend="simt"))]], ids=str)
+                                                                       dict(accumulate="fused", tied=True), dict(accumulate="fused", backend="simt"))]], ids=words)
 @pytest.mark.parametrize("ranks,shares", [(2, [3, 3]), (3, [2, 2, 0])])
 def test_ordered_sums_have_the_bits_of_one_process(crew, ranks, shares, options):
     """N ranks with M micro-batches each, and one with N * M: weights, losses and norms are equal bit for bit. plain=False: that one is in ordered
@@ -169,3 +173,52 @@ def test_weights_that_drift_apart_are_noticed(crew, backend):
 def test_which_tensors_take_part_is_settled_in_the_first_step(crew):
     assert crew(checks.held, 1, find_unused=True) == [True]
     assert crew(checks.held, 2, find_unused=True) == [True] * 2
+    (kind, said), = [what for what in crew(checks.held, 2, find_unused=False, errors=1)]
+    assert kind == "ArgumentError" and said.startswith("rank 1: sometimes got a gradient, and in the first step it got none on any rank"), said
+
+
+# ---- data -----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("count,ranks", [(8, 2), (7, 2), (5, 4), (4, 4), (9, 1)])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_shares_are_disjoint_and_complete(count, ranks, seed):
+    """SHARD-001, -002, -004. Interleaved; shuffled anew in each epoch, the same in each run; nobody has more turns than another."""
+    shares = [ga.shard(range(count), rank, ranks, seed=seed, epoch=1) for rank in range(ranks)]
+    turns = -(-count // ranks)
+    assert [len(share) for share in shares] == [turns] * ranks
+    order = [share[nth] for nth in range(turns) for share in shares]
+    assert order[count:] == [None] * (turns * ranks - count) and sorted(order[:count]) == list(range(count))
+    if seed is None:
+        assert order[:count] == list(range(count))
+    else:
+        assert shares[0] == ga.shard(range(count), 0, ranks, seed=seed + 1, epoch=0), "seed + epoch is the seed"
+        assert order[:count] != list(range(count)) or count < 5
+
+
+def test_fewer_batches_than_ranks_is_an_error():
+    """SHARD-003."""
+    with pytest.raises(ga.DataError, match="2 batches for 3 ranks; expected at least one for each"):
+        ga.shard([1, 2], 0, 3)
+    with pytest.raises(ga.DataError, match="an epoch has 10 windows of T=4, 2 batches of 4, for 3 ranks"):
+        ga.Batches(torch.arange(41), 4, 4, ranks=3)
+    for options, message in ((dict(rank=2, ranks=2), "rank is 2 of 2; expected 0 to 1"), (dict(rank=0, ranks=0), "rank is 0 of 0"),
+                             (dict(ranks=2, micro_batches=3), "a batch of 4 windows in 3 micro-batches")):
+        with pytest.raises(ga.ArgumentError, match=message):
+            ga.Batches(torch.arange(410), 4, 4, **options)
+
+
+@pytest.mark.parametrize("ranks,micro_batches", [(1, 6), (2, 3), (3, 2), (6, 1)])
+def test_what_all_ranks_take_in_a_step_depends_on_their_product_only(ranks, micro_batches):
+    """SHARD-005: micro-batch m of rank r is number m * ranks + r, over three epochs and a change of ranks in the middle; the same position everywhere."""
+    tokens, size = torch.arange(20 * 4 + 1), 1
+    whole = ga.Batches(tokens, 6 * size, 4, seed=5)
+    mine = [ga.Batches(tokens, micro_batches * size, 4, seed=5, rank=r, ranks=ranks, micro_batches=micro_batches) for r in range(ranks)]
+    for nth in range(10):
+        want = next(whole)[0].view(6, size, 4)
+        got = [next(batches)[0].view(micro_batches, size, 4) for batches in mine]
+        assert torch.equal(torch.stack(got, 1).flatten(0, 1), want), nth
+        assert all(batches.state_dict() == whole.state_dict() for batches in mine)
+        if nth == 4:
+            other = ga.Batches(tokens, 6 * size, 4, seed=0)
+            other.load_state_dict(mine[-1].state_dict())
+            whole = other
