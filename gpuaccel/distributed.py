@@ -50,11 +50,13 @@ def buckets_of(arena: Arena, least_bytes: float) -> "list[Bucket]":
     return [b for b in found if b.stop > b.start] or found[-1:]
 
 
-def weight_hashes(arena: Arena) -> Tensor:
-    """(S,) int64 on the arena's device, a hash of the bits of each tensor's weights (and of its bf16 copy). No wait; the same on every device."""
+def weight_hashes(arena: Arena, masters: bool = True) -> Tensor:
+    """(S,) int64 on the arena's device, a hash of the bits of each tensor's weights. No wait; the same on every device.
+
+    masters: with the fp32 masters of bf16 weights, and what else is fp32."""
     found = torch.zeros(len(arena.segments), dtype=torch.int64, device=arena.device)
     column = _odd(CHUNK, 0x9E3779B97F4A7C15, arena.device)
-    for buffer, kind in ((arena.weights, torch.int32), (arena.bf16_weights, torch.int16)):
+    for buffer, kind in ((arena.weights if masters else None, torch.int32), (arena.bf16_weights, torch.int16)):
         for start in range(0, 0 if buffer is None else arena.numel, PIECE):
             piece = buffer[start:start + PIECE].view(kind).view(-1, CHUNK).long()
             first = start // CHUNK
@@ -74,7 +76,8 @@ class Distributed:
 
     group: a process group; default: torch.distributed's, which is made from torchrun's environment if there is none yet (NCCL where torch sees a
     GPU, else gloo); without that environment this process is the only rank. dtype: of the sums on their way, torch.float32 or torch.bfloat16 (half
-    the bytes; each rank rounds its sum once, and so does each addition). ordered: see this module's first lines. bucket_mb: megabytes of fp32
+    the bytes; each rank rounds its sum once, and so does each addition). ordered: see this module's first lines. sharded: each rank keeps and updates its share of the moments (ga.AdamW over
+    the arena; sharded.py: ZeRO stage 1). bucket_mb: megabytes of fp32
     that are worth sending. find_unused: which tensors got a gradient on any rank is found out in every step (on a GPU it waits for it); False: in
     the first step, and from then on one of these without a gradient has a zero one, and another that gets one is an ArgumentError; None: True
     where nothing waits, on CPUs.
@@ -85,7 +88,7 @@ class Distributed:
     A tensor that counts is one of the arena. Frozen parameters and buffers are rank 0's, from the start on; what forward does to buffers later stays
     each rank's own."""
 
-    def __init__(self, *, group=None, dtype: torch.dtype = torch.float32, ordered: bool = False, bucket_mb: float = 32.0, find_unused: "bool | None" = None,
+    def __init__(self, *, group=None, dtype: torch.dtype = torch.float32, ordered: bool = False, sharded: bool = False, bucket_mb: float = 32.0, find_unused: "bool | None" = None,
                  check_every: int = 0, blame: bool = True, timeout: float = 600.0):
         if dtype not in DTYPES:
             raise ArgumentError(f"dtype is {dtype}; sums are sent as torch.float32 or torch.bfloat16")
@@ -98,7 +101,7 @@ class Distributed:
         if group is None and not dist.is_initialized() and "RANK" in os.environ:
             _init_from_environment(timeout)
         self.group, self.dtype, self.ordered, self.bucket_mb, self.find_unused = group, dtype, ordered, bucket_mb, find_unused
-        self.check_every, self.blame = check_every, blame
+        self.sharded, self.check_every, self.blame = sharded, check_every, blame
         there = dist.is_initialized()
         self.rank, self.world = (dist.get_rank(group), dist.get_world_size(group)) if there else (0, 1)
         if self.rank < 0:
@@ -112,7 +115,7 @@ class Distributed:
 
     def __repr__(self):
         how = "ordered" if self.ordered else f"all-reduce in {str(self.dtype).removeprefix('torch.')}"
-        return f"Distributed(rank {self.rank} of {self.world}, {self.backend}, {how})"
+        return f"Distributed(rank {self.rank} of {self.world}, {self.backend}, {how}{', sharded' * self.sharded})"
 
 
 def _init_from_environment(timeout):

@@ -23,6 +23,7 @@ from .distributed import Distributed, buckets_of, weight_hashes
 from .errors import ArgumentError, RankError
 from .meter import LateValue
 from .optimizer import AdamW
+from .sharded import ShardedAdamW, share
 
 
 class Ranks:
@@ -45,6 +46,9 @@ class Ranks:
         device, self.kernels = arena.device, takes(arena.device)
         self.find_unused = self.world == 1 or (not self.cuda if how.find_unused is None else how.find_unused)
         self.low = torch.empty(max(b.stop - b.start for b in self.buckets), dtype=how.dtype, device=device) if how.dtype != torch.float32 and self.nccl else None
+        self.sharded = how.sharded and self.world > 1
+        if self.sharded:
+            self._shard()
         # Of each row of arena.partials (torch: of each tensor): is what this rank brought finite? And whose numbers these are.
         self.place = arena.row_tensor.long() if self.kernels else torch.arange(len(arena.segments), device=device)
         self.wrong = torch.zeros(len(self.place), dtype=torch.bool, device=device)
@@ -63,6 +67,21 @@ class Ranks:
 
     # ---- the start ----
 
+    def _shard(self):
+        """The optimizer keeps this rank's share from here on. `counted`: rows of arena.partials that this rank speaks for."""
+        opt, arena = self.opt, self.arena
+        held = {id(p) for group in opt.param_groups for p in group["params"]}
+        if not (isinstance(opt, AdamW) and opt.arena is arena) or held != arena._owner_ids:
+            raise ArgumentError("sharded=True is done by a ga.AdamW over the whole arena: ga.AdamW(arena, ...); the optimizer is "
+                                f"{type(opt).__name__} over {len(held)} of the arena's {len(arena.owners)} tensors, or over parameters")
+        ShardedAdamW.wear(opt, self.buckets, self.rank, self.world, self.group)
+        self.counted = torch.zeros(len(arena.row_tensor), dtype=torch.bool)
+        for b in self.buckets:
+            own = share(b, self.world)
+            self.counted[(b.start + self.rank * own) // CHUNK:(b.start + (self.rank + 1) * own) // CHUNK] = True
+            self.counted[(b.start + self.world * own) // CHUNK:b.stop // CHUNK] = self.rank == 0
+        self.counted = self.counted.to(arena.device)
+
     def _compare(self, settings):
         """Every rank has the same model, the same optimizer and the same way of working as rank 0."""
         rows = [(s.name, f"{str(p.dtype).removeprefix('torch.')} {list(s.shape)}, weight decay {s.decay}, learning rate x{s.lr_scale:g}")
@@ -72,7 +91,7 @@ class Ranks:
         rows += [(f"the optimizer's group {g}", ", ".join(f"{key}={value}" for key, value in sorted(group.items()) if key not in ("params", "param_names")))
                  for g, group in enumerate(self.opt.param_groups)]
         mine = [("ranks", f"{self.world}"), ("the optimizer", type(self.opt).__name__), ("dtype of the sums", str(self.how.dtype)),
-                ("ordered", str(self.how.ordered)), *settings.items(), ("bucket_mb", str(self.how.bucket_mb)), ("find_unused", str(self.how.find_unused)),
+                ("ordered", str(self.how.ordered)), ("sharded", str(self.how.sharded)), *settings.items(), ("bucket_mb", str(self.how.bucket_mb)), ("find_unused", str(self.how.find_unused)),
                 ("check_every", str(self.how.check_every)), ("blame", str(self.how.blame)), *rows]
         for rank, theirs in enumerate(self._gather_objects(mine)):
             first = self._gathered[0]
@@ -149,26 +168,43 @@ class Ranks:
         if not self.nccl:
             self._look(bucket)
             sent = part if self.how.dtype == torch.float32 else part.to(self.how.dtype)
-            self.pending.append((dist.all_reduce(sent, group=self.group, async_op=True), bucket, part, sent))
+            self.pending.append((*self._sum(bucket, sent, True), bucket, part, sent))
             return
         self.stream.wait_stream(torch.cuda.current_stream(self.arena.device))
         with torch.cuda.stream(self.stream):
             self._look(bucket)
             sent = part if self.low is None else self.low[:bucket.stop - bucket.start].copy_(part)
-            dist.all_reduce(sent, group=self.group)
+            self._sum(bucket, sent, False)
             self._received(bucket, part, sent)
+
+    def _sum(self, bucket, sent, later):
+        """The sum over all ranks, in place; of shares this rank's and the common rest. later: returns (works, [(where it goes, what came)])."""
+        if not (self.sharded and self.kernels):
+            return [dist.all_reduce(sent, group=self.group, async_op=later)], []
+        own, works, copies = share(bucket, self.world), [], []
+        if own:
+            mine = sent[self.rank * own:(self.rank + 1) * own]
+            got = torch.empty_like(mine) if later else mine
+            works.append(dist.reduce_scatter_tensor(got, sent[:self.world * own], group=self.group, async_op=later))
+            copies.append((mine, got))
+        if len(sent) > self.world * own:
+            works.append(dist.all_reduce(sent[self.world * own:], group=self.group, async_op=later))
+        return works, copies
 
     def _received(self, bucket, part, sent):
         """A bucket has come back: the sum over all ranks. Its squares are taken now, beside what is still on its way."""
         if sent is not part:
             part.copy_(sent)
         if self.kernels:
-            self._squares(range(bucket.first, bucket.last))
+            own = share(bucket, self.world) if self.sharded else 0
+            if own:
+                self._squares(bucket.start + self.rank * own, bucket.start + (self.rank + 1) * own)
+            self._squares(bucket.start + self.world * own, bucket.stop)
 
-    def _squares(self, numbers):
-        if numbers:
-            first, last = numbers[0], numbers[-1] + 1
-            launch_squares(self.arena.grad_views[first:last], self.arena.partials[self.arena.rows[first]:])
+    def _squares(self, start, stop):
+        """Sums of squares of arena.grads[start:stop], whole chunks; padding is zero."""
+        if stop > start:
+            launch_squares([self.arena.grads[start:stop]], self.arena.partials[start // CHUNK:])
 
     def _look(self, bucket):
         """Which of this rank's own sums are not finite? In mode "arena" the last addition has left their squares behind."""
@@ -177,7 +213,9 @@ class Ranks:
         arena = self.arena
         if self.kernels:
             known = arena.squares_known()
-            self._squares([i for i in range(bucket.first, bucket.last) if not known[i]])
+            unknown = [i for i in range(bucket.first, bucket.last) if not known[i]]
+            if unknown:
+                self._squares(arena.segments[unknown[0]].offset, arena.segments[unknown[-1]].offset + arena.segments[unknown[-1]].padded)
             rows = slice(arena.rows[bucket.first], arena.rows[bucket.last])
             found = ~torch.isfinite(arena.partials[rows])
         else:
@@ -240,9 +278,16 @@ class Ranks:
 
     def _join(self):
         """From here on the current stream sees the sums."""
-        for work, *given in self.pending:
-            work.wait()
+        for works, copies, *given in self.pending:
+            for work in works:
+                work.wait()
+            for mine, got in copies:
+                mine.copy_(got)
             self._received(*given)
+        if self.sharded and self.kernels:               # each rank has squares of its share: together they are the whole table
+            with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
+                self.arena.partials.masked_fill_(~self.counted, 0.0)
+                dist.all_reduce(self.arena.partials, group=self.group)
         if self.stream is not None:
             torch.cuda.current_stream(self.arena.device).wait_stream(self.stream)
         self.pending, self.next = [], 0
@@ -283,6 +328,8 @@ class Ranks:
         self.accumulator.arrived = None
         if isinstance(self.opt, AdamW):
             self.opt.explain_skip = None
+        if self.sharded:
+            self.opt.shed()
 
     def abandon(self):
         """An error in the middle of a step: forget what was sent. The other ranks cannot go on without this one."""
@@ -354,6 +401,11 @@ class Ranks:
         found = [(tensor - 1, rank) for rank, tensor in enumerate(self.blamed.tolist()) if tensor]
         return {"rank": min(found)[1], "tensor": self.arena.segments[min(found)[0]].name} if found else None
 
+    def barrier(self):
+        """Wait until every rank is here."""
+        if self.world > 1:
+            dist.barrier(self.group)
+
     @torch.no_grad()
     def check(self):
         """Every `check_every` steps the weights' bits are compared over all ranks; on a GPU the result is heard of in a later step."""
@@ -361,7 +413,7 @@ class Ranks:
         if self.world == 1 or not self.how.check_every:
             return
         if self.steps % self.how.check_every == 0:
-            mine = weight_hashes(self.arena)
+            mine = weight_hashes(self.arena, not self.sharded or any(p.dtype == torch.float32 for p in self.arena.params))
             everyone = mine.new_empty(self.world, len(mine))
             dist.all_gather_into_tensor(everyone.view(-1), mine, group=self.group)
             wrong = (everyone != everyone[0]).flatten()

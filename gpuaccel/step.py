@@ -282,6 +282,10 @@ class TrainStep:
                     "max_norm": str(max_norm), "replay": replay}
         return Ranks(distributed, self.arena, self.accumulator, self.opt, settings)
 
+    def gathered(self):
+        """A context, to be entered on every rank: inside it the optimizer's state is whole, to be saved or loaded."""
+        return self.opt.whole() if self.ranks is not None and self.ranks.sharded else contextlib.nullcontext()
+
     @property
     def graphs(self) -> "GraphedStep | None":
         """The graphs of whole steps: len(), graph(); None when replay is "eager"."""

@@ -2,6 +2,7 @@
 import contextlib
 import datetime
 import hashlib
+import json
 import multiprocessing as mp
 import os
 import pathlib
@@ -165,13 +166,13 @@ def as_one_process(rank, group, shares, backend="torch", tied=False, plain=True,
             "moved": far(want, weights(net(tied, seed=0).to(low)))[0], "hash": [hashlib.sha256(t.float().numpy().tobytes()).hexdigest() for t in got.values()]}
 
 
-def attempt(rank, group, how=None, groups=None, net=None, step=None, **options):
+def attempt(rank, group, how=None, groups=None, net=None, step=None, all=None, sgd=False, **options):
     """A step made with options that differ: what the error says. net, step, how: of rank 1; options: of all."""
     other = rank == 1
     model = (net if other and net else Net)()
-    how = ga.Distributed(group=group, **(how or {} if other else {}))
+    how = ga.Distributed(group=group, **(all or {}), **(how or {} if other else {}))
     arena = ga.Arena(model)
-    opt = ga.AdamW(arena, lr=1e-2 if other and groups else 1e-3)
+    opt = torch.optim.SGD(arena.parameters()) if sgd else ga.AdamW(arena, lr=1e-2 if other and groups else 1e-3)
     with ga.TrainStep(model, opt, distributed=how, **{**options, **(step or {} if other else {})}):
         return None
 
@@ -266,3 +267,73 @@ def order_of_buckets(rank, group, mode):
         buckets = step.ranks.buckets
         return sent, [[step.arena.blocks[s.block].name for s in step.arena.segments[b.first:b.last]] for b in buckets], \
             [b.start for b in buckets[1:]] == [b.stop for b in buckets[:-1]] and buckets[-1].stop == step.arena.numel
+
+
+def memory_of_moments(rank, group, backend):
+    """(bytes of moments here, those of one process, those of what every rank keeps)."""
+    with ga.use_backend(backend):
+        model = Net()
+        with make_step(model, distributed=ga.Distributed(group=group, sharded=True, bucket_mb=0.1)) as step:
+            step([micro_batch(rank)])
+            kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for state in step.opt.state.values() for key, t in state.items() if key != "step"}
+            return sum(kept.values()), 8 * step.arena.numel, 8 * len(step.ranks.buckets) * dist.get_world_size(group) * ga.arena.CHUNK
+
+
+def _four_rounds(step, rank, ranks, first, last):
+    for nth in range(first, last):
+        step([micro_batch(nth * 4 + m * ranks + rank) for m in range(4 // ranks)])
+
+
+def shares_to_file(rank, group, backend, folder):
+    with ga.use_backend(backend):
+        model = Net()
+        with make_step(model, distributed=ga.Distributed(group=group, sharded=True, ordered=True)) as step:
+            _four_rounds(step, rank, 2, 0, 2)
+            with step.opt.whole():
+                if rank == 0:
+                    ga.save_checkpoint(f"{folder}/two.safetensors", model=model, optimizer=step.opt, arena=step.arena, step=2)
+            try:
+                ga.save_checkpoint(f"{folder}/cut-{rank}.safetensors", model=model, optimizer=step.opt, arena=step.arena)
+            except ga.CheckpointError as error:
+                assert "is spread over 2 ranks" in str(error)
+            else:
+                raise AssertionError("a share was saved as if it were all")
+            before = [t.clone() for state in step.opt.state.values() for t in state.values()]
+            dist.barrier(group)
+            with step.opt.whole():              # over a state that is there
+                ga.load_checkpoint(f"{folder}/two.safetensors", model=model, optimizer=step.opt, arena=step.arena)
+            assert all(torch.equal(a, b) for a, b in zip(before, (t for state in step.opt.state.values() for t in state.values())))
+        if rank == 0:
+            plain = Net()
+            with make_step(plain, micro_batches=4) as step:
+                _four_rounds(step, 0, 1, 0, 4)
+                torch.save([p.detach() for p in plain.parameters()], f"{folder}/want.pt")
+
+
+def shares_from_file(rank, group, backend, folder):
+    ranks = dist.get_world_size(group)
+    with ga.use_backend(backend):
+        model = Net(seed=7)
+        with make_step(model, micro_batches=4 // ranks, distributed=ga.Distributed(group=group, sharded=True, ordered=True)) as step:
+            with step.opt.whole() if ranks > 1 else contextlib.nullcontext():
+                ga.load_checkpoint(f"{folder}/two.safetensors", model=model, optimizer=step.opt, arena=step.arena)
+            _four_rounds(step, rank, ranks, 2, 4)
+            return all(torch.equal(p, want) for p, want in zip(model.parameters(), torch.load(f"{folder}/want.pt")))
+
+
+def trained(rank, group, folder, stops, ranks_then, sharded, steps=5):
+    """ga.train in ordered mode with checkpoints, left after `stops` steps by `ranks_then` ranks, and gone on with by this group's: the losses."""
+    ranks = dist.get_world_size(group)
+
+    def go(members, rank, group, last, resume):
+        model = Net()
+        how = ga.Distributed(group=group, ordered=True, sharded=sharded)
+        batches = ga.Batches(torch.arange(400) % VOCAB, 12 // members, 6, seed=3, rank=rank, ranks=members, micro_batches=4 // members)
+        with make_step(model, micro_batches=4 // members, distributed=how) as step:
+            return [reading.loss for reading in ga.train(step, batches, last, checkpoint_dir=folder, metrics=f"{folder}/lines.jsonl", resume=resume)]
+    if stops and rank < ranks_then:
+        go(ranks_then, rank, group if ranks_then == ranks else own[rank], stops, False)
+    dist.barrier(group)
+    go(ranks, rank, group, steps, bool(stops))
+    with open(f"{folder}/lines.jsonl") as lines:
+        return [json.loads(line)["loss"] for line in lines]

@@ -84,6 +84,49 @@ def test_ordered_sums_have_the_bits_of_one_process(crew, ranks, shares, options)
             assert got == want or (got[0], got[2]) == (want[0], want[2]) and want[1] is None, f"{one['outs']}, expected {one['wanted']}"
 
 
+# ---- sharded --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("options", [dict(), dict(backend="simt"), dict(backend="simt", accumulate="fused", tied=True), dict(backend="simt", low=torch.bfloat16, bound=2e-3),
+                                     dict(low=torch.bfloat16, bound=2e-3), dict(backend="simt", how=dict(dtype=torch.bfloat16), bound=2e-2)], ids=words)
+@pytest.mark.parametrize("ranks,shares", [(2, [2, 2]), (4, [1, 2, 0, 1])])
+def test_a_sharded_optimizer_is_one_process(crew, ranks, shares, options):
+    options = dict(options)
+    bound, how = options.pop("bound", 1e-6), {"sharded": True, **options.pop("how", {})}
+    close(crew(checks.as_one_process, ranks, shares=shares, how=how, **options), bound, losses=10 * bound)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shares_change_no_bit_and_need_less_memory(crew, backend):
+    """Ordered and sharded, against one process; each rank keeps the moments of its share, and the rest of a few chunks."""
+    for one in crew(checks.as_one_process, 3, shares=[2, 2, 2], backend=backend, how=dict(ordered=True, sharded=True)):
+        assert one["same"] and one["outs"] == one["wanted"], one["name"]
+    for kept, whole, rest in crew(checks.memory_of_moments, 3, backend=backend):
+        assert kept <= whole / 3 + rest and kept < whole / 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_checkpoint_of_shares_is_resumed_by_any_number_of_ranks(crew, backend, tmp_path):
+    """Ordered: 2 ranks for two steps, then 4, 1 and 2 for two more: the bits of one process that took all four."""
+    crew(checks.shares_to_file, 2, backend=backend, folder=str(tmp_path))
+    for ranks in (4, 1, 2):
+        assert crew(checks.shares_from_file, ranks, backend=backend, folder=str(tmp_path)) == [True] * ranks
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_run_goes_on_with_another_number_of_ranks(crew, sharded, tmp_path):
+    """ga.train, ordered: the losses of 4 ranks, of 2 after 1, and of 2 after 2 are those of a run that nobody stopped, bit for bit."""
+    folders = iter([str(tmp_path / str(i)) for i in range(9)])
+    whole = crew(checks.trained, 4, folder=next(folders), stops=0, ranks_then=0, sharded=sharded)[0]
+    assert len(whole) == 5
+    for ranks, then in ((2, 1), (2, 2)):
+        assert crew(checks.trained, ranks, folder=next(folders), stops=2, ranks_then=then, sharded=sharded)[0] == whole
+
+
+def test_what_cannot_be_sharded(crew):
+    for kind, said in crew(checks.attempt, 2, errors=True, how=None, all=dict(sharded=True), sgd=True):
+        assert kind == "ArgumentError" and "sharded=True is done by a ga.AdamW over the whole arena" in said and "is SGD over" in said
+
+
 # ---- the start ------------------------------------------------------------------------------------------------------
 
 def test_all_ranks_begin_with_the_weights_of_rank_0(crew):
