@@ -21,6 +21,7 @@ from .errors import ArgumentError, BackendError, CaptureError, CheckpointError, 
 from .exercises import check, hint, solution
 from .graphs import GraphedStep
 from .kernel import Kernel, compile, kernel_names
+from .launch import launch
 from .ledger import Ledger, ledger
 from .lora import BLOCK_NORMS, LoRALinear, apply_lora, load_lora, merge_lora, remove_lora, save_lora, unmerge_lora
 from .magics import load_ipython_extension
@@ -45,5 +46,5 @@ __all__ = [
     "unmerge_lora", "ClipState", "clip_grad_norm_", "clip_grads_", "NonFiniteError", "LateValue", "Meter", "Reading", "StageTimer", "peak_flops",
     "Config", "GPT2", "Transformer", "flops_per_token", "generate", "preset",
     "PolyAttention", "poly_attention", "reference_poly_attention", "RichardsCurve", "RichardsGLU", "Embedding", "Encoder", "Segments", "deterministic_embeddings", "encoder_backward", "find_segments", "reference_encoder", "reference_encoder_backward",
-    "Distributed", "RankError", "TrainStep", "evaluate", "token_loss", "train", "warmup_cosine", "LiveThroughput",
+    "Distributed", "RankError", "launch", "TrainStep", "evaluate", "token_loss", "train", "warmup_cosine", "LiveThroughput",
 ]

@@ -28,6 +28,7 @@ from .arena import CHUNK, Arena
 from .errors import ArgumentError, RankError
 
 DTYPES = (torch.float32, torch.bfloat16)
+on_beat = None                   # called when this rank has come to the end of a step's backward; launch.py watches it
 PIECE = 1 << 22                  # elements that are hashed at once: 32 MB of memory in between
 
 

@@ -19,6 +19,7 @@ from .accumulate import GradientAccumulator, accumulate_
 from .arena import CHUNK, Arena
 from .backend import takes
 from .clip import launch_squares
+from . import distributed
 from .distributed import Distributed, buckets_of, weight_hashes
 from .errors import ArgumentError, RankError
 from .meter import LateValue
@@ -231,6 +232,8 @@ class Ranks:
     def reduce(self, loss, tokens, rows, micros: float):
         """The sums of all ranks are in arena.grads. loss, tokens: sums of this rank's micro-batches (None: it had none; tokens None too where
         loss_fn returned means); rows: a number or tensor. Returns (loss, tokens, rows, micro-batches), () tensors over all ranks; tokens None as given."""
+        if distributed.on_beat is not None:
+            distributed.on_beat()
         accumulator, means = self.accumulator, loss is not None and tokens is None
         accumulator.finish()
         if self.how.ordered:

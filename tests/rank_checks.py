@@ -6,7 +6,9 @@ import json
 import multiprocessing as mp
 import os
 import pathlib
+import signal
 import tempfile
+import time
 import traceback
 
 import torch
@@ -337,3 +339,36 @@ def trained(rank, group, folder, stops, ranks_then, sharded, steps=5):
     go(ranks, rank, group, steps, bool(stops))
     with open(f"{folder}/lines.jsonl") as lines:
         return [json.loads(line)["loss"] for line in lines]
+
+
+# ---- what ga.launch runs --------------------------------------------------------------------------------------------
+
+def steps_with(trouble, who, steps=6):
+    """Train, until in step 3 something happens to rank `who`."""
+    how = ga.Distributed()
+    with make_step(Net(), distributed=how) as step:
+        for nth in range(steps):
+            if nth == 3 and how.rank == who:
+                trouble()
+            step([micro_batch(nth * how.world + how.rank)])
+        return how.rank, how.world, weight_hashes(step.arena).tolist()
+
+
+def nothing():
+    pass
+
+
+def raises():
+    raise ValueError("no more data")
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leaves():
+    os._exit(3)
+
+
+def hangs():
+    time.sleep(600)

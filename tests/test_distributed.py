@@ -1,6 +1,7 @@
 """Data-parallel training: ranks together are one process, bit for bit where that is promised; and what is said when they cannot be."""
 import math
 import shutil
+import time
 
 import pytest
 import rank_checks as checks
@@ -265,3 +266,29 @@ def test_what_all_ranks_take_in_a_step_depends_on_their_product_only(ranks, micr
             other = ga.Batches(tokens, 6 * size, 4, seed=0)
             other.load_state_dict(mine[-1].state_dict())
             whole = other
+
+
+# ---- launch, and what may go wrong ----------------------------------------------------------------------------------
+
+def test_launch_runs_a_function_on_every_rank():
+    (first, *one), (second, *two) = ga.launch(checks.steps_with, 2, (checks.nothing, 0))
+    assert (first, second) == (0, 1) and one == two and one[0] == 2
+
+
+@pytest.mark.parametrize("trouble,message", [
+    (checks.raises, "rank 1 raised ValueError: no more data. All ranks were stopped"), (checks.killed, "rank 1 was killed by SIGKILL in step 4"),
+    (checks.leaves, "rank 1 ended with status 3 in step 4"), (checks.hangs, "rank 1 hangs: it has not come to the end of its backward in step 4 for 2 s")])
+def test_trouble_on_one_rank_stops_all_and_names_it(trouble, message):
+    began = time.monotonic()
+    with pytest.raises(ga.RankError, match=message):
+        ga.launch(checks.steps_with, 2, (trouble, 1), timeout=2.0)
+    assert time.monotonic() - began < 30                   # starting the processes included
+
+
+def test_launch_says_what_it_needs():
+    for ranks, options, message in ((0, {}, "ranks is 0"), (2, dict(backend="mpi"), "backend is 'mpi'; expected 'nccl' or 'gloo'")):
+        with pytest.raises(ga.ArgumentError, match=message):
+            ga.launch(checks.nothing, ranks, **options)
+    if torch.cuda.device_count() < 64:
+        with pytest.raises(ga.ArgumentError, match="64 ranks with backend 'nccl' need a GPU each, and this machine has"):
+            ga.launch(checks.nothing, 64, backend="nccl")

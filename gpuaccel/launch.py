@@ -1,0 +1,175 @@
+"""Ranks from a notebook or a script: processes of this machine that run one function, watched until they end.
+
+    >>> ga.launch(work, 2)                 # work(*args) in two processes, torch.distributed is ready in each; returns [result, result]
+    >>> ga.launch(work, 2, ("tiny",), timeout=10)
+
+A rank that raises, dies or hangs ends all of them, and the RankError names it. The processes meet over a file and talk over loopback: nothing
+listens elsewhere. On several machines, or where something else starts the processes: torchrun, and ga.Distributed() in each.
+"""
+import contextlib
+import datetime
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+
+from . import distributed
+from .errors import ArgumentError, RankError
+
+GRACE = 1.0                      # seconds in which the ranks after the first that failed may still say what they saw
+
+
+def launch(fn, ranks: int = 2, args: tuple = (), *, backend: "str | None" = None, timeout: float = 10.0) -> list:
+    """fn(*args) in `ranks` new processes; what each returned, in the order of the ranks.
+
+    fn and what it returns have to be picklable; a function of a notebook is handed on by a fork, as long as this process has not used a GPU.
+    backend: "nccl" (a GPU for each rank) or "gloo" (on CPUs: in these processes the GPU policy is off); default: nccl where there are GPUs enough.
+    timeout: seconds after which a rank that stands still while others wait for it counts as hanging (from its first optimizer step on).
+    RankError: the first rank that raised, died or hung, and how; the others have been stopped. Ctrl-C stops all ranks."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
+    backend = backend or ("nccl" if gpus >= ranks else "gloo")
+    if ranks < 1:
+        raise ArgumentError(f"ranks is {ranks}; expected 1 or more")
+    if backend not in ("nccl", "gloo"):
+        raise ArgumentError(f"backend is {backend!r}; expected 'nccl' or 'gloo'")
+    if backend == "nccl" and gpus < ranks:
+        raise ArgumentError(f"{ranks} ranks with backend 'nccl' need a GPU each, and this machine has {gpus} that torch can use; expected fewer ranks, or "
+                            "backend='gloo'")
+    context = multiprocessing.get_context(_way(fn))
+    with tempfile.TemporaryDirectory() as folder:
+        beats = context.RawArray("q", ranks)
+        lines, processes = [], []
+        try:
+            for rank in range(ranks):
+                mine, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_rank, args=(rank, ranks, backend, os.path.join(folder, "store"), theirs, beats, fn, args), daemon=True)
+                with _environment(rank, ranks, backend):
+                    process.start()
+                theirs.close()
+                lines.append(mine)
+                processes.append(process)
+            return _watch(lines, processes, beats, timeout)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+            for process in processes:
+                process.join()
+
+
+def _way(fn) -> str:
+    """"spawn" where the function can be pickled, else "fork"."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if getattr(fn, "__module__", None) != "__main__" or file is not None:
+        try:
+            pickle.dumps(fn)
+            return "spawn"
+        except (pickle.PicklingError, AttributeError, TypeError):
+            pass
+    if not hasattr(os, "fork") or torch.cuda.is_initialized():
+        raise ArgumentError(f"{getattr(fn, '__name__', fn)} cannot be handed to new processes: it is not a function of a module"
+                            f"{', and a process that has used a GPU cannot be forked' if hasattr(os, 'fork') else ''}; expected one from a file (%%writefile)")
+    return "fork"
+
+
+@contextlib.contextmanager
+def _environment(rank, ranks, backend):
+    """As torchrun has it, for the process that is started in the block."""
+    new = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
+           **({"GPUACCEL_GPU": "off", "GLOO_SOCKET_IFNAME": _loopback()} if backend == "gloo" else {"NCCL_SOCKET_IFNAME": _loopback()})}
+    before = {key: os.environ.get(key) for key in new}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+
+
+def _loopback() -> str:
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+def _rank(rank, ranks, backend, store, line, beats, fn, args):
+    """The whole life of a rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)         # Ctrl-C is the parent's business
+    with _environment(rank, ranks, backend):             # a fork took the parent's state along
+        try:
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            if backend == "nccl":
+                torch.cuda.set_device(rank)
+            dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=datetime.timedelta(minutes=30))
+
+            def beat():
+                beats[rank] += 1
+            distributed.on_beat = beat
+            line.send((True, fn(*args)))
+        except BaseException as error:                   # the parent tells, and stops all
+            line.send((False, (time.time(), type(error).__name__, str(error), traceback.format_exc())))
+    line.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)                                          # not through torch's goodbyes, which may wait for others
+
+
+def _watch(lines, processes, beats, timeout) -> list:
+    ranks, results, failed, dead = len(lines), {}, {}, {}
+    seen, since, until = list(beats), time.monotonic(), None
+    while len(results) < ranks:
+        waiting = {lines[r]: r for r in range(ranks) if r not in results and r not in failed and r not in dead}
+        for line in multiprocessing.connection.wait(list(waiting), timeout=0.1):
+            rank = waiting[line]
+            try:
+                fine, what = line.recv()
+            except EOFError:                             # it never said anything
+                dead[rank] = time.time()
+                continue
+            if fine:
+                results[rank] = what
+            else:
+                failed[rank] = what
+        if (failed or dead) and until is None:
+            until = time.monotonic() + GRACE
+        if until is not None and (time.monotonic() > until or len(results) + len(failed) + len(dead) == ranks):
+            raise _said(processes, failed, dead, beats)
+        now = list(beats)
+        if now != seen:
+            seen, since = now, time.monotonic()
+        if until is None and time.monotonic() - since > timeout and min(now) and (rank := _behind(now, results)) is not None:
+            raise RankError(f"rank {rank} hangs: it has not come to the end of its backward in step {now[rank] + 1} for {timeout:g} s, and the other "
+                            "ranks wait for it. All ranks were stopped")
+    return [results[rank] for rank in range(ranks)]
+
+
+def _behind(beats, results) -> "int | None":
+    """The rank that the others wait for; None: all are in the same step."""
+    left = [rank for rank in range(len(beats)) if rank not in results]
+    last = min(left, key=lambda rank: beats[rank], default=None)
+    return last if last is not None and beats[last] < max(beats) else None
+
+
+def _said(processes, failed, dead, beats) -> RankError:
+    """Of the ranks that failed the one that began it: who died, else who raised first."""
+    if dead:
+        rank = min(dead, key=dead.get)
+        processes[rank].join(GRACE)
+        code = processes[rank].exitcode
+        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
+        return RankError(f"rank {rank} {how} in step {beats[rank] + 1}. All ranks were stopped")
+    rank = min(failed, key=lambda r: failed[r][0])
+    _, kind, message, trace = failed[rank]
+    error = RankError(f"rank {rank} raised {kind}: {message}. All ranks were stopped")
+    if hasattr(error, "add_note"):
+        error.add_note(f"on rank {rank}:\n{trace}")
+    return error
