@@ -29,6 +29,7 @@ from .errors import ArgumentError, RankError
 
 DTYPES = (torch.float32, torch.bfloat16)
 on_beat = None                   # called when this rank has come to the end of a step's backward; launch.py watches it
+last_step = lambda: 0            # the step (of this process, from 1) after which all ranks are asked to stop; 0: none  # noqa: E731
 PIECE = 1 << 22                  # elements that are hashed at once: 32 MB of memory in between
 
 

@@ -24,16 +24,20 @@ import torch.distributed as dist
 from . import distributed
 from .errors import ArgumentError, RankError
 
+AHEAD = 3                        # steps that a rank's host may be ahead of another's
 GRACE = 1.0                      # seconds in which the ranks after the first that failed may still say what they saw
 
 
-def launch(fn, ranks: int = 2, args: tuple = (), *, backend: "str | None" = None, timeout: float = 10.0) -> list:
+def launch(fn, ranks: int = 2, args: tuple = (), *, backend: "str | None" = None, timeout: float = 10.0,
+           after_step: bool = False) -> list:
     """fn(*args) in `ranks` new processes; what each returned, in the order of the ranks.
 
     fn and what it returns have to be picklable; a function of a notebook is handed on by a fork, as long as this process has not used a GPU.
     backend: "nccl" (a GPU for each rank) or "gloo" (on CPUs: in these processes the GPU policy is off); default: nccl where there are GPUs enough.
     timeout: seconds after which a rank that stands still while others wait for it counts as hanging (from its first optimizer step on).
-    RankError: the first rank that raised, died or hung, and how; the others have been stopped. Ctrl-C stops all ranks."""
+    after_step: at the first Ctrl-C all ranks are asked to stop after the same step (Ranks.asked_to_stop()), which fn has to look at; at the second,
+    or without it at the first, they are stopped.
+    RankError: the first rank that raised, died or hung, and how; the others have been stopped."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
     backend = backend or ("nccl" if gpus >= ranks else "gloo")
     if ranks < 1:
@@ -45,18 +49,26 @@ def launch(fn, ranks: int = 2, args: tuple = (), *, backend: "str | None" = None
                             "backend='gloo'")
     context = multiprocessing.get_context(_way(fn))
     with tempfile.TemporaryDirectory() as folder:
-        beats = context.RawArray("q", ranks)
+        beats, stop = context.RawArray("q", ranks), context.RawValue("q", 0)
         lines, processes = [], []
         try:
             for rank in range(ranks):
                 mine, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_rank, args=(rank, ranks, backend, os.path.join(folder, "store"), theirs, beats, fn, args), daemon=True)
+                process = context.Process(target=_rank, args=(rank, ranks, backend, os.path.join(folder, "store"), theirs, beats, stop, fn, args),
+                                          daemon=True)
                 with _environment(rank, ranks, backend):
                     process.start()
                 theirs.close()
                 lines.append(mine)
                 processes.append(process)
-            return _watch(lines, processes, beats, timeout)
+            watch = _Watch(lines, processes, beats, timeout)
+            try:
+                return watch()
+            except KeyboardInterrupt:
+                if not after_step:
+                    raise
+                stop.value = max(beats) + AHEAD + 1      # a step that no rank has begun
+                return watch()
         finally:
             for process in processes:
                 if process.is_alive():
@@ -101,7 +113,7 @@ def _loopback() -> str:
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
-def _rank(rank, ranks, backend, store, line, beats, fn, args):
+def _rank(rank, ranks, backend, store, line, beats, stop, fn, args):
     """The whole life of a rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)         # Ctrl-C is the parent's business
     with _environment(rank, ranks, backend):             # a fork took the parent's state along
@@ -113,7 +125,7 @@ def _rank(rank, ranks, backend, store, line, beats, fn, args):
 
             def beat():
                 beats[rank] += 1
-            distributed.on_beat = beat
+            distributed.on_beat, distributed.last_step = beat, lambda: stop.value
             line.send((True, fn(*args)))
         except BaseException as error:                   # the parent tells, and stops all
             line.send((False, (time.time(), type(error).__name__, str(error), traceback.format_exc())))
@@ -123,33 +135,39 @@ def _rank(rank, ranks, backend, store, line, beats, fn, args):
     os._exit(0)                                          # not through torch's goodbyes, which may wait for others
 
 
-def _watch(lines, processes, beats, timeout) -> list:
-    ranks, results, failed, dead = len(lines), {}, {}, {}
-    seen, since, until = list(beats), time.monotonic(), None
-    while len(results) < ranks:
-        waiting = {lines[r]: r for r in range(ranks) if r not in results and r not in failed and r not in dead}
+class _Watch:
+    """Waits for all ranks; called again it goes on waiting."""
+
+    def __init__(self, lines, processes, beats, timeout):
+        self.lines, self.processes, self.beats, self.timeout = lines, processes, beats, timeout
+        self.results, self.failed, self.dead = {}, {}, {}
+
+    def __call__(self) -> list:
+        seen, since, until, ranks = list(self.beats), time.monotonic(), None, len(self.lines)
+        while len(self.results) < ranks:
+            self._listen()
+            if (self.failed or self.dead) and until is None:
+                until = time.monotonic() + GRACE
+            if until is not None and (time.monotonic() > until or len(self.results) + len(self.failed) + len(self.dead) == ranks):
+                raise _said(self.processes, self.failed, self.dead, self.beats)
+            now = list(self.beats)
+            if now != seen:
+                seen, since = now, time.monotonic()
+            if until is None and time.monotonic() - since > self.timeout and min(now) and (rank := _behind(now, self.results)) is not None:
+                raise RankError(f"rank {rank} hangs: it has not come to the end of its backward in step {now[rank] + 1} for {self.timeout:g} s, and the "
+                                "other ranks wait for it. All ranks were stopped")
+        return [self.results[rank] for rank in range(ranks)]
+
+    def _listen(self):
+        waiting = {line: r for r, line in enumerate(self.lines) if r not in self.results and r not in self.failed and r not in self.dead}
         for line in multiprocessing.connection.wait(list(waiting), timeout=0.1):
             rank = waiting[line]
             try:
                 fine, what = line.recv()
             except EOFError:                             # it never said anything
-                dead[rank] = time.time()
+                self.dead[rank] = time.time()
                 continue
-            if fine:
-                results[rank] = what
-            else:
-                failed[rank] = what
-        if (failed or dead) and until is None:
-            until = time.monotonic() + GRACE
-        if until is not None and (time.monotonic() > until or len(results) + len(failed) + len(dead) == ranks):
-            raise _said(processes, failed, dead, beats)
-        now = list(beats)
-        if now != seen:
-            seen, since = now, time.monotonic()
-        if until is None and time.monotonic() - since > timeout and min(now) and (rank := _behind(now, results)) is not None:
-            raise RankError(f"rank {rank} hangs: it has not come to the end of its backward in step {now[rank] + 1} for {timeout:g} s, and the other "
-                            "ranks wait for it. All ranks were stopped")
-    return [results[rank] for rank in range(ranks)]
+            (self.results if fine else self.failed)[rank] = what
 
 
 def _behind(beats, results) -> "int | None":

@@ -232,8 +232,8 @@ class Ranks:
     def reduce(self, loss, tokens, rows, micros: float):
         """The sums of all ranks are in arena.grads. loss, tokens: sums of this rank's micro-batches (None: it had none; tokens None too where
         loss_fn returned means); rows: a number or tensor. Returns (loss, tokens, rows, micro-batches), () tensors over all ranks; tokens None as given."""
-        if distributed.on_beat is not None:
-            distributed.on_beat()
+        if not (self.cuda and torch.cuda.is_current_stream_capturing()):
+            self.beat()
         accumulator, means = self.accumulator, loss is not None and tokens is None
         accumulator.finish()
         if self.how.ordered:
@@ -403,6 +403,15 @@ class Ranks:
         """{"rank", "tensor"}: who brought the latest gradient that was not finite, and its first tensor; None. Waits for the device."""
         found = [(tensor - 1, rank) for rank, tensor in enumerate(self.blamed.tolist()) if tensor]
         return {"rank": min(found)[1], "tensor": self.arena.segments[min(found)[0]].name} if found else None
+
+    def beat(self):
+        """This rank has begun what it does with the others in a step."""
+        if distributed.on_beat is not None:
+            distributed.on_beat()
+
+    def asked_to_stop(self) -> bool:
+        """Have all ranks been asked to stop after the step that has just been taken, or an earlier one?"""
+        return 0 < distributed.last_step() <= self.steps
 
     def barrier(self):
         """Wait until every rank is here."""

@@ -157,15 +157,7 @@ class ShardedAdamW(AdamW):
 
     # ---- the step ----
 
-    @torch._disable_dynamo
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = super().step(closure)
-        for buffer, dtype in ((self.arena.weights, torch.float32), (self.arena.bf16_weights, torch.bfloat16)):
-            if buffer is not None and any(p.dtype == dtype for p in self.arena.params):     # masters stay where they are used
-                self.spread(buffer)
-                torch.autograd.graph.increment_version(buffer)
-        return loss
+    # Not step() itself: a scheduler has put a wrapper of the plain optimizer's in its place.
 
     def _launch_update(self, part, coefficients, seed):
         arena, m = self.arena, self._moments
@@ -180,7 +172,7 @@ class ShardedAdamW(AdamW):
                         coefficients, seed, arena.weights[here], arena.grads[here], m["exp_avg"][there], m["exp_avg_sq"][there],
                         m["max_exp_avg_sq"][there] if amsgrad else None, None if arena.bf16_weights is None else arena.bf16_weights[here],
                         arena.chunks[start // CHUNK:stop // CHUNK], 0, (stop - start) // CHUNK, ahead)
-        self._clear()
+        self._hand_on()
 
     def _reference_step(self, jobs, param_groups, found, rows, skip, *rest):
         """By parts: the first one of a tensor (which may be empty) counts its step."""
@@ -197,12 +189,15 @@ class ShardedAdamW(AdamW):
                                    step=j.step.clone() if nth else j.step))
                 cut_rows.append(row)
         reference_step(cut, param_groups, found, cut_rows, skip, *rest)
-        self._clear()
+        self._hand_on()
 
-    def _clear(self):
-        """What the other ranks update is cleared here too: the optimizer has said that it clears the sums."""
-        for b in self.buckets:
-            zero_(self.arena.grads[b.start:b.stop])
+    def _hand_on(self):
+        """The new weights go to all ranks. What the others update is cleared here too: the optimizer says that it clears the sums."""
+        for buffer, dtype in ((self.arena.weights, torch.float32), (self.arena.bf16_weights, torch.bfloat16)):
+            if buffer is not None and any(p.dtype == dtype for p in self.arena.params):     # masters stay where they are used
+                self.spread(buffer)
+                torch.autograd.graph.increment_version(buffer)
+        zero_(self.arena.grads)
 
     def __getstate__(self):                     # a copy is a plain optimizer's business
         raise TypeError("a sharded optimizer cannot be copied or pickled: close its TrainStep before")

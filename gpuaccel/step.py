@@ -128,6 +128,8 @@ class TrainStep:
         with deterministic() if self.deterministic else contextlib.nullcontext():
             if self.replays == "graph":
                 found = self._graphs(batch)
+                if self.ranks is not None and self.replays == "graph":
+                    self.ranks.beat()
                 if timer:
                     timer.mark("replay")
             else:

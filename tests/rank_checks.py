@@ -126,7 +126,7 @@ def make_step(model, kind="adamw", micro_batches=2, **options):
         opt = ga.AdamW(arena, lr=1e-2, weight_decay=0.1, max_norm=0.05)
     else:
         opt = torch.optim.SGD(arena.parameters(), lr=0.5)
-    return ga.TrainStep(model, opt, micro_batches=micro_batches, **options)
+    return ga.TrainStep(model, opt, micro_batches=micro_batches, scheduler=ga.warmup_cosine(opt, 2, 9), **options)
 
 
 def weights(model):
@@ -293,7 +293,7 @@ def shares_to_file(rank, group, backend, folder):
             _four_rounds(step, rank, 2, 0, 2)
             with step.opt.whole():
                 if rank == 0:
-                    ga.save_checkpoint(f"{folder}/two.safetensors", model=model, optimizer=step.opt, arena=step.arena, step=2)
+                    ga.save_checkpoint(f"{folder}/two.safetensors", model=model, optimizer=step.opt, arena=step.arena, scheduler=step.scheduler, step=2)
             try:
                 ga.save_checkpoint(f"{folder}/cut-{rank}.safetensors", model=model, optimizer=step.opt, arena=step.arena)
             except ga.CheckpointError as error:
@@ -303,7 +303,7 @@ def shares_to_file(rank, group, backend, folder):
             before = [t.clone() for state in step.opt.state.values() for t in state.values()]
             dist.barrier(group)
             with step.opt.whole():              # over a state that is there
-                ga.load_checkpoint(f"{folder}/two.safetensors", model=model, optimizer=step.opt, arena=step.arena)
+                ga.load_checkpoint(f"{folder}/two.safetensors", model=model, optimizer=step.opt, arena=step.arena, scheduler=step.scheduler)
             assert all(torch.equal(a, b) for a, b in zip(before, (t for state in step.opt.state.values() for t in state.values())))
         if rank == 0:
             plain = Net()
@@ -318,7 +318,7 @@ def shares_from_file(rank, group, backend, folder):
         model = Net(seed=7)
         with make_step(model, micro_batches=4 // ranks, distributed=ga.Distributed(group=group, sharded=True, ordered=True)) as step:
             with step.opt.whole() if ranks > 1 else contextlib.nullcontext():
-                ga.load_checkpoint(f"{folder}/two.safetensors", model=model, optimizer=step.opt, arena=step.arena)
+                ga.load_checkpoint(f"{folder}/two.safetensors", model=model, optimizer=step.opt, arena=step.arena, scheduler=step.scheduler)
             _four_rounds(step, rank, ranks, 2, 4)
             return all(torch.equal(p, want) for p, want in zip(model.parameters(), torch.load(f"{folder}/want.pt")))
 

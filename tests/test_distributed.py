@@ -1,6 +1,12 @@
 """Data-parallel training: ranks together are one process, bit for bit where that is promised; and what is said when they cannot be."""
+import json
 import math
+import os
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 import time
 
 import pytest
@@ -292,3 +298,43 @@ def test_launch_says_what_it_needs():
     if torch.cuda.device_count() < 64:
         with pytest.raises(ga.ArgumentError, match="64 ranks with backend 'nccl' need a GPU each, and this machine has"):
             ga.launch(checks.nothing, 64, backend="nccl")
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+def lines_of(folder):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def gpuaccel(folder, *options, launcher=(sys.executable, "-m", "gpuaccel"), **settings):
+    text = folder.parent / "text.txt"
+    if not text.exists():
+        text.write_text("The gradient of a sum is the sum of the gradients. " * 200)
+    command = [*launcher, "train", "--text", str(text), "--batch", "4", "--micro-batches", "4", "--seq", "16", "--out", str(folder), "--no-progress", "--device", "cpu",
+               *options]
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1", **settings})
+
+
+def test_the_command_line_trains_with_ranks_and_resumes_with_another_number(tmp_path):
+    """--nproc 2, stopped by Ctrl-C after some step, then torchrun with 4 to the end: the losses of one process, bit for bit (--ordered)."""
+    whole = gpuaccel(tmp_path / "a", "--ordered", "--steps", "30")
+    first = gpuaccel(tmp_path / "b", "--ordered", "--steps", "30", "--nproc", "2", "--sharded")
+    until = time.monotonic() + 120
+    while not (tmp_path / "b" / "metrics.jsonl").exists() or len(lines_of(tmp_path / "b")) < 3:
+        assert first.poll() is None and time.monotonic() < until, first.communicate()
+        time.sleep(0.05)
+    first.send_signal(signal.SIGINT)
+    out, said = first.communicate(timeout=60)
+    assert first.returncode == 130 and "checkpoint written; --resume goes on" in said, (out, said)
+    done = len(lines_of(tmp_path / "b"))
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", "gpuaccel")
+    rest = gpuaccel(tmp_path / "b", "--ordered", "--steps", "30", "--resume", launcher=torchrun)
+    out, said = rest.communicate(timeout=120)
+    assert rest.returncode == 0 and out.count("val loss") == 1 and whole.wait(120) == 0, said
+    assert 3 <= done < 30 and lines_of(tmp_path / "b") == lines_of(tmp_path / "a")
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
