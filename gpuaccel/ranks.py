@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .accumulate import GradientAccumulator, accumulate_
+from .accumulate import _kernel as sum_kernel
 from .arena import CHUNK, Arena
 from .backend import takes
+from .clip import _kernel as squares_kernel
 from .clip import launch_squares
 from . import distributed
 from .distributed import Distributed, buckets_of, weight_hashes
@@ -42,14 +44,16 @@ class Ranks:
         if self.nccl and not self.cuda:
             raise ArgumentError(f"the group's backend is nccl, and the model is on {arena.device}; expected a model on a GPU, or gloo")
         self.stream = torch.cuda.Stream(arena.device, priority=-1) if self.nccl else None
+        device, self.kernels = arena.device, takes(arena.device)
         self._compare(settings)
         self._broadcast()
-        device, self.kernels = arena.device, takes(arena.device)
         self.find_unused = self.world == 1 or (not self.cuda if how.find_unused is None else how.find_unused)
         self.low = torch.empty(max(b.stop - b.start for b in self.buckets), dtype=how.dtype, device=device) if how.dtype != torch.float32 and self.nccl else None
         self.sharded = how.sharded and self.world > 1
         if self.sharded:
             self._shard()
+        if self.cuda:
+            self._get_ready()
         # Of each row of arena.partials (torch: of each tensor): is what this rank brought finite? And whose numbers these are.
         self.place = arena.row_tensor.long() if self.kernels else torch.arange(len(arena.segments), device=device)
         self.wrong = torch.zeros(len(self.place), dtype=torch.bool, device=device)
@@ -82,6 +86,19 @@ class Ranks:
             self.counted[(b.start + self.rank * own) // CHUNK:(b.start + (self.rank + 1) * own) // CHUNK] = True
             self.counted[(b.start + self.world * own) // CHUNK:b.stop // CHUNK] = self.rank == 0
         self.counted = self.counted.to(arena.device)
+
+    def _get_ready(self):
+        """What cannot be done in a capture: kernels are compiled and loaded, and NCCL connects the ranks."""
+        index = self.arena.device.index
+        for kernel in (squares_kernel("squares_v2", 2.0), sum_kernel("accumulate_v2", torch.float32)) if self.kernels else ():
+            kernel.load(index)
+        if self.nccl and self.world > 1:
+            few, many = (torch.zeros(n, device=self.arena.device) for n in (1, self.world))
+            dist.all_to_all_single(torch.empty_like(many), many, group=self.group)
+            dist.all_gather_into_tensor(many, few, group=self.group)
+            dist.reduce_scatter_tensor(few, many, group=self.group)
+            dist.all_reduce(few, group=self.group)
+            torch.cuda.synchronize(self.arena.device)
 
     def _compare(self, settings):
         """Every rank has the same model, the same optimizer and the same way of working as rank 0."""

@@ -27,6 +27,8 @@ own = []                                   # own[r]: a group of rank r alone
 
 def _serve(rank, world, path, line, backend):
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{path}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=PATIENCE))
     groups = {n: dist.new_group(list(range(n))) for n in range(1, world + 1)}
     own.extend(dist.new_group([r]) for r in range(world))
@@ -339,6 +341,54 @@ def trained(rank, group, folder, stops, ranks_then, sharded, steps=5):
     go(ranks, rank, group, steps, bool(stops))
     with open(f"{folder}/lines.jsonl") as lines:
         return [json.loads(line)["loss"] for line in lines]
+
+
+class Head(nn.Module):
+    """A head of more than 100 MB, which is a message of its own: the reference's coordinator refused it."""
+
+    def __init__(self, tied, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body, self.head = nn.Linear(1, 1024, bias=False), nn.Linear(1024, 26000, bias=False)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def large_head(rank, group):
+    """The gradient of a large head over two ranks: the largest difference from that of one process, in units of its largest element."""
+    def loss(model, x):
+        return model(x).square().mean(), 1
+    x, grads = torch.tensor([[1.0], [2.0]]), []
+    for how, part in ((ga.Distributed(group=group), x[rank:rank + 1]), (None, x)):
+        model = Head(False, 0)
+        with ga.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), loss, micro_batches=1 if how else 2, distributed=how) as step:
+            step(part)
+            grads.append(model.head.weight.detach() - Head(False, 0).head.weight)
+    return float((grads[0] - grads[1]).abs().max() / grads[1].abs().max()), 4 * grads[0].numel()
+
+
+def transformer(rank, group, device, replay, steps=4, **how):
+    """A small transformer on whole batches, this rank's rows of each: its weights' hashes and losses, and how far it is from one process."""
+    ranks, found, plain = dist.get_world_size(group), None, None
+    options = {key: how.pop(key) for key in ("accumulate", "low") if key in how}
+    for distributed in (ga.Distributed(group=group, bucket_mb=0.05, find_unused=False, **how), None):
+        torch.manual_seed(0)
+        model = ga.Config(vocab=64, hidden=64, intermediate=128, layers=2, heads=2, kv_heads=2, T=16).build().to(device, options.get("low"))
+        arena = ga.Arena(model)
+        opt, losses = ga.AdamW(arena, lr=1e-2, max_norm=0.1), []
+        with ga.TrainStep(model, opt, micro_batches=2 if distributed else 2 * ranks, accumulate=options.get("accumulate", "arena"), deterministic=True,
+                          replay=replay if distributed else "eager", scheduler=ga.warmup_cosine(opt, 2, 9), distributed=distributed) as step:
+            for nth in range(steps):
+                rows = torch.randint(0, 64, (2, ranks, 3, 17), generator=torch.Generator().manual_seed(nth)).to(device)
+                mine = rows[:, rank].reshape(-1, 17) if distributed else rows.reshape(-1, 17)
+                losses.append(float(step((mine[:, :-1].contiguous(), mine[:, 1:].contiguous())).loss))
+            if distributed:
+                assert step.replays == replay, step.reason
+                found = weight_hashes(arena, masters="low" not in options).tolist(), losses, weights(model)
+            else:
+                plain = weights(model)
+    return {"hash": found[0], "losses": found[1], "far": far(found[2], plain)[0]}
 
 
 # ---- what ga.launch runs --------------------------------------------------------------------------------------------

@@ -91,6 +91,16 @@ def test_ordered_sums_have_the_bits_of_one_process(crew, ranks, shares, options)
             assert got == want or (got[0], got[2]) == (want[0], want[2]) and want[1] is None, f"{one['outs']}, expected {one['wanted']}"
 
 
+def test_a_hundred_uneven_steps_in_order(crew):
+    one, *_ = crew(checks.as_one_process, 2, shares=[2, 1], steps=100, how=dict(ordered=True))
+    assert one["same"] and one["outs"] == one["wanted"], f"off by {one['far']:.3g} of the norm, {one['name']} most"
+
+
+def test_a_head_of_more_than_100_mb(crew):
+    for off, size in crew(checks.large_head, 2):
+        assert size > 100e6 and off < 1e-6
+
+
 # ---- sharded --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("options", [dict(), dict(backend="simt"), dict(backend="simt", accumulate="fused", tied=True), dict(backend="simt", low=torch.bfloat16, bound=2e-3),
@@ -298,6 +308,54 @@ def test_launch_says_what_it_needs():
     if torch.cuda.device_count() < 64:
         with pytest.raises(ga.ArgumentError, match="64 ranks with backend 'nccl' need a GPU each, and this machine has"):
             ga.launch(checks.nothing, 64, backend="nccl")
+
+
+@pytest.mark.parametrize("rank,message", [(1, "rank 1 of 2 found no common start at 127.0.0.1:"), (0, "rank 0 of 2 found no common start at 127.0.0.1:")])
+def test_an_address_where_nobody_answers_or_somebody_else_does(monkeypatch, rank, message):
+    """Rank 1 finds nobody, rank 0 a port that is taken: within the time limit, in words."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        if rank == 0:
+            other.listen()
+        for key, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", other.getsockname()[1])):
+            monkeypatch.setenv(key, str(value))
+        began = time.monotonic()
+        with pytest.raises(ga.RankError, match=message):
+            ga.Distributed(timeout=2)
+        assert time.monotonic() - began < 20 and not dist.is_initialized()
+
+
+# ---- GPUs -----------------------------------------------------------------------------------------------------------
+
+GPU_WAYS = [dict(), dict(accumulate="fused"), dict(low=torch.bfloat16, accumulate="fused"), dict(dtype=torch.bfloat16), dict(ordered=True), dict(sharded=True),
+            dict(sharded=True, low=torch.bfloat16)]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs, and there {'is one' if torch.cuda.device_count() else 'is none'}")
+    found = checks.Crew(2, "nccl")
+    yield found
+    found.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", GPU_WAYS, ids=words)
+def test_two_gpus_eager_and_captured(pair, options):
+    """The same bits on both, the same bits from a graph that holds the collectives, and near one process (in order: equal)."""
+    eager, graph = (pair(checks.transformer, 2, device="cuda", replay=replay, **options) for replay in ("eager", "graph"))
+    bound = 0.0 if "ordered" in options else 2e-2 if "dtype" in options or "low" in options else 1e-5
+    for one in eager + graph:
+        assert (one["hash"], one["losses"]) == (eager[0]["hash"], eager[0]["losses"])
+        assert one["far"] <= bound
+
+
+@pytest.mark.parametrize("options", GPU_WAYS, ids=words)
+def test_a_transformer_on_two_ranks(crew, options):
+    for one in (found := crew(checks.transformer, 2, device="cpu", replay="eager", **options)):
+        assert (one["hash"], one["losses"]) == (found[0]["hash"], found[0]["losses"])
+        assert one["far"] <= (0.0 if "ordered" in options else 2e-2 if "dtype" in options or "low" in options else 1e-5)
 
 
 # ---- the command line -----------------------------------------------------------------------------------------------
