@@ -78,9 +78,8 @@ class Distributed:
 
     group: a process group; default: torch.distributed's, which is made from torchrun's environment if there is none yet (NCCL where torch sees a
     GPU, else gloo); without that environment this process is the only rank. dtype: of the sums on their way, torch.float32 or torch.bfloat16 (half
-    the bytes; each rank rounds its sum once, and so does each addition). ordered: see this module's first lines. sharded: each rank keeps and updates its share of the moments (ga.AdamW over
-    the arena; sharded.py: ZeRO stage 1). bucket_mb: megabytes of fp32
-    that are worth sending. find_unused: which tensors got a gradient on any rank is found out in every step (on a GPU it waits for it); False: in
+    the bytes; each rank rounds its sum once, and so does each addition). ordered: see this module's first lines. sharded: each rank keeps and updates
+    its share of the moments (ga.AdamW over the arena; sharded.py: ZeRO stage 1). bucket_mb: megabytes of fp32 that are worth sending. find_unused: which tensors got a gradient on any rank is found out in every step (on a GPU it waits for it); False: in
     the first step, and from then on one of these without a gradient has a zero one, and another that gets one is an ArgumentError; None: True
     where nothing waits, on CPUs.
     check_every: steps between two comparisons of all weights' bits over all ranks (0: none); on a GPU they are heard of late, without a wait:
@@ -90,8 +89,8 @@ class Distributed:
     A tensor that counts is one of the arena. Frozen parameters and buffers are rank 0's, from the start on; what forward does to buffers later stays
     each rank's own."""
 
-    def __init__(self, *, group=None, dtype: torch.dtype = torch.float32, ordered: bool = False, sharded: bool = False, bucket_mb: float = 32.0, find_unused: "bool | None" = None,
-                 check_every: int = 0, blame: bool = True, timeout: float = 600.0):
+    def __init__(self, *, group=None, dtype: torch.dtype = torch.float32, ordered: bool = False, sharded: bool = False, bucket_mb: float = 32.0,
+                 find_unused: "bool | None" = None, check_every: int = 0, blame: bool = True, timeout: float = 600.0):
         if dtype not in DTYPES:
             raise ArgumentError(f"dtype is {dtype}; sums are sent as torch.float32 or torch.bfloat16")
         if ordered and dtype != torch.float32:
@@ -102,8 +101,8 @@ class Distributed:
             raise ArgumentError(f"check_every is {check_every}; expected 0 (never) or a number of steps")
         if group is None and not dist.is_initialized() and "RANK" in os.environ:
             _init_from_environment(timeout)
-        self.group, self.dtype, self.ordered, self.bucket_mb, self.find_unused = group, dtype, ordered, bucket_mb, find_unused
-        self.sharded, self.check_every, self.blame = sharded, check_every, blame
+        self.group, self.dtype, self.ordered, self.sharded, self.bucket_mb = group, dtype, ordered, sharded, bucket_mb
+        self.find_unused, self.check_every, self.blame = find_unused, check_every, blame
         there = dist.is_initialized()
         self.rank, self.world = (dist.get_rank(group), dist.get_world_size(group)) if there else (0, 1)
         if self.rank < 0:

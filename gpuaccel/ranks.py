@@ -48,7 +48,8 @@ class Ranks:
         self._compare(settings)
         self._broadcast()
         self.find_unused = self.world == 1 or (not self.cuda if how.find_unused is None else how.find_unused)
-        self.low = torch.empty(max(b.stop - b.start for b in self.buckets), dtype=how.dtype, device=device) if how.dtype != torch.float32 and self.nccl else None
+        most = max(b.stop - b.start for b in self.buckets)
+        self.low = torch.empty(most, dtype=how.dtype, device=device) if self.nccl and how.dtype != torch.float32 else None
         self.sharded = how.sharded and self.world > 1
         if self.sharded:
             self._shard()
@@ -60,7 +61,7 @@ class Ranks:
         self.blamed = torch.zeros(self.world, dtype=torch.int64, device=device)     # 1 + the first tensor of each rank that was not finite; 0: none
         self.agreed: "int | None" = None           # bits: the tensors that take part in the update
         self.count_dtype, self.steps, self.late = torch.int64, 0, LateValue()
-        self.pending, self.next, self.missing = [], 0, None
+        self.pending, self.next, self.missing, self.broken = [], 0, None, False
         if how.ordered:
             self.own = arena.numel // CHUNK // self.world * CHUNK                    # elements of a rank's slice; what is left at the end is everyone's
             rest = arena.numel - self.own * self.world
@@ -106,11 +107,11 @@ class Ranks:
                 for s, p in zip(self.arena.segments, self.arena.params)]
         trained = {id(p) for p in self.arena.params}
         rows += [(name, f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}, not trained") for name, t in self._others(trained)]
-        rows += [(f"the optimizer's group {g}", ", ".join(f"{key}={value}" for key, value in sorted(group.items()) if key not in ("params", "param_names")))
+        rows += [(f"the optimizer's group {g}", ", ".join(f"{key}={value.tolist() if isinstance(value, Tensor) else value}"
+                                                          for key, value in sorted(group.items()) if key not in ("params", "param_names")))
                  for g, group in enumerate(self.opt.param_groups)]
-        mine = [("ranks", f"{self.world}"), ("the optimizer", type(self.opt).__name__), ("dtype of the sums", str(self.how.dtype)),
-                ("ordered", str(self.how.ordered)), ("sharded", str(self.how.sharded)), *settings.items(), ("bucket_mb", str(self.how.bucket_mb)), ("find_unused", str(self.how.find_unused)),
-                ("check_every", str(self.how.check_every)), ("blame", str(self.how.blame)), *rows]
+        choices = [(name, str(getattr(self.how, name))) for name in ("dtype", "ordered", "sharded", "bucket_mb", "find_unused", "check_every", "blame")]
+        mine = [("ranks", f"{self.world}"), ("the optimizer", type(self.opt).__name__), *choices, *settings.items(), *rows]
         for rank, theirs in enumerate(self._gather_objects(mine)):
             first = self._gathered[0]
             if theirs != first:
@@ -152,6 +153,12 @@ class Ranks:
                 torch.autograd.graph.increment_version(t)
 
     # ---- while backward runs ----
+
+    def look_before(self):
+        """RankError where this rank cannot go on: it left a step after it had sent part of it."""
+        if self.broken:
+            raise RankError(f"rank {self.rank} left an earlier step half way, with an error, after it had sent part of its gradient; the other ranks wait "
+                            "for the rest. Expected a new start of all ranks, from a checkpoint")
 
     @contextlib.contextmanager
     def listening(self):
@@ -353,6 +360,7 @@ class Ranks:
 
     def abandon(self):
         """An error in the middle of a step: forget what was sent. The other ranks cannot go on without this one."""
+        self.broken = self.broken or self.next > 0 or self.how.ordered and bool(self.messages)
         self.pending, self.next, self.missing = [], 0, None
         self.wrong.zero_()
         if self.how.ordered:

@@ -103,9 +103,14 @@ class TrainStep:
             _check_clip(clip, opt, ours, max_norm)
             self.accumulator = GradientAccumulator(arena, accumulate)
             self.model, self.opt, self.arena, self.scheduler = model, opt, arena, scheduler
-            self.ranks = self._join(distributed, replay, accumulate, micro_batches, divide, max_norm) if distributed and distributed.works else None
+            self.ranks = None
+            if distributed is not None and distributed.works:
+                self.ranks = self._join(distributed, clip, {"accumulate": accumulate, "divide": str(divide), "max_norm": str(max_norm), "replay": replay,
+                                                            "micro_batches": str(micro_batches) if distributed.ordered else "any"})
             self._graphs = _StepGraphs(self, ours, policy=policy, new_shapes=new_shapes, max_graphs=max_graphs) if replay == "graph" else None
         except BaseException:
+            if "accumulator" in vars(self):
+                self.accumulator.close()
             if there is None:
                 arena.release()
             raise
@@ -209,6 +214,8 @@ class TrainStep:
 
         alone: of this rank only, with no word to the others (a warm-up)."""
         losses, tokens, ranks = None, None, None if alone else self.ranks
+        if ranks is not None:
+            ranks.look_before()
         ordered = ranks is not None and ranks.how.ordered
         for nth, micro in enumerate(micros):
             last = nth == len(micros) - 1
@@ -275,13 +282,15 @@ class TrainStep:
             raise ArgumentError(f"{len(micros)} micro-batches in ordered mode; expected at most micro_batches={self.micro_batches}, on every rank")
         return micros
 
-    def _join(self, distributed, replay, accumulate, micro_batches, divide, max_norm) -> Ranks:
+    def _join(self, distributed, clip, settings) -> Ranks:
         """Compare the models of all ranks, and take over rank 0's weights."""
+        replay = settings["replay"]
+        if distributed.sharded and clip != "fused":
+            raise ArgumentError(f"sharded=True with clip={clip!r}: a rank has its share of the gradient only; expected ga.AdamW over the arena, which clips "
+                                "by itself (clip='fused')")
         if replay == "graph" and distributed.backend != "nccl":
             raise ArgumentError(f"replay='graph' needs collectives that a CUDA graph can hold, those of NCCL; the group's are {distributed.backend}'s: "
                                 "expected replay='eager'")
-        settings = {"accumulate": accumulate, "micro_batches": str(micro_batches) if distributed.ordered else "any", "divide": str(divide),
-                    "max_norm": str(max_norm), "replay": replay}
         return Ranks(distributed, self.arena, self.accumulator, self.opt, settings)
 
     def gathered(self):

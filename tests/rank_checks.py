@@ -8,15 +8,17 @@ import os
 import pathlib
 import signal
 import tempfile
+import threading
 import time
 import traceback
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel.distributed import buckets_of, weight_hashes
+from gpuaccel.distributed import weight_hashes
 
 PATIENCE = 60                              # seconds until a rank that waits for another gives up
 VOCAB, WIDE = 40, 16
@@ -167,7 +169,8 @@ def as_one_process(rank, group, shares, backend="torch", tied=False, plain=True,
         want, wanted = run(start, steps, ranks, None, shares, distributed=alone, **options)
     distance, name = far(got, want)
     return {"same": all(torch.equal(got[n], want[n]) for n in want), "far": distance, "name": name, "outs": outs, "wanted": wanted,
-            "moved": far(want, weights(net(tied, seed=0).to(low)))[0], "hash": [hashlib.sha256(t.float().numpy().tobytes()).hexdigest() for t in got.values()]}
+            "moved": far(want, weights(net(tied, seed=0).to(low)))[0],
+            "hash": [hashlib.sha256(t.float().numpy().tobytes()).hexdigest() for t in got.values()]}
 
 
 def attempt(rank, group, how=None, groups=None, net=None, step=None, all=None, sgd=False, **options):
@@ -279,7 +282,8 @@ def memory_of_moments(rank, group, backend):
         model = Net()
         with make_step(model, distributed=ga.Distributed(group=group, sharded=True, bucket_mb=0.1)) as step:
             step([micro_batch(rank)])
-            kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for state in step.opt.state.values() for key, t in state.items() if key != "step"}
+            moments = [t for state in step.opt.state.values() for key, t in state.items() if key != "step"]
+            kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in moments}
             return sum(kept.values()), 8 * step.arena.numel, 8 * len(step.ranks.buckets) * dist.get_world_size(group) * ga.arena.CHUNK
 
 
@@ -349,7 +353,10 @@ class Head(nn.Module):
     def __init__(self, tied, seed):
         super().__init__()
         torch.manual_seed(seed)
-        self.body, self.head = nn.Linear(1, 1024, bias=False), nn.Linear(1024, 26000, bias=False)
+        self.body, self.head = (nn.utils.skip_init(nn.Linear, *shape, bias=False) for shape in ((1, 1024), (1024, 26000)))
+        with torch.no_grad():
+            self.body.weight.copy_(torch.randn(1024, 1))
+            self.head.weight.copy_(torch.linspace(-1, 1, 26000)[:, None].expand(-1, 1024))
 
     def forward(self, x):
         return self.head(self.body(x))
@@ -366,6 +373,34 @@ def large_head(rank, group):
             step(part)
             grads.append(model.head.weight.detach() - Head(False, 0).head.weight)
     return float((grads[0] - grads[1]).abs().max() / grads[1].abs().max()), 4 * grads[0].numel()
+
+
+class Checkpointed(Net):
+    """Blocks that are computed again in backward, each in a backward of its own inside."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+        return self.head(self.norm(x))
+
+
+class SharedInside(Checkpointed):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.blocks[0][0].weight = self.blocks[2][0].weight
+
+
+def broken_off(rank, group, net=Checkpointed):
+    """A step that raises on every rank after the first bucket is gone; then another one."""
+    with make_step(SharedInside(), distributed=ga.Distributed(group=group, bucket_mb=0.004)) as step:
+        said = []
+        for _ in range(2):
+            try:
+                step([micro_batch(rank)])
+            except (ga.ArgumentError, ga.RankError) as error:
+                said.append(str(error))
+        return said
 
 
 def transformer(rank, group, device, replay, steps=4, **how):
@@ -422,3 +457,16 @@ def leaves():
 
 def hangs():
     time.sleep(600)
+
+
+def train_and_die(folder, at, steps=14):
+    """ga.train with a checkpoint after every second step; rank 1 is killed `at` seconds after its first one (None: not)."""
+    how = ga.Distributed(ordered=True)
+    batches = ga.Batches(torch.arange(400) % VOCAB, 12 // how.world, 6, seed=3, rank=how.rank, ranks=how.world, micro_batches=4 // how.world)
+    model = Net()
+    with make_step(model, micro_batches=4 // how.world, distributed=how) as step:
+        for _ in ga.train(step, batches, steps, checkpoint_dir=folder, checkpoint_every=2, metrics=f"{folder}/lines.jsonl", resume=True):
+            if at is not None and how.rank == 1:
+                threading.Timer(at, killed).start()
+                at = None
+            time.sleep(0.02)

@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import random
 import shutil
 import signal
 import socket
@@ -63,8 +64,8 @@ def test_with_our_kernels(crew, options):
     close(crew(checks.as_one_process, 2, shares=[2, 1], **options), bound)
 
 
-@pytest.mark.parametrize("options", [dict(divide="sequences"), dict(divide="micro_batches"), dict(loss_fn=checks.mean_loss), dict(clip="torch", max_norm=0.05, kind="sgd"),
-                                     dict(clip="item", max_norm=0.05, kind="sgd")], ids=words)
+@pytest.mark.parametrize("options", [dict(divide="sequences"), dict(divide="micro_batches"), dict(loss_fn=checks.mean_loss),
+                                     dict(clip="torch", max_norm=0.05, kind="sgd"), dict(clip="item", max_norm=0.05, kind="sgd")], ids=words)
 def test_every_divisor_and_way_of_clipping(crew, options):
     close(crew(checks.as_one_process, 2, shares=[2, 1], **options))
 
@@ -91,8 +92,17 @@ def test_ordered_sums_have_the_bits_of_one_process(crew, ranks, shares, options)
             assert got == want or (got[0], got[2]) == (want[0], want[2]) and want[1] is None, f"{one['outs']}, expected {one['wanted']}"
 
 
+def test_blocks_that_are_computed_again(crew):
+    """Reentrant checkpointing: backwards inside of the backward. A weight that several of them share would be sent too early:
+    said, and not gone on with."""
+    close(crew(checks.as_one_process, 2, shares=[2, 1], net=checks.Checkpointed))
+    for first, second in crew(checks.broken_off, 2):
+        assert first.startswith("blocks.0.0.weight got more of its gradient after that was sent") and "use_reentrant=False" in first, first
+        assert second.startswith("rank ") and "left an earlier step half way" in second, second
+
+
 def test_a_hundred_uneven_steps_in_order(crew):
-    one, *_ = crew(checks.as_one_process, 2, shares=[2, 1], steps=100, how=dict(ordered=True))
+    one, *_ = crew(checks.as_one_process, 2, shares=[1, 1], steps=100, how=dict(ordered=True))
     assert one["same"] and one["outs"] == one["wanted"], f"off by {one['far']:.3g} of the norm, {one['name']} most"
 
 
@@ -103,8 +113,8 @@ def test_a_head_of_more_than_100_mb(crew):
 
 # ---- sharded --------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("options", [dict(), dict(backend="simt"), dict(backend="simt", accumulate="fused", tied=True), dict(backend="simt", low=torch.bfloat16, bound=2e-3),
-                                     dict(low=torch.bfloat16, bound=2e-3), dict(backend="simt", how=dict(dtype=torch.bfloat16), bound=2e-2)], ids=words)
+@pytest.mark.parametrize("options", [dict(), dict(backend="simt"), dict(backend="simt", accumulate="fused", tied=True),
+                                     dict(backend="simt", low=torch.bfloat16, bound=2e-3), dict(low=torch.bfloat16, bound=2e-3), dict(backend="simt", how=dict(dtype=torch.bfloat16), bound=2e-2)], ids=words)
 @pytest.mark.parametrize("ranks,shares", [(2, [2, 2]), (4, [1, 2, 0, 1])])
 def test_a_sharded_optimizer_is_one_process(crew, ranks, shares, options):
     options = dict(options)
@@ -141,7 +151,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(crew, sharded, tmp_path):
 
 def test_what_cannot_be_sharded(crew):
     for kind, said in crew(checks.attempt, 2, errors=True, how=None, all=dict(sharded=True), sgd=True):
-        assert kind == "ArgumentError" and "sharded=True is done by a ga.AdamW over the whole arena" in said and "is SGD over" in said
+        assert kind == "ArgumentError" and "sharded=True with clip='torch': a rank has its share of the gradient only" in said
 
 
 # ---- the start ------------------------------------------------------------------------------------------------------
@@ -151,7 +161,7 @@ def test_all_ranks_begin_with_the_weights_of_rank_0(crew):
 
 
 @pytest.mark.parametrize("options,message", [
-    (dict(net=checks.Wider), r"rank 1 has head.weight float32 \[41, 16\].* where|head.weight is float32 \[41, 16\], weight decay True, .*on rank 1, and float32 \[40, 16\]"),
+    (dict(net=checks.Wider), r"head.weight is float32 \[41, 16\], weight decay True, .*on rank 1, and float32 \[40, 16\]"),
     (dict(net=checks.Low), r"blocks.1.2.weight is bfloat16 .* on rank 1, and float32"),
     (dict(how=dict(ordered=True)), "ordered is True on rank 1, and False on rank 0"),
     (dict(how=dict(bucket_mb=3.0)), "bucket_mb is 3.0 on rank 1, and 32.0 on rank 0"),
@@ -301,6 +311,18 @@ def test_trouble_on_one_rank_stops_all_and_names_it(trouble, message):
     assert time.monotonic() - began < 30                   # starting the processes included
 
 
+def test_killed_at_any_moment_a_run_goes_on_bit_for_bit(crew, tmp_path):
+    """Three times a rank is killed at a random moment of a run with checkpoints: nothing hangs, and the losses are those of one process left in peace."""
+    folder, chance = str(tmp_path / "killed"), random.Random(0)
+    for _ in range(3):
+        with pytest.raises(ga.RankError, match="rank 1 was killed by SIGKILL"):
+            ga.launch(checks.train_and_die, 2, (folder, 0.05 * chance.random()))
+    ga.launch(checks.train_and_die, 2, (folder, None))
+    checks.train_and_die(str(tmp_path / "peace"), None)          # one process
+    killed, peace = ([json.loads(line)["loss"] for line in (tmp_path / name / "lines.jsonl").read_text().splitlines()] for name in ("killed", "peace"))
+    assert killed == peace and len(peace) == 14
+
+
 def test_launch_says_what_it_needs():
     for ranks, options, message in ((0, {}, "ranks is 0"), (2, dict(backend="mpi"), "backend is 'mpi'; expected 'nccl' or 'gloo'")):
         with pytest.raises(ga.ArgumentError, match=message):
@@ -310,8 +332,8 @@ def test_launch_says_what_it_needs():
             ga.launch(checks.nothing, 64, backend="nccl")
 
 
-@pytest.mark.parametrize("rank,message", [(1, "rank 1 of 2 found no common start at 127.0.0.1:"), (0, "rank 0 of 2 found no common start at 127.0.0.1:")])
-def test_an_address_where_nobody_answers_or_somebody_else_does(monkeypatch, rank, message):
+@pytest.mark.parametrize("rank", [1, 0])
+def test_an_address_where_nobody_answers_or_somebody_else_does(monkeypatch, rank):
     """Rank 1 finds nobody, rank 0 a port that is taken: within the time limit, in words."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -320,15 +342,15 @@ def test_an_address_where_nobody_answers_or_somebody_else_does(monkeypatch, rank
         for key, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", other.getsockname()[1])):
             monkeypatch.setenv(key, str(value))
         began = time.monotonic()
-        with pytest.raises(ga.RankError, match=message):
+        with pytest.raises(ga.RankError, match=f"rank {rank} of 2 found no common start at 127.0.0.1:"):
             ga.Distributed(timeout=2)
         assert time.monotonic() - began < 20 and not dist.is_initialized()
 
 
 # ---- GPUs -----------------------------------------------------------------------------------------------------------
 
-GPU_WAYS = [dict(), dict(accumulate="fused"), dict(low=torch.bfloat16, accumulate="fused"), dict(dtype=torch.bfloat16), dict(ordered=True), dict(sharded=True),
-            dict(sharded=True, low=torch.bfloat16)]
+GPU_WAYS = [dict(), dict(accumulate="fused"), dict(low=torch.bfloat16, accumulate="fused"), dict(dtype=torch.bfloat16), dict(ordered=True),
+            dict(sharded=True), dict(sharded=True, low=torch.bfloat16)]
 
 
 @pytest.fixture(scope="module")
@@ -368,8 +390,8 @@ def gpuaccel(folder, *options, launcher=(sys.executable, "-m", "gpuaccel"), **se
     text = folder.parent / "text.txt"
     if not text.exists():
         text.write_text("The gradient of a sum is the sum of the gradients. " * 200)
-    command = [*launcher, "train", "--text", str(text), "--batch", "4", "--micro-batches", "4", "--seq", "16", "--out", str(folder), "--no-progress", "--device", "cpu",
-               *options]
+    command = [*launcher, "train", "--text", str(text), "--batch", "4", "--micro-batches", "4", "--seq", "16", "--out", str(folder), "--no-progress",
+               "--device", "cpu", *options]
     return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1", **settings})
 
 
@@ -385,7 +407,8 @@ def test_the_command_line_trains_with_ranks_and_resumes_with_another_number(tmp_
     out, said = first.communicate(timeout=60)
     assert first.returncode == 130 and "checkpoint written; --resume goes on" in said, (out, said)
     done = len(lines_of(tmp_path / "b"))
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", "gpuaccel")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
+                "-m", "gpuaccel")
     rest = gpuaccel(tmp_path / "b", "--ordered", "--steps", "30", "--resume", launcher=torchrun)
     out, said = rest.communicate(timeout=120)
     assert rest.returncode == 0 and out.count("val loss") == 1 and whole.wait(120) == 0, said
