@@ -350,13 +350,13 @@ class Ranks:
         dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self.group)
         return sum(1 << i for i, bit in enumerate(bits.tolist()) if bit)
 
-    def close(self):
-        """The step is closed. The process group stays."""
+    def close(self, alone: bool):
+        """The step is closed. The process group stays. alone: by an error, so that the other ranks may not do the same."""
         self.accumulator.arrived = None
         if isinstance(self.opt, AdamW):
             self.opt.explain_skip = None
         if self.sharded:
-            self.opt.shed()
+            self.opt.shed(alone or self.broken)
 
     def abandon(self):
         """An error in the middle of a step: forget what was sent. The other ranks cannot go on without this one."""

@@ -64,9 +64,12 @@ class ShardedAdamW(AdamW):
         opt._local = [opt._cut(s) for s in opt.arena.segments]
         opt._reload()
 
-    def shed(self):
-        """A plain ga.AdamW again, with the whole state. To be called on every rank."""
-        self._gather_states()
+    def shed(self, alone: bool = False):
+        """A plain ga.AdamW again, with the whole state. To be called on every rank. alone: the others will not; the state is gone."""
+        if alone:
+            self.state.clear()
+        else:
+            self._gather_states()
         local, self._moments, self._plan = self.state, {}, None
         self.__class__ = AdamW
         self._make_states([(g, p, self._number_of(p)) for g, group in enumerate(self.param_groups) for p in group["params"] if local.get(p)])

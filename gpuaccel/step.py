@@ -313,19 +313,20 @@ class TrainStep:
         for graphs in self._graphs.all if self._graphs else ():
             graphs.reset()
 
-    def close(self):
-        """Give the graphs back, take the hooks down and give the module ordinary parameters back."""
+    def close(self, alone: bool = False):
+        """Give the graphs back, take the hooks down and give the module ordinary parameters back. alone: with several ranks and a sharded optimizer, do not
+        wait for the others, which would bring its state together; it is gone then. (So does a `with` block that an error leaves.)"""
         if self._graphs:
             self._graphs.close()
         if self.ranks is not None:
-            self.ranks.close()
+            self.ranks.close(alone)
         self.arena.release()
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *error):
-        self.close()
+    def __exit__(self, kind, *error):
+        self.close(alone=kind is not None)
 
 
 def _clip_by_item(parameters, max_norm) -> Tensor:

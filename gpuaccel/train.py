@@ -93,7 +93,8 @@ def train(step: TrainStep, batches, steps: int, *, val=None, val_every: int = 0,
     moved on, the weights may not have. resume: go on from the newest checkpoint there, bit-identically;
     without one, from the beginning. extra: JSON kept in each checkpoint.
 
-    With several ranks each calls it with the same arguments and its own batches, and leaves it after the same step. Rank 0 writes metrics and
+    With several ranks each calls it with the same arguments and its own batches, and leaves it after the same step; a rank that leaves it early
+    writes no checkpoint, unless all were asked to stop (Ranks.asked_to_stop()). Rank 0 writes metrics and
     checkpoints; all of them read these, so that the folder has to be one that they share, and the run may go on with another number of ranks.
     The random generators that a checkpoint keeps are rank 0's."""
     first = step.ranks is None or step.ranks.rank == 0
@@ -117,7 +118,7 @@ def train(step: TrainStep, batches, steps: int, *, val=None, val_every: int = 0,
 
     meter = step.meter = step.meter or Meter(step.arena.device)
     lines = Metrics(metrics, step.count) if metrics and first else None
-    whole, seen = True, None                        # no step is half done; tokens of all steps
+    whole, seen, done = True, None, False           # no step is half done; tokens of all steps
     try:
         for batch in batches if step.count < steps else ():
             whole, lr = False, step.opt.param_groups[0]["lr"]
@@ -148,7 +149,8 @@ def train(step: TrainStep, batches, steps: int, *, val=None, val_every: int = 0,
             torch.cuda.synchronize(step.arena.device)
         if lines:
             lines.close()
-        if whole:
+        together = step.ranks is None or step.ranks.world == 1 or done or step.ranks.asked_to_stop()       # else others may not come along
+        if whole and together:
             save()
 
 

@@ -470,3 +470,13 @@ def train_and_die(folder, at, steps=14):
                 threading.Timer(at, killed).start()
                 at = None
             time.sleep(0.02)
+
+
+def fails_in_the_loop(folder):
+    """Rank 1 has an error of its own between two steps, with a sharded optimizer and checkpoints on the way."""
+    how = ga.Distributed(sharded=True)
+    batches = ga.Batches(torch.arange(400) % VOCAB, 2, 6, rank=how.rank, ranks=2)
+    with make_step(Net(), distributed=how) as step:
+        for reading in ga.train(step, batches, 50, checkpoint_dir=folder, checkpoint_every=2):
+            if reading.step == 3 and how.rank == 1:
+                raises()
