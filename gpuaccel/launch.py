@@ -80,7 +80,8 @@ def launch(fn, ranks: int = 2, args: tuple = (), *, backend: "str | None" = None
 def _way(fn) -> str:
     """"spawn" where the function can be pickled, else "fork"."""
     file = getattr(sys.modules["__main__"], "__file__", None)
-    if getattr(fn, "__module__", None) != "__main__" or file is not None:
+    real = file is not None and os.path.isfile(file)         # a notebook's has none, that of `python -` is no file
+    if real or getattr(fn, "__module__", None) != "__main__" and file is None:
         try:
             pickle.dumps(fn)
             return "spawn"

@@ -330,6 +330,25 @@ def test_killed_at_any_moment_a_run_goes_on_bit_for_bit(crew, tmp_path):
     assert killed == peace and len(peace) == 14
 
 
+def test_a_function_of_a_notebook_is_handed_on_by_a_fork():
+    """It belongs to no file; torch has computed before, as in a notebook."""
+    cells = """
+import torch, gpuaccel as ga
+(torch.randn(300, 300) @ torch.randn(300, 300)).sum()
+torch.nn.Linear(4, 4)(torch.randn(2, 4)).sum().backward()
+def work(x):
+    how, model = ga.Distributed(), torch.nn.Linear(4, 4)
+    with ga.TrainStep(model, loss_fn=lambda m, b: m(b).square().mean(), distributed=how) as step:
+        for _ in range(3):
+            out = step(torch.ones(2, 4))
+    return how.rank, x, float(out.loss)
+print(ga.launch(work, 2, (5,)))
+"""
+    done = subprocess.run([sys.executable, "-"], input=cells, text=True, capture_output=True, timeout=60)
+    (one, two) = eval(done.stdout) if done.returncode == 0 else pytest.fail(done.stderr)
+    assert one[:2] == (0, 5) and two[:2] == (1, 5) and one[2] == two[2]
+
+
 def test_launch_says_what_it_needs():
     for ranks, options, message in ((0, {}, "ranks is 0"), (2, dict(backend="mpi"), "backend is 'mpi'; expected 'nccl' or 'gloo'")):
         with pytest.raises(ga.ArgumentError, match=message):
