@@ -11,7 +11,8 @@ contiguous chunks of k_j and q_i (the first d % r chunks one longer), h = u R_q(
 the low-rank term is a part of the query: q~ = q / sqrt(d) + rho A^T h(A q), s_ij = q~_i . k_j + q_i . PE[i - j]. So the kernels know q~, and nothing of A.
 
 Where e <= 1e-4 a head is skipped for a token: e is exactly 0 there, and no gradient goes through it. Memory is O(T): scores are computed
-again in the backward. A CPU computes the T x T matrices (reference_poly_attention).
+again in the backward. A CPU computes the T x T matrices (reference_poly_attention). Between the layer's products all is one operation, poly_layer:
+q~ and e in one launch (richards.cu), y times e in another; backward, dq, dk and dv are written into the one gradient that the product takes.
 
 Source: RustGPT's PolyAttention, here with the forward's own gradients on the GPU (its GPU kernels were a softmax over one head).
 """
@@ -199,8 +200,8 @@ def launch_backward(dy: Tensor, q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor
 
 
 # ---- launchers of the layer: all between its products ---------------------------------------------------------------
-# In the order of the operation's inputs: qkv (B, T, 3, H, d); seen (B, T, H), contiguous; pe; coefficients, alpha and beta (H,), theta_gate and theta_query
-# (None: no low-rank term) fp32; settings of both curves, one behind the other; degree; window.
+# In the order of the operation's inputs: qkv (B, T, 3, H, d); seen (B, T, H), contiguous; pe; in fp32 coefficients, alpha and beta (H,), theta_gate and
+# theta_query (None: no low-rank term); settings of both curves, one behind the other; degree; window.
 
 AROUND = ("poly_query_gate", "poly_gate_backward", "poly_query_backward")
 

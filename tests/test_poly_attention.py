@@ -121,6 +121,20 @@ def test_a_sequence_has_the_same_bits_in_any_batch_and_what_is_masked_does_not_m
     assert torch.equal(launch_forward(q_tilde, q, k, v, pe, coefficients, 3, 6, how)[:, 30:60], y[:, 30:60])
 
 
+@pytest.mark.parametrize("how, dtype, d", [(V1, torch.float32, 12), (V2, torch.bfloat16, 64)], ids=str)
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_gate_multiplies_rows_and_gradients_can_be_parts_of_one_tensor(device, how, dtype, d):
+    inputs, dy = given(device, dtype, 2, 70, 3, d)
+    want, gate = launched(inputs, dy, 3, 6, how), torch.rand(2, 70, 3, generator=torch.Generator().manual_seed(1)).to(device)
+    gate[0, :40, 1] = 0.0
+    y = launch_forward(*inputs, 3, 6, how, gate)
+    assert not y[0, :40, 1].any()
+    close(y, want[0].double() * gate.double().unsqueeze(-1), 1e-6 if dtype == torch.float32 else 5e-3, "y")
+    into = torch.full((2, 70, 3, 3, d), math.nan, dtype=dtype, device=device)
+    same((want[0], *launch_backward(dy, *inputs, 3, 6, how, into)), want)
+    assert torch.equal(into, torch.stack(want[2:5], 2))
+
+
 @pytest.mark.parametrize("how, dtype", [(V1, torch.float32), (V2, torch.bfloat16)], ids=str)
 def test_under_the_checks_the_kernels_do_nothing_wrong(how, dtype):
     inputs, dy = given("cpu", dtype, 1, 34 if how == V1 else 66, 1, 16)
@@ -130,11 +144,12 @@ def test_under_the_checks_the_kernels_do_nothing_wrong(how, dtype):
         want = launched(inputs, dy, 3, 5, how)
         with ga.checked():
             same(launched(inputs, dy, 3, 5, how), want)
-        layer, x, dy = layer_of("cpu", dtype=dtype, window=5), torch.randn(1, 34, 32), torch.randn(1, 34, 32)
-        want = run(layer, x, dy)
-        with ga.checked():
-            for name, mine in run(layer, x, dy).items():
-                assert torch.equal(mine, want[name]), name
+        if how == V1:
+            layer, x, dy = layer_of("cpu", window=5), torch.randn(1, 34, 32), torch.randn(1, 34, 32)
+            want = run(layer, x, dy)
+            with ga.checked():
+                for name, mine in run(layer, x, dy).items():
+                    assert torch.equal(mine, want[name]), name
 
 
 def test_tensor_core_kernels_have_registers_enough():
@@ -231,8 +246,7 @@ def run(layer, x, dy):
     return dict(zip(("y", "x", *dict(layer.named_parameters())), (y, *torch.autograd.grad(y, (x, *layer.parameters()), dy.to(y.dtype)))))
 
 
-@pytest.mark.parametrize("dtype, bound, dim, more", [(torch.bfloat16, 3e-2, 128, {}), (torch.float32, 1e-5, 128, {}), (torch.float16, 1e-2, 48, dict(low_rank=False)),
-                                                     (torch.float32, 1e-5, 6, {}), (torch.bfloat16, 3e-2, 80, {})], ids=str)
+@pytest.mark.parametrize("dtype, bound, dim, more", [(torch.bfloat16, 3e-2, 128, {}), (torch.float16, 1e-2, 80, {}), (torch.float32, 1e-5, 6, dict(low_rank=False))], ids=str)
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_around_the_attention_kernels_agree_with_float64_in_many_blocks_of_rows(device, dtype, bound, dim, more, monkeypatch):
     layer, x, dy = layer_of(device, dim=dim, dtype=dtype, **more), torch.randn(2, 39, dim).to(device, dtype), torch.randn(2, 39, dim).to(device, dtype)
