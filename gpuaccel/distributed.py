@@ -28,6 +28,9 @@ from .arena import CHUNK, Arena
 from .errors import ArgumentError, RankError
 
 DTYPES = (torch.float32, torch.bfloat16)
+# One tensor for all ranks; the names are torch 2.13's, which warns of the old ones.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 on_beat = None                   # called when this rank has come to the end of a step's backward; launch.py watches it
 last_step = lambda: 0            # the step (of this process, from 1) after which all ranks are asked to stop; 0: none  # noqa: E731
 PIECE = 1 << 22                  # elements that are hashed at once: 32 MB of memory in between
