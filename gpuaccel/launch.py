@@ -2,12 +2,14 @@
 
     >>> ga.launch(work, 2)                 # work(*args) in two processes, torch.distributed is ready in each; returns [result, result]
     >>> ga.launch(work, 2, ("tiny",), timeout=10)
+    >>> ga.launch(work, 2, live=ga.LiveThroughput())      # work yields the Readings of ga.train: a line for each rank, while they train
 
 A rank that raises, dies or hangs ends all of them, and the RankError names it. The processes meet over a file and talk over loopback: nothing
 listens elsewhere. On several machines, or where something else starts the processes: torchrun, and ga.Distributed() in each.
 """
 import contextlib
 import datetime
+import inspect
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -29,14 +31,17 @@ GRACE = 1.0                      # seconds in which the ranks after the first th
 
 
 def launch(fn, ranks: int = 2, args: tuple = (), *, backend: "str | None" = None, timeout: float = 10.0,
-           after_step: bool = False) -> list:
+           after_step: bool = False, live=None) -> list:
     """fn(*args) in `ranks` new processes; what each returned, in the order of the ranks.
 
-    fn and what it returns have to be picklable; a function of a notebook is handed on by a fork, as long as this process has not used a GPU.
-    backend: "nccl" (a GPU for each rank) or "gloo" (on CPUs: in these processes the GPU policy is off); default: nccl where there are GPUs enough.
+    fn and what it returns have to be picklable; a function of a notebook is handed on by a fork, or with its source's bytecode (cloudpickle) where torch
+    sees a GPU, which a fork could not use. backend: "nccl" (a GPU for each rank) or "gloo" (on CPUs: in these processes the GPU policy is off); default:
+    nccl where there are GPUs enough.
     timeout: seconds after which a rank that stands still while others wait for it counts as hanging (from its first optimizer step on).
     after_step: at the first Ctrl-C all ranks are asked to stop after the same step (Ranks.asked_to_stop()), which fn has to look at; at the second,
     or without it at the first, they are stopped.
+    live: a LiveThroughput. fn may be a generator, `yield from ga.train(...)` and then return: the Readings that it yields are drawn there, each rank's
+    as a run of its own, while this call waits. Stop, or Ctrl-C, stops all ranks; of one that was stopped the result is None.
     RankError: the first rank that raised, died or hung, and how; the others have been stopped."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
     backend = backend or ("nccl" if gpus >= ranks else "gloo")
@@ -47,7 +52,8 @@ def launch(fn, ranks: int = 2, args: tuple = (), *, backend: "str | None" = None
     if backend == "nccl" and gpus < ranks:
         raise ArgumentError(f"{ranks} ranks with backend 'nccl' need a GPU each, and this machine has {gpus} that torch can use; expected fewer ranks, or "
                             "backend='gloo'")
-    context = multiprocessing.get_context(_way(fn))
+    way, fn = _way(fn)
+    context = multiprocessing.get_context(way)
     with tempfile.TemporaryDirectory() as folder:
         beats, stop = context.RawArray("q", ranks), context.RawValue("q", 0)
         lines, processes = [], []
@@ -62,6 +68,9 @@ def launch(fn, ranks: int = 2, args: tuple = (), *, backend: "str | None" = None
                 lines.append(mine)
                 processes.append(process)
             watch = _Watch(lines, processes, beats, timeout)
+            if live is not None:
+                live.run(watch.readings(), [f"rank {rank}" for rank in range(ranks)], wait=True)
+                return watch.found()
             try:
                 return watch()
             except KeyboardInterrupt:
@@ -77,20 +86,34 @@ def launch(fn, ranks: int = 2, args: tuple = (), *, backend: "str | None" = None
                 process.join()
 
 
-def _way(fn) -> str:
-    """"spawn" where the function can be pickled, else "fork"."""
+def _way(fn) -> tuple:
+    """How new processes come to be, and what they get for fn: "spawn" where it can be pickled, or where a fork would not do; else "fork"."""
     file = getattr(sys.modules["__main__"], "__file__", None)
     real = file is not None and os.path.isfile(file)         # a notebook's has none, that of `python -` is no file
     if real or getattr(fn, "__module__", None) != "__main__" and file is None:
         try:
             pickle.dumps(fn)
-            return "spawn"
+            return "spawn", fn
         except (pickle.PicklingError, AttributeError, TypeError):
             pass
-    if not hasattr(os, "fork") or torch.cuda.is_initialized():
-        raise ArgumentError(f"{getattr(fn, '__name__', fn)} cannot be handed to new processes: it is not a function of a module"
-                            f"{', and a process that has used a GPU cannot be forked' if hasattr(os, 'fork') else ''}; expected one from a file (%%writefile)")
-    return "fork"
+    if hasattr(os, "fork") and not torch.cuda.is_available():
+        return "fork", fn
+    import cloudpickle
+    try:
+        return "spawn", _ByValue(cloudpickle.dumps(fn))
+    except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
+        raise ArgumentError(f"{getattr(fn, '__name__', fn)} cannot be handed to new processes: {error}; expected a function that uses no open "
+                            "files, locks or live views of this process, or one from a file (%%writefile)") from error
+
+
+class _ByValue:
+    """A function of a notebook on its way to a process that does not have the notebook."""
+
+    def __init__(self, packed: bytes):
+        self.packed = packed
+
+    def __call__(self, *args):
+        return pickle.loads(self.packed)(*args)
 
 
 @contextlib.contextmanager
@@ -127,13 +150,25 @@ def _rank(rank, ranks, backend, store, line, beats, stop, fn, args):
             def beat():
                 beats[rank] += 1
             distributed.on_beat, distributed.last_step = beat, lambda: stop.value
-            line.send((True, fn(*args)))
+            line.send((True, _drained(fn(*args), line)))
         except BaseException as error:                   # the parent tells, and stops all
             line.send((False, (time.time(), type(error).__name__, str(error), traceback.format_exc())))
     line.close()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)                                          # not through torch's goodbyes, which may wait for others
+
+
+def _drained(made, line):
+    """What fn returned; of a generator the Readings that it yields are sent first."""
+    if not inspect.isgenerator(made):
+        return made
+    while True:
+        try:
+            reading = next(made)
+        except StopIteration as end:
+            return end.value
+        line.send((None, reading))
 
 
 class _Watch:
@@ -144,9 +179,19 @@ class _Watch:
         self.results, self.failed, self.dead = {}, {}, {}
 
     def __call__(self) -> list:
+        for _ in self.readings():
+            pass
+        return self.found()
+
+    def found(self) -> list:
+        """The result of each rank; None of those that have not come to their end."""
+        return [self.results.get(rank) for rank in range(len(self.lines))]
+
+    def readings(self):
+        """(rank, Reading) as they come, until all ranks have ended; (0, None) every now and then, so that who listens may stop."""
         seen, since, until, ranks = list(self.beats), time.monotonic(), None, len(self.lines)
         while len(self.results) < ranks:
-            self._listen()
+            yield from self._listen() or [(0, None)]
             if (self.failed or self.dead) and until is None:
                 until = time.monotonic() + GRACE
             if until is not None and (time.monotonic() > until or len(self.results) + len(self.failed) + len(self.dead) == ranks):
@@ -157,10 +202,9 @@ class _Watch:
             if until is None and time.monotonic() - since > self.timeout and min(now) and (rank := _behind(now, self.results)) is not None:
                 raise RankError(f"rank {rank} hangs: it has not come to the end of its backward in step {now[rank] + 1} for {self.timeout:g} s, and the "
                                 "other ranks wait for it. All ranks were stopped")
-        return [self.results[rank] for rank in range(ranks)]
 
-    def _listen(self):
-        waiting = {line: r for r, line in enumerate(self.lines) if r not in self.results and r not in self.failed and r not in self.dead}
+    def _listen(self) -> list:
+        waiting, news = {line: r for r, line in enumerate(self.lines) if r not in self.results and r not in self.failed and r not in self.dead}, []
         for line in multiprocessing.connection.wait(list(waiting), timeout=0.1):
             rank = waiting[line]
             try:
@@ -168,7 +212,11 @@ class _Watch:
             except EOFError:                             # it never said anything
                 self.dead[rank] = time.time()
                 continue
-            (self.results if fine else self.failed)[rank] = what
+            if fine is None:
+                news.append((rank, what))
+            else:
+                (self.results if fine else self.failed)[rank] = what
+        return news
 
 
 def _behind(beats, results) -> "int | None":

@@ -46,7 +46,8 @@ class LiveThroughput:
 
     def run(self, readings, name=None, seconds=None, steps=None, wait=None):
         """Iterates over `readings` (meter.Reading objects, e.g. from `ga.train`) and draws them. A run of the same
-        name is replaced.
+        name is replaced. name: of the run; or a list of names, of runs at the same time: then `readings` are pairs (number
+        of the run, Reading; None: no news), as ga.launch has them.
 
         seconds, steps: where to stop, if the readings do not end before (and what the progress bar measures). wait:
         True waits for the end, so that the next cell can use the result; False returns at once, `join()` waits. By
@@ -61,60 +62,72 @@ class LiveThroughput:
             if limit is not None and limit <= 0:
                 raise ArgumentError(f"{what} is {limit}, expected a positive number")
         self.join()
-        name = name or f"run {len(self.runs) + 1}"
-        taken = {run.colour for key, run in self.runs.items() if key != name}
-        free = [colour for colour in RUN_COLOURS if colour not in taken] or RUN_COLOURS
-        run = Run(name, self.runs[name].colour if name in self.runs else free[0])
-        self.runs[name] = run
+        together = isinstance(name, (list, tuple))
+        names = list(name) if together else [name or f"run {len(self.runs) + 1}"]
+        if not names:
+            raise ArgumentError("name is an empty list, expected the name of a run, or one for each run of several")
+        runs = [self._new(one) for one in names]
         self._stop.clear()
         self._ended = threading.Event()
-        self._view = _make_view(self, run, seconds, steps)
+        self._view = _make_view(self, runs[0], seconds, steps)
         if wait is None:
             wait = self._view.hears_clicks
         self._view.alone = not wait
         context = contextvars.copy_context()
-        work = _in_same_torch_state(lambda: self._loop(readings, run, seconds, steps))
-        self._thread = threading.Thread(target=context.run, args=(work,), name=f"gpuaccel-{name}", daemon=True)
+        work = _in_same_torch_state(lambda: self._loop(readings, runs, together, seconds, steps))
+        self._thread = threading.Thread(target=context.run, args=(work,), name=f"gpuaccel-{names[0]}", daemon=True)
         self._thread.start()
         if wait:
             self.join()
         else:
             _next_cell_waits(self._ended, self.stop, self._view)
 
-    def _loop(self, readings, run, seconds, steps):
+    def _new(self, name) -> Run:
+        """A run without readings, in a colour of its own, or that of the run it replaces."""
+        taken = {run.colour for key, run in self.runs.items() if key != name}
+        free = [colour for colour in RUN_COLOURS if colour not in taken] or RUN_COLOURS
+        self.runs[name] = Run(name, self.runs[name].colour if name in self.runs else free[0])
+        return self.runs[name]
+
+    def _loop(self, readings, runs, together, seconds, steps):
         try:
-            self._iterate(readings, run, seconds, steps)
+            self._iterate(readings, runs, together, seconds, steps)
         finally:
             self._ended.set()
 
-    def _iterate(self, readings, run, seconds, steps):
+    def _iterate(self, readings, runs, together, seconds, steps):
         began = shown = time.monotonic()
         shown -= PERIOD
-        iterator = iter(readings)
+        iterator, stopped, failed = iter(readings), False, None
         try:
-            for count, reading in enumerate(iterator, 1):
-                run.add(reading)
+            count = 0
+            for reading in iterator:
+                which, reading = reading if together else (0, reading)
+                if reading is not None:
+                    count += 1
+                    runs[which].add(reading)
                 now = time.monotonic()
                 if now - shown >= self._view.period:
                     shown = now
                     self._view.update()
                 if self._stop.is_set():
-                    run.state = "stopped"
+                    stopped = True
                     break
-                if (steps and count >= steps) or (seconds and now - began >= seconds):
+                if (steps and count >= steps * len(runs)) or (seconds and now - began >= seconds):
                     break
         except BaseException as error:                       # carried to the cell that waits
-            run.error = error
+            failed = error
         try:
             if hasattr(iterator, "close"):
                 iterator.close()                             # lets a generator clean up: its last checkpoint, its files
         except BaseException as error:
-            run.error = run.error or error
-        run.state = "failed" if run.error else "stopped" if run.state == "stopped" else "done"
+            failed = failed or error
+        for run in runs:
+            run.error, run.state = failed, "failed" if failed else "stopped" if stopped else "done"
         if self._view.alone:
             self._view.finish()
-            if run.error:
-                print(f"{run.name} ended by {type(run.error).__name__}: {run.error}", file=sys.stderr)
+            if failed:
+                print(f"{', '.join(run.name for run in runs)} ended by {type(failed).__name__}: {failed}", file=sys.stderr)
 
     def stop(self):
         """Asks the running loop to stop after the step it is in. The Stop button calls this."""
