@@ -18,6 +18,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import gpuaccel as ga
+from gpuaccel import timeline
 from gpuaccel.distributed import weight_hashes
 
 PATIENCE = 60                              # seconds until a rank that waits for another gives up
@@ -426,6 +427,20 @@ def transformer(rank, group, device, replay, steps=4, **how):
     return {"hash": found[0], "losses": found[1], "far": far(found[2], plain)[0]}
 
 
+def watched(rank, group, accumulate, backend):
+    """timeline.exchange: the spans, how many buckets there are, and whether it changed a bit of what a plain step does."""
+    with ga.use_backend(backend):
+        weights_of = []
+        for take in (lambda step, batch: step(batch), timeline.exchange):
+            with make_step(Net(), micro_batches=2, accumulate=accumulate, distributed=ga.Distributed(group=group, bucket_mb=0.004)) as step:
+                step([micro_batch(rank), micro_batch(2 + rank)])
+                spans = take(step, [micro_batch(4 + rank), micro_batch(6 + rank)])
+                weights_of.append(weight_hashes(step.arena).tolist())
+                step([micro_batch(8 + rank)])
+                assert not {"_sum", "_exchange", "_join"} & vars(step.ranks).keys() and step.meter is None
+        return [tuple(s) for s in spans], len(step.ranks.buckets), weights_of[0] == weights_of[1]
+
+
 # ---- what ga.launch runs --------------------------------------------------------------------------------------------
 
 def steps_with(trouble, who, steps=6):
@@ -441,6 +456,16 @@ def steps_with(trouble, who, steps=6):
 
 def nothing():
     pass
+
+
+def yields(steps, trouble=nothing):
+    """A generator, as ga.launch draws it: the readings of ga.train, then something may happen to rank 1; returns the number of the rank."""
+    how = ga.Distributed()
+    with make_step(Net(), distributed=how) as step:
+        yield from ga.train(step, ([micro_batch(nth * how.world + how.rank)] for nth in range(steps)), steps)
+    if how.rank == 1:
+        trouble()
+    return how.rank
 
 
 def raises():

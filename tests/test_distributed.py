@@ -1,6 +1,7 @@
 """Data-parallel training: ranks together are one process, bit for bit where that is promised; and what is said when they cannot be."""
 import json
 import math
+import multiprocessing
 import os
 import random
 import shutil
@@ -8,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import rank_checks as checks
@@ -16,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 import gpuaccel as ga
+from gpuaccel import timeline
 from gpuaccel.accumulate import MODES
+from gpuaccel.launch import _drained
 
 BACKENDS = ["torch", pytest.param("simt", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"))]
 
@@ -347,6 +352,82 @@ print(ga.launch(work, 2, (5,)))
     done = subprocess.run([sys.executable, "-"], input=cells, text=True, capture_output=True, timeout=60)
     (one, two) = eval(done.stdout) if done.returncode == 0 else pytest.fail(done.stderr)
     assert one[:2] == (0, 5) and two[:2] == (1, 5) and one[2] == two[2]
+
+
+def test_the_readings_of_every_rank_are_drawn_while_they_train(capsys):
+    live = ga.LiveThroughput("two ranks")
+    assert ga.launch(lambda: checks.yields(6), 2, live=live) == [0, 1] and list(live.runs) == ["rank 0", "rank 1"]
+    first, second = live.runs.values()
+    assert [p[0] for p in first.points] == [p[0] for p in second.points] == list(range(1, 7)) and first.state == second.state == "done"
+    assert first.loss == second.loss and math.isfinite(first.loss) and first.colour != second.colour
+
+
+def test_a_generator_is_run_to_its_end_also_where_nobody_looks():
+    def one(result):
+        yield "a reading"
+        return result
+    line = SimpleNamespace(send=(sent := []).append)
+    assert (_drained(one(7), line), _drained([8], line), sent) == (7, [8], [(None, "a reading")])
+
+
+def test_a_rank_that_dies_ends_the_live_view_too(capsys):
+    live = ga.LiveThroughput()
+    with pytest.raises(ga.RankError, match="rank 1 was killed by SIGKILL"):
+        ga.launch(lambda: checks.yields(3, checks.killed), 2, live=live)
+    assert [run.state for run in live.runs.values()] == ["failed", "failed"] and live.runs["rank 1"].last.step == 3
+
+
+def test_stop_ends_all_ranks_even_one_that_is_silent(capsys):
+    """Rank 1 sleeps after its steps: no reading will come. What a rank has returned by then is kept."""
+    live, began = ga.LiveThroughput(), []
+
+    def press():
+        until = time.monotonic() + 60
+        while time.monotonic() < until and not ("rank 1" in live.runs and live.runs["rank 1"].last is not None and live.runs["rank 1"].last.step == 3):
+            time.sleep(0.05)
+        time.sleep(0.5)                                                # rank 0 says what it has
+        began.append(time.monotonic())
+        live.stop()
+    finger = threading.Thread(target=press)
+    finger.start()
+    assert ga.launch(lambda: checks.yields(3, checks.hangs), 2, live=live) == [0, None]
+    finger.join()
+    assert time.monotonic() - began[0] < 10 and not multiprocessing.active_children()
+    assert [run.state for run in live.runs.values()] == ["stopped", "stopped"]
+
+
+def test_where_a_fork_would_not_do_a_function_is_handed_on_by_value(monkeypatch):
+    """One that belongs to no module, where torch sees a GPU; what it refers to comes along, or is named as what cannot."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    factor, lock = 5, threading.Lock()
+
+    def work(x):
+        return dist.get_rank(), x * factor
+    assert ga.launch(work, 2, (3,), backend="gloo") == [(0, 15), (1, 15)]
+    with pytest.raises(ga.ArgumentError, match="<lambda> cannot be handed to new processes: .*lock"):
+        ga.launch(lambda: lock, 2, backend="gloo")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mode", ["autograd", "arena"])
+def test_what_was_sent_when_is_noted(crew, mode, backend):
+    """timeline.exchange: every bucket once, in order, before backward is over only where the sums are ready by then; no bit changes."""
+    for spans, buckets, same in crew(checks.watched, 2, accumulate=mode, backend=backend):
+        spans = [timeline.Span(*s) for s in spans]
+        assert same and buckets >= 3
+        sent = [s for s in spans if s.lane == "sends"]
+        assert [s.name for s in sent] == [f"bucket {nth}" for nth in range(buckets)] and all(0 <= s.start <= s.stop for s in spans)
+        assert [s.name for s in spans if s.name in ("forward", "backward")] == ["forward", "backward"] * 2
+        early = timeline.sent_early(spans)
+        assert early == 0 if mode == "autograd" else 1 <= early <= buckets
+        optimizer = next(s for s in spans if s.name == "optimizer")
+        assert all(s.start < optimizer.start for s in sent) and any(s.name == "wait" for s in spans)
+
+
+def test_one_process_and_ordered_sums_have_no_exchange_to_watch():
+    for how in (None, ga.Distributed(ordered=True)):
+        with checks.make_step(checks.Net(), distributed=how) as step, pytest.raises(ga.ArgumentError, match="of two ranks or more, not in ordered mode"):
+            timeline.exchange(step, [checks.micro_batch(0)])
 
 
 def test_launch_says_what_it_needs():
