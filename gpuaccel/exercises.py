@@ -18,14 +18,14 @@ from html import escape
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import encoder_puzzles, layer_puzzles, nvrtc, puzzles
+from . import encoder_puzzles, layer_puzzles, nvrtc, puzzles, rank_puzzles
 from .backend import backend, default_device, find_compiler
 from .capture import TapeRecorder
 from .errors import ArgumentError, CaptureError, GpuaccelError, KernelError
 from .kernel import Kernel
 from .puzzles import BLOCK, Exercise
 
-EXERCISES = puzzles.EXERCISES | encoder_puzzles.EXERCISES | layer_puzzles.EXERCISES
+EXERCISES = puzzles.EXERCISES | encoder_puzzles.EXERCISES | layer_puzzles.EXERCISES | rank_puzzles.EXERCISES
 SIZES = (1, 255, 256, 257, 1000, 4096, 1_000_003)
 GUARD = 4096  # poisoned elements before and after each tensor; more than a missing bounds check can reach
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")

@@ -31,7 +31,7 @@ def python(source, name):
 def test_there_are_exercises_with_mistakes_to_find():
     assert {"scale", "reverse", "accumulate", "accumulate4", "token_mean", "squares", "rescale", "global_scale",
             "guarded", "decay", "replay_over",
-            "run_starts", "piece_sums", "stochastic", "curve", "glu_slope", "poly_row"} <= set(EXERCISES)
+            "run_starts", "piece_sums", "stochastic", "curve", "glu_slope", "poly_row", "deal", "fill_buckets", "ordered_sum"} <= set(EXERCISES)
     assert all(len(e.wrong) >= 4 for e in EXERCISES.values())
     assert {1, 255, 256, 257, 1000, 4096, 1_000_003} <= set(SIZES)
 
