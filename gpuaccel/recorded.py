@@ -247,3 +247,20 @@ def encoder() -> "Table | Recorded":
     rows += [["making the buckets, CPU", *(f"{r['buckets_ms']:.1f} ms" if "buckets_ms" in r else "-" for r in kinds.values()), ""]] if rows else []
     size = f"{found.get('tokens') or 0:,} tokens, {found.get('C') or 0} channels in bf16, sums in fp32"
     return Table(("", *kinds, "sums that differ, at most"), rows, f"{run.label}; {size}") if rows else run
+
+
+def ddp() -> "Table | Recorded":
+    """Data-parallel steps of a large model on the recorded GPUs: the share of one GPU's rate that each keeps, with 4 micro-batches and with 1."""
+    run, counts, rows = recorded("ddp"), ("4", "1"), []
+    for ranks, found in (run.get() or {}).items():
+        for family, by_count in (found.get("families") or {}).items() if isinstance(found, dict) else ():
+            by_count = {count: ways for count, ways in by_count.items() if isinstance(ways, dict)}
+            ways = dict.fromkeys(way for ways in by_count.values() for way, r in ways.items() if isinstance(r, dict) and "exposed_ms" in r)
+            for way in ways if by_count else ():
+                if way in ("one GPU", "each for itself"):
+                    continue
+                those = [(by_count.get(count) or {}).get(way) or {} for count in counts]
+                rows.append([f"{ranks} GPUs: {family}, {way}", *(f"{r['of_one_gpu']:.1%}" if "of_one_gpu" in r else "-" for r in those),
+                             f"{those[0]['exposed_ms']:.1f} ms" if "exposed_ms" in those[0] else "-"])
+    columns = ("rate of a GPU, of one alone", "4 micro-batches", "1 micro-batch", "exposed communication")
+    return Table(columns, rows, f"{run.label}; llama-350m, batch 4 on each GPU, T=1024") if rows else run
