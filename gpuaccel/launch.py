@@ -209,7 +209,7 @@ class _Watch:
             rank = waiting[line]
             try:
                 fine, what = line.recv()
-            except EOFError:                             # it never said anything
+            except (EOFError, OSError):                  # it ended without a last word, or in the middle of one
                 self.dead[rank] = time.time()
                 continue
             if fine is None:

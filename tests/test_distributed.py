@@ -379,7 +379,7 @@ def test_a_rank_that_dies_ends_the_live_view_too(capsys):
 
 def test_stop_ends_all_ranks_even_one_that_is_silent(capsys):
     """Rank 1 sleeps after its steps: no reading will come. What a rank has returned by then is kept."""
-    live, began = ga.LiveThroughput(), []
+    live, began, others = ga.LiveThroughput(), [], set(multiprocessing.active_children())
 
     def press():
         until = time.monotonic() + 60
@@ -392,7 +392,7 @@ def test_stop_ends_all_ranks_even_one_that_is_silent(capsys):
     finger.start()
     assert ga.launch(lambda: checks.yields(3, checks.hangs), 2, live=live) == [0, None]
     finger.join()
-    assert time.monotonic() - began[0] < 10 and not multiprocessing.active_children()
+    assert time.monotonic() - began[0] < 10 and set(multiprocessing.active_children()) <= others
     assert [run.state for run in live.runs.values()] == ["stopped", "stopped"]
 
 
