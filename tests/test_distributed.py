@@ -210,6 +210,15 @@ def test_one_rank_in_ordered_mode_has_the_bits_of_a_plain_step():
     (got, said), (want, wanted) = outs
     assert said == wanted and all(torch.equal(got[n], want[n]) for n in want)
 
+def test_a_rank_that_others_have_left_says_so_in_words():
+    """What gloo raises names addresses only."""
+    def loss_fn(model, micro):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer")
+    step = checks.make_step(checks.Net(), loss_fn=loss_fn, distributed=ga.Distributed(ordered=True))
+    with pytest.raises(ga.RankError, match=r"rank 0 of 1 cannot reach another one in step 1: .*Connection reset by peer"):
+        step([checks.micro_batch(0), checks.micro_batch(1)])
+
+
 
 # ---- while it runs --------------------------------------------------------------------------------------------------
 
