@@ -358,14 +358,18 @@ class Ranks:
         if self.sharded:
             self.opt.shed(alone or self.broken)
 
-    def abandon(self):
-        """An error in the middle of a step: forget what was sent. The other ranks cannot go on without this one."""
+    def abandon(self, error: BaseException):
+        """An error in the middle of a step: forget what was sent. The other ranks cannot go on without this one. RankError in place of what a
+        collective raises that another rank has left."""
         self.broken = self.broken or self.next > 0 or self.how.ordered and bool(self.messages)
         self.pending, self.next, self.missing = [], 0, None
         self.wrong.zero_()
         if self.how.ordered:
             self.total.zero_()
             self.messages, self.bits = [], 0
+        if isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo" in str(error):
+            raise RankError(f"rank {self.rank} of {self.world} cannot reach another one in step {self.steps + 1}: it has stopped (what it said is in its own "
+                            f"output), or the network is down. {str(error).splitlines()[0]}") from error
 
     # ---- ordered mode ----
 
@@ -437,6 +441,15 @@ class Ranks:
     def asked_to_stop(self) -> bool:
         """Have all ranks been asked to stop after the step that has just been taken, or an earlier one?"""
         return 0 < distributed.last_step() <= self.steps
+
+    def gather(self, t: Tensor) -> "list[Tensor]":
+        """A CPU tensor of each rank, all of one shape, in the order of the ranks. Waits."""
+        if self.world == 1:
+            return [t]
+        mine = t.to(self.arena.device if self.nccl else "cpu")
+        everyone = mine.new_empty(self.world * mine.numel())
+        all_gather(everyone, mine.view(-1), group=self.group)
+        return [one.view_as(t) for one in everyone.cpu().chunk(self.world)]
 
     def barrier(self):
         """Wait until every rank is here."""
