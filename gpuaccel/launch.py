@@ -34,9 +34,9 @@ def launch(fn, ranks: int = 2, args: tuple = (), *, backend: "str | None" = None
            after_step: bool = False, live=None) -> list:
     """fn(*args) in `ranks` new processes; what each returned, in the order of the ranks.
 
-    fn and what it returns have to be picklable; a function of a notebook is handed on by a fork, or with its source's bytecode (cloudpickle) where torch
-    sees a GPU, which a fork could not use. backend: "nccl" (a GPU for each rank) or "gloo" (on CPUs: in these processes the GPU policy is off); default:
-    nccl where there are GPUs enough.
+    fn and what it returns have to be picklable; a function of a notebook is handed on by a fork or, where torch sees a GPU (which a fork could not
+    use), by value, with what it refers to (cloudpickle).
+    backend: "nccl" (a GPU for each rank) or "gloo" (on CPUs: in these processes the GPU policy is off); default: nccl where there are GPUs enough.
     timeout: seconds after which a rank that stands still while others wait for it counts as hanging (from its first optimizer step on).
     after_step: at the first Ctrl-C all ranks are asked to stop after the same step (Ranks.asked_to_stop()), which fn has to look at; at the second,
     or without it at the first, they are stopped.
