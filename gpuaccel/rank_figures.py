@@ -2,16 +2,16 @@
 
     >>> rank_figures.shards(range(9), 2, seed=1)              # how ga.shard deals batches
     >>> rank_figures.weights([2, 6])                          # a token's weight in a mean of means, and in the mean
-    >>> rank_figures.overlap({"buckets": [timeline.exchange(step, batch), ...]})      # spans of each rank
+    >>> rank_figures.overlap({"buckets": [exchange.watch(step, batch), ...]})      # spans of each rank
     >>> rank_figures.hashes(names, [hashes_of_rank_0, hashes_of_rank_1])              # of weight_hashes
     >>> rank_figures.restarts([(1, 8, 1), (7, 12, None)], saved=[3, 6])               # (first step, last step, who died then)
 
 Each is a figures.Figure.
 """
 from .data import shard
+from .exchange import sent_early
 from .figures import BLUE, GREEN, GREY, ORANGE, RED, Figure, _title
 from .picture import RUN_COLOURS, WIDTH, _Ink, _text_width, _time_axis, microseconds
-from .timeline import sent_early
 
 LEFT = 70
 _WORK = {"forward": (BLUE, 0.55, "forward"), "backward": (BLUE, 1.0, "backward"), "wait": (RED, 0.85, "waits for sums"), "optimizer": (GREEN, 0.9, "optimizer")}
@@ -84,7 +84,7 @@ def weights(counts: "list[int]") -> Figure:
 # ---- what is sent when ----------------------------------------------------------------------------------------------
 
 def overlap(runs: "dict[str, list]", title: str = "One step: what each rank computes, and what is on its way") -> Figure:
-    """runs: name -> for each rank its spans (timeline.exchange). All on one scale; a rank's two lanes below each other, buckets in rows where they overlap."""
+    """runs: name -> for each rank its spans (exchange.watch). All on one scale; a rank's two lanes below each other, buckets in rows where they overlap."""
     ink, right, y, words = _Ink(themed=False), WIDTH - 8, 58.0, []
     longest = max((s.stop for ranks in runs.values() for spans in ranks for s in spans), default=1.0)
     _title(ink, 16, title)

@@ -9,18 +9,10 @@ Everything is read from the records of `torch.profiler`, as the ledger's counts 
 calls to the GPU, `python` is all the rest of its time. On the GPU: kernels by name, copies, and `backward`, what was still queued from
 before. Without a GPU there is one lane: torch's own operators, and `read` where a number went to Python. With the profiler
 watching everything takes longer: a picture of the order of things, not a benchmark.
-
-exchange(step, batch) notes when a rank of several computed and when its buckets were on their way, without a profiler.
 """
 import re
-import threading
-import time
-from itertools import count
 from typing import NamedTuple
 
-import torch
-
-from .errors import ArgumentError
 from .ledger import GRAPH_LAUNCHES, LAUNCHES, REGION, SYNC_RECORDS, SYNCS, blocking_copy, correlation, plain_name, watched, watches_gpu
 
 BACKWARD = "autograd::engine::evaluate_function"
@@ -28,8 +20,7 @@ GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
 class Span(NamedTuple):
-    """One stretch of one lane, "host" or "GPU" (of exchange(): "computes" or "sends"); times in microseconds since the tail (of whole(): the run;
-    of exchange(): the step) began."""
+    """One stretch of one lane, "host" or "GPU"; times in microseconds since the tail (of whole(): the run) began."""
     lane: str
     name: str
     start: float
@@ -126,91 +117,3 @@ def facts(spans: "list[Span]") -> dict:
         reached = max(reached, s.stop)
     share = busy / stop if stop and any(s.lane == "GPU" for s in spans) else None
     return {"waits": names.count("wait"), "reads": names.count("read"), "launches": names.count("launch"), "us": stop, "gpu_busy": share}
-
-
-# ---- what a rank sends while it computes ----------------------------------------------------------------------------
-
-class _Watch:
-    """Stands in for a step's meter and its timer, and notes when each part began and ended: events on a GPU, else the host's clock."""
-
-    def __init__(self, device):
-        self.timer, self.device, self.noted, self.open = self, device, [], None
-        self.lock = threading.Lock()               # gloo's own threads say when a sum has come
-
-    def now(self):
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def note(self, lane, name, begin):
-        end = self.now()
-        with self.lock:
-            self.noted.append((lane, name, begin, end))
-
-    def start(self):
-        self.zero = self.open = self.now()
-
-    def mark(self, name):
-        now = self.now()
-        self.noted.append(("computes", name, self.open, now))
-        self.open = now
-
-    def stop(self):
-        pass
-
-    def spans(self) -> "list[Span]":
-        cuda = self.device.type == "cuda"
-        if cuda:
-            torch.cuda.synchronize(self.device)
-
-        def at(moment):
-            return round(1e3 * self.zero.elapsed_time(moment) if cuda else 1e6 * (moment - self.zero), 1)
-        return sorted((Span(lane, name, at(a), at(b)) for lane, name, a, b in self.noted), key=lambda s: (s.start, -s.stop))
-
-
-def exchange(step, batch) -> "list[Span]":
-    """step(batch), an eager TrainStep with a ga.Distributed of several ranks, and what this rank did when. To be called on every rank.
-
-    Lane "computes": forward and backward of each micro-batch, "wait" for the sums (inside of "accumulate", on CPUs only), "optimizer".
-    Lane "sends": "bucket 0", ... from its sending until its sum had come. On a GPU from CUDA events, and it waits for the device once at the end."""
-    ranks = step.ranks
-    if ranks is None or ranks.how.ordered or step.replays == "graph":
-        raise ArgumentError("expected a TrainStep with replay='eager' and distributed=ga.Distributed() of two ranks or more, not in ordered mode")
-    watch, usual = _Watch(step.arena.device), step.meter
-    summed, number = ranks._sum, count()
-
-    def send(bucket, sent, later):
-        name, begin = f"bucket {next(number)}", watch.now()
-        works, copies = summed(bucket, sent, later)
-        if later:
-            works[-1].get_future().add_done_callback(lambda _: watch.note("sends", name, begin))
-        else:
-            watch.note("sends", name, begin)
-        return works, copies
-
-    def waiting(usual):
-        def wait(*given):
-            begin = watch.now()
-            found = usual(*given)
-            if watch.device.type != "cuda":
-                watch.note("computes", "wait", begin)
-            return found
-        return wait
-    step.meter, ranks._sum, ranks._exchange, ranks._join = watch, send, waiting(ranks._exchange), waiting(ranks._join)
-    try:
-        step(batch)
-    finally:
-        step.meter = usual
-        del ranks._sum, ranks._exchange, ranks._join
-    until = time.monotonic() + 10                  # a callback may come a moment after who waited for its sum goes on
-    while sum(lane == "sends" for lane, *_ in watch.noted) < len(ranks.buckets) and time.monotonic() < until:
-        time.sleep(1e-3)
-    return watch.spans()
-
-
-def sent_early(spans: "list[Span]") -> int:
-    """How many buckets were on their way before the rank's last backward was over."""
-    over = max(s.stop for s in spans if s.name == "backward")
-    return sum(s.lane == "sends" and s.start < over for s in spans)

@@ -18,7 +18,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel import timeline
+from gpuaccel import exchange
 from gpuaccel.distributed import weight_hashes
 
 PATIENCE = 60                              # seconds until a rank that waits for another gives up
@@ -431,10 +431,10 @@ def transformer(rank, group, device, replay, steps=4, **how):
 
 
 def watched(rank, group, accumulate, backend):
-    """timeline.exchange: the spans, how many buckets there are, and whether it changed a bit of what a plain step does."""
+    """exchange.watch: the spans, how many buckets there are, and whether it changed a bit of what a plain step does."""
     with ga.use_backend(backend):
         weights_of = []
-        for take in (lambda step, batch: step(batch), timeline.exchange):
+        for take in (lambda step, batch: step(batch), exchange.watch):
             with make_step(Net(), micro_batches=2, accumulate=accumulate, distributed=ga.Distributed(group=group, bucket_mb=0.004)) as step:
                 step([micro_batch(rank), micro_batch(2 + rank)])
                 spans = take(step, [micro_batch(4 + rank), micro_batch(6 + rank)])

@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 import gpuaccel as ga
-from gpuaccel import timeline
+from gpuaccel import exchange
 from gpuaccel.accumulate import MODES
 from gpuaccel.launch import _drained
+from gpuaccel.timeline import Span
 
 BACKENDS = ["torch", pytest.param("simt", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"))]
 
@@ -428,14 +429,14 @@ def test_where_a_fork_would_not_do_a_function_is_handed_on_by_value(monkeypatch)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mode", ["autograd", "arena"])
 def test_what_was_sent_when_is_noted(crew, mode, backend):
-    """timeline.exchange: every bucket once, in order, before backward is over only where the sums are ready by then; no bit changes."""
+    """exchange.watch: every bucket once, in order, before backward is over only where the sums are ready by then; no bit changes."""
     for spans, buckets, same in crew(checks.watched, 2, accumulate=mode, backend=backend):
-        spans = [timeline.Span(*s) for s in spans]
+        spans = [Span(*s) for s in spans]
         assert same and buckets >= 3
         sent = [s for s in spans if s.lane == "sends"]
         assert [s.name for s in sent] == [f"bucket {nth}" for nth in range(buckets)] and all(0 <= s.start <= s.stop for s in spans)
         assert [s.name for s in spans if s.name in ("forward", "backward")] == ["forward", "backward"] * 2
-        early = timeline.sent_early(spans)
+        early = exchange.sent_early(spans)
         assert early == 0 if mode == "autograd" else 1 <= early <= buckets
         optimizer = next(s for s in spans if s.name == "optimizer")
         assert all(s.start < optimizer.start for s in sent) and any(s.name == "wait" for s in spans)
@@ -444,7 +445,7 @@ def test_what_was_sent_when_is_noted(crew, mode, backend):
 def test_one_process_and_ordered_sums_have_no_exchange_to_watch():
     for how in (None, ga.Distributed(ordered=True)):
         with checks.make_step(checks.Net(), distributed=how) as step, pytest.raises(ga.ArgumentError, match="of two ranks or more, not in ordered mode"):
-            timeline.exchange(step, [checks.micro_batch(0)])
+            exchange.watch(step, [checks.micro_batch(0)])
 
 
 def test_launch_says_what_it_needs():
