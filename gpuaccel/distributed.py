@@ -28,6 +28,9 @@ from .arena import CHUNK, Arena
 from .errors import ArgumentError, RankError
 
 DTYPES = (torch.float32, torch.bfloat16)
+# One tensor for all ranks; the names are torch 2.13's, which warns of the old ones.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 on_beat = None                   # called when this rank has come to the end of a step's backward; launch.py watches it
 last_step = lambda: 0            # the step (of this process, from 1) after which all ranks are asked to stop; 0: none  # noqa: E731
 PIECE = 1 << 22                  # elements that are hashed at once: 32 MB of memory in between
@@ -129,7 +132,11 @@ def _init_from_environment(timeout):
                                 f"{gpus} rank{'s' * (gpus > 1)} here, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on CPUs with gloo")
         torch.cuda.set_device(local)
     try:
-        dist.init_process_group("nccl" if nccl else "gloo", timeout=datetime.timedelta(seconds=timeout))
+        limit = datetime.timedelta(seconds=timeout)
+        store, rank, world = next(dist.rendezvous("env://", timeout=limit))
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(world):       # torchrun keeps its store over a restart, with the addresses of ranks that are gone
+            store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group("nccl" if nccl else "gloo", store=store, rank=rank, world_size=world, timeout=limit)
     except (dist.DistError, ValueError, OSError) as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RankError(f"rank {os.environ['RANK']} of {os.environ.get('WORLD_SIZE')} found no common start at {where} within {timeout:g} s: "

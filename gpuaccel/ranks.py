@@ -22,7 +22,7 @@ from .backend import takes
 from .clip import _kernel as squares_kernel
 from .clip import launch_squares
 from . import distributed
-from .distributed import Distributed, buckets_of, weight_hashes
+from .distributed import Distributed, all_gather, buckets_of, reduce_scatter, weight_hashes
 from .errors import ArgumentError, RankError
 from .meter import LateValue
 from .optimizer import AdamW
@@ -96,8 +96,8 @@ class Ranks:
         if self.nccl and self.world > 1:
             few, many = (torch.zeros(n, device=self.arena.device) for n in (1, self.world))
             dist.all_to_all_single(torch.empty_like(many), many, group=self.group)
-            dist.all_gather_into_tensor(many, few, group=self.group)
-            dist.reduce_scatter_tensor(few, many, group=self.group)
+            all_gather(many, few, group=self.group)
+            reduce_scatter(few, many, group=self.group)
             dist.all_reduce(few, group=self.group)
             torch.cuda.synchronize(self.arena.device)
 
@@ -210,7 +210,7 @@ class Ranks:
         if own:
             mine = sent[self.rank * own:(self.rank + 1) * own]
             got = torch.empty_like(mine) if later else mine
-            works.append(dist.reduce_scatter_tensor(got, sent[:self.world * own], group=self.group, async_op=later))
+            works.append(reduce_scatter(got, sent[:self.world * own], group=self.group, async_op=later))
             copies.append((mine, got))
         if len(sent) > self.world * own:
             works.append(dist.all_reduce(sent[self.world * own:], group=self.group, async_op=later))
@@ -358,14 +358,18 @@ class Ranks:
         if self.sharded:
             self.opt.shed(alone or self.broken)
 
-    def abandon(self):
-        """An error in the middle of a step: forget what was sent. The other ranks cannot go on without this one."""
+    def abandon(self, error: BaseException):
+        """An error in the middle of a step: forget what was sent. The other ranks cannot go on without this one. RankError in place of what a
+        collective raises that another rank has left."""
         self.broken = self.broken or self.next > 0 or self.how.ordered and bool(self.messages)
         self.pending, self.next, self.missing = [], 0, None
         self.wrong.zero_()
         if self.how.ordered:
             self.total.zero_()
             self.messages, self.bits = [], 0
+        if isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo" in str(error):
+            raise RankError(f"rank {self.rank} of {self.world} cannot reach another one in step {self.steps + 1}: it has stopped (what it said is in its own "
+                            f"output), or the network is down. {str(error).splitlines()[0]}") from error
 
     # ---- ordered mode ----
 
@@ -383,7 +387,7 @@ class Ranks:
             if own:
                 dist.all_to_all_single(self.slices.view(-1), grads[:own * self.world], group=self.group)
             if len(tail):
-                dist.all_gather_into_tensor(self.rests.view(-1), tail, group=self.group)
+                all_gather(self.rests.view(-1), tail, group=self.group)
             for theirs, last in zip(self.slices, self.rests):
                 accumulate_(self.total[:own], theirs)
                 accumulate_(self.total[own:], last)
@@ -400,9 +404,9 @@ class Ranks:
             grads.copy_(self.total)
         else:
             if own:
-                dist.all_gather_into_tensor(grads[:own * self.world], self.total[:own], group=self.group)
+                all_gather(grads[:own * self.world], self.total[:own], group=self.group)
             grads[own * self.world:] = self.total[own:]
-            dist.all_gather_into_tensor(everyone.view(-1), mine, group=self.group)
+            all_gather(everyone.view(-1), mine, group=self.group)
         self.arena.grads_changed()
         rounds = len(self.messages)
         self.total.zero_()
@@ -452,7 +456,7 @@ class Ranks:
         if self.steps % self.how.check_every == 0:
             mine = weight_hashes(self.arena, not self.sharded or any(p.dtype == torch.float32 for p in self.arena.params))
             everyone = mine.new_empty(self.world, len(mine))
-            dist.all_gather_into_tensor(everyone.view(-1), mine, group=self.group)
+            all_gather(everyone.view(-1), mine, group=self.group)
             wrong = (everyone != everyone[0]).flatten()
             number = torch.arange(1, len(wrong) + 1, device=wrong.device)
             self.late.put(torch.where(wrong, number, 1 << 24).min() % (1 << 24), self.steps)

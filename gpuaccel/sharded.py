@@ -14,12 +14,12 @@ import contextlib
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .adamw import _arena_runs, _update_kernel, reference_step
 from .arena import CHUNK
 from .clip import MAX_BLOCKS
+from .distributed import all_gather
 from .errors import ArgumentError
 from .kernel import zero_
 from .optimizer import AdamW
@@ -156,7 +156,7 @@ class ShardedAdamW(AdamW):
             own = share(b, self.world)
             if own and self.world > 1:
                 mine = buffer[b.start + self.rank * own:b.start + (self.rank + 1) * own]
-                dist.all_gather_into_tensor(buffer[b.start:b.start + self.world * own], mine if mine.is_cuda else mine.clone(), group=self.group)
+                all_gather(buffer[b.start:b.start + self.world * own], mine if mine.is_cuda else mine.clone(), group=self.group)
 
     # ---- the step ----
 

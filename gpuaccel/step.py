@@ -162,13 +162,13 @@ class TrainStep:
         """Afterwards the next window is open; with an error in between the gradients are dropped."""
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 self.accumulator.lay_down()         # nothing was executed, and nothing can be now
             else:
                 self.accumulator.zero_()
             if self.ranks is not None:
-                self.ranks.abandon()
+                self.ranks.abandon(error)
             raise
         if any(self.accumulator.touched):           # otherwise ga.AdamW has opened the next window already
             self.accumulator.zero_()

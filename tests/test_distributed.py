@@ -1,7 +1,9 @@
 """Data-parallel training: ranks together are one process, bit for bit where that is promised; and what is said when they cannot be."""
+import contextlib
 import json
 import math
 import os
+import pathlib
 import random
 import shutil
 import signal
@@ -207,6 +209,15 @@ def test_one_rank_in_ordered_mode_has_the_bits_of_a_plain_step():
         outs.append((checks.run(model, 3, 1, 0, [3], distributed=how)))
     (got, said), (want, wanted) = outs
     assert said == wanted and all(torch.equal(got[n], want[n]) for n in want)
+
+def test_a_rank_that_others_have_left_says_so_in_words():
+    """What gloo raises names addresses only."""
+    def loss_fn(model, micro):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer")
+    step = checks.make_step(checks.Net(), loss_fn=loss_fn, distributed=ga.Distributed(ordered=True))
+    with pytest.raises(ga.RankError, match=r"rank 0 of 1 cannot reach another one in step 1: .*Connection reset by peer"):
+        step([checks.micro_batch(0), checks.micro_batch(1)])
+
 
 
 # ---- while it runs --------------------------------------------------------------------------------------------------
@@ -434,11 +445,28 @@ def test_the_command_line_trains_with_ranks_and_resumes(tmp_path):
     assert first.returncode == 130 and "checkpoint written; --resume goes on" in said, (out, said)
     done = len(lines_of(tmp_path / "b"))
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
-                "-m", "gpuaccel")
-    rest = gpuaccel(tmp_path / "b", "--ordered", "--steps", "30", "--resume", launcher=torchrun)
+                "--max-restarts", "1", "--monitor-interval", "0.1", "-m", "gpuaccel")
+    rest = gpuaccel(tmp_path / "b", "--ordered", "--steps", "30", "--resume", "--checkpoint-every", "2", launcher=torchrun)
+    while not any(step_of(path) > done + 1 for path in (tmp_path / "b").glob("step-*.safetensors")):
+        assert rest.poll() is None and time.monotonic() < until, rest.communicate()
+        time.sleep(0.05)
+    os.kill(random.choice(children_of(rest.pid)), signal.SIGKILL)                # torchrun starts all of them again, from the last checkpoint
     out, said = rest.communicate(timeout=120)
     assert rest.returncode == 0 and out.count("val loss") == 1 and whole.wait(120) == 0, said
     assert 3 <= done < 30 and lines_of(tmp_path / "b") == lines_of(tmp_path / "a")
+
+
+def step_of(path) -> int:
+    return int(path.stem.split("-")[1])
+
+
+def children_of(pid) -> "list[int]":
+    found = []
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
 
 
 def free_port():
