@@ -173,6 +173,11 @@ def _random_tensors():
     return tensors
 
 
+def random_state() -> torch.Tensor:
+    """(bytes,) uint8 on the CPU: torch's generator of the CPU, then that of the GPU where one is in use."""
+    return torch.cat(list(_random_tensors().values()))
+
+
 def _random_values():
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {"python": random.getstate(), "numpy": (name, keys.tolist(), position, has_gauss, cached)}
@@ -231,18 +236,19 @@ def _write(path, tensors, metadata):
 
 
 def save_checkpoint(path, *, model, optimizer=None, arena=None, scheduler=None, batches=None, step=0,
-                    extra=None) -> pathlib.Path:
+                    extra=None, ranks=()) -> pathlib.Path:
     """Write one checkpoint and return its path; missing folders are made.
 
     model: nn.Module, its `state_dict` is stored; optimizer: any torch optimizer whose state is tensors and numbers per
     parameter; arena: gives the names of the optimizer's parameters, and the fp32 master weights if there are any;
     scheduler, batches: anything with a `state_dict()` of plain values; step: optimizer steps done; extra: plain values
-    of your own (numbers, strings, lists, tuples, dicts, small tensors).
+    of your own (numbers, strings, lists, tuples, dicts, small tensors); ranks: random_state() of each rank of a data-parallel run.
 
     CheckpointError: a value that cannot be stored without pickle, a read-only folder, a full disk. The file that was at
     `path`, if any, is then untouched, and nothing is left beside it. Copies from the device, hence synchronises."""
     path = pathlib.Path(path).expanduser()
-    tensors = {**_model_tensors(path, model), **_master_tensors(arena), **_random_tensors()}
+    tensors = {**_model_tensors(path, model), **_master_tensors(arena), **_random_tensors(),
+               **{f"rng.rank{rank}": state for rank, state in enumerate(ranks)}}
     state = {"random": _pack(_random_values(), "the random state"), "extra": _pack(extra, "extra")}
     if optimizer is not None:
         more, state["optimizer"] = _optimizer_state(_optimizer_groups(path, model, optimizer, arena), optimizer)
@@ -372,13 +378,15 @@ def _fill_state(parameter, group, current, values, tensors):
 
 
 @torch.no_grad()
-def load_checkpoint(path, *, model, optimizer=None, arena=None, scheduler=None, batches=None, restore_rng=True) -> dict:
+def load_checkpoint(path, *, model, optimizer=None, arena=None, scheduler=None, batches=None, restore_rng=True,
+                    rank: int = 0) -> dict:
     """Continue from a checkpoint; returns {"step": int, "extra": what was given to save_checkpoint}.
 
     Only what is passed is restored: `load_checkpoint(path, model=model, restore_rng=False)` reads the weights alone.
     With the same kinds of objects as at the save, on the same kind of machine (and, on a CPU, with as many torch
     threads: the order of sums depends on them), the run continues bit for bit. Tensors are copied in place; the
-    optimizer's `foreach`, `fused`, `capturable` and `differentiable` stay as it was built.
+    optimizer's `foreach`, `fused`, `capturable` and `differentiable` stay as it was built. rank: whose torch generators are restored,
+    of a data-parallel run; one that the file does not know keeps its own.
 
     CheckpointError, with nothing changed: no such file; not safetensors; truncated or altered (the tensor is named);
     names, shapes or dtypes other than the model's, the optimizer's or the arena's; something that the file lacks."""
@@ -439,9 +447,12 @@ def load_checkpoint(path, *, model, optimizer=None, arena=None, scheduler=None, 
         values = _unpack(state["random"])
         random.setstate(values["python"])
         np.random.set_state(values["numpy"])
-        torch.set_rng_state(tensors["rng.cpu"].clone())
-        if "rng.cuda" in tensors and torch.cuda.is_available():
-            torch.cuda.set_rng_state(tensors["rng.cuda"].clone())
+        own = tensors["rng.cpu"], tensors.get("rng.cuda", tensors["rng.cpu"][:0])
+        if rank:
+            own = tensors.get(f"rng.rank{rank}", random_state()).tensor_split([len(own[0])])
+        torch.set_rng_state(own[0].clone())
+        if len(own[1]) and torch.cuda.is_available():
+            torch.cuda.set_rng_state(own[1].clone())
     return {"step": int(metadata["step"]), "extra": _unpack(state["extra"])}
 
 

@@ -442,6 +442,15 @@ class Ranks:
         """Have all ranks been asked to stop after the step that has just been taken, or an earlier one?"""
         return 0 < distributed.last_step() <= self.steps
 
+    def gather(self, t: Tensor) -> "list[Tensor]":
+        """A CPU tensor of each rank, all of one shape, in the order of the ranks. Waits."""
+        if self.world == 1:
+            return [t]
+        mine = t.to(self.arena.device if self.nccl else "cpu")
+        everyone = mine.new_empty(self.world * mine.numel())
+        all_gather(everyone, mine.view(-1), group=self.group)
+        return [one.view_as(t) for one in everyone.cpu().chunk(self.world)]
+
     def barrier(self):
         """Wait until every rank is here."""
         if self.world > 1:

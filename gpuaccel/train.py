@@ -96,21 +96,22 @@ def train(step: TrainStep, batches, steps: int, *, val=None, val_every: int = 0,
     With several ranks each calls it with the same arguments and its own batches, and leaves it after the same step; a rank that leaves it early
     writes no checkpoint, unless all were asked to stop (Ranks.asked_to_stop()). Rank 0 writes metrics and
     checkpoints; all of them read these, so that the folder has to be one that they share, and the run may go on with another number of ranks.
-    The random generators that a checkpoint keeps are rank 0's."""
+    A checkpoint keeps torch's generators of each rank; Python's and numpy's are rank 0's."""
     first = step.ranks is None or step.ranks.rank == 0
     state = dict(model=step.model, optimizer=step.opt, arena=step.arena, scheduler=step.scheduler,
                  batches=batches if hasattr(batches, "state_dict") else None)
     if resume and checkpoint_dir and (last := checkpoints.latest_checkpoint(checkpoint_dir)):
         with step.gathered():
-            step.count = checkpoints.load_checkpoint(last, **state, restore_rng=first)["step"]
+            step.count = checkpoints.load_checkpoint(last, **state, rank=step.ranks.rank if step.ranks else 0)["step"]
     saved = step.count if resume else -1
 
     def save():
         nonlocal saved
         if checkpoint_dir and saved != step.count:
+            ranks = step.ranks.gather(checkpoints.random_state()) if step.ranks is not None else ()
             with step.gathered():
                 if first:
-                    checkpoints.save_checkpoint(checkpoints.checkpoint_path(checkpoint_dir, step.count), step=step.count, extra=extra, **state)
+                    checkpoints.save_checkpoint(checkpoints.checkpoint_path(checkpoint_dir, step.count), step=step.count, extra=extra, ranks=ranks, **state)
                     checkpoints.prune_checkpoints(checkpoint_dir, keep)
             if step.ranks is not None:
                 step.ranks.barrier()            # nobody looks for a checkpoint that is not there yet

@@ -329,12 +329,15 @@ def shares_from_file(rank, group, backend, folder):
             return all(torch.equal(p, want) for p, want in zip(model.parameters(), torch.load(f"{folder}/want.pt")))
 
 
-def trained(rank, group, folder, stops, ranks_then, sharded, steps=5):
+def trained(rank, group, folder, stops, ranks_then, sharded, steps=5, dropout=False):
     """ga.train in ordered mode with checkpoints, left after `stops` steps by `ranks_then` ranks, and gone on with by this group's: the losses."""
     ranks = dist.get_world_size(group)
 
     def go(members, rank, group, last, resume):
         model = Net()
+        if dropout:
+            model.norm = nn.Sequential(nn.Dropout(), model.norm)
+            torch.manual_seed(rank + 10 * resume)
         how = ga.Distributed(group=group, ordered=True, sharded=sharded)
         batches = ga.Batches(torch.arange(400) % VOCAB, 12 // members, 6, seed=3, rank=rank, ranks=members, micro_batches=4 // members)
         with make_step(model, micro_batches=4 // members, distributed=how) as step:

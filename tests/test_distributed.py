@@ -151,6 +151,12 @@ def test_a_run_goes_on_with_another_number_of_ranks(crew, sharded, tmp_path):
         assert crew(checks.trained, ranks, folder=next(folders), stops=2, ranks_then=then, sharded=sharded)[0] == whole
 
 
+def test_dropout_goes_on_as_it_was_on_every_rank(crew, tmp_path):
+    whole, halves = (crew(checks.trained, 2, folder=str(tmp_path / name), stops=stops, ranks_then=2, sharded=False, dropout=True)[0]
+                     for name, stops in (("whole", 0), ("halves", 2)))
+    assert len(whole) == 5 and halves == whole
+
+
 def test_what_cannot_be_sharded(crew):
     for kind, said in crew(checks.attempt, 2, errors=True, how=None, all=dict(sharded=True), sgd=True):
         assert kind == "ArgumentError" and "sharded=True with clip='torch': a rank has its share of the gradient only" in said
