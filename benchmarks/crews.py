@@ -29,6 +29,10 @@ class CrewError(RuntimeError):
     """A crew was stopped: the rank, and what it did."""
 
 
+class Stuck(BaseException):
+    """Raised by a rank whose GPU hangs: it says so, and ends."""
+
+
 class Crews:
     """name -> (function or class, its arguments), to be found by name in a module; it is called with the rank in front of them.
 
@@ -91,7 +95,7 @@ class Crews:
         if wrong or silent:
             said = [f"rank {rank} {error}" for rank, error in wrong.items()] or [f"rank {rank} has not answered for {seconds:g} s" for rank in silent]
             why = f"{name}: {'; '.join(said)}"
-            if silent or found or any(error == DIED for error in wrong.values()):
+            if silent or found or any(error.startswith((DIED, "is stuck")) for error in wrong.values()):
                 self.stop(name, why)                 # the ranks are not in the same place any more
             raise CrewError(why)
         return [found[rank] for rank in range(len(lines))]
@@ -135,5 +139,8 @@ def _serve(rank, ranks, device, store, seconds, line, make, args):
                 answer = None, getattr(thing, method)(*given)
             except Exception:
                 answer = f"raised\n{traceback.format_exc()}", None
+            except Stuck as error:
+                line.send((f"is stuck: {error}", None))
+                break
             line.send(answer)
     os._exit(0)

@@ -39,7 +39,7 @@ SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip
            "benchmarks/common.py"]
 ONE, EACH = "one GPU", "each for itself"
 COMPILED, EAGER, OURS_EAGER, REPLAYED = "torch, compiled", "torch, eager", "ours, eager", "ours, replayed"
-MAKING = 180.0                   # seconds in which a way is made: compiling takes long (a collective that hangs is ended by NCCL after 60)
+MAKING = 180.0                   # seconds in which a way is made: compiling takes long (ranks look themselves whether the GPU hangs)
 CALLS, ROUNDS = 3, {True: 3, False: 2}     # steps of a turn, and turns; replayed or not: launched steps take long
 BUCKETS = (8, 128)               # MB, beside the default
 
@@ -152,15 +152,14 @@ class Run:
         """Of each step the time of the rank that took longest."""
         return [max(step) for step in zip(*(some for some in answers if some))]
 
-    def ends(self, family, ways: dict):
-        """After all steps: finite losses, and the same bits on all ranks."""
-        for name, (crew, way) in self._ready(family, ways).items():
-            said = self.crews.ask(crew, "last", (family, name))
-            assert all(math.isfinite(loss) for _, loss, *_ in said), f"{family}, {name}: last losses {said}"
-            if way.how is not None and way.make == "ours":
-                same = len({weights for weights, *_ in said}) == 1
-                self.results.setdefault("equal_on_all_ranks", {}).setdefault(family, {})[name] = {"equal": same, "steps": said[0][2]}
-                assert same, f"{family}, {name}: the ranks' weights are not the same bits: {said}"
+    def end(self, family, name, crew, way):
+        """After all steps of a way: finite losses, and the same bits on all ranks."""
+        said = self.crews.ask(crew, "last", (family, name))
+        assert all(math.isfinite(loss) for _, loss, _ in said), f"last losses {said}"
+        if way.how is not None and way.make == "ours":
+            same = len({weights for weights, *_ in said}) == 1
+            self.results.setdefault("equal_on_all_ranks", {}).setdefault(family, {})[name] = {"equal": same, "steps": said[0][2]}
+            assert same, f"the ranks' weights are not the same bits: {said}"
 
     def family(self, family):
         """Measure, then give the memory back; the last family's ways are needed for buckets."""
@@ -170,25 +169,27 @@ class Run:
         if family not in EARLY:
             self.make({family: ways})
         self.stage(family, self.race, family, ways)
-        self.stage(f"{family}: losses and bits", self.ends, family, ways)
+        for name, of in self._ready(family, ways).items():
+            self.stage(f"end of {family}: {name}", self.end, family, name, *of)
         order = list(self.families)
         later = {self.home} | {crew for other in order[order.index(family) + 1:] for crew, _ in self.families[other].values()}
         for crew in {crew for crew, _ in ways.values()} - self.crews.stopped.keys():
             if crew not in later:
                 self.crews.stop(crew)
             elif family != REPLAYED:
-                self.stage(f"end of {family} in {crew}", self.crews.ask, crew, "drop", *((family, name) for name in self._ready(family, ways)))
+                self.stage(f"end of {family}", self.crews.ask, crew, "drop", *((family, name) for name in ways))
 
     def buckets(self, sizes):
         """Other sizes of buckets, the fewest micro-batches, each in turns with the default size."""
         ready, count = self._ready(REPLAYED, self.families[REPLAYED]), min(self.bench.micro_batches)
         default = REPLAYED, "all-reduce"
         assert default[1] in ready, "there is no default to compare with"
-        self.crews.ask(self.home, "drop", *((REPLAYED, name) for name, (crew, _) in ready.items() if crew == self.home and name != default[1]))
+        self.crews.ask(self.home, "drop", *((REPLAYED, name) for name in self.families[REPLAYED] if name != default[1]))
         for size in sizes:
             key = REPLAYED, f"buckets of {size:g} MB"
             self.crews.ask(self.home, "make", key, replayed({"bucket_mb": size}, counts=(count,)), seconds=MAKING)
             times = self.turns({which: (self.home, which, count, False) for which in (default, key)}, ROUNDS[True])
+            assert len(times) == 2, f"no times of {'; '.join(name for _, name in {default, key} - times.keys())}"
             self.results.setdefault("buckets", {})[f"{size:g}"] = {"ms": times[key], "default_ms": times[default],
                                                                    "times_default": times[default] / times[key]}
             self.crews.ask(self.home, "drop", key)
@@ -230,7 +231,7 @@ class Run:
             self.family(family)
         if buckets and REPLAYED in self.families and not self.over("buckets"):
             self.stage("buckets", self.buckets, buckets)
-        self.stage("end of all ways", self.crews.ask, self.home, "drop")
+        self.stage("end of all ways", self.crews.ask, self.home, "clear")
         for name, part in {"bits": self.bits, "bandwidth": self.bandwidth}.items():
             if name in parts and not self.over(name):
                 self.stage(name, part)

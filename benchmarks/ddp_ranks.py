@@ -15,11 +15,12 @@ import common  # noqa: F401 (finds gpuaccel)
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from crews import SECONDS, Stuck
 from torch.nn.parallel import DistributedDataParallel
 from workers import queued
 
 from gpuaccel.arena import Arena
-from gpuaccel.distributed import Distributed, weight_hashes
+from gpuaccel.distributed import Distributed, all_gather, reduce_scatter, weight_hashes
 from gpuaccel.models import Config, Transformer
 from gpuaccel.optimizer import AdamW
 from gpuaccel.step import TrainStep
@@ -144,6 +145,7 @@ class Rank:
         self.taken[name], first = 0, None
         for count in way.counts or self.bench.micro_batches:
             self._take(name, count)
+            self._finish()
             first = float(made.loss) if first is None else first
         moments = [t for state in made.opt.state.values() for key, t in state.items() if key != "step"]
         kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in moments}
@@ -152,6 +154,16 @@ class Rank:
             found |= {"peak_GiB": (torch.cuda.max_memory_allocated() - before) / 2**30, "held_GiB": (torch.cuda.memory_allocated() - before) / 2**30,
                       "reserved_GiB": torch.cuda.memory_reserved() / 2**30}
         return found
+
+    def _finish(self, seconds: float = SECONDS):
+        """Wait for the GPU. Stuck where it does not finish: nothing else ends a collective that hangs in a graph."""
+        if self.cuda:
+            event, until = torch.cuda.Event(), time.monotonic() + seconds
+            event.record()
+            while not event.query():
+                if time.monotonic() > until:
+                    raise Stuck(f"the GPU has not finished a step for {seconds:g} s")
+                time.sleep(1e-3)
 
     def _fresh(self) -> int:
         """Give back what nothing uses, forget the peak. Bytes that are allocated now."""
@@ -189,9 +201,13 @@ class Rank:
         return [_hashes(made.step) if isinstance(made, Ours) else None, float(made.loss), self.taken[name]]
 
     def drop(self, *names):
-        for name in names or list(self.ways):
+        """Those of them that are there."""
+        for name in self.ways.keys() & set(names):
             self.ways.pop(name).close()
         self._fresh()
+
+    def clear(self):
+        self.drop(*self.ways)
 
     # ---- the network alone ----
 
@@ -204,8 +220,8 @@ class Rank:
         for name, (size, operations) in sizes.items():
             t = big[:size // 4 // self.ranks * self.ranks]
             part = t[self.rank * len(t) // self.ranks:(self.rank + 1) * len(t) // self.ranks]
-            runs = {"all_reduce": lambda: dist.all_reduce(t), "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, t),
-                    "all_gather": lambda: dist.all_gather_into_tensor(t, part if self.cuda else part.clone())}
+            runs = {"all_reduce": lambda: dist.all_reduce(t), "reduce_scatter": lambda: reduce_scatter(part, t),
+                    "all_gather": lambda: all_gather(t, part if self.cuda else part.clone())}
             found[name] = {operation: self._queued(runs[operation], calls) for operation in operations}
         return found
 

@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import time
+import types
 import warnings
 
 import pytest
@@ -425,7 +426,7 @@ def test_the_benchmark_of_several_ranks_takes_the_slowest_rank_and_says_what_fai
     assert r["families"][ddp.EAGER]["4"].keys() == {ddp.ONE, ddp.EACH} and r["memory"][ddp.REPLAYED]["ordered"] == {"optimizer_GiB": 2.0}
     assert r["failed"].pop(f"times of {ddp.REPLAYED}, sharded, 1") == str(error)
     assert r["failed"].pop(f"making of {ddp.EAGER}: DDP").startswith("the first loss is 9.0")
-    assert r["failed"].pop(f"{ddp.REPLAYED}: losses and bits").startswith(f"{ddp.REPLAYED}, ordered: the ranks' weights are not the same bits") and not r["failed"]
+    assert r["failed"].pop(f"end of {ddp.REPLAYED}: ordered").startswith("the ranks' weights are not the same bits") and not r["failed"]
     assert not r["equal_on_all_ranks"][ddp.REPLAYED]["ordered"]["equal"] and r["equal_on_all_ranks"][ddp.REPLAYED]["sharded"]["equal"]
 
     late = ddp.Run(Scripted(make=make), bench, families, "all", time.perf_counter() - 9, limit=5)
@@ -449,3 +450,13 @@ def test_bits_that_differ_are_told_apart(ddp_on_cpu):
         return [what for what, yes in run.results["bits"]["ways"]["ordered"].items() if not yes]
     assert bits("") == [] and bits("one") == ["equal to one GPU"] and bits("rank") == ["equal on all ranks"]
     assert bits("replay") == ["equal on all ranks", "replayed equal to launched"]
+
+
+def test_a_rank_sees_that_its_gpu_hangs(ddp_on_cpu, monkeypatch):
+    _, ranks, _ = ddp_on_cpu
+    done = iter([False, False, True, *[False] * 10**6])
+    monkeypatch.setattr(torch.cuda, "Event", lambda: types.SimpleNamespace(record=lambda: None, query=lambda: next(done)))
+    rank = types.SimpleNamespace(cuda=True)
+    ranks.Rank._finish(rank)
+    with pytest.raises(ranks.Stuck, match="the GPU has not finished a step for 0.05 s"):
+        ranks.Rank._finish(rank, 0.05)
