@@ -337,8 +337,77 @@ def layers_table(r) -> str:
             + markdown(("", "ours", "CPU", "against the CPU", "against eager torch", "against compiled"), rows))
 
 
+def ddp_table() -> str:
+    result, parts = load("ddp"), []
+    numbers = sorted((key for key in result["results"] if key.isdigit()), key=int)
+    for n in numbers:
+        parts.append(f"{n} GPUs:\n\n" + ddp_rows(result["results"][n], int(n)) + "\n\n" + ddp_facts(result["results"][n]))
+    return ("Optimizer steps of `llama-350m` (batch 4 per GPU and micro-batch, T = 1024, AdamW, clipped at 1.0) on several GPUs: the rate of each GPU as a share "
+            "of the same step's on one GPU that has no others, and, after a plus, the milliseconds above the same step on all GPUs without any word between them: "
+            "communication that nothing hides. torch: bf16 autocast over fp32 weights, DDP with `no_sync` (the script is in `benchmarks/ddp_ranks.py`). Ours: "
+            "launched in mode `arena`, replayed compiled and in mode `fused`.\n\n" + "\n\n".join(parts) + "\n\n" + source(result))
+
+
+def ddp_rows(r, n: int) -> str:
+    """Every family of ways, on one GPU and on n."""
+    goals = {"4": {2: 0.97, 4: 0.95}.get(n), "1": {2: 0.9}.get(n)}
+    rows, counts = [], list(dict.fromkeys(count for found in r["families"].values() for count in found))
+    for family, found in r["families"].items():
+        names = [name for name in dict.fromkeys(name for some in found.values() for name in some) if name != "each for itself"]
+        memory = r.get("memory", {}).get(family, {})
+        for name in names:
+            cells = []
+            for count in counts:
+                m = found.get(count, {}).get(name)
+                if m is None:
+                    cells.append("not measured")
+                elif name == "one GPU":
+                    cells.append(f"{m['ms']:.1f} ms, {m['tokens_per_s_per_gpu'] / 1e3:,.1f}K tokens/s")
+                else:
+                    share, goal = f"{m['of_one_gpu']:.1%}", goals.get(count)
+                    if name == "all-reduce" and goal:
+                        share = verdict(share, f"{goal:.0%}", m["of_one_gpu"] >= goal)
+                    if name == "sharded" and "all-reduce" in found[count]:
+                        least = found[count]["all-reduce"]["of_one_gpu"]
+                        share = verdict(share, f"all-reduce's {least:.1%}", m["of_one_gpu"] >= least)
+                    cells.append(f"{m['ms']:.1f} ms, {share}, {m['exposed_ms']:+.1f} ms")
+            kept = memory.get(name, {})
+            optimizer = f"{kept['optimizer_GiB']:.2f} GiB" if kept else ""
+            if name == "sharded" and kept and "one GPU" in memory:
+                share = kept["optimizer_GiB"] * n / memory["one GPU"]["optimizer_GiB"]
+                optimizer = verdict(optimizer, f"1/{n} and 1% at most", share <= 1.01)
+            rows.append((f"{family}: {name}", *cells, f"{kept['peak_GiB']:.1f} GiB" if "peak_GiB" in kept else "", optimizer))
+    return markdown(("", *(f"{count} micro-batch{'es' * (count != '1')}" for count in counts), "peak memory", "optimizer's state"), rows)
+
+
+def ddp_facts(r) -> str:
+    """Bits, buckets, the network, and what is missing."""
+    said = []
+    if "bits" in r:
+        ways, b = r["bits"]["ways"], r["bits"]
+        said.append(f"Bits, in {b['steps']} deterministic steps of {b['layers']} layers: " + "; ".join(
+            f"{name} " + ", ".join(f"{what} {verdict('yes' if yes else 'no', 'yes', yes)}" for what, yes in some.items()) for name, some in ways.items()) + ".")
+    if "equal_on_all_ranks" in r:
+        said.append("The weights' bits are equal on all ranks after " + "; ".join(
+            f"{m['steps']} steps ({family}, {name}): {verdict('yes' if m['equal'] else 'no', 'yes', m['equal'])}"
+            for family, some in r["equal_on_all_ranks"].items() for name, m in some.items()) + ".")
+    if r.get("buckets"):
+        default = next(iter(r["buckets"].values()))["default_ms"]
+        said.append(f"Buckets of another size than 32 MB (replayed, 1 micro-batch, {default:.2f} ms): "
+                    + ", ".join(f"{size} MB {m['ms']:.2f} ms, {m['times_default']:.3f}x" for size, m in r["buckets"].items()) + ".")
+    if "bandwidth" in r:
+        said.append("Collectives alone, GB/s on the bus: " + "; ".join(
+            f"{name} ({m['bytes'] / 2**20:,.0f} MiB) " + ", ".join(f"`{op}` {some['bus_GB_per_s']:.0f}" for op, some in m.items() if op != "bytes")
+            for name, m in r["bandwidth"].items()) + ".")
+    settings = ", ".join(f"`{key}={value}`" for key, value in r.get("nccl", {}).items() if key != "version")
+    said.append(f"NCCL {r['nccl']['version']}{' with ' + settings if settings else ''}." if "nccl" in r else "")
+    missing = [*r["failed"], *r["left_out"]]
+    said.append(f"Failed or left out: {'; '.join(missing)}." if missing else "")
+    return " ".join(filter(None, said))
+
+
 TABLES = {"step": step_table, "graphs": graphs_table, "encoder": encoder_table, "accumulate": accumulate_table, "train": train_table, "clip": clip_table,
-          "tail": tail_table, "dispatch": dispatch_table}
+          "tail": tail_table, "dispatch": dispatch_table, "ddp": ddp_table}
 
 
 def filled(text: str) -> str:

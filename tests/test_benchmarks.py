@@ -6,7 +6,9 @@ import os
 import pathlib
 import re
 import sys
+import threading
 import time
+import types
 import warnings
 
 import pytest
@@ -205,7 +207,7 @@ def test_the_benchmark_of_the_encoder_runs_and_has_a_table(encoder_on_cpu, monke
     readme = module("readme")
     monkeypatch.setattr(readme, "load", lambda name: {"gpu": "A", "driver": "B", "torch": "C", "nvrtc": "D", "date": "E", "results": results})
     table = readme.encoder_table()
-    assert table.count("\n| ") == 2 + 4 + 2 and table.count("(goal ") == 4 * 4 + 1 + 1 + 2 and "A, driver B, torch C" in table
+    assert table.count("\n| ") == 2 + 4 + 2 and table.count("(goal ") == 4 * 4 + 4 * 2 + 1 + 1 + 2 and "A, driver B, torch C" in table
 
 
 @pytest.mark.skipif(find_compiler()[0] is None, reason="no C++ compiler for simt")
@@ -317,3 +319,144 @@ def test_the_benchmark_of_dispatch_counts_what_the_kernels_header_counts(dispatc
     found = re.search(r"forward (\d) reads and a write, backward (\d) reads and\W+(\d) writes.*Special functions: forward (\d+), backward (\d+)", header, re.S)
     assert found and list(map(int, found.groups())) == [moved["glu"]["forward"] - 1, moved["glu"]["backward"] - 2, 2, *special["glu"].values()], header
     assert re.search(r"costs four special functions per element.*forward three", header) and list(special["curve"].values()) == [3, 4], header
+
+
+@pytest.fixture
+def ddp_on_cpu(monkeypatch):
+    """ddp.py on two gloo ranks: one crew for all families, nothing compiled or captured, one step in each turn."""
+    common, workers, crews, ranks = (module(name) for name in ("common", "workers", "crews", "ddp_ranks"))
+    ddp = module("ddp")
+    monkeypatch.setattr(ddp, "CALLS", 1)
+    monkeypatch.setattr(ddp, "ROUNDS", {True: 1, False: 1})
+    yield ddp, ranks, {family: {name: ("all", way) for name, (_, way) in ways.items()} for family, ways in ddp.FAMILIES.items()}
+    for name in ("workers", "crews", "ddp_ranks", "ddp"):
+        del sys.modules[name]
+
+
+def test_the_benchmark_of_several_ranks_runs_and_has_a_table(ddp_on_cpu, monkeypatch):
+    ddp, ranks, families = ddp_on_cpu
+    config = Config(vocab=31, hidden=16, intermediate=32, layers=2, heads=2, kv_heads=2, T=16)
+    bench = ranks.Bench(config, rows=2, micro_batches=(4, 1), device="cpu", compile=False, graph=False, bits_layers=1, bits_steps=2)
+    kept = []
+    r = ddp.measure(bench, 2, (0.001,), keep=kept.append, families=families)
+    assert kept == [r] and r["failed"] == {} and r["left_out"] == [] and r["families"].keys() == families.keys()
+    for family, found in r["families"].items():
+        assert {count: rows.keys() for count, rows in found.items()} == dict.fromkeys("41", {*families[family], ddp.EACH})
+    assert {yes for way in r["bits"]["ways"].values() for yes in way.values()} == {True} and "equal to one GPU" in r["bits"]["ways"]["ordered"]
+    equal = [m for some in r["equal_on_all_ranks"].values() for m in some.values()]
+    assert len(equal) == 5 and all(m == {"equal": True, "steps": 4} for m in equal)
+    memory = {name: m["optimizer_GiB"] for name, m in r["memory"][ddp.REPLAYED].items()}
+    assert memory["all-reduce"] == memory[ddp.ONE] > memory["sharded"] > 0 and r["bandwidth"]["the arena"].keys() == {"bytes", *("all_reduce", "reduce_scatter", "all_gather")}
+    r = json.loads(json.dumps(r))
+    ddp.show(r)
+    readme = module("readme")
+    monkeypatch.setattr(readme, "load", lambda name: {"gpu": "A", "driver": "B", "torch": "C", "nvrtc": "D", "date": "E",
+                                                      "results": {"2": {**r, "failed": {"bits": "why"}, "nccl": {"version": "9", "NCCL_X": "1"}}}})
+    table = readme.ddp_table()
+    assert table.count("\n| ") == 1 + 11 and table.count("(goal ") == 2 * 2 + 2 + 1 + 7 + 5 and "A, driver B, torch C" in table
+    assert "NCCL 9 with `NCCL_X=1`. Failed or left out: bits." in table
+
+
+def test_a_crew_that_hangs_or_dies_is_named_and_the_others_go_on(monkeypatch):
+    crews = module("crews")
+    with crews.Crews({"numbers": (range, 2), "locks": (threading.Semaphore,)}, 2, "cpu") as some:
+        assert some.ask("numbers", "index", 1) == [1, 0]             # of range(0, 2) and range(1, 2)
+        with pytest.raises(crews.CrewError, match=r"numbers: rank \d raised(.|\n)*ValueError: 5 is not in range(.|\n)*rank \d raised"):
+            some.ask("numbers", "index", 5)
+        with pytest.raises(crews.CrewError, match="^locks: rank 0 has not answered for 0.5 s$"):
+            some.ask("locks", "acquire", seconds=0.5)                # of no permit, and of one
+        assert some.names == ["numbers"] and some.ask("numbers", "count", 0) == [1, 0]
+        with pytest.raises(crews.CrewError, match="numbers: rank 1 raised(.|\n)*ValueError: 0 is not in range"):
+            some.ask("numbers", "index", 0)
+        for name in ("numbers", "locks"):
+            with pytest.raises(crews.CrewError, match=name):
+                some.ask(name, "count", 0)
+        assert some.names == []
+    with crews.Crews({"gone": (os._exit,)}, 1, "cpu") as some, pytest.raises(crews.CrewError, match="gone: rank 0 has died"):
+        some.ask("gone", "anything")
+    del sys.modules["crews"]
+
+
+class Scripted:
+    """In the place of Crews: two ranks that answer what a test says, method -> function of the arguments; an exception is raised."""
+    ranks = 2
+
+    def __init__(self, **answers):
+        self.replies, self.said, self.stopped, self.names = answers, collections.defaultdict(list), {}, ["all"]
+
+    def send(self, crew, method, *args):
+        self.said[crew].append(self.replies[method](*args) if method in self.replies else [None, None])
+
+    def answers(self, crew, seconds=None):
+        found = self.said[crew].pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def ask(self, crew, method, *args, seconds=None):
+        self.send(crew, method, *args)
+        return self.answers(crew)
+
+    def stop(self, crew):
+        self.stopped[crew] = "it was closed"
+
+
+def test_the_benchmark_of_several_ranks_takes_the_slowest_rank_and_says_what_failed(ddp_on_cpu):
+    ddp, ranks, families = ddp_on_cpu
+    bench = ranks.Bench(Config(vocab=31, hidden=16, intermediate=32, layers=2, heads=2, kv_heads=2, T=10), rows=3, device="cpu")
+    error = sys.modules["crews"].CrewError("rank 1 has not answered for 60 s")
+
+    def make(key, way):
+        loss = 9.0 if key == (ddp.EAGER, "DDP") else 3.0
+        return [{"first_loss": loss, "optimizer_GiB": 1.0}, {"first_loss": loss + 0.01, "optimizer_GiB": 2.0}]
+
+    def times(key, count, calls, alone):
+        if key[1] == "sharded" and count == 1:
+            return error
+        return [[10.0 * count], []] if alone else [[11.0 * count], [12.0 * count]] if key[1] == ddp.ONE else [[15.0 * count], [14.0 * count]]
+
+    def last(key):
+        return [["one", 2.0, 8], ["other" if key == (ddp.REPLAYED, "ordered") else "one", 2.0, 8]]
+    run = ddp.Run(Scripted(make=make, times=times, last=last), bench, families, "all", time.perf_counter())
+    run.all((), ddp.PARTS[:-2])
+    run.memory()
+    r = run.results
+    assert r["families"][ddp.REPLAYED]["4"]["all-reduce"] == {"ms": 60.0, "tokens_per_s_per_gpu": 2000.0, "of_one_gpu": pytest.approx(2 / 3), "exposed_ms": 12.0}
+    assert r["families"][ddp.REPLAYED]["1"].keys() == {ddp.ONE, ddp.EACH, "all-reduce", "all-reduce in bf16", "ordered"}
+    assert r["families"][ddp.EAGER]["4"].keys() == {ddp.ONE, ddp.EACH} and r["memory"][ddp.REPLAYED]["ordered"] == {"optimizer_GiB": 2.0}
+    assert r["failed"].pop(f"times of {ddp.REPLAYED}, sharded, 1") == str(error)
+    assert r["failed"].pop(f"making of {ddp.EAGER}: DDP").startswith("the first loss is 9.0")
+    assert r["failed"].pop(f"end of {ddp.REPLAYED}: ordered").startswith("the ranks' weights are not the same bits") and not r["failed"]
+    assert not r["equal_on_all_ranks"][ddp.REPLAYED]["ordered"]["equal"] and r["equal_on_all_ranks"][ddp.REPLAYED]["sharded"]["equal"]
+
+    late = ddp.Run(Scripted(make=make), bench, families, "all", time.perf_counter() - 9, limit=5)
+    late.all((1,), ddp.PARTS)
+    assert late.results["left_out"] == [*families, "buckets", "bits", "bandwidth"] and not late.results["failed"]
+
+
+def test_bits_that_differ_are_told_apart(ddp_on_cpu):
+    ddp, ranks, families = ddp_on_cpu
+
+    def bits(other):
+        def answers():
+            same = {name: {"eager": ["a", [1.0]], "replayed": ["a", [1.0]]} for name in ("all-reduce", "ordered", "sharded", "one GPU")}
+            first, second = json.loads(json.dumps(same)), json.loads(json.dumps(same))
+            (second if other == "rank" else first)["ordered"]["replayed"][0] = "b" if other in ("rank", "replay") else "a"
+            if other == "one":
+                first["one GPU"]["eager"][1] = [1.5]
+            return [first, second]
+        run = ddp.Run(Scripted(bits=answers), ranks.Bench(None), families, "all", 0.0)
+        run.bits()
+        return [what for what, yes in run.results["bits"]["ways"]["ordered"].items() if not yes]
+    assert bits("") == [] and bits("one") == ["equal to one GPU"] and bits("rank") == ["equal on all ranks"]
+    assert bits("replay") == ["equal on all ranks", "replayed equal to launched"]
+
+
+def test_a_rank_sees_that_its_gpu_hangs(ddp_on_cpu, monkeypatch):
+    _, ranks, _ = ddp_on_cpu
+    done = iter([False, False, True, *[False] * 10**6])
+    monkeypatch.setattr(torch.cuda, "Event", lambda: types.SimpleNamespace(record=lambda: None, query=lambda: next(done)))
+    rank = types.SimpleNamespace(cuda=True)
+    ranks.Rank._finish(rank)
+    with pytest.raises(ranks.Stuck, match="the GPU has not finished a step for 0.05 s"):
+        ranks.Rank._finish(rank, 0.05)

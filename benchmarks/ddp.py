@@ -1,0 +1,322 @@
+"""Data-parallel steps against the same steps on one GPU, and against torch's DDP: python benchmarks/ddp.py   (needs 2 GPUs or more)
+
+llama-350m, batch 4 per GPU, T = 1024, 4 micro-batches and 1, AdamW with decay of matrices, clipped at 1.0. The peer is written out in ddp_ranks.py: fp32
+weights, bf16 autocast, foreach clip, fused AdamW, DistributedDataParallel with no_sync() in all micro-batches but the last, eager and compiled. Ours:
+bf16 weights with fp32 masters, launched from Python (mode `arena`), and compiled and replayed as one CUDA graph (mode `fused`): all-reduce in fp32 and
+bf16, sharded, ordered, and other sizes of buckets.
+
+Each family of ways has its own base, the same step without any word to other ranks: on one GPU while the others rest (`one GPU`, what the rates are
+held against), and on all GPUs at once (`each for itself`: what a step takes beyond that is communication that nothing hides). Those of one family take
+turns; times are those of steps that are queued one behind the other, and a step's is that of its slowest rank. Ways that compile have processes of
+their own (crews.py), which compile side by side. A rank that does not answer for 60 s ends its crew; what fails is named in the results, and the rest
+goes on.
+
+Also: the bandwidth of collectives alone, memory per rank, and whether bits are equal: on all ranks, replayed and launched, and (ordered) on N GPUs and one.
+Numbers of GPUs are kept side by side: a run leaves what another has measured for another number, as long as no source has changed. Settings of NCCL in
+the environment (NCCL_*) are written down; those that steer its number of thread blocks (NCCL_MAX_CTAS) are worth a try.
+"""
+import argparse
+import json
+import math
+import os
+import signal
+import statistics
+import sys
+import time
+
+import common
+import torch
+from crews import CrewError, Crews
+from ddp_ranks import Bench, Rank, Way
+
+from gpuaccel.models import Transformer, preset
+
+SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "kernels_cu/segments.cu",
+           "kernels_cu/encoder.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py", "gpuaccel/backend.py", "gpuaccel/arena.py", "gpuaccel/accumulate.py",
+           "gpuaccel/fused_linear.py", "gpuaccel/segments.py", "gpuaccel/encoder.py", "gpuaccel/embedding.py", "gpuaccel/clip.py", "gpuaccel/adamw.py",
+           "gpuaccel/optimizer.py", "gpuaccel/graphs.py", "gpuaccel/capture.py", "gpuaccel/step.py", "gpuaccel/distributed.py", "gpuaccel/ranks.py",
+           "gpuaccel/sharded.py", "gpuaccel/models.py", "benchmarks/ddp.py", "benchmarks/ddp_ranks.py", "benchmarks/crews.py", "benchmarks/workers.py",
+           "benchmarks/common.py"]
+ONE, EACH = "one GPU", "each for itself"
+COMPILED, EAGER, OURS_EAGER, REPLAYED = "torch, compiled", "torch, eager", "ours, eager", "ours, replayed"
+MAKING = 180.0                   # seconds in which a way is made: compiling takes long (ranks look themselves whether the GPU hangs)
+CALLS, ROUNDS = 3, {True: 3, False: 2}     # steps of a turn, and turns; replayed or not: launched steps take long
+BUCKETS = (8, 128)               # MB, beside the default
+
+
+def replayed(how=None, **more) -> Way:
+    return Way("ours", compiled=True, replayed=True, accumulate="fused", how=how, **more)
+
+
+# family -> way -> (its crew, itself). The first way is the base, which says nothing to other ranks.
+FAMILIES = {
+    COMPILED: {ONE: ("torch, compiled", Way("torch", compiled=True)), "DDP": ("torch, compiled DDP", Way("torch", compiled=True, how={}))},
+    EAGER: {ONE: ("eager", Way("torch")), "DDP": ("eager", Way("torch", how={}))},
+    OURS_EAGER: {ONE: ("eager", Way("ours")), "all-reduce": ("eager", Way("ours", how={}))},
+    REPLAYED: {ONE: ("replayed", replayed()), "all-reduce": ("replayed", replayed({})), "all-reduce in bf16": ("replayed", replayed({"dtype": torch.bfloat16})),
+               "sharded": ("replayed, other sums", replayed({"sharded": True})), "ordered": ("replayed, other sums", replayed({"ordered": True}))}}
+PARTS = *FAMILIES, "bits", "bandwidth"
+EARLY = COMPILED, REPLAYED       # made at once, side by side; the others when their turn comes, so that all have memory enough
+
+
+class Run:
+    """One number of ranks, measured stage by stage. `results` always holds what is there so far."""
+
+    def __init__(self, crews: Crews, bench: Bench, families: dict, home, began: float, limit: float = math.inf):
+        """home: the crew that stays to the end."""
+        self.crews, self.bench, self.families, self.home, self.began, self.limit = crews, bench, families, home, began, limit
+        self.results = {"ranks": crews.ranks, "families": {}, "made": {}, "failed": {}, "left_out": []}
+
+    def say(self, what):
+        print(f"{time.perf_counter() - self.began:5.1f} s: {what}", flush=True)
+
+    def over(self, name) -> bool:
+        """Is there no time left to begin this part?"""
+        over = time.perf_counter() - self.began > self.limit
+        if over:
+            self.results["left_out"].append(name)
+            self.say(f"{name} is left out: more than {self.limit:g} s are over")
+        return over
+
+    def stage(self, name, function, *args):
+        """One part of the whole: what goes wrong in it is written down, and the others go on."""
+        try:
+            function(*args)
+            self.say(f"{name} is done")
+        except (CrewError, AssertionError) as error:
+            self.failed(name, error)
+
+    def failed(self, name, error):
+        self.results["failed"][name] = str(error)
+        self.say(f"{name} failed: {error}")
+
+    def meet(self, names):
+        """All begin side by side."""
+        for crew in names:
+            self.crews.send(crew, "meet")
+        for crew in names:
+            self.stage(f"meeting of {crew}", self.crews.answers, crew, MAKING)
+
+    # ---- speed ----
+
+    def make(self, families: dict):
+        """Asked one after the other, made side by side by different crews."""
+        wanted = [(family, name, *of) for family, ways in families.items() for name, of in ways.items() if of[0] not in self.crews.stopped]
+        for family, name, crew, way in wanted:
+            self.crews.send(crew, "make", (family, name), way)
+        for family, name, crew, _ in wanted:
+            self.stage(f"making of {family}: {name}", self._made, family, name, crew)
+
+    def _made(self, family, name, crew):
+        said = self.crews.answers(crew, MAKING)
+        first = statistics.mean(one["first_loss"] for one in said)           # the same model and batches everywhere: fp32 weights, and bf16 copies of them
+        apart = abs(first - self.results.setdefault("first_loss", first))
+        assert apart < 0.05, f"the first loss is {first}, and that of the first way {self.results['first_loss']}"
+        self.results["made"].setdefault(family, {})[name] = said
+
+    def _ready(self, family, ways) -> dict:
+        """Those that were made, and whose crew is still there."""
+        return {name: of for name, of in ways.items() if name in self.results["made"].get(family, {}) and of[0] not in self.crews.stopped}
+
+    def race(self, family, ways: dict):
+        """Times of a family's ways, in turns."""
+        ways = {name: crew for name, (crew, _) in self._ready(family, ways).items()}
+        assert ONE in ways, f"{family} has no base"
+        found = self.results["families"].setdefault(family, {})
+        for count in self.bench.micro_batches:
+            takers = {name: (ways.get(name, ways[ONE]), (family, ONE if name == EACH else name), count, name == ONE)
+                      for name in dict.fromkeys((ONE, EACH, *ways))}
+            times = self.turns(takers, ROUNDS[family == REPLAYED])
+            tokens = self.bench.rows * count * self.bench.config.T
+            rows = found[str(count)] = {name: {"ms": ms, "tokens_per_s_per_gpu": tokens / ms * 1e3, "of_one_gpu": times[ONE] / ms,
+                                               "exposed_ms": ms - times[EACH]} for name, ms in times.items()}
+            self.say(f"{family}, {count}: " + ", ".join(f"{name} {m['ms']:.2f} ms ({m['of_one_gpu']:.1%})" for name, m in rows.items()))
+
+    def turns(self, takers: dict, rounds: int) -> dict:
+        """Median milliseconds of each, in turns (a, b, c, a, b, c, ...). takers: name -> (crew, way, micro-batches, on the first GPU alone?). One that
+        fails is left out from then on."""
+        times = {name: [] for name in takers}
+        for _ in range(rounds):
+            for name in list(times):
+                crew, *way = takers[name]
+                try:
+                    times[name] += self._slowest(self.crews.ask(crew, "times", way[0], way[1], CALLS, way[2]))
+                except CrewError as error:
+                    del times[name]
+                    self.failed(f"times of {', '.join(way[0])}, {way[1]}", error)
+        assert takers.keys() & {ONE, EACH} <= times.keys(), "the base has failed"
+        return {name: statistics.median(some) for name, some in times.items()}
+
+    @staticmethod
+    def _slowest(answers):
+        """Of each step the time of the rank that took longest."""
+        return [max(step) for step in zip(*(some for some in answers if some))]
+
+    def end(self, family, name, crew, way):
+        """After all steps of a way: finite losses, and the same bits on all ranks."""
+        said = self.crews.ask(crew, "last", (family, name))
+        assert all(math.isfinite(loss) for _, loss, _ in said), f"last losses {said}"
+        if way.how is not None and way.make == "ours":
+            same = len({weights for weights, *_ in said}) == 1
+            self.results.setdefault("equal_on_all_ranks", {}).setdefault(family, {})[name] = {"equal": same, "steps": said[0][2]}
+            assert same, f"the ranks' weights are not the same bits: {said}"
+
+    def family(self, family):
+        """Measure, then give the memory back; the last family's ways are needed for buckets."""
+        ways = self.families[family]
+        if self.over(family):
+            return
+        if family not in EARLY:
+            self.make({family: ways})
+        self.stage(family, self.race, family, ways)
+        for name, of in self._ready(family, ways).items():
+            self.stage(f"end of {family}: {name}", self.end, family, name, *of)
+        order = list(self.families)
+        later = {self.home} | {crew for other in order[order.index(family) + 1:] for crew, _ in self.families[other].values()}
+        for crew in {crew for crew, _ in ways.values()} - self.crews.stopped.keys():
+            if crew not in later:
+                self.crews.stop(crew)
+            elif family != REPLAYED:
+                self.stage(f"end of {family}", self.crews.ask, crew, "drop", *((family, name) for name in ways))
+
+    def buckets(self, sizes):
+        """Other sizes of buckets, the fewest micro-batches, each in turns with the default size."""
+        ready, count = self._ready(REPLAYED, self.families[REPLAYED]), min(self.bench.micro_batches)
+        default = REPLAYED, "all-reduce"
+        assert default[1] in ready, "there is no default to compare with"
+        self.crews.ask(self.home, "drop", *((REPLAYED, name) for name in self.families[REPLAYED] if name != default[1]))
+        for size in sizes:
+            key = REPLAYED, f"buckets of {size:g} MB"
+            self.crews.ask(self.home, "make", key, replayed({"bucket_mb": size}, counts=(count,)), seconds=MAKING)
+            times = self.turns({which: (self.home, which, count, False) for which in (default, key)}, ROUNDS[True])
+            assert len(times) == 2, f"no times of {'; '.join(name for _, name in {default, key} - times.keys())}"
+            self.results.setdefault("buckets", {})[f"{size:g}"] = {"ms": times[key], "default_ms": times[default],
+                                                                   "times_default": times[default] / times[key]}
+            self.crews.ask(self.home, "drop", key)
+
+    # ---- the network, and bits ----
+
+    def bandwidth(self):
+        """GB/s as they cross a link of each GPU (bus bandwidth, as nccl-tests counts): a size's bytes times 2 (N - 1) / N over the time, for the halves
+        of an all-reduce (N - 1) / N."""
+        with torch.device("meta"):
+            arena = 4 * sum(p.numel() for p in Transformer(self.bench.config).parameters())
+        halves, ranks = ("all_reduce", "reduce_scatter", "all_gather"), self.crews.ranks
+        sizes = {f"{size >> 20} MiB": (size, ("all_reduce",)) for size in (1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28) if size < arena}
+        sizes |= {"a bucket": (min(arena, 32 << 20), halves), "the arena in bf16": (arena // 2, ("all_reduce",)), "the arena": (arena, halves)}
+        answers, rows = self.crews.ask(self.home, "bandwidth", sizes, 10), {}
+        for name, (size, operations) in sizes.items():
+            for operation in operations:
+                ms = statistics.median(self._slowest([one[name][operation] for one in answers]))
+                rows.setdefault(name, {"bytes": size})[operation] = {
+                    "ms": ms, "bus_GB_per_s": size / ms / 1e6 * (2 if operation == "all_reduce" else 1) * (ranks - 1) / ranks}
+        self.results["bandwidth"] = rows
+
+    def bits(self):
+        answers = self.crews.ask(self.home, "bits")
+        alone = answers[0]["one GPU"]["eager"]
+        found = {name: {"equal on all ranks": all(one[name] == answers[0][name] for one in answers),
+                        "replayed equal to launched": answers[0][name]["replayed"] == answers[0][name]["eager"]}
+                 for name in ("all-reduce", "ordered", "sharded")}
+        found["ordered"]["equal to one GPU"] = answers[0]["ordered"]["eager"] == alone
+        self.results["bits"] = {"steps": self.bench.bits_steps, "layers": self.bench.bits_layers, "ways": found,
+                                "losses": {name: some["eager"][1] for name, some in answers[0].items()}}
+
+    # ---- all of it ----
+
+    def all(self, buckets, parts):
+        self.meet(self.crews.names)
+        self.make({family: self.families[family] for family in EARLY if family in self.families})
+        for family in self.families:
+            self.family(family)
+        if buckets and REPLAYED in self.families and not self.over("buckets"):
+            self.stage("buckets", self.buckets, buckets)
+        self.stage("end of all ways", self.crews.ask, self.home, "clear")
+        for name, part in {"bits": self.bits, "bandwidth": self.bandwidth}.items():
+            if name in parts and not self.over(name):
+                self.stage(name, part)
+
+    def memory(self):
+        """Of the fullest rank, in GiB; and what each keeps of the optimizer's state."""
+        for family, ways in self.results["made"].items():
+            for name, said in ways.items():
+                self.results.setdefault("memory", {}).setdefault(family, {})[name] = {
+                    key: max(one[key] for one in said) for key in ("peak_GiB", "held_GiB", "optimizer_GiB") if key in said[0]}
+
+
+def measure(bench: Bench, ranks: int, buckets=BUCKETS, limit: float = math.inf, parts=PARTS, keep=lambda results: None, families=FAMILIES) -> dict:
+    """Everything (or some parts) for one number of ranks. keep(results): called at the end, also where an error or a signal ends it."""
+    began, home = time.perf_counter(), families[REPLAYED][ONE][0]
+    families = {name: ways for name, ways in families.items() if name in parts}
+    names = dict.fromkeys([*(crew for ways in families.values() for crew, _ in ways.values()), home])
+    with Crews({name: (Rank, bench) for name in names}, ranks, bench.device) as crews:
+        run = Run(crews, bench, families, home, began, limit)
+        try:
+            run.all(buckets, parts)
+        finally:
+            run.memory()
+            run.results["seconds"] = time.perf_counter() - began
+            keep(run.results)
+    return run.results
+
+
+def show(r):
+    for family, counts in r["families"].items():
+        for count, rows in counts.items():
+            lines = [(name, m["ms"], f"{m['tokens_per_s_per_gpu'] / 1e3:,.1f}K", f"{m['of_one_gpu']:.1%}", m["exposed_ms"],
+                      *(f"{r.get('memory', {}).get(family, {}).get(name, {}).get(key, math.nan):.2f}" for key in ("peak_GiB", "optimizer_GiB")))
+                     for name, m in rows.items()]
+            print(f"\n{r['ranks']} GPUs, {family}, {count} micro-batch{'es' * (count != '1')}\n"
+                  + common.table(lines, ("", "ms", "tokens/s/GPU", "of one GPU", "exposed ms", "peak GiB", "optimizer GiB")))
+    for name, m in r.get("buckets", {}).items():
+        print(f"buckets of {name} MB: {m['ms']:.2f} ms, default {m['default_ms']:.2f} ms, {m['times_default']:.3f}x as fast as that")
+    rows = [(name, m["bytes"] / 2**20, operation, some["ms"], some["bus_GB_per_s"]) for name, m in r.get("bandwidth", {}).items()
+            for operation, some in m.items() if operation != "bytes"]
+    print("\n" + common.table(rows, ("", "MiB", "collective", "ms", "bus GB/s")))
+    print("\nbits:", json.dumps({"equal_on_all_ranks": r.get("equal_on_all_ranks"), **r.get("bits", {})}))
+    print("failed:", json.dumps(r["failed"], indent=1), "\nleft out:", r["left_out"])
+
+
+def earlier() -> dict:
+    """What other runs have given for other numbers of GPUs, from the same sources."""
+    for path in common.RESULTS.glob("ddp_*.json"):
+        result = json.loads(path.read_text())
+        if result["gpu"] == torch.cuda.get_device_name() and not common.stale(result):
+            return result["results"]
+    return {}
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Data-parallel steps against one GPU and against torch's DDP; see this file's first lines.")
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"some of: {'; '.join(PARTS)}. Nothing is written then")
+    parser.add_argument("--gpus", type=int, nargs="+", metavar="N", help="numbers of ranks (default: 2, and 4 where there are so many)")
+    parser.add_argument("--without", nargs="+", default=[], metavar="WAY", help="ways to leave out, such as ordered")
+    parser.add_argument("--buckets", type=float, nargs="*", default=list(BUCKETS), metavar="MB", help="sizes of buckets to try beside the default")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after this time no further part is begun (for each number of ranks)")
+    args = parser.parse_args()
+    unknown = set(args.parts) - set(PARTS)
+    if unknown:
+        parser.error(f"no part {'; '.join(sorted(unknown))}; expected some of: {'; '.join(PARTS)}")
+    there = torch.cuda.device_count()
+    numbers = args.gpus or [n for n in (2, 4) if n <= there]
+    if not numbers or max(numbers) > there or min(numbers) < 2:
+        parser.error(f"this machine has {there} GPU{'s' * (there != 1)}; expected 2 or more, and no more ranks than GPUs")
+    os.environ["GPUACCEL_GPU"] = "require"          # a kernel that does not run here stops the benchmark; otherwise torch would take its place
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM: what was measured is written"))
+    results = {} if args.parts else earlier()
+    nccl = {"version": ".".join(map(str, torch.cuda.nccl.version())), **{k: v for k, v in sorted(os.environ.items()) if k.startswith("NCCL_")}}
+
+    def keep(found):
+        results[str(found["ranks"])] = json.loads(json.dumps({**found, "nccl": nccl}))
+        if not args.parts:
+            print("\nwritten:", common.write("ddp", SOURCES, results).name, flush=True)
+    for ranks in numbers:
+        families = {family: {name: way for name, way in ways.items() if name not in args.without} for family, ways in FAMILIES.items()}
+        show(measure(Bench(preset("llama-350m")), ranks, args.buckets, args.seconds, args.parts or PARTS, keep, families))
+    failed = {n: results[str(n)]["failed"] for n in numbers if results[str(n)]["failed"]}
+    if failed:
+        sys.exit(f"failed: {json.dumps(failed, indent=1)}")
+
+
+if __name__ == "__main__":
+    main()
