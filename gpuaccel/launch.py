@@ -34,8 +34,8 @@ def launch(fn, ranks: int = 2, args: tuple = (), *, backend: "str | None" = None
            after_step: bool = False, live=None) -> list:
     """fn(*args) in `ranks` new processes; what each returned, in the order of the ranks.
 
-    fn and what it returns have to be picklable; a function of a notebook is handed on by a fork or, where torch sees a GPU (which a fork could not
-    use), by value, with what it refers to (cloudpickle).
+    fn and what it returns have to be picklable; a function of a notebook is handed on by a fork (one thread per rank) or, where torch sees a GPU
+    (which a fork could not use), by value, with what it refers to (cloudpickle).
     backend: "nccl" (a GPU for each rank) or "gloo" (on CPUs: in these processes the GPU policy is off); default: nccl where there are GPUs enough.
     timeout: seconds after which a rank that stands still while others wait for it counts as hanging (from its first optimizer step on).
     after_step: at the first Ctrl-C all ranks are asked to stop after the same step (Ranks.asked_to_stop()), which fn has to look at; at the second,
@@ -142,7 +142,8 @@ def _rank(rank, ranks, backend, store, line, beats, stop, fn, args):
     signal.signal(signal.SIGINT, signal.SIG_IGN)         # Ctrl-C is the parent's business
     with _environment(rank, ranks, backend):             # a fork took the parent's state along
         try:
-            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+            forked = type(multiprocessing.current_process()).__name__ == "ForkProcess"
+            torch.set_num_threads(1 if forked else int(os.environ["OMP_NUM_THREADS"]))       # OpenMP's threads do not survive a fork: two would wait for ever
             if backend == "nccl":
                 torch.cuda.set_device(rank)
             dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=datetime.timedelta(minutes=30))
