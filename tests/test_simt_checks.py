@@ -300,10 +300,11 @@ UNNOTICED: "dict[tuple[str, str], str]" = {
     ("segments_scatter", "< -> <= in `for (int step = 1; step < 32; step *= 2) {`"): "one round more, in which no lane has a neighbour 32 to the left",
     ("encoder_backward_v2", "warp >= bucket.y -> false in `if (4 * q >= C || warp >= bucket.y) return;`"):
         "it saves time only: such a warp adds nothing to its zeros, and the last loop does not read them",
-    ("encoder_backward_v3", "heads == 0 -> false in `if (heads == 0) return;`"): "it saves time only: the loop over the heads has nothing to do then",
-    ("encoder_backward_v3", "< -> <= in `for (int r = 0; r < rows; r += UNROLL) {`"): "one round more, whose rows are not added",
-    ("encoder_backward_v3", "r + UNROLL < rows -> true in `if (r + UNROLL < rows) ask(r + UNROLL);`"):
-        "it saves time only: behind the last row the last one is read again, and not added",
+    ("encoder_backward_v3", "< -> <= in `for (int place = start; place < end; place += UNROLL) {`"): "one round more, whose rows nobody stores",
+    ("encoder_backward_v3", "< -> <= in `for (int u = 0; u < UNROLL; u++) {` (2)"): "one round more, in which no bit is set",
+    ("encoder_backward_v3", "old_too -> true in `if (old_too)`"): "it saves time only: the loop asks for each place",
+    ("encoder_backward_v3", "(old_too >> u & 1) -> true in `if ((old_too >> u & 1) && group + 32 * k <= last) old[u][k] = ask4(dwte + token * C, q[k], C);`"):
+        "it saves time only: what stands in dwte is read, and not used",
 }
 
 
