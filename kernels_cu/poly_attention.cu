@@ -178,15 +178,10 @@ template <bool by_diagonal, bool back> __device__ __forceinline__ void scores(Sh
         for (int r = 0; r < MINE; r++) {
             int i = warp * MINE + r, shifted = i - lane + TILE - 1, at = by_diagonal ? shifted : lane, far = by_diagonal ? lane : shifted;
             float sum = s[r], other = dphi[r];
-            for (int eight = 0; eight < 32; eight += 8) {            // eight at a time: shorter sums, smaller errors
-                float few = 0.0f, back_few = 0.0f;
-                #pragma unroll
-                for (int c = eight; c < eight + 8; c++) {
-                    few += m.q_tilde[i][c] * m.k[at][c] + m.q[i][c] * m.pe[far][c];
-                    if (back) back_few += m.dy[i][c] * m.v[at][c];
-                }
-                sum += few;
-                other += back_few;
+            #pragma unroll 8
+            for (int c = 0; c < 32; c++) {
+                sum += m.q_tilde[i][c] * m.k[at][c] + m.q[i][c] * m.pe[far][c];
+                if (back) other += m.dy[i][c] * m.v[at][c];
             }
             s[r] = sum;
             dphi[r] = other;
