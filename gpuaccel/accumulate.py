@@ -169,6 +169,10 @@ class GradientAccumulator:
         self.host = torch.zeros(arena.numel) if mode == "host" else None
         self.final = False                                      # the next backward is the window's last: take squares on the way
         self.arrived = None                                     # called with a tensor's number once a backward has given all of its gradient
+        self.added = None                                       # called with tensors' numbers after a fused product was added to them
+        self.apart: "dict[int, list[Tensor]] | None" = None     # tensors whose gradients are put here instead of being added
+        self.uses = self.usual = [0] * len(arena.segments)      # products added to each tensor: in this backward, in the one before
+        self.elsewhere = set()                                  # tensors of fused products that got a gradient from autograd, too
         self._task, self._handles, self._fused, self._dressed, self._products, self._table = None, [], [], [], set(), (None, None)
         self._running = {}                                      # id of a backward -> weak reference that dies with it
         self._forget()
@@ -250,7 +254,12 @@ class GradientAccumulator:
                 if grad is not self.arena.grad_views[i]:        # else autograd has added it in place already
                     check_gradient(self.arena.segments[i].name, grad, p.shape, p.device)
                     p.grad = None
-                    self._collect(i, grad)
+                    if self.apart is not None and i in self.apart:
+                        self.apart[i].append(grad)
+                    else:
+                        self._collect(i, grad)
+                    if i in self._products:
+                        self.elsewhere.add(i)
                 self.touched[i] = True
             if self.arrived is not None:
                 self.arrived(i)
@@ -261,6 +270,7 @@ class GradientAccumulator:
         self._drop_broken()
         self._flush()                                       # of the backward around this one (reentrant checkpointing)
         self._task = task = torch._C._current_graph_task_id()
+        self.uses = [0] * len(self.touched)
         self.arena.check()
         self._reopen()
         end = functools.partial(self._end, task)
@@ -316,7 +326,7 @@ class GradientAccumulator:
 
     def _end(self, task):
         self._running.pop(task, None)
-        self._task = None
+        self._task, self.usual = None, self.uses
         self._flush()
         if self.mode != "host":
             self._present()

@@ -19,6 +19,7 @@ Source: Li et al., PyTorch Distributed (2020), for buckets; contract C-DDP-001 o
 import datetime
 import os
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,21 @@ def buckets_of(arena: Arena, least_bytes: float) -> "list[Bucket]":
             found.append(Bucket(start, block.stop, first, block.last))
             start, first = block.stop, block.last
     return [b for b in found if b.stop > b.start] or found[-1:]
+
+
+def check_alike(mine: "list[tuple[str, str]]", group, world: int):
+    """ArgumentError on every rank, naming the first entry (name, value) in which one differs from rank 0."""
+    everyone = [mine] * world
+    if world > 1:
+        dist.all_gather_object(everyone, mine, group=group)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            one, two = next((a, b) for a, b in zip_longest(everyone[0], theirs) if a != b)
+            if one and two and one[0] == two[0]:
+                what = f"{one[0]} is {two[1]} on rank {rank}, and {one[1]} on rank 0"
+            else:
+                what = f"rank {rank} has {' '.join(two) if two else 'nothing'} where rank 0 has {' '.join(one) if one else 'nothing'}"
+            raise ArgumentError(f"the ranks differ: {what}. All have to train the same model in the same way")
 
 
 def weight_hashes(arena: Arena, masters: bool = True) -> Tensor:

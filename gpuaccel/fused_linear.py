@@ -17,7 +17,7 @@ from .errors import ArgumentError
 _library = torch.library.Library("gpuaccel", "DEF")
 _library.define("add_weight_gradient_(Tensor(a!) acc, Tensor dy, Tensor x) -> ()")
 _library.define("together_backward_(Tensor(a!) acc, Tensor[] dys, Tensor x, Tensor weight) -> Tensor")
-watchers: "dict[tuple, object]" = {}        # place of an accumulator slice -> called before a product is added; says which rows are asked for
+watchers: "dict[tuple, object]" = {}        # place of an accumulator slice -> what note_for returns
 
 
 def place(acc: Tensor) -> tuple:
@@ -43,6 +43,8 @@ def _add_weight_gradient(acc: Tensor, dy: Tensor, x: Tensor, wanted=None) -> Non
     else:
         for start, stop in rows:
             _add_product(acc[start:stop], dy[:, start:stop], x)
+    if note := watchers.get(place(acc)):
+        note(None, True)
 
 
 def _add_product(acc, dy, x):
@@ -204,17 +206,21 @@ fused_classes = {nn.Linear: FusedLinear}     # what an accumulator of mode "fuse
 
 def note_for(accumulator, *numbers):
     """Called before a product adds into the slices of these tensors: they get a gradient, though no hook of their own runs. Returns which
-    rows of the product are asked for: None for all, or a list of (start, stop). wanted: a bool for each tensor; None: find out."""
-    def note(wanted=None):
+    rows of the product are asked for: None for all, or a list of (start, stop). wanted: a bool for each tensor; None: find out.
+    added: called once more, the product has been added."""
+    def note(wanted=None, added=False):
         living, task = accumulator(), torch._C._current_graph_task_id()
         if living is None or task == -1:
             return None
+        if added:
+            return living.added and living.added(numbers)
         wanted = [i for i, asked in zip(numbers, wanted or (_wanted(living.arena.params[i]) for i in numbers)) if asked]
         if wanted and task != living._task:
             living._begin()
         known = living.arena.squares_known()
         for i in wanted:
             living.touched[i], known[i] = True, False
+            living.uses[i] += 1
         if len(wanted) == len(numbers):
             return None
         ends = list(itertools.accumulate([0, *(living.arena.segments[i].shape[0] for i in numbers)]))

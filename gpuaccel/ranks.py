@@ -9,7 +9,6 @@ On GPUs all of it goes to one stream, forked from the current one by events and 
 is read by the host. On CPUs gloo's own threads do the work between start and join.
 """
 import contextlib
-from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,8 @@ from .backend import takes
 from .clip import _kernel as squares_kernel
 from .clip import launch_squares
 from . import distributed
-from .distributed import Distributed, all_gather, buckets_of, reduce_scatter, weight_hashes
+from .distributed import Distributed, all_gather, buckets_of, check_alike, reduce_scatter, weight_hashes
+from .early import Apart
 from .errors import ArgumentError, RankError
 from .meter import LateValue
 from .optimizer import AdamW
@@ -34,7 +34,7 @@ class Ranks:
 
     ArgumentError, on every rank, naming the first tensor and rank that differ from rank 0's."""
 
-    def __init__(self, how: Distributed, arena: Arena, accumulator: GradientAccumulator, opt, settings: dict):
+    def __init__(self, how: Distributed, arena: Arena, accumulator: GradientAccumulator, opt, settings: dict, compiled: bool = False):
         self.how, self.arena, self.accumulator, self.opt = how, arena, accumulator, opt
         self.rank, self.world, self.group = how.rank, how.world, how.group
         self.buckets = buckets_of(arena, how.bucket_mb * 1e6)
@@ -62,6 +62,9 @@ class Ranks:
         self.agreed: "int | None" = None           # bits: the tensors that take part in the update
         self.count_dtype, self.steps, self.late = torch.int64, 0, LateValue()
         self.pending, self.next, self.missing, self.broken = [], 0, None, False
+        early = compiled and accumulator.mode == "fused" and self.world > 1 and not how.ordered
+        self.apart = Apart(accumulator, self.group) if early else None
+        self.came = set()                          # tensors that were complete before their hook said so
         if how.ordered:
             self.own = arena.numel // CHUNK // self.world * CHUNK                    # elements of a rank's slice; what is left at the end is everyone's
             rest = arena.numel - self.own * self.world
@@ -112,15 +115,7 @@ class Ranks:
                  for g, group in enumerate(self.opt.param_groups)]
         choices = [(name, str(getattr(self.how, name))) for name in ("dtype", "ordered", "sharded", "bucket_mb", "find_unused", "check_every", "blame")]
         mine = [("ranks", f"{self.world}"), ("the optimizer", type(self.opt).__name__), *choices, *settings.items(), *rows]
-        for rank, theirs in enumerate(self._gather_objects(mine)):
-            first = self._gathered[0]
-            if theirs != first:
-                one, two = next((a, b) for a, b in zip_longest(first, theirs) if a != b)
-                if one and two and one[0] == two[0]:
-                    what = f"{one[0]} is {two[1]} on rank {rank}, and {one[1]} on rank 0"
-                else:
-                    what = f"rank {rank} has {' '.join(two) if two else 'nothing'} where rank 0 has {' '.join(one) if one else 'nothing'}"
-                raise ArgumentError(f"the ranks differ: {what}. All have to train the same model in the same way")
+        check_alike(mine, self.group, self.world)
 
     def _others(self, trained):
         """(name, tensor) of frozen parameters and buffers."""
@@ -128,13 +123,6 @@ class Ranks:
             if id(p) not in trained:
                 yield name, p
         yield from self.arena.module.named_buffers()
-
-    def _gather_objects(self, mine) -> list:
-        self._gathered = [mine]
-        if self.world > 1:
-            self._gathered = [None] * self.world
-            dist.all_gather_object(self._gathered, mine, group=self.group)
-        return self._gathered
 
     @torch.no_grad()
     def _broadcast(self):
@@ -166,28 +154,52 @@ class Ranks:
         if self.how.ordered or self.accumulator.mode in ("host", "autograd"):
             yield                                  # the sums are in place only after finish()
             return
-        self.missing = [b.last - b.first for b in self.buckets]
+        apart = self.apart.numbers if self.apart else ()
+        self.missing = [sum(i not in apart for i in range(b.first, b.last)) for b in self.buckets]
         self.accumulator.arrived = self._arrived
+        if self.apart:
+            self.came.clear()
+            self.accumulator.added = self._added
+            self.apart.begin()
         try:
             yield
         finally:
-            self.accumulator.arrived = self.missing = None
+            self.accumulator.arrived = self.accumulator.added = self.missing = None
 
     def _arrived(self, i):
         """Backward has given tensor i all of its gradient. Buckets go in order, so that all ranks send them in the same one."""
+        if self.apart and i in self.apart.numbers:
+            return
         nth = self.bucket_of[i]
-        self.missing[nth] -= 1
-        if nth < self.next or self.missing[nth] < 0:
-            raise ArgumentError(f"{self.arena.segments[i].name} got more of its gradient after that was sent to the other ranks (a weight that several "
-                                "checkpointed parts share, with use_reentrant=True?); use torch.utils.checkpoint(..., use_reentrant=False)")
+        again = i in self.came
+        self.missing[nth] -= not again
+        if nth < self.next and not (again and self.accumulator.fresh[i] is None) or self.missing[nth] < 0:
+            self._too_late(i)
         while self.next < len(self.buckets) and not self.missing[self.next]:
             self._send()
+
+    def _added(self, numbers):
+        """A product has been added to these tensors. If a backward has no more for them, as the one before had, they are complete."""
+        known = self.accumulator
+        for i in numbers:
+            if i in self.came and self.bucket_of[i] < self.next:
+                self._too_late(i)
+            if i not in self.came and known.uses[i] and known.uses[i] == known.usual[i] and i not in known.elsewhere:
+                self._arrived(i)
+                self.came.add(i)
+
+    def _too_late(self, i):
+        raise ArgumentError(f"{self.arena.segments[i].name} got more of its gradient after that was sent to the other ranks (a weight that several "
+                            "checkpointed parts share, with use_reentrant=True? a compiled model that uses it more often than in the step before?); use "
+                            "torch.utils.checkpoint(..., use_reentrant=False), or compile=False")
 
     @torch.no_grad()
     def _send(self):
         """Start the next bucket's reduction."""
         bucket = self.buckets[self.next]
         self.accumulator._flush()
+        if self.apart:
+            self.apart.take()
         self.next += 1
         part = self.arena.grads[bucket.start:bucket.stop]
         if not self.nccl:
@@ -265,6 +277,8 @@ class Ranks:
         else:
             while self.next < len(self.buckets):
                 self._send()
+            if self.apart:
+                self.apart.complete()
             sums = self._exchange(loss, tokens, rows, micros)
             self._join()
         self._agree()
@@ -298,6 +312,8 @@ class Ranks:
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.arena.device))
         with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
+            if self.apart:
+                self.apart.send(self.wrong if self.how.blame else None)
             message = torch.cat([self._message(loss, tokens, rows, micros), self._blame()])
             dist.all_reduce(message, group=self.group)
             self._keep_blame(message[5:])
@@ -311,6 +327,9 @@ class Ranks:
             for mine, got in copies:
                 mine.copy_(got)
             self._received(*given)
+        if self.apart:
+            with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
+                self.apart.put_back()
         if self.sharded and self.kernels:               # each rank has squares of its share: together they are the whole table
             with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
                 self.arena.partials.masked_fill_(~self.counted, 0.0)
@@ -363,6 +382,9 @@ class Ranks:
         collective raises that another rank has left."""
         self.broken = self.broken or self.next > 0 or self.how.ordered and bool(self.messages)
         self.pending, self.next, self.missing = [], 0, None
+        self.accumulator.added = None
+        if self.apart:
+            self.apart.forget()
         self.wrong.zero_()
         if self.how.ordered:
             self.total.zero_()

@@ -105,7 +105,7 @@ class TrainStep:
             self.model, self.opt, self.arena, self.scheduler = model, opt, arena, scheduler
             self.ranks = None
             if distributed is not None and distributed.works:
-                self.ranks = self._join(distributed, clip, {"accumulate": accumulate, "divide": str(divide), "max_norm": str(max_norm), "replay": replay,
+                self.ranks = self._join(distributed, clip, {"accumulate": accumulate, "compile": str(compile), "divide": str(divide), "max_norm": str(max_norm), "replay": replay,
                                                             "micro_batches": str(micro_batches) if distributed.ordered else "any"})
             self._graphs = _StepGraphs(self, ours, policy=policy, new_shapes=new_shapes, max_graphs=max_graphs) if replay == "graph" else None
         except BaseException:
@@ -291,7 +291,7 @@ class TrainStep:
         if replay == "graph" and distributed.backend != "nccl":
             raise ArgumentError(f"replay='graph' needs collectives that a CUDA graph can hold, those of NCCL; the group's are {distributed.backend}'s: "
                                 "expected replay='eager'")
-        return Ranks(distributed, self.arena, self.accumulator, self.opt, settings)
+        return Ranks(distributed, self.arena, self.accumulator, self.opt, settings, settings["compile"] == "True")
 
     def gathered(self):
         """A context, to be entered on every rank: inside it the optimizer's state is whole, to be saved or loaded."""

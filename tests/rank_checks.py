@@ -410,14 +410,17 @@ def broken_off(rank, group, net=Checkpointed):
 def transformer(rank, group, device, replay, steps=4, **how):
     """A small transformer on whole batches, this rank's rows of each: its weights' hashes and losses, and how far it is from one process."""
     ranks, found, plain = dist.get_world_size(group), None, None
-    options = {key: how.pop(key) for key in ("accumulate", "low") if key in how}
+    options = {key: how.pop(key) for key in ("accumulate", "low", "compile") if key in how}
+    left = []                                  # products still to come when a bucket is sent while backward runs
     for distributed in (ga.Distributed(group=group, bucket_mb=0.05, find_unused=False, **how), None):
         torch.manual_seed(0)
         model = ga.Config(vocab=64, hidden=64, intermediate=128, layers=2, heads=2, kv_heads=2, T=16).build().to(device, options.get("low"))
         arena = ga.Arena(model)
         opt, losses = ga.AdamW(arena, lr=1e-2, max_norm=0.1), []
         with ga.TrainStep(model, opt, micro_batches=2 if distributed else 2 * ranks, accumulate=options.get("accumulate", "arena"), deterministic=True,
-                          replay=replay if distributed else "eager", scheduler=ga.warmup_cosine(opt, 2, 9), distributed=distributed) as step:
+                          compile=distributed is not None and options.get("compile", False), replay=replay if distributed else "eager", scheduler=ga.warmup_cosine(opt, 2, 9), distributed=distributed) as step:
+            if distributed:
+                _watch_products(step, left)
             for nth in range(steps):
                 rows = torch.randint(0, 64, (2, ranks, 3, 17), generator=torch.Generator().manual_seed(nth)).to(device)
                 mine = rows[:, rank].reshape(-1, 17) if distributed else rows.reshape(-1, 17)
@@ -427,7 +430,18 @@ def transformer(rank, group, device, replay, steps=4, **how):
                 found = weight_hashes(arena, masters="low" not in options).tolist(), losses, weights(model)
             else:
                 plain = weights(model)
-    return {"hash": found[0], "losses": found[1], "far": far(found[2], plain)[0]}
+    return {"hash": found[0], "losses": found[1], "far": far(found[2], plain)[0], "left": left}
+
+
+def _watch_products(step, left):
+    """Notes at each bucket that is sent while backward runs how many fused products are still to come in it."""
+    send = step.ranks._send
+
+    def watched():
+        if step.ranks.missing is not None:
+            left.append(sum(step.accumulator.usual) - sum(step.accumulator.uses))
+        send()
+    step.ranks._send = watched
 
 
 def watched(rank, group, accumulate, backend):
