@@ -11,7 +11,6 @@ from torch import Tensor
 from .accumulate import GradientAccumulator
 from .arena import CHUNK
 from .backend import takes
-from .clip import launch_squares
 
 LIGHT = 1 << 16                  # elements up to which a tensor is worth keeping apart
 
@@ -28,7 +27,6 @@ class Apart:
         self.sums = torch.zeros(len(rows), CHUNK, device=arena.device)
         first = {i: nth for nth, (i, _) in reversed(list(enumerate(rows)))}
         self.views = {i: self.sums.view(-1)[first[i] * CHUNK:][:arena.segments[i].numel].view(arena.segments[i].shape) for i in self.numbers}
-        self.partials = torch.zeros(len(rows), dtype=torch.float64, device=arena.device)
         self.taken, self.kernels = False, takes(arena.device)
 
     def begin(self):
@@ -49,24 +47,18 @@ class Apart:
                 self.views[i].add_(grad)
         self.forget()
 
-    def send(self, wrong: "Tensor | None"):
-        """Behind the last bucket: the sums over all ranks. wrong: as in ranks.py; gets which of this rank's own are not finite."""
-        if wrong is not None and self.kernels:
-            wrong.index_copy_(0, self.rows, ~torch.isfinite(self._squares()))
-        elif wrong is not None:
+    def send(self, own_sums: "Tensor | None"):
+        """Behind the last bucket: the sums over all ranks. own_sums: as in ranks.py."""
+        if own_sums is not None and self.kernels:
+            own_sums.index_copy_(0, self.rows, self.sums.sum(1, dtype=torch.float64))
+        elif own_sums is not None:
             for i, view in self.views.items():
-                wrong[i] = ~torch.isfinite(view).all()
+                own_sums[i] = view.sum(dtype=torch.float64)
         dist.all_reduce(self.sums, group=self.group)
 
     def put_back(self):
-        """All buckets are there: the sums belong into their places, and their squares into arena.partials."""
+        """All buckets are there, and the sums belong into their places."""
         self.arena.grads.view(-1, CHUNK).index_copy_(0, self.rows, self.sums)
-        if self.kernels:
-            self.arena.partials.index_copy_(0, self.rows, self._squares())
-
-    def _squares(self) -> Tensor:
-        launch_squares([self.sums.view(-1)], self.partials)
-        return self.partials
 
     def forget(self):
         self.taken, self.accumulator.apart = False, None

@@ -55,9 +55,10 @@ class Ranks:
             self._shard()
         if self.cuda:
             self._get_ready()
-        # Of each row of arena.partials (torch: of each tensor): is what this rank brought finite? And whose numbers these are.
+        # Of each row of arena.partials (torch: of each tensor): a sum over what this rank brought, is it finite, and whose number this is.
+        self.own_sums = torch.zeros(len(arena.row_tensor) if self.kernels else len(arena.segments), dtype=torch.float64, device=device)
         self.place = arena.row_tensor.long() if self.kernels else torch.arange(len(arena.segments), device=device)
-        self.wrong = torch.zeros(len(self.place), dtype=torch.bool, device=device)
+        self.wrong = torch.zeros_like(self.own_sums, dtype=torch.bool)
         self.blamed = torch.zeros(self.world, dtype=torch.int64, device=device)     # 1 + the first tensor of each rank that was not finite; 0: none
         self.agreed: "int | None" = None           # bits: the tensors that take part in the update
         self.count_dtype, self.steps, self.late = torch.int64, 0, LateValue()
@@ -77,19 +78,20 @@ class Ranks:
     # ---- the start ----
 
     def _shard(self):
-        """The optimizer keeps this rank's share from here on. `counted`: rows of arena.partials that this rank speaks for."""
+        """The optimizer keeps this rank's share from here on. `counted`: what this rank takes the squares of, which rows of
+        arena.partials these are, and a place for them."""
         opt, arena = self.opt, self.arena
         held = {id(p) for group in opt.param_groups for p in group["params"]}
         if not (isinstance(opt, AdamW) and opt.arena is arena) or held != arena._owner_ids:
             raise ArgumentError("sharded=True is done by a ga.AdamW over the whole arena: ga.AdamW(arena, ...); the optimizer is "
                                 f"{type(opt).__name__} over {len(held)} of the arena's {len(arena.owners)} tensors, or over parameters")
         ShardedAdamW.wear(opt, self.buckets, self.rank, self.world, self.group)
-        self.counted = torch.zeros(len(arena.row_tensor), dtype=torch.bool)
+        ranges = []
         for b in self.buckets:
             own = share(b, self.world)
-            self.counted[(b.start + self.rank * own) // CHUNK:(b.start + (self.rank + 1) * own) // CHUNK] = True
-            self.counted[(b.start + self.world * own) // CHUNK:b.stop // CHUNK] = self.rank == 0
-        self.counted = self.counted.to(arena.device)
+            ranges += [(b.start + self.rank * own, b.start + (self.rank + 1) * own), (b.start + self.world * own, b.stop)][:1 + (self.rank == 0)]
+        rows = torch.cat([torch.arange(start // CHUNK, stop // CHUNK) for start, stop in ranges])
+        self.counted = [arena.grads[start:stop] for start, stop in ranges if stop > start], rows.to(arena.device), arena.partials.new_zeros(len(rows))
 
     def _get_ready(self):
         """What cannot be done in a capture: kernels are compiled and loaded, and NCCL connects the ranks."""
@@ -205,14 +207,15 @@ class Ranks:
         if not self.nccl:
             self._look(bucket)
             sent = part if self.how.dtype == torch.float32 else part.to(self.how.dtype)
-            self.pending.append((*self._sum(bucket, sent, True), bucket, part, sent))
+            self.pending.append((*self._sum(bucket, sent, True), part, sent))
             return
         self.stream.wait_stream(torch.cuda.current_stream(self.arena.device))
         with torch.cuda.stream(self.stream):
             self._look(bucket)
             sent = part if self.low is None else self.low[:bucket.stop - bucket.start].copy_(part)
             self._sum(bucket, sent, False)
-            self._received(bucket, part, sent)
+            if sent is not part:
+                part.copy_(sent)
 
     def _sum(self, bucket, sent, later):
         """The sum over all ranks, in place; of shares this rank's and the common rest. later: returns (works, [(where it goes, what came)])."""
@@ -228,39 +231,18 @@ class Ranks:
             works.append(dist.all_reduce(sent[self.world * own:], group=self.group, async_op=later))
         return works, copies
 
-    def _received(self, bucket, part, sent):
-        """A bucket has come back: the sum over all ranks. Its squares are taken now, beside what is still on its way."""
-        if sent is not part:
-            part.copy_(sent)
-        if self.kernels:
-            own = share(bucket, self.world) if self.sharded else 0
-            if own:
-                self._squares(bucket.start + self.rank * own, bucket.start + (self.rank + 1) * own)
-            self._squares(bucket.start + self.world * own, bucket.stop)
-
-    def _squares(self, start, stop):
-        """Sums of squares of arena.grads[start:stop], whole chunks; padding is zero."""
-        if stop > start:
-            launch_squares([self.arena.grads[start:stop]], self.arena.partials[start // CHUNK:])
-
     def _look(self, bucket):
-        """Which of this rank's own sums are not finite? In mode "arena" the last addition has left their squares behind."""
+        """Sums over what this rank has brought itself, not finite where that is not. In mode "arena" the last addition has left squares behind."""
         if not self.how.blame:
             return
-        arena = self.arena
-        if self.kernels:
-            known = arena.squares_known()
-            unknown = [i for i in range(bucket.first, bucket.last) if not known[i]]
-            if unknown:
-                self._squares(arena.segments[unknown[0]].offset, arena.segments[unknown[-1]].offset + arena.segments[unknown[-1]].padded)
-            rows = slice(arena.rows[bucket.first], arena.rows[bucket.last])
-            found = ~torch.isfinite(arena.partials[rows])
+        arena, tensors = self.arena, slice(bucket.first, bucket.last)
+        rows = slice(arena.rows[bucket.first], arena.rows[bucket.last])
+        if not self.kernels:
+            self.own_sums[tensors] = torch.stack([view.sum(dtype=torch.float64) for view in arena.grad_views[tensors]])
+        elif all(arena.squares_known()[tensors]):
+            self.own_sums[rows] = arena.partials[rows]
         else:
-            rows = slice(bucket.first, bucket.last)
-            found = torch.stack([~torch.isfinite(view).all() for view in arena.grad_views[rows]])
-        if self.how.ordered:
-            found |= self.wrong[rows]
-        self.wrong[rows] = found
+            launch_squares([arena.grads[bucket.start:bucket.stop]], self.own_sums[rows])
 
     # ---- after backward ----
 
@@ -298,9 +280,11 @@ class Ranks:
     def _blame(self) -> Tensor:
         """(ranks,) fp64: at this rank's place 1 + its first tensor that was not finite."""
         none = len(self.arena.segments)
+        self.wrong |= ~torch.isfinite(self.own_sums)
         first = torch.where(self.wrong, self.place, none).min()
         found = torch.zeros(self.world, dtype=torch.float64, device=self.arena.device)
         found[self.rank] = torch.where(first < none, first + 1, 0)
+        self.wrong.zero_()
         return found
 
     def _keep_blame(self, found):
@@ -313,7 +297,7 @@ class Ranks:
             self.stream.wait_stream(torch.cuda.current_stream(self.arena.device))
         with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
             if self.apart:
-                self.apart.send(self.wrong if self.how.blame else None)
+                self.apart.send(self.own_sums if self.how.blame else None)
             message = torch.cat([self._message(loss, tokens, rows, micros), self._blame()])
             dist.all_reduce(message, group=self.group)
             self._keep_blame(message[5:])
@@ -321,25 +305,25 @@ class Ranks:
 
     def _join(self):
         """From here on the current stream sees the sums."""
-        for works, copies, *given in self.pending:
+        for works, copies, part, sent in self.pending:
             for work in works:
                 work.wait()
             for mine, got in copies:
                 mine.copy_(got)
-            self._received(*given)
-        if self.apart:
-            with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
-                self.apart.put_back()
-        if self.sharded and self.kernels:               # each rank has squares of its share: together they are the whole table
-            with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
-                self.arena.partials.masked_fill_(~self.counted, 0.0)
-                dist.all_reduce(self.arena.partials, group=self.group)
+            if sent is not part:
+                part.copy_(sent)
         if self.stream is not None:
             torch.cuda.current_stream(self.arena.device).wait_stream(self.stream)
+        if self.apart:
+            self.apart.put_back()
         self.pending, self.next = [], 0
-        torch.autograd.graph.increment_version(self.arena.grads)         # collectives are not counted by torch
-        known = self.arena.squares_known()
-        if self.kernels:
+        torch.autograd.graph.increment_version(self.arena.grads)         # collectives are not counted by torch: squares taken before are void
+        if self.sharded and self.kernels:               # each rank has squares of its share: together they are the whole table
+            (shares, rows, squares), partials = self.counted, self.arena.partials
+            launch_squares(shares, squares)
+            partials.zero_().index_copy_(0, rows, squares)
+            dist.all_reduce(partials, group=self.group)
+            known = self.arena.squares_known()
             known[:] = [True] * len(known)
 
     def _agree(self):
@@ -402,6 +386,7 @@ class Ranks:
         accumulator.finish()
         for bucket in self.buckets:
             self._look(bucket)
+        self.wrong |= ~torch.isfinite(self.own_sums)
         if self.world == 1:
             accumulate_(self.total, grads)
         else:
@@ -432,7 +417,6 @@ class Ranks:
         self.arena.grads_changed()
         rounds = len(self.messages)
         self.total.zero_()
-        self.wrong.zero_()
         self.accumulator.take_up(self.bits)
         self.messages, self.bits = [], 0
         self._keep_blame(everyone[:, 5 * rounds:].sum(0))
