@@ -397,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
 #endif
 
 #ifndef CHAINED
-#define CHAINED 9              // 1 forward, 2 backward_q, 4 _kv, 8 _pe: scores are summed onto those of the other product, shifted; else beside them, and then added
+#define CHAINED 15             // 1 forward, 2 backward_q, 4 _kv, 8 _pe: scores are summed onto those of the other product, shifted; else beside them, and then added
 #endif
 #ifndef FORWARD_TURNS
 #define FORWARD_TURNS 1
@@ -636,6 +636,25 @@ __device__ __forceinline__ void skewed(Sums& to, const Sums& first, const Sums& 
     }
 }
 
+// The same of factors: both elements of a pair are fetched with their neighbours, and put together.
+__device__ __forceinline__ void skewed(unsigned (&to)[4], const unsigned (&first)[4], const unsigned (&second)[4]) {
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    unsigned both[2][4];
+    #pragma unroll
+    for (int e = 0; e < 2; e++) {
+        int from = lane - t + (7 + g - 2 * t - e) % 8 / 2;
+        bool odd = (g + e) % 2 == 0, upper = g + (e == 0) > 2 * t + odd;          // of what this lane gives
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            unsigned x[4] = {first[h], first[2 + h], second[h], second[2 + h]};
+            #pragma unroll
+            for (int i = 0; i < 2; i++) both[e][2 * i + h] = __shfl_sync(ALL, upper ? x[2 - i + h] : x[1 - i + h], from);
+        }
+    }
+    #pragma unroll
+    for (int i = 0; i < 4; i++) to[i] = __byte_perm(both[0][i], both[1][i], g % 2 ? 0x7610 : 0x5432);
+}
+
 // The same where keys are the rows and queries the columns: element r of row j of `to` is row r - j + 15 of the 32 that `first` and `second` make.
 __device__ __forceinline__ void skewed_down(Sums& to, const Sums& first, const Sums& second) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -709,11 +728,11 @@ __device__ __forceinline__ Head head_of(int which, const Tensors& x) {
 
 // Of a score, x times `eighth` being s / 8: t = tanh(s / 8), t^p, and t^(p-1) (1 - t^2): what is left of c^p and its derivative without 8^p, which goes into the factors of sums.
 // Exact: e = exp(s / 4), tanh(s / 8) = 1 - 2 / (1 + e), off by 2e-7 at most; so 1 - t^2 is 0 where s is so large that it would be less. Else one special
-// function, off by 2^-11 of itself: that is less than bf16 keeps, but too much for the sums that da, db and dscale are.
+// function, off by 2^-11 of itself and its power by p times that: up to degree 3 less than rounding to bf16 is, but too much for the sums of dphi c^p.
 template <bool exact> __device__ __forceinline__ Power steep(float x, float eighth = 0.125f) {
     float tanh;
 #if TENSOR_CORES
-    if (!exact) asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(eighth * x));
+    if (!exact && DEGREE <= 3) asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(eighth * x));
     else
 #endif
     tanh = fmaf(-2.0f, one_over(1.0f + power_of_two(2.88539008f * eighth * x)), 1.0f);
@@ -848,11 +867,12 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
     left_v.begin(own + (2 * SIDE + 16 * warp) * LD);
     if (kept && STAGES == 1) { __syncthreads(); ask_rows(ring.near, x.pe, HEAD, -63, T); ask_for(0, ring.far); }
     float by_k[2 * STEPS][4] = {}, by_pe[2 * STEPS][4] = {}, totals[2] = {};
-    Sums lower, before = {};                             // q PE^T of the 16 differences before those of the next part; ds of the 16 keys of the part before
+    Sums lower;                                          // q PE^T of the 16 differences before those of the next part
+    unsigned before[4] = {};                             // ds of the 16 keys of the part before
     auto part = [&](int s, int n, bool masked) {         // 16 keys, from the right to the left
         const bf16* keys = tiles_of + (s % STAGES * 2 * SIDE + 16 * (3 - n)) * LD;
         Sums upper, c, ds;
-        unsigned a[4];
+        unsigned a[4], by_difference[4];
         scores_of(upper, left_pe, ring.sixteen(warp + n + 1));
         if (CHAINED & 2) {
             scores_of(ds, left_v, keys + SIDE * LD);
@@ -879,10 +899,10 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
         for (int i = 0; i < 2; i++) totals[i] += (some[i][0] + some[i][1]) + (some[i][2] + some[i][3]);
         as_factor(a, ds);
         add_product(by_k, a, keys);
-        skewed(c, ds, before);                           // of the differences that `lower` was of
-        copy(before, ds);
-        as_factor(a, c);
-        add_product(by_pe, a, ring.sixteen(warp + n));
+        skewed(by_difference, a, before);                // of the differences that `lower` was of
+        #pragma unroll
+        for (int i = 0; i < 4; i++) before[i] = a[i];
+        add_product(by_pe, by_difference, ring.sixteen(warp + n));
     };
     for (int s = 0; s < steps; s++) {
         arrived<0>();
@@ -897,11 +917,9 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
         if (STAGES == 1 && s + 1 < steps) { __syncthreads(); ask_for(s + 1, ring.free); }
         ring.turn();
     }
-    Sums none = {}, last;
-    unsigned a[4];
+    unsigned none[4] = {}, last[4];
     skewed(last, none, before);
-    as_factor(a, last);
-    add_product(by_pe, a, ring.sixteen(warp));
+    add_product(by_pe, last, ring.sixteen(warp));
     Scale scale = scale_of(in.coefficients);
     write_tile(dq_tilde + x.out, by_k, scale.slope * 0.25f * eight_to(DEGREE - 1), x.wide, i0, T);
     write_tile(dq + x.out, by_pe, scale.slope * 0.25f * eight_to(DEGREE - 1), x.wide, i0, T);
