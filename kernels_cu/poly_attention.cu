@@ -399,6 +399,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
 #ifndef CHAINED
 #define CHAINED 15             // 1 forward, 2 backward_q, 4 _kv, 8 _pe: scores are summed onto those of the other product, shifted; else beside them, and then added
 #endif
+#ifndef PE_EARLY
+#define PE_EARLY 1
+#endif
 #ifndef FORWARD_TURNS
 #define FORWARD_TURNS 1
 #endif
@@ -418,20 +421,22 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
 
 typedef float Sums[2][4];     // 16 x 16 of a product
 
-// Where this thread begins to load 64 rows from row `first` on: 16 bytes here, and of each row that is its own.
+// Where this thread begins to load 64 rows from row `first` on: 16 bytes here, and of each row that is its own. Of each warp's `side` rows all threads of
+// the block, or only that warp's (side 16, 32 threads).
 #define ACROSS (HEAD / 8)
-__device__ __forceinline__ const bf16* mine_of(const bf16* from, int stride, int first) {
-    return from + (long long)(first + (int)threadIdx.x / ACROSS) * stride + threadIdx.x % ACROSS * 8;
+template <int side = SIDE, int threads = TENSOR_THREADS> __device__ __forceinline__ const bf16* mine_of(const bf16* from, int stride, int first) {
+    int r = threadIdx.x / threads * side + threadIdx.x % threads / ACROSS;
+    return from + (long long)(first + r) * stride + threadIdx.x % threads % ACROSS * 8;
 }
 // These 64 rows on their way into shared memory; complete after arrived(). If `checked`, rows outside of 0 .. rows - 1 are zeros; else there are none.
-// `shared`: with what other blocks load on this SM at about the same time, through L1.
-template <bool shared = false> __device__ __forceinline__ void ask(bf16* to, const bf16* source, int stride, bool checked = false, int first = 0, int rows = 0) {
-    const int down = TENSOR_THREADS / ACROSS;                            // rows at a time
-    int r = threadIdx.x / ACROSS;
-    to += r * LD + threadIdx.x % ACROSS * 8;
+template <bool shared = false, int side = SIDE, int threads = TENSOR_THREADS>
+__device__ __forceinline__ void ask(bf16* to, const bf16* source, int stride, bool checked = false, int first = 0, int rows = 0) {
+    const int down = threads / ACROSS;                                   // rows at a time
+    int mine = threadIdx.x % threads / ACROSS, r = threadIdx.x / threads * side + mine;
+    to += r * LD + threadIdx.x % threads % ACROSS * 8;
     #pragma unroll
-    for (int k = 0; k < SIDE; k += down, source += down * stride) {
-        if ((TENSOR_THREADS % ACROSS || SIDE % down) && (r >= down || r + k >= SIDE)) continue;
+    for (int k = 0; k < side; k += down, source += down * stride) {
+        if ((threads % ACROSS || side % down) && (mine >= down || mine + k >= side)) continue;
         bool there = !checked || (unsigned)(first + r + k) < (unsigned)rows;
 #if TENSOR_CORES
         unsigned at = (unsigned)__cvta_generic_to_shared(to + k * LD);   // of 0 bytes nothing is read, wherever that is
@@ -1020,58 +1025,73 @@ __device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf1
 }
 
 // dPE: tiles of 64 queries and 64 differences: 16 queries have 79 keys there. Scores and dphi are computed by keys and skewed, ds then lies by differences,
-// and goes through shared memory, because the sum is over the queries of all warps. Only what that sum needs, q, has two places: the next tiles are asked for
-// when the scores are done. So a second block fits on the SM.
+// and goes through shared memory, because the sum is over the queries of all warps. With two stages the next tiles are asked for as soon as these are there:
+// keys and values have three places, q two, and of q~ and dy each warp has its own rows in registers by then, and loads them itself. Else, and what stays
+// in shared memory (wide heads), when the scores are done.
 __device__ __forceinline__ void backward_pe(unsigned char* memory, float* partial, const Tensors& in, int diagonal, int diagonals, int group, int groups,
                                             int heads) {
     int T = in.T, window = in.window;
+    const bool kept = HEAD <= 64, early = STAGES == 2 && PE_EARLY, early_left = early && kept;
     bf16* of_q_tilde = reinterpret_cast<bf16*>(memory), * of_dy = of_q_tilde + SIDE * LD, * of_pe = of_dy + SIDE * LD, * of_q = of_pe + SIDE * LD;
-    bf16* of_k = of_q + 2 * SIDE * LD, * of_v = of_k + 2 * SIDE * LD, * ds = of_v + 2 * SIDE * LD;               // ds: (64, NARROW) queries, differences
+    bf16* of_k = of_q + 2 * SIDE * LD, * of_v = of_k + (STAGES + 1) * SIDE * LD, * ds = of_v + (STAGES + 1) * SIDE * LD;         // ds: (64, NARROW) queries, differences
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, r0 = diagonal * SIDE;
     float sums[2 * STEPS][4] = {};
     for (int which = group; which < heads; which += groups) {
         Head x = head_of(which, in);
+        Ring keys(of_k), values(of_v);                   // i0 - r0 - 63 .., and the 64 after these
         const bf16* k_from = mine_of(x.k, x.stride.k, 1), * v_from = mine_of(x.v, x.stride.v, 1), * q_from = mine_of(x.q, x.stride.q, r0);
-        const bf16* q_tilde_from = mine_of(x.q_tilde, x.stride.q_tilde, r0), * dy_from = mine_of(x.dy, x.wide, r0);
-        auto ask_for = [&](int i0) {                     // i0 = r0, r0 + 64, ..; of the keys the later 64; the earlier ones are there from the step before
-            int now = i0 / SIDE % 2 * SIDE * LD;
+        const bf16* q_tilde_from = mine_of<16, 32>(x.q_tilde, x.stride.q_tilde, r0), * dy_from = mine_of<16, 32>(x.dy, x.wide, r0);
+        auto outside = [&](int i0) { return i0 + SIDE > T || i0 - r0 + SIDE >= T; };
+        auto ask_for = [&](int i0, bf16* k_to, bf16* v_to) {             // i0 = r0, r0 + 64, ..; of the keys the later 64; the earlier ones are there
             auto all = [&](bool checked) {
-                ask(of_k + now, k_from, x.stride.k, checked, i0 - r0 + 1, T);
-                ask(of_v + now, v_from, x.stride.v, checked, i0 - r0 + 1, T);
-                ask(of_q + now, q_from, x.stride.q, checked, i0, T);
-                ask(of_q_tilde, q_tilde_from, x.stride.q_tilde, checked, i0, T);
-                ask(of_dy, dy_from, x.wide, checked, i0, T);
+                ask(k_to, k_from, x.stride.k, checked, i0 - r0 + 1, T);
+                ask(v_to, v_from, x.stride.v, checked, i0 - r0 + 1, T);
+                ask(of_q + i0 / SIDE % 2 * SIDE * LD, q_from, x.stride.q, checked, i0, T);
             };
-            if (i0 + SIDE > T || i0 - r0 + SIDE >= T) all(true);
+            if (outside(i0)) all(true);
             else all(false);
-            asked();
             k_from += SIDE * x.stride.k;
             v_from += SIDE * x.stride.v;
             q_from += SIDE * x.stride.q;
+        };
+        auto ask_for_left = [&](int i0) {
+            auto all = [&](bool checked) {
+                ask<false, 16, 32>(of_q_tilde, q_tilde_from, x.stride.q_tilde, checked, i0, T);
+                ask<false, 16, 32>(of_dy, dy_from, x.wide, checked, i0, T);
+            };
+            if (outside(i0)) all(true);
+            else all(false);
             q_tilde_from += SIDE * x.stride.q_tilde;
             dy_from += SIDE * x.wide;
         };
         __syncthreads();
         ask_rows(of_pe, x.pe, HEAD, r0, T);
-        ask_rows(of_k + (1 - r0 / SIDE % 2) * SIDE * LD, x.k, x.stride.k, -63, T);
-        ask_rows(of_v + (1 - r0 / SIDE % 2) * SIDE * LD, x.v, x.stride.v, -63, T);
-        ask_for(r0);
+        ask_rows(keys.near, x.k, x.stride.k, -63, T);
+        ask_rows(values.near, x.v, x.stride.v, -63, T);
+        ask_for(r0, keys.far, values.far);
+        ask_for_left(r0);
+        asked();
         for (int i0 = r0; i0 < T; i0 += SIDE) {
-            int now = i0 / SIDE % 2 * SIDE * LD, before = SIDE * LD - now;
-            bf16* k_before = of_k + before, * k_now = of_k + now, * v_before = of_v + before, * v_now = of_v + now, * queries = of_q + now;
+            const bf16* queries = of_q + i0 / SIDE % 2 * SIDE * LD;
+            int next = i0 + SIDE;
             arrived<0>();
-            Left<HEAD <= 64> left_k, left_v, left_pe;
+            Left<kept> left_k, left_v, left_pe;
             left_k.begin(of_q_tilde + 16 * warp * LD);
             left_v.begin(of_dy + 16 * warp * LD);
             left_pe.begin(queries + 16 * warp * LD);
+            if (early && next < T) {
+                __syncwarp();
+                ask_for(next, keys.free, values.free);
+                if (early_left) ask_for_left(next);
+            }
             Sums upper, upper_dphi;                      // of 16 keys each
-            scores_of(upper, left_k, sixteen(k_before, k_now, warp + 4));
-            scores_of(upper_dphi, left_v, sixteen(v_before, v_now, warp + 4));
+            scores_of(upper, left_k, keys.sixteen(warp + 4));
+            scores_of(upper_dphi, left_v, values.sixteen(warp + 4));
             #pragma unroll PE_UNROLL
             for (int part = 0; part < 4; part++) {       // 16 differences
                 Sums c, dphi, lower, lower_dphi;
-                scores_of(lower, left_k, sixteen(k_before, k_now, warp + 3 - part));
-                scores_of(lower_dphi, left_v, sixteen(v_before, v_now, warp + 3 - part));
+                scores_of(lower, left_k, keys.sixteen(warp + 3 - part));
+                scores_of(lower_dphi, left_v, values.sixteen(warp + 3 - part));
                 if (CHAINED & 8) {
                     skewed(c, lower, upper);
                     add_scores(c, left_pe, of_pe + 16 * part * LD);
@@ -1091,7 +1111,13 @@ __device__ __forceinline__ void backward_pe(unsigned char* memory, float* partia
                     *reinterpret_cast<unsigned*>(ds + (16 * warp + ROW(e)) * NARROW + 16 * part + COLUMN(e)) = pair(OF(c, e), OF(c, e + 1));
             }
             __syncthreads();
-            if (i0 + SIDE < T) ask_for(i0 + SIDE);
+            if (next < T) {
+                if (!early) ask_for(next, keys.free, values.free);
+                if (!early_left) ask_for_left(next);
+                asked();
+            }
+            keys.turn();
+            values.turn();
             #pragma unroll PE_UNROLL
             for (int part = 0; part < 4; part++) {       // 16 queries
                 unsigned a[4];
@@ -1150,6 +1176,7 @@ extern "C" __global__ void __launch_bounds__(256) poly_finish(
         if (i >= (long long)positions * HEAD) return;
         float sum = 0.0f;
         if (i < apart)
+            #pragma unroll 8
             for (int g = 0; g < groups; g++) sum += partial[g * apart + i];
         store(dpe + i, sum);
         return;
