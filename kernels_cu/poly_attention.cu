@@ -384,7 +384,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
 #define BACKWARD_BLOCKS 2
 #endif
 #ifndef FORWARD_UNROLL
-#define FORWARD_UNROLL 2      // parts of a tile that are one body
+#define FORWARD_UNROLL 4      // parts of a tile that are one body
 #endif
 #ifndef Q_UNROLL
 #define Q_UNROLL 2
@@ -397,16 +397,16 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
 #endif
 
 #ifndef CHAINED
-#define CHAINED 15             // 1 forward, 2 backward_q, 4 _kv, 8 _pe: scores are summed onto those of the other product, shifted; else beside them, and then added
+#define CHAINED 15            // 1 forward, 2 backward_q, 4 _kv, 8 _pe: one product of the score is summed onto the other; else beside it, then both are added
 #endif
 #ifndef PE_EARLY
-#define PE_EARLY 1
+#define PE_EARLY 1            // with two stages backward_pe asks for the next tiles before its scores
 #endif
 #ifndef FORWARD_TURNS
-#define FORWARD_TURNS 1
+#define FORWARD_TURNS 1       // see place_of
 #endif
 #ifndef THROUGH_L1
-#define THROUGH_L1 0
+#define THROUGH_L1 0          // PE goes through L1
 #endif
 
 #if VERSION == 2
@@ -421,14 +421,15 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
 
 typedef float Sums[2][4];     // 16 x 16 of a product
 
-// Where this thread begins to load 64 rows from row `first` on: 16 bytes here, and of each row that is its own. Of each warp's `side` rows all threads of
-// the block, or only that warp's (side 16, 32 threads).
+// Where this thread begins to load 64 rows from row `first` on, 16 bytes at a time. All threads share all rows, or (side 16, 32 threads) each warp loads
+// its own sixteen.
 #define ACROSS (HEAD / 8)
 template <int side = SIDE, int threads = TENSOR_THREADS> __device__ __forceinline__ const bf16* mine_of(const bf16* from, int stride, int first) {
     int r = threadIdx.x / threads * side + threadIdx.x % threads / ACROSS;
     return from + (long long)(first + r) * stride + threadIdx.x % threads % ACROSS * 8;
 }
-// These 64 rows on their way into shared memory; complete after arrived(). If `checked`, rows outside of 0 .. rows - 1 are zeros; else there are none.
+// These rows on their way into shared memory; complete after arrived(). If `checked`, rows outside of 0 .. rows - 1 are zeros; else there are none such.
+// `shared`: through L1, for what other blocks on this SM load at about the same time.
 template <bool shared = false, int side = SIDE, int threads = TENSOR_THREADS>
 __device__ __forceinline__ void ask(bf16* to, const bf16* source, int stride, bool checked = false, int first = 0, int rows = 0) {
     const int down = threads / ACROSS;                                   // rows at a time
@@ -700,6 +701,14 @@ template <bool kept> __device__ __forceinline__ void scores_of(Sums& c, const Le
     add_scores(c, left, rows);
 }
 
+// The same number, of which the compiler does not know that: what it computes from it is not kept in registers over the loops.
+__device__ __forceinline__ int again(int x) {
+#if TENSOR_CORES
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
+}
+
 // Of step s = 0, 1, .. in turn: 64 keys and values, from the diagonal to the left, and PE of the farther 64 differences.
 struct Loads {
     const bf16* k, * v, * pe;
@@ -715,8 +724,8 @@ struct Loads {
         if (s == 0 || (s + 1) * SIDE >= T) all(to, far, s, true);
         else all(to, far, s, false);
         asked();
-        k -= SIDE * k_stride;
-        v -= SIDE * v_stride;
+        k -= again(SIDE * k_stride);
+        v -= again(SIDE * v_stride);
         pe += SIDE * HEAD;
     }
 };
@@ -731,8 +740,8 @@ __device__ __forceinline__ Head head_of(int which, const Tensors& x) {
     return head_of(which, x.q_tilde, x.q, x.k, x.v, x.dy, x.pe, x.stride, x.T, x.H, x.window);
 }
 
-// Of a score, x times `eighth` being s / 8: t = tanh(s / 8), t^p, and t^(p-1) (1 - t^2): what is left of c^p and its derivative without 8^p, which goes into the factors of sums.
-// Exact: e = exp(s / 4), tanh(s / 8) = 1 - 2 / (1 + e), off by 2e-7 at most; so 1 - t^2 is 0 where s is so large that it would be less. Else one special
+// Of a score, x times `eighth` being s / 8: t = tanh(s / 8), t^p, and t^(p-1) (1 - t^2): what is left of c^p and its derivative without 8^p, which goes into
+// the factors of sums. Exact: e = exp(s / 4), tanh(s / 8) = 1 - 2 / (1 + e), off by 2e-7 at most; so 1 - t^2 is 0 where s is so large that it would be less. Else one special
 // function, off by 2^-11 of itself and its power by p times that: up to degree 3 less than rounding to bf16 is, but too much for the sums of dphi c^p.
 template <bool exact> __device__ __forceinline__ Power steep(float x, float eighth = 0.125f) {
     float tanh;
@@ -840,7 +849,9 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
         if (STAGES == 1 && s + 1 < steps) { __syncthreads(); ask_for(s + 1, ring.free); }
         ring.turn();
     }
-    write_tile(y + x.out, sums, 1.0f, x.wide, i0, T);
+    int which = place_of(again(blockIdx.x), gridDim.x) % (gridDim.x / ((again(T) + SIDE - 1) / SIDE));
+    long long out = head_of(which, q_tilde, q, k, v, q, pe, stride, T, H, window).out;
+    write_tile(y + out, sums, 1.0f, x.wide, i0, T);
 #endif
 }
 
@@ -959,9 +970,9 @@ __device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf1
         if (first + SIDE > T || (s + 1) * SIDE >= T) all(true);
         else all(false);
         asked();
-        q_tilde_from += SIDE * x.stride.q_tilde;
-        q_from += SIDE * x.stride.q;
-        dy_from += SIDE * x.wide;
+        q_tilde_from += again(SIDE * x.stride.q_tilde);
+        q_from += again(SIDE * x.stride.q);
+        dy_from += again(SIDE * x.wide);
         pe_from += SIDE * HEAD;
     };
     Left<kept> left_k, left_v, lower, upper;             // lower, upper: PE of 16 differences each
@@ -1033,7 +1044,7 @@ __device__ __forceinline__ void backward_pe(unsigned char* memory, float* partia
     int T = in.T, window = in.window;
     const bool kept = HEAD <= 64, early = STAGES == 2 && PE_EARLY, early_left = early && kept;
     bf16* of_q_tilde = reinterpret_cast<bf16*>(memory), * of_dy = of_q_tilde + SIDE * LD, * of_pe = of_dy + SIDE * LD, * of_q = of_pe + SIDE * LD;
-    bf16* of_k = of_q + 2 * SIDE * LD, * of_v = of_k + (STAGES + 1) * SIDE * LD, * ds = of_v + (STAGES + 1) * SIDE * LD;         // ds: (64, NARROW) queries, differences
+    bf16* of_k = of_q + 2 * SIDE * LD, * of_v = of_k + (STAGES + 1) * SIDE * LD, * ds = of_v + (STAGES + 1) * SIDE * LD;        // (64, NARROW) queries, differences
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, r0 = diagonal * SIDE;
     float sums[2 * STEPS][4] = {};
     for (int which = group; which < heads; which += groups) {
@@ -1050,9 +1061,9 @@ __device__ __forceinline__ void backward_pe(unsigned char* memory, float* partia
             };
             if (outside(i0)) all(true);
             else all(false);
-            k_from += SIDE * x.stride.k;
-            v_from += SIDE * x.stride.v;
-            q_from += SIDE * x.stride.q;
+            k_from += again(SIDE * x.stride.k);
+            v_from += again(SIDE * x.stride.v);
+            q_from += again(SIDE * x.stride.q);
         };
         auto ask_for_left = [&](int i0) {
             auto all = [&](bool checked) {
@@ -1061,8 +1072,8 @@ __device__ __forceinline__ void backward_pe(unsigned char* memory, float* partia
             };
             if (outside(i0)) all(true);
             else all(false);
-            q_tilde_from += SIDE * x.stride.q_tilde;
-            dy_from += SIDE * x.wide;
+            q_tilde_from += again(SIDE * x.stride.q_tilde);
+            dy_from += again(SIDE * x.wide);
         };
         __syncthreads();
         ask_rows(of_pe, x.pe, HEAD, r0, T);
