@@ -844,7 +844,7 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
             #pragma unroll 1
             for (int n = s == 0 ? 3 - warp : 0; n < 4; n++) part(s, n, true);
         else
-            #pragma unroll FORWARD_UNROLL
+            #pragma unroll (kept ? FORWARD_UNROLL : 2)
             for (int n = 0; n < 4; n++) part(s, n, false);
         if (STAGES == 1 && s + 1 < steps) { __syncthreads(); ask_for(s + 1, ring.free); }
         ring.turn();
