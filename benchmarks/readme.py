@@ -214,12 +214,23 @@ def encoder_table() -> str:
     return (f"The gradient of the token embedding ({size}, bf16), added into fp32 sums, replayed from a CUDA graph; shares are of the copy rate, on the "
             "gradient, read once, and the rows of the sums that have a token, read and written. Peers: `embedding_dense_backward`, which fills a fresh bf16 "
             "table, and `index_add_`: with atomics, fp32 or bf16, whichever is faster, and in its deterministic form:\n\n" + markdown(head, rows)
-            + "\n\n" + encoder_rungs(kinds) + "\n\n" + encoder_grid(r["grid"]) + "\n\n" + encoder_facts(r) + "\n\n" + source(result))
+            + "\n\n" + encoder_low(kinds) + " " + encoder_rungs(kinds) + "\n\n" + encoder_grid(r["grid"]) + "\n\n" + encoder_facts(r) + "\n\n" + source(result))
 
 
 def encoder_ms(m) -> str:
     ms = m["ms"]
     return f"{ms['replayed']:.3f} ms" if "replayed" in ms else f"{ms['launched']:.3f} ms (launched: it cannot be captured)"
+
+
+def encoder_low(kinds) -> str:
+    """Sums in bf16, as the peers' tables."""
+    cells = []
+    for name, d in kinds.items():
+        ms, goals = {way: d["ways"][way]["ms"]["replayed"] for way in ("ours, segments known, bf16 sums", "embedding_dense_backward", "index_add_, bf16")}, d["goals"]
+        ours, *peers = ms.values()
+        cells.append(f"{name} " + ", ".join(verdict(f"{peer / ours:.1f}x", f"{least:g}x", peer / ours >= least)
+                                            for peer, least in zip(peers, (goals["dense"], goals["atomics"]))))
+    return "With sums in bf16, segments known, against the bf16 table of dense and atomic `index_add_` into bf16: " + "; ".join(cells) + "."
 
 
 def encoder_rungs(kinds) -> str:

@@ -13,13 +13,15 @@ from .backend import backend, cache_dir, default_device, deterministic, use_back
 from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from .cli import doctor
 from .clip import ClipState, clip_grad_norm_, clip_grads_
-from .data import Batches, ByteTokenizer, load_text, make_dataset, train_bpe, val_batches
+from .data import Batches, ByteTokenizer, load_text, make_dataset, shard, train_bpe, val_batches
+from .distributed import Distributed
 from .embedding import Embedding, Encoder, deterministic_embeddings
 from .encoder import encoder_backward, reference_encoder, reference_encoder_backward
-from .errors import ArgumentError, BackendError, CaptureError, CheckpointError, CompileError, DataError, GpuaccelError, KernelError, NonFiniteError
+from .errors import ArgumentError, BackendError, CaptureError, CheckpointError, CompileError, DataError, GpuaccelError, KernelError, NonFiniteError, RankError
 from .exercises import check, hint, solution
 from .graphs import GraphedStep
 from .kernel import Kernel, compile, kernel_names
+from .launch import launch
 from .ledger import Ledger, ledger
 from .lora import BLOCK_NORMS, LoRALinear, apply_lora, load_lora, merge_lora, remove_lora, save_lora, unmerge_lora
 from .magics import load_ipython_extension
@@ -38,11 +40,11 @@ from .widgets import LiveThroughput
 __all__ = [
     "MODES", "GradientAccumulator", "accumulate_", "reference_accumulate", "AdamW", "reference_adamw", "Arena", "backend", "cache_dir", "default_device",
     "deterministic", "GraphedStep", "CaptureError", "use_backend", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "doctor", "Batches", "ByteTokenizer", "load_text",
-    "make_dataset", "train_bpe", "val_batches", "ArgumentError", "BackendError", "CheckpointError", "CompileError", "DataError",
+    "make_dataset", "shard", "train_bpe", "val_batches", "ArgumentError", "BackendError", "CheckpointError", "CompileError", "DataError",
     "GpuaccelError", "KernelError", "check", "checked", "hint", "solution", "show", "Kernel", "compile", "kernel_names", "Ledger", "ledger",
     "load_ipython_extension", "BLOCK_NORMS", "LoRALinear", "apply_lora", "load_lora", "merge_lora", "remove_lora", "save_lora",
     "unmerge_lora", "ClipState", "clip_grad_norm_", "clip_grads_", "NonFiniteError", "LateValue", "Meter", "Reading", "StageTimer", "peak_flops",
     "Config", "GPT2", "Transformer", "flops_per_token", "generate", "preset",
     "PolyAttention", "poly_attention", "reference_poly_attention", "RichardsCurve", "RichardsGLU", "Embedding", "Encoder", "Segments", "deterministic_embeddings", "encoder_backward", "find_segments", "reference_encoder", "reference_encoder_backward",
-    "TrainStep", "evaluate", "token_loss", "train", "warmup_cosine", "LiveThroughput",
+    "Distributed", "RankError", "launch", "TrainStep", "evaluate", "token_loss", "train", "warmup_cosine", "LiveThroughput",
 ]

@@ -168,6 +168,7 @@ class GradientAccumulator:
         self.arena, self.mode = arena, mode
         self.host = torch.zeros(arena.numel) if mode == "host" else None
         self.final = False                                      # the next backward is the window's last: take squares on the way
+        self.arrived = None                                     # called with a tensor's number once a backward has given all of its gradient
         self._task, self._handles, self._fused, self._dressed, self._products, self._table = None, [], [], [], set(), (None, None)
         self._running = {}                                      # id of a backward -> weak reference that dies with it
         self._forget()
@@ -245,13 +246,14 @@ class GradientAccumulator:
             if torch._C._current_graph_task_id() != self._task:
                 self._begin()
             grad = p.grad
-            if grad is None:                                    # the fused product took it, or it was undefined
-                return
-            if grad is not self.arena.grad_views[i]:            # else autograd has added it in place already
-                check_gradient(self.arena.segments[i].name, grad, p.shape, p.device)
-                p.grad = None
-                self._collect(i, grad)
-            self.touched[i] = True
+            if grad is not None:                                # else the fused product took it, or it was undefined
+                if grad is not self.arena.grad_views[i]:        # else autograd has added it in place already
+                    check_gradient(self.arena.segments[i].name, grad, p.shape, p.device)
+                    p.grad = None
+                    self._collect(i, grad)
+                self.touched[i] = True
+            if self.arrived is not None:
+                self.arrived(i)
         return hook
 
     def _begin(self):
@@ -389,9 +391,14 @@ class GradientAccumulator:
         for p, owner in zip(self.arena.params, self.arena.owners):
             p.grad = owner.grad = None
 
+    @property
+    def bits(self) -> int:
+        """A bit for each tensor that got a gradient in this window."""
+        return sum(1 << i for i, touched in enumerate(self.touched) if touched)
+
     def lay_down(self) -> int:
         """Leave the sums, and forget that there are any: a bit for each tensor that got a gradient. No parameter has one; a graph ends here."""
-        bits = sum(1 << i for i, touched in enumerate(self.touched) if touched)
+        bits = self.bits
         self._forget()
         for p, owner in zip(self.arena.params, self.arena.owners):
             p.grad = owner.grad = None

@@ -124,6 +124,9 @@ def _optimizer_groups(path, model, optimizer, arena):
     if arena is not None:
         pairs = zip(arena.parameter_names(), arena.parameters(), strict=True)
         names.update((id(parameter), name) for name, parameter in pairs)
+    if hasattr(optimizer, "whole"):
+        raise CheckpointError(f"{path}: the optimizer's state is spread over {optimizer.world} ranks, and only a share of it is here; expected the "
+                              "whole: `with optimizer.whole(): ...` on every rank")
     groups = []
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

@@ -4,6 +4,7 @@
     $ gpuaccel kernels --arch sm_90                       # registers, shared memory, spills; needs no GPU
     $ gpuaccel train --model tiny --steps 200             # real text, a progress bar, a checkpoint, a sample
     $ gpuaccel train --model tiny --steps 200 --resume    # continues, bit for bit, where a killed run stopped
+    $ gpuaccel train --nproc 2                            # two ranks of this machine; torchrun ... -m gpuaccel train on several
     $ gpuaccel sample --prompt "def "
 
 Exit status: 0 done, 1 an error that is yours to mend (one line on stderr), 2 wrong usage, 130 stopped with Ctrl-C
@@ -258,7 +259,7 @@ def _read_run(path):
         raise CheckpointError(f"{path}, which `gpuaccel train` writes for a run, cannot be read: {error!r}") from None
 
 
-def _open_run(args, description):
+def _open_run(args, description, writes=True):
     """Make or check a run's folder: a new run does not start over an old one, a resumed one has to be the same run."""
     from .checkpoint import latest_checkpoint, written_aside
     kept, last = args.out / "run.json", latest_checkpoint(args.out)
@@ -271,6 +272,8 @@ def _open_run(args, description):
                    if before.get(name) != description[name]]
         if changed:
             raise CheckpointError(f"{args.out} holds another run and cannot be resumed like this: {'; '.join(changed)}")
+    if not writes:
+        return
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         with written_aside(kept) as file:
@@ -280,6 +283,16 @@ def _open_run(args, description):
 
 
 def train_command(args):
+    if args.nproc and "RANK" in os.environ:
+        raise ArgumentError(f"--nproc {args.nproc} inside of a rank that torchrun (or another launcher) has started; expected one of the two")
+    if (args.nproc or 1) > 1:
+        from .launch import launch
+        kind = {"auto": None, "cuda": "nccl"}.get(args.device, "gloo")
+        return launch(_train_rank, args.nproc, (args,), backend=kind, timeout=60.0, after_step=True)[0]
+    return _train_rank(args)
+
+
+def _train_rank(args):
     from .backend import use_backend
     backend = {"auto": None, "cpu": "torch"}.get(args.device, args.device)
     with use_backend(backend) if backend else contextlib.nullcontext():
@@ -293,22 +306,29 @@ def _train(args):
     from .arena import Arena
     from .backend import backend, default_device
     from .data import Batches, make_dataset, val_batches
+    from .distributed import Distributed
     from .meter import Meter, peak_flops
     from .models import flops_per_token, preset
     from .step import TrainStep
     from .train import evaluate, train, warmup_cosine
-    tokens, device = _complete(args), default_device()
+    how = Distributed(ordered=args.ordered, sharded=args.sharded)           # of the ranks that torchrun or --nproc has started, or this process alone
+    tokens, device, ranks, first_rank = _complete(args), default_device(), how.world, how.rank == 0
     if args.micro_batches > args.batch:
         raise ArgumentError(f"--micro-batches is {args.micro_batches}, more than the {args.batch} sequences of --batch")
+    parts = args.micro_batches if args.micro_batches > 1 else ranks         # over all ranks
+    if ranks > 1 and (parts % ranks or args.batch % parts):
+        raise ArgumentError(f"--batch {args.batch} in --micro-batches {parts} cannot be divided among {ranks} ranks; expected a multiple of the ranks as "
+                            "--micro-batches, and a multiple of that as --batch")
+    parts, batch = parts // ranks, args.batch // ranks                      # of a rank
     data = make_dataset(args.text, tokens)
     # A text too small for all of a preset's tokens gets a model of those there are: every one it writes can be read.
     config = preset(args.model, T=max(args.seq, preset(args.model).T), vocab=data.vocab_size)
-    batches = Batches(data.train, args.batch, args.seq, seed=args.seed, device=device)
+    batches = Batches(data.train, batch, args.seq, seed=args.seed, device=device, rank=how.rank, ranks=ranks, micro_batches=parts if ranks > 1 else 1)
     val = val_batches(data.val, args.batch, args.seq, limit=VAL_BATCHES, device=device)
     description = {name: getattr(args, name) for name in NUMBERS} | {"config": dataclasses.asdict(config)}
     if tokens == "bpe":
         description["bpe"] = data.tokenizer.to_json()
-    _open_run(args, description)
+    _open_run(args, description, first_rank)
 
     torch.manual_seed(args.seed)
     dtype = torch.bfloat16 if device.type == "cuda" and args.model != "tiny" else torch.float32
@@ -316,27 +336,33 @@ def _train(args):
     arena = Arena(model)
     opt = AdamW(arena, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, max_norm=1.0)
     meter = Meter(device, flops_per_token(config, args.seq), peak_flops(device, dtype))
-    step = TrainStep(model, opt, micro_batches=args.micro_batches, accumulate=args.accumulate, compile=args.compile, meter=meter,
+    step = TrainStep(model, opt, micro_batches=parts, accumulate=args.accumulate, compile=args.compile, meter=meter, distributed=how,
                      scheduler=warmup_cosine(opt, max(1, args.steps // 10), args.steps), replay=args.replay, deterministic=args.deterministic)
-    print(f"{args.model}: {sum(p.numel() for p in model.parameters()):,} parameters in {dtype}, {backend()}\n"
-          f"{len(data.train):,} tokens of {data.source}; checkpoints and metrics in {args.out}", file=sys.stderr)
+    if first_rank:
+        print(f"{args.model}: {sum(p.numel() for p in model.parameters()):,} parameters in {dtype}, {backend()}\n"
+              + f"{how}\n" * (ranks > 1) + f"{len(data.train):,} tokens of {data.source}; checkpoints and metrics in {args.out}", file=sys.stderr)
 
     progress, first, val_loss, reading = None, None, None, None
     with StopAfterStep() as stop, contextlib.closing(train(
             step, batches, args.steps, val=val, val_every=args.val_every, metrics=args.metrics, checkpoint_dir=args.out,
             checkpoint_every=args.checkpoint_every, resume=args.resume)) as readings:
         for reading in readings:
-            progress = progress or Progress(args.steps, reading.step - 1, args.no_progress)
+            progress = progress or Progress(args.steps, reading.step - 1, args.no_progress or not first_rank)
             first = reading.loss if first is None else first
             val_loss = val_loss if reading.val_loss is None else reading.val_loss
             progress.show(reading.step, reading)
-            if stop.asked:
+            if stop.asked and ranks == 1 or step.ranks is not None and step.ranks.asked_to_stop():
+                stop.asked = True
                 break
     if progress:
         progress.close()
     if stop.asked and step.count < args.steps:
+        if not first_rank:
+            return 130
         print(f"gpuaccel: stopped after step {step.count}, checkpoint written; --resume goes on", file=sys.stderr)
         return 130
+    if not first_rank:
+        return 0
     last = meter.finish()
     if reading is None:
         print(f"{args.out} already is at step {step.count}: nothing to do, unless --steps is more")
@@ -411,7 +437,7 @@ def _parser():
     add("--text", metavar="PATH", help="a text file, or a folder of *.txt, *.md, *.py (Python's standard library)")
     add("--batch", type=_at_least(1), metavar="N", help="sequences per optimizer step (by preset)")
     add("--seq", type=_at_least(1), metavar="T", help="tokens per sequence (by preset)")
-    add("--micro-batches", type=_at_least(1), default=1, metavar="N", help="parts that a batch is divided into (1)")
+    add("--micro-batches", type=_at_least(1), default=1, metavar="N", help="parts that a batch is divided into, over all ranks (1 each)")
     add("--accumulate", choices=("host", "autograd", "arena", "fused"), default="arena",
         help="how gradients are added up (arena)")
     add("--lr", type=_at_least(0, float), metavar="X", help="learning rate (by preset)")
@@ -425,6 +451,9 @@ def _parser():
     add("--compile", action="store_true", help="torch.compile the model")
     add("--replay", choices=("eager", "graph"), default="eager", help="graph: the whole step as one CUDA graph, the same bits (eager)")
     add("--deterministic", action="store_true", help="the same bits in every run, also on a GPU")
+    add("--nproc", type=_at_least(1), metavar="N", help="ranks on this machine, which share each batch: a GPU each, or CPUs (1)")
+    add("--ordered", action="store_true", help="ranks: the same bits for any number of them (with equal --micro-batches)")
+    add("--sharded", action="store_true", help="ranks: each keeps its share of the optimizer's memory")
     add("--device", choices=("auto", "cpu", "simt", "cuda"), default="auto", help="where to train; simt: on the CPU with our kernels (auto)")
 
     add = command("sample", sample_command, "write text with a trained model").add_argument

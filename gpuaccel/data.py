@@ -296,6 +296,27 @@ def _gather(tokens, windows, T, device, pin=False):
     return inputs, targets
 
 
+def _check_rank(rank, ranks):
+    if ranks < 1 or not 0 <= rank < ranks:
+        raise ArgumentError(f"rank is {rank} of {ranks}; expected 0 to {max(ranks, 1) - 1}")
+
+
+def shard(batches, rank, ranks, *, seed=None, epoch=0) -> list:
+    """Rank `rank`'s share of a list of batches (or files, or anything): numbers rank, rank + ranks, ... of them.
+
+    seed: shuffle them first, anew in each epoch (seed + epoch). The shares are disjoint and complete, and all as long as the
+    longest: at its end a rank that has none left has None there, with which it takes part in a step without a batch.
+    DataError when there are fewer batches than ranks."""
+    _check_rank(rank, ranks)
+    batches = list(batches)
+    if len(batches) < ranks:
+        raise DataError(f"{len(batches)} batches for {ranks} ranks; expected at least one for each")
+    if seed is not None:
+        batches = [batches[i] for i in torch.randperm(len(batches), generator=torch.Generator().manual_seed(seed + epoch)).tolist()]
+    mine = batches[rank::ranks]
+    return mine + [None] * (-(-len(batches) // ranks) - len(mine))
+
+
 class Batches:
     """Endless, deterministic batches of windows of T tokens, shuffled anew in every epoch.
 
@@ -304,13 +325,23 @@ class Batches:
 
     tokens: (N,) integer tensor on the CPU; batch: windows per batch; T: tokens per window; seed: seed + epoch seeds the
     shuffle; device: where batches go, without waiting; pin: leave CPU batches in pinned memory, for copies of your own.
-    DataError when there is not one whole window (T + 1 tokens)."""
+    rank, ranks: this rank's share, a batch each; all windows are still visited once. Micro-batches (batch / micro_batches
+    windows) go to the ranks in turn, so that what all ranks take together in a step depends on ranks * micro_batches only:
+    a run can be continued with another number of ranks. The position is the same on every rank.
+    DataError when there is not one whole window (T + 1 tokens), or an epoch has fewer batches than there are ranks."""
 
-    def __init__(self, tokens, batch, T, seed=0, device="cpu", pin=False):
+    def __init__(self, tokens, batch, T, seed=0, device="cpu", pin=False, rank=0, ranks=1, micro_batches=1):
         if batch < 1:
             raise ArgumentError(f"batch is {batch}; expected at least 1")
+        _check_rank(rank, ranks)
+        if micro_batches < 1 or batch % micro_batches and ranks > 1:
+            raise ArgumentError(f"a batch of {batch} windows in {micro_batches} micro-batches; expected equal ones on {ranks} ranks")
         self.tokens, self.batch, self.T, self.seed, self.device, self.pin = tokens, batch, T, seed, device, pin
+        self.rank, self.ranks, self.micro_batches = rank, ranks, micro_batches
         self.windows = _window_count(tokens, T)  # per epoch
+        if self.windows < ranks * batch and ranks > 1:
+            raise DataError(f"too little text: an epoch has {self.windows} windows of T={T}, {self.windows // batch} batches of {batch}, for "
+                            f"{ranks} ranks; expected at least one batch for each")
         self.tokens_per_batch = batch * T
         self._go_to(epoch=0, index=0)
 
@@ -324,17 +355,20 @@ class Batches:
 
     def __next__(self):
         """(inputs, targets), each (batch, T) int64 on `device`."""
-        parts, missing = [], self.batch
+        parts, missing = [], self.batch * self.ranks
         while missing:
             if self.index == self.windows:
                 self._go_to(self.epoch + 1, 0)
             parts.append(self._order[self.index:self.index + missing])
             self.index += len(parts[-1])
             missing -= len(parts[-1])
-        return _gather(self.tokens, torch.cat(parts), self.T, self.device, self.pin)
+        windows = torch.cat(parts)
+        if self.ranks > 1:
+            windows = windows.view(self.micro_batches, self.ranks, -1)[:, self.rank].flatten()
+        return _gather(self.tokens, windows, self.T, self.device, self.pin)
 
     def state_dict(self) -> dict:
-        """The position: epoch, windows done in it, and what they depend on. The batch size may change at a resume."""
+        """The position: epoch, windows done in it by all ranks, and what they depend on. Batch size and ranks may change at a resume."""
         return {"epoch": self.epoch, "index": self.index, "seed": self.seed, "windows": self.windows, "T": self.T}
 
     def load_state_dict(self, state: dict):

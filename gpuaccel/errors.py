@@ -41,6 +41,10 @@ class KernelError(GpuaccelError, RuntimeError):
         self.reports = list(reports)
 
 
+class RankError(GpuaccelError, RuntimeError):
+    """Another rank of a data-parallel run cannot be reached, has stopped, or has other weights than this one."""
+
+
 class NonFiniteError(GpuaccelError, RuntimeError):
     """A gradient holds NaN or infinity, and the caller asked to be told. Nothing was changed."""
 

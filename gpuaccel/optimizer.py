@@ -88,9 +88,9 @@ class AdamW(torch.optim.AdamW):
             raise ArgumentError(f"seed is {seed!r}; expected a whole number from 0 to 2^53 - 1")
         if arena is not None:
             arena.check()
-            scaled = any(s.lr_scale != 1 for s in arena.segments)
-            params_or_arena = arena.parameter_groups(weight_decay, lr if scaled else None)
+            params_or_arena = arena.parameter_groups(weight_decay, lr if any(s.lr_scale != 1 for s in arena.segments) else None)
         self._numbers, self._plan, self._work, self._moments, self._measured = None, None, {}, {}, False
+        self.explain_skip = None                # called by last_skip() with the tensor's number; what it returns is added (distributed.py: the rank)
         super().__init__(params_or_arena, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, foreach=foreach, capturable=capturable,
                          differentiable=differentiable, fused=fused)
 
@@ -108,13 +108,14 @@ class AdamW(torch.optim.AdamW):
 
     def last_skip(self) -> "dict | None":
         """{"step": which call of step(), "tensor": name of its first gradient that was not finite}, or None; over an arena also "invalid_tokens":
-        of each ga.Embedding that has seen a token out of range. Waits for the device."""
+        of each ga.Embedding that has seen a token out of range; of several ranks "rank", which brought it. Waits for the device."""
         for work in self._work.values():
             asked, skipped, step, tensor = work.record.tolist()
             if skipped:
                 seen = {name: part.invalid_tokens() for name, part in (self.arena.module.named_modules() if self.arena else ()) if isinstance(part, Embedding)}
                 seen = {name: found for name, found in seen.items() if found}
-                return {"step": step, "tensor": self.names()[tensor] if tensor >= 0 else None, **({"invalid_tokens": seen} if seen else {})}
+                more = self.explain_skip(tensor) if self.explain_skip is not None else {}
+                return {"step": step, "tensor": self.names()[tensor] if tensor >= 0 else None, **more, **({"invalid_tokens": seen} if seen else {})}
         return None
 
     def names(self) -> "list[str]":
@@ -180,12 +181,17 @@ class AdamW(torch.optim.AdamW):
         if part.ours:
             self._refresh(work)
             coefficients = launch_begin(part.ours, work.settings, found, work.group_of, skip, divisor, found_inf, work.record)
-            launch_update(part.ours, coefficients, work.settings[-1:], self.stochastic_rounding, self.arena if part.clears else None, self._moments)
+            self._launch_update(part, coefficients, work.settings[-1:])
             torch.autograd.graph.increment_version(part.changed)
         if part.rest:
             rows = [self._verdict_of(j) for j in part.rest]
-            reference_step(part.rest, self.param_groups, found, rows, skip, divisor, found_inf, work.record, not part.ours,
-                           self.seed if self.stochastic_rounding else None)
+            self._reference_step(part.rest, self.param_groups, found, rows, skip, divisor, found_inf, work.record, not part.ours,
+                                 self.seed if self.stochastic_rounding else None)
+
+    def _launch_update(self, part, coefficients, seed):
+        launch_update(part.ours, coefficients, seed, self.stochastic_rounding, self.arena if part.clears else None, self._moments)
+
+    _reference_step = staticmethod(reference_step)
 
     def _parts(self, accumulator) -> "list[_Part]":
         """What each device has to do. Worked out anew when a gradient, a weight or a state lies elsewhere than in the last step."""
@@ -338,7 +344,7 @@ class AdamW(torch.optim.AdamW):
             state, wanted = self.state[p], keys[bool(self.param_groups[g]["amsgrad"])]
             if any(key not in state for key in wanted) or "step" not in state:
                 new.append((p, i, wanted))
-            elif wrong := next((key for key in wanted if state[key].shape != p.shape), None):
+            elif wrong := next((key for key in wanted if not self._fits(state[key], p, i)), None):
                 raise ArgumentError(f"{wrong} of {self.names()[i]} has shape {tuple(state[wrong].shape)}; expected {tuple(p.shape)}")
             elif state["step"].device != p.device or any(not self._in_place(key, state[key], p, i) for key in wanted):
                 moved.append((p, i, wanted))
@@ -356,7 +362,10 @@ class AdamW(torch.optim.AdamW):
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).to(p.device)
             for key in wanted:
                 if not self._in_place(key, state[key], p, i):
-                    state[key] = self._home(key, p, i).copy_(state[key])
+                    state[key] = self._bring_home(key, p, i, state[key])
+
+    _fits = staticmethod(lambda t, p, i: t.shape == p.shape)                # is it the state of this tensor? sharded.py has another answer
+    _bring_home = lambda self, key, p, i, t: self._home(key, p, i).copy_(t)  # noqa: E731
 
     def _home(self, key, p, i) -> Tensor:
         """Memory for one tensor's state: in an arena a slice of one flat buffer per kind."""
@@ -473,7 +482,7 @@ class AdamW(torch.optim.AdamW):
 
     def __getstate__(self):                     # copies and pickles: what belongs to a device is made again
         mine = {name: self.__dict__[name] for name in ("arena", "scope", "stochastic_rounding", "seed", "on_nonfinite", "max_norm")}
-        return {**mine, **super().__getstate__(), "_numbers": None, "_plan": None, "_measured": False, "_work": {}, "_moments": {}}
+        return {**mine, **super().__getstate__(), "_numbers": None, "_plan": None, "_measured": False, "_work": {}, "_moments": {}, "explain_skip": None}
 
 
 def _capturing() -> bool:

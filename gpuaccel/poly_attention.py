@@ -11,7 +11,8 @@ contiguous chunks of k_j and q_i (the first d % r chunks one longer), h = u R_q(
 the low-rank term is a part of the query: q~ = q / sqrt(d) + rho A^T h(A q), s_ij = q~_i . k_j + q_i . PE[i - j]. So the kernels know q~, and nothing of A.
 
 Where e <= 1e-4 a head is skipped for a token: e is exactly 0 there, and no gradient goes through it. Memory is O(T): scores are computed
-again in the backward. A CPU computes the T x T matrices (reference_poly_attention).
+again in the backward. A CPU computes the T x T matrices (reference_poly_attention). Between the layer's products all is one operation, poly_layer:
+q~ and e in one launch (richards.cu), y times e in another; backward, dq, dk and dv are written into the one gradient that the product takes.
 
 Source: RustGPT's PolyAttention, here with the forward's own gradients on the GPU (its GPU kernels were a softmax over one head).
 """
@@ -25,13 +26,15 @@ from torch import Tensor, nn
 from .backend import backend, takes
 from .errors import ArgumentError
 from .kernel import Kernel, usable
-from .richards import GATE, RichardsCurve
+from .richards import BACKWARD, CURVE, GATE, SUMS, RichardsCurve, _begin, _finish, _gradients, _reference_curve
+from .richards import _kernel as _curve_kernel
 
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 LEAST_GATE = 1e-4
 GROUPS = 32                    # of (batch, head), whose gradients of PE are summed apart: the same on every machine
 WIDTHS = range(16, 129, 16)    # of a head that v2 takes
-_ROWS = struct.Struct("4i").pack
+ROWS = 32                      # that a block of what stands around the attention takes, of one head
+_ROWS = struct.Struct("5i").pack
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 
 
@@ -55,12 +58,40 @@ def reference_poly_attention(q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor, p
     return torch.einsum("bhij,bjhd->bihd", phi, values).to(v.dtype)
 
 
+def rank_of(d: int) -> int:
+    """r = clamp(round(sqrt(d)), 2, 16): into how many chunks a head of width d is cut."""
+    return min(max(round(math.sqrt(d)), 2), 16, d)
+
+
 def chunks_of(d: int, device=None) -> Tensor:
-    """(r, d) ones where a channel belongs to a chunk, else zeros; r = clamp(round(sqrt(d)), 2, 16) chunks, the first d % r one longer than the others."""
-    r = min(max(round(math.sqrt(d)), 2), 16, d)
+    """(r, d) ones where a channel belongs to a chunk, else zeros; the first d % r chunks are one longer than the others."""
+    r = rank_of(d)
     short, i = d // r, torch.arange(d, device=device)
     of = torch.where(i < d % r * (short + 1), i // (short + 1), (i - d % r) // short)
     return (of == torch.arange(r, device=device)[:, None]).float()
+
+
+def reference_query(q: Tensor, chunks: Tensor, curve) -> Tensor:
+    """q~ (..., d) of q: what multiplies the keys, in q's dtype. chunks: chunks_of(d); curve: R_q, or None for no low-rank term."""
+    d = q.shape[-1]
+    if curve is None:
+        return q * (1.0 / math.sqrt(d))
+    wide = q.dtype if q.dtype == torch.float64 else torch.float32
+    chunks, over = chunks.to(q.dtype), chunks.to(wide).sum(1).reciprocal()
+    u = (q @ chunks.t()).to(wide) * over
+    h = u * curve(u) * (over * (0.15 / math.sqrt(len(over))))
+    return q * (1.0 / math.sqrt(d)) + (h.to(q.dtype) @ chunks).to(q.dtype)
+
+
+def _reference_layer(qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta_query, settings, degree, window):
+    """What PolyAttention computes between its products: (out, e, q_tilde)."""
+    q, k, v = qkv.unbind(2)
+    curve = None if theta_query is None else lambda u: _reference_curve(u, theta_query, settings[12:])
+    q_tilde = reference_query(q, chunks_of(q.shape[-1], q.device), curve)
+    y = reference_poly_attention(q_tilde, q, k, v, pe, coefficients, degree, window)
+    e = _reference_curve(alpha * seen.to(torch.promote_types(seen.dtype, torch.float32)) + beta, theta_gate, settings[:12])
+    e = torch.where(e > LEAST_GATE, e, 0.0)
+    return (y * e.to(y.dtype).unsqueeze(-1)).flatten(-2), e, q_tilde
 
 
 # ---- launchers ------------------------------------------------------------------------------------------------------
@@ -111,11 +142,11 @@ def _rows(t: Tensor) -> "tuple[Tensor, int]":
     return t.as_strided((((B * T) - 1) * stride + H * d,), (1,)), stride
 
 
-def _prepared(q_tilde, q, k, v, window):
+def _prepared(q_tilde, q, k, v, window, of_grads=0):
     """What all launches take: (memories of q~, q, k, v), T, H, window, and the struct Rows."""
     T, H = q.shape[1:3]
     memories, strides = zip(*map(_rows, (q_tilde, q, k, v)))
-    return memories, T, H, min(window, T), _ROWS(*strides)
+    return memories, T, H, min(window, T), _ROWS(*strides, of_grads)
 
 
 def _launch(name, q, degree, how, grid, before, args):
@@ -128,26 +159,30 @@ def _tiles(rows, how):
     return -(-rows // (32 * how[0]))
 
 
-def launch_forward(q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor, pe: Tensor, coefficients: Tensor, degree: int, window: int, how=None) -> Tensor:
+def launch_forward(q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor, pe: Tensor, coefficients: Tensor, degree: int, window: int, how=None,
+                   gate: "Tensor | None" = None) -> Tensor:
     """poly_forward. q_tilde, q, k, v: (B, T, H, d); pe: (at least T, d); coefficients: (3,) fp32, contiguous. Returns y (B, T, H, d).
 
-    how: (version, stages); default: plan()."""
+    how: (version, stages); default: plan(). gate: (B, T, H) fp32, contiguous: what y is multiplied by."""
     B, T, H, d = q.shape
     memories, *numbers, rows = _prepared(q_tilde, q, k, v, window)
     y, how = torch.empty(B, T, H, d, dtype=q.dtype, device=q.device), how or plan("poly_forward", q)
     pe = _aligned(pe)
-    _launch("poly_forward", q, degree, how, _tiles(T, how) * B * H, (y,), (*memories, pe, coefficients, *numbers, rows))
+    _launch("poly_forward", q, degree, how, _tiles(T, how) * B * H, (y,), (*memories, pe, coefficients, gate, *numbers, rows))
     return y
 
 
 def launch_backward(dy: Tensor, q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor, pe: Tensor, coefficients: Tensor, degree: int, window: int,
-                    how=None) -> "tuple[Tensor, ...]":
-    """poly_backward_q, _kv and _pe, then what adds up their parts. dy: (B, T, H, d). Returns dq_tilde, dq, dk, dv, dpe, dcoefficients."""
+                    how=None, into: "Tensor | None" = None) -> "tuple[Tensor, ...]":
+    """poly_backward_q, _kv and _pe, then what adds up their parts. dy: (B, T, H, d). Returns dq_tilde, dq, dk, dv, dpe, dcoefficients.
+
+    into: (B, T, 3, H, d), contiguous, of which dq, dk and dv become parts; default: three tensors."""
     B, T, H, d = q.shape
-    memories, *numbers, rows = _prepared(q_tilde, q, k, v, window)
+    memories, *numbers, rows = _prepared(q_tilde, q, k, v, window, H * d * (1 if into is None else 3))
     pe, window = _aligned(pe), numbers[-1]
     given = (_aligned(dy), *memories, pe, coefficients)
-    dq_tilde, dq, dk, dv = (torch.empty(B, T, H, d, dtype=q.dtype, device=q.device) for _ in range(4))
+    dq_tilde, *three = (torch.empty(B, T, H, d, dtype=q.dtype, device=q.device) for _ in range(4 if into is None else 1))
+    dq, dk, dv = three if into is None else (into.view(-1)[i * H * d:] for i in range(3))
     how, groups = how or plan("poly_backward", q), min(B * H, GROUPS)
     blocks, diagonals = _tiles(T, how) * B * H, _tiles(window, how)
     sums, partial = torch.empty(blocks, 2, device=q.device), torch.empty(groups, diagonals * 32 * how[0], d, device=q.device)
@@ -161,7 +196,55 @@ def launch_backward(dy: Tensor, q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor
     dpe, dcoefficients = torch.empty_like(pe), torch.empty_like(coefficients)
     finish = _kernel("poly_finish", q.dtype, d, degree, *how)
     finish[1 - (-dpe.numel() // 256), 256](dpe, dcoefficients, partial, sums, coefficients, len(pe), partial.shape[1], groups, blocks)
-    return dq_tilde, dq, dk, dv, dpe, dcoefficients
+    return dq_tilde, *((dq, dk, dv) if into is None else into.unbind(2)), dpe, dcoefficients
+
+
+# ---- launchers of the layer: all between its products ---------------------------------------------------------------
+# In the order of the operation's inputs: qkv (B, T, 3, H, d); seen (B, T, H), contiguous; pe; in fp32 coefficients, alpha and beta (H,), theta_gate and
+# theta_query (None: no low-rank term); settings of both curves, one behind the other; degree; window.
+
+AROUND = ("poly_query_gate", "poly_gate_backward", "poly_query_backward")
+
+
+@functools.cache
+def _around(name: str, dtype: torch.dtype, d: int, low_rank: bool) -> Kernel:
+    """One of AROUND. WHOLE: what a thread takes is made of aligned 16 bytes."""
+    r, wide = rank_of(d), 16 // dtype.itemsize
+    whole = d % wide == 0 if name == "poly_gate_backward" else d % (r * wide) == 0
+    return Kernel("richards", name, options=("-ftz=true",), DATA_T=TYPES[dtype], WHOLE=int(whole), THREADS=BACKWARD, ROWS=ROWS, HEAD=d, RANK=r,
+                  LOW_RANK=int(low_rank))
+
+
+def _curves(theta_gate, theta_query, settings):
+    """thetas and settings of the layer's curves, the gate's first."""
+    return [t for t in (theta_gate, theta_query) if t is not None], [settings[:12], settings[12:]][:1 if theta_query is None else 2]
+
+
+def launch_layer(qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta_query, settings, degree, window) -> "tuple[Tensor, ...]":
+    """richards_begin, poly_query_gate and poly_forward. Returns out (B, T, H d), e (B, T, H), q_tilde (B, T, H, d) and the curves."""
+    q, k, v = qkv.unbind(2)
+    B, T, H, d = q.shape
+    curves, (memory, stride) = _begin(*_curves(theta_gate, theta_query, settings)), _rows(q)
+    e, q_tilde = torch.empty(B, T, H, device=q.device), torch.empty(B, T, H, d, dtype=q.dtype, device=q.device)
+    _around("poly_query_gate", q.dtype, d, theta_query is not None)[-(-B * T // ROWS) * H, BACKWARD](
+        q_tilde, e, memory, seen, alpha, beta, curves, B * T, H, stride)
+    return launch_forward(q_tilde, q, k, v, pe, coefficients, degree, window, gate=e).view(B, T, H * d), e, q_tilde, curves
+
+
+def launch_layer_backward(dout, out, e, q_tilde, curves, qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta_query, settings, degree,
+                          window) -> "list[Tensor]":
+    """poly_gate_backward, poly_backward, poly_query_backward, richards_finish. dout: (B, T, H d). Returns the gradients of all inputs that have one."""
+    q, k, v = qkv.unbind(2)
+    B, T, H, d = q.shape
+    thetas, settings = _curves(theta_gate, theta_query, settings)
+    blocks, how, (memory, stride) = -(-B * T // ROWS) * H, (q.dtype, d, theta_query is not None), _rows(q)
+    dqkv = torch.empty(qkv.shape, dtype=q.dtype, device=q.device)
+    dy, dseen, dalpha, dbeta = map(torch.empty_like, (q_tilde, seen, alpha, beta))
+    sums, by_head = torch.empty(blocks, len(thetas) * SUMS, device=q.device), torch.empty(blocks, 2, device=q.device)
+    _around("poly_gate_backward", *how)[blocks, BACKWARD](dy, dseen, sums, by_head, _aligned(dout), _aligned(out), e, seen, alpha, beta, curves, B * T, H)
+    dq_tilde, *_, dpe, dcoefficients = launch_backward(dy, q_tilde, q, k, v, pe, coefficients, degree, window, into=dqkv)
+    _around("poly_query_backward", *how)[blocks, BACKWARD](dqkv, sums, dalpha, dbeta, dq_tilde, memory, by_head, curves, B * T, H, stride, 3 * H * d)
+    return [dqkv, dseen, dpe, dcoefficients, dalpha, dbeta, *_finish(sums, curves, thetas, settings)]
 
 
 # ---- the operations that autograd and torch.compile see -------------------------------------------------------------
@@ -169,6 +252,11 @@ def launch_backward(dy: Tensor, q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor
 _SIX = "Tensor q_tilde, Tensor q, Tensor k, Tensor v, Tensor pe, Tensor coefficients, int degree, int window"
 _library.define(f"poly_attention({_SIX}) -> Tensor")
 _library.define(f"poly_attention_backward(Tensor dy, {_SIX}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
+_LAYER = ("Tensor qkv, Tensor seen, Tensor pe, Tensor coefficients, Tensor alpha, Tensor beta, Tensor theta_gate, Tensor? theta_query, float[] settings, "
+          "int degree, int window")
+_library.define(f"poly_layer({_LAYER}) -> (Tensor, Tensor, Tensor, Tensor)")
+_library.define(f"poly_layer_backward(Tensor dout, Tensor out, Tensor e, Tensor q_tilde, Tensor curves, {_LAYER}) -> "
+                f"({', '.join(['Tensor'] * 8)})")
 
 
 def _all(q, degree) -> "list[Kernel]":
@@ -180,6 +268,18 @@ def _all(q, degree) -> "list[Kernel]":
 
 def _ours(q, coefficients, degree) -> bool:
     return takes(q.device) and q.dtype in TYPES and q.numel() > 0 and coefficients.dtype != torch.float64 and usable(q.device, *_all(q, degree))
+
+
+def _layer_ours(qkv, seen, pe, *parameters, degree) -> bool:
+    q, d = qkv[:, :, 0], qkv.shape[-1]
+    if not _ours(q, parameters[0], degree) or not seen.dtype == pe.dtype == q.dtype or any(p is not None and p.dtype == torch.float64 for p in parameters):
+        return False
+    return usable(q.device, _curve_kernel("richards_begin"), _curve_kernel("richards_finish"),
+                  *(_around(name, q.dtype, d, parameters[-1] is not None) for name in AROUND))
+
+
+def _in_fp32(parameters):
+    return [p if p is None else p.detach().float().contiguous() for p in parameters]
 
 
 def _forward(q_tilde, q, k, v, pe, coefficients, degree, window):
@@ -198,13 +298,45 @@ def _backward(dy, q_tilde, q, k, v, pe, coefficients, degree, window):
     return *grads, dcoefficients.to(coefficients.dtype)
 
 
-for _name, _function in (("poly_attention", _forward), ("poly_attention_backward", _backward)):
+def _layer_forward(qkv, seen, pe, *others):
+    *parameters, settings, degree, window = others
+    if not _layer_ours(qkv, seen, pe, *parameters, degree=degree):
+        out, e, q_tilde = _reference_layer(qkv, seen, pe, *others)
+        return out.contiguous(), e.float(), q_tilde.contiguous(), qkv.new_zeros(1 if parameters[-1] is None else 2, CURVE, dtype=torch.float32)
+    return launch_layer(qkv, seen.contiguous(), pe, *_in_fp32(parameters), settings, degree, window)
+
+
+def _layer_backward(dout, out, e, q_tilde, curves, qkv, seen, pe, *others):
+    *parameters, settings, degree, window = others
+    given = [t for t in (qkv, seen, pe, *parameters) if t is not None]
+    if _layer_ours(qkv, seen, pe, *parameters, degree=degree):
+        found = launch_layer_backward(dout, out, e, q_tilde, curves, qkv, seen.contiguous(), pe, *_in_fp32(parameters), settings, degree, window)
+    else:
+        none = () if parameters[-1] is not None else (None,)
+        found = _gradients(lambda *inputs: _reference_layer(*inputs, *none, settings, degree, window)[0], dout, *given)
+    found = [g.to(t.dtype).contiguous() for g, t in zip(found, given)]
+    return *found, *[qkv.new_empty(0)] * (8 - len(found))
+
+
+for _name, _function in (("poly_attention", _forward), ("poly_attention_backward", _backward), ("poly_layer", _layer_forward),
+                         ("poly_layer_backward", _layer_backward)):
     _library.impl(_name, _function, "CPU")
     _library.impl(_name, _function, "CUDA")
 _empty = lambda t: torch.empty_like(t, memory_format=torch.contiguous_format)
 torch.library.register_fake("gpuaccel::poly_attention", lambda qt, q, k, v, pe, co, degree, window: _empty(v), lib=_library)
 torch.library.register_fake("gpuaccel::poly_attention_backward", lambda dy, qt, q, k, v, pe, co, degree, window: tuple(
     map(_empty, (qt, q, k, v, pe, co))), lib=_library)
+
+
+def _layer_fake(qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta_query, *_):
+    B, T, _, H, d = qkv.shape
+    return (qkv.new_empty(B, T, H * d), seen.new_empty(B, T, H, dtype=torch.float32), qkv.new_empty(B, T, H, d),
+            qkv.new_empty(1 if theta_query is None else 2, CURVE, dtype=torch.float32))
+
+
+torch.library.register_fake("gpuaccel::poly_layer", _layer_fake, lib=_library)
+torch.library.register_fake("gpuaccel::poly_layer_backward", lambda dout, out, e, qt, curves, *inputs: tuple(
+    qt.new_empty(0) if t is None else _empty(t) for t in inputs[:8]), lib=_library)
 
 
 def _save(ctx, inputs, output):
@@ -215,6 +347,22 @@ def _save(ctx, inputs, output):
 torch.library.register_autograd(
     "gpuaccel::poly_attention", lambda ctx, dy: (*torch.ops.gpuaccel.poly_attention_backward(dy, *ctx.saved_tensors, *ctx.numbers), None, None),
     setup_context=_save, lib=_library)
+
+
+def _save_layer(ctx, inputs, output):
+    ctx.set_materialize_grads(False)                       # of e, q_tilde and the curves, which have none
+    ctx.save_for_backward(*output, *inputs[:8])
+    ctx.numbers = inputs[8:]
+
+
+def _layer_grads(ctx, dout, *_):
+    if dout is None:
+        return (None,) * 11
+    *found, of_query = torch.ops.gpuaccel.poly_layer_backward(dout, *ctx.saved_tensors, *ctx.numbers)
+    return *found, None if ctx.saved_tensors[-1] is None else of_query, None, None, None
+
+
+torch.library.register_autograd("gpuaccel::poly_layer", _layer_grads, setup_context=_save_layer, lib=_library)
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
@@ -285,15 +433,8 @@ class PolyAttention(nn.Module):
         self.gate = RichardsCurve("sigmoid", learn=GATE, bounded=True, device=device)
 
     def query(self, q: Tensor) -> Tensor:
-        """q~ (..., d) of q: what multiplies the keys, in q's dtype."""
-        d = q.shape[-1]
-        if not self.low_rank:
-            return q * (1.0 / math.sqrt(d))
-        wide = q.dtype if q.dtype == torch.float64 else torch.float32
-        chunks, over = self.chunks.to(q.dtype), self.chunks.to(wide).sum(1).reciprocal()
-        u = (q @ chunks.t()).to(wide) * over
-        h = u * self.curve(u) * (over * (0.15 / math.sqrt(len(over))))
-        return q * (1.0 / math.sqrt(d)) + (h.to(q.dtype) @ chunks).to(q.dtype)
+        """q~ (..., d) of q, in torch's operations: see reference_query."""
+        return reference_query(q, self.chunks, self.curve)
 
     def forward(self, x: Tensor) -> Tensor:
         if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-1] != self.dim:
@@ -301,12 +442,12 @@ class PolyAttention(nn.Module):
         T = x.shape[-2]
         if T > self.max_positions:
             raise ArgumentError(f"x has {T} positions; expected at most max_positions, {self.max_positions}")
-        q, k, v = self.w_qkv(x).view(math.prod(x.shape[:-2]), T, 3, self.heads, self.dim // self.heads).unbind(2)
-        y = poly_attention(self.query(q), q, k, v, self.pe.to(q.dtype), self.coefficients, self.degree, self.window)
-        seen = self.w_gate(x)
-        e = self.gate(self.alpha * seen.to(torch.promote_types(seen.dtype, torch.float32)) + self.beta)
-        e = torch.where(e > LEAST_GATE, e, 0.0).to(y.dtype)
-        return self.w_out((y.view(*e.shape, y.shape[-1]) * e.unsqueeze(-1)).flatten(-2))
+        qkv = self.w_qkv(x).view(math.prod(x.shape[:-2]), T, 3, self.heads, self.dim // self.heads)
+        seen = self.w_gate(x).reshape(*qkv.shape[:2], self.heads)
+        theta, setting = (self.curve.theta, self.curve.setting) if self.low_rank else (None, [])
+        out = torch.ops.gpuaccel.poly_layer(qkv, seen, self.pe.to(qkv.dtype), self.coefficients, self.alpha, self.beta, self.gate.theta, theta,
+                                            self.gate.setting + setting, self.degree, self.window or max(T, 1))[0]
+        return self.w_out(out.view(x.shape))
 
     def set_degree(self, degree: int):
         """Another degree, from the next forward on. A step that a graph holds goes on with the old one: capture it again."""

@@ -21,11 +21,14 @@ from .accumulate import GradientAccumulator
 from .arena import Arena
 from .backend import deterministic
 from .clip import EPS, check_choice, reference_scale
+from .distributed import Distributed
 from .embedding import counts_of
 from .errors import ArgumentError, CaptureError
 from .graphs import NEW_SHAPES, POLICIES, GraphedStep, untouched
 from .meter import Meter
+from .micro import is_split, rows_of, split
 from .optimizer import AdamW
+from .ranks import Ranks
 
 DIVISORS = ("tokens", "sequences", "micro_batches")
 CLIPS = ("item", "torch", "fused")
@@ -54,33 +57,6 @@ class StepOutput:
     finite: "Tensor | None" = None             # bool: is every gradient finite?
 
 
-def split(batch, parts: int) -> list:
-    """`batch` (tensor, or tuple, list or dict of tensors) in `parts` pieces along dim 0, sizes differing by one at most.
-
-    A list of tuples, lists or dicts is split already, into micro-batches that may differ in number and shape. Raises ArgumentError when the tensors disagree in dim 0, or there are fewer rows than pieces."""
-    if is_split(batch):
-        return batch
-    if isinstance(batch, Tensor):
-        if batch.dim() == 0 or batch.shape[0] < parts:
-            raise ArgumentError(f"a batch of shape {tuple(batch.shape)} cannot be split into {parts} micro-batches along dim 0")
-        return list(torch.tensor_split(batch, parts))
-    if not isinstance(batch, (tuple, list, dict)) or not batch:
-        raise ArgumentError(f"a batch is a tensor or a tuple, list or dict of tensors; got {type(batch).__name__}")
-    items = batch.items() if isinstance(batch, dict) else enumerate(batch)
-    rows = {key: len(t) if isinstance(t, Tensor) and t.dim() else None for key, t in items}
-    if len(set(rows.values())) > 1 or None in rows.values():
-        raise ArgumentError(f"the tensors of a batch must agree in dim 0, the number of sequences; got {rows}")
-    columns = [split(t, parts) for t in (batch.values() if isinstance(batch, dict) else batch)]
-    if isinstance(batch, dict):
-        return [dict(zip(batch, row)) for row in zip(*columns)]
-    return [type(batch)(row) for row in zip(*columns)]
-
-
-def is_split(batch) -> bool:
-    """Is it a list of micro-batches, rather than one batch?"""
-    return isinstance(batch, list) and len(batch) > 0 and all(isinstance(micro, (tuple, list, dict)) for micro in batch)
-
-
 class TrainStep:
     """One optimizer step over `micro_batches` pieces of a batch.
 
@@ -96,6 +72,8 @@ class TrainStep:
     replay: "eager", or "graph": the whole step is captured in a CUDA graph per kind of batch and replayed, one launch; a batch that
     is a list of micro-batches is replayed one by one, plus a tail. policy, new_shapes, max_graphs: see GraphedStep. `replays` says which it
     is, and `reason` why. deterministic: two runs have the same bits (ga.deterministic() around each step).
+    distributed: a ga.Distributed; each rank makes the same step and calls it as often, with batches of its own. Loss, tokens and divisor are then
+    those of all ranks.
 
     The arena is made here unless the module is in one already. close() gives back an ordinary module.
     Raises ArgumentError for an optimizer that holds other tensors than the arena's, an unknown mode or divisor, two different max_norms."""
@@ -103,7 +81,7 @@ class TrainStep:
     def __init__(self, model: nn.Module, opt=None, loss_fn=token_loss, *, micro_batches: int = 1, accumulate: str = "arena",
                  clip: "str | None" = None, divide: "str | None" = None, max_norm: "float | None" = None, compile: bool = False, autocast: "torch.dtype | None" = None,
                  scheduler=None, meter: "Meter | None" = None, replay: str = "eager", policy: str = "auto", new_shapes: str = "capture",
-                 max_graphs: int = 8, deterministic: bool = False):
+                 max_graphs: int = 8, deterministic: bool = False, distributed: "Distributed | None" = None):
         if micro_batches < 1:
             raise ArgumentError(f"micro_batches is {micro_batches}; expected 1 or more")
         for name, value, choices in (("divide", divide, DIVISORS), ("clip", clip, CLIPS), ("replay", replay, REPLAYS), ("policy", policy, POLICIES),
@@ -125,8 +103,14 @@ class TrainStep:
             _check_clip(clip, opt, ours, max_norm)
             self.accumulator = GradientAccumulator(arena, accumulate)
             self.model, self.opt, self.arena, self.scheduler = model, opt, arena, scheduler
+            self.ranks = None
+            if distributed is not None and distributed.works:
+                self.ranks = self._join(distributed, clip, {"accumulate": accumulate, "divide": str(divide), "max_norm": str(max_norm), "replay": replay,
+                                                            "micro_batches": str(micro_batches) if distributed.ordered else "any"})
             self._graphs = _StepGraphs(self, ours, policy=policy, new_shapes=new_shapes, max_graphs=max_graphs) if replay == "graph" else None
         except BaseException:
+            if "accumulator" in vars(self):
+                self.accumulator.close()
             if there is None:
                 arena.release()
             raise
@@ -139,7 +123,8 @@ class TrainStep:
         self.accumulator.zero_()
 
     def __call__(self, batch) -> StepOutput:
-        """Run one step. batch: tensor, or tuple, list or dict of tensors, on the model's device, rows in dim 0.
+        """Run one step. batch: tensor, or tuple, list or dict of tensors, on the model's device, rows in dim 0. With several ranks None: this one
+        has no batch left, and the others have.
 
         When loss_fn or backward raises, the gradients are dropped and the weights stay as they were."""
         timer = self.meter.timer if self.meter else None
@@ -148,6 +133,8 @@ class TrainStep:
         with deterministic() if self.deterministic else contextlib.nullcontext():
             if self.replays == "graph":
                 found = self._graphs(batch)
+                if self.ranks is not None and self.replays == "graph":
+                    self.ranks.beat()
                 if timer:
                     timer.mark("replay")
             else:
@@ -156,6 +143,8 @@ class TrainStep:
             self.scheduler.step()
         if timer:
             timer.stop()
+        if self.ranks is not None:
+            self.ranks.check()
         self.count += 1
         return StepOutput(*found)
 
@@ -163,7 +152,7 @@ class TrainStep:
         """The step itself, launched one by one: (loss, tokens, norm, clipped norm, scale, finite)."""
         mark = mark or _no_mark
         with self.window():
-            loss, tokens, divisor = self._accumulate(split(batch, self.micro_batches), mark)
+            loss, tokens, divisor = self._accumulate(self.split(batch), mark)
             found = self._update(divisor, mark)
         mark("zero")
         return loss, tokens, *found
@@ -178,6 +167,8 @@ class TrainStep:
                 self.accumulator.lay_down()         # nothing was executed, and nothing can be now
             else:
                 self.accumulator.zero_()
+            if self.ranks is not None:
+                self.ranks.abandon()
             raise
         if any(self.accumulator.touched):           # otherwise ga.AdamW has opened the next window already
             self.accumulator.zero_()
@@ -218,15 +209,26 @@ class TrainStep:
         mark("optimizer")
         return found if self.max_norm is not None or not isinstance(self.opt, AdamW) else _found_by(self.opt)
 
-    def _accumulate(self, micros, mark):
-        """Forward and backward of every micro-batch; afterwards the sum is in the arena. Returns (loss, tokens, what to divide the sum by)."""
-        losses, tokens = None, None
+    def _accumulate(self, micros, mark, alone: bool = False):
+        """Forward and backward of every micro-batch; afterwards the sum is in the arena. Returns (loss, tokens, what to divide the sum by).
+
+        alone: of this rank only, with no word to the others (a warm-up)."""
+        losses, tokens, ranks = None, None, None if alone else self.ranks
+        if ranks is not None:
+            ranks.look_before()
+        ordered = ranks is not None and ranks.how.ordered
         for nth, micro in enumerate(micros):
-            loss, count = self.micro(micro, len(micros), nth == len(micros) - 1, mark)
+            last = nth == len(micros) - 1
+            with ranks.listening() if ranks is not None and last else contextlib.nullcontext():
+                loss, count = self.micro(micro, len(micros), last and not ordered, mark)
+            if ordered:
+                ranks.round(loss, count, rows_of(micro), 1)
             losses = loss if losses is None else losses + loss
             tokens = count if tokens is None else tokens + count
+        for _ in range(self.micro_batches - len(micros) if ordered else 0):
+            ranks.round(None, None, 0, 0)           # the other ranks may have more
         self.accumulator.finish()
-        found = self.mean(losses, tokens, float(sum(map(_rows, micros))))
+        found = self.mean(losses, tokens, float(sum(map(rows_of, micros))), len(micros), ranks)
         mark("accumulate")
         return found
 
@@ -239,6 +241,8 @@ class TrainStep:
             raise ArgumentError(f"divide={self.divide!r} needs a loss_fn that returns (sum of losses, tokens); it returned only a mean")
         if not (isinstance(loss, Tensor) and loss.numel() == 1):
             raise ArgumentError(f"loss_fn returned {type(loss).__name__}; expected a one-element tensor, or (that, tokens)")
+        if self.ranks is not None:
+            parts = 1                               # divided last, by what all ranks have
         if count is None:
             loss = loss / parts
         elif not isinstance(count, Tensor):
@@ -254,16 +258,44 @@ class TrainStep:
         return loss.detach().float(), count
 
     @torch.no_grad()
-    def mean(self, losses, tokens, rows) -> tuple:
-        """(loss, tokens, what to divide the gradient by: a one-element tensor or None) of sums over micro-batches. rows: number or tensor."""
+    def mean(self, losses, tokens, rows, micros=None, ranks: "Ranks | None" = None) -> tuple:
+        """(loss, tokens, what to divide the gradient by: a one-element tensor or None) of sums over micro-batches. rows, micros: number or tensor.
+        With `ranks` the gradients of all ranks are added here."""
+        if ranks is not None:
+            losses, tokens, rows, micros = ranks.reduce(losses, tokens, rows, micros)
+            micros = micros.clamp(min=1)
         if tokens is None:
-            return losses, None, None
-        divisor = None
+            return (losses, None, None) if ranks is None else (losses / micros, None, micros)
+        divisor = None if ranks is None else micros         # divide="micro_batches"
         if self.divide in (None, "tokens"):
             divisor = tokens.clamp(min=1)
         elif self.divide == "sequences":
             divisor = rows if isinstance(rows, Tensor) else torch.full((), rows, device=self.arena.device)
         return losses / tokens.clamp(min=1), tokens, divisor
+
+    def split(self, batch) -> list:
+        """This rank's micro-batches."""
+        if batch is None and self.ranks is not None:
+            return []
+        micros = split(batch, self.micro_batches)
+        if self.ranks is not None and self.ranks.how.ordered and len(micros) > self.micro_batches:
+            raise ArgumentError(f"{len(micros)} micro-batches in ordered mode; expected at most micro_batches={self.micro_batches}, on every rank")
+        return micros
+
+    def _join(self, distributed, clip, settings) -> Ranks:
+        """Compare the models of all ranks, and take over rank 0's weights."""
+        replay = settings["replay"]
+        if distributed.sharded and clip != "fused":
+            raise ArgumentError(f"sharded=True with clip={clip!r}: a rank has its share of the gradient only; expected ga.AdamW over the arena, which clips "
+                                "by itself (clip='fused')")
+        if replay == "graph" and distributed.backend != "nccl":
+            raise ArgumentError(f"replay='graph' needs collectives that a CUDA graph can hold, those of NCCL; the group's are {distributed.backend}'s: "
+                                "expected replay='eager'")
+        return Ranks(distributed, self.arena, self.accumulator, self.opt, settings)
+
+    def gathered(self):
+        """A context, to be entered on every rank: inside it the optimizer's state is whole, to be saved or loaded."""
+        return self.opt.whole() if self.ranks is not None and self.ranks.sharded else contextlib.nullcontext()
 
     @property
     def graphs(self) -> "GraphedStep | None":
@@ -281,22 +313,20 @@ class TrainStep:
         for graphs in self._graphs.all if self._graphs else ():
             graphs.reset()
 
-    def close(self):
-        """Give the graphs back, take the hooks down and give the module ordinary parameters back."""
+    def close(self, alone: bool = False):
+        """Give the graphs back, take the hooks down and give the module ordinary parameters back. alone: with several ranks and a sharded optimizer, do not
+        wait for the others, which would bring its state together; it is gone then. (So does a `with` block that an error leaves.)"""
         if self._graphs:
             self._graphs.close()
+        if self.ranks is not None:
+            self.ranks.close(alone)
         self.arena.release()
 
     def __enter__(self):
         return self
 
-    def __exit__(self, *error):
-        self.close()
-
-
-def _rows(micro) -> int:
-    first = micro if isinstance(micro, Tensor) else next(iter(micro.values() if isinstance(micro, dict) else micro))
-    return first.shape[0]
+    def __exit__(self, kind, *error):
+        self.close(alone=kind is not None)
 
 
 def _clip_by_item(parameters, max_norm) -> Tensor:
@@ -340,8 +370,8 @@ class _StepGraphs:
 
     def __init__(self, step: TrainStep, ours: bool, **options):
         self.step, self.counts = step, None     # counts: dtype of the tokens; False: loss_fn returns means
-        self.loss, self.rows = (torch.zeros((), device=step.arena.device) for _ in range(2))
-        self.sums = self.loss, self.rows        # and self.tokens, once their dtype is known
+        self.loss, self.rows, self.parts = (torch.zeros((), device=step.arena.device) for _ in range(3))
+        self.sums = self.loss, self.rows, self.parts        # and self.tokens, once their dtype is known
         self._state, self._options = [step.model, step.opt], dict(modes=self._modes, **options)
         self._buffers = [*step.model.buffers(), *counts_of(step.model)]      # all that forward and backward change: the sums are dropped
         # Our optimizer prepares itself; torch's make their state in a step, which is taken back.
@@ -373,9 +403,12 @@ class _StepGraphs:
         if self.whole.closed:
             raise CaptureError("the step was closed: make a new one")
         if not is_split(batch):
-            split(batch, self.step.micro_batches)       # an ArgumentError before anything is captured
+            self.step.split(batch)                      # an ArgumentError before anything is captured
+            self._settle(lambda: self._warm_up(batch))
             return self.whole(batch)
         accumulator, touched = self.step.accumulator, 0
+        if self.step.ranks is not None and self.step.ranks.how.ordered:
+            raise CaptureError("a list of micro-batches is replayed one by one, which ordered mode does not; expected one batch, or replay='eager'")
         if accumulator.mode in ("host", "autograd"):
             raise CaptureError(f"a list of micro-batches is replayed one by one, and accumulate={accumulator.mode!r} keeps gradients between them where "
                                "a graph does not; expected 'arena' or 'fused', or one batch")
@@ -383,7 +416,8 @@ class _StepGraphs:
             with untouched(self._buffers, self.step.arena.device):
                 self._warm_up_micro(batch[0], len(batch))
             self.tokens = torch.zeros((), dtype=self.counts or torch.int64, device=self.step.arena.device)
-            self.sums = self.loss, self.tokens, self.rows
+            self.sums = self.loss, self.tokens, self.rows, self.parts
+        self._settle(lambda: self._warm_up_micro(batch[0], len(batch)))
         self.micro.max_graphs = max(self.micro.max_graphs, len(batch))      # none of this step's may be pushed out by another
         parts = len(batch) if self.step.divide == "micro_batches" or self.counts is False else 0
         try:
@@ -398,6 +432,19 @@ class _StepGraphs:
             accumulator.zero_()
             raise
 
+    def _settle(self, warm_up):
+        """Before the first capture the ranks agree on the tensors that get a gradient: a capture cannot ask."""
+        ranks = self.step.ranks
+        if ranks is not None and ranks.agreed is None:
+            with untouched(self._buffers, self.step.arena.device):
+                ranks.settle(self._bits_of(warm_up))
+
+    def _bits_of(self, warm_up) -> int:
+        """Which tensors a warm-up gives a gradient, as bits."""
+        self.bits = 0
+        warm_up()
+        return self.bits
+
     def _modes(self):
         """What a graph keeps as it was at its capture, beside shapes and the optimizer's settings."""
         step = self.step
@@ -405,18 +452,20 @@ class _StepGraphs:
 
     def _warm_up(self, batch):
         with self.step.window():
-            self.step._accumulate(split(batch, self.step.micro_batches), _no_mark)
+            self.step._accumulate(self.step.split(batch), _no_mark, alone=True)
+            self.bits = self.step.accumulator.bits
 
     def _warm_up_micro(self, micro, parts):
         with self.step.window():
             _, count = self.step.micro(micro, parts or 1, False, _no_mark)
-            self.counts = False if count is None else count.dtype
+            self.counts, self.bits = False if count is None else count.dtype, self.step.accumulator.bits
 
     def _micro(self, micro, parts):
         """Adds to the sums. Returns which tensors got a gradient, as bits."""
         loss, count = self.step.micro(micro, parts or 1, False, _no_mark)
         self.loss += loss
-        self.rows += _rows(micro)
+        self.rows += rows_of(micro)
+        self.parts += 1
         if count is not None:
             self.tokens += count
         return self.step.accumulator.lay_down()
@@ -427,7 +476,7 @@ class _StepGraphs:
     def _tail(self, touched):
         self.step.accumulator.take_up(touched)
         with self.step.window():
-            loss, tokens, divisor = self.step.mean(self.loss, self.tokens.clone() if self.counts else None, self.rows)
+            loss, tokens, divisor = self.step.mean(self.loss, self.tokens.clone() if self.counts else None, self.rows, self.parts, self.step.ranks)
             found = self.step._update(divisor, _no_mark)
         results = loss.clone(), tokens, *found
         for total in self.sums:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from . import checkpoint as checkpoints
 from .errors import DataError
 from .meter import LateValue, Meter
-from .step import TrainStep, is_split, token_loss
+from .micro import is_split
+from .step import TrainStep, token_loss
 
 AHEAD = 2                        # steps that the host may be ahead of the device: a Stop is heard, and readings are fresh
 
@@ -90,23 +91,34 @@ def train(step: TrainStep, batches, steps: int, *, val=None, val_every: int = 0,
     end. metrics: path of a JSON-lines file. checkpoint_dir: a checkpoint every `checkpoint_every` steps, at the end, and when the
     loop is left between two steps (Stop, break); the newest `keep` stay. An error or a Ctrl-C inside a step writes none: the data has
     moved on, the weights may not have. resume: go on from the newest checkpoint there, bit-identically;
-    without one, from the beginning. extra: JSON kept in each checkpoint."""
+    without one, from the beginning. extra: JSON kept in each checkpoint.
+
+    With several ranks each calls it with the same arguments and its own batches, and leaves it after the same step; a rank that leaves it early
+    writes no checkpoint, unless all were asked to stop (Ranks.asked_to_stop()). Rank 0 writes metrics and
+    checkpoints; all of them read these, so that the folder has to be one that they share, and the run may go on with another number of ranks.
+    The random generators that a checkpoint keeps are rank 0's."""
+    first = step.ranks is None or step.ranks.rank == 0
     state = dict(model=step.model, optimizer=step.opt, arena=step.arena, scheduler=step.scheduler,
                  batches=batches if hasattr(batches, "state_dict") else None)
     if resume and checkpoint_dir and (last := checkpoints.latest_checkpoint(checkpoint_dir)):
-        step.count = checkpoints.load_checkpoint(last, **state)["step"]
+        with step.gathered():
+            step.count = checkpoints.load_checkpoint(last, **state, restore_rng=first)["step"]
     saved = step.count if resume else -1
 
     def save():
         nonlocal saved
         if checkpoint_dir and saved != step.count:
-            checkpoints.save_checkpoint(checkpoints.checkpoint_path(checkpoint_dir, step.count), step=step.count, extra=extra, **state)
-            checkpoints.prune_checkpoints(checkpoint_dir, keep)
+            with step.gathered():
+                if first:
+                    checkpoints.save_checkpoint(checkpoints.checkpoint_path(checkpoint_dir, step.count), step=step.count, extra=extra, **state)
+                    checkpoints.prune_checkpoints(checkpoint_dir, keep)
+            if step.ranks is not None:
+                step.ranks.barrier()            # nobody looks for a checkpoint that is not there yet
             saved = step.count
 
     meter = step.meter = step.meter or Meter(step.arena.device)
-    lines = Metrics(metrics, step.count) if metrics else None
-    whole, seen = True, None                        # no step is half done; tokens of all steps
+    lines = Metrics(metrics, step.count) if metrics and first else None
+    whole, seen, done = True, None, False           # no step is half done; tokens of all steps
     try:
         for batch in batches if step.count < steps else ():
             whole, lr = False, step.opt.param_groups[0]["lr"]
@@ -114,7 +126,7 @@ def train(step: TrainStep, batches, steps: int, *, val=None, val_every: int = 0,
             whole = True
             done = step.count >= steps
             val_loss = evaluate(step.model, val) if val and (done or val_every and step.count % val_every == 0) else None
-            tokens = _tokens_in(batch)
+            tokens = _tokens_in(batch) * (1 if step.ranks is None else step.ranks.world)        # the host knows its own; the others have as many
             while meter.queued() >= AHEAD:                   # a replay takes the host no time: asked again and again, never waited for
                 time.sleep(1e-4)
             norms = [None if n is None else torch.linalg.vector_norm(n) if n.dim() else n for n in (out.norm, out.clipped_norm)]
@@ -137,12 +149,15 @@ def train(step: TrainStep, batches, steps: int, *, val=None, val_every: int = 0,
             torch.cuda.synchronize(step.arena.device)
         if lines:
             lines.close()
-        if whole:
+        together = step.ranks is None or step.ranks.world == 1 or done or step.ranks.asked_to_stop()       # else others may not come along
+        if whole and together:
             save()
 
 
 def _tokens_in(batch) -> int:
     """Tokens of a batch as the host knows them: elements of its first tensor."""
+    if batch is None:                           # a rank that has none left
+        return 0
     if is_split(batch):
         return sum(map(_tokens_in, batch))
     first = batch if isinstance(batch, Tensor) else next(iter(batch.values() if isinstance(batch, dict) else batch))

@@ -46,8 +46,8 @@
 #endif
 #define ALL 0xffffffffu
 
-struct Rows {                 // where the rows of q~, q, k and v lie: row t of head h of sequence b at (b T + t) stride + h HEAD, in elements
-    int q_tilde, q, k, v;
+struct Rows {                 // where rows lie: row t of head h of sequence b at (b T + t) stride + h HEAD, in elements
+    int q_tilde, q, k, v, grad;                           // grad: of dq, dk and dv; rows of y, dy and dq~ lie side by side
 };
 
 struct Scale { float weight, offset, slope; };        // scale a, scale b, 4 scale a p
@@ -111,7 +111,7 @@ struct Head {                                 // the rows of one head of one seq
     const DATA_T* q_tilde, * q, * k, * v, * dy, * pe;
     Rows stride;
     int T, window, wide;                      // wide: H * HEAD, from one row of y to the next
-    long long out;                            // where this head's first row of y is
+    long long out, grad;                      // where this head's first row of y is, and of dq, dk and dv
 };
 
 __device__ __forceinline__ Head head_of(int which, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k, const DATA_T* v, const DATA_T* dy,
@@ -119,8 +119,13 @@ __device__ __forceinline__ Head head_of(int which, const DATA_T* q_tilde, const 
     long long b = which / H, h = which % H, row = b * T;
     long long out = row * H * HEAD + h * HEAD;
     Head head = {q_tilde + row * stride.q_tilde + h * HEAD, q + row * stride.q + h * HEAD, k + row * stride.k + h * HEAD, v + row * stride.v + h * HEAD,
-                 dy + out, pe, stride, T, window, H * HEAD, out};
+                 dy + out, pe, stride, T, window, H * HEAD, out, row * stride.grad + h * HEAD};
     return head;
+}
+
+// What row i of y is multiplied by; gate: (B, T, H), or null.
+__device__ __forceinline__ float factor_of(const float* gate, const Head& x, int i) {
+    return gate && i < x.T ? gate[(x.out + (long long)i * x.wide) / HEAD] : 1.0f;
 }
 
 // ---- v1: fp32, 32 x 32 pairs ----
@@ -218,6 +223,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_forward_v1(
     const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k, const DATA_T* v,      // (B, T, H, d), rows apart
     const DATA_T* pe,                         // (at least T, d)
     const float* coefficients,                // a, b, scale
+    const float* gate,                        // (B, T, H) what y is multiplied by; null: nothing
     int T, int H, int window, Rows stride)
 {
 #if VERSION == 1
@@ -240,12 +246,18 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_forward_v1(
             add_rows<false>(sums, m, m.v, part);
         }
     }
+    #pragma unroll
+    for (int r = 0; r < MINE; r++) {
+        float factor = factor_of(gate, x, i0 + warp * MINE + r);
+        #pragma unroll
+        for (int part = 0; part < PARTS; part++) sums[r][part] *= factor;
+    }
     write_rows(y + x.out, sums, x.wide, i0, T);
 #endif
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_q_v1(
-    DATA_T* dq_tilde, DATA_T* dq,             // (B, T, H, d)
+    DATA_T* dq_tilde, DATA_T* dq,             // (B, T, H, d); dq with rows apart
     float* partial,                           // (blocks, 2) sums of dphi c^p and of dphi
     const DATA_T* dy, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k, const DATA_T* v, const DATA_T* pe, const float* coefficients,
     int T, int H, int window, Rows stride)
@@ -282,13 +294,13 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_q_v1(
         }
     }
     write_rows(dq_tilde + x.out, by_k, x.wide, i0, T);
-    write_rows(dq + x.out, by_pe, x.wide, i0, T);
+    write_rows(dq + x.grad, by_pe, stride.grad, i0, T);
     write_sums<WARPS>(partial + 2 * (long long)blockIdx.x, totals, warps);
 #endif
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_kv_v1(
-    DATA_T* dk, DATA_T* dv,                   // (B, T, H, d)
+    DATA_T* dk, DATA_T* dv,                   // (B, T, H, d), rows apart
     const DATA_T* dy, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k, const DATA_T* v, const DATA_T* pe, const float* coefficients,
     int T, int H, int window, Rows stride)
 {
@@ -319,8 +331,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_kv_v1(
             }
         }
     }
-    write_rows(dk + x.out, of_k, x.wide, j0, T);
-    write_rows(dv + x.out, of_v, x.wide, j0, T);
+    write_rows(dk + x.grad, of_k, stride.grad, j0, T);
+    write_rows(dv + x.grad, of_v, stride.grad, j0, T);
 #endif
 }
 
@@ -781,6 +793,7 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
     const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v,              // (B, T, H, d), rows apart; 16-byte aligned
     const bf16* pe,                           // (at least T, d)
     const float* coefficients,                // a, b, scale
+    const float* gate,                        // (B, T, H) what y is multiplied by; null: nothing
     int T, int H, int window, Rows stride)
 {
 #if VERSION == 2
@@ -850,8 +863,13 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
         ring.turn();
     }
     int which = place_of(again(blockIdx.x), gridDim.x) % (gridDim.x / ((again(T) + SIDE - 1) / SIDE));
-    long long out = head_of(which, q_tilde, q, k, v, q, pe, stride, T, H, window).out;
-    write_tile(y + out, sums, 1.0f, x.wide, i0, T);
+    x = head_of(which, q_tilde, q, k, v, q, pe, stride, T, H, window);
+    float upper_rows = factor_of(gate, x, i0 + 16 * warp + g), lower_rows = factor_of(gate, x, i0 + 16 * warp + g + 8);
+    #pragma unroll
+    for (int n = 0; n < 2 * STEPS; n++)
+        #pragma unroll
+        for (int i = 0; i < 4; i++) sums[n][i] *= i < 2 ? upper_rows : lower_rows;
+    write_tile(y + x.out, sums, 1.0f, x.wide, i0, T);
 #endif
 }
 
@@ -938,7 +956,7 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
     add_product(by_pe, last, ring.sixteen(warp));
     Scale scale = scale_of(in.coefficients);
     write_tile(dq_tilde + x.out, by_k, scale.slope * 0.25f * eight_to(DEGREE - 1), x.wide, i0, T);
-    write_tile(dq + x.out, by_pe, scale.slope * 0.25f * eight_to(DEGREE - 1), x.wide, i0, T);
+    write_tile(dq + x.grad, by_pe, scale.slope * 0.25f * eight_to(DEGREE - 1), x.stride.grad, i0, T);
     totals[0] *= eight_to(DEGREE);
     write_sums<4>(partial + 2 * (long long)unit, totals, warps);
 }
@@ -1031,8 +1049,8 @@ __device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf1
         if (STAGES == 1 && s + 1 < steps) { __syncthreads(); ask_for(s + 1, ring.free); }
         ring.turn();
     }
-    write_tile(dk + x.out, dk_sums, scale.slope * 0.25f * eight_to(DEGREE - 1), x.wide, j0, T);
-    write_tile(dv + x.out, dv_sums, 1.0f, x.wide, j0, T);
+    write_tile(dk + x.grad, dk_sums, scale.slope * 0.25f * eight_to(DEGREE - 1), x.stride.grad, j0, T);
+    write_tile(dv + x.grad, dv_sums, 1.0f, x.stride.grad, j0, T);
 }
 
 // dPE: tiles of 64 queries and 64 differences: 16 queries have 79 keys there. Scores and dphi are computed by keys and skewed, ds then lies by differences,
@@ -1157,7 +1175,7 @@ __device__ __forceinline__ void backward_pe(unsigned char* memory, float* partia
 // All of the backward in one launch: the blocks of dPE, which are longest where a group has several heads, then those of dq and of dk and dv, alternating; each
 // the longest first, so that short ones fill the end.
 extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, BACKWARD_BLOCKS) poly_backward_v2(
-    bf16* dq_tilde, bf16* dq, bf16* dk, bf16* dv,         // (B, T, H, d)
+    bf16* dq_tilde, bf16* dq, bf16* dk, bf16* dv,         // (B, T, H, d); but for dq_tilde with rows apart
     float* sums,                              // (B H tiles, 2) sums of dphi c^p and of dphi
     float* partial,                           // (groups, diagonals * 64, d)
     const bf16* dy, const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v, const bf16* pe, const float* coefficients,

@@ -2,6 +2,7 @@
 import contextlib
 import copy
 import functools
+import importlib
 import math
 
 import pytest
@@ -14,6 +15,7 @@ from gpuaccel import PolyAttention, reference_poly_attention
 from gpuaccel.errors import ArgumentError
 from gpuaccel.poly_attention import WIDTHS, _kernel, chunks_of, launch_backward, launch_forward, plan, poly_attention, shared_bytes
 
+module = importlib.import_module("gpuaccel.poly_attention")      # the package's name of it is the function
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 PLACES, KERNELS = ["cpu", "simt", CUDA], ["simt", CUDA]
 NAMES = ("y", "dq_tilde", "dq", "dk", "dv", "dpe", "dcoefficients")
@@ -119,6 +121,20 @@ def test_a_sequence_has_the_same_bits_in_any_batch_and_what_is_masked_does_not_m
     assert torch.equal(launch_forward(q_tilde, q, k, v, pe, coefficients, 3, 6, how)[:, 30:60], y[:, 30:60])
 
 
+@pytest.mark.parametrize("how, dtype, d", [(V1, torch.float32, 12), (V2, torch.bfloat16, 64)], ids=str)
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_gate_multiplies_rows_and_gradients_can_be_parts_of_one_tensor(device, how, dtype, d):
+    inputs, dy = given(device, dtype, 2, 70, 3, d)
+    want, gate = launched(inputs, dy, 3, 6, how), torch.rand(2, 70, 3, generator=torch.Generator().manual_seed(1)).to(device)
+    gate[0, :40, 1] = 0.0
+    y = launch_forward(*inputs, 3, 6, how, gate)
+    assert not y[0, :40, 1].any()
+    close(y, want[0].double() * gate.double().unsqueeze(-1), 1e-6 if dtype == torch.float32 else 5e-3, "y")
+    into = torch.full((2, 70, 3, 3, d), math.nan, dtype=dtype, device=device)
+    same((want[0], *launch_backward(dy, *inputs, 3, 6, how, into)), want)
+    assert torch.equal(into, torch.stack(want[2:5], 2))
+
+
 @pytest.mark.parametrize("how, dtype", [(V1, torch.float32), (V2, torch.bfloat16)], ids=str)
 def test_under_the_checks_the_kernels_do_nothing_wrong(how, dtype):
     inputs, dy = given("cpu", dtype, 1, 34 if how == V1 else 66, 1, 16)
@@ -128,6 +144,12 @@ def test_under_the_checks_the_kernels_do_nothing_wrong(how, dtype):
         want = launched(inputs, dy, 3, 5, how)
         with ga.checked():
             same(launched(inputs, dy, 3, 5, how), want)
+        if how == V1:
+            layer, x, dy = layer_of("cpu", window=5), torch.randn(1, 34, 32), torch.randn(1, 34, 32)
+            want = run(layer, x, dy)
+            with ga.checked():
+                for name, mine in run(layer, x, dy).items():
+                    assert torch.equal(mine, want[name]), name
 
 
 def test_tensor_core_kernels_have_registers_enough():
@@ -217,6 +239,39 @@ def test_the_layer_and_all_its_gradients_are_those_of_the_formula(device, dtype,
         close(mine, theirs, bound, name)
 
 
+def run(layer, x, dy):
+    """y and the gradients of x and of all parameters."""
+    x = x.detach().to(layer.pe.dtype).requires_grad_()
+    y = layer(x)
+    return dict(zip(("y", "x", *dict(layer.named_parameters())), (y, *torch.autograd.grad(y, (x, *layer.parameters()), dy.to(y.dtype)))))
+
+
+@pytest.mark.parametrize("dtype, bound, dim, more", [(torch.bfloat16, 3e-2, 128, {}), (torch.float16, 1e-2, 80, {}), (torch.float32, 1e-5, 6, dict(low_rank=False))], ids=str)
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_around_the_attention_kernels_agree_with_float64_in_many_blocks_of_rows(device, dtype, bound, dim, more, monkeypatch):
+    layer, x, dy = layer_of(device, dim=dim, dtype=dtype, **more), torch.randn(2, 39, dim).to(device, dtype), torch.randn(2, 39, dim).to(device, dtype)
+    dy = (layer(x).detach() + dy / 4).to(dtype)
+    want = run(copy.deepcopy(layer).double(), x, dy)
+    monkeypatch.setattr(module, "_reference_layer", None)         # from here on only our kernels will do
+    found, again = run(layer, x, dy), run(layer, x, dy)
+    for name in found:
+        close(found[name], want[name], bound, name)
+        assert torch.equal(found[name], again[name]), f"{name} has other bits in a second run"
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_columns_of_a_wider_product_and_gradients_that_lie_apart_are_taken(device):
+    layer = layer_of(device)
+    wider, seen, dout = (torch.randn(2, 5, n).to(device) for n in (112, 2, 64))
+    others = (layer.pe, layer.coefficients, layer.alpha, layer.beta, layer.gate.theta, layer.curve.theta, layer.gate.setting + layer.curve.setting, 3, 5)
+    for first in (0, 1):                                           # of the second 16 bytes cannot be loaded
+        apart = wider[..., first:first + 96].unflatten(-1, (3, 2, 16)).detach().requires_grad_()
+        near = apart.detach().contiguous().requires_grad_()
+        ys = [torch.ops.gpuaccel.poly_layer(qkv, seen, *others)[0] for qkv in (apart, near)]
+        grads = torch.autograd.grad(ys[0], apart, dout[..., ::2]), torch.autograd.grad(ys[1], near, dout[..., ::2].contiguous())
+        assert torch.equal(*ys) and torch.equal(grads[0][0], grads[1][0])
+
+
 def test_finite_differences_in_float64_agree():
     layer = layer_of("cpu", dim=12, heads=2).double()
     names = [n for n, _ in layer.named_parameters()]
@@ -252,6 +307,11 @@ def test_a_head_whose_gate_is_shut_is_exactly_zero_and_gets_no_gradient(device):
 def test_opcheck_passes(device):
     inputs, _ = given(device, torch.float32, 2, 5, 2, 16)
     torch.library.opcheck(torch.ops.gpuaccel.poly_attention.default, (*(t.requires_grad_() if t.is_leaf else t for t in inputs), 3, 4))
+    for low_rank in (True, False):
+        layer, (qkv, seen) = layer_of(device, low_rank=low_rank), (torch.randn(2, 5, *shape).to(device).requires_grad_() for shape in ((3, 2, 16), (2,)))
+        theta, setting = (layer.curve.theta, layer.curve.setting) if low_rank else (None, [])
+        torch.library.opcheck(torch.ops.gpuaccel.poly_layer.default, (qkv, seen, layer.pe, layer.coefficients, layer.alpha, layer.beta, layer.gate.theta, theta,
+                                                                      layer.gate.setting + setting, 3, 4))
 
 
 @pytest.mark.parametrize("device", PLACES, indirect=True)

@@ -1,0 +1,463 @@
+"""What the ranks of a data-parallel run do in one optimizer step; TrainStep calls it. The choices, and the words for them: distributed.py.
+
+    ranks = Ranks(how, arena, accumulator, opt, settings)       # compares the models, sends out rank 0's weights
+    with ranks.listening():                                     # around the last micro-batch's backward: full buckets are on their way
+        loss.backward()
+    loss, tokens, rows, micros = ranks.reduce(loss, tokens, rows, 1)      # arena.grads holds the sum over all ranks
+
+On GPUs all of it goes to one stream, forked from the current one by events and joined to it again, so that a CUDA graph can hold it; nothing
+is read by the host. On CPUs gloo's own threads do the work between start and join.
+"""
+import contextlib
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .accumulate import GradientAccumulator, accumulate_
+from .accumulate import _kernel as sum_kernel
+from .arena import CHUNK, Arena
+from .backend import takes
+from .clip import _kernel as squares_kernel
+from .clip import launch_squares
+from . import distributed
+from .distributed import Distributed, all_gather, buckets_of, reduce_scatter, weight_hashes
+from .errors import ArgumentError, RankError
+from .meter import LateValue
+from .optimizer import AdamW
+from .sharded import ShardedAdamW, share
+
+
+class Ranks:
+    """A TrainStep's side of the group: what TrainStep calls. Making one compares the models of all ranks and sends out rank 0's weights.
+
+    ArgumentError, on every rank, naming the first tensor and rank that differ from rank 0's."""
+
+    def __init__(self, how: Distributed, arena: Arena, accumulator: GradientAccumulator, opt, settings: dict):
+        self.how, self.arena, self.accumulator, self.opt = how, arena, accumulator, opt
+        self.rank, self.world, self.group = how.rank, how.world, how.group
+        self.buckets = buckets_of(arena, how.bucket_mb * 1e6)
+        self.bucket_of = [nth for nth, b in enumerate(self.buckets) for _ in range(b.first, b.last)]
+        self.cuda = arena.device.type == "cuda"
+        self.nccl = how.backend == "nccl"
+        if self.nccl and not self.cuda:
+            raise ArgumentError(f"the group's backend is nccl, and the model is on {arena.device}; expected a model on a GPU, or gloo")
+        self.stream = torch.cuda.Stream(arena.device, priority=-1) if self.nccl else None
+        device, self.kernels = arena.device, takes(arena.device)
+        self._compare(settings)
+        self._broadcast()
+        self.find_unused = self.world == 1 or (not self.cuda if how.find_unused is None else how.find_unused)
+        most = max(b.stop - b.start for b in self.buckets)
+        self.low = torch.empty(most, dtype=how.dtype, device=device) if self.nccl and how.dtype != torch.float32 else None
+        self.sharded = how.sharded and self.world > 1
+        if self.sharded:
+            self._shard()
+        if self.cuda:
+            self._get_ready()
+        # Of each row of arena.partials (torch: of each tensor): is what this rank brought finite? And whose numbers these are.
+        self.place = arena.row_tensor.long() if self.kernels else torch.arange(len(arena.segments), device=device)
+        self.wrong = torch.zeros(len(self.place), dtype=torch.bool, device=device)
+        self.blamed = torch.zeros(self.world, dtype=torch.int64, device=device)     # 1 + the first tensor of each rank that was not finite; 0: none
+        self.agreed: "int | None" = None           # bits: the tensors that take part in the update
+        self.count_dtype, self.steps, self.late = torch.int64, 0, LateValue()
+        self.pending, self.next, self.missing, self.broken = [], 0, None, False
+        if how.ordered:
+            self.own = arena.numel // CHUNK // self.world * CHUNK                    # elements of a rank's slice; what is left at the end is everyone's
+            rest = arena.numel - self.own * self.world
+            self.total = torch.zeros(self.own + rest, device=device)
+            self.slices, self.rests = (torch.empty(self.world, n, device=device) for n in (self.own, rest))
+            self.messages, self.bits = [], 0
+        if isinstance(opt, AdamW) and opt.arena is arena:
+            opt.explain_skip = self._explain_skip
+
+    # ---- the start ----
+
+    def _shard(self):
+        """The optimizer keeps this rank's share from here on. `counted`: rows of arena.partials that this rank speaks for."""
+        opt, arena = self.opt, self.arena
+        held = {id(p) for group in opt.param_groups for p in group["params"]}
+        if not (isinstance(opt, AdamW) and opt.arena is arena) or held != arena._owner_ids:
+            raise ArgumentError("sharded=True is done by a ga.AdamW over the whole arena: ga.AdamW(arena, ...); the optimizer is "
+                                f"{type(opt).__name__} over {len(held)} of the arena's {len(arena.owners)} tensors, or over parameters")
+        ShardedAdamW.wear(opt, self.buckets, self.rank, self.world, self.group)
+        self.counted = torch.zeros(len(arena.row_tensor), dtype=torch.bool)
+        for b in self.buckets:
+            own = share(b, self.world)
+            self.counted[(b.start + self.rank * own) // CHUNK:(b.start + (self.rank + 1) * own) // CHUNK] = True
+            self.counted[(b.start + self.world * own) // CHUNK:b.stop // CHUNK] = self.rank == 0
+        self.counted = self.counted.to(arena.device)
+
+    def _get_ready(self):
+        """What cannot be done in a capture: kernels are compiled and loaded, and NCCL connects the ranks."""
+        index = self.arena.device.index
+        for kernel in (squares_kernel("squares_v2", 2.0), sum_kernel("accumulate_v2", torch.float32)) if self.kernels else ():
+            kernel.load(index)
+        if self.nccl and self.world > 1:
+            few, many = (torch.zeros(n, device=self.arena.device) for n in (1, self.world))
+            dist.all_to_all_single(torch.empty_like(many), many, group=self.group)
+            all_gather(many, few, group=self.group)
+            reduce_scatter(few, many, group=self.group)
+            dist.all_reduce(few, group=self.group)
+            torch.cuda.synchronize(self.arena.device)
+
+    def _compare(self, settings):
+        """Every rank has the same model, the same optimizer and the same way of working as rank 0."""
+        rows = [(s.name, f"{str(p.dtype).removeprefix('torch.')} {list(s.shape)}, weight decay {s.decay}, learning rate x{s.lr_scale:g}")
+                for s, p in zip(self.arena.segments, self.arena.params)]
+        trained = {id(p) for p in self.arena.params}
+        rows += [(name, f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}, not trained") for name, t in self._others(trained)]
+        rows += [(f"the optimizer's group {g}", ", ".join(f"{key}={value.tolist() if isinstance(value, Tensor) else value}"
+                                                          for key, value in sorted(group.items()) if key not in ("params", "param_names")))
+                 for g, group in enumerate(self.opt.param_groups)]
+        choices = [(name, str(getattr(self.how, name))) for name in ("dtype", "ordered", "sharded", "bucket_mb", "find_unused", "check_every", "blame")]
+        mine = [("ranks", f"{self.world}"), ("the optimizer", type(self.opt).__name__), *choices, *settings.items(), *rows]
+        for rank, theirs in enumerate(self._gather_objects(mine)):
+            first = self._gathered[0]
+            if theirs != first:
+                one, two = next((a, b) for a, b in zip_longest(first, theirs) if a != b)
+                if one and two and one[0] == two[0]:
+                    what = f"{one[0]} is {two[1]} on rank {rank}, and {one[1]} on rank 0"
+                else:
+                    what = f"rank {rank} has {' '.join(two) if two else 'nothing'} where rank 0 has {' '.join(one) if one else 'nothing'}"
+                raise ArgumentError(f"the ranks differ: {what}. All have to train the same model in the same way")
+
+    def _others(self, trained):
+        """(name, tensor) of frozen parameters and buffers."""
+        for name, p in self.arena.module.named_parameters():
+            if id(p) not in trained:
+                yield name, p
+        yield from self.arena.module.named_buffers()
+
+    def _gather_objects(self, mine) -> list:
+        self._gathered = [mine]
+        if self.world > 1:
+            self._gathered = [None] * self.world
+            dist.all_gather_object(self._gathered, mine, group=self.group)
+        return self._gathered
+
+    @torch.no_grad()
+    def _broadcast(self):
+        """Rank 0's weights, frozen parameters and buffers."""
+        if self.world == 1:
+            return
+        trained = {id(p) for p in self.arena.params}
+        for t in [self.arena.weights, self.arena.bf16_weights, *(t.data for _, t in self._others(trained))]:
+            if t is not None and t.numel():
+                home = t if t.is_contiguous() else t.contiguous()
+                dist.broadcast(home, group_src=0, group=self.group)
+                if home is not t:
+                    t.copy_(home)
+        for t in (self.arena.weights, self.arena.bf16_weights):
+            if t is not None:
+                torch.autograd.graph.increment_version(t)
+
+    # ---- while backward runs ----
+
+    def look_before(self):
+        """RankError where this rank cannot go on: it left a step after it had sent part of it."""
+        if self.broken:
+            raise RankError(f"rank {self.rank} left an earlier step half way, with an error, after it had sent part of its gradient; the other ranks wait "
+                            "for the rest. Expected a new start of all ranks, from a checkpoint")
+
+    @contextlib.contextmanager
+    def listening(self):
+        """Around the last micro-batch's backward: what is complete is sent."""
+        if self.how.ordered or self.accumulator.mode in ("host", "autograd"):
+            yield                                  # the sums are in place only after finish()
+            return
+        self.missing = [b.last - b.first for b in self.buckets]
+        self.accumulator.arrived = self._arrived
+        try:
+            yield
+        finally:
+            self.accumulator.arrived = self.missing = None
+
+    def _arrived(self, i):
+        """Backward has given tensor i all of its gradient. Buckets go in order, so that all ranks send them in the same one."""
+        nth = self.bucket_of[i]
+        self.missing[nth] -= 1
+        if nth < self.next or self.missing[nth] < 0:
+            raise ArgumentError(f"{self.arena.segments[i].name} got more of its gradient after that was sent to the other ranks (a weight that several "
+                                "checkpointed parts share, with use_reentrant=True?); use torch.utils.checkpoint(..., use_reentrant=False)")
+        while self.next < len(self.buckets) and not self.missing[self.next]:
+            self._send()
+
+    @torch.no_grad()
+    def _send(self):
+        """Start the next bucket's reduction."""
+        bucket = self.buckets[self.next]
+        self.accumulator._flush()
+        self.next += 1
+        part = self.arena.grads[bucket.start:bucket.stop]
+        if not self.nccl:
+            self._look(bucket)
+            sent = part if self.how.dtype == torch.float32 else part.to(self.how.dtype)
+            self.pending.append((*self._sum(bucket, sent, True), bucket, part, sent))
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.arena.device))
+        with torch.cuda.stream(self.stream):
+            self._look(bucket)
+            sent = part if self.low is None else self.low[:bucket.stop - bucket.start].copy_(part)
+            self._sum(bucket, sent, False)
+            self._received(bucket, part, sent)
+
+    def _sum(self, bucket, sent, later):
+        """The sum over all ranks, in place; of shares this rank's and the common rest. later: returns (works, [(where it goes, what came)])."""
+        if not (self.sharded and self.kernels):
+            return [dist.all_reduce(sent, group=self.group, async_op=later)], []
+        own, works, copies = share(bucket, self.world), [], []
+        if own:
+            mine = sent[self.rank * own:(self.rank + 1) * own]
+            got = torch.empty_like(mine) if later else mine
+            works.append(reduce_scatter(got, sent[:self.world * own], group=self.group, async_op=later))
+            copies.append((mine, got))
+        if len(sent) > self.world * own:
+            works.append(dist.all_reduce(sent[self.world * own:], group=self.group, async_op=later))
+        return works, copies
+
+    def _received(self, bucket, part, sent):
+        """A bucket has come back: the sum over all ranks. Its squares are taken now, beside what is still on its way."""
+        if sent is not part:
+            part.copy_(sent)
+        if self.kernels:
+            own = share(bucket, self.world) if self.sharded else 0
+            if own:
+                self._squares(bucket.start + self.rank * own, bucket.start + (self.rank + 1) * own)
+            self._squares(bucket.start + self.world * own, bucket.stop)
+
+    def _squares(self, start, stop):
+        """Sums of squares of arena.grads[start:stop], whole chunks; padding is zero."""
+        if stop > start:
+            launch_squares([self.arena.grads[start:stop]], self.arena.partials[start // CHUNK:])
+
+    def _look(self, bucket):
+        """Which of this rank's own sums are not finite? In mode "arena" the last addition has left their squares behind."""
+        if not self.how.blame:
+            return
+        arena = self.arena
+        if self.kernels:
+            known = arena.squares_known()
+            unknown = [i for i in range(bucket.first, bucket.last) if not known[i]]
+            if unknown:
+                self._squares(arena.segments[unknown[0]].offset, arena.segments[unknown[-1]].offset + arena.segments[unknown[-1]].padded)
+            rows = slice(arena.rows[bucket.first], arena.rows[bucket.last])
+            found = ~torch.isfinite(arena.partials[rows])
+        else:
+            rows = slice(bucket.first, bucket.last)
+            found = torch.stack([~torch.isfinite(view).all() for view in arena.grad_views[rows]])
+        if self.how.ordered:
+            found |= self.wrong[rows]
+        self.wrong[rows] = found
+
+    # ---- after backward ----
+
+    @torch.no_grad()
+    def reduce(self, loss, tokens, rows, micros: float):
+        """The sums of all ranks are in arena.grads. loss, tokens: sums of this rank's micro-batches (None: it had none; tokens None too where
+        loss_fn returned means); rows: a number or tensor. Returns (loss, tokens, rows, micro-batches), () tensors over all ranks; tokens None as given."""
+        if not (self.cuda and torch.cuda.is_current_stream_capturing()):
+            self.beat()
+        accumulator, means = self.accumulator, loss is not None and tokens is None
+        accumulator.finish()
+        if self.how.ordered:
+            sums = self._end_rounds()
+        else:
+            while self.next < len(self.buckets):
+                self._send()
+            sums = self._exchange(loss, tokens, rows, micros)
+            self._join()
+        self._agree()
+        loss, tokens, rows, micros, counted = sums
+        tokens = tokens.to(self.count_dtype)
+        return loss, None if means else torch.where(counted > 0, tokens, micros.to(self.count_dtype)), rows, micros
+
+    def _message(self, loss, tokens, rows, micros) -> Tensor:
+        """(5,) fp64: loss, tokens, rows, micro-batches, micro-batches whose tokens were counted."""
+        device = self.arena.device
+        if tokens is not None:
+            self.count_dtype = tokens.dtype
+        numbers = [x.double().view(()) if isinstance(x, Tensor) else torch.full((), float(x or 0), dtype=torch.float64, device=device)
+                   for x in (loss, tokens, rows, micros, 0 if tokens is None else micros)]
+        return torch.stack(numbers)
+
+    def _blame(self) -> Tensor:
+        """(ranks,) fp64: at this rank's place 1 + its first tensor that was not finite."""
+        none = len(self.arena.segments)
+        first = torch.where(self.wrong, self.place, none).min()
+        found = torch.zeros(self.world, dtype=torch.float64, device=self.arena.device)
+        found[self.rank] = torch.where(first < none, first + 1, 0)
+        return found
+
+    def _keep_blame(self, found):
+        found = found.long()
+        self.blamed.copy_(torch.where((found > 0).any(), found, self.blamed))
+
+    def _exchange(self, loss, tokens, rows, micros):
+        """The few numbers of a step, in one message behind the last bucket."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.arena.device))
+        with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
+            message = torch.cat([self._message(loss, tokens, rows, micros), self._blame()])
+            dist.all_reduce(message, group=self.group)
+            self._keep_blame(message[5:])
+            return message[0].float(), *message[1:5]
+
+    def _join(self):
+        """From here on the current stream sees the sums."""
+        for works, copies, *given in self.pending:
+            for work in works:
+                work.wait()
+            for mine, got in copies:
+                mine.copy_(got)
+            self._received(*given)
+        if self.sharded and self.kernels:               # each rank has squares of its share: together they are the whole table
+            with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
+                self.arena.partials.masked_fill_(~self.counted, 0.0)
+                dist.all_reduce(self.arena.partials, group=self.group)
+        if self.stream is not None:
+            torch.cuda.current_stream(self.arena.device).wait_stream(self.stream)
+        self.pending, self.next = [], 0
+        torch.autograd.graph.increment_version(self.arena.grads)         # collectives are not counted by torch
+        known = self.arena.squares_known()
+        if self.kernels:
+            known[:] = [True] * len(known)
+
+    def _agree(self):
+        """The tensors that got a gradient on some rank are those that the optimizer sees, on every rank."""
+        mine = self.accumulator.bits
+        if self.agreed is None or self.find_unused:
+            self.agreed = self._union(mine)
+        elif mine & ~self.agreed:
+            late = (mine & ~self.agreed).bit_length() - 1
+            raise ArgumentError(f"rank {self.rank}: {self.arena.segments[late].name} got a gradient, and in the first step it got none on any rank: which "
+                                "tensors take part is settled then, without a wait later on. Instead: ga.Distributed(find_unused=True)")
+        if mine != self.agreed:
+            self.accumulator.take_up(self.agreed)
+
+    def settle(self, mine: int):
+        """Before the first capture: which tensors take part. mine: bits of those that get a gradient here."""
+        if self.agreed is None:
+            self.agreed = self._union(mine)
+
+    def _union(self, mine: int) -> int:
+        if self.world == 1:
+            return mine
+        if self.cuda and torch.cuda.is_current_stream_capturing():
+            raise ArgumentError("which tensors get a gradient has to be found out in every step (find_unused=True), which a CUDA graph cannot wait for; "
+                                "expected replay='eager', or find_unused=False")
+        bits = torch.tensor([mine >> i & 1 for i in range(len(self.arena.segments))], dtype=torch.int32, device=self.arena.device)
+        dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self.group)
+        return sum(1 << i for i, bit in enumerate(bits.tolist()) if bit)
+
+    def close(self, alone: bool):
+        """The step is closed. The process group stays. alone: by an error, so that the other ranks may not do the same."""
+        self.accumulator.arrived = None
+        if isinstance(self.opt, AdamW):
+            self.opt.explain_skip = None
+        if self.sharded:
+            self.opt.shed(alone or self.broken)
+
+    def abandon(self):
+        """An error in the middle of a step: forget what was sent. The other ranks cannot go on without this one."""
+        self.broken = self.broken or self.next > 0 or self.how.ordered and bool(self.messages)
+        self.pending, self.next, self.missing = [], 0, None
+        self.wrong.zero_()
+        if self.how.ordered:
+            self.total.zero_()
+            self.messages, self.bits = [], 0
+
+    # ---- ordered mode ----
+
+    @torch.no_grad()
+    def round(self, loss, tokens, rows, micros):
+        """One micro-batch of each rank (or none) is in arena.grads: slices change hands, and are added in the order of the ranks."""
+        accumulator, grads, own = self.accumulator, self.arena.grads, self.own
+        accumulator.finish()
+        for bucket in self.buckets:
+            self._look(bucket)
+        if self.world == 1:
+            accumulate_(self.total, grads)
+        else:
+            tail = grads[own * self.world:]
+            if own:
+                dist.all_to_all_single(self.slices.view(-1), grads[:own * self.world], group=self.group)
+            if len(tail):
+                all_gather(self.rests.view(-1), tail, group=self.group)
+            for theirs, last in zip(self.slices, self.rests):
+                accumulate_(self.total[:own], theirs)
+                accumulate_(self.total[own:], last)
+        self.messages.append(self._message(loss, tokens, rows, micros))
+        self.bits |= accumulator.lay_down()
+        accumulator._clear()
+
+    def _end_rounds(self):
+        """The ordered sum goes to every rank."""
+        grads, own = self.arena.grads, self.own
+        mine = torch.cat([*self.messages, self._blame()])
+        everyone = mine[None] if self.world == 1 else torch.empty(self.world, len(mine), dtype=torch.float64, device=grads.device)
+        if self.world == 1:
+            grads.copy_(self.total)
+        else:
+            if own:
+                all_gather(grads[:own * self.world], self.total[:own], group=self.group)
+            grads[own * self.world:] = self.total[own:]
+            all_gather(everyone.view(-1), mine, group=self.group)
+        self.arena.grads_changed()
+        rounds = len(self.messages)
+        self.total.zero_()
+        self.wrong.zero_()
+        self.accumulator.take_up(self.bits)
+        self.messages, self.bits = [], 0
+        self._keep_blame(everyone[:, 5 * rounds:].sum(0))
+        numbers = everyone[:, :5 * rounds].view(self.world, rounds, 5).transpose(0, 1).reshape(-1, 5)        # in global order
+        loss = numbers[0, 0].float()
+        for other in numbers[1:, 0].float():
+            loss = loss + other
+        return loss, *numbers[:, 1:].sum(0)
+
+    # ---- what may be asked ----
+
+    def _explain_skip(self, number: int) -> dict:
+        """What is said of a skipped step whose first tensor that was not finite has this number."""
+        found = self.blamed.tolist()
+        guilty = [rank for rank, tensor in enumerate(found) if tensor and tensor - 1 == number]
+        return {"rank": guilty[0]} if guilty else {}
+
+    def last_nonfinite(self) -> "dict | None":
+        """{"rank", "tensor"}: who brought the latest gradient that was not finite, and its first tensor; None. Waits for the device."""
+        found = [(tensor - 1, rank) for rank, tensor in enumerate(self.blamed.tolist()) if tensor]
+        return {"rank": min(found)[1], "tensor": self.arena.segments[min(found)[0]].name} if found else None
+
+    def beat(self):
+        """This rank has begun what it does with the others in a step."""
+        if distributed.on_beat is not None:
+            distributed.on_beat()
+
+    def asked_to_stop(self) -> bool:
+        """Have all ranks been asked to stop after the step that has just been taken, or an earlier one?"""
+        return 0 < distributed.last_step() <= self.steps
+
+    def barrier(self):
+        """Wait until every rank is here."""
+        if self.world > 1:
+            dist.barrier(self.group)
+
+    @torch.no_grad()
+    def check(self):
+        """Every `check_every` steps the weights' bits are compared over all ranks; on a GPU the result is heard of in a later step."""
+        self.steps += 1
+        if self.world == 1 or not self.how.check_every:
+            return
+        if self.steps % self.how.check_every == 0:
+            mine = weight_hashes(self.arena, not self.sharded or any(p.dtype == torch.float32 for p in self.arena.params))
+            everyone = mine.new_empty(self.world, len(mine))
+            all_gather(everyone.view(-1), mine, group=self.group)
+            wrong = (everyone != everyone[0]).flatten()
+            number = torch.arange(1, len(wrong) + 1, device=wrong.device)
+            self.late.put(torch.where(wrong, number, 1 << 24).min() % (1 << 24), self.steps)
+        found = self.late.get()
+        if found:
+            rank, tensor = divmod(int(found) - 1, len(self.arena.segments))
+            raise RankError(f"after step {self.late.tag} the weights of rank {rank} are not those of rank 0: {self.arena.segments[tensor].name} is the first "
+                            "tensor that differs. Something outside of the step has changed it, or the ranks do not compute alike")
