@@ -106,7 +106,7 @@ def shared_bytes(name: str, d: int, stages: int) -> int:
     tile, wide = 64 * (d + 8) * 2, d > 64
     if name == "poly_forward":
         return (3 * stages + 1 + 2 * wide) * tile
-    return max((3 * stages + 1 + (3 if wide or stages == 1 else 0)) * tile, (4 * stages + 1 + 2 * wide) * tile, 9 * tile + 64 * 72 * 2)
+    return max((3 * stages + 1 + (3 if wide or stages == 1 else 0)) * tile, (4 * stages + 1 + 2 * wide) * tile, (7 + 2 * stages) * tile + 64 * 72 * 2)
 
 
 def plan(name: str, q: Tensor) -> "tuple[int, int]":

@@ -391,19 +391,29 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
 #define BACKWARD_BLOCKS 2
 #endif
 #ifndef FORWARD_UNROLL
-#define FORWARD_UNROLL 2      // parts of a tile that are one body
+#define FORWARD_UNROLL 4      // parts of a tile that are one body
 #endif
 #ifndef Q_UNROLL
-#define Q_UNROLL 1
+#define Q_UNROLL 2
 #endif
 #ifndef KV_UNROLL
 #define KV_UNROLL 2
 #endif
 #ifndef PE_UNROLL
-#define PE_UNROLL 2
+#define PE_UNROLL 4
 #endif
-#ifndef FAST_TANH
-#define FAST_TANH 0
+
+#ifndef CHAINED
+#define CHAINED 15            // 1 forward, 2 backward_q, 4 _kv, 8 _pe: one product of the score is summed onto the other; else beside it, then both are added
+#endif
+#ifndef PE_EARLY
+#define PE_EARLY 1            // with two stages backward_pe asks for the next tiles before its scores
+#endif
+#ifndef FORWARD_TURNS
+#define FORWARD_TURNS 1       // see place_of
+#endif
+#ifndef THROUGH_L1
+#define THROUGH_L1 0          // PE goes through L1
 #endif
 
 #if VERSION == 2
@@ -418,23 +428,36 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
 
 typedef float Sums[2][4];     // 16 x 16 of a product
 
-// A tile of 64 rows from row `first` on its way into shared memory; rows outside of 0 .. rows - 1 are zeros. Complete after arrived().
-__device__ __forceinline__ void ask(bf16* to, const bf16* from, int stride, int first, int rows) {
-    const int across = HEAD / 8, down = TENSOR_THREADS / across;         // 16 bytes each; rows at a time
-    int r = threadIdx.x / across, c = threadIdx.x % across * 8;
-    const bf16* source = from + (long long)(first + r) * stride + c;
-    to += r * LD + c;
+// Where this thread begins to load 64 rows from row `first` on, 16 bytes at a time. All threads share all rows, or (side 16, 32 threads) each warp loads
+// its own sixteen.
+#define ACROSS (HEAD / 8)
+template <int side = SIDE, int threads = TENSOR_THREADS> __device__ __forceinline__ const bf16* mine_of(const bf16* from, int stride, int first) {
+    int r = threadIdx.x / threads * side + threadIdx.x % threads / ACROSS;
+    return from + (long long)(first + r) * stride + threadIdx.x % threads % ACROSS * 8;
+}
+// These rows on their way into shared memory; complete after arrived(). If `checked`, rows outside of 0 .. rows - 1 are zeros; else there are none such.
+// `shared`: through L1, for what other blocks on this SM load at about the same time.
+template <bool shared = false, int side = SIDE, int threads = TENSOR_THREADS>
+__device__ __forceinline__ void ask(bf16* to, const bf16* source, int stride, bool checked = false, int first = 0, int rows = 0) {
+    const int down = threads / ACROSS;                                   // rows at a time
+    int mine = threadIdx.x % threads / ACROSS, r = threadIdx.x / threads * side + mine;
+    to += r * LD + threadIdx.x % threads % ACROSS * 8;
     #pragma unroll
-    for (int k = 0; k < SIDE; k += down, source += down * stride) {
-        if ((TENSOR_THREADS % across || SIDE % down) && (r >= down || r + k >= SIDE)) continue;
-        bool there = (unsigned)(first + r + k) < (unsigned)rows;
+    for (int k = 0; k < side; k += down, source += down * stride) {
+        if ((threads % ACROSS || side % down) && (mine >= down || mine + k >= side)) continue;
+        bool there = !checked || (unsigned)(first + r + k) < (unsigned)rows;
 #if TENSOR_CORES
         unsigned at = (unsigned)__cvta_generic_to_shared(to + k * LD);   // of 0 bytes nothing is read, wherever that is
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(source), "r"(there ? 16 : 0) : "memory");
+        if (shared) asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(source), "r"(there ? 16 : 0) : "memory");
+        else asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(source), "r"(there ? 16 : 0) : "memory");
 #else
         *reinterpret_cast<uint4*>(to + k * LD) = there ? *reinterpret_cast<const uint4*>(source) : make_uint4(0, 0, 0, 0);
 #endif
     }
+}
+// The same, from the rows' tensor.
+__device__ __forceinline__ void ask_rows(bf16* to, const bf16* from, int stride, int first, int rows) {
+    ask(to, mine_of(from, stride, first), stride, true, first, rows);
 }
 __device__ __forceinline__ void asked() {               // what was asked for since the last time is a group
 #if TENSOR_CORES
@@ -519,6 +542,13 @@ template <bool kept> struct Left {
             #pragma unroll
             for (int k = 0; k < STEPS; k++) fragments<false, false, LD>(a[kept ? k : 0], from + 16 * k);
     }
+    __device__ __forceinline__ void take_eighth() {     // of what is kept; exact, but for numbers below 2^-123
+        if (kept)
+            #pragma unroll
+            for (int k = 0; k < STEPS; k++)
+                #pragma unroll
+                for (int i = 0; i < 4; i++) a[kept ? k : 0][i] = pair(0.125f * low_as_float(a[kept ? k : 0][i]), 0.125f * high_as_float(a[kept ? k : 0][i]));
+    }
     __device__ __forceinline__ void at(unsigned (&x)[4], int k) const {
         if (!kept) fragments<false, false, LD>(x, rows + 16 * k);
         else
@@ -534,6 +564,11 @@ __device__ __forceinline__ void clear(Sums& c) {
 __device__ __forceinline__ void copy(Sums& to, const Sums& c) {
     #pragma unroll
     for (int i = 0; i < 8; i++) to[i / 4][i % 4] = c[i / 4][i % 4];
+}
+
+__device__ __forceinline__ void add(Sums& to, const Sums& c) {
+    #pragma unroll
+    for (int i = 0; i < 8; i++) to[i / 4][i % 4] += c[i / 4][i % 4];
 }
 
 // c (16 x 16) += left (16 x d) times 16 rows of a tile, transposed.
@@ -576,8 +611,21 @@ __device__ __forceinline__ void add_product(float (&sums)[2 * STEPS][4], const u
 
 // Sixteen rows of the 128 that two tiles make, one behind the other.
 __device__ __forceinline__ const bf16* sixteen(const bf16* first, const bf16* second, int which) {
-    return which < 4 ? first + 16 * which * LD : second + 16 * (which - 4) * LD;
+    return (which < 4 ? first : second - SIDE * LD) + 16 * which * LD;
 }
+
+// Tiles of PE: of the differences 64 s - 63 .., of the 64 after these, and with two stages the one that is being loaded.
+struct Ring {
+    bf16* near, * far, * free;
+    __device__ __forceinline__ Ring(bf16* from) : near(from), far(from + SIDE * LD), free(from + (STAGES == 2 ? 2 * SIDE * LD : 0)) {}
+    __device__ __forceinline__ void turn() {
+        bf16* first = near;
+        near = far;
+        far = free;
+        free = STAGES == 2 ? first : near;
+    }
+    __device__ __forceinline__ const bf16* sixteen(int which) const { return ::sixteen(near, far, which); }
+};
 
 // Between pairs and differences, rows are queries: element j of row r of `to` is element r - j + 15 of the 32 that `first` and `second` make. The lane that
 // has it is asked by one lane only, and knows whether that one's element lies in the lower or in the upper of two 16 x 8.
@@ -599,6 +647,25 @@ __device__ __forceinline__ void skewed(Sums& to, const Sums& first, const Sums& 
             for (int i = 0; i < 2; i++) to[i][2 * h + e] = __shfl_sync(ALL, upper ? x[2 - i + h] : x[1 - i + h], from);
         }
     }
+}
+
+// The same of factors: both elements of a pair are fetched with their neighbours, and put together.
+__device__ __forceinline__ void skewed(unsigned (&to)[4], const unsigned (&first)[4], const unsigned (&second)[4]) {
+    int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    unsigned both[2][4];
+    #pragma unroll
+    for (int e = 0; e < 2; e++) {
+        int from = lane - t + (7 + g - 2 * t - e) % 8 / 2;
+        bool odd = (g + e) % 2 == 0, upper = g + (e == 0) > 2 * t + odd;          // of what this lane gives
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            unsigned x[4] = {first[h], first[2 + h], second[h], second[2 + h]};
+            #pragma unroll
+            for (int i = 0; i < 2; i++) both[e][2 * i + h] = __shfl_sync(ALL, upper ? x[2 - i + h] : x[1 - i + h], from);
+        }
+    }
+    #pragma unroll
+    for (int i = 0; i < 4; i++) to[i] = __byte_perm(both[0][i], both[1][i], g % 2 ? 0x7610 : 0x5432);
 }
 
 // The same where keys are the rows and queries the columns: element r of row j of `to` is row r - j + 15 of the 32 that `first` and `second` make.
@@ -641,6 +708,35 @@ template <bool kept> __device__ __forceinline__ void scores_of(Sums& c, const Le
     add_scores(c, left, rows);
 }
 
+// The same number, of which the compiler does not know that: what it computes from it is not kept in registers over the loops.
+__device__ __forceinline__ int again(int x) {
+#if TENSOR_CORES
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
+}
+
+// Of step s = 0, 1, .. in turn: 64 keys and values, from the diagonal to the left, and PE of the farther 64 differences.
+struct Loads {
+    const bf16* k, * v, * pe;
+    int k_stride, v_stride, i0, T;
+    __device__ __forceinline__ Loads(const Head& x, int i0, int T)
+        : k(mine_of(x.k, x.stride.k, i0)), v(mine_of(x.v, x.stride.v, i0)), pe(mine_of(x.pe, HEAD, 1)), k_stride(x.stride.k), v_stride(x.stride.v), i0(i0), T(T) {}
+    __device__ __forceinline__ void all(bf16* to, bf16* far, int s, bool checked) {
+        ask(to, k, k_stride, checked, i0 - s * SIDE, T);
+        ask(to + SIDE * LD, v, v_stride, checked, i0 - s * SIDE, T);
+        ask<THROUGH_L1>(far, pe, HEAD, checked, (s + 1) * SIDE - 63, T);
+    }
+    __device__ __forceinline__ void keys(bf16* to, bf16* far, int s) {
+        if (s == 0 || (s + 1) * SIDE >= T) all(to, far, s, true);
+        else all(to, far, s, false);
+        asked();
+        k -= again(SIDE * k_stride);
+        v -= again(SIDE * v_stride);
+        pe += SIDE * HEAD;
+    }
+};
+
 struct Tensors {
     const bf16* dy, * q_tilde, * q, * k, * v, * pe;
     const float* coefficients;
@@ -651,15 +747,16 @@ __device__ __forceinline__ Head head_of(int which, const Tensors& x) {
     return head_of(which, x.q_tilde, x.q, x.k, x.v, x.dy, x.pe, x.stride, x.T, x.H, x.window);
 }
 
-// Of one score: t = tanh(s / 8), t^p, and t^(p-1) (1 - t^2): what is left of c^p and its derivative without 8^p, which goes into the factors of sums.
-// With e = exp(s / 4), tanh(s / 8) = 1 - 2 / (1 + e), off by 2e-7 at most; so 1 - t^2 is 0 where s is so large that it would be less.
-__device__ __forceinline__ Power steep(float s) {
-#if FAST_TANH && defined(__CUDA_ARCH__)
+// Of a score, x times `eighth` being s / 8: t = tanh(s / 8), t^p, and t^(p-1) (1 - t^2): what is left of c^p and its derivative without 8^p, which goes into
+// the factors of sums. Exact: e = exp(s / 4), tanh(s / 8) = 1 - 2 / (1 + e), off by 2e-7 at most; so 1 - t^2 is 0 where s is so large that it would be less. Else one special
+// function, off by 2^-11 of itself and its power by p times that: up to degree 3 less than rounding to bf16 is, but too much for the sums of dphi c^p.
+template <bool exact> __device__ __forceinline__ Power steep(float x, float eighth = 0.125f) {
     float tanh;
-    asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(0.125f * s));
-#else
-    float tanh = fmaf(-2.0f, one_over(1.0f + power_of_two(0.36067376f * s)), 1.0f);
+#if TENSOR_CORES
+    if (!exact && DEGREE <= 3) asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(eighth * x));
+    else
 #endif
+    tanh = fmaf(-2.0f, one_over(1.0f + power_of_two(2.88539008f * eighth * x)), 1.0f);
     float square = tanh * tanh, even = 1.0f;
     #pragma unroll
     for (int k = 1; k < DEGREE; k += 2) even *= square;
@@ -671,6 +768,18 @@ __device__ __forceinline__ float eight_to(int p) {
     #pragma unroll
     for (int k = 0; k < p; k++) power *= 8.0f;
     return power;
+}
+#endif
+
+#if VERSION == 2
+// Blocks that begin on one SM are as many apart as there are SMs. Each second such number is turned around, so that no SM has the longest of all of them.
+__device__ __forceinline__ int place_of(int block, int blocks) {
+    int apart = blocks;
+#if TENSOR_CORES && FORWARD_TURNS
+    asm("mov.u32 %0, %%nsmid;" : "=r"(apart));
+#endif
+    int round = block / apart, next = (round + 1) * apart;
+    return round % 2 == 1 && next <= blocks ? next - 1 - block % apart : block;
 }
 #endif
 
@@ -687,42 +796,48 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
     const bool kept = HEAD <= 64;                        // else there are too many registers; then the block's own rows stay in shared memory
     bf16* tiles_of = reinterpret_cast<bf16*>(memory), * of_pe = tiles_of + 2 * STAGES * SIDE * LD;                 // k and v of each stage; STAGES + 1 of PE
     bf16* own = !kept ? of_pe + (STAGES + 1) * SIDE * LD : tiles_of + (STAGES - 1) * 2 * SIDE * LD;                // in the last stage's place
-    int tiles = (T + SIDE - 1) / SIDE, heads = gridDim.x / tiles, tile = tiles - 1 - blockIdx.x / heads, i0 = tile * SIDE;      // the longest first
+    int tiles = (T + SIDE - 1) / SIDE, heads = gridDim.x / tiles, place = place_of(blockIdx.x, gridDim.x);
+    int tile = tiles - 1 - place / heads, i0 = tile * SIDE;            // the longest first
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, q, pe, stride, T, H, window);
+    Head x = head_of(place % heads, q_tilde, q, k, v, q, pe, stride, T, H, window);
     Scale scale = scale_of(coefficients);
     float weight = scale.weight * eight_to(DEGREE);
     int steps = tile - max(0, i0 - window + 1) / SIDE + 1;              // from the diagonal tile to the left
-    auto ask_for = [&](int s) {
-        bf16* to = tiles_of + s % STAGES * 2 * SIDE * LD;
-        ask(to, x.k, stride.k, i0 - s * SIDE, T);
-        ask(to + SIDE * LD, x.v, stride.v, i0 - s * SIDE, T);
-        ask(of_pe + (s + 1) % (STAGES + 1) * SIDE * LD, x.pe, HEAD, (s + 1) * SIDE - 63, T);
-        asked();
-    };
+    Ring ring(of_pe);                                    // PE of the differences 64 s - 63 .. and of the 64 after these
+    Loads loads(x, i0, T);
+    auto ask_for = [&](int s, bf16* far) { loads.keys(tiles_of + s % STAGES * 2 * SIDE * LD, far, s); };
     Left<kept> left_k, left_pe;
-    ask(own, x.q_tilde, stride.q_tilde, i0, T);
-    ask(own + SIDE * LD, x.q, stride.q, i0, T);
+    ask_rows(own, x.q_tilde, stride.q_tilde, i0, T);
+    ask_rows(own + SIDE * LD, x.q, stride.q, i0, T);
     asked();
-    ask(of_pe, x.pe, HEAD, -63, T);
-    if (!kept || STAGES == 2) { ask_for(0); arrived<1>(); }
+    ask_rows(ring.near, x.pe, HEAD, -63, T);
+    if (!kept || STAGES == 2) { ask_for(0, ring.far); arrived<1>(); }
     else arrived<0>();
     left_k.begin(own + 16 * warp * LD);
     left_pe.begin(own + (SIDE + 16 * warp) * LD);
-    if (kept && STAGES == 1) { __syncthreads(); ask_for(0); }
+    left_k.take_eighth();
+    left_pe.take_eighth();
+    if (kept && STAGES == 1) { __syncthreads(); ask_for(0, ring.far); }
     float sums[2 * STEPS][4] = {};
     Sums lower;                                          // q PE^T of the 16 differences before those of the next part
     auto part = [&](int s, int n, bool masked) {         // 16 keys, from the right to the left
         const bf16* keys = tiles_of + (s % STAGES * 2 * SIDE + 16 * (3 - n)) * LD;
-        Sums upper, by_pe, c;
-        scores_of(upper, left_pe, sixteen(of_pe + s % (STAGES + 1) * SIDE * LD, of_pe + (s + 1) % (STAGES + 1) * SIDE * LD, warp + n + 1));
-        scores_of(c, left_k, keys);
-        skewed(by_pe, lower, upper);
+        Sums upper, c;
+        scores_of(upper, left_pe, ring.sixteen(warp + n + 1));
+        if (CHAINED & 1) {
+            skewed(c, lower, upper);
+            add_scores(c, left_k, keys);
+        } else {
+            Sums by_pe;
+            scores_of(c, left_k, keys);
+            skewed(by_pe, lower, upper);
+            add(c, by_pe);
+        }
         copy(lower, upper);
         #pragma unroll
         for (int e = 0; e < 8; e++) {
             int by = s * SIDE + 16 * (warp + n - 3) + ROW(e) - COLUMN(e);
-            float phi = weight * steep(OF(c, e) + OF(by_pe, e)).power + scale.offset;
+            float phi = weight * steep<false>(OF(c, e), kept ? 1.0f : 0.125f).power + scale.offset;
             OF(c, e) = !masked || (by >= 0 && by < window) ? phi : 0.0f;
         }
         unsigned a[4];
@@ -731,16 +846,19 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
     };
     for (int s = 0; s < steps; s++) {
         arrived<0>();                                    // and no one reads the tiles of the step before any more
-        if (STAGES == 2 && s + 1 < steps) ask_for(s + 1);
-        if (s == 0) scores_of(lower, left_pe, of_pe + 48 * LD);
+        if (STAGES == 2 && s + 1 < steps) ask_for(s + 1, ring.free);
+        if (s == 0) scores_of(lower, left_pe, ring.sixteen(3));
         if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window)         // a body of its own, with comparisons; on the diagonal without what is masked
             #pragma unroll 1
             for (int n = s == 0 ? 3 - warp : 0; n < 4; n++) part(s, n, true);
         else
-            #pragma unroll FORWARD_UNROLL
+            #pragma unroll (kept ? FORWARD_UNROLL : 2)
             for (int n = 0; n < 4; n++) part(s, n, false);
-        if (STAGES == 1 && s + 1 < steps) { __syncthreads(); ask_for(s + 1); }
+        if (STAGES == 1 && s + 1 < steps) { __syncthreads(); ask_for(s + 1, ring.free); }
+        ring.turn();
     }
+    int which = place_of(again(blockIdx.x), gridDim.x) % (gridDim.x / ((again(T) + SIDE - 1) / SIDE));
+    x = head_of(which, q_tilde, q, k, v, q, pe, stride, T, H, window);
     float upper_rows = factor_of(gate, x, i0 + 16 * warp + g), lower_rows = factor_of(gate, x, i0 + 16 * warp + g + 8);
     #pragma unroll
     for (int n = 0; n < 2 * STEPS; n++)
@@ -762,43 +880,45 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     Head x = head_of(unit % heads, in);
     int steps = tile - max(0, i0 - window + 1) / SIDE + 1;
-    auto pe_at = [&](int s) { return of_pe + (s + 1) % (STAGES + 1) * SIDE * LD; };       // of the differences 64 s - 63 ..; not the first place for s = 0, 1
-    auto ask_for = [&](int s) {
-        bf16* to = tiles_of + s % STAGES * 2 * SIDE * LD;
-        ask(to, x.k, x.stride.k, i0 - s * SIDE, T);
-        ask(to + SIDE * LD, x.v, x.stride.v, i0 - s * SIDE, T);
-        ask(pe_at(s + 1), x.pe, HEAD, (s + 1) * SIDE - 63, T);
-        asked();
-    };
+    Ring ring(of_pe);
+    ring.turn();                                         // the first place is `own`'s
+    Loads loads(x, i0, T);
+    auto ask_for = [&](int s, bf16* far) { loads.keys(tiles_of + s % STAGES * 2 * SIDE * LD, far, s); };
     Left<kept> left_k, left_pe, left_v;
-    ask(own, x.q_tilde, x.stride.q_tilde, i0, T);
-    ask(own + SIDE * LD, x.q, x.stride.q, i0, T);
-    ask(own + 2 * SIDE * LD, x.dy, x.wide, i0, T);
+    ask_rows(own, x.q_tilde, x.stride.q_tilde, i0, T);
+    ask_rows(own + SIDE * LD, x.q, x.stride.q, i0, T);
+    ask_rows(own + 2 * SIDE * LD, x.dy, x.wide, i0, T);
     asked();
-    if (!kept || STAGES == 2) { ask(pe_at(0), x.pe, HEAD, -63, T); ask_for(0); arrived<1>(); }
+    if (!kept || STAGES == 2) { ask_rows(ring.near, x.pe, HEAD, -63, T); ask_for(0, ring.far); arrived<1>(); }
     else arrived<0>();
     left_k.begin(own + 16 * warp * LD);
     left_pe.begin(own + (SIDE + 16 * warp) * LD);
     left_v.begin(own + (2 * SIDE + 16 * warp) * LD);
-    if (kept && STAGES == 1) { __syncthreads(); ask(pe_at(0), x.pe, HEAD, -63, T); ask_for(0); }
+    if (kept && STAGES == 1) { __syncthreads(); ask_rows(ring.near, x.pe, HEAD, -63, T); ask_for(0, ring.far); }
     float by_k[2 * STEPS][4] = {}, by_pe[2 * STEPS][4] = {}, totals[2] = {};
-    Sums lower, before = {};                             // q PE^T of the 16 differences before those of the next part; ds of the 16 keys of the part before
+    Sums lower;                                          // q PE^T of the 16 differences before those of the next part
+    unsigned before[4] = {};                             // ds of the 16 keys of the part before
     auto part = [&](int s, int n, bool masked) {         // 16 keys, from the right to the left
-        const bf16* keys = tiles_of + (s % STAGES * 2 * SIDE + 16 * (3 - n)) * LD, * near = pe_at(s), * far = pe_at(s + 1);
+        const bf16* keys = tiles_of + (s % STAGES * 2 * SIDE + 16 * (3 - n)) * LD;
         Sums upper, c, ds;
-        unsigned a[4];
-        scores_of(upper, left_pe, sixteen(near, far, warp + n + 1));
-        scores_of(ds, left_k, keys);
-        skewed(c, lower, upper);
+        unsigned a[4], by_difference[4];
+        scores_of(upper, left_pe, ring.sixteen(warp + n + 1));
+        if (CHAINED & 2) {
+            scores_of(ds, left_v, keys + SIDE * LD);
+            skewed(c, lower, upper);
+            add_scores(c, left_k, keys);
+        } else {
+            scores_of(ds, left_k, keys);
+            skewed(c, lower, upper);
+            add(c, ds);
+            scores_of(ds, left_v, keys + SIDE * LD);
+        }
         copy(lower, upper);
-        #pragma unroll
-        for (int e = 0; e < 8; e++) OF(c, e) += OF(ds, e);
-        scores_of(ds, left_v, keys + SIDE * LD);
         float some[2][4];                                // of totals: four short sums each, none waits for the other
         #pragma unroll
         for (int e = 0; e < 8; e++) {
             int by = s * SIDE + 16 * (warp + n - 3) + ROW(e) - COLUMN(e);
-            Power at = steep(OF(c, e));
+            Power at = steep<true>(OF(c, e));
             float dphi = !masked || (by >= 0 && by < window) ? OF(ds, e) : 0.0f;
             some[0][e % 4] = e < 4 ? dphi * at.power : some[0][e % 4] + dphi * at.power;
             some[1][e % 4] = e < 4 ? dphi : some[1][e % 4] + dphi;
@@ -808,28 +928,27 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
         for (int i = 0; i < 2; i++) totals[i] += (some[i][0] + some[i][1]) + (some[i][2] + some[i][3]);
         as_factor(a, ds);
         add_product(by_k, a, keys);
-        skewed(c, ds, before);                           // of the differences that `lower` was of
-        copy(before, ds);
-        as_factor(a, c);
-        add_product(by_pe, a, sixteen(near, far, warp + n));
+        skewed(by_difference, a, before);                // of the differences that `lower` was of
+        #pragma unroll
+        for (int i = 0; i < 4; i++) before[i] = a[i];
+        add_product(by_pe, by_difference, ring.sixteen(warp + n));
     };
     for (int s = 0; s < steps; s++) {
         arrived<0>();
-        if (STAGES == 2 && s + 1 < steps) ask_for(s + 1);
-        if (s == 0) scores_of(lower, left_pe, pe_at(0) + 48 * LD);
+        if (STAGES == 2 && s + 1 < steps) ask_for(s + 1, ring.free);
+        if (s == 0) scores_of(lower, left_pe, ring.sixteen(3));
         if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window)
             #pragma unroll 1
             for (int n = s == 0 ? 3 - warp : 0; n < 4; n++) part(s, n, true);
         else
             #pragma unroll Q_UNROLL
             for (int n = 0; n < 4; n++) part(s, n, false);
-        if (STAGES == 1 && s + 1 < steps) { __syncthreads(); ask_for(s + 1); }
+        if (STAGES == 1 && s + 1 < steps) { __syncthreads(); ask_for(s + 1, ring.free); }
+        ring.turn();
     }
-    Sums none = {}, last;
-    unsigned a[4];
+    unsigned none[4] = {}, last[4];
     skewed(last, none, before);
-    as_factor(a, last);
-    add_product(by_pe, a, pe_at(steps) + 16 * warp * LD);
+    add_product(by_pe, last, ring.sixteen(warp));
     Scale scale = scale_of(in.coefficients);
     write_tile(dq_tilde + x.out, by_k, scale.slope * 0.25f * eight_to(DEGREE - 1), x.wide, i0, T);
     write_tile(dq + x.grad, by_pe, scale.slope * 0.25f * eight_to(DEGREE - 1), x.stride.grad, i0, T);
@@ -849,44 +968,60 @@ __device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf1
     Scale scale = scale_of(in.coefficients);
     float weight = scale.weight * eight_to(DEGREE);
     int steps = (min(T - 1, j0 + SIDE - 2 + window) - j0) / SIDE + 1;             // from the diagonal tile on
-    auto pe_at = [&](int s) { return of_pe + s % (STAGES + 1) * SIDE * LD; };
-    auto ask_for = [&](int s) {
+    Ring ring(of_pe);
+    const bf16* q_tilde_from = mine_of(x.q_tilde, x.stride.q_tilde, j0), * q_from = mine_of(x.q, x.stride.q, j0), * dy_from = mine_of(x.dy, x.wide, j0);
+    const bf16* pe_from = mine_of(x.pe, HEAD, 1);
+    auto ask_for = [&](int s, bf16* far) {               // s = 0, 1, .. in turn
         bf16* to = tiles_of + s % STAGES * 3 * SIDE * LD;
-        ask(to, x.q_tilde, x.stride.q_tilde, j0 + s * SIDE, T);
-        ask(to + SIDE * LD, x.q, x.stride.q, j0 + s * SIDE, T);
-        ask(to + 2 * SIDE * LD, x.dy, x.wide, j0 + s * SIDE, T);
-        ask(pe_at(s + 1), x.pe, HEAD, (s + 1) * SIDE - 63, T);
+        int first = j0 + s * SIDE;
+        auto all = [&](bool checked) {
+            ask(to, q_tilde_from, x.stride.q_tilde, checked, first, T);
+            ask(to + SIDE * LD, q_from, x.stride.q, checked, first, T);
+            ask(to + 2 * SIDE * LD, dy_from, x.wide, checked, first, T);
+            ask<THROUGH_L1>(far, pe_from, HEAD, checked, (s + 1) * SIDE - 63, T);
+        };
+        if (first + SIDE > T || (s + 1) * SIDE >= T) all(true);
+        else all(false);
         asked();
+        q_tilde_from += again(SIDE * x.stride.q_tilde);
+        q_from += again(SIDE * x.stride.q);
+        dy_from += again(SIDE * x.wide);
+        pe_from += SIDE * HEAD;
     };
     Left<kept> left_k, left_v, lower, upper;             // lower, upper: PE of 16 differences each
-    ask(own, x.k, x.stride.k, j0, T);
-    ask(own + SIDE * LD, x.v, x.stride.v, j0, T);
+    ask_rows(own, x.k, x.stride.k, j0, T);
+    ask_rows(own + SIDE * LD, x.v, x.stride.v, j0, T);
     asked();
-    ask(pe_at(0), x.pe, HEAD, -63, T);
-    if (!kept || STAGES == 2) { ask_for(0); arrived<1>(); }
+    ask_rows(ring.near, x.pe, HEAD, -63, T);
+    if (!kept || STAGES == 2) { ask_for(0, ring.far); arrived<1>(); }
     else arrived<0>();
     left_k.begin(own + 16 * warp * LD);
     left_v.begin(own + (SIDE + 16 * warp) * LD);
-    if (kept && STAGES == 1) { __syncthreads(); ask_for(0); }
+    if (kept && STAGES == 1) { __syncthreads(); ask_for(0, ring.far); }
     float dk_sums[2 * STEPS][4] = {}, dv_sums[2 * STEPS][4] = {};
     auto part = [&](int s, int n, bool masked) {         // 16 queries; keys are the rows
         const bf16* queries = tiles_of + (s % STAGES * 3 * SIDE + 16 * n) * LD, * dys = queries + 2 * SIDE * LD;
         Sums c, dphi, first, second;
         lower = upper;
-        upper.begin(sixteen(pe_at(s), pe_at(s + 1), n - warp + 4));
+        upper.begin(ring.sixteen(n - warp + 4));
         clear(first);
         clear(second);
         add_scores(first, second, lower, upper, queries + SIDE * LD);
-        scores_of(dphi, left_k, queries);
-        skewed_down(c, first, second);
-        #pragma unroll
-        for (int e = 0; e < 8; e++) OF(c, e) += OF(dphi, e);
-        scores_of(dphi, left_v, dys);
+        if (CHAINED & 4) {
+            scores_of(dphi, left_v, dys);
+            skewed_down(c, first, second);
+            add_scores(c, left_k, queries);
+        } else {
+            scores_of(dphi, left_k, queries);
+            skewed_down(c, first, second);
+            add(c, dphi);
+            scores_of(dphi, left_v, dys);
+        }
         #pragma unroll
         for (int e = 0; e < 8; e++) {
             int by = s * SIDE + 16 * (n - warp) + COLUMN(e) - ROW(e);
             bool valid = !masked || (by >= 0 && by < window);
-            Power at = steep(OF(c, e));
+            Power at = steep<false>(OF(c, e));
             OF(c, e) = valid ? weight * at.power + scale.offset : 0.0f;
             OF(dphi, e) = valid ? OF(dphi, e) * at.rise : 0.0f;
         }
@@ -898,78 +1033,115 @@ __device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf1
     };
     for (int s = 0; s < steps; s++) {
         arrived<0>();
-        if (STAGES == 2 && s + 1 < steps) ask_for(s + 1);
-        if (s == 0) upper.begin(pe_at(0) + 48 * LD);
+        if (STAGES == 2 && s + 1 < steps) ask_for(s + 1, ring.free);
+        if (s == 0) upper.begin(ring.sixteen(3));
         if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window)
             #pragma unroll 1
             for (int n = s == 0 ? warp : 0; n < 4; n++) part(s, n, true);
         else
             #pragma unroll (kept ? KV_UNROLL : 1)
             for (int n = 0; n < 4; n++) part(s, n, false);
-        if (STAGES == 1 && s + 1 < steps) { __syncthreads(); ask_for(s + 1); }
+        if (STAGES == 1 && s + 1 < steps) { __syncthreads(); ask_for(s + 1, ring.free); }
+        ring.turn();
     }
     write_tile(dk + x.grad, dk_sums, scale.slope * 0.25f * eight_to(DEGREE - 1), x.stride.grad, j0, T);
     write_tile(dv + x.grad, dv_sums, 1.0f, x.stride.grad, j0, T);
 }
 
 // dPE: tiles of 64 queries and 64 differences: 16 queries have 79 keys there. Scores and dphi are computed by keys and skewed, ds then lies by differences,
-// and goes through shared memory, because the sum is over the queries of all warps. Only what that sum needs, q, has two places: the next tiles are asked for
-// when the scores are done. So a second block fits on the SM.
+// and goes through shared memory, because the sum is over the queries of all warps. With two stages the next tiles are asked for as soon as these are there:
+// keys and values have three places, q two, and of q~ and dy each warp has its own rows in registers by then, and loads them itself. Else, and what stays
+// in shared memory (wide heads), when the scores are done.
 __device__ __forceinline__ void backward_pe(unsigned char* memory, float* partial, const Tensors& in, int diagonal, int diagonals, int group, int groups,
                                             int heads) {
     int T = in.T, window = in.window;
+    const bool kept = HEAD <= 64, early = STAGES == 2 && PE_EARLY, early_left = early && kept;
     bf16* of_q_tilde = reinterpret_cast<bf16*>(memory), * of_dy = of_q_tilde + SIDE * LD, * of_pe = of_dy + SIDE * LD, * of_q = of_pe + SIDE * LD;
-    bf16* of_k = of_q + 2 * SIDE * LD, * of_v = of_k + 2 * SIDE * LD, * ds = of_v + 2 * SIDE * LD;               // ds: (64, NARROW) queries, differences
+    bf16* of_k = of_q + 2 * SIDE * LD, * of_v = of_k + (STAGES + 1) * SIDE * LD, * ds = of_v + (STAGES + 1) * SIDE * LD;        // (64, NARROW) queries, differences
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, r0 = diagonal * SIDE;
     float sums[2 * STEPS][4] = {};
     for (int which = group; which < heads; which += groups) {
         Head x = head_of(which, in);
-        auto ask_for = [&](int i0) {                     // of the keys the later 64; the earlier ones are there from the step before
-            int now = i0 / SIDE % 2 * SIDE * LD;
-            ask(of_k + now, x.k, x.stride.k, i0 - r0 + 1, T);
-            ask(of_v + now, x.v, x.stride.v, i0 - r0 + 1, T);
-            ask(of_q + now, x.q, x.stride.q, i0, T);
-            ask(of_q_tilde, x.q_tilde, x.stride.q_tilde, i0, T);
-            ask(of_dy, x.dy, x.wide, i0, T);
-            asked();
+        Ring keys(of_k), values(of_v);                   // i0 - r0 - 63 .., and the 64 after these
+        const bf16* k_from = mine_of(x.k, x.stride.k, 1), * v_from = mine_of(x.v, x.stride.v, 1), * q_from = mine_of(x.q, x.stride.q, r0);
+        const bf16* q_tilde_from = mine_of<16, 32>(x.q_tilde, x.stride.q_tilde, r0), * dy_from = mine_of<16, 32>(x.dy, x.wide, r0);
+        auto outside = [&](int i0) { return i0 + SIDE > T || i0 - r0 + SIDE >= T; };
+        auto ask_for = [&](int i0, bf16* k_to, bf16* v_to) {             // i0 = r0, r0 + 64, ..; of the keys the later 64; the earlier ones are there
+            auto all = [&](bool checked) {
+                ask(k_to, k_from, x.stride.k, checked, i0 - r0 + 1, T);
+                ask(v_to, v_from, x.stride.v, checked, i0 - r0 + 1, T);
+                ask(of_q + i0 / SIDE % 2 * SIDE * LD, q_from, x.stride.q, checked, i0, T);
+            };
+            if (outside(i0)) all(true);
+            else all(false);
+            k_from += again(SIDE * x.stride.k);
+            v_from += again(SIDE * x.stride.v);
+            q_from += again(SIDE * x.stride.q);
+        };
+        auto ask_for_left = [&](int i0) {
+            auto all = [&](bool checked) {
+                ask<false, 16, 32>(of_q_tilde, q_tilde_from, x.stride.q_tilde, checked, i0, T);
+                ask<false, 16, 32>(of_dy, dy_from, x.wide, checked, i0, T);
+            };
+            if (outside(i0)) all(true);
+            else all(false);
+            q_tilde_from += again(SIDE * x.stride.q_tilde);
+            dy_from += again(SIDE * x.wide);
         };
         __syncthreads();
-        ask(of_pe, x.pe, HEAD, r0, T);
-        ask(of_k + (1 - r0 / SIDE % 2) * SIDE * LD, x.k, x.stride.k, -63, T);
-        ask(of_v + (1 - r0 / SIDE % 2) * SIDE * LD, x.v, x.stride.v, -63, T);
-        ask_for(r0);
+        ask_rows(of_pe, x.pe, HEAD, r0, T);
+        ask_rows(keys.near, x.k, x.stride.k, -63, T);
+        ask_rows(values.near, x.v, x.stride.v, -63, T);
+        ask_for(r0, keys.far, values.far);
+        ask_for_left(r0);
+        asked();
         for (int i0 = r0; i0 < T; i0 += SIDE) {
-            int now = i0 / SIDE % 2 * SIDE * LD, before = SIDE * LD - now;
-            bf16* k_before = of_k + before, * k_now = of_k + now, * v_before = of_v + before, * v_now = of_v + now, * queries = of_q + now;
+            const bf16* queries = of_q + i0 / SIDE % 2 * SIDE * LD;
+            int next = i0 + SIDE;
             arrived<0>();
-            Left<HEAD <= 64> left_k, left_v, left_pe;
+            Left<kept> left_k, left_v, left_pe;
             left_k.begin(of_q_tilde + 16 * warp * LD);
             left_v.begin(of_dy + 16 * warp * LD);
             left_pe.begin(queries + 16 * warp * LD);
+            if (early && next < T) {
+                __syncwarp();
+                ask_for(next, keys.free, values.free);
+                if (early_left) ask_for_left(next);
+            }
             Sums upper, upper_dphi;                      // of 16 keys each
-            scores_of(upper, left_k, sixteen(k_before, k_now, warp + 4));
-            scores_of(upper_dphi, left_v, sixteen(v_before, v_now, warp + 4));
+            scores_of(upper, left_k, keys.sixteen(warp + 4));
+            scores_of(upper_dphi, left_v, values.sixteen(warp + 4));
             #pragma unroll PE_UNROLL
             for (int part = 0; part < 4; part++) {       // 16 differences
-                Sums c, dphi, by_pe, lower, lower_dphi;
-                scores_of(lower, left_k, sixteen(k_before, k_now, warp + 3 - part));
-                scores_of(by_pe, left_pe, of_pe + 16 * part * LD);
-                scores_of(lower_dphi, left_v, sixteen(v_before, v_now, warp + 3 - part));
-                skewed(c, lower, upper);
+                Sums c, dphi, lower, lower_dphi;
+                scores_of(lower, left_k, keys.sixteen(warp + 3 - part));
+                scores_of(lower_dphi, left_v, values.sixteen(warp + 3 - part));
+                if (CHAINED & 8) {
+                    skewed(c, lower, upper);
+                    add_scores(c, left_pe, of_pe + 16 * part * LD);
+                } else {
+                    Sums by_pe;
+                    scores_of(by_pe, left_pe, of_pe + 16 * part * LD);
+                    skewed(c, lower, upper);
+                    add(c, by_pe);
+                }
                 skewed(dphi, lower_dphi, upper_dphi);
                 copy(upper, lower);
                 copy(upper_dphi, lower_dphi);
                 #pragma unroll
-                for (int e = 0; e < 8; e++) {            // where there is no query or no key, dy or v is 0, and dphi with it
-                    float value = OF(dphi, e) * steep(OF(c, e) + OF(by_pe, e)).rise;
-                    OF(c, e) = r0 + 16 * part + COLUMN(e) < window ? value : 0.0f;
-                }
+                for (int e = 0; e < 8; e++) OF(c, e) = OF(dphi, e) * steep<false>(OF(c, e)).rise;     // no query or no key: dy or v is 0, and dphi with it
                 #pragma unroll
                 for (int e = 0; e < 8; e += 2)
                     *reinterpret_cast<unsigned*>(ds + (16 * warp + ROW(e)) * NARROW + 16 * part + COLUMN(e)) = pair(OF(c, e), OF(c, e + 1));
             }
             __syncthreads();
-            if (i0 + SIDE < T) ask_for(i0 + SIDE);
+            if (next < T) {
+                if (!early) ask_for(next, keys.free, values.free);
+                if (!early_left) ask_for_left(next);
+                asked();
+            }
+            keys.turn();
+            values.turn();
             #pragma unroll PE_UNROLL
             for (int part = 0; part < 4; part++) {       // 16 queries
                 unsigned a[4];
@@ -983,8 +1155,11 @@ __device__ __forceinline__ void backward_pe(unsigned char* memory, float* partia
     #pragma unroll
     for (int n = 0; n < 2 * STEPS; n++)
         #pragma unroll
-        for (int i = 0; i < 2; i++)
-            *reinterpret_cast<float2*>(to + (g + 8 * i) * HEAD + 8 * n + 2 * t) = make_float2(slope * sums[n][2 * i], slope * sums[n][2 * i + 1]);
+        for (int i = 0; i < 2; i++) {
+            bool seen = r0 + 16 * warp + g + 8 * i < window;
+            *reinterpret_cast<float2*>(to + (g + 8 * i) * HEAD + 8 * n + 2 * t) =
+                make_float2(seen ? slope * sums[n][2 * i] : 0.0f, seen ? slope * sums[n][2 * i + 1] : 0.0f);
+        }
 }
 #endif
 
@@ -1025,6 +1200,7 @@ extern "C" __global__ void __launch_bounds__(256) poly_finish(
         if (i >= (long long)positions * HEAD) return;
         float sum = 0.0f;
         if (i < apart)
+            #pragma unroll 8
             for (int g = 0; g < groups; g++) sum += partial[g * apart + i];
         store(dpe + i, sum);
         return;
