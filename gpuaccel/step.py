@@ -291,7 +291,7 @@ class TrainStep:
         if replay == "graph" and distributed.backend != "nccl":
             raise ArgumentError(f"replay='graph' needs collectives that a CUDA graph can hold, those of NCCL; the group's are {distributed.backend}'s: "
                                 "expected replay='eager'")
-        return Ranks(distributed, self.arena, self.accumulator, self.opt, settings, settings["compile"] == "True")
+        return Ranks(distributed, self.arena, self.accumulator, self.opt, settings, settings["compile"] != "False")
 
     def gathered(self):
         """A context, to be entered on every rank: inside it the optimizer's state is whole, to be saved or loaded."""

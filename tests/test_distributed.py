@@ -63,6 +63,15 @@ def test_ranks_together_are_one_process(crew, mode, ranks, shares):
 
 
 @pytest.mark.parametrize("options", [
+    dict(), dict(tied=True), dict(how=dict(sharded=True)), dict(how=dict(sharded=True, dtype=torch.bfloat16), bound=2e-3)], ids=words)
+def test_what_a_compiled_backward_sends_early(crew, options):
+    """Products say when they have been added; what is beside them in a bucket comes behind the last one."""
+    bound = options.get("bound", 1e-6)
+    close(crew(checks.as_one_process, 2, shares=[2, 1], accumulate="fused", compile="as if", backend=BACKENDS[-1].values[0],
+               **{k: v for k, v in options.items() if k != "bound"}), bound, losses=10 * bound)
+
+
+@pytest.mark.parametrize("options", [
     dict(accumulate="arena"), dict(accumulate="fused", tied=True), dict(accumulate="arena", low=torch.bfloat16, how=dict(bucket_mb=1.0)),
     dict(accumulate="fused", how=dict(blame=False, bucket_mb=0.02))], ids=words)
 def test_with_our_kernels(crew, options):
@@ -244,10 +253,11 @@ def test_buckets_leave_while_backward_runs(crew, mode):
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("backend,mode", [("torch", "arena"), ("simt", "arena"), ("simt", "fused")])
-def test_a_nan_on_one_rank_skips_the_step_on_all_and_names_the_rank(crew, backend, mode, ordered):
+@pytest.mark.parametrize("backend,mode,options", [("torch", "arena", {}), ("simt", "arena", {}), ("simt", "fused", {}),
+                                                  ("torch", "fused", {"compile": "as if"}), ("simt", "fused", {"compile": "as if"})])
+def test_a_nan_on_one_rank_skips_the_step_on_all_and_names_the_rank(crew, backend, mode, options, ordered):
     """DDP-003, as a skip: all ranks leave the step out, and each can say whose gradient it was and which tensor's."""
-    found = crew(checks.nan_on, 3, who=2, backend=backend, mode=mode, ordered=ordered)
+    found = crew(checks.nan_on, 3, who=2, backend=backend, mode=mode, ordered=ordered, **options)
     for one in found:
         assert one["same"] and one["moved"] and not one["finite"] and one["skipped"] == 1
         first, second, third = one["said"]
