@@ -188,6 +188,13 @@ def attempt(rank, group, how=None, groups=None, net=None, step=None, all=None, s
         return None
 
 
+class Twice(Net):
+    """A weight that a product uses, and something else."""
+
+    def forward(self, tokens):
+        return super().forward(tokens) * (1 + self.blocks[2][2].weight.mean())
+
+
 class Wider(Net):
     def __init__(self):
         super().__init__()
@@ -201,7 +208,7 @@ class Low(Net):
         self.blocks[1].to(torch.bfloat16)
 
 
-def nan_on(rank, group, who, backend, mode, ordered, **options):
+def nan_on(rank, group, who, backend, mode, ordered, where="blocks.0", **options):
     """One step with a NaN that rank `who` makes in backward, between two good ones; each rank's weights, and what is said."""
     with ga.use_backend(backend):
         model = Net()
@@ -211,9 +218,10 @@ def nan_on(rank, group, who, backend, mode, ordered, **options):
             before, said = weights(model), [step.opt.last_skip()]
             bad = [None]
 
-            def spoil(grad):
-                return grad * float("nan") if bad[0] else grad
-            model.blocks[1].register_full_backward_hook(lambda m, gi, go: tuple(g * float("nan") for g in gi) if bad[0] and rank == who else None)
+            if where == "norm":                    # one tensor alone
+                model.norm.weight.register_hook(lambda grad: grad * float("nan") if bad[0] and rank == who else None)
+            else:
+                model.blocks[1].register_full_backward_hook(lambda m, gi, go: tuple(g * float("nan") for g in gi) if bad[0] and rank == who else None)
             bad[0] = True
             out = step([micro_batch(rank + 4)])
             bad[0] = None

@@ -63,7 +63,7 @@ def test_ranks_together_are_one_process(crew, mode, ranks, shares):
 
 
 @pytest.mark.parametrize("options", [
-    dict(), dict(tied=True), dict(how=dict(sharded=True)), dict(how=dict(sharded=True, dtype=torch.bfloat16), bound=2e-3)], ids=words)
+    dict(), dict(tied=True), dict(net=checks.Twice), dict(how=dict(sharded=True)), dict(how=dict(sharded=True, dtype=torch.bfloat16), bound=2e-3)], ids=words)
 def test_what_a_compiled_backward_sends_early(crew, options):
     """Products say when they have been added; what is beside them in a bucket comes behind the last one."""
     bound = options.get("bound", 1e-6)
@@ -254,7 +254,8 @@ def test_buckets_leave_while_backward_runs(crew, mode):
 
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("backend,mode,options", [("torch", "arena", {}), ("simt", "arena", {}), ("simt", "fused", {}),
-                                                  ("torch", "fused", {"compile": "as if"}), ("simt", "fused", {"compile": "as if"})])
+                                                  ("torch", "fused", {"compile": "as if"}), ("simt", "fused", {"compile": "as if"}),
+                                                  ("simt", "fused", {"compile": "as if", "where": "norm"})])
 def test_a_nan_on_one_rank_skips_the_step_on_all_and_names_the_rank(crew, backend, mode, options, ordered):
     """DDP-003, as a skip: all ranks leave the step out, and each can say whose gradient it was and which tensor's."""
     found = crew(checks.nan_on, 3, who=2, backend=backend, mode=mode, ordered=ordered, **options)
@@ -262,7 +263,7 @@ def test_a_nan_on_one_rank_skips_the_step_on_all_and_names_the_rank(crew, backen
         assert one["same"] and one["moved"] and not one["finite"] and one["skipped"] == 1
         first, second, third = one["said"]
         assert first is None and second["step"] == 2 and second["rank"] == third["rank"] == 2 and second["tensor"] == third["tensor"], one["said"]
-        assert second["tensor"].startswith("blocks.0")
+        assert second["tensor"].startswith(options.get("where", "blocks.0"))
         assert one["hash"] == found[0]["hash"]
 
 
