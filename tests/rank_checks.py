@@ -192,7 +192,7 @@ class Twice(Net):
     """A weight that a product uses, and something else."""
 
     def forward(self, tokens):
-        return super().forward(tokens) * (1 + self.blocks[2][2].weight.mean())
+        return super().forward(tokens) * (1 + self.blocks[2][0].weight.mean())
 
 
 class Wider(Net):
