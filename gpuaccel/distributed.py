@@ -41,7 +41,6 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 on_beat = None                   # called by beat(); launch.py watches it
 last_step = lambda: 0            # the step (of this process, from 1) after which all ranks are asked to stop; 0: none  # noqa: E731
-lost = False                     # has a collective failed?
 came = 0                         # how often this rank has come to what it does with the others
 store = None                     # of a group of gloo's that was made here: where the ranks met, and say how often they came
 PIECE = 1 << 22                  # elements that are hashed at once: 32 MB of memory in between
@@ -157,7 +156,8 @@ def _init_from_environment(timeout):
             place = _corner(place, rank, size, timeout)
         dist.init_process_group("nccl" if nccl else "gloo", store=place, rank=rank, world_size=size, timeout=limit)
         store = None if nccl else dist.PrefixStore("came", place)
-        atexit.register(_leave)
+        if not nccl:
+            atexit.register(_leave)
     except (RuntimeError, ValueError, OSError) as error:
         listens = "" if nccl else f"; this machine listens on {os.environ.get('GLOO_SOCKET_IFNAME') or 'the address of its name'} (GLOO_SOCKET_IFNAME: elsewhere)"
         raise RankError(f"rank {os.environ['RANK']} of {world} found no common start at {address}:{os.environ.get('MASTER_PORT')} within {timeout:g} s: "
@@ -165,9 +165,9 @@ def _init_from_environment(timeout):
 
 
 def _leave():
-    """At the process's end: threads of gloo's that are still there may abort it. Not after an error, when some may wait for ranks that will not come."""
-    if dist.is_initialized() and dist.get_backend() == "gloo" and not lost and getattr(sys, "last_value", None) is None:
-        dist.destroy_process_group()
+    """At the process's end. A thread of gloo's may be about to let go of the last collective's tensors, for which it needs the interpreter; one that is
+    ending would abort the process. Meanwhile it may have it."""
+    time.sleep(0.1)
 
 
 def loopback() -> str:

@@ -378,7 +378,6 @@ class Ranks:
     def _give_up(self, error: BaseException, when: str):
         """RankError where that is what a failed collective says, with the ranks that did not come to it."""
         if isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and ("gloo" in str(error) or "pair closure" in str(error)):
-            distributed.lost = True
             late = "imed out" in str(error) or "timeout" in str(error)         # else a rank has gone, and who is behind may only be slower
             gone = distributed.missing() if late and self.group is None else []
             who = f"{distributed.ranks_in_words(gone)} of {self.world}" if gone else "another one"
