@@ -25,6 +25,7 @@ import torch.distributed as dist
 import gpuaccel as ga
 from gpuaccel import distributed, exchange
 from gpuaccel.accumulate import MODES
+from gpuaccel.distributed import loopback
 from gpuaccel.launch import _drained
 from gpuaccel.timeline import Span
 
@@ -481,7 +482,8 @@ def test_an_address_where_nobody_answers_or_somebody_else_does(monkeypatch, rank
         other.bind(("127.0.0.1", 0))
         if rank == 0:
             other.listen()
-        for key, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", other.getsockname()[1])):
+        for key, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", other.getsockname()[1]),
+                           ("GLOO_SOCKET_IFNAME", loopback())):
             monkeypatch.setenv(key, str(value))
         began = time.monotonic()
         with pytest.raises(ga.RankError, match=f"rank {rank} of 2 found no common start at 127.0.0.1:"):
@@ -576,7 +578,7 @@ def test_ranks_of_one_start_meet_in_a_corner_that_earlier_starts_do_not_know():
     def start(ranks):
         def one(rank):
             try:
-                mine = distributed._corner(dist.TCPStore("127.0.0.1", shared.port, is_master=False, timeout=timedelta(seconds=1)), rank, 3, 1.0)
+                mine = distributed._corner(dist.TCPStore("127.0.0.1", shared.port, is_master=False, timeout=timedelta(seconds=0.6)), rank, 3, 0.6)
                 mine.add("ranks", 1)
                 found[rank] = mine
             except OSError as error:
@@ -595,10 +597,10 @@ def test_ranks_of_one_start_meet_in_a_corner_that_earlier_starts_do_not_know():
 
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks and one GPU")
 def test_the_example_of_the_readme_runs(tmp_path):
-    """By itself, and as one of torchrun's ranks: the same losses."""
+    """Both ranks tell the mean loss of both, near that of random weights."""
     code, = re.findall(r"This is `train.py`:\n\n```python\n(.*?)```", README, re.S)
     (tmp_path / "train.py").write_text(code)
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, text=True, capture_output=True, timeout=60, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     first, second = ast.literal_eval(done.stdout)
-    assert first == second and len(first) == 4 and first[-1] < first[0], done.stdout
+    assert first == second and len(first) == 4 and all(abs(loss - math.log(256)) < 0.3 for loss in first), done.stdout

@@ -12,8 +12,7 @@ import time
 import pytest
 import rank_checks as checks
 
-import gpuaccel as ga
-from gpuaccel.distributed import interface_to, loopback, ranks_in_words
+from gpuaccel.distributed import interface_to, loopback
 
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 ADDRESS = "10.97.0."
@@ -59,6 +58,10 @@ def machines(tmp_path_factory):
         pytest.skip(f"needs network namespaces (unshare, nsenter, ip): {error}")
     yield found
     found.close()
+
+
+def test_an_address_is_reached_through_an_interface_or_it_is_not_known():
+    assert (interface_to("127.0.0.1"), interface_to("localhost"), interface_to("nowhere.invalid")) == (loopback(), loopback(), None)
 
 
 def command_of_the_readme():
