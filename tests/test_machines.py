@@ -89,6 +89,8 @@ def test_two_machines_train_as_one_process_and_start_again_when_a_rank_is_killed
         said = [one.communicate(timeout=max(1, until - time.monotonic())) for one in two]
     finally:
         for one in two:
+            for left in checks.children_of(one.pid) if one.poll() is None else ():
+                os.kill(left, signal.SIGKILL)
             one.kill()
     assert [one.returncode for one in two] == [0, 0] and whole.wait(60) == 0, said
     assert listened == {f"{ADDRESS}2"}
