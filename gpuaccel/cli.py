@@ -288,7 +288,7 @@ def train_command(args):
     if (args.nproc or 1) > 1:
         from .launch import launch
         kind = {"auto": None, "cuda": "nccl"}.get(args.device, "gloo")
-        return launch(_train_rank, args.nproc, (args,), backend=kind, timeout=60.0, after_step=True)[0]
+        return launch(_train_rank, args.nproc, (args,), backend=kind, timeout=args.timeout or 60.0, start=600.0, after_step=True)[0]
     return _train_rank(args)
 
 
@@ -311,7 +311,7 @@ def _train(args):
     from .models import flops_per_token, preset
     from .step import TrainStep
     from .train import evaluate, train, warmup_cosine
-    how = Distributed(ordered=args.ordered, sharded=args.sharded)           # of the ranks that torchrun or --nproc has started, or this process alone
+    how = Distributed(ordered=args.ordered, sharded=args.sharded, timeout=args.timeout or 600.0)           # of the ranks that torchrun or --nproc has started, or this process alone
     tokens, device, ranks, first_rank = _complete(args), default_device(), how.world, how.rank == 0
     if args.micro_batches > args.batch:
         raise ArgumentError(f"--micro-batches is {args.micro_batches}, more than the {args.batch} sequences of --batch")
@@ -454,6 +454,7 @@ def _parser():
     add("--nproc", type=_at_least(1), metavar="N", help="ranks on this machine, which share each batch: a GPU each, or CPUs (1)")
     add("--ordered", action="store_true", help="ranks: the same bits for any number of them (with equal --micro-batches)")
     add("--sharded", action="store_true", help="ranks: each keeps its share of the optimizer's memory")
+    add("--timeout", type=_at_least(1, float), metavar="S", help="ranks: seconds that the others wait for one (--nproc: 60; torchrun: 600)")
     add("--device", choices=("auto", "cpu", "simt", "cuda"), default="auto", help="where to train; simt: on the CPU with our kernels (auto)")
 
     add = command("sample", sample_command, "write text with a trained model").add_argument

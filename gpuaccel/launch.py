@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from . import distributed
+from .distributed import loopback
 from .errors import ArgumentError, RankError
 
 AHEAD = 3                        # steps that a rank's host may be ahead of another's
@@ -31,13 +32,14 @@ GRACE = 1.0                      # seconds in which the ranks after the first th
 
 
 def launch(fn, ranks: int = 2, args: tuple = (), *, backend: "str | None" = None, timeout: float = 10.0,
-           after_step: bool = False, live=None) -> list:
+           start: float = 60.0, after_step: bool = False, live=None) -> list:
     """fn(*args) in `ranks` new processes; what each returned, in the order of the ranks.
 
     fn and what it returns have to be picklable; a function of a notebook is handed on by a fork (one thread per rank) or, where torch sees a GPU
     (which a fork could not use), by value, with what it refers to (cloudpickle).
     backend: "nccl" (a GPU for each rank) or "gloo" (on CPUs: in these processes the GPU policy is off); default: nccl where there are GPUs enough.
-    timeout: seconds after which a rank that stands still while others wait for it counts as hanging (from its first optimizer step on).
+    timeout: seconds after which a rank that stands still while others wait for it counts as hanging. start: the same until its first backward is over,
+    as models are built and kernels compiled; from when the first rank makes its TrainStep.
     after_step: at the first Ctrl-C all ranks are asked to stop after the same step (Ranks.asked_to_stop()), which fn has to look at; at the second,
     or without it at the first, they are stopped.
     live: a LiveThroughput. fn may be a generator, `yield from ga.train(...)` and then return: the Readings that it yields are drawn there, each rank's
@@ -55,19 +57,19 @@ def launch(fn, ranks: int = 2, args: tuple = (), *, backend: "str | None" = None
     way, fn = _way(fn)
     context = multiprocessing.get_context(way)
     with tempfile.TemporaryDirectory() as folder:
-        beats, stop = context.RawArray("q", ranks), context.RawValue("q", 0)
+        beats, came, stop = context.RawArray("q", ranks), context.RawArray("q", ranks), context.RawValue("q", 0)
         lines, processes = [], []
         try:
             for rank in range(ranks):
                 mine, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_rank, args=(rank, ranks, backend, os.path.join(folder, "store"), theirs, beats, stop, fn, args),
+                process = context.Process(target=_rank, args=(rank, ranks, backend, os.path.join(folder, "store"), theirs, beats, came, stop, fn, args),
                                           daemon=True)
                 with _environment(rank, ranks, backend):
                     process.start()
                 theirs.close()
                 lines.append(mine)
                 processes.append(process)
-            watch = _Watch(lines, processes, beats, timeout)
+            watch = _Watch(lines, processes, beats, came, timeout, start)
             if live is not None:
                 live.run(watch.readings(), [f"rank {rank}" for rank in range(ranks)], wait=True)
                 return watch.found()
@@ -120,7 +122,7 @@ class _ByValue:
 def _environment(rank, ranks, backend):
     """As torchrun has it, for the process that is started in the block."""
     new = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
-           **({"GPUACCEL_GPU": "off", "GLOO_SOCKET_IFNAME": _loopback()} if backend == "gloo" else {"NCCL_SOCKET_IFNAME": _loopback()})}
+           **({"GPUACCEL_GPU": "off", "GLOO_SOCKET_IFNAME": loopback()} if backend == "gloo" else {"NCCL_SOCKET_IFNAME": loopback()})}
     before = {key: os.environ.get(key) for key in new}
     os.environ.update(new)
     try:
@@ -133,11 +135,7 @@ def _environment(rank, ranks, backend):
                 os.environ[key] = value
 
 
-def _loopback() -> str:
-    return "lo0" if sys.platform == "darwin" else "lo"
-
-
-def _rank(rank, ranks, backend, store, line, beats, stop, fn, args):
+def _rank(rank, ranks, backend, store, line, beats, came, stop, fn, args):
     """The whole life of a rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)         # Ctrl-C is the parent's business
     with _environment(rank, ranks, backend):             # a fork took the parent's state along
@@ -148,8 +146,9 @@ def _rank(rank, ranks, backend, store, line, beats, stop, fn, args):
                 torch.cuda.set_device(rank)
             dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=datetime.timedelta(minutes=30))
 
-            def beat():
-                beats[rank] += 1
+            def beat(steps):
+                beats[rank] += steps
+                came[rank] += 1
             distributed.on_beat, distributed.last_step = beat, lambda: stop.value
             line.send((True, _drained(fn(*args), line)))
         except BaseException as error:                   # the parent tells, and stops all
@@ -175,8 +174,9 @@ def _drained(made, line):
 class _Watch:
     """Waits for all ranks; called again it goes on waiting."""
 
-    def __init__(self, lines, processes, beats, timeout):
-        self.lines, self.processes, self.beats, self.timeout = lines, processes, beats, timeout
+    def __init__(self, lines, processes, beats, came, timeout, start):
+        self.lines, self.processes, self.timeout, self.start = lines, processes, timeout, start
+        self.beats, self.came = beats, came      # of each rank: steps whose backward is over; how often it has come to what it does with the others
         self.results, self.failed, self.dead = {}, {}, {}
 
     def __call__(self) -> list:
@@ -190,19 +190,21 @@ class _Watch:
 
     def readings(self):
         """(rank, Reading) as they come, until all ranks have ended; (0, None) every now and then, so that who listens may stop."""
-        seen, since, until, ranks = list(self.beats), time.monotonic(), None, len(self.lines)
+        seen, since, until, ranks = list(self.came), time.monotonic(), None, len(self.lines)
         while len(self.results) < ranks:
             yield from self._listen() or [(0, None)]
             if (self.failed or self.dead) and until is None:
                 until = time.monotonic() + GRACE
             if until is not None and (time.monotonic() > until or len(self.results) + len(self.failed) + len(self.dead) == ranks):
                 raise _said(self.processes, self.failed, self.dead, self.beats)
-            now = list(self.beats)
+            now = list(self.came)
             if now != seen:
                 seen, since = now, time.monotonic()
-            if until is None and time.monotonic() - since > self.timeout and min(now) and (rank := _behind(now, self.results)) is not None:
-                raise RankError(f"rank {rank} hangs: it has not come to the end of its backward in step {now[rank] + 1} for {self.timeout:g} s, and the "
-                                "other ranks wait for it. All ranks were stopped")
+            if until is None and (rank := _behind(now, self.results)) is not None:
+                limit = self.timeout if self.beats[rank] else max(self.start, self.timeout)
+                if time.monotonic() - since > limit:
+                    where = f"come to the end of its backward in step {self.beats[rank] + 1}" if now[rank] else "made its TrainStep"
+                    raise RankError(f"rank {rank} hangs: it has not {where} for {limit:g} s, and the other ranks wait for it. All ranks were stopped")
 
     def _listen(self) -> list:
         waiting, news = {line: r for r, line in enumerate(self.lines) if r not in self.results and r not in self.failed and r not in self.dead}, []
@@ -220,11 +222,11 @@ class _Watch:
         return news
 
 
-def _behind(beats, results) -> "int | None":
-    """The rank that the others wait for; None: all are in the same step."""
-    left = [rank for rank in range(len(beats)) if rank not in results]
-    last = min(left, key=lambda rank: beats[rank], default=None)
-    return last if last is not None and beats[last] < max(beats) else None
+def _behind(came, results) -> "int | None":
+    """The rank that the others wait for; None: all have come as often."""
+    left = [rank for rank in range(len(came)) if rank not in results]
+    last = min(left, key=lambda rank: came[rank], default=None)
+    return last if last is not None and came[last] < max(came) else None
 
 
 def _said(processes, failed, dead, beats) -> RankError:

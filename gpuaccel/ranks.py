@@ -45,8 +45,14 @@ class Ranks:
             raise ArgumentError(f"the group's backend is nccl, and the model is on {arena.device}; expected a model on a GPU, or gloo")
         self.stream = torch.cuda.Stream(arena.device, priority=-1) if self.nccl else None
         device, self.kernels = arena.device, takes(arena.device)
-        self._compare(settings)
-        self._broadcast()
+        self.steps = 0
+        self.beat(0)
+        try:
+            self._compare(settings)
+            self._broadcast()
+        except RuntimeError as error:
+            self._give_up(error, "at the start")
+            raise
         self.find_unused = self.world == 1 or (not self.cuda if how.find_unused is None else how.find_unused)
         most = max(b.stop - b.start for b in self.buckets)
         self.low = torch.empty(most, dtype=how.dtype, device=device) if self.nccl and how.dtype != torch.float32 else None
@@ -61,7 +67,7 @@ class Ranks:
         self.wrong = torch.zeros_like(self.own_sums, dtype=torch.bool)
         self.blamed = torch.zeros(self.world, dtype=torch.int64, device=device)     # 1 + the first tensor of each rank that was not finite; 0: none
         self.agreed: "int | None" = None           # bits: the tensors that take part in the update
-        self.count_dtype, self.steps, self.late = torch.int64, 0, LateValue()
+        self.count_dtype, self.late = torch.int64, LateValue()
         self.pending, self.next, self.missing, self.broken = [], 0, None, False
         early = compiled and accumulator.mode == "fused" and self.world > 1 and not how.ordered
         self.apart = Apart(accumulator, self.group) if early else None
@@ -373,9 +379,16 @@ class Ranks:
         if self.how.ordered:
             self.total.zero_()
             self.messages, self.bits = [], 0
-        if isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "gloo" in str(error):
-            raise RankError(f"rank {self.rank} of {self.world} cannot reach another one in step {self.steps + 1}: it has stopped (what it said is in its own "
-                            f"output), or the network is down. {str(error).splitlines()[0]}") from error
+        self._give_up(error, f"in step {self.steps + 1}")
+
+    def _give_up(self, error: BaseException, when: str):
+        """RankError where that is what a failed collective says, with the ranks that did not come to it."""
+        if isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and ("gloo" in str(error) or "pair closure" in str(error)):
+            late = "imed out" in str(error) or "timeout" in str(error)         # else a rank has gone, and who is behind may only be slower
+            gone = distributed.missing() if late and self.group is None else []
+            who = f"{distributed.ranks_in_words(gone)} of {self.world}" if gone else "another one"
+            raise RankError(f"rank {self.rank} of {self.world} cannot reach {who} {when}: it has stopped (what it said is in its own output), hangs, or the "
+                            f"network is down. {str(error).splitlines()[0]}") from error
 
     # ---- ordered mode ----
 
@@ -383,6 +396,8 @@ class Ranks:
     def round(self, loss, tokens, rows, micros):
         """One micro-batch of each rank (or none) is in arena.grads: slices change hands, and are added in the order of the ranks."""
         accumulator, grads, own = self.accumulator, self.arena.grads, self.own
+        if not (self.cuda and torch.cuda.is_current_stream_capturing()):
+            self.beat(0)
         accumulator.finish()
         for bucket in self.buckets:
             self._look(bucket)
@@ -439,10 +454,9 @@ class Ranks:
         found = [(tensor - 1, rank) for rank, tensor in enumerate(self.blamed.tolist()) if tensor]
         return {"rank": min(found)[1], "tensor": self.arena.segments[min(found)[0]].name} if found else None
 
-    def beat(self):
-        """This rank has begun what it does with the others in a step."""
-        if distributed.on_beat is not None:
-            distributed.on_beat()
+    def beat(self, steps: int = 1):
+        """This rank comes to what it does with the others: at the start and in each round (steps=0), and when a step's backward is over."""
+        distributed.beat(steps)
 
     def asked_to_stop(self) -> bool:
         """Have all ranks been asked to stop after the step that has just been taken, or an earlier one?"""

@@ -7,6 +7,9 @@ import multiprocessing as mp
 import os
 import pathlib
 import signal
+import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -512,17 +515,31 @@ def hangs():
     time.sleep(600)
 
 
-def train_and_die(folder, at, steps=14):
-    """ga.train with a checkpoint after every second step; rank 1 is killed `at` seconds after its first one (None: not)."""
+def train_and_die(folder, at=None, who=1, steps=20):
+    """ga.train with a checkpoint after every second step; rank `who` is killed `at` seconds after it has begun (None: not)."""
     how = ga.Distributed(ordered=True)
     batches = ga.Batches(torch.arange(400) % VOCAB, 12 // how.world, 6, seed=3, rank=how.rank, ranks=how.world, micro_batches=4 // how.world)
     model = Net()
     with make_step(model, micro_batches=4 // how.world, distributed=how) as step:
+        if at is not None and how.rank == who:
+            threading.Timer(at, killed).start()
         for _ in ga.train(step, batches, steps, checkpoint_dir=folder, checkpoint_every=2, metrics=f"{folder}/lines.jsonl", resume=True):
-            if at is not None and how.rank == 1:
-                threading.Timer(at, killed).start()
-                at = None
             time.sleep(0.02)
+
+
+def comes_late(where):
+    """Rank 1 hangs before it makes its TrainStep, or in the second micro-batch of the first step, when sums in order are under way."""
+    how = ga.Distributed(ordered=True)
+    if how.rank == 1 and where == "before":
+        hangs()
+
+    def loss_fn(model, micro, seen=[]):
+        seen.append(micro)
+        if how.rank == 1 and len(seen) == 2:
+            hangs()
+        return ga.token_loss(model, micro)
+    with make_step(Net(), loss_fn=loss_fn, distributed=how) as step:
+        step([micro_batch(how.rank), micro_batch(2 + how.rank)])
 
 
 def fails_in_the_loop(folder):
@@ -533,3 +550,45 @@ def fails_in_the_loop(folder):
         for reading in ga.train(step, batches, 50, checkpoint_dir=folder, checkpoint_every=2):
             if reading.step == 3 and how.rank == 1:
                 raises()
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+def lines_of(folder):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def gpuaccel(folder, *options, launcher=(sys.executable, "-m", "gpuaccel"), **settings):
+    text = folder.parent / "text.txt"
+    if not text.exists():
+        text.write_text("The gradient of a sum is the sum of the gradients. " * 200)
+    command = [*launcher, "train", "--text", str(text), "--batch", "4", "--micro-batches", "4", "--seq", "16", "--out", str(folder), "--no-progress",
+               "--device", "cpu", *options]
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1", **settings})
+
+
+def step_of(path) -> int:
+    return int(path.stem.split("-")[1])
+
+
+def children_of(pid) -> "list[int]":
+    found = []
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found
+
+
+def listens_at(pid) -> "set[str]":
+    """The addresses at which a process listens; "::" for any of IPv6."""
+    links = [os.readlink(link) for link in pathlib.Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    own = {link[len("socket:["):-1] for link in links if link.startswith("socket:")}
+    rows = [(version, line.split()) for version in ("tcp", "tcp6") for line in pathlib.Path(f"/proc/{pid}/net/{version}").read_text().splitlines()[1:]]
+    return {socket.inet_ntoa(bytes.fromhex(row[1][:8])[::-1]) if version == "tcp" else "::" for version, row in rows if row[3] == "0A" and row[9] in own}
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
