@@ -11,7 +11,7 @@
 // before these, which is that of the step before. As in v2, shuffles put what belongs to one pair into one lane (skewed); S is summed onto it, phi is rounded,
 // and is the left factor of y += phi V.
 //
-// While the special functions of step s are computed, the tensor cores make S of step s + 1 and P of step s + 2; while step s + 2 is skewed, y of step s + 1.
+// While the special functions of step s are computed, the tensor cores make S and P of step s + 1; while that one is skewed, y of step s.
 // The two warpgroups share K and V; of PE the one with the later queries is a tile ahead. So 24 KiB are loaded for two tiles.
 //
 // Per tile of 64 x 64 pairs: 12 products of m64n64k16, 32 clocks each, are 384 clocks of an SM's tensor cores; 4096 tanh are 256 clocks; shared memory is busy
@@ -98,7 +98,8 @@ __device__ __forceinline__ unsigned long long whole(unsigned lower) { return (1u
 template <bool adds, bool by_rows> __device__ __forceinline__ void multiply(Sums& d, const unsigned (&a)[4], unsigned long long b) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
                  "{%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}"
                  : D4(0), D4(4), D4(8), D4(12), D4(16), D4(20), D4(24), D4(28)
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)adds), "n"((int)by_rows));
