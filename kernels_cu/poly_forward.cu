@@ -248,10 +248,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) poly_forward_v3(
         else skewed<3>(c, scores, near, far);
     };
     auto weights = [&](int s) {                          // phi of step s, over `factor`
-        do {                                             // once: but so the compiler does not begin with it between the products asked for
+        int known = s;                                   // but not to the compiler
+        asm volatile("" : "+r"(known));
+        do {                                             // once; and the compiler does not begin with it between the products that are asked for
             #pragma unroll
             for (int i = 0; i < 32; i++) c[i] = power_and(c[i], rest);
-        } while (SPLIT && T < 0);
+        } while (SPLIT && known < 0);
         if (s == 0 || (s + 1) * SIDE > window)
             #pragma unroll
             for (int i = 0; i < 32; i++) {
