@@ -73,6 +73,8 @@ class Kernel:
         common = (kernel_root() / "common.cuh").read_text()
         # One string is the whole program, so that the cache key is honest; #line keeps error messages at home.
         self.source = f'#line 1 "kernels_cu/common.cuh"\n{common}\n#line 1 "{filename}"\n{text}'
+        # What tests for one architecture's own instructions (wgmma: sm_90a) is compiled for these there; no other GPU runs that code.
+        self.own = {f"sm_{number}" for number in re.findall(r"\b__CUDA_ARCH_FEAT_SM(\d+)_ALL\b", without_comments(text))}
         self.params = signature(self.source, name, self.defines)
         self.bound = launch_bound(self.source, name, self.defines) or 1024
         self.plan = [(p.pointer, p.dtypes, p.align, {None: (), "f": (int, float), "d": (int, float)}.get(p.code, (int,)))
@@ -90,11 +92,14 @@ class Kernel:
 
     def cubin(self, arch: str) -> bytes:
         """Machine code for one architecture, e.g. "sm_90". No GPU needed."""
-        return nvrtc.compile_cubin(self.source, self.filename, arch, self.defines, self.options)[0]
+        return nvrtc.compile_cubin(self.source, self.filename, self._target(arch), self.defines, self.options)[0]
+
+    def _target(self, arch):
+        return f"{arch}a" if arch in self.own else arch
 
     def resources(self, arch: "str | None" = None) -> nvrtc.Resources:
         """Registers, shared memory, stack and spills on one architecture (default: this GPU's, else sm_90)."""
-        arch = arch or (backend().arch if backend().name == "cuda" else None) or "sm_90"
+        arch = self._target(arch or (backend().arch if backend().name == "cuda" else None) or "sm_90")
         return nvrtc.resources(*nvrtc.compile_cubin(self.source, self.filename, arch, self.defines, self.options), self.name, arch)
 
     def __getitem__(self, shape) -> "Launch":

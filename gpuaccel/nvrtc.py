@@ -98,9 +98,11 @@ def library() -> Library:
 
 
 def check_arch(arch: str) -> str:
-    """`arch` itself, when this NVRTC can write machine code for it; BackendError with what to do otherwise."""
+    """`arch` itself, when this NVRTC can write machine code for it; BackendError with what to do otherwise.
+
+    "sm_90a" is sm_90 with the instructions that only it has; NVRTC lists just the latter."""
     lib = library()
-    if arch not in lib.archs:
+    if arch not in lib.archs and not (arch.endswith("a") and arch[:-1] in lib.archs):
         raise BackendError(f"{lib} knows {', '.join(lib.archs)} and not {arch}: install a newer nvidia-cuda-nvrtc-cu12, "
                            "or point GPUACCEL_NVRTC at another libnvrtc")
     return arch

@@ -98,11 +98,17 @@ def _reference_layer(qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta
 
 @functools.cache
 def _kernel(name: str, dtype: torch.dtype, d: int, degree: int, version: int, stages: int) -> Kernel:
+    if version == 3:
+        return Kernel("poly_forward", name, HEAD=d, DEGREE=degree, STAGES=stages)
     return Kernel("poly_attention", name, DATA_T=TYPES[dtype], HEAD=d, DEGREE=degree, VERSION=version, STAGES=stages)
 
 
-def shared_bytes(name: str, d: int, stages: int) -> int:
-    """Of a block of a v2 kernel: tiles of 64 rows in bf16; a wide head's own rows, which have no room in registers; ds by differences."""
+def shared_bytes(name: str, d: int, stages: int, version: int = 2) -> int:
+    """Of a block of a v2 kernel: tiles of 64 rows in bf16; a wide head's own rows, which have no room in registers; ds by differences.
+
+    v3: four tiles each of K, V and PE, from a multiple of 1024 bytes on."""
+    if version == 3:
+        return 12 * 64 * d * 2 + 1024
     tile, wide = 64 * (d + 8) * 2, d > 64
     if name == "poly_forward":
         return (3 * stages + 1 + 2 * wide) * tile
@@ -110,7 +116,9 @@ def shared_bytes(name: str, d: int, stages: int) -> int:
 
 
 def plan(name: str, q: Tensor) -> "tuple[int, int]":
-    """(version, stages) of a kernel for heads like q's: v2 for bf16 on tensor cores, with loads ahead where two blocks have room on an SM for it."""
+    """(version, stages) of a kernel for heads like q's: v2 for bf16 on tensor cores, with loads ahead where two blocks have room on an SM for it.
+
+    v3 is a forward for heads of 64 on GPUs that have products of warpgroups (Hopper); its loads are two steps ahead."""
     d = q.shape[-1]
     if backend().name != "cuda" or q.dtype != torch.bfloat16 or d not in WIDTHS:
         return 1, 1
@@ -120,6 +128,8 @@ def plan(name: str, q: Tensor) -> "tuple[int, int]":
 @functools.cache
 def _plan(name, d, index):
     gpu = torch.cuda.get_device_properties(index)
+    if name == "poly_forward" and d == 64 and gpu.major == 9:
+        return 3, 2
     one, two = (shared_bytes(name, d, stages) + 1024 for stages in (1, 2))                # each block costs 1 KiB more
     if gpu.major < 8 or one > gpu.shared_memory_per_multiprocessor:
         return 1, 1
@@ -152,11 +162,11 @@ def _prepared(q_tilde, q, k, v, window, of_grads=0):
 def _launch(name, q, degree, how, grid, before, args):
     version, stages = how
     kernel = _kernel(f"{name}_v{version}", q.dtype, q.shape[-1], degree, version, stages)
-    kernel[(grid, 256) if version == 1 else (grid, 128, shared_bytes(name, q.shape[-1], stages))](*before, *args)
+    kernel[(grid, 256) if version == 1 else (grid, 128 * (version - 1), shared_bytes(name, q.shape[-1], stages, version))](*before, *args)
 
 
 def _tiles(rows, how):
-    return -(-rows // (32 * how[0]))
+    return -(-rows // (32, 64, 128)[how[0] - 1])
 
 
 def launch_forward(q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor, pe: Tensor, coefficients: Tensor, degree: int, window: int, how=None,
@@ -261,7 +271,7 @@ _library.define(f"poly_layer_backward(Tensor dout, Tensor out, Tensor e, Tensor 
 
 def _all(q, degree) -> "list[Kernel]":
     how = [(name, *plan(name, q)) for name in ("poly_forward", "poly_backward")]
-    names = [(name, *rest) for name, *rest in how if rest[0] == 2 or name == "poly_forward"]
+    names = [(name, *rest) for name, *rest in how if rest[0] > 1 or name == "poly_forward"]
     names += [(f"poly_backward_{part}", *how[1][1:]) for part in ("q", "kv", "pe") if how[1][1] == 1]
     return [_kernel(f"{name}_v{version}", q.dtype, q.shape[-1], degree, version, stages) for name, version, stages in names]
 

@@ -34,7 +34,7 @@ def test_every_kernel_compiles_for_every_architecture_without_spills(path, grad_
     for name in names:
         kernel = Kernel(path.stem, name, GRAD_T=grad_t)
         r = kernel.resources(arch)
-        assert kernel.cubin(arch)[:4] == b"\x7fELF" and 0 < r.registers <= 255 and r.arch == arch and r.cubin_bytes > 0
+        assert kernel.cubin(arch)[:4] == b"\x7fELF" and 0 < r.registers <= 255 and r.arch in (arch, arch + "a") and r.cubin_bytes > 0
         assert (r.spill_store_bytes, r.spill_load_bytes) == (0, 0), f"{name} spills on {arch}: {r}"
         assert r.shared_bytes <= 48 * 1024
 
