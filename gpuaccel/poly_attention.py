@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from .backend import backend, takes
 from .errors import ArgumentError
 from .kernel import Kernel, usable
-from .richards import BACKWARD, CURVE, GATE, SUMS, RichardsCurve, _begin, _finish, _gradients, _reference_curve
+from .richards import CURVE, GATE, SUMS, RichardsCurve, _begin, _finish, _gradients, _reference_curve
 from .richards import _kernel as _curve_kernel
 
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 LEAST_GATE = 1e-4
 GROUPS = 32                    # of (batch, head), whose gradients of PE are summed apart: the same on every machine
 WIDTHS = range(16, 129, 16)    # of a head that v2 takes
-ROWS = 32                      # that a block of what stands around the attention takes, of one head
+ROWS, THREADS = 32, 256        # rows that a block of what stands around the attention takes, of one head; and its threads
 _ROWS = struct.Struct("5i").pack
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 
@@ -221,7 +221,7 @@ def _around(name: str, dtype: torch.dtype, d: int, low_rank: bool) -> Kernel:
     """One of AROUND. WHOLE: what a thread takes is made of aligned 16 bytes."""
     r, wide = rank_of(d), 16 // dtype.itemsize
     whole = d % wide == 0 if name == "poly_gate_backward" else d % (r * wide) == 0
-    return Kernel("richards", name, options=("-ftz=true",), DATA_T=TYPES[dtype], WHOLE=int(whole), THREADS=BACKWARD, ROWS=ROWS, HEAD=d, RANK=r,
+    return Kernel("richards", name, options=("-ftz=true",), DATA_T=TYPES[dtype], WHOLE=int(whole), THREADS=THREADS, ROWS=ROWS, HEAD=d, RANK=r,
                   LOW_RANK=int(low_rank))
 
 
@@ -236,7 +236,7 @@ def launch_layer(qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta_que
     B, T, H, d = q.shape
     curves, (memory, stride) = _begin(*_curves(theta_gate, theta_query, settings)), _rows(q)
     e, q_tilde = torch.empty(B, T, H, device=q.device), torch.empty(B, T, H, d, dtype=q.dtype, device=q.device)
-    _around("poly_query_gate", q.dtype, d, theta_query is not None)[-(-B * T // ROWS) * H, BACKWARD](
+    _around("poly_query_gate", q.dtype, d, theta_query is not None)[-(-B * T // ROWS) * H, THREADS](
         q_tilde, e, memory, seen, alpha, beta, curves, B * T, H, stride)
     return launch_forward(q_tilde, q, k, v, pe, coefficients, degree, window, gate=e).view(B, T, H * d), e, q_tilde, curves
 
@@ -251,9 +251,9 @@ def launch_layer_backward(dout, out, e, q_tilde, curves, qkv, seen, pe, coeffici
     dqkv = torch.empty(qkv.shape, dtype=q.dtype, device=q.device)
     dy, dseen, dalpha, dbeta = map(torch.empty_like, (q_tilde, seen, alpha, beta))
     sums, by_head = torch.empty(blocks, len(thetas) * SUMS, device=q.device), torch.empty(blocks, 2, device=q.device)
-    _around("poly_gate_backward", *how)[blocks, BACKWARD](dy, dseen, sums, by_head, _aligned(dout), _aligned(out), e, seen, alpha, beta, curves, B * T, H)
+    _around("poly_gate_backward", *how)[blocks, THREADS](dy, dseen, sums, by_head, _aligned(dout), _aligned(out), e, seen, alpha, beta, curves, B * T, H)
     dq_tilde, *_, dpe, dcoefficients = launch_backward(dy, q_tilde, q, k, v, pe, coefficients, degree, window, into=dqkv)
-    _around("poly_query_backward", *how)[blocks, BACKWARD](dqkv, sums, dalpha, dbeta, dq_tilde, memory, by_head, curves, B * T, H, stride, 3 * H * d)
+    _around("poly_query_backward", *how)[blocks, THREADS](dqkv, sums, dalpha, dbeta, dq_tilde, memory, by_head, curves, B * T, H, stride, 3 * H * d)
     return [dqkv, dseen, dpe, dcoefficients, dalpha, dbeta, *_finish(sums, curves, thetas, settings)]
 
 

@@ -34,7 +34,7 @@ DEFAULTS = dict(nu=1.0, k=1.0, m=0.0, beta=1.0, T=1.0, a=1.0, c=0.0, s=1.0, b=0.
 FIXED, PLAIN, SOFTPLUS, BOUNDED = range(4)                  # how a parameter is learned; bounded: 0.1 + 9.9 sigmoid(z)
 LEAST = 1e-6
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
-FORWARD, BACKWARD, EACH, SUMS, CURVE = 128, 256, 64, 5, 32      # threads of a block; EACH: elements of a thread; CURVE: floats of what richards_begin leaves
+FORWARD, BACKWARD, EACH, SUMS, CURVE = 128, 128, 64, 5, 32      # threads of a block; EACH: elements of a thread; CURVE: floats of what richards_begin leaves
 _SETTING = struct.Struct("9f3i").pack
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 

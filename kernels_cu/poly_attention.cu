@@ -404,19 +404,6 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
 #define PE_UNROLL 4
 #endif
 
-#ifndef CHAINED
-#define CHAINED 15            // 1 forward, 2 backward_q, 4 _kv, 8 _pe: one product of the score is summed onto the other; else beside it, then both are added
-#endif
-#ifndef PE_EARLY
-#define PE_EARLY 1            // with two stages backward_pe asks for the next tiles before its scores
-#endif
-#ifndef FORWARD_TURNS
-#define FORWARD_TURNS 1       // see place_of
-#endif
-#ifndef THROUGH_L1
-#define THROUGH_L1 0          // PE goes through L1
-#endif
-
 #if VERSION == 2
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
@@ -437,8 +424,7 @@ template <int side = SIDE, int threads = TENSOR_THREADS> __device__ __forceinlin
     return from + (long long)(first + r) * stride + threadIdx.x % threads % ACROSS * 8;
 }
 // These rows on their way into shared memory; complete after arrived(). If `checked`, rows outside of 0 .. rows - 1 are zeros; else there are none such.
-// `shared`: through L1, for what other blocks on this SM load at about the same time.
-template <bool shared = false, int side = SIDE, int threads = TENSOR_THREADS>
+template <int side = SIDE, int threads = TENSOR_THREADS>
 __device__ __forceinline__ void ask(bf16* to, const bf16* source, int stride, bool checked = false, int first = 0, int rows = 0) {
     const int down = threads / ACROSS;                                   // rows at a time
     int mine = threadIdx.x % threads / ACROSS, r = threadIdx.x / threads * side + mine;
@@ -449,8 +435,7 @@ __device__ __forceinline__ void ask(bf16* to, const bf16* source, int stride, bo
         bool there = !checked || (unsigned)(first + r + k) < (unsigned)rows;
 #if TENSOR_CORES
         unsigned at = (unsigned)__cvta_generic_to_shared(to + k * LD);   // of 0 bytes nothing is read, wherever that is
-        if (shared) asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(source), "r"(there ? 16 : 0) : "memory");
-        else asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(source), "r"(there ? 16 : 0) : "memory");
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(source), "r"(there ? 16 : 0) : "memory");
 #else
         *reinterpret_cast<uint4*>(to + k * LD) = there ? *reinterpret_cast<const uint4*>(source) : make_uint4(0, 0, 0, 0);
 #endif
@@ -565,11 +550,6 @@ __device__ __forceinline__ void clear(Sums& c) {
 __device__ __forceinline__ void copy(Sums& to, const Sums& c) {
     #pragma unroll
     for (int i = 0; i < 8; i++) to[i / 4][i % 4] = c[i / 4][i % 4];
-}
-
-__device__ __forceinline__ void add(Sums& to, const Sums& c) {
-    #pragma unroll
-    for (int i = 0; i < 8; i++) to[i / 4][i % 4] += c[i / 4][i % 4];
 }
 
 // c (16 x 16) += left (16 x d) times 16 rows of a tile, transposed.
@@ -726,7 +706,7 @@ struct Loads {
     __device__ __forceinline__ void all(bf16* to, bf16* far, int s, bool checked) {
         ask(to, k, k_stride, checked, i0 - s * SIDE, T);
         ask(to + SIDE * LD, v, v_stride, checked, i0 - s * SIDE, T);
-        ask<THROUGH_L1>(far, pe, HEAD, checked, (s + 1) * SIDE - 63, T);
+        ask(far, pe, HEAD, checked, (s + 1) * SIDE - 63, T);
     }
     __device__ __forceinline__ void keys(bf16* to, bf16* far, int s) {
         if (s == 0 || (s + 1) * SIDE >= T) all(to, far, s, true);
@@ -772,18 +752,6 @@ __device__ __forceinline__ float eight_to(int p) {
 }
 #endif
 
-#if VERSION == 2
-// Blocks that begin on one SM are as many apart as there are SMs. Each second such number is turned around, so that no SM has the longest of all of them.
-__device__ __forceinline__ int place_of(int block, int blocks) {
-    int apart = blocks;
-#if TENSOR_CORES && FORWARD_TURNS
-    asm("mov.u32 %0, %%nsmid;" : "=r"(apart));
-#endif
-    int round = block / apart, next = (round + 1) * apart;
-    return round % 2 == 1 && next <= blocks ? next - 1 - block % apart : block;
-}
-#endif
-
 extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) poly_forward_v2(
     bf16* y,                                  // (B, T, H, d)
     const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v,              // (B, T, H, d), rows apart; 16-byte aligned
@@ -797,10 +765,9 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
     const bool kept = HEAD <= 64;                        // else there are too many registers; then the block's own rows stay in shared memory
     bf16* tiles_of = reinterpret_cast<bf16*>(memory), * of_pe = tiles_of + 2 * STAGES * SIDE * LD;                 // k and v of each stage; STAGES + 1 of PE
     bf16* own = !kept ? of_pe + (STAGES + 1) * SIDE * LD : tiles_of + (STAGES - 1) * 2 * SIDE * LD;                // in the last stage's place
-    int tiles = (T + SIDE - 1) / SIDE, heads = gridDim.x / tiles, place = place_of(blockIdx.x, gridDim.x);
-    int tile = tiles - 1 - place / heads, i0 = tile * SIDE;            // the longest first
+    int tiles = (T + SIDE - 1) / SIDE, heads = gridDim.x / tiles, tile = tiles - 1 - blockIdx.x / heads, i0 = tile * SIDE;      // the longest first
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    Head x = head_of(place % heads, q_tilde, q, k, v, q, pe, stride, T, H, window);
+    Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, q, pe, stride, T, H, window);
     Scale scale = scale_of(coefficients);
     float weight = scale.weight * eight_to(DEGREE);
     int steps = tile - max(0, i0 - window + 1) / SIDE + 1;              // from the diagonal tile to the left
@@ -825,15 +792,8 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
         const bf16* keys = tiles_of + (s % STAGES * 2 * SIDE + 16 * (3 - n)) * LD;
         Sums upper, c;
         scores_of(upper, left_pe, ring.sixteen(warp + n + 1));
-        if (CHAINED & 1) {
-            skewed(c, lower, upper);
-            add_scores(c, left_k, keys);
-        } else {
-            Sums by_pe;
-            scores_of(c, left_k, keys);
-            skewed(by_pe, lower, upper);
-            add(c, by_pe);
-        }
+        skewed(c, lower, upper);
+        add_scores(c, left_k, keys);
         copy(lower, upper);
         #pragma unroll
         for (int e = 0; e < 8; e++) {
@@ -858,7 +818,7 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
         if (STAGES == 1 && s + 1 < steps) { __syncthreads(); ask_for(s + 1, ring.free); }
         ring.turn();
     }
-    int which = place_of(again(blockIdx.x), gridDim.x) % (gridDim.x / ((again(T) + SIDE - 1) / SIDE));
+    int which = blockIdx.x % (gridDim.x / ((again(T) + SIDE - 1) / SIDE));
     x = head_of(which, q_tilde, q, k, v, q, pe, stride, T, H, window);
     float upper_rows = factor_of(gate, x, i0 + 16 * warp + g), lower_rows = factor_of(gate, x, i0 + 16 * warp + g + 8);
     #pragma unroll
@@ -904,16 +864,9 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
         Sums upper, c, ds;
         unsigned a[4], by_difference[4];
         scores_of(upper, left_pe, ring.sixteen(warp + n + 1));
-        if (CHAINED & 2) {
-            scores_of(ds, left_v, keys + SIDE * LD);
-            skewed(c, lower, upper);
-            add_scores(c, left_k, keys);
-        } else {
-            scores_of(ds, left_k, keys);
-            skewed(c, lower, upper);
-            add(c, ds);
-            scores_of(ds, left_v, keys + SIDE * LD);
-        }
+        scores_of(ds, left_v, keys + SIDE * LD);
+        skewed(c, lower, upper);
+        add_scores(c, left_k, keys);
         copy(lower, upper);
         float some[2][4];                                // of totals: four short sums each, none waits for the other
         #pragma unroll
@@ -979,7 +932,7 @@ __device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf1
             ask(to, q_tilde_from, x.stride.q_tilde, checked, first, T);
             ask(to + SIDE * LD, q_from, x.stride.q, checked, first, T);
             ask(to + 2 * SIDE * LD, dy_from, x.wide, checked, first, T);
-            ask<THROUGH_L1>(far, pe_from, HEAD, checked, (s + 1) * SIDE - 63, T);
+            ask(far, pe_from, HEAD, checked, (s + 1) * SIDE - 63, T);
         };
         if (first + SIDE > T || (s + 1) * SIDE >= T) all(true);
         else all(false);
@@ -1008,16 +961,9 @@ __device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf1
         clear(first);
         clear(second);
         add_scores(first, second, lower, upper, queries + SIDE * LD);
-        if (CHAINED & 4) {
-            scores_of(dphi, left_v, dys);
-            skewed_down(c, first, second);
-            add_scores(c, left_k, queries);
-        } else {
-            scores_of(dphi, left_k, queries);
-            skewed_down(c, first, second);
-            add(c, dphi);
-            scores_of(dphi, left_v, dys);
-        }
+        scores_of(dphi, left_v, dys);
+        skewed_down(c, first, second);
+        add_scores(c, left_k, queries);
         #pragma unroll
         for (int e = 0; e < 8; e++) {
             int by = s * SIDE + 16 * (n - warp) + COLUMN(e) - ROW(e);
@@ -1056,7 +1002,7 @@ __device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf1
 __device__ __forceinline__ void backward_pe(unsigned char* memory, float* partial, const Tensors& in, int diagonal, int diagonals, int group, int groups,
                                             int heads) {
     int T = in.T, window = in.window;
-    const bool kept = HEAD <= 64, early = STAGES == 2 && PE_EARLY, early_left = early && kept;
+    const bool kept = HEAD <= 64, early = STAGES == 2, early_left = early && kept;
     bf16* of_q_tilde = reinterpret_cast<bf16*>(memory), * of_dy = of_q_tilde + SIDE * LD, * of_pe = of_dy + SIDE * LD, * of_q = of_pe + SIDE * LD;
     bf16* of_k = of_q + 2 * SIDE * LD, * of_v = of_k + (STAGES + 1) * SIDE * LD, * ds = of_v + (STAGES + 1) * SIDE * LD;        // (64, NARROW) queries, differences
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, r0 = diagonal * SIDE;
@@ -1081,8 +1027,8 @@ __device__ __forceinline__ void backward_pe(unsigned char* memory, float* partia
         };
         auto ask_for_left = [&](int i0) {
             auto all = [&](bool checked) {
-                ask<false, 16, 32>(of_q_tilde, q_tilde_from, x.stride.q_tilde, checked, i0, T);
-                ask<false, 16, 32>(of_dy, dy_from, x.wide, checked, i0, T);
+                ask<16, 32>(of_q_tilde, q_tilde_from, x.stride.q_tilde, checked, i0, T);
+                ask<16, 32>(of_dy, dy_from, x.wide, checked, i0, T);
             };
             if (outside(i0)) all(true);
             else all(false);
@@ -1117,15 +1063,8 @@ __device__ __forceinline__ void backward_pe(unsigned char* memory, float* partia
                 Sums c, dphi, lower, lower_dphi;
                 scores_of(lower, left_k, keys.sixteen(warp + 3 - part));
                 scores_of(lower_dphi, left_v, values.sixteen(warp + 3 - part));
-                if (CHAINED & 8) {
-                    skewed(c, lower, upper);
-                    add_scores(c, left_pe, of_pe + 16 * part * LD);
-                } else {
-                    Sums by_pe;
-                    scores_of(by_pe, left_pe, of_pe + 16 * part * LD);
-                    skewed(c, lower, upper);
-                    add(c, by_pe);
-                }
+                skewed(c, lower, upper);
+                add_scores(c, left_pe, of_pe + 16 * part * LD);
                 skewed(dphi, lower_dphi, upper_dphi);
                 copy(upper, lower);
                 copy(upper_dphi, lower_dphi);

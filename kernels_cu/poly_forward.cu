@@ -27,15 +27,6 @@
 #ifndef STAGES
 #define STAGES 2              // so many steps ahead tiles are loaded: 1 or 2
 #endif
-#ifndef FENCED
-#define FENCED 1
-#endif
-#ifndef CAREFUL
-#define CAREFUL 0             // 1: every product is waited for as soon as it is asked for
-#endif
-#ifndef SPLIT
-#define SPLIT 1               // 1: phi begins when all products were asked for
-#endif
 #define THREADS 256
 #define SIDE 64               // queries of a warpgroup, keys of a step
 #define TILE_BYTES 8192       // 64 rows of 128 bytes
@@ -74,9 +65,7 @@ __device__ __forceinline__ void asked() { asm volatile("cp.async.commit_group;" 
 // All groups are there but the last `open`, for all threads and for the tensor cores.
 template <int open> __device__ __forceinline__ void arrived() {
     asm volatile("cp.async.wait_group %0;" :: "n"(open) : "memory");
-#if FENCED
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
     asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory");
 }
 
@@ -84,14 +73,9 @@ template <int open> __device__ __forceinline__ void arrived() {
 // A descriptor: address / 16 in bits 0-13; in bits 16-29 and 32-45 two distances / 16, of which the second is that of eight rows, and the first counts only where a row
 // has more than 128 bytes; 1 in bits 62-63 for a swizzle of 128 bytes. Sixteen channels on (the right factor's rows are keys or differences) are 32 bytes,
 // sixteen keys on (V) 16 rows.
-#ifndef LEADING
-#define LEADING 64
-#endif
-#ifndef EIGHT_ROWS
-#define EIGHT_ROWS 64
-#endif
-__device__ __forceinline__ unsigned descriptor(unsigned address) { return LEADING << 16 | address >> 4; }     // its lower half
-__device__ __forceinline__ unsigned long long whole(unsigned lower) { return (1ull << 62 | (unsigned long long)EIGHT_ROWS << 32) | lower; }
+#define APART 64
+__device__ __forceinline__ unsigned descriptor(unsigned address) { return APART << 16 | address >> 4; }     // its lower half
+__device__ __forceinline__ unsigned long long whole(unsigned lower) { return (1ull << 62 | (unsigned long long)APART << 32) | lower; }
 
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 // d (64 x 64) = or += a (64 x 16, in registers) b. by_rows: the rows of b's tile are what is summed over; else d's columns.
@@ -112,10 +96,7 @@ template <bool adds, bool by_rows> __device__ __forceinline__ void multiply(Sums
     for (int k = 1; k < 4; k++) multiply<true, by_rows>(d, a[k], whole(tile + k * on));
 }
 __device__ __forceinline__ void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit() { 
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    if (CAREFUL) asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
+__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int open> __device__ __forceinline__ void finished() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(open) : "memory"); }
 // From here on these may be read: the compiler does not move that before a finished().
 __device__ __forceinline__ void taken(Sums& d) {
@@ -248,12 +229,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) poly_forward_v3(
         else skewed<3>(c, scores, near, far);
     };
     auto weights = [&](int s) {                          // phi of step s, over `factor`
-        int known = s;                                   // but not to the compiler
-        asm volatile("" : "+r"(known));
-        do {                                             // once; and the compiler does not begin with it between the products that are asked for
-            #pragma unroll
-            for (int i = 0; i < 32; i++) c[i] = power_and(c[i], rest);
-        } while (SPLIT && known < 0);
+        #pragma unroll
+        for (int i = 0; i < 32; i++) c[i] = power_and(c[i], rest);
         if (s == 0 || (s + 1) * SIDE > window)
             #pragma unroll
             for (int i = 0; i < 32; i++) {

@@ -304,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_backward(
         next_dh = ask(dh + at.row * hidden, at.q, hidden);
     };
     if (at.row < N) ask_all();
-    #pragma unroll 1
+    #pragma unroll 2
     for (int k = 0; k < GROUPS; k++) {
         if (at.row >= N) break;
         Group x1 = next1, x2 = next2, up = next_dh;
