@@ -307,7 +307,7 @@ def attention_table(r) -> str:
     for what in ("core", "layer"):
         for case, found in r.items():
             m = found[what]
-            times = [verdict(f"{m['times'][name]:.1f}x", f"{goal}x", m["times"][name] >= goal) for name, goal in goals.items()]
+            times = [verdict(f"{m['times'][name]:.2f}x", f"{goal}x", m["times"][name] >= goal) for name, goal in goals.items()]
             rows.append((f"{what}, {case}", f"{m['ms']['ours']:.2f} ms", *times, f"{m['times']['ours, v1']:.1f}x",
                          " / ".join(f"{m['peak_MiB'][name]:,.0f}" for name in ("ours", *goals)) + " MiB"))
     grown = next(found["long"] for found in r.values() if "long" in found)
