@@ -21,7 +21,7 @@ class Apart:
     def __init__(self, accumulator: GradientAccumulator, group):
         self.arena, self.accumulator, self.group = accumulator.arena, accumulator, group
         arena = self.arena
-        self.numbers = {i for i, s in enumerate(arena.segments) if i not in accumulator._products and s.numel <= LIGHT}
+        self.numbers = {i for i, s in enumerate(arena.segments) if i not in accumulator._products and 0 < s.numel <= LIGHT}
         rows = [(i, row) for i in sorted(self.numbers) for row in range(arena.rows[i], arena.rows[i + 1])]
         self.rows = torch.tensor([row for _, row in rows], dtype=torch.int64, device=arena.device)
         self.sums = torch.zeros(len(rows), CHUNK, device=arena.device)
@@ -54,7 +54,8 @@ class Apart:
         elif own_sums is not None:
             for i, view in self.views.items():
                 own_sums[i] = view.sum(dtype=torch.float64)
-        dist.all_reduce(self.sums, group=self.group)
+        if self.numbers:
+            dist.all_reduce(self.sums, group=self.group)
 
     def put_back(self):
         """All buckets are there, and the sums belong into their places."""

@@ -198,6 +198,22 @@ class Twice(Net):
         return super().forward(tokens) * (1 + self.blocks[2][0].weight.mean())
 
 
+class Bare(nn.Module):
+    """Products, and nothing beside them."""
+
+    def __init__(self, tied=False, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding, self.head = nn.Embedding(VOCAB, WIDE), nn.Linear(WIDE, VOCAB, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(WIDE, WIDE, bias=False) for _ in range(3))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.head(x)
+
+
 class Wider(Net):
     def __init__(self):
         super().__init__()

@@ -67,7 +67,7 @@ def test_ranks_together_are_one_process(crew, mode, ranks, shares):
 
 
 @pytest.mark.parametrize("options", [
-    dict(), dict(tied=True), dict(net=checks.Twice), dict(how=dict(sharded=True)), dict(how=dict(sharded=True, dtype=torch.bfloat16), bound=2e-3)], ids=words)
+    dict(), dict(tied=True), dict(net=checks.Twice), dict(net=checks.Bare), dict(how=dict(sharded=True)), dict(how=dict(sharded=True, dtype=torch.bfloat16), bound=2e-3)], ids=words)
 def test_what_a_compiled_backward_sends_early(crew, options):
     """Products say when they have been added; what is beside them in a bucket comes behind the last one."""
     bound = options.get("bound", 1e-6)
