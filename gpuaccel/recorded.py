@@ -8,7 +8,6 @@
 
 import json
 import pathlib
-import re
 import statistics
 
 import torch
@@ -143,44 +142,26 @@ def tail(dtype: str = "float32", kind: str = "replayed") -> "Figure | Recorded":
     return bars(rows, f"{run.label}: the tail, {elements / 1e6:,.0f} M {dtype} weights") if rows else run
 
 
-_OURS = re.compile("ours|gpuaccel", re.I)
-
-
-def _timed(found, path=()):
-    """(what, way, milliseconds) of the times in nested results: under "ms" a number, or one for each way, perhaps within launched or forward."""
-    for key, value in found.items() if isinstance(found, dict) else ():
-        if key != "ms":
-            yield from _timed(value, (*path, str(key)))
-        elif isinstance(value, dict) and value.keys() <= {"replayed", "launched"} and not any(isinstance(v, dict) for v in value.values()):
-            yield from _timed({"ms": value.get("replayed", value.get("launched"))}, path)
-        elif isinstance(value, (int, float)):
-            yield path[:-1], path[-1], value
-        else:
-            yield from _by_way(value, path)
-
-
-def _by_way(found, path):
-    for key, value in found.items() if isinstance(found, dict) else ():
-        if isinstance(value, (int, float)):
-            yield path, key, value
-        elif isinstance(value, dict) and any(map(_OURS.match, found)):         # its keys are ways, below each stand forward, backward
-            yield from (((*path, phase), key, ms) for phase, ms in value.items() if isinstance(ms, (int, float)))
-        else:
-            yield from _by_way(value, (*path, key))
+# What dispatch() shows of the results: name, keys down to the milliseconds by way, one of their phases.
+_DISPATCHED = [
+    *((f"RichardsGLU between its products, {phase}", ("curves", "bfloat16, 16,384 x 4,096", "glu"), phase) for phase in ("forward", "backward")),
+    *((f"PolyAttention, T=2048, {part}", ("attention", "batch 4", key), None) for part, key in (("kernels", "core"), ("layer", "layer"))),
+    *((f"poly-7m, batch 32, {part}", ("layers", "batch 32", key), None) for part, key in (("RichardsGLU",) * 2, ("PolyAttention",) * 2, ("whole step", "step"))),
+]
 
 
 def dispatch() -> "Table | Recorded":
-    """RichardsGLU, PolyAttention and whole steps on the recorded GPU: our time, and how many times that the other ways take."""
-    run, groups = recorded("dispatch"), {}
-    for what, way, ms in _timed(run.get()):
-        groups.setdefault(what, {})[way] = ms
-    rows = []
-    for what, ways in groups.items():
-        ours = next((ms for way, ms in ways.items() if _OURS.match(way)), 0)
-        if ours > 0:
-            others = ", ".join(f"{way} {ms / ours:.1f}x" for way, ms in ways.items() if not _OURS.match(way))
-            rows.append([", ".join(what), f"{ours:,.3f} ms", others])
-    return Table(("", "gpuaccel", "the others, times ours"), rows, run.label) if rows else run
+    """RichardsGLU, PolyAttention and whole steps on the recorded GPU: our time, and how many times that the other ways take (torch.compile: the
+    fastest of several)."""
+    run, rows = recorded("dispatch"), []
+    for name, keys, phase in _DISPATCHED:
+        ways = {way: ms.get(phase) if phase and isinstance(ms, dict) else ms for way, ms in (run.get(*keys, "ms") or {}).items()}
+        ours = ways.get("ours")
+        if ours:
+            compiled = min((ms for way, ms in ways.items() if way.startswith("torch.compile") and ms), default=None)
+            others = (ways.get("torch"), compiled, ways.get("CPU"))
+            rows.append([name, f"{ours:,.3f} ms", *("-" if ms is None else f"{ms / ours:,.1f}x" if ms < 100 * ours else f"{ms / ours:,.0f}x" for ms in others)])
+    return Table(("", "gpuaccel", "torch", "torch.compile", "all CPU cores"), rows, f"{run.label}; the others: how many times ours") if rows else run
 
 
 def waiting(here: "dict[str, list] | None" = None) -> "Figure | Recorded":
@@ -260,7 +241,8 @@ def ddp() -> "Table | Recorded":
                 if way in ("one GPU", "each for itself"):
                     continue
                 those = [(by_count.get(count) or {}).get(way) or {} for count in counts]
-                rows.append([f"{ranks} GPUs: {family}, {way}", *(f"{r['of_one_gpu']:.1%}" if "of_one_gpu" in r else "-" for r in those),
+                rows.append([f"{ranks} GPUs: {family}, {way}", *(f"{r['tokens_per_s_per_gpu'] / 1e3:,.0f}K, {r['of_one_gpu']:.1%}" if "of_one_gpu" in r else "-"
+                                                                 for r in those),
                              f"{those[0]['exposed_ms']:.1f} ms" if "exposed_ms" in those[0] else "-"])
-    columns = ("rate of a GPU, of one alone", "4 micro-batches", "1 micro-batch", "exposed communication")
+    columns = ("tokens/s of each GPU, and of one alone", "4 micro-batches", "1 micro-batch", "communication that nothing hides")
     return Table(columns, rows, f"{run.label}; llama-350m, batch 4 on each GPU, T=1024") if rows else run

@@ -120,14 +120,16 @@ def test_a_map_times_the_values_is_what_the_layer_makes(family):
 def test_the_recorded_dispatch_is_labelled_and_without_a_recording_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
     assert str(recorded.dispatch()) == "dispatch: no recorded run in this checkout"
-    results = {"curves": {"bf16": {"ms": {"ours": {"forward": 0.5, "backward": 1.0}, "torch": {"forward": 2.0, "backward": 5.0}}, "copy": 3.9, "note": "x"}},
-               "attention": {"ours": {"ms": 1.0}, "torch": {"ms": {"replayed": 4.2}}, "torch.compile": {"ms": None}},
-               "layers": {"batch 4": {"step": {"ms": {"replayed": {"ours": 2.0, "CPU": 30.0}}}}, "batch 32": None}, "alone": {"torch": {"ms": 1.0}}}
+    glu = {"ours": {"forward": 0.5, "backward": 1.0}, "torch": {"forward": 2.0, "backward": 150.0}, "torch.compile": {"forward": 0.8, "backward": 3.0},
+           "torch.compile, folded": {"forward": 0.7, "backward": 4.0}}
+    results = {"curves": {"bfloat16, 16,384 x 4,096": {"glu": {"ms": glu}}}, "attention": {"batch 4": {"core": {"ms": {"ours": 1.0, "torch": 4.2}}, "layer": None}},
+               "layers": {"batch 32": {"step": {"ms": {"ours": 2.0, "CPU": 3000.0}}}, "cores": 16}}
     (tmp_path / "dispatch_h200.json").write_text(json.dumps({"gpu": "NVIDIA H200", "date": "2026-01-02", "results": results}))
     lines = str(recorded.dispatch()).split("\n")
-    assert lines[0] == "Recorded, not run here: NVIDIA H200, 2026-01-02"
+    assert lines[0] == "Recorded, not run here: NVIDIA H200, 2026-01-02; the others: how many times ours"
     assert [re.split(r" {2,}", line) for line in lines[2:]] == [
-        ["curves, bf16, forward", "0.500 ms", "torch 4.0x"], ["curves, bf16, backward", "1.000 ms", "torch 5.0x"],
-        ["attention", "1.000 ms", "torch 4.2x"], ["layers, batch 4, step, replayed", "2.000 ms", "CPU 15.0x"]]
+        ["RichardsGLU between its products, forward", "0.500 ms", "4.0x", "1.4x", "-"],
+        ["RichardsGLU between its products, backward", "1.000 ms", "150x", "3.0x", "-"],
+        ["PolyAttention, T=2048, kernels", "1.000 ms", "4.2x", "-", "-"], ["poly-7m, batch 32, whole step", "2.000 ms", "-", "-", "1,500x"]]
     (tmp_path / "dispatch_h200.json").write_text(json.dumps({"results": ["nothing", 3]}))
     assert "no facts" in str(recorded.dispatch())
