@@ -665,6 +665,31 @@ def test_atomics_from_many_blocks(device, request):
     assert s.tolist() == [0, signed(3 * n, 16), 0, 0]
 
 
+CHOSEN = """extern "C" __global__ void chosen(int* out, const int* a, const int* b, int n, int s) {
+    __shared__ int x[16], y[16];
+    int i = threadIdx.x % 16;
+    bool first = threadIdx.x < 16;
+    (first ? x : y) [i * s / s] = 100 + threadIdx.x;               // written through the choice, too
+    __syncthreads();
+    int* mine = out + 4 * threadIdx.x;
+    mine[0] = (first ? a : b)[i % n];
+    mine[1] = (first ? a : (i > 3 ? a : b))[(1 << (i % 4)) % n];
+    mine[2] = (first ? x : y)[i / s];
+    mine[3] = (i % 2 ? (first ? a : b)[i % n] : 7) + (first ? a : b)[(n ? i % n : 0)];
+}"""
+
+
+def test_an_element_of_the_one_or_the_other(device):
+    """g++'s sanitizers compute a part of the index in one half only."""
+    a, b, out = (torch.randint(0, 1000, (n,), generator=torch.Generator().manual_seed(n), dtype=torch.int32) for n in (16, 17, 128))
+    got = run(device, CHOSEN, 1, 32, out, a, b, 7, 3)[0]
+    a, b = a.tolist(), b.tolist()
+    for t in range(32):
+        i, one = t % 16, a if t < 16 else b
+        want = [one[i % 7], (a if t < 16 or i > 3 else b)[(1 << i % 4) % 7], 100 + t - i + i // 3, (one[i % 7] if i % 2 else 7) + one[i % 7]]
+        assert got[4 * t:4 * t + 4].tolist() == want, t
+
+
 # ---- messages --------------------------------------------------------------------------------------------------------
 
 def test_printf_prints(fast, capsys):

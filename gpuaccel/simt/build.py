@@ -207,8 +207,23 @@ _ALIGN = r"(?:__align__\s*\([^)]*\)\s*)?"
 _DYNAMIC = re.compile(rf"extern\s+__shared__\s+{_ALIGN}([\w:]+(?:\s+\w+)*?)\s+{_ALIGN}(\w+)\s*\[\s*\]\s*;")
 
 
+def _chosen_once(source: str) -> str:
+    """(c ? a : b)[i] as simt_same(c ? a : b)[i]: g++ makes c ? a[i] : b[i] of it, in which its sanitizers compute a part of i in the first half only."""
+    blank = without_comments(source)
+    for m in reversed(list(re.finditer(r"\)\s*\[", blank))):
+        depth, at, chooses = 1, m.start(), False
+        while depth and at:
+            at -= 1
+            depth += {")": 1, "(": -1}.get(blank[at], 0)
+            chooses |= depth == 1 and blank[at] == "?"
+        if chooses and not re.search(r"[\w\])]\s*$", blank[max(0, at - 200):at]):
+            source = source[:at] + "simt_same" + source[at:]
+    return source
+
+
 def translated(source: str, names: "list[str]") -> str:
     """The source as the host compiler gets it: in an unnamed namespace, `extern __shared__` replaced, one export per kernel."""
+    source = _chosen_once(source)
     blank = without_comments(source)
     for m in reversed(list(re.finditer(r"\bstatic(?=\s+__shared__)", blank))):       # __shared__ is static already
         source, blank = (text[:m.start()] + " " * 6 + text[m.end():] for text in (source, blank))

@@ -360,6 +360,9 @@ inline void __threadfence_block() { simt_forget(); }
 SIMT_PART int simt_lane() { return int(simt_me->current % SIMT_WARP); }
 
 // A shuffle works within segments of `width` lanes. It reads lane `source`, unless that lies beyond the segment: then its own.
+template <class T> inline T* simt_same(T* one) { return one; }              // see build.py
+template <class T> inline T&& simt_same(T&& one) { return static_cast<T&&>(one); }
+
 template <class T> SIMT_PART T simt_shuffle(unsigned mask, T value, int width, int source, bool inside, void* pc) {
     if (width < 1 || width > SIMT_WARP || (width & (width - 1)))
         simt_trap("the width of a shuffle must be 1, 2, 4, 8, 16 or 32", pc);
