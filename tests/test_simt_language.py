@@ -665,14 +665,15 @@ def test_atomics_from_many_blocks(device, request):
     assert s.tolist() == [0, signed(3 * n, 16), 0, 0]
 
 
-CHOSEN = """extern "C" __global__ void chosen(int* out, const int* a, const int* b, int n, int s) {
+CHOSEN = """__device__ int one_of(bool first, const int* a, const int* b, int i, int n) { return (first ? a : b)[i % n]; }
+extern "C" __global__ void chosen(int* out, const int* a, const int* b, int n, int s) {
     __shared__ int x[16], y[16];
     int i = threadIdx.x % 16;
     bool first = threadIdx.x < 16;
     (first ? x : y) [i * s / s] = 100 + threadIdx.x;               // written through the choice, too
     __syncthreads();
     int* mine = out + 4 * threadIdx.x;
-    mine[0] = (first ? a : b)[i % n];
+    mine[0] = one_of(first, a, b, i, n);
     mine[1] = (first ? a : (i > 3 ? a : b))[(1 << (i % 4)) % n];
     mine[2] = (first ? x : y)[i / s];
     mine[3] = (i % 2 ? (first ? a : b)[i % n] : 7) + (first ? a : b)[(n ? i % n : 0)];

@@ -216,7 +216,8 @@ def _chosen_once(source: str) -> str:
             at -= 1
             depth += {")": 1, "(": -1}.get(blank[at], 0)
             chooses |= depth == 1 and blank[at] == "?"
-        if chooses and not re.search(r"[\w\])]\s*$", blank[max(0, at - 200):at]):
+        before = re.search(r"(\w+|[\])])\s*$", blank[max(0, at - 200):at])
+        if chooses and (before is None or before[1] in ("return", "else", "do", "case")):            # else it is a call, an if, ..
             source = source[:at] + "simt_same" + source[at:]
     return source
 
