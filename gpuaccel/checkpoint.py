@@ -126,7 +126,7 @@ def _optimizer_groups(path, model, optimizer, arena):
         names.update((id(parameter), name) for name, parameter in pairs)
     if hasattr(optimizer, "whole"):
         raise CheckpointError(f"{path}: the optimizer's state is spread over {optimizer.world} ranks, and only a share of it is here; expected the "
-                              "whole: `with optimizer.whole(): ...` on every rank")
+                              "whole: `with step.gathered(): ...` on every rank (or optimizer.whole())")
     groups = []
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

@@ -151,6 +151,11 @@ class Distributed:
 
 def _init_from_environment(timeout):
     """As torchrun describes the group; each rank takes the GPU of its local number."""
+    absent = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if absent:
+        raise ArgumentError(f"RANK is set, and {' and '.join(absent)} not; expected all of them, as torchrun sets them, or none for one process")
+    if not 0 <= int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]):
+        raise ArgumentError(f"RANK is {os.environ['RANK']} and WORLD_SIZE {os.environ['WORLD_SIZE']}; expected a rank from 0 on, below it")
     nccl = torch.cuda.is_available() and dist.is_nccl_available()
     if nccl:
         local, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()

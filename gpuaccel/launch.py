@@ -35,7 +35,7 @@ def launch(fn, ranks: int = 2, args: tuple = (), *, backend: "str | None" = None
            start: float = 60.0, after_step: bool = False, live=None) -> list:
     """fn(*args) in `ranks` new processes; what each returned, in the order of the ranks.
 
-    fn and what it returns have to be picklable; a function of a notebook is handed on by a fork (one thread per rank) or, where torch sees a GPU
+    fn, args and what it returns have to be picklable (tensors are sent by value); a function of a notebook is handed on by a fork (one thread per rank) or, where torch sees a GPU
     (which a fork could not use), by value, with what it refers to (cloudpickle).
     backend: "nccl" (a GPU for each rank) or "gloo" (on CPUs: in these processes the GPU policy is off); default: nccl where there are GPUs enough.
     timeout: seconds after which a rank that stands still while others wait for it counts as hanging. start: the same until its first backward is over,
@@ -49,12 +49,19 @@ def launch(fn, ranks: int = 2, args: tuple = (), *, backend: "str | None" = None
     backend = backend or ("nccl" if gpus >= ranks else "gloo")
     if ranks < 1:
         raise ArgumentError(f"ranks is {ranks}; expected 1 or more")
+    if not isinstance(args, (tuple, list)):
+        raise ArgumentError(f"args is {args!r}; expected a tuple, what the function is called with")
     if backend not in ("nccl", "gloo"):
         raise ArgumentError(f"backend is {backend!r}; expected 'nccl' or 'gloo'")
     if backend == "nccl" and gpus < ranks:
         raise ArgumentError(f"{ranks} ranks with backend 'nccl' need a GPU each, and this machine has {gpus} that torch can use; expected fewer ranks, or "
                             "backend='gloo'")
     way, fn = _way(fn)
+    if way == "spawn":
+        try:
+            pickle.dumps(args)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ArgumentError(f"args cannot be handed to new processes: {error}; expected what can be pickled") from error
     context = multiprocessing.get_context(way)
     with tempfile.TemporaryDirectory() as folder:
         beats, came, stop = context.RawArray("q", ranks), context.RawArray("q", ranks), context.RawValue("q", 0)
@@ -150,13 +157,22 @@ def _rank(rank, ranks, backend, store, line, beats, came, stop, fn, args):
                 beats[rank] += steps
                 came[rank] += 1
             distributed.on_beat, distributed.last_step = beat, lambda: stop.value
-            line.send((True, _drained(fn(*args), line)))
+            found = _drained(fn(*args), line)
+            try:
+                _send(line, (True, found))
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise ArgumentError(f"what the function returned cannot be sent back: {error}; expected something that can be pickled") from error
         except BaseException as error:                   # the parent tells, and stops all
-            line.send((False, (time.time(), type(error).__name__, str(error), traceback.format_exc())))
+            _send(line, (False, (time.time(), type(error).__name__, str(error), traceback.format_exc())))
     line.close()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)                                          # not through torch's goodbyes, which may wait for others
+
+
+def _send(line, what):
+    """By value: multiprocessing would send a tensor as a file that this process has to keep open."""
+    line.send_bytes(pickle.dumps(what))
 
 
 def _drained(made, line):
@@ -168,7 +184,7 @@ def _drained(made, line):
             reading = next(made)
         except StopIteration as end:
             return end.value
-        line.send((None, reading))
+        _send(line, (None, reading))
 
 
 class _Watch:
@@ -196,7 +212,7 @@ class _Watch:
             if (self.failed or self.dead) and until is None:
                 until = time.monotonic() + GRACE
             if until is not None and (time.monotonic() > until or len(self.results) + len(self.failed) + len(self.dead) == ranks):
-                raise _said(self.processes, self.failed, self.dead, self.beats)
+                raise _said(self.processes, self.failed, self.dead, self.beats, self.results)
             now = list(self.came)
             if now != seen:
                 seen, since = now, time.monotonic()
@@ -211,7 +227,7 @@ class _Watch:
         for line in multiprocessing.connection.wait(list(waiting), timeout=0.1):
             rank = waiting[line]
             try:
-                fine, what = line.recv()
+                fine, what = pickle.loads(line.recv_bytes())
             except (EOFError, OSError):                  # it ended without a last word, or in the middle of one
                 self.dead[rank] = time.time()
                 continue
@@ -229,16 +245,22 @@ def _behind(came, results) -> "int | None":
     return last if last is not None and came[last] < max(came) else None
 
 
-def _said(processes, failed, dead, beats) -> RankError:
-    """Of the ranks that failed the one that began it: who died, else who raised first."""
+def _said(processes, failed, dead, beats, results) -> RankError:
+    """Of the ranks that failed the one that began it: who died, else who raised first; or who had returned while that one waited for it."""
     if dead:
         rank = min(dead, key=dead.get)
-        processes[rank].join(GRACE)
+        processes[rank].join(5 * GRACE)
         code = processes[rank].exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
-        return RankError(f"rank {rank} {how} in step {beats[rank] + 1}. All ranks were stopped")
+        hint = "" if code != 1 or beats[rank] else (". Its output says why; where it is that the function was not found, or a process started before its time: "
+                                                    "a script calls ga.launch under if __name__ == '__main__', with a function that is defined above")
+        return RankError(f"rank {rank} {how} in step {beats[rank] + 1}. All ranks were stopped{hint}")
     rank = min(failed, key=lambda r: failed[r][0])
     _, kind, message, trace = failed[rank]
+    gone = min(results, key=lambda r: beats[r], default=None)
+    if gone is not None and (kind == "RankError" and "cannot reach" in message or "gloo" in message):
+        return RankError(f"rank {gone} has returned, after {beats[gone]} step{'s' * (beats[gone] != 1)}, and rank {rank} waits for it in step {beats[gone] + 1}. "
+                         "Every rank makes its TrainStep, and calls it as often as the others: step(None) where it has no batch left. All ranks were stopped")
     error = RankError(f"rank {rank} raised {kind}: {message}. All ranks were stopped")
     if hasattr(error, "add_note"):
         error.add_note(f"on rank {rank}:\n{trace}")

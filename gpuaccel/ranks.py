@@ -118,9 +118,8 @@ class Ranks:
                 for s, p in zip(self.arena.segments, self.arena.params)]
         trained = {id(p) for p in self.arena.params}
         rows += [(name, f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}, not trained") for name, t in self._others(trained)]
-        rows += [(f"the optimizer's group {g}", ", ".join(f"{key}={value.tolist() if isinstance(value, Tensor) else value}"
-                                                          for key, value in sorted(group.items()) if key not in ("params", "param_names")))
-                 for g, group in enumerate(self.opt.param_groups)]
+        rows += [(f"{key} of the optimizer's group {g}", f"{value.tolist() if isinstance(value, Tensor) else value}")
+                 for g, group in enumerate(self.opt.param_groups) for key, value in sorted(group.items()) if key not in ("params", "param_names")]
         choices = [(name, str(getattr(self.how, name))) for name in ("dtype", "ordered", "sharded", "bucket_mb", "find_unused", "check_every", "blame")]
         mine = [("ranks", f"{self.world}"), ("the optimizer", type(self.opt).__name__), *choices, *settings.items(), *rows]
         check_alike(mine, self.group, self.world)

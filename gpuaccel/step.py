@@ -42,6 +42,9 @@ def token_loss(model: nn.Module, micro) -> "tuple[Tensor, Tensor]":
     micro: (inputs, targets), each (B, T) int64; targets of -100 do not count."""
     inputs, targets = micro
     logits = model(inputs)
+    if not isinstance(logits, Tensor):
+        raise ArgumentError(f"the model returned {type(logits).__name__}; token_loss takes logits: expected a loss_fn of your own, as lambda model, micro: "
+                            "ga.token_loss(lambda tokens: model(tokens).logits, micro)")
     total = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     return total, (targets != IGNORED).sum()
 
@@ -277,7 +280,10 @@ class TrainStep:
         """This rank's micro-batches."""
         if batch is None and self.ranks is not None:
             return []
-        micros = split(batch, self.micro_batches)
+        try:
+            micros = split(batch, self.micro_batches)
+        except ArgumentError as error:
+            raise ArgumentError(f"{error}{'; a rank that has nothing left calls step(None)' if self.ranks is not None else ''}") from None
         if self.ranks is not None and self.ranks.how.ordered and len(micros) > self.micro_batches:
             raise ArgumentError(f"{len(micros)} micro-batches in ordered mode; expected at most micro_batches={self.micro_batches}, on every rank")
         return micros

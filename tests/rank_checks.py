@@ -490,6 +490,21 @@ def watched(rank, group, accumulate, backend):
 
 # ---- what ga.launch runs --------------------------------------------------------------------------------------------
 
+def tensors(values):
+    return {"values": values + 1, "parameter": nn.Parameter(values.float())}
+
+
+def not_sendable():
+    return lambda: 5
+
+
+def fewer_steps():
+    how = ga.Distributed()
+    with make_step(Net(), distributed=how) as step:
+        for nth in range(4 - 2 * how.rank):
+            step([micro_batch(nth)])
+
+
 def steps_with(trouble, who, steps=6):
     """Train, until in step 3 something happens to rank `who`."""
     how = ga.Distributed()

@@ -2,8 +2,10 @@
 import copy
 import json
 import shutil
+import types
 
 import pytest
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -426,3 +428,18 @@ def test_gpu_compiled_step_follows_the_eager_one(mode):
             batches = make_batches()
             losses[compiled] = [step(tuple(t.cuda() for t in next(batches))).loss.item() for _ in range(4)]
     assert all(abs(a - b) < 0.05 for a, b in zip(losses[False], losses[True])), losses
+
+
+def test_a_model_that_returns_no_tensor_says_what_to_do_instead():
+    class Output(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            return types.SimpleNamespace(logits=self.layer(x))
+    batch, model = (torch.randn(2, 4), torch.zeros(2, dtype=torch.long)), Output()
+    with TrainStep(model) as step, pytest.raises(ArgumentError, match="the model returned SimpleNamespace; token_loss takes logits"):
+        step(batch)
+    with TrainStep(model, loss_fn=lambda model, micro: token_loss(lambda x: model(x).logits, micro)) as step:
+        assert step(batch).loss.isfinite()
