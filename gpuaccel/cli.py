@@ -311,7 +311,8 @@ def _train(args):
     from .models import flops_per_token, preset
     from .step import TrainStep
     from .train import evaluate, train, warmup_cosine
-    how = Distributed(ordered=args.ordered, sharded=args.sharded, timeout=args.timeout or 600.0)           # of the ranks that torchrun or --nproc has started, or this process alone
+    # Of the ranks that torchrun or --nproc has started, or this process alone.
+    how = Distributed(ordered=args.ordered, sharded=args.sharded, timeout=args.timeout or 600.0)
     tokens, device, ranks, first_rank = _complete(args), default_device(), how.world, how.rank == 0
     if args.micro_batches > args.batch:
         raise ArgumentError(f"--micro-batches is {args.micro_batches}, more than the {args.batch} sequences of --batch")

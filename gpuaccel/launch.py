@@ -35,8 +35,8 @@ def launch(fn, ranks: int = 2, args: tuple = (), *, backend: "str | None" = None
            start: float = 60.0, after_step: bool = False, live=None) -> list:
     """fn(*args) in `ranks` new processes; what each returned, in the order of the ranks.
 
-    fn, args and what it returns have to be picklable (tensors are sent by value); a function of a notebook is handed on by a fork (one thread per rank) or, where torch sees a GPU
-    (which a fork could not use), by value, with what it refers to (cloudpickle).
+    fn, args and what it returns have to be picklable (tensors are sent by value); a function of a notebook is handed on by a fork (one thread per
+    rank) or, where torch sees a GPU (which a fork could not use), by value, with what it refers to (cloudpickle).
     backend: "nccl" (a GPU for each rank) or "gloo" (on CPUs: in these processes the GPU policy is off); default: nccl where there are GPUs enough.
     timeout: seconds after which a rank that stands still while others wait for it counts as hanging. start: the same until its first backward is over,
     as models are built and kernels compiled; from when the first rank makes its TrainStep.

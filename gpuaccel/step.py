@@ -108,8 +108,9 @@ class TrainStep:
             self.model, self.opt, self.arena, self.scheduler = model, opt, arena, scheduler
             self.ranks = None
             if distributed is not None and distributed.works:
-                self.ranks = self._join(distributed, clip, {"accumulate": accumulate, "compile": str(compile), "divide": str(divide), "max_norm": str(max_norm), "replay": replay,
-                                                            "micro_batches": str(micro_batches) if distributed.ordered else "any"})
+                self.ranks = self._join(distributed, clip, bool(compile), {
+                    "accumulate": accumulate, "divide": str(divide), "max_norm": str(max_norm), "replay": replay,
+                    "micro_batches": str(micro_batches) if distributed.ordered else "any"})
             self._graphs = _StepGraphs(self, ours, policy=policy, new_shapes=new_shapes, max_graphs=max_graphs) if replay == "graph" else None
         except BaseException:
             if "accumulator" in vars(self):
@@ -288,7 +289,7 @@ class TrainStep:
             raise ArgumentError(f"{len(micros)} micro-batches in ordered mode; expected at most micro_batches={self.micro_batches}, on every rank")
         return micros
 
-    def _join(self, distributed, clip, settings) -> Ranks:
+    def _join(self, distributed, clip, compiled: bool, settings) -> Ranks:
         """Compare the models of all ranks, and take over rank 0's weights."""
         replay = settings["replay"]
         if distributed.sharded and clip != "fused":
@@ -297,7 +298,7 @@ class TrainStep:
         if replay == "graph" and distributed.backend != "nccl":
             raise ArgumentError(f"replay='graph' needs collectives that a CUDA graph can hold, those of NCCL; the group's are {distributed.backend}'s: "
                                 "expected replay='eager'")
-        return Ranks(distributed, self.arena, self.accumulator, self.opt, settings, settings["compile"] != "False")
+        return Ranks(distributed, self.arena, self.accumulator, self.opt, settings | {"compile": str(compiled)}, compiled)
 
     def gathered(self):
         """A context, to be entered on every rank: inside it the optimizer's state is whole, to be saved or loaded."""

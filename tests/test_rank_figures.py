@@ -1,23 +1,13 @@
 """Pictures of ranks are well-formed, draw what the package really does, and say it in text; the recorded run is labelled."""
 import json
 import re
-import xml.etree.ElementTree as xml
 
 import pytest
+from pictures import text_of
 
 import gpuaccel as ga
 from gpuaccel import rank_figures, recorded
 from gpuaccel.timeline import Span
-
-
-def text_of(figure):
-    bundle = figure._repr_mimebundle_()
-    root = xml.fromstring(bundle["image/svg+xml"])
-    assert bundle["text/plain"] == repr(figure) and "<script" not in figure.drawn
-    width = float(root.get("width"))
-    beyond = [rect.attrib for rect in root.iter("{http://www.w3.org/2000/svg}rect") if float(rect.get("x")) + float(rect.get("width")) > width + 0.5]
-    assert not beyond, beyond
-    return bundle["text/plain"]
 
 
 def boxes(figure, y):

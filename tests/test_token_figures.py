@@ -1,25 +1,15 @@
 """Pictures of where rows go are well-formed, draw what the kernels really do, and say it in text; the recorded encoder is labelled."""
 import json
 import re
-import xml.etree.ElementTree as xml
 
 import pytest
 import torch
+from pictures import text_of
 
 import gpuaccel as ga
 from gpuaccel import recorded, token_figures
 
 WORDS = "the cat and the dog and the bird".split()
-
-
-def text_of(figure):
-    bundle = figure._repr_mimebundle_()
-    root = xml.fromstring(bundle["image/svg+xml"])
-    assert bundle["text/plain"] == repr(figure) and "<script" not in figure.drawn
-    width = float(root.get("width"))
-    beyond = [rect.attrib for rect in root.iter("{http://www.w3.org/2000/svg}rect") if float(rect.get("x")) + float(rect.get("width")) > width + 0.5]
-    assert not beyond, beyond
-    return bundle["text/plain"]
 
 
 def colours(figure, pattern):
