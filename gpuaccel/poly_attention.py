@@ -165,6 +165,12 @@ def _launch(name, q, degree, how, grid, before, args):
     kernel[(grid, 256) if version == 1 else (grid, 128 * (version - 1), shared_bytes(name, q.shape[-1], stages, version))](*before, *args)
 
 
+def backward_blocks(T: int, window: int, heads: int, groups: int, parts: int = 7) -> int:
+    """Of poly_backward_v3: two diagonals of tiles for each group of heads, then 128 queries, and 128 keys, of each head."""
+    diagonals = min(-(-(window - 1) // 64), -(-T // 64) - 1) + 1
+    return (parts >> 2) * -(-diagonals // 2) * groups + ((parts & 1) + (parts >> 1 & 1)) * -(-T // 128) * heads
+
+
 def _tiles(rows, how):
     return -(-rows // (32, 64, 128)[how[0] - 1])
 
