@@ -55,6 +55,12 @@ struct Rows { int q_tilde, q, k, v, grad; };             // as in poly_attention
 typedef float Sums[32];       // of a lane, 64 x 64 of a warpgroup: lane 4 g + t of warp w has rows 16 w + g and 8 below; [4 m + 2 h + e] is row g + 8 h, column 8 m + 2 t + e
 typedef unsigned Factor[4][4];        // the same in bf16, as a left factor: [m / 2][m % 2 * 2 + h] has e = 0 and 1
 
+// The same number, of which the compiler does not know that: what it computes from it is not kept in registers over the loops.
+__device__ __forceinline__ int again(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 // ---- tiles in shared memory ----
 // A row is 128 bytes: eight chunks of 16. Chunk c of row r lies at place c ^ (r % 8) of its row, so that eight rows' chunks are in different banks: what the
 // descriptors call a swizzle of 128 bytes. A tile begins at a multiple of 1024 bytes.
@@ -74,7 +80,7 @@ struct Tiles {
     }
     // 64 rows from row `first` on to a place, on their way. If `checked`, rows outside of 0 .. rows - 1 are zeros; else there are none such.
     template <bool checked> __device__ __forceinline__ void ask(int place, const bf16* from, int stride, int first, int rows) const {
-        int r = threadIdx.x / 8, c = threadIdx.x % 8;
+        int thread = again(threadIdx.x), r = thread / 8, c = thread % 8;
         unsigned to = address + place * TILE_BYTES + r * 128 + ((c ^ (r % 8)) << 4);
         from += 8 * c;
         #pragma unroll
@@ -110,7 +116,7 @@ struct Tiles {
         unsigned char* to = memory + place * TILE_BYTES + (16 * warp + g) * 128;
         #pragma unroll
         for (int e = 0; e < 2; e++) {
-            int column = 16 * warp + g + 63 - 2 * t - e;                       // of m = h = 0; the others are multiples of 8 away
+            int column = again(16 * warp + g + 63 - 2 * t - e);                       // of m = h = 0; the others are multiples of 8 away
             #pragma unroll
             for (int by = -7; by < 2; by++) {
                 int chunk = column / 8 + by;
@@ -315,7 +321,7 @@ __device__ __forceinline__ void write(bf16* to, const Sums& sums, float factor, 
 }
 
 // ---- dq~ and dq: 128 queries of a head, keys from the diagonal to the left ----
-// Places: 4 of K, 4 of V, 2 of q, 2 of dy (a warpgroup has its own), 8 of PE, whose tile n has the differences 64 n + 1 ..; the second warpgroup has the later queries, and is a tile of PE ahead.
+// Places: 4 of K, 4 of V, 2 each of q, dy and q~ (a warpgroup has its own), 8 of PE, whose tile n has the differences 64 n + 1 ..; the second warpgroup has the later queries, and is a tile of PE ahead.
 __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16* dq, float* totals_of, const Tensors& in, int unit, int heads) {
     __shared__ float warps[2][4][2];
     int T = in.T, window = in.window, group = m.group, warp = m.warp, tile = (T + 2 * SIDE - 1) / (2 * SIDE) - 1 - unit / heads;      // the longest first
@@ -323,7 +329,7 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
     unsigned all = descriptor(m.address);
     auto of_k = [&](int u) { return u % 4; };
     auto of_v = [&](int u) { return 4 + u % 4; };
-    auto of_pe = [&](int n) { return 12 + (n & 7); };
+    auto of_pe = [&](int n) { return 14 + (n & 7); };
     auto at_place = [&](int place) { return all + place * (TILE_BYTES / 16); };
     // Steps: of the block, from the later queries' diagonal to the earlier ones' last key; of this warpgroup, which begins (1 - group) steps later.
     int i0 = (2 * tile + group) * SIDE;
@@ -343,11 +349,12 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
     m.ask<true>(9, x.q, x.stride.q, (2 * tile + 1) * SIDE, T);
     m.ask<true>(10, x.dy, x.wide(), 2 * tile * SIDE, T);
     m.ask<true>(11, x.dy, x.wide(), (2 * tile + 1) * SIDE, T);
+    m.ask<true>(12, x.q_tilde, x.stride.q_tilde, 2 * tile * SIDE, T);
+    m.ask<true>(13, x.q_tilde, x.stride.q_tilde, (2 * tile + 1) * SIDE, T);
     ask_for(0);
     ask_for(1);
-    Factor by_k, before, ds, by_difference;              // q~; ds of the step before, of this one, by differences
-    fetch(by_k, x.q_tilde, x.stride.q_tilde, i0 + 16 * warp, T);
-    Sums even, odd, c, d, sums_k, sums_pe;               // P of even steps, and of odd ones; s; dphi, then ds; dq~, dq
+    Factor before, ds, by_difference;                    // ds of the step before, of this one, by differences
+    Sums near, far, c, d, sums_k, sums_pe;               // P; s; dphi, then ds; dq~, dq
     clear(sums_k);
     clear(sums_pe);
     float totals[2] = {};
@@ -355,12 +362,12 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
     for (int i = 0; i < 16; i++) before[i / 4][i % 4] = 0;
     arrived<1>();
     begin();
-    multiply<false, false, false>(odd, at_place(8 + group), at_place(of_pe(-1)));
-    multiply<false, false, false>(even, at_place(8 + group), at_place(of_pe(0)));
+    multiply<false, false, false>(near, at_place(8 + group), at_place(of_pe(-1)));
+    multiply<false, false, false>(far, at_place(8 + group), at_place(of_pe(0)));
     commit();
     finished<0>();
-    taken(odd);
-    taken(even);
+    taken(near);
+    taken(far);
     auto enter = [&](int u) {                            // step u of the block: its tiles are there, and those that the next ones take the place of were read
         if (u >= steps) return;
         arrived<1>();
@@ -368,13 +375,14 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
     };
     bool later = SHIFTED && group == 1;                  // this warpgroup enters a step in the middle of its own one before
     if (group == 0 || later) enter(0);
-    // Of step s, P is there (in `far`), and that of the step before. P of step s + 1 is computed in place of the latter.
-    auto step = [&](int s, Sums& near, Sums& far) {
+    for (int s = 0; s < mine; s++) {
         int at = s + 1 - group;
         if (!later) enter(at);
         skew(warp, c, near, far);                        // while dq of the step before is computed
+        #pragma unroll
+        for (int i = 0; i < 32; i++) near[i] = far[i];   // two bodies that change places would need none of that, but more registers than there are
         begin();
-        multiply<true, false>(c, by_k, at_place(of_k(at)));
+        multiply<true, false, false>(c, at_place(12 + group), at_place(of_k(at)));
         multiply<false, false, false>(d, at_place(10 + group), at_place(of_v(at)));
         commit();
         if (later) enter(at + 1);
@@ -399,23 +407,17 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
         for (int i = 0; i < 2; i++) totals[i] += (some[i][0] + some[i][1]) + (some[i][2] + some[i][3]);
         as_factor(ds, d);
         begin();
-        multiply<false, false, false>(near, at_place(8 + group), at_place(of_pe(s + 1)));         // in the last step for nothing
         multiply<true, true>(sums_k, ds, at_place(of_k(at)));
+        multiply<false, false, false>(far, at_place(8 + group), at_place(of_pe(s + 1)));          // in the last step for nothing
         commit();
         skew(warp, by_difference, ds, before);           // of the differences of `near`
         begin();
         multiply<true, true>(sums_pe, by_difference, at_place(of_pe(s - 1)));
         commit();
         finished<1>();
-        taken(near);
+        taken(far);
         #pragma unroll
         for (int i = 0; i < 16; i++) before[i / 4][i % 4] = ds[i / 4][i % 4];
-    };
-    for (int s = 0;; s += 2) {
-        step(s, odd, even);
-        if (s + 1 == mine) break;
-        step(s + 1, even, odd);
-        if (s + 2 == mine) break;
     }
     finished<0>();
     #pragma unroll
@@ -578,7 +580,6 @@ __device__ __forceinline__ void backward_pe(const Tiles& m, float* partial, cons
     #pragma unroll
     for (int n = 0; n < 3; n++) m.ask<true>(of_pe(n), in.pe, HEAD, (first - 1 + n) * SIDE + 1, T);
     Sums near, far, c, d, sums_near, sums_far;           // P; s; dphi, then ds; dPE of the differences 64 s - 63 .. and of the 64 after these
-    Factor of;
     clear(sums_near);
     clear(sums_far);
     int steps = tiles - first, mine = s < diagonals ? steps : 0;                // step u has queries first + u; this warpgroup has steps group .. mine - 1, and keys u - group
@@ -598,10 +599,9 @@ __device__ __forceinline__ void backward_pe(const Tiles& m, float* partial, cons
             asked();
         };
         auto ask_p = [&](int u) {
-            m.fetch(of, of_q(u));
             begin();
-            multiply<false, false>(near, of, at_place(of_pe(group)));
-            multiply<false, false>(far, of, at_place(of_pe(group + 1)));
+            multiply<false, false, false>(near, at_place(of_q(u)), at_place(of_pe(group)));
+            multiply<false, false, false>(far, at_place(of_q(u)), at_place(of_pe(group + 1)));
             commit();
         };
         auto enter = [&](int u) {
@@ -632,8 +632,8 @@ __device__ __forceinline__ void backward_pe(const Tiles& m, float* partial, cons
             if (later) enter(u + 1);
             #pragma unroll
             for (int i = 0; i < 32; i++) d[i] *= steep<false>(c[i]).rise;
-            if (u + 1 < mine) ask_p(u + 1);
             m.put_skewed(of_ds(u), d);
+            if (u + 1 < mine) ask_p(u + 1);
             shown();
             together(group);
             begin();
