@@ -13,7 +13,7 @@
 // s and dphi are there. Then:
 //
 //   backward_q    ds is the left factor of dq~ += ds K as it lies in registers; skewed back, two in one register, with that of the step before, it is that of dq += ds PE.
-//                 q~ and dy stay in registers; P of 64 differences is that of the step before. 5 products of 64 x 64 x 64 for a tile.
+//                 q~ stays in registers, q and dy in shared memory; P of 64 differences is that of the step before. 5 products of 64 x 64 x 64 for a tile.
 //   backward_kv   phi and ds go through shared memory, as rows by queries, and the tensor cores read them as their transposes: dv += phi^T dy, dk += ds^T q~.
 //                 Queries change at each step, so P is computed for all 128 differences: 6 products; left factors are read from shared memory.
 //   backward_pe   ds goes through shared memory, each row shifted to where its differences are, and is read as its transpose: two tiles of dPE for a diagonal of
@@ -321,7 +321,7 @@ __device__ __forceinline__ void write(bf16* to, const Sums& sums, float factor, 
 }
 
 // ---- dq~ and dq: 128 queries of a head, keys from the diagonal to the left ----
-// Places: 4 of K, 4 of V, 2 each of q, dy and q~ (a warpgroup has its own), 8 of PE, whose tile n has the differences 64 n + 1 ..; the second warpgroup has the later queries, and is a tile of PE ahead.
+// Places: 4 of K, 4 of V, 2 of q and 2 of dy (a warpgroup has its own), 8 of PE, whose tile n has the differences 64 n + 1 ..; the second warpgroup has the later queries, and is a tile of PE ahead.
 __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16* dq, float* totals_of, const Tensors& in, int unit, int heads) {
     __shared__ float warps[2][4][2];
     int T = in.T, window = in.window, group = m.group, warp = m.warp, tile = (T + 2 * SIDE - 1) / (2 * SIDE) - 1 - unit / heads;      // the longest first
@@ -329,7 +329,7 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
     unsigned all = descriptor(m.address);
     auto of_k = [&](int u) { return u % 4; };
     auto of_v = [&](int u) { return 4 + u % 4; };
-    auto of_pe = [&](int n) { return 14 + (n & 7); };
+    auto of_pe = [&](int n) { return 12 + (n & 7); };
     auto at_place = [&](int place) { return all + place * (TILE_BYTES / 16); };
     // Steps: of the block, from the later queries' diagonal to the earlier ones' last key; of this warpgroup, which begins (1 - group) steps later.
     int i0 = (2 * tile + group) * SIDE;
@@ -349,11 +349,10 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
     m.ask<true>(9, x.q, x.stride.q, (2 * tile + 1) * SIDE, T);
     m.ask<true>(10, x.dy, x.wide(), 2 * tile * SIDE, T);
     m.ask<true>(11, x.dy, x.wide(), (2 * tile + 1) * SIDE, T);
-    m.ask<true>(12, x.q_tilde, x.stride.q_tilde, 2 * tile * SIDE, T);
-    m.ask<true>(13, x.q_tilde, x.stride.q_tilde, (2 * tile + 1) * SIDE, T);
     ask_for(0);
     ask_for(1);
-    Factor before, ds, by_difference;                    // ds of the step before, of this one, by differences
+    Factor by_k, before, ds, by_difference;              // q~; ds of the step before, of this one, by differences
+    fetch(by_k, x.q_tilde, x.stride.q_tilde, i0 + 16 * warp, T);
     Sums near, far, c, d, sums_k, sums_pe;               // P; s; dphi, then ds; dq~, dq
     clear(sums_k);
     clear(sums_pe);
@@ -382,7 +381,7 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
         #pragma unroll
         for (int i = 0; i < 32; i++) near[i] = far[i];   // two bodies that change places would need none of that, but more registers than there are
         begin();
-        multiply<true, false, false>(c, at_place(12 + group), at_place(of_k(at)));
+        multiply<true, false>(c, by_k, at_place(of_k(at)));
         multiply<false, false, false>(d, at_place(10 + group), at_place(of_v(at)));
         commit();
         if (later) enter(at + 1);
