@@ -177,6 +177,19 @@ template <bool adds, bool a_by_rows, bool by_rows> __device__ __forceinline__ vo
     #pragma unroll
     for (int k = 1; k < 4; k++) multiply<true, a_by_rows, by_rows>(d, whole(a + k * ON(a_by_rows)), whole(b + k * ON(by_rows)));
 }
+// near and far (64 x 64 each) = a (64 x 64) times the transposes of two tiles that lie one behind the other: a is read once.
+__device__ __forceinline__ void multiply_both(Sums& near, Sums& far, unsigned a, unsigned b) {
+    #define OF(c, x, i) c(x[i]), c(x[i + 1]), c(x[i + 2]), c(x[i + 3])
+    #define OF32(c, x) OF(c, x, 0), OF(c, x, 4), OF(c, x, 8), OF(c, x, 12), OF(c, x, 16), OF(c, x, 20), OF(c, x, 24), OF(c, x, 28)
+    #define WGMMA128 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, " \
+                     "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+    asm volatile("{\n.reg .pred wide;\nsetp.ne.b32 wide, 0, 0;\n" WGMMA128 "%64, %65, wide, 1, 1, 0, 0;\n}" : OF32("=f", near), OF32("=f", far) : "l"(whole(a)), "l"(whole(b)));
+    #pragma unroll
+    for (int k = 1; k < 4; k++)
+        asm volatile("{\n.reg .pred wide;\nsetp.ne.b32 wide, 1, 0;\n" WGMMA128 "%64, %65, wide, 1, 1, 0, 0;\n}"
+                     : OF32("+f", near), OF32("+f", far) : "l"(whole(a + k * ON(false))), "l"(whole(b + k * ON(false))));
+}
 __device__ __forceinline__ void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int open> __device__ __forceinline__ void finished() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(open) : "memory"); }
@@ -431,6 +444,7 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
     if (group == 1) for (int u = mine + later; u < steps; u++) enter(u);
 
     float slope = in.slope();
+    unit = again(unit);
     write(dq_tilde + in.row(unit % heads, in.wide()), sums_k, slope, in.wide(), i0 + 16 * warp, T);
     write(dq + in.row(unit % heads, in.stride.grad), sums_pe, slope, in.stride.grad, i0 + 16 * warp, T);
     // Sums of the 64 queries, in a fixed order: a tree over each warp, then over the warps.
@@ -485,7 +499,7 @@ __device__ __forceinline__ void backward_kv(const Tiles& m, bf16* dk, bf16* dv, 
     m.ask<true>(of_pe(-1), x.pe, HEAD, -63, T);
     ask_early(0);
     ask_for(0);
-    float offset = in.coefficients[2] * in.coefficients[1], weight = in.coefficients[2] * in.coefficients[0] * eight_to(DEGREE), slope = in.slope();
+    float offset = in.coefficients[2] * in.coefficients[1], weight = in.coefficients[2] * in.coefficients[0] * eight_to(DEGREE);
     Sums near, far, c, d, sums_k, sums_v;                // P; s, then phi; dphi, then ds; dk, dv
     Factor of;
     clear(sums_k);
@@ -498,7 +512,7 @@ __device__ __forceinline__ void backward_kv(const Tiles& m, bf16* dk, bf16* dv, 
         commit();
     };
     arrived<0>();
-    if (group < end) ask_p(group);
+    ask_p(group);
     finished<0>();
     taken(near);
     taken(far);
@@ -556,7 +570,7 @@ __device__ __forceinline__ void backward_kv(const Tiles& m, bf16* dk, bf16* dv, 
     taken(sums_k);
     taken(sums_v);
     for (int u = max(group, end) + later; u < steps; u++) enter(u);
-    write(dk + in.row(unit % heads, in.stride.grad), sums_k, slope, in.stride.grad, j0 + 16 * warp, T);
+    write(dk + in.row(unit % heads, in.stride.grad), sums_k, in.slope(), in.stride.grad, j0 + 16 * warp, T);
     write(dv + in.row(unit % heads, in.stride.grad), sums_v, 1.0f, in.stride.grad, j0 + 16 * warp, T);
 }
 
@@ -599,8 +613,7 @@ __device__ __forceinline__ void backward_pe(const Tiles& m, float* partial, cons
         };
         auto ask_p = [&](int u) {
             begin();
-            multiply<false, false, false>(near, at_place(of_q(u)), at_place(of_pe(group)));
-            multiply<false, false, false>(far, at_place(of_q(u)), at_place(of_pe(group + 1)));
+            multiply_both(near, far, at_place(of_q(u)), at_place(of_pe(group)));
             commit();
         };
         auto enter = [&](int u) {
@@ -612,7 +625,7 @@ __device__ __forceinline__ void backward_pe(const Tiles& m, float* partial, cons
         ask_early(0);
         ask_for(0);
         arrived<0>();
-        if (group < mine) ask_p(group);
+        ask_p(group);
         finished<0>();
         taken(near);
         taken(far);
