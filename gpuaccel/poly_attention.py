@@ -99,11 +99,9 @@ def _reference_layer(qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta
 
 @functools.cache
 def _kernel(name: str, dtype: torch.dtype, d: int, degree: int, version: int, stages: int, parts: int = 7) -> Kernel:
-    if name == "poly_forward_v3":
-        return Kernel("poly_forward", name, HEAD=d, DEGREE=degree, STAGES=stages)
-    if name == "poly_backward_v3":
-        return Kernel("poly_backward", name, HEAD=d, DEGREE=degree, PARTS_OF=parts)
     less = {} if parts == 7 else dict(PARTS_OF=parts)
+    if name.endswith("v3"):
+        return Kernel(name[:-3], name, HEAD=d, DEGREE=degree, **less, **(dict(STAGES=stages) if name == "poly_forward_v3" else {}))
     return Kernel("poly_attention", name, DATA_T=TYPES[dtype], HEAD=d, DEGREE=degree, VERSION=min(version, 2), STAGES=stages, **less)
 
 
@@ -177,15 +175,9 @@ def _launch(name, q, degree, how, grid, before, args):
 
 def backward_blocks(version: int, T: int, window: int, heads: int, groups: int, parts: int = 7) -> int:
     """Of v2 or v3: of 64 or 128 queries (dq) and keys (dk and dv) of each of B * H heads, of 64 differences or two diagonals of tiles (dPE) of each group of heads."""
-    if version == 2:
-        of_pe, of_rows = -(-window // 64), -(-T // 64)
-    else:
-        of_pe, of_rows = -(-(min((window + 62) // 64, (T - 1) // 64) + 1) // 2), -(-T // 128)
-    return (parts >> 2) * of_pe * groups + ((parts & 1) + (parts >> 1 & 1)) * of_rows * heads
-
-
-def _tiles(rows, how):
-    return -(-rows // (32, 64, 128)[how[0] - 1])
+    diagonals = -(-window // 64) if version == 2 else min((window + 62) // 64, (T - 1) // 64) // 2 + 1
+    rows = -(-T // (64 if version == 2 else 128))
+    return (parts >> 2) * diagonals * groups + ((parts & 1) + (parts >> 1 & 1)) * rows * heads
 
 
 def launch_forward(q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor, pe: Tensor, coefficients: Tensor, degree: int, window: int, how=None,
@@ -197,7 +189,7 @@ def launch_forward(q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor, pe: Tensor,
     memories, *numbers, rows = _prepared(q_tilde, q, k, v, window)
     y, how = torch.empty(B, T, H, d, dtype=q.dtype, device=q.device), how or plan("poly_forward", q)
     pe = _aligned(pe)
-    _launch("poly_forward", q, degree, how, _tiles(T, how) * B * H, (y,), (*memories, pe, coefficients, gate, *numbers, rows))
+    _launch("poly_forward", q, degree, how, -(-T // (32, 64, 128)[how[0] - 1]) * B * H, (y,), (*memories, pe, coefficients, gate, *numbers, rows))
     return y
 
 

@@ -19,12 +19,12 @@
 //   backward_pe   ds goes through shared memory, each row shifted to where its differences are, and is read as its transpose: two tiles of dPE for a diagonal of
 //                 tiles, dPE += ds^T q. 6 products. Each tile of dPE is a part of two diagonals: `partial` has both, and poly_finish adds them up.
 //
-// A block is two warpgroups, which take most tiles together: of 128 queries (q), of 128 keys (kv), of two diagonals (pe). They are half a step apart (SHIFTED): one waits for
-// the tensor cores while the other computes special functions.
+// A block is two warpgroups, which take most tiles together: of 128 queries (q), of 128 keys (kv), of two diagonals (pe). They are half a step apart
+// (SHIFTED): one waits for the tensor cores while the other computes special functions.
 //
 // Estimates for a tile, in clocks of an SM: tensor cores 640 (q), 768, 768; special functions 512 (q: the exact tanh, two for a pair), 256, 256; shared memory about
-// 600 (q: products 320, skews 192, loads 96), 1000 (kv: products 640, shuffles 128, phi and ds 128, loads 128), 1050 (pe); instructions about 640.
-// So q gains most, and kv and pe are bound by shared memory.
+// 740 (q: products 450, skews 190, loads 100), 1090 (kv: products 700, shuffles 130, phi and ds 130, loads 130), 1120 (pe: products 700, shuffles 130, ds 130,
+// loads 160); instructions of a scheduler about 800, 600, 650. So q gains most; kv and pe are bound by shared memory, of which half is what products read.
 
 #ifndef HEAD
 #define HEAD 64
@@ -184,7 +184,8 @@ __device__ __forceinline__ void multiply_both(Sums& near, Sums& far, unsigned a,
     #define WGMMA128 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
                      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, " \
                      "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-    asm volatile("{\n.reg .pred wide;\nsetp.ne.b32 wide, 0, 0;\n" WGMMA128 "%64, %65, wide, 1, 1, 0, 0;\n}" : OF32("=f", near), OF32("=f", far) : "l"(whole(a)), "l"(whole(b)));
+    asm volatile("{\n.reg .pred wide;\nsetp.ne.b32 wide, 0, 0;\n" WGMMA128 "%64, %65, wide, 1, 1, 0, 0;\n}"
+                 : OF32("=f", near), OF32("=f", far) : "l"(whole(a)), "l"(whole(b)));
     #pragma unroll
     for (int k = 1; k < 4; k++)
         asm volatile("{\n.reg .pred wide;\nsetp.ne.b32 wide, 1, 0;\n" WGMMA128 "%64, %65, wide, 1, 1, 0, 0;\n}"
@@ -334,7 +335,8 @@ __device__ __forceinline__ void write(bf16* to, const Sums& sums, float factor, 
 }
 
 // ---- dq~ and dq: 128 queries of a head, keys from the diagonal to the left ----
-// Places: 4 of K, 4 of V, 2 of q and 2 of dy (a warpgroup has its own), 8 of PE, whose tile n has the differences 64 n + 1 ..; the second warpgroup has the later queries, and is a tile of PE ahead.
+// Places: 4 of K, 4 of V, 2 of q and 2 of dy (a warpgroup has its own), 8 of PE, whose tile n has the differences 64 n + 1 .. The second warpgroup has the
+// later queries, and is a tile of PE ahead.
 __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16* dq, float* totals_of, const Tensors& in, int unit, int heads) {
     __shared__ float warps[2][4][2];
     int T = in.T, window = in.window, group = m.group, warp = m.warp, tile = (T + 2 * SIDE - 1) / (2 * SIDE) - 1 - unit / heads;      // the longest first
@@ -462,8 +464,9 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
 }
 
 // ---- dk and dv: 128 keys of a head, queries from the diagonal on ----
-// Places: 2 of K, 2 of V (a warpgroup has its own), 3 of q~, 3 of dy, 3 of q, 5 of PE, and 4 for each warpgroup: phi and ds of two steps in turn. q and PE are loaded a step earlier
-// than the others, because P is computed a step ahead. The second warpgroup has the later keys: it begins a step later, and is a tile of PE behind.
+// Places: 2 of K, 2 of V (a warpgroup has its own), 3 of q~, 3 of dy, 3 of q, 5 of PE, and 4 for each warpgroup: phi and ds of two steps in turn. q and PE are
+// loaded a step earlier than the others, because P is computed a step ahead. The second warpgroup has the later keys: it begins a step later, and is a tile of
+// PE behind.
 __device__ __forceinline__ void backward_kv(const Tiles& m, bf16* dk, bf16* dv, const Tensors& in, int unit, int heads) {
     int T = in.T, window = in.window, group = m.group, warp = m.warp, tile = unit / heads;                    // the longest first
     Tensors x = in.of_head(unit % heads);
@@ -575,8 +578,9 @@ __device__ __forceinline__ void backward_kv(const Tiles& m, bf16* dk, bf16* dv, 
 }
 
 // ---- dPE: two diagonals of tiles, of every head of a group ----
-// Tiles of queries I and keys I - s, s = 2 pair + warpgroup. Places: 4 of q, 2 of q~, 2 of dy, 3 of K, 3 of V, 3 of PE, and 4 for each warpgroup: ds by 128 differences, of two steps in
-// turn. q is loaded a step earlier than the others. No pair needs a mask: what is not seen has differences that are not written, or dy or v is 0.
+// Tiles of queries I and keys I - s, s = 2 pair + warpgroup. Places: 4 of q, 2 of q~, 2 of dy, 3 of K, 3 of V, 3 of PE, and 4 for each warpgroup: ds by 128
+// differences, of two steps in turn. q is loaded a step earlier than the others. No pair needs a mask: what is not seen has differences that are not written,
+// or dy or v is 0.
 __device__ __forceinline__ void backward_pe(const Tiles& m, float* partial, const Tensors& in, int pair, int of_group, int groups, int heads) {
     int T = in.T, group = m.group, warp = m.warp, tiles = (T + SIDE - 1) / SIDE, rows = (in.window + SIDE - 1) / SIDE * SIDE;
     int first = 2 * pair, s = first + group, diagonals = min((in.window + SIDE - 2) / SIDE, tiles - 1) + 1;
@@ -595,7 +599,7 @@ __device__ __forceinline__ void backward_pe(const Tiles& m, float* partial, cons
     Sums near, far, c, d, sums_near, sums_far;           // P; s; dphi, then ds; dPE of the differences 64 s - 63 .. and of the 64 after these
     clear(sums_near);
     clear(sums_far);
-    int steps = tiles - first, mine = s < diagonals ? steps : 0;                // step u has queries first + u; this warpgroup has steps group .. mine - 1, and keys u - group
+    int steps = tiles - first, mine = s < diagonals ? steps : 0;                // step u has queries first + u; this warpgroup has steps group .., keys u - group
     bool later = SHIFTED && group == 1;
     for (int which = of_group; which < heads; which += groups) {
         Tensors x = in.of_head(which);
