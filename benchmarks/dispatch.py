@@ -42,7 +42,7 @@ from gpuaccel.richards import (GATE, RichardsCurve, launch_backward, launch_forw
 
 poly = importlib.import_module("gpuaccel.poly_attention")      # the package's name of it is the function
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/richards.cu", "kernels_cu/poly_attention.cu", "kernels_cu/poly_forward.cu",
-           "kernels_cu/accumulate.cu", "kernels_cu/clip.cu",
+           "kernels_cu/poly_backward.cu", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu",
            "kernels_cu/adamw.cu", "kernels_cu/segments.cu", "kernels_cu/encoder.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py", "gpuaccel/backend.py",
            "gpuaccel/richards.py", "gpuaccel/poly_attention.py", "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py",
            "gpuaccel/segments.py", "gpuaccel/encoder.py", "gpuaccel/clip.py", "gpuaccel/adamw.py", "gpuaccel/optimizer.py", "gpuaccel/graphs.py",

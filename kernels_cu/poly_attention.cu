@@ -29,6 +29,7 @@
 //                  while these are computed. Per tile a warp does 104, 176, 192 and 144 mma (d = 64; forward, backward_q, _kv, _pe) and reads shared memory
 //                  52, 88, 100 and 88 times, 512 bytes each: at 128 bytes per clock for four warps that, not the tensor cores, is the limit.
 //   poly_forward_v3   (poly_forward.cu) tensor cores that read shared memory by themselves: Hopper's wgmma, heads of 64.
+//   poly_backward_v3  (poly_backward.cu) the same for the backward.
 //
 // The backward is three launches, because each sums over another index: keys (backward_q), queries (backward_kv), both along a diagonal (backward_pe).
 // So every sum is taken by one thread block in a fixed order, without atomics; dPE's is taken for groups of (batch, head), which poly_finish_pe adds up.
