@@ -3,7 +3,7 @@
 Parts: curves, attention, layers. Without any: all of them, and the result is written; about two minutes, half of them torch.compile's.
 
 1. curves: the pointwise part of RichardsGLU, 16,384 x 4,096 and 65,536 x 1,024 elements of h, and one curve of as many elements; bf16 and fp32.
-   Ours: richards_begin and glu_forward; glu_backward and richards_finish. The floor is the larger of two times: that of the bytes at the rate of
+   Ours: glu_forward; glu_backward and richards_finish. The floor is the larger of two times: that of the bytes at the rate of
    a device-to-device copy, and that of the special functions at 16 per clock and multiprocessor, at the clock that nvidia-smi reads meanwhile. Both
    counts are those of kernels_cu/richards.cu's header. Peers: the curve in torch, as its formula stands and with the line in x worked out once
    ("folded", as our kernel does it), in eager mode and compiled. Their backward is what forward and backward take together, less forward.

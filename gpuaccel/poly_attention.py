@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from .backend import backend, takes
 from .errors import ArgumentError
 from .kernel import Kernel, usable
-from .richards import CURVE, GATE, SUMS, RichardsCurve, _begin, _finish, _gradients, _reference_curve
+from .richards import CURVE, GATE, SUMS, RichardsCurve, _finish, _gradients, _pack, _reference_curve
 from .richards import _kernel as _curve_kernel
 
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -246,13 +246,14 @@ def _curves(theta_gate, theta_query, settings):
 
 
 def launch_layer(qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta_query, settings, degree, window) -> "tuple[Tensor, ...]":
-    """richards_begin, poly_query_gate and poly_forward. Returns out (B, T, H d), e (B, T, H), q_tilde (B, T, H, d) and the curves."""
+    """poly_query_gate and poly_forward. Returns out (B, T, H d), e (B, T, H), q_tilde (B, T, H, d) and the curves."""
     q, k, v = qkv.unbind(2)
     B, T, H, d = q.shape
-    curves, (memory, stride) = _begin(*_curves(theta_gate, theta_query, settings)), _rows(q)
+    (thetas, settings), (memory, stride) = _curves(theta_gate, theta_query, settings), _rows(q)
+    curves = torch.empty(len(thetas), CURVE, device=q.device)
     e, q_tilde = torch.empty(B, T, H, device=q.device), torch.empty(B, T, H, d, dtype=q.dtype, device=q.device)
     _around("poly_query_gate", q.dtype, d, theta_query is not None)[-(-B * T // ROWS) * H, THREADS](
-        q_tilde, e, memory, seen, alpha, beta, curves, B * T, H, stride)
+        q_tilde, e, curves, memory, seen, alpha, beta, thetas[0], thetas[-1], _pack(*settings), B * T, H, stride)
     return launch_forward(q_tilde, q, k, v, pe, coefficients, degree, window, gate=e).view(B, T, H * d), e, q_tilde, curves
 
 
@@ -299,7 +300,7 @@ def _layer_ours(qkv, seen, pe, *parameters, degree) -> bool:
     q, d = qkv[:, :, 0], qkv.shape[-1]
     if not _ours(q, parameters[0], degree) or not seen.dtype == pe.dtype == q.dtype or any(p is not None and p.dtype == torch.float64 for p in parameters):
         return False
-    return usable(q.device, _curve_kernel("richards_begin"), _curve_kernel("richards_finish"),
+    return usable(q.device, _curve_kernel("richards_finish"),
                   *(_around(name, q.dtype, d, parameters[-1] is not None) for name in AROUND))
 
 

@@ -34,7 +34,7 @@ DEFAULTS = dict(nu=1.0, k=1.0, m=0.0, beta=1.0, T=1.0, a=1.0, c=0.0, s=1.0, b=0.
 FIXED, PLAIN, SOFTPLUS, BOUNDED = range(4)                  # how a parameter is learned; bounded: 0.1 + 9.9 sigmoid(z)
 LEAST = 1e-6
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
-FORWARD, BACKWARD, EACH, SUMS, CURVE = 128, 128, 64, 5, 32      # threads of a block; EACH: elements of a thread; CURVE: floats of what richards_begin leaves
+FORWARD, BACKWARD, EACH, SUMS, CURVE = 128, 128, 64, 5, 32      # threads of a block; EACH: elements of a thread; CURVE: floats of what a forward leaves of one
 _SETTING = struct.Struct("9f3i").pack
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 
@@ -96,12 +96,6 @@ def _whole(width, *tensors) -> int:
     return int(width * tensors[0].element_size() % 16 == 0 and all(t.data_ptr() % 16 == 0 for t in tensors))
 
 
-def _begin(thetas, settings) -> Tensor:
-    curves = torch.empty(len(thetas), CURVE, device=thetas[0].device)
-    _kernel("richards_begin")[len(thetas), 32](curves, thetas[0], thetas[-1], _pack(*settings))
-    return curves
-
-
 def _finish(sums, curves, thetas, settings) -> "list[Tensor]":
     found = [torch.empty_like(theta) for theta in thetas]
     _kernel("richards_finish")[len(thetas), 1024](found[0], found[-1], sums, curves, len(sums), _pack(*settings))
@@ -115,9 +109,10 @@ def _chunks(rows, width, dtype, threads) -> int:
 
 
 def launch_forward(x: Tensor, theta: Tensor, setting) -> "tuple[Tensor, Tensor]":
-    """richards_begin and richards_forward. x contiguous and not empty, theta fp32. Returns y and what the backward needs of the curve."""
-    curves, y = _begin([theta], [setting]), torch.empty_like(x)
-    _kernel("richards_forward", x.dtype, _whole(x.numel(), x, y))[_chunks(1, x.numel(), x.dtype, FORWARD), FORWARD](y, x, curves, x.numel())
+    """richards_forward. x contiguous and not empty, theta fp32. Returns y and what the backward needs of the curve."""
+    curves, y = torch.empty(1, CURVE, device=x.device), torch.empty_like(x)
+    _kernel("richards_forward", x.dtype, _whole(x.numel(), x, y))[_chunks(1, x.numel(), x.dtype, FORWARD), FORWARD](
+        y, curves, x, theta, _pack(setting), x.numel())
     return y, curves
 
 
@@ -129,10 +124,11 @@ def launch_backward(dy: Tensor, x: Tensor, theta: Tensor, curves: Tensor, settin
 
 
 def launch_glu_forward(x: Tensor, thetas, settings) -> "tuple[Tensor, Tensor]":
-    """richards_begin and glu_forward. x (N, 2 hidden) contiguous and not empty. Returns h (N, hidden) and what the backward needs of the curves."""
+    """glu_forward. x (N, 2 hidden) contiguous and not empty. Returns h (N, hidden) and what the backward needs of the curves."""
     N, hidden = x.shape[0], x.shape[1] // 2
-    curves, h = _begin(thetas, settings), torch.empty(N, hidden, dtype=x.dtype, device=x.device)
-    _kernel("glu_forward", x.dtype, _whole(hidden, x, h))[_chunks(N, hidden, x.dtype, FORWARD), FORWARD](h, x, curves, N, hidden)
+    curves, h = torch.empty(2, CURVE, device=x.device), torch.empty(N, hidden, dtype=x.dtype, device=x.device)
+    _kernel("glu_forward", x.dtype, _whole(hidden, x, h))[_chunks(N, hidden, x.dtype, FORWARD), FORWARD](
+        h, curves, x, *thetas, _pack(*settings), N, hidden)
     return h, curves
 
 
@@ -155,7 +151,7 @@ _library.define("richards_glu_backward(Tensor dh, Tensor x, Tensor theta_a, Tens
 
 @functools.cache
 def _all(dtype) -> "list[Kernel]":
-    return [_kernel("richards_begin"), _kernel("richards_finish")] + [
+    return [_kernel("richards_finish")] + [
         _kernel(name, dtype, whole) for name in ("richards_forward", "richards_backward", "glu_forward", "glu_backward") for whole in (0, 1)]
 
 

@@ -4,8 +4,8 @@
 //   L = ln(1 + e^t)          sigma = e^(-L / nu)          r = e^t / (1 + e^t)
 //   R(x) = a gate + c, gate = sigma, or 2 sigma - 1 for tanh (V = 2; else V = 1)            R'(x) = a V sigma r k' V s / (nu T)
 //
-// t is a line in x, and R a line in sigma: t = A - B x, R = G sigma + H, R' = (G B / nu) sigma r. richards_begin works these numbers out once;
-// A and B for powers and logarithms of 2, which the GPU has instructions for (t and L below are in these units).
+// t is a line in x, and R a line in sigma: t = A - B x, R = G sigma + H, R' = (G B / nu) sigma r. Each block of a forward makes these numbers
+// (make_curves), A and B for powers and logarithms of 2, which the GPU has instructions for (t and L below are in these units).
 // All nine derivatives need five sums over the elements, of dy sigma L, dy sigma r, dy sigma r x, dy sigma and dy; richards_finish makes the
 // nine numbers of them. So a curve costs four special functions per element (two powers, a logarithm, a reciprocal), forward three.
 //
@@ -45,13 +45,14 @@
 #define OFFSET 6
 #define SCALE 7
 #define SHIFT 8
-#define LEAST 1e-6            // nu, k, beta and T stay above it
+#define LEAST 1e-6f           // nu, k, beta and T stay above it
 #define LN2 0.6931471805599453
+#define LOG2E 1.44269504f
 
 struct Curve {                // what a thread needs of a curve; then its parameters, for richards_finish. (24) floats
-    float A, B, over_nu, G, H, slope, unused[2];
+    float A, B, over_nu, G, H, slope, V, birch;
     float p[9], chain[9];     // the parameters; and their derivatives by what is learned: 0 where nothing is
-    float unused2[6];         // zeros
+    float unused[6];          // zeros
 };
 
 struct Setting {              // of one curve, by value
@@ -62,38 +63,45 @@ struct Setting {              // of one curve, by value
 
 struct Settings { Setting curve[2]; };
 
-extern "C" __global__ void richards_begin(
-    Curve* curves,            // (blocks)
-    const float* theta0, const float* theta1,      // what is learned of each curve, in the order of the parameters
-    Settings settings)
-{
-    __shared__ double p[9];
-    __shared__ Curve c;
-    Setting set = settings.curve[blockIdx.x];
-    int i = threadIdx.x, kind = i < 9 ? set.kinds >> (2 * i) & 3 : 0;
-    unsigned learned = __ballot_sync(0xffffffffu, kind != 0);
-    if (i < 9) {                                                  // a thread for each parameter
-        const float* theta = blockIdx.x == 0 ? theta0 : theta1;
-        double z = kind == 0 ? set.fixed[i] : theta[__popc(learned & ((1u << i) - 1))], rising = 1.0 / (1.0 + exp(-z));
-        double found = kind == 2 ? (z > 0.0 ? z : 0.0) + log1p(exp(z > 0.0 ? -z : z)) : kind == 3 ? 0.1 + 9.9 * rising : z;
-        if ((i == NU || i == K || i == BETA || i == T_) && found < LEAST) found = LEAST;
-        p[i] = found;
-        c.p[i] = (float)found;
-        c.chain[i] = (float)(kind == 0 ? 0.0 : kind == 1 ? 1.0 : kind == 2 ? rising : 9.9 * rising * (1.0 - rising));
+// The curves of a block, from what is learned; one warp makes them, all threads call this. kept: for the backward, written by the first block.
+__device__ __forceinline__ void make_curves(Curve* made, Curve* kept, const float* theta0, const float* theta1, const Settings& settings, int count) {
+    int which = threadIdx.x / 16, i = threadIdx.x % 16;           // sixteen lanes for each curve, a lane for each parameter
+    if (threadIdx.x < 32) {
+        bool mine = which < count && i < 9;
+        int kinds = which == 0 ? settings.curve[0].kinds : settings.curve[1].kinds;
+        bool tanh = which == 0 ? settings.curve[0].tanh : settings.curve[1].tanh, birch = which == 0 ? settings.curve[0].birch : settings.curve[1].birch;
+        float fixed = 0.0f;                       // no index into what came by value: that would be a copy of it in memory
+        #pragma unroll
+        for (int k = 0; k < 9; k++)
+            if (i == k) fixed = which == 0 ? settings.curve[0].fixed[k] : settings.curve[1].fixed[k];
+        Curve& c = made[mine ? which : 0];
+        int kind = mine ? kinds >> (2 * i) & 3 : 0;
+        unsigned learned = __ballot_sync(0xffffffffu, kind != 0) >> (16 * which);
+        if (mine) {
+            float z = kind == 0 ? fixed : (which == 0 ? theta0 : theta1)[__popc(learned & ((1u << i) - 1))], e = expf(-fabsf(z));
+            float rising = (z < 0.0f ? e : 1.0f) / (1.0f + e), falling = (z < 0.0f ? 1.0f : e) / (1.0f + e);
+            float found = kind == 2 ? fmaxf(z, 0.0f) + log1pf(e) : kind == 3 ? fmaf(9.9f, rising, 0.1f) : z;
+            c.p[i] = i == NU || i == K || i == BETA || i == T_ ? fmaxf(found, LEAST) : found;
+            c.chain[i] = kind == 0 ? 0.0f : kind == 1 ? 1.0f : kind == 2 ? rising : __fmul_rn(__fmul_rn(9.9f, rising), falling);
+        }
+        __syncwarp();
+        if (mine && i == 0) {
+            const float* p = c.p;
+            float V = tanh ? 2.0f : 1.0f, ke = birch ? __fmul_rn(p[K], p[NU]) : p[K], rate = __fmul_rn(__fmul_rn(ke, V), p[SCALE]) / p[T_];
+            c.A = fmaf(-__fmul_rn(ke, fmaf(V, p[SHIFT], -p[M])), LOG2E, log2f(p[BETA]));
+            c.B = __fmul_rn(rate, LOG2E);
+            c.over_nu = 1.0f / p[NU];
+            c.G = __fmul_rn(p[GAIN], V);
+            c.H = p[OFFSET] - (tanh ? p[GAIN] : 0.0f);
+            c.slope = __fmul_rn(c.G, rate) / p[NU];
+            c.V = V;
+            c.birch = birch ? 1.0f : 0.0f;
+            for (int k = 0; k < 6; k++) c.unused[k] = 0.0f;
+        }
     }
     __syncthreads();
-    if (i > 0) return;
-    double V = set.tanh ? 2.0 : 1.0, ke = set.birch ? p[K] * p[NU] : p[K];
-    c.A = (float)((log(p[BETA]) - ke * (V * p[SHIFT] - p[M])) / LN2);
-    c.B = (float)(ke * V * p[SCALE] / p[T_] / LN2);
-    c.over_nu = (float)(1.0 / p[NU]);
-    c.G = (float)(p[GAIN] * V);
-    c.H = (float)(p[OFFSET] - (set.tanh ? p[GAIN] : 0.0));
-    c.slope = (float)(p[GAIN] * V * ke * V * p[SCALE] / (p[T_] * p[NU]));
-    c.unused[0] = (float)V;
-    c.unused[1] = set.birch ? 1.0f : 0.0f;
-    for (int k = 0; k < 6; k++) c.unused2[k] = 0.0f;
-    curves[blockIdx.x] = c;
+    if (blockIdx.x == 0)
+        for (int k = threadIdx.x; k < count * (int)(sizeof(Curve) / 4); k += THREADS) reinterpret_cast<float*>(kept)[k] = reinterpret_cast<const float*>(made)[k];
 }
 
 // The GPU's special functions, each one instruction; what is smaller than 2^-126 counts as 0 (-ftz=true).
@@ -203,13 +211,17 @@ __device__ __forceinline__ void write(DATA_T* row, long long group, long long wi
 // ---- one curve ----
 
 extern "C" __global__ void __launch_bounds__(THREADS) richards_forward(
-    DATA_T* y, const DATA_T* x,               // (n)
-    const Curve* curve, long long n)
+    DATA_T* y,                                // (n)
+    Curve* curve,                             // for the backward
+    const DATA_T* x, const float* theta, Settings settings, long long n)
 {
-    Curve c = *curve;
+    __shared__ Curve made[1];
     long long i = (long long)blockIdx.x * THREADS * GROUPS + threadIdx.x;
+    Group next;
+    if (WIDE * i < n) next = ask(x, i, n);
+    make_curves(made, curve, theta, theta, settings, 1);
     if (WIDE * i >= n) return;
-    Group next = ask(x, i, n);
+    Curve c = made[0];
     #pragma unroll 2
     for (int g = 0; g < GROUPS; g++, i += THREADS) {
         if (WIDE * i >= n) return;
@@ -257,11 +269,12 @@ __device__ __forceinline__ void step(Walk& w) { for (w.q += THREADS; w.q >= w.wi
 
 extern "C" __global__ void __launch_bounds__(THREADS) glu_forward(
     DATA_T* h,                                // (N, hidden)
+    Curve* curves,                            // of x1, of x2: for the backward
     const DATA_T* x,                          // (N, 2 hidden): x1, x2
-    const Curve* curves,                      // of x1, of x2
-    long long N, int hidden)
+    const float* theta_a, const float* theta_g,   // what is learned of each, in the order of the parameters
+    Settings settings, long long N, int hidden)
 {
-    Curve a = curves[0], g = curves[1];
+    __shared__ Curve made[2];
     Walk at = walk_from((long long)blockIdx.x * THREADS * GROUPS + threadIdx.x, (hidden + WIDE - 1) / WIDE);
     Group next1, next2;
     auto ask_both = [&]() {
@@ -270,6 +283,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_forward(
         next2 = ask(from + hidden, at.q, hidden);
     };
     if (at.row < N) ask_both();
+    make_curves(made, curves, theta_a, theta_g, settings, 2);         // while the first groups are on their way
+    Curve a = made[0], g = made[1];
     #pragma unroll 2
     for (int k = 0; k < GROUPS; k++) {
         if (at.row >= N) break;
@@ -371,12 +386,15 @@ __device__ __forceinline__ float mean_of(const DATA_T* from, int width) {
 extern "C" __global__ void __launch_bounds__(THREADS) poly_query_gate(
     DATA_T* q_tilde,                          // (rows, H, HEAD)
     float* gate,                              // (rows, H) e, or 0 where it is shut
+    Curve* kept,                              // curves of the gate, of the query: for the backward
     const DATA_T* q,                          // (rows, H, HEAD), rows `stride` elements apart
     const DATA_T* seen,                       // (rows, H)
     const float* alpha, const float* beta,    // (H)
-    const Curve* curves,                      // of the gate, of the query
+    const float* theta_gate, const float* theta_query, Settings settings,
     int rows, int H, int stride)
 {
+    __shared__ Curve curves[1 + LOW_RANK];
+    make_curves(curves, kept, theta_gate, theta_query, settings, 1 + LOW_RANK);
     int h = blockIdx.x % H, first = blockIdx.x / H * ROWS;
     if (threadIdx.x < ROWS && first + threadIdx.x < rows) {
         long long n = (long long)(first + threadIdx.x) * H + h;
@@ -516,8 +534,8 @@ extern "C" __global__ void __launch_bounds__(1024) richards_finish(
     if (threadIdx.x > 0) return;
     const Curve* c = curves + which;
     const float* p = c->p;
-    bool birch = c->unused[1] != 0.0f;
-    double V = c->unused[0], G = c->G, nu = p[NU], over_nu = 1.0 / nu, over_T = 1.0 / p[T_], over_beta = 1.0 / p[BETA];
+    bool birch = c->birch != 0.0f;
+    double V = c->V, G = c->G, nu = p[NU], over_nu = 1.0 / nu, over_T = 1.0 / p[T_], over_beta = 1.0 / p[BETA];
     double k_of_m = birch ? p[K] : p[K] * over_nu;                                     // k' / nu
     double S0 = G * LN2 * total[0], S1 = G * total[1], Sx = G * total[2];
     double Su = V * p[SCALE] * over_T * Sx + (V * p[SHIFT] - p[M]) * S1;               // sum of dy G sigma r (u - m)
