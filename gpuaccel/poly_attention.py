@@ -31,7 +31,6 @@ from .richards import _kernel as _curve_kernel
 
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 LEAST_GATE = 1e-4
-BACKWARD_V3 = 0                # which parts of the backward v3 takes on Hopper: 1 dq, 2 dk and dv, 4 dPE, 7 all. 0, so v2 takes all, until v3 was measured on a GPU
 GROUPS = 32                    # of (batch, head), whose gradients of PE are summed apart: the same on every machine
 WIDTHS = range(16, 129, 16)    # of a head that v2 takes
 ROWS, THREADS = 32, 256        # rows that a block of what stands around the attention takes, of one head; and its threads
@@ -98,11 +97,10 @@ def _reference_layer(qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta
 # ---- launchers ------------------------------------------------------------------------------------------------------
 
 @functools.cache
-def _kernel(name: str, dtype: torch.dtype, d: int, degree: int, version: int, stages: int, parts: int = 7) -> Kernel:
-    less = {} if parts == 7 else dict(PARTS_OF=parts)
-    if name.endswith("v3"):
-        return Kernel(name[:-3], name, HEAD=d, DEGREE=degree, **less, **(dict(STAGES=stages) if name == "poly_forward_v3" else {}))
-    return Kernel("poly_attention", name, DATA_T=TYPES[dtype], HEAD=d, DEGREE=degree, VERSION=min(version, 2), STAGES=stages, **less)
+def _kernel(name: str, dtype: torch.dtype, d: int, degree: int, version: int, stages: int) -> Kernel:
+    if version == 3:
+        return Kernel(name.removesuffix("_v3"), name, HEAD=d, DEGREE=degree)
+    return Kernel("poly_attention", name, DATA_T=TYPES[dtype], HEAD=d, DEGREE=degree, VERSION=version, STAGES=stages)
 
 
 def shared_bytes(name: str, d: int, stages: int, version: int = 2) -> int:
@@ -117,10 +115,10 @@ def shared_bytes(name: str, d: int, stages: int, version: int = 2) -> int:
     return max((3 * stages + 1 + (3 if wide or stages == 1 else 0)) * tile, (4 * stages + 1 + 2 * wide) * tile, (7 + 2 * stages) * tile + 64 * 72 * 2)
 
 
-def plan(name: str, q: Tensor) -> "tuple[int, ...]":
+def plan(name: str, q: Tensor) -> "tuple[int, int]":
     """(version, stages) of a kernel for heads like q's: v2 for bf16 on tensor cores, with loads ahead where two blocks have room on an SM for it.
 
-    v3 is for heads of 64 on GPUs that have products of warpgroups (Hopper), of a backward (3, stages, parts): those that it takes, v2 takes the others."""
+    v3 is for heads of 64 on GPUs that have products of warpgroups (Hopper)."""
     d = q.shape[-1]
     if backend().name != "cuda" or q.dtype != torch.bfloat16 or d not in WIDTHS:
         return 1, 1
@@ -130,8 +128,8 @@ def plan(name: str, q: Tensor) -> "tuple[int, ...]":
 @functools.cache
 def _plan(name, d, index):
     gpu = torch.cuda.get_device_properties(index)
-    if d == 64 and gpu.major == 9 and (name == "poly_forward" or BACKWARD_V3):
-        return (3, 2) if name == "poly_forward" else (3, 2, BACKWARD_V3)
+    if d == 64 and gpu.major == 9:
+        return 3, 2
     one, two = (shared_bytes(name, d, stages) + 1024 for stages in (1, 2))                # each block costs 1 KiB more
     if gpu.major < 8 or one > gpu.shared_memory_per_multiprocessor:
         return 1, 1
@@ -161,23 +159,17 @@ def _prepared(q_tilde, q, k, v, window, of_grads=0):
     return memories, T, H, min(window, T), _ROWS(*strides, of_grads)
 
 
-def _versions(how):
-    """Of a backward by v2 and v3: (version, stages, parts) of each launch."""
-    of_v3 = 0 if how[0] < 3 else how[2] if len(how) > 2 else 7
-    return [(version, how[1], parts) for version, parts in ((3, of_v3), (2, 7 - of_v3)) if parts]
-
-
 def _launch(name, q, degree, how, grid, before, args):
-    version, stages, *_ = how
+    version, stages = how
     kernel = _kernel(f"{name}_v{version}", q.dtype, q.shape[-1], degree, *how)
     kernel[(grid, 256) if version == 1 else (grid, 128 * (version - 1), shared_bytes(name, q.shape[-1], stages, version))](*before, *args)
 
 
-def backward_blocks(version: int, T: int, window: int, heads: int, groups: int, parts: int = 7) -> int:
+def backward_blocks(version: int, T: int, window: int, heads: int, groups: int) -> int:
     """Of v2 or v3: of 64 or 128 queries (dq) and keys (dk and dv) of each of B * H heads, of 64 differences or two diagonals of tiles (dPE) of each group of heads."""
     diagonals = -(-window // 64) if version == 2 else min((window + 62) // 64, (T - 1) // 64) // 2 + 1
     rows = -(-T // (64 if version == 2 else 128))
-    return (parts >> 2) * diagonals * groups + ((parts & 1) + (parts >> 1 & 1)) * rows * heads
+    return diagonals * groups + 2 * rows * heads
 
 
 def launch_forward(q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor, pe: Tensor, coefficients: Tensor, degree: int, window: int, how=None,
@@ -197,7 +189,6 @@ def launch_backward(dy: Tensor, q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor
                     how=None, into: "Tensor | None" = None) -> "tuple[Tensor, ...]":
     """poly_backward_q, _kv and _pe, then what adds up their parts. dy: (B, T, H, d). Returns dq_tilde, dq, dk, dv, dpe, dcoefficients.
 
-    how: (version, stages), or (3, stages, parts: 1 dq, 2 dk and dv, 4 dPE) for v3 with v2 for the others; default: plan().
     into: (B, T, 3, H, d), contiguous, of which dq, dk and dv become parts; default: three tensors."""
     B, T, H, d = q.shape
     memories, *numbers, rows = _prepared(q_tilde, q, k, v, window, H * d * (1 if into is None else 3))
@@ -208,18 +199,17 @@ def launch_backward(dy: Tensor, q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor
     how, groups = how or plan("poly_backward", q), min(B * H, GROUPS)
     side = 32 if how[0] == 1 else 64
     tiles, diagonals = -(-T // side) * B * H, -(-window // side)
-    halves = 2 if how[0] > 1 and any(version == 3 and parts & 4 for version, _, parts in _versions(how)) else 1       # v3 has each row of dPE in two parts
+    halves = 2 if how[0] == 3 else 1           # v3 has each row of dPE in two parts
     sums, partial = torch.empty(tiles, 2, device=q.device), torch.empty(halves * groups, diagonals * side, d, device=q.device)
     if how[0] == 1:
         _launch("poly_backward_q", q, degree, how, tiles, (dq_tilde, dq, sums), (*given, *numbers, rows))
         _launch("poly_backward_kv", q, degree, how, tiles, (dk, dv), (*given, *numbers, rows))
         _launch("poly_backward_pe", q, degree, how, (diagonals, groups), (partial,), (*given, *numbers[:2], B * H, window, rows))
     else:
-        for version, stages, parts in _versions(how):
-            blocks = backward_blocks(version, T, window, B * H, groups, parts)
-            _launch("poly_backward", q, degree, (version, stages, parts), blocks, (dq_tilde, dq, dk, dv, sums, partial), (*given, *numbers, B * H, groups, rows))
+        blocks = backward_blocks(how[0], T, window, B * H, groups)
+        _launch("poly_backward", q, degree, how, blocks, (dq_tilde, dq, dk, dv, sums, partial), (*given, *numbers, B * H, groups, rows))
     dpe, dcoefficients = torch.empty_like(pe), torch.empty_like(coefficients)
-    finish = _kernel("poly_finish", q.dtype, d, degree, *how[:2])
+    finish = _kernel("poly_finish", q.dtype, d, degree, min(how[0], 2), how[1])
     finish[1 - (-dpe.numel() // 256), 256](dpe, dcoefficients, partial, sums, coefficients, len(pe), partial.shape[1], len(partial), tiles)
     return dq_tilde, *((dq, dk, dv) if into is None else into.unbind(2)), dpe, dcoefficients
 
@@ -288,8 +278,8 @@ _library.define(f"poly_layer_backward(Tensor dout, Tensor out, Tensor e, Tensor 
 def _all(q, degree) -> "list[Kernel]":
     back = plan("poly_backward", q)
     names = [("poly_forward", *plan("poly_forward", q))]
-    names += [(f"poly_backward_{part}", *back) for part in ("q", "kv", "pe")] if back[0] == 1 else [("poly_backward", *rest) for rest in _versions(back)]
-    return [_kernel(f"{name}_v{version}", q.dtype, q.shape[-1], degree, version, *rest) for name, version, *rest in names]
+    names += [(f"poly_backward{part}", *back) for part in (("_q", "_kv", "_pe") if back[0] == 1 else ("",))]
+    return [_kernel(f"{name}_v{version}", q.dtype, q.shape[-1], degree, version, stages) for name, version, stages in names]
 
 
 def _ours(q, coefficients, degree) -> bool:

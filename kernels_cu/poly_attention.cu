@@ -1104,10 +1104,6 @@ __device__ __forceinline__ void backward_pe(unsigned char* memory, float* partia
 }
 #endif
 
-#ifndef PARTS_OF
-#define PARTS_OF 7                            // which of the backward's parts a launch has: 1 dq~ and dq, 2 dk and dv, 4 dPE
-#endif
-
 // All of the backward in one launch: the blocks of dPE, which are longest where a group has several heads, then those of dq and of dk and dv, alternating; each
 // the longest first, so that short ones fill the end.
 extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, BACKWARD_BLOCKS) poly_backward_v2(
@@ -1120,10 +1116,10 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, BACKWARD_BLOCKS) po
 #if VERSION == 2
     extern __shared__ __align__(16) unsigned char memory[];
     Tensors in = {dy, q_tilde, q, k, v, pe, coefficients, T, H, window, stride};
-    int diagonals = (window + SIDE - 1) / SIDE, first = PARTS_OF & 4 ? diagonals * groups : 0, unit = blockIdx.x - first;
-    if (unit < 0) { if (PARTS_OF & 4) backward_pe(memory, partial, in, blockIdx.x / groups, diagonals, blockIdx.x % groups, groups, heads); }
-    else if ((PARTS_OF & 3) == 1 || ((PARTS_OF & 1) && unit % 2 == 0)) backward_q(memory, dq_tilde, dq, sums, in, PARTS_OF & 2 ? unit / 2 : unit, heads);
-    else if (PARTS_OF & 2) backward_kv(memory, dk, dv, in, PARTS_OF & 1 ? unit / 2 : unit, heads);
+    int diagonals = (window + SIDE - 1) / SIDE, unit = blockIdx.x - diagonals * groups;
+    if (unit < 0) backward_pe(memory, partial, in, blockIdx.x / groups, diagonals, blockIdx.x % groups, groups, heads);
+    else if (unit % 2 == 0) backward_q(memory, dq_tilde, dq, sums, in, unit / 2, heads);
+    else backward_kv(memory, dk, dv, in, unit / 2, heads);
 #endif
 }
 

@@ -1,5 +1,4 @@
-// poly_backward, third rung: the backward of poly_attention.cu on Hopper's warpgroup products (wgmma, sm_90a), for bf16 heads of 64. Compared with float64 on
-// the CPU, its asm replaced by C++ of the same meaning; NOT YET RUN on a GPU.
+// poly_backward, third rung: the backward of poly_attention.cu on Hopper's warpgroup products (wgmma, sm_90a), for bf16 heads of 64.
 //
 //   s_ij = q~_i . k_j + q_i . PE[i - j]       t = tanh(s / 8)       phi_ij = scale (a (8 t)^p + b)       dphi_ij = dy_i . v_j
 //   dv_j = sum_i phi_ij dy_i        ds_ij = dphi_ij scale a p (8 t)^(p-1) (1 - t^2)        dk_j = sum_i ds_ij q~_i
@@ -19,8 +18,8 @@
 //   backward_pe   ds goes through shared memory, each row shifted to where its differences are, and is read as its transpose: two tiles of dPE for a diagonal of
 //                 tiles, dPE += ds^T q. 6 products. Each tile of dPE is a part of two diagonals: `partial` has both, and poly_finish adds them up.
 //
-// A block is two warpgroups, which take most tiles together: of 128 queries (q), of 128 keys (kv), of two diagonals (pe). They are half a step apart
-// (SHIFTED): one waits for the tensor cores while the other computes special functions.
+// A block is two warpgroups, which take most tiles together: of 128 queries (q), of 128 keys (kv), of two diagonals (pe). They are half a step apart:
+// one waits for the tensor cores while the other computes special functions.
 //
 // Estimates for a tile, in clocks of an SM: tensor cores 640 (q), 768, 768; special functions 512 (q: the exact tanh, two for a pair), 256, 256; shared memory about
 // 740 (q: products 450, skews 190, loads 100), 1090 (kv: products 700, shuffles 130, phi and ds 130, loads 130), 1120 (pe: products 700, shuffles 130, ds 130,
@@ -31,12 +30,6 @@
 #endif
 #ifndef DEGREE
 #define DEGREE 3
-#endif
-#ifndef PARTS_OF
-#define PARTS_OF 7            // which parts a launch has: 1 dq~ and dq, 2 dk and dv, 4 dPE
-#endif
-#ifndef SHIFTED
-#define SHIFTED 1             // the second warpgroup meets the first one in the middle of its own step
 #endif
 #define THREADS 256
 #define SIDE 64               // rows of a tile
@@ -387,11 +380,10 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
         arrived<1>();
         ask_for(u + 2);
     };
-    bool later = SHIFTED && group == 1;                  // this warpgroup enters a step in the middle of its own one before
-    if (group == 0 || later) enter(0);
+    enter(0);                                            // the second warpgroup enters a step in the middle of its own one before
     for (int s = 0; s < mine; s++) {
         int at = s + 1 - group;
-        if (!later) enter(at);
+        if (group == 0) enter(at);
         skew(warp, c, near, far);                        // while dq of the step before is computed
         #pragma unroll
         for (int i = 0; i < 32; i++) near[i] = far[i];   // two bodies that change places would need none of that, but more registers than there are
@@ -399,7 +391,7 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
         multiply<true, false>(c, by_k, at_place(of_k(at)));
         multiply<false, false, false>(d, at_place(10 + group), at_place(of_v(at)));
         commit();
-        if (later) enter(at + 1);
+        if (group == 1) enter(at + 1);
         finished<0>();
         taken(c);
         taken(d);
@@ -443,7 +435,7 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
     finished<0>();
     taken(sums_k);
     taken(sums_pe);
-    if (group == 1) for (int u = mine + later; u < steps; u++) enter(u);
+    if (group == 1) for (int u = mine + 1; u < steps; u++) enter(u);
 
     float slope = in.slope();
     unit = again(unit);
@@ -524,12 +516,10 @@ __device__ __forceinline__ void backward_kv(const Tiles& m, bf16* dk, bf16* dv, 
         arrived<0>();
         ask_for(u + 1);
     };
-    bool later = SHIFTED && group == 1;
-    if (group == 1) enter(0);
-    if (later) enter(1);
+    if (group == 1) { enter(0); enter(1); }
     for (int u = group; u < end; u++) {
         int s = u - group;
-        if (!later) enter(u);
+        if (group == 0) enter(u);
         skew(warp, c, near, far);                        // while dk and dv of the step before are computed
         begin();
         multiply<true, false, false>(c, at_place(of_q_tilde(u)), at_place(group));
@@ -538,7 +528,7 @@ __device__ __forceinline__ void backward_kv(const Tiles& m, bf16* dk, bf16* dv, 
         finished<0>();
         taken(c);
         taken(d);
-        if (later) enter(u + 1);
+        if (group == 1) enter(u + 1);
         #pragma unroll
         for (int i = 0; i < 32; i++) {
             Power at = steep<false>(c[i]);
@@ -572,7 +562,7 @@ __device__ __forceinline__ void backward_kv(const Tiles& m, bf16* dk, bf16* dv, 
     finished<0>();
     taken(sums_k);
     taken(sums_v);
-    for (int u = max(group, end) + later; u < steps; u++) enter(u);
+    for (int u = max(group, end) + group; u < steps; u++) enter(u);
     write(dk + in.row(unit % heads, in.stride.grad), sums_k, in.slope(), in.stride.grad, j0 + 16 * warp, T);
     write(dv + in.row(unit % heads, in.stride.grad), sums_v, 1.0f, in.stride.grad, j0 + 16 * warp, T);
 }
@@ -600,7 +590,6 @@ __device__ __forceinline__ void backward_pe(const Tiles& m, float* partial, cons
     clear(sums_near);
     clear(sums_far);
     int steps = tiles - first, mine = s < diagonals ? steps : 0;                // step u has queries first + u; this warpgroup has steps group .., keys u - group
-    bool later = SHIFTED && group == 1;
     for (int which = of_group; which < heads; which += groups) {
         Tensors x = in.of_head(which);
         auto ask_early = [&](int u) { if (u < steps) m.ask((first + u + 1) * SIDE > T, of_q(u), x.q, x.stride.q, (first + u) * SIDE, T); };
@@ -633,10 +622,9 @@ __device__ __forceinline__ void backward_pe(const Tiles& m, float* partial, cons
         finished<0>();
         taken(near);
         taken(far);
-        if (group == 1) enter(0);
-        if (later) enter(1);
+        if (group == 1) { enter(0); enter(1); }
         for (int u = group; u < mine; u++) {
-            if (!later) enter(u);
+            if (group == 0) enter(u);
             skew(warp, c, near, far);                    // while dPE of the step before is computed
             begin();
             multiply<true, false, false>(c, at_place(of_q_tilde(u)), at_place(of_k(u - group)));
@@ -645,7 +633,7 @@ __device__ __forceinline__ void backward_pe(const Tiles& m, float* partial, cons
             finished<0>();
             taken(c);
             taken(d);
-            if (later) enter(u + 1);
+            if (group == 1) enter(u + 1);
             #pragma unroll
             for (int i = 0; i < 32; i++) d[i] *= steep<false>(c[i]).rise;
             m.put_skewed(of_ds(u), d);
@@ -661,7 +649,7 @@ __device__ __forceinline__ void backward_pe(const Tiles& m, float* partial, cons
             taken(far);
         }
         finished<0>();
-        for (int u = max(group, mine) + later; u < steps; u++) enter(u);
+        for (int u = max(group, mine) + group; u < steps; u++) enter(u);
     }
     taken(sums_near);
     taken(sums_far);
@@ -700,10 +688,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) poly_backward_v3(
     extern __shared__ __align__(1024) unsigned char memory[];
     Tensors in = {dy, q_tilde, q, k, v, pe, coefficients, T, H, window, stride};
     int diagonals = min((window + SIDE - 2) / SIDE, (T + SIDE - 1) / SIDE - 1) + 1;
-    int first = PARTS_OF & 4 ? (diagonals + 1) / 2 * groups : 0, unit = blockIdx.x - first;
+    int unit = blockIdx.x - (diagonals + 1) / 2 * groups;
     Tiles m(memory);
-    if (unit < 0) { if (PARTS_OF & 4) backward_pe(m, partial, in, blockIdx.x / groups, blockIdx.x % groups, groups, heads); }
-    else if ((PARTS_OF & 3) == 1 || ((PARTS_OF & 1) && unit % 2 == 0)) backward_q(m, dq_tilde, dq, sums, in, PARTS_OF & 2 ? unit / 2 : unit, heads);
-    else if (PARTS_OF & 2) backward_kv(m, dk, dv, in, PARTS_OF & 1 ? unit / 2 : unit, heads);
+    if (unit < 0) backward_pe(m, partial, in, blockIdx.x / groups, blockIdx.x % groups, groups, heads);
+    else if (unit % 2 == 0) backward_q(m, dq_tilde, dq, sums, in, unit / 2, heads);
+    else backward_kv(m, dk, dv, in, unit / 2, heads);
 #endif
 }

@@ -19,8 +19,7 @@ module = importlib.import_module("gpuaccel.poly_attention")      # the package's
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 PLACES, KERNELS = ["cpu", "simt", CUDA], ["simt", CUDA]
 NAMES = ("y", "dq_tilde", "dq", "dk", "dv", "dpe", "dcoefficients")
-V1, V2, V2_LATER, V3 = (1, 1), (2, 2), (2, 1), (3, 2)      # version of the kernels, stages of their loads; V3: v3's forward, v2's backward
-V3_BACK = (3, 2, 7)                                        # v3's forward and v3's parts of the backward: 1 dq, 2 dk and dv, 4 dPE, v2's for the others
+V1, V2, V2_LATER, V3 = (1, 1), (2, 2), (2, 1), (3, 2)      # version of the kernels, stages of their loads
 
 
 def by_query(q_tilde, q, k, v, pe, coefficients, degree, window):
@@ -59,22 +58,17 @@ def wanted(inputs, dy, degree, window, f=by_query):
 
 def launched(inputs, dy, degree, window, how):
     on_hopper(inputs[0], how)
-    back = back_of(how)
     if inputs[0].is_cuda and how[0] > 1:
         gpu = torch.cuda.get_device_properties(0)
-        most = max(shared_bytes(name, dy.shape[-1], back[1]) for name in ("poly_forward", "poly_backward"))
+        most = max(shared_bytes(name, dy.shape[-1], how[1]) for name in ("poly_forward", "poly_backward"))
         if gpu.major < 8 or most + 1024 > gpu.shared_memory_per_multiprocessor:
             pytest.skip(f"{gpu.name} has no tensor cores for bf16, or not {most:,} bytes of shared memory for a block")
     window = window or dy.shape[1]
-    return (launch_forward(*inputs, degree, window, how[:2]), *launch_backward(dy, *inputs, degree, window, back))
-
-
-def back_of(how):
-    return V2 if how == V3 else how
+    return (launch_forward(*inputs, degree, window, how), *launch_backward(dy, *inputs, degree, window, how))
 
 
 def on_hopper(q, how):
-    if how[0] == 3 and not (q.is_cuda and torch.cuda.get_device_capability()[0] == 9):
+    if how == V3 and not (q.is_cuda and torch.cuda.get_device_capability()[0] == 9):
         pytest.skip("v3 needs a GPU with products of warpgroups (sm_90a)")
 
 
@@ -90,11 +84,8 @@ CASES = [(V1, torch.float32, 3, 16, [(3, 17, 1, None), (1, 1, 2, None), (2, 65, 
          (V1, torch.float16, 3, 128, [(1, 65, 1, 64)]),
          (V2, torch.bfloat16, 3, 64, [(1, 130, 2, None), (1, 64, 1, 1), (3, 1, 1, None)]), (V2_LATER, torch.bfloat16, 7, 16, [(2, 130, 1, 64), (1, 2, 1, None), (1, 65, 2, 5),
           (1, 130, 1, 66)]), (V2, torch.bfloat16, 1, 128, [(1, 65, 1, None), (1, 17, 3, 5)])]
-ON_HOPPER = [(V3, torch.bfloat16, 3, 64, [(1, 1, 2, None), (2, 130, 2, None), (3, 64, 1, 1), (1, 200, 1, 63), (2, 330, 1, 65)]), (V3, torch.bfloat16, 5, 64, [(1, 129, 2, 64), (2, 520, 1, None)]),
-             (V3, torch.bfloat16, 1, 64, [(1, 330, 1, 128)]),
-             (V3_BACK, torch.bfloat16, 3, 64, [(1, 1, 2, None), (2, 130, 2, None), (3, 64, 1, 1), (1, 200, 1, 63), (2, 330, 1, 65), (33, 70, 1, 2)]),
-             (V3_BACK, torch.bfloat16, 5, 64, [(1, 129, 2, 64), (2, 520, 1, None)]), (V3_BACK, torch.bfloat16, 1, 64, [(1, 330, 1, 128)]),
-             *(((3, 2, parts), torch.bfloat16, 3, 64, [(2, 257, 2, 66)]) for parts in (1, 2, 4, 6))]
+ON_HOPPER = [(V3, torch.bfloat16, 3, 64, [(1, 1, 2, None), (2, 130, 2, None), (3, 64, 1, 1), (1, 200, 1, 63), (2, 330, 1, 65), (33, 70, 1, 2)]),
+             (V3, torch.bfloat16, 5, 64, [(1, 129, 2, 64), (2, 520, 1, None)]), (V3, torch.bfloat16, 1, 64, [(1, 330, 1, 128)])]
 
 
 @pytest.mark.gpu
@@ -119,13 +110,13 @@ def test_values_and_all_gradients_are_those_of_float64_on_the_same_inputs(device
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("how, dtype, degree, d", [(V1, torch.float32, 3, 64), (V1, torch.bfloat16, 5, 24), *((V2, torch.bfloat16, 3, d) for d in WIDTHS), (V2, torch.bfloat16, 7, 64),
-                                                   (V3, torch.bfloat16, 3, 64), (V3, torch.bfloat16, 7, 64), (V3_BACK, torch.bfloat16, 3, 64), (V3_BACK, torch.bfloat16, 7, 64)], ids=str)
+                                                   (V3, torch.bfloat16, 3, 64), (V3, torch.bfloat16, 7, 64)], ids=str)
 @pytest.mark.parametrize("B, T, H, window", [(2, 512, 3, None), (1, 4096, 1, None), (1, 4096, 2, 100), (64, 100, 2, 33)])
 def test_gpu_long_sequences_and_many_of_them(B, T, H, window, how, dtype, degree, d):
     """The reference in float64, which the small cases have compared with the formula, is the judge."""
     inputs, dy = given("cuda", dtype, B, T, H, d)
     on_hopper(inputs[0], how)
-    y = launch_forward(*inputs, degree, window or T, how[:2])
+    y = launch_forward(*inputs, degree, window or T, how)
     dy = dy + y / y.float().square().mean().sqrt().to(dtype)          # else millions of terms cancel in dcoefficients, and only rounding is left to be compared
     found = launched(inputs, dy, degree, window, how)
     for name, mine, theirs in zip(NAMES, found, wanted(inputs, dy, degree, window, reference_poly_attention)):
@@ -133,8 +124,7 @@ def test_gpu_long_sequences_and_many_of_them(B, T, H, window, how, dtype, degree
     same(found, launched(inputs, dy, degree, window, how))
 
 
-@pytest.mark.parametrize("how, dtype, d", [(V1, torch.float32, 16), (V2, torch.bfloat16, 64), pytest.param(V3, torch.bfloat16, 64, marks=pytest.mark.gpu),
-                                             pytest.param(V3_BACK, torch.bfloat16, 64, marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.parametrize("how, dtype, d", [(V1, torch.float32, 16), (V2, torch.bfloat16, 64), pytest.param(V3, torch.bfloat16, 64, marks=pytest.mark.gpu)], ids=str)
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_sequence_has_the_same_bits_in_any_batch_and_what_is_masked_does_not_matter(device, how, dtype, d):
     (q_tilde, q, k, v, pe, coefficients), dy = given(device, dtype, 2, 70, 2, d)
@@ -144,21 +134,20 @@ def test_a_sequence_has_the_same_bits_in_any_batch_and_what_is_masked_does_not_m
         assert torch.equal(one, all[1:]), name
     k, v, pe = k.clone(), v.clone(), pe.clone()
     k[:, :20], v[:, 69:], pe[6:] = 100.0, -7.0, 50.0       # before, after, farther than what queries 30 .. 60 see
-    assert torch.equal(launch_forward(q_tilde, q, k, v, pe, coefficients, 3, 6, how[:2])[:, 30:60], y[:, 30:60])
+    assert torch.equal(launch_forward(q_tilde, q, k, v, pe, coefficients, 3, 6, how)[:, 30:60], y[:, 30:60])
 
 
-@pytest.mark.parametrize("how, dtype, d", [(V1, torch.float32, 12), (V2, torch.bfloat16, 64), pytest.param(V3, torch.bfloat16, 64, marks=pytest.mark.gpu),
-                                             pytest.param(V3_BACK, torch.bfloat16, 64, marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.parametrize("how, dtype, d", [(V1, torch.float32, 12), (V2, torch.bfloat16, 64), pytest.param(V3, torch.bfloat16, 64, marks=pytest.mark.gpu)], ids=str)
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_gate_multiplies_rows_and_gradients_can_be_parts_of_one_tensor(device, how, dtype, d):
     inputs, dy = given(device, dtype, 2, 70, 3, d)
     want, gate = launched(inputs, dy, 3, 6, how), torch.rand(2, 70, 3, generator=torch.Generator().manual_seed(1)).to(device)
     gate[0, :40, 1] = 0.0
-    y = launch_forward(*inputs, 3, 6, how[:2], gate)
+    y = launch_forward(*inputs, 3, 6, how, gate)
     assert not y[0, :40, 1].any()
     close(y, want[0].double() * gate.double().unsqueeze(-1), 1e-6 if dtype == torch.float32 else 5e-3, "y")
     into = torch.full((2, 70, 3, 3, d), math.nan, dtype=dtype, device=device)
-    same((want[0], *launch_backward(dy, *inputs, 3, 6, back_of(how), into)), want)
+    same((want[0], *launch_backward(dy, *inputs, 3, 6, how, into)), want)
     assert torch.equal(into, torch.stack(want[2:5], 2))
 
 
@@ -180,9 +169,9 @@ def test_under_the_checks_the_kernels_do_nothing_wrong(how, dtype):
 
 
 def test_tensor_core_kernels_have_registers_enough():
-    for name, how in (("poly_forward", V2), ("poly_backward", V2), ("poly_forward", V3), ("poly_backward", V3_BACK)):
+    for name, how in (("poly_forward", V2), ("poly_backward", V2), ("poly_forward", V3), ("poly_backward", V3)):
         cost = _kernel(f"{name}_v{how[0]}", torch.bfloat16, 64, 3, *how).resources("sm_90")
-        assert cost.arch == ("sm_90a" if how[0] == 3 else "sm_90") and cost.registers > 100, f"an empty body: {cost}"
+        assert cost.arch == ("sm_90a" if how == V3 else "sm_90") and cost.registers > 100, f"an empty body: {cost}"
         assert cost.spill_store_bytes == cost.spill_load_bytes == 0, f"{name}: {cost}"
 
 
@@ -193,7 +182,7 @@ def test_gpu_heads_of_64_in_bf16_take_tensor_cores_and_nothing_waits():
         pytest.skip("this GPU has no tensor cores for bf16")
     hopper = torch.cuda.get_device_capability()[0] == 9
     assert plan("poly_forward", q)[0] == (3 if hopper else 2) and plan("poly_forward", q.float()) == V1
-    assert plan("poly_backward", q) == ((3, 2, module.BACKWARD_V3) if hopper and module.BACKWARD_V3 else plan("poly_backward", q)[:2])
+    assert plan("poly_backward", q)[0] == plan("poly_forward", q)[0]
     layer = PolyAttention(256, 4, max_positions=4096, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(2, 300, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     layer(x).sum().backward()
