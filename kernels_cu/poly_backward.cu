@@ -676,7 +676,7 @@ __device__ __forceinline__ void backward_pe(const Tiles& m, float* partial, cons
 }
 #endif
 
-// As poly_backward_v2: the blocks of dPE, then those of dq and of dk and dv, alternating; each the longest first.
+// The blocks of dPE, then those of dq, then those of dk and dv; each the longest first. (dq and dk in turns, as in v2, take 8 to 10% longer.)
 extern "C" __global__ void __launch_bounds__(THREADS, 1) poly_backward_v3(
     bf16* dq_tilde, bf16* dq, bf16* dk, bf16* dv,         // (B, T, H, d); but for dq_tilde with rows apart
     float* sums,                              // (tiles of 64 queries, B H, 2) sums of dphi c^p and of dphi
@@ -688,10 +688,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) poly_backward_v3(
     extern __shared__ __align__(1024) unsigned char memory[];
     Tensors in = {dy, q_tilde, q, k, v, pe, coefficients, T, H, window, stride};
     int diagonals = min((window + SIDE - 2) / SIDE, (T + SIDE - 1) / SIDE - 1) + 1;
-    int unit = blockIdx.x - (diagonals + 1) / 2 * groups;
+    int of_pe = (diagonals + 1) / 2 * groups, each = (T + 2 * SIDE - 1) / (2 * SIDE) * heads, unit = blockIdx.x - of_pe;
     Tiles m(memory);
     if (unit < 0) backward_pe(m, partial, in, blockIdx.x / groups, blockIdx.x % groups, groups, heads);
-    else if (unit % 2 == 0) backward_q(m, dq_tilde, dq, sums, in, unit / 2, heads);
-    else backward_kv(m, dk, dv, in, unit / 2, heads);
+    else if (unit < each) backward_q(m, dq_tilde, dq, sums, in, unit, heads);
+    else backward_kv(m, dk, dv, in, unit - each, heads);
 #endif
 }
