@@ -34,7 +34,7 @@ DEFAULTS = dict(nu=1.0, k=1.0, m=0.0, beta=1.0, T=1.0, a=1.0, c=0.0, s=1.0, b=0.
 FIXED, PLAIN, SOFTPLUS, BOUNDED = range(4)                  # how a parameter is learned; bounded: 0.1 + 9.9 sigmoid(z)
 LEAST = 1e-6
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
-FORWARD, BACKWARD, EACH, SUMS, CURVE = 128, 128, 64, 5, 32      # threads of a block; EACH: elements of a thread; CURVE: floats of what a forward leaves of one
+THREADS, SUMS, CURVE = 128, 5, 32                           # of a block; CURVE: floats of what a forward leaves of one
 _SETTING = struct.Struct("9f3i").pack
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 
@@ -84,7 +84,12 @@ def _gradients(function, grad, *inputs):
 @functools.cache
 def _kernel(name: str, dtype: torch.dtype = torch.float32, whole: int = 0) -> Kernel:
     # Numbers below 2^-126 count as 0: with them every power and logarithm of 2 takes four instructions more.
-    return Kernel("richards", name, options=("-ftz=true",), DATA_T=TYPES[dtype], WHOLE=whole, THREADS=FORWARD if name.endswith("forward") else BACKWARD, EACH=EACH)
+    return Kernel("richards", name, options=("-ftz=true",), DATA_T=TYPES[dtype], WHOLE=whole, THREADS=THREADS, GROUPS=_groups(name, dtype))
+
+
+def _groups(name, dtype) -> int:
+    """Of 16 bytes, that a thread takes."""
+    return 4 * dtype.itemsize if name.endswith("backward") else 8
 
 
 def _pack(*settings) -> bytes:
@@ -102,24 +107,23 @@ def _finish(sums, curves, thetas, settings) -> "list[Tensor]":
     return found
 
 
-def _chunks(rows, width, dtype, threads) -> int:
+def _chunks(name, rows, width, dtype) -> int:
     """Thread blocks for a matrix, whose rows are taken in groups of 16 bytes."""
-    wide = 16 // dtype.itemsize
-    return -(-rows * -(-width // wide) // (threads * EACH // wide))
+    return -(-rows * -(-width * dtype.itemsize // 16) // (THREADS * _groups(name, dtype)))
 
 
 def launch_forward(x: Tensor, theta: Tensor, setting) -> "tuple[Tensor, Tensor]":
     """richards_forward. x contiguous and not empty, theta fp32. Returns y and what the backward needs of the curve."""
     curves, y = torch.empty(1, CURVE, device=x.device), torch.empty_like(x)
-    _kernel("richards_forward", x.dtype, _whole(x.numel(), x, y))[_chunks(1, x.numel(), x.dtype, FORWARD), FORWARD](
+    _kernel("richards_forward", x.dtype, _whole(x.numel(), x, y))[_chunks("forward", 1, x.numel(), x.dtype), THREADS](
         y, curves, x, theta, _pack(setting), x.numel())
     return y, curves
 
 
 def launch_backward(dy: Tensor, x: Tensor, theta: Tensor, curves: Tensor, setting) -> "tuple[Tensor, Tensor]":
     """richards_backward and richards_finish. Returns dx and dtheta."""
-    dx, sums = torch.empty_like(x), torch.empty(_chunks(1, x.numel(), x.dtype, BACKWARD), SUMS, device=x.device)
-    _kernel("richards_backward", x.dtype, _whole(x.numel(), x, dy, dx))[len(sums), BACKWARD](dx, sums, dy, x, curves, x.numel())
+    dx, sums = torch.empty_like(x), torch.empty(_chunks("backward", 1, x.numel(), x.dtype), SUMS, device=x.device)
+    _kernel("richards_backward", x.dtype, _whole(x.numel(), x, dy, dx))[len(sums), THREADS](dx, sums, dy, x, curves, x.numel())
     return dx, *_finish(sums, curves, [theta], [setting])
 
 
@@ -127,7 +131,7 @@ def launch_glu_forward(x: Tensor, thetas, settings) -> "tuple[Tensor, Tensor]":
     """glu_forward. x (N, 2 hidden) contiguous and not empty. Returns h (N, hidden) and what the backward needs of the curves."""
     N, hidden = x.shape[0], x.shape[1] // 2
     curves, h = torch.empty(2, CURVE, device=x.device), torch.empty(N, hidden, dtype=x.dtype, device=x.device)
-    _kernel("glu_forward", x.dtype, _whole(hidden, x, h))[_chunks(N, hidden, x.dtype, FORWARD), FORWARD](
+    _kernel("glu_forward", x.dtype, _whole(hidden, x, h))[_chunks("forward", N, hidden, x.dtype), THREADS](
         h, curves, x, *thetas, _pack(*settings), N, hidden)
     return h, curves
 
@@ -135,8 +139,8 @@ def launch_glu_forward(x: Tensor, thetas, settings) -> "tuple[Tensor, Tensor]":
 def launch_glu_backward(dh: Tensor, x: Tensor, thetas, curves: Tensor, settings) -> "tuple[Tensor, Tensor, Tensor]":
     """glu_backward and richards_finish. Returns dx, and dtheta of both curves."""
     N, hidden = dh.shape
-    dx, sums = torch.empty_like(x), torch.empty(_chunks(N, hidden, x.dtype, BACKWARD), 2 * SUMS, device=x.device)
-    _kernel("glu_backward", x.dtype, _whole(hidden, x, dh, dx))[len(sums), BACKWARD](dx, sums, dh, x, curves, N, hidden)
+    dx, sums = torch.empty_like(x), torch.empty(_chunks("backward", N, hidden, x.dtype), 2 * SUMS, device=x.device)
+    _kernel("glu_backward", x.dtype, _whole(hidden, x, dh, dx))[len(sums), THREADS](dx, sums, dh, x, curves, N, hidden)
     return dx, *_finish(sums, curves, thetas, settings)
 
 

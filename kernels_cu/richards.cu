@@ -30,11 +30,10 @@
 #ifndef THREADS
 #define THREADS 256
 #endif
-#ifndef EACH
-#define EACH 64               // elements that a thread takes: a chunk has EACH * THREADS
+#ifndef GROUPS
+#define GROUPS 8              // groups that a thread takes: a chunk has GROUPS * THREADS
 #endif
 #define WIDE (16 / (int)sizeof(DATA_T))       // elements of a group: 16 bytes, one request of a thread
-#define GROUPS (EACH / WIDE)
 #define SUMS 5
 #define NU 0
 #define K 1
