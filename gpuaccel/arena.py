@@ -276,6 +276,15 @@ class Arena:
         """arena.grads was written by something that torch does not count: sums of squares taken before are void."""
         self._squares = [False] * len(self.segments)
 
+    @torch.no_grad()
+    def move_grads(self, home: Tensor):
+        """arena.grads and its views lie in `home`, (N,) fp32 on the arena's device, from here on, with the sums that they have. Whoever has taken their
+        addresses has the old ones: to be called before an accumulator is made."""
+        home.copy_(self.grads)
+        self.grads.data = home
+        for view, s in zip(self.grad_views, self.segments):
+            view.data = self._slice(home, s)
+
     def check(self):
         """Raise ArgumentError, naming the parameter, when one no longer is a view of the arena."""
         moved = [s for p, place, s in zip(self.params, self._places, self.segments) if p.data_ptr() != place and s.numel]

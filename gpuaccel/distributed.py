@@ -81,6 +81,42 @@ def check_alike(mine: "list[tuple[str, str]]", group, world: int):
             raise ArgumentError(f"the ranks differ: {what}. All have to train the same model in the same way")
 
 
+def compare(how: "Distributed", arena: Arena, opt, settings: dict):
+    """ArgumentError on every rank unless all have the same model, the same optimizer and the same way of working as rank 0."""
+    rows = [(s.name, f"{str(p.dtype).removeprefix('torch.')} {list(s.shape)}, weight decay {s.decay}, learning rate x{s.lr_scale:g}")
+            for s, p in zip(arena.segments, arena.params)]
+    rows += [(name, f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}, not trained") for name, t in _not_trained(arena)]
+    rows += [(f"{key} of the optimizer's group {g}", f"{value.tolist() if isinstance(value, Tensor) else value}")
+             for g, group in enumerate(opt.param_groups) for key, value in sorted(group.items()) if key not in ("params", "param_names")]
+    names = "dtype", "ordered", "sharded", "bucket_mb", "find_unused", "check_every", "blame", "peer_copies"
+    choices = [(name, str(getattr(how, name))) for name in names]
+    check_alike([("ranks", f"{how.world}"), ("the optimizer", type(opt).__name__), *choices, *settings.items(), *rows], how.group, how.world)
+
+
+@torch.no_grad()
+def broadcast(how: "Distributed", arena: Arena):
+    """Every rank gets rank 0's weights, frozen parameters and buffers."""
+    if how.world == 1:
+        return
+    own = arena.weights, arena.bf16_weights
+    for t in [*own, *(t.data for _, t in _not_trained(arena))]:
+        if t is not None and t.numel():
+            home = t if t.is_contiguous() else t.contiguous()
+            dist.broadcast(home, group_src=0, group=how.group)
+            if home is not t:
+                t.copy_(home)
+    for t in own:
+        if t is not None:
+            torch.autograd.graph.increment_version(t)
+
+
+def _not_trained(arena):
+    """(name, tensor) of frozen parameters and buffers."""
+    trained = {id(p) for p in arena.params}
+    yield from ((name, p) for name, p in arena.module.named_parameters() if id(p) not in trained)
+    yield from arena.module.named_buffers()
+
+
 def weight_hashes(arena: Arena, masters: bool = True) -> Tensor:
     """(S,) int64 on the arena's device, a hash of the bits of each tensor's weights. No wait; the same on every device.
 
@@ -112,7 +148,9 @@ class Distributed:
     the first step, and from then on one of these without a gradient has a zero one, and another that gets one is an ArgumentError; None: True
     where nothing waits, on CPUs.
     check_every: steps between two comparisons of all weights' bits over all ranks (0: none); on a GPU they are heard of late, without a wait:
-    RankError. blame: find out which rank brought a gradient that is not finite (in mode "fused" one more read, beside backward).
+    RankError. blame: find out which rank brought a gradient that is not finite (in mode "fused" one more read, beside backward; with peer copies it costs
+    nothing). peer_copies: GPUs of one machine add up fp32 sums by copies from memory to memory instead of NCCL's kernels (peers.py); None: where that can
+    be done; True: ArgumentError where it cannot; False: NCCL.
     timeout: seconds that a group made here waits for another rank, at its start and in every collective: then RankError, which on CPUs names the rank.
     With gloo such a group listens where MASTER_ADDR is reached from here: on loopback if that is this machine by itself (GLOO_SOCKET_IFNAME: elsewhere).
 
@@ -120,7 +158,7 @@ class Distributed:
     each rank's own."""
 
     def __init__(self, *, group=None, dtype: torch.dtype = torch.float32, ordered: bool = False, sharded: bool = False, bucket_mb: float = 32.0,
-                 find_unused: "bool | None" = None, check_every: int = 0, blame: bool = True, timeout: float = 600.0):
+                 find_unused: "bool | None" = None, check_every: int = 0, blame: bool = True, peer_copies: "bool | None" = None, timeout: float = 600.0):
         if dtype not in DTYPES:
             raise ArgumentError(f"dtype is {dtype}; sums are sent as torch.float32 or torch.bfloat16")
         if ordered and dtype != torch.float32:
@@ -132,7 +170,7 @@ class Distributed:
         if group is None and not dist.is_initialized() and "RANK" in os.environ:
             _init_from_environment(timeout)
         self.group, self.dtype, self.ordered, self.sharded, self.bucket_mb = group, dtype, ordered, sharded, bucket_mb
-        self.find_unused, self.check_every, self.blame = find_unused, check_every, blame
+        self.find_unused, self.check_every, self.blame, self.peer_copies = find_unused, check_every, blame, peer_copies
         there = dist.is_initialized()
         self.rank, self.world = (dist.get_rank(group), dist.get_world_size(group)) if there else (0, 1)
         if self.rank < 0:

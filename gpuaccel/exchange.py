@@ -66,7 +66,7 @@ def watch(step, batch) -> "list[Span]":
     if ranks is None or ranks.how.ordered or step.replays == "graph":
         raise ArgumentError("expected a TrainStep with replay='eager' and distributed=ga.Distributed() of two ranks or more, not in ordered mode")
     notes, usual = _Notes(step.arena.device), step.meter
-    summed, number = ranks._sum, count()
+    summed, carried, number = ranks._sum, ranks.peers and ranks.peers.send, count()
 
     def send(bucket, sent, later):
         name, begin = f"bucket {next(number)}", notes.now()
@@ -77,6 +77,12 @@ def watch(step, batch) -> "list[Span]":
             notes.note("sends", name, begin)
         return works, copies
 
+    def carry(bucket):
+        name, begin = f"bucket {next(number)}", notes.now()
+        carried(bucket)
+        with torch.cuda.stream(ranks.peers.last):
+            notes.note("sends", name, begin)
+
     def waiting(usual):
         def wait(*given):
             begin = notes.now()
@@ -86,10 +92,14 @@ def watch(step, batch) -> "list[Span]":
             return found
         return wait
     step.meter, ranks._sum, ranks._exchange, ranks._join = notes, send, waiting(ranks._exchange), waiting(ranks._join)
+    if ranks.peers:
+        ranks.peers.send = carry
     try:
         step(batch)
     finally:
         step.meter = usual
+        if ranks.peers:
+            del ranks.peers.send
         del ranks._sum, ranks._exchange, ranks._join
     until = time.monotonic() + 10                  # a callback may come a moment after who waited for its sum goes on
     while sum(lane == "sends" for lane, *_ in notes.noted) < len(ranks.buckets) and time.monotonic() < until:

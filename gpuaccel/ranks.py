@@ -5,7 +5,7 @@
         loss.backward()
     loss, tokens, rows, micros = ranks.reduce(loss, tokens, rows, 1)      # arena.grads holds the sum over all ranks
 
-On GPUs all of it goes to one stream, forked from the current one by events and joined to it again, so that a CUDA graph can hold it; nothing
+With peers (peers.py) the buckets' sums are their business. On GPUs all of it goes to one stream, forked from the current one by events and joined to it again, so that a CUDA graph can hold it; nothing
 is read by the host. On CPUs gloo's own threads do the work between start and join.
 """
 import contextlib
@@ -21,11 +21,12 @@ from .backend import takes
 from .clip import _kernel as squares_kernel
 from .clip import launch_squares
 from . import distributed
-from .distributed import Distributed, all_gather, buckets_of, check_alike, reduce_scatter, weight_hashes
+from .distributed import Distributed, all_gather, broadcast, buckets_of, compare, reduce_scatter, weight_hashes
 from .early import Apart
 from .errors import ArgumentError, RankError
 from .meter import LateValue
 from .optimizer import AdamW
+from .peers import Peers
 from .sharded import ShardedAdamW, share
 
 
@@ -34,7 +35,7 @@ class Ranks:
 
     ArgumentError, on every rank, naming the first tensor and rank that differ from rank 0's."""
 
-    def __init__(self, how: Distributed, arena: Arena, accumulator: GradientAccumulator, opt, settings: dict, compiled: bool = False):
+    def __init__(self, how: Distributed, arena: Arena, accumulator: GradientAccumulator, opt, settings: dict, compiled: bool = False, peers: "Peers | None" = None):
         self.how, self.arena, self.accumulator, self.opt = how, arena, accumulator, opt
         self.rank, self.world, self.group = how.rank, how.world, how.group
         self.buckets = buckets_of(arena, how.bucket_mb * 1e6)
@@ -43,13 +44,14 @@ class Ranks:
         self.nccl = how.backend == "nccl"
         if self.nccl and not self.cuda:
             raise ArgumentError(f"the group's backend is nccl, and the model is on {arena.device}; expected a model on a GPU, or gloo")
-        self.stream = torch.cuda.Stream(arena.device, priority=-1) if self.nccl else None
+        self.peers = peers
+        self.stream = peers.stream if peers else torch.cuda.Stream(arena.device, priority=-1) if self.nccl else None
         device, self.kernels = arena.device, takes(arena.device)
         self.steps = 0
         self.beat(0)
         try:
-            self._compare(settings)
-            self._broadcast()
+            compare(how, arena, opt, settings)
+            broadcast(how, arena)
         except RuntimeError as error:
             self._give_up(error, "at the start")
             raise
@@ -64,7 +66,7 @@ class Ranks:
         # Of each row of arena.partials (torch: of each tensor): a sum over what this rank brought, is it finite, and whose number this is.
         self.own_sums = torch.zeros(len(arena.row_tensor) if self.kernels else len(arena.segments), dtype=torch.float64, device=device)
         self.place = arena.row_tensor.long() if self.kernels else torch.arange(len(arena.segments), device=device)
-        self.wrong = torch.zeros_like(self.own_sums, dtype=torch.bool)
+        self.wrong = peers.wrong if peers else torch.zeros(1, len(self.own_sums), dtype=torch.bool, device=device)       # peers: a row for each rank
         self.blamed = torch.zeros(self.world, dtype=torch.int64, device=device)     # 1 + the first tensor of each rank that was not finite; 0: none
         self.agreed: "int | None" = None           # bits: the tensors that take part in the update
         self.count_dtype, self.late = torch.int64, LateValue()
@@ -111,41 +113,6 @@ class Ranks:
             reduce_scatter(few, many, group=self.group)
             dist.all_reduce(few, group=self.group)
             torch.cuda.synchronize(self.arena.device)
-
-    def _compare(self, settings):
-        """Every rank has the same model, the same optimizer and the same way of working as rank 0."""
-        rows = [(s.name, f"{str(p.dtype).removeprefix('torch.')} {list(s.shape)}, weight decay {s.decay}, learning rate x{s.lr_scale:g}")
-                for s, p in zip(self.arena.segments, self.arena.params)]
-        trained = {id(p) for p in self.arena.params}
-        rows += [(name, f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}, not trained") for name, t in self._others(trained)]
-        rows += [(f"{key} of the optimizer's group {g}", f"{value.tolist() if isinstance(value, Tensor) else value}")
-                 for g, group in enumerate(self.opt.param_groups) for key, value in sorted(group.items()) if key not in ("params", "param_names")]
-        choices = [(name, str(getattr(self.how, name))) for name in ("dtype", "ordered", "sharded", "bucket_mb", "find_unused", "check_every", "blame")]
-        mine = [("ranks", f"{self.world}"), ("the optimizer", type(self.opt).__name__), *choices, *settings.items(), *rows]
-        check_alike(mine, self.group, self.world)
-
-    def _others(self, trained):
-        """(name, tensor) of frozen parameters and buffers."""
-        for name, p in self.arena.module.named_parameters():
-            if id(p) not in trained:
-                yield name, p
-        yield from self.arena.module.named_buffers()
-
-    @torch.no_grad()
-    def _broadcast(self):
-        """Rank 0's weights, frozen parameters and buffers."""
-        if self.world == 1:
-            return
-        trained = {id(p) for p in self.arena.params}
-        for t in [self.arena.weights, self.arena.bf16_weights, *(t.data for _, t in self._others(trained))]:
-            if t is not None and t.numel():
-                home = t if t.is_contiguous() else t.contiguous()
-                dist.broadcast(home, group_src=0, group=self.group)
-                if home is not t:
-                    t.copy_(home)
-        for t in (self.arena.weights, self.arena.bf16_weights):
-            if t is not None:
-                torch.autograd.graph.increment_version(t)
 
     # ---- while backward runs ----
 
@@ -208,6 +175,9 @@ class Ranks:
         if self.apart:
             self.apart.take()
         self.next += 1
+        if self.peers:
+            self.peers.send(bucket)
+            return
         part = self.arena.grads[bucket.start:bucket.stop]
         if not self.nccl:
             self._look(bucket)
@@ -283,17 +253,20 @@ class Ranks:
         return torch.stack(numbers)
 
     def _blame(self) -> Tensor:
-        """(ranks,) fp64: at this rank's place 1 + its first tensor that was not finite."""
+        """(rows, ranks) fp64: 1 + the first tensor of each rank that was not finite as this rank saw it, 0 for none. One row, of which this rank
+        fills in its own place; with peers, which see what the others bring, a row for each rank, of which it fills in its own."""
         none = len(self.arena.segments)
-        self.wrong |= ~torch.isfinite(self.own_sums)
-        first = torch.where(self.wrong, self.place, none).min()
-        found = torch.zeros(self.world, dtype=torch.float64, device=self.arena.device)
-        found[self.rank] = torch.where(first < none, first + 1, 0)
+        self.wrong[self.rank if self.peers else 0] |= ~torch.isfinite(self.own_sums)
+        first = torch.where(self.wrong != 0, self.place, none).amin(1)
+        found = torch.zeros(len(self.wrong), self.world, dtype=torch.float64, device=self.arena.device)
+        (found[self.rank] if self.peers else found[:, self.rank]).copy_(torch.where(first < none, first + 1, 0))
         self.wrong.zero_()
         return found
 
     def _keep_blame(self, found):
-        found = found.long()
+        """found: (any, ranks), _blame() of all ranks."""
+        none = len(self.arena.segments) + 1
+        found = torch.where(found > 0, found.long(), none).amin(0) % none
         self.blamed.copy_(torch.where((found > 0).any(), found, self.blamed))
 
     def _exchange(self, loss, tokens, rows, micros):
@@ -303,10 +276,16 @@ class Ranks:
         with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
             if self.apart:
                 self.apart.send(self.own_sums if self.how.blame else None)
-            message = torch.cat([self._message(loss, tokens, rows, micros), self._blame()])
-            dist.all_reduce(message, group=self.group)
-            self._keep_blame(message[5:])
-            return message[0].float(), *message[1:5]
+            if self.peers:
+                self.peers.join()
+            squares = [self.peers.squares] if self.peers else []
+            parts = [self._message(loss, tokens, rows, micros), self._blame().view(-1), *squares]
+            dist.all_reduce(message := torch.cat(parts), group=self.group)
+            numbers, found, *squares = message.split([len(part) for part in parts])
+            self._keep_blame(found.view(-1, self.world))
+            if self.peers:
+                self.arena.partials.copy_(*squares)
+            return numbers[0].float(), *numbers[1:]
 
     def _join(self):
         """From here on the current stream sees the sums."""
@@ -323,11 +302,18 @@ class Ranks:
             self.apart.put_back()
         self.pending, self.next = [], 0
         torch.autograd.graph.increment_version(self.arena.grads)         # collectives are not counted by torch: squares taken before are void
-        if self.sharded and self.kernels:               # each rank has squares of its share: together they are the whole table
-            (shares, rows, squares), partials = self.counted, self.arena.partials
+        partials = self.arena.partials
+        if self.peers:
+            if self.apart:                              # where these are now, something stale was added up
+                squares = partials.new_empty(len(self.apart.rows))
+                launch_squares([self.apart.sums], squares)
+                partials.index_copy_(0, self.apart.rows, squares)
+        elif self.sharded and self.kernels:             # each rank has squares of its share: together they are the whole table
+            shares, rows, squares = self.counted
             launch_squares(shares, squares)
             partials.zero_().index_copy_(0, rows, squares)
             dist.all_reduce(partials, group=self.group)
+        if self.peers or self.sharded and self.kernels:
             known = self.arena.squares_known()
             known[:] = [True] * len(known)
 
@@ -419,7 +405,7 @@ class Ranks:
     def _end_rounds(self):
         """The ordered sum goes to every rank."""
         grads, own = self.arena.grads, self.own
-        mine = torch.cat([*self.messages, self._blame()])
+        mine = torch.cat([*self.messages, self._blame()[0]])
         everyone = mine[None] if self.world == 1 else torch.empty(self.world, len(mine), dtype=torch.float64, device=grads.device)
         if self.world == 1:
             grads.copy_(self.total)
@@ -433,7 +419,7 @@ class Ranks:
         self.total.zero_()
         self.accumulator.take_up(self.bits)
         self.messages, self.bits = [], 0
-        self._keep_blame(everyone[:, 5 * rounds:].sum(0))
+        self._keep_blame(everyone[:, 5 * rounds:])
         numbers = everyone[:, :5 * rounds].view(self.world, rounds, 5).transpose(0, 1).reshape(-1, 5)        # in global order
         loss = numbers[0, 0].float()
         for other in numbers[1:, 0].float():

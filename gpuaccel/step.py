@@ -28,6 +28,7 @@ from .graphs import NEW_SHAPES, POLICIES, GraphedStep, untouched
 from .meter import Meter
 from .micro import is_split, rows_of, split
 from .optimizer import AdamW
+from .peers import Peers
 from .ranks import Ranks
 
 DIVISORS = ("tokens", "sequences", "micro_batches")
@@ -93,8 +94,7 @@ class TrainStep:
                 check_choice(name, value, choices)
         if max_norm is not None and not max_norm > 0:
             raise ArgumentError(f"max_norm is {max_norm}; expected a positive number, or None for no clipping")
-        there = Arena.of(model)
-        arena = there or Arena(model)
+        arena = (there := Arena.of(model)) or Arena(model)
         try:
             if opt is None and clip in (None, "fused"):
                 opt = AdamW(arena, lr=3e-4, weight_decay=0.1)
@@ -104,11 +104,12 @@ class TrainStep:
             ours = isinstance(opt, AdamW) and opt.arena is arena
             clip = clip or ("fused" if ours else "torch")
             _check_clip(clip, opt, ours, max_norm)
+            peers = Peers.of(distributed, arena) if distributed is not None and distributed.works else None        # before addresses are taken
             self.accumulator = GradientAccumulator(arena, accumulate)
             self.model, self.opt, self.arena, self.scheduler = model, opt, arena, scheduler
             self.ranks = None
             if distributed is not None and distributed.works:
-                self.ranks = self._join(distributed, clip, bool(compile), {
+                self.ranks = self._join(distributed, peers, clip, bool(compile), {
                     "accumulate": accumulate, "divide": str(divide), "max_norm": str(max_norm), "replay": replay,
                     "micro_batches": str(micro_batches) if distributed.ordered else "any"})
             self._graphs = _StepGraphs(self, ours, policy=policy, new_shapes=new_shapes, max_graphs=max_graphs) if replay == "graph" else None
@@ -289,7 +290,7 @@ class TrainStep:
             raise ArgumentError(f"{len(micros)} micro-batches in ordered mode; expected at most micro_batches={self.micro_batches}, on every rank")
         return micros
 
-    def _join(self, distributed, clip, compiled: bool, settings) -> Ranks:
+    def _join(self, distributed, peers, clip, compiled: bool, settings) -> Ranks:
         """Compare the models of all ranks, and take over rank 0's weights."""
         replay = settings["replay"]
         if distributed.sharded and clip != "fused":
@@ -298,7 +299,7 @@ class TrainStep:
         if replay == "graph" and distributed.backend != "nccl":
             raise ArgumentError(f"replay='graph' needs collectives that a CUDA graph can hold, those of NCCL; the group's are {distributed.backend}'s: "
                                 "expected replay='eager'")
-        return Ranks(distributed, self.arena, self.accumulator, self.opt, settings | {"compile": str(compiled)}, compiled)
+        return Ranks(distributed, self.arena, self.accumulator, self.opt, settings | {"compile": str(compiled)}, compiled, peers)
 
     def gathered(self):
         """A context, to be entered on every rank: inside it the optimizer's state is whole, to be saved or loaded."""

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import traceback
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -24,6 +25,7 @@ from torch import nn
 import gpuaccel as ga
 from gpuaccel import exchange
 from gpuaccel.distributed import weight_hashes
+from gpuaccel.peers import Peers
 
 PATIENCE = 60                              # seconds until a rank that waits for another gives up
 VOCAB, WIDE = 40, 16
@@ -162,12 +164,31 @@ def far(got, want):
     return total, max(want, key=lambda n: float((got[n] - want[n]).abs().max()))
 
 
+@contextlib.contextmanager
+def copied(wanted):
+    """If wanted (how many elements at once), gradients are added up by copies, as on GPUs (peers.py), between files that all ranks have mapped into their memory."""
+    def of(how, arena):
+        if how is None or how.ordered or how.world == 1:
+            return None
+        with tempfile.NamedTemporaryFile() as mine:
+            paths = [None] * how.world
+            dist.all_gather_object(paths, mine.name, group=how.group)
+            mine.truncate(4 * arena.numel)
+            dist.barrier(how.group)
+            homes = [torch.from_file(path, shared=True, size=arena.numel) for path in paths]
+            dist.barrier(how.group)
+        handle = SimpleNamespace(get_buffer=lambda r, shape, dtype: homes[r].view(shape), barrier=lambda channel: dist.barrier(how.group))
+        return Peers(how, arena, homes[how.rank], handle)
+    with mock.patch.multiple("gpuaccel.peers", SLAB=max(wanted, 4096)), mock.patch.object(Peers, "of", of if wanted else Peers.of):
+        yield
+
+
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
-def as_one_process(rank, group, shares, backend="torch", tied=False, plain=True, steps=3, low=torch.float32, net=Net, how=None, **options):
+def as_one_process(rank, group, shares, backend="torch", tied=False, plain=True, steps=3, low=torch.float32, net=Net, how=None, copies=False, **options):
     """Ranks with these shares of the micro-batches against one process with all of them."""
     ranks = dist.get_world_size(group)
-    with ga.use_backend(backend):
+    with ga.use_backend(backend), copied(copies):
         mine = net(tied, seed=rank).to(low)
         how = ga.Distributed(group=group, **{"bucket_mb": 0.004, "check_every": 1, **(how or {})})
         alone = ga.Distributed(group=own[rank], ordered=True) if plain is False else None
@@ -227,9 +248,9 @@ class Low(Net):
         self.blocks[1].to(torch.bfloat16)
 
 
-def nan_on(rank, group, who, backend, mode, ordered, where="blocks.0", **options):
+def nan_on(rank, group, who, backend, mode, ordered, where="blocks.0", copies=False, **options):
     """One step with a NaN that rank `who` makes in backward, between two good ones; each rank's weights, and what is said."""
-    with ga.use_backend(backend):
+    with ga.use_backend(backend), copied(copies):
         model = Net()
         how = ga.Distributed(group=group, ordered=ordered, bucket_mb=0.004)
         with make_step(model, accumulate=mode, distributed=how, **options) as step:
@@ -457,10 +478,11 @@ def transformer(rank, group, device, replay, steps=4, **how):
                 losses.append(float(step((mine[:, :-1].contiguous(), mine[:, 1:].contiguous())).loss))
             if distributed:
                 assert step.replays == replay, step.reason
+                copies = step.ranks.peers is not None
                 found = weight_hashes(arena, masters="low" not in options).tolist(), losses, weights(model)
             else:
                 plain = weights(model)
-    return {"hash": found[0], "losses": found[1], "far": far(found[2], plain)[0], "left": left}
+    return {"hash": found[0], "losses": found[1], "far": far(found[2], plain)[0], "left": left, "copies": copies}
 
 
 def _watch_products(step, left):
@@ -474,9 +496,9 @@ def _watch_products(step, left):
     step.ranks._send = watched
 
 
-def watched(rank, group, accumulate, backend):
+def watched(rank, group, accumulate, backend, copies=False):
     """exchange.watch: the spans, how many buckets there are, and whether it changed a bit of what a plain step does."""
-    with ga.use_backend(backend):
+    with ga.use_backend(backend), copied(copies):
         weights_of = []
         for take in (lambda step, batch: step(batch), exchange.watch):
             with make_step(Net(), micro_batches=2, accumulate=accumulate, distributed=ga.Distributed(group=group, bucket_mb=0.004)) as step:

@@ -1494,6 +1494,35 @@ def run(kernel, seed, device):
         yield Outcome(f"{what}: first bad tensor", first.cpu(), torch.tensor(firsts, dtype=torch.int32))
 
 
+@ours("peers", "peers_sum")
+def run(kernel, seed, device):
+    """A range of 3 chunks from row 2 of 6 on, by each of 3 ranks, and by one of 2; a chunk may hold what is not finite, or leave fp32's range when squared."""
+    random, chunk, chunks, rows = rng(seed), 4096, 3, 6
+    for ranks, rank, bad in ((3, 0, ()), (3, 1, ((0, 1, math.inf), (2, 1, -math.inf))), (3, 2, ((1, 2, math.nan),)), (2, 1, ((1, 0, math.inf),)), (2, 0, ())):
+        parts = torch.from_numpy(normal(random, ranks * chunks * chunk)).view(ranks, -1)
+        parts[0, 17] = 1e25
+        wrong = torch.zeros(ranks, rows, dtype=torch.int32)
+        for r, c, value in bad:
+            parts[r, c * chunk + 4000 + r] = value
+            wrong[r, 2 + c] = 1
+        want = parts[0].clone()
+        for part in parts[1:]:
+            want += part
+        apart = chunks * chunk + 8
+        others = torch.full((ranks - 1, apart), math.nan)
+        others[:, :chunks * chunk] = parts[[r for r in range(ranks) if r != rank]]
+        own, others, found = (t.to(device, copy=True) for t in (parts[rank], others, torch.zeros_like(wrong)))
+        partials = torch.full((rows,), -1.0, dtype=torch.float64, device=device)
+        kernel[chunks, kernel.bound](own, partials[2:], found.view(-1)[2:], others, rank, ranks, rows, apart // 4)
+        squares = want.double().square().view(chunks, chunk).sum(1)
+        good, what = squares.isfinite(), f"rank {rank} of {ranks}, {len(bad)} bad"
+        yield Outcome(f"{what}: sums", own.cpu().nan_to_num(-7.0, 1e30, -1e30), want.nan_to_num(-7.0, 1e30, -1e30))
+        yield Outcome(f"{what}: squares, over the exact ones", partials.cpu()[2:5][good] / squares[good], torch.ones_like(squares[good]), 1e-6)
+        yield Outcome(f"{what}: squares of what is not finite, and beside the range", torch.cat([partials.cpu()[2:5][~good].isfinite().double(), partials.cpu()[[0, 1, 5]]]),
+                      torch.tensor([0.0] * int((~good).sum()) + [-1.0] * 3, dtype=torch.float64))
+        yield Outcome(f"{what}: whose", found.cpu(), wrong)
+
+
 @ours("clip", "scale_v2")
 def run(kernel, seed, device):
     verdicts = torch.tensor([[0.3, 1, 0.3, 1], [1, 0.5, 0.5, 1], [math.nan, math.nan, math.nan, 0], [0.7, 2, 1.4, 1]])

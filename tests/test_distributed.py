@@ -256,8 +256,29 @@ def test_buckets_leave_while_backward_runs(crew, mode):
         assert over == 0 if mode in ("host", "autograd") else over >= len(blocks) - 1, f"sent: {sent}, of {blocks}"
 
 
+COPIES = [dict(tied=True), dict(accumulate="fused", compile="as if"), dict(how=dict(sharded=True)), dict(accumulate="fused", compile="as if", how=dict(sharded=True))]
+
+
+@pytest.mark.parametrize("options", COPIES, ids=words)
+@pytest.mark.parametrize("ranks, slab", [(2, 1 << 22), (3, 4096)])
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_copies_are_added_in_the_order_of_the_ranks(crew, backend, ranks, slab, options):
+    """As on GPUs, between files in place of GPUs' memory: the bits of one process that adds one micro-batch after the other. What is left of shares
+    at a bucket's end, and light tensors beside a compiled backward, are gloo's sums, whose order is its own."""
+    rest = ranks > 2 and ("how" in options or "compile" in options)
+    for one in crew(checks.as_one_process, ranks, shares=[1] * ranks, backend=backend, plain=False, copies=slab, **options):
+        assert one["moved"] > 0.01 and one["far"] <= 1e-6 if rest else one["same"], f"{one['name']} is off; distance {one['far']}"
+
+
+def test_copies_are_refused_in_words_where_there_is_nothing_to_copy(crew):
+    for kind, said in crew(checks.attempt, 2, errors=True, all=dict(peer_copies=True)):
+        assert (kind, said) == ("ArgumentError", "peer_copies is True, and the 2 ranks' collectives are gloo's, the model is on cpu, backend torch; expected the GPUs of "
+                                "one machine, which can read each other's memory, and fp32 sums")
+
+
 @pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("backend,mode,options", [("torch", "arena", {}), ("simt", "arena", {}), ("simt", "fused", {}),
+@pytest.mark.parametrize("backend,mode,options", [("torch", "arena", {}), ("simt", "arena", {}), ("simt", "fused", {}), ("simt", "arena", {"copies": True}),
+                                                  ("simt", "fused", {"compile": "as if", "where": "norm", "copies": True}),
                                                   ("torch", "fused", {"compile": "as if"}), ("simt", "fused", {"compile": "as if"}),
                                                   ("simt", "fused", {"compile": "as if", "where": "norm"})])
 def test_a_nan_on_one_rank_skips_the_step_on_all_and_names_the_rank(crew, backend, mode, options, ordered):
@@ -487,11 +508,11 @@ def test_where_a_fork_would_not_do_a_function_is_handed_on_by_value(monkeypatch)
         ga.launch(lambda: lock, 2, backend="gloo")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("mode", ["autograd", "arena"])
-def test_what_was_sent_when_is_noted(crew, mode, backend):
+@pytest.mark.parametrize("mode, backend, copies", [("autograd", "torch", False), ("arena", "torch", False), *(pytest.param("arena", *b.values, copies, marks=b.marks) for b in BACKENDS[1:]
+                                                                                                          for copies in (False, True))])
+def test_what_was_sent_when_is_noted(crew, mode, backend, copies):
     """exchange.watch: every bucket once, in order, before backward is over only where the sums are ready by then; no bit changes."""
-    for spans, buckets, same in crew(checks.watched, 2, accumulate=mode, backend=backend):
+    for spans, buckets, same in crew(checks.watched, 2, accumulate=mode, backend=backend, copies=copies):
         spans = [Span(*s) for s in spans]
         assert same and buckets >= 3
         sent = [s for s in spans if s.lane == "sends"]
@@ -538,7 +559,7 @@ def test_an_address_where_nobody_answers_or_somebody_else_does(monkeypatch, rank
 
 GPU_WAYS = [dict(), dict(accumulate="fused"), dict(low=torch.bfloat16, accumulate="fused"), dict(dtype=torch.bfloat16), dict(ordered=True),
             dict(sharded=True), dict(sharded=True, low=torch.bfloat16), dict(accumulate="fused", low=torch.bfloat16, compile=True),
-            dict(accumulate="fused", compile=True, sharded=True)]
+            dict(accumulate="fused", compile=True, sharded=True), dict(peer_copies=False), dict(accumulate="fused", sharded=True, compile=True, peer_copies=False)]
 
 
 @pytest.fixture(scope="module")
@@ -559,10 +580,11 @@ def test_two_gpus_eager_and_captured(pair, options):
     for one in eager + graph:
         assert (one["hash"], one["losses"]) == (eager[0]["hash"], eager[0]["losses"])
         assert one["far"] <= bound
+        assert one["copies"] == (not options.keys() & {"dtype", "ordered"} and options.get("peer_copies", True))
         assert "compile" not in options or max(one["left"]) > 0, "no bucket was sent before the compiled backward's last product"
 
 
-@pytest.mark.parametrize("options", [way for way in GPU_WAYS if "compile" not in way] + GPU_WAYS[-1:], ids=words)
+@pytest.mark.parametrize("options", [way for way in GPU_WAYS if not way.keys() & {"compile", "peer_copies"}] + [GPU_WAYS[8]], ids=words)
 def test_a_transformer_on_two_ranks(crew, options):
     for one in (found := crew(checks.transformer, 2, device="cpu", replay="eager", **options)):
         assert (one["hash"], one["losses"]) == (found[0]["hash"], found[0]["losses"])

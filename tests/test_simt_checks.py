@@ -296,6 +296,7 @@ UNNOTICED: "dict[tuple[str, str], str]" = {
     ("scale_v2", "groups == 0 && (verdicts[0].x == 1.0f || (skip && verdicts[0].w == 0.0f)) -> false in "
      "`if (groups == 0 && (verdicts[0].x == 1.0f || (skip && verdicts[0].w == 0.0f))) return;`"):
         "it saves time only: the loop decides the same for each chunk",
+    ("peers_sum", "!broken -> false in `if (!broken) return;`"): "it saves time only: of a chunk whose sum is finite no part is not",
     ("adamw_begin", "!skip -> true in `if (!skip) *steps.step[threadIdx.x] = taken;`"): "when the step is skipped, `taken` is what stood there",
     ("segments_scatter", "< -> <= in `for (int step = 1; step < 32; step *= 2) {`"): "one round more, in which no lane has a neighbour 32 to the left",
     ("encoder_backward_v2", "warp >= bucket.y -> false in `if (4 * q >= C || warp >= bucket.y) return;`"):

@@ -1,0 +1,176 @@
+"""Sums over the GPUs of one machine without a kernel that carries: copy engines bring the parts, one kernel of ours adds, copy engines take the sums.
+
+A collective's kernels hold multiprocessors for as long as the links between GPUs need; a matrix product beside them, which counts on all of them, takes
+up to half as long again. Here arena.grads lies in memory that the other ranks' GPUs can read (torch's symmetric memory). Of each bucket a rank
+adds up one range: it copies what the others have there, adds in the order of the ranks (peers.cu), which leaves sums of squares behind and finds
+who brought what is not finite, and copies the sums of the others' ranges. Two streams: while one bucket's sums are handed on, the next one's parts come.
+
+    >>> peers = Peers.of(how, arena)              # None, and a line in the log, where that cannot be done; before anything knows arena.grads' address
+    >>> peers.send(bucket)                        # from here on it is on its way
+    >>> peers.join()                              # peers.stream has everything
+"""
+import contextlib
+import functools
+import logging
+import pathlib
+import socket
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .arena import CHUNK, Arena
+from .backend import backend, takes
+from .clip import SQUARES_THREADS, launch_squares
+from .errors import ArgumentError
+from .kernel import Kernel
+from .sharded import share
+
+SLAB = 1 << 22                   # elements of a range that are copied at once: memory for one of each other rank
+log = logging.getLogger("gpuaccel")
+
+
+# ---- reference ------------------------------------------------------------------------------------------------------
+
+def reference_sum(parts: "list[Tensor]") -> Tensor:
+    """The parts of all ranks, (n,) fp32 each, added in their order."""
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+# ---- launcher -------------------------------------------------------------------------------------------------------
+
+@functools.cache
+def _kernel() -> Kernel:
+    return Kernel("peers", "peers_sum", CHUNK=CHUNK, THREADS=SQUARES_THREADS)
+
+
+def launch_sum(own: Tensor, others: Tensor, rank: int, partials: Tensor, wrong: Tensor, row: int):
+    """peers_sum: own += others, in the order of the ranks. own: (n,) fp32, whole chunks; others: (ranks - 1, at least n) fp32, rows 16-byte aligned.
+
+    partials: (rows,) fp64, and wrong: (ranks, rows) int32, of which `row` is that of own's first chunk."""
+    if len(own):
+        _kernel()[len(own) // CHUNK, SQUARES_THREADS](own, partials[row:], wrong.view(-1)[row:], others, rank, len(wrong), wrong.shape[1], others.stride(0) // 4)
+
+
+# ---- public: the ranks of a step ------------------------------------------------------------------------------------
+
+class Peers:
+    """This rank's side of the sums. Made by of(), on every rank."""
+
+    def __init__(self, how, arena: Arena, home: Tensor, handle):
+        self.how, self.arena, self.handle, self.rank, self.world = how, arena, handle, how.rank, how.world
+        arena.move_grads(home)
+        self.others = [r for r in range(self.world) if r != self.rank]
+        self.theirs = {r: handle.get_buffer(r, (arena.numel,), torch.float32) for r in self.others}
+        cuda = arena.device.type == "cuda"                                                 # on a CPU (in tests) everything is done when it is asked for
+        self.stream, self.hand = (torch.cuda.Stream(arena.device, priority=-1) if cuda else None for _ in range(2))
+        self.last = self.stream if how.sharded else self.hand
+        self.parts = torch.empty(self.world - 1, SLAB, device=arena.device)
+        rows = arena.numel // CHUNK
+        self.squares = torch.zeros(rows, dtype=torch.float64, device=arena.device)         # of what this rank adds up; the rest stays 0
+        self.wrong = torch.zeros(self.world, rows, dtype=torch.int32, device=arena.device)
+        if cuda:                                                                            # kernels are loaded before any capture
+            _kernel().load(arena.device.index)
+            for channel in range(2):
+                handle.barrier(channel=channel)
+            torch.cuda.synchronize(arena.device)
+
+    @classmethod
+    def of(cls, how, arena: Arena) -> "Peers | None":
+        """Of a ga.Distributed; None where NCCL (or gloo) has to do it, which the log says. Collective.
+
+        ArgumentError, on every rank, where how.peer_copies is True and it cannot be done."""
+        if how.peer_copies is False:
+            return None
+        reason, found = _why_not(how, arena), None
+        if not reason:
+            try:
+                found = _allocate(how, arena)
+                problem = ""
+            except RuntimeError as error:
+                problem = f"torch's symmetric memory says: {str(error).splitlines()[0]}"
+            reason = next(filter(None, _gathered(problem, how)), "")
+        if reason and how.peer_copies:
+            raise ArgumentError(f"peer_copies is True, and {reason}; expected the GPUs of one machine, which can read each other's memory, and fp32 sums")
+        if reason and how.backend == "nccl":
+            log.info("gradients are added up by NCCL: %s", reason)
+        return None if reason else cls(how, arena, *found)
+
+    def _ranges(self, bucket) -> "list[tuple[int, int]]":
+        """Of each rank, the elements of a bucket that it adds up: whole chunks."""
+        if self.how.sharded:
+            own = share(bucket, self.world)
+            return [(bucket.start + r * own, bucket.start + (r + 1) * own) for r in range(self.world)]
+        chunks = (bucket.stop - bucket.start) // CHUNK
+        ends = [bucket.start + chunks * r // self.world * CHUNK for r in range(self.world + 1)]
+        return list(zip(ends, ends[1:]))
+
+    def send(self, bucket):
+        """The current stream has this rank's gradients of a bucket: their sums are on their way; of shares this rank's and the common rest."""
+        grads, ranges = self.arena.grads, self._ranges(bucket)
+        with _behind(self.arena, self.stream):
+            self.handle.barrier(channel=0)                      # all ranks have theirs
+            for at in range(0, max(stop - start for start, stop in ranges), SLAB):
+                slabs = [slice(min(start + at, stop), min(start + at + SLAB, stop)) for start, stop in ranges]
+                own = slabs[self.rank]
+                for place, r in zip(self.parts, self.others):
+                    place[:own.stop - own.start].copy_(self.theirs[r][own])
+                launch_sum(grads[own], self.parts, self.rank, self.squares, self.wrong, own.start // CHUNK)
+                if not self.how.sharded:
+                    self._hand_on(slabs)
+            rest = slice(ranges[-1][1], bucket.stop)
+            if rest.stop > rest.start:
+                dist.all_reduce(grads[rest], group=self.how.group)
+                if self.rank == 0:
+                    launch_squares([grads[rest]], self.squares[rest.start // CHUNK:])
+
+    def _hand_on(self, slabs):
+        with _behind(self.arena, self.hand):
+            self.handle.barrier(channel=1)                      # all ranks have added, and read what is overwritten here
+            for r in self.others:
+                self.arena.grads[slabs[r]].copy_(self.theirs[r][slabs[r]])
+
+    def join(self):
+        """Behind all buckets: self.stream has the sums. What the other ranks still read is free after the next collective on that stream."""
+        if self.hand is not None:
+            self.stream.wait_stream(self.hand)
+
+
+def _behind(arena, stream):
+    """A context: inside it, work goes to a stream, behind that of the current one."""
+    if stream is None:
+        return contextlib.nullcontext()
+    stream.wait_stream(torch.cuda.current_stream(arena.device))
+    return torch.cuda.stream(stream)
+
+
+def _gathered(mine, how) -> list:
+    found = [mine] * how.world
+    dist.all_gather_object(found, mine, group=how.group)
+    return found
+
+
+def _why_not(how, arena) -> str:
+    """What every rank can know without trying; "" if nothing."""
+    if how.world == 1 or how.backend != "nccl" or arena.device.type != "cuda" or not takes(arena.device):
+        return f"the {how.world} ranks' collectives are {how.backend}'s, the model is on {arena.device}, backend {backend().name}"
+    if how.ordered or how.dtype != torch.float32:
+        return "sums are ordered" if how.ordered else f"sums are sent in {how.dtype}"
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
+    machine = socket.gethostname(), boot.read_text().strip() if boot.exists() else ""
+    everyone = _gathered((machine, torch.cuda.get_device_properties(arena.device).uuid.bytes.hex(), arena.numel), how)
+    machines, gpus, sizes = zip(*everyone)
+    if len(set(machines)) > 1:
+        return f"the ranks are on {len(set(machines))} machines"
+    if len(set(gpus)) < how.world:
+        return f"{how.world} ranks share {len(set(gpus))} GPUs"
+    return "" if len(set(sizes)) == 1 else "the ranks have different models"
+
+
+def _allocate(how, arena):
+    import torch.distributed._symmetric_memory as symmetric
+    home = symmetric.empty(arena.numel, dtype=torch.float32, device=arena.device)
+    return home, symmetric.rendezvous(home, how.group if how.group is not None else dist.group.WORLD)
