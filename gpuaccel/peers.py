@@ -161,7 +161,7 @@ def _why_not(how, arena) -> str:
         return "sums are ordered" if how.ordered else f"sums are sent in {how.dtype}"
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
     machine = socket.gethostname(), boot.read_text().strip() if boot.exists() else ""
-    everyone = _gathered((machine, torch.cuda.get_device_properties(arena.device).uuid.bytes.hex(), arena.numel), how)
+    everyone = _gathered((machine, str(torch.cuda.get_device_properties(arena.device).uuid), arena.numel), how)
     machines, gpus, sizes = zip(*everyone)
     if len(set(machines)) > 1:
         return f"the ranks are on {len(set(machines))} machines"
