@@ -2,8 +2,8 @@
 
 llama-350m, batch 4 per GPU, T = 1024, 4 micro-batches and 1, AdamW with decay of matrices, clipped at 1.0. The peer is written out in ddp_ranks.py: fp32
 weights, bf16 autocast, foreach clip, fused AdamW, DistributedDataParallel with no_sync() in all micro-batches but the last, eager and compiled. Ours:
-bf16 weights with fp32 masters, launched from Python (mode `arena`), and compiled and replayed as one CUDA graph (mode `fused`): all-reduce in fp32 and
-bf16, sharded, ordered, and other sizes of buckets.
+bf16 weights with fp32 masters, launched from Python (mode `arena`), and compiled and replayed as one CUDA graph (mode `fused`): all-reduce in fp32, by
+copy engines (peers.py) and by NCCL, in bf16, sharded (copies, too), ordered, and other sizes of buckets.
 
 Each family of ways has its own base, the same step without any word to other ranks: on one GPU while the others rest (`one GPU`, what the rates are
 held against), and on all GPUs at once (`each for itself`: what a step takes beyond that is communication that nothing hides). Those of one family take
@@ -32,9 +32,9 @@ from ddp_ranks import Bench, Rank, Way
 from gpuaccel.models import Transformer, preset
 
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "kernels_cu/segments.cu",
-           "kernels_cu/encoder.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py", "gpuaccel/backend.py", "gpuaccel/arena.py", "gpuaccel/accumulate.py",
+           "kernels_cu/encoder.cu", "kernels_cu/peers.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py", "gpuaccel/backend.py", "gpuaccel/arena.py", "gpuaccel/accumulate.py",
            "gpuaccel/fused_linear.py", "gpuaccel/segments.py", "gpuaccel/encoder.py", "gpuaccel/embedding.py", "gpuaccel/clip.py", "gpuaccel/adamw.py",
-           "gpuaccel/optimizer.py", "gpuaccel/graphs.py", "gpuaccel/capture.py", "gpuaccel/step.py", "gpuaccel/distributed.py", "gpuaccel/early.py", "gpuaccel/ranks.py",
+           "gpuaccel/optimizer.py", "gpuaccel/graphs.py", "gpuaccel/capture.py", "gpuaccel/step.py", "gpuaccel/distributed.py", "gpuaccel/early.py", "gpuaccel/peers.py", "gpuaccel/ranks.py",
            "gpuaccel/sharded.py", "gpuaccel/models.py", "benchmarks/ddp.py", "benchmarks/ddp_ranks.py", "benchmarks/crews.py", "benchmarks/workers.py",
            "benchmarks/common.py"]
 ONE, EACH = "one GPU", "each for itself"
@@ -53,7 +53,8 @@ FAMILIES = {
     COMPILED: {ONE: ("torch, compiled", Way("torch", compiled=True)), "DDP": ("torch, compiled DDP", Way("torch", compiled=True, how={}))},
     EAGER: {ONE: ("eager", Way("torch")), "DDP": ("eager", Way("torch", how={}))},
     OURS_EAGER: {ONE: ("eager", Way("ours")), "all-reduce": ("eager", Way("ours", how={}))},
-    REPLAYED: {ONE: ("replayed", replayed()), "all-reduce": ("replayed", replayed({})), "all-reduce in bf16": ("replayed", replayed({"dtype": torch.bfloat16})),
+    REPLAYED: {ONE: ("replayed", replayed()), "all-reduce": ("replayed", replayed({"peer_copies": True})),
+               "all-reduce by NCCL": ("replayed", replayed({"peer_copies": False})), "all-reduce in bf16": ("replayed", replayed({"dtype": torch.bfloat16})),
                "sharded": ("replayed, other sums", replayed({"sharded": True})), "ordered": ("replayed, other sums", replayed({"ordered": True}))}}
 PARTS = *FAMILIES, "bits", "bandwidth"
 EARLY = COMPILED, REPLAYED       # made at once, side by side; the others when their turn comes, so that all have memory enough

@@ -10,6 +10,7 @@ both, and a CaptureError names the line of Python that cannot be captured, and w
 import contextlib
 import ctypes
 import functools
+import gc
 import linecache
 import os
 import re
@@ -88,12 +89,15 @@ class CudaRecorder:
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             # Other threads (a loader that pins memory, a live view) may go on using CUDA: their calls are none of the capture's.
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
-            ended = False
+            ended, collects = False, gc.isenabled()
+            gc.disable()                           # what it finds may give back memory in a way that no capture allows
             try:
                 result = fn()
                 graph.capture_end()
                 ended = True
             finally:
+                if collects:
+                    gc.enable()
                 if not ended:
                     self._heal(graph)
             graph.instantiate()

@@ -3,7 +3,7 @@
 A collective's kernels hold multiprocessors for as long as the links between GPUs need; a matrix product beside them, which counts on all of them, takes
 up to half as long again. Here arena.grads lies in memory that the other ranks' GPUs can read (torch's symmetric memory). Of each bucket a rank
 adds up one range: it copies what the others have there, adds in the order of the ranks (peers.cu), which leaves sums of squares behind and finds
-who brought what is not finite, and copies the sums of the others' ranges. Two streams: while one bucket's sums are handed on, the next one's parts come.
+who brought what is not finite, and copies the sums of the others' ranges. One stream each: parts come, are added, and sums are handed on at the same time.
 
     >>> peers = Peers.of(how, arena)              # None, and a line in the log, where that cannot be done; before anything knows arena.grads' address
     >>> peers.send(bucket)                        # from here on it is on its way
@@ -66,9 +66,10 @@ class Peers:
         self.others = [r for r in range(self.world) if r != self.rank]
         self.theirs = {r: handle.get_buffer(r, (arena.numel,), torch.float32) for r in self.others}
         cuda = arena.device.type == "cuda"                                                 # on a CPU (in tests) everything is done when it is asked for
-        self.stream, self.hand = (torch.cuda.Stream(arena.device, priority=-1) if cuda else None for _ in range(2))
-        self.last = self.stream if how.sharded else self.hand
-        self.parts = torch.empty(self.world - 1, SLAB, device=arena.device)
+        self.stream, self.adder, self.hand = (torch.cuda.Stream(arena.device, priority=-1) if cuda else None for _ in range(3))
+        self.last = self.adder if how.sharded else self.hand
+        self.parts = torch.empty(2, self.world - 1, SLAB, device=arena.device)              # two, in turns: one is filled while the other is added
+        self.free, self.turn = [None, None], 0                                              # events: this step has added what was there
         rows = arena.numel // CHUNK
         self.squares = torch.zeros(rows, dtype=torch.float64, device=arena.device)         # of what this rank adds up; the rest stays 0
         self.wrong = torch.zeros(self.world, rows, dtype=torch.int32, device=arena.device)
@@ -111,40 +112,49 @@ class Peers:
     def send(self, bucket):
         """The current stream has this rank's gradients of a bucket: their sums are on their way; of shares this rank's and the common rest."""
         grads, ranges = self.arena.grads, self._ranges(bucket)
-        with _behind(self.arena, self.stream):
+        with _behind(torch.cuda.current_stream(self.arena.device) if self.stream else None, self.stream):
             self.handle.barrier(channel=0)                      # all ranks have theirs
-            for at in range(0, max(stop - start for start, stop in ranges), SLAB):
-                slabs = [slice(min(start + at, stop), min(start + at + SLAB, stop)) for start, stop in ranges]
-                own = slabs[self.rank]
-                for place, r in zip(self.parts, self.others):
-                    place[:own.stop - own.start].copy_(self.theirs[r][own])
-                launch_sum(grads[own], self.parts, self.rank, self.squares, self.wrong, own.start // CHUNK)
-                if not self.how.sharded:
-                    self._hand_on(slabs)
+            longest = max(stop - start for start, stop in ranges) // CHUNK
+            slab = CHUNK * -(-longest // -(-longest * CHUNK // SLAB)) if longest else CHUNK
+            for at in range(0, longest * CHUNK, slab):
+                self._add([slice(min(start + at, stop), min(start + at + slab, stop)) for start, stop in ranges])
             rest = slice(ranges[-1][1], bucket.stop)
             if rest.stop > rest.start:
                 dist.all_reduce(grads[rest], group=self.how.group)
                 if self.rank == 0:
                     launch_squares([grads[rest]], self.squares[rest.start // CHUNK:])
 
-    def _hand_on(self, slabs):
-        with _behind(self.arena, self.hand):
-            self.handle.barrier(channel=1)                      # all ranks have added, and read what is overwritten here
-            for r in self.others:
-                self.arena.grads[slabs[r]].copy_(self.theirs[r][slabs[r]])
+    def _add(self, slabs):
+        """A part of each rank's range: this rank's comes, is added, and the sums of the others' come."""
+        grads, own, self.turn = self.arena.grads, slabs[self.rank], 1 - self.turn
+        parts, free = self.parts[self.turn], self.free[self.turn]
+        if free is not None:
+            self.stream.wait_event(free)
+        for place, r in zip(parts, self.others):
+            place[:own.stop - own.start].copy_(self.theirs[r][own])
+        with _behind(self.stream, self.adder):
+            launch_sum(grads[own], parts, self.rank, self.squares, self.wrong, own.start // CHUNK)
+            self.free[self.turn] = self.adder and self.adder.record_event()
+        if not self.how.sharded:
+            with _behind(self.adder, self.hand):
+                self.handle.barrier(channel=1)                  # all ranks have added, and read what is overwritten here
+                for r in self.others:
+                    grads[slabs[r]].copy_(self.theirs[r][slabs[r]])
 
     def join(self):
         """Behind all buckets: self.stream has the sums. What the other ranks still read is free after the next collective on that stream."""
-        if self.hand is not None:
-            self.stream.wait_stream(self.hand)
+        if any(self.free):                                      # else nothing was sent, or this is a CPU
+            self.stream.wait_stream(self.last)
+        self.free = [None, None]                                # the next step is behind this one anyway
 
 
-def _behind(arena, stream):
-    """A context: inside it, work goes to a stream, behind that of the current one."""
-    if stream is None:
-        return contextlib.nullcontext()
-    stream.wait_stream(torch.cuda.current_stream(arena.device))
-    return torch.cuda.stream(stream)
+@contextlib.contextmanager
+def _behind(before, stream):
+    """Inside it, work goes to a stream, behind what `before` has."""
+    if stream is not None:
+        stream.wait_stream(before)
+    with torch.cuda.stream(stream):
+        yield
 
 
 def _gathered(mine, how) -> list:

@@ -271,6 +271,7 @@ class Ranks:
 
     def _exchange(self, loss, tokens, rows, micros):
         """The few numbers of a step, in one message behind the last bucket."""
+        message = self._message(loss, tokens, rows, micros)
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.arena.device))
         with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
@@ -278,8 +279,7 @@ class Ranks:
                 self.apart.send(self.own_sums if self.how.blame else None)
             if self.peers:
                 self.peers.join()
-            squares = [self.peers.squares] if self.peers else []
-            parts = [self._message(loss, tokens, rows, micros), self._blame().view(-1), *squares]
+            parts = [message, self._blame().view(-1), *([self.peers.squares] if self.peers else [])]
             dist.all_reduce(message := torch.cat(parts), group=self.group)
             numbers, found, *squares = message.split([len(part) for part in parts])
             self._keep_blame(found.view(-1, self.world))

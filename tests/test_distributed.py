@@ -571,11 +571,21 @@ def pair():
     found.close()
 
 
+@pytest.fixture(scope="module")
+def four():
+    if torch.cuda.device_count() < 4:
+        pytest.skip(f"needs four GPUs, and there {'are' if torch.cuda.device_count() > 1 else 'is'} {torch.cuda.device_count() or 'none'}")
+    found = checks.Crew(4, "nccl")
+    yield found
+    found.close()
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", GPU_WAYS, ids=words)
-def test_two_gpus_eager_and_captured(pair, options):
-    """The same bits on both, the same bits from a graph that holds the collectives, and near one process (in order: equal)."""
-    eager, graph = (pair(checks.transformer, 2, device="cuda", replay=replay, **options) for replay in ("eager", "graph"))
+@pytest.mark.parametrize("gpus, options", [*((2, way) for way in GPU_WAYS), *((4, GPU_WAYS[k]) for k in (0, 4, 7, 8))], ids=lambda value: words(value) if isinstance(value, dict) else str(value))
+def test_gpus_eager_and_captured(request, gpus, options):
+    """The same bits on all, the same bits from a graph that holds the collectives, and near one process (in order: equal)."""
+    crew = request.getfixturevalue("pair" if gpus == 2 else "four")
+    eager, graph = (crew(checks.transformer, gpus, device="cuda", replay=replay, **options) for replay in ("eager", "graph"))
     bound = 0.0 if "ordered" in options else 2e-2 if "dtype" in options or "low" in options else 1e-5
     for one in eager + graph:
         assert (one["hash"], one["losses"]) == (eager[0]["hash"], eager[0]["losses"])
