@@ -277,13 +277,17 @@ class Arena:
         self._squares = [False] * len(self.segments)
 
     @torch.no_grad()
-    def move_grads(self, home: Tensor):
-        """arena.grads and its views lie in `home`, (N,) fp32 on the arena's device, from here on, with the sums that they have. Whoever has taken their
-        addresses has the old ones: to be called before an accumulator is made."""
-        home.copy_(self.grads)
-        self.grads.data = home
-        for view, s in zip(self.grad_views, self.segments):
-            view.data = self._slice(home, s)
+    def move(self, name: str, home: Tensor):
+        """One of `grads`, `weights` and `bf16_weights`, and all its views, lie in `home` from here on, (N,) of the same dtype and device, with the values that
+        they have. Whoever has taken their addresses has the old ones: to be called before an accumulator is made."""
+        buffer = getattr(self, name)
+        home.copy_(buffer)
+        buffer.data = home
+        views = {"grads": self.grad_views, "weights": self.owners, "bf16_weights": self.params}[name]
+        for view, s in zip(views, self.segments):
+            if view.dtype == home.dtype:
+                view.data = self._slice(home, s)
+        self._places = [p.data_ptr() for p in self.params]
 
     def check(self):
         """Raise ArgumentError, naming the parameter, when one no longer is a view of the arena."""

@@ -26,7 +26,7 @@ from .errors import ArgumentError
 from .kernel import Kernel
 from .sharded import share
 
-SLAB = 1 << 22                   # elements of a range that are copied at once: memory for one of each other rank
+SLAB = 1 << 24                   # elements of all ranks' ranges that are added at once
 log = logging.getLogger("gpuaccel")
 
 
@@ -60,15 +60,20 @@ def launch_sum(own: Tensor, others: Tensor, rank: int, partials: Tensor, wrong: 
 class Peers:
     """This rank's side of the sums. Made by of(), on every rank."""
 
-    def __init__(self, how, arena: Arena, home: Tensor, handle):
-        self.how, self.arena, self.handle, self.rank, self.world = how, arena, handle, how.rank, how.world
-        arena.move_grads(home)
+    def __init__(self, how, arena: Arena, homes: "dict[str, tuple]"):
+        """homes: name of each buffer of the arena that the others read -> memory for it, and what knows that of the others."""
+        self.how, self.arena, self.rank, self.world = how, arena, how.rank, how.world
         self.others = [r for r in range(self.world) if r != self.rank]
-        self.theirs = {r: handle.get_buffer(r, (arena.numel,), torch.float32) for r in self.others}
+        self.theirs = {}                                        # name -> rank -> its buffer
+        for name, (home, handle) in homes.items():
+            arena.move(name, home)
+            self.theirs[name] = {r: handle.get_buffer(r, (arena.numel,), home.dtype) for r in self.others}
+        self.handle = homes["grads"][1]                         # any will do for barriers
         cuda = arena.device.type == "cuda"                                                 # on a CPU (in tests) everything is done when it is asked for
         self.stream, self.adder, self.hand = (torch.cuda.Stream(arena.device, priority=-1) if cuda else None for _ in range(3))
         self.last = self.adder if how.sharded else self.hand
-        self.parts = torch.empty(2, self.world - 1, SLAB, device=arena.device)              # two, in turns: one is filled while the other is added
+        self.slab = max(1, SLAB // self.world // CHUNK)                                     # chunks
+        self.parts = torch.empty(2, self.world - 1, self.slab * CHUNK, device=arena.device)         # two, in turns: one is filled while the other is added
         self.free, self.turn = [None, None], 0                                              # events: this step has added what was there
         rows = arena.numel // CHUNK
         self.squares = torch.zeros(rows, dtype=torch.float64, device=arena.device)         # of what this rank adds up; the rest stays 0
@@ -76,7 +81,7 @@ class Peers:
         if cuda:                                                                            # kernels are loaded before any capture
             _kernel().load(arena.device.index)
             for channel in range(2):
-                handle.barrier(channel=channel)
+                self.handle.barrier(channel=channel)
             torch.cuda.synchronize(arena.device)
 
     @classmethod
@@ -84,9 +89,9 @@ class Peers:
         """Of a ga.Distributed; None where NCCL (or gloo) has to do it, which the log says. Collective.
 
         ArgumentError, on every rank, where how.peer_copies is True and it cannot be done."""
-        if how.peer_copies is False:
+        alike, reason = _why_not(how, arena)
+        if not alike or how.peer_copies is False:               # what differs will be named when the ranks are compared
             return None
-        reason, found = _why_not(how, arena), None
         if not reason:
             try:
                 found = _allocate(how, arena)
@@ -98,7 +103,7 @@ class Peers:
             raise ArgumentError(f"peer_copies is True, and {reason}; expected the GPUs of one machine, which can read each other's memory, and fp32 sums")
         if reason and how.backend == "nccl":
             log.info("gradients are added up by NCCL: %s", reason)
-        return None if reason else cls(how, arena, *found)
+        return None if reason else cls(how, arena, found)
 
     def _ranges(self, bucket) -> "list[tuple[int, int]]":
         """Of each rank, the elements of a bucket that it adds up: whole chunks."""
@@ -115,7 +120,8 @@ class Peers:
         with _behind(torch.cuda.current_stream(self.arena.device) if self.stream else None, self.stream):
             self.handle.barrier(channel=0)                      # all ranks have theirs
             longest = max(stop - start for start, stop in ranges) // CHUNK
-            slab = CHUNK * -(-longest // -(-longest * CHUNK // SLAB)) if longest else CHUNK
+            most = self.slab if bucket.stop < self.arena.numel else max(1, self.slab // 2)         # nothing hides the last bucket: smaller steps, less waiting
+            slab = CHUNK * max(1, -(-longest // max(1, -(-longest // most))))                      # equal ones
             for at in range(0, longest * CHUNK, slab):
                 self._add([slice(min(start + at, stop), min(start + at + slab, stop)) for start, stop in ranges])
             rest = slice(ranges[-1][1], bucket.stop)
@@ -131,7 +137,7 @@ class Peers:
         if free is not None:
             self.stream.wait_event(free)
         for place, r in zip(parts, self.others):
-            place[:own.stop - own.start].copy_(self.theirs[r][own])
+            place[:own.stop - own.start].copy_(self.theirs["grads"][r][own])
         with _behind(self.stream, self.adder):
             launch_sum(grads[own], parts, self.rank, self.squares, self.wrong, own.start // CHUNK)
             self.free[self.turn] = self.adder and self.adder.record_event()
@@ -139,7 +145,21 @@ class Peers:
             with _behind(self.adder, self.hand):
                 self.handle.barrier(channel=1)                  # all ranks have added, and read what is overwritten here
                 for r in self.others:
-                    grads[slabs[r]].copy_(self.theirs[r][slabs[r]])
+                    grads[slabs[r]].copy_(self.theirs["grads"][r][slabs[r]])
+
+    def spread(self, name: str, buckets):
+        """sharded: what the other ranks have updated of arena.weights or arena.bf16_weights comes from them; the current stream goes on behind it."""
+        current = torch.cuda.current_stream(self.arena.device) if self.stream else None
+        with _behind(current, self.stream):
+            self.handle.barrier(channel=0)                      # all ranks have updated theirs
+            for bucket in buckets:
+                ranges = self._ranges(bucket)
+                for r in self.others:
+                    here = slice(*ranges[r])
+                    getattr(self.arena, name)[here].copy_(self.theirs[name][r][here])
+            self.handle.barrier(channel=0)                      # all have read: weights may be changed
+        if self.stream:
+            current.wait_stream(self.stream)
 
     def join(self):
         """Behind all buckets: self.stream has the sums. What the other ranks still read is free after the next collective on that stream."""
@@ -163,24 +183,29 @@ def _gathered(mine, how) -> list:
     return found
 
 
-def _why_not(how, arena) -> str:
-    """What every rank can know without trying; "" if nothing."""
+def _why_not(how, arena) -> "tuple[bool, str]":
+    """(do all ranks want the same?, why that cannot be done as far as it is known without trying; "" if nothing is)."""
     if how.world == 1 or how.backend != "nccl" or arena.device.type != "cuda" or not takes(arena.device):
-        return f"the {how.world} ranks' collectives are {how.backend}'s, the model is on {arena.device}, backend {backend().name}"
-    if how.ordered or how.dtype != torch.float32:
-        return "sums are ordered" if how.ordered else f"sums are sent in {how.dtype}"
+        return True, f"the {how.world} ranks' collectives are {how.backend}'s, the model is on {arena.device}, backend {backend().name}"
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
     machine = socket.gethostname(), boot.read_text().strip() if boot.exists() else ""
-    everyone = _gathered((machine, str(torch.cuda.get_device_properties(arena.device).uuid), arena.numel), how)
-    machines, gpus, sizes = zip(*everyone)
+    wanted = arena.numel, str(how.dtype), how.ordered, how.sharded, how.peer_copies, _read(how, arena)
+    machines, gpus, choices = zip(*_gathered((machine, str(torch.cuda.get_device_properties(arena.device).uuid), wanted), how))
+    alike = all(choice == wanted for choice in choices)
+    if how.ordered or how.dtype != torch.float32:
+        return alike, "sums are ordered" if how.ordered else f"sums are sent in {how.dtype}"
     if len(set(machines)) > 1:
-        return f"the ranks are on {len(set(machines))} machines"
-    if len(set(gpus)) < how.world:
-        return f"{how.world} ranks share {len(set(gpus))} GPUs"
-    return "" if len(set(sizes)) == 1 else "the ranks have different models"
+        return alike, f"the ranks are on {len(set(machines))} machines"
+    return alike, "" if len(set(gpus)) == how.world else f"{how.world} ranks share {len(set(gpus))} GPUs"
 
 
 def _allocate(how, arena):
     import torch.distributed._symmetric_memory as symmetric
-    home = symmetric.empty(arena.numel, dtype=torch.float32, device=arena.device)
-    return home, symmetric.rendezvous(home, how.group if how.group is not None else dist.group.WORLD)
+    homes = {name: symmetric.empty(arena.numel, dtype=getattr(arena, name).dtype, device=arena.device) for name in _read(how, arena)}
+    return {name: (home, symmetric.rendezvous(home, how.group if how.group is not None else dist.group.WORLD)) for name, home in homes.items()}
+
+
+def _read(how, arena) -> "list[str]":
+    """The buffers that other ranks read: gradients, and of shares the weights, too; masters stay where they are used."""
+    dtypes = {p.dtype for p in arena.params} if how.sharded else ()
+    return ["grads"] + ["weights"] * (torch.float32 in dtypes) + ["bf16_weights"] * (torch.bfloat16 in dtypes)

@@ -5,8 +5,9 @@
         loss.backward()
     loss, tokens, rows, micros = ranks.reduce(loss, tokens, rows, 1)      # arena.grads holds the sum over all ranks
 
-With peers (peers.py) the buckets' sums are their business. On GPUs all of it goes to one stream, forked from the current one by events and joined to it again, so that a CUDA graph can hold it; nothing
-is read by the host. On CPUs gloo's own threads do the work between start and join.
+On GPUs all of it goes to streams that are forked from the current one by events and joined to it again, so that a CUDA graph can hold it; nothing is
+read by the host. Buckets are summed by copies between the GPUs of one machine (peers.py), else by NCCL. On CPUs gloo's own threads do the work between
+start and join.
 """
 import contextlib
 
@@ -93,7 +94,7 @@ class Ranks:
         if not (isinstance(opt, AdamW) and opt.arena is arena) or held != arena._owner_ids:
             raise ArgumentError("sharded=True is done by a ga.AdamW over the whole arena: ga.AdamW(arena, ...); the optimizer is "
                                 f"{type(opt).__name__} over {len(held)} of the arena's {len(arena.owners)} tensors, or over parameters")
-        ShardedAdamW.wear(opt, self.buckets, self.rank, self.world, self.group)
+        ShardedAdamW.wear(opt, self.buckets, self.rank, self.world, self.group, self.peers)
         ranges = []
         for b in self.buckets:
             own = share(b, self.world)

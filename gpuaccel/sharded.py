@@ -56,10 +56,10 @@ class ShardedAdamW(AdamW):
     padded to chunks, and `state_dict()` likewise; whole() makes it whole for a while. load_state_dict() takes a whole state."""
 
     @classmethod
-    def wear(cls, opt: AdamW, buckets, rank, world, group):
-        """`opt` becomes one of these; the state that it has is cut."""
+    def wear(cls, opt: AdamW, buckets, rank, world, group, peers=None):
+        """`opt` becomes one of these; the state that it has is cut. peers: a Peers (peers.py) that brings new weights, if there is one."""
         opt.__class__ = cls
-        opt.buckets, opt.rank, opt.world, opt.group = buckets, rank, world, group
+        opt.buckets, opt.rank, opt.world, opt.group, opt.peers = buckets, rank, world, group, peers
         opt.pieces, opt._moments, opt._plan = pieces_of(buckets, rank, world), {}, None
         opt._local = [opt._cut(s) for s in opt.arena.segments]
         opt._reload()
@@ -70,7 +70,7 @@ class ShardedAdamW(AdamW):
             self.state.clear()
         else:
             self._gather_states()
-        local, self._moments, self._plan = self.state, {}, None
+        local, self._moments, self._plan, self.peers = self.state, {}, None, None
         self.__class__ = AdamW
         self._make_states([(g, p, self._number_of(p)) for g, group in enumerate(self.param_groups) for p in group["params"] if local.get(p)])
 
@@ -196,9 +196,13 @@ class ShardedAdamW(AdamW):
 
     def _hand_on(self):
         """The new weights go to all ranks. What the others update is cleared here too: the optimizer says that it clears the sums."""
-        for buffer, dtype in ((self.arena.weights, torch.float32), (self.arena.bf16_weights, torch.bfloat16)):
-            if buffer is not None and any(p.dtype == dtype for p in self.arena.params):     # masters stay where they are used
-                self.spread(buffer)
+        for name, dtype in (("weights", torch.float32), ("bf16_weights", torch.bfloat16)):
+            if any(p.dtype == dtype for p in self.arena.params):     # masters stay where they are used
+                buffer = getattr(self.arena, name)
+                if self.peers:
+                    self.peers.spread(name, self.buckets)
+                else:
+                    self.spread(buffer)
                 torch.autograd.graph.increment_version(buffer)
         zero_(self.arena.grads)
 

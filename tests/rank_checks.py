@@ -23,7 +23,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel import exchange
+from gpuaccel import exchange, peers
 from gpuaccel.distributed import weight_hashes
 from gpuaccel.peers import Peers
 
@@ -170,15 +170,16 @@ def copied(wanted):
     def of(how, arena):
         if how is None or how.ordered or how.world == 1:
             return None
-        with tempfile.NamedTemporaryFile() as mine:
-            paths = [None] * how.world
-            dist.all_gather_object(paths, mine.name, group=how.group)
-            mine.truncate(4 * arena.numel)
-            dist.barrier(how.group)
-            homes = [torch.from_file(path, shared=True, size=arena.numel) for path in paths]
-            dist.barrier(how.group)
-        handle = SimpleNamespace(get_buffer=lambda r, shape, dtype: homes[r].view(shape), barrier=lambda channel: dist.barrier(how.group))
-        return Peers(how, arena, homes[how.rank], handle)
+        def memory(dtype):
+            with tempfile.NamedTemporaryFile() as mine:
+                paths = [None] * how.world
+                dist.all_gather_object(paths, mine.name, group=how.group)
+                mine.truncate(dtype.itemsize * arena.numel)
+                dist.barrier(how.group)
+                homes = [torch.from_file(path, shared=True, size=arena.numel, dtype=dtype) for path in paths]
+                dist.barrier(how.group)
+            return homes[how.rank], SimpleNamespace(get_buffer=lambda r, shape, dtype: homes[r].view(shape), barrier=lambda channel: dist.barrier(how.group))
+        return Peers(how, arena, {name: memory(getattr(arena, name).dtype) for name in peers._read(how, arena)})
     with mock.patch.multiple("gpuaccel.peers", SLAB=max(wanted, 4096)), mock.patch.object(Peers, "of", of if wanted else Peers.of):
         yield
 

@@ -256,7 +256,8 @@ def test_buckets_leave_while_backward_runs(crew, mode):
         assert over == 0 if mode in ("host", "autograd") else over >= len(blocks) - 1, f"sent: {sent}, of {blocks}"
 
 
-COPIES = [dict(tied=True), dict(accumulate="fused", compile="as if"), dict(how=dict(sharded=True)), dict(accumulate="fused", compile="as if", how=dict(sharded=True))]
+COPIES = [dict(tied=True), dict(accumulate="fused", compile="as if"), dict(how=dict(sharded=True)), dict(accumulate="fused", compile="as if", how=dict(sharded=True)),
+          dict(low=torch.bfloat16, how=dict(sharded=True))]
 
 
 @pytest.mark.parametrize("options", COPIES, ids=words)
