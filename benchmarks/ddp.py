@@ -134,11 +134,12 @@ class Run:
             self.say(f"{family}, {count}: " + ", ".join(f"{name} {m['ms']:.2f} ms ({m['of_one_gpu']:.1%})" for name, m in rows.items()))
 
     def turns(self, takers: dict, rounds: int) -> dict:
-        """Median milliseconds of each, in turns (a, b, c, a, b, c, ...). takers: name -> (crew, way, micro-batches, on the first GPU alone?). One that
-        fails is left out from then on."""
+        """Median milliseconds of each, in turns (a, b, c, b, c, a, ...): none comes behind the same one each time, which may have left the GPU hot. takers:
+        name -> (crew, way, micro-batches, on the first GPU alone?). One that fails is left out from then on."""
         times = {name: [] for name in takers}
-        for _ in range(rounds):
-            for name in list(times):
+        for nth in range(rounds):
+            names = list(times)
+            for name in names[nth % len(names):] + names[:nth % len(names)]:
                 crew, *way = takers[name]
                 try:
                     times[name] += self._slowest(self.crews.ask(crew, "times", way[0], way[1], CALLS, way[2]))

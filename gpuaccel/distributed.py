@@ -4,10 +4,10 @@
     >>> out = step(batch)                          # this rank's batch, or None: it has none left; out.loss is the mean over all ranks
     >>> step.ranks.last_nonfinite()                # waits: which rank and tensor brought a gradient that is not finite, or None
 
-The collectives are torch.distributed's (NCCL on GPUs, gloo on CPUs), over buckets: contiguous ranges of the arena, whole blocks, in the order in
-which backward finishes. In the last micro-batch's backward a bucket is sent as soon as its gradients are in, on a stream of its own; nothing
-waits for the host. Sums are added, not means: they are divided once, by the tokens of all ranks, so that uneven batches give the gradient that
-one process would have had.
+The collectives are torch.distributed's (NCCL on GPUs, gloo on CPUs; the GPUs of one machine copy instead: peers.py), over buckets: contiguous ranges of
+the arena, whole blocks, in the order in which backward finishes. In the last micro-batch's backward a bucket is sent as soon as its gradients are in, on a
+stream of its own; nothing waits for the host. Sums are added, not means: they are divided once, by the tokens of all ranks, so that uneven batches give
+the gradient that one process would have had.
 
 Two orders of summation:
   all-reduce  (default) fast; each rank gets the same bits, but how many ranks there are, and what the library does, decides which

@@ -6,6 +6,7 @@ adds up one range: it copies what the others have there, adds in the order of th
 who brought what is not finite, and copies the sums of the others' ranges. One stream each: parts come, are added, and sums are handed on at the same time.
 
     >>> peers = Peers.of(how, arena)              # None, and a line in the log, where that cannot be done; before anything knows arena.grads' address
+    >>> peers.plan(buckets)
     >>> peers.send(bucket)                        # from here on it is on its way
     >>> peers.join()                              # peers.stream has everything
 """
@@ -74,7 +75,7 @@ class Peers:
         self.last = self.adder if how.sharded else self.hand
         self.slab = max(1, SLAB // self.world // CHUNK)                                     # chunks
         self.parts = torch.empty(2, self.world - 1, self.slab * CHUNK, device=arena.device)         # two, in turns: one is filled while the other is added
-        self.free, self.turn = [None, None], 0                                              # events: this step has added what was there
+        self.free = [None, None]                                                            # events: this step has added what was there
         rows = arena.numel // CHUNK
         self.squares = torch.zeros(rows, dtype=torch.float64, device=arena.device)         # of what this rank adds up; the rest stays 0
         self.wrong = torch.zeros(self.world, rows, dtype=torch.int32, device=arena.device)
@@ -114,38 +115,50 @@ class Peers:
         ends = [bucket.start + chunks * r // self.world * CHUNK for r in range(self.world + 1)]
         return list(zip(ends, ends[1:]))
 
-    def send(self, bucket):
-        """The current stream has this rank's gradients of a bucket: their sums are on their way; of shares this rank's and the common rest."""
-        grads, ranges = self.arena.grads, self._ranges(bucket)
-        with _behind(torch.cuda.current_stream(self.arena.device) if self.stream else None, self.stream):
-            self.handle.barrier(channel=0)                      # all ranks have theirs
+    def plan(self, buckets):
+        """Before the first send(): what is copied and added for each bucket, so that a step's host only has to start it."""
+        self.plans, turn = {}, 0
+        for bucket in buckets:
+            ranges, slabs = self._ranges(bucket), []
             longest = max(stop - start for start, stop in ranges) // CHUNK
-            most = self.slab if bucket.stop < self.arena.numel else max(1, self.slab // 2)         # nothing hides the last bucket: smaller steps, less waiting
+            most = self.slab if bucket is not buckets[-1] else max(1, self.slab // 2)               # nothing hides the last bucket: smaller steps, less waiting
             slab = CHUNK * max(1, -(-longest // max(1, -(-longest // most))))                      # equal ones
             for at in range(0, longest * CHUNK, slab):
-                self._add([slice(min(start + at, stop), min(start + at + slab, stop)) for start, stop in ranges])
+                slabs.append(self._slab([slice(min(start + at, stop), min(start + at + slab, stop)) for start, stop in ranges], turn))
+                turn = 1 - turn
             rest = slice(ranges[-1][1], bucket.stop)
-            if rest.stop > rest.start:
-                dist.all_reduce(grads[rest], group=self.how.group)
-                if self.rank == 0:
-                    launch_squares([grads[rest]], self.squares[rest.start // CHUNK:])
+            squares = self.squares[rest.start // CHUNK:rest.stop // CHUNK]
+            self.plans[bucket] = slabs, (self.arena.grads[rest], squares) if rest.stop > rest.start else None
 
-    def _add(self, slabs):
-        """A part of each rank's range: this rank's comes, is added, and the sums of the others' come."""
-        grads, own, self.turn = self.arena.grads, slabs[self.rank], 1 - self.turn
-        parts, free = self.parts[self.turn], self.free[self.turn]
-        if free is not None:
-            self.stream.wait_event(free)
-        for place, r in zip(parts, self.others):
-            place[:own.stop - own.start].copy_(self.theirs["grads"][r][own])
-        with _behind(self.stream, self.adder):
-            launch_sum(grads[own], parts, self.rank, self.squares, self.wrong, own.start // CHUNK)
-            self.free[self.turn] = self.adder and self.adder.record_event()
-        if not self.how.sharded:
-            with _behind(self.adder, self.hand):
-                self.handle.barrier(channel=1)                  # all ranks have added, and read what is overwritten here
-                for r in self.others:
-                    grads[slabs[r]].copy_(self.theirs["grads"][r][slabs[r]])
+    def _slab(self, slabs, turn) -> tuple:
+        """Of a part of each rank's range: what to copy here, what to add, what to hand on, each as the arguments of a call."""
+        grads, theirs, own, parts = self.arena.grads, self.theirs["grads"], slabs[self.rank], self.parts[turn]
+        pulls = [(place[:own.stop - own.start], theirs[r][own]) for place, r in zip(parts, self.others)]
+        hands = [] if self.how.sharded else [(grads[slabs[r]], theirs[r][slabs[r]]) for r in self.others]
+        return turn, pulls, (grads[own], parts, self.rank, self.squares, self.wrong, own.start // CHUNK), hands
+
+    def send(self, bucket):
+        """The current stream has this rank's gradients of a bucket: their sums are on their way; of shares this rank's and the common rest."""
+        slabs, rest = self.plans[bucket]
+        with _behind(torch.cuda.current_stream(self.arena.device) if self.stream else None, self.stream):
+            self.handle.barrier(channel=0)                      # all ranks have theirs
+            for turn, pulls, sums, hands in slabs:
+                if self.free[turn] is not None:
+                    self.stream.wait_event(self.free[turn])
+                for here, there in pulls:
+                    here.copy_(there)
+                with _behind(self.stream, self.adder):
+                    launch_sum(*sums)
+                    self.free[turn] = self.adder and self.adder.record_event()
+                if hands:
+                    with _behind(self.adder, self.hand):
+                        self.handle.barrier(channel=1)          # all ranks have added, and read what is overwritten here
+                        for here, there in hands:
+                            here.copy_(there)
+            if rest:
+                dist.all_reduce(rest[0], group=self.how.group)
+                if self.rank == 0:
+                    launch_squares([rest[0]], rest[1])
 
     def spread(self, name: str, buckets):
         """sharded: what the other ranks have updated of arena.weights or arena.bf16_weights comes from them; the current stream goes on behind it."""

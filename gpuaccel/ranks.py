@@ -46,6 +46,8 @@ class Ranks:
         if self.nccl and not self.cuda:
             raise ArgumentError(f"the group's backend is nccl, and the model is on {arena.device}; expected a model on a GPU, or gloo")
         self.peers = peers
+        if peers:
+            peers.plan(self.buckets)
         self.stream = peers.stream if peers else torch.cuda.Stream(arena.device, priority=-1) if self.nccl else None
         device, self.kernels = arena.device, takes(arena.device)
         self.steps = 0
