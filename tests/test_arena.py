@@ -257,6 +257,25 @@ def test_a_parameter_that_left_the_arena_is_named(move):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buffers_that_move_keep_their_values_and_their_views(dtype):
+    model = Transformer(preset("tiny", layers=1)).to(dtype)
+    arena = Arena(model)
+    model(torch.arange(6)[None]).float().sum().backward()
+    arena.grads.normal_()
+    known = arena.squares_known()
+    known[:] = [True] * len(known)
+    for name in ("grads", "weights") + ("bf16_weights",) * (dtype == torch.bfloat16):
+        before, home = getattr(arena, name).clone(), torch.empty_like(getattr(arena, name))
+        arena.move(name, home)
+        assert torch.equal(getattr(arena, name), before) and getattr(arena, name).data_ptr() == home.data_ptr()
+    check_views(arena)
+    arena.check()
+    assert all(arena.squares_known())
+    arena.grad_views[0].mul_(2)
+    assert torch.equal(arena.grads[:4].flatten(), arena.grad_views[0].flatten()[:4]) and not any(arena.squares_known())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_release_gives_ordinary_parameters_back(dtype):
     model = nn.Linear(5, 3).to(dtype)
     weight, before = model.weight, model.weight.detach().clone()
