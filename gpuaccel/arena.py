@@ -279,7 +279,8 @@ class Arena:
     @torch.no_grad()
     def move(self, name: str, home: Tensor):
         """One of `grads`, `weights` and `bf16_weights`, and all its views, lie in `home` from here on, (N,) of the same dtype and device, with the values that
-        they have. Whoever has taken their addresses has the old ones: to be called before an accumulator is made."""
+        they have. Whoever has taken their addresses has the old ones: to be called before an accumulator is made. ArgumentError as for check()."""
+        self.check()
         buffer = getattr(self, name)
         home.copy_(buffer)
         buffer.data = home

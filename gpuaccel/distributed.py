@@ -152,6 +152,7 @@ class Distributed:
     nothing). peer_copies: GPUs of one machine add up fp32 sums by copies from memory to memory instead of NCCL's kernels (peers.py); None: where that can
     be done; True: ArgumentError where it cannot; False: NCCL.
     timeout: seconds that a group made here waits for another rank, at its start and in every collective: then RankError, which on CPUs names the rank.
+    Copies wait as long, and then end with a CUDA error.
     With gloo such a group listens where MASTER_ADDR is reached from here: on loopback if that is this machine by itself (GLOO_SOCKET_IFNAME: elsewhere).
 
     A tensor that counts is one of the arena. Frozen parameters and buffers are rank 0's, from the start on; what forward does to buffers later stays
@@ -170,7 +171,7 @@ class Distributed:
         if group is None and not dist.is_initialized() and "RANK" in os.environ:
             _init_from_environment(timeout)
         self.group, self.dtype, self.ordered, self.sharded, self.bucket_mb = group, dtype, ordered, sharded, bucket_mb
-        self.find_unused, self.check_every, self.blame, self.peer_copies = find_unused, check_every, blame, peer_copies
+        self.find_unused, self.check_every, self.blame, self.peer_copies, self.timeout = find_unused, check_every, blame, peer_copies, timeout
         there = dist.is_initialized()
         self.rank, self.world = (dist.get_rank(group), dist.get_world_size(group)) if there else (0, 1)
         if self.rank < 0:

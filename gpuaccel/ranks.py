@@ -67,13 +67,14 @@ class Ranks:
         if self.cuda:
             self._get_ready()
         # Of each row of arena.partials (torch: of each tensor): a sum over what this rank brought, is it finite, and whose number this is.
-        self.own_sums = torch.zeros(len(arena.row_tensor) if self.kernels else len(arena.segments), dtype=torch.float64, device=device)
+        self.own_sums = peers.own_sums if peers else torch.zeros(len(arena.row_tensor) if self.kernels else len(arena.segments), dtype=torch.float64, device=device)
         self.place = arena.row_tensor.long() if self.kernels else torch.arange(len(arena.segments), device=device)
         self.wrong = peers.wrong if peers else torch.zeros(1, len(self.own_sums), dtype=torch.bool, device=device)       # peers: a row for each rank
         self.blamed = torch.zeros(self.world, dtype=torch.int64, device=device)     # 1 + the first tensor of each rank that was not finite; 0: none
         self.agreed: "int | None" = None           # bits: the tensors that take part in the update
         self.count_dtype, self.late = torch.int64, LateValue()
         self.pending, self.next, self.missing, self.broken = [], 0, None, False
+        self.sent = False                          # something of this step (not of a capture, which does nothing yet), until its update is over
         early = compiled and accumulator.mode == "fused" and self.world > 1 and not how.ordered
         self.apart = Apart(accumulator, self.group) if early else None
         self.came = set()                          # tensors that were complete before their hook said so
@@ -97,6 +98,8 @@ class Ranks:
             raise ArgumentError("sharded=True is done by a ga.AdamW over the whole arena: ga.AdamW(arena, ...); the optimizer is "
                                 f"{type(opt).__name__} over {len(held)} of the arena's {len(arena.owners)} tensors, or over parameters")
         ShardedAdamW.wear(opt, self.buckets, self.rank, self.world, self.group, self.peers)
+        if self.peers:                             # they have the squares
+            return
         ranges = []
         for b in self.buckets:
             own = share(b, self.world)
@@ -178,6 +181,7 @@ class Ranks:
         if self.apart:
             self.apart.take()
         self.next += 1
+        self.sent = not (self.cuda and torch.cuda.is_current_stream_capturing())
         if self.peers:
             self.peers.send(bucket)
             return
@@ -273,7 +277,7 @@ class Ranks:
         self.blamed.copy_(torch.where((found > 0).any(), found, self.blamed))
 
     def _exchange(self, loss, tokens, rows, micros):
-        """The few numbers of a step, in one message behind the last bucket."""
+        """The few numbers of a step in one message behind the last bucket, with peers also the squares of what each has added up."""
         message = self._message(loss, tokens, rows, micros)
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.arena.device))
@@ -358,7 +362,11 @@ class Ranks:
     def abandon(self, error: BaseException):
         """An error in the middle of a step: forget what was sent. The other ranks cannot go on without this one. RankError in place of what a
         collective raises that another rank has left."""
-        self.broken = self.broken or self.next > 0 or self.how.ordered and bool(self.messages)
+        # Shares: the others wait for this rank's weights, too.
+        self.broken = self.broken or self.sent and (self.next > 0 or self.sharded) or self.how.ordered and bool(self.messages)
+        self.sent = False
+        if self.peers:
+            self.peers.forget()
         self.pending, self.next, self.missing = [], 0, None
         self.accumulator.added = None
         if self.apart:
@@ -468,6 +476,7 @@ class Ranks:
     def check(self):
         """Every `check_every` steps the weights' bits are compared over all ranks; on a GPU the result is heard of in a later step."""
         self.steps += 1
+        self.sent = False
         if self.world == 1 or not self.how.check_every:
             return
         if self.steps % self.how.check_every == 0:

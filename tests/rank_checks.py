@@ -25,7 +25,6 @@ from torch import nn
 import gpuaccel as ga
 from gpuaccel import exchange, peers
 from gpuaccel.distributed import weight_hashes
-from gpuaccel.peers import Peers
 
 PATIENCE = 60                              # seconds until a rank that waits for another gives up
 VOCAB, WIDE = 40, 16
@@ -167,20 +166,24 @@ def far(got, want):
 @contextlib.contextmanager
 def copied(wanted):
     """If wanted (how many elements at once), gradients are added up by copies, as on GPUs (peers.py), between files that all ranks have mapped into their memory."""
-    def of(how, arena):
-        if how is None or how.ordered or how.world == 1:
-            return None
-        def memory(dtype):
-            with tempfile.NamedTemporaryFile() as mine:
-                paths = [None] * how.world
-                dist.all_gather_object(paths, mine.name, group=how.group)
-                mine.truncate(dtype.itemsize * arena.numel)
-                dist.barrier(how.group)
-                homes = [torch.from_file(path, shared=True, size=arena.numel, dtype=dtype) for path in paths]
-                dist.barrier(how.group)
-            return homes[how.rank], SimpleNamespace(get_buffer=lambda r, shape, dtype: homes[r].view(shape), barrier=lambda channel: dist.barrier(how.group))
-        return Peers(how, arena, {name: memory(getattr(arena, name).dtype) for name in peers._read(how, arena)})
-    with mock.patch.multiple("gpuaccel.peers", SLAB=max(wanted, 4096)), mock.patch.object(Peers, "of", of if wanted else Peers.of):
+    made = {}
+
+    def memory(how, numel, dtype):
+        with tempfile.NamedTemporaryFile() as mine:
+            paths = [None] * how.world
+            dist.all_gather_object(paths, mine.name, group=how.group)
+            mine.truncate(dtype.itemsize * numel)
+            dist.barrier(how.group)
+            homes = [torch.from_file(path, shared=True, size=numel, dtype=dtype) for path in paths]
+            dist.barrier(how.group)
+        return homes[how.rank], SimpleNamespace(get_buffer=lambda r, shape, dtype: homes[r].view(shape), barrier=lambda channel, wait: dist.barrier(how.group))
+
+    def allocate(how, arena):
+        made.update({name: memory(how, arena.numel, getattr(arena, name).dtype) for name in peers._read(how, arena)})
+        return {name: home for name, (home, _) in made.items()}
+    instead = dict(SLAB=max(wanted, 4096), _allocate=allocate, _rendezvous=lambda how, homes: dict(made),
+                   _why_not=lambda how, arena: (True, "" if how.world > 1 and not how.ordered else "there is nothing to copy"))
+    with mock.patch.multiple("gpuaccel.peers", **instead) if wanted else contextlib.nullcontext():
         yield
 
 
@@ -249,11 +252,11 @@ class Low(Net):
         self.blocks[1].to(torch.bfloat16)
 
 
-def nan_on(rank, group, who, backend, mode, ordered, where="blocks.0", copies=False, **options):
+def nan_on(rank, group, who, backend, mode, ordered, where="blocks.0", copies=False, sharded=False, **options):
     """One step with a NaN that rank `who` makes in backward, between two good ones; each rank's weights, and what is said."""
     with ga.use_backend(backend), copied(copies):
         model = Net()
-        how = ga.Distributed(group=group, ordered=ordered, bucket_mb=0.004)
+        how = ga.Distributed(group=group, ordered=ordered, sharded=sharded, bucket_mb=0.004)
         with make_step(model, accumulate=mode, distributed=how, **options) as step:
             step([micro_batch(rank)])
             before, said = weights(model), [step.opt.last_skip()]
@@ -272,6 +275,24 @@ def nan_on(rank, group, who, backend, mode, ordered, where="blocks.0", copies=Fa
             moved = not torch.equal(before["head.weight"], model.head.weight)
             return {"same": same, "moved": moved, "said": said, "finite": bool(out.finite), "skipped": int(step.opt.skipped),
                     "hash": weight_hashes(step.arena).tolist()}
+
+
+def refused(rank, group):
+    """A second step on the same model is refused, and the first goes on as if nothing had been: its weights, and those of one that was left alone."""
+    found = []
+    with ga.use_backend("simt"), copied(1 << 22):
+        for again in (True, False):
+            model = Net()
+            with make_step(model, distributed=ga.Distributed(group=group, sharded=True)) as step:
+                step([micro_batch(rank)])
+                if again:
+                    try:
+                        ga.TrainStep(model, step.opt, distributed=ga.Distributed(group=group, sharded=True))
+                    except ga.ArgumentError as error:
+                        found.append(str(error))
+                step([micro_batch(rank + 4)])
+                found.append(weight_hashes(step.arena).tolist())
+    return found
 
 
 def drift(rank, group, who, backend="torch"):

@@ -271,6 +271,10 @@ def test_buffers_that_move_keep_their_values_and_their_views(dtype):
     check_views(arena)
     arena.check()
     assert all(arena.squares_known())
+    with pytest.raises(ArgumentError, match="no longer a view"):
+        moved = Arena(nn.Linear(5, 3).to(dtype))
+        moved.module.weight.data = moved.module.weight.data.clone()
+        moved.move("grads", torch.empty_like(moved.grads))
     arena.grad_views[0].mul_(2)
     assert torch.equal(arena.grads[:4].flatten(), arena.grad_views[0].flatten()[:4]) and not any(arena.squares_known())
 

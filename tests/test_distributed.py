@@ -271,6 +271,12 @@ def test_copies_are_added_in_the_order_of_the_ranks(crew, backend, ranks, slab, 
         assert one["moved"] > 0.01 and one["far"] <= 1e-6 if rest else one["same"], f"{one['name']} is off; distance {one['far']}"
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_refused_second_step_leaves_the_copies_of_the_first_alone(crew):
+    for said, one, other in crew(checks.refused, 2):
+        assert "has a GradientAccumulator already" in said and one == other
+
+
 def test_copies_are_refused_in_words_where_there_is_nothing_to_copy(crew):
     for kind, said in crew(checks.attempt, 2, errors=True, all=dict(peer_copies=True)):
         assert (kind, said) == ("ArgumentError", "peer_copies is True, and the 2 ranks' collectives are gloo's, the model is on cpu, backend torch; expected the GPUs of "
@@ -280,6 +286,7 @@ def test_copies_are_refused_in_words_where_there_is_nothing_to_copy(crew):
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("backend,mode,options", [("torch", "arena", {}), ("simt", "arena", {}), ("simt", "fused", {}), ("simt", "arena", {"copies": True}),
                                                   ("simt", "fused", {"compile": "as if", "where": "norm", "copies": True}),
+                                                  ("simt", "arena", {"where": "norm", "copies": True, "sharded": True}),
                                                   ("torch", "fused", {"compile": "as if"}), ("simt", "fused", {"compile": "as if"}),
                                                   ("simt", "fused", {"compile": "as if", "where": "norm"})])
 def test_a_nan_on_one_rank_skips_the_step_on_all_and_names_the_rank(crew, backend, mode, options, ordered):

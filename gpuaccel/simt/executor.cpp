@@ -6,7 +6,6 @@
 // not all have ended, the kernel is in a deadlock.
 #include "executor.h"
 #include <errno.h>
-#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -26,7 +25,8 @@ static const size_t STACK = 256 << 10, GUARD = 4096, SLOT = STACK + GUARD;      
 static const int MAX_WORKERS = 64;
 static worker* workers[MAX_WORKERS];
 static uint64_t next_block, total_blocks;
-static volatile int stopping, interrupted;
+static volatile int stopping;
+static int interrupted;
 static pthread_mutex_t fault_lock = PTHREAD_MUTEX_INITIALIZER;
 
 // ---- the switch: keep what a called function must preserve, change stacks, return there ----
@@ -273,8 +273,11 @@ static void on_signal(int signal, siginfo_t* info, void* context) {
         if (w->inside) simt_stop(w, SIMT_TIME, pc_of(context), 0, 0);
         return;
     }
-    if (signal == SIGINT) {                               // Python learns of it, and the launch ends
-        stopping = interrupted = 1;
+    if (signal == SIGINT) {                               // Python learns of it, and the launch ends, in every thread that runs a kernel
+        stopping = 1;
+        if (!__atomic_exchange_n(&interrupted, 1, __ATOMIC_SEQ_CST))
+            for (int i = 0; i < MAX_WORKERS && workers[i]; i++)
+                if (workers[i] != w && workers[i]->running) pthread_kill(workers[i]->thread, SIGINT);
         if (before[4].sa_flags & SA_SIGINFO) before[4].sa_sigaction(signal, info, context);
         else if (before[4].sa_handler != SIG_DFL && before[4].sa_handler != SIG_IGN) before[4].sa_handler(signal);
         if (w && w->inside) simt_stop(w, SIMT_INTERRUPTED, pc_of(context), 0, 0);
@@ -329,6 +332,8 @@ static void* run_worker(void* argument) {
     w->arguments = job->arguments;
     w->dynamic = w->dynamic_memory;
     w->late = w->inside = 0;
+    w->thread = pthread_self();
+    w->running = 1;
     w->last_pc = 0;
     w->spares = 0;
     for (unsigned i = SIMT_MAX_THREADS; i--;) w->spare[w->spares++] = i;
@@ -371,6 +376,7 @@ static void* run_worker(void* argument) {
         }
     }
     if (timed) timer_delete(timer);
+    w->running = 0;
     simt_me = 0;
     sigaltstack(&theirs, 0);
     return 0;
@@ -419,8 +425,8 @@ extern "C" __attribute__((visibility("default"))) int simt_launch(simt_job* job,
     while (started < job->workers && pthread_create(&thread[started], 0, run_worker, workers[started]) == 0) started++;
     run_worker(workers[0]);
     for (int i = 1; i < started; i++) pthread_join(thread[i], 0);
-    // The signal may have met a thread that runs no kernel: the blocks that are left have not run, and that must be said.
-    if (interrupted && job->fault.kind == SIMT_NONE) job->fault.kind = SIMT_INTERRUPTED;
+    // The signal may have come between two blocks: those that are left have not run, and that must be said.
+    if (__atomic_load_n(&interrupted, __ATOMIC_SEQ_CST) && job->fault.kind == SIMT_NONE) job->fault.kind = SIMT_INTERRUPTED;
     for (int i = 0; i < CAUGHT; i++) sigaction(FAULTS[i], &before[i], 0);
     if (dynamic) for (int i = 0; i < job->workers; i++) { workers[i]->dynamic_memory = 0; workers[i]->dynamic_size = 0; }
     return 0;

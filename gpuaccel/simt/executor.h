@@ -1,5 +1,7 @@
 // What the executor (executor.cpp) and the checks (checks.cpp) share.
 #pragma once
+#include <pthread.h>
+
 #include "runtime.h"
 
 enum simt_fault_kind {            // driver.py has the same list
@@ -58,6 +60,8 @@ struct worker : simt_worker {
     unsigned spares;
     unsigned starting;                                    // the stack that a new fibre begins on
     char* stacks;
+    pthread_t thread;                                     // of the system, while `running`
+    volatile int running;
     volatile int inside;                                  // a kernel runs on one of our stacks
     volatile int late;                                    // the time limit passed
     void* last_pc;                                        // the kernel's last call of the runtime
