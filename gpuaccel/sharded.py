@@ -40,6 +40,12 @@ def share(bucket, world: int) -> int:
     return (bucket.stop - bucket.start) // CHUNK // world * CHUNK
 
 
+def handed_on(arena) -> "list[str]":
+    """The buffers that every rank needs whole after an update, `weights` or `bf16_weights` or both; masters stay where they are used."""
+    names = {torch.float32: "weights", torch.bfloat16: "bf16_weights"}
+    return [name for dtype, name in names.items() if any(p.dtype == dtype for p in arena.params)]
+
+
 def pieces_of(buckets, rank: int, world: int) -> "list[Piece]":
     found, local = [], 0
     for b in buckets:
@@ -196,14 +202,13 @@ class ShardedAdamW(AdamW):
 
     def _hand_on(self):
         """The new weights go to all ranks. What the others update is cleared here too: the optimizer says that it clears the sums."""
-        for name, dtype in (("weights", torch.float32), ("bf16_weights", torch.bfloat16)):
-            if any(p.dtype == dtype for p in self.arena.params):     # masters stay where they are used
-                buffer = getattr(self.arena, name)
-                if self.peers:
-                    self.peers.spread(name, self.buckets)
-                else:
-                    self.spread(buffer)
-                torch.autograd.graph.increment_version(buffer)
+        for name in handed_on(self.arena):
+            buffer = getattr(self.arena, name)
+            if self.peers:
+                self.peers.spread(name)
+            else:
+                self.spread(buffer)
+            torch.autograd.graph.increment_version(buffer)
         zero_(self.arena.grads)
 
     def __getstate__(self):                     # a copy is a plain optimizer's business

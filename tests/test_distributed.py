@@ -571,29 +571,26 @@ GPU_WAYS = [dict(), dict(accumulate="fused"), dict(low=torch.bfloat16, accumulat
 
 
 @pytest.fixture(scope="module")
-def pair():
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs two GPUs, and there {'is one' if torch.cuda.device_count() else 'is none'}")
-    found = checks.Crew(2, "nccl")
-    yield found
-    found.close()
+def gpu_crew():
+    """Number of GPUs -> that many ranks."""
+    made = {}
 
-
-@pytest.fixture(scope="module")
-def four():
-    if torch.cuda.device_count() < 4:
-        pytest.skip(f"needs four GPUs, and there {'are' if torch.cuda.device_count() > 1 else 'is'} {torch.cuda.device_count() or 'none'}")
-    found = checks.Crew(4, "nccl")
-    yield found
-    found.close()
+    def of(gpus):
+        if (there := torch.cuda.device_count()) < gpus:
+            pytest.skip(f"needs {gpus} GPUs, and there {'is' if there == 1 else 'are'} {there or 'none'}")
+        if gpus not in made:
+            made[gpus] = checks.Crew(gpus, "nccl")
+        return made[gpus]
+    yield of
+    for crew in made.values():
+        crew.close()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gpus, options", [*((2, way) for way in GPU_WAYS), *((4, GPU_WAYS[k]) for k in (0, 4, 7, 8))], ids=lambda value: words(value) if isinstance(value, dict) else str(value))
-def test_gpus_eager_and_captured(request, gpus, options):
+def test_gpus_eager_and_captured(gpu_crew, gpus, options):
     """The same bits on all, the same bits from a graph that holds the collectives, and near one process (in order: equal)."""
-    crew = request.getfixturevalue("pair" if gpus == 2 else "four")
-    eager, graph = (crew(checks.transformer, gpus, device="cuda", replay=replay, **options) for replay in ("eager", "graph"))
+    eager, graph = (gpu_crew(gpus)(checks.transformer, gpus, device="cuda", replay=replay, **options) for replay in ("eager", "graph"))
     bound = 0.0 if "ordered" in options else 2e-2 if "dtype" in options or "low" in options else 1e-5
     for one in eager + graph:
         assert (one["hash"], one["losses"]) == (eager[0]["hash"], eager[0]["losses"])
