@@ -24,13 +24,10 @@
 #ifndef DEGREE
 #define DEGREE 3
 #endif
-#ifndef STAGES
-#define STAGES 2              // so many steps ahead tiles are loaded: 1 or 2
-#endif
 #define THREADS 256
 #define SIDE 64               // queries of a warpgroup, keys of a step
 #define TILE_BYTES 8192       // 64 rows of 128 bytes
-#define PLACES 4              // for tiles of each kind: a power of two, and more than STAGES + 1
+#define PLACES 4              // for tiles of each kind: tiles are loaded two steps ahead, and it is a power of two
 #define ALL 0xffffffffu
 
 struct Rows { int q_tilde, q, k, v, grad; };             // as in poly_attention.cu: elements from one row to the next
@@ -210,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) poly_forward_v3(
     ask<true>(place(of_pe, 0), pe, HEAD, 1, T);
     ask<true>(place(of_k, 0), k, stride.k, (2 * tile + 1) * SIDE, T);
     ask_for(0);
-    if (STAGES == 2) ask_for(1);
+    ask_for(1);
     unsigned by_k[4][4], by_pe[4][4], phi[4][4];
     fetch(by_k, q_tilde, stride.q_tilde, i0 + 16 * warp, T);
     fetch(by_pe, q, stride.q, i0 + 16 * warp, T);
@@ -245,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) poly_forward_v3(
         multiply<true, true>(sums, phi, tile_of(all_v, at));
         commit();
     };
-    arrived<STAGES - 1>();
+    arrived<1>();
     begin();
     multiply<false, false>(odd, by_pe, descriptor(before));
     multiply<false, false>(even, by_pe, tile_of(all_pe, 0));
@@ -253,8 +250,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) poly_forward_v3(
     commit();
     finished<0>();
     auto enter = [&](int s) {                            // step s of the block: its tiles are there, and those that the next ones take the place of were read
-        arrived<STAGES - 1>();
-        ask_for(s + STAGES);
+        arrived<1>();
+        ask_for(s + 2);
     };
     if (group == 0) enter(0);
     // Of step s, S and P (in `far`) are about to be there, P of the step before is. Then those of step s + 1 are on their way, P in place of the one before.
