@@ -7,9 +7,9 @@ copy engines (peers.py) and by NCCL, in bf16, sharded (copies, too), ordered, an
 
 Each family of ways has its own base, the same step without any word to other ranks: on one GPU while the others rest (`one GPU`, what the rates are
 held against), and on all GPUs at once (`each for itself`: what a step takes beyond that is communication that nothing hides). Those of one family take
-turns; times are those of steps that are queued one behind the other, and a step's is that of its slowest rank. Ways that compile have processes of
-their own (crews.py), which compile side by side. A rank that does not answer for 60 s ends its crew; what fails is named in the results, and the rest
-goes on.
+turns; times are those of steps that are queued one behind the other, of replayed ones once the clocks have settled, and a step's is that of its slowest
+rank. Ways that compile have processes of their own (crews.py), which compile side by side. A rank that does not answer for 60 s ends its crew; what fails
+is named in the results, and the rest goes on.
 
 Also: the bandwidth of collectives alone, memory per rank, and whether bits are equal: on all ranks, replayed and launched, and (ordered) on N GPUs and one.
 Numbers of GPUs are kept side by side: a run leaves what another has measured for another number, as long as no source has changed. Settings of NCCL in
@@ -34,13 +34,14 @@ from gpuaccel.models import Transformer, preset
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "kernels_cu/segments.cu",
            "kernels_cu/encoder.cu", "kernels_cu/peers.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py", "gpuaccel/backend.py", "gpuaccel/arena.py", "gpuaccel/accumulate.py",
            "gpuaccel/fused_linear.py", "gpuaccel/segments.py", "gpuaccel/encoder.py", "gpuaccel/embedding.py", "gpuaccel/clip.py", "gpuaccel/adamw.py",
-           "gpuaccel/optimizer.py", "gpuaccel/graphs.py", "gpuaccel/capture.py", "gpuaccel/step.py", "gpuaccel/distributed.py", "gpuaccel/early.py", "gpuaccel/peers.py", "gpuaccel/ranks.py",
+           "gpuaccel/optimizer.py", "gpuaccel/graphs.py", "gpuaccel/capture.py", "gpuaccel/step.py", "gpuaccel/rendezvous.py", "gpuaccel/distributed.py", "gpuaccel/early.py", "gpuaccel/peers.py", "gpuaccel/ranks.py",
            "gpuaccel/sharded.py", "gpuaccel/models.py", "benchmarks/ddp.py", "benchmarks/ddp_ranks.py", "benchmarks/crews.py", "benchmarks/workers.py",
            "benchmarks/common.py"]
 ONE, EACH = "one GPU", "each for itself"
 COMPILED, EAGER, OURS_EAGER, REPLAYED = "torch, compiled", "torch, eager", "ours, eager", "ours, replayed"
 MAKING = 180.0                   # seconds in which a way is made: compiling takes long (ranks look themselves whether the GPU hangs)
-CALLS, ROUNDS = 3, {True: 3, False: 2}     # steps of a turn, and turns; replayed or not: launched steps take long
+CALLS, ROUNDS = 3, {True: 3, False: 2}     # launched steps of a turn; turns, of replayed steps and of others
+SETTLED = 32                     # micro-batches of a turn of replayed steps, of which the first quarter is not counted
 BUCKETS = (8, 128)               # MB, beside the default
 
 
@@ -127,22 +128,24 @@ class Run:
         for count in self.bench.micro_batches:
             takers = {name: (ways.get(name, ways[ONE]), (family, ONE if name == EACH else name), count, name == ONE)
                       for name in dict.fromkeys((ONE, EACH, *ways))}
-            times = self.turns(takers, ROUNDS[family == REPLAYED])
+            times = self.turns(takers, family == REPLAYED)
             tokens = self.bench.rows * count * self.bench.config.T
             rows = found[str(count)] = {name: {"ms": ms, "tokens_per_s_per_gpu": tokens / ms * 1e3, "of_one_gpu": times[ONE] / ms,
                                                "exposed_ms": ms - times[EACH]} for name, ms in times.items()}
             self.say(f"{family}, {count}: " + ", ".join(f"{name} {m['ms']:.2f} ms ({m['of_one_gpu']:.1%})" for name, m in rows.items()))
 
-    def turns(self, takers: dict, rounds: int) -> dict:
+    def turns(self, takers: dict, settle: bool) -> dict:
         """Median milliseconds of each, in turns (a, b, c, b, c, a, ...): none comes behind the same one each time, which may have left the GPU hot. takers:
-        name -> (crew, way, micro-batches, on the first GPU alone?). One that fails is left out from then on."""
+        name -> (crew, way, micro-batches, on the first GPU alone?). One that fails is left out from then on. settle: turns of about a second, without
+        their beginning: after a rest a GPU runs above its power limit for a while."""
         times = {name: [] for name in takers}
-        for nth in range(rounds):
+        for nth in range(ROUNDS[settle]):
             names = list(times)
             for name in names[nth % len(names):] + names[:nth % len(names)]:
                 crew, *way = takers[name]
+                calls = max(CALLS, SETTLED // way[1]) if settle else CALLS
                 try:
-                    times[name] += self._slowest(self.crews.ask(crew, "times", way[0], way[1], CALLS, way[2]))
+                    times[name] += self._slowest(self.crews.ask(crew, "times", way[0], way[1], calls, way[2]))[calls // 4 if settle else 0:]
                 except CrewError as error:
                     del times[name]
                     self.failed(f"times of {', '.join(way[0])}, {way[1]}", error)
@@ -190,7 +193,7 @@ class Run:
         for size in sizes:
             key = REPLAYED, f"buckets of {size:g} MB"
             self.crews.ask(self.home, "make", key, replayed({"bucket_mb": size}, counts=(count,)), seconds=MAKING)
-            times = self.turns({which: (self.home, which, count, False) for which in (default, key)}, ROUNDS[True])
+            times = self.turns({which: (self.home, which, count, False) for which in (default, key)}, True)
             assert len(times) == 2, f"no times of {'; '.join(name for _, name in {default, key} - times.keys())}"
             self.results.setdefault("buckets", {})[f"{size:g}"] = {"ms": times[key], "default_ms": times[default],
                                                                    "times_default": times[default] / times[key]}

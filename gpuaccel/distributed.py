@@ -16,34 +16,22 @@ Two orders of summation:
 
 Source: Li et al., PyTorch Distributed (2020), for buckets; contract C-DDP-001 of entrenar's trainer for what must hold.
 """
-import atexit
-import datetime
 import os
-import socket
-import sys
-import threading
-import time
-import uuid
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .arena import CHUNK, Arena
-from .errors import ArgumentError, RankError
+from .errors import ArgumentError
+from .rendezvous import init_from_environment
 
 DTYPES = (torch.float32, torch.bfloat16)
 # One tensor for all ranks; the names are torch 2.13's, which warns of the old ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-on_beat = None                   # called by beat(); launch.py watches it
-last_step = lambda: 0            # the step (of this process, from 1) after which all ranks are asked to stop; 0: none  # noqa: E731
-came = 0                         # how often this rank has come to what it does with the others
-store = None                     # of a group of gloo's that was made here: where the ranks met, and say how often they came
 PIECE = 1 << 22                  # elements that are hashed at once: 32 MB of memory in between
 
 
@@ -151,8 +139,8 @@ class Distributed:
     RankError. blame: find out which rank brought a gradient that is not finite (in mode "fused" one more read, beside backward; with peer copies it costs
     nothing). peer_copies: GPUs of one machine add up fp32 sums by copies from memory to memory instead of NCCL's kernels (peers.py); None: where that can
     be done; True: ArgumentError where it cannot; False: NCCL.
-    timeout: seconds that a group made here waits for another rank, at its start and in every collective: then RankError, which on CPUs names the rank.
-    Copies wait as long, and then end with a CUDA error.
+    timeout: seconds that a group made here waits for another rank, at its start and in every collective: then RankError, which names the rank. With NCCL,
+    where no call comes back with an error, the process ends with such a message. (Copies end with a CUDA error 10 seconds later, in any group.)
     With gloo such a group listens where MASTER_ADDR is reached from here: on loopback if that is this machine by itself (GLOO_SOCKET_IFNAME: elsewhere).
 
     A tensor that counts is one of the arena. Frozen parameters and buffers are rank 0's, from the start on; what forward does to buffers later stays
@@ -169,7 +157,7 @@ class Distributed:
         if check_every < 0:
             raise ArgumentError(f"check_every is {check_every}; expected 0 (never) or a number of steps")
         if group is None and not dist.is_initialized() and "RANK" in os.environ:
-            _init_from_environment(timeout)
+            init_from_environment(timeout)
         self.group, self.dtype, self.ordered, self.sharded, self.bucket_mb = group, dtype, ordered, sharded, bucket_mb
         self.find_unused, self.check_every, self.blame, self.peer_copies, self.timeout = find_unused, check_every, blame, peer_copies, timeout
         there = dist.is_initialized()
@@ -186,117 +174,3 @@ class Distributed:
     def __repr__(self):
         how = "ordered" if self.ordered else f"all-reduce in {str(self.dtype).removeprefix('torch.')}"
         return f"Distributed(rank {self.rank} of {self.world}, {self.backend}, {how}{', sharded' * self.sharded})"
-
-
-def _init_from_environment(timeout):
-    """As torchrun describes the group; each rank takes the GPU of its local number."""
-    absent = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if absent:
-        raise ArgumentError(f"RANK is set, and {' and '.join(absent)} not; expected all of them, as torchrun sets them, or none for one process")
-    if not 0 <= int(os.environ["RANK"]) < int(os.environ["WORLD_SIZE"]):
-        raise ArgumentError(f"RANK is {os.environ['RANK']} and WORLD_SIZE {os.environ['WORLD_SIZE']}; expected a rank from 0 on, below it")
-    nccl = torch.cuda.is_available() and dist.is_nccl_available()
-    if nccl:
-        local, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-        if local >= gpus:
-            raise ArgumentError(f"rank {os.environ['RANK']} is number {local} on this machine, which has {gpus} GPU{'s' * (gpus > 1)}: start at most "
-                                f"{gpus} rank{'s' * (gpus > 1)} here, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to train on CPUs with gloo")
-        torch.cuda.set_device(local)
-    address, world = os.environ.get("MASTER_ADDR", ""), os.environ.get("WORLD_SIZE")
-    interface = interface_to(address)
-    if interface is not None and not nccl:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    elif interface == loopback() and os.environ.get("LOCAL_WORLD_SIZE") == world:          # elsewhere NCCL knows better
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    global store
-    try:
-        limit = datetime.timedelta(seconds=timeout)
-        place, rank, size = next(dist.rendezvous("env://", timeout=limit))
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            place = _corner(place, rank, size, timeout)
-        dist.init_process_group("nccl" if nccl else "gloo", store=place, rank=rank, world_size=size, timeout=limit)
-        store = None if nccl else dist.PrefixStore("came", place)
-        if not nccl:
-            atexit.register(_leave)
-    except (RuntimeError, ValueError, OSError) as error:
-        listens = "" if nccl else f"; this machine listens on {os.environ.get('GLOO_SOCKET_IFNAME') or 'the address of its name'} (GLOO_SOCKET_IFNAME: elsewhere)"
-        raise RankError(f"rank {os.environ['RANK']} of {world} found no common start at {address}:{os.environ.get('MASTER_PORT')} within {timeout:g} s: "
-                        f"{str(error).splitlines()[0]}{listens}") from error
-
-
-def _leave():
-    """At the process's end. A thread of gloo's may be about to let go of the last collective's tensors, for which it needs the interpreter; one that is
-    ending would abort the process. Meanwhile it may have it."""
-    time.sleep(0.1)
-
-
-def loopback() -> str:
-    """The name of this machine's loopback interface."""
-    return "lo0" if sys.platform == "darwin" else "lo"
-
-
-def interface_to(address: str) -> "str | None":
-    """The network interface through which an address is reached from here, its own interface if it is this machine's; None: not known."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
-        one.connect((address, 9))                              # UDP: nothing is sent, the system only finds its way
-        own = one.getsockname()[0]
-        return loopback() if own.startswith("127.") else next((name for name, found in psutil.net_if_addrs().items() if any(a.address == own for a in found)), None)
-    return None
-
-
-def _corner(shared, rank, world, timeout):
-    """Of a store that torchrun keeps over restarts, with the addresses of ranks that are gone, a part that only the ranks of this start know.
-
-    Which restart it is cannot be asked: torchrun counts them on each machine, and not those that another machine began. So each rank brings a word
-    of its own, and takes the one of rank 0 that answers to it."""
-    word = uuid.uuid4().hex
-    if rank:
-        shared.set(f"rank {rank} is", word)
-        try:
-            first = shared.get(f"to {word}").decode()          # waits
-        except dist.DistStoreError:
-            raise OSError("rank 0 did not come") from None
-        shared.set(f"rank {rank} heard {first}", "")
-        return dist.PrefixStore(first, shared)
-    missing, until = set(range(1, world)), time.monotonic() + timeout
-    while missing:
-        for other in [r for r in missing if shared.check([f"rank {r} is"])]:
-            shared.set(f"to {shared.get(f'rank {other} is').decode()}", word)         # it may have been an earlier start's: asked again
-            if shared.check([f"rank {other} heard {word}"]):
-                missing.remove(other)
-        if missing and time.monotonic() > until:
-            raise OSError(f"{ranks_in_words(missing)} did not come")
-        time.sleep(0.02 if missing else 0)
-    return dist.PrefixStore(word, shared)
-
-
-def ranks_in_words(ranks) -> str:
-    """rank 3; ranks 1 and 3."""
-    *few, last = map(str, sorted(ranks))
-    return f"ranks {', '.join(few)} and {last}" if few else f"rank {last}"
-
-
-def beat(steps: int):
-    """This rank comes to what it does with all others; with it `steps` steps have come to the end of their backward."""
-    global came
-    came += 1
-    if on_beat is not None:
-        on_beat(steps)
-    if store is not None:
-        with suppress(dist.DistError):
-            store.set(f"rank {dist.get_rank()} came", str(came))      # sent, not waited for
-
-
-def missing() -> "list[int]":
-    """After a collective has timed out: the ranks that have not come to it. [] where it cannot be known."""
-    found = []
-
-    def ask():
-        with suppress(dist.DistError):
-            counts = [int(store.get(f"rank {r} came")) if store.check([f"rank {r} came"]) else 0 for r in range(dist.get_world_size())]
-            found.extend(r for r, count in enumerate(counts) if count < came)
-    if store is not None:
-        asking = threading.Thread(target=ask, daemon=True)     # the store's machine may be what is gone: then there is no answer
-        asking.start()
-        asking.join(2.0)
-    return found

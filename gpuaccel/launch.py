@@ -23,9 +23,9 @@ import traceback
 import torch
 import torch.distributed as dist
 
-from . import distributed
-from .distributed import loopback
+from . import rendezvous
 from .errors import ArgumentError, RankError
+from .rendezvous import loopback
 
 AHEAD = 3                        # steps that a rank's host may be ahead of another's
 GRACE = 1.0                      # seconds in which the ranks after the first that failed may still say what they saw
@@ -156,7 +156,7 @@ def _rank(rank, ranks, backend, store, line, beats, came, stop, fn, args):
             def beat(steps):
                 beats[rank] += steps
                 came[rank] += 1
-            distributed.on_beat, distributed.last_step = beat, lambda: stop.value
+            rendezvous.on_beat, rendezvous.last_step = beat, lambda: stop.value
             found = _drained(fn(*args), line)
             try:
                 _send(line, (True, found))

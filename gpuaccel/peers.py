@@ -26,6 +26,7 @@ from .backend import backend, takes
 from .clip import SQUARES_THREADS, launch_squares
 from .errors import ArgumentError
 from .kernel import Kernel
+from .rendezvous import SLACK
 from .sharded import handed_on, share
 
 SLAB = 1 << 24                   # elements of all ranks' ranges that are added at once
@@ -80,7 +81,7 @@ class Peers:
 
     def _barrier(self, channel):
         """All ranks have come here, on a stream of theirs: 0 with a bucket, 1 with sums, 2 with weights. A rank that waits too long ends with a CUDA error."""
-        self.homes["grads"][1].barrier(channel, int(1000 * self.how.timeout))
+        self.homes["grads"][1].barrier(channel, int(1000 * (self.how.timeout + SLACK)))
 
     @classmethod
     def of(cls, how, arena: Arena) -> "Peers | None":

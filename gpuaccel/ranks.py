@@ -21,7 +21,7 @@ from .arena import CHUNK, Arena
 from .backend import takes
 from .clip import _kernel as squares_kernel
 from .clip import launch_squares
-from . import distributed
+from . import rendezvous
 from .distributed import Distributed, all_gather, broadcast, buckets_of, compare, reduce_scatter, weight_hashes
 from .early import Apart
 from .errors import ArgumentError, RankError
@@ -381,8 +381,8 @@ class Ranks:
         """RankError where that is what a failed collective says, with the ranks that did not come to it."""
         if isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and ("gloo" in str(error) or "pair closure" in str(error)):
             late = "imed out" in str(error) or "timeout" in str(error)         # else a rank has gone, and who is behind may only be slower
-            gone = distributed.missing() if late and self.group is None else []
-            who = f"{distributed.ranks_in_words(gone)} of {self.world}" if gone else "another one"
+            gone = rendezvous.missing() if late and self.group is None else []
+            who = f"{rendezvous.ranks_in_words(gone)} of {self.world}" if gone else "another one"
             raise RankError(f"rank {self.rank} of {self.world} cannot reach {who} {when}: it has stopped (what it said is in its own output), hangs, or the "
                             f"network is down. {str(error).splitlines()[0]}") from error
 
@@ -452,11 +452,11 @@ class Ranks:
 
     def beat(self, steps: int = 1):
         """This rank comes to what it does with the others: at the start and in each round (steps=0), and when a step's backward is over."""
-        distributed.beat(steps)
+        rendezvous.beat(steps, self.group is None)
 
     def asked_to_stop(self) -> bool:
         """Have all ranks been asked to stop after the step that has just been taken, or an earlier one?"""
-        return 0 < distributed.last_step() <= self.steps
+        return 0 < rendezvous.last_step() <= self.steps
 
     def gather(self, t: Tensor) -> "list[Tensor]":
         """A CPU tensor of each rank, all of one shape, in the order of the ranks. Waits."""

@@ -23,7 +23,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel import exchange, peers
+from gpuaccel import exchange, peers, rendezvous
 from gpuaccel.distributed import weight_hashes
 
 PATIENCE = 60                              # seconds until a rank that waits for another gives up
@@ -615,6 +615,21 @@ def comes_late(where):
         return ga.token_loss(model, micro)
     with make_step(Net(), loss_fn=loss_fn, distributed=how) as step:
         step([micro_batch(how.rank), micro_batch(2 + how.rank)])
+
+
+def comes_no_more(device, how):
+    """Started as torchrun does it: rank 1 comes to two steps, rank 0 to a third, where it waits. CPUs: only watch() has a time limit that ends soon."""
+    cuda = device == "cuda"
+    how = ga.Distributed(timeout=6.0 if cuda else 600.0, **how)
+    if not cuda:
+        threading.Thread(target=rendezvous.watch, args=(1.5,), daemon=True).start()
+    model = ga.Config(vocab=64, hidden=64, intermediate=128, layers=2, heads=2, kv_heads=2, T=16).build().to(device)
+    with ga.TrainStep(model, ga.AdamW(ga.Arena(model)), replay="graph" if cuda else "eager", distributed=how) as step:
+        rows = torch.randint(0, 64, (3, 17), generator=torch.Generator().manual_seed(how.rank)).to(device)
+        for nth in range(3):
+            if nth == 2 and how.rank == 1:
+                hangs()
+            float(step((rows[:, :-1].contiguous(), rows[:, 1:].contiguous())).loss)
 
 
 def fails_in_the_loop(folder):

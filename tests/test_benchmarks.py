@@ -329,6 +329,7 @@ def ddp_on_cpu(monkeypatch):
     ddp = module("ddp")
     monkeypatch.setattr(ddp, "CALLS", 1)
     monkeypatch.setattr(ddp, "ROUNDS", {True: 1, False: 1})
+    monkeypatch.setattr(ddp, "SETTLED", 1)
     plain = lambda way: dataclasses.replace(way, how=way.how and {k: v for k, v in way.how.items() if k != "peer_copies"})        # for GPUs
     yield ddp, ranks, {family: {name: ("all", plain(way)) for name, (_, way) in ways.items()} for family, ways in ddp.FAMILIES.items()}
     for name in ("workers", "crews", "ddp_ranks", "ddp"):

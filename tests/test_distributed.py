@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 
 import gpuaccel as ga
-from gpuaccel import distributed, exchange
+from gpuaccel import exchange, rendezvous
 from gpuaccel.accumulate import MODES
-from gpuaccel.distributed import loopback
 from gpuaccel.launch import _drained
+from gpuaccel.rendezvous import loopback
 from gpuaccel.timeline import Span
 
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
@@ -563,6 +563,24 @@ def test_an_address_where_nobody_answers_or_somebody_else_does(monkeypatch, rank
         assert time.monotonic() - began < 20 and not dist.is_initialized()
 
 
+@pytest.mark.parametrize("device, how", [("cpu", {}), *(pytest.param("cuda", {"peer_copies": copies}, marks=pytest.mark.gpu) for copies in (True, False))])
+def test_a_rank_that_waits_in_silence_ends_in_words(device, how):
+    """No call comes back with an error there: on GPUs the collectives are in a graph, and on CPUs gloo would wait for ten minutes."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(checks.free_port()), "OMP_NUM_THREADS": "1"}
+    ranks = [subprocess.Popen([sys.executable, "-c", f"import rank_checks; rank_checks.comes_no_more({device!r}, {how!r})"], cwd=pathlib.Path(__file__).parent,
+                              text=True, stderr=subprocess.PIPE, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    try:
+        said = ranks[0].communicate(timeout=90)[1]
+        limit = "6" if device == "cuda" else "1.5"
+        assert ranks[0].returncode == 1 and f"gpuaccel: rank 0 of 2 has waited {limit} s for rank 1: it has stopped" in said and ranks[1].poll() is None, said
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
 # ---- GPUs -----------------------------------------------------------------------------------------------------------
 
 GPU_WAYS = [dict(), dict(accumulate="fused"), dict(low=torch.bfloat16, accumulate="fused"), dict(dtype=torch.bfloat16), dict(ordered=True),
@@ -669,7 +687,7 @@ def test_ranks_of_one_start_meet_in_a_corner_that_earlier_starts_do_not_know():
     def start(ranks):
         def one(rank):
             try:
-                mine = distributed._corner(dist.TCPStore("127.0.0.1", shared.port, is_master=False, timeout=timedelta(seconds=0.6)), rank, 3, 0.6)
+                mine = rendezvous._corner(dist.TCPStore("127.0.0.1", shared.port, is_master=False, timeout=timedelta(seconds=0.6)), rank, 3, 0.6)
                 mine.add("ranks", 1)
                 found[rank] = mine
             except OSError as error:

@@ -8,7 +8,7 @@ ROOT = pathlib.Path(gpuaccel.__file__).parent
 FLOORS = [
     ["errors", "backend"], ["source", "nvrtc", "simt", "kernel"], ["arena"],
     ["fused_linear", "accumulate", "clip", "adamw", "optimizer", "segments", "encoder", "embedding", "richards", "poly_attention"],
-    ["meter", "ledger", "timeline", "exchange", "tape", "capture", "graphs", "distributed", "sharded", "early", "peers", "ranks"], ["models", "data", "micro", "checkpoint", "lora", "step", "train", "launch"],
+    ["meter", "ledger", "timeline", "exchange", "tape", "capture", "graphs", "rendezvous", "distributed", "sharded", "early", "peers", "ranks"], ["models", "data", "micro", "checkpoint", "lora", "step", "train", "launch"],
     ["picture", "figures", "diagrams", "token_figures", "layer_figures", "rank_figures", "panels", "recorded", "show", "puzzles", "encoder_puzzles",
      "layer_puzzles", "rank_puzzles", "exercises", "widgets", "magics", "cli"]]
 FLOOR = {name: i for i, names in enumerate(FLOORS) for name in names}

@@ -12,7 +12,7 @@ import time
 import pytest
 import rank_checks as checks
 
-from gpuaccel.distributed import interface_to, loopback
+from gpuaccel.rendezvous import interface_to, loopback
 
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 ADDRESS = "10.97.0."
