@@ -101,7 +101,7 @@ class Layers:
 
 def on_the_cpu(found: dict, cases=None, config=None) -> dict:
     """Adds the CPU's milliseconds to each batch's result: all cores, by the host's clock, the better of two calls. Then how many times ours all are."""
-    config, cores = config or preset("poly-7m"), os.cpu_count() or 1
+    config, cores = config or preset("poly-7m"), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(cores)
     with use_backend("torch", "off"):
         torch.manual_seed(0)
