@@ -344,7 +344,7 @@ def ddp_table() -> str:
         parts.append(f"{n} GPUs:\n\n" + ddp_rows(result["results"][n], int(n)) + "\n\n" + ddp_facts(result["results"][n]))
     return ("Optimizer steps of `llama-350m` (batch 4 per GPU and micro-batch, T = 1024, AdamW, clipped at 1.0) on several GPUs: the rate of each GPU as a share "
             "of the same step's on one GPU that has no others, and, after a plus, the milliseconds above the same step on all GPUs without any word between them: "
-            "communication that nothing hides. torch: bf16 autocast over fp32 weights, DDP with `no_sync` (the script is in `benchmarks/ddp_ranks.py`). Ours: "
+            "communication that nothing hides (or, where steps are launched from Python, the host's noise). torch: bf16 autocast over fp32 weights, DDP with `no_sync` (the script is in `benchmarks/ddp_ranks.py`). Ours: "
             "launched in mode `arena`, replayed compiled and in mode `fused`.\n\n" + "\n\n".join(parts) + "\n\n" + source(result))
 
 

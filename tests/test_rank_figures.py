@@ -81,4 +81,4 @@ def test_the_recorded_ranks_are_labelled_and_without_a_recording_it_says_so(tmp_
     lines = str(recorded.ddp()).split("\n")
     assert lines[0] == "Recorded, not run here: NVIDIA H200, 2026-01-02; llama-350m, batch 4 on each GPU, T=1024"
     assert [re.split(r" {2,}", line) for line in lines[2:]] == [["2 GPUs: ours, replayed, all-reduce", "100K, 97.5%", "100K, 90.0%", "1.2 ms"],
-                                                                ["2 GPUs: torch, eager, DDP", "100K, 79.0%", "-", "20.0 ms"]]
+                                                                ["2 GPUs: torch, eager, DDP", "100K, 79.0%", "-", "-"]]
