@@ -27,7 +27,7 @@ import warnings
 from collections import Counter
 from dataclasses import dataclass
 
-from .errors import ArgumentError, CheckpointError, GpuaccelError
+from .errors import ArgumentError, CheckpointError, GpuaccelError, RankError
 
 OUT = "runs/{model}"
 # What a preset trains with unless told otherwise: tokens, sequences per optimizer step, learning rate.
@@ -45,8 +45,7 @@ class Doctor:
 
     def rows(self):
         """(name, text) of every fact, then of every problem."""
-        texts = {name: " ".join(value) if isinstance(value, list) else "none" if value is None else str(value)
-                 for name, value in self.facts.items()}
+        texts = {name: " ".join(value) if isinstance(value, list) else "none" if value is None else str(value) for name, value in self.facts.items()}
         return [*texts.items(), *(("problem", problem) for problem in self.problems)]
 
     def __str__(self):
@@ -264,12 +263,10 @@ def _open_run(args, description, writes=True):
     from .checkpoint import latest_checkpoint, written_aside
     kept, last = args.out / "run.json", latest_checkpoint(args.out)
     if last is not None and not args.resume:
-        raise CheckpointError(f"{args.out} already holds a run ({last.name}): --resume goes on with it, --out takes "
-                              "another folder")
+        raise CheckpointError(f"{args.out} already holds a run ({last.name}): --resume goes on with it, --out takes another folder")
     if last is not None:
         before = _read_run(kept)
-        changed = [f"--{name.replace('_', '-')} was {before.get(name)}, now {description[name]}" for name in NUMBERS
-                   if before.get(name) != description[name]]
+        changed = [f"--{name.replace('_', '-')} was {before.get(name)}, now {description[name]}" for name in NUMBERS if before.get(name) != description[name]]
         if changed:
             raise CheckpointError(f"{args.out} holds another run and cannot be resumed like this: {'; '.join(changed)}")
     if not writes:
@@ -286,9 +283,14 @@ def train_command(args):
     if args.nproc and "RANK" in os.environ:
         raise ArgumentError(f"--nproc {args.nproc} inside of a rank that torchrun (or another launcher) has started; expected one of the two")
     if (args.nproc or 1) > 1:
+        from .checkpoint import latest_checkpoint
         from .launch import launch
         kind = {"auto": None, "cuda": "nccl"}.get(args.device, "gloo")
-        return launch(_train_rank, args.nproc, (args,), backend=kind, timeout=args.timeout or 60.0, start=600.0, after_step=True)[0]
+        try:
+            return launch(_train_rank, args.nproc, (args,), backend=kind, timeout=args.timeout or 60.0, start=600.0, after_step=True)[0]
+        except RankError as error:
+            last = " raised " not in str(error) and _complete(args) and latest_checkpoint(args.out)
+            raise RankError(f"{error}; --resume goes on from {last.name}" if last else str(error)) from error
     return _train_rank(args)
 
 
@@ -439,8 +441,7 @@ def _parser():
     add("--batch", type=_at_least(1), metavar="N", help="sequences per optimizer step (by preset)")
     add("--seq", type=_at_least(1), metavar="T", help="tokens per sequence (by preset)")
     add("--micro-batches", type=_at_least(1), default=1, metavar="N", help="parts that a batch is divided into, over all ranks (1 each)")
-    add("--accumulate", choices=("host", "autograd", "arena", "fused"), default="arena",
-        help="how gradients are added up (arena)")
+    add("--accumulate", choices=("host", "autograd", "arena", "fused"), default="arena", help="how gradients are added up (arena)")
     add("--lr", type=_at_least(0, float), metavar="X", help="learning rate (by preset)")
     add("--seed", type=int, default=0, metavar="N", help="of the weights, the order of the text and the sample (0)")
     add("--out", metavar="DIR", help="folder for checkpoints (runs/MODEL)")

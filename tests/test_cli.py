@@ -256,6 +256,19 @@ def test_ctrl_c_writes_a_checkpoint_and_is_status_130(whole, tmp_path):
     assert run.losses() == whole[0].losses()
 
 
+@pytest.mark.parametrize("said, kept, hint", [("rank 1 was killed by SIGKILL in step 4", True, "; --resume goes on from step-00000003.safetensors"),
+                                              ("rank 1 was killed by SIGKILL in step 4", False, ""), ("rank 1 raised ArgumentError: no", True, "")])
+def test_of_ranks_that_died_it_says_where_to_go_on(said, kept, hint, tmp_path, monkeypatch, capsys):
+    """Not of those that refused to begin."""
+    def launch(*_, **__):
+        if kept:
+            (tmp_path / "step-00000003.safetensors").touch()
+        raise ga.RankError(said)
+    monkeypatch.setattr(sys.modules["gpuaccel.launch"], "launch", launch)
+    assert main(["train", "--nproc", "2", "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"gpuaccel: {said}{hint}\n"
+
+
 def test_a_finished_run_is_neither_repeated_nor_written_over(whole, capsys):
     words = whole[0].words
     before = sorted(path.stat().st_mtime_ns for path in whole[0].out.glob("*.safetensors"))
