@@ -6,9 +6,10 @@
     s_ij = q_i . k_j / sqrt(d) + q_i . PE[i - j] + rho sum_m h_m(q_i) kbar_m(k_j)              phi = scale (a c^p + b), c = 8 tanh(s / 8)
     y_i = e_i sum_j phi_ij v_j over max(0, i - window + 1) <= j <= i             e = R_gate(alpha (x w_gate) + beta), for each head
 
-Weights outside of the window are exactly 0; nothing is normalised, there is no softmax. kbar and u are the means of r = clamp(round(sqrt(d)), 2, 16)
-contiguous chunks of k_j and q_i (the first d % r chunks one longer), h = u R_q(u), rho = 0.15 / sqrt(r). With A the (r, d) matrix that takes these means
-the low-rank term is a part of the query: q~ = q / sqrt(d) + rho A^T h(A q), s_ij = q~_i . k_j + q_i . PE[i - j]. So the kernels know q~, and nothing of A.
+Weights outside of the window are exactly 0; nothing is normalised, there is no softmax. R_q is the layer's `curve`, a sigmoid RichardsCurve, R_gate its
+`gate`, one that learns nu, k, m and a bounded T. kbar and u are the means of r = min(d, clamp(round(sqrt(d)), 2, 16)) contiguous chunks of k_j and q_i
+(the first d % r chunks one longer), h = u R_q(u), rho = 0.15 / sqrt(r). With A the (r, d) matrix that takes these means the low-rank term is a part of
+the query: q~ = q / sqrt(d) + rho A^T h(A q), s_ij = q~_i . k_j + q_i . PE[i - j]. So the kernels know q~, and nothing of A.
 
 Where e <= 1e-4 a head is skipped for a token: e is exactly 0 there, and no gradient goes through it. Memory is O(T): scores are computed
 again in the backward. A CPU computes the T x T matrices (reference_poly_attention). Between the layer's products all is one operation, poly_layer:
@@ -26,11 +27,11 @@ from torch import Tensor, nn
 from .backend import backend, takes
 from .errors import ArgumentError
 from .kernel import Kernel, usable
-from .richards import CURVE, GATE, SUMS, RichardsCurve, _finish, _gradients, _pack, _reference_curve
+from .embedding import _differentiates_otherwise
+from .richards import CURVE, GATE, MOST, SUMS, TYPES, RichardsCurve, _again, _back, _check_data, _empty, _finish, _gradients, _pack, _reference_curve, _save
 from .richards import _kernel as _curve_kernel
 
-TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
-LEAST_GATE = 1e-4
+LEAST_GATE, HIGHEST = 1e-4, 41  # 8^42 is finite in fp32
 GROUPS = 32                    # of (batch, head), whose gradients of PE are summed apart: the same on every machine
 WIDTHS = range(16, 129, 16)    # of a head that v2 takes
 ROWS, THREADS = 32, 256        # rows that a block of what stands around the attention takes, of one head; and its threads
@@ -271,8 +272,7 @@ _library.define(f"poly_attention_backward(Tensor dy, {_SIX}) -> (Tensor, Tensor,
 _LAYER = ("Tensor qkv, Tensor seen, Tensor pe, Tensor coefficients, Tensor alpha, Tensor beta, Tensor theta_gate, Tensor? theta_query, float[] settings, "
           "int degree, int window")
 _library.define(f"poly_layer({_LAYER}) -> (Tensor, Tensor, Tensor, Tensor)")
-_library.define(f"poly_layer_backward(Tensor dout, Tensor out, Tensor e, Tensor q_tilde, Tensor curves, {_LAYER}) -> "
-                f"({', '.join(['Tensor'] * 8)})")
+_library.define(f"poly_layer_backward(Tensor dout, Tensor out, Tensor e, Tensor q_tilde, Tensor curves, {_LAYER}) -> ({', '.join(['Tensor'] * 8)})")
 
 
 def _all(q, degree) -> "list[Kernel]":
@@ -290,8 +290,7 @@ def _layer_ours(qkv, seen, pe, *parameters, degree) -> bool:
     q, d = qkv[:, :, 0], qkv.shape[-1]
     if not _ours(q, parameters[0], degree) or not seen.dtype == pe.dtype == q.dtype or any(p is not None and p.dtype == torch.float64 for p in parameters):
         return False
-    return usable(q.device, _curve_kernel("richards_finish"),
-                  *(_around(name, q.dtype, d, parameters[-1] is not None) for name in AROUND))
+    return usable(q.device, _curve_kernel("richards_finish"), *(_around(name, q.dtype, d, parameters[-1] is not None) for name in AROUND))
 
 
 def _in_fp32(parameters):
@@ -306,10 +305,8 @@ def _forward(q_tilde, q, k, v, pe, coefficients, degree, window):
 
 def _backward(dy, q_tilde, q, k, v, pe, coefficients, degree, window):
     if not _ours(q, coefficients, degree):
-        with torch.enable_grad():
-            inputs = [t.detach().requires_grad_() for t in (q_tilde, q, k, v, pe, coefficients)]
-            found = torch.autograd.grad(reference_poly_attention(*inputs, degree, window), inputs, dy)
-            return tuple(g.contiguous() for g in found)
+        found = _gradients(lambda *inputs: reference_poly_attention(*inputs, degree, window), dy, q_tilde, q, k, v, pe, coefficients)
+        return tuple(g.contiguous() for g in found)
     *grads, dcoefficients = launch_backward(dy, q_tilde, q, k, v, pe, coefficients.float().contiguous(), degree, window)
     return *grads, dcoefficients.to(coefficients.dtype)
 
@@ -338,10 +335,8 @@ for _name, _function in (("poly_attention", _forward), ("poly_attention_backward
                          ("poly_layer_backward", _layer_backward)):
     _library.impl(_name, _function, "CPU")
     _library.impl(_name, _function, "CUDA")
-_empty = lambda t: torch.empty_like(t, memory_format=torch.contiguous_format)
 torch.library.register_fake("gpuaccel::poly_attention", lambda qt, q, k, v, pe, co, degree, window: _empty(v), lib=_library)
-torch.library.register_fake("gpuaccel::poly_attention_backward", lambda dy, qt, q, k, v, pe, co, degree, window: tuple(
-    map(_empty, (qt, q, k, v, pe, co))), lib=_library)
+torch.library.register_fake("gpuaccel::poly_attention_backward", lambda dy, qt, q, k, v, pe, co, *_: tuple(map(_empty, (qt, q, k, v, pe, co))), lib=_library)
 
 
 def _layer_fake(qkv, seen, pe, coefficients, alpha, beta, theta_gate, theta_query, *_):
@@ -355,14 +350,8 @@ torch.library.register_fake("gpuaccel::poly_layer_backward", lambda dout, out, e
     qt.new_empty(0) if t is None else _empty(t) for t in inputs[:8]), lib=_library)
 
 
-def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:6])
-    ctx.numbers = inputs[6:]
-
-
-torch.library.register_autograd(
-    "gpuaccel::poly_attention", lambda ctx, dy: (*torch.ops.gpuaccel.poly_attention_backward(dy, *ctx.saved_tensors, *ctx.numbers), None, None),
-    setup_context=_save, lib=_library)
+torch.library.register_autograd("gpuaccel::poly_attention", _back(lambda *args: torch.ops.gpuaccel.poly_attention_backward(*args),
+                                                                  reference_poly_attention), setup_context=_save, lib=_library)
 
 
 def _save_layer(ctx, inputs, output):
@@ -374,8 +363,11 @@ def _save_layer(ctx, inputs, output):
 def _layer_grads(ctx, dout, *_):
     if dout is None:
         return (None,) * 11
-    *found, of_query = torch.ops.gpuaccel.poly_layer_backward(dout, *ctx.saved_tensors, *ctx.numbers)
-    return *found, None if ctx.saved_tensors[-1] is None else of_query, None, None, None
+    saved = ctx.saved_tensors                              # asked for once: a checkpoint computes them for it
+    if torch.is_grad_enabled():
+        return *_again(lambda *tensors: _reference_layer(*tensors, *ctx.numbers)[0], dout, saved[4:]), None, None, None
+    *found, of_query = torch.ops.gpuaccel.poly_layer_backward(dout, *saved, *ctx.numbers)
+    return *found, None if saved[-1] is None else of_query, None, None, None
 
 
 torch.library.register_autograd("gpuaccel::poly_layer", _layer_grads, setup_context=_save_layer, lib=_library)
@@ -403,13 +395,14 @@ def poly_attention(q_tilde: Tensor, q: Tensor, k: Tensor, v: Tensor, pe: Tensor,
         raise ArgumentError(f"coefficients is {coefficients.dtype} of shape {tuple(coefficients.shape)} on {coefficients.device}; "
                             f"expected a, b and scale, (3,), on {q.device}")
     _check_numbers(degree, window)
-    return torch.ops.gpuaccel.poly_attention(q_tilde, q, k, v, pe, coefficients, degree, window or max(shape[1], 1))
+    function = reference_poly_attention if _differentiates_otherwise() else torch.ops.gpuaccel.poly_attention
+    return function(q_tilde, q, k, v, pe, coefficients, degree, window or max(shape[1], 1))
 
 
 def _check_numbers(degree, window):
-    if not isinstance(degree, int) or degree < 1 or degree % 2 == 0:
-        raise ArgumentError(f"degree is {degree!r}; expected an odd number of 1 or more")
-    if window is not None and (not isinstance(window, int) or window < 1):
+    if type(degree) is not int or not 1 <= degree <= HIGHEST or degree % 2 == 0:
+        raise ArgumentError(f"degree is {degree!r}; expected an odd number from 1 to {HIGHEST}")
+    if window is not None and (type(window) is not int or window < 1):
         raise ArgumentError(f"window is {window!r}; expected None, or a whole number of 1 or more")
 
 
@@ -418,25 +411,25 @@ class PolyAttention(nn.Module):
 
     degree: p, odd. window: how many positions a token sees, itself included; None: all. low_rank: with the term in chunk means. a, b, scale: where the
     coefficients begin (scale: 1 / sqrt(max_positions + 1)). w_qkv: (3 dim, dim), three projections as one product; pe: (max_positions + 1, d),
-    N(0, 0.02), shared by the heads; alpha, beta, coefficients in fp32.
+    N(0, 0.02), shared by the heads; alpha, beta, coefficients in fp32, as made. w_qkv's rows are q, k, v, each by heads. x: in w_qkv's dtype, or autocast.
     adaptive_degree: begins at degree 1, and adapt_degree() raises it, up to `degree`. ArgumentError for what does not fit."""
 
     def __init__(self, dim: int, heads: int, degree: int = 3, window: "int | None" = None, max_positions: int = 1024, *, low_rank: bool = True,
                  adaptive_degree: bool = False, a: float = 1.0, b: float = 0.0, scale: "float | None" = None, device=None, dtype=None):
         super().__init__()
-        if dim < 1 or heads < 1 or dim % heads:
-            raise ArgumentError(f"dim is {dim} and heads {heads}; expected a dim that is a multiple of heads")
-        if max_positions < 1:
-            raise ArgumentError(f"max_positions is {max_positions}; expected 1 or more")
+        if not all(isinstance(size, int) and size >= 1 for size in (dim, heads)) or dim % heads:
+            raise ArgumentError(f"dim is {dim!r} and heads {heads!r}; expected a dim that is a multiple of heads")
+        if not isinstance(max_positions, int) or max_positions < 1:
+            raise ArgumentError(f"max_positions is {max_positions!r}; expected 1 or more")
         _check_numbers(degree, window)
         scale = 1.0 / math.sqrt(max_positions + 1) if scale is None else scale
         for name, value in (("a", a), ("b", b), ("scale", scale)):
-            if not math.isfinite(value):
+            if not abs(value) <= MOST:
                 raise ArgumentError(f"{name} is {value}; expected a finite number")
-        d = dim // heads
-        self.dim, self.heads, self.window, self.max_positions, self.low_rank = dim, heads, window, max_positions, low_rank
-        self.highest, self.degree = degree, 1 if adaptive_degree else degree
-        self.adaptive, self.best, self.waited = adaptive_degree, math.inf, 0
+        d, self.dim, self.heads, self.window, self.max_positions, self.low_rank = dim // heads, dim, heads, window, max_positions, low_rank
+        self.highest, self.degree, self.adaptive, self.best, self.waited = degree, 1 if adaptive_degree else degree, adaptive_degree, math.inf, 0
+        self.register_buffer("adapted", torch.zeros(3, dtype=torch.int64, device=device) if adaptive_degree else None)
+        self._note()
         self.w_qkv = nn.Linear(dim, 3 * dim, bias=False, device=device, dtype=dtype)
         self.w_gate = nn.Linear(dim, heads, bias=False, device=device, dtype=dtype)
         self.w_out = nn.Linear(dim, dim, bias=False, device=device, dtype=dtype)
@@ -455,25 +448,38 @@ class PolyAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-1] != self.dim:
             raise ArgumentError(f"x is {tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__}; expected a tensor (..., T, {self.dim})")
+        _check_data(x, self.gate.theta, "w_qkv", self.w_qkv)
         T = x.shape[-2]
         if T > self.max_positions:
             raise ArgumentError(f"x has {T} positions; expected at most max_positions, {self.max_positions}")
         qkv = self.w_qkv(x).view(math.prod(x.shape[:-2]), T, 3, self.heads, self.dim // self.heads)
         seen = self.w_gate(x).reshape(*qkv.shape[:2], self.heads)
         theta, setting = (self.curve.theta, self.curve.setting) if self.low_rank else (None, [])
-        out = torch.ops.gpuaccel.poly_layer(qkv, seen, self.pe.to(qkv.dtype), self.coefficients, self.alpha, self.beta, self.gate.theta, theta,
-                                            self.gate.setting + setting, self.degree, self.window or max(T, 1))[0]
-        return self.w_out(out.view(x.shape))
+        function = _reference_layer if _differentiates_otherwise() else torch.ops.gpuaccel.poly_layer
+        out = function(qkv, seen, self.pe.to(qkv.dtype), self.coefficients, self.alpha, self.beta, self.gate.theta, theta, self.gate.setting + setting,
+                       self.degree, self.window or max(T, 1))[0]
+        return self.w_out(out.reshape(x.shape))
 
     def set_degree(self, degree: int):
         """Another degree, from the next forward on. A step that a graph holds goes on with the old one: capture it again."""
         _check_numbers(degree, None)
         self.degree = degree
+        self._note()
+
+    def _note(self):
+        """For state_dicts and checkpoints. adapted: (3,) int64, the degree, calls waited, the bits of the best loss in fp64."""
+        if self.adaptive:
+            self.adapted.copy_(torch.tensor([self.degree, self.waited, *struct.unpack("q", struct.pack("d", self.best))]))
+
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
+        if self.adaptive:
+            self.degree, self.waited, bits = self.adapted.tolist()
+            self.best, = struct.unpack("d", struct.pack("q", bits))
 
     def adapt_degree(self, loss: float, patience: int = 100, gain: float = 0.01) -> int:
         """With adaptive_degree: told the loss after each step, or every so often, this raises the degree by 2, up to the one that was asked for, where the
         loss has not fallen by `gain` of itself within `patience` calls. Returns the degree.
-
         Of RustGPT's rule only its frame is known (it begins at 1, goes in odd steps up to 7, rests after a change); when to go up is ours."""
         if not self.adaptive:
             raise ArgumentError("this layer's degree is fixed; expected one made with adaptive_degree=True")
@@ -482,6 +488,7 @@ class PolyAttention(nn.Module):
             self.best, self.waited = loss, 0
         elif self.waited >= patience and self.degree < self.highest:
             self.degree, self.waited = self.degree + 2, 0
+        self._note()
         return self.degree
 
     def extra_repr(self):

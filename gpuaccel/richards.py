@@ -1,14 +1,15 @@
 """The Richards curve, a logistic curve with nine learned parameters, and the gated linear unit made of two of them.
 
     >>> curve = ga.RichardsCurve("tanh")                    # y = curve(x), any shape; learns nu, k, m, beta, T, s, b
-    >>> ga.RichardsCurve(nu=0.5).values()                   # (9,) in the order of NAMES
+    >>> ga.RichardsCurve(nu=0.5).values()                   # (9,) nu, k, m, beta, T, a, c, s, b
     >>> layer = ga.RichardsGLU(256, 1024)                   # x + (x1 R_a(x1) R_g(x2)) W_out, x1 and x2 the halves of x W_in
 
     u = V (s x / T + b)      sigma = (1 + beta exp(-k' (u - m)))^(-1 / nu)      R(x) = a sigma + c, for tanh a (2 sigma - 1) + c
 
-V is 2 for tanh, else 1; k' is k nu with the birch tail (default but for tanh), else k. nu, k, beta and T are positive: what is learned of
-them is z, and the parameter softplus(z), at least 1e-6. gompertz begins at nu = beta = 0.01 without birch tail, close to exp(-exp(-x)).
-Forward and backward are one kernel each, the parameters' gradients are summed in a fixed order and never leave the GPU.
+V is 2 for tanh, else 1; k' is k nu with the birch tail (default but for tanh and gompertz), else k. nu, k, beta and T are positive: what is learned of
+them is z, and the parameter softplus(z), at least 1e-6; a bounded T is 0.1 + 9.9 sigmoid(z) instead. gompertz begins at nu = beta = 0.01, close to
+exp(-exp(-x)). Forward and backward are one kernel each, the parameters' gradients are summed in a fixed order and never leave the GPU. Further
+derivatives, forward mode and torch.func's transforms go through torch's operations.
 
 Source: F. J. Richards, 1959; RustGPT's RichardsCurve and RichardsGlu, with the gradients that belong to the forward (its GPU backward had
 another activation's derivative and no residual), summed over all elements as autograd does (its CPU took means).
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .backend import takes
+from .embedding import _differentiates_otherwise
 from .errors import ArgumentError
 from .kernel import Kernel, usable
 
@@ -32,7 +34,7 @@ LEARNED = {"none": NAMES, "sigmoid": tuple(n for n in NAMES if n not in "ac"), "
            "gompertz": tuple(n for n in NAMES if n not in "ac")}
 DEFAULTS = dict(nu=1.0, k=1.0, m=0.0, beta=1.0, T=1.0, a=1.0, c=0.0, s=1.0, b=0.0)
 FIXED, PLAIN, SOFTPLUS, BOUNDED = range(4)                  # how a parameter is learned; bounded: 0.1 + 9.9 sigmoid(z)
-LEAST = 1e-6
+LEAST, MOST = 1e-6, torch.finfo(torch.float32).max
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 THREADS, SUMS, CURVE = 128, 5, 32                           # of a block; CURVE: floats of what a forward leaves of one
 _SETTING = struct.Struct("9f3i").pack
@@ -76,7 +78,14 @@ def _gradients(function, grad, *inputs):
     """Of function(*inputs), by autograd."""
     with torch.enable_grad():
         inputs = [t.detach().requires_grad_() for t in inputs]
-        return torch.autograd.grad(function(*inputs), inputs, grad)
+        return torch.autograd.grad(function(*inputs), inputs, grad, materialize_grads=True)
+
+
+def _again(function, grad, tensors) -> "list[Tensor | None]":
+    """Inside a backward that is to be differentiated itself: the gradients of function(*tensors), by autograd; None for a tensor that is None."""
+    given = [t if t is None or t.requires_grad else t.detach().requires_grad_() for t in tensors]
+    found = iter(torch.autograd.grad(function(*given), [t for t in given if t is not None], grad, create_graph=True, materialize_grads=True))
+    return [None if t is None else next(found) for t in given]
 
 
 # ---- launchers ------------------------------------------------------------------------------------------------------
@@ -209,43 +218,52 @@ torch.library.register_fake("gpuaccel::richards_glu_backward", lambda dh, x, a, 
 
 
 def _save(ctx, inputs, output):
-    ctx.count = len(inputs)
-    ctx.settings = [s for s in inputs if not isinstance(s, Tensor)]
-    ctx.save_for_backward(*[t for t in inputs if isinstance(t, Tensor)], output[1])
+    """Tensors, then what a forward has made of them for its backward; numbers."""
+    tensors = [t for t in inputs if isinstance(t, Tensor)]
+    ctx.tensors, ctx.numbers = len(tensors), inputs[len(tensors):]
+    ctx.save_for_backward(*tensors, *(output[1:] if isinstance(output, tuple) else ()))
 
 
-def _back(operation):
-    def backward(ctx, dy, _):
-        grads = operation(dy, *ctx.saved_tensors, *ctx.settings)
-        return *grads, *[None] * (ctx.count - len(grads))
+def _back(operation, function):
+    """operation: what gives the gradients of function(*tensors, *numbers)."""
+    def backward(ctx, dy, *_):
+        saved = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            grads = _again(lambda *tensors: function(*tensors, *ctx.numbers), dy, saved[:ctx.tensors])
+        else:
+            grads = operation(dy, *saved, *ctx.numbers)
+        return *grads, *[None] * len(ctx.numbers)
     return backward
 
 
-torch.library.register_autograd("gpuaccel::richards", _back(lambda *args: torch.ops.gpuaccel.richards_backward(*args)), setup_context=_save, lib=_library)
-torch.library.register_autograd("gpuaccel::richards_glu", _back(lambda *args: torch.ops.gpuaccel.richards_glu_backward(*args)), setup_context=_save,
-                                lib=_library)
+torch.library.register_autograd("gpuaccel::richards", _back(
+    lambda *args: torch.ops.gpuaccel.richards_backward(*args), lambda x, theta, setting: _reference_curve(x, theta, setting).to(x.dtype)),
+    setup_context=_save, lib=_library)
+torch.library.register_autograd("gpuaccel::richards_glu", _back(lambda *args: torch.ops.gpuaccel.richards_glu_backward(*args), _reference_glu),
+                                setup_context=_save, lib=_library)
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
 
 class RichardsCurve(nn.Module):
-    """y = R(x), element by element, in x's dtype. One parameter, `theta`: what is learned, in the order of NAMES.
+    """y = R(x), element by element, in x's dtype. One parameter, `theta`: what is learned (z of a positive one), in the order of values().
 
-    variant: "none", "sigmoid", "tanh" or "gompertz". learn: names out of NAMES; default: all nine, without a and c for a named variant.
+    variant: "none", "sigmoid", "tanh" or "gompertz". learn: names of parameters (see values()); default: all nine, without a and c for a named variant.
     birch: the tail (default: but for tanh and gompertz). bounded: T stays between 0.1 and 10. values: the nine at the beginning, nu=0.5, ...
-    x: fp32, bf16, fp16 (fp64 in torch). ArgumentError for an unknown variant or name, a value that is not finite, or not positive where it must be."""
+    A state_dict has theta only: it belongs to a curve made with the same arguments. x: fp32, bf16, fp16 (fp64 in torch).
+    ArgumentError for an unknown variant or name, a value that is not finite in fp32, or not positive where it must be."""
 
     def __init__(self, variant: str = "none", *, learn=None, birch: "bool | None" = None, bounded: bool = False, device=None, **values):
         super().__init__()
         if variant not in LEARNED:
             raise ArgumentError(f"variant is {variant!r}; expected one of {', '.join(LEARNED)}")
-        learn = LEARNED[variant] if learn is None else tuple(learn)
+        learn = LEARNED[variant] if learn is None else (learn,) if isinstance(learn, str) else tuple(learn)
         for name in (*learn, *values):
-            if name not in NAMES:
-                raise ArgumentError(f"{name!r} is no parameter of the curve; expected some of {', '.join(NAMES)}")
+            if name not in NAMES or learn.count(name) > 1:
+                raise ArgumentError(f"{name!r} is {'there twice' if name in NAMES else 'no parameter of the curve'}; expected some of {', '.join(NAMES)}")
         start = DEFAULTS | (dict(nu=0.01, beta=0.01) if variant == "gompertz" else {}) | values
         for name, value in start.items():
-            if not math.isfinite(value) or name in POSITIVE and value < LEAST:
+            if not abs(value) <= MOST or name in POSITIVE and value < LEAST:
                 raise ArgumentError(f"{name} is {value}; expected {f'at least {LEAST}' if name in POSITIVE else 'a finite number'}")
         if bounded and not 0.1 < start["T"] < 10.0:
             raise ArgumentError(f"T is {start['T']}; expected a number between 0.1 and 10, where it is bounded")
@@ -261,11 +279,13 @@ class RichardsCurve(nn.Module):
         self.setting = [*(float(start[name]) for name in NAMES), float(kinds), float(variant == "tanh"), float(self.birch)]
 
     def values(self) -> Tensor:
-        """(9,) the parameters, in the order of NAMES."""
+        """(9,) the parameters: nu, k, m, beta, T, a, c, s, b."""
         return reference_values(self.theta, self.setting)
 
     def forward(self, x: Tensor) -> Tensor:
         _check_data(x, self.theta)
+        if _differentiates_otherwise():
+            return _reference_curve(x, self.theta, self.setting).to(x.dtype)
         return torch.ops.gpuaccel.richards(x, self.theta, self.setting)[0]
 
     def extra_repr(self):
@@ -276,13 +296,13 @@ class RichardsGLU(nn.Module):
     """x + w_out(x1 R_a(x1) R_g(x2)), x1 and x2 the halves of w_in(x): the residual is inside. x: (..., dim).
 
     w_in: (2 hidden, dim), both projections as one product; w_out: (dim, hidden); no biases; both N(0, sqrt(2 / fan_in)). activation: a
-    RichardsCurve that learns all nine parameters; gate: one that learns nu, k, m and T, which begins near 1 and stays between 0.1 and 10.
-    ArgumentError for sizes below 1, or another last dimension."""
+    RichardsCurve that learns all nine parameters; gate: a sigmoid that learns nu, k, m and T; T begins at exp(0.1 N(0, 1)) and is bounded.
+    x: in the weights' dtype, or under autocast. ArgumentError for sizes below 1, and for another last dimension or dtype."""
 
     def __init__(self, dim: int, hidden: int, *, device=None, dtype=None):
         super().__init__()
-        if dim < 1 or hidden < 1:
-            raise ArgumentError(f"dim is {dim} and hidden {hidden}; expected 1 or more")
+        if not all(isinstance(size, int) and size >= 1 for size in (dim, hidden)):
+            raise ArgumentError(f"dim is {dim!r} and hidden {hidden!r}; expected whole numbers of 1 or more")
         self.dim, self.hidden = dim, hidden
         self.w_in = nn.Linear(dim, 2 * hidden, bias=False, device=device, dtype=dtype)
         self.w_out = nn.Linear(hidden, dim, bias=False, device=device, dtype=dtype)
@@ -293,16 +313,19 @@ class RichardsGLU(nn.Module):
         self.gate = RichardsCurve("sigmoid", learn=GATE, bounded=True, T=T, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
+        _check_data(x, self.activation.theta, "w_in", self.w_in)
         if x.shape[-1:] != (self.dim,):
             raise ArgumentError(f"x has shape {tuple(x.shape)}; expected (..., {self.dim})")
-        y = self.w_in(x)
-        _check_data(y, self.activation.theta)
-        h, _ = torch.ops.gpuaccel.richards_glu(y, self.activation.theta, self.gate.theta, self.activation.setting, self.gate.setting)
-        return x + self.w_out(h)
+        given = self.w_in(x), self.activation.theta, self.gate.theta, self.activation.setting, self.gate.setting
+        return x + self.w_out(_reference_glu(*given) if _differentiates_otherwise() else torch.ops.gpuaccel.richards_glu(*given)[0])
 
 
-def _check_data(x, theta):
+def _check_data(x, theta, name="", layer=None):
+    """x is a tensor that goes with a curve's parameters, and first into a product with layer.weight."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise ArgumentError(f"x is {x.dtype if isinstance(x, Tensor) else type(x).__name__}; expected a floating-point tensor")
     if x.device != theta.device:
         raise ArgumentError(f"x is on {x.device}, the curve's parameters on {theta.device}; expected one device")
+    weight = getattr(layer, "weight", x)
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise ArgumentError(f"x is {x.dtype}; expected {weight.dtype}, as {name}.weight is (or torch.autocast)")

@@ -1,5 +1,7 @@
 """GPU when there is one: chosen once, said in one line, kept; and when something goes wrong nothing is half done."""
 import contextlib
+import copy
+import functools
 import logging
 import os
 import subprocess
@@ -8,12 +10,14 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import gpuaccel as ga
 from gpuaccel import kernel as kernels
 from gpuaccel import richards
 from gpuaccel.errors import BackendError, CompileError
 
+PLACES = ["cpu", "simt", pytest.param("cuda", marks=pytest.mark.gpu)]
 NOT = "no CUDA driver (libcuda.so.1 not found)"
 LAYERS = """
 import logging, torch
@@ -116,3 +120,44 @@ def test_a_backend_that_cannot_be_is_refused_before_anything_changes():
     with pytest.raises(BackendError) if not torch.cuda.is_available() else contextlib.nullcontext():
         ga.use_backend("cuda", "require")
     ga.use_backend(before.requested)
+
+
+KINDS = {"curve": lambda: ga.RichardsCurve("gompertz"), "glu": lambda: ga.RichardsGLU(6, 4), "attention": lambda: ga.PolyAttention(6, 2, max_positions=8),
+          "attention without the low-rank term": lambda: ga.PolyAttention(6, 2, max_positions=8, low_rank=False)}
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("device", PLACES, indirect=True)
+def test_second_derivatives_forward_mode_and_torch_func_are_those_of_float64(device, make):
+    """A gradient's length as part of the loss, a directional derivative, torch.func.grad; nothing may vanish without a word."""
+    torch.manual_seed(3)
+    layer = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), make(), nn.Tanh(), nn.Linear(6, 2)).to(device)
+    x, tangent = torch.randn(2, 5, 6, device=device), torch.randn(2, 5, 6, device=device)
+
+    def found(layer, x, tangent):
+        state = {name: p.detach() for name, p in layer.named_parameters()}
+        loss = lambda state, x: torch.func.functional_call(layer, state, (x,)).pow(2).mean()  # noqa: E731
+        x = x.detach().requires_grad_()
+        slope, = torch.autograd.grad(layer(x).pow(2).mean(), x, create_graph=True)
+        again = torch.autograd.grad(slope.pow(2).sum() + layer(x).mean(), list(layer.parameters()))
+        return [*again, torch.func.jvp(lambda x: loss(state, x), (x.detach(),), (tangent,))[1], *torch.func.grad(loss)(state, x.detach()).values(),
+                *torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(state, x.detach()).values()]
+    with ga.use_backend("torch"):
+        want = found(copy.deepcopy(layer).double().cpu(), x.double().cpu(), tangent.double().cpu())
+    for a, b in zip(found(layer, x, tangent), want):
+        assert b.abs().max() > 0 and torch.allclose(a.double().cpu(), b, rtol=1e-3, atol=1e-5 * float(b.abs().max())), (a, b)
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("device", PLACES, indirect=True)
+def test_computed_again_in_a_checkpoint_gradients_are_the_same(device, make):
+    torch.manual_seed(4)
+    layer, x = make().to(device), torch.randn(2, 5, 6, device=device)
+    found = []
+    for call in (layer, functools.partial(checkpoint, layer, use_reentrant=False), functools.partial(checkpoint, layer, use_reentrant=True)):
+        inputs = [x.detach().requires_grad_(), *layer.parameters()]
+        layer.zero_grad()
+        call(inputs[0]).pow(2).sum().backward()
+        found.append([t.grad for t in inputs])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other))

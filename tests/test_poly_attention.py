@@ -423,6 +423,21 @@ def test_the_degree_changes_between_steps_by_hand_or_where_the_loss_stands_still
     assert degrees == [1, 1, 1, 1, 3, 3, 3, 3, 5, 5, 5, 5, 5], degrees
 
 
+def test_an_adapted_degree_goes_on_from_a_state_dict():
+    """Where it was, with the best loss and the calls it has waited; a layer whose degree is fixed has no more state than its parameters."""
+    one, other, x = layer_of("cpu", degree=5, adaptive_degree=True), layer_of("cpu", degree=5, adaptive_degree=True), torch.randn(1, 4, 32)
+    assert not layer_of("cpu").state_dict().keys() & {"adapted"} and other.adapt_degree(7.0) == 1
+    for loss in (4.0, 3.0, 3.0, 3.0, 3.0, 3.0):
+        one.adapt_degree(loss, patience=3)
+    other.load_state_dict(one.state_dict())
+    assert (other.degree, other.best, other.waited) == (one.degree, one.best, one.waited) == (3, 3.0, 1)
+    assert torch.equal(one(x), other(x)) and [one.adapt_degree(3.0, 3) for _ in range(2)] == [other.adapt_degree(3.0, 3) for _ in range(2)] == [3, 5]
+    other.set_degree(1)
+    again = layer_of("cpu", degree=5, adaptive_degree=True).bfloat16()
+    again.load_state_dict(other.bfloat16().state_dict())
+    assert (again.degree, again.best) == (1, 3.0)
+
+
 def core(**other):
     names = ("q_tilde", "q", "k", "v", "pe", "coefficients", "degree", "window")
     inputs = dict(zip(names, (*given("cpu", torch.float32, 1, 4, 1, 16)[0], 3, None))) | other
@@ -431,10 +446,15 @@ def core(**other):
 
 @pytest.mark.parametrize("wrong, message", [
     (lambda: PolyAttention(30, 4), "dim is 30 and heads 4; expected a dim that is a multiple of heads"), (lambda: PolyAttention(32, 0), "dim is 32 and heads 0"),
-    (lambda: PolyAttention(32, 2, degree=2), "degree is 2; expected an odd number of 1 or more"), (lambda: PolyAttention(32, 2, degree=-1), "degree is -1; expected an odd"),
+    (lambda: PolyAttention(32, 2, degree=2), "degree is 2; expected an odd number from 1 to 41"), (lambda: PolyAttention(32, 2, degree=-1), "degree is -1; expected an odd"),
     (lambda: PolyAttention(32, 2, degree=3.0), "degree is 3.0; expected an odd"), (lambda: PolyAttention(32, 2, window=0), "window is 0; expected None, or a whole number"),
     (lambda: PolyAttention(32, 2, max_positions=0), "max_positions is 0; expected 1 or more"), (lambda: PolyAttention(32, 2, scale=math.nan), "scale is nan; expected a finite number"),
     (lambda: PolyAttention(32, 2, a=math.inf), "a is inf; expected a finite number"), (lambda: PolyAttention(32, 2).set_degree(4), "degree is 4; expected an odd"),
+    (lambda: PolyAttention(32, 2, degree=43), "degree is 43; expected an odd number from 1 to 41"), (lambda: PolyAttention(32, 2, degree=True), "degree is True"),
+    (lambda: PolyAttention(32, 2, window=True), "window is True; expected None, or a whole number"), (lambda: PolyAttention(32, 2, scale=1e39), r"scale is 1e\+39"),
+    (lambda: PolyAttention(32, 2, max_positions=2.5), "max_positions is 2.5; expected 1 or more"), (lambda: PolyAttention(32.0, 2), "dim is 32.0 and heads 2"),
+    (lambda: PolyAttention(32, 2)(torch.zeros(1, 4, 32).double()), r"x is torch.float64; expected torch.float32, as w_qkv.weight is \(or torch.autocast\)"),
+    (lambda: PolyAttention(32, 2)(torch.zeros(1, 4, 32, dtype=torch.int64)), "x is torch.int64; expected a floating-point tensor"),
     (lambda: PolyAttention(32, 2).adapt_degree(1.0), "this layer's degree is fixed; expected one made with adaptive_degree=True"),
     (lambda: PolyAttention(32, 2, max_positions=8)(torch.zeros(1, 9, 32)), "x has 9 positions; expected at most max_positions, 8"),
     (lambda: PolyAttention(32, 2)(torch.zeros(1, 9, 31)), r"x is \(1, 9, 31\); expected a tensor \(\.\.\., T, 32\)"),

@@ -96,7 +96,9 @@ def test_finite_differences_in_float64_agree(make):
     layer = make().double()
     x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     names, params = zip(*layer.named_parameters())
-    assert torch.autograd.gradcheck(lambda x, *p: torch.func.functional_call(layer, dict(zip(names, p)), x), (x, *params))
+    function = lambda x, *p: torch.func.functional_call(layer, dict(zip(names, p)), x)  # noqa: E731
+    assert torch.autograd.gradcheck(function, (x, *params))
+    assert torch.autograd.gradgradcheck(function, (x, *params), fast_mode=True)
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -248,7 +250,11 @@ def test_copies_and_state_dicts_carry_what_is_learned():
     (lambda: RichardsCurve(learn=("nu", "q")), "'q' is no parameter of the curve"), (lambda: RichardsCurve(q=1.0), "'q' is no parameter"),
     (lambda: RichardsCurve(nu=0.0), "nu is 0.0; expected at least 1e-06"), (lambda: RichardsCurve(beta=float("nan")), "beta is nan; expected at least"),
     (lambda: RichardsCurve(m=float("inf")), "m is inf; expected a finite number"), (lambda: RichardsCurve(bounded=True, T=20.0), "T is 20.0; expected a number between"),
-    (lambda: RichardsGLU(0, 4), "dim is 0 and hidden 4; expected 1 or more"), (lambda: RichardsGLU(4, 6)(torch.zeros(2, 5)), r"x has shape \(2, 5\); expected \(\.\.\., 4\)"),
+    (lambda: RichardsGLU(0, 4), "dim is 0 and hidden 4; expected whole numbers of 1 or more"), (lambda: RichardsGLU(4, 6)(torch.zeros(2, 5)), r"x has shape \(2, 5\); expected \(\.\.\., 4\)"),
+    (lambda: RichardsGLU(4, 1.5), "dim is 4 and hidden 1.5; expected whole numbers"), (lambda: RichardsCurve(learn=("nu", "k", "nu")), "'nu' is there twice"),
+    (lambda: RichardsCurve(a=1e39), r"a is 1e\+39; expected a finite number"), (lambda: RichardsGLU(4, 6)([1.0] * 4), "x is list; expected a floating-point tensor"),
+    (lambda: RichardsGLU(4, 6)(torch.zeros(2, 4, dtype=torch.int64)), "x is torch.int64; expected a floating-point tensor"),
+    (lambda: RichardsGLU(4, 6)(torch.zeros(2, 4).bfloat16()), r"x is torch.bfloat16; expected torch.float32, as w_in.weight is \(or torch.autocast\)"),
     (lambda: RichardsCurve()(torch.zeros(3, dtype=torch.int64)), "x is torch.int64; expected a floating-point tensor"),
     (lambda: RichardsCurve()(torch.zeros(3, device="meta")), "x is on meta, the curve's parameters on cpu")])
 def test_bad_input_is_named(wrong, message):
