@@ -262,7 +262,8 @@ def _said(processes, failed, dead, beats, results) -> RankError:
     gone = min(results, key=lambda r: beats[r], default=None)
     if gone is not None and (kind == "RankError" and "cannot reach" in message or "gloo" in message):
         return RankError(f"rank {gone} has returned, after {beats[gone]} step{'s' * (beats[gone] != 1)}, and rank {rank} waits for it in step {beats[gone] + 1}. "
-                         "Every rank makes its TrainStep, and calls it as often as the others: step(None) where it has no batch left. All ranks were stopped")
+                         "Every rank makes its TrainStep, and calls it, and collectives of its own, as often as the others: step(None) where it has no batch left. "
+                         "All ranks were stopped")
     error = RankError(f"rank {rank} raised {kind}: {message}. All ranks were stopped")
     if hasattr(error, "add_note"):
         error.add_note(f"on rank {rank}:\n{trace}")

@@ -44,7 +44,8 @@ def _slope_cases(generator):
 def _poly_row_case(n, generator):
     # A query's scores all have its own sign, and values are positive: no sum loses digits.
     d, window = (1, 2) if n > 100_000 else (_whole(3, 7, generator), _whole(5, 40, generator))
-    degree, scale = 5 if n == 256 else 1 + 2 * _whole(0, 3, generator), _between(0.5, 1.0, generator)
+    degree = 5 if n == 256 else 1 + 2 * _whole(0, 3, generator)
+    scale = _between(0.5, 1.0, generator) * 4.0 ** (1 - degree)                 # results of a few units, whatever the degree
     q, k = (torch.rand(n, d, generator=generator, device=generator.device) + 0.2 for _ in range(2))
     v = torch.rand(n, generator=generator, device=generator.device) + 0.2
     q *= 3.0 * torch.randn(n, 1, generator=generator, device=generator.device).sign()
