@@ -417,19 +417,18 @@ class PolyAttention(nn.Module):
     def __init__(self, dim: int, heads: int, degree: int = 3, window: "int | None" = None, max_positions: int = 1024, *, low_rank: bool = True,
                  adaptive_degree: bool = False, a: float = 1.0, b: float = 0.0, scale: "float | None" = None, device=None, dtype=None):
         super().__init__()
-        if not all(isinstance(size, int) and size >= 1 for size in (dim, heads)) or dim % heads:
+        if not all(type(size) is int and size >= 1 for size in (dim, heads)) or dim % heads:
             raise ArgumentError(f"dim is {dim!r} and heads {heads!r}; expected a dim that is a multiple of heads")
-        if not isinstance(max_positions, int) or max_positions < 1:
+        if type(max_positions) is not int or max_positions < 1:
             raise ArgumentError(f"max_positions is {max_positions!r}; expected 1 or more")
         _check_numbers(degree, window)
         scale = 1.0 / math.sqrt(max_positions + 1) if scale is None else scale
         for name, value in (("a", a), ("b", b), ("scale", scale)):
-            if not abs(value) <= MOST:
+            if not isinstance(value, (int, float)) or not abs(value) <= MOST:
                 raise ArgumentError(f"{name} is {value}; expected a finite number")
         d, self.dim, self.heads, self.window, self.max_positions, self.low_rank = dim // heads, dim, heads, window, max_positions, low_rank
         self.highest, self.degree, self.adaptive, self.best, self.waited = degree, 1 if adaptive_degree else degree, adaptive_degree, math.inf, 0
-        self.register_buffer("adapted", torch.zeros(3, dtype=torch.int64, device=device) if adaptive_degree else None)
-        self._note()
+        self.register_buffer("adapted", self._adapted().to(device) if adaptive_degree else None)
         self.w_qkv = nn.Linear(dim, 3 * dim, bias=False, device=device, dtype=dtype)
         self.w_gate = nn.Linear(dim, heads, bias=False, device=device, dtype=dtype)
         self.w_out = nn.Linear(dim, dim, bias=False, device=device, dtype=dtype)
@@ -464,18 +463,19 @@ class PolyAttention(nn.Module):
         """Another degree, from the next forward on. A step that a graph holds goes on with the old one: capture it again."""
         _check_numbers(degree, None)
         self.degree = degree
-        self._note()
-
-    def _note(self):
-        """For state_dicts and checkpoints. adapted: (3,) int64, the degree, calls waited, the bits of the best loss in fp64."""
         if self.adaptive:
-            self.adapted.copy_(torch.tensor([self.degree, self.waited, *struct.unpack("q", struct.pack("d", self.best))]))
+            self.adapted.copy_(self._adapted())
 
-    def _load_from_state_dict(self, *args):
-        super()._load_from_state_dict(*args)
-        if self.adaptive:
-            self.degree, self.waited, bits = self.adapted.tolist()
-            self.best, = struct.unpack("d", struct.pack("q", bits))
+    def _adapted(self) -> Tensor:
+        """What a state_dict, a checkpoint keeps: (3,) int64, the degree, calls waited, the bits of the best loss in fp64."""
+        return torch.tensor([self.degree, self.waited, *struct.unpack("q", struct.pack("d", self.best))])
+
+    def _load_from_state_dict(self, state, prefix, *args):
+        if self.adaptive and not (kept := state.setdefault(f"{prefix}adapted", self._adapted())).is_meta:        # older ones have none
+            degree, waited, bits = kept.tolist()
+            _check_numbers(degree, None)
+            self.degree, self.waited, (self.best,) = degree, waited, struct.unpack("d", struct.pack("q", bits))
+        super()._load_from_state_dict(state, prefix, *args)
 
     def adapt_degree(self, loss: float, patience: int = 100, gain: float = 0.01) -> int:
         """With adaptive_degree: told the loss after each step, or every so often, this raises the degree by 2, up to the one that was asked for, where the
@@ -488,7 +488,7 @@ class PolyAttention(nn.Module):
             self.best, self.waited = loss, 0
         elif self.waited >= patience and self.degree < self.highest:
             self.degree, self.waited = self.degree + 2, 0
-        self._note()
+        self.adapted.copy_(self._adapted())
         return self.degree
 
     def extra_repr(self):

@@ -381,7 +381,7 @@ class Ranks:
         """RankError where that is what a failed collective says, with the ranks that did not come to it."""
         if isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and ("gloo" in str(error) or "pair closure" in str(error)):
             late = "imed out" in str(error) or "timeout" in str(error)         # else a rank has gone, and who is behind may only be slower
-            gone = rendezvous.missing() if late and self.group is None else []
+            gone = late and self.group is None and rendezvous.missing()
             who = f"{rendezvous.ranks_in_words(gone)} of {self.world}" if gone else "another one"
             raise RankError(f"rank {self.rank} of {self.world} cannot reach {who} {when}: it has stopped (what it said is in its own output), hangs, or the "
                             f"network is down. {str(error).splitlines()[0]}") from error

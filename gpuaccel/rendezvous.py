@@ -24,6 +24,7 @@ on_beat = None                   # called by beat(); launch.py watches it
 last_step = lambda: 0            # the step (of this process, from 1) after which all ranks are asked to stop; 0: none  # noqa: E731
 came = 0                         # how often this rank has come to what it does with the others
 store = None                     # of a group that was made here: where the ranks met, and say how often they came
+_asking = None                   # the thread of missing()
 SLACK = 10.0                     # seconds that what cannot name a rank waits longer than what can
 
 
@@ -47,16 +48,16 @@ def init_from_environment(timeout: float):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     elif interface == loopback() and os.environ.get("LOCAL_WORLD_SIZE") == world:          # elsewhere NCCL knows better
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    global store
+    global came, store
     try:
         place, rank, size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=timeout)))
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             place = _corner(place, rank, size, timeout)
         limit = datetime.timedelta(seconds=timeout + SLACK * nccl)
         dist.init_process_group("nccl" if nccl else "gloo", store=place, rank=rank, world_size=size, timeout=limit)
-        store = dist.PrefixStore("came", place)
+        store, came = dist.PrefixStore("came", place), 0
         if nccl:
-            threading.Thread(target=watch, args=(timeout,), daemon=True).start()
+            threading.Thread(target=watch, args=(store, timeout), daemon=True).start()
         else:
             atexit.register(_leave)
     except (RuntimeError, ValueError, OSError) as error:
@@ -130,31 +131,42 @@ def beat(steps: int, everyone: bool = True):
             store.set(f"rank {dist.get_rank()} came", str(came))      # sent, not waited for
 
 
-def missing() -> "list[int]":
-    """After a collective has timed out: the ranks that have not come to it. [] where it cannot be known."""
-    found = []
+def missing() -> "list[int] | None":
+    """After a collective has timed out: the other ranks that have not come to it. None: where the ranks met nobody answers; [] where it cannot be known."""
+    global _asking
+    place, found = store, []
+    if place is None:
+        return []
 
     def ask():
-        with suppress(dist.DistError):
-            counts = [int(store.get(f"rank {r} came")) if store.check([f"rank {r} came"]) else 0 for r in range(dist.get_world_size())]
-            found.extend(r for r, count in enumerate(counts) if count < came)
-    if store is not None:
-        asking = threading.Thread(target=ask, daemon=True)     # the store's machine may be what is gone: then there is no answer
-        asking.start()
-        asking.join(2.0)
-    return found
-
-
-def watch(seconds: float):
-    """Ends this process, in words, when it has waited so long for ranks that do not come. In a thread of its own: where GPUs wait for each other no call
-    comes back with an error, and nothing but this has a time limit for NCCL's kernels in a CUDA graph."""
-    seen, since = came, time.monotonic()
-    while dist.is_initialized():
-        time.sleep(min(1.0, seconds / 4))
-        if came != seen:
-            seen, since = came, time.monotonic()
-        elif came and time.monotonic() - since > seconds and (gone := missing()):
+        with suppress(RuntimeError, ValueError):               # its machine has ended, or the group has
             rank, world = dist.get_rank(), dist.get_world_size()
-            print(f"gpuaccel: rank {rank} of {world} has waited {seconds:g} s for {ranks_in_words(gone)}: it has stopped (what it said is in its own "
-                  "output), hangs, or the network is down", file=sys.stderr, flush=True)
+            counts = {r: int(place.get(f"rank {r} came")) if place.check([f"rank {r} came"]) else 0 for r in range(world) if r != rank}
+            found.extend(r for r, count in counts.items() if count < came)
+    if _asking is None or not _asking.is_alive():              # what is frozen is asked once
+        _asking = threading.Thread(target=ask, daemon=True)
+        _asking.start()
+    _asking.join(2.0)
+    return None if _asking.is_alive() else found
+
+
+def watch(place, seconds: float):
+    """Ends this process, in words, when it has waited so long for ranks that do not come to where the group of this store is. In a thread of its own: where
+    GPUs wait for each other no call comes back with an error, and nothing but this has a time limit for NCCL's kernels in a CUDA graph."""
+    nap, seen, waited = min(1.0, seconds / 4), came, 0.0
+    while True:
+        began = time.monotonic()
+        time.sleep(nap)
+        if store is not place or not dist.is_initialized():
+            return
+        waited += min(time.monotonic() - began, 2 * nap)       # a job that was stopped as a whole has not waited
+        if came != seen:
+            seen, waited = came, 0.0
+        if not came or waited < seconds:
+            continue
+        gone = missing()
+        if gone or gone is None and waited > seconds + SLACK:
+            whom = ranks_in_words(gone) if gone else "the one where the ranks met, which does not answer"
+            print(f"gpuaccel: rank {dist.get_rank()} of {dist.get_world_size()} has waited {seconds:g} s for {whom}: it has stopped (what it said is in its "
+                  "own output), hangs, or the network is down", file=sys.stderr, flush=True)
             os._exit(1)                                        # the thread that waits hears nothing

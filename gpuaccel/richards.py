@@ -9,7 +9,7 @@
 V is 2 for tanh, else 1; k' is k nu with the birch tail (default but for tanh and gompertz), else k. nu, k, beta and T are positive: what is learned of
 them is z, and the parameter softplus(z), at least 1e-6; a bounded T is 0.1 + 9.9 sigmoid(z) instead. gompertz begins at nu = beta = 0.01, close to
 exp(-exp(-x)). Forward and backward are one kernel each, the parameters' gradients are summed in a fixed order and never leave the GPU. Further
-derivatives, forward mode and torch.func's transforms go through torch's operations.
+derivatives, forward mode and torch.func's transforms go through torch's operations (not inside of torch.compile, which does not see them).
 
 Source: F. J. Richards, 1959; RustGPT's RichardsCurve and RichardsGlu, with the gradients that belong to the forward (its GPU backward had
 another activation's derivative and no residual), summed over all elements as autograd does (its CPU took means).
@@ -83,7 +83,8 @@ def _gradients(function, grad, *inputs):
 
 def _again(function, grad, tensors) -> "list[Tensor | None]":
     """Inside a backward that is to be differentiated itself: the gradients of function(*tensors), by autograd; None for a tensor that is None."""
-    given = [t if t is None or t.requires_grad else t.detach().requires_grad_() for t in tensors]
+    # Views: what one tensor owes to another is followed by the backward around this one.
+    given = [t if t is None else t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
     found = iter(torch.autograd.grad(function(*given), [t for t in given if t is not None], grad, create_graph=True, materialize_grads=True))
     return [None if t is None else next(found) for t in given]
 
@@ -263,7 +264,7 @@ class RichardsCurve(nn.Module):
                 raise ArgumentError(f"{name!r} is {'there twice' if name in NAMES else 'no parameter of the curve'}; expected some of {', '.join(NAMES)}")
         start = DEFAULTS | (dict(nu=0.01, beta=0.01) if variant == "gompertz" else {}) | values
         for name, value in start.items():
-            if not abs(value) <= MOST or name in POSITIVE and value < LEAST:
+            if not isinstance(value, (int, float)) or not abs(value) <= MOST or name in POSITIVE and value < LEAST:
                 raise ArgumentError(f"{name} is {value}; expected {f'at least {LEAST}' if name in POSITIVE else 'a finite number'}")
         if bounded and not 0.1 < start["T"] < 10.0:
             raise ArgumentError(f"T is {start['T']}; expected a number between 0.1 and 10, where it is bounded")
@@ -301,7 +302,7 @@ class RichardsGLU(nn.Module):
 
     def __init__(self, dim: int, hidden: int, *, device=None, dtype=None):
         super().__init__()
-        if not all(isinstance(size, int) and size >= 1 for size in (dim, hidden)):
+        if not all(type(size) is int and size >= 1 for size in (dim, hidden)):
             raise ArgumentError(f"dim is {dim!r} and hidden {hidden!r}; expected whole numbers of 1 or more")
         self.dim, self.hidden = dim, hidden
         self.w_in = nn.Linear(dim, 2 * hidden, bias=False, device=device, dtype=dtype)
@@ -326,6 +327,6 @@ def _check_data(x, theta, name="", layer=None):
         raise ArgumentError(f"x is {x.dtype if isinstance(x, Tensor) else type(x).__name__}; expected a floating-point tensor")
     if x.device != theta.device:
         raise ArgumentError(f"x is on {x.device}, the curve's parameters on {theta.device}; expected one device")
-    weight = getattr(layer, "weight", x)
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+    weight = getattr(layer, "weight", None)              # of a quantised layer it may be anything
+    if isinstance(weight, Tensor) and weight.is_floating_point() and x.dtype != weight.dtype and not x.is_meta and not torch.is_autocast_enabled(x.device.type):
         raise ArgumentError(f"x is {x.dtype}; expected {weight.dtype}, as {name}.weight is (or torch.autocast)")

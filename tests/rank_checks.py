@@ -622,7 +622,7 @@ def comes_no_more(device, how):
     cuda = device == "cuda"
     how = ga.Distributed(timeout=6.0 if cuda else 600.0, **how)
     if not cuda:
-        threading.Thread(target=rendezvous.watch, args=(1.5,), daemon=True).start()
+        threading.Thread(target=rendezvous.watch, args=(rendezvous.store, 1.5), daemon=True).start()
     model = ga.Config(vocab=64, hidden=64, intermediate=128, layers=2, heads=2, kv_heads=2, T=16).build().to(device)
     with ga.TrainStep(model, ga.AdamW(ga.Arena(model)), replay="graph" if cuda else "eager", distributed=how) as step:
         rows = torch.randint(0, 64, (3, 17), generator=torch.Generator().manual_seed(how.rank)).to(device)

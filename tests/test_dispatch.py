@@ -148,6 +148,21 @@ def test_second_derivatives_forward_mode_and_torch_func_are_those_of_float64(dev
         assert b.abs().max() > 0 and torch.allclose(a.double().cpu(), b, rtol=1e-3, atol=1e-5 * float(b.abs().max())), (a, b)
 
 
+@pytest.mark.parametrize("device", PLACES, indirect=True)
+def test_what_is_made_of_one_another_is_counted_once(device):
+    """A gradient that may be differentiated again is the same gradient: a query q~ that is made of q, one theta for two curves, one curve twice."""
+    torch.manual_seed(5)
+    layer, glu = ga.PolyAttention(12, 2, max_positions=8).to(device), ga.RichardsGLU(6, 4).to(device)
+    glu.activation = ga.RichardsCurve("sigmoid", learn=richards.GATE, bounded=True).to(device)
+    glu.activation.theta = glu.gate.theta
+    qkv, x, abc = torch.randn(3, 1, 5, 2, 6, device=device, requires_grad=True), torch.randn(3, 6, device=device, requires_grad=True), layer.coefficients
+    for inputs, function in (((qkv, abc), lambda: ga.poly_attention(layer.query(qkv[0]), *qkv, layer.pe, abc)), ((x, glu.gate.theta), lambda: glu(x)),
+                             ((x, glu.gate.theta), lambda: glu.gate(glu.gate(x)))):
+        once, again = (torch.autograd.grad(function().pow(2).sum(), inputs, create_graph=create) for create in (False, True))
+        for a, b in zip(once, again):
+            assert torch.allclose(a, b, rtol=1e-4, atol=1e-5 * float(a.abs().max())), (a, b)
+
+
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("device", PLACES, indirect=True)
 def test_computed_again_in_a_checkpoint_gradients_are_the_same(device, make):

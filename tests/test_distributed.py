@@ -1,5 +1,6 @@
 """Data-parallel training: ranks together are one process, bit for bit where that is promised; and what is said when they cannot be."""
 import ast
+import contextlib
 import json
 import math
 import multiprocessing
@@ -579,6 +580,32 @@ def test_a_rank_that_waits_in_silence_ends_in_words(device, how):
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+@pytest.mark.parametrize("answer, said", [([1], "has waited 0.2 s for rank 1: it has stopped"), (None, "for the one where the ranks met, which does not answer"),
+                                          ([], None)])
+def test_a_rank_that_waits_says_for_whom_and_goes_on_if_all_are_there(answer, said, monkeypatch, capsys):
+    """Until the group is another one, or there is none."""
+    place = object()
+    for where, name, value in ((rendezvous, "store", place), (rendezvous, "came", 3), (rendezvous, "SLACK", 0.1), (rendezvous, "missing", lambda: answer),
+                               (dist, "is_initialized", lambda: True), (dist, "get_rank", lambda: 0), (dist, "get_world_size", lambda: 2), (os, "_exit", sys.exit)):
+        monkeypatch.setattr(where, name, value)
+    if said is None:
+        threading.Timer(0.5, lambda: setattr(rendezvous, "store", None)).start()
+    with pytest.raises(SystemExit) if said else contextlib.nullcontext():
+        rendezvous.watch(place, 0.2)
+    assert (said or "") in capsys.readouterr().err
+
+
+def test_who_is_missing_is_one_of_the_others(monkeypatch):
+    place = dist.TCPStore("127.0.0.1", 0, is_master=True)
+    for where, name, value in ((rendezvous, "store", place), (rendezvous, "came", 3), (dist, "get_rank", lambda: 0), (dist, "get_world_size", lambda: 4)):
+        monkeypatch.setattr(where, name, value)
+    place.set("rank 1 came", "3")
+    place.set("rank 2 came", "2")
+    assert rendezvous.missing() == [2, 3]
+    monkeypatch.setattr(rendezvous, "store", SimpleNamespace(check=lambda _: time.sleep(5)))
+    assert rendezvous.missing() is None
 
 
 # ---- GPUs -----------------------------------------------------------------------------------------------------------

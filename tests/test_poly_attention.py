@@ -436,6 +436,16 @@ def test_an_adapted_degree_goes_on_from_a_state_dict():
     again = layer_of("cpu", degree=5, adaptive_degree=True).bfloat16()
     again.load_state_dict(other.bfloat16().state_dict())
     assert (again.degree, again.best) == (1, 3.0)
+    state = one.state_dict()
+    older = layer_of("cpu", degree=5, adaptive_degree=True)
+    older.load_state_dict({name: t for name, t in state.items() if name != "adapted"})         # of a version that did not keep it
+    assert older.degree == 1
+    with pytest.raises(ArgumentError, match="degree is 4; expected an odd"):
+        older.load_state_dict(state | {"adapted": torch.tensor([4, 0, 0])})
+    with torch.device("meta"):
+        bare = PolyAttention(32, 2, degree=5, max_positions=80, adaptive_degree=True)
+    bare.load_state_dict(state, assign=True)
+    assert bare.degree == one.degree and torch.equal(bare.adapted, one.adapted)
 
 
 def core(**other):

@@ -252,7 +252,7 @@ def test_copies_and_state_dicts_carry_what_is_learned():
     (lambda: RichardsCurve(m=float("inf")), "m is inf; expected a finite number"), (lambda: RichardsCurve(bounded=True, T=20.0), "T is 20.0; expected a number between"),
     (lambda: RichardsGLU(0, 4), "dim is 0 and hidden 4; expected whole numbers of 1 or more"), (lambda: RichardsGLU(4, 6)(torch.zeros(2, 5)), r"x has shape \(2, 5\); expected \(\.\.\., 4\)"),
     (lambda: RichardsGLU(4, 1.5), "dim is 4 and hidden 1.5; expected whole numbers"), (lambda: RichardsCurve(learn=("nu", "k", "nu")), "'nu' is there twice"),
-    (lambda: RichardsCurve(a=1e39), r"a is 1e\+39; expected a finite number"), (lambda: RichardsGLU(4, 6)([1.0] * 4), "x is list; expected a floating-point tensor"),
+    (lambda: RichardsCurve(a="1"), "a is 1; expected a finite number"), (lambda: RichardsCurve(a=1e39), r"a is 1e\+39; expected a finite number"), (lambda: RichardsGLU(4, 6)([1.0] * 4), "x is list; expected a floating-point tensor"),
     (lambda: RichardsGLU(4, 6)(torch.zeros(2, 4, dtype=torch.int64)), "x is torch.int64; expected a floating-point tensor"),
     (lambda: RichardsGLU(4, 6)(torch.zeros(2, 4).bfloat16()), r"x is torch.bfloat16; expected torch.float32, as w_in.weight is \(or torch.autocast\)"),
     (lambda: RichardsCurve()(torch.zeros(3, dtype=torch.int64)), "x is torch.int64; expected a floating-point tensor"),
