@@ -19,6 +19,7 @@ Source: RustGPT's PolyAttention, here with the forward's own gradients on the GP
 """
 import functools
 import math
+import numbers
 import struct
 
 import torch
@@ -417,14 +418,14 @@ class PolyAttention(nn.Module):
     def __init__(self, dim: int, heads: int, degree: int = 3, window: "int | None" = None, max_positions: int = 1024, *, low_rank: bool = True,
                  adaptive_degree: bool = False, a: float = 1.0, b: float = 0.0, scale: "float | None" = None, device=None, dtype=None):
         super().__init__()
-        if not all(type(size) is int and size >= 1 for size in (dim, heads)) or dim % heads:
+        if not all(isinstance(size, numbers.Integral) and size >= 1 for size in (dim, heads)) or dim % heads:
             raise ArgumentError(f"dim is {dim!r} and heads {heads!r}; expected a dim that is a multiple of heads")
-        if type(max_positions) is not int or max_positions < 1:
+        if not isinstance(max_positions, numbers.Integral) or max_positions < 1:
             raise ArgumentError(f"max_positions is {max_positions!r}; expected 1 or more")
         _check_numbers(degree, window)
         scale = 1.0 / math.sqrt(max_positions + 1) if scale is None else scale
         for name, value in (("a", a), ("b", b), ("scale", scale)):
-            if not isinstance(value, (int, float)) or not abs(value) <= MOST:
+            if not isinstance(value, numbers.Real) or not abs(value) <= MOST:
                 raise ArgumentError(f"{name} is {value}; expected a finite number")
         d, self.dim, self.heads, self.window, self.max_positions, self.low_rank = dim // heads, dim, heads, window, max_positions, low_rank
         self.highest, self.degree, self.adaptive, self.best, self.waited = degree, 1 if adaptive_degree else degree, adaptive_degree, math.inf, 0

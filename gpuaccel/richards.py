@@ -16,6 +16,7 @@ another activation's derivative and no residual), summed over all elements as au
 """
 import functools
 import math
+import numbers
 import struct
 
 import torch
@@ -264,7 +265,7 @@ class RichardsCurve(nn.Module):
                 raise ArgumentError(f"{name!r} is {'there twice' if name in NAMES else 'no parameter of the curve'}; expected some of {', '.join(NAMES)}")
         start = DEFAULTS | (dict(nu=0.01, beta=0.01) if variant == "gompertz" else {}) | values
         for name, value in start.items():
-            if not isinstance(value, (int, float)) or not abs(value) <= MOST or name in POSITIVE and value < LEAST:
+            if not isinstance(value, numbers.Real) or not abs(value) <= MOST or name in POSITIVE and value < LEAST:
                 raise ArgumentError(f"{name} is {value}; expected {f'at least {LEAST}' if name in POSITIVE else 'a finite number'}")
         if bounded and not 0.1 < start["T"] < 10.0:
             raise ArgumentError(f"T is {start['T']}; expected a number between 0.1 and 10, where it is bounded")
@@ -302,7 +303,7 @@ class RichardsGLU(nn.Module):
 
     def __init__(self, dim: int, hidden: int, *, device=None, dtype=None):
         super().__init__()
-        if not all(type(size) is int and size >= 1 for size in (dim, hidden)):
+        if not all(isinstance(size, numbers.Integral) and size >= 1 for size in (dim, hidden)):
             raise ArgumentError(f"dim is {dim!r} and hidden {hidden!r}; expected whole numbers of 1 or more")
         self.dim, self.hidden = dim, hidden
         self.w_in = nn.Linear(dim, 2 * hidden, bias=False, device=device, dtype=dtype)

@@ -1,7 +1,9 @@
 """The Richards curve and its gated unit: the values and every gradient are those of the formula, in float64, written down here once more."""
 import contextlib
 import copy
+import math
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -142,6 +144,10 @@ def test_far_out_the_curve_is_flat_and_finite(device):
         low, high = (values.get("c", 0.0) + values.get("a", 1.0) * end for end in ((-1.0 if variant == "tanh" else 0.0), 1.0))
         assert torch.allclose(y[:4], torch.tensor([low, low, high, high], device=device), atol=1e-6), (variant, y)
         assert dx[:4].abs().max() == 0 and y[4].isnan()
+
+
+def test_numbers_may_be_numpys():
+    assert math.isclose(float(RichardsCurve(a=numpy.float32(0.5)).values().detach()[5]), 0.5) and RichardsGLU(numpy.int64(4), numpy.int32(6))(torch.zeros(2, 4)).shape == (2, 4)
 
 
 def test_what_is_learned_begins_at_the_given_values():
