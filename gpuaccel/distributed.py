@@ -132,9 +132,9 @@ class Distributed:
     group: a process group; default: torch.distributed's, which is made from torchrun's environment if there is none yet (NCCL where torch sees a
     GPU, else gloo); without that environment this process is the only rank. dtype: of the sums on their way, torch.float32 or torch.bfloat16 (half
     the bytes; each rank rounds its sum once, and so does each addition). ordered: see this module's first lines. sharded: each rank keeps and updates
-    its share of the moments (ga.AdamW over the arena; sharded.py: ZeRO stage 1). bucket_mb: megabytes of fp32 that are worth sending. find_unused: which tensors got a gradient on any rank is found out in every step (on a GPU it waits for it); False: in
-    the first step, and from then on one of these without a gradient has a zero one, and another that gets one is an ArgumentError; None: True
-    where nothing waits, on CPUs.
+    its share of the moments (ga.AdamW over the arena; sharded.py: ZeRO stage 1). bucket_mb: megabytes of fp32 that are worth sending.
+    find_unused: which tensors got a gradient on any rank is found out in every step (on a GPU it waits for it); False: in the first step, and from then on
+    one of these without a gradient has a zero one, and another that gets one is an ArgumentError; None: True where nothing waits, on CPUs.
     check_every: steps between two comparisons of all weights' bits over all ranks (0: none); on a GPU they are heard of late, without a wait:
     RankError. blame: find out which rank brought a gradient that is not finite (in mode "fused" one more read, beside backward; with peer copies it costs
     nothing). peer_copies: GPUs of one machine add up fp32 sums by copies from memory to memory instead of NCCL's kernels (peers.py); None: where that can

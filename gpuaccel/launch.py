@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -152,7 +151,6 @@ def _rank(rank, ranks, backend, store, line, beats, came, stop, fn, args):
             torch.set_num_threads(1 if forked else int(os.environ["OMP_NUM_THREADS"]))       # OpenMP's threads do not survive a fork: two would wait for ever
             if backend == "nccl":
                 torch.cuda.set_device(rank)
-                warnings.filterwarnings("ignore", message=r"barrier\(\): using the device")      # it is the right one
             dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=datetime.timedelta(minutes=30))
 
             def beat(steps):

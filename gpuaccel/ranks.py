@@ -470,7 +470,7 @@ class Ranks:
     def barrier(self):
         """Wait until every rank is here."""
         if self.world > 1:
-            dist.barrier(self.group)
+            dist.barrier(self.group, device_ids=[self.arena.device.index] if self.nccl else None)
 
     @torch.no_grad()
     def check(self):
