@@ -286,11 +286,12 @@ def train_command(args):
         from .checkpoint import latest_checkpoint
         from .launch import launch
         kind = {"auto": None, "cuda": "nccl"}.get(args.device, "gloo")
+        before = _complete(args) and latest_checkpoint(args.out)
         try:
             return launch(_train_rank, args.nproc, (args,), backend=kind, timeout=args.timeout or 60.0, start=600.0, after_step=True)[0]
         except RankError as error:
-            last = " raised " not in str(error) and _complete(args) and latest_checkpoint(args.out)
-            raise RankError(f"{error}; --resume goes on from {last.name}" if last else str(error)) from error
+            last = latest_checkpoint(args.out)
+            raise RankError(f"{error}; --resume goes on from {last.name}" if last != before else str(error)) from error
     return _train_rank(args)
 
 

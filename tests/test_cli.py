@@ -256,17 +256,21 @@ def test_ctrl_c_writes_a_checkpoint_and_is_status_130(whole, tmp_path):
     assert run.losses() == whole[0].losses()
 
 
-@pytest.mark.parametrize("said, kept, hint", [("rank 1 was killed by SIGKILL in step 4", True, "; --resume goes on from step-00000003.safetensors"),
-                                              ("rank 1 was killed by SIGKILL in step 4", False, ""), ("rank 1 raised ArgumentError: no", True, "")])
-def test_of_ranks_that_died_it_says_where_to_go_on(said, kept, hint, tmp_path, monkeypatch, capsys):
-    """Not of those that refused to begin."""
+@pytest.mark.parametrize("there, written, hint", [((), (3,), "; --resume goes on from step-00000003.safetensors"), ((2,), (3,), "; --resume goes on from step-00000003.safetensors"),
+                                                  ((), (), ""), ((2,), (), "")])
+def test_of_ranks_that_died_it_says_where_to_go_on(there, written, hint, tmp_path, monkeypatch, capsys):
+    """If they have come to a checkpoint: not of an earlier run's, which they may have refused to write over."""
+    def write(steps):
+        for step in steps:
+            (tmp_path / f"step-{step:08d}.safetensors").touch()
+
     def launch(*_, **__):
-        if kept:
-            (tmp_path / "step-00000003.safetensors").touch()
-        raise ga.RankError(said)
+        write(written)
+        raise ga.RankError("rank 1 was killed by SIGKILL in step 4")
+    write(there)
     monkeypatch.setattr(sys.modules["gpuaccel.launch"], "launch", launch)
     assert main(["train", "--nproc", "2", "--out", str(tmp_path)]) == 1
-    assert capsys.readouterr().err == f"gpuaccel: {said}{hint}\n"
+    assert capsys.readouterr().err == f"gpuaccel: rank 1 was killed by SIGKILL in step 4{hint}\n"
 
 
 def test_a_finished_run_is_neither_repeated_nor_written_over(whole, capsys):

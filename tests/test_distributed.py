@@ -599,7 +599,8 @@ def test_a_rank_that_waits_says_for_whom_and_goes_on_if_all_are_there(answer, sa
 
 def test_who_is_missing_is_one_of_the_others(monkeypatch):
     place = dist.TCPStore("127.0.0.1", 0, is_master=True)
-    for where, name, value in ((rendezvous, "store", place), (rendezvous, "came", 3), (dist, "get_rank", lambda: 0), (dist, "get_world_size", lambda: 4)):
+    for where, name, value in ((rendezvous, "store", place), (rendezvous, "came", 3), (rendezvous, "_asking", None), (dist, "get_rank", lambda: 0),
+                               (dist, "get_world_size", lambda: 4)):
         monkeypatch.setattr(where, name, value)
     place.set("rank 1 came", "3")
     place.set("rank 2 came", "2")

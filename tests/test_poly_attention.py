@@ -297,8 +297,8 @@ def test_finite_differences_in_float64_agree():
 
     def f(x, *parameters):
         return torch.func.functional_call(layer, dict(zip(names, parameters)), (x,))
-    assert torch.autograd.gradcheck(f, (torch.randn(1, 4, 12, dtype=torch.float64, requires_grad=True), *[p.detach().requires_grad_() for p in layer.parameters()]),
-                                    fast_mode=True)
+    inputs = torch.randn(1, 4, 12, dtype=torch.float64, requires_grad=True), *[p.detach().requires_grad_() for p in layer.parameters()]
+    assert torch.autograd.gradcheck(f, inputs, fast_mode=True) and torch.autograd.gradgradcheck(f, inputs, fast_mode=True)
 
 
 def test_chunks():
