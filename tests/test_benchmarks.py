@@ -1,5 +1,6 @@
 """Recorded results: the README shows them as they are, and those whose sources have changed are named. The scripts run."""
 import collections
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -458,6 +459,81 @@ def test_the_benchmark_of_several_ranks_takes_the_slowest_rank_and_says_what_fai
     late = ddp.Run(Scripted(make=make), bench, families, "all", time.perf_counter() - 9, limit=5)
     late.all((1,), ddp.PARTS)
     assert late.results["left_out"] == [*families, "buckets", "bits", "bandwidth"] and not late.results["failed"]
+
+
+@pytest.fixture
+def one_rank(ddp_on_cpu, tmp_path):
+    """ddp_ranks.py in this process, which is the only rank."""
+    _, ranks, _ = ddp_on_cpu
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield ranks
+    torch.distributed.destroy_process_group()
+
+
+SMALL = {"config": Config(vocab=31, hidden=16, intermediate=32, layers=1, heads=2, kv_heads=2, T=16), "rows": 2, "device": "cpu", "compile": False}
+
+
+@pytest.mark.parametrize("how", [None, {"bucket_cap_mb": 100}], ids=["one GPU", "DDP"])
+def test_torchs_captured_step_is_checked_and_begins_with_the_first_weights(one_rank, monkeypatch, how):
+    bench = one_rank.Bench(**SMALL, graph=False)
+    captured, launched = (one_rank.Way("torch", replayed=replayed, how=how) for replayed in (True, False))
+    batch = one_rank.random_batch(bench, 1)
+    steps = one_rank.Captured(0, bench, captured), one_rank.Peer(0, bench, launched)
+    for count in (4, 1, 4):
+        for step in steps:
+            step.run([t[:2 * count] for t in batch], count)
+        assert float(steps[0].loss) == float(steps[1].loss) and steps[0].hash() == steps[1].hash()
+    right = one_rank.Recording.replay
+    spoils = {"two steps": lambda self: (right(self), right(self)), "another loss": lambda self: (right(self), self.total.add_(1))}
+    monkeypatch.setattr(one_rank, "TRIALS", 1)
+    for replay in spoils.values():
+        monkeypatch.setattr(one_rank.Recording, "replay", replay)
+        with pytest.raises(AssertionError, match="4 micro-batches: replayed and launched, a step changes the weights differently"):
+            one_rank.Captured(0, bench, captured)
+
+
+class Side:
+    """In the place of torch.cuda.Stream."""
+
+    def wait_stream(self, other):
+        pass
+
+
+def test_torchs_ddp_is_captured_on_the_stream_it_was_made_on_after_its_warm_up(one_rank, monkeypatch):
+    events, streams = [], [None]
+
+    @contextlib.contextmanager
+    def stream(other):
+        streams.append(other)
+        yield
+        streams.pop()
+
+    @contextlib.contextmanager
+    def graph(_, pool, stream, capture_error_mode):
+        assert stream is streams[-1] and capture_error_mode == "thread_local"
+        events.append(f"capture into {pool}")
+        yield
+
+    def noted(what, function):
+        def called(*args, **more):
+            assert isinstance(streams[-1], Side), f"{what} not on the stream that captures"
+            events.append(what)
+            return function(*args, **more)
+        return called
+    fakes = {"Stream": Side, "stream": stream, "graph": graph, "graph_pool_handle": lambda: "shared", "current_stream": lambda: None,
+             "CUDAGraph": lambda: types.SimpleNamespace(replay=lambda: None, reset=lambda: events.append("reset")), "max_memory_allocated": lambda: 7,
+             **dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats"), lambda: None)}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(one_rank, "queued", lambda run, calls: [1.0] * calls)
+    monkeypatch.setattr(one_rank, "DistributedDataParallel", noted("DDP", one_rank.DistributedDataParallel))
+    monkeypatch.setattr(one_rank.Peer, "step", noted("step", one_rank.Peer.step))
+    monkeypatch.setattr(one_rank.Captured, "_check", lambda self, count: events.append("check"))
+    made = one_rank.Captured(0, one_rank.Bench(**SMALL), one_rank.Way("torch", replayed=True, how={"bucket_cap_mb": 100}))
+    made.close()
+    later = ["step"] * 3
+    assert events == ["DDP", *["step"] * 13, "capture into None", "step", "reset", *later, "capture into None", "step", "reset",
+                      *later, "capture into shared", "step", "check", *later, "capture into shared", "step", "check", "reset", "reset"]
 
 
 def test_bits_that_differ_are_told_apart(ddp_on_cpu):
