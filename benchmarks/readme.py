@@ -338,14 +338,17 @@ def layers_table(r) -> str:
 
 
 def ddp_table() -> str:
-    result, parts = load("ddp"), []
+    result, parts, compared = load("ddp"), [], ""
+    if any("fastest_torch" in r for r in result["results"].values()):
+        compared = (" `torch, captured`: compiled, the whole step with DDP in one CUDA graph. The last number of ours: how many times the tokens/s of "
+                    "torch's fastest DDP.")
     numbers = sorted((key for key in result["results"] if key.isdigit()), key=int)
     for n in numbers:
         parts.append(f"{n} GPUs:\n\n" + ddp_rows(result["results"][n], int(n)) + "\n\n" + ddp_facts(result["results"][n]))
     return ("Optimizer steps of `llama-350m` (batch 4 per GPU and micro-batch, T = 1024, AdamW, clipped at 1.0) on several GPUs: the rate of each GPU as a share "
             "of the same step's on one GPU that has no others, and, after a plus, the milliseconds above the same step on all GPUs without any word between them: "
             "communication that nothing hides (or, where steps are launched from Python, the host's noise). torch: bf16 autocast over fp32 weights, DDP with `no_sync` (the script is in `benchmarks/ddp_ranks.py`). Ours: "
-            "launched in mode `arena`, replayed compiled and in mode `fused`.\n\n" + "\n\n".join(parts) + "\n\n" + source(result))
+            "launched in mode `arena`, replayed compiled and in mode `fused`." + compared + "\n\n" + "\n\n".join(parts) + "\n\n" + source(result))
 
 
 def ddp_rows(r, n: int) -> str:
@@ -370,7 +373,8 @@ def ddp_rows(r, n: int) -> str:
                     if name == "sharded" and "all-reduce" in found[count]:
                         least = found[count]["all-reduce"]["of_one_gpu"]
                         share = verdict(share, f"all-reduce's {least:.1%}", m["of_one_gpu"] >= least)
-                    cells.append(f"{m['ms']:.1f} ms, {share}, {m['exposed_ms']:+.1f} ms")
+                    times = f", {m['times_torch']:.2f}x" if "times_torch" in m else ""
+                    cells.append(f"{m['ms']:.1f} ms, {share}, {m['exposed_ms']:+.1f} ms{times}")
             kept = memory.get(name, {})
             optimizer = f"{kept['optimizer_GiB']:.2f} GiB" if kept else ""
             if name == "sharded" and kept and "one GPU" in memory:
@@ -383,6 +387,9 @@ def ddp_rows(r, n: int) -> str:
 def ddp_facts(r) -> str:
     """Bits, buckets, the network, and what is missing."""
     said = []
+    if "fastest_torch" in r:
+        said.append("torch's fastest DDP: " + ", ".join(f"`{family}` with {count}{' micro-batches' * (nth == 0)}"
+                                                        for nth, (count, family) in enumerate(r["fastest_torch"].items())) + ".")
     if "bits" in r:
         ways, b = r["bits"]["ways"], r["bits"]
         said.append(f"Bits, in {b['steps']} deterministic steps of {b['layers']} layers: " + "; ".join(
