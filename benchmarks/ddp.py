@@ -3,7 +3,8 @@
 llama-350m, batch 4 per GPU, T = 1024, 4 micro-batches and 1, AdamW with decay of matrices, clipped
 at 1.0. The peer is written out in ddp_ranks.py: fp32 weights, bf16 autocast, foreach clip, fused
 AdamW, DistributedDataParallel with no_sync() in all micro-batches but the last; eager, compiled, and
-compiled with the whole step captured in one CUDA graph. Ours: bf16 weights with fp32 masters, launched
+compiled with the whole step captured in one CUDA graph, the model as one compiled graph or split at
+DDP's buckets (DDPOptimizer). Ours: bf16 weights with fp32 masters, launched
 from Python (mode `arena`), and compiled and replayed as one CUDA graph (mode `fused`): all-reduce in
 fp32, by copy engines (peers.py) and by NCCL, in bf16, sharded (copies, too), ordered, and other sizes
 of buckets. Tokens/s of ours are also held against those of torch's fastest DDP in the same run.
@@ -42,6 +43,7 @@ SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip
            "benchmarks/common.py"]
 ONE, EACH = "one GPU", "each for itself"
 COMPILED, CAPTURED, EAGER = "torch, compiled", "torch, captured", "torch, eager"
+SPLIT = "torch, captured, DDPOptimizer"
 OURS_EAGER, REPLAYED = "ours, eager", "ours, replayed"
 MAKING = 180.0                   # seconds in which a way is made: compiling takes long (ranks look themselves whether the GPU hangs)
 CALLS, ROUNDS = 3, {True: 3, False: 2}     # launched steps of a turn; turns, of replayed steps and of others
@@ -58,6 +60,8 @@ FAMILIES = {
     COMPILED: {ONE: ("torch, compiled", Way("torch", compiled=True)), "DDP": ("torch, compiled DDP", Way("torch", compiled=True, how={}))},
     CAPTURED: {ONE: ("torch, captured", Way("torch", compiled=True, replayed=True)),
                "DDP": ("torch, captured DDP", Way("torch", compiled=True, replayed=True, how={"bucket_cap_mb": 100}))},
+    SPLIT: {ONE: ("torch, split", Way("torch", compiled=True, replayed=True)),
+            "DDP": ("torch, split DDP", Way("torch", compiled=True, replayed=True, how={"bucket_cap_mb": 100}, optimize_ddp=True))},
     EAGER: {ONE: ("eager", Way("torch")), "DDP": ("eager", Way("torch", how={}))},
     OURS_EAGER: {ONE: ("eager", Way("ours")), "all-reduce": ("eager", Way("ours", how={}))},
     REPLAYED: {ONE: ("replayed", replayed()), "all-reduce": ("replayed", replayed({"peer_copies": True})),

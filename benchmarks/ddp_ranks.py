@@ -55,6 +55,7 @@ class Way:
     replayed: bool = False
     accumulate: str = "arena"
     how: "dict | None" = None
+    optimize_ddp: bool = False                      # torch.compile splits the model at DDP's buckets (DDPOptimizer)
     counts: tuple = ()                              # numbers of micro-batches; (): all of the benchmark's
 
 
@@ -162,7 +163,8 @@ class Captured(Peer):
     What torch's notes on CUDA graphs ask of DDP: it is made on the stream that captures, and takes
     more than 11 synchronised steps there. Its buckets stay after that, and it times no step before
     the hundredth. Capture is "thread_local", so that NCCL's watchdog may look at its events.
-    DDPOptimizer is off: the model is one compiled graph. Gradients are zeroed in place or set to
+    With optimize_ddp the model is compiled in as many graphs as DDP has buckets, and each bucket goes
+    when its graph's backward is over; without, the model is one graph. Gradients are zeroed in place or set to
     None, whichever is faster. In the end all begins anew: the first run() is the first step."""
 
     def __init__(self, rank, bench, way):
@@ -174,7 +176,7 @@ class Captured(Peer):
             self.stream.wait_stream(torch.cuda.current_stream())
             capturing = torch.cuda.stream(self.stream)
         counts = way.counts or bench.micro_batches
-        with capturing, torch._dynamo.config.patch(optimize_ddp=False):
+        with capturing, torch._dynamo.config.patch(optimize_ddp=way.optimize_ddp):
             super().__init__(rank, bench, way)
             self.batch = random_batch(bench, rank)           # what the graphs read
             self.to_none = self._faster(min(counts))
