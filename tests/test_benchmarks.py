@@ -1,4 +1,4 @@
-"""Recorded results: the README shows them as they are, and those whose sources have changed are named. The scripts run."""
+"""Recorded results: those whose sources have changed are named. The scripts run, and their results have tables."""
 import collections
 import dataclasses
 import importlib.util
@@ -32,11 +32,6 @@ def module(name):
     return loaded
 
 
-def test_the_readme_shows_the_recorded_results():
-    text = (ROOT / "README.md").read_text()
-    assert module("readme").filled(text) == text, "run python benchmarks/readme.py"
-
-
 @pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.name)
 def test_a_result_says_what_it_measured(path):
     common, result = module("common"), json.loads(path.read_text())
@@ -57,11 +52,6 @@ def test_a_changed_source_makes_a_result_stale(tmp_path, monkeypatch):
     (tmp_path / "kernel.cu").write_text("two")
     (tmp_path / "new.cu").write_text("three")
     assert common.stale(result) == ["kernel.cu", "new.cu"]
-
-
-def test_every_table_of_the_readme_has_a_result():
-    readme, text = module("readme"), (ROOT / "README.md").read_text()
-    assert [name for name in readme.TABLES if f"<!-- {name}: made by" in text and readme.load(name) is None] == []
 
 
 def once(functions, *_):
@@ -162,12 +152,12 @@ def test_the_benchmarks_of_steps_and_graphs_run_and_have_tables(on_cpu_too, monk
     r["speed"] = dict(zip(("4 x 1024", "4 x 256", "1 x 128"), r["speed"].values()))
     for row in r["ledger"].values():
         row.update(launches=1, graph_launches=1, syncs=0)        # nor this
-    readme = module("readme")
+    report = module("report")
     facts = {"gpu": "A", "driver": "B", "torch": "C", "nvrtc": "D", "date": "E"}
-    monkeypatch.setattr(readme, "load", lambda name: {**facts, "results": json.loads(json.dumps(results[name]))})
-    table = readme.step_table()
+    monkeypatch.setattr(report, "load", lambda name: {**facts, "results": json.loads(json.dumps(results[name]))})
+    table = report.step_table()
     assert table.count("\n| T = ") == 6 and table.count("(goal ") == 8 and "A, driver B, torch C" in table
-    table = readme.graphs_table()
+    table = report.graphs_table()
     assert table.count("\n| ours") == 3 and "1 (goal 4: missed)" in table and "0 of 10 losses and 0 of 0 M weights (goal 0)" in table
     assert timeline.measure(config, 2, compile=False, here=True).keys() == set(timeline.CLIPS)
 
@@ -205,9 +195,9 @@ def test_the_benchmark_of_the_encoder_runs_and_has_a_table(encoder_on_cpu, monke
     results = json.loads(json.dumps(results))
     for name, (_, show) in encoder.PARTS.items():
         show(results[name])
-    readme = module("readme")
-    monkeypatch.setattr(readme, "load", lambda name: {"gpu": "A", "driver": "B", "torch": "C", "nvrtc": "D", "date": "E", "results": results})
-    table = readme.encoder_table()
+    report = module("report")
+    monkeypatch.setattr(report, "load", lambda name: {"gpu": "A", "driver": "B", "torch": "C", "nvrtc": "D", "date": "E", "results": results})
+    table = report.encoder_table()
     assert table.count("\n| ") == 2 + 4 + 2 and table.count("(goal ") == 4 * 4 + 4 * 2 + 1 + 1 + 2 and "A, driver B, torch C" in table
 
 
@@ -291,9 +281,9 @@ def test_the_benchmark_of_dispatch_runs_and_has_a_table(dispatch_on_cpu, monkeyp
     assert results["layers"]["batch 32"].keys() == {"RichardsGLU", "PolyAttention", "step"} and results["layers"]["cores"] == 1
     losses = results["layers"]["batch 32"]["step"]["first_loss"].values()
     assert max(losses) - min(losses) < 0.02, f"ours and torch's do not begin alike: {losses}"
-    readme = module("readme")
-    monkeypatch.setattr(readme, "load", lambda name: {"gpu": "A", "driver": "B", "torch": "C", "nvrtc": "D", "date": "E", "results": results})
-    table = readme.dispatch_table()
+    report = module("report")
+    monkeypatch.setattr(report, "load", lambda name: {"gpu": "A", "driver": "B", "torch": "C", "nvrtc": "D", "date": "E", "results": results})
+    table = report.dispatch_table()
     assert table.count("\n| ") == 3 + 2 + 4 + 3 and table.count("(goal ") == 2 * 4 + 4 * 2 + 1 + 1 and "A, driver B, torch C" in table
 
 
@@ -352,10 +342,10 @@ def test_the_benchmark_of_several_ranks_runs_and_has_a_table(ddp_on_cpu, monkeyp
     assert memory["all-reduce"] == memory[ddp.ONE] > memory["sharded"] > 0 and r["bandwidth"]["the arena"].keys() == {"bytes", *("all_reduce", "reduce_scatter", "all_gather")}
     r = json.loads(json.dumps(r))
     ddp.show(r)
-    readme = module("readme")
-    monkeypatch.setattr(readme, "load", lambda name: {"gpu": "A", "driver": "B", "torch": "C", "nvrtc": "D", "date": "E",
+    report = module("report")
+    monkeypatch.setattr(report, "load", lambda name: {"gpu": "A", "driver": "B", "torch": "C", "nvrtc": "D", "date": "E",
                                                       "results": {"2": {**r, "failed": {"bits": "why"}, "nccl": {"version": "9", "NCCL_X": "1"}}}})
-    table = readme.ddp_table()
+    table = report.ddp_table()
     assert table.count("\n| ") == 1 + 12 and table.count("(goal ") == 2 * 2 + 2 + 1 + 7 + 6 and "A, driver B, torch C" in table
     assert "NCCL 9 with `NCCL_X=1`. Failed or left out: bits." in table
 
