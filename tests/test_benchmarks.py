@@ -158,7 +158,7 @@ def test_the_benchmarks_of_steps_and_graphs_run_and_have_tables(on_cpu_too, monk
     table = report.step_table()
     assert table.count("\n| T = ") == 6 and table.count("(goal ") == 8 and "A, driver B, torch C" in table
     table = report.graphs_table()
-    assert table.count("\n| ours") == 3 and "1 (goal 4: missed)" in table and "0 of 10 losses and 0 of 0 M weights (goal 0)" in table
+    assert table.count("\n| ours") == 3 and "1 (goal 4: missed)" in table and "0 of 10 losses, 0 of 0 M weights (goal 0)" in table
     assert timeline.measure(config, 2, compile=False, here=True).keys() == set(timeline.CLIPS)
 
 
@@ -198,7 +198,8 @@ def test_the_benchmark_of_the_encoder_runs_and_has_a_table(encoder_on_cpu, monke
     report = module("report")
     monkeypatch.setattr(report, "load", lambda name: {"gpu": "A", "driver": "B", "torch": "C", "nvrtc": "D", "date": "E", "results": results})
     table = report.encoder_table()
-    assert table.count("\n| ") == 2 + 4 + 2 and table.count("(goal ") == 4 * 4 + 4 * 2 + 1 + 1 + 2 and "A, driver B, torch C" in table
+    assert table.count("\n|---") == 7 and table.count("\n| ") == 7 + 3 * 4 + 2 + 1 + 4 + 3
+    assert table.count("(goal ") == 4 * 4 + 4 * 2 + 4 + 1 + 2 and "A, driver B, torch C" in table
 
 
 @pytest.mark.skipif(find_compiler()[0] is None, reason="no C++ compiler for simt")
@@ -346,8 +347,9 @@ def test_the_benchmark_of_several_ranks_runs_and_has_a_table(ddp_on_cpu, monkeyp
     monkeypatch.setattr(report, "load", lambda name: {"gpu": "A", "driver": "B", "torch": "C", "nvrtc": "D", "date": "E",
                                                       "results": {"2": {**r, "failed": {"bits": "why"}, "nccl": {"version": "9", "NCCL_X": "1"}}}})
     table = report.ddp_table()
-    assert table.count("\n| ") == 1 + 12 and table.count("(goal ") == 2 * 2 + 2 + 1 + 7 + 6 and "A, driver B, torch C" in table
-    assert "NCCL 9 with `NCCL_X=1`. Failed or left out: bits." in table
+    assert table.count("\n|---") == 4 and table.count("\n| ") == 4 + 12 + (7 + 6) + 1 + 3
+    assert table.count("(goal ") == 2 * 2 + 2 + 1 + 7 + 6 and "A, driver B, torch C" in table
+    assert "NCCL 9 with `NCCL_X=1`.\n\nFailed or left out: bits." in table
 
 
 def test_a_crew_that_hangs_or_dies_is_named_and_the_others_go_on(monkeypatch):
