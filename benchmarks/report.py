@@ -633,6 +633,8 @@ def ddp_table() -> str:
             "torch: DDP with `no_sync`, bf16 autocast over fp32 weights",
             "(`benchmarks/ddp_ranks.py`).",
             "Ours: eager steps in mode `arena`; replayed steps compiled and in mode `fused`.",
+            "*Sharded* is ZeRO-1; *ordered* adds every micro-batch in global order",
+            "([several-gpus.md](several-gpus.md)).",
         ),
         *parts,
         conditions(result),

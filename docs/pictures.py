@@ -1,4 +1,4 @@
-"""Draw the pictures of the README from real runs:  python docs/pictures.py
+"""Draw the pictures of the README from real runs:  python docs/pictures.py [show] [meter]
 
 pictures/meter-*.svg: the live meter after four short training runs. The title names the device. A GPU trains 120 M
 parameters in bf16, also with the step as one CUDA graph; a CPU trains a small transformer in fp32.
@@ -61,7 +61,9 @@ def coloured(svg: str, colours: "dict[str, str]") -> str:
     """The picture in other colours; ValueError where it has none of those to be replaced."""
     for old, new in colours.items():
         if old not in svg:
-            raise ValueError(f"the picture has no {old}: gpuaccel/picture.py draws in other colours now")
+            raise ValueError(
+                f"the picture has no {old}: gpuaccel/picture.py draws in other colours now"
+            )
         svg = svg.replace(old, new)
     return svg
 
@@ -73,8 +75,8 @@ def write(name: str, svg: str, folder: pathlib.Path = FOLDER):
 
 
 if __name__ == "__main__":
-    asked = sys.argv[1:] or ["show", "meter"]
+    wanted = sys.argv[1:] or ["show", "meter"]
     FOLDER.mkdir(exist_ok=True)
     for name, draw in {"show": show, "meter": live_meter}.items():
-        if name in asked:
+        if name in wanted:
             write(name, draw())
