@@ -1,7 +1,8 @@
 """Draw the pictures of the README from real runs:  python docs/pictures.py [show] [meter]
 
-pictures/meter-*.svg: the live meter after four short training runs. The title names the device. A GPU trains 120 M
-parameters in bf16, also with the step as one CUDA graph; a CPU trains a small transformer in fp32.
+pictures/meter-*.svg: the live meter after several short training runs. The title names the device.
+A GPU trains 122 M parameters in bf16, also with the step as one CUDA graph; a CPU trains a small
+transformer in fp32.
 pictures/show-*.svg: what ga.show draws for a kernel that reads every second element.
 """
 
@@ -14,8 +15,9 @@ import gpuaccel as ga
 
 FOLDER = pathlib.Path(__file__).resolve().parent / "pictures"
 STEPS = 40
-# The package draws text in greys that can be read on any page. A README can show one picture per colour scheme, with
-# more contrast: the greys of gpuaccel/picture.py, and what stands for each on white and on black.
+# The package draws text in greys that can be read on any page. A README can show one picture per
+# colour scheme, with more contrast: the greys of gpuaccel/picture.py, and what stands for each on
+# white and on black.
 SCHEMES = {
     "light": {"#7d838c": "#1f2328", "#868c95": "#59636e"},
     "dark": {"#7d838c": "#e6edf3", "#868c95": "#9ea7b3"},
@@ -36,7 +38,7 @@ def show() -> str:
 
 
 def live_meter() -> str:
-    """The live meter's picture of the same training step, done in several ways with the same seed and text."""
+    """The live meter of one training step, done in several ways with the same seed and text."""
     gpu = ga.backend().name == "cuda"
     device = ga.default_device()
     config = ga.preset("llama-350m", vocab=256, layers=8) if gpu else ga.preset("tiny")

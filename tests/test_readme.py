@@ -1,4 +1,4 @@
-"""The README and docs/: the Python runs as printed, numbers are the recorded ones, links lead somewhere."""
+"""README.md and docs/: Python runs as printed, numbers are the recorded ones, links lead somewhere."""
 
 import ast
 import importlib.util
@@ -52,7 +52,7 @@ def run(path, code, space):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder that a page may write to; and torch.compile hands its function back, because compiling is torch's and slow."""
+    """A folder that a page may write to; torch.compile, which is slow, hands its function back."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
 
