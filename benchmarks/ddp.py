@@ -1,9 +1,12 @@
 """Data-parallel steps against the same steps on one GPU, and against torch's DDP: python benchmarks/ddp.py   (needs 2 GPUs or more)
 
-llama-350m, batch 4 per GPU, T = 1024, 4 micro-batches and 1, AdamW with decay of matrices, clipped at 1.0. The peer is written out in ddp_ranks.py: fp32
-weights, bf16 autocast, foreach clip, fused AdamW, DistributedDataParallel with no_sync() in all micro-batches but the last, eager and compiled. Ours:
-bf16 weights with fp32 masters, launched from Python (mode `arena`), and compiled and replayed as one CUDA graph (mode `fused`): all-reduce in fp32, by
-copy engines (peers.py) and by NCCL, in bf16, sharded (copies, too), ordered, and other sizes of buckets.
+llama-350m, batch 4 per GPU, T = 1024, 4 micro-batches and 1, AdamW with decay of matrices, clipped
+at 1.0. The peer is written out in ddp_ranks.py: fp32 weights, bf16 autocast, foreach clip, fused
+AdamW, DistributedDataParallel with no_sync() in all micro-batches but the last; eager, compiled, and
+compiled with the whole step captured in one CUDA graph. Ours: bf16 weights with fp32 masters, launched
+from Python (mode `arena`), and compiled and replayed as one CUDA graph (mode `fused`): all-reduce in
+fp32, by copy engines (peers.py) and by NCCL, in bf16, sharded (copies, too), ordered, and other sizes
+of buckets. Tokens/s of ours are also held against those of torch's fastest DDP in the same run.
 
 Each family of ways has its own base, the same step without any word to other ranks: on one GPU while the others rest (`one GPU`, what the rates are
 held against), and on all GPUs at once (`each for itself`: what a step takes beyond that is communication that nothing hides). Those of one family take
@@ -38,7 +41,8 @@ SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip
            "gpuaccel/sharded.py", "gpuaccel/models.py", "benchmarks/ddp.py", "benchmarks/ddp_ranks.py", "benchmarks/crews.py", "benchmarks/workers.py",
            "benchmarks/common.py"]
 ONE, EACH = "one GPU", "each for itself"
-COMPILED, EAGER, OURS_EAGER, REPLAYED = "torch, compiled", "torch, eager", "ours, eager", "ours, replayed"
+COMPILED, CAPTURED, EAGER = "torch, compiled", "torch, captured", "torch, eager"
+OURS_EAGER, REPLAYED = "ours, eager", "ours, replayed"
 MAKING = 180.0                   # seconds in which a way is made: compiling takes long (ranks look themselves whether the GPU hangs)
 CALLS, ROUNDS = 3, {True: 3, False: 2}     # launched steps of a turn; turns, of replayed steps and of others
 SETTLED = 32                     # micro-batches of a turn of replayed steps, of which the first quarter is not counted
@@ -52,20 +56,24 @@ def replayed(how=None, **more) -> Way:
 # family -> way -> (its crew, itself). The first way is the base, which says nothing to other ranks.
 FAMILIES = {
     COMPILED: {ONE: ("torch, compiled", Way("torch", compiled=True)), "DDP": ("torch, compiled DDP", Way("torch", compiled=True, how={}))},
+    CAPTURED: {ONE: ("torch, captured", Way("torch", compiled=True, replayed=True)),
+               "DDP": ("torch, captured DDP", Way("torch", compiled=True, replayed=True, how={"bucket_cap_mb": 100}))},
     EAGER: {ONE: ("eager", Way("torch")), "DDP": ("eager", Way("torch", how={}))},
     OURS_EAGER: {ONE: ("eager", Way("ours")), "all-reduce": ("eager", Way("ours", how={}))},
     REPLAYED: {ONE: ("replayed", replayed()), "all-reduce": ("replayed", replayed({"peer_copies": True})),
                "all-reduce by NCCL": ("replayed", replayed({"peer_copies": False})), "all-reduce in bf16": ("replayed", replayed({"dtype": torch.bfloat16})),
                "sharded": ("replayed, other sums", replayed({"sharded": True})), "ordered": ("replayed, other sums", replayed({"ordered": True}))}}
 PARTS = *FAMILIES, "bits", "bandwidth"
-EARLY = COMPILED, REPLAYED       # made at once, side by side; the others when their turn comes, so that all have memory enough
+EARLY = COMPILED, CAPTURED, REPLAYED    # made at once, side by side; the others in their turn, so that all have memory enough
+ROOM = 130 << 30                 # bytes of a GPU's memory for EARLY; with less, REPLAYED waits for its turn, too
 
 
 class Run:
     """One number of ranks, measured stage by stage. `results` always holds what is there so far."""
 
-    def __init__(self, crews: Crews, bench: Bench, families: dict, home, began: float, limit: float = math.inf):
-        """home: the crew that stays to the end."""
+    def __init__(self, crews: Crews, bench: Bench, families: dict, home, began: float, limit: float = math.inf, early=EARLY):
+        """home: the crew that stays to the end; early: families that are made at once."""
+        self.early = early
         self.crews, self.bench, self.families, self.home, self.began, self.limit = crews, bench, families, home, began, limit
         self.results = {"ranks": crews.ranks, "families": {}, "made": {}, "failed": {}, "left_out": []}
 
@@ -122,13 +130,14 @@ class Run:
 
     def race(self, family, ways: dict):
         """Times of a family's ways, in turns."""
+        replays = any(way.replayed for _, way in ways.values())
         ways = {name: crew for name, (crew, _) in self._ready(family, ways).items()}
         assert ONE in ways, f"{family} has no base"
         found = self.results["families"].setdefault(family, {})
         for count in self.bench.micro_batches:
             takers = {name: (ways.get(name, ways[ONE]), (family, ONE if name == EACH else name), count, name == ONE)
                       for name in dict.fromkeys((ONE, EACH, *ways))}
-            times = self.turns(takers, family == REPLAYED)
+            times = self.turns(takers, replays)
             tokens = self.bench.rows * count * self.bench.config.T
             rows = found[str(count)] = {name: {"ms": ms, "tokens_per_s_per_gpu": tokens / ms * 1e3, "of_one_gpu": times[ONE] / ms,
                                                "exposed_ms": ms - times[EACH]} for name, ms in times.items()}
@@ -161,7 +170,7 @@ class Run:
         """After all steps of a way: finite losses, and the same bits on all ranks."""
         said = self.crews.ask(crew, "last", (family, name))
         assert all(math.isfinite(loss) for _, loss, _ in said), f"last losses {said}"
-        if way.how is not None and way.make == "ours":
+        if way.how is not None:
             same = len({weights for weights, *_ in said}) == 1
             self.results.setdefault("equal_on_all_ranks", {}).setdefault(family, {})[name] = {"equal": same, "steps": said[0][2]}
             assert same, f"the ranks' weights are not the same bits: {said}"
@@ -171,7 +180,7 @@ class Run:
         ways = self.families[family]
         if self.over(family):
             return
-        if family not in EARLY:
+        if family not in self.early:
             self.make({family: ways})
         self.stage(family, self.race, family, ways)
         for name, of in self._ready(family, ways).items():
@@ -231,7 +240,7 @@ class Run:
 
     def all(self, buckets, parts):
         self.meet(self.crews.names)
-        self.make({family: self.families[family] for family in EARLY if family in self.families})
+        self.make({family: self.families[family] for family in self.early if family in self.families})
         for family in self.families:
             self.family(family)
         if buckets and REPLAYED in self.families and not self.over("buckets"):
@@ -249,17 +258,34 @@ class Run:
                     key: max(one[key] for one in said) for key in ("peak_GiB", "held_GiB", "optimizer_GiB") if key in said[0]}
 
 
-def measure(bench: Bench, ranks: int, buckets=BUCKETS, limit: float = math.inf, parts=PARTS, keep=lambda results: None, families=FAMILIES) -> dict:
+    def against_torch(self):
+        """Tokens/s of our ways, against torch's fastest DDP of this run."""
+        families = self.results["families"]
+        for count in map(str, self.bench.micro_batches):
+            rates = {family: found[count]["DDP"]["tokens_per_s_per_gpu"] for family, found in families.items()
+                     if "DDP" in found.get(count, {})}
+            if not rates:
+                continue
+            fastest = max(rates, key=rates.get)
+            self.results.setdefault("fastest_torch", {})[count] = fastest
+            for family in families.keys() & {OURS_EAGER, REPLAYED}:
+                for name, row in families[family].get(count, {}).items():
+                    if name not in (ONE, EACH):
+                        row["times_torch"] = row["tokens_per_s_per_gpu"] / rates[fastest]
+
+
+def measure(bench: Bench, ranks: int, buckets=BUCKETS, limit: float = math.inf, parts=PARTS, keep=lambda results: None, families=FAMILIES, early=EARLY) -> dict:
     """Everything (or some parts) for one number of ranks. keep(results): called at the end, also where an error or a signal ends it."""
     began, home = time.perf_counter(), families[REPLAYED][ONE][0]
     families = {name: ways for name, ways in families.items() if name in parts}
     names = dict.fromkeys([*(crew for ways in families.values() for crew, _ in ways.values()), home])
     with Crews({name: (Rank, bench) for name in names}, ranks, bench.device) as crews:
-        run = Run(crews, bench, families, home, began, limit)
+        run = Run(crews, bench, families, home, began, limit, early)
         try:
             run.all(buckets, parts)
         finally:
             run.memory()
+            run.against_torch()
             run.results["seconds"] = time.perf_counter() - began
             keep(run.results)
     return run.results
@@ -269,10 +295,13 @@ def show(r):
     for family, counts in r["families"].items():
         for count, rows in counts.items():
             lines = [(name, m["ms"], f"{m['tokens_per_s_per_gpu'] / 1e3:,.1f}K", f"{m['of_one_gpu']:.1%}", m["exposed_ms"],
+                      f"{m['times_torch']:.2f}x" if "times_torch" in m else "",
                       *(f"{r.get('memory', {}).get(family, {}).get(name, {}).get(key, math.nan):.2f}" for key in ("peak_GiB", "optimizer_GiB")))
                      for name, m in rows.items()]
             print(f"\n{r['ranks']} GPUs, {family}, {count} micro-batch{'es' * (count != '1')}\n"
-                  + common.table(lines, ("", "ms", "tokens/s/GPU", "of one GPU", "exposed ms", "peak GiB", "optimizer GiB")))
+                  + common.table(lines, ("", "ms", "tokens/s/GPU", "of one GPU", "exposed ms", "torch's DDP", "peak GiB", "optimizer GiB")))
+    if "fastest_torch" in r:
+        print("\ntorch's fastest DDP: " + ", ".join(f"{family} ({count})" for count, family in r["fastest_torch"].items()))
     for name, m in r.get("buckets", {}).items():
         print(f"buckets of {name} MB: {m['ms']:.2f} ms, default {m['default_ms']:.2f} ms, {m['times_default']:.3f}x as fast as that")
     rows = [(name, m["bytes"] / 2**20, operation, some["ms"], some["bus_GB_per_s"]) for name, m in r.get("bandwidth", {}).items()
@@ -293,19 +322,22 @@ def earlier() -> dict:
 
 def main():
     parser = argparse.ArgumentParser(description="Data-parallel steps against one GPU and against torch's DDP; see this file's first lines.")
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"some of: {'; '.join(PARTS)}. Nothing is written then")
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"some of: {'; '.join(PARTS)}; or a word of theirs. Nothing is written then")
     parser.add_argument("--gpus", type=int, nargs="+", metavar="N", help="numbers of ranks (default: 2, and 4 where there are so many)")
     parser.add_argument("--without", nargs="+", default=[], metavar="WAY", help="ways to leave out, such as ordered")
     parser.add_argument("--buckets", type=float, nargs="*", default=list(BUCKETS), metavar="MB", help="sizes of buckets to try beside the default")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after this time no further part is begun (for each number of ranks)")
     args = parser.parse_args()
-    unknown = set(args.parts) - set(PARTS)
+    unknown = [word for word in args.parts if not any(word in part for part in PARTS)]
     if unknown:
-        parser.error(f"no part {'; '.join(sorted(unknown))}; expected some of: {'; '.join(PARTS)}")
+        parser.error(f"no part {'; '.join(unknown)}; expected some of: {'; '.join(PARTS)}")
+    parts = [part for part in PARTS if not args.parts or any(word in part for word in args.parts)]
     there = torch.cuda.device_count()
     numbers = args.gpus or [n for n in (2, 4) if n <= there]
     if not numbers or max(numbers) > there or min(numbers) < 2:
         parser.error(f"this machine has {there} GPU{'s' * (there != 1)}; expected 2 or more, and no more ranks than GPUs")
+    room = torch.cuda.get_device_properties(0).total_memory >= ROOM
+    early = EARLY if room else tuple(family for family in EARLY if family != REPLAYED)
     os.environ["GPUACCEL_GPU"] = "require"          # a kernel that does not run here stops the benchmark; otherwise torch would take its place
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM: what was measured is written"))
     results = {} if args.parts else earlier()
@@ -317,7 +349,7 @@ def main():
             print("\nwritten:", common.write("ddp", SOURCES, results).name, flush=True)
     for ranks in numbers:
         families = {family: {name: way for name, way in ways.items() if name not in args.without} for family, ways in FAMILIES.items()}
-        show(measure(Bench(preset("llama-350m")), ranks, args.buckets, args.seconds, args.parts or PARTS, keep, families))
+        show(measure(Bench(preset("llama-350m")), ranks, args.buckets, args.seconds, parts, keep, families, early))
     failed = {n: results[str(n)]["failed"] for n in numbers if results[str(n)]["failed"]}
     if failed:
         sys.exit(f"failed: {json.dumps(failed, indent=1)}")

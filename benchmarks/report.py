@@ -98,10 +98,9 @@ def step_table() -> str:
             )
     return section(
         paragraph(
-            "One optimizer step of `llama-350m`: batch 4, 4 micro-batches, AdamW, clipped at 1.0.",
-            "All rows are compiled and replayed as one CUDA graph.",
-            "torch: bf16 autocast over fp32 weights, foreach clipping, fused AdamW, not",
-            "deterministic",
+            "One optimizer step of `llama-350m`: batch 4, 4 micro-batches, AdamW, clipped at",
+            "1.0. All rows are compiled and replayed as one CUDA graph. torch: bf16 autocast",
+            "over fp32 weights, foreach clipping, fused AdamW, not deterministic",
             "(`benchmarks/step.py`).",
             'Ours: bf16 weights with fp32 masters, `accumulate="fused"`, `replay="graph"`,',
             "and the same with `deterministic=True`.",
@@ -131,10 +130,9 @@ def train_table() -> str:
     return section(
         paragraph(
             "Whole training steps of `llama-350m`, launched from Python: bf16 with fp32 masters,",
-            "batch 4, T = 1024,",
-            "compiled, clipped, torch's fused AdamW.",
-            "The columns 1, 4 and 16 are tokens/s with that many micro-batches per step.",
-            "Launches, host waits and downloads are those of one step with 4.",
+            "batch 4, T = 1024, compiled, clipped, torch's fused AdamW. The columns 1, 4 and 16",
+            "are tokens/s with that many micro-batches per step. Launches, host waits and",
+            "downloads are those of one step with 4.",
         ),
         markdown(
             (
@@ -188,9 +186,8 @@ def graphs_table() -> str:
         host.append((name, f"{m['launches']:,}", graph_launches, waits, downloaded))
     return section(
         paragraph(
-            "One step of `llama-350m` with one micro-batch, against plain torch:",
-            "fp32 weights, bf16 autocast, autograd, foreach clipping, fused AdamW, nothing",
-            "compiled.",
+            "One step of `llama-350m` with one micro-batch, against plain torch: fp32 weights,",
+            "bf16 autocast, autograd, foreach clipping, fused AdamW, nothing compiled.",
         ),
         markdown(("step", *(f"batch {shape.replace(' x ', ', T = ')}" for shape in goals)), rows),
         paragraph(f"What the host did in one of these steps ({r['what'].split(', ', 1)[1]}):"),
@@ -236,9 +233,8 @@ def graphs_checks(r) -> str:
     return section(
         paragraph(
             f"Checks over {bits['steps']} steps with a cosine schedule, dropout, clipping (in",
-            f"{bits['clipped']} steps),",
-            f"a NaN gradient ({bits['skipped']} step skipped) and two alternating sequence",
-            "lengths:",
+            f"{bits['clipped']} steps), a NaN gradient ({bits['skipped']} step skipped) and two",
+            "alternating sequence lengths:",
         ),
         markdown(("check", "measured"), rows),
     )
@@ -292,16 +288,13 @@ def encoder_table() -> str:
     size = "{tokens:,} tokens of {vocab:,}, {C} channels".format(**r["backward"])
     return section(
         paragraph(
-            f"The gradient of the token embedding ({size}, bf16) is added into fp32 sums, replayed",
-            "from a CUDA graph.",
-            "*Segments known*: the tokens are grouped already; *in line*: grouping them is part of",
-            "the time.",
-            "The percentage is of the copy rate, for the bytes that must move: the gradient read",
-            "once, and those",
-            "rows of the sums that have a token read and written.",
-            "Peers: `embedding_dense_backward`, which fills a fresh bf16 table (*dense*);",
-            "`index_add_` with atomics,",
-            "fp32 or bf16, whichever is faster (*atomics*); and its deterministic form.",
+            f"The gradient of the token embedding ({size}, bf16) is added into fp32 sums,",
+            "replayed from a CUDA graph. *Segments known*: the tokens are grouped already; *in",
+            "line*: grouping them is part of the time. The percentage is of the copy rate, for",
+            "the bytes that must move: the gradient read once, and those rows of the sums that",
+            "have a token read and written. Peers: `embedding_dense_backward`, which fills a",
+            "fresh bf16 table (*dense*); `index_add_` with atomics, fp32 or bf16, whichever is",
+            "faster (*atomics*); and its deterministic form.",
         ),
         markdown(head, rows),
         encoder_low(kinds),
@@ -360,11 +353,9 @@ def encoder_rungs(kinds) -> str:
         )
     return section(
         paragraph(
-            f"Sums that differ between runs: ours, fp32 and bf16, in {first[ours[0]]['runs']} runs",
-            "(launched,",
-            "replayed, and on another stream); atomic `index_add_` into fp32 in",
-            f"{first[atomics]['runs']} runs.",
-            "And the first two versions of our kernel:",
+            f"Sums that differ between runs: ours, fp32 and bf16, in {first[ours[0]]['runs']}",
+            "runs (launched, replayed, and on another stream); atomic `index_add_` into fp32 in",
+            f"{first[atomics]['runs']} runs. And the first two versions of our kernel:",
         ),
         markdown(
             (
@@ -402,16 +393,15 @@ def encoder_grid(cases) -> str:
     return section(
         paragraph(
             f"Segments in line: the least ratio over {len(kinds)} kinds of tokens and",
-            f"{len(vocabs)} vocabularies",
-            f"({', '.join(f'{v:,}' for v in vocabs)}). The first number is against atomic",
-            "`index_add_` into fp32,",
-            "the second against `embedding_dense_backward`.",
+            f"{len(vocabs)} vocabularies ({', '.join(f'{v:,}' for v in vocabs)}). The first",
+            "number is against atomic `index_add_` into fp32, the second against",
+            "`embedding_dense_backward`.",
         ),
         markdown(("", *(f"C = {C}" for C in widths)), rows),
         paragraph(
-            f"In all {len(cases)} cases the sums are within {ours:.0e} of float64, relative to the",
-            "sum of the",
-            f"absolute values (atomics: {atomics:.0e}), and bit-identical in three runs.",
+            f"In all {len(cases)} cases the sums are within {ours:.0e} of float64, relative to",
+            f"the sum of the absolute values (atomics: {atomics:.0e}), and bit-identical in three",
+            "runs.",
         ),
     )
 
@@ -455,8 +445,8 @@ def encoder_step(step) -> str:
     )
     return section(
         paragraph(
-            f"One step of GPT-2 124M ({step['rows']} x {step['T']} tokens, bf16 autocast, `fused`,",
-            "replayed):",
+            f"One step of GPT-2 124M ({step['rows']} x {step['T']} tokens, bf16 autocast,",
+            "`fused`, replayed):",
         ),
         markdown(("embeddings", "time", "against torch's"), rows),
         paragraph(
@@ -492,13 +482,11 @@ def dispatch_table() -> str:
     rates = [m["copy_GB_per_s"] / 1e3 for m in measured]
     return section(
         paragraph(
-            "The pointwise part of `RichardsGLU`. The bound is the longer of two times: the bytes",
-            "at the copy rate",
-            f"of the same run ({min(rates):.2f} to {max(rates):.2f} TB/s), and the special",
-            "functions (powers,",
-            "logarithms, reciprocals) at 16 per clock and multiprocessor",
-            f"({min(clocks):,.0f} to {max(clocks):,.0f} MHz under load).",
-            "The ratios are against the faster of two formulations in torch, compiled and eager.",
+            "The pointwise part of `RichardsGLU`. The bound is the longer of two times: the",
+            f"bytes at the copy rate of the same run ({min(rates):.2f} to {max(rates):.2f} TB/s),",
+            "and the special functions (powers, logarithms, reciprocals) at 16 per clock and",
+            f"multiprocessor ({min(clocks):,.0f} to {max(clocks):,.0f} MHz under load). The",
+            "ratios are against the faster of two formulations in torch, compiled and eager.",
         ),
         markdown(
             (
@@ -546,10 +534,9 @@ def attention_table(r) -> str:
     return section(
         paragraph(
             "`PolyAttention`, forward and backward: T = 2,048, 16 heads of 64, bf16, on tensor",
-            "cores.",
-            "Peers: the same in torch, with T x T matrices in bf16, eager and compiled; and our",
-            "plain kernels (v1).",
-            "Memory is the peak of ours, torch's, and torch's compiled.",
+            "cores. Peers: the same in torch, with T x T matrices in bf16, eager and compiled;",
+            "and our plain kernels (v1). Memory is the peak of ours, torch's, and torch's",
+            "compiled.",
         ),
         markdown(
             ("", "time", "against eager torch", "against compiled", "against v1", "memory"), rows
@@ -558,11 +545,10 @@ def attention_table(r) -> str:
             f"From T = {long['T'][0]:,} to {long['T'][1]:,} our memory grows by",
             against_goal(f"{growth:.2f}x", "2.2x at most", growth <= 2.2)
             + f", torch's by {long['grows']['torch']:.1f}x.",
-            f"No result or gradient is farther from float64 than {worst:.1e} (by norm, on the same",
-            "inputs),",
-            "and two runs are bit-identical.",
-            "Flash attention computes another function, softmax without relative positions;",
-            f"it takes {flash:.2f} of the core's time (batch 1).",
+            f"No result or gradient is farther from float64 than {worst:.1e} (by norm, on the",
+            "same inputs), and two runs are bit-identical. Flash attention computes another",
+            f"function, softmax without relative positions; it takes {flash:.2f} of the core's",
+            "time (batch 1).",
         ),
     )
 
@@ -590,11 +576,10 @@ def layers_table(r) -> str:
             )
     return section(
         paragraph(
-            "Layers of `poly-7m` (forward and backward) and whole training steps, T = 512.",
-            "Ours: bf16, replayed. Peers: the same model in torch's operations on the CPU",
-            f"({r['cores']} cores of {r['cpu']}, fp32) and on the same GPU.",
-            "Steps in eager mode and compiled steps are launched from Python, unless the cell says",
-            "replayed.",
+            "Layers of `poly-7m` (forward and backward) and whole training steps, T = 512. Ours:",
+            "bf16, replayed. Peers: the same model in torch's operations on the CPU",
+            f"({r['cores']} cores of {r['cpu']}, fp32) and on the same GPU. Steps in eager mode",
+            "and compiled steps are launched from Python, unless the cell says replayed.",
         ),
         markdown(
             ("", "ours", "CPU", "against the CPU", "against eager torch", "against compiled"), rows
@@ -608,6 +593,7 @@ def layers_table(r) -> str:
 def ddp_table() -> str:
     result = load("ddp")
     numbers = sorted((key for key in result["results"] if key.isdigit()), key=int)
+    captured = any("fastest_torch" in result["results"][n] for n in numbers)
     parts = []
     for n in numbers:
         r = result["results"][n]
@@ -620,21 +606,20 @@ def ddp_table() -> str:
         ]
     return section(
         paragraph(
-            "Optimizer steps of `llama-350m` on several GPUs: batch 4 per GPU and micro-batch, T =",
-            "1024, AdamW,",
-            "clipped at 1.0. The percentage is the rate of each GPU as a share of the same step's",
-            "rate on one GPU.",
-            "The time after it is what the step takes longer than the same step on all GPUs",
-            "without any",
-            "communication: communication that nothing hides, and, in steps launched from Python,",
-            "noise of the host.",
+            "Optimizer steps of `llama-350m` on several GPUs: batch 4 per GPU and micro-batch, T",
+            "= 1024, AdamW, clipped at 1.0. The percentage is the rate of each GPU as a share of",
+            "the same step's rate on one GPU. The time after it is what the step takes longer",
+            "than the same step on all GPUs without any communication: communication that",
+            "nothing hides, and, in steps launched from Python, noise of the host.",
         ),
         paragraph(
             "torch: DDP with `no_sync`, bf16 autocast over fp32 weights",
             "(`benchmarks/ddp_ranks.py`).",
+            "*Captured*: compiled, the whole step with DDP in one CUDA graph." if captured else "",
             "Ours: eager steps in mode `arena`; replayed steps compiled and in mode `fused`.",
             "*Sharded* is ZeRO-1; *ordered* adds every micro-batch in global order",
             "([several-gpus.md](several-gpus.md)).",
+            "The last number of ours is the rate against torch's fastest DDP." if captured else "",
         ),
         *parts,
         conditions(result),
@@ -670,7 +655,8 @@ def ddp_rows(r, n: int) -> str:
                         share = against_goal(
                             share, f"all-reduce's {least:.1%}", m["of_one_gpu"] >= least
                         )
-                    cells.append(f"{m['ms']:.1f} ms, {share}, {m['exposed_ms']:+.1f} ms")
+                    ratio = f", {m['times_torch']:.2f}x" if "times_torch" in m else ""
+                    cells.append(f"{m['ms']:.1f} ms, {share}, {m['exposed_ms']:+.1f} ms{ratio}")
             kept = memory.get(name, {})
             optimizer = f"{kept['optimizer_GiB']:.2f} GiB" if kept else ""
             if name == "sharded" and kept and "one GPU" in memory:
@@ -826,11 +812,9 @@ def accumulate_table() -> str:
         markdown(("gradients, by", "time", "of the copy rate", "against `_foreach_add_`"), rows),
         paragraph(
             "What accumulating adds to one micro-batch's compiled forward and backward",
-            "(`llama-350m`, bf16, batch 4,",
-            "T = 1024). Replayed from a CUDA graph, the GPU is measured; launched from Python, the",
-            "host is measured too:",
-            f"on this machine the launches take {added['launched']['none']['ms']:.1f} ms and the",
-            "GPU's work",
+            "(`llama-350m`, bf16, batch 4, T = 1024). Replayed from a CUDA graph, the GPU is",
+            "measured; launched from Python, the host is measured too: on this machine the",
+            f"launches take {added['launched']['none']['ms']:.1f} ms and the GPU's work",
             f"{added['replayed']['none']['ms']:.1f} ms.",
         ),
         markdown(("accumulation", "replayed", "launched from Python"), costs),
@@ -875,12 +859,11 @@ def clip_table() -> str:
     ]
     return section(
         paragraph(
-            f"Clipping {r['float32']['elements'] / 1e6:.0f} M gradients ({r['float32']['tensors']}",
-            "tensors), with a norm over the threshold and under it.",
+            f"Clipping {r['float32']['elements'] / 1e6:.0f} M gradients",
+            f"({r['float32']['tensors']} tensors), with a norm over the threshold and under it.",
             "Replayed from a CUDA graph: time, share of the copy rate for the bytes that must",
-            "move, and ratio",
-            "against `torch.nn.utils.clip_grad_norm_(foreach=True)`. From Python: behind other",
-            "work of the GPU.",
+            "move, and ratio against `torch.nn.utils.clip_grad_norm_(foreach=True)`. From",
+            "Python: behind other work of the GPU.",
         ),
         markdown(
             (
@@ -969,14 +952,12 @@ def tail_table() -> str:
     moved = {dtype: r[dtype]["bytes"] for dtype in dtypes}
     return section(
         paragraph(
-            "The tail of a step: add the last gradients, clip at 1.0, AdamW, clear the sums,",
-            f"for {r['float32']['elements'] / 1e6:.0f} M parameters ({r['float32']['tensors']}",
-            "tensors; bfloat16: with fp32 masters).",
-            "Replayed from a CUDA graph, and launched from Python behind other work.",
-            f"The share is of the copy rate for the {moved['float32']['whole']} bytes per",
-            "parameter that must move.",
-            "*Sums there already*: without the addition, compared with torch's without its",
-            "addition",
+            "The tail of a step: add the last gradients, clip at 1.0, AdamW, clear the sums, for",
+            f"{r['float32']['elements'] / 1e6:.0f} M parameters ({r['float32']['tensors']}",
+            "tensors; bfloat16: with fp32 masters). Replayed from a CUDA graph, and launched",
+            "from Python behind other work. The share is of the copy rate for the",
+            f"{moved['float32']['whole']} bytes per parameter that must move. *Sums there",
+            "already*: without the addition, compared with torch's without its addition",
             f"({moved['float32']['sums there already']} bytes, bfloat16",
             f"{moved['bfloat16']['sums there already']}).",
         ),
@@ -990,9 +971,9 @@ def tail_table() -> str:
         small_rows(r["small"], "torch", "ours"),
         paragraph(
             "After 100 steps with the same gradients, the largest difference of a weight from",
-            "torch's foreach AdamW",
-            f"is {farthest}. From AdamW in float64 ours differ by {exact['ours']['rms']:.1e}",
-            f"(root mean square), torch's by {exact['foreach']['rms']:.1e}.",
+            f"torch's foreach AdamW is {farthest}. From AdamW in float64 ours differ by",
+            f"{exact['ours']['rms']:.1e} (root mean square), torch's by",
+            f"{exact['foreach']['rms']:.1e}.",
         ),
         conditions(result),
     )

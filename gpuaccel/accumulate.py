@@ -133,11 +133,14 @@ def check_gradient(name: str, grad: Tensor, shape, device):
         raise ArgumentError(f"gradient {name} {problem}")
 
 
+def span(t: Tensor) -> "tuple[int, int]":
+    """Addresses of the first byte of `t` and of the one behind its last."""
+    reach = sum((n - 1) * step for n, step in zip(t.shape, t.stride())) + 1
+    return t.data_ptr(), t.data_ptr() + reach * t.element_size()
+
+
 def overlap(a: Tensor, b: Tensor) -> bool:
     """Do the memory spans of two tensors meet? (Spans, not elements: interleaved views count as overlapping.)"""
-    def span(t):
-        reach = sum((n - 1) * step for n, step in zip(t.shape, t.stride())) + 1
-        return t.data_ptr(), t.data_ptr() + reach * t.element_size()
     if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
         return False
     (a0, a1), (b0, b1) = span(a), span(b)

@@ -12,16 +12,18 @@ A block is an item of the module's outermost ModuleList or Sequential; what lies
 appear once, frozen parameters not at all. fp32 parameters live in `weights`; bf16 parameters live in `bf16_weights`, their fp32
 masters in `weights`: an optimizer updates the masters, and after its step the bf16 copies follow.
 
+Each parameter has a storage of its own, which begins at its slice of the buffer and keeps the buffer alive. Kernels see one buffer;
+torch.save, pickle, safetensors, accelerate and everything else that compares storages see separate, ordinary tensors.
+
 This module lays out and stores; it launches none of our kernels. How gradients get here: accumulate.py.
 """
-import copy
 import itertools
 import weakref
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .errors import ArgumentError
 
@@ -87,6 +89,18 @@ class Summary:
         return "\n".join([head, "in the order of the arena:", *body])
 
     __repr__ = __str__
+
+
+def own_storage(piece: Tensor) -> Tensor:
+    """The memory of `piece`, seen through a storage that begins and ends with it.
+
+    piece: contiguous, any dtype and device. The result has its shape, shares its memory and keeps it alive, and has a version
+    counter of its own. Who compares storages takes the two for different tensors; who writes to one writes to the other."""
+    piece = piece.detach()
+    if piece.numel() == 0:
+        return torch.empty_like(piece)
+    flat = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(piece.view(-1)))
+    return flat.view(piece.shape)
 
 
 def _blocks_of(module: nn.Module) -> "dict[int, str]":
@@ -162,23 +176,33 @@ class Arena:
     """Lay out the trainable parameters of `module`, fp32 or bf16, all on one device.
 
     decay: callable (name, parameter) -> bool, default: tensors of two and more dimensions; lr_scale: callable -> float, default 1.
-    What is unfrozen later is not in it: release() and make a new one; release() also before the module is pickled. bf16 parameters follow
-    their masters: after an edit in place (load_state_dict does so by itself) call adopt().
+    What is unfrozen later is not in it: release() and make a new one. The module is saved, pickled and copied as without an arena.
+    bf16 parameters follow their masters. An edit in place of a bf16 parameter (load_state_dict, copy_, nn.init) is noticed by the
+    tensor's version, and its master takes the new value before the next step. An edit through `.data` or NumPy is not: call
+    adopt(everything=True) after it.
     Raises ArgumentError, and changes nothing, for a module without trainable parameters, or with sparse, complex, fp16, fp64,
     meta, overlapping or elsewhere-placed ones; the message names the parameter."""
 
     def __init__(self, module: nn.Module, *, decay=None, lr_scale=None):
         named = trainable(module)
         _check(module, named)
-        self.module, self.device = module, named[0][1].device
-        self.params = [p for _, p in reversed(named)]              # in the order of the arena
-        self.segments, self.blocks = lay_out(module, decay, lr_scale)
-        self.numel = self.blocks[-1].stop
-        self._index = {id(p): i for i, p in enumerate(self.params)}
-        self._allocate()
-        self._open()
+        segments, blocks = lay_out(module, decay, lr_scale)
+        self._open(module, [p for _, p in reversed(named)], segments, blocks)
 
-    def _allocate(self):
+    def _open(self, module, params, segments, blocks, owners=None):
+        """params, and owners if there are some already: in the order of the arena."""
+        self.module = module
+        self.device = params[0].device
+        self.params = params
+        self.segments = segments
+        self.blocks = blocks
+        self.numel = blocks[-1].stop
+        self._index = {id(p): i for i, p in enumerate(params)}
+        self._allocate(owners)
+        self.before_release = []               # functions that take down what was built on this arena
+        _arenas.add(self)
+
+    def _allocate(self, owners):
         low = any(p.dtype == torch.bfloat16 for p in self.params)
         weights = torch.zeros(self.numel, device=self.device)
         grads = torch.zeros(self.numel, device=self.device)
@@ -196,29 +220,30 @@ class Arena:
         self.weights, self.grads, self.bf16_weights, self.chunks = weights, grads, bf16, chunks
         self.partials, self.row_tensor, self.tensor_block = partials, row_tensor, tensor_block       # see squares_known
         self._squares, self._squares_version = [False] * len(self.segments), grads._version
-        self.owners, self.grad_views = [], []
-        with torch.no_grad():
-            for p, s in zip(self.params, self.segments):
-                self._slice(weights, s).copy_(p)
-                if p.dtype == torch.bfloat16:
-                    home = self._slice(bf16, s).copy_(p)
-                    self.owners.append(nn.Parameter(self._slice(weights, s)))
-                else:
-                    home = self._slice(weights, s)
-                    self.owners.append(p)
-                p.data = home
-                self.grad_views.append(self._slice(grads, s))
+        self.owners = [self._own(i, owners) for i in range(len(self.params))]
+        self.grad_views = [self._slice(grads, s) for s in self.segments]
         self._places = [p.data_ptr() for p in self.params]
         self._homes = [(part._parameters, key, self._index[id(p)]) for part in self.module.modules()
                        for key, p in part._parameters.items() if id(p) in self._index]
         self._owner_ids = {id(owner) for owner in self.owners}
+        self._low = [(p, owner) for p, owner in zip(self.params, self.owners) if owner is not p]
+        self.weights_current()
 
-    def _open(self):
-        self.before_release = []               # functions that take down what was built on this arena
-        follow, guard = _follow(weakref.ref(self)), _guard(weakref.ref(self))
-        self._hooks = [part.register_load_state_dict_post_hook(follow) for part in self.module.modules()]
-        self._hooks += [part.register_load_state_dict_pre_hook(guard) for part in self.module.modules()]
-        _arenas.add(self)
+    @torch.no_grad()
+    def _own(self, i, owners) -> nn.Parameter:
+        """Parameter i moves into its slice, with its value; its fp32 owner (itself, or its master), too."""
+        p, s = self.params[i], self.segments[i]
+        weight = own_storage(self._slice(self.weights, s))
+        if p.dtype == torch.float32:
+            p.data = weight.copy_(p)
+            return p
+        if owners is None:
+            owner = nn.Parameter(weight.copy_(p))
+        else:
+            owner = owners[i]
+            owner.data = weight.copy_(owner)
+        p.data = own_storage(self._slice(self.bf16_weights, s)).copy_(p)
+        return owner
 
     @staticmethod
     def _slice(buffer: Tensor, s: Segment) -> Tensor:
@@ -236,6 +261,7 @@ class Arena:
 
     def parameters(self) -> "list[nn.Parameter]":
         """Tensors for an optimizer, fp32, in the module's registration order: masters of bf16 parameters, the others themselves."""
+        self.adopt()
         return self.owners[::-1]
 
     def parameter_names(self) -> "list[str]":
@@ -246,7 +272,8 @@ class Arena:
         return dict(zip(self.parameter_names(), self.parameters()))
 
     def named_master(self) -> "dict[str, nn.Parameter]":
-        """name -> fp32 master of each bf16 parameter; empty for an fp32 module."""
+        """name -> fp32 master of each bf16 parameter, edits of the parameters adopted; empty for an fp32 module."""
+        self.adopt()
         return {s.name: o for s, o, p in zip(self.segments, self.owners, self.params) if o is not p}
 
     def parameter_groups(self, weight_decay: float = 0.1, lr: "float | None" = None) -> "list[dict]":
@@ -287,7 +314,7 @@ class Arena:
         views = {"grads": self.grad_views, "weights": self.owners, "bf16_weights": self.params}[name]
         for view, s in zip(views, self.segments):
             if view.dtype == home.dtype:
-                view.data = self._slice(home, s)
+                view.data = self._slice(home, s) if name == "grads" else own_storage(self._slice(home, s))
         self._places = [p.data_ptr() for p in self.params]
 
     def check(self):
@@ -303,15 +330,29 @@ class Arena:
         """bf16 parameters take their masters' rounded values. Runs by itself after a step of an optimizer over parameters()."""
         if self.bf16_weights is not None:
             self.bf16_weights.copy_(self.weights)
+            self.weights_written()
 
     @torch.no_grad()
-    def adopt(self, params=None):
-        """Masters take the bf16 parameters' values. Runs by itself after module.load_state_dict.
+    def adopt(self, everything: bool = False):
+        """Masters take the values of the bf16 parameters that were edited in place. Runs by itself before a step, a replay, a save.
 
-        A master that already rounds to the parameter's value keeps its extra bits."""
-        for p, owner in zip(self.params, self.owners):
-            if owner is not p and (params is None or id(p) in params):
-                owner.copy_(torch.where(owner.to(p.dtype) == p, owner, p.float()))
+        An edit is seen by the tensor's version. everything: look at all of them, after edits that have none (`.data`, NumPy). A master
+        that already rounds to its parameter's value keeps its extra bits."""
+        edited = [pair for pair, version in zip(self._low, self._versions) if everything or pair[0]._version != version]
+        for p, owner in edited:
+            owner.copy_(torch.where(owner.to(p.dtype) == p, owner, p.float()))
+        if edited:
+            self.weights_current()
+
+    def weights_written(self):
+        """`weights` and `bf16_weights` were written past torch, by kernels or collectives: autograd is told, and no parameter is
+        taken for edited."""
+        torch.autograd.graph.increment_version([*self.params, *(owner for _, owner in self._low)])
+        self.weights_current()
+
+    def weights_current(self):
+        """The bf16 parameters are what their masters say: versions that they have now are no edits."""
+        self._versions = [p._version for p, _ in self._low]
 
     def release(self):
         """Give the module ordinary parameters back, with the values (and presented gradients) they have now."""
@@ -319,56 +360,40 @@ class Arena:
             return
         for close in [*self.before_release]:
             close()
-        for hook in self._hooks:
-            hook.remove()
         for p, view in zip(self.params, self.grad_views):
             p.data = p.data.clone()
             if p.grad is view:
                 p.grad = view.clone()
         _arenas.discard(self)
 
-    def __deepcopy__(self, memo):
-        twin = copy.copy(self)
-        twin.module = copy.deepcopy(self.module, memo)
-        by_name = dict(twin.module.named_parameters())
-        twin.params = [by_name[s.name] for s in self.segments]
-        twin._index = {id(p): i for i, p in enumerate(twin.params)}
-        twin._allocate()
-        memo.update({id(mine): its for mine, its in zip(self.owners, twin.owners)})       # an optimizer copied with it finds them
-        with torch.no_grad():
-            twin.weights.copy_(self.weights)
-            twin.grads.copy_(self.grads)
-        twin._open()
-        memo[id(self)] = twin
-        return twin
+    def __getstate__(self):
+        """What a copy or a pickle is made of: the module with its weights, the masters, the sums."""
+        return {"module": self.module, "owners": self.owners, "grads": self.grads, "segments": self.segments, "blocks": self.blocks}
+
+    def __setstate__(self, state):
+        params = dict(state["module"].named_parameters())
+        self._open(state["module"], [params[s.name] for s in state["segments"]], state["segments"], state["blocks"], state["owners"])
+        self.grads.copy_(state["grads"])
 
 
-def _follow(arena):
-    """A hook after load_state_dict of the module or a part of it: the masters follow the loaded bf16 values."""
-    def hook(part, keys):
-        if (living := arena()) is not None:
-            living.adopt({id(p) for p in part.parameters(recurse=False)})
-    return hook
-
-
-def _guard(arena):
-    """A hook before load_state_dict: with assign=True the parameters would leave the arena."""
-    def hook(part, state, prefix, metadata, *_):
-        if (living := arena()) is not None and metadata.get("assign_to_params_buffers"):
-            for name, p in part.named_parameters(recurse=False):
-                if id(p) in living._index:
-                    raise ArgumentError(f"load_state_dict(assign=True) would put {prefix}{name} outside of its arena: load with "
-                                        "assign=False, or call arena.release() before and make a new Arena after")
-    return hook
+def _adopt_before_step(optimizer, *_):
+    """Before any optimizer's step: an arena whose masters it holds takes over edits of bf16 parameters."""
+    for arena in _arenas_of(optimizer):
+        arena.adopt()
 
 
 def _publish_after_step(optimizer, *_):
     """After any optimizer's step: an arena whose masters it holds publishes them (ga.AdamW has done so in its own pass)."""
-    if getattr(optimizer, "publishes", False):
-        return
-    for arena in list(_arenas):
-        if arena.bf16_weights is not None and any(id(p) in arena._owner_ids for g in optimizer.param_groups for p in g["params"]):
+    if not getattr(optimizer, "publishes", False):
+        for arena in _arenas_of(optimizer):
             arena.publish()
 
 
+def _arenas_of(optimizer) -> "list[Arena]":
+    """The arenas with bf16 parameters whose masters this optimizer updates."""
+    return [arena for arena in list(_arenas)
+            if arena._low and any(id(p) in arena._owner_ids for g in optimizer.param_groups for p in g["params"])]
+
+
+register_optimizer_step_pre_hook(_adopt_before_step)
 register_optimizer_step_post_hook(_publish_after_step)

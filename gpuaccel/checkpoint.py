@@ -432,6 +432,8 @@ def load_checkpoint(path, *, model, optimizer=None, arena=None, scheduler=None, 
     _plain(model).load_state_dict({name.removeprefix("model."): tensor for name, tensor in part("model.").items()})
     for name, tensor in masters.items():
         tensor.copy_(tensors[name])
+    if arena is not None:
+        arena.weights_current()
     if optimizer is not None:
         stored = state["optimizer"]
         for group, kept, members in zip(optimizer.param_groups, stored["groups"], groups):

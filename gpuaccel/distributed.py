@@ -86,16 +86,14 @@ def broadcast(how: "Distributed", arena: Arena):
     """Every rank gets rank 0's weights, frozen parameters and buffers."""
     if how.world == 1:
         return
-    own = arena.weights, arena.bf16_weights
-    for t in [*own, *(t.data for _, t in _not_trained(arena))]:
+    arena.adopt()
+    for t in [arena.weights, arena.bf16_weights, *(t.data for _, t in _not_trained(arena))]:
         if t is not None and t.numel():
             home = t if t.is_contiguous() else t.contiguous()
             dist.broadcast(home, group_src=0, group=how.group)
             if home is not t:
                 t.copy_(home)
-    for t in own:
-        if t is not None:
-            torch.autograd.graph.increment_version(t)
+    arena.weights_written()
 
 
 def _not_trained(arena):

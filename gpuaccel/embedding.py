@@ -168,11 +168,12 @@ class Embedding(nn.Embedding):
     out of range: see this module's first lines, and invalid_tokens()."""
 
     arena_grad = None                       # (V, C) fp32 slice of arena.grads, while an accumulator of mode "fused" is at work
-    stays = False                           # also when that accumulator is closed, which had made it one of these
+    stays = False                           # False: a plain nn.Embedding that an accumulator has made one of these until it is closed
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.wear(self)
+        self.stays = True
 
     @staticmethod
     def refused(part: nn.Embedding) -> "str | None":
@@ -221,6 +222,12 @@ class Embedding(nn.Embedding):
 
     def __getstate__(self):                 # a copy or pickle is not the arena's
         return {key: value for key, value in self.__dict__.items() if key != "arena_grad"}
+
+    def __reduce_ex__(self, protocol):
+        if self.stays:
+            return super().__reduce_ex__(protocol)
+        state = {key: value for key, value in self.__getstate__().items() if key != "invalid"}
+        return nn.Embedding.__new__, (nn.Embedding,), state
 
 
 fused_classes.update({nn.Embedding: Embedding, Embedding: Embedding})

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from .accumulate import GradientAccumulator
+from .accumulate import GradientAccumulator, span
 from .arena import Arena
 from .backend import backend
 from .capture import recorder_for
@@ -159,6 +159,8 @@ class GraphedStep:
         for thing in self.state:
             if isinstance(thing, AdamW):
                 thing.refresh()
+            elif isinstance(thing, nn.Module) and (arena := Arena.of(thing)):
+                arena.adopt()
 
     def _capture(self, leaves, spec):
         inputs = [torch.empty_like(t, device=self.device).copy_(t) if isinstance(t, Tensor) else t for t in leaves]
@@ -423,8 +425,11 @@ def _save(thing, seen):
     if isinstance(thing, torch.optim.Optimizer):
         return _save_optimizer(thing, seen)
     arena = Arena.of(thing)
+    if arena:
+        arena.adopt()
     accumulator = arena and GradientAccumulator.of(arena)
-    values = _save_tensors([*([arena.weights, arena.grads] if arena else ()), *thing.parameters(), *thing.buffers(), *counts_of(thing)], seen)
+    buffers = [t for t in (arena.weights, arena.bf16_weights, arena.grads) if t is not None] if arena else []
+    values = _save_tensors([*buffers, *thing.parameters(), *thing.buffers(), *counts_of(thing)], seen)
     registered = [(entries, dict(entries)) for m in thing.modules() for entries in (m._parameters, m._buffers)]
     homes = [(p, p.data) for p in thing.parameters()]
     params = list({*thing.parameters(), *(arena.owners if arena else ())})
@@ -442,6 +447,7 @@ def _save(thing, seen):
         grad_values()
         if arena:
             arena.grads_changed()
+            arena.weights_current()
         if accumulator:
             accumulator.touched, accumulator.presented = map(list, flags)
         for p, grad in grads:
@@ -450,14 +456,23 @@ def _save(thing, seen):
 
 
 def _save_tensors(tensors, seen):
-    tensors = [t for t in tensors if t.numel() and not seen & {(t.untyped_storage().data_ptr(), 0), (t.data_ptr(), t.numel())}]
-    seen |= {(t.untyped_storage().data_ptr(), 0) if t.numel() * t.element_size() == t.untyped_storage().nbytes() else (t.data_ptr(), t.numel()) for t in tensors}
-    values = [t.detach().clone() for t in tensors]
+    saved = []
+    for t in tensors:
+        if t.numel() and not _inside(t, seen):
+            saved.append((t.detach(), t.detach().clone()))
+            if t.is_contiguous():
+                seen.add(span(t))
 
     def restore():
-        for t, value in zip(tensors, values):
-            t.detach().copy_(value)
+        for t, value in saved:
+            t.copy_(value)
     return restore
+
+
+def _inside(t, spans) -> bool:
+    """Does the memory of `t` lie in one of these spans?"""
+    start, stop = span(t)
+    return (start, stop) in spans or any(first <= start and stop <= last for first, last in spans)
 
 
 def _save_optimizer(opt, seen):

@@ -491,6 +491,4 @@ def load_lora(model: nn.Module, folder) -> nn.Module:
     with torch.no_grad():
         for name, here in expected.items():
             here.copy_(tensors[name])
-    for arena in list(_arenas):
-        arena.adopt({id(here) for here in expected.values()})
     return model

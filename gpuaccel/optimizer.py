@@ -17,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from .accumulate import GradientAccumulator
 from .adamw import SETTINGS, Job, Jobs, launch_begin, launch_set, launch_update, reference_step, step_kernels
-from .arena import Arena
+from .arena import Arena, own_storage
 from .backend import backend, takes
 from .clip import KINDS, POLICIES, SCOPES, ClipState, arena_squares, check_choice, check_gradients, check_max_norm, dense, kernel_takes, \
     launch_reduce, launch_squares, launches_for, new_state, reference_norms, reference_scale, unnamed
@@ -151,8 +151,8 @@ class AdamW(torch.optim.AdamW):
         accumulator = self.arena and GradientAccumulator.of(self.arena)
         if accumulator is not None:
             accumulator.finish()
-        if self.arena is not None and (self._optimizer_step_pre_hooks or len(_global_optimizer_pre_hooks) > 1):
-            self.arena.grads_changed()          # a hook may have written to gradients in a way that torch does not count (one is ours)
+        if self.arena is not None and (self._optimizer_step_pre_hooks or _foreign_step_hooks()):
+            self.arena.grads_changed()          # a hook may have written to gradients in a way that torch does not count
         parts = self._parts(accumulator)
         self._measured = bool(parts) and self._measures()
         try:
@@ -165,6 +165,8 @@ class AdamW(torch.optim.AdamW):
                     self.arena.owners[i].grad = None
             if accumulator is not None and parts:
                 accumulator.zero_(cleared)
+            if self.arena is not None:
+                self.arena.weights_current()
         finally:                                # what is kept for the next step must not keep gradients alive
             for part in parts:
                 for j in part.jobs:
@@ -373,7 +375,7 @@ class AdamW(torch.optim.AdamW):
             return torch.empty_like(p, memory_format=torch.preserve_format, requires_grad=False)
         if key not in self._moments:
             self._moments[key] = torch.zeros_like(self.arena.weights)
-        return self.arena._slice(self._moments[key], self.arena.segments[i])
+        return own_storage(self.arena._slice(self._moments[key], self.arena.segments[i]))
 
     def _in_place(self, key, t, p, i) -> bool:
         if self.arena is None:
@@ -485,6 +487,11 @@ class AdamW(torch.optim.AdamW):
         return {**mine, **super().__getstate__(), "_numbers": None, "_plan": None, "_measured": False, "_work": {}, "_moments": {}, "explain_skip": None}
 
 
+def _foreign_step_hooks() -> bool:
+    """Are there hooks before every optimizer's step that are not this package's?"""
+    return any(not hook.__module__.startswith(__package__) for hook in _global_optimizer_pre_hooks.values())
+
+
 def _capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
@@ -495,6 +502,6 @@ def _same_order(t: Tensor, like: Tensor) -> bool:
 
 
 def _zeros_by_device(params) -> "list[Tensor]":
-    """A () fp32 zero per parameter, on its device, with one launch per device."""
-    zeros = {device: iter(torch.zeros(len(params), device=device).unbind()) for device in {p.device: None for p in params}}
+    """A () fp32 zero per parameter, on its device and in a storage of its own, with one launch per device."""
+    zeros = {device: map(own_storage, torch.zeros(len(params), device=device)) for device in {p.device: None for p in params}}
     return [next(zeros[p.device]) for p in params]

@@ -231,19 +231,49 @@ def encoder() -> "Table | Recorded":
 
 
 def ddp() -> "Table | Recorded":
-    """Data-parallel steps of a large model on the recorded GPUs: the share of one GPU's rate that each keeps, with 4 micro-batches and with 1; of replayed
-    steps also the time that communication adds (of others it cannot be told from the host's noise)."""
-    run, counts, rows = recorded("ddp"), ("4", "1"), []
-    for ranks, found in (run.get() or {}).items():
-        for family, by_count in (found.get("families") or {}).items() if isinstance(found, dict) else ():
+    """Data-parallel steps of a large model on the recorded GPUs, with 4 micro-batches and with 1.
+
+    The tokens/s of each GPU and their share of one GPU's rate; of steps replayed from a CUDA graph also
+    the time that communication adds (of others it cannot be told from the host's noise). Where the
+    recording has torch's fastest DDP, the caption names it and the last column compares with it."""
+    run, counts, rows, fastest = recorded("ddp"), ("4", "1"), [], {}
+
+    def rate(row):
+        if "of_one_gpu" not in row:
+            return "-"
+        return f"{row['tokens_per_s_per_gpu'] / 1e3:,.0f}K, {row['of_one_gpu']:.1%}"
+
+    for ranks, result in (run.get() or {}).items():
+        if not isinstance(result, dict):
+            continue
+        fastest.update(dict.fromkeys((result.get("fastest_torch") or {}).values()))
+        for family, by_count in (result.get("families") or {}).items():
             by_count = {count: ways for count, ways in by_count.items() if isinstance(ways, dict)}
-            ways = dict.fromkeys(way for ways in by_count.values() for way, r in ways.items() if isinstance(r, dict) and "exposed_ms" in r)
-            for way in ways if by_count else ():
-                if way in ("one GPU", "each for itself"):
+            names = dict.fromkeys(
+                name
+                for ways in by_count.values()
+                for name, row in ways.items()
+                if isinstance(row, dict) and "exposed_ms" in row
+            )
+            graph = "replayed" in family or "captured" in family
+            for name in names:
+                if name in ("one GPU", "each for itself"):
                     continue
-                those = [(by_count.get(count) or {}).get(way) or {} for count in counts]
-                rows.append([f"{ranks} GPUs: {family}, {way}", *(f"{r['tokens_per_s_per_gpu'] / 1e3:,.0f}K, {r['of_one_gpu']:.1%}" if "of_one_gpu" in r else "-"
-                                                                 for r in those),
-                             f"{those[0]['exposed_ms']:.1f} ms" if "replayed" in family and "exposed_ms" in those[0] else "-"])
-    columns = ("tokens/s of each GPU, and of one alone", "4 micro-batches", "1 micro-batch", "communication that nothing hides")
-    return Table(columns, rows, f"{run.label}; llama-350m, batch 4 on each GPU, T=1024") if rows else run
+                both = [(by_count.get(count) or {}).get(name) or {} for count in counts]
+                exposed = f"{both[0]['exposed_ms']:.1f} ms" if graph and "exposed_ms" in both[0] else "-"
+                times = [f"{row['times_torch']:.2f}x" for row in both if "times_torch" in row]
+                compared = ", ".join(times) or "-"
+                rows.append([f"{ranks} GPUs: {family}, {name}", *map(rate, both), exposed, compared])
+    columns = [
+        "tokens/s of each GPU, and of one alone",
+        "4 micro-batches",
+        "1 micro-batch",
+        "communication that nothing hides",
+        "of torch's fastest DDP",
+    ]
+    caption = f"{run.label}; llama-350m, batch 4 on each GPU, T=1024"
+    if fastest:
+        caption += f"; torch's fastest DDP: {', '.join(fastest)}"
+    else:
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    return Table(columns, rows, caption) if rows else run

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .adamw import _arena_runs, _update_kernel, reference_step
-from .arena import CHUNK
+from .arena import CHUNK, own_storage
 from .clip import MAX_BLOCKS
 from .distributed import all_gather
 from .errors import ArgumentError
@@ -98,7 +98,7 @@ class ShardedAdamW(AdamW):
             self._moments[key] = torch.zeros(self.pieces[-1].local + self.pieces[-1].stop - self.pieces[-1].start if self.pieces else 0,
                                              device=self.arena.device)
         start, stop = self._span(i)
-        return self._moments[key][start:stop]
+        return own_storage(self._moments[key][start:stop])
 
     def _in_place(self, key, t, p, i) -> bool:
         start, stop = self._span(i)
@@ -138,7 +138,8 @@ class ShardedAdamW(AdamW):
             for p in group["params"]:
                 for key in keys:
                     if key in self.state.get(p, {}):
-                        self.state[p][key] = self.arena._slice(whole[key], self.arena.segments[self._number_of(p)])
+                        segment = self.arena.segments[self._number_of(p)]
+                        self.state[p][key] = own_storage(self.arena._slice(whole[key], segment))
 
     @contextlib.contextmanager
     def whole(self):
@@ -208,7 +209,7 @@ class ShardedAdamW(AdamW):
                 self.peers.spread(name)
             else:
                 self.spread(buffer)
-            torch.autograd.graph.increment_version(buffer)
+        self.arena.weights_written()
         zero_(self.arena.grads)
 
     def __getstate__(self):                     # a copy is a plain optimizer's business

@@ -82,18 +82,30 @@ class Tape(TorchDispatchMode):
 
     def graph(self) -> "tuple[list[str], list[tuple[int, int]]]":
         """(names of the steps, edges): an edge leads from the last step that wrote a memory to the next that uses it."""
+        region_of = _regions(t for _, _, given, made in self.steps for t in tree_leaves((given, made)))
         writer, edges = {}, []
         for i, (_, call, (args, kwargs), made) in enumerate(self.steps):
             used = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            places = {t.untyped_storage().data_ptr() for t in used}
+            places = {region_of[t.untyped_storage().data_ptr()] for t in used}
             edges += sorted({(writer[place], i) for place in places if place in writer})
             schema = getattr(call, "_schema", None)
             for t in made:
                 if t is not None:
-                    writer[t.untyped_storage().data_ptr()] = i
+                    writer[region_of[t.untyped_storage().data_ptr()]] = i
             if schema is None or schema.is_mutable:
                 writer.update(dict.fromkeys(places, i))
         return [name for name, *_ in self.steps], edges
 
     def close(self):
         self.steps.clear()
+
+
+def _regions(leaves) -> "dict[int, int]":
+    """Address of each tensor's storage -> a number that storages share if their memory overlaps, as those of an arena's tensors do
+    with the arena's buffers."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in leaves if isinstance(t, Tensor)}
+    regions, end = {}, -1
+    for start in sorted(storages):
+        regions[start] = len(regions) if start >= end else regions[previous]
+        end, previous = max(end, start + storages[start]), start
+    return regions

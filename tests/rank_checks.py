@@ -23,6 +23,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import gpuaccel as ga
+import test_savers as savers
 from gpuaccel import exchange, peers, rendezvous
 from gpuaccel.distributed import weight_hashes
 
@@ -390,6 +391,31 @@ def shares_to_file(rank, group, backend, folder):
             with make_step(plain, micro_batches=4) as step:
                 _four_rounds(step, 0, 1, 0, 4)
                 torch.save([p.detach() for p in plain.parameters()], f"{folder}/want.pt")
+
+
+def savers_of_shares(rank, group, low, folder):
+    """What savers of others write of a sharded step, inside gathered(): the bits of the same run without shares."""
+    found = []
+    for sharded in (True, False):
+        model = Net().to(low)
+        with make_step(model, distributed=ga.Distributed(group=group, sharded=sharded, ordered=True)) as step:
+            _four_rounds(step, rank, 2, 0, 2)
+            with step.gathered():
+                here = pathlib.Path(folder, f"{rank}-{sharded}")
+                here.mkdir()
+                torch.save(step.opt.state_dict(), here / "optimizer.pt")
+                states = torch.load(here / "optimizer.pt", weights_only=True)["state"]
+                bits = [savers.bits(state) for _, state in sorted(states.items())]
+                for save in (savers.by_torch_state_dict, savers.by_torch_whole_model, savers.by_pickle, savers.by_deepcopy,
+                             savers.by_safetensors_model, savers.by_distributed_checkpoint):
+                    (here / save.__name__).mkdir()
+                    back = save(model, Net(seed=1).to(low), here / save.__name__)
+                    bits.append(savers.bits(back.state_dict()))
+                    assert bits[-1] == savers.bits(model.state_dict()), save.__name__
+                found.append((bits, savers.bytes_below(here)))
+            _four_rounds(step, rank, 2, 2, 3)
+    (shared, size), (alone, expected) = found
+    return shared == alone and abs(size - expected) < 2048
 
 
 def shares_from_file(rank, group, backend, folder):

@@ -1,5 +1,6 @@
 """Recorded results: those whose sources have changed are named. The scripts run, and their results have tables."""
 import collections
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -338,7 +339,12 @@ def test_the_benchmark_of_several_ranks_runs_and_has_a_table(ddp_on_cpu, monkeyp
         assert {count: rows.keys() for count, rows in found.items()} == dict.fromkeys("41", {*families[family], ddp.EACH})
     assert {yes for way in r["bits"]["ways"].values() for yes in way.values()} == {True} and "equal to one GPU" in r["bits"]["ways"]["ordered"]
     equal = [m for some in r["equal_on_all_ranks"].values() for m in some.values()]
-    assert all(m["equal"] for m in equal) and sorted(m["steps"] for m in equal) == [4, *[7] * 5]            # turns of replayed steps are longer
+    assert all(m["equal"] for m in equal)
+    assert sorted(m["steps"] for m in equal) == [*[4] * 3, *[7] * 6]            # turns of replayed steps are longer
+    captured = r["made"][ddp.CAPTURED]["DDP"]
+    assert all(one["replay_apart"] < ranks.APART and one["gradients"] in ("set to None", "zeroed in place") for one in captured)
+    fastest = {count: max(ddp.COMPILED, ddp.CAPTURED, ddp.EAGER, key=lambda family: r["families"][family][count]["DDP"]["tokens_per_s_per_gpu"]) for count in "41"}
+    assert r["fastest_torch"] == fastest
     memory = {name: m["optimizer_GiB"] for name, m in r["memory"][ddp.REPLAYED].items()}
     assert memory["all-reduce"] == memory[ddp.ONE] > memory["sharded"] > 0 and r["bandwidth"]["the arena"].keys() == {"bytes", *("all_reduce", "reduce_scatter", "all_gather")}
     r = json.loads(json.dumps(r))
@@ -347,8 +353,12 @@ def test_the_benchmark_of_several_ranks_runs_and_has_a_table(ddp_on_cpu, monkeyp
     monkeypatch.setattr(report, "load", lambda name: {"gpu": "A", "driver": "B", "torch": "C", "nvrtc": "D", "date": "E",
                                                       "results": {"2": {**r, "failed": {"bits": "why"}, "nccl": {"version": "9", "NCCL_X": "1"}}}})
     table = report.ddp_table()
-    assert table.count("\n|---") == 4 and table.count("\n| ") == 4 + 12 + (7 + 6) + 1 + 3
-    assert table.count("(goal ") == 2 * 2 + 2 + 1 + 7 + 6 and "A, driver B, torch C" in table
+    assert table.count("\n|---") == 4 and table.count("\n| ") == 4 + 14 + (7 + 9) + 1 + 3
+    assert table.count("(goal ") == 2 * 2 + 2 + 1 + 7 + 9 and "A, driver B, torch C" in table
+    assert len(re.findall(r" ms, \d+\.\d\dx \|", table)) == 2 * 6
+    for count, micro_batches in (("4", "4 micro-batches"), ("1", "1 micro-batch")):
+        words = f'With {micro_batches} the fastest torch DDP is "{fastest[count]}: DDP"'
+        assert words in " ".join(table.split())
     assert "NCCL 9 with `NCCL_X=1`.\n\nFailed or left out: bits." in table
 
 
@@ -408,9 +418,11 @@ def test_the_benchmark_of_several_ranks_takes_the_slowest_rank_and_says_what_fai
     def times(key, count, calls, alone):
         if key[1] == "sharded" and count == 1:
             return error
-        before = [99.0] * (calls // 4) if key[0] == ddp.REPLAYED else []                 # not settled yet
-        asked.add((key[0] == ddp.REPLAYED, count, calls))
-        ms = (10.0,) if alone else (11.0, 12.0) if key[1] == ddp.ONE else (15.0, 14.0)
+        replays = key[0] in (ddp.CAPTURED, ddp.REPLAYED)
+        before = [99.0] * (calls // 4) if replays else []                                # not settled yet
+        asked.add((replays, count, calls))
+        slow = 18.75 if key == (ddp.CAPTURED, "DDP") else 20.0 if key[1] == "DDP" else 15.0
+        ms = (10.0,) if alone else (11.0, 12.0) if key[1] == ddp.ONE else (slow, 14.0)
         return [before + [one * count] * (calls - len(before)) for one in ms] + [[]] * alone
 
     def last(key):
@@ -418,8 +430,13 @@ def test_the_benchmark_of_several_ranks_takes_the_slowest_rank_and_says_what_fai
     run = ddp.Run(Scripted(make=make, times=times, last=last), bench, families, "all", time.perf_counter())
     run.all((), ddp.PARTS[:-2])
     run.memory()
+    run.against_torch()
     r = run.results
-    assert r["families"][ddp.REPLAYED]["4"]["all-reduce"] == {"ms": 60.0, "tokens_per_s_per_gpu": 2000.0, "of_one_gpu": pytest.approx(2 / 3), "exposed_ms": 12.0}
+    assert r["fastest_torch"] == {"4": ddp.CAPTURED, "1": ddp.CAPTURED}
+    assert r["families"][ddp.CAPTURED]["4"]["DDP"].keys() == {"ms", "tokens_per_s_per_gpu", "of_one_gpu", "exposed_ms"}
+    assert "times_torch" not in r["families"][ddp.REPLAYED]["4"][ddp.ONE] and r["families"][ddp.OURS_EAGER]["1"]["all-reduce"]["times_torch"] == 1.25
+    assert r["families"][ddp.REPLAYED]["4"]["all-reduce"] == {"ms": 60.0, "tokens_per_s_per_gpu": 2000.0, "of_one_gpu": pytest.approx(2 / 3), "exposed_ms": 12.0,
+                                                              "times_torch": 1.25}
     assert asked == {(True, 4, 1), (True, 1, 4), (False, 4, 1), (False, 1, 1)} and r["families"][ddp.REPLAYED]["1"]["all-reduce"]["ms"] == 15.0
     assert r["families"][ddp.REPLAYED]["1"].keys() == {ddp.ONE, ddp.EACH, "all-reduce", "all-reduce by NCCL", "all-reduce in bf16", "ordered"}
     assert r["families"][ddp.EAGER]["4"].keys() == {ddp.ONE, ddp.EACH} and r["memory"][ddp.REPLAYED]["ordered"] == {"optimizer_GiB": 2.0}
@@ -428,9 +445,89 @@ def test_the_benchmark_of_several_ranks_takes_the_slowest_rank_and_says_what_fai
     assert r["failed"].pop(f"end of {ddp.REPLAYED}: ordered").startswith("the ranks' weights are not the same bits") and not r["failed"]
     assert not r["equal_on_all_ranks"][ddp.REPLAYED]["ordered"]["equal"] and r["equal_on_all_ranks"][ddp.REPLAYED]["sharded"]["equal"]
 
+    del r["families"][ddp.CAPTURED]["4"]["DDP"]                                           # had it failed
+    run.against_torch()
+    assert r["fastest_torch"] == {"4": ddp.COMPILED, "1": ddp.CAPTURED}
+    assert r["families"][ddp.REPLAYED]["4"]["all-reduce"]["times_torch"] == pytest.approx(4 / 3)
+
     late = ddp.Run(Scripted(make=make), bench, families, "all", time.perf_counter() - 9, limit=5)
     late.all((1,), ddp.PARTS)
     assert late.results["left_out"] == [*families, "buckets", "bits", "bandwidth"] and not late.results["failed"]
+
+
+@pytest.fixture
+def one_rank(ddp_on_cpu, tmp_path):
+    """ddp_ranks.py in this process, which is the only rank."""
+    _, ranks, _ = ddp_on_cpu
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield ranks
+    torch.distributed.destroy_process_group()
+
+
+SMALL = {"config": Config(vocab=31, hidden=16, intermediate=32, layers=1, heads=2, kv_heads=2, T=16), "rows": 2, "device": "cpu", "compile": False}
+
+
+@pytest.mark.parametrize("how", [None, {"bucket_cap_mb": 100}], ids=["one GPU", "DDP"])
+def test_torchs_captured_step_is_checked_and_begins_with_the_first_weights(one_rank, monkeypatch, how):
+    bench = one_rank.Bench(**SMALL, graph=False)
+    captured, launched = (one_rank.Way("torch", replayed=replayed, how=how) for replayed in (True, False))
+    batch = one_rank.random_batch(bench, 1)
+    steps = one_rank.Captured(0, bench, captured), one_rank.Peer(0, bench, launched)
+    for count in (4, 1, 4):
+        for step in steps:
+            step.run([t[:2 * count] for t in batch], count)
+        assert float(steps[0].loss) == float(steps[1].loss) and steps[0].hash() == steps[1].hash()
+    right = one_rank.Recording.replay
+    spoils = {"two steps": lambda self: (right(self), right(self)), "another loss": lambda self: (right(self), self.total.add_(1))}
+    monkeypatch.setattr(one_rank, "TRIALS", 1)
+    for replay in spoils.values():
+        monkeypatch.setattr(one_rank.Recording, "replay", replay)
+        with pytest.raises(AssertionError, match="4 micro-batches: replayed and launched, a step changes the weights differently"):
+            one_rank.Captured(0, bench, captured)
+
+
+class Side:
+    """In the place of torch.cuda.Stream."""
+
+    def wait_stream(self, other):
+        pass
+
+
+def test_torchs_ddp_is_captured_on_the_stream_it_was_made_on_after_its_warm_up(one_rank, monkeypatch):
+    events, streams = [], [None]
+
+    @contextlib.contextmanager
+    def stream(other):
+        streams.append(other)
+        yield
+        streams.pop()
+
+    @contextlib.contextmanager
+    def graph(_, pool, stream, capture_error_mode):
+        assert stream is streams[-1] and capture_error_mode == "thread_local"
+        events.append(f"capture into {pool}")
+        yield
+
+    def noted(what, function):
+        def called(*args, **more):
+            assert isinstance(streams[-1], Side), f"{what} not on the stream that captures"
+            events.append(what)
+            return function(*args, **more)
+        return called
+    fakes = {"Stream": Side, "stream": stream, "graph": graph, "graph_pool_handle": lambda: "shared", "current_stream": lambda: None,
+             "CUDAGraph": lambda: types.SimpleNamespace(replay=lambda: None, reset=lambda: events.append("reset")), "max_memory_allocated": lambda: 7,
+             **dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats"), lambda: None)}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(one_rank, "queued", lambda run, calls: [1.0] * calls)
+    monkeypatch.setattr(one_rank, "DistributedDataParallel", noted("DDP", one_rank.DistributedDataParallel))
+    monkeypatch.setattr(one_rank.Peer, "step", noted("step", one_rank.Peer.step))
+    monkeypatch.setattr(one_rank.Captured, "_check", lambda self, count: events.append("check"))
+    made = one_rank.Captured(0, one_rank.Bench(**SMALL), one_rank.Way("torch", replayed=True, how={"bucket_cap_mb": 100}))
+    made.close()
+    later = ["step"] * 3
+    assert events == ["DDP", *["step"] * 13, "capture into None", "step", "reset", *later, "capture into None", "step", "reset",
+                      *later, "capture into shared", "step", "check", *later, "capture into shared", "step", "check", "reset", "reset"]
 
 
 def test_bits_that_differ_are_told_apart(ddp_on_cpu):

@@ -180,8 +180,8 @@ def test_resume_gives_the_same_bits(kind, tmp_path):
     assert storages == [p.data_ptr() for p in other.model.parameters()] + [p.data_ptr() for p in other.optimizer.state]
     if other.arena:
         other.arena.check()
-        place = other.arena.weights.untyped_storage().data_ptr()
-        assert all(p.untyped_storage().data_ptr() == place for p in other.arena.parameters())
+        start = other.arena.weights.data_ptr()
+        assert all(start <= p.data_ptr() < start + 4 * other.arena.numel for p in other.arena.parameters())
 
 
 def test_schedulers_with_tuples_counters_and_nesting_come_back_exactly(tmp_path):

@@ -160,6 +160,11 @@ def test_a_checkpoint_of_shares_is_resumed_by_any_number_of_ranks(crew, backend,
         assert crew(checks.shares_from_file, ranks, backend=backend, folder=str(tmp_path)) == [True] * ranks
 
 
+@pytest.mark.parametrize("low", [torch.float32, torch.bfloat16])
+def test_savers_of_others_write_a_sharded_run_whole(crew, low, tmp_path):
+    assert crew(checks.savers_of_shares, 2, low=low, folder=str(tmp_path)) == [True, True]
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_run_goes_on_with_another_number_of_ranks(crew, sharded, tmp_path):
     """ga.train, ordered: the losses of 4 ranks, of 2 after 1, and of 2 after 2 are those of a run that nobody stopped, bit for bit."""

@@ -82,3 +82,14 @@ def test_the_recorded_ranks_are_labelled_and_without_a_recording_it_says_so(tmp_
     assert lines[0] == "Recorded, not run here: NVIDIA H200, 2026-01-02; llama-350m, batch 4 on each GPU, T=1024"
     assert [re.split(r" {2,}", line) for line in lines[2:]] == [["2 GPUs: ours, replayed, all-reduce", "100K, 97.5%", "100K, 90.0%", "1.2 ms"],
                                                                 ["2 GPUs: torch, eager, DDP", "100K, 79.0%", "-", "-"]]
+
+    families["torch, captured"] = {"4": {"DDP": row(0.94, 5.0)}}
+    families["ours, replayed"]["4"]["all-reduce"]["times_torch"] = 1.25
+    families["ours, replayed"]["1"]["all-reduce"]["times_torch"] = 1.3456
+    results = {"2": {"ranks": 2, "families": families, "fastest_torch": {"4": "torch, captured", "1": "torch, captured"}}}
+    (tmp_path / "ddp_h200.json").write_text(json.dumps({"gpu": "NVIDIA H200", "date": "2026-01-02", "results": results}))
+    lines = str(recorded.ddp()).split("\n")
+    assert lines[0].endswith("T=1024; torch's fastest DDP: torch, captured") and lines[1].endswith("  of torch's fastest DDP")
+    assert [re.split(r" {2,}", line) for line in lines[2:]] == [["2 GPUs: ours, replayed, all-reduce", "100K, 97.5%", "100K, 90.0%", "1.2 ms", "1.25x, 1.35x"],
+                                                                ["2 GPUs: torch, eager, DDP", "100K, 79.0%", "-", "-", "-"],
+                                                                ["2 GPUs: torch, captured, DDP", "100K, 94.0%", "-", "5.0 ms", "-"]]

@@ -1,0 +1,370 @@
+"""Savers of others write a model that lies in an arena as they write one that does not: every tensor, separately, bit for bit.
+
+A matrix of savers (torch, pickle, copy, safetensors, huggingface_hub, transformers, accelerate, torch.distributed.checkpoint,
+torch.optim.swa_utils) times kinds of arena. Each saver writes a model and reads it back into a fresh one without an arena.
+"""
+import copy
+import io
+import os
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import gpuaccel as ga
+from gpuaccel.arena import own_storage
+
+transformers = pytest.importorskip("transformers")
+VOCAB = 32
+
+
+def llama(device="cpu", dtype=torch.float32, tied=False, seed=0):
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, tie_word_embeddings=tied)
+    config._attn_implementation = "sdpa"         # eager attention makes tensors on the host, which a capture refuses
+    return transformers.LlamaForCausalLM(config).to(device, dtype)
+
+
+def loss_of(model, tokens):
+    return ga.token_loss(lambda inputs: model(inputs).logits, (tokens[:, :-1], tokens[:, 1:]))
+
+
+def batch(device, nth=0):
+    return torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(nth)).to(device)
+
+
+def bits(state):
+    """name -> (dtype, shape, bytes) of a dict of tensors, in the order of the names."""
+    def of(t):
+        return t.dtype, tuple(t.shape), t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return {name: of(state[name]) for name in sorted(state)}
+
+
+def bytes_below(folder):
+    return sum(os.path.getsize(os.path.join(at, name)) for at, _, names in os.walk(folder) for name in names)
+
+
+# ---- savers: write `model` to `folder`, read it back into `fresh`; return the model that was read ----------------------
+
+
+def by_torch_state_dict(model, fresh, folder):
+    torch.save(model.state_dict(), folder / "model.pt")
+    fresh.load_state_dict(torch.load(folder / "model.pt", weights_only=True))
+    return fresh
+
+
+def by_torch_whole_model(model, fresh, folder):
+    torch.save(model, folder / "model.pt")
+    return torch.load(folder / "model.pt", weights_only=False)
+
+
+def by_pickle(model, fresh, folder):
+    (folder / "model.pickle").write_bytes(pickle.dumps(model))
+    return pickle.loads((folder / "model.pickle").read_bytes())
+
+
+def by_deepcopy(model, fresh, folder):
+    return copy.deepcopy(model)
+
+
+def by_safetensors_model(model, fresh, folder):
+    from safetensors.torch import load_model, save_model
+    save_model(model, folder / "model.safetensors")
+    load_model(fresh, folder / "model.safetensors")
+    return fresh
+
+
+def by_safetensors_file(model, fresh, folder):
+    from safetensors.torch import load_file, save_file
+    state = dict(model.state_dict())
+    if model.config.tie_word_embeddings:        # save_file refuses tensors that share memory, tied ones too
+        del state["lm_head.weight"]
+    save_file(state, folder / "model.safetensors")
+    fresh.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    return fresh
+
+
+def by_huggingface_hub(model, fresh, folder):
+    from huggingface_hub import load_torch_model, save_torch_model
+    save_torch_model(model, folder)
+    load_torch_model(fresh, folder)
+    return fresh
+
+
+def by_save_pretrained(model, fresh, folder):
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder, dtype=fresh.dtype)
+
+
+def by_accelerate_save_model(model, fresh, folder):
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.Accelerator(cpu=fresh.device.type == "cpu").save_model(model, folder)
+    accelerate.load_checkpoint_in_model(fresh, str(folder))
+    fresh.tie_weights()
+    return fresh
+
+
+def by_distributed_checkpoint(model, fresh, folder):
+    import torch.distributed.checkpoint as dcp
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)
+    state = fresh.state_dict()
+    dcp.load({"model": state}, checkpoint_id=folder, no_dist=True)
+    fresh.load_state_dict(state)
+    return fresh
+
+
+SAVERS = [by_torch_state_dict, by_torch_whole_model, by_pickle, by_deepcopy, by_safetensors_model, by_safetensors_file,
+          by_huggingface_hub, by_save_pretrained, by_accelerate_save_model, by_distributed_checkpoint]
+
+
+# ---- kinds of arena: bring `model` into one, train it a little, and leave it as it is in the middle of a run ------------
+
+
+def laid_out(model):
+    opt = ga.AdamW(ga.Arena(model), lr=1e-2)
+    loss_of(model, batch(model.device))[0].backward()
+    opt.step()
+    return opt
+
+
+def accumulating(model):
+    arena = ga.Arena(model)
+    opt = torch.optim.AdamW(arena.parameters(), lr=1e-2)
+    accumulator = ga.GradientAccumulator(arena, "arena")
+    loss_of(model, batch(model.device))[0].backward()
+    opt.step()
+    loss_of(model, batch(model.device))[0].backward()       # in the middle of an accumulation
+    return opt, accumulator
+
+
+def fused(model):
+    accumulator = ga.GradientAccumulator(ga.Arena(model), "fused")
+    opt = ga.AdamW(accumulator.arena, lr=1e-2)
+    loss_of(model, batch(model.device))[0].backward()
+    opt.step()
+    loss_of(model, batch(model.device))[0].backward()
+    return opt, accumulator
+
+
+def captured(model):
+    step = ga.TrainStep(model, loss_fn=loss_of, accumulate="fused", replay="graph", policy="require", deterministic=True)
+    for nth in range(2):
+        step(batch(model.device, nth))
+    assert step.replays == "graph"
+    return step
+
+
+# A captured step needs a GPU, or the tape of backend simt. The other kinds are the same on every backend of a CPU.
+ARENAS = [(laid_out, "cpu"), (accumulating, "cpu"), (fused, "cpu"), (captured, "simt")]
+ARENAS += [pytest.param(kind, "cuda", marks=pytest.mark.gpu) for kind in (laid_out, accumulating, fused, captured)]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch_dtype.*")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind, device", ARENAS, indirect=["device"])
+def test_savers_write_what_they_write_without_an_arena(kind, tied, dtype, device, tmp_path):
+    model = llama(device, dtype, tied)
+    held = kind(model)                                      # noqa: F841  kept alive while the savers run
+    plain = llama(device, dtype, tied, seed=1)              # the same weights, and no arena
+    plain.load_state_dict(model.state_dict())
+    want, wrong = bits(plain.state_dict()), {}
+    for saver in SAVERS:
+        folders = tmp_path / saver.__name__ / "plain", tmp_path / saver.__name__ / "arena"
+        for folder in folders:
+            folder.mkdir(parents=True)
+        saver(plain, llama(device, dtype, tied, seed=2), folders[0])
+        try:
+            back = saver(model, llama(device, dtype, tied, seed=2), folders[1])
+        except Exception as error:
+            wrong[saver.__name__] = repr(error)[:500]
+            continue
+        sizes = [bytes_below(folder) for folder in folders]
+        if bits(back.state_dict()) != want:
+            wrong[saver.__name__] = "another value came back"
+        elif abs(sizes[0] - sizes[1]) > 1024:
+            wrong[saver.__name__] = f"{sizes[1]} bytes were written; expected about {sizes[0]}"
+        elif back is not plain and type(back) is not type(plain) or ga.Arena.of(back) is not None:
+            wrong[saver.__name__] = "what came back is no ordinary model"
+        elif {type(part) for part in back.modules()} != {type(part) for part in plain.modules()}:
+            wrong[saver.__name__] = "modules of other classes came back"
+    assert not wrong
+    ga.Arena.of(model).check()
+    assert bits(model.state_dict()) == want, "a saver changed the model"
+
+
+# ---- one tensor, the optimizer's state ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_takes_as_many_bytes_as_it_has(dtype):
+    model = llama(dtype=dtype)
+    opt = laid_out(model)
+    tensors = [*model.parameters(), *opt.arena.parameters(), *(t for state in opt.state.values() for t in state.values())]
+    assert len({t.untyped_storage().data_ptr() for t in tensors}) == len({id(t) for t in tensors})
+    for t in tensors:
+        file = io.BytesIO()
+        torch.save(t.detach(), file)
+        own = io.BytesIO()
+        torch.save(t.detach().clone(), own)
+        assert t.untyped_storage().nbytes() == t.numel() * t.element_size() and len(file.getvalue()) == len(own.getvalue())
+
+
+def test_own_storage_keeps_the_memory_alive_and_shares_it():
+    buffer = torch.arange(10.0)
+    piece = own_storage(buffer[4:8].view(2, 2))
+    buffer[5] = -1
+    assert piece.tolist() == [[4, -1], [6, 7]] and piece.stride() == (2, 1) and piece.untyped_storage().nbytes() == 16
+    versions = piece._version, buffer._version
+    piece[1, 1] = -2
+    assert buffer[7] == -2 and (piece._version, buffer._version) == (versions[0] + 1, versions[1])
+    del buffer
+    assert piece.tolist() == [[4, -1], [6, -2]]
+    assert own_storage(torch.zeros(0, 3)).shape == (0, 3) and own_storage(torch.tensor(5)).item() == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_over_an_arena_is_pickled_with_its_model(dtype):
+    model = llama(dtype=dtype)
+    opt = laid_out(model)
+    opt.zero_grad()
+    other = pickle.loads(pickle.dumps(opt))
+    twin = other.arena.module
+    assert ga.Arena.of(twin) is other.arena and ga.Arena.of(model) is opt.arena
+    for which, one in ((opt, model), (other, twin)):
+        loss_of(one, batch("cpu", 1))[0].backward()
+        which.step()
+    assert bits(twin.state_dict()) == bits(model.state_dict()) != bits(llama(dtype=dtype).state_dict())
+    assert torch.equal(opt.arena.weights, other.arena.weights)
+
+
+# ---- accelerate: everything, and on from there --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_accelerate_saves_and_resumes(dtype, device, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+
+    def start(seed):
+        accelerator = accelerate.Accelerator(cpu=device == "cpu")
+        model = llama(device, dtype, seed=seed)
+        opt = ga.AdamW(ga.Arena(model), lr=1e-2, max_norm=1.0)
+        return accelerator, *accelerator.prepare(model, opt)
+
+    def train(accelerator, model, opt, first, last):
+        losses = []
+        for nth in range(first, last):
+            loss = loss_of(model, batch(device, nth))[0]
+            accelerator.backward(loss)
+            opt.step()
+            opt.zero_grad()
+            losses.append(float(loss))
+        return losses
+
+    run = start(0)
+    train(*run, 0, 3)
+    run[0].save_state(tmp_path / "state")
+    going_on, after = train(*run, 3, 6), bits(run[1].state_dict())
+    other = start(1)
+    train(*other, 0, 1)
+    other[0].load_state(tmp_path / "state")
+    if dtype == torch.bfloat16:                 # a file of bf16 weights has not the masters' extra bits
+        assert other[1].state_dict().keys() == run[1].state_dict().keys()
+        assert train(*other, 3, 4) == going_on[:1]
+    else:
+        assert train(*other, 3, 6) == going_on and bits(other[1].state_dict()) == after
+
+
+# ---- averages of weights -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("average", ["ema", "swa"])
+@pytest.mark.parametrize("mode", ["arena", "fused"])
+def test_averages_of_weights_are_those_of_a_model_without_an_arena(mode, average, dtype):
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+    rule = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if average == "ema" else {}
+    model, plain = llama(dtype=dtype), llama(dtype=dtype)
+    accumulator = ga.GradientAccumulator(ga.Arena(model), mode)
+    opt = ga.AdamW(accumulator.arena, lr=1e-2)
+    mine, theirs = AveragedModel(model, **rule), AveragedModel(plain, **rule)
+    for nth in range(3):
+        loss_of(model, batch("cpu", nth))[0].backward()
+        opt.step()
+        plain.load_state_dict(model.state_dict())
+        mine.update_parameters(model)
+        theirs.update_parameters(plain)
+    assert bits(mine.state_dict()) == bits(theirs.state_dict()) and mine.n_averaged == 3
+    accumulator.arena.check()
+    assert ga.Arena.of(mine.module) is None
+
+
+# ---- bf16 weights that are edited ----------------------------------------------------------------------------------------
+
+
+def edited_by_copy(weight):
+    with torch.no_grad():
+        weight.copy_(torch.full_like(weight, 0.5))
+
+
+def edited_by_init(weight):
+    nn.init.constant_(weight, 0.5)
+
+
+def edited_by_arithmetic(weight):
+    with torch.no_grad():
+        weight.zero_().add_(0.5)
+
+
+@pytest.mark.parametrize("edit", [edited_by_copy, edited_by_init, edited_by_arithmetic])
+@pytest.mark.parametrize("how, device", [("ga.AdamW", "cpu"), ("ga.AdamW", "simt"), ("torch.optim", "cpu"), ("captured", "simt"), *[
+    pytest.param(how, "cuda", marks=pytest.mark.gpu) for how in ("ga.AdamW", "torch.optim", "captured")]], indirect=["device"])
+def test_an_edit_of_bf16_weights_counts(how, edit, device):
+    layer = nn.Linear(3, 2).to(device, torch.bfloat16)
+    arena, x = ga.Arena(layer), torch.ones(1, 3, device=device, dtype=torch.bfloat16)
+    if how == "captured":
+        step = ga.TrainStep(layer, ga.AdamW(arena, lr=0.0), lambda model, x: model(x).float().sum(), replay="graph", policy="require")
+        take = lambda: step(x)  # noqa: E731
+    else:
+        opt = ga.AdamW(arena, lr=0.0) if how == "ga.AdamW" else torch.optim.SGD(arena.parameters(), lr=0.0)
+
+        def take():
+            layer(x).sum().backward()
+            opt.step()
+            opt.zero_grad()
+    take()
+    before = layer.bias.clone()
+    edit(layer.weight)
+    for _ in range(2):
+        take()
+        assert layer.weight.eq(0.5).all() and arena.named_parameters()["weight"].eq(0.5).all()
+    assert torch.equal(layer.bias, before)
+    layer.weight.data.fill_(2.0)                # not seen by the version
+    arena.adopt(everything=True)
+    take()
+    assert layer.weight.eq(2.0).all() and arena.named_parameters()["weight"].eq(2.0).all()
+
+
+def test_masters_keep_bits_that_a_stochastically_rounded_weight_has_not(tmp_path):
+    """A bf16 weight that was rounded stochastically is not its master's nearest: a replay or a load is no edit of it."""
+    with ga.use_backend("simt"):
+        layer = nn.Linear(64, 8, bias=False).to(torch.bfloat16)
+        opt = ga.AdamW(ga.Arena(layer), lr=1e-3, stochastic_rounding=True)
+        step = ga.TrainStep(layer, opt, lambda model, x: model(x).float().square().sum(), replay="graph", policy="require")
+        x = torch.randn(2, 64).bfloat16()
+        for _ in range(3):
+            step(x)
+        master = opt.arena.weights.clone()
+        assert not torch.equal(layer.weight, opt.arena.named_parameters()["weight"].bfloat16())
+        opt.param_groups[0]["lr"] = 0.0
+        opt.param_groups[0]["weight_decay"] = 0.0
+        step(x)
+        assert torch.equal(opt.arena.weights, master)
+        path = ga.save_checkpoint(tmp_path / "one.safetensors", model=layer, optimizer=opt, arena=opt.arena)
+        ga.load_checkpoint(path, model=layer, optimizer=opt, arena=opt.arena)
+        step(x)
+        assert torch.equal(opt.arena.weights, master)
