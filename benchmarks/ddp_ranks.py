@@ -342,8 +342,7 @@ class Rank:
             self._finish()
             first = float(made.loss) if first is None else first
         moments = [t for state in made.opt.state.values() for key, t in state.items() if key != "step"]
-        kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in moments}
-        found = {"seconds": time.perf_counter() - began, "first_loss": first, "optimizer_GiB": sum(kept.values()) / 2**30}
+        found = {"seconds": time.perf_counter() - began, "first_loss": first, "optimizer_GiB": sum(t.nbytes for t in moments) / 2**30}
         if self.cuda:
             found |= {"peak_GiB": (made.peak() - before) / 2**30, "held_GiB": (torch.cuda.memory_allocated() - before) / 2**30,
                       "reserved_GiB": torch.cuda.memory_reserved() / 2**30}

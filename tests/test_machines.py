@@ -14,7 +14,7 @@ import rank_checks as checks
 
 from gpuaccel.rendezvous import interface_to, loopback
 
-README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
+PAGE = (pathlib.Path(__file__).parents[1] / "docs" / "several-gpus.md").read_text()
 ADDRESS = "10.97.0."
 
 
@@ -64,18 +64,18 @@ def test_an_address_is_reached_through_an_interface_or_it_is_not_known():
     assert (interface_to("127.0.0.1"), interface_to("localhost"), interface_to("nowhere.invalid")) == (loopback(), loopback(), None)
 
 
-def command_of_the_readme():
+def command_of_the_page():
     """The one for several machines, as words, without what gpuaccel train is told."""
-    line = re.search(r"^(torchrun --nnodes 2 .* -m gpuaccel) train\b.*$", README.replace("\\\n", " "), re.M)
+    line = re.search(r"^(torchrun --nnodes 2 .* -m gpuaccel) train\b.*$", PAGE.replace("\\\n", " "), re.M)
     return tuple(shlex.split(line[1].replace("torchrun", f"{sys.executable} -m torch.distributed.run")))
 
 
 def test_two_machines_train_as_one_process_and_start_again_when_a_rank_is_killed(machines, tmp_path):
-    """The README's command on each: the losses of one process, bit for bit (--ordered). Killed on the second machine: all ranks go on from the last
+    """The command of docs/several-gpus.md on each: the losses of one process, bit for bit (--ordered). Killed on the second machine: all ranks go on from the last
     checkpoint, though only one machine counts a restart. Ranks listen on the cable, whatever their machine's name says."""
     options = ("--ordered", "--steps", "20", "--resume", "--checkpoint-every", "2")
     whole = checks.gpuaccel(tmp_path / "a", *options)
-    launcher = command_of_the_readme()
+    launcher = command_of_the_page()
     assert launcher[-2:] == ("-m", "gpuaccel") and "first-machine:29400" in launcher and "--max-restarts" in launcher
     two = [checks.gpuaccel(tmp_path / "b", *options, launcher=(*here, *launcher[:-2], "--monitor-interval", "0.1", *launcher[-2:])) for here in machines.here]
     until = time.monotonic() + 100

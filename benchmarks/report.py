@@ -1,0 +1,1114 @@
+"""Write the generated tables of docs/benchmarks.md and README.md from benchmarks/results/*.json.
+
+python benchmarks/report.py            # after a new measurement
+python benchmarks/report.py --check    # says whether the pages show the results; changes nothing
+
+A generated part stands between two markers, <!-- name: made by benchmarks/report.py --> and
+<!-- /name -->. A table that has no result keeps its text.
+"""
+
+import json
+import re
+import sys
+import textwrap
+
+import common
+
+PAGES = (common.ROOT / "README.md", common.ROOT / "docs" / "benchmarks.md")
+
+
+def load(name: str) -> "dict | None":
+    """The newest result of a benchmark, None when there is none."""
+    paths = sorted(
+        common.RESULTS.glob(f"{name}_*.json"), key=lambda p: json.loads(p.read_text())["date"]
+    )
+    return json.loads(paths[-1].read_text()) if paths else None
+
+
+# ---- markdown -----------------------------------------------------------------------------------
+
+
+def markdown(head, rows) -> str:
+    """A table; cells are strings."""
+    for row in rows:
+        if len(row) != len(head):
+            raise ValueError(f"a row of {len(row)} cells under {len(head)} headings: {row}")
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def paragraph(*sentences) -> str:
+    """Sentences, wrapped."""
+    return textwrap.fill(
+        " ".join(filter(None, sentences)), 110, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def section(*parts) -> str:
+    """Paragraphs and tables, with an empty line between them."""
+    return "\n\n".join(filter(None, parts))
+
+
+def conditions(result) -> str:
+    return (
+        f"*{result['gpu']}, driver {result['driver']}, torch {result['torch']}, "
+        f"NVRTC {result['nvrtc']}, {result['date']}.*"
+    )
+
+
+def against_goal(value, goal, reached) -> str:
+    """A measured value beside its goal."""
+    return f"{value} (goal {goal}{'' if reached else ': missed'})"
+
+
+def at_least(value, goal, form="{:.2f}x", goal_form="{:g}x") -> str:
+    return against_goal(form.format(value), goal_form.format(goal), value >= goal)
+
+
+def yes_or_no(value) -> str:
+    return "yes" if value else "no"
+
+
+# ---- one training step --------------------------------------------------------------------------
+
+
+def step_table() -> str:
+    result = load("step")
+    goals = {
+        "1024": {"ours": 1.15, "ours, deterministic": 1.0},
+        "256": {"ours": 1.35, "ours, deterministic": 1.2},
+    }
+    rows = []
+    for T, variants in result["results"].items():
+        for name, m in variants.items():
+            ratio, memory = f"{m['times_torch']:.2f}x", f"{m['peak_GiB']:.1f} GiB"
+            if name in goals[T]:
+                ratio = at_least(m["times_torch"], goals[T][name])
+                share = f"{m['memory']:.2f}x"
+                memory += f", {against_goal(share, '1.05x at most', m['memory'] <= 1.05)}"
+            rows.append(
+                (
+                    f"T = {T}: {name}",
+                    f"{m['ms']:.1f} ms",
+                    f"{m['tokens_per_s'] / 1e3:,.1f}K",
+                    ratio,
+                    f"{m['mfu']:.0%}",
+                    memory,
+                )
+            )
+    return section(
+        paragraph(
+            "One optimizer step of `llama-350m`: batch 4, 4 micro-batches, AdamW, clipped at",
+            "1.0. All rows are compiled and replayed as one CUDA graph. torch: bf16 autocast",
+            "over fp32 weights, foreach clipping, fused AdamW, not deterministic",
+            "(`benchmarks/step.py`).",
+            'Ours: bf16 weights with fp32 masters, `accumulate="fused"`, `replay="graph"`,',
+            "and the same with `deterministic=True`.",
+        ),
+        markdown(("step", "time", "tokens/s", "against torch", "MFU", "peak memory"), rows),
+        conditions(result),
+    )
+
+
+def train_table() -> str:
+    result = load("train")
+    rows = []
+    for mode, r in result["results"].items():
+        downloaded = r["ledger"]["copies"].get("DtoH", [0, 0])[1] / 2**20
+        rates = (f"{r[f'tokens_per_s, {k}'] / 1e3:,.1f}K" for k in (1, 4, 16))
+        rows.append(
+            (
+                f"`{mode}`",
+                *rates,
+                f"{r['accumulation_cost']:.2f}",
+                f"{r['mfu']:.0%}",
+                str(r["ledger"]["launches"]),
+                str(r["ledger"]["syncs"]),
+                f"{downloaded:,.0f} MiB",
+            )
+        )
+    return section(
+        paragraph(
+            "Whole training steps of `llama-350m`, launched from Python: bf16 with fp32 masters,",
+            "batch 4, T = 1024, compiled, clipped, torch's fused AdamW. The columns 1, 4 and 16",
+            "are tokens/s with that many micro-batches per step. Launches, host waits and",
+            "downloads are those of one step with 4.",
+        ),
+        markdown(
+            (
+                "accumulation",
+                "1",
+                "4",
+                "16",
+                "16 : 1",
+                "MFU",
+                "launches",
+                "host waits",
+                "downloaded",
+            ),
+            rows,
+        ),
+        conditions(result),
+    )
+
+
+# ---- CUDA graphs --------------------------------------------------------------------------------
+
+
+def graphs_table() -> str:
+    result = load("graphs")
+    r = result["results"]
+    goals = {"4 x 1024": 1.25, "4 x 256": 3, "1 x 128": 6}
+    names = {
+        "plain torch": "plain torch, eager",
+        "ours, eager": "ours, eager",
+        "ours, replayed": "ours, replayed",
+        "ours, replayed, compiled": "ours, compiled and replayed",
+    }
+    rows = []
+    for name, label in names.items():
+        cells = []
+        for shape, goal in goals.items():
+            m = r["speed"][shape][name]
+            goal = {"plain torch": None, "ours, eager": 1}.get(name, goal)
+            ratio = at_least(m["times_plain"], goal) if goal else f"{m['times_plain']:.2f}x"
+            busy = f", GPU busy {m['gpu_busy']:.0%}" if "gpu_busy" in m else ""
+            cells.append(f"{m['ms']:.1f} ms, {ratio}{busy}")
+        rows.append((label, *cells))
+    host, expected = [], {"replay": 1, "a list of 3 micro-batches, replayed": 4}
+    for name, m in r["ledger"].items():
+        graph_launches, waits = f"{m['graph_launches']:,}", f"{m['syncs']:,}"
+        if name in expected:
+            good = m["graph_launches"] == expected[name]
+            graph_launches = against_goal(graph_launches, expected[name], good)
+            waits = against_goal(waits, 0, m["syncs"] == 0)
+        downloaded = f"{m['copies'].get('DtoH', [0, 0])[1]:,} bytes"
+        host.append((name, f"{m['launches']:,}", graph_launches, waits, downloaded))
+    return section(
+        paragraph(
+            "One step of `llama-350m` with one micro-batch, against plain torch: fp32 weights,",
+            "bf16 autocast, autograd, foreach clipping, fused AdamW, nothing compiled.",
+        ),
+        markdown(("step", *(f"batch {shape.replace(' x ', ', T = ')}" for shape in goals)), rows),
+        paragraph(f"What the host did in one of these steps ({r['what'].split(', ', 1)[1]}):"),
+        markdown(("step", "kernel launches", "graph launches", "host waits", "downloaded"), host),
+        graphs_checks(r),
+        conditions(result),
+    )
+
+
+def graphs_checks(r) -> str:
+    """Equality, seconds and memory."""
+    bits = r["bits"]
+    million = f"{bits['weights'] / 1e6:.0f} M"
+    rows = []
+    for pair, m in bits["exact"].items():
+        value = f"{m['losses']} of {bits['steps']} losses, {m['weights']:,} of {million} weights"
+        rows.append(
+            (
+                f"different bits, deterministic: {pair.replace(', ', ' against ')}",
+                against_goal(value, 0, not any(m.values())),
+            )
+        )
+    apart = bits["free"]["apart"]
+    value = ", ".join(f"{a:.1e}" for a in apart.values())
+    what = f"eager against replay, not deterministic: losses at steps {', '.join(apart)} differ by"
+    rows.append((what, against_goal(value, "0.1", max(apart.values()) <= 0.1)))
+    for name, s in r["capture_s"].items():
+        rows.append(
+            (
+                f"first step with warm-up and capture: {name}",
+                against_goal(f"{s:.1f} s", "10 s", s < 10),
+            )
+        )
+    for name, m in r["memory"].items():
+        size, what = name.split(", ")
+        grown = max(0, m["allocated"], m["reserved"], m["device"]) / 2**20
+        rows.append(
+            (
+                f"memory growth: {m['count']:,} {what} ({size})",
+                against_goal(f"{grown:.3g} MiB", 0, grown == 0),
+            )
+        )
+    return section(
+        paragraph(
+            f"Checks over {bits['steps']} steps with a cosine schedule, dropout, clipping (in",
+            f"{bits['clipped']} steps), a NaN gradient ({bits['skipped']} step skipped) and two",
+            "alternating sequence lengths:",
+        ),
+        markdown(("check", "measured"), rows),
+    )
+
+
+# ---- the embedding's gradient -------------------------------------------------------------------
+
+
+def encoder_table() -> str:
+    result = load("encoder")
+    r = result["results"]
+    kinds = {name: d for name, d in r["backward"].items() if isinstance(d, dict)}
+    rows = []
+    for name, d in kinds.items():
+        variants, goals, atomics = d["ways"], d["goals"], d["best_atomics"]
+        known, inline = variants["ours, segments known"], variants["ours, segments in line"]
+        share = known["of_copy_rate"].get("replayed", known["of_copy_rate"]["launched"])
+        ratios = [
+            at_least(m[f"times_{peer}"], goal, "{:.1f}x")
+            for m, peer, goal in (
+                (known, "dense", goals["dense"]),
+                (known, "atomics", goals["atomics"]),
+                (inline, "dense", goals["in_line"]),
+                (inline, "atomics", 1),
+            )
+        ]
+        rows.append(
+            (
+                name,
+                f"{encoder_ms(known)}, {share:.0%}",
+                *ratios[:2],
+                encoder_ms(inline),
+                *ratios[2:],
+                encoder_ms(variants["embedding_dense_backward"]),
+                f"{encoder_ms(variants[atomics])}, {atomics.split(', ')[1]}",
+                encoder_ms(variants["index_add_ deterministic, fp32"]),
+            )
+        )
+    head = (
+        "tokens",
+        "ours, segments known",
+        "against dense",
+        "against atomics",
+        "ours, segments in line",
+        "against dense",
+        "against atomics",
+        "dense",
+        "atomics",
+        "`index_add_`, deterministic",
+    )
+    size = "{tokens:,} tokens of {vocab:,}, {C} channels".format(**r["backward"])
+    return section(
+        paragraph(
+            f"The gradient of the token embedding ({size}, bf16) is added into fp32 sums,",
+            "replayed from a CUDA graph. *Segments known*: the tokens are grouped already; *in",
+            "line*: grouping them is part of the time. The percentage is of the copy rate, for",
+            "the bytes that must move: the gradient read once, and those rows of the sums that",
+            "have a token read and written. Peers: `embedding_dense_backward`, which fills a",
+            "fresh bf16 table (*dense*); `index_add_` with atomics, fp32 or bf16, whichever is",
+            "faster (*atomics*); and its deterministic form.",
+        ),
+        markdown(head, rows),
+        encoder_low(kinds),
+        encoder_rungs(kinds),
+        encoder_grid(r["grid"]),
+        encoder_positions(r),
+        encoder_step(r["step"]),
+        conditions(result),
+    )
+
+
+def encoder_ms(m) -> str:
+    ms = m["ms"]
+    if "replayed" in ms:
+        return f"{ms['replayed']:.3f} ms"
+    return f"{ms['launched']:.3f} ms (launched: it cannot be captured)"
+
+
+def encoder_low(kinds) -> str:
+    """Sums in bf16, as the peers' tables are."""
+    names = ("ours, segments known, bf16 sums", "embedding_dense_backward", "index_add_, bf16")
+    rows = []
+    for name, d in kinds.items():
+        ours, dense, atomics = (d["ways"][variant]["ms"]["replayed"] for variant in names)
+        rows.append(
+            (
+                name,
+                at_least(dense / ours, d["goals"]["dense"], "{:.1f}x"),
+                at_least(atomics / ours, d["goals"]["atomics"], "{:.1f}x"),
+            )
+        )
+    return section(
+        paragraph("With sums in bf16 and segments known:"),
+        markdown(("tokens", "against dense, bf16", "against atomic `index_add_`, bf16"), rows),
+    )
+
+
+def encoder_rungs(kinds) -> str:
+    """What differs between runs, and the first versions of the kernel."""
+    atomics = "index_add_, fp32"
+    ours = ("ours, segments in line", "ours, segments in line, bf16 sums")
+    first = next(iter(kinds.values()))["ways"]
+    rows = []
+    for name, d in kinds.items():
+        variants = d["ways"]
+        differ = sum(variants[variant]["differ"] for variant in ours)
+        rows.append(
+            (
+                name,
+                against_goal(f"{differ:,}", 0, differ == 0),
+                f"{variants[atomics]['differ']:,}",
+                encoder_ms(variants["encoder_backward_v1"]),
+                encoder_ms(variants["encoder_backward_v2"]),
+                f"{d['buckets_ms']:.1f} ms",
+            )
+        )
+    return section(
+        paragraph(
+            f"Sums that differ between runs: ours, fp32 and bf16, in {first[ours[0]]['runs']}",
+            "runs (launched, replayed, and on another stream); atomic `index_add_` into fp32 in",
+            f"{first[atomics]['runs']} runs. And the first two versions of our kernel:",
+        ),
+        markdown(
+            (
+                "tokens",
+                "ours: sums that differ",
+                "atomics: sums that differ",
+                "`encoder_backward_v1` (atomics)",
+                "`encoder_backward_v2` (buckets)",
+                "the CPU's time for its buckets",
+            ),
+            rows,
+        ),
+    )
+
+
+def encoder_grid(cases) -> str:
+    """The least ratio of each size, and the errors of all cases."""
+    kinds, counts, widths, vocabs = (
+        list(dict.fromkeys(c[key] for c in cases))
+        for key in ("distribution", "tokens", "C", "vocab")
+    )
+    rows = []
+    for count in counts:
+        cells = []
+        for C in widths:
+            here = [c for c in cases if (c["tokens"], c["C"]) == (count, C)]
+            dense, atomics = (min(c[key] for c in here) for key in ("times_dense", "times_atomics"))
+            ratio = at_least(atomics, 1) if count > counts[0] else f"{atomics:.2f}x"
+            cells.append(f"{ratio}, {dense:.2f}x")
+        rows.append((f"{count:,} tokens", *cells))
+    ours, atomics = (
+        max(c["error"][variant] for c in cases)
+        for variant in ("ours, segments in line", "index_add_, fp32")
+    )
+    return section(
+        paragraph(
+            f"Segments in line: the least ratio over {len(kinds)} kinds of tokens and",
+            f"{len(vocabs)} vocabularies ({', '.join(f'{v:,}' for v in vocabs)}). The first",
+            "number is against atomic `index_add_` into fp32, the second against",
+            "`embedding_dense_backward`.",
+        ),
+        markdown(("", *(f"C = {C}" for C in widths)), rows),
+        paragraph(
+            f"In all {len(cases)} cases the sums are within {ours:.0e} of float64, relative to",
+            f"the sum of the absolute values (atomics: {atomics:.0e}), and bit-identical in three",
+            "runs.",
+        ),
+    )
+
+
+def encoder_positions(r) -> str:
+    """The gradient of the positions, and grouping tokens."""
+    positions = [
+        (f"C = {C}", encoder_ms(m["ours"]), f"{m['ours']['times_torch']:.1f}x")
+        for C, m in r["positions"].items()
+        if isinstance(m, dict)
+    ]
+    segments = []
+    for m in r["segments"]:
+        ms = encoder_ms({"ms": {kind: some["ours"] for kind, some in m["ms"].items()}})
+        segments.append(
+            (f"{m['tokens']:,} tokens of {m['vocab']:,}", ms, f"{m['times_torch']:.1f}x")
+        )
+    return section(
+        paragraph("The gradient of the position embedding:"),
+        markdown(("", "ours", "against `add_(dout.sum(0))`"), positions),
+        paragraph("Grouping tokens into segments:"),
+        markdown(("", "ours", "against `torch.sort(stable=True)`"), segments),
+    )
+
+
+def encoder_step(step) -> str:
+    """A whole step of GPT-2."""
+    rows = []
+    for name, m in step["ways"].items():
+        ratio = f"{m['times_torch']:.3f}x"
+        rows.append(
+            (
+                name,
+                f"{m['ms']:.2f} ms",
+                at_least(m["times_torch"], 1, "{:.3f}x") if name == "ours" else ratio,
+            )
+        )
+    twice = step["twice"]
+    equal = against_goal(
+        "equal" if twice["weights_equal"] else "not equal", "equal", twice["weights_equal"]
+    )
+    return section(
+        paragraph(
+            f"One step of GPT-2 124M ({step['rows']} x {step['T']} tokens, bf16 autocast,",
+            "`fused`, replayed):",
+        ),
+        markdown(("embeddings", "time", "against torch's"), rows),
+        paragraph(
+            f"The weights ({twice['weights'] / 1e6:.0f} M) after {twice['steps']} deterministic",
+            f"steps, trained twice: {equal}.",
+        ),
+    )
+
+
+# ---- fused layers -------------------------------------------------------------------------------
+
+
+def dispatch_table() -> str:
+    result = load("dispatch")
+    r = result["results"]
+    rows = []
+    for case, kinds in r["curves"].items():
+        for kind, m in kinds.items():
+            cells = []
+            for direction in ("forward", "backward"):
+                compiled = m["times"][m["best_compiled"]][direction]
+                eager = min(m["times"][name][direction] for name in ("torch", "torch, folded"))
+                share, floors = m["of_floor"][direction], m["floors_ms"][direction]
+                reached = against_goal(f"{share:.0%}", "85%", share >= 0.85)
+                limit = f"the bound ({max(floors, key=floors.get)})"
+                cells += [
+                    f"{m['ms']['ours'][direction]:.3f} ms, {reached} of {limit}",
+                    f"{at_least(compiled, 1.2)}, {eager:.1f}x",
+                ]
+            rows.append((f"{case}: {'gated unit' if kind == 'glu' else 'one curve'}", *cells))
+    measured = [m for kinds in r["curves"].values() for m in kinds.values()]
+    clocks = [m["clock_MHz"] for m in measured]
+    rates = [m["copy_GB_per_s"] / 1e3 for m in measured]
+    return section(
+        paragraph(
+            "The pointwise part of `RichardsGLU`. The bound is the longer of two times: the",
+            f"bytes at the copy rate of the same run ({min(rates):.2f} to {max(rates):.2f} TB/s),",
+            "and the special functions (powers, logarithms, reciprocals) at 16 per clock and",
+            f"multiprocessor ({min(clocks):,.0f} to {max(clocks):,.0f} MHz under load). The",
+            "ratios are against the faster of two formulations in torch, compiled and eager.",
+        ),
+        markdown(
+            (
+                "elements",
+                "forward",
+                "against compiled, eager",
+                "backward",
+                "against compiled, eager",
+            ),
+            rows,
+        ),
+        attention_table(r["attention"]),
+        layers_table(r["layers"]),
+        conditions(result),
+    )
+
+
+def attention_table(r) -> str:
+    """Polynomial attention, its time and its memory."""
+    goals = {"torch": 4, "torch.compile": 2}
+    rows = []
+    for what in ("core", "layer"):
+        for case, measured in r.items():
+            m = measured[what]
+            ratios = [at_least(m["times"][name], goal) for name, goal in goals.items()]
+            memory = " / ".join(f"{m['peak_MiB'][name]:,.0f}" for name in ("ours", *goals))
+            rows.append(
+                (
+                    f"{what}, {case}",
+                    f"{m['ms']['ours']:.2f} ms",
+                    *ratios,
+                    f"{m['times']['ours, v1']:.1f}x",
+                    f"{memory} MiB",
+                )
+            )
+    long = next(measured["long"] for measured in r.values() if "long" in measured)
+    growth = long["grows"]["ours"]
+    flash = next(
+        ratio
+        for measured in r.values()
+        for name, ratio in measured["core"]["times"].items()
+        if "flash" in name
+    )
+    worst = max(max(measured["errors"]["ours"].values()) for measured in r.values())
+    return section(
+        paragraph(
+            "`PolyAttention`, forward and backward: T = 2,048, 16 heads of 64, bf16, on tensor",
+            "cores. Peers: the same in torch, with T x T matrices in bf16, eager and compiled;",
+            "and our plain kernels (v1). Memory is the peak of ours, torch's, and torch's",
+            "compiled.",
+        ),
+        markdown(
+            ("", "time", "against eager torch", "against compiled", "against v1", "memory"), rows
+        ),
+        paragraph(
+            f"From T = {long['T'][0]:,} to {long['T'][1]:,} our memory grows by",
+            against_goal(f"{growth:.2f}x", "2.2x at most", growth <= 2.2)
+            + f", torch's by {long['grows']['torch']:.1f}x.",
+            f"No result or gradient is farther from float64 than {worst:.1e} (by norm, on the",
+            "same inputs), and two runs are bit-identical. Flash attention computes another",
+            f"function, softmax without relative positions; it takes {flash:.2f} of the core's",
+            "time (batch 1).",
+        ),
+    )
+
+
+def layers_table(r) -> str:
+    """GPU against CPU and torch: layers and whole steps."""
+    rows = []
+    for case, parts in r.items():
+        for part, m in parts.items() if isinstance(parts, dict) else ():
+            cpu = f"{m['times']['CPU']:,.0f}x"
+            if (case, part) == ("batch 32", "step"):
+                cpu = against_goal(cpu, "8x", m["times"]["CPU"] >= 8)
+            compiled = f"{m['times']['torch.compile']:.1f}x"
+            if part == "step":
+                compiled += f", replayed {m['times']['torch.compile, replayed']:.1f}x"
+            rows.append(
+                (
+                    f"{case}: {'whole step' if part == 'step' else f'`{part}`'}",
+                    f"{m['ms']['ours']:.2f} ms",
+                    f"{m['ms']['CPU']:,.0f} ms",
+                    cpu,
+                    f"{m['times']['torch']:.1f}x",
+                    compiled,
+                )
+            )
+    return section(
+        paragraph(
+            "Layers of `poly-7m` (forward and backward) and whole training steps, T = 512. Ours:",
+            "bf16, replayed. Peers: the same model in torch's operations on the CPU",
+            f"({r['cores']} cores of {r['cpu']}, fp32) and on the same GPU. Steps in eager mode",
+            "and compiled steps are launched from Python, unless the cell says replayed.",
+        ),
+        markdown(
+            ("", "ours", "CPU", "against the CPU", "against eager torch", "against compiled"), rows
+        ),
+    )
+
+
+# ---- several GPUs -------------------------------------------------------------------------------
+
+
+def ddp_table() -> str:
+    result = load("ddp")
+    numbers = sorted((key for key in result["results"] if key.isdigit()), key=int)
+    captured = any("fastest_torch" in result["results"][n] for n in numbers)
+    parts = []
+    for n in numbers:
+        r = result["results"][n]
+        parts += [
+            f"**{n} GPUs**",
+            ddp_rows(r, int(n)),
+            ddp_peer(r, int(n)),
+            ddp_bits(r),
+            ddp_facts(r),
+        ]
+    return section(
+        paragraph(
+            "Optimizer steps of `llama-350m` on several GPUs: batch 4 per GPU and micro-batch, T",
+            "= 1024, AdamW, clipped at 1.0. The percentage is the rate of each GPU as a share of",
+            "the same step's rate on one GPU. The time after it is what the step takes longer",
+            "than the same step on all GPUs without any communication: communication that",
+            "nothing hides, and, in steps launched from Python, noise of the host.",
+        ),
+        paragraph(
+            "torch: DDP with `no_sync`, bf16 autocast over fp32 weights",
+            "(`benchmarks/ddp_ranks.py`).",
+            "*Captured*: compiled, the whole step with DDP in one CUDA graph." if captured else "",
+            "Ours: eager steps in mode `arena`; replayed steps compiled and in mode `fused`.",
+            "*Sharded* is ZeRO-1; *ordered* adds every micro-batch in global order",
+            "([several-gpus.md](several-gpus.md)).",
+            "The last number of ours is the rate against torch's fastest DDP." if captured else "",
+        ),
+        *parts,
+        conditions(result),
+    )
+
+
+def ddp_rows(r, n: int) -> str:
+    """Every variant, on one GPU and on n."""
+    goals = {"4": {2: 0.97, 4: 0.95}.get(n), "1": {2: 0.9}.get(n)}
+    counts = list(dict.fromkeys(count for measured in r["families"].values() for count in measured))
+    rows = []
+    for family, measured in r["families"].items():
+        names = dict.fromkeys(name for some in measured.values() for name in some)
+        memory = r.get("memory", {}).get(family, {})
+        for name in names:
+            if name == "each for itself":
+                continue
+            cells = []
+            for count in counts:
+                m = measured.get(count, {}).get(name)
+                if m is None:
+                    cells.append("not measured")
+                elif name == "one GPU":
+                    cells.append(
+                        f"{m['ms']:.1f} ms, {m['tokens_per_s_per_gpu'] / 1e3:,.1f}K tokens/s"
+                    )
+                else:
+                    share, goal = f"{m['of_one_gpu']:.1%}", goals.get(count)
+                    if name == "all-reduce" and goal:
+                        share = against_goal(share, f"{goal:.0%}", m["of_one_gpu"] >= goal)
+                    if name == "sharded" and "all-reduce" in measured[count]:
+                        least = measured[count]["all-reduce"]["of_one_gpu"]
+                        share = against_goal(
+                            share, f"all-reduce's {least:.1%}", m["of_one_gpu"] >= least
+                        )
+                    ratio = f", {m['times_torch']:.2f}x" if "times_torch" in m else ""
+                    cells.append(f"{m['ms']:.1f} ms, {share}, {m['exposed_ms']:+.1f} ms{ratio}")
+            kept = memory.get(name, {})
+            optimizer = f"{kept['optimizer_GiB']:.2f} GiB" if kept else ""
+            if name == "sharded" and kept and "one GPU" in memory:
+                share = kept["optimizer_GiB"] * n / memory["one GPU"]["optimizer_GiB"]
+                optimizer = against_goal(optimizer, f"1/{n} and 1% at most", share <= 1.01)
+            peak = f"{kept['peak_GiB']:.1f} GiB" if "peak_GiB" in kept else ""
+            rows.append((f"{family}: {name}", *cells, peak, optimizer))
+    heads = (f"{count} micro-batch{'es' * (count != '1')}" for count in counts)
+    return markdown(("", *heads, "peak memory", "optimizer's state"), rows)
+
+
+def fastest_ddp(r, count: str) -> "tuple[str, dict] | None":
+    """(name, measurement) of the fastest torch variant on several GPUs, or None."""
+    peers = {
+        f"{family}: {name}": m
+        for family, measured in r["families"].items()
+        for name, m in measured.get(count, {}).items()
+        if family.startswith("torch") and name not in ("one GPU", "each for itself")
+    }
+    return min(peers.items(), key=lambda item: item[1]["ms"]) if peers else None
+
+
+def ddp_ours(r, count: str) -> "dict | None":
+    return r["families"].get("ours, replayed", {}).get(count, {}).get("all-reduce")
+
+
+def ddp_peer(r, n: int) -> str:
+    """Our replayed step against the fastest torch DDP."""
+    sentences = []
+    for count, micro_batches in (("4", "4 micro-batches"), ("1", "1 micro-batch")):
+        peer, ours = fastest_ddp(r, count), ddp_ours(r, count)
+        if peer and ours:
+            name, m = peer
+            sentences.append(
+                f'With {micro_batches} the fastest torch DDP is "{name}" ({m["ms"]:.1f} ms); '
+                f"ours, replayed, is {m['ms'] / ours['ms']:.2f}x as fast ({ours['ms']:.1f} ms)."
+            )
+            if "captured" not in name:
+                sentences.append("That DDP is launched from Python, which limits it here.")
+    return paragraph(*sentences)
+
+
+def ddp_bits(r) -> str:
+    """Which weights are bit-identical."""
+    rows = []
+    if "bits" in r:
+        b = r["bits"]
+        for name, checks in b["ways"].items():
+            for what, equal in checks.items():
+                rows.append(
+                    (
+                        f"{name}, {b['steps']} deterministic steps of {b['layers']} layers",
+                        what,
+                        against_goal(yes_or_no(equal), "yes", equal),
+                    )
+                )
+    for family, some in r.get("equal_on_all_ranks", {}).items():
+        for name, m in some.items():
+            rows.append(
+                (
+                    f"{family}, {name}, {m['steps']} steps",
+                    "equal on all ranks",
+                    against_goal(yes_or_no(m["equal"]), "yes", m["equal"]),
+                )
+            )
+    return markdown(("bit-identical weights", "", ""), rows) if rows else ""
+
+
+def ddp_facts(r) -> str:
+    """Bucket sizes, collectives alone, NCCL's version, and what is missing."""
+    parts = []
+    if r.get("buckets"):
+        default = next(iter(r["buckets"].values()))["default_ms"]
+        sizes = [
+            (f"{size} MB", f"{m['ms']:.2f} ms", f"{m['times_default']:.3f}x")
+            for size, m in r["buckets"].items()
+        ]
+        parts += [
+            paragraph(
+                f"Buckets of another size than 32 MB (replayed, 1 micro-batch, {default:.2f} ms):"
+            ),
+            markdown(("bucket", "time", "against 32 MB"), sizes),
+        ]
+    if "bandwidth" in r:
+        names = list(
+            dict.fromkeys(op for m in r["bandwidth"].values() for op in m if op != "bytes")
+        )
+        rows = []
+        for what, m in r["bandwidth"].items():
+            size = f"{m['bytes'] / 2**20:,.0f} MiB"
+            rates = (f"{m[op]['bus_GB_per_s']:.0f}" if op in m else "" for op in names)
+            rows.append((what if what == size else f"{what} ({size})", *rates))
+        parts += [
+            paragraph("Collectives alone, in GB/s of bus bandwidth:"),
+            markdown(("", *(f"`{op}`" for op in names)), rows),
+        ]
+    if "nccl" in r:
+        settings = ", ".join(
+            f"`{key}={value}`" for key, value in r["nccl"].items() if key != "version"
+        )
+        parts.append(
+            paragraph(f"NCCL {r['nccl']['version']}{' with ' + settings if settings else ''}.")
+        )
+    missing = [*r["failed"], *r["left_out"]]
+    parts.append(paragraph(f"Failed or left out: {'; '.join(missing)}." if missing else ""))
+    return section(*parts)
+
+
+# ---- single operations --------------------------------------------------------------------------
+
+
+def accumulate_table() -> str:
+    result = load("accumulate")
+    r = result["results"]
+    names = (
+        "torch._foreach_add_",
+        "accumulate_v1, per tensor",
+        "accumulate_v2, per tensor",
+        "accumulate_v3, per block",
+        "accumulate_v3, one launch",
+    )
+    rows = []
+    for dtype, goal in (("float32", 1.07), ("bfloat16", 1.5)):
+        for name in names:
+            m = r["addition"][dtype][name]
+            best = name.endswith("one launch")
+            ratio, share = f"{m['times_foreach']:.2f}x", f"{m['of_copy_rate']:.0%}"
+            if best:
+                ratio = at_least(m["times_foreach"], goal)
+            if best and dtype == "float32":
+                share = against_goal(share, "94%", m["of_copy_rate"] >= 0.94)
+            rows.append((f"{dtype}: {name}", f"{m['ms']:.2f} ms", share, ratio))
+    added, costs = r["micro_batch"], []
+    for mode, goal in (("autograd", None), ("arena", 0.05), ("fused", 0.03), ("host", None)):
+        cells = []
+        for kind in ("replayed", "launched"):
+            m = added[kind].get(mode)
+            if m is None:
+                cells.append("cannot be captured")
+                continue
+            text = f"{m['added']:+.1%}" if m["added"] < 2 else f"{1 + m['added']:.1f}x the time"
+            if goal is not None and kind == "replayed":
+                text = against_goal(text, f"{goal:+.0%}", m["added"] <= goal)
+            cells.append(text)
+        costs.append((f"`{mode}`", *cells))
+    launch = r["launch_us"]
+    ours = launch["gpuaccel, 3 arguments"]
+    return section(
+        paragraph(
+            f"Adding {r['addition']['elements'] / 1e6:.0f} M fresh gradients",
+            f"({r['addition']['tensors']} tensors) to the fp32 sum:",
+        ),
+        markdown(("gradients, by", "time", "of the copy rate", "against `_foreach_add_`"), rows),
+        paragraph(
+            "What accumulating adds to one micro-batch's compiled forward and backward",
+            "(`llama-350m`, bf16, batch 4, T = 1024). Replayed from a CUDA graph, the GPU is",
+            "measured; launched from Python, the host is measured too: on this machine the",
+            f"launches take {added['launched']['none']['ms']:.1f} ms and the GPU's work",
+            f"{added['replayed']['none']['ms']:.1f} ms.",
+        ),
+        markdown(("accumulation", "replayed", "launched from Python"), costs),
+        paragraph("What one launch from Python costs the host, checks included:"),
+        markdown(
+            ("launch", "microseconds"),
+            [
+                ("ours, 3 arguments", against_goal(f"{ours:.1f}", 8, ours <= 8)),
+                ("torch's `add_`, same host", f"{launch['torch add_']:.1f}"),
+            ],
+        ),
+        conditions(result),
+    )
+
+
+def clip_table() -> str:
+    result = load("clip")
+    r = result["results"]
+    torch, ours, goals = "torch foreach", "ga.clip_grad_norm_", {"over": 1.38, "under": 4}
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        for name in r[dtype]["over"]:
+            row = [f"{dtype}: {name}"]
+            for case in ("over", "under"):
+                m = r[dtype][case][name].get("replayed")
+                if m is None:
+                    row.append("cannot be captured")
+                else:
+                    goal = goals[case] if dtype == "float32" and name == ours else None
+                    ratio = at_least(m["times_torch"], goal) if goal else f"{m['times_torch']:.2f}x"
+                    share = (
+                        "nothing to move"
+                        if m["of_copy_rate"] is None
+                        else f"{m['of_copy_rate']:.0%}"
+                    )
+                    row.append(f"{m['ms']:.3g} ms, {share}, {ratio}")
+                row.append(f"{r[dtype][case][name]['launched']['ms']:.3g} ms")
+            rows.append((*row, str(r[dtype]["host"][name]["syncs"])))
+    errors = [
+        (dtype, f"{r[dtype]['norm_error'][ours]:.0e}", f"{r[dtype]['norm_error'][torch]:.0e}")
+        for dtype in ("float32", "bfloat16")
+    ]
+    return section(
+        paragraph(
+            f"Clipping {r['float32']['elements'] / 1e6:.0f} M gradients",
+            f"({r['float32']['tensors']} tensors), with a norm over the threshold and under it.",
+            "Replayed from a CUDA graph: time, share of the copy rate for the bytes that must",
+            "move, and ratio against `torch.nn.utils.clip_grad_norm_(foreach=True)`. From",
+            "Python: behind other work of the GPU.",
+        ),
+        markdown(
+            (
+                "gradients, by",
+                "over: replayed",
+                "from Python",
+                "under: replayed",
+                "from Python",
+                "host waits",
+            ),
+            rows,
+        ),
+        clip_bound(r),
+        paragraph("1,000 tensors of 1,000 elements:"),
+        small_rows(r["small"], torch, ours, 2),
+        paragraph("The error of the norm against float64:"),
+        markdown(("gradients", "ours", "torch"), errors),
+        conditions(result),
+    )
+
+
+def clip_bound(r) -> str:
+    """What the goals ask for, against what the copy rate of the same run allows."""
+    f, rate = r["float32"], r["float32"]["copy_GB_per_s"]
+    bound = {case: size * f["elements"] / rate / 1e6 for case, size in (("over", 12), ("under", 4))}
+    best = {case: f[case]["torch foreach"]["replayed"]["ms"] / ms for case, ms in bound.items()}
+    return paragraph(
+        f"At the copy rate of this run ({rate / 1e3:.2f} TB/s) reading twice and writing once",
+        "takes",
+        f"{bound['over']:.2f} ms, which would be {best['over']:.2f}x; one read takes",
+        f"{bound['under']:.2f} ms,",
+        f"which would be {best['under']:.2f}x. The goals were set beside a slower run of torch's",
+        "(1.93 ms).",
+    )
+
+
+def small_rows(small, torch, ours, goal=None) -> str:
+    """Many small tensors."""
+
+    def cell(m, with_goal):
+        ratio = f"{m['times_torch']:.1f}x"
+        if with_goal and goal:
+            ratio = at_least(m["times_torch"], goal, "{:.1f}x")
+        return f"{m['ms']:.3g} ms, {ratio}"
+
+    rows = [
+        (name, *(cell(small[kind][name], name == ours) for kind in ("wall", "replayed")))
+        for name in (torch, ours)
+    ]
+    return markdown(("by", "from Python, by the host's clock", "replayed"), rows)
+
+
+def tail_table() -> str:
+    result = load("tail")
+    r = result["results"]
+    dtypes = ("float32", "bfloat16")
+    rows = []
+    for dtype in dtypes:
+        for name, m in r[dtype]["replayed"].items():
+            ratio, share = f"{m['times_torch']:.2f}x", f"{m['of_copy_rate']:.0%}"
+            if dtype == "float32" and name == "ours":
+                ratio = at_least(m["times_torch"], 1.45)
+                share = against_goal(share, "93%", m["of_copy_rate"] >= 0.93)
+            launched = f"{r[dtype]['launched'][name]['ms']:.2f} ms"
+            rows.append((f"{dtype}: {name}", f"{m['ms']:.2f} ms", share, ratio, launched))
+    stages = dict.fromkeys(name for dtype in dtypes for name in r[dtype]["stages"])
+    alone = [
+        (
+            f"`{name}`",
+            *(
+                f"{r[dtype]['stages'][name]:.3g} ms" if name in r[dtype]["stages"] else ""
+                for dtype in dtypes
+            ),
+        )
+        for name in stages
+    ]
+    drift, exact = (
+        r["drift"]["same gradients, from foreach"],
+        r["drift"]["same gradients, from float64"],
+    )
+    farthest = against_goal(
+        f"{drift['ours']['max']:.1e}",
+        f"at most twice torch's {drift['fused']['max']:.1e}",
+        drift["ours"]["max"] <= 2 * drift["fused"]["max"],
+    )
+    moved = {dtype: r[dtype]["bytes"] for dtype in dtypes}
+    return section(
+        paragraph(
+            "The tail of a step: add the last gradients, clip at 1.0, AdamW, clear the sums, for",
+            f"{r['float32']['elements'] / 1e6:.0f} M parameters ({r['float32']['tensors']}",
+            "tensors; bfloat16: with fp32 masters). Replayed from a CUDA graph, and launched",
+            "from Python behind other work. The share is of the copy rate for the",
+            f"{moved['float32']['whole']} bytes per parameter that must move. *Sums there",
+            "already*: without the addition, compared with torch's without its addition",
+            f"({moved['float32']['sums there already']} bytes, bfloat16",
+            f"{moved['bfloat16']['sums there already']}).",
+        ),
+        markdown(
+            ("weights, by", "replayed", "of the copy rate", "against torch's best", "from Python"),
+            rows,
+        ),
+        paragraph("Our kernels, each alone:"),
+        markdown(("kernel", *dtypes), alone),
+        paragraph("Clipping and AdamW of 1,000 tensors of 1,000 elements:"),
+        small_rows(r["small"], "torch", "ours"),
+        paragraph(
+            "After 100 steps with the same gradients, the largest difference of a weight from",
+            f"torch's foreach AdamW is {farthest}. From AdamW in float64 ours differ by",
+            f"{exact['ours']['rms']:.1e} (root mean square), torch's by",
+            f"{exact['foreach']['rms']:.1e}.",
+        ),
+        conditions(result),
+    )
+
+
+# ---- over all benchmarks ------------------------------------------------------------------------
+
+TABLES = {
+    "step": step_table,
+    "graphs": graphs_table,
+    "train": train_table,
+    "ddp": ddp_table,
+    "dispatch": dispatch_table,
+    "encoder": encoder_table,
+    "accumulate": accumulate_table,
+    "clip": clip_table,
+    "tail": tail_table,
+}
+TITLES = {
+    "step": "One training step",
+    "graphs": "CUDA graphs",
+    "train": "Ways to accumulate",
+    "ddp": "Several GPUs",
+    "dispatch": "Fused layers",
+    "encoder": "Embedding gradient",
+    "accumulate": "Adding gradients",
+    "clip": "Clipping",
+    "tail": "Tail of a step",
+}
+
+
+def missed_in(text: str) -> "list[tuple[str, str]]":
+    """(what, value and goal) of every goal that a section says was missed."""
+    found, head, part = [], None, ""
+    for line in text.split("\n"):
+        if not line.startswith("|"):
+            head = None
+            if line.startswith("**"):
+                part = line.strip("*") + ", "
+            continue
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if head is None:
+            head = cells
+            continue
+        for title, cell in zip(head, cells):
+            if ": missed)" in cell:
+                what = part + cells[0].replace("`", "")
+                found.append((f"{what}; {title}" if title else what, cell))
+    sentences = (" ".join(block.split()) for block in text.split("\n\n") if block[:1] != "|")
+    return found + [("", words) for words in sentences if ": missed)" in words]
+
+
+def missed_table() -> str:
+    """Every goal that was missed, found in the tables themselves."""
+    rows = []
+    for name, make in TABLES.items():
+        link = f"[{TITLES[name]}](#{TITLES[name].lower().replace(' ', '-')})"
+        rows += [(link, *row) for row in missed_in(make() if load(name) else "")]
+    if not rows:
+        return "Every goal is reached."
+    return markdown(("benchmark", "what", "measured (goal)"), rows)
+
+
+def ratios_table() -> str:
+    """The README's table: one line for each claim, against its strongest peer."""
+    names = ("step", "ddp", "tail", "clip", "accumulate", "encoder", "dispatch")
+    results = {name: load(name) for name in names}
+    r = {name: result["results"] for name, result in results.items()}
+    peer = "torch: compiled, fused AdamW, one CUDA graph"
+    clip = r["clip"]["float32"]["over"]["ga.clip_grad_norm_"]["replayed"]
+    add = r["accumulate"]["addition"]["float32"]["accumulate_v3, one launch"]
+    tail = r["tail"]["float32"]["replayed"]["ours"]
+    zipf = r["encoder"]["backward"]["Zipf"]["ways"]["ours, segments in line"]
+    few = min(c["times_atomics"] for c in r["encoder"]["grid"] if c["tokens"] == 4096)
+    attention = r["dispatch"]["attention"]["batch 4"]["core"]["times"]["torch.compile"]
+    steps = {T: r["step"][T]["ours"]["times_torch"] for T in ("1024", "256")}
+    exact = r["step"]["1024"]["ours, deterministic"]["times_torch"]
+    rows = [
+        ("one step of `llama-350m`, T = 1024", peer, f"{steps['1024']:.2f}x"),
+        ("the same, T = 256", peer, f"{steps['256']:.2f}x"),
+        ("T = 1024, bit-identical in every run", "the same, not deterministic", f"{exact:.2f}x"),
+        ddp_headline(r["ddp"]["2"]),
+        (
+            "add, clip, AdamW, clear",
+            "torch: foreach clip, fused AdamW",
+            f"{tail['times_torch']:.2f}x",
+        ),
+        ("`ga.clip_grad_norm_`", "torch's, `foreach=True`", f"{clip['times_torch']:.2f}x"),
+        ("adding gradients to their sums", "`torch._foreach_add_`", f"{add['times_foreach']:.2f}x"),
+        (
+            "embedding gradient, 65,536 tokens",
+            "atomic `index_add_`",
+            f"{zipf['times_atomics']:.2f}x",
+        ),
+        ("the same, 4,096 tokens, worst case measured", "atomic `index_add_`", f"{few:.2f}x"),
+        ("`PolyAttention`, batch 4, T = 2048", "the same in torch, compiled", f"{attention:.2f}x"),
+    ]
+    lines = dict.fromkeys(conditions(result) for result in results.values())
+    return section(markdown(("what", "against", "speed"), rows), *lines)
+
+
+def ddp_headline(r) -> "tuple[str, str, str]":
+    """Two GPUs: against DDP in a CUDA graph if measured, else the share of one GPU's rate."""
+    ours, peer = ddp_ours(r, "4"), fastest_ddp(r, "4")
+    if peer and "captured" in peer[0]:
+        ratio = peer[1]["ms"] / ours["ms"]
+        return "one step of `llama-350m` on two GPUs", "torch: DDP in a CUDA graph", f"{ratio:.2f}x"
+    return "rate of each of two GPUs", "ours on one GPU", f"{ours['of_one_gpu']:.3f}x"
+
+
+PARTS = {**TABLES, "missed": missed_table, "ratios": ratios_table}
+
+
+def filled(text: str) -> str:
+    """A page with its generated parts made anew; a table without a result stays as it is."""
+    for name, make in PARTS.items():
+        found = re.search(
+            rf"(<!-- {name}: made by benchmarks/report.py -->\n).*?(<!-- /{name} -->)",
+            text,
+            re.DOTALL,
+        )
+        if found and (name not in TABLES or load(name)):
+            text = f"{text[: found.end(1)]}{make()}\n{text[found.start(2) :]}"
+    return text
+
+
+if __name__ == "__main__":
+    pages = {path: path.read_text() for path in PAGES}
+    changed = {path: new for path, old in pages.items() if (new := filled(old)) != old}
+    if "--check" in sys.argv:
+        names = ", ".join(path.name for path in changed)
+        sys.exit(
+            f"{names} do not show benchmarks/results: run python benchmarks/report.py"
+            if changed
+            else 0
+        )
+    for path, text in changed.items():
+        path.write_text(text)

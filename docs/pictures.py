@@ -1,0 +1,84 @@
+"""Draw the pictures of the README from real runs:  python docs/pictures.py [show] [meter]
+
+pictures/meter-*.svg: the live meter after several short training runs. The title names the device.
+A GPU trains 122 M parameters in bf16, also with the step as one CUDA graph; a CPU trains a small
+transformer in fp32.
+pictures/show-*.svg: what ga.show draws for a kernel that reads every second element.
+"""
+
+import pathlib
+import sys
+
+import torch
+
+import gpuaccel as ga
+
+FOLDER = pathlib.Path(__file__).resolve().parent / "pictures"
+STEPS = 40
+# The package draws text in greys that can be read on any page. A README can show one picture per
+# colour scheme, with more contrast: the greys of gpuaccel/picture.py, and what stands for each on
+# white and on black.
+SCHEMES = {
+    "light": {"#7d838c": "#1f2328", "#868c95": "#59636e"},
+    "dark": {"#7d838c": "#e6edf3", "#868c95": "#9ea7b3"},
+}
+EVERY_SECOND = """
+extern "C" __global__ void every_second(float* y, const float* x, int n)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] = x[2 * i];
+}
+"""
+
+
+def show() -> str:
+    """ga.show of one block of 32 threads."""
+    kernel = ga.compile(EVERY_SECOND)
+    return ga.show(kernel[1, 32], torch.zeros(32), torch.arange(64.0), 32).picture()
+
+
+def live_meter() -> str:
+    """The live meter of one training step, done in several ways with the same seed and text."""
+    gpu = ga.backend().name == "cuda"
+    device = ga.default_device()
+    config = ga.preset("llama-350m", vocab=256, layers=8) if gpu else ga.preset("tiny")
+    text = ga.make_dataset(max_bytes=2_000_000)
+    where = torch.cuda.get_device_name() if gpu else "a CPU"
+    live = ga.LiveThroughput(f"The same training step, done differently, on {where}")
+    variants = {mode: {"accumulate": mode} for mode in ("host", "autograd", "fused")}
+    if gpu:
+        variants["graph"] = {"accumulate": "fused", "replay": "graph"}
+    for name, options in variants.items():
+        torch.manual_seed(0)
+        model = ga.Transformer(config).to(device, torch.bfloat16 if gpu else torch.float32)
+        optimizer = ga.AdamW(ga.Arena(model), lr=1e-4 if gpu else 3e-3, max_norm=1.0)
+        batches = ga.Batches(text.train, 16 if gpu else 8, config.T if gpu else 128, device=device)
+        meter = ga.Meter(device, window=5)
+        with ga.TrainStep(model, optimizer, micro_batches=4, meter=meter, **options) as step:
+            live.run(ga.train(step, batches, steps=STEPS), name=name, steps=STEPS)
+    return live._repr_mimebundle_()["image/svg+xml"]
+
+
+def coloured(svg: str, colours: "dict[str, str]") -> str:
+    """The picture in other colours; ValueError where it has none of those to be replaced."""
+    for old, new in colours.items():
+        if old not in svg:
+            raise ValueError(
+                f"the picture has no {old}: gpuaccel/picture.py draws in other colours now"
+            )
+        svg = svg.replace(old, new)
+    return svg
+
+
+def write(name: str, svg: str, folder: pathlib.Path = FOLDER):
+    """<name>-light.svg and <name>-dark.svg."""
+    for scheme, colours in SCHEMES.items():
+        (folder / f"{name}-{scheme}.svg").write_text(coloured(svg, colours) + "\n")
+
+
+if __name__ == "__main__":
+    wanted = sys.argv[1:] or ["show", "meter"]
+    FOLDER.mkdir(exist_ok=True)
+    for name, draw in {"show": show, "meter": live_meter}.items():
+        if name in wanted:
+            write(name, draw())
