@@ -60,13 +60,15 @@ def environment() -> dict:
             "python": platform.python_version(), "commit": commit or "unknown", "date": datetime.date.today().isoformat()}
 
 
-def write(name: str, patterns, results: dict) -> pathlib.Path:
-    """benchmarks/results/<name>_<gpu>.json with everything needed to trust it, or to doubt it."""
+def write(name: str, patterns, results: dict, script: "str | None" = None) -> pathlib.Path:
+    """benchmarks/results/<name>_<gpu>.json with everything needed to trust it, or to doubt it.
+
+    script: the benchmark's name, if it is not `name`."""
     facts = environment()
     gpu = re.sub(r"[^a-z0-9]+", "_", facts["gpu"].lower().removeprefix("nvidia ")).strip("_")
     path = RESULTS / f"{name}_{gpu}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"benchmark": name, **facts, "source_patterns": list(patterns), "sources": digests(patterns),
+    path.write_text(json.dumps({"benchmark": script or name, **facts, "source_patterns": list(patterns), "sources": digests(patterns),
                                 "results": results}, indent=1) + "\n")
     return path
 

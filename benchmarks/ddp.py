@@ -16,7 +16,7 @@ rank. Ways that compile have processes of their own (crews.py), which compile si
 is named in the results, and the rest goes on.
 
 Also: the bandwidth of collectives alone, memory per rank, and whether bits are equal: on all ranks, replayed and launched, and (ordered) on N GPUs and one.
-Numbers of GPUs are kept side by side: a run leaves what another has measured for another number, as long as no source has changed. Settings of NCCL in
+Each number of GPUs has a result file of its own. Settings of NCCL in
 the environment (NCCL_*) are written down; those that steer its number of thread blocks (NCCL_MAX_CTAS) are worth a try.
 """
 import argparse
@@ -315,15 +315,6 @@ def show(r):
     print("failed:", json.dumps(r["failed"], indent=1), "\nleft out:", r["left_out"])
 
 
-def earlier() -> dict:
-    """What other runs have given for other numbers of GPUs, from the same sources."""
-    for path in common.RESULTS.glob("ddp_*.json"):
-        result = json.loads(path.read_text())
-        if result["gpu"] == torch.cuda.get_device_name() and not common.stale(result):
-            return result["results"]
-    return {}
-
-
 def main():
     parser = argparse.ArgumentParser(description="Data-parallel steps against one GPU and against torch's DDP; see this file's first lines.")
     parser.add_argument("parts", nargs="*", metavar="part", help=f"some of: {'; '.join(PARTS)}; or a word of theirs. Nothing is written then")
@@ -344,13 +335,15 @@ def main():
     early = EARLY if room else tuple(family for family in EARLY if family != REPLAYED)
     os.environ["GPUACCEL_GPU"] = "require"          # a kernel that does not run here stops the benchmark; otherwise torch would take its place
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM: what was measured is written"))
-    results = {} if args.parts else earlier()
+    results = {}
     nccl = {"version": ".".join(map(str, torch.cuda.nccl.version())), **{k: v for k, v in sorted(os.environ.items()) if k.startswith("NCCL_")}}
 
     def keep(found):
-        results[str(found["ranks"])] = json.loads(json.dumps({**found, "nccl": nccl}))
+        key = str(found["ranks"])
+        results[key] = json.loads(json.dumps({**found, "nccl": nccl}))
         if not args.parts:
-            print("\nwritten:", common.write("ddp", SOURCES, results).name, flush=True)
+            path = common.write(f"ddp_{key}gpus", SOURCES, {key: results[key]}, script="ddp")
+            print("\nwritten:", path.name, flush=True)
     for ranks in numbers:
         families = {family: {name: way for name, way in ways.items() if name not in args.without} for family, ways in FAMILIES.items()}
         show(measure(Bench(preset("llama-350m")), ranks, args.buckets, args.seconds, parts, keep, families, early))

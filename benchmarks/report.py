@@ -18,7 +18,7 @@ PAGES = (common.ROOT / "README.md", common.ROOT / "docs" / "benchmarks.md")
 
 
 def load(name: str) -> "dict | None":
-    """The newest result of a benchmark, None when there is none."""
+    """The newest result of a benchmark, None when there is none. Of several GPUs: ddp_2gpus, ..."""
     paths = sorted(
         common.RESULTS.glob(f"{name}_*.json"), key=lambda p: json.loads(p.read_text())["date"]
     )
@@ -591,11 +591,10 @@ def layers_table(r) -> str:
 
 
 def ddp_table() -> str:
-    result = load("ddp")
-    numbers = sorted((key for key in result["results"] if key.isdigit()), key=int)
-    captured = any("fastest_torch" in result["results"][n] for n in numbers)
+    results = {n: result for n in ("2", "4", "8") if (result := load(f"ddp_{n}gpus"))}
+    captured = any("fastest_torch" in result["results"][n] for n, result in results.items())
     parts = []
-    for n in numbers:
+    for n, result in results.items():
         r = result["results"][n]
         parts += [
             f"**{n} GPUs**",
@@ -603,6 +602,7 @@ def ddp_table() -> str:
             ddp_peer(r, int(n)),
             ddp_bits(r),
             ddp_facts(r),
+            conditions(result),
         ]
     return section(
         paragraph(
@@ -622,7 +622,6 @@ def ddp_table() -> str:
             "The last number of ours is the rate against torch's fastest DDP." if captured else "",
         ),
         *parts,
-        conditions(result),
     )
 
 
@@ -1039,7 +1038,7 @@ def missed_table() -> str:
 
 def ratios_table() -> str:
     """The README's table: one line for each claim, against its strongest peer."""
-    names = ("step", "ddp", "tail", "clip", "accumulate", "encoder", "dispatch")
+    names = ("step", "ddp_2gpus", "tail", "clip", "accumulate", "encoder", "dispatch")
     results = {name: load(name) for name in names}
     r = {name: result["results"] for name, result in results.items()}
     peer = "torch: compiled, fused AdamW, one CUDA graph"
@@ -1055,7 +1054,7 @@ def ratios_table() -> str:
         ("one step of `llama-350m`, T = 1024", peer, f"{steps['1024']:.2f}x"),
         ("the same, T = 256", peer, f"{steps['256']:.2f}x"),
         ("T = 1024, bit-identical in every run", "the same, not deterministic", f"{exact:.2f}x"),
-        ddp_headline(r["ddp"]["2"]),
+        ddp_headline(r["ddp_2gpus"]["2"]),
         (
             "add, clip, AdamW, clear",
             "torch: foreach clip, fused AdamW",

@@ -230,13 +230,13 @@ def encoder() -> "Table | Recorded":
     return Table(("", *kinds, "sums that differ, at most"), rows, f"{run.label}; {size}") if rows else run
 
 
-def ddp() -> "Table | Recorded":
-    """Data-parallel steps of a large model on the recorded GPUs, with 4 micro-batches and with 1.
+def ddp(gpus: int = 2) -> "Table | Recorded":
+    """Data-parallel steps of a large model on so many recorded GPUs, with 4 micro-batches and with 1.
 
     The tokens/s of each GPU and their share of one GPU's rate; of steps replayed from a CUDA graph also
     the time that communication adds (of others it cannot be told from the host's noise). Where the
     recording has torch's fastest DDP, the caption names it and the last column compares with it."""
-    run, counts, rows, fastest = recorded("ddp"), ("4", "1"), [], {}
+    run, counts, rows, fastest = recorded(f"ddp_{gpus}gpus"), ("4", "1"), [], {}
 
     def rate(row):
         if "of_one_gpu" not in row:

@@ -353,11 +353,12 @@ def test_the_benchmark_of_several_ranks_runs_and_has_a_table(ddp_on_cpu, monkeyp
     r = json.loads(json.dumps(r))
     ddp.show(r)
     report = module("report")
-    monkeypatch.setattr(report, "load", lambda name: {"gpu": "A", "driver": "B", "torch": "C", "nvrtc": "D", "date": "E",
-                                                      "results": {"2": {**r, "failed": {"bits": "why"}, "nccl": {"version": "9", "NCCL_X": "1"}}}})
+    result = {"gpu": "A", "driver": "B", "torch": "C", "nvrtc": "D", "date": "E",
+              "results": {"2": {**r, "failed": {"bits": "why"}, "nccl": {"version": "9", "NCCL_X": "1"}}}}
+    monkeypatch.setattr(report, "load", {"ddp_2gpus": result}.get)
     table = report.ddp_table()
     assert table.count("\n|---") == 4 and table.count("\n| ") == 4 + 16 + (7 + 10) + 1 + 3
-    assert table.count("(goal ") == 2 * 2 + 2 + 1 + 7 + 9 and "A, driver B, torch C" in table
+    assert table.count("(goal ") == 2 * 2 + 2 + 1 + 7 + 10 and "A, driver B, torch C" in table
     assert len(re.findall(r" ms, \d+\.\d\dx \|", table)) == 2 * 6
     for count, micro_batches in (("4", "4 micro-batches"), ("1", "1 micro-batch")):
         words = f'With {micro_batches} the fastest torch DDP is "{fastest[count]}: DDP"'

@@ -71,13 +71,13 @@ def test_what_a_dead_rank_lost_is_pale():
 
 def test_the_recorded_ranks_are_labelled_and_without_a_recording_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
-    assert str(recorded.ddp()) == "ddp: no recorded run in this checkout"
+    assert str(recorded.ddp()) == "ddp_2gpus: no recorded run in this checkout"
 
     def row(share, exposed):
         return {"ms": 100.0, "tokens_per_s_per_gpu": 1e5, "of_one_gpu": share, "exposed_ms": exposed}
     families = {"ours, replayed": {"4": {"one GPU": row(1.0, 0.0), "each for itself": row(1.0, 0.0), "all-reduce": row(0.975, 1.25)}, "1": {"all-reduce": row(0.9, 1.5)}},
                 "torch, eager": {"4": {"DDP": row(0.79, 20.0)}}}
-    (tmp_path / "ddp_h200.json").write_text(json.dumps({"gpu": "NVIDIA H200", "date": "2026-01-02", "results": {"2": {"ranks": 2, "families": families}}}))
+    (tmp_path / "ddp_2gpus_h200.json").write_text(json.dumps({"gpu": "NVIDIA H200", "date": "2026-01-02", "results": {"2": {"ranks": 2, "families": families}}}))
     lines = str(recorded.ddp()).split("\n")
     assert lines[0] == "Recorded, not run here: NVIDIA H200, 2026-01-02; llama-350m, batch 4 on each GPU, T=1024"
     assert [re.split(r" {2,}", line) for line in lines[2:]] == [["2 GPUs: ours, replayed, all-reduce", "100K, 97.5%", "100K, 90.0%", "1.2 ms"],
@@ -87,7 +87,7 @@ def test_the_recorded_ranks_are_labelled_and_without_a_recording_it_says_so(tmp_
     families["ours, replayed"]["4"]["all-reduce"]["times_torch"] = 1.25
     families["ours, replayed"]["1"]["all-reduce"]["times_torch"] = 1.3456
     results = {"2": {"ranks": 2, "families": families, "fastest_torch": {"4": "torch, captured", "1": "torch, captured"}}}
-    (tmp_path / "ddp_h200.json").write_text(json.dumps({"gpu": "NVIDIA H200", "date": "2026-01-02", "results": results}))
+    (tmp_path / "ddp_2gpus_h200.json").write_text(json.dumps({"gpu": "NVIDIA H200", "date": "2026-01-02", "results": results}))
     lines = str(recorded.ddp()).split("\n")
     assert lines[0].endswith("T=1024; torch's fastest DDP: torch, captured") and lines[1].endswith("  of torch's fastest DDP")
     assert [re.split(r" {2,}", line) for line in lines[2:]] == [["2 GPUs: ours, replayed, all-reduce", "100K, 97.5%", "100K, 90.0%", "1.2 ms", "1.25x, 1.35x"],
