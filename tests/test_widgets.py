@@ -183,7 +183,7 @@ def test_stop_ends_the_loop_after_its_step():
     assert "stopped" in str(live)
 
 
-def test_an_interrupt_stops_the_loop_and_the_cell():
+def test_an_interrupt_stops_the_loop_and_the_cell(interruptible):
     live, closed = LiveThroughput(), []
     threading.Timer(0.2, _thread.interrupt_main).start()
     with pytest.raises(KeyboardInterrupt):
@@ -244,7 +244,7 @@ def test_a_notebook_runs_in_order_and_keeps_a_static_picture(tmp_path):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     where = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=60, kernel_name="python3", resources=where).execute()
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
     outputs = [cell.outputs for cell in notebook.cells]
     for cell in (1, 3):
         assert [set(o.data) for o in outputs[cell]] == [{"image/svg+xml", "text/plain"}], outputs[cell]
