@@ -34,13 +34,12 @@ compiler: $(VENV)/.installed
 	  echo "so that kernels run on the CPU"; \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ziglang; } || true
 
-# It opens on the page that says where to start, and asks nobody whether they want news. The whole checkout is the root, so
-# that kernels can be opened beside notebooks. JupyterLab wants to be told when it is root who starts it, as on most rented
-# machines.
+# It opens on the page that says where to start, rendered, and asks nobody whether they want news: that is in
+# notebooks/.jupyterlab. The whole checkout is the root, so that kernels can be opened beside notebooks. JupyterLab wants to be
+# told when it is root who starts it, as on most rented machines.
 lab: compiler
-	$(BIN)/python -m jupyterlab --ServerApp.root_dir=. --port=$(PORT) $(if $(filter 0,$(shell id -u)),--allow-root) \
-	  '--LabApp.default_url=/lab/tree/notebooks/README.md?factory=Markdown%20Preview' \
-	  --LabApp.news_url=None --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate
+	$(BIN)/python -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/README.md \
+	  --LabApp.app_settings_dir=notebooks/.jupyterlab --port=$(PORT) $(if $(filter 0,$(shell id -u)),--allow-root)
 
 # One file or notebook is one unit of work (--dist loadfile), because the cells of a notebook share a kernel. One thread
 # per worker, so that two workers do not fight over two cores.
