@@ -4,6 +4,7 @@ import copy
 import ctypes
 import importlib
 import os
+import pathlib
 import pickle
 import signal
 import subprocess
@@ -105,6 +106,42 @@ def test_an_edited_helper_or_macro_compiles_again(fresh, compilations):
             ga.compile(source, VALUE=str(value))[1, 4](x)
             assert x.eq(value).all()
     assert len(compilations) == 5
+
+
+def test_a_slow_compiler_is_said_to_be_at_work(fresh, monkeypatch, caplog):
+    monkeypatch.setattr(build, "QUIET", 0.0)
+    with ga.checked(False):
+        ga.compile(TWICE, filename="cell")[1, 8](torch.ones(8), 8)
+        said = [record.message for record in caplog.records]
+        assert any("is compiling gpuaccel's runtime for the CPU" in line for line in said), said
+        assert any("is compiling cell for the CPU; the result is kept" in line for line in said), said
+        caplog.clear()
+        ga.compile(TWICE, filename="cell")[1, 8](torch.ones(8), 8)
+    assert not caplog.records
+
+
+def test_in_a_notebook_that_line_goes_away_and_is_never_compared(tmp_path):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    cells = [f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parents[1])!r})\nimport os, torch, gpuaccel as ga\n"
+             f"from gpuaccel.simt import build\nbuild.QUIET, os.environ['GPUACCEL_CACHE'] = 0.0, {str(tmp_path)!r}",
+             f"x = torch.ones(4)\nga.compile({TWICE!r})[1, 8](x, 4)\nprint(x.tolist())"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    seen = []
+    client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3")
+    handle = client.process_message
+    client.process_message = lambda msg, *rest: seen.append(msg) or handle(msg, *rest)
+    client.execute()
+    lines = [msg["content"]["data"] for msg in seen if msg["msg_type"] == "display_data"]
+    assert len(lines) == 3 and all(set(data) == {"application/vnd.jupyter.widget-view+json"} for data in lines), lines
+    *gone, printed = notebook.cells[1].outputs
+    assert [output.data for output in gone] == [{}] * 3 and printed.text == "[2.0, 2.0, 2.0, 2.0]\n"
+
+
+def test_zig_keeps_what_it_made_of_its_libraries_in_our_cache(fresh, monkeypatch):
+    monkeypatch.delenv("ZIG_GLOBAL_CACHE_DIR", raising=False)
+    assert build._environment()["ZIG_GLOBAL_CACHE_DIR"] == str(fresh.parent / "zig")
+    monkeypatch.setenv("ZIG_GLOBAL_CACHE_DIR", "elsewhere")
+    assert build._environment()["ZIG_GLOBAL_CACHE_DIR"] == "elsewhere"
 
 
 def test_without_a_compiler_the_message_says_how_to_get_one(monkeypatch):
