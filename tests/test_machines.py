@@ -14,6 +14,8 @@ import rank_checks as checks
 
 from gpuaccel.rendezvous import interface_to, loopback
 
+HANG = checks.HANG
+
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
 ADDRESS = "10.97.0."
 

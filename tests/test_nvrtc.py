@@ -27,7 +27,7 @@ compiled, real = [], nvrtc._compile
 nvrtc._compile = lambda *a: compiled.append(a[1]) or real(*a)
 kernel = Kernel("accumulate", "accumulate_v3", GRAD_T="bf16")
 registers = kernel.resources("sm_90").registers
-print(json.dumps(dict(path=nvrtc.library().path, compiled=len(compiled), registers=registers))
+print(json.dumps(dict(path=nvrtc.library().path, compiled=len(compiled), registers=registers)))
 """
 
 
