@@ -27,13 +27,14 @@ import torch.distributed as dist
 import gpuaccel as ga
 from gpuaccel import exchange, rendezvous
 from gpuaccel.accumulate import MODES
+from gpuaccel.backend import find_compiler
 from gpuaccel.launch import _drained, _Watch
 from gpuaccel.rendezvous import loopback
 from gpuaccel.timeline import Span
 
 HANG = checks.HANG
 README = (pathlib.Path(__file__).parents[1] / "README.md").read_text()
-BACKENDS = ["torch", pytest.param("simt", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"))]
+BACKENDS = ["torch", pytest.param("simt", marks=pytest.mark.skipif(find_compiler()[0] is None, reason="needs a C++ compiler"))]
 
 
 def words(options):
@@ -273,7 +274,7 @@ def test_copies_are_added_in_the_order_of_the_ranks(crew, backend, ranks, slab, 
         assert one["moved"] > 0.01 and one["far"] <= 1e-6 if rest else one["same"], f"{one['name']} is off; distance {one['far']}"
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(find_compiler()[0] is None, reason="needs a C++ compiler")
 def test_a_refused_second_step_leaves_the_copies_of_the_first_alone(crew):
     for said, one, other in crew(checks.refused, 2):
         assert "has a GradientAccumulator already" in said and one == other
