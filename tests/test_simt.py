@@ -207,7 +207,7 @@ def test_structs_are_as_large_as_the_compiler_says():
 @pytest.mark.parametrize("mode", [True, False])
 def test_a_kernel_that_never_ends_is_stopped_and_named(mode):
     k, x = ga.compile(SPIN, filename="cell"), torch.zeros(1)
-    with ga.checked(mode, seconds=0.3), pytest.raises(KernelError, match="thread 3 of block 0 was still running after 0.3 s") as caught:
+    with ga.checked(mode, seconds=1), pytest.raises(KernelError, match="thread 3 of block 0 was still running after 1 s") as caught:
         k[1, 8](x)
     report, = [r for r in caught.value.reports if r.kind == "time limit"]
     assert report.thread == (3, 0, 0) and (not mode or (report.line == 3 and x.eq(0).all()))
@@ -220,17 +220,17 @@ def test_many_threads_may_launch_and_a_stopped_launch_leaves_the_next_one_alone(
     def work(x):
         for _ in range(5):
             k[-(-x.numel() // 256), 256](x, x.numel())
-    with ga.checked(False, seconds=5):
+    with ga.checked(False, seconds=600):
         threads = [threading.Thread(target=work, args=(x,)) for x in tensors]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     assert all(x.eq(32).all() for x in tensors)
-    with ga.checked(False, seconds=0.2):
-        for _ in range(2):
-            with pytest.raises(KernelError):
-                spin[1, 8](torch.zeros(1))
+    for _ in range(2):
+        with ga.checked(False, seconds=0.2), pytest.raises(KernelError):
+            spin[1, 8](torch.zeros(1))
+        with ga.checked(False, seconds=600):
             work(tensors[0])
     assert tensors[0].eq(2**15).all()
 
@@ -270,7 +270,7 @@ def work():
         said.append("done")
     except KeyboardInterrupt:
         said.append("interrupted")
-with ga.checked(seconds=60):
+with ga.checked(seconds=600):
     k[1, 1](x, 0)
     thread = threading.Thread(target=work)
     thread.start()
@@ -374,7 +374,7 @@ def test_an_interrupt_ends_a_launch_at_once(mode, blocks, threads):
     code = f"""
 import torch, gpuaccel as ga
 k, x = ga.compile('''{SPIN}'''), torch.zeros(1)
-with ga.checked({mode}, seconds=60):
+with ga.checked({mode}, seconds=600):
     print("ready", flush=True)
     try:
         k[{blocks}, {threads}](x)
@@ -426,7 +426,7 @@ def test_a_ctypes_structure_is_a_struct():
     "if (t == 3) while (atomicAdd(&flag, 0) == 0) {}  x[t] = 1;"])
 def test_parts_of_an_element_have_their_own_writers_and_a_waiting_thread_lets_others_run(body):
     x = torch.zeros(64)
-    with ga.checked(seconds=5):
+    with ga.checked(seconds=600):
         ga.compile(f'extern "C" __global__ void k(float* x) {{ int t = threadIdx.x; {body} }}')[1, 64](x)
     assert x.any()
 

@@ -483,7 +483,7 @@ def noticed(kernel, run, seeds) -> "str | None":
     """How a changed kernel is found out: by the checks, or by a value on one of several sets of data."""
     for seed in range(seeds):
         try:
-            with ga.checked(seconds=5):
+            with ga.checked(seconds=10):
                 for outcome in run(kernel, seed, "cpu"):
                     if not outcome.right:
                         return f"values: {outcome}"

@@ -1,4 +1,4 @@
-"""The same .cu on the CPU gives what its reference gives, and where there is a GPU, the GPU's bits. And it is quick."""
+"""The same .cu on the CPU gives what its reference gives, and where there is a GPU, the GPU's bits. And what makes it quick is there."""
 import pathlib
 import sys
 import time
