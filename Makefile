@@ -1,5 +1,6 @@
 # Two commands matter: `make lab` opens the notebooks, `make test` checks everything.
-# Both build .venv first when it is missing, broken, or older than pyproject.toml and constraints.txt.
+# Both build .venv first when it is missing, broken, or older than pyproject.toml and constraints.txt. Where the package
+# finds no C++ compiler, which runs the kernels on the CPU, both install one into .venv.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -8,7 +9,7 @@ PORT   ?= 8888
 
 BIN := $(VENV)/bin
 
-.PHONY: help lab test clean
+.PHONY: help lab test compiler clean
 
 help:
 	@echo "make lab     open JupyterLab on the notebooks"
@@ -25,17 +26,26 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	@touch $@
 
-# The whole checkout is the root, so that kernels can be opened beside notebooks. JupyterLab wants to be told when it is
-# root who starts it, as on most rented machines.
-lab: $(VENV)/.installed
-	$(BIN)/python -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks --port=$(PORT) \
-	  $(if $(filter 0,$(shell id -u)),--allow-root)
+# Asked each time, because compilers come and go. Without one, and without a network, the rest still works.
+compiler: $(VENV)/.installed
+	@$(BIN)/python -c 'import os, sys; from gpuaccel.backend import find_compiler; \
+	sys.exit(find_compiler()[0] is None and "GPUACCEL_CXX" not in os.environ)' || \
+	{ echo "no g++ or clang++ here: installing the compiler ziglang into $(VENV) (100 MB to download, 410 MB on disk),"; \
+	  echo "so that kernels run on the CPU"; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ziglang; } || true
+
+# It opens on the page that says where to start, rendered, and asks nobody whether they want news: that is in
+# notebooks/.jupyterlab. The whole checkout is the root, so that kernels can be opened beside notebooks. JupyterLab wants to be
+# told when it is root who starts it, as on most rented machines.
+lab: compiler
+	$(BIN)/python -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/README.md \
+	  --LabApp.app_settings_dir=notebooks/.jupyterlab --port=$(PORT) $(if $(filter 0,$(shell id -u)),--allow-root)
 
 # One file or notebook is one unit of work (--dist loadfile), because the cells of a notebook share a kernel. One thread
 # per worker, so that two workers do not fight over two cores.
-test: $(VENV)/.installed
+test: compiler
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile tests notebooks \
-	  --nbval-lax --nbval-current-env --nbval-cell-timeout=120 --nbval-sanitize-with=tests/nbval_sanitize.cfg
+	  --nbval-lax --nbval-current-env --nbval-cell-timeout=600 --nbval-sanitize-with=tests/nbval_sanitize.cfg
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .hypothesis

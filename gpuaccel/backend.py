@@ -88,13 +88,13 @@ def find_gpu() -> "tuple[bool, str]":
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler of this machine. kind: "g++", "clang" or "zig", which differ in their options."""
+    """A C++ compiler of this machine. kind: "g++", "clang" or "zig", which differ in their options; version: of zig that of its clang."""
     command: "tuple[str, ...]"
     kind: str
     version: str
 
     def __str__(self):
-        return f"{self.kind} {self.version}"
+        return f"zig (clang {self.version})" if self.kind == "zig" else f"{self.kind} {self.version}"
 
 
 @functools.cache
@@ -107,7 +107,7 @@ def find_compiler() -> "tuple[Compiler | None, str]":
     zig = [(sys.executable, "-m", "ziglang", "cc")] if importlib.util.find_spec("ziglang") else []
     for command in [tuple(shlex.split(chosen))] if chosen else [("g++",), ("clang++",), *zig]:
         try:
-            done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
+            done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=300)
         except (OSError, subprocess.TimeoutExpired):
             continue
         number = re.search(r"\d+\.\d+(\.\d+)?", done.stdout)

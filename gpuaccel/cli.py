@@ -101,6 +101,7 @@ def doctor() -> Doctor:
 
     choice, library = attempt(backend), attempt(nvrtc.library)
     driver = find_driver()[0]
+    compiler, why = find_compiler()
     if library is not None and choice is not None and choice.name == "cuda":
         attempt(lambda: nvrtc.check_driver(driver))
         attempt(lambda: nvrtc.check_arch(choice.arch))
@@ -120,7 +121,7 @@ def doctor() -> Doctor:
         "NVRTC": library and f"{library.version[0]}.{library.version[1]}",
         "NVRTC library": library and "/".join(pathlib.Path(library.path).parts[-4:]),     # the tail says which wheel; no home folders
         "NVRTC writes": library and list(library.archs),
-        "C++ compiler": f"{find_compiler()[0]} (runs kernels on the CPU)" if find_compiler()[0] else f"none: {find_compiler()[1]}",
+        "C++ compiler": f"{compiler} (runs kernels on the CPU)" if compiler else f"none: {why}; install g++ or clang++, or pip install ziglang",
         "cuda-core": _version("cuda-core"),
         "cuda-bindings": _version("cuda-bindings"),
         "cache": cache,

@@ -27,7 +27,8 @@ import test_savers as savers
 from gpuaccel import exchange, peers, rendezvous
 from gpuaccel.distributed import weight_hashes
 
-PATIENCE = 60                              # seconds until a rank that waits for another gives up
+PATIENCE = 300                             # seconds until a rank that waits for another gives up
+HANG = 600                                 # seconds until a process or an event that does not come counts as hanging; nothing is judged by them
 VOCAB, WIDE = 40, 16
 own = []                                   # own[r]: a group of rank r alone
 
@@ -613,7 +614,7 @@ def leaves():
 
 
 def hangs():
-    time.sleep(600)
+    time.sleep(3600)
 
 
 def train_and_die(folder, at=None, who=1, steps=20):
@@ -648,7 +649,7 @@ def comes_no_more(device, how):
     cuda = device == "cuda"
     how = ga.Distributed(timeout=6.0 if cuda else 600.0, **how)
     if not cuda:
-        threading.Thread(target=rendezvous.watch, args=(rendezvous.store, 1.5), daemon=True).start()
+        threading.Thread(target=rendezvous.watch, args=(rendezvous.store, 6.0), daemon=True).start()
     model = ga.Config(vocab=64, hidden=64, intermediate=128, layers=2, heads=2, kv_heads=2, T=16).build().to(device)
     with ga.TrainStep(model, ga.AdamW(ga.Arena(model)), replay="graph" if cuda else "eager", distributed=how) as step:
         rows = torch.randint(0, 64, (3, 17), generator=torch.Generator().manual_seed(how.rank)).to(device)

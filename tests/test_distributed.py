@@ -26,11 +26,13 @@ import torch.distributed as dist
 import gpuaccel as ga
 from gpuaccel import exchange, rendezvous
 from gpuaccel.accumulate import MODES
-from gpuaccel.launch import _drained
+from gpuaccel.backend import find_compiler
+from gpuaccel.launch import _drained, _Watch
 from gpuaccel.rendezvous import loopback
 from gpuaccel.timeline import Span
 
-BACKENDS = ["torch", pytest.param("simt", marks=pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"))]
+HANG = checks.HANG
+BACKENDS = ["torch", pytest.param("simt", marks=pytest.mark.skipif(find_compiler()[0] is None, reason="needs a C++ compiler"))]
 
 
 def words(options):
@@ -275,7 +277,7 @@ def test_copies_are_added_in_the_order_of_the_ranks(crew, backend, ranks, slab, 
         assert one["moved"] > 0.01 and one["far"] <= 1e-6 if rest else one["same"], f"{one['name']} is off; distance {one['far']}"
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(find_compiler()[0] is None, reason="needs a C++ compiler")
 def test_a_refused_second_step_leaves_the_copies_of_the_first_alone(crew):
     for said, one, other in crew(checks.refused, 2):
         assert "has a GradientAccumulator already" in said and one == other
@@ -405,27 +407,24 @@ def test_an_environment_that_is_not_torchruns(settings, message, monkeypatch):
 
 @pytest.mark.parametrize("trouble,message", [
     (checks.raises, "rank 1 raised ValueError: no more data. All ranks were stopped"), (checks.killed, "rank 1 was killed by SIGKILL in step 4"),
-    (checks.leaves, "rank 1 ended with status 3 in step 4"), (checks.hangs, "rank 1 hangs: it has not come to the end of its backward in step 4 for 2 s")])
+    (checks.leaves, "rank 1 ended with status 3 in step 4"), (checks.hangs, "rank 1 hangs: it has not come to the end of its backward in step 4 for 8 s")])
 def test_trouble_on_one_rank_stops_all_and_names_it(trouble, message):
-    began = time.monotonic()
+    """Eight seconds, in which a rank that is well comes to its next step on a busy machine too."""
     with pytest.raises(ga.RankError, match=message):
-        ga.launch(checks.steps_with, 2, (trouble, 1), timeout=2.0)
-    assert time.monotonic() - began < 30                   # starting the processes included
+        ga.launch(checks.steps_with, 2, (trouble, 1), timeout=8.0, start=HANG)
 
 
 @pytest.mark.parametrize("where,message", [("before", "made its TrainStep"), ("round", "come to the end of its backward in step 1")])
 def test_a_rank_that_hangs_before_its_first_step_is_over_is_named(where, message):
     """Kernels may be compiled until then: it has a limit of its own."""
-    began = time.monotonic()
-    with pytest.raises(ga.RankError, match=f"rank 1 hangs: it has not {message} for 1.5 s"):
-        ga.launch(checks.comes_late, 2, (where,), timeout=0.5, start=1.5)
-    assert time.monotonic() - began < 30
+    with pytest.raises(ga.RankError, match=f"rank 1 hangs: it has not {message} for 12 s"):
+        ga.launch(checks.comes_late, 2, (where,), timeout=0.5, start=12.0)
 
 
 def test_an_error_between_two_steps_does_not_wait_for_the_others(tmp_path):
     """Neither the loop's last checkpoint nor the closing of a sharded optimizer, which would take all ranks."""
     with pytest.raises(ga.RankError, match="rank 1 raised ValueError: no more data"):
-        ga.launch(checks.fails_in_the_loop, 2, (str(tmp_path),), timeout=20.0)
+        ga.launch(checks.fails_in_the_loop, 2, (str(tmp_path),), timeout=HANG)
     assert ga.latest_checkpoint(tmp_path).name == "step-00000002.safetensors"
 
 
@@ -435,10 +434,9 @@ def test_killed_at_any_moment_a_run_goes_on_bit_for_bit(tmp_path, seed):
     of one process left in peace. More: GPUACCEL_KILLS=20 python -m pytest tests/test_distributed.py -k killed_at_any_moment"""
     folder, chance = str(tmp_path / "killed"), random.Random(seed)
     for _ in range(3):
-        who, at, began = chance.randrange(2), 0.1 * chance.random(), time.monotonic()
+        who, at = chance.randrange(2), 0.1 * chance.random()
         with pytest.raises(ga.RankError, match=f"rank {who} was killed by SIGKILL"):
-            ga.launch(checks.train_and_die, 2, (folder, at, who))
-        assert time.monotonic() - began < 30, f"rank {who}, killed {at:.4f} s after its start"
+            ga.launch(checks.train_and_die, 2, (folder, at, who), timeout=HANG)
     ga.launch(checks.train_and_die, 2, (folder,))
     checks.train_and_die(str(tmp_path / "peace"))                # one process
     killed, peace = ([json.loads(line)["loss"] for line in (tmp_path / name / "lines.jsonl").read_text().splitlines()] for name in ("killed", "peace"))
@@ -461,7 +459,7 @@ def work(x):
     return how.rank, x, float(out.loss)
 print(ga.launch(work, 1, (5,)) + ga.launch(work, 2, (5,)))
 """
-    done = subprocess.run([sys.executable, "-"], input=cells, text=True, capture_output=True, timeout=60, env={**os.environ, "OMP_NUM_THREADS": "2"})
+    done = subprocess.run([sys.executable, "-"], input=cells, text=True, capture_output=True, timeout=HANG, env={**os.environ, "OMP_NUM_THREADS": "2"})
     alone, one, two = eval(done.stdout) if done.returncode == 0 else pytest.fail(done.stderr)
     assert alone[:2] == one[:2] == (0, 5) and two[:2] == (1, 5) and one[2] == two[2]
 
@@ -489,22 +487,29 @@ def test_a_rank_that_dies_ends_the_live_view_too(capsys):
     assert [run.state for run in live.runs.values()] == ["failed", "failed"] and live.runs["rank 1"].last.step == 3
 
 
-def test_stop_ends_all_ranks_even_one_that_is_silent(capsys):
+def test_stop_ends_all_ranks_even_one_that_is_silent(capsys, monkeypatch):
     """Rank 1 sleeps after its steps: no reading will come. What a rank has returned by then is kept."""
-    live, began, others = ga.LiveThroughput(), [], set(multiprocessing.active_children())
+    live, others, returned = ga.LiveThroughput(), set(multiprocessing.active_children()), threading.Event()
+    listen = _Watch._listen
+
+    def noted(watch):
+        news = listen(watch)
+        if 0 in watch.results:
+            returned.set()
+        return news
+    monkeypatch.setattr(_Watch, "_listen", noted)
 
     def press():
-        until = time.monotonic() + 60
+        until = time.monotonic() + HANG
         while time.monotonic() < until and not ("rank 1" in live.runs and live.runs["rank 1"].last is not None and live.runs["rank 1"].last.step == 3):
             time.sleep(0.05)
-        time.sleep(0.5)                                                # rank 0 says what it has
-        began.append(time.monotonic())
+        returned.wait(HANG)
         live.stop()
     finger = threading.Thread(target=press)
     finger.start()
     assert ga.launch(lambda: checks.yields(3, checks.hangs), 2, live=live) == [0, None]
     finger.join()
-    assert time.monotonic() - began[0] < 10 and set(multiprocessing.active_children()) <= others
+    assert set(multiprocessing.active_children()) <= others
     assert [run.state for run in live.runs.values()] == ["stopped", "stopped"]
 
 
@@ -561,10 +566,9 @@ def test_an_address_where_nobody_answers_or_somebody_else_does(monkeypatch, rank
         for key, value in (("RANK", rank), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", other.getsockname()[1]),
                            ("GLOO_SOCKET_IFNAME", loopback())):
             monkeypatch.setenv(key, str(value))
-        began = time.monotonic()
         with pytest.raises(ga.RankError, match=f"rank {rank} of 2 found no common start at 127.0.0.1:"):
             ga.Distributed(timeout=2)
-        assert time.monotonic() - began < 20 and not dist.is_initialized()
+        assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize("device, how", [("cpu", {}), *(pytest.param("cuda", {"peer_copies": copies}, marks=pytest.mark.gpu) for copies in (True, False))])
@@ -576,9 +580,8 @@ def test_a_rank_that_waits_in_silence_ends_in_words(device, how):
     ranks = [subprocess.Popen([sys.executable, "-c", f"import rank_checks; rank_checks.comes_no_more({device!r}, {how!r})"], cwd=pathlib.Path(__file__).parent,
                               text=True, stderr=subprocess.PIPE, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
     try:
-        said = ranks[0].communicate(timeout=90)[1]
-        limit = "6" if device == "cuda" else "1.5"
-        assert ranks[0].returncode == 1 and f"gpuaccel: rank 0 of 2 has waited {limit} s for rank 1: it has stopped" in said and ranks[1].poll() is None, said
+        said = ranks[0].communicate(timeout=HANG)[1]
+        assert ranks[0].returncode == 1 and f"gpuaccel: rank 0 of 2 has waited 6 s for rank 1: it has stopped" in said and ranks[1].poll() is None, said
     finally:
         for rank in ranks:
             rank.kill()
@@ -658,30 +661,30 @@ def test_a_transformer_on_two_ranks(crew, options):
 
 # ---- the command line -----------------------------------------------------------------------------------------------
 
-def test_the_command_line_trains_with_ranks_and_resumes(tmp_path):
+def test_the_command_line_trains_with_ranks_and_resumes(tmp_path, interruptible):
     """--nproc 2 with shares, stopped by Ctrl-C after some step, then torchrun without to the end: the losses of one process, bit for bit (--ordered)."""
-    whole = checks.gpuaccel(tmp_path / "a", "--ordered", "--steps", "30")
-    first = checks.gpuaccel(tmp_path / "b", "--ordered", "--steps", "30", "--nproc", "2", "--sharded")
-    until = time.monotonic() + 120
+    whole = checks.gpuaccel(tmp_path / "a", "--ordered", "--steps", "60")
+    first = checks.gpuaccel(tmp_path / "b", "--ordered", "--steps", "60", "--nproc", "2", "--sharded")
+    until = time.monotonic() + HANG
     while not (tmp_path / "b" / "metrics.jsonl").exists() or len(checks.lines_of(tmp_path / "b")) < 3:
         assert first.poll() is None and time.monotonic() < until, first.communicate()
-        time.sleep(0.05)
+        time.sleep(0.01)
     first.send_signal(signal.SIGINT)
-    out, said = first.communicate(timeout=60)
+    out, said = first.communicate(timeout=HANG)
     assert first.returncode == 130 and "checkpoint written; --resume goes on" in said, (out, said)
     done = len(checks.lines_of(tmp_path / "b"))
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(checks.free_port()),
                 "--max-restarts", "1", "--monitor-interval", "0.1", "-m", "gpuaccel")
-    rest = checks.gpuaccel(tmp_path / "b", "--ordered", "--steps", "30", "--resume", "--checkpoint-every", "2", launcher=torchrun)
+    rest = checks.gpuaccel(tmp_path / "b", "--ordered", "--steps", "60", "--resume", "--checkpoint-every", "2", launcher=torchrun)
     while not any(checks.step_of(path) > done + 1 for path in (tmp_path / "b").glob("step-*.safetensors")):
         assert rest.poll() is None and time.monotonic() < until, rest.communicate()
-        time.sleep(0.05)
+        time.sleep(0.01)
     ranks = checks.children_of(rest.pid)
     assert all(checks.listens_at(rank) == {"127.0.0.1"} for rank in ranks)
     os.kill(random.choice(ranks), signal.SIGKILL)                # torchrun starts all of them again, from the last checkpoint
-    out, said = rest.communicate(timeout=120)
-    assert rest.returncode == 0 and out.count("val loss") == 1 and whole.wait(120) == 0, said
-    assert 3 <= done < 30 and checks.lines_of(tmp_path / "b") == checks.lines_of(tmp_path / "a")
+    out, said = rest.communicate(timeout=HANG)
+    assert rest.returncode == 0 and out.count("val loss") == 1 and whole.wait(HANG) == 0, said
+    assert 3 <= done < 60 and checks.lines_of(tmp_path / "b") == checks.lines_of(tmp_path / "a")
 
 
 def test_a_rank_that_hangs_is_named_by_those_that_wait_for_it(tmp_path):
@@ -694,15 +697,15 @@ def hanging(folder):
     """Two ranks train, then rank 1 is stopped: what rank 0 says."""
     folder.mkdir()
     port = str(checks.free_port())
-    ranks = [checks.gpuaccel(folder / "a", "--steps", "100000", "--timeout", "2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2",
+    ranks = [checks.gpuaccel(folder / "a", "--steps", "100000", "--timeout", "10", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2",
                              LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE="2") for rank in range(2)]
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + HANG
         while not (folder / "a" / "metrics.jsonl").exists() or len(checks.lines_of(folder / "a")) < 3:
             assert all(rank.poll() is None for rank in ranks) and time.monotonic() < until
             time.sleep(0.05)
         ranks[1].send_signal(signal.SIGSTOP)
-        said = ranks[0].communicate(timeout=30)[1]
+        said = ranks[0].communicate(timeout=HANG)[1]
         assert ranks[0].returncode == 1 and re.search("gpuaccel: rank 0 of 2 cannot reach (rank 1 of 2|another one) in step [0-9]+: ", said), said
         return said
     finally:
@@ -715,10 +718,11 @@ def test_ranks_of_one_start_meet_in_a_corner_that_earlier_starts_do_not_know():
     """torchrun keeps its store over restarts: what rank 1 of the first start left there is no rank 1 of the second."""
     shared = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def start(ranks):
+    def start(ranks, limit):
         def one(rank):
             try:
-                mine = rendezvous._corner(dist.TCPStore("127.0.0.1", shared.port, is_master=False, timeout=timedelta(seconds=0.6)), rank, 3, 0.6)
+                store = dist.TCPStore("127.0.0.1", shared.port, is_master=False, timeout=timedelta(seconds=limit))
+                mine = rendezvous._corner(store, rank, 3, limit)
                 mine.add("ranks", 1)
                 found[rank] = mine
             except OSError as error:
@@ -731,5 +735,5 @@ def test_ranks_of_one_start_meet_in_a_corner_that_earlier_starts_do_not_know():
             thread.join()
         return found
     for ranks in ((2, 1, 0), (0, 2, 1)):
-        assert [corner.add("ranks", 0) for corner in start(ranks).values()] == [3] * 3
-    assert start((0, 2))[0] == "rank 1 did not come" and start((1, 2)) == {1: "rank 0 did not come", 2: "rank 0 did not come"}
+        assert [corner.add("ranks", 0) for corner in start(ranks, HANG).values()] == [3] * 3
+    assert start((0, 2), 3.0)[0] == "rank 1 did not come" and start((1, 2), 3.0) == {1: "rank 0 did not come", 2: "rank 0 did not come"}

@@ -1,11 +1,9 @@
 """A kernel compiles for every architecture, knows its own parameters, and refuses what does not fit before it runs."""
 import os
 import re
-import statistics
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -411,23 +409,23 @@ def test_gpu_a_launch_may_be_the_first_thing_a_thread_does(scale):
 
 
 @pytest.mark.gpu
-def test_gpu_host_time_of_a_launch():
-    """Below 8 microseconds from Python, the median of batches of launches; GPUACCEL_SLOW_HOST=1 allows 20."""
-    bound = 20.0 if os.environ.get("GPUACCEL_SLOW_HOST") else 8.0
+def test_gpu_a_launch_is_little_work_for_the_host():
+    """Few Python functions, no memory, no wait. What it takes in microseconds benchmarks/accumulate.py measures."""
     kernel = Kernel("accumulate", "accumulate_v1")
     acc, grad = torch.zeros(256, device="cuda"), torch.ones(256, device="cuda")
     kernel[1, 256](acc, grad, 256)
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(50):
-        start = time.perf_counter()
-        for _ in range(100):
-            kernel[1, 256](acc, grad, 256)
-        times.append((time.perf_counter() - start) / 100 * 1e6)
-        torch.cuda.synchronize()                              # the queue of launches never fills
-    print(f"host time of a launch: median {statistics.median(times):.2f} us, best {min(times):.2f} us (bound {bound})")
-    assert acc.eq(5001).all()
-    assert statistics.median(times) < bound, f"median {statistics.median(times):.2f} us, best {min(times):.2f} us"
+    launch, seen = kernel[1, 256], []
+    allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    sys.setprofile(lambda frame, event, _: seen.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        launch(acc, grad, 256)
+    finally:
+        sys.setprofile(None)
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations
+    assert len(seen) <= 8, seen
+    assert acc.eq(2).all()
 
 
 @pytest.mark.gpu
@@ -438,7 +436,7 @@ def test_gpu_second_process_loads_from_the_cache(tmp_path):
     seen = []
     for _ in range(2):
         run = subprocess.run([sys.executable, "-c", code], env={**os.environ, "GPUACCEL_CACHE": str(tmp_path)},
-            capture_output=True, text=True, timeout=200)
+            capture_output=True, text=True, timeout=600)
         assert run.returncode == 0, run.stderr
         seen.append(run.stdout.split()[-2:])
     assert seen == [["1", "8.0"], ["0", "8.0"]], f"(programs compiled, sum) of two processes: {seen}"

@@ -1,6 +1,7 @@
 """The meter counts what was done, never waits for the device, and says how old its numbers are."""
+import importlib
 import json
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,27 +10,38 @@ from gpuaccel.errors import ArgumentError
 from gpuaccel.meter import LateValue, Meter, StageTimer, _peak_of, peak_flops
 
 
-def test_rate_and_step_time_are_those_of_the_loop():
+@pytest.fixture
+def clock(monkeypatch):
+    """The meter's clock, which goes on when a test sleeps."""
+    now = [100.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+    monkeypatch.setattr(importlib.import_module("gpuaccel.meter"), "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return SimpleNamespace(sleep=sleep)
+
+
+def test_rate_and_step_time_are_those_of_the_loop(clock):
     meter = Meter("cpu", flops_per_token=10.0, peak_flops=1e6, window=5)
     for step in range(8):
-        time.sleep(0.02)
+        clock.sleep(0.02)
         reading = meter.update(100, loss=torch.tensor(3.0 - step))
     assert (reading.step, reading.tokens, reading.loss, reading.loss_step) == (8, 800, -4.0, 8)
-    assert 15 < reading.step_ms < 80, reading
+    assert reading.step_ms == pytest.approx(20), reading
     assert reading.tokens_per_s == pytest.approx(100 / (reading.step_ms / 1e3), rel=1e-6)
     assert reading.mfu == pytest.approx(reading.tokens_per_s * 10 / 1e6)
-    assert reading.seconds >= 0.16 and reading.memory_bytes > 1 << 20
+    assert reading.seconds == pytest.approx(0.16) and reading.memory_bytes > 1 << 20
     assert json.loads(json.dumps(reading.as_dict()))["tokens"] == 800
 
 
-def test_window_forgets_a_slow_first_step():
+def test_window_forgets_a_slow_first_step(clock):
     meter = Meter("cpu", window=4)
-    time.sleep(0.3)
+    clock.sleep(0.3)
     first = meter.update(10)
     for _ in range(6):
-        time.sleep(0.005)
+        clock.sleep(0.005)
         last = meter.update(10)
-    assert first.step_ms > 290 and last.step_ms < 100, (first.step_ms, last.step_ms)
+    assert (first.step_ms, last.step_ms) == pytest.approx((300, 5))
 
 
 def test_val_loss_is_reported_once_and_loss_stays():
@@ -49,29 +61,29 @@ def test_no_norm_is_lost_between_two_readings():
     assert "norms" not in reading.as_dict() and meter.update(1).norms[-1] == (1, 100.0, None)
 
 
-def test_start_leaves_preparation_out_but_not_in_the_middle():
+def test_start_leaves_preparation_out_but_not_in_the_middle(clock):
     meter = Meter("cpu")
-    time.sleep(0.1)
+    clock.sleep(0.1)
     meter.start()
-    time.sleep(0.01)
-    assert meter.update(1).step_ms < 90
+    clock.sleep(0.01)
+    assert meter.update(1).step_ms == pytest.approx(10)
     with pytest.raises(ArgumentError, match="after 1 steps"):
         meter.start()
 
 
-def test_stages_of_the_same_name_add_up():
+def test_stages_of_the_same_name_add_up(clock):
     timer = StageTimer("cpu")
     assert timer.poll() is None
     timer.start()
     for _ in range(2):
-        time.sleep(0.01)
+        clock.sleep(0.01)
         timer.mark("forward")
-        time.sleep(0.02)
+        clock.sleep(0.02)
         timer.mark("backward")
     timer.stop()
     stages = timer.poll()
     assert list(stages) == ["forward", "backward"]
-    assert 19 < stages["forward"] < 60 and 39 < stages["backward"] < 90, stages
+    assert (stages["forward"], stages["backward"]) == pytest.approx((20, 40))
 
 
 def test_an_abandoned_step_is_forgotten():

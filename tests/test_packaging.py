@@ -1,4 +1,5 @@
 """What a person gets who installs gpuaccel: the wheel, the requirements, the two make commands, and a fast import."""
+import json
 import os
 import pathlib
 import re
@@ -126,17 +127,38 @@ def dry_make(*words):
 @needs_make
 def test_make_installs_again_when_the_requirements_changed(tmp_path):
     (tmp_path / ".installed").touch()
-    installed = f"VENV={tmp_path}"
-    assert "pip install" not in dry_make(installed, "test")
-    assert "pip install" in dry_make(installed, "-W", "constraints.txt", "test")
-    assert "pip install" in dry_make(installed, "-W", "pyproject.toml", "lab")
-    assert "pip install" in dry_make(f"VENV={tmp_path / 'missing'}", "lab")
+    installed, project = f"VENV={tmp_path}", "-e '.[test]'"
+    assert project not in dry_make(installed, "test")
+    assert project in dry_make(installed, "-W", "constraints.txt", "test")
+    assert project in dry_make(installed, "-W", "pyproject.toml", "lab")
+    assert project in dry_make(f"VENV={tmp_path / 'missing'}", "lab")
+
+
+@needs_make
+@pytest.mark.parametrize("there", [True, False])
+def test_make_installs_a_compiler_where_the_package_finds_none(tmp_path, there):
+    """Also where the environment was made before: compilers come and go."""
+    assert "ziglang" in pins(ROOT / "constraints.txt")
+    python, said = tmp_path / "bin" / "python", tmp_path / "said"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\necho "$@" >> {said}\n[ "$1" = -m ] || exit {int(not there)}\n')
+    python.chmod(0o755)
+    (tmp_path / ".installed").touch()
+    made = subprocess.run(["make", f"VENV={tmp_path}", "compiler"], cwd=ROOT, capture_output=True, text=True)
+    assert made.returncode == 0 and "find_compiler" in said.read_text(), made
+    assert ("-c constraints.txt ziglang" in said.read_text()) == ("installing the compiler ziglang" in made.stdout) == (not there)
+    for target in ("lab", "test"):
+        assert "find_compiler" in dry_make(f"VENV={tmp_path}", target)
 
 
 @needs_make
 def test_make_commands_do_what_the_readme_says():
     assert "--nbval-lax" in dry_make("test") and "tests notebooks" in dry_make("test")
-    assert "jupyterlab" in dry_make("lab")
+    assert "jupyterlab" in dry_make("lab") and "default_url=/lab/tree/notebooks/README.md" in dry_make("lab")
+    links = re.findall(r"\]\(([^)]+)\)", (ROOT / "notebooks" / "README.md").read_text())
+    assert all((ROOT / "notebooks" / link).is_file() for link in links), links
+    assert {path.name for path in (ROOT / "notebooks").glob("*.ipynb")} <= set(links), "the start page names every notebook"
+    json.loads((ROOT / "notebooks" / ".jupyterlab" / "overrides.json").read_text())
     assert "make lab" in dry_make()                       # a bare `make` is the help
     ci = ROOT / ".ci" / "run"
     assert os.access(ci, os.X_OK) and ci.read_text().rstrip().endswith("make test")
@@ -144,23 +166,17 @@ def test_make_commands_do_what_the_readme_says():
 
 HEAVY = ("ipywidgets", "jupyterlab", "nbval", "IPython", "tokenizers", "cuda", "matplotlib")
 IMPORT = """
-import sys, time, torch
-before, start = set(sys.modules), time.process_time()
+import sys, torch
+before = set(sys.modules)
 import gpuaccel
-print(time.process_time() - start)
 print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
 """
 
 
-def test_import_is_fast_and_light():
-    """Under 0.3 s of a core beyond `import torch`, and nothing heavy comes with it."""
-    seconds, added = [], ""
-    for _ in range(3):
-        ran = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True)
-        took, added = ran.stdout.splitlines()
-        seconds.append(float(took))
-    assert min(seconds) < 0.3, f"import gpuaccel took {seconds} s beyond import torch"          # the least: others may be at work here
-    assert not set(HEAVY) & set(added.split()), f"import gpuaccel also imports {added}"
+def test_import_is_light():
+    """Nothing heavy comes with it beyond `import torch`, of others and of torch's own parts, which are imported when they are needed."""
+    added = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True).stdout.split()
+    assert not set(HEAVY) & {name for name in added if not name.startswith("gpuaccel")}, f"import gpuaccel also imports {added}"
 
 
 def repository_files():

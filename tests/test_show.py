@@ -398,7 +398,7 @@ show(Trace("one", (2, 1, 1), (8, 1, 1), [Traced("x", 16, 4, "float32", "global")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
     notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     where = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=60, kernel_name="python3", resources=where).execute()
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
     sliders, picture = notebook.cells[0].outputs
     assert set(sliders.data) == {"application/vnd.jupyter.widget-view+json", "text/plain"}
     assert set(picture.data) == {"image/svg+xml", "text/plain"} and "x: reads elements 8 to 15" in picture.data["text/plain"]

@@ -4,6 +4,7 @@ import copy
 import ctypes
 import importlib
 import os
+import pathlib
 import pickle
 import signal
 import subprocess
@@ -45,7 +46,7 @@ def fresh(monkeypatch, tmp_path):
 @pytest.fixture
 def compilations(monkeypatch):
     calls, real = [], build._run
-    monkeypatch.setattr(build, "_run", lambda command, words: calls.append(command) or real(command, words))
+    monkeypatch.setattr(build, "_run", lambda command, *rest: calls.append(command) or real(command, *rest))
     return calls
 
 
@@ -105,6 +106,42 @@ def test_an_edited_helper_or_macro_compiles_again(fresh, compilations):
             ga.compile(source, VALUE=str(value))[1, 4](x)
             assert x.eq(value).all()
     assert len(compilations) == 5
+
+
+def test_a_slow_compiler_is_said_to_be_at_work(fresh, monkeypatch, caplog):
+    monkeypatch.setattr(build, "QUIET", 0.0)
+    with ga.checked(False):
+        ga.compile(TWICE, filename="cell")[1, 8](torch.ones(8), 8)
+        said = [record.message for record in caplog.records]
+        assert any("is compiling gpuaccel's runtime for the CPU" in line for line in said), said
+        assert any("is compiling cell for the CPU; the result is kept" in line for line in said), said
+        caplog.clear()
+        ga.compile(TWICE, filename="cell")[1, 8](torch.ones(8), 8)
+    assert not caplog.records
+
+
+def test_in_a_notebook_that_line_goes_away_and_is_never_compared(tmp_path):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    cells = [f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parents[1])!r})\nimport os, torch, gpuaccel as ga\n"
+             f"from gpuaccel.simt import build\nbuild.QUIET, os.environ['GPUACCEL_CACHE'] = 0.0, {str(tmp_path)!r}",
+             f"x = torch.ones(4)\nga.compile({TWICE!r})[1, 8](x, 4)\nprint(x.tolist())"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    seen = []
+    client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3")
+    handle = client.process_message
+    client.process_message = lambda msg, *rest: seen.append(msg) or handle(msg, *rest)
+    client.execute()
+    lines = [msg["content"]["data"] for msg in seen if msg["msg_type"] == "display_data"]
+    assert len(lines) == 3 and all(set(data) == {"application/vnd.jupyter.widget-view+json"} for data in lines), lines
+    *gone, printed = notebook.cells[1].outputs
+    assert [output.data for output in gone] == [{}] * 3 and printed.text == "[2.0, 2.0, 2.0, 2.0]\n"
+
+
+def test_zig_keeps_what_it_made_of_its_libraries_in_our_cache(fresh, monkeypatch):
+    monkeypatch.delenv("ZIG_GLOBAL_CACHE_DIR", raising=False)
+    assert build._environment()["ZIG_GLOBAL_CACHE_DIR"] == str(fresh.parent / "zig")
+    monkeypatch.setenv("ZIG_GLOBAL_CACHE_DIR", "elsewhere")
+    assert build._environment()["ZIG_GLOBAL_CACHE_DIR"] == "elsewhere"
 
 
 def test_without_a_compiler_the_message_says_how_to_get_one(monkeypatch):
@@ -170,10 +207,8 @@ def test_structs_are_as_large_as_the_compiler_says():
 @pytest.mark.parametrize("mode", [True, False])
 def test_a_kernel_that_never_ends_is_stopped_and_named(mode):
     k, x = ga.compile(SPIN, filename="cell"), torch.zeros(1)
-    began = time.perf_counter()
-    with ga.checked(mode, seconds=0.3), pytest.raises(KernelError, match="thread 3 of block 0 was still running after 0.3 s") as caught:
+    with ga.checked(mode, seconds=1), pytest.raises(KernelError, match="thread 3 of block 0 was still running after 1 s") as caught:
         k[1, 8](x)
-    assert time.perf_counter() - began < 5
     report, = [r for r in caught.value.reports if r.kind == "time limit"]
     assert report.thread == (3, 0, 0) and (not mode or (report.line == 3 and x.eq(0).all()))
 
@@ -185,17 +220,17 @@ def test_many_threads_may_launch_and_a_stopped_launch_leaves_the_next_one_alone(
     def work(x):
         for _ in range(5):
             k[-(-x.numel() // 256), 256](x, x.numel())
-    with ga.checked(False, seconds=5):
+    with ga.checked(False, seconds=600):
         threads = [threading.Thread(target=work, args=(x,)) for x in tensors]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     assert all(x.eq(32).all() for x in tensors)
-    with ga.checked(False, seconds=0.2):
-        for _ in range(2):
-            with pytest.raises(KernelError):
-                spin[1, 8](torch.zeros(1))
+    for _ in range(2):
+        with ga.checked(False, seconds=0.2), pytest.raises(KernelError):
+            spin[1, 8](torch.zeros(1))
+        with ga.checked(False, seconds=600):
             work(tensors[0])
     assert tensors[0].eq(2**15).all()
 
@@ -222,8 +257,8 @@ def test_checked_launches_of_several_threads_report_each_its_own():
     assert not wrong, wrong[0]
 
 
-def test_an_interrupt_of_a_launch_in_another_thread_is_no_success():
-    """A signal that comes before the launch (on a busy machine) is the main thread's alone, so there is another one after two seconds."""
+def test_an_interrupt_of_a_launch_in_another_thread_is_no_success(interruptible):
+    """A signal that comes before the launch is the main thread's alone: signals are sent until one has ended it."""
     code = """
 import signal, threading, time, torch, gpuaccel as ga
 k, x = ga.compile('extern "C" __global__ void k(float* x, int n) { x[0] += 1; while (n > 0) x[0] += 1; }'), torch.zeros(1)
@@ -235,7 +270,7 @@ def work():
         said.append("done")
     except KeyboardInterrupt:
         said.append("interrupted")
-with ga.checked(seconds=60):
+with ga.checked(seconds=600):
     k[1, 1](x, 0)
     thread = threading.Thread(target=work)
     thread.start()
@@ -250,12 +285,10 @@ print(said, x.eq(1).all().item(), flush=True)
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "GPUACCEL_BACKEND": "simt"})
     assert process.stdout.readline() == "ready\n"
-    for _ in range(30):
+    while process.poll() is None:
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            out, _ = process.communicate(timeout=2)
-            break
+    out, _ = process.communicate()
     assert out == "['interrupted'] True\n"
 
 
@@ -271,7 +304,7 @@ with ga.checked(False):
         os._exit(0 if x.eq(4).all() else 1)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), x.eq(2).all().item())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600,
                           env={**os.environ, "GPUACCEL_GPU": "off", "OMP_NUM_THREADS": "1"})       # torch's own threads do not survive a fork
     assert done.stdout.split() == ["0", "True"], done.stdout + done.stderr
 
@@ -311,7 +344,7 @@ faulthandler.enable()
 ga.compile('''{TWICE}''')[1, 8](torch.ones(8), 8)
 ctypes.string_at(0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600,
                           env={**os.environ, "GPUACCEL_BACKEND": "simt"})
     assert done.returncode == -11 and "Fatal Python error: Segmentation fault" in done.stderr
 
@@ -341,7 +374,7 @@ def test_an_interrupt_ends_a_launch_at_once(mode, blocks, threads):
     code = f"""
 import torch, gpuaccel as ga
 k, x = ga.compile('''{SPIN}'''), torch.zeros(1)
-with ga.checked({mode}, seconds=60):
+with ga.checked({mode}, seconds=600):
     print("ready", flush=True)
     try:
         k[{blocks}, {threads}](x)
@@ -353,7 +386,7 @@ ga.compile('''{TWICE}''')[1, 8](torch.ones(8), 8)
     assert process.stdout.readline() == "ready\n"
     time.sleep(2)                                          # it compiles first
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=600)
     assert out == "interrupted\n" and process.returncode == 0
 
 
@@ -393,7 +426,7 @@ def test_a_ctypes_structure_is_a_struct():
     "if (t == 3) while (atomicAdd(&flag, 0) == 0) {}  x[t] = 1;"])
 def test_parts_of_an_element_have_their_own_writers_and_a_waiting_thread_lets_others_run(body):
     x = torch.zeros(64)
-    with ga.checked(seconds=5):
+    with ga.checked(seconds=600):
         ga.compile(f'extern "C" __global__ void k(float* x) {{ int t = threadIdx.x; {body} }}')[1, 64](x)
     assert x.any()
 

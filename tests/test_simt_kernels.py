@@ -1,6 +1,6 @@
-"""The same .cu on the CPU gives what its reference gives, and where there is a GPU, the GPU's bits. And it is quick."""
-import os
+"""The same .cu on the CPU gives what its reference gives, and where there is a GPU, the GPU's bits. And what makes it quick is there."""
 import pathlib
+import sys
 import time
 
 import pytest
@@ -172,24 +172,21 @@ def test_gpu_machine_also_runs_and_checks_kernels_on_the_cpu():
         ga.compile(bug.source)[call.grid, call.block](*call.args)
 
 
-COPY_ADD = """
-extern "C" __global__ void copy_add(float4* out, const float4* a, const float4* b, int n)
-{
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n / 4; i += gridDim.x * blockDim.x) {
-        float4 x = a[i], y = b[i];
-        out[i] = make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
-    }
-}
-"""
+# ---- what makes it quick; how quick it is on a machine that does nothing else is no test's business ------------------
+
+def calls_of(work):
+    """The Python functions that are entered."""
+    seen = []
+    sys.setprofile(lambda frame, event, _: seen.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return seen
 
 
-# ---- time -----------------------------------------------------------------------------------------------------------
-
-SLOW = 3 if os.environ.get("GPUACCEL_SLOW_HOST") else 1             # rented GPU machines often have slow cores
-
-
-def least(work, runs):
-    """The least processor seconds of many runs; other programs can only add."""
+def least(work, runs=10):
+    """The least processor seconds of several runs; other programs can only add."""
     best = float("inf")
     for _ in range(runs):
         start = time.process_time()
@@ -198,58 +195,24 @@ def least(work, runs):
     return best
 
 
-def test_a_million_elements_copied_and_added_take_less_than_2_ms_of_one_core(simt, monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})      # one worker
-    n = 1 << 20
-    add = ga.compile(COPY_ADD)
-    a, b, out = torch.randn(n), torch.randn(n), torch.empty(n)
-    seconds = {}
-    for blocks in (1024, 128):                                      # one group of four per thread, and eight
-        launch = add[blocks, 256]
-        launch(out, a, b, n)
-        seconds[blocks] = least(lambda: launch(out, a, b, n), 60)
-        assert torch.equal(out, a + b)
-    v2, acc = ours("accumulate", "accumulate_v2", "float"), torch.zeros(n)
-    seconds["accumulate_v2"] = least(lambda: v2[1024, 256](acc, a, n), 60)
-    print("float4, 1 M elements, of one core:", ", ".join(f"{what}: {1e3 * s:.2f} ms" for what, s in seconds.items()))
-    assert max(seconds.values()) < 2e-3 * SLOW, seconds
-
-
-def test_a_barrier_takes_less_than_30_ns_per_thread(simt):
-    rounds, threads = 2000, 256
-    kernel = ga.compile('extern "C" __global__ void wait(int* x, int rounds) { for (int k = 0; k < rounds; k++) __syncthreads(); '
-                        "x[threadIdx.x] = rounds; }")
-    x = torch.zeros(threads, dtype=torch.int32)
-    kernel[1, threads](x, rounds)
-    seconds = least(lambda: kernel[1, threads](x, rounds), 20)
-    ns = 1e9 * seconds / (rounds * threads)
-    print(f"__syncthreads: {ns:.1f} ns per thread")
-    assert x.eq(rounds).all() and ns < 30 * SLOW
-
-
-def test_a_kernel_compiles_in_less_than_a_second(simt):
-    """Compiler, linker and loader, nothing cached; the runtime was compiled before. A core's time: others may be at work here."""
-    def spent():
-        return sum(os.times()[:4])                                  # of this process and of the compilers that it has started
-    x = torch.ones(32)
-    ga.compile('extern "C" __global__ void k(float* x) { x[threadIdx.x] += 1.0f; }')[1, 32](x)
-    source = (ga.kernel.kernel_root() / "accumulate.cu").read_text()
-    seconds = []
-    for checked in (False, False, False, True, True):
-        kernel = ga.compile(f"// {time.time_ns()}\n{source}", "accumulate_v1")
-        with ga.checked(checked):
-            start = spent()
-            kernel[1, 32](x, torch.ones(32), 32)
-            seconds.append(spent() - start)
-    print(f"accumulate.cu, three kernels: fast {min(seconds[:3]):.2f} s, checked {min(seconds[3:]):.2f} s")
-    assert x.eq(7).all() and min(seconds[:3]) < 1 and min(seconds[3:]) < 1, seconds
-
-
-def test_a_launch_costs_little(simt):
+def test_a_launch_enters_few_python_functions(simt):
     kernel = ga.compile('extern "C" __global__ void k(float* x) { x[threadIdx.x] += 1.0f; }')
     x = torch.zeros(32)
     launch = kernel[1, 32]
     launch(x)
-    seconds = least(lambda: [launch(x) for _ in range(200)], 10) / 200
-    print(f"a launch: {1e6 * seconds:.1f} us")
-    assert x.eq(2001).all() and seconds < 100e-6
+    seen = calls_of(lambda: launch(x))
+    assert x.eq(2).all() and len(seen) <= 25, seen
+
+
+def test_threads_that_do_not_wait_are_a_loop(simt, monkeypatch):
+    """A thread that waits for others needs a stack of its own, to which the processor has to turn each time. One that does not is a turn of a loop."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})      # one worker
+    source = 'extern "C" __global__ void k(float* out, const float* x) { int i = blockIdx.x * 256 + threadIdx.x; WAIT; out[i] = x[i] + 1; }'
+    x, out, seconds = torch.randn(1 << 20), torch.empty(1 << 20), {}
+    for wait in ("", "__syncthreads()"):
+        launch = ga.compile(source, WAIT=wait)[4096, 256]
+        launch(out, x)
+        assert torch.equal(out, x + 1)
+        seconds[wait] = least(lambda: launch(out, x))
+    print(seconds)
+    assert 2 * seconds[""] < seconds["__syncthreads()"], seconds

@@ -20,7 +20,7 @@ import tempfile
 import threading
 from dataclasses import dataclass
 
-from ..backend import Compiler, find_compiler
+from ..backend import Compiler, cache_dir, find_compiler
 from ..errors import BackendError, CompileError
 from ..nvrtc import read_entry, write_entry
 from ..source import without_comments
@@ -30,17 +30,19 @@ COMMON = ("-std=c++17", "-nostdinc++", "-fPIC", "-fvisibility=hidden", "-ffp-con
           "-fno-rtti", "-fno-math-errno", "-fno-finite-loops", "-fno-optimize-sibling-calls", "-fstack-clash-protection",
           "-fwrapv", "-w")
 FAST = ("-O2", "-g1")
-# -O1, but without the passes that would drop or move the very accesses that are to be seen.
+# -O1, but without the passes that would drop or move the very accesses that are to be seen (or make vectors of them, of which clang
+# tells nothing: zig compiles for the machine's own instructions).
 CHECKED = ("-O1", "-g", "-DSIMT_CHECKED", "-fsanitize=thread", "-fsanitize=alignment,object-size,integer-divide-by-zero,shift-exponent")
 CHECKED_BY = {
     "g++": ("-fsanitize=bounds", "-fno-tree-fre", "-fno-tree-dse", "-fno-tree-loop-im", "-fno-tree-pta", "-fno-tree-dce",
             "--param=tsan-instrument-func-entry-exit=0", "--param=tsan-distinguish-volatile=1"),
-    "clang": ("-gdwarf-4", "-fsanitize=array-bounds", "-mllvm", "-tsan-instrument-func-entry-exit=0", "-mllvm",
-              "-tsan-instrument-read-before-write=1", "-mllvm", "-tsan-distinguish-volatile=1"),
+    "clang": ("-gdwarf-4", "-fsanitize=array-bounds", "-fno-vectorize", "-fno-slp-vectorize",
+              *("-mllvm", "-tsan-instrument-func-entry-exit=0"), *("-mllvm", "-tsan-instrument-read-before-write=1"),
+              *("-mllvm", "-tsan-distinguish-volatile=1")),
 }
 # What only a GPU has, as it shows in source or in the compiler's message -> how it is called.
 GPU_ONLY = {
-    r"simt_inline_PTX\w*|\basm\b": "inline PTX (asm)", r"\bwmma\b|\bnvcuda\b|\bmma\.h": "tensor cores (wmma)",
+    r"simt_inline_PTX\w*|\b(?:__)?asm(?:__)?\b": "inline PTX (asm)", r"\bwmma\b|\bnvcuda\b|\bmma\.h": "tensor cores (wmma)",
     r"\bcooperative_groups(?:\.h)?\b|\bcg::": "cooperative groups",
     r"\btex[123]D\w*|\bsurf[123]D\w*|cudaTextureObject_t|cudaSurfaceObject_t": "textures",
     r"\b__pipeline_\w+|\bcuda_pipeline\.h|\bmemcpy_async\b|\bcuda/\w+": "asynchronous copies",
@@ -62,15 +64,14 @@ class Program:
         return [(letters.raw[i:i + 1].decode(), sizes[i]) for i in range(count)]
 
 
-_folder = None
+@functools.cache
+def _own_folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="gpuaccel-simt-")
 
 
 def _place(image: bytes) -> str:
     """The path of a file of this process with these bytes; the loader wants a file."""
-    global _folder
-    if _folder is None:
-        _folder = tempfile.TemporaryDirectory(prefix="gpuaccel-simt-")
-    path = pathlib.Path(_folder.name) / f"{hashlib.sha256(image).hexdigest()[:32]}.so"
+    path = pathlib.Path(_own_folder().name) / f"{hashlib.sha256(image).hexdigest()[:32]}.so"
     if not path.exists():
         path.write_bytes(image)
     return str(path)
@@ -86,12 +87,14 @@ def compiler() -> Compiler:
 
 
 def _commands(made: Compiler, checked: bool, source, output, headers) -> "list[tuple[str, ...]]":
-    """Compile, then link: the sanitizers' own libraries must not come along."""
+    """Compile, then link: the sanitizers' own libraries must not come along.
+
+    zig compiles a support library for each set of optimization options that it links with, for seconds: all links have FAST."""
     few = "-fmax-errors=5" if made.kind == "g++" else "-ferror-limit=5"
     flags = (*CHECKED, *CHECKED_BY["clang" if made.kind == "zig" else made.kind]) if checked else FAST
     middle = str(output) + ".o"
     return [(*made.command, *_ours(made), *COMMON, few, *flags, *headers, "-c", str(source), "-o", middle),
-            (*made.command, *_ours(made), "-shared", middle, "-o", str(output))]
+            (*made.command, *_ours(made), *FAST, "-shared", middle, "-o", str(output))]
 
 
 def _ours(made: Compiler) -> "tuple[str, ...]":
@@ -99,15 +102,43 @@ def _ours(made: Compiler) -> "tuple[str, ...]":
     return ("-fno-sanitize=undefined",) if made.kind == "zig" else ()
 
 
-def _run(command, what) -> None:
+QUIET = 2.0                    # seconds of compiling after which people are told
+LIMIT = 900.0                  # seconds after which a compiler counts as hanging
+
+
+def _environment() -> "dict[str, str]":
+    """The environment of a compiler: messages in English, and zig keeps what it made of its own libraries in our cache folder."""
+    kept = (cache_dir() or pathlib.Path(_own_folder().name)) / "zig"
+    return {"ZIG_GLOBAL_CACHE_DIR": str(kept), **os.environ, "LC_ALL": "C"}
+
+
+def _run(command, subject: str, what) -> None:
+    """Run a compiler. subject: what is compiled; what: its messages -> the error's text."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=300, env={**os.environ, "LC_ALL": "C"})
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace",
+                              env=_environment()) as process:
+            try:
+                log = _messages(process, subject, command).strip()
+            except BaseException:
+                process.kill()
+                raise
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BackendError(f"the host compiler {command[0]} could not be run: {error}") from None
-    if done.returncode == 0 and not os.path.exists(command[command.index("-o") + 1]):
+    if process.returncode == 0 and not os.path.exists(command[command.index("-o") + 1]):
         raise BackendError(f"the host compiler {command[0]} ended without an error, but wrote nothing: is it a compiler?")
-    if done.returncode:
-        raise CompileError(what(done.stderr.strip()), done.stderr.strip())
+    if process.returncode:
+        raise CompileError(what(log), log)
+
+
+def _messages(process, subject, command) -> str:
+    """What a compiler says until it ends; people are told that it is at work if that takes longer than they expect."""
+    try:
+        return process.communicate(timeout=QUIET)[1]
+    except subprocess.TimeoutExpired:
+        from ..widgets import notice
+        name = "zig" if "ziglang" in command else os.path.basename(command[0])
+        with notice(f"{name} is compiling {subject} for the CPU; the result is kept for the next time"):
+            return process.communicate(timeout=LIMIT)[1]
 
 
 @dataclass(frozen=True)
@@ -128,7 +159,7 @@ def runtime(checked: bool, tls: "tuple[str, ...]" = ()) -> Runtime:
     made = compiler()
     files = [HERE / name for name in ("runtime.h", "executor.h", "executor.cpp", "checks.cpp")]
     sources = [HERE / "executor.cpp", *([HERE / "checks.cpp"] if checked else [])]
-    options = ("-O2", "-g1", *(("-DSIMT_CHECKED",) if checked else ()), *tls)
+    options = (*FAST, *(("-DSIMT_CHECKED",) if checked else ()), *tls)
     facts = [str(made), platform.machine(), checked, COMMON, options, [f.read_text() for f in files]]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     image = read_entry("simt", key)
@@ -137,7 +168,7 @@ def runtime(checked: bool, tls: "tuple[str, ...]" = ()) -> Runtime:
             with tempfile.TemporaryDirectory() as folder:
                 output = pathlib.Path(folder) / "runtime.so"
                 _run((*made.command, *_ours(made), *COMMON, *options, *map(str, sources), "-shared", f"-Wl,-soname,libsimt-{key[:16]}.so",
-                      "-lpthread", "-o", str(output)), lambda log: f"gpuaccel's CPU runtime does not compile with {made}:\n{log}")
+                      "-lpthread", "-o", str(output)), "gpuaccel's runtime", lambda log: f"gpuaccel's CPU runtime does not compile with {made}:\n{log}")
                 image = output.read_bytes()
             write_entry("simt", key, image)
         path = _place(image)
@@ -191,8 +222,8 @@ def _compile(text, filename, defines, checked, made, loaded) -> bytes:
                             for part in (line, *_shown(line, text)))
             return f"{explain(text, log, filename)}{filename} does not compile for the CPU ({made}):\n{log}"
         compiling, linking = _commands(made, checked, source, output, [*loaded.tls, "-include", str(HERE / "simt.h"), *macros])
-        _run(compiling, words)
-        _run((*linking, loaded.path), words)
+        _run(compiling, filename, words)
+        _run((*linking, loaded.path), filename, words)
         return output.read_bytes()
 
 
