@@ -100,8 +100,7 @@ def doctor() -> Doctor:
             problems.append(str(error))
 
     choice, library = attempt(backend), attempt(nvrtc.library)
-    driver = find_driver()[0]
-    compiler, why = find_compiler()
+    driver, (compiler, why) = find_driver()[0], find_compiler()
     if library is not None and choice is not None and choice.name == "cuda":
         attempt(lambda: nvrtc.check_driver(driver))
         attempt(lambda: nvrtc.check_arch(choice.arch))
