@@ -345,9 +345,11 @@ def test_the_benchmark_of_several_ranks_runs_and_has_a_table(ddp_on_cpu, monkeyp
     assert all(one["replay_apart"] < ranks.APART and one["gradients"] in ("set to None", "zeroed in place") for one in captured)
     torchs = [family for family in families if "DDP" in families[family]]
     assert torchs == [ddp.COMPILED, ddp.CAPTURED, ddp.SPLIT, ddp.EAGER]
+    fastest = {}
     for count in "41":
         rates = {family: r["families"][family][count]["DDP"]["tokens_per_s_per_gpu"] for family in torchs}
-        assert r["fastest_torch"][count] == max(rates, key=rates.get)
+        fastest[count] = max(rates, key=rates.get)
+    assert r["fastest_torch"] == fastest
     memory = {name: m["optimizer_GiB"] for name, m in r["memory"][ddp.REPLAYED].items()}
     assert memory["all-reduce"] == memory[ddp.ONE] > memory["sharded"] > 0 and r["bandwidth"]["the arena"].keys() == {"bytes", *("all_reduce", "reduce_scatter", "all_gather")}
     r = json.loads(json.dumps(r))
