@@ -28,7 +28,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 # Asked each time, because compilers come and go. Without one, and without a network, the rest still works.
 compiler: $(VENV)/.installed
-	@$(BIN)/python -c 'import os, sys; from gpuaccel.backend import find_compiler; \
+	@$(BIN)/python -c 'import os, sys; from gpuaccel.backends import find_compiler; \
 	sys.exit(find_compiler()[0] is None and "GPUACCEL_CXX" not in os.environ)' || \
 	{ echo "no g++ or clang++ here: installing the compiler ziglang into $(VENV) (100 MB to download, 410 MB on disk),"; \
 	  echo "so that kernels run on the CPU"; \

@@ -15,15 +15,15 @@ import common
 import torch
 from workers import Workers, in_turns, queued
 
-from gpuaccel.accumulate import MODES, GradientAccumulator, _kernel, launch_segments
-from gpuaccel.arena import Arena
-from gpuaccel.kernel import zero_
-from gpuaccel.models import Transformer, preset
-from gpuaccel.step import token_loss
+from gpuaccel.optim.accumulate import MODES, GradientAccumulator, _kernel, launch_segments
+from gpuaccel.optim.arena import Arena
+from gpuaccel.compiler.kernel import zero_
+from gpuaccel.training.models import Transformer, preset
+from gpuaccel.training.step import token_loss
 
-SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/segments.cu", "kernels_cu/encoder.cu", "gpuaccel/nvrtc.py",
-           "gpuaccel/kernel.py", "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/segments.py",
-           "gpuaccel/encoder.py", "gpuaccel/embedding.py", "gpuaccel/models.py", "benchmarks/accumulate.py", "benchmarks/workers.py", "benchmarks/common.py"]
+SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/segments.cu", "kernels_cu/encoder.cu", "gpuaccel/compiler/nvrtc.py",
+           "gpuaccel/compiler/kernel.py", "gpuaccel/optim/arena.py", "gpuaccel/optim/accumulate.py", "gpuaccel/nn/fused_linear.py", "gpuaccel/ops/token_sort.py",
+           "gpuaccel/ops/embedding_backward.py", "gpuaccel/nn/embedding.py", "gpuaccel/training/models.py", "benchmarks/accumulate.py", "benchmarks/workers.py", "benchmarks/common.py"]
 
 
 def model(dtype, **changes):

@@ -14,13 +14,13 @@ import time
 import common
 import torch
 
-from gpuaccel.arena import Arena
-from gpuaccel.clip import EPS, _kernel, arena_squares, clip_grad_norm_, clip_grads_
-from gpuaccel.ledger import ledger
-from gpuaccel.models import Transformer, preset
+from gpuaccel.optim.arena import Arena
+from gpuaccel.optim.clip import EPS, _kernel, arena_squares, clip_grad_norm_, clip_grads_
+from gpuaccel.measure.ledger import ledger
+from gpuaccel.training.models import Transformer, preset
 
-SOURCES = ["kernels_cu/common.cuh", "kernels_cu/clip.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py", "gpuaccel/arena.py",
-           "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/clip.py", "gpuaccel/models.py", "benchmarks/clip.py", "benchmarks/common.py"]
+SOURCES = ["kernels_cu/common.cuh", "kernels_cu/clip.cu", "gpuaccel/compiler/nvrtc.py", "gpuaccel/compiler/kernel.py", "gpuaccel/optim/arena.py",
+           "gpuaccel/optim/accumulate.py", "gpuaccel/nn/fused_linear.py", "gpuaccel/optim/clip.py", "gpuaccel/training/models.py", "benchmarks/clip.py", "benchmarks/common.py"]
 DEVICE, NEVER = "cuda", 1e9               # NEVER: a max_norm that nothing reaches
 ITEM, V1, OURS, ARENA, KNOWN, TORCH = (".item() per tensor", "squares_v1, reduce_v1, scale_v1", "ga.clip_grad_norm_", "ga.clip_grads_(arena)",
                                        "the same after accumulate_v4", "torch foreach")

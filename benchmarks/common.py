@@ -52,7 +52,7 @@ def environment() -> dict:
     """GPU, driver, versions, commit and date; no names of machines."""
     import torch
 
-    from gpuaccel import nvrtc
+    from gpuaccel.compiler import nvrtc
     driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True).stdout
     commit = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     return {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count(), "driver": driver.split("\n")[0].strip(),

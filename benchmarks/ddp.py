@@ -33,13 +33,13 @@ import torch
 from crews import CrewError, Crews
 from ddp_ranks import Bench, Rank, Way
 
-from gpuaccel.models import Transformer, preset
+from gpuaccel.training.models import Transformer, preset
 
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "kernels_cu/segments.cu",
-           "kernels_cu/encoder.cu", "kernels_cu/peers.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py", "gpuaccel/backend.py", "gpuaccel/arena.py", "gpuaccel/accumulate.py",
-           "gpuaccel/fused_linear.py", "gpuaccel/segments.py", "gpuaccel/encoder.py", "gpuaccel/embedding.py", "gpuaccel/clip.py", "gpuaccel/adamw.py",
-           "gpuaccel/optimizer.py", "gpuaccel/graphs.py", "gpuaccel/capture.py", "gpuaccel/step.py", "gpuaccel/rendezvous.py", "gpuaccel/distributed.py", "gpuaccel/early.py", "gpuaccel/peers.py", "gpuaccel/ranks.py",
-           "gpuaccel/sharded.py", "gpuaccel/models.py", "benchmarks/ddp.py", "benchmarks/ddp_ranks.py", "benchmarks/crews.py", "benchmarks/workers.py",
+           "kernels_cu/encoder.cu", "kernels_cu/peers.cu", "gpuaccel/compiler/nvrtc.py", "gpuaccel/compiler/kernel.py", "gpuaccel/backends.py", "gpuaccel/optim/arena.py", "gpuaccel/optim/accumulate.py",
+           "gpuaccel/nn/fused_linear.py", "gpuaccel/ops/token_sort.py", "gpuaccel/ops/embedding_backward.py", "gpuaccel/nn/embedding.py", "gpuaccel/optim/clip.py", "gpuaccel/ops/adamw.py",
+           "gpuaccel/optim/adamw.py", "gpuaccel/graphs/graphed_step.py", "gpuaccel/graphs/capture.py", "gpuaccel/training/step.py", "gpuaccel/distributed/rendezvous.py", "gpuaccel/distributed/config.py", "gpuaccel/distributed/early.py", "gpuaccel/distributed/p2p.py", "gpuaccel/distributed/reducer.py",
+           "gpuaccel/distributed/zero1.py", "gpuaccel/training/models.py", "benchmarks/ddp.py", "benchmarks/ddp_ranks.py", "benchmarks/crews.py", "benchmarks/workers.py",
            "benchmarks/common.py"]
 ONE, EACH = "one GPU", "each for itself"
 COMPILED, CAPTURED, EAGER = "torch, compiled", "torch, captured", "torch, eager"

@@ -21,11 +21,11 @@ from crews import SECONDS, Stuck
 from torch.nn.parallel import DistributedDataParallel
 from workers import queued
 
-from gpuaccel.arena import Arena
-from gpuaccel.distributed import Distributed, all_gather, reduce_scatter, weight_hashes
-from gpuaccel.models import Config, Transformer
-from gpuaccel.optimizer import AdamW
-from gpuaccel.step import TrainStep
+from gpuaccel.optim.arena import Arena
+from gpuaccel.distributed.config.config import Distributed, all_gather, reduce_scatter, weight_hashes
+from gpuaccel.training.models import Config, Transformer
+from gpuaccel.optim.adamw import AdamW
+from gpuaccel.training.step import TrainStep
 
 SETTINGS = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 WARM_UP, AGAIN = 13, 3           # steps before a first capture, and before later ones

@@ -36,17 +36,17 @@ from timing import OURS, apart, clock_MHz, gradients, multiprocessors, peak_MiB,
 from torch_layers import COMPILED, COMPILED_FOLDED, EAGER, FOLDED, Gated, in_torch, torch_attention
 from workers import Workers
 
-from gpuaccel.poly_attention import PolyAttention, poly_attention, reference_poly_attention
-from gpuaccel.richards import (GATE, RichardsCurve, launch_backward, launch_forward, launch_glu_backward, launch_glu_forward, reference_richards,
+from gpuaccel.nn.poly_attention import PolyAttention, poly_attention, reference_poly_attention
+from gpuaccel.nn.richards_glu import (GATE, RichardsCurve, launch_backward, launch_forward, launch_glu_backward, launch_glu_forward, reference_richards,
                                reference_values)
 
 poly = importlib.import_module("gpuaccel.poly_attention")      # the package's name of it is the function
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/richards.cu", "kernels_cu/poly_attention.cu", "kernels_cu/poly_forward.cu",
            "kernels_cu/poly_backward.cu", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu",
-           "kernels_cu/adamw.cu", "kernels_cu/segments.cu", "kernels_cu/encoder.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py", "gpuaccel/backend.py",
-           "gpuaccel/richards.py", "gpuaccel/poly_attention.py", "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py",
-           "gpuaccel/segments.py", "gpuaccel/encoder.py", "gpuaccel/clip.py", "gpuaccel/adamw.py", "gpuaccel/optimizer.py", "gpuaccel/graphs.py",
-           "gpuaccel/capture.py", "gpuaccel/step.py", "gpuaccel/models.py", "benchmarks/dispatch.py", "benchmarks/dispatch_layers.py",
+           "kernels_cu/adamw.cu", "kernels_cu/segments.cu", "kernels_cu/encoder.cu", "gpuaccel/compiler/nvrtc.py", "gpuaccel/compiler/kernel.py", "gpuaccel/backends.py",
+           "gpuaccel/nn/richards_glu.py", "gpuaccel/nn/poly_attention.py", "gpuaccel/optim/arena.py", "gpuaccel/optim/accumulate.py", "gpuaccel/nn/fused_linear.py",
+           "gpuaccel/ops/token_sort.py", "gpuaccel/ops/embedding_backward.py", "gpuaccel/optim/clip.py", "gpuaccel/ops/adamw.py", "gpuaccel/optim/adamw.py", "gpuaccel/graphs/graphed_step.py",
+           "gpuaccel/graphs/capture.py", "gpuaccel/training/step.py", "gpuaccel/training/models.py", "benchmarks/dispatch.py", "benchmarks/dispatch_layers.py",
            "benchmarks/torch_layers.py", "benchmarks/timing.py", "benchmarks/clip.py", "benchmarks/workers.py", "benchmarks/common.py"]
 DEVICE = "cuda"
 HEADS, HEAD, T, LONG = 16, 64, 2048, 4096                      # of the attention's cases

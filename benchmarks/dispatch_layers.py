@@ -11,13 +11,13 @@ from timing import OURS, apart, gradients, random, release, timed_alike, times_o
 from torch_layers import COMPILED, EAGER, TorchStep, in_torch
 from workers import in_turns, queued
 
-from gpuaccel.arena import Arena
-from gpuaccel.backend import use_backend
-from gpuaccel.models import preset
-from gpuaccel.optimizer import AdamW
-from gpuaccel.poly_attention import PolyAttention
-from gpuaccel.richards import RichardsGLU
-from gpuaccel.step import TrainStep
+from gpuaccel.optim.arena import Arena
+from gpuaccel.backends import use_backend
+from gpuaccel.training.models import preset
+from gpuaccel.optim.adamw import AdamW
+from gpuaccel.nn.poly_attention import PolyAttention
+from gpuaccel.nn.richards_glu import RichardsGLU
+from gpuaccel.training.step import TrainStep
 
 DEVICE = "cuda"
 BATCHES = {f"batch {B}": (B,) for B in (4, 32, 64)}

@@ -34,20 +34,20 @@ from timing import release, timed
 from torch import nn
 from workers import Workers, in_turns, queued
 
-from gpuaccel.arena import Arena
-from gpuaccel.backend import backend, deterministic
-from gpuaccel.capture import recorder_for
-from gpuaccel.data import Batches, make_dataset
-from gpuaccel.encoder import encoder_backward, launch_atomic, launch_buckets, reference_buckets
-from gpuaccel.models import preset
-from gpuaccel.optimizer import AdamW
-from gpuaccel.segments import find_segments
-from gpuaccel.step import TrainStep
+from gpuaccel.optim.arena import Arena
+from gpuaccel.backends import backend, deterministic
+from gpuaccel.graphs.graphed_step.capture import recorder_for
+from gpuaccel.training.data import Batches, make_dataset
+from gpuaccel.ops.embedding_backward import encoder_backward, launch_atomic, launch_buckets, reference_buckets
+from gpuaccel.training.models import preset
+from gpuaccel.optim.adamw import AdamW
+from gpuaccel.ops.token_sort import find_segments
+from gpuaccel.training.step import TrainStep
 
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/segments.cu", "kernels_cu/encoder.cu", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu",
-           "kernels_cu/adamw.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py", "gpuaccel/backend.py", "gpuaccel/arena.py", "gpuaccel/accumulate.py",
-           "gpuaccel/fused_linear.py", "gpuaccel/segments.py", "gpuaccel/encoder.py", "gpuaccel/embedding.py", "gpuaccel/clip.py", "gpuaccel/adamw.py",
-           "gpuaccel/optimizer.py", "gpuaccel/graphs.py", "gpuaccel/capture.py", "gpuaccel/step.py", "gpuaccel/models.py", "gpuaccel/data.py",
+           "kernels_cu/adamw.cu", "gpuaccel/compiler/nvrtc.py", "gpuaccel/compiler/kernel.py", "gpuaccel/backends.py", "gpuaccel/optim/arena.py", "gpuaccel/optim/accumulate.py",
+           "gpuaccel/nn/fused_linear.py", "gpuaccel/ops/token_sort.py", "gpuaccel/ops/embedding_backward.py", "gpuaccel/nn/embedding.py", "gpuaccel/optim/clip.py", "gpuaccel/ops/adamw.py",
+           "gpuaccel/optim/adamw.py", "gpuaccel/graphs/graphed_step.py", "gpuaccel/graphs/capture.py", "gpuaccel/training/step.py", "gpuaccel/training/models.py", "gpuaccel/training/data.py",
            "benchmarks/encoder.py", "benchmarks/timing.py", "benchmarks/clip.py", "benchmarks/workers.py", "benchmarks/common.py"]
 DEVICE = "cuda"
 ZIPF, UNIFORM, TEXT, SAME = DISTRIBUTIONS = "Zipf", "uniform", "real text", "all the same"

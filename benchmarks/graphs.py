@@ -24,20 +24,20 @@ import torch
 import torch.nn.functional as F
 from workers import Workers, in_turns, queued
 
-from gpuaccel.arena import Arena
-from gpuaccel.ledger import ledger
-from gpuaccel.meter import _resident_bytes
-from gpuaccel.models import Transformer, preset
-from gpuaccel.optimizer import AdamW
-from gpuaccel.step import TrainStep, token_loss
-from gpuaccel.timeline import facts, lines, whole
-from gpuaccel.train import warmup_cosine
+from gpuaccel.optim.arena import Arena
+from gpuaccel.measure.ledger import ledger
+from gpuaccel.measure.meter import _resident_bytes
+from gpuaccel.training.models import Transformer, preset
+from gpuaccel.optim.adamw import AdamW
+from gpuaccel.training.step import TrainStep, token_loss
+from gpuaccel.measure.timeline import facts, lines, whole
+from gpuaccel.training.loop import warmup_cosine
 
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "kernels_cu/segments.cu",
-           "kernels_cu/encoder.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py", "gpuaccel/backend.py", "gpuaccel/arena.py",
-           "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/segments.py", "gpuaccel/encoder.py", "gpuaccel/embedding.py", "gpuaccel/clip.py",
-           "gpuaccel/adamw.py", "gpuaccel/optimizer.py", "gpuaccel/graphs.py", "gpuaccel/capture.py", "gpuaccel/step.py", "gpuaccel/models.py",
-           "gpuaccel/timeline.py", "gpuaccel/ledger.py", "benchmarks/graphs.py", "benchmarks/workers.py", "benchmarks/common.py"]
+           "kernels_cu/encoder.cu", "gpuaccel/compiler/nvrtc.py", "gpuaccel/compiler/kernel.py", "gpuaccel/backends.py", "gpuaccel/optim/arena.py",
+           "gpuaccel/optim/accumulate.py", "gpuaccel/nn/fused_linear.py", "gpuaccel/ops/token_sort.py", "gpuaccel/ops/embedding_backward.py", "gpuaccel/nn/embedding.py", "gpuaccel/optim/clip.py",
+           "gpuaccel/ops/adamw.py", "gpuaccel/optim/adamw.py", "gpuaccel/graphs/graphed_step.py", "gpuaccel/graphs/capture.py", "gpuaccel/training/step.py", "gpuaccel/training/models.py",
+           "gpuaccel/measure/timeline.py", "gpuaccel/measure/ledger.py", "benchmarks/graphs.py", "benchmarks/workers.py", "benchmarks/common.py"]
 DEVICE = "cuda"
 SHAPES, CALLS = ((4, 1024), (4, 256), (1, 128)), 4
 PLAIN, EAGER, REPLAY, COMPILED = "plain torch", "ours, eager", "ours, replayed", "ours, replayed, compiled"

@@ -17,17 +17,17 @@ import torch
 import torch.nn.functional as F
 from workers import Workers, in_turns, queued
 
-from gpuaccel.arena import Arena
-from gpuaccel.meter import peak_flops
-from gpuaccel.models import Transformer, flops_per_token, preset
-from gpuaccel.optimizer import AdamW
-from gpuaccel.step import TrainStep
+from gpuaccel.optim.arena import Arena
+from gpuaccel.measure.meter import peak_flops
+from gpuaccel.training.models import Transformer, flops_per_token, preset
+from gpuaccel.optim.adamw import AdamW
+from gpuaccel.training.step import TrainStep
 
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "kernels_cu/segments.cu",
-           "kernels_cu/encoder.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py", "gpuaccel/backend.py", "gpuaccel/arena.py",
-           "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/segments.py", "gpuaccel/encoder.py", "gpuaccel/embedding.py", "gpuaccel/clip.py",
-           "gpuaccel/adamw.py", "gpuaccel/optimizer.py", "gpuaccel/graphs.py", "gpuaccel/capture.py", "gpuaccel/step.py", "gpuaccel/models.py",
-           "gpuaccel/meter.py", "benchmarks/step.py", "benchmarks/workers.py", "benchmarks/common.py"]
+           "kernels_cu/encoder.cu", "gpuaccel/compiler/nvrtc.py", "gpuaccel/compiler/kernel.py", "gpuaccel/backends.py", "gpuaccel/optim/arena.py",
+           "gpuaccel/optim/accumulate.py", "gpuaccel/nn/fused_linear.py", "gpuaccel/ops/token_sort.py", "gpuaccel/ops/embedding_backward.py", "gpuaccel/nn/embedding.py", "gpuaccel/optim/clip.py",
+           "gpuaccel/ops/adamw.py", "gpuaccel/optim/adamw.py", "gpuaccel/graphs/graphed_step.py", "gpuaccel/graphs/capture.py", "gpuaccel/training/step.py", "gpuaccel/training/models.py",
+           "gpuaccel/measure/meter.py", "benchmarks/step.py", "benchmarks/workers.py", "benchmarks/common.py"]
 DEVICE, CAPTURABLE = "cuda", {"capturable": True}
 B, MICRO_BATCHES, LENGTHS, CALLS = 4, 4, (1024, 256), 4
 PEER, OURS, EXACT = "torch", "ours", "ours, deterministic"

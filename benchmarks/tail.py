@@ -17,16 +17,17 @@ import common
 import torch
 from clip import build, captured, copy_rate, in_turns, wall
 
-from gpuaccel import adamw, clip
-from gpuaccel.accumulate import launch_segments
-from gpuaccel.arena import CHUNK, Arena
-from gpuaccel.kernel import zero_
-from gpuaccel.models import preset
-from gpuaccel.optimizer import AdamW
-from gpuaccel.step import token_loss
+from gpuaccel.ops import adamw
+from gpuaccel.optim import clip
+from gpuaccel.optim.accumulate import launch_segments
+from gpuaccel.optim.arena import CHUNK, Arena
+from gpuaccel.compiler.kernel import zero_
+from gpuaccel.training.models import preset
+from gpuaccel.optim.adamw import AdamW
+from gpuaccel.training.step import token_loss
 
-SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py",
-           "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/clip.py", "gpuaccel/adamw.py", "gpuaccel/optimizer.py", "gpuaccel/models.py", "benchmarks/clip.py",
+SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "gpuaccel/compiler/nvrtc.py", "gpuaccel/compiler/kernel.py",
+           "gpuaccel/optim/arena.py", "gpuaccel/optim/accumulate.py", "gpuaccel/nn/fused_linear.py", "gpuaccel/optim/clip.py", "gpuaccel/ops/adamw.py", "gpuaccel/optim/adamw.py", "gpuaccel/training/models.py", "benchmarks/clip.py",
            "benchmarks/tail.py", "benchmarks/common.py"]
 DEVICE, CAPTURABLE = "cuda", {"capturable": True}
 SETTINGS = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}

@@ -8,15 +8,15 @@ import common
 import torch
 from workers import Workers
 
-from gpuaccel.arena import Arena
-from gpuaccel.models import Transformer, preset
-from gpuaccel.optimizer import AdamW
-from gpuaccel.step import CLIPS, TrainStep
-from gpuaccel.timeline import facts, lines, tail
+from gpuaccel.optim.arena import Arena
+from gpuaccel.training.models import Transformer, preset
+from gpuaccel.optim.adamw import AdamW
+from gpuaccel.training.step import CLIPS, TrainStep
+from gpuaccel.measure.timeline import facts, lines, tail
 
-SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "gpuaccel/nvrtc.py", "gpuaccel/kernel.py",
-           "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/clip.py", "gpuaccel/adamw.py", "gpuaccel/optimizer.py",
-           "gpuaccel/models.py", "gpuaccel/step.py", "gpuaccel/timeline.py", "gpuaccel/ledger.py", "benchmarks/timeline.py", "benchmarks/workers.py",
+SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "gpuaccel/compiler/nvrtc.py", "gpuaccel/compiler/kernel.py",
+           "gpuaccel/optim/arena.py", "gpuaccel/optim/accumulate.py", "gpuaccel/nn/fused_linear.py", "gpuaccel/optim/clip.py", "gpuaccel/ops/adamw.py", "gpuaccel/optim/adamw.py",
+           "gpuaccel/training/models.py", "gpuaccel/training/step.py", "gpuaccel/measure/timeline.py", "gpuaccel/measure/ledger.py", "benchmarks/timeline.py", "benchmarks/workers.py",
            "benchmarks/common.py"]
 B, T, DEVICE = 4, 1024, "cuda"
 SETTINGS = {"lr": 3e-4, "betas": (0.9, 0.95)}

@@ -7,8 +7,8 @@ import subprocess
 import common
 import torch
 
-from gpuaccel.backend import backend
-from gpuaccel.capture import recorder_for
+from gpuaccel.backends import backend
+from gpuaccel.graphs.graphed_step.capture import recorder_for
 from gpuaccel.errors import CaptureError
 
 DEVICE, OURS = "cuda", "ours"

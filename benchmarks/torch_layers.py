@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpuaccel.backend import backend
-from gpuaccel.capture import recorder_for
-from gpuaccel.poly_attention import LEAST_GATE, PolyAttention
-from gpuaccel.richards import RichardsCurve, RichardsGLU, reference_richards, reference_values
-from gpuaccel.step import token_loss
+from gpuaccel.backends import backend
+from gpuaccel.graphs.graphed_step.capture import recorder_for
+from gpuaccel.nn.poly_attention import LEAST_GATE, PolyAttention
+from gpuaccel.nn.richards_glu import RichardsCurve, RichardsGLU, reference_richards, reference_values
+from gpuaccel.training.step import token_loss
 
 DEVICE, CAPTURABLE = "cuda", {"capturable": True}
 EAGER, FOLDED, COMPILED, COMPILED_FOLDED = "torch", "torch, folded", "torch.compile", "torch.compile, folded"

@@ -10,16 +10,16 @@ import common
 import torch
 from workers import Workers
 
-from gpuaccel.accumulate import MODES
-from gpuaccel.arena import Arena
-from gpuaccel.ledger import ledger
-from gpuaccel.meter import Meter, peak_flops
-from gpuaccel.models import Transformer, flops_per_token, preset
-from gpuaccel.step import TrainStep
+from gpuaccel.optim.accumulate import MODES
+from gpuaccel.optim.arena import Arena
+from gpuaccel.measure.ledger import ledger
+from gpuaccel.measure.meter import Meter, peak_flops
+from gpuaccel.training.models import Transformer, flops_per_token, preset
+from gpuaccel.training.step import TrainStep
 
-SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/segments.cu", "kernels_cu/encoder.cu", "gpuaccel/nvrtc.py",
-           "gpuaccel/kernel.py", "gpuaccel/arena.py", "gpuaccel/accumulate.py", "gpuaccel/fused_linear.py", "gpuaccel/segments.py",
-           "gpuaccel/encoder.py", "gpuaccel/embedding.py", "gpuaccel/models.py", "gpuaccel/step.py", "gpuaccel/meter.py", "gpuaccel/ledger.py", "benchmarks/train.py",
+SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/segments.cu", "kernels_cu/encoder.cu", "gpuaccel/compiler/nvrtc.py",
+           "gpuaccel/compiler/kernel.py", "gpuaccel/optim/arena.py", "gpuaccel/optim/accumulate.py", "gpuaccel/nn/fused_linear.py", "gpuaccel/ops/token_sort.py",
+           "gpuaccel/ops/embedding_backward.py", "gpuaccel/nn/embedding.py", "gpuaccel/training/models.py", "gpuaccel/training/step.py", "gpuaccel/measure/meter.py", "gpuaccel/measure/ledger.py", "benchmarks/train.py",
            "benchmarks/workers.py", "benchmarks/common.py"]
 B, T = 4, 1024
 

@@ -5,37 +5,38 @@ the function the one that `ga.` finds.
 """
 __version__ = "0.1.0"
 
-from . import errors, nvrtc, simt  # noqa: F401
-from .accumulate import MODES, GradientAccumulator, accumulate_, reference_accumulate
-from .adamw import reference_adamw
-from .arena import Arena
-from .backend import backend, cache_dir, default_device, deterministic, use_backend
-from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from .cli import doctor
-from .clip import ClipState, clip_grad_norm_, clip_grads_
-from .data import Batches, ByteTokenizer, load_text, make_dataset, shard, train_bpe, val_batches
-from .distributed import Distributed
-from .embedding import Embedding, Encoder, deterministic_embeddings
-from .encoder import encoder_backward, reference_encoder, reference_encoder_backward
+from . import errors, simt  # noqa: F401
+from .compiler import nvrtc
+from .optim.accumulate import MODES, GradientAccumulator, accumulate_, reference_accumulate
+from .ops.adamw import reference_adamw
+from .optim.arena import Arena
+from .backends import backend, cache_dir, default_device, deterministic, use_backend
+from .training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from .cli.main import doctor
+from .optim.clip import ClipState, clip_grad_norm_, clip_grads_
+from .training.data import Batches, ByteTokenizer, load_text, make_dataset, shard, train_bpe, val_batches
+from .distributed.config import Distributed
+from .nn.embedding import Embedding, Encoder, deterministic_embeddings
+from .ops.embedding_backward import encoder_backward, reference_encoder, reference_encoder_backward
 from .errors import ArgumentError, BackendError, CaptureError, CheckpointError, CompileError, DataError, GpuaccelError, KernelError, NonFiniteError, RankError
-from .exercises import check, hint, solution
-from .graphs import GraphedStep
-from .kernel import Kernel, compile, kernel_names
-from .launch import launch
-from .ledger import Ledger, ledger
-from .lora import BLOCK_NORMS, LoRALinear, apply_lora, load_lora, merge_lora, remove_lora, save_lora, unmerge_lora
-from .magics import load_ipython_extension
-from .meter import LateValue, Meter, Reading, StageTimer, peak_flops
-from .models import GPT2, Config, Transformer, flops_per_token, generate, preset
-from .optimizer import AdamW
-from .poly_attention import PolyAttention, poly_attention, reference_poly_attention
-from .richards import RichardsCurve, RichardsGLU
-from .segments import Segments, find_segments
-from .show import show
+from .learn.exercises.exercises import check, hint, solution
+from .graphs.graphed_step import GraphedStep
+from .compiler.kernel import Kernel, compile, kernel_names
+from .distributed.spawn import launch
+from .measure.ledger import Ledger, ledger
+from .training.lora import BLOCK_NORMS, LoRALinear, apply_lora, load_lora, merge_lora, remove_lora, save_lora, unmerge_lora
+from .learn.magics import load_ipython_extension
+from .measure.meter import LateValue, Meter, Reading, StageTimer, peak_flops
+from .training.models import GPT2, Config, Transformer, flops_per_token, generate, preset
+from .optim.adamw import AdamW
+from .nn.poly_attention import PolyAttention, poly_attention, reference_poly_attention
+from .nn.richards_glu import RichardsCurve, RichardsGLU
+from .ops.token_sort import Segments, find_segments
+from .learn.show import show
 from .simt import checked
-from .step import TrainStep, token_loss
-from .train import evaluate, train, warmup_cosine
-from .widgets import LiveThroughput
+from .training.step import TrainStep, token_loss
+from .training.loop import evaluate, train, warmup_cosine
+from .learn.widgets import LiveThroughput
 
 __all__ = [
     "MODES", "GradientAccumulator", "accumulate_", "reference_accumulate", "AdamW", "reference_adamw", "Arena", "backend", "cache_dir", "default_device",

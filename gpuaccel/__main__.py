@@ -1,6 +1,6 @@
 """`python -m gpuaccel` is the command line, the same as `gpuaccel`."""
 import sys
 
-from .cli import main
+from .cli.main import main
 
 sys.exit(main())

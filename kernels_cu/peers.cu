@@ -1,4 +1,4 @@
-// peers: the sum of several ranks' gradients, over the range of the arena that this rank adds up for all (peers.py).
+// peers: the sum of several ranks' gradients, over the range of the arena that this rank adds up for all (distributed/p2p.py).
 //
 //   sum[i] = ((g_0[i] + g_1[i]) + g_2[i]) + ...                always in the order of the ranks, so it does not matter which of them adds
 //

@@ -3,7 +3,7 @@
 //   s_ij = q~_i . k_j + q_i . PE[i - j]       c = 8 tanh(s / 8)       phi_ij = scale (a c^p + b) for 0 <= i - j < window, else exactly 0
 //   y_i = sum over j of phi_ij v_j
 //
-// q~ is the query with everything of the score that is a product with the key folded in (poly_attention.py); p is odd. With dphi_ij = dy_i . v_j:
+// q~ is the query with everything of the score that is a product with the key folded in (nn/poly_attention.py); p is odd. With dphi_ij = dy_i . v_j:
 //
 //   dv_j = sum_i phi_ij dy_i        ds_ij = dphi_ij scale a p c^(p-1) (1 - tanh^2(s / 8))        dk_j = sum_i ds_ij q~_i
 //   dq~_i = sum_j ds_ij k_j         dq_i = sum_j ds_ij PE[i - j]         dPE[r] = sum_i ds_i,i-r q_i (over batches and heads, too)

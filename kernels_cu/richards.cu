@@ -13,7 +13,7 @@
 // 2 writes (bf16: 6 and 10). Special functions: forward 6, backward 8. An H200 moves 4.2 TB/s and takes 16 special functions per clock and SM,
 // 3.7 T/s at 1.755 GHz: forward is bound by these (1.6 ps per element, bytes 1.4), backward by bytes (2.4 ps, special functions 2.2).
 //
-// PolyAttention (poly_attention.py) has two curves, one in its query and one in its gate; n is a row and a head, m one of the RANK parts of a head:
+// PolyAttention (nn/poly_attention.py) has two curves, one in its query and one in its gate; n is a row and a head, m one of the RANK parts of a head:
 //
 //   u_m = mean of q over part m      q~ = q / sqrt(d) + rho / (width of m) h_m, h = u R_q(u), rho = 0.15 / sqrt(RANK)      e = R_gate(alpha seen + beta)
 //

@@ -10,7 +10,7 @@ if _cache:
     os.environ["GPUACCEL_CACHE"] = _cache            # a clean cache, also for the processes that tests start
     os.environ.setdefault("ZIG_GLOBAL_CACHE_DIR", os.path.join(_cache, "zig"))      # also for tests with a cache of their own
 
-from gpuaccel.backend import find_gpu  # noqa: E402
+from gpuaccel.backends import find_gpu  # noqa: E402
 
 
 def pytest_collection_modifyitems(items):
@@ -39,6 +39,6 @@ def interruptible():
 @pytest.fixture
 def device(request):
     """The device of a test that is parametrised with indirect=True: "cpu" (plain torch), "simt" (our kernels on the CPU), "cuda"."""
-    from gpuaccel.backend import use_backend
+    from gpuaccel.backends import use_backend
     with use_backend("torch" if request.param == "cpu" else request.param):
         yield "cuda" if request.param == "cuda" else "cpu"

@@ -24,8 +24,8 @@ from torch import nn
 
 import gpuaccel as ga
 import test_savers as savers
-from gpuaccel import exchange, peers, rendezvous
-from gpuaccel.distributed import weight_hashes
+from gpuaccel.distributed import trace as exchange, p2p as peers, rendezvous
+from gpuaccel.distributed.config.config import weight_hashes
 
 PATIENCE = 300                             # seconds until a rank that waits for another gives up
 HANG = 600                                 # seconds until a process or an event that does not come counts as hanging; nothing is judged by them
@@ -360,7 +360,7 @@ def memory_of_moments(rank, group, backend):
             step([micro_batch(rank)])
             moments = [t for state in step.opt.state.values() for key, t in state.items() if key != "step"]
             kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in moments}
-            return sum(kept.values()), 8 * step.arena.numel, 8 * len(step.ranks.buckets) * dist.get_world_size(group) * ga.arena.CHUNK
+            return sum(kept.values()), 8 * step.arena.numel, 8 * len(step.ranks.buckets) * dist.get_world_size(group) * ga.optim.arena.CHUNK
 
 
 def _four_rounds(step, rank, ranks, first, last):

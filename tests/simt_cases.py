@@ -1622,7 +1622,7 @@ TENSORS, SEED = ("weight", "gradient", "m", "v", "vmax", "copy"), 2**52 + 12345
 
 def _updated(c, old, number, clear, amsgrad, stochastic):
     """Weight, gradient, m, v, vmax and copy (or None) after a step with these coefficients: the kernel's own operations, in numpy."""
-    from gpuaccel.adamw import reference_random_bits, reference_round
+    from gpuaccel.ops.adamw import reference_random_bits, reference_round
     w, g, m, v, vmax = (t.float().numpy() for t in old[:5])
     dtype, new = old[0].dtype, [*old]
     if not c[8]:
@@ -1830,7 +1830,7 @@ def run(kernel, seed, device):
 
 def _into(sums, at, total, which, STOCHASTIC):
     """sums[at] += total (numpy, fp32), rounded as the kernels round; `which` tensor: 0 wte, 1 wpe."""
-    from gpuaccel.adamw import reference_random_bits, reference_round
+    from gpuaccel.ops.adamw import reference_random_bits, reference_round
     value = sums[at].float() + torch.from_numpy(total)
     if STOCHASTIC:
         wide = -(-sums.shape[1] // 4) * 4

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gpuaccel.accumulate import MODES, FusedLinear, GradientAccumulator, accumulate_, reference_accumulate
-from gpuaccel.arena import Arena
+from gpuaccel.optim.accumulate import MODES, FusedLinear, GradientAccumulator, accumulate_, reference_accumulate
+from gpuaccel.optim.arena import Arena
 from gpuaccel.errors import ArgumentError
-from gpuaccel.step import TrainStep, token_loss
+from gpuaccel.training.step import TrainStep, token_loss
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 KERNELS = [*DEVICES, "simt"]                                      # where the arithmetic is the kernel's own
@@ -651,7 +651,7 @@ def test_a_block_of_a_thousand_tensors(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("off", [0, 1, 3])
 def test_every_version_is_bit_equal_to_torch(dtype, off, device):
-    from gpuaccel.accumulate import _kernel, launch_segments
+    from gpuaccel.optim.accumulate import _kernel, launch_segments
     torch.manual_seed(off)
     shapes = [(1,), (4095,), (4096,), (4097,), (63, 129), (512, 1024), (0,), (3, 5, 7)]
     arena = Arena(Chosen(shapes, [torch.float32] * len(shapes)).to(device))
@@ -681,7 +681,7 @@ def test_every_version_is_bit_equal_to_torch(dtype, off, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("version", ["accumulate_v1", "accumulate_v2", "accumulate_v3"])
 def test_gpu_more_than_2_to_the_31_elements(version):
-    from gpuaccel.accumulate import _kernel, launch_segments
+    from gpuaccel.optim.accumulate import _kernel, launch_segments
     free = torch.cuda.mem_get_info()[0]
     if free < 40e9:
         pytest.skip(f"needs 40 GB of free GPU memory for 2^31 + 4096 elements; there are {free / 1e9:.0f} GB")
@@ -708,8 +708,8 @@ def test_gpu_more_than_2_to_the_31_elements(version):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["arena", "fused"])
 def test_gpu_a_window_neither_waits_nor_downloads(mode, dtype):
-    from gpuaccel.ledger import ledger
-    from gpuaccel.models import Transformer, preset
+    from gpuaccel.measure.ledger import ledger
+    from gpuaccel.training.models import Transformer, preset
     model = Transformer(preset("tiny")).to("cuda", dtype)
     with TrainStep(model, micro_batches=4, accumulate=mode, clip="torch", max_norm=1.0) as step:       # ga.AdamW needs no memset
         batch = tuple(torch.randint(0, 256, (8, 128), device="cuda") for _ in range(2))

@@ -17,13 +17,13 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import gpuaccel as ga
-from gpuaccel import adamw
-from gpuaccel.accumulate import MODES, GradientAccumulator
-from gpuaccel.adamw import reference_adamw, reference_random_bits, reference_round
-from gpuaccel.arena import Arena
-from gpuaccel.checkpoint import load_checkpoint, save_checkpoint
+from gpuaccel.ops import adamw
+from gpuaccel.optim.accumulate import MODES, GradientAccumulator
+from gpuaccel.ops.adamw import reference_adamw, reference_random_bits, reference_round
+from gpuaccel.optim.arena import Arena
+from gpuaccel.training.checkpoint import load_checkpoint, save_checkpoint
 from gpuaccel.errors import ArgumentError, NonFiniteError
-from gpuaccel.optimizer import AdamW
+from gpuaccel.optim.adamw import AdamW
 
 Torchs = torch.optim.AdamW
 # How far two implementations of the same formula may drift apart in a dozen steps of fp32: a few roundings of weights of size 1.

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from gpuaccel.accumulate import GradientAccumulator
-from gpuaccel.arena import CHUNK, Arena, Summary, lay_out
+from gpuaccel.optim.accumulate import GradientAccumulator
+from gpuaccel.optim.arena import CHUNK, Arena, Summary, lay_out
 from gpuaccel.errors import ArgumentError
-from gpuaccel.models import Transformer, preset
+from gpuaccel.training.models import Transformer, preset
 
 few = settings(max_examples=30, deadline=None)
 

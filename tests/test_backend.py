@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gpuaccel as ga
-from gpuaccel.backend import BACKENDS, POLICIES, backend, cache_dir, default_device, find_driver, find_gpu, resolve, use_backend
+from gpuaccel.backends import BACKENDS, POLICIES, backend, cache_dir, default_device, find_driver, find_gpu, resolve, use_backend
 from gpuaccel.errors import BackendError, GpuaccelError
 
 module = importlib.import_module("gpuaccel.backend")         # gpuaccel.backend as an attribute is the function of that name
@@ -120,7 +120,7 @@ def test_environment_is_read_at_the_first_use(monkeypatch):
 
 
 def test_environment_of_a_fresh_process():
-    code = "from gpuaccel.backend import backend; print(backend())"
+    code = "from gpuaccel.backends import backend; print(backend())"
     run = subprocess.run([sys.executable, "-c", code], env={**os.environ, "GPUACCEL_GPU": "off"}, capture_output=True,
         text=True, timeout=600)
     assert run.stdout.strip() == "backend torch on CPU: the GPU policy is off (GPUACCEL_GPU=off)", run.stderr
@@ -186,7 +186,7 @@ def test_an_unwritable_cache_warns_once_and_kernels_still_compile(monkeypatch, t
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         assert cache_dir() is None and cache_dir() is None
-        from gpuaccel.kernel import Kernel
+        from gpuaccel.compiler.kernel import Kernel
         assert Kernel("accumulate", "accumulate_v1").resources("sm_90").registers > 0
     texts = [str(w.message) for w in seen if "gpuaccel" in str(w.message)]
     assert len(texts) == 1, texts
@@ -208,7 +208,7 @@ def test_gpu_is_found_and_named():
 
 @pytest.mark.gpu
 def test_gpu_hidden_by_the_environment_is_explained():
-    code = "from gpuaccel.backend import backend; print(backend())"
+    code = "from gpuaccel.backends import backend; print(backend())"
     run = subprocess.run([sys.executable, "-c", code], env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True, text=True, timeout=600)
     assert run.stdout.startswith("backend torch on CPU: "), run.stdout + run.stderr

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import gpuaccel as ga
-from gpuaccel.backend import find_compiler
-from gpuaccel.models import Config, preset
+from gpuaccel.backends import find_compiler
+from gpuaccel.training.models import Config, preset
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))

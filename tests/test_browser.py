@@ -21,8 +21,8 @@ IDLE = """() => { const w = window.jupyterapp && window.jupyterapp.shell.current
     const s = w && w.sessionContext && w.sessionContext.session;
     return !!s && !!s.kernel && s.kernel.status === 'idle' }"""
 CELLS = [f"""import sys, time; sys.path.insert(0, {str(ROOT)!r})
-from gpuaccel.meter import Reading
-from gpuaccel.widgets import LiveThroughput
+from gpuaccel.measure.meter import Reading
+from gpuaccel.learn.widgets import LiveThroughput
 def some(n):
     for i in range(1, n + 1):
         time.sleep(0.02)

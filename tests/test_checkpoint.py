@@ -1,4 +1,4 @@
-"""The contract of gpuaccel/checkpoint.py: resume gives the same bits; no kill and no bad file harms a run."""
+"""The contract of gpuaccel/training/checkpoint.py: resume gives the same bits; no kill and no bad file harms a run."""
 import copy
 import errno
 import json
@@ -17,10 +17,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from gpuaccel import checkpoint
-from gpuaccel.arena import Arena
-from gpuaccel.checkpoint import checkpoint_path, latest_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
-from gpuaccel.data import Batches
+from gpuaccel.training import checkpoint
+from gpuaccel.optim.arena import Arena
+from gpuaccel.training.checkpoint import checkpoint_path, latest_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
+from gpuaccel.training.data import Batches
 from gpuaccel.errors import CheckpointError
 
 

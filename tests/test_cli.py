@@ -10,10 +10,11 @@ import time
 import pytest
 
 import gpuaccel as ga
-from gpuaccel import cli, models
-from gpuaccel.backend import backend
-from gpuaccel.cli import Doctor, Progress, StopAfterStep, main
-from gpuaccel.meter import Reading
+from gpuaccel.cli import main as cli
+from gpuaccel.training import models
+from gpuaccel.backends import backend
+from gpuaccel.cli.main.main import Doctor, Progress, StopAfterStep, main
+from gpuaccel.measure.meter import Reading
 
 
 def run(*words, **env):
@@ -63,7 +64,7 @@ def test_kernels_lists_every_kernel_with_its_registers(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("sm_80, NVRTC ")
     rows = {line.split()[1]: line.split() for line in lines[2:]}
-    from gpuaccel.kernel import kernel_files, kernel_names
+    from gpuaccel.compiler.kernel import kernel_files, kernel_names
     assert set(rows) == {name for file in kernel_files() for name in kernel_names(file.read_text())}
     assert all(int(row[2]) > 0 for row in rows.values())
 

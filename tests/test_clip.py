@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel import clip
-from gpuaccel.accumulate import MODES, GradientAccumulator, launch_segments
-from gpuaccel.arena import CHUNK, Arena
-from gpuaccel.clip import EPS, POLICIES, clip_grad_norm_, clip_grads_, launch_squares, reference_norms, reference_scale
+from gpuaccel.optim import clip
+from gpuaccel.optim.accumulate import MODES, GradientAccumulator, launch_segments
+from gpuaccel.optim.arena import CHUNK, Arena
+from gpuaccel.optim.clip import EPS, POLICIES, clip_grad_norm_, clip_grads_, launch_squares, reference_norms, reference_scale
 from gpuaccel.errors import ArgumentError, BackendError, NonFiniteError
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)

@@ -1,4 +1,4 @@
-"""The contract of gpuaccel/data.py: bad text is refused with a reason, each window comes once, resume is exact."""
+"""The contract of gpuaccel/training/data.py: bad text is refused with a reason, each window comes once, resume is exact."""
 import os
 
 import numpy as np
@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuaccel import data
-from gpuaccel.data import BPETokenizer, Batches, ByteTokenizer, Corpus, load_text, make_dataset, train_bpe, val_batches
+from gpuaccel.training import data
+from gpuaccel.training.data import BPETokenizer, Batches, ByteTokenizer, Corpus, load_text, make_dataset, train_bpe, val_batches
 from gpuaccel.errors import ArgumentError, DataError
 
 STORY = ["the cat sat on the mat and the dog sat on the log\n" * 3, "naïve façade, 東京, 🙂 \t\r\n  x\n" * 2,

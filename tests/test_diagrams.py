@@ -7,9 +7,11 @@ import pytest
 import torch
 
 import gpuaccel as ga
-from gpuaccel import diagrams, recorded, timeline
-from gpuaccel.diagrams import STAGES, plain, stages_of
-from gpuaccel.timeline import Span, lines
+from gpuaccel.learn.figures import diagrams
+from gpuaccel.learn import recorded
+from gpuaccel.measure import timeline
+from gpuaccel.learn.figures.diagrams import STAGES, plain, stages_of
+from gpuaccel.measure.timeline import Span, lines
 
 
 def text_of(figure):

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gpuaccel as ga
-from gpuaccel import kernel as kernels
-from gpuaccel import richards
+from gpuaccel.compiler import kernel as kernels
+from gpuaccel.nn import richards_glu as richards
 from gpuaccel.errors import BackendError, CompileError
 
 PLACES = ["cpu", "simt", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 
 import gpuaccel as ga
-from gpuaccel import exchange, rendezvous
-from gpuaccel.accumulate import MODES
-from gpuaccel.backend import find_compiler
-from gpuaccel.launch import _drained, _Watch
-from gpuaccel.rendezvous import loopback
-from gpuaccel.timeline import Span
+from gpuaccel.distributed import trace as exchange, rendezvous
+from gpuaccel.optim.accumulate import MODES
+from gpuaccel.backends import find_compiler
+from gpuaccel.distributed.config.spawn import _drained, _Watch
+from gpuaccel.distributed.config.rendezvous import loopback
+from gpuaccel.measure.timeline import Span
 
 HANG = checks.HANG
 BACKENDS = ["torch", pytest.param("simt", marks=pytest.mark.skipif(find_compiler()[0] is None, reason="needs a C++ compiler"))]

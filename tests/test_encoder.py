@@ -17,16 +17,17 @@ from torch import nn
 os.environ.setdefault("HF_HUB_OFFLINE", "1")         # nothing is downloaded: before transformers is imported
 
 import gpuaccel as ga  # noqa: E402
-from gpuaccel import embedding, encoder  # noqa: E402
-from gpuaccel.accumulate import MODES, GradientAccumulator  # noqa: E402
-from gpuaccel.arena import Arena  # noqa: E402
-from gpuaccel.encoder import PIECE, encoder_backward, launch_atomic, launch_buckets, reference_buckets, reference_encoder, \
+from gpuaccel.nn import embedding  # noqa: E402
+from gpuaccel.ops import embedding_backward as encoder
+from gpuaccel.optim.accumulate import MODES, GradientAccumulator  # noqa: E402
+from gpuaccel.optim.arena import Arena  # noqa: E402
+from gpuaccel.ops.embedding_backward import PIECE, encoder_backward, launch_atomic, launch_buckets, reference_buckets, reference_encoder, \
     reference_encoder_backward  # noqa: E402
 from gpuaccel.errors import ArgumentError, CaptureError  # noqa: E402
-from gpuaccel.kernel import Kernel  # noqa: E402
-from gpuaccel.optimizer import AdamW  # noqa: E402
-from gpuaccel.segments import find_segments, reference_segments  # noqa: E402
-from gpuaccel.step import TrainStep  # noqa: E402
+from gpuaccel.compiler.kernel import Kernel  # noqa: E402
+from gpuaccel.optim.adamw import AdamW  # noqa: E402
+from gpuaccel.ops.token_sort import find_segments, reference_segments  # noqa: E402
+from gpuaccel.training.step import TrainStep  # noqa: E402
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 V, B, T = 131, 7, 69

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import gpuaccel as ga
-from gpuaccel import exercises
-from gpuaccel.exercises import ARCHS, EXERCISES, SIZES
+from gpuaccel.learn.exercises import exercises
+from gpuaccel.learn.exercises.exercises import ARCHS, EXERCISES, SIZES
 
 KERNELS = [e for e in EXERCISES.values() if e.params]
 PYTHON = [e for e in EXERCISES.values() if not e.params]
@@ -49,7 +49,7 @@ def test_without_gpu_and_compiler_a_kernel_is_compiled_for_every_architecture_an
         result = ga.check(e.name, ga.compile(e.solution, e.name))
     assert result.passed is None and not result
     assert "compiled, not run" in str(result) and "(GPUACCEL_GPU=off); neither g++ nor clang++ found" in str(result)
-    assert result.lines[0][1] == f"{len([arch for arch in ARCHS if arch in ga.nvrtc.library().archs])} architectures"
+    assert result.lines[0][1] == f"{len([arch for arch in ARCHS if arch in ga.compiler.nvrtc.library().archs])} architectures"
 
 
 @pytest.mark.parametrize("e", PYTHON, ids=lambda e: e.name)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import gpuaccel as ga
-from gpuaccel import figures, recorded
-from gpuaccel.timeline import Span, lines
+from gpuaccel.learn.figures import figures
+from gpuaccel.learn import recorded
+from gpuaccel.measure.timeline import Span, lines
 
 
 def text_of(figure):

@@ -28,12 +28,12 @@ from torch import nn
 os.environ.setdefault("HF_HUB_OFFLINE", "1")         # nothing is downloaded: before transformers is imported
 
 import gpuaccel as ga  # noqa: E402
-from gpuaccel import capture, tape  # noqa: E402
-from gpuaccel.arena import Arena  # noqa: E402
+from gpuaccel.graphs import capture, tape  # noqa: E402
+from gpuaccel.optim.arena import Arena  # noqa: E402
 from gpuaccel.errors import ArgumentError, CaptureError  # noqa: E402
-from gpuaccel.optimizer import AdamW  # noqa: E402
-from gpuaccel.step import TrainStep, token_loss  # noqa: E402
-from gpuaccel.train import train, warmup_cosine  # noqa: E402
+from gpuaccel.optim.adamw import AdamW  # noqa: E402
+from gpuaccel.training.step import TrainStep, token_loss  # noqa: E402
+from gpuaccel.training.loop import train, warmup_cosine  # noqa: E402
 
 V, HIDDEN, LR, LIMIT = 61, 32, 3e-2, 0.5
 
@@ -1550,7 +1550,7 @@ def test_bad_inputs_are_refused_before_anything_runs(device):
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_step_that_returns_an_object_is_refused(device):
-    with ga.GraphedStep(lambda x: ga.step.StepOutput(x, None, None), torch.zeros(1, device=device), policy="require") as step:
+    with ga.GraphedStep(lambda x: ga.training.step.StepOutput(x, None, None), torch.zeros(1, device=device), policy="require") as step:
         with pytest.raises(CaptureError, match="the step returns a StepOutput; expected tensors, in tuples, lists or dicts"):
             step(torch.ones(2, device=device))
     healthy(device)

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel.accumulate import MODES, FusedLinear, GradientAccumulator
-from gpuaccel.arena import Arena
+from gpuaccel.optim.accumulate import MODES, FusedLinear, GradientAccumulator
+from gpuaccel.optim.arena import Arena
 from gpuaccel.errors import ArgumentError, NonFiniteError
-from gpuaccel.optimizer import AdamW
-from gpuaccel.step import TrainStep
+from gpuaccel.optim.adamw import AdamW
+from gpuaccel.training.step import TrainStep
 
 EVERYWHERE = ["cpu", "simt", pytest.param("cuda", marks=pytest.mark.gpu)]
 

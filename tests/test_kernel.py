@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpuaccel
-from gpuaccel import accumulate, adamw, clip, encoder, nvrtc, segments
-from gpuaccel.accumulate import CHUNK, MAX_TENSORS, SQUARES_THREADS, THREADS
-from gpuaccel.backend import use_backend
+from gpuaccel.optim import accumulate, clip
+from gpuaccel.ops import adamw, embedding_backward as encoder, token_sort as segments
+from gpuaccel.compiler import nvrtc
+from gpuaccel.optim.accumulate import CHUNK, MAX_TENSORS, SQUARES_THREADS, THREADS
+from gpuaccel.backends import use_backend
 from gpuaccel.errors import ArgumentError, CompileError
-from gpuaccel.kernel import Kernel, check_arguments, kernel_files, kernel_names, signature, without_comments, zero_
+from gpuaccel.compiler.kernel import Kernel, check_arguments, kernel_files, kernel_names, signature, without_comments, zero_
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 SCALE = 'extern "C" __global__ void scale(float* x, float a, int n) { int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) x[i] *= a; }'
@@ -452,5 +454,5 @@ def test_gpu_memset_zeroes_exactly_its_tensor():
 
 @pytest.mark.gpu
 def test_gpu_driver_of_this_machine_takes_the_chosen_nvrtc():
-    from gpuaccel.backend import find_driver
+    from gpuaccel.backends import find_driver
     nvrtc.check_driver(find_driver()[0])

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import gpuaccel as ga
-from gpuaccel import layer_figures, recorded
+from gpuaccel.learn.figures import layer_figures
+from gpuaccel.learn import recorded
 from gpuaccel.errors import ArgumentError
-from gpuaccel.layer_figures import allocated, attention_map, curve_points, explore, lines, maps, passes
-from gpuaccel.picture import WIDTH
+from gpuaccel.learn.figures.layer_figures import allocated, attention_map, curve_points, explore, lines, maps, passes
+from gpuaccel.learn.figures.picture import WIDTH
 
 SMALL = dict(layers=2, hidden=64, intermediate=48, heads=2, kv_heads=2, T=16)
 
@@ -48,7 +49,7 @@ def test_a_slider_moves_the_curve():
     sliders = {widget.description: widget for widget in shown._sliders().children}
     sliders["m"].value = 2.0
     sliders["variant"].value = "tanh"
-    assert "nu = 0.5, m = 2" in seen[0] and seen[-1].startswith("tanh, all parameters as at the beginning") and set(ga.richards.NAMES) < set(sliders)
+    assert "nu = 0.5, m = 2" in seen[0] and seen[-1].startswith("tanh, all parameters as at the beginning") and set(ga.nn.richards_glu.NAMES) < set(sliders)
     sliders["variant"].value = "gompertz"
     assert seen[-1].startswith("gompertz, nu = 0.01, beta = 0.01:")
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from gpuaccel.errors import BackendError
-from gpuaccel.ledger import Ledger, Row, _fill, ledger
+from gpuaccel.measure.ledger import Ledger, Row, _fill, ledger
 
 
 def call(name, ts, correlation, cat="cuda_runtime"):
@@ -15,7 +15,7 @@ def record(name, ts, correlation, size, cat="gpu_memcpy"):
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": 1, "args": args}
 
 
-REGION = {"ph": "X", "cat": "user_annotation", "name": "gpuaccel.ledger.region", "ts": 100.0, "dur": 100.0}
+REGION = {"ph": "X", "cat": "user_annotation", "name": "gpuaccel.measure.ledger.region", "ts": 100.0, "dur": 100.0}
 
 
 def test_a_trace_is_counted_by_who_asked():

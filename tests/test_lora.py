@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")         # nothing is downloaded: before transformers and peft are imported
 
-from gpuaccel import lora  # noqa: E402
-from gpuaccel.accumulate import FusedLinear, GradientAccumulator  # noqa: E402
-from gpuaccel.arena import Arena  # noqa: E402
-from gpuaccel.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
+from gpuaccel.training import lora  # noqa: E402
+from gpuaccel.optim.accumulate import FusedLinear, GradientAccumulator  # noqa: E402
+from gpuaccel.optim.arena import Arena  # noqa: E402
+from gpuaccel.training.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from gpuaccel.errors import ArgumentError, CheckpointError  # noqa: E402
-from gpuaccel.lora import (BLOCK_NORMS, CONFIG, PREFIX, WEIGHTS, LoRALinear, apply_lora, load_lora, merge_lora,  # noqa: E402
+from gpuaccel.training.lora import (BLOCK_NORMS, CONFIG, PREFIX, WEIGHTS, LoRALinear, apply_lora, load_lora, merge_lora,  # noqa: E402
                            remove_lora, save_lora, unmerge_lora)
-from gpuaccel.models import Transformer, generate, preset  # noqa: E402
+from gpuaccel.training.models import Transformer, generate, preset  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore:fan_in_fan_out is set"), pytest.mark.filterwarnings("ignore:Setting `save_embedding"),
               pytest.mark.filterwarnings("ignore:.*gradient_checkpointing")]
@@ -512,7 +512,7 @@ ERRORS = {
     "no target": (dict(targets=()), "targets is empty"),
     "a norm": (dict(targets=("w_q", "input_norm")), "target blocks.0.input_norm is a torch.nn.modules.normalization.RMSNorm; expected"),
     "an embedding": (dict(targets=("embedding",)), "target embedding is a torch.nn.modules.sparse.Embedding"),
-    "a block": (dict(targets=("blocks.0",)), "target blocks.0 is a gpuaccel.models.Block"),
+    "a block": (dict(targets=("blocks.0",)), "target blocks.0 is a gpuaccel.training.models.Block"),
     "also matches nothing": (dict(also=("norm",)), "also: no module of the model is called norm; expected names among its modules with "
                                                    "parameters: embedding, input_norm"),
     "also and target": (dict(also=("w_q",)), "blocks.0.w_q is named by both targets and also"),

@@ -12,7 +12,7 @@ import time
 import pytest
 import rank_checks as checks
 
-from gpuaccel.rendezvous import interface_to, loopback
+from gpuaccel.distributed.config.rendezvous import interface_to, loopback
 
 HANG = checks.HANG
 PAGE = (pathlib.Path(__file__).parents[1] / "docs" / "several-gpus.md").read_text()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gpuaccel as ga
-from gpuaccel.magics import compile_cell, parse_line
+from gpuaccel.learn.magics import compile_cell, parse_line
 
 InteractiveShell = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell
 

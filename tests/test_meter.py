@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpuaccel.errors import ArgumentError
-from gpuaccel.meter import LateValue, Meter, StageTimer, _peak_of, peak_flops
+from gpuaccel.measure.meter import LateValue, Meter, StageTimer, _peak_of, peak_flops
 
 
 @pytest.fixture

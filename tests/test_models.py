@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuaccel.errors import ArgumentError
-from gpuaccel.models import GPT2, PRESETS, Config, Transformer, flops_per_token, generate, preset, rotary_table, rotate
+from gpuaccel.training.models import GPT2, PRESETS, Config, Transformer, flops_per_token, generate, preset, rotary_table, rotate
 
 NINE = {"w_q.weight", "w_k.weight", "w_v.weight", "w_o.weight", "gate.weight", "up.weight", "down.weight",
     "input_norm.weight", "post_attn_norm.weight"}

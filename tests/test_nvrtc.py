@@ -10,19 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from gpuaccel import nvrtc
-from gpuaccel.backend import cache_dir
+from gpuaccel.compiler import nvrtc
+from gpuaccel.backends import cache_dir
 from gpuaccel.errors import BackendError, CompileError
-from gpuaccel.kernel import Kernel, kernel_root
-from gpuaccel.nvrtc import Library, check_arch, check_driver, compile_cubin, library
+from gpuaccel.compiler.kernel import Kernel, kernel_root
+from gpuaccel.compiler.nvrtc import Library, check_arch, check_driver, compile_cubin, library
 
 SOURCE = 'extern "C" __global__ void k(float* x, int n) { int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) x[i] *= %s; }\n'
 # Counts the programs that a process really compiles, and says which NVRTC it chose.
 COUNT = """
 import json, sys
 {before}
-from gpuaccel import nvrtc
-from gpuaccel.kernel import Kernel
+from gpuaccel.compiler import nvrtc
+from gpuaccel.compiler.kernel import Kernel
 compiled, real = [], nvrtc._compile
 nvrtc._compile = lambda *a: compiled.append(a[1]) or real(*a)
 kernel = Kernel("accumulate", "accumulate_v3", GRAD_T="bf16")

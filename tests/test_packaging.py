@@ -70,7 +70,7 @@ def test_kernels_are_found_from_an_unpacked_wheel(wheel, tmp_path):
 
 
 def test_kernels_are_found_from_the_source_tree():
-    from gpuaccel.kernel import kernel_root
+    from gpuaccel.compiler.kernel import kernel_root
     assert kernel_root().resolve() == ROOT / "kernels_cu"
 
 

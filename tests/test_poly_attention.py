@@ -13,7 +13,7 @@ from torch import nn
 import gpuaccel as ga
 from gpuaccel import PolyAttention, reference_poly_attention
 from gpuaccel.errors import ArgumentError
-from gpuaccel.poly_attention import WIDTHS, _kernel, chunks_of, launch_backward, launch_forward, plan, poly_attention, shared_bytes
+from gpuaccel.nn.poly_attention import WIDTHS, _kernel, chunks_of, launch_backward, launch_forward, plan, poly_attention, shared_bytes
 
 module = importlib.import_module("gpuaccel.poly_attention")      # the package's name of it is the function
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)

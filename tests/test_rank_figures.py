@@ -6,8 +6,9 @@ import pytest
 from pictures import text_of
 
 import gpuaccel as ga
-from gpuaccel import rank_figures, recorded
-from gpuaccel.timeline import Span
+from gpuaccel.learn.figures import rank_figures
+from gpuaccel.learn import recorded
+from gpuaccel.measure.timeline import Span
 
 
 def boxes(figure, y):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import gpuaccel as ga
-from gpuaccel.backend import find_compiler
+from gpuaccel.backends import find_compiler
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

@@ -10,7 +10,7 @@ from torch import nn
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError
-from gpuaccel.richards import DEFAULTS, GATE, LEARNED, NAMES, POSITIVE, RichardsCurve, RichardsGLU
+from gpuaccel.nn.richards_glu import DEFAULTS, GATE, LEARNED, NAMES, POSITIVE, RichardsCurve, RichardsGLU
 
 PLACES = ["cpu", "simt", pytest.param("cuda", marks=pytest.mark.gpu)]
 KERNELS = PLACES[1:]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel.arena import own_storage
+from gpuaccel.optim.arena import own_storage
 
 transformers = pytest.importorskip("transformers")
 VOCAB = 32

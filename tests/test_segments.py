@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from test_clip import CUDA, KERNELS
 
 import gpuaccel as ga
-from gpuaccel import segments
+from gpuaccel.ops import token_sort as segments
 from gpuaccel.errors import ArgumentError
-from gpuaccel.segments import INVALID, PIECE, find_segments, launch_segments, reference_segments
+from gpuaccel.ops.token_sort import INVALID, PIECE, find_segments, launch_segments, reference_segments
 
 VOCABULARIES = [1, 2, 255, 256, 511, 512, 50257, 262143, 262144, 600000]      # one to three passes, digits of 8 and 9 bits
 DIRECT = ["cpu", *KERNELS]

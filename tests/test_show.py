@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gpuaccel.errors import ArgumentError
-from gpuaccel.show import show
+from gpuaccel.learn.show import show
 from gpuaccel.simt.tracing import ATOMIC, EVENT, READ, WRITE, Trace, Traced
 
 
@@ -343,7 +343,7 @@ def test_a_kernel_is_run_on_copies_and_shown_with_the_lines_of_its_source():
     import torch
 
     import gpuaccel as ga
-    from gpuaccel.backend import find_compiler
+    from gpuaccel.backends import find_compiler
     if not find_compiler()[0]:
         pytest.skip(find_compiler()[1])
     kernel = ga.compile(SAXPY)
@@ -389,7 +389,7 @@ def test_a_saved_notebook_keeps_the_picture_and_the_text(tmp_path):
     pytest.importorskip("ipywidgets")
     cell = f"""import sys; sys.path.insert(0, {__file__.rsplit("/", 2)[0]!r})
 import numpy as np
-from gpuaccel.show import show
+from gpuaccel.learn.show import show
 from gpuaccel.simt.tracing import EVENT, Trace, Traced
 events = np.zeros(16, EVENT)
 events["block"], events["thread"] = np.divmod(np.arange(16), 8)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import gpuaccel as ga
-from gpuaccel.backend import cache_dir, find_compiler
+from gpuaccel.backends import cache_dir, find_compiler
 from gpuaccel.errors import ArgumentError, BackendError, CompileError, KernelError
 from gpuaccel.simt import build
 
@@ -456,7 +456,7 @@ def test_what_people_expect_in_cuda_c_gets_a_hint(line, hint):
 
 
 def test_a_compiler_that_writes_nothing_is_named(monkeypatch):
-    from gpuaccel.backend import Compiler
+    from gpuaccel.backends import Compiler
     monkeypatch.setattr(build, "find_compiler", lambda: (Compiler(("true",), "g++", "9.1"), ""))
     build.runtime.cache_clear()
     try:

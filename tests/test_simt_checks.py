@@ -13,9 +13,9 @@ import torch
 from simt_cases import BUGS, GOOD, OURS, VARIANTS, Call, Expect, Outcome, marked, program, same_bits
 
 import gpuaccel as ga
-from gpuaccel.backend import find_compiler
-from gpuaccel.exercises import BLOCK, EXERCISES
-from gpuaccel.kernel import _again, kernel_root
+from gpuaccel.backends import find_compiler
+from gpuaccel.learn.exercises.exercises import BLOCK, EXERCISES
+from gpuaccel.compiler.kernel import _again, kernel_root
 from gpuaccel.source import kernel_names, without_comments
 
 CLANG = find_compiler()[0] is not None and find_compiler()[0].kind in ("clang", "zig")

@@ -8,7 +8,7 @@ import torch
 from simt_cases import BUGS, GOOD, OURS, VARIANTS, program, same_bits
 
 import gpuaccel as ga
-from gpuaccel.exercises import BLOCK, EXERCISES
+from gpuaccel.learn.exercises.exercises import BLOCK, EXERCISES
 
 TEXT = program([good.source for good in GOOD.values()])[0]
 KERNEL_EXERCISES = [e for e in EXERCISES.values() if e.params]
@@ -57,7 +57,7 @@ def test_our_own_kernel_with_other_macros_is_right(simt, file, name, macros):
 
 
 def test_every_kernel_of_kernels_cu_is_tried_here():
-    there = {(path.stem, name) for path in ga.kernel.kernel_files() for name in ga.kernel_names(path.read_text())}
+    there = {(path.stem, name) for path in ga.compiler.kernel.kernel_files() for name in ga.kernel_names(path.read_text())}
     # Approximate functions and tensor cores have no bits that a CPU and a GPU could share: these are held against float64 in files of their own.
     elsewhere = {"richards": "test_richards.py", "poly_attention": "test_poly_attention.py", "poly_forward": "test_poly_attention.py",
                  "poly_backward": "test_poly_attention.py"}

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel import kernel
+from gpuaccel.compiler import kernel
 from gpuaccel.errors import CaptureError
-from gpuaccel.tape import Tape
+from gpuaccel.graphs.graphed_step.tape import Tape
 
 
 @pytest.fixture(autouse=True)

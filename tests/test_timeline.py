@@ -3,8 +3,8 @@ import pytest
 import torch
 
 import gpuaccel as ga
-from gpuaccel import timeline
-from gpuaccel.timeline import Span, facts, lines, spans_of
+from gpuaccel.measure import timeline
+from gpuaccel.measure.timeline import Span, facts, lines, spans_of
 
 
 def event(cat, name, ts, dur, correlation=None):

@@ -9,11 +9,11 @@ from test_clip import CUDA
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel import fused_linear
-from gpuaccel.accumulate import GradientAccumulator
-from gpuaccel.arena import Arena
-from gpuaccel.fused_linear import FusedLinear, together
-from gpuaccel.models import Block, Config, Transformer, rotary_table, rotate
+from gpuaccel.nn import fused_linear
+from gpuaccel.optim.accumulate import GradientAccumulator
+from gpuaccel.optim.arena import Arena
+from gpuaccel.nn.fused_linear import FusedLinear, together
+from gpuaccel.training.models import Block, Config, Transformer, rotary_table, rotate
 
 DEVICES = ["cpu", "simt", CUDA]
 NAMES = ("w_q", "w_k", "w_v")

@@ -7,7 +7,8 @@ import torch
 from pictures import text_of
 
 import gpuaccel as ga
-from gpuaccel import recorded, token_figures
+from gpuaccel.learn import recorded
+from gpuaccel.learn.figures import token_figures
 
 WORDS = "the cat and the dog and the bird".split()
 

@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpuaccel.accumulate import MODES
-from gpuaccel.optimizer import AdamW
-from gpuaccel.arena import Arena
-from gpuaccel.data import Batches
+from gpuaccel.optim.accumulate import MODES
+from gpuaccel.optim.adamw import AdamW
+from gpuaccel.optim.arena import Arena
+from gpuaccel.training.data import Batches
 from gpuaccel.errors import ArgumentError, DataError
-from gpuaccel.meter import Meter
-from gpuaccel.models import Config, Transformer
-from gpuaccel.step import TrainStep, split, token_loss
-from gpuaccel.train import evaluate, train, warmup_cosine
+from gpuaccel.measure.meter import Meter
+from gpuaccel.training.models import Config, Transformer
+from gpuaccel.training.step import TrainStep, split, token_loss
+from gpuaccel.training.loop import evaluate, train, warmup_cosine
 
 CONFIG = Config(vocab=19, hidden=16, intermediate=24, layers=2, heads=4, kv_heads=2, T=8)
 

@@ -10,9 +10,9 @@ import xml.dom.minidom
 import pytest
 
 from gpuaccel.errors import ArgumentError
-from gpuaccel.meter import Reading
-from gpuaccel.picture import KEEP, Run, _nice_ticks, _spread, milliseconds, norm_words, number, picture
-from gpuaccel.widgets import LiveThroughput, _listen_while_busy, _status
+from gpuaccel.measure.meter import Reading
+from gpuaccel.learn.figures.picture import KEEP, Run, _nice_ticks, _spread, milliseconds, norm_words, number, picture
+from gpuaccel.learn.widgets import LiveThroughput, _listen_while_busy, _status
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -246,7 +246,7 @@ def test_a_notebook_runs_in_order_and_keeps_a_static_picture(tmp_path):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipywidgets")
     cells = ["import sys, time; sys.path.insert(0, %r)\nfrom gpuaccel.meter import Reading\n"
-             "from gpuaccel.widgets import LiveThroughput\nlive = LiveThroughput('A picture')\n"
+             "from gpuaccel.learn.widgets import LiveThroughput\nlive = LiveThroughput('A picture')\n"
              "def some(n):\n    for i in range(1, n + 1):\n        time.sleep(0.02)\n"
              "        yield Reading(i, i * 100, i / 50, 5000.0, 20.0, loss=1.0, stages={'forward': 19.0})" % str(ROOT),
              "live.run(some(30), name='one', steps=30)", "print(live.runs['one'].last.step)",
@@ -264,7 +264,7 @@ def test_a_notebook_runs_in_order_and_keeps_a_static_picture(tmp_path):
 
 
 def test_without_ipywidgets_a_notebook_gets_text(monkeypatch, capsys):
-    from gpuaccel import widgets
+    from gpuaccel.learn import widgets
     shell = type("Shell", (), {"kernel": object(), "events": None})()
     monkeypatch.setattr(widgets, "_kernel", lambda: shell)
     monkeypatch.setitem(sys.modules, "ipywidgets", None)

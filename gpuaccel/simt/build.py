@@ -20,9 +20,9 @@ import tempfile
 import threading
 from dataclasses import dataclass
 
-from ..backend import Compiler, cache_dir, find_compiler
+from ..backends import Compiler, cache_dir, find_compiler
 from ..errors import BackendError, CompileError
-from ..nvrtc import read_entry, write_entry
+from ..compiler.nvrtc import read_entry, write_entry
 from ..source import without_comments
 
 HERE = pathlib.Path(__file__).parent
@@ -135,7 +135,7 @@ def _messages(process, subject, command) -> str:
     try:
         return process.communicate(timeout=QUIET)[1]
     except subprocess.TimeoutExpired:
-        from ..widgets import notice
+        from ..learn.widgets import notice
         name = "zig" if "ziglang" in command else os.path.basename(command[0])
         with notice(f"{name} is compiling {subject} for the CPU; the result is kept for the next time"):
             return process.communicate(timeout=LIMIT)[1]

@@ -1,0 +1,350 @@
+"""Gradient clipping that never asks the host: the norm, the decision and the factor stay on the device.
+
+    >>> ga.clip_grad_norm_(model.parameters(), 1.0)            # as torch.nn.utils.clip_grad_norm_, returns the norm before clipping
+    >>> found = ga.clip_grads_(arena, 1.0, scope="block")      # one norm per transformer block; found.norm, found.clipped_norm, ...
+    >>> found.name()                                           # waits, and tells which gradient was not finite, or None
+
+With ga.AdamW(..., max_norm=1.0) none of this needs to be called: the optimizer takes the norm and multiplies by the scale itself.
+
+What happens at the edges ("skip" is the default of an arena):
+
+| case | entrenar's fused clip, which this follows | here |
+|---|---|---|
+| all gradients zero | norm 0, scale 1 | the same |
+| norm + eps <= max_norm | scale 1, nothing written | the same |
+| norm just above max_norm | scale in (1 - 1e-7, 1) counts as 1 | multiplied by exactly this scale |
+| any NaN | scale 1, NaN goes on to the weights | propagate: every gradient of the group becomes NaN, as in torch; skip: nothing is written |
+| any infinity | scale 0: finite gradients 0, infinity NaN | propagate: the same, as in torch; skip: nothing is written |
+| squares overflow (|g| > 1.8e19) | norm infinite, scale 0 | norm and scale right (fp64 in our kernels; where torch computes: as torch, infinite, not finite) |
+| squares underflow (|g| < 1e-23) | norm 0, scale 1 | norm right (likewise) |
+| max_norm = 0 | 0, or NaN -> 1 for norm 0 | scale 0, as in torch |
+| max_norm negative or NaN | flips signs | ArgumentError, nothing changed |
+| max_norm infinite | scale 1 | the same; an infinite norm gives NaN (propagate), as in torch |
+| no tensors, empty tensors | fails | norm 0; empty tensors count for nothing |
+| a launch that fails | ignored, stale sums are used | BackendError |
+
+Source: the three phases of entrenar's fused clip (ALB-078); torch.nn.utils.clip_grad_norm_ for semantics; eps as there.
+"""
+import functools
+import itertools
+import math
+import struct
+import types
+import warnings
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from .accumulate import SQUARES_THREADS, GradientAccumulator, finish_for
+from .arena import CHUNK, Arena
+from ..backends import takes
+from ..errors import ArgumentError, NonFiniteError
+from ..compiler.kernel import Kernel
+
+SCOPES = ("global", "block", "tensor")
+POLICIES = ("propagate", "skip", "raise")
+EPS = 1e-6                     # torch's
+MAX_TENSORS, MAX_BLOCKS = 256, 2**20
+SCALE_BLOCKS = 16384            # fewer than chunks: most often they find that there is nothing to do
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_TENSORS = struct.Struct(f"{MAX_TENSORS}Q{MAX_TENSORS + 1}i{MAX_TENSORS}H{MAX_TENSORS}B4x").pack
+
+
+class ClipState:
+    """What one clipping found. Everything is a tensor on the device, one element, or with a scope one per group; nothing waits
+    until it is read (`float(found.norm)`, `found.name()`).
+
+    scale: factor of the gradients, fp32; norm, clipped_norm: before and after clipping, fp32; finite: bool; first_nonfinite: int32,
+    the number of the first tensor (of those that have a gradient) with NaN or infinity, -1 without one."""
+
+    __slots__ = ("verdicts", "bad", "scope", "names")
+
+    def __init__(self, verdicts: Tensor, bad: Tensor, scope: str, names):
+        self.verdicts, self.bad, self.scope, self.names = verdicts, bad, scope, names     # (G, 4) fp32, (G,) int32; names: a function
+
+    def _column(self, i):
+        return self.verdicts[0, i] if self.scope == "global" else self.verdicts[:, i]
+
+    scale = property(lambda self: self._column(0))
+    norm = property(lambda self: self._column(1))
+    clipped_norm = property(lambda self: self._column(2))
+    finite = property(lambda self: self._column(3) != 0)
+    first_nonfinite = property(lambda self: self.bad[0] if self.scope == "global" else self.bad)
+
+    def name(self) -> "str | None":
+        """The first tensor whose gradient is not finite, by name; None when all are. Waits for the device."""
+        found = [i for i in self.bad.tolist() if i >= 0]
+        return self.names()[found[0]] if found else None
+
+    def clone(self) -> "ClipState":
+        """A copy that the next step does not overwrite."""
+        return ClipState(self.verdicts.clone(), self.bad.clone(), self.scope, self.names)
+
+    def __repr__(self):
+        return f"ClipState({self.scope}, {len(self.verdicts)} norm{'s' * (len(self.verdicts) > 1)} on {self.verdicts.device})"
+
+
+# ---- reference ------------------------------------------------------------------------------------------------------
+
+def reference_norms(grads: "list[Tensor]", norm_type: float = 2.0, groups: "list[int] | None" = None, count: int = 1,
+                    foreach=None, numbers: "list[int] | None" = None) -> "tuple[Tensor, Tensor]":
+    """(norm of each group (count,), its first tensor that is not finite (count,) int32 or -1), as torch computes them, any device and dtype.
+
+    groups: the group of each tensor; None: one group. numbers: what the tensors are called, ascending; None: by their places."""
+    device, norms, bad, none = grads[0].device, [], [], 2**31 - 1
+    numbers = numbers or range(len(grads))
+    for g in range(count):
+        members = [i for i, t in enumerate(grads) if t.numel() and (groups is None or groups[i] == g)]
+        norms.append(get_total_norm([grads[i] for i in members], norm_type, foreach=foreach).to(device) if members else torch.zeros((), device=device))
+        wrong = [torch.where(torch.isfinite(grads[i]).all(), none, numbers[i]).to(device) for i in members]
+        first = torch.stack(wrong).min() if wrong else torch.full((), none, device=device)
+        bad.append(torch.where(first < none, first, -1))
+    return torch.stack(norms), torch.stack(bad).int()
+
+
+def reference_scale(norms: Tensor, max_norm, eps: float = EPS) -> Tensor:
+    """min(1, max_norm / (norm + eps)); NaN stays NaN."""
+    return torch.clamp(max_norm / (norms + eps), max=1.0)
+
+
+# ---- launchers ------------------------------------------------------------------------------------------------------
+
+@functools.cache
+def _kernel(name: str, norm_type: float) -> Kernel:
+    return Kernel("clip", name, CHUNK=CHUNK, THREADS=SQUARES_THREADS, MAX_TENSORS=MAX_TENSORS,
+                  NORM=0 if norm_type == math.inf else int(norm_type))
+
+
+def launches_for(tensors: "list[Tensor | None]") -> tuple:
+    """Per launch: (number of its first tensor, its chunks, its struct). Chunks are counted without gaps over all launches."""
+    try:
+        return _packed(tuple(map(Tensor.data_ptr, tensors)), tuple(map(Tensor.numel, tensors)), tuple([KINDS[t.dtype] for t in tensors]))
+    except TypeError:                           # there is a None among them
+        return _packed(*zip(*[(0, 0, 0) if t is None else (t.data_ptr(), t.numel(), KINDS[t.dtype]) for t in tensors]))
+
+
+@functools.lru_cache(64)
+def _packed(addresses, counts, kinds):
+    """Gradients often lie where they lay in the last step: then nothing is packed again."""
+    found = []
+    for start in range(0, len(addresses), MAX_TENSORS):
+        part = slice(start, start + MAX_TENSORS)
+        here = counts[part]
+        first, rest = [0, *itertools.accumulate([-(-n // CHUNK) for n in here])], [0] * (MAX_TENSORS - len(here))
+        found.append((start, first[-1], _TENSORS(*addresses[part], *rest, *first, *[first[-1]] * len(rest),
+                                                 *[n and (n - 1) % CHUNK + 1 for n in here], *rest, *kinds[part], *rest)))
+    return tuple(found)
+
+
+def launch_squares(tensors: "list[Tensor | None]", partials: Tensor, owners: "Tensor | None" = None, norm_type: float = 2.0, launches=None):
+    """squares_v2: a partial sum per chunk of the tensors (fp32, bf16, fp16, dense, on one device; None: no tensor)."""
+    kernel, row = _kernel("squares_v2", norm_type), 0
+    for start, chunks, packed in launches or launches_for(tensors):
+        if chunks:
+            out = (partials, owners) if row == 0 else (partials[row:], None if owners is None else owners[row:])
+            kernel[min(chunks, MAX_BLOCKS), SQUARES_THREADS](*out, start, packed, tensors=tensors)
+            row += chunks
+
+
+def launch_reduce(out: ClipState, partials: Tensor, owners: Tensor, groups: "Tensor | None", rows: int, max_norm: Tensor, eps: float = EPS,
+                  divisor: "Tensor | None" = None, norm_type: float = 2.0):
+    """reduce_v2: norm, scale and first tensor that is not finite of each group, into `out`. max_norm: (1) fp64 on the device."""
+    _kernel("reduce_v2", norm_type)[len(out.verdicts), 1024](out.verdicts, out.bad, partials, owners, groups, rows, max_norm, float(eps), divisor)
+
+
+def launch_scale(tensors: "list[Tensor]", found: ClipState, groups: "Tensor | None", skip: bool, launches=None):
+    """scale_v2: multiply in place by each group's scale; what has scale 1 is neither read nor written."""
+    for start, chunks, packed in launches or launches_for(tensors):
+        if chunks:
+            _kernel("scale_v2", 2.0)[min(chunks, SCALE_BLOCKS), SQUARES_THREADS](found.verdicts, groups, int(skip), start, packed, tensors=tensors)
+
+
+def arena_squares(arena: Arena):
+    """arena.partials, made up to date: only what accumulate_v4 has not left behind is read."""
+    known = arena.squares_known()
+    if not all(known):
+        first, last = known.index(False), len(known) - known[::-1].index(False)
+        launch_squares(arena.grad_views[first:last], arena.partials[arena.rows[first]:])
+        known[:] = [True] * len(known)
+
+
+def new_state(count: int, device, scope: str, names) -> ClipState:
+    return ClipState(torch.empty(count, 4, device=device), torch.empty(count, dtype=torch.int32, device=device), scope, names)
+
+
+# ---- public ---------------------------------------------------------------------------------------------------------
+
+def check_max_norm(max_norm) -> float:
+    """The number, or ArgumentError: a negative one would turn gradients around, and NaN destroy them."""
+    if isinstance(max_norm, Tensor) and max_norm.device.type != "cpu":
+        raise ArgumentError(f"max_norm is a tensor on {max_norm.device}, which the host would have to wait for; expected a number")
+    try:
+        value = float(max_norm)
+    except (TypeError, ValueError):
+        raise ArgumentError(f"max_norm is {max_norm!r}; expected a number") from None
+    if math.isnan(value) or value < 0:
+        raise ArgumentError(f"max_norm is {value}; expected a number of 0 or more (infinity: no clipping)")
+    return value
+
+
+def check_choice(name: str, value, choices):
+    if value not in choices:
+        raise ArgumentError(f"{name} is {value!r}; expected one of {', '.join(choices)}")
+
+
+def kernel_takes(grads: "list[Tensor]") -> bool:
+    """Do our kernels take these gradients: one device with a backend of ours, plain tensors of fp32, bf16 or fp16?"""
+    return takes(grads[0].device) and set(map(type, grads)) == {Tensor} and {g.dtype for g in grads} <= KINDS.keys() \
+        and len(set(map(Tensor.get_device, grads))) == 1 and all([g.layout is torch.strided for g in grads])
+
+
+def check_gradients(grads: "list[Tensor]", names):
+    """ArgumentError, naming the tensor, for a sparse or complex gradient."""
+    for i, g in enumerate(grads):
+        if g.layout != torch.strided or g.is_complex():
+            what = f"has layout {g.layout}" if g.layout != torch.strided else f"is {g.dtype}"
+            raise ArgumentError(f"the gradient of {names()[i]} {what}; expected a dense, real tensor")
+
+
+def unnamed(parameters) -> "list[str]":
+    """What parameters are called that have no names."""
+    return [f"parameter {i} of shape {tuple(p.shape)}" for i, p in enumerate(parameters)]
+
+
+def dense(t: Tensor) -> bool:
+    """Does the tensor fill its memory without gaps or overlaps (in whatever order)?"""
+    if t.is_contiguous():
+        return True
+    step = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(t.stride(), t.shape) if size > 1):
+        if stride != step:
+            return False
+        step *= size
+    return True
+
+
+def clip_grad_norm_(parameters_or_arena, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False,
+                    foreach: "bool | None" = None, *, scope: str = "global", on_nonfinite: "str | None" = None, eps: float = EPS) -> Tensor:
+    """Scale gradients in place so that their norm is at most max_norm; returns the norm before clipping, () fp32 on their device.
+
+    A drop-in for torch.nn.utils.clip_grad_norm_, without a host synchronisation (except with error_if_nonfinite or "raise").
+    parameters_or_arena: parameters (an iterable, or one; or pairs as of named_parameters()), whose `.grad` is clipped, or an Arena, whose
+    `grads` are.
+    max_norm: 0 or more. norm_type: 1, 2 and inf by our kernels, others by torch. foreach: as torch's, where torch computes.
+    scope: "global" (one norm), "tensor" (one each), "block" (an arena's blocks: entrenar's per-layer clip); with the last two
+    the result is (G,). on_nonfinite: "propagate" (torch's behaviour; default for parameters), "skip" (default for an arena: a group that is
+    not finite stays as it is; ga.AdamW then leaves out the whole step) or "raise" (NonFiniteError names the tensor; waits). eps: added to
+    the norm. Deviations from torch: the norm is fp32 (fp64 for fp64 gradients); finite gradients whose squares leave fp32 have their right
+    norm; nothing is written when the scale is 1; a negative or NaN max_norm and sparse or complex gradients are an ArgumentError.
+    torch's own code computes, with its precision, for fp64 gradients, other norms, tensor subclasses, several devices, and on the CPU."""
+    return clip_grads_(parameters_or_arena, max_norm, norm_type, error_if_nonfinite, foreach, scope=scope, on_nonfinite=on_nonfinite, eps=eps).norm
+
+
+@torch.no_grad()
+def clip_grads_(parameters_or_arena, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False,
+                foreach: "bool | None" = None, *, scope: str = "global", on_nonfinite: "str | None" = None, eps: float = EPS) -> ClipState:
+    """clip_grad_norm_ with everything it found: scale, both norms, whether all was finite, and which tensor was the first that was not."""
+    arena = parameters_or_arena if isinstance(parameters_or_arena, Arena) else None
+    max_norm, norm_type = check_max_norm(max_norm), float(norm_type)
+    check_choice("scope", scope, SCOPES)
+    policy = on_nonfinite or ("skip" if arena else "propagate")
+    check_choice("on_nonfinite", policy, POLICIES)
+    if scope == "block" and arena is None:
+        raise ArgumentError("scope='block' needs an arena, which knows the blocks; got parameters")
+    if arena is not None:
+        grads, names = _arena_grads(arena), lambda: [s.name for s in arena.segments]
+    else:
+        grads, names = _grads_of(parameters_or_arena)
+    if not grads:
+        device = arena.device if arena else None
+        verdict = torch.tensor([[1.0, 0.0, 0.0, 1.0]][:scope == "global"], device=device).reshape(-1, 4)
+        return ClipState(verdict, torch.full((len(verdict),), -1, dtype=torch.int32, device=device), scope, names)
+    ours = kernel_takes(grads)
+    if not ours:
+        check_gradients(grads, names)
+    groups = None if scope == "global" else [s.block for s in arena.segments] if scope == "block" else list(range(len(grads)))
+    found, scale = (_by_kernels if ours and norm_type in (1.0, 2.0, math.inf) else _by_torch)(
+        grads, names, groups, scope, max_norm, norm_type, eps, policy, foreach, arena)
+    if (error_if_nonfinite or policy == "raise") and not bool(found.finite.all()):
+        raise NonFiniteError(f"The total norm of order {norm_type} for gradients of {found.name() or 'all tensors together'} is non-finite: "
+                             f"it is {found.norm.tolist()}. Nothing was clipped")
+    scale()
+    return found
+
+
+def _grads_of(parameters):
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    generator, parameters = isinstance(parameters, types.GeneratorType), list(parameters)
+    if generator and not parameters:
+        warnings.warn("`parameters` is an empty generator: there is nothing to clip", stacklevel=5)
+    given = None
+    if parameters and isinstance(parameters[0], tuple):
+        given, parameters = [name for name, _ in parameters], [p for _, p in parameters]
+    finish_for(parameters)
+
+    def names():
+        return [name for name, p in zip(given or unnamed(parameters), parameters) if p.grad is not None]
+    return [g for p in parameters if (g := p.grad) is not None], names
+
+
+def _arena_grads(arena):
+    arena.check()
+    if (accumulator := GradientAccumulator.of(arena)) is not None:
+        accumulator.finish()
+    elsewhere = next((s.name for s, p, owner, view in zip(arena.segments, arena.params, arena.owners, arena.grad_views)
+                      for t in {p, owner} if t.grad is not None and t.grad.data_ptr() != view.data_ptr() and t.grad.numel()), None)
+    if elsewhere:
+        raise ArgumentError(f"the gradient of {elsewhere} is not in the arena, whose sums would be clipped: make a ga.GradientAccumulator(arena) "
+                            "before backward(), or clip arena.parameters()")
+    return arena.grad_views
+
+
+def _by_kernels(grads, names, groups, scope, max_norm, norm_type, eps, policy, foreach, arena):
+    device, count = grads[0].device, 1 if groups is None else groups[-1] + 1
+    found, limit = new_state(count, device, scope, names), torch.full((1,), max_norm, dtype=torch.float64, device=device)
+    plain = all(map(Tensor.is_contiguous, grads))
+    packed = grads if plain else [g if dense(g) else g.contiguous() for g in grads]      # an interleaved view is copied out, and back
+    launches = launches_for(packed)
+    if groups is None:
+        group_of = None
+    elif scope == "block":
+        group_of = arena.tensor_block
+    else:
+        group_of = torch.arange(count, dtype=torch.int32, device=device)
+    if arena is not None and norm_type == 2:
+        arena_squares(arena)
+        partials, owners = arena.partials, arena.row_tensor
+    else:
+        rows = sum(chunks for _, chunks, _ in launches)
+        partials, owners = torch.empty(rows, dtype=torch.float64, device=device), torch.empty(rows, dtype=torch.int32, device=device)
+        launch_squares(packed, partials, owners, norm_type, launches)
+    launch_reduce(found, partials, owners, group_of, len(partials), limit, eps, None, norm_type)
+
+    def scale():
+        launch_scale(packed, found, group_of, policy == "skip", launches)
+        if not plain:
+            for g, p in zip(grads, packed):
+                if p is not g:
+                    g.copy_(p)
+        torch.autograd.graph.increment_version(grads)
+        if arena is not None:
+            arena.squares_known()
+    return found, scale
+
+
+def _by_torch(grads, names, groups, scope, max_norm, norm_type, eps, policy, foreach, arena):
+    norms, bad = reference_norms(grads, norm_type, groups, 1 if groups is None else groups[-1] + 1, foreach)
+    scales, finite = reference_scale(norms, max_norm, eps), torch.isfinite(norms)
+    verdicts = torch.stack([scales, norms, norms * scales, finite.to(norms.dtype)], 1)
+    found = ClipState(verdicts if norms.dtype == torch.float64 else verdicts.float(), bad, scope, names)
+    if policy == "skip":
+        scales = torch.where(finite, scales, 1.0)
+
+    def scale():
+        for g in range(len(scales)):
+            members = grads if groups is None else [t for t, of in zip(grads, groups) if of == g]
+            for device in {t.device: None for t in members}:
+                torch._foreach_mul_([t for t in members if t.device == device], scales[g].to(device))
+    return found, scale
