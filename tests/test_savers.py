@@ -272,11 +272,45 @@ def test_accelerate_saves_and_resumes(dtype, device, tmp_path):
     other = start(1)
     train(*other, 0, 1)
     other[0].load_state(tmp_path / "state")
-    if dtype == torch.bfloat16:                 # a file of bf16 weights has not the masters' extra bits
-        assert other[1].state_dict().keys() == run[1].state_dict().keys()
-        assert train(*other, 3, 4) == going_on[:1]
-    else:
-        assert train(*other, 3, 6) == going_on and bits(other[1].state_dict()) == after
+    assert train(*other, 3, 6) == going_on and bits(other[1].state_dict()) == after
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_states_of_model_and_optimizer_are_enough_to_go_on(dtype, stochastic, tmp_path):
+    def start(seed):
+        model = llama(dtype=dtype, seed=seed)
+        return model, ga.AdamW(ga.Arena(model), lr=1e-3, stochastic_rounding=stochastic)
+
+    def train(model, opt, first, last):
+        for nth in range(first, last):
+            loss_of(model, batch("cpu", nth))[0].backward()
+            opt.step()
+            opt.zero_grad()
+
+    run, other = start(0), start(1)
+    train(*run, 0, 3)
+    torch.save([part.state_dict() for part in run], tmp_path / "both.pt")
+    for part, state in zip(other, torch.load(tmp_path / "both.pt", weights_only=True)):
+        part.load_state_dict(state)
+    assert torch.equal(run[1].arena.weights, other[1].arena.weights)
+    for each in (run, other):
+        train(*each, 3, 6)
+    assert bits(run[0].state_dict()) == bits(other[0].state_dict())
+    assert torch.equal(run[1].arena.weights, other[1].arena.weights)
+    plain = torch.optim.AdamW(other[1].arena.parameter_groups(1e-2), lr=1e-3)
+    plain.load_state_dict(run[1].state_dict())
+
+
+def test_a_master_of_another_shape_is_refused_before_anything_changes():
+    model = llama(dtype=torch.bfloat16)
+    opt = laid_out(model)
+    state = copy.deepcopy(opt.state_dict())
+    before = opt.arena.weights.clone(), bits(opt.state_dict()["state"][3])
+    state["state"][2]["master"] = state["state"][2]["master"].flatten()[:3]
+    with pytest.raises(ga.ArgumentError, match="master of model.*has shape \\(3,\\); expected"):
+        opt.load_state_dict(state)
+    assert torch.equal(opt.arena.weights, before[0]) and bits(opt.state_dict()["state"][3]) == before[1]
 
 
 # ---- averages of weights -------------------------------------------------------------------------------------------------

@@ -456,8 +456,43 @@ class AdamW(torch.optim.AdamW):
             raise
         self._numbers = None
 
+    @torch._disable_dynamo
+    def state_dict(self) -> dict:
+        """As torch's; over an arena, the state of a bf16 parameter also holds `master`, its fp32 value, so that a run which
+        loads the model's and the optimizer's state goes on bit for bit. torch.optim.AdamW loads it and ignores the masters."""
+        state = super().state_dict()
+        masters = self._masters()
+        for mine, packed in zip(self.param_groups, state["param_groups"]):
+            for p, i in zip(mine["params"], packed["params"]):
+                if id(p) in masters and i in state["state"]:
+                    state["state"][i] = {**state["state"][i], "master": p.detach()}
+        return state
+
+    def _masters(self) -> "set[int]":
+        """ids of the parameters that are masters of bf16 ones, with what was written into these."""
+        return set() if self.arena is None else {id(p) for p in self.arena.named_master().values()}
+
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict):
-        """As torch's, of this optimizer or of torch.optim.AdamW. ArgumentError, with nothing changed, for a state of another shape."""
+        """As torch's, of this optimizer or of torch.optim.AdamW. ArgumentError, with nothing changed, for a state of another shape.
+
+        Masters, if there are some in it, are those of the bf16 weights that were saved with it: load the model first."""
+        stored = {i: dict(state) for i, state in state_dict["state"].items()}
+        masters = {i: state.pop("master") for i, state in stored.items() if "master" in state}
+        mine = [p for group in self.param_groups for p in group["params"]]
+        theirs = [i for group in state_dict["param_groups"] for i in group["params"]]
+        pairs = [(p, masters[i]) for p, i in zip(mine, theirs) if i in masters] if self._masters() else []
+        for p, master in pairs:
+            if master.shape != p.shape:
+                raise ArgumentError(f"state_dict: master of {self.names()[self._number_of(p)]} has shape {tuple(master.shape)}; "
+                                    f"expected {tuple(p.shape)}")
+        self._load({**state_dict, "state": stored})
+        for p, master in pairs:
+            p.copy_(master)
+        if pairs:
+            self.arena.weights_current()
+
+    def _load(self, state_dict):
         check = self.register_load_state_dict_pre_hook(AdamW._check_state)       # last: after hooks that repair a dict
         before = {p: dict(state) for p, state in self.state.items()}
         try:
