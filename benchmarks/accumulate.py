@@ -15,7 +15,8 @@ import common
 import torch
 from workers import Workers, in_turns, queued
 
-from gpuaccel.optim.accumulate import MODES, GradientAccumulator, _kernel, launch_segments
+from gpuaccel.optim.accumulate import MODES, GradientAccumulator, launch_segments
+from gpuaccel.ops.accumulate import accumulate_kernel
 from gpuaccel.optim.arena import Arena
 from gpuaccel.compiler.kernel import zero_
 from gpuaccel.training.models import Transformer, preset
@@ -52,7 +53,7 @@ def addition() -> dict:
             for view, grad in zip(arena.grad_views, grads):
                 n = view.numel()
                 blocks = -(-n // 256) if name == "accumulate_v1" else min(-(-n // 1024), 4096)
-                _kernel(name, dtype)[blocks, 256](view, grad, n)
+                accumulate_kernel(name, dtype)[blocks, 256](view, grad, n)
         times = common.milliseconds({
             "torch._foreach_add_": lambda: torch._foreach_add_(arena.grad_views, grads),
             "accumulate_v1, per tensor": lambda: ladder("accumulate_v1"),
@@ -134,7 +135,7 @@ def errors() -> dict:
 def launch_microseconds() -> dict:
     """Median host time of one call, argument checks included, queue never full."""
     acc, grad = torch.zeros(1024, device="cuda"), torch.ones(1024, device="cuda")
-    launch = _kernel("accumulate_v1", torch.float32)[4, 256]
+    launch = accumulate_kernel("accumulate_v1", torch.float32)[4, 256]
     samples = {"gpuaccel, 3 arguments": lambda: launch(acc, grad, 1024), "torch add_": lambda: acc.add_(grad)}
     found = {}
     for name, call in samples.items():

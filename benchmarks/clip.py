@@ -15,7 +15,8 @@ import common
 import torch
 
 from gpuaccel.optim.arena import Arena
-from gpuaccel.optim.clip import EPS, _kernel, arena_squares, clip_grad_norm_, clip_grads_
+from gpuaccel.ops.clip import EPS, clip_kernel
+from gpuaccel.optim.clip import arena_squares, clip_grad_norm_, clip_grads_
 from gpuaccel.measure.ledger import ledger
 from gpuaccel.training.models import Transformer, preset
 
@@ -86,7 +87,7 @@ def by_item(grads, max_norm):
 
 def by_v1(grads, partials, verdict, max_norm):
     """A launch of squares_v1 and one of scale_v1 for every tensor."""
-    squares, reduce, scale = (_kernel(name, 2.0) for name in ("squares_v1", "reduce_v1", "scale_v1"))
+    squares, reduce, scale = (clip_kernel(name, 2.0) for name in ("squares_v1", "reduce_v1", "scale_v1"))
     rows = 0
     for g in grads:
         blocks = min(256, -(-g.numel() // 1024))

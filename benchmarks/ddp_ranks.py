@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from workers import queued
 
 from gpuaccel.optim.arena import Arena
-from gpuaccel.distributed.config.config import Distributed, all_gather, reduce_scatter, weight_hashes
+from gpuaccel.distributed.config import Distributed, all_gather, reduce_scatter, weight_hashes
 from gpuaccel.training.models import Config, Transformer
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.training.step import TrainStep

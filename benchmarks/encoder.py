@@ -36,7 +36,7 @@ from workers import Workers, in_turns, queued
 
 from gpuaccel.optim.arena import Arena
 from gpuaccel.backends import backend, deterministic
-from gpuaccel.graphs.graphed_step.capture import recorder_for
+from gpuaccel.graphs.capture import recorder_for
 from gpuaccel.training.data import Batches, make_dataset
 from gpuaccel.ops.embedding_backward import encoder_backward, launch_atomic, launch_buckets, reference_buckets
 from gpuaccel.training.models import preset

@@ -20,7 +20,8 @@ from clip import build, captured, copy_rate, in_turns, wall
 from gpuaccel.ops import adamw
 from gpuaccel.optim import clip
 from gpuaccel.optim.accumulate import launch_segments
-from gpuaccel.optim.arena import CHUNK, Arena
+from gpuaccel.ops.accumulate import CHUNK
+from gpuaccel.optim.arena import Arena
 from gpuaccel.compiler.kernel import zero_
 from gpuaccel.training.models import preset
 from gpuaccel.optim.adamw import AdamW

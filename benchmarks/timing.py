@@ -8,7 +8,7 @@ import common
 import torch
 
 from gpuaccel.backends import backend
-from gpuaccel.graphs.graphed_step.capture import recorder_for
+from gpuaccel.graphs.capture import recorder_for
 from gpuaccel.errors import CaptureError
 
 DEVICE, OURS = "cuda", "ours"

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpuaccel.backends import backend
-from gpuaccel.graphs.graphed_step.capture import recorder_for
+from gpuaccel.graphs.capture import recorder_for
 from gpuaccel.nn.poly_attention import LEAST_GATE, PolyAttention
 from gpuaccel.nn.richards_glu import RichardsCurve, RichardsGLU, reference_richards, reference_values
 from gpuaccel.training.step import token_loss

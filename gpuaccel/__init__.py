@@ -1,42 +1,53 @@
 """gpuaccel: what happens to a gradient between `loss.backward()` and the new weight.
 
-This file only hands names on. A function may share its module's name (ga.backend, ga.ledger): importing it here makes
-the function the one that `ga.` finds.
+This file only hands names on; docs/development.md says what is in which room (folder). What notebooks and the command line
+need (`learn`, `cli`) is loaded when one of its names is first used.
 """
 __version__ = "0.1.0"
 
+import importlib
+from typing import TYPE_CHECKING
+
 from . import errors, simt  # noqa: F401
 from .compiler import nvrtc
-from .optim.accumulate import MODES, GradientAccumulator, accumulate_, reference_accumulate
+from .optim.accumulate import MODES, GradientAccumulator
+from .ops.accumulate import accumulate_, reference_accumulate
 from .ops.adamw import reference_adamw
 from .optim.arena import Arena
 from .backends import backend, cache_dir, default_device, deterministic, use_backend
 from .training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from .cli.main import doctor
-from .optim.clip import ClipState, clip_grad_norm_, clip_grads_
+from .ops.clip import ClipState
+from .optim.clip import clip_grad_norm_, clip_grads_
 from .training.data import Batches, ByteTokenizer, load_text, make_dataset, shard, train_bpe, val_batches
 from .distributed.config import Distributed
 from .nn.embedding import Embedding, Encoder, deterministic_embeddings
 from .ops.embedding_backward import encoder_backward, reference_encoder, reference_encoder_backward
 from .errors import ArgumentError, BackendError, CaptureError, CheckpointError, CompileError, DataError, GpuaccelError, KernelError, NonFiniteError, RankError
-from .learn.exercises.exercises import check, hint, solution
 from .graphs.graphed_step import GraphedStep
 from .compiler.kernel import Kernel, compile, kernel_names
 from .distributed.spawn import launch
 from .measure.ledger import Ledger, ledger
 from .training.lora import BLOCK_NORMS, LoRALinear, apply_lora, load_lora, merge_lora, remove_lora, save_lora, unmerge_lora
-from .learn.magics import load_ipython_extension
 from .measure.meter import LateValue, Meter, Reading, StageTimer, peak_flops
 from .training.models import GPT2, Config, Transformer, flops_per_token, generate, preset
 from .optim.adamw import AdamW
 from .nn.poly_attention import PolyAttention, poly_attention, reference_poly_attention
 from .nn.richards_glu import RichardsCurve, RichardsGLU
 from .ops.token_sort import Segments, find_segments
-from .learn.show import show
 from .simt import checked
 from .training.step import TrainStep, token_loss
 from .training.loop import evaluate, train, warmup_cosine
-from .learn.widgets import LiveThroughput
+
+if TYPE_CHECKING:
+    from .cli.main import doctor
+    from .learn.exercises.exercises import check, hint, solution
+    from .learn.magics import load_ipython_extension
+    from .learn.show import show
+    from .learn.widgets import LiveThroughput
+
+_LATER = {"doctor": "cli.main", "check": "learn.exercises.exercises", "hint": "learn.exercises.exercises",
+          "solution": "learn.exercises.exercises", "load_ipython_extension": "learn.magics", "show": "learn.show",
+          "LiveThroughput": "learn.widgets"}
 
 __all__ = [
     "MODES", "GradientAccumulator", "accumulate_", "reference_accumulate", "AdamW", "reference_adamw", "Arena", "backend", "cache_dir", "default_device",
@@ -49,3 +60,15 @@ __all__ = [
     "PolyAttention", "poly_attention", "reference_poly_attention", "RichardsCurve", "RichardsGLU", "Embedding", "Encoder", "Segments", "deterministic_embeddings", "encoder_backward", "find_segments", "reference_encoder", "reference_encoder_backward",
     "Distributed", "RankError", "launch", "TrainStep", "evaluate", "token_loss", "train", "warmup_cosine", "LiveThroughput",
 ]
+
+
+def __getattr__(name):
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

@@ -25,7 +25,7 @@ from torch import nn
 import gpuaccel as ga
 import test_savers as savers
 from gpuaccel.distributed import trace as exchange, p2p as peers, rendezvous
-from gpuaccel.distributed.config.config import weight_hashes
+from gpuaccel.distributed.config import weight_hashes
 
 PATIENCE = 300                             # seconds until a rank that waits for another gives up
 HANG = 600                                 # seconds until a process or an event that does not come counts as hanging; nothing is judged by them

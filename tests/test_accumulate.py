@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gpuaccel.optim.accumulate import MODES, FusedLinear, GradientAccumulator, accumulate_, reference_accumulate
+from gpuaccel.optim.accumulate import MODES, FusedLinear, GradientAccumulator
+from gpuaccel.ops.accumulate import accumulate_, reference_accumulate
 from gpuaccel.optim.arena import Arena
 from gpuaccel.errors import ArgumentError
 from gpuaccel.training.step import TrainStep, token_loss
@@ -651,7 +652,8 @@ def test_a_block_of_a_thousand_tensors(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("off", [0, 1, 3])
 def test_every_version_is_bit_equal_to_torch(dtype, off, device):
-    from gpuaccel.optim.accumulate import _kernel, launch_segments
+    from gpuaccel.ops.accumulate import accumulate_kernel
+    from gpuaccel.optim.accumulate import launch_segments
     torch.manual_seed(off)
     shapes = [(1,), (4095,), (4096,), (4097,), (63, 129), (512, 1024), (0,), (3, 5, 7)]
     arena = Arena(Chosen(shapes, [torch.float32] * len(shapes)).to(device))
@@ -669,11 +671,11 @@ def test_every_version_is_bit_equal_to_torch(dtype, off, device):
         if g is None or not s.numel:
             continue
         acc = arena._slice(before, s).clone()
-        _kernel("accumulate_v1", dtype)[-(-s.numel // 256), 256](acc, g, s.numel)
+        accumulate_kernel("accumulate_v1", dtype)[-(-s.numel // 256), 256](acc, g, s.numel)
         assert torch.equal(acc, arena._slice(want, s)), f"accumulate_v1 {s.shape}: {differ(acc, arena._slice(want, s))}"
         if off == 0 and s.numel % 4 == 0:
             acc = arena._slice(before, s).clone()
-            _kernel("accumulate_v2", dtype)[min(-(-s.numel // 1024), 7), 256](acc, g, s.numel)
+            accumulate_kernel("accumulate_v2", dtype)[min(-(-s.numel // 1024), 7), 256](acc, g, s.numel)
             assert torch.equal(acc, arena._slice(want,
                 s)), f"accumulate_v2 {s.shape}: {differ(acc, arena._slice(want, s))}"
 
@@ -681,7 +683,8 @@ def test_every_version_is_bit_equal_to_torch(dtype, off, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("version", ["accumulate_v1", "accumulate_v2", "accumulate_v3"])
 def test_gpu_more_than_2_to_the_31_elements(version):
-    from gpuaccel.optim.accumulate import _kernel, launch_segments
+    from gpuaccel.ops.accumulate import accumulate_kernel
+    from gpuaccel.optim.accumulate import launch_segments
     free = torch.cuda.mem_get_info()[0]
     if free < 40e9:
         pytest.skip(f"needs 40 GB of free GPU memory for 2^31 + 4096 elements; there are {free / 1e9:.0f} GB")
@@ -694,7 +697,7 @@ def test_gpu_more_than_2_to_the_31_elements(version):
         launch_segments(arena, 0, 1, [grad])
     else:
         acc = torch.zeros(n, device="cuda")
-        _kernel(version, torch.bfloat16)[-(-n // 256) if version == "accumulate_v1" else 4096, 256](acc, grad, n)
+        accumulate_kernel(version, torch.bfloat16)[-(-n // 256) if version == "accumulate_v1" else 4096, 256](acc, grad, n)
     for start in range(0, n, 2**28):
         assert torch.equal(acc[start:start + 2**28],
             grad[start:start + 2**28].float()), f"wrong between {start} and {start + 2**28}"

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from gpuaccel.optim.accumulate import GradientAccumulator
-from gpuaccel.optim.arena import CHUNK, Arena, Summary, lay_out
+from gpuaccel.ops.accumulate import CHUNK
+from gpuaccel.optim.arena import Arena, Summary, lay_out
 from gpuaccel.errors import ArgumentError
 from gpuaccel.training.models import Transformer, preset
 

@@ -13,7 +13,7 @@ import gpuaccel as ga
 from gpuaccel.backends import BACKENDS, POLICIES, backend, cache_dir, default_device, find_driver, find_gpu, resolve, use_backend
 from gpuaccel.errors import BackendError, GpuaccelError
 
-module = importlib.import_module("gpuaccel.backend")         # gpuaccel.backend as an attribute is the function of that name
+module = importlib.import_module("gpuaccel.backends")
 THERE, NOT = (True, "NVIDIA X found, driver for CUDA 13.0"), (False, "no CUDA driver (libcuda.so.1 not found)")
 
 

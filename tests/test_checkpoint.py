@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from gpuaccel import files
 from gpuaccel.training import checkpoint
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.checkpoint import checkpoint_path, latest_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
@@ -448,7 +449,7 @@ def test_a_full_disk_played(tmp_path, monkeypatch):
         def __exit__(self, *error):
             self.file.close()
 
-    monkeypatch.setattr(checkpoint, "open", lambda *args: Full(open(*args)), raising=False)
+    monkeypatch.setattr(files, "open", lambda *args: Full(open(*args)), raising=False)
     check_full_disk(tmp_path)
 
 
@@ -503,7 +504,7 @@ def test_a_save_that_fails_anywhere_leaves_the_old_file(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         def interrupted(*args):
             raise KeyboardInterrupt
-        patch.setattr(checkpoint, "_digest", interrupted)
+        patch.setattr(checkpoint, "digest", interrupted)
         with pytest.raises(KeyboardInterrupt):
             save_checkpoint(path, model=Net(), step=2)
     assert load_checkpoint(path, model=Net())["step"] == 1 and os.listdir(tmp_path) == ["c"]

@@ -13,7 +13,7 @@ import gpuaccel as ga
 from gpuaccel.cli import main as cli
 from gpuaccel.training import models
 from gpuaccel.backends import backend
-from gpuaccel.cli.main.main import Doctor, Progress, StopAfterStep, main
+from gpuaccel.cli.main import Doctor, Progress, StopAfterStep, main
 from gpuaccel.measure.meter import Reading
 
 

@@ -8,10 +8,13 @@ import torch
 from torch import nn
 
 import gpuaccel as ga
+from gpuaccel.ops import clip as clip_ops
 from gpuaccel.optim import clip
 from gpuaccel.optim.accumulate import MODES, GradientAccumulator, launch_segments
-from gpuaccel.optim.arena import CHUNK, Arena
-from gpuaccel.optim.clip import EPS, POLICIES, clip_grad_norm_, clip_grads_, launch_squares, reference_norms, reference_scale
+from gpuaccel.ops.accumulate import CHUNK
+from gpuaccel.optim.arena import Arena
+from gpuaccel.ops.clip import EPS, POLICIES, launch_squares, reference_norms, reference_scale
+from gpuaccel.optim.clip import clip_grad_norm_, clip_grads_
 from gpuaccel.errors import ArgumentError, BackendError, NonFiniteError
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -226,10 +229,10 @@ def test_up_to_max_norm_the_scale_is_1_and_no_bit_changes(max_norm, device):
 def test_scale_v2_touches_the_gradients_only_when_it_has_to(verdict, skip, writes, device):
     """Seen by the executor, access by access: with scale 1 it neither reads nor writes one element."""
     g = torch.randn(5000, generator=generator(0))
-    found = clip.new_state(1, "cpu", "global", list)
+    found = clip_ops.new_state(1, "cpu", "global", list)
     found.verdicts.copy_(torch.tensor([verdict]))
-    for start, chunks, packed in clip.launches_for([g]):
-        trace = clip._kernel("scale_v2", 2.0)[chunks, 256].on_cpu((found.verdicts, None, skip, start, packed), [g], trace=True)
+    for start, chunks, packed in clip_ops.launches_for([g]):
+        trace = clip_ops.clip_kernel("scale_v2", 2.0)[chunks, 256].on_cpu((found.verdicts, None, skip, start, packed), [g], trace=True)
     at, = [i for i, traced in enumerate(trace.tensors) if traced.elements * traced.itemsize == 20_000]
     touched = trace.events[trace.events["tensor"] == at]
     for kind in (0, 1):
@@ -279,7 +282,7 @@ def test_two_runs_and_any_grid_give_the_same_bits(norm_type, device, monkeypatch
         return [found.verdicts, *grads]
     first = run()
     for blocks in (2**20, 1, 3, 7):
-        monkeypatch.setattr(clip, "MAX_BLOCKS", blocks)
+        monkeypatch.setattr(clip_ops, "MAX_BLOCKS", blocks)
         for got, want in zip(run(), first):
             same(got, want, f"{blocks} blocks")
 
@@ -297,14 +300,14 @@ def test_squares_v2_and_scale_v2_directly_with_any_grid(grid, device):
     per_chunk = [c.double().square().sum().item() for g in grads for c in g.split(CHUNK)]
     for one, exact in zip(want.tolist(), per_chunk):
         close(one, exact, 1e-6, "a chunk's sum of squares")
-    (start, chunks, packed), = clip.launches_for(grads)
+    (start, chunks, packed), = clip_ops.launches_for(grads)
     assert chunks == rows
-    clip._kernel("squares_v2", 2.0)[grid, 256](got, None, start, packed, tensors=grads)
+    clip_ops.clip_kernel("squares_v2", 2.0)[grid, 256](got, None, start, packed, tensors=grads)
     same(got, want, f"grid {grid}")
-    found = clip.new_state(1, grads[0].device, "global", list)
+    found = clip_ops.new_state(1, grads[0].device, "global", list)
     found.verdicts.copy_(torch.tensor([[0.3, 1.0, 0.3, 1.0]]))
     twins = [(g.float() * found.scale).to(g.dtype) for g in grads]
-    clip._kernel("scale_v2", 2.0)[grid, 256](found.verdicts, None, 0, start, packed, tensors=grads)
+    clip_ops.clip_kernel("scale_v2", 2.0)[grid, 256](found.verdicts, None, 0, start, packed, tensors=grads)
     for g, twin in zip(grads, twins):
         same(g, twin, f"grid {grid}")
 
@@ -488,9 +491,9 @@ def launch_fails(device, ours):
     class Broken:
         def __getitem__(self, shape):
             raise BackendError("squares_v2 was not launched: it was put to the test")
-    g, plain = torch.tensor([3.0, 4.0], device=device), clip._kernel
+    g, plain = torch.tensor([3.0, 4.0], device=device), clip_ops.clip_kernel
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clip, "_kernel", lambda name, norm_type: Broken() if name == "squares_v2" else plain(name, norm_type))
+        patch.setattr(clip_ops, "clip_kernel", lambda name, norm_type: Broken() if name == "squares_v2" else plain(name, norm_type))
         with pytest.raises(BackendError, match="was not launched"):
             clip_grad_norm_(parameters([g], device), 1.0)
     assert g.tolist() == [3.0, 4.0]
@@ -519,9 +522,9 @@ def test_the_table_of_edges_has_these_rows():
 def test_gpu_a_launch_that_the_driver_refuses_is_an_error_and_changes_nothing(monkeypatch):
     g = torch.randn(5000, device="cuda")
     before = g.clone()
-    kernel = clip._kernel("squares_v2", 2.0)
+    kernel = clip_ops.clip_kernel("squares_v2", 2.0)
     kernel[1, 256]                                             # made; now the driver is asked for more shared memory than there is
-    monkeypatch.setattr(clip, "_kernel", lambda name, norm_type: type("K", (), {"__getitem__": lambda self, shape: kernel[(*shape, 200_000_000 // 1000)]})())
+    monkeypatch.setattr(clip_ops, "clip_kernel", lambda name, norm_type: type("K", (), {"__getitem__": lambda self, shape: kernel[(*shape, 200_000_000 // 1000)]})())
     with pytest.raises((BackendError, ArgumentError)):
         clip_grad_norm_(parameters([g], "cuda"), 1.0)
     assert torch.equal(g, before)

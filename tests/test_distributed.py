@@ -27,8 +27,8 @@ import gpuaccel as ga
 from gpuaccel.distributed import trace as exchange, rendezvous
 from gpuaccel.optim.accumulate import MODES
 from gpuaccel.backends import find_compiler
-from gpuaccel.distributed.config.spawn import _drained, _Watch
-from gpuaccel.distributed.config.rendezvous import loopback
+from gpuaccel.distributed.spawn import _drained, _Watch
+from gpuaccel.distributed.rendezvous import loopback
 from gpuaccel.measure.timeline import Span
 
 HANG = checks.HANG
@@ -581,7 +581,7 @@ def test_a_rank_that_waits_in_silence_ends_in_words(device, how):
                               text=True, stderr=subprocess.PIPE, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
     try:
         said = ranks[0].communicate(timeout=HANG)[1]
-        assert ranks[0].returncode == 1 and f"gpuaccel: rank 0 of 2 has waited 6 s for rank 1: it has stopped" in said and ranks[1].poll() is None, said
+        assert ranks[0].returncode == 1 and "gpuaccel: rank 0 of 2 has waited 6 s for rank 1: it has stopped" in said and ranks[1].poll() is None, said
     finally:
         for rank in ranks:
             rank.kill()

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpuaccel
-from gpuaccel.optim import accumulate, clip
-from gpuaccel.ops import adamw, embedding_backward as encoder, token_sort as segments
+from gpuaccel.optim import accumulate
+from gpuaccel.ops import adamw, clip, embedding_backward as encoder, token_sort as segments
 from gpuaccel.compiler import nvrtc
-from gpuaccel.optim.accumulate import CHUNK, MAX_TENSORS, SQUARES_THREADS, THREADS
+from gpuaccel.optim.accumulate import CHUNK
+from gpuaccel.ops.accumulate import MAX_TENSORS, SQUARES_THREADS, THREADS
 from gpuaccel.backends import use_backend
 from gpuaccel.errors import ArgumentError, CompileError
 from gpuaccel.compiler.kernel import Kernel, check_arguments, kernel_files, kernel_names, signature, without_comments, zero_
@@ -62,8 +63,8 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(name):
 
 
 @pytest.mark.parametrize("kernel, sizes", [
-    (accumulate._kernel("accumulate_v3", torch.float32), [accumulate._SOURCES]), (accumulate._kernel("accumulate_v4", torch.bfloat16), [accumulate._SOURCES]),
-    (clip._kernel("squares_v2", 2.0), [clip._TENSORS]), (clip._kernel("scale_v2", 2.0), [clip._TENSORS]), (adamw._kernel("adamw_set"), [adamw._VALUES]),
+    (accumulate.accumulate_kernel("accumulate_v3", torch.float32), [accumulate._SOURCES]), (accumulate.accumulate_kernel("accumulate_v4", torch.bfloat16), [accumulate._SOURCES]),
+    (clip.clip_kernel("squares_v2", 2.0), [clip._TENSORS]), (clip.clip_kernel("scale_v2", 2.0), [clip._TENSORS]), (adamw._kernel("adamw_set"), [adamw._VALUES]),
     (adamw._kernel("adamw_begin"), [adamw._STEPS]), (adamw._kernel("adamw_v2", ("AMSGRAD", 1), ("PARAM_T", "bf16")), [adamw._UPDATES]),
     *[(encoder._kernel(f"encoder_{name}", ACC_T="bf16", STOCHASTIC=1), [encoder._ROUNDING]) for name in ("backward_v2", "backward_v3", "combine_v3", "wpe")],
 ], ids=lambda k: getattr(k, "name", ""))

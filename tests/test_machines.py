@@ -1,7 +1,6 @@
 """Several machines: network namespaces joined by a cable, each with its name, its address and its own idea of who has which; gloo between them."""
 import os
 import pathlib
-import random
 import re
 import shlex
 import signal
@@ -12,7 +11,7 @@ import time
 import pytest
 import rank_checks as checks
 
-from gpuaccel.distributed.config.rendezvous import interface_to, loopback
+from gpuaccel.distributed.rendezvous import interface_to, loopback
 
 HANG = checks.HANG
 PAGE = (pathlib.Path(__file__).parents[1] / "docs" / "several-gpus.md").read_text()

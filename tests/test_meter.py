@@ -17,7 +17,7 @@ def clock(monkeypatch):
 
     def sleep(seconds):
         now[0] += seconds
-    monkeypatch.setattr(importlib.import_module("gpuaccel.meter"), "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(importlib.import_module("gpuaccel.measure.meter"), "time", SimpleNamespace(perf_counter=lambda: now[0]))
     return SimpleNamespace(sleep=sleep)
 
 

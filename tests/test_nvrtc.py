@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from gpuaccel import files
 from gpuaccel.compiler import nvrtc
 from gpuaccel.backends import cache_dir
 from gpuaccel.errors import BackendError, CompileError
@@ -21,6 +22,7 @@ SOURCE = 'extern "C" __global__ void k(float* x, int n) { int i = blockIdx.x * b
 COUNT = """
 import json, sys
 {before}
+from gpuaccel import files
 from gpuaccel.compiler import nvrtc
 from gpuaccel.compiler.kernel import Kernel
 compiled, real = [], nvrtc._compile
@@ -135,7 +137,7 @@ def test_a_cache_that_cannot_be_written_costs_no_run(cache, compilations):
 
 
 def test_old_entries_go_first(cache, monkeypatch):
-    monkeypatch.setattr(nvrtc, "KEPT_ENTRIES", 2)
+    monkeypatch.setattr(files, "KEPT_ENTRIES", 2)
     for i in range(4):
         compile_cubin(SOURCE % f"{i}.5f", "one.cu", "sm_90")
         for entry in cache.iterdir():                        # the clock of the file system may be coarse

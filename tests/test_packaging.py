@@ -53,12 +53,12 @@ def test_the_wheel_holds_every_kernel_and_module_and_nothing_else(wheel):
     outside = [name for name in names if not name.startswith("gpuaccel/") and ".dist-info/" not in name]
     assert not outside, f"the wheel also holds {outside}"
     entry = next(name for name in names if name.endswith("entry_points.txt"))
-    assert "gpuaccel = gpuaccel.cli:main" in zipfile.ZipFile(wheel).read(entry).decode()
+    assert "gpuaccel = gpuaccel.cli.main:main" in zipfile.ZipFile(wheel).read(entry).decode()
 
 
 def test_kernels_are_found_from_an_unpacked_wheel(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    code = ("import gpuaccel, gpuaccel.kernel as k; print(gpuaccel.__file__); print(k.kernel_root());"
+    code = ("import gpuaccel, gpuaccel.compiler.kernel as k; print(gpuaccel.__file__); print(k.kernel_root());"
             "print(*(file.stem for file in k.kernel_files()))")
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)

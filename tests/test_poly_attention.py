@@ -15,7 +15,7 @@ from gpuaccel import PolyAttention, reference_poly_attention
 from gpuaccel.errors import ArgumentError
 from gpuaccel.nn.poly_attention import WIDTHS, _kernel, chunks_of, launch_backward, launch_forward, plan, poly_attention, shared_bytes
 
-module = importlib.import_module("gpuaccel.poly_attention")      # the package's name of it is the function
+module = importlib.import_module("gpuaccel.nn.poly_attention")
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 PLACES, KERNELS = ["cpu", "simt", CUDA], ["simt", CUDA]
 NAMES = ("y", "dq_tilde", "dq", "dk", "dv", "dpe", "dcoefficients")

@@ -1,5 +1,4 @@
 """Kernels on the CPU: found, compiled once, launched like on a GPU, stopped when they do not end, explained when they cannot run."""
-import contextlib
 import copy
 import ctypes
 import importlib
@@ -20,7 +19,7 @@ from gpuaccel.backends import cache_dir, find_compiler
 from gpuaccel.errors import ArgumentError, BackendError, CompileError, KernelError
 from gpuaccel.simt import build
 
-backend_module = importlib.import_module("gpuaccel.backend")
+backend_module = importlib.import_module("gpuaccel.backends")
 TWICE = 'extern "C" __global__ void twice(float* x, int n) { int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) x[i] *= 2; }'
 SPIN = 'extern "C" __global__ void spin(float* x) {\n  if (threadIdx.x == 3)\n    while (true) x[0] += 1;\n}'
 
@@ -63,7 +62,7 @@ def test_simt_is_a_backend_with_a_reason_and_a_compiler():
 
 
 def test_operations_run_our_kernels_only_where_simt_was_asked_for(monkeypatch):
-    module = importlib.import_module("gpuaccel.accumulate")
+    module = importlib.import_module("gpuaccel.ops.accumulate")
     used = []
     monkeypatch.setattr(module, "reference_accumulate", lambda acc, grad: used.append("torch") or acc.add_(grad))
     for name, expected in (("simt", []), ("torch", ["torch"])):

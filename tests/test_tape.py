@@ -11,7 +11,7 @@ from torch import nn
 import gpuaccel as ga
 from gpuaccel.compiler import kernel
 from gpuaccel.errors import CaptureError
-from gpuaccel.graphs.graphed_step.tape import Tape
+from gpuaccel.graphs.tape import Tape
 
 
 @pytest.fixture(autouse=True)

@@ -266,7 +266,7 @@ def test_a_notebook_runs_in_order_and_keeps_a_static_picture(tmp_path):
 def test_without_ipywidgets_a_notebook_gets_text(monkeypatch, capsys):
     from gpuaccel.learn import widgets
     shell = type("Shell", (), {"kernel": object(), "events": None})()
-    monkeypatch.setattr(widgets, "_kernel", lambda: shell)
+    monkeypatch.setattr(widgets, "notebook_shell", lambda: shell)
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     monkeypatch.setattr(LiveThroughput, "show_static", lambda self: print(self))
     LiveThroughput().run(readings(5), name="plain")

@@ -261,7 +261,8 @@ def _read_run(path):
 
 def _open_run(args, description, writes=True):
     """Make or check a run's folder: a new run does not start over an old one, a resumed one has to be the same run."""
-    from ..training.checkpoint import latest_checkpoint, written_aside
+    from ..training.checkpoint import latest_checkpoint
+    from ..files import written_aside
     kept, last = args.out / "run.json", latest_checkpoint(args.out)
     if last is not None and not args.resume:
         raise CheckpointError(f"{args.out} already holds a run ({last.name}): --resume goes on with it, --out takes another folder")

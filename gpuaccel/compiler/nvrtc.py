@@ -10,7 +10,6 @@ CUDA 13 wheels beside NVRTC 12 the compiler would depend on import order. Here t
 `GPUACCEL_NVRTC` (a path), else the NVRTC 12 wheel (its code runs on CUDA 12 and 13 drivers), else torch's NVRTC 13, else the
 system's. Libraries of both majors live side by side in one process (their symbols are versioned).
 """
-import contextlib
 import ctypes
 import functools
 import glob
@@ -24,11 +23,10 @@ import sysconfig
 import threading
 from dataclasses import dataclass
 
-from ..backends import cache_dir
+from ..files import read_entry, write_entry
 from ..errors import BackendError, CompileError
 
 OPTIONS = ("-std=c++17", "--ptxas-options=-v")      # the second makes ptxas report registers and spills
-KEPT_ENTRIES = 2000        # cached files (2-50 kB each) kept on disk per folder; the least recently written go first
 
 
 @dataclass(frozen=True)
@@ -204,32 +202,3 @@ def _read(key):
 def _write(key, cubin, log):
     write_entry("cubin", key, json.dumps(log).encode() + b"\n" + cubin)
 
-
-def read_entry(folder: str, key: str) -> "bytes | None":
-    """What the cache keeps under `key` in one of its folders; None when it is not there, or damaged."""
-    root = cache_dir()
-    try:
-        digest, rest = (root / folder / key).read_bytes().split(b"\n", 1) if root else (b"", b"")
-    except (OSError, ValueError):
-        return None
-    return rest if hashlib.sha256(rest).hexdigest().encode() == digest else None
-
-
-def write_entry(folder: str, key: str, rest: bytes):
-    """Keep `rest` under `key`. A full disk costs the cache, not the run."""
-    root = cache_dir()
-    if root is None:
-        return
-    path = root / folder / key
-    aside = path.with_name(f".{key}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        path.parent.mkdir(exist_ok=True)
-        aside.write_bytes(hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
-        os.replace(aside, path)
-        entries = list(os.scandir(path.parent))
-        if len(entries) > KEPT_ENTRIES:
-            for old in sorted(entries, key=lambda e: e.stat().st_mtime)[:len(entries) - KEPT_ENTRIES]:
-                os.unlink(old.path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            aside.unlink()

@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..optim.arena import CHUNK, Arena
+from ..ops.accumulate import CHUNK
+from ..optim.arena import Arena
 from ..errors import ArgumentError
 from .rendezvous import init_from_environment
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..optim.accumulate import GradientAccumulator
-from ..optim.arena import CHUNK
+from ..ops.accumulate import CHUNK
 from ..backends import takes
 
 LIGHT = 1 << 16                  # elements up to which a tensor is worth keeping apart

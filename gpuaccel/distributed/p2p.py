@@ -21,9 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..optim.accumulate import GradientAccumulator
-from ..optim.arena import CHUNK, Arena
+from ..ops.accumulate import CHUNK
+from ..optim.arena import Arena
 from ..backends import backend, takes
-from ..optim.clip import SQUARES_THREADS, launch_squares
+from ..ops.accumulate import SQUARES_THREADS
+from ..ops.clip import launch_squares
 from ..errors import ArgumentError
 from ..compiler.kernel import Kernel
 from .rendezvous import SLACK

@@ -15,12 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..optim.accumulate import GradientAccumulator, accumulate_
-from ..optim.accumulate import _kernel as sum_kernel
-from ..optim.arena import CHUNK, Arena
+from ..optim.accumulate import GradientAccumulator
+from ..ops.accumulate import CHUNK, accumulate_, accumulate_kernel
+from ..optim.arena import Arena
 from ..backends import takes
-from ..optim.clip import _kernel as squares_kernel
-from ..optim.clip import launch_squares
+from ..ops.clip import clip_kernel, launch_squares
 from . import rendezvous
 from .config import Distributed, all_gather, broadcast, buckets_of, compare, reduce_scatter, weight_hashes
 from .early import Apart
@@ -110,7 +109,7 @@ class Ranks:
     def _get_ready(self):
         """What cannot be done in a capture: kernels are compiled and loaded, and NCCL connects the ranks."""
         index = self.arena.device.index
-        for kernel in (squares_kernel("squares_v2", 2.0), sum_kernel("accumulate_v2", torch.float32)) if self.kernels else ():
+        for kernel in (clip_kernel("squares_v2", 2.0), accumulate_kernel("accumulate_v2", torch.float32)) if self.kernels else ():
             kernel.load(index)
         if self.nccl and self.world > 1:
             few, many = (torch.zeros(n, device=self.arena.device) for n in (1, self.world))

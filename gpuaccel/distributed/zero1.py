@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..ops.adamw import _arena_runs, _update_kernel, reference_step
-from ..optim.arena import CHUNK, own_storage
-from ..optim.clip import MAX_BLOCKS
+from ..ops.adamw import arena_runs, update_kernel, reference_step
+from ..ops.accumulate import CHUNK
+from ..optim.arena import own_storage
+from ..ops.clip import MAX_BLOCKS
 from .config import all_gather
 from ..errors import ArgumentError
 from ..compiler.kernel import zero_
@@ -171,8 +172,8 @@ class ShardedAdamW(AdamW):
 
     def _launch_update(self, part, coefficients, seed):
         arena, m = self.arena, self._moments
-        for first, last, ahead, amsgrad in _arena_runs(part.ours, arena):
-            kernel = _update_kernel("adamw_v3", torch.float32, torch.float32, amsgrad, self.stochastic_rounding)
+        for first, last, ahead, amsgrad in arena_runs(part.ours, arena):
+            kernel = update_kernel("adamw_v3", torch.float32, torch.float32, amsgrad, self.stochastic_rounding)
             for p in self.pieces:
                 start, stop = max(p.start, first * CHUNK), min(p.stop, last * CHUNK)
                 if stop > start:

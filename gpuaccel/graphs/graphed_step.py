@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from ..optim.accumulate import GradientAccumulator, span
+from ..optim.accumulate import GradientAccumulator
+from ..ops.accumulate import span
 from ..optim.arena import Arena
 from ..backends import backend
 from .capture import recorder_for
-from ..optim.clip import check_choice
+from ..ops.clip import check_choice
 from ..nn.embedding import counts_of
 from ..errors import ArgumentError, CaptureError
 from ..optim.adamw import AdamW

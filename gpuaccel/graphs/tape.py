@@ -104,7 +104,7 @@ def _regions(leaves) -> "dict[int, int]":
     """Address of each tensor's storage -> a number that storages share if their memory overlaps, as those of an arena's tensors do
     with the arena's buffers."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in leaves if isinstance(t, Tensor)}
-    regions, end = {}, -1
+    regions, end, previous = {}, -1, None
     for start in sorted(storages):
         regions[start] = len(regions) if start >= end else regions[previous]
         end, previous = max(end, start + storages[start]), start

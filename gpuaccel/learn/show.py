@@ -21,7 +21,7 @@ from ..compiler.kernel import Launch
 from .figures.panels import GREY, LEFT, MOST_ROWS, MOST_SECTORS, OTHERS, RED, Panel, Sheet, colour_of, sectors_of
 from .figures.picture import WIDTH, _short, _text_width
 from ..simt.tracing import BANKS, SECTOR, WARP, Trace, groups, share
-from .widgets import _kernel
+from ..notebook import notebook_shell
 
 MOST_LINES = 160                       # between threads and one tensor, that a picture can show
 VERBS = ("reads", "writes", "updates")
@@ -238,7 +238,7 @@ class Shown:
     def _ipython_display_(self):
         """Sliders, where there are ipywidgets, and the picture: as an output of its own it stays in the saved notebook."""
         from IPython.display import display
-        sliders = self._sliders() if _kernel() is not None else None
+        sliders = self._sliders() if notebook_shell() is not None else None
         if sliders is not None:
             view = {"version_major": 2, "version_minor": 0, "model_id": sliders.model_id}
             display({"application/vnd.jupyter.widget-view+json": view,

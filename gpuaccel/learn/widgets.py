@@ -17,16 +17,14 @@ hear the click, and the next cell waits, before its first line, until the run ha
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
-import logging
-import multiprocessing
 import sys
 import threading
 import time
 from html import escape
 
 from ..errors import ArgumentError
+from ..notebook import notebook_shell
 from .figures.picture import RUN_COLOURS, WIDTH, Run, gigabytes, norm_words, number, picture
 
 PERIOD = 0.1               # seconds between two updates of the live view
@@ -165,7 +163,7 @@ class LiveThroughput:
 
     def show_static(self):
         """Displays the static picture and its line of text (text only outside a notebook)."""
-        if _kernel() is None:
+        if notebook_shell() is None:
             print(self)
             return
         from IPython.display import display
@@ -278,38 +276,8 @@ def _status(run, seconds, steps, name=False):
     return "  ·  ".join(parts)
 
 
-def _kernel():
-    """The IPython shell if it belongs to a notebook kernel, else None."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return shell if shell is not None and getattr(shell, "kernel", None) is not None else None
-
-
-@contextlib.contextmanager
-def notice(text: str):
-    """A line in the cell while something takes long, and gone afterwards; outside notebooks a line of the log (logger "gpuaccel").
-
-    It is a widget, which is never compared when a notebook is tested."""
-    shown = None
-    with contextlib.suppress(ImportError):
-        if _kernel() is not None and multiprocessing.parent_process() is None:        # a forked rank has the kernel, and not its line
-            import ipywidgets
-            from IPython.display import display
-            shown = ipywidgets.HTML(f'<span style="color:var(--jp-ui-font-color2,inherit)">{escape(text)} ...</span>')
-            view = {"version_major": 2, "version_minor": 0, "model_id": shown.model_id}
-            handle = display({"application/vnd.jupyter.widget-view+json": view}, raw=True, display_id=True)
-    if shown is None:
-        logging.getLogger("gpuaccel").warning("%s", text)
-    try:
-        yield
-    finally:
-        if shown is not None:
-            handle.update({}, raw=True)
-            shown.close()
-
-
 def _make_view(live, run, seconds, steps):
-    if _kernel() is None:
+    if notebook_shell() is None:
         return _TextView(live, run, seconds, steps, notebook=False)
     try:
         return _WidgetView(live, run, seconds, steps)
@@ -337,7 +305,7 @@ def _listen_while_busy(button, clicked) -> bool:
 
 def _next_cell_waits(ended, stop, view):
     """The next cell begins when the loop has ended (an interrupt stops the loop first)."""
-    shell = _kernel()
+    shell = notebook_shell()
     if shell is None:
         return
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..optim.arena import CHUNK, Arena
-from ..optim.clip import MAX_BLOCKS, ClipState
+from .accumulate import CHUNK
+from .clip import MAX_BLOCKS, ClipState
 from ..compiler.kernel import Kernel
 
 MAX_TENSORS, MAX_UPDATES, MAX_VALUES = 256, 60, 256
@@ -83,15 +83,15 @@ def _kernel(name: str, *macros) -> Kernel:
     return Kernel("adamw", name, CHUNK=CHUNK, THREADS=THREADS.get(name, 256), **dict(macros))
 
 
-def _update_kernel(name: str, param, grad, amsgrad, stochastic) -> Kernel:
+def update_kernel(name: str, param, grad, amsgrad, stochastic) -> Kernel:
     return _kernel(name, ("PARAM_T", TYPES[param]), ("GRAD_T", TYPES[grad]), ("AMSGRAD", int(amsgrad)), ("STOCHASTIC", int(stochastic)))
 
 
 def step_kernels(param: torch.dtype, amsgrad: bool, stochastic: bool, arena: bool) -> "list[Kernel]":
     """All kernels that a step over parameters of this dtype may launch."""
     grads = (torch.float32, torch.bfloat16) if arena else (param,)
-    return [_kernel("adamw_begin"), *[_update_kernel("adamw_v2", param, grad, amsgrad, stochastic) for grad in grads],
-            *([_update_kernel("adamw_v3", param, param, amsgrad, stochastic)] if arena else [])]
+    return [_kernel("adamw_begin"), *[update_kernel("adamw_v2", param, grad, amsgrad, stochastic) for grad in grads],
+            *([update_kernel("adamw_v3", param, param, amsgrad, stochastic)] if arena else [])]
 
 
 @dataclass(slots=True)
@@ -136,7 +136,7 @@ def _pack_updates(jobs, stochastic):
         if j.weight.numel():
             classes.setdefault((j.weight.dtype, j.grad.dtype, j.vmax is not None), []).append((at, j))
     for (param, grad, amsgrad), members in classes.items():
-        kernel = _update_kernel("adamw_v2", param, grad, amsgrad, stochastic)
+        kernel = update_kernel("adamw_v2", param, grad, amsgrad, stochastic)
         for start in range(0, len(members), MAX_UPDATES):
             part = members[start:start + MAX_UPDATES]
             rest, counts = [0] * (MAX_UPDATES - len(part)), [j.weight.numel() for _, j in part]
@@ -160,7 +160,7 @@ def launch_begin(jobs: Jobs, settings: Tensor, found: "ClipState | None", groups
     return coefficients
 
 
-def _arena_runs(jobs, arena):
+def arena_runs(jobs, arena):
     """(first chunk, last chunk, what to take from a tensor's number to find its coefficients, AMSGrad) of neighbours in the arena."""
     runs = []
     for at, j in enumerate(jobs):
@@ -172,14 +172,14 @@ def _arena_runs(jobs, arena):
     return runs
 
 
-def launch_update(jobs: Jobs, coefficients: Tensor, seed: Tensor, stochastic: bool, arena: "Arena | None" = None, moments: "dict | None" = None):
+def launch_update(jobs: Jobs, coefficients: Tensor, seed: Tensor, stochastic: bool, arena=None, moments: "dict | None" = None):
     """adamw_v2: one launch per 60 tensors of the same dtypes; or, where all of them are the arena's, adamw_v3: one for all neighbours."""
     if jobs.updates is None or jobs.updates[0] != stochastic:
-        lists, runs = list(_pack_updates(jobs, stochastic)), _arena_runs(jobs, arena) if arena else ()
+        lists, runs = list(_pack_updates(jobs, stochastic)), arena_runs(jobs, arena) if arena else ()
         jobs.updates = stochastic, lists, runs if 0 < len(runs) <= len(lists) else ()
     _, lists, runs = jobs.updates
     for first, last, ahead, amsgrad in runs:
-        kernel = _update_kernel("adamw_v3", torch.float32, torch.float32, amsgrad, stochastic)
+        kernel = update_kernel("adamw_v3", torch.float32, torch.float32, amsgrad, stochastic)
         kernel[min(last - first, MAX_BLOCKS), kernel.bound](
             coefficients, seed, arena.weights, arena.grads, moments["exp_avg"], moments["exp_avg_sq"], moments["max_exp_avg_sq"] if amsgrad else None,
             arena.bf16_weights, arena.chunks, first, last, ahead)

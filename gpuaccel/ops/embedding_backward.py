@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..compiler import kernel
-from ..optim.accumulate import overlap
+from .accumulate import overlap
 from .adamw import reference_random_bits, reference_round
 from ..backends import takes
 from ..errors import ArgumentError

@@ -19,9 +19,11 @@ from .accumulate import GradientAccumulator
 from ..ops.adamw import SETTINGS, Job, Jobs, launch_begin, launch_set, launch_update, reference_step, step_kernels
 from .arena import Arena, own_storage
 from ..backends import backend, takes
-from .clip import KINDS, POLICIES, SCOPES, ClipState, arena_squares, check_choice, check_gradients, check_max_norm, dense, kernel_takes, \
-    launch_reduce, launch_squares, launches_for, new_state, reference_norms, reference_scale, unnamed
-from .clip import _kernel as clip_kernel
+from ..ops.clip import (
+    KINDS, POLICIES, SCOPES, ClipState, check_choice, check_gradients, check_max_norm, dense, kernel_takes, launch_reduce, launch_squares, launches_for, new_state, reference_norms, reference_scale, unnamed
+)
+from .clip import arena_squares
+from ..ops.clip import clip_kernel
 from ..nn.embedding import Embedding
 from ..errors import ArgumentError, NonFiniteError
 

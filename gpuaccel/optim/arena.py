@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..errors import ArgumentError
+from ..ops.accumulate import CHUNK
 
-CHUNK = 4096                   # elements; the kernels of kernels_cu are compiled with the same number
 _arenas: "weakref.WeakSet[Arena]" = weakref.WeakSet()
 
 
@@ -248,6 +248,11 @@ class Arena:
     @staticmethod
     def _slice(buffer: Tensor, s: Segment) -> Tensor:
         return buffer[s.offset:s.offset + s.numel].view(s.shape)
+
+    @staticmethod
+    def parameters_held() -> "set[int]":
+        """ids of all parameters that lie in some arena."""
+        return {id(p) for arena in _arenas for p in arena.params}
 
     @staticmethod
     def of(module: nn.Module) -> "Arena | None":

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 from ..backends import Compiler, cache_dir, find_compiler
 from ..errors import BackendError, CompileError
-from ..compiler.nvrtc import read_entry, write_entry
+from ..files import read_entry, write_entry
+from ..notebook import notice
 from ..source import without_comments
 
 HERE = pathlib.Path(__file__).parent
@@ -135,7 +136,6 @@ def _messages(process, subject, command) -> str:
     try:
         return process.communicate(timeout=QUIET)[1]
     except subprocess.TimeoutExpired:
-        from ..learn.widgets import notice
         name = "zig" if "ziglang" in command else os.path.basename(command[0])
         with notice(f"{name} is compiling {subject} for the CPU; the result is kept for the next time"):
             return process.communicate(timeout=LIMIT)[1]

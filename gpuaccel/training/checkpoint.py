@@ -15,10 +15,8 @@ format, the step, one sha256 per tensor, one over all of it, and as JSON the hyp
 position, the random state of Python and NumPy, and `extra`. A tensor with two names (tied weights) is stored twice.
 """
 import collections
-import contextlib
 import hashlib
 import json
-import os
 import pathlib
 import random
 import re
@@ -27,6 +25,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..files import damage, digest, written_aside
 from ..errors import CheckpointError, GpuaccelError
 
 FORMAT = "gpuaccel-checkpoint-1"
@@ -38,30 +37,6 @@ IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 # ---- writing aside --------------------------------------------------------------------------------------------------
-
-@contextlib.contextmanager
-def written_aside(path):
-    """`with written_aside(path) as file:` writes to `<path>.tmp-<pid>`; at the end of the block that file is synced and
-    renamed to `path`, and the folder synced. On any exception it is removed, and `path` is as it was."""
-    path = pathlib.Path(path)
-    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        with open(aside, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            aside.unlink()
-        raise
-    if os.name != "nt":  # Windows has no handle for a folder
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
 
 # ---- Python values as JSON ------------------------------------------------------------------------------------------
 
@@ -185,12 +160,6 @@ def _random_values():
 
 # ---- saving ---------------------------------------------------------------------------------------------------------
 
-def _digest(tensor):
-    """sha256 of a tensor's bytes, and those bytes as a flat uint8 array on the host."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(data).hexdigest(), data
-
-
 def _seal(entries, digests, metadata):
     """sha256 over all that a file says: format, step, state, and name, dtype, shape and digest of each tensor."""
     whole = hashlib.sha256(json.dumps([metadata["format"], metadata["step"], metadata["state"]]).encode())
@@ -226,7 +195,7 @@ def _write(path, tensors, metadata):
         with written_aside(path) as file:
             file.write(bytes(len(_header(entries, offsets, metadata, digests))))
             for name, tensor in tensors.items():
-                digests[name], data = _digest(tensor)
+                digests[name], data = digest(tensor)
                 file.write(data)
             file.seek(0)
             file.write(_header(entries, offsets, metadata, digests))
@@ -263,25 +232,6 @@ def save_checkpoint(path, *, model, optimizer=None, arena=None, scheduler=None, 
 
 # ---- verifying ------------------------------------------------------------------------------------------------------
 
-def _damage(path):
-    """In words, why safetensors cannot read a file: the tensor at which it ends too early, if it has a header."""
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            header_size = int.from_bytes(file.read(8), "little")
-            if size < 8 or header_size > size - 8:
-                return f"its header should take {header_size} bytes, the file has {size}"
-            header = json.loads(file.read(header_size))
-        ends = sorted((8 + header_size + entry["data_offsets"][1], name) for name, entry in header.items()
-                      if name != "__metadata__")
-        for end, name in ends:
-            if end > size:
-                return f"tensor {name} should end at byte {end}, the file has {size}"
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
-        pass  # the header says nothing useful either
-    return "its header is damaged"
-
-
 def _read(path):
     """(tensors, metadata, digests) of a verified file. The tensors may be views of the mapped file: read only."""
     if not path.is_file():
@@ -290,7 +240,7 @@ def _read(path):
         with safe_open(path, framework="pt") as file:
             metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {_damage(path)} ({error})") from error
+        raise CheckpointError(f"{path} cannot be read as safetensors: {damage(path)} ({error})") from error
     missing = {"format", "step", "state", "digests", "sha256"} - metadata.keys()
     if missing or metadata["format"] != FORMAT:
         raise CheckpointError(f"{path} is a safetensors file, but not a checkpoint of this version: its format is "
@@ -304,7 +254,7 @@ def _read(path):
         if name not in tensors or name not in digests:
             raise CheckpointError(f"{path} is damaged: tensor {name} is missing from its "
                                   f"{'tensors' if name in digests else 'digests'}")
-        found = _digest(tensors[name])[0]
+        found = digest(tensors[name])[0]
         if found != digests[name]:
             raise CheckpointError(f"{path} is damaged: tensor {name} has sha256 {found}, expected {digests[name]}")
     entries = {name: _describe(tensor) for name, tensor in tensors.items()}

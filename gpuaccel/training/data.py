@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ..backends import cache_dir
-from .checkpoint import written_aside
+from ..files import written_aside
 from ..errors import ArgumentError, DataError
 
 ENDINGS = (".txt", ".md", ".py")

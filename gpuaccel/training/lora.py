@@ -25,8 +25,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..optim.arena import _arenas
-from .checkpoint import _damage, _digest, written_aside
+from ..optim.arena import Arena
+from ..files import damage, digest, written_aside
 from ..errors import ArgumentError, CheckpointError
 
 TARGETS = ("w_q", "w_v", "q_proj", "v_proj")                                  # this package's Transformer; Llama, Qwen, Mistral, ...
@@ -148,11 +148,6 @@ def _plain(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-def _in_arenas() -> "set[int]":
-    """ids of all parameters that are a view of some arena, of this module, a part of it or one around it."""
-    return {id(p) for arena in _arenas for p in arena.params}
-
-
 def _called(path: str, name: str) -> bool:
     """Does a target name this module? `q_proj` names every `...q_proj`, `0.q_proj` every `...0.q_proj` (PEFT's rule)."""
     return path == name or path.endswith("." + name)
@@ -188,7 +183,7 @@ def _select(argument: str, modules: "dict[str, nn.Module]", names, known) -> "di
 
 def _prepare(model, chosen, kept, rank, alpha, dropout, dtype, generator):
     """path -> LoRALinear to put in, for the modules `chosen`, with those in `kept` trainable. Checks everything, changes nothing."""
-    held = _in_arenas()
+    held = Arena.parameters_held()
     for name, p in model.named_parameters():
         if id(p) in held:
             raise ArgumentError(f"parameter {name} is in an Arena; apply_lora comes before Arena, which lays out what is trainable then: "
@@ -306,7 +301,7 @@ def remove_lora(model: nn.Module, *, merge: bool = False) -> nn.Module:
     What `also` named keeps its trained values. What is trainable stays as it is: model.requires_grad_(True) thaws the rest.
     Raises ArgumentError, and changes nothing, without LoRA, or while the factors are in an Arena."""
     layers, plain = _layers(model), _plain(model)
-    if not _in_arenas().isdisjoint(map(id, plain.parameters())):
+    if not Arena.parameters_held().isdisjoint(map(id, plain.parameters())):
         raise ArgumentError(f"parameters of {type(plain).__name__} are in an Arena; call arena.release() before remove_lora")
     if layers[min(layers)].merged != merge:
         merge_lora(model) if merge else unmerge_lora(model)
@@ -344,7 +339,7 @@ def _seal(tensors: "dict[str, Tensor]") -> str:
     """sha256 over names, dtypes, shapes and bytes."""
     whole = hashlib.sha256()
     for name in sorted(tensors):
-        whole.update(json.dumps([name, str(tensors[name].dtype), list(tensors[name].shape), _digest(tensors[name])[0]]).encode())
+        whole.update(json.dumps([name, str(tensors[name].dtype), list(tensors[name].shape), digest(tensors[name])[0]]).encode())
     return whole.hexdigest()
 
 
@@ -410,7 +405,7 @@ def _read(folder: pathlib.Path) -> "tuple[pathlib.Path, dict, dict[str, Tensor]]
             metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}
         facts = dict(json.loads(metadata.get("gpuaccel", "{}")))
     except (SafetensorError, OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {_damage(path)} ({error})") from error
+        raise CheckpointError(f"{path} cannot be read as safetensors: {damage(path)} ({error})") from error
     for key in ("r", "lora_alpha"):
         if facts and facts.get(key) != config[key]:
             raise CheckpointError(f"{path} was written with {key} = {facts.get(key)}, but {folder / CONFIG} says {config[key]}: "

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..optim.accumulate import GradientAccumulator
 from ..optim.arena import Arena
 from ..backends import deterministic
-from ..optim.clip import EPS, check_choice, reference_scale
+from ..ops.clip import EPS, check_choice, reference_scale
 from ..distributed.config import Distributed
 from ..nn.embedding import counts_of
 from ..errors import ArgumentError, CaptureError

@@ -23,7 +23,7 @@ from .picture import RUN_COLOURS, WIDTH, _Ink, _nice_ticks, _spread, _text_width
 from ...nn.poly_attention import reference_poly_attention
 from ...nn.richards_glu import DEFAULTS, LEAST, NAMES, RichardsCurve, reference_richards
 from ...graphs.tape import FRESH
-from ..widgets import _kernel
+from ...notebook import notebook_shell
 
 REACH = 6.0                              # curves are drawn for x between -REACH and REACH
 
@@ -115,7 +115,7 @@ class explore:
 
     def _ipython_display_(self):
         from IPython.display import display
-        sliders = self._sliders() if _kernel() is not None else None
+        sliders = self._sliders() if notebook_shell() is not None else None
         if sliders is not None:
             view = {"version_major": 2, "version_minor": 0, "model_id": sliders.model_id}
             display({"application/vnd.jupyter.widget-view+json": view,

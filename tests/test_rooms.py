@@ -1,0 +1,83 @@
+"""Folders of gpuaccel/ are rooms. Imports between rooms go one way; the floors are computed from the imports."""
+import ast
+import pathlib
+import subprocess
+import sys
+
+import gpuaccel
+
+ROOT = pathlib.Path(gpuaccel.__file__).parent
+GROUND = "ground floor"                     # the modules beside the rooms
+
+
+def room_of(parts):
+    """The room of a module, given the names below gpuaccel/: its folder."""
+    return parts[0] if (ROOT / parts[0]).is_dir() else GROUND
+
+
+def imports_between_rooms():
+    """(importing file, its room, imported room), wherever in the file the import stands."""
+    for path in sorted(ROOT.rglob("*.py")):
+        here = path.relative_to(ROOT).with_suffix("").parts
+        if here[0].startswith("__"):
+            continue                        # __init__ and __main__ of the package offer what the rooms have
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
+            base = here[:len(here) - node.level]
+            modules = [node.module.split(".")] if node.module else [[alias.name] for alias in node.names]
+            for module in modules:
+                target = (*base, *module)
+                if not target[0].startswith("__") and room_of(target) != room_of(here):
+                    yield str(path.relative_to(ROOT)), room_of(here), room_of(target)
+
+
+def floors(edges):
+    """room -> floor: 0 for rooms that import no other, else one above the highest that they import. AssertionError for a cycle."""
+    below = {}
+    for here, there in edges:
+        below.setdefault(here, set()).add(there)
+        below.setdefault(there, set())
+    found = {}
+    while below:
+        free = sorted(room for room, others in below.items() if others <= found.keys())
+        assert free, f"rooms import each other in a cycle: {sorted(below)}"
+        for room in free:
+            found[room] = max((found[other] + 1 for other in below.pop(room)), default=0)
+    return found
+
+
+def test_imports_between_rooms_go_one_way():
+    found = floors({(here, there) for _, here, there in imports_between_rooms()})
+    rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert found.keys() == rooms | {GROUND}
+    print("\n".join(f"{floor}  {room}" for room, floor in sorted(found.items(), key=lambda pair: pair[::-1])))
+    assert found[GROUND] == 0
+    assert max(found.values()) == max(found["learn"], found["cli"])
+
+
+def test_a_cycle_of_rooms_is_found():
+    assert floors({("b", "a"), ("c", "b"), ("c", "a")}) == {"a": 0, "b": 1, "c": 2}
+    try:
+        floors({("a", "b"), ("b", "c"), ("c", "a")})
+    except AssertionError as error:
+        assert "cycle" in str(error)
+    else:
+        raise AssertionError("a cycle was not found")
+
+
+def test_importing_the_package_loads_nothing_for_notebooks_and_the_command_line():
+    code = ("import sys, gpuaccel as ga\n"
+            "loaded = [name for name in sys.modules if name.startswith(('gpuaccel.learn', 'gpuaccel.cli', 'IPython', 'ipywidgets'))]\n"
+            "assert not loaded, loaded\n"
+            "assert callable(ga.doctor) and callable(ga.show) and callable(ga.check) and ga.LiveThroughput.__module__ == 'gpuaccel.learn.widgets'\n"
+            "missing = [name for name in ga.__all__ if not hasattr(ga, name)]\n"
+            "assert not missing and set(ga.__all__) <= set(dir(ga)), missing\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_public_name_is_that_of_a_module():
+    """`ga.ledger` is one thing, whatever was imported before."""
+    for name in gpuaccel.__all__:
+        assert not (ROOT / f"{name}.py").exists() and not (ROOT / name).is_dir(), f"{name} is a name and a module"
