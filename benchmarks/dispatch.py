@@ -40,7 +40,7 @@ from gpuaccel.nn.poly_attention import PolyAttention, poly_attention, reference_
 from gpuaccel.nn.richards_glu import (GATE, RichardsCurve, launch_backward, launch_forward, launch_glu_backward, launch_glu_forward, reference_richards,
                                reference_values)
 
-poly = importlib.import_module("gpuaccel.poly_attention")      # the package's name of it is the function
+poly = importlib.import_module("gpuaccel.nn.poly_attention")
 SOURCES = ["kernels_cu/common.cuh", "kernels_cu/richards.cu", "kernels_cu/poly_attention.cu", "kernels_cu/poly_forward.cu",
            "kernels_cu/poly_backward.cu", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu",
            "kernels_cu/adamw.cu", "kernels_cu/segments.cu", "kernels_cu/encoder.cu", "gpuaccel/compiler/nvrtc.py", "gpuaccel/compiler/kernel.py", "gpuaccel/backends.py",

@@ -185,7 +185,7 @@ def copied(wanted):
         return {name: home for name, (home, _) in made.items()}
     instead = dict(SLAB=max(wanted, 4096), _allocate=allocate, _rendezvous=lambda how, homes: dict(made),
                    _why_not=lambda how, arena: (True, "" if how.world > 1 and not how.ordered else "there is nothing to copy"))
-    with mock.patch.multiple("gpuaccel.peers", **instead) if wanted else contextlib.nullcontext():
+    with mock.patch.multiple("gpuaccel.distributed.p2p", **instead) if wanted else contextlib.nullcontext():
         yield
 
 

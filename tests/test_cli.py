@@ -269,7 +269,7 @@ def test_of_ranks_that_died_it_says_where_to_go_on(there, written, hint, tmp_pat
         write(written)
         raise ga.RankError("rank 1 was killed by SIGKILL in step 4")
     write(there)
-    monkeypatch.setattr(sys.modules["gpuaccel.launch"], "launch", launch)
+    monkeypatch.setattr(sys.modules["gpuaccel.distributed.spawn"], "launch", launch)
     assert main(["train", "--nproc", "2", "--out", str(tmp_path)]) == 1
     assert capsys.readouterr().err == f"gpuaccel: rank 1 was killed by SIGKILL in step 4{hint}\n"
 

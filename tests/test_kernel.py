@@ -433,7 +433,7 @@ def test_gpu_a_launch_is_little_work_for_the_host():
 
 @pytest.mark.gpu
 def test_gpu_second_process_loads_from_the_cache(tmp_path):
-    code = ("import torch\nfrom gpuaccel import nvrtc\nfrom gpuaccel.accumulate import accumulate_\ncount, real = [], nvrtc._compile\n"
+    code = ("import torch\nfrom gpuaccel.compiler import nvrtc\nfrom gpuaccel.ops.accumulate import accumulate_\ncount, real = [], nvrtc._compile\n"
             "nvrtc._compile = lambda *a: count.append(1) or real(*a)\n"
             "acc = torch.zeros(8, device='cuda')\naccumulate_(acc, torch.ones(8, device='cuda'))\nprint(len(count), acc.sum().item())")
     seen = []

@@ -1,0 +1,1 @@
+"""What only notebooks need: widgets, magics, recorded, show, exercises/, figures/."""

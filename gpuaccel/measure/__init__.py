@@ -1,0 +1,1 @@
+"""What a step costs and what the host did: meter (rates, stage times), ledger (launches, waits, copies), timeline."""
