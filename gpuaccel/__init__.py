@@ -3,7 +3,7 @@
 This file only hands names on; docs/development.md says what is in which room (folder). What notebooks and the command line
 need (`learn`, `cli`) is loaded when one of its names is first used.
 """
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 import importlib
 from typing import TYPE_CHECKING
