@@ -8,23 +8,41 @@
 3. The error of the norm against float64.
 4. What the host did: launches, and how often it waited (ledger).
 """
+
 import statistics
 import time
 
 import common
 import torch
 
-from gpuaccel.optim.arena import Arena
-from gpuaccel.ops.clip import EPS, clip_kernel
-from gpuaccel.optim.clip import arena_squares, clip_grad_norm_, clip_grads_
 from gpuaccel.measure.ledger import ledger
+from gpuaccel.ops.clip import EPS, clip_kernel
+from gpuaccel.optim.arena import Arena
+from gpuaccel.optim.clip import arena_squares, clip_grad_norm_, clip_grads_
 from gpuaccel.training.models import Transformer, preset
 
-SOURCES = ["kernels_cu/common.cuh", "kernels_cu/clip.cu", "gpuaccel/compiler/nvrtc.py", "gpuaccel/compiler/kernel.py", "gpuaccel/optim/arena.py",
-           "gpuaccel/optim/accumulate.py", "gpuaccel/nn/fused_linear.py", "gpuaccel/optim/clip.py", "gpuaccel/training/models.py", "benchmarks/clip.py", "benchmarks/common.py"]
-DEVICE, NEVER = "cuda", 1e9               # NEVER: a max_norm that nothing reaches
-ITEM, V1, OURS, ARENA, KNOWN, TORCH = (".item() per tensor", "squares_v1, reduce_v1, scale_v1", "ga.clip_grad_norm_", "ga.clip_grads_(arena)",
-                                       "the same after accumulate_v4", "torch foreach")
+SOURCES = [
+    "kernels_cu/common.cuh",
+    "kernels_cu/clip.cu",
+    "gpuaccel/compiler/nvrtc.py",
+    "gpuaccel/compiler/kernel.py",
+    "gpuaccel/optim/arena.py",
+    "gpuaccel/optim/accumulate.py",
+    "gpuaccel/nn/fused_linear.py",
+    "gpuaccel/optim/clip.py",
+    "gpuaccel/training/models.py",
+    "benchmarks/clip.py",
+    "benchmarks/common.py",
+]
+DEVICE, NEVER = "cuda", 1e9  # NEVER: a max_norm that nothing reaches
+ITEM, V1, OURS, ARENA, KNOWN, TORCH = (
+    ".item() per tensor",
+    "squares_v1, reduce_v1, scale_v1",
+    "ga.clip_grad_norm_",
+    "ga.clip_grads_(arena)",
+    "the same after accumulate_v4",
+    "torch foreach",
+)
 
 
 def build(config, dtype) -> torch.nn.Module:
@@ -76,6 +94,7 @@ def wall(run, calls: int = 50) -> float:
 
 # ---- the ladder's first rungs ---------------------------------------------------------------------------------------
 
+
 def by_item(grads, max_norm):
     """Every tensor's norm goes to the host, which adds and decides."""
     norm = sum(g.norm().item() ** 2 for g in grads) ** 0.5
@@ -87,7 +106,9 @@ def by_item(grads, max_norm):
 
 def by_v1(grads, partials, verdict, max_norm):
     """A launch of squares_v1 and one of scale_v1 for every tensor."""
-    squares, reduce, scale = (clip_kernel(name, 2.0) for name in ("squares_v1", "reduce_v1", "scale_v1"))
+    squares, reduce, scale = (
+        clip_kernel(name, 2.0) for name in ("squares_v1", "reduce_v1", "scale_v1")
+    )
     rows = 0
     for g in grads:
         blocks = min(256, -(-g.numel() // 1024))
@@ -101,45 +122,86 @@ def by_v1(grads, partials, verdict, max_norm):
 
 # ---- what is measured -----------------------------------------------------------------------------------------------
 
+
 def large(config, dtype) -> dict:
     """Every way of clipping a whole model's gradients, over the threshold and under it."""
     parameters = list(build(config, dtype).parameters())
-    values = [torch.randn(p.shape, device=DEVICE).mul_(10.0 ** -(i % 4)).to(dtype) for i, p in enumerate(parameters)]
+    values = [
+        torch.randn(p.shape, device=DEVICE).mul_(10.0 ** -(i % 4)).to(dtype)
+        for i, p in enumerate(parameters)
+    ]
     for p, value in zip(parameters, values):
         p.grad = value.clone()
-    grads, elements, size = [p.grad for p in parameters], sum(p.numel() for p in parameters), dtype.itemsize
+    grads, elements, size = (
+        [p.grad for p in parameters],
+        sum(p.numel() for p in parameters),
+        dtype.itemsize,
+    )
     exact, rate = float(sum(v.double().square().sum() for v in values)) ** 0.5, copy_rate(elements)
 
     def restore():
         torch._foreach_copy_(grads, values)
-    ways = {TORCH: (restore, lambda limit: torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=True)),
-            OURS: (restore, lambda limit: clip_grad_norm_(parameters, limit))}
+
+    ways = {
+        TORCH: (
+            restore,
+            lambda limit: torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=True),
+        ),
+        OURS: (restore, lambda limit: clip_grad_norm_(parameters, limit)),
+    }
     if dtype == torch.float32:
-        arena, partials, verdict = Arena(build(config, dtype)), torch.empty(256 * len(grads), device=DEVICE), torch.empty(2, device=DEVICE)
+        arena, partials, verdict = (
+            Arena(build(config, dtype)),
+            torch.empty(256 * len(grads), device=DEVICE),
+            torch.empty(2, device=DEVICE),
+        )
 
         def restore_arena():
             torch._foreach_copy_(arena.grad_views, values[::-1])
 
         def restore_known():
             restore_arena()
-            arena_squares(arena)          # what accumulate_v4 would have left behind
-        ways = {ITEM: (restore, lambda limit: by_item(grads, limit)), V1: (restore, lambda limit: by_v1(grads, partials, verdict, limit)), **ways,
-                ARENA: (restore_arena, lambda limit: clip_grads_(arena, limit).norm),
-                KNOWN: (restore_known, lambda limit: clip_grads_(arena, limit).norm)}
-    found = {"elements": elements, "tensors": len(grads), "copy_GB_per_s": rate, "norm_error": {}, "host": {}}
+            arena_squares(arena)  # what accumulate_v4 would have left behind
+
+        ways = {
+            ITEM: (restore, lambda limit: by_item(grads, limit)),
+            V1: (restore, lambda limit: by_v1(grads, partials, verdict, limit)),
+            **ways,
+            ARENA: (restore_arena, lambda limit: clip_grads_(arena, limit).norm),
+            KNOWN: (restore_known, lambda limit: clip_grads_(arena, limit).norm),
+        }
+    found = {
+        "elements": elements,
+        "tensors": len(grads),
+        "copy_GB_per_s": rate,
+        "norm_error": {},
+        "host": {},
+    }
     for name, (prepare, clip) in ways.items():
         prepare()
         found["norm_error"][name] = abs(float(clip(NEVER)) / exact - 1)
     for case, limit in (("over", exact / 2), ("under", NEVER)):
-        runs = {name: (prepare, lambda clip=clip: clip(limit)) for name, (prepare, clip) in ways.items()}
-        replays = {name: (prepare, captured(run, prepare)) for name, (prepare, run) in runs.items() if name != ITEM}    # a wait cannot be captured
+        runs = {
+            name: (prepare, lambda clip=clip: clip(limit)) for name, (prepare, clip) in ways.items()
+        }
+        replays = {
+            name: (prepare, captured(run, prepare))
+            for name, (prepare, run) in runs.items()
+            if name != ITEM
+        }  # a wait cannot be captured
         found[case] = {name: {} for name in ways}
         for kind, pairs in (("launched", runs), ("replayed", replays)):
             times = in_turns(pairs)
             for name, ms in times.items():
-                passes = (case == "over") * 2 + (name != KNOWN)           # over: a read and a write; the norm: a read, unless it is known
+                passes = (case == "over") * 2 + (
+                    name != KNOWN
+                )  # over: a read and a write; the norm: a read, unless it is known
                 share = passes * size * elements / ms / 1e6 / rate if passes else None
-                found[case][name][kind] = {"ms": ms, "of_copy_rate": share, "times_torch": times[TORCH] / ms}
+                found[case][name][kind] = {
+                    "ms": ms,
+                    "of_copy_rate": share,
+                    "times_torch": times[TORCH] / ms,
+                }
     for name, (prepare, clip) in ways.items():
         prepare()
         with ledger(name) as row:
@@ -157,26 +219,57 @@ def small(count: int = 1000, size: int = 1000) -> dict:
     for p, value in zip(parameters, values):
         p.grad = value.clone()
     grads, limit = [p.grad for p in parameters], (count * size) ** 0.5 / 2
-    runs = {TORCH: lambda: torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=True), OURS: lambda: clip_grad_norm_(parameters, limit)}
+    runs = {
+        TORCH: lambda: torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=True),
+        OURS: lambda: clip_grad_norm_(parameters, limit),
+    }
 
     def restore():
         torch._foreach_copy_(grads, values)
-    times = {"launched": in_turns({name: (restore, run) for name, run in runs.items()}), "wall": {name: wall(run) for name, run in runs.items()},
-             "replayed": in_turns({name: (restore, captured(run)) for name, run in runs.items()})}
-    return {kind: {name: {"ms": ms, "times_torch": rows[TORCH] / ms} for name, ms in rows.items()} for kind, rows in times.items()}
+
+    times = {
+        "launched": in_turns({name: (restore, run) for name, run in runs.items()}),
+        "wall": {name: wall(run) for name, run in runs.items()},
+        "replayed": in_turns({name: (restore, captured(run)) for name, run in runs.items()}),
+    }
+    return {
+        kind: {name: {"ms": ms, "times_torch": rows[TORCH] / ms} for name, ms in rows.items()}
+        for kind, rows in times.items()
+    }
 
 
 def main():
     config = preset("llama-350m", kv_heads=16)
-    results = {"float32": large(config, torch.float32), "bfloat16": large(config, torch.bfloat16), "small": small()}
+    results = {
+        "float32": large(config, torch.float32),
+        "bfloat16": large(config, torch.bfloat16),
+        "small": small(),
+    }
     for dtype in ("float32", "bfloat16"):
         r = results[dtype]
         for case in ("over", "under"):
-            rows = [(name, kind, m["ms"], f"{m['of_copy_rate'] or 0:.0%}", m["times_torch"]) for name, kinds in r[case].items() for kind, m in kinds.items()]
-            print(f"\n{dtype} gradients, {case} the threshold\n" + common.table(rows, ("", "", "ms", "of copy rate", "x torch")))
-        rows = [(name, f"{error:.1e}", r["host"][name]["launches"], r["host"][name]["syncs"]) for name, error in r["norm_error"].items()]
-        print(f"\n{dtype} gradients\n" + common.table(rows, ("", "error of the norm", "launches", "host waits")))
-    rows = [(name, kind, m["ms"], m["times_torch"]) for kind, names in results["small"].items() for name, m in names.items()]
+            rows = [
+                (name, kind, m["ms"], f"{m['of_copy_rate'] or 0:.0%}", m["times_torch"])
+                for name, kinds in r[case].items()
+                for kind, m in kinds.items()
+            ]
+            print(
+                f"\n{dtype} gradients, {case} the threshold\n"
+                + common.table(rows, ("", "", "ms", "of copy rate", "x torch"))
+            )
+        rows = [
+            (name, f"{error:.1e}", r["host"][name]["launches"], r["host"][name]["syncs"])
+            for name, error in r["norm_error"].items()
+        ]
+        print(
+            f"\n{dtype} gradients\n"
+            + common.table(rows, ("", "error of the norm", "launches", "host waits"))
+        )
+    rows = [
+        (name, kind, m["ms"], m["times_torch"])
+        for kind, names in results["small"].items()
+        for name, m in names.items()
+    ]
     print("\nmany small tensors\n" + common.table(rows, ("", "", "ms", "x torch")))
     print("\nwritten:", common.write("clip", SOURCES, results).name)
 

@@ -6,6 +6,7 @@
 All crews start, and may compile, side by side; only one of them works at a time from then on. Every wait has a limit: a rank that raises alone, dies
 or does not answer ends its crew, and the CrewError names it; the other crews go on.
 """
+
 import contextlib
 import datetime
 import multiprocessing
@@ -20,9 +21,9 @@ import traceback
 import torch
 import torch.distributed as dist
 
-SECONDS = 60.0                   # that a rank may take for an answer, and NCCL for a collective
+SECONDS = 60.0  # that a rank may take for an answer, and NCCL for a collective
 DIED = "has died"
-GRACE = 2.0                      # seconds in which other ranks may still say what they saw
+GRACE = 2.0  # seconds in which other ranks may still say what they saw
 
 
 class CrewError(RuntimeError):
@@ -41,10 +42,17 @@ class Crews:
     def __init__(self, crews: dict, ranks: int, device: str = "cuda", seconds: float = SECONDS):
         self.ranks, self.seconds, self.stopped = ranks, seconds, {}
         self._folder, self._crews = tempfile.TemporaryDirectory(), {}
-        context, loopback = multiprocessing.get_context("spawn"), "lo0" if sys.platform == "darwin" else "lo"
+        context, loopback = (
+            multiprocessing.get_context("spawn"),
+            "lo0" if sys.platform == "darwin" else "lo",
+        )
         threads = str(max(1, (os.cpu_count() or 1) // (ranks * len(crews))))
-        new = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": str(max(2, int(threads))), "NCCL_SOCKET_IFNAME": loopback,
-               "GLOO_SOCKET_IFNAME": loopback}
+        new = {
+            "OMP_NUM_THREADS": threads,
+            "TORCHINDUCTOR_COMPILE_THREADS": str(max(2, int(threads))),
+            "NCCL_SOCKET_IFNAME": loopback,
+            "GLOO_SOCKET_IFNAME": loopback,
+        }
         before = {key: os.environ.get(key) for key in new}
         os.environ.update(new)
         try:
@@ -52,7 +60,11 @@ class Crews:
                 store, self._crews[name] = str(pathlib.Path(self._folder.name) / f"store{nth}"), []
                 for rank in range(ranks):
                     mine, theirs = context.Pipe()
-                    process = context.Process(target=_serve, args=(rank, ranks, device, store, seconds, theirs, make, args), daemon=True)
+                    process = context.Process(
+                        target=_serve,
+                        args=(rank, ranks, device, store, seconds, theirs, make, args),
+                        daemon=True,
+                    )
                     process.start()
                     theirs.close()
                     self._crews[name].append((mine, process))
@@ -70,7 +82,7 @@ class Crews:
         if name in self.stopped:
             raise CrewError(self.stopped[name])
         for line, _ in self._crews[name]:
-            with contextlib.suppress(OSError):       # it has died: answers() says so
+            with contextlib.suppress(OSError):  # it has died: answers() says so
                 line.send((method, args))
 
     def answers(self, name, seconds: "float | None" = None) -> list:
@@ -82,7 +94,10 @@ class Crews:
         lines = {line: rank for rank, (line, _) in enumerate(self._crews[name])}
         until = time.monotonic() + seconds
         while len(found) + len(wrong) < len(lines) and time.monotonic() < until:
-            for line in multiprocessing.connection.wait([line for line, rank in lines.items() if rank not in found and rank not in wrong], 0.05):
+            for line in multiprocessing.connection.wait(
+                [line for line, rank in lines.items() if rank not in found and rank not in wrong],
+                0.05,
+            ):
                 try:
                     error, found[lines[line]] = line.recv()
                 except (EOFError, OSError):
@@ -93,10 +108,16 @@ class Crews:
                     wrong[lines[line]] = error
         silent = [rank for rank in range(len(lines)) if rank not in found and rank not in wrong]
         if wrong or silent:
-            said = [f"rank {rank} {error}" for rank, error in wrong.items()] or [f"rank {rank} has not answered for {seconds:g} s" for rank in silent]
+            said = [f"rank {rank} {error}" for rank, error in wrong.items()] or [
+                f"rank {rank} has not answered for {seconds:g} s" for rank in silent
+            ]
             why = f"{name}: {'; '.join(said)}"
-            if silent or found or any(error.startswith((DIED, "is stuck")) for error in wrong.values()):
-                self.stop(name, why)                 # the ranks are not in the same place any more
+            if (
+                silent
+                or found
+                or any(error.startswith((DIED, "is stuck")) for error in wrong.values())
+            ):
+                self.stop(name, why)  # the ranks are not in the same place any more
             raise CrewError(why)
         return [found[rank] for rank in range(len(lines))]
 
@@ -133,8 +154,13 @@ def _serve(rank, ranks, device, store, seconds, line, make, args):
                 if thing is None:
                     if device == "cuda":
                         torch.cuda.set_device(rank)
-                    dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks,
-                                            timeout=datetime.timedelta(seconds=seconds))
+                    dist.init_process_group(
+                        "nccl" if device == "cuda" else "gloo",
+                        init_method=f"file://{store}",
+                        rank=rank,
+                        world_size=ranks,
+                        timeout=datetime.timedelta(seconds=seconds),
+                    )
                     thing = make(rank, *args)
                 answer = None, getattr(thing, method)(*given)
             except Exception:

@@ -1,9 +1,10 @@
 """What each rank does in benchmarks/ddp.py: makes the ways of taking a step, takes steps, and says what it saw.
 
-    >>> rank = Rank(0, Bench(preset("llama-350m")))             # in each process of a crew (crews.py)
-    >>> rank.make("DDP", Way("torch", compiled=True, how={}))   # a model, an optimizer, a step with each number of micro-batches
-    >>> rank.times("DDP", 4, 3)                                 # milliseconds of 3 steps with 4 micro-batches
+>>> rank = Rank(0, Bench(preset("llama-350m")))             # in each process of a crew (crews.py)
+>>> rank.make("DDP", Way("torch", compiled=True, how={}))   # a model, an optimizer, a step with each number of micro-batches
+>>> rank.times("DDP", 4, 3)                                 # milliseconds of 3 steps with 4 micro-batches
 """
+
 import contextlib
 import dataclasses
 import functools
@@ -21,21 +22,22 @@ from crews import SECONDS, Stuck
 from torch.nn.parallel import DistributedDataParallel
 from workers import queued
 
-from gpuaccel.optim.arena import Arena
 from gpuaccel.distributed.config import Distributed, all_gather, reduce_scatter, weight_hashes
-from gpuaccel.training.models import Config, Transformer
 from gpuaccel.optim.adamw import AdamW
+from gpuaccel.optim.arena import Arena
+from gpuaccel.training.models import Config, Transformer
 from gpuaccel.training.step import TrainStep
 
 SETTINGS = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
-WARM_UP, AGAIN = 13, 3           # steps before a first capture, and before later ones
-TRIALS = 10                      # replays that tell which way to zero gradients is faster
-APART = 0.05                     # a replayed step's weights from a launched one's, of their change
+WARM_UP, AGAIN = 13, 3  # steps before a first capture, and before later ones
+TRIALS = 10  # replays that tell which way to zero gradients is faster
+APART = 0.05  # a replayed step's weights from a launched one's, of their change
 
 
 @dataclass(frozen=True)
 class Bench:
     """What all ways have in common. rows: sequences per micro-batch and GPU; graph: is "replayed" a CUDA graph? (Not on CPUs, for tests.)"""
+
     config: Config
     rows: int = 4
     micro_batches: tuple = (4, 1)
@@ -50,13 +52,14 @@ class Bench:
 class Way:
     """One way of taking steps. make: "torch" or "ours"; how: arguments of DDP or of ga.Distributed;
     None: no word to the other ranks."""
+
     make: str
     compiled: bool = False
     replayed: bool = False
     accumulate: str = "arena"
     how: "dict | None" = None
-    optimize_ddp: bool = False                      # torch.compile splits the model at DDP's buckets (DDPOptimizer)
-    counts: tuple = ()                              # numbers of micro-batches; (): all of the benchmark's
+    optimize_ddp: bool = False  # torch.compile splits the model at DDP's buckets (DDPOptimizer)
+    counts: tuple = ()  # numbers of micro-batches; (): all of the benchmark's
 
 
 class WithLoss(torch.nn.Module):
@@ -104,8 +107,10 @@ class Peer:
     def __init__(self, rank, bench, way):
         self.bench, self.reduces, module = bench, way.how is not None, WithLoss(build(bench))
         self.parameters = list(module.parameters())
-        groups = [{"params": [p for p in self.parameters if p.dim() >= 2]},
-                  {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0}]
+        groups = [
+            {"params": [p for p in self.parameters if p.dim() >= 2]},
+            {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
         settings = dict(SETTINGS)
         if way.replayed and bench.graph:
             lr = torch.tensor(SETTINGS["lr"], device=bench.device)
@@ -117,7 +122,12 @@ class Peer:
         if self.reduces:
             device_ids = [rank] if bench.device == "cuda" else None
             self.module = DistributedDataParallel(
-                module, device_ids=device_ids, broadcast_buffers=False, gradient_as_bucket_view=True, **way.how)
+                module,
+                device_ids=device_ids,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+                **way.how,
+            )
         self.quiet = self.module.no_sync if self.reduces else contextlib.nullcontext
 
     def step(self, batch, count: int):
@@ -134,7 +144,7 @@ class Peer:
 
     def run(self, batch, count: int):
         self.loss = self.step(batch, count)
-        self.opt.zero_grad(set_to_none=not self.reduces)     # DDP's gradients stay in its buckets
+        self.opt.zero_grad(set_to_none=not self.reduces)  # DDP's gradients stay in its buckets
 
     def state(self) -> "list[torch.Tensor]":
         """Everything that a step changes."""
@@ -178,7 +188,7 @@ class Captured(Peer):
         counts = way.counts or bench.micro_batches
         with capturing, torch._dynamo.config.patch(optimize_ddp=way.optimize_ddp):
             super().__init__(rank, bench, way)
-            self.batch = random_batch(bench, rank)           # what the graphs read
+            self.batch = random_batch(bench, rank)  # what the graphs read
             self.to_none = self._faster(min(counts))
             for count in counts:
                 self.graphs[count] = self._record(count, self.to_none, pool)
@@ -193,10 +203,10 @@ class Captured(Peer):
         """A step of the static batch, launched from Python. Gradients are zeroed at its beginning:
         the graphs share them, and none relies on what another one leaves."""
         self.opt.zero_grad(set_to_none=to_none)
-        return self.step([t[:self.bench.rows * count] for t in self.batch], count)
+        return self.step([t[: self.bench.rows * count] for t in self.batch], count)
 
     def run(self, batch, count: int):
-        torch._foreach_copy_([t[:len(batch[0])] for t in self.batch], list(batch))
+        torch._foreach_copy_([t[: len(batch[0])] for t in self.batch], list(batch))
         self.graphs[count].replay()
         self.loss = self.graphs[count].total.clone()
 
@@ -228,7 +238,7 @@ class Captured(Peer):
     def _check(self, count):
         """A replay changes the weights as the same step does that is launched from Python."""
         graph, state = self.graphs[count], self.state()
-        weights, before = state[:len(self.parameters)], [t.clone() for t in state]
+        weights, before = state[: len(self.parameters)], [t.clone() for t in state]
         loss = self.launched(count, self.to_none)
         launched = [t.clone() for t in weights]
         torch._foreach_copy_(state, before)
@@ -236,21 +246,23 @@ class Captured(Peer):
 
         def distance(others):
             return torch.stack(torch._foreach_norm(torch._foreach_sub(weights, others))).norm()
-        apart, changed = distance(launched), distance(before[:len(weights)])
+
+        apart, changed = distance(launched), distance(before[: len(weights)])
         worst = torch.stack([apart / changed, (graph.total - loss).abs()])
-        dist.all_reduce(worst, dist.ReduceOp.MAX)            # what fails does so on all ranks
+        dist.all_reduce(worst, dist.ReduceOp.MAX)  # what fails does so on all ranks
         apart, loss_apart = worst.tolist()
         self.apart = max(self.apart, apart)
         assert apart < APART and loss_apart < APART, (
             f"{count} micro-batches: replayed and launched, a step changes the weights differently "
-            f"by {apart:.1e} of the change and the loss by {loss_apart:.1e}; expected < {APART:g}")
+            f"by {apart:.1e} of the change and the loss by {loss_apart:.1e}; expected < {APART:g}"
+        )
 
     def _begin_anew(self):
         """The first weights and an optimizer without a step, in the same memory."""
         state = self.state()
         first = [p.detach() for p in build(self.bench).parameters()]
-        torch._foreach_copy_(state[:len(first)], first)
-        torch._foreach_zero_(state[len(first):])
+        torch._foreach_copy_(state[: len(first)], first)
+        torch._foreach_zero_(state[len(first) :])
         if self.to_none:
             self.opt.zero_grad(set_to_none=True)
 
@@ -273,8 +285,9 @@ class Recording:
         self.launch, self.graph = launch, None
         if stream is not None:
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=pool, stream=stream,
-                                  capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+            ):
                 self.total = launch()
 
     def replay(self):
@@ -296,9 +309,16 @@ class Ours:
         model = build(bench).bfloat16()
         self.opt = AdamW(Arena(model), **SETTINGS, max_norm=1.0)
         graph = way.replayed and bench.graph
-        self.step = TrainStep(model, self.opt, micro_batches=max(bench.micro_batches), accumulate=way.accumulate, compile=way.compiled and bench.compile,
-                              replay="graph" if graph else "eager", policy="require" if graph else "auto",
-                              distributed=None if way.how is None else Distributed(**way.how))
+        self.step = TrainStep(
+            model,
+            self.opt,
+            micro_batches=max(bench.micro_batches),
+            accumulate=way.accumulate,
+            compile=way.compiled and bench.compile,
+            replay="graph" if graph else "eager",
+            policy="require" if graph else "auto",
+            distributed=None if way.how is None else Distributed(**way.how),
+        )
         assert way.how is None or self.step.ranks is not None or dist.get_world_size() == 1
 
     def run(self, batch, count: int):
@@ -323,7 +343,9 @@ class Rank:
         self.taken = {}
         self.cuda = bench.device == "cuda"
         batch = random_batch(bench, rank)
-        self.batches = {count: tuple(t[:bench.rows * count] for t in batch) for count in bench.micro_batches}
+        self.batches = {
+            count: tuple(t[: bench.rows * count] for t in batch) for count in bench.micro_batches
+        }
 
     def meet(self):
         """A first word to all: what NCCL does when it begins is over."""
@@ -341,15 +363,26 @@ class Rank:
             self._take(name, count)
             self._finish()
             first = float(made.loss) if first is None else first
-        moments = [t for state in made.opt.state.values() for key, t in state.items() if key != "step"]
-        found = {"seconds": time.perf_counter() - began, "first_loss": first, "optimizer_GiB": sum(t.nbytes for t in moments) / 2**30}
+        moments = [
+            t for state in made.opt.state.values() for key, t in state.items() if key != "step"
+        ]
+        found = {
+            "seconds": time.perf_counter() - began,
+            "first_loss": first,
+            "optimizer_GiB": sum(t.nbytes for t in moments) / 2**30,
+        }
         if self.cuda:
-            found |= {"peak_GiB": (made.peak() - before) / 2**30, "held_GiB": (torch.cuda.memory_allocated() - before) / 2**30,
-                      "reserved_GiB": torch.cuda.memory_reserved() / 2**30}
-            torch.cuda.empty_cache()                # other crews make theirs on the same GPU
+            found |= {
+                "peak_GiB": (made.peak() - before) / 2**30,
+                "held_GiB": (torch.cuda.memory_allocated() - before) / 2**30,
+                "reserved_GiB": torch.cuda.memory_reserved() / 2**30,
+            }
+            torch.cuda.empty_cache()  # other crews make theirs on the same GPU
         if isinstance(made, Captured):
-            found |= {"replay_apart": made.apart,
-                      "gradients": "set to None" if made.to_none else "zeroed in place"}
+            found |= {
+                "replay_apart": made.apart,
+                "gradients": "set to None" if made.to_none else "zeroed in place",
+            }
         return found
 
     def _finish(self, seconds: float = SECONDS):
@@ -403,13 +436,22 @@ class Rank:
 
         sizes: name -> (bytes, operations)."""
         dtype, found = torch.float32, {}
-        big = torch.zeros(max(size for size, _ in sizes.values()) // 4 // self.ranks * self.ranks, dtype=dtype, device=self.bench.device)
+        big = torch.zeros(
+            max(size for size, _ in sizes.values()) // 4 // self.ranks * self.ranks,
+            dtype=dtype,
+            device=self.bench.device,
+        )
         for name, (size, operations) in sizes.items():
-            t = big[:size // 4 // self.ranks * self.ranks]
-            part = t[self.rank * len(t) // self.ranks:(self.rank + 1) * len(t) // self.ranks]
-            runs = {"all_reduce": lambda: dist.all_reduce(t), "reduce_scatter": lambda: reduce_scatter(part, t),
-                    "all_gather": lambda: all_gather(t, part if self.cuda else part.clone())}
-            found[name] = {operation: timed(runs[operation], calls, self.cuda) for operation in operations}
+            t = big[: size // 4 // self.ranks * self.ranks]
+            part = t[self.rank * len(t) // self.ranks : (self.rank + 1) * len(t) // self.ranks]
+            runs = {
+                "all_reduce": lambda: dist.all_reduce(t),
+                "reduce_scatter": lambda: reduce_scatter(part, t),
+                "all_gather": lambda: all_gather(t, part if self.cuda else part.clone()),
+            }
+            found[name] = {
+                operation: timed(runs[operation], calls, self.cuda) for operation in operations
+            }
         return found
 
     # ---- bits ----
@@ -417,22 +459,48 @@ class Rank:
     def bits(self) -> dict:
         """A few deterministic steps of a shallower model. How the ranks add -> how they launch -> [hash of the weights, losses]."""
         found = {}
-        for name, how in (("all-reduce", {}), ("ordered", {"ordered": True}), ("sharded", {"sharded": True}), ("one GPU", None)):
-            found[name] = {launch: self._trained(how, launch == "replayed") for launch in (("eager", "replayed") if how is not None else ("eager",))}
+        for name, how in (
+            ("all-reduce", {}),
+            ("ordered", {"ordered": True}),
+            ("sharded", {"sharded": True}),
+            ("one GPU", None),
+        ):
+            found[name] = {
+                launch: self._trained(how, launch == "replayed")
+                for launch in (("eager", "replayed") if how is not None else ("eager",))
+            }
         return found
 
     def _trained(self, how, replayed) -> list:
         """how None: this rank alone takes all micro-batches, in global order: number m of rank r is m * ranks + r."""
         bench, micros, losses = self.bench, 2, []
-        config = dataclasses.replace(bench.config, layers=min(bench.bits_layers, bench.config.layers))
+        config = dataclasses.replace(
+            bench.config, layers=min(bench.bits_layers, bench.config.layers)
+        )
         model = build(bench, config).bfloat16()
         opt = AdamW(Arena(model), **SETTINGS, max_norm=1.0)
         graph = replayed and bench.graph
-        step = TrainStep(model, opt, micro_batches=micros * (1 if how is not None else self.ranks), replay="graph" if graph else "eager",
-                         policy="require" if graph else "auto", deterministic=True, distributed=None if how is None else Distributed(**how))
+        step = TrainStep(
+            model,
+            opt,
+            micro_batches=micros * (1 if how is not None else self.ranks),
+            replay="graph" if graph else "eager",
+            policy="require" if graph else "auto",
+            deterministic=True,
+            distributed=None if how is None else Distributed(**how),
+        )
         for nth in range(bench.bits_steps):
-            tokens = torch.randint(0, config.vocab, (micros, self.ranks, bench.rows, config.T + 1), generator=torch.Generator().manual_seed(nth))
-            mine = (tokens[:, self.rank] if how is not None else tokens).reshape(-1, config.T + 1).to(bench.device)
+            tokens = torch.randint(
+                0,
+                config.vocab,
+                (micros, self.ranks, bench.rows, config.T + 1),
+                generator=torch.Generator().manual_seed(nth),
+            )
+            mine = (
+                (tokens[:, self.rank] if how is not None else tokens)
+                .reshape(-1, config.T + 1)
+                .to(bench.device)
+            )
             losses.append(float(step((mine[:, :-1].contiguous(), mine[:, 1:].contiguous())).loss))
         found = [_hash(step), losses]
         step.close(alone=True)

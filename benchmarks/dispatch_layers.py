@@ -1,4 +1,5 @@
 """Layers and whole steps of poly-7m on the GPU, in our operations and in torch's, and on the CPU: the third part of dispatch.py."""
+
 import contextlib
 import copy
 import functools
@@ -11,29 +12,44 @@ from timing import OURS, apart, gradients, random, release, timed_alike, times_o
 from torch_layers import COMPILED, EAGER, TorchStep, in_torch
 from workers import in_turns, queued
 
-from gpuaccel.optim.arena import Arena
 from gpuaccel.backends import use_backend
-from gpuaccel.training.models import preset
-from gpuaccel.optim.adamw import AdamW
 from gpuaccel.nn.poly_attention import PolyAttention
 from gpuaccel.nn.richards_glu import RichardsGLU
+from gpuaccel.optim.adamw import AdamW
+from gpuaccel.optim.arena import Arena
+from gpuaccel.training.models import preset
 from gpuaccel.training.step import TrainStep
 
 DEVICE = "cuda"
 BATCHES = {f"batch {B}": (B,) for B in (4, 32, 64)}
 REPLAYED, CPU = "torch.compile, replayed", "CPU"
-APART, CPU_ROWS, CALLS = 5e-2, 2, 10          # of gradients in bf16, by norm; the CPU's sequences at a time; steps in a row
+APART, CPU_ROWS, CALLS = (
+    5e-2,
+    2,
+    10,
+)  # of gradients in bf16, by norm; the CPU's sequences at a time; steps in a row
 
 
 def layers_of(config, **options) -> dict:
     """name -> the layer, as the model makes it."""
     torch.manual_seed(0)
-    return {"RichardsGLU": RichardsGLU(config.hidden, config.intermediate, **options),
-            "PolyAttention": PolyAttention(config.hidden, config.heads, config.degree, config.window, max_positions=config.T, **options)}
+    return {
+        "RichardsGLU": RichardsGLU(config.hidden, config.intermediate, **options),
+        "PolyAttention": PolyAttention(
+            config.hidden,
+            config.heads,
+            config.degree,
+            config.window,
+            max_positions=config.T,
+            **options,
+        ),
+    }
 
 
 def batch_of(config, B: int, device):
-    tokens = torch.randint(0, config.vocab, (B, config.T + 1), generator=torch.Generator().manual_seed(1)).to(device)
+    tokens = torch.randint(
+        0, config.vocab, (B, config.T + 1), generator=torch.Generator().manual_seed(1)
+    ).to(device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -49,7 +65,9 @@ class Layers:
         self.B, self.config = B, config or preset("poly-7m")
         self.layers = layers_of(self.config, device=DEVICE, dtype=torch.bfloat16)
         self.peers = {name: in_torch(copy.deepcopy(layer)) for name, layer in self.layers.items()}
-        self.compiled = {name: torch.compile(layer, dynamic=False) for name, layer in self.peers.items()}
+        self.compiled = {
+            name: torch.compile(layer, dynamic=False) for name, layer in self.peers.items()
+        }
         for name in self.layers:
             self.runs(name)[COMPILED]()
         self.compiled_step = TorchStep(self.config, batch_of(self.config, B, DEVICE), compiled=True)
@@ -63,7 +81,10 @@ class Layers:
         x, dy = (random(self.B, self.config.T, self.config.hidden, seed=seed) for seed in (1, 2))
         x.requires_grad_()
         ways = {OURS: self.layers[layer], EAGER: self.peers[layer], COMPILED: self.compiled[layer]}
-        return {name: lambda way=way: gradients(lambda: way(x), (x, *way.parameters()), dy) for name, way in ways.items()}
+        return {
+            name: lambda way=way: gradients(lambda: way(x), (x, *way.parameters()), dy)
+            for name, way in ways.items()
+        }
 
     def layer(self, name: str) -> dict:
         runs = self.runs(name)
@@ -81,7 +102,10 @@ class Layers:
         torch.manual_seed(0)
         with torch.device(DEVICE):
             model = self.config.build().bfloat16()
-        step, eager = our_step(model, replay="graph", policy="require"), TorchStep(self.config, batch, compiled=False)
+        step, eager = (
+            our_step(model, replay="graph", policy="require"),
+            TorchStep(self.config, batch, compiled=False),
+        )
         eager()
         first = {OURS: float(step(batch).loss), EAGER: float(eager.loss), COMPILED: self.first}
         runs = {OURS: lambda: step(batch), EAGER: eager, COMPILED: self.compiled_step}
@@ -95,13 +119,25 @@ class Layers:
         self.compiled_step.recording.close()
         skipped = int(step.opt.skipped)
         far = max(first.values()) - min(first.values())
-        assert far < 0.05 and all(map(math.isfinite, last.values())) and skipped == 0, f"first losses {first}, last ones {last}, {skipped} skipped"
-        return result | {"step": {"ms": ms, "tokens": self.B * self.config.T, "first_loss": first, "last_loss": last}}
+        assert far < 0.05 and all(map(math.isfinite, last.values())) and skipped == 0, (
+            f"first losses {first}, last ones {last}, {skipped} skipped"
+        )
+        return result | {
+            "step": {
+                "ms": ms,
+                "tokens": self.B * self.config.T,
+                "first_loss": first,
+                "last_loss": last,
+            }
+        }
 
 
 def on_the_cpu(found: dict, cases=None, config=None) -> dict:
     """Adds the CPU's milliseconds to each batch's result: all cores, by the host's clock, the better of two calls. Then how many times ours all are."""
-    config, cores = config or preset("poly-7m"), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    config, cores = (
+        config or preset("poly-7m"),
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+    )
     torch.set_num_threads(cores)
     with use_backend("torch", "off"):
         torch.manual_seed(0)
@@ -111,7 +147,9 @@ def on_the_cpu(found: dict, cases=None, config=None) -> dict:
             B = (cases or BATCHES)[case][0]
             batch, x = batch_of(config, B, "cpu"), torch.randn(B, config.T, config.hidden)
             step = our_step(model, micro_batches=max(1, B // CPU_ROWS))
-            runs = {name: functools.partial(_by_rows, layer, x) for name, layer in layers.items()} | {"step": lambda: step(batch)}
+            runs = {
+                name: functools.partial(_by_rows, layer, x) for name, layer in layers.items()
+            } | {"step": lambda: step(batch)}
             for name, run in runs.items():
                 row = found[case][name]
                 row["ms"][CPU] = min(_host_ms(run) for _ in range(2))
@@ -135,5 +173,8 @@ def _host_ms(run) -> float:
 
 def _processor() -> str:
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        return next((line.split(":")[1].strip() for line in file if line.startswith("model name")), "unknown")
+        return next(
+            (line.split(":")[1].strip() for line in file if line.startswith("model name")),
+            "unknown",
+        )
     return "unknown"

@@ -13,6 +13,7 @@ bf16 weights with fp32 masters in an arena, ga.AdamW; launched in mode `arena` (
 5. Memory after many replays (which run under set_sync_debug_mode("error")), and after many captures and closes.
 6. For the notebook: host and GPU in a step of a small model, eager and replayed, and its graph as CUDA dumps it.
 """
+
 import gc
 import json
 import os
@@ -24,30 +25,65 @@ import torch
 import torch.nn.functional as F
 from workers import Workers, in_turns, queued
 
-from gpuaccel.optim.arena import Arena
 from gpuaccel.measure.ledger import ledger
 from gpuaccel.measure.meter import _resident_bytes
-from gpuaccel.training.models import Transformer, preset
-from gpuaccel.optim.adamw import AdamW
-from gpuaccel.training.step import TrainStep, token_loss
 from gpuaccel.measure.timeline import facts, lines, whole
+from gpuaccel.optim.adamw import AdamW
+from gpuaccel.optim.arena import Arena
 from gpuaccel.training.loop import warmup_cosine
+from gpuaccel.training.models import Transformer, preset
+from gpuaccel.training.step import TrainStep, token_loss
 
-SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "kernels_cu/segments.cu",
-           "kernels_cu/encoder.cu", "gpuaccel/compiler/nvrtc.py", "gpuaccel/compiler/kernel.py", "gpuaccel/backends.py", "gpuaccel/optim/arena.py",
-           "gpuaccel/optim/accumulate.py", "gpuaccel/nn/fused_linear.py", "gpuaccel/ops/token_sort.py", "gpuaccel/ops/embedding_backward.py", "gpuaccel/nn/embedding.py", "gpuaccel/optim/clip.py",
-           "gpuaccel/ops/adamw.py", "gpuaccel/optim/adamw.py", "gpuaccel/graphs/graphed_step.py", "gpuaccel/graphs/capture.py", "gpuaccel/training/step.py", "gpuaccel/training/models.py",
-           "gpuaccel/measure/timeline.py", "gpuaccel/measure/ledger.py", "benchmarks/graphs.py", "benchmarks/workers.py", "benchmarks/common.py"]
+SOURCES = [
+    "kernels_cu/common.cuh",
+    "kernels_cu/accumulate.cu",
+    "kernels_cu/clip.cu",
+    "kernels_cu/adamw.cu",
+    "kernels_cu/segments.cu",
+    "kernels_cu/encoder.cu",
+    "gpuaccel/compiler/nvrtc.py",
+    "gpuaccel/compiler/kernel.py",
+    "gpuaccel/backends.py",
+    "gpuaccel/optim/arena.py",
+    "gpuaccel/optim/accumulate.py",
+    "gpuaccel/nn/fused_linear.py",
+    "gpuaccel/ops/token_sort.py",
+    "gpuaccel/ops/embedding_backward.py",
+    "gpuaccel/nn/embedding.py",
+    "gpuaccel/optim/clip.py",
+    "gpuaccel/ops/adamw.py",
+    "gpuaccel/optim/adamw.py",
+    "gpuaccel/graphs/graphed_step.py",
+    "gpuaccel/graphs/capture.py",
+    "gpuaccel/training/step.py",
+    "gpuaccel/training/models.py",
+    "gpuaccel/measure/timeline.py",
+    "gpuaccel/measure/ledger.py",
+    "benchmarks/graphs.py",
+    "benchmarks/workers.py",
+    "benchmarks/common.py",
+]
 DEVICE = "cuda"
 SHAPES, CALLS = ((4, 1024), (4, 256), (1, 128)), 4
-PLAIN, EAGER, REPLAY, COMPILED = "plain torch", "ours, eager", "ours, replayed", "ours, replayed, compiled"
+PLAIN, EAGER, REPLAY, COMPILED = (
+    "plain torch",
+    "ours, eager",
+    "ours, replayed",
+    "ours, replayed, compiled",
+)
 WHOLE, BLOCKS = "model in eager mode", "blocks compiled one by one"
 SETTINGS = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 STEPS, POISONED, DROPOUT = 100, 30, 0.1
 
 
 def data(config, rows: int, T: int, seed: int = 1):
-    tokens = torch.randint(0, config.vocab, (rows, T + 1), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(seed))
+    tokens = torch.randint(
+        0,
+        config.vocab,
+        (rows, T + 1),
+        device=DEVICE,
+        generator=torch.Generator(DEVICE).manual_seed(seed),
+    )
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -59,7 +95,14 @@ def build(config, dtype=torch.bfloat16) -> torch.nn.Module:
 
 def ours(config, replay: str = "graph", accumulate: str = "fused", **how) -> TrainStep:
     model = build(config)
-    return TrainStep(model, AdamW(Arena(model), **SETTINGS, max_norm=1.0), replay=replay, policy="require", accumulate=accumulate, **how)
+    return TrainStep(
+        model,
+        AdamW(Arena(model), **SETTINGS, max_norm=1.0),
+        replay=replay,
+        policy="require",
+        accumulate=accumulate,
+        **how,
+    )
 
 
 class Plain:
@@ -115,6 +158,7 @@ class First:
 
 # ---- 1: the same bits -----------------------------------------------------------------------------------------------
 
+
 def trained(config, replay: str, exact: bool, lengths) -> dict:
     """A run with everything that changes from step to step."""
     model = build(config)
@@ -126,37 +170,69 @@ def trained(config, replay: str, exact: bool, lengths) -> dict:
         inputs, targets, weight = micro
         total, tokens = token_loss(model, (inputs, targets))
         return total * weight.mean(), tokens
-    step = TrainStep(model, opt, loss_fn, micro_batches=2, accumulate="fused", scheduler=warmup_cosine(opt, STEPS // 10, STEPS), replay=replay,
-                     policy="require", deterministic=exact)
+
+    step = TrainStep(
+        model,
+        opt,
+        loss_fn,
+        micro_batches=2,
+        accumulate="fused",
+        scheduler=warmup_cosine(opt, STEPS // 10, STEPS),
+        replay=replay,
+        policy="require",
+        deterministic=exact,
+    )
     torch.manual_seed(1)
     outs = []
     for i in range(STEPS):
         weight = torch.full((2,), float("nan") if i == POISONED else 1.0, device=DEVICE)
         outs.append(step((*data(config, 2, lengths[i % len(lengths)], i), weight)))
-    found = {"losses": torch.stack([out.loss for out in outs]), "weights": step.arena.weights.clone(), "skipped": int(opt.skipped),
-             "clipped": sum(bool(out.scale < 1) for out in outs), "graphs": len(step.graphs) if replay == "graph" else 0,
-             "rate": opt.param_groups[0]["lr"]}
+    found = {
+        "losses": torch.stack([out.loss for out in outs]),
+        "weights": step.arena.weights.clone(),
+        "skipped": int(opt.skipped),
+        "clipped": sum(bool(out.scale < 1) for out in outs),
+        "graphs": len(step.graphs) if replay == "graph" else 0,
+        "rate": opt.param_groups[0]["lr"],
+    }
     assert step.replays == replay, step.reason
     step.close()
     return found
 
 
 def unequal(one, two) -> dict:
-    return {name: int((one[name].view(torch.int32) != two[name].view(torch.int32)).sum()) for name in ("losses", "weights")}
+    return {
+        name: int((one[name].view(torch.int32) != two[name].view(torch.int32)).sum())
+        for name in ("losses", "weights")
+    }
 
 
 def bits(config, lengths=(128, 96)) -> dict:
-    eager, replay, again = (trained(config, how, True, lengths) for how in ("eager", "graph", "graph"))
-    found = {"steps": STEPS, "weights": eager["weights"].numel(), "exact": {"eager, replay": unequal(eager, replay), "replay, replay": unequal(replay, again)},
-             **{name: replay[name] for name in ("skipped", "clipped", "graphs", "rate")}, "losses": [float(replay["losses"][0]), float(replay["losses"][-1])]}
+    eager, replay, again = (
+        trained(config, how, True, lengths) for how in ("eager", "graph", "graph")
+    )
+    found = {
+        "steps": STEPS,
+        "weights": eager["weights"].numel(),
+        "exact": {
+            "eager, replay": unequal(eager, replay),
+            "replay, replay": unequal(replay, again),
+        },
+        **{name: replay[name] for name in ("skipped", "clipped", "graphs", "rate")},
+        "losses": [float(replay["losses"][0]), float(replay["losses"][-1])],
+    }
     del eager, replay, again
     one, two = (trained(config, how, False, lengths) for how in ("eager", "graph"))
     apart = (one["losses"] - two["losses"]).abs().tolist()
-    found["free"] = {"apart": {str(at): apart[at - 1] for at in (STEPS // 10, STEPS // 2, STEPS)}, "unequal": unequal(one, two)}
+    found["free"] = {
+        "apart": {str(at): apart[at - 1] for at in (STEPS // 10, STEPS // 2, STEPS)},
+        "unequal": unequal(one, two),
+    }
     return found
 
 
 # ---- 3: speed -------------------------------------------------------------------------------------------------------
+
 
 def speed(steps: dict, ask, config, shapes=SHAPES) -> dict:
     """Milliseconds, tokens per second and busy GPU by shape and way. ask(shape, calls): times of the compiled replay."""
@@ -169,8 +245,15 @@ def speed(steps: dict, ask, config, shapes=SHAPES) -> dict:
         takers = {name: lambda run=run: queued(run, CALLS) for name, run in runs.items()}
         times = in_turns({**takers, COMPILED: lambda: ask((rows, T), CALLS)})
         busy = {name: _busy_ms(run) for name, run in runs.items()}
-        found[f"{rows} x {T}"] = {name: {"ms": ms, "tokens_per_s": rows * T / ms * 1e3, "times_plain": times[PLAIN] / ms,
-                                         **({"gpu_busy": min(1.0, busy[name] / ms)} if busy.get(name) else {})} for name, ms in times.items()}
+        found[f"{rows} x {T}"] = {
+            name: {
+                "ms": ms,
+                "tokens_per_s": rows * T / ms * 1e3,
+                "times_plain": times[PLAIN] / ms,
+                **({"gpu_busy": min(1.0, busy[name] / ms)} if busy.get(name) else {}),
+            }
+            for name, ms in times.items()
+        }
     return found
 
 
@@ -181,17 +264,25 @@ def _busy_ms(run) -> "float | None":
 
 # ---- 4, 5: what the host did, what stays in memory --------------------------------------------------------------------
 
+
 def host(steps: dict, config, rows: int, T: int) -> dict:
     batch, micros = data(config, rows, T), [data(config, rows, T, seed) for seed in range(3)]
-    runs = {"eager": lambda: steps[EAGER](batch), "replay": lambda: steps[REPLAY](batch),
-            "a list of 3 micro-batches, replayed": lambda: steps[REPLAY](micros)}
+    runs = {
+        "eager": lambda: steps[EAGER](batch),
+        "replay": lambda: steps[REPLAY](batch),
+        "a list of 3 micro-batches, replayed": lambda: steps[REPLAY](micros),
+    }
     found = {}
     for name, run in runs.items():
         run(), run()
         with ledger(name) as row:
             run()
-        found[name] = {"launches": row.launches, "graph_launches": row.graph_launches, "syncs": row.syncs,
-                       "copies": {k: list(v) for k, v in (row.copies or {}).items()}}
+        found[name] = {
+            "launches": row.launches,
+            "graph_launches": row.graph_launches,
+            "syncs": row.syncs,
+            "copies": {k: list(v) for k, v in (row.copies or {}).items()},
+        }
     return found
 
 
@@ -200,7 +291,12 @@ def held() -> dict:
     gc.collect()
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
-    return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved(), "device": total - free, "host": _resident_bytes()}
+    return {
+        "allocated": torch.cuda.memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "device": total - free,
+        "host": _resident_bytes(),
+    }
 
 
 def growth(run, count: int, warm_up: int = 10) -> dict:
@@ -226,24 +322,33 @@ def without_waits(run):
 def memory(large: TrainStep, config, small_config, replays=(100, 1000), captures=50) -> dict:
     batch, little = data(config, 1, min(128, config.T)), data(small_config, 4, small_config.T)
     with ours(small_config) as small:
-        found = {"llama-350m, replays": growth(lambda: without_waits(lambda: large(batch)), replays[0]),
-                 "tiny, replays": growth(lambda: without_waits(lambda: small(little)), replays[1])}
+        found = {
+            "llama-350m, replays": growth(lambda: without_waits(lambda: large(batch)), replays[0]),
+            "tiny, replays": growth(lambda: without_waits(lambda: small(little)), replays[1]),
+        }
 
     def capture():
         with ours(small_config) as step:
             step(little)
+
     return {**found, "tiny, captures and closes": growth(capture, captures, 5)}
 
 
 # ---- 6: for the notebook ----------------------------------------------------------------------------------------------
 
+
 def pictures(config) -> dict:
     """Spans of a step, eager and replayed, and the nodes and edges of its graph."""
     batch, spans = data(config, 1, config.T), {}
-    for name, step in (("eager", ours(config, "eager", "arena")), ("replay", ours(config, "graph", "arena"))):
+    for name, step in (
+        ("eager", ours(config, "eager", "arena")),
+        ("replay", ours(config, "graph", "arena")),
+    ):
         for _ in range(5):
             step(batch)
-        tries = sorted((whole(lambda: step(batch)) for _ in range(3)), key=lambda spans: facts(spans)["us"])
+        tries = sorted(
+            (whole(lambda: step(batch)) for _ in range(3)), key=lambda spans: facts(spans)["us"]
+        )
         spans[name] = lines(tries[1])
         if name == "replay":
             names, edges = step.graphs.graph()
@@ -251,7 +356,16 @@ def pictures(config) -> dict:
     return {"timeline": spans, "graph": {"names": names, "edges": [list(edge) for edge in edges]}}
 
 
-def measure(config, tiny, notebook, shapes=SHAPES, lengths=(128, 96), rows=4, counts=((100, 1000), 50), here=False) -> dict:
+def measure(
+    config,
+    tiny,
+    notebook,
+    shapes=SHAPES,
+    lengths=(128, 96),
+    rows=4,
+    counts=((100, 1000), 50),
+    here=False,
+) -> dict:
     variants = {shape: (Compiled, config, *shape) for shape in shapes}
     variants |= {WHOLE: (First, config, rows, False), BLOCKS: (First, config, rows, True)}
     results, began, last = {}, time.perf_counter(), shapes[-1]
@@ -259,8 +373,9 @@ def measure(config, tiny, notebook, shapes=SHAPES, lengths=(128, 96), rows=4, co
     def keep(**found):
         results.update(found)
         print(f"{time.perf_counter() - began:5.1f} s:", json.dumps(found)[:1200], flush=True)
+
     with Workers(variants, here) as workers:
-        keep(bits=bits(config, lengths))                            # while the others compile: nothing here is timed
+        keep(bits=bits(config, lengths))  # while the others compile: nothing here is timed
         workers.ready()
         if not here:
             gc.collect()
@@ -268,10 +383,16 @@ def measure(config, tiny, notebook, shapes=SHAPES, lengths=(128, 96), rows=4, co
         keep(capture_s={name: workers.ask(name, "seconds") for name in (WHOLE, BLOCKS)})
         workers.close(WHOLE, BLOCKS)
         steps = {PLAIN: Plain(config), EAGER: ours(config, "eager", "arena"), REPLAY: ours(config)}
-        keep(speed=speed(steps, lambda shape, calls: workers.ask(shape, "times", calls), config, shapes))
+        keep(
+            speed=speed(
+                steps, lambda shape, calls: workers.ask(shape, "times", calls), config, shapes
+            )
+        )
     keep(what=f"llama-350m, batch {last[0]}, T = {last[1]}", ledger=host(steps, config, *last))
     for name, way in (("eager", EAGER), ("replay", REPLAY)):
-        results["ledger"][name]["tokens_per_s"] = results["speed"][f"{last[0]} x {last[1]}"][way]["tokens_per_s"]
+        results["ledger"][name]["tokens_per_s"] = results["speed"][f"{last[0]} x {last[1]}"][way][
+            "tokens_per_s"
+        ]
     keep(**pictures(notebook))
     keep(memory=memory(steps[REPLAY], config, tiny, *counts))
     return results
@@ -280,17 +401,46 @@ def measure(config, tiny, notebook, shapes=SHAPES, lengths=(128, 96), rows=4, co
 def main():
     results = measure(preset("llama-350m"), preset("tiny"), preset("tiny", layers=1))
     r = results["bits"]
-    print(f"{r['steps']} steps, not equal of {r['steps']} losses and {r['weights']:,} weights: {r['exact']}; not deterministic: {r['free']}; "
-          f"clipped {r['clipped']}, skipped {r['skipped']}, graphs {r['graphs']}")
-    print("seconds to the first step: " + ", ".join(f"{name} {s:.1f}" for name, s in results["capture_s"].items()))
+    print(
+        f"{r['steps']} steps, not equal of {r['steps']} losses and {r['weights']:,} weights: {r['exact']}; not deterministic: {r['free']}; "
+        f"clipped {r['clipped']}, skipped {r['skipped']}, graphs {r['graphs']}"
+    )
+    print(
+        "seconds to the first step: "
+        + ", ".join(f"{name} {s:.1f}" for name, s in results["capture_s"].items())
+    )
     for shape, rows in results["speed"].items():
-        lines = [(name, m["ms"], f"{m['tokens_per_s']:,.0f}", m["times_plain"], f"{m['gpu_busy']:.0%}" if "gpu_busy" in m else "") for name, m in rows.items()]
+        lines = [
+            (
+                name,
+                m["ms"],
+                f"{m['tokens_per_s']:,.0f}",
+                m["times_plain"],
+                f"{m['gpu_busy']:.0%}" if "gpu_busy" in m else "",
+            )
+            for name, m in rows.items()
+        ]
         print(f"\n{shape}\n" + common.table(lines, ("", "ms", "tokens/s", "x plain", "GPU busy")))
-    print("\n" + common.table([(name, m["launches"], m["graph_launches"], m["syncs"], str(m["copies"])) for name, m in results["ledger"].items()],
-                              ("", "launches", "graph launches", "waits", "copies")))
-    print("\ngrowth in bytes\n" + common.table([(name, *m.values()) for name, m in results["memory"].items()],
-                                               ("", "times", "allocated", "reserved", "device", "host")))
-    print(f"\n{ {name: len(spans) for name, spans in results['timeline'].items()} } spans, {len(results['graph']['names'])} nodes")
+    print(
+        "\n"
+        + common.table(
+            [
+                (name, m["launches"], m["graph_launches"], m["syncs"], str(m["copies"]))
+                for name, m in results["ledger"].items()
+            ],
+            ("", "launches", "graph launches", "waits", "copies"),
+        )
+    )
+    print(
+        "\ngrowth in bytes\n"
+        + common.table(
+            [(name, *m.values()) for name, m in results["memory"].items()],
+            ("", "times", "allocated", "reserved", "device", "host"),
+        )
+    )
+    print(
+        f"\n{ {name: len(spans) for name, spans in results['timeline'].items()} } spans, {len(results['graph']['names'])} nodes"
+    )
     print("written:", common.write("graphs", SOURCES, results).name)
 
 

@@ -1059,14 +1059,22 @@ def ratios_table() -> str:
     rows = [
         ("one step of `llama-350m`, T = 1024", peer, f"{steps['1024']:.2f}x"),
         ("the same, T = 256", peer, f"{steps['256']:.2f}x"),
-        ("T = 1024, bit-identical in every run", "the same peer, not deterministic", f"{exact:.2f}x"),
+        (
+            "T = 1024, bit-identical in every run",
+            "the same peer, not deterministic",
+            f"{exact:.2f}x",
+        ),
         ddp_headline(r["ddp_2gpus"]["2"]),
         (
             "add, clip, AdamW, clear",
             "torch: foreach clip, fused AdamW",
             f"{tail['times_torch']:.2f}x",
         ),
-        ("`ga.clip_grad_norm_`, norm over the threshold", "torch's, `foreach=True`", f"{clip['times_torch']:.2f}x"),
+        (
+            "`ga.clip_grad_norm_`, norm over the threshold",
+            "torch's, `foreach=True`",
+            f"{clip['times_torch']:.2f}x",
+        ),
         ("adding gradients to their sums", "`torch._foreach_add_`", f"{add['times_foreach']:.2f}x"),
         (
             "embedding gradient, 65,536 tokens",
@@ -1074,7 +1082,11 @@ def ratios_table() -> str:
             f"{zipf['times_atomics']:.2f}x",
         ),
         ("the same, 4,096 tokens, worst case measured", "atomic `index_add_`", f"{few:.2f}x"),
-        ("`PolyAttention` without its projections, T = 2048", "the same in torch, compiled", f"{attention:.2f}x"),
+        (
+            "`PolyAttention` without its projections, T = 2048",
+            "the same in torch, compiled",
+            f"{attention:.2f}x",
+        ),
     ]
     lines = dict.fromkeys(conditions(result) for result in results.values())
     return section(markdown(("what", "against", "speed"), rows), *lines)

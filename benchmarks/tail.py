@@ -11,46 +11,77 @@ The tail is what follows the last backward: add its gradients to the sums, clip 
 4. Drift: how far weights are after 100 steps from those of torch's foreach AdamW, and from AdamW in float64, all with the same gradients;
    and with each model's own gradients.
 """
+
 import gc
 
 import common
 import torch
 from clip import build, captured, copy_rate, in_turns, wall
 
+from gpuaccel.compiler.kernel import zero_
 from gpuaccel.ops import adamw
+from gpuaccel.ops.accumulate import CHUNK
 from gpuaccel.optim import clip
 from gpuaccel.optim.accumulate import launch_segments
-from gpuaccel.ops.accumulate import CHUNK
-from gpuaccel.optim.arena import Arena
-from gpuaccel.compiler.kernel import zero_
-from gpuaccel.training.models import preset
 from gpuaccel.optim.adamw import AdamW
+from gpuaccel.optim.arena import Arena
+from gpuaccel.training.models import preset
 from gpuaccel.training.step import token_loss
 
-SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "gpuaccel/compiler/nvrtc.py", "gpuaccel/compiler/kernel.py",
-           "gpuaccel/optim/arena.py", "gpuaccel/optim/accumulate.py", "gpuaccel/nn/fused_linear.py", "gpuaccel/optim/clip.py", "gpuaccel/ops/adamw.py", "gpuaccel/optim/adamw.py", "gpuaccel/training/models.py", "benchmarks/clip.py",
-           "benchmarks/tail.py", "benchmarks/common.py"]
+SOURCES = [
+    "kernels_cu/common.cuh",
+    "kernels_cu/accumulate.cu",
+    "kernels_cu/clip.cu",
+    "kernels_cu/adamw.cu",
+    "gpuaccel/compiler/nvrtc.py",
+    "gpuaccel/compiler/kernel.py",
+    "gpuaccel/optim/arena.py",
+    "gpuaccel/optim/accumulate.py",
+    "gpuaccel/nn/fused_linear.py",
+    "gpuaccel/optim/clip.py",
+    "gpuaccel/ops/adamw.py",
+    "gpuaccel/optim/adamw.py",
+    "gpuaccel/training/models.py",
+    "benchmarks/clip.py",
+    "benchmarks/tail.py",
+    "benchmarks/common.py",
+]
 DEVICE, CAPTURABLE = "cuda", {"capturable": True}
 SETTINGS = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 OURS, THERE, MIXED = "ours", "ours, sums there already", "ours, but torch's fused AdamW"
-FUSED, FOREACH, FUSED_THERE, FLAT = "torch, fused AdamW", "torch, foreach AdamW", "torch, fused, sums there already", "torch, fused, one flat tensor"
+FUSED, FOREACH, FUSED_THERE, FLAT = (
+    "torch, fused AdamW",
+    "torch, foreach AdamW",
+    "torch, fused, sums there already",
+    "torch, fused, one flat tensor",
+)
 
 
 def groups(parameters) -> "list[dict]":
     """Weight decay for matrices only, as an arena does it."""
-    return [{"params": [p for p in parameters if p.dim() >= 2]}, {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2]},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
 
 
 class Peer:
     """torch's sequence over tensors of its own: fp32 weights (for bf16 models: masters) and sums."""
 
     def __init__(self, weights, fresh, **how):
-        self.fresh, self.weights = fresh, [torch.nn.Parameter(w.detach().float().clone()) for w in weights]
-        self.low = [w.detach().clone() for w in weights] if weights[0].dtype == torch.bfloat16 else None
+        self.fresh, self.weights = (
+            fresh,
+            [torch.nn.Parameter(w.detach().float().clone()) for w in weights],
+        )
+        self.low = (
+            [w.detach().clone() for w in weights] if weights[0].dtype == torch.bfloat16 else None
+        )
         self.sums = [torch.zeros_like(w) for w in self.weights]
         for w, total in zip(self.weights, self.sums):
             w.grad = total
-        self.opt = torch.optim.AdamW([g for g in groups(self.weights) if g["params"]], **SETTINGS, **how)
+        self.opt = torch.optim.AdamW(
+            [g for g in groups(self.weights) if g["params"]], **SETTINGS, **how
+        )
 
     @torch.no_grad()
     def add(self):
@@ -76,7 +107,9 @@ class Ours:
         self.arena = Arena(build(config, dtype))
         self.fresh = [torch.randn(s.shape, device=DEVICE).to(dtype) for s in self.arena.segments]
         self.opt = AdamW(self.arena, **SETTINGS, max_norm=1.0)
-        self.theirs = torch.optim.AdamW(self.arena.parameter_groups(0.1), **SETTINGS, fused=True, **CAPTURABLE)
+        self.theirs = torch.optim.AdamW(
+            self.arena.parameter_groups(0.1), **SETTINGS, fused=True, **CAPTURABLE
+        )
 
     def add(self, last=False):
         launch_segments(self.arena, 0, len(self.fresh), self.fresh, squares=last)
@@ -90,7 +123,7 @@ class Ours:
     def mixed(self):
         self.add(last=True)
         clip.clip_grad_norm_(self.arena, 1.0)
-        self.theirs.step()                # and the arena publishes bf16 copies
+        self.theirs.step()  # and the arena publishes bf16 copies
         zero_(self.arena.grads)
 
     def stages(self) -> dict:
@@ -100,85 +133,172 @@ class Ours:
         jobs, arena, (work,) = self.opt._jobs(), self.arena, self.opt._work.values()
 
         def reduce():
-            clip.launch_reduce(work.found, arena.partials, arena.row_tensor, None, len(arena.partials), work.settings[-2:-1])
+            clip.launch_reduce(
+                work.found,
+                arena.partials,
+                arena.row_tensor,
+                None,
+                len(arena.partials),
+                work.settings[-2:-1],
+            )
 
         def begin():
-            return adamw.launch_begin(jobs, work.settings, work.found, None, True, None, None, work.record)
+            return adamw.launch_begin(
+                jobs, work.settings, work.found, None, True, None, None, work.record
+            )
+
         self.add(last=True)
         reduce()
         coefficients, lists = begin(), adamw.Jobs(jobs)
-        return {"accumulate_v3": self.add, "accumulate_v4": lambda: self.add(last=True),
-                "squares_v2": lambda: clip.launch_squares(arena.grad_views, arena.partials), "reduce_v2": reduce, "adamw_begin": begin,
-                "adamw_v2": lambda: adamw.launch_update(lists, coefficients, work.settings[-1:], False),
-                "adamw_v3": lambda: adamw.launch_update(jobs, coefficients, work.settings[-1:], False, arena, self.opt._moments)}
+        return {
+            "accumulate_v3": self.add,
+            "accumulate_v4": lambda: self.add(last=True),
+            "squares_v2": lambda: clip.launch_squares(arena.grad_views, arena.partials),
+            "reduce_v2": reduce,
+            "adamw_begin": begin,
+            "adamw_v2": lambda: adamw.launch_update(lists, coefficients, work.settings[-1:], False),
+            "adamw_v3": lambda: adamw.launch_update(
+                jobs, coefficients, work.settings[-1:], False, arena, self.opt._moments
+            ),
+        }
 
 
 def tail(config, dtype) -> dict:
     """Milliseconds, shares of the copy rate and ratios of the whole tail; milliseconds of the stages of ours."""
     mine = Ours(config, dtype)
-    arena, elements, low = mine.arena, sum(s.numel for s in mine.arena.segments), 2 * (dtype == torch.bfloat16)
+    arena, elements, low = (
+        mine.arena,
+        sum(s.numel for s in mine.arena.segments),
+        2 * (dtype == torch.bfloat16),
+    )
     rate, weights = copy_rate(elements), [p.detach() for p in arena.params]
-    flat = (arena.bf16_weights if low else arena.weights).view(-1, CHUNK), torch.randn(arena.numel // CHUNK, CHUNK, device=DEVICE).to(dtype)
-    fused, foreach = Peer(weights, mine.fresh, fused=True, **CAPTURABLE), Peer(weights, mine.fresh, foreach=True)
+    flat = (
+        (arena.bf16_weights if low else arena.weights).view(-1, CHUNK),
+        torch.randn(arena.numel // CHUNK, CHUNK, device=DEVICE).to(dtype),
+    )
+    fused, foreach = (
+        Peer(weights, mine.fresh, fused=True, **CAPTURABLE),
+        Peer(weights, mine.fresh, foreach=True),
+    )
     one = Peer([flat[0]], [flat[1]], fused=True, **CAPTURABLE)
-    runs = {OURS: (mine.add, mine.tail), THERE: (mine.add, mine.opt.step), MIXED: (mine.add, mine.mixed), FUSED: (fused.add, fused.tail),
-            FOREACH: (foreach.add, foreach.tail), FUSED_THERE: (fused.add, fused.rest), FLAT: (one.add, one.tail)}
-    there, whole = 4 + 32 + low, 12 - low + 32 + low      # bytes per element: norm, AdamW with clearing and a bf16 copy; the addition for the norm
+    runs = {
+        OURS: (mine.add, mine.tail),
+        THERE: (mine.add, mine.opt.step),
+        MIXED: (mine.add, mine.mixed),
+        FUSED: (fused.add, fused.tail),
+        FOREACH: (foreach.add, foreach.tail),
+        FUSED_THERE: (fused.add, fused.rest),
+        FLAT: (one.add, one.tail),
+    }
+    there, whole = (
+        4 + 32 + low,
+        12 - low + 32 + low,
+    )  # bytes per element: norm, AdamW with clearing and a bf16 copy; the addition for the norm
     mine.tail()
     fused.tail()
     apart = max(float((a - b).detach().abs().max()) for a, b in zip(arena.owners, fused.weights))
-    assert apart < 1e-6 and not arena.grads.any(), f"after one tail our weights and torch's are {apart} apart"
-    found = {"elements": elements, "tensors": len(weights), "copy_GB_per_s": rate, "apart_after_one": apart,
-             "bytes": {"whole": whole, "sums there already": there}}
+    assert apart < 1e-6 and not arena.grads.any(), (
+        f"after one tail our weights and torch's are {apart} apart"
+    )
+    found = {
+        "elements": elements,
+        "tensors": len(weights),
+        "copy_GB_per_s": rate,
+        "apart_after_one": apart,
+        "bytes": {"whole": whole, "sums there already": there},
+    }
     for kind in ("launched", "replayed"):
         if kind == "replayed":
-            foreach = Peer(weights, mine.fresh, foreach=True, **CAPTURABLE)       # a graph needs its step count on the device
+            foreach = Peer(
+                weights, mine.fresh, foreach=True, **CAPTURABLE
+            )  # a graph needs its step count on the device
             runs[FOREACH] = foreach.add, foreach.tail
-            runs = {name: (prepare, captured(run, prepare)) for name, (prepare, run) in runs.items()}
+            runs = {
+                name: (prepare, captured(run, prepare)) for name, (prepare, run) in runs.items()
+            }
         times = in_turns(runs)
         best = {whole: min(times[FUSED], times[FOREACH]), there: times[FUSED_THERE]}
         found[kind] = {}
         for name, ms in times.items():
             moved = there if name in (THERE, FUSED_THERE) else whole
-            found[kind][name] = {"ms": ms, "of_copy_rate": moved * elements / ms / 1e6 / rate, "times_torch": best[moved] / ms}
-    found["stages"] = in_turns({name: (mine.add, captured(run, mine.add)) for name, run in mine.stages().items()})
-    taken = float(mine.opt.state[arena.owners[0]]["step"])          # replays count as well: every run was a step
-    assert int(mine.opt.skipped) == 0 and bool(torch.isfinite(arena.weights).all()) and taken > 4, f"{taken} steps were taken"
+            found[kind][name] = {
+                "ms": ms,
+                "of_copy_rate": moved * elements / ms / 1e6 / rate,
+                "times_torch": best[moved] / ms,
+            }
+    found["stages"] = in_turns(
+        {name: (mine.add, captured(run, mine.add)) for name, run in mine.stages().items()}
+    )
+    taken = float(
+        mine.opt.state[arena.owners[0]]["step"]
+    )  # replays count as well: every run was a step
+    assert int(mine.opt.skipped) == 0 and bool(torch.isfinite(arena.weights).all()) and taken > 4, (
+        f"{taken} steps were taken"
+    )
     arena.release()
     return found
 
 
 def small(count: int = 1000, size: int = 1000) -> dict:
     """Clip and AdamW of many small tensors: the work is in the launches."""
-    both = [[torch.nn.Parameter(torch.randn(size, device=DEVICE)) for _ in range(count)] for _ in range(2)]
+    both = [
+        [torch.nn.Parameter(torch.randn(size, device=DEVICE)) for _ in range(count)]
+        for _ in range(2)
+    ]
     for parameters in both:
         for p in parameters:
             p.grad = torch.randn(size, device=DEVICE)
-    ours, theirs = AdamW(both[0], **SETTINGS, max_norm=1.0), torch.optim.AdamW(both[1], **SETTINGS, fused=True, **CAPTURABLE)
+    ours, theirs = (
+        AdamW(both[0], **SETTINGS, max_norm=1.0),
+        torch.optim.AdamW(both[1], **SETTINGS, fused=True, **CAPTURABLE),
+    )
 
     def torch_step():
         torch.nn.utils.clip_grad_norm_(both[1], 1.0, foreach=True)
         theirs.step()
+
     runs = {"torch": torch_step, "ours": ours.step}
-    times = {"launched": common.milliseconds(runs), "wall": {name: wall(run, 20) for name, run in runs.items()},
-             "replayed": common.milliseconds({name: captured(run) for name, run in runs.items()}, 100)}
-    return {kind: {name: {"ms": ms, "times_torch": rows["torch"] / ms} for name, ms in rows.items()} for kind, rows in times.items()}
+    times = {
+        "launched": common.milliseconds(runs),
+        "wall": {name: wall(run, 20) for name, run in runs.items()},
+        "replayed": common.milliseconds({name: captured(run) for name, run in runs.items()}, 100),
+    }
+    return {
+        kind: {name: {"ms": ms, "times_torch": rows["torch"] / ms} for name, ms in rows.items()}
+        for kind, rows in times.items()
+    }
 
 
 def drift(config, steps: int = 100) -> dict:
     """How far weights are apart after some steps: the farthest, and the root of the mean square."""
     found = {}
-    for mode in ("same gradients", "own gradients"):          # the second also shows what training makes of a difference
-        models = {name: build(config, torch.float32) for name in ("foreach", "fused", "ours", "float64")[:4 if mode == "same gradients" else 3]}
+    for mode in (
+        "same gradients",
+        "own gradients",
+    ):  # the second also shows what training makes of a difference
+        models = {
+            name: build(config, torch.float32)
+            for name in ("foreach", "fused", "ours", "float64")[
+                : 4 if mode == "same gradients" else 3
+            ]
+        }
         if "float64" in models:
             models["float64"].double()
         lists = {name: list(model.parameters()) for name, model in models.items()}
-        opts = {name: AdamW(groups(some), **SETTINGS, max_norm=1.0) if name == "ours" else
-                torch.optim.AdamW(groups(some), **SETTINGS, fused=name == "fused", foreach=name != "fused") for name, some in lists.items()}
+        opts = {
+            name: AdamW(groups(some), **SETTINGS, max_norm=1.0)
+            if name == "ours"
+            else torch.optim.AdamW(
+                groups(some), **SETTINGS, fused=name == "fused", foreach=name != "fused"
+            )
+            for name, some in lists.items()
+        }
         generator = torch.Generator(DEVICE).manual_seed(2)
         for _ in range(steps):
-            tokens = torch.randint(0, config.vocab, (4, config.T + 1), device=DEVICE, generator=generator)
-            for name, model in models.items():                # foreach comes first
+            tokens = torch.randint(
+                0, config.vocab, (4, config.T + 1), device=DEVICE, generator=generator
+            )
+            for name, model in models.items():  # foreach comes first
                 model.zero_grad()
                 if name == "foreach" or mode == "own gradients":
                     token_loss(model, (tokens[:, :-1], tokens[:, 1:]))[0].backward()
@@ -189,10 +309,20 @@ def drift(config, steps: int = 100) -> dict:
                 if name != "ours":
                     torch.nn.utils.clip_grad_norm_(lists[name], 1.0, foreach=True)
                 opt.step()
-        weights = {name: torch.nn.utils.parameters_to_vector(some).detach().double() for name, some in lists.items()}
+        weights = {
+            name: torch.nn.utils.parameters_to_vector(some).detach().double()
+            for name, some in lists.items()
+        }
         for of in [name for name in ("foreach", "float64") if name in weights]:
-            apart = {name: weights[name] - weights[of] for name in ("foreach", "fused", "ours") if name != of}
-            found[f"{mode}, from {of}"] = {name: {"max": float(d.abs().max()), "rms": float(d.square().mean().sqrt())} for name, d in apart.items()}
+            apart = {
+                name: weights[name] - weights[of]
+                for name in ("foreach", "fused", "ours")
+                if name != of
+            }
+            found[f"{mode}, from {of}"] = {
+                name: {"max": float(d.abs().max()), "rms": float(d.square().mean().sqrt())}
+                for name, d in apart.items()
+            }
     return found
 
 
@@ -206,12 +336,25 @@ def main():
     for dtype in ("float32", "bfloat16"):
         r = results[dtype]
         for kind in ("launched", "replayed"):
-            rows = [(name, m["ms"], f"{m['of_copy_rate']:.0%}", m["times_torch"]) for name, m in r[kind].items()]
-            print(f"\n{dtype}, {kind}\n" + common.table(rows, ("", "ms", "of copy rate", "x torch")))
+            rows = [
+                (name, m["ms"], f"{m['of_copy_rate']:.0%}", m["times_torch"])
+                for name, m in r[kind].items()
+            ]
+            print(
+                f"\n{dtype}, {kind}\n" + common.table(rows, ("", "ms", "of copy rate", "x torch"))
+            )
         print(f"\n{dtype}, stages of ours\n" + common.table(list(r["stages"].items()), ("", "ms")))
-    rows = [(name, kind, m["ms"], m["times_torch"]) for kind, names in results["small"].items() for name, m in names.items()]
+    rows = [
+        (name, kind, m["ms"], m["times_torch"])
+        for kind, names in results["small"].items()
+        for name, m in names.items()
+    ]
     print("\nmany small tensors\n" + common.table(rows, ("", "", "ms", "x torch")))
-    rows = [(f"{kind}, {name}", f"{m['max']:.2e}", f"{m['rms']:.2e}") for kind, names in results["drift"].items() for name, m in names.items()]
+    rows = [
+        (f"{kind}, {name}", f"{m['max']:.2e}", f"{m['rms']:.2e}")
+        for kind, names in results["drift"].items()
+        for name, m in names.items()
+    ]
     print("\ndrift\n" + common.table(rows, ("", "max", "rms")))
     print("\nwritten:", common.write("tail", SOURCES, results).name)
 

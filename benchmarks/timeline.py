@@ -4,20 +4,38 @@ llama-350m, bf16 with fp32 masters, one micro-batch of 4 x T = 1024, compiled, a
 `item` (a norm per tensor to the host), `torch` (clip_grad_norm_ and torch's fused AdamW) and `fused` (inside ga.AdamW). For
 each: what host and GPU did after the last backward, as spans of time. The profiler watches: the order of things, not a benchmark.
 """
+
 import common
 import torch
 from workers import Workers
 
+from gpuaccel.measure.timeline import facts, lines, tail
+from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.models import Transformer, preset
-from gpuaccel.optim.adamw import AdamW
 from gpuaccel.training.step import CLIPS, TrainStep
-from gpuaccel.measure.timeline import facts, lines, tail
 
-SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/clip.cu", "kernels_cu/adamw.cu", "gpuaccel/compiler/nvrtc.py", "gpuaccel/compiler/kernel.py",
-           "gpuaccel/optim/arena.py", "gpuaccel/optim/accumulate.py", "gpuaccel/nn/fused_linear.py", "gpuaccel/optim/clip.py", "gpuaccel/ops/adamw.py", "gpuaccel/optim/adamw.py",
-           "gpuaccel/training/models.py", "gpuaccel/training/step.py", "gpuaccel/measure/timeline.py", "gpuaccel/measure/ledger.py", "benchmarks/timeline.py", "benchmarks/workers.py",
-           "benchmarks/common.py"]
+SOURCES = [
+    "kernels_cu/common.cuh",
+    "kernels_cu/accumulate.cu",
+    "kernels_cu/clip.cu",
+    "kernels_cu/adamw.cu",
+    "gpuaccel/compiler/nvrtc.py",
+    "gpuaccel/compiler/kernel.py",
+    "gpuaccel/optim/arena.py",
+    "gpuaccel/optim/accumulate.py",
+    "gpuaccel/nn/fused_linear.py",
+    "gpuaccel/optim/clip.py",
+    "gpuaccel/ops/adamw.py",
+    "gpuaccel/optim/adamw.py",
+    "gpuaccel/training/models.py",
+    "gpuaccel/training/step.py",
+    "gpuaccel/measure/timeline.py",
+    "gpuaccel/measure/ledger.py",
+    "benchmarks/timeline.py",
+    "benchmarks/workers.py",
+    "benchmarks/common.py",
+]
 B, T, DEVICE = 4, 1024, "cuda"
 SETTINGS = {"lr": 3e-4, "betas": (0.9, 0.95)}
 
@@ -30,7 +48,11 @@ class Tail:
         with torch.device(DEVICE):
             module = Transformer(config).bfloat16()
         arena = Arena(module)
-        opt = AdamW(arena, weight_decay=0.1, **SETTINGS) if clip == "fused" else torch.optim.AdamW(arena.parameter_groups(0.1), fused=True, **SETTINGS)
+        opt = (
+            AdamW(arena, weight_decay=0.1, **SETTINGS)
+            if clip == "fused"
+            else torch.optim.AdamW(arena.parameter_groups(0.1), fused=True, **SETTINGS)
+        )
         self.step = TrainStep(module, opt, clip=clip, max_norm=1.0, compile=compile)
         tokens = torch.randint(0, config.vocab, (rows, config.T + 1), device=DEVICE)
         self.batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -38,8 +60,11 @@ class Tail:
             self.step(self.batch)
 
     def spans(self) -> dict:
-        tries = sorted((tail(lambda: self.step(self.batch)) for _ in range(3)), key=lambda spans: facts(spans)["us"])
-        spans = tries[len(tries) // 2]                    # the median one
+        tries = sorted(
+            (tail(lambda: self.step(self.batch)) for _ in range(3)),
+            key=lambda spans: facts(spans)["us"],
+        )
+        spans = tries[len(tries) // 2]  # the median one
         return {**facts(spans), "tensors": len(self.step.arena.segments), "spans": lines(spans)}
 
 
@@ -52,7 +77,18 @@ def measure(config, rows: int, compile: bool = True, here: bool = False) -> dict
 def main():
     config = preset("llama-350m", T=T)
     tails = measure(config, B)
-    rows = [(name, r["tensors"], r["waits"], r["launches"], r["us"] / 1e3, f"{r['gpu_busy'] or 0:.0%}", len(r["spans"])) for name, r in tails.items()]
+    rows = [
+        (
+            name,
+            r["tensors"],
+            r["waits"],
+            r["launches"],
+            r["us"] / 1e3,
+            f"{r['gpu_busy'] or 0:.0%}",
+            len(r["spans"]),
+        )
+        for name, r in tails.items()
+    ]
     print(common.table(rows, ("clip", "tensors", "waits", "launches", "ms", "GPU busy", "spans")))
     what = "after the last backward of llama-350m"
     print("written:", common.write("timeline", SOURCES, {"what": what, "tails": tails}).name)

@@ -1,4 +1,5 @@
 """Time, memory, clock and distance: for benchmarks of operations that take microseconds to milliseconds, replayed from CUDA graphs."""
+
 import functools
 import gc
 import statistics
@@ -8,11 +9,15 @@ import common
 import torch
 
 from gpuaccel.backends import backend
-from gpuaccel.graphs.capture import recorder_for
 from gpuaccel.errors import CaptureError
+from gpuaccel.graphs.capture import recorder_for
 
 DEVICE, OURS = "cuda", "ours"
-SPAN, MOST_CALLS, BUDGET = 1.0, 32, 500.0     # milliseconds of calls in a row, how many of them at most, milliseconds of one measurement
+SPAN, MOST_CALLS, BUDGET = (
+    1.0,
+    32,
+    500.0,
+)  # milliseconds of calls in a row, how many of them at most, milliseconds of one measurement
 
 
 def timed(runs: dict, launched: bool = False, budget: float = BUDGET) -> "tuple[dict, dict]":
@@ -32,8 +37,13 @@ def timed(runs: dict, launched: bool = False, budget: float = BUDGET) -> "tuple[
             refused[name] = str(error)
 
     def per_call(functions):
-        return {name: ms / calls[name] for name, ms in common.milliseconds(functions, rounds, 1).items()}
-    found = {"replayed": per_call({name: recording.replay for name, recording in recordings.items()})}
+        return {
+            name: ms / calls[name] for name, ms in common.milliseconds(functions, rounds, 1).items()
+        }
+
+    found = {
+        "replayed": per_call({name: recording.replay for name, recording in recordings.items()})
+    }
     if launched or refused:
         found["launched"] = per_call(several)
     for recording in recordings.values():
@@ -80,7 +90,11 @@ def clock_MHz(load) -> float:
     """The multiprocessors' clock by nvidia-smi while load() runs over and over; the median of 3."""
     readings = []
     for _ in range(3):
-        with subprocess.Popen(["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"], stdout=subprocess.PIPE, text=True) as asked:
+        with subprocess.Popen(
+            ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"],
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as asked:
             while asked.poll() is None:
                 load()
                 torch.cuda.synchronize()
@@ -93,7 +107,9 @@ def multiprocessors() -> int:
 
 
 def random(*shape, seed=1, dtype=torch.bfloat16):
-    return torch.randn(shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE
+    ).to(dtype)
 
 
 def gradients(function, inputs, dy):

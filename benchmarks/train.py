@@ -4,23 +4,41 @@ llama-350m, bf16 with fp32 masters, batch 4 x T = 1024 per micro-batch, compiled
 tokens/s with 1, 4 and 16 micro-batches per optimizer step, where the time goes, and what the host did (ledger). Launched
 from Python, so that on a slow host it is the host that is measured.
 """
+
 import statistics
 
 import common
 import torch
 from workers import Workers
 
-from gpuaccel.optim.accumulate import MODES
-from gpuaccel.optim.arena import Arena
 from gpuaccel.measure.ledger import ledger
 from gpuaccel.measure.meter import Meter, peak_flops
+from gpuaccel.optim.accumulate import MODES
+from gpuaccel.optim.arena import Arena
 from gpuaccel.training.models import Transformer, flops_per_token, preset
 from gpuaccel.training.step import TrainStep
 
-SOURCES = ["kernels_cu/common.cuh", "kernels_cu/accumulate.cu", "kernels_cu/segments.cu", "kernels_cu/encoder.cu", "gpuaccel/compiler/nvrtc.py",
-           "gpuaccel/compiler/kernel.py", "gpuaccel/optim/arena.py", "gpuaccel/optim/accumulate.py", "gpuaccel/nn/fused_linear.py", "gpuaccel/ops/token_sort.py",
-           "gpuaccel/ops/embedding_backward.py", "gpuaccel/nn/embedding.py", "gpuaccel/training/models.py", "gpuaccel/training/step.py", "gpuaccel/measure/meter.py", "gpuaccel/measure/ledger.py", "benchmarks/train.py",
-           "benchmarks/workers.py", "benchmarks/common.py"]
+SOURCES = [
+    "kernels_cu/common.cuh",
+    "kernels_cu/accumulate.cu",
+    "kernels_cu/segments.cu",
+    "kernels_cu/encoder.cu",
+    "gpuaccel/compiler/nvrtc.py",
+    "gpuaccel/compiler/kernel.py",
+    "gpuaccel/optim/arena.py",
+    "gpuaccel/optim/accumulate.py",
+    "gpuaccel/nn/fused_linear.py",
+    "gpuaccel/ops/token_sort.py",
+    "gpuaccel/ops/embedding_backward.py",
+    "gpuaccel/nn/embedding.py",
+    "gpuaccel/training/models.py",
+    "gpuaccel/training/step.py",
+    "gpuaccel/measure/meter.py",
+    "gpuaccel/measure/ledger.py",
+    "benchmarks/train.py",
+    "benchmarks/workers.py",
+    "benchmarks/common.py",
+]
 B, T = 4, 1024
 
 
@@ -33,7 +51,10 @@ class Run:
             module = Transformer(preset("llama-350m")).bfloat16()
         arena = Arena(module)
         opt = torch.optim.AdamW(arena.parameter_groups(0.1), lr=3e-4, betas=(0.9, 0.95), fused=True)
-        self.mode, self.step = mode, TrainStep(module, opt, accumulate=mode, max_norm=1.0, compile=True)
+        self.mode, self.step = (
+            mode,
+            TrainStep(module, opt, accumulate=mode, max_norm=1.0, compile=True),
+        )
         self.step(batch(1))
         torch.cuda.synchronize()
 
@@ -47,15 +68,24 @@ class Run:
         before = torch.cuda.memory_allocated()
         with ledger(self.mode) as row:
             step(four)
-        step.meter = Meter("cuda", flops_per_token(preset("llama-350m"), T), peak_flops("cuda", torch.bfloat16))
+        step.meter = Meter(
+            "cuda", flops_per_token(preset("llama-350m"), T), peak_flops("cuda", torch.bfloat16)
+        )
         for _ in range(repeated):
             out = step(four)
             step.meter.update(four[0].numel(), out.loss)
         stages = step.meter.finish().stages
         step.meter = None
-        return {"stages_ms": stages, "activations_GiB": (torch.cuda.max_memory_allocated() - before) / 2**30,
-                "accumulator_MiB": step.arena.summary().block_bytes / 2**20,
-                "ledger": {"launches": row.launches, "syncs": row.syncs, "copies": {k: list(v) for k, v in row.copies.items()}}}
+        return {
+            "stages_ms": stages,
+            "activations_GiB": (torch.cuda.max_memory_allocated() - before) / 2**30,
+            "accumulator_MiB": step.arena.summary().block_bytes / 2**20,
+            "ledger": {
+                "launches": row.launches,
+                "syncs": row.syncs,
+                "copies": {k: list(v) for k, v in row.copies.items()},
+            },
+        }
 
     def times(self, micro_batches: int, calls: int) -> "list[float]":
         """Milliseconds of steps, each by itself."""
@@ -85,9 +115,13 @@ def race(workers: Workers) -> dict:
         for turn in range(rounds):
             for mode in workers.names:
                 if mode != "host" or turn < slow:
-                    times[mode] += workers.ask(mode, "times", micro_batches, 1 if turn or mode == "host" else 2)[-1:]      # the first turn warms up
+                    times[mode] += workers.ask(
+                        mode, "times", micro_batches, 1 if turn or mode == "host" else 2
+                    )[-1:]  # the first turn warms up
         for mode in workers.names:
-            rates[mode][f"tokens_per_s, {micro_batches}"] = B * T * micro_batches / statistics.median(times[mode]) * 1e3
+            rates[mode][f"tokens_per_s, {micro_batches}"] = (
+                B * T * micro_batches / statistics.median(times[mode]) * 1e3
+            )
     return rates
 
 
@@ -100,10 +134,34 @@ def main():
         results[mode].update(rates)
         results[mode]["accumulation_cost"] = rates["tokens_per_s, 16"] / rates["tokens_per_s, 1"]
         results[mode]["mfu"] = rates["tokens_per_s, 4"] * flops / peak
-    rows = [(mode, *(f"{r[f'tokens_per_s, {k}'] / 1e3:,.1f}K" for k in (1, 4, 16)), f"{r['accumulation_cost']:.2f}",
-             f"{r['mfu']:.1%}", r["ledger"]["launches"], r["ledger"]["syncs"],
-             f"{r['ledger']['copies'].get('DtoH', [0, 0])[1] / 2**20:,.1f}") for mode, r in results.items()]
-    print(common.table(rows, ("tokens/s with micro-batches:", "1", "4", "16", "16 : 1", "MFU (4)", "launches", "syncs", "MiB down")))
+    rows = [
+        (
+            mode,
+            *(f"{r[f'tokens_per_s, {k}'] / 1e3:,.1f}K" for k in (1, 4, 16)),
+            f"{r['accumulation_cost']:.2f}",
+            f"{r['mfu']:.1%}",
+            r["ledger"]["launches"],
+            r["ledger"]["syncs"],
+            f"{r['ledger']['copies'].get('DtoH', [0, 0])[1] / 2**20:,.1f}",
+        )
+        for mode, r in results.items()
+    ]
+    print(
+        common.table(
+            rows,
+            (
+                "tokens/s with micro-batches:",
+                "1",
+                "4",
+                "16",
+                "16 : 1",
+                "MFU (4)",
+                "launches",
+                "syncs",
+                "MiB down",
+            ),
+        )
+    )
     print("written:", common.write("train", SOURCES, results).name)
 
 

@@ -6,6 +6,7 @@
 
 Only one process works at a time from then on, the others wait for their turn; each has its own caches of memory, so that peaks are its own.
 """
+
 import contextlib
 import multiprocessing
 import os
@@ -40,10 +41,17 @@ class Workers:
     """name -> (function or class, its arguments), all of which must be found by name in a module. here: in this process (for tests)."""
 
     def __init__(self, variants: dict, here: bool = False):
-        self._here = {name: make(*args) for name, (make, *args) in variants.items()} if here else None
+        self._here = (
+            {name: make(*args) for name, (make, *args) in variants.items()} if here else None
+        )
         self._pipes, self._processes, self._ready = {}, {}, set()
-        context, before = multiprocessing.get_context("spawn"), os.environ.get("TORCHINDUCTOR_COMPILE_THREADS")
-        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(2, (os.cpu_count() or 2) // max(1, len(variants))))
+        context, before = (
+            multiprocessing.get_context("spawn"),
+            os.environ.get("TORCHINDUCTOR_COMPILE_THREADS"),
+        )
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(
+            max(2, (os.cpu_count() or 2) // max(1, len(variants)))
+        )
         try:
             for name, (make, *args) in variants.items() if not here else ():
                 self._pipes[name], theirs = context.Pipe()
@@ -88,7 +96,7 @@ class Workers:
             if self._here is not None:
                 del self._here[name]
             elif name in self._pipes:
-                self._pipes.pop(name).close()              # its recv() ends, and it with it
+                self._pipes.pop(name).close()  # its recv() ends, and it with it
         for name in [name for name in self._processes if name not in self._pipes]:
             process = self._processes.pop(name)
             process.join(20)
@@ -101,7 +109,7 @@ class Workers:
 
     def __exit__(self, *error):
         if error[0] is not None:
-            for process in self._processes.values():       # one may be compiling still
+            for process in self._processes.values():  # one may be compiling still
                 process.kill()
         self.close()
 

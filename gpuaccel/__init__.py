@@ -3,40 +3,69 @@
 This file only hands names on; docs/development.md says what is in which room (folder). What notebooks and the command line
 need (`learn`, `cli`) is loaded when one of its names is first used.
 """
+
 __version__ = "0.2.0"
 
 import importlib
 from typing import TYPE_CHECKING
 
 from . import errors, simt  # noqa: F401
-from .compiler import nvrtc
-from .optim.accumulate import MODES, GradientAccumulator
-from .ops.accumulate import accumulate_, reference_accumulate
-from .ops.adamw import reference_adamw
-from .optim.arena import Arena
 from .backends import backend, cache_dir, default_device, deterministic, use_backend
-from .training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from .ops.clip import ClipState
-from .optim.clip import clip_grad_norm_, clip_grads_
-from .training.data import Batches, ByteTokenizer, load_text, make_dataset, shard, train_bpe, val_batches
-from .distributed.config import Distributed
-from .nn.embedding import Embedding, Encoder, deterministic_embeddings
-from .ops.embedding_backward import encoder_backward, reference_encoder, reference_encoder_backward
-from .errors import ArgumentError, BackendError, CaptureError, CheckpointError, CompileError, DataError, GpuaccelError, KernelError, NonFiniteError, RankError
-from .graphs.graphed_step import GraphedStep
+from .compiler import nvrtc  # noqa: F401
 from .compiler.kernel import Kernel, compile, kernel_names
+from .distributed.config import Distributed
 from .distributed.spawn import launch
+from .errors import (
+    ArgumentError,
+    BackendError,
+    CaptureError,
+    CheckpointError,
+    CompileError,
+    DataError,
+    GpuaccelError,
+    KernelError,
+    NonFiniteError,
+    RankError,
+)
+from .graphs.graphed_step import GraphedStep
 from .measure.ledger import Ledger, ledger
-from .training.lora import BLOCK_NORMS, LoRALinear, apply_lora, load_lora, merge_lora, remove_lora, save_lora, unmerge_lora
 from .measure.meter import LateValue, Meter, Reading, StageTimer, peak_flops
-from .training.models import GPT2, Config, Transformer, flops_per_token, generate, preset
-from .optim.adamw import AdamW
+from .nn.embedding import Embedding, Encoder, deterministic_embeddings
 from .nn.poly_attention import PolyAttention, poly_attention, reference_poly_attention
 from .nn.richards_glu import RichardsCurve, RichardsGLU
+from .ops.accumulate import accumulate_, reference_accumulate
+from .ops.adamw import reference_adamw
+from .ops.clip import ClipState
+from .ops.embedding_backward import encoder_backward, reference_encoder, reference_encoder_backward
 from .ops.token_sort import Segments, find_segments
+from .optim.accumulate import MODES, GradientAccumulator
+from .optim.adamw import AdamW
+from .optim.arena import Arena
+from .optim.clip import clip_grad_norm_, clip_grads_
 from .simt import checked
-from .training.step import TrainStep, token_loss
+from .training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from .training.data import (
+    Batches,
+    ByteTokenizer,
+    load_text,
+    make_dataset,
+    shard,
+    train_bpe,
+    val_batches,
+)
 from .training.loop import evaluate, train, warmup_cosine
+from .training.lora import (
+    BLOCK_NORMS,
+    LoRALinear,
+    apply_lora,
+    load_lora,
+    merge_lora,
+    remove_lora,
+    save_lora,
+    unmerge_lora,
+)
+from .training.models import GPT2, Config, Transformer, flops_per_token, generate, preset
+from .training.step import TrainStep, token_loss
 
 if TYPE_CHECKING:
     from .cli.main import doctor
@@ -45,20 +74,105 @@ if TYPE_CHECKING:
     from .learn.show import show
     from .learn.widgets import LiveThroughput
 
-_LATER = {"doctor": "cli.main", "check": "learn.exercises.exercises", "hint": "learn.exercises.exercises",
-          "solution": "learn.exercises.exercises", "load_ipython_extension": "learn.magics", "show": "learn.show",
-          "LiveThroughput": "learn.widgets"}
+_LATER = {
+    "doctor": "cli.main",
+    "check": "learn.exercises.exercises",
+    "hint": "learn.exercises.exercises",
+    "solution": "learn.exercises.exercises",
+    "load_ipython_extension": "learn.magics",
+    "show": "learn.show",
+    "LiveThroughput": "learn.widgets",
+}
 
 __all__ = [
-    "MODES", "GradientAccumulator", "accumulate_", "reference_accumulate", "AdamW", "reference_adamw", "Arena", "backend", "cache_dir", "default_device",
-    "deterministic", "GraphedStep", "CaptureError", "use_backend", "latest_checkpoint", "load_checkpoint", "save_checkpoint", "doctor", "Batches", "ByteTokenizer", "load_text",
-    "make_dataset", "shard", "train_bpe", "val_batches", "ArgumentError", "BackendError", "CheckpointError", "CompileError", "DataError",
-    "GpuaccelError", "KernelError", "check", "checked", "hint", "solution", "show", "Kernel", "compile", "kernel_names", "Ledger", "ledger",
-    "load_ipython_extension", "BLOCK_NORMS", "LoRALinear", "apply_lora", "load_lora", "merge_lora", "remove_lora", "save_lora",
-    "unmerge_lora", "ClipState", "clip_grad_norm_", "clip_grads_", "NonFiniteError", "LateValue", "Meter", "Reading", "StageTimer", "peak_flops",
-    "Config", "GPT2", "Transformer", "flops_per_token", "generate", "preset",
-    "PolyAttention", "poly_attention", "reference_poly_attention", "RichardsCurve", "RichardsGLU", "Embedding", "Encoder", "Segments", "deterministic_embeddings", "encoder_backward", "find_segments", "reference_encoder", "reference_encoder_backward",
-    "Distributed", "RankError", "launch", "TrainStep", "evaluate", "token_loss", "train", "warmup_cosine", "LiveThroughput",
+    "MODES",
+    "GradientAccumulator",
+    "accumulate_",
+    "reference_accumulate",
+    "AdamW",
+    "reference_adamw",
+    "Arena",
+    "backend",
+    "cache_dir",
+    "default_device",
+    "deterministic",
+    "GraphedStep",
+    "CaptureError",
+    "use_backend",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "save_checkpoint",
+    "doctor",
+    "Batches",
+    "ByteTokenizer",
+    "load_text",
+    "make_dataset",
+    "shard",
+    "train_bpe",
+    "val_batches",
+    "ArgumentError",
+    "BackendError",
+    "CheckpointError",
+    "CompileError",
+    "DataError",
+    "GpuaccelError",
+    "KernelError",
+    "check",
+    "checked",
+    "hint",
+    "solution",
+    "show",
+    "Kernel",
+    "compile",
+    "kernel_names",
+    "Ledger",
+    "ledger",
+    "load_ipython_extension",
+    "BLOCK_NORMS",
+    "LoRALinear",
+    "apply_lora",
+    "load_lora",
+    "merge_lora",
+    "remove_lora",
+    "save_lora",
+    "unmerge_lora",
+    "ClipState",
+    "clip_grad_norm_",
+    "clip_grads_",
+    "NonFiniteError",
+    "LateValue",
+    "Meter",
+    "Reading",
+    "StageTimer",
+    "peak_flops",
+    "Config",
+    "GPT2",
+    "Transformer",
+    "flops_per_token",
+    "generate",
+    "preset",
+    "PolyAttention",
+    "poly_attention",
+    "reference_poly_attention",
+    "RichardsCurve",
+    "RichardsGLU",
+    "Embedding",
+    "Encoder",
+    "Segments",
+    "deterministic_embeddings",
+    "encoder_backward",
+    "find_segments",
+    "reference_encoder",
+    "reference_encoder_backward",
+    "Distributed",
+    "RankError",
+    "launch",
+    "TrainStep",
+    "evaluate",
+    "token_loss",
+    "train",
+    "warmup_cosine",
+    "LiveThroughput",
 ]
 
 

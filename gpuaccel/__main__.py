@@ -1,4 +1,5 @@
 """`python -m gpuaccel` is the command line, the same as `gpuaccel`."""
+
 import sys
 
 from .cli.main import main

@@ -12,6 +12,7 @@ definition in torch: where there is no GPU to use, they run on simt. The *policy
 GPU where there is one, `require` stops without one, `off` leaves it alone.
 Three visible steps: try to find a driver; keep what was found; one function resolves the choice. Nothing falls back in silence.
 """
+
 import contextlib
 import ctypes
 import functools
@@ -29,7 +30,9 @@ from dataclasses import dataclass
 
 from .errors import BackendError
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")     # read at the first product; without it deterministic() is refused
+os.environ.setdefault(
+    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+)  # read at the first product; without it deterministic() is refused
 BACKENDS = ("auto", "cuda", "simt", "torch")
 POLICIES = ("auto", "require", "off")
 
@@ -37,13 +40,14 @@ POLICIES = ("auto", "require", "off")
 @dataclass(frozen=True)
 class Choice:
     """The backend in use. `str(choice)` is one sentence fit for a first notebook cell."""
-    name: str              # "cuda", "simt" or "torch"
-    reason: str            # why, in words
-    requested: str         # what was asked for: auto | cuda | simt | torch
-    policy: str            # auto | require | off
-    device: str            # "NVIDIA H200", or "CPU"
-    arch: "str | None"     # "sm_90"; None without a GPU
-    driver: "str | None"   # CUDA version that the driver supports, "13.0"; None without a driver
+
+    name: str  # "cuda", "simt" or "torch"
+    reason: str  # why, in words
+    requested: str  # what was asked for: auto | cuda | simt | torch
+    policy: str  # auto | require | off
+    device: str  # "NVIDIA H200", or "CPU"
+    arch: "str | None"  # "sm_90"; None without a GPU
+    driver: "str | None"  # CUDA version that the driver supports, "13.0"; None without a driver
 
     def __str__(self):
         where = f"{self.device} ({self.arch})" if self.arch else self.device
@@ -75,26 +79,35 @@ def find_gpu() -> "tuple[bool, str]":
     if version is None:
         return False, reason
     import torch
+
     if torch.version.cuda is None:
         return False, f"{reason}, but torch {torch.__version__} is a build without CUDA"
     needed = int(torch.version.cuda.split(".")[0])
     if version // 1000 < needed:
-        return False, (f"{reason}, but torch {torch.__version__} needs a driver for CUDA {needed} or newer: "
-                       "update the driver, or install a torch built for an older CUDA")
+        return False, (
+            f"{reason}, but torch {torch.__version__} needs a driver for CUDA {needed} or newer: "
+            "update the driver, or install a torch built for an older CUDA"
+        )
     if not torch.cuda.is_available():
-        return False, f"{reason}, but torch sees no GPU (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r})"
+        return (
+            False,
+            f"{reason}, but torch sees no GPU (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r})",
+        )
     return True, f"{torch.cuda.get_device_name()} found, {reason}"
 
 
 @dataclass(frozen=True)
 class Compiler:
     """A C++ compiler of this machine. kind: "g++", "clang" or "zig", which differ in their options; version: of zig that of its clang."""
+
     command: "tuple[str, ...]"
     kind: str
     version: str
 
     def __str__(self):
-        return f"zig (clang {self.version})" if self.kind == "zig" else f"{self.kind} {self.version}"
+        return (
+            f"zig (clang {self.version})" if self.kind == "zig" else f"{self.kind} {self.version}"
+        )
 
 
 @functools.cache
@@ -107,14 +120,27 @@ def find_compiler() -> "tuple[Compiler | None, str]":
     zig = [(sys.executable, "-m", "ziglang", "cc")] if importlib.util.find_spec("ziglang") else []
     for command in [tuple(shlex.split(chosen))] if chosen else [("g++",), ("clang++",), *zig]:
         try:
-            done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=300)
+            done = subprocess.run(
+                [*command, "--version"], capture_output=True, text=True, timeout=300
+            )
         except (OSError, subprocess.TimeoutExpired):
             continue
         number = re.search(r"\d+\.\d+(\.\d+)?", done.stdout)
         if done.returncode == 0 and number:
-            kind = "zig" if any("zig" in part for part in command) else "clang" if "clang" in done.stdout else "g++"
+            kind = (
+                "zig"
+                if any("zig" in part for part in command)
+                else "clang"
+                if "clang" in done.stdout
+                else "g++"
+            )
             return (found := Compiler(command, kind, number[0])), f"{found} found"
-    return None, f"GPUACCEL_CXX={chosen!r} does not answer" if chosen else "neither g++ nor clang++ nor ziglang found"
+    return (
+        None,
+        f"GPUACCEL_CXX={chosen!r} does not answer"
+        if chosen
+        else "neither g++ nor clang++ nor ziglang found",
+    )
 
 
 def resolve(requested: str, policy: str, gpu: "tuple[bool, str]") -> "tuple[str, str]":
@@ -125,7 +151,9 @@ def resolve(requested: str, policy: str, gpu: "tuple[bool, str]") -> "tuple[str,
         raise BackendError(f"GPU policy is {policy!r}; expected one of {', '.join(POLICIES)}")
     there, why = gpu
     if policy == "off" and requested == "cuda":
-        raise BackendError("backend cuda was asked for, but the GPU policy is off (GPUACCEL_GPU=off)")
+        raise BackendError(
+            "backend cuda was asked for, but the GPU policy is off (GPUACCEL_GPU=off)"
+        )
     if not there and policy != "off" and (requested == "cuda" or policy == "require"):
         asked = "backend cuda" if requested == "cuda" else "a GPU (policy require)"
         raise BackendError(f"{asked} was asked for, but there is none to use: {why}")
@@ -150,14 +178,25 @@ def _choose(requested: str, policy: "str | None" = None) -> Choice:
     if name == "simt":
         found, why = find_compiler()
         if found is None:
-            raise BackendError(f"backend simt was asked for, but there is no C++ compiler to use: {why}")
+            raise BackendError(
+                f"backend simt was asked for, but there is no C++ compiler to use: {why}"
+            )
         reason += f", kernels are compiled with {found}"
     version = None if policy == "off" else find_driver()[0]
     driver = None if version is None else f"{version // 1000}.{version % 1000 // 10}"
     if name == "cuda":
         import torch
+
         major, minor = torch.cuda.get_device_capability()
-        return Choice(name, reason, requested, policy, torch.cuda.get_device_name(), f"sm_{major}{minor}", driver)
+        return Choice(
+            name,
+            reason,
+            requested,
+            policy,
+            torch.cuda.get_device_name(),
+            f"sm_{major}{minor}",
+            driver,
+        )
     return Choice(name, reason, requested, policy, "CPU", None, driver)
 
 
@@ -204,7 +243,12 @@ def takes(device) -> bool:
 def default_device():
     """torch.device of the backend in use: the current GPU, or the CPU."""
     import torch
-    return torch.device("cuda", torch.cuda.current_device()) if backend().name == "cuda" else torch.device("cpu")
+
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if backend().name == "cuda"
+        else torch.device("cpu")
+    )
 
 
 @functools.cache
@@ -212,16 +256,21 @@ def cache_dir() -> "pathlib.Path | None":
     """Where compiled kernels and tokenizers are kept: `GPUACCEL_CACHE`, else ~/.cache/gpuaccel.
 
     None, after one warning, when nothing can be written there: everything then works without a cache."""
-    path = pathlib.Path(os.environ.get("GPUACCEL_CACHE") or
-                        pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpuaccel")
+    path = pathlib.Path(
+        os.environ.get("GPUACCEL_CACHE")
+        or pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpuaccel"
+    )
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
         return path
     except OSError as error:
-        warnings.warn(f"gpuaccel runs without a cache: {path} cannot be written ({error.strerror}); "
-                      "set GPUACCEL_CACHE to a folder that can", stacklevel=2)
+        warnings.warn(
+            f"gpuaccel runs without a cache: {path} cannot be written ({error.strerror}); "
+            "set GPUACCEL_CACHE to a folder that can",
+            stacklevel=2,
+        )
         return None
 
 
@@ -232,9 +281,16 @@ def deterministic():
     torch.use_deterministic_algorithms(True) at its least cost: uninitialised memory is not filled. An operation that torch has only in a form
     that differs from run to run raises RuntimeError with its name. Our own kernels give the same bits always."""
     import torch
-    benchmark = torch._C._set_cudnn_benchmark             # the public name refuses after torch.backends.disable_global_flags()
-    before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
-              torch.utils.deterministic.fill_uninitialized_memory, torch.backends.cudnn.benchmark)
+
+    benchmark = (
+        torch._C._set_cudnn_benchmark
+    )  # the public name refuses after torch.backends.disable_global_flags()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        torch.backends.cudnn.benchmark,
+    )
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
     benchmark(False)

@@ -1,10 +1,11 @@
 """Files that survive a crash: written aside and renamed, verified by a hash when they are read.
 
-    >>> with written_aside(path) as file:                  # path has its old content until the block is over
-    ...     file.write(content)
-    >>> write_entry("cubin", key, content)                 # the cache folder; a full disk costs the cache, not the run
-    >>> read_entry("cubin", key)                           # None when it is not there, or damaged
+>>> with written_aside(path) as file:                  # path has its old content until the block is over
+...     file.write(content)
+>>> write_entry("cubin", key, content)                 # the cache folder; a full disk costs the cache, not the run
+>>> read_entry("cubin", key)                           # None when it is not there, or damaged
 """
+
 import contextlib
 import hashlib
 import json
@@ -16,7 +17,9 @@ import torch
 
 from .backends import cache_dir
 
-KEPT_ENTRIES = 2000        # cached files (2-50 kB each) kept on disk per folder; the least recently written go first
+KEPT_ENTRIES = (
+    2000  # cached files (2-50 kB each) kept on disk per folder; the least recently written go first
+)
 
 
 def read_entry(folder: str, key: str) -> "bytes | None":
@@ -42,7 +45,9 @@ def write_entry(folder: str, key: str, rest: bytes):
         os.replace(aside, path)
         entries = list(os.scandir(path.parent))
         if len(entries) > KEPT_ENTRIES:
-            for old in sorted(entries, key=lambda e: e.stat().st_mtime)[:len(entries) - KEPT_ENTRIES]:
+            for old in sorted(entries, key=lambda e: e.stat().st_mtime)[
+                : len(entries) - KEPT_ENTRIES
+            ]:
                 os.unlink(old.path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -88,8 +93,11 @@ def damage(path):
             if size < 8 or header_size > size - 8:
                 return f"its header should take {header_size} bytes, the file has {size}"
             header = json.loads(file.read(header_size))
-        ends = sorted((8 + header_size + entry["data_offsets"][1], name) for name, entry in header.items()
-                      if name != "__metadata__")
+        ends = sorted(
+            (8 + header_size + entry["data_offsets"][1], name)
+            for name, entry in header.items()
+            if name != "__metadata__"
+        )
         for end, name in ends:
             if end > size:
                 return f"tensor {name} should end at byte {end}, the file has {size}"

@@ -1,4 +1,5 @@
 """Is this a notebook? And a line for who waits in one."""
+
 import contextlib
 import logging
 import multiprocessing
@@ -20,12 +21,19 @@ def notice(text: str):
     It is a widget, which is never compared when a notebook is tested."""
     shown = None
     with contextlib.suppress(ImportError):
-        if notebook_shell() is not None and multiprocessing.parent_process() is None:        # a forked rank has the kernel, and not its line
+        if (
+            notebook_shell() is not None and multiprocessing.parent_process() is None
+        ):  # a forked rank has the kernel, and not its line
             import ipywidgets
             from IPython.display import display
-            shown = ipywidgets.HTML(f'<span style="color:var(--jp-ui-font-color2,inherit)">{escape(text)} ...</span>')
+
+            shown = ipywidgets.HTML(
+                f'<span style="color:var(--jp-ui-font-color2,inherit)">{escape(text)} ...</span>'
+            )
             view = {"version_major": 2, "version_minor": 0, "model_id": shown.model_id}
-            handle = display({"application/vnd.jupyter.widget-view+json": view}, raw=True, display_id=True)
+            handle = display(
+                {"application/vnd.jupyter.widget-view+json": view}, raw=True, display_id=True
+            )
     if shown is None:
         logging.getLogger("gpuaccel").warning("%s", text)
     try:

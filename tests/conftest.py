@@ -1,14 +1,19 @@
 """Shared by all tests: one cache for the whole run, and GPU tests that skip themselves in words."""
+
 import os
 import signal
 import tempfile
 
 import pytest
 
-_cache = tempfile.mkdtemp(prefix="gpuaccel-test-cache-") if "GPUACCEL_CACHE" not in os.environ else None
+_cache = (
+    tempfile.mkdtemp(prefix="gpuaccel-test-cache-") if "GPUACCEL_CACHE" not in os.environ else None
+)
 if _cache:
-    os.environ["GPUACCEL_CACHE"] = _cache            # a clean cache, also for the processes that tests start
-    os.environ.setdefault("ZIG_GLOBAL_CACHE_DIR", os.path.join(_cache, "zig"))      # also for tests with a cache of their own
+    os.environ["GPUACCEL_CACHE"] = _cache  # a clean cache, also for the processes that tests start
+    os.environ.setdefault(
+        "ZIG_GLOBAL_CACHE_DIR", os.path.join(_cache, "zig")
+    )  # also for tests with a cache of their own
 
 from gpuaccel.backends import find_gpu  # noqa: E402
 
@@ -24,6 +29,7 @@ def pytest_collection_modifyitems(items):
 def pytest_sessionfinish():
     if _cache and os.environ.get("PYTEST_XDIST_WORKER") is None:
         import shutil
+
         shutil.rmtree(_cache, ignore_errors=True)
 
 
@@ -40,5 +46,6 @@ def interruptible():
 def device(request):
     """The device of a test that is parametrised with indirect=True: "cpu" (plain torch), "simt" (our kernels on the CPU), "cuda"."""
     from gpuaccel.backends import use_backend
+
     with use_backend("torch" if request.param == "cpu" else request.param):
         yield "cuda" if request.param == "cuda" else "cpu"

@@ -1,4 +1,5 @@
 """What tests of pictures share."""
+
 import xml.etree.ElementTree as xml
 
 
@@ -8,6 +9,10 @@ def text_of(figure):
     root = xml.fromstring(bundle["image/svg+xml"])
     assert bundle["text/plain"] == repr(figure) and "<script" not in figure.drawn
     width = float(root.get("width"))
-    beyond = [rect.attrib for rect in root.iter("{http://www.w3.org/2000/svg}rect") if float(rect.get("x")) + float(rect.get("width")) > width + 0.5]
+    beyond = [
+        rect.attrib
+        for rect in root.iter("{http://www.w3.org/2000/svg}rect")
+        if float(rect.get("x")) + float(rect.get("width")) > width + 0.5
+    ]
     assert not beyond, beyond
     return bundle["text/plain"]

@@ -9,6 +9,7 @@ source stands on its own; `program(sources)` joins many into one text: forty ker
     >>> for outcome in good.run(kernel, seed=0, device="cpu"):   # launches, then compares with torch or numpy
     ...     assert outcome.right, outcome
 """
+
 import functools
 import itertools
 import math
@@ -20,12 +21,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-
 # ---- planted bugs ---------------------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Call:
     """One launch: `kernel[grid, block, shared](*args, tensors=tensors)`."""
+
     grid: object
     block: object
     args: tuple
@@ -36,9 +38,12 @@ class Call:
 @dataclass(frozen=True)
 class Expect:
     """A report that has to come. What is None is not compared: it depends on the order in which threads run."""
-    kinds: tuple                  # any of these kinds is right
-    at: str = "BUG"               # mark of the line
-    other: "str | None" = None    # mark of the other side; line and other line may come in either order
+
+    kinds: tuple  # any of these kinds is right
+    at: str = "BUG"  # mark of the line
+    other: "str | None" = (
+        None  # mark of the other side; line and other line may come in either order
+    )
     tensor: "str | None" = None
     element: "int | None" = None
     thread: "tuple | None" = None
@@ -47,12 +52,12 @@ class Expect:
 
 @dataclass(frozen=True)
 class Bug:
-    name: str                     # of the case and of its kernel
+    name: str  # of the case and of its kernel
     source: str
     call: "Callable[[], Call]"
     expects: "tuple[Expect, ...]"
-    seconds: "float | None" = None     # time limit of the launch
-    note: bool = False            # not an error: the launch succeeds
+    seconds: "float | None" = None  # time limit of the launch
+    note: bool = False  # not an error: the launch succeeds
 
 
 def marked(source: str) -> "dict[str, list[int]]":
@@ -87,16 +92,22 @@ def ramp(n, dtype=torch.float32):
 INDEX = "int i = blockIdx.x * blockDim.x + threadIdx.x;"
 OUTSIDE, RACE, UNSET = ("out of bounds",), ("race",), ("uninitialised",)
 
-bug("read_past_end", """
+bug(
+    "read_past_end",
+    """
 extern "C" __global__ void read_past_end(float* out, const float* x, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = x[i + 1] - x[i];                        // BUG: the last thread has no right neighbour
 }
-""", lambda: Call(4, 256, (torch.zeros(1000), ramp(1000), 1000)),
-    Expect(OUTSIDE, tensor="x", element=1000, thread=(231, 0, 0), block=(3, 0, 0)))
+""",
+    lambda: Call(4, 256, (torch.zeros(1000), ramp(1000), 1000)),
+    Expect(OUTSIDE, tensor="x", element=1000, thread=(231, 0, 0), block=(3, 0, 0)),
+)
 
-bug("guard_one_too_far", """
+bug(
+    "guard_one_too_far",
+    """
 extern "C" __global__ void guard_one_too_far(float* out, const float* x, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -105,11 +116,15 @@ extern "C" __global__ void guard_one_too_far(float* out, const float* x, int n)
         out[i] = 2.0f * value;                                  // BUG2
     }
 }
-""", lambda: Call(4, 256, (torch.zeros(1000), ramp(1000), 1000)),
+""",
+    lambda: Call(4, 256, (torch.zeros(1000), ramp(1000), 1000)),
     Expect(OUTSIDE, tensor="x", element=1000, thread=(232, 0, 0), block=(3, 0, 0)),
-    Expect(OUTSIDE, "BUG2", tensor="out", element=1000, thread=(232, 0, 0), block=(3, 0, 0)))
+    Expect(OUTSIDE, "BUG2", tensor="out", element=1000, thread=(232, 0, 0), block=(3, 0, 0)),
+)
 
-bug("float4_tail", """
+bug(
+    "float4_tail",
+    """
 extern "C" __global__ void float4_tail(float4* out, const float4* x, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -118,11 +133,15 @@ extern "C" __global__ void float4_tail(float4* out, const float4* x, int n)
         out[i] = four;                                          // BUG2
     }
 }
-""", lambda: Call(4, 64, (torch.zeros(1001), ramp(1001), 1001)),
+""",
+    lambda: Call(4, 64, (torch.zeros(1001), ramp(1001), 1001)),
     Expect(OUTSIDE, tensor="x", element=1001, thread=(58, 0, 0), block=(3, 0, 0)),
-    Expect(OUTSIDE, "BUG2", tensor="out", element=1001, thread=(58, 0, 0), block=(3, 0, 0)))
+    Expect(OUTSIDE, "BUG2", tensor="out", element=1001, thread=(58, 0, 0), block=(3, 0, 0)),
+)
 
-bug("bf16_tail", """
+bug(
+    "bf16_tail",
+    """
 extern "C" __global__ void bf16_tail(float* out, const bf16* x, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -132,28 +151,40 @@ extern "C" __global__ void bf16_tail(float* out, const bf16* x, int n)
         if (2 * i + 1 < n) out[2 * i + 1] = high_as_float(two);
     }
 }
-""", lambda: Call(1, 64, (torch.zeros(101), ramp(101, torch.bfloat16), 101)),
-    Expect(OUTSIDE, tensor="x", element=101, thread=(50, 0, 0), block=(0, 0, 0)))
+""",
+    lambda: Call(1, 64, (torch.zeros(101), ramp(101, torch.bfloat16), 101)),
+    Expect(OUTSIDE, tensor="x", element=101, thread=(50, 0, 0), block=(0, 0, 0)),
+)
 
-bug("before_the_start", """
+bug(
+    "before_the_start",
+    """
 extern "C" __global__ void before_the_start(float* x, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) x[i - 1] = 0.0f;                                 // BUG
 }
-""", lambda: Call(1, 32, (ramp(32), 32)),
-    Expect(OUTSIDE, tensor="x", element=-1, thread=(0, 0, 0), block=(0, 0, 0)))
+""",
+    lambda: Call(1, 32, (ramp(32), 32)),
+    Expect(OUTSIDE, tensor="x", element=-1, thread=(0, 0, 0), block=(0, 0, 0)),
+)
 
-bug("end_of_a_view", """
+bug(
+    "end_of_a_view",
+    """
 extern "C" __global__ void end_of_a_view(float* x, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     x[i] = 1.0f;                                                // BUG: the storage goes on behind the view, the tensor does not
 }
-""", lambda: Call(1, 64, (ramp(1000)[100:150], 50)),
-    Expect(OUTSIDE, tensor="x", element=50, thread=(50, 0, 0), block=(0, 0, 0)))
+""",
+    lambda: Call(1, 64, (ramp(1000)[100:150], 50)),
+    Expect(OUTSIDE, tensor="x", element=50, thread=(50, 0, 0), block=(0, 0, 0)),
+)
 
-bug("rows_without_a_guard", """
+bug(
+    "rows_without_a_guard",
+    """
 extern "C" __global__ void rows_without_a_guard(float* out, const float* x, int rows, int columns)
 {
     int column = blockIdx.x * blockDim.x + threadIdx.x;
@@ -161,17 +192,31 @@ extern "C" __global__ void rows_without_a_guard(float* out, const float* x, int 
     if (column < columns)
         out[row * columns + column] = 1.0f;                     // BUG: rows may end within a block
 }
-""", lambda: Call((3, 4), (16, 8), (torch.zeros(26, 40), torch.ones(26, 40), 26, 40)),
-    Expect(OUTSIDE, tensor="out", element=26 * 40, thread=(0, 2, 0), block=(0, 3, 0)))
+""",
+    lambda: Call((3, 4), (16, 8), (torch.zeros(26, 40), torch.ones(26, 40), 26, 40)),
+    Expect(OUTSIDE, tensor="out", element=26 * 40, thread=(0, 2, 0), block=(0, 3, 0)),
+)
 
-bug("atomic_past_end", """
+bug(
+    "atomic_past_end",
+    """
 extern "C" __global__ void atomic_past_end(int* bins, const int* x, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) atomicAdd(&bins[x[i]], 1);                       // BUG: one value is larger than the bins there are
 }
-""", lambda: Call(1, 128, (torch.zeros(256, dtype=torch.int32), torch.where(torch.arange(128) == 77, 300, 5).int(), 128)),
-    Expect(OUTSIDE, tensor="bins", element=300, thread=(77, 0, 0), block=(0, 0, 0)))
+""",
+    lambda: Call(
+        1,
+        128,
+        (
+            torch.zeros(256, dtype=torch.int32),
+            torch.where(torch.arange(128) == 77, 300, 5).int(),
+            128,
+        ),
+    ),
+    Expect(OUTSIDE, tensor="bins", element=300, thread=(77, 0, 0), block=(0, 0, 0)),
+)
 
 PAIR = struct.Struct("QQi4x")
 
@@ -181,7 +226,9 @@ def _pair(n):
     return Call(1, 128, (PAIR.pack(out.data_ptr(), x.data_ptr(), n),), (out, x))
 
 
-bug("past_end_in_a_struct", """
+bug(
+    "past_end_in_a_struct",
+    """
 struct Pair { float* out; const float* x; int n; };
 extern "C" __global__ void past_end_in_a_struct(Pair pair)
 {
@@ -191,9 +238,11 @@ extern "C" __global__ void past_end_in_a_struct(Pair pair)
         pair.out[i] = 2.0f * value;                             // BUG2
     }
 }
-""", lambda: _pair(100),
+""",
+    lambda: _pair(100),
     Expect(OUTSIDE, element=100, thread=(100, 0, 0), block=(0, 0, 0)),
-    Expect(OUTSIDE, "BUG2", element=100, thread=(100, 0, 0), block=(0, 0, 0)))
+    Expect(OUTSIDE, "BUG2", element=100, thread=(100, 0, 0), block=(0, 0, 0)),
+)
 
 
 def _table(second):
@@ -201,26 +250,36 @@ def _table(second):
     return Call(2, 64, (torch.zeros(128), torch.tensor([x.data_ptr(), second])), (x,))
 
 
-bug("wild_address", """
+bug(
+    "wild_address",
+    """
 extern "C" __global__ void wild_address(float* out, const float* const* table)
 {
     const float* x = table[blockIdx.x];
     float value = x[threadIdx.x];                               // BUG: the second address is nobody's
     out[blockIdx.x * blockDim.x + threadIdx.x] = value;
 }
-""", lambda: _table(0x123456789000),
-    Expect(("far",), thread=(0, 0, 0), block=(1, 0, 0)))
+""",
+    lambda: _table(0x123456789000),
+    Expect(("far",), thread=(0, 0, 0), block=(1, 0, 0)),
+)
 
-bug("null_pointer", """
+bug(
+    "null_pointer",
+    """
 extern "C" __global__ void null_pointer(float* out, const float* bias, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] += bias[i];                               // BUG: None was passed
 }
-""", lambda: Call(2, 32, (ramp(64), None, 64)),
-    Expect(("null",), tensor=None, thread=(0, 0, 0), block=(0, 0, 0)))
+""",
+    lambda: Call(2, 32, (ramp(64), None, 64)),
+    Expect(("null",), tensor=None, thread=(0, 0, 0), block=(0, 0, 0)),
+)
 
-bug("shared_past_end", """
+bug(
+    "shared_past_end",
+    """
 extern "C" __global__ void shared_past_end(float* out, const float* x)
 {
     __shared__ float a[64];
@@ -229,10 +288,14 @@ extern "C" __global__ void shared_past_end(float* out, const float* x)
     __syncthreads();
     out[t] = a[t + 1];                                          // BUG: thread 63 reads a[64]
 }
-""", lambda: Call(1, 64, (torch.zeros(64), ramp(64))),
-    Expect(OUTSIDE, element=64, thread=(63, 0, 0), block=(0, 0, 0)))
+""",
+    lambda: Call(1, 64, (torch.zeros(64), ramp(64))),
+    Expect(OUTSIDE, element=64, thread=(63, 0, 0), block=(0, 0, 0)),
+)
 
-bug("local_past_end", """
+bug(
+    "local_past_end",
+    """
 extern "C" __global__ void local_past_end(float* out, const float* x, int count)
 {
     float acc[8];
@@ -242,10 +305,14 @@ extern "C" __global__ void local_past_end(float* out, const float* x, int count)
     for (int k = 0; k < count; k++) sum += acc[k];
     out[threadIdx.x] = sum;
 }
-""", lambda: Call(1, 32, (torch.zeros(32), ramp(9), 8)),
-    Expect(OUTSIDE, element=8, thread=(0, 0, 0), block=(0, 0, 0)))
+""",
+    lambda: Call(1, 32, (torch.zeros(32), ramp(9), 8)),
+    Expect(OUTSIDE, element=8, thread=(0, 0, 0), block=(0, 0, 0)),
+)
 
-bug("local_groups_past_end", """
+bug(
+    "local_groups_past_end",
+    """
 extern "C" __global__ void local_groups_past_end(float4* out, const float4* x, int count)
 {
     float4 group[2];
@@ -253,10 +320,14 @@ extern "C" __global__ void local_groups_past_end(float4* out, const float4* x, i
         group[k] = x[k];                                        // BUG: group[2], a whole struct at once
     out[threadIdx.x] = make_float4(group[0].x, group[1].y, 0.0f, 0.0f);
 }
-""", lambda: Call(1, 32, (torch.zeros(128), ramp(12), 2)),
-    Expect(OUTSIDE, thread=(0, 0, 0), block=(0, 0, 0)))
+""",
+    lambda: Call(1, 32, (torch.zeros(128), ramp(12), 2)),
+    Expect(OUTSIDE, thread=(0, 0, 0), block=(0, 0, 0)),
+)
 
-bug("shared_groups_past_end", """
+bug(
+    "shared_groups_past_end",
+    """
 extern "C" __global__ void shared_groups_past_end(float4* out, const float4* x)
 {
     __shared__ float4 groups[32];
@@ -265,10 +336,14 @@ extern "C" __global__ void shared_groups_past_end(float4* out, const float4* x)
     __syncthreads();
     out[t] = groups[t + 1];                                     // BUG: groups[32]
 }
-""", lambda: Call(1, 32, (torch.zeros(128), ramp(128))),
-    Expect(OUTSIDE, thread=(31, 0, 0), block=(0, 0, 0)))
+""",
+    lambda: Call(1, 32, (torch.zeros(128), ramp(128))),
+    Expect(OUTSIDE, thread=(31, 0, 0), block=(0, 0, 0)),
+)
 
-bug("dynamic_shared_past_end", """
+bug(
+    "dynamic_shared_past_end",
+    """
 extern "C" __global__ void dynamic_shared_past_end(float* out, const float* x)
 {
     extern __shared__ float numbers[];
@@ -276,20 +351,28 @@ extern "C" __global__ void dynamic_shared_past_end(float* out, const float* x)
     numbers[t] = x[t];                                          // BUG: 128 threads, room for 100
     out[t] = 2.0f * x[t];
 }
-""", lambda: Call(1, 128, (torch.zeros(128), ramp(128)), shared=400),
-    Expect(OUTSIDE, element=100, thread=(100, 0, 0), block=(0, 0, 0)))
+""",
+    lambda: Call(1, 128, (torch.zeros(128), ramp(128)), shared=400),
+    Expect(OUTSIDE, element=100, thread=(100, 0, 0), block=(0, 0, 0)),
+)
 
-bug("misaligned_float4", """
+bug(
+    "misaligned_float4",
+    """
 extern "C" __global__ void misaligned_float4(float* out, const float* x)
 {
     int t = threadIdx.x;
     float4 four = *reinterpret_cast<const float4*>(x + 4 * t + 1);      // BUG: 4 bytes behind a multiple of 16
     out[t] = four.x + four.y + four.z + four.w;
 }
-""", lambda: Call(1, 32, (torch.zeros(32), ramp(132))),
-    Expect(("misaligned",), thread=(0, 0, 0), block=(0, 0, 0)))
+""",
+    lambda: Call(1, 32, (torch.zeros(32), ramp(132))),
+    Expect(("misaligned",), thread=(0, 0, 0), block=(0, 0, 0)),
+)
 
-bug("no_barrier", """
+bug(
+    "no_barrier",
+    """
 extern "C" __global__ void no_barrier(float* out, const float* x)
 {
     __shared__ float buffer[256];
@@ -297,11 +380,15 @@ extern "C" __global__ void no_barrier(float* out, const float* x)
     buffer[t] = x[blockIdx.x * 256 + t];                        // OTHER
     out[blockIdx.x * 256 + t] = buffer[255 - t];                // BUG: the barrier is missing
 }
-""", lambda: Call(2, 256, (torch.zeros(512), ramp(512))),
+""",
+    lambda: Call(2, 256, (torch.zeros(512), ramp(512))),
     Expect(UNSET, tensor="buffer", element=255, thread=(0, 0, 0), block=(0, 0, 0)),
-    Expect(RACE, other="OTHER", tensor="buffer"))
+    Expect(RACE, other="OTHER", tensor="buffer"),
+)
 
-bug("shared_array_used_twice", """
+bug(
+    "shared_array_used_twice",
+    """
 extern "C" __global__ void shared_array_used_twice(float* out, const float* x)
 {
     __shared__ float partial[8];
@@ -316,10 +403,14 @@ extern "C" __global__ void shared_array_used_twice(float* out, const float* x)
     __syncthreads();
     out[threadIdx.x] = sum + partial[warp];
 }
-""", lambda: Call(1, 256, (torch.zeros(256), ramp(8))),
-    Expect(RACE, other="OTHER", tensor="partial"))
+""",
+    lambda: Call(1, 256, (torch.zeros(256), ramp(8))),
+    Expect(RACE, other="OTHER", tensor="partial"),
+)
 
-bug("too_many_partials", """
+bug(
+    "too_many_partials",
+    """
 extern "C" __global__ void too_many_partials(float* out, const float* x)
 {
     __shared__ float partial[32];
@@ -331,10 +422,14 @@ extern "C" __global__ void too_many_partials(float* out, const float* x)
         out[lane] = mine;
     }
 }
-""", lambda: Call(1, 256, (torch.zeros(32), ramp(8))),
-    Expect(UNSET, tensor="partial", element=8, thread=(8, 0, 0), block=(0, 0, 0)))
+""",
+    lambda: Call(1, 256, (torch.zeros(32), ramp(8))),
+    Expect(UNSET, tensor="partial", element=8, thread=(8, 0, 0), block=(0, 0, 0)),
+)
 
-bug("bins_not_cleared", """
+bug(
+    "bins_not_cleared",
+    """
 extern "C" __global__ void bins_not_cleared(int* bins, const int* x)
 {
     __shared__ int local[32];
@@ -342,10 +437,14 @@ extern "C" __global__ void bins_not_cleared(int* bins, const int* x)
     __syncthreads();
     if (threadIdx.x < 32) bins[threadIdx.x] = local[threadIdx.x];
 }
-""", lambda: Call(1, 64, (torch.zeros(32, dtype=torch.int32), torch.arange(64, dtype=torch.int32))),
-    Expect(UNSET, tensor="local", element=0, thread=(0, 0, 0), block=(0, 0, 0)))
+""",
+    lambda: Call(1, 64, (torch.zeros(32, dtype=torch.int32), torch.arange(64, dtype=torch.int32))),
+    Expect(UNSET, tensor="local", element=0, thread=(0, 0, 0), block=(0, 0, 0)),
+)
 
-bug("race_between_warps", """
+bug(
+    "race_between_warps",
+    """
 extern "C" __global__ void race_between_warps(float* out, const float* x)
 {
     __shared__ float buffer[64];
@@ -356,10 +455,14 @@ extern "C" __global__ void race_between_warps(float* out, const float* x)
     __syncwarp();
     out[t] = buffer[t ^ 32];                                    // BUG: written by the other warp; __syncwarp is not enough
 }
-""", lambda: Call(1, 64, (torch.zeros(64), ramp(64))),
-    Expect(RACE, other="OTHER", tensor="buffer"))
+""",
+    lambda: Call(1, 64, (torch.zeros(64), ramp(64))),
+    Expect(RACE, other="OTHER", tensor="buffer"),
+)
 
-bug("only_the_last_warp_waits", """
+bug(
+    "only_the_last_warp_waits",
+    """
 extern "C" __global__ void only_the_last_warp_waits(float* out)
 {
     __shared__ float total;
@@ -372,10 +475,14 @@ extern "C" __global__ void only_the_last_warp_waits(float* out)
             total = 2.0f;                                       // BUG
     }
 }
-""", lambda: Call(1, 128, (torch.zeros(128),)),
-    Expect(RACE, other="OTHER", tensor="total"))
+""",
+    lambda: Call(1, 128, (torch.zeros(128),)),
+    Expect(RACE, other="OTHER", tensor="total"),
+)
 
-bug("no_syncwarp", """
+bug(
+    "no_syncwarp",
+    """
 extern "C" __global__ void no_syncwarp(float* out, const float* x)
 {
     __shared__ float sums[32];
@@ -387,28 +494,40 @@ extern "C" __global__ void no_syncwarp(float* out, const float* x)
     __syncwarp();
     if (lane == 0) out[0] = sums[0];
 }
-""", lambda: Call(1, 32, (torch.zeros(1), ramp(32))),
-    Expect(RACE, other="BUG", tensor="sums"))
+""",
+    lambda: Call(1, 32, (torch.zeros(1), ramp(32))),
+    Expect(RACE, other="BUG", tensor="sums"),
+)
 
-bug("sum_without_atomic", """
+bug(
+    "sum_without_atomic",
+    """
 extern "C" __global__ void sum_without_atomic(float* sum, const float* x, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) *sum += x[i];                                    // BUG
 }
-""", lambda: Call(2, 64, (torch.zeros(1), ramp(128), 128)),
-    Expect(RACE, other="BUG", tensor="sum", element=0))
+""",
+    lambda: Call(2, 64, (torch.zeros(1), ramp(128), 128)),
+    Expect(RACE, other="BUG", tensor="sum", element=0),
+)
 
-bug("two_writers", """
+bug(
+    "two_writers",
+    """
 extern "C" __global__ void two_writers(float* out, const float* x, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i / 2] = x[i];                               // BUG: neighbours write the same element
 }
-""", lambda: Call(1, 64, (torch.zeros(32), ramp(64), 64)),
-    Expect(RACE, other="BUG", tensor="out", element=0))
+""",
+    lambda: Call(1, 64, (torch.zeros(32), ramp(64), 64)),
+    Expect(RACE, other="BUG", tensor="out", element=0),
+)
 
-bug("no_fence", """
+bug(
+    "no_fence",
+    """
 extern "C" __global__ void no_fence(float* total, float* partial, unsigned* arrived, const float* x)
 {
     __shared__ bool last;
@@ -426,10 +545,16 @@ extern "C" __global__ void no_fence(float* total, float* partial, unsigned* arri
         total[0] = sum;
     }
 }
-""", lambda: Call(4, 32, (torch.zeros(1), torch.zeros(4), torch.zeros(1, dtype=torch.int32), ramp(128))),
-    Expect(RACE, other="OTHER", tensor="partial", block=(3, 0, 0)))
+""",
+    lambda: Call(
+        4, 32, (torch.zeros(1), torch.zeros(4), torch.zeros(1, dtype=torch.int32), ramp(128))
+    ),
+    Expect(RACE, other="OTHER", tensor="partial", block=(3, 0, 0)),
+)
 
-bug("result_of_another_block", """
+bug(
+    "result_of_another_block",
+    """
 extern "C" __global__ void result_of_another_block(float* out, float* sums, const float* x)
 {
     int b = blockIdx.x;
@@ -438,10 +563,14 @@ extern "C" __global__ void result_of_another_block(float* out, float* sums, cons
     if (threadIdx.x == 1)
         out[b] = sums[(b + 1) % gridDim.x];                     // BUG: a barrier does not wait for other blocks
 }
-""", lambda: Call(4, 32, (torch.zeros(4), torch.zeros(4), ramp(4))),
-    Expect(RACE, other="OTHER", tensor="sums"))
+""",
+    lambda: Call(4, 32, (torch.zeros(4), torch.zeros(4), ramp(4))),
+    Expect(RACE, other="OTHER", tensor="sums"),
+)
 
-bug("overwritten_for_other_blocks", """
+bug(
+    "overwritten_for_other_blocks",
+    """
 extern "C" __global__ void overwritten_for_other_blocks(float* out, float* scale)
 {
     out[blockIdx.x * blockDim.x + threadIdx.x] = scale[0];      // OTHER
@@ -449,10 +578,14 @@ extern "C" __global__ void overwritten_for_other_blocks(float* out, float* scale
     if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0)
         scale[0] = 0.0f;                                        // BUG: other blocks may not have read it yet
 }
-""", lambda: Call(4, 64, (torch.zeros(256), torch.ones(1))),
-    Expect(RACE, other="OTHER", tensor="scale", element=0))
+""",
+    lambda: Call(4, 64, (torch.zeros(256), torch.ones(1))),
+    Expect(RACE, other="OTHER", tensor="scale", element=0),
+)
 
-bug("barrier_in_both_branches", """
+bug(
+    "barrier_in_both_branches",
+    """
 extern "C" __global__ void barrier_in_both_branches(float* x)
 {
     int t = threadIdx.x;
@@ -466,10 +599,14 @@ extern "C" __global__ void barrier_in_both_branches(float* x)
         x[t] *= 4.0f;
     }
 }
-""", lambda: Call(1, 64, (ramp(64),)),
-    Expect(("divergent barrier",), other="OTHER", block=(0, 0, 0)))
+""",
+    lambda: Call(1, 64, (ramp(64),)),
+    Expect(("divergent barrier",), other="OTHER", block=(0, 0, 0)),
+)
 
-bug("barrier_in_one_branch", """
+bug(
+    "barrier_in_one_branch",
+    """
 extern "C" __global__ void barrier_in_one_branch(float* x)
 {
     int t = threadIdx.x;
@@ -481,10 +618,14 @@ extern "C" __global__ void barrier_in_one_branch(float* x)
     __syncthreads();                                            // OTHER
     x[t] *= 3.0f;
 }
-""", lambda: Call(1, 64, (ramp(64),)),
-    Expect(("divergent barrier",), other="OTHER", block=(0, 0, 0)))
+""",
+    lambda: Call(1, 64, (ramp(64),)),
+    Expect(("divergent barrier",), other="OTHER", block=(0, 0, 0)),
+)
 
-bug("barrier_against_shuffle", """
+bug(
+    "barrier_against_shuffle",
+    """
 extern "C" __global__ void barrier_against_shuffle(float* x)
 {
     int t = threadIdx.x;
@@ -497,10 +638,14 @@ extern "C" __global__ void barrier_against_shuffle(float* x)
     }
     x[t] = value;
 }
-""", lambda: Call(1, 32, (ramp(32),)),
-    Expect(("deadlock",), other="OTHER", block=(0, 0, 0)))
+""",
+    lambda: Call(1, 32, (ramp(32),)),
+    Expect(("deadlock",), other="OTHER", block=(0, 0, 0)),
+)
 
-bug("shuffle_from_the_gone", """
+bug(
+    "shuffle_from_the_gone",
+    """
 extern "C" __global__ void shuffle_from_the_gone(float* x, int n)
 {
     int t = threadIdx.x;
@@ -509,10 +654,14 @@ extern "C" __global__ void shuffle_from_the_gone(float* x, int n)
     value += __shfl_down_sync(0xffffffffu, value, 1);           // BUG: thread 39 reads from thread 40, which has returned
     x[t] = value;
 }
-""", lambda: Call(1, 64, (ramp(40), 40)),
-    Expect(("shuffle",), thread=(39, 0, 0), block=(0, 0, 0)))
+""",
+    lambda: Call(1, 64, (ramp(40), 40)),
+    Expect(("shuffle",), thread=(39, 0, 0), block=(0, 0, 0)),
+)
 
-bug("lane_outside_its_mask", """
+bug(
+    "lane_outside_its_mask",
+    """
 extern "C" __global__ void lane_outside_its_mask(float* x)
 {
     int lane = threadIdx.x;
@@ -521,61 +670,101 @@ extern "C" __global__ void lane_outside_its_mask(float* x)
         value += __shfl_xor_sync(0x0000ffffu, value, 1);        // BUG: lanes 16 to 19 are not in the mask
     x[lane] = value;
 }
-""", lambda: Call(1, 32, (ramp(32),)),
-    Expect(("shuffle",), thread=(16, 0, 0), block=(0, 0, 0)))
+""",
+    lambda: Call(1, 32, (ramp(32),)),
+    Expect(("shuffle",), thread=(16, 0, 0), block=(0, 0, 0)),
+)
 
-bug("division_by_zero", """
+bug(
+    "division_by_zero",
+    """
 extern "C" __global__ void division_by_zero(int* out, const int* x, const int* by, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = x[i] / by[i];                           // BUG: by[77] is 0
 }
-""", lambda: Call(2, 64, (torch.zeros(128, dtype=torch.int32), ramp(128, torch.int32), (torch.arange(128) - 77).int(), 128)),
-    Expect(("division by zero",), thread=(13, 0, 0), block=(1, 0, 0)))
+""",
+    lambda: Call(
+        2,
+        64,
+        (
+            torch.zeros(128, dtype=torch.int32),
+            ramp(128, torch.int32),
+            (torch.arange(128) - 77).int(),
+            128,
+        ),
+    ),
+    Expect(("division by zero",), thread=(13, 0, 0), block=(1, 0, 0)),
+)
 
-bug("shift_too_far", """
+bug(
+    "shift_too_far",
+    """
 extern "C" __global__ void shift_too_far(int* out, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = (int)(1u << i);                         // BUG: 32 and more
 }
-""", lambda: Call(1, 64, (torch.zeros(40, dtype=torch.int32), 40)),
-    Expect(("shift",), thread=(32, 0, 0), block=(0, 0, 0)))
+""",
+    lambda: Call(1, 64, (torch.zeros(40, dtype=torch.int32), 40)),
+    Expect(("shift",), thread=(32, 0, 0), block=(0, 0, 0)),
+)
 
-bug("waits_for_ever", """
+bug(
+    "waits_for_ever",
+    """
 extern "C" __global__ void waits_for_ever(int* out, volatile int* flag)
 {
     if (threadIdx.x == 5)
         while (flag[0] == 0) { }                                // BUG: nobody sets the flag
     out[threadIdx.x] = 1;
 }
-""", lambda: Call(1, 32, (torch.zeros(32, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))),
-    Expect(("time limit",), thread=(5, 0, 0), block=(0, 0, 0)), seconds=2.0)
+""",
+    lambda: Call(1, 32, (torch.zeros(32, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))),
+    Expect(("time limit",), thread=(5, 0, 0), block=(0, 0, 0)),
+    seconds=2.0,
+)
 
-bug("too_deep", """
+bug(
+    "too_deep",
+    """
 __device__ __noinline__ float sink(const float* x, int depth)
 { volatile float kept[64]; kept[depth % 64] = x[0]; return depth <= 0 ? kept[0] : sink(x, depth - 1) + kept[depth % 64]; }  // BUG
 extern "C" __global__ void too_deep(float* out, const float* x, int depth) { out[threadIdx.x] = sink(x, depth); }
-""", lambda: Call(1, 32, (torch.zeros(32), ramp(1), 10_000_000)),
-    Expect(("stack overflow",), thread=(0, 0, 0), block=(0, 0, 0)))
+""",
+    lambda: Call(1, 32, (torch.zeros(32), ramp(1), 10_000_000)),
+    Expect(("stack overflow",), thread=(0, 0, 0), block=(0, 0, 0)),
+)
 
-bug("large_local_array", """
+bug(
+    "large_local_array",
+    """
 extern "C" __global__ void large_local_array(int* out, const int* place)     // the frame would jump over any guard page
 { volatile char kept[1 << 21]; kept[place[0]] = 1; out[threadIdx.x] = kept[place[1]]; }     // BUG
-""", lambda: Call(1, 32, (torch.zeros(32, dtype=torch.int32), torch.tensor([0, 2000000], dtype=torch.int32))),
-    Expect(("stack overflow",), thread=(0, 0, 0), block=(0, 0, 0)))
+""",
+    lambda: Call(
+        1, 32, (torch.zeros(32, dtype=torch.int32), torch.tensor([0, 2000000], dtype=torch.int32))
+    ),
+    Expect(("stack overflow",), thread=(0, 0, 0), block=(0, 0, 0)),
+)
 
-bug("gives_up", """
+bug(
+    "gives_up",
+    """
 extern "C" __global__ void gives_up(float* x, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (x[i] < 0.0f) __trap();                                  // BUG
     x[i] = sqrtf(x[i]);
 }
-""", lambda: Call(2, 32, (torch.where(torch.arange(64) == 40, -1.0, 4.0), 64)),
-    Expect(("trap",), thread=(8, 0, 0), block=(1, 0, 0)))
+""",
+    lambda: Call(2, 32, (torch.where(torch.arange(64) == 40, -1.0, 4.0), 64)),
+    Expect(("trap",), thread=(8, 0, 0), block=(1, 0, 0)),
+)
 
-bug("writes_through_const", """
+bug(
+    "writes_through_const",
+    """
 extern "C" __global__ void writes_through_const(float* out, const float* x, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -584,29 +773,40 @@ extern "C" __global__ void writes_through_const(float* out, const float* x, int 
         const_cast<float*>(x)[i] = 0.0f;                        // BUG: allowed, but the signature said otherwise
     }
 }
-""", lambda: Call(1, 32, (torch.zeros(32), ramp(32), 32)),
-    Expect(("const",), tensor="x"), note=True)
+""",
+    lambda: Call(1, 32, (torch.zeros(32), ramp(32), 32)),
+    Expect(("const",), tensor="x"),
+    note=True,
+)
 
 
 # ---- correct kernels ------------------------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class Outcome:
     """What a launch wrote beside what it should have written."""
+
     label: str
-    got: torch.Tensor             # on the CPU
+    got: torch.Tensor  # on the CPU
     want: torch.Tensor
-    tolerance: float = 0.0        # of |want| (largest element); 0: every bit
+    tolerance: float = 0.0  # of |want| (largest element); 0: every bit
 
     @property
     def right(self) -> bool:
         if self.tolerance == 0.0:
             return same_bits(self.got, self.want)
         bound = self.tolerance * max(float(self.want.double().abs().max()), 1e-30)
-        return bool(((self.got.double() - self.want.double()).abs() <= bound).all())       # NaN is not right
+        return bool(
+            ((self.got.double() - self.want.double()).abs() <= bound).all()
+        )  # NaN is not right
 
     def __str__(self):
-        if self.got.shape != self.want.shape or self.got.dtype != self.want.dtype and self.tolerance == 0.0:
+        if (
+            self.got.shape != self.want.shape
+            or self.got.dtype != self.want.dtype
+            and self.tolerance == 0.0
+        ):
             return f"{self.label}: {self.got.dtype} {tuple(self.got.shape)}, expected {self.want.dtype} {tuple(self.want.shape)}"
         d = (self.got.double() - self.want.double()).abs()
         some = int((d != 0).sum())
@@ -624,10 +824,11 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 @dataclass(frozen=True)
 class Good:
     """run(kernel, seed, device) launches on several sizes and yields an Outcome for each result."""
+
     name: str
     source: str
     run: Callable
-    ordered: bool = True          # every bit is determined by the source: no float atomics
+    ordered: bool = True  # every bit is determined by the source: no float atomics
 
 
 GOOD: "dict[str, Good]" = {}
@@ -635,9 +836,11 @@ GOOD: "dict[str, Good]" = {}
 
 def good(name, source, **more):
     """Enters the decorated `run` under a name."""
+
     def enter(run):
         GOOD[name] = Good(name, source.lstrip("\n"), run, **more)
         return run
+
     return enter
 
 
@@ -662,13 +865,16 @@ SIZES = (1, 255, 256, 257, 1000)
 f32 = np.float32
 
 
-@good("vec_add", """
+@good(
+    "vec_add",
+    """
 extern "C" __global__ void vec_add(float* out, const float* a, const float* b, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) out[i] = a[i] + b[i];
 }
-""")
+""",
+)
 def run(kernel, seed, device):
     for n in SIZES:
         a, b = normal(rng(seed), 2, n)
@@ -687,7 +893,9 @@ def _many(seed, device):
     return [(on(device, a), on(device, g), a + g) for a, g in pairs]
 
 
-@good("add_by_table", """
+@good(
+    "add_by_table",
+    """
 extern "C" __global__ void add_by_table(
     float* const* acc,              // (K) addresses of the sums
     const float* const* grad,       // (K) addresses of what is added
@@ -698,19 +906,26 @@ extern "C" __global__ void add_by_table(
     for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < sizes[blockIdx.y]; i += gridDim.x * blockDim.x)
         a[i] += g[i];
 }
-""")
+""",
+)
 def run(kernel, seed, device):
     many = _many(seed, device)
     acc, grad = ([pair[k] for pair in many] for k in (0, 1))
-    tables = [torch.tensor([t.data_ptr() for t in tensors], device=device) for tensors in (acc, grad)]
+    tables = [
+        torch.tensor([t.data_ptr() for t in tensors], device=device) for tensors in (acc, grad)
+    ]
     kernel[(3, len(many)), 128](*tables, torch.tensor(MANY, device=device), tensors=[*acc, *grad])
     for n, a, (_, _, want) in zip(MANY, acc, many):
         yield Outcome(f"n = {n}", a.cpu(), cpu(want))
     for tensors, table in zip((acc, grad), tables):
-        assert table.tolist() == [t.data_ptr() for t in tensors], "the addresses in a table have changed"
+        assert table.tolist() == [t.data_ptr() for t in tensors], (
+            "the addresses in a table have changed"
+        )
 
 
-@good("add_by_struct", """
+@good(
+    "add_by_struct",
+    """
 struct AddMany { float* acc[6]; const float* grad[6]; int sizes[6]; };
 extern "C" __global__ void add_by_struct(AddMany many)
 {
@@ -718,35 +933,44 @@ extern "C" __global__ void add_by_struct(AddMany many)
     if (a == 0) return;
     for (int i = threadIdx.x; i < many.sizes[blockIdx.x]; i += blockDim.x) a[i] += many.grad[blockIdx.x][i];
 }
-""")
+""",
+)
 def run(kernel, seed, device):
     many = _many(seed, device)
     acc, grad = ([pair[k] for pair in many] for k in (0, 1))
     addresses = [[t.data_ptr() for t in tensors] + [0, 0] for tensors in (acc, grad)]
-    kernel[6, 128](struct.pack("6Q6Q6i", *addresses[0], *addresses[1], *MANY, 0, 5), tensors=[*acc, *grad])
+    kernel[6, 128](
+        struct.pack("6Q6Q6i", *addresses[0], *addresses[1], *MANY, 0, 5), tensors=[*acc, *grad]
+    )
     for n, a, (_, _, want) in zip(MANY, acc, many):
         yield Outcome(f"n = {n}", a.cpu(), cpu(want))
 
 
-@good("add_between_pointers", """
+@good(
+    "add_between_pointers",
+    """
 struct Span { float* begin; float* end; const float* grad; };
 extern "C" __global__ void add_between_pointers(Span span)
 {
     for (float* p = span.begin + threadIdx.x; p < span.end; p += blockDim.x) *p += span.grad[p - span.begin];
 }
-""")
+""",
+)
 def run(kernel, seed, device):
     for n in (1, 100):
         a, g = normal(rng(seed), 2, n)
         acc, grad = on(device, a), on(device, g)
-        kernel[1, 64](struct.pack("QQQ", acc.data_ptr(), acc.data_ptr() + 4 * n, grad.data_ptr()), tensors=[acc, grad])
+        kernel[1, 64](
+            struct.pack("QQQ", acc.data_ptr(), acc.data_ptr() + 4 * n, grad.data_ptr()),
+            tensors=[acc, grad],
+        )
         yield Outcome(f"n = {n}", acc.cpu(), cpu(a + g))
 
 
 def strided_sums(values, blocks, threads):
     """(blocks, threads) float32: each thread's sum over every (blocks * threads)-th value, in order."""
     padded = np.zeros(-(-len(values) // (blocks * threads)) * blocks * threads, f32)
-    padded[:len(values)] = values
+    padded[: len(values)] = values
     sums = np.zeros(blocks * threads, f32)
     for row in padded.reshape(-1, blocks * threads):
         sums = sums + row
@@ -768,7 +992,9 @@ def butterfly(values):
     return values[..., 0]
 
 
-@good("sumsq_tree", """
+@good(
+    "sumsq_tree",
+    """
 extern "C" __global__ void sumsq_tree(float* partial, const float* x, int n)
 {
     __shared__ float sums[128];
@@ -783,17 +1009,25 @@ extern "C" __global__ void sumsq_tree(float* partial, const float* x, int n)
     }
     if (t == 0) partial[blockIdx.x] = sums[0];
 }
-""")
+""",
+)
 def run(kernel, seed, device):
     for n in (1, 500, 1537):
         x = normal(rng(seed), n)
         partial = on(device, np.full(3, np.nan, f32))
         kernel[3, 128](partial, on(device, x), n)
         yield Outcome(f"n = {n}", partial.cpu(), cpu(tree(strided_sums(x * x, 3, 128))))
-        yield Outcome(f"n = {n}, whole", partial.cpu().double().sum()[None], cpu((x.astype(np.float64) ** 2).sum()[None]), 1e-6)
+        yield Outcome(
+            f"n = {n}, whole",
+            partial.cpu().double().sum()[None],
+            cpu((x.astype(np.float64) ** 2).sum()[None]),
+            1e-6,
+        )
 
 
-@good("sumsq_shuffle", """
+@good(
+    "sumsq_shuffle",
+    """
 __device__ __forceinline__ float sum_over_warp(float value)
 {
     for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
@@ -812,7 +1046,8 @@ extern "C" __global__ void sumsq_shuffle(float* partial, const float* x, int n)
         if (lane == 0) partial[blockIdx.x] = total;
     }
 }
-""")
+""",
+)
 def run(kernel, seed, device):
     for n in (1, 257, 1000):
         blocks = -(-n // 256)
@@ -826,7 +1061,9 @@ def run(kernel, seed, device):
         yield Outcome(f"n = {n}", partial.cpu(), cpu(butterfly(warps)))
 
 
-@good("clip_scale", """
+@good(
+    "clip_scale",
+    """
 extern "C" __global__ void __launch_bounds__(1024) clip_scale(
     float* out,                     // (2) the norm, and the factor that brings it down to max_norm
     const float* partial,           // (count) sums of squares
@@ -848,7 +1085,8 @@ extern "C" __global__ void __launch_bounds__(1024) clip_scale(
         out[1] = norm > max_norm ? max_norm / norm : 1.0f;
     }
 }
-""")
+""",
+)
 def run(kernel, seed, device):
     for count, most in ((1, 0.5), (700, 1e3), (2500, 3.0)):
         partial = np.abs(normal(rng(seed), count)) + f32(0.5)
@@ -858,10 +1096,17 @@ def run(kernel, seed, device):
         want = np.array([norm, f32(most) / norm if norm > f32(most) else f32(1)], f32)
         yield Outcome(f"count = {count}", out.cpu(), cpu(want))
         exact = np.sqrt(partial.astype(np.float64).sum())
-        yield Outcome(f"count = {count}, in float64", out.cpu(), cpu(np.array([exact, min(1.0, most / exact)])), 1e-6)
+        yield Outcome(
+            f"count = {count}, in float64",
+            out.cpu(),
+            cpu(np.array([exact, min(1.0, most / exact)])),
+            1e-6,
+        )
 
 
-@good("apply_scale", """
+@good(
+    "apply_scale",
+    """
 extern "C" __global__ void apply_scale(float* x, const float* scale, int n)
 {
     int first = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
@@ -874,7 +1119,8 @@ extern "C" __global__ void apply_scale(float* x, const float* scale, int n)
         for (int i = first; i < n; i++) x[i] *= s;
     }
 }
-""")
+""",
+)
 def run(kernel, seed, device):
     for n in (1, 511, 512, 1001):
         x, s = normal(rng(seed), n), f32(0.3)
@@ -883,7 +1129,9 @@ def run(kernel, seed, device):
         yield Outcome(f"n = {n}", out.cpu(), cpu(x * s))
 
 
-@good("adamw", """
+@good(
+    "adamw",
+    """
 extern "C" __global__ void adamw(
     float* p, float* m, float* v,   // (n) parameter, first and second moment
     const float* g,                 // (n) gradient
@@ -900,31 +1148,44 @@ extern "C" __global__ void adamw(
     v[i] = second;
     p[i] = kept - lr * (first / bias1) / (sqrtf(second / bias2) + eps);
 }
-""")
+""",
+)
 def run(kernel, seed, device):
     lr, beta1, beta2, eps, decay, n = 1e-2, 0.9, 0.95, 1e-8, 0.1, 700
     random = rng(seed)
     start, grads = normal(random, n), normal(random, 4, n)
     theirs = torch.nn.Parameter(torch.from_numpy(start.copy()))
-    optimizer = torch.optim.AdamW([theirs], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay)
+    optimizer = torch.optim.AdamW(
+        [theirs], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=decay
+    )
     p, m, v = on(device, start), on(device, np.zeros(n, f32)), on(device, np.zeros(n, f32))
-    P, M, V = start, np.zeros(n, f32), np.zeros(n, f32)             # the same arithmetic in numpy, rounded at the same places
+    P, M, V = (
+        start,
+        np.zeros(n, f32),
+        np.zeros(n, f32),
+    )  # the same arithmetic in numpy, rounded at the same places
     one, b1, b2, step_size = f32(1), f32(beta1), f32(beta2), f32(lr)
     for step, g in enumerate(grads, 1):
         bias1, bias2 = 1 - beta1**step, 1 - beta2**step
-        kernel[-(-n // 256), 256](p, m, v, on(device, g), n, lr, beta1, beta2, eps, decay, bias1, bias2)
+        kernel[-(-n // 256), 256](
+            p, m, v, on(device, g), n, lr, beta1, beta2, eps, decay, bias1, bias2
+        )
         theirs.grad = torch.from_numpy(g)
         optimizer.step()
         M = b1 * M + (one - b1) * g
         V = b2 * V + (one - b2) * g * g
-        P = P * (one - step_size * f32(decay)) - step_size * (M / f32(bias1)) / (np.sqrt(V / f32(bias2)) + f32(eps))
+        P = P * (one - step_size * f32(decay)) - step_size * (M / f32(bias1)) / (
+            np.sqrt(V / f32(bias2)) + f32(eps)
+        )
         yield Outcome(f"step {step}", p.cpu().clone(), cpu(P))
         yield Outcome(f"step {step}, torch's", p.cpu().clone(), theirs.detach().clone(), 1e-6)
     yield Outcome("m", m.cpu(), cpu(M))
     yield Outcome("v", v.cpu(), cpu(V))
 
 
-@good("stochastic_round", """
+@good(
+    "stochastic_round",
+    """
 // Every bit of the result depends on every bit of x.
 __device__ __forceinline__ unsigned scrambled(unsigned x)
 {
@@ -943,27 +1204,30 @@ extern "C" __global__ void stochastic_round(bf16* out, const float* x, int n, un
         out[i] = finite ? up_or_down : as_bf16(x[i]);
     }
 }
-""")
+""",
+)
 def run(kernel, seed, device):
     for n in (3, 512, 1001):
         x = normal(rng(seed), n) * f32(10.0) ** rng(seed).integers(-40, 38, n).astype(f32)
         x[:3] = np.inf, -np.inf, np.nan
         out = torch.full((n,), -1.0, dtype=torch.bfloat16, device=device)
-        start = 2**32 - 5 + seed                                    # wraps around
+        start = 2**32 - 5 + seed  # wraps around
         kernel[-(-n // 512), 128](out, on(device, x), n, start % 2**32)
         bits = x.view(np.uint32)
         h = ((np.arange(n, dtype=np.uint64) + start) % 2**32).astype(np.uint32)
         h ^= h >> 16
-        h *= np.uint32(0x7feb352d)
+        h *= np.uint32(0x7FEB352D)
         h ^= h >> 15
-        h *= np.uint32(0x846ca68b)
+        h *= np.uint32(0x846CA68B)
         h ^= h >> 16
-        want = ((bits + (h & 0xffff)) >> 16).astype(np.uint16)
-        want[:3] = 0x7f80, 0xff80, 0x7fff
+        want = ((bits + (h & 0xFFFF)) >> 16).astype(np.uint16)
+        want[:3] = 0x7F80, 0xFF80, 0x7FFF
         yield Outcome(f"n = {n}", out.cpu().view(torch.int16), cpu(want.view(np.int16)))
 
 
-@good("embedding_backward", """
+@good(
+    "embedding_backward",
+    """
 extern "C" __global__ void embedding_backward(
     float* dweight,                 // (V, C) rows of tokens that do not occur stay as they are
     const bf16* dout,               // (P, C) gradient of each position's vector
@@ -988,11 +1252,14 @@ extern "C" __global__ void embedding_backward(
         dweight[(long long)tokens[blockIdx.x] * C + channel] += total;
     }
 }
-""")
+""",
+)
 def run(kernel, seed, device):
     for V, P, C in ((5, 1, 1), (40, 64, 48), (9, 150, 33)):
         random = rng(seed)
-        tokens = torch.from_numpy((random.random(P) ** 2 * V).astype(np.int64))          # small ones more often
+        tokens = torch.from_numpy(
+            (random.random(P) ** 2 * V).astype(np.int64)
+        )  # small ones more often
         dout = torch.from_numpy(normal(random, P, C)).bfloat16()
         start = normal(random, V, C)
         order = tokens.argsort(stable=True)
@@ -1000,13 +1267,14 @@ def run(kernel, seed, device):
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
         dweight = on(device, start)
         kernel[(len(distinct), -(-C // 32)), (32, 8)](
-            dweight, on(device, dout), *(on(device, t.int()) for t in (order, starts, distinct)), C)
+            dweight, on(device, dout), *(on(device, t.int()) for t in (order, starts, distinct)), C
+        )
         rows, want = dout.float().numpy()[order.numpy()], start.copy()
         for token, begin, count in zip(distinct.tolist(), starts.tolist(), counts.tolist()):
             total = np.zeros(C, f32)
             for warp in range(min(8, count)):
                 sum_ = np.zeros(C, f32)
-                for row in rows[begin + warp:begin + count:8]:
+                for row in rows[begin + warp : begin + count : 8]:
                     sum_ = sum_ + row
                 total = total + sum_
             want[token] = want[token] + total
@@ -1015,7 +1283,9 @@ def run(kernel, seed, device):
         yield Outcome(f"{(V, P, C)} in float64", dweight.cpu(), exact, 1e-6)
 
 
-@good("histogram", """
+@good(
+    "histogram",
+    """
 extern "C" __global__ void histogram(int* bins, const unsigned char* x, int n)
 {
     __shared__ int local[256];
@@ -1025,7 +1295,8 @@ extern "C" __global__ void histogram(int* bins, const unsigned char* x, int n)
     __syncthreads();
     for (int b = threadIdx.x; b < 256; b += blockDim.x) atomicAdd(&bins[b], local[b]);
 }
-""")
+""",
+)
 def run(kernel, seed, device):
     for n in (1, 1000, 3001):
         x = (rng(seed).random(n) ** 3 * 256).astype(np.uint8)
@@ -1034,7 +1305,9 @@ def run(kernel, seed, device):
         yield Outcome(f"n = {n}", bins.cpu(), cpu(np.bincount(x, minlength=256).astype(np.int32)))
 
 
-@good("transpose", """
+@good(
+    "transpose",
+    """
 extern "C" __global__ void transpose(float* out, const float* in, int rows, int columns)
 {
     __shared__ float tile[32][33];  // 33: a column's elements lie in 32 different banks
@@ -1046,7 +1319,8 @@ extern "C" __global__ void transpose(float* out, const float* in, int rows, int 
     for (int k = threadIdx.y; k < 32; k += 8)
         if (x < rows && y + k < columns) out[(y + k) * rows + x] = tile[threadIdx.x][k];
 }
-""")
+""",
+)
 def run(kernel, seed, device):
     for rows, columns in ((1, 1), (32, 64), (50, 33)):
         x = normal(rng(seed), rows, columns)
@@ -1055,7 +1329,9 @@ def run(kernel, seed, device):
         yield Outcome(f"{rows} x {columns}", out.cpu(), cpu(x.T))
 
 
-@good("last_block_sum", """
+@good(
+    "last_block_sum",
+    """
 extern "C" __global__ void last_block_sum(float* total, volatile float* partial, unsigned* arrived, const float* x, int n)
 {
     __shared__ float sums[64];
@@ -1082,7 +1358,8 @@ extern "C" __global__ void last_block_sum(float* total, volatile float* partial,
         arrived[0] = 0;             // ready for the next launch
     }
 }
-""")
+""",
+)
 def run(kernel, seed, device):
     arrived = on(device, np.zeros(1, np.int32))
     for n in (1, 257, 1000):
@@ -1098,7 +1375,9 @@ def run(kernel, seed, device):
         yield Outcome(f"n = {n}, counter", arrived.cpu().clone(), torch.zeros(1, dtype=torch.int32))
 
 
-@good("block_scan", """
+@good(
+    "block_scan",
+    """
 extern "C" __global__ void block_scan(int* out, const int* x, int n)
 {
     extern __shared__ int both[];   // two rows of blockDim.x: read from one, write into the other
@@ -1114,11 +1393,12 @@ extern "C" __global__ void block_scan(int* out, const int* x, int n)
     }
     if (i < n) out[i] = both[from * blockDim.x + t];
 }
-""")
+""",
+)
 def run(kernel, seed, device):
     for n, threads in ((1, 32), (300, 64), (500, 96)):
         blocks = -(-n // threads)
-        x = rng(seed).integers(-2**20, 2**20, n, dtype=np.int32)
+        x = rng(seed).integers(-(2**20), 2**20, n, dtype=np.int32)
         out = on(device, np.full(n, -1, np.int32))
         kernel[blocks, threads, 2 * 4 * threads](out, on(device, x), n)
         padded = np.zeros(blocks * threads, np.int32)
@@ -1127,7 +1407,9 @@ def run(kernel, seed, device):
         yield Outcome(f"n = {n} by {threads}", out.cpu(), cpu(want))
 
 
-@good("warp_groups", """
+@good(
+    "warp_groups",
+    """
 __device__ __forceinline__ int sum_of_group(unsigned mask, int value)
 {
     int sum = 0;
@@ -1164,21 +1446,26 @@ extern "C" __global__ void warp_groups(
     long long high = __shfl_xor_sync(0xffffffffu, ((long long)value << 33) + lane, 2);
     to[8 * n] = (int)(2.0f * wide) * 1000 + (int)(high >> 33) + (int)(high & 31);
 }
-""")
+""",
+)
 def run(kernel, seed, device):
     n = 192
     x = rng(seed).integers(0, 70, n, dtype=np.int32)
-    x[32:64] = 7                                                    # one warp without even values, one without odd ones
+    x[32:64] = 7  # one warp without even values, one without odd ones
     x[64:96] = 8
     out = on(device, np.full((9, n), -1, np.int32))
     kernel[3, 64](out, on(device, x), n)
     want, lanes = np.zeros((9, n), np.int64), np.arange(32)
     for first in range(0, n, 32):
-        w = x[first:first + 32].astype(np.int64)
-        to = want[:, first:first + 32]
+        w = x[first : first + 32].astype(np.int64)
+        to = want[:, first : first + 32]
         odd = w % 2 == 1
         to[0] = np.where(odd, w[odd].sum(), -w[~odd].sum())
-        to[1] = np.where(odd, (w[odd] > 50).any() + 2 * (w[odd] > 2).all(), (w[~odd] > 60).any() + 2 * (w[~odd] > 0).all())
+        to[1] = np.where(
+            odd,
+            (w[odd] > 50).any() + 2 * (w[odd] > 2).all(),
+            (w[~odd] > 60).any() + 2 * (w[~odd] > 0).all(),
+        )
         to[2] = [sum(1 << int(k) for k in lanes[w // 8 == v // 8]) for v in w]
         to[3] = [w[k - 3] if k >= 3 else w[k] for k in lanes]
         to[4] = [w[k + 2] if k % 8 + 2 < 8 else w[k] for k in lanes]
@@ -1191,7 +1478,9 @@ def run(kernel, seed, device):
     yield Outcome("rows", out.cpu(), cpu((want % 2**32).astype(np.uint32).view(np.int32)))
 
 
-@good("warp_tree", """
+@good(
+    "warp_tree",
+    """
 extern "C" __global__ void warp_tree(int* out, const int* x)
 {
     __shared__ int cells[96];
@@ -1205,7 +1494,8 @@ extern "C" __global__ void warp_tree(int* out, const int* x)
     }
     if (lane == 0) out[blockIdx.x * 3 + threadIdx.x / 32] = mine[0];
 }
-""")
+""",
+)
 def run(kernel, seed, device):
     x = rng(seed).integers(-1000, 1000, (2, 3, 32), dtype=np.int32)
     out = on(device, np.full(6, -1, np.int32))
@@ -1213,7 +1503,9 @@ def run(kernel, seed, device):
     yield Outcome("sums", out.cpu(), cpu(x.sum(2, dtype=np.int32).reshape(6)))
 
 
-@good("difference_in_block", """
+@good(
+    "difference_in_block",
+    """
 extern "C" __global__ void difference_in_block(float* out, const float* x, int n)
 {
     __shared__ float here[96];
@@ -1223,7 +1515,8 @@ extern "C" __global__ void difference_in_block(float* out, const float* x, int n
     __syncthreads();
     out[i] = here[t] - (t > 0 ? here[t - 1] : 0.0f);
 }
-""")
+""",
+)
 def run(kernel, seed, device):
     for n in (1, 95, 97, 250):
         x = normal(rng(seed), n)
@@ -1234,7 +1527,9 @@ def run(kernel, seed, device):
         yield Outcome(f"n = {n}", out.cpu(), cpu(x - before))
 
 
-@good("neighbours_3d", """
+@good(
+    "neighbours_3d",
+    """
 extern "C" __global__ void neighbours_3d(int* out, const int* in, int X, int Y, int Z)
 {
     int x = blockIdx.x * blockDim.x + threadIdx.x, y = blockIdx.y * blockDim.y + threadIdx.y;
@@ -1248,7 +1543,8 @@ extern "C" __global__ void neighbours_3d(int* out, const int* in, int X, int Y, 
     if (z + 1 < Z) sum += in[at + X * Y];
     out[at] = sum;
 }
-""")
+""",
+)
 def run(kernel, seed, device):
     for Z, Y, X in ((1, 1, 1), (5, 6, 9)):
         cube = rng(seed).integers(1, 1000, (Z, Y, X), dtype=np.int32)
@@ -1259,7 +1555,9 @@ def run(kernel, seed, device):
         yield Outcome(f"{Z} x {Y} x {X}", out.cpu(), cpu(want.astype(np.int32)))
 
 
-@good("atomic_kinds", """
+@good(
+    "atomic_kinds",
+    """
 extern "C" __global__ void atomic_kinds(int* r, unsigned long long* wide, const int* x, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -1275,10 +1573,11 @@ extern "C" __global__ void atomic_kinds(int* r, unsigned long long* wide, const 
     do { seen = old; old = atomicCAS(&r[7], seen, (seen + x[i]) & 1023); } while (old != seen);
     atomicAdd(&wide[0], (unsigned long long)(unsigned)x[i] << 20);
 }
-""")
+""",
+)
 def run(kernel, seed, device):
-    x = rng(seed).integers(-2**20, 2**20, 500, dtype=np.int32)
-    start = np.array([0, 0, 2**30, -2**30, -1, 0, 0, 0], np.int32)
+    x = rng(seed).integers(-(2**20), 2**20, 500, dtype=np.int32)
+    start = np.array([0, 0, 2**30, -(2**30), -1, 0, 0, 0], np.int32)
     r, wide = on(device, start), on(device, np.zeros(1, np.int64))
     kernel[4, 128](r, wide, on(device, x), len(x))
     bitwise = [f.reduce(x) for f in (np.bitwise_and, np.bitwise_or, np.bitwise_xor)]
@@ -1288,14 +1587,18 @@ def run(kernel, seed, device):
     yield Outcome("64 bits", wide.cpu(), torch.tensor([total]))
 
 
-@good("atomic_sum", """
+@good(
+    "atomic_sum",
+    """
 extern "C" __global__ void atomic_sum(float* total, const float* x, int n)
 {
     float sum = 0.0f;
     for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) sum += x[i];
     atomicAdd(total, sum);          // in whatever order the threads come: the last bits differ from run to run
 }
-""", ordered=False)
+""",
+    ordered=False,
+)
 def run(kernel, seed, device):
     for n in (1, 1000, 3000):
         x = np.abs(normal(rng(seed), n))
@@ -1306,13 +1609,14 @@ def run(kernel, seed, device):
 
 # ---- the kernels of kernels_cu --------------------------------------------------------------------------------------
 
-OURS: "dict[tuple[str, str], Callable]" = {}       # (file, kernel) -> run
+OURS: "dict[tuple[str, str], Callable]" = {}  # (file, kernel) -> run
 
 
 def ours(file, name):
     def enter(run):
         OURS[file, name] = run
         return run
+
     return enter
 
 
@@ -1322,8 +1626,15 @@ def _grad_dtype(kernel):
 
 def _pair_of(random, n, dtype, device, skip):
     """(acc, grad) of n elements that start `skip` elements behind an allocation, and their sum."""
-    acc, grad = torch.from_numpy(normal(random, n + skip)), torch.from_numpy(normal(random, n + skip)).to(dtype)
-    return acc.to(device, copy=True)[skip:], grad.to(device, copy=True)[skip:], (acc + grad.float())[skip:]
+    acc, grad = (
+        torch.from_numpy(normal(random, n + skip)),
+        torch.from_numpy(normal(random, n + skip)).to(dtype),
+    )
+    return (
+        acc.to(device, copy=True)[skip:],
+        grad.to(device, copy=True)[skip:],
+        (acc + grad.float())[skip:],
+    )
 
 
 @ours("accumulate", "accumulate_v1")
@@ -1349,23 +1660,36 @@ def run(kernel, seed, device):
     sizes, skips = (10, 4096, 9000, 4096, 5000, 3), (0, 0, 0, 1, 0, 2)
     padded = [-(-n // chunk) * chunk for n in sizes]
     offsets = np.cumsum([0, *padded])
-    rows = [(i, min(chunk, n - k * chunk), k, offsets[i] // chunk + k)
-            for i, n in enumerate(sizes) for k in range(padded[i] // chunk)]
+    rows = [
+        (i, min(chunk, n - k * chunk), k, offsets[i] // chunk + k)
+        for i, n in enumerate(sizes)
+        for k in range(padded[i] // chunk)
+    ]
     table = on(device, np.array(rows, np.int32))
     start = torch.from_numpy(normal(random, int(offsets[-1])))
-    grads = [None if i == 1 else torch.from_numpy(normal(random, n + skip)).to(device, dtype, copy=True)[skip:]
-             for i, (n, skip) in enumerate(zip(sizes, skips))]
+    grads = [
+        None
+        if i == 1
+        else torch.from_numpy(normal(random, n + skip)).to(device, dtype, copy=True)[skip:]
+        for i, (n, skip) in enumerate(zip(sizes, skips))
+    ]
     want = start.clone()
     for g, n, at in zip(grads, sizes, offsets):
         if g is not None:
-            want[at:at + n] += g.cpu().float()
+            want[at : at + n] += g.cpu().float()
     for launches in ([(0, 6)], [(0, 2), (2, 6)]):
         acc = start.to(device, copy=True)
         for first, last in launches:
             addresses = [0 if g is None else g.data_ptr() for g in grads[first:last]]
             within = [k for k, row in enumerate(rows) if first <= row[0] < last]
-            kernel[len(within), 512](acc, table, within[0], first, struct.pack("256Q", *addresses, *[0] * (256 - len(addresses))),
-                                     tensors=[g for g in grads[first:last] if g is not None])
+            kernel[len(within), 512](
+                acc,
+                table,
+                within[0],
+                first,
+                struct.pack("256Q", *addresses, *[0] * (256 - len(addresses))),
+                tensors=[g for g in grads[first:last] if g is not None],
+            )
         yield Outcome(f"launches of {launches}", acc.cpu(), want)
 
 
@@ -1376,28 +1700,47 @@ def run(kernel, seed, device):
     sizes, skips = (10, 4096, 9000, 4096, 3), (0, 0, 0, 1, 2)
     padded = [-(-n // chunk) * chunk for n in sizes]
     offsets = np.cumsum([0, *padded])
-    rows = [(i, min(chunk, n - k * chunk), k, offsets[i] // chunk + k) for i, n in enumerate(sizes) for k in range(padded[i] // chunk)]
+    rows = [
+        (i, min(chunk, n - k * chunk), k, offsets[i] // chunk + k)
+        for i, n in enumerate(sizes)
+        for k in range(padded[i] // chunk)
+    ]
     start = np.zeros(int(offsets[-1]), np.float32)
     for n, at in zip(sizes, offsets):
-        start[at:at + n] = normal(random, n)
+        start[at : at + n] = normal(random, n)
     start[offsets[3]] = 1e25
-    grads = [None if i == 1 else torch.from_numpy(normal(random, n + skip)).to(device, dtype, copy=True)[skip:]
-             for i, (n, skip) in enumerate(zip(sizes, skips))]
+    grads = [
+        None
+        if i == 1
+        else torch.from_numpy(normal(random, n + skip)).to(device, dtype, copy=True)[skip:]
+        for i, (n, skip) in enumerate(zip(sizes, skips))
+    ]
     want = torch.from_numpy(start.copy())
     for g, n, at in zip(grads, sizes, offsets):
         if g is not None:
-            want[at:at + n] += g.cpu().float()
+            want[at : at + n] += g.cpu().float()
     squares = want.double().square().view(-1, chunk).sum(1)
-    squares[rows.index((1, 4096, 0, offsets[1] // chunk))] = 0.5                    # no gradient: what stood there stays
+    squares[rows.index((1, 4096, 0, offsets[1] // chunk))] = (
+        0.5  # no gradient: what stood there stays
+    )
     acc, table = on(device, start), on(device, np.array(rows, np.int32))
     partials = torch.full((len(rows),), 0.5, dtype=torch.float64, device=device)
     for first, last in ((0, 2), (2, 5)):
         within = [k for k, row in enumerate(rows) if first <= row[0] < last]
         addresses = [0 if g is None else g.data_ptr() for g in grads[first:last]]
-        kernel[len(within), kernel.bound](acc, partials, table, within[0], first, struct.pack("256Q", *addresses, *[0] * (256 - len(addresses))),
-                                          tensors=[g for g in grads[first:last] if g is not None])
+        kernel[len(within), kernel.bound](
+            acc,
+            partials,
+            table,
+            within[0],
+            first,
+            struct.pack("256Q", *addresses, *[0] * (256 - len(addresses))),
+            tensors=[g for g in grads[first:last] if g is not None],
+        )
     yield Outcome("sums", acc.cpu(), want)
-    yield Outcome("squares, over the exact ones", partials.cpu() / squares, torch.ones_like(squares), 1e-6)
+    yield Outcome(
+        "squares, over the exact ones", partials.cpu() / squares, torch.ones_like(squares), 1e-6
+    )
 
 
 @ours("clip", "squares_v1")
@@ -1406,7 +1749,10 @@ def run(kernel, seed, device):
         x = normal(rng(seed), n)
         out = torch.full((blocks + 1,), -1.0, device=device)
         kernel[blocks, 256](out, on(device, x), n)
-        want = [np.sum(np.square(x.astype(np.float64))[[i for i in range(n) if i // 256 % blocks == b]]) for b in range(blocks)]
+        want = [
+            np.sum(np.square(x.astype(np.float64))[[i for i in range(n) if i // 256 % blocks == b]])
+            for b in range(blocks)
+        ]
         yield Outcome(f"n = {n}, {blocks} blocks", out.cpu(), torch.tensor([*want, -1.0]), 1e-6)
 
 
@@ -1417,13 +1763,23 @@ def run(kernel, seed, device):
         out = torch.zeros(2, device=device)
         kernel[1, 1](out, on(device, x), n, max_norm)
         norm = math.sqrt(x.astype(np.float64).sum())
-        yield Outcome(f"n = {n}, max_norm = {max_norm}", out.cpu().double() / torch.tensor([min(max_norm / norm, 1.0), norm]).double(),
-                      torch.ones(2).double(), 1e-5)
+        yield Outcome(
+            f"n = {n}, max_norm = {max_norm}",
+            out.cpu().double() / torch.tensor([min(max_norm / norm, 1.0), norm]).double(),
+            torch.ones(2).double(),
+            1e-5,
+        )
 
 
 @ours("clip", "scale_v1")
 def run(kernel, seed, device):
-    for n, by, left in ((1, 0.5, False), (255, 0.3, False), (257, 1.0, True), (1000, 1 - 2**-24, True), (1000, 1 - 2**-22, False)):
+    for n, by, left in (
+        (1, 0.5, False),
+        (255, 0.3, False),
+        (257, 1.0, True),
+        (1000, 1 - 2**-24, True),
+        (1000, 1 - 2**-22, False),
+    ):
         x, scale = torch.from_numpy(normal(rng(seed), n)), torch.tensor([by])
         y = x.to(device, copy=True)
         kernel[-(-n // 256), 256](y, scale.to(device), n)
@@ -1436,43 +1792,95 @@ def _tensors_of_clip(tensors, most=256, chunk=4096):
     first = [0, *np.cumsum([-(-n // chunk) for n in counts]).tolist()]
     rest = [0] * (most - len(tensors))
     kinds = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-    return first[-1], struct.pack(f"{most}Q{most + 1}i{most}H{most}B4x", *[0 if t is None else t.data_ptr() for t in tensors], *rest, *first,
-                                  *[first[-1]] * len(rest), *[n and (n - 1) % chunk + 1 for n in counts], *rest,
-                                  *[0 if t is None else kinds[t.dtype] for t in tensors], *rest)
+    return first[-1], struct.pack(
+        f"{most}Q{most + 1}i{most}H{most}B4x",
+        *[0 if t is None else t.data_ptr() for t in tensors],
+        *rest,
+        *first,
+        *[first[-1]] * len(rest),
+        *[n and (n - 1) % chunk + 1 for n in counts],
+        *rest,
+        *[0 if t is None else kinds[t.dtype] for t in tensors],
+        *rest,
+    )
 
 
 def _mixed_tensors(seed, device):
     """Of every dtype, with tails, at odd addresses, empty, missing."""
     random = rng(seed)
-    shapes = ((9000, torch.float32, 1), (4096, torch.bfloat16, 0), (5, torch.float16, 0), None, (0, torch.float32, 0), (4097, torch.float32, 0),
-              (4100, torch.float16, 1), (8192, torch.bfloat16, 3))
-    return [None if s is None else torch.from_numpy(normal(random, s[0] + s[2])).to(device, s[1], copy=True)[s[2]:] for s in shapes]
+    shapes = (
+        (9000, torch.float32, 1),
+        (4096, torch.bfloat16, 0),
+        (5, torch.float16, 0),
+        None,
+        (0, torch.float32, 0),
+        (4097, torch.float32, 0),
+        (4100, torch.float16, 1),
+        (8192, torch.bfloat16, 3),
+    )
+    return [
+        None
+        if s is None
+        else torch.from_numpy(normal(random, s[0] + s[2])).to(device, s[1], copy=True)[s[2] :]
+        for s in shapes
+    ]
 
 
 @ours("clip", "squares_v2")
 def run(kernel, seed, device):
     tensors = _mixed_tensors(seed, device)
-    tensors[5][17] = 1e25                                                          # its square is beyond fp32
+    tensors[5][17] = 1e25  # its square is beyond fp32
     chunks, packed = _tensors_of_clip(tensors)
     present = [t for t in tensors if t is not None]
-    exact = torch.tensor([c.double().square().sum().item() for t in present for c in t.cpu().split(4096) if t.numel()], dtype=torch.float64)
-    numbers = [7 + i for i, t in enumerate(tensors) if t is not None for _ in range(-(-t.numel() // 4096))]
+    exact = torch.tensor(
+        [
+            c.double().square().sum().item()
+            for t in present
+            for c in t.cpu().split(4096)
+            if t.numel()
+        ],
+        dtype=torch.float64,
+    )
+    numbers = [
+        7 + i for i, t in enumerate(tensors) if t is not None for _ in range(-(-t.numel() // 4096))
+    ]
     for grid, named in ((chunks, True), (2, False)):
         partials = torch.full((chunks + 1,), -1.0, dtype=torch.float64, device=device)
         owners = torch.full((chunks + 1,), -1, dtype=torch.int32, device=device)
-        kernel[grid, kernel.bound](partials[:chunks], owners[:chunks] if named else None, 7, packed, tensors=present)
-        yield Outcome(f"{grid} blocks, over the exact ones", partials.cpu()[:-1] / exact, torch.ones_like(exact), 1e-6)
-        yield Outcome(f"{grid} blocks, owners", owners.cpu(), torch.tensor([*(numbers if named else [-1] * chunks), -1], dtype=torch.int32))
-        yield Outcome(f"{grid} blocks, behind the end", partials.cpu()[-1:], torch.tensor([-1.0], dtype=torch.float64))
+        kernel[grid, kernel.bound](
+            partials[:chunks], owners[:chunks] if named else None, 7, packed, tensors=present
+        )
+        yield Outcome(
+            f"{grid} blocks, over the exact ones",
+            partials.cpu()[:-1] / exact,
+            torch.ones_like(exact),
+            1e-6,
+        )
+        yield Outcome(
+            f"{grid} blocks, owners",
+            owners.cpu(),
+            torch.tensor([*(numbers if named else [-1] * chunks), -1], dtype=torch.int32),
+        )
+        yield Outcome(
+            f"{grid} blocks, behind the end",
+            partials.cpu()[-1:],
+            torch.tensor([-1.0], dtype=torch.float64),
+        )
 
 
 @ours("clip", "reduce_v2")
 def run(kernel, seed, device):
     random = rng(seed)
-    rows = [1500, 3, 0, 40, 700]                                                   # of each tensor
+    rows = [1500, 3, 0, 40, 700]  # of each tensor
     owners = np.repeat(np.arange(5, dtype=np.int32), rows)
     partials = np.square(random.standard_normal(len(owners)))
-    for groups, divisor, bad in ((None, None, ()), (None, 4.0, (2,)), ([0, 0, 1, 2, 3], None, (1600,)), ([0, 0, 1, 2, 3], 0.5, ()), ([0, 1, 2, 3, 4], None, (0, 2242))):
+    for groups, divisor, bad in (
+        (None, None, ()),
+        (None, 4.0, (2,)),
+        ([0, 0, 1, 2, 3], None, (1600,)),
+        ([0, 0, 1, 2, 3], 0.5, ()),
+        ([0, 1, 2, 3, 4], None, (0, 2242)),
+    ):
         these = partials.copy()
         for k, at in enumerate(bad):
             these[at] = (math.nan, math.inf)[k % 2]
@@ -1480,25 +1888,60 @@ def run(kernel, seed, device):
         of = np.zeros(len(owners), int) if groups is None else np.array(groups)[owners]
         wanted, firsts, limit = [], [], 20.0
         for g in range(count):
-            norm = math.sqrt(these[of == g].sum()) / (divisor or 1.0) if not np.isnan(these[of == g]).any() else math.nan
+            norm = (
+                math.sqrt(these[of == g].sum()) / (divisor or 1.0)
+                if not np.isnan(these[of == g]).any()
+                else math.nan
+            )
             scale = math.nan if math.isnan(norm) else min(1.0, limit / (norm + 1e-3))
-            wanted.append([scale, norm, math.nan if math.isinf(norm) else norm * scale, float(math.isfinite(norm))])
+            wanted.append(
+                [
+                    scale,
+                    norm,
+                    math.nan if math.isinf(norm) else norm * scale,
+                    float(math.isfinite(norm)),
+                ]
+            )
             wrong = [int(owners[i]) for i in np.flatnonzero(of == g) if not math.isfinite(these[i])]
             firsts.append(wrong[0] if wrong else -1)
-        verdicts, first = torch.full((count, 4), -9.0, device=device), torch.full((count,), -9, dtype=torch.int32, device=device)
-        kernel[count, 1024](verdicts, first, on(device, these), on(device, owners), None if groups is None else torch.tensor(groups, dtype=torch.int32, device=device),
-                            len(owners), torch.tensor([limit], dtype=torch.float64, device=device), 1e-3,
-                            None if divisor is None else torch.tensor([divisor], device=device))
+        verdicts, first = (
+            torch.full((count, 4), -9.0, device=device),
+            torch.full((count,), -9, dtype=torch.int32, device=device),
+        )
+        kernel[count, 1024](
+            verdicts,
+            first,
+            on(device, these),
+            on(device, owners),
+            None if groups is None else torch.tensor(groups, dtype=torch.int32, device=device),
+            len(owners),
+            torch.tensor([limit], dtype=torch.float64, device=device),
+            1e-3,
+            None if divisor is None else torch.tensor([divisor], device=device),
+        )
         what = f"groups {groups}, divisor {divisor}, bad rows {bad}"
-        yield Outcome(what, verdicts.cpu().nan_to_num(-7.0, -8.0), torch.tensor(wanted).nan_to_num(-7.0, -8.0), 1e-6)
-        yield Outcome(f"{what}: first bad tensor", first.cpu(), torch.tensor(firsts, dtype=torch.int32))
+        yield Outcome(
+            what,
+            verdicts.cpu().nan_to_num(-7.0, -8.0),
+            torch.tensor(wanted).nan_to_num(-7.0, -8.0),
+            1e-6,
+        )
+        yield Outcome(
+            f"{what}: first bad tensor", first.cpu(), torch.tensor(firsts, dtype=torch.int32)
+        )
 
 
 @ours("peers", "peers_sum")
 def run(kernel, seed, device):
     """A range of 3 chunks from row 2 of 6 on, by each of 3 ranks, and by one of 2; a chunk may hold what is not finite, or leave fp32's range when squared."""
     random, chunk, chunks, rows = rng(seed), 4096, 3, 6
-    for ranks, rank, bad in ((3, 0, ()), (3, 1, ((0, 1, math.inf), (2, 1, -math.inf))), (3, 2, ((1, 2, math.nan),)), (2, 1, ((1, 0, math.inf),)), (2, 0, ())):
+    for ranks, rank, bad in (
+        (3, 0, ()),
+        (3, 1, ((0, 1, math.inf), (2, 1, -math.inf))),
+        (3, 2, ((1, 2, math.nan),)),
+        (2, 1, ((1, 0, math.inf),)),
+        (2, 0, ()),
+    ):
         parts = torch.from_numpy(normal(random, ranks * chunks * chunk)).view(ranks, -1)
         parts[0, 17] = 1e25
         wrong = torch.zeros(ranks, rows, dtype=torch.int32)
@@ -1510,35 +1953,72 @@ def run(kernel, seed, device):
             want += part
         apart = chunks * chunk + 8
         others = torch.full((ranks - 1, apart), math.nan)
-        others[:, :chunks * chunk] = parts[[r for r in range(ranks) if r != rank]]
-        own, others, found = (t.to(device, copy=True) for t in (parts[rank], others, torch.zeros_like(wrong)))
+        others[:, : chunks * chunk] = parts[[r for r in range(ranks) if r != rank]]
+        own, others, found = (
+            t.to(device, copy=True) for t in (parts[rank], others, torch.zeros_like(wrong))
+        )
         partials = torch.full((rows,), -1.0, dtype=torch.float64, device=device)
-        kernel[chunks, kernel.bound](own, partials[2:], found.view(-1)[2:], others, rank, ranks, rows, apart // 4)
+        kernel[chunks, kernel.bound](
+            own, partials[2:], found.view(-1)[2:], others, rank, ranks, rows, apart // 4
+        )
         squares = want.double().square().view(chunks, chunk).sum(1)
         good, what = squares.isfinite(), f"rank {rank} of {ranks}, {len(bad)} bad"
-        yield Outcome(f"{what}: sums", own.cpu().nan_to_num(-7.0, 1e30, -1e30), want.nan_to_num(-7.0, 1e30, -1e30))
-        yield Outcome(f"{what}: squares, over the exact ones", partials.cpu()[2:5][good] / squares[good], torch.ones_like(squares[good]), 1e-6)
-        yield Outcome(f"{what}: squares of what is not finite, and beside the range", torch.cat([partials.cpu()[2:5][~good].isfinite().double(), partials.cpu()[[0, 1, 5]]]),
-                      torch.tensor([0.0] * int((~good).sum()) + [-1.0] * 3, dtype=torch.float64))
+        yield Outcome(
+            f"{what}: sums",
+            own.cpu().nan_to_num(-7.0, 1e30, -1e30),
+            want.nan_to_num(-7.0, 1e30, -1e30),
+        )
+        yield Outcome(
+            f"{what}: squares, over the exact ones",
+            partials.cpu()[2:5][good] / squares[good],
+            torch.ones_like(squares[good]),
+            1e-6,
+        )
+        yield Outcome(
+            f"{what}: squares of what is not finite, and beside the range",
+            torch.cat([partials.cpu()[2:5][~good].isfinite().double(), partials.cpu()[[0, 1, 5]]]),
+            torch.tensor([0.0] * int((~good).sum()) + [-1.0] * 3, dtype=torch.float64),
+        )
         yield Outcome(f"{what}: whose", found.cpu(), wrong)
 
 
 @ours("clip", "scale_v2")
 def run(kernel, seed, device):
-    verdicts = torch.tensor([[0.3, 1, 0.3, 1], [1, 0.5, 0.5, 1], [math.nan, math.nan, math.nan, 0], [0.7, 2, 1.4, 1]])
-    for groups, skip, grid, chosen in (([9, 9, 0, 1, 2, 0, 0, 3, 2, 3], 1, 3, 0), ([9, 9, 0, 1, 2, 0, 0, 3, 2, 3], 0, None, 0), (None, 0, None, 0), (None, 0, 2, 1),
-                                       (None, 1, 2, 2)):
+    verdicts = torch.tensor(
+        [[0.3, 1, 0.3, 1], [1, 0.5, 0.5, 1], [math.nan, math.nan, math.nan, 0], [0.7, 2, 1.4, 1]]
+    )
+    for groups, skip, grid, chosen in (
+        ([9, 9, 0, 1, 2, 0, 0, 3, 2, 3], 1, 3, 0),
+        ([9, 9, 0, 1, 2, 0, 0, 3, 2, 3], 0, None, 0),
+        (None, 0, None, 0),
+        (None, 0, 2, 1),
+        (None, 1, 2, 2),
+    ):
         tensors = _mixed_tensors(seed, device)
         chunks, packed = _tensors_of_clip(tensors)
         before = [None if t is None else t.cpu().clone() for t in tensors]
-        table = verdicts if groups else verdicts[chosen:chosen + 1]
-        kernel[grid or chunks, kernel.bound](table.to(device), None if groups is None else torch.tensor(groups, dtype=torch.int32, device=device), skip, 2, packed,
-                                             tensors=[t for t in tensors if t is not None])
+        table = verdicts if groups else verdicts[chosen : chosen + 1]
+        kernel[grid or chunks, kernel.bound](
+            table.to(device),
+            None if groups is None else torch.tensor(groups, dtype=torch.int32, device=device),
+            skip,
+            2,
+            packed,
+            tensors=[t for t in tensors if t is not None],
+        )
         for i, (t, old) in enumerate(zip(tensors, before)):
             if t is not None:
                 verdict = table[groups[2 + i] if groups else 0]
-                want = old if verdict[0] == 1 or skip and verdict[3] == 0 else (old.float() * verdict[0]).to(old.dtype)
-                yield Outcome(f"groups {groups}, skip {skip}, tensor {i}", t.cpu().nan_to_num(-7.0), want.nan_to_num(-7.0))
+                want = (
+                    old
+                    if verdict[0] == 1 or skip and verdict[3] == 0
+                    else (old.float() * verdict[0]).to(old.dtype)
+                )
+                yield Outcome(
+                    f"groups {groups}, skip {skip}, tensor {i}",
+                    t.cpu().nan_to_num(-7.0),
+                    want.nan_to_num(-7.0),
+                )
 
 
 @ours("adamw", "adamw_v1")
@@ -1552,7 +2032,9 @@ def run(kernel, seed, device):
         kernel[-(-n // 256), 256](*out, n, 0.25, 0.5, 0.25, 1e-3, 0.125, 3)
         w, g, m, v = (t.astype(np.float64) for t in (w, g, m, v))
         m, v = 0.5 * m + 0.5 * g, 0.25 * v + 0.75 * g * g
-        w = w * (1 - 0.25 * 0.125) - 0.25 / (1 - 0.5**3) * m / (np.sqrt(v) / math.sqrt(1 - 0.25**3) + 1e-3)
+        w = w * (1 - 0.25 * 0.125) - 0.25 / (1 - 0.5**3) * m / (
+            np.sqrt(v) / math.sqrt(1 - 0.25**3) + 1e-3
+        )
         for name, got, want in zip("wmv", (out[0], out[2], out[3]), (w, m, v)):
             yield Outcome(f"n = {n}, {name}", got.cpu().double(), torch.from_numpy(want), 1e-6)
 
@@ -1566,49 +2048,128 @@ def run(kernel, seed, device):
         yield Outcome(f"{count} numbers", out.cpu(), torch.tensor(values, dtype=torch.float64))
     out = torch.zeros(300, dtype=torch.float64, device=device)
     kernel[1, 32](out, 100, struct.pack("256d", *range(256)))
-    yield Outcome("with 32 threads", out.cpu()[:101], torch.tensor([*range(100), 0.0], dtype=torch.float64))
+    yield Outcome(
+        "with 32 threads", out.cpu()[:101], torch.tensor([*range(100), 0.0], dtype=torch.float64)
+    )
 
 
 @ours("adamw", "adamw_begin")
 def run(kernel, seed, device):
     def single(x):
         return float(np.float32(x))
+
     settings = [[0.01, 0.9, 0.999, 1e-8, 0.1, 1.0, 0, 0], [0.3, 0.5, 0.25, 1e-3, 0.0, -1.0, 0, 0]]
     numbers, of, counts = [2, 0, 5, 1], [0, 1, 1, 0], [0.0, 6.0, 2.0**20, 1.0]
     good, bad = [0.5, 2.0, 1.0, 1.0], [math.nan, math.nan, math.nan, 0.0]
-    cases = {                       # verdicts, first bad tensor of each, groups, skip, divisor, found_inf, count_it
+    cases = {  # verdicts, first bad tensor of each, groups, skip, divisor, found_inf, count_it
         "no norm": (None, None, None, 0, None, None, 1),
         "clipped and divided": ([good], [-1], None, 1, 4.0, 0.0, 1),
         "second launch of a step": ([good], [-1], None, 1, None, None, 0),
-        "a bad group": ([good, bad, bad, good, good, good], [-1, 4, 3, -1, -1, -1], [0, 1, 2, 3, 4, 5], 1, None, None, 1),
-        "the last of many": ([good] * 299 + [bad], [-1] * 299 + [8], [0, 1, 2, 3, 4, 299], 1, None, 0.0, 1),
-        "bad, and let through": ([good, bad, good, good, good, good], [-1, 4, -1, -1, -1, -1], [0, 2, 2, 3, 4, 5], 0, None, None, 1),
+        "a bad group": (
+            [good, bad, bad, good, good, good],
+            [-1, 4, 3, -1, -1, -1],
+            [0, 1, 2, 3, 4, 5],
+            1,
+            None,
+            None,
+            1,
+        ),
+        "the last of many": (
+            [good] * 299 + [bad],
+            [-1] * 299 + [8],
+            [0, 1, 2, 3, 4, 299],
+            1,
+            None,
+            0.0,
+            1,
+        ),
+        "bad, and let through": (
+            [good, bad, good, good, good, good],
+            [-1, 4, -1, -1, -1, -1],
+            [0, 2, 2, 3, 4, 5],
+            0,
+            None,
+            None,
+            1,
+        ),
         "found by someone else": ([good], [-1], None, 0, None, 1.0, 1),
     }
     for what, (verdicts, firsts, groups, skip, divisor, found_inf, count_it) in cases.items():
         steps = torch.tensor(counts, device=device)
         record = torch.tensor([3, 1, 2, 9], dtype=torch.int32, device=device)
         coefficients = torch.full((256, 10), -3.0, device=device)
-        packed = struct.pack("256Q256i256H", *[steps[i:].data_ptr() for i in range(4)], *[0] * 252, *numbers, *[-1] * 252, *of, *[0] * 252)
-        numbered = [None if x is None else torch.tensor(x, dtype=dtype, device=device) for x, dtype in (
-            (verdicts, torch.float32), (firsts, torch.int32), (groups, torch.int32))]
-        kernel[1, 256](coefficients, torch.tensor(settings, dtype=torch.float64, device=device).flatten(), *numbered, len(verdicts or ()), skip,
-                       None if divisor is None else torch.tensor([divisor], device=device),
-                       None if found_inf is None else torch.tensor([found_inf], device=device), record, count_it, packed, tensors=[steps])
+        packed = struct.pack(
+            "256Q256i256H",
+            *[steps[i:].data_ptr() for i in range(4)],
+            *[0] * 252,
+            *numbers,
+            *[-1] * 252,
+            *of,
+            *[0] * 252,
+        )
+        numbered = [
+            None if x is None else torch.tensor(x, dtype=dtype, device=device)
+            for x, dtype in (
+                (verdicts, torch.float32),
+                (firsts, torch.int32),
+                (groups, torch.int32),
+            )
+        ]
+        kernel[1, 256](
+            coefficients,
+            torch.tensor(settings, dtype=torch.float64, device=device).flatten(),
+            *numbered,
+            len(verdicts or ()),
+            skip,
+            None if divisor is None else torch.tensor([divisor], device=device),
+            None if found_inf is None else torch.tensor([found_inf], device=device),
+            record,
+            count_it,
+            packed,
+            tensors=[steps],
+        )
         skipped = bool(found_inf) or bool(skip and verdicts and bad in verdicts)
         after = [c + (not skipped) for c in counts]
         first = next((f for v, f in zip(verdicts or (), firsts or ()) if v is bad), -1)
         yield Outcome(f"{what}: counts", steps.cpu(), torch.tensor(after))
-        yield Outcome(f"{what}: record", record.cpu(), torch.tensor([3 + count_it, *((2, 4, first) if skipped and count_it else (1, 2, 9))], dtype=torch.int32))
+        yield Outcome(
+            f"{what}: record",
+            record.cpu(),
+            torch.tensor(
+                [3 + count_it, *((2, 4, first) if skipped and count_it else (1, 2, 9))],
+                dtype=torch.int32,
+            ),
+        )
         rows = []
         for number, group, taken in zip(numbers, of, after):
             lr, beta1, beta2, eps, decay, sign = settings[group][:6]
-            factor = sign * (1.0 if verdicts is None else verdicts[groups[number] if groups else 0][0]) / (divisor or 1.0)
-            rows.append([factor, 1 - lr * decay, lr / (1 - beta1**taken) if taken else math.inf, 1 / math.sqrt(single(1 - beta2**taken)) if taken else math.inf,
-                         eps, beta2, 1 - beta1, 1 - beta2, float(skipped), taken])
+            factor = (
+                sign
+                * (1.0 if verdicts is None else verdicts[groups[number] if groups else 0][0])
+                / (divisor or 1.0)
+            )
+            rows.append(
+                [
+                    factor,
+                    1 - lr * decay,
+                    lr / (1 - beta1**taken) if taken else math.inf,
+                    1 / math.sqrt(single(1 - beta2**taken)) if taken else math.inf,
+                    eps,
+                    beta2,
+                    1 - beta1,
+                    1 - beta2,
+                    float(skipped),
+                    taken,
+                ]
+            )
         want = torch.tensor(rows, dtype=torch.float64).nan_to_num(-7.0, -8.0)
         got = coefficients.cpu()[:4].double().nan_to_num(-7.0, -8.0)
-        yield Outcome(f"{what}: coefficients, over the exact ones", torch.where(want == 0, got, got / want), (want != 0).double(), 1e-6)
+        yield Outcome(
+            f"{what}: coefficients, over the exact ones",
+            torch.where(want == 0, got, got / want),
+            (want != 0).double(),
+            1e-6,
+        )
         yield Outcome(f"{what}: unused rows", coefficients.cpu()[4:], torch.full((252, 10), -3.0))
 
 
@@ -1623,6 +2184,7 @@ TENSORS, SEED = ("weight", "gradient", "m", "v", "vmax", "copy"), 2**52 + 12345
 def _updated(c, old, number, clear, amsgrad, stochastic):
     """Weight, gradient, m, v, vmax and copy (or None) after a step with these coefficients: the kernel's own operations, in numpy."""
     from gpuaccel.ops.adamw import reference_random_bits, reference_round
+
     w, g, m, v, vmax = (t.float().numpy() for t in old[:5])
     dtype, new = old[0].dtype, [*old]
     if not c[8]:
@@ -1630,11 +2192,21 @@ def _updated(c, old, number, clear, amsgrad, stochastic):
         m = _fma(c[6], g - m, m)
         v = _fma(c[7] * g, g, c[5] * v)
         vmax = np.maximum(vmax, v) if amsgrad else vmax
-        exact = torch.from_numpy(_fma(-c[2], m / _fma(np.sqrt(vmax if amsgrad else v), c[3], c[4]), w))
-        rounded = reference_round(exact, reference_random_bits(SEED, number, len(w), int(c[9]))) if stochastic else exact.bfloat16()
-        new = [(rounded if old[5] is None else exact.bfloat16()) if dtype == torch.bfloat16 else exact, old[1],
-               *[torch.from_numpy(t).to(dtype) for t in (m, v)], torch.from_numpy(vmax).to(dtype) if amsgrad else old[4],
-               rounded if old[5] is not None else None]
+        exact = torch.from_numpy(
+            _fma(-c[2], m / _fma(np.sqrt(vmax if amsgrad else v), c[3], c[4]), w)
+        )
+        rounded = (
+            reference_round(exact, reference_random_bits(SEED, number, len(w), int(c[9])))
+            if stochastic
+            else exact.bfloat16()
+        )
+        new = [
+            (rounded if old[5] is None else exact.bfloat16()) if dtype == torch.bfloat16 else exact,
+            old[1],
+            *[torch.from_numpy(t).to(dtype) for t in (m, v)],
+            torch.from_numpy(vmax).to(dtype) if amsgrad else old[4],
+            rounded if old[5] is not None else None,
+        ]
     if clear:
         new[1] = torch.zeros_like(old[1])
     return new
@@ -1643,33 +2215,73 @@ def _updated(c, old, number, clear, amsgrad, stochastic):
 @ours("adamw", "adamw_v2")
 def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
     """Every bit, by the same operations in numpy. Tensors of all kinds: with a tail, at an odd address, with a copy, cleared or not, skipped."""
-    random, dtype, grad_dtype = rng(seed), {"float": torch.float32, "bf16": torch.bfloat16}[PARAM_T], _grad_dtype(kernel)
+    random, dtype, grad_dtype = (
+        rng(seed),
+        {"float": torch.float32, "bf16": torch.bfloat16}[PARAM_T],
+        _grad_dtype(kernel),
+    )
     #         elements, elements before it, copy, clear, skip
-    kinds = ((5, 0, False, True, False), (4096, 0, True, True, False), (4097, 0, False, False, False), (4200, 1, True, False, False),
-             (4096, 0, False, True, True), (300, 0, True, False, True))
+    kinds = (
+        (5, 0, False, True, False),
+        (4096, 0, True, True, False),
+        (4097, 0, False, False, False),
+        (4200, 1, True, False, False),
+        (4096, 0, False, True, True),
+        (300, 0, True, False, True),
+    )
     coefficients, jobs = np.zeros((len(kinds), 10), np.float32), []
     for i, (n, skip, copied, clear, held) in enumerate(kinds):
         coefficients[i] = (0.5 - i, 0.9, 0.1 * (i + 1), 3.0, 1e-3, 0.75, 0.1, 0.25, held, 5 + i)
         tensors = [torch.from_numpy(normal(random, n + skip)) for _ in range(3)]
         tensors += [torch.from_numpy(np.square(normal(random, n + skip))) for _ in range(2)]
-        tensors = [t.to(d).to(device, copy=True)[skip:] for t, d in zip(tensors, (dtype, grad_dtype, dtype, dtype, dtype))]
-        copy = torch.full((n + skip,), 7.0, dtype=torch.bfloat16, device=device)[skip:] if copied else None
+        tensors = [
+            t.to(d).to(device, copy=True)[skip:]
+            for t, d in zip(tensors, (dtype, grad_dtype, dtype, dtype, dtype))
+        ]
+        copy = (
+            torch.full((n + skip,), 7.0, dtype=torch.bfloat16, device=device)[skip:]
+            if copied
+            else None
+        )
         jobs.append((*tensors, copy))
-    order = list(range(len(kinds)))[::-1]                                          # places among the coefficients
+    order = list(range(len(kinds)))[::-1]  # places among the coefficients
     table = torch.from_numpy(coefficients[order].copy()).to(device).contiguous()
     chunks = [-(-n // 4096) for n, *_ in kinds]
     first, rest = [0, *np.cumsum(chunks).tolist()], [0] * (60 - len(kinds))
 
     def addresses(k):
         return [*[0 if j[k] is None else j[k].data_ptr() for j in jobs], *rest]
-    packed = struct.pack("=360Q61i120i120H4x", *addresses(0), *addresses(1), *addresses(2), *addresses(3), *(addresses(4) if AMSGRAD else [0] * 60), *addresses(5),
-                         *first, *[first[-1]] * len(rest), *[10 + i for i in range(len(kinds))], *rest, *order, *rest,
-                         *[(n - 1) % 4096 + 1 for n, *_ in kinds], *rest, *[int(clear) for _, _, _, clear, _ in kinds], *rest)
+
+    packed = struct.pack(
+        "=360Q61i120i120H4x",
+        *addresses(0),
+        *addresses(1),
+        *addresses(2),
+        *addresses(3),
+        *(addresses(4) if AMSGRAD else [0] * 60),
+        *addresses(5),
+        *first,
+        *[first[-1]] * len(rest),
+        *[10 + i for i in range(len(kinds))],
+        *rest,
+        *order,
+        *rest,
+        *[(n - 1) % 4096 + 1 for n, *_ in kinds],
+        *rest,
+        *[int(clear) for _, _, _, clear, _ in kinds],
+        *rest,
+    )
     before = [[None if t is None else t.cpu().clone() for t in j] for j in jobs]
-    kernel[4, kernel.bound](table, torch.tensor([SEED], dtype=torch.float64, device=device) if STOCHASTIC else None, packed,
-                            tensors=[t for j in jobs for t in j if t is not None])
+    kernel[4, kernel.bound](
+        table,
+        torch.tensor([SEED], dtype=torch.float64, device=device) if STOCHASTIC else None,
+        packed,
+        tensors=[t for j in jobs for t in j if t is not None],
+    )
     for i, (job, old, (_, _, _, clear, _)) in enumerate(zip(jobs, before, kinds)):
-        for name, got, want in zip(TENSORS, job, _updated(coefficients[i], old, 10 + i, clear, AMSGRAD, STOCHASTIC)):
+        for name, got, want in zip(
+            TENSORS, job, _updated(coefficients[i], old, 10 + i, clear, AMSGRAD, STOCHASTIC)
+        ):
             if got is not None:
                 yield Outcome(f"tensor {i}, {name}", got.cpu(), want)
 
@@ -1677,26 +2289,61 @@ def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
 @ours("adamw", "adamw_v3")
 def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
     """An arena of six tensors, of which a launch takes the second to the fifth; behind their ends zeros, which stay."""
-    random, dtype, grad_dtype = rng(seed), {"float": torch.float32, "bf16": torch.bfloat16}[PARAM_T], _grad_dtype(kernel)
+    random, dtype, grad_dtype = (
+        rng(seed),
+        {"float": torch.float32, "bf16": torch.bfloat16}[PARAM_T],
+        _grad_dtype(kernel),
+    )
     sizes, helds, ahead = (7, 4096, 5000, 3, 4097, 9), (False, False, False, True, False, False), 1
     padded = [-(-n // 4096) for n in sizes]
     starts = np.cumsum([0, *padded])
-    chunks = [(i, min(4096, n - 4096 * k), k, starts[i] + k) for i, n in enumerate(sizes) for k in range(padded[i])]
+    chunks = [
+        (i, min(4096, n - 4096 * k), k, starts[i] + k)
+        for i, n in enumerate(sizes)
+        for k in range(padded[i])
+    ]
     used = np.zeros(4096 * len(chunks), bool)
     for n, at in zip(sizes, starts):
-        used[4096 * at:4096 * at + n] = True
-    flats = [torch.from_numpy(normal(random, len(used)) * used) for _ in range(3)] + [torch.from_numpy(np.square(normal(random, len(used))) * used) for _ in range(2)]
+        used[4096 * at : 4096 * at + n] = True
+    flats = [torch.from_numpy(normal(random, len(used)) * used) for _ in range(3)] + [
+        torch.from_numpy(np.square(normal(random, len(used))) * used) for _ in range(2)
+    ]
     flats = [t.to(d) for t, d in zip(flats, (dtype, grad_dtype, dtype, dtype, dtype))]
-    coefficients = np.array([(0.5 - i, 0.9, 0.1 * (i + 1), 3.0, 1e-3, 0.75, 0.1, 0.25, helds[i], 5 + i) for i in range(len(sizes))], np.float32)
+    coefficients = np.array(
+        [
+            (0.5 - i, 0.9, 0.1 * (i + 1), 3.0, 1e-3, 0.75, 0.1, 0.25, helds[i], 5 + i)
+            for i in range(len(sizes))
+        ],
+        np.float32,
+    )
     for copied in (True, False):
         flat = [*flats, (7 * torch.from_numpy(used)).bfloat16() if copied else None]
         there = [None if t is None else t.to(device, copy=True) for t in flat]
-        kernel[3, kernel.bound](torch.from_numpy(coefficients[ahead:5].copy()).to(device), torch.tensor([SEED], dtype=torch.float64, device=device) if STOCHASTIC else None,
-                                *there[:4], there[4] if AMSGRAD else None, there[5], on(device, np.array(chunks, np.int32)), int(starts[1]), int(starts[5]), ahead)
+        kernel[3, kernel.bound](
+            torch.from_numpy(coefficients[ahead:5].copy()).to(device),
+            torch.tensor([SEED], dtype=torch.float64, device=device) if STOCHASTIC else None,
+            *there[:4],
+            there[4] if AMSGRAD else None,
+            there[5],
+            on(device, np.array(chunks, np.int32)),
+            int(starts[1]),
+            int(starts[5]),
+            ahead,
+        )
         want = [None if t is None else t.clone() for t in flat]
         for i in range(1, 5):
             here = slice(4096 * starts[i], 4096 * starts[i] + sizes[i])
-            for t, new in zip(want, _updated(coefficients[i], [None if t is None else t[here] for t in flat], i, True, AMSGRAD, STOCHASTIC)):
+            for t, new in zip(
+                want,
+                _updated(
+                    coefficients[i],
+                    [None if t is None else t[here] for t in flat],
+                    i,
+                    True,
+                    AMSGRAD,
+                    STOCHASTIC,
+                ),
+            ):
                 if t is not None:
                     t[here] = new
         for name, got, new in zip(TENSORS, there, want):
@@ -1706,13 +2353,18 @@ def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
 
 # ---- segments and encoder: the places and sums they should give, in plain Python and numpy ----
 
-OUT_OF_RANGE = 1 << 31                            # in a position
-_ROUNDING = struct.Struct("QQii").pack            # seed, address of what is added to the step, step, micro-batch
+OUT_OF_RANGE = 1 << 31  # in a position
+_ROUNDING = struct.Struct(
+    "QQii"
+).pack  # seed, address of what is added to the step, step, micro-batch
 
 
 def _pairs_of(tokens, vocab, left_out):
     """(position, token) in the order of segments.cu. A token out of range counts as token 0, one that is left out comes last."""
-    pairs = [(i, vocab if t == left_out else t) if 0 <= t < vocab else (i | OUT_OF_RANGE, 0) for i, t in enumerate(tokens)]
+    pairs = [
+        (i, vocab if t == left_out else t) if 0 <= t < vocab else (i | OUT_OF_RANGE, 0)
+        for i, t in enumerate(tokens)
+    ]
     return sorted(pairs, key=lambda pair: pair[1])
 
 
@@ -1723,7 +2375,15 @@ def _pieces_of(pairs, vocab):
         rows = len(list(run))
         for nth in range(rows):
             left = min(rows - nth, 32)
-            kinds.append(0 if nth % 32 or token == vocab else left if rows <= 32 else -rows if nth == 0 else 32 + left)
+            kinds.append(
+                0
+                if nth % 32 or token == vocab
+                else left
+                if rows <= 32
+                else -rows
+                if nth == 0
+                else 32 + left
+            )
     return kinds
 
 
@@ -1733,19 +2393,38 @@ def _as_int32(pairs):
 
 def _some_tokens(random, n, vocab, TOKEN_T):
     """Few and many of a kind, three of them out of range."""
-    tokens = np.where(random.random(n) < 0.5, random.integers(0, 5, n), random.integers(0, vocab, n))
-    tokens[n // 2::n // 2 + 1], tokens[n // 3::n] = -5, vocab
-    tokens[n // 4::n] = 2**31 - 1 if TOKEN_T == "int" else 2**40
+    tokens = np.where(
+        random.random(n) < 0.5, random.integers(0, 5, n), random.integers(0, vocab, n)
+    )
+    tokens[n // 2 :: n // 2 + 1], tokens[n // 3 :: n] = -5, vocab
+    tokens[n // 4 :: n] = 2**31 - 1 if TOKEN_T == "int" else 2**40
     return tokens
 
 
 def _passes(seed, TOKEN_T, BITS, KEYS):
     """(what, tokens or None, pairs or None, n, vocab, left_out, shift, the pairs that this pass finds, its tile) of the first and a later pass."""
     random, tile = rng(seed), 256 * KEYS
-    for n, vocab, left_out in ((1, 1, -1), (tile, 700, 3), (2 * tile + 77, 70_000, -1), (tile + 33, 300, 299)):
+    for n, vocab, left_out in (
+        (1, 1, -1),
+        (tile, 700, 3),
+        (2 * tile + 77, 70_000, -1),
+        (tile + 33, 300, 299),
+    ):
         tokens = _some_tokens(random, n, vocab, TOKEN_T) if n > 1 else np.zeros(1, int)
-        found = sorted(_pairs_of(tokens.tolist(), vocab, left_out), key=lambda pair: pair[0] % OUT_OF_RANGE)       # as they come
-        yield f"n = {n}, first pass", torch.from_numpy(tokens).to(torch.int32 if TOKEN_T == "int" else torch.int64), None, n, vocab, left_out, 0, found, tile
+        found = sorted(
+            _pairs_of(tokens.tolist(), vocab, left_out), key=lambda pair: pair[0] % OUT_OF_RANGE
+        )  # as they come
+        yield (
+            f"n = {n}, first pass",
+            torch.from_numpy(tokens).to(torch.int32 if TOKEN_T == "int" else torch.int64),
+            None,
+            n,
+            vocab,
+            left_out,
+            0,
+            found,
+            tile,
+        )
         later = sorted(found, key=lambda pair: pair[1] % 2**BITS)
         yield f"n = {n}, second pass", None, _as_int32(later), n, vocab, left_out, BITS, later, tile
 
@@ -1753,32 +2432,74 @@ def _passes(seed, TOKEN_T, BITS, KEYS):
 def _digits(pairs, shift, bits, tile):
     """(blocks, 2^bits) int32: how often each digit occurs in each tile."""
     digits = (np.array([token for _, token in pairs]) >> shift) % 2**bits
-    return torch.from_numpy(np.stack([np.bincount(digits[i:i + tile], minlength=2**bits) for i in range(0, len(digits), tile)])).int()
+    return torch.from_numpy(
+        np.stack(
+            [
+                np.bincount(digits[i : i + tile], minlength=2**bits)
+                for i in range(0, len(digits), tile)
+            ]
+        )
+    ).int()
 
 
 @ours("segments", "segments_count")
 def run(kernel, seed, device, TOKEN_T="long long", BITS=8, KEYS=4):
-    for what, tokens, pairs, n, vocab, left_out, shift, found, tile in _passes(seed, TOKEN_T, BITS, KEYS):
+    for what, tokens, pairs, n, vocab, left_out, shift, found, tile in _passes(
+        seed, TOKEN_T, BITS, KEYS
+    ):
         counts = torch.full((-(-n // tile), 2**BITS), -1, dtype=torch.int32, device=device)
-        kernel[len(counts), 256](counts, *[None if t is None else t.to(device) for t in (tokens, pairs)], n, vocab, left_out, shift)
+        kernel[len(counts), 256](
+            counts,
+            *[None if t is None else t.to(device) for t in (tokens, pairs)],
+            n,
+            vocab,
+            left_out,
+            shift,
+        )
         yield Outcome(what, counts.cpu(), _digits(found, shift, BITS, tile))
 
 
 @ours("segments", "segments_scatter")
 def run(kernel, seed, device, TOKEN_T="long long", BITS=8, KEYS=4):
-    for what, tokens, pairs, n, vocab, left_out, shift, found, tile in _passes(seed, TOKEN_T, BITS, KEYS):
-        out, counts = torch.full((n, 2), -1, dtype=torch.int32, device=device), _digits(found, shift, BITS, tile).to(device)
-        kernel[len(counts), 256](out, counts, *[None if t is None else t.to(device) for t in (tokens, pairs)], n, vocab, left_out, shift)
-        yield Outcome(what, out.cpu(), _as_int32(sorted(found, key=lambda pair: (pair[1] >> shift) % 2**BITS)))
+    for what, tokens, pairs, n, vocab, left_out, shift, found, tile in _passes(
+        seed, TOKEN_T, BITS, KEYS
+    ):
+        out, counts = (
+            torch.full((n, 2), -1, dtype=torch.int32, device=device),
+            _digits(found, shift, BITS, tile).to(device),
+        )
+        kernel[len(counts), 256](
+            out,
+            counts,
+            *[None if t is None else t.to(device) for t in (tokens, pairs)],
+            n,
+            vocab,
+            left_out,
+            shift,
+        )
+        yield Outcome(
+            what, out.cpu(), _as_int32(sorted(found, key=lambda pair: (pair[1] >> shift) % 2**BITS))
+        )
 
 
 @ours("segments", "segments_pieces")
 def run(kernel, seed, device):
-    for vocab, left_out, runs in ((1, -1, [1]), (9, 7, [31, 32, 33, 0, 64, 65, 1, 5, 300]), (300, -1, [0] * 40 + [128] + [1] * 255 + [0] * 4), (2, 1, [0, 40])):
-        pairs = _pairs_of(rng(seed).permutation(np.repeat(np.arange(len(runs)), runs)).tolist(), vocab, left_out)
+    for vocab, left_out, runs in (
+        (1, -1, [1]),
+        (9, 7, [31, 32, 33, 0, 64, 65, 1, 5, 300]),
+        (300, -1, [0] * 40 + [128] + [1] * 255 + [0] * 4),
+        (2, 1, [0, 40]),
+    ):
+        pairs = _pairs_of(
+            rng(seed).permutation(np.repeat(np.arange(len(runs)), runs)).tolist(), vocab, left_out
+        )
         pieces = torch.full((len(pairs),), -9999, dtype=torch.int32, device=device)
         kernel[-(-len(pairs) // 256), 256](pieces, _as_int32(pairs).to(device), len(pairs), vocab)
-        yield Outcome(f"runs of {runs[:8]}", pieces.cpu(), torch.tensor(_pieces_of(pairs, vocab), dtype=torch.int32))
+        yield Outcome(
+            f"runs of {runs[:8]}",
+            pieces.cpu(),
+            torch.tensor(_pieces_of(pairs, vocab), dtype=torch.int32),
+        )
 
 
 def _finite(t):
@@ -1788,26 +2509,56 @@ def _finite(t):
 
 @ours("encoder", "encoder_forward")
 def run(kernel, seed, device, TOKEN_T="long long", PARAM_T="float", WHOLE=0):
-    random, dtype, huge = rng(seed), {"float": torch.float32, "bf16": torch.bfloat16}[PARAM_T], (2**31 - 1, -2**31) if TOKEN_T == "int" else (2**40, -2**40)
-    for B, T, C, V, wrong in ((1, 1, 4, 2, ()), (3, 7, 132 if WHOLE else 130, 11, (12, 2**31 - 1)), (5, 13, 8 if WHOLE else 3, 4, (-1, *huge, 4)),
-                              (2, 9, 4, 3, huge)):
+    random, dtype, huge = (
+        rng(seed),
+        {"float": torch.float32, "bf16": torch.bfloat16}[PARAM_T],
+        (2**31 - 1, -(2**31)) if TOKEN_T == "int" else (2**40, -(2**40)),
+    )
+    for B, T, C, V, wrong in (
+        (1, 1, 4, 2, ()),
+        (3, 7, 132 if WHOLE else 130, 11, (12, 2**31 - 1)),
+        (5, 13, 8 if WHOLE else 3, 4, (-1, *huge, 4)),
+        (2, 9, 4, 3, huge),
+    ):
         tokens = random.integers(0, V, B * T)
-        tokens[random.permutation(B * T)[:len(wrong)]] = wrong
-        tokens[-1] = V - 1                                                             # the last row of all
+        tokens[random.permutation(B * T)[: len(wrong)]] = wrong
+        tokens[-1] = V - 1  # the last row of all
         wte, wpe = (torch.from_numpy(normal(random, rows, C)).to(dtype) for rows in (V, T))
         bad = np.flatnonzero((tokens < 0) | (tokens >= V))
         for there, before in ((True, 0), (False, 3)):
-            out, invalid = torch.full((B * T, C), 5.0, dtype=dtype, device=device), torch.tensor([before, 7, 8], device=device)
-            kernel[-(-B * T // 4), 128](out, torch.from_numpy(tokens).to(device, torch.int32 if TOKEN_T == "int" else torch.int64), wte.to(device),
-                                        wpe.to(device) if there else None, invalid, B * T, T, C, V)
+            out, invalid = (
+                torch.full((B * T, C), 5.0, dtype=dtype, device=device),
+                torch.tensor([before, 7, 8], device=device),
+            )
+            kernel[-(-B * T // 4), 128](
+                out,
+                torch.from_numpy(tokens).to(
+                    device, torch.int32 if TOKEN_T == "int" else torch.int64
+                ),
+                wte.to(device),
+                wpe.to(device) if there else None,
+                invalid,
+                B * T,
+                T,
+                C,
+                V,
+            )
             want = wte[np.where((tokens < 0) | (tokens >= V), 0, tokens)]
             want = want + wpe.repeat(B, 1) if there else want.clone()
             want[bad] = math.nan
             yield Outcome(f"B, T, C, V = {B, T, C, V}, wpe {there}", _finite(out), _finite(want))
             # One of them leaves its place, whichever comes first; those of later batches are only counted.
             count, *named = invalid.tolist()
-            may = [[7, 8]] if before or not len(bad) else [[(int(row) << 32) + T, int(tokens[row])] for row in bad]
-            yield Outcome(f"B, T, C, V = {B, T, C, V}, tokens out of range", torch.tensor([count, named in may]), torch.tensor([before + len(bad), True]))
+            may = (
+                [[7, 8]]
+                if before or not len(bad)
+                else [[(int(row) << 32) + T, int(tokens[row])] for row in bad]
+            )
+            yield Outcome(
+                f"B, T, C, V = {B, T, C, V}, tokens out of range",
+                torch.tensor([count, named in may]),
+                torch.tensor([before + len(bad), True]),
+            )
 
 
 @ours("encoder", "encoder_backward_v1")
@@ -1817,9 +2568,19 @@ def run(kernel, seed, device):
     for B, T, C, V in ((1, 1, 1, 1), (3, 21, 5, 4)):
         tokens = random.integers(-1, V + 1, B * T) if V > 1 else np.zeros(1, int)
         dout = torch.from_numpy(random.integers(-8, 9, (B * T, C))).float()
-        dwte, dwpe = (torch.from_numpy(random.integers(-8, 9, (rows, C))).float() for rows in (V, T))
+        dwte, dwpe = (
+            torch.from_numpy(random.integers(-8, 9, (rows, C))).float() for rows in (V, T)
+        )
         there = [t.to(device, copy=True) for t in (dwte, dwpe)]
-        kernel[-(-B * T * C // 256), 256](*there, dout.to(device, _grad_dtype(kernel)), torch.from_numpy(tokens).to(device), B * T, T, C, V)
+        kernel[-(-B * T * C // 256), 256](
+            *there,
+            dout.to(device, _grad_dtype(kernel)),
+            torch.from_numpy(tokens).to(device),
+            B * T,
+            T,
+            C,
+            V,
+        )
         for i, token in enumerate(tokens):
             if 0 <= token < V:
                 dwte[token] += dout[i]
@@ -1831,10 +2592,16 @@ def run(kernel, seed, device):
 def _into(sums, at, total, which, STOCHASTIC):
     """sums[at] += total (numpy, fp32), rounded as the kernels round; `which` tensor: 0 wte, 1 wpe."""
     from gpuaccel.ops.adamw import reference_random_bits, reference_round
+
     value = sums[at].float() + torch.from_numpy(total)
     if STOCHASTIC:
         wide = -(-sums.shape[1] // 4) * 4
-        value = reference_round(value, reference_random_bits(SEED, 2**31 + 2 * 3 + which, len(sums) * wide, 9).view(-1, wide)[at, :sums.shape[1]])
+        value = reference_round(
+            value,
+            reference_random_bits(SEED, 2**31 + 2 * 3 + which, len(sums) * wide, 9).view(-1, wide)[
+                at, : sums.shape[1]
+            ],
+        )
     sums[at] = value.to(sums.dtype)
 
 
@@ -1847,20 +2614,39 @@ def _rounding(device, STOCHASTIC):
 @ours("encoder", "encoder_backward_v2")
 def run(kernel, seed, device, ACC_T="float", STOCHASTIC=0):
     """llm.c's order: warp w has rows w, w + 8, ..., then the warps' sums in order, then what stood there."""
-    random, dtype, lanes = rng(seed), {"float": torch.float32, "bf16": torch.bfloat16}[ACC_T], 32 if _grad_dtype(kernel) == torch.float32 else 64
+    random, dtype, lanes = (
+        rng(seed),
+        {"float": torch.float32, "bf16": torch.bfloat16}[ACC_T],
+        32 if _grad_dtype(kernel) == torch.float32 else 64,
+    )
     for C, counts in ((8, [1, 0, 7]), (264, [8, 9, 1, 70])):
         rows = np.split(random.permutation(sum(counts)), np.cumsum(counts)[:-1])
         start = np.cumsum([0, *counts])
-        buckets = [(start[v], n, v, group) for v, n in enumerate(counts) if n for group in range(-(-C // (4 * lanes)))]
+        buckets = [
+            (start[v], n, v, group)
+            for v, n in enumerate(counts)
+            if n
+            for group in range(-(-C // (4 * lanes)))
+        ]
         dout = torch.from_numpy(normal(random, sum(counts), C)).to(_grad_dtype(kernel))
         dwte = torch.from_numpy(normal(random, len(counts), C)).to(dtype)
         there, (rounding, later) = dwte.to(device, copy=True), _rounding(device, STOCHASTIC)
-        kernel[len(buckets), 256](there, dout.to(device), on(device, random.permutation(np.array(buckets, np.int32))),
-                                  on(device, np.concatenate([np.sort(r) for r in rows]).astype(np.int32)), C, rounding, tensors=[later])
+        kernel[len(buckets), 256](
+            there,
+            dout.to(device),
+            on(device, random.permutation(np.array(buckets, np.int32))),
+            on(device, np.concatenate([np.sort(r) for r in rows]).astype(np.int32)),
+            C,
+            rounding,
+            tensors=[later],
+        )
         for v, r in enumerate(rows):
             if len(r):
                 x = dout.float().numpy()[np.sort(r)]
-                warps = [functools.reduce(np.add, x[w::8], np.zeros(C, np.float32)) for w in range(min(8, len(r)))]
+                warps = [
+                    functools.reduce(np.add, x[w::8], np.zeros(C, np.float32))
+                    for w in range(min(8, len(r)))
+                ]
                 _into(dwte, v, functools.reduce(np.add, warps), 0, STOCHASTIC)
         yield Outcome(f"C = {C}", there.cpu(), dwte)
 
@@ -1879,8 +2665,18 @@ def _runs(seed, WHOLE, dtype, grad_dtype):
         x, sums = dout.float().numpy(), {}
         for place, (_, token) in enumerate(pairs):
             if token < len(runs) and token not in sums:
-                rows = np.stack([np.full(C, math.nan, np.float32) if i & OUT_OF_RANGE else x[i] for i, t in pairs if t == token])
-                sums[token] = place, len(rows), [functools.reduce(np.add, rows[i:i + 32]) for i in range(0, len(rows), 32)]
+                rows = np.stack(
+                    [
+                        np.full(C, math.nan, np.float32) if i & OUT_OF_RANGE else x[i]
+                        for i, t in pairs
+                        if t == token
+                    ]
+                )
+                sums[token] = (
+                    place,
+                    len(rows),
+                    [functools.reduce(np.add, rows[i : i + 32]) for i in range(0, len(rows), 32)],
+                )
         yield C, pairs, _pieces_of(pairs, len(runs)), dout, dwte, sums
 
 
@@ -1895,27 +2691,61 @@ def _partials(sums, n, C):
 
 @ours("encoder", "encoder_backward_v3")
 def run(kernel, seed, device, WHOLE=0, QUADS=1, ACC_T="float", STOCHASTIC=0, BY_COUNT=0):
-    for C, pairs, pieces, dout, dwte, sums in _runs(seed, WHOLE, {"float": torch.float32, "bf16": torch.bfloat16}[ACC_T], _grad_dtype(kernel)):
-        n, (rounding, later), there = len(pairs), _rounding(device, STOCHASTIC), dwte.to(device, copy=True)
+    for C, pairs, pieces, dout, dwte, sums in _runs(
+        seed, WHOLE, {"float": torch.float32, "bf16": torch.bfloat16}[ACC_T], _grad_dtype(kernel)
+    ):
+        n, (rounding, later), there = (
+            len(pairs),
+            _rounding(device, STOCHASTIC),
+            dwte.to(device, copy=True),
+        )
         partials = torch.full((2 * -(-n // 32), -(-C // 4) * 4), math.nan, device=device)
-        kernel[(-(-n // 128), -(-C // (128 * QUADS))), 128](there, partials, dout.to(device), _as_int32(pairs).to(device),
-                                                            torch.tensor(pieces, dtype=torch.int32, device=device), n, C, rounding, tensors=[later])
+        kernel[(-(-n // 128), -(-C // (128 * QUADS))), 128](
+            there,
+            partials,
+            dout.to(device),
+            _as_int32(pairs).to(device),
+            torch.tensor(pieces, dtype=torch.int32, device=device),
+            n,
+            C,
+            rounding,
+            tensors=[later],
+        )
         for token, (_, rows, (first, *more)) in sums.items():
             if not more:
                 _into(dwte, token, first / np.float32(rows) if BY_COUNT else first, 0, STOCHASTIC)
         yield Outcome(f"C = {C}, dwte", _finite(there), _finite(dwte))
-        yield Outcome(f"C = {C}, partials", _finite(partials)[:, :C], _finite(_partials(sums, n, C))[:, :C])
+        yield Outcome(
+            f"C = {C}, partials", _finite(partials)[:, :C], _finite(_partials(sums, n, C))[:, :C]
+        )
 
 
 @ours("encoder", "encoder_combine_v3")
 def run(kernel, seed, device, WHOLE=0, SPAN=8, ACC_T="float", STOCHASTIC=0, BY_COUNT=0):
-    for C, pairs, pieces, dout, dwte, sums in _runs(seed, WHOLE, {"float": torch.float32, "bf16": torch.bfloat16}[ACC_T], _grad_dtype(kernel)):
-        n, (rounding, later), there = len(pairs), _rounding(device, STOCHASTIC), dwte.to(device, copy=True)
-        kernel[(-(-n // (32 * SPAN)), -(-C // 128)), 512](there, _partials(sums, n, C).to(device), _as_int32(pairs).to(device),
-                                                           torch.tensor(pieces, dtype=torch.int32, device=device), n, C, rounding, tensors=[later])
+    for C, pairs, pieces, dout, dwte, sums in _runs(
+        seed, WHOLE, {"float": torch.float32, "bf16": torch.bfloat16}[ACC_T], _grad_dtype(kernel)
+    ):
+        n, (rounding, later), there = (
+            len(pairs),
+            _rounding(device, STOCHASTIC),
+            dwte.to(device, copy=True),
+        )
+        kernel[(-(-n // (32 * SPAN)), -(-C // 128)), 512](
+            there,
+            _partials(sums, n, C).to(device),
+            _as_int32(pairs).to(device),
+            torch.tensor(pieces, dtype=torch.int32, device=device),
+            n,
+            C,
+            rounding,
+            tensors=[later],
+        )
         for token, (_, rows, parts) in sums.items():
             if len(parts) > 1:
-                total = functools.reduce(np.add, [functools.reduce(np.add, parts[w::16]) for w in range(min(16, len(parts)))])
+                total = functools.reduce(
+                    np.add,
+                    [functools.reduce(np.add, parts[w::16]) for w in range(min(16, len(parts)))],
+                )
                 _into(dwte, token, total / np.float32(rows) if BY_COUNT else total, 0, STOCHASTIC)
         yield Outcome(f"C = {C}", there.cpu(), dwte)
 
@@ -1924,22 +2754,37 @@ def run(kernel, seed, device, WHOLE=0, SPAN=8, ACC_T="float", STOCHASTIC=0, BY_C
 def run(kernel, seed, device, WHOLE=0, ACC_T="float", STOCHASTIC=0):
     random, dtype = rng(seed), {"float": torch.float32, "bf16": torch.bfloat16}[ACC_T]
     for B, T, C in ((1, 1, 4), (5, 37, 32 if WHOLE else 29)):
-        dout, dwpe = torch.from_numpy(normal(random, B, T, C)).to(_grad_dtype(kernel)), torch.from_numpy(normal(random, T, C)).to(dtype)
+        dout, dwpe = (
+            torch.from_numpy(normal(random, B, T, C)).to(_grad_dtype(kernel)),
+            torch.from_numpy(normal(random, T, C)).to(dtype),
+        )
         there, (rounding, later) = dwpe.to(device, copy=True), _rounding(device, STOCHASTIC)
-        kernel[-(-T * -(-C // 4) // 128), 128](there, dout.to(device), B, T, C, rounding, tensors=[later])
+        kernel[-(-T * -(-C // 4) // 128), 128](
+            there, dout.to(device), B, T, C, rounding, tensors=[later]
+        )
         _into(dwpe, torch.arange(T), functools.reduce(np.add, dout.float().numpy()), 1, STOCHASTIC)
         yield Outcome(f"B, T, C = {B, T, C}", there.cpu(), dwpe)
 
 
 # (file, kernel) -> macros with which it is tried besides its own; handed to `run` by name as well.
 VARIANTS: "dict[tuple[str, str], list[dict]]" = {
-    ("adamw", "adamw_v2"): [{"PARAM_T": "bf16", "AMSGRAD": 1, "STOCHASTIC": 1}, {"PARAM_T": "bf16"}, {"AMSGRAD": 1, "STOCHASTIC": 1}],
+    ("adamw", "adamw_v2"): [
+        {"PARAM_T": "bf16", "AMSGRAD": 1, "STOCHASTIC": 1},
+        {"PARAM_T": "bf16"},
+        {"AMSGRAD": 1, "STOCHASTIC": 1},
+    ],
     ("adamw", "adamw_v3"): [{"AMSGRAD": 1, "STOCHASTIC": 1}],
     ("segments", "segments_count"): [{"TOKEN_T": "int", "BITS": 9, "KEYS": 16}],
     ("segments", "segments_scatter"): [{"TOKEN_T": "int", "BITS": 9, "KEYS": 16}],
     ("encoder", "encoder_forward"): [{"WHOLE": 1, "PARAM_T": "bf16", "TOKEN_T": "int"}],
     ("encoder", "encoder_backward_v2"): [{"ACC_T": "bf16", "STOCHASTIC": 1}],
-    ("encoder", "encoder_backward_v3"): [{"WHOLE": 1, "QUADS": 2, "BY_COUNT": 1}, {"ACC_T": "bf16", "STOCHASTIC": 1}],
-    ("encoder", "encoder_combine_v3"): [{"WHOLE": 1, "SPAN": 2, "BY_COUNT": 1}, {"ACC_T": "bf16", "STOCHASTIC": 1}],
+    ("encoder", "encoder_backward_v3"): [
+        {"WHOLE": 1, "QUADS": 2, "BY_COUNT": 1},
+        {"ACC_T": "bf16", "STOCHASTIC": 1},
+    ],
+    ("encoder", "encoder_combine_v3"): [
+        {"WHOLE": 1, "SPAN": 2, "BY_COUNT": 1},
+        {"ACC_T": "bf16", "STOCHASTIC": 1},
+    ],
     ("encoder", "encoder_wpe"): [{"WHOLE": 1}, {"ACC_T": "bf16", "STOCHASTIC": 1}],
 }

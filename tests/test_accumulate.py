@@ -1,4 +1,5 @@
 """Gradients are summed as promised: four modes against the float64 sum of the same micro-gradients, and nothing in between."""
+
 import copy
 import math
 import shutil
@@ -11,15 +12,17 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from gpuaccel.optim.accumulate import MODES, FusedLinear, GradientAccumulator
-from gpuaccel.ops.accumulate import accumulate_, reference_accumulate
-from gpuaccel.optim.arena import Arena
 from gpuaccel.errors import ArgumentError
+from gpuaccel.ops.accumulate import accumulate_, reference_accumulate
+from gpuaccel.optim.accumulate import MODES, FusedLinear, GradientAccumulator
+from gpuaccel.optim.arena import Arena
 from gpuaccel.training.step import TrainStep, token_loss
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-KERNELS = [*DEVICES, "simt"]                                      # where the arithmetic is the kernel's own
-few = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+KERNELS = [*DEVICES, "simt"]  # where the arithmetic is the kernel's own
+few = settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 class Net(nn.Module):
@@ -40,9 +43,15 @@ class Net(nn.Module):
     def forward(self, x):
         h = self.embedding(x)
         for block in self.blocks:
+
             def part(h, block=block):
                 return h + torch.tanh(block(h))
-            h = part(h) if self.checkpointing is None else checkpoint(part, h, use_reentrant=self.checkpointing)
+
+            h = (
+                part(h)
+                if self.checkpointing is None
+                else checkpoint(part, h, use_reentrant=self.checkpointing)
+            )
         return self.head(self.norm(h))
 
 
@@ -51,11 +60,15 @@ class Chosen(nn.Module):
 
     def __init__(self, shapes, dtypes):
         super().__init__()
-        parts = [nn.ParameterList([nn.Parameter(torch.randn(s).to(d))]) for s, d in zip(shapes, dtypes)]
+        parts = [
+            nn.ParameterList([nn.Parameter(torch.randn(s).to(d))]) for s, d in zip(shapes, dtypes)
+        ]
         self.blocks = nn.ModuleList(parts)
 
     def forward(self, grads):
-        return sum((p.float() * g.float()).sum() for (p,), g in zip(self.blocks, grads) if g is not None)
+        return sum(
+            (p.float() * g.float()).sum() for (p,), g in zip(self.blocks, grads) if g is not None
+        )
 
 
 def loss_of(model, x):
@@ -97,10 +110,13 @@ def assert_sums(arena, exact, bound, where=""):
             continue
         assert owner.grad is not None, f"{where}: {name} has no .grad"
         e = error(owner.grad, exact[name])
-        assert e <= bound, f"{where}: {name} is {e:.3g} off (bound {bound:.3g}); {differ(owner.grad, exact[name])}"
+        assert e <= bound, (
+            f"{where}: {name} is {e:.3g} off (bound {bound:.3g}); {differ(owner.grad, exact[name])}"
+        )
 
 
 # ---- the sum --------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 @pytest.mark.parametrize("n", [4, 16])
@@ -136,9 +152,16 @@ def test_bf16_product_is_added_unrounded_in_fused(n, device):
     """Against the float64 product of the same bf16 factors: better than the one rounding that `arena` has."""
     torch.manual_seed(0)
     model = nn.Linear(24, 40, bias=False).to(device, torch.bfloat16)
-    pairs = [(torch.randn(3, 5, 24, device=device).bfloat16(), torch.randn(3, 5, 40,
-        device=device).bfloat16()) for _ in range(n)]
-    exact = {"weight": sum(dy.double().flatten(0, 1).T @ x.double().flatten(0, 1) for x, dy in pairs)}
+    pairs = [
+        (
+            torch.randn(3, 5, 24, device=device).bfloat16(),
+            torch.randn(3, 5, 40, device=device).bfloat16(),
+        )
+        for _ in range(n)
+    ]
+    exact = {
+        "weight": sum(dy.double().flatten(0, 1).T @ x.double().flatten(0, 1) for x, dy in pairs)
+    }
     arena = Arena(model)
     with GradientAccumulator(arena, "fused"):
         for x, dy in pairs:
@@ -162,7 +185,9 @@ def test_bf16_bound_of_each_mode(mode, device):
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-@pytest.mark.parametrize("mode, total", [("autograd", 256.0), ("host", 512.0), ("arena", 512.0), ("fused", 512.0)])
+@pytest.mark.parametrize(
+    "mode, total", [("autograd", 256.0), ("host", 512.0), ("arena", 512.0), ("fused", 512.0)]
+)
 def test_256_plus_256_times_1_is_512_unless_autograd_sums_in_bf16(mode, total, device):
     model = Chosen([(5,)], [torch.bfloat16]).to(device)
     arena = Arena(model)
@@ -173,9 +198,14 @@ def test_256_plus_256_times_1_is_512_unless_autograd_sums_in_bf16(mode, total, d
         assert arena.parameters()[0].grad.tolist() == [total] * 5
 
 
-SHAPES = st.lists(st.lists(st.sampled_from([1, 1, 2, 3, 7, 65]), max_size=3).map(tuple) | st.just((0,)) | st.just((3,
-    0)) | st.just((4097,)),
-                  min_size=1, max_size=6)
+SHAPES = st.lists(
+    st.lists(st.sampled_from([1, 1, 2, 3, 7, 65]), max_size=3).map(tuple)
+    | st.just((0,))
+    | st.just((3, 0))
+    | st.just((4097,)),
+    min_size=1,
+    max_size=6,
+)
 
 
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
@@ -192,8 +222,10 @@ def test_any_shapes_dtypes_and_missing_gradients_sum_exactly(device, mode, shape
     arena = Arena(model)
     with GradientAccumulator(arena, mode) as accumulator:
         for row in given_:
-            grads = [torch.randint(-8, 9, s, generator=generator).float().to(device) if there else None for s,
-                there in zip(shapes, row)]
+            grads = [
+                torch.randint(-8, 9, s, generator=generator).float().to(device) if there else None
+                for s, there in zip(shapes, row)
+            ]
             if any(row):
                 model(grads).backward()
             want = [w if g is None else g if w is None else w + g for w, g in zip(want, grads)]
@@ -203,7 +235,7 @@ def test_any_shapes_dtypes_and_missing_gradients_sum_exactly(device, mode, shape
             assert w is None or torch.equal(owner.grad, w), f"{name}: {differ(owner.grad, w)}"
         used = torch.zeros(arena.numel, dtype=torch.bool)
         for s in arena.segments:
-            used[s.offset:s.offset + s.numel] = True
+            used[s.offset : s.offset + s.numel] = True
         assert not arena.grads.cpu()[~used].any(), "padding between tensors was written"
 
 
@@ -218,10 +250,15 @@ def test_gradients_of_any_stride_are_summed(mode):
             ((a.t() * g).sum() + (b.float().t() * g).sum() + c.expand(5, 6).sum()).backward()
         accumulator.finish()
         a, b, c = arena.parameters()
-        assert torch.equal(a.grad, 2 * g.t()) and torch.equal(b.grad, 2 * g.t()) and c.grad.tolist() == [10.0] * 6
+        assert (
+            torch.equal(a.grad, 2 * g.t())
+            and torch.equal(b.grad, 2 * g.t())
+            and c.grad.tolist() == [10.0] * 6
+        )
 
 
 # ---- windows --------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
 @pytest.mark.parametrize("how", ["zero_grad", "zero_grad(set_to_none=False)", "zero_"])
@@ -236,7 +273,7 @@ def test_nothing_leaks_from_one_window_into_the_next(mode, dtype, how, device):
         for window, n in enumerate((3, 1, 2)):
             for _ in range(n):
                 model(ones).backward()
-            opt.step()                           # runs finish() by itself
+            opt.step()  # runs finish() by itself
             sums = [p.grad.unique().tolist() for p in arena.parameters()]
             assert sums == [[n], [n]], f"window {window}: {sums} instead of {n}"
             if how == "zero_":
@@ -259,8 +296,13 @@ def test_a_step_in_the_middle_of_a_window_does_not_disturb_the_sum(mode):
 
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("make", [lambda groups: torch.optim.AdamW(groups, lr=1e-2),
-    lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda groups: torch.optim.AdamW(groups, lr=1e-2),
+        lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+    ],
+)
 def test_a_users_own_loop_gives_torchs_weights(make, mode, device):
     """No TrainStep: backward, step, zero_grad. Parameter groups; a parameter without gradient keeps its bits, decay or not."""
     model, plain = Net().to(device), Net().to(device)
@@ -268,9 +310,16 @@ def test_a_users_own_loop_gives_torchs_weights(make, mode, device):
     opt = make(arena.parameter_groups(weight_decay=0.1))
     by_name = dict(plain.named_parameters())
     names = {id(p): n for n, p in arena.named_parameters().items()}
-    ref = make([{**g, "params": [by_name[names[id(p)]] for p in g["params"]]}
-        for g in arena.parameter_groups(weight_decay=0.1)])
-    assert len(opt.param_groups) == 2 and opt.param_groups[0]["weight_decay"] != opt.param_groups[1]["weight_decay"]
+    ref = make(
+        [
+            {**g, "params": [by_name[names[id(p)]] for p in g["params"]]}
+            for g in arena.parameter_groups(weight_decay=0.1)
+        ]
+    )
+    assert (
+        len(opt.param_groups) == 2
+        and opt.param_groups[0]["weight_decay"] != opt.param_groups[1]["weight_decay"]
+    )
     with GradientAccumulator(arena, mode):
         for window in range(3):
             for x in micro_batches(3, device, seed=window):
@@ -279,9 +328,12 @@ def test_a_users_own_loop_gives_torchs_weights(make, mode, device):
             opt.step(), ref.step()
             opt.zero_grad(), ref.zero_grad()
         for name, p in model.named_parameters():
-            assert torch.allclose(p, by_name[name], rtol=1e-3, atol=2e-4), f"{mode} {name}: {differ(p, by_name[name])}"
-        assert torch.equal(model.unused, torch.full((3, 2), 5.0,
-            device=device)), "a parameter without gradient was changed"
+            assert torch.allclose(p, by_name[name], rtol=1e-3, atol=2e-4), (
+                f"{mode} {name}: {differ(p, by_name[name])}"
+            )
+        assert torch.equal(model.unused, torch.full((3, 2), 5.0, device=device)), (
+            "a parameter without gradient was changed"
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -303,23 +355,31 @@ def test_bf16_weights_follow_their_masters_after_a_step(mode):
 def test_unequal_micro_batches_give_the_full_batchs_gradient_and_a_mean_of_means_does_not(mode):
     targets = torch.randint(0, 13, (8, 6))
     for row in range(8):
-        targets[row, 1 + row % 6:] = -100                     # 1 to 6 valid tokens per sequence
+        targets[row, 1 + row % 6 :] = -100  # 1 to 6 valid tokens per sequence
     batch = torch.randint(0, 13, (8, 6)), targets
     results = {}
     for parts, divide in ((1, "tokens"), (8, "tokens"), (8, "micro_batches"), (8, "sequences")):
         model = Net()
-        with TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), micro_batches=parts, accumulate=mode,
-                divide=divide) as step:
+        with TrainStep(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            micro_batches=parts,
+            accumulate=mode,
+            divide=divide,
+        ) as step:
             before = model.head.weight.detach().clone()
             out = step(batch)
             results[parts, divide] = before - model.head.weight.detach()
             assert step.count == 1 and out.tokens.item() == (targets != -100).sum().item()
     full = results[1, "tokens"]
-    assert torch.allclose(results[8, "tokens"], full, rtol=1e-4, atol=1e-6), differ(results[8, "tokens"], full)
+    assert torch.allclose(results[8, "tokens"], full, rtol=1e-4, atol=1e-6), differ(
+        results[8, "tokens"], full
+    )
     assert error(results[8, "micro_batches"], full.double()) > 0.01
     per_sequence = full * out.tokens.item() / 8
-    assert torch.allclose(results[8, "sequences"], per_sequence, rtol=1e-4, atol=1e-6), differ(results[8, "sequences"],
-        per_sequence)
+    assert torch.allclose(results[8, "sequences"], per_sequence, rtol=1e-4, atol=1e-6), differ(
+        results[8, "sequences"], per_sequence
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -335,6 +395,7 @@ def test_one_optimizer_step_per_window(mode):
 
 
 # ---- what users do besides ------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("mode", MODES)
@@ -369,6 +430,7 @@ def test_autocast(mode, device):
     def loss(model, x):
         with torch.autocast(device, torch.bfloat16):
             return loss_of(model, x)
+
     model = Net().to(device)
     exact = exact_sum(copy.deepcopy(model), micro_batches(4, device), loss)
     arena = Arena(model)
@@ -419,18 +481,24 @@ def test_a_backward_that_raises_half_way_leaves_nothing_behind(mode, dtype, reen
     opt = torch.optim.SGD(arena.parameters(), lr=0.0)
     exact = exact_sum(Net().to(dtype), micro_batches(2))
     with GradientAccumulator(arena, mode) as accumulator:
+
         def bad(x):
             h = model.blocks[1](Breaks.apply(model.blocks[0](model.embedding(x))))
             return model.head(model.norm(h)).sum()
+
         loss_of(model, micro_batches(1)[0]).backward()
         with pytest.raises(ZeroDivisionError):
             bad(micro_batches(1)[0]).backward()
-        opt.zero_grad() if mode != "autograd" else accumulator.zero_(
-            )       # torch's own keeps what came before the error
+        opt.zero_grad() if mode != "autograd" else accumulator.zero_()  # torch's own keeps what came before the error
         for x in micro_batches(2):
             loss_of(model, x).backward()
         opt.step()
-        assert_sums(arena, exact, 1e-6 if mode in ("host", "arena") or dtype == torch.float32 else 2**-6, mode)
+        assert_sums(
+            arena,
+            exact,
+            1e-6 if mode in ("host", "arena") or dtype == torch.float32 else 2**-6,
+            mode,
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -443,15 +511,26 @@ def test_train_step_drops_the_gradients_of_a_backward_that_raises(mode):
             h = model.blocks[1](Breaks.apply(model.blocks[0](model.embedding(micro[0]))))
             return model.head(model.norm(h)).sum(), torch.tensor(1)
         return token_loss(model, micro)
-    with TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), loss, accumulate=mode,
-            micro_batches=2) as step, \
-            TrainStep(plain, torch.optim.SGD(plain.parameters(), lr=1.0), accumulate=mode,
-                micro_batches=2) as reference:
+
+    with (
+        TrainStep(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            loss,
+            accumulate=mode,
+            micro_batches=2,
+        ) as step,
+        TrainStep(
+            plain, torch.optim.SGD(plain.parameters(), lr=1.0), accumulate=mode, micro_batches=2
+        ) as reference,
+    ):
         with pytest.raises(ZeroDivisionError):
             step((x[:, :2], x[:, :2]))
         assert step.count == 0
         step((x, x)), reference((x, x))
-        assert torch.equal(model.head.weight, plain.head.weight), differ(model.head.weight, plain.head.weight)
+        assert torch.equal(model.head.weight, plain.head.weight), differ(
+            model.head.weight, plain.head.weight
+        )
 
 
 @pytest.mark.parametrize("mode, compiler", [("arena", "aot_eager"), ("fused", "inductor")])
@@ -484,19 +563,39 @@ def test_fused_refuses_a_compiler_that_hands_on_a_copy_of_the_sum():
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_transformers_models_in_all_modes(family):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: it is part of no extra")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: it is part of no extra"
+    )
     torch.manual_seed(0)
     if family == "gpt2":
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=31,
+                n_positions=16,
+                n_embd=16,
+                n_layer=2,
+                n_head=2,
+                resid_pdrop=0,
+                embd_pdrop=0,
+                attn_pdrop=0,
+            )
+        )
     else:
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-            vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=16))
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                vocab_size=31,
+                hidden_size=16,
+                intermediate_size=24,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                max_position_embeddings=16,
+            )
+        )
 
     def loss(model, x):
         return model(input_ids=x, labels=x).loss
+
     micros = [torch.randint(0, 31, (2, 9)) for _ in range(3)]
     exact = exact_sum(copy.deepcopy(model), micros, loss)
     for mode in MODES:
@@ -512,6 +611,7 @@ def test_transformers_models_in_all_modes(family):
 
 
 # ---- fused ----------------------------------------------------------------------------------------------------------
+
 
 def test_fused_linear_is_a_linear_again_after_close_and_in_copies():
     model = Net()
@@ -537,7 +637,9 @@ def test_fused_linear_takes_every_input_that_linear_takes(shape):
     arena = Arena(model)
     with GradientAccumulator(arena, "fused"):
         model(x).square().sum().backward()
-        assert torch.allclose(arena.named_parameters()["weight"].grad, want), differ(model.weight.grad, want)
+        assert torch.allclose(arena.named_parameters()["weight"].grad, want), differ(
+            model.weight.grad, want
+        )
 
 
 def test_fused_linear_adds_nothing_when_its_weight_is_not_asked_for():
@@ -555,23 +657,41 @@ def test_fused_linear_adds_nothing_when_its_weight_is_not_asked_for():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck_of_the_fused_product(dtype):
-    acc, dy, x = torch.zeros(4, 3), torch.randn(2, 5, 4, dtype=dtype), torch.randn(2, 5, 3, dtype=dtype)
+    acc, dy, x = (
+        torch.zeros(4, 3),
+        torch.randn(2, 5, 4, dtype=dtype),
+        torch.randn(2, 5, 3, dtype=dtype),
+    )
     torch.library.opcheck(torch.ops.gpuaccel.add_weight_gradient_.default, (acc, dy, x))
 
 
 # ---- accumulate_ and errors -----------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 @few
-@given(shape=st.lists(st.sampled_from([0, 1, 2, 3, 5, 64, 129]), max_size=3).map(tuple), bf16=st.booleans(),
+@given(
+    shape=st.lists(st.sampled_from([0, 1, 2, 3, 5, 64, 129]), max_size=3).map(tuple),
+    bf16=st.booleans(),
     a0=st.integers(0, 3),
-       g0=st.integers(0, 7), transpose=st.booleans(), seed=st.integers(0, 99))
-def test_accumulate_is_bit_equal_to_torchs_add_at_any_alignment(device, shape, bf16, a0, g0, transpose, seed):
+    g0=st.integers(0, 7),
+    transpose=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_accumulate_is_bit_equal_to_torchs_add_at_any_alignment(
+    device, shape, bf16, a0, g0, transpose, seed
+):
     generator = torch.Generator().manual_seed(seed)
     n = math.prod(shape)
-    acc = torch.randn(n + 8, generator=generator).to(device)[a0:a0 + n].view(shape)
-    grad = torch.randn(n + 8, generator=generator).to(device, torch.bfloat16 if bf16 else torch.float32)[g0:g0 + n]
-    grad = grad.view(shape[::-1]).permute(tuple(range(len(shape))[::-1])) if transpose else grad.view(shape)
+    acc = torch.randn(n + 8, generator=generator).to(device)[a0 : a0 + n].view(shape)
+    grad = torch.randn(n + 8, generator=generator).to(
+        device, torch.bfloat16 if bf16 else torch.float32
+    )[g0 : g0 + n]
+    grad = (
+        grad.view(shape[::-1]).permute(tuple(range(len(shape))[::-1]))
+        if transpose
+        else grad.view(shape)
+    )
     want = acc.clone().add_(grad)
     assert accumulate_(acc, grad) is acc
     assert torch.equal(acc, want), differ(acc, want)
@@ -581,15 +701,22 @@ def test_accumulate_refuses_and_changes_nothing():
     acc, grad = torch.ones(4, 6), torch.ones(4, 6)
     wide = torch.ones(8, 6)
     bad = [
-        (acc, grad.double(), "float64.*expected torch.float32 or torch.bfloat16"), (acc, grad.half(), "float16"),
-        (acc, grad.to(torch.complex64), "complex64"), (acc, torch.ones(6, 4), r"shape \(6, 4\); expected \(4, 6\)"),
-        (acc, grad.to_sparse(), "layout torch.sparse_coo"), (acc, grad.to("meta"), "on meta; expected cpu"),
+        (acc, grad.double(), "float64.*expected torch.float32 or torch.bfloat16"),
+        (acc, grad.half(), "float16"),
+        (acc, grad.to(torch.complex64), "complex64"),
+        (acc, torch.ones(6, 4), r"shape \(6, 4\); expected \(4, 6\)"),
+        (acc, grad.to_sparse(), "layout torch.sparse_coo"),
+        (acc, grad.to("meta"), "on meta; expected cpu"),
         (acc, 1.0, "is a float"),
-        (acc.bfloat16(), grad, "256 \\+ 1 = 256"), (torch.ones(6, 4).t(), grad, "strides"),
+        (acc.bfloat16(), grad, "256 \\+ 1 = 256"),
+        (torch.ones(6, 4).t(), grad, "strides"),
         (wide[::2], grad, "contiguous"),
-        (torch.ones(1, 6).expand(4, 6), grad, "contiguous"), (acc, acc, "overlap"), (wide[:4], wide[2:6], "overlap"),
+        (torch.ones(1, 6).expand(4, 6), grad, "contiguous"),
+        (acc, acc, "overlap"),
+        (wide[:4], wide[2:6], "overlap"),
         (torch.ones(4, 6, requires_grad=True), grad, "requires grad"),
-        (grad.to_sparse(), grad, "acc is torch.sparse_coo"), ([1.0], grad, "acc is list"),
+        (grad.to_sparse(), grad, "acc is torch.sparse_coo"),
+        ([1.0], grad, "acc is list"),
     ]
     for a, g, message in bad:
         with pytest.raises(ArgumentError, match=message):
@@ -606,7 +733,9 @@ def test_reference_is_one_rounding_per_element():
 
 def test_an_accumulator_refuses_unknown_modes_and_a_second_one():
     arena = Arena(Net())
-    with pytest.raises(ArgumentError, match="'magic'; expected one of host, autograd, arena, fused"):
+    with pytest.raises(
+        ArgumentError, match="'magic'; expected one of host, autograd, arena, fused"
+    ):
         GradientAccumulator(arena, "magic")
     with GradientAccumulator(arena):
         with pytest.raises(ArgumentError, match="has a GradientAccumulator already"):
@@ -625,12 +754,15 @@ def test_a_backward_after_the_module_was_moved_names_the_parameter():
 
 # ---- the kernels, and what only a GPU has --------------------------------------------------------------------------------------------------
 
+
 class Many(nn.Module):
     """One block with a thousand tensors."""
 
     def __init__(self, n=1000):
         super().__init__()
-        self.block = nn.Sequential(nn.ParameterList([nn.Parameter(torch.randn(1 + i % 50)) for i in range(n)]))
+        self.block = nn.Sequential(
+            nn.ParameterList([nn.Parameter(torch.randn(1 + i % 50)) for i in range(n)])
+        )
 
     def forward(self):
         return sum(p.sum() * (i % 7) for i, p in enumerate(self.block[0]))
@@ -648,18 +780,24 @@ def test_a_block_of_a_thousand_tensors(device):
         assert not wrong, f"wrong sums in tensors {wrong[:10]}"
 
 
-@pytest.mark.parametrize("device", ["simt", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize(
+    "device", ["simt", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("off", [0, 1, 3])
 def test_every_version_is_bit_equal_to_torch(dtype, off, device):
     from gpuaccel.ops.accumulate import accumulate_kernel
     from gpuaccel.optim.accumulate import launch_segments
+
     torch.manual_seed(off)
     shapes = [(1,), (4095,), (4096,), (4097,), (63, 129), (512, 1024), (0,), (3, 5, 7)]
     arena = Arena(Chosen(shapes, [torch.float32] * len(shapes)).to(device))
     arena.grads.copy_(torch.randn(arena.numel, device=device))
     before = arena.grads.clone()
-    fresh = [torch.randn(s.numel + off, device=device).to(dtype)[off:].view(s.shape) for s in arena.segments]
+    fresh = [
+        torch.randn(s.numel + off, device=device).to(dtype)[off:].view(s.shape)
+        for s in arena.segments
+    ]
     fresh[2] = None
     want = before.clone()
     for s, g in zip(arena.segments, fresh):
@@ -672,12 +810,17 @@ def test_every_version_is_bit_equal_to_torch(dtype, off, device):
             continue
         acc = arena._slice(before, s).clone()
         accumulate_kernel("accumulate_v1", dtype)[-(-s.numel // 256), 256](acc, g, s.numel)
-        assert torch.equal(acc, arena._slice(want, s)), f"accumulate_v1 {s.shape}: {differ(acc, arena._slice(want, s))}"
+        assert torch.equal(acc, arena._slice(want, s)), (
+            f"accumulate_v1 {s.shape}: {differ(acc, arena._slice(want, s))}"
+        )
         if off == 0 and s.numel % 4 == 0:
             acc = arena._slice(before, s).clone()
-            accumulate_kernel("accumulate_v2", dtype)[min(-(-s.numel // 1024), 7), 256](acc, g, s.numel)
-            assert torch.equal(acc, arena._slice(want,
-                s)), f"accumulate_v2 {s.shape}: {differ(acc, arena._slice(want, s))}"
+            accumulate_kernel("accumulate_v2", dtype)[min(-(-s.numel // 1024), 7), 256](
+                acc, g, s.numel
+            )
+            assert torch.equal(acc, arena._slice(want, s)), (
+                f"accumulate_v2 {s.shape}: {differ(acc, arena._slice(want, s))}"
+            )
 
 
 @pytest.mark.gpu
@@ -685,22 +828,29 @@ def test_every_version_is_bit_equal_to_torch(dtype, off, device):
 def test_gpu_more_than_2_to_the_31_elements(version):
     from gpuaccel.ops.accumulate import accumulate_kernel
     from gpuaccel.optim.accumulate import launch_segments
+
     free = torch.cuda.mem_get_info()[0]
     if free < 40e9:
-        pytest.skip(f"needs 40 GB of free GPU memory for 2^31 + 4096 elements; there are {free / 1e9:.0f} GB")
+        pytest.skip(
+            f"needs 40 GB of free GPU memory for 2^31 + 4096 elements; there are {free / 1e9:.0f} GB"
+        )
     n = 2**31 + 4096 + (1 if version == "accumulate_v1" else 0)
-    grad = torch.arange(251, device="cuda").bfloat16().repeat(-(-n // 251))[
-        :n]           # whole numbers up to 250: exact in bf16
+    grad = (
+        torch.arange(251, device="cuda").bfloat16().repeat(-(-n // 251))[:n]
+    )  # whole numbers up to 250: exact in bf16
     if version == "accumulate_v3":
         arena = Arena(nn.ParameterList([nn.Parameter(grad.new_zeros(n))]))
         acc = arena.grad_views[0]
         launch_segments(arena, 0, 1, [grad])
     else:
         acc = torch.zeros(n, device="cuda")
-        accumulate_kernel(version, torch.bfloat16)[-(-n // 256) if version == "accumulate_v1" else 4096, 256](acc, grad, n)
+        accumulate_kernel(version, torch.bfloat16)[
+            -(-n // 256) if version == "accumulate_v1" else 4096, 256
+        ](acc, grad, n)
     for start in range(0, n, 2**28):
-        assert torch.equal(acc[start:start + 2**28],
-            grad[start:start + 2**28].float()), f"wrong between {start} and {start + 2**28}"
+        assert torch.equal(acc[start : start + 2**28], grad[start : start + 2**28].float()), (
+            f"wrong between {start} and {start + 2**28}"
+        )
     if version == "accumulate_v3":
         arena.release()
     del acc, grad
@@ -713,11 +863,14 @@ def test_gpu_more_than_2_to_the_31_elements(version):
 def test_gpu_a_window_neither_waits_nor_downloads(mode, dtype):
     from gpuaccel.measure.ledger import ledger
     from gpuaccel.training.models import Transformer, preset
+
     model = Transformer(preset("tiny")).to("cuda", dtype)
-    with TrainStep(model, micro_batches=4, accumulate=mode, clip="torch", max_norm=1.0) as step:       # ga.AdamW needs no memset
+    with TrainStep(
+        model, micro_batches=4, accumulate=mode, clip="torch", max_norm=1.0
+    ) as step:  # ga.AdamW needs no memset
         batch = tuple(torch.randint(0, 256, (8, 128), device="cuda") for _ in range(2))
         for _ in range(2):
-            step(batch)                                       # compiles, loads, allocates
+            step(batch)  # compiles, loads, allocates
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -748,6 +901,7 @@ def test_gpu_a_captured_window_replays_to_the_eager_sum(mode):
             accumulator.zero_()
             for x in micros:
                 loss_of(model, x).backward()
+
         for _ in range(3):
             window()
         torch.cuda.synchronize()

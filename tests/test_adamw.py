@@ -1,4 +1,5 @@
 """ga.AdamW is torch.optim.AdamW in everything a user sees, and what it adds (clipping, skipping, rounding, replay) is what it says."""
+
 import contextlib
 import copy
 import gc
@@ -11,19 +12,35 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from test_clip import EVERYWHERE, INF, KERNELS, NAN, Blocks, bits, differ, exact_norm, filled, generator, no_waiting, same
+from test_clip import (
+    EVERYWHERE,
+    INF,
+    KERNELS,
+    NAN,
+    Blocks,
+    bits,
+    differ,
+    exact_norm,
+    filled,
+    generator,
+    no_waiting,
+    same,
+)
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import gpuaccel as ga
+from gpuaccel.errors import ArgumentError, NonFiniteError
 from gpuaccel.ops import adamw
-from gpuaccel.optim.accumulate import MODES, GradientAccumulator
 from gpuaccel.ops.adamw import reference_adamw, reference_random_bits, reference_round
+from gpuaccel.optim.accumulate import MODES, GradientAccumulator
+from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.checkpoint import load_checkpoint, save_checkpoint
-from gpuaccel.errors import ArgumentError, NonFiniteError
-from gpuaccel.optim.adamw import AdamW
 
 Torchs = torch.optim.AdamW
 # How far two implementations of the same formula may drift apart in a dozen steps of fp32: a few roundings of weights of size 1.
@@ -59,17 +76,29 @@ def march(mine, theirs, ours, reference, steps=12, seed=0, **how):
 
 def compare(ours, reference, what="", **how):
     for i, (a, b) in enumerate(zip(ours, reference, strict=True)):
-        torch.testing.assert_close(a.detach(), b.detach(), **{**CLOSE, **how}, msg=lambda m: f"{what}, tensor {i}: {differ(a, b)}\n{m}")
+        torch.testing.assert_close(
+            a.detach(),
+            b.detach(),
+            **{**CLOSE, **how},
+            msg=lambda m: f"{what}, tensor {i}: {differ(a, b)}\n{m}",
+        )
 
 
 def states(optimizer, key):
-    return [optimizer.state[p].get(key) for group in optimizer.param_groups for p in group["params"]]
+    return [
+        optimizer.state[p].get(key) for group in optimizer.param_groups for p in group["params"]
+    ]
 
 
 def snapshot(optimizer, *more):
     """Bits of all that a step may change."""
     tensors = [p for group in optimizer.param_groups for p in group["params"]]
-    tensors += [t for p in tensors for t in optimizer.state.get(p, {}).values() if isinstance(t, torch.Tensor)] + list(more)
+    tensors += [
+        t
+        for p in tensors
+        for t in optimizer.state.get(p, {}).values()
+        if isinstance(t, torch.Tensor)
+    ] + list(more)
     return [bits(t) for t in tensors]
 
 
@@ -81,42 +110,77 @@ def unchanged(before, optimizer, *more):
 
 
 def database():
-    pytest.importorskip("expecttest", reason="torch.testing._internal.common_optimizers needs expecttest, which is not installed")
+    pytest.importorskip(
+        "expecttest",
+        reason="torch.testing._internal.common_optimizers needs expecttest, which is not installed",
+    )
     from torch.testing._internal.common_optimizers import optim_db
+
     return next(info for info in optim_db if info.optim_cls is Torchs)
 
 
 # ---- torch's database of optimizers ---------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-@pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"capturable": True}], ids=str)
+@pytest.mark.parametrize(
+    "implementation",
+    [{}, {"foreach": True}, {"foreach": False}, {"fused": True}, {"capturable": True}],
+    ids=str,
+)
 def test_every_option_of_torchs_database(implementation, device):
     inputs = database().optim_inputs_func(device)
     assert len(inputs) >= 5
     for entry in inputs:
         kwargs = {**entry.kwargs, **implementation}
-        if isinstance(kwargs.get("lr"), torch.Tensor) and kwargs.get("foreach") and not kwargs.get("capturable"):
-            continue                                            # torch refuses it; see the errors below
+        if (
+            isinstance(kwargs.get("lr"), torch.Tensor)
+            and kwargs.get("foreach")
+            and not kwargs.get("capturable")
+        ):
+            continue  # torch refuses it; see the errors below
         ours = params_of(device)
         reference = twin(ours)
-        theirs = Torchs(reference, **({k: v for k, v in kwargs.items() if k != "capturable"} if device == "cpu" else kwargs))
+        theirs = Torchs(
+            reference,
+            **(
+                {k: v for k, v in kwargs.items() if k != "capturable"}
+                if device == "cpu"
+                else kwargs
+            ),
+        )
         mine = AdamW(ours, **kwargs)
         march(mine, theirs, ours, reference)
-        for key in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if kwargs.get("amsgrad") else [])):
+        for key in (
+            "exp_avg",
+            "exp_avg_sq",
+            *(["max_exp_avg_sq"] if kwargs.get("amsgrad") else []),
+        ):
             # torch's fused kernel takes 1 - beta2 in fp32: for 0.999 that is 1.3e-5 too much or too little
-            compare(states(mine, key), states(theirs, key), f"{entry.desc}: {key}", atol=1e-7, rtol=2e-5 if kwargs.get("fused") else 1e-5)
+            compare(
+                states(mine, key),
+                states(theirs, key),
+                f"{entry.desc}: {key}",
+                atol=1e-7,
+                rtol=2e-5 if kwargs.get("fused") else 1e-5,
+            )
         assert [float(s) for s in states(mine, "step")] == [12.0] * len(ours)
-        assert mine.defaults.keys() == theirs.defaults.keys() and mine.param_groups[0].keys() == theirs.param_groups[0].keys()
+        assert (
+            mine.defaults.keys() == theirs.defaults.keys()
+            and mine.param_groups[0].keys() == theirs.param_groups[0].keys()
+        )
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_every_error_of_torchs_database(device):
     entries = database().optim_error_inputs_func(device, torch.float32)
-    assert len(entries) >= (2 if device == "cuda" else 8)       # there only what concerns GPUs
+    assert len(entries) >= (2 if device == "cuda" else 8)  # there only what concerns GPUs
     for entry in entries:
         given_ = entry.optimizer_error_input
         params = given_.params if given_.params is not None else params_of(device)
-        if given_.kwargs.get("differentiable"):                 # refused in our own words, whatever else is wrong with it
+        if given_.kwargs.get(
+            "differentiable"
+        ):  # refused in our own words, whatever else is wrong with it
             with pytest.raises(ArgumentError, match="differentiable is True"):
                 AdamW(params, **given_.kwargs)
         elif entry.error_type is UserWarning:
@@ -127,8 +191,18 @@ def test_every_error_of_torchs_database(device):
                 AdamW(params, **given_.kwargs)
 
 
-@pytest.mark.parametrize("kwargs", [{"lr": -1.0}, {"eps": -1e-8}, {"betas": (-0.1, 0.9)}, {"betas": (0.9, 1.0)}, {"weight_decay": -0.1},
-                                    {"fused": True, "foreach": True}, {"betas": (0.9, torch.tensor(0.9))}])
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"lr": -1.0},
+        {"eps": -1e-8},
+        {"betas": (-0.1, 0.9)},
+        {"betas": (0.9, 1.0)},
+        {"weight_decay": -0.1},
+        {"fused": True, "foreach": True},
+        {"betas": (0.9, torch.tensor(0.9))},
+    ],
+)
 def test_the_same_refusals_as_torch(kwargs):
     for optimizer in (Torchs, AdamW):
         with pytest.raises((ValueError, RuntimeError)) as info:
@@ -149,17 +223,25 @@ def test_it_is_one_of_torchs():
 
 # ---- torch's cases for one optimizer --------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_parameter_groups_with_their_own_numbers(device):
     ours = params_of(device)
     reference = twin(ours)
 
     def groups(ps):
-        return [{"params": ps[:2], "lr": 0.01, "weight_decay": 0.5}, {"params": ps[2:4], "betas": (0.5, 0.6), "eps": 1e-3},
-                {"params": ps[4], "maximize": True, "amsgrad": True}]
+        return [
+            {"params": ps[:2], "lr": 0.01, "weight_decay": 0.5},
+            {"params": ps[2:4], "betas": (0.5, 0.6), "eps": 1e-3},
+            {"params": ps[4], "maximize": True, "amsgrad": True},
+        ]
+
     mine, theirs = AdamW(groups(ours), lr=0.002), Torchs(groups(reference), lr=0.002)
     march(mine, theirs, ours[:5], reference[:5])
-    mine.add_param_group({"params": ours[5], "lr": 0.1}), theirs.add_param_group({"params": reference[5], "lr": 0.1})
+    (
+        mine.add_param_group({"params": ours[5], "lr": 0.1}),
+        theirs.add_param_group({"params": reference[5], "lr": 0.1}),
+    )
     march(mine, theirs, ours, reference, 5, atol=5e-6)
 
 
@@ -167,14 +249,19 @@ def test_parameter_groups_with_their_own_numbers(device):
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_a_learning_rate_that_is_a_tensor(shape, device):
     for where in {"cpu", device}:
-        ours = params_of(device, ((10, 5), (5,), (4097,)))      # (torch refuses a rate of shape (1,) for a weight of shape ())
+        ours = params_of(
+            device, ((10, 5), (5,), (4097,))
+        )  # (torch refuses a rate of shape (1,) for a weight of shape ())
         reference = twin(ours)
         capturable = {"capturable": True} if where != "cpu" else {}
         rates = [torch.full(shape, 0.01, device=where) for _ in range(2)]
-        mine, theirs = AdamW(ours, lr=rates[0], **capturable), Torchs(reference, lr=rates[1], foreach=False, **capturable)
+        mine, theirs = (
+            AdamW(ours, lr=rates[0], **capturable),
+            Torchs(reference, lr=rates[1], foreach=False, **capturable),
+        )
         march(mine, theirs, ours, reference, 3)
         for rate in rates:
-            rate.fill_(0.05)                                    # in place: the optimizer sees it
+            rate.fill_(0.05)  # in place: the optimizer sees it
         march(mine, theirs, ours, reference, 3, seed=50, atol=5e-6)
 
 
@@ -182,7 +269,15 @@ def test_a_learning_rate_that_is_a_tensor(shape, device):
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
 def test_copies_continue_on_their_own(how, device):
     ours = params_of(device)
-    mine = AdamW(ours, lr=0.01, max_norm=1.0, amsgrad=True, on_nonfinite="skip", stochastic_rounding=True, seed=7)
+    mine = AdamW(
+        ours,
+        lr=0.01,
+        max_norm=1.0,
+        amsgrad=True,
+        on_nonfinite="skip",
+        stochastic_rounding=True,
+        seed=7,
+    )
     for k in range(3):
         give(k, ours)
         mine.step()
@@ -195,8 +290,16 @@ def test_copies_continue_on_their_own(how, device):
         torch.save(mine, file)
         file.seek(0)
         other = torch.load(file, weights_only=False)
-    assert type(other) is AdamW and {k for k in vars(other) if k[0] != "_"} == {k for k in vars(mine) if k[0] != "_"}
-    assert (other.max_norm, other.scope, other.on_nonfinite, other.stochastic_rounding, other.seed) == (1.0, "global", "skip", True, 7)
+    assert type(other) is AdamW and {k for k in vars(other) if k[0] != "_"} == {
+        k for k in vars(mine) if k[0] != "_"
+    }
+    assert (
+        other.max_norm,
+        other.scope,
+        other.on_nonfinite,
+        other.stochastic_rounding,
+        other.seed,
+    ) == (1.0, "global", "skip", True, 7)
     theirs = other.param_groups[0]["params"]
     assert not {id(p) for p in theirs} & {id(p) for p in ours}
     for k in range(3, 6):
@@ -225,7 +328,7 @@ def test_without_gradients_nothing_happens(device):
     mine.step()
     mine.zero_grad()
     before = snapshot(mine)
-    mine.step()                                                 # nor the counts, nor the decay
+    mine.step()  # nor the counts, nor the decay
     unchanged(before, mine)
 
 
@@ -236,7 +339,9 @@ def test_gradients_that_come_and_go(device):
         ours = params_of(device)
         reference = twin(ours)
         mine, theirs = AdamW(ours, lr=0.01, **kwargs), Torchs(reference, lr=0.01)
-        for k, without in enumerate([(0,), (0, 4), (), (1, 2, 3), (4, 5), (0, 1, 2, 3, 5), (), (4,)]):
+        for k, without in enumerate(
+            [(0,), (0, 4), (), (1, 2, 3), (4, 5), (0, 1, 2, 3, 5), (), (4,)]
+        ):
             give(k, ours, reference, without=without)
             if kwargs.get("scope") == "tensor":
                 for p in reference:
@@ -246,7 +351,9 @@ def test_gradients_that_come_and_go(device):
                 nn.utils.clip_grad_norm_(reference, 3.0)
             mine.step(), theirs.step()
             compare(ours, reference, f"step {k} {kwargs}")
-        assert [float(s) for s in states(mine, "step")] == [float(s) for s in states(theirs, "step")]
+        assert [float(s) for s in states(mine, "step")] == [
+            float(s) for s in states(theirs, "step")
+        ]
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -261,6 +368,7 @@ def test_closures(device):
         loss.backward()
         calls.append(loss.item())
         return loss
+
     losses = [mine.step(closure) for _ in range(20)]
     assert [loss.item() for loss in losses] == calls and calls[-1] < 0.1 * calls[0]
     assert mine.step(closure=lambda: 7) == 7
@@ -270,10 +378,20 @@ def test_step_hooks():
     ours, seen = params_of(), []
     mine = AdamW(ours)
     give(0, ours)
-    handles = [mine.register_step_pre_hook(lambda opt, args, kwargs: seen.append(("pre", ours[0].grad is not None))),
-               mine.register_step_post_hook(lambda opt, args, kwargs: seen.append(("post", len(opt.state)))),
-               register_optimizer_step_pre_hook(lambda opt, args, kwargs: seen.append("global pre") if opt is mine else None),
-               register_optimizer_step_post_hook(lambda opt, args, kwargs: seen.append("global post") if opt is mine else None)]
+    handles = [
+        mine.register_step_pre_hook(
+            lambda opt, args, kwargs: seen.append(("pre", ours[0].grad is not None))
+        ),
+        mine.register_step_post_hook(
+            lambda opt, args, kwargs: seen.append(("post", len(opt.state)))
+        ),
+        register_optimizer_step_pre_hook(
+            lambda opt, args, kwargs: seen.append("global pre") if opt is mine else None
+        ),
+        register_optimizer_step_post_hook(
+            lambda opt, args, kwargs: seen.append("global post") if opt is mine else None
+        ),
+    ]
     try:
         mine.step()
     finally:
@@ -282,7 +400,9 @@ def test_step_hooks():
     assert seen == ["global pre", ("pre", True), ("post", len(ours)), "global post"]
     mine.step()
     assert len(seen) == 4
-    handle = mine.register_step_pre_hook(lambda opt, args, kwargs: ((opt, lambda: 42), {}))    # may change the arguments
+    handle = mine.register_step_pre_hook(
+        lambda opt, args, kwargs: ((opt, lambda: 42), {})
+    )  # may change the arguments
     assert mine.step() == 42
     handle.remove()
 
@@ -312,7 +432,9 @@ def test_a_hook_before_loading_may_make_a_misfit_fit():
     state, swapped = mine.state_dict(), copy.deepcopy(mine.state_dict())
     swapped["state"] = {0: swapped["state"][1], 1: swapped["state"][0]}
     fresh = AdamW(twin(ours))
-    fresh.register_load_state_dict_pre_hook(lambda opt, given_: {**given_, "state": {0: given_["state"][1], 1: given_["state"][0]}})
+    fresh.register_load_state_dict_pre_hook(
+        lambda opt, given_: {**given_, "state": {0: given_["state"][1], 1: given_["state"][0]}}
+    )
     fresh.load_state_dict(swapped)
     for key in ("exp_avg", "exp_avg_sq"):
         for i, t in enumerate(states(fresh, key)):
@@ -323,8 +445,13 @@ def test_a_hook_before_loading_may_make_a_misfit_fit():
 def test_weights_and_gradients_in_any_order_of_memory(device):
     """Transposed, channels last, gapped, at odd addresses; gradients in the weights' order and in another one."""
     random = generator(0)
-    shapes = [lambda: torch.randn(70, 65, generator=random).t(), lambda: torch.randn(2, 3, 4, 5, generator=random).to(memory_format=torch.channels_last),
-              lambda: torch.randn(9, 8, generator=random)[:, 2:5], lambda: torch.randn(5003, generator=random)[3:], lambda: torch.randn(60, generator=random)[::2]]
+    shapes = [
+        lambda: torch.randn(70, 65, generator=random).t(),
+        lambda: torch.randn(2, 3, 4, 5, generator=random).to(memory_format=torch.channels_last),
+        lambda: torch.randn(9, 8, generator=random)[:, 2:5],
+        lambda: torch.randn(5003, generator=random)[3:],
+        lambda: torch.randn(60, generator=random)[::2],
+    ]
     bases = [make() for make in shapes]
     ours, around = [], []
     for base in bases:
@@ -335,7 +462,10 @@ def test_weights_and_gradients_in_any_order_of_memory(device):
         around.append(whole)
     reference = twin(ours)
     before = [whole.clone() for whole in around]
-    mine, theirs = AdamW(ours, lr=0.01, max_norm=2.0, amsgrad=True), Torchs(reference, lr=0.01, amsgrad=True)
+    mine, theirs = (
+        AdamW(ours, lr=0.01, max_norm=2.0, amsgrad=True),
+        Torchs(reference, lr=0.01, amsgrad=True),
+    )
     for k in range(6):
         give(k, ours, reference)
         if k % 2:
@@ -352,7 +482,9 @@ def test_weights_and_gradients_in_any_order_of_memory(device):
             assert torch.equal(p.grad, g), "a user's gradient was written"
     for p, whole, old in zip(ours, around, before):
         old.as_strided(p.shape, p.stride(), p.storage_offset()).copy_(p.detach())
-        assert torch.equal(whole, old), f"memory beside a weight of strides {p.stride()} was written"
+        assert torch.equal(whole, old), (
+            f"memory beside a weight of strides {p.stride()} was written"
+        )
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -366,19 +498,35 @@ def test_low_precision_weights_as_torchs_fused(dtype, device):
         give(k, ours, reference)
         mine.step(), theirs.step()
     step = torch.finfo(dtype).eps
-    for key, mine_, theirs_ in (("weight", ours, reference), *((k, states(mine, k), states(theirs, k)) for k in ("exp_avg", "exp_avg_sq"))):
+    for key, mine_, theirs_ in (
+        ("weight", ours, reference),
+        *((k, states(mine, k), states(theirs, k)) for k in ("exp_avg", "exp_avg_sq")),
+    ):
         for a, b in zip(mine_, theirs_):
             assert a.dtype == b.dtype == dtype
-            far = ((a - b).abs().float() > 8 * step * b.abs().float() + 1e-6).float().mean().item()        # after a step near zero, say
-            assert not far > (1e-3 if key == "weight" else 1e-2), f"{key}: {differ(a, b)}"          # (of no elements: nan)
+            far = (
+                ((a - b).abs().float() > 8 * step * b.abs().float() + 1e-6).float().mean().item()
+            )  # after a step near zero, say
+            assert not far > (1e-3 if key == "weight" else 1e-2), (
+                f"{key}: {differ(a, b)}"
+            )  # (of no elements: nan)
             different = (a != b).float().mean().item() if a.numel() > 1000 else 0
-            assert different < (0.02 if key == "weight" else 0.15), f"{key}: {100 * different:.2g}% of the elements differ"
+            assert different < (0.02 if key == "weight" else 0.15), (
+                f"{key}: {100 * different:.2g}% of the elements differ"
+            )
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_dtypes_side_by_side(device):
     """fp32, bf16, fp16 and fp64 in one optimizer, clipped together; fp64 in torch's precision."""
-    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32, torch.bfloat16)
+    dtypes = (
+        torch.float32,
+        torch.bfloat16,
+        torch.float64,
+        torch.float16,
+        torch.float32,
+        torch.bfloat16,
+    )
     ours = [nn.Parameter(p.detach().to(dtype)) for p, dtype in zip(params_of(device), dtypes)]
     reference = [nn.Parameter(p.detach().double()) for p in ours]
     mine, theirs = AdamW(ours, lr=0.01, max_norm=5.0), Torchs(reference, lr=0.01)
@@ -388,7 +536,9 @@ def test_dtypes_side_by_side(device):
             q.grad = p.grad.double()
         nn.utils.clip_grad_norm_(reference, 5.0)
         mine.step(), theirs.step()
-    for p, q, dtype in zip(ours, reference, dtypes):            # (where torch takes the norm, a bf16 tensor's has bf16's 8 bits)
+    for p, q, dtype in zip(
+        ours, reference, dtypes
+    ):  # (where torch takes the norm, a bf16 tensor's has bf16's 8 bits)
         bound = max(20 * torch.finfo(dtype).eps, 2e-5)
         torch.testing.assert_close(p.detach().double(), q.detach(), rtol=bound, atol=bound)
         assert mine.state[p]["exp_avg"].dtype == dtype
@@ -398,8 +548,14 @@ def test_dtypes_side_by_side(device):
 def test_named_parameters(device):
     model = Blocks().to(device)
     names = [name for name, _ in model.named_parameters()]
-    mine, theirs = AdamW(model.named_parameters(), on_nonfinite="skip"), Torchs(model.named_parameters())
-    assert mine.names() == names and mine.param_groups[0]["param_names"] == theirs.param_groups[0]["param_names"] == names
+    mine, theirs = (
+        AdamW(model.named_parameters(), on_nonfinite="skip"),
+        Torchs(model.named_parameters()),
+    )
+    assert (
+        mine.names() == names
+        and mine.param_groups[0]["param_names"] == theirs.param_groups[0]["param_names"] == names
+    )
     assert mine.state_dict()["param_groups"][0]["param_names"] == names
     model(filled(model)).backward()
     model.blocks[1][0].grad[0, 0] = NAN
@@ -420,7 +576,7 @@ def test_zero_grad(set_to_none, device):
     mine.step(), theirs.step()
     mine.zero_grad(set_to_none), theirs.zero_grad(set_to_none)
     assert all((p.grad is None) == set_to_none and (set_to_none or not p.grad.any()) for p in ours)
-    mine.step(), theirs.step()                                  # zeros: momentum and decay go on; None: nothing does
+    mine.step(), theirs.step()  # zeros: momentum and decay go on; None: nothing does
     compare(ours, reference)
 
 
@@ -459,7 +615,9 @@ def test_gradients_that_zero_grad_dropped_are_freed(kwargs, device):
         mine.step()
         mine.zero_grad()
         gc.collect()
-        assert not [i for i, ref in enumerate(held) if ref() is not None], f"step {k}: gradients are still held by the optimizer"
+        assert not [i for i, ref in enumerate(held) if ref() is not None], (
+            f"step {k}: gradients are still held by the optimizer"
+        )
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -477,16 +635,17 @@ def test_what_lies_elsewhere_than_in_the_last_step_is_noticed(device):
         def swap(optimizer, params):
             for p in params:
                 optimizer.state[p][key] = optimizer.state[p][key] * 2 + (1 if key == "step" else 0)
+
         return swap
 
     def turn_on_amsgrad(optimizer, params):
         for group in optimizer.param_groups:
             group["amsgrad"] = True
-        for p in params:                                        # (torch does not make it by itself)
+        for p in params:  # (torch does not make it by itself)
             optimizer.state[p].setdefault("max_exp_avg_sq", torch.zeros_like(p))
 
     def split_groups(optimizer, params):
-        group, = optimizer.param_groups
+        (group,) = optimizer.param_groups
         optimizer.param_groups.append({**group, "params": group["params"][3:], "lr": 0.1})
         group["params"] = group["params"][:3]
 
@@ -495,10 +654,25 @@ def test_what_lies_elsewhere_than_in_the_last_step_is_noticed(device):
 
     def forget(optimizer, params):
         optimizer.state.clear()
-    changes = [None, None, swap_weights, swap_state("exp_avg"), swap_state("exp_avg_sq"), swap_state("step"), turn_on_amsgrad, split_groups, maximize, forget, None]
+
+    changes = [
+        None,
+        None,
+        swap_weights,
+        swap_state("exp_avg"),
+        swap_state("exp_avg_sq"),
+        swap_state("step"),
+        turn_on_amsgrad,
+        split_groups,
+        maximize,
+        forget,
+        None,
+    ]
     for k, change in enumerate(changes):
         random = generator(k)
-        for p, q in zip(ours, reference):                       # in the same memory, so that only the change can be noticed
+        for p, q in zip(
+            ours, reference
+        ):  # in the same memory, so that only the change can be noticed
             g = torch.randn(p.shape, generator=random).to(device)
             for t in (p, q):
                 t.grad = g.clone() if t.grad is None else t.grad.copy_(g)
@@ -528,7 +702,13 @@ def test_one_optimizer_under_two_backends():
 
 # ---- state dicts ----------------------------------------------------------------------------------------------------
 
-FLAGS = [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True}, {"amsgrad": True, "fused": True}]
+FLAGS = [
+    {},
+    {"foreach": True},
+    {"fused": True},
+    {"amsgrad": True},
+    {"amsgrad": True, "fused": True},
+]
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -538,7 +718,11 @@ def test_state_dicts_go_both_ways(direction, flags, device):
     """The course goes on as if the optimizer had never changed: to itself bit for bit, else within what the two always differ."""
     if "capturable" in flags and device == "cpu" and "torch" in direction:
         pytest.skip("torch's capturable needs a GPU")
-    first, second = {"to torch": (AdamW, Torchs), "from torch": (Torchs, AdamW), "to ours": (AdamW, AdamW)}[direction]
+    first, second = {
+        "to torch": (AdamW, Torchs),
+        "from torch": (Torchs, AdamW),
+        "to ours": (AdamW, AdamW),
+    }[direction]
     ours = params_of(device)
     one = first(ours, lr=0.01, betas=(0.8, 0.95), weight_decay=0.1, **flags)
     for k in range(5):
@@ -546,13 +730,19 @@ def test_state_dicts_go_both_ways(direction, flags, device):
         one.step()
     others = twin(ours)
     two = second(others, lr=0.5)
-    saved = copy.deepcopy(one.state_dict())                     # (torch's load_state_dict shares tensors; so does ours)
+    saved = copy.deepcopy(
+        one.state_dict()
+    )  # (torch's load_state_dict shares tensors; so does ours)
     kept = copy.deepcopy(saved)
     two.load_state_dict(saved)
     assert two.param_groups[0]["lr"] == 0.01 and two.param_groups[0]["betas"] == (0.8, 0.95)
     for i, state in saved["state"].items():
         for key, value in state.items():
-            same(torch.as_tensor(value), torch.as_tensor(kept["state"][i][key]), "loading changed the dictionary")
+            same(
+                torch.as_tensor(value),
+                torch.as_tensor(kept["state"][i][key]),
+                "loading changed the dictionary",
+            )
     for k in range(5, 10):
         give(k, ours, others)
         one.step(), two.step()
@@ -560,7 +750,9 @@ def test_state_dicts_go_both_ways(direction, flags, device):
             for a, b in zip(ours, others):
                 same(a.detach(), b.detach(), f"step {k}")
         compare(ours, others, f"step {k}")
-    assert {key: sorted(state) for key, state in two.state_dict()["state"].items()} == {key: sorted(state) for key, state in kept["state"].items()}
+    assert {key: sorted(state) for key, state in two.state_dict()["state"].items()} == {
+        key: sorted(state) for key, state in kept["state"].items()
+    }
     again = second(twin(others))
     again.load_state_dict(two.state_dict())
 
@@ -576,7 +768,7 @@ def test_a_state_dict_that_went_through_a_file_and_one_with_plain_numbers(device
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     for state in loaded["state"].values():
-        state["step"] = state["step"].item()                   # as torch before 1.12 had it
+        state["step"] = state["step"].item()  # as torch before 1.12 had it
     others = twin(ours)
     again = AdamW(others)
     again.load_state_dict(loaded)
@@ -631,15 +823,25 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(what, device):
 
     def reshaped(key):
         return lambda s: s["state"][1].__setitem__(key, torch.zeros(2, 2))
-    cases = [(dropping(key), f"state_dict: {key} of .* is missing") for key in ("step", "exp_avg", "exp_avg_sq")]
-    cases += [(reshaped(key), rf"state_dict: {key} of .* has shape \(2, 2\); expected") for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
+
+    cases = [
+        (dropping(key), f"state_dict: {key} of .* is missing")
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    ]
+    cases += [
+        (reshaped(key), rf"state_dict: {key} of .* has shape \(2, 2\); expected")
+        for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    ]
     for change, message in cases:
         with pytest.raises(ArgumentError, match=message):
             mine.load_state_dict(broken(change))
         unchanged(before, mine)
-    for change in (lambda s: s["param_groups"].append(s["param_groups"][0]), lambda s: s["param_groups"][0]["params"].pop()):
+    for change in (
+        lambda s: s["param_groups"].append(s["param_groups"][0]),
+        lambda s: s["param_groups"][0]["params"].pop(),
+    ):
         with pytest.raises(ValueError):
-            mine.load_state_dict(broken(change))                # torch's own checks
+            mine.load_state_dict(broken(change))  # torch's own checks
         unchanged(before, mine)
     assert mine.param_groups[0]["lr"] == 0.01
     mine.load_state_dict(good)
@@ -651,15 +853,25 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(what, device):
 # ---- schedulers -----------------------------------------------------------------------------------------------------
 
 SCHEDULERS = {
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda k: 0.9**k), "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda k: 0.9),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 3), "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5]),
-    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 3), "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=5),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.8), "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 8, 2.0),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5), "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.1, 2, cycle_momentum=True), "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=11),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda k: 0.9**k),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda k: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 3),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 3),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=5),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 8, 2.0),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.1, 2, cycle_momentum=True),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=11),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.8)], [3]),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(o, 0.3, 4), lr_scheduler.ExponentialLR(o, 0.9)]),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.8)], [3]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.3, 4), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
 }
 
 
@@ -682,15 +894,20 @@ def test_schedulers(name, device):
             for scheduler in (one, two):
                 scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
             compare(ours, reference, f"{name}, step {k}", atol=5e-6)
-            assert [(g["lr"], g["betas"]) for g in mine.param_groups] == [(g["lr"], g["betas"]) for g in theirs.param_groups]
+            assert [(g["lr"], g["betas"]) for g in mine.param_groups] == [
+                (g["lr"], g["betas"]) for g in theirs.param_groups
+            ]
             rates.append(mine.param_groups[0]["lr"])
     assert len(set(rates)) > 1, "the rate never changed"
-    assert not [w for w in said if "optimizer.step" in str(w.message)], "the scheduler did not see the steps"
+    assert not [w for w in said if "optimizer.step" in str(w.message)], (
+        "the scheduler did not see the steps"
+    )
     if name in ("OneCycleLR", "CyclicLR"):
         assert mine.param_groups[0]["betas"] != (0.9, 0.999), "these turn beta1 as well"
 
 
 # ---- the formula ----------------------------------------------------------------------------------------------------
+
 
 def formula(w, g, m, v, vmax, step, lr, beta1, beta2, eps, weight_decay):
     """Loshchilov and Hutter, algorithm 2, and AMSGrad, literally, in float64."""
@@ -720,31 +937,80 @@ def test_reference_adamw_is_the_formula(dtype, step, amsgrad):
     bound = {torch.float64: 1e-12, torch.float32: 2e-6}.get(dtype, torch.finfo(dtype).eps)
     for name, got, right in zip(("weight", "m", "v", "vmax"), (w, m, v, vmax), want):
         if right is not None:
-            torch.testing.assert_close(got.double(), right, rtol=bound, atol=bound, msg=lambda t: f"{name}: {differ(got, right)}")
+            torch.testing.assert_close(
+                got.double(),
+                right,
+                rtol=bound,
+                atol=bound,
+                msg=lambda t: f"{name}: {differ(got, right)}",
+            )
     same(exact.to(dtype), w, "what it returns is the weight before rounding")
-    torch.testing.assert_close(exact.double(), want[0], rtol=max(bound, 2e-6) if dtype != torch.float64 else bound, atol=bound) if dtype.itemsize > 2 else None
+    torch.testing.assert_close(
+        exact.double(),
+        want[0],
+        rtol=max(bound, 2e-6) if dtype != torch.float64 else bound,
+        atol=bound,
+    ) if dtype.itemsize > 2 else None
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-@pytest.mark.parametrize("kwargs", [{}, {"amsgrad": True}, {"maximize": True}, {"max_norm": 1.0}, {"lr": 0.5, "betas": (0.0, 0.5), "eps": 1e-2, "weight_decay": 0.0}],
-                         ids=str)
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"amsgrad": True},
+        {"maximize": True},
+        {"max_norm": 1.0},
+        {"lr": 0.5, "betas": (0.0, 0.5), "eps": 1e-2, "weight_decay": 0.0},
+    ],
+    ids=str,
+)
 def test_the_optimizer_is_the_formula(kwargs, device):
     ours = params_of(device)
     mine = AdamW(ours, **{"lr": 0.01, "weight_decay": 0.1, **kwargs})
     group = mine.param_groups[0]
-    numbers = {"lr": group["lr"], "beta1": group["betas"][0], "beta2": group["betas"][1], "eps": group["eps"], "weight_decay": group["weight_decay"]}
-    exact = [[p.detach().double(), *(torch.zeros_like(p, dtype=torch.float64) for _ in range(3))] for p in ours]
+    numbers = {
+        "lr": group["lr"],
+        "beta1": group["betas"][0],
+        "beta2": group["betas"][1],
+        "eps": group["eps"],
+        "weight_decay": group["weight_decay"],
+    }
+    exact = [
+        [p.detach().double(), *(torch.zeros_like(p, dtype=torch.float64) for _ in range(3))]
+        for p in ours
+    ]
     for k in range(1, 21):
         give(k, ours)
         norm = exact_norm([p.grad for p in ours])
-        factor = (-1 if group["maximize"] else 1) * (min(1.0, 1.0 / (norm + 1e-6)) if "max_norm" in kwargs else 1.0)
+        factor = (-1 if group["maximize"] else 1) * (
+            min(1.0, 1.0 / (norm + 1e-6)) if "max_norm" in kwargs else 1.0
+        )
         for p, state in zip(ours, exact):
-            *state[:3], vmax = formula(state[0], p.grad.double() * factor, state[1], state[2], state[3] if group["amsgrad"] else None, k, **numbers)
+            *state[:3], vmax = formula(
+                state[0],
+                p.grad.double() * factor,
+                state[1],
+                state[2],
+                state[3] if group["amsgrad"] else None,
+                k,
+                **numbers,
+            )
             state[3] = vmax if vmax is not None else state[3]
         mine.step()
         for p, (w, m, v, _) in zip(ours, exact):
-            for name, got, right in (("weight", p.detach(), w), ("m", mine.state[p]["exp_avg"], m), ("v", mine.state[p]["exp_avg_sq"], v)):
-                torch.testing.assert_close(got.double(), right, rtol=5e-6, atol=5e-6, msg=lambda t: f"step {k}, {name}: {differ(got, right)}")
+            for name, got, right in (
+                ("weight", p.detach(), w),
+                ("m", mine.state[p]["exp_avg"], m),
+                ("v", mine.state[p]["exp_avg_sq"], v),
+            ):
+                torch.testing.assert_close(
+                    got.double(),
+                    right,
+                    rtol=5e-6,
+                    atol=5e-6,
+                    msg=lambda t: f"step {k}, {name}: {differ(got, right)}",
+                )
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -752,7 +1018,11 @@ def test_a_hundred_steps_stay_as_close_to_torch_as_torchs_own_two_ways(device):
     """|ours - foreach| <= 2 |fused - foreach|, the largest over all weights."""
     start = params_of(device, ((40, 50), (3000,), (7,)))
     sets = {name: twin(start) for name in ("ours", "foreach", "fused")}
-    optimizers = [AdamW(sets["ours"], lr=0.01), Torchs(sets["foreach"], lr=0.01, foreach=True), Torchs(sets["fused"], lr=0.01, fused=True)]
+    optimizers = [
+        AdamW(sets["ours"], lr=0.01),
+        Torchs(sets["foreach"], lr=0.01, foreach=True),
+        Torchs(sets["fused"], lr=0.01, fused=True),
+    ]
     for k in range(100):
         give(k, *sets.values())
         for optimizer in optimizers:
@@ -760,11 +1030,15 @@ def test_a_hundred_steps_stay_as_close_to_torch_as_torchs_own_two_ways(device):
 
     def apart(a):
         return max((p - q).abs().max().item() for p, q in zip(sets[a], sets["foreach"]))
+
     print(f"ours {apart('ours'):.3g}, fused {apart('fused'):.3g} from foreach")
-    assert apart("ours") <= 2 * apart("fused"), f"ours is {apart('ours'):.3g} from foreach, fused {apart('fused'):.3g}"
+    assert apart("ours") <= 2 * apart("fused"), (
+        f"ours is {apart('ours'):.3g} from foreach, fused {apart('fused'):.3g}"
+    )
 
 
 # ---- the same bits --------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -772,11 +1046,14 @@ def test_a_hundred_steps_stay_as_close_to_torch_as_torchs_own_two_ways(device):
 def test_two_runs_and_any_grid_give_the_same_bits(stochastic, dtype, device, monkeypatch):
     def run():
         ours = params_of(device, (*SHAPES, (150, 130)), dtype)
-        mine = AdamW(ours, lr=0.01, max_norm=1.0, stochastic_rounding=stochastic, seed=3, amsgrad=True)
+        mine = AdamW(
+            ours, lr=0.01, max_norm=1.0, stochastic_rounding=stochastic, seed=3, amsgrad=True
+        )
         for k in range(3):
             give(k, ours)
             mine.step()
         return [t.detach() for p in ours for t in (p, *mine.state[p].values())]
+
     first = run()
     for blocks in (2**20, 1, 3, 7):
         monkeypatch.setattr(adamw, "MAX_BLOCKS", blocks)
@@ -788,6 +1065,7 @@ def test_two_runs_and_any_grid_give_the_same_bits(stochastic, dtype, device, mon
 @pytest.mark.parametrize("final", [False, True])
 def test_an_arena_gives_the_same_bits_with_any_grid_and_in_any_pieces(final, device, monkeypatch):
     """Everything in one launch, or, where tensors got no gradient, in several; by adamw_v2 as by adamw_v3."""
+
     def run(without=(), pieces=False):
         model = Blocks(dtype=torch.bfloat16).to(device)
         arena = Arena(model)
@@ -795,14 +1073,21 @@ def test_an_arena_gives_the_same_bits_with_any_grid_and_in_any_pieces(final, dev
         with GradientAccumulator(arena) as accumulator:
             for k in range(3):
                 accumulator.final = final
-                model([None if i in without else g for i, g in enumerate(filled(model, k))]).backward()
-                if pieces:                                      # a gradient of the user's own: not all sums are the arena's
+                model(
+                    [None if i in without else g for i, g in enumerate(filled(model, k))]
+                ).backward()
+                if pieces:  # a gradient of the user's own: not all sums are the arena's
                     arena.owners[-1].grad = arena.owners[-1].grad.clone()
                 mine.step()
                 mine.zero_grad()
-        tensors = [arena.weights.clone(), arena.bf16_weights.clone(), *(t for o in arena.owners for t in mine.state.get(o, {}).values())]
+        tensors = [
+            arena.weights.clone(),
+            arena.bf16_weights.clone(),
+            *(t for o in arena.owners for t in mine.state.get(o, {}).values()),
+        ]
         arena.release()
         return [t.clone() for t in tensors]
+
     for how in ({}, {"without": (2, 5)}):
         first = run(**how)
         for got, want in zip(run(**how, pieces=True), first, strict=True):
@@ -821,7 +1106,11 @@ def test_more_tensors_than_a_launch_takes(device):
     reference = twin(ours)
 
     def groups(ps):
-        return [{"params": ps[i::40], "lr": 0.001 * (i + 1), "weight_decay": 0.01 * i} for i in range(40)]
+        return [
+            {"params": ps[i::40], "lr": 0.001 * (i + 1), "weight_decay": 0.01 * i}
+            for i in range(40)
+        ]
+
     mine, theirs = AdamW(groups(ours), max_norm=10.0), Torchs(groups(reference))
     for k, without in enumerate(((), range(0, 520, 3), range(100, 500))):
         give(k, ours, reference, without=without)
@@ -832,12 +1121,21 @@ def test_more_tensors_than_a_launch_takes(device):
 
 # ---- an arena -------------------------------------------------------------------------------------------------------
 
+
 def peers(dtype, device, scaled=False, **kwargs):
     """(model, arena, ga.AdamW) and (model, arena, torch's AdamW) that start from the same weights."""
-    how = {"decay": lambda name, p: p.dim() >= 2 and not name.startswith("blocks.0"),
-           "lr_scale": lambda name, p: 3.0 if name.startswith("blocks.1") else 0.5} if scaled else {}
-    models = [Blocks(dtype=dtype if dtype != "mixed" else torch.float32).to(device) for _ in range(2)]
-    if dtype == "mixed":                                        # the middle block in bf16, the others in fp32
+    how = (
+        {
+            "decay": lambda name, p: p.dim() >= 2 and not name.startswith("blocks.0"),
+            "lr_scale": lambda name, p: 3.0 if name.startswith("blocks.1") else 0.5,
+        }
+        if scaled
+        else {}
+    )
+    models = [
+        Blocks(dtype=dtype if dtype != "mixed" else torch.float32).to(device) for _ in range(2)
+    ]
+    if dtype == "mixed":  # the middle block in bf16, the others in fp32
         for m in models:
             m.blocks[1].to(torch.bfloat16)
     arenas = [Arena(m, **how) for m in models]
@@ -850,11 +1148,17 @@ def check_arena(arena, cleared=True):
     """Masters, copies and padding as an arena promises."""
     for s, owner, p in zip(arena.segments, arena.owners, arena.params):
         if owner is not p:
-            same(p.detach(), owner.detach().bfloat16(), f"the bf16 copy of {s.name} is its master, rounded")
+            same(
+                p.detach(),
+                owner.detach().bfloat16(),
+                f"the bf16 copy of {s.name} is its master, rounded",
+            )
     used = torch.zeros(arena.numel, dtype=torch.bool)
     for s in arena.segments:
-        used[s.offset:s.offset + s.numel] = True
-    assert not arena.weights.cpu()[~used].any() and not arena.grads.cpu()[~used].any(), "padding was written"
+        used[s.offset : s.offset + s.numel] = True
+    assert not arena.weights.cpu()[~used].any() and not arena.grads.cpu()[~used].any(), (
+        "padding was written"
+    )
     if cleared:
         assert not arena.grads.any(), f"sums were not cleared: {arena.grads.abs().max()}"
         assert all(p.grad is None for p in (*arena.params, *arena.owners))
@@ -867,7 +1171,9 @@ def check_arena(arena, cleared=True):
 def test_an_arena_in_each_mode_as_torch_over_its_parameter_groups(mode, dtype, scaled, device):
     (m1, a1, mine), (m2, a2, theirs) = peers(dtype, device, scaled)
     rates = {g["lr"] for g in mine.param_groups}
-    assert rates == ({0.005, 0.03} if scaled else {0.01}) and {g["weight_decay"] for g in mine.param_groups} == {0.0, 0.3}
+    assert rates == ({0.005, 0.03} if scaled else {0.01}) and {
+        g["weight_decay"] for g in mine.param_groups
+    } == {0.0, 0.3}
     with GradientAccumulator(a1, mode), GradientAccumulator(a2, mode):
         for k in range(4):
             for micro in range(2):
@@ -900,18 +1206,28 @@ def test_without_an_accumulator_gradients_are_used_and_never_written(dtype, devi
         for p, g in zip(m1.parameters(), kept):
             same(p.grad, g, "a user's gradient was written")
         # Where torch takes the norm, that of a bf16 gradient has bf16's 8 bits.
-        compare(a1.owners, a2.owners, f"step {k}", **({"atol": 2e-4} if dtype == torch.bfloat16 and ga.backend().name == "torch" else {}))
+        compare(
+            a1.owners,
+            a2.owners,
+            f"step {k}",
+            **({"atol": 2e-4} if dtype == torch.bfloat16 and ga.backend().name == "torch" else {}),
+        )
         check_arena(a1, cleared=False)
         assert not a1.grads.any()
         m1.zero_grad(), m2.zero_grad()
-    if dtype == torch.bfloat16:                                 # a gradient that the user gave a master goes before
+    if dtype == torch.bfloat16:  # a gradient that the user gave a master goes before
         m1(filled(m1)).backward()
         for owner, p in zip(a1.owners, a1.params):
             owner.grad = -p.grad.float()
         before = [mine.state[o]["exp_avg"].clone() for o in a1.owners]
         mine.step()
         for owner, m in zip(a1.owners, before):
-            torch.testing.assert_close(mine.state[owner]["exp_avg"], 0.9 * m + 0.1 * owner.grad * mine.clip_state.scale, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(
+                mine.state[owner]["exp_avg"],
+                0.9 * m + 0.1 * owner.grad * mine.clip_state.scale,
+                rtol=1e-5,
+                atol=1e-7,
+            )
     a1.release(), a2.release()
 
 
@@ -971,6 +1287,7 @@ def test_squares_taken_while_adding_change_no_bit(mode, dtype, device):
         weights = arena.weights.clone()
         arena.release()
         return weights, norms
+
     (w1, n1), (w2, n2) = run(False), run(True)
     assert n1 == n2
     same(w1, w2)
@@ -1026,7 +1343,9 @@ def test_copies_of_an_optimizer_over_an_arena(dtype, device):
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-@pytest.mark.parametrize("what", ["arena -> arena", "arena -> torch", "torch -> arena", "bf16 arena -> torch"])
+@pytest.mark.parametrize(
+    "what", ["arena -> arena", "arena -> torch", "torch -> arena", "bf16 arena -> torch"]
+)
 def test_state_dicts_of_an_arena(what, device):
     dtype = torch.bfloat16 if "bf16" in what else torch.float32
     (m1, a1, mine), (m2, a2, theirs) = peers(dtype, device)
@@ -1041,6 +1360,7 @@ def test_state_dicts_of_an_arena(what, device):
             owner.grad = torch.randn(owner.shape, generator=random).to(device)
         optimizer.step()
         optimizer.zero_grad()
+
     for k in range(3):
         train(sa, source, k)
     with torch.no_grad():
@@ -1053,20 +1373,32 @@ def test_state_dicts_of_an_arena(what, device):
         same(a1.weights, a2.weights)
     moments = target._moments if target is not theirs else mine._moments
     for key, flat in moments.items():
-        for s, owner in zip(a1.segments if target is not theirs and target is mine else sa.segments, range(99)):
-            assert not flat[s.offset + s.numel:s.offset + s.padded].any(), f"padding of {key} was written"
+        for s, owner in zip(
+            a1.segments if target is not theirs and target is mine else sa.segments, range(99)
+        ):
+            assert not flat[s.offset + s.numel : s.offset + s.padded].any(), (
+                f"padding of {key} was written"
+            )
     a1.release(), a2.release()
 
 
 # ---- clipping inside ------------------------------------------------------------------------------------------------
 
+
 def clip_like(scope, arena_or_params, max_norm):
     if scope == "global":
-        groups = [arena_or_params.parameters() if isinstance(arena_or_params, Arena) else arena_or_params]
+        groups = [
+            arena_or_params.parameters() if isinstance(arena_or_params, Arena) else arena_or_params
+        ]
     elif scope == "tensor":
-        groups = [[p] for p in (arena_or_params.owners if isinstance(arena_or_params, Arena) else arena_or_params)]
+        groups = [
+            [p]
+            for p in (
+                arena_or_params.owners if isinstance(arena_or_params, Arena) else arena_or_params
+            )
+        ]
     else:
-        groups = [arena_or_params.owners[b.first:b.last] for b in arena_or_params.blocks]
+        groups = [arena_or_params.owners[b.first : b.last] for b in arena_or_params.blocks]
     norms = [nn.utils.clip_grad_norm_(group, max_norm) for group in groups]
     return norms[0] if scope == "global" else torch.stack([n.to(norms[-1].device) for n in norms])
 
@@ -1084,16 +1416,23 @@ def test_clipping_inside_is_clipping_before(what, scope, device):
         if what == "parameters":
             ours = params_of(device)
             reference = twin(ours)
-            mine, theirs = AdamW(ours, lr=0.01, max_norm=1.0, scope=scope), Torchs(reference, lr=0.01)
+            mine, theirs = (
+                AdamW(ours, lr=0.01, max_norm=1.0, scope=scope),
+                Torchs(reference, lr=0.01),
+            )
             target = reference
         else:
-            (m1, a1, mine), (m2, a2, theirs) = peers(torch.float32, device, max_norm=1.0, scope=scope)
+            (m1, a1, mine), (m2, a2, theirs) = peers(
+                torch.float32, device, max_norm=1.0, scope=scope
+            )
             ours, reference, target = a1.owners, a2.owners, a2
             for a in (a1, a2):
                 if what == "arena":
                     stack.enter_context(GradientAccumulator(a))
                 stack.callback(a.release)
-        for k, (size, max_norm) in enumerate(((1.0, 1.0), (5.0, 1.0), (1.0, 0.0), (1.0, 2.0), (1e-4, 2.0), (1.0, INF))):
+        for k, (size, max_norm) in enumerate(
+            ((1.0, 1.0), (5.0, 1.0), (1.0, 0.0), (1.0, 2.0), (1e-4, 2.0), (1.0, INF))
+        ):
             mine.max_norm = max_norm
             if what == "parameters":
                 give(k, ours, reference, size=size)
@@ -1105,8 +1444,14 @@ def test_clipping_inside_is_clipping_before(what, scope, device):
             mine.step(), theirs.step()
             torch.testing.assert_close(mine.clip_state.norm, want, rtol=1e-5, atol=1e-7)
             scale = mine.clip_state.scale.flatten()
-            assert (scale == 1).all() if size < 1e-3 or max_norm == INF else scale[0] < 1 or scope != "global"
-            torch.testing.assert_close(mine.clip_state.clipped_norm, want * mine.clip_state.scale, rtol=1e-6, atol=1e-8)
+            assert (
+                (scale == 1).all()
+                if size < 1e-3 or max_norm == INF
+                else scale[0] < 1 or scope != "global"
+            )
+            torch.testing.assert_close(
+                mine.clip_state.clipped_norm, want * mine.clip_state.scale, rtol=1e-6, atol=1e-8
+            )
             compare(ours, reference, f"step {k}, {scope}", atol=5e-6)
             del before
             mine.zero_grad(), theirs.zero_grad()
@@ -1124,6 +1469,7 @@ def bad_step(what, device, dtype, **kwargs):
         def bad(value):
             give(77, ours)
             ours[4].grad[4096] = value
+
         return mine, good, bad, [], "parameter 4 of shape (4097,)"
     model = Blocks(dtype=dtype).to(device)
     arena = Arena(model)
@@ -1140,8 +1486,15 @@ def bad_step(what, device, dtype, **kwargs):
         grads[3][4096] = value
         model.zero_grad()
         model(grads).backward()
+
     mine.keep = accumulator
-    return mine, good, bad, [arena.weights] + ([arena.bf16_weights] if dtype == torch.bfloat16 else []), arena.segments[3].name
+    return (
+        mine,
+        good,
+        bad,
+        [arena.weights] + ([arena.bf16_weights] if dtype == torch.bfloat16 else []),
+        arena.segments[3].name,
+    )
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -1153,8 +1506,15 @@ def test_a_step_with_a_bad_gradient_is_skipped_counted_and_named(what, dtype, sc
     """Not a bit of weights, moments, counts and copies changes, and the next step goes on as if the bad one had not been."""
     if what == "parameters" and scope == "block":
         scope = "global"
-    how = {"on_nonfinite": "skip", "scope": scope, **({} if scope == "block" else {"max_norm": 1.0})}
-    (mine, good, bad, watched, name), (other, good2, _, _, _) = bad_step(what, device, dtype, **how), bad_step(what, device, dtype, **how)
+    how = {
+        "on_nonfinite": "skip",
+        "scope": scope,
+        **({} if scope == "block" else {"max_norm": 1.0}),
+    }
+    (mine, good, bad, watched, name), (other, good2, _, _, _) = (
+        bad_step(what, device, dtype, **how),
+        bad_step(what, device, dtype, **how),
+    )
     assert mine.last_skip() is None
     for k in range(2):
         good(k), good2(k)
@@ -1164,7 +1524,11 @@ def test_a_step_with_a_bad_gradient_is_skipped_counted_and_named(what, dtype, sc
         before = snapshot(mine, *watched)
         mine.step()
         unchanged(before, mine, *watched)
-        assert mine.skipped == n and mine.skipped.dtype == torch.int32 and mine.last_skip() == {"step": 2 + n, "tensor": name}
+        assert (
+            mine.skipped == n
+            and mine.skipped.dtype == torch.int32
+            and mine.last_skip() == {"step": 2 + n, "tensor": name}
+        )
         assert not mine.clip_state.finite.all() and mine.clip_state.name() == name
         if what == "arena":
             assert not mine.arena.grads.any(), "the bad sums must not stay"
@@ -1188,7 +1552,9 @@ def test_raise_names_the_tensor_and_changes_nothing(what, device):
     bad(NAN)
     grads = [p.grad for group in mine.param_groups for p in group["params"]]
     before = snapshot(mine, *watched, *grads)
-    with pytest.raises(NonFiniteError, match=r"the gradient of .* is not finite: nothing was changed") as info:
+    with pytest.raises(
+        NonFiniteError, match=r"the gradient of .* is not finite: nothing was changed"
+    ) as info:
         mine.step()
     assert name in str(info.value)
     unchanged(before, mine, *watched, *grads)
@@ -1218,6 +1584,7 @@ def test_propagate_is_what_torch_does(max_norm, device):
 
 # ---- loss scales and divisors ---------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("unscale", [False, True])
@@ -1228,10 +1595,15 @@ def test_grad_scaler_as_with_torchs_fused(unscale, max_norm, device):
     mine, theirs = AdamW(ours, lr=0.01, max_norm=max_norm), Torchs(reference, lr=0.01, fused=True)
     scalers = [torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=3) for _ in range(2)]
     for k in range(10):
-        for scaler, optimizer, params, peer in ((scalers[0], mine, ours, False), (scalers[1], theirs, reference, True)):
+        for scaler, optimizer, params, peer in (
+            (scalers[0], mine, ours, False),
+            (scalers[1], theirs, reference, True),
+        ):
             optimizer.zero_grad()
             random = generator(k)
-            loss = sum((p * torch.randn(p.shape, generator=random).to(device)).sum() for p in params)
+            loss = sum(
+                (p * torch.randn(p.shape, generator=random).to(device)).sum() for p in params
+            )
             scaler.scale(loss).backward()
             if k in (4, 5):
                 params[4].grad[7] = INF if k == 4 else NAN
@@ -1247,7 +1619,11 @@ def test_grad_scaler_as_with_torchs_fused(unscale, max_norm, device):
             scaler.update()
         compare(ours, reference, f"step {k}")
         assert scalers[0].get_scale() == scalers[1].get_scale()
-    assert [float(s) for s in states(mine, "step")] == [float(s) for s in states(theirs, "step")] == [8.0] * len(ours)
+    assert (
+        [float(s) for s in states(mine, "step")]
+        == [float(s) for s in states(theirs, "step")]
+        == [8.0] * len(ours)
+    )
     assert mine.skipped == 2 and mine.last_skip()["step"] == 6
 
 
@@ -1262,8 +1638,14 @@ def test_grad_scaler_with_a_policy_of_ones_own(device):
     before = snapshot(mine)
     scaler.step(mine)
     scaler.update()
-    assert mine.skipped == 1 and mine.last_skip() == {"step": 1, "tensor": "parameter 1 of shape (5,)"} and scaler.get_scale() == 4
-    assert [torch.equal(a, b) for a, b in zip(snapshot(mine), before)][:len(ours)] == [True] * len(ours)
+    assert (
+        mine.skipped == 1
+        and mine.last_skip() == {"step": 1, "tensor": "parameter 1 of shape (5,)"}
+        and scaler.get_scale() == 4
+    )
+    assert [torch.equal(a, b) for a, b in zip(snapshot(mine), before)][: len(ours)] == [True] * len(
+        ours
+    )
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -1303,7 +1685,10 @@ extern "C" __global__ void philox(unsigned* out, const long long* key, const lon
 
 def philox(keys, counters, device):
     out = torch.zeros(4 * len(keys), dtype=torch.int32, device=device)
-    key, counter = torch.tensor(keys, device=device), torch.tensor(counters, device=device).flatten()
+    key, counter = (
+        torch.tensor(keys, device=device),
+        torch.tensor(counters, device=device).flatten(),
+    )
     kernel = ga.compile(PHILOX.replace("unsigned* out", "int* out").replace("= r.", "= (int)r."))
     kernel[-(-len(keys) // 64), 64](out, key, counter, len(keys))
     return (out.long() & 0xFFFFFFFF).view(-1, 4).cpu()
@@ -1313,11 +1698,22 @@ def philox(keys, counters, device):
 def test_philox_gives_the_answers_of_its_authors(device):
     """The known-answer vectors of philox4x32-10 in Random123; and kernel and reference agree on any key and counter."""
     ones = 0xFFFFFFFF
-    got = philox([0, -1, 0x299F31D0A4093822], [[0] * 4, [ones] * 4, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]], device)
+    got = philox(
+        [0, -1, 0x299F31D0A4093822],
+        [[0] * 4, [ones] * 4, [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344]],
+        device,
+    )
     assert [[f"{x:08x}" for x in row] for row in got.tolist()] == [
-        ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"], ["408f276d", "41c83b0e", "a20bc7c6", "6d5451fd"],
-        ["d16cfe09", "94fdcceb", "5001e420", "24126ea1"]]
-    for seed, tensor, step in ((0, 0, 0), (2**53 - 1, 5, 1), (2**32, 2**31 - 1, 2**24), (12345, 1, 10**6)):
+        ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"],
+        ["408f276d", "41c83b0e", "a20bc7c6", "6d5451fd"],
+        ["d16cfe09", "94fdcceb", "5001e420", "24126ea1"],
+    ]
+    for seed, tensor, step in (
+        (0, 0, 0),
+        (2**53 - 1, 5, 1),
+        (2**32, 2**31 - 1, 2**24),
+        (12345, 1, 10**6),
+    ):
         want = philox([seed] * 5, [[i, 0, tensor, step] for i in range(5)], device)
         assert torch.equal(reference_random_bits(seed, tensor, 20, step), want.flatten())
         assert torch.equal(reference_random_bits(seed, tensor, 17, step), want.flatten()[:17])
@@ -1328,13 +1724,18 @@ def test_random_bits_are_random_enough():
     assert len(draws.unique()) > 0.999 * len(draws)
     for bit in range(32):
         share = (draws >> bit & 1).double().mean().item()
-        assert abs(share - 0.5) < 5 * 0.5 / math.sqrt(len(draws)), f"bit {bit} is set in {share:.3f}"
+        assert abs(share - 0.5) < 5 * 0.5 / math.sqrt(len(draws)), (
+            f"bit {bit} is set in {share:.3f}"
+        )
 
 
 def test_reference_round_by_hand():
     one, above = torch.tensor(1.0), torch.tensor(1.0 + 2**-7)
-    x = one + 2**-9                                             # a quarter of the way to the next bf16
-    up = [reference_round(x, torch.tensor(n)).item() for n in (0, 0xBFFF, 0xC000, 0xFFFF, 0xABC0000, 0xABCFFFF)]
+    x = one + 2**-9  # a quarter of the way to the next bf16
+    up = [
+        reference_round(x, torch.tensor(n)).item()
+        for n in (0, 0xBFFF, 0xC000, 0xFFFF, 0xABC0000, 0xABCFFFF)
+    ]
     assert up == [1, 1, above, above, 1, above]
     for value in (INF, -INF, 0.0, -0.0, 1.0, -3.5):
         for n in (0, 0xFFFF):
@@ -1342,7 +1743,10 @@ def test_reference_round_by_hand():
             same(got, torch.tensor(value).bfloat16(), f"{value} is a bf16 already")
     assert reference_round(torch.tensor([NAN, -NAN]), torch.tensor([0xFFFF, 0])).isnan().all()
     largest = torch.tensor(torch.finfo(torch.float32).max)
-    assert reference_round(largest, torch.tensor(0xFFFF)) == INF and reference_round(largest, torch.tensor(0)) == torch.finfo(torch.bfloat16).max
+    assert (
+        reference_round(largest, torch.tensor(0xFFFF)) == INF
+        and reference_round(largest, torch.tensor(0)) == torch.finfo(torch.bfloat16).max
+    )
     x = torch.randn(10_000, generator=generator(0))
     for n in (0, 0x8000, 0xFFFF):
         got = reference_round(x, torch.full_like(x, n, dtype=torch.long)).float()
@@ -1358,16 +1762,23 @@ def test_bf16_copies_are_rounded_by_the_reference_bits(device):
     with GradientAccumulator(arena):
         for k in range(1, 4):
             grads = filled(model, k)
-            grads[5 if k == 2 else 6] = None                    # who else takes part does not matter
+            grads[5 if k == 2 else 6] = None  # who else takes part does not matter
             model(grads).backward()
             mine.step()
             for i, s in enumerate(arena.segments):
-                master, step = arena.owners[i].detach().cpu(), int(mine.state[arena.owners[i]]["step"]) if mine.state.get(arena.owners[i]) else 0
+                master, step = (
+                    arena.owners[i].detach().cpu(),
+                    int(mine.state[arena.owners[i]]["step"])
+                    if mine.state.get(arena.owners[i])
+                    else 0,
+                )
                 if grads[6 - i] is not None and s.numel:
                     want = reference_round(master, reference_random_bits(seed, i, s.numel, step))
                     same(arena.params[i].detach().cpu(), want, f"step {k}, {s.name}")
                     if s.numel > 100:
-                        assert not torch.equal(want, master.bfloat16()), "some were rounded to the other side"
+                        assert not torch.equal(want, master.bfloat16()), (
+                            "some were rounded to the other side"
+                        )
     arena.release()
 
 
@@ -1378,8 +1789,20 @@ def test_bf16_weights_are_rounded_by_the_reference_bits(device):
     mine = AdamW(ours, lr=0.1, stochastic_rounding=True, seed=5)
     for k in range(1, 4):
         give(k, ours)
-        start = [[t.detach().cpu().clone() for t in (p, p.grad, *(mine.state[p][key] if mine.state.get(p) else torch.zeros_like(p)
-                                                                  for key in ("exp_avg", "exp_avg_sq")))] for p in ours]
+        start = [
+            [
+                t.detach().cpu().clone()
+                for t in (
+                    p,
+                    p.grad,
+                    *(
+                        mine.state[p][key] if mine.state.get(p) else torch.zeros_like(p)
+                        for key in ("exp_avg", "exp_avg_sq")
+                    ),
+                )
+            ]
+            for p in ours
+        ]
         mine.step()
         for i, (p, state) in enumerate(zip(ours, start)):
             exact = formula(*state, None, k, 0.1, 0.9, 0.999, 1e-8, 0.01)[0].float()
@@ -1389,7 +1812,9 @@ def test_bf16_weights_are_rounded_by_the_reference_bits(device):
             sure = (near[0] == near[1]) & (near[0] == near[2])
             assert p.numel() < 100 or sure.float().mean() > 0.99
             got = p.detach().cpu()
-            assert torch.equal(got[sure], near[0][sure]), f"step {k}, tensor {i}: {differ(got[sure], near[0][sure])}"
+            assert torch.equal(got[sure], near[0][sure]), (
+                f"step {k}, tensor {i}: {differ(got[sure], near[0][sure])}"
+            )
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -1397,7 +1822,11 @@ def test_rounding_is_unbiased_where_the_nearest_stalls(device):
     """200 updates of 1e-4 on weights of 1, whose bf16 neighbours are 2^-8 below: to the nearest nothing moves, at random the mean does."""
     n, steps, lr = 4096, 200, 1e-4
     outcome = {}
-    for name, dtype, stochastic in (("fp32", torch.float32, False), ("nearest", torch.bfloat16, False), ("stochastic", torch.bfloat16, True)):
+    for name, dtype, stochastic in (
+        ("fp32", torch.float32, False),
+        ("nearest", torch.bfloat16, False),
+        ("stochastic", torch.bfloat16, True),
+    ):
         w = nn.Parameter(torch.ones(n, device=device, dtype=dtype))
         mine = AdamW([w], lr=lr, weight_decay=0.0, stochastic_rounding=stochastic, seed=1)
         w.grad = torch.ones_like(w)
@@ -1409,7 +1838,9 @@ def test_rounding_is_unbiased_where_the_nearest_stalls(device):
     sd = outcome["stochastic"].std().item()
     assert 0.002 < sd < 0.02
     off = abs(outcome["stochastic"].mean().item() - outcome["fp32"].mean().item())
-    assert off < 5 * sd / math.sqrt(n), f"mean is {off:.3g} from fp32's, {off / (sd / math.sqrt(n)):.1f} standard errors"
+    assert off < 5 * sd / math.sqrt(n), (
+        f"mean is {off:.3g} from fp32's, {off / (sd / math.sqrt(n)):.1f} standard errors"
+    )
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -1429,6 +1860,7 @@ def test_the_seed_counts_and_fp32_is_left_alone(device):
             give(k, ours)
             mine.step()
         return ours[4].detach()
+
     assert not torch.equal(run(torch.bfloat16, 0), run(torch.bfloat16, 1))
     same(run(torch.bfloat16, 4), run(torch.bfloat16, 4))
     same(run(torch.float32, 0), run(torch.float32, 1, False))
@@ -1437,11 +1869,22 @@ def test_the_seed_counts_and_fp32_is_left_alone(device):
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("kwargs, message", [
-    ({"scope": "layer"}, "scope is 'layer'"), ({"on_nonfinite": "ignore"}, "on_nonfinite is 'ignore'"), ({"max_norm": -1.0}, "max_norm is -1.0"),
-    ({"max_norm": NAN}, "max_norm is nan"), ({"max_norm": "a"}, "max_norm is 'a'"), ({"differentiable": True}, "differentiable is True"),
-    ({"seed": -1}, "seed is -1"), ({"seed": 2**53}, "seed is 9007199254740992"), ({"seed": 1.5}, "seed is 1.5"), ({"seed": None}, "seed is None"),
-])
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"scope": "layer"}, "scope is 'layer'"),
+        ({"on_nonfinite": "ignore"}, "on_nonfinite is 'ignore'"),
+        ({"max_norm": -1.0}, "max_norm is -1.0"),
+        ({"max_norm": NAN}, "max_norm is nan"),
+        ({"max_norm": "a"}, "max_norm is 'a'"),
+        ({"differentiable": True}, "differentiable is True"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**53}, "seed is 9007199254740992"),
+        ({"seed": 1.5}, "seed is 1.5"),
+        ({"seed": None}, "seed is None"),
+    ],
+)
 def test_bad_arguments(kwargs, message):
     with pytest.raises(ArgumentError, match=message):
         AdamW(params_of(), **kwargs)
@@ -1455,11 +1898,17 @@ def test_bad_tensors(device):
     sparse(torch.tensor([1], device=device)).sum().backward()
     good.grad = torch.ones_like(good)
     before = snapshot(mine, good.grad)
-    with pytest.raises(ArgumentError, match=r"the gradient of parameter 1 of shape \(5, 3\) has layout torch.sparse_coo"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"the gradient of parameter 1 of shape \(5, 3\) has layout torch.sparse_coo",
+    ):
         mine.step()
     unchanged(before, mine, good.grad)
     assert not mine.state
-    with pytest.raises(ArgumentError, match="parameter 1 of shape .* is torch.complex64: complex weights are not supported"):
+    with pytest.raises(
+        ArgumentError,
+        match="parameter 1 of shape .* is torch.complex64: complex weights are not supported",
+    ):
         AdamW([good, nn.Parameter(torch.ones(2, dtype=torch.complex64, device=device))])
     with pytest.raises(ValueError, match="more than one parameter group"):
         AdamW([{"params": [good]}, {"params": [good]}])
@@ -1469,7 +1918,9 @@ def test_bad_tensors(device):
         mine.step()
     unchanged(before, mine, good.grad)
     with pytest.raises(ArgumentError, match="complex"):
-        mine.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=torch.complex64, device=device))]})
+        mine.add_param_group(
+            {"params": [nn.Parameter(torch.ones(2, dtype=torch.complex64, device=device))]}
+        )
     assert len(mine.param_groups) == 1
 
 
@@ -1530,7 +1981,9 @@ def test_gpu_several_devices():
     for kwargs in ({"max_norm": 1.0}, {"on_nonfinite": "skip"}):
         other = AdamW(ours, **kwargs)
         before = [p.detach().clone() for p in ours]
-        with pytest.raises(ArgumentError, match="parameters lie on cuda:0, cuda:1: .* need one device"):
+        with pytest.raises(
+            ArgumentError, match="parameters lie on cuda:0, cuda:1: .* need one device"
+        ):
             other.step()
         assert all(torch.equal(p, b) for p, b in zip(ours, before))
     alone = nn.Parameter(torch.ones(3, device="cuda:1"))
@@ -1542,6 +1995,7 @@ def test_gpu_several_devices():
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("what", ["arena", "bf16 arena", "parameters", "bf16 parameters"])
 def test_a_resumed_run_has_the_same_bits(what, device, tmp_path):
@@ -1551,7 +2005,14 @@ def test_a_resumed_run_has_the_same_bits(what, device, tmp_path):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(30, 70), nn.Tanh(), nn.Linear(70, 5)).to(device, dtype)
         arena = Arena(model) if "arena" in what else None
-        mine = AdamW(arena if arena else model.parameters(), lr=0.01, max_norm=0.5, amsgrad=True, stochastic_rounding=True, seed=11)
+        mine = AdamW(
+            arena if arena else model.parameters(),
+            lr=0.01,
+            max_norm=0.5,
+            amsgrad=True,
+            stochastic_rounding=True,
+            seed=11,
+        )
         return model, arena, mine, lr_scheduler.CosineAnnealingLR(mine, 20)
 
     def train(model, arena, mine, scheduler, ks):
@@ -1562,11 +2023,16 @@ def test_a_resumed_run_has_the_same_bits(what, device, tmp_path):
                 mine.step()
                 mine.zero_grad()
                 scheduler.step()
+
     first, second = make(0), make(1)
     train(*first, range(4))
     path = tmp_path / "step.safetensors"
-    save_checkpoint(path, model=first[0], optimizer=first[2], arena=first[1], scheduler=first[3], step=4)
-    load_checkpoint(path, model=second[0], optimizer=second[2], arena=second[1], scheduler=second[3])
+    save_checkpoint(
+        path, model=first[0], optimizer=first[2], arena=first[1], scheduler=first[3], step=4
+    )
+    load_checkpoint(
+        path, model=second[0], optimizer=second[2], arena=second[1], scheduler=second[3]
+    )
     for run in (first, second):
         train(*run, range(4, 8))
     for p, q in zip(first[0].parameters(), second[0].parameters()):
@@ -1580,6 +2046,7 @@ def test_a_resumed_run_has_the_same_bits(what, device, tmp_path):
 
 # ---- nothing waits, everything replays ------------------------------------------------------------------------------
 
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["skip", "propagate"])
 @pytest.mark.parametrize("what", ["arena", "bf16 arena", "parameters"])
@@ -1587,7 +2054,13 @@ def test_gpu_nothing_waits_also_when_the_rate_changes(what, policy):
     dtype = torch.bfloat16 if "bf16" in what else torch.float32
     model = Blocks(dtype=dtype).cuda()
     arena = Arena(model) if "arena" in what else None
-    mine = AdamW(arena or model.parameters(), lr=0.01, max_norm=1.0, on_nonfinite=policy, stochastic_rounding=True)
+    mine = AdamW(
+        arena or model.parameters(),
+        lr=0.01,
+        max_norm=1.0,
+        on_nonfinite=policy,
+        stochastic_rounding=True,
+    )
     scheduler = lr_scheduler.OneCycleLR(mine, 0.1, total_steps=20)
     grads = [filled(model, k) for k in range(3)]
     grads[1][2][0, 0] = NAN if policy == "skip" else 1.0
@@ -1604,7 +2077,9 @@ def test_gpu_nothing_waits_also_when_the_rate_changes(what, policy):
     assert mine.skipped == (2 if policy == "skip" else 0)
     if arena:
         arena.release()
-    rate = torch.tensor(0.01, device="cuda")                    # a rate on the device does not come to the host either
+    rate = torch.tensor(
+        0.01, device="cuda"
+    )  # a rate on the device does not come to the host either
     other = AdamW(params_of("cuda"), lr=rate, capturable=True, max_norm=1.0)
     for k in range(3):
         give(k, other.param_groups[0]["params"])
@@ -1614,13 +2089,25 @@ def test_gpu_nothing_waits_also_when_the_rate_changes(what, policy):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scope", ["global", "tensor"])
-@pytest.mark.parametrize("what", ["fp64", "a gradient with gaps", "a gradient in another order", "fp16 beside bf16", "some without a gradient"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "fp64",
+        "a gradient with gaps",
+        "a gradient in another order",
+        "fp16 beside bf16",
+        "some without a gradient",
+    ],
+)
 def test_gpu_what_torch_computes_does_not_wait_either(what, scope):
     ours = params_of("cuda", ((40, 50), (5000,), (7,)))
     if what == "fp64":
         ours[1] = nn.Parameter(ours[1].detach().double())
     elif what == "fp16 beside bf16":
-        ours = [nn.Parameter(p.detach().to(dtype)) for p, dtype in zip(ours, (torch.float16, torch.bfloat16, torch.float32))]
+        ours = [
+            nn.Parameter(p.detach().to(dtype))
+            for p, dtype in zip(ours, (torch.float16, torch.bfloat16, torch.float32))
+        ]
     for p in ours:
         p.grad = torch.randn_like(p)
     if what == "a gradient with gaps":
@@ -1650,7 +2137,7 @@ def test_gpu_eager_steps_between_capture_and_replay(scope):
     warm = twin(ours)
     for p in warm:
         p.grad = torch.ones_like(p)
-    AdamW(warm, **how).step()                                   # compiles and loads
+    AdamW(warm, **how).step()  # compiles and loads
     mine.prepare()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -1675,7 +2162,11 @@ def graph_setup(what, seed=0, **kwargs):
     arena = Arena(model)
     for owner, view in zip(arena.owners, arena.grad_views):
         owner.grad = view
-    return AdamW(arena, **kwargs), arena.grad_views, [arena.weights, *([arena.bf16_weights] if "bf16" in what else [])]
+    return (
+        AdamW(arena, **kwargs),
+        arena.grad_views,
+        [arena.weights, *([arena.bf16_weights] if "bf16" in what else [])],
+    )
 
 
 def refill(targets, k, bad=False):
@@ -1691,16 +2182,28 @@ def refill(targets, k, bad=False):
 @pytest.mark.parametrize("what", ["parameters", "arena", "bf16 arena"])
 def test_gpu_a_captured_step_replays_as_eager(what, prepared):
     """Other gradients, another rate each time, another max_norm, one bad step: every weight has eager's bits."""
-    how = {"lr": 0.01, "max_norm": 1.0, "on_nonfinite": "skip", "stochastic_rounding": True, "amsgrad": True}
-    (mine, targets, weights), (eager, targets2, weights2) = graph_setup(what, **how), graph_setup(what, **how)
+    how = {
+        "lr": 0.01,
+        "max_norm": 1.0,
+        "on_nonfinite": "skip",
+        "stochastic_rounding": True,
+        "amsgrad": True,
+    }
+    (mine, targets, weights), (eager, targets2, weights2) = (
+        graph_setup(what, **how),
+        graph_setup(what, **how),
+    )
 
-    def present(optimizer, targets):                            # an arena's step takes the gradients away
+    def present(optimizer, targets):  # an arena's step takes the gradients away
         if optimizer.arena is not None:
             for owner, view in zip(optimizer.arena.owners, optimizer.arena.grad_views):
                 owner.grad = view
+
     if prepared:
         mine.prepare()
-        warm, t, _ = graph_setup(what, **how)                   # the kernels are compiled and loaded by another optimizer's step
+        warm, t, _ = graph_setup(
+            what, **how
+        )  # the kernels are compiled and loaded by another optimizer's step
         refill(t, 99)
         warm.step()
     else:
@@ -1713,7 +2216,9 @@ def test_gpu_a_captured_step_replays_as_eager(what, prepared):
     with torch.cuda.graph(graph):
         mine.step()
     before = [bits(w) for w in weights]
-    assert all(torch.equal(bits(w), b) for w, b in zip(weights, before)), "a capture computes nothing"
+    assert all(torch.equal(bits(w), b) for w, b in zip(weights, before)), (
+        "a capture computes nothing"
+    )
     schedulers = [lr_scheduler.ExponentialLR(optimizer, 0.7) for optimizer in (mine, eager)]
     for k in range(1, 7):
         for optimizer, t in ((mine, targets), (eager, targets2)):
@@ -1733,7 +2238,11 @@ def test_gpu_a_captured_step_replays_as_eager(what, prepared):
         assert mine.clip_state.norm.item() == eager.clip_state.norm.item() or k == 3
     taken = 5 + (0 if prepared else 1)
     assert all(float(s) == taken for s in states(mine, "step")) and mine.skipped == 1
-    assert mine.last_skip() == {"step": taken - 2, "tensor": eager.last_skip()["tensor"]} == eager.last_skip()
+    assert (
+        mine.last_skip()
+        == {"step": taken - 2, "tensor": eager.last_skip()["tensor"]}
+        == eager.last_skip()
+    )
 
 
 @pytest.mark.gpu
@@ -1743,14 +2252,21 @@ def test_gpu_a_capture_before_the_first_step_is_refused():
     give(0, ours)
     before = [p.detach().clone() for p in ours]
     torch.zeros(1, device="cuda")
-    with pytest.raises(ArgumentError, match="a CUDA graph is being captured: take one step before the capture, or call prepare()"):
+    with pytest.raises(
+        ArgumentError,
+        match="a CUDA graph is being captured: take one step before the capture, or call prepare()",
+    ):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             mine.step()
     torch.cuda.synchronize()
-    assert all(torch.equal(p, b) for p, b in zip(ours, before)) and not any("exp_avg" in s for s in mine.state.values())
+    assert all(torch.equal(p, b) for p, b in zip(ours, before)) and not any(
+        "exp_avg" in s for s in mine.state.values()
+    )
     mine.step()
     mine.param_groups[0]["lr"] = 0.5
-    with pytest.raises(ArgumentError, match="a hyperparameter has changed since the last step.*call refresh"):
+    with pytest.raises(
+        ArgumentError, match="a hyperparameter has changed since the last step.*call refresh"
+    ):
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             mine.step()
     torch.cuda.synchronize()
@@ -1773,5 +2289,3 @@ def test_gpu_a_million_weights_as_torchs_fused():
         nn.utils.clip_grad_norm_(reference, 1.0)
         mine.step(), theirs.step()
     compare(ours, reference)
-
-

@@ -1,4 +1,5 @@
 """The arena lays out any module, keeps its views through copies and loads, and gives ordinary parameters back."""
+
 import copy
 
 import pytest
@@ -8,10 +9,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from gpuaccel.optim.accumulate import GradientAccumulator
-from gpuaccel.ops.accumulate import CHUNK
-from gpuaccel.optim.arena import Arena, Summary, lay_out
 from gpuaccel.errors import ArgumentError
+from gpuaccel.ops.accumulate import CHUNK
+from gpuaccel.optim.accumulate import GradientAccumulator
+from gpuaccel.optim.arena import Arena, Summary, lay_out
 from gpuaccel.training.models import Transformer, preset
 
 few = settings(max_examples=30, deadline=None)
@@ -23,10 +24,14 @@ class Part(nn.Module):
     def __init__(self, rows):
         super().__init__()
         for i, (shape, dtype, frozen) in enumerate(rows):
-            self.register_parameter(f"p{i}", nn.Parameter(torch.randn(shape).to(dtype), requires_grad=not frozen))
+            self.register_parameter(
+                f"p{i}", nn.Parameter(torch.randn(shape).to(dtype), requires_grad=not frozen)
+            )
 
 
-SHAPE = st.sampled_from([(), (1,), (0,), (3, 0), (7,), (5, 3), (CHUNK,), (CHUNK + 1,), (2, CHUNK - 1)])
+SHAPE = st.sampled_from(
+    [(), (1,), (0,), (3, 0), (7,), (5, 3), (CHUNK,), (CHUNK + 1,), (2, CHUNK - 1)]
+)
 ROW = st.tuples(SHAPE, st.sampled_from([torch.float32, torch.bfloat16]), st.booleans())
 
 
@@ -34,6 +39,7 @@ ROW = st.tuples(SHAPE, st.sampled_from([torch.float32, torch.bfloat16]), st.bool
 def modules(draw):
     def part():
         return Part(draw(st.lists(ROW, max_size=3)))
+
     model = Part(draw(st.lists(ROW, max_size=2)) + [((2, 3), torch.float32, False)])
     kind = draw(st.sampled_from(["none", "list", "sequential", "deep", "two lists"]))
     items = [part() for _ in range(draw(st.integers(1, 3)))]
@@ -47,24 +53,37 @@ def modules(draw):
     elif kind == "two lists":
         model.first, model.second = nn.ModuleList(items), nn.ModuleList([part()])
     if draw(st.booleans()) and kind == "list" and items[0]._parameters:
-        model.tied = items[0].p0                                # one tensor, two names
+        model.tied = items[0].p0  # one tensor, two names
     return model
 
 
 def check_layout(segments, blocks, module):
     named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-    assert [s.name for s in segments] == [n for n, _ in reversed(
-        named)], "not in reverse registration order, or not each tensor once"
+    assert [s.name for s in segments] == [n for n, _ in reversed(named)], (
+        "not in reverse registration order, or not each tensor once"
+    )
     offset = 0
     for s, (_, p) in zip(segments, reversed(named)):
-        assert s.offset == offset and offset % CHUNK == 0, f"{s.name} does not follow its neighbour on a chunk"
-        assert s.shape == p.shape and s.numel == p.numel() and 0 <= s.padded - s.numel < CHUNK and s.padded % CHUNK == 0
+        assert s.offset == offset and offset % CHUNK == 0, (
+            f"{s.name} does not follow its neighbour on a chunk"
+        )
+        assert (
+            s.shape == p.shape
+            and s.numel == p.numel()
+            and 0 <= s.padded - s.numel < CHUNK
+            and s.padded % CHUNK == 0
+        )
         offset += s.padded
-    assert (blocks[0].start, blocks[0].first, blocks[-1].stop, blocks[-1].last) == (0, 0, offset, len(segments))
+    assert (blocks[0].start, blocks[0].first, blocks[-1].stop, blocks[-1].last) == (
+        0,
+        0,
+        offset,
+        len(segments),
+    )
     for a, b in zip(blocks, blocks[1:]):
         assert (a.stop, a.last) == (b.start, b.first), f"a gap between {a.name} and {b.name}"
     for i, b in enumerate(blocks):
-        assert b.last > b.first and all(s.block == i for s in segments[b.first:b.last])
+        assert b.last > b.first and all(s.block == i for s in segments[b.first : b.last])
 
 
 def check_views(arena):
@@ -73,16 +92,28 @@ def check_views(arena):
         if not s.numel:
             continue
         home = buffers[p.dtype]
-        assert p.data_ptr() == home.data_ptr() + s.offset * home.element_size(), f"{s.name} is no view of its buffer"
-        assert owner.dtype == torch.float32 and owner.data_ptr() == arena.weights.data_ptr() + 4 * s.offset
-        assert view.data_ptr() == arena.grads.data_ptr() + 4 * s.offset and view.data_ptr() % 16 == 0
-        assert owner.is_leaf and p.is_leaf and p.is_contiguous() and view.shape == p.shape == owner.shape
+        assert p.data_ptr() == home.data_ptr() + s.offset * home.element_size(), (
+            f"{s.name} is no view of its buffer"
+        )
+        assert (
+            owner.dtype == torch.float32
+            and owner.data_ptr() == arena.weights.data_ptr() + 4 * s.offset
+        )
+        assert (
+            view.data_ptr() == arena.grads.data_ptr() + 4 * s.offset and view.data_ptr() % 16 == 0
+        )
+        assert (
+            owner.is_leaf
+            and p.is_leaf
+            and p.is_contiguous()
+            and view.shape == p.shape == owner.shape
+        )
 
 
 def padding(arena):
     mask = torch.ones(arena.numel, dtype=torch.bool)
     for s in arena.segments:
-        mask[s.offset:s.offset + s.numel] = False
+        mask[s.offset : s.offset + s.numel] = False
     return mask
 
 
@@ -95,14 +126,19 @@ def test_layout_and_views_of_any_module(model):
     check_views(arena)
     assert {n for n, _ in model.named_parameters()} == set(before)
     for name, p in model.named_parameters():
-        assert torch.equal(p, before[name]) and p.dtype == before[name].dtype, f"{name} changed its value"
+        assert torch.equal(p, before[name]) and p.dtype == before[name].dtype, (
+            f"{name} changed its value"
+        )
         assert not p.requires_grad or p in set(arena.params)
-    assert set(arena.named_master()) == {s.name for s, p in zip(arena.segments,
-        arena.params) if p.dtype == torch.bfloat16}
+    assert set(arena.named_master()) == {
+        s.name for s, p in zip(arena.segments, arena.params) if p.dtype == torch.bfloat16
+    }
     assert arena.parameter_names() == [n for n, p in model.named_parameters() if p.requires_grad]
-    for i, s in enumerate(arena.segments):                     # the table the kernel reads
-        rows = arena.chunks[arena.rows[i]:arena.rows[i + 1]]
-        assert rows[:, 0].eq(i).all() and rows[:, 1].sum() == s.numel and (rows[:, 1] <= CHUNK).all()
+    for i, s in enumerate(arena.segments):  # the table the kernel reads
+        rows = arena.chunks[arena.rows[i] : arena.rows[i + 1]]
+        assert (
+            rows[:, 0].eq(i).all() and rows[:, 1].sum() == s.numel and (rows[:, 1] <= CHUNK).all()
+        )
         assert (rows[:, 2] * CHUNK).tolist() == list(range(0, s.numel, CHUNK))
         assert (rows[:, 3] * CHUNK).tolist() == list(range(s.offset, s.offset + s.padded, CHUNK))
     arena.release()
@@ -116,7 +152,11 @@ def test_padding_stays_zero_through_training(model, seed):
     opt = torch.optim.AdamW(arena.parameter_groups(), lr=0.1)
     with GradientAccumulator(arena, "arena"):
         for _ in range(2):
-            sum((p.float().square() + p.float()).sum() for p in model.parameters() if p.requires_grad).backward()
+            sum(
+                (p.float().square() + p.float()).sum()
+                for p in model.parameters()
+                if p.requires_grad
+            ).backward()
             opt.step(), opt.zero_grad()
     empty = padding(arena)
     for name in ("weights", "grads", "bf16_weights"):
@@ -129,22 +169,36 @@ def test_padding_stays_zero_through_training(model, seed):
 def test_a_block_is_an_item_of_the_outermost_list():
     model = Transformer(preset("tiny", layers=3))
     arena = Arena(model)
-    assert [b.name for b in arena.blocks] == ["lm_head.weight .. final_norm.weight", "blocks.2", "blocks.1",
-        "blocks.0", "embedding.weight"]
+    assert [b.name for b in arena.blocks] == [
+        "lm_head.weight .. final_norm.weight",
+        "blocks.2",
+        "blocks.1",
+        "blocks.0",
+        "embedding.weight",
+    ]
     assert [b.last - b.first for b in arena.blocks] == [2, 9, 9, 9, 1]
     assert [s.name for s in arena.segments if s.embedding] == ["embedding.weight"]
-    assert {s.name for s in arena.segments if not s.decay} == {n for n, _ in model.named_parameters() if "norm" in n}
+    assert {s.name for s in arena.segments if not s.decay} == {
+        n for n, _ in model.named_parameters() if "norm" in n
+    }
 
 
 def test_q_dim_may_differ_from_hidden_and_tied_weights_lie_once():
-    model = Transformer(preset("tiny", layers=1, hidden=24, heads=4, kv_heads=2, head_dim=10, tied=True))
+    model = Transformer(
+        preset("tiny", layers=1, hidden=24, heads=4, kv_heads=2, head_dim=10, tied=True)
+    )
     arena = Arena(model)
     check_layout(arena.segments, arena.blocks, model)
     check_views(arena)
-    assert model.lm_head.weight is model.embedding.weight and not any(s.embedding for s in arena.segments)
+    assert model.lm_head.weight is model.embedding.weight and not any(
+        s.embedding for s in arena.segments
+    )
     shapes = {s.name: tuple(s.shape) for s in arena.segments}
-    assert shapes["blocks.0.w_q.weight"] == (40, 24) and shapes["blocks.0.w_o.weight"] == (24,
-        40) and shapes["blocks.0.w_k.weight"] == (20, 24)
+    assert (
+        shapes["blocks.0.w_q.weight"] == (40, 24)
+        and shapes["blocks.0.w_o.weight"] == (24, 40)
+        and shapes["blocks.0.w_k.weight"] == (20, 24)
+    )
 
 
 def test_accumulator_of_llama_350m_is_1520_2_mib_before_padding_and_embedding():
@@ -153,13 +207,21 @@ def test_accumulator_of_llama_350m_is_1520_2_mib_before_padding_and_embedding():
     segments, blocks = lay_out(model)
     check_layout(segments, blocks, model)
     summary = Summary(segments, blocks)
-    assert round(summary.block_bytes / 2**20, 1) == 1520.2 and summary.block_bytes == 4 * 398_509_056
+    assert (
+        round(summary.block_bytes / 2**20, 1) == 1520.2 and summary.block_bytes == 4 * 398_509_056
+    )
     assert summary.embedding_bytes == 4 * 32768 * 1024
-    assert summary.total_bytes == summary.block_bytes + summary.embedding_bytes + summary.padding_bytes
+    assert (
+        summary.total_bytes == summary.block_bytes + summary.embedding_bytes + summary.padding_bytes
+    )
     assert (summary.tensors, summary.blocks) == (24 * 9 + 3, 26)
     text = str(summary)
-    assert "1,520.2 MiB" in text and "128.0 MiB" in text and "blocks.23 .. blocks.0" in text and len(
-        text.splitlines()) < 10
+    assert (
+        "1,520.2 MiB" in text
+        and "128.0 MiB" in text
+        and "blocks.23 .. blocks.0" in text
+        and len(text.splitlines()) < 10
+    )
     assert Arena(nn.Linear(3, 2)).summary().block_bytes == 4 * 8
 
 
@@ -167,12 +229,22 @@ def test_parameter_groups_carry_decay_and_learning_rate():
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     arena = Arena(model, lr_scale=lambda name, p: 0.1 if name.startswith("1") else 1.0)
     groups = arena.parameter_groups(weight_decay=0.3, lr=2.0)
-    assert [(g["weight_decay"], g["lr"], len(g["params"])) for g in groups] == [(0.3, 2.0, 1), (0.0, 2.0, 1),
-        (0.0, 0.2, 2)]
-    assert sum(len(g["params"]) for g in arena.parameter_groups()) == 4 and "lr" not in arena.parameter_groups()[0]
+    assert [(g["weight_decay"], g["lr"], len(g["params"])) for g in groups] == [
+        (0.3, 2.0, 1),
+        (0.0, 2.0, 1),
+        (0.0, 0.2, 2),
+    ]
+    assert (
+        sum(len(g["params"]) for g in arena.parameter_groups()) == 4
+        and "lr" not in arena.parameter_groups()[0]
+    )
     arena.release()
-    assert [s.decay for s in Arena(model, decay=lambda name, p: name == "0.bias").segments] == [False, False, True,
-        False]
+    assert [s.decay for s in Arena(model, decay=lambda name, p: name == "0.bias").segments] == [
+        False,
+        False,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -180,11 +252,15 @@ def test_deepcopy_of_arena_and_of_module_stand_alone(dtype):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(dtype)
     arena = Arena(model)
     with torch.no_grad():
-        arena.weights.add_((~padding(arena)).float() * 2**-12)                        # bits that bf16 does not have
+        arena.weights.add_((~padding(arena)).float() * 2**-12)  # bits that bf16 does not have
     arena.grads[0] = 7.0
     twin, plain = copy.deepcopy(arena), copy.deepcopy(model)
     check_views(twin), check_views(arena)
-    assert twin.module is not model and torch.equal(twin.weights, arena.weights) and twin.grads[0] == 7.0
+    assert (
+        twin.module is not model
+        and torch.equal(twin.weights, arena.weights)
+        and twin.grads[0] == 7.0
+    )
     assert twin.weights.data_ptr() != arena.weights.data_ptr()
     assert Arena.of(twin.module) is twin and Arena.of(model) is arena and Arena.of(plain) is None
     with torch.no_grad():
@@ -205,14 +281,19 @@ def test_state_dict_loads_in_place_and_masters_follow(dtype):
     model.load_state_dict(other.state_dict())
     check_views(arena)
     arena.check()
-    assert torch.equal(model.weight, other.weight) and torch.equal(arena.named_parameters()["weight"],
-        other.weight.float())
+    assert torch.equal(model.weight, other.weight) and torch.equal(
+        arena.named_parameters()["weight"], other.weight.float()
+    )
     with torch.no_grad():
-        arena.named_parameters()["bias"].add_(2**-14)          # less than half a bf16 step: publish and reload keep it
+        arena.named_parameters()["bias"].add_(
+            2**-14
+        )  # less than half a bf16 step: publish and reload keep it
     before = arena.named_parameters()["bias"].clone()
     arena.publish()
     model.load_state_dict(model.state_dict())
-    assert torch.equal(arena.named_parameters()["bias"], before), "a master lost bits to its own bf16 copy"
+    assert torch.equal(arena.named_parameters()["bias"], before), (
+        "a master lost bits to its own bf16 copy"
+    )
 
 
 def test_parameters_assigned_by_load_state_dict_are_named_at_the_next_use():
@@ -222,35 +303,51 @@ def test_parameters_assigned_by_load_state_dict_are_named_at_the_next_use():
     copy.deepcopy(model).load_state_dict(state, assign=True)
     arena.check()
     model.load_state_dict(state, assign=True)
-    with pytest.raises(ArgumentError, match=r"0\.weight is no longer a view of the arena.*assign=True"):
+    with pytest.raises(
+        ArgumentError, match=r"0\.weight is no longer a view of the arena.*assign=True"
+    ):
         GradientAccumulator(arena)
     arena.release()
     assert not model[0].weight.any()
 
 
 def test_safetensors_keep_the_views(tmp_path):
-    model, other = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)), nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+    model, other = (
+        nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)),
+        nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)),
+    )
     arena = Arena(model)
     save_file(other.state_dict(), tmp_path / "other.safetensors")
     model.load_state_dict(load_file(tmp_path / "other.safetensors"))
     check_views(arena)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
     save_file(model.state_dict(), tmp_path / "model.safetensors")
-    assert (tmp_path / "model.safetensors").stat().st_size < 2000, "the file holds the whole arena instead of the tensors"
+    assert (tmp_path / "model.safetensors").stat().st_size < 2000, (
+        "the file holds the whole arena instead of the tensors"
+    )
     other.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
 
 
-@pytest.mark.parametrize("move", [
-    lambda m: m.to(torch.float64), lambda m: m.bfloat16(), lambda m: setattr(m[0].weight, "data", torch.zeros(3, 5)),
-    lambda m: setattr(m[0], "weight", nn.Parameter(torch.zeros(3, 5))), lambda m: m[0].__delattr__("weight")],
-    ids=["to(dtype)", "bfloat16", ".data", "setattr", "del"])
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda m: m.to(torch.float64),
+        lambda m: m.bfloat16(),
+        lambda m: setattr(m[0].weight, "data", torch.zeros(3, 5)),
+        lambda m: setattr(m[0], "weight", nn.Parameter(torch.zeros(3, 5))),
+        lambda m: m[0].__delattr__("weight"),
+    ],
+    ids=["to(dtype)", "bfloat16", ".data", "setattr", "del"],
+)
 def test_a_parameter_that_left_the_arena_is_named(move):
     model = nn.Sequential(nn.Linear(5, 3))
     arena = Arena(model)
     arena.check()
     move(model)
-    with pytest.raises(ArgumentError, match=r"parameter 0\.(weight|bias) is no longer a view of the arena.*release"):
+    with pytest.raises(
+        ArgumentError, match=r"parameter 0\.(weight|bias) is no longer a view of the arena.*release"
+    ):
         arena.check()
 
 
@@ -265,7 +362,10 @@ def test_buffers_that_move_keep_their_values_and_their_views(dtype):
     for name in ("grads", "weights") + ("bf16_weights",) * (dtype == torch.bfloat16):
         before, home = getattr(arena, name).clone(), torch.empty_like(getattr(arena, name))
         arena.move(name, home)
-        assert torch.equal(getattr(arena, name), before) and getattr(arena, name).data_ptr() == home.data_ptr()
+        assert (
+            torch.equal(getattr(arena, name), before)
+            and getattr(arena, name).data_ptr() == home.data_ptr()
+        )
     check_views(arena)
     arena.check()
     assert all(arena.squares_known())
@@ -274,7 +374,9 @@ def test_buffers_that_move_keep_their_values_and_their_views(dtype):
         moved.module.weight.data = moved.module.weight.data.clone()
         moved.move("grads", torch.empty_like(moved.grads))
     arena.grad_views[0].mul_(2)
-    assert torch.equal(arena.grads[:4].flatten(), arena.grad_views[0].flatten()[:4]) and not any(arena.squares_known())
+    assert torch.equal(arena.grads[:4].flatten(), arena.grad_views[0].flatten()[:4]) and not any(
+        arena.squares_known()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -286,9 +388,11 @@ def test_release_gives_ordinary_parameters_back(dtype):
     model(torch.ones(1, 5, dtype=dtype)).sum().backward()
     assert arena.named_parameters()["weight"].grad.eq(1).all()
     arena.release()
-    arena.release()                                            # twice does nothing
+    arena.release()  # twice does nothing
     assert model.weight is weight and torch.equal(weight, before) and Arena.of(model) is None
-    assert weight.untyped_storage().nbytes() == 15 * weight.element_size(), "still a view of the arena"
+    assert weight.untyped_storage().nbytes() == 15 * weight.element_size(), (
+        "still a view of the arena"
+    )
     assert dtype != torch.float32 or weight.grad.eq(1).all()
     with pytest.raises(ArgumentError, match="no longer a view"):
         GradientAccumulator(arena)
@@ -312,26 +416,39 @@ def overlapping():
     return module
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: nn.ReLU(), "ReLU has no trainable parameter"),
-    (lambda: nn.Linear(2, 2).requires_grad_(False), "Linear has no trainable parameter"),
-    (lambda: nn.Linear(2, 2).half(), "weight is float16; expected float32 or bfloat16.*GradScaler"),
-    (lambda: nn.Linear(2, 2).double(), "weight is torch.float64; expected float32 or bfloat16"),
-    (lambda: nn.Linear(2, 2, dtype=torch.complex64), "weight is torch.complex64"),
-    (lambda: nn.Linear(2, 2, device="meta"), "weight is on the meta device"),
-    (lambda: nn.Sequential(nn.Linear(2, 2), nn.Embedding(4, 2, sparse=True)),
-    r"1 makes sparse gradients \(sparse=True\)"),
-    (sparse_parameter, "w has layout torch.sparse_coo"),
-    (overlapping, "a and b overlap in memory"),
-    (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), r"1\.weight is"),
-])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: nn.ReLU(), "ReLU has no trainable parameter"),
+        (lambda: nn.Linear(2, 2).requires_grad_(False), "Linear has no trainable parameter"),
+        (
+            lambda: nn.Linear(2, 2).half(),
+            "weight is float16; expected float32 or bfloat16.*GradScaler",
+        ),
+        (lambda: nn.Linear(2, 2).double(), "weight is torch.float64; expected float32 or bfloat16"),
+        (lambda: nn.Linear(2, 2, dtype=torch.complex64), "weight is torch.complex64"),
+        (lambda: nn.Linear(2, 2, device="meta"), "weight is on the meta device"),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2), nn.Embedding(4, 2, sparse=True)),
+            r"1 makes sparse gradients \(sparse=True\)",
+        ),
+        (sparse_parameter, "w has layout torch.sparse_coo"),
+        (overlapping, "a and b overlap in memory"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")), r"1\.weight is"),
+    ],
+)
 def test_an_arena_refuses_and_changes_nothing(make, message):
     module = make()
-    before = [(id(p), p.data_ptr() if p.layout == torch.strided and not p.is_meta else 0) for p in module.parameters()]
+    before = [
+        (id(p), p.data_ptr() if p.layout == torch.strided and not p.is_meta else 0)
+        for p in module.parameters()
+    ]
     with pytest.raises(ArgumentError, match=message):
         Arena(module)
-    assert [(id(p), p.data_ptr() if p.layout == torch.strided and not p.is_meta else 0)
-        for p in module.parameters()] == before
+    assert [
+        (id(p), p.data_ptr() if p.layout == torch.strided and not p.is_meta else 0)
+        for p in module.parameters()
+    ] == before
     assert Arena.of(module) is None
 
 

@@ -1,4 +1,5 @@
 """A real click in a real JupyterLab: Stop ends a loop while its cell runs, and a picture stays."""
+
 import json
 import os
 import pathlib
@@ -13,14 +14,22 @@ import urllib.request
 import pytest
 
 pytestmark = pytest.mark.browser
-HANG = 600_000                            # milliseconds after which what does not come counts as hanging
+HANG = 600_000  # milliseconds after which what does not come counts as hanging
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-         "--disable-component-update", "--disable-sync"]
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
 IDLE = """() => { const w = window.jupyterapp && window.jupyterapp.shell.currentWidget;
     const s = w && w.sessionContext && w.sessionContext.session;
     return !!s && !!s.kernel && s.kernel.status === 'idle' }"""
-CELLS = [f"""import sys, time; sys.path.insert(0, {str(ROOT)!r})
+CELLS = [
+    f"""import sys, time; sys.path.insert(0, {str(ROOT)!r})
 from gpuaccel.measure.meter import Reading
 from gpuaccel.learn.widgets import LiveThroughput
 def some(n):
@@ -29,9 +38,10 @@ def some(n):
         yield Reading(i, i * 100, i / 50, 5000.0, 20.0, loss=1.0 + 1 / i, stages={{'forward': 15.0, 'backward': 4.0}})
 live = LiveThroughput("A loop to stop")
 live.run(some(100_000), name="one", steps=100_000)""",
-         """one = live.runs["one"]
+    """one = live.runs["one"]
 open("result.txt", "w").write(f"{one.state} {one.last.step}")
-print("all " + "done")"""]
+print("all " + "done")""",
+]
 
 
 def find_chromium():
@@ -47,23 +57,45 @@ def lab(tmp_path):
         port = free.getsockname()[1]
     token, state = os.urandom(12).hex(), tmp_path / ".state"
     empty = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
-    cells = [{**empty, "id": f"c{i}", "source": cell}
-             for i, cell in enumerate(CELLS)]
+    cells = [{**empty, "id": f"c{i}", "source": cell} for i, cell in enumerate(CELLS)]
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    notebook = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    notebook = {
+        "cells": cells,
+        "metadata": {"kernelspec": kernel},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
     (tmp_path / "stop.ipynb").write_text(json.dumps(notebook))
-    env = dict(os.environ, JUPYTER_CONFIG_DIR=str(state / "config"), JUPYTERLAB_SETTINGS_DIR=str(state / "settings"),
-               JUPYTERLAB_WORKSPACES_DIR=str(state / "workspaces"))
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}",
-               "--expose-app-in-browser", f"--IdentityProvider.token={token}", f"--ServerApp.root_dir={tmp_path}",
-               "--allow-root", "--LabApp.news_url=None",
-               "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate"]
+    env = dict(
+        os.environ,
+        JUPYTER_CONFIG_DIR=str(state / "config"),
+        JUPYTERLAB_SETTINGS_DIR=str(state / "settings"),
+        JUPYTERLAB_WORKSPACES_DIR=str(state / "workspaces"),
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "jupyterlab",
+        "--no-browser",
+        "--ip=127.0.0.1",
+        f"--port={port}",
+        "--expose-app-in-browser",
+        f"--IdentityProvider.token={token}",
+        f"--ServerApp.root_dir={tmp_path}",
+        "--allow-root",
+        "--LabApp.news_url=None",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+    ]
     with open(tmp_path / "lab.log", "w") as log:
-        server = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        server = subprocess.Popen(
+            command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         for _ in range(3000):
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/api/status?token={token}", timeout=2)
+                urllib.request.urlopen(
+                    f"http://127.0.0.1:{port}/api/status?token={token}", timeout=2
+                )
                 break
             except OSError:
                 time.sleep(0.2)
@@ -79,7 +111,9 @@ def lab(tmp_path):
 
 
 def test_stop_ends_a_running_loop(lab, tmp_path):
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed (pip install playwright)"
+    )
     chromium = find_chromium() or pytest.skip("no chromium or chrome on this machine")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, headless=True, args=FLAGS)
@@ -91,8 +125,11 @@ def test_stop_ends_a_running_loop(lab, tmp_path):
         button = page.wait_for_selector("button:has-text('Stop')", timeout=HANG)
         drawn = page.locator(".jupyter-widgets svg[role=img]")
         before = drawn.get_attribute("aria-label", timeout=HANG)
-        page.wait_for_function("before => document.querySelector('.jupyter-widgets svg[role=img]').getAttribute('aria-label') != before",
-                               arg=before, timeout=HANG)               # the picture moves
+        page.wait_for_function(
+            "before => document.querySelector('.jupyter-widgets svg[role=img]').getAttribute('aria-label') != before",
+            arg=before,
+            timeout=HANG,
+        )  # the picture moves
         button.click()
         page.wait_for_selector(".jp-OutputArea-output:has-text('all done')", timeout=HANG)
         pictures = page.locator(".jp-RenderedSVG").count()

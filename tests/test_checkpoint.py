@@ -1,4 +1,5 @@
 """The contract of gpuaccel/training/checkpoint.py: resume gives the same bits; no kill and no bad file harms a run."""
+
 import copy
 import errno
 import json
@@ -18,11 +19,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from gpuaccel import files
-from gpuaccel.training import checkpoint
-from gpuaccel.optim.arena import Arena
-from gpuaccel.training.checkpoint import checkpoint_path, latest_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
-from gpuaccel.training.data import Batches
 from gpuaccel.errors import CheckpointError
+from gpuaccel.optim.arena import Arena
+from gpuaccel.training import checkpoint
+from gpuaccel.training.checkpoint import (
+    checkpoint_path,
+    latest_checkpoint,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
+from gpuaccel.training.data import Batches
 
 
 class Net(nn.Module):
@@ -45,7 +52,9 @@ class Net(nn.Module):
 class Run:
     """A whole training run in little: everything whose state a checkpoint must hold."""
 
-    def __init__(self, seed=0, width=8, tied=False, optimizer=torch.optim.AdamW, arena=False, **options):
+    def __init__(
+        self, seed=0, width=8, tied=False, optimizer=torch.optim.AdamW, arena=False, **options
+    ):
         torch.manual_seed(seed)
         self.model = Net(width, tied).to(torch.bfloat16 if arena == "bf16" else torch.float32)
         self.arena = Arena(self.model) if arena else None
@@ -62,7 +71,9 @@ class Run:
         for _ in range(steps):
             inputs, targets = next(self.batches)
             loss = nn.functional.cross_entropy(self.model(inputs).float(), targets.flatten())
-            loss = loss * (1 + 0.01 * random.random() + 0.01 * np.random.rand())  # their state counts as well
+            loss = loss * (
+                1 + 0.01 * random.random() + 0.01 * np.random.rand()
+            )  # their state counts as well
             loss.backward()
             if self.arena:
                 for parameter, owner in zip(self.arena.params, self.arena.owners):
@@ -74,24 +85,55 @@ class Run:
         return losses
 
     def parts(self):
-        return dict(model=self.model, optimizer=self.optimizer, arena=self.arena, scheduler=self.scheduler,
-                    batches=self.batches)
+        return dict(
+            model=self.model,
+            optimizer=self.optimizer,
+            arena=self.arena,
+            scheduler=self.scheduler,
+            batches=self.batches,
+        )
 
     def everything(self):
         """All state, as values that compare exactly."""
-        moments = {(i, j, key): value for i, group in enumerate(self.optimizer.param_groups)
-                   for j, p in enumerate(group["params"]) for key, value in self.optimizer.state.get(p, {}).items()}
-        tensors = {**self.model.state_dict(), **moments, "arena": self.arena.weights if self.arena else torch.zeros(0)}
-        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        return copy.deepcopy(({k: v.tolist() for k, v in tensors.items()}, options, self.scheduler.state_dict(),
-                              self.batches.state_dict(), torch.get_rng_state().tolist(), random.getstate(),
-                              str(np.random.get_state())))
+        moments = {
+            (i, j, key): value
+            for i, group in enumerate(self.optimizer.param_groups)
+            for j, p in enumerate(group["params"])
+            for key, value in self.optimizer.state.get(p, {}).items()
+        }
+        tensors = {
+            **self.model.state_dict(),
+            **moments,
+            "arena": self.arena.weights if self.arena else torch.zeros(0),
+        }
+        options = [
+            {k: v for k, v in group.items() if k != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        return copy.deepcopy(
+            (
+                {k: v.tolist() for k, v in tensors.items()},
+                options,
+                self.scheduler.state_dict(),
+                self.batches.state_dict(),
+                torch.get_rng_state().tolist(),
+                random.getstate(),
+                str(np.random.get_state()),
+            )
+        )
 
 
-KINDS = {"adamw": {}, "adamw_tensor_lr": {"foreach": False, "lr_tensor": True}, "tied": {"tied": True},
-         "amsgrad": {"amsgrad": True}, "sgd": {"optimizer": torch.optim.SGD, "momentum": 0.9},
-         "arena": {"arena": "fp32"}, "arena_bf16": {"arena": "bf16"}, "arena_tied": {"arena": "bf16", "tied": True},
-         "nadam": {"optimizer": torch.optim.NAdam}}
+KINDS = {
+    "adamw": {},
+    "adamw_tensor_lr": {"foreach": False, "lr_tensor": True},
+    "tied": {"tied": True},
+    "amsgrad": {"amsgrad": True},
+    "sgd": {"optimizer": torch.optim.SGD, "momentum": 0.9},
+    "arena": {"arena": "fp32"},
+    "arena_bf16": {"arena": "bf16"},
+    "arena_tied": {"arena": "bf16", "tied": True},
+    "nadam": {"optimizer": torch.optim.NAdam},
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -152,8 +194,13 @@ OTHER_PROCESS = f"""
 def other_process():
     """A process that imports torch while the first tests run. It then reads a folder, in which it kills ten children
     that save in a loop, and prints how many saves each finished; then a path, and prints the losses after a resume."""
-    process = subprocess.Popen([sys.executable, "-W", "ignore", "-c", textwrap.dedent(OTHER_PROCESS)], text=True,
-                               bufsize=1, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(OTHER_PROCESS)],
+        text=True,
+        bufsize=1,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     yield process
     process.kill()
     process.communicate()
@@ -164,7 +211,9 @@ def test_resume_gives_the_same_bits(kind, tmp_path):
     run = make(kind)
     run.train(7)
     extra = {"a": (1, [2.5, None])}
-    path = save_checkpoint(tmp_path / "deep" / "er" / "one.safetensors", **run.parts(), step=7, extra=extra)
+    path = save_checkpoint(
+        tmp_path / "deep" / "er" / "one.safetensors", **run.parts(), step=7, extra=extra
+    )
     before = run.everything()
     expected = run.train(9)
     after = run.everything()
@@ -172,23 +221,31 @@ def test_resume_gives_the_same_bits(kind, tmp_path):
     torch.manual_seed(99), random.seed(99), np.random.seed(99)
     other = make(kind, seed=5)
     other.train(2)  # it need not be fresh
-    storages = [p.data_ptr() for p in other.model.parameters()] + [p.data_ptr() for p in other.optimizer.state]
+    storages = [p.data_ptr() for p in other.model.parameters()] + [
+        p.data_ptr() for p in other.optimizer.state
+    ]
     loaded = load_checkpoint(path, **other.parts())
     assert loaded == {"step": 7, "extra": extra}
     assert other.everything() == before
     assert other.train(9) == expected
     assert other.everything() == after
-    assert storages == [p.data_ptr() for p in other.model.parameters()] + [p.data_ptr() for p in other.optimizer.state]
+    assert storages == [p.data_ptr() for p in other.model.parameters()] + [
+        p.data_ptr() for p in other.optimizer.state
+    ]
     if other.arena:
         other.arena.check()
         start = other.arena.weights.data_ptr()
-        assert all(start <= p.data_ptr() < start + 4 * other.arena.numel for p in other.arena.parameters())
+        assert all(
+            start <= p.data_ptr() < start + 4 * other.arena.numel for p in other.arena.parameters()
+        )
 
 
 def test_schedulers_with_tuples_counters_and_nesting_come_back_exactly(tmp_path):
     def make_scheduler(optimizer):
         kinds = torch.optim.lr_scheduler
-        return kinds.SequentialLR(optimizer, [kinds.LinearLR(optimizer), kinds.MultiStepLR(optimizer, [3, 3, 9])], [2])
+        return kinds.SequentialLR(
+            optimizer, [kinds.LinearLR(optimizer), kinds.MultiStepLR(optimizer, [3, 3, 9])], [2]
+        )
 
     run, other = make("adamw"), make("adamw", seed=2)
     run.scheduler, other.scheduler = make_scheduler(run.optimizer), make_scheduler(other.optimizer)
@@ -235,22 +292,45 @@ def test_weights_alone_can_be_read_and_by_safetensors_too(tmp_path):
     path = save_checkpoint(tmp_path / "c.safetensors", **run.parts(), step=2)
     tensors = load_file(path)
     for name, tensor in run.model.state_dict().items():
-        assert torch.equal(tensors[f"model.{name}"], tensor) and tensors[f"model.{name}"].dtype == tensor.dtype
+        assert (
+            torch.equal(tensors[f"model.{name}"], tensor)
+            and tensors[f"model.{name}"].dtype == tensor.dtype
+        )
     for name, tensor in run.arena.named_master().items():
         assert torch.equal(tensors[f"master.{name}"], tensor)
     model = Net().bfloat16()
     state = torch.get_rng_state()
     load_checkpoint(path, model=model, restore_rng=False)
-    assert torch.equal(model.head.weight, run.model.head.weight) and torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(model.head.weight, run.model.head.weight) and torch.equal(
+        torch.get_rng_state(), state
+    )
 
 
 def test_every_shape_and_dtype_survives(tmp_path):
     model = nn.Module()
-    values = {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4), "one": torch.ones(1), "ints": torch.arange(3),
-              "slice": torch.arange(9.)[3:5], "flags": torch.tensor([True, False]), "bytes": torch.arange(7).byte(),
-              "nans": torch.tensor([float("nan"), -0.0, float("inf")]), "strided": torch.rand(6, 4).t()}
-    values.update({str(dtype).replace(".", "_"): torch.rand(5).to(dtype) for dtype in
-                   (torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)})
+    values = {
+        "scalar": torch.tensor(3.5),
+        "empty": torch.zeros(0, 4),
+        "one": torch.ones(1),
+        "ints": torch.arange(3),
+        "slice": torch.arange(9.0)[3:5],
+        "flags": torch.tensor([True, False]),
+        "bytes": torch.arange(7).byte(),
+        "nans": torch.tensor([float("nan"), -0.0, float("inf")]),
+        "strided": torch.rand(6, 4).t(),
+    }
+    values.update(
+        {
+            str(dtype).replace(".", "_"): torch.rand(5).to(dtype)
+            for dtype in (
+                torch.float64,
+                torch.float16,
+                torch.bfloat16,
+                torch.float8_e4m3fn,
+                torch.float8_e5m2,
+            )
+        }
+    )
     for name, value in values.items():
         model.register_buffer(name, value.clone() if name != "strided" else value)
     path = save_checkpoint(tmp_path / "c", model=model)
@@ -261,8 +341,10 @@ def test_every_shape_and_dtype_survives(tmp_path):
     for name, value in values.items():
         found = getattr(other, name)
         assert found.dtype == value.dtype
-        assert found.contiguous().reshape(-1).view(torch.uint8).tolist() == \
-            value.contiguous().reshape(-1).view(torch.uint8).tolist(), name
+        assert (
+            found.contiguous().reshape(-1).view(torch.uint8).tolist()
+            == value.contiguous().reshape(-1).view(torch.uint8).tolist()
+        ), name
 
 
 def test_tied_weights(tmp_path):
@@ -272,12 +354,15 @@ def test_tied_weights(tmp_path):
     assert torch.equal(untied.head.weight, untied.embedding.weight)
     path = save_checkpoint(tmp_path / "untied", model=Net(tied=False))
     before = tied.head.weight.clone()
-    with pytest.raises(CheckpointError, match="model.head.weight and model.embedding.weight are one tensor"):
+    with pytest.raises(
+        CheckpointError, match="model.head.weight and model.embedding.weight are one tensor"
+    ):
         load_checkpoint(path, model=tied)
     assert torch.equal(tied.head.weight, before) and tied.head.weight is tied.embedding.weight
 
 
 # ---- files that must be refused -------------------------------------------------------------------------------------
+
 
 @pytest.fixture
 def saved(tmp_path):
@@ -303,8 +388,11 @@ def tensor_ends(path):
         assert file.metadata()
     data = path.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
-    return {name: tuple(start + offset for offset in entry["data_offsets"])
-            for name, entry in json.loads(data[8:start]).items() if name != "__metadata__"}
+    return {
+        name: tuple(start + offset for offset in entry["data_offsets"])
+        for name, entry in json.loads(data[8:start]).items()
+        if name != "__metadata__"
+    }
 
 
 def test_truncated(saved):
@@ -313,14 +401,22 @@ def test_truncated(saved):
     for size in (0, 3, 8, 100, len(data) // 2, first + 1, len(data) - 1):
         saved.write_bytes(data[:size])
         refuse(saved, "cannot be read as safetensors")
-    refuse(saved, f"tensor {re.escape(name)} should end at byte {len(data)}, the file has {len(data) - 1}")
+    refuse(
+        saved,
+        f"tensor {re.escape(name)} should end at byte {len(data)}, the file has {len(data) - 1}",
+    )
     saved.write_bytes(data + b"x")
     refuse(saved, "cannot be read as safetensors")
 
 
 def test_a_flipped_bit_in_a_tensor_is_named(saved):
     data, ends = saved.read_bytes(), tensor_ends(saved)
-    for name in ("model.head.weight", "optim.norm.bias.exp_avg_sq", "rng.cpu", "model.norm.num_batches_tracked"):
+    for name in (
+        "model.head.weight",
+        "optim.norm.bias.exp_avg_sq",
+        "rng.cpu",
+        "model.norm.num_batches_tracked",
+    ):
         damaged = bytearray(data)
         damaged[(ends[name][0] + ends[name][1]) // 2] ^= 4
         saved.write_bytes(damaged)
@@ -333,7 +429,9 @@ def test_a_flipped_bit_anywhere_is_found(saved):
     run = make("adamw")
     before = run.everything()
     dice = random.Random(0)
-    places = [dice.randrange(header) for _ in range(150)] + [dice.randrange(len(data)) for _ in range(50)]
+    places = [dice.randrange(header) for _ in range(150)] + [
+        dice.randrange(len(data)) for _ in range(50)
+    ]
     for place in places:
         damaged = bytearray(data)
         damaged[place] ^= 1 << dice.randrange(8)
@@ -358,22 +456,51 @@ def test_not_a_checkpoint(tmp_path):
 
 
 def test_another_model_dtype_or_optimizer(saved):
-    refuse(saved, r"model.embedding.weight is F32 \[16, 8\] in the file, expected F32 \[16, 12\] \(and", Run(width=12))
-    refuse(saved, r"model.embedding.weight is F32 \[16, 8\] in the file, expected BF16", model=Net().bfloat16())
-    refuse(saved, r"model.weight is nothing in the file, expected F32 \[2, 2\]", model=nn.Linear(2, 2, bias=False))
+    refuse(
+        saved,
+        r"model.embedding.weight is F32 \[16, 8\] in the file, expected F32 \[16, 12\] \(and",
+        Run(width=12),
+    )
+    refuse(
+        saved,
+        r"model.embedding.weight is F32 \[16, 8\] in the file, expected BF16",
+        model=Net().bfloat16(),
+    )
+    refuse(
+        saved,
+        r"model.weight is nothing in the file, expected F32 \[2, 2\]",
+        model=nn.Linear(2, 2, bias=False),
+    )
     partly = Net()
     del partly.head
     refuse(saved, r"model.head.weight is F32 \[16, 8\] in the file, expected nothing", model=partly)
     refuse(saved, "holds the state of AdamW, expected SGD", Run(optimizer=torch.optim.SGD))
     run = make("adamw")
-    refuse(saved, r"its groups have \[1, 3\] parameters, expected \[4\]",
-           optimizer=torch.optim.AdamW(run.model.parameters()), model=run.model)
-    refuse(saved, "holds the state of OneCycleLR, expected StepLR",
-           scheduler=torch.optim.lr_scheduler.StepLR(run.optimizer, 1))
-    refuse(saved, "that is not in the model", optimizer=torch.optim.AdamW([nn.Parameter(torch.ones(3))]))
-    refuse(saved, "windows=79, expected windows=39", batches=Batches(torch.arange(200) % 16, batch=3, T=5))
+    refuse(
+        saved,
+        r"its groups have \[1, 3\] parameters, expected \[4\]",
+        optimizer=torch.optim.AdamW(run.model.parameters()),
+        model=run.model,
+    )
+    refuse(
+        saved,
+        "holds the state of OneCycleLR, expected StepLR",
+        scheduler=torch.optim.lr_scheduler.StepLR(run.optimizer, 1),
+    )
+    refuse(
+        saved,
+        "that is not in the model",
+        optimizer=torch.optim.AdamW([nn.Parameter(torch.ones(3))]),
+    )
+    refuse(
+        saved,
+        "windows=79, expected windows=39",
+        batches=Batches(torch.arange(200) % 16, batch=3, T=5),
+    )
     refuse(saved, "T=5, expected T=1", batches=Batches(torch.arange(80) % 16, batch=3, T=1))
-    refuse(saved, "does not fit this arena: master", make("arena_bf16"), model=Net(), optimizer=None)
+    refuse(
+        saved, "does not fit this arena: master", make("arena_bf16"), model=Net(), optimizer=None
+    )
 
 
 def test_asking_for_what_the_file_lacks(tmp_path):
@@ -383,7 +510,10 @@ def test_asking_for_what_the_file_lacks(tmp_path):
 
 
 def test_values_that_need_pickle_are_refused_before_writing(tmp_path):
-    for extra, name in (({"f": print}, r"extra\['f'\] is a builtin"), ({"s": {1}}, r"extra\['s'\] is a set")):
+    for extra, name in (
+        ({"f": print}, r"extra\['f'\] is a builtin"),
+        ({"s": {1}}, r"extra\['s'\] is a set"),
+    ):
         with pytest.raises(CheckpointError, match=name):
             save_checkpoint(tmp_path / "c", model=Net(), extra=extra)
     with pytest.raises(CheckpointError, match="model.a is .*sparse"):
@@ -395,6 +525,7 @@ def test_values_that_need_pickle_are_refused_before_writing(tmp_path):
 
 # ---- disks and kills ------------------------------------------------------------------------------------------------
 
+
 def test_a_read_only_folder(tmp_path, monkeypatch):
     folder = tmp_path / "locked"
     folder.mkdir()
@@ -402,11 +533,15 @@ def test_a_read_only_folder(tmp_path, monkeypatch):
     before = path.read_bytes()
     folder.chmod(0o500)
     if os.access(folder, os.W_OK):  # root: permission bits do not bind it, so the refusal is played
+
         def refused(*args, **kwargs):
             raise PermissionError(errno.EACCES, "Permission denied")
+
         monkeypatch.setattr("builtins.open", refused)
     try:
-        with pytest.raises(CheckpointError, match=f"{re.escape(str(path))} cannot be written .Permission denied"):
+        with pytest.raises(
+            CheckpointError, match=f"{re.escape(str(path))} cannot be written .Permission denied"
+        ):
             save_checkpoint(path, model=Net())
     finally:
         monkeypatch.undo()
@@ -423,7 +558,9 @@ def test_a_folder_that_is_a_file(tmp_path):
 def check_full_disk(folder):
     path = save_checkpoint(checkpoint_path(folder, 1), model=Net(), step=1)
     before = path.read_bytes()
-    with pytest.raises(CheckpointError, match="No space left on device.*; what was there before is untouched"):
+    with pytest.raises(
+        CheckpointError, match="No space left on device.*; what was there before is untouched"
+    ):
         save_checkpoint(path, model=Net(width=1 << 15))  # 4 MiB
     assert path.read_bytes() == before and os.listdir(folder) == [path.name]
     assert load_checkpoint(latest_checkpoint(folder), model=Net())["step"] == 1
@@ -455,10 +592,16 @@ def test_a_full_disk_played(tmp_path, monkeypatch):
 
 def test_a_full_disk_mounted(tmp_path):
     if sys.platform != "linux" or os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root on Linux; the full disk is played in the test above")
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True)
+        pytest.skip(
+            "mounting a small file system needs root on Linux; the full disk is played in the test above"
+        )
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True
+    )
     if mounted.returncode:
-        pytest.skip(f"no mount here ({mounted.stderr.decode().strip()}); the full disk is played in the test above")
+        pytest.skip(
+            f"no mount here ({mounted.stderr.decode().strip()}); the full disk is played in the test above"
+        )
     try:
         check_full_disk(tmp_path)
     finally:
@@ -495,15 +638,19 @@ def test_a_save_that_fails_anywhere_leaves_the_old_file(tmp_path, monkeypatch):
     path = save_checkpoint(tmp_path / "c", model=Net(), step=1)
     for name in ("fsync", "replace"):
         with monkeypatch.context() as patch:
+
             def fail(*args):
                 raise OSError(errno.EIO, "Input/output error")
+
             patch.setattr(os, name, fail)
             with pytest.raises(CheckpointError, match="Input/output error"):
                 save_checkpoint(path, model=Net(), step=2)
         assert load_checkpoint(path, model=Net())["step"] == 1 and os.listdir(tmp_path) == ["c"]
     with monkeypatch.context() as patch:
+
         def interrupted(*args):
             raise KeyboardInterrupt
+
         patch.setattr(checkpoint, "digest", interrupted)
         with pytest.raises(KeyboardInterrupt):
             save_checkpoint(path, model=Net(), step=2)
@@ -515,12 +662,20 @@ def test_latest_and_prune(tmp_path):
     assert prune_checkpoints(tmp_path) == []
     for step in (5, 100, 20, 123456789):
         save_checkpoint(checkpoint_path(tmp_path, step), model=nn.Linear(1, 1), step=step)
-    for name in ("best.safetensors", "step-00000100.safetensors.tmp-7", "step-999999999.safetensors.tmp-7",
-                 "step-1.safetensors"):
+    for name in (
+        "best.safetensors",
+        "step-00000100.safetensors.tmp-7",
+        "step-999999999.safetensors.tmp-7",
+        "step-1.safetensors",
+    ):
         (tmp_path / name).write_text("")
     assert latest_checkpoint(str(tmp_path)) == checkpoint_path(tmp_path, 123456789)
     gone = {path.name for path in prune_checkpoints(tmp_path, keep=2)}
-    assert gone == {"step-00000005.safetensors", "step-00000020.safetensors", "step-00000100.safetensors.tmp-7"}
+    assert gone == {
+        "step-00000005.safetensors",
+        "step-00000020.safetensors",
+        "step-00000100.safetensors.tmp-7",
+    }
     assert len(os.listdir(tmp_path)) == 5
     with pytest.raises(CheckpointError, match="keep is 0"):
         prune_checkpoints(tmp_path, keep=0)

@@ -1,4 +1,5 @@
 """The command line as a person meets it: what is printed, the exit status, and a run that survives being killed."""
+
 import dataclasses
 import json
 import os
@@ -10,27 +11,43 @@ import time
 import pytest
 
 import gpuaccel as ga
-from gpuaccel.cli import main as cli
-from gpuaccel.training import models
 from gpuaccel.backends import backend
+from gpuaccel.cli import main as cli
 from gpuaccel.cli.main import Doctor, Progress, StopAfterStep, main
 from gpuaccel.measure.meter import Reading
+from gpuaccel.training import models
 
 
 def run(*words, **env):
     """(exit status, stdout, stderr) of `gpuaccel WORDS` in a process of its own."""
-    done = subprocess.run([sys.executable, "-m", "gpuaccel", *map(str, words)], capture_output=True, text=True,
-                          env={**os.environ, **env}, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-m", "gpuaccel", *map(str, words)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+        timeout=600,
+    )
     return done.returncode, done.stdout, done.stderr
 
 
 # ---- doctor ---------------------------------------------------------------------------------------------------------
 
+
 def test_doctor_says_what_runs_and_why():
     found = ga.doctor()
     assert isinstance(found, Doctor) and found.facts["backend"] == backend().name
     text, page = str(found), found._repr_html_()
-    for fact in ("backend", "reason", "GPU policy", "device", "architecture", "driver", "NVRTC", "cache", "torch"):
+    for fact in (
+        "backend",
+        "reason",
+        "GPU policy",
+        "device",
+        "architecture",
+        "driver",
+        "NVRTC",
+        "cache",
+        "torch",
+    ):
         assert fact in text and fact in page
     assert backend().reason in text and ga.__version__ in text
 
@@ -43,14 +60,22 @@ def test_doctor_as_json_and_without_a_gpu(tmp_path):
     status, out, _ = run("doctor", "--json", GPUACCEL_GPU="off", GPUACCEL_CACHE=str(tmp_path))
     facts = json.loads(out)
     assert status == 0 and facts["problems"] == []
-    assert facts["backend"] == "torch" and "GPUACCEL_GPU=off" in facts["reason"] and facts["device"] == "CPU"
+    assert (
+        facts["backend"] == "torch"
+        and "GPUACCEL_GPU=off" in facts["reason"]
+        and facts["device"] == "CPU"
+    )
 
 
 def test_doctor_finds_problems_without_stopping_at_the_first(tmp_path):
     blocked = tmp_path / "file"
     blocked.touch()
-    status, out, err = run("doctor", GPUACCEL_BACKEND="abacus", GPUACCEL_NVRTC=str(tmp_path / "no.so"),
-                           GPUACCEL_CACHE=str(blocked / "cache"))
+    status, out, err = run(
+        "doctor",
+        GPUACCEL_BACKEND="abacus",
+        GPUACCEL_NVRTC=str(tmp_path / "no.so"),
+        GPUACCEL_CACHE=str(blocked / "cache"),
+    )
     assert status == 1 and "Traceback" not in err
     problems = [line for line in out.splitlines() if line.startswith("problem")]
     assert len(problems) == 3, out
@@ -59,12 +84,14 @@ def test_doctor_finds_problems_without_stopping_at_the_first(tmp_path):
 
 # ---- kernels --------------------------------------------------------------------------------------------------------
 
+
 def test_kernels_lists_every_kernel_with_its_registers(capsys):
     assert main(["kernels", "--arch", "sm_80"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("sm_80, NVRTC ")
     rows = {line.split()[1]: line.split() for line in lines[2:]}
     from gpuaccel.compiler.kernel import kernel_files, kernel_names
+
     assert set(rows) == {name for file in kernel_files() for name in kernel_names(file.read_text())}
     assert all(int(row[2]) > 0 for row in rows.values())
 
@@ -73,27 +100,35 @@ def test_kernels_of_one_topic_and_of_a_file_of_ones_own(tmp_path, capsys):
     assert main(["kernels", "accumulate", "-D", "GRAD_T=bf16"]) == 0
     assert "accumulate_v1" in capsys.readouterr().out
     mine = tmp_path / "mine.cu"
-    mine.write_text('extern "C" __global__ void twice(float* x, int n) { if (threadIdx.x < n) x[threadIdx.x] *= 2; }')
+    mine.write_text(
+        'extern "C" __global__ void twice(float* x, int n) { if (threadIdx.x < n) x[threadIdx.x] *= 2; }'
+    )
     assert main(["kernels", str(mine)]) == 0
     assert "mine.cu" in (out := capsys.readouterr().out) and "twice" in out
 
 
-@pytest.mark.parametrize("source, expected", [
-    ('extern "C" __global__ void k(float* x) { x[0] = nothing; }', "mine.cu(1)"),
-    ("int nothing_here;", "has no kernel"),
-])
+@pytest.mark.parametrize(
+    "source, expected",
+    [
+        ('extern "C" __global__ void k(float* x) { x[0] = nothing; }', "mine.cu(1)"),
+        ("int nothing_here;", "has no kernel"),
+    ],
+)
 def test_kernels_that_do_not_compile_are_an_error_in_words(tmp_path, capsys, source, expected):
     (tmp_path / "mine.cu").write_text(source)
     assert main(["kernels", str(tmp_path / "mine.cu")]) == 1
     assert expected in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words, expected", [
-    (["kernels", "nowhere"], "accumulate.cu"),
-    (["kernels", "--arch", "sm_1"], "sm_1"),
-    (["sample", "--checkpoint", "nowhere"], "nowhere holds no checkpoint"),
-    (["train", "--text", "nowhere.txt", "--device", "cpu"], "nowhere.txt does not exist"),
-])
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["kernels", "nowhere"], "accumulate.cu"),
+        (["kernels", "--arch", "sm_1"], "sm_1"),
+        (["sample", "--checkpoint", "nowhere"], "nowhere holds no checkpoint"),
+        (["train", "--text", "nowhere.txt", "--device", "cpu"], "nowhere.txt does not exist"),
+    ],
+)
 def test_an_error_is_one_line_and_status_1(words, expected, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(words) == 1
@@ -102,8 +137,10 @@ def test_an_error_is_one_line_and_status_1(words, expected, capsys, tmp_path, mo
     assert not list(tmp_path.iterdir()), "a refused command leaves nothing behind"
 
 
-@pytest.mark.parametrize("words", [[], ["nothing"], ["train", "--steps", "0"], ["train", "--lr", "nan"],
-                                   ["kernels", "-D", "x"]])
+@pytest.mark.parametrize(
+    "words",
+    [[], ["nothing"], ["train", "--steps", "0"], ["train", "--lr", "nan"], ["kernels", "-D", "x"]],
+)
 def test_wrong_usage_is_status_2(words, capsys):
     assert main(words) == 2
     assert "usage: gpuaccel" in capsys.readouterr().err
@@ -115,6 +152,7 @@ def test_help_and_version_are_status_0(capsys):
 
 
 # ---- progress -------------------------------------------------------------------------------------------------------
+
 
 class Terminal:
     def __init__(self, live):
@@ -131,7 +169,9 @@ class Terminal:
 
 
 def reading(step):
-    return Reading(step=step, tokens=step * 10, seconds=1.0, tokens_per_s=1234.0, step_ms=1.0, loss=2.5)
+    return Reading(
+        step=step, tokens=step * 10, seconds=1.0, tokens_per_s=1234.0, step_ms=1.0, loss=2.5
+    )
 
 
 def test_progress_writes_one_line_over_and_over_on_a_terminal():
@@ -141,7 +181,11 @@ def test_progress_writes_one_line_over_and_over_on_a_terminal():
         progress.show(step, reading(step))
     progress.close()
     assert terminal.text.count("\n") == 1 and terminal.text.count("\r") >= 2
-    assert "step 40/40" in terminal.text and "loss 2.500" in terminal.text and "1,234 tokens/s" in terminal.text
+    assert (
+        "step 40/40" in terminal.text
+        and "loss 2.500" in terminal.text
+        and "1,234 tokens/s" in terminal.text
+    )
 
 
 def test_progress_is_a_line_every_ten_steps_elsewhere():
@@ -176,25 +220,54 @@ class Run:
     def __init__(self, folder):
         self.out = folder / "run"
         (folder / "text.py").write_text(TEXT)
-        words = ["--text", folder / "text.py", "--out", self.out, "--device", "cpu", "--steps", STEPS, "--batch", 4,
-                 "--seq", 24, "--micro-batches", 2, "--seed", 3, "--val-every", 20, "--checkpoint-every", 7]
+        words = [
+            "--text",
+            folder / "text.py",
+            "--out",
+            self.out,
+            "--device",
+            "cpu",
+            "--steps",
+            STEPS,
+            "--batch",
+            4,
+            "--seq",
+            24,
+            "--micro-batches",
+            2,
+            "--seed",
+            3,
+            "--val-every",
+            20,
+            "--checkpoint-every",
+            7,
+        ]
         self.words = ["train", *map(str, words)]
         self.process = None
 
     def start(self, *more):
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen([sys.executable, "-m", "gpuaccel", *self.words, *more], text=True, env=env,
-                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "gpuaccel", *self.words, *more],
+            text=True,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         return self
 
     def lines(self):
         path = self.out / "metrics.jsonl"
-        return path.read_text().splitlines()[:-1] if path.is_file() else []      # the last one may be half written
+        return (
+            path.read_text().splitlines()[:-1] if path.is_file() else []
+        )  # the last one may be half written
 
     def stop(self, sent, after):
         """Send a signal once `after` steps are in the metrics file."""
         until = time.monotonic() + 600
-        while len(self.lines()) < after and self.process.poll() is None and time.monotonic() < until:
+        while (
+            len(self.lines()) < after and self.process.poll() is None and time.monotonic() < until
+        ):
             time.sleep(0.005)
         self.process.send_signal(sent)
         return self.end()
@@ -205,7 +278,10 @@ class Run:
 
     def losses(self):
         rows = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
-        return [(row["step"], row["loss"], row["lr"], row["tokens"], row.get("val_loss")) for row in rows]
+        return [
+            (row["step"], row["loss"], row["lr"], row["tokens"], row.get("val_loss"))
+            for row in rows
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +298,10 @@ def test_train_prints_losses_and_a_sample(whole):
     losses = run.losses()
     assert [row[0] for row in losses] == list(range(1, STEPS + 1))
     assert losses[0][1] > 5 and losses[-1][1] < 0.8 * losses[0][1]
-    assert f"train loss {losses[0][1]:.3f} -> {losses[-1][1]:.3f}" in out and f"val loss {losses[-1][4]:.3f}" in out
+    assert (
+        f"train loss {losses[0][1]:.3f} -> {losses[-1][1]:.3f}" in out
+        and f"val loss {losses[-1][4]:.3f}" in out
+    )
     assert "def " in out.splitlines()[1]
     assert f"step {STEPS}/{STEPS}" in err and "\r" not in err and "Traceback" not in err
     kept = sorted(path.name for path in run.out.glob("step-*.safetensors"))
@@ -238,9 +317,15 @@ def test_killed_at_any_moment_it_resumes_bit_for_bit(whole, tmp_path):
     status, out, err = run.end()
     assert status == 0, err
     assert run.losses() == whole[0].losses()
-    assert out.splitlines()[1:] == whole[1].splitlines()[1:], "the sample is that of the run that nothing stopped"
-    first, last = whole[0].out / f"step-{STEPS:08d}.safetensors", run.out / f"step-{STEPS:08d}.safetensors"
+    assert out.splitlines()[1:] == whole[1].splitlines()[1:], (
+        "the sample is that of the run that nothing stopped"
+    )
+    first, last = (
+        whole[0].out / f"step-{STEPS:08d}.safetensors",
+        run.out / f"step-{STEPS:08d}.safetensors",
+    )
     from safetensors.torch import load_file
+
     before, after = load_file(first), load_file(last)
     assert before.keys() == after.keys() and all(before[name].equal(after[name]) for name in before)
 
@@ -257,10 +342,20 @@ def test_ctrl_c_writes_a_checkpoint_and_is_status_130(whole, tmp_path, interrupt
     assert run.losses() == whole[0].losses()
 
 
-@pytest.mark.parametrize("there, written, hint", [((), (3,), "; --resume goes on from step-00000003.safetensors"), ((2,), (3,), "; --resume goes on from step-00000003.safetensors"),
-                                                  ((), (), ""), ((2,), (), "")])
-def test_of_ranks_that_died_it_says_where_to_go_on(there, written, hint, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "there, written, hint",
+    [
+        ((), (3,), "; --resume goes on from step-00000003.safetensors"),
+        ((2,), (3,), "; --resume goes on from step-00000003.safetensors"),
+        ((), (), ""),
+        ((2,), (), ""),
+    ],
+)
+def test_of_ranks_that_died_it_says_where_to_go_on(
+    there, written, hint, tmp_path, monkeypatch, capsys
+):
     """If they have come to a checkpoint: not of an earlier run's, which they may have refused to write over."""
+
     def write(steps):
         for step in steps:
             (tmp_path / f"step-{step:08d}.safetensors").touch()
@@ -268,6 +363,7 @@ def test_of_ranks_that_died_it_says_where_to_go_on(there, written, hint, tmp_pat
     def launch(*_, **__):
         write(written)
         raise ga.RankError("rank 1 was killed by SIGKILL in step 4")
+
     write(there)
     monkeypatch.setattr(sys.modules["gpuaccel.distributed.spawn"], "launch", launch)
     assert main(["train", "--nproc", "2", "--out", str(tmp_path)]) == 1
@@ -289,7 +385,16 @@ def test_a_finished_run_is_neither_repeated_nor_written_over(whole, capsys):
 def test_sample_goes_on_from_a_prompt(whole, capsys):
     texts = []
     for seed in (1, 1, 2):
-        words = ["--checkpoint", whole[0].out, "--prompt", "return é", "--tokens", 40, "--seed", seed]
+        words = [
+            "--checkpoint",
+            whole[0].out,
+            "--prompt",
+            "return é",
+            "--tokens",
+            40,
+            "--seed",
+            seed,
+        ]
         assert main(["sample", *map(str, words)]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2] and all(text.startswith("return é") for text in texts)
@@ -308,22 +413,52 @@ def test_sample_names_what_is_damaged(whole, tmp_path, capsys):
 
 
 def test_bpe_tokens_come_back_from_the_run_folder(tmp_path, monkeypatch, capsys):
-    small = dataclasses.replace(models.PRESETS["tiny"], hidden=32, intermediate=32, layers=1, heads=2, head_dim=16)
+    small = dataclasses.replace(
+        models.PRESETS["tiny"], hidden=32, intermediate=32, layers=1, heads=2, head_dim=16
+    )
     monkeypatch.setitem(models.PRESETS, "tiny", small)
     monkeypatch.setitem(cli.RECIPES, "tiny", ("bpe", 2, 3e-3))
     (tmp_path / "text.py").write_text(TEXT)
-    words = ["--text", tmp_path / "text.py", "--out", tmp_path / "run", "--steps", 2, "--seq", 8, "--device", "cpu"]
+    words = [
+        "--text",
+        tmp_path / "text.py",
+        "--out",
+        tmp_path / "run",
+        "--steps",
+        2,
+        "--seq",
+        8,
+        "--device",
+        "cpu",
+    ]
     assert main(["train", "--no-progress", *map(str, words)]) == 0
     capsys.readouterr()
-    assert main(["sample", "--checkpoint", str(tmp_path / "run"), "--prompt", "def f7(x):", "--tokens", "5"]) == 0
+    assert (
+        main(
+            [
+                "sample",
+                "--checkpoint",
+                str(tmp_path / "run"),
+                "--prompt",
+                "def f7(x):",
+                "--tokens",
+                "5",
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out.startswith("def f7(x):")
 
 
 @pytest.mark.slow
 def test_200_steps_on_the_default_text_bring_the_loss_below_3(tmp_path):
-    status, out, err = run("train", "--model", "tiny", "--steps", "200", "--device", "cpu", "--out", tmp_path / "run")
+    status, out, err = run(
+        "train", "--model", "tiny", "--steps", "200", "--device", "cpu", "--out", tmp_path / "run"
+    )
     assert status == 0, err
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert 5.3 < rows[0]["loss"] < 5.7 and rows[-1]["val_loss"] < 3.0
     assert sum(row["loss"] for row in rows[-10:]) / 10 < 3.0
     assert "def " in out

@@ -1,4 +1,5 @@
 """Clipping: the norm against float64, the scale against torch, every row of the table of edges, and not a word to the host."""
+
 import contextlib
 import math
 import re
@@ -8,18 +9,18 @@ import torch
 from torch import nn
 
 import gpuaccel as ga
+from gpuaccel.errors import ArgumentError, BackendError, NonFiniteError
 from gpuaccel.ops import clip as clip_ops
+from gpuaccel.ops.accumulate import CHUNK
+from gpuaccel.ops.clip import EPS, POLICIES, launch_squares, reference_norms, reference_scale
 from gpuaccel.optim import clip
 from gpuaccel.optim.accumulate import MODES, GradientAccumulator, launch_segments
-from gpuaccel.ops.accumulate import CHUNK
 from gpuaccel.optim.arena import Arena
-from gpuaccel.ops.clip import EPS, POLICIES, launch_squares, reference_norms, reference_scale
 from gpuaccel.optim.clip import clip_grad_norm_, clip_grads_
-from gpuaccel.errors import ArgumentError, BackendError, NonFiniteError
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
-KERNELS = ["simt", CUDA]                                    # our kernels
-EVERYWHERE = ["cpu", *KERNELS]                              # and torch's own code
+KERNELS = ["simt", CUDA]  # our kernels
+EVERYWHERE = ["cpu", *KERNELS]  # and torch's own code
 INF, NAN = math.inf, math.nan
 
 
@@ -31,7 +32,13 @@ def parameters(grads, device="cpu"):
     """Parameters with these gradients, with the same strides as they have; None: without one."""
     params = []
     for g in grads:
-        p = nn.Parameter(torch.zeros(() if g is None else g.shape, dtype=torch.float32 if g is None else g.dtype, device=device))
+        p = nn.Parameter(
+            torch.zeros(
+                () if g is None else g.shape,
+                dtype=torch.float32 if g is None else g.dtype,
+                device=device,
+            )
+        )
         p.grad = g
         params.append(p)
     return params
@@ -50,14 +57,25 @@ def differ(got, want):
 
 def same(got, want, what=""):
     """Equal bit by bit, except that any NaN is like any other."""
-    assert got.dtype == want.dtype and got.shape == want.shape, f"{what}: {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
-    if not (torch.equal(bits(got.nan_to_num(1e30)), bits(want.nan_to_num(1e30))) and torch.equal(got.isnan(), want.isnan())):
+    assert got.dtype == want.dtype and got.shape == want.shape, (
+        f"{what}: {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
+    )
+    if not (
+        torch.equal(bits(got.nan_to_num(1e30)), bits(want.nan_to_num(1e30)))
+        and torch.equal(got.isnan(), want.isnan())
+    ):
         raise AssertionError(f"{what}: {differ(got, want)}")
 
 
 def exact_norm(grads, norm_type=2.0):
     """In float64."""
-    return torch.linalg.vector_norm(torch.cat([g.double().flatten() for g in grads if g is not None]), norm_type).item() if grads else 0.0
+    return (
+        torch.linalg.vector_norm(
+            torch.cat([g.double().flatten() for g in grads if g is not None]), norm_type
+        ).item()
+        if grads
+        else 0.0
+    )
 
 
 def close(got, want, bound=1e-6, what="norm"):
@@ -71,8 +89,10 @@ SIZES = (4097, 0, 1, 3, 4095, 4096, 100, 9000)
 
 def view(kind, n, dtype, device, seed):
     """(gradient, the memory it lies in): a view of about n elements."""
+
     def random(*shape):
         return torch.randn(shape, generator=generator(seed)).to(device, dtype)
+
     if kind == "plain":
         base = random(n)
         return base, base
@@ -84,10 +104,10 @@ def view(kind, n, dtype, device, seed):
         return base[:, 2:7], base
     if kind == "every third":
         base = random(3 * n + 1)
-        return base[1:3 * n:3], base
+        return base[1 : 3 * n : 3], base
     if kind == "odd":
         base = random(n + 3)
-        return base[1:n + 1], base
+        return base[1 : n + 1], base
     raise ValueError(kind)
 
 
@@ -98,19 +118,33 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Blocks(nn.Module):
     """A list of blocks whose tensors have these shapes; a gradient of any value on request."""
 
-    def __init__(self, shapes=(((5, 7), (7,)), ((64, 65), (4097,), (3,)), ((0,), (1,))), dtype=torch.float32):
+    def __init__(
+        self, shapes=(((5, 7), (7,)), ((64, 65), (4097,), (3,)), ((0,), (1,))), dtype=torch.float32
+    ):
         super().__init__()
         random = generator(0)
-        self.blocks = nn.ModuleList(nn.ParameterList([nn.Parameter(torch.randn(s, generator=random).to(dtype)) for s in block]) for block in shapes)
+        self.blocks = nn.ModuleList(
+            nn.ParameterList(
+                [nn.Parameter(torch.randn(s, generator=random).to(dtype)) for s in block]
+            )
+            for block in shapes
+        )
 
     def forward(self, grads):
-        return sum((p.float() * g.float()).sum() for p, g in zip(self.parameters(), grads, strict=True) if g is not None)
+        return sum(
+            (p.float() * g.float()).sum()
+            for p, g in zip(self.parameters(), grads, strict=True)
+            if g is not None
+        )
 
 
 def filled(model, seed=0, size=1.0):
     """A gradient for each of the model's parameters, in their order."""
     random = generator(seed)
-    return [size * torch.randn(p.shape, generator=random).to(p.device, p.dtype) for p in model.parameters()]
+    return [
+        size * torch.randn(p.shape, generator=random).to(p.device, p.dtype)
+        for p in model.parameters()
+    ]
 
 
 def fill(arena, grads):
@@ -121,11 +155,14 @@ def fill(arena, grads):
 
 # ---- the norm -------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, INF])
 @pytest.mark.parametrize("count", [1, 2, 7, 219, 1000])
 def test_the_norm_is_within_1e_6_of_float64(count, norm_type, device):
-    sizes = [SIZES[i % len(SIZES)] if count < 20 or i % 40 == 0 else 1 + i % 37 for i in range(count)]
+    sizes = [
+        SIZES[i % len(SIZES)] if count < 20 or i % 40 == 0 else 1 + i % 37 for i in range(count)
+    ]
     grads = [torch.randn(n, generator=generator(i)).to(device) for i, n in enumerate(sizes)]
     want = exact_norm(grads, norm_type)
     found = clip_grads_(parameters(grads, device), 0.5 * want, norm_type)
@@ -138,8 +175,12 @@ def test_the_norm_is_within_1e_6_of_float64(count, norm_type, device):
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, INF])
 def test_any_view_of_any_dtype_is_measured_and_scaled_and_its_neighbours_are_not(norm_type, device):
     """fp32, bf16 and fp16 in one call: multiplied in fp32, rounded once, as `grad.float() * scale` rounded."""
-    pairs = [view(kind, n, dtype, device, i) for i, (kind, n, dtype) in enumerate(
-        (kind, n, dtype) for kind in KINDS for n in (1, 50, 4100) for dtype in DTYPES)]
+    pairs = [
+        view(kind, n, dtype, device, i)
+        for i, (kind, n, dtype) in enumerate(
+            (kind, n, dtype) for kind in KINDS for n in (1, 50, 4100) for dtype in DTYPES
+        )
+    ]
     grads = [g for g, _ in pairs]
     before, bases = [g.clone() for g in grads], [b.clone() for _, b in pairs]
     want = exact_norm(grads, norm_type)
@@ -174,14 +215,20 @@ def test_squares_that_leave_fp32_do_no_harm(dtype, value, device):
     close(found.norm, want)
     close(found.scale, 0.5 if value > 1 else 0.5 * want / (want + EPS), 1e-5, "scale")
     assert bool(found.finite)
-    mixed = [(value * torch.ones(5000)).to(device, dtype), torch.randn(5000, generator=generator(1)).to(device, dtype)]
+    mixed = [
+        (value * torch.ones(5000)).to(device, dtype),
+        torch.randn(5000, generator=generator(1)).to(device, dtype),
+    ]
     want = exact_norm(mixed)
     close(clip_grads_(parameters(mixed, device), 1.0).norm, want)
 
 
 @pytest.mark.gpu
 def test_gpu_fifty_million_elements():
-    grads = [torch.randn(50_000_001, device="cuda"), torch.randn(50_000_001, device="cuda").bfloat16()]
+    grads = [
+        torch.randn(50_000_001, device="cuda"),
+        torch.randn(50_000_001, device="cuda").bfloat16(),
+    ]
     want = exact_norm(grads)
     for part in (grads[:1], grads[1:], grads):
         before, want = [g.clone() for g in part], exact_norm(part)
@@ -194,14 +241,21 @@ def test_gpu_fifty_million_elements():
 @pytest.mark.gpu
 def test_gpu_a_norm_of_more_than_2_to_the_31_elements():
     if torch.cuda.mem_get_info()[0] < 20e9:
-        pytest.skip(f"needs 20 GB of free GPU memory, there are {torch.cuda.mem_get_info()[0] / 1e9:.0f} GB")
+        pytest.skip(
+            f"needs 20 GB of free GPU memory, there are {torch.cuda.mem_get_info()[0] / 1e9:.0f} GB"
+        )
     grad = torch.ones(2**31 + 5000, dtype=torch.bfloat16, device="cuda")
     grad[-1] = 3.0
     param = nn.Parameter(torch.empty(0, device="cuda"))
     param.data, param.grad = grad, grad
     found = clip_grads_([param], 1.0)
     close(found.norm, math.sqrt(2**31 + 5000 - 1 + 9))
-    assert bool((grad[:-1] == torch.ones((), dtype=torch.bfloat16, device="cuda").mul(found.scale).bfloat16()).all())
+    assert bool(
+        (
+            grad[:-1]
+            == torch.ones((), dtype=torch.bfloat16, device="cuda").mul(found.scale).bfloat16()
+        ).all()
+    )
     assert grad[-1] == (3.0 * found.scale).bfloat16()
     del grad, param
     torch.cuda.empty_cache()
@@ -209,12 +263,13 @@ def test_gpu_a_norm_of_more_than_2_to_the_31_elements():
 
 # ---- scale 1, and just above ----------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("max_norm", [5.0 + EPS, 5.1, 1e30, INF])
 def test_up_to_max_norm_the_scale_is_1_and_no_bit_changes(max_norm, device):
     base = torch.zeros(6, 8)
     base[1, 2], base[3, 4], base[0, 2], base[5, 7] = 3.0, 4.0, -0.0, -0.0
-    base[2, 3] = 1e-42                                          # subnormal: what 1.0 * x might flush
+    base[2, 3] = 1e-42  # subnormal: what 1.0 * x might flush
     base = base.to(device)
     grads = [base[:, 2:5], torch.tensor([-0.0, 0.0], device=device)]
     before = bits(base), bits(grads[1])
@@ -224,19 +279,33 @@ def test_up_to_max_norm_the_scale_is_1_and_no_bit_changes(max_norm, device):
 
 
 @pytest.mark.parametrize("device", ["simt"], indirect=True)
-@pytest.mark.parametrize("verdict, skip, writes", [((1, 5, 5, 1), 0, 0), ((1, 5, 5, 1), 1, 0), ((NAN, NAN, NAN, 0), 1, 0), ((0.5, 5, 2.5, 1), 1, 5000),
-                                                   ((NAN, NAN, NAN, 0), 0, 5000)])
+@pytest.mark.parametrize(
+    "verdict, skip, writes",
+    [
+        ((1, 5, 5, 1), 0, 0),
+        ((1, 5, 5, 1), 1, 0),
+        ((NAN, NAN, NAN, 0), 1, 0),
+        ((0.5, 5, 2.5, 1), 1, 5000),
+        ((NAN, NAN, NAN, 0), 0, 5000),
+    ],
+)
 def test_scale_v2_touches_the_gradients_only_when_it_has_to(verdict, skip, writes, device):
     """Seen by the executor, access by access: with scale 1 it neither reads nor writes one element."""
     g = torch.randn(5000, generator=generator(0))
     found = clip_ops.new_state(1, "cpu", "global", list)
     found.verdicts.copy_(torch.tensor([verdict]))
     for start, chunks, packed in clip_ops.launches_for([g]):
-        trace = clip_ops.clip_kernel("scale_v2", 2.0)[chunks, 256].on_cpu((found.verdicts, None, skip, start, packed), [g], trace=True)
-    at, = [i for i, traced in enumerate(trace.tensors) if traced.elements * traced.itemsize == 20_000]
+        trace = clip_ops.clip_kernel("scale_v2", 2.0)[chunks, 256].on_cpu(
+            (found.verdicts, None, skip, start, packed), [g], trace=True
+        )
+    (at,) = [
+        i for i, traced in enumerate(trace.tensors) if traced.elements * traced.itemsize == 20_000
+    ]
     touched = trace.events[trace.events["tensor"] == at]
     for kind in (0, 1):
-        assert touched["bytes"][touched["kind"] == kind].sum() == 4 * writes, f"{'wrote' if kind else 'read'} gradients, scale {verdict[0]}"
+        assert touched["bytes"][touched["kind"] == kind].sum() == 4 * writes, (
+            f"{'wrote' if kind else 'read'} gradients, scale {verdict[0]}"
+        )
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -255,8 +324,12 @@ def test_just_above_max_norm_multiplies_by_exactly_the_scale(device):
 def test_the_norm_is_divided_by_norm_plus_eps(device):
     g = torch.tensor([3.0, 4.0], device=device)
     found = clip_grads_(parameters([g], device), 1.0, eps=5.0)
-    assert found.scale == torch.tensor(0.1, device=device) and torch.equal(g, torch.tensor([3.0, 4.0], device=device) * found.scale)
-    g = torch.tensor([6.0, 8.0], device=device)                 # CLIP-001: 0.1, not 0.01 (a square), not 0.316 (a root too many)
+    assert found.scale == torch.tensor(0.1, device=device) and torch.equal(
+        g, torch.tensor([3.0, 4.0], device=device) * found.scale
+    )
+    g = torch.tensor(
+        [6.0, 8.0], device=device
+    )  # CLIP-001: 0.1, not 0.01 (a square), not 0.316 (a root too many)
     close(clip_grads_(parameters([g], device), 1.0).scale, 0.1, 1e-6, "scale")
     close(exact_norm([g]), 1.0, 1e-6)
 
@@ -272,14 +345,20 @@ def test_a_clipped_gradient_is_another_version(device):
 
 # ---- the same bits --------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, INF])
 def test_two_runs_and_any_grid_give_the_same_bits(norm_type, device, monkeypatch):
     def run():
-        grads = [view(kind, n, dtype, device, i)[0] for i, (kind, n, dtype) in enumerate(
-            (kind, n, dtype) for kind in KINDS for n in (1, 20_000) for dtype in DTYPES)]
+        grads = [
+            view(kind, n, dtype, device, i)[0]
+            for i, (kind, n, dtype) in enumerate(
+                (kind, n, dtype) for kind in KINDS for n in (1, 20_000) for dtype in DTYPES
+            )
+        ]
         found = clip_grads_(parameters(grads, device), 1.0, norm_type)
         return [found.verdicts, *grads]
+
     first = run()
     for blocks in (2**20, 1, 3, 7):
         monkeypatch.setattr(clip_ops, "MAX_BLOCKS", blocks)
@@ -290,24 +369,39 @@ def test_two_runs_and_any_grid_give_the_same_bits(norm_type, device, monkeypatch
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 @pytest.mark.parametrize("grid", [1, 3, 7, 20])
 def test_squares_v2_and_scale_v2_directly_with_any_grid(grid, device):
-    grads = [torch.randn(n + 1, generator=generator(n)).to(device, dtype)[1:] for n, dtype in ((9000, torch.float32), (20_000, torch.bfloat16), (5, torch.float16),
-                                                                                               (40_000, torch.float32))]
+    grads = [
+        torch.randn(n + 1, generator=generator(n)).to(device, dtype)[1:]
+        for n, dtype in (
+            (9000, torch.float32),
+            (20_000, torch.bfloat16),
+            (5, torch.float16),
+            (40_000, torch.float32),
+        )
+    ]
     rows = sum(-(-g.numel() // CHUNK) for g in grads)
-    want, got = (torch.full((rows + 1,), -1.0, dtype=torch.float64, device=device) for _ in range(2))
+    want, got = (
+        torch.full((rows + 1,), -1.0, dtype=torch.float64, device=device) for _ in range(2)
+    )
     owners = torch.full((rows + 1,), -1, dtype=torch.int32, device=device)
     launch_squares(grads, want, owners)
-    assert owners.tolist() == [i for i, g in enumerate(grads) for _ in range(-(-g.numel() // CHUNK))] + [-1] and want[-1] == -1
+    assert (
+        owners.tolist()
+        == [i for i, g in enumerate(grads) for _ in range(-(-g.numel() // CHUNK))] + [-1]
+        and want[-1] == -1
+    )
     per_chunk = [c.double().square().sum().item() for g in grads for c in g.split(CHUNK)]
     for one, exact in zip(want.tolist(), per_chunk):
         close(one, exact, 1e-6, "a chunk's sum of squares")
-    (start, chunks, packed), = clip_ops.launches_for(grads)
+    ((start, chunks, packed),) = clip_ops.launches_for(grads)
     assert chunks == rows
     clip_ops.clip_kernel("squares_v2", 2.0)[grid, 256](got, None, start, packed, tensors=grads)
     same(got, want, f"grid {grid}")
     found = clip_ops.new_state(1, grads[0].device, "global", list)
     found.verdicts.copy_(torch.tensor([[0.3, 1.0, 0.3, 1.0]]))
     twins = [(g.float() * found.scale).to(g.dtype) for g in grads]
-    clip_ops.clip_kernel("scale_v2", 2.0)[grid, 256](found.verdicts, None, 0, start, packed, tensors=grads)
+    clip_ops.clip_kernel("scale_v2", 2.0)[grid, 256](
+        found.verdicts, None, 0, start, packed, tensors=grads
+    )
     for g, twin in zip(grads, twins):
         same(g, twin, f"grid {grid}")
 
@@ -317,12 +411,17 @@ def test_squares_v2_and_scale_v2_directly_with_any_grid(grid, device):
 @pytest.mark.parametrize("off", [0, 1, 3])
 def test_accumulate_v4_leaves_the_partial_sums_of_squares_v2_over_its_sums(dtype, off, device):
     """Also where tensors end within a chunk, where fresh gradients are not aligned, and where squares leave fp32."""
-    arena = Arena(Blocks((((1,), (4095,)), ((4096,), (4097,)), ((63, 129), (0,), (130, 130)))).to(device))
+    arena = Arena(
+        Blocks((((1,), (4095,)), ((4096,), (4097,)), ((63, 129), (0,), (130, 130)))).to(device)
+    )
     random = generator(off)
     arena.grads.copy_(torch.randn(arena.numel, generator=random))
-    for s in arena.segments:                                    # the padding stays zero
-        arena.grads[s.offset + s.numel:s.offset + s.padded] = 0
-    fresh = [torch.randn(s.numel + off, generator=random).to(device, dtype)[off:].view(s.shape) for s in arena.segments]
+    for s in arena.segments:  # the padding stays zero
+        arena.grads[s.offset + s.numel : s.offset + s.padded] = 0
+    fresh = [
+        torch.randn(s.numel + off, generator=random).to(device, dtype)[off:].view(s.shape)
+        for s in arena.segments
+    ]
     fresh[-2].view(-1)[0] = 1e25
     fresh[2].mul_(1e-24), arena.grad_views[2].zero_()
     want = arena.grads.clone()
@@ -343,13 +442,23 @@ def test_accumulate_v4_leaves_the_partial_sums_of_squares_v2_over_its_sums(dtype
 def test_squares_taken_on_the_way_count_until_a_sum_changes(device, monkeypatch):
     """final: the last backward's launch leaves them, and only what has none is read again."""
     read, plain = [], clip.launch_squares
-    monkeypatch.setattr(clip, "launch_squares", lambda tensors, *rest, **more: read.append(len(tensors)) or plain(tensors, *rest, **more))
+    monkeypatch.setattr(
+        clip,
+        "launch_squares",
+        lambda tensors, *rest, **more: read.append(len(tensors)) or plain(tensors, *rest, **more),
+    )
     model = Blocks().to(device)
     grads, arena = filled(model), Arena(model)
     count, norms = len(arena.segments), []
     with GradientAccumulator(arena) as accumulator:
-        for final, change in ((True, None), (False, None), (True, lambda: arena.grads.mul_(2)), (True, lambda: arena.parameters()[2].grad.add_(1)),
-                              (True, lambda: accumulator.scale_(0.5)), (True, lambda: arena.grad_views[1].zero_())):
+        for final, change in (
+            (True, None),
+            (False, None),
+            (True, lambda: arena.grads.mul_(2)),
+            (True, lambda: arena.parameters()[2].grad.add_(1)),
+            (True, lambda: accumulator.scale_(0.5)),
+            (True, lambda: arena.grad_views[1].zero_()),
+        ):
             accumulator.zero_()
             read.clear()
             accumulator.final = final
@@ -361,10 +470,14 @@ def test_squares_taken_on_the_way_count_until_a_sum_changes(device, monkeypatch)
             norms.append(clip_grads_(arena, 1e9).norm.item())
             close(norms[-1], want)
             expected = [] if final and not change else [count]
-            assert read == expected or (not change and final and sum(read) <= 1), f"final {final}, {change}: read {read}, expected {expected}"
+            assert read == expected or (not change and final and sum(read) <= 1), (
+                f"final {final}, {change}: read {read}, expected {expected}"
+            )
             clip_grads_(arena, 0.1)
-            close(clip_grads_(arena, 1e9).norm, 0.1, 1e-5)      # what clipping has changed is measured anew
-        model(grads).backward()                                 # more is added, without squares
+            close(
+                clip_grads_(arena, 1e9).norm, 0.1, 1e-5
+            )  # what clipping has changed is measured anew
+        model(grads).backward()  # more is added, without squares
         want = exact_norm([v for v in arena.grad_views if v.numel()])
         close(clip_grads_(arena, 1e9).norm, want)
     assert norms[0] == norms[1], "squares_v2 and accumulate_v4 differ"
@@ -372,6 +485,7 @@ def test_squares_taken_on_the_way_count_until_a_sum_changes(device, monkeypatch)
 
 
 # ---- the table of edges ---------------------------------------------------------------------------------------------
+
 
 def edge(grads, max_norm, device, **more):
     grads = [torch.tensor(g, device=device) if isinstance(g, list) else g.to(device) for g in grads]
@@ -386,7 +500,13 @@ def unchanged(grads, before):
 
 def zeros(device, ours):
     found, grads, before = edge([[0.0, -0.0], [0.0]], 1.0, device)
-    assert found.norm == 0 and found.scale == 1 and found.clipped_norm == 0 and found.finite and unchanged(grads, before)
+    assert (
+        found.norm == 0
+        and found.scale == 1
+        and found.clipped_norm == 0
+        and found.finite
+        and unchanged(grads, before)
+    )
 
 
 def below(device, ours):
@@ -397,26 +517,50 @@ def below(device, ours):
 def just_above(device, ours):
     scale = torch.tensor(1 - 2**-24)
     found, (g,), (old,) = edge([torch.full((4,), 0.5)], scale.item(), device, eps=0.0)
-    assert found.norm == 1 and found.scale == scale.to(device) and torch.equal(g, old * scale.to(device)) and not torch.equal(g, old)
+    assert (
+        found.norm == 1
+        and found.scale == scale.to(device)
+        and torch.equal(g, old * scale.to(device))
+        and not torch.equal(g, old)
+    )
 
 
 def with_nan(device, ours):
     found, grads, before = edge([[3.0, NAN], [4.0]], 1.0, device)
-    assert found.norm.isnan() and found.scale.isnan() and not found.finite and found.first_nonfinite == 0
+    assert (
+        found.norm.isnan()
+        and found.scale.isnan()
+        and not found.finite
+        and found.first_nonfinite == 0
+    )
     assert all(g.isnan().all() for g in grads), "propagate: all become NaN"
     twins = parameters([g.clone() for g in before], device)
     nn.utils.clip_grad_norm_(twins, 1.0)
     for g, twin in zip(grads, twins):
         same(g, twin.grad, "torch")
     found, grads, before = edge([[3.0, NAN], [4.0]], 1.0, device, on_nonfinite="skip")
-    assert unchanged(grads, before) and not found.finite and found.name() == "parameter 0 of shape (2,)"
+    assert (
+        unchanged(grads, before)
+        and not found.finite
+        and found.name() == "parameter 0 of shape (2,)"
+    )
 
 
 def with_infinity(device, ours):
     for sign in (1, -1):
         found, grads, before = edge([[4.0], [3.0, sign * INF, 0.0]], 1.0, device)
-        assert found.norm == INF and found.scale == 0 and not found.finite and found.first_nonfinite == 1
-        assert grads[0].tolist() == [0.0] and grads[1][0] == 0 and grads[1][1].isnan() and grads[1][2] == 0
+        assert (
+            found.norm == INF
+            and found.scale == 0
+            and not found.finite
+            and found.first_nonfinite == 1
+        )
+        assert (
+            grads[0].tolist() == [0.0]
+            and grads[1][0] == 0
+            and grads[1][1].isnan()
+            and grads[1][2] == 0
+        )
         twins = parameters([g.clone() for g in before], device)
         nn.utils.clip_grad_norm_(twins, 1.0)
         for g, twin in zip(grads, twins):
@@ -427,14 +571,19 @@ def with_infinity(device, ours):
 
 def overflow(device, ours):
     found, (g,), (old,) = edge([[3e25, 4e25]], 1.0, device)
-    if not ours:                                                # torch squares in fp32
+    if not ours:  # torch squares in fp32
         assert found.norm == INF and found.scale == 0
         return
     close(found.norm, 5e25)
     close(found.scale, 2e-26, 1e-6, "scale")
     assert found.finite and torch.allclose(g, torch.tensor([0.6, 0.8], device=device))
     found, (g,), (old,) = edge([torch.full((100,), 3e38)], 1.0, device, on_nonfinite="skip")
-    assert found.norm == INF and not found.finite and found.first_nonfinite == -1 and torch.equal(g, old), "a norm beyond fp32"
+    assert (
+        found.norm == INF
+        and not found.finite
+        and found.first_nonfinite == -1
+        and torch.equal(g, old)
+    ), "a norm beyond fp32"
 
 
 def underflow(device, ours):
@@ -467,7 +616,7 @@ def max_norm_infinite(device, ours):
     assert found.scale == 1 and found.norm == 5 and unchanged(grads, before)
     found, (g,), _ = edge([[3.0, INF]], INF, device)
     assert found.norm == INF and g.isnan().all()
-    twin, = parameters([torch.tensor([3.0, INF], device=device)], device)
+    (twin,) = parameters([torch.tensor([3.0, INF], device=device)], device)
     nn.utils.clip_grad_norm_([twin], INF)
     same(g, twin.grad, "torch")
 
@@ -478,7 +627,9 @@ def no_tensors(device, ours):
     for scope, shape in (("global", ()), ("tensor", (0,))):
         found = clip_grads_([], 1.0, scope=scope)
         assert found.norm.shape == shape and found.scale.shape == shape and found.name() is None
-    found, grads, _ = edge([torch.zeros(0), torch.tensor([3.0, 4.0]), torch.zeros(3, 0)], 1.0, device)
+    found, grads, _ = edge(
+        [torch.zeros(0), torch.tensor([3.0, 4.0]), torch.zeros(3, 0)], 1.0, device
+    )
     assert found.norm == 5 and found.finite
     close(exact_norm(grads), 1.0, 1e-6)
     found, _, _ = edge([torch.zeros(0), torch.zeros(0, 4)], 1.0, device)
@@ -486,23 +637,37 @@ def no_tensors(device, ours):
 
 
 def launch_fails(device, ours):
-    if not ours:                                                # nothing of ours is launched
+    if not ours:  # nothing of ours is launched
         return
+
     class Broken:
         def __getitem__(self, shape):
             raise BackendError("squares_v2 was not launched: it was put to the test")
+
     g, plain = torch.tensor([3.0, 4.0], device=device), clip_ops.clip_kernel
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clip_ops, "clip_kernel", lambda name, norm_type: Broken() if name == "squares_v2" else plain(name, norm_type))
+        patch.setattr(
+            clip_ops,
+            "clip_kernel",
+            lambda name, norm_type: Broken() if name == "squares_v2" else plain(name, norm_type),
+        )
         with pytest.raises(BackendError, match="was not launched"):
             clip_grad_norm_(parameters([g], device), 1.0)
     assert g.tolist() == [3.0, 4.0]
 
 
 EDGES = {
-    "all gradients zero": zeros, "norm + eps <= max_norm": below, "norm just above max_norm": just_above, "any NaN": with_nan, "any infinity": with_infinity,
-    "squares overflow (|g| > 1.8e19)": overflow, "squares underflow (|g| < 1e-23)": underflow, "max_norm = 0": max_norm_0,
-    "max_norm negative or NaN": max_norm_negative, "max_norm infinite": max_norm_infinite, "no tensors, empty tensors": no_tensors,
+    "all gradients zero": zeros,
+    "norm + eps <= max_norm": below,
+    "norm just above max_norm": just_above,
+    "any NaN": with_nan,
+    "any infinity": with_infinity,
+    "squares overflow (|g| > 1.8e19)": overflow,
+    "squares underflow (|g| < 1e-23)": underflow,
+    "max_norm = 0": max_norm_0,
+    "max_norm negative or NaN": max_norm_negative,
+    "max_norm infinite": max_norm_infinite,
+    "no tensors, empty tensors": no_tensors,
     "a launch that fails": launch_fails,
 }
 
@@ -514,7 +679,11 @@ def test_edge(row, device):
 
 
 def test_the_table_of_edges_has_these_rows():
-    rows = [line[2:].split(" | ")[0] for line in clip.__doc__.split("\n") if re.match(r"\| (?!case)[^-]", line)]
+    rows = [
+        line[2:].split(" | ")[0]
+        for line in clip.__doc__.split("\n")
+        if re.match(r"\| (?!case)[^-]", line)
+    ]
     assert rows == list(EDGES), "each row of clip.py's table has its test, and the other way round"
 
 
@@ -523,14 +692,21 @@ def test_gpu_a_launch_that_the_driver_refuses_is_an_error_and_changes_nothing(mo
     g = torch.randn(5000, device="cuda")
     before = g.clone()
     kernel = clip_ops.clip_kernel("squares_v2", 2.0)
-    kernel[1, 256]                                             # made; now the driver is asked for more shared memory than there is
-    monkeypatch.setattr(clip_ops, "clip_kernel", lambda name, norm_type: type("K", (), {"__getitem__": lambda self, shape: kernel[(*shape, 200_000_000 // 1000)]})())
+    kernel[1, 256]  # made; now the driver is asked for more shared memory than there is
+    monkeypatch.setattr(
+        clip_ops,
+        "clip_kernel",
+        lambda name, norm_type: type(
+            "K", (), {"__getitem__": lambda self, shape: kernel[(*shape, 200_000_000 // 1000)]}
+        )(),
+    )
     with pytest.raises((BackendError, ArgumentError)):
         clip_grad_norm_(parameters([g], "cuda"), 1.0)
     assert torch.equal(g, before)
 
 
 # ---- torch's own cases ----------------------------------------------------------------------------------------------
+
 
 def torchs(grads, device):
     return parameters([g.clone() if g is not None else None for g in grads], device)
@@ -539,7 +715,10 @@ def torchs(grads, device):
 def compared(grads, device, max_norm, **how):
     """Ours and torch's on the same gradients: bit for bit where torch computes for both, else within rounding."""
     mine, theirs = torchs(grads, device), torchs(grads, device)
-    got, want = clip_grad_norm_(mine, max_norm, **how), nn.utils.clip_grad_norm_(theirs, max_norm, **how)
+    got, want = (
+        clip_grad_norm_(mine, max_norm, **how),
+        nn.utils.clip_grad_norm_(theirs, max_norm, **how),
+    )
     assert got.shape == want.shape == () and got.device == want.device
     if ga.backend().name == "torch":
         same(got, want if want.dtype == torch.float64 else want.float(), f"norm {how}")
@@ -559,27 +738,42 @@ def compared(grads, device, max_norm, **how):
 @pytest.mark.parametrize("foreach", [None, False, True])
 @pytest.mark.parametrize("norm_type", [0.5, 1.5, 1, 2, 4, INF, "inf"])
 def test_clip_grad_norm_as_torch(norm_type, foreach, device):
-    grads = [torch.arange(1.0, 101, device=device).view(10, 10), torch.ones(10, device=device) / 1000]
+    grads = [
+        torch.arange(1.0, 101, device=device).view(10, 10),
+        torch.ones(10, device=device) / 1000,
+    ]
     norm, params = compared(grads, device, 2.0, norm_type=norm_type, foreach=foreach)
     close(exact_norm([p.grad for p in params], float(norm_type)), 2.0, 2e-6, "norm after")
     factors = torch.cat([(p.grad / g).flatten() for p, g in zip(params, grads)])
     assert factors.std() < 1e-6 * factors[0], "every gradient is scaled alike"
-    small = [torch.rand(10, 10, generator=generator(0)).to(device) / 10_000, torch.ones(10, device=device) / 500]
+    small = [
+        torch.rand(10, 10, generator=generator(0)).to(device) / 10_000,
+        torch.ones(10, device=device) / 500,
+    ]
     norm, params = compared(small, device, 2.0, norm_type=norm_type, foreach=foreach)
     if norm <= 2:
-        assert all(torch.equal(p.grad, g) for p, g in zip(params, small)), "small ones are left alone"
+        assert all(torch.equal(p.grad, g) for p, g in zip(params, small)), (
+            "small ones are left alone"
+        )
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_each_dtype_as_torch(dtype, device):
-    grads = [torch.randn(10, 7, generator=generator(0)).to(device, dtype), torch.ones(3, device=device, dtype=dtype)]
+    grads = [
+        torch.randn(10, 7, generator=generator(0)).to(device, dtype),
+        torch.ones(3, device=device, dtype=dtype),
+    ]
     if dtype in (torch.float64, torch.float32) or ga.backend().name == "torch":
         compared(grads, device, 1.0)
     want = exact_norm(grads)
     norm = clip_grad_norm_(parameters(grads, device), 1.0)
     assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    close(norm, want, 1e-6 if ga.backend().name != "torch" or dtype in (torch.float64, torch.float32) else 2**-8)
+    close(
+        norm,
+        want,
+        1e-6 if ga.backend().name != "torch" or dtype in (torch.float64, torch.float32) else 2**-8,
+    )
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -594,20 +788,32 @@ def test_error_if_nonfinite_as_torch(prefix, only_one, value, norm_type, device)
         ahead = torch.ones(1, dtype=dtype, device=device, requires_grad=True)
         ahead.mul(1).sum().backward()
         return [ahead, p] if prefix else [p]
+
     for dtype in (torch.float64, torch.float32):
         mine, theirs, outcomes = params(dtype), params(dtype), []
         before = [p.grad.clone() for p in mine]
         for function, ps in ((nn.utils.clip_grad_norm_, theirs), (clip_grad_norm_, mine)):
             try:
-                outcomes.append(float(function(ps, 1, norm_type=norm_type, error_if_nonfinite=True)))
+                outcomes.append(
+                    float(function(ps, 1, norm_type=norm_type, error_if_nonfinite=True))
+                )
             except RuntimeError as error:
-                assert re.search(rf"The total norm of order {float(norm_type)} for gradients", str(error)), error
+                assert re.search(
+                    rf"The total norm of order {float(norm_type)} for gradients", str(error)
+                ), error
                 outcomes.append(str)
-        assert outcomes[0] == outcomes[1] or outcomes[1] == pytest.approx(outcomes[0], rel=1e-5), outcomes
+        assert outcomes[0] == outcomes[1] or outcomes[1] == pytest.approx(outcomes[0], rel=1e-5), (
+            outcomes
+        )
         if outcomes[1] is str:
-            assert all(torch.equal(bits(p.grad), bits(b)) for p, b in zip(mine, before)), "an error changed gradients"
-        mine, theirs = params(dtype), params(dtype)              # without the flag: the same numbers go on
-        got, want = clip_grad_norm_(mine, 1, norm_type=norm_type), nn.utils.clip_grad_norm_(theirs, 1, norm_type=norm_type)
+            assert all(torch.equal(bits(p.grad), bits(b)) for p, b in zip(mine, before)), (
+                "an error changed gradients"
+            )
+        mine, theirs = params(dtype), params(dtype)  # without the flag: the same numbers go on
+        got, want = (
+            clip_grad_norm_(mine, 1, norm_type=norm_type),
+            nn.utils.clip_grad_norm_(theirs, 1, norm_type=norm_type),
+        )
         torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-5, atol=0)
         for a, b in zip(mine, theirs):
             torch.testing.assert_close(a.grad, b.grad, equal_nan=True, rtol=1e-5, atol=0)
@@ -615,8 +821,13 @@ def test_error_if_nonfinite_as_torch(prefix, only_one, value, norm_type, device)
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_the_error_names_the_tensor_and_is_torchs_kind(device):
-    params = parameters([torch.ones(3, device=device), torch.tensor([[1.0, INF]], device=device)], device)
-    with pytest.raises(NonFiniteError, match=r"The total norm of order 2.0 for gradients of parameter 1 of shape \(1, 2\) is non-finite: it is inf. Nothing") as info:
+    params = parameters(
+        [torch.ones(3, device=device), torch.tensor([[1.0, INF]], device=device)], device
+    )
+    with pytest.raises(
+        NonFiniteError,
+        match=r"The total norm of order 2.0 for gradients of parameter 1 of shape \(1, 2\) is non-finite: it is inf. Nothing",
+    ) as info:
         clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
     assert isinstance(info.value, RuntimeError) and isinstance(info.value, ga.GpuaccelError)
 
@@ -624,8 +835,18 @@ def test_the_error_names_the_tensor_and_is_torchs_kind(device):
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_parameters_in_every_form(device, recwarn):
     def fresh():
-        return parameters([torch.tensor([3.0], device=device), None, torch.tensor([4.0], device=device)], device)
-    for form in (list, tuple, iter, lambda ps: (p for p in ps), lambda ps: {i: p for i, p in enumerate(ps)}.values(), lambda ps: nn.ParameterList(ps)):
+        return parameters(
+            [torch.tensor([3.0], device=device), None, torch.tensor([4.0], device=device)], device
+        )
+
+    for form in (
+        list,
+        tuple,
+        iter,
+        lambda ps: (p for p in ps),
+        lambda ps: {i: p for i, p in enumerate(ps)}.values(),
+        lambda ps: nn.ParameterList(ps),
+    ):
         params = fresh()
         assert clip_grad_norm_(form(params), 1.0) == 5
         close(exact_norm([params[0].grad, params[2].grad]), 1.0)
@@ -637,7 +858,9 @@ def test_parameters_in_every_form(device, recwarn):
     assert not recwarn.list
     with pytest.warns(UserWarning, match="empty generator") as warned:
         assert clip_grad_norm_((p for p in []), 1.0) == 0
-    assert warned[0].filename == __file__, f"the warning points to {warned[0].filename}, not to the caller"
+    assert warned[0].filename == __file__, (
+        f"the warning points to {warned[0].filename}, not to the caller"
+    )
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -657,7 +880,9 @@ def test_one_gradient_of_two_parameters(device):
 def test_gpu_several_devices(norm_type, foreach):
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs two GPUs, there is {torch.cuda.device_count()}")
-    grads = [torch.ones(10, 10, device=f"cuda:{i}") for i in (0, 1)] + [torch.ones(10, device=f"cuda:{i}") for i in (1, 0)]
+    grads = [torch.ones(10, 10, device=f"cuda:{i}") for i in (0, 1)] + [
+        torch.ones(10, device=f"cuda:{i}") for i in (1, 0)
+    ]
     params = [nn.Parameter(torch.zeros_like(g)) for g in grads]
     for p, g in zip(params, grads):
         p.grad = g
@@ -691,10 +916,13 @@ def test_torch_computes_for_what_our_kernels_do_not_take(device, monkeypatch):
         params = parameters([g])
         assert clip_grad_norm_(params, 1.0) == 5
         close(exact_norm([g.as_subclass(torch.Tensor)]), 1.0)
-    assert clip_grad_norm_(parameters([torch.tensor([3.0, 4.0])]), 1.0, norm_type=3) == pytest.approx(91 ** (1 / 3))
+    assert clip_grad_norm_(
+        parameters([torch.tensor([3.0, 4.0])]), 1.0, norm_type=3
+    ) == pytest.approx(91 ** (1 / 3))
 
 
 # ---- scopes and policies --------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, INF, 3.0])
@@ -703,13 +931,27 @@ def test_scope_tensor_clips_each_tensor_as_torch_would_alone(norm_type, device):
     grads = [s * g for g, s in zip(filled(model), (10, 0.01, 1, 1, 0.1, 1, 3))]
     params, twins = torchs(grads, device), torchs(grads, device)
     found = clip_grads_(params, 2.0, norm_type, scope="tensor")
-    assert found.norm.shape == found.scale.shape == found.finite.shape == found.first_nonfinite.shape == (len(grads),)
+    assert (
+        found.norm.shape
+        == found.scale.shape
+        == found.finite.shape
+        == found.first_nonfinite.shape
+        == (len(grads),)
+    )
     for i, (p, q) in enumerate(zip(params, twins)):
-        want = nn.utils.clip_grad_norm_(q, 2.0, norm_type) if q.numel() else torch.zeros((), device=device)
+        want = (
+            nn.utils.clip_grad_norm_(q, 2.0, norm_type)
+            if q.numel()
+            else torch.zeros((), device=device)
+        )
         torch.testing.assert_close(found.norm[i], want, rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-7)
-    assert torch.equal(clip_grad_norm_(torchs(grads, device), 2.0, norm_type, scope="tensor"), found.norm)
-    assert 0 < sum(s.item() < 1 for s in found.scale) < len(grads), "some were clipped, some were not"
+    assert torch.equal(
+        clip_grad_norm_(torchs(grads, device), 2.0, norm_type, scope="tensor"), found.norm
+    )
+    assert 0 < sum(s.item() < 1 for s in found.scale) < len(grads), (
+        "some were clipped, some were not"
+    )
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -721,21 +963,36 @@ def test_scopes_of_an_arena_against_torch_per_group(scope, norm_type, device):
     arena = Arena(model)
     fill(arena, grads)
     twins = torchs(grads, device)
-    groups = {"global": [twins], "block": [[twins[5], twins[6]], [twins[2], twins[3], twins[4]], [twins[0], twins[1]]],
-              "tensor": [[t] for t in reversed(twins)]}[scope]
+    groups = {
+        "global": [twins],
+        "block": [[twins[5], twins[6]], [twins[2], twins[3], twins[4]], [twins[0], twins[1]]],
+        "tensor": [[t] for t in reversed(twins)],
+    }[scope]
     found = clip_grads_(arena, 2.0, norm_type, scope=scope)
-    assert found.norm.shape == (() if scope == "global" else (len(groups),)) and found.finite.all() and found.name() is None
+    assert (
+        found.norm.shape == (() if scope == "global" else (len(groups),))
+        and found.finite.all()
+        and found.name() is None
+    )
     for i, group in enumerate(groups):
         members = [t for t in group if t.numel()]
-        want = nn.utils.clip_grad_norm_(members, 2.0, norm_type) if members else torch.zeros((), device=device)
+        want = (
+            nn.utils.clip_grad_norm_(members, 2.0, norm_type)
+            if members
+            else torch.zeros((), device=device)
+        )
         got = found.norm if scope == "global" else found.norm[i]
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
     for at, twin in zip(arena.grad_views, reversed(twins)):
         torch.testing.assert_close(at, twin.grad, rtol=1e-5, atol=1e-7)
     for s in arena.segments:
-        assert not arena.grads[s.offset + s.numel:s.offset + s.padded].any(), "padding was written"
+        assert not arena.grads[s.offset + s.numel : s.offset + s.padded].any(), (
+            "padding was written"
+        )
     if scope != "global":
-        assert 0 < sum(s.item() < 1 for s in found.scale) < len(groups), "some were clipped, some were not"
+        assert 0 < sum(s.item() < 1 for s in found.scale) < len(groups), (
+            "some were clipped, some were not"
+        )
     arena.release()
 
 
@@ -750,7 +1007,7 @@ def test_policies_for_each_scope(what, scope, policy, value, device):
         pytest.skip("blocks are an arena's")
     model = Blocks().to(device)
     grads = filled(model, size=10.0)
-    grads[3][4000] = value                                      # the second block's second tensor
+    grads[3][4000] = value  # the second block's second tensor
     arena, names = None, [f"parameter {i} of shape {tuple(g.shape)}" for i, g in enumerate(grads)]
     if what == "arena":
         arena = Arena(model)
@@ -762,7 +1019,10 @@ def test_policies_for_each_scope(what, scope, policy, value, device):
         now = [p.grad for p in target]
     bad = {"global": range(7), "block": (2, 3, 4), "tensor": (3,)}[scope]
     if policy == "raise":
-        with pytest.raises(NonFiniteError, match=f"The total norm of order 2.0 for gradients of {re.escape(names[3])} is non-finite"):
+        with pytest.raises(
+            NonFiniteError,
+            match=f"The total norm of order 2.0 for gradients of {re.escape(names[3])} is non-finite",
+        ):
             clip_grads_(target, 1.0, scope=scope, on_nonfinite=policy)
         for g, old in zip(now, grads):
             same(g, old, "raise")
@@ -771,20 +1031,28 @@ def test_policies_for_each_scope(what, scope, policy, value, device):
     assert found.name() == names[3]
     assert (~found.finite).sum() == 1
     firsts = found.first_nonfinite.flatten().tolist()
-    number = 3 if what == "parameters" else 3                   # of seven, from either end
+    number = 3 if what == "parameters" else 3  # of seven, from either end
     assert sorted(firsts)[-1] == number and firsts.count(-1) == len(firsts) - 1
-    groups = {"global": [range(7)], "block": [(0, 1), (2, 3, 4), (5, 6)], "tensor": [(i,) for i in range(7)]}[scope]
+    groups = {
+        "global": [range(7)],
+        "block": [(0, 1), (2, 3, 4), (5, 6)],
+        "tensor": [(i,) for i in range(7)],
+    }[scope]
     for group in groups:
         norm = exact_norm([grads[i] for i in group])
         for i in group:
             if i not in bad:
-                torch.testing.assert_close(now[i], grads[i] * min(1.0, 1 / (norm + EPS)), rtol=1e-5, atol=1e-7)
+                torch.testing.assert_close(
+                    now[i], grads[i] * min(1.0, 1 / (norm + EPS)), rtol=1e-5, atol=1e-7
+                )
             elif policy == "skip":
                 assert torch.equal(bits(now[i]), bits(grads[i])), f"skip: tensor {i} was written"
             elif math.isnan(value):
                 assert now[i].isnan().all(), f"propagate: tensor {i} is not all NaN"
             else:
-                assert (now[i].isnan() | (now[i] == 0)).all() and now[i].isnan().sum() == (i == 3), f"propagate: tensor {i}"
+                assert (now[i].isnan() | (now[i] == 0)).all() and now[i].isnan().sum() == (
+                    i == 3
+                ), f"propagate: tensor {i}"
     if arena is not None:
         arena.release()
 
@@ -808,12 +1076,28 @@ def test_defaults_of_the_policy(device):
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_the_first_of_several_bad_tensors_is_named(device):
-    params = parameters([torch.ones(5, device=device), torch.zeros(0, device=device), torch.full((9000,), NAN, device=device),
-                         torch.full((3,), INF, device=device)], device)
+    params = parameters(
+        [
+            torch.ones(5, device=device),
+            torch.zeros(0, device=device),
+            torch.full((9000,), NAN, device=device),
+            torch.full((3,), INF, device=device),
+        ],
+        device,
+    )
     found = clip_grads_(params, 1.0, on_nonfinite="skip")
-    assert found.first_nonfinite == 2 and found.first_nonfinite.dtype == torch.int32 and found.name() == "parameter 2 of shape (9000,)"
+    assert (
+        found.first_nonfinite == 2
+        and found.first_nonfinite.dtype == torch.int32
+        and found.name() == "parameter 2 of shape (9000,)"
+    )
     found = clip_grads_(params, 1.0, on_nonfinite="skip", scope="tensor")
-    assert found.first_nonfinite.tolist() == [-1, -1, 2, 3] and found.finite.tolist() == [True, True, False, False]
+    assert found.first_nonfinite.tolist() == [-1, -1, 2, 3] and found.finite.tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -825,18 +1109,28 @@ def test_what_clipping_found(device):
     assert kept.norm == 5 and kept.first_nonfinite == -1 and kept.finite and kept.name() is None
     close(kept.clipped_norm, 1.0, 1e-6)
     close(kept.scale, 0.2, 1e-6)
-    assert all(t.device.type == torch.device(device).type and t.shape == () for t in (kept.scale, kept.norm, kept.clipped_norm, kept.finite))
-    assert (kept.scale.dtype, kept.finite.dtype, kept.first_nonfinite.dtype) == (torch.float32, torch.bool, torch.int32)
+    assert all(
+        t.device.type == torch.device(device).type and t.shape == ()
+        for t in (kept.scale, kept.norm, kept.clipped_norm, kept.finite)
+    )
+    assert (kept.scale.dtype, kept.finite.dtype, kept.first_nonfinite.dtype) == (
+        torch.float32,
+        torch.bool,
+        torch.int32,
+    )
 
 
 # ---- an arena -------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", MODES)
 def test_each_mode_of_accumulation_is_finished_first(mode, dtype, device):
     model = Blocks(dtype=dtype).to(device)
-    grads = [g.round() + 0.0 for g in filled(model, size=4.0)] # whole numbers: sums are exact in every mode
+    grads = [
+        g.round() + 0.0 for g in filled(model, size=4.0)
+    ]  # whole numbers: sums are exact in every mode
     arena = Arena(model)
     with GradientAccumulator(arena, mode):
         for _ in range(2):
@@ -888,11 +1182,12 @@ def test_an_arenas_parameters_are_clipped_like_any(device):
         model(grads).backward()
         norm = clip_grad_norm_(arena.parameters(), 1.0)
         close(norm, exact_norm(grads))
-        close(clip_grads_(arena, 1e9).norm, 1.0, 1e-5)         # and the arena's own norm knows
+        close(clip_grads_(arena, 1e9).norm, 1.0, 1e-5)  # and the arena's own norm knows
     arena.release()
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
+
 
 @contextlib.contextmanager
 def refused(match, *tensors):
@@ -904,11 +1199,20 @@ def refused(match, *tensors):
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-@pytest.mark.parametrize("bad, message", [
-    ({"max_norm": -1.0}, "max_norm is -1.0; expected a number of 0 or more"), ({"max_norm": NAN}, "max_norm is nan"), ({"max_norm": "much"}, "max_norm is 'much'"),
-    ({"max_norm": None}, "max_norm is None; expected a number"), ({"scope": "layer"}, "scope is 'layer'; expected one of global, block, tensor"),
-    ({"on_nonfinite": "ignore"}, "on_nonfinite is 'ignore'; expected one of propagate, skip, raise"),
-])
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ({"max_norm": -1.0}, "max_norm is -1.0; expected a number of 0 or more"),
+        ({"max_norm": NAN}, "max_norm is nan"),
+        ({"max_norm": "much"}, "max_norm is 'much'"),
+        ({"max_norm": None}, "max_norm is None; expected a number"),
+        ({"scope": "layer"}, "scope is 'layer'; expected one of global, block, tensor"),
+        (
+            {"on_nonfinite": "ignore"},
+            "on_nonfinite is 'ignore'; expected one of propagate, skip, raise",
+        ),
+    ],
+)
 def test_bad_arguments(bad, message, device):
     g = torch.tensor([3.0, 4.0], device=device)
     model = Blocks().to(device)
@@ -925,12 +1229,18 @@ def test_gradients_that_are_sparse_or_complex(device):
     good = torch.tensor([3.0, 4.0], device=device)
     sparse = nn.Embedding(5, 3, sparse=True).to(device)
     sparse(torch.tensor([1, 2], device=device)).sum().backward()
-    p, = parameters([good], device)
-    with refused(r"the gradient of parameter 1 of shape \(5, 3\) has layout torch.sparse_coo; expected a dense, real tensor", good):
+    (p,) = parameters([good], device)
+    with refused(
+        r"the gradient of parameter 1 of shape \(5, 3\) has layout torch.sparse_coo; expected a dense, real tensor",
+        good,
+    ):
         clip_grad_norm_([p, sparse.weight], 1.0)
     assert sparse.weight.grad.to_dense().sum() == 6
-    q, = parameters([torch.tensor([1 + 2j], device=device)], device)
-    with refused(r"the gradient of parameter 1 of shape \(1,\) is torch.complex64; expected a dense, real tensor", good):
+    (q,) = parameters([torch.tensor([1 + 2j], device=device)], device)
+    with refused(
+        r"the gradient of parameter 1 of shape \(1,\) is torch.complex64; expected a dense, real tensor",
+        good,
+    ):
         clip_grad_norm_([p, q], 1.0)
     with refused("scope='block' needs an arena", good):
         clip_grad_norm_([p], 1.0, scope="block")
@@ -941,8 +1251,12 @@ def test_an_arena_whose_parameters_were_moved_or_whose_gradients_lie_elsewhere(d
     model = Blocks().to(device)
     arena = Arena(model)
     fill(arena, filled(model, size=9.0))
-    model(filled(model)).backward()                             # without an accumulator: .grad is torch's own
-    with refused(r"the gradient of blocks\.\S+ is not in the arena, whose sums would be clipped", arena.grads, *[p.grad for p in model.parameters()]):
+    model(filled(model)).backward()  # without an accumulator: .grad is torch's own
+    with refused(
+        r"the gradient of blocks\.\S+ is not in the arena, whose sums would be clipped",
+        arena.grads,
+        *[p.grad for p in model.parameters()],
+    ):
         clip_grad_norm_(arena, 1.0)
     want = exact_norm([p.grad for p in model.parameters()])
     close(clip_grad_norm_(arena.parameters(), 1.0), want)
@@ -951,7 +1265,9 @@ def test_an_arena_whose_parameters_were_moved_or_whose_gradients_lie_elsewhere(d
     with refused("is no longer a view of the arena", arena.grads):
         clip_grad_norm_(arena, 1.0)
     arena.release()
-    low = Blocks((((5, 7),), ((4097,),)), torch.bfloat16).to(device)    # bf16: the fresh gradient is the parameter's, not its master's
+    low = Blocks((((5, 7),), ((4097,),)), torch.bfloat16).to(
+        device
+    )  # bf16: the fresh gradient is the parameter's, not its master's
     arena = Arena(low)
     low(filled(low)).backward()
     with refused(r"the gradient of blocks\.\S+ is not in the arena", arena.grads):
@@ -961,16 +1277,29 @@ def test_an_arena_whose_parameters_were_moved_or_whose_gradients_lie_elsewhere(d
 
 # ---- references -----------------------------------------------------------------------------------------------------
 
+
 def test_references():
-    grads = [torch.tensor([3.0, 4.0]), torch.tensor([NAN]), torch.tensor([12.0]), torch.tensor([1.0])]
+    grads = [
+        torch.tensor([3.0, 4.0]),
+        torch.tensor([NAN]),
+        torch.tensor([12.0]),
+        torch.tensor([1.0]),
+    ]
     norms, bad = reference_norms(grads, 2.0, [0, 1, 0, 2], 4)
-    assert norms[0] == 13 and norms[1].isnan() and norms[2] == 1 and norms[3] == 0 and bad.tolist() == [-1, 1, -1, -1]
+    assert (
+        norms[0] == 13
+        and norms[1].isnan()
+        and norms[2] == 1
+        and norms[3] == 0
+        and bad.tolist() == [-1, 1, -1, -1]
+    )
     scales = reference_scale(norms, 6.5, 0.0)
     assert scales[0] == 0.5 and scales[1].isnan() and scales[2] == 1
     assert reference_scale(torch.tensor(2.0), 1.0, 3.0) == 0.2
 
 
 # ---- nothing waits --------------------------------------------------------------------------------------------------
+
 
 @contextlib.contextmanager
 def no_waiting():
@@ -990,8 +1319,15 @@ def test_gpu_nothing_waits(scope, policy, norm_type):
     model = Blocks().cuda()
     arena = Arena(model)
     fill(arena, filled(model))
-    params = parameters([*filled(model), torch.randn(40, 12, device="cuda")[:, 2:7], torch.randn(50, device="cuda").bfloat16()], "cuda")
-    for _ in range(2):                                          # the first compiles and loads
+    params = parameters(
+        [
+            *filled(model),
+            torch.randn(40, 12, device="cuda")[:, 2:7],
+            torch.randn(50, device="cuda").bfloat16(),
+        ],
+        "cuda",
+    )
+    for _ in range(2):  # the first compiles and loads
         with contextlib.nullcontext() if _ == 0 else no_waiting():
             clip_grads_(arena, 1.0, norm_type, scope=scope, on_nonfinite=policy)
             if scope != "block":
@@ -1004,7 +1340,10 @@ def test_gpu_nothing_waits(scope, policy, norm_type):
 def test_gpu_a_captured_clip_replays_on_other_gradients(scope):
     model = Blocks().cuda()
     arena = Arena(model)
-    views = parameters([torch.zeros(40, 12, device="cuda")[:, 2:7], torch.zeros(9000, device="cuda").bfloat16()], "cuda")
+    views = parameters(
+        [torch.zeros(40, 12, device="cuda")[:, 2:7], torch.zeros(9000, device="cuda").bfloat16()],
+        "cuda",
+    )
     plain = None if scope == "block" else scope
 
     def work():
@@ -1012,20 +1351,25 @@ def test_gpu_a_captured_clip_replays_on_other_gradients(scope):
         if plain:
             found.append(clip_grads_(views, 1.0, scope=plain))
         return found
+
     fill(arena, filled(model))
     work()
     torch.cuda.synchronize()
-    arena.squares_known()[:] = [False] * len(arena.segments)    # a graph that relied on known squares would keep them for ever
+    arena.squares_known()[:] = [False] * len(
+        arena.segments
+    )  # a graph that relied on known squares would keep them for ever
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = work()
     for seed, size in ((1, 5.0), (2, 1e-6), (3, 1e3), (4, NAN)):
+
         def refill():
             fill(arena, filled(model, seed, 1.0 if math.isnan(size) else size))
             if math.isnan(size):
                 arena.grad_views[2].view(-1)[0] = NAN
             for i, p in enumerate(views):
                 p.grad.copy_(size * torch.randn(p.shape, generator=generator(seed + i)).cuda())
+
         refill()
         graph.replay()
         torch.cuda.synchronize()

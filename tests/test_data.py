@@ -1,4 +1,5 @@
 """The contract of gpuaccel/training/data.py: bad text is refused with a reason, each window comes once, resume is exact."""
+
 import os
 
 import numpy as np
@@ -7,12 +8,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuaccel.training import data
-from gpuaccel.training.data import BPETokenizer, Batches, ByteTokenizer, Corpus, load_text, make_dataset, train_bpe, val_batches
 from gpuaccel.errors import ArgumentError, DataError
+from gpuaccel.training import data
+from gpuaccel.training.data import (
+    Batches,
+    BPETokenizer,
+    ByteTokenizer,
+    Corpus,
+    load_text,
+    make_dataset,
+    train_bpe,
+    val_batches,
+)
 
-STORY = ["the cat sat on the mat and the dog sat on the log\n" * 3, "naïve façade, 東京, 🙂 \t\r\n  x\n" * 2,
-         "def f(x):\n    return x\n"]
+STORY = [
+    "the cat sat on the mat and the dog sat on the log\n" * 3,
+    "naïve façade, 東京, 🙂 \t\r\n  x\n" * 2,
+    "def f(x):\n    return x\n",
+]
 
 
 @pytest.fixture
@@ -30,6 +43,7 @@ def bpe():
 
 # ---- text -----------------------------------------------------------------------------------------------------------
 
+
 def test_the_standard_library_is_the_default():
     corpus = load_text(max_bytes=200_000)
     assert corpus.source == "the sources of Python's standard library"
@@ -44,8 +58,16 @@ def test_all_of_the_standard_library_is_utf8_and_enough_for_a_model():
 
 
 def test_a_folder_in_a_fixed_order(tmp_path):
-    for name, text in {"b.txt": "two", "a/z.md": "one", "b/a.py": "three", "c.TXT": "no", "d.bin": "no",
-                       ".git/x.txt": "no", "b/__pycache__/x.py": "no", "empty.txt": ""}.items():
+    for name, text in {
+        "b.txt": "two",
+        "a/z.md": "one",
+        "b/a.py": "three",
+        "c.TXT": "no",
+        "d.bin": "no",
+        ".git/x.txt": "no",
+        "b/__pycache__/x.py": "no",
+        "empty.txt": "",
+    }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text(text)
     corpus = load_text(tmp_path)
@@ -56,18 +78,31 @@ def test_a_folder_in_a_fixed_order(tmp_path):
 
 def test_max_bytes_cuts_at_a_character(tmp_path):
     (tmp_path / "a.txt").write_bytes("a東京".encode())
-    assert [load_text(tmp_path, max_bytes=n).documents for n in (1, 2, 3, 4, 5, 7, 99)] == \
-        [["a"], ["a"], ["a"], ["a東"], ["a東"], ["a東京"], ["a東京"]]
+    assert [load_text(tmp_path, max_bytes=n).documents for n in (1, 2, 3, 4, 5, 7, 99)] == [
+        ["a"],
+        ["a"],
+        ["a"],
+        ["a東"],
+        ["a東"],
+        ["a東京"],
+        ["a東京"],
+    ]
     with pytest.raises(ArgumentError, match="max_bytes is 0"):
         load_text(tmp_path, max_bytes=0)
 
 
 def test_text_that_cannot_be_used_is_refused_with_the_reason(tmp_path):
     bad = tmp_path / "bad.txt"
-    for content, offset in ((b"\xff\xfea\0", 0), (b"ab\xe9cd", 2), (b"good " * 1000 + b"\xc3", 5000)):
+    for content, offset in (
+        (b"\xff\xfea\0", 0),
+        (b"ab\xe9cd", 2),
+        (b"good " * 1000 + b"\xc3", 5000),
+    ):
         bad.write_bytes(content)
         for path in (bad, tmp_path):
-            with pytest.raises(DataError, match=f"bad.txt is not UTF-8 text: byte 0x.. at offset {offset} "):
+            with pytest.raises(
+                DataError, match=f"bad.txt is not UTF-8 text: byte 0x.. at offset {offset} "
+            ):
                 load_text(path)
     with pytest.raises(DataError, match="at offset 2 "):
         bad.write_bytes(b"ab\xe9cd")
@@ -75,7 +110,9 @@ def test_text_that_cannot_be_used_is_refused_with_the_reason(tmp_path):
     bad.write_bytes(b"")
     with pytest.raises(DataError, match="bad.txt is empty"):
         load_text(bad)
-    with pytest.raises(DataError, match="holds no text; expected a folder with .txt, .md, .py files"):
+    with pytest.raises(
+        DataError, match="holds no text; expected a folder with .txt, .md, .py files"
+    ):
         load_text(tmp_path)
     with pytest.raises(DataError, match="nowhere does not exist"):
         load_text(tmp_path / "nowhere")
@@ -86,16 +123,24 @@ def test_text_that_cannot_be_used_is_refused_with_the_reason(tmp_path):
 
 # ---- tokenizers -----------------------------------------------------------------------------------------------------
 
+
 @settings(deadline=None)
 @given(st.text())
 def test_bytes_round_trip(text):
     tokens = ByteTokenizer().encode(text)
     assert tokens.dtype == np.uint16 and len(tokens) == len(text.encode())
-    assert ByteTokenizer().decode(tokens) == ByteTokenizer().decode(torch.tensor(tokens.astype(np.int64))) == text
+    assert (
+        ByteTokenizer().decode(tokens)
+        == ByteTokenizer().decode(torch.tensor(tokens.astype(np.int64)))
+        == text
+    )
 
 
 @settings(deadline=None)
-@given(text=st.text() | st.lists(st.sampled_from(["the ", "cat", "\n", "  ", "東", "é", "\0", "'s"])).map("".join))
+@given(
+    text=st.text()
+    | st.lists(st.sampled_from(["the ", "cat", "\n", "  ", "東", "é", "\0", "'s"])).map("".join)
+)
 def test_bpe_round_trip(text, bpe):
     tokens = bpe.encode(text)
     assert tokens.dtype == np.uint16 and (not len(tokens) or tokens.max() < bpe.vocab_size)
@@ -120,10 +165,18 @@ def test_bpe_is_shorter_than_bytes_and_survives_as_json(bpe):
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
 def test_decode_takes_any_bytes_and_refuses_other_tokens(kind, bpe):
     tokenizer = bpe if kind == "bpe" else ByteTokenizer()
-    start = tokenizer.encode("é")[:1] if kind == "byte" else [token for token in tokenizer.encode("\U000e0001")][:1]
-    assert tokenizer.decode(iter(start)) == "\N{REPLACEMENT CHARACTER}" and tokenizer.decode([]) == ""
+    start = (
+        tokenizer.encode("é")[:1]
+        if kind == "byte"
+        else [token for token in tokenizer.encode("\U000e0001")][:1]
+    )
+    assert (
+        tokenizer.decode(iter(start)) == "\N{REPLACEMENT CHARACTER}" and tokenizer.decode([]) == ""
+    )
     for token in (-1, tokenizer.vocab_size):
-        with pytest.raises(DataError, match=f"token {token} at position 1 is not in the vocabulary; expected 0 to "):
+        with pytest.raises(
+            DataError, match=f"token {token} at position 1 is not in the vocabulary; expected 0 to "
+        ):
             tokenizer.decode([3, token])
     with pytest.raises(DataError, match="at position 2 has no UTF-8 form"):
         tokenizer.encode("ab\ud800")
@@ -136,9 +189,12 @@ def test_bpe_is_trained_once(cache, monkeypatch):
     content = entry.read_bytes()
 
     import tokenizers.trainers
+
     trained = []
     real = tokenizers.trainers.BpeTrainer
-    monkeypatch.setattr(tokenizers.trainers, "BpeTrainer", lambda **options: trained.append(1) or real(**options))
+    monkeypatch.setattr(
+        tokenizers.trainers, "BpeTrainer", lambda **options: trained.append(1) or real(**options)
+    )
     assert train_bpe(corpus, 300).to_json() == first.to_json() and not trained
 
     flipped = content[:50] + bytes([content[50] ^ 1]) + content[51:]
@@ -149,7 +205,11 @@ def test_bpe_is_trained_once(cache, monkeypatch):
         assert entry.read_bytes() == content
 
     trained.clear()
-    train_bpe(corpus, 299), train_bpe(Corpus(STORY[:2], "", 0), 300), train_bpe(Corpus(["".join(STORY)], "", 0), 300)
+    (
+        train_bpe(corpus, 299),
+        train_bpe(Corpus(STORY[:2], "", 0), 300),
+        train_bpe(Corpus(["".join(STORY)], "", 0), 300),
+    )
     train_bpe(corpus, 300, cache=False)
     assert len(trained) == 4
 
@@ -167,6 +227,7 @@ def test_bpe_works_without_a_cache(cache, monkeypatch):
 
 # ---- datasets -------------------------------------------------------------------------------------------------------
 
+
 def write_documents(folder, count, length=100):
     for index in range(count):
         (folder / f"{index:03d}.txt").write_text(chr(33 + index) * length)
@@ -177,7 +238,9 @@ def test_validation_is_every_twentieth_document(tmp_path):
     dataset = make_dataset(tmp_path)
     assert dataset.train.dtype == dataset.val.dtype == torch.int32 and dataset.vocab_size == 256
     assert dataset.val.tolist() == [33 + 19] * 100 + [33 + 39] * 100
-    assert len(dataset.train) == 4300 and not set(dataset.train.tolist()) & set(dataset.val.tolist())
+    assert len(dataset.train) == 4300 and not set(dataset.train.tolist()) & set(
+        dataset.val.tolist()
+    )
     assert dataset.source == str(tmp_path)
 
 
@@ -185,7 +248,10 @@ def test_few_documents_are_split_by_position(tmp_path):
     text = "".join(chr(32 + i % 90) for i in range(1000))
     (tmp_path / "a.txt").write_text(text)
     dataset = make_dataset(tmp_path / "a.txt", max_bytes=900)
-    assert ByteTokenizer().decode(dataset.train) == text[:810] and ByteTokenizer().decode(dataset.val) == text[810:900]
+    assert (
+        ByteTokenizer().decode(dataset.train) == text[:810]
+        and ByteTokenizer().decode(dataset.val) == text[810:900]
+    )
     (tmp_path / "a.txt").unlink()
     write_documents(tmp_path, 19)
     assert len(make_dataset(tmp_path).val) == 190
@@ -209,7 +275,11 @@ def test_bpe_dataset_is_cached_and_the_same(tmp_path, cache, monkeypatch):
     real = BPETokenizer._encode_all
     monkeypatch.setattr(BPETokenizer, "_encode_all", lambda *args: encoded.append(1) or real(*args))
     second = make_dataset(folder, "bpe", vocab_size=300)
-    assert not encoded and torch.equal(first.train, second.train) and torch.equal(first.val, second.val)
+    assert (
+        not encoded
+        and torch.equal(first.train, second.train)
+        and torch.equal(first.val, second.val)
+    )
     (entry,) = (cache / "bpe").glob("*.tokens")
     entry.write_bytes(entry.read_bytes()[:-1])
     third = make_dataset(folder, "bpe", vocab_size=300)
@@ -222,6 +292,7 @@ def test_bpe_dataset_is_cached_and_the_same(tmp_path, cache, monkeypatch):
 
 # ---- batches --------------------------------------------------------------------------------------------------------
 
+
 @settings(deadline=None, max_examples=60)
 @given(n=st.integers(3, 200), T=st.integers(1, 12), batch=st.integers(1, 9), seed=st.integers(0, 5))
 def test_an_epoch_covers_each_window_once(n, T, batch, seed):
@@ -232,10 +303,15 @@ def test_an_epoch_covers_each_window_once(n, T, batch, seed):
     seen = []
     while len(seen) < 2 * windows:
         inputs, targets = next(batches)
-        assert inputs.shape == targets.shape == (batch, T) and inputs.dtype == targets.dtype == torch.int64
-        assert torch.equal(targets, inputs + 1) and inputs.is_contiguous() and targets.is_contiguous()
+        assert (
+            inputs.shape == targets.shape == (batch, T)
+            and inputs.dtype == targets.dtype == torch.int64
+        )
+        assert (
+            torch.equal(targets, inputs + 1) and inputs.is_contiguous() and targets.is_contiguous()
+        )
         seen += inputs.tolist()
-    for epoch in (seen[:windows], seen[windows:2 * windows]):
+    for epoch in (seen[:windows], seen[windows : 2 * windows]):
         assert sorted(token for window in epoch for token in window) == list(range(windows * T))
     assert batches.tokens_per_batch == batch * T
 
@@ -244,6 +320,7 @@ def test_order_depends_on_seed_and_epoch_only():
     def first(seed, count=6):
         batches = Batches(torch.arange(200, dtype=torch.int32), 5, 7, seed)
         return [next(batches)[0].tolist() for _ in range(count)]
+
     state = torch.get_rng_state()
     assert first(0) == first(0) != first(1)
     flat = [window for batch in first(0, 28) for window in batch]  # 5 epochs of 28 windows
@@ -256,6 +333,7 @@ def test_order_depends_on_seed_and_epoch_only():
 def test_resume_at_any_batch(done, batch):
     def fresh(seed=3):
         return Batches(torch.arange(130), batch, 9, seed)
+
     batches = fresh()
     for _ in range(done):
         next(batches)
@@ -271,16 +349,22 @@ def test_resume_at_any_batch(done, batch):
 def test_a_position_on_another_text_is_refused():
     batches = Batches(torch.arange(100), 2, 9)
     before = batches.state_dict()
-    for other, key in ((Batches(torch.arange(300), 2, 9), "windows=33, expected windows=11"),
-                       (Batches(torch.arange(89), 2, 8), "T=8, expected T=9")):
+    for other, key in (
+        (Batches(torch.arange(300), 2, 9), "windows=33, expected windows=11"),
+        (Batches(torch.arange(89), 2, 8), "T=8, expected T=9"),
+    ):
         with pytest.raises(DataError, match=key):
             batches.load_state_dict(other.state_dict())
-    with pytest.raises(DataError, match="index 12; expected an epoch of at least 0 and an index of 0 to 11"):
+    with pytest.raises(
+        DataError, match="index 12; expected an epoch of at least 0 and an index of 0 to 11"
+    ):
         batches.load_state_dict({**before, "index": 12})
     assert batches.state_dict() == before
 
 
-@pytest.mark.parametrize("make", [lambda tokens, T: Batches(tokens, 2, T), lambda tokens, T: val_batches(tokens, 2, T)])
+@pytest.mark.parametrize(
+    "make", [lambda tokens, T: Batches(tokens, 2, T), lambda tokens, T: val_batches(tokens, 2, T)]
+)
 def test_too_little_text(make):
     with pytest.raises(DataError, match="too little text: 8 tokens, but one window of T=8 needs 9"):
         make(torch.arange(8), 8)
@@ -301,7 +385,10 @@ def test_batch_of_zero():
 def test_val_batches_in_order():
     batches = val_batches(torch.arange(100, dtype=torch.int32), 3, 9, 2)
     assert [inputs[:, 0].tolist() for inputs, _ in batches] == [[0, 9, 18], [27, 36, 45]]
-    assert all(torch.equal(inputs + 1, targets) and inputs.dtype == torch.int64 for inputs, targets in batches)
+    assert all(
+        torch.equal(inputs + 1, targets) and inputs.dtype == torch.int64
+        for inputs, targets in batches
+    )
     assert len(val_batches(torch.arange(100), 3, 9)) == 3  # 11 windows: the last two are left out
     assert [inputs.shape for inputs, _ in val_batches(torch.arange(100), 64, 9, 5)] == [(11, 9)]
 
@@ -317,4 +404,7 @@ def test_batches_on_a_gpu_are_the_same_and_nothing_waits():
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a.cpu(), b) for one, other in pairs for a, b in zip(one, other))
     val = val_batches(torch.arange(5000), 4, 31, 2, device="cuda")
-    assert val[0][0].is_cuda and val[1][1].tolist() == val_batches(torch.arange(5000), 4, 31, 2)[1][1].tolist()
+    assert (
+        val[0][0].is_cuda
+        and val[1][1].tolist() == val_batches(torch.arange(5000), 4, 31, 2)[1][1].tolist()
+    )

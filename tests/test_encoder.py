@@ -1,4 +1,5 @@
 """The encoder: sums against float64, the kernels against the reference bit by bit, and ga.Embedding as what nn.Embedding was."""
+
 import contextlib
 import copy
 import math
@@ -14,19 +15,28 @@ from test_clip import CUDA, EVERYWHERE, KERNELS, differ, generator, no_waiting, 
 from test_segments import drawn
 from torch import nn
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")         # nothing is downloaded: before transformers is imported
+os.environ.setdefault(
+    "HF_HUB_OFFLINE", "1"
+)  # nothing is downloaded: before transformers is imported
 
 import gpuaccel as ga  # noqa: E402
+from gpuaccel.compiler.kernel import Kernel  # noqa: E402
+from gpuaccel.errors import ArgumentError, CaptureError  # noqa: E402
 from gpuaccel.nn import embedding  # noqa: E402
 from gpuaccel.ops import embedding_backward as encoder
-from gpuaccel.optim.accumulate import MODES, GradientAccumulator  # noqa: E402
-from gpuaccel.optim.arena import Arena  # noqa: E402
-from gpuaccel.ops.embedding_backward import PIECE, encoder_backward, launch_atomic, launch_buckets, reference_buckets, reference_encoder, \
-    reference_encoder_backward  # noqa: E402
-from gpuaccel.errors import ArgumentError, CaptureError  # noqa: E402
-from gpuaccel.compiler.kernel import Kernel  # noqa: E402
-from gpuaccel.optim.adamw import AdamW  # noqa: E402
+from gpuaccel.ops.embedding_backward import (
+    PIECE,
+    encoder_backward,
+    launch_atomic,
+    launch_buckets,
+    reference_buckets,
+    reference_encoder,
+    reference_encoder_backward,  # noqa: E402
+)
 from gpuaccel.ops.token_sort import find_segments, reference_segments  # noqa: E402
+from gpuaccel.optim.accumulate import MODES, GradientAccumulator  # noqa: E402
+from gpuaccel.optim.adamw import AdamW  # noqa: E402
+from gpuaccel.optim.arena import Arena  # noqa: E402
 from gpuaccel.training.step import TrainStep  # noqa: E402
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -55,17 +65,29 @@ def sums_of(C, dtype=F32, positions=T, vocab=V):
 def near(got, old, at, rows, what):
     """got = old with `rows` (n, C) added at `at`, as in float64: within 64 roundings of fp32 at the size of a random walk (the root of the sum
     of squares; a single row that is missing is far more), and one of the result's dtype."""
-    want, squares = (f(old.double()).index_add_(0, at, f(rows.double())) for f in (torch.clone, torch.square))
+    want, squares = (
+        f(old.double()).index_add_(0, at, f(rows.double())) for f in (torch.clone, torch.square)
+    )
     kind = torch.finfo(got.dtype)
     bound = 64 * 2**-24 * squares.sqrt() + kind.eps * want.abs() + kind.smallest_normal * kind.eps
     off = (got.to(want.device).double() - want).abs()
-    assert (off <= bound).all(), f"{what}: {off.max():.3g} off, {(off / bound).max():.3g} of the bound"
+    assert (off <= bound).all(), (
+        f"{what}: {off.max():.3g} off, {(off / bound).max():.3g} of the bound"
+    )
 
 
 def near_both(got, old, dout, tokens, what=""):
     rows = dout.flatten(0, -2)
     near(got[0], old[0], tokens.flatten(), rows, f"{what}, dwte")
-    near(got[1], old[1], torch.arange(tokens.shape[-1], device=tokens.device).repeat(tokens.numel() // tokens.shape[-1]), rows, f"{what}, dwpe")
+    near(
+        got[1],
+        old[1],
+        torch.arange(tokens.shape[-1], device=tokens.device).repeat(
+            tokens.numel() // tokens.shape[-1]
+        ),
+        rows,
+        f"{what}, dwpe",
+    )
 
 
 def added(device, sums, dout, tokens, **how):
@@ -77,7 +99,12 @@ def added(device, sums, dout, tokens, **how):
 
 def by_reference(sums, dout, tokens, padding_idx=-1, **how):
     got = [t if t is None else t.clone() for t in sums]
-    reference_encoder_backward(*got, dout, reference_segments(tokens, V if sums[0] is None else len(sums[0]), padding_idx), **how)
+    reference_encoder_backward(
+        *got,
+        dout,
+        reference_segments(tokens, V if sums[0] is None else len(sums[0]), padding_idx),
+        **how,
+    )
     return got
 
 
@@ -91,8 +118,11 @@ def same_both(got, want, what=""):
 ALL_TYPES = [(F32, F32), (BF16, F32), (BF16, BF16), (F16, F16), (F32, BF16)]
 
 
-@pytest.mark.parametrize("C, types", [(768, ALL_TYPES), *[(C, ALL_TYPES[:2]) for C in (1, 2, 6, 770, 1600)], (4096, ALL_TYPES[1:2])],
-                         ids=lambda x: x if isinstance(x, int) else "")
+@pytest.mark.parametrize(
+    "C, types",
+    [(768, ALL_TYPES), *[(C, ALL_TYPES[:2]) for C in (1, 2, 6, 770, 1600)], (4096, ALL_TYPES[1:2])],
+    ids=lambda x: x if isinstance(x, int) else "",
+)
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_sums_are_those_of_float64_and_have_the_references_bits(device, C, types):
     for dtype, sum_dtype in types:
@@ -102,7 +132,11 @@ def test_sums_are_those_of_float64_and_have_the_references_bits(device, C, types
             got = added(device, old, dout, tokens)
             near_both(got, old, dout, tokens, what)
             same_both(got, by_reference(old, dout, tokens), what)
-            same(got[0].cpu()[absent := ~torch.isin(torch.arange(V), tokens)], old[0][absent], f"{what}: a token that is not there")
+            same(
+                got[0].cpu()[absent := ~torch.isin(torch.arange(V), tokens)],
+                old[0][absent],
+                f"{what}: a token that is not there",
+            )
             same(got[1].cpu()[T:], old[1][T:], f"{what}: behind the last position")
 
 
@@ -111,7 +145,10 @@ def test_sums_are_those_of_float64_and_have_the_references_bits(device, C, types
 def test_either_sum_may_be_left_out(device, into):
     old, dout, tokens = sums_of(6), normal(B, T, 6), tokens_of("zipf")
     one = [t if name == into else None for name, t in zip(("dwte", "dwpe"), old)]
-    same_both(added(device, one, dout, tokens), [t if o is not None else None for t, o in zip(by_reference(old, dout, tokens), one)])
+    same_both(
+        added(device, one, dout, tokens),
+        [t if o is not None else None for t, o in zip(by_reference(old, dout, tokens), one)],
+    )
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (0,), (4, 0), (0, 4), (2, 3, 4)])
@@ -119,13 +156,26 @@ def test_either_sum_may_be_left_out(device, into):
 def test_tokens_of_any_shape_any_integer_and_dout_of_any_strides(device, shape):
     """Position: the place in the last dimension. Against index_add_ in float64; the sums of small whole numbers are exact."""
     tokens = torch.randint(0, 5, shape, generator=generator(0))
-    dout = torch.randint(-8, 9, (3, *shape), generator=generator(1)).float().movedim(0, -1)               # not contiguous
+    dout = (
+        torch.randint(-8, 9, (3, *shape), generator=generator(1)).float().movedim(0, -1)
+    )  # not contiguous
     old = (torch.ones(5, 3), None if not shape else torch.ones(4 if shape[-1] < 5 else 5, 3))
-    want = old[0].double().index_add(0, tokens.flatten(), dout.double().reshape(-1, 3)), \
-        None if not shape else old[1].double().index_add(0, torch.arange(tokens.numel()) % max(shape[-1], 1), dout.double().reshape(-1, 3))
+    want = (
+        old[0].double().index_add(0, tokens.flatten(), dout.double().reshape(-1, 3)),
+        None
+        if not shape
+        else old[1]
+        .double()
+        .index_add(
+            0, torch.arange(tokens.numel()) % max(shape[-1], 1), dout.double().reshape(-1, 3)
+        ),
+    )
     for given in (tokens, tokens.int()):
         same_both(added(device, old, dout, given), [w if w is None else w.float() for w in want])
-        same_both(added(device, old, dout, given, segments=find_segments(given.to(device), 5)), [w if w is None else w.float() for w in want])
+        same_both(
+            added(device, old, dout, given, segments=find_segments(given.to(device), 5)),
+            [w if w is None else w.float() for w in want],
+        )
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -133,33 +183,51 @@ def test_sums_and_gradients_may_begin_at_any_element(device):
     """Then rows of 8 channels cannot be read four at a time; what lies around them stays."""
     tokens, dout = tokens_of("borders"), normal(B, T, 8, dtype=BF16)
     for skip, start in ((1, 0), (0, 1), (4, 4)):
-        wte, wpe, grad = torch.full((V * 8 + 9,), 7.0), torch.full((T * 8 + 9,), 7.0), torch.zeros(B * T * 8 + 9, dtype=BF16)
+        wte, wpe, grad = (
+            torch.full((V * 8 + 9,), 7.0),
+            torch.full((T * 8 + 9,), 7.0),
+            torch.zeros(B * T * 8 + 9, dtype=BF16),
+        )
         old, there = (wte, wpe), [t.to(device, copy=True) for t in (wte, wpe, grad)]
-        views = [t[s:s + n * 8].view(*shape) for t, s, n, shape in zip(there, (skip, skip, start), (V, T, B * T), ((V, 8), (T, 8), (B, T, 8)))]
+        views = [
+            t[s : s + n * 8].view(*shape)
+            for t, s, n, shape in zip(
+                there, (skip, skip, start), (V, T, B * T), ((V, 8), (T, 8), (B, T, 8))
+            )
+        ]
         views[2].copy_(dout)
         encoder_backward(*views[:2], views[2], tokens.to(device))
-        want = by_reference([t[skip:skip + n * 8].view(n, 8) for t, n in zip(old, (V, T))], dout, tokens)
+        want = by_reference(
+            [t[skip : skip + n * 8].view(n, 8) for t, n in zip(old, (V, T))], dout, tokens
+        )
         same_both(views[:2], want, f"{skip} and {start} behind")
         for t, n in zip(there, (V, T)):
-            assert t[:skip].eq(7).all() and t[skip + n * 8:].eq(7).all()
+            assert t[:skip].eq(7).all() and t[skip + n * 8 :].eq(7).all()
 
 
 @pytest.mark.parametrize("device", ["simt"], indirect=True)
 def test_nothing_is_read_or_written_out_of_bounds_whatever_the_tokens_are(device):
     """With the checks on: races, bounds, what was never written. Segments are those of the device path, where nobody looks at the tokens before."""
     tokens = tokens_of("borders")
-    tokens[0, 0], tokens[3, 3], tokens[6, 68] = -1, V, -2**63
+    tokens[0, 0], tokens[3, 3], tokens[6, 68] = -1, V, -(2**63)
     dwte, dwpe = sums_of(C := 261)
     with ga.checked():
         found = find_segments(tokens, V)
         encoder.launch_backward(dwte, dwpe, dout := normal(B, T, C), found)
-        out = encoder.launch_forward(tokens, wte := normal(V, C), wpe := normal(T, C), invalid := embedding._none_seen("cpu"))
+        out = encoder.launch_forward(
+            tokens, wte := normal(V, C), wpe := normal(T, C), invalid := embedding._none_seen("cpu")
+        )
     same_both((dwte, dwpe), by_reference(sums_of(C), dout, tokens))
     assert dwte[0].isnan().all() and not dwte[1:].isnan().any() and not dwpe.isnan().any()
     same(out, reference_encoder(tokens, wte, wpe))
     assert out.isnan().any(-1).nonzero().tolist() == [[0, 0], [3, 3], [6, 68]]
     row, columns, token = invalid[1].item() >> 32, invalid[1].item() & 0xFFFFFFFF, invalid[2].item()
-    assert invalid[0] == 3 and columns == T and token == tokens[row // T, row % T] and token in (-1, V, -2**63)
+    assert (
+        invalid[0] == 3
+        and columns == T
+        and token == tokens[row // T, row % T]
+        and token in (-1, V, -(2**63))
+    )
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -167,8 +235,13 @@ def test_a_tokens_sum_does_not_depend_on_the_rest_of_the_batch(device):
     """Its own rows in their order, anywhere among other tokens, in a batch of another size: the same bits."""
     for rows in (1, 33, 300):
         mine, found = normal(rows, 6, seed=5), []
-        for n, kind, seed in ((rows, "uniform", 0), (rows + 50, "uniform", 1), (900, "zipf", 2), (1500, "all the same", 3)):
-            tokens = drawn(kind, n, V - 1, seed)                                    # without token V - 1
+        for n, kind, seed in (
+            (rows, "uniform", 0),
+            (rows + 50, "uniform", 1),
+            (900, "zipf", 2),
+            (1500, "all the same", 3),
+        ):
+            tokens = drawn(kind, n, V - 1, seed)  # without token V - 1
             places = torch.randperm(n, generator=generator(seed))[:rows].sort()[0]
             tokens[places], dout = V - 1, normal(n, 6, seed=9 + seed)
             dout[places] = mine
@@ -182,7 +255,10 @@ def test_a_tokens_sum_does_not_depend_on_the_rest_of_the_batch(device):
 def test_every_run_has_the_same_bits_on_any_stream(device, kind):
     n, C = (100, 768) if device == "cuda" else (5, 96)
     shape = (16, 512) if device == "cuda" and kind != "borders" else (B, T)
-    tokens, dout = tokens_of(kind, shape, 50257).to(device), normal(*shape, C, dtype=BF16).to(device)
+    tokens, dout = (
+        tokens_of(kind, shape, 50257).to(device),
+        normal(*shape, C, dtype=BF16).to(device),
+    )
     streams = [torch.cuda.current_stream(), torch.cuda.Stream()] if device == "cuda" else [None]
     old, first = [t.to(device) for t in sums_of(C, positions=shape[1], vocab=50257)], None
     for k in range(n):
@@ -194,19 +270,36 @@ def test_every_run_has_the_same_bits_on_any_stream(device, kind):
         if stream is not None:
             torch.cuda.default_stream().wait_stream(stream)
         first = first or got
-        assert all(torch.equal(a, b) for a, b in zip(got, first)), f"run {k}: {differ(got[0], first[0])}"
+        assert all(torch.equal(a, b) for a, b in zip(got, first)), (
+            f"run {k}: {differ(got[0], first[0])}"
+        )
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_the_bits_do_not_depend_on_the_grid(device, monkeypatch):
     """Warps in a block, channels per warp, rows in flight: another number of thread blocks, and the same sums and noise."""
-    tokens, dout, old = tokens_of("borders"), normal(B, T, 264), [t.bfloat16() for t in sums_of(264)]
+    tokens, dout, old = (
+        tokens_of("borders"),
+        normal(B, T, 264),
+        [t.bfloat16() for t in sums_of(264)],
+    )
     want = by_reference(old, dout, tokens, rounding=(11, 3, 1))
-    for macros in ({"THREADS": 64, "QUADS": 3, "SPAN": 1}, {"THREADS": 256, "QUADS": 2, "SPAN": 16, "UNROLL": 8}):
+    for macros in (
+        {"THREADS": 64, "QUADS": 3, "SPAN": 1},
+        {"THREADS": 256, "QUADS": 2, "SPAN": 16, "UNROLL": 8},
+    ):
         for name in macros.keys() - {"UNROLL"}:
             monkeypatch.setattr(encoder, name, macros[name])
-        monkeypatch.setattr(encoder, "_kernel", lambda name, macros=macros, **more: Kernel("encoder", name, PIECE=PIECE, **macros, **more))
-        same_both(added(device, old, dout, tokens, seed=11, step=3, micro_batch=1), want, str(macros))
+        monkeypatch.setattr(
+            encoder,
+            "_kernel",
+            lambda name, macros=macros, **more: Kernel(
+                "encoder", name, PIECE=PIECE, **macros, **more
+            ),
+        )
+        same_both(
+            added(device, old, dout, tokens, seed=11, step=3, micro_batch=1), want, str(macros)
+        )
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -215,7 +308,10 @@ def test_positions_are_summed_over_the_batch_in_its_order(device):
     want = dout[0]
     for more in dout[1:]:
         want = want + more
-    same(added(device, (None, dwpe), dout, tokens_of("zipf", (40, 9)))[1].cpu(), torch.cat([0.1 + want, dwpe[9:]]))
+    same(
+        added(device, (None, dwpe), dout, tokens_of("zipf", (40, 9)))[1].cpu(),
+        torch.cat([0.1 + want, dwpe[9:]]),
+    )
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -223,14 +319,33 @@ def test_positions_are_summed_over_the_batch_in_its_order(device):
 def test_padding_and_counting_as_torchs_embedding_backward(device, dtype):
     dout, tokens = normal(B, T, 6, dtype=dtype), tokens_of("borders")
     for padding_idx, by_count in ((None, True), (6, False), (0, True)):
-        got, _ = added(device, (torch.zeros(V, 6), None), dout, tokens, padding_idx=padding_idx, scale_grad_by_freq=by_count)
-        want = torch.ops.aten.embedding_dense_backward(dout.double(), tokens, V, -1 if padding_idx is None else padding_idx, by_count)
+        got, _ = added(
+            device,
+            (torch.zeros(V, 6), None),
+            dout,
+            tokens,
+            padding_idx=padding_idx,
+            scale_grad_by_freq=by_count,
+        )
+        want = torch.ops.aten.embedding_dense_backward(
+            dout.double(), tokens, V, -1 if padding_idx is None else padding_idx, by_count
+        )
         assert padding_idx is None or not got[padding_idx].any()
         torch.testing.assert_close(got.cpu().double(), want, rtol=1e-5, atol=1e-5)
-        same(got.cpu(), by_reference((torch.zeros(V, 6), None), dout, tokens, -1 if padding_idx is None else padding_idx, by_count=by_count)[0])
+        same(
+            got.cpu(),
+            by_reference(
+                (torch.zeros(V, 6), None),
+                dout,
+                tokens,
+                -1 if padding_idx is None else padding_idx,
+                by_count=by_count,
+            )[0],
+        )
 
 
 # ---- the ladder -----------------------------------------------------------------------------------------------------
+
 
 def in_llmcs_order(dwte, dout, tokens):
     """One token after the other: warp w has its rows w, w + 8, ...; then the warps' sums in order, then what stood there."""
@@ -244,17 +359,27 @@ def in_llmcs_order(dwte, dout, tokens):
         dwte[v] = (warps[0] + dwte[v].float()).to(dwte.dtype)
 
 
-@pytest.mark.parametrize("C, dtype, sum_dtype", [(768, BF16, BF16), (1600, BF16, F32), (1600, F32, F32)])
+@pytest.mark.parametrize(
+    "C, dtype, sum_dtype", [(768, BF16, BF16), (1600, BF16, F32), (1600, F32, F32)]
+)
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_buckets_give_llmcs_sums_exactly_in_any_order_of_the_buckets(device, C, dtype, sum_dtype):
     for kind in ("borders", "zipf"):
         tokens, dout, want = tokens_of(kind), normal(B, T, C, dtype=dtype), sums_of(C, sum_dtype)[0]
-        dwte, (buckets, items) = want.to(device, copy=True), reference_buckets(tokens, C, 16 // dout.element_size())
+        dwte, (buckets, items) = (
+            want.to(device, copy=True),
+            reference_buckets(tokens, C, 16 // dout.element_size()),
+        )
         in_llmcs_order(want, dout, tokens)
         again = dwte.clone()
         launch_buckets(dwte, dout.to(device), buckets.to(device), items.to(device))
         same(dwte.cpu(), want, kind)
-        launch_buckets(again, dout.to(device), buckets[torch.randperm(len(buckets), generator=generator(0))].to(device), items.to(device))
+        launch_buckets(
+            again,
+            dout.to(device),
+            buckets[torch.randperm(len(buckets), generator=generator(0))].to(device),
+            items.to(device),
+        )
         same(again, dwte, f"{kind}, buckets in another order")
 
 
@@ -263,9 +388,14 @@ def test_buckets_cover_each_row_once_per_group_of_channels_and_the_fullest_come_
     tokens = tokens_of("zipf")
     buckets, items = reference_buckets(tokens, 1600, 8)
     assert buckets.dtype == items.dtype == torch.int32 and len(buckets) == 7 * len(tokens.unique())
-    assert sorted(items.tolist()) == list(range(tokens.numel())) and (buckets[:, 1].diff() <= 0).all()
+    assert (
+        sorted(items.tolist()) == list(range(tokens.numel())) and (buckets[:, 1].diff() <= 0).all()
+    )
     for start, count, token, _ in buckets[::7].tolist():
-        assert items[start:start + count].tolist() == (tokens.flatten() == token).nonzero()[:, 0].tolist()
+        assert (
+            items[start : start + count].tolist()
+            == (tokens.flatten() == token).nonzero()[:, 0].tolist()
+        )
     assert buckets[:, 3].view(-1, 7).tolist() == [list(range(7))] * len(tokens.unique())
 
 
@@ -284,31 +414,44 @@ def test_atomics_come_close_and_leave_out_tokens_out_of_range(device):
 
 # ---- stochastic rounding --------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_the_mean_over_a_thousand_seeds_is_the_unrounded_sum(device):
     """1 + 2^-10 lies at an eighth of the way between two bf16: to the nearest it is always 1."""
-    tokens, dout = torch.tensor([[0, 1, 1, 2]], device=device), torch.full((1, 4, 8), 2.0**-10, device=device)
+    tokens, dout = (
+        torch.tensor([[0, 1, 1, 2]], device=device),
+        torch.full((1, 4, 8), 2.0**-10, device=device),
+    )
     dout[:, 1:3] /= 2
-    dout[:, 3] *= -1                                                                 # below 1 the steps are half as wide
-    exact, step = torch.tensor([1 + 2.0**-10, 1 + 2.0**-10, 1 - 2.0**-10]), torch.tensor([2.0**-7, 2.0**-7, 2.0**-8])
+    dout[:, 3] *= -1  # below 1 the steps are half as wide
+    exact, step = (
+        torch.tensor([1 + 2.0**-10, 1 + 2.0**-10, 1 - 2.0**-10]),
+        torch.tensor([2.0**-7, 2.0**-7, 2.0**-8]),
+    )
     total = torch.zeros(3, 8, dtype=torch.float64)
     ones, found = torch.ones(3, 8, dtype=BF16, device=device), find_segments(tokens, 3)
     for seed in range(1000):
         got = ones.clone()
         encoder_backward(got, None, dout, tokens, segments=found, seed=seed)
         total += got.double().cpu()
-    share = (exact - torch.tensor([1, 1, 1 - 2.0**-8])) / step                       # of the draws that go up
+    share = (exact - torch.tensor([1, 1, 1 - 2.0**-8])) / step  # of the draws that go up
     sigma = (step * (share * (1 - share)).sqrt() / 1000**0.5)[:, None]
     off = (total / 1000 - exact[:, None]) / sigma
-    assert off.abs().max() < 4.5 and (off.mean(1).abs() < 4 / 8**0.5).all(), f"in standard deviations: {off}"
-    nearest, = added(device, (ones, None), dout, tokens)[:1]
+    assert off.abs().max() < 4.5 and (off.mean(1).abs() < 4 / 8**0.5).all(), (
+        f"in standard deviations: {off}"
+    )
+    (nearest,) = added(device, (ones, None), dout, tokens)[:1]
     assert nearest[:2].eq(1).all(), "to the nearest nothing is ever added"
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_noise_depends_on_seed_element_step_and_micro_batch_and_on_nothing_else(device):
     C, old = 6, (torch.ones(V, 6, dtype=BF16), torch.ones(T, 6, dtype=BF16))
-    tokens, dout, how = tokens_of("borders"), torch.full((B, T, 6), 3e-4), {"seed": 2**63 + 5, "step": 9, "micro_batch": 3}
+    tokens, dout, how = (
+        tokens_of("borders"),
+        torch.full((B, T, 6), 3e-4),
+        {"seed": 2**63 + 5, "step": 9, "micro_batch": 3},
+    )
     first = added(device, old, dout, tokens, **how)
     same_both(first, by_reference(old, dout, tokens, rounding=(2**63 + 5, 9, 3)))
     same_both(added(device, old, dout, tokens, **how), first, "once more")
@@ -317,7 +460,17 @@ def test_noise_depends_on_seed_element_step_and_micro_batch_and_on_nothing_else(
             assert not torch.equal(one, other), f"another {key}, and the same noise"
     assert len({tuple(row) for row in first[1].tolist()}) > 10, "positions have the same noise"
     # The step as a tensor, as a captured call reads it.
-    same_both(added(device, old, dout, tokens, **{**how, "step": torch.tensor([9], dtype=torch.int32, device=device)}), first, "a step on the device")
+    same_both(
+        added(
+            device,
+            old,
+            dout,
+            tokens,
+            **{**how, "step": torch.tensor([9], dtype=torch.int32, device=device)},
+        ),
+        first,
+        "a step on the device",
+    )
     # Other tokens, in other places, beside the same 257 rows of token 6.
     others = torch.cat([tokens_of("uniform", (100,)).clamp(min=7), torch.full((257,), 6)])
     mine = added(device, (old[0], None), torch.full((357, C), 3e-4), others, **how)[0]
@@ -331,14 +484,24 @@ def test_rounding_keeps_nan_and_infinity_and_concerns_bf16_alone(device):
     for seed in range(3):
         got = added(device, (zeros.bfloat16(), zeros[:2].bfloat16()), dout, tokens, seed=seed)
         for row in (got[0][1], got[0][2], got[1][0], got[1][1]):
-            assert row[:2].tolist() == [math.inf, -math.inf] and row[2].isnan() and row[3].item() >= 3.38e38 and row[4:].tolist() == [1, 0]
+            assert (
+                row[:2].tolist() == [math.inf, -math.inf]
+                and row[2].isnan()
+                and row[3].item() >= 3.38e38
+                and row[4:].tolist() == [1, 0]
+            )
         assert got[0][0].eq(0).all()
     grad, tokens = normal(B, T, 6), tokens_of("zipf")
     for dtype in (F32, F16):
-        same_both(added(device, sums_of(6, dtype), grad, tokens, seed=3), added(device, sums_of(6, dtype), grad, tokens), f"{dtype}")
+        same_both(
+            added(device, sums_of(6, dtype), grad, tokens, seed=3),
+            added(device, sums_of(6, dtype), grad, tokens),
+            f"{dtype}",
+        )
 
 
 # ---- the module: a drop-in ------------------------------------------------------------------------------------------
+
 
 def twins(device="cpu", dtype=F32, **how):
     """nn.Embedding and ga.Embedding with the same weight."""
@@ -350,12 +513,28 @@ def twins(device="cpu", dtype=F32, **how):
 
 
 SHAPES = {
-    "0-d": torch.tensor(3), "empty": torch.zeros(0, dtype=torch.int64), "no rows": torch.zeros(2, 0, dtype=torch.int64), "1-d": torch.tensor([0, 5, 5, 12]),
-    "3-d": drawn("zipf", 60, 13).view(3, 4, 5), "int32": drawn("zipf", 20, 13).int(), "transposed": drawn("zipf", 70, 13).view(10, 7).t(),
-    "every other": drawn("zipf", 80, 13).view(4, 20)[:, ::2], "expanded": torch.tensor([[4], [2]]).expand(2, 40)}
+    "0-d": torch.tensor(3),
+    "empty": torch.zeros(0, dtype=torch.int64),
+    "no rows": torch.zeros(2, 0, dtype=torch.int64),
+    "1-d": torch.tensor([0, 5, 5, 12]),
+    "3-d": drawn("zipf", 60, 13).view(3, 4, 5),
+    "int32": drawn("zipf", 20, 13).int(),
+    "transposed": drawn("zipf", 70, 13).view(10, 7).t(),
+    "every other": drawn("zipf", 80, 13).view(4, 20)[:, ::2],
+    "expanded": torch.tensor([[4], [2]]).expand(2, 40),
+}
 
 
-@pytest.mark.parametrize("how", [{}, {"padding_idx": 4}, {"scale_grad_by_freq": True}, {"padding_idx": -13, "scale_grad_by_freq": True}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"padding_idx": 4},
+        {"scale_grad_by_freq": True},
+        {"padding_idx": -13, "scale_grad_by_freq": True},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.float64])
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_embedding_gives_what_torchs_gives(device, dtype, how):
@@ -364,14 +543,28 @@ def test_embedding_gives_what_torchs_gives(device, dtype, how):
         plain, mine = twins(device, dtype, **how)
         outs = [module(tokens.to(device)) for module in (plain, mine)]
         same(outs[1], outs[0], what)
-        dout = torch.randint(-4, 5, (6, *tokens.shape), generator=generator(1)).movedim(0, -1).to(device, dtype)
+        dout = (
+            torch.randint(-4, 5, (6, *tokens.shape), generator=generator(1))
+            .movedim(0, -1)
+            .to(device, dtype)
+        )
         for module, out in zip((plain, mine), outs):
-            if module is plain and device == "cuda" and how.get("scale_grad_by_freq") and not tokens.numel():      # which torch 2.11 cannot: invalid argument
+            if (
+                module is plain
+                and device == "cuda"
+                and how.get("scale_grad_by_freq")
+                and not tokens.numel()
+            ):  # which torch 2.11 cannot: invalid argument
                 module.weight.grad = torch.zeros_like(module.weight)
             else:
                 out.backward(dout)
-        if how.get("scale_grad_by_freq"):                         # torch rounds each row's share
-            torch.testing.assert_close(mine.weight.grad, plain.weight.grad, rtol=10 * torch.finfo(dtype).eps, atol=10 * torch.finfo(dtype).eps)
+        if how.get("scale_grad_by_freq"):  # torch rounds each row's share
+            torch.testing.assert_close(
+                mine.weight.grad,
+                plain.weight.grad,
+                rtol=10 * torch.finfo(dtype).eps,
+                atol=10 * torch.finfo(dtype).eps,
+            )
         else:
             same(mine.weight.grad, plain.weight.grad, f"{what}: gradient")
         assert mine.weight.grad.is_contiguous()
@@ -383,34 +576,64 @@ def test_encoder_adds_positions_and_is_rounded_once(device, C, dtype):
     torch.manual_seed(0)
     module = ga.Encoder(13, C, 9, device=device, dtype=dtype)
     wte, wpe = (part.weight.detach().cpu().clone() for part in (module.wte, module.wpe))
-    for tokens in (torch.tensor([3, 3, 0]), drawn("zipf", 40, 13).view(5, 8), drawn("zipf", 24, 13).view(2, 3, 4).int(), torch.zeros(2, 0, dtype=torch.int64)):
+    for tokens in (
+        torch.tensor([3, 3, 0]),
+        drawn("zipf", 40, 13).view(5, 8),
+        drawn("zipf", 24, 13).view(2, 3, 4).int(),
+        torch.zeros(2, 0, dtype=torch.int64),
+    ):
         module.zero_grad()
         out = module(tokens.to(device))
-        same(out.detach().cpu(), wte[tokens.long()] + wpe[:tokens.shape[-1]], f"tokens {tuple(tokens.shape)}")
+        same(
+            out.detach().cpu(),
+            wte[tokens.long()] + wpe[: tokens.shape[-1]],
+            f"tokens {tuple(tokens.shape)}",
+        )
         dout = torch.randint(-2, 3, out.shape, generator=generator(1)).to(device, dtype)
         out.backward(dout)
-        want = torch.zeros_like(wte).double().index_add(0, tokens.flatten().long(), dout.cpu().double().flatten(0, -2)), torch.zeros_like(wpe).double()
-        want[1][:tokens.shape[-1]] += dout.cpu().double().flatten(0, -3).sum(0) if tokens.dim() > 1 else dout.cpu().double()
+        want = (
+            torch.zeros_like(wte)
+            .double()
+            .index_add(0, tokens.flatten().long(), dout.cpu().double().flatten(0, -2)),
+            torch.zeros_like(wpe).double(),
+        )
+        want[1][: tokens.shape[-1]] += (
+            dout.cpu().double().flatten(0, -3).sum(0) if tokens.dim() > 1 else dout.cpu().double()
+        )
         for part, w in zip((module.wte, module.wpe), want):
             same(part.weight.grad.cpu(), w.to(dtype), "gradient")
-    assert "13 tokens, 9 positions" in repr(module) and set(module.state_dict()) == {"wte.weight", "wpe.weight"}
+    assert "13 tokens, 9 positions" in repr(module) and set(module.state_dict()) == {
+        "wte.weight",
+        "wpe.weight",
+    }
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_copies_pickles_and_state_dicts_go_both_ways(device):
     plain, mine = twins(device, padding_idx=2)
-    assert list(mine.state_dict()) == list(plain.state_dict()) == ["weight"] and repr(mine) == repr(plain)
+    assert list(mine.state_dict()) == list(plain.state_dict()) == ["weight"] and repr(mine) == repr(
+        plain
+    )
     plain.load_state_dict(mine.state_dict(), strict=True)
     tokens = torch.tensor([[1, 2, 2], [12, 0, 1]], device=device)
     want = plain(tokens)
     loaded = ga.Embedding.from_pretrained(plain.weight.detach(), freeze=False, padding_idx=2)
     frozen = ga.Embedding.from_pretrained(plain.weight.detach())
     for twin in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine)), loaded):
-        assert type(twin) is ga.Embedding and twin.padding_idx == 2 and twin.weight is not mine.weight
+        assert (
+            type(twin) is ga.Embedding and twin.padding_idx == 2 and twin.weight is not mine.weight
+        )
         same(twin(tokens), want)
         twin(tokens).sum().backward()
-        assert twin.weight.grad.cpu()[[0, 1, 2, 3, 12], 0].tolist() == [1, 2, 0, 0, 1] and mine.weight.grad is None
-    assert not frozen.weight.requires_grad and not frozen(tokens).requires_grad and frozen.padding_idx is None
+        assert (
+            twin.weight.grad.cpu()[[0, 1, 2, 3, 12], 0].tolist() == [1, 2, 0, 0, 1]
+            and mine.weight.grad is None
+        )
+    assert (
+        not frozen.weight.requires_grad
+        and not frozen(tokens).requires_grad
+        and frozen.padding_idx is None
+    )
     mine.weight.requires_grad_(False)
     assert not mine(tokens).requires_grad
     mine.weight.requires_grad_(True)
@@ -418,10 +641,15 @@ def test_copies_pickles_and_state_dicts_go_both_ways(device):
         assert not mine(tokens).requires_grad
     with torch.inference_mode():
         same(mine(tokens).clone(), want.detach())
-    one, two = torch.autograd.grad(mine(tokens).sum() + mine(tokens[:1]).sum(), mine.weight)[0], mine(tokens)
+    one, two = (
+        torch.autograd.grad(mine(tokens).sum() + mine(tokens[:1]).sum(), mine.weight)[0],
+        mine(tokens),
+    )
     assert one[:, 0].tolist()[:4] == [1, 3, 0, 0] and mine.weight.grad is None
     with torch.no_grad():
-        mine.weight.add_(1)                       # torch's embedding keeps no weight for its backward, and this one neither
+        mine.weight.add_(
+            1
+        )  # torch's embedding keeps no weight for its backward, and this one neither
     two.sum().backward(retain_graph=True)
     two.sum().backward()
     assert mine.weight.grad[:, 0].tolist()[:4] == [2, 4, 0, 0]
@@ -445,17 +673,33 @@ def test_gradcheck_in_float64(device):
 
     def run(wte, wpe):
         return torch.func.functional_call(plain, {"wte.weight": wte, "wpe.weight": wpe}, (tokens,))
-    assert torch.autograd.gradcheck(run, [p.detach().clone().requires_grad_() for p in plain.parameters()])
+
+    assert torch.autograd.gradcheck(
+        run, [p.detach().clone().requires_grad_() for p in plain.parameters()]
+    )
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_opcheck_of_the_operations(device):
-    tokens, wte, wpe = drawn("zipf", 12, 7).view(3, 4).to(device), normal(7, 6).to(device), normal(5, 6).to(device)
+    tokens, wte, wpe = (
+        drawn("zipf", 12, 7).view(3, 4).to(device),
+        normal(7, 6).to(device),
+        normal(5, 6).to(device),
+    )
     found, dout = find_segments(tokens, 7).buffer, normal(3, 4, 6).to(device)
     for positions, segments in ((wpe, True), (None, False)):
-        torch.library.opcheck(torch.ops.gpuaccel.encoder_forward.default, (tokens, wte, positions, embedding._none_seen(device), -1, segments))
-    torch.library.opcheck(torch.ops.gpuaccel.encoder_backward_.default, (normal(5, 6).to(device), dout, None, False, False))
-    torch.library.opcheck(torch.ops.gpuaccel.encoder_backward_.default, (normal(7, 6).to(device), dout, found, True, False))
+        torch.library.opcheck(
+            torch.ops.gpuaccel.encoder_forward.default,
+            (tokens, wte, positions, embedding._none_seen(device), -1, segments),
+        )
+    torch.library.opcheck(
+        torch.ops.gpuaccel.encoder_backward_.default,
+        (normal(5, 6).to(device), dout, None, False, False),
+    )
+    torch.library.opcheck(
+        torch.ops.gpuaccel.encoder_backward_.default,
+        (normal(7, 6).to(device), dout, found, True, False),
+    )
 
 
 class Model(nn.Module):
@@ -464,8 +708,14 @@ class Model(nn.Module):
     def __init__(self, kind="encoder", tied=False, dim=24, cls=None):
         super().__init__()
         torch.manual_seed(0)
-        self.embedding = ga.Encoder(29, dim, 16) if kind == "encoder" else (cls or nn.Embedding)(29, dim)
-        self.hidden, self.norm, self.head = nn.Linear(dim, dim), nn.LayerNorm(dim), nn.Linear(dim, 29, bias=False)
+        self.embedding = (
+            ga.Encoder(29, dim, 16) if kind == "encoder" else (cls or nn.Embedding)(29, dim)
+        )
+        self.hidden, self.norm, self.head = (
+            nn.Linear(dim, dim),
+            nn.LayerNorm(dim),
+            nn.Linear(dim, 29, bias=False),
+        )
         if tied:
             self.head.weight = (self.embedding.wte if kind == "encoder" else self.embedding).weight
 
@@ -476,11 +726,19 @@ class Model(nn.Module):
 
 def loss_fn(model, micro):
     x, y = micro
-    return F.cross_entropy(model(x).float().flatten(0, 1), y.flatten(), reduction="sum"), torch.ones_like(y).sum()
+    return F.cross_entropy(
+        model(x).float().flatten(0, 1), y.flatten(), reduction="sum"
+    ), torch.ones_like(y).sum()
 
 
 def micros(n, device="cpu", shape=(4, 16), seed=0):
-    return [tuple(drawn("zipf", math.prod(shape), 29, seed + 2 * k + i).view(shape).to(device) for i in range(2)) for k in range(n)]
+    return [
+        tuple(
+            drawn("zipf", math.prod(shape), 29, seed + 2 * k + i).view(shape).to(device)
+            for i in range(2)
+        )
+        for k in range(n)
+    ]
 
 
 def grads_of(model, data):
@@ -490,7 +748,11 @@ def grads_of(model, data):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("device, compiler", [("simt", "aot_eager"), pytest.param("cuda", "inductor", marks=pytest.mark.gpu)], indirect=["device"])
+@pytest.mark.parametrize(
+    "device, compiler",
+    [("simt", "aot_eager"), pytest.param("cuda", "inductor", marks=pytest.mark.gpu)],
+    indirect=["device"],
+)
 def test_a_compiled_model_gives_what_eager_gives(device, compiler):
     if compiler == "inductor" and not any(map(shutil.which, ("cc", "gcc", "clang"))):
         pytest.skip("torch.compile on a GPU (triton) needs a C compiler, and there is none")
@@ -499,12 +761,19 @@ def test_a_compiled_model_gives_what_eager_gives(device, compiler):
     want = grads_of(model, data)
     compiled = torch.compile(model, backend=compiler, fullgraph=True, dynamic=False)
     for name, grad in grads_of(compiled, data).items():
-        torch.testing.assert_close(grad, want[name.removeprefix("_orig_mod.")], rtol=1e-4, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            grad,
+            want[name.removeprefix("_orig_mod.")],
+            rtol=1e-4,
+            atol=1e-5,
+            msg=lambda m, name=name: f"{name}: {m}",
+        )
     torch._dynamo.reset()
 
 
 def test_shapes_and_dtypes_are_known_without_values():
     from torch._subclasses.fake_tensor import FakeTensorMode
+
     meta = ga.Encoder(9, 4, 5, device="meta", dtype=BF16)
     out = meta(torch.zeros(2, 3, dtype=torch.int64, device="meta"))
     assert out.is_meta and out.shape == (2, 3, 4) and out.dtype == BF16
@@ -512,7 +781,11 @@ def test_shapes_and_dtypes_are_known_without_values():
         module = ga.Encoder(9, 4, 5)
         out = module(torch.zeros(2, 3, dtype=torch.int32))
         out.sum().backward()
-        assert out.shape == (2, 3, 4) and module.wte.weight.grad.shape == (9, 4) and module.wpe.weight.grad.shape == (5, 4)
+        assert (
+            out.shape == (2, 3, 4)
+            and module.wte.weight.grad.shape == (9, 4)
+            and module.wpe.weight.grad.shape == (5, 4)
+        )
 
 
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 3, "scale_grad_by_freq": True}])
@@ -532,10 +805,19 @@ def test_second_derivatives_and_forward_mode_are_those_of_torch(device, options)
 
         def at(state):
             return torch.func.functional_call(model, state, (tokens,)).pow(2).mean()
+
         tangents = dict(zip(state, vectors))
-        found.append([*product, torch.func.jvp(at, (state,), (tangents,))[1], *torch.func.grad(at)(state).values()])
+        found.append(
+            [
+                *product,
+                torch.func.jvp(at, (state,), (tangents,))[1],
+                *torch.func.grad(at)(state).values(),
+            ]
+        )
     for want, got in zip(*found):
-        assert torch.allclose(got, want, rtol=1e-4, atol=1e-6), f"largest difference {(got - want).abs().max():.3g}"
+        assert torch.allclose(got, want, rtol=1e-4, atol=1e-6), (
+            f"largest difference {(got - want).abs().max():.3g}"
+        )
 
 
 def test_finite_differences_of_the_gradient_agree():
@@ -544,7 +826,9 @@ def test_finite_differences_of_the_gradient_agree():
         names, params = zip(*module.named_parameters())
         tokens = torch.tensor([[0, 2, 1], [1, 1, 3]])
         assert torch.autograd.gradgradcheck(
-            lambda *p: torch.func.functional_call(module, dict(zip(names, p)), (tokens,)).pow(2), params)
+            lambda *p: torch.func.functional_call(module, dict(zip(names, p)), (tokens,)).pow(2),
+            params,
+        )
 
 
 def test_padding_idx_counts_from_the_end_as_torchs_and_is_checked():
@@ -553,7 +837,10 @@ def test_padding_idx_counts_from_the_end_as_torchs_and_is_checked():
     encoder_backward(sums, None, dout, tokens, padding_idx=-1)
     assert sums[19].sum() == 0 and sums[1].sum() == 8
     for wrong in (20, -21, 1.5):
-        with pytest.raises(ArgumentError, match=f"padding_idx is {wrong}; expected None, or a number from -20 to 19"):
+        with pytest.raises(
+            ArgumentError,
+            match=f"padding_idx is {wrong}; expected None, or a number from -20 to 19",
+        ):
             encoder_backward(sums, None, dout, tokens, padding_idx=wrong)
 
 
@@ -568,7 +855,9 @@ def test_what_a_fused_accumulator_has_made_stays_where_it_was_asked_for():
 def test_counts_are_no_buffers_and_survive_a_move():
     """DistributedDataParallel would hand every rank the first one's; to_empty() would leave memory without a value."""
     module = ga.Embedding(5, 4)
-    torch.ops.gpuaccel.encoder_forward(torch.tensor([[7]]), module.weight, None, module.invalid, -1, False)
+    torch.ops.gpuaccel.encoder_forward(
+        torch.tensor([[7]]), module.weight, None, module.invalid, -1, False
+    )
     assert list(module.buffers()) == [] and list(module.state_dict()) == ["weight"]
     assert module.double().invalid_tokens() == {"count": 1, "token": 7, "position": (0, 0)}
     assert module.to("meta").to_empty(device="cpu").invalid_tokens() is None
@@ -582,10 +871,12 @@ def test_functions_that_launch_step_aside_in_a_compiled_function():
         def f(sums):
             encoder_backward(sums, None, dout, tokens)
             return sums * 2
+
         assert f(torch.zeros(3, 4))[:, 0].tolist() == [2, 4, 0]
 
 
 # ---- into the arena -------------------------------------------------------------------------------------------------
+
 
 def assert_close(got, want, what, bound=2e-6):
     for name, w in want.items():
@@ -604,7 +895,10 @@ def test_micro_batches_add_up_in_every_mode_also_where_the_head_is_tied(device, 
         if kind == "encoder":
             model.embedding.wpe.weight.data.zero_()
             model.embedding.wte.weight.data.copy_(plain.embedding.weight)
-            model.head.weight.data.copy_(plain.head.weight), model.hidden.load_state_dict(plain.hidden.state_dict())
+            (
+                model.head.weight.data.copy_(plain.head.weight),
+                model.hidden.load_state_dict(plain.hidden.state_dict()),
+            )
         if mode is None:
             got = grads_of(model, data)
         else:
@@ -623,7 +917,10 @@ def test_fused_sums_have_the_bits_of_the_kernels_on_the_same_gradients(device):
     """No rounding in between: dout straight into the fp32 sums, micro-batch after micro-batch, from bf16 weights too."""
     for dtype in (F32, BF16):
         module = ga.Encoder(29, 12, 16, device=device, dtype=dtype)
-        arena, want = Arena(module), [torch.zeros(29, 12, device=device), torch.zeros(16, 12, device=device)]
+        arena, want = (
+            Arena(module),
+            [torch.zeros(29, 12, device=device), torch.zeros(16, 12, device=device)],
+        )
         with GradientAccumulator(arena, "fused"):
             for k, (tokens, _) in enumerate(micros(3, device)):
                 dout = normal(4, 16, 12, dtype=dtype, seed=k).to(device)
@@ -634,27 +931,52 @@ def test_fused_sums_have_the_bits_of_the_kernels_on_the_same_gradients(device):
 
 
 def test_fused_wears_and_sheds_what_it_may():
-    model = nn.ModuleDict({"plain": nn.Embedding(5, 4), "mine": ga.Embedding(5, 4), "hooked": nn.Embedding(5, 4), "limited": nn.Embedding(5, 4, max_norm=0.5),
-                           "frozen": nn.Embedding(5, 4)})
+    model = nn.ModuleDict(
+        {
+            "plain": nn.Embedding(5, 4),
+            "mine": ga.Embedding(5, 4),
+            "hooked": nn.Embedding(5, 4),
+            "limited": nn.Embedding(5, 4, max_norm=0.5),
+            "frozen": nn.Embedding(5, 4),
+        }
+    )
     seen = []
     model["hooked"].weight.register_hook(lambda grad: seen.append(grad) or 2 * grad)
     model["frozen"].weight.requires_grad_(False)
-    before = {name: (type(part), part.weight, set(vars(part)), dict(part._buffers)) for name, part in model.items()}
+    before = {
+        name: (type(part), part.weight, set(vars(part)), dict(part._buffers))
+        for name, part in model.items()
+    }
     tokens = torch.tensor([1, 1, 3])
     with GradientAccumulator(arena := Arena(model), "fused"):
-        assert [name for name, part in model.items() if type(part) is ga.Embedding and part.arena_grad is not None] == ["plain", "mine"]
+        assert [
+            name
+            for name, part in model.items()
+            if type(part) is ga.Embedding and part.arena_grad is not None
+        ] == ["plain", "mine"]
         twin = copy.deepcopy(model["plain"])
         twin(tokens).sum().backward()
-        assert type(twin) is nn.Embedding and twin.weight.grad is not None and not arena.grads.any(), "a copy is not the arena's"
+        assert (
+            type(twin) is nn.Embedding and twin.weight.grad is not None and not arena.grads.any()
+        ), "a copy is not the arena's"
         for part in model.values():
             if part.weight.requires_grad:
                 part(tokens).sum().backward()
         grads = {name: p.grad[:, 0].tolist() for name, p in arena.named_parameters().items()}
-        assert grads == {f"{name}.weight": [0, 2 * k, 0, k, 0] for name, k in (("plain", 1), ("mine", 1), ("hooked", 2), ("limited", 1))} and len(seen) == 1
+        assert (
+            grads
+            == {
+                f"{name}.weight": [0, 2 * k, 0, k, 0]
+                for name, k in (("plain", 1), ("mine", 1), ("hooked", 2), ("limited", 1))
+            }
+            and len(seen) == 1
+        )
         assert model["limited"].weight[1].norm() <= 0.5001 < model["plain"].weight[1].norm()
     for name, part in model.items():
         cls, _, keys, buffers = before[name]
-        assert type(part) is cls and set(vars(part)) == keys and set(part._buffers) == set(buffers), name
+        assert (
+            type(part) is cls and set(vars(part)) == keys and set(part._buffers) == set(buffers)
+        ), name
     assert [type(part) for part in model.values()].count(nn.Embedding) == 4
 
 
@@ -665,7 +987,10 @@ def test_a_frozen_weight_gets_nothing_and_the_other_its_sum(device, which, mode)
     module = ga.Encoder(29, 12, 16, device=device)
     getattr(module, which).weight.requires_grad_(False)
     other, (tokens, _) = "wpe" if which == "wte" else "wte", micros(1, device)[0]
-    dout, want = normal(4, 16, 12).to(device), {"wte": torch.zeros(29, 12, device=device), "wpe": torch.zeros(16, 12, device=device)}
+    dout, want = (
+        normal(4, 16, 12).to(device),
+        {"wte": torch.zeros(29, 12, device=device), "wpe": torch.zeros(16, 12, device=device)},
+    )
     encoder_backward(want["wte"], want["wpe"], dout, tokens)
     with GradientAccumulator(arena := Arena(module), mode):
         module(tokens).backward(dout)
@@ -677,12 +1002,20 @@ def test_a_frozen_weight_gets_nothing_and_the_other_its_sum(device, which, mode)
         whole(tokens).backward(dout, inputs=[getattr(whole, other).weight])
         got = arena.named_parameters()
         same(got[f"{other}.weight"].grad, want[other])
-        assert got[f"{which}.weight"].grad is None and not arena.grad_views[[s.name for s in arena.segments].index(f"{which}.weight")].any()
+        assert (
+            got[f"{which}.weight"].grad is None
+            and not arena.grad_views[
+                [s.name for s in arena.segments].index(f"{which}.weight")
+            ].any()
+        )
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_two_embeddings_of_one_weight_have_one_sum(device):
-    model, tokens = nn.ModuleDict({"a": nn.Embedding(5, 4, padding_idx=1), "b": nn.Embedding(5, 4)}).to(device), torch.tensor([1, 1, 3], device=device)
+    model, tokens = (
+        nn.ModuleDict({"a": nn.Embedding(5, 4, padding_idx=1), "b": nn.Embedding(5, 4)}).to(device),
+        torch.tensor([1, 1, 3], device=device),
+    )
     model["b"].weight = model["a"].weight
     with GradientAccumulator(arena := Arena(model), "fused"):
         for _ in range(2):
@@ -700,19 +1033,25 @@ def test_padding_and_counting_also_go_into_the_arena(device, how):
     with GradientAccumulator(arena := Arena(mine), "fused"):
         for _ in range(2):
             mine(tokens).square().sum().backward()
-        torch.testing.assert_close(arena.named_parameters()["weight"].grad, plain.weight.grad, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            arena.named_parameters()["weight"].grad, plain.weight.grad, rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA], indirect=True)
 def test_a_compiled_encoder_adds_into_the_arena(device):
     """inductor, which hands an operation the tensor itself. Large models: test_accumulate and test_graphs."""
-    if not any(map(shutil.which, ("g++", "clang++") if device == "cpu" else ("cc", "gcc", "clang"))):
+    if not any(
+        map(shutil.which, ("g++", "clang++") if device == "cpu" else ("cc", "gcc", "clang"))
+    ):
         pytest.skip("inductor needs a compiler, and there is none")
     torch._dynamo.reset()
     module, data = ga.Encoder(29, 12, 16, device=device), micros(2, device)
     want = [torch.zeros(29, 12, device=device), torch.zeros(16, 12, device=device)]
     with GradientAccumulator(arena := Arena(module), "fused"):
-        compiled = torch.compile(lambda tokens, by: (module(tokens) * by).sum(), backend="inductor", dynamic=False)
+        compiled = torch.compile(
+            lambda tokens, by: (module(tokens) * by).sum(), backend="inductor", dynamic=False
+        )
         for k, (tokens, _) in enumerate(data):
             by = normal(4, 16, 12, seed=k).to(device)
             compiled(tokens, by).backward()
@@ -724,36 +1063,86 @@ def test_a_compiled_encoder_adds_into_the_arena(device):
 
 # ---- other people's models ------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_models_of_transformers_train_with_deterministic_embeddings(device, kind):
-    transformers = pytest.importorskip("transformers", reason="transformers, of the extra `test`, is not installed")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers, of the extra `test`, is not installed"
+    )
     torch.manual_seed(0)
     if kind == "gpt2":
-        plain, names = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            vocab_size=29, n_positions=16, n_embd=16, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)), ["transformer.wte", "transformer.wpe"]
+        plain, names = (
+            transformers.GPT2LMHeadModel(
+                transformers.GPT2Config(
+                    vocab_size=29,
+                    n_positions=16,
+                    n_embd=16,
+                    n_layer=1,
+                    n_head=2,
+                    resid_pdrop=0,
+                    embd_pdrop=0,
+                    attn_pdrop=0,
+                )
+            ),
+            ["transformer.wte", "transformer.wpe"],
+        )
     else:
-        plain, names = transformers.LlamaForCausalLM(transformers.LlamaConfig(
-            vocab_size=29, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=16,
-            pad_token_id=3)), ["model.embed_tokens"]
+        plain, names = (
+            transformers.LlamaForCausalLM(
+                transformers.LlamaConfig(
+                    vocab_size=29,
+                    hidden_size=16,
+                    intermediate_size=24,
+                    num_hidden_layers=1,
+                    num_attention_heads=2,
+                    num_key_value_heads=1,
+                    max_position_embeddings=16,
+                    pad_token_id=3,
+                )
+            ),
+            ["model.embed_tokens"],
+        )
     plain = plain.to(device)
     mine, ((x, _),) = copy.deepcopy(plain), micros(1, device)
     weights = {name: p for name, p in mine.named_parameters()}
-    assert ga.deterministic_embeddings(mine) == names and ga.deterministic_embeddings(mine) == [], "the second time there is nothing left to do"
-    assert all(type(mine.get_submodule(name)) is ga.Embedding for name in names) and list(mine.state_dict()) == list(plain.state_dict())
+    assert ga.deterministic_embeddings(mine) == names and ga.deterministic_embeddings(mine) == [], (
+        "the second time there is nothing left to do"
+    )
+    assert all(type(mine.get_submodule(name)) is ga.Embedding for name in names) and list(
+        mine.state_dict()
+    ) == list(plain.state_dict())
     assert all(p is weights[name] for name, p in mine.named_parameters()), "a weight was replaced"
     for model in (plain, mine):
         model(input_ids=x, labels=x).loss.backward()
-    assert_close({name: p.grad for name, p in mine.named_parameters()}, {name: p.grad for name, p in plain.named_parameters()}, kind, 1e-5)
+    assert_close(
+        {name: p.grad for name, p in mine.named_parameters()},
+        {name: p.grad for name, p in plain.named_parameters()},
+        kind,
+        1e-5,
+    )
 
 
-@pytest.mark.parametrize("how, message", [({"max_norm": 1.0}, "b.0 has max_norm=1.0"), ({"sparse": True}, "b.0 has sparse=True")])
+@pytest.mark.parametrize(
+    "how, message",
+    [({"max_norm": 1.0}, "b.0 has max_norm=1.0"), ({"sparse": True}, "b.0 has sparse=True")],
+)
 def test_embeddings_that_cannot_be_deterministic_are_refused_and_nothing_has_changed(how, message):
-    model = nn.ModuleDict({"a": nn.Embedding(4, 4), "b": nn.Sequential(nn.Embedding(4, 4, **how)), "c": nn.Embedding(4, 4)})
+    model = nn.ModuleDict(
+        {
+            "a": nn.Embedding(4, 4),
+            "b": nn.Sequential(nn.Embedding(4, 4, **how)),
+            "c": nn.Embedding(4, 4),
+        }
+    )
     with pytest.raises(ArgumentError, match=f"{message}: .* expected a plain nn.Embedding"):
         ga.deterministic_embeddings(model)
-    assert [type(part) for part in model.modules() if isinstance(part, nn.Embedding)] == [nn.Embedding] * 3 and not list(model.buffers())
-    with pytest.raises(ArgumentError, match=f"{message.removeprefix('b.0 has ')}: .*keep torch.nn.Embedding"):
+    assert [type(part) for part in model.modules() if isinstance(part, nn.Embedding)] == [
+        nn.Embedding
+    ] * 3 and not list(model.buffers())
+    with pytest.raises(
+        ArgumentError, match=f"{message.removeprefix('b.0 has ')}: .*keep torch.nn.Embedding"
+    ):
         ga.Embedding(4, 4, **how)
 
 
@@ -761,52 +1150,118 @@ def test_a_class_of_its_own_stays_and_is_named():
     class Scaled(nn.Embedding):
         def forward(self, tokens):
             return 2 * super().forward(tokens)
+
     model = nn.ModuleDict({"own": Scaled(4, 4), "plain": nn.Embedding(4, 4)})
     with pytest.warns(UserWarning, match=r"left as they are.*own \(Scaled\)"):
         assert ga.deterministic_embeddings(model) == ["plain"]
     assert type(model["own"]) is Scaled
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert ga.deterministic_embeddings(alone := nn.Embedding(3, 3)) == [""] and type(alone) is ga.Embedding
+        assert (
+            ga.deterministic_embeddings(alone := nn.Embedding(3, 3)) == [""]
+            and type(alone) is ga.Embedding
+        )
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------
 
+
 def good():
     """Arguments of encoder_backward that fit: V = 5, C = 4, tokens (2, 3)."""
-    return {"dwte": torch.ones(5, 4), "dwpe": torch.ones(6, 4), "dout": normal(2, 3, 4), "tokens": torch.tensor([[0, 1, 2], [2, 2, 4]])}
+    return {
+        "dwte": torch.ones(5, 4),
+        "dwpe": torch.ones(6, 4),
+        "dout": normal(2, 3, 4),
+        "tokens": torch.tensor([[0, 1, 2], [2, 2, 4]]),
+    }
 
 
 REFUSED = {
-    "dwte int": ({"dwte": torch.ones(5, 4, dtype=torch.int32)}, r"dwte is torch\.int32; expected torch\.float32, torch\.bfloat16 or torch\.float16"),
+    "dwte int": (
+        {"dwte": torch.ones(5, 4, dtype=torch.int32)},
+        r"dwte is torch\.int32; expected torch\.float32, torch\.bfloat16 or torch\.float16",
+    ),
     "dwpe a list": ({"dwpe": [1.0]}, "dwpe is list; expected a dense torch tensor"),
     "dout sparse": ({"dout": torch.zeros(2, 3, 4).to_sparse()}, "dout is torch.sparse_coo"),
-    "tokens a list": ({"tokens": [[0, 1, 2], [2, 2, 4]]}, "tokens is list; expected a dense torch tensor"),
-    "tokens fp32": ({"tokens": torch.zeros(2, 3)}, r"tokens are torch\.float32; expected a torch\.int64 or torch\.int32"),
+    "tokens a list": (
+        {"tokens": [[0, 1, 2], [2, 2, 4]]},
+        "tokens is list; expected a dense torch tensor",
+    ),
+    "tokens fp32": (
+        {"tokens": torch.zeros(2, 3)},
+        r"tokens are torch\.float32; expected a torch\.int64 or torch\.int32",
+    ),
     "tokens int16": ({"tokens": torch.zeros(2, 3, dtype=torch.int16)}, r"tokens are torch\.int16"),
-    "dout int": ({"dout": torch.zeros(2, 3, 4, dtype=torch.int64)}, r"dout is torch\.int64; expected"),
-    "dout complex": ({"dout": torch.zeros(2, 3, 4, dtype=torch.complex64)}, r"dout is torch\.complex64"),
-    "dwte elsewhere": ({"dwte": torch.ones(5, 4, device="meta")}, "dwte is on meta, tokens on cpu; expected one device"),
-    "dout elsewhere": ({"dout": torch.ones(2, 3, 4, device="meta")}, "dout is on meta, tokens on cpu"),
-    "dout shape": ({"dout": torch.zeros(3, 2, 4)}, r"dout has shape \(3, 2, 4\); expected \(2, 3, 'C'\)"),
+    "dout int": (
+        {"dout": torch.zeros(2, 3, 4, dtype=torch.int64)},
+        r"dout is torch\.int64; expected",
+    ),
+    "dout complex": (
+        {"dout": torch.zeros(2, 3, 4, dtype=torch.complex64)},
+        r"dout is torch\.complex64",
+    ),
+    "dwte elsewhere": (
+        {"dwte": torch.ones(5, 4, device="meta")},
+        "dwte is on meta, tokens on cpu; expected one device",
+    ),
+    "dout elsewhere": (
+        {"dout": torch.ones(2, 3, 4, device="meta")},
+        "dout is on meta, tokens on cpu",
+    ),
+    "dout shape": (
+        {"dout": torch.zeros(3, 2, 4)},
+        r"dout has shape \(3, 2, 4\); expected \(2, 3, 'C'\)",
+    ),
     "dout flat": ({"dout": torch.zeros(6, 4)}, r"dout has shape \(6, 4\); expected \(2, 3, 'C'\)"),
     "dwte width": ({"dwte": torch.ones(5, 3)}, r"dwte has shape \(5, 3\); expected \(V, 4\)"),
     "dwte 3-d": ({"dwte": torch.ones(1, 5, 4)}, r"dwte has shape \(1, 5, 4\)"),
-    "T longer than wpe": ({"dwpe": torch.ones(2, 4)}, r"dwpe has shape \(2, 4\); expected \(at least 3, 4\)"),
-    "dwte strides": ({"dwte": torch.ones(4, 5).t()}, r"dwte has shape \(5, 4\) with strides \(1, 5\); expected a contiguous tensor"),
-    "dwpe strides": ({"dwpe": torch.ones(6, 8)[:, ::2]}, r"dwpe has shape \(6, 4\) with strides \(8, 2\)"),
-    "token too large": ({"tokens": torch.tensor([[0, 1, 2], [2, 5, 4]])}, r"token 5 at \(1, 1\) of tokens \(2, 3\) is out of range; expected 0 to 4"),
-    "token negative": ({"tokens": torch.tensor([[0, 1, -7], [2, 5, 4]], dtype=torch.int32)}, r"token -7 at \(0, 2\)"),
-    "token beyond 32 bits": ({"tokens": torch.tensor([[0, 1, 2], [2, 2**32, 4]])}, r"token 4294967296 at \(1, 1\)"),
-    "seed negative": ({"seed": -1}, "seed is -1; expected a whole number from 0"), "seed large": ({"seed": 2**64}, "seed is 18446744073709551616"),
-    "no position": ({"tokens": torch.tensor(3), "dout": torch.ones(4)}, r"tokens have shape \(\); expected \(\.\.\., T\)"),
+    "T longer than wpe": (
+        {"dwpe": torch.ones(2, 4)},
+        r"dwpe has shape \(2, 4\); expected \(at least 3, 4\)",
+    ),
+    "dwte strides": (
+        {"dwte": torch.ones(4, 5).t()},
+        r"dwte has shape \(5, 4\) with strides \(1, 5\); expected a contiguous tensor",
+    ),
+    "dwpe strides": (
+        {"dwpe": torch.ones(6, 8)[:, ::2]},
+        r"dwpe has shape \(6, 4\) with strides \(8, 2\)",
+    ),
+    "token too large": (
+        {"tokens": torch.tensor([[0, 1, 2], [2, 5, 4]])},
+        r"token 5 at \(1, 1\) of tokens \(2, 3\) is out of range; expected 0 to 4",
+    ),
+    "token negative": (
+        {"tokens": torch.tensor([[0, 1, -7], [2, 5, 4]], dtype=torch.int32)},
+        r"token -7 at \(0, 2\)",
+    ),
+    "token beyond 32 bits": (
+        {"tokens": torch.tensor([[0, 1, 2], [2, 2**32, 4]])},
+        r"token 4294967296 at \(1, 1\)",
+    ),
+    "seed negative": ({"seed": -1}, "seed is -1; expected a whole number from 0"),
+    "seed large": ({"seed": 2**64}, "seed is 18446744073709551616"),
+    "no position": (
+        {"tokens": torch.tensor(3), "dout": torch.ones(4)},
+        r"tokens have shape \(\); expected \(\.\.\., T\)",
+    ),
     "seed 1.5": ({"seed": 1.5}, "seed is 1.5"),
-    "step 1.5": ({"seed": 1, "step": 1.5}, "step is 1.5"), "step large": ({"seed": 1, "step": 2**31}, "step is 2147483648"),
-    "step on the device fp32": ({"seed": 1, "step": torch.ones(1)}, r"step is .*torch\.float32.*expected"),
+    "step 1.5": ({"seed": 1, "step": 1.5}, "step is 1.5"),
+    "step large": ({"seed": 1, "step": 2**31}, "step is 2147483648"),
+    "step on the device fp32": (
+        {"seed": 1, "step": torch.ones(1)},
+        r"step is .*torch\.float32.*expected",
+    ),
     "micro_batch large": ({"seed": 1, "micro_batch": 2**31}, "micro_batch is"),
     "dwte requires grad": ({"dwte": torch.ones(5, 4, requires_grad=True)}, "dwte requires grad"),
-    "segments of a larger vocabulary": ({"segments": reference_segments(torch.tensor([0, 1, 2, 7, 7, 8]), 9)}, "segments .*9.*expected.*5"),
-    "segments of others": ({"segments": reference_segments(torch.tensor([1, 2]), 5)}, "segments are of 2 tokens out of 5, .* left out.*; expected those of these 6 tokens out of 5"),
+    "segments of a larger vocabulary": (
+        {"segments": reference_segments(torch.tensor([0, 1, 2, 7, 7, 8]), 9)},
+        "segments .*9.*expected.*5",
+    ),
+    "segments of others": (
+        {"segments": reference_segments(torch.tensor([1, 2]), 5)},
+        "segments are of 2 tokens out of 5, .* left out.*; expected those of these 6 tokens out of 5",
+    ),
 }
 
 
@@ -815,24 +1270,48 @@ REFUSED = {
 def test_bad_arguments_are_named_and_nothing_has_changed(device, case):
     changes, message = REFUSED[case]
     how = {**good(), **changes}
-    before = {name: t.clone() for name, t in how.items() if isinstance(t, torch.Tensor) and not t.is_meta}
-    with ga.checked(), pytest.raises(ArgumentError, match=message):        # (the checks: what is not refused must not write anywhere either)
+    before = {
+        name: t.clone() for name, t in how.items() if isinstance(t, torch.Tensor) and not t.is_meta
+    }
+    with (
+        ga.checked(),
+        pytest.raises(ArgumentError, match=message),
+    ):  # (the checks: what is not refused must not write anywhere either)
         encoder_backward(**how)
     for name, t in before.items():
         assert torch.equal(how[name].to_dense(), t.to_dense()), f"{name} was changed"
 
 
-@pytest.mark.parametrize("call, message", [
-    (lambda m: m(torch.zeros(2, 5, dtype=torch.int64)), r"tokens have shape \(2, 5\); expected \(\.\.\., T\) with T up to 4"),
-    (lambda m: m(torch.tensor(3)), r"tokens have shape \(\); expected \(\.\.\., T\)"),
-    (lambda m: m(torch.zeros(2, 3)), r"tokens are torch\.float32"), (lambda m: m([1, 2]), "tokens are list|expected"),
-    (lambda m: m(torch.zeros(2, 3, dtype=torch.int64, device="meta")), "tokens are on meta, wte on cpu; expected one device"),
-    (lambda m: m(torch.tensor([[0, 9]])), r"token 9 at \(0, 1\) of tokens \(1, 2\) is out of range; expected 0 to 8"),
-    (lambda m: m.wte(torch.tensor(-1)), r"token -1 at \(\) of tokens \(\) is out of range"),
-    (lambda m: m.wte(torch.zeros(3, dtype=torch.uint8)), r"tokens are torch\.uint8"),
-    (lambda m: m.half() and setattr(m.wpe, "weight", nn.Parameter(m.wpe.weight.float())) or m(torch.tensor([1])),
-     r"wpe is torch\.float32, wte torch\.float16; expected one dtype"),
-])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda m: m(torch.zeros(2, 5, dtype=torch.int64)),
+            r"tokens have shape \(2, 5\); expected \(\.\.\., T\) with T up to 4",
+        ),
+        (lambda m: m(torch.tensor(3)), r"tokens have shape \(\); expected \(\.\.\., T\)"),
+        (lambda m: m(torch.zeros(2, 3)), r"tokens are torch\.float32"),
+        (lambda m: m([1, 2]), "tokens are list|expected"),
+        (
+            lambda m: m(torch.zeros(2, 3, dtype=torch.int64, device="meta")),
+            "tokens are on meta, wte on cpu; expected one device",
+        ),
+        (
+            lambda m: m(torch.tensor([[0, 9]])),
+            r"token 9 at \(0, 1\) of tokens \(1, 2\) is out of range; expected 0 to 8",
+        ),
+        (lambda m: m.wte(torch.tensor(-1)), r"token -1 at \(\) of tokens \(\) is out of range"),
+        (lambda m: m.wte(torch.zeros(3, dtype=torch.uint8)), r"tokens are torch\.uint8"),
+        (
+            lambda m: (
+                m.half()
+                and setattr(m.wpe, "weight", nn.Parameter(m.wpe.weight.float()))
+                or m(torch.tensor([1]))
+            ),
+            r"wpe is torch\.float32, wte torch\.float16; expected one dtype",
+        ),
+    ],
+)
 @pytest.mark.parametrize("device", ["cpu", "simt"], indirect=True)
 def test_a_module_names_bad_input(device, call, message):
     module = ga.Encoder(9, 4, 4)
@@ -846,51 +1325,85 @@ def test_a_module_names_bad_input(device, call, message):
 def test_the_device_path_masks_counts_and_names_tokens_out_of_range(device, dtype):
     """The operation itself, as a graph or a GPU runs it: nobody has looked at the tokens before."""
     module = ga.Encoder(9, 6, 8, device=device)
-    kept = tokens = torch.tensor([[0, 3, 8, 1], [1, -1, 9, 5], [2, 2, 2, -2**31]], dtype=dtype)
+    kept = tokens = torch.tensor([[0, 3, 8, 1], [1, -1, 9, 5], [2, 2, 2, -(2**31)]], dtype=dtype)
     if dtype == torch.int64:
         tokens = torch.where(tokens == 9, 2**33 + 1, tokens)
     assert module.wte.invalid_tokens() is None
     with pytest.raises(ArgumentError) if device == "cpu" else contextlib.nullcontext():
         module(tokens.to(device))
     wrong, before = (tokens < 0) | (tokens > 8), module.wte.invalid[0].item()
-    out, found = torch.ops.gpuaccel.encoder_forward(tokens.to(device), module.wte.weight, module.wpe.weight, module.wte.invalid, -1, True)
-    want = (module.wte.weight.cpu()[torch.where(wrong, 0, kept.long())] + module.wpe.weight.cpu()[:4]).detach()
+    out, found = torch.ops.gpuaccel.encoder_forward(
+        tokens.to(device), module.wte.weight, module.wpe.weight, module.wte.invalid, -1, True
+    )
+    want = (
+        module.wte.weight.cpu()[torch.where(wrong, 0, kept.long())] + module.wpe.weight.cpu()[:4]
+    ).detach()
     want[wrong] = math.nan
     same(out.detach().cpu(), want)
     same(found.cpu(), reference_segments(tokens, 9).buffer)
     seen = module.wte.invalid_tokens()
+
     def named(seen, tokens):
         return tokens[seen["position"]].item() == seen["token"] and not 0 <= seen["token"] < 9
+
     assert seen["count"] == before + 3 and named(seen, tokens)
     # Of a later batch they are counted, and the one of the first batch stays named, until a reset.
     for count, of in ((before + 6, tokens), (3, tokens.flip(0))):
-        torch.ops.gpuaccel.encoder_forward(tokens.flip(0).to(device), module.wte.weight, None, module.wte.invalid, -1, False)
+        torch.ops.gpuaccel.encoder_forward(
+            tokens.flip(0).to(device), module.wte.weight, None, module.wte.invalid, -1, False
+        )
         seen = module.wte.invalid_tokens(reset=True)
         assert seen["count"] == count and named(seen, of), seen
     assert module.wte.invalid_tokens() is None
     fresh = ga.Embedding(9, 6, device=device)
-    torch.ops.gpuaccel.encoder_forward(torch.tensor(2**31 - 1, dtype=dtype, device=device), fresh.weight, None, fresh.invalid, -1, False)
+    torch.ops.gpuaccel.encoder_forward(
+        torch.tensor(2**31 - 1, dtype=dtype, device=device),
+        fresh.weight,
+        None,
+        fresh.invalid,
+        -1,
+        False,
+    )
     assert fresh.invalid_tokens() == {"count": 1, "token": 2**31 - 1, "position": (0, 0)}
     dwte = torch.zeros(9, 6, device=device)
-    torch.ops.gpuaccel.encoder_backward_(dwte, torch.ones(3, 4, 6, device=device), found, False, False)
-    assert dwte[0].isnan().all() and dwte[1:, 0].tolist() == torch.bincount(tokens[~wrong].long(), minlength=9)[1:].tolist()
+    torch.ops.gpuaccel.encoder_backward_(
+        dwte, torch.ones(3, 4, 6, device=device), found, False, False
+    )
+    assert (
+        dwte[0].isnan().all()
+        and dwte[1:, 0].tolist() == torch.bincount(tokens[~wrong].long(), minlength=9)[1:].tolist()
+    )
 
 
 @pytest.mark.parametrize("replay", ["graph", "eager"])
 @pytest.mark.parametrize("accumulate", ["arena", "fused"])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_step_with_a_token_out_of_range_is_skipped_and_named_at_the_next_read(device, accumulate, replay):
+def test_a_step_with_a_token_out_of_range_is_skipped_and_named_at_the_next_read(
+    device, accumulate, replay
+):
     if device == "cpu" and replay == "eager":
-        with TrainStep(model := Model(), loss_fn=loss_fn, accumulate=accumulate) as step, pytest.raises(ArgumentError, match=r"token 29 at \(1, 2\)"):
+        with (
+            TrainStep(model := Model(), loss_fn=loss_fn, accumulate=accumulate) as step,
+            pytest.raises(ArgumentError, match=r"token 29 at \(1, 2\)"),
+        ):
             bad = micros(1)[0]
             bad[0][1, 2] = 29
             before = [p.clone() for p in model.parameters()]
             step(bad)
-        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before)), "at once, with nothing changed"
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before)), (
+            "at once, with nothing changed"
+        )
         return
     model = Model().to(device)
     opt = AdamW(Arena(model), lr=1e-2)
-    step = TrainStep(model, opt, loss_fn, accumulate=accumulate, replay=replay, policy="require" if replay == "graph" else "auto")
+    step = TrainStep(
+        model,
+        opt,
+        loss_fn,
+        accumulate=accumulate,
+        replay=replay,
+        policy="require" if replay == "graph" else "auto",
+    )
     data = micros(4, device)
     step(data[0])
     before = [p.detach().clone() for p in model.parameters()]
@@ -898,13 +1411,19 @@ def test_a_step_with_a_token_out_of_range_is_skipped_and_named_at_the_next_read(
     bad[0][1, 2], bad[0][3, 3] = 29, -3
     out = step(bad)
     assert not out.finite and out.loss.isnan() and int(opt.skipped) == 1
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before)), "weights of a skipped step have changed"
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before)), (
+        "weights of a skipped step have changed"
+    )
     found = model.embedding.wte.invalid_tokens()
-    assert found in ({"count": 2, "token": token, "position": at} for token, at in ((29, (1, 2)), (-3, (3, 3)))), found      # whichever was first
+    assert found in (
+        {"count": 2, "token": token, "position": at} for token, at in ((29, (1, 2)), (-3, (3, 3)))
+    ), found  # whichever was first
     assert opt.last_skip()["invalid_tokens"] == {"embedding.wte": found}
     for good_ in data[2:]:
         assert step(good_).finite.all()
-    assert int(opt.skipped) == 1 and not any(torch.equal(p, q) for p, q in zip(model.parameters(), before))
+    assert int(opt.skipped) == 1 and not any(
+        torch.equal(p, q) for p, q in zip(model.parameters(), before)
+    )
     step.close()
 
 
@@ -919,13 +1438,24 @@ def test_a_capture_with_a_token_out_of_range_is_refused_on_the_host(device):
 
 # ---- whole runs -----------------------------------------------------------------------------------------------------
 
+
 def run(device, steps=20, replay="eager", **how):
     """(losses, weights) after some steps of two micro-batches."""
     model = Model(**how.pop("model", {})).to(device, how.pop("dtype", F32))
     opt = AdamW(Arena(model), lr=1e-2, max_norm=1.0)
-    with TrainStep(model, opt, loss_fn, micro_batches=2, replay=replay, policy="require" if replay == "graph" else "auto", **how) as step:
+    with TrainStep(
+        model,
+        opt,
+        loss_fn,
+        micro_batches=2,
+        replay=replay,
+        policy="require" if replay == "graph" else "auto",
+        **how,
+    ) as step:
         losses = [step(batch).loss.clone() for batch in micros(steps, device)]
-        return torch.stack(losses), {name: p.detach().clone() for name, p in model.named_parameters()}
+        return torch.stack(losses), {
+            name: p.detach().clone() for name, p in model.named_parameters()
+        }
 
 
 def same_runs(one, two, what):
@@ -934,8 +1464,16 @@ def same_runs(one, two, what):
         same(two[1][name], w, f"{what}: {name}")
 
 
-@pytest.mark.parametrize("how", [{"accumulate": "fused"}, {"accumulate": "arena"}, {"accumulate": "fused", "dtype": BF16, "model": {"tied": True}},
-                                 {"accumulate": "fused", "model": {"kind": "embedding"}}], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"accumulate": "fused"},
+        {"accumulate": "arena"},
+        {"accumulate": "fused", "dtype": BF16, "model": {"tied": True}},
+        {"accumulate": "fused", "model": {"kind": "embedding"}},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_two_runs_and_a_replayed_one_have_the_same_bits_in_every_weight(device, how):
     """20 steps; on a GPU without ga.deterministic(), since nothing else in this model adds in an order of chance."""
@@ -949,12 +1487,16 @@ def test_two_runs_and_a_replayed_one_have_the_same_bits_in_every_weight(device, 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_captured_backward_reads_tokens_sums_and_the_step_anew(device):
     """Eager equals replay also for the function itself, with stochastic rounding keyed on a step that counts on the device."""
-    sums, count = [t.to(device, BF16) for t in sums_of(6)], torch.zeros(1, dtype=torch.int32, device=device)
+    sums, count = (
+        [t.to(device, BF16) for t in sums_of(6)],
+        torch.zeros(1, dtype=torch.int32, device=device),
+    )
     eager = [t.clone() for t in sums]
 
     def fn(dout, tokens):
         encoder_backward(*sums, dout, tokens, seed=7, step=count)
         count.add_(1)
+
     with ga.GraphedStep(fn, [*sums, count], policy="require") as step:
         for k, kind in enumerate(KINDS):
             dout, tokens = normal(B, T, 6, seed=k).to(device), tokens_of(kind).to(device)
@@ -965,10 +1507,22 @@ def test_a_captured_backward_reads_tokens_sums_and_the_step_anew(device):
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("device", [CUDA], indirect=True)
-@pytest.mark.parametrize("C, vocab, shape", [(768, 50257, (64, 1024)), (1600, 256, (64, 1024)), (4096, 128256, (4, 1024)), (766, 50257, (512, 1024))])
+@pytest.mark.parametrize(
+    "C, vocab, shape",
+    [
+        (768, 50257, (64, 1024)),
+        (1600, 256, (64, 1024)),
+        (4096, 128256, (4, 1024)),
+        (766, 50257, (512, 1024)),
+    ],
+)
 def test_gpu_sums_at_full_size_are_those_of_float64(device, C, vocab, shape):
-    old, dout = [torch.randn(n, C, device=device) for n in (vocab, 1024)], torch.randn(*shape, C, device=device).bfloat16()
+    old, dout = (
+        [torch.randn(n, C, device=device) for n in (vocab, 1024)],
+        torch.randn(*shape, C, device=device).bfloat16(),
+    )
     for kind in KINDS[:3]:
         tokens = tokens_of(kind, shape, vocab).to(device)
         got = [t.clone() for t in old]
@@ -979,9 +1533,13 @@ def test_gpu_sums_at_full_size_are_those_of_float64(device, C, vocab, shape):
 @pytest.mark.parametrize("device", [CUDA], indirect=True)
 def test_gpu_nothing_waits_for_the_device(device):
     model, data = Model().to(device), micros(2, device)
-    tokens, dout, sums = tokens_of("zipf").to(device), normal(B, T, 6).to(device), [t.to(device) for t in sums_of(6)]
+    tokens, dout, sums = (
+        tokens_of("zipf").to(device),
+        normal(B, T, 6).to(device),
+        [t.to(device) for t in sums_of(6)],
+    )
     with GradientAccumulator(Arena(model), "fused"):
-        for k in range(2):                                        # the first compiles and loads
+        for k in range(2):  # the first compiles and loads
             with contextlib.nullcontext() if k == 0 else no_waiting():
                 for micro in data:
                     model(micro[0]).sum().backward()
@@ -995,7 +1553,9 @@ def test_gpu_the_gpt2_preset_trains_alike_twice_in_deterministic_mode(device):
     for _ in range(2):
         torch.manual_seed(0)
         model = ga.preset("gpt2-124m", layers=2).build().to(device, BF16)
-        data = [drawn("zipf", 2 * 4 * 257, 50257, k).view(4, 2, 257)[:, 0].to(device) for k in range(10)]
+        data = [
+            drawn("zipf", 2 * 4 * 257, 50257, k).view(4, 2, 257)[:, 0].to(device) for k in range(10)
+        ]
         with TrainStep(model, accumulate="fused", micro_batches=2, deterministic=True) as step:
             for x in data:
                 step((x[:, :-1].contiguous(), x[:, 1:].contiguous()))

@@ -12,7 +12,9 @@ from gpuaccel.learn.exercises.exercises import ARCHS, EXERCISES, SIZES
 KERNELS = [e for e in EXERCISES.values() if e.params]
 PYTHON = [e for e in EXERCISES.values() if not e.params]
 WRONG_KERNELS = [pytest.param(e, what, id=f"{e.name}-{what}") for e in KERNELS for what in e.wrong]
-on_cpu_and_gpu = pytest.mark.parametrize("where", ["simt", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+on_cpu_and_gpu = pytest.mark.parametrize(
+    "where", ["simt", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
 WRONG_PYTHON = [pytest.param(e, what, id=f"{e.name}-{what}") for e in PYTHON for what in e.wrong]
 
 
@@ -29,9 +31,28 @@ def python(source, name):
 
 
 def test_there_are_exercises_with_mistakes_to_find():
-    assert {"scale", "reverse", "accumulate", "accumulate4", "token_mean", "squares", "rescale", "global_scale",
-            "guarded", "decay", "replay_over",
-            "run_starts", "piece_sums", "stochastic", "curve", "glu_slope", "poly_row", "deal", "fill_buckets", "ordered_sum"} <= set(EXERCISES)
+    assert {
+        "scale",
+        "reverse",
+        "accumulate",
+        "accumulate4",
+        "token_mean",
+        "squares",
+        "rescale",
+        "global_scale",
+        "guarded",
+        "decay",
+        "replay_over",
+        "run_starts",
+        "piece_sums",
+        "stochastic",
+        "curve",
+        "glu_slope",
+        "poly_row",
+        "deal",
+        "fill_buckets",
+        "ordered_sum",
+    } <= set(EXERCISES)
     assert all(len(e.wrong) >= 4 for e in EXERCISES.values())
     assert {1, 255, 256, 257, 1000, 4096, 1_000_003} <= set(SIZES)
 
@@ -43,13 +64,20 @@ def test_every_kernel_stub_solution_and_mistake_compiles(e):
 
 
 @pytest.mark.parametrize("e", KERNELS, ids=lambda e: e.name)
-def test_without_gpu_and_compiler_a_kernel_is_compiled_for_every_architecture_and_neither_passes_nor_fails(e, monkeypatch):
+def test_without_gpu_and_compiler_a_kernel_is_compiled_for_every_architecture_and_neither_passes_nor_fails(
+    e, monkeypatch
+):
     monkeypatch.setattr(exercises, "find_compiler", lambda: (None, "neither g++ nor clang++ found"))
     with ga.use_backend("torch", policy="off"):
         result = ga.check(e.name, ga.compile(e.solution, e.name))
     assert result.passed is None and not result
-    assert "compiled, not run" in str(result) and "(GPUACCEL_GPU=off); neither g++ nor clang++ found" in str(result)
-    assert result.lines[0][1] == f"{len([arch for arch in ARCHS if arch in ga.compiler.nvrtc.library().archs])} architectures"
+    assert "compiled, not run" in str(
+        result
+    ) and "(GPUACCEL_GPU=off); neither g++ nor clang++ found" in str(result)
+    assert (
+        result.lines[0][1]
+        == f"{len([arch for arch in ARCHS if arch in ga.compiler.nvrtc.library().archs])} architectures"
+    )
 
 
 @pytest.mark.parametrize("e", PYTHON, ids=lambda e: e.name)
@@ -68,20 +96,41 @@ def test_a_number_read_on_the_host_is_counted_where_it_matters():
 
 
 def test_what_cannot_be_captured_is_told_once_with_its_line_and_what_to_do():
-    for name, what, line in (("guarded", "asks the host", 2), ("guarded", "asks in other words", 2), ("decay", "a number", 2)):
+    for name, what, line in (
+        ("guarded", "asks the host", 2),
+        ("guarded", "asks in other words", 2),
+        ("decay", "a number", 2),
+    ):
         result = ga.check(name, python(EXERCISES[name].wrong[what], name))
-        assert result.passed is False and result.verdict == "it cannot be captured." and len(result.lines) == 1
-        assert f":{line} cannot" in result.lines[0][2] and "the host would wait for a value of the device. Instead: keep the number on the device" in str(result)
-    assert "the shape" in str(ga.check("guarded", python(EXERCISES["guarded"].wrong["picks by a mask"], "guarded")))
+        assert (
+            result.passed is False
+            and result.verdict == "it cannot be captured."
+            and len(result.lines) == 1
+        )
+        assert (
+            f":{line} cannot" in result.lines[0][2]
+            and "the host would wait for a value of the device. Instead: keep the number on the device"
+            in str(result)
+        )
+    assert "the shape" in str(
+        ga.check("guarded", python(EXERCISES["guarded"].wrong["picks by a mask"], "guarded"))
+    )
 
 
 def test_a_captured_answer_is_compared_after_each_replay():
     task = EXERCISES["decay"]
-    assert "wrong in replay 2 of 12" in str(ga.check("decay", python(task.wrong["frozen"], "decay"), seed=1))
-    assert "wrong in replay 12 of 12" in str(ga.check("decay", python(task.wrong["below zero"], "decay"), seed=1))
+    assert "wrong in replay 2 of 12" in str(
+        ga.check("decay", python(task.wrong["frozen"], "decay"), seed=1)
+    )
+    assert "wrong in replay 12 of 12" in str(
+        ga.check("decay", python(task.wrong["below zero"], "decay"), seed=1)
+    )
     assert "right in 12 replays" in str(ga.check("decay", python(task.solution, "decay"), seed=1))
-    for answer, words in ((lambda *given: None, "got None"), (lambda weight, *rest: weight[:0], "got a tensor of shape (0,)"),
-                          (lambda *given: 1 / 0, "ZeroDivisionError")):
+    for answer, words in (
+        (lambda *given: None, "got None"),
+        (lambda weight, *rest: weight[:0], "got a tensor of shape (0,)"),
+        (lambda *given: 1 / 0, "ZeroDivisionError"),
+    ):
         result = ga.check("guarded", answer)
         assert result.passed is False and words in str(result)
 
@@ -97,7 +146,11 @@ def test_a_check_of_a_capture_leaves_the_backend_alone():
 def test_a_write_where_nothing_was_to_be_done_is_seen(where):
     task = EXERCISES["rescale"]
     words = str(ga.check(task.name, ga.compile(task.wrong["NaN returns, 1 does not"], task.name)))
-    assert words.count("were written, and none should be") == 2 and "4,096, scale 1" in words and "1,000, scale NaN" in words
+    assert (
+        words.count("were written, and none should be") == 2
+        and "4,096, scale 1" in words
+        and "1,000, scale NaN" in words
+    )
 
 
 @pytest.mark.parametrize("e, what", WRONG_PYTHON)
@@ -122,10 +175,19 @@ def test_an_answer_that_raises_or_returns_something_else_fails_in_words(answer, 
 @pytest.mark.parametrize(
     "params, words",
     [
-        ("float* out, const float* x, int n", "differ at parameter 3, `int n` where `float factor` belongs"),
-        ("float* out, const bf16* x, float factor, int n", "`const bf16* x` where `const float* x` belongs"),
+        (
+            "float* out, const float* x, int n",
+            "differ at parameter 3, `int n` where `float factor` belongs",
+        ),
+        (
+            "float* out, const bf16* x, float factor, int n",
+            "`const bf16* x` where `const float* x` belongs",
+        ),
         ("float* out, const float* x, float factor, float n", "`float n` where `int n` belongs"),
-        ("float* out, const float* x, float factor, int n, int m", "`int m` where `nothing` belongs"),
+        (
+            "float* out, const float* x, float factor, int n, int m",
+            "`int m` where `nothing` belongs",
+        ),
     ],
 )
 def test_wrong_parameters_are_named_before_anything_runs(params, words):
@@ -135,7 +197,9 @@ def test_wrong_parameters_are_named_before_anything_runs(params, words):
 
 
 def test_names_const_and_wider_numbers_of_parameters_are_free():
-    kernel = ga.compile('extern "C" __global__ void mine(float* y, float* z, float f, long long count) {}')
+    kernel = ga.compile(
+        'extern "C" __global__ void mine(float* y, float* z, float f, long long count) {}'
+    )
     assert exercises._parameters_differ(EXERCISES["scale"], kernel) is None
 
 
@@ -176,7 +240,9 @@ def test_a_known_wrong_kernel_fails(e, what, where):
     result = ga.check(e.name, ga.compile(e.wrong[what], e.name))
     assert result.passed is False
     if where == "simt" and what in ("no guard", "guards the first only", "one too many"):
-        assert re.search(r"line \d+: thread \d+ of block \d+ (reads|writes) \w+\[-?\d+\]", str(result)), result
+        assert re.search(
+            r"line \d+: thread \d+ of block \d+ (reads|writes) \w+\[-?\d+\]", str(result)
+        ), result
 
 
 @on_cpu_and_gpu
@@ -186,4 +252,6 @@ def test_a_stub_fails_and_says_that_nothing_was_written(e, where):
     assert result.passed is False
     untouched = [e.data(n, torch.Generator(ga.default_device().type)) for n in SIZES]
     assert [how for _, _, how in result.lines] == [
-        "right; left alone" if case.expected is case.out else "nothing was written" for case in untouched]
+        "right; left alone" if case.expected is case.out else "nothing was written"
+        for case in untouched
+    ]

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import gpuaccel as ga
-from gpuaccel.learn.figures import figures
 from gpuaccel.learn import recorded
+from gpuaccel.learn.figures import figures
 from gpuaccel.measure.timeline import Span, lines
 
 
@@ -19,7 +19,9 @@ def text_of(figure):
     return bundle["text/plain"]
 
 
-@pytest.mark.parametrize("n, block, per_thread, spare", [(21, 8, 1, 3), (16, 8, 1, 0), (21, 4, 4, 2), (1, 1, 1, 0)])
+@pytest.mark.parametrize(
+    "n, block, per_thread, spare", [(21, 8, 1, 3), (16, 8, 1, 0), (21, 4, 4, 2), (1, 1, 1, 0)]
+)
 def test_threads_counts_the_spare_ones(n, block, per_thread, spare):
     words = text_of(figures.threads(n, block, per_thread))
     assert f"{n} elements" in words and (f"{spare} to spare" in words) == (spare > 0)
@@ -40,17 +42,23 @@ def test_bits_of_257_lose_their_last_one_in_bf16():
 )
 def test_any_arena_can_be_drawn(module):
     arena = ga.Arena(module)
-    assert f"{len(arena.segments)} tensors in {len(arena.blocks)} blocks" in text_of(figures.arena(arena))
+    assert f"{len(arena.segments)} tensors in {len(arena.blocks)} blocks" in text_of(
+        figures.arena(arena)
+    )
 
 
 def test_curves_leave_zeros_out_and_say_so_when_nothing_is_left():
-    assert "b 0.5" in text_of(figures.curves({"a": [(1, 0.0), (2, 1e-9)], "b": [(1, 0.1), (2, 0.5)]}, "t", "x", "y"))
+    assert "b 0.5" in text_of(
+        figures.curves({"a": [(1, 0.0), (2, 1e-9)], "b": [(1, 0.1), (2, 0.5)]}, "t", "x", "y")
+    )
     assert "every value is 0" in text_of(figures.curves({"a": [(1, 0.0)]}, "t", "x", "y"))
 
 
 def test_source_is_the_file_s_own_text_with_its_lines():
     shown = figures.source("accumulate", "accumulate_v1", GRAD_T="bf16")
-    assert shown.text.startswith('extern "C" __global__ void accumulate_v1(') and shown.text.endswith("}")
+    assert shown.text.startswith(
+        'extern "C" __global__ void accumulate_v1('
+    ) and shown.text.endswith("}")
     assert "registers" in shown.title and "<span" in shown._repr_html_()
     with pytest.raises(ga.CompileError, match="no kernel 'accumulate_v9'"):
         figures.source("accumulate", "accumulate_v9")
@@ -80,14 +88,16 @@ def test_recorded_runs_say_that_they_are_recorded_with_gpu_and_date(tmp_path, mo
         json.dumps({**RESULT, "results": {"arena": {"tokens_per_s, 4": 1e5}, "note": 1}})
     )
     table = recorded.training()
-    assert "NVIDIA H200" in str(table) and "100,000" in str(table) and "<table" in table._repr_html_()
+    assert (
+        "NVIDIA H200" in str(table) and "100,000" in str(table) and "<table" in table._repr_html_()
+    )
 
 
 def test_without_a_recorded_run_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
-    assert "no recorded run in this checkout" in str(recorded.addition()) and "no recorded run in this checkout" in str(
-        recorded.training()
-    )
+    assert "no recorded run in this checkout" in str(
+        recorded.addition()
+    ) and "no recorded run in this checkout" in str(recorded.training())
     assert recorded.recorded("accumulate").get("addition", "elements") is None
 
 
@@ -101,18 +111,47 @@ SPANS = [
 
 def test_a_timeline_counts_waits_and_shows_what_the_gpu_did_and_when_it_stood_still():
     figure = figures.timeline({"item": SPANS, "other": SPANS[:1]})
-    assert "item: 10 waits, 400 µs, the GPU works 75% of it; other: 0 numbers read, 400 µs" in text_of(figure)
-    for words in ("waits for the GPU", "rest of backward", "kernels", "adamw_v2", "enlarged: 244 µs"):
+    assert (
+        "item: 10 waits, 400 µs, the GPU works 75% of it; other: 0 numbers read, 400 µs"
+        in text_of(figure)
+    )
+    for words in (
+        "waits for the GPU",
+        "rest of backward",
+        "kernels",
+        "adamw_v2",
+        "enlarged: 244 µs",
+    ):
         assert f">{words}<" in figure.drawn, words
     assert "launches" not in figure.drawn and "<script" not in figure.drawn
     text_of(figures.timeline({}))
-    assert len(figures.timeline({"many": [Span("GPU", "k", i / 9, i / 9 + 0.05) for i in range(20_000)]}).drawn) < 60_000
+    assert (
+        len(
+            figures.timeline(
+                {"many": [Span("GPU", "k", i / 9, i / 9 + 0.05) for i in range(20_000)]}
+            ).drawn
+        )
+        < 60_000
+    )
 
 
 def test_norms_are_drawn_before_and_after_clipping_and_a_nan_is_a_word():
-    words = text_of(figures.norms({"block 0": (3.25, 1.0), "block 1": (0.5, 0.5), "block 2": (float("nan"), float("nan"))}, 1.0, "Norms"))
+    words = text_of(
+        figures.norms(
+            {
+                "block 0": (3.25, 1.0),
+                "block 1": (0.5, 0.5),
+                "block 2": (float("nan"), float("nan")),
+            },
+            1.0,
+            "Norms",
+        )
+    )
     assert words == "Norms: block 0 3.2 → 1, block 1 0.5, block 2 NaN"
-    assert "max_norm 1" in figures.norms({"a": (0.0, 0.0)}, 1.0).drawn and "max_norm" not in figures.norms({"a": (0.0, 0.0)}).drawn
+    assert (
+        "max_norm 1" in figures.norms({"a": (0.0, 0.0)}, 1.0).drawn
+        and "max_norm" not in figures.norms({"a": (0.0, 0.0)}).drawn
+    )
 
 
 def test_a_warp_s_sum_takes_five_rounds():
@@ -120,24 +159,49 @@ def test_a_warp_s_sum_takes_five_rounds():
 
 
 def test_a_long_title_is_made_to_fit():
-    sizes = [float(figures.bars([("a", 1.0, "1")], "m" * n).drawn.split('font-size="')[1].split('"')[0]) for n in (10, 200)]
+    sizes = [
+        float(figures.bars([("a", 1.0, "1")], "m" * n).drawn.split('font-size="')[1].split('"')[0])
+        for n in (10, 200)
+    ]
     assert sizes[0] == 13 and sizes[1] < 6
 
 
 def test_recorded_clipping_tails_and_timelines_are_read_and_labelled(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
-    assert str(recorded.clipping()) == "clip: no recorded run in this checkout" and "no recorded run" in str(recorded.tail())
-    assert "no recorded run" in str(recorded.waiting()) and "Here, on the CPU" in text_of(recorded.waiting({"item": SPANS}))
+    assert str(
+        recorded.clipping()
+    ) == "clip: no recorded run in this checkout" and "no recorded run" in str(recorded.tail())
+    assert "no recorded run" in str(recorded.waiting()) and "Here, on the CPU" in text_of(
+        recorded.waiting({"item": SPANS})
+    )
     results = {
-        "clip": {"float32": {"elements": 5e6, "tensors": 7, "over": {"item": {"launched": {"ms": 2.5}}, "bare": {}},
-                             "under": {"item": {"launched": {"ms": 0.5}}}, "host": {"item": {"launches": 9, "syncs": 7}}}},
+        "clip": {
+            "float32": {
+                "elements": 5e6,
+                "tensors": 7,
+                "over": {"item": {"launched": {"ms": 2.5}}, "bare": {}},
+                "under": {"item": {"launched": {"ms": 0.5}}},
+                "host": {"item": {"launches": 9, "syncs": 7}},
+            }
+        },
         "tail": {"float32": {"elements": 5e6, "replayed": {"ours": {"ms": 4.25}, "odd": 1}}},
-        "timeline": {"what": "after the last backward", "tails": {"item": {"spans": lines(SPANS)}, "odd": None}},
+        "timeline": {
+            "what": "after the last backward",
+            "tails": {"item": {"spans": lines(SPANS)}, "odd": None},
+        },
     }
     for name, content in results.items():
         (tmp_path / f"{name}_h200.json").write_text(json.dumps({**RESULT, "results": content}))
     table = str(recorded.clipping())
-    assert "7 float32 gradients, 5 M elements" in table and table.split("\n")[2].split() == ["item", "2.50", "ms", "0.50", "ms", "9", "7"]
+    assert "7 float32 gradients, 5 M elements" in table and table.split("\n")[2].split() == [
+        "item",
+        "2.50",
+        "ms",
+        "0.50",
+        "ms",
+        "9",
+        "7",
+    ]
     for shown in (text_of(recorded.tail()), text_of(recorded.waiting({})), table):
         assert shown.startswith("Recorded, not run here: NVIDIA H200, 2026-01-02")
     assert "ours 4.25 ms" in str(recorded.tail()) and "item: 10 waits" in str(recorded.waiting())

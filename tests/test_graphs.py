@@ -2,6 +2,7 @@
 
 On a GPU these are CUDA graphs; on the CPU, under backend simt, a tape stands in for them, and the same claims hold.
 """
+
 import contextlib
 import copy
 import gc
@@ -25,20 +26,23 @@ import torch.nn.functional as F
 from test_clip import CUDA, KERNELS, no_waiting
 from torch import nn
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")         # nothing is downloaded: before transformers is imported
+os.environ.setdefault(
+    "HF_HUB_OFFLINE", "1"
+)  # nothing is downloaded: before transformers is imported
 
 import gpuaccel as ga  # noqa: E402
-from gpuaccel.graphs import capture, tape  # noqa: E402
-from gpuaccel.optim.arena import Arena  # noqa: E402
 from gpuaccel.errors import ArgumentError, CaptureError  # noqa: E402
+from gpuaccel.graphs import capture, tape  # noqa: E402
 from gpuaccel.optim.adamw import AdamW  # noqa: E402
-from gpuaccel.training.step import TrainStep, token_loss  # noqa: E402
+from gpuaccel.optim.arena import Arena  # noqa: E402
 from gpuaccel.training.loop import train, warmup_cosine  # noqa: E402
+from gpuaccel.training.step import TrainStep, token_loss  # noqa: E402
 
 V, HIDDEN, LR, LIMIT = 61, 32, 3e-2, 0.5
 
 
 # ---- a model, its data, and two ways of training it -----------------------------------------------------------------
+
 
 class Net(nn.Module):
     """Tokens (B, T) -> logits (B, T, V), with dropout in a ModuleList. rare: a weight that only more than 8 tokens use."""
@@ -46,8 +50,16 @@ class Net(nn.Module):
     def __init__(self, tied=False, rare=False, norm=False, dropout=0.2):
         super().__init__()
         self.embedding = nn.Embedding(V, HIDDEN)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 64), nn.GELU(), nn.Linear(64, HIDDEN), nn.Dropout(dropout))
-                                    for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(HIDDEN),
+                nn.Linear(HIDDEN, 64),
+                nn.GELU(),
+                nn.Linear(64, HIDDEN),
+                nn.Dropout(dropout),
+            )
+            for _ in range(2)
+        )
         self.norm = nn.BatchNorm1d(HIDDEN) if norm else None
         self.head = nn.Linear(HIDDEN, V, bias=False)
         self.rare = nn.Parameter(torch.zeros(HIDDEN)) if rare else None
@@ -75,17 +87,43 @@ def frozen():
 
 def side_by_side():
     """Its q, k and v are whole chunks of the arena: one product in mode "fused"."""
-    return ga.Transformer(ga.preset("tiny", vocab=V, layers=2, hidden=64, intermediate=64, heads=2, kv_heads=1, head_dim=64, T=16))
+    return ga.Transformer(
+        ga.preset(
+            "tiny",
+            vocab=V,
+            layers=2,
+            hidden=64,
+            intermediate=64,
+            heads=2,
+            kv_heads=1,
+            head_dim=64,
+            T=16,
+        )
+    )
 
 
 def llama(**changes):
-    return ga.Transformer(ga.preset("tiny", vocab=V, layers=2, hidden=HIDDEN, intermediate=64, heads=2, kv_heads=1, T=16, **changes))
+    return ga.Transformer(
+        ga.preset(
+            "tiny",
+            vocab=V,
+            layers=2,
+            hidden=HIDDEN,
+            intermediate=64,
+            heads=2,
+            kv_heads=1,
+            T=16,
+            **changes,
+        )
+    )
 
 
 def each(model, micro):
     x, y, weight = micro
-    found = F.cross_entropy(model(x).float().flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
-    return found * weight[:, None]                            # a weight that is NaN arrives as data
+    found = F.cross_entropy(model(x).float().flatten(0, 1), y.flatten(), reduction="none").view(
+        y.shape
+    )
+    return found * weight[:, None]  # a weight that is NaN arrives as data
 
 
 def loss_fn(model, micro):
@@ -101,8 +139,11 @@ def batches(device, n=8, rows=4, lengths=(8, 16), bad=(), seed=1):
     generator, found = torch.Generator().manual_seed(seed), []
     for k in range(n):
         T = lengths[k % len(lengths)]
-        x, y = torch.randint(0, V, (rows, T), generator=generator), torch.randint(0, V, (rows, T), generator=generator)
-        y[0, :T // 2] = -100
+        x, y = (
+            torch.randint(0, V, (rows, T), generator=generator),
+            torch.randint(0, V, (rows, T), generator=generator),
+        )
+        y[0, : T // 2] = -100
         weight = torch.rand(rows, generator=generator) + 0.5
         if k in bad:
             weight[-1] = math.nan
@@ -110,13 +151,27 @@ def batches(device, n=8, rows=4, lengths=(8, 16), bad=(), seed=1):
     return found
 
 
-def make(device, replay, *, net=Net, dtype=torch.float32, loss=loss_fn, opt=None, schedule=8, **options):
+def make(
+    device, replay, *, net=Net, dtype=torch.float32, loss=loss_fn, opt=None, schedule=8, **options
+):
     """A step with everything that moves: schedule with a warm-up, clipping, dropout, decay."""
     torch.manual_seed(0)
     model = net().to(device, dtype)
     opt = AdamW(Arena(model), **{"lr": LR, "weight_decay": 0.1, "max_norm": LIMIT, **(opt or {})})
-    options = {"micro_batches": 2, "policy": "require", "deterministic": device == "cuda", **options}
-    step = TrainStep(model, opt, loss, replay=replay, scheduler=warmup_cosine(opt, 2, schedule) if schedule else None, **options)
+    options = {
+        "micro_batches": 2,
+        "policy": "require",
+        "deterministic": device == "cuda",
+        **options,
+    }
+    step = TrainStep(
+        model,
+        opt,
+        loss,
+        replay=replay,
+        scheduler=warmup_cosine(opt, 2, schedule) if schedule else None,
+        **options,
+    )
     seed()
     return step
 
@@ -131,19 +186,27 @@ def bits(t):
 
 def same(got, want, what=""):
     """Equal bit by bit, except that one NaN is like another."""
-    assert got.dtype == want.dtype and got.shape == want.shape, f"{what}: {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
+    assert got.dtype == want.dtype and got.shape == want.shape, (
+        f"{what}: {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
+    )
     if want.is_floating_point():
         assert torch.equal(got.isnan(), want.isnan()), f"{what}: NaN in other places"
         got, want = (t.nan_to_num(0, math.inf, -math.inf) for t in (got, want))
     if not torch.equal(bits(got), bits(want)):
         d = (got.double() - want.double()).abs()
-        raise AssertionError(f"{what}: largest difference {d.max().item():.3g}, mean {d.mean().item():.3g}, in {(d > 0).sum()} of {d.numel()}")
+        raise AssertionError(
+            f"{what}: largest difference {d.max().item():.3g}, mean {d.mean().item():.3g}, in {(d > 0).sum()} of {d.numel()}"
+        )
 
 
 def drawn(device):
     """Where the random generators stand."""
-    found = {"random": torch.tensor([hash(random.getstate())]), "numpy": torch.tensor(np.random.get_state()[1].astype(np.int64)),
-             "numpy's place": torch.tensor(np.random.get_state()[2]), "torch": torch.get_rng_state()}
+    found = {
+        "random": torch.tensor([hash(random.getstate())]),
+        "numpy": torch.tensor(np.random.get_state()[1].astype(np.int64)),
+        "numpy's place": torch.tensor(np.random.get_state()[2]),
+        "torch": torch.get_rng_state(),
+    }
     return found | ({"torch.cuda": torch.cuda.get_rng_state()} if device == "cuda" else {})
 
 
@@ -152,10 +215,16 @@ def everything(model, opt, device):
     arena = Arena.of(model)
     found = dict(model.state_dict(keep_vars=False))
     if arena is not None:
-        found |= {f"master of {name}": t for name, t in arena.named_master().items()} | {"the sums": arena.grads}
+        found |= {f"master of {name}": t for name, t in arena.named_master().items()} | {
+            "the sums": arena.grads
+        }
     for g, group in enumerate(opt.param_groups):
         for i, p in enumerate(group["params"]):
-            found |= {f"{key} of {g}.{i}": t for key, t in opt.state.get(p, {}).items() if isinstance(t, torch.Tensor)}
+            found |= {
+                f"{key} of {g}.{i}": t
+                for key, t in opt.state.get(p, {}).items()
+                if isinstance(t, torch.Tensor)
+            }
     if isinstance(opt, AdamW):
         found["skipped"] = opt.skipped.to(device)
     return {name: t.detach().clone() for name, t in (found | drawn(device)).items()}
@@ -165,7 +234,9 @@ def agree(got, want):
     """All of `want`. What `got` has beyond that (state of weights that eager has not touched yet) is zero."""
     for name, t in want.items():
         same(got[name], t, name)
-    assert not any(t.any() for name, t in got.items() if name not in want), [name for name in got if name not in want]
+    assert not any(t.any() for name, t in got.items() if name not in want), [
+        name for name in got if name not in want
+    ]
 
 
 OUTPUTS = ("loss", "tokens", "norm", "clipped_norm", "scale", "finite")
@@ -187,7 +258,11 @@ def trained(step, data, device, between=None):
         if between:
             between(step, k)
         outs.append(step(batch))
-    found = everything(step.model, step.opt, device), step.count, getattr(step.opt, "last_skip", lambda: None)()
+    found = (
+        everything(step.model, step.opt, device),
+        step.count,
+        getattr(step.opt, "last_skip", lambda: None)(),
+    )
     step.close()
     return outs, *found
 
@@ -215,7 +290,9 @@ def counts(monkeypatch):
         def counted(*args):
             setattr(found, what, getattr(found, what) + 1)
             return was(*args)
+
         monkeypatch.setattr(kind, method, counted)
+
     for kind in (tape.Tape, capture.CudaRecording):
         count(kind, "replay", "replays")
     for kind in (capture.TapeRecorder, capture.CudaRecorder):
@@ -226,49 +303,83 @@ def counts(monkeypatch):
 def small(device, norm=False, dropout=0.0):
     """An ordinary module over (B, 8) floats."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), *([nn.BatchNorm1d(16)] if norm else []), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 4)).to(device)
+    return nn.Sequential(
+        nn.Linear(8, 16),
+        *([nn.BatchNorm1d(16)] if norm else []),
+        nn.Tanh(),
+        nn.Dropout(dropout),
+        nn.Linear(16, 4),
+    ).to(device)
 
 
 def pairs(device, n=10, rows=(6,)):
     generator = torch.Generator().manual_seed(2)
-    return [tuple(torch.randn(rows[k % len(rows)], size, generator=generator).to(device) for size in (8, 4)) for k in range(n)]
+    return [
+        tuple(
+            torch.randn(rows[k % len(rows)], size, generator=generator).to(device)
+            for size in (8, 4)
+        )
+        for k in range(n)
+    ]
 
 
 def plain_step(model, opt):
     """A training step as anybody writes it."""
+
     def fn(x, y):
         loss = F.mse_loss(model(x), y)
         loss.backward()
         opt.step()
         opt.zero_grad()
         return loss
+
     return fn
 
 
 def torchs(model, device):
     """torch.optim.AdamW as a graph needs it: every number that changes on the device."""
-    return torch.optim.AdamW(model.parameters(), lr=torch.tensor(LR, device=device), fused=True, capturable=device == "cuda")
+    return torch.optim.AdamW(
+        model.parameters(),
+        lr=torch.tensor(LR, device=device),
+        fused=True,
+        capturable=device == "cuda",
+    )
 
 
 # ---- 1. the same bits -----------------------------------------------------------------------------------------------
 
 CASES = {
-    "arena": {}, "fused": {"accumulate": "fused"}, "autograd": {"accumulate": "autograd"},
-    "bf16": {"dtype": torch.bfloat16}, "bf16, fused": {"dtype": torch.bfloat16, "accumulate": "fused"},
+    "arena": {},
+    "fused": {"accumulate": "fused"},
+    "autograd": {"accumulate": "autograd"},
+    "bf16": {"dtype": torch.bfloat16},
+    "bf16, fused": {"dtype": torch.bfloat16, "accumulate": "fused"},
     "fused, q k v together": {"net": side_by_side, "accumulate": "fused"},
     "bf16, q k v together": {"net": side_by_side, "accumulate": "fused", "dtype": torch.bfloat16},
-    "grouped attention": {"net": llama}, "tied attention": {"net": lambda: llama(tied=True), "accumulate": "fused"},
-    "sequences": {"divide": "sequences"}, "micro_batches": {"divide": "micro_batches"}, "tokens": {"divide": "tokens", "accumulate": "fused"},
-    "a mean": {"loss": mean_loss}, "a mean, three": {"loss": mean_loss, "micro_batches": 3, "accumulate": "fused"},
-    "scope block": {"opt": {"scope": "block"}}, "scope tensor": {"opt": {"scope": "tensor"}, "accumulate": "fused"},
+    "grouped attention": {"net": llama},
+    "tied attention": {"net": lambda: llama(tied=True), "accumulate": "fused"},
+    "sequences": {"divide": "sequences"},
+    "micro_batches": {"divide": "micro_batches"},
+    "tokens": {"divide": "tokens", "accumulate": "fused"},
+    "a mean": {"loss": mean_loss},
+    "a mean, three": {"loss": mean_loss, "micro_batches": 3, "accumulate": "fused"},
+    "scope block": {"opt": {"scope": "block"}},
+    "scope tensor": {"opt": {"scope": "tensor"}, "accumulate": "fused"},
     "bf16, scope block": {"opt": {"scope": "block"}, "dtype": torch.bfloat16},
-    "unequal micro-batches": {"micro_batches": 3}, "one micro-batch": {"micro_batches": 1},
-    "frozen": {"net": frozen}, "frozen, fused": {"net": frozen, "accumulate": "fused"},
-    "rare weight": {"net": lambda: Net(rare=True)}, "rare weight, fused": {"net": lambda: Net(rare=True), "accumulate": "fused"},
-    "tied": {"net": lambda: Net(tied=True)}, "tied, fused": {"net": lambda: Net(tied=True), "accumulate": "fused"},
+    "unequal micro-batches": {"micro_batches": 3},
+    "one micro-batch": {"micro_batches": 1},
+    "frozen": {"net": frozen},
+    "frozen, fused": {"net": frozen, "accumulate": "fused"},
+    "rare weight": {"net": lambda: Net(rare=True)},
+    "rare weight, fused": {"net": lambda: Net(rare=True), "accumulate": "fused"},
+    "tied": {"net": lambda: Net(tied=True)},
+    "tied, fused": {"net": lambda: Net(tied=True), "accumulate": "fused"},
     "batch norm": {"net": lambda: Net(norm=True)},
     "amsgrad, maximize": {"opt": {"amsgrad": True, "maximize": True}},
-    "stochastic rounding": {"dtype": torch.bfloat16, "opt": {"stochastic_rounding": True, "seed": 5}},
+    "stochastic rounding": {
+        "dtype": torch.bfloat16,
+        "opt": {"stochastic_rounding": True, "seed": 5},
+    },
 }
 
 
@@ -281,8 +392,12 @@ def test_a_replayed_run_has_the_bits_of_an_eager_one(device, case, counts):
     wanted = compare(device, data, **how)
     assert counts.replays == len(data) and counts.captures == 2, counts
     # What was compared was a run in which all of it happened.
-    assert [bool(out.finite.all()) for out in wanted] == [k != 3 for k in range(8)] and len({out.loss.item() for out in wanted}) == 8
-    assert all((out.scale < 1).any() for out in wanted if out.finite.all()), "clipping had nothing to do"
+    assert [bool(out.finite.all()) for out in wanted] == [k != 3 for k in range(8)] and len(
+        {out.loss.item() for out in wanted}
+    ) == 8
+    assert all((out.scale < 1).any() for out in wanted if out.finite.all()), (
+        "clipping had nothing to do"
+    )
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -304,7 +419,9 @@ def test_a_rare_weight_moves_only_where_it_got_a_gradient(device, accumulate):
         step(batch)
         seen.append(step.model.rare.detach().clone())
     assert seen[0].eq(1).all() and torch.equal(seen[2], seen[1]), "it moved in a batch of 8 tokens"
-    assert not torch.equal(seen[1], seen[0]) and not torch.equal(seen[3], seen[2]), "it did not move in a batch of 16 tokens"
+    assert not torch.equal(seen[1], seen[0]) and not torch.equal(seen[3], seen[2]), (
+        "it did not move in a batch of 16 tokens"
+    )
     step.close()
 
 
@@ -314,20 +431,42 @@ def test_autocast_is_replayed_with_eagers_bits(device, accumulate):
     compare(device, batches(device, n=6, bad=(3,)), autocast=torch.bfloat16, accumulate=accumulate)
 
 
-@pytest.mark.parametrize("accumulate, how", [("arena", "whole"), ("fused", "whole"), ("autograd", "whole"), ("arena", "list"), ("fused", "list")])
+@pytest.mark.parametrize(
+    "accumulate, how",
+    [
+        ("arena", "whole"),
+        ("fused", "whole"),
+        ("autograd", "whole"),
+        ("arena", "list"),
+        ("fused", "list"),
+    ],
+)
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_torchs_optimizer_and_torchs_clipping_are_replayed_with_eagers_bits(device, accumulate, how):
+def test_torchs_optimizer_and_torchs_clipping_are_replayed_with_eagers_bits(
+    device, accumulate, how
+):
     found = {}
     for replay in ("eager", "graph"):
         torch.manual_seed(0)
         model = Net().to(device)
         arena = Arena(model)
         opt = torchs(model, device)
-        step = TrainStep(model, opt, loss_fn, micro_batches=2, accumulate=accumulate, max_norm=LIMIT, replay=replay, deterministic=device == "cuda",
-                         scheduler=warmup_cosine(opt, 2, 6))
+        step = TrainStep(
+            model,
+            opt,
+            loss_fn,
+            micro_batches=2,
+            accumulate=accumulate,
+            max_norm=LIMIT,
+            replay=replay,
+            deterministic=device == "cuda",
+            scheduler=warmup_cosine(opt, 2, 6),
+        )
         assert step.clip == "torch" and Arena.of(model) is arena
         seed()
-        found[replay] = trained(step, batches(device, n=6) if how == "whole" else lists(device), device)
+        found[replay] = trained(
+            step, batches(device, n=6) if how == "whole" else lists(device), device
+        )
         assert step.replays == replay
     outputs_agree(found["graph"][0], found["eager"][0])
     agree(found["graph"][1], found["eager"][1])
@@ -337,7 +476,7 @@ def test_torchs_optimizer_and_torchs_clipping_are_replayed_with_eagers_bits(devi
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_dropout_draws_anew_in_each_replay(device):
     """The same batch again: another mask, eager's mask."""
-    batch, = batches(device, n=1)
+    (batch,) = batches(device, n=1)
     wanted = compare(device, [batch] * 4, opt={"lr": 0.0, "max_norm": None}, schedule=None)
     assert len({out.loss.item() for out in wanted}) == 4
 
@@ -352,6 +491,7 @@ def test_a_replayed_run_warns_of_nothing(device):
 
 # ---- 2. lists of micro-batches --------------------------------------------------------------------------------------
 
+
 def lists(device, kinds=((2, 8), (2, 16)), bad=()):
     """Steps of 3, 1, 2, 4, 1, 3 micro-batches of two kinds, in no order that repeats."""
     found, at = [], 0
@@ -359,20 +499,33 @@ def lists(device, kinds=((2, 8), (2, 16)), bad=()):
         micros = []
         for _ in range(many):
             rows, T = kinds[(at * at // 3) % len(kinds)]
-            micros += batches(device, n=1, rows=rows, lengths=(T,), seed=100 + at, bad=(0,) if k in bad else ())
+            micros += batches(
+                device, n=1, rows=rows, lengths=(T,), seed=100 + at, bad=(0,) if k in bad else ()
+            )
             at += 1
         found.append(micros)
     return found
 
 
-LISTS = {"arena": {}, "fused": {"accumulate": "fused"}, "bf16": {"dtype": torch.bfloat16}, "together": {"net": side_by_side, "accumulate": "fused"},
-         "sequences": {"divide": "sequences"}, "micro_batches": {"divide": "micro_batches"}, "a mean": {"loss": mean_loss},
-         "rare": {"net": lambda: Net(rare=True)}, "batch norm": {"net": lambda: Net(norm=True)}, "scope block": {"opt": {"scope": "block"}}}
+LISTS = {
+    "arena": {},
+    "fused": {"accumulate": "fused"},
+    "bf16": {"dtype": torch.bfloat16},
+    "together": {"net": side_by_side, "accumulate": "fused"},
+    "sequences": {"divide": "sequences"},
+    "micro_batches": {"divide": "micro_batches"},
+    "a mean": {"loss": mean_loss},
+    "rare": {"net": lambda: Net(rare=True)},
+    "batch norm": {"net": lambda: Net(norm=True)},
+    "scope block": {"opt": {"scope": "block"}},
+}
 
 
 @pytest.mark.parametrize("case", LISTS)
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_list_of_micro_batches_gives_eagers_bits_in_one_launch_each_and_a_tail(device, case, counts):
+def test_a_list_of_micro_batches_gives_eagers_bits_in_one_launch_each_and_a_tail(
+    device, case, counts
+):
     data = lists(device, bad=(3,))
     wanted = compare(device, data, **LISTS[case])
     assert counts.replays == sum(len(micros) + 1 for micros in data)
@@ -384,16 +537,27 @@ def test_a_list_of_micro_batches_gives_eagers_bits_in_one_launch_each_and_a_tail
 def test_a_kind_that_is_new_in_the_middle_of_a_list_leaves_the_sums_right(device, accumulate):
     def micro(T, at):
         return batches(device, n=1, rows=2, lengths=(T,), seed=at)[0]
-    steps = [[micro(8, 0), micro(8, 1)], [micro(8, 2), micro(16, 3), micro(8, 4), micro(12, 5)], [micro(12, 6), micro(8, 7)]]
+
+    steps = [
+        [micro(8, 0), micro(8, 1)],
+        [micro(8, 2), micro(16, 3), micro(8, 4), micro(12, 5)],
+        [micro(12, 6), micro(8, 7)],
+    ]
     compare(device, steps, accumulate=accumulate)
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_list_with_more_kinds_than_max_graphs_leaves_the_sums_right(device):
     """A graph that has to go in the middle of a list is captured again there: its warm-up must not take the sums so far."""
+
     def micro(T, at):
         return batches(device, n=1, rows=2, lengths=(T,), seed=at)[0]
-    compare(device, [[micro(8, 0), micro(16, 1), micro(8, 2)], [micro(16, 3), micro(8, 4)]], max_graphs=1)
+
+    compare(
+        device,
+        [[micro(8, 0), micro(16, 1), micro(8, 2)], [micro(16, 3), micro(8, 4)]],
+        max_graphs=1,
+    )
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -404,10 +568,15 @@ def test_lists_and_whole_batches_may_take_turns(device):
 
 @pytest.mark.parametrize("accumulate", ["autograd", "host"])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_list_with_gradients_outside_of_the_arena_is_a_capture_error_that_changes_nothing(device, accumulate):
+def test_a_list_with_gradients_outside_of_the_arena_is_a_capture_error_that_changes_nothing(
+    device, accumulate
+):
     step = make(device, "graph", accumulate=accumulate)
     before = everything(step.model, step.opt, device)
-    with pytest.raises(CaptureError, match=f"a list of micro-batches .* accumulate='{accumulate}' .* expected 'arena' or 'fused'"):
+    with pytest.raises(
+        CaptureError,
+        match=f"a list of micro-batches .* accumulate='{accumulate}' .* expected 'arena' or 'fused'",
+    ):
         step(lists(device)[1])
     agree(everything(step.model, step.opt, device), before)
     assert step.count == 0
@@ -423,10 +592,20 @@ def test_a_list_that_breaks_off_drops_its_sums(device):
         if broken and micro[0].shape[1] == 16:
             raise KeyError("broken off")
         return loss_fn(model, micro)
+
     data = lists(device)
-    want, left, *_ = trained(make(device, "eager", net=lambda: Net(dropout=0.0), loss=loss, schedule=None), [data[0], data[1]], device)
-    step = make(device, "graph", net=lambda: Net(dropout=0.0), loss=loss, schedule=None, policy="auto")
-    short, (new,) = batches(device, n=2, rows=2, lengths=(8,)), batches(device, n=1, rows=3, lengths=(16,))
+    want, left, *_ = trained(
+        make(device, "eager", net=lambda: Net(dropout=0.0), loss=loss, schedule=None),
+        [data[0], data[1]],
+        device,
+    )
+    step = make(
+        device, "graph", net=lambda: Net(dropout=0.0), loss=loss, schedule=None, policy="auto"
+    )
+    short, (new,) = (
+        batches(device, n=2, rows=2, lengths=(8,)),
+        batches(device, n=1, rows=3, lengths=(16,)),
+    )
     outs = [step(data[0])]
     broken = True
     with pytest.raises(KeyError, match="broken off"):
@@ -440,19 +619,26 @@ def test_a_list_that_breaks_off_drops_its_sums(device):
 
 # ---- 3. no trace, 4. the first call is a step -----------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("accumulate", ["arena", "fused", "autograd"])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_the_first_call_leaves_what_eagers_first_step_leaves(device, accumulate):
     """Weights, moments, batch norm's statistics and its counter, every generator, skips and counts: warm-up and capture are in none."""
-    batch, = batches(device, n=1)
-    start = everything((step := make(device, "eager", net=lambda: Net(norm=True))).model, step.opt, device)
+    (batch,) = batches(device, n=1)
+    start = everything(
+        (step := make(device, "eager", net=lambda: Net(norm=True))).model, step.opt, device
+    )
     _, left, count, _ = trained(step, [batch], device)
     step = make(device, "graph", net=lambda: Net(norm=True), accumulate=accumulate)
     step(batch)
     got = everything(step.model, step.opt, device)
     agree(got, left)
-    assert step.count == count == 1 and step.opt.skipped == 0 and got["norm.num_batches_tracked"] == 2       # one per micro-batch
-    assert not torch.equal(got["head.weight"], start["head.weight"]) and not torch.equal(got["norm.running_mean"], start["norm.running_mean"])
+    assert (
+        step.count == count == 1 and step.opt.skipped == 0 and got["norm.num_batches_tracked"] == 2
+    )  # one per micro-batch
+    assert not torch.equal(got["head.weight"], start["head.weight"]) and not torch.equal(
+        got["norm.running_mean"], start["norm.running_mean"]
+    )
     step.close()
 
 
@@ -461,17 +647,24 @@ def test_the_first_call_leaves_what_eagers_first_step_leaves(device, accumulate)
 def test_capture_alone_changes_nothing_at_all(device, whose):
     """Not even the generators that fn's Python draws from, nor gradients that stood there."""
     model = small(device, norm=True, dropout=0.3)
-    opt = torchs(model, device) if whose.startswith("torch") else \
-        AdamW(Arena(model) if "arena" in whose else model.parameters(), lr=LR, max_norm=LIMIT)
+    opt = (
+        torchs(model, device)
+        if whose.startswith("torch")
+        else AdamW(Arena(model) if "arena" in whose else model.parameters(), lr=LR, max_norm=LIMIT)
+    )
     fn, (x, y) = plain_step(model, opt), pairs(device, 1)[0]
 
     def drawing(x, y):
         random.random(), np.random.rand(), torch.rand(())
         opt.zero_grad()
         return fn(x, y)
+
     seed()
     F.mse_loss(model(x), y).backward()
-    before, grads = everything(model, opt, device), [(p.grad, p.grad.clone()) for p in model.parameters()]
+    before, grads = (
+        everything(model, opt, device),
+        [(p.grad, p.grad.clone()) for p in model.parameters()],
+    )
     with ga.GraphedStep(drawing, [model, opt], policy="require") as step:
         step.capture(x, y)
         assert len(step) == 1
@@ -492,7 +685,9 @@ def test_gradients_that_stand_are_state_that_a_step_adds_to(device):
     def adding(model):
         def fn(x, y):
             F.mse_loss(model(x), y).backward()
+
         return fn
+
     for m in (model, other):
         for p in m.parameters():
             p.grad = torch.ones_like(p)
@@ -513,6 +708,7 @@ def test_the_captured_step_is_taken_once(device):
         made.append(None)
         total.add_(x)
         return total * 2
+
     with ga.GraphedStep(fn, total, policy="require") as step:
         for k in range(1, 4):
             out = step(torch.ones(3, device=device))
@@ -521,6 +717,7 @@ def test_the_captured_step_is_taken_once(device):
 
 
 # ---- 5. what is handed out ------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 @pytest.mark.parametrize("how", ["whole", "list"])
@@ -536,10 +733,14 @@ def test_outputs_are_tensors_of_their_own(device, how):
         assert len({getattr(out, key).data_ptr() for out in outs}) == 5, f"{key} shares its memory"
         for out, value in zip(outs, values):
             same(getattr(out, key), value[key], key)
-    assert len({out.loss.item() for out in outs}) == 5 and len({out.norm.item() for out in outs}) == 5
+    assert (
+        len({out.loss.item() for out in outs}) == 5 and len({out.norm.item() for out in outs}) == 5
+    )
     assert not outs[0].loss.requires_grad and outs[0].loss.device == step.arena.device
-    outs[0].loss.fill_(7), outs[1].norm.fill_(7)              # whoever writes to them disturbs nobody
-    want, *_ = trained(make(device, "eager"), [[b] for b in data] if how == "list" else data, device)
+    outs[0].loss.fill_(7), outs[1].norm.fill_(7)  # whoever writes to them disturbs nobody
+    want, *_ = trained(
+        make(device, "eager"), [[b] for b in data] if how == "list" else data, device
+    )
     same(outs[4].loss, want[4].loss), same(outs[4].norm, want[4].norm)
     step.close()
 
@@ -547,15 +748,26 @@ def test_outputs_are_tensors_of_their_own(device, how):
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_results_and_inputs_may_stand_in_any_tree(device):
     """Every dtype, empty and one-element tensors, any strides, numbers and None; keywords, dicts, lists."""
+
     def fn(first, *, rest, scale):
         a, (b, c) = first["a"], rest
-        return {"sum": a + b.t(), "parts": (c > 0, [c.sum(), None, 3, "text"]), "low": a.bfloat16(), "none": a[:0], "whole": (c * scale).long(),
-                "view": a.t()}
+        return {
+            "sum": a + b.t(),
+            "parts": (c > 0, [c.sum(), None, 3, "text"]),
+            "low": a.bfloat16(),
+            "none": a[:0],
+            "whole": (c * scale).long(),
+            "view": a.t(),
+        }
 
     with ga.GraphedStep(fn, torch.zeros(1, device=device), policy="require") as step:
         kept = []
         for k in range(3):
-            a, b, c = torch.randn(3, 5, device=device), torch.randn(5, 3, device=device), torch.randn(1, device=device).expand(7)
+            a, b, c = (
+                torch.randn(3, 5, device=device),
+                torch.randn(5, 3, device=device),
+                torch.randn(1, device=device).expand(7),
+            )
             got, want = (run({"a": a}, rest=[b.clone(), c], scale=2.5) for run in (step, fn))
             kept.append((got, want))
         for got, want in kept:
@@ -565,7 +777,11 @@ def test_results_and_inputs_may_stand_in_any_tree(device):
             same(got["parts"][0], want["parts"][0]), same(got["parts"][1][0], want["parts"][1][0])
         assert len(step) == 1
         x = torch.arange(15.0, device=device).view(5, 3)
-        same(step({"a": x.t()}, rest=[x, torch.ones(7, device=device)], scale=2.5)["sum"], x.t() + x.t(), "an input with other strides")
+        same(
+            step({"a": x.t()}, rest=[x, torch.ones(7, device=device)], scale=2.5)["sum"],
+            x.t() + x.t(),
+            "an input with other strides",
+        )
     with ga.GraphedStep(lambda: None, torch.zeros(1, device=device), policy="require") as step:
         assert step() is None
 
@@ -574,15 +790,22 @@ def test_results_and_inputs_may_stand_in_any_tree(device):
 def test_inputs_are_read_when_the_step_is_called(device):
     """They are copied into the graph's own memory, and stay the caller's."""
     x = torch.ones(4, device=device)
-    with ga.GraphedStep(lambda x: x.mul_(3), torch.zeros(1, device=device), policy="require") as step:
+    with ga.GraphedStep(
+        lambda x: x.mul_(3), torch.zeros(1, device=device), policy="require"
+    ) as step:
         for k in range(3):
             x.fill_(k)
-            assert torch.equal(step(x).cpu(), torch.full((4,), 3.0 * k)) and torch.equal(x.cpu(), torch.full((4,), float(k)))
+            assert torch.equal(step(x).cpu(), torch.full((4,), 3.0 * k)) and torch.equal(
+                x.cpu(), torch.full((4,), float(k))
+            )
         if device == "cuda":
-            assert torch.equal(step(torch.full((4,), 5.0).pin_memory()).cpu(), torch.full((4,), 15.0))
+            assert torch.equal(
+                step(torch.full((4,), 5.0).pin_memory()).cpu(), torch.full((4,), 15.0)
+            )
 
 
 # ---- 6. kinds of input ----------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_the_least_recently_used_graph_goes_and_is_captured_again(device, counts):
@@ -591,13 +814,27 @@ def test_the_least_recently_used_graph_goes_and_is_captured_again(device, counts
     def fn(x):
         total.add_(x.sum())
         return x * 2
+
     with ga.GraphedStep(fn, total, policy="require", max_graphs=2) as step:
         a, b, c = (torch.ones(n, device=device) for n in (1, 2, 3))
         want = 0
-        for x, captures in ((a, 1), (b, 2), (a, 2), (c, 3), (a, 3), (b, 4), (c, 5), (b, 5)):      # c takes b's place, b takes c's, c takes a's
+        for x, captures in (
+            (a, 1),
+            (b, 2),
+            (a, 2),
+            (c, 3),
+            (a, 3),
+            (b, 4),
+            (c, 5),
+            (b, 5),
+        ):  # c takes b's place, b takes c's, c takes a's
             assert torch.equal(step(x), x * 2)
             want += len(x)
-            assert counts.captures == captures and len(step) == min(captures, 2) and total.item() == want
+            assert (
+                counts.captures == captures
+                and len(step) == min(captures, 2)
+                and total.item() == want
+            )
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -612,7 +849,10 @@ def test_a_new_shape_is_refused_in_words_where_that_was_asked_for(device):
     short, long = batches(device, n=2)
     step(short)
     before = everything(step.model, step.opt, device)
-    with pytest.raises(CaptureError, match=r"4x16 int64.*captured are 4x8 int64, 4x8 int64, 4 float32.*new_shapes is 'refuse'"):
+    with pytest.raises(
+        CaptureError,
+        match=r"4x16 int64.*captured are 4x8 int64, 4x8 int64, 4 float32.*new_shapes is 'refuse'",
+    ):
         step(long)
     agree(everything(step.model, step.opt, device), before)
     assert step.count == 1
@@ -628,9 +868,12 @@ def test_what_makes_another_kind_of_step_is_captured_anew(device, counts):
     def fn(x, times=2, **rest):
         y = x @ x
         return y * times if torch.is_grad_enabled() else -y
+
     x = torch.randn(4, 4, device=device)
     want = x @ x
-    with ga.GraphedStep(fn, torch.zeros(1, device=device), policy="require", modes=lambda: mode) as step:
+    with ga.GraphedStep(
+        fn, torch.zeros(1, device=device), policy="require", modes=lambda: mode
+    ) as step:
         same(step(x), want * 2), same(step(x), want * 2)
         assert counts.captures == 1
         same(step(x.double()), (x.double() @ x.double()) * 2)
@@ -655,7 +898,9 @@ def test_what_makes_another_kind_of_step_is_captured_anew(device, counts):
 def test_numbers_of_two_types_are_two_kinds(device):
     """2 == 2.0 == True + 1 for Python, but not for torch."""
     x = torch.arange(4, device=device)
-    with ga.GraphedStep(lambda x, by: x * by, torch.zeros(1, device=device), policy="require") as step:
+    with ga.GraphedStep(
+        lambda x, by: x * by, torch.zeros(1, device=device), policy="require"
+    ) as step:
         for by in (1, 1.0, True, 1):
             same(step(x, by), x * by, f"times {by!r}")
 
@@ -704,15 +949,20 @@ def test_reset_captures_anew_and_changes_nothing_else(device, counts):
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_the_graph_can_be_looked_at(device):
-    with ga.GraphedStep(lambda x: ((x + 1) * 2).exp(), torch.zeros(1, device=device), policy="require") as step:
+    with ga.GraphedStep(
+        lambda x: ((x + 1) * 2).exp(), torch.zeros(1, device=device), policy="require"
+    ) as step:
         assert step.graph() == ([], [])
         step(torch.ones(1000, device=device))
         names, edges = step.graph()
-    assert len(names) >= 4 and all(isinstance(name, str) and name for name in names)        # three operations, and the copy of the result
+    assert len(names) >= 4 and all(
+        isinstance(name, str) and name for name in names
+    )  # three operations, and the copy of the result
     assert edges == [(i, i + 1) for i in range(len(names) - 1)], "each waits for the one before"
 
 
 # ---- 7. the model or the optimizer has changed ----------------------------------------------------------------------
+
 
 def another_dtype(model):
     model.size = model.size.double()
@@ -736,10 +986,19 @@ def one_less(model):
 
 
 CHANGES = {
-    "new parameter": (one_more, "extra"), "parameter gone": (one_less, r"blocks\.0\.1"), "replaced module": (replaced, r"blocks\.1\.3"),
-    "moved weight": (moved, r"head\.weight lies elsewhere"), "dtype of a buffer": (another_dtype, r"size was torch\.float32.*is torch\.float64"),
-    "module.double()": (lambda model: model.double(), r"(size|embedding\.weight) was torch\.float32.*is torch\.float64"),
-    "module.to(other device)": (lambda model: model.to("cpu" if model.size.is_cuda else "meta"), r"(size|embedding\.weight) (lies elsewhere|was )"),
+    "new parameter": (one_more, "extra"),
+    "parameter gone": (one_less, r"blocks\.0\.1"),
+    "replaced module": (replaced, r"blocks\.1\.3"),
+    "moved weight": (moved, r"head\.weight lies elsewhere"),
+    "dtype of a buffer": (another_dtype, r"size was torch\.float32.*is torch\.float64"),
+    "module.double()": (
+        lambda model: model.double(),
+        r"(size|embedding\.weight) was torch\.float32.*is torch\.float64",
+    ),
+    "module.to(other device)": (
+        lambda model: model.to("cpu" if model.size.is_cuda else "meta"),
+        r"(size|embedding\.weight) (lies elsewhere|was )",
+    ),
 }
 
 
@@ -758,6 +1017,7 @@ def test_a_model_that_changed_after_the_capture_is_named_and_nothing_else_change
         opt.step()
         opt.zero_grad()
         return loss
+
     one, two = batches(device, n=2, lengths=(8,))
     with ga.GraphedStep(fn, [model, opt], policy="require") as step:
         step(*one)
@@ -801,8 +1061,13 @@ def test_after_reset_the_changed_model_is_captured(device, change):
             opt.step()
             opt.zero_grad()
             return loss
-        with ga.GraphedStep(fn, [model, opt], policy="require") if graphed else contextlib.nullcontext(fn) as step, \
-                ga.deterministic() if device == "cuda" else contextlib.nullcontext():
+
+        with (
+            ga.GraphedStep(fn, [model, opt], policy="require")
+            if graphed
+            else contextlib.nullcontext(fn) as step,
+            ga.deterministic() if device == "cuda" else contextlib.nullcontext(),
+        ):
             one, two, three = batches(device, n=3, lengths=(8,))
             losses = [step(*one)]
             alter(model)
@@ -819,6 +1084,7 @@ def test_after_reset_the_changed_model_is_captured(device, change):
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_tensor_that_the_step_itself_replaces_is_named_before_the_first_step(device, kind):
     """Each replay would read the old one again: a counter would stand still. Eager counts; a graph needs add_()."""
+
     class Counts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -831,6 +1097,7 @@ def test_a_tensor_that_the_step_itself_replaces_is_named_before_the_first_step(d
             else:
                 self.weight.data = self.weight.data * 2
             return x * self.weight + self.seen
+
     model = Counts()
     with ga.GraphedStep(lambda x: model(x).detach(), model, policy="require") as step:
         with pytest.raises(CaptureError, match="seen" if kind == "buffer" else "weight"):
@@ -844,8 +1111,11 @@ def test_eval_and_frozen_weights_are_other_kinds_of_step(device, counts):
         step.model.train(k not in (2, 3))
         step.model.head.weight.requires_grad_(k < 6)
         step.model.blocks[0][1].weight.requires_grad_(k < 6)
+
     wanted = compare(device, batches(device, n=8, lengths=(8,)), between)
-    assert counts.captures == 3, "training, eval, frozen; back in training the first one is there still"
+    assert counts.captures == 3, (
+        "training, eval, frozen; back in training the first one is there still"
+    )
     assert len({out.loss.item() for out in wanted}) == 8
 
 
@@ -878,13 +1148,20 @@ def set_sign(opt, k):
         group["maximize"] = k % 2 == 1
 
 
-@pytest.mark.parametrize("change", [set_rate, set_betas, set_eps, set_decay, set_limit, set_no_limit, set_sign])
+@pytest.mark.parametrize(
+    "change", [set_rate, set_betas, set_eps, set_decay, set_limit, set_no_limit, set_sign]
+)
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_setting_changed_by_hand_takes_effect_in_the_next_replay(device, change):
     data = batches(device, n=5, lengths=(8,))
     compare(device, data, lambda step, k: change(step.opt, k), schedule=None)
-    runs = [trained(make(device, "graph", schedule=None), data, device, between)[1] for between in (None, lambda step, k: change(step.opt, k))]
-    assert not torch.equal(runs[0]["head.weight"], runs[1]["head.weight"]), "the change makes no difference: nothing was tested"
+    runs = [
+        trained(make(device, "graph", schedule=None), data, device, between)[1]
+        for between in (None, lambda step, k: change(step.opt, k))
+    ]
+    assert not torch.equal(runs[0]["head.weight"], runs[1]["head.weight"]), (
+        "the change makes no difference: nothing was tested"
+    )
 
 
 def half_the_loss(model, micro):
@@ -892,12 +1169,26 @@ def half_the_loss(model, micro):
     return total / 2, tokens
 
 
-@pytest.mark.parametrize("name, values", [("micro_batches", [2, 4, 1, 2]), ("divide", ["tokens", "sequences", "micro_batches", "tokens"]),
-                                          ("autocast", [None, torch.bfloat16, None, None]), ("loss_fn", [loss_fn, half_the_loss, loss_fn, loss_fn])])
+@pytest.mark.parametrize(
+    "name, values",
+    [
+        ("micro_batches", [2, 4, 1, 2]),
+        ("divide", ["tokens", "sequences", "micro_batches", "tokens"]),
+        ("autocast", [None, torch.bfloat16, None, None]),
+        ("loss_fn", [loss_fn, half_the_loss, loss_fn, loss_fn]),
+    ],
+)
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_stage_of_the_step_changed_by_hand_takes_effect(device, name, values):
-    wanted = compare(device, batches(device, n=4, lengths=(8,)), lambda step, k: setattr(step, name, values[k]), opt={"max_norm": None})
-    plain, *_ = trained(make(device, "eager", opt={"max_norm": None}), batches(device, n=4, lengths=(8,)), device)
+    wanted = compare(
+        device,
+        batches(device, n=4, lengths=(8,)),
+        lambda step, k: setattr(step, name, values[k]),
+        opt={"max_norm": None},
+    )
+    plain, *_ = trained(
+        make(device, "eager", opt={"max_norm": None}), batches(device, n=4, lengths=(8,)), device
+    )
     assert wanted[1].norm != plain[1].norm, "the change makes no difference: nothing was tested"
 
 
@@ -914,22 +1205,34 @@ def test_load_state_dict_between_replays_takes_effect(device, dtype, counts):
         if k == 4:
             step.opt.load_state_dict(kept["state"])
             assert step.opt.param_groups[0]["lr"] == LR / 7
+
     compare(device, batches(device, n=7, lengths=(8,)), between, schedule=None, dtype=dtype)
     assert counts.captures == 1
     kept.clear()
-    with_load, without = (trained(make(device, "graph", schedule=None, dtype=dtype), batches(device, n=7, lengths=(8,)), device, how)[1]
-                          for how in (between, None))
+    with_load, without = (
+        trained(
+            make(device, "graph", schedule=None, dtype=dtype),
+            batches(device, n=7, lengths=(8,)),
+            device,
+            how,
+        )[1]
+        for how in (between, None)
+    )
     assert not torch.equal(with_load["head.weight"], without["head.weight"])
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_the_models_load_state_dict_between_replays_takes_effect(device, counts):
     torch.manual_seed(9)
-    other = {name: torch.randn_like(t.float()).to(t.dtype) * 0.1 for name, t in Net().state_dict().items()}
+    other = {
+        name: torch.randn_like(t.float()).to(t.dtype) * 0.1
+        for name, t in Net().state_dict().items()
+    }
 
     def between(step, k):
         if k == 2:
             step.model.load_state_dict(other)
+
     for dtype in (torch.float32, torch.bfloat16):
         compare(device, batches(device, n=4, lengths=(8,)), between, dtype=dtype)
     assert counts.captures == 2
@@ -943,8 +1246,15 @@ def file_run(folder, replay, steps, device, stop_at=None, resume=False, dtype=to
     class OnDevice(ga.Batches):
         def __next__(self):
             return tuple(t.to(device) for t in super().__next__())
-    for reading in train(step, OnDevice(tokens, 4, 8, seed=0), steps, metrics=folder / "run.jsonl", checkpoint_dir=folder / "checkpoints",
-                         resume=resume):
+
+    for reading in train(
+        step,
+        OnDevice(tokens, 4, 8, seed=0),
+        steps,
+        metrics=folder / "run.jsonl",
+        checkpoint_dir=folder / "checkpoints",
+        resume=resume,
+    ):
         if reading.step == stop_at:
             break
     found = everything(step.model, step.opt, device)
@@ -955,10 +1265,14 @@ def file_run(folder, replay, steps, device, stop_at=None, resume=False, dtype=to
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-def test_a_run_saved_under_replay_goes_on_in_eager_with_the_same_bits_and_back(device, dtype, tmp_path):
+def test_a_run_saved_under_replay_goes_on_in_eager_with_the_same_bits_and_back(
+    device, dtype, tmp_path
+):
     """train(): the metrics' losses, the weights, and dropout's generator, whoever began and whoever ended."""
+
     def losses(text):
         return re.findall(r'"step": (\d+), "loss": ([^,]+)', text)
+
     lines, want = file_run(tmp_path / "eager", "eager", 8, device, dtype=dtype)
     assert len(losses(lines)) == 8
     for first, then in (("graph", "graph"), ("graph", "eager"), ("eager", "graph")):
@@ -973,7 +1287,12 @@ def test_a_run_saved_under_replay_goes_on_in_eager_with_the_same_bits_and_back(d
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_checkpoint_loaded_between_replays_brings_the_same_steps_again(device, tmp_path, counts):
     data, step = batches(device, n=6, lengths=(8,)), make(device, "graph")
-    state = {"model": step.model, "optimizer": step.opt, "arena": step.arena, "scheduler": step.scheduler}
+    state = {
+        "model": step.model,
+        "optimizer": step.opt,
+        "arena": step.arena,
+        "scheduler": step.scheduler,
+    }
     for batch in data[:2]:
         step(batch)
     ga.save_checkpoint(tmp_path / "at-2.safetensors", step=2, **state)
@@ -988,6 +1307,7 @@ def test_a_checkpoint_loaded_between_replays_brings_the_same_steps_again(device,
 
 # ---- 8. anybody's step ----------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("rows", [(6,), (6, 3)], ids=["one shape", "two shapes"])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_anybodys_step_with_torchs_optimizer_has_eagers_bits(device, rows):
@@ -999,7 +1319,11 @@ def test_anybodys_step_with_torchs_optimizer_has_eagers_bits(device, rows):
         schedule = warmup_cosine(opt, 2, 10)
         fn = plain_step(model, opt)
         seed()
-        with ga.GraphedStep(fn, [model, opt], policy="require") if graphed else contextlib.nullcontext(fn) as step:
+        with (
+            ga.GraphedStep(fn, [model, opt], policy="require")
+            if graphed
+            else contextlib.nullcontext(fn) as step
+        ):
             losses = []
             for x, y in data:
                 losses.append(step(x, y))
@@ -1014,9 +1338,19 @@ def test_anybodys_step_with_torchs_optimizer_has_eagers_bits(device, rows):
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_learning_rate_that_is_a_number_is_an_error_that_says_so(device):
     x, y = pairs(device, 1)[0]
-    cases = [({"lr": 0.01, "capturable": device == "cuda"}, "the learning rate of AdamW's group 0 is the number 0.01, which a graph would keep")]
+    cases = [
+        (
+            {"lr": 0.01, "capturable": device == "cuda"},
+            "the learning rate of AdamW's group 0 is the number 0.01, which a graph would keep",
+        )
+    ]
     if device == "cuda":
-        cases += [({"lr": torch.tensor(0.01, device=device), "fused": True}, "counts its steps on the host .capturable=False in group 0.")]
+        cases += [
+            (
+                {"lr": torch.tensor(0.01, device=device), "fused": True},
+                "counts its steps on the host .capturable=False in group 0.",
+            )
+        ]
     for options, words in cases:
         model = small(device)
         opt = torch.optim.AdamW(model.parameters(), **options)
@@ -1058,14 +1392,18 @@ def test_state_that_torchs_optimizer_loads_elsewhere_is_noticed(device):
     with ga.GraphedStep(plain_step(model, opt), [model, opt], policy="require") as step:
         step(x, y)
         opt.load_state_dict(copy.deepcopy(opt.state_dict()))
-        with pytest.raises(CaptureError, match="of (parameter 0 of )?the optimizer's group 0 lies elsewhere.*reset"):
+        with pytest.raises(
+            CaptureError, match="of (parameter 0 of )?the optimizer's group 0 lies elsewhere.*reset"
+        ):
             step(x, y)
         step.reset()
         assert step(x, y).isfinite()
 
 
 def momentum(model, device):
-    return torch.optim.SGD(model.parameters(), lr=torch.tensor(LR, device=device), momentum=0.9, fused=True)
+    return torch.optim.SGD(
+        model.parameters(), lr=torch.tensor(LR, device=device), momentum=0.9, fused=True
+    )
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -1077,7 +1415,9 @@ def test_state_of_unknown_beginning_is_an_error_before_the_first_step(device):
     seed()
     before = everything(model, opt, device)
     with ga.GraphedStep(fn, [model, opt], policy="require") as step:
-        with pytest.raises(CaptureError, match="SGD makes its state in the first step.*take one step before"):
+        with pytest.raises(
+            CaptureError, match="SGD makes its state in the first step.*take one step before"
+        ):
             step(x, y)
     after = everything(model, opt, device)
     assert after.keys() == before.keys(), "momentum of the warm-up was left behind"
@@ -1093,7 +1433,10 @@ def test_falling_back_with_momentum_trains_as_eager(device):
         fn = plain_step(model, opt)
         seed()
         if graphed:
-            with ga.GraphedStep(fn, [model, opt], policy="auto") as step, pytest.warns(UserWarning, match="SGD makes its state"):
+            with (
+                ga.GraphedStep(fn, [model, opt], policy="auto") as step,
+                pytest.warns(UserWarning, match="SGD makes its state"),
+            ):
                 losses = [step(x, y) for x, y in data]
             assert step.replay == "eager"
         else:
@@ -1111,8 +1454,12 @@ def test_momentum_that_is_there_is_restored_after_the_warm_up(device):
         model = small(device)
         opt = momentum(model, device)
         fn = plain_step(model, opt)
-        losses = [fn(*data[0]).detach()]                      # one step in eager
-        with ga.GraphedStep(fn, [model, opt], policy="require") if graphed else contextlib.nullcontext(fn) as step:
+        losses = [fn(*data[0]).detach()]  # one step in eager
+        with (
+            ga.GraphedStep(fn, [model, opt], policy="require")
+            if graphed
+            else contextlib.nullcontext(fn) as step
+        ):
             losses += [step(x, y) for x, y in data[1:]]
         runs.append((losses, everything(model, opt, device)))
     for a, b in zip(runs[1][0], runs[0][0]):
@@ -1135,7 +1482,12 @@ def test_gradients_that_a_step_leaves_are_those_of_its_own_kind_of_batch(device)
             loss.backward()
             opt.step()
             return loss.detach()
-        with ga.GraphedStep(fn, [model, opt], policy="require") if graphed else contextlib.nullcontext(fn) as step:
+
+        with (
+            ga.GraphedStep(fn, [model, opt], policy="require")
+            if graphed
+            else contextlib.nullcontext(fn) as step
+        ):
             runs.append([])
             for x, y in pairs(device, 6, rows=(6, 3)):
                 step(x, y)
@@ -1163,13 +1515,21 @@ def test_a_number_passed_by_value_stays_as_it_was_at_the_capture(device):
                 for p, grad in zip(model.parameters(), grads):
                     p.sub_(grad * now) if on_device else p.add_(grad, alpha=-rate)
             return loss
-        with ga.GraphedStep(fn, model, policy="require") if graphed else contextlib.nullcontext(fn) as step:
+
+        with (
+            ga.GraphedStep(fn, model, policy="require")
+            if graphed
+            else contextlib.nullcontext(fn) as step
+        ):
             for rate in rates:
                 now.fill_(rate)
                 step(x, y)
         return model[0].weight.detach().clone()
+
     schedule, constant = [0.5, 0.1, 0.02], [0.5] * 3
-    assert torch.equal(run(schedule, True), run(constant, False)) and not torch.equal(run(schedule, True), run(schedule, False))
+    assert torch.equal(run(schedule, True), run(constant, False)) and not torch.equal(
+        run(schedule, True), run(schedule, False)
+    )
     assert torch.equal(run(schedule, True, on_device=True), run(schedule, False, on_device=True))
 
 
@@ -1180,8 +1540,11 @@ def test_what_is_given_as_warm_up_runs_instead_of_fn(device):
     def fn(x):
         calls.append("fn")
         return x + value
+
     x = torch.zeros(2, device=device)
-    with ga.GraphedStep(fn, value, warm_up=lambda x: calls.append("warm-up"), policy="require") as step:
+    with ga.GraphedStep(
+        fn, value, warm_up=lambda x: calls.append("warm-up"), policy="require"
+    ) as step:
         step.capture(x)
         assert set(calls[:-1]) == {"warm-up"} and calls[-1] == "fn"
         for k in range(3):
@@ -1192,6 +1555,7 @@ def test_what_is_given_as_warm_up_runs_instead_of_fn(device):
 
 # ---- 9. why it failed -----------------------------------------------------------------------------------------------
 # The line at fault is the one after `def`.
+
 
 def reads_a_value(t):
     t.sum().item()
@@ -1239,18 +1603,37 @@ def runtime():
 
 
 MEMORY, VALUE, SHAPE = [], "keep the number on the device|ga.LateValue", "keep the shape fixed"
-ANYWHERE = [(reads_a_value, VALUE), (decides, VALUE), (prints, VALUE), (looks_for_nonzeros, SHAPE), (selects_by_a_mask, SHAPE)]
-ON_A_GPU = [*ANYWHERE, (brings_it_to_the_host, "hand it in as an input"), (waits, "take the wait out of the step"),
-            (makes_a_constant, "make the tensor on the device before the step")]
+ANYWHERE = [
+    (reads_a_value, VALUE),
+    (decides, VALUE),
+    (prints, VALUE),
+    (looks_for_nonzeros, SHAPE),
+    (selects_by_a_mask, SHAPE),
+]
+ON_A_GPU = [
+    *ANYWHERE,
+    (brings_it_to_the_host, "hand it in as an input"),
+    (waits, "take the wait out of the step"),
+    (makes_a_constant, "make the tensor on the device before the step"),
+]
 
 
 def faults(device, cases):
     marks = [pytest.mark.gpu] if device == "cuda" else []
-    return [pytest.param(device, *case, id=f"{device}-{case[0].__name__}", marks=marks) for case in cases]
+    return [
+        pytest.param(device, *case, id=f"{device}-{case[0].__name__}", marks=marks)
+        for case in cases
+    ]
 
 
 FAULTS = faults("simt", ANYWHERE) + faults("cuda", ON_A_GPU)
-ALLOCATIONS = faults("cuda", [(fault, "allocate it before the first step") for fault in (allocates_elsewhere, allocates_after_a_helper)])
+ALLOCATIONS = faults(
+    "cuda",
+    [
+        (fault, "allocate it before the first step")
+        for fault in (allocates_elsewhere, allocates_after_a_helper)
+    ],
+)
 # (An allocation in a hook runs in a thread of autograd's, which a capture of another thread does not mind.)
 
 
@@ -1258,7 +1641,9 @@ def names_the_line(info, fault, instead):
     """The error is about the line after `def`, and says what to do."""
     error, line = info.value, fault.__code__.co_firstlineno + 1
     assert (error.file, error.line) == (__file__, line), str(error)
-    assert linecache.getline(__file__, line).strip() in str(error) and f"test_graphs.py:{line}" in str(error)
+    assert linecache.getline(__file__, line).strip() in str(
+        error
+    ) and f"test_graphs.py:{line}" in str(error)
     assert re.search(f"Instead: .*({instead})", str(error)), str(error)
 
 
@@ -1270,13 +1655,21 @@ def healthy(device):
     assert not tape.kernel.recorders
     if device == "cuda":
         new = torch.empty(5 << 20, dtype=torch.uint8, device=device)
-        home = [s for s in torch.cuda.memory_snapshot() if s["address"] <= new.data_ptr() < s["address"] + s["total_size"]]
-        assert [tuple(s["segment_pool_id"]) for s in home] == [(0, 0)], "memory still comes from the pool of the capture that failed"
+        home = [
+            s
+            for s in torch.cuda.memory_snapshot()
+            if s["address"] <= new.data_ptr() < s["address"] + s["total_size"]
+        ]
+        assert [tuple(s["segment_pool_id"]) for s in home] == [(0, 0)], (
+            "memory still comes from the pool of the capture that failed"
+        )
         while MEMORY:
             status, address = MEMORY.pop()
             if not int(status):
                 runtime().cudaFree(address)
-    with ga.GraphedStep(lambda x: F.dropout(x, 0.5), torch.zeros(1, device=device), policy="require") as step:
+    with ga.GraphedStep(
+        lambda x: F.dropout(x, 0.5), torch.zeros(1, device=device), policy="require"
+    ) as step:
         assert not torch.equal(step(ones), step(ones))
 
 
@@ -1307,6 +1700,7 @@ def fails_in_words(device, fault, instead, where):
         opt.step()
         opt.zero_grad()
         return loss
+
     seed()
     x, y = pairs(device, 1)[0]
     before = everything(model, opt, device)
@@ -1321,7 +1715,9 @@ def fails_in_words(device, fault, instead, where):
 
 @pytest.mark.parametrize("accumulate", ["arena", "fused"])
 @pytest.mark.parametrize("device, fault, instead", [*FAULTS, *ALLOCATIONS], indirect=["device"])
-def test_what_cannot_be_captured_in_a_loss_fn_is_named_and_the_step_is_as_before(device, fault, instead, accumulate):
+def test_what_cannot_be_captured_in_a_loss_fn_is_named_and_the_step_is_as_before(
+    device, fault, instead, accumulate
+):
     """Weights, sums, moments and generators; and once the line is gone the step is eager's first step."""
     broken = True
     if device == "cuda":
@@ -1332,7 +1728,8 @@ def test_what_cannot_be_captured_in_a_loss_fn_is_named_and_the_step_is_as_before
         if broken:
             fault(total[None])
         return total, tokens
-    batch, = batches(device, n=1)
+
+    (batch,) = batches(device, n=1)
     _, want, *_ = trained(make(device, "eager", accumulate=accumulate), [batch], device)
     step = make(device, "graph", loss=loss, accumulate=accumulate)
     before = everything(step.model, step.opt, device)
@@ -1369,6 +1766,7 @@ def test_a_users_own_error_arrives_as_it_is(device, policy, nth):
             raise ValueError("my own")
         opt.zero_grad()
         return inner(x, y)
+
     seed()
     x, y = pairs(device, 1)[0]
     before = everything(model, opt, device)
@@ -1391,10 +1789,11 @@ def test_a_users_own_error_in_a_loss_fn_arrives_as_it_is(device):
     def loss(model, micro):
         total, tokens = loss_fn(model, micro)
         calls.append(None)
-        if broken and len(calls) == 6:                        # the second micro-batch of the third run: the capture
+        if broken and len(calls) == 6:  # the second micro-batch of the third run: the capture
             raise ValueError("my own")
         return total, tokens
-    batch, = batches(device, n=1)
+
+    (batch,) = batches(device, n=1)
     _, want, *_ = trained(make(device, "eager"), [batch], device)
     step = make(device, "graph", loss=loss, policy="auto")
     before = everything(step.model, step.opt, device)
@@ -1411,6 +1810,7 @@ def test_a_users_own_error_in_a_loss_fn_arrives_as_it_is(device):
 
 # ---- 10. falling back -----------------------------------------------------------------------------------------------
 
+
 def takes_a_value(model, micro):
     total, tokens = loss_fn(model, micro)
     return total, tokens + 0 * int(total.isnan().any().item())
@@ -1426,9 +1826,15 @@ def test_policy_auto_goes_on_in_eager_with_one_warning_and_eagers_bits(device, h
     with pytest.warns(UserWarning) as said:
         outs, mine, *_ = trained(step, data, device)
     texts = [str(w.message) for w in said]
-    assert len(said) == 1 and re.search(rf"every step runs eagerly: test_graphs\.py:{line}: .*item\(\)", texts[0]), texts
+    assert len(said) == 1 and re.search(
+        rf"every step runs eagerly: test_graphs\.py:{line}: .*item\(\)", texts[0]
+    ), texts
     assert said[0].filename == __file__, "the warning points at our own code"
-    assert step.replays == "eager" and f"test_graphs.py:{line}" in step.reason and counts.replays <= (how == "list")
+    assert (
+        step.replays == "eager"
+        and f"test_graphs.py:{line}" in step.reason
+        and counts.replays <= (how == "list")
+    )
     outputs_agree(outs, wanted)
     agree(mine, left)
 
@@ -1437,8 +1843,10 @@ def test_policy_auto_goes_on_in_eager_with_one_warning_and_eagers_bits(device, h
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_later_kind_that_cannot_be_captured_raises_under_both_policies(device, policy):
     """A run does not change its ways; the kinds that are there go on."""
+
     def loss(model, micro):
         return (takes_a_value if micro[0].shape[1] > 8 else loss_fn)(model, micro)
+
     short, long, again = batches(device, n=3)
     wanted, left, *_ = trained(make(device, "eager"), [short, again], device)
     step = make(device, "graph", loss=loss, policy=policy)
@@ -1463,7 +1871,10 @@ def test_without_anything_that_records_every_step_runs_eagerly_and_says_why(devi
     fn, (x, y) = plain_step(model, opt), pairs(device, 1)[0]
     with pytest.warns(UserWarning, match="every step runs eagerly: CUDA graphs need a CUDA device"):
         step = ga.GraphedStep(fn, [model, opt])
-    assert step.replay == "eager" and "CUDA graphs need a CUDA device, and the step is on cpu" in step.reason
+    assert (
+        step.replay == "eager"
+        and "CUDA graphs need a CUDA device, and the step is on cpu" in step.reason
+    )
     assert step(x, y).requires_grad and len(step) == 0
     step.capture(x, y)
     step.close()
@@ -1503,9 +1914,21 @@ def test_clipping_that_asks_the_host_goes_on_in_eager(device):
     for replay in ("eager", "graph"):
         torch.manual_seed(0)
         model = Net().to(device)
-        step = TrainStep(model, torchs(model, device), loss_fn, clip="item", max_norm=LIMIT, replay=replay, deterministic=device == "cuda")
+        step = TrainStep(
+            model,
+            torchs(model, device),
+            loss_fn,
+            clip="item",
+            max_norm=LIMIT,
+            replay=replay,
+            deterministic=device == "cuda",
+        )
         seed()
-        with pytest.warns(UserWarning, match="every step runs eagerly: .*the host would wait") if replay == "graph" else contextlib.nullcontext():
+        with (
+            pytest.warns(UserWarning, match="every step runs eagerly: .*the host would wait")
+            if replay == "graph"
+            else contextlib.nullcontext()
+        ):
             found[replay] = trained(step, batches(device, n=3), device)
         assert step.replays == "eager"
     outputs_agree(found["graph"][0], found["eager"][0])
@@ -1514,9 +1937,16 @@ def test_clipping_that_asks_the_host_goes_on_in_eager(device):
 
 # ---- 11. bad arguments ----------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("options, message", [
-    ({"replay": "tape"}, "replay is 'tape'; expected one of eager, graph"), ({"policy": "maybe"}, "policy is 'maybe'; expected one of auto, require"),
-    ({"new_shapes": "ignore"}, "new_shapes is 'ignore'; expected one of capture, refuse"), ({"replay": "graph", "max_graphs": 0}, "max_graphs is 0")])
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"replay": "tape"}, "replay is 'tape'; expected one of eager, graph"),
+        ({"policy": "maybe"}, "policy is 'maybe'; expected one of auto, require"),
+        ({"new_shapes": "ignore"}, "new_shapes is 'ignore'; expected one of capture, refuse"),
+        ({"replay": "graph", "max_graphs": 0}, "max_graphs is 0"),
+    ],
+)
 def test_an_unknown_option_of_a_step_is_refused_and_the_model_stays_ordinary(options, message):
     model = llama()
     with ga.use_backend("simt"), pytest.raises(ArgumentError, match=message):
@@ -1524,15 +1954,26 @@ def test_an_unknown_option_of_a_step_is_refused_and_the_model_stays_ordinary(opt
     assert Arena.of(model) is None
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"policy": "maybe"}, "policy is 'maybe'; expected one of auto, require"), ({"new_shapes": "ignore"}, "new_shapes is 'ignore'"),
-    ({"max_graphs": 0}, "max_graphs is 0; expected a whole number of 1 or more"), ({"max_graphs": 1.5}, "max_graphs is 1.5"),
-    ({"state": ["model"]}, "state holds a str; expected modules, optimizers and tensors"),
-    ({"state": [torch.zeros(1), {}]}, "state holds a dict; expected modules, optimizers and tensors")])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"policy": "maybe"}, "policy is 'maybe'; expected one of auto, require"),
+        ({"new_shapes": "ignore"}, "new_shapes is 'ignore'"),
+        ({"max_graphs": 0}, "max_graphs is 0; expected a whole number of 1 or more"),
+        ({"max_graphs": 1.5}, "max_graphs is 1.5"),
+        ({"state": ["model"]}, "state holds a str; expected modules, optimizers and tensors"),
+        (
+            {"state": [torch.zeros(1), {}]},
+            "state holds a dict; expected modules, optimizers and tensors",
+        ),
+    ],
+)
 def test_bad_arguments_of_a_graphed_step_are_refused_before_anything_runs(options, message):
     calls = []
     with ga.use_backend("simt"), pytest.raises(ArgumentError, match=message):
-        ga.GraphedStep(lambda x: calls.append(x), **{"state": torch.zeros(1), **options})(torch.ones(1))
+        ga.GraphedStep(lambda x: calls.append(x), **{"state": torch.zeros(1), **options})(
+            torch.ones(1)
+        )
     assert not calls
 
 
@@ -1540,18 +1981,30 @@ def test_bad_arguments_of_a_graphed_step_are_refused_before_anything_runs(option
 def test_bad_inputs_are_refused_before_anything_runs(device):
     calls, x = [], torch.ones(2, device=device)
     with ga.GraphedStep(lambda *args: calls.append(args), torch.zeros(1, device=device)) as step:
-        with pytest.raises(ArgumentError, match="input 1 of shape .2,. requires a gradient.*detach"):
+        with pytest.raises(
+            ArgumentError, match="input 1 of shape .2,. requires a gradient.*detach"
+        ):
             step(x, x.clone().requires_grad_())
         for thing in ({1, 2}, np.zeros(2)):
-            with pytest.raises(ArgumentError, match="the arguments that are no tensors are part of a graph's key; expected hashable ones"):
+            with pytest.raises(
+                ArgumentError,
+                match="the arguments that are no tensors are part of a graph's key; expected hashable ones",
+            ):
                 step(x, thing)
     assert not calls and step.replay == "graph"
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_step_that_returns_an_object_is_refused(device):
-    with ga.GraphedStep(lambda x: ga.training.step.StepOutput(x, None, None), torch.zeros(1, device=device), policy="require") as step:
-        with pytest.raises(CaptureError, match="the step returns a StepOutput; expected tensors, in tuples, lists or dicts"):
+    with ga.GraphedStep(
+        lambda x: ga.training.step.StepOutput(x, None, None),
+        torch.zeros(1, device=device),
+        policy="require",
+    ) as step:
+        with pytest.raises(
+            CaptureError,
+            match="the step returns a StepOutput; expected tensors, in tuples, lists or dicts",
+        ):
             step(torch.ones(2, device=device))
     healthy(device)
 
@@ -1571,6 +2024,7 @@ def test_a_batch_that_cannot_be_split_is_refused_before_anything_is_captured(dev
 
 # ---- adapters, and models of others ---------------------------------------------------------------------------------
 
+
 def adapted():
     model = llama()
     torch.manual_seed(1)
@@ -1586,21 +2040,50 @@ def test_lora_is_replayed_with_eagers_bits(device, accumulate):
 
 def theirs(kind, **changes):
     """A model of transformers, from its config; GPT-2 with dropout in all its places."""
+
     def build():
-        transformers = pytest.importorskip("transformers", reason="transformers, of the extra `test`, is not installed")
+        transformers = pytest.importorskip(
+            "transformers", reason="transformers, of the extra `test`, is not installed"
+        )
         if kind == "llama":
-            return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-                vocab_size=V, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                max_position_embeddings=32, bos_token_id=0, eos_token_id=1, **changes)).train()
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            vocab_size=V, n_positions=32, n_embd=HIDDEN, n_layer=2, n_head=4, resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1, bos_token_id=0,
-            eos_token_id=1, **changes)).train()
+            return transformers.LlamaForCausalLM(
+                transformers.LlamaConfig(
+                    vocab_size=V,
+                    hidden_size=HIDDEN,
+                    intermediate_size=48,
+                    num_hidden_layers=2,
+                    num_attention_heads=4,
+                    num_key_value_heads=2,
+                    max_position_embeddings=32,
+                    bos_token_id=0,
+                    eos_token_id=1,
+                    **changes,
+                )
+            ).train()
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=V,
+                n_positions=32,
+                n_embd=HIDDEN,
+                n_layer=2,
+                n_head=4,
+                resid_pdrop=0.1,
+                embd_pdrop=0.1,
+                attn_pdrop=0.1,
+                bos_token_id=0,
+                eos_token_id=1,
+                **changes,
+            )
+        ).train()
+
     return build
 
 
 def their_loss(model, micro):
     x, y, weight = micro
-    found = F.cross_entropy(model(input_ids=x).logits.float().flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+    found = F.cross_entropy(
+        model(input_ids=x).logits.float().flatten(0, 1), y.flatten(), reduction="none"
+    ).view(y.shape)
     return (found * weight[:, None]).sum(), (y != -100).sum()
 
 
@@ -1609,18 +2092,38 @@ def their_loss(model, micro):
 @pytest.mark.parametrize("device", ["simt"], indirect=True)
 def test_a_model_of_transformers_is_replayed_with_eagers_bits(device, kind, accumulate, counts):
     """On a GPU they ask whether they are being captured, and then mask in another way: see the next test."""
-    wanted = compare(device, batches(device, n=6, bad=(3,)), net=theirs(kind), loss=their_loss, accumulate=accumulate)
+    wanted = compare(
+        device,
+        batches(device, n=6, bad=(3,)),
+        net=theirs(kind),
+        loss=their_loss,
+        accumulate=accumulate,
+    )
     assert counts.replays == 6 and len({out.loss.item() for out in wanted}) == 6
 
 
 @pytest.mark.parametrize("accumulate", ["arena", "fused"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("device", [CUDA], indirect=True)
-def test_gpu_a_model_of_transformers_as_it_comes_replays_alike_twice_and_follows_eager(device, kind, accumulate):
+def test_gpu_a_model_of_transformers_as_it_comes_replays_alike_twice_and_follows_eager(
+    device, kind, accumulate
+):
     data = batches(device, n=6)
-    wanted, *_ = trained(make(device, "eager", net=theirs(kind), loss=their_loss, accumulate=accumulate), data, device)
-    first, one, *_ = trained(make(device, "graph", net=theirs(kind), loss=their_loss, accumulate=accumulate), data, device)
-    second, two, *_ = trained(make(device, "graph", net=theirs(kind), loss=their_loss, accumulate=accumulate), data, device)
+    wanted, *_ = trained(
+        make(device, "eager", net=theirs(kind), loss=their_loss, accumulate=accumulate),
+        data,
+        device,
+    )
+    first, one, *_ = trained(
+        make(device, "graph", net=theirs(kind), loss=their_loss, accumulate=accumulate),
+        data,
+        device,
+    )
+    second, two, *_ = trained(
+        make(device, "graph", net=theirs(kind), loss=their_loss, accumulate=accumulate),
+        data,
+        device,
+    )
     outputs_agree(second, first)
     agree(two, one)
     losses = [(a.loss.item(), b.loss.item()) for a, b in zip(first, wanted)]
@@ -1628,6 +2131,7 @@ def test_gpu_a_model_of_transformers_as_it_comes_replays_alike_twice_and_follows
 
 
 # ---- compiled parts -------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("device", ["simt"], indirect=True)
 def test_a_compiled_function_on_a_tape_is_run_as_written(device):
@@ -1649,20 +2153,31 @@ def compiler_or_skip():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compiled", ["blocks", "whole"])
 @pytest.mark.parametrize("device", [CUDA], indirect=True)
-def test_gpu_a_compiled_model_is_replayed_with_the_bits_of_its_eager_launches(device, compiled, dtype, accumulate):
+def test_gpu_a_compiled_model_is_replayed_with_the_bits_of_its_eager_launches(
+    device, compiled, dtype, accumulate
+):
     compiler_or_skip()
 
     def net():
-        torch._dynamo.reset()                                 # both runs compile the same things in the same order
+        torch._dynamo.reset()  # both runs compile the same things in the same order
         model = side_by_side()
         for block in model.blocks if compiled == "blocks" else ():
             block.compile(dynamic=False)
         return model
-    compare(device, batches(device, n=6, bad=(3,)), net=net, dtype=dtype, accumulate=accumulate, compile=compiled == "whole")
+
+    compare(
+        device,
+        batches(device, n=6, bad=(3,)),
+        net=net,
+        dtype=dtype,
+        accumulate=accumulate,
+        compile=compiled == "whole",
+    )
     torch._dynamo.reset()
 
 
 # ---- 12. on a GPU ---------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("how", ["whole", "list"])
 @pytest.mark.parametrize("accumulate", ["arena", "fused"])
@@ -1672,7 +2187,7 @@ def test_gpu_a_replayed_step_never_waits_and_is_one_launch(device, accumulate, h
     data = batches(device, n=8) if how == "whole" else lists(device) + lists(device)[:2]
     step = make(device, "graph", accumulate=accumulate)
     for batch in data:
-        step(batch)                                           # captures every kind
+        step(batch)  # captures every kind
     with no_waiting():
         kept = [step(batch) for batch in data[:5]]
     with ga.ledger("warm up"):
@@ -1689,7 +2204,9 @@ def test_gpu_a_replayed_step_never_waits_and_is_one_launch(device, accumulate, h
 @pytest.mark.parametrize("device", [CUDA], indirect=True)
 def test_gpu_inputs_from_pinned_memory_are_copied_without_a_wait(device):
     data = [tuple(t.pin_memory() for t in batch) for batch in batches("cpu", n=4, lengths=(8,))]
-    wanted, *_ = trained(make(device, "eager"), [tuple(t.cuda() for t in batch) for batch in data], device)
+    wanted, *_ = trained(
+        make(device, "eager"), [tuple(t.cuda() for t in batch) for batch in data], device
+    )
     step = make(device, "graph")
     outs = [step(data[0])]
     with no_waiting():
@@ -1718,7 +2235,9 @@ def test_gpu_three_hundred_replays_do_not_grow_memory(device, how):
     for k in range(300):
         out = step(data[k % len(data)])
     after = held()
-    assert after[0] <= before[0] and after[1] <= before[1], f"{before} bytes allocated and reserved before, {after} after 300 replays"
+    assert after[0] <= before[0] and after[1] <= before[1], (
+        f"{before} bytes allocated and reserved before, {after} after 300 replays"
+    )
     assert out.loss.isfinite()
     step.close()
 
@@ -1736,18 +2255,26 @@ def test_gpu_twenty_captures_and_closes_do_not_leak(device, kind):
                 for x, y in pairs(device, 2, rows=(512, 1024)):
                     step(x, y)
             return
-        step = make(device, "graph", net=lambda: Net(norm=True), loss=takes_a_value if kind.endswith("fails") else loss_fn)
+        step = make(
+            device,
+            "graph",
+            net=lambda: Net(norm=True),
+            loss=takes_a_value if kind.endswith("fails") else loss_fn,
+        )
         with pytest.raises(CaptureError) if kind.endswith("fails") else contextlib.nullcontext():
             for batch in data:
                 step(batch)
         step.close()
+
     for _ in range(3):
         once()
     before = held()
     for _ in range(20):
         once()
     after = held()
-    assert all(b - a < 8 << 20 for a, b in zip(before, after)), f"{before} bytes allocated and reserved before, {after} after 20 captures"
+    assert all(b - a < 8 << 20 for a, b in zip(before, after)), (
+        f"{before} bytes allocated and reserved before, {after} after 20 captures"
+    )
 
 
 @pytest.mark.parametrize("device", [CUDA], indirect=True)
@@ -1764,12 +2291,15 @@ def test_gpu_other_threads_may_use_the_gpu_during_a_capture(device):
                 rounds[0] += 1
         except BaseException as error:
             errors.append(error)
+
     model = small(device)
     opt = AdamW(model.parameters(), lr=LR)
     loader = threading.Thread(target=load)
     loader.start()
     try:
-        with ga.GraphedStep(plain_step(model, opt), [model, opt], policy="require", max_graphs=10) as step:
+        with ga.GraphedStep(
+            plain_step(model, opt), [model, opt], policy="require", max_graphs=10
+        ) as step:
             before = rounds[0]
             for x, y in pairs(device, 10, rows=range(1, 11)):
                 assert step(x, y).isfinite()
@@ -1783,10 +2313,26 @@ def test_gpu_other_threads_may_use_the_gpu_during_a_capture(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("accumulate", ["arena", "fused"])
 @pytest.mark.parametrize("device", [CUDA], indirect=True)
-def test_gpu_two_deterministic_runs_have_the_same_bits_eager_and_replayed(device, accumulate, dtype):
+def test_gpu_two_deterministic_runs_have_the_same_bits_eager_and_replayed(
+    device, accumulate, dtype
+):
     """With attention long enough for torch's fast backward, which differs from run to run by itself."""
+
     def net():
-        return ga.Transformer(ga.preset("tiny", vocab=V, layers=2, hidden=128, intermediate=256, heads=2, kv_heads=1, head_dim=64, T=64))
+        return ga.Transformer(
+            ga.preset(
+                "tiny",
+                vocab=V,
+                layers=2,
+                hidden=128,
+                intermediate=256,
+                heads=2,
+                kv_heads=1,
+                head_dim=64,
+                T=64,
+            )
+        )
+
     data = batches(device, n=6, rows=8, lengths=(64, 32), bad=(3,))
     how = {"net": net, "dtype": dtype, "accumulate": accumulate}
     wanted = compare(device, data, **how)
@@ -1798,6 +2344,7 @@ def test_gpu_two_deterministic_runs_have_the_same_bits_eager_and_replayed(device
 @pytest.mark.parametrize("device", [CUDA], indirect=True)
 def test_gpu_eager_work_between_replays_disturbs_nothing(device):
     """The pool is the graphs' own: evaluation, allocations and frees between replays leave their memory alone."""
+
     def between(step, k):
         junk = [torch.full((1 << 18,), math.nan, device=device) for _ in range(20)]
         step.model.eval()
@@ -1805,6 +2352,7 @@ def test_gpu_eager_work_between_replays_disturbs_nothing(device):
             step.model(torch.zeros(2, 8, dtype=torch.int64, device=device))
         step.model.train()
         del junk
+
     compare(device, batches(device, n=6, lengths=(8, 16, 12)), between)
 
 
@@ -1825,6 +2373,7 @@ def test_gpu_replays_on_another_stream_have_eagers_bits(device):
 
 # ---- what stands outside of the step ----------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 @pytest.mark.parametrize("tidy", ["set to None", "kept at zero", "never"])
 def test_gradients_that_stand_before_a_step_count_as_in_eager(device, tidy):
@@ -1841,8 +2390,13 @@ def test_gradients_that_stand_before_a_step_count_as_in_eager(device, tidy):
             if tidy != "never":
                 opt.zero_grad(set_to_none=tidy == "set to None")
             return loss.detach()
+
         F.mse_loss(model(-x), y).backward()
-        with ga.GraphedStep(fn, [model, opt], policy="require") if graphed else contextlib.nullcontext(fn) as step:
+        with (
+            ga.GraphedStep(fn, [model, opt], policy="require")
+            if graphed
+            else contextlib.nullcontext(fn) as step
+        ):
             losses = []
             for k in range(6):
                 if k in (3, 5):
@@ -1862,7 +2416,11 @@ def test_an_autocast_around_the_step_does_not_freeze_the_weights(device):
         model = small(device)
         opt = torchs(model, device)
         fn = plain_step(model, opt)
-        with ga.GraphedStep(fn, [model, opt], policy="require") if graphed else contextlib.nullcontext(fn) as step:
+        with (
+            ga.GraphedStep(fn, [model, opt], policy="require")
+            if graphed
+            else contextlib.nullcontext(fn) as step
+        ):
             losses = []
             for _ in range(4):
                 with torch.autocast(x.device.type, torch.bfloat16):
@@ -1874,21 +2432,33 @@ def test_an_autocast_around_the_step_does_not_freeze_the_weights(device):
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-@pytest.mark.parametrize("setting, value", [("max_norm", 1e-3), ("on_nonfinite", "skip"), ("scope", "tensor")])
-def test_a_setting_of_the_optimizer_changed_by_hand_takes_effect_in_a_graphed_step(device, setting, value):
+@pytest.mark.parametrize(
+    "setting, value", [("max_norm", 1e-3), ("on_nonfinite", "skip"), ("scope", "tensor")]
+)
+def test_a_setting_of_the_optimizer_changed_by_hand_takes_effect_in_a_graphed_step(
+    device, setting, value
+):
     runs, data = [], pairs(device, 6)
     for graphed in (False, True):
         model = small(device)
         opt = AdamW(model.parameters(), lr=LR, max_norm=None if setting == "max_norm" else LIMIT)
         fn, found = plain_step(model, opt), []
-        with ga.GraphedStep(fn, [model, opt], policy="require") if graphed else contextlib.nullcontext(fn) as step:
+        with (
+            ga.GraphedStep(fn, [model, opt], policy="require")
+            if graphed
+            else contextlib.nullcontext(fn) as step
+        ):
             for k, (x, y) in enumerate(data):
                 if k in (2, 3):
                     setattr(opt, setting, value)
                 step(x * math.nan if k == 3 and setting == "on_nonfinite" else x, y)
                 found.append(opt.clip_state and opt.clip_state.norm.clone())
                 if k == 3:
-                    setattr(opt, setting, {"max_norm": None, "on_nonfinite": "propagate", "scope": "global"}[setting])
+                    setattr(
+                        opt,
+                        setting,
+                        {"max_norm": None, "on_nonfinite": "propagate", "scope": "global"}[setting],
+                    )
             runs.append((found, everything(model, opt, device)))
     for k, (one, two) in enumerate(zip(runs[1][0], runs[0][0])):
         if two is not None:
@@ -1901,7 +2471,7 @@ def test_lora_merged_between_replays_is_not_counted_twice(device):
     model = adapted().to(device).eval()
     for p in model.parameters():
         if p.requires_grad:
-            nn.init.normal_(p, std=0.1)                       # a fresh B is zero, and merging it would change nothing
+            nn.init.normal_(p, std=0.1)  # a fresh B is zero, and merging it would change nothing
     x = torch.randint(0, V, (2, 8), device=device)
     with torch.no_grad(), ga.GraphedStep(lambda x: model(x), model, policy="require") as step:
         base, one = llama().to(device)(x), step(x)
@@ -1930,6 +2500,7 @@ def test_reset_after_a_fall_back_captures_again(device):
 
     def fn(x):
         return x + (x.sum().item() if limit[0] else 1)
+
     x = torch.ones(2, device=device)
     step = ga.GraphedStep(fn, torch.zeros(1, device=device))
     with pytest.warns(UserWarning, match="every step runs eagerly"):
@@ -1943,7 +2514,10 @@ def test_reset_after_a_fall_back_captures_again(device):
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_what_was_captured_ahead_is_what_a_deterministic_step_replays(device):
-    step, (batch,) = make(device, "graph", deterministic=True, new_shapes="refuse"), batches(device, n=1)
+    step, (batch,) = (
+        make(device, "graph", deterministic=True, new_shapes="refuse"),
+        batches(device, n=1),
+    )
     step.capture(batch)
     step(batch)
     assert len(step.graphs) == 1

@@ -1,4 +1,5 @@
 """Arena, accumulator, clipping, optimizer and TrainStep in combinations that users make and that once went wrong."""
+
 import gc
 import weakref
 
@@ -7,10 +8,10 @@ import torch
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel.optim.accumulate import MODES, FusedLinear, GradientAccumulator
-from gpuaccel.optim.arena import Arena
 from gpuaccel.errors import ArgumentError, NonFiniteError
+from gpuaccel.optim.accumulate import MODES, FusedLinear, GradientAccumulator
 from gpuaccel.optim.adamw import AdamW
+from gpuaccel.optim.arena import Arena
 from gpuaccel.training.step import TrainStep
 
 EVERYWHERE = ["cpu", "simt", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -36,7 +37,9 @@ def test_zero_grad_knows_the_bf16_parameters_of_an_arena(device, set_to_none):
         opt.step()
         norms.append(float(opt.clip_state.norm))
         opt.zero_grad(set_to_none)
-    assert norms == [norms[0]] * 3 and norms[0] == pytest.approx(2**0.5, rel=1e-3), "gradients of earlier steps were added"
+    assert norms == [norms[0]] * 3 and norms[0] == pytest.approx(2**0.5, rel=1e-3), (
+        "gradients of earlier steps were added"
+    )
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -51,8 +54,10 @@ def test_clipping_parameters_whose_sums_are_in_an_arena(device, mode):
     low = linear(device, torch.bfloat16)
     with GradientAccumulator(arena := Arena(low), mode):
         low(100 * ones(device, torch.bfloat16)).sum().backward()
-        if mode != "autograd":                    # there they are the parameters' own until finish()
-            with pytest.raises(ArgumentError, match="the gradient of weight is the sum of its fp32 master"):
+        if mode != "autograd":  # there they are the parameters' own until finish()
+            with pytest.raises(
+                ArgumentError, match="the gradient of weight is the sum of its fp32 master"
+            ):
                 ga.clip_grad_norm_(low.parameters(), 1.0)
         assert float(ga.clip_grad_norm_(arena.parameters(), 1.0)) == pytest.approx(100 * 2**0.5)
 
@@ -69,7 +74,9 @@ def test_a_replaced_gradient_counts_once(device, mode):
             layer.weight.grad = given = layer.weight.grad.clone()
             opt.step()
             norms.append(float(opt.clip_state.norm))
-            assert layer.weight.grad is None and float(given.norm()) == pytest.approx(2**0.5), "the user's own tensor was written"
+            assert layer.weight.grad is None and float(given.norm()) == pytest.approx(2**0.5), (
+                "the user's own tensor was written"
+            )
     assert norms == pytest.approx([2**0.5] * 3)
 
 
@@ -109,7 +116,7 @@ def test_the_norm_is_of_what_the_optimizer_updates(device):
     opt = AdamW(arena, max_norm=1e9)
     with GradientAccumulator(arena):
         module(torch.ones(1, 3, device=device)).sum().backward()
-        del opt.param_groups[1]                                        # the bias
+        del opt.param_groups[1]  # the bias
         want = float(module.weight.grad.norm())
         opt.step()
     assert float(opt.clip_state.norm) == pytest.approx(want)
@@ -121,10 +128,13 @@ def test_a_hook_before_the_step_may_write_in_ways_that_torch_does_not_count(devi
 
     def loss_fn(module, x):
         return module(x).sum()
+
     with TrainStep(layer, loss_fn=loss_fn, max_norm=1.0) as step:
         step.opt.register_step_pre_hook(lambda *_: [layer.weight.grad.data.mul_(100)] and None)
         out = step(ones(device))
-        assert float(out.norm) == pytest.approx(100 * 2**0.5) and float(out.clipped_norm) == pytest.approx(1.0, rel=1e-4)
+        assert float(out.norm) == pytest.approx(100 * 2**0.5) and float(
+            out.clipped_norm
+        ) == pytest.approx(1.0, rel=1e-4)
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -145,10 +155,12 @@ def test_state_that_moved_or_does_not_fit_is_noticed(device):
         assert float(mine.state[p]["step"]) == k + 1
     p.data, p.grad = torch.ones(50_000, device=device), None
     p.grad = torch.ones_like(p)
-    with pytest.raises(ArgumentError, match=r"exp_avg of parameter 0 .* has shape \(5000,\); expected \(50000,\)"):
+    with pytest.raises(
+        ArgumentError, match=r"exp_avg of parameter 0 .* has shape \(5000,\); expected \(50000,\)"
+    ):
         mine.step()
     assert bool((p == 1).all())
-    new = nn.Parameter(torch.ones(7, device=device))                  # a parameter may be put in another's place
+    new = nn.Parameter(torch.ones(7, device=device))  # a parameter may be put in another's place
     mine.param_groups[0]["params"][0] = new
     new.grad = torch.ones_like(new)
     mine.step()
@@ -167,7 +179,9 @@ def test_loaded_state_goes_where_a_captured_step_reads_it(device):
         twin.grad = torch.ones_like(twin)
         other.step()
     opt.load_state_dict(other.state_dict())
-    assert {key: t.data_ptr() for key, t in opt.state[p].items()} == kept and float(opt.state[p]["step"]) == 3
+    assert {key: t.data_ptr() for key, t in opt.state[p].items()} == kept and float(
+        opt.state[p]["step"]
+    ) == 3
 
 
 def test_a_step_without_a_norm_reports_none_and_one_that_raises_keeps_no_gradient():
@@ -195,12 +209,19 @@ def test_clipping_calls_a_parameter_by_its_own_number_or_name():
     assert ga.clip_grads_(zip("abc", p), 1.0, on_nonfinite="skip").name() == "c"
 
 
-@pytest.mark.parametrize("device", ["simt", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize(
+    "device", ["simt", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
 def test_stochastic_rounding_of_weights_in_another_order_has_the_references_bits(device):
     got = []
     for where in ("torch", None):
         with ga.use_backend(where) if where else ga.use_backend(ga.backend().name):
-            p = nn.Parameter(torch.linspace(0.5, 1.5, 288, device=device).view(8, 4, 3, 3).bfloat16().to(memory_format=torch.channels_last))
+            p = nn.Parameter(
+                torch.linspace(0.5, 1.5, 288, device=device)
+                .view(8, 4, 3, 3)
+                .bfloat16()
+                .to(memory_format=torch.channels_last)
+            )
             p.grad = torch.ones_like(p)
             AdamW([p], lr=1e-4, stochastic_rounding=True, seed=3).step()
             got.append(p.detach().float().cpu())
@@ -214,7 +235,7 @@ def test_who_clips_is_refused_when_it_is_not_who_was_asked():
     for clip in ("item", "torch"):
         with pytest.raises(ArgumentError, match="would be clipped twice"):
             TrainStep(layer, opt, lambda m, x: m(x).sum(), clip=clip)
-    plain = linear("cpu")                                                # clips by itself, and is heard
+    plain = linear("cpu")  # clips by itself, and is heard
     with TrainStep(plain, AdamW(plain.parameters(), max_norm=0.1), lambda m, x: m(x).sum()) as step:
         assert float(step(ones("cpu")).clipped_norm) == pytest.approx(0.1, rel=1e-4)
 

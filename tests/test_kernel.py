@@ -1,4 +1,5 @@
 """A kernel compiles for every architecture, knows its own parameters, and refuses what does not fit before it runs."""
+
 import os
 import re
 import subprocess
@@ -11,20 +12,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpuaccel
-from gpuaccel.optim import accumulate
-from gpuaccel.ops import adamw, clip, embedding_backward as encoder, token_sort as segments
-from gpuaccel.compiler import nvrtc
-from gpuaccel.optim.accumulate import CHUNK
-from gpuaccel.ops.accumulate import MAX_TENSORS, SQUARES_THREADS, THREADS
 from gpuaccel.backends import use_backend
+from gpuaccel.compiler import nvrtc
+from gpuaccel.compiler.kernel import (
+    Kernel,
+    check_arguments,
+    kernel_files,
+    kernel_names,
+    signature,
+    without_comments,
+    zero_,
+)
 from gpuaccel.errors import ArgumentError, CompileError
-from gpuaccel.compiler.kernel import Kernel, check_arguments, kernel_files, kernel_names, signature, without_comments, zero_
+from gpuaccel.ops import adamw, clip
+from gpuaccel.ops import embedding_backward as encoder
+from gpuaccel.ops import token_sort as segments
+from gpuaccel.ops.accumulate import MAX_TENSORS, SQUARES_THREADS, THREADS
+from gpuaccel.optim import accumulate
+from gpuaccel.optim.accumulate import CHUNK
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 SCALE = 'extern "C" __global__ void scale(float* x, float a, int n) { int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) x[i] *= a; }'
 
 
 # ---- compiling ------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("grad_t", ["float", "bf16"])
@@ -35,19 +47,43 @@ def test_every_kernel_compiles_for_every_architecture_without_spills(path, grad_
     for name in names:
         kernel = Kernel(path.stem, name, GRAD_T=grad_t)
         r = kernel.resources(arch)
-        assert kernel.cubin(arch)[:4] == b"\x7fELF" and 0 < r.registers <= 255 and r.arch in (arch, arch + "a") and r.cubin_bytes > 0
+        assert (
+            kernel.cubin(arch)[:4] == b"\x7fELF"
+            and 0 < r.registers <= 255
+            and r.arch in (arch, arch + "a")
+            and r.cubin_bytes > 0
+        )
         assert (r.spill_store_bytes, r.spill_load_bytes) == (0, 0), f"{name} spills on {arch}: {r}"
         assert r.shared_bytes <= 48 * 1024
 
 
-@pytest.mark.parametrize("file, constants", [
-    ("accumulate", {"CHUNK": CHUNK, "THREADS": THREADS, "MAX_TENSORS": MAX_TENSORS}),
-    ("clip", {"CHUNK": CHUNK, "THREADS": SQUARES_THREADS, "MAX_TENSORS": clip.MAX_TENSORS}),
-    ("adamw", {"CHUNK": CHUNK, "MAX_TENSORS": adamw.MAX_TENSORS, "MAX_UPDATES": adamw.MAX_UPDATES,
-               "MAX_VALUES": adamw.MAX_VALUES}),
-    ("segments", {"PIECE": segments.PIECE, "THREADS": segments.THREADS}),
-    ("encoder", {"PIECE": segments.PIECE, "THREADS": encoder.THREADS, "QUADS": encoder.QUADS, "COMBINE": encoder.COMBINE, "SPAN": encoder.SPAN}),
-])
+@pytest.mark.parametrize(
+    "file, constants",
+    [
+        ("accumulate", {"CHUNK": CHUNK, "THREADS": THREADS, "MAX_TENSORS": MAX_TENSORS}),
+        ("clip", {"CHUNK": CHUNK, "THREADS": SQUARES_THREADS, "MAX_TENSORS": clip.MAX_TENSORS}),
+        (
+            "adamw",
+            {
+                "CHUNK": CHUNK,
+                "MAX_TENSORS": adamw.MAX_TENSORS,
+                "MAX_UPDATES": adamw.MAX_UPDATES,
+                "MAX_VALUES": adamw.MAX_VALUES,
+            },
+        ),
+        ("segments", {"PIECE": segments.PIECE, "THREADS": segments.THREADS}),
+        (
+            "encoder",
+            {
+                "PIECE": segments.PIECE,
+                "THREADS": encoder.THREADS,
+                "QUADS": encoder.QUADS,
+                "COMBINE": encoder.COMBINE,
+                "SPAN": encoder.SPAN,
+            },
+        ),
+    ],
+)
 def test_the_launcher_and_the_kernels_agree_on_their_constants(file, constants):
     source = without_comments(next(p for p in kernel_files() if p.stem == file).read_text())
     for name, value in constants.items():
@@ -62,16 +98,29 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(name):
     assert CHUNK % (4 * kernel.bound) == 0 and kernel.bound == int(kernel.defines["THREADS"])
 
 
-@pytest.mark.parametrize("kernel, sizes", [
-    (accumulate.accumulate_kernel("accumulate_v3", torch.float32), [accumulate._SOURCES]), (accumulate.accumulate_kernel("accumulate_v4", torch.bfloat16), [accumulate._SOURCES]),
-    (clip.clip_kernel("squares_v2", 2.0), [clip._TENSORS]), (clip.clip_kernel("scale_v2", 2.0), [clip._TENSORS]), (adamw._kernel("adamw_set"), [adamw._VALUES]),
-    (adamw._kernel("adamw_begin"), [adamw._STEPS]), (adamw._kernel("adamw_v2", ("AMSGRAD", 1), ("PARAM_T", "bf16")), [adamw._UPDATES]),
-    *[(encoder._kernel(f"encoder_{name}", ACC_T="bf16", STOCHASTIC=1), [encoder._ROUNDING]) for name in ("backward_v2", "backward_v3", "combine_v3", "wpe")],
-], ids=lambda k: getattr(k, "name", ""))
+@pytest.mark.parametrize(
+    "kernel, sizes",
+    [
+        (accumulate.accumulate_kernel("accumulate_v3", torch.float32), [accumulate._SOURCES]),
+        (accumulate.accumulate_kernel("accumulate_v4", torch.bfloat16), [accumulate._SOURCES]),
+        (clip.clip_kernel("squares_v2", 2.0), [clip._TENSORS]),
+        (clip.clip_kernel("scale_v2", 2.0), [clip._TENSORS]),
+        (adamw._kernel("adamw_set"), [adamw._VALUES]),
+        (adamw._kernel("adamw_begin"), [adamw._STEPS]),
+        (adamw._kernel("adamw_v2", ("AMSGRAD", 1), ("PARAM_T", "bf16")), [adamw._UPDATES]),
+        *[
+            (encoder._kernel(f"encoder_{name}", ACC_T="bf16", STOCHASTIC=1), [encoder._ROUNDING])
+            for name in ("backward_v2", "backward_v3", "combine_v3", "wpe")
+        ],
+    ],
+    ids=lambda k: getattr(k, "name", ""),
+)
 def test_the_launcher_and_the_kernels_agree_on_their_structs(kernel, sizes):
     """To the byte, as the host's compiler lays them out; and a launch takes at most 4 KiB of arguments."""
     found = [size for _, size in kernel.load("fast").structs]
-    assert found == [pack.__self__.size for pack in sizes], f"{kernel.name}: {found} bytes in the kernel"
+    assert found == [pack.__self__.size for pack in sizes], (
+        f"{kernel.name}: {found} bytes in the kernel"
+    )
     assert sum(found) + 8 * len(kernel.params) <= 4096
 
 
@@ -83,26 +132,53 @@ def test_the_coefficients_of_adamw_are_as_many_as_their_launcher_allocates():
 
 
 def test_a_kernel_that_keeps_too_much_reports_its_spills():
-    body = "".join(f"float v{i} = x[{i} * n]; " for i in range(120)) + "__syncthreads(); " + "".join(
-        f"x[{i} * n + 1] = v{i} * v{(i * 7) % 120}; " for i in range(120))
-    kernel = gpuaccel.compile(f'extern "C" __global__ void __launch_bounds__(1024, 2) fat(float* x, int n) {{ {body} }}')
+    body = (
+        "".join(f"float v{i} = x[{i} * n]; " for i in range(120))
+        + "__syncthreads(); "
+        + "".join(f"x[{i} * n + 1] = v{i} * v{(i * 7) % 120}; " for i in range(120))
+    )
+    kernel = gpuaccel.compile(
+        f'extern "C" __global__ void __launch_bounds__(1024, 2) fat(float* x, int n) {{ {body} }}'
+    )
     r = kernel.resources("sm_90")
-    assert r.registers <= 32 and r.spill_store_bytes > 0 and r.spill_load_bytes > 0 and r.stack_bytes > 0
+    assert (
+        r.registers <= 32
+        and r.spill_store_bytes > 0
+        and r.spill_load_bytes > 0
+        and r.stack_bytes > 0
+    )
 
 
 def test_a_string_becomes_a_kernel_with_the_common_helpers():
-    kernel = gpuaccel.compile('extern "C" __global__ void k(float* y, const bf16* x) { y[0] = as_float(x[0]); }')
+    kernel = gpuaccel.compile(
+        'extern "C" __global__ void k(float* y, const bf16* x) { y[0] = as_float(x[0]); }'
+    )
     assert kernel.name == "k" and repr(kernel) == "k(float* y, const bf16* x)  [<source>]"
     assert kernel.resources("sm_80").registers > 0
 
 
-@pytest.mark.parametrize("source, name, message", [
-    ("__device__ int f() { return 1; }", None, r"say which kernel: <source> has none \(no __global__ function\)"),
-    (SCALE + SCALE.replace("scale", "other"), None, "say which kernel: <source> has scale, other"),
-    (SCALE, "missing", "there is no kernel 'missing' here; kernels found: scale"),
-    (SCALE.replace('extern "C" ', ""), None, 'kernel scale needs extern "C" in front of __global__'),
-    ("// extern \"C\"\n" + SCALE.replace('extern "C" ', ""), None, 'needs extern "C"'),
-])
+@pytest.mark.parametrize(
+    "source, name, message",
+    [
+        (
+            "__device__ int f() { return 1; }",
+            None,
+            r"say which kernel: <source> has none \(no __global__ function\)",
+        ),
+        (
+            SCALE + SCALE.replace("scale", "other"),
+            None,
+            "say which kernel: <source> has scale, other",
+        ),
+        (SCALE, "missing", "there is no kernel 'missing' here; kernels found: scale"),
+        (
+            SCALE.replace('extern "C" ', ""),
+            None,
+            'kernel scale needs extern "C" in front of __global__',
+        ),
+        ('// extern "C"\n' + SCALE.replace('extern "C" ', ""), None, 'needs extern "C"'),
+    ],
+)
 def test_a_string_without_a_usable_kernel_is_refused(source, name, message):
     with pytest.raises(CompileError, match=message):
         gpuaccel.compile(source, name)
@@ -110,66 +186,99 @@ def test_a_string_without_a_usable_kernel_is_refused(source, name, message):
 
 def test_a_compile_error_shows_file_line_and_caret_of_the_callers_own_text():
     with pytest.raises(CompileError) as caught:
-        gpuaccel.compile('extern "C" __global__ void k(float* x) {\n  int i = 0;\n  x[i] = z;\n}', filename="cell 3")
-    assert "cell 3(3): error" in str(caught.value) and "x[i] = z;" in str(caught.value) and "^" in str(caught.value)
+        gpuaccel.compile(
+            'extern "C" __global__ void k(float* x) {\n  int i = 0;\n  x[i] = z;\n}',
+            filename="cell 3",
+        )
+    assert (
+        "cell 3(3): error" in str(caught.value)
+        and "x[i] = z;" in str(caught.value)
+        and "^" in str(caught.value)
+    )
     with pytest.raises(CompileError, match=r"kernels_cu/accumulate.cu\(\d+\): error.*nonsense"):
         Kernel("accumulate", "accumulate_v1", GRAD_T="nonsense").cubin("sm_90")
 
 
 def test_a_file_or_name_that_is_not_there_lists_what_is():
-    with pytest.raises(CompileError, match=r"there is no file nothing.cu in kernels_cu; files: .*accumulate.cu"):
+    with pytest.raises(
+        CompileError, match=r"there is no file nothing.cu in kernels_cu; files: .*accumulate.cu"
+    ):
         Kernel("nothing", "x")
-    with pytest.raises(CompileError, match="there is no kernel 'accumulate_v9' here; kernels found: accumulate_v1, accumulate_v2, accumulate_v3"):
+    with pytest.raises(
+        CompileError,
+        match="there is no kernel 'accumulate_v9' here; kernels found: accumulate_v1, accumulate_v2, accumulate_v3",
+    ):
         Kernel("accumulate", "accumulate_v9")
 
 
 # ---- reading the signature ------------------------------------------------------------------------------------------
 
+
 def params(declaration, before="", **defines):
     return signature(f'{before}\nextern "C" __global__ void k({declaration}) {{ }}', "k", defines)
 
 
-@pytest.mark.parametrize("declared, pointer, code, dtypes, align", [
-    ("float* x", True, None, (torch.float32,), 4), ("const float * __restrict__ x", True, None, (torch.float32,), 4),
-    ("float const* x", True, None, (torch.float32,), 4), ("float *const x", True, None, (torch.float32,), 4),
-    ("float x[]", True, None, (torch.float32,), 4),
-    ("float x[16]", True, None, (torch.float32,), 4), ("volatile double* x", True, None, (torch.float64,), 8),
-    ("const float2* x", True, None, (torch.float32,), 8), ("const float3* x", True, None, (torch.float32,), 4),
-    ("float4* x", True, None, (torch.float32,), 16),
-    ("double2* x", True, None, (torch.float64,), 16), ("longlong2* x", True, None, (torch.int64,), 16),
-    ("uint2* x", True, None, (torch.uint32, torch.int32), 8),
-    ("uchar4* x", True, None, (torch.uint8, torch.bool), 4), ("bf16* x", True, None, (torch.bfloat16,), 2),
-    ("__nv_bfloat16* x", True, None, (torch.bfloat16,), 2),
-    ("half* x", True, None, (torch.float16,), 2), ("void* x", True, None, None, 1),
-    ("const void* x", True, None, None, 1),
-    ("unsigned char* x", True, None, (torch.uint8, torch.bool), 1), ("const unsigned int* x", True, None,
-    (torch.uint32, torch.int32), 4),
-    ("signed char* x", True, None, (torch.int8,), 1), ("bool* x", True, None, (torch.bool,), 1),
-    ("long long* x", True, None, (torch.int64,), 8),
-    ("float** x", True, None, (torch.int64, torch.uint64), 8), ("const float* const* x", True, None,
-    (torch.int64, torch.uint64), 8),
-    ("Thing* x", True, None, None, 1),
-    ("int x", False, "i", None, None), ("const int x", False, "i", None, None), ("unsigned x", False, "I", None, None),
-    ("unsigned int x", False, "I", None, None),
-    ("long long x", False, "q", None, None), ("long x", False, "q", None, None),
-    ("unsigned long long x", False, "Q", None, None), ("size_t x", False, "Q", None, None),
-    ("unsigned long long int x", False, "Q", None, None), ("unsigned short int x", False, "H", None, None),
-    ("int64_t x", False, "q", None, None),
-    ("uint32_t x", False, "I", None, None), ("float x", False, "f", None, None), ("double x", False, "d", None, None),
-    ("bool x", False, "?", None, None),
-    ("short x", False, "h", None, None), ("Sources x", False, None, None, None),
-    ("const __grid_constant__ Sources x", False, None, None, None),
-    ("struct Sources x", False, None, None, None), ("float4 x", False, None, None, None),
-])
+@pytest.mark.parametrize(
+    "declared, pointer, code, dtypes, align",
+    [
+        ("float* x", True, None, (torch.float32,), 4),
+        ("const float * __restrict__ x", True, None, (torch.float32,), 4),
+        ("float const* x", True, None, (torch.float32,), 4),
+        ("float *const x", True, None, (torch.float32,), 4),
+        ("float x[]", True, None, (torch.float32,), 4),
+        ("float x[16]", True, None, (torch.float32,), 4),
+        ("volatile double* x", True, None, (torch.float64,), 8),
+        ("const float2* x", True, None, (torch.float32,), 8),
+        ("const float3* x", True, None, (torch.float32,), 4),
+        ("float4* x", True, None, (torch.float32,), 16),
+        ("double2* x", True, None, (torch.float64,), 16),
+        ("longlong2* x", True, None, (torch.int64,), 16),
+        ("uint2* x", True, None, (torch.uint32, torch.int32), 8),
+        ("uchar4* x", True, None, (torch.uint8, torch.bool), 4),
+        ("bf16* x", True, None, (torch.bfloat16,), 2),
+        ("__nv_bfloat16* x", True, None, (torch.bfloat16,), 2),
+        ("half* x", True, None, (torch.float16,), 2),
+        ("void* x", True, None, None, 1),
+        ("const void* x", True, None, None, 1),
+        ("unsigned char* x", True, None, (torch.uint8, torch.bool), 1),
+        ("const unsigned int* x", True, None, (torch.uint32, torch.int32), 4),
+        ("signed char* x", True, None, (torch.int8,), 1),
+        ("bool* x", True, None, (torch.bool,), 1),
+        ("long long* x", True, None, (torch.int64,), 8),
+        ("float** x", True, None, (torch.int64, torch.uint64), 8),
+        ("const float* const* x", True, None, (torch.int64, torch.uint64), 8),
+        ("Thing* x", True, None, None, 1),
+        ("int x", False, "i", None, None),
+        ("const int x", False, "i", None, None),
+        ("unsigned x", False, "I", None, None),
+        ("unsigned int x", False, "I", None, None),
+        ("long long x", False, "q", None, None),
+        ("long x", False, "q", None, None),
+        ("unsigned long long x", False, "Q", None, None),
+        ("size_t x", False, "Q", None, None),
+        ("unsigned long long int x", False, "Q", None, None),
+        ("unsigned short int x", False, "H", None, None),
+        ("int64_t x", False, "q", None, None),
+        ("uint32_t x", False, "I", None, None),
+        ("float x", False, "f", None, None),
+        ("double x", False, "d", None, None),
+        ("bool x", False, "?", None, None),
+        ("short x", False, "h", None, None),
+        ("Sources x", False, None, None, None),
+        ("const __grid_constant__ Sources x", False, None, None, None),
+        ("struct Sources x", False, None, None, None),
+        ("float4 x", False, None, None, None),
+    ],
+)
 def test_a_parameter_is_read_as_cuda_means_it(declared, pointer, code, dtypes, align):
-    found, = params(declared)
+    (found,) = params(declared)
     assert (found.name, found.pointer, found.code) == ("x", pointer, code), found
     if pointer:
         assert (found.dtypes, found.align) == (dtypes, align), found
 
 
 def test_comments_strings_macros_and_line_breaks_do_not_disturb():
-    source = '''
+    source = """
 // __global__ void not_this(int a) {}
 /* extern "C" __global__ void nor_this(int a) {}
    over two lines */
@@ -183,10 +292,16 @@ extern "C" __global__ void __launch_bounds__(256, (1 + 1)) first(
     const GRAD_T* __restrict__ in /* (n) */, big n) { printf("// no comment; __global__ void in_a_string(int) %s", "}"); }
 extern "C" __global__ __launch_bounds__(128) void second(void) { char c = '"'; char d = '\\''; }
 extern "C" __global__ void third() { printf("a"); }  extern "C" __global__ void fourth(int n) { printf("b"); }
-'''
+"""
     assert kernel_names(source) == ["first", "second", "third", "fourth"]
-    assert without_comments(source).count("\n") == source.count("\n") and len(without_comments(source)) == len(source)
-    assert [str(p) for p in signature(source, "first", {})] == ["float* out", "const float* in", "unsigned long long n"]
+    assert without_comments(source).count("\n") == source.count("\n") and len(
+        without_comments(source)
+    ) == len(source)
+    assert [str(p) for p in signature(source, "first", {})] == [
+        "float* out",
+        "const float* in",
+        "unsigned long long n",
+    ]
     low = signature(source, "first", {"GRAD_T": "bf16"})
     assert low[0].dtypes == low[1].dtypes == (torch.bfloat16,) and low[2].code == "Q"
     assert signature(source, "second", {}) == signature(source, "third", {}) == []
@@ -198,14 +313,31 @@ def test_the_parameters_of_our_own_kernels():
     assert [str(p) for p in v1] == ["float* acc", "const float* grad", "long long n"]
     v3 = Kernel("accumulate", "accumulate_v3", GRAD_T="bf16").params
     assert [(p.name, p.pointer, p.align if p.pointer else p.code) for p in v3] == [
-        ("acc", True, 16), ("chunks", True, 16), ("first_row", False, "i"), ("first_tensor", False, "i"),
-        ("sources", False, None)]
+        ("acc", True, 16),
+        ("chunks", True, 16),
+        ("first_row", False, "i"),
+        ("first_tensor", False, "i"),
+        ("sources", False, None),
+    ]
     assert str(v3[4]) == "Sources sources"
 
 
 @settings(max_examples=30, deadline=None)
-@given(types=st.lists(st.sampled_from(["float* {}", "const bf16* {}", "int {}", "long long {}", "float {}",
-    "const float4* __restrict__ {}"]), max_size=8))
+@given(
+    types=st.lists(
+        st.sampled_from(
+            [
+                "float* {}",
+                "const bf16* {}",
+                "int {}",
+                "long long {}",
+                "float {}",
+                "const float4* __restrict__ {}",
+            ]
+        ),
+        max_size=8,
+    )
+)
 def test_any_list_of_parameters_is_read_in_order(types):
     declared = [t.format(f"p{i}") for i, t in enumerate(types)]
     found = params(",\n  ".join(declared))
@@ -215,6 +347,7 @@ def test_any_list_of_parameters_is_read_in_order(types):
 
 # ---- arguments that do not fit --------------------------------------------------------------------------------------
 
+
 @pytest.fixture(scope="module")
 def scale():
     return gpuaccel.compile(SCALE)
@@ -223,20 +356,35 @@ def scale():
 X = torch.ones(8)
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ((), r"scale takes 3 arguments \(float\* x, float a, int n\), got 0"),
-    ((X, 1.0), r"takes 3 arguments .* got 2"), ((X, 1.0, 8, 1), "got 4"),
-    ((X.double(), 1.0, 8), r"parameter `float\* x` expects dtype torch.float32, got torch.float64"),
-    ((X.bfloat16(), 1.0, 8), "expects dtype torch.float32, got torch.bfloat16"),
-    ((torch.ones(8, 2)[:, 0], 1.0, 8), r"`float\* x` expects a contiguous tensor, got shape \(8,\) with strides \(2,\)"),
-    ((X, 1.0, 8), r"`float\* x` expects a tensor on a GPU, got one on cpu"),
-    (([1.0], 1.0, 8), r"`float\* x` expects a torch tensor, got list"),
-    ((123456, 1.0, 8), "expects a torch tensor, got int"),
-    ((None, X, 8), r"`float a` is passed by value and expects a number, got a tensor of shape \(8,\)"),
-    ((None, "1", 8), "`float a` expects a number, got '1'"), ((None, None, 8), "`float a` expects a number, got None"),
-    ((None, 1j, 8), "`float a` expects a number"), ((None, 1.0, 8.0), "`int n` expects a whole number, got 8.0"),
-    ((None, 1.0, torch.tensor(8)), "`int n` is passed by value"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((), r"scale takes 3 arguments \(float\* x, float a, int n\), got 0"),
+        ((X, 1.0), r"takes 3 arguments .* got 2"),
+        ((X, 1.0, 8, 1), "got 4"),
+        (
+            (X.double(), 1.0, 8),
+            r"parameter `float\* x` expects dtype torch.float32, got torch.float64",
+        ),
+        ((X.bfloat16(), 1.0, 8), "expects dtype torch.float32, got torch.bfloat16"),
+        (
+            (torch.ones(8, 2)[:, 0], 1.0, 8),
+            r"`float\* x` expects a contiguous tensor, got shape \(8,\) with strides \(2,\)",
+        ),
+        ((X, 1.0, 8), r"`float\* x` expects a tensor on a GPU, got one on cpu"),
+        (([1.0], 1.0, 8), r"`float\* x` expects a torch tensor, got list"),
+        ((123456, 1.0, 8), "expects a torch tensor, got int"),
+        (
+            (None, X, 8),
+            r"`float a` is passed by value and expects a number, got a tensor of shape \(8,\)",
+        ),
+        ((None, "1", 8), "`float a` expects a number, got '1'"),
+        ((None, None, 8), "`float a` expects a number, got None"),
+        ((None, 1j, 8), "`float a` expects a number"),
+        ((None, 1.0, 8.0), "`int n` expects a whole number, got 8.0"),
+        ((None, 1.0, torch.tensor(8)), "`int n` is passed by value"),
+    ],
+)
 def test_a_wrong_argument_is_named_with_what_is_expected(scale, arguments, message):
     with pytest.raises(ArgumentError, match=message):
         check_arguments(scale, arguments)
@@ -244,27 +392,44 @@ def test_a_wrong_argument_is_named_with_what_is_expected(scale, arguments, messa
 
 def test_what_fits_is_taken(scale):
     import numpy as np
+
     for a, n in ((1, 8), (1.5, True), (np.float32(2), np.int64(8)), (float("nan"), 0), (-1, -1)):
         check_arguments(scale, (None, a, n))
 
 
 def test_a_struct_by_value_is_bytes():
-    kernel = gpuaccel.compile('struct S { int a; float b; }; extern "C" __global__ void k(float* x, S s) { x[s.a] = s.b; }')
+    kernel = gpuaccel.compile(
+        'struct S { int a; float b; }; extern "C" __global__ void k(float* x, S s) { x[s.a] = s.b; }'
+    )
     check_arguments(kernel, (None, b"12345678"))
-    with pytest.raises(ArgumentError, match="`S s` is a struct by value and expects bytes, got tuple"):
+    with pytest.raises(
+        ArgumentError, match="`S s` is a struct by value and expects bytes, got tuple"
+    ):
         check_arguments(kernel, (None, (1, 2.0)))
 
 
-@pytest.mark.parametrize("shape, message", [
-    ((0, 32), "scale: grid is 0; expected 1 to 3 whole numbers from 1 to 2147483647, 65535, 65535"),
-    ((-1, 32), "grid is -1"),
-    ((1.5, 32), "grid is 1.5"), (("1", 32), "grid is '1'"), (((), 32), r"grid is \(\)"),
-    (((1, 1, 1, 1), 32), "grid is"),
-    (((1, 65536), 32), "grid is"), ((2**31, 32), "grid is"), ((1, 0), "block is 0"), ((1, 1025), "block is 1025"),
-    ((1, (1, 1, 65)), "block is"),
-    ((1, (32, 33)), r"block is \(32, 33\), 1056 threads; a block has 1024 at most"),
-    ((1, 32, -1), "shared_bytes is -1"), ((1, 32, "x"), "shared_bytes is 'x'"),
-])
+@pytest.mark.parametrize(
+    "shape, message",
+    [
+        (
+            (0, 32),
+            "scale: grid is 0; expected 1 to 3 whole numbers from 1 to 2147483647, 65535, 65535",
+        ),
+        ((-1, 32), "grid is -1"),
+        ((1.5, 32), "grid is 1.5"),
+        (("1", 32), "grid is '1'"),
+        (((), 32), r"grid is \(\)"),
+        (((1, 1, 1, 1), 32), "grid is"),
+        (((1, 65536), 32), "grid is"),
+        ((2**31, 32), "grid is"),
+        ((1, 0), "block is 0"),
+        ((1, 1025), "block is 1025"),
+        ((1, (1, 1, 65)), "block is"),
+        ((1, (32, 33)), r"block is \(32, 33\), 1056 threads; a block has 1024 at most"),
+        ((1, 32, -1), "shared_bytes is -1"),
+        ((1, 32, "x"), "shared_bytes is 'x'"),
+    ],
+)
 def test_a_grid_or_block_that_cannot_be_is_refused(scale, shape, message):
     with pytest.raises(ArgumentError, match=message):
         scale[shape]
@@ -272,7 +437,10 @@ def test_a_grid_or_block_that_cannot_be_is_refused(scale, shape, message):
 
 def test_brackets_take_grid_and_block(scale):
     for shape in (8, (8,), (1, 2, 3, 4)):
-        with pytest.raises(ArgumentError, match=r"scale\[...\] takes \[grid, block\] or \[grid, block, shared_bytes\], got"):
+        with pytest.raises(
+            ArgumentError,
+            match=r"scale\[...\] takes \[grid, block\] or \[grid, block, shared_bytes\], got",
+        ):
             scale[shape]
     launch = scale[(2, 3), torch.Size([4, 5, 6]), 1024]
     assert launch.shape == (2, 3, 1, 4, 5, 6, 1024)
@@ -283,15 +451,24 @@ def test_a_launch_without_a_gpu_runs_on_the_cpu(scale):
         x = torch.arange(1000.0)
         with use_backend(name):
             scale[4, 256](x, 3.0, 900)
-        assert x[:900].eq(torch.arange(900.0) * 3).all() and x[900:].eq(torch.arange(900.0, 1000)).all()
+        assert (
+            x[:900].eq(torch.arange(900.0) * 3).all()
+            and x[900:].eq(torch.arange(900.0, 1000)).all()
+        )
 
 
 def test_zero_fills_any_tensor_with_zeros():
-    for t in (torch.ones(3, 5), torch.ones(6, 4)[:, 1], torch.ones(0), torch.ones(7, dtype=torch.bfloat16)):
+    for t in (
+        torch.ones(3, 5),
+        torch.ones(6, 4)[:, 1],
+        torch.ones(0),
+        torch.ones(7, dtype=torch.bfloat16),
+    ):
         assert zero_(t) is t and not t.any()
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.gpu
 def test_gpu_result_is_right_and_only_n_elements_change(scale):
@@ -306,12 +483,17 @@ def test_gpu_result_is_right_and_only_n_elements_change(scale):
 def test_gpu_arguments_that_need_a_device_to_be_checked(scale):
     x = torch.ones(8, device="cuda")
     wide = gpuaccel.compile('extern "C" __global__ void wide(float4* x, int n) { x[0].x = n; }')
-    with pytest.raises(ArgumentError, match=r"`float4\* x` expects an address that is a multiple of 16 bytes, got one 4 off"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"`float4\* x` expects an address that is a multiple of 16 bytes, got one 4 off",
+    ):
         wide[1, 1](x[1:], 1)
-    for a, n, who in ((1.0, 2**31, "int n"), (1.0, -2**31 - 1, "int n"), (1e300, 8, "float a")):
+    for a, n, who in ((1.0, 2**31, "int n"), (1.0, -(2**31) - 1, "int n"), (1e300, 8, "float a")):
         with pytest.raises(ArgumentError, match=f"scale: parameter `{who}` cannot hold"):
             scale[1, 32](x, a, n)
-    with pytest.raises(ArgumentError, match=r"`float\* x` expects a tensor on a GPU, got one on cpu"):
+    with pytest.raises(
+        ArgumentError, match=r"`float\* x` expects a tensor on a GPU, got one on cpu"
+    ):
         scale[1, 32](X, 1.0, 8)
     with pytest.raises(ArgumentError, match="strides"):
         scale[1, 32](torch.ones(8, 2, device="cuda")[:, 0], 1.0, 8)
@@ -324,8 +506,11 @@ def test_gpu_arguments_that_need_a_device_to_be_checked(scale):
 @pytest.mark.gpu
 def test_gpu_struct_by_value_of_the_right_size_only():
     import struct
-    kernel = gpuaccel.compile('struct S { int a; float b; long long c[40]; };\n'
-                              'extern "C" __global__ void k(float* x, S s, char d) { x[s.a] = s.b + s.c[39] + d; }')
+
+    kernel = gpuaccel.compile(
+        "struct S { int a; float b; long long c[40]; };\n"
+        'extern "C" __global__ void k(float* x, S s, char d) { x[s.a] = s.b + s.c[39] + d; }'
+    )
     x = torch.zeros(4, device="cuda")
     kernel[1, 1](x, struct.pack("if40q", 2, 0.5, *range(40)), 1)
     assert x.tolist() == [0, 0, 40.5, 0]
@@ -351,7 +536,7 @@ def test_gpu_launch_goes_to_torchs_current_stream(scale):
 @pytest.mark.gpu
 def test_gpu_launch_is_captured_into_a_graph(scale):
     x = torch.ones(256, device="cuda")
-    scale[1, 256](x, 1.0, 256)                                # loads the module: not while capturing
+    scale[1, 256](x, 1.0, 256)  # loads the module: not while capturing
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -368,7 +553,9 @@ def test_gpu_launch_is_captured_into_a_graph(scale):
 def test_gpu_two_threads_launch_one_kernel(scale):
     """Each thread has its own tensor, number and stream; the argument buffer is shared and must not mix them."""
     tensors = [torch.zeros(4, device="cuda") for _ in range(4)]
-    add = gpuaccel.compile('extern "C" __global__ void add(float* x, float a) { x[threadIdx.x] += a; }')
+    add = gpuaccel.compile(
+        'extern "C" __global__ void add(float* x, float a) { x[threadIdx.x] += a; }'
+    )
     torch.cuda.synchronize()
     wrong = []
 
@@ -378,8 +565,9 @@ def test_gpu_two_threads_launch_one_kernel(scale):
                 for _ in range(2000):
                     add[1, 4](tensors[i], i + 1)
                 torch.cuda.current_stream().synchronize()
-        except Exception as error:                            # shown by the assertion below
+        except Exception as error:  # shown by the assertion below
             wrong.append(error)
+
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for t in threads:
         t.start()
@@ -397,14 +585,19 @@ def test_gpu_a_launch_may_be_the_first_thing_a_thread_does(scale):
     scale[1, 256](x, 1.0, 256)
     torch.cuda.synchronize()
     fresh = gpuaccel.compile(SCALE.replace("*=", "+="))
-    for work in (lambda: scale[1, 256](x, 2.0, 256), lambda: zero_(x[:16]), lambda: fresh[1, 256](y, 2.0, 256)):
+    for work in (
+        lambda: scale[1, 256](x, 2.0, 256),
+        lambda: zero_(x[:16]),
+        lambda: fresh[1, 256](y, 2.0, 256),
+    ):
         wrong = []
 
         def run(work=work):
             try:
                 work()
-            except Exception as error:                        # shown by the assertion below
+            except Exception as error:  # shown by the assertion below
                 wrong.append(error)
+
         thread = threading.Thread(target=run)
         thread.start(), thread.join()
         assert not wrong, wrong
@@ -420,7 +613,9 @@ def test_gpu_a_launch_is_little_work_for_the_host():
     launch, seen = kernel[1, 256], []
     allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
-    sys.setprofile(lambda frame, event, _: seen.append(frame.f_code.co_name) if event == "call" else None)
+    sys.setprofile(
+        lambda frame, event, _: seen.append(frame.f_code.co_name) if event == "call" else None
+    )
     try:
         launch(acc, grad, 256)
     finally:
@@ -433,16 +628,25 @@ def test_gpu_a_launch_is_little_work_for_the_host():
 
 @pytest.mark.gpu
 def test_gpu_second_process_loads_from_the_cache(tmp_path):
-    code = ("import torch\nfrom gpuaccel.compiler import nvrtc\nfrom gpuaccel.ops.accumulate import accumulate_\ncount, real = [], nvrtc._compile\n"
-            "nvrtc._compile = lambda *a: count.append(1) or real(*a)\n"
-            "acc = torch.zeros(8, device='cuda')\naccumulate_(acc, torch.ones(8, device='cuda'))\nprint(len(count), acc.sum().item())")
+    code = (
+        "import torch\nfrom gpuaccel.compiler import nvrtc\nfrom gpuaccel.ops.accumulate import accumulate_\ncount, real = [], nvrtc._compile\n"
+        "nvrtc._compile = lambda *a: count.append(1) or real(*a)\n"
+        "acc = torch.zeros(8, device='cuda')\naccumulate_(acc, torch.ones(8, device='cuda'))\nprint(len(count), acc.sum().item())"
+    )
     seen = []
     for _ in range(2):
-        run = subprocess.run([sys.executable, "-c", code], env={**os.environ, "GPUACCEL_CACHE": str(tmp_path)},
-            capture_output=True, text=True, timeout=600)
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "GPUACCEL_CACHE": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
         assert run.returncode == 0, run.stderr
         seen.append(run.stdout.split()[-2:])
-    assert seen == [["1", "8.0"], ["0", "8.0"]], f"(programs compiled, sum) of two processes: {seen}"
+    assert seen == [["1", "8.0"], ["0", "8.0"]], (
+        f"(programs compiled, sum) of two processes: {seen}"
+    )
 
 
 @pytest.mark.gpu
@@ -450,10 +654,14 @@ def test_gpu_memset_zeroes_exactly_its_tensor():
     x = torch.ones(1000, device="cuda")
     zero_(x[100:900])
     assert x[:100].eq(1).all() and not x[100:900].any() and x[900:].eq(1).all()
-    assert zero_(torch.ones(0, device="cuda")).numel() == 0 and not zero_(torch.ones(6, 4, device="cuda")[:, 1]).any()
+    assert (
+        zero_(torch.ones(0, device="cuda")).numel() == 0
+        and not zero_(torch.ones(6, 4, device="cuda")[:, 1]).any()
+    )
 
 
 @pytest.mark.gpu
 def test_gpu_driver_of_this_machine_takes_the_chosen_nvrtc():
     from gpuaccel.backends import find_driver
+
     nvrtc.check_driver(find_driver()[0])

@@ -1,4 +1,5 @@
 """Pictures of curves, passes and maps draw what was measured, and say it in text; the recorded dispatch is labelled."""
+
 import json
 import re
 import xml.etree.ElementTree as xml
@@ -7,10 +8,18 @@ import pytest
 import torch
 
 import gpuaccel as ga
-from gpuaccel.learn.figures import layer_figures
-from gpuaccel.learn import recorded
 from gpuaccel.errors import ArgumentError
-from gpuaccel.learn.figures.layer_figures import allocated, attention_map, curve_points, explore, lines, maps, passes
+from gpuaccel.learn import recorded
+from gpuaccel.learn.figures import layer_figures
+from gpuaccel.learn.figures.layer_figures import (
+    allocated,
+    attention_map,
+    curve_points,
+    explore,
+    lines,
+    maps,
+    passes,
+)
 from gpuaccel.learn.figures.picture import WIDTH
 
 SMALL = dict(layers=2, hidden=64, intermediate=48, heads=2, kv_heads=2, T=16)
@@ -20,7 +29,11 @@ def text_of(figure):
     bundle = figure._repr_mimebundle_()
     root = xml.fromstring(bundle["image/svg+xml"])
     assert bundle["text/plain"] == repr(figure) and "nan" not in bundle["image/svg+xml"]
-    beyond = [x.attrib for x in root.iter() if x.get("x") and float(x.get("x")) + float(x.get("width", 0)) > WIDTH + 0.5]
+    beyond = [
+        x.attrib
+        for x in root.iter()
+        if x.get("x") and float(x.get("x")) + float(x.get("width", 0)) > WIDTH + 0.5
+    ]
     assert not beyond, beyond
     return bundle["text/plain"]
 
@@ -29,10 +42,16 @@ def test_a_curve_and_its_slope_are_those_of_the_module_and_of_finite_differences
     curve = ga.RichardsCurve(nu=0.3, T=0.5, c=0.2)
     y, slope = curve_points(curve, reach=4.0, count=801)
     x = torch.tensor([point[0] for point in y], dtype=torch.float64)
-    assert torch.allclose(torch.tensor([p[1] for p in y], dtype=torch.float64), curve.double()(x), atol=1e-6)
-    by_differences = (torch.tensor([b[1] for b in y[2:]]) - torch.tensor([a[1] for a in y[:-2]])) / 0.02
+    assert torch.allclose(
+        torch.tensor([p[1] for p in y], dtype=torch.float64), curve.double()(x), atol=1e-6
+    )
+    by_differences = (
+        torch.tensor([b[1] for b in y[2:]]) - torch.tensor([a[1] for a in y[:-2]])
+    ) / 0.02
     assert torch.allclose(by_differences, torch.tensor([p[1] for p in slope[1:-1]]), atol=1e-3)
-    assert "R(x): one, two" in text_of(layer_figures.curves({"one": curve, "two": ga.RichardsCurve("tanh")}, "Two"))
+    assert "R(x): one, two" in text_of(
+        layer_figures.curves({"one": curve, "two": ga.RichardsCurve("tanh")}, "Two")
+    )
 
 
 @pytest.mark.parametrize("variant", ["none", "tanh", "gompertz"])
@@ -45,26 +64,54 @@ def test_the_explorer_says_what_is_not_as_at_the_beginning_and_refuses_what_cann
 def test_a_slider_moves_the_curve():
     pytest.importorskip("ipywidgets")
     shown, seen = explore(nu=0.5), []
-    shown._handle = type("Handle", (), {"update": lambda self, bundle, raw: seen.append(bundle["text/plain"])})()
+    shown._handle = type(
+        "Handle", (), {"update": lambda self, bundle, raw: seen.append(bundle["text/plain"])}
+    )()
     sliders = {widget.description: widget for widget in shown._sliders().children}
     sliders["m"].value = 2.0
     sliders["variant"].value = "tanh"
-    assert "nu = 0.5, m = 2" in seen[0] and seen[-1].startswith("tanh, all parameters as at the beginning") and set(ga.nn.richards_glu.NAMES) < set(sliders)
+    assert (
+        "nu = 0.5, m = 2" in seen[0]
+        and seen[-1].startswith("tanh, all parameters as at the beginning")
+        and set(ga.nn.richards_glu.NAMES) < set(sliders)
+    )
     sliders["variant"].value = "gompertz"
     assert seen[-1].startswith("gompertz, nu = 0.01, beta = 0.01:")
 
 
 def test_lines_of_one_point_or_with_gaps_are_drawn():
     assert text_of(lines({"a": {"x": [(0, 1.0)]}})) == "a: x"
-    text_of(lines({"a": {"x": [(0, 1.0), (1, float("nan")), (2, 3.0)]}, "b": {"y": [(0, 0.0), (1, 1e-6)]}}, "gaps", dashed=("y",)))
+    text_of(
+        lines(
+            {
+                "a": {"x": [(0, 1.0), (1, float("nan")), (2, 3.0)]},
+                "b": {"y": [(0, 0.0), (1, 1e-6)]},
+            },
+            "gaps",
+            dashed=("y",),
+        )
+    )
 
 
-@pytest.mark.parametrize("device", ["simt", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize(
+    "device", ["simt", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
 def test_each_operation_is_counted_once_with_the_bytes_it_reads_and_writes(device):
     layer, x = ga.RichardsGLU(4, 8, device=device), torch.randn(64, 512, device=device)
     a, g = layer.activation, layer.gate
-    ours = passes({"ours": lambda x: torch.ops.gpuaccel.richards_glu(x, a.theta, g.theta, a.setting, g.setting)[0]}, x, [a.theta, g.theta]).found["ours"]
-    assert {phase: (r["operations"], round(r["bytes"])) for phase, r in ours.items()} == {"forward": (1, 12), "backward": (1, 20)}
+    ours = passes(
+        {
+            "ours": lambda x: torch.ops.gpuaccel.richards_glu(
+                x, a.theta, g.theta, a.setting, g.setting
+            )[0]
+        },
+        x,
+        [a.theta, g.theta],
+    ).found["ours"]
+    assert {phase: (r["operations"], round(r["bytes"])) for phase, r in ours.items()} == {
+        "forward": (1, 12),
+        "backward": (1, 20),
+    }
     with layer_figures.Traffic() as traffic:
         x[:, :256] * x[:, 256:]
         torch.zeros_like(x).add_(1.0).view(-1)
@@ -73,8 +120,14 @@ def test_each_operation_is_counted_once_with_the_bytes_it_reads_and_writes(devic
 
 
 def test_passes_are_drawn_on_one_scale_and_told():
-    words = text_of(passes({"twice": lambda x: (x * 2) * 2, "once": lambda x: x * 4}, torch.randn(100), []))
-    assert words == "; ".join(f"{name} {phase} {n} operation{'s' * (n > 1)}, {8 * n} bytes" for name, n in (("twice", 2), ("once", 1)) for phase in ("forward", "backward"))
+    words = text_of(
+        passes({"twice": lambda x: (x * 2) * 2, "once": lambda x: x * 4}, torch.randn(100), [])
+    )
+    assert words == "; ".join(
+        f"{name} {phase} {n} operation{'s' * (n > 1)}, {8 * n} bytes"
+        for name, n in (("twice", 2), ("once", 1))
+        for phase in ("forward", "backward")
+    )
 
 
 def test_what_is_allocated_is_the_largest_and_the_most_at_once():
@@ -83,14 +136,23 @@ def test_what_is_allocated_is_the_largest_and_the_most_at_once():
         del a
         b, c = torch.empty(300), torch.empty(400)
         return b, c
-    assert allocated(run) == (4000, 4000) and allocated(lambda: (run(), torch.empty(500))[0]) == (4000, 4800)
+
+    assert allocated(run) == (4000, 4000) and allocated(lambda: (run(), torch.empty(500))[0]) == (
+        4000,
+        4800,
+    )
 
 
 def test_a_map_is_signed_scaled_and_summed():
     weights = torch.tensor([[1.0, 0.0, 0.0], [-0.5, 0.5, 0.0], [0.25, 0.25, 20.5]])
     figure = maps({"one": weights, "two": weights.abs()}, "a b", "Maps")
-    assert text_of(figure) == "Maps: one: rows add up to 0 to 21, 17% negative; two: rows add up to 1 to 21"
-    assert "·" in figure.drawn and figure.drawn.count(layer_figures.BLUE) == 4       # 20.5 and 1 in both; 0.5 and less of 20.5 is hardly there
+    assert (
+        text_of(figure)
+        == "Maps: one: rows add up to 0 to 21, 17% negative; two: rows add up to 1 to 21"
+    )
+    assert (
+        "·" in figure.drawn and figure.drawn.count(layer_figures.BLUE) == 4
+    )  # 20.5 and 1 in both; 0.5 and less of 20.5 is hardly there
     assert text_of(maps({"nothing": torch.zeros(2, 2)}, "ab")) == "nothing: rows add up to 0"
 
 
@@ -106,7 +168,9 @@ def test_a_map_times_the_values_is_what_the_layer_makes(family):
         block.w_o.register_forward_pre_hook(lambda _, x: seen.append(x[0]))
         model(tokens[None])
         v, y = (t[0].unflatten(-1, (2, -1)).transpose(0, 1) for t in seen)
-        assert torch.allclose(found @ v, y, atol=1e-5) and torch.allclose(found.sum(-1), torch.ones(2, 12), atol=1e-5)
+        assert torch.allclose(found @ v, y, atol=1e-5) and torch.allclose(
+            found.sum(-1), torch.ones(2, 12), atol=1e-5
+        )
     else:
         layer = model.blocks[1].attention
         layer.register_forward_pre_hook(lambda _, x: seen.append(x[0]))
@@ -118,19 +182,35 @@ def test_a_map_times_the_values_is_what_the_layer_makes(family):
         assert torch.allclose(found @ v * e, y[0].unflatten(-1, (2, -1)).transpose(0, 1), atol=1e-5)
 
 
-def test_the_recorded_dispatch_is_labelled_and_without_a_recording_it_says_so(tmp_path, monkeypatch):
+def test_the_recorded_dispatch_is_labelled_and_without_a_recording_it_says_so(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
     assert str(recorded.dispatch()) == "dispatch: no recorded run in this checkout"
-    glu = {"ours": {"forward": 0.5, "backward": 1.0}, "torch": {"forward": 2.0, "backward": 150.0}, "torch.compile": {"forward": 0.8, "backward": 3.0},
-           "torch.compile, folded": {"forward": 0.7, "backward": 4.0}}
-    results = {"curves": {"bfloat16, 16,384 x 4,096": {"glu": {"ms": glu}}}, "attention": {"batch 4": {"core": {"ms": {"ours": 1.0, "torch": 4.2}}, "layer": None}},
-               "layers": {"batch 32": {"step": {"ms": {"ours": 2.0, "CPU": 3000.0}}}, "cores": 16}}
-    (tmp_path / "dispatch_h200.json").write_text(json.dumps({"gpu": "NVIDIA H200", "date": "2026-01-02", "results": results}))
+    glu = {
+        "ours": {"forward": 0.5, "backward": 1.0},
+        "torch": {"forward": 2.0, "backward": 150.0},
+        "torch.compile": {"forward": 0.8, "backward": 3.0},
+        "torch.compile, folded": {"forward": 0.7, "backward": 4.0},
+    }
+    results = {
+        "curves": {"bfloat16, 16,384 x 4,096": {"glu": {"ms": glu}}},
+        "attention": {"batch 4": {"core": {"ms": {"ours": 1.0, "torch": 4.2}}, "layer": None}},
+        "layers": {"batch 32": {"step": {"ms": {"ours": 2.0, "CPU": 3000.0}}}, "cores": 16},
+    }
+    (tmp_path / "dispatch_h200.json").write_text(
+        json.dumps({"gpu": "NVIDIA H200", "date": "2026-01-02", "results": results})
+    )
     lines = str(recorded.dispatch()).split("\n")
-    assert lines[0] == "Recorded, not run here: NVIDIA H200, 2026-01-02; the others: how many times ours"
+    assert (
+        lines[0]
+        == "Recorded, not run here: NVIDIA H200, 2026-01-02; the others: how many times ours"
+    )
     assert [re.split(r" {2,}", line) for line in lines[2:]] == [
         ["RichardsGLU between its products, forward", "0.500 ms", "4.0x", "1.4x", "-"],
         ["RichardsGLU between its products, backward", "1.000 ms", "150x", "3.0x", "-"],
-        ["PolyAttention, T=2048, kernels", "1.000 ms", "4.2x", "-", "-"], ["poly-7m, batch 32, whole step", "2.000 ms", "-", "-", "1,500x"]]
+        ["PolyAttention, T=2048, kernels", "1.000 ms", "4.2x", "-", "-"],
+        ["poly-7m, batch 32, whole step", "2.000 ms", "-", "-", "1,500x"],
+    ]
     (tmp_path / "dispatch_h200.json").write_text(json.dumps({"results": ["nothing", 3]}))
     assert "no facts" in str(recorded.dispatch())

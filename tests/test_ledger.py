@@ -1,4 +1,5 @@
 """The ledger counts what the records hold, says what it cannot count, and shows rows side by side."""
+
 import pytest
 import torch
 
@@ -7,7 +8,14 @@ from gpuaccel.measure.ledger import Ledger, Row, _fill, ledger
 
 
 def call(name, ts, correlation, cat="cuda_runtime"):
-    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": 1, "args": {"correlation": correlation}}
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "ts": ts,
+        "dur": 1,
+        "args": {"correlation": correlation},
+    }
 
 
 def record(name, ts, correlation, size, cat="gpu_memcpy"):
@@ -15,37 +23,73 @@ def record(name, ts, correlation, size, cat="gpu_memcpy"):
     return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": 1, "args": args}
 
 
-REGION = {"ph": "X", "cat": "user_annotation", "name": "gpuaccel.measure.ledger.region", "ts": 100.0, "dur": 100.0}
+REGION = {
+    "ph": "X",
+    "cat": "user_annotation",
+    "name": "gpuaccel.measure.ledger.region",
+    "ts": 100.0,
+    "dur": 100.0,
+}
 
 
 def test_a_trace_is_counted_by_who_asked():
     row = Row("made up")
-    _fill(row, [
-        REGION, {**REGION, "cat": "gpu_user_annotation", "ts": 130.0},
-        call("cudaLaunchKernel", 90, 1), call("cudaLaunchKernel", 110, 2), call("cudaLaunchKernelExC", 111, 3),
-        call("cuLaunchKernelEx", 112, 4, "cuda_driver"), call("cudaGraphLaunch", 113, 5),
-        call("cudaMemcpyAsync", 114, 6), call("cudaStreamSynchronize", 115, 7), call("cudaMemcpy", 116, 8),
-        call("cudaMemsetAsync", 117, 9), call("cudaEventQuery", 118, 10), call("cudaStreamWaitEvent", 119, 11),
-        record("Memcpy DtoH (Device -> Pinned)", 205, 6, 4), record("Memcpy HtoD (Pageable -> Device)", 206, 8, 1024),
-        record("Memcpy DtoD (Device -> Device)", 120, 50, 64), record("Memset (Device)", 207, 9, 16, "gpu_memset"),
-        call("cudaDeviceSynchronize", 201, 12), call("cudaMemcpyAsync", 202, 13), record("Memcpy DtoH (x)", 208, 13, 4),
-        call("Stream Sync", 115, 7, "cuda_sync"), call("Context Sync", 121, 60, "cuda_sync"),
-        call("Stream Wait Event", 122, 61, "cuda_sync"),
-        {"ph": "X", "cat": "cpu_op", "name": "aten::add", "ts": 109, "dur": 2}, {"ph": "M", "name": "process_name"},
-    ], gpu=True)
+    _fill(
+        row,
+        [
+            REGION,
+            {**REGION, "cat": "gpu_user_annotation", "ts": 130.0},
+            call("cudaLaunchKernel", 90, 1),
+            call("cudaLaunchKernel", 110, 2),
+            call("cudaLaunchKernelExC", 111, 3),
+            call("cuLaunchKernelEx", 112, 4, "cuda_driver"),
+            call("cudaGraphLaunch", 113, 5),
+            call("cudaMemcpyAsync", 114, 6),
+            call("cudaStreamSynchronize", 115, 7),
+            call("cudaMemcpy", 116, 8),
+            call("cudaMemsetAsync", 117, 9),
+            call("cudaEventQuery", 118, 10),
+            call("cudaStreamWaitEvent", 119, 11),
+            record("Memcpy DtoH (Device -> Pinned)", 205, 6, 4),
+            record("Memcpy HtoD (Pageable -> Device)", 206, 8, 1024),
+            record("Memcpy DtoD (Device -> Device)", 120, 50, 64),
+            record("Memset (Device)", 207, 9, 16, "gpu_memset"),
+            call("cudaDeviceSynchronize", 201, 12),
+            call("cudaMemcpyAsync", 202, 13),
+            record("Memcpy DtoH (x)", 208, 13, 4),
+            call("Stream Sync", 115, 7, "cuda_sync"),
+            call("Context Sync", 121, 60, "cuda_sync"),
+            call("Stream Wait Event", 122, 61, "cuda_sync"),
+            {"ph": "X", "cat": "cpu_op", "name": "aten::add", "ts": 109, "dur": 2},
+            {"ph": "M", "name": "process_name"},
+        ],
+        gpu=True,
+    )
     assert (row.launches, row.graph_launches) == (3, 1)
-    assert row.syncs == 3          # the stream, the blocking copy, and a wait by the driver known only by its record
-    assert row.copies == {"DtoH": (1, 4), "HtoD": (1, 1024), "DtoD": (1, 64)} and row.memsets == (1, 16)
+    assert (
+        row.syncs == 3
+    )  # the stream, the blocking copy, and a wait by the driver known only by its record
+    assert row.copies == {"DtoH": (1, 4), "HtoD": (1, 1024), "DtoD": (1, 64)} and row.memsets == (
+        1,
+        16,
+    )
     assert row.operators == 1 and row.bytes("DtoH") == 4 and row.bytes("PtoP") == 0
 
 
 def test_a_profiler_that_sees_no_gpu_says_so():
     row = Row("blind")
     _fill(row, [REGION], gpu=True)
-    assert row.launches is None and row.syncs is None and row.copies is None and "no records of the GPU" in row.notes[0]
+    assert (
+        row.launches is None
+        and row.syncs is None
+        and row.copies is None
+        and "no records of the GPU" in row.notes[0]
+    )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="counts of a machine without a GPU: this one has a GPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="counts of a machine without a GPU: this one has a GPU"
+)
 def test_cpu_row_counts_operators_and_scalars_only(capfd):
     x = torch.ones(4)
     with ledger("arena") as row:
@@ -80,10 +124,15 @@ def test_the_table_leaves_out_what_nobody_knows():
     book = Ledger()
     assert "empty" in str(book) and "empty" in book._repr_html_()
     cpu = Row("on <b>CPU</b>", operators=1234, would_sync=2, notes=["no GPU here"])
-    gpu = Row("arena", launches=24, graph_launches=0, syncs=0, copies={"DtoD": (2, 3 << 20)}, operators=99)
+    gpu = Row(
+        "arena", launches=24, graph_launches=0, syncs=0, copies={"DtoD": (2, 3 << 20)}, operators=99
+    )
     book.add(gpu, tokens_per_s=12345.0, max_diff=0.0, bit_equal=True)
     text = str(book)
-    assert all(part in text for part in ("12.3K", "3 MB in 2", "none", "yes")) and "torch operators" not in text
+    assert (
+        all(part in text for part in ("12.3K", "3 MB in 2", "none", "yes"))
+        and "torch operators" not in text
+    )
     book.add(cpu)
     text, html = str(book), book._repr_html_()
     assert "1,234" in text and "no GPU here" in text and "–" in text
@@ -106,7 +155,10 @@ def test_gpu_row_counts_exactly():
         x.copy_(y)
         x[:256].copy_(pinned, non_blocking=True)
         pinned.copy_(x[:256], non_blocking=True)
-    assert row.copies == {"DtoD": (1, 4 << 20), "HtoD": (1, 1024), "DtoH": (1, 1024)} and row.syncs == 0, row
+    assert (
+        row.copies == {"DtoD": (1, 4 << 20), "HtoD": (1, 1024), "DtoH": (1, 1024)}
+        and row.syncs == 0
+    ), row
     with ledger("waits") as row:
         x[0].item()
         torch.cuda.synchronize()

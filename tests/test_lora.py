@@ -1,4 +1,5 @@
 """LoRA trains what it says and nothing else, merges and unmerges to the bit, and its files are PEFT's."""
+
 import copy
 import json
 import math
@@ -12,23 +13,43 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")         # nothing is downloaded: before transformers and peft are imported
+os.environ.setdefault(
+    "HF_HUB_OFFLINE", "1"
+)  # nothing is downloaded: before transformers and peft are imported
 
-from gpuaccel.training import lora  # noqa: E402
+from gpuaccel.errors import ArgumentError, CheckpointError  # noqa: E402
 from gpuaccel.optim.accumulate import FusedLinear, GradientAccumulator  # noqa: E402
 from gpuaccel.optim.arena import Arena  # noqa: E402
+from gpuaccel.training import lora  # noqa: E402
 from gpuaccel.training.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
-from gpuaccel.errors import ArgumentError, CheckpointError  # noqa: E402
-from gpuaccel.training.lora import (BLOCK_NORMS, CONFIG, PREFIX, WEIGHTS, LoRALinear, apply_lora, load_lora, merge_lora,  # noqa: E402
-                           remove_lora, save_lora, unmerge_lora)
+from gpuaccel.training.lora import (  # noqa: E402
+    BLOCK_NORMS,
+    CONFIG,
+    PREFIX,
+    WEIGHTS,
+    LoRALinear,
+    apply_lora,
+    load_lora,
+    merge_lora,
+    remove_lora,
+    save_lora,
+    unmerge_lora,
+)
 from gpuaccel.training.models import Transformer, generate, preset  # noqa: E402
 
-pytestmark = [pytest.mark.filterwarnings("ignore:fan_in_fan_out is set"), pytest.mark.filterwarnings("ignore:Setting `save_embedding"),
-              pytest.mark.filterwarnings("ignore:.*gradient_checkpointing")]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set"),
+    pytest.mark.filterwarnings("ignore:Setting `save_embedding"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing"),
+]
 KINDS = ["ours", "llama", "gpt2"]
 TARGETS = {"ours": ("w_q", "w_v"), "llama": ("q_proj", "v_proj"), "gpt2": ("c_attn",)}
 ALL = ("w_q", "w_k", "w_v", "w_o", "gate", "up", "down")
-NORMS = {"ours": ("input_norm", "post_attn_norm"), "llama": ("input_layernorm", "post_attention_layernorm"), "gpt2": ("ln_1", "ln_2")}
+NORMS = {
+    "ours": ("input_norm", "post_attn_norm"),
+    "llama": ("input_layernorm", "post_attention_layernorm"),
+    "gpt2": ("ln_1", "ln_2"),
+}
 V = 61
 
 
@@ -36,14 +57,40 @@ def build(kind="ours", dtype=torch.float32, seed=0, **changes):
     """A small model of two layers, always with the same weights."""
     torch.manual_seed(seed)
     if kind == "ours":
-        return Transformer(preset("tiny", layers=2, vocab=V, hidden=32, head_dim=8, intermediate=48, T=32, **changes)).to(dtype)
-    transformers = pytest.importorskip("transformers", reason="transformers, of the extra `test`, is not installed")
+        return Transformer(
+            preset(
+                "tiny", layers=2, vocab=V, hidden=32, head_dim=8, intermediate=48, T=32, **changes
+            )
+        ).to(dtype)
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers, of the extra `test`, is not installed"
+    )
     if kind == "llama":
-        config = transformers.LlamaConfig(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                                          num_attention_heads=4, num_key_value_heads=2, bos_token_id=0, eos_token_id=1, **changes)
+        config = transformers.LlamaConfig(
+            vocab_size=V,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            bos_token_id=0,
+            eos_token_id=1,
+            **changes,
+        )
         return transformers.LlamaForCausalLM(config).to(dtype)
-    config = transformers.GPT2Config(vocab_size=V, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0,
-                                     attn_pdrop=0, bos_token_id=0, eos_token_id=1, **changes)
+    config = transformers.GPT2Config(
+        vocab_size=V,
+        n_positions=32,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        bos_token_id=0,
+        eos_token_id=1,
+        **changes,
+    )
     return transformers.GPT2LMHeadModel(config).to(dtype)
 
 
@@ -80,8 +127,16 @@ def learned(model, scale=0.1, seed=3):
 
 def snapshot(model):
     """All that a failed call must leave alone."""
-    return ({name: (p.clone(), p.requires_grad, p.data_ptr()) for name, p in model.named_parameters(remove_duplicate=False)},
-            {name: (id(part), type(part), part.training, sorted(vars(part))) for name, part in model.named_modules()})
+    return (
+        {
+            name: (p.clone(), p.requires_grad, p.data_ptr())
+            for name, p in model.named_parameters(remove_duplicate=False)
+        },
+        {
+            name: (id(part), type(part), part.training, sorted(vars(part)))
+            for name, part in model.named_modules()
+        },
+    )
 
 
 def assert_unchanged(model, before):
@@ -100,6 +155,7 @@ def differ(a, b):
 
 # ---- what is applied ------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_at_first_the_output_is_the_base_models_to_the_bit(kind, dtype):
@@ -107,7 +163,9 @@ def test_at_first_the_output_is_the_base_models_to_the_bit(kind, dtype):
     expected = logits(model, x)
     assert apply_lora(model, targets=TARGETS[kind], seed=0) is model
     found = layers(model)
-    assert len(found) == 2 * len(TARGETS[kind]) and all(path.endswith(TARGETS[kind]) for path in found)
+    assert len(found) == 2 * len(TARGETS[kind]) and all(
+        path.endswith(TARGETS[kind]) for path in found
+    )
     assert torch.equal(logits(model, x), expected)
     with torch.no_grad():
         next(iter(found.values())).lora_B.weight.fill_(0.5)
@@ -117,17 +175,28 @@ def test_at_first_the_output_is_the_base_models_to_the_bit(kind, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_factors_are_trainable_and_start_as_pefts(kind):
     model = build(kind)
-    shapes = {name: part.weight.shape for name, part in model.named_modules() if name.endswith(TARGETS[kind])}
+    shapes = {
+        name: part.weight.shape
+        for name, part in model.named_modules()
+        if name.endswith(TARGETS[kind])
+    }
     apply_lora(model, rank=4, targets=TARGETS[kind])
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trainable == {f"{path}.lora_{x}.weight" for path in shapes for x in "AB"}
     for path, layer in layers(model).items():
-        wide, out = shapes[path] if kind == "gpt2" else reversed(shapes[path])          # Conv1D's weight is (in, out)
+        wide, out = (
+            shapes[path] if kind == "gpt2" else reversed(shapes[path])
+        )  # Conv1D's weight is (in, out)
         assert (layer.in_features, layer.out_features) == (wide, out)
         a, b = layer.lora_A.weight, layer.lora_B.weight
         assert a.shape == (4, wide) and b.shape == (out, 4) and not b.any()
         bound = 1 / math.sqrt(wide)
-        assert a.abs().max() <= bound and a.abs().max() > 0.8 * bound and abs(a.mean()) < 0.2 * bound and a.std() > 0.4 * bound
+        assert (
+            a.abs().max() <= bound
+            and a.abs().max() > 0.8 * bound
+            and abs(a.mean()) < 0.2 * bound
+            and a.std() > 0.4 * bound
+        )
 
 
 def test_the_base_weight_is_visible_but_registered_once():
@@ -135,7 +204,11 @@ def test_the_base_weight_is_visible_but_registered_once():
     names = [name for name, _ in model.named_parameters()]
     apply_lora(model, targets=("w_q",))
     layer = model.blocks[0].w_q
-    assert layer.weight is layer.base_layer.weight and layer.bias is None and (layer.in_features, layer.out_features) == (32, 32)
+    assert (
+        layer.weight is layer.base_layer.weight
+        and layer.bias is None
+        and (layer.in_features, layer.out_features) == (32, 32)
+    )
     now = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     assert len(now) == len(set(now)) == len(names) + 4
     assert {name.replace(".base_layer", "") for name in now if "lora_" not in name} == set(names)
@@ -145,7 +218,10 @@ def test_the_base_weight_is_visible_but_registered_once():
 def test_a_seed_gives_the_same_factors_in_every_dtype_and_leaves_torchs_random_numbers():
     torch.manual_seed(7)
     state = torch.get_rng_state()
-    one, two = (apply_lora(copy.deepcopy(m), targets=("w_q",), seed=5) for m in (build(), build(dtype=torch.bfloat16)))
+    one, two = (
+        apply_lora(copy.deepcopy(m), targets=("w_q",), seed=5)
+        for m in (build(), build(dtype=torch.bfloat16))
+    )
     torch.manual_seed(7)
     apply_lora(model := build(), targets=("w_q",), seed=6)
     a, b, c = (layers(m)["blocks.1.w_q"].lora_A.weight for m in (one, two, model))
@@ -179,14 +255,27 @@ def test_fp32_factors_beside_a_bf16_base():
     assert torch.equal(logits(model, x), expected) and logits(model, x).dtype == torch.bfloat16
     learned(model)
     loss_of(model, x).backward()
-    assert all(p.grad.dtype == torch.float32 and p.grad.any() for p in model.parameters() if p.requires_grad)
+    assert all(
+        p.grad.dtype == torch.float32 and p.grad.any()
+        for p in model.parameters()
+        if p.requires_grad
+    )
 
 
 def test_a_target_may_be_a_whole_path_the_end_of_one_or_a_single_string():
     assert list(layers(apply_lora(build(), targets=("blocks.1.w_q",)))) == ["blocks.1.w_q"]
     assert list(layers(apply_lora(build(), targets="0.gate"))) == ["blocks.0.gate"]
-    assert list(layers(apply_lora(build(), targets=("w_q", "lm_head")))) == ["blocks.0.w_q", "blocks.1.w_q", "lm_head"]
-    assert list(layers(apply_lora(build()))) == ["blocks.0.w_q", "blocks.0.w_v", "blocks.1.w_q", "blocks.1.w_v"]
+    assert list(layers(apply_lora(build(), targets=("w_q", "lm_head")))) == [
+        "blocks.0.w_q",
+        "blocks.1.w_q",
+        "lm_head",
+    ]
+    assert list(layers(apply_lora(build()))) == [
+        "blocks.0.w_q",
+        "blocks.0.w_v",
+        "blocks.1.w_q",
+        "blocks.1.w_v",
+    ]
 
 
 def test_one_module_under_two_names_gets_one_pair_of_factors():
@@ -207,25 +296,43 @@ def test_one_module_under_two_names_gets_one_pair_of_factors():
 
 # ---- training -------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("conv1d", [False, True], ids=["Linear", "Conv1D"])
 def test_gradients_equal_the_formula_in_float64(conv1d, bias):
     torch.manual_seed(0)
     base = nn.Linear(24, 16, bias=bias)
     if conv1d:
-        base = pytest.importorskip("transformers", reason="Conv1D is of transformers").pytorch_utils.Conv1D(16, 24)
+        base = pytest.importorskip(
+            "transformers", reason="Conv1D is of transformers"
+        ).pytorch_utils.Conv1D(16, 24)
     layer = learned(LoRALinear(base, 4, 6).requires_grad_(True))
     x, dy = torch.randn(5, 7, 24, requires_grad=True), torch.randn(5, 7, 16)
     y = layer(x)
     y.backward(dy)
-    a, b, w = (t.detach().double() for t in (layer.lora_A.weight, layer.lora_B.weight, layer.weight.t() if conv1d else layer.weight))
+    a, b, w = (
+        t.detach().double()
+        for t in (
+            layer.lora_A.weight,
+            layer.lora_B.weight,
+            layer.weight.t() if conv1d else layer.weight,
+        )
+    )
     rows, d, s = x.detach().double().flatten(0, 1), dy.double().flatten(0, 1), 6 / 4
-    expected = rows @ w.t() + s * (rows @ a.t()) @ b.t() + (0 if layer.bias is None else layer.bias.detach().double())
-    for name, found, exact in (("y", y.flatten(0, 1), expected),
-                               ("dB", layer.lora_B.weight.grad, s * d.t() @ (rows @ a.t())),
-                               ("dA", layer.lora_A.weight.grad, s * (d @ b).t() @ rows),
-                               ("dx", x.grad.flatten(0, 1), d @ w + s * (d @ b) @ a)):
-        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    expected = (
+        rows @ w.t()
+        + s * (rows @ a.t()) @ b.t()
+        + (0 if layer.bias is None else layer.bias.detach().double())
+    )
+    for name, found, exact in (
+        ("y", y.flatten(0, 1), expected),
+        ("dB", layer.lora_B.weight.grad, s * d.t() @ (rows @ a.t())),
+        ("dA", layer.lora_A.weight.grad, s * (d @ b).t() @ rows),
+        ("dx", x.grad.flatten(0, 1), d @ w + s * (d @ b) @ a),
+    ):
+        torch.testing.assert_close(
+            found.double(), exact, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_dropout_is_of_the_factors_input_and_takes_torchs_random_numbers():
@@ -257,7 +364,9 @@ def test_training_moves_the_factors_and_no_bit_of_the_frozen_weights(kind, dtype
             losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.2, losses
     for name, p in model.named_parameters():
-        assert torch.equal(p, before[name]) == (not p.requires_grad), f"{name}: requires_grad {p.requires_grad}"
+        assert torch.equal(p, before[name]) == (not p.requires_grad), (
+            f"{name}: requires_grad {p.requires_grad}"
+        )
         assert p.requires_grad or p.grad is None
 
 
@@ -265,11 +374,17 @@ def test_training_moves_the_factors_and_no_bit_of_the_frozen_weights(kind, dtype
 def test_every_way_of_accumulating_gives_the_same_gradients(dtype):
     sums = {}
     for mode in ("autograd", "arena", "fused"):
-        model = learned(apply_lora(build(dtype=dtype), targets=("w_q", "w_v", "down"), also=BLOCK_NORMS, seed=0))
+        model = learned(
+            apply_lora(build(dtype=dtype), targets=("w_q", "w_v", "down"), also=BLOCK_NORMS, seed=0)
+        )
         arena = Arena(model)
         with GradientAccumulator(arena, mode) as accumulator:
             fused = {name for name, part in model.named_modules() if isinstance(part, FusedLinear)}
-            assert fused == ({f"{path}.lora_{f}" for path in layers(model) for f in "AB"} if mode == "fused" else set())
+            assert fused == (
+                {f"{path}.lora_{f}" for path in layers(model) for f in "AB"}
+                if mode == "fused"
+                else set()
+            )
             for seed in (1, 2, 3):
                 loss_of(model, tokens(seed=seed)).backward()
             accumulator.finish()
@@ -278,7 +393,9 @@ def test_every_way_of_accumulating_gives_the_same_gradients(dtype):
         assert type(model.blocks[0].w_q.lora_A) is nn.Linear
     tolerance = dict(rtol=1e-5, atol=1e-7) if dtype == torch.float32 else dict(rtol=2e-2, atol=2e-3)
     for mode in ("autograd", "fused"):
-        torch.testing.assert_close(sums[mode], sums["arena"], **tolerance, msg=lambda m, n=mode: f"{n}: {m}")
+        torch.testing.assert_close(
+            sums[mode], sums["arena"], **tolerance, msg=lambda m, n=mode: f"{n}: {m}"
+        )
 
 
 def test_a_block_of_the_arena_holds_the_six_tensors_of_the_reference_system():
@@ -288,7 +405,10 @@ def test_a_block_of_the_arena_holds_the_six_tensors_of_the_reference_system():
         arena = Arena(model)
         assert len(arena.blocks) == 2
         for block in arena.blocks:
-            names = {s.name.removeprefix(block.name + ".").removesuffix(".weight") for s in arena.segments[block.first:block.last]}
+            names = {
+                s.name.removeprefix(block.name + ".").removesuffix(".weight")
+                for s in arena.segments[block.first : block.last]
+            }
             assert names == {f"{q}.lora_A", f"{q}.lora_B", f"{v}.lora_A", f"{v}.lora_B", *norms}
         arena.release()
 
@@ -304,13 +424,15 @@ def test_autocast():
         expected = logits(model, x)
         apply_lora(model, targets=ALL, seed=0)
         assert torch.equal(logits(model, x), expected)
-    learned(model)                                         # outside, because autocast keeps the weights it has cast
+    learned(model)  # outside, because autocast keeps the weights it has cast
     with torch.autocast("cpu", torch.bfloat16):
         found = logits(model, x)
         assert found.dtype == expected.dtype == torch.bfloat16 and not torch.equal(found, expected)
         loss = loss_of(model, x)
     loss.backward()
-    assert all(p.grad.any() and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
+    assert all(
+        p.grad.any() and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad
+    )
 
 
 def test_compile_takes_the_whole_graph_and_sees_merging():
@@ -326,9 +448,11 @@ def test_compile_takes_the_whole_graph_and_sees_merging():
         if p.requires_grad:
             torch.testing.assert_close(p.grad, grads[name], rtol=1e-5, atol=1e-7)
     model.eval()
-    merge_lora(compiled)                                   # the wrapper stands for the model
+    merge_lora(compiled)  # the wrapper stands for the model
     with torch.no_grad():
-        assert torch.equal(logits(compiled, x), logits(model, x)) and not torch.equal(logits(compiled, x), expected)
+        assert torch.equal(logits(compiled, x), logits(model, x)) and not torch.equal(
+            logits(compiled, x), expected
+        )
     unmerge_lora(compiled)
     assert torch.equal(logits(compiled, x), expected)
 
@@ -348,7 +472,11 @@ def test_gradient_checkpointing_gives_the_same_gradients():
         torch.manual_seed(0)
         h = model.embedding(x)
         for block in model.blocks:
-            h = checkpoint(block, h, model.rope, use_reentrant=False) if again else block(h, model.rope)
+            h = (
+                checkpoint(block, h, model.rope, use_reentrant=False)
+                if again
+                else block(h, model.rope)
+            )
         h.square().mean().backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -372,12 +500,21 @@ def test_gradient_checkpointing_of_transformers():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_generate_merged_or_not(kind):
-    model, x = learned(apply_lora(build(kind), targets=TARGETS[kind], seed=0), 0.5).eval(), tokens(2, 4)
+    model, x = (
+        learned(apply_lora(build(kind), targets=TARGETS[kind], seed=0), 0.5).eval(),
+        tokens(2, 4),
+    )
 
     def tell():
         if kind == "ours":
             return generate(model, x, 12, temperature=0)
-        return model.generate(x, attention_mask=torch.ones_like(x), max_new_tokens=12, min_new_tokens=12, do_sample=False)
+        return model.generate(
+            x,
+            attention_mask=torch.ones_like(x),
+            max_new_tokens=12,
+            min_new_tokens=12,
+            do_sample=False,
+        )
 
     text = tell()
     merge_lora(model)
@@ -386,10 +523,16 @@ def test_generate_merged_or_not(kind):
 
 # ---- merging --------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_merged_weights_are_exact_and_unmerging_gives_the_same_bits(kind, dtype):
-    model, x = learned(apply_lora(build(kind, dtype), rank=4, alpha=6, targets=TARGETS[kind], seed=0)).eval(), tokens()
+    model, x = (
+        learned(
+            apply_lora(build(kind, dtype), rank=4, alpha=6, targets=TARGETS[kind], seed=0)
+        ).eval(),
+        tokens(),
+    )
     frozen = {path: layer.weight.clone() for path, layer in layers(model).items()}
     places = {path: layer.weight.data_ptr() for path, layer in layers(model).items()}
     state = copy.deepcopy(model.state_dict())
@@ -402,14 +545,25 @@ def test_merged_weights_are_exact_and_unmerging_gives_the_same_bits(kind, dtype)
         off = (layer.weight.double() - exact).abs()
         # One rounding to the weight's dtype, and what fp32 loses in the product of rank 4.
         assert (off <= 1.01 * half_ulp * exact.abs() + 3e-7).all(), f"{path}: {off.max():.3g}"
-        assert not torch.equal(layer.weight, frozen[path]) and layer.weight.data_ptr() == places[path]
-    tolerance = 1e-5 if dtype == torch.float32 else 6e-2         # of logits up to about 1: a few bf16 roundings per layer
+        assert (
+            not torch.equal(layer.weight, frozen[path]) and layer.weight.data_ptr() == places[path]
+        )
+    tolerance = (
+        1e-5 if dtype == torch.float32 else 6e-2
+    )  # of logits up to about 1: a few bf16 roundings per layer
     assert (logits(model, x) - y).abs().max() <= tolerance, differ(logits(model, x), y)
-    for name, t in model.state_dict().items():                   # what a checkpoint would hold does not depend on merging
+    for (
+        name,
+        t,
+    ) in model.state_dict().items():  # what a checkpoint would hold does not depend on merging
         assert torch.equal(t, state[name]), name
     assert unmerge_lora(model) is model
     for path, layer in layers(model).items():
-        assert torch.equal(layer.weight, frozen[path]) and layer.weight.data_ptr() == places[path] and layer._frozen is None
+        assert (
+            torch.equal(layer.weight, frozen[path])
+            and layer.weight.data_ptr() == places[path]
+            and layer._frozen is None
+        )
     assert torch.equal(logits(model, x), y)
 
 
@@ -438,7 +592,11 @@ def test_a_merged_model_refuses_to_train_and_evaluates():
 
 def test_a_merge_that_fails_leaves_no_half_merged_model(monkeypatch):
     model = learned(apply_lora(build(), seed=0))
-    before, real, count = {n: t.clone() for n, t in model.state_dict().items()}, LoRALinear.merge, []
+    before, real, count = (
+        {n: t.clone() for n, t in model.state_dict().items()},
+        LoRALinear.merge,
+        [],
+    )
 
     def merge(layer):
         count.append(layer)
@@ -454,7 +612,11 @@ def test_a_merge_that_fails_leaves_no_half_merged_model(monkeypatch):
 
 
 def test_states_are_loaded_into_a_merged_model_as_into_any():
-    one, two, x = learned(apply_lora(build(), seed=0)), learned(apply_lora(build(seed=1), seed=1), seed=4), tokens()
+    one, two, x = (
+        learned(apply_lora(build(), seed=0)),
+        learned(apply_lora(build(seed=1), seed=1), seed=4),
+        tokens(),
+    )
     merge_lora(two).load_state_dict(one.state_dict())
     assert not two.blocks[0].w_q.merged and torch.equal(logits(two, x), logits(one, x))
 
@@ -465,7 +627,9 @@ def test_copies_are_independent_merged_or_not():
     twin = copy.deepcopy(merge_lora(model))
     unmerge_lora(twin)
     assert torch.equal(logits(twin, x), y) and model.blocks[0].w_q.merged
-    assert {path for path in lora._also(twin)} == {f"blocks.{i}.{n}" for i in (0, 1) for n in NORMS["ours"]}
+    assert {path for path in lora._also(twin)} == {
+        f"blocks.{i}.{n}" for i in (0, 1) for n in NORMS["ours"]
+    }
     remove_lora(twin)
     assert layers(model) and not layers(twin)
 
@@ -483,9 +647,13 @@ def test_removing_gives_plain_modules_back(kind, merged):
     if merged:
         merge_lora(model)
     assert remove_lora(model) is model
-    assert {name: type(part) for name, part in model.named_modules()} == kinds and torch.equal(logits(model, x), y)
-    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items()), "the frozen weights are not the old ones"
-    learned(apply_lora(model, targets=TARGETS[kind], seed=0))                # can be applied again
+    assert {name: type(part) for name, part in model.named_modules()} == kinds and torch.equal(
+        logits(model, x), y
+    )
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items()), (
+        "the frozen weights are not the old ones"
+    )
+    learned(apply_lora(model, targets=TARGETS[kind], seed=0))  # can be applied again
     if merged:
         merge_lora(model)
     remove_lora(model, merge=True)
@@ -498,25 +666,43 @@ def test_removing_gives_plain_modules_back(kind, merged):
 ERRORS = {
     "rank 0": (dict(rank=0), "rank is 0; expected"),
     "rank 1.5": (dict(rank=1.5), "rank is 1.5; expected"),
-    "rank too large": (dict(rank=17), "rank is 17, more than 16, the smaller side of target blocks.0.w_v"),
+    "rank too large": (
+        dict(rank=17),
+        "rank is 17, more than 16, the smaller side of target blocks.0.w_v",
+    ),
     "dropout 1": (dict(dropout=1.0), "dropout is 1.0; expected"),
     "dropout -0.1": (dict(dropout=-0.1), "dropout is -0.1; expected"),
     "dropout nan": (dict(dropout=float("nan")), "dropout is nan"),
     "alpha 0": (dict(alpha=0), "alpha is 0; expected"),
     "alpha inf": (dict(alpha=float("inf")), "alpha is inf"),
     "dtype": (dict(dtype=torch.int8), "dtype is torch.int8"),
-    "no match": (dict(targets=("query",)), "targets: no module of the model is called query; expected names among its linear layers: "
-                                           "w_q, w_k, w_v, w_o, gate, up, down, lm_head"),
+    "no match": (
+        dict(targets=("query",)),
+        "targets: no module of the model is called query; expected names among its linear layers: "
+        "w_q, w_k, w_v, w_o, gate, up, down, lm_head",
+    ),
     "one misspelt": (dict(targets=("w_q", "w_vv")), "no module of the model is called w_vv"),
     "half a name": (dict(targets=("_q",)), "no module of the model is called _q"),
     "no target": (dict(targets=()), "targets is empty"),
-    "a norm": (dict(targets=("w_q", "input_norm")), "target blocks.0.input_norm is a torch.nn.modules.normalization.RMSNorm; expected"),
-    "an embedding": (dict(targets=("embedding",)), "target embedding is a torch.nn.modules.sparse.Embedding"),
+    "a norm": (
+        dict(targets=("w_q", "input_norm")),
+        "target blocks.0.input_norm is a torch.nn.modules.normalization.RMSNorm; expected",
+    ),
+    "an embedding": (
+        dict(targets=("embedding",)),
+        "target embedding is a torch.nn.modules.sparse.Embedding",
+    ),
     "a block": (dict(targets=("blocks.0",)), "target blocks.0 is a gpuaccel.training.models.Block"),
-    "also matches nothing": (dict(also=("norm",)), "also: no module of the model is called norm; expected names among its modules with "
-                                                   "parameters: embedding, input_norm"),
+    "also matches nothing": (
+        dict(also=("norm",)),
+        "also: no module of the model is called norm; expected names among its modules with "
+        "parameters: embedding, input_norm",
+    ),
     "also and target": (dict(also=("w_q",)), "blocks.0.w_q is named by both targets and also"),
-    "also around a target": (dict(also=("blocks.1",)), "blocks.1.w_q is named by both targets and also"),
+    "also around a target": (
+        dict(also=("blocks.1",)),
+        "blocks.1.w_q is named by both targets and also",
+    ),
 }
 
 
@@ -532,9 +718,14 @@ def test_a_wrong_argument_is_named_and_changes_nothing(case):
 
 
 def test_default_targets_need_a_match_too():
-    with pytest.raises(ArgumentError, match="is called w_q or w_v or q_proj or v_proj; .*c_attn, c_proj, c_fc, lm_head"):
+    with pytest.raises(
+        ArgumentError,
+        match="is called w_q or w_v or q_proj or v_proj; .*c_attn, c_proj, c_fc, lm_head",
+    ):
         apply_lora(build("gpt2"))
-    with pytest.raises(ArgumentError, match="also: no module of the model is called input_norm or .*ln_1"):
+    with pytest.raises(
+        ArgumentError, match="also: no module of the model is called input_norm or .*ln_1"
+    ):
         apply_lora(build("gpt2"), targets="c_attn", also=BLOCK_NORMS)
 
 
@@ -544,7 +735,7 @@ def test_apply_and_remove_refuse_a_model_in_an_arena():
     with pytest.raises(ArgumentError, match="in an Arena; apply_lora comes before Arena"):
         apply_lora(model)
     with pytest.raises(ArgumentError, match="parameter input_norm.weight is in an Arena"):
-        apply_lora(model.blocks[0])                       # the arena is of the module around it
+        apply_lora(model.blocks[0])  # the arena is of the module around it
     assert_unchanged(model, before)
     arena.release()
     arena, before = Arena(apply_lora(model)), snapshot(model)
@@ -565,7 +756,9 @@ def test_applying_twice_is_an_error():
 
 def test_odd_linear_layers_are_refused_by_name():
     attention = nn.Sequential(nn.MultiheadAttention(8, 2))
-    with pytest.raises(ArgumentError, match="nn.MultiheadAttention reads its weight without calling it"):
+    with pytest.raises(
+        ArgumentError, match="nn.MultiheadAttention reads its weight without calling it"
+    ):
         apply_lora(attention, rank=2, targets="out_proj")
     lazy = nn.Sequential(nn.LazyLinear(4))
     with pytest.raises(ArgumentError, match="expected an ordinary matrix"):
@@ -581,15 +774,21 @@ def test_odd_linear_layers_are_refused_by_name():
 def test_tied_weights_are_refused_as_targets_and_kept_together(tmp_path):
     model = build(tied=True)
     before = snapshot(model)
-    with pytest.raises(ArgumentError, match="target lm_head has a tied weight, embedding.weight and lm_head.weight"):
+    with pytest.raises(
+        ArgumentError, match="target lm_head has a tied weight, embedding.weight and lm_head.weight"
+    ):
         apply_lora(model, targets=("w_q", "lm_head"))
-    with pytest.raises(ArgumentError, match="also: embedding has a weight that is tied with lm_head.weight"):
+    with pytest.raises(
+        ArgumentError, match="also: embedding has a weight that is tied with lm_head.weight"
+    ):
         apply_lora(model, also=("embedding",))
     assert_unchanged(model, before)
     learned(apply_lora(model, also=("embedding", "lm_head"), seed=0))
     save_lora(model, tmp_path)
     other = load_lora(build(tied=True), tmp_path)
-    assert other.lm_head.weight is other.embedding.weight and torch.equal(logits(other, tokens()), logits(model, tokens()))
+    assert other.lm_head.weight is other.embedding.weight and torch.equal(
+        logits(other, tokens()), logits(model, tokens())
+    )
     tensors = load_file(tmp_path / WEIGHTS)
     tensors[PREFIX + "lm_head.weight"] += 1
     save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
@@ -598,6 +797,7 @@ def test_tied_weights_are_refused_as_targets_and_kept_together(tmp_path):
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
+
 
 def contents(folder):
     """What the two files say: configuration, metadata, bytes of each tensor."""
@@ -609,22 +809,41 @@ def contents(folder):
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_saved_and_loaded_is_the_same_model(kind, merged, tmp_path):
-    model, x = apply_lora(build(kind), rank=4, alpha=6, dropout=0.1, targets=TARGETS[kind], also=NORMS[kind], seed=0), tokens()
+    model, x = (
+        apply_lora(
+            build(kind),
+            rank=4,
+            alpha=6,
+            dropout=0.1,
+            targets=TARGETS[kind],
+            also=NORMS[kind],
+            seed=0,
+        ),
+        tokens(),
+    )
     y = logits(learned(model).eval(), x)
     if merged:
         merge_lora(model)
     assert save_lora(model, tmp_path / "made" / "here") == tmp_path / "made" / "here"
     assert sorted(file.name for file in (tmp_path / "made" / "here").iterdir()) == [CONFIG, WEIGHTS]
     state = torch.get_rng_state()
-    fresh = load_lora(build(kind).eval(), tmp_path / "made" / "here")                 # a model without LoRA gets it
+    fresh = load_lora(
+        build(kind).eval(), tmp_path / "made" / "here"
+    )  # a model without LoRA gets it
     assert torch.equal(logits(fresh, x), y)
     torch.manual_seed(0)
-    there = apply_lora(build(kind), rank=4, alpha=6, targets=TARGETS[kind], also=NORMS[kind], seed=9).eval()
+    there = apply_lora(
+        build(kind), rank=4, alpha=6, targets=TARGETS[kind], also=NORMS[kind], seed=9
+    ).eval()
     places = {name: p.data_ptr() for name, p in there.named_parameters()}
-    assert load_lora(there, tmp_path / "made" / "here") is there and torch.equal(logits(there, x), y)
+    assert load_lora(there, tmp_path / "made" / "here") is there and torch.equal(
+        logits(there, x), y
+    )
     assert places == {name: p.data_ptr() for name, p in there.named_parameters()}
     for other in (fresh, there):
-        assert {n for n, p in other.named_parameters() if p.requires_grad} == {n for n, p in model.named_parameters() if p.requires_grad}
+        assert {n for n, p in other.named_parameters() if p.requires_grad} == {
+            n for n, p in model.named_parameters() if p.requires_grad
+        }
     layer = next(iter(layers(fresh).values()))
     assert (layer.rank, layer.alpha, layer.lora_dropout.p) == (4, 6, 0.1)
     torch.set_rng_state(state)
@@ -645,7 +864,7 @@ def test_loading_into_an_arena_keeps_its_views_and_moves_its_masters(tmp_path):
     opt = torch.optim.AdamW(arena.parameters(), lr=0.0, weight_decay=0.0)
     with GradientAccumulator(arena, "fused"):
         loss_of(other, x).backward()
-        opt.step()                                        # publishes the masters: had they stayed, the weights would go back
+        opt.step()  # publishes the masters: had they stayed, the weights would go back
     assert torch.equal(logits(other, x), logits(model, x))
     save_lora(other, tmp_path / "from the arena")
     assert contents(tmp_path / "from the arena") == contents(tmp_path)
@@ -666,8 +885,12 @@ def test_checkpoints_of_a_run_hold_the_adapter_too(tmp_path):
 
     one, two = run(), run()
     steps(*one)
-    save_checkpoint(tmp_path / "step-00000003.safetensors", model=one[0], optimizer=one[2], arena=one[1], step=3)
-    load_checkpoint(tmp_path / "step-00000003.safetensors", model=two[0], optimizer=two[2], arena=two[1])
+    save_checkpoint(
+        tmp_path / "step-00000003.safetensors", model=one[0], optimizer=one[2], arena=one[1], step=3
+    )
+    load_checkpoint(
+        tmp_path / "step-00000003.safetensors", model=two[0], optimizer=two[2], arena=two[1]
+    )
     steps(*one), steps(*two)
     assert torch.equal(one[1].weights, two[1].weights)
 
@@ -675,35 +898,78 @@ def test_checkpoints_of_a_run_hold_the_adapter_too(tmp_path):
 def test_names_in_the_configuration_mean_for_peft_what_they_meant_here(tmp_path):
     def config(model):
         return json.loads((save_lora(model, tmp_path) / CONFIG).read_text())
-    found = config(apply_lora(build(), rank=4, alpha=6.5, dropout=0.25, targets=ALL, also=BLOCK_NORMS))
-    assert found["target_modules"] == sorted(ALL) and found["modules_to_save"] == sorted(NORMS["ours"])
-    assert (found["peft_type"], found["r"], found["lora_alpha"], found["lora_dropout"], found["bias"]) == ("LORA", 4, 6.5, 0.25, "none")
-    assert found["inference_mode"] is True and found["task_type"] is None and found["fan_in_fan_out"] is False
+
+    found = config(
+        apply_lora(build(), rank=4, alpha=6.5, dropout=0.25, targets=ALL, also=BLOCK_NORMS)
+    )
+    assert found["target_modules"] == sorted(ALL) and found["modules_to_save"] == sorted(
+        NORMS["ours"]
+    )
+    assert (
+        found["peft_type"],
+        found["r"],
+        found["lora_alpha"],
+        found["lora_dropout"],
+        found["bias"],
+    ) == ("LORA", 4, 6.5, 0.25, "none")
+    assert (
+        found["inference_mode"] is True
+        and found["task_type"] is None
+        and found["fan_in_fan_out"] is False
+    )
     some = config(apply_lora(build(), targets=("1.w_q", "w_v")))
     assert some["target_modules"] == ["blocks.1.w_q", "w_v"] and some["modules_to_save"] is None
     # PEFT finds modules_to_save by the bare end of the name, and `norm` would be input_layernorm too.
     assert config(apply_lora(build("llama"), also=("norm",)))["modules_to_save"] == ["model.norm"]
-    named = save_lora(apply_lora(build("gpt2"), targets="c_attn"), tmp_path, base_model="gpt2", task_type="CAUSAL_LM") / CONFIG
+    named = (
+        save_lora(
+            apply_lora(build("gpt2"), targets="c_attn"),
+            tmp_path,
+            base_model="gpt2",
+            task_type="CAUSAL_LM",
+        )
+        / CONFIG
+    )
     found = json.loads(named.read_text())
-    assert found["fan_in_fan_out"] and found["base_model_name_or_path"] == "gpt2" and found["task_type"] == "CAUSAL_LM"
+    assert (
+        found["fan_in_fan_out"]
+        and found["base_model_name_or_path"] == "gpt2"
+        and found["task_type"] == "CAUSAL_LM"
+    )
     assert found["auto_mapping"] is None
 
 
-CASES = [("ours", ALL, ()), ("ours", ("w_q", "1.w_v"), NORMS["ours"]),
-         ("llama", ("q_proj", "v_proj"), BLOCK_NORMS), ("llama", ("0.self_attn.q_proj",), ("norm",)),
-         ("llama", ("q_proj", "lm_head"), ("embed_tokens",)),
-         ("gpt2", ("c_attn",), ()), ("gpt2", ("c_attn", "c_fc"), ("ln_1", "ln_f"))]
+CASES = [
+    ("ours", ALL, ()),
+    ("ours", ("w_q", "1.w_v"), NORMS["ours"]),
+    ("llama", ("q_proj", "v_proj"), BLOCK_NORMS),
+    ("llama", ("0.self_attn.q_proj",), ("norm",)),
+    ("llama", ("q_proj", "lm_head"), ("embed_tokens",)),
+    ("gpt2", ("c_attn",), ()),
+    ("gpt2", ("c_attn", "c_fc"), ("ln_1", "ln_f")),
+]
 
 
 @pytest.mark.parametrize("kind, targets, also", CASES)
 def test_peft_reads_ours_and_computes_the_same_bits(kind, targets, also, tmp_path):
     peft = peft_or_skip()
-    model, x = learned(apply_lora(build(kind), rank=4, alpha=8, dropout=0.1, targets=targets, also=also, seed=0)).eval(), tokens()
+    model, x = (
+        learned(
+            apply_lora(
+                build(kind), rank=4, alpha=8, dropout=0.1, targets=targets, also=also, seed=0
+            )
+        ).eval(),
+        tokens(),
+    )
     save_lora(model, tmp_path)
     theirs = peft.PeftModel.from_pretrained(build(kind), tmp_path).eval()
     found = logits(theirs, x)
-    assert torch.equal(found, logits(model, x)), differ(found, logits(model, x))         # alpha / rank is 2: scaling is exact
-    assert not torch.allclose(found, logits(build(kind).eval(), x), atol=1e-3), "the adapter does nothing"
+    assert torch.equal(found, logits(model, x)), differ(
+        found, logits(model, x)
+    )  # alpha / rank is 2: scaling is exact
+    assert not torch.allclose(found, logits(build(kind).eval(), x), atol=1e-3), (
+        "the adapter does nothing"
+    )
     theirs.train(), model.train()
     torch.manual_seed(5)
     found = logits(theirs, x)
@@ -711,26 +977,50 @@ def test_peft_reads_ours_and_computes_the_same_bits(kind, targets, also, tmp_pat
     assert torch.equal(found, logits(model, x)), "dropout differs"
 
 
-@pytest.mark.parametrize("kind, targets, also", [(k, t, a) for k, t, a in CASES if not {"1.w_v", "norm"} & {*t, *a}])
+@pytest.mark.parametrize(
+    "kind, targets, also", [(k, t, a) for k, t, a in CASES if not {"1.w_v", "norm"} & {*t, *a}]
+)
 def test_we_read_pefts_and_write_it_back(kind, targets, also, tmp_path):
     peft = peft_or_skip()
     also = [name for name in also if name in NORMS[kind] or name not in BLOCK_NORMS]
-    config = peft.LoraConfig(r=4, lora_alpha=6, lora_dropout=0.1, target_modules=list(targets), modules_to_save=also or None)
+    config = peft.LoraConfig(
+        r=4,
+        lora_alpha=6,
+        lora_dropout=0.1,
+        target_modules=list(targets),
+        modules_to_save=also or None,
+    )
     theirs, x = learned(peft.get_peft_model(build(kind), config)).eval(), tokens()
     y = logits(theirs, x)
     theirs.save_pretrained(tmp_path / "theirs")
     ours = load_lora(build(kind).eval(), tmp_path / "theirs")
-    torch.testing.assert_close(logits(ours, x), y, rtol=1e-5, atol=1e-5)                 # 6 / 4 is applied elsewhere: other last bits
-    assert {n.replace("base_model.model.", "").replace(".default", "").replace("modules_to_save.", "")
-            for n, p in theirs.named_parameters() if p.requires_grad} == {n for n, p in ours.named_parameters() if p.requires_grad}
+    torch.testing.assert_close(
+        logits(ours, x), y, rtol=1e-5, atol=1e-5
+    )  # 6 / 4 is applied elsewhere: other last bits
+    assert {
+        n.replace("base_model.model.", "").replace(".default", "").replace("modules_to_save.", "")
+        for n, p in theirs.named_parameters()
+        if p.requires_grad
+    } == {n for n, p in ours.named_parameters() if p.requires_grad}
     save_lora(ours, tmp_path / "ours")
-    a, b = ({name: t for name, t in load_file(tmp_path / who / WEIGHTS).items() if "base_layer" not in name} for who in ("theirs", "ours"))
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
+    a, b = (
+        {
+            name: t
+            for name, t in load_file(tmp_path / who / WEIGHTS).items()
+            if "base_layer" not in name
+        }
+        for who in ("theirs", "ours")
+    )
+    assert a.keys() == b.keys() and all(
+        torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a
+    )
     again = peft.PeftModel.from_pretrained(build(kind), tmp_path / "ours").eval()
     assert torch.equal(logits(again, x), y)
     one, two = (json.loads((tmp_path / who / CONFIG).read_text()) for who in ("theirs", "ours"))
     for key in two.keys() - {"target_modules", "modules_to_save"}:
-        assert (two[key] or None) == (one[key] or None), key          # older versions write "" where newer ones write null
+        assert (two[key] or None) == (one[key] or None), (
+            key
+        )  # older versions write "" where newer ones write null
     for key in ("target_modules", "modules_to_save"):
         assert sorted(two[key] or []) == sorted(one[key] or []), key
 
@@ -762,6 +1052,7 @@ def reconfigure(**values):
     def damage(folder):
         config = json.loads((folder / CONFIG).read_text())
         (folder / CONFIG).write_text(json.dumps({**config, **values}))
+
     return damage
 
 
@@ -793,17 +1084,37 @@ DAMAGE = {
     "rsLoRA": (reconfigure(use_rslora=True), "use_rslora is True"),
     "ranks": (reconfigure(rank_pattern={"w_q": 2}), "rank_pattern is {'w_q': 2}"),
     "biases": (reconfigure(bias="all"), "bias is 'all'"),
-    "PiSSA": (reconfigure(init_lora_weights="pissa"), "init_lora_weights is 'pissa', which changed the base weights"),
+    "PiSSA": (
+        reconfigure(init_lora_weights="pissa"),
+        "init_lora_weights is 'pissa', which changed the base weights",
+    ),
     "a factor less": (lambda f: rewrite(f, lambda t: t.pop(A)), A),
     "a norm less": (lambda f: rewrite(f, lambda t: t.pop(NORM)), NORM),
-    "a factor more": (lambda f: rewrite(f, lambda t: t.update({A.replace("w_q", "w_o"): t[A].clone()})), "blocks.0.w_o"),
-    "a weight more": (lambda f: rewrite(f, lambda t: t.update({PREFIX + "lm_head.weight": torch.zeros(3)})), "lm_head.weight"),
-    "another module": (lambda f: rewrite(f, lambda t: t.update({A.replace("w_q", "query"): t.pop(A)})), "query"),
-    "another shape": (lambda f: rewrite(f, lambda t: t.update({A: torch.zeros(4, 31)})),
-                      f"{A} is torch.float32 (4, 31), expected torch.float32 (4, 32)"),
+    "a factor more": (
+        lambda f: rewrite(f, lambda t: t.update({A.replace("w_q", "w_o"): t[A].clone()})),
+        "blocks.0.w_o",
+    ),
+    "a weight more": (
+        lambda f: rewrite(f, lambda t: t.update({PREFIX + "lm_head.weight": torch.zeros(3)})),
+        "lm_head.weight",
+    ),
+    "another module": (
+        lambda f: rewrite(f, lambda t: t.update({A.replace("w_q", "query"): t.pop(A)})),
+        "query",
+    ),
+    "another shape": (
+        lambda f: rewrite(f, lambda t: t.update({A: torch.zeros(4, 31)})),
+        f"{A} is torch.float32 (4, 31), expected torch.float32 (4, 32)",
+    ),
     "another dtype": (lambda f: rewrite(f, lambda t: t.update({A: t[A].half()})), "torch.float16"),
-    "foreign": (lambda f: rewrite(f, lambda t: (t.clear(), t.update(weight=torch.zeros(2)))), "weight"),
-    "marks of another file": (lambda f: rewrite(f, lambda t: t[A].add_(1), keep=True), "is damaged"),
+    "foreign": (
+        lambda f: rewrite(f, lambda t: (t.clear(), t.update(weight=torch.zeros(2)))),
+        "weight",
+    ),
+    "marks of another file": (
+        lambda f: rewrite(f, lambda t: t[A].add_(1), keep=True),
+        "is damaged",
+    ),
     "nothing in it": (lambda f: rewrite(f, dict.clear), WEIGHTS),
 }
 
@@ -814,7 +1125,7 @@ def test_a_file_that_does_not_fit_is_named_and_changes_nothing(case, fresh, tmp_
     damage, words = DAMAGE[case]
     save_lora(learned(apply_lora(build(), 4, 8, also=BLOCK_NORMS, seed=0)), tmp_path)
     model = build() if fresh else apply_lora(build(), 4, 8, also=BLOCK_NORMS, seed=1)
-    load_lora(copy.deepcopy(model), tmp_path)                 # it fits before it is damaged
+    load_lora(copy.deepcopy(model), tmp_path)  # it fits before it is damaged
     damage(tmp_path)
     before, random = snapshot(model), torch.get_rng_state()
     with pytest.raises(CheckpointError) as caught:
@@ -826,8 +1137,12 @@ def test_a_file_that_does_not_fit_is_named_and_changes_nothing(case, fresh, tmp_
 
 def test_an_adapter_must_fit_the_lora_that_is_there(tmp_path):
     save_lora(apply_lora(build(), 4, 8, targets=("w_q", "w_v"), also=BLOCK_NORMS), tmp_path)
-    for arguments, words in ((dict(rank=8, alpha=8), "r is 4, expected 8"), (dict(rank=4, alpha=16), "lora_alpha is 8, expected 16"),
-                             (dict(rank=4, alpha=8, targets=("w_q",)), "blocks.0.w_v"), (dict(rank=4, alpha=8, also=()), "input_norm")):
+    for arguments, words in (
+        (dict(rank=8, alpha=8), "r is 4, expected 8"),
+        (dict(rank=4, alpha=16), "lora_alpha is 8, expected 16"),
+        (dict(rank=4, alpha=8, targets=("w_q",)), "blocks.0.w_v"),
+        (dict(rank=4, alpha=8, also=()), "input_norm"),
+    ):
         model = apply_lora(build(), **{"targets": ("w_q", "w_v"), "also": BLOCK_NORMS, **arguments})
         before = snapshot(model)
         with pytest.raises(CheckpointError) as caught:
@@ -835,8 +1150,13 @@ def test_an_adapter_must_fit_the_lora_that_is_there(tmp_path):
         assert words in str(caught.value)
         assert_unchanged(model, before)
     with pytest.raises(CheckpointError, match="expected torch.bfloat16"):
-        load_lora(apply_lora(build(dtype=torch.bfloat16), 4, 8, targets=("w_q", "w_v"), also=BLOCK_NORMS), tmp_path)
-    with pytest.raises(CheckpointError, match="holds base_model.model.blocks.0.input_norm.weight; expected"):
+        load_lora(
+            apply_lora(build(dtype=torch.bfloat16), 4, 8, targets=("w_q", "w_v"), also=BLOCK_NORMS),
+            tmp_path,
+        )
+    with pytest.raises(
+        CheckpointError, match="holds base_model.model.blocks.0.input_norm.weight; expected"
+    ):
         load_lora(build("llama"), tmp_path)
     arena = Arena(model := build())
     with pytest.raises(CheckpointError, match="in an Arena"):
@@ -861,17 +1181,21 @@ def test_a_failed_save_leaves_the_old_adapter(tmp_path, monkeypatch):
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == old
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="cannot be written"):
-        save_lora(model, tmp_path / WEIGHTS)               # a file is no folder
+        save_lora(model, tmp_path / WEIGHTS)  # a file is no folder
     with pytest.raises(ArgumentError, match="no LoRA layer"):
         save_lora(build(), tmp_path)
 
 
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["arena", "fused"])
 def test_on_a_gpu_it_starts_trains_and_merges_as_on_the_cpu(mode, tmp_path):
-    model, x = apply_lora(build(dtype=torch.bfloat16).cuda(), also=BLOCK_NORMS, seed=0), tokens(8).cuda()
+    model, x = (
+        apply_lora(build(dtype=torch.bfloat16).cuda(), also=BLOCK_NORMS, seed=0),
+        tokens(8).cuda(),
+    )
     there = apply_lora(build(dtype=torch.bfloat16), also=BLOCK_NORMS, seed=0)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(model.parameters(), there.parameters()))
     arena = Arena(model)
@@ -889,6 +1213,8 @@ def test_on_a_gpu_it_starts_trains_and_merges_as_on_the_cpu(mode, tmp_path):
     assert all(layer._frozen.is_cuda for layer in layers(model).values())
     torch.testing.assert_close(logits(model, x), y, rtol=5e-2, atol=1e-1)
     unmerge_lora(model)
-    assert all(torch.equal(layer.weight, frozen[path]) for path, layer in layers(model).items()) and torch.equal(logits(model, x), y)
+    assert all(
+        torch.equal(layer.weight, frozen[path]) for path, layer in layers(model).items()
+    ) and torch.equal(logits(model, x), y)
     arena.release()
     assert torch.equal(logits(load_lora(build(dtype=torch.bfloat16).cuda().eval(), tmp_path), x), y)

@@ -49,7 +49,9 @@ def test_the_output_is_one_line_per_kernel_with_signature_registers_spills_and_t
 def test_a_name_takes_one_kernel_of_the_cell():
     made = compile_cell("twice -DGRAD_T=bf16", TWICE + NEGATE)
     assert list(made.kernels) == ["twice"]
-    with pytest.raises(ga.CompileError, match="no kernel 'thrice' in this cell; kernels found: twice, negate"):
+    with pytest.raises(
+        ga.CompileError, match="no kernel 'thrice' in this cell; kernels found: twice, negate"
+    ):
         compile_cell("thrice -DGRAD_T=bf16", TWICE + NEGATE)
 
 
@@ -69,7 +71,14 @@ def test_the_line_is_read_as_a_compiler_reads_it(line, expected):
 
 @pytest.mark.parametrize(
     "line, found",
-    [("3x", "'3x'"), ("a b", "'b'"), ("-D", "-D ''"), ("-D 1A=2", "'1A=2'"), ("-O2", "'-O2'"), ("'", "quotation")],
+    [
+        ("3x", "'3x'"),
+        ("a b", "'b'"),
+        ("-D", "-D ''"),
+        ("-D 1A=2", "'1A=2'"),
+        ("-O2", "'-O2'"),
+        ("'", "quotation"),
+    ],
 )
 def test_a_wrong_line_says_what_is_wrong_and_the_usage(line, found):
     with pytest.raises(ga.CompileError) as caught:

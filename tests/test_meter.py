@@ -1,4 +1,5 @@
 """The meter counts what was done, never waits for the device, and says how old its numbers are."""
+
 import importlib
 import json
 from types import SimpleNamespace
@@ -17,7 +18,12 @@ def clock(monkeypatch):
 
     def sleep(seconds):
         now[0] += seconds
-    monkeypatch.setattr(importlib.import_module("gpuaccel.measure.meter"), "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    monkeypatch.setattr(
+        importlib.import_module("gpuaccel.measure.meter"),
+        "time",
+        SimpleNamespace(perf_counter=lambda: now[0]),
+    )
     return SimpleNamespace(sleep=sleep)
 
 
@@ -55,7 +61,9 @@ def test_val_loss_is_reported_once_and_loss_stays():
 def test_no_norm_is_lost_between_two_readings():
     meter = Meter("cpu")
     for step in range(1, 101):
-        reading = meter.update(1, norm=torch.tensor(float(step)), clipped_norm=None if step == 100 else min(step, 5))
+        reading = meter.update(
+            1, norm=torch.tensor(float(step)), clipped_norm=None if step == 100 else min(step, 5)
+        )
     assert (reading.norm, reading.clipped_norm) == (100.0, 5.0)
     assert len(reading.norms) == 64 and reading.norms[-2:] == ((1, 99.0, 5.0), (0, 100.0, None))
     assert "norms" not in reading.as_dict() and meter.update(1).norms[-1] == (1, 100.0, None)
@@ -112,17 +120,25 @@ def test_late_value_takes_one_element_only():
     assert late.get() == 2.0
 
 
-@pytest.mark.parametrize("name, dtype, peak", [
-    ("NVIDIA H200", torch.bfloat16, 989e12), ("NVIDIA H20", torch.bfloat16, 148e12),
-    ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989e12),
-    ("NVIDIA H100 PCIe", torch.bfloat16, 756e12), ("NVIDIA A100-SXM4-80GB", torch.float16, 312e12),
-    ("NVIDIA A10", torch.bfloat16, 125e12), ("NVIDIA L4", torch.bfloat16, 121e12),
-    ("NVIDIA L40S", torch.bfloat16, 362e12),
-    ("Tesla T4", torch.float16, 65e12), ("Tesla T4", torch.bfloat16, None),
-    ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2e12),
-    ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None), ("Something New", torch.bfloat16, None),
-    ("NVIDIA H200", torch.float64, None),
-])
+@pytest.mark.parametrize(
+    "name, dtype, peak",
+    [
+        ("NVIDIA H200", torch.bfloat16, 989e12),
+        ("NVIDIA H20", torch.bfloat16, 148e12),
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989e12),
+        ("NVIDIA H100 PCIe", torch.bfloat16, 756e12),
+        ("NVIDIA A100-SXM4-80GB", torch.float16, 312e12),
+        ("NVIDIA A10", torch.bfloat16, 125e12),
+        ("NVIDIA L4", torch.bfloat16, 121e12),
+        ("NVIDIA L40S", torch.bfloat16, 362e12),
+        ("Tesla T4", torch.float16, 65e12),
+        ("Tesla T4", torch.bfloat16, None),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None),
+        ("Something New", torch.bfloat16, None),
+        ("NVIDIA H200", torch.float64, None),
+    ],
+)
 def test_peaks_are_found_by_whole_names(name, dtype, peak):
     assert _peak_of(name, dtype) == peak
 
@@ -156,7 +172,11 @@ def test_gpu_meter_measures_the_device_and_never_waits():
         torch.cuda.set_sync_debug_mode(mode)
     assert reading.step == 30 and reading.tokens == 30_000
     final = meter.finish()
-    assert final.loss_step == 30 and final.loss == pytest.approx(float(loss), rel=1e-6) and final.norm == final.loss
+    assert (
+        final.loss_step == 30
+        and final.loss == pytest.approx(float(loss), rel=1e-6)
+        and final.norm == final.loss
+    )
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     for _ in range(80):
@@ -164,7 +184,9 @@ def test_gpu_meter_measures_the_device_and_never_waits():
     end.record()
     torch.cuda.synchronize()
     alone = begin.elapsed_time(end) / 10
-    print(f"step {final.step_ms:.2f} ms by the meter, {alone:.2f} ms by itself, stages {final.stages}")
+    print(
+        f"step {final.step_ms:.2f} ms by the meter, {alone:.2f} ms by itself, stages {final.stages}"
+    )
     assert 0.7 * alone < final.step_ms < 2.0 * alone
     assert 0.8 * final.step_ms < sum(final.stages.values()) < 1.3 * final.step_ms
     assert final.memory_bytes >= a.numel() * 4

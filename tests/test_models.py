@@ -1,4 +1,5 @@
 """The transformer is what it says: nine tensors per block, right positions, no look into the future, sampling on its own dice."""
+
 import math
 
 import pytest
@@ -7,10 +8,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuaccel.errors import ArgumentError
-from gpuaccel.training.models import GPT2, PRESETS, Config, Transformer, flops_per_token, generate, preset, rotary_table, rotate
+from gpuaccel.training.models import (
+    GPT2,
+    PRESETS,
+    Config,
+    Transformer,
+    flops_per_token,
+    generate,
+    preset,
+    rotary_table,
+    rotate,
+)
 
-NINE = {"w_q.weight", "w_k.weight", "w_v.weight", "w_o.weight", "gate.weight", "up.weight", "down.weight",
-    "input_norm.weight", "post_attn_norm.weight"}
+NINE = {
+    "w_q.weight",
+    "w_k.weight",
+    "w_v.weight",
+    "w_o.weight",
+    "gate.weight",
+    "up.weight",
+    "down.weight",
+    "input_norm.weight",
+    "post_attn_norm.weight",
+}
 SMALL = dict(vocab=17, hidden=16, intermediate=24, layers=2, heads=4, kv_heads=2, T=12)
 
 
@@ -25,25 +45,41 @@ def test_a_block_has_the_nine_tensors(name):
         model = Transformer(preset(name))
     for block in model.blocks:
         assert {n for n, _ in block.named_parameters()} == NINE
-    assert {n for n, _ in model.named_parameters() if not n.startswith("blocks.")} == {"embedding.weight",
-        "final_norm.weight", "lm_head.weight"}
-    assert not [n for n, _ in model.named_buffers()
-        if n in model.state_dict()], "the rotary table is no part of a checkpoint"
+    assert {n for n, _ in model.named_parameters() if not n.startswith("blocks.")} == {
+        "embedding.weight",
+        "final_norm.weight",
+        "lm_head.weight",
+    }
+    assert not [n for n, _ in model.named_buffers() if n in model.state_dict()], (
+        "the rotary table is no part of a checkpoint"
+    )
 
 
 def test_parameter_counts_of_the_presets():
     with torch.device("meta"):
         large, tiny = Transformer(preset("llama-350m")), Transformer(preset("tiny"))
-    assert sum(p.numel() for n, p in large.named_parameters() if n != "embedding.weight") == 398_509_056
+    assert (
+        sum(p.numel() for n, p in large.named_parameters() if n != "embedding.weight")
+        == 398_509_056
+    )
     assert large.embedding.weight.numel() == 32768 * 1024
     c = large.config
-    assert (c.hidden, c.intermediate, c.layers, c.vocab, c.kv_heads * c.head_dim) == (1024, 4096, 24, 32768, 256)
+    assert (c.hidden, c.intermediate, c.layers, c.vocab, c.kv_heads * c.head_dim) == (
+        1024,
+        4096,
+        24,
+        32768,
+        256,
+    )
     assert tuple(large.blocks[0].w_k.weight.shape) == (256, 1024)
     assert sum(p.numel() for p in tiny.parameters()) == 256 * 128 * 2 + 128 + 4 * (
-        2 * 128 + 128 * (2 * 128 + 2 * 64) + 3 * 128 * 384)
+        2 * 128 + 128 * (2 * 128 + 2 * 64) + 3 * 128 * 384
+    )
 
 
-@pytest.mark.parametrize("name, count, hidden", [("gpt2-124m", 124_439_808, 768), ("gpt2-xl", 1_557_611_200, 1600)])
+@pytest.mark.parametrize(
+    "name, count, hidden", [("gpt2-124m", 124_439_808, 768), ("gpt2-xl", 1_557_611_200, 1600)]
+)
 def test_parameter_counts_of_gpt2(name, count, hidden):
     """As published, and the 47 rows that fill up the vocabulary."""
     with torch.device("meta"):
@@ -56,16 +92,30 @@ def test_the_polynomial_model_has_seven_million_parameters_and_learns():
     with torch.device("meta"):
         assert sum(p.numel() for p in preset("poly-7m").build().parameters()) == 7_097_176
     torch.manual_seed(0)
-    model = preset("poly-7m", layers=1, hidden=32, head_dim=8, heads=4, kv_heads=4, intermediate=48, T=16, vocab=31).build()
+    model = preset(
+        "poly-7m",
+        layers=1,
+        hidden=32,
+        head_dim=8,
+        heads=4,
+        kv_heads=4,
+        intermediate=48,
+        T=16,
+        vocab=31,
+    ).build()
     tokens, opt = torch.randint(0, 31, (4, 17)), torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(30):
-        loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(
+            model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+        )
         losses.append(loss.item())
         loss.backward()
         opt.step()
         opt.zero_grad()
-    assert all(p.grad is None for p in model.parameters()) and losses[-1] < 0.5 * losses[0], losses[::10]
+    assert all(p.grad is None for p in model.parameters()) and losses[-1] < 0.5 * losses[0], losses[
+        ::10
+    ]
     with pytest.raises(ArgumentError, match="polynomial attention has 4 key/value heads"):
         preset("poly-7m", heads=4, kv_heads=2, head_dim=64)
 
@@ -73,56 +123,109 @@ def test_the_polynomial_model_has_seven_million_parameters_and_learns():
 def test_gpt2_computes_what_transformers_computes():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    model = Config(vocab=31, hidden=24, intermediate=96, layers=2, heads=3, kv_heads=3, T=16, tied=True, family="gpt2").build()
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=31, n_embd=24, n_layer=2, n_head=3, n_positions=16,
-                                                                  resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
-    for p in model.parameters():                       # biases and norms that say something
+    model = Config(
+        vocab=31,
+        hidden=24,
+        intermediate=96,
+        layers=2,
+        heads=3,
+        kv_heads=3,
+        T=16,
+        tied=True,
+        family="gpt2",
+    ).build()
+    theirs = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=31,
+            n_embd=24,
+            n_layer=2,
+            n_head=3,
+            n_positions=16,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    )
+    for p in model.parameters():  # biases and norms that say something
         torch.nn.init.normal_(p, std=0.3)
     mine, state = model.state_dict(), theirs.state_dict()
-    names = {"encoder.wte.": "transformer.wte.", "encoder.wpe.": "transformer.wpe.", "final_norm.": "transformer.ln_f.", "blocks.": "transformer.h.",
-             ".qkv.": ".attn.c_attn.", ".proj.": ".attn.c_proj.", ".up.": ".mlp.c_fc.", ".down.": ".mlp.c_proj."}
+    names = {
+        "encoder.wte.": "transformer.wte.",
+        "encoder.wpe.": "transformer.wpe.",
+        "final_norm.": "transformer.ln_f.",
+        "blocks.": "transformer.h.",
+        ".qkv.": ".attn.c_attn.",
+        ".proj.": ".attn.c_proj.",
+        ".up.": ".mlp.c_fc.",
+        ".down.": ".mlp.c_proj.",
+    }
     for name, value in mine.items():
         other = name
         for a, b in names.items():
             other = other.replace(a, b)
-        state[other].copy_(value.t() if any(part in name for part in (".qkv.w", ".proj.w", ".up.w", ".down.w")) else value)
+        state[other].copy_(
+            value.t()
+            if any(part in name for part in (".qkv.w", ".proj.w", ".up.w", ".down.w"))
+            else value
+        )
     tokens = torch.randint(0, 31, (2, 16))
     a, b = model(tokens), theirs(tokens).logits
     d = (a - b).abs().max()
     assert d < 1e-4 * b.abs().max(), f"largest difference {d:.3g} of {b.abs().max():.3g}"
     a.square().mean().backward()
     b.square().mean().backward()
-    for part, other in ((model.encoder.wte, theirs.transformer.wte), (model.encoder.wpe, theirs.transformer.wpe)):
+    for part, other in (
+        (model.encoder.wte, theirs.transformer.wte),
+        (model.encoder.wpe, theirs.transformer.wpe),
+    ):
         d = (part.weight.grad - other.weight.grad).abs().max()
         assert d < 1e-4 * other.weight.grad.abs().max(), f"largest difference {d:.3g}"
 
 
-@pytest.mark.parametrize("changes, message", [
-    (dict(hidden=18), "hidden is 18, not a multiple of heads = 4: give head_dim"),
-    (dict(kv_heads=3), "heads is 4, not a multiple of kv_heads = 3"),
-    (dict(head_dim=5), "head_dim is 5; rotary positions need an even one"),
-    (dict(family="gpt3"), "family is 'gpt3'; expected llama, gpt2 or poly"),
-    (dict(family="gpt2"), "kv_heads is 2 and tied False; GPT-2 has as many as heads, 4, and is tied")])
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(hidden=18), "hidden is 18, not a multiple of heads = 4: give head_dim"),
+        (dict(kv_heads=3), "heads is 4, not a multiple of kv_heads = 3"),
+        (dict(head_dim=5), "head_dim is 5; rotary positions need an even one"),
+        (dict(family="gpt3"), "family is 'gpt3'; expected llama, gpt2 or poly"),
+        (
+            dict(family="gpt2"),
+            "kv_heads is 2 and tied False; GPT-2 has as many as heads, 4, and is tied",
+        ),
+    ],
+)
 def test_sizes_that_do_not_fit_are_refused(changes, message):
     with pytest.raises(ArgumentError, match=message):
         Config(**{**SMALL, **changes})
 
 
 def test_an_unknown_preset_lists_the_known_ones():
-    with pytest.raises(ArgumentError, match="there is no preset 'huge'; presets: tiny, llama-350m, gpt2-124m, gpt2-xl, poly-7m"):
+    with pytest.raises(
+        ArgumentError,
+        match="there is no preset 'huge'; presets: tiny, llama-350m, gpt2-124m, gpt2-xl, poly-7m",
+    ):
         preset("huge")
     assert preset("tiny", layers=1).layers == 1 and preset("tiny").layers == 4
 
 
 @settings(max_examples=15, deadline=None)
-@given(T=st.integers(1, 40), half=st.integers(1, 16), theta=st.sampled_from([10.0, 10_000.0, 500_000.0]),
-    seed=st.integers(0, 99))
+@given(
+    T=st.integers(1, 40),
+    half=st.integers(1, 16),
+    theta=st.sampled_from([10.0, 10_000.0, 500_000.0]),
+    seed=st.integers(0, 99),
+)
 def test_rotary_positions_turn_each_pair_by_position_times_frequency(T, half, theta, seed):
     """Against the definition, in float64 complex numbers: (a + ib) * exp(i * t * theta^(-2k/D))."""
-    x = torch.randn(2, 3, T, 2 * half, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x = torch.randn(
+        2, 3, T, 2 * half, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     pair = torch.complex(x[..., :half], x[..., half:])
-    angle = torch.tensor([[t * theta ** (-2 * k / (2 * half)) for k in range(half)] for t in range(T)],
-        dtype=torch.float64)
+    angle = torch.tensor(
+        [[t * theta ** (-2 * k / (2 * half)) for k in range(half)] for t in range(T)],
+        dtype=torch.float64,
+    )
     want = pair * torch.polar(torch.ones_like(angle), angle)
     got = rotate(x.float(), rotary_table(T + 3, 2 * half, theta)).double()
     d = (got - torch.cat([want.real, want.imag], -1)).abs()
@@ -135,11 +238,14 @@ def test_attention_scores_depend_on_the_distance_only():
     scores = (rotate(q, table) @ rotate(k, table).transpose(-1, -2))[0, 0]
     for distance in (0, 1, 7):
         line = torch.diagonal(scores, -distance)
-        assert torch.allclose(line, line[0].expand_as(line),
-            atol=1e-4), f"distance {distance}: from {line.min()} to {line.max()}"
+        assert torch.allclose(line, line[0].expand_as(line), atol=1e-4), (
+            f"distance {distance}: from {line.min()} to {line.max()}"
+        )
 
 
-@pytest.mark.parametrize("changes", [{}, dict(kv_heads=4), dict(kv_heads=1), dict(head_dim=6), dict(tied=True)])
+@pytest.mark.parametrize(
+    "changes", [{}, dict(kv_heads=4), dict(kv_heads=1), dict(head_dim=6), dict(tied=True)]
+)
 def test_a_later_token_never_changes_an_earlier_output(changes):
     model = small(**changes)
     tokens = torch.randint(0, 17, (2, 12))
@@ -149,16 +255,25 @@ def test_a_later_token_never_changes_an_earlier_output(changes):
         other = tokens.clone()
         other[:, t:] = (other[:, t:] + 1 + torch.randint(0, 16, (2, 12 - t))) % 17
         changed = model(other)
-        assert torch.allclose(changed[:, :t], logits[:, :t],
-            atol=1e-6), f"tokens from {t} on changed outputs before {t}"
+        assert torch.allclose(changed[:, :t], logits[:, :t], atol=1e-6), (
+            f"tokens from {t} on changed outputs before {t}"
+        )
         assert not torch.allclose(changed[:, t], logits[:, t], atol=1e-4)
-    assert torch.allclose(model(tokens[:, :5]), logits[:, :5], atol=1e-6), "a shorter input gives other outputs"
+    assert torch.allclose(model(tokens[:, :5]), logits[:, :5], atol=1e-6), (
+        "a shorter input gives other outputs"
+    )
 
 
 def test_grouped_heads_equal_repeated_ones():
     grouped, full = small(kv_heads=2), small(kv_heads=4)
-    full.load_state_dict({n: w.view(2, 1, 4, 16).expand(2, 2, 4, 16).reshape(16, 16) if "w_k" in n or "w_v" in n else w
-                          for n, w in grouped.state_dict().items()})
+    full.load_state_dict(
+        {
+            n: w.view(2, 1, 4, 16).expand(2, 2, 4, 16).reshape(16, 16)
+            if "w_k" in n or "w_v" in n
+            else w
+            for n, w in grouped.state_dict().items()
+        }
+    )
     tokens = torch.randint(0, 17, (2, 12))
     d = (grouped(tokens) - full(tokens)).abs()
     assert d.max() < 1e-5, f"largest difference {d.max():.3g}, mean {d.mean():.3g}"
@@ -167,12 +282,16 @@ def test_grouped_heads_equal_repeated_ones():
 def test_the_first_loss_is_that_of_a_guess():
     model = Transformer(preset("tiny"))
     tokens = torch.randint(0, 256, (4, 33))
-    loss = torch.nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    loss = torch.nn.functional.cross_entropy(
+        model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+    )
     assert abs(loss.item() - math.log(256)) < 0.2
 
 
 def test_a_sequence_that_is_too_long_is_refused():
-    with pytest.raises(ArgumentError, match="tokens have T = 13, the model was made for T up to 12"):
+    with pytest.raises(
+        ArgumentError, match="tokens have T = 13, the model was made for T up to 12"
+    ):
         small()(torch.zeros(1, 13, dtype=torch.long))
 
 
@@ -180,12 +299,16 @@ def test_generate_is_deterministic_by_seed_and_leaves_the_global_dice_alone():
     model, tokens = small(), torch.randint(0, 17, (2, 3))
     model.train()
     before = torch.get_rng_state()
-    one, same, other = generate(model, tokens, 20, seed=1), generate(model, tokens, 20, seed=1), generate(model,
-        tokens, 20, seed=2)
+    one, same, other = (
+        generate(model, tokens, 20, seed=1),
+        generate(model, tokens, 20, seed=1),
+        generate(model, tokens, 20, seed=2),
+    )
     assert torch.equal(torch.get_rng_state(), before), "generate drew from the global generator"
     assert torch.equal(one, same) and not torch.equal(one, other)
-    assert one.shape == (2, 23) and one.dtype == torch.int64 and torch.equal(one[:, :3],
-        tokens), "23 tokens are more than T = 12"
+    assert one.shape == (2, 23) and one.dtype == torch.int64 and torch.equal(one[:, :3], tokens), (
+        "23 tokens are more than T = 12"
+    )
     assert model.training and not any(p.grad is not None for p in model.parameters())
 
 
@@ -203,10 +326,14 @@ def test_generate_without_temperature_takes_the_likeliest():
 def test_flops_per_token_count_six_per_weight_and_attention():
     c = preset("tiny")
     model = Transformer(c)
-    matrices = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and n != "embedding.weight")
+    matrices = sum(
+        p.numel() for n, p in model.named_parameters() if p.dim() == 2 and n != "embedding.weight"
+    )
     assert flops_per_token(c, 128) == 6 * matrices + 12 * c.layers * c.heads * c.head_dim * 128
     c = preset("gpt2-124m", layers=2, hidden=48, intermediate=96, vocab=64)
-    matrices = sum(p.numel() for n, p in c.build().named_parameters() if p.dim() == 2 and "wpe" not in n)
+    matrices = sum(
+        p.numel() for n, p in c.build().named_parameters() if p.dim() == 2 and "wpe" not in n
+    )
     assert flops_per_token(c, 64) == 6 * matrices + 12 * c.layers * c.heads * c.head_dim * 64
 
 
@@ -217,4 +344,6 @@ def test_gpu_output_is_the_cpus(dtype, bound):
     want = model(tokens)
     d = (model.to("cuda", dtype)(tokens.cuda()).float().cpu() - want).abs()
     assert d.max() < bound, f"largest difference {d.max():.3g}, mean {d.mean():.3g}"
-    assert torch.equal(generate(model, tokens.cuda(), 5, seed=3), generate(model, tokens.cuda(), 5, seed=3))
+    assert torch.equal(
+        generate(model, tokens.cuda(), 5, seed=3), generate(model, tokens.cuda(), 5, seed=3)
+    )

@@ -39,7 +39,9 @@ def python(cell):
 
 
 def test_there_are_notebooks_numbered_from_zero():
-    assert [path.stem[:2] for path in PATHS] == [f"{i:02d}" for i in range(len(PATHS))] and len(PATHS) >= 2
+    assert [path.stem[:2] for path in PATHS] == [f"{i:02d}" for i in range(len(PATHS))] and len(
+        PATHS
+    ) >= 2
 
 
 def test_cells_are_few_and_short(notebook):
@@ -52,7 +54,9 @@ def test_cells_are_few_and_short(notebook):
 
 def test_the_text_is_long_enough_to_teach(notebook):
     words = sum(
-        len(re.findall(r"[A-Za-z0-9']+", cell.source)) for cell in notebook.cells if cell.cell_type == "markdown"
+        len(re.findall(r"[A-Za-z0-9']+", cell.source))
+        for cell in notebook.cells
+        if cell.cell_type == "markdown"
     )
     assert words >= 500
 
@@ -78,21 +82,25 @@ def test_no_widget_state_path_or_error_is_stored(notebook):
         for output in cell.outputs:
             assert output.output_type != "error"
             stored = str(dict(output))
-            assert "jupyter.widget-view" not in stored, "a live view without its kernel shows an error: store its picture only"
-            assert not re.search(
-                r"(?<![\w.~])/(home|root|work|opt|tmp|usr)/", stored
-            ), f"a path of one machine is stored: {stored[:300]}"
+            assert "jupyter.widget-view" not in stored, (
+                "a live view without its kernel shows an error: store its picture only"
+            )
+            assert not re.search(r"(?<![\w.~])/(home|root|work|opt|tmp|usr)/", stored), (
+                f"a path of one machine is stored: {stored[:300]}"
+            )
 
 
 def test_every_exercise_stands_in_a_notebook_with_its_check_hint_and_solution():
-    text = "\n".join(cell.source for path in PATHS for cell in code(nbformat.read(path, as_version=4)))
+    text = "\n".join(
+        cell.source for path in PATHS for cell in code(nbformat.read(path, as_version=4))
+    )
     for name in EXERCISES:
         for ask in ("check", "hint", "solution"):
             assert f'ga.{ask}("{name}"' in text, f"ga.{ask}({name!r})"
 
 
 def test_first_cells_say_what_runs_and_last_ones_what_to_remember(notebook):
-    assert "ga.doctor()" in "".join(c.source for c in code(notebook)[:2]) or "ga.backend()" in "".join(
+    assert "ga.doctor()" in "".join(
         c.source for c in code(notebook)[:2]
-    )
+    ) or "ga.backend()" in "".join(c.source for c in code(notebook)[:2])
     assert notebook.cells[-1].source.startswith("## What to remember")

@@ -1,4 +1,5 @@
 """The compiler is found by what is installed, compiles what it should, and keeps what it compiled."""
+
 import glob
 import json
 import os
@@ -11,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from gpuaccel import files
-from gpuaccel.compiler import nvrtc
 from gpuaccel.backends import cache_dir
-from gpuaccel.errors import BackendError, CompileError
+from gpuaccel.compiler import nvrtc
 from gpuaccel.compiler.kernel import Kernel, kernel_root
 from gpuaccel.compiler.nvrtc import Library, check_arch, check_driver, compile_cubin, library
+from gpuaccel.errors import BackendError, CompileError
 
 SOURCE = 'extern "C" __global__ void k(float* x, int n) { int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) x[i] *= %s; }\n'
 # Counts the programs that a process really compiles, and says which NVRTC it chose.
@@ -35,9 +36,16 @@ print(json.dumps(dict(path=nvrtc.library().path, compiled=len(compiled), registe
 
 def processes(*runs):
     """Start one Python per (code, environment), all at once; what each printed, as dicts."""
-    started = [subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **env}, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True)
-               for code, env in runs]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for code, env in runs
+    ]
     out = [p.communicate(timeout=600) for p in started]
     for p, (_, err) in zip(started, out):
         assert p.returncode == 0, err
@@ -67,26 +75,46 @@ def test_the_library_says_what_it_is():
 
 def test_the_choice_of_nvrtc_does_not_depend_on_import_order(tmp_path):
     """torch first; gpuaccel first; NVRTC 13 already in the process, where there is one. And three processes share a cold cache."""
-    thirteen = next(iter(glob.glob(os.path.join(os.path.dirname(os.path.dirname(nvrtc.__file__)),
-        "nvidia/cu13/lib/libnvrtc.so.13"))
-                         or [p for p in nvrtc.candidates() if p.endswith(".13") and os.path.isabs(p)]), None)
-    first = ["import torch", "import gpuaccel", f"import ctypes; ctypes.CDLL({thirteen!r}, ctypes.RTLD_GLOBAL)"
-        if thirteen else "import numpy"]
+    thirteen = next(
+        iter(
+            glob.glob(
+                os.path.join(
+                    os.path.dirname(os.path.dirname(nvrtc.__file__)),
+                    "nvidia/cu13/lib/libnvrtc.so.13",
+                )
+            )
+            or [p for p in nvrtc.candidates() if p.endswith(".13") and os.path.isabs(p)]
+        ),
+        None,
+    )
+    first = [
+        "import torch",
+        "import gpuaccel",
+        f"import ctypes; ctypes.CDLL({thirteen!r}, ctypes.RTLD_GLOBAL)"
+        if thirteen
+        else "import numpy",
+    ]
     env = {"GPUACCEL_CACHE": str(tmp_path)}
     rows = processes(*((COUNT.format(before=before), env) for before in first))
     assert {row["path"] for row in rows} == {library().path}
-    assert {row["registers"] for row in rows} == {rows[0]["registers"]} and all(row["compiled"] <= 1 for row in rows)
+    assert {row["registers"] for row in rows} == {rows[0]["registers"]} and all(
+        row["compiled"] <= 1 for row in rows
+    )
     entries = list((tmp_path / "cubin").iterdir())
-    assert len(entries) == 1 and not entries[0].name.startswith(
-        "."), f"several processes left {[e.name for e in entries]}"
-    again, = processes((COUNT.format(before=""), env))
+    assert len(entries) == 1 and not entries[0].name.startswith("."), (
+        f"several processes left {[e.name for e in entries]}"
+    )
+    (again,) = processes((COUNT.format(before=""), env))
     assert again["compiled"] == 0, "a second process compiled"
 
 
 def test_a_chosen_nvrtc_is_the_only_candidate(monkeypatch):
     monkeypatch.setenv("GPUACCEL_NVRTC", "/somewhere/libnvrtc.so.12")
     assert nvrtc.candidates() == ["/somewhere/libnvrtc.so.12"]
-    with pytest.raises(BackendError, match="pip install nvidia-cuda-nvrtc-cu12.*looked at /somewhere/libnvrtc.so.12"):
+    with pytest.raises(
+        BackendError,
+        match="pip install nvidia-cuda-nvrtc-cu12.*looked at /somewhere/libnvrtc.so.12",
+    ):
         library.__wrapped__()
 
 
@@ -99,33 +127,49 @@ def test_nvrtc_12_comes_before_13(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     found = [p for p in nvrtc.candidates() if p.startswith(str(tmp_path))]
     assert [pathlib.Path(p).name for p in found] == ["libnvrtc.so.12", "libnvrtc.so.13"]
-    majors = [p.rsplit(".", 1)[1] for p in nvrtc.candidates() if os.path.isabs(p) and "site-packages" in p
-        or p.startswith(str(tmp_path))]
+    majors = [
+        p.rsplit(".", 1)[1]
+        for p in nvrtc.candidates()
+        if os.path.isabs(p) and "site-packages" in p or p.startswith(str(tmp_path))
+    ]
     assert majors == sorted(majors), f"a 13 stands before a 12: {majors}"
 
 
 def test_a_second_compilation_comes_from_the_cache(cache, compilations):
     one = compile_cubin(SOURCE % "2.0f", "one.cu", "sm_90")
     assert compile_cubin(SOURCE % "2.0f", "one.cu", "sm_90") == one and len(compilations) == 1
-    for change in (dict(arch="sm_80"), dict(source=SOURCE % "3.0f"), dict(defines={"A": "1"}),
-            dict(options=("-lineinfo",)), dict(filename="two.cu")):
+    for change in (
+        dict(arch="sm_80"),
+        dict(source=SOURCE % "3.0f"),
+        dict(defines={"A": "1"}),
+        dict(options=("-lineinfo",)),
+        dict(filename="two.cu"),
+    ):
         compile_cubin(**{**dict(source=SOURCE % "2.0f", filename="one.cu", arch="sm_90"), **change})
     assert len(compilations) == 6 and len(list(cache.iterdir())) == 6
     assert one[0][:4] == b"\x7fELF" and "registers" in one[1]
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:len(b) // 2], lambda b: b"", lambda b: b[:-1] + bytes([b[-1] ^ 1]),
-    lambda b: b"x" * 100,
-                                    lambda b: b[:70] + b"!" + b[71:]])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda b: b[: len(b) // 2],
+        lambda b: b"",
+        lambda b: b[:-1] + bytes([b[-1] ^ 1]),
+        lambda b: b"x" * 100,
+        lambda b: b[:70] + b"!" + b[71:],
+    ],
+)
 def test_a_damaged_entry_is_compiled_again(cache, compilations, damage):
     good = compile_cubin(SOURCE % "4.0f", "one.cu", "sm_90")
-    entry, = cache.iterdir()
+    (entry,) = cache.iterdir()
     whole = entry.read_bytes()
     entry.write_bytes(damage(whole))
     again = compile_cubin(SOURCE % "4.0f", "one.cu", "sm_90")
     assert again[0] == good[0] and len(compilations) == 2
-    assert compile_cubin(SOURCE % "4.0f", "one.cu",
-        "sm_90") == again and len(compilations) == 2, "the damaged entry was not replaced"
+    assert compile_cubin(SOURCE % "4.0f", "one.cu", "sm_90") == again and len(compilations) == 2, (
+        "the damaged entry was not replaced"
+    )
 
 
 def test_a_cache_that_cannot_be_written_costs_no_run(cache, compilations):
@@ -140,7 +184,7 @@ def test_old_entries_go_first(cache, monkeypatch):
     monkeypatch.setattr(files, "KEPT_ENTRIES", 2)
     for i in range(4):
         compile_cubin(SOURCE % f"{i}.5f", "one.cu", "sm_90")
-        for entry in cache.iterdir():                        # the clock of the file system may be coarse
+        for entry in cache.iterdir():  # the clock of the file system may be coarse
             os.utime(entry, (entry.stat().st_atime, entry.stat().st_mtime - 10))
     assert len(list(cache.iterdir())) == 2
 
@@ -155,7 +199,9 @@ def test_an_edited_helper_is_compiled_again(cache, compilations, monkeypatch, tm
         Kernel("accumulate", "accumulate_v2").cubin("sm_90")
         assert len(compilations) == 1, "one file is one program"
         helper = tmp_path / "kernels" / "common.cuh"
-        helper.write_text(helper.read_text() + "\n__device__ float half_of(float x) { return 0.5f * x; }\n")
+        helper.write_text(
+            helper.read_text() + "\n__device__ float half_of(float x) { return 0.5f * x; }\n"
+        )
         Kernel("accumulate", "accumulate_v1").cubin("sm_90")
         assert len(compilations) == 2, "an edited common.cuh must not be answered from the cache"
     finally:
@@ -164,19 +210,33 @@ def test_an_edited_helper_is_compiled_again(cache, compilations, monkeypatch, tm
 
 def test_threads_may_compile_at_once(cache):
     with ThreadPoolExecutor(4) as pool:
-        cubins = list(pool.map(lambda i: compile_cubin(SOURCE % f"{i % 3}.25f", "one.cu", "sm_90")[0], range(9)))
-    assert cubins[:3] == cubins[3:6] == cubins[6:] and len(set(cubins)) == 3 and len(list(cache.iterdir())) == 3
+        cubins = list(
+            pool.map(
+                lambda i: compile_cubin(SOURCE % f"{i % 3}.25f", "one.cu", "sm_90")[0], range(9)
+            )
+        )
+    assert (
+        cubins[:3] == cubins[3:6] == cubins[6:]
+        and len(set(cubins)) == 3
+        and len(list(cache.iterdir())) == 3
+    )
 
 
 def test_an_unknown_architecture_lists_the_known_ones():
     assert check_arch("sm_90") == "sm_90"
-    with pytest.raises(BackendError, match=r"NVRTC 1.*knows sm_.*sm_90.* and not sm_999: install a newer nvidia-cuda-nvrtc-cu12"):
+    with pytest.raises(
+        BackendError,
+        match=r"NVRTC 1.*knows sm_.*sm_90.* and not sm_999: install a newer nvidia-cuda-nvrtc-cu12",
+    ):
         compile_cubin(SOURCE % "1.0f", "one.cu", "sm_999")
 
 
 def test_a_missing_nvrtc_names_the_wheel(monkeypatch, tmp_path):
     monkeypatch.setattr(nvrtc, "candidates", lambda: [str(tmp_path / "libnvrtc.so.12")])
-    with pytest.raises(BackendError, match="pip install nvidia-cuda-nvrtc-cu12.*looked at .*libnvrtc.so.12; last answer: .*cannot open"):
+    with pytest.raises(
+        BackendError,
+        match="pip install nvidia-cuda-nvrtc-cu12.*looked at .*libnvrtc.so.12; last answer: .*cannot open",
+    ):
         library.__wrapped__()
 
 
@@ -187,11 +247,22 @@ def test_a_broken_candidate_is_passed_over(monkeypatch, tmp_path):
     assert library.__wrapped__().path == good
 
 
-@pytest.mark.parametrize("major, driver, refused", [(13, 12000, True), (13, 12090, True), (13, 13000, False),
-    (12, 12000, False), (12, 13020, False),
-                                                    (12, 11080, True), (13, None, False)])
+@pytest.mark.parametrize(
+    "major, driver, refused",
+    [
+        (13, 12000, True),
+        (13, 12090, True),
+        (13, 13000, False),
+        (12, 12000, False),
+        (12, 13020, False),
+        (12, 11080, True),
+        (13, None, False),
+    ],
+)
 def test_a_driver_too_old_for_the_compiler_is_refused(monkeypatch, major, driver, refused):
-    monkeypatch.setattr(nvrtc, "library", lambda: Library((major, 0), f"/x/libnvrtc.so.{major}", ("sm_90",), None))
+    monkeypatch.setattr(
+        nvrtc, "library", lambda: Library((major, 0), f"/x/libnvrtc.so.{major}", ("sm_90",), None)
+    )
     if refused:
         told = f"driver supports CUDA {driver // 1000}.{driver % 1000 // 10}, but NVRTC {major}.0 .*writes code for CUDA {major}: update the driver"
         with pytest.raises(BackendError, match=told):
@@ -202,9 +273,15 @@ def test_a_driver_too_old_for_the_compiler_is_refused(monkeypatch, major, driver
 
 def test_a_mistake_is_shown_with_file_line_and_caret():
     with pytest.raises(CompileError) as caught:
-        compile_cubin('extern "C" __global__ void k(float* x) {\n  x[0] = y;\n}\n', "mine.cu", "sm_90")
+        compile_cubin(
+            'extern "C" __global__ void k(float* x) {\n  x[0] = y;\n}\n', "mine.cu", "sm_90"
+        )
     text = str(caught.value)
-    assert "mine.cu does not compile for sm_90" in text and "mine.cu(2)" in text and '"y" is undefined' in text
+    assert (
+        "mine.cu does not compile for sm_90" in text
+        and "mine.cu(2)" in text
+        and '"y" is undefined' in text
+    )
     caret = next(line for line in text.splitlines() if line.strip() == "^")
     assert text.splitlines()[text.splitlines().index(caret) - 1][caret.index("^")] == "y"
     assert caught.value.log in text and caught.value.log

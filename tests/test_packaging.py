@@ -1,4 +1,5 @@
 """What a person gets who installs gpuaccel: the wheel, the requirements, the two make commands, and a fast import."""
+
 import json
 import os
 import pathlib
@@ -25,8 +26,11 @@ def requirement_lines(path):
 
 def pins(path):
     """name -> Version of every `name==version` line."""
-    return {canonicalize_name(r.name): Version(next(iter(r.specifier)).version)
-            for r in requirement_lines(path) if str(r.specifier).startswith("==")}
+    return {
+        canonicalize_name(r.name): Version(next(iter(r.specifier)).version)
+        for r in requirement_lines(path)
+        if str(r.specifier).startswith("==")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +41,16 @@ def project():
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    pytest.importorskip("hatchling", reason="hatchling builds the wheel; it is part of the extra `test`")
+    pytest.importorskip(
+        "hatchling", reason="hatchling builds the wheel; it is part of the extra `test`"
+    )
     out = tmp_path_factory.mktemp("wheel")
-    built = subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)], cwd=ROOT,
-                           capture_output=True, text=True)
+    built = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert built.returncode == 0, built.stdout + built.stderr
     return next(out.glob("*.whl"))
 
@@ -50,7 +60,9 @@ def test_the_wheel_holds_every_kernel_and_module_and_nothing_else(wheel):
     assert KERNELS and MODULES
     assert {f"gpuaccel/kernels_cu/{name}" for name in KERNELS} <= set(names)
     assert {f"gpuaccel/{name}" for name in MODULES} <= set(names)
-    outside = [name for name in names if not name.startswith("gpuaccel/") and ".dist-info/" not in name]
+    outside = [
+        name for name in names if not name.startswith("gpuaccel/") and ".dist-info/" not in name
+    ]
     assert not outside, f"the wheel also holds {outside}"
     entry = next(name for name in names if name.endswith("entry_points.txt"))
     assert "gpuaccel = gpuaccel.cli.main:main" in zipfile.ZipFile(wheel).read(entry).decode()
@@ -58,10 +70,14 @@ def test_the_wheel_holds_every_kernel_and_module_and_nothing_else(wheel):
 
 def test_kernels_are_found_from_an_unpacked_wheel(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    code = ("import gpuaccel, gpuaccel.compiler.kernel as k; print(gpuaccel.__file__); print(k.kernel_root());"
-            "print(*(file.stem for file in k.kernel_files()))")
+    code = (
+        "import gpuaccel, gpuaccel.compiler.kernel as k; print(gpuaccel.__file__); print(k.kernel_root());"
+        "print(*(file.stem for file in k.kernel_files()))"
+    )
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
     assert ran.returncode == 0, ran.stderr
     package, kernels, names = ran.stdout.splitlines()
     assert pathlib.Path(package).parent == tmp_path / "gpuaccel"
@@ -71,6 +87,7 @@ def test_kernels_are_found_from_an_unpacked_wheel(wheel, tmp_path):
 
 def test_kernels_are_found_from_the_source_tree():
     from gpuaccel.compiler.kernel import kernel_root
+
     assert kernel_root().resolve() == ROOT / "kernels_cu"
 
 
@@ -81,31 +98,47 @@ def test_constraints_pin_every_requirement_within_its_bounds(project):
         wanted = Requirement(line)
         found = pinned.get(canonicalize_name(wanted.name))
         assert found is not None, f"constraints.txt has no version for {wanted.name}"
-        assert found in wanted.specifier, f"constraints.txt pins {wanted.name} {found}, pyproject.toml wants {line}"
+        assert found in wanted.specifier, (
+            f"constraints.txt pins {wanted.name} {found}, pyproject.toml wants {line}"
+        )
 
 
 def test_constraints_serve_a_gpu_build_and_a_cpu_build_of_torch(project):
     pinned = pins(ROOT / "constraints.txt")
-    assert pinned["torch"].local is None, "a local version such as +cpu would keep the CUDA build out"
+    assert pinned["torch"].local is None, (
+        "a local version such as +cpu would keep the CUDA build out"
+    )
     assert [name for name in pinned if name.startswith("nvidia-")] == ["nvidia-cuda-nvrtc-cu12"]
-    assert all(str(r.specifier).startswith("==") for r in requirement_lines(ROOT / "constraints.txt"))
+    assert all(
+        str(r.specifier).startswith("==") for r in requirement_lines(ROOT / "constraints.txt")
+    )
     assert pinned["cuda-bindings"].release[:2] == pinned["cuda-python"].release[:2]
 
 
 def test_version_is_the_same_everywhere(project):
     import gpuaccel
+
     assert project["version"] == gpuaccel.__version__
 
 
 def test_binder_requirements_agree_with_constraints(project):
     pinned = pins(ROOT / "constraints.txt")
-    wanted = {canonicalize_name(r.name): r for r in requirement_lines(ROOT / "binder" / "requirements.txt")}
+    wanted = {
+        canonicalize_name(r.name): r
+        for r in requirement_lines(ROOT / "binder" / "requirements.txt")
+    }
     for name, requirement in wanted.items():
         version = Version(f"{pinned[name]}+cpu") if name == "torch" else pinned[name]
-        assert version in requirement.specifier, f"binder wants {requirement}, constraints.txt pins {pinned[name]}"
+        assert version in requirement.specifier, (
+            f"binder wants {requirement}, constraints.txt pins {pinned[name]}"
+        )
     runtime = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
-    assert runtime == set(wanted), "binder/requirements.txt must name exactly the runtime dependencies"
-    assert str(wanted["torch"].specifier).endswith("+cpu"), "without +cpu Binder would download the CUDA build"
+    assert runtime == set(wanted), (
+        "binder/requirements.txt must name exactly the runtime dependencies"
+    )
+    assert str(wanted["torch"].specifier).endswith("+cpu"), (
+        "without +cpu Binder would download the CUDA build"
+    )
 
 
 def test_binder_files_are_what_binder_reads():
@@ -113,15 +146,21 @@ def test_binder_files_are_what_binder_reads():
     assert re.fullmatch(r"python-3\.\d+\n", (binder / "runtime.txt").read_text())
     assert os.access(binder / "postBuild", os.X_OK)
     assert (binder / "postBuild").read_text().startswith("#!")
-    assert not (ROOT / "environment.yml").exists(), "an environment.yml would make Binder ignore requirements.txt"
+    assert not (ROOT / "environment.yml").exists(), (
+        "an environment.yml would make Binder ignore requirements.txt"
+    )
 
 
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
 def dry_make(*words):
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
-    return subprocess.run(["make", "-n", *words], cwd=ROOT, env=env, capture_output=True, text=True, check=True).stdout
+    env = {
+        key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))
+    }
+    return subprocess.run(
+        ["make", "-n", *words], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    ).stdout
 
 
 @needs_make
@@ -144,9 +183,15 @@ def test_make_installs_a_compiler_where_the_package_finds_none(tmp_path, there):
     python.write_text(f'#!/bin/sh\necho "$@" >> {said}\n[ "$1" = -m ] || exit {int(not there)}\n')
     python.chmod(0o755)
     (tmp_path / ".installed").touch()
-    made = subprocess.run(["make", f"VENV={tmp_path}", "compiler"], cwd=ROOT, capture_output=True, text=True)
+    made = subprocess.run(
+        ["make", f"VENV={tmp_path}", "compiler"], cwd=ROOT, capture_output=True, text=True
+    )
     assert made.returncode == 0 and "find_compiler" in said.read_text(), made
-    assert ("-c constraints.txt ziglang" in said.read_text()) == ("installing the compiler ziglang" in made.stdout) == (not there)
+    assert (
+        ("-c constraints.txt ziglang" in said.read_text())
+        == ("installing the compiler ziglang" in made.stdout)
+        == (not there)
+    )
     for target in ("lab", "test"):
         assert "find_compiler" in dry_make(f"VENV={tmp_path}", target)
 
@@ -154,12 +199,16 @@ def test_make_installs_a_compiler_where_the_package_finds_none(tmp_path, there):
 @needs_make
 def test_make_commands_do_what_the_readme_says():
     assert "--nbval-lax" in dry_make("test") and "tests notebooks" in dry_make("test")
-    assert "jupyterlab" in dry_make("lab") and "default_url=/lab/tree/notebooks/README.md" in dry_make("lab")
+    assert "jupyterlab" in dry_make(
+        "lab"
+    ) and "default_url=/lab/tree/notebooks/README.md" in dry_make("lab")
     links = re.findall(r"\]\(([^)]+)\)", (ROOT / "notebooks" / "README.md").read_text())
     assert all((ROOT / "notebooks" / link).is_file() for link in links), links
-    assert {path.name for path in (ROOT / "notebooks").glob("*.ipynb")} <= set(links), "the start page names every notebook"
+    assert {path.name for path in (ROOT / "notebooks").glob("*.ipynb")} <= set(links), (
+        "the start page names every notebook"
+    )
     json.loads((ROOT / "notebooks" / ".jupyterlab" / "overrides.json").read_text())
-    assert "make lab" in dry_make()                       # a bare `make` is the help
+    assert "make lab" in dry_make()  # a bare `make` is the help
     ci = ROOT / ".ci" / "run"
     assert os.access(ci, os.X_OK) and ci.read_text().rstrip().endswith("make test")
 
@@ -175,8 +224,12 @@ print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
 
 def test_import_is_light():
     """Nothing heavy comes with it beyond `import torch`, of others and of torch's own parts, which are imported when they are needed."""
-    added = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True).stdout.split()
-    assert not set(HEAVY) & {name for name in added if not name.startswith("gpuaccel")}, f"import gpuaccel also imports {added}"
+    added = subprocess.run(
+        [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert not set(HEAVY) & {name for name in added if not name.startswith("gpuaccel")}, (
+        f"import gpuaccel also imports {added}"
+    )
 
 
 def repository_files():

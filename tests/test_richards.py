@@ -1,4 +1,5 @@
 """The Richards curve and its gated unit: the values and every gradient are those of the formula, in float64, written down here once more."""
+
 import contextlib
 import copy
 import math
@@ -10,20 +11,39 @@ from torch import nn
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError
-from gpuaccel.nn.richards_glu import DEFAULTS, GATE, LEARNED, NAMES, POSITIVE, RichardsCurve, RichardsGLU
+from gpuaccel.nn.richards_glu import (
+    DEFAULTS,
+    GATE,
+    LEARNED,
+    NAMES,
+    POSITIVE,
+    RichardsCurve,
+    RichardsGLU,
+)
 
 PLACES = ["cpu", "simt", pytest.param("cuda", marks=pytest.mark.gpu)]
 KERNELS = PLACES[1:]
 ODD = dict(nu=0.3, k=1.7, m=0.4, beta=2.5, T=0.6, a=-1.3, c=0.2, s=1.4, b=-0.3)
-CASES = [("none", None, {}), ("none", None, ODD), ("none", False, ODD), ("sigmoid", None, dict(nu=8.0)), ("sigmoid", None, dict(s=6.0, T=0.4)), ("tanh", None, ODD),
-         ("tanh", True, ODD), ("gompertz", None, {}), ("gompertz", None, dict(nu=0.05, b=0.5))]
+CASES = [
+    ("none", None, {}),
+    ("none", None, ODD),
+    ("none", False, ODD),
+    ("sigmoid", None, dict(nu=8.0)),
+    ("sigmoid", None, dict(s=6.0, T=0.4)),
+    ("tanh", None, ODD),
+    ("tanh", True, ODD),
+    ("gompertz", None, {}),
+    ("gompertz", None, dict(nu=0.05, b=0.5)),
+]
 
 
 def exact(x, p, variant, birch):
     """The formula, as it stands in the module's first lines. p: the nine values."""
     nu, k, m, beta, T, a, c, s, b = p
     V = 2.0 if variant == "tanh" else 1.0
-    sigma = (1 + beta * torch.exp(-(k * nu if birch else k) * (V * (s * x / T + b) - m))) ** (-1 / nu)
+    sigma = (1 + beta * torch.exp(-(k * nu if birch else k) * (V * (s * x / T + b) - m))) ** (
+        -1 / nu
+    )
     return a * (2 * sigma - 1 if variant == "tanh" else sigma) + c
 
 
@@ -31,34 +51,55 @@ def values_of(curve, theta):
     """The nine values from theta in float64: softplus, or between 0.1 and 10, or as it is."""
     learned, found = iter(theta), []
     for name, fixed in zip(NAMES, curve.setting):
-        z = next(learned) if name in curve.learn else torch.tensor(fixed, dtype=torch.float64, device=theta.device)
+        z = (
+            next(learned)
+            if name in curve.learn
+            else torch.tensor(fixed, dtype=torch.float64, device=theta.device)
+        )
         bounded = name == "T" and name in curve.learn and int(curve.setting[9]) >> 8 & 3 == 3
-        found.append(z if name not in curve.learn or name not in POSITIVE else 0.1 + 9.9 / (1 + torch.exp(-z)) if bounded else torch.log(1 + torch.exp(z)))
+        found.append(
+            z
+            if name not in curve.learn or name not in POSITIVE
+            else 0.1 + 9.9 / (1 + torch.exp(-z))
+            if bounded
+            else torch.log(1 + torch.exp(z))
+        )
     return found
 
 
 def close(mine, theirs, bound, what):
     mine, theirs = mine.detach().double().flatten(), theirs.detach().double().flatten()
     off = float((mine - theirs).norm() / theirs.norm().clamp(min=1e-4))
-    assert off < bound, f"{what}: off by {off:.3g} of the norm {theirs.norm():.3g}; largest difference {(mine - theirs).abs().max():.3g}"
+    assert off < bound, (
+        f"{what}: off by {off:.3g} of the norm {theirs.norm():.3g}; largest difference {(mine - theirs).abs().max():.3g}"
+    )
 
 
 def curve(variant, birch, values, device, learn=NAMES, **more):
     return RichardsCurve(variant, birch=birch, learn=learn, device=device, **values, **more)
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)], ids=str)
+@pytest.mark.parametrize(
+    "dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)], ids=str
+)
 @pytest.mark.parametrize("variant, birch, values", CASES, ids=str)
 @pytest.mark.parametrize("device", PLACES, indirect=True)
-def test_values_and_all_ten_derivatives_are_those_of_float64(device, variant, birch, values, dtype, bound):
+def test_values_and_all_ten_derivatives_are_those_of_float64(
+    device, variant, birch, values, dtype, bound
+):
     c = curve(variant, birch, values, device)
     for n in (1, 7, 1000, 8193):
         generator = torch.Generator().manual_seed(n)
-        x, dy = ((torch.randn(n, generator=generator) * scale).to(device, dtype) for scale in (3, 1))
+        x, dy = (
+            (torch.randn(n, generator=generator) * scale).to(device, dtype) for scale in (3, 1)
+        )
         x.requires_grad_()
         y = c(x)
         found = (y, *torch.autograd.grad(y, (x, c.theta), dy))
-        wide, theta = x.detach().double().requires_grad_(), c.theta.detach().double().requires_grad_()
+        wide, theta = (
+            x.detach().double().requires_grad_(),
+            c.theta.detach().double().requires_grad_(),
+        )
         want = exact(wide, values_of(c, theta), variant, c.birch)
         want = (want, *torch.autograd.grad(want, (wide, theta), dy.double()))
         assert [t.dtype for t in found] == [dtype, dtype, torch.float32]
@@ -69,7 +110,9 @@ def test_values_and_all_ten_derivatives_are_those_of_float64(device, variant, bi
 @pytest.mark.parametrize("rows, dim, hidden", [(1, 3, 5), (15, 12, 10), (70, 16, 64)])
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str)
 @pytest.mark.parametrize("device", PLACES, indirect=True)
-def test_the_gated_unit_and_all_its_gradients_are_those_of_float64(device, dtype, bound, rows, dim, hidden):
+def test_the_gated_unit_and_all_its_gradients_are_those_of_float64(
+    device, dtype, bound, rows, dim, hidden
+):
     torch.manual_seed(1)
     layer = RichardsGLU(dim, hidden, device=device, dtype=dtype)
     x, dy = (torch.randn(rows, dim).to(device, dtype) for _ in range(2))
@@ -78,21 +121,41 @@ def test_the_gated_unit_and_all_its_gradients_are_those_of_float64(device, dtype
     layer.w_in.register_forward_hook(lambda _, given, y: inside.append(y))
     layer.w_out.register_forward_pre_hook(lambda _, given: inside.append(given[0]))
     y = layer(x)
-    dboth, dh, dta, dtg, dx = torch.autograd.grad(y, (*inside, layer.activation.theta, layer.gate.theta, x), dy, retain_graph=True)
+    dboth, dh, dta, dtg, dx = torch.autograd.grad(
+        y, (*inside, layer.activation.theta, layer.gate.theta, x), dy, retain_graph=True
+    )
     # Between the products, whose rounding is not ours; then the residual.
-    both, ta, tg = (t.detach().double().requires_grad_() for t in (inside[0], layer.activation.theta, layer.gate.theta))
+    both, ta, tg = (
+        t.detach().double().requires_grad_()
+        for t in (inside[0], layer.activation.theta, layer.gate.theta)
+    )
     x1, x2 = both.chunk(2, -1)
-    h = x1 * exact(x1, values_of(layer.activation, ta), "none", True) * exact(x2, values_of(layer.gate, tg), "sigmoid", True)
+    h = (
+        x1
+        * exact(x1, values_of(layer.activation, ta), "none", True)
+        * exact(x2, values_of(layer.gate, tg), "sigmoid", True)
+    )
     close(inside[1], h, bound, "h")
     close(y, x.double() + h @ layer.w_out.weight.double().T, bound, "y")
-    for what, a, b in zip(("dx1, dx2", "activation", "gate"), (dboth, dta, dtg), torch.autograd.grad(h, (both, ta, tg), dh.double())):
+    for what, a, b in zip(
+        ("dx1, dx2", "activation", "gate"),
+        (dboth, dta, dtg),
+        torch.autograd.grad(h, (both, ta, tg), dh.double()),
+    ):
         close(a, b, bound, what)
     through = torch.autograd.grad(inside[0], x, dboth)[0]
     close(dx, through.double() + dy.double(), bound, "dx is that of the product and dy itself")
 
 
-@pytest.mark.parametrize("make", [lambda: curve("none", None, ODD, "cpu"), lambda: curve("tanh", None, ODD, "cpu"),
-                                  lambda: curve("sigmoid", None, {}, "cpu", GATE, bounded=True), lambda: RichardsGLU(3, 4)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: curve("none", None, ODD, "cpu"),
+        lambda: curve("tanh", None, ODD, "cpu"),
+        lambda: curve("sigmoid", None, {}, "cpu", GATE, bounded=True),
+        lambda: RichardsGLU(3, 4),
+    ],
+)
 def test_finite_differences_in_float64_agree(make):
     torch.manual_seed(2)
     layer = make().double()
@@ -111,9 +174,13 @@ def test_two_runs_have_the_same_bits_and_rows_do_not_depend_on_the_others(device
 
     def run():
         return torch.autograd.grad(layer(x), tuple(layer.parameters()), dy)
+
     for a, b in zip(run(), run()):
         assert torch.equal(a, b)
-    op, thetas = torch.ops.gpuaccel.richards_glu, (layer.activation.theta, layer.gate.theta, layer.activation.setting, layer.gate.setting)
+    op, thetas = (
+        torch.ops.gpuaccel.richards_glu,
+        (layer.activation.theta, layer.gate.theta, layer.activation.setting, layer.gate.setting),
+    )
     y = torch.randn(300, 40, device=device)
     assert torch.equal(op(y, *thetas)[0][17:40], op(y[17:40], *thetas)[0])
 
@@ -122,8 +189,13 @@ def test_two_runs_have_the_same_bits_and_rows_do_not_depend_on_the_others(device
 def test_shapes_strides_and_nothing_at_all(device):
     c = curve("none", None, ODD, device)
     x = torch.randn(4, 6, 10, device=device)
-    assert torch.allclose(c(x.transpose(0, 2)), c(x).transpose(0, 2), rtol=1e-6) and c(x).shape == x.shape
-    assert torch.allclose(c(x[..., 1:]), c(x)[..., 1:], rtol=1e-6), "rows that begin at an odd address"
+    assert (
+        torch.allclose(c(x.transpose(0, 2)), c(x).transpose(0, 2), rtol=1e-6)
+        and c(x).shape == x.shape
+    )
+    assert torch.allclose(c(x[..., 1:]), c(x)[..., 1:], rtol=1e-6), (
+        "rows that begin at an odd address"
+    )
     for empty in (torch.zeros(0, device=device), torch.zeros(3, 0, device=device)):
         empty.requires_grad_()
         y = c(empty)
@@ -141,26 +213,41 @@ def test_far_out_the_curve_is_flat_and_finite(device):
         x = torch.tensor([-1e30, -3e4, 3e4, 1e30, torch.nan], device=device, requires_grad=True)
         y = c(x)
         dx, dtheta = torch.autograd.grad(y[:4].sum(), (x, c.theta))
-        low, high = (values.get("c", 0.0) + values.get("a", 1.0) * end for end in ((-1.0 if variant == "tanh" else 0.0), 1.0))
-        assert torch.allclose(y[:4], torch.tensor([low, low, high, high], device=device), atol=1e-6), (variant, y)
+        low, high = (
+            values.get("c", 0.0) + values.get("a", 1.0) * end
+            for end in ((-1.0 if variant == "tanh" else 0.0), 1.0)
+        )
+        assert torch.allclose(
+            y[:4], torch.tensor([low, low, high, high], device=device), atol=1e-6
+        ), (variant, y)
         assert dx[:4].abs().max() == 0 and y[4].isnan()
 
 
 def test_numbers_may_be_numpys():
-    assert math.isclose(float(RichardsCurve(a=numpy.float32(0.5)).values().detach()[5]), 0.5) and RichardsGLU(numpy.int64(4), numpy.int32(6))(torch.zeros(2, 4)).shape == (2, 4)
+    assert math.isclose(
+        float(RichardsCurve(a=numpy.float32(0.5)).values().detach()[5]), 0.5
+    ) and RichardsGLU(numpy.int64(4), numpy.int32(6))(torch.zeros(2, 4)).shape == (2, 4)
 
 
 def test_what_is_learned_begins_at_the_given_values():
     for variant in LEARNED:
         c = RichardsCurve(variant)
         want = DEFAULTS | (dict(nu=0.01, beta=0.01) if variant == "gompertz" else {})
-        assert torch.allclose(c.values(), torch.tensor([want[name] for name in NAMES]), rtol=1e-5) and c.theta.shape == (len(LEARNED[variant]),)
+        assert torch.allclose(
+            c.values(), torch.tensor([want[name] for name in NAMES]), rtol=1e-5
+        ) and c.theta.shape == (len(LEARNED[variant]),)
     assert set(NAMES) - set(LEARNED["tanh"]) == {"a", "c"}
     gate = RichardsGLU(4, 8).gate
-    assert gate.learn == GATE and 0.1 < gate.values()[4].item() < 10 and gate.values()[5:].tolist() == [1, 0, 1, 0]
+    assert (
+        gate.learn == GATE
+        and 0.1 < gate.values()[4].item() < 10
+        and gate.values()[5:].tolist() == [1, 0, 1, 0]
+    )
     logistic = RichardsCurve()
     x = torch.linspace(-5, 5, 11)
-    assert torch.allclose(logistic(x), torch.sigmoid(x), atol=1e-6) and torch.allclose(RichardsCurve("tanh")(x), torch.tanh(x), atol=1e-6)
+    assert torch.allclose(logistic(x), torch.sigmoid(x), atol=1e-6) and torch.allclose(
+        RichardsCurve("tanh")(x), torch.tanh(x), atol=1e-6
+    )
     assert (RichardsCurve("gompertz")(x) - torch.exp(-torch.exp(-x))).abs().max() < 0.01
 
 
@@ -180,14 +267,24 @@ def test_a_bounded_temperature_stays_in_its_bounds():
 def test_opcheck_passes(device):
     x, c = torch.randn(3, 8, device=device), curve("none", None, ODD, device)
     layer = RichardsGLU(4, 4, device=device)
-    torch.library.opcheck(torch.ops.gpuaccel.richards.default, (x.requires_grad_(), c.theta, c.setting))
-    torch.library.opcheck(torch.ops.gpuaccel.richards_glu.default, (x, layer.activation.theta, layer.gate.theta, layer.activation.setting, layer.gate.setting))
+    torch.library.opcheck(
+        torch.ops.gpuaccel.richards.default, (x.requires_grad_(), c.theta, c.setting)
+    )
+    torch.library.opcheck(
+        torch.ops.gpuaccel.richards_glu.default,
+        (x, layer.activation.theta, layer.gate.theta, layer.activation.setting, layer.gate.setting),
+    )
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.norm, self.glu, self.head = nn.Embedding(31, 16), nn.RMSNorm(16), RichardsGLU(16, 24), nn.Linear(16, 31)
+        self.embedding, self.norm, self.glu, self.head = (
+            nn.Embedding(31, 16),
+            nn.RMSNorm(16),
+            RichardsGLU(16, 24),
+            nn.Linear(16, 31),
+        )
 
     def forward(self, tokens):
         return self.head(self.glu(self.norm(self.embedding(tokens))))
@@ -198,7 +295,12 @@ def trained(device, steps=3, **options):
     net = Net().to(device)
     with ga.TrainStep(net, ga.AdamW(ga.Arena(net), lr=1e-2, max_norm=1.0), **options) as step:
         generator = torch.Generator().manual_seed(5)
-        losses = [step(tuple(torch.randint(0, 31, (2, 4, 9), generator=generator).to(device).unbind())).loss for _ in range(steps)]
+        losses = [
+            step(
+                tuple(torch.randint(0, 31, (2, 4, 9), generator=generator).to(device).unbind())
+            ).loss
+            for _ in range(steps)
+        ]
         return torch.stack(losses), [p.detach().clone() for p in net.parameters()]
 
 
@@ -207,7 +309,10 @@ def trained(device, steps=3, **options):
 def test_in_a_train_step_replay_has_eagers_bits(device, mode):
     options = dict(micro_batches=2, accumulate=mode)
     with ga.deterministic() if device == "cuda" else contextlib.nullcontext():
-        eager, replayed = trained(device, **options), trained(device, replay="graph", policy="require", **options)
+        eager, replayed = (
+            trained(device, **options),
+            trained(device, replay="graph", policy="require", **options),
+        )
     assert torch.equal(eager[0], replayed[0]), (eager[0], replayed[0])
     for a, b in zip(eager[1], replayed[1]):
         assert torch.equal(a, b), f"largest difference {(a - b).abs().max():.3g}"
@@ -251,18 +356,47 @@ def test_copies_and_state_dicts_carry_what_is_learned():
     assert torch.equal(one(x), other(x)) and torch.equal(copy.deepcopy(one)(x), one(x))
 
 
-@pytest.mark.parametrize("wrong, message", [
-    (lambda: RichardsCurve("arctan"), "variant is 'arctan'; expected one of none, sigmoid, tanh, gompertz"),
-    (lambda: RichardsCurve(learn=("nu", "q")), "'q' is no parameter of the curve"), (lambda: RichardsCurve(q=1.0), "'q' is no parameter"),
-    (lambda: RichardsCurve(nu=0.0), "nu is 0.0; expected at least 1e-06"), (lambda: RichardsCurve(beta=float("nan")), "beta is nan; expected at least"),
-    (lambda: RichardsCurve(m=float("inf")), "m is inf; expected a finite number"), (lambda: RichardsCurve(bounded=True, T=20.0), "T is 20.0; expected a number between"),
-    (lambda: RichardsGLU(0, 4), "dim is 0 and hidden 4; expected whole numbers of 1 or more"), (lambda: RichardsGLU(4, 6)(torch.zeros(2, 5)), r"x has shape \(2, 5\); expected \(\.\.\., 4\)"),
-    (lambda: RichardsGLU(4, 1.5), "dim is 4 and hidden 1.5; expected whole numbers"), (lambda: RichardsCurve(learn=("nu", "k", "nu")), "'nu' is there twice"),
-    (lambda: RichardsCurve(a="1"), "a is 1; expected a finite number"), (lambda: RichardsCurve(a=1e39), r"a is 1e\+39; expected a finite number"), (lambda: RichardsGLU(4, 6)([1.0] * 4), "x is list; expected a floating-point tensor"),
-    (lambda: RichardsGLU(4, 6)(torch.zeros(2, 4, dtype=torch.int64)), "x is torch.int64; expected a floating-point tensor"),
-    (lambda: RichardsGLU(4, 6)(torch.zeros(2, 4).bfloat16()), r"x is torch.bfloat16; expected torch.float32, as w_in.weight is \(or torch.autocast\)"),
-    (lambda: RichardsCurve()(torch.zeros(3, dtype=torch.int64)), "x is torch.int64; expected a floating-point tensor"),
-    (lambda: RichardsCurve()(torch.zeros(3, device="meta")), "x is on meta, the curve's parameters on cpu")])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (
+            lambda: RichardsCurve("arctan"),
+            "variant is 'arctan'; expected one of none, sigmoid, tanh, gompertz",
+        ),
+        (lambda: RichardsCurve(learn=("nu", "q")), "'q' is no parameter of the curve"),
+        (lambda: RichardsCurve(q=1.0), "'q' is no parameter"),
+        (lambda: RichardsCurve(nu=0.0), "nu is 0.0; expected at least 1e-06"),
+        (lambda: RichardsCurve(beta=float("nan")), "beta is nan; expected at least"),
+        (lambda: RichardsCurve(m=float("inf")), "m is inf; expected a finite number"),
+        (lambda: RichardsCurve(bounded=True, T=20.0), "T is 20.0; expected a number between"),
+        (lambda: RichardsGLU(0, 4), "dim is 0 and hidden 4; expected whole numbers of 1 or more"),
+        (
+            lambda: RichardsGLU(4, 6)(torch.zeros(2, 5)),
+            r"x has shape \(2, 5\); expected \(\.\.\., 4\)",
+        ),
+        (lambda: RichardsGLU(4, 1.5), "dim is 4 and hidden 1.5; expected whole numbers"),
+        (lambda: RichardsCurve(learn=("nu", "k", "nu")), "'nu' is there twice"),
+        (lambda: RichardsCurve(a="1"), "a is 1; expected a finite number"),
+        (lambda: RichardsCurve(a=1e39), r"a is 1e\+39; expected a finite number"),
+        (lambda: RichardsGLU(4, 6)([1.0] * 4), "x is list; expected a floating-point tensor"),
+        (
+            lambda: RichardsGLU(4, 6)(torch.zeros(2, 4, dtype=torch.int64)),
+            "x is torch.int64; expected a floating-point tensor",
+        ),
+        (
+            lambda: RichardsGLU(4, 6)(torch.zeros(2, 4).bfloat16()),
+            r"x is torch.bfloat16; expected torch.float32, as w_in.weight is \(or torch.autocast\)",
+        ),
+        (
+            lambda: RichardsCurve()(torch.zeros(3, dtype=torch.int64)),
+            "x is torch.int64; expected a floating-point tensor",
+        ),
+        (
+            lambda: RichardsCurve()(torch.zeros(3, device="meta")),
+            "x is on meta, the curve's parameters on cpu",
+        ),
+    ],
+)
 def test_bad_input_is_named(wrong, message):
     with pytest.raises(ArgumentError, match=message):
         wrong()

@@ -1,4 +1,5 @@
 """Folders of gpuaccel/ are rooms. Imports between rooms go one way; the floors are computed from the imports."""
+
 import ast
 import pathlib
 import re
@@ -9,7 +10,7 @@ import gpuaccel
 
 ROOT = pathlib.Path(gpuaccel.__file__).parent
 PAGE = ROOT.parent / "docs" / "development.md"
-GROUND = "ground floor"                     # the modules beside the rooms
+GROUND = "ground floor"  # the modules beside the rooms
 
 
 def room_of(parts):
@@ -22,12 +23,14 @@ def imports_between_rooms():
     for path in sorted(ROOT.rglob("*.py")):
         here = path.relative_to(ROOT).with_suffix("").parts
         if here[0].startswith("__"):
-            continue                        # __init__ and __main__ of the package offer what the rooms have
+            continue  # __init__ and __main__ of the package offer what the rooms have
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.ImportFrom) or not node.level:
                 continue
-            base = here[:len(here) - node.level]
-            modules = [node.module.split(".")] if node.module else [[alias.name] for alias in node.names]
+            base = here[: len(here) - node.level]
+            modules = (
+                [node.module.split(".")] if node.module else [[alias.name] for alias in node.names]
+            )
             for module in modules:
                 target = (*base, *module)
                 if not target[0].startswith("__") and room_of(target) != room_of(here):
@@ -54,8 +57,12 @@ def test_imports_between_rooms_go_one_way():
     rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert found.keys() == rooms | {GROUND}
     assert found[GROUND] == 0
-    rows = re.findall(r"^\| (\d+) \| (?:`(\w+)/`|the modules beside the rooms) \|", PAGE.read_text(), re.M)
-    assert {room or GROUND: int(floor) for floor, room in rows} == found, "docs/development.md has other floors"
+    rows = re.findall(
+        r"^\| (\d+) \| (?:`(\w+)/`|the modules beside the rooms) \|", PAGE.read_text(), re.M
+    )
+    assert {room or GROUND: int(floor) for floor, room in rows} == found, (
+        "docs/development.md has other floors"
+    )
 
 
 def test_a_cycle_of_rooms_is_found():
@@ -69,12 +76,14 @@ def test_a_cycle_of_rooms_is_found():
 
 
 def test_importing_the_package_loads_nothing_for_notebooks_and_the_command_line():
-    code = ("import sys, gpuaccel as ga\n"
-            "loaded = [name for name in sys.modules if name.startswith(('gpuaccel.learn', 'gpuaccel.cli', 'IPython', 'ipywidgets'))]\n"
-            "assert not loaded, loaded\n"
-            "assert callable(ga.doctor) and callable(ga.show) and callable(ga.check) and ga.LiveThroughput.__module__ == 'gpuaccel.learn.widgets'\n"
-            "missing = [name for name in ga.__all__ if not hasattr(ga, name)]\n"
-            "assert not missing and set(ga.__all__) <= set(dir(ga)), missing\n")
+    code = (
+        "import sys, gpuaccel as ga\n"
+        "loaded = [name for name in sys.modules if name.startswith(('gpuaccel.learn', 'gpuaccel.cli', 'IPython', 'ipywidgets'))]\n"
+        "assert not loaded, loaded\n"
+        "assert callable(ga.doctor) and callable(ga.show) and callable(ga.check) and ga.LiveThroughput.__module__ == 'gpuaccel.learn.widgets'\n"
+        "missing = [name for name in ga.__all__ if not hasattr(ga, name)]\n"
+        "assert not missing and set(ga.__all__) <= set(dir(ga)), missing\n"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -82,4 +91,6 @@ def test_importing_the_package_loads_nothing_for_notebooks_and_the_command_line(
 def test_no_public_name_is_that_of_a_module():
     """`ga.ledger` is one thing, whatever was imported before."""
     for name in gpuaccel.__all__:
-        assert not (ROOT / f"{name}.py").exists() and not (ROOT / name).is_dir(), f"{name} is a name and a module"
+        assert not (ROOT / f"{name}.py").exists() and not (ROOT / name).is_dir(), (
+            f"{name} is a name and a module"
+        )

@@ -3,6 +3,7 @@
 A matrix of savers (torch, pickle, copy, safetensors, huggingface_hub, transformers, accelerate, torch.distributed.checkpoint,
 torch.optim.swa_utils) times kinds of arena. Each saver writes a model and reads it back into a fresh one without an arena.
 """
+
 import copy
 import io
 import os
@@ -22,9 +23,18 @@ VOCAB = 32
 def llama(device="cpu", dtype=torch.float32, tied=False, seed=0):
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=32, tie_word_embeddings=tied)
-    config._attn_implementation = "sdpa"         # eager attention makes tensors on the host, which a capture refuses
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        tie_word_embeddings=tied,
+    )
+    config._attn_implementation = (
+        "sdpa"  # eager attention makes tensors on the host, which a capture refuses
+    )
     return transformers.LlamaForCausalLM(config).to(device, dtype)
 
 
@@ -38,13 +48,23 @@ def batch(device, nth=0):
 
 def bits(state):
     """name -> (dtype, shape, bytes) of a dict of tensors, in the order of the names."""
+
     def of(t):
-        return t.dtype, tuple(t.shape), t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return (
+            t.dtype,
+            tuple(t.shape),
+            t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(),
+        )
+
     return {name: of(state[name]) for name in sorted(state)}
 
 
 def bytes_below(folder):
-    return sum(os.path.getsize(os.path.join(at, name)) for at, _, names in os.walk(folder) for name in names)
+    return sum(
+        os.path.getsize(os.path.join(at, name))
+        for at, _, names in os.walk(folder)
+        for name in names
+    )
 
 
 # ---- savers: write `model` to `folder`, read it back into `fresh`; return the model that was read ----------------------
@@ -72,6 +92,7 @@ def by_deepcopy(model, fresh, folder):
 
 def by_safetensors_model(model, fresh, folder):
     from safetensors.torch import load_model, save_model
+
     save_model(model, folder / "model.safetensors")
     load_model(fresh, folder / "model.safetensors")
     return fresh
@@ -79,8 +100,11 @@ def by_safetensors_model(model, fresh, folder):
 
 def by_safetensors_file(model, fresh, folder):
     from safetensors.torch import load_file, save_file
+
     state = dict(model.state_dict())
-    if model.config.tie_word_embeddings:        # save_file refuses tensors that share memory, tied ones too
+    if (
+        model.config.tie_word_embeddings
+    ):  # save_file refuses tensors that share memory, tied ones too
         del state["lm_head.weight"]
     save_file(state, folder / "model.safetensors")
     fresh.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
@@ -89,6 +113,7 @@ def by_safetensors_file(model, fresh, folder):
 
 def by_huggingface_hub(model, fresh, folder):
     from huggingface_hub import load_torch_model, save_torch_model
+
     save_torch_model(model, folder)
     load_torch_model(fresh, folder)
     return fresh
@@ -109,6 +134,7 @@ def by_accelerate_save_model(model, fresh, folder):
 
 def by_distributed_checkpoint(model, fresh, folder):
     import torch.distributed.checkpoint as dcp
+
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)
     state = fresh.state_dict()
     dcp.load({"model": state}, checkpoint_id=folder, no_dist=True)
@@ -116,8 +142,18 @@ def by_distributed_checkpoint(model, fresh, folder):
     return fresh
 
 
-SAVERS = [by_torch_state_dict, by_torch_whole_model, by_pickle, by_deepcopy, by_safetensors_model, by_safetensors_file,
-          by_huggingface_hub, by_save_pretrained, by_accelerate_save_model, by_distributed_checkpoint]
+SAVERS = [
+    by_torch_state_dict,
+    by_torch_whole_model,
+    by_pickle,
+    by_deepcopy,
+    by_safetensors_model,
+    by_safetensors_file,
+    by_huggingface_hub,
+    by_save_pretrained,
+    by_accelerate_save_model,
+    by_distributed_checkpoint,
+]
 
 
 # ---- kinds of arena: bring `model` into one, train it a little, and leave it as it is in the middle of a run ------------
@@ -136,7 +172,7 @@ def accumulating(model):
     accumulator = ga.GradientAccumulator(arena, "arena")
     loss_of(model, batch(model.device))[0].backward()
     opt.step()
-    loss_of(model, batch(model.device))[0].backward()       # in the middle of an accumulation
+    loss_of(model, batch(model.device))[0].backward()  # in the middle of an accumulation
     return opt, accumulator
 
 
@@ -150,7 +186,14 @@ def fused(model):
 
 
 def captured(model):
-    step = ga.TrainStep(model, loss_fn=loss_of, accumulate="fused", replay="graph", policy="require", deterministic=True)
+    step = ga.TrainStep(
+        model,
+        loss_fn=loss_of,
+        accumulate="fused",
+        replay="graph",
+        policy="require",
+        deterministic=True,
+    )
     for nth in range(2):
         step(batch(model.device, nth))
     assert step.replays == "graph"
@@ -159,7 +202,10 @@ def captured(model):
 
 # A captured step needs a GPU, or the tape of backend simt. The other kinds are the same on every backend of a CPU.
 ARENAS = [(laid_out, "cpu"), (accumulating, "cpu"), (fused, "cpu"), (captured, "simt")]
-ARENAS += [pytest.param(kind, "cuda", marks=pytest.mark.gpu) for kind in (laid_out, accumulating, fused, captured)]
+ARENAS += [
+    pytest.param(kind, "cuda", marks=pytest.mark.gpu)
+    for kind in (laid_out, accumulating, fused, captured)
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch_dtype.*")
@@ -168,8 +214,8 @@ ARENAS += [pytest.param(kind, "cuda", marks=pytest.mark.gpu) for kind in (laid_o
 @pytest.mark.parametrize("kind, device", ARENAS, indirect=["device"])
 def test_savers_write_what_they_write_without_an_arena(kind, tied, dtype, device, tmp_path):
     model = llama(device, dtype, tied)
-    held = kind(model)                                      # noqa: F841  kept alive while the savers run
-    plain = llama(device, dtype, tied, seed=1)              # the same weights, and no arena
+    held = kind(model)  # noqa: F841  kept alive while the savers run
+    plain = llama(device, dtype, tied, seed=1)  # the same weights, and no arena
     plain.load_state_dict(model.state_dict())
     want, wrong = bits(plain.state_dict()), {}
     for saver in SAVERS:
@@ -203,27 +249,39 @@ def test_savers_write_what_they_write_without_an_arena(kind, tied, dtype, device
 def test_a_tensor_takes_as_many_bytes_as_it_has(dtype):
     model = llama(dtype=dtype)
     opt = laid_out(model)
-    tensors = [*model.parameters(), *opt.arena.parameters(), *(t for state in opt.state.values() for t in state.values())]
+    tensors = [
+        *model.parameters(),
+        *opt.arena.parameters(),
+        *(t for state in opt.state.values() for t in state.values()),
+    ]
     assert len({t.untyped_storage().data_ptr() for t in tensors}) == len({id(t) for t in tensors})
     for t in tensors:
         file = io.BytesIO()
         torch.save(t.detach(), file)
         own = io.BytesIO()
         torch.save(t.detach().clone(), own)
-        assert t.untyped_storage().nbytes() == t.numel() * t.element_size() and len(file.getvalue()) == len(own.getvalue())
+        assert t.untyped_storage().nbytes() == t.numel() * t.element_size() and len(
+            file.getvalue()
+        ) == len(own.getvalue())
 
 
 def test_own_storage_keeps_the_memory_alive_and_shares_it():
     buffer = torch.arange(10.0)
     piece = own_storage(buffer[4:8].view(2, 2))
     buffer[5] = -1
-    assert piece.tolist() == [[4, -1], [6, 7]] and piece.stride() == (2, 1) and piece.untyped_storage().nbytes() == 16
+    assert (
+        piece.tolist() == [[4, -1], [6, 7]]
+        and piece.stride() == (2, 1)
+        and piece.untyped_storage().nbytes() == 16
+    )
     versions = piece._version, buffer._version
     piece[1, 1] = -2
     assert buffer[7] == -2 and (piece._version, buffer._version) == (versions[0] + 1, versions[1])
     del buffer
     assert piece.tolist() == [[4, -1], [6, -2]]
-    assert own_storage(torch.zeros(0, 3)).shape == (0, 3) and own_storage(torch.tensor(5)).item() == 5
+    assert (
+        own_storage(torch.zeros(0, 3)).shape == (0, 3) and own_storage(torch.tensor(5)).item() == 5
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -237,14 +295,18 @@ def test_an_optimizer_over_an_arena_is_pickled_with_its_model(dtype):
     for which, one in ((opt, model), (other, twin)):
         loss_of(one, batch("cpu", 1))[0].backward()
         which.step()
-    assert bits(twin.state_dict()) == bits(model.state_dict()) != bits(llama(dtype=dtype).state_dict())
+    assert (
+        bits(twin.state_dict()) == bits(model.state_dict()) != bits(llama(dtype=dtype).state_dict())
+    )
     assert torch.equal(opt.arena.weights, other.arena.weights)
 
 
 # ---- accelerate: everything, and on from there --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_accelerate_saves_and_resumes(dtype, device, tmp_path):
     accelerate = pytest.importorskip("accelerate")
@@ -310,7 +372,10 @@ def test_a_master_of_another_shape_is_refused_before_anything_changes():
     state["state"][2]["master"] = state["state"][2]["master"].flatten()[:3]
     with pytest.raises(ga.ArgumentError, match="master of model.*has shape \\(3,\\); expected"):
         opt.load_state_dict(state)
-    assert torch.equal(opt.arena.weights, before[0]) and bits(opt.state_dict()["state"][3]) == before[1]
+    assert (
+        torch.equal(opt.arena.weights, before[0])
+        and bits(opt.state_dict()["state"][3]) == before[1]
+    )
 
 
 # ---- averages of weights -------------------------------------------------------------------------------------------------
@@ -321,6 +386,7 @@ def test_a_master_of_another_shape_is_refused_before_anything_changes():
 @pytest.mark.parametrize("mode", ["arena", "fused"])
 def test_averages_of_weights_are_those_of_a_model_without_an_arena(mode, average, dtype):
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
     rule = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if average == "ema" else {}
     model, plain = llama(dtype=dtype), llama(dtype=dtype)
     accumulator = ga.GradientAccumulator(ga.Arena(model), mode)
@@ -355,21 +421,44 @@ def edited_by_arithmetic(weight):
 
 
 @pytest.mark.parametrize("edit", [edited_by_copy, edited_by_init, edited_by_arithmetic])
-@pytest.mark.parametrize("how, device", [("ga.AdamW", "cpu"), ("ga.AdamW", "simt"), ("torch.optim", "cpu"), ("captured", "simt"), *[
-    pytest.param(how, "cuda", marks=pytest.mark.gpu) for how in ("ga.AdamW", "torch.optim", "captured")]], indirect=["device"])
+@pytest.mark.parametrize(
+    "how, device",
+    [
+        ("ga.AdamW", "cpu"),
+        ("ga.AdamW", "simt"),
+        ("torch.optim", "cpu"),
+        ("captured", "simt"),
+        *[
+            pytest.param(how, "cuda", marks=pytest.mark.gpu)
+            for how in ("ga.AdamW", "torch.optim", "captured")
+        ],
+    ],
+    indirect=["device"],
+)
 def test_an_edit_of_bf16_weights_counts(how, edit, device):
     layer = nn.Linear(3, 2).to(device, torch.bfloat16)
     arena, x = ga.Arena(layer), torch.ones(1, 3, device=device, dtype=torch.bfloat16)
     if how == "captured":
-        step = ga.TrainStep(layer, ga.AdamW(arena, lr=0.0), lambda model, x: model(x).float().sum(), replay="graph", policy="require")
-        take = lambda: step(x)  # noqa: E731
+        step = ga.TrainStep(
+            layer,
+            ga.AdamW(arena, lr=0.0),
+            lambda model, x: model(x).float().sum(),
+            replay="graph",
+            policy="require",
+        )
+        take = lambda: step(x)
     else:
-        opt = ga.AdamW(arena, lr=0.0) if how == "ga.AdamW" else torch.optim.SGD(arena.parameters(), lr=0.0)
+        opt = (
+            ga.AdamW(arena, lr=0.0)
+            if how == "ga.AdamW"
+            else torch.optim.SGD(arena.parameters(), lr=0.0)
+        )
 
         def take():
             layer(x).sum().backward()
             opt.step()
             opt.zero_grad()
+
     take()
     before = layer.bias.clone()
     edit(layer.weight)
@@ -377,7 +466,7 @@ def test_an_edit_of_bf16_weights_counts(how, edit, device):
         take()
         assert layer.weight.eq(0.5).all() and arena.named_parameters()["weight"].eq(0.5).all()
     assert torch.equal(layer.bias, before)
-    layer.weight.data.fill_(2.0)                # not seen by the version
+    layer.weight.data.fill_(2.0)  # not seen by the version
     arena.adopt(everything=True)
     take()
     assert layer.weight.eq(2.0).all() and arena.named_parameters()["weight"].eq(2.0).all()
@@ -388,7 +477,13 @@ def test_masters_keep_bits_that_a_stochastically_rounded_weight_has_not(tmp_path
     with ga.use_backend("simt"):
         layer = nn.Linear(64, 8, bias=False).to(torch.bfloat16)
         opt = ga.AdamW(ga.Arena(layer), lr=1e-3, stochastic_rounding=True)
-        step = ga.TrainStep(layer, opt, lambda model, x: model(x).float().square().sum(), replay="graph", policy="require")
+        step = ga.TrainStep(
+            layer,
+            opt,
+            lambda model, x: model(x).float().square().sum(),
+            replay="graph",
+            policy="require",
+        )
         x = torch.randn(2, 64).bfloat16()
         for _ in range(3):
             step(x)
@@ -398,7 +493,9 @@ def test_masters_keep_bits_that_a_stochastically_rounded_weight_has_not(tmp_path
         opt.param_groups[0]["weight_decay"] = 0.0
         step(x)
         assert torch.equal(opt.arena.weights, master)
-        path = ga.save_checkpoint(tmp_path / "one.safetensors", model=layer, optimizer=opt, arena=opt.arena)
+        path = ga.save_checkpoint(
+            tmp_path / "one.safetensors", model=layer, optimizer=opt, arena=opt.arena
+        )
         ga.load_checkpoint(path, model=layer, optimizer=opt, arena=opt.arena)
         step(x)
         assert torch.equal(opt.arena.weights, master)

@@ -2,6 +2,7 @@
 
 The traces are made by hand here: small models of kernels, each a Python function that one thread runs.
 """
+
 import functools
 import re
 import sys
@@ -20,10 +21,20 @@ def trace_of(body, grid, block, tensors, source="", **more):
     """Runs `body(thread, touch)` for every thread; tensors: name -> (elements, itemsize) or (elements, itemsize, "shared").
 
     touch(line, kind, name, index, elements=1) is one access; the place in the code is (line, kind, name)."""
-    wide = [(*size, 1, 1)[:3] if isinstance(size, tuple) else (size, 1, 1) for size in (grid, block)]
+    wide = [
+        (*size, 1, 1)[:3] if isinstance(size, tuple) else (size, 1, 1) for size in (grid, block)
+    ]
     (gx, gy, gz), (bx, by, bz) = wide
-    traced = [Traced(name, size[0], size[1], {2: "bfloat16", 4: "float32", 8: "float64"}[size[1]], (*size, "global")[2])
-              for name, size in tensors.items()]
+    traced = [
+        Traced(
+            name,
+            size[0],
+            size[1],
+            {2: "bfloat16", 4: "float32", 8: "float64"}[size[1]],
+            (*size, "global")[2],
+        )
+        for name, size in tensors.items()
+    ]
     names, places, rows = list(tensors), {}, []
     for b in range(gx * gy * gz):
         for t in range(bx * by * bz):
@@ -32,12 +43,44 @@ def trace_of(body, grid, block, tensors, source="", **more):
             def touch(line, kind, name, index, elements=1):
                 place, item = places.setdefault((line, kind, name), len(places)), tensors[name][1]
                 visit = seen[place] = seen.get(place, -1) + 1
-                rows.append((line, b, t, names.index(name), index * item, elements * item, kind, visit, place, steps[0]))
+                rows.append(
+                    (
+                        line,
+                        b,
+                        t,
+                        names.index(name),
+                        index * item,
+                        elements * item,
+                        kind,
+                        visit,
+                        place,
+                        steps[0],
+                    )
+                )
                 steps[0] += 1
 
-            body(SimpleNamespace(b=b, t=t, i=b * bx * by * bz + t, bx=b % gx, by=b // gx % gy, tx=t % bx, ty=t // bx % by), touch)
-    return Trace(kernel=more.pop("kernel", "k"), grid=wide[0], block=wide[1], tensors=traced,
-                 events=np.array(rows, EVENT) if rows else np.zeros(0, EVENT), source=source, filename="<cell>", **more)
+            body(
+                SimpleNamespace(
+                    b=b,
+                    t=t,
+                    i=b * bx * by * bz + t,
+                    bx=b % gx,
+                    by=b // gx % gy,
+                    tx=t % bx,
+                    ty=t // bx % by,
+                ),
+                touch,
+            )
+    return Trace(
+        kernel=more.pop("kernel", "k"),
+        grid=wide[0],
+        block=wide[1],
+        tensors=traced,
+        events=np.array(rows, EVENT) if rows else np.zeros(0, EVENT),
+        source=source,
+        filename="<cell>",
+        **more,
+    )
 
 
 @functools.cache
@@ -46,12 +89,16 @@ def copy(n, block, stride=1, wide=1, item=4):
         if th.i * wide * stride < n:
             touch(3, READ, "x", th.i * wide * stride, wide)
             touch(3, WRITE, "out", th.i * wide, wide)
-    return trace_of(body, -(-n // (block * wide * stride)), block, {"x": (n, item), "out": (n // stride, item)})
+
+    return trace_of(
+        body, -(-n // (block * wide * stride)), block, {"x": (n, item), "out": (n // stride, item)}
+    )
 
 
 @functools.cache
 def transpose(n, padding=None):
     """Naive, or through a tile of shared memory with rows of 32 + padding elements."""
+
     def naive(th, touch):
         touch(4, READ, "x", (th.by * 32 + th.ty) * n + th.bx * 32 + th.tx)
         touch(4, WRITE, "out", (th.bx * 32 + th.tx) * n + th.by * 32 + th.ty)
@@ -62,10 +109,13 @@ def transpose(n, padding=None):
         touch(5, WRITE, "tile", th.ty * row + th.tx)
         touch(7, READ, "tile", th.tx * row + th.ty)
         touch(7, WRITE, "out", (th.bx * 32 + th.ty) * n + th.by * 32 + th.tx)
+
     tensors = {"x": (n * n, 4), "out": (n * n, 4)}
     if padding is None:
         return trace_of(naive, (n // 32, n // 32), (32, 32), tensors)
-    return trace_of(tiled, (n // 32, n // 32), (32, 32), {**tensors, "tile": (32 * (32 + padding), 4, "shared")})
+    return trace_of(
+        tiled, (n // 32, n // 32), (32, 32), {**tensors, "tile": (32 * (32 + padding), 4, "shared")}
+    )
 
 
 SAXPY = """extern "C" __global__ void saxpy(float* y, float a, const float* x, int n)
@@ -82,6 +132,7 @@ def saxpy(n=21, block=8, grid=3, bug=0, **more):
             touch(4, READ, "x", th.i)
             touch(4, READ, "y", th.i)
             touch(4, WRITE, "y", th.i)
+
     return trace_of(body, grid, block, {"y": (n, 4), "x": (n, 4)}, SAXPY, kernel="saxpy", **more)
 
 
@@ -99,8 +150,15 @@ def reduction(block=64):
         if th.t == 0:
             touch(11, READ, "partial", 0)
             touch(11, WRITE, "out", th.b)
-    lines = {3: "__shared__ float partial[64];", 5: "partial[t] = x[i];", 6: "__syncthreads();", 7: "for (int s = 32; s; s /= 2)",
-             8: "    if (t < s) partial[t] += partial[t + s];", 11: "if (t == 0) out[blockIdx.x] = partial[0];"}
+
+    lines = {
+        3: "__shared__ float partial[64];",
+        5: "partial[t] = x[i];",
+        6: "__syncthreads();",
+        7: "for (int s = 32; s; s /= 2)",
+        8: "    if (t < s) partial[t] += partial[t + s];",
+        11: "if (t == 0) out[blockIdx.x] = partial[0];",
+    }
     source = "\n".join(lines.get(n, "") for n in range(1, 12))
     tensors = {"x": (2 * block, 4), "out": (2, 4), "partial": (block, 4, "shared")}
     return trace_of(body, 2, block, tensors, source, kernel="block_sum")
@@ -132,7 +190,9 @@ GLOBAL = [
 ]
 
 
-@pytest.mark.parametrize("what, trace, tensor, kind, sectors, needed, used", GLOBAL, ids=[row[0] for row in GLOBAL])
+@pytest.mark.parametrize(
+    "what, trace, tensor, kind, sectors, needed, used", GLOBAL, ids=[row[0] for row in GLOBAL]
+)
 def test_sectors_of_a_request_are_the_textbook_s(what, trace, tensor, kind, sectors, needed, used):
     found = use(trace, tensor, kind)
     assert (found.sectors, found.needed, found.used) == pytest.approx((sectors, needed, used))
@@ -141,50 +201,97 @@ def test_sectors_of_a_request_are_the_textbook_s(what, trace, tensor, kind, sect
 
 def shared_use(index, elements=1, kind=READ, item=4):
     size = (4096, item, "shared")
-    return trace_of(lambda th, touch: touch(1, kind, "s", index(th.t), elements), 1, 32, {"s": size}).summary()[0].ways
+    return (
+        trace_of(lambda th, touch: touch(1, kind, "s", index(th.t), elements), 1, 32, {"s": size})
+        .summary()[0]
+        .ways
+    )
 
 
-@pytest.mark.parametrize("ways, found", [
-    (32, use(transpose(32, 0), "tile", "read").ways), (1, use(transpose(32, 1), "tile", "read").ways),
-    (1, use(transpose(32, 0), "tile", "write").ways), (1, shared_use(lambda t: t)), (2, shared_use(lambda t: 2 * t)),
-    (1, shared_use(lambda t: 3 * t)), (4, shared_use(lambda t: 4 * t)), (1, shared_use(lambda t: 7)),
-    (1, shared_use(lambda t: t // 2)), (2, shared_use(lambda t: t % 2 * 32)), (1, shared_use(lambda t: t, item=2)),
-    (1, shared_use(lambda t: 4 * t, 4)), (1, shared_use(lambda t: 2 * t, 2)), (1, shared_use(lambda t: t, item=8)),
-    (2, shared_use(lambda t: 8 * t, 4)), (8, shared_use(lambda t: 32 * t, 4)), (16, shared_use(lambda t: 32 * t, 2)),
-    (32, shared_use(lambda t: 7, kind=ATOMIC)), (1, shared_use(lambda t: t, kind=ATOMIC)),
-    (4, shared_use(lambda t: t % 8, kind=ATOMIC)),
-])
+@pytest.mark.parametrize(
+    "ways, found",
+    [
+        (32, use(transpose(32, 0), "tile", "read").ways),
+        (1, use(transpose(32, 1), "tile", "read").ways),
+        (1, use(transpose(32, 0), "tile", "write").ways),
+        (1, shared_use(lambda t: t)),
+        (2, shared_use(lambda t: 2 * t)),
+        (1, shared_use(lambda t: 3 * t)),
+        (4, shared_use(lambda t: 4 * t)),
+        (1, shared_use(lambda t: 7)),
+        (1, shared_use(lambda t: t // 2)),
+        (2, shared_use(lambda t: t % 2 * 32)),
+        (1, shared_use(lambda t: t, item=2)),
+        (1, shared_use(lambda t: 4 * t, 4)),
+        (1, shared_use(lambda t: 2 * t, 2)),
+        (1, shared_use(lambda t: t, item=8)),
+        (2, shared_use(lambda t: 8 * t, 4)),
+        (8, shared_use(lambda t: 32 * t, 4)),
+        (16, shared_use(lambda t: 32 * t, 2)),
+        (32, shared_use(lambda t: 7, kind=ATOMIC)),
+        (1, shared_use(lambda t: t, kind=ATOMIC)),
+        (4, shared_use(lambda t: t % 8, kind=ATOMIC)),
+    ],
+)
 def test_bank_conflicts_are_the_textbook_s(ways, found):
     assert found == ways
 
 
 def test_a_request_is_what_a_warp_does_at_one_place_at_one_time():
     rows = copy(96, 64).requests()
-    assert rows["threads"].tolist() == [32] * 6 and rows["asked"].tolist() == [128] * 6     # one warp of the second block works
+    assert (
+        rows["threads"].tolist() == [32] * 6 and rows["asked"].tolist() == [128] * 6
+    )  # one warp of the second block works
     who = sorted(rows[["block", "warp", "kind"]].tolist())
-    assert who == [(0, 0, READ), (0, 0, WRITE), (0, 1, READ), (0, 1, WRITE), (1, 0, READ), (1, 0, WRITE)]
-    loop = trace_of(lambda th, touch: [touch(1, READ, "x", 64 * k + th.t) for k in range(3)], 1, 40, {"x": (192, 4)})
-    assert loop.requests()["visit"].tolist() == [0, 1, 2, 0, 1, 2] and loop.requests()["threads"].tolist() == [32] * 3 + [8] * 3
+    assert who == [
+        (0, 0, READ),
+        (0, 0, WRITE),
+        (0, 1, READ),
+        (0, 1, WRITE),
+        (1, 0, READ),
+        (1, 0, WRITE),
+    ]
+    loop = trace_of(
+        lambda th, touch: [touch(1, READ, "x", 64 * k + th.t) for k in range(3)],
+        1,
+        40,
+        {"x": (192, 4)},
+    )
+    assert (
+        loop.requests()["visit"].tolist() == [0, 1, 2, 0, 1, 2]
+        and loop.requests()["threads"].tolist() == [32] * 3 + [8] * 3
+    )
     assert trace_of(lambda th, touch: None, 1, 1, {"x": (1, 4)}).requests().size == 0
 
 
 def test_accesses_are_counted_per_thread_and_in_all():
     assert [(u.tensor, u.kind, u.count, u.per_thread) for u in saxpy().summary()] == [
-        ("x", "read", 21, "0 to 1"), ("y", "read", 21, "0 to 1"), ("y", "write", 21, "0 to 1")]
-    assert (use(reduction(), "partial", "read").count, use(reduction(), "partial", "read").per_thread) == (252, "0 to 12")
+        ("x", "read", 21, "0 to 1"),
+        ("y", "read", 21, "0 to 1"),
+        ("y", "write", 21, "0 to 1"),
+    ]
+    assert (
+        use(reduction(), "partial", "read").count,
+        use(reduction(), "partial", "read").per_thread,
+    ) == (252, "0 to 12")
     assert use(copy(1024, 256), "x", "read").per_thread == "1"
-    assert str(saxpy().summary()[0]).startswith("line 4, x read: 21 (0 to 1 per thread), 1.0 sectors per request, 87.5% of")
-    assert "32.0 sectors per request (at best 4.0), 12.5%" in str(use(transpose(64), "out", "write"))
+    assert str(saxpy().summary()[0]).startswith(
+        "line 4, x read: 21 (0 to 1 per thread), 1.0 sectors per request, 87.5% of"
+    )
+    assert "32.0 sectors per request (at best 4.0), 12.5%" in str(
+        use(transpose(64), "out", "write")
+    )
 
 
 def test_members_of_a_struct_that_was_read_whole_are_not_read_again():
     def body(th, touch):
-        touch(3, WRITE, "out", 4 * th.i, 4)                    # out[i] = x[i]: the compiler names the write first
+        touch(3, WRITE, "out", 4 * th.i, 4)  # out[i] = x[i]: the compiler names the write first
         touch(3, READ, "x", 4 * th.i, 4)
-        touch(4, READ, "x", 4 * th.i, 4)                       # float4 a = x[i], and its members
+        touch(4, READ, "x", 4 * th.i, 4)  # float4 a = x[i], and its members
         for k in range(4):
             touch(4, READ, "x", 4 * th.i + k)
-        touch(5, READ, "x", 4 * th.i)                          # a later line reads it again indeed
+        touch(5, READ, "x", 4 * th.i)  # a later line reads it again indeed
+
     trace = trace_of(body, 2, 8, {"x": (64, 4), "out": (64, 4)})
     first = trace.events[(trace.events["block"] == 1) & (trace.events["thread"] == 0)]
     found = first[["line", "kind", "bytes", "step"]].tolist()
@@ -193,7 +300,9 @@ def test_members_of_a_struct_that_was_read_whole_are_not_read_again():
 
 
 def test_memory_without_a_type_is_counted_in_what_its_accesses_read():
-    trace = trace_of(lambda th, touch: touch(1, WRITE, "buffer", th.t), 1, 32, {"buffer": (64, 4, "shared")})
+    trace = trace_of(
+        lambda th, touch: touch(1, WRITE, "buffer", th.t), 1, 32, {"buffer": (64, 4, "shared")}
+    )
     trace.tensors[0] = Traced("buffer", 256, 1, "byte", "shared")
     measured = Trace(trace.kernel, trace.grid, trace.block, trace.tensors, trace.events).tensors[0]
     assert (measured.elements, measured.itemsize, measured.dtype) == (64, 4, "4-byte")
@@ -201,26 +310,52 @@ def test_memory_without_a_type_is_counted_in_what_its_accesses_read():
 
 # ---- what the picture and the text say ------------------------------------------------------------------------------------
 
+
 def words_of(svg):
-    return [element.text for element in xml.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    return [
+        element.text for element in xml.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
+    ]
 
 
 def drawn(shown, **look):
     """How many lines of a picture (between threads and elements) have this look."""
-    paths = [p for p in xml.fromstring(shown.picture()).iter("{http://www.w3.org/2000/svg}path") if "C" in p.get("d")]
+    paths = [
+        p
+        for p in xml.fromstring(shown.picture()).iter("{http://www.w3.org/2000/svg}path")
+        if "C" in p.get("d")
+    ]
     return sum(p.get("d").count("M") for p in paths if all(p.get(k) == v for k, v in look.items()))
 
 
 def test_saxpy_is_drawn_with_its_threads_elements_counts_and_source():
     shown = show(saxpy(), block=1)
     words = words_of(shown.picture())
-    assert {"saxpy", "3 blocks of 8 threads  ·  block 1, all accesses", "x", "y", "float32, 21 elements", "warp 0"} <= set(words)
-    assert {"read ↓", "write ↓", "0 to 1", "1.0", "87.5%", "   4  if (i < n) y[i] = a * x[i] + y[i];"} <= set(words)
-    assert words.count("15") == 3 and words.count("20") == 3 and words.count("7") == 5      # 3 rows of elements, 2 of threads
+    assert {
+        "saxpy",
+        "3 blocks of 8 threads  ·  block 1, all accesses",
+        "x",
+        "y",
+        "float32, 21 elements",
+        "warp 0",
+    } <= set(words)
+    assert {
+        "read ↓",
+        "write ↓",
+        "0 to 1",
+        "1.0",
+        "87.5%",
+        "   4  if (i < n) y[i] = a * x[i] + y[i];",
+    } <= set(words)
+    assert (
+        words.count("15") == 3 and words.count("20") == 3 and words.count("7") == 5
+    )  # 3 rows of elements, 2 of threads
     assert drawn(shown) == 3 * 8 and drawn(show(saxpy(), block=2)) == 3 * 5
-    assert str(shown).splitlines()[:4] == ["saxpy, 3 blocks of 8 threads; block 1, all accesses",
-                                           "  y: reads elements 8 to 15; writes elements 8 to 15",
-                                           "  x: reads elements 8 to 15", "line 4: if (i < n) y[i] = a * x[i] + y[i];"]
+    assert str(shown).splitlines()[:4] == [
+        "saxpy, 3 blocks of 8 threads; block 1, all accesses",
+        "  y: reads elements 8 to 15; writes elements 8 to 15",
+        "  x: reads elements 8 to 15",
+        "line 4: if (i < n) y[i] = a * x[i] + y[i];",
+    ]
 
 
 def test_one_step_is_one_access_of_each_thread_in_the_same_frame():
@@ -228,16 +363,25 @@ def test_one_step_is_one_access_of_each_thread_in_the_same_frame():
         shown = show(saxpy(), block=0, step=step)
         assert drawn(shown) == 8 and f"  {tensor}: {verb} elements 0 to 7" in str(shown)
         assert f"access {step} of 0 to 2" in str(shown)
-        assert words_of(shown.picture()).count("20") == 3      # everything stays where it is
+        assert words_of(shown.picture()).count("20") == 3  # everything stays where it is
     assert "thread without an access" in words_of(show(saxpy(), step=0).picture())
 
 
 def test_accesses_outside_the_tensor_are_red_and_said():
-    report = SimpleNamespace(kind="out of bounds", line=4, message="thread 5 of block 2 reads x[21]: x has 21 elements")
+    report = SimpleNamespace(
+        kind="out of bounds", line=4, message="thread 5 of block 2 reads x[21]: x has 21 elements"
+    )
     shown = show(saxpy(bug=2, reports=[report]), block=2)
-    assert drawn(shown, stroke="#e5484d") == 3 * 2 and drawn(show(saxpy(), block=2), stroke="#e5484d") == 0
+    assert (
+        drawn(shown, stroke="#e5484d") == 3 * 2
+        and drawn(show(saxpy(), block=2), stroke="#e5484d") == 0
+    )
     words = words_of(shown.picture())
-    assert words.count("21") == words.count("22") == 3 and "outside the tensor" in words and f"line 4: {report.message}" in words
+    assert (
+        words.count("21") == words.count("22") == 3
+        and "outside the tensor" in words
+        and f"line 4: {report.message}" in words
+    )
     assert "OUTSIDE: elements 21 to 22 of 21" in str(shown) and report.message in str(shown)
     before = show(one_read(lambda th: th.t - 1, 8, n=1000))
     assert drawn(before, stroke="#e5484d") == 1 and "-1" in words_of(before.picture())
@@ -246,25 +390,49 @@ def test_accesses_outside_the_tensor_are_red_and_said():
 
 def test_shared_memory_is_drawn_as_banks_with_the_turns_they_take():
     words = words_of(show(transpose(32, 0)).picture())
-    assert words.count("32×") == 1 and "32-way bank conflict" in words and "32-way" in words      # one bank, its lines converge
+    assert (
+        words.count("32×") == 1 and "32-way bank conflict" in words and "32-way" in words
+    )  # one bank, its lines converge
     words = words_of(show(transpose(32, 1)).picture())
-    assert not [w for w in words if w.endswith("×")] and "no bank conflict" in words and "32-way" not in words
+    assert (
+        not [w for w in words if w.endswith("×")]
+        and "no bank conflict" in words
+        and "32-way" not in words
+    )
     assert drawn(show(transpose(32, 1))) == 4 * 32 and "by another warp" in words
     last = str(show(transpose(32, 1), warp=3))
-    assert "warp 3 of 0 to 31" in last and "tile: reads elements 3 to 1,026 in steps of 33; writes elements 99 to 130" in last
+    assert (
+        "warp 3 of 0 to 31" in last
+        and "tile: reads elements 3 to 1,026 in steps of 33; writes elements 99 to 130" in last
+    )
 
 
 def test_a_big_launch_shows_the_neighbourhood_that_a_block_touches():
     shown = show(copy(1 << 14, 256), block=9)
-    assert "warps 0 to 3 of 0 to 7" in str(shown) and "x: reads elements 2,304 to 2,431" in str(shown)
+    assert "warps 0 to 3 of 0 to 7" in str(shown) and "x: reads elements 2,304 to 2,431" in str(
+        shown
+    )
     words = words_of(shown.picture())
     assert "2,304" in words and "2,424" in words and "0" not in words and words.count("…") == 4
     far = words_of(show(transpose(64)).picture())
-    assert {"64", "128", "1,024"} <= set(far) and "72" not in far              # one sector of each row, the rest left out
-    loop = trace_of(lambda th, touch: [touch(1, READ, "x", 128 * k + th.t) for k in range(50)], 1, 64, {"x": (6400, 4)})
-    assert "the first 2 accesses of 50" in str(show(loop)) and "elements 3,840 to 3,903" in str(show(loop, step=30))
-    idle = show(trace_of(lambda th, touch: th.b or touch(1, READ, "x", th.t), 2, 8, {"x": (8, 4)}), block=1)
-    assert "block 1, all accesses: no thread touches anything" in str(idle) and "touched" not in words_of(idle.picture())
+    assert {"64", "128", "1,024"} <= set(
+        far
+    ) and "72" not in far  # one sector of each row, the rest left out
+    loop = trace_of(
+        lambda th, touch: [touch(1, READ, "x", 128 * k + th.t) for k in range(50)],
+        1,
+        64,
+        {"x": (6400, 4)},
+    )
+    assert "the first 2 accesses of 50" in str(show(loop)) and "elements 3,840 to 3,903" in str(
+        show(loop, step=30)
+    )
+    idle = show(
+        trace_of(lambda th, touch: th.b or touch(1, READ, "x", th.t), 2, 8, {"x": (8, 4)}), block=1
+    )
+    assert "block 1, all accesses: no thread touches anything" in str(
+        idle
+    ) and "touched" not in words_of(idle.picture())
 
 
 def odd_one(th, touch):
@@ -278,9 +446,19 @@ def odd_one(th, touch):
 
 
 ODD = trace_of(odd_one, 2, (8, 9), {"a": (9000, 2), "s": (40, 4, "shared"), "b": (7, 8)})
-ALL = {"saxpy": saxpy(), "outside": saxpy(bug=3), "copy": copy(1024, 256), "stride": copy(8192, 256, stride=8), "odd": ODD,
-       "float4": copy(4096, 256, wide=4), "transpose": transpose(64), "tile": transpose(32, 0), "padded": transpose(32, 1),
-       "sum": reduction(), "one": copy(1, 1)}
+ALL = {
+    "saxpy": saxpy(),
+    "outside": saxpy(bug=3),
+    "copy": copy(1024, 256),
+    "stride": copy(8192, 256, stride=8),
+    "odd": ODD,
+    "float4": copy(4096, 256, wide=4),
+    "transpose": transpose(64),
+    "tile": transpose(32, 0),
+    "padded": transpose(32, 1),
+    "sum": reduction(),
+    "one": copy(1, 1),
+}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -293,8 +471,10 @@ def test_every_block_and_step_is_a_small_well_formed_picture_and_a_text(name):
                 bundle = shown._repr_mimebundle_()
                 svg = bundle["image/svg+xml"]
                 assert set(words_of(svg)) and len(svg) < 90_000, len(svg)
-                assert not re.search(r"nan|inf\b|var\(--", svg) and bundle["text/plain"] == repr(shown)
-                right = [float(x) for x in re.findall(r'[ML](-?[\d.]+) ', svg)]
+                assert not re.search(r"nan|inf\b|var\(--", svg) and bundle["text/plain"] == repr(
+                    shown
+                )
+                right = [float(x) for x in re.findall(r"[ML](-?[\d.]+) ", svg)]
                 assert min(right, default=0) > -12 and max(right, default=0) < 812
 
 
@@ -305,11 +485,13 @@ def luminance(colour):
 
 def test_its_colours_can_be_read_on_light_and_on_dark_pages():
     svg = "".join(show(trace).picture() for trace in (saxpy(bug=2), transpose(32, 0)))
-    texts = set(re.findall(r'<(?:text|g)[^>]*fill="(#[0-9a-f]{6})"', svg)) - {"#ffffff"}           # white stands on a cell
+    texts = set(re.findall(r'<(?:text|g)[^>]*fill="(#[0-9a-f]{6})"', svg)) - {
+        "#ffffff"
+    }  # white stands on a cell
     lines = set(re.findall(r'stroke="(#[0-9a-f]{6})"', svg))
     assert len(texts) >= 3 and len(lines) >= 2
     for colour in texts | lines:
-        value = luminance([int(colour[k:k + 2], 16) for k in (1, 3, 5)])
+        value = luminance([int(colour[k : k + 2], 16) for k in (1, 3, 5)])
         for page in (1.0, luminance((17, 17, 17))):
             contrast = (max(value, page) + 0.05) / (min(value, page) + 0.05)
             assert contrast >= 2.4, (colour, contrast)
@@ -317,26 +499,44 @@ def test_its_colours_can_be_read_on_light_and_on_dark_pages():
 
 # ---- calls ----------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("call, message", [
-    (lambda: show(print), "got a builtin_function_or_method: write ga.show"),
-    (lambda: show("saxpy", 3), "got a str"),
-    (lambda: show(SimpleNamespace(name="saxpy")), r"write ga.show\(saxpy\[grid, block\], ...\)"),
-    (lambda: show(saxpy(), block=3), "block is 3; saxpy was started with grid 3: expected 0 to 2$"),
-    (lambda: show(saxpy(), block=-1), "block is -1"),
-    (lambda: show(saxpy(), block="1"), "block is '1'"),
-    (lambda: show(transpose(64), block=(2, 0)), r"block is \(2, 0\); k was started with grid 2 × 2: expected 0 to 3 or \(x, y,"),
-    (lambda: show(saxpy(), step=3), "step is 3; saxpy has steps 0 to 2 here, None shows all"),
-    (lambda: show(saxpy(), step=True), "step is True"),
-    (lambda: show(saxpy(), warp=1), "warp is 1; saxpy has warps 0 to 0 here"),
-    (lambda: show(trace_of(lambda th, touch: None, 1, 8, {"x": (8, 4)})), "k touches no tensor .*; expected at least one"),
-])
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: show(print), "got a builtin_function_or_method: write ga.show"),
+        (lambda: show("saxpy", 3), "got a str"),
+        (
+            lambda: show(SimpleNamespace(name="saxpy")),
+            r"write ga.show\(saxpy\[grid, block\], ...\)",
+        ),
+        (
+            lambda: show(saxpy(), block=3),
+            "block is 3; saxpy was started with grid 3: expected 0 to 2$",
+        ),
+        (lambda: show(saxpy(), block=-1), "block is -1"),
+        (lambda: show(saxpy(), block="1"), "block is '1'"),
+        (
+            lambda: show(transpose(64), block=(2, 0)),
+            r"block is \(2, 0\); k was started with grid 2 × 2: expected 0 to 3 or \(x, y,",
+        ),
+        (lambda: show(saxpy(), step=3), "step is 3; saxpy has steps 0 to 2 here, None shows all"),
+        (lambda: show(saxpy(), step=True), "step is True"),
+        (lambda: show(saxpy(), warp=1), "warp is 1; saxpy has warps 0 to 0 here"),
+        (
+            lambda: show(trace_of(lambda th, touch: None, 1, 8, {"x": (8, 4)})),
+            "k touches no tensor .*; expected at least one",
+        ),
+    ],
+)
 def test_bad_calls_name_the_value_and_what_was_expected(call, message):
     with pytest.raises(ArgumentError, match=message):
         call()
 
 
 def test_blocks_have_a_number_and_a_place():
-    assert show(transpose(64), block=(1, 1)).block == 3 and "block (1, 1)" in str(show(transpose(64), block=3))
+    assert show(transpose(64), block=(1, 1)).block == 3 and "block (1, 1)" in str(
+        show(transpose(64), block=3)
+    )
 
 
 def test_a_kernel_is_run_on_copies_and_shown_with_the_lines_of_its_source():
@@ -344,22 +544,28 @@ def test_a_kernel_is_run_on_copies_and_shown_with_the_lines_of_its_source():
 
     import gpuaccel as ga
     from gpuaccel.backends import find_compiler
+
     if not find_compiler()[0]:
         pytest.skip(find_compiler()[1])
     kernel = ga.compile(SAXPY)
     x, y = torch.randn(2, 21)
     before = y.clone()
     shown = show(kernel[3, 8], y, 2.0, x, 21)
-    assert sorted(str(shown).splitlines()) == sorted(str(show(saxpy())).splitlines())      # as the model of it, made by hand
+    assert sorted(str(shown).splitlines()) == sorted(
+        str(show(saxpy())).splitlines()
+    )  # as the model of it, made by hand
     assert torch.equal(y, before)
     wrong = show(kernel[3, 8], y[:20].clone(), 2.0, x, 21, block=2)
-    assert "y: reads elements 16 to 20; writes elements 16 to 20; OUTSIDE: element 20 of 20" in str(wrong)
+    assert "y: reads elements 16 to 20; writes elements 16 to 20; OUTSIDE: element 20 of 20" in str(
+        wrong
+    )
     assert "thread 4 of block 2 reads y[20]" in str(wrong)
     with pytest.raises(ArgumentError, match=r"write ga.show\(saxpy\[grid, block\]"):
         show(kernel, y, 2.0, x, 21)
 
 
 # ---- in a notebook --------------------------------------------------------------------------------------------------------
+
 
 def test_sliders_choose_block_access_and_warp_and_the_picture_follows():
     pytest.importorskip("ipywidgets")
@@ -376,7 +582,9 @@ def test_sliders_choose_block_access_and_warp_and_the_picture_follows():
     sliders["access"].value = -1
     assert shown.step is None and "all accesses" in updates[-1]["text/plain"]
     assert [s.description for s in show(saxpy(), step=2)._sliders().children] == ["block", "access"]
-    assert show(one_read(lambda th: th.t, 8))._sliders() is None                # one block, one access: nothing to choose
+    assert (
+        show(one_read(lambda th: th.t, 8))._sliders() is None
+    )  # one block, one access: nothing to choose
 
 
 def test_without_ipywidgets_there_is_the_picture_alone(monkeypatch):
@@ -396,10 +604,17 @@ events["block"], events["thread"] = np.divmod(np.arange(16), 8)
 events["offset"], events["bytes"] = 4 * np.arange(16), 4
 show(Trace("one", (2, 1, 1), (8, 1, 1), [Traced("x", 16, 4, "float32", "global")], events), block=1)"""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
-    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook.metadata.kernelspec = {
+        "name": "python3",
+        "display_name": "Python 3",
+        "language": "python",
+    }
     where = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
     sliders, picture = notebook.cells[0].outputs
     assert set(sliders.data) == {"application/vnd.jupyter.widget-view+json", "text/plain"}
-    assert set(picture.data) == {"image/svg+xml", "text/plain"} and "x: reads elements 8 to 15" in picture.data["text/plain"]
+    assert (
+        set(picture.data) == {"image/svg+xml", "text/plain"}
+        and "x: reads elements 8 to 15" in picture.data["text/plain"]
+    )
     assert words_of(picture.data["image/svg+xml"])[0] == "one"

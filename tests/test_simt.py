@@ -1,4 +1,5 @@
 """Kernels on the CPU: found, compiled once, launched like on a GPU, stopped when they do not end, explained when they cannot run."""
+
 import copy
 import ctypes
 import importlib
@@ -45,7 +46,9 @@ def fresh(monkeypatch, tmp_path):
 @pytest.fixture
 def compilations(monkeypatch):
     calls, real = [], build._run
-    monkeypatch.setattr(build, "_run", lambda command, *rest: calls.append(command) or real(command, *rest))
+    monkeypatch.setattr(
+        build, "_run", lambda command, *rest: calls.append(command) or real(command, *rest)
+    )
     return calls
 
 
@@ -56,7 +59,11 @@ def forget(monkeypatch):
 
 def test_simt_is_a_backend_with_a_reason_and_a_compiler():
     choice = ga.backend()
-    assert choice.name == "simt" and choice.device == "CPU" and str(find_compiler()[0]) in choice.reason
+    assert (
+        choice.name == "simt"
+        and choice.device == "CPU"
+        and str(find_compiler()[0]) in choice.reason
+    )
     assert ga.default_device().type == "cpu"
     assert str(find_compiler()[0]) in ga.doctor().facts["C++ compiler"]
 
@@ -64,7 +71,9 @@ def test_simt_is_a_backend_with_a_reason_and_a_compiler():
 def test_operations_run_our_kernels_only_where_simt_was_asked_for(monkeypatch):
     module = importlib.import_module("gpuaccel.ops.accumulate")
     used = []
-    monkeypatch.setattr(module, "reference_accumulate", lambda acc, grad: used.append("torch") or acc.add_(grad))
+    monkeypatch.setattr(
+        module, "reference_accumulate", lambda acc, grad: used.append("torch") or acc.add_(grad)
+    )
     for name, expected in (("simt", []), ("torch", ["torch"])):
         used.clear()
         with ga.use_backend(name):
@@ -79,7 +88,7 @@ def test_a_second_launch_and_a_second_process_compile_nothing(fresh, compilation
         first = len(compilations)
         assert first == 3, "the runtime, and the kernel: compiled and linked"
         ga.compile(TWICE)[1, 128](x, 100)
-        forget(monkeypatch)                               # as another process
+        forget(monkeypatch)  # as another process
         ga.compile(TWICE)[1, 128](x, 100)
     assert len(compilations) == first and x.eq(8).all()
 
@@ -113,7 +122,9 @@ def test_a_slow_compiler_is_said_to_be_at_work(fresh, monkeypatch, caplog):
         ga.compile(TWICE, filename="cell")[1, 8](torch.ones(8), 8)
         said = [record.message for record in caplog.records]
         assert any("is compiling gpuaccel's runtime for the CPU" in line for line in said), said
-        assert any("is compiling cell for the CPU; the result is kept" in line for line in said), said
+        assert any("is compiling cell for the CPU; the result is kept" in line for line in said), (
+            said
+        )
         caplog.clear()
         ga.compile(TWICE, filename="cell")[1, 8](torch.ones(8), 8)
     assert not caplog.records
@@ -121,9 +132,11 @@ def test_a_slow_compiler_is_said_to_be_at_work(fresh, monkeypatch, caplog):
 
 def test_in_a_notebook_that_line_goes_away_and_is_never_compared(tmp_path):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    cells = [f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parents[1])!r})\nimport os, torch, gpuaccel as ga\n"
-             f"from gpuaccel.simt import build\nbuild.QUIET, os.environ['GPUACCEL_CACHE'] = 0.0, {str(tmp_path)!r}",
-             f"x = torch.ones(4)\nga.compile({TWICE!r})[1, 8](x, 4)\nprint(x.tolist())"]
+    cells = [
+        f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parents[1])!r})\nimport os, torch, gpuaccel as ga\n"
+        f"from gpuaccel.simt import build\nbuild.QUIET, os.environ['GPUACCEL_CACHE'] = 0.0, {str(tmp_path)!r}",
+        f"x = torch.ones(4)\nga.compile({TWICE!r})[1, 8](x, 4)\nprint(x.tolist())",
+    ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     seen = []
     client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3")
@@ -131,7 +144,9 @@ def test_in_a_notebook_that_line_goes_away_and_is_never_compared(tmp_path):
     client.process_message = lambda msg, *rest: seen.append(msg) or handle(msg, *rest)
     client.execute()
     lines = [msg["content"]["data"] for msg in seen if msg["msg_type"] == "display_data"]
-    assert len(lines) == 3 and all(set(data) == {"application/vnd.jupyter.widget-view+json"} for data in lines), lines
+    assert len(lines) == 3 and all(
+        set(data) == {"application/vnd.jupyter.widget-view+json"} for data in lines
+    ), lines
     *gone, printed = notebook.cells[1].outputs
     assert [output.data for output in gone] == [{}] * 3 and printed.text == "[2.0, 2.0, 2.0, 2.0]\n"
 
@@ -144,59 +159,97 @@ def test_zig_keeps_what_it_made_of_its_libraries_in_our_cache(fresh, monkeypatch
 
 
 def test_without_a_compiler_the_message_says_how_to_get_one(monkeypatch):
-    monkeypatch.setattr(build, "find_compiler", lambda: (None, "neither g++ nor clang++ nor ziglang found"))
+    monkeypatch.setattr(
+        build, "find_compiler", lambda: (None, "neither g++ nor clang++ nor ziglang found")
+    )
     monkeypatch.setattr(build, "_programs", {})
-    with pytest.raises(BackendError, match="needs a C\\+\\+ compiler: neither g\\+\\+ .* pip install ziglang, or name one in GPUACCEL_CXX"):
+    with pytest.raises(
+        BackendError,
+        match="needs a C\\+\\+ compiler: neither g\\+\\+ .* pip install ziglang, or name one in GPUACCEL_CXX",
+    ):
         ga.compile(TWICE + "// no compiler")[1, 4](torch.ones(4), 4)
     monkeypatch.setattr(backend_module, "find_compiler", lambda: (None, "none found"))
-    with pytest.raises(BackendError, match="backend simt was asked for, but there is no C\\+\\+ compiler to use: none found"):
+    with pytest.raises(
+        BackendError,
+        match="backend simt was asked for, but there is no C\\+\\+ compiler to use: none found",
+    ):
         ga.use_backend("simt")
 
 
 def test_the_compiler_is_the_one_that_was_named(monkeypatch):
     monkeypatch.setenv("GPUACCEL_CXX", "no-such-compiler -O1")
-    assert find_compiler.__wrapped__() == (None, "GPUACCEL_CXX='no-such-compiler -O1' does not answer")
+    assert find_compiler.__wrapped__() == (
+        None,
+        "GPUACCEL_CXX='no-such-compiler -O1' does not answer",
+    )
     monkeypatch.setenv("GPUACCEL_CXX", "g++")
     found, reason = find_compiler.__wrapped__()
-    assert found is None or (found.command == ("g++",) and found.kind in ("g++", "clang") and reason == f"{found} found")
+    assert found is None or (
+        found.command == ("g++",) and found.kind in ("g++", "clang") and reason == f"{found} found"
+    )
 
 
 def test_a_compiler_that_fails_shows_its_message(monkeypatch):
     source = 'extern "C" __global__ void k(float* x) {\n#ifdef __SIMT_CPU__\n  nonsense;\n#endif\n}'
     with pytest.raises(CompileError) as caught:
         ga.compile(source, filename="cell")[1, 1](torch.ones(1))
-    assert "cell does not compile for the CPU" in str(caught.value) and "cell:3:" in str(caught.value) and "nonsense" in caught.value.log
+    assert (
+        "cell does not compile for the CPU" in str(caught.value)
+        and "cell:3:" in str(caught.value)
+        and "nonsense" in caught.value.log
+    )
 
 
-@pytest.mark.parametrize("construct, name", [
-    ('unsigned lane; asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane)); x[0] = lane;', "inline PTX"),
-    ("nvcuda::wmma::fragment<int> f;", "tensor cores"),
-    ("auto g = cooperative_groups::this_grid();", "cooperative groups"),
-    ("x[0] = tex2D<float>(0, 0, 0);", "textures"),
-    ("__pipeline_commit();", "asynchronous copies"),
-    ("k<<<1, 1>>>(x);", "a launch inside a kernel")])
+@pytest.mark.parametrize(
+    "construct, name",
+    [
+        (
+            'unsigned lane; asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane)); x[0] = lane;',
+            "inline PTX",
+        ),
+        ("nvcuda::wmma::fragment<int> f;", "tensor cores"),
+        ("auto g = cooperative_groups::this_grid();", "cooperative groups"),
+        ("x[0] = tex2D<float>(0, 0, 0);", "textures"),
+        ("__pipeline_commit();", "asynchronous copies"),
+        ("k<<<1, 1>>>(x);", "a launch inside a kernel"),
+    ],
+)
 def test_what_only_a_gpu_has_is_named(construct, name):
     text = f'extern "C" __global__ void k(float* x) {{\n  {construct}\n}}'
-    with pytest.raises(CompileError, match=f"^cell uses {name}.*, which only a GPU can run. Put it between #ifdef __CUDA_ARCH__"):
+    with pytest.raises(
+        CompileError,
+        match=f"^cell uses {name}.*, which only a GPU can run. Put it between #ifdef __CUDA_ARCH__",
+    ):
         build.program(f'#line 1 "cell"\n{text}', "cell", ["k"], {}, False)
     guarded = f'extern "C" __global__ void k(float* x) {{\n#ifdef __CUDA_ARCH__\n  {construct}\n#else\n  x[0] = 5;\n#endif\n}}'
-    assert build.program(f'#line 1 "cell"\n{guarded}', "cell", ["k"], {}, False).parameters("k") == [("p", 8)]
+    assert build.program(f'#line 1 "cell"\n{guarded}', "cell", ["k"], {}, False).parameters(
+        "k"
+    ) == [("p", 8)]
 
 
 def test_arguments_are_checked_as_on_a_gpu():
     k = ga.compile(TWICE)
     x = torch.ones(8)
-    for wrong, message in (((x.double(), 8), "expects dtype torch.float32"), ((x[::2], 4), "contiguous"), ((x,), "takes 2 arguments"),
-                           ((x, 1.5), "whole number"), ((x.to("meta"), 8), "on the CPU .*got one on meta"), ((x, 2**40), "cannot hold")):
+    for wrong, message in (
+        ((x.double(), 8), "expects dtype torch.float32"),
+        ((x[::2], 4), "contiguous"),
+        ((x,), "takes 2 arguments"),
+        ((x, 1.5), "whole number"),
+        ((x.to("meta"), 8), "on the CPU .*got one on meta"),
+        ((x, 2**40), "cannot hold"),
+    ):
         with pytest.raises(ArgumentError, match=message):
             k[1, 8](*wrong)
     assert x.eq(1).all()
 
 
 def test_structs_are_as_large_as_the_compiler_says():
-    k = ga.compile('struct Pair { float a; double b; };\nextern "C" __global__ void k(double* x, Pair p) { x[0] = p.a + p.b; }')
+    k = ga.compile(
+        'struct Pair { float a; double b; };\nextern "C" __global__ void k(double* x, Pair p) { x[0] = p.a + p.b; }'
+    )
     x = torch.zeros(1, dtype=torch.float64)
     import struct
+
     k[1, 1](x, struct.pack("f4xd", 1.5, 2.25))
     assert x.item() == 3.75
     with pytest.raises(ArgumentError, match="`Pair p` is 16 bytes, got 12"):
@@ -206,9 +259,14 @@ def test_structs_are_as_large_as_the_compiler_says():
 @pytest.mark.parametrize("mode", [True, False])
 def test_a_kernel_that_never_ends_is_stopped_and_named(mode):
     k, x = ga.compile(SPIN, filename="cell"), torch.zeros(1)
-    with ga.checked(mode, seconds=1), pytest.raises(KernelError, match="thread 3 of block 0 was still running after 1 s") as caught:
+    with (
+        ga.checked(mode, seconds=1),
+        pytest.raises(
+            KernelError, match="thread 3 of block 0 was still running after 1 s"
+        ) as caught,
+    ):
         k[1, 8](x)
-    report, = [r for r in caught.value.reports if r.kind == "time limit"]
+    (report,) = [r for r in caught.value.reports if r.kind == "time limit"]
     assert report.thread == (3, 0, 0) and (not mode or (report.line == 3 and x.eq(0).all()))
 
 
@@ -219,6 +277,7 @@ def test_many_threads_may_launch_and_a_stopped_launch_leaves_the_next_one_alone(
     def work(x):
         for _ in range(5):
             k[-(-x.numel() // 256), 256](x, x.numel())
+
     with ga.checked(False, seconds=600):
         threads = [threading.Thread(target=work, args=(x,)) for x in tensors]
         for thread in threads:
@@ -235,9 +294,16 @@ def test_many_threads_may_launch_and_a_stopped_launch_leaves_the_next_one_alone(
 
 
 def test_checked_launches_of_several_threads_report_each_its_own():
-    kernels = [ga.compile(f'extern "C" __global__ void k{i}(float* a{i}, int n) {{ '
-                          f"if (threadIdx.x == 0) for (int j = 0; j < 200000; j++) a{i}[0] += 1;\n"
-                          + "\n" * i + f"  a{i}[n + threadIdx.x] = 1;\n}}", filename="cell") for i in range(4)]
+    kernels = [
+        ga.compile(
+            f'extern "C" __global__ void k{i}(float* a{i}, int n) {{ '
+            f"if (threadIdx.x == 0) for (int j = 0; j < 200000; j++) a{i}[0] += 1;\n"
+            + "\n" * i
+            + f"  a{i}[n + threadIdx.x] = 1;\n}}",
+            filename="cell",
+        )
+        for i in range(4)
+    ]
     wrong = []
 
     def work(i):
@@ -246,8 +312,11 @@ def test_checked_launches_of_several_threads_report_each_its_own():
                 kernels[i][1, 8](torch.zeros(8 + i), 8 + i)
                 wrong.append((i, "no report"))
             except KernelError as error:
-                if [(r.line, r.tensor, r.element, r.count) for r in error.reports] != [(2 + i, f"a{i}", 8 + i, 8)]:
+                if [(r.line, r.tensor, r.element, r.count) for r in error.reports] != [
+                    (2 + i, f"a{i}", 8 + i, 8)
+                ]:
                     wrong.append((i, str(error)))
+
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for thread in threads:
         thread.start()
@@ -282,7 +351,12 @@ with ga.checked(seconds=600):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 print(said, x.eq(1).all().item(), flush=True)
 """
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "GPUACCEL_BACKEND": "simt"})
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "GPUACCEL_BACKEND": "simt"},
+    )
     assert process.stdout.readline() == "ready\n"
     while process.poll() is None:
         time.sleep(0.3)
@@ -303,13 +377,19 @@ with ga.checked(False):
         os._exit(0 if x.eq(4).all() else 1)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), x.eq(2).all().item())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600,
-                          env={**os.environ, "GPUACCEL_GPU": "off", "OMP_NUM_THREADS": "1"})       # torch's own threads do not survive a fork
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "GPUACCEL_GPU": "off", "OMP_NUM_THREADS": "1"},
+    )  # torch's own threads do not survive a fork
     assert done.stdout.split() == ["0", "True"], done.stdout + done.stderr
 
 
 def test_the_mode_comes_from_the_environment_and_checked_goes_back(monkeypatch):
     from gpuaccel.simt import is_checked, time_limit
+
     assert is_checked(True) and not is_checked(False) and time_limit() == 20
     with ga.checked():
         assert is_checked(False)
@@ -320,7 +400,9 @@ def test_the_mode_comes_from_the_environment_and_checked_goes_back(monkeypatch):
         monkeypatch.setenv("GPUACCEL_SIMT", value)
         assert is_checked(True) is is_checked(False) is both
     monkeypatch.setenv("GPUACCEL_SIMT", "slow")
-    with pytest.raises(BackendError, match="GPUACCEL_SIMT is 'slow'; expected one of auto, checked, fast"):
+    with pytest.raises(
+        BackendError, match="GPUACCEL_SIMT is 'slow'; expected one of auto, checked, fast"
+    ):
         is_checked(True)
     monkeypatch.setenv("GPUACCEL_SIMT_SECONDS", "soon")
     with pytest.raises(BackendError, match="GPUACCEL_SIMT_SECONDS is 'soon'"):
@@ -330,7 +412,9 @@ def test_the_mode_comes_from_the_environment_and_checked_goes_back(monkeypatch):
 
 
 def test_what_a_kernel_prints_comes_where_python_prints(capsys):
-    k = ga.compile('extern "C" __global__ void hello(int n) { if (threadIdx.x < n) printf("thread %d of %d\\n", threadIdx.x, blockDim.x); }')
+    k = ga.compile(
+        'extern "C" __global__ void hello(int n) { if (threadIdx.x < n) printf("thread %d of %d\\n", threadIdx.x, blockDim.x); }'
+    )
     k[1, 8](2)
     assert capsys.readouterr().out == "thread 0 of 8\nthread 1 of 8\n"
 
@@ -343,8 +427,13 @@ faulthandler.enable()
 ga.compile('''{TWICE}''')[1, 8](torch.ones(8), 8)
 ctypes.string_at(0)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600,
-                          env={**os.environ, "GPUACCEL_BACKEND": "simt"})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "GPUACCEL_BACKEND": "simt"},
+    )
     assert done.returncode == -11 and "Fatal Python error: Segmentation fault" in done.stderr
 
 
@@ -356,6 +445,7 @@ def test_where_static_thread_storage_is_full_the_slower_kind_is_taken(fresh, mon
             refuse.left -= 1
             raise OSError(f"{path}: cannot allocate memory in static TLS block")
         return real(path, *rest)
+
     refuse.left = 1
     monkeypatch.setattr(build.ctypes, "CDLL", refuse)
     x = torch.ones(100_000)
@@ -366,6 +456,7 @@ def test_where_static_thread_storage_is_full_the_slower_kind_is_taken(fresh, mon
 
 
 # ---- what a stranger met ----------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("mode, blocks, threads", [(True, 1, 8), (False, 1, 8), (False, 64, 256)])
 def test_an_interrupt_ends_a_launch_at_once(mode, blocks, threads):
@@ -381,9 +472,14 @@ with ga.checked({mode}, seconds=600):
         print("interrupted", flush=True)
 ga.compile('''{TWICE}''')[1, 8](torch.ones(8), 8)
 """
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env={**os.environ, "GPUACCEL_BACKEND": "simt"})
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "GPUACCEL_BACKEND": "simt"},
+    )
     assert process.stdout.readline() == "ready\n"
-    time.sleep(2)                                          # it compiles first
+    time.sleep(2)  # it compiles first
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=600)
     assert out == "interrupted\n" and process.returncode == 0
@@ -398,10 +494,17 @@ def test_a_kernel_travels_by_its_source():
 
 
 def test_launches_that_a_gpu_would_refuse_are_refused():
-    k = ga.compile('#define MOST 64\nextern "C" __global__ void __launch_bounds__(MOST, 2) k(float* x) { x[threadIdx.x] = 1; }')
-    with pytest.raises(ArgumentError, match="block is 65, 65 threads; its __launch_bounds__ allow 64 at most"):
+    k = ga.compile(
+        '#define MOST 64\nextern "C" __global__ void __launch_bounds__(MOST, 2) k(float* x) { x[threadIdx.x] = 1; }'
+    )
+    with pytest.raises(
+        ArgumentError, match="block is 65, 65 threads; its __launch_bounds__ allow 64 at most"
+    ):
         k[1, 65]
-    with pytest.raises(ArgumentError, match="shared_bytes is 300000; expected a whole number of bytes, 0 to 232,448"):
+    with pytest.raises(
+        ArgumentError,
+        match="shared_bytes is 300000; expected a whole number of bytes, 0 to 232,448",
+    ):
         k[1, 64, 300_000]
     with pytest.raises(ArgumentError, match=r"launched with its grid and block: k\[grid, block\]"):
         k(torch.ones(64))
@@ -413,42 +516,68 @@ def test_launches_that_a_gpu_would_refuse_are_refused():
 def test_a_ctypes_structure_is_a_struct():
     class Pair(ctypes.Structure):
         _fields_ = [("a", ctypes.c_float), ("b", ctypes.c_int)]
+
     x = torch.zeros(1)
-    ga.compile('struct Pair { float a; int b; };\nextern "C" __global__ void k(float* x, Pair p) { x[0] = p.a * p.b; }')[1, 1](x, Pair(1.5, 4))
+    ga.compile(
+        'struct Pair { float a; int b; };\nextern "C" __global__ void k(float* x, Pair p) { x[0] = p.a * p.b; }'
+    )[1, 1](x, Pair(1.5, 4))
     assert x.item() == 6
 
 
-@pytest.mark.parametrize("body", [
-    "__shared__ float2 q[32]; if (t % 2) q[t / 2].y = t; else q[t / 2].x = t; __syncthreads(); x[t] = q[t / 2].x + 1;",
-    "__shared__ float4 q[16]; float* s = (float*)q; s[t] = t; __syncthreads(); x[t] = s[63 - t];",
-    "__shared__ int flag; if (t == 0) flag = 0; __syncthreads(); if (t == 40) atomicExch(&flag, 1);\n"
-    "if (t == 3) while (atomicAdd(&flag, 0) == 0) {}  x[t] = 1;"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        "__shared__ float2 q[32]; if (t % 2) q[t / 2].y = t; else q[t / 2].x = t; __syncthreads(); x[t] = q[t / 2].x + 1;",
+        "__shared__ float4 q[16]; float* s = (float*)q; s[t] = t; __syncthreads(); x[t] = s[63 - t];",
+        "__shared__ int flag; if (t == 0) flag = 0; __syncthreads(); if (t == 40) atomicExch(&flag, 1);\n"
+        "if (t == 3) while (atomicAdd(&flag, 0) == 0) {}  x[t] = 1;",
+    ],
+)
 def test_parts_of_an_element_have_their_own_writers_and_a_waiting_thread_lets_others_run(body):
     x = torch.zeros(64)
     with ga.checked(seconds=600):
-        ga.compile(f'extern "C" __global__ void k(float* x) {{ int t = threadIdx.x; {body} }}')[1, 64](x)
+        ga.compile(f'extern "C" __global__ void k(float* x) {{ int t = threadIdx.x; {body} }}')[
+            1, 64
+        ](x)
     assert x.any()
 
 
 def test_a_half_written_element_is_not_written():
-    k = ga.compile('struct Two { float v; int i; };\nextern "C" __global__ void k(float* x) {\n  __shared__ Two q[32];\n'
-                   '  q[threadIdx.x].v = 1;\n  x[threadIdx.x] = q[threadIdx.x].i;\n}')
+    k = ga.compile(
+        'struct Two { float v; int i; };\nextern "C" __global__ void k(float* x) {\n  __shared__ Two q[32];\n'
+        "  q[threadIdx.x].v = 1;\n  x[threadIdx.x] = q[threadIdx.x].i;\n}"
+    )
     with pytest.raises(KernelError) as caught:
         k[1, 32](torch.zeros(32))
-    assert [(r.kind, r.line, r.tensor, r.element, r.count) for r in caught.value.reports] == [("uninitialised", 5, "q", 0, 32)]
+    assert [(r.kind, r.line, r.tensor, r.element, r.count) for r in caught.value.reports] == [
+        ("uninitialised", 5, "q", 0, 32)
+    ]
 
 
 def test_an_empty_tensor_and_a_lane_without_a_thread_are_called_by_name():
     with pytest.raises(KernelError, match=r"writes x\[0\]: x has 0 elements of float32"):
         ga.compile(TWICE.replace("*=", "="))[1, 8](torch.zeros(0), 1)
-    with pytest.raises(KernelError, match=r"thread 47 of block 0 reads lane 16, for which the block has no thread"):
-        ga.compile('extern "C" __global__ void k(int* x) { x[threadIdx.x] = __shfl_down_sync(~0u, 1, 1); }')[1, 48](torch.zeros(48).int())
+    with pytest.raises(
+        KernelError, match=r"thread 47 of block 0 reads lane 16, for which the block has no thread"
+    ):
+        ga.compile(
+            'extern "C" __global__ void k(int* x) { x[threadIdx.x] = __shfl_down_sync(~0u, 1, 1); }'
+        )[1, 48](torch.zeros(48).int())
 
 
-@pytest.mark.parametrize("line, hint", [
-    ("#include <math.h>", "there are no headers to include"), ("float big() { return FLT_MAX; }", "FLT_MAX is 3.402823466e38f"),
-    ("__device__ float big() { return INFINITY; }", "INFINITY is __int_as_float"), ("__device__ uint32_t one;", "unsigned long long"),
-    ('extern "C" __global__ void big(int* x) { __shared__ int s[20000]; s[x[0]] = 1; __syncthreads(); x[0] = s[5]; }', "49,152 bytes")])
+@pytest.mark.parametrize(
+    "line, hint",
+    [
+        ("#include <math.h>", "there are no headers to include"),
+        ("float big() { return FLT_MAX; }", "FLT_MAX is 3.402823466e38f"),
+        ("__device__ float big() { return INFINITY; }", "INFINITY is __int_as_float"),
+        ("__device__ uint32_t one;", "unsigned long long"),
+        (
+            'extern "C" __global__ void big(int* x) { __shared__ int s[20000]; s[x[0]] = 1; __syncthreads(); x[0] = s[5]; }',
+            "49,152 bytes",
+        ),
+    ],
+)
 def test_what_people_expect_in_cuda_c_gets_a_hint(line, hint):
     with pytest.raises(CompileError, match=f"hint: .*{hint}"):
         ga.compile(f"{line}\n{TWICE}", "twice")
@@ -456,16 +585,24 @@ def test_what_people_expect_in_cuda_c_gets_a_hint(line, hint):
 
 def test_a_compiler_that_writes_nothing_is_named(monkeypatch):
     from gpuaccel.backends import Compiler
+
     monkeypatch.setattr(build, "find_compiler", lambda: (Compiler(("true",), "g++", "9.1"), ""))
     build.runtime.cache_clear()
     try:
-        with pytest.raises(BackendError, match="the host compiler true ended without an error, but wrote nothing"):
+        with pytest.raises(
+            BackendError, match="the host compiler true ended without an error, but wrote nothing"
+        ):
             ga.compile(TWICE)[1, 8](torch.ones(8), 8)
     finally:
         build.runtime.cache_clear()
 
 
 def test_what_the_cpu_does_not_have_is_named():
-    k = ga.compile('extern "C" __global__ void k(float* x) {\n  x[0] = j0f(x[0]);\n}', filename="cell")
-    with pytest.raises(CompileError, match=r"^cell: the CPU does not have j0f. Where a GPU has it, put it between #ifdef __CUDA_ARCH__"):
+    k = ga.compile(
+        'extern "C" __global__ void k(float* x) {\n  x[0] = j0f(x[0]);\n}', filename="cell"
+    )
+    with pytest.raises(
+        CompileError,
+        match=r"^cell: the CPU does not have j0f. Where a GPU has it, put it between #ifdef __CUDA_ARCH__",
+    ):
         k[1, 1](torch.ones(1))

@@ -1,4 +1,5 @@
 """Each planted bug is named with its line, a correct kernel never is, and what is taken away from a correct kernel is noticed."""
+
 import functools
 import os
 import pathlib
@@ -14,8 +15,8 @@ from simt_cases import BUGS, GOOD, OURS, VARIANTS, Call, Expect, Outcome, marked
 
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
-from gpuaccel.learn.exercises.exercises import BLOCK, EXERCISES
 from gpuaccel.compiler.kernel import _again, kernel_root
+from gpuaccel.learn.exercises.exercises import BLOCK, EXERCISES
 from gpuaccel.source import kernel_names, without_comments
 
 CLANG = find_compiler()[0] is not None and find_compiler()[0].kind in ("clang", "zig")
@@ -24,7 +25,11 @@ CLANG_EXPECTS = {
     # clang checks no alignment where it copies a whole struct; the CPU does not mind either
     "misaligned_float4": (),
     # clang makes one copy of reading into a variable and writing from it, at the line of the write; one report per kind and line
-    "float4_tail": (Expect(("out of bounds",), "BUG2", tensor="x", element=1001, thread=(58, 0, 0), block=(3, 0, 0)),),
+    "float4_tail": (
+        Expect(
+            ("out of bounds",), "BUG2", tensor="x", element=1001, thread=(58, 0, 0), block=(3, 0, 0)
+        ),
+    ),
 }
 # Like gcc, clang allows index == size where it copies a whole struct; gcc's -fsanitize=object-size sees it, clang's does not.
 # What lies behind the array is then read or overwritten, and what comes of it is open.
@@ -58,8 +63,14 @@ def differs(bug, expect, report) -> "str | None":
     """In which way a report is not the expected one; None: it is."""
     if report.kind not in expect.kinds:
         return f"kind {report.kind!r}, expected one of {expect.kinds}"
-    lines, others = lines_of(bug, expect.at), lines_of(bug, expect.other) if expect.other else {None}
-    if not ((report.line in lines and report.other_line in others) or (report.other_line in lines and report.line in others)):
+    lines, others = (
+        lines_of(bug, expect.at),
+        lines_of(bug, expect.other) if expect.other else {None},
+    )
+    if not (
+        (report.line in lines and report.other_line in others)
+        or (report.other_line in lines and report.line in others)
+    ):
         return f"lines {report.line} and {report.other_line}, expected {lines} and {others}"
     for field in ("tensor", "element", "thread", "block"):
         wanted, found = getattr(expect, field), getattr(report, field)
@@ -79,11 +90,14 @@ def caught(name):
 
 # ---- planted bugs ---------------------------------------------------------------------------------------------------
 
+
 def test_there_are_enough_bugs_and_each_marks_its_lines():
     assert len(BUGS) >= 22 and len(GOOD) >= 14
     for bug in BUGS.values():
         marks = marked(bug.source)
-        assert {e.at for e in bug.expects} | {e.other for e in bug.expects if e.other} == set(marks), bug.name
+        assert {e.at for e in bug.expects} | {e.other for e in bug.expects if e.other} == set(
+            marks
+        ), bug.name
         assert all(len(lines) == 1 for lines in marks.values()), bug.name
 
 
@@ -93,7 +107,7 @@ def test_a_planted_bug_is_named_with_its_line(name):
     expects = CLANG_EXPECTS.get(name, bug.expects) if CLANG else bug.expects
     if CLANG and name in CLANG_SKIPS:
         pytest.skip("clang++ does not see it")
-    if not expects:                                                 # if a report comes some day, take it off the list
+    if not expects:  # if a report comes some day, take it off the list
         with ga.checked():
             launch(ga.compile(BUG_TEXT, name), bug.call())
         return
@@ -107,11 +121,17 @@ def test_a_planted_bug_is_named_with_its_line(name):
         wrong = [differs(bug, expect, report) for expect in expects]
         assert None in wrong, f"{report} was not expected: {wrong}\n{error}"
         assert report.count >= 1 and f"line {report.line}" in str(error)
-        assert report.message and source_text(report.line) in str(error), f"line {report.line} is not shown:\n{error}"
+        assert report.message and source_text(report.line) in str(error), (
+            f"line {report.line} is not shown:\n{error}"
+        )
         if report.kind == "race":
-            assert (report.thread, report.block) != (report.other_thread, report.other_block), report
+            assert (report.thread, report.block) != (report.other_thread, report.other_block), (
+                report
+            )
             assert source_text(report.other_line) in str(error)
-    assert len({(r.kind, r.line) for r in reports}) == len(reports), f"several reports of one kind and line:\n{error}"
+    assert len({(r.kind, r.line) for r in reports}) == len(reports), (
+        f"several reports of one kind and line:\n{error}"
+    )
     for tensor, copy in zip(tensors_of(call), before):
         assert same_bits(tensor, copy), f"a tensor was changed: {tensor} was {copy}"
 
@@ -123,7 +143,7 @@ def source_text(line):
 @pytest.mark.parametrize("name", NOTES)
 def test_a_write_through_const_is_noted_and_the_launch_succeeds(name):
     bug, call = BUGS[name], BUGS[name].call()
-    line, = lines_of(bug, "BUG")
+    (line,) = lines_of(bug, "BUG")
     with ga.checked(), pytest.warns(UserWarning, match=rf"{name}: .*line {line}: .*const"):
         launch(ga.compile(BUG_TEXT, name), call)
     out, x = tensors_of(call)
@@ -133,27 +153,36 @@ def test_a_write_through_const_is_noted_and_the_launch_succeeds(name):
 def test_the_process_goes_on_after_every_error():
     """Errors of each kind one after the other, correct launches in between."""
     x = torch.ones(64)
-    add = ga.compile('extern "C" __global__ void add(float* x) { __shared__ float s[64]; s[threadIdx.x] = x[threadIdx.x]; '
-                     '__syncthreads(); x[threadIdx.x] += s[63 - threadIdx.x]; }')
-    silent = {*CLANG_SKIPS, *(name for name, expects in CLANG_EXPECTS.items() if not expects)} if CLANG else ()
+    add = ga.compile(
+        'extern "C" __global__ void add(float* x) { __shared__ float s[64]; s[threadIdx.x] = x[threadIdx.x]; '
+        "__syncthreads(); x[threadIdx.x] += s[63 - threadIdx.x]; }"
+    )
+    silent = (
+        {*CLANG_SKIPS, *(name for name, expects in CLANG_EXPECTS.items() if not expects)}
+        if CLANG
+        else ()
+    )
     for n, name in enumerate(name for name in ERRORS if name not in silent):
         caught(name)
         with ga.checked():
             add[1, 64](x)
-        assert x.eq(2.0**(n + 1)).all(), f"after {name}"
+        assert x.eq(2.0 ** (n + 1)).all(), f"after {name}"
 
 
 def test_a_tensor_nobody_named_is_a_far_address():
     """The addresses in a table or struct have to be named: tensors=[...]."""
     bug = BUGS["past_end_in_a_struct"]
     call = bug.call()
-    keep = call.tensors                                             # alive, but not named
+    keep = call.tensors  # alive, but not named
     with ga.checked(), pytest.raises(ga.KernelError, match="tensors=") as info:
         launch(ga.compile(BUG_TEXT, bug.name), Call(call.grid, call.block, call.args))
-    assert [(r.kind, r.thread) for r in info.value.reports] == [("far", (0, 0, 0))] and len(keep) == 2
+    assert [(r.kind, r.thread) for r in info.value.reports] == [("far", (0, 0, 0))] and len(
+        keep
+    ) == 2
 
 
 # ---- correct kernels ------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("name", GOOD)
 def test_a_correct_kernel_gets_no_report_and_the_bits_of_the_fast_mode(name, recwarn):
@@ -166,7 +195,9 @@ def test_a_correct_kernel_gets_no_report_and_the_bits_of_the_fast_mode(name, rec
     for one, two in zip(seen, fast, strict=True):
         assert one.right, f"checked: {one}"
         assert two.right, f"fast: {two}"
-        assert same_bits(one.got, two.got) or not good.ordered, f"{one.label}: checked and fast differ"
+        assert same_bits(one.got, two.got) or not good.ordered, (
+            f"{one.label}: checked and fast differ"
+        )
 
 
 @pytest.mark.parametrize("grad_t", ["float", "bf16"])
@@ -177,7 +208,11 @@ def test_our_own_kernels_get_no_report(file, name, grad_t):
             assert outcome.right, outcome
 
 
-@pytest.mark.parametrize("file, name, macros", [(*key, macros) for key, variants in VARIANTS.items() for macros in variants], ids=str)
+@pytest.mark.parametrize(
+    "file, name, macros",
+    [(*key, macros) for key, variants in VARIANTS.items() for macros in variants],
+    ids=str,
+)
 def test_our_own_kernels_with_other_macros_get_no_report(file, name, macros):
     with ga.checked():
         for outcome in OURS[file, name](ga.Kernel(file, name, **macros), 0, "cpu", **macros):
@@ -191,7 +226,9 @@ def test_tensors_that_share_memory_stay_one():
         add[2, 256](x, x, x, 301)
         assert torch.equal(x, 2 * torch.arange(301.0))
         add[1, 150](x[151:], x[:150], x[1:151], 150)
-    assert torch.equal(x[:151], 2 * torch.arange(151.0)) and torch.equal(x[151:], 4 * torch.arange(150.0) + 2)
+    assert torch.equal(x[:151], 2 * torch.arange(151.0)) and torch.equal(
+        x[151:], 4 * torch.arange(150.0) + 2
+    )
 
 
 def test_an_empty_tensor_is_no_problem():
@@ -205,8 +242,10 @@ def test_an_empty_tensor_is_no_problem():
 
 def test_null_in_a_struct_stays_null_beside_an_empty_tensor():
     """An empty tensor's address may be 0, and it may be one of those whose addresses are replaced."""
-    kernel = ga.compile('struct Two { float* a; float* b; };\n'
-                        'extern "C" __global__ void which(int* out, Two two) { out[0] = two.a != 0; out[1] = two.b != 0; }')
+    kernel = ga.compile(
+        "struct Two { float* a; float* b; };\n"
+        'extern "C" __global__ void which(int* out, Two two) { out[0] = two.a != 0; out[1] = two.b != 0; }'
+    )
     x, out = torch.zeros(4), torch.full((2,), -1, dtype=torch.int32)
     with ga.checked():
         kernel[1, 1](out, struct.pack("QQ", x.data_ptr(), 0), tensors=[x, torch.zeros(0)])
@@ -218,10 +257,15 @@ def test_results_are_copied_back_into_views_and_nowhere_else():
     a = torch.arange(100.0)
     with ga.checked():
         add[1, 64](whole[20:70], a[20:70], a[:50], 50)
-    assert torch.equal(whole[20:70], a[20:70] + a[:50]) and not whole[:20].any() and not whole[70:].any()
+    assert (
+        torch.equal(whole[20:70], a[20:70] + a[:50])
+        and not whole[:20].any()
+        and not whole[70:].any()
+    )
 
 
 # ---- modes ----------------------------------------------------------------------------------------------------------
+
 
 def test_kernels_from_strings_are_checked_by_default_and_files_are_not(monkeypatch):
     monkeypatch.delenv("GPUACCEL_SIMT", raising=False)
@@ -229,7 +273,7 @@ def test_kernels_from_strings_are_checked_by_default_and_files_are_not(monkeypat
     with pytest.raises(ga.KernelError):
         launch(ga.compile(BUG_TEXT, bug.name), bug.call())
     with ga.checked(False):
-        launch(ga.compile(BUG_TEXT, bug.name), bug.call())          # a race harms nobody here
+        launch(ga.compile(BUG_TEXT, bug.name), bug.call())  # a race harms nobody here
     monkeypatch.setenv("GPUACCEL_SIMT", "fast")
     launch(ga.compile(BUG_TEXT, bug.name), bug.call())
     monkeypatch.setenv("GPUACCEL_SIMT", "checked")
@@ -237,9 +281,17 @@ def test_kernels_from_strings_are_checked_by_default_and_files_are_not(monkeypat
         launch(ga.compile(BUG_TEXT, bug.name), bug.call())
 
 
-FAST_FAULTS = {"null_pointer": "null", "wild_address": "far", "division_by_zero": "division by zero",
-               "waits_for_ever": "time limit", "too_deep": "stack overflow", "large_local_array": "stack overflow",
-               "barrier_against_shuffle": "deadlock", "lane_outside_its_mask": "shuffle", "gives_up": "trap"}
+FAST_FAULTS = {
+    "null_pointer": "null",
+    "wild_address": "far",
+    "division_by_zero": "division by zero",
+    "waits_for_ever": "time limit",
+    "too_deep": "stack overflow",
+    "large_local_array": "stack overflow",
+    "barrier_against_shuffle": "deadlock",
+    "lane_outside_its_mask": "shuffle",
+    "gives_up": "trap",
+}
 FAST_PROCESS = """
 import gpuaccel as ga, test_simt_checks as t
 ga.use_backend("simt"), ga.checked(False)
@@ -257,9 +309,17 @@ print(all(outcome.right for outcome in t.GOOD["vec_add"].run(ga.compile(t.GOOD_T
 
 def python(*arguments, **environment):
     folder = pathlib.Path(__file__).parent
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
-    return subprocess.run([sys.executable, *arguments], cwd=folder.parent, capture_output=True, text=True, timeout=600,
-                          env={**os.environ, **environment})
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(folder), os.environ.get("PYTHONPATH")))
+    )
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder.parent,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, **environment},
+    )
 
 
 def test_in_fast_mode_what_stops_a_kernel_becomes_an_error_with_its_line():
@@ -272,16 +332,31 @@ def test_in_fast_mode_what_stops_a_kernel_becomes_an_error_with_its_line():
     for name, kind in FAST_FAULTS.items():
         lines = set().union(*(lines_of(BUGS[name], mark) for mark in marked(BUGS[name].source)))
         assert got[name][0] == kind, f"{name}: {got[name]}, expected {kind}"
-        if not (CLANG and name == "large_local_array"):     # clang makes room for it in runtime.h, around the kernel
+        if not (
+            CLANG and name == "large_local_array"
+        ):  # clang makes room for it in runtime.h, around the kernel
             assert got[name][1] in lines, f"{name}: line {got[name][1]}, expected {lines}"
 
 
 # ---- the other compiler ---------------------------------------------------------------------------------------------
 
-@pytest.mark.skipif(CLANG or not shutil.which("clang++"), reason="clang++ is not installed, or is what compiles already")
+
+@pytest.mark.skipif(
+    CLANG or not shutil.which("clang++"),
+    reason="clang++ is not installed, or is what compiles already",
+)
 def test_clang_finds_the_same():
-    run = python("-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "planted or correct_kernel or our_own",
-                 GPUACCEL_CXX="clang++")
+    run = python(
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        __file__,
+        "-k",
+        "planted or correct_kernel or our_own",
+        GPUACCEL_CXX="clang++",
+    )
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
 
 
@@ -290,44 +365,102 @@ def test_clang_finds_the_same():
 ATOMICS = {"Add": "+", "Sub": "-", "And": "&", "Or": "|", "Xor": "^"}
 # (kernel, change) -> why neither the checks nor the values show it. The test fails when one of these starts to be noticed.
 UNNOTICED: "dict[tuple[str, str], str]" = {
-    ("embedding_backward", "warp >= count -> false in `if (warp >= count) return;`"):
-        "the guard saves time only: such a warp adds nothing to its zeros, and the last loop does not read them",
-    ("block_scan", "< -> <= in `for (int offset = 1; offset < blockDim.x; offset *= 2) {`"):
-        "one round more, in which no thread has a neighbour blockDim.x to the left: every value is copied as it is",
-    ("scale_v2", "groups == 0 && (verdicts[0].x == 1.0f || (skip && verdicts[0].w == 0.0f)) -> false in "
-     "`if (groups == 0 && (verdicts[0].x == 1.0f || (skip && verdicts[0].w == 0.0f))) return;`"):
-        "it saves time only: the loop decides the same for each chunk",
-    ("peers_sum", "!broken -> false in `if (!broken) return;`"): "it saves time only: of a chunk whose sum is finite no part is not",
-    ("adamw_begin", "!skip -> true in `if (!skip) *steps.step[threadIdx.x] = taken;`"): "when the step is skipped, `taken` is what stood there",
-    ("segments_scatter", "< -> <= in `for (int step = 1; step < 32; step *= 2) {`"): "one round more, in which no lane has a neighbour 32 to the left",
-    ("encoder_backward_v2", "warp >= bucket.y -> false in `if (4 * q >= C || warp >= bucket.y) return;`"):
-        "it saves time only: such a warp adds nothing to its zeros, and the last loop does not read them",
-    ("encoder_backward_v3", "< -> <= in `for (int place = start; place < end; place += UNROLL) {`"): "one round more, whose rows nobody stores",
-    ("encoder_backward_v3", "< -> <= in `for (int u = 0; u < UNROLL; u++) {` (2)"): "one round more, in which no bit is set",
-    ("encoder_backward_v3", "old_too -> true in `if (old_too)`"): "it saves time only: the loop asks for each place",
-    ("encoder_backward_v3", "(old_too >> u & 1) -> true in `if ((old_too >> u & 1) && group + 32 * k <= last) old[u][k] = ask4(dwte + token * C, q[k], C);`"):
-        "it saves time only: what stands in dwte is read, and not used",
+    (
+        "embedding_backward",
+        "warp >= count -> false in `if (warp >= count) return;`",
+    ): "the guard saves time only: such a warp adds nothing to its zeros, and the last loop does not read them",
+    (
+        "block_scan",
+        "< -> <= in `for (int offset = 1; offset < blockDim.x; offset *= 2) {`",
+    ): "one round more, in which no thread has a neighbour blockDim.x to the left: every value is copied as it is",
+    (
+        "scale_v2",
+        "groups == 0 && (verdicts[0].x == 1.0f || (skip && verdicts[0].w == 0.0f)) -> false in "
+        "`if (groups == 0 && (verdicts[0].x == 1.0f || (skip && verdicts[0].w == 0.0f))) return;`",
+    ): "it saves time only: the loop decides the same for each chunk",
+    (
+        "peers_sum",
+        "!broken -> false in `if (!broken) return;`",
+    ): "it saves time only: of a chunk whose sum is finite no part is not",
+    (
+        "adamw_begin",
+        "!skip -> true in `if (!skip) *steps.step[threadIdx.x] = taken;`",
+    ): "when the step is skipped, `taken` is what stood there",
+    (
+        "segments_scatter",
+        "< -> <= in `for (int step = 1; step < 32; step *= 2) {`",
+    ): "one round more, in which no lane has a neighbour 32 to the left",
+    (
+        "encoder_backward_v2",
+        "warp >= bucket.y -> false in `if (4 * q >= C || warp >= bucket.y) return;`",
+    ): "it saves time only: such a warp adds nothing to its zeros, and the last loop does not read them",
+    (
+        "encoder_backward_v3",
+        "< -> <= in `for (int place = start; place < end; place += UNROLL) {`",
+    ): "one round more, whose rows nobody stores",
+    (
+        "encoder_backward_v3",
+        "< -> <= in `for (int u = 0; u < UNROLL; u++) {` (2)",
+    ): "one round more, in which no bit is set",
+    (
+        "encoder_backward_v3",
+        "old_too -> true in `if (old_too)`",
+    ): "it saves time only: the loop asks for each place",
+    (
+        "encoder_backward_v3",
+        "(old_too >> u & 1) -> true in `if ((old_too >> u & 1) && group + 32 * k <= last) old[u][k] = ask4(dwte + token * C, q[k], C);`",
+    ): "it saves time only: what stands in dwte is read, and not used",
 }
 # What clang's instrumentation does not see, and the values do not show: copies of whole structs past an array's end or at a wrong
 # address, reads of what is never used, one place past the end of all shared memory.
 CLANG_UNNOTICED = {
     ("last_block_sum", "__syncthreads(); -> nothing (3)"),
-    ("accumulate_v3", "aligned4(grad, sizeof(GRAD_T)) -> true in `if (count == CHUNK && aligned4(grad, sizeof(GRAD_T))) {`"),
+    (
+        "accumulate_v3",
+        "aligned4(grad, sizeof(GRAD_T)) -> true in `if (count == CHUNK && aligned4(grad, sizeof(GRAD_T))) {`",
+    ),
     ("accumulate_v3", "< -> <= in `for (int k = 0; k < CHUNK / 4 / THREADS; k++) {`"),
-    ("accumulate_v3", "< -> <= in `for (int k = 0; k < CHUNK / 4 / THREADS; k++) acc[k * THREADS + threadIdx.x] = add4(a[k], g[k]);`"),
+    (
+        "accumulate_v3",
+        "< -> <= in `for (int k = 0; k < CHUNK / 4 / THREADS; k++) acc[k * THREADS + threadIdx.x] = add4(a[k], g[k]);`",
+    ),
     ("accumulate_v4", "< -> <= in `for (int k = 0; k < CHUNK / 4 / THREADS; k++) {`"),
-    ("accumulate_v4", "< -> <= in `for (int k = 0; k < CHUNK / 4 / THREADS; k++) acc[k * THREADS + threadIdx.x] = a[k] = add4(a[k], g[k]);`"),
+    (
+        "accumulate_v4",
+        "< -> <= in `for (int k = 0; k < CHUNK / 4 / THREADS; k++) acc[k * THREADS + threadIdx.x] = a[k] = add4(a[k], g[k]);`",
+    ),
     ("load_chunk", "< -> <= in `for (int k = 0; k < GROUPS_OF_FOUR; k++) {`"),
-    ("peers_sum", "< -> <= in `for (int k = 0; k < GROUPS; k++) x[k] = r == rank ? mine[k] : from[k * THREADS + threadIdx.x];`"),
-    ("peers_sum", "< -> <= in `for (int k = 0; k < GROUPS; k++) sum[k] = r == 0 ? x[k] : add4(sum[k], x[k]);`"),
-    ("peers_sum", "< -> <= in `for (int k = 0; k < GROUPS; k++) own[k * THREADS + threadIdx.x] = sum[k];`"),
+    (
+        "peers_sum",
+        "< -> <= in `for (int k = 0; k < GROUPS; k++) x[k] = r == rank ? mine[k] : from[k * THREADS + threadIdx.x];`",
+    ),
+    (
+        "peers_sum",
+        "< -> <= in `for (int k = 0; k < GROUPS; k++) sum[k] = r == 0 ? x[k] : add4(sum[k], x[k]);`",
+    ),
+    (
+        "peers_sum",
+        "< -> <= in `for (int k = 0; k < GROUPS; k++) own[k * THREADS + threadIdx.x] = sum[k];`",
+    ),
     ("update_chunk", "< -> <= in `for (int k = 0; k < UNROLL; k++) {`"),
-    ("update_chunk", "STOCHASTIC -> true in `if (STOCHASTIC) r = noise((unsigned long long)*seed, tensor, from / 4 + i, mine.step);`"),
-    ("segments_scatter", "< -> <= in `for (int d = threadIdx.x; d < WARPS * DIGITS; d += THREADS) (&seen[0][0])[d] = 0;`"),
+    (
+        "update_chunk",
+        "STOCHASTIC -> true in `if (STOCHASTIC) r = noise((unsigned long long)*seed, tensor, from / 4 + i, mine.step);`",
+    ),
+    (
+        "segments_scatter",
+        "< -> <= in `for (int d = threadIdx.x; d < WARPS * DIGITS; d += THREADS) (&seen[0][0])[d] = 0;`",
+    ),
     ("encoder_forward", "< -> <= in `for (int u = 0; u < UNROLL; u++) {`"),
     ("encoder_forward", "< -> <= in `for (int u = 0; u < UNROLL; u++) {` (2)"),
-    ("encoder_backward_v2", "< -> <= in `for (int k = 0; k < LANE4; k++) sum[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);`"),
-    ("encoder_backward_v3", "< -> <= in `for (int k = 0; k < QUADS; k++) sum[k] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);`"),
+    (
+        "encoder_backward_v2",
+        "< -> <= in `for (int k = 0; k < LANE4; k++) sum[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);`",
+    ),
+    (
+        "encoder_backward_v3",
+        "< -> <= in `for (int k = 0; k < QUADS; k++) sum[k] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);`",
+    ),
 }
 
 
@@ -338,7 +471,7 @@ def closing(text, at):
         depth += {"(": 1, ")": -1}.get(text[i], 0)
         if depth == 0:
             return i
-    raise ValueError(text[at:at + 40])
+    raise ValueError(text[at : at + 40])
 
 
 def parts(text, separator):
@@ -359,24 +492,33 @@ def changes(source):
     text = without_comments(source)
     for m in re.finditer(r"__syncthreads\(\);|__syncwarp\([^()]*\);|__threadfence\(\);", text):
         yield m.start(), m.end(), ";"
-    for m in re.finditer(rf"\batomic({'|'.join(ATOMICS)})\(", text):     # the value before comes back, as from the atomic
+    for m in re.finditer(
+        rf"\batomic({'|'.join(ATOMICS)})\(", text
+    ):  # the value before comes back, as from the atomic
         end = closing(text, m.end() - 1)
-        (_, split), (after, stop) = parts(text[m.end():end], ",")
-        target, value = text[m.end():m.end() + split].strip(), text[m.end() + after:m.end() + stop].strip()
+        (_, split), (after, stop) = parts(text[m.end() : end], ",")
+        target, value = (
+            text[m.end() : m.end() + split].strip(),
+            text[m.end() + after : m.end() + stop].strip(),
+        )
         place = target[1:] if target[0] == "&" else f"(*({target}))"
         old = f"before_{m.start()}"
-        yield m.start(), end + 1, f"([&] {{ auto {old} = {place}; {place} = {old} {ATOMICS[m[1]]} ({value}); return {old}; }}())"
+        yield (
+            m.start(),
+            end + 1,
+            f"([&] {{ auto {old} = {place}; {place} = {old} {ATOMICS[m[1]]} ({value}); return {old}; }}())",
+        )
     for m in re.finditer(r"\bif \(", text):
         end = closing(text, m.end() - 1)
-        leaves = re.match(r"\s*return;", text[end + 1:])
-        for start, stop in parts(text[m.end():end], "||" if leaves else "&&"):
+        leaves = re.match(r"\s*return;", text[end + 1 :])
+        for start, stop in parts(text[m.end() : end], "||" if leaves else "&&"):
             yield m.end() + start, m.end() + stop, "false" if leaves else "true"
     for m in re.finditer(r"\bfor \(", text):
-        head = text[m.end():closing(text, m.end() - 1)]
+        head = text[m.end() : closing(text, m.end() - 1)]
         (_, _), (start, stop), _ = parts(head, ";")
         for a, b in parts(head[start:stop], "&&"):
-            if " < " in head[start + a:start + b]:
-                at = m.end() + start + a + head[start + a:start + b].index(" < ")
+            if " < " in head[start + a : start + b]:
+                at = m.end() + start + a + head[start + a : start + b].index(" < ")
                 yield at, at + 3, " <= "
     for m in re.finditer(r"[\w.]+ (?:<|>|<=|>=) [\w.]+(?= \?)", text):
         yield m.start(), m.end(), "true"
@@ -385,7 +527,10 @@ def changes(source):
 def functions(source):
     """Name -> (start, end) of each of the file's functions, kernels and others; overloads are one entry with several places."""
     text, found = without_comments(source), {}
-    for m in re.finditer(r"(?:template\s*<[^>]*>\s*)?(?:extern \"C\" __global__|__device__)[^;{(]*?(?:__launch_bounds__\s*\([^()]*\)[^;{(]*?)?\b(\w+)\s*\(", text):
+    for m in re.finditer(
+        r"(?:template\s*<[^>]*>\s*)?(?:extern \"C\" __global__|__device__)[^;{(]*?(?:__launch_bounds__\s*\([^()]*\)[^;{(]*?)?\b(\w+)\s*\(",
+        text,
+    ):
         opening = text.index("{", closing(text, m.end() - 1))
         depth = 0
         for i in range(opening, len(text)):
@@ -419,61 +564,107 @@ def alone(kernel, source):
 def mutants(kernels, source):
     """(kernel or function that is changed, change in words, kernels that run it, changed source) for all kernels of a source."""
     places, words = functions(source), {}
-    callers = {name: [kernel for kernel in kernels if name in reached(kernel, source)] for name in places}
+    callers = {
+        name: [kernel for kernel in kernels if name in reached(kernel, source)] for name in places
+    }
     for start, end, new in sorted(changes(source)):
-        owner = next((name for name, spots in places.items() for a, b in spots if a <= start < b), None)
+        owner = next(
+            (name for name, spots in places.items() for a, b in spots if a <= start < b), None
+        )
         by = callers.get(owner, kernels)
         if not by:
             continue
         name = by[0] if len(by) == 1 else owner
         line = source.rfind("\n", 0, start) + 1, source.find("\n", end)
-        was, now = source[start:end].strip(), "" if new == ";" else "plain" if new.startswith("([&]") else new.strip()
-        where = re.sub(r"\s*//.*", "", source[line[0]:line[1]]).strip()
-        what = f"{was} -> {now or 'nothing'} in `{where}`" if where != was else f"{was} -> {now or 'nothing'}"
+        was, now = (
+            source[start:end].strip(),
+            "" if new == ";" else "plain" if new.startswith("([&]") else new.strip(),
+        )
+        where = re.sub(r"\s*//.*", "", source[line[0] : line[1]]).strip()
+        what = (
+            f"{was} -> {now or 'nothing'} in `{where}`"
+            if where != was
+            else f"{was} -> {now or 'nothing'}"
+        )
         words[name, what] = words.get((name, what), 0) + 1
-        yield name, what + (f" ({words[name, what]})" if words[name, what] > 1 else ""), by, source[:start] + new + source[end:]
+        yield (
+            name,
+            what + (f" ({words[name, what]})" if words[name, what] > 1 else ""),
+            by,
+            source[:start] + new + source[end:],
+        )
 
 
 def renamed(source, suffix):
     """The source with a suffix behind every name that it defines, so that many copies fit into one program."""
     text = without_comments(source)
     names = {*kernel_names(source), *re.findall(r"__device__[^;{(]*?\b(\w+)\s*\(", text)} | {
-        *re.findall(r"\bstruct (?:__align__\(.*?\) )?(\w+)\s*\{", text), *re.findall(r"#define (\w+)", text)}
+        *re.findall(r"\bstruct (?:__align__\(.*?\) )?(\w+)\s*\{", text),
+        *re.findall(r"#define (\w+)", text),
+    }
     return re.sub(rf"\b({'|'.join(sorted(names))})\b", rf"\1{suffix}", source)
 
 
 def exercise_run(task):
     """A `run` as the correct kernels have one, on the exercise's own random data."""
+
     def run(kernel, seed, device):
-        for n in (1, 255, 256, 257, 1000, 1003):                # an exercise has its special cases at round sizes
+        for n in (1, 255, 256, 257, 1000, 1003):  # an exercise has its special cases at round sizes
             case = task.data(n, torch.Generator().manual_seed(seed))
             out = case.out.clone()
             kernel[-(-n // (BLOCK * task.per_thread)), BLOCK](out, *case.inputs, *case.numbers, n)
-            exact = case.expected.dtype == out.dtype or not case.roundings      # what must not be written, or rounded otherwise
-            got, want = (t.double().nan_to_num(-7.0, 1e300, -1e300) if exact else t for t in (out, case.expected))
+            exact = (
+                case.expected.dtype == out.dtype or not case.roundings
+            )  # what must not be written, or rounded otherwise
+            got, want = (
+                t.double().nan_to_num(-7.0, 1e300, -1e300) if exact else t
+                for t in (out, case.expected)
+            )
             yield Outcome(f"n = {n}", got, want, 0.0 if exact else 1e-7 * case.roundings)
+
     return run
 
 
 # kernel -> its source; and how it is run, with which macros: a change is noticed when one of the runs notices it
-SOURCES = {name: good.source for name, good in GOOD.items()} | {task.name: task.solution for task in EXERCISES.values() if task.params}
+SOURCES = {name: good.source for name, good in GOOD.items()} | {
+    task.name: task.solution for task in EXERCISES.values() if task.params
+}
 SOURCES |= {name: (kernel_root() / f"{file}.cu").read_text() for file, name in OURS}
 RUNS = {name: [({}, good.run)] for name, good in GOOD.items()}
 RUNS |= {task.name: [({}, exercise_run(task))] for task in EXERCISES.values() if task.params}
-RUNS |= {name: [({}, run), *((macros, functools.partial(run, **macros)) for macros in VARIANTS.get((file, name), ()))] for (file, name), run in OURS.items()}
-MUTANTS = [mutant for source in dict.fromkeys(SOURCES.values()) for mutant in mutants([k for k in SOURCES if SOURCES[k] == source], source)]
+RUNS |= {
+    name: [
+        ({}, run),
+        *((macros, functools.partial(run, **macros)) for macros in VARIANTS.get((file, name), ())),
+    ]
+    for (file, name), run in OURS.items()
+}
+MUTANTS = [
+    mutant
+    for source in dict.fromkeys(SOURCES.values())
+    for mutant in mutants([k for k in SOURCES if SOURCES[k] == source], source)
+]
 
 
 @functools.cache
 def mutant_text(name):
     """All mutants of a kernel in one program: they compile faster together."""
-    return "\n".join(renamed(alone(name, text), f"_{k}") for k, (_, _, by, text) in enumerate(MUTANTS) if by == [name])
+    return "\n".join(
+        renamed(alone(name, text), f"_{k}")
+        for k, (_, _, by, text) in enumerate(MUTANTS)
+        if by == [name]
+    )
 
 
 def test_each_kernel_has_something_to_remove():
     assert len(MUTANTS) >= 150
-    assert {name for _, _, by, _ in MUTANTS for name in by} >= {*(name for _, name in OURS), *(t.name for t in EXERCISES.values() if t.params)}
-    assert {*UNNOTICED, *CLANG_UNNOTICED} <= {(name, what) for name, what, _, _ in MUTANTS}, "an entry is no mutant any more"
+    assert {name for _, _, by, _ in MUTANTS for name in by} >= {
+        *(name for _, name in OURS),
+        *(t.name for t in EXERCISES.values() if t.params),
+    }
+    assert {*UNNOTICED, *CLANG_UNNOTICED} <= {(name, what) for name, what, _, _ in MUTANTS}, (
+        "an entry is no mutant any more"
+    )
     source = SOURCES["scale_v2"]
     assert reached("scale_v2", source) == {"scale_v2", "scale_chunk", "load_chunk"}
     assert kernel_names(alone("scale_v2", source)) == ["scale_v2"]
@@ -492,7 +683,9 @@ def noticed(kernel, run, seeds) -> "str | None":
     return None
 
 
-@pytest.mark.parametrize("k", range(len(MUTANTS)), ids=[f"{name}: {what}" for name, what, _, _ in MUTANTS])
+@pytest.mark.parametrize(
+    "k", range(len(MUTANTS)), ids=[f"{name}: {what}" for name, what, _, _ in MUTANTS]
+)
 def test_what_is_removed_is_noticed(k):
     name, what, by, text = MUTANTS[k]
     if CLANG and (name, what) in CLANG_UNNOTICED:
@@ -500,10 +693,19 @@ def test_what_is_removed_is_noticed(k):
     ways, found = [(kernel, macros, run) for kernel in by for macros, run in RUNS[kernel]], None
     for kernel, macros, run in ways:
         together = by == [kernel] and not macros
-        changed = _again(mutant_text(name) if together else alone(kernel, text), f"{kernel}_{k}" if together else kernel, "<source>", macros, (), True)
+        changed = _again(
+            mutant_text(name) if together else alone(kernel, text),
+            f"{kernel}_{k}" if together else kernel,
+            "<source>",
+            macros,
+            (),
+            True,
+        )
         found = found or noticed(changed, run, 3 if len(ways) == 1 else 1)
     print(found)
     if (name, what) in UNNOTICED:
-        assert found is None, f"listed as unnoticed, but now it is noticed; remove it from UNNOTICED:\n{found}"
+        assert found is None, (
+            f"listed as unnoticed, but now it is noticed; remove it from UNNOTICED:\n{found}"
+        )
     else:
         assert found, f"{name} is as good as before with {what}: neither a report nor a wrong value"

@@ -1,4 +1,5 @@
 """The same .cu on the CPU gives what its reference gives, and where there is a GPU, the GPU's bits. And what makes it quick is there."""
+
 import pathlib
 import sys
 import time
@@ -32,6 +33,7 @@ def ours(file, name, grad_t, **more):
 
 # ---- against the reference ------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("name", GOOD)
 def test_a_correct_kernel_on_the_cpu_is_right(simt, name):
     kernel = ga.compile(TEXT, name)
@@ -57,10 +59,18 @@ def test_our_own_kernel_with_other_macros_is_right(simt, file, name, macros):
 
 
 def test_every_kernel_of_kernels_cu_is_tried_here():
-    there = {(path.stem, name) for path in ga.compiler.kernel.kernel_files() for name in ga.kernel_names(path.read_text())}
+    there = {
+        (path.stem, name)
+        for path in ga.compiler.kernel.kernel_files()
+        for name in ga.kernel_names(path.read_text())
+    }
     # Approximate functions and tensor cores have no bits that a CPU and a GPU could share: these are held against float64 in files of their own.
-    elsewhere = {"richards": "test_richards.py", "poly_attention": "test_poly_attention.py", "poly_forward": "test_poly_attention.py",
-                 "poly_backward": "test_poly_attention.py"}
+    elsewhere = {
+        "richards": "test_richards.py",
+        "poly_attention": "test_poly_attention.py",
+        "poly_forward": "test_poly_attention.py",
+        "poly_backward": "test_poly_attention.py",
+    }
     assert all((pathlib.Path(__file__).parent / name).is_file() for name in elsewhere.values())
     assert {(file, name) for file, name in there if file not in elsewhere} == set(OURS)
 
@@ -72,12 +82,14 @@ def test_the_solution_of_an_exercise_on_the_cpu_is_right(simt, task):
         case = task.data(n, torch.Generator().manual_seed(n))
         out = case.out.clone()
         kernel[-(-n // (BLOCK * task.per_thread)), BLOCK](out, *case.inputs, *case.numbers, n)
-        if case.expected.dtype == out.dtype:                    # nothing may be written
+        if case.expected.dtype == out.dtype:  # nothing may be written
             assert same_bits(out, case.expected), f"n = {n}, {case.label}"
             continue
         same = (out == case.expected) | out.isnan() & case.expected.isnan()
         difference = (out.double() - case.expected).abs().masked_fill(same, 0.0)
-        assert (same | (difference <= case.roundings * case.expected.abs() * 2.0**-23 + 1e-30)).all(), f"n = {n}: {difference.max():.3g}"
+        assert (
+            same | (difference <= case.roundings * case.expected.abs() * 2.0**-23 + 1e-30)
+        ).all(), f"n = {n}: {difference.max():.3g}"
 
 
 def test_one_worker_and_many_give_the_same_bits(simt, monkeypatch):
@@ -92,6 +104,7 @@ def test_one_worker_and_many_give_the_same_bits(simt, monkeypatch):
 
 
 # ---- what runs on the CPU also compiles for a GPU -------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("arch", ["sm_75", "sm_90"])
 @pytest.mark.parametrize("cases", [GOOD, BUGS], ids=["correct", "planted bugs"])
@@ -113,6 +126,7 @@ def test_every_exercise_and_kernel_compiles_for_gpus(arch):
 
 # ---- on a GPU: the same kernels, the same inputs --------------------------------------------------------------------
 
+
 def both(run, kernel, seed):
     """Pairs (on the GPU, on the CPU) of outcomes."""
     with ga.use_backend("cuda"):
@@ -131,7 +145,9 @@ def test_gpu_and_cpu_give_the_same_bits(name):
         for gpu, cpu in both(good.run, kernel, seed):
             assert gpu.right, f"cuda, seed {seed}: {gpu}"
             assert cpu.right, f"simt, seed {seed}: {cpu}"
-            assert not good.ordered or same_bits(gpu.got, cpu.got), f"seed {seed}, {gpu.label}: cuda and simt differ"
+            assert not good.ordered or same_bits(gpu.got, cpu.got), (
+                f"seed {seed}, {gpu.label}: cuda and simt differ"
+            )
 
 
 @pytest.mark.gpu
@@ -147,12 +163,15 @@ def test_gpu_and_cpu_give_the_same_bits_for_our_own_kernels(file, name, grad_t):
 def test_gpu_and_cpu_give_the_same_bits_with_other_macros(file, name, macros):
     def run(kernel, seed, device):
         return OURS[file, name](kernel, seed, device, **macros)
+
     for gpu, cpu in both(run, ours(file, name, "bf16", options=NO_FMA, **macros), 0):
         assert gpu.right and cpu.right and same_bits(gpu.got, cpu.got), f"{gpu}; {cpu}"
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name, tolerance", [("adamw", 1e-6), ("sumsq_tree", 1e-6), ("sumsq_shuffle", 1e-6)])
+@pytest.mark.parametrize(
+    "name, tolerance", [("adamw", 1e-6), ("sumsq_tree", 1e-6), ("sumsq_shuffle", 1e-6)]
+)
 def test_gpu_with_contraction_stays_close(name, tolerance):
     """a * b + c in one rounding instead of two: what users of the GPU get. A few units in the last place away, no more."""
     for gpu, cpu in both(GOOD[name].run, ga.compile(GOOD[name].source, name), 0):
@@ -168,16 +187,23 @@ def test_gpu_machine_also_runs_and_checks_kernels_on_the_cpu():
         assert all(outcome.right for outcome in GOOD["transpose"].run(kernel, 0, "cpu"))
     bug = BUGS["read_past_end"]
     call = bug.call()
-    with ga.use_backend("simt"), ga.checked(), pytest.raises(ga.KernelError, match="out of bounds|outside|x\\[1000\\]"):
+    with (
+        ga.use_backend("simt"),
+        ga.checked(),
+        pytest.raises(ga.KernelError, match="out of bounds|outside|x\\[1000\\]"),
+    ):
         ga.compile(bug.source)[call.grid, call.block](*call.args)
 
 
 # ---- what makes it quick; how quick it is on a machine that does nothing else is no test's business ------------------
 
+
 def calls_of(work):
     """The Python functions that are entered."""
     seen = []
-    sys.setprofile(lambda frame, event, _: seen.append(frame.f_code.co_name) if event == "call" else None)
+    sys.setprofile(
+        lambda frame, event, _: seen.append(frame.f_code.co_name) if event == "call" else None
+    )
     try:
         work()
     finally:
@@ -206,7 +232,7 @@ def test_a_launch_enters_few_python_functions(simt):
 
 def test_threads_that_do_not_wait_are_a_loop(simt, monkeypatch):
     """A thread that waits for others needs a stack of its own, to which the processor has to turn each time. One that does not is a turn of a loop."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})      # one worker
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})  # one worker
     source = 'extern "C" __global__ void k(float* out, const float* x) { int i = blockIdx.x * 256 + threadIdx.x; WAIT; out[i] = x[i] + 1; }'
     x, out, seconds = torch.randn(1 << 20), torch.empty(1 << 20), {}
     for wait in ("", "__syncthreads()"):

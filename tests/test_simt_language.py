@@ -3,6 +3,7 @@
 Each test runs in fast and in checked mode, and on a GPU where there is one: there it is the model, or simt.h's reading of the
 programming guide, that is put to the test.
 """
+
 import math
 import random
 from functools import reduce
@@ -13,7 +14,7 @@ import torch
 
 import gpuaccel as ga
 
-FULL = 0xffffffff
+FULL = 0xFFFFFFFF
 
 
 @pytest.fixture(params=["fast", "checked", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -47,7 +48,9 @@ def same_bits(got, expected):
         kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
         got, expected = got.view(kind)[~nan], expected.view(kind)[~nan]
     wrong = (got != expected).nonzero().flatten()
-    assert not len(wrong), f"{len(wrong)} differ, first at {wrong[0]}: {got[wrong[0]]}, expected {expected[wrong[0]]}"
+    assert not len(wrong), (
+        f"{len(wrong)} differ, first at {wrong[0]}: {got[wrong[0]]}, expected {expected[wrong[0]]}"
+    )
 
 
 # ---- the same types, the same overloads ------------------------------------------------------------------------------
@@ -96,17 +99,73 @@ TYPES = {
     "unsigned char": "make_uchar4(c, c, c, c).x",
     "signed char": "make_char3(1, 2, 3).z",
 }
-REFUSED = ["pow(f, d)", "pow(i, i)", "sqrt(i)", "exp(ll)", "fabs(i)", "atan2(f, d)", "fma(f, f, d)", "max(i, f)", "max(i, ll)",
-           "max(u, ull)", "abs(u)", "isnan(i)", "__reduce_add_sync(u, ll)", "__reduce_add_sync(u, f)", "atomicAdd(&ll, ll)",
-           "atomicMax(&f, f)", "atomicSub(&f, f)", "atomicSub(&ull, ull)", "atomicExch(&d, d)", "atomicCAS(&f, f, f)",
-           "atomicInc(&i, i)", "__shfl_sync(u, &f, 0)"]
-LAYOUT = {"char2": (2, 2), "char3": (3, 1), "char4": (4, 4), "uchar4": (4, 4), "short2": (4, 4), "short3": (6, 2),
-          "ushort4": (8, 8), "int1": (4, 4), "int2": (8, 8), "int3": (12, 4), "int4": (16, 16), "uint2": (8, 8),
-          "uint3": (12, 4), "uint4": (16, 16), "long2": (16, 16), "longlong2": (16, 16), "longlong3": (24, 8),
-          "ulonglong2": (16, 16), "ulong4": (32, 16), "float1": (4, 4), "float2": (8, 8), "float3": (12, 4), "float4": (16, 16),
-          "double2": (16, 16), "double3": (24, 8), "double4": (32, 16), "dim3": (12, 4), "bf16": (2, 2), "fp16": (2, 2)}
-VARIABLES = ("int i", "unsigned u", "long l", "long long ll", "unsigned long long ull", "float f", "double d", "short s",
-             "unsigned short us", "unsigned char c")
+REFUSED = [
+    "pow(f, d)",
+    "pow(i, i)",
+    "sqrt(i)",
+    "exp(ll)",
+    "fabs(i)",
+    "atan2(f, d)",
+    "fma(f, f, d)",
+    "max(i, f)",
+    "max(i, ll)",
+    "max(u, ull)",
+    "abs(u)",
+    "isnan(i)",
+    "__reduce_add_sync(u, ll)",
+    "__reduce_add_sync(u, f)",
+    "atomicAdd(&ll, ll)",
+    "atomicMax(&f, f)",
+    "atomicSub(&f, f)",
+    "atomicSub(&ull, ull)",
+    "atomicExch(&d, d)",
+    "atomicCAS(&f, f, f)",
+    "atomicInc(&i, i)",
+    "__shfl_sync(u, &f, 0)",
+]
+LAYOUT = {
+    "char2": (2, 2),
+    "char3": (3, 1),
+    "char4": (4, 4),
+    "uchar4": (4, 4),
+    "short2": (4, 4),
+    "short3": (6, 2),
+    "ushort4": (8, 8),
+    "int1": (4, 4),
+    "int2": (8, 8),
+    "int3": (12, 4),
+    "int4": (16, 16),
+    "uint2": (8, 8),
+    "uint3": (12, 4),
+    "uint4": (16, 16),
+    "long2": (16, 16),
+    "longlong2": (16, 16),
+    "longlong3": (24, 8),
+    "ulonglong2": (16, 16),
+    "ulong4": (32, 16),
+    "float1": (4, 4),
+    "float2": (8, 8),
+    "float3": (12, 4),
+    "float4": (16, 16),
+    "double2": (16, 16),
+    "double3": (24, 8),
+    "double4": (32, 16),
+    "dim3": (12, 4),
+    "bf16": (2, 2),
+    "fp16": (2, 2),
+}
+VARIABLES = (
+    "int i",
+    "unsigned u",
+    "long l",
+    "long long ll",
+    "unsigned long long ull",
+    "float f",
+    "double d",
+    "short s",
+    "unsigned short us",
+    "unsigned char c",
+)
 LANGUAGE = """
 template <class A, class B> struct is_same { static const bool value = false; };
 template <class A> struct is_same<A, A> { static const bool value = true; };
@@ -145,12 +204,24 @@ extern "C" __global__ void __launch_bounds__(128) language(void* __restrict__ ou
 
 
 def language():
-    types = [f"TYPE({kind}, {call.strip()})" for kind, calls in TYPES.items() for call in calls.split(";")]
-    types += [f"TYPE({kind}, {name}({', '.join([kind[0]] * count)}))" for names, count in ((MATH, 1), (MATH2, 2))
-              for name in names for kind in ("float", "double")]
-    layout = "\n    ".join(f'static_assert(sizeof({name}) == {size} && alignof({name}) == {align}, "layout of {name}");'
-                           for name, (size, align) in LAYOUT.items())
-    return LANGUAGE % dict(parameters=", ".join(VARIABLES), types="\n    ".join(types), layout=layout)
+    types = [
+        f"TYPE({kind}, {call.strip()})"
+        for kind, calls in TYPES.items()
+        for call in calls.split(";")
+    ]
+    types += [
+        f"TYPE({kind}, {name}({', '.join([kind[0]] * count)}))"
+        for names, count in ((MATH, 1), (MATH2, 2))
+        for name in names
+        for kind in ("float", "double")
+    ]
+    layout = "\n    ".join(
+        f'static_assert(sizeof({name}) == {size} && alignof({name}) == {align}, "layout of {name}");'
+        for name, (size, align) in LAYOUT.items()
+    )
+    return LANGUAGE % dict(
+        parameters=", ".join(VARIABLES), types="\n    ".join(types), layout=layout
+    )
 
 
 def refusals():
@@ -159,14 +230,17 @@ def refusals():
     kinds = ", ".join(f"class {name.upper()}" for _, name in split)
     given = ", ".join(f"{name.upper()} {name}" for _, name in split)
     values = ", ".join(f"({kind})1" for kind, _ in split)
-    return "".join(f"""
+    return "".join(
+        f"""
 template <{kinds}> constexpr __device__ auto taken_{k}(int, {given}) -> decltype((void)({call}), true) {{ return true; }}
 template <{kinds}> constexpr __device__ bool taken_{k}(long, {given}) {{ return false; }}
-static_assert(!taken_{k}(0, {values}), "{call}");""" for k, call in enumerate(REFUSED))
+static_assert(!taken_{k}(0, {values}), "{call}");"""
+        for k, call in enumerate(REFUSED)
+    )
 
 
 def test_nvrtc_and_the_host_compiler_agree_on_every_type():
-    kernel = ga.compile(language() + refusals())               # compiles for a GPU
+    kernel = ga.compile(language() + refusals())  # compiles for a GPU
     kernel.load("fast")
     kernel.load("checked")
 
@@ -187,7 +261,9 @@ DOWNWARD = """extern "C" __global__ void downward(bf16* to_bf16, fp16* to_fp16, 
 def test_each_bf16_and_fp16_becomes_the_right_float(device):
     patterns = torch.arange(65536).to(torch.uint16).view(torch.int16)
     bf16, fp16 = patterns.view(torch.bfloat16), patterns.view(torch.float16)
-    from_bf16, from_fp16, *_ = run(device, UPWARD, 256, 256, torch.zeros(65536), torch.zeros(65536), bf16, fp16)
+    from_bf16, from_fp16, *_ = run(
+        device, UPWARD, 256, 256, torch.zeros(65536), torch.zeros(65536), bf16, fp16
+    )
     same_bits(from_bf16, bf16.float())
     same_bits(from_fp16, fp16.float())
 
@@ -197,36 +273,98 @@ def test_floats_become_the_nearest_bf16_and_fp16(device, request):
     patterns = torch.arange(65536).to(torch.uint16).view(torch.int16)
     exact = torch.cat([patterns.view(t).float() for t in (torch.bfloat16, torch.float16)]).double()
     halfway = ((exact[:-1] + exact[1:]) / 2).float()
-    limits = torch.tensor([65504, 65519.996, 65520, 65535, 65536, 2.0**-25, 2.0**-24 * 1.5, 2.0**-14])
+    limits = torch.tensor(
+        [65504, 65519.996, 65520, 65535, 65536, 2.0**-25, 2.0**-24 * 1.5, 2.0**-14]
+    )
     near = torch.cat([exact.float(), halfway, limits])
-    edges = (near.view(torch.int32)[:, None] + torch.tensor([-1, 0, 1], dtype=torch.int32)).flatten()
-    count = 4_000_000 if "checked" not in request.node.name else 100_000           # the checks see each access: 20 times slower
-    bits = torch.randint(-2**31, 2**31, (count,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
-    x = torch.cat([edges[::1 if count > 100_000 else 7], bits]).view(torch.float32)
-    to_bf16, to_fp16, _ = run(device, DOWNWARD, -(-len(x) // 256), 256, x.bfloat16() * 0, x.half() * 0, x, len(x))
+    edges = (
+        near.view(torch.int32)[:, None] + torch.tensor([-1, 0, 1], dtype=torch.int32)
+    ).flatten()
+    count = (
+        4_000_000 if "checked" not in request.node.name else 100_000
+    )  # the checks see each access: 20 times slower
+    bits = torch.randint(-(2**31), 2**31, (count,), generator=torch.Generator().manual_seed(0)).to(
+        torch.int32
+    )
+    x = torch.cat([edges[:: 1 if count > 100_000 else 7], bits]).view(torch.float32)
+    to_bf16, to_fp16, _ = run(
+        device, DOWNWARD, -(-len(x) // 256), 256, x.bfloat16() * 0, x.half() * 0, x, len(x)
+    )
     same_bits(to_bf16, x.bfloat16())
     same_bits(to_fp16, x.half())
 
 
 # name -> (the same in Python, lowest and highest argument)
-MATH = {"acos": (math.acos, -1, 1), "acosh": (math.acosh, 1, 50), "asin": (math.asin, -1, 1), "asinh": (math.asinh, -50, 50),
-        "atan": (math.atan, -50, 50), "atanh": (math.atanh, -0.99, 0.99), "cbrt": (math.cbrt, -50, 50),
-        "ceil": (math.ceil, -50, 50), "cos": (math.cos, -50, 50), "cosh": (math.cosh, -20, 20), "erf": (math.erf, -3, 3),
-        "erfc": (math.erfc, -3, 5), "exp": (math.exp, -50, 50), "exp2": (math.exp2, -50, 50),
-        "exp10": (lambda x: 10.0**x, -20, 20), "expm1": (math.expm1, -2, 20), "fabs": (abs, -9, 9),
-        "floor": (math.floor, -50, 50), "lgamma": (math.lgamma, 3, 50), "log": (math.log, 1e-9, 0.9),
-        "log10": (math.log10, 1.1, 1e9), "log1p": (math.log1p, -0.9, 9), "log2": (math.log2, 1.1, 1e9),
-        "logb": (lambda x: math.frexp(x)[1] - 1, 0.01, 99), "nearbyint": (round, -50, 50), "rint": (round, -50, 50),
-        "round": (lambda x: math.copysign(math.floor(abs(x) + 0.5), x), -50, 50), "sin": (math.sin, -50, 50),
-        "sinh": (math.sinh, -20, 20), "sqrt": (math.sqrt, 0, 50), "tan": (math.tan, -1.5, 1.5), "tanh": (math.tanh, -9, 9),
-        "tgamma": (math.gamma, 0.1, 20), "trunc": (math.trunc, -50, 50), "rsqrt": (lambda x: 1 / math.sqrt(x), 1e-3, 50),
-        "rcbrt": (lambda x: 1 / math.cbrt(x), 1e-3, 50), "sinpi": (lambda x: math.sin(math.pi * x), -0.5, 0.5),
-        "cospi": (lambda x: math.cos(math.pi * x), -0.4, 0.4), "normcdf": (lambda x: math.erfc(-x / math.sqrt(2)) / 2, -5, 5)}
-MATH2 = {"atan2": (math.atan2, 0.1, 9), "copysign": (math.copysign, -9, 9), "fdim": (lambda x, y: max(x - y, 0.0), 0.5, 9),
-         "fmax": (max, -9, 9), "fmin": (min, -9, 9), "fmod": (math.fmod, 0.5, 9), "hypot": (math.hypot, -9, 9),
-         "pow": (math.pow, 0.1, 9), "remainder": (math.remainder, 0.5, 9), "nextafter": (None, -9, 9)}
-EXACT = {"ceil", "fabs", "floor", "logb", "nearbyint", "rint", "round", "sqrt", "trunc", "copysign", "fdim", "fmax", "fmin",
-         "fmod", "remainder"}
+MATH = {
+    "acos": (math.acos, -1, 1),
+    "acosh": (math.acosh, 1, 50),
+    "asin": (math.asin, -1, 1),
+    "asinh": (math.asinh, -50, 50),
+    "atan": (math.atan, -50, 50),
+    "atanh": (math.atanh, -0.99, 0.99),
+    "cbrt": (math.cbrt, -50, 50),
+    "ceil": (math.ceil, -50, 50),
+    "cos": (math.cos, -50, 50),
+    "cosh": (math.cosh, -20, 20),
+    "erf": (math.erf, -3, 3),
+    "erfc": (math.erfc, -3, 5),
+    "exp": (math.exp, -50, 50),
+    "exp2": (math.exp2, -50, 50),
+    "exp10": (lambda x: 10.0**x, -20, 20),
+    "expm1": (math.expm1, -2, 20),
+    "fabs": (abs, -9, 9),
+    "floor": (math.floor, -50, 50),
+    "lgamma": (math.lgamma, 3, 50),
+    "log": (math.log, 1e-9, 0.9),
+    "log10": (math.log10, 1.1, 1e9),
+    "log1p": (math.log1p, -0.9, 9),
+    "log2": (math.log2, 1.1, 1e9),
+    "logb": (lambda x: math.frexp(x)[1] - 1, 0.01, 99),
+    "nearbyint": (round, -50, 50),
+    "rint": (round, -50, 50),
+    "round": (lambda x: math.copysign(math.floor(abs(x) + 0.5), x), -50, 50),
+    "sin": (math.sin, -50, 50),
+    "sinh": (math.sinh, -20, 20),
+    "sqrt": (math.sqrt, 0, 50),
+    "tan": (math.tan, -1.5, 1.5),
+    "tanh": (math.tanh, -9, 9),
+    "tgamma": (math.gamma, 0.1, 20),
+    "trunc": (math.trunc, -50, 50),
+    "rsqrt": (lambda x: 1 / math.sqrt(x), 1e-3, 50),
+    "rcbrt": (lambda x: 1 / math.cbrt(x), 1e-3, 50),
+    "sinpi": (lambda x: math.sin(math.pi * x), -0.5, 0.5),
+    "cospi": (lambda x: math.cos(math.pi * x), -0.4, 0.4),
+    "normcdf": (lambda x: math.erfc(-x / math.sqrt(2)) / 2, -5, 5),
+}
+MATH2 = {
+    "atan2": (math.atan2, 0.1, 9),
+    "copysign": (math.copysign, -9, 9),
+    "fdim": (lambda x, y: max(x - y, 0.0), 0.5, 9),
+    "fmax": (max, -9, 9),
+    "fmin": (min, -9, 9),
+    "fmod": (math.fmod, 0.5, 9),
+    "hypot": (math.hypot, -9, 9),
+    "pow": (math.pow, 0.1, 9),
+    "remainder": (math.remainder, 0.5, 9),
+    "nextafter": (None, -9, 9),
+}
+EXACT = {
+    "ceil",
+    "fabs",
+    "floor",
+    "logb",
+    "nearbyint",
+    "rint",
+    "round",
+    "sqrt",
+    "trunc",
+    "copysign",
+    "fdim",
+    "fmax",
+    "fmin",
+    "fmod",
+    "remainder",
+}
 MATH_SOURCE = """
 extern "C" __global__ void mathematics(float* plain, float* suffixed, double* wide, const float* first, const float* second) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -236,17 +374,29 @@ extern "C" __global__ void mathematics(float* plain, float* suffixed, double* wi
     }
 }""" % "\n        ".join(
     f"case {k}: plain[i] = {name}({arguments}); suffixed[i] = {name}f({arguments}); wide[i] = {name}({doubles}); break;"
-    for k, (name, arguments, doubles) in enumerate([*((name, "x", "double(x)") for name in MATH),
-                                                    *((name, "x, y", "double(x), double(y)") for name in MATH2)]))
+    for k, (name, arguments, doubles) in enumerate(
+        [
+            *((name, "x", "double(x)") for name in MATH),
+            *((name, "x, y", "double(x), double(y)") for name in MATH2),
+        ]
+    )
+)
 
 
 def test_mathematics(device):
     """Each function as f(float), ff(float) and f(double), against Python's doubles, to 16 units in the last place at worst."""
     table, n = {**MATH, **MATH2}, 64
     draw = random.Random(0)
-    x, y = (torch.tensor([[draw.uniform(low, high) for _ in range(n)] for _, low, high in table.values()]) for _ in range(2))
+    x, y = (
+        torch.tensor(
+            [[draw.uniform(low, high) for _ in range(n)] for _, low, high in table.values()]
+        )
+        for _ in range(2)
+    )
     zeros = torch.zeros_like(x)
-    plain, suffixed, wide, *_ = run(device, MATH_SOURCE, len(table), n, zeros, zeros, zeros.double(), x, y)
+    plain, suffixed, wide, *_ = run(
+        device, MATH_SOURCE, len(table), n, zeros, zeros, zeros.double(), x, y
+    )
     same_bits(plain.flatten(), suffixed.flatten())
     for k, (name, (function, *_)) in enumerate(table.items()):
         if name == "nextafter":
@@ -254,10 +404,17 @@ def test_mathematics(device):
             same_bits(wide[k], torch.nextafter(x[k].double(), y[k].double()))
             continue
         pairs = zip(x[k].double().tolist(), y[k].double().tolist())
-        expected = torch.tensor([float(function(a, b) if name in MATH2 else function(a)) for a, b in pairs], dtype=torch.float64)
+        expected = torch.tensor(
+            [float(function(a, b) if name in MATH2 else function(a)) for a, b in pairs],
+            dtype=torch.float64,
+        )
         for got, unit in ((plain[k], 2.0**-23), (wide[k], 2.0**-52)):
-            error = ((got.double() - expected.to(got.dtype).double()).abs() / (expected.abs() + 2.0**-60)).max().item() / unit
-            assert error <= (0 if name in EXACT else 16), f"{name}: {error:.1f} units in the last place ({got.dtype})"
+            error = (
+                (got.double() - expected.to(got.dtype).double()).abs() / (expected.abs() + 2.0**-60)
+            ).max().item() / unit
+            assert error <= (0 if name in EXACT else 16), (
+                f"{name}: {error:.1f} units in the last place ({got.dtype})"
+            )
 
 
 QUICK = """extern "C" __global__ void quick(float* out, int* tests, const float* first, const float* second, int n) {
@@ -281,30 +438,73 @@ def test_fast_and_rounded_functions(device):
     special = [0.0, -0.0, 0.5, 1.0, -1.0, 2.5, math.inf, -math.inf, math.nan, 1e-40, -3e38]
     x = torch.tensor([draw.uniform(-3, 3) for _ in range(244)] + special)
     y = torch.tensor([draw.uniform(0.1, 4) for _ in range(244)] + special[::-1])
-    a, near = x.abs(), slice(0, 244)                           # `near`: where approximations promise something
+    a, near = x.abs(), slice(0, 244)  # `near`: where approximations promise something
     xd, yd = x.double(), y.double()
-    approximate = [x.exp(), a.log(), a.log2(), a.log10(), a ** y, x.sin(), x.cos(), x.tan(), x.tanh(), 10 ** x, x / y, x.sin(),
-                   x.cos()]
-    root = a.double().sqrt().float()                           # torch's own float sqrt is not always the nearest
-    exact = [torch.where(x > 0, x, 0.0).clamp(max=1).nan_to_num(0.0), x + y, x - y, x * y, x / y, 1 / y, root,
-             (xd * yd + xd).float(), (xd * yd + yd).float(), x, x, x * 8, a, torch.fmin(x, y), torch.fmax(x, y), torch.fmax(x, y)]
+    approximate = [
+        x.exp(),
+        a.log(),
+        a.log2(),
+        a.log10(),
+        a**y,
+        x.sin(),
+        x.cos(),
+        x.tan(),
+        x.tanh(),
+        10**x,
+        x / y,
+        x.sin(),
+        x.cos(),
+    ]
+    root = a.double().sqrt().float()  # torch's own float sqrt is not always the nearest
+    exact = [
+        torch.where(x > 0, x, 0.0).clamp(max=1).nan_to_num(0.0),
+        x + y,
+        x - y,
+        x * y,
+        x / y,
+        1 / y,
+        root,
+        (xd * yd + xd).float(),
+        (xd * yd + yd).float(),
+        x,
+        x,
+        x * 8,
+        a,
+        torch.fmin(x, y),
+        torch.fmax(x, y),
+        torch.fmax(x, y),
+    ]
     count = len(approximate) + len(exact)
     zeros = torch.zeros(count, len(x))
-    out, tests, *_ = run(device, QUICK % dict(count=count), 1, len(x), zeros, zeros[0].int(), x, y, len(x))
+    out, tests, *_ = run(
+        device, QUICK % dict(count=count), 1, len(x), zeros, zeros[0].int(), x, y, len(x)
+    )
     for k, expected in enumerate(approximate):
         error = (out[k][near] - expected[near]).abs() / (1 + expected[near].abs())
-        limit = 1e-4 if k == 7 else 1e-5                       # __tanf is a quotient: poor where the cosine is small
+        limit = 1e-4 if k == 7 else 1e-5  # __tanf is a quotient: poor where the cosine is small
         assert error.max() < limit, f"approximate function {k}: {error.max():.2g}"
-    finite = (x.isfinite() & y.isfinite())
+    finite = x.isfinite() & y.isfinite()
     for k, expected in enumerate(exact, len(approximate)):
-        fused = k - len(approximate) in (7, 8)                 # doubles tell what a fused operation gives, within limits
+        fused = k - len(approximate) in (
+            7,
+            8,
+        )  # doubles tell what a fused operation gives, within limits
         keep = finite & (a < 1e9) & (y.abs() < 1e9) & (a > 1e-9) if fused else slice(None)
-        both = (expected[keep] == 0) & (out[k][keep] == 0)     # the sign of a zero is min's and max's own affair
+        both = (expected[keep] == 0) & (
+            out[k][keep] == 0
+        )  # the sign of a zero is min's and max's own affair
         same_bits(torch.where(both, 0.0, out[k][keep]), torch.where(both, 0.0, expected[keep]))
-    assert torch.equal(tests, x.isnan().int() * 17 | x.isinf().int() * 2 | x.isfinite().int() * 4 | torch.signbit(x).int() * 8)
+    assert torch.equal(
+        tests,
+        x.isnan().int() * 17
+        | x.isinf().int() * 2
+        | x.isfinite().int() * 4
+        | torch.signbit(x).int() * 8,
+    )
 
 
 # ---- bits and conversions --------------------------------------------------------------------------------------------
+
 
 def signed(value, bits):
     return (value + 2 ** (bits - 1)) % 2**bits - 2 ** (bits - 1)
@@ -347,39 +547,65 @@ BITS = {
     "__ffsll(wide)": lambda x, y, s: ((y << 32 | x) & -(y << 32 | x)).bit_length(),
     "__brevll(wide)": lambda x, y, s: int(f"{y << 32 | x:064b}"[::-1], 2),
     "__umul64hi(wide, other)": lambda x, y, s: (y << 32 | x) * (x << 32 | s) >> 64,
-    "__mul64hi(wide, other)": lambda x, y, s: signed(y << 32 | x, 64) * signed(x << 32 | s, 64) >> 64,
-    "__float_as_uint(__uint_as_float(x))": lambda x, y, s: x if x & 0x7fffffff <= 0x7f800000 else x | 0x400000,
-    "__double_as_longlong(__hiloint2double(int(y & 0x7fefffff), int(x)))": lambda x, y, s: (y & 0x7fefffff) << 32 | x,
-    "__double2hiint(__longlong_as_double(wide & ~(2047ull << 52)))": lambda x, y, s: signed(y & ~(2047 << 20), 32)}
+    "__mul64hi(wide, other)": lambda x, y, s: (
+        signed(y << 32 | x, 64) * signed(x << 32 | s, 64) >> 64
+    ),
+    "__float_as_uint(__uint_as_float(x))": lambda x, y, s: (
+        x if x & 0x7FFFFFFF <= 0x7F800000 else x | 0x400000
+    ),
+    "__double_as_longlong(__hiloint2double(int(y & 0x7fefffff), int(x)))": lambda x, y, s: (
+        (y & 0x7FEFFFFF) << 32 | x
+    ),
+    "__double2hiint(__longlong_as_double(wide & ~(2047ull << 52)))": lambda x, y, s: signed(
+        y & ~(2047 << 20), 32
+    ),
+}
 BITS_SOURCE = """extern "C" __global__ void bits(unsigned long long* out, const unsigned* numbers, int n) {
     int i = threadIdx.x;
     unsigned x = numbers[i], y = numbers[n + i], s = numbers[2 * n + i];
     unsigned long long wide = (unsigned long long)y << 32 | x, other = (unsigned long long)x << 32 | s;
     %s
-}""" % "\n    ".join(f"out[{k} * n + i] = (unsigned long long)({call});" for k, call in enumerate(BITS))
+}""" % "\n    ".join(
+    f"out[{k} * n + i] = (unsigned long long)({call});" for k, call in enumerate(BITS)
+)
 
 
 def test_bits(device):
     draw = random.Random(2)
-    edges = [0, 1, 2, 31, 32, 33, 0x7fffffff, 0x80000000, FULL, 0x800000, 0xff]
+    edges = [0, 1, 2, 31, 32, 33, 0x7FFFFFFF, 0x80000000, FULL, 0x800000, 0xFF]
     triples = [(x, y, s) for x in edges for y in edges for s in edges][::3]
     triples += [tuple(draw.getrandbits(32) for _ in range(3)) for _ in range(500)]
     n = len(triples)
     numbers = torch.from_numpy(np.array(triples, dtype=np.uint32).T.copy().view(np.int32))
-    out, *_ = run(device, BITS_SOURCE, 1, n, torch.zeros(len(BITS), n, dtype=torch.int64), numbers, n)
+    out, *_ = run(
+        device, BITS_SOURCE, 1, n, torch.zeros(len(BITS), n, dtype=torch.int64), numbers, n
+    )
     for k, (call, model) in enumerate(BITS.items()):
         for got, triple in zip(out[k].tolist(), triples):
-            if "as_float(x)" in call:                          # a signalling NaN may become a quiet one on the way
-                got |= 0x400000 if got & 0x7fffffff > 0x7f800000 else 0
-            assert got == signed(model(*triple), 64), f"{call} of {[hex(v) for v in triple]}: {got:#x}"
+            if "as_float(x)" in call:  # a signalling NaN may become a quiet one on the way
+                got |= 0x400000 if got & 0x7FFFFFFF > 0x7F800000 else 0
+            assert got == signed(model(*triple), 64), (
+                f"{call} of {[hex(v) for v in triple]}: {got:#x}"
+            )
 
 
-MODES, INTEGERS = ("rn", "rz", "ru", "rd"), {"int": (True, 32), "uint": (False, 32), "ll": (True, 64), "ull": (False, 64)}
-TO_INTEGER = {f"__{source}2{target}_{mode}": (source, target, mode)
-              for source in ("float", "double") for target in INTEGERS for mode in MODES}
-FROM_INTEGER = {f"__{source}2{target}_{mode}": (source, target, mode)
-                for target in ("float", "double") for source in INTEGERS for mode in MODES
-                if target == "float" or source in ("ll", "ull")}
+MODES, INTEGERS = (
+    ("rn", "rz", "ru", "rd"),
+    {"int": (True, 32), "uint": (False, 32), "ll": (True, 64), "ull": (False, 64)},
+)
+TO_INTEGER = {
+    f"__{source}2{target}_{mode}": (source, target, mode)
+    for source in ("float", "double")
+    for target in INTEGERS
+    for mode in MODES
+}
+FROM_INTEGER = {
+    f"__{source}2{target}_{mode}": (source, target, mode)
+    for target in ("float", "double")
+    for source in INTEGERS
+    for mode in MODES
+    if target == "float" or source in ("ll", "ull")
+}
 ROUND = {"rn": round, "rz": math.trunc, "ru": math.ceil, "rd": math.floor}
 CONVERT = """
 extern "C" __global__ void convert(long long* whole, double* real, float* narrow, const double* x, const long long* w, int n) {
@@ -389,16 +615,25 @@ extern "C" __global__ void convert(long long* whole, double* real, float* narrow
     long long as_ll = w[i]; unsigned long long as_ull = as_ll; unsigned as_uint = (unsigned)as_ll; int as_int = (int)as_uint;
     %s
 }""" % "\n    ".join(
-    [f"whole[{k} * n + i] = (long long){name}(as_{source});" for k, (name, (source, *_)) in enumerate(TO_INTEGER.items())]
-    + [f"real[{k} * n + i] = {name}(as_{source});" for k, (name, (source, *_)) in enumerate(FROM_INTEGER.items())]
-    + [f"narrow[{k} * n + i] = __double2float_{mode}(as_double);" for k, mode in enumerate(MODES)])
+    [
+        f"whole[{k} * n + i] = (long long){name}(as_{source});"
+        for k, (name, (source, *_)) in enumerate(TO_INTEGER.items())
+    ]
+    + [
+        f"real[{k} * n + i] = {name}(as_{source});"
+        for k, (name, (source, *_)) in enumerate(FROM_INTEGER.items())
+    ]
+    + [f"narrow[{k} * n + i] = __double2float_{mode}(as_double);" for k, mode in enumerate(MODES)]
+)
 
 
 def rounded(exact, mode, kind):
     """A number of Python's as `kind`: the nearest, or its neighbour where that lies on the wrong side."""
     with np.errstate(over="ignore"):
         near = np.array(exact).astype(kind)[()]
-        side = {"ru": math.inf, "rd": -math.inf, "rz": math.inf if exact < 0 else -math.inf}.get(mode)
+        side = {"ru": math.inf, "rd": -math.inf, "rz": math.inf if exact < 0 else -math.inf}.get(
+            mode
+        )
         if side and float(near) != exact and (float(near) < exact) == (side > 0):
             near = np.nextafter(near, kind(side))
     return float(near)
@@ -407,24 +642,73 @@ def rounded(exact, mode, kind):
 def test_conversions(device):
     """To integers: each rounding, held at the limits, NaN as the PTX manual says. To narrower types: each rounding."""
     draw = random.Random(3)
-    edges = [0.0, 0.5, 1.5, 2.5, 1e-300, 2.0**31, 2.0**31 - 0.5, 2.0**31 - 1, 2.0**32 - 0.5, 2.0**32, 2.0**63, 2.0**64, 
-             2.0**53 + 2, 1e30, 3.4028235e38, 3.40282350e38 * (1 + 2.0**-30), 1.0 + 2.0**-24, 1 + 2.0**-40, math.inf, math.nan]
-    x = [sign * v for v in edges for sign in (1, -1)] + [draw.uniform(-1, 1) * 10.0 ** draw.randint(-3, 22) for _ in range(470)]
-    w = [0, 1, -1, 2**24 + 1, 2**24 + 3, -2**24 - 1, 2**53 + 1, -2**53 - 1, 2**63 - 1, -2**63, 2**31 - 1, -2**31, 2**32 - 1]
+    edges = [
+        0.0,
+        0.5,
+        1.5,
+        2.5,
+        1e-300,
+        2.0**31,
+        2.0**31 - 0.5,
+        2.0**31 - 1,
+        2.0**32 - 0.5,
+        2.0**32,
+        2.0**63,
+        2.0**64,
+        2.0**53 + 2,
+        1e30,
+        3.4028235e38,
+        3.40282350e38 * (1 + 2.0**-30),
+        1.0 + 2.0**-24,
+        1 + 2.0**-40,
+        math.inf,
+        math.nan,
+    ]
+    x = [sign * v for v in edges for sign in (1, -1)] + [
+        draw.uniform(-1, 1) * 10.0 ** draw.randint(-3, 22) for _ in range(470)
+    ]
+    w = [
+        0,
+        1,
+        -1,
+        2**24 + 1,
+        2**24 + 3,
+        -(2**24) - 1,
+        2**53 + 1,
+        -(2**53) - 1,
+        2**63 - 1,
+        -(2**63),
+        2**31 - 1,
+        -(2**31),
+        2**32 - 1,
+    ]
     w += [signed(draw.getrandbits(64) >> draw.randint(0, 50), 64) for _ in range(len(x) - len(w))]
     n = len(x)
-    whole, real = torch.zeros(len(TO_INTEGER), n, dtype=torch.int64), torch.zeros(len(FROM_INTEGER), n, dtype=torch.float64)
+    whole, real = (
+        torch.zeros(len(TO_INTEGER), n, dtype=torch.int64),
+        torch.zeros(len(FROM_INTEGER), n, dtype=torch.float64),
+    )
     numbers = torch.tensor(x, dtype=torch.float64), torch.tensor(w)
-    whole, real, narrow, *_ = run(device, CONVERT, -(-n // 256), 256, whole, real, torch.zeros(4, n), *numbers, n)
+    whole, real, narrow, *_ = run(
+        device, CONVERT, -(-n // 256), 256, whole, real, torch.zeros(4, n), *numbers, n
+    )
     for k, (name, (source, target, mode)) in enumerate(TO_INTEGER.items()):
         has_sign, bits = INTEGERS[target]
-        low, high = (-2 ** (bits - 1), 2 ** (bits - 1) - 1) if has_sign else (0, 2**bits - 1)
+        low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if has_sign else (0, 2**bits - 1)
         for got, value in zip(whole[k].tolist(), x):
             value = float(np.float32(value)) if source == "float" else value
             if math.isnan(value):
                 expected = 0 if source == "float" and bits == 32 else 2 ** (bits - 1)
             else:
-                expected = max(low, min(high, ROUND[mode](value) if math.isfinite(value) else int(math.copysign(2**65, value))))
+                expected = max(
+                    low,
+                    min(
+                        high,
+                        ROUND[mode](value)
+                        if math.isfinite(value)
+                        else int(math.copysign(2**65, value)),
+                    ),
+                )
             assert (got - expected) % 2**bits == 0, f"{name}({value!r}): {got}, expected {expected}"
     for k, (name, (source, target, mode)) in enumerate(FROM_INTEGER.items()):
         has_sign, bits = INTEGERS[source]
@@ -436,12 +720,14 @@ def test_conversions(device):
         for got, value in zip(narrow[k].tolist(), x):
             expected = rounded(value, mode, np.float32)
             both_nan = math.isnan(got) and math.isnan(value)
-            assert got == expected or both_nan, f"__double2float_{mode}({value!r}): {got!r}, expected {expected!r}"
+            assert got == expected or both_nan, (
+                f"__double2float_{mode}({value!r}): {got!r}, expected {expected!r}"
+            )
 
 
 # ---- warps -----------------------------------------------------------------------------------------------------------
 
-ARGUMENTS = 36                     # a shuffle's argument, 0 to 35: the hardware reads five bits of a distance
+ARGUMENTS = 36  # a shuffle's argument, 0 to 35: the hardware reads five bits of a distance
 SHUFFLES = """extern "C" __global__ void shuffles(int* out, long long* typed, double* real) {
     int t = threadIdx.x, n = blockDim.x;
     unsigned mask = t < 64 ? ~0u : 0xffu;
@@ -479,12 +765,40 @@ def test_shuffles(device):
     out = torch.full((6, ARGUMENTS, 4, n), -1, dtype=torch.int32)
     typed, real = torch.zeros(5, n, dtype=torch.int64), torch.zeros(2, n, dtype=torch.float64)
     out, typed, real = run(device, SHUFFLES % dict(arguments=ARGUMENTS), 1, n, out, typed, real)
-    expected = torch.tensor([[[[-1 if t >= 64 and w > 3 else t // 32 * 32 + lane_read(kind, t % 32, a, 1 << w) for t in range(n)]
-                               for kind in ("idx", "up", "down", "xor")] for a in range(ARGUMENTS)] for w in range(6)]).int()
+    expected = torch.tensor(
+        [
+            [
+                [
+                    [
+                        -1
+                        if t >= 64 and w > 3
+                        else t // 32 * 32 + lane_read(kind, t % 32, a, 1 << w)
+                        for t in range(n)
+                    ]
+                    for kind in ("idx", "up", "down", "xor")
+                ]
+                for a in range(ARGUMENTS)
+            ]
+            for w in range(6)
+        ]
+    ).int()
     wrong = (out != expected).nonzero()
-    assert not len(wrong), f"(log2 of width, argument, kind, thread) = {wrong[0].tolist()}: {out[tuple(wrong[0])]}"
+    assert not len(wrong), (
+        f"(log2 of width, argument, kind, thread) = {wrong[0].tolist()}: {out[tuple(wrong[0])]}"
+    )
     o = torch.arange(n) ^ 5
-    same_bits(typed, torch.stack([1000000007 * o - 2**40, o + (18000000000000000000 - 2**64), 4000000000 + o, -5 - o, o << 33]))
+    same_bits(
+        typed,
+        torch.stack(
+            [
+                1000000007 * o - 2**40,
+                o + (18000000000000000000 - 2**64),
+                4000000000 + o,
+                -5 - o,
+                o << 33,
+            ]
+        ),
+    )
     same_bits(real, torch.stack([o.double() + 1 / 3, (o.float() + torch.tensor(0.1)).double()]))
 
 
@@ -526,34 +840,73 @@ def vote_model(lanes, values):
 
     def matching(keys, lane):
         return sum(1 << other for other, key in zip(lanes, keys) if key == keys[lanes.index(lane)])
+
     quotients, odd = [int(v / 1000) for v in values], [v % 2 for v in values]
-    rest = {k: [int(math.fmod(v, k)) for v in values] for k in (2, 3, 5)}          # C's %, which keeps the sign
-    bitwise = reduce(int.__and__, unsigned) | 1, reduce(int.__or__, unsigned), reduce(int.__xor__, unsigned)
+    rest = {
+        k: [int(math.fmod(v, k)) for v in values] for k in (2, 3, 5)
+    }  # C's %, which keeps the sign
+    bitwise = (
+        reduce(int.__and__, unsigned) | 1,
+        reduce(int.__or__, unsigned),
+        reduce(int.__xor__, unsigned),
+    )
     one, same = len(set(quotients)) == 1, len(set(unsigned)) == 1
     ballot = sum(1 << lane for lane, v in zip(lanes, unsigned) if v & 4)
     common = [ballot, any(v > 95 for v in values), all(v > -60 for v in values)]
-    totals = [mask * one, one, mask * same, same, sum(values), min(values), max(values), sum(v * 100000007 for v in unsigned),
-              min(unsigned), max(unsigned), *bitwise, values[0], values[-1]]
+    totals = [
+        mask * one,
+        one,
+        mask * same,
+        same,
+        sum(values),
+        min(values),
+        max(values),
+        sum(v * 100000007 for v in unsigned),
+        min(unsigned),
+        max(unsigned),
+        *bitwise,
+        values[0],
+        values[-1],
+    ]
     keys = rest[3], odd, rest[5], rest[2]
-    return {lane: [signed(int(r), 32) for r in (*common, *(matching(k, lane) for k in keys), *totals)] for lane in lanes}
+    return {
+        lane: [signed(int(r), 32) for r in (*common, *(matching(k, lane) for k in keys), *totals)]
+        for lane in lanes
+    }
 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_votes_matches_and_reductions_with_partial_masks(device, seed):
     """Each warp falls apart into up to three groups that go different ways; a fourth leaves at once."""
     draw, n, count = random.Random(seed), 4 * 80, 22
-    groups, values = [draw.choice([0, 1, 2, 3]) for _ in range(n)], [draw.choice([7, draw.randint(-60, 100)]) for _ in range(n)]
+    groups, values = (
+        [draw.choice([0, 1, 2, 3]) for _ in range(n)],
+        [draw.choice([7, draw.randint(-60, 100)]) for _ in range(n)],
+    )
     if seed:
-        groups, values = [1 + t % 3 // 2 for t in range(n)], [7 if t % 80 < 32 else 0 for t in range(n)]
+        groups, values = (
+            [1 + t % 3 // 2 for t in range(n)],
+            [7 if t % 80 < 32 else 0 for t in range(n)],
+        )
     warp = [(t // 80, t % 80 // 32) for t in range(n)]
-    members = {t: [u for u in range(n) if warp[u] == warp[t] and groups[u] == groups[t]] for t in range(n)}
+    members = {
+        t: [u for u in range(n) if warp[u] == warp[t] and groups[u] == groups[t]] for t in range(n)
+    }
     masks = [signed(sum(1 << u % 80 % 32 for u in members[t]), 32) for t in range(n)]
     inputs = [torch.tensor(v, dtype=torch.int32) for v in (masks, values, groups)]
-    out, *_ = run(device, VOTES.replace("COUNT", str(count)), 4, 80, torch.zeros(count, n).int(), *inputs, n)
+    out, *_ = run(
+        device, VOTES.replace("COUNT", str(count)), 4, 80, torch.zeros(count, n).int(), *inputs, n
+    )
     for t in range(n):
-        final = [values[u] + (1 if groups[u] > 1 else 0) for u in members[t]]          # of the last round
-        expected = vote_model([u % 80 % 32 for u in members[t]], final)[t % 80 % 32] if groups[t] else [0] * count
-        assert out[:, t].tolist() == expected, f"thread {t}, group {groups[t]}, mask {masks[t] & FULL:#x}"
+        final = [values[u] + (1 if groups[u] > 1 else 0) for u in members[t]]  # of the last round
+        expected = (
+            vote_model([u % 80 % 32 for u in members[t]], final)[t % 80 % 32]
+            if groups[t]
+            else [0] * count
+        )
+        assert out[:, t].tolist() == expected, (
+            f"thread {t}, group {groups[t]}, mask {masks[t] & FULL:#x}"
+        )
 
 
 # ---- blocks: barriers and shared memory ------------------------------------------------------------------------------
@@ -590,14 +943,39 @@ extern "C" __global__ void barriers(int* out, unsigned* active, int n) {
 
 def test_barriers_and_shared_memory(device):
     for n in (64, 50, 33, 1):
-        out, active = run(device, BARRIERS, 5, (16, 4), torch.zeros(5, 64, 12).int(), torch.zeros(5, 64).int(), n, shared=256)
+        out, active = run(
+            device,
+            BARRIERS,
+            5,
+            (16, 4),
+            torch.zeros(5, 64, 12).int(),
+            torch.zeros(5, 64).int(),
+            n,
+            shared=256,
+        )
         for b in range(5):
             for t in range(n):
                 u = n - 1 - t
-                expected = [b, u * u, u + 1, u, 3 * u, b, u + b, t, sum(v % 3 == b for v in range(n)), n <= 40, b < n, 2]
+                expected = [
+                    b,
+                    u * u,
+                    u + 1,
+                    u,
+                    3 * u,
+                    b,
+                    u + b,
+                    t,
+                    sum(v % 3 == b for v in range(n)),
+                    n <= 40,
+                    b < n,
+                    2,
+                ]
                 assert out[b, t].tolist() == expected, f"n = {n}, thread {t} of block {b}"
-            if device == "cpu":                                # on a GPU: who runs together just now
-                assert [a & FULL for a in active[b, :n].tolist()] == [(1 << min(32, n - t // 32 * 32)) - 1 for t in range(n)]
+            if device == "cpu":  # on a GPU: who runs together just now
+                assert [a & FULL for a in active[b, :n].tolist()] == [
+                    (1 << min(32, n - t // 32 * 32)) - 1 for t in range(n)
+                ]
+
 
 TEMPLATE = """
 template <int N> __device__ int* scratch() { __shared__ int buffer[N]; return buffer; }
@@ -611,7 +989,7 @@ extern "C" __global__ void instances(int* out) {               // each instance 
 
 
 def test_shared_memory_of_a_template(device):
-    out, = run(device, TEMPLATE, 3, 64, torch.zeros(3, 64).int())
+    (out,) = run(device, TEMPLATE, 3, 64, torch.zeros(3, 64).int())
     assert out.tolist() == [[1000 * b + 5 * (63 - t) for t in range(64)] for b in range(3)]
 
 
@@ -648,17 +1026,42 @@ def test_atomics_from_many_blocks(device, request):
     n, draw = 64 * 256 if "checked" not in request.node.name else 1024, random.Random(4)
     v = [draw.randint(-500, 500) for _ in range(n)]
     i = torch.tensor([0, 0, 0, 1000, -1000, -1, 0, 0, 0, 0], dtype=torch.int32)
-    u = torch.tensor([0, 0, -1, 0, 0, 5000, 0], dtype=torch.int32)        # 5000: atomicDec begins out of its range
-    l, w = torch.tensor([2**62, -2**62, -1, 0, 0]), torch.tensor([0, -1, 0, 0, 0])
+    u = torch.tensor(
+        [0, 0, -1, 0, 0, 5000, 0], dtype=torch.int32
+    )  # 5000: atomicDec begins out of its range
+    l, w = torch.tensor([2**62, -(2**62), -1, 0, 0]), torch.tensor([0, -1, 0, 0, 0])
     old = torch.zeros(n, dtype=torch.int32)
-    i, u, l, w, f, d, s, old, taken, _ = run(device, ATOMICS, n // 256, 256, i, u, l, w, torch.zeros(2), torch.zeros(1).double(),
-                                             torch.zeros(4).short(), old, old, torch.tensor(v, dtype=torch.int32))
-    xor, xor_u, xor_l = (reduce(int.__xor__, part) for part in (v, [x * 77 % 2**32 for x in v], [x << 20 for x in v]))
+    i, u, l, w, f, d, s, old, taken, _ = run(
+        device,
+        ATOMICS,
+        n // 256,
+        256,
+        i,
+        u,
+        l,
+        w,
+        torch.zeros(2),
+        torch.zeros(1).double(),
+        torch.zeros(4).short(),
+        old,
+        old,
+        torch.tensor(v, dtype=torch.int32),
+    )
+    xor, xor_u, xor_l = (
+        reduce(int.__xor__, part) for part in (v, [x * 77 % 2**32 for x in v], [x << 20 for x in v])
+    )
     unsigned, wide = [x % 2**32 for x in v], [x % 2**64 for x in v]
-    assert sorted(old.tolist()) == list(range(n))              # each old value was seen once
-    assert sorted([*taken.tolist(), i[8].item()]) == list(range(n + 1))       # nothing exchanged was lost
-    assert i[:8].tolist() == [n, sum(v), -sum(v), min(v), max(v), 0, 2**31 - 1, xor] and i[9] == 3 * n
-    assert u.tolist() == [signed(x, 32) for x in (sum(v), -sum(v), min(unsigned), max(unsigned), n % 1000, -n % 1000, xor_u)]
+    assert sorted(old.tolist()) == list(range(n))  # each old value was seen once
+    assert sorted([*taken.tolist(), i[8].item()]) == list(
+        range(n + 1)
+    )  # nothing exchanged was lost
+    assert (
+        i[:8].tolist() == [n, sum(v), -sum(v), min(v), max(v), 0, 2**31 - 1, xor] and i[9] == 3 * n
+    )
+    assert u.tolist() == [
+        signed(x, 32)
+        for x in (sum(v), -sum(v), min(unsigned), max(unsigned), n % 1000, -n % 1000, xor_u)
+    ]
     assert l.tolist() == [min(v) << 33, max(v) << 33, 0, -1, xor_l]
     assert w.tolist() == [signed(x, 64) for x in (sum(v) << 33, min(wide), max(wide), 5, sum(v))]
     assert f.tolist() == [sum(x & 15 for x in v), 2.5] and d.item() == sum(v) * 0.25
@@ -682,23 +1085,35 @@ extern "C" __global__ void chosen(int* out, const int* a, const int* b, int n, i
 
 def test_an_element_of_the_one_or_the_other(device):
     """g++'s sanitizers compute a part of the index in one half only."""
-    a, b, out = (torch.randint(0, 1000, (n,), generator=torch.Generator().manual_seed(n), dtype=torch.int32) for n in (16, 17, 128))
+    a, b, out = (
+        torch.randint(0, 1000, (n,), generator=torch.Generator().manual_seed(n), dtype=torch.int32)
+        for n in (16, 17, 128)
+    )
     got = run(device, CHOSEN, 1, 32, out, a, b, 7, 3)[0]
     a, b = a.tolist(), b.tolist()
     for t in range(32):
         i, one = t % 16, a if t < 16 else b
-        want = [one[i % 7], (a if t < 16 or i > 3 else b)[(1 << i % 4) % 7], 100 + t - i + i // 3, (one[i % 7] if i % 2 else 7) + one[i % 7]]
-        assert got[4 * t:4 * t + 4].tolist() == want, t
+        want = [
+            one[i % 7],
+            (a if t < 16 or i > 3 else b)[(1 << i % 4) % 7],
+            100 + t - i + i // 3,
+            (one[i % 7] if i % 2 else 7) + one[i % 7],
+        ]
+        assert got[4 * t : 4 * t + 4].tolist() == want, t
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
+
 
 def test_printf_prints(fast, capsys):
     source = """extern "C" __global__ void talk(const float* x) {
         if (threadIdx.x < 2) printf("thread %u: %.2f %s %lld%%\\n", threadIdx.x, x[threadIdx.x], "of", 1ll << 40);
     }"""
     run("cpu", source, 1, 8, torch.arange(8.0) / 4)
-    assert capsys.readouterr().out == "thread 0: 0.00 of 1099511627776%\nthread 1: 0.25 of 1099511627776%\n"
+    assert (
+        capsys.readouterr().out
+        == "thread 0: 0.00 of 1099511627776%\nthread 1: 0.25 of 1099511627776%\n"
+    )
 
 
 @pytest.mark.parametrize("checked", [False, True])
@@ -716,11 +1131,16 @@ extern "C" __global__ void stops(int* x, int how) {
 }"""
     with ga.use_backend("simt"), ga.checked(checked):
         kernel, x = ga.compile(source), torch.arange(16).int()
-        for how, text, line, thread in ((1, "__trap()", 7, 3), (2, "assert(x[threadIdx.x] < 8 || how == 0)", 8, 8)):
+        for how, text, line, thread in (
+            (1, "__trap()", 7, 3),
+            (2, "assert(x[threadIdx.x] < 8 || how == 0)", 8, 8),
+        ):
             with pytest.raises(ga.KernelError) as error:
                 kernel[1, 16](x.clone(), how)
-            report, = error.value.reports
-            assert (report.kind, report.line, report.thread) == ("trap", line, (thread, 0, 0)), str(error.value)
+            (report,) = error.value.reports
+            assert (report.kind, report.line, report.thread) == ("trap", line, (thread, 0, 0)), str(
+                error.value
+            )
             assert text in report.message
         kernel[1, 16](x, 0)
         assert (x == 5).all()
@@ -735,12 +1155,15 @@ def test_a_shuffle_of_odd_width_says_so(fast):
 
 @pytest.mark.parametrize("word", ["asm", "asm volatile", "__asm__", "__asm"])
 def test_inline_ptx_is_named_by_the_compiler(fast, word):
-    source = """extern "C" __global__ void lane(unsigned* x) {
+    source = (
+        """extern "C" __global__ void lane(unsigned* x) {
         unsigned y = 0;
         #ifdef __SIMT_CPU__
         %s("mov.u32 %%0, %%%%laneid;" : "=r"(y));
         #endif
         x[threadIdx.x] = y;
-    }""" % word
+    }"""
+        % word
+    )
     with pytest.raises(ga.CompileError, match="inline PTX"):
         run("cpu", source, 1, 32, torch.zeros(32).int())

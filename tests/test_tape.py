@@ -1,4 +1,5 @@
 """A tape repeats what a CUDA graph would repeat: operations on the same memory, numbers as they were, and none of Python's work."""
+
 import gc
 import weakref
 
@@ -34,12 +35,18 @@ def follows(fn, *inputs, times=3, equal=torch.equal):
             t.copy_(torch.randn(t.shape) if t.is_floating_point() else torch.randint(0, 5, t.shape))
         want = fn(*[t.clone() for t in mine])
         tape.replay()
-        for got, wanted in zip(result if isinstance(result, (tuple, list)) else [result], want if isinstance(want, (tuple, list)) else [want]):
-            assert got.shape == wanted.shape and equal(got, wanted), f"replay {k}: {got} is not {wanted}"
+        for got, wanted in zip(
+            result if isinstance(result, (tuple, list)) else [result],
+            want if isinstance(want, (tuple, list)) else [want],
+        ):
+            assert got.shape == wanted.shape and equal(got, wanted), (
+                f"replay {k}: {got} is not {wanted}"
+            )
     return tape
 
 
 # ---- the same memory ------------------------------------------------------------------------------------------------
+
 
 def test_recording_runs_the_function_and_a_replay_repeats_it_on_the_same_memory():
     x = torch.ones(3)
@@ -67,10 +74,11 @@ def test_views_lead_to_the_memory_that_they_are_views_of():
     base = torch.zeros(4, 4)
 
     def fn():
-        base[1:3].add_(1)                      # a slice
-        base.t()[0].fill_(7)                   # a column
-        base.view(-1)[::5].mul_(2)             # the diagonal
+        base[1:3].add_(1)  # a slice
+        base.t()[0].fill_(7)  # a column
+        base.view(-1)[::5].mul_(2)  # the diagonal
         return base[2]
+
     tape, row = taped(fn)
     want = torch.zeros(4, 4)
     for k in range(3):
@@ -92,12 +100,24 @@ def test_a_view_of_a_result_follows_the_result():
 
 
 RESULTS = {
-    "given memory": lambda x: torch.add(x, 1, out=torch.empty(5, 5)), "two": lambda x: x.sort(dim=1), "named": lambda x: torch.max(x, dim=0),
-    "column-major": torch.linalg.qr, "views": lambda x: x.split(2), "joined": lambda x: torch.cat([x, x.t()]), "product": lambda x: x @ x.t(),
-    "composite": lambda x: F.layer_norm(x, (5,)), "another layout": lambda x: x.cumsum(0).t().contiguous(), "another dtype": lambda x: x.double(),
-    "chosen": lambda x: torch.where(x > 0, x, -x), "indexed": lambda x: x.clone().index_put_((torch.tensor([0, 2]),), x[0]),
-    "expanded": lambda x: x.expand(3, 5, 5).sum(0), "scattered": lambda x: torch.zeros(5).index_add_(0, torch.tensor([1, 1, 3]), x[0, :3]),
-    "two numbers": torch.var_mean, "the input": lambda x: x.contiguous(), "nothing": lambda x: x[:0] + 1}
+    "given memory": lambda x: torch.add(x, 1, out=torch.empty(5, 5)),
+    "two": lambda x: x.sort(dim=1),
+    "named": lambda x: torch.max(x, dim=0),
+    "column-major": torch.linalg.qr,
+    "views": lambda x: x.split(2),
+    "joined": lambda x: torch.cat([x, x.t()]),
+    "product": lambda x: x @ x.t(),
+    "composite": lambda x: F.layer_norm(x, (5,)),
+    "another layout": lambda x: x.cumsum(0).t().contiguous(),
+    "another dtype": lambda x: x.double(),
+    "chosen": lambda x: torch.where(x > 0, x, -x),
+    "indexed": lambda x: x.clone().index_put_((torch.tensor([0, 2]),), x[0]),
+    "expanded": lambda x: x.expand(3, 5, 5).sum(0),
+    "scattered": lambda x: torch.zeros(5).index_add_(0, torch.tensor([1, 1, 3]), x[0, :3]),
+    "two numbers": torch.var_mean,
+    "the input": lambda x: x.contiguous(),
+    "nothing": lambda x: x[:0] + 1,
+}
 
 
 @pytest.mark.parametrize("kind", RESULTS)
@@ -114,6 +134,7 @@ def test_operations_on_many_tensors_at_once_are_repeated():
         torch._foreach_add_(weights, torch._foreach_mul(grads, 2.0))
         torch._foreach_copy_(grads, weights)
         return torch._foreach_norm(weights)
+
     tape, norms = taped(fn)
     want, g = 0.0, 1.0
     for k in range(4):
@@ -122,7 +143,7 @@ def test_operations_on_many_tensors_at_once_are_repeated():
         want = want * 0.5 + 2 * g
         g = want
         assert all(w.eq(want).all() for w in weights) and all(x.eq(want).all() for x in grads), k
-        assert [n.item() for n in norms] == pytest.approx([want * n ** 0.5 for n in (1, 3, 5)])
+        assert [n.item() for n in norms] == pytest.approx([want * n**0.5 for n in (1, 3, 5)])
 
 
 def test_forward_backward_and_an_optimizers_step_are_repeated():
@@ -130,7 +151,9 @@ def test_forward_backward_and_an_optimizers_step_are_repeated():
     torch.manual_seed(0)
     layer, twin = nn.Linear(4, 2), nn.Linear(4, 2)
     twin.load_state_dict(layer.state_dict())
-    opt, other = (torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.1), fused=True) for m in (layer, twin))
+    opt, other = (
+        torch.optim.AdamW(m.parameters(), lr=torch.tensor(0.1), fused=True) for m in (layer, twin)
+    )
     x = torch.randn(8, 4)
 
     def step(model, opt, x):
@@ -139,8 +162,9 @@ def test_forward_backward_and_an_optimizers_step_are_repeated():
         opt.step()
         opt.zero_grad()
         return loss.detach()
+
     for m, o in ((layer, opt), (twin, other)):
-        step(m, o, x)                          # makes the optimizer's state
+        step(m, o, x)  # makes the optimizer's state
     tape, loss = taped(lambda: step(layer, opt, x))
     assert torch.equal(loss, step(twin, other, x))
     for _ in range(3):
@@ -152,6 +176,7 @@ def test_forward_backward_and_an_optimizers_step_are_repeated():
 
 # ---- what freezes, what does not ------------------------------------------------------------------------------------
 
+
 def test_numbers_stay_as_they_were_and_pythons_work_is_not_repeated():
     x, rate, calls = torch.zeros(2), 0.5, []
 
@@ -160,6 +185,7 @@ def test_numbers_stay_as_they_were_and_pythons_work_is_not_repeated():
         if len(calls) > 1:
             raise AssertionError("Python ran again")
         return x.add_(torch.ones(2), alpha=rate)
+
     tape, _ = taped(fn)
     rate = 100.0
     tape.replay()
@@ -174,8 +200,16 @@ def test_numbers_stay_as_they_were_and_pythons_work_is_not_repeated():
 
 def test_random_operations_draw_anew():
     """As many numbers as the function itself would draw, from where the generator stands."""
+
     def fn():
-        return torch.rand(50), F.dropout(torch.ones(50), 0.5), torch.zeros(50).normal_(), torch.randperm(50), torch.bernoulli(torch.full((50,), 0.5))
+        return (
+            torch.rand(50),
+            F.dropout(torch.ones(50), 0.5),
+            torch.zeros(50).normal_(),
+            torch.randperm(50),
+            torch.bernoulli(torch.full((50,), 0.5)),
+        )
+
     torch.manual_seed(1)
     tape, got = taped(fn)
     first = [t.clone() for t in got]
@@ -197,6 +231,7 @@ def test_a_constant_made_in_the_function_is_the_same_in_every_replay():
         total = torch.tensor(10.0)
         total += x.sum()
         return total
+
     tape, total = taped(fn)
     assert total == 13
     for k in range(2, 5):
@@ -214,6 +249,7 @@ def test_zeros_made_in_the_function_are_zero_in_every_replay():
 
 # ---- our kernels ----------------------------------------------------------------------------------------------------
 
+
 def test_launches_of_our_kernels_are_recorded_with_their_tensors_and_frozen_numbers():
     scale = ga.compile("""extern "C" __global__ void scale(float* x, float by, int n) {
                               int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -225,6 +261,7 @@ def test_launches_of_our_kernels_are_recorded_with_their_tensors_and_frozen_numb
         scale[1, 128](x, by, 100)
         x.add_(1)
         scale[1, 128](x[50:], by, 50)
+
     tape, _ = taped(fn)
     by = 1000.0
     want = torch.ones(100)
@@ -249,15 +286,18 @@ def test_a_replay_records_nothing():
 
 def test_an_operation_made_of_launches_is_one_step():
     """Else its launches would be repeated twice: in the operation, and by themselves. Launches after it are recorded again."""
+
     @torch.library.custom_op("gpuaccel_test::twice", mutates_args=("total",))
     def twice(total: torch.Tensor, fresh: torch.Tensor) -> None:
         ga.accumulate_(total, fresh)
         ga.accumulate_(total, fresh)
+
     total, fresh = torch.zeros(4096), torch.ones(4096)
 
     def fn():
         twice(total, fresh)
         ga.accumulate_(total, fresh)
+
     tape, _ = taped(fn)
     tape.replay(), tape.replay()
     assert total.eq(9).all() and len(tape.steps) == 2
@@ -270,7 +310,7 @@ def test_a_products_gradient_that_goes_into_the_arena_is_added_once_per_replay()
     arena = ga.Arena(layer)
     x = torch.randn(3, 8)
     with ga.GradientAccumulator(arena, "fused") as accumulator:
-        layer(x).sum().backward()                 # opens the window
+        layer(x).sum().backward()  # opens the window
         tape, _ = taped(lambda: layer(x).sum().backward())
         tape.replay()
         for _ in range(3):
@@ -280,6 +320,7 @@ def test_a_products_gradient_that_goes_into_the_arena_is_added_once_per_replay()
 
 
 # ---- the graph ------------------------------------------------------------------------------------------------------
+
 
 def test_edges_lead_from_who_wrote_to_who_reads():
     x, y = torch.ones(3), torch.ones(3)
@@ -292,8 +333,9 @@ def test_edges_lead_from_who_wrote_to_who_reads():
 
     def through_memory():
         x.add_(1)
-        x[1:].mul_(2)                          # through a view
+        x[1:].mul_(2)  # through a view
         return y + 1, x.sum()
+
     tape, _ = taped(through_memory)
     names, edges = tape.graph()
     assert names == ["add_", "mul_", "add", "sum"] and edges == [(0, 1), (1, 3)]
@@ -302,10 +344,23 @@ def test_edges_lead_from_who_wrote_to_who_reads():
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 VALUES = {
-    "item": lambda x: x.sum().item(), "bool": lambda x: bool(x.any()), "if": lambda x: 1 if x.sum() > 0 else 0, "float": lambda x: float(x[0]),
-    "int": lambda x: int(x[0]), "index": lambda x: [1, 2, 3][x[0].long()], "format": lambda x: f"{x[0]:.2f}", "equal": lambda x: torch.equal(x, x),
-    "allclose": lambda x: torch.allclose(x, x), "tolist": lambda x: x.tolist(), "numpy": lambda x: x.numpy(), "np.asarray": np.asarray, "repr": repr,
-    "print": print, "str": str, "f-string": lambda x: f"{x}"}
+    "item": lambda x: x.sum().item(),
+    "bool": lambda x: bool(x.any()),
+    "if": lambda x: 1 if x.sum() > 0 else 0,
+    "float": lambda x: float(x[0]),
+    "int": lambda x: int(x[0]),
+    "index": lambda x: [1, 2, 3][x[0].long()],
+    "format": lambda x: f"{x[0]:.2f}",
+    "equal": lambda x: torch.equal(x, x),
+    "allclose": lambda x: torch.allclose(x, x),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "np.asarray": np.asarray,
+    "repr": repr,
+    "print": print,
+    "str": str,
+    "f-string": lambda x: f"{x}",
+}
 
 
 @pytest.mark.parametrize("how", VALUES)
@@ -313,11 +368,19 @@ def test_a_value_on_the_host_is_refused(how):
     with pytest.raises(CaptureError, match="the host would wait for a value of the device"):
         taped(lambda: VALUES[how](torch.ones(3)))
     assert not kernel.recorders
-    assert torch.ones(3).sum().item() == 3 and VALUES[how](torch.ones(3)) is not NotImplemented, "the refusal outlives the recording"
+    assert torch.ones(3).sum().item() == 3 and VALUES[how](torch.ones(3)) is not NotImplemented, (
+        "the refusal outlives the recording"
+    )
 
 
-SHAPES = {"nonzero": torch.nonzero, "mask": lambda x: x[x > 0], "masked_select": lambda x: x.masked_select(x > 0), "unique": torch.unique,
-          "where": lambda x: torch.where(x > 0), "repeat_interleave": lambda x: torch.repeat_interleave(x, torch.tensor([1, 2, 3]))}
+SHAPES = {
+    "nonzero": torch.nonzero,
+    "mask": lambda x: x[x > 0],
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "unique": torch.unique,
+    "where": lambda x: torch.where(x > 0),
+    "repeat_interleave": lambda x: torch.repeat_interleave(x, torch.tensor([1, 2, 3])),
+}
 
 
 @pytest.mark.parametrize("how", SHAPES)
@@ -331,13 +394,17 @@ def test_an_error_of_the_functions_own_arrives_and_leaves_nothing_behind():
     def fn():
         torch.ones(3).add_(1)
         raise KeyError("mine")
+
     tape = Tape()
     with pytest.raises(KeyError, match="mine"):
         tape.record(fn)
-    assert not kernel.recorders and not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    assert (
+        not kernel.recorders and not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    )
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
+
 
 def test_intermediate_results_keep_their_memory_until_close():
     """Else a later operation would write where an earlier one still has to read; and afterwards all of it is free."""
@@ -348,8 +415,9 @@ def test_intermediate_results_keep_their_memory_until_close():
         seen.append(weakref.ref(a))
         b = a * 2
         del a
-        c = torch.zeros(1000)                   # would take a's memory
+        c = torch.zeros(1000)  # would take a's memory
         return b + c
+
     tape, y = taped(fn)
     gc.collect()
     assert seen[0]() is not None

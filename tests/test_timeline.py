@@ -1,4 +1,5 @@
 """Spans of host and GPU: what is drawn is what the profiler recorded after the last backward, and nothing else."""
+
 import pytest
 import torch
 
@@ -8,35 +9,52 @@ from gpuaccel.measure.timeline import Span, facts, lines, spans_of
 
 
 def event(cat, name, ts, dur, correlation=None):
-    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, "args": {} if correlation is None else {"correlation": correlation}}
+    return {
+        "ph": "X",
+        "cat": cat,
+        "name": name,
+        "ts": ts,
+        "dur": dur,
+        "args": {} if correlation is None else {"correlation": correlation},
+    }
 
 
 TRACE = [
     event("user_annotation", timeline.REGION, 1000, 500),
     event("cpu_op", timeline.BACKWARD + ": MmBackward0", 1000, 100),
-    event("cuda_runtime", "cudaLaunchKernel", 1050, 5, 1),                    # of backward, still to be done
+    event("cuda_runtime", "cudaLaunchKernel", 1050, 5, 1),  # of backward, still to be done
     event("kernel", "void at::native::(anonymous namespace)::mm<float, 4>(float*)", 1090, 60, 1),
     event("cuda_runtime", "cudaLaunchKernel", 1110, 5, 2),
     event("kernel", "squares_v2", 1150, 20, 2),
     event("cuda_runtime", "cudaMemcpyAsync", 1120, 4, 3),
     event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 1172, 2, 3),
     event("cuda_runtime", "cudaStreamSynchronize", 1125, 55, 4),
-    event("cuda_sync", "Stream Sync", 1125, 55, 4),                           # the same wait
-    event("cuda_sync", "Stream Synchronize", 1200, 10, 99),                   # of a driver call: no call record
+    event("cuda_sync", "Stream Sync", 1125, 55, 4),  # the same wait
+    event("cuda_sync", "Stream Synchronize", 1200, 10, 99),  # of a driver call: no call record
     event("cuda_runtime", "cudaEventQuery", 1215, 1, 5),
     event("cuda_runtime", "cudaLaunchKernel", 1480, 5, 6),
-    event("kernel", "adamw_v2", 1500, 300, 6),                                # ends after the region: asked for in it
-    event("cuda_runtime", "cudaLaunchKernel", 1600, 5, 7),                    # after the region
+    event("kernel", "adamw_v2", 1500, 300, 6),  # ends after the region: asked for in it
+    event("cuda_runtime", "cudaLaunchKernel", 1600, 5, 7),  # after the region
     event("kernel", "fill", 1800, 5, 7),
 ]
 
 
 def test_spans_begin_at_the_end_of_backward_and_waits_are_counted_once():
     spans = timeline._spans(TRACE, True)
-    assert [s for s in spans if s.lane == "GPU"] == [Span("GPU", "backward", 0, 50), Span("GPU", "squares_v2", 50, 70),
-                                                     Span("GPU", "copy", 72, 74), Span("GPU", "adamw_v2", 400, 700)]
-    assert [s[1:] for s in spans if s.lane == "host"] == [("python", 0, 400), ("launch", 10, 15), ("copy", 20, 24), ("wait", 25, 80),
-                                                         ("wait", 100, 110), ("launch", 380, 385)]
+    assert [s for s in spans if s.lane == "GPU"] == [
+        Span("GPU", "backward", 0, 50),
+        Span("GPU", "squares_v2", 50, 70),
+        Span("GPU", "copy", 72, 74),
+        Span("GPU", "adamw_v2", 400, 700),
+    ]
+    assert [s[1:] for s in spans if s.lane == "host"] == [
+        ("python", 0, 400),
+        ("launch", 10, 15),
+        ("copy", 20, 24),
+        ("wait", 25, 80),
+        ("wait", 100, 110),
+        ("launch", 380, 385),
+    ]
     found = facts(spans)
     assert (found["waits"], found["launches"], found["reads"], found["us"]) == (2, 2, 0, 700)
     assert found["gpu_busy"] == pytest.approx((70 + 2 + 300) / 700)
@@ -48,7 +66,7 @@ def test_on_the_cpu_operators_and_reads_after_backward_are_seen():
 
     def step():
         w.grad = None
-        float((w @ w).sum().detach())            # before backward: not in the tail
+        float((w @ w).sum().detach())  # before backward: not in the tail
         (w @ w).sum().backward()
         for _ in range(3):
             w.grad.norm().item()
@@ -57,7 +75,11 @@ def test_on_the_cpu_operators_and_reads_after_backward_are_seen():
     with ga.use_backend("torch", policy="off"):
         spans = timeline.tail(step)
     assert facts(spans)["reads"] == 3 and facts(spans)["gpu_busy"] is None
-    assert {s.lane for s in spans} == {"host"} and {s.name for s in spans} == {"python", "operator", "read"}
+    assert {s.lane for s in spans} == {"host"} and {s.name for s in spans} == {
+        "python",
+        "operator",
+        "read",
+    }
     assert all(0 <= s.start <= s.stop for s in spans)
 
 
@@ -72,7 +94,11 @@ def test_gpu_the_waits_of_clipping_by_item_are_drawn_and_the_fused_step_has_none
     waits = {}
     for clip in ("item", "torch", "fused"):
         arena = ga.Arena(ga.Transformer(ga.preset("tiny")).cuda())
-        opt = ga.AdamW(arena) if clip == "fused" else torch.optim.AdamW(arena.parameters(), fused=True)
+        opt = (
+            ga.AdamW(arena)
+            if clip == "fused"
+            else torch.optim.AdamW(arena.parameters(), fused=True)
+        )
         step = ga.TrainStep(arena.module, opt, clip=clip, max_norm=1.0)
         for _ in range(2):
             step((tokens[:, :-1], tokens[:, 1:]))

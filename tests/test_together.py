@@ -1,4 +1,5 @@
 """Layers of one input are one product where their weights lie side by side: the same values, and each gradient in its own slice."""
+
 import copy
 import shutil
 
@@ -10,14 +11,18 @@ from torch import nn
 
 import gpuaccel as ga
 from gpuaccel.nn import fused_linear
+from gpuaccel.nn.fused_linear import FusedLinear, together
 from gpuaccel.optim.accumulate import GradientAccumulator
 from gpuaccel.optim.arena import Arena
-from gpuaccel.nn.fused_linear import FusedLinear, together
 from gpuaccel.training.models import Block, Config, Transformer, rotary_table, rotate
 
 DEVICES = ["cpu", "simt", CUDA]
 NAMES = ("w_q", "w_k", "w_v")
-WIDTHS = (128, 64, 64)                 # whole chunks of the arena (64 columns each), so that nothing lies between them
+WIDTHS = (
+    128,
+    64,
+    64,
+)  # whole chunks of the arena (64 columns each), so that nothing lies between them
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -64,7 +69,9 @@ def close(got, want, what, bound=BOUND[torch.float32]):
     assert got.shape == want.shape, f"{what}: {tuple(got.shape)}, not {tuple(want.shape)}"
     if want.numel():
         d, size = (got.double() - want.double()).abs(), want.double().abs().max()
-        assert d.max() <= bound * size, f"{what}: largest difference {d.max():.3g}, mean {d.mean():.3g}, of values up to {size:.3g}"
+        assert d.max() <= bound * size, (
+            f"{what}: largest difference {d.max():.3g}, mean {d.mean():.3g}, of values up to {size:.3g}"
+        )
 
 
 def sums_agree(arena, plain, times=1, bound=BOUND[torch.float32], only=None):
@@ -82,11 +89,13 @@ def joined(monkeypatch):
     def forward(ctx, x, joint, *rest):
         seen.append(tuple(joint.shape))
         return was(ctx, x, joint, *rest)
+
     monkeypatch.setattr(fused_linear._TogetherIntoArena, "forward", staticmethod(forward))
     return seen
 
 
 # ---- values and gradients -------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
@@ -118,7 +127,10 @@ def test_it_is_the_product_with_the_weights_as_they_lie():
     arena = Arena(model)
     with GradientAccumulator(arena, "fused"):
         first = model.w_q
-        assert first.joint_weight.data_ptr() == model.w_v.weight.data_ptr() and first.joint_grad.data_ptr() == sums(arena)["w_v.weight"].data_ptr()
+        assert (
+            first.joint_weight.data_ptr() == model.w_v.weight.data_ptr()
+            and first.joint_grad.data_ptr() == sums(arena)["w_v.weight"].data_ptr()
+        )
         with torch.no_grad():
             model.w_k.weight.mul_(0)
         q, k, v = model(inputs())
@@ -226,14 +238,17 @@ def test_the_same_graph_backward_twice_adds_twice():
 
 # ---- when each layer is called by itself ----------------------------------------------------------------------------
 
+
 def test_a_hook_on_one_of_the_layers_is_called_and_its_change_counts(joined):
     """A layer that is not called has no hooks: so it is called."""
     for register in ("register_forward_hook", "register_forward_pre_hook"):
         model, x, seen = heads(), inputs(), []
         with GradientAccumulator(Arena(model), "fused"):
+
             def hook(layer, given, output=None):
                 seen.append(layer)
                 return output * 3 if output is not None else (given[0] * 3,)
+
             handle = getattr(model.w_v, register)(hook)
             got = model(x)
             assert seen == [model.w_v] and not joined
@@ -246,7 +261,17 @@ def test_a_hook_on_one_of_the_layers_is_called_and_its_change_counts(joined):
             joined.clear()
 
 
-@pytest.mark.parametrize("changes", [{"bias": ("w_v",)}, {"bias": NAMES}, {"widths": (128, 64, 65)}, {"widths": (64, 65, 64)}, {"wide": 32}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bias": ("w_v",)},
+        {"bias": NAMES},
+        {"widths": (128, 64, 65)},
+        {"widths": (64, 65, 64)},
+        {"wide": 32},
+    ],
+    ids=str,
+)
 def test_a_bias_or_padding_between_the_weights_falls_back(changes, joined):
     """Weights that do not fill their chunks of the arena have zeros between them."""
     model, plain = heads(**changes), heads(**changes)
@@ -278,7 +303,9 @@ def test_weights_of_two_dtypes_fall_back():
 
 
 def test_adapters_and_hooked_or_frozen_weights_fall_back(joined):
-    config = Config(vocab=11, hidden=64, intermediate=64, layers=1, heads=2, kv_heads=1, head_dim=64, T=8)
+    config = Config(
+        vocab=11, hidden=64, intermediate=64, layers=1, heads=2, kv_heads=1, head_dim=64, T=8
+    )
     tokens = torch.arange(8)[None]
     for what in ("adapter", "tensor hook", "frozen"):
         torch.manual_seed(0)
@@ -293,7 +320,9 @@ def test_adapters_and_hooked_or_frozen_weights_fall_back(joined):
         plain = copy.deepcopy(model)
         arena = Arena(model)
         with GradientAccumulator(arena, "fused"):
-            assert all(getattr(getattr(block, name), "joint_weight", None) is None for name in NAMES), what
+            assert all(
+                getattr(getattr(block, name), "joint_weight", None) is None for name in NAMES
+            ), what
             model(tokens).square().sum().backward()
             plain(tokens).square().sum().backward()
             sums_agree(arena, plain)
@@ -320,16 +349,24 @@ def test_without_gradients_or_without_an_accumulator_each_layer_is_called(joined
 
 # ---- coming and going -----------------------------------------------------------------------------------------------
 
+
 def test_close_takes_the_joint_product_away(joined):
     model, x = heads(), inputs()
     arena = Arena(model)
     watchers = dict(fused_linear.watchers)
     accumulator = GradientAccumulator(arena, "fused")
-    assert type(model.w_q) is FusedLinear and model.w_q.joint_weight is not None and len(fused_linear.watchers) == len(watchers) + 5
+    assert (
+        type(model.w_q) is FusedLinear
+        and model.w_q.joint_weight is not None
+        and len(fused_linear.watchers) == len(watchers) + 5
+    )
     accumulator.close()
     for name in NAMES:
         layer = getattr(model, name)
-        assert type(layer) is nn.Linear and not {"joint_weight", "joint_grad", "arena_grad"} & vars(layer).keys()
+        assert (
+            type(layer) is nn.Linear
+            and not {"joint_weight", "joint_grad", "arena_grad"} & vars(layer).keys()
+        )
     assert fused_linear.watchers == watchers, "a product into memory that is no longer watched"
     objective(model(x)).backward()
     assert not joined and all(p.grad is not None for p in model.parameters())
@@ -345,17 +382,27 @@ def test_a_deep_copy_has_plain_layers_with_weights_of_their_own(joined):
         twin = copy.deepcopy(model)
         for name in NAMES:
             layer = getattr(twin, name)
-            assert type(layer) is nn.Linear and not {"joint_weight", "joint_grad", "arena_grad"} & vars(layer).keys()
-            assert torch.equal(layer.weight, getattr(model, name).weight) and layer.weight.data_ptr() != getattr(model, name).weight.data_ptr()
+            assert (
+                type(layer) is nn.Linear
+                and not {"joint_weight", "joint_grad", "arena_grad"} & vars(layer).keys()
+            )
+            assert (
+                torch.equal(layer.weight, getattr(model, name).weight)
+                and layer.weight.data_ptr() != getattr(model, name).weight.data_ptr()
+            )
         objective(twin(x)).backward()
-        assert not joined and not arena.grads.any(), "the copy's gradient went into the original's sums"
+        assert not joined and not arena.grads.any(), (
+            "the copy's gradient went into the original's sums"
+        )
         assert all(p.grad is not None for p in twin.parameters())
         model(x)
         assert len(joined) == 1
 
 
 def test_every_block_of_the_transformer_has_one_product(joined):
-    config = Config(vocab=11, hidden=64, intermediate=64, layers=3, heads=2, kv_heads=1, head_dim=64, T=8)
+    config = Config(
+        vocab=11, hidden=64, intermediate=64, layers=3, heads=2, kv_heads=1, head_dim=64, T=8
+    )
     torch.manual_seed(0)
     model = Transformer(config)
     plain, tokens = copy.deepcopy(model), torch.arange(8)[None]
@@ -369,7 +416,11 @@ def test_every_block_of_the_transformer_has_one_product(joined):
 
 # ---- torch.compile --------------------------------------------------------------------------------------------------
 
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="inductor needs a C++ compiler for the CPU, and there is none")
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++"))),
+    reason="inductor needs a C++ compiler for the CPU, and there is none",
+)
 def test_blocks_compile_once_and_add_into_their_own_slices():
     """Two blocks, compiled one by one: the second runs the first one's code. Values and sums are those of eager."""
     torch._dynamo.reset()
@@ -385,7 +436,9 @@ def test_blocks_compile_once_and_add_into_their_own_slices():
                 before = compiled["unique_graphs"]
                 for block in model:
                     objective(block(x)).backward()
-                assert compiled["unique_graphs"] == before + (times == 1), "a block was compiled once more"
+                assert compiled["unique_graphs"] == before + (times == 1), (
+                    "a block was compiled once more"
+                )
                 for block in plain:
                     objective(separately(block, x)).backward()
                 sums_agree(arena, plain)
@@ -397,7 +450,10 @@ def test_blocks_compile_once_and_add_into_their_own_slices():
         torch._dynamo.reset()
 
 
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="inductor needs a C++ compiler for the CPU, and there is none")
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++"))),
+    reason="inductor needs a C++ compiler for the CPU, and there is none",
+)
 def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager():
     torch.manual_seed(0)
     config = Config(vocab=32, hidden=64, intermediate=128, layers=1, heads=4, kv_heads=2, T=8)
@@ -412,7 +468,10 @@ def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager():
                     model.compile(dynamic=False)
                 place = fused_linear.place(model.gate.joint_grad)
                 note = fused_linear.watchers[place]
-                fused_linear.watchers[place] = lambda wanted=None, added=False, note=note: (added or joined.append(compiled), note(wanted, added))[1]      # close() takes it away
+                fused_linear.watchers[place] = lambda wanted=None, added=False, note=note: (
+                    added or joined.append(compiled),
+                    note(wanted, added),
+                )[1]  # close() takes it away
                 y = model(given, rope)
                 (y * weight).sum().backward()
                 found.append((y.detach(), given.grad, *(t.clone() for t in sums(arena).values())))
@@ -425,10 +484,14 @@ def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager():
 
 # ---- rotary positions -----------------------------------------------------------------------------------------------
 
+
 def rotated_by_halves(x, table):
     """The usual way: (a, b) -> (a cos - b sin, b cos + a sin) on two halves, joined by cat."""
     half = x.shape[-1] // 2
-    cos, sin = table[0, :x.shape[-2], half:].to(x.dtype), table[1, :x.shape[-2], half:].to(x.dtype)
+    cos, sin = (
+        table[0, : x.shape[-2], half:].to(x.dtype),
+        table[1, : x.shape[-2], half:].to(x.dtype),
+    )
     a, b = x[..., :half], x[..., half:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
@@ -441,7 +504,9 @@ def test_rotate_is_the_formula_with_cat_in_value_and_gradient(shape, dtype):
     one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
     got, want = rotate(one, table), rotated_by_halves(two, table)
     assert got.dtype == want.dtype == dtype and got.shape == want.shape
-    close = {"rtol": 1e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-6, "atol": 1e-6}
+    close = (
+        {"rtol": 1e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-6, "atol": 1e-6}
+    )
     torch.testing.assert_close(got, want, **close)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     (got * weight).sum().backward(), (want * weight).sum().backward()

@@ -1,4 +1,5 @@
 """Pictures of where rows go are well-formed, draw what the kernels really do, and say it in text; the recorded encoder is labelled."""
+
 import json
 import re
 
@@ -19,14 +20,22 @@ def colours(figure, pattern):
 
 def test_rows_that_meet_are_counted_and_drawn():
     figure = token_figures.meeting(WORDS)
-    assert text_of(figure) == "8 rows of dout go to 5 rows of dwte; 'the' gets 3 of them" and figure.drawn.count("<path") == 8
+    assert (
+        text_of(figure) == "8 rows of dout go to 5 rows of dwte; 'the' gets 3 of them"
+        and figure.drawn.count("<path") == 8
+    )
 
 
 def test_a_bucket_is_a_block_and_its_warps_take_the_rows_in_turn():
     figure = token_figures.buckets(WORDS)
-    assert text_of(figure).startswith("5 buckets, 40 warps, 32 of them idle") and ">the: 3 rows<" in figure.drawn
+    assert (
+        text_of(figure).startswith("5 buckets, 40 warps, 32 of them idle")
+        and ">the: 3 rows<" in figure.drawn
+    )
     same = token_figures.buckets(["a"] * 16)
-    assert text_of(same).startswith("1 bucket, 8 warps, 0 of them idle") and all(f">{w},{w + 8}<" in same.drawn for w in range(8))
+    assert text_of(same).startswith("1 bucket, 8 warps, 0 of them idle") and all(
+        f">{w},{w + 8}<" in same.drawn for w in range(8)
+    )
 
 
 def test_the_sorted_order_is_stable_and_shows_what_begins_where():
@@ -35,15 +44,27 @@ def test_the_sorted_order_is_stable_and_shows_what_begins_where():
     rows = re.findall(r'y="148.0"[^>]*>(\d+)<', figure.drawn)
     pieces = re.findall(r'y="182.0"[^>]*>(-?\d+)<', figure.drawn)
     found = ga.find_segments(torch.tensor([4, 2, 0, 4, 3, 0, 4, 1]), 5)
-    assert rows == [str(row) for row in found.order[:, 0].tolist()] and pieces == [str(kind) for kind in found.pieces.tolist()]
+    assert rows == [str(row) for row in found.order[:, 0].tolist()] and pieces == [
+        str(kind) for kind in found.pieces.tolist()
+    ]
 
 
-@pytest.mark.parametrize("lengths, count, meet", [([256], 8, 8), ([1, 33, 32, 64], 6, 4), ([5, 5], 2, 0), ([], 0, 0)])
+@pytest.mark.parametrize(
+    "lengths, count, meet", [([256], 8, 8), ([1, 33, 32, 64], 6, 4), ([5, 5], 2, 0), ([], 0, 0)]
+)
 def test_pieces_are_those_of_the_segments(lengths, count, meet):
-    tokens = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.long))
+    tokens = torch.repeat_interleave(
+        torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.long)
+    )
     figure = token_figures.pieces({"some": ga.find_segments(tokens, max(len(lengths), 1))})
-    assert f"{sum(lengths)} rows, {len(lengths)} run{'s' * (len(lengths) != 1)}, {count} pieces" in text_of(figure)
-    assert len(colours(figure, r'height="22"')) == count and len(colours(figure, r'<path d="M[^"]*C')) == meet
+    assert (
+        f"{sum(lengths)} rows, {len(lengths)} run{'s' * (len(lengths) != 1)}, {count} pieces"
+        in text_of(figure)
+    )
+    assert (
+        len(colours(figure, r'height="22"')) == count
+        and len(colours(figure, r'<path d="M[^"]*C')) == meet
+    )
 
 
 def test_bits_that_differ_are_counted_and_red():
@@ -55,8 +76,13 @@ def test_bits_that_differ_are_counted_and_red():
 
 def test_two_runs_are_compared_step_by_step_and_no_difference_is_no_difference():
     run = torch.tensor([5.0, 4.0, 3.0])
-    figure = token_figures.twice({"atomics": (run, run + torch.tensor([0.0, 0.0, 0.25])), "ours": (run, run)})
-    assert text_of(figure) == "Two runs with the same seed: atomics differ by 0.2 at most; ours differ in no step"
+    figure = token_figures.twice(
+        {"atomics": (run, run + torch.tensor([0.0, 0.0, 0.25])), "ours": (run, run)}
+    )
+    assert (
+        text_of(figure)
+        == "Two runs with the same seed: atomics differ by 0.2 at most; ours differ in no step"
+    )
     text_of(token_figures.twice({"ours": (run, run)}))
     text_of(token_figures.twice({"one step": (run[:1], run[:1])}))
     text_of(token_figures.twice({"NaN": (run, torch.tensor([5.0, float("nan"), float("nan")]))}))
@@ -64,18 +90,37 @@ def test_two_runs_are_compared_step_by_step_and_no_difference_is_no_difference()
 
 def test_draws_are_counted_and_their_mean_is_given():
     words = text_of(token_figures.draws([256.0] * 7 + [258.0], 256.25, 256.0))
-    assert words == "Rounded at random: 256 7 times, 258 1 times; mean 256.25, exact 256.25, to the nearest 256"
+    assert (
+        words
+        == "Rounded at random: 256 7 times, 258 1 times; mean 256.25, exact 256.25, to the nearest 256"
+    )
     text_of(token_figures.draws(torch.tensor([1.0]), 1.0))
 
 
 def test_the_recorded_encoder_is_labelled_and_without_a_recording_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
     assert str(recorded.encoder()) == "encoder: no recorded run in this checkout"
-    ways = {"ours, segments in line": {"ms": {"replayed": 0.092, "launched": 0.2}, "differ": 0}, "index_add_, fp32": {"ms": {"launched": 0.42}, "differ": 1234},
-            "index_add_, bf16": {"ms": {"replayed": 0.1}}}
-    found = {"tokens": 65536, "C": 768, "Zipf": {"ways": ways, "buckets_ms": 8.4}, "all the same": {"ways": {"index_add_, fp32": {"ms": {"replayed": 1.46}}}}}
-    (tmp_path / "encoder_h200.json").write_text(json.dumps({"gpu": "NVIDIA H200", "date": "2026-01-02", "results": {"backward": found}}))
+    ways = {
+        "ours, segments in line": {"ms": {"replayed": 0.092, "launched": 0.2}, "differ": 0},
+        "index_add_, fp32": {"ms": {"launched": 0.42}, "differ": 1234},
+        "index_add_, bf16": {"ms": {"replayed": 0.1}},
+    }
+    found = {
+        "tokens": 65536,
+        "C": 768,
+        "Zipf": {"ways": ways, "buckets_ms": 8.4},
+        "all the same": {"ways": {"index_add_, fp32": {"ms": {"replayed": 1.46}}}},
+    }
+    (tmp_path / "encoder_h200.json").write_text(
+        json.dumps({"gpu": "NVIDIA H200", "date": "2026-01-02", "results": {"backward": found}})
+    )
     lines = str(recorded.encoder()).split("\n")
-    assert lines[0] == "Recorded, not run here: NVIDIA H200, 2026-01-02; 65,536 tokens, 768 channels in bf16, sums in fp32"
+    assert (
+        lines[0]
+        == "Recorded, not run here: NVIDIA H200, 2026-01-02; 65,536 tokens, 768 channels in bf16, sums in fp32"
+    )
     assert [re.split(r" {2,}", line) for line in lines[2:]] == [
-        ["ours, segments in line", "0.092 ms", "-", "0"], ["index_add_, fp32", "0.420 ms", "1.460 ms", "1,234"], ["making the buckets, CPU", "8.4 ms", "-"]]
+        ["ours, segments in line", "0.092 ms", "-", "0"],
+        ["index_add_, fp32", "0.420 ms", "1.460 ms", "1,234"],
+        ["making the buckets, CPU", "8.4 ms", "-"],
+    ]

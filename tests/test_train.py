@@ -1,24 +1,24 @@
 """A step is what the plain loop does; a run that was stopped goes on with the same bits; the metrics file has each step once."""
+
 import copy
 import json
 import shutil
 import types
 
 import pytest
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from gpuaccel.errors import ArgumentError, DataError
+from gpuaccel.measure.meter import Meter
 from gpuaccel.optim.accumulate import MODES
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.data import Batches
-from gpuaccel.errors import ArgumentError, DataError
-from gpuaccel.measure.meter import Meter
+from gpuaccel.training.loop import evaluate, train, warmup_cosine
 from gpuaccel.training.models import Config, Transformer
 from gpuaccel.training.step import TrainStep, split, token_loss
-from gpuaccel.training.loop import evaluate, train, warmup_cosine
 
 CONFIG = Config(vocab=19, hidden=16, intermediate=24, layers=2, heads=4, kv_heads=2, T=8)
 
@@ -65,16 +65,26 @@ def plain_loop(model, opt, batches, steps, micro_batches=1, max_norm=None, sched
 def test_a_step_equals_the_plain_torch_loop(mode, micro_batches):
     """Scheduler and clipping included. One micro-batch: bit-equal. Several: sums in another order, so to rounding."""
     model, plain = make_model(), make_model()
-    opt, ref = torch.optim.AdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    opt, ref = (
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        torch.optim.AdamW(plain.parameters(), lr=1e-2),
+    )
     schedule, ref_schedule = warmup_cosine(opt, 2, 5), warmup_cosine(ref, 2, 5)
     batches, same = make_batches(), make_batches()
     losses, norms = plain_loop(plain, ref, same, 5, micro_batches, 0.5, ref_schedule)
-    with TrainStep(model, opt, micro_batches=micro_batches, accumulate=mode, max_norm=0.5, scheduler=schedule) as step:
+    with TrainStep(
+        model, opt, micro_batches=micro_batches, accumulate=mode, max_norm=0.5, scheduler=schedule
+    ) as step:
         for want_loss, want_norm in zip(losses, norms):
             out = step(next(batches))
-            assert abs(out.loss.item() - want_loss) < 1e-4 and abs(out.norm.item() - want_norm) < 1e-3 * want_norm
+            assert (
+                abs(out.loss.item() - want_loss) < 1e-4
+                and abs(out.norm.item() - want_norm) < 1e-3 * want_norm
+            )
             assert out.tokens.item() == 32
-    assert opt.param_groups[0]["lr"] == ref.param_groups[0]["lr"] and min(norms) > 0.5, "clipping had nothing to do"
+    assert opt.param_groups[0]["lr"] == ref.param_groups[0]["lr"] and min(norms) > 0.5, (
+        "clipping had nothing to do"
+    )
     for (name, p), q in zip(model.named_parameters(), plain.parameters()):
         if micro_batches == 1 and mode != "fused":
             assert torch.equal(p, q), f"{name}: {differ(p, q)}"
@@ -97,9 +107,13 @@ def test_clipping_is_the_same_in_all_three_places(dtype, divide):
     for clip in ("item", "torch"):
         for out, want in zip(runs[clip][0], runs["fused"][0]):
             for key in ("norm", "clipped_norm", "scale", "loss"):
-                assert float(getattr(out, key)) == pytest.approx(float(getattr(want, key)), rel=1e-3 if dtype == torch.bfloat16 else 1e-5), key
+                assert float(getattr(out, key)) == pytest.approx(
+                    float(getattr(want, key)), rel=1e-3 if dtype == torch.bfloat16 else 1e-5
+                ), key
         for p, q in zip(runs[clip][1], runs["fused"][1]):
-            assert torch.allclose(p, q, rtol=0, atol=1e-4 if dtype == torch.bfloat16 else 2e-6), differ(p, q)
+            assert torch.allclose(p, q, rtol=0, atol=1e-4 if dtype == torch.bfloat16 else 2e-6), (
+                differ(p, q)
+            )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -110,6 +124,7 @@ def test_a_step_with_nan_is_left_out_and_named(mode):
     def loss_fn(module, micro):
         total, tokens = token_loss(module, micro)
         return total * poison, tokens
+
     with TrainStep(model, loss_fn=loss_fn, accumulate=mode, max_norm=1.0, micro_batches=2) as step:
         poison = 1.0
         step(good[0])
@@ -122,10 +137,14 @@ def test_a_step_with_nan_is_left_out_and_named(mode):
         poison = 1.0
         assert step(good[2]).finite and step.opt.skipped == 1
         after = {name: t.clone() for name, t in model.state_dict().items()}
-    with TrainStep(twin := make_model(), loss_fn=loss_fn, accumulate=mode, max_norm=1.0, micro_batches=2) as step:
+    with TrainStep(
+        twin := make_model(), loss_fn=loss_fn, accumulate=mode, max_norm=1.0, micro_batches=2
+    ) as step:
         for batch in (good[0], good[2]):
             step(batch)
-        assert all(torch.equal(t, after[name]) for name, t in twin.state_dict().items()), "the next step was not as if nothing had been"
+        assert all(torch.equal(t, after[name]) for name, t in twin.state_dict().items()), (
+            "the next step was not as if nothing had been"
+        )
 
 
 def test_who_clips_is_said_once():
@@ -149,7 +168,11 @@ def test_norms_of_blocks_reach_the_meter_as_one():
     readings = list(train(step, make_batches(), 2))
     out = step(next(make_batches()))
     assert out.norm.shape == (len(arena.blocks),) and bool((out.clipped_norm <= 1e-3).all())
-    assert readings[-1].norm > readings[-1].clipped_norm == pytest.approx(1e-3 * len(arena.blocks) ** 0.5, rel=1e-2)
+    assert (
+        readings[-1].norm
+        > readings[-1].clipped_norm
+        == pytest.approx(1e-3 * len(arena.blocks) ** 0.5, rel=1e-2)
+    )
     step.close()
 
 
@@ -159,13 +182,22 @@ def test_without_max_norm_nothing_is_clipped():
         assert step(next(make_batches())).norm is None
     with TrainStep(model) as step:
         out = step(next(make_batches()))
-        assert out.scale == 1 and out.norm == out.clipped_norm and out.finite and out.loss.numel() == 1 and not out.loss.requires_grad and step.count == 1
+        assert (
+            out.scale == 1
+            and out.norm == out.clipped_norm
+            and out.finite
+            and out.loss.numel() == 1
+            and not out.loss.requires_grad
+            and step.count == 1
+        )
 
 
 def test_a_default_optimizer_decays_matrices_only():
     with TrainStep(make_model()) as step:
         assert isinstance(step.opt, torch.optim.AdamW)
-        decays = {(g["weight_decay"], p.dim() >= 2) for g in step.opt.param_groups for p in g["params"]}
+        decays = {
+            (g["weight_decay"], p.dim() >= 2) for g in step.opt.param_groups for p in g["params"]
+        }
         assert decays == {(0.1, True), (0.0, False)}
 
 
@@ -173,16 +205,30 @@ def test_a_default_optimizer_decays_matrices_only():
 def test_a_loss_fn_that_returns_a_mean_is_averaged_over_micro_batches(mode):
     def mean_loss(model, micro):
         return F.cross_entropy(model(micro["x"]).flatten(0, 1), micro["y"].flatten())
+
     model, plain = make_model(), make_model()
     x, y = next(make_batches(batch=8))
     mean_loss(plain, {"x": x, "y": y}).backward()
     want = plain.lm_head.weight.detach() - plain.lm_head.weight.grad
-    with TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0), mean_loss, micro_batches=4,
-            accumulate=mode) as step:
+    with TrainStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        mean_loss,
+        micro_batches=4,
+        accumulate=mode,
+    ) as step:
         out = step({"x": x, "y": y})
-        assert out.tokens is None and abs(out.loss.item() - mean_loss(plain, {"x": x, "y": y}).item()) < 1e-5
-        assert torch.allclose(model.lm_head.weight, want, atol=1e-6), differ(model.lm_head.weight, want)
-        with pytest.raises(ArgumentError, match="divide='tokens' needs a loss_fn that returns .* it returned only a mean"):
+        assert (
+            out.tokens is None
+            and abs(out.loss.item() - mean_loss(plain, {"x": x, "y": y}).item()) < 1e-5
+        )
+        assert torch.allclose(model.lm_head.weight, want, atol=1e-6), differ(
+            model.lm_head.weight, want
+        )
+        with pytest.raises(
+            ArgumentError,
+            match="divide='tokens' needs a loss_fn that returns .* it returned only a mean",
+        ):
             step.divide = "tokens"
             step({"x": x, "y": y})
 
@@ -191,46 +237,72 @@ def test_a_batch_is_split_evenly_in_whatever_it_comes():
     x, y = torch.arange(10), torch.arange(20).view(10, 2)
     for parts in (1, 2, 3, 10):
         pieces = split((x, y), parts)
-        assert len(pieces) == parts and max(len(p[0]) for p in pieces) - min(len(p[0]) for p in pieces) <= 1
-        assert torch.equal(torch.cat([p[0] for p in pieces]), x) and torch.equal(torch.cat([p[1] for p in pieces]), y)
-    assert isinstance(split([x, y], 2)[0], list) and set(split({"a": x, "b": y}, 5)[4]) == {"a", "b"}
+        assert (
+            len(pieces) == parts
+            and max(len(p[0]) for p in pieces) - min(len(p[0]) for p in pieces) <= 1
+        )
+        assert torch.equal(torch.cat([p[0] for p in pieces]), x) and torch.equal(
+            torch.cat([p[1] for p in pieces]), y
+        )
+    assert isinstance(split([x, y], 2)[0], list) and set(split({"a": x, "b": y}, 5)[4]) == {
+        "a",
+        "b",
+    }
     assert split(x, 2)[1].tolist() == [5, 6, 7, 8, 9]
 
 
-@pytest.mark.parametrize("batch, message", [
-    (torch.zeros(3, 2), r"shape \(3, 2\) cannot be split into 4 micro-batches"),
-    (torch.tensor(1.0), r"shape \(\) cannot be split"),
-    ((torch.zeros(4), torch.zeros(5)), "must agree in dim 0.*{0: 4, 1: 5}"),
-    ({"a": torch.zeros(4), "b": 1}, "must agree in dim 0"),
-    ((), "a tensor or a tuple, list or dict of tensors; got tuple"), ("text", "got str"), (None, "got NoneType")])
+@pytest.mark.parametrize(
+    "batch, message",
+    [
+        (torch.zeros(3, 2), r"shape \(3, 2\) cannot be split into 4 micro-batches"),
+        (torch.tensor(1.0), r"shape \(\) cannot be split"),
+        ((torch.zeros(4), torch.zeros(5)), "must agree in dim 0.*{0: 4, 1: 5}"),
+        ({"a": torch.zeros(4), "b": 1}, "must agree in dim 0"),
+        ((), "a tensor or a tuple, list or dict of tensors; got tuple"),
+        ("text", "got str"),
+        (None, "got NoneType"),
+    ],
+)
 def test_a_batch_that_cannot_be_split_is_refused(batch, message):
     with pytest.raises(ArgumentError, match=message):
         split(batch, 4)
 
 
-@pytest.mark.parametrize("options, message", [
-    (dict(micro_batches=0), "micro_batches is 0; expected 1 or more"),
-    (dict(accumulate="magic"), "mode is 'magic'; expected one of host"),
-    (dict(divide="rows"), "divide is 'rows'; expected one of tokens, sequences, micro_batches"),
-    (dict(clip="host"), "clip is 'host'; expected one of item, torch, fused"),
-    (dict(max_norm=0.0), "max_norm is 0.0"),
-    (dict(max_norm=float("nan")), "max_norm is nan")])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(micro_batches=0), "micro_batches is 0; expected 1 or more"),
+        (dict(accumulate="magic"), "mode is 'magic'; expected one of host"),
+        (dict(divide="rows"), "divide is 'rows'; expected one of tokens, sequences, micro_batches"),
+        (dict(clip="host"), "clip is 'host'; expected one of item, torch, fused"),
+        (dict(max_norm=0.0), "max_norm is 0.0"),
+        (dict(max_norm=float("nan")), "max_norm is nan"),
+    ],
+)
 def test_an_unknown_option_is_refused_and_the_model_stays_ordinary(options, message):
     model = make_model()
     places = [p.data_ptr() for p in model.parameters()]
     with pytest.raises(ArgumentError, match=message):
         TrainStep(model, **options)
     assert Arena.of(model) is None
-    assert options.get("accumulate") == "magic" or places == [p.data_ptr() for p in model.parameters()]
+    assert options.get("accumulate") == "magic" or places == [
+        p.data_ptr() for p in model.parameters()
+    ]
     TrainStep(model).close()
 
 
 def test_an_optimizer_over_other_tensors_is_refused():
     model = make_model()
-    with pytest.raises(ArgumentError, match=r"group 0 of the optimizer holds a tensor of shape \(3,\) that is not the model's"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"group 0 of the optimizer holds a tensor of shape \(3,\) that is not the model's",
+    ):
         TrainStep(model, torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1))
     low = make_model().bfloat16()
-    with pytest.raises(ArgumentError, match=r"parameter embedding.weight \(torch.bfloat16\); expected .* fp32 masters"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"parameter embedding.weight \(torch.bfloat16\); expected .* fp32 masters",
+    ):
         TrainStep(low, torch.optim.SGD(low.parameters(), lr=0.1))
     assert Arena.of(model) is None and Arena.of(low) is None
     arena = Arena(low)
@@ -240,7 +312,9 @@ def test_an_optimizer_over_other_tensors_is_refused():
 def test_a_loss_fn_that_returns_no_number_is_refused():
     model = make_model()
     with TrainStep(model, loss_fn=lambda m, micro: m(micro[0])) as step:
-        with pytest.raises(ArgumentError, match="loss_fn returned Tensor; expected a one-element tensor"):
+        with pytest.raises(
+            ArgumentError, match="loss_fn returned Tensor; expected a one-element tensor"
+        ):
             step(next(make_batches()))
         assert step.count == 0 and not step.arena.grads.any()
 
@@ -263,7 +337,7 @@ def test_targets_that_do_not_count_are_left_out():
     want = F.cross_entropy(model(x)[:, :3].flatten(0, 1), y[:, :3].flatten(), reduction="sum")
     assert tokens.item() == 12 and torch.allclose(total, want)
     with TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1)) as step:
-        out = step((x, torch.full_like(y, -100)))                       # nothing to learn: no NaN
+        out = step((x, torch.full_like(y, -100)))  # nothing to learn: no NaN
         assert out.loss.item() == 0 and all(p.isfinite().all() for p in model.parameters())
 
 
@@ -293,16 +367,21 @@ def test_autocast_and_meter_are_stages_of_a_step():
     meter = Meter("cpu")
     with TrainStep(model, autocast=torch.bfloat16, meter=meter, max_norm=1.0) as step:
         seen = []
-        step.loss_fn = lambda m, micro: seen.append(torch.is_autocast_enabled("cpu")) or token_loss(m, micro)
+        step.loss_fn = lambda m, micro: (
+            seen.append(torch.is_autocast_enabled("cpu")) or token_loss(m, micro)
+        )
         step(next(make_batches()))
         assert seen == [True] and all(p.dtype == torch.float32 for p in model.parameters())
-        assert {"forward", "backward", "accumulate", "optimizer", "zero"} == set(meter.timer.poll())      # clipping is in the optimizer
+        assert {"forward", "backward", "accumulate", "optimizer", "zero"} == set(
+            meter.timer.poll()
+        )  # clipping is in the optimizer
     with TrainStep(model, clip="torch", meter=meter, max_norm=1.0) as step:
         step(next(make_batches()))
         assert "clip" in meter.timer.poll()
 
 
 # ---- the loop around it ---------------------------------------------------------------------------------------------
+
 
 class Stopped(Exception):
     pass
@@ -317,13 +396,27 @@ def run(folder, steps, mode="arena", resume=False, stop_at=None, dtype=torch.flo
 
     def loss_fn(m, micro):
         total, tokens = token_loss(m, micro)
-        return total * (1 + 0.1 * torch.rand(())), tokens                # draws from the global generator
+        return total * (1 + 0.1 * torch.rand(())), tokens  # draws from the global generator
+
     losses = []
-    with TrainStep(model, opt, loss_fn, micro_batches=2, accumulate=mode, max_norm=1.0,
-            scheduler=warmup_cosine(opt, 2, 9)) as step:
-        for reading in train(step, make_batches(), steps, metrics=folder / "run.jsonl",
-                checkpoint_dir=folder / "checkpoints",
-                             checkpoint_every=every, resume=resume):
+    with TrainStep(
+        model,
+        opt,
+        loss_fn,
+        micro_batches=2,
+        accumulate=mode,
+        max_norm=1.0,
+        scheduler=warmup_cosine(opt, 2, 9),
+    ) as step:
+        for reading in train(
+            step,
+            make_batches(),
+            steps,
+            metrics=folder / "run.jsonl",
+            checkpoint_dir=folder / "checkpoints",
+            checkpoint_every=every,
+            resume=resume,
+        ):
             losses.append(reading.step)
             if reading.step == stop_at:
                 break
@@ -331,28 +424,42 @@ def run(folder, steps, mode="arena", resume=False, stop_at=None, dtype=torch.flo
     return losses, weights
 
 
-@pytest.mark.parametrize("mode, dtype", [("host", torch.float32), ("autograd", torch.float32),
-    ("arena", torch.float32), ("fused", torch.float32),
-                                         ("arena", torch.bfloat16)])
+@pytest.mark.parametrize(
+    "mode, dtype",
+    [
+        ("host", torch.float32),
+        ("autograd", torch.float32),
+        ("arena", torch.float32),
+        ("fused", torch.float32),
+        ("arena", torch.bfloat16),
+    ],
+)
 def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path, mode, dtype):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     steps, want = run(whole, 9, mode, dtype=dtype)
     assert steps == list(range(1, 10))
     assert run(stopped, 9, mode, stop_at=4, dtype=dtype)[0] == [1, 2, 3, 4]
     newest = max((stopped / "checkpoints").iterdir())
-    if mode == "arena":                                                   # as after SIGKILL: the checkpoint of the break is not there
+    if mode == "arena":  # as after SIGKILL: the checkpoint of the break is not there
         newest.unlink()
     steps, got = run(stopped, 9, mode, resume=True, dtype=dtype)
     assert steps == list(range(4 if mode == "arena" else 5, 10))
     for name in want:
-        assert torch.equal(got[name], want[name]), f"{name}: {differ(got[name].float(), want[name].float())}"
-    lines, reference = ([json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
-        for folder in (stopped, whole))
-    assert [row["step"] for row in lines] == list(range(1, 10)), "a step is missing from the metrics, or is there twice"
+        assert torch.equal(got[name], want[name]), (
+            f"{name}: {differ(got[name].float(), want[name].float())}"
+        )
+    lines, reference = (
+        [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
+        for folder in (stopped, whole)
+    )
+    assert [row["step"] for row in lines] == list(range(1, 10)), (
+        "a step is missing from the metrics, or is there twice"
+    )
     same = [row["loss"] for row in lines] == [row["loss"] for row in reference]
     assert same, "a loss after the resume has other bits"
-    assert all({"lr", "tokens", "tokens_per_s"} <= set(row) for row in lines) and [row["lr"]
-        for row in lines] == [row["lr"] for row in reference]
+    assert all({"lr", "tokens", "tokens_per_s"} <= set(row) for row in lines) and [
+        row["lr"] for row in lines
+    ] == [row["lr"] for row in reference]
 
 
 def test_resume_without_a_checkpoint_begins_and_after_the_end_does_nothing(tmp_path):
@@ -365,15 +472,27 @@ def test_a_run_reports_validation_and_keeps_the_newest_checkpoints(tmp_path):
     model = make_model()
     val = [next(make_batches(seed=9))]
     with TrainStep(model) as step:
-        readings = list(train(step, make_batches(), 5, val=val, val_every=2, metrics=tmp_path / "deep" / "run.jsonl",
-            checkpoint_dir=tmp_path / "c",
-                              checkpoint_every=1, keep=2))
+        readings = list(
+            train(
+                step,
+                make_batches(),
+                5,
+                val=val,
+                val_every=2,
+                metrics=tmp_path / "deep" / "run.jsonl",
+                checkpoint_dir=tmp_path / "c",
+                checkpoint_every=1,
+                keep=2,
+            )
+        )
         assert abs(evaluate(model, val) - readings[-1].val_loss) < 1e-9
     assert [r.step for r in readings] == [1, 2, 3, 4, 5] and readings[-1].tokens == 5 * 32
     rows = [json.loads(line) for line in (tmp_path / "deep" / "run.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "val_loss" in row] == [2, 4, 5]
-    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["step-00000004.safetensors",
-        "step-00000005.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == [
+        "step-00000004.safetensors",
+        "step-00000005.safetensors",
+    ]
 
 
 def test_a_torn_last_line_of_the_metrics_is_made_again(tmp_path):
@@ -381,7 +500,9 @@ def test_a_torn_last_line_of_the_metrics_is_made_again(tmp_path):
     with open(tmp_path / "run.jsonl", "a") as file:
         file.write('{"step": 4, "lo')
     run(tmp_path, 5, resume=True)
-    assert [json.loads(line)["step"] for line in (tmp_path / "run.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5]
+    assert [
+        json.loads(line)["step"] for line in (tmp_path / "run.jsonl").read_text().splitlines()
+    ] == [1, 2, 3, 4, 5]
 
 
 def test_a_metrics_file_that_cannot_be_written_is_an_error_in_words(tmp_path):
@@ -405,7 +526,10 @@ def test_gpu_step_equals_the_plain_torch_loop(mode):
     model = make_model().cuda()
     plain = copy.deepcopy(model)
     batches, same = make_batches(), make_batches()
-    opt, ref = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    opt, ref = (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        torch.optim.SGD(plain.parameters(), lr=0.1),
+    )
     plain_loop(plain, ref, ((x.cuda(), y.cuda()) for x, y in same), 4, 2, 0.5)
     with TrainStep(model, opt, micro_batches=2, accumulate=mode, max_norm=0.5) as step:
         for _ in range(4):
@@ -424,9 +548,13 @@ def test_gpu_compiled_step_follows_the_eager_one(mode):
     losses = {}
     for compiled in (False, True):
         model = make_model().to("cuda", torch.bfloat16)
-        with TrainStep(model, micro_batches=2, accumulate=mode, compile=compiled, max_norm=1.0) as step:
+        with TrainStep(
+            model, micro_batches=2, accumulate=mode, compile=compiled, max_norm=1.0
+        ) as step:
             batches = make_batches()
-            losses[compiled] = [step(tuple(t.cuda() for t in next(batches))).loss.item() for _ in range(4)]
+            losses[compiled] = [
+                step(tuple(t.cuda() for t in next(batches))).loss.item() for _ in range(4)
+            ]
     assert all(abs(a - b) < 0.05 for a, b in zip(losses[False], losses[True])), losses
 
 
@@ -438,8 +566,16 @@ def test_a_model_that_returns_no_tensor_says_what_to_do_instead():
 
         def forward(self, x):
             return types.SimpleNamespace(logits=self.layer(x))
+
     batch, model = (torch.randn(2, 4), torch.zeros(2, dtype=torch.long)), Output()
-    with TrainStep(model) as step, pytest.raises(ArgumentError, match="the model returned SimpleNamespace; token_loss takes logits"):
+    with (
+        TrainStep(model) as step,
+        pytest.raises(
+            ArgumentError, match="the model returned SimpleNamespace; token_loss takes logits"
+        ),
+    ):
         step(batch)
-    with TrainStep(model, loss_fn=lambda model, micro: token_loss(lambda x: model(x).logits, micro)) as step:
+    with TrainStep(
+        model, loss_fn=lambda model, micro: token_loss(lambda x: model(x).logits, micro)
+    ) as step:
         assert step(batch).loss.isfinite()

@@ -1,4 +1,5 @@
 """The live view: what it draws, that every way of stopping works, and what it leaves in a saved notebook."""
+
 import _thread
 import pathlib
 import re
@@ -10,9 +11,18 @@ import xml.dom.minidom
 import pytest
 
 from gpuaccel.errors import ArgumentError
-from gpuaccel.measure.meter import Reading
-from gpuaccel.learn.figures.picture import KEEP, Run, _nice_ticks, _spread, milliseconds, norm_words, number, picture
+from gpuaccel.learn.figures.picture import (
+    KEEP,
+    Run,
+    _nice_ticks,
+    _spread,
+    milliseconds,
+    norm_words,
+    number,
+    picture,
+)
 from gpuaccel.learn.widgets import LiveThroughput, _listen_while_busy, _status
+from gpuaccel.measure.meter import Reading
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -24,9 +34,17 @@ def readings(count, rate=10_000.0, pause=0.0, fail_at=None, closed=None):
             time.sleep(pause)
             if step == fail_at:
                 raise FloatingPointError("the loss is not a number")
-            yield Reading(step, step * 512, time.time() - began, rate, 51.2, loss=4.0 / step + 1, memory_bytes=3 << 30,
-                          val_loss=2.0 if step == 5 else None,
-                          stages={"forward": 16.0, "backward": 30.0, "accumulate": 2.0})
+            yield Reading(
+                step,
+                step * 512,
+                time.time() - began,
+                rate,
+                51.2,
+                loss=4.0 / step + 1,
+                memory_bytes=3 << 30,
+                val_loss=2.0 if step == 5 else None,
+                stages={"forward": 16.0, "backward": 30.0, "accumulate": 2.0},
+            )
     finally:
         if closed is not None:
             closed.append(True)
@@ -37,14 +55,22 @@ def texts(svg):
 
 
 def test_numbers_carry_units_and_three_digits():
-    assert [number(v) for v in (0, 7, 7.25, 12.34, 987, 999.96, 12_345, 999_960, 1.5e6, 3.2e12)] == [
-        "0", "7", "7.25", "12.3", "987", "1.00K", "12.3K", "1.00M", "1.50M", "3.20T"]
+    assert [
+        number(v) for v in (0, 7, 7.25, 12.34, 987, 999.96, 12_345, 999_960, 1.5e6, 3.2e12)
+    ] == ["0", "7", "7.25", "12.3", "987", "1.00K", "12.3K", "1.00M", "1.50M", "3.20T"]
     assert number(12_345, "tok/s") == "12.3K tok/s"
     assert [milliseconds(v) for v in (0.412, 3.21, 41.26, 141.2, 1234)] == [
-        "0.41 ms", "3.2 ms", "41.3 ms", "141 ms", "1.2 s"]
+        "0.41 ms",
+        "3.2 ms",
+        "41.3 ms",
+        "141 ms",
+        "1.2 s",
+    ]
 
 
-@pytest.mark.parametrize("low, high", [(0, 1), (0, 87_234.5), (2.2, 5.6), (3.0, 3.0), (-1e-9, 1e-9), (0.0, 0.0)])
+@pytest.mark.parametrize(
+    "low, high", [(0, 1), (0, 87_234.5), (2.2, 5.6), (3.0, 3.0), (-1e-9, 1e-9), (0.0, 0.0)]
+)
 def test_ticks_cover_the_range_with_few_round_values(low, high):
     ticks = _nice_ticks(low, high)
     assert ticks[0] <= low and ticks[-1] >= high and 2 <= len(ticks) <= 8
@@ -52,7 +78,11 @@ def test_ticks_cover_the_range_with_few_round_values(low, high):
 
 def test_labels_never_overlap():
     placed = sorted(_spread([50, 50, 51, 99, 100], 14, 0, 100))
-    assert all(b - a >= 13.99 for a, b in zip(placed, placed[1:])) and placed[0] >= 0 and placed[-1] <= 100.01
+    assert (
+        all(b - a >= 13.99 for a, b in zip(placed, placed[1:]))
+        and placed[0] >= 0
+        and placed[-1] <= 100.01
+    )
 
 
 def test_a_run_is_drawn_with_its_numbers_and_stages():
@@ -63,9 +93,21 @@ def test_a_run_is_drawn_with_its_numbers_and_stages():
         svg = picture(list(live.runs.values()), live.peak, themed, "Where is the time?")
         xml.dom.minidom.parseString(svg.encode())
         words = texts(svg)
-        for expected in ("Where is the time?", "10.0K tok/s", "25.0K tok/s", "2.50× a &lt;b&gt;", "Loss", "40 steps",
-                         "20.5K tokens", "30.0 ms", "51.2 ms", "accumulate", "other",
-                         "limit 20.0K tok/s", "○ on text held out"):
+        for expected in (
+            "Where is the time?",
+            "10.0K tok/s",
+            "25.0K tok/s",
+            "2.50× a &lt;b&gt;",
+            "Loss",
+            "40 steps",
+            "20.5K tokens",
+            "30.0 ms",
+            "51.2 ms",
+            "accumulate",
+            "other",
+            "limit 20.0K tok/s",
+            "○ on text held out",
+        ):
             assert expected in words, (expected, words)
         assert ("var(--jp-" in svg) is themed and "<script" not in svg and len(svg) < 30_000
     assert "second runs at 2.50 times the speed of a <b>" in str(live)
@@ -98,34 +140,70 @@ def with_norms(count, before, after=lambda norm: min(norm, 1.0)):
     run, norms = Run("clipped", "#123456"), []
     for step in range(1, count + 1):
         norms = [*norms, (step, before(step), after(before(step)))][-64:]
-        run.add(Reading(step, step, step / 10, 100.0, 1.0, loss=before(step), norm=norms[-1][1], clipped_norm=norms[-1][2],
-                        norms=tuple((step - at, *pair) for at, *pair in norms)))
+        run.add(
+            Reading(
+                step,
+                step,
+                step / 10,
+                100.0,
+                1.0,
+                loss=before(step),
+                norm=norms[-1][1],
+                clipped_norm=norms[-1][2],
+                norms=tuple((step - at, *pair) for at, *pair in norms),
+            )
+        )
     return run
 
 
 def test_norms_have_a_panel_of_their_own_when_it_is_asked_for():
     nan = float("nan")
-    run = with_norms(60, lambda step: 3e4 if step == 20 else nan if step == 40 else 2.0, lambda norm: min(norm, 1.0) if norm == norm else nan)
+    run = with_norms(
+        60,
+        lambda step: 3e4 if step == 20 else nan if step == 40 else 2.0,
+        lambda norm: min(norm, 1.0) if norm == norm else nan,
+    )
     for themed in (True, False):
         svg = picture([run], themed=themed, norms=True)
         xml.dom.minidom.parseString(svg.encode())
-        assert {"Gradient norm", "10K", "1", "60 steps", "× not finite"} <= set(texts(svg)), texts(svg)
-        assert svg.count("<polyline") == 6 + 1, "two lines, each in two pieces, beside speed and loss (and the loss unsmoothed)"
-        assert "Gradient norm" not in picture([run], themed=themed) and "nan" not in re.sub(r'aria-label="[^"]*"|>[^<]*<', "", svg)
+        assert {"Gradient norm", "10K", "1", "60 steps", "× not finite"} <= set(texts(svg)), texts(
+            svg
+        )
+        assert svg.count("<polyline") == 6 + 1, (
+            "two lines, each in two pieces, beside speed and loss (and the loss unsmoothed)"
+        )
+        assert "Gradient norm" not in picture([run], themed=themed) and "nan" not in re.sub(
+            r'aria-label="[^"]*"|>[^<]*<', "", svg
+        )
     assert "waiting for the first norm" in picture([Run("new", "#123456")], norms=True)
-    xml.dom.minidom.parseString(picture([with_norms(1, lambda step: 0.0), with_norms(3, lambda step: nan)], norms=True).encode())
+    xml.dom.minidom.parseString(
+        picture(
+            [with_norms(1, lambda step: 0.0), with_norms(3, lambda step: nan)], norms=True
+        ).encode()
+    )
 
 
 def test_a_run_whose_loss_is_no_number_any_more_says_from_where():
-    broken, whole = with_norms(9, lambda step: 1.0 if step < 5 else float("nan")), with_norms(9, float)
+    broken, whole = (
+        with_norms(9, lambda step: 1.0 if step < 5 else float("nan")),
+        with_norms(9, float),
+    )
     assert "NaN from here" in picture([broken, whole]) and "NaN from here" not in picture([whole])
     at_the_end = picture([with_norms(40, lambda step: 1.0 if step < 39 else float("nan"))])
-    assert re.search(r'text-anchor="end"[^>]*>NaN from here', at_the_end), "the words would be cut off at the edge"
+    assert re.search(r'text-anchor="end"[^>]*>NaN from here', at_the_end), (
+        "the words would be cut off at the edge"
+    )
 
 
 def test_a_spike_survives_a_long_run_and_memory_is_bounded():
-    run = with_norms(9000, lambda step: 1e4 if step == 1234 else float("inf") if step == 77 else 1.0)
-    assert KEEP / 4 < len(run.norms) <= KEEP and run.norms[1234][0] == 1e4 and run.norms[77][0] == float("inf")
+    run = with_norms(
+        9000, lambda step: 1e4 if step == 1234 else float("inf") if step == 77 else 1.0
+    )
+    assert (
+        KEEP / 4 < len(run.norms) <= KEEP
+        and run.norms[1234][0] == 1e4
+        and run.norms[77][0] == float("inf")
+    )
     assert max(run.norms) == 9000
 
 
@@ -137,8 +215,17 @@ def test_a_late_norm_is_completed_when_its_other_half_arrives():
 
 
 def test_the_norm_is_in_the_status_line_before_and_after():
-    assert [norm_words(*pair) for pair in ((3.21, 1.0), (0.5, 0.5), (0.5, None), (12345.0, 1.0), (float("nan"),) * 2, (float("inf"), 0.0))] == [
-        "3.2 → 1", "0.5", "0.5", "12.3K → 1", "NaN", "∞ → 0"]
+    assert [
+        norm_words(*pair)
+        for pair in (
+            (3.21, 1.0),
+            (0.5, 0.5),
+            (0.5, None),
+            (12345.0, 1.0),
+            (float("nan"),) * 2,
+            (float("inf"), 0.0),
+        )
+    ] == ["3.2 → 1", "0.5", "0.5", "12.3K → 1", "NaN", "∞ → 0"]
     run = with_norms(3, lambda step: 3.21)
     assert "norm 3.2 → 1" in _status(run, None, 3)
     run.add(Reading(4, 4, 1.0, 1.0, 1.0, loss=float("nan")))
@@ -193,6 +280,7 @@ def test_an_interrupt_stops_the_loop_and_the_cell(interruptible):
         for reading in readings(10_000, pause=0.005, closed=closed):
             begun.set()
             yield reading
+
     finger = threading.Thread(target=interrupt)
     finger.start()
     with pytest.raises(KeyboardInterrupt):
@@ -203,10 +291,13 @@ def test_an_interrupt_stops_the_loop_and_the_cell(interruptible):
 
 def test_the_loop_runs_in_the_callers_torch_state():
     import torch
+
     seen = []
 
     def look():
-        seen.append((torch.is_grad_enabled(), threading.current_thread() is threading.main_thread()))
+        seen.append(
+            (torch.is_grad_enabled(), threading.current_thread() is threading.main_thread())
+        )
         yield from readings(1)
 
     with torch.no_grad():
@@ -236,8 +327,14 @@ def test_clicks_are_heard_where_the_kernel_routes_messages():
     clicks, button = [], Button()
     assert _listen_while_busy(button, lambda: clicks.append(1))
     route = button.comm._reply_subshell_for
-    assert route({"method": "custom", "content": {"event": "click"}}, "main") == "main" and clicks == [1]
-    assert route({"method": "update"}, "main") == "main" and route(None, None) is None and clicks == [1]
+    assert route(
+        {"method": "custom", "content": {"event": "click"}}, "main"
+    ) == "main" and clicks == [1]
+    assert (
+        route({"method": "update"}, "main") == "main"
+        and route(None, None) is None
+        and clicks == [1]
+    )
     button.comm = object()
     assert not _listen_while_busy(button, lambda: None)
 
@@ -245,19 +342,30 @@ def test_clicks_are_heard_where_the_kernel_routes_messages():
 def test_a_notebook_runs_in_order_and_keeps_a_static_picture(tmp_path):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipywidgets")
-    cells = ["import sys, time; sys.path.insert(0, %r)\nfrom gpuaccel.measure.meter import Reading\n"
-             "from gpuaccel.learn.widgets import LiveThroughput\nlive = LiveThroughput('A picture')\n"
-             "def some(n):\n    for i in range(1, n + 1):\n        time.sleep(0.02)\n"
-             "        yield Reading(i, i * 100, i / 50, 5000.0, 20.0, loss=1.0, stages={'forward': 19.0})" % str(ROOT),
-             "live.run(some(30), name='one', steps=30)", "print(live.runs['one'].last.step)",
-             "live.run(some(30), name='two', wait=False)", "print(live.runs['two'].state, live.running)"]
+    cells = [
+        "import sys, time; sys.path.insert(0, %r)\nfrom gpuaccel.measure.meter import Reading\n"
+        "from gpuaccel.learn.widgets import LiveThroughput\nlive = LiveThroughput('A picture')\n"
+        "def some(n):\n    for i in range(1, n + 1):\n        time.sleep(0.02)\n"
+        "        yield Reading(i, i * 100, i / 50, 5000.0, 20.0, loss=1.0, stages={'forward': 19.0})"
+        % str(ROOT),
+        "live.run(some(30), name='one', steps=30)",
+        "print(live.runs['one'].last.step)",
+        "live.run(some(30), name='two', wait=False)",
+        "print(live.runs['two'].state, live.running)",
+    ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook.metadata.kernelspec = {
+        "name": "python3",
+        "display_name": "Python 3",
+        "language": "python",
+    }
     where = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
     outputs = [cell.outputs for cell in notebook.cells]
     for cell in (1, 3):
-        assert [set(o.data) for o in outputs[cell]] == [{"image/svg+xml", "text/plain"}], outputs[cell]
+        assert [set(o.data) for o in outputs[cell]] == [{"image/svg+xml", "text/plain"}], outputs[
+            cell
+        ]
     assert "5.00K tok/s" in outputs[1][0].data["image/svg+xml"]
     assert "one: 5.00K tok/s" in outputs[1][0].data["text/plain"]
     assert outputs[2][0].text == "30\n" and outputs[4][0].text == "done False\n"
@@ -265,6 +373,7 @@ def test_a_notebook_runs_in_order_and_keeps_a_static_picture(tmp_path):
 
 def test_without_ipywidgets_a_notebook_gets_text(monkeypatch, capsys):
     from gpuaccel.learn import widgets
+
     shell = type("Shell", (), {"kernel": object(), "events": None})()
     monkeypatch.setattr(widgets, "notebook_shell", lambda: shell)
     monkeypatch.setitem(sys.modules, "ipywidgets", None)

@@ -10,6 +10,7 @@ CUDA 13 wheels beside NVRTC 12 the compiler would depend on import order. Here t
 `GPUACCEL_NVRTC` (a path), else the NVRTC 12 wheel (its code runs on CUDA 12 and 13 drivers), else torch's NVRTC 13, else the
 system's. Libraries of both majors live side by side in one process (their symbols are versioned).
 """
+
 import ctypes
 import functools
 import glob
@@ -23,15 +24,16 @@ import sysconfig
 import threading
 from dataclasses import dataclass
 
-from ..files import read_entry, write_entry
 from ..errors import BackendError, CompileError
+from ..files import read_entry, write_entry
 
-OPTIONS = ("-std=c++17", "--ptxas-options=-v")      # the second makes ptxas report registers and spills
+OPTIONS = ("-std=c++17", "--ptxas-options=-v")  # the second makes ptxas report registers and spills
 
 
 @dataclass(frozen=True)
 class Library:
     """One NVRTC: `version` as (12, 9), `path`, `archs` it can write machine code for ("sm_75", ...)."""
+
     version: "tuple[int, int]"
     path: str
     archs: "tuple[str, ...]"
@@ -44,6 +46,7 @@ class Library:
 @dataclass(frozen=True)
 class Resources:
     """What one kernel costs on one architecture, as ptxas reports it. Bytes are per thread, shared memory per block."""
+
     arch: str
     registers: int
     shared_bytes: int
@@ -57,21 +60,42 @@ def candidates() -> "list[str]":
     """Paths where an NVRTC may be, best first; the order does not depend on what is already loaded."""
     if chosen := os.environ.get("GPUACCEL_NVRTC"):
         return [chosen]
-    roots = dict.fromkeys([sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"], *sys.path,
-                           *site.getsitepackages(), site.getusersitepackages()])
+    roots = dict.fromkeys(
+        [
+            sysconfig.get_paths()["purelib"],
+            sysconfig.get_paths()["platlib"],
+            *sys.path,
+            *site.getsitepackages(),
+            site.getusersitepackages(),
+        ]
+    )
     wheels = [root for root in roots if root and os.path.isdir(os.path.join(root, "nvidia"))]
-    patterns = [os.path.join(root, "nvidia", *tail) for tail in
-                (("cuda_nvrtc", "lib", "libnvrtc.so.12"), ("cu13", "lib", "libnvrtc.so.13"), ("cuda_nvrtc", "bin", "nvrtc64_12*.dll"))
-                for root in wheels]
-    patterns += [os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "lib64", "libnvrtc.so.1[23]")]
-    return [path for pattern in patterns for path in sorted(glob.glob(pattern), reverse=True)
-            if not path.endswith(".alt.dll")] + ["libnvrtc.so.12", "libnvrtc.so.13"]
+    patterns = [
+        os.path.join(root, "nvidia", *tail)
+        for tail in (
+            ("cuda_nvrtc", "lib", "libnvrtc.so.12"),
+            ("cu13", "lib", "libnvrtc.so.13"),
+            ("cuda_nvrtc", "bin", "nvrtc64_12*.dll"),
+        )
+        for root in wheels
+    ]
+    patterns += [
+        os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "lib64", "libnvrtc.so.1[23]")
+    ]
+    return [
+        path
+        for pattern in patterns
+        for path in sorted(glob.glob(pattern), reverse=True)
+        if not path.endswith(".alt.dll")
+    ] + ["libnvrtc.so.12", "libnvrtc.so.13"]
 
 
 def _open(path: str) -> Library:
     for builtins in sorted(glob.glob(os.path.join(os.path.dirname(path), "*nvrtc-builtins*"))):
         if ".alt." not in builtins:
-            ctypes.CDLL(builtins)      # NVRTC 13.0 has no search path of its own and would not find them
+            ctypes.CDLL(
+                builtins
+            )  # NVRTC 13.0 has no search path of its own and would not find them
     lib = ctypes.CDLL(path)
     major, minor, count = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     lib.nvrtcGetErrorString.restype = ctypes.c_char_p
@@ -91,8 +115,10 @@ def library() -> Library:
             return _open(path)
         except (OSError, AttributeError) as error:
             problem = error
-    raise BackendError("NVRTC, the compiler for CUDA C, was not found: pip install nvidia-cuda-nvrtc-cu12 "
-                       f"(looked at {', '.join(tried)}; last answer: {problem})")
+    raise BackendError(
+        "NVRTC, the compiler for CUDA C, was not found: pip install nvidia-cuda-nvrtc-cu12 "
+        f"(looked at {', '.join(tried)}; last answer: {problem})"
+    )
 
 
 def check_arch(arch: str) -> str:
@@ -101,8 +127,10 @@ def check_arch(arch: str) -> str:
     "sm_90a" is sm_90 with the instructions that only it has; NVRTC lists just the latter."""
     lib = library()
     if arch not in lib.archs and not (arch.endswith("a") and arch[:-1] in lib.archs):
-        raise BackendError(f"{lib} knows {', '.join(lib.archs)} and not {arch}: install a newer nvidia-cuda-nvrtc-cu12, "
-                           "or point GPUACCEL_NVRTC at another libnvrtc")
+        raise BackendError(
+            f"{lib} knows {', '.join(lib.archs)} and not {arch}: install a newer nvidia-cuda-nvrtc-cu12, "
+            "or point GPUACCEL_NVRTC at another libnvrtc"
+        )
     return arch
 
 
@@ -110,12 +138,19 @@ def check_driver(driver: "int | None"):
     """Refuse an NVRTC whose machine code the driver is too old for. driver: 1000*major + 10*minor, None without one."""
     version = library().version
     if driver is not None and driver // 1000 < version[0]:
-        raise BackendError(f"the driver supports CUDA {driver // 1000}.{driver % 1000 // 10}, but {library()} writes code for CUDA "
-                           f"{version[0]}: update the driver, or pip install 'nvidia-cuda-nvrtc-cu12<13'")
+        raise BackendError(
+            f"the driver supports CUDA {driver // 1000}.{driver % 1000 // 10}, but {library()} writes code for CUDA "
+            f"{version[0]}: update the driver, or pip install 'nvidia-cuda-nvrtc-cu12<13'"
+        )
 
 
-def compile_cubin(source: str, filename: str, arch: str, defines: "dict[str, str] | None" = None,
-                  options: "tuple[str, ...]" = ()) -> "tuple[bytes, str]":
+def compile_cubin(
+    source: str,
+    filename: str,
+    arch: str,
+    defines: "dict[str, str] | None" = None,
+    options: "tuple[str, ...]" = (),
+) -> "tuple[bytes, str]":
     """(cubin, ptxas report) of a whole program for one architecture ("sm_90"), from the cache when it is there.
 
     source: CUDA C with everything it needs in it, so that the cache key covers it; filename: what error messages call it.
@@ -124,7 +159,9 @@ def compile_cubin(source: str, filename: str, arch: str, defines: "dict[str, str
     own_cache = ("--no-cache",) if library().version >= (12, 9) else ()
     macros = [f"-D{name}={value}" for name, value in sorted((defines or {}).items())]
     flags = [f"-arch={check_arch(arch)}", *OPTIONS, *own_cache, *options, *macros]
-    key = hashlib.sha256(json.dumps([source, filename, flags, library().version]).encode()).hexdigest()
+    key = hashlib.sha256(
+        json.dumps([source, filename, flags, library().version]).encode()
+    ).hexdigest()
     found = _read(key)
     if found is None:
         found = _compile(source, filename, flags)
@@ -146,13 +183,22 @@ def _compile(source, filename, flags):
         return text.value.decode(errors="replace").strip()
 
     with _lock:
-        status = lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), filename.encode(), 0, None, None)
+        status = lib.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), filename.encode(), 0, None, None
+        )
         if status:
-            raise CompileError(f"NVRTC refused {filename}: {lib.nvrtcGetErrorString(status).decode()}")
+            raise CompileError(
+                f"NVRTC refused {filename}: {lib.nvrtcGetErrorString(status).decode()}"
+            )
         try:
-            status = lib.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*(f.encode() for f in flags)))
+            status = lib.nvrtcCompileProgram(
+                program, len(flags), (ctypes.c_char_p * len(flags))(*(f.encode() for f in flags))
+            )
             if status:
-                raise CompileError(f"{filename} does not compile for {flags[0].removeprefix('-arch=')}:\n{log()}{_hint(log())}", log())
+                raise CompileError(
+                    f"{filename} does not compile for {flags[0].removeprefix('-arch=')}:\n{log()}{_hint(log())}",
+                    log(),
+                )
             size = ctypes.c_size_t()
             lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
             cubin = ctypes.create_string_buffer(size.value)
@@ -163,12 +209,13 @@ def _compile(source, filename, flags):
 
 
 # What people expect to be there, and what to write instead: there are no headers.
-HINTS = {r"could not open source file": "there are no headers to include: bf16, fp16 and as_float are at hand (kernels_cu/common.cuh), C math is built in",
-         r'"INFINITY"|"NAN"': "INFINITY is __int_as_float(0x7f800000), NAN is __int_as_float(0x7fffffff)",
-         r'"FLT_MAX"|"INT_MAX"|"M_PI\w*"|"FLT_EPSILON"': "write the number itself: FLT_MAX is 3.402823466e38f, INT_MAX 2147483647, M_PI 3.14159265358979",
-         r'"u?int(8|16|32|64)_t"': "unsigned char, unsigned short, unsigned and unsigned long long are the types of fixed width",
-         r"too much shared data|\b(4915[3-9]|491[6-9]\d|49[2-9]\d\d|[5-9]\d{4}|\d{6,}) bytes smem":
-             "a block has 49,152 bytes of static __shared__ memory; more is asked for at the launch: kernel[grid, block, bytes]"}
+HINTS = {
+    r"could not open source file": "there are no headers to include: bf16, fp16 and as_float are at hand (kernels_cu/common.cuh), C math is built in",
+    r'"INFINITY"|"NAN"': "INFINITY is __int_as_float(0x7f800000), NAN is __int_as_float(0x7fffffff)",
+    r'"FLT_MAX"|"INT_MAX"|"M_PI\w*"|"FLT_EPSILON"': "write the number itself: FLT_MAX is 3.402823466e38f, INT_MAX 2147483647, M_PI 3.14159265358979",
+    r'"u?int(8|16|32|64)_t"': "unsigned char, unsigned short, unsigned and unsigned long long are the types of fixed width",
+    r"too much shared data|\b(4915[3-9]|491[6-9]\d|49[2-9]\d\d|[5-9]\d{4}|\d{6,}) bytes smem": "a block has 49,152 bytes of static __shared__ memory; more is asked for at the launch: kernel[grid, block, bytes]",
+}
 
 
 def _hint(log: str) -> str:
@@ -178,27 +225,37 @@ def _hint(log: str) -> str:
 
 def resources(cubin: bytes, log: str, name: str, arch: str) -> Resources:
     """What kernel `name` costs, read from ptxas's report."""
-    part = re.search(rf"properties for {re.escape(name)}\b(.*?)(?=Compiling entry function|\Z)", log, re.S)
+    part = re.search(
+        rf"properties for {re.escape(name)}\b(.*?)(?=Compiling entry function|\Z)", log, re.S
+    )
     if part is None:
         raise CompileError(f"the compiler's report does not mention kernel {name!r}", log)
 
     def number(pattern):
         found = re.search(pattern, part[1])
         return int(found[1]) if found else 0
-    return Resources(arch, number(r"Used (\d+) registers"), number(r"(\d+) bytes smem"), number(r"(\d+) bytes stack frame"),
-                     number(r"(\d+) bytes spill stores"), number(r"(\d+) bytes spill loads"), len(cubin))
+
+    return Resources(
+        arch,
+        number(r"Used (\d+) registers"),
+        number(r"(\d+) bytes smem"),
+        number(r"(\d+) bytes stack frame"),
+        number(r"(\d+) bytes spill stores"),
+        number(r"(\d+) bytes spill loads"),
+        len(cubin),
+    )
 
 
 # ---- the cache: one file per entry, "<sha256 of the rest>\n<the rest>", written aside and renamed ----
+
 
 def _read(key):
     try:
         log, cubin = (read_entry("cubin", key) or b"").split(b"\n", 1)
     except ValueError:
-        return None                                # not there, or damaged: compile (again)
+        return None  # not there, or damaged: compile (again)
     return cubin, json.loads(log)
 
 
 def _write(key, cubin, log):
     write_entry("cubin", key, json.dumps(log).encode() + b"\n" + cubin)
-

@@ -16,6 +16,7 @@ Two orders of summation:
 
 Source: Li et al., PyTorch Distributed (2020), for buckets; contract C-DDP-001 of entrenar's trainer for what must hold.
 """
+
 import os
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -24,21 +25,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import ArgumentError
 from ..ops.accumulate import CHUNK
 from ..optim.arena import Arena
-from ..errors import ArgumentError
 from .rendezvous import init_from_environment
 
 DTYPES = (torch.float32, torch.bfloat16)
 # One tensor for all ranks; the names are torch 2.13's, which warns of the old ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-PIECE = 1 << 22                  # elements that are hashed at once: 32 MB of memory in between
+PIECE = 1 << 22  # elements that are hashed at once: 32 MB of memory in between
 
 
 @dataclass(frozen=True)
 class Bucket:
     """A contiguous range of the arena that is sent at once: elements [start, stop), segments [first, last)."""
+
     start: int
     stop: int
     first: int
@@ -67,19 +69,55 @@ def check_alike(mine: "list[tuple[str, str]]", group, world: int):
                 what = f"{one[0]} is {two[1]} on rank {rank}, and {one[1]} on rank 0"
             else:
                 what = f"rank {rank} has {' '.join(two) if two else 'nothing'} where rank 0 has {' '.join(one) if one else 'nothing'}"
-            raise ArgumentError(f"the ranks differ: {what}. All have to train the same model in the same way")
+            raise ArgumentError(
+                f"the ranks differ: {what}. All have to train the same model in the same way"
+            )
 
 
 def compare(how: "Distributed", arena: Arena, opt, settings: dict):
     """ArgumentError on every rank unless all have the same model, the same optimizer and the same way of working as rank 0."""
-    rows = [(s.name, f"{str(p.dtype).removeprefix('torch.')} {list(s.shape)}, weight decay {s.decay}, learning rate x{s.lr_scale:g}")
-            for s, p in zip(arena.segments, arena.params)]
-    rows += [(name, f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}, not trained") for name, t in _not_trained(arena)]
-    rows += [(f"{key} of the optimizer's group {g}", f"{value.tolist() if isinstance(value, Tensor) else value}")
-             for g, group in enumerate(opt.param_groups) for key, value in sorted(group.items()) if key not in ("params", "param_names")]
-    names = "dtype", "ordered", "sharded", "bucket_mb", "find_unused", "check_every", "blame", "peer_copies"
+    rows = [
+        (
+            s.name,
+            f"{str(p.dtype).removeprefix('torch.')} {list(s.shape)}, weight decay {s.decay}, learning rate x{s.lr_scale:g}",
+        )
+        for s, p in zip(arena.segments, arena.params)
+    ]
+    rows += [
+        (name, f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}, not trained")
+        for name, t in _not_trained(arena)
+    ]
+    rows += [
+        (
+            f"{key} of the optimizer's group {g}",
+            f"{value.tolist() if isinstance(value, Tensor) else value}",
+        )
+        for g, group in enumerate(opt.param_groups)
+        for key, value in sorted(group.items())
+        if key not in ("params", "param_names")
+    ]
+    names = (
+        "dtype",
+        "ordered",
+        "sharded",
+        "bucket_mb",
+        "find_unused",
+        "check_every",
+        "blame",
+        "peer_copies",
+    )
     choices = [(name, str(getattr(how, name))) for name in names]
-    check_alike([("ranks", f"{how.world}"), ("the optimizer", type(opt).__name__), *choices, *settings.items(), *rows], how.group, how.world)
+    check_alike(
+        [
+            ("ranks", f"{how.world}"),
+            ("the optimizer", type(opt).__name__),
+            *choices,
+            *settings.items(),
+            *rows,
+        ],
+        how.group,
+        how.world,
+    )
 
 
 @torch.no_grad()
@@ -110,12 +148,19 @@ def weight_hashes(arena: Arena, masters: bool = True) -> Tensor:
     masters: with the fp32 masters of bf16 weights, and what else is fp32."""
     found = torch.zeros(len(arena.segments), dtype=torch.int64, device=arena.device)
     column = _odd(CHUNK, 0x9E3779B97F4A7C15, arena.device)
-    for buffer, kind in ((arena.weights if masters else None, torch.int32), (arena.bf16_weights, torch.int16)):
+    for buffer, kind in (
+        (arena.weights if masters else None, torch.int32),
+        (arena.bf16_weights, torch.int16),
+    ):
         for start in range(0, 0 if buffer is None else arena.numel, PIECE):
-            piece = buffer[start:start + PIECE].view(kind).view(-1, CHUNK).long()
+            piece = buffer[start : start + PIECE].view(kind).view(-1, CHUNK).long()
             first = start // CHUNK
-            rows = (piece * column).sum(1) * _odd(len(piece), 0xBF58476D1CE4E5B9, arena.device, first)
-            found.index_add_(0, arena.row_tensor[first:first + len(piece)].long(), rows ^ rows >> 29)
+            rows = (piece * column).sum(1) * _odd(
+                len(piece), 0xBF58476D1CE4E5B9, arena.device, first
+            )
+            found.index_add_(
+                0, arena.row_tensor[first : first + len(piece)].long(), rows ^ rows >> 29
+            )
     return found
 
 
@@ -145,22 +190,56 @@ class Distributed:
     A tensor that counts is one of the arena. Frozen parameters and buffers are rank 0's, from the start on; what forward does to buffers later stays
     each rank's own."""
 
-    def __init__(self, *, group=None, dtype: torch.dtype = torch.float32, ordered: bool = False, sharded: bool = False, bucket_mb: float = 32.0,
-                 find_unused: "bool | None" = None, check_every: int = 0, blame: bool = True, peer_copies: "bool | None" = None, timeout: float = 600.0):
+    def __init__(
+        self,
+        *,
+        group=None,
+        dtype: torch.dtype = torch.float32,
+        ordered: bool = False,
+        sharded: bool = False,
+        bucket_mb: float = 32.0,
+        find_unused: "bool | None" = None,
+        check_every: int = 0,
+        blame: bool = True,
+        peer_copies: "bool | None" = None,
+        timeout: float = 600.0,
+    ):
         if dtype not in DTYPES:
-            raise ArgumentError(f"dtype is {dtype}; sums are sent as torch.float32 or torch.bfloat16")
+            raise ArgumentError(
+                f"dtype is {dtype}; sums are sent as torch.float32 or torch.bfloat16"
+            )
         if ordered and dtype != torch.float32:
-            raise ArgumentError(f"dtype is {dtype}; in ordered mode every addition is fp32: expected torch.float32")
+            raise ArgumentError(
+                f"dtype is {dtype}; in ordered mode every addition is fp32: expected torch.float32"
+            )
         if not bucket_mb > 0:
-            raise ArgumentError(f"bucket_mb is {bucket_mb}; expected a positive number of megabytes")
+            raise ArgumentError(
+                f"bucket_mb is {bucket_mb}; expected a positive number of megabytes"
+            )
         if check_every < 0:
-            raise ArgumentError(f"check_every is {check_every}; expected 0 (never) or a number of steps")
+            raise ArgumentError(
+                f"check_every is {check_every}; expected 0 (never) or a number of steps"
+            )
         if group is None and not dist.is_initialized() and "RANK" in os.environ:
             init_from_environment(timeout)
-        self.group, self.dtype, self.ordered, self.sharded, self.bucket_mb = group, dtype, ordered, sharded, bucket_mb
-        self.find_unused, self.check_every, self.blame, self.peer_copies, self.timeout = find_unused, check_every, blame, peer_copies, timeout
+        self.group, self.dtype, self.ordered, self.sharded, self.bucket_mb = (
+            group,
+            dtype,
+            ordered,
+            sharded,
+            bucket_mb,
+        )
+        self.find_unused, self.check_every, self.blame, self.peer_copies, self.timeout = (
+            find_unused,
+            check_every,
+            blame,
+            peer_copies,
+            timeout,
+        )
         there = dist.is_initialized()
-        self.rank, self.world = (dist.get_rank(group), dist.get_world_size(group)) if there else (0, 1)
+        self.rank, self.world = (
+            (dist.get_rank(group), dist.get_world_size(group)) if there else (0, 1)
+        )
         if self.rank < 0:
             raise ArgumentError("this process is not a member of the group it was given")
         self.backend = str(dist.get_backend(group)) if there else "none"
@@ -171,5 +250,7 @@ class Distributed:
         return self.world > 1 or self.ordered
 
     def __repr__(self):
-        how = "ordered" if self.ordered else f"all-reduce in {str(self.dtype).removeprefix('torch.')}"
+        how = (
+            "ordered" if self.ordered else f"all-reduce in {str(self.dtype).removeprefix('torch.')}"
+        )
         return f"Distributed(rank {self.rank} of {self.world}, {self.backend}, {how}{', sharded' * self.sharded})"

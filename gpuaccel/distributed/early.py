@@ -4,15 +4,16 @@ What can be seen inside of it are the products of mode "fused" (nn/fused_linear.
 What a bucket has beside them (norms, biases) comes at the end; its own sums are kept apart for the last backward, added up over the ranks in one
 message behind the last bucket, and put in their places, where meanwhile only something stale was sent.
 """
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..optim.accumulate import GradientAccumulator
-from ..ops.accumulate import CHUNK
 from ..backends import takes
+from ..ops.accumulate import CHUNK
+from ..optim.accumulate import GradientAccumulator
 
-LIGHT = 1 << 16                  # elements up to which a tensor is worth keeping apart
+LIGHT = 1 << 16  # elements up to which a tensor is worth keeping apart
 
 
 class Apart:
@@ -21,12 +22,25 @@ class Apart:
     def __init__(self, accumulator: GradientAccumulator, group):
         self.arena, self.accumulator, self.group = accumulator.arena, accumulator, group
         arena = self.arena
-        self.numbers = {i for i, s in enumerate(arena.segments) if i not in accumulator._products and 0 < s.numel <= LIGHT}
-        rows = [(i, row) for i in sorted(self.numbers) for row in range(arena.rows[i], arena.rows[i + 1])]
+        self.numbers = {
+            i
+            for i, s in enumerate(arena.segments)
+            if i not in accumulator._products and 0 < s.numel <= LIGHT
+        }
+        rows = [
+            (i, row)
+            for i in sorted(self.numbers)
+            for row in range(arena.rows[i], arena.rows[i + 1])
+        ]
         self.rows = torch.tensor([row for _, row in rows], dtype=torch.int64, device=arena.device)
         self.sums = torch.zeros(len(rows), CHUNK, device=arena.device)
         first = {i: nth for nth, (i, _) in reversed(list(enumerate(rows)))}
-        self.views = {i: self.sums.view(-1)[first[i] * CHUNK:][:arena.segments[i].numel].view(arena.segments[i].shape) for i in self.numbers}
+        self.views = {
+            i: self.sums.view(-1)[first[i] * CHUNK :][: arena.segments[i].numel].view(
+                arena.segments[i].shape
+            )
+            for i in self.numbers
+        }
         self.taken, self.kernels = False, takes(arena.device)
 
     def begin(self):

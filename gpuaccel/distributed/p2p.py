@@ -10,6 +10,7 @@ who brought what is not finite, and copies the sums of the others' ranges. One s
     >>> peers.send(bucket)                        # from here on it is on its way
     >>> peers.join()                              # peers.stream has everything
 """
+
 import contextlib
 import functools
 import logging
@@ -20,22 +21,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..optim.accumulate import GradientAccumulator
-from ..ops.accumulate import CHUNK
-from ..optim.arena import Arena
 from ..backends import backend, takes
-from ..ops.accumulate import SQUARES_THREADS
-from ..ops.clip import launch_squares
-from ..errors import ArgumentError
 from ..compiler.kernel import Kernel
+from ..errors import ArgumentError
+from ..ops.accumulate import CHUNK, SQUARES_THREADS
+from ..ops.clip import launch_squares
+from ..optim.accumulate import GradientAccumulator
+from ..optim.arena import Arena
 from .rendezvous import SLACK
 from .zero1 import handed_on, share
 
-SLAB = 1 << 24                   # elements of all ranks' ranges that are added at once
+SLAB = 1 << 24  # elements of all ranks' ranges that are added at once
 log = logging.getLogger("gpuaccel")
 
 
 # ---- launcher -------------------------------------------------------------------------------------------------------
+
 
 @functools.cache
 def _kernel() -> Kernel:
@@ -47,10 +48,20 @@ def launch_sum(own: Tensor, others: Tensor, rank: int, partials: Tensor, wrong: 
 
     partials: (rows,) fp64, and wrong: (ranks, rows) int32, of which `row` is that of own's first chunk."""
     if len(own):
-        _kernel()[len(own) // CHUNK, SQUARES_THREADS](own, partials[row:], wrong.view(-1)[row:], others, rank, len(wrong), wrong.shape[1], others.stride(0) // 4)
+        _kernel()[len(own) // CHUNK, SQUARES_THREADS](
+            own,
+            partials[row:],
+            wrong.view(-1)[row:],
+            others,
+            rank,
+            len(wrong),
+            wrong.shape[1],
+            others.stride(0) // 4,
+        )
 
 
 # ---- public: the ranks of a step ------------------------------------------------------------------------------------
+
 
 class Peers:
     """This rank's side of the sums. Made by of(), on every rank."""
@@ -59,25 +70,38 @@ class Peers:
         """What needs memory or a compiler: it may fail on one rank alone."""
         self.how, self.arena, self.rank, self.world = how, arena, how.rank, how.world
         self.others = [r for r in range(self.world) if r != self.rank]
-        cuda, rows = arena.device.type == "cuda", arena.numel // CHUNK          # on a CPU (in tests) everything is done when it is asked for
-        self.stream, self.adder, self.hand = (torch.cuda.Stream(arena.device, priority=-1) if cuda else None for _ in range(3))
+        cuda, rows = (
+            arena.device.type == "cuda",
+            arena.numel // CHUNK,
+        )  # on a CPU (in tests) everything is done when it is asked for
+        self.stream, self.adder, self.hand = (
+            torch.cuda.Stream(arena.device, priority=-1) if cuda else None for _ in range(3)
+        )
         self.last = self.adder if how.sharded else self.hand
-        self.slab = min(max(1, SLAB // self.world // CHUNK), rows // self.world + 1)        # chunks
-        self.parts = torch.empty(2, self.world - 1, self.slab * CHUNK, device=arena.device)         # two, in turns: one is filled while the other is added
-        self.free = [None, None]                                                            # events: this step has added what was there
-        self.squares = torch.zeros(rows, dtype=torch.float64, device=arena.device)         # of what this rank adds up; the rest stays 0
+        self.slab = min(max(1, SLAB // self.world // CHUNK), rows // self.world + 1)  # chunks
+        self.parts = torch.empty(
+            2, self.world - 1, self.slab * CHUNK, device=arena.device
+        )  # two, in turns: one is filled while the other is added
+        self.free = [None, None]  # events: this step has added what was there
+        self.squares = torch.zeros(
+            rows, dtype=torch.float64, device=arena.device
+        )  # of what this rank adds up; the rest stays 0
         self.wrong = torch.zeros(self.world, rows, dtype=torch.int32, device=arena.device)
-        self.own_sums = torch.zeros_like(self.squares)          # of what this rank brings and NCCL adds: not finite where that is not
+        self.own_sums = torch.zeros_like(
+            self.squares
+        )  # of what this rank brings and NCCL adds: not finite where that is not
         if cuda:
             _kernel().load(arena.device.index)
 
     def meet(self, homes: "dict[str, tuple]") -> "Peers":
         """homes: name of each buffer of the arena that the others read -> memory for it, and what knows that of the others. Collective."""
-        self.homes, self.theirs = homes, {}                     # name -> rank -> its buffer
+        self.homes, self.theirs = homes, {}  # name -> rank -> its buffer
         for name, (home, handle) in homes.items():
             self.arena.move(name, home)
-            self.theirs[name] = {r: handle.get_buffer(r, (self.arena.numel,), home.dtype) for r in self.others}
-        for channel in range(3) if self.stream else ():         # their kernel is loaded before any capture
+            self.theirs[name] = {
+                r: handle.get_buffer(r, (self.arena.numel,), home.dtype) for r in self.others
+            }
+        for channel in range(3) if self.stream else ():  # their kernel is loaded before any capture
             self._barrier(channel)
         return self
 
@@ -90,10 +114,14 @@ class Peers:
         """Of a ga.Distributed; None where NCCL (or gloo) has to do it: the log says why NCCL has. Collective.
 
         ArgumentError, on every rank, where how.peer_copies is True and it cannot be done."""
-        if GradientAccumulator.of(arena) is not None:           # somebody knows the buffers' addresses; a second accumulator will be refused
+        if (
+            GradientAccumulator.of(arena) is not None
+        ):  # somebody knows the buffers' addresses; a second accumulator will be refused
             return None
         alike, reason = _why_not(how, arena)
-        if not alike or how.peer_copies is False:               # what differs will be named when the ranks are compared
+        if (
+            not alike or how.peer_copies is False
+        ):  # what differs will be named when the ranks are compared
             return None
 
         def attempt(part):
@@ -105,13 +133,23 @@ class Peers:
                     found = part()
                 except RuntimeError as error:
                     problem = str(error).splitlines()[0]
-                reason = next((f"on rank {r}: {said}" for r, said in enumerate(_gathered(problem, how)) if said), "")
+                reason = next(
+                    (
+                        f"on rank {r}: {said}"
+                        for r, said in enumerate(_gathered(problem, how))
+                        if said
+                    ),
+                    "",
+                )
             return found
+
         homes = attempt(lambda: _allocate(how, arena))
         made = attempt(lambda: cls(how, arena))
         homes = attempt(lambda: _rendezvous(how, homes))
         if reason and how.peer_copies:
-            raise ArgumentError(f"peer_copies is True, and {reason}; expected the GPUs of one machine, which can read each other's memory, and fp32 sums")
+            raise ArgumentError(
+                f"peer_copies is True, and {reason}; expected the GPUs of one machine, which can read each other's memory, and fp32 sums"
+            )
         if reason and how.backend == "nccl" and how.world > 1:
             log.info("gradients are added up by NCCL: %s", reason)
         return None if reason else made.meet(homes)
@@ -120,7 +158,9 @@ class Peers:
         """Of each rank, the elements of a bucket that it adds up: whole chunks."""
         if self.how.sharded:
             own = share(bucket, self.world)
-            return [(bucket.start + r * own, bucket.start + (r + 1) * own) for r in range(self.world)]
+            return [
+                (bucket.start + r * own, bucket.start + (r + 1) * own) for r in range(self.world)
+            ]
         chunks = (bucket.stop - bucket.start) // CHUNK
         ends = [bucket.start + chunks * r // self.world * CHUNK for r in range(self.world + 1)]
         return list(zip(ends, ends[1:]))
@@ -131,27 +171,60 @@ class Peers:
         for bucket in buckets:
             ranges, slabs = self._ranges(bucket), []
             longest = max(stop - start for start, stop in ranges) // CHUNK
-            most = self.slab if bucket is not buckets[-1] else max(1, self.slab // 2)               # nothing hides the last bucket: smaller steps, less waiting
-            slab = CHUNK * max(1, -(-longest // max(1, -(-longest // most))))                      # equal ones
+            most = (
+                self.slab if bucket is not buckets[-1] else max(1, self.slab // 2)
+            )  # nothing hides the last bucket: smaller steps, less waiting
+            slab = CHUNK * max(1, -(-longest // max(1, -(-longest // most))))  # equal ones
             for at in range(0, longest * CHUNK, slab):
-                slabs.append(self._slab([slice(min(start + at, stop), min(start + at + slab, stop)) for start, stop in ranges], turn))
+                slabs.append(
+                    self._slab(
+                        [
+                            slice(min(start + at, stop), min(start + at + slab, stop))
+                            for start, stop in ranges
+                        ],
+                        turn,
+                    )
+                )
                 turn = 1 - turn
             rest = slice(ranges[-1][1], bucket.stop)
             rows = slice(rest.start // CHUNK, rest.stop // CHUNK)
-            self.plans[bucket] = slabs, (self.arena.grads[rest], self.own_sums[rows], self.squares[rows]) if rest.stop > rest.start else None
+            self.plans[bucket] = (
+                slabs,
+                (self.arena.grads[rest], self.own_sums[rows], self.squares[rows])
+                if rest.stop > rest.start
+                else None,
+            )
 
     def _slab(self, slabs, turn) -> tuple:
         """Of a part of each rank's range: what to copy here, what to add, what to hand on, each as the arguments of a call."""
-        grads, theirs, own, parts = self.arena.grads, self.theirs["grads"], slabs[self.rank], self.parts[turn]
-        pulls = [(place[:own.stop - own.start], theirs[r][own]) for place, r in zip(parts, self.others)]
-        hands = [] if self.how.sharded else [(grads[slabs[r]], theirs[r][slabs[r]]) for r in self.others]
-        return turn, pulls, (grads[own], parts, self.rank, self.squares, self.wrong, own.start // CHUNK), hands
+        grads, theirs, own, parts = (
+            self.arena.grads,
+            self.theirs["grads"],
+            slabs[self.rank],
+            self.parts[turn],
+        )
+        pulls = [
+            (place[: own.stop - own.start], theirs[r][own]) for place, r in zip(parts, self.others)
+        ]
+        hands = (
+            []
+            if self.how.sharded
+            else [(grads[slabs[r]], theirs[r][slabs[r]]) for r in self.others]
+        )
+        return (
+            turn,
+            pulls,
+            (grads[own], parts, self.rank, self.squares, self.wrong, own.start // CHUNK),
+            hands,
+        )
 
     def send(self, bucket):
         """The current stream has this rank's gradients of a bucket: their sums are on their way; of shares this rank's and the common rest."""
         slabs, rest = self.plans[bucket]
-        with _behind(torch.cuda.current_stream(self.arena.device) if self.stream else None, self.stream):
-            self._barrier(0)                                    # all ranks have theirs
+        with _behind(
+            torch.cuda.current_stream(self.arena.device) if self.stream else None, self.stream
+        ):
+            self._barrier(0)  # all ranks have theirs
             for turn, pulls, sums, hands in slabs:
                 if self.free[turn] is not None:
                     self.stream.wait_event(self.free[turn])
@@ -162,7 +235,7 @@ class Peers:
                     self.free[turn] = self.adder and self.adder.record_event()
                 if hands:
                     with _behind(self.adder, self.hand):
-                        self._barrier(1)                        # all ranks have added, and read what is overwritten here
+                        self._barrier(1)  # all ranks have added, and read what is overwritten here
                         for here, there in hands:
                             here.copy_(there)
             if rest:
@@ -176,19 +249,19 @@ class Peers:
         """sharded: what the other ranks have updated of arena.weights or arena.bf16_weights comes from them; the current stream goes on behind it."""
         current = torch.cuda.current_stream(self.arena.device) if self.stream else None
         with _behind(current, self.stream):
-            self._barrier(2)                                    # all ranks have updated theirs
+            self._barrier(2)  # all ranks have updated theirs
             for bucket in self.plans:
                 ranges = self._ranges(bucket)
                 for r in self.others:
                     here = slice(*ranges[r])
                     getattr(self.arena, name)[here].copy_(self.theirs[name][r][here])
-            self._barrier(2)                                    # all have read: weights may be changed
+            self._barrier(2)  # all have read: weights may be changed
         if self.stream:
             current.wait_stream(self.stream)
 
     def join(self):
         """Behind all buckets: self.stream has the sums. What the other ranks still read is free after the next collective on that stream."""
-        if any(self.free):                                      # else nothing was sent, or this is a CPU
+        if any(self.free):  # else nothing was sent, or this is a CPU
             self.stream.wait_stream(self.last)
         self.forget()
 
@@ -219,7 +292,16 @@ def _why_not(how, arena) -> "tuple[bool, str]":
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
         machine = socket.gethostname(), boot.read_text().strip() if boot.exists() else ""
         gpu = str(torch.cuda.get_device_properties(arena.device).uuid) if cuda else ""
-        wanted = arena.numel, str(how.dtype), how.ordered, how.sharded, how.peer_copies, _read(how, arena), cuda, takes(arena.device)
+        wanted = (
+            arena.numel,
+            str(how.dtype),
+            how.ordered,
+            how.sharded,
+            how.peer_copies,
+            _read(how, arena),
+            cuda,
+            takes(arena.device),
+        )
         machines, gpus, choices = zip(*_gathered((machine, gpu, wanted), how))
         if any(choice != wanted for choice in choices):
             return False, "the ranks differ"
@@ -228,7 +310,10 @@ def _why_not(how, arena) -> "tuple[bool, str]":
         if len(set(gpus)) < how.world:
             return True, f"{how.world} ranks share {len(set(gpus))} GPUs"
     if how.world == 1 or how.backend != "nccl" or not cuda or not takes(arena.device):
-        return True, f"the {how.world} ranks' collectives are {how.backend}'s, the model is on {arena.device}, backend {backend().name}"
+        return (
+            True,
+            f"the {how.world} ranks' collectives are {how.backend}'s, the model is on {arena.device}, backend {backend().name}",
+        )
     if how.ordered or how.dtype != torch.float32:
         return True, "sums are ordered" if how.ordered else f"sums are sent in {how.dtype}"
     return True, ""
@@ -236,11 +321,16 @@ def _why_not(how, arena) -> "tuple[bool, str]":
 
 def _allocate(how, arena) -> "dict[str, Tensor]":
     import torch.distributed._symmetric_memory as symmetric
-    return {name: symmetric.empty(arena.numel, dtype=getattr(arena, name).dtype, device=arena.device) for name in _read(how, arena)}
+
+    return {
+        name: symmetric.empty(arena.numel, dtype=getattr(arena, name).dtype, device=arena.device)
+        for name in _read(how, arena)
+    }
 
 
 def _rendezvous(how, homes) -> "dict[str, tuple]":
     import torch.distributed._symmetric_memory as symmetric
+
     group = how.group if how.group is not None else dist.group.WORLD
     return {name: (home, symmetric.rendezvous(home, group)) for name, home in homes.items()}
 

@@ -9,23 +9,32 @@ On GPUs all of it goes to streams that are forked from the current one by events
 read by the host. Buckets are summed by copies between the GPUs of one machine (distributed/p2p.py), else by NCCL. On CPUs gloo's own threads do the work between
 start and join.
 """
+
 import contextlib
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..optim.accumulate import GradientAccumulator
-from ..ops.accumulate import CHUNK, accumulate_, accumulate_kernel
-from ..optim.arena import Arena
 from ..backends import takes
-from ..ops.clip import clip_kernel, launch_squares
-from . import rendezvous
-from .config import Distributed, all_gather, broadcast, buckets_of, compare, reduce_scatter, weight_hashes
-from .early import Apart
 from ..errors import ArgumentError, RankError
 from ..measure.meter import LateValue
+from ..ops.accumulate import CHUNK, accumulate_, accumulate_kernel
+from ..ops.clip import clip_kernel, launch_squares
+from ..optim.accumulate import GradientAccumulator
 from ..optim.adamw import AdamW
+from ..optim.arena import Arena
+from . import rendezvous
+from .config import (
+    Distributed,
+    all_gather,
+    broadcast,
+    buckets_of,
+    compare,
+    reduce_scatter,
+    weight_hashes,
+)
+from .early import Apart
 from .p2p import Peers
 from .zero1 import ShardedAdamW, share
 
@@ -35,7 +44,16 @@ class Ranks:
 
     ArgumentError, on every rank, naming the first tensor and rank that differ from rank 0's."""
 
-    def __init__(self, how: Distributed, arena: Arena, accumulator: GradientAccumulator, opt, settings: dict, compiled: bool = False, peers: "Peers | None" = None):
+    def __init__(
+        self,
+        how: Distributed,
+        arena: Arena,
+        accumulator: GradientAccumulator,
+        opt,
+        settings: dict,
+        compiled: bool = False,
+        peers: "Peers | None" = None,
+    ):
         self.how, self.arena, self.accumulator, self.opt = how, arena, accumulator, opt
         self.rank, self.world, self.group = how.rank, how.world, how.group
         self.buckets = buckets_of(arena, how.bucket_mb * 1e6)
@@ -43,11 +61,19 @@ class Ranks:
         self.cuda = arena.device.type == "cuda"
         self.nccl = how.backend == "nccl"
         if self.nccl and not self.cuda:
-            raise ArgumentError(f"the group's backend is nccl, and the model is on {arena.device}; expected a model on a GPU, or gloo")
+            raise ArgumentError(
+                f"the group's backend is nccl, and the model is on {arena.device}; expected a model on a GPU, or gloo"
+            )
         self.peers = peers
         if peers:
             peers.plan(self.buckets)
-        self.stream = peers.stream if peers else torch.cuda.Stream(arena.device, priority=-1) if self.nccl else None
+        self.stream = (
+            peers.stream
+            if peers
+            else torch.cuda.Stream(arena.device, priority=-1)
+            if self.nccl
+            else None
+        )
         device, self.kernels = arena.device, takes(arena.device)
         self.steps = 0
         self.beat(0)
@@ -57,31 +83,59 @@ class Ranks:
         except RuntimeError as error:
             self._give_up(error, "at the start")
             raise
-        self.find_unused = self.world == 1 or (not self.cuda if how.find_unused is None else how.find_unused)
+        self.find_unused = self.world == 1 or (
+            not self.cuda if how.find_unused is None else how.find_unused
+        )
         most = max(b.stop - b.start for b in self.buckets)
-        self.low = torch.empty(most, dtype=how.dtype, device=device) if self.nccl and how.dtype != torch.float32 else None
+        self.low = (
+            torch.empty(most, dtype=how.dtype, device=device)
+            if self.nccl and how.dtype != torch.float32
+            else None
+        )
         self.sharded = how.sharded and self.world > 1
         if self.sharded:
             self._shard()
         if self.cuda:
             self._get_ready()
         # Of each row of arena.partials (torch: of each tensor): a sum over what this rank brought, is it finite, and whose number this is.
-        self.own_sums = peers.own_sums if peers else torch.zeros(len(arena.row_tensor) if self.kernels else len(arena.segments), dtype=torch.float64, device=device)
-        self.place = arena.row_tensor.long() if self.kernels else torch.arange(len(arena.segments), device=device)
-        self.wrong = peers.wrong if peers else torch.zeros(1, len(self.own_sums), dtype=torch.bool, device=device)       # peers: a row for each rank
-        self.blamed = torch.zeros(self.world, dtype=torch.int64, device=device)     # 1 + the first tensor of each rank that was not finite; 0: none
-        self.agreed: "int | None" = None           # bits: the tensors that take part in the update
+        self.own_sums = (
+            peers.own_sums
+            if peers
+            else torch.zeros(
+                len(arena.row_tensor) if self.kernels else len(arena.segments),
+                dtype=torch.float64,
+                device=device,
+            )
+        )
+        self.place = (
+            arena.row_tensor.long()
+            if self.kernels
+            else torch.arange(len(arena.segments), device=device)
+        )
+        self.wrong = (
+            peers.wrong
+            if peers
+            else torch.zeros(1, len(self.own_sums), dtype=torch.bool, device=device)
+        )  # peers: a row for each rank
+        self.blamed = torch.zeros(
+            self.world, dtype=torch.int64, device=device
+        )  # 1 + the first tensor of each rank that was not finite; 0: none
+        self.agreed: "int | None" = None  # bits: the tensors that take part in the update
         self.count_dtype, self.late = torch.int64, LateValue()
         self.pending, self.next, self.missing, self.broken = [], 0, None, False
-        self.sent = False                          # something of this step (not of a capture, which does nothing yet), until its update is over
+        self.sent = False  # something of this step (not of a capture, which does nothing yet), until its update is over
         early = compiled and accumulator.mode == "fused" and self.world > 1 and not how.ordered
         self.apart = Apart(accumulator, self.group) if early else None
-        self.came = set()                          # tensors that were complete before their hook said so
+        self.came = set()  # tensors that were complete before their hook said so
         if how.ordered:
-            self.own = arena.numel // CHUNK // self.world * CHUNK                    # elements of a rank's slice; what is left at the end is everyone's
+            self.own = (
+                arena.numel // CHUNK // self.world * CHUNK
+            )  # elements of a rank's slice; what is left at the end is everyone's
             rest = arena.numel - self.own * self.world
             self.total = torch.zeros(self.own + rest, device=device)
-            self.slices, self.rests = (torch.empty(self.world, n, device=device) for n in (self.own, rest))
+            self.slices, self.rests = (
+                torch.empty(self.world, n, device=device) for n in (self.own, rest)
+            )
             self.messages, self.bits = [], 0
         if isinstance(opt, AdamW) and opt.arena is arena:
             opt.explain_skip = self._explain_skip
@@ -94,22 +148,35 @@ class Ranks:
         opt, arena = self.opt, self.arena
         held = {id(p) for group in opt.param_groups for p in group["params"]}
         if not (isinstance(opt, AdamW) and opt.arena is arena) or held != arena._owner_ids:
-            raise ArgumentError("sharded=True is done by a ga.AdamW over the whole arena: ga.AdamW(arena, ...); the optimizer is "
-                                f"{type(opt).__name__} over {len(held)} of the arena's {len(arena.owners)} tensors, or over parameters")
+            raise ArgumentError(
+                "sharded=True is done by a ga.AdamW over the whole arena: ga.AdamW(arena, ...); the optimizer is "
+                f"{type(opt).__name__} over {len(held)} of the arena's {len(arena.owners)} tensors, or over parameters"
+            )
         ShardedAdamW.wear(opt, self.buckets, self.rank, self.world, self.group, self.peers)
-        if self.peers:                             # they have the squares
+        if self.peers:  # they have the squares
             return
         ranges = []
         for b in self.buckets:
             own = share(b, self.world)
-            ranges += [(b.start + self.rank * own, b.start + (self.rank + 1) * own), (b.start + self.world * own, b.stop)][:1 + (self.rank == 0)]
+            ranges += [
+                (b.start + self.rank * own, b.start + (self.rank + 1) * own),
+                (b.start + self.world * own, b.stop),
+            ][: 1 + (self.rank == 0)]
         rows = torch.cat([torch.arange(start // CHUNK, stop // CHUNK) for start, stop in ranges])
-        self.counted = [arena.grads[start:stop] for start, stop in ranges if stop > start], rows.to(arena.device), arena.partials.new_zeros(len(rows))
+        self.counted = (
+            [arena.grads[start:stop] for start, stop in ranges if stop > start],
+            rows.to(arena.device),
+            arena.partials.new_zeros(len(rows)),
+        )
 
     def _get_ready(self):
         """What cannot be done in a capture: kernels are compiled and loaded, and NCCL connects the ranks."""
         index = self.arena.device.index
-        for kernel in (clip_kernel("squares_v2", 2.0), accumulate_kernel("accumulate_v2", torch.float32)) if self.kernels else ():
+        for kernel in (
+            (clip_kernel("squares_v2", 2.0), accumulate_kernel("accumulate_v2", torch.float32))
+            if self.kernels
+            else ()
+        ):
             kernel.load(index)
         if self.nccl and self.world > 1:
             few, many = (torch.zeros(n, device=self.arena.device) for n in (1, self.world))
@@ -124,14 +191,16 @@ class Ranks:
     def look_before(self):
         """RankError where this rank cannot go on: it left a step after it had sent part of it."""
         if self.broken:
-            raise RankError(f"rank {self.rank} left an earlier step half way, with an error, after it had sent part of its gradient; the other ranks wait "
-                            "for the rest. Expected a new start of all ranks, from a checkpoint")
+            raise RankError(
+                f"rank {self.rank} left an earlier step half way, with an error, after it had sent part of its gradient; the other ranks wait "
+                "for the rest. Expected a new start of all ranks, from a checkpoint"
+            )
 
     @contextlib.contextmanager
     def listening(self):
         """Around the last micro-batch's backward: what is complete is sent."""
         if self.how.ordered or self.accumulator.mode in ("host", "autograd"):
-            yield                                  # the sums are in place only after finish()
+            yield  # the sums are in place only after finish()
             return
         apart = self.apart.numbers if self.apart else ()
         self.missing = [sum(i not in apart for i in range(b.first, b.last)) for b in self.buckets]
@@ -152,7 +221,11 @@ class Ranks:
         nth = self.bucket_of[i]
         again = i in self.came
         self.missing[nth] -= not again
-        if nth < self.next and not (again and self.accumulator.fresh[i] is None) or self.missing[nth] < 0:
+        if (
+            nth < self.next
+            and not (again and self.accumulator.fresh[i] is None)
+            or self.missing[nth] < 0
+        ):
             self._too_late(i)
         while self.next < len(self.buckets) and not self.missing[self.next]:
             self._send()
@@ -163,14 +236,21 @@ class Ranks:
         for i in numbers:
             if i in self.came and self.bucket_of[i] < self.next:
                 self._too_late(i)
-            if i not in self.came and known.uses[i] and known.uses[i] == known.usual[i] and i not in known.elsewhere:
+            if (
+                i not in self.came
+                and known.uses[i]
+                and known.uses[i] == known.usual[i]
+                and i not in known.elsewhere
+            ):
                 self._arrived(i)
                 self.came.add(i)
 
     def _too_late(self, i):
-        raise ArgumentError(f"{self.arena.segments[i].name} got more of its gradient after that was sent to the other ranks (a weight that several "
-                            "checkpointed parts share, with use_reentrant=True? a compiled model that uses it more often than in the step before?); use "
-                            "torch.utils.checkpoint(..., use_reentrant=False), or compile=False")
+        raise ArgumentError(
+            f"{self.arena.segments[i].name} got more of its gradient after that was sent to the other ranks (a weight that several "
+            "checkpointed parts share, with use_reentrant=True? a compiled model that uses it more often than in the step before?); use "
+            "torch.utils.checkpoint(..., use_reentrant=False), or compile=False"
+        )
 
     @torch.no_grad()
     def _send(self):
@@ -184,7 +264,7 @@ class Ranks:
         if self.peers:
             self.peers.send(bucket)
             return
-        part = self.arena.grads[bucket.start:bucket.stop]
+        part = self.arena.grads[bucket.start : bucket.stop]
         if not self.nccl:
             self._look(bucket)
             sent = part if self.how.dtype == torch.float32 else part.to(self.how.dtype)
@@ -193,7 +273,7 @@ class Ranks:
         self.stream.wait_stream(torch.cuda.current_stream(self.arena.device))
         with torch.cuda.stream(self.stream):
             self._look(bucket)
-            sent = part if self.low is None else self.low[:bucket.stop - bucket.start].copy_(part)
+            sent = part if self.low is None else self.low[: bucket.stop - bucket.start].copy_(part)
             self._sum(bucket, sent, False)
             if sent is not part:
                 part.copy_(sent)
@@ -204,12 +284,16 @@ class Ranks:
             return [dist.all_reduce(sent, group=self.group, async_op=later)], []
         own, works, copies = share(bucket, self.world), [], []
         if own:
-            mine = sent[self.rank * own:(self.rank + 1) * own]
+            mine = sent[self.rank * own : (self.rank + 1) * own]
             got = torch.empty_like(mine) if later else mine
-            works.append(reduce_scatter(got, sent[:self.world * own], group=self.group, async_op=later))
+            works.append(
+                reduce_scatter(got, sent[: self.world * own], group=self.group, async_op=later)
+            )
             copies.append((mine, got))
         if len(sent) > self.world * own:
-            works.append(dist.all_reduce(sent[self.world * own:], group=self.group, async_op=later))
+            works.append(
+                dist.all_reduce(sent[self.world * own :], group=self.group, async_op=later)
+            )
         return works, copies
 
     def _look(self, bucket):
@@ -219,11 +303,13 @@ class Ranks:
         arena, tensors = self.arena, slice(bucket.first, bucket.last)
         rows = slice(arena.rows[bucket.first], arena.rows[bucket.last])
         if not self.kernels:
-            self.own_sums[tensors] = torch.stack([view.sum(dtype=torch.float64) for view in arena.grad_views[tensors]])
+            self.own_sums[tensors] = torch.stack(
+                [view.sum(dtype=torch.float64) for view in arena.grad_views[tensors]]
+            )
         elif all(arena.squares_known()[tensors]):
             self.own_sums[rows] = arena.partials[rows]
         else:
-            launch_squares([arena.grads[bucket.start:bucket.stop]], self.own_sums[rows])
+            launch_squares([arena.grads[bucket.start : bucket.stop]], self.own_sums[rows])
 
     # ---- after backward ----
 
@@ -247,15 +333,24 @@ class Ranks:
         self._agree()
         loss, tokens, rows, micros, counted = sums
         tokens = tokens.to(self.count_dtype)
-        return loss, None if means else torch.where(counted > 0, tokens, micros.to(self.count_dtype)), rows, micros
+        return (
+            loss,
+            None if means else torch.where(counted > 0, tokens, micros.to(self.count_dtype)),
+            rows,
+            micros,
+        )
 
     def _message(self, loss, tokens, rows, micros) -> Tensor:
         """(5,) fp64: loss, tokens, rows, micro-batches, micro-batches whose tokens were counted."""
         device = self.arena.device
         if tokens is not None:
             self.count_dtype = tokens.dtype
-        numbers = [x.double().view(()) if isinstance(x, Tensor) else torch.full((), float(x or 0), dtype=torch.float64, device=device)
-                   for x in (loss, tokens, rows, micros, 0 if tokens is None else micros)]
+        numbers = [
+            x.double().view(())
+            if isinstance(x, Tensor)
+            else torch.full((), float(x or 0), dtype=torch.float64, device=device)
+            for x in (loss, tokens, rows, micros, 0 if tokens is None else micros)
+        ]
         return torch.stack(numbers)
 
     def _blame(self) -> Tensor:
@@ -264,8 +359,12 @@ class Ranks:
         none = len(self.arena.segments)
         self.wrong[self.rank if self.peers else 0] |= ~torch.isfinite(self.own_sums)
         first = torch.where(self.wrong != 0, self.place, none).amin(1)
-        found = torch.zeros(len(self.wrong), self.world, dtype=torch.float64, device=self.arena.device)
-        (found[self.rank] if self.peers else found[:, self.rank]).copy_(torch.where(first < none, first + 1, 0))
+        found = torch.zeros(
+            len(self.wrong), self.world, dtype=torch.float64, device=self.arena.device
+        )
+        (found[self.rank] if self.peers else found[:, self.rank]).copy_(
+            torch.where(first < none, first + 1, 0)
+        )
         self.wrong.zero_()
         return found
 
@@ -280,7 +379,9 @@ class Ranks:
         message = self._message(loss, tokens, rows, micros)
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.arena.device))
-        with torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext():
+        with (
+            torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext()
+        ):
             if self.apart:
                 self.apart.send(self.own_sums if self.how.blame else None)
             if self.peers:
@@ -307,14 +408,18 @@ class Ranks:
         if self.apart:
             self.apart.put_back()
         self.pending, self.next = [], 0
-        torch.autograd.graph.increment_version(self.arena.grads)         # collectives are not counted by torch: squares taken before are void
+        torch.autograd.graph.increment_version(
+            self.arena.grads
+        )  # collectives are not counted by torch: squares taken before are void
         partials = self.arena.partials
         if self.peers:
-            if self.apart:                              # where these are now, something stale was added up
+            if self.apart:  # where these are now, something stale was added up
                 squares = partials.new_empty(len(self.apart.rows))
                 launch_squares([self.apart.sums], squares)
                 partials.index_copy_(0, self.apart.rows, squares)
-        elif self.sharded and self.kernels:             # each rank has squares of its share: together they are the whole table
+        elif (
+            self.sharded and self.kernels
+        ):  # each rank has squares of its share: together they are the whole table
             shares, rows, squares = self.counted
             launch_squares(shares, squares)
             partials.zero_().index_copy_(0, rows, squares)
@@ -330,8 +435,10 @@ class Ranks:
             self.agreed = self._union(mine)
         elif mine & ~self.agreed:
             late = (mine & ~self.agreed).bit_length() - 1
-            raise ArgumentError(f"rank {self.rank}: {self.arena.segments[late].name} got a gradient, and in the first step it got none on any rank: which "
-                                "tensors take part is settled then, without a wait later on. Instead: ga.Distributed(find_unused=True)")
+            raise ArgumentError(
+                f"rank {self.rank}: {self.arena.segments[late].name} got a gradient, and in the first step it got none on any rank: which "
+                "tensors take part is settled then, without a wait later on. Instead: ga.Distributed(find_unused=True)"
+            )
         if mine != self.agreed:
             self.accumulator.take_up(self.agreed)
 
@@ -344,9 +451,15 @@ class Ranks:
         if self.world == 1:
             return mine
         if self.cuda and torch.cuda.is_current_stream_capturing():
-            raise ArgumentError("which tensors get a gradient has to be found out in every step (find_unused=True), which a CUDA graph cannot wait for; "
-                                "expected replay='eager', or find_unused=False")
-        bits = torch.tensor([mine >> i & 1 for i in range(len(self.arena.segments))], dtype=torch.int32, device=self.arena.device)
+            raise ArgumentError(
+                "which tensors get a gradient has to be found out in every step (find_unused=True), which a CUDA graph cannot wait for; "
+                "expected replay='eager', or find_unused=False"
+            )
+        bits = torch.tensor(
+            [mine >> i & 1 for i in range(len(self.arena.segments))],
+            dtype=torch.int32,
+            device=self.arena.device,
+        )
         dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self.group)
         return sum(1 << i for i, bit in enumerate(bits.tolist()) if bit)
 
@@ -362,7 +475,13 @@ class Ranks:
         """An error in the middle of a step: forget what was sent. The other ranks cannot go on without this one. RankError in place of what a
         collective raises that another rank has left."""
         # Shares: the others wait for this rank's weights, too.
-        self.broken = self.broken or self.sent and (self.next > 0 or self.sharded) or self.how.ordered and bool(self.messages)
+        self.broken = (
+            self.broken
+            or self.sent
+            and (self.next > 0 or self.sharded)
+            or self.how.ordered
+            and bool(self.messages)
+        )
         self.sent = False
         if self.peers:
             self.peers.forget()
@@ -378,12 +497,20 @@ class Ranks:
 
     def _give_up(self, error: BaseException, when: str):
         """RankError where that is what a failed collective says, with the ranks that did not come to it."""
-        if isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and ("gloo" in str(error) or "pair closure" in str(error)):
-            late = "imed out" in str(error) or "timeout" in str(error)         # else a rank has gone, and who is behind may only be slower
+        if (
+            isinstance(error, dist.DistError)
+            or isinstance(error, RuntimeError)
+            and ("gloo" in str(error) or "pair closure" in str(error))
+        ):
+            late = "imed out" in str(error) or "timeout" in str(
+                error
+            )  # else a rank has gone, and who is behind may only be slower
             gone = late and self.group is None and rendezvous.missing()
             who = f"{rendezvous.ranks_in_words(gone)} of {self.world}" if gone else "another one"
-            raise RankError(f"rank {self.rank} of {self.world} cannot reach {who} {when}: it has stopped (what it said is in its own output), hangs, or the "
-                            f"network is down. {str(error).splitlines()[0]}") from error
+            raise RankError(
+                f"rank {self.rank} of {self.world} cannot reach {who} {when}: it has stopped (what it said is in its own output), hangs, or the "
+                f"network is down. {str(error).splitlines()[0]}"
+            ) from error
 
     # ---- ordered mode ----
 
@@ -400,9 +527,11 @@ class Ranks:
         if self.world == 1:
             accumulate_(self.total, grads)
         else:
-            tail = grads[own * self.world:]
+            tail = grads[own * self.world :]
             if own:
-                dist.all_to_all_single(self.slices.view(-1), grads[:own * self.world], group=self.group)
+                dist.all_to_all_single(
+                    self.slices.view(-1), grads[: own * self.world], group=self.group
+                )
             if len(tail):
                 all_gather(self.rests.view(-1), tail, group=self.group)
             for theirs, last in zip(self.slices, self.rests):
@@ -416,21 +545,27 @@ class Ranks:
         """The ordered sum goes to every rank."""
         grads, own = self.arena.grads, self.own
         mine = torch.cat([*self.messages, self._blame()[0]])
-        everyone = mine[None] if self.world == 1 else torch.empty(self.world, len(mine), dtype=torch.float64, device=grads.device)
+        everyone = (
+            mine[None]
+            if self.world == 1
+            else torch.empty(self.world, len(mine), dtype=torch.float64, device=grads.device)
+        )
         if self.world == 1:
             grads.copy_(self.total)
         else:
             if own:
-                all_gather(grads[:own * self.world], self.total[:own], group=self.group)
-            grads[own * self.world:] = self.total[own:]
+                all_gather(grads[: own * self.world], self.total[:own], group=self.group)
+            grads[own * self.world :] = self.total[own:]
             all_gather(everyone.view(-1), mine, group=self.group)
         self.arena.grads_changed()
         rounds = len(self.messages)
         self.total.zero_()
         self.accumulator.take_up(self.bits)
         self.messages, self.bits = [], 0
-        self._keep_blame(everyone[:, 5 * rounds:])
-        numbers = everyone[:, :5 * rounds].view(self.world, rounds, 5).transpose(0, 1).reshape(-1, 5)        # in global order
+        self._keep_blame(everyone[:, 5 * rounds :])
+        numbers = (
+            everyone[:, : 5 * rounds].view(self.world, rounds, 5).transpose(0, 1).reshape(-1, 5)
+        )  # in global order
         loss = numbers[0, 0].float()
         for other in numbers[1:, 0].float():
             loss = loss + other
@@ -447,7 +582,11 @@ class Ranks:
     def last_nonfinite(self) -> "dict | None":
         """{"rank", "tensor"}: who brought the latest gradient that was not finite, and its first tensor; None. Waits for the device."""
         found = [(tensor - 1, rank) for rank, tensor in enumerate(self.blamed.tolist()) if tensor]
-        return {"rank": min(found)[1], "tensor": self.arena.segments[min(found)[0]].name} if found else None
+        return (
+            {"rank": min(found)[1], "tensor": self.arena.segments[min(found)[0]].name}
+            if found
+            else None
+        )
 
     def beat(self, steps: int = 1):
         """This rank comes to what it does with the others: at the start and in each round (steps=0), and when a step's backward is over."""
@@ -479,7 +618,10 @@ class Ranks:
         if self.world == 1 or not self.how.check_every:
             return
         if self.steps % self.how.check_every == 0:
-            mine = weight_hashes(self.arena, not self.sharded or any(p.dtype == torch.float32 for p in self.arena.params))
+            mine = weight_hashes(
+                self.arena,
+                not self.sharded or any(p.dtype == torch.float32 for p in self.arena.params),
+            )
             everyone = mine.new_empty(self.world, len(mine))
             all_gather(everyone.view(-1), mine, group=self.group)
             wrong = (everyone != everyone[0]).flatten()
@@ -488,5 +630,7 @@ class Ranks:
         found = self.late.get()
         if found:
             rank, tensor = divmod(int(found) - 1, len(self.arena.segments))
-            raise RankError(f"after step {self.late.tag} the weights of rank {rank} are not those of rank 0: {self.arena.segments[tensor].name} is the first "
-                            "tensor that differs. Something outside of the step has changed it, or the ranks do not compute alike")
+            raise RankError(
+                f"after step {self.late.tag} the weights of rank {rank} are not those of rank 0: {self.arena.segments[tensor].name} is the first "
+                "tensor that differs. Something outside of the step has changed it, or the ranks do not compute alike"
+            )

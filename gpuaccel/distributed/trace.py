@@ -7,6 +7,7 @@
 
 On CPUs the host's clock tells, on GPUs CUDA events do; no profiler, so that the step takes as long as it does.
 """
+
 import threading
 import time
 from itertools import count
@@ -22,7 +23,7 @@ class _Notes:
 
     def __init__(self, device):
         self.timer, self.device, self.noted, self.open = self, device, [], None
-        self.lock = threading.Lock()               # gloo's own threads say when a sum has come
+        self.lock = threading.Lock()  # gloo's own threads say when a sum has come
 
     def now(self):
         if self.device.type != "cuda":
@@ -53,8 +54,14 @@ class _Notes:
             torch.cuda.synchronize(self.device)
 
         def at(moment):
-            return round(1e3 * self.zero.elapsed_time(moment) if cuda else 1e6 * (moment - self.zero), 1)
-        return sorted((Span(lane, name, at(a), at(b)) for lane, name, a, b in self.noted), key=lambda s: (s.start, -s.stop))
+            return round(
+                1e3 * self.zero.elapsed_time(moment) if cuda else 1e6 * (moment - self.zero), 1
+            )
+
+        return sorted(
+            (Span(lane, name, at(a), at(b)) for lane, name, a, b in self.noted),
+            key=lambda s: (s.start, -s.stop),
+        )
 
 
 def watch(step, batch) -> "list[Span]":
@@ -64,7 +71,9 @@ def watch(step, batch) -> "list[Span]":
     Lane "sends": "bucket 0", ... from its sending until its sum had come. On a GPU from CUDA events, and it waits for the device once at the end."""
     ranks = step.ranks
     if ranks is None or ranks.how.ordered or step.replays == "graph":
-        raise ArgumentError("expected a TrainStep with replay='eager' and distributed=ga.Distributed() of two ranks or more, not in ordered mode")
+        raise ArgumentError(
+            "expected a TrainStep with replay='eager' and distributed=ga.Distributed() of two ranks or more, not in ordered mode"
+        )
     notes, usual = _Notes(step.arena.device), step.meter
     summed, carried, number = ranks._sum, ranks.peers and ranks.peers.send, count()
 
@@ -90,8 +99,15 @@ def watch(step, batch) -> "list[Span]":
             if notes.device.type != "cuda":
                 notes.note("computes", "wait", begin)
             return found
+
         return wait
-    step.meter, ranks._sum, ranks._exchange, ranks._join = notes, send, waiting(ranks._exchange), waiting(ranks._join)
+
+    step.meter, ranks._sum, ranks._exchange, ranks._join = (
+        notes,
+        send,
+        waiting(ranks._exchange),
+        waiting(ranks._join),
+    )
     if ranks.peers:
         ranks.peers.send = carry
     try:
@@ -101,8 +117,13 @@ def watch(step, batch) -> "list[Span]":
         if ranks.peers:
             del ranks.peers.send
         del ranks._sum, ranks._exchange, ranks._join
-    until = time.monotonic() + 10                  # a callback may come a moment after who waited for its sum goes on
-    while sum(lane == "sends" for lane, *_ in notes.noted) < len(ranks.buckets) and time.monotonic() < until:
+    until = (
+        time.monotonic() + 10
+    )  # a callback may come a moment after who waited for its sum goes on
+    while (
+        sum(lane == "sends" for lane, *_ in notes.noted) < len(ranks.buckets)
+        and time.monotonic() < until
+    ):
         time.sleep(1e-3)
     return notes.spans()
 

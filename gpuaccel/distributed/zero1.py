@@ -10,20 +10,21 @@ shares, in the same order. A checkpoint holds whole tensors: a run may go on wit
 
 Source: Rajbhandari et al., ZeRO (2020), stage 1.
 """
+
 import contextlib
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..ops.adamw import arena_runs, update_kernel, reference_step
-from ..ops.accumulate import CHUNK
-from ..optim.arena import own_storage
-from ..ops.clip import MAX_BLOCKS
-from .config import all_gather
-from ..errors import ArgumentError
 from ..compiler.kernel import zero_
+from ..errors import ArgumentError
+from ..ops.accumulate import CHUNK
+from ..ops.adamw import arena_runs, reference_step, update_kernel
+from ..ops.clip import MAX_BLOCKS
 from ..optim.adamw import AdamW
+from ..optim.arena import own_storage
+from .config import all_gather
 
 KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -31,6 +32,7 @@ KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 @dataclass(frozen=True)
 class Piece:
     """A range of the arena that this rank updates: elements [start, stop), kept from `local` on in this rank's buffers."""
+
     start: int
     stop: int
     local: int
@@ -51,7 +53,10 @@ def pieces_of(buckets, rank: int, world: int) -> "list[Piece]":
     found, local = [], 0
     for b in buckets:
         own = share(b, world)
-        for start, stop in ((b.start + rank * own, b.start + (rank + 1) * own), (b.start + world * own, b.stop)):
+        for start, stop in (
+            (b.start + rank * own, b.start + (rank + 1) * own),
+            (b.start + world * own, b.stop),
+        ):
             if stop > start:
                 found.append(Piece(start, stop, local))
                 local += stop - start
@@ -79,12 +84,23 @@ class ShardedAdamW(AdamW):
             self._gather_states()
         local, self._moments, self._plan, self.peers = self.state, {}, None, None
         self.__class__ = AdamW
-        self._make_states([(g, p, self._number_of(p)) for g, group in enumerate(self.param_groups) for p in group["params"] if local.get(p)])
+        self._make_states(
+            [
+                (g, p, self._number_of(p))
+                for g, group in enumerate(self.param_groups)
+                for p in group["params"]
+                if local.get(p)
+            ]
+        )
 
     def _cut(self, s) -> "list[tuple[int, int, int]]":
         """(first, last element of the tensor, place in this rank's buffers) of its parts here, padding included."""
         parts = [(max(p.start, s.offset), min(p.stop, s.offset + s.padded), p) for p in self.pieces]
-        return [(start - s.offset, stop - s.offset, p.local + start - p.start) for start, stop, p in parts if stop > start]
+        return [
+            (start - s.offset, stop - s.offset, p.local + start - p.start)
+            for start, stop, p in parts
+            if stop > start
+        ]
 
     # ---- state ----
 
@@ -96,14 +112,22 @@ class ShardedAdamW(AdamW):
 
     def _home(self, key, p, i) -> Tensor:
         if key not in self._moments:
-            self._moments[key] = torch.zeros(self.pieces[-1].local + self.pieces[-1].stop - self.pieces[-1].start if self.pieces else 0,
-                                             device=self.arena.device)
+            self._moments[key] = torch.zeros(
+                self.pieces[-1].local + self.pieces[-1].stop - self.pieces[-1].start
+                if self.pieces
+                else 0,
+                device=self.arena.device,
+            )
         start, stop = self._span(i)
         return own_storage(self._moments[key][start:stop])
 
     def _in_place(self, key, t, p, i) -> bool:
         start, stop = self._span(i)
-        return key in self._moments and t.shape == (stop - start,) and (stop == start or t.data_ptr() == self._moments[key].data_ptr() + 4 * start)
+        return (
+            key in self._moments
+            and t.shape == (stop - start,)
+            and (stop == start or t.data_ptr() == self._moments[key].data_ptr() + 4 * start)
+        )
 
     def _fits(self, t, p, i) -> bool:
         start, stop = self._span(i)
@@ -111,18 +135,25 @@ class ShardedAdamW(AdamW):
 
     def _bring_home(self, key, p, i, t) -> Tensor:
         home, flat = self._home(key, p, i), t.reshape(-1)
-        if t.shape == p.shape:                      # a whole one: this rank's parts of it
-            for (first, last, place) in self._local[i]:
+        if t.shape == p.shape:  # a whole one: this rank's parts of it
+            for first, last, place in self._local[i]:
                 last = min(last, len(flat))
                 at = place - self._span(i)[0]
-                home[at:at + max(last - first, 0)].copy_(flat[first:last])
+                home[at : at + max(last - first, 0)].copy_(flat[first:last])
         else:
             home.copy_(t)
         return home
 
     def _reload(self):
         """Whole tensors in the state come to their places."""
-        self._make_states([(g, p, self._number_of(p)) for g, group in enumerate(self.param_groups) for p in group["params"] if self.state.get(p)])
+        self._make_states(
+            [
+                (g, p, self._number_of(p))
+                for g, group in enumerate(self.param_groups)
+                for p in group["params"]
+                if self.state.get(p)
+            ]
+        )
 
     @torch.no_grad()
     def _gather_states(self):
@@ -132,7 +163,7 @@ class ShardedAdamW(AdamW):
         for key in keys:
             buffer = torch.zeros_like(self.arena.weights)
             for p in self.pieces:
-                buffer[p.start:p.stop] = self._moments[key][p.local:p.local + p.stop - p.start]
+                buffer[p.start : p.stop] = self._moments[key][p.local : p.local + p.stop - p.start]
             self.spread(buffer)
             whole[key] = buffer
         for group in self.param_groups:
@@ -149,7 +180,7 @@ class ShardedAdamW(AdamW):
         if self.arena.bf16_weights is not None:
             self.spread(self.arena.weights)
         self._gather_states()
-        kept, self._moments = self._moments, {}     # a captured step knows their addresses
+        kept, self._moments = self._moments, {}  # a captured step knows their addresses
         self.__class__ = AdamW
         try:
             yield self
@@ -163,8 +194,12 @@ class ShardedAdamW(AdamW):
         for b in self.buckets:
             own = share(b, self.world)
             if own and self.world > 1:
-                mine = buffer[b.start + self.rank * own:b.start + (self.rank + 1) * own]
-                all_gather(buffer[b.start:b.start + self.world * own], mine if mine.is_cuda else mine.clone(), group=self.group)
+                mine = buffer[b.start + self.rank * own : b.start + (self.rank + 1) * own]
+                all_gather(
+                    buffer[b.start : b.start + self.world * own],
+                    mine if mine.is_cuda else mine.clone(),
+                    group=self.group,
+                )
 
     # ---- the step ----
 
@@ -173,31 +208,58 @@ class ShardedAdamW(AdamW):
     def _launch_update(self, part, coefficients, seed):
         arena, m = self.arena, self._moments
         for first, last, ahead, amsgrad in arena_runs(part.ours, arena):
-            kernel = update_kernel("adamw_v3", torch.float32, torch.float32, amsgrad, self.stochastic_rounding)
+            kernel = update_kernel(
+                "adamw_v3", torch.float32, torch.float32, amsgrad, self.stochastic_rounding
+            )
             for p in self.pieces:
                 start, stop = max(p.start, first * CHUNK), min(p.stop, last * CHUNK)
                 if stop > start:
                     here = slice(start, stop)
                     there = slice(p.local + start - p.start, p.local + stop - p.start)
                     kernel[min((stop - start) // CHUNK, MAX_BLOCKS), kernel.bound](
-                        coefficients, seed, arena.weights[here], arena.grads[here], m["exp_avg"][there], m["exp_avg_sq"][there],
-                        m["max_exp_avg_sq"][there] if amsgrad else None, None if arena.bf16_weights is None else arena.bf16_weights[here],
-                        arena.chunks[start // CHUNK:stop // CHUNK], 0, (stop - start) // CHUNK, ahead)
+                        coefficients,
+                        seed,
+                        arena.weights[here],
+                        arena.grads[here],
+                        m["exp_avg"][there],
+                        m["exp_avg_sq"][there],
+                        m["max_exp_avg_sq"][there] if amsgrad else None,
+                        None if arena.bf16_weights is None else arena.bf16_weights[here],
+                        arena.chunks[start // CHUNK : stop // CHUNK],
+                        0,
+                        (stop - start) // CHUNK,
+                        ahead,
+                    )
         self._hand_on()
 
     def _reference_step(self, jobs, param_groups, found, rows, skip, *rest):
         """By parts: the first one of a tensor (which may be empty) counts its step."""
         if rest[-1] is not None:
-            raise ArgumentError("stochastic_rounding with shares needs our kernels; expected backend cuda or simt, or sharded=False")
+            raise ArgumentError(
+                "stochastic_rounding with shares needs our kernels; expected backend cuda or simt, or sharded=False"
+            )
         cut, cut_rows = [], []
         for j, row in zip(jobs, rows):
             flat = [t if t is None else t.view(-1) for t in (j.weight, j.grad, j.copy)]
             for nth, (first, last, place) in enumerate(self._local[j.number] or [(0, 0, 0)]):
-                here, at = slice(first, min(last, j.weight.numel())), place - self._span(j.number)[0]
+                here, at = (
+                    slice(first, min(last, j.weight.numel())),
+                    place - self._span(j.number)[0],
+                )
                 there = slice(at, at + len(flat[0][here]))
                 weight, grad, copy = (t if t is None else t[here] for t in flat)
-                cut.append(replace(j, weight=weight, grad=grad, copy=copy, m=j.m[there], v=j.v[there], vmax=j.vmax if j.vmax is None else j.vmax[there],
-                                   step=j.step.clone() if nth else j.step))
+                cut.append(
+                    replace(
+                        j,
+                        weight=weight,
+                        grad=grad,
+                        copy=copy,
+                        m=j.m[there],
+                        v=j.v[there],
+                        vmax=j.vmax if j.vmax is None else j.vmax[there],
+                        step=j.step.clone() if nth else j.step,
+                    )
+                )
                 cut_rows.append(row)
         reference_step(cut, param_groups, found, cut_rows, skip, *rest)
         self._hand_on()
@@ -213,5 +275,7 @@ class ShardedAdamW(AdamW):
         self.arena.weights_written()
         zero_(self.arena.grads)
 
-    def __getstate__(self):                     # a copy is a plain optimizer's business
-        raise TypeError("a sharded optimizer cannot be copied or pickled: close its TrainStep before")
+    def __getstate__(self):  # a copy is a plain optimizer's business
+        raise TypeError(
+            "a sharded optimizer cannot be copied or pickled: close its TrainStep before"
+        )

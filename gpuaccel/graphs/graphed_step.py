@@ -9,6 +9,7 @@ knows tensors by their address: inputs are copied into its own, and a model that
 passed by value, a print, a counter) happens at the capture only. On the CPU a tape stands in for the graph under backend `simt`;
 under backend `torch` fn simply runs.
 """
+
 import contextlib
 import random
 import sys
@@ -20,20 +21,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from ..optim.accumulate import GradientAccumulator
-from ..ops.accumulate import span
-from ..optim.arena import Arena
 from ..backends import backend
-from .capture import recorder_for
-from ..ops.clip import check_choice
-from ..nn.embedding import counts_of
 from ..errors import ArgumentError, CaptureError
+from ..nn.embedding import counts_of
+from ..ops.accumulate import span
+from ..ops.clip import check_choice
+from ..optim.accumulate import GradientAccumulator
 from ..optim.adamw import AdamW
+from ..optim.arena import Arena
+from .capture import recorder_for
 
 POLICIES = ("auto", "require")
 NEW_SHAPES = ("capture", "refuse")
-WARM_UPS = 2                       # the first compiles and loads, the second finds everything in place
-_ALIGN = 16                        # bytes
+WARM_UPS = 2  # the first compiles and loads, the second finds everything in place
+_ALIGN = 16  # bytes
 
 
 class GraphedStep:
@@ -52,17 +53,43 @@ class GraphedStep:
     `replay` is "graph" or "eager", `reason` says why. CaptureError, with nothing changed, when a module, parameter, buffer or optimizer state
     no longer lies where it lay at the capture: reset(). ArgumentError for an input that requires a gradient, or cannot be hashed."""
 
-    def __init__(self, fn, state=(), *, warm_up=None, saved=None, modes=None, policy: str = "auto", new_shapes: str = "capture", max_graphs: int = 8,
-                 device=None):
+    def __init__(
+        self,
+        fn,
+        state=(),
+        *,
+        warm_up=None,
+        saved=None,
+        modes=None,
+        policy: str = "auto",
+        new_shapes: str = "capture",
+        max_graphs: int = 8,
+        device=None,
+    ):
         check_choice("policy", policy, POLICIES)
         check_choice("new_shapes", new_shapes, NEW_SHAPES)
         if not isinstance(max_graphs, int) or max_graphs < 1:
-            raise ArgumentError(f"max_graphs is {max_graphs!r}; expected a whole number of 1 or more")
+            raise ArgumentError(
+                f"max_graphs is {max_graphs!r}; expected a whole number of 1 or more"
+            )
         self.fn, self.policy, self.new_shapes, self.max_graphs = fn, policy, new_shapes, max_graphs
-        self.state = [state] if isinstance(state, (nn.Module, torch.optim.Optimizer, Tensor)) else list(state)
-        wrong = next((thing for thing in self.state if not isinstance(thing, (nn.Module, torch.optim.Optimizer, Tensor))), None)
+        self.state = (
+            [state]
+            if isinstance(state, (nn.Module, torch.optim.Optimizer, Tensor))
+            else list(state)
+        )
+        wrong = next(
+            (
+                thing
+                for thing in self.state
+                if not isinstance(thing, (nn.Module, torch.optim.Optimizer, Tensor))
+            ),
+            None,
+        )
         if wrong is not None:
-            raise ArgumentError(f"state holds a {type(wrong).__name__}; expected modules, optimizers and tensors")
+            raise ArgumentError(
+                f"state holds a {type(wrong).__name__}; expected modules, optimizers and tensors"
+            )
         self._saved = self.state if saved is None else saved
         self._warm_up, self._modes = warm_up or fn, modes
         self._look()
@@ -70,8 +97,13 @@ class GraphedStep:
         self.device = torch.device(device) if device is not None else _device_of(self.state)
         self._recorder = recorder_for(self.device, backend().name)
         self.replay = "graph" if self._recorder else "eager"
-        self.reason = {"cuda": f"CUDA graphs on {self.device}", "cpu": "a tape on the CPU (backend simt)"}[self.device.type] if self._recorder else \
-            f"CUDA graphs need a CUDA device, and the step is on {self.device} ({backend()})"
+        self.reason = (
+            {"cuda": f"CUDA graphs on {self.device}", "cpu": "a tape on the CPU (backend simt)"}[
+                self.device.type
+            ]
+            if self._recorder
+            else f"CUDA graphs need a CUDA device, and the step is on {self.device} ({backend()})"
+        )
         self._why = self.reason
         if self._recorder is None and policy == "require":
             raise CaptureError(f"{self.reason}; expected one under policy 'require'")
@@ -84,8 +116,10 @@ class GraphedStep:
             raise CaptureError("the step was closed: make a new one")
         found = self._find(args, kwargs) if self.replay == "graph" else None
         if found is None:
-            if self._recorder is not None:              # fell back: inputs are where they would be
-                args, kwargs = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), (args, kwargs))
+            if self._recorder is not None:  # fell back: inputs are where they would be
+                args, kwargs = tree_map_only(
+                    Tensor, lambda t: t.to(self.device, non_blocking=True), (args, kwargs)
+                )
             return self.fn(*args, **kwargs)
         self._refresh()
         found.fill(tree_leaves((args, kwargs)))
@@ -106,16 +140,23 @@ class GraphedStep:
         leaves, spec = tree_flatten((args, kwargs))
         for i, t in enumerate(leaves):
             if isinstance(t, Tensor) and t.requires_grad:
-                raise ArgumentError(f"input {i} of shape {tuple(t.shape)} requires a gradient; a captured step takes data: detach() it, or name it in state")
+                raise ArgumentError(
+                    f"input {i} of shape {tuple(t.shape)} requires a gradient; a captured step takes data: detach() it, or name it in state"
+                )
         key = self._key(leaves, spec)
         if key in self._graphs:
             self._graphs.move_to_end(key)
             return self._graphs[key]
         if self._graphs and self.new_shapes == "refuse":
             known = [shapes for *_, shapes in self._graphs]
-            what = "with these shapes, but in another mode (training, autocast, deterministic, frozen weights, standing gradients, settings)" \
-                if key[-1] in known else "; ".join(known)
-            raise CaptureError(f"this kind of input has no graph: {key[-1]}; captured are {what}, and new_shapes is 'refuse'")
+            what = (
+                "with these shapes, but in another mode (training, autocast, deterministic, frozen weights, standing gradients, settings)"
+                if key[-1] in known
+                else "; ".join(known)
+            )
+            raise CaptureError(
+                f"this kind of input has no graph: {key[-1]}; captured are {what}, and new_shapes is 'refuse'"
+            )
         try:
             found = self._capture(leaves, spec)
         except CaptureError as error:
@@ -130,30 +171,59 @@ class GraphedStep:
         return found
 
     def _say(self):
-        warnings.warn(f"no CUDA graph, every step runs eagerly: {self.reason}", stacklevel=_outside())
+        warnings.warn(
+            f"no CUDA graph, every step runs eagerly: {self.reason}", stacklevel=_outside()
+        )
 
     def _key(self, leaves, spec):
         tensors = tuple((t.shape, t.dtype) for t in leaves if isinstance(t, Tensor))
         others = tuple((type(leaf), leaf) for leaf in leaves if not isinstance(leaf, Tensor))
         kind = self.device.type
-        mode = (torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.are_deterministic_algorithms_enabled(),
-                torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, backend().name, self._modes and self._modes(),
-                tuple(_settings_of(thing) for thing in self.state if isinstance(thing, torch.optim.Optimizer)))
-        flags = tuple([(m.training, m.__dict__.get("merged")) for m in self._modules])          # merged: LoRA's factors are in the weight
+        mode = (
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled(kind),
+            torch.get_autocast_dtype(kind),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.cuda.matmul.allow_tf32,
+            torch.backends.cudnn.allow_tf32,
+            backend().name,
+            self._modes and self._modes(),
+            tuple(
+                _settings_of(thing)
+                for thing in self.state
+                if isinstance(thing, torch.optim.Optimizer)
+            ),
+        )
+        flags = tuple(
+            [(m.training, m.__dict__.get("merged")) for m in self._modules]
+        )  # merged: LoRA's factors are in the weight
         asked = tuple([(p.requires_grad, p.grad is None) for p in self._params])
-        words = ", ".join(f"{'x'.join(map(str, shape)) or 'scalar'} {str(dtype).removeprefix('torch.')}" for shape, dtype in tensors)
+        words = ", ".join(
+            f"{'x'.join(map(str, shape)) or 'scalar'} {str(dtype).removeprefix('torch.')}"
+            for shape, dtype in tensors
+        )
         key = (spec, others, tensors, mode, flags, asked, words)
         try:
             hash(key)
         except TypeError:
-            raise ArgumentError(f"the arguments that are no tensors are part of a graph's key; expected hashable ones, got {[leaf for _, leaf in others]}") from None
+            raise ArgumentError(
+                f"the arguments that are no tensors are part of a graph's key; expected hashable ones, got {[leaf for _, leaf in others]}"
+            ) from None
         return key
 
     def _look(self):
         """Which modules and parameters there are. Told anew at each capture; in between check() notices when one is replaced."""
-        self._modules = [m for top in self.state if isinstance(top, nn.Module) for m in top.modules()]
+        self._modules = [
+            m for top in self.state if isinstance(top, nn.Module) for m in top.modules()
+        ]
         found = [p for m in self._modules for p in m._parameters.values() if p is not None]
-        found += [p for opt in self.state if isinstance(opt, torch.optim.Optimizer) for group in opt.param_groups for p in group["params"]]
+        found += [
+            p
+            for opt in self.state
+            if isinstance(opt, torch.optim.Optimizer)
+            for group in opt.param_groups
+            for p in group["params"]
+        ]
         self._params = list(dict.fromkeys(found))
 
     def _refresh(self):
@@ -164,7 +234,10 @@ class GraphedStep:
                 arena.adopt()
 
     def _capture(self, leaves, spec):
-        inputs = [torch.empty_like(t, device=self.device).copy_(t) if isinstance(t, Tensor) else t for t in leaves]
+        inputs = [
+            torch.empty_like(t, device=self.device).copy_(t) if isinstance(t, Tensor) else t
+            for t in leaves
+        ]
         args, kwargs = tree_unflatten(inputs, spec)
         for thing in self.state:
             _check_frozen(thing)
@@ -174,28 +247,47 @@ class GraphedStep:
         with untouched(self._saved, self.device), _no_autocast_cache():
             for _ in range(WARM_UPS):
                 self._recorder.run(lambda: self._warm_up(*args, **kwargs))
-            stays.check("the step itself puts another tensor in its place, and each replay would read the old one. Instead: write into it (copy_, add_)")
+            stays.check(
+                "the step itself puts another tensor in its place, and each replay would read the old one. Instead: write into it (copy_, add_)"
+            )
         self._refresh()
         pack = []
 
         def whole():
             pack.append(_Pack(self.fn(*args, **kwargs), self.device))
+
         # Gradients that stand now are inputs as well: the graph has its own copies. (An arena's sums stay where they are.)
-        sums = {id(view) for m in self._modules if (arena := Arena.of(m)) for view in arena.grad_views}
+        sums = {
+            id(view) for m in self._modules if (arena := Arena.of(m)) for view in arena.grad_views
+        }
         params, before = self._params, [p.grad for p in self._params]
-        standing, after = [None if grad is None or id(grad) in sums else grad.clone() for grad in before], []
+        standing, after = (
+            [None if grad is None or id(grad) in sums else grad.clone() for grad in before],
+            [],
+        )
         try:
             for p, grad in zip(params, standing):
                 if grad is not None:
                     p.grad = grad
-            with untouched(self.state, self.device) if self._recorder.executes else untouched((), "cpu"), _no_autocast_cache():
-                recording, _ = self._recorder.record(lambda: (whole(), after.extend(p.grad for p in params)))
+            with (
+                untouched(self.state, self.device)
+                if self._recorder.executes
+                else untouched((), "cpu"),
+                _no_autocast_cache(),
+            ):
+                recording, _ = self._recorder.record(
+                    lambda: (whole(), after.extend(p.grad for p in params))
+                )
         finally:
             for p, grad in zip(params, before):
-                p.grad = grad                       # what the capture put there has no value before a replay
+                p.grad = grad  # what the capture put there has no value before a replay
         self._look()
         self._places = _Places(self.state)
-        grads = [(p, mine, left) for p, mine, left, grad in zip(params, standing, after, before) if mine is not None or left is not grad]
+        grads = [
+            (p, mine, left)
+            for p, mine, left, grad in zip(params, standing, after, before)
+            if mine is not None or left is not grad
+        ]
         return _Graph(recording, inputs, pack[-1], grads)
 
     def reset(self):
@@ -244,9 +336,13 @@ class _Graph:
         for p, mine, _ in self.grads:
             if mine is not None and p.grad is not mine:
                 mine.copy_(p.grad)
-        pairs = [(mine, given) for mine, given in zip(self.inputs, leaves) if isinstance(mine, Tensor)]
+        pairs = [
+            (mine, given) for mine, given in zip(self.inputs, leaves) if isinstance(mine, Tensor)
+        ]
         if pairs:
-            torch._foreach_copy_([mine for mine, _ in pairs], [given for _, given in pairs], non_blocking=True)
+            torch._foreach_copy_(
+                [mine for mine, _ in pairs], [given for _, given in pairs], non_blocking=True
+            )
 
     def results(self):
         for p, _, left in self.grads:
@@ -256,7 +352,7 @@ class _Graph:
     def close(self):
         for p, mine, left in self.grads:
             if left is not None and left is not mine and p.grad is left:
-                p.grad = None                       # its memory goes
+                p.grad = None  # its memory goes
         self.recording.close()
 
 
@@ -265,9 +361,18 @@ class _Pack:
 
     def __init__(self, tree, device):
         self.leaves, self.spec = tree_flatten(tree)
-        wrong = next((leaf for leaf in self.leaves if not isinstance(leaf, (Tensor, type(None), int, float, str, bool))), None)
+        wrong = next(
+            (
+                leaf
+                for leaf in self.leaves
+                if not isinstance(leaf, (Tensor, type(None), int, float, str, bool))
+            ),
+            None,
+        )
         if wrong is not None:
-            raise CaptureError(f"the step returns a {type(wrong).__name__}; expected tensors, in tuples, lists or dicts")
+            raise CaptureError(
+                f"the step returns a {type(wrong).__name__}; expected tensors, in tuples, lists or dicts"
+            )
         tensors = [t.detach() if isinstance(t, Tensor) else None for t in self.leaves]
         ends, self.layout = 0, []
         for t in tensors:
@@ -281,24 +386,41 @@ class _Pack:
         self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
 
     def _views(self, buffer):
-        return [None if place is None else buffer[place[0]:place[0] + place[1]].view(place[2]).view(place[3]) for place in self.layout]
+        return [
+            None
+            if place is None
+            else buffer[place[0] : place[0] + place[1]].view(place[2]).view(place[3])
+            for place in self.layout
+        ]
 
     def results(self):
         views = self._views(self.buffer.clone())
-        return tree_unflatten([leaf if view is None else view for view, leaf in zip(views, self.leaves)], self.spec)
+        return tree_unflatten(
+            [leaf if view is None else view for view, leaf in zip(views, self.leaves)], self.spec
+        )
 
 
 class _Places:
     """Where everything lay that a graph knows by address. check(): is it there still?"""
 
     def __init__(self, state):
-        self.modules = [(f"{prefix}.{name}".strip("."), m) for prefix, top in _named(state, nn.Module) for name, m in top.named_modules()]
+        self.modules = [
+            (f"{prefix}.{name}".strip("."), m)
+            for prefix, top in _named(state, nn.Module)
+            for name, m in top.named_modules()
+        ]
         self.optimizers = [opt for _, opt in _named(state, torch.optim.Optimizer)]
-        self.then, self.names, self.children_names = self._now(), list(self._names()), list(self._children_names())
+        self.then, self.names, self.children_names = (
+            self._now(),
+            list(self._names()),
+            list(self._children_names()),
+        )
 
     def _now(self):
         tensors = [t for *_, t in self._entries()]
-        return list(zip(map(Tensor.data_ptr, tensors), [t.dtype for t in tensors])), [id(c) for _, m in self.modules for c in m._modules.values()]
+        return list(zip(map(Tensor.data_ptr, tensors), [t.dtype for t in tensors])), [
+            id(c) for _, m in self.modules for c in m._modules.values()
+        ]
 
     def _entries(self):
         """(module's name, or group and number of an optimizer's parameter; what of it; the tensor)."""
@@ -307,55 +429,97 @@ class _Places:
                 yield from ((name, key, t) for key, t in kind.items() if t is not None)
         for opt in self.optimizers:
             for g, group in enumerate(opt.param_groups):
-                yield from ((g, key, value) for key, value in group.items() if isinstance(value, Tensor))
+                yield from (
+                    (g, key, value) for key, value in group.items() if isinstance(value, Tensor)
+                )
                 for i, p in enumerate(group["params"]):
                     yield (g, i), "", p
-                    yield from (((g, i), key, t) for key, t in opt.state.get(p, {}).items() if isinstance(t, Tensor))
+                    yield from (
+                        ((g, i), key, t)
+                        for key, t in opt.state.get(p, {}).items()
+                        if isinstance(t, Tensor)
+                    )
 
     def _names(self):
         for where, key, _ in self._entries():
             of = f"{key} of " if key else ""
-            yield f"{where}.{key}".strip(".") if isinstance(where, str) else f"{of}the optimizer's group {where}" if isinstance(where, int) else \
-                f"{of}parameter {where[1]} of the optimizer's group {where[0]}"
+            yield (
+                f"{where}.{key}".strip(".")
+                if isinstance(where, str)
+                else f"{of}the optimizer's group {where}"
+                if isinstance(where, int)
+                else f"{of}parameter {where[1]} of the optimizer's group {where[0]}"
+            )
 
     def _children_names(self):
         return (f"{name}.{key}".strip(".") for name, m in self.modules for key in m._modules)
 
-    def check(self, what_then="the captured graph would use the old memory. Call reset() to capture anew"):
+    def check(
+        self, what_then="the captured graph would use the old memory. Call reset() to capture anew"
+    ):
         now = self._now()
         if now != self.then:
             raise CaptureError(f"{self._difference(*now)}: {what_then}")
 
     def _difference(self, tensors, children) -> str:
-        for then, now, kind, they in ((self.children_names, list(self._children_names()), "module ", zip(self.then[1], children)),
-                                      (self.names, list(self._names()), "", zip(self.then[0], tensors))):
+        for then, now, kind, they in (
+            (
+                self.children_names,
+                list(self._children_names()),
+                "module ",
+                zip(self.then[1], children),
+            ),
+            (self.names, list(self._names()), "", zip(self.then[0], tensors)),
+        ):
             if then != now:
-                new, gone = [name for name in now if name not in then], [name for name in then if name not in now]
+                new, gone = (
+                    [name for name in now if name not in then],
+                    [name for name in then if name not in now],
+                )
                 return f"{kind}{(new or gone or now)[0]} {'was not there' if new else 'was there, and is no more,' if gone else 'stood elsewhere'} at the capture"
             for name, (one, two) in zip(now, they):
                 if one != two:
-                    change = f" was {one[1]} and is {two[1]}" if not kind and one[1] != two[1] else " is another one than at the capture" if kind else \
-                        " lies elsewhere than at the capture"
+                    change = (
+                        f" was {one[1]} and is {two[1]}"
+                        if not kind and one[1] != two[1]
+                        else " is another one than at the capture"
+                        if kind
+                        else " lies elsewhere than at the capture"
+                    )
                     return f"{kind}{name}{change}"
 
 
 def _named(state, kind):
-    return [(str(i) if sum(isinstance(t, kind) for t in state) > 1 else "", thing) for i, thing in enumerate(state) if isinstance(thing, kind)]
+    return [
+        (str(i) if sum(isinstance(t, kind) for t in state) > 1 else "", thing)
+        for i, thing in enumerate(state)
+        if isinstance(thing, kind)
+    ]
 
 
 def _device_of(state):
     for thing in state:
         if isinstance(thing, Tensor):
             return thing.device
-        for t in thing.parameters() if isinstance(thing, nn.Module) else (p for group in thing.param_groups for p in group["params"]):
+        for t in (
+            thing.parameters()
+            if isinstance(thing, nn.Module)
+            else (p for group in thing.param_groups for p in group["params"])
+        ):
             return t.device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _settings_of(opt) -> tuple:
     """What an optimizer hands to its kernels by value, beside the settings that ga.AdamW keeps on the device."""
-    groups = tuple((len(g["params"]), g.get("maximize"), g.get("amsgrad")) for g in opt.param_groups)
-    return groups + ((opt.on_nonfinite, opt.scope, opt.stochastic_rounding, opt.max_norm is None) if isinstance(opt, AdamW) else ())
+    groups = tuple(
+        (len(g["params"]), g.get("maximize"), g.get("amsgrad")) for g in opt.param_groups
+    )
+    return groups + (
+        (opt.on_nonfinite, opt.scope, opt.stochastic_rounding, opt.max_norm is None)
+        if isinstance(opt, AdamW)
+        else ()
+    )
 
 
 @contextlib.contextmanager
@@ -378,13 +542,17 @@ def _check_frozen(thing):
     for g, group in enumerate(thing.param_groups):
         on_gpu = any(p.is_cuda for p in group["params"])
         if on_gpu and group.get("capturable") is False:
-            raise CaptureError(f"{type(thing).__name__} counts its steps on the host (capturable=False in group {g}), which a graph would not repeat. "
-                               "Instead: capturable=True and a learning rate on the device, or ga.AdamW")
+            raise CaptureError(
+                f"{type(thing).__name__} counts its steps on the host (capturable=False in group {g}), which a graph would not repeat. "
+                "Instead: capturable=True and a learning rate on the device, or ga.AdamW"
+            )
         lr = group.get("lr", thing)
         if lr is not thing and (not isinstance(lr, Tensor) or on_gpu and not lr.is_cuda):
             where = "a tensor on the CPU" if isinstance(lr, Tensor) else f"the number {lr}"
-            raise CaptureError(f"the learning rate of {type(thing).__name__}'s group {g} is {where}, which a graph would keep for ever, "
-                               f"whatever a schedule says. Instead: lr=torch.tensor({float(lr)}, device=...), or ga.AdamW")
+            raise CaptureError(
+                f"the learning rate of {type(thing).__name__}'s group {g} is {where}, which a graph would keep for ever, "
+                f"whatever a schedule says. Instead: lr=torch.tensor({float(lr)}, device=...), or ga.AdamW"
+            )
 
 
 def _outside() -> int:
@@ -397,15 +565,21 @@ def _outside() -> int:
 
 # ---- no trace -------------------------------------------------------------------------------------------------------
 
+
 @contextlib.contextmanager
 def untouched(state, device):
     """What happens in the block leaves no trace in `state` (modules, optimizers, tensors), nor in the random generators.
 
     Costs a copy of all of it while the block runs."""
-    seen = set()                                # of what lies in several of them one copy is enough
+    seen = set()  # of what lies in several of them one copy is enough
     saved = [_save(thing, seen) for thing in state]
     cuda = torch.device(device).type == "cuda"
-    drawn = random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None
+    drawn = (
+        random.getstate(),
+        np.random.get_state(),
+        torch.get_rng_state(),
+        torch.cuda.get_rng_state(device) if cuda else None,
+    )
     try:
         yield
     finally:
@@ -429,9 +603,17 @@ def _save(thing, seen):
     if arena:
         arena.adopt()
     accumulator = arena and GradientAccumulator.of(arena)
-    buffers = [t for t in (arena.weights, arena.bf16_weights, arena.grads) if t is not None] if arena else []
-    values = _save_tensors([*buffers, *thing.parameters(), *thing.buffers(), *counts_of(thing)], seen)
-    registered = [(entries, dict(entries)) for m in thing.modules() for entries in (m._parameters, m._buffers)]
+    buffers = (
+        [t for t in (arena.weights, arena.bf16_weights, arena.grads) if t is not None]
+        if arena
+        else []
+    )
+    values = _save_tensors(
+        [*buffers, *thing.parameters(), *thing.buffers(), *counts_of(thing)], seen
+    )
+    registered = [
+        (entries, dict(entries)) for m in thing.modules() for entries in (m._parameters, m._buffers)
+    ]
     homes = [(p, p.data) for p in thing.parameters()]
     params = list({*thing.parameters(), *(arena.owners if arena else ())})
     grads = [(p, p.grad) for p in params]
@@ -453,6 +635,7 @@ def _save(thing, seen):
             accumulator.touched, accumulator.presented = map(list, flags)
         for p, grad in grads:
             p.grad = grad
+
     return restore
 
 
@@ -467,6 +650,7 @@ def _save_tensors(tensors, seen):
     def restore():
         for t, value in saved:
             t.copy_(value)
+
     return restore
 
 
@@ -478,19 +662,30 @@ def _inside(t, spans) -> bool:
 
 def _save_optimizer(opt, seen):
     params = [p for group in opt.param_groups for p in group["params"]]
-    there = {p: {key: t for key, t in opt.state.get(p, {}).items() if isinstance(t, Tensor)} for p in params}
+    there = {
+        p: {key: t for key, t in opt.state.get(p, {}).items() if isinstance(t, Tensor)}
+        for p in params
+    }
     own = [work.record for work in opt._work.values()] if isinstance(opt, AdamW) else []
     values = _save_tensors([*own, *params, *(t for p in params for t in there[p].values())], seen)
 
     def restore():
         values()
-        new = [t for p in params for key, t in opt.state.get(p, {}).items() if isinstance(t, Tensor) and key not in there[p]]
+        new = [
+            t
+            for p in params
+            for key, t in opt.state.get(p, {}).items()
+            if isinstance(t, Tensor) and key not in there[p]
+        ]
         if new and not isinstance(opt, (torch.optim.Adam, torch.optim.AdamW)):
             for p in params:
                 for key in [key for key in opt.state.get(p, {}) if key not in there[p]]:
                     del opt.state[p][key]
-            raise CaptureError(f"{type(opt).__name__} makes its state in the first step, and what it starts from is not known: take one step before "
-                               "the capture")
-        for t in new:                               # Adam's moments and step numbers start at zero
+            raise CaptureError(
+                f"{type(opt).__name__} makes its state in the first step, and what it starts from is not known: take one step before "
+                "the capture"
+            )
+        for t in new:  # Adam's moments and step numbers start at zero
             t.zero_()
+
     return restore

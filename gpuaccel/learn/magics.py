@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from html import escape
 
 from ..backends import backend
-from ..errors import CompileError, GpuaccelError
 from ..compiler.kernel import Kernel, compile, kernel_names
+from ..errors import CompileError, GpuaccelError
 
 USAGE = "usage: %%cuda [kernel] [-D MACRO=VALUE ...]"
 
@@ -101,7 +101,9 @@ def compile_cell(line: str, cell: str) -> Compiled:
             'there is no kernel in this cell; expected at least one\n    extern "C" __global__ void name(...) { ... }'
         )
     if wanted is not None and wanted not in names:
-        raise CompileError(f"there is no kernel {wanted!r} in this cell; kernels found: {', '.join(names)}")
+        raise CompileError(
+            f"there is no kernel {wanted!r} in this cell; kernels found: {', '.join(names)}"
+        )
     kernels, milliseconds = {}, {}
     for name in [wanted] if wanted else names:
         began = time.perf_counter()
@@ -119,7 +121,9 @@ def load_ipython_extension(shell):
             made = compile_cell(line, cell)
         except GpuaccelError as error:
             shown = [line for line in str(error).splitlines() if not line.startswith("Remark:")]
-            error._render_traceback_ = lambda *_, **__: shown  # the failed cell shows this, and no Python traceback
+            error._render_traceback_ = lambda *_, **__: (
+                shown
+            )  # the failed cell shows this, and no Python traceback
             raise
         shell.user_ns.update(made.kernels)
         return made

@@ -12,9 +12,9 @@ import statistics
 
 import torch
 
+from ..measure.timeline import spans_of
 from .figures import diagrams
 from .figures.figures import Figure, Table, bars, timeline
-from ..measure.timeline import spans_of
 
 ABSENT = "no recorded run in this checkout"
 
@@ -104,9 +104,21 @@ def training() -> "Table | Recorded":
                     f"{down / 2**20:,.0f} MiB",
                 ]
             )
-    columns = ("accumulation", "tok/s, 1 micro-batch", "4", "16", "launches", "host waits", "GPU to host")
+    columns = (
+        "accumulation",
+        "tok/s, 1 micro-batch",
+        "4",
+        "16",
+        "launches",
+        "host waits",
+        "GPU to host",
+    )
     return (
-        Table(columns, rows, f"{run.label}; llama-350m, one step of 4 micro-batches in the last three columns")
+        Table(
+            columns,
+            rows,
+            f"{run.label}; llama-350m, one step of 4 micro-batches in the last three columns",
+        )
         if rows
         else run
     )
@@ -122,12 +134,25 @@ def clipping(dtype: str = "float32") -> "Table | Recorded":
         return "-" if value is None else f"{value:.2f} ms"
 
     rows = [
-        [name, ms(row), ms(under.get(name)), *((host.get(name) or {}).get(key, "-") for key in ("launches", "syncs"))]
+        [
+            name,
+            ms(row),
+            ms(under.get(name)),
+            *((host.get(name) or {}).get(key, "-") for key in ("launches", "syncs")),
+        ]
         for name, row in over.items()
     ]
     columns = ("clip by", "over the threshold", "under it", "launches", "host waits")
     tensors, elements = run.get(dtype, "tensors") or 0, run.get(dtype, "elements") or 0
-    return Table(columns, rows, f"{run.label}; {tensors} {dtype} gradients, {elements / 1e6:,.0f} M elements") if rows else run
+    return (
+        Table(
+            columns,
+            rows,
+            f"{run.label}; {tensors} {dtype} gradients, {elements / 1e6:,.0f} M elements",
+        )
+        if rows
+        else run
+    )
 
 
 def tail(dtype: str = "float32", kind: str = "replayed") -> "Figure | Recorded":
@@ -139,14 +164,31 @@ def tail(dtype: str = "float32", kind: str = "replayed") -> "Figure | Recorded":
         if isinstance(r, dict) and "ms" in r
     ]
     elements = run.get(dtype, "elements") or 0
-    return bars(rows, f"{run.label}: the tail, {elements / 1e6:,.0f} M {dtype} weights") if rows else run
+    return (
+        bars(rows, f"{run.label}: the tail, {elements / 1e6:,.0f} M {dtype} weights")
+        if rows
+        else run
+    )
 
 
 # What dispatch() shows of the results: name, keys down to the milliseconds by way, one of their phases.
 _DISPATCHED = [
-    *((f"RichardsGLU between its products, {phase}", ("curves", "bfloat16, 16,384 x 4,096", "glu"), phase) for phase in ("forward", "backward")),
-    *((f"PolyAttention, T=2048, {part}", ("attention", "batch 4", key), None) for part, key in (("kernels", "core"), ("layer", "layer"))),
-    *((f"poly-7m, batch 32, {part}", ("layers", "batch 32", key), None) for part, key in (("RichardsGLU",) * 2, ("PolyAttention",) * 2, ("whole step", "step"))),
+    *(
+        (
+            f"RichardsGLU between its products, {phase}",
+            ("curves", "bfloat16, 16,384 x 4,096", "glu"),
+            phase,
+        )
+        for phase in ("forward", "backward")
+    ),
+    *(
+        (f"PolyAttention, T=2048, {part}", ("attention", "batch 4", key), None)
+        for part, key in (("kernels", "core"), ("layer", "layer"))
+    ),
+    *(
+        (f"poly-7m, batch 32, {part}", ("layers", "batch 32", key), None)
+        for part, key in (("RichardsGLU",) * 2, ("PolyAttention",) * 2, ("whole step", "step"))
+    ),
 ]
 
 
@@ -155,13 +197,40 @@ def dispatch() -> "Table | Recorded":
     fastest of several)."""
     run, rows = recorded("dispatch"), []
     for name, keys, phase in _DISPATCHED:
-        ways = {way: ms.get(phase) if phase and isinstance(ms, dict) else ms for way, ms in (run.get(*keys, "ms") or {}).items()}
+        ways = {
+            way: ms.get(phase) if phase and isinstance(ms, dict) else ms
+            for way, ms in (run.get(*keys, "ms") or {}).items()
+        }
         ours = ways.get("ours")
         if ours:
-            compiled = min((ms for way, ms in ways.items() if way.startswith("torch.compile") and ms), default=None)
+            compiled = min(
+                (ms for way, ms in ways.items() if way.startswith("torch.compile") and ms),
+                default=None,
+            )
             others = (ways.get("torch"), compiled, ways.get("CPU"))
-            rows.append([name, f"{ours:,.3f} ms", *("-" if ms is None else f"{ms / ours:,.1f}x" if ms < 100 * ours else f"{ms / ours:,.0f}x" for ms in others)])
-    return Table(("", "gpuaccel", "torch", "torch.compile", "all CPU cores"), rows, f"{run.label}; the others: how many times ours") if rows else run
+            rows.append(
+                [
+                    name,
+                    f"{ours:,.3f} ms",
+                    *(
+                        "-"
+                        if ms is None
+                        else f"{ms / ours:,.1f}x"
+                        if ms < 100 * ours
+                        else f"{ms / ours:,.0f}x"
+                        for ms in others
+                    ),
+                ]
+            )
+    return (
+        Table(
+            ("", "gpuaccel", "torch", "torch.compile", "all CPU cores"),
+            rows,
+            f"{run.label}; the others: how many times ours",
+        )
+        if rows
+        else run
+    )
 
 
 def waiting(here: "dict[str, list] | None" = None) -> "Figure | Recorded":
@@ -174,13 +243,21 @@ def waiting(here: "dict[str, list] | None" = None) -> "Figure | Recorded":
     }
     if spans:
         return timeline(spans, f"{run.label}: {run.get('what') or 'one step'}")
-    return timeline(here, "Here, on the CPU: what follows the last backward of one step") if here else run
+    return (
+        timeline(here, "Here, on the CPU: what follows the last backward of one step")
+        if here
+        else run
+    )
 
 
 def launches() -> "Figure | Recorded":
     """A whole step on the recorded GPU, launched from Python and replayed: host and GPU, and a stretch enlarged."""
     run = recorded("graphs")
-    spans = {name: spans_of(lines) for name, lines in (run.get("timeline") or {}).items() if isinstance(lines, list) and lines}
+    spans = {
+        name: spans_of(lines)
+        for name, lines in (run.get("timeline") or {}).items()
+        if isinstance(lines, list) and lines
+    }
     return diagrams.launches(spans, f"{run.label}: a step of a small model") if spans else run
 
 
@@ -188,26 +265,59 @@ def graph() -> "Figure | Recorded":
     """The graph of a small model's step, as CUDA's own debug dump on the recorded GPU has it."""
     run = recorded("graphs")
     names, edges = run.get("graph", "names"), run.get("graph", "edges")
-    return diagrams.graph(names, edges, f"{run.label}: a step of a small model") if names and isinstance(edges, list) else run
+    return (
+        diagrams.graph(names, edges, f"{run.label}: a step of a small model")
+        if names and isinstance(edges, list)
+        else run
+    )
 
 
 def replaying() -> "Table | Recorded":
     """Steps of a large model on the recorded GPU, launched and replayed: tokens per second, and how many times plain torch's."""
     run = recorded("graphs")
-    speed = {shape: ways for shape, ways in (run.get("speed") or {}).items() if isinstance(ways, dict)}
-    columns = list(dict.fromkeys(way for ways in speed.values() for way, r in ways.items() if isinstance(r, dict) and "tokens_per_s" in r))
+    speed = {
+        shape: ways for shape, ways in (run.get("speed") or {}).items() if isinstance(ways, dict)
+    }
+    columns = list(
+        dict.fromkeys(
+            way
+            for ways in speed.values()
+            for way, r in ways.items()
+            if isinstance(r, dict) and "tokens_per_s" in r
+        )
+    )
 
     def cell(r):
-        return "-" if "tokens_per_s" not in r else f"{r['tokens_per_s']:,.0f}" + (f", {r['times_plain']:.2f}x" if "times_plain" in r else "")
-    rows = [[shape, *(cell(ways.get(way) or {}) for way in columns)] for shape, ways in speed.items()]
-    return Table(("batch x T", *columns), rows, f"{run.label}; llama-350m, tokens per second, one micro-batch per step") if columns else run
+        return (
+            "-"
+            if "tokens_per_s" not in r
+            else f"{r['tokens_per_s']:,.0f}"
+            + (f", {r['times_plain']:.2f}x" if "times_plain" in r else "")
+        )
+
+    rows = [
+        [shape, *(cell(ways.get(way) or {}) for way in columns)] for shape, ways in speed.items()
+    ]
+    return (
+        Table(
+            ("batch x T", *columns),
+            rows,
+            f"{run.label}; llama-350m, tokens per second, one micro-batch per step",
+        )
+        if columns
+        else run
+    )
 
 
 def replay_ledger() -> "Table | Recorded":
     """What the host did in one step on the recorded GPU: eager, replayed, and replayed with a list of micro-batches."""
     run = recorded("graphs")
     found, keys = run.get("ledger") or {}, ("launches", "graph_launches", "syncs")
-    rows = [[name, *(r.get(key, "-") for key in keys)] for name, r in found.items() if isinstance(r, dict)]
+    rows = [
+        [name, *(r.get(key, "-") for key in keys)]
+        for name, r in found.items()
+        if isinstance(r, dict)
+    ]
     columns = ("one step", "kernel launches", "graph launches", "host waits")
     return Table(columns, rows, f"{run.label}; {run.get('what') or 'one step'}") if rows else run
 
@@ -216,18 +326,50 @@ def encoder() -> "Table | Recorded":
     """The embedding's backward on the recorded GPU: every way and every kind of tokens, and how many sums differ between runs."""
     run = recorded("encoder")
     found = run.get("backward") or {}
-    kinds = {kind: r for kind, r in found.items() if isinstance(r, dict) and isinstance(r.get("ways"), dict)}
+    kinds = {
+        kind: r
+        for kind, r in found.items()
+        if isinstance(r, dict) and isinstance(r.get("ways"), dict)
+    }
 
     def ms(row):
         times = row.get("ms") or {}
         value = times.get("replayed", times.get("launched"))
         return "-" if value is None else f"{value:.3f} ms"
-    ways = list(dict.fromkeys(way for r in kinds.values() for way in r["ways"] if "bf16" not in way))
-    rows = [[way, *(ms(r["ways"].get(way) or {}) for r in kinds.values()),
-             f"{max((r['ways'].get(way) or {}).get('differ') or 0 for r in kinds.values()):,}"] for way in ways]
-    rows += [["making the buckets, CPU", *(f"{r['buckets_ms']:.1f} ms" if "buckets_ms" in r else "-" for r in kinds.values()), ""]] if rows else []
-    size = f"{found.get('tokens') or 0:,} tokens, {found.get('C') or 0} channels in bf16, sums in fp32"
-    return Table(("", *kinds, "sums that differ, at most"), rows, f"{run.label}; {size}") if rows else run
+
+    ways = list(
+        dict.fromkeys(way for r in kinds.values() for way in r["ways"] if "bf16" not in way)
+    )
+    rows = [
+        [
+            way,
+            *(ms(r["ways"].get(way) or {}) for r in kinds.values()),
+            f"{max((r['ways'].get(way) or {}).get('differ') or 0 for r in kinds.values()):,}",
+        ]
+        for way in ways
+    ]
+    rows += (
+        [
+            [
+                "making the buckets, CPU",
+                *(
+                    f"{r['buckets_ms']:.1f} ms" if "buckets_ms" in r else "-"
+                    for r in kinds.values()
+                ),
+                "",
+            ]
+        ]
+        if rows
+        else []
+    )
+    size = (
+        f"{found.get('tokens') or 0:,} tokens, {found.get('C') or 0} channels in bf16, sums in fp32"
+    )
+    return (
+        Table(("", *kinds, "sums that differ, at most"), rows, f"{run.label}; {size}")
+        if rows
+        else run
+    )
 
 
 def ddp(gpus: int = 2) -> "Table | Recorded":
@@ -260,10 +402,14 @@ def ddp(gpus: int = 2) -> "Table | Recorded":
                 if name in ("one GPU", "each for itself"):
                     continue
                 both = [(by_count.get(count) or {}).get(name) or {} for count in counts]
-                exposed = f"{both[0]['exposed_ms']:.1f} ms" if graph and "exposed_ms" in both[0] else "-"
+                exposed = (
+                    f"{both[0]['exposed_ms']:.1f} ms" if graph and "exposed_ms" in both[0] else "-"
+                )
                 times = [f"{row['times_torch']:.2f}x" for row in both if "times_torch" in row]
                 compared = ", ".join(times) or "-"
-                rows.append([f"{ranks} GPUs: {family}, {name}", *map(rate, both), exposed, compared])
+                rows.append(
+                    [f"{ranks} GPUs: {family}, {name}", *map(rate, both), exposed, compared]
+                )
     columns = [
         "tokens/s of each GPU, and of one alone",
         "4 micro-batches",

@@ -27,7 +27,7 @@ from ..errors import ArgumentError
 from ..notebook import notebook_shell
 from .figures.picture import RUN_COLOURS, WIDTH, Run, gigabytes, norm_words, number, picture
 
-PERIOD = 0.1               # seconds between two updates of the live view
+PERIOD = 0.1  # seconds between two updates of the live view
 
 
 class LiveThroughput:
@@ -57,8 +57,10 @@ class LiveThroughput:
         step it is in.
         """
         if not hasattr(readings, "__iter__"):
-            raise ArgumentError(f"readings is a {type(readings).__name__}, "
-                                "expected an iterable of Readings, such as ga.train(...)")
+            raise ArgumentError(
+                f"readings is a {type(readings).__name__}, "
+                "expected an iterable of Readings, such as ga.train(...)"
+            )
         for what, limit in (("seconds", seconds), ("steps", steps)):
             if limit is not None and limit <= 0:
                 raise ArgumentError(f"{what} is {limit}, expected a positive number")
@@ -66,7 +68,9 @@ class LiveThroughput:
         together = isinstance(name, (list, tuple))
         names = list(name) if together else [name or f"run {len(self.runs) + 1}"]
         if not names:
-            raise ArgumentError("name is an empty list, expected the name of a run, or one for each run of several")
+            raise ArgumentError(
+                "name is an empty list, expected the name of a run, or one for each run of several"
+            )
         runs = [self._new(one) for one in names]
         self._stop.clear()
         self._ended = threading.Event()
@@ -76,7 +80,9 @@ class LiveThroughput:
         self._view.alone = not wait
         context = contextvars.copy_context()
         work = _in_same_torch_state(lambda: self._loop(readings, runs, together, seconds, steps))
-        self._thread = threading.Thread(target=context.run, args=(work,), name=f"gpuaccel-{names[0]}", daemon=True)
+        self._thread = threading.Thread(
+            target=context.run, args=(work,), name=f"gpuaccel-{names[0]}", daemon=True
+        )
         self._thread.start()
         if wait:
             self.join()
@@ -116,11 +122,11 @@ class LiveThroughput:
                     break
                 if (steps and count >= steps * len(runs)) or (seconds and now - began >= seconds):
                     break
-        except BaseException as error:                       # carried to the cell that waits
+        except BaseException as error:  # carried to the cell that waits
             failed = error
         try:
             if hasattr(iterator, "close"):
-                iterator.close()                             # lets a generator clean up: its last checkpoint, its files
+                iterator.close()  # lets a generator clean up: its last checkpoint, its files
         except BaseException as error:
             failed = failed or error
         for run in runs:
@@ -128,7 +134,10 @@ class LiveThroughput:
         if self._view.alone:
             self._view.finish()
             if failed:
-                print(f"{', '.join(run.name for run in runs)} ended by {type(failed).__name__}: {failed}", file=sys.stderr)
+                print(
+                    f"{', '.join(run.name for run in runs)} ended by {type(failed).__name__}: {failed}",
+                    file=sys.stderr,
+                )
 
     def stop(self):
         """Asks the running loop to stop after the step it is in. The Stop button calls this."""
@@ -136,7 +145,10 @@ class LiveThroughput:
 
     def join(self):
         """Waits until the running loop, if any, has ended; raises the error that ended it."""
-        ended, view = self._ended, self._view        # an event: Thread.join is not safe to interrupt before Python 3.13
+        ended, view = (
+            self._ended,
+            self._view,
+        )  # an event: Thread.join is not safe to interrupt before Python 3.13
         if self._thread is None:
             return
         interrupt = None
@@ -146,7 +158,7 @@ class LiveThroughput:
         except KeyboardInterrupt as error:
             interrupt = error
             self.stop()
-            while not ended.wait(0.05):                      # a second interrupt leaves without waiting for the step
+            while not ended.wait(0.05):  # a second interrupt leaves without waiting for the step
                 pass
         self._thread = None
         if not view.alone:
@@ -167,19 +179,24 @@ class LiveThroughput:
             print(self)
             return
         from IPython.display import display
+
         display(self)
 
     def __str__(self):
         lines = [str(run) for run in self.runs.values()]
         done = [run for run in self.runs.values() if run.tokens_per_s]
-        lines += [f"{run.name} runs at {run.tokens_per_s / done[0].tokens_per_s:.2f} times the speed of {done[0].name}"
-                  for run in done[1:]]
+        lines += [
+            f"{run.name} runs at {run.tokens_per_s / done[0].tokens_per_s:.2f} times the speed of {done[0].name}"
+            for run in done[1:]
+        ]
         return "\n".join(lines) or f"{self.title}: no run yet"
 
     __repr__ = __str__
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        drawn = picture(list(self.runs.values()), self.peak, themed=False, title=self.title, norms=self.norms)
+        drawn = picture(
+            list(self.runs.values()), self.peak, themed=False, title=self.title, norms=self.norms
+        )
         return {"image/svg+xml": drawn, "text/plain": str(self)}
 
 
@@ -187,7 +204,7 @@ class _TextView:
     """Where there are no widgets: at most one line of text a second."""
 
     period, hears_clicks = 1.0, True
-    alone = False                            # whether the thread itself finishes the view, because nobody waits for it
+    alone = False  # whether the thread itself finishes the view, because nobody waits for it
 
     def __init__(self, live, run, seconds, steps, notebook):
         self.live, self.run, self.steps, self.notebook = live, run, steps, notebook
@@ -206,28 +223,45 @@ class _WidgetView:
     """The widgets of one run: title, status, progress, Stop, picture."""
 
     period = PERIOD
-    alone = False                            # as above
+    alone = False  # as above
 
     def __init__(self, live, run, seconds, steps):
         import ipywidgets as W
         from IPython.display import display
+
         self.live, self.run, self.seconds, self.steps = live, run, seconds, steps
         self.head = W.HTML(layout=W.Layout(flex="1 1 auto", margin="0"))
-        self.progress = W.FloatProgress(value=0.0, min=0.0, max=1.0,
-                                        layout=W.Layout(width="150px", height="10px", margin="0 14px 0 8px"))
+        self.progress = W.FloatProgress(
+            value=0.0,
+            min=0.0,
+            max=1.0,
+            layout=W.Layout(width="150px", height="10px", margin="0 14px 0 8px"),
+        )
         self.progress.style.bar_color = run.colour
         self.progress.layout.visibility = "visible" if seconds or steps else "hidden"
-        self.button = W.Button(description="Stop", icon="stop", tooltip="Stop after the step that is running",
-                               layout=W.Layout(width="92px", margin="0"))
+        self.button = W.Button(
+            description="Stop",
+            icon="stop",
+            tooltip="Stop after the step that is running",
+            layout=W.Layout(width="92px", margin="0"),
+        )
         self.svg = W.HTML(layout=W.Layout(margin="4px 0 0 0"))
-        row = W.HBox([self.head, self.progress, self.button], layout=W.Layout(align_items="center", width="100%"))
-        self.box = W.VBox([row, self.svg],
-                          layout=W.Layout(max_width=f"{WIDTH + 12}px", padding="6px 4px", overflow="visible"))
+        row = W.HBox(
+            [self.head, self.progress, self.button],
+            layout=W.Layout(align_items="center", width="100%"),
+        )
+        self.box = W.VBox(
+            [row, self.svg],
+            layout=W.Layout(max_width=f"{WIDTH + 12}px", padding="6px 4px", overflow="visible"),
+        )
         self.button.on_click(self._clicked)
         self.hears_clicks = _listen_while_busy(self.button, self._clicked)
         self.update()
         view = {"version_major": 2, "version_minor": 0, "model_id": self.box.model_id}
-        bundle = {"application/vnd.jupyter.widget-view+json": view, "text/plain": f"{live.title} (live)"}
+        bundle = {
+            "application/vnd.jupyter.widget-view+json": view,
+            "text/plain": f"{live.title} (live)",
+        }
         self.handle = display(bundle, raw=True, display_id=True)
 
     def _clicked(self, *_):
@@ -236,12 +270,15 @@ class _WidgetView:
     def update(self):
         runs = list(self.live.runs.values())
         stopping = self.live._stop.is_set()
-        status = "stopping after this step" if stopping else _status(self.run, self.seconds, self.steps)
+        status = (
+            "stopping after this step" if stopping else _status(self.run, self.seconds, self.steps)
+        )
         self.head.value = (
             '<div style="line-height:1.35">'
             f'<span style="font-size:15px;font-weight:600">{escape(self.live.title)}</span><br>'
             '<span style="font-size:12px;font-variant-numeric:tabular-nums;color:var(--jp-ui-font-color2,inherit)">'
-            f'{escape(status)}</span></div>')
+            f"{escape(status)}</span></div>"
+        )
         if self.run.last is not None:
             done = [self.run.last.step / self.steps] if self.steps else []
             done += [self.run.last.seconds / self.seconds] if self.seconds else []
@@ -251,7 +288,14 @@ class _WidgetView:
     def finish(self):
         """The static picture takes the widgets' place, in this cell and in the saved notebook."""
         self.handle.update(self.live._repr_mimebundle_(), raw=True)
-        for widget in (self.button, self.progress, self.head, self.svg, *self.box.children[:1], self.box):
+        for widget in (
+            self.button,
+            self.progress,
+            self.head,
+            self.svg,
+            *self.box.children[:1],
+            self.box,
+        ):
             widget.close()
 
 
@@ -320,7 +364,7 @@ def _next_cell_waits(ended, stop, view):
             raise
         finally:
             if isinstance(view, _WidgetView):
-                view.finish()                # again, from a cell: tools that run notebooks ignore threads
+                view.finish()  # again, from a cell: tools that run notebooks ignore threads
 
     shell.events.register("pre_run_cell", wait)
 
@@ -331,7 +375,11 @@ def _in_same_torch_state(work):
     if torch is None:
         return work
     grad = torch.is_grad_enabled()
-    stream = torch.cuda.current_stream() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    stream = (
+        torch.cuda.current_stream()
+        if torch.cuda.is_available() and torch.cuda.is_initialized()
+        else None
+    )
 
     def run():
         with torch.set_grad_enabled(grad):

@@ -34,12 +34,26 @@ from ..backends import backend
 from ..errors import BackendError
 
 REGION = "gpuaccel.measure.ledger.region"
-LAUNCHES = {"cudaLaunchKernel", "cudaLaunchKernelExC", "cudaLaunchCooperativeKernel",
-             "cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchCooperativeKernel"}
+LAUNCHES = {
+    "cudaLaunchKernel",
+    "cudaLaunchKernelExC",
+    "cudaLaunchCooperativeKernel",
+    "cuLaunchKernel",
+    "cuLaunchKernelEx",
+    "cuLaunchCooperativeKernel",
+}
 GRAPH_LAUNCHES = {"cudaGraphLaunch", "cuGraphLaunch"}
-SYNCS = {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize",
-          "cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize"}
-SYNC_RECORDS = {f"{what} {verb}" for what in ("Stream", "Context", "Event") for verb in ("Sync", "Synchronize")}
+SYNCS = {
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+    "cuStreamSynchronize",
+    "cuCtxSynchronize",
+    "cuEventSynchronize",
+}
+SYNC_RECORDS = {
+    f"{what} {verb}" for what in ("Stream", "Context", "Event") for verb in ("Sync", "Synchronize")
+}
 
 
 @dataclass
@@ -48,14 +62,16 @@ class Row:
 
     name: str
     backend: str = ""
-    launches: int | None = None              # kernels launched one by one, by runtime or driver call
-    graph_launches: int | None = None        # CUDA graphs launched; the kernels inside are not counted as launches
-    syncs: int | None = None                 # calls in which the host waited for the GPU, blocking copies included
-    copies: dict | None = None               # direction ("HtoD", "DtoH", "DtoD", ...) -> (count, bytes)
-    memsets: tuple | None = None             # (count, bytes)
-    operators: int | None = None             # torch operators called, those inside other operators included
-    would_sync: int | None = None            # scalars the host read: each waits, if the tensor is on a GPU
-    seconds: float | None = None             # the host's time, with the profiler watching: not a benchmark
+    launches: int | None = None  # kernels launched one by one, by runtime or driver call
+    graph_launches: int | None = (
+        None  # CUDA graphs launched; the kernels inside are not counted as launches
+    )
+    syncs: int | None = None  # calls in which the host waited for the GPU, blocking copies included
+    copies: dict | None = None  # direction ("HtoD", "DtoH", "DtoD", ...) -> (count, bytes)
+    memsets: tuple | None = None  # (count, bytes)
+    operators: int | None = None  # torch operators called, those inside other operators included
+    would_sync: int | None = None  # scalars the host read: each waits, if the tensor is on a GPU
+    seconds: float | None = None  # the host's time, with the profiler watching: not a benchmark
     notes: list = field(default_factory=list)
 
     def bytes(self, direction: str) -> int | None:
@@ -94,12 +110,14 @@ def watched(who):
     The block's own are those within the event called REGION. who: for the error when another profiler is at work.
     """
     if torch._C._autograd._profiler_enabled():
-        raise BackendError(f"{who} inside another ledger or torch.profiler: only one can watch at a time")
+        raise BackendError(
+            f"{who} inside another ledger or torch.profiler: only one can watch at a time"
+        )
     gpu, events = watches_gpu(), []
     options = {"activities": [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if gpu else [])}
     if gpu:
         options["experimental_config"] = _with_sync_records()
-        torch.cuda.synchronize()             # what was queued before is not this block's
+        torch.cuda.synchronize()  # what was queued before is not this block's
     profiler = profile(**options)
     with _quiet():
         profiler.__enter__()
@@ -107,8 +125,10 @@ def watched(who):
         with record_function(REGION):
             yield events
         if gpu:
-            torch.cuda.synchronize()         # outside the region: so that every record of its work is complete
-            torch.zeros(1, device="cuda")    # and a call that must leave a record, or the profiler does not see the GPU
+            torch.cuda.synchronize()  # outside the region: so that every record of its work is complete
+            torch.zeros(
+                1, device="cuda"
+            )  # and a call that must leave a record, or the profiler does not see the GPU
     finally:
         with _quiet():
             profiler.__exit__(None, None, None)
@@ -137,6 +157,7 @@ def _with_sync_records():
     cannot."""
     try:
         from torch._C._profiler import _ExperimentalConfig
+
         return _ExperimentalConfig(enable_cuda_sync_events=True)
     except (ImportError, TypeError):
         return None
@@ -156,20 +177,26 @@ def _trace_of(profiler) -> list:
 def _fill(row, events, gpu):
     """Fills the row from a list of Chrome trace events."""
     events = [event for event in events if event.get("ph") == "X"]
-    region = next(e for e in events if e["name"] == REGION and e.get("cat") != "gpu_user_annotation")
+    region = next(
+        e for e in events if e["name"] == REGION and e.get("cat") != "gpu_user_annotation"
+    )
     begin, end = region["ts"], region["ts"] + region["dur"]
     inside = [e for e in events if begin <= e["ts"] <= end and e is not region]
     operators = [e for e in inside if e.get("cat") == "cpu_op"]
     row.operators = len(operators)
     row.would_sync = sum(e["name"] == "aten::_local_scalar_dense" for e in operators)
     if not gpu:
-        row.notes.append("no GPU: launches, waits and copies do not exist here; counted are torch's operators "
-                         "and the scalars that the host read (each would be a wait, were the tensor on a GPU)")
+        row.notes.append(
+            "no GPU: launches, waits and copies do not exist here; counted are torch's operators "
+            "and the scalars that the host read (each would be a wait, were the tensor on a GPU)"
+        )
         return
     calls = [e for e in inside if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     if not any(e.get("cat") in ("cuda_runtime", "cuda_driver") for e in events):
-        row.notes.append("the profiler gave no records of the GPU "
-                         "(another profiler is attached, or CUPTI is not permitted here)")
+        row.notes.append(
+            "the profiler gave no records of the GPU "
+            "(another profiler is attached, or CUPTI is not permitted here)"
+        )
         return
     named = [(plain_name(e["name"]), e) for e in calls]
     row.launches = sum(name in LAUNCHES for name, _ in named)
@@ -178,15 +205,24 @@ def _fill(row, events, gpu):
     known = {correlation(e) for e in calls} - {None}
     # A wait through the driver API has no call record, only CUPTI's record of the synchronisation: the same wait is
     # not counted twice.
-    waits += [e for e in inside
-              if e.get("cat") == "cuda_sync" and e["name"] in SYNC_RECORDS and correlation(e) not in known]
+    waits += [
+        e
+        for e in inside
+        if e.get("cat") == "cuda_sync" and e["name"] in SYNC_RECORDS and correlation(e) not in known
+    ]
     row.syncs = len(waits)
-    outside = {correlation(e) for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")} - known
+    outside = {
+        correlation(e) for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")
+    } - known
     row.copies, sets = {}, (0, 0)
     for e in events:
         # The GPU may do the work after the region has ended: what counts is who asked. Copies of driver calls have no
         # call record; they belong to the region if they began in it or, the device being idle before, right after.
-        if e.get("cat") not in ("gpu_memcpy", "gpu_memset") or correlation(e) in outside or e["ts"] < begin:
+        if (
+            e.get("cat") not in ("gpu_memcpy", "gpu_memset")
+            or correlation(e) in outside
+            or e["ts"] < begin
+        ):
             continue
         size = int(e.get("args", {}).get("bytes", 0))
         if e["cat"] == "gpu_memset":
@@ -215,7 +251,7 @@ class Ledger:
     """Rows side by side, one for each way of doing the same step. Displays as a table; `str()` gives it as text."""
 
     def __init__(self):
-        self.rows = []                       # (Row, {"tokens_per_s", "max_diff", "bit_equal"})
+        self.rows = []  # (Row, {"tokens_per_s", "max_diff", "bit_equal"})
 
     def add(self, row, tokens_per_s=None, max_diff=None, bit_equal=None):
         """Adds a row with what was measured beside it; a row of the same name is replaced.
@@ -241,7 +277,12 @@ class Ledger:
 
 # What a column is called, and its cell: None where it cannot be known. Columns without any cell are left out.
 _COLUMNS = [
-    ("tokens/s", lambda row, extra: None if extra.get("tokens_per_s") is None else _count(extra["tokens_per_s"])),
+    (
+        "tokens/s",
+        lambda row, extra: (
+            None if extra.get("tokens_per_s") is None else _count(extra["tokens_per_s"])
+        ),
+    ),
     ("kernel launches", lambda row, extra: _exact(row.launches)),
     ("graph launches", lambda row, extra: _exact(row.graph_launches)),
     ("host waits", lambda row, extra: _exact(row.syncs)),
@@ -250,17 +291,31 @@ _COLUMNS = [
     ("within GPU", lambda row, extra: _copied(row, "DtoD")),
     ("torch operators", lambda row, extra: _exact(row.operators) if row.launches is None else None),
     ("scalars read", lambda row, extra: _exact(row.would_sync) if row.launches is None else None),
-    ("largest difference", 
-     lambda row, extra: None if extra.get("max_diff") is None else f"{float(extra['max_diff']):.3g}"),
-    ("same bits", lambda row, extra: None if extra.get("bit_equal") is None else "yes" if extra["bit_equal"] else "no"),
+    (
+        "largest difference",
+        lambda row, extra: (
+            None if extra.get("max_diff") is None else f"{float(extra['max_diff']):.3g}"
+        ),
+    ),
+    (
+        "same bits",
+        lambda row, extra: (
+            None if extra.get("bit_equal") is None else "yes" if extra["bit_equal"] else "no"
+        ),
+    ),
 ]
 
 
 class _table:
     def __init__(self, rows):
-        self.columns = [title for title, cell in _COLUMNS if any(cell(*row) is not None for row in rows)]
+        self.columns = [
+            title for title, cell in _COLUMNS if any(cell(*row) is not None for row in rows)
+        ]
         cells = dict(_COLUMNS)
-        self.lines = [[row.name] + [cells[title](row, extra) or "–" for title in self.columns] for row, extra in rows]
+        self.lines = [
+            [row.name] + [cells[title](row, extra) or "–" for title in self.columns]
+            for row, extra in rows
+        ]
         self.notes = list(dict.fromkeys(note for row, _ in rows for note in row.notes))
 
     def __str__(self):
@@ -268,8 +323,12 @@ class _table:
             return "the ledger is empty"
         lines = [["", *self.columns], *self.lines]
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        text = ["  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:]))]).rstrip()
-                for line in lines]
+        text = [
+            "  ".join(
+                [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:]))]
+            ).rstrip()
+            for line in lines
+        ]
         return "\n".join(text + [f"({note})" for note in self.notes])
 
     def html(self):
@@ -278,15 +337,28 @@ class _table:
         soft = "color:var(--jp-ui-font-color2,inherit)"
         rule = "border-bottom:1px solid var(--jp-border-color2,rgba(128,128,128,.35))"
         cell = "padding:6px 14px;background:transparent;font-variant-numeric:tabular-nums"
-        first, other = f"{cell};{rule};text-align:left;font-weight:600", f"{cell};{rule};text-align:right"
-        head = "".join(f'<th style="{other};{soft};font-weight:500">{escape(title)}</th>' for title in self.columns)
-        body = "".join(f'<tr style="background:transparent"><td style="{first}">{escape(line[0])}</td>'
-                       + "".join(f'<td style="{other}">{escape(value)}</td>' for value in line[1:]) + "</tr>"
-                       for line in self.lines)
-        notes = "".join(f'<p style="{soft};font-size:12px;margin:6px 14px;max-width:760px">{escape(note)}</p>'
-                        for note in self.notes)
-        return ('<table style="border-collapse:collapse;font-size:13px;margin:4px 0">'
-                f'<thead><tr><th style="{first}"></th>{head}</tr></thead><tbody>{body}</tbody></table>{notes}')
+        first, other = (
+            f"{cell};{rule};text-align:left;font-weight:600",
+            f"{cell};{rule};text-align:right",
+        )
+        head = "".join(
+            f'<th style="{other};{soft};font-weight:500">{escape(title)}</th>'
+            for title in self.columns
+        )
+        body = "".join(
+            f'<tr style="background:transparent"><td style="{first}">{escape(line[0])}</td>'
+            + "".join(f'<td style="{other}">{escape(value)}</td>' for value in line[1:])
+            + "</tr>"
+            for line in self.lines
+        )
+        notes = "".join(
+            f'<p style="{soft};font-size:12px;margin:6px 14px;max-width:760px">{escape(note)}</p>'
+            for note in self.notes
+        )
+        return (
+            '<table style="border-collapse:collapse;font-size:13px;margin:4px 0">'
+            f'<thead><tr><th style="{first}"></th>{head}</tr></thead><tbody>{body}</tbody></table>{notes}'
+        )
 
 
 def _exact(value):

@@ -29,14 +29,26 @@ from ..errors import ArgumentError
 # Dense peak rates in FLOP/s from the makers' data sheets, without sparsity: (pattern in the device's name, bf16,
 # fp16, fp32 without tensor cores).
 _PEAKS = [
-    (r"GB200", 2500e12, 2500e12, 80e12), (r"B200", 2250e12, 2250e12, 75e12),
-    (r"GH200|H200", 989e12, 989e12, 67e12), (r"H100 NVL", 835e12, 835e12, 60e12), (r"H100 PCIe", 756e12, 756e12, 51e12),
-    (r"H100|H800", 989e12, 989e12, 67e12), (r"H20", 148e12, 148e12, 44e12), (r"A100|A800", 312e12, 312e12, 19.5e12),
-    (r"L40S", 362e12, 362e12, 91.6e12), (r"L40", 181e12, 181e12, 90.5e12), (r"L4", 121e12, 121e12, 30.3e12),
-    (r"A40", 149.7e12, 149.7e12, 37.4e12), (r"A30", 165e12, 165e12, 10.3e12), (r"A10", 125e12, 125e12, 31.2e12),
-    (r"RTX A6000", 154.8e12, 154.8e12, 38.7e12), (r"RTX 5090", 209.5e12, 209.5e12, 104.8e12),
-    (r"RTX 4090", 165.2e12, 165.2e12, 82.6e12), (r"RTX 3090", 71e12, 71e12, 35.6e12),
-    (r"V100", None, 125e12, 15.7e12), (r"T4", None, 65e12, 8.1e12),
+    (r"GB200", 2500e12, 2500e12, 80e12),
+    (r"B200", 2250e12, 2250e12, 75e12),
+    (r"GH200|H200", 989e12, 989e12, 67e12),
+    (r"H100 NVL", 835e12, 835e12, 60e12),
+    (r"H100 PCIe", 756e12, 756e12, 51e12),
+    (r"H100|H800", 989e12, 989e12, 67e12),
+    (r"H20", 148e12, 148e12, 44e12),
+    (r"A100|A800", 312e12, 312e12, 19.5e12),
+    (r"L40S", 362e12, 362e12, 91.6e12),
+    (r"L40", 181e12, 181e12, 90.5e12),
+    (r"L4", 121e12, 121e12, 30.3e12),
+    (r"A40", 149.7e12, 149.7e12, 37.4e12),
+    (r"A30", 165e12, 165e12, 10.3e12),
+    (r"A10", 125e12, 125e12, 31.2e12),
+    (r"RTX A6000", 154.8e12, 154.8e12, 38.7e12),
+    (r"RTX 5090", 209.5e12, 209.5e12, 104.8e12),
+    (r"RTX 4090", 165.2e12, 165.2e12, 82.6e12),
+    (r"RTX 3090", 71e12, 71e12, 35.6e12),
+    (r"V100", None, 125e12, 15.7e12),
+    (r"T4", None, 65e12, 8.1e12),
 ]
 
 
@@ -67,20 +79,24 @@ def _peak_of(name: str, dtype) -> float | None:
 class Reading:
     """What the meter knows after one more step. Times in seconds or milliseconds as the names say."""
 
-    step: int                        # steps handed to the meter so far
-    tokens: int                      # tokens in them
-    seconds: float                   # since the first step began, on the host's clock
-    tokens_per_s: float              # over the last `window` finished steps; 0.0 until one has finished
-    step_ms: float                   # mean over the same steps, gaps between steps included
-    loss: float | None = None        # the newest that has arrived ...
-    loss_step: int | None = None     # ... and the step it belongs to
-    val_loss: float | None = None    # only in the reading of the step that measured it
-    norm: float | None = None        # gradient norm before clipping, newest that has arrived ...
-    clipped_norm: float | None = None        # ... and after it
-    norms: tuple = field(default=(), repr=False)     # the last that arrived: (steps ago, before, after or None), oldest first
-    mfu: float | None = None         # model FLOPs utilisation: achieved / peak, 0..1
-    memory_bytes: int = 0            # GPU: peak allocated by torch; CPU: resident memory of the process
-    stages: dict[str, float] = field(default_factory=dict)   # ms of each stage of the newest finished step
+    step: int  # steps handed to the meter so far
+    tokens: int  # tokens in them
+    seconds: float  # since the first step began, on the host's clock
+    tokens_per_s: float  # over the last `window` finished steps; 0.0 until one has finished
+    step_ms: float  # mean over the same steps, gaps between steps included
+    loss: float | None = None  # the newest that has arrived ...
+    loss_step: int | None = None  # ... and the step it belongs to
+    val_loss: float | None = None  # only in the reading of the step that measured it
+    norm: float | None = None  # gradient norm before clipping, newest that has arrived ...
+    clipped_norm: float | None = None  # ... and after it
+    norms: tuple = field(
+        default=(), repr=False
+    )  # the last that arrived: (steps ago, before, after or None), oldest first
+    mfu: float | None = None  # model FLOPs utilisation: achieved / peak, 0..1
+    memory_bytes: int = 0  # GPU: peak allocated by torch; CPU: resident memory of the process
+    stages: dict[str, float] = field(
+        default_factory=dict
+    )  # ms of each stage of the newest finished step
 
     def as_dict(self) -> dict:
         """The fields as a plain dictionary (for a line of JSON), without `norms`, which repeats earlier steps."""
@@ -110,8 +126,8 @@ class StageTimer:
     def __init__(self, device="cpu"):
         self.device = torch.device(device)
         self._pool = _Events(self.device) if self.device.type == "cuda" else None
-        self._open = None                    # list of (name, event or time) of the step now running
-        self._pending = deque()              # steps that stopped, but may still run on the GPU
+        self._open = None  # list of (name, event or time) of the step now running
+        self._pending = deque()  # steps that stopped, but may still run on the GPU
         self._newest = None
 
     def _now(self):
@@ -169,20 +185,24 @@ class LateValue:
         self.tag = None
         self._value = None
         self.history = deque(maxlen=64)
-        self._pending = deque()              # (tag, pinned tensor, event)
-        self._free = []                      # (pinned tensor, event) to use again
+        self._pending = deque()  # (tag, pinned tensor, event)
+        self._free = []  # (pinned tensor, event) to use again
 
     def put(self, value, tag=None):
         """Takes a tensor with one element (any device), or a number."""
         if not isinstance(value, torch.Tensor):
             return self._arrived(float(value), tag)
         if value.numel() != 1:
-            raise ArgumentError(f"expected a tensor with one element, got shape {tuple(value.shape)}")
+            raise ArgumentError(
+                f"expected a tensor with one element, got shape {tuple(value.shape)}"
+            )
         value = value.detach()
         if value.device.type != "cuda":
             return self._arrived(float(value), tag)
         if not self._free:
-            self._free.append((torch.empty((), dtype=torch.float32, pin_memory=True), torch.cuda.Event()))
+            self._free.append(
+                (torch.empty((), dtype=torch.float32, pin_memory=True), torch.cuda.Event())
+            )
         pinned, event = self._free.pop()
         pinned.copy_(value.reshape(()).float(), non_blocking=True)
         event.record(torch.cuda.current_stream(value.device))
@@ -216,8 +236,10 @@ class Meter:
         self.timer = StageTimer(self.device)
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self._pool = _Events(self.device) if self.device.type == "cuda" else None
-        self._finished = deque(maxlen=window + 1)      # (seconds on the device, tokens so far), finished steps
-        self._pending = deque()                        # (event, tokens so far)
+        self._finished = deque(
+            maxlen=window + 1
+        )  # (seconds on the device, tokens so far), finished steps
+        self._pending = deque()  # (event, tokens so far)
         self._last_event = None
         self._loss, self._norm, self._clipped = LateValue(), LateValue(), LateValue()
         self._step = self._tokens = 0
@@ -237,11 +259,15 @@ class Meter:
         self._finished.clear()
         self._finished.append((0.0, 0))
 
-    def update(self, tokens: int, loss=None, norm=None, val_loss=None, clipped_norm=None) -> Reading:
+    def update(
+        self, tokens: int, loss=None, norm=None, val_loss=None, clipped_norm=None
+    ) -> Reading:
         """One more step is queued. tokens: how many it trained on, a number the host knows; loss, norm (of the
         gradient, before clipping) and clipped_norm: one-element tensors or None."""
         if isinstance(tokens, torch.Tensor) and tokens.device.type == "cuda":
-            raise ArgumentError("tokens is a tensor on the GPU: reading it would make the host wait; pass an int")
+            raise ArgumentError(
+                "tokens is a tensor on the GPU: reading it would make the host wait; pass an int"
+            )
         self._step += 1
         self._tokens += int(tokens)
         if self._pool:
@@ -274,13 +300,31 @@ class Meter:
         known = self.flops_per_token and self.peak_flops and rate
         mfu = rate * self.flops_per_token / self.peak_flops if known else None
         step_ms = (t1 - t0) / (len(self._finished) - 1) * 1e3 if t1 > t0 else 0.0
-        loss, norm, clipped = self._loss.get(), self._norm.get(), self._clipped.get()  # before .tag, which says whose it is
+        loss, norm, clipped = (
+            self._loss.get(),
+            self._norm.get(),
+            self._clipped.get(),
+        )  # before .tag, which says whose it is
         after = dict(self._clipped.history)
-        norms = tuple((self._step - tag, before, after.get(tag)) for tag, before in self._norm.history)
-        return Reading(step=self._step, tokens=self._tokens, seconds=time.perf_counter() - self._began,
-                       tokens_per_s=rate, step_ms=step_ms, loss=loss, loss_step=self._loss.tag,
-                       val_loss=None if val_loss is None else float(val_loss), norm=norm, clipped_norm=clipped, norms=norms,
-                       mfu=mfu, memory_bytes=self._memory_now(), stages=self.timer.poll() or {})
+        norms = tuple(
+            (self._step - tag, before, after.get(tag)) for tag, before in self._norm.history
+        )
+        return Reading(
+            step=self._step,
+            tokens=self._tokens,
+            seconds=time.perf_counter() - self._began,
+            tokens_per_s=rate,
+            step_ms=step_ms,
+            loss=loss,
+            loss_step=self._loss.tag,
+            val_loss=None if val_loss is None else float(val_loss),
+            norm=norm,
+            clipped_norm=clipped,
+            norms=norms,
+            mfu=mfu,
+            memory_bytes=self._memory_now(),
+            stages=self.timer.poll() or {},
+        )
 
     def finish(self) -> Reading:
         """Waits until the device has done every step, and returns the final numbers: the one place where the meter
@@ -291,9 +335,13 @@ class Meter:
 
     def _memory_now(self) -> int:
         now = time.perf_counter()
-        if now - self._memory_at > 0.2:                # slow to read (about 0.1 ms): five times a second is enough
+        if (
+            now - self._memory_at > 0.2
+        ):  # slow to read (about 0.1 ms): five times a second is enough
             self._memory_at = now
-            self._memory = torch.cuda.max_memory_allocated(self.device) if self._pool else _resident_bytes()
+            self._memory = (
+                torch.cuda.max_memory_allocated(self.device) if self._pool else _resident_bytes()
+            )
         return self._memory
 
 
@@ -307,6 +355,7 @@ def _resident_bytes() -> int:
     try:
         import resource
         import sys
+
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
     except ImportError:

@@ -10,10 +10,22 @@ calls to the GPU, `python` is all the rest of its time. On the GPU: kernels by n
 before. Without a GPU there is one lane: torch's own operators, and `read` where a number went to Python. With the profiler
 watching everything takes longer: a picture of the order of things, not a benchmark.
 """
+
 import re
 from typing import NamedTuple
 
-from .ledger import GRAPH_LAUNCHES, LAUNCHES, REGION, SYNC_RECORDS, SYNCS, blocking_copy, correlation, plain_name, watched, watches_gpu
+from .ledger import (
+    GRAPH_LAUNCHES,
+    LAUNCHES,
+    REGION,
+    SYNC_RECORDS,
+    SYNCS,
+    blocking_copy,
+    correlation,
+    plain_name,
+    watched,
+    watches_gpu,
+)
 
 BACKWARD = "autograd::engine::evaluate_function"
 GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -21,6 +33,7 @@ GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 class Span(NamedTuple):
     """One stretch of one lane, "host" or "GPU"; times in microseconds since the tail (of whole(): the run) began."""
+
     lane: str
     name: str
     start: float
@@ -40,16 +53,22 @@ def whole(run) -> "list[Span]":
     """The same of all of `run()`, from its beginning."""
     with watched("timeline") as events:
         run()
-    return _spans([event for event in events if not event["name"].startswith(BACKWARD)], watches_gpu())
+    return _spans(
+        [event for event in events if not event["name"].startswith(BACKWARD)], watches_gpu()
+    )
 
 
 def _spans(events, gpu) -> "list[Span]":
     """The spans in a list of Chrome trace events."""
     events = [e for e in events if e.get("ph") == "X"]
-    region = next(e for e in events if e["name"] == REGION and e.get("cat") != "gpu_user_annotation")
+    region = next(
+        e for e in events if e["name"] == REGION and e.get("cat") != "gpu_user_annotation"
+    )
     end = region["ts"] + region["dur"]
     inside = [e for e in events if region["ts"] <= e["ts"] <= end and e is not region]
-    zero = max([e["ts"] + e["dur"] for e in inside if e["name"].startswith(BACKWARD)], default=region["ts"])
+    zero = max(
+        [e["ts"] + e["dur"] for e in inside if e["name"].startswith(BACKWARD)], default=region["ts"]
+    )
     found = [Span("host", "python", 0.0, end - zero)]
 
     def add(lane, name, event, start=None):
@@ -61,20 +80,32 @@ def _spans(events, gpu) -> "list[Span]":
     late = [e for e in inside if e["ts"] >= zero]
     if not gpu:
         stop = zero
-        for e in sorted((e for e in late if e.get("cat") == "cpu_op"), key=lambda e: (e["ts"], -e["dur"])):
-            if e["name"] == "aten::_local_scalar_dense":     # inside the operator `item`, which is drawn under it
+        for e in sorted(
+            (e for e in late if e.get("cat") == "cpu_op"), key=lambda e: (e["ts"], -e["dur"])
+        ):
+            if (
+                e["name"] == "aten::_local_scalar_dense"
+            ):  # inside the operator `item`, which is drawn under it
                 add("host", "read", e)
-            elif e["ts"] >= stop:                            # outermost operators only
+            elif e["ts"] >= stop:  # outermost operators only
                 add("host", "operator", e)
                 stop = e["ts"] + e["dur"]
         return sorted(found, key=lambda s: s.start)
     calls = [e for e in inside if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     known = {correlation(e) for e in calls} - {None}
     early = {correlation(e) for e in calls if e["ts"] < zero}
-    after = {correlation(e) for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver") and e["ts"] > end}
+    after = {
+        correlation(e)
+        for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and e["ts"] > end
+    }
     for e in late:
         name = plain_name(e["name"])
-        if e.get("cat") == "cuda_sync" and e["name"] in SYNC_RECORDS and correlation(e) not in known:
+        if (
+            e.get("cat") == "cuda_sync"
+            and e["name"] in SYNC_RECORDS
+            and correlation(e) not in known
+        ):
             add("host", "wait", e)
         elif e.get("cat") not in ("cuda_runtime", "cuda_driver"):
             continue
@@ -86,7 +117,13 @@ def _spans(events, gpu) -> "list[Span]":
             add("host", "copy", e)
     for e in events:
         if e.get("cat") in GPU_WORK and correlation(e) not in after and e["ts"] >= region["ts"]:
-            name = "backward" if correlation(e) in early else "copy" if e["cat"] == "gpu_memcpy" else _kernel_name(e["name"])
+            name = (
+                "backward"
+                if correlation(e) in early
+                else "copy"
+                if e["cat"] == "gpu_memcpy"
+                else _kernel_name(e["name"])
+            )
             add("GPU", name, e)
     return sorted(found, key=lambda s: s.start)
 
@@ -104,7 +141,10 @@ def lines(spans: "list[Span]") -> "list[str]":
 
 def spans_of(lines: "list[str]") -> "list[Span]":
     """The spans of such lines."""
-    return [Span(lane, name, float(start), float(stop)) for lane, name, start, stop in map(str.split, lines)]
+    return [
+        Span(lane, name, float(start), float(stop))
+        for lane, name, start, stop in map(str.split, lines)
+    ]
 
 
 def facts(spans: "list[Span]") -> dict:
@@ -116,4 +156,10 @@ def facts(spans: "list[Span]") -> dict:
         busy += max(0.0, s.stop - max(s.start, reached))
         reached = max(reached, s.stop)
     share = busy / stop if stop and any(s.lane == "GPU" for s in spans) else None
-    return {"waits": names.count("wait"), "reads": names.count("read"), "launches": names.count("launch"), "us": stop, "gpu_busy": share}
+    return {
+        "waits": names.count("wait"),
+        "reads": names.count("read"),
+        "launches": names.count("launch"),
+        "us": stop,
+        "gpu_busy": share,
+    }

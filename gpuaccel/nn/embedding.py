@@ -7,6 +7,7 @@
 What they compute, and in which order: ops/embedding_backward.py. Segments are found beside the forward kernel, on a second stream. Tokens on the host are looked at
 before anything is done. Under torch.func and forward-mode differentiation torch's own embedding runs.
 """
+
 import functools
 import warnings
 
@@ -15,18 +16,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backends import takes
-from ..ops.embedding_backward import TYPES, add_gradients, check_range, launch_forward, reference_encoder
 from ..errors import ArgumentError
-from .fused_linear import asked, fused_classes, rows_asked
+from ..ops.embedding_backward import (
+    TYPES,
+    add_gradients,
+    check_range,
+    launch_forward,
+    reference_encoder,
+)
 from ..ops.token_sort import MOST, Segments, check_tokens, launch_segments, reference_segments
+from .fused_linear import asked, fused_classes, rows_asked
 
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 
 
 # ---- the operations that autograd and torch.compile see -------------------------------------------------------------
 
-_library.define("encoder_forward(Tensor tokens, Tensor wte, Tensor? wpe, Tensor(a!) invalid, int left_out, bool segments) -> (Tensor, Tensor)")
-_library.define("encoder_backward_(Tensor(a!) sums, Tensor dout, Tensor? segments, bool by_count, bool into_arena) -> ()")
+_library.define(
+    "encoder_forward(Tensor tokens, Tensor wte, Tensor? wpe, Tensor(a!) invalid, int left_out, bool segments) -> (Tensor, Tensor)"
+)
+_library.define(
+    "encoder_backward_(Tensor(a!) sums, Tensor dout, Tensor? segments, bool by_count, bool into_arena) -> ()"
+)
 
 
 @functools.cache
@@ -38,17 +49,27 @@ def _forward(tokens, wte, wpe, invalid, left_out, segments):
     """(output, segments as (3 N,) int32 or an empty tensor)."""
     if not (takes(wte.device) and wte.dtype in TYPES and tokens.numel() and wte.shape[1]):
         _count_invalid(tokens, len(wte), invalid)
-        found = reference_segments(tokens, len(wte), left_out).buffer if segments else torch.empty(0, dtype=torch.int32, device=tokens.device)
+        found = (
+            reference_segments(tokens, len(wte), left_out).buffer
+            if segments
+            else torch.empty(0, dtype=torch.int32, device=tokens.device)
+        )
         return reference_encoder(tokens, wte, wpe), found
-    tokens, wte, wpe = tokens.contiguous(), wte.contiguous(), wpe if wpe is None else wpe.contiguous()
+    tokens, wte, wpe = (
+        tokens.contiguous(),
+        wte.contiguous(),
+        wpe if wpe is None else wpe.contiguous(),
+    )
     if not segments:
-        return launch_forward(tokens, wte, wpe, invalid), torch.empty(0, dtype=torch.int32, device=tokens.device)
+        return launch_forward(tokens, wte, wpe, invalid), torch.empty(
+            0, dtype=torch.int32, device=tokens.device
+        )
     side = _beside(wte.device.index) if wte.is_cuda else None
     found, scratch = launch_segments(tokens.view(-1), len(wte), left_out, side)
     try:
         return launch_forward(tokens, wte, wpe, invalid), found.buffer
     finally:
-        if side is not None:                # before anybody uses what it writes, or gets the memory of `scratch`
+        if side is not None:  # before anybody uses what it writes, or gets the memory of `scratch`
             torch.cuda.current_stream(wte.device).wait_stream(side)
         del scratch
 
@@ -66,9 +87,13 @@ def _count_invalid(tokens, vocab, invalid):
 
 def _backward(sums, dout, segments, by_count, into_arena, wanted=None):
     """sums += the gradient: that of wte, or without segments that of wpe."""
-    if into_arena and rows_asked(sums, wanted) is not None or not dout.numel():      # asked first: a new window may have to clear the slice
+    if (
+        into_arena and rows_asked(sums, wanted) is not None or not dout.numel()
+    ):  # asked first: a new window may have to clear the slice
         return
-    found = None if segments is None else Segments(segments, dout.numel() // dout.shape[-1], len(sums))
+    found = (
+        None if segments is None else Segments(segments, dout.numel() // dout.shape[-1], len(sums))
+    )
     add_gradients(*((None, sums) if found is None else (sums, None)), dout, found, by_count, None)
 
 
@@ -76,8 +101,13 @@ for _name, _function in (("encoder_forward", _forward), ("encoder_backward_", _b
     _library.impl(_name, _function, "CPU")
     _library.impl(_name, _function, "CUDA")
 torch.library.register_fake(
-    "gpuaccel::encoder_forward", lambda tokens, wte, wpe, invalid, left_out, segments:
-    (wte.new_empty(*tokens.shape, wte.shape[1]), tokens.new_empty(3 * tokens.numel() if segments else 0, dtype=torch.int32)), lib=_library)
+    "gpuaccel::encoder_forward",
+    lambda tokens, wte, wpe, invalid, left_out, segments: (
+        wte.new_empty(*tokens.shape, wte.shape[1]),
+        tokens.new_empty(3 * tokens.numel() if segments else 0, dtype=torch.int32),
+    ),
+    lib=_library,
+)
 torch.library.register_fake("gpuaccel::encoder_backward_", lambda *args: None, lib=_library)
 
 
@@ -86,14 +116,20 @@ class _Encode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tokens, wte, wpe, sums, invalid, left_out, by_count):
-        out, segments = torch.ops.gpuaccel.encoder_forward(tokens, wte, wpe, invalid, left_out, ctx.needs_input_grad[1])
+        out, segments = torch.ops.gpuaccel.encoder_forward(
+            tokens, wte, wpe, invalid, left_out, ctx.needs_input_grad[1]
+        )
         ctx.save_for_backward(segments)
-        ctx.sums, ctx.by_count, ctx.weights = sums, by_count, [None if w is None else (w.shape, w.dtype) for w in (wte, wpe)]
+        ctx.sums, ctx.by_count, ctx.weights = (
+            sums,
+            by_count,
+            [None if w is None else (w.shape, w.dtype) for w in (wte, wpe)],
+        )
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        segments, = ctx.saved_tensors
+        (segments,) = ctx.saved_tensors
         fresh = [None, None]
         for i, sums in enumerate(ctx.sums):
             if ctx.needs_input_grad[1 + i]:
@@ -101,9 +137,18 @@ class _Encode(torch.autograd.Function):
                 if sums is None:
                     fresh[i] = _RowSums.apply(dout, found, *ctx.weights[i], ctx.by_count)
                 elif torch.compiler.is_compiling():
-                    torch.ops.gpuaccel.encoder_backward_(sums, dout.contiguous(), found, ctx.by_count, True)
+                    torch.ops.gpuaccel.encoder_backward_(
+                        sums, dout.contiguous(), found, ctx.by_count, True
+                    )
                 else:
-                    _backward(sums, dout.contiguous(), found, ctx.by_count, True, asked(ctx.next_functions[1 + i:2 + i]))
+                    _backward(
+                        sums,
+                        dout.contiguous(),
+                        found,
+                        ctx.by_count,
+                        True,
+                        asked(ctx.next_functions[1 + i : 2 + i]),
+                    )
         return None, *fresh, None, None, None, None
 
 
@@ -120,13 +165,22 @@ class _RowSums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        segments, = ctx.saved_tensors
+        (segments,) = ctx.saved_tensors
         if segments is None:
-            return grad[:ctx.shape[-2]].expand(ctx.shape).to(ctx.dtype), None, None, None, None
-        row, token = segments[:2 * (len(segments) // 3)].view(-1, 2).long().unbind(1)
+            return grad[: ctx.shape[-2]].expand(ctx.shape).to(ctx.dtype), None, None, None, None
+        row, token = segments[: 2 * (len(segments) // 3)].view(-1, 2).long().unbind(1)
         kept = token < len(grad)
         rows = torch.where(kept[:, None], grad[torch.where(kept, token, 0)], 0.0)
-        return rows.new_zeros(rows.shape).index_copy(0, row & MOST, rows).view(ctx.shape).to(ctx.dtype), None, None, None, None
+        return (
+            rows.new_zeros(rows.shape)
+            .index_copy(0, row & MOST, rows)
+            .view(ctx.shape)
+            .to(ctx.dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _none_seen(device) -> Tensor:
@@ -137,20 +191,26 @@ def _none_seen(device) -> Tensor:
 
 def _differentiates_otherwise() -> bool:
     """torch.func's transforms, or forward-mode differentiation, which know torch's operations only."""
-    return not torch.compiler.is_compiling() and (torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0)
+    return not torch.compiler.is_compiling() and (
+        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 def encode(tokens: Tensor, wte: "Embedding", wpe: "Embedding | None" = None) -> Tensor:
     """wte.weight[tokens], and with wpe + wpe.weight[position]. tokens: (..., T) int64 or int32."""
     check_tokens(tokens, len(wte.weight))
     if tokens.device != wte.weight.device:
-        raise ArgumentError(f"tokens are on {tokens.device}, wte on {wte.weight.device}; expected one device")
+        raise ArgumentError(
+            f"tokens are on {tokens.device}, wte on {wte.weight.device}; expected one device"
+        )
     if _differentiates_otherwise():
-        out = F.embedding(tokens, wte.weight, wte.padding_idx, scale_grad_by_freq=wte.scale_grad_by_freq)
-        return out if wpe is None else out + wpe.weight[:tokens.shape[-1]]
+        out = F.embedding(
+            tokens, wte.weight, wte.padding_idx, scale_grad_by_freq=wte.scale_grad_by_freq
+        )
+        return out if wpe is None else out + wpe.weight[: tokens.shape[-1]]
     check_range(tokens, len(wte.weight))
     weights = wte.weight, None if wpe is None else wpe.weight
-    if wte.invalid is None:                 # made on the meta device
+    if wte.invalid is None:  # made on the meta device
         wte.invalid = _none_seen(tokens.device)
     left_out = -1 if wte.padding_idx is None else wte.padding_idx
     if not torch.is_grad_enabled() or not any(w is not None and w.requires_grad for w in weights):
@@ -161,14 +221,17 @@ def encode(tokens: Tensor, wte: "Embedding", wpe: "Embedding | None" = None) -> 
 
 # ---- public: modules ------------------------------------------------------------------------------------------------
 
+
 class Embedding(nn.Embedding):
     """A drop-in for nn.Embedding (same arguments and state_dict) whose gradient has the same bits in every run, and goes straight into an arena.
 
     tokens: any shape, int64 or int32. max_norm and sparse are refused (ArgumentError); torch.jit, torch.fx and nested tensors do not know it. A token
     out of range: see this module's first lines, and invalid_tokens()."""
 
-    arena_grad = None                       # (V, C) fp32 slice of arena.grads, while an accumulator of mode "fused" is at work
-    stays = False                           # False: a plain nn.Embedding that an accumulator has made one of these until it is closed
+    arena_grad = (
+        None  # (V, C) fp32 slice of arena.grads, while an accumulator of mode "fused" is at work
+    )
+    stays = False  # False: a plain nn.Embedding that an accumulator has made one of these until it is closed
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -211,7 +274,9 @@ class Embedding(nn.Embedding):
         row, T = where >> 32, max(where & 0xFFFFFFFF, 1)
         return {"count": count, "token": token, "position": (row // T, row % T)} if count else None
 
-    def _apply(self, fn, recurse=True):     # module.to(...), to_empty(): what was counted comes along, and is never memory without a value
+    def _apply(
+        self, fn, recurse=True
+    ):  # module.to(...), to_empty(): what was counted comes along, and is never memory without a value
         super()._apply(fn, recurse)
         if self.weight.is_meta:
             self.invalid = None
@@ -220,7 +285,7 @@ class Embedding(nn.Embedding):
             self.invalid = seen if self.invalid is None else seen.copy_(self.invalid)
         return self
 
-    def __getstate__(self):                 # a copy or pickle is not the arena's
+    def __getstate__(self):  # a copy or pickle is not the arena's
         return {key: value for key, value in self.__dict__.items() if key != "arena_grad"}
 
     def __reduce_ex__(self, protocol):
@@ -249,9 +314,13 @@ class Encoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         check_tokens(tokens, len(self.wte.weight))
         if not tokens.dim() or tokens.shape[-1] > len(self.wpe.weight):
-            raise ArgumentError(f"tokens have shape {tuple(tokens.shape)}; expected (..., T) with T up to {len(self.wpe.weight)}, the rows of wpe")
+            raise ArgumentError(
+                f"tokens have shape {tuple(tokens.shape)}; expected (..., T) with T up to {len(self.wpe.weight)}, the rows of wpe"
+            )
         if self.wte.weight.dtype != self.wpe.weight.dtype:
-            raise ArgumentError(f"wpe is {self.wpe.weight.dtype}, wte {self.wte.weight.dtype}; expected one dtype")
+            raise ArgumentError(
+                f"wpe is {self.wpe.weight.dtype}, wte {self.wte.weight.dtype}; expected one dtype"
+            )
         return encode(tokens, self.wte, self.wpe)
 
     def extra_repr(self):
@@ -260,7 +329,11 @@ class Encoder(nn.Module):
 
 def counts_of(model: nn.Module) -> "list[Tensor]":
     """What the embeddings of `model` have counted: changed by forward, and no buffers."""
-    return [part.invalid for part in model.modules() if isinstance(part, Embedding) and part.invalid is not None]
+    return [
+        part.invalid
+        for part in model.modules()
+        if isinstance(part, Embedding) and part.invalid is not None
+    ]
 
 
 def deterministic_embeddings(model: nn.Module) -> "list[str]":
@@ -272,11 +345,20 @@ def deterministic_embeddings(model: nn.Module) -> "list[str]":
         if what := Embedding.refused(part):
             raise ArgumentError(f"{name or 'the model'} has {what}; expected a plain nn.Embedding")
     for part in model.modules():
-        if type(part) is Embedding:         # an open accumulator may have made it one, and would take it back
+        if (
+            type(part) is Embedding
+        ):  # an open accumulator may have made it one, and would take it back
             part.stays = True
-    own = [f"{name} ({type(part).__name__})" for name, part in model.named_modules() if isinstance(part, nn.Embedding) and type(part) not in fused_classes]
+    own = [
+        f"{name} ({type(part).__name__})"
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Embedding) and type(part) not in fused_classes
+    ]
     if own:
-        warnings.warn(f"left as they are, because they are classes of their own: {', '.join(own)}", stacklevel=2)
+        warnings.warn(
+            f"left as they are, because they are classes of their own: {', '.join(own)}",
+            stacklevel=2,
+        )
     for _, part in found:
         Embedding.wear(part).stays = True
     return [name for name, _ in found]

@@ -6,6 +6,7 @@ The product is an operation of torch.library that changes its argument, so that 
 
     >>> q, k, v = together(x, self.w_q, self.w_k, self.w_v)       # layers of one input: one product, where their weights lie side by side
 """
+
 import itertools
 
 import torch
@@ -16,8 +17,10 @@ from ..errors import ArgumentError
 
 _library = torch.library.Library("gpuaccel", "DEF")
 _library.define("add_weight_gradient_(Tensor(a!) acc, Tensor dy, Tensor x) -> ()")
-_library.define("together_backward_(Tensor(a!) acc, Tensor[] dys, Tensor x, Tensor weight) -> Tensor")
-watchers: "dict[tuple, object]" = {}        # place of an accumulator slice -> what note_for returns
+_library.define(
+    "together_backward_(Tensor(a!) acc, Tensor[] dys, Tensor x, Tensor weight) -> Tensor"
+)
+watchers: "dict[tuple, object]" = {}  # place of an accumulator slice -> what note_for returns
 
 
 def place(acc: Tensor) -> tuple:
@@ -29,14 +32,16 @@ def rows_asked(acc: Tensor, wanted=None) -> "list[tuple[int, int]] | None":
     note = watchers.get(place(acc))
     rows = note and note(wanted)
     if note is None and acc.numel() and torch._C._current_graph_task_id() != -1:
-        raise ArgumentError("a fused gradient was given another tensor than a slice of an arena with an open accumulator: either it was closed "
-                            "between forward and backward, or a torch.compile backend other than inductor handed on a copy")
+        raise ArgumentError(
+            "a fused gradient was given another tensor than a slice of an arena with an open accumulator: either it was closed "
+            "between forward and backward, or a torch.compile backend other than inductor handed on a copy"
+        )
     return rows
 
 
 def _add_weight_gradient(acc: Tensor, dy: Tensor, x: Tensor, wanted=None) -> None:
     """acc (out, in) fp32 += dy (..., out)^T @ x (..., in); fp32 sums and output also for bf16 factors. wanted: see note_for."""
-    rows = rows_asked(acc, wanted)                              # first: a new window may have to clear the slice
+    rows = rows_asked(acc, wanted)  # first: a new window may have to clear the slice
     dy, x = (t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (dy, x))
     if rows is None:
         _add_product(acc, dy, x)
@@ -56,24 +61,35 @@ def _add_product(acc, dy, x):
         acc.addmm_(dy.t().float(), x.float())
 
 
-def _together_backward(acc: Tensor, dys: "list[Tensor]", x: Tensor, weight: Tensor, wanted=None) -> Tensor:
+def _together_backward(
+    acc: Tensor, dys: "list[Tensor]", x: Tensor, weight: Tensor, wanted=None
+) -> Tensor:
     """acc += dy^T @ x and the input's gradient dy @ weight, for dy (..., out) in parts, which torch.compile would join slowly."""
     dy = torch.cat(dys, -1)
     _add_weight_gradient(acc, dy, x, wanted)
     return dy @ weight
 
 
-for _name, _function in (("add_weight_gradient_", _add_weight_gradient), ("together_backward_", _together_backward)):
+for _name, _function in (
+    ("add_weight_gradient_", _add_weight_gradient),
+    ("together_backward_", _together_backward),
+):
     _library.impl(_name, _function, "CPU")
     _library.impl(_name, _function, "CUDA")
 torch.library.register_fake("gpuaccel::add_weight_gradient_", lambda acc, dy, x: None, lib=_library)
-torch.library.register_fake("gpuaccel::together_backward_", lambda acc, dys, x, weight: torch.empty_like(x), lib=_library)
+torch.library.register_fake(
+    "gpuaccel::together_backward_", lambda acc, dys, x, weight: torch.empty_like(x), lib=_library
+)
 
 
 def _as_autocast(*tensors):
     """The tensors in the dtype in which torch.autocast has products computed, where it is on."""
     kind = tensors[0].device.type
-    return [t.to(torch.get_autocast_dtype(kind)) for t in tensors] if torch.is_autocast_enabled(kind) else tensors
+    return (
+        [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
+        if torch.is_autocast_enabled(kind)
+        else tensors
+    )
 
 
 class _LinearIntoArena(torch.autograd.Function):
@@ -101,7 +117,9 @@ class _TogetherIntoArena(torch.autograd.Function):
     """The outputs of several layers: one product with `joint`, their weights as the arena has them, side by side; `acc` likewise."""
 
     @staticmethod
-    def forward(ctx, x, joint, acc, widths, *weights):           # the weights stand here so that autograd knows whose gradients these are
+    def forward(
+        ctx, x, joint, acc, widths, *weights
+    ):  # the weights stand here so that autograd knows whose gradients these are
         x, joint = _as_autocast(x, joint)
         ctx.save_for_backward(x, joint)
         ctx.acc, ctx.widths = acc, widths
@@ -113,7 +131,7 @@ class _TogetherIntoArena(torch.autograd.Function):
         if any(ctx.needs_input_grad[4:]) and torch.compiler.is_compiling():
             dx = torch.ops.gpuaccel.together_backward_(ctx.acc, list(dys), x, joint)
         elif any(ctx.needs_input_grad[4:]):
-            dx = _together_backward(ctx.acc, dys, x, joint, asked(ctx.next_functions[-len(dys):]))
+            dx = _together_backward(ctx.acc, dys, x, joint, asked(ctx.next_functions[-len(dys) :]))
         else:
             dx = torch.cat(dys, -1) @ joint
         return dx, None, None, None, *[None] * len(dys)
@@ -124,8 +142,14 @@ def together(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
     joint = _joint(*layers)
     if joint is None:
         return tuple(layer(x) for layer in layers)
-    back = layers[::-1]                    # an arena lies in reverse order
-    return _TogetherIntoArena.apply(x, joint, layers[0].joint_grad, [layer.out_features for layer in back], *[layer.weight for layer in back])[::-1]
+    back = layers[::-1]  # an arena lies in reverse order
+    return _TogetherIntoArena.apply(
+        x,
+        joint,
+        layers[0].joint_grad,
+        [layer.out_features for layer in back],
+        *[layer.weight for layer in back],
+    )[::-1]
 
 
 class _GatedIntoArena(torch.autograd.Function):
@@ -147,10 +171,17 @@ class _GatedIntoArena(torch.autograd.Function):
         share = torch.sigmoid(gate)
         silu, is_up = gate * share, torch.arange(2, device=y.device)[:, None] == 0
         # Not a cat: torch.compile would evaluate both halves for each element behind masks.
-        dy = (torch.where(is_up, silu, up * (share + silu * (1 - share))) * dh.unsqueeze(-2)).flatten(-2)
+        dy = (
+            torch.where(is_up, silu, up * (share + silu * (1 - share))) * dh.unsqueeze(-2)
+        ).flatten(-2)
         if any(ctx.needs_input_grad[3:]):
             torch.ops.gpuaccel.add_weight_gradient_(ctx.acc, dy, x)
-        return (dy @ joint if ctx.needs_input_grad[0] else None), None, None, *[None] * len(ctx.needs_input_grad[3:])
+        return (
+            (dy @ joint if ctx.needs_input_grad[0] else None),
+            None,
+            None,
+            *[None] * len(ctx.needs_input_grad[3:]),
+        )
 
 
 def gated(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
@@ -164,7 +195,13 @@ def gated(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
 def _joint(*layers) -> "Tensor | None":
     """The weights of these layers as one, where an accumulator has found them side by side and nobody has hooks on a layer."""
     joint = getattr(layers[0], "joint_weight", None)
-    return None if joint is None or not torch.is_grad_enabled() or any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers) else joint
+    return (
+        None
+        if joint is None
+        or not torch.is_grad_enabled()
+        or any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+        else joint
+    )
 
 
 class FusedLinear(nn.Linear):
@@ -172,8 +209,10 @@ class FusedLinear(nn.Linear):
 
     A copy (deepcopy, pickle) is a plain nn.Linear again."""
 
-    arena_grad = None                      # (out, in) fp32 slice of arena.grads
-    joint_weight = joint_grad = None       # the same of several layers side by side, at the first of them: together()
+    arena_grad = None  # (out, in) fp32 slice of arena.grads
+    joint_weight = joint_grad = (
+        None  # the same of several layers side by side, at the first of them: together()
+    )
 
     @staticmethod
     def refused(part: nn.Linear) -> None:
@@ -194,27 +233,41 @@ class FusedLinear(nn.Linear):
         y = _LinearIntoArena.apply(x, self.weight, self.arena_grad)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    def __reduce_ex__(self, protocol):     # deepcopy and pickle
-        state = {k: v for k, v in self.__dict__.items() if k not in ("arena_grad", "joint_weight", "joint_grad")}
+    def __reduce_ex__(self, protocol):  # deepcopy and pickle
+        state = {
+            k: v
+            for k, v in self.__dict__.items()
+            if k not in ("arena_grad", "joint_weight", "joint_grad")
+        }
         return nn.Linear.__new__, (nn.Linear,), state
 
 
-fused_classes = {nn.Linear: FusedLinear}     # what an accumulator of mode "fused" makes of a module's class, in place; nn/embedding.py adds to it
+fused_classes = {
+    nn.Linear: FusedLinear
+}  # what an accumulator of mode "fused" makes of a module's class, in place; nn/embedding.py adds to it
 
 
 # ---- which product was asked for ----
+
 
 def note_for(accumulator, *numbers):
     """Called before a product adds into the slices of these tensors: they get a gradient, though no hook of their own runs. Returns which
     rows of the product are asked for: None for all, or a list of (start, stop). wanted: a bool for each tensor; None: find out.
     added: called once more, the product has been added."""
+
     def note(wanted=None, added=False):
         living, task = accumulator(), torch._C._current_graph_task_id()
         if living is None or task == -1:
             return None
         if added:
             return living.added and living.added(numbers)
-        wanted = [i for i, asked in zip(numbers, wanted or (_wanted(living.arena.params[i]) for i in numbers)) if asked]
+        wanted = [
+            i
+            for i, asked in zip(
+                numbers, wanted or (_wanted(living.arena.params[i]) for i in numbers)
+            )
+            if asked
+        ]
         if wanted and task != living._task:
             living._begin()
         known = living.arena.squares_known()
@@ -223,8 +276,11 @@ def note_for(accumulator, *numbers):
             living.uses[i] += 1
         if len(wanted) == len(numbers):
             return None
-        ends = list(itertools.accumulate([0, *(living.arena.segments[i].shape[0] for i in numbers)]))
+        ends = list(
+            itertools.accumulate([0, *(living.arena.segments[i].shape[0] for i in numbers)])
+        )
         return [(start, stop) for i, start, stop in zip(numbers, ends, ends[1:]) if i in wanted]
+
     return note
 
 
@@ -242,5 +298,5 @@ def asked(edges) -> "list[bool]":
 def _runs(node) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:                   # torch.autograd.grad() hands this leaf's gradient out: it was asked for
+    except RuntimeError:  # torch.autograd.grad() hands this leaf's gradient out: it was asked for
         return True

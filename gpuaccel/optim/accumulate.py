@@ -16,6 +16,7 @@ The four ways (`MODES`), one after the other faster:
 
 Source: gradient accumulation on the GPU as in entrenar's ALB-091; mixed-precision sums as in Micikevicius et al., 2018.
 """
+
 import functools
 import itertools
 import struct
@@ -25,17 +26,25 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..ops.accumulate import CHUNK, MAX_TENSORS, accumulate_kernel, check_gradient, reference_accumulate
-from .arena import Arena
 from ..backends import takes
+from ..compiler.kernel import zero_
 from ..errors import ArgumentError
 from ..nn.fused_linear import FusedLinear, fused_classes, note_for, place, watchers
-from ..compiler.kernel import zero_
+from ..ops.accumulate import (
+    CHUNK,
+    MAX_TENSORS,
+    accumulate_kernel,
+    check_gradient,
+    reference_accumulate,
+)
+from .arena import Arena
 
 MODES = ("host", "autograd", "arena", "fused")
 
 
-COLLECTED = 256 * 2**20        # bytes of fresh gradients that may wait for a launch: few launches, little memory
+COLLECTED = (
+    256 * 2**20
+)  # bytes of fresh gradients that may wait for a launch: few launches, little memory
 
 
 _SOURCES = struct.Struct(f"{MAX_TENSORS}Q").pack
@@ -46,7 +55,16 @@ _accumulators: "weakref.WeakSet[GradientAccumulator]" = weakref.WeakSet()
 
 # ---- launchers ------------------------------------------------------------------------------------------------------
 
-def launch_segments(arena: Arena, first: int, last: int, grads: "list[Tensor | None]", chunks=None, rows=None, squares: bool = False):
+
+def launch_segments(
+    arena: Arena,
+    first: int,
+    last: int,
+    grads: "list[Tensor | None]",
+    chunks=None,
+    rows=None,
+    squares: bool = False,
+):
     """accumulate_v3: arena.grads += grads for segments [first, last), one launch per dtype and 256 tensors.
 
     grads: contiguous fp32 or bf16 tensors on the arena's device; None: that tensor got no gradient. chunks, rows: the arena's table,
@@ -58,10 +76,19 @@ def launch_segments(arena: Arena, first: int, last: int, grads: "list[Tensor | N
         out = (arena.grads, arena.partials) if squares else (arena.grads,)
         for start in range(first, last, MAX_TENSORS):
             stop = min(start + MAX_TENSORS, last)
-            addresses = [g.data_ptr() if g is not None and g.dtype == dtype else 0 for g in grads[start - first:stop - first]]
+            addresses = [
+                g.data_ptr() if g is not None and g.dtype == dtype else 0
+                for g in grads[start - first : stop - first]
+            ]
             if rows[stop] > rows[start] and any(addresses):
-                kernel[rows[stop] - rows[start], kernel.bound](*out, chunks, rows[start], start,
-                                                               _SOURCES(*addresses, *[0] * (MAX_TENSORS - len(addresses))), tensors=grads)
+                kernel[rows[stop] - rows[start], kernel.bound](
+                    *out,
+                    chunks,
+                    rows[start],
+                    start,
+                    _SOURCES(*addresses, *[0] * (MAX_TENSORS - len(addresses))),
+                    tensors=grads,
+                )
     known = arena.squares_known()
     for i in range(first, last):
         if grads[i - first] is not None:
@@ -71,6 +98,7 @@ def launch_segments(arena: Arena, first: int, last: int, grads: "list[Tensor | N
 # ---- public: one tensor ---------------------------------------------------------------------------------------------
 
 # ---- public: every backward into the arena --------------------------------------------------------------------------
+
 
 class GradientAccumulator:
     """From its making until close(), every backward() of the arena's module adds into `arena.grads`, in the given mode.
@@ -89,18 +117,33 @@ class GradientAccumulator:
         if mode not in MODES:
             raise ArgumentError(f"mode is {mode!r}; expected one of {', '.join(MODES)}")
         if GradientAccumulator.of(arena) is not None:
-            raise ArgumentError("this arena has a GradientAccumulator already; call close() on that one first")
+            raise ArgumentError(
+                "this arena has a GradientAccumulator already; call close() on that one first"
+            )
         arena.check()
         self.arena, self.mode = arena, mode
         self.host = torch.zeros(arena.numel) if mode == "host" else None
-        self.final = False                                      # the next backward is the window's last: take squares on the way
-        self.arrived = None                                     # called with a tensor's number once a backward has given all of its gradient
-        self.added = None                                       # called with tensors' numbers after a fused product was added to them
-        self.apart: "dict[int, list[Tensor]] | None" = None     # tensors whose gradients are put here instead of being added
-        self.uses = self.usual = [0] * len(arena.segments)      # products added to each tensor: in this backward, in the one before
-        self.elsewhere = set()                                  # tensors of fused products that got a gradient from autograd, too
-        self._task, self._handles, self._fused, self._dressed, self._products, self._table = None, [], [], [], set(), (None, None)
-        self._running = {}                                      # id of a backward -> weak reference that dies with it
+        self.final = False  # the next backward is the window's last: take squares on the way
+        self.arrived = (
+            None  # called with a tensor's number once a backward has given all of its gradient
+        )
+        self.added = None  # called with tensors' numbers after a fused product was added to them
+        self.apart: "dict[int, list[Tensor]] | None" = (
+            None  # tensors whose gradients are put here instead of being added
+        )
+        self.uses = self.usual = [0] * len(
+            arena.segments
+        )  # products added to each tensor: in this backward, in the one before
+        self.elsewhere = set()  # tensors of fused products that got a gradient from autograd, too
+        self._task, self._handles, self._fused, self._dressed, self._products, self._table = (
+            None,
+            [],
+            [],
+            [],
+            set(),
+            (None, None),
+        )
+        self._running = {}  # id of a backward -> weak reference that dies with it
         self._forget()
         # Sums that an earlier accumulator has left and that still stand as .grad are gone on with; others are not.
         self.touched = [owner.grad is view for owner, view in zip(arena.owners, arena.grad_views)]
@@ -110,10 +153,14 @@ class GradientAccumulator:
         else:
             for view in itertools.compress(arena.grad_views, [not kept for kept in self.touched]):
                 view.zero_()
-        hooked = {i for i, p in enumerate(arena.params) if p._backward_hooks}      # they expect a gradient, which a fused product hands to nobody
+        hooked = {
+            i for i, p in enumerate(arena.params) if p._backward_hooks
+        }  # they expect a gradient, which a fused product hands to nobody
         if mode != "autograd":
             for i, p in enumerate(arena.params):
-                if arena.owners[i] is p:                        # its .grad may be presented: hide it before autograd looks
+                if (
+                    arena.owners[i] is p
+                ):  # its .grad may be presented: hide it before autograd looks
                     self._handles.append(p.register_hook(self._before))
                 self._handles.append(p.register_post_accumulate_grad_hook(self._after(i)))
         if mode == "fused":
@@ -124,10 +171,10 @@ class GradientAccumulator:
     def _forget(self):
         """No gradient is collected, none was seen in this window. The sums are not touched."""
         count = len(self.arena.segments)
-        self.fresh: "list[Tensor | None]" = [None] * count      # collected, not yet added
-        self.collected = 0                                      # bytes of them
-        self.touched = [False] * count                          # got a gradient in this window
-        self.presented = [False] * count                        # .grad shows the sum
+        self.fresh: "list[Tensor | None]" = [None] * count  # collected, not yet added
+        self.collected = 0  # bytes of them
+        self.touched = [False] * count  # got a gradient in this window
+        self.presented = [False] * count  # .grad shows the sum
         self._running.clear()
 
     def _fuse(self, hooked):
@@ -147,22 +194,40 @@ class GradientAccumulator:
         # The products need no launch: the table for the rest has only the rest's rows, so that no thread block starts in vain.
         self._products = {index[id(part.weight)] for part in self._fused}
         rest = [i for i in range(len(self.arena.segments)) if i not in self._products]
-        counts = [0] + [s.padded // CHUNK if i not in self._products else 0 for i, s in enumerate(self.arena.segments)]
-        self._table = self.arena.chunks[torch.isin(self.arena.chunks[:, 0].cpu(), torch.tensor(rest)).to(self.arena.device)], \
-            list(itertools.accumulate(counts))
+        counts = [0] + [
+            s.padded // CHUNK if i not in self._products else 0
+            for i, s in enumerate(self.arena.segments)
+        ]
+        self._table = (
+            self.arena.chunks[
+                torch.isin(self.arena.chunks[:, 0].cpu(), torch.tensor(rest)).to(self.arena.device)
+            ],
+            list(itertools.accumulate(counts)),
+        )
 
     def _join(self, layers, index):
         """Layers of one input whose weights lie side by side become one product (fused_linear.together)."""
         if not all(type(layer) is FusedLinear and layer.bias is None for layer in layers):
             return
-        numbers = [index[id(layer.weight)] for layer in reversed(layers)]             # in the order of the arena
+        numbers = [
+            index[id(layer.weight)] for layer in reversed(layers)
+        ]  # in the order of the arena
         parts = [self.arena.segments[i] for i in numbers]
-        if any(one.offset + one.numel != two.offset for one, two in zip(parts, parts[1:])) or len({layer.weight.dtype for layer in layers}) > 1:
+        if (
+            any(one.offset + one.numel != two.offset for one, two in zip(parts, parts[1:]))
+            or len({layer.weight.dtype for layer in layers}) > 1
+        ):
             return
         start, size, wide = parts[0].offset, sum(s.numel for s in parts), layers[0].in_features
-        weights = self.arena.weights if layers[0].weight.dtype == torch.float32 else self.arena.bf16_weights
+        weights = (
+            self.arena.weights
+            if layers[0].weight.dtype == torch.float32
+            else self.arena.bf16_weights
+        )
         first = layers[0]
-        first.joint_weight, first.joint_grad = (buffer[start:start + size].view(-1, wide) for buffer in (weights, self.arena.grads))
+        first.joint_weight, first.joint_grad = (
+            buffer[start : start + size].view(-1, wide) for buffer in (weights, self.arena.grads)
+        )
         watchers[place(first.joint_grad)] = note_for(weakref.ref(self), *numbers)
 
     # ---- hooks, all run by autograd's threads ----
@@ -176,8 +241,10 @@ class GradientAccumulator:
             if torch._C._current_graph_task_id() != self._task:
                 self._begin()
             grad = p.grad
-            if grad is not None:                                # else the fused product took it, or it was undefined
-                if grad is not self.arena.grad_views[i]:        # else autograd has added it in place already
+            if grad is not None:  # else the fused product took it, or it was undefined
+                if (
+                    grad is not self.arena.grad_views[i]
+                ):  # else autograd has added it in place already
                     check_gradient(self.arena.segments[i].name, grad, p.shape, p.device)
                     p.grad = None
                     if self.apart is not None and i in self.apart:
@@ -189,12 +256,13 @@ class GradientAccumulator:
                 self.touched[i] = True
             if self.arrived is not None:
                 self.arrived(i)
+
         return hook
 
     def _begin(self):
         """The first gradient of a backward: look at what happened to the presented sums since the last one."""
         self._drop_broken()
-        self._flush()                                       # of the backward around this one (reentrant checkpointing)
+        self._flush()  # of the backward around this one (reentrant checkpointing)
         self._task = task = torch._C._current_graph_task_id()
         self.uses = [0] * len(self.touched)
         self.arena.check()
@@ -212,9 +280,9 @@ class GradientAccumulator:
                 continue
             grad, view = owner.grad, self.arena.grad_views[i]
             if grad is None or self.mode == "autograd" and grad is not view:
-                gone.append(i)                                  # zero_grad() was called; autograd may have made a new one since
+                gone.append(i)  # zero_grad() was called; autograd may have made a new one since
             elif grad is not view:
-                view.copy_(grad)                                # the caller has put another gradient there: it counts
+                view.copy_(grad)  # the caller has put another gradient there: it counts
             if self.mode == "host" or self.mode != "autograd" and owner is self.arena.params[i]:
                 owner.grad = None
                 self.presented[i] = False
@@ -233,7 +301,7 @@ class GradientAccumulator:
             self.touched[i] = self.presented[i] = False
             if self.host is not None:
                 s = self.arena.segments[i]
-                self.host[s.offset:s.offset + s.numel] = 0
+                self.host[s.offset : s.offset + s.numel] = 0
 
     @torch.no_grad()
     def _drop_broken(self):
@@ -260,7 +328,7 @@ class GradientAccumulator:
     def _collect(self, i, grad):
         if self.mode == "host":
             s = self.arena.segments[i]
-            self.host[s.offset:s.offset + s.numel] += grad.detach().to("cpu").flatten()
+            self.host[s.offset : s.offset + s.numel] += grad.detach().to("cpu").flatten()
             return
         if self.fresh[i] is not None:
             self._flush()
@@ -279,8 +347,17 @@ class GradientAccumulator:
         grads, self.fresh[first:last] = self.fresh[first:last], [None] * (last - first)
         self.collected = 0
         if takes(self.arena.device):
-            table = (None, None) if self._products.intersection(got) else self._table      # a tied weight may come from elsewhere too
-            launch_segments(self.arena, first, last, [g if g is None else g.contiguous() for g in grads], *table, squares=self.final)
+            table = (
+                (None, None) if self._products.intersection(got) else self._table
+            )  # a tied weight may come from elsewhere too
+            launch_segments(
+                self.arena,
+                first,
+                last,
+                [g if g is None else g.contiguous() for g in grads],
+                *table,
+                squares=self.final,
+            )
         else:
             for i in got:
                 reference_accumulate(self.arena.grad_views[i], grads[i - first])
@@ -307,7 +384,13 @@ class GradientAccumulator:
                     check_gradient(self.arena.segments[i].name, grad, p.shape, p.device)
                     self._collect(i, grad)
             self._flush()
-        self._drop([i for i, owner in enumerate(self.arena.owners) if self.presented[i] and owner.grad is None])
+        self._drop(
+            [
+                i
+                for i, owner in enumerate(self.arena.owners)
+                if self.presented[i] and owner.grad is None
+            ]
+        )
         self._present()
 
     @torch.no_grad()
@@ -397,15 +480,19 @@ def finish_for(parameters):
             accumulator.finish()
         for i, (p, owner) in enumerate(zip(accumulator.arena.params, accumulator.arena.owners)):
             if id(p) in ids and owner is not p and p.grad is None and accumulator.touched[i]:
-                raise ArgumentError(f"the gradient of {accumulator.arena.segments[i].name} is the sum of its fp32 master: expected the arena, or "
-                                    "arena.parameters(), instead of the module's bf16 parameters")
+                raise ArgumentError(
+                    f"the gradient of {accumulator.arena.segments[i].name} is the sum of its fp32 master: expected the arena, or "
+                    "arena.parameters(), instead of the module's bf16 parameters"
+                )
 
 
 def _finish_before_step(optimizer, *_):
     """Before any optimizer's step: sums that are not yet in place (host, autograd) are brought there."""
     for accumulator in list(_accumulators):
         ids = accumulator.arena._owner_ids
-        if accumulator.mode in ("host", "autograd") and any(id(p) in ids for g in optimizer.param_groups for p in g["params"]):
+        if accumulator.mode in ("host", "autograd") and any(
+            id(p) in ids for g in optimizer.param_groups for p in g["params"]
+        ):
             accumulator.finish()
 
 

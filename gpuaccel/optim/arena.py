@@ -17,13 +17,17 @@ torch.save, pickle, safetensors, accelerate and everything else that compares st
 
 This module lays out and stores; it launches none of our kernels. How gradients get here: optim/accumulate.py.
 """
+
 import itertools
 import weakref
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ..errors import ArgumentError
 from ..ops.accumulate import CHUNK
@@ -34,14 +38,15 @@ _arenas: "weakref.WeakSet[Arena]" = weakref.WeakSet()
 @dataclass(frozen=True)
 class Segment:
     """One tensor's place. Offsets and counts are in elements."""
+
     name: str
     shape: torch.Size
-    numel: int                 # without padding
-    offset: int                # multiple of CHUNK
-    block: int                 # index into arena.blocks
-    decay: bool                # weight decay applies (matrices, not norms and biases)
-    lr_scale: float            # multiplier of the learning rate
-    embedding: bool            # the weight of an nn.Embedding that is not also an output layer
+    numel: int  # without padding
+    offset: int  # multiple of CHUNK
+    block: int  # index into arena.blocks
+    decay: bool  # weight decay applies (matrices, not norms and biases)
+    lr_scale: float  # multiplier of the learning rate
+    embedding: bool  # the weight of an nn.Embedding that is not also an output layer
 
     @property
     def padded(self) -> int:
@@ -51,6 +56,7 @@ class Segment:
 @dataclass(frozen=True)
 class Block:
     """A contiguous range of the arena: elements [start, stop), segments [first, last)."""
+
     name: str
     start: int
     stop: int
@@ -70,22 +76,29 @@ class Summary:
         self.padding_bytes = 4 * (numel - sum(s.numel for s in rows))
         self.total_bytes = 4 * numel
         self.tensors, self.blocks = len(rows), len(blocks)
-        self.lines = [(b.name, b.last - b.first, 4 * sum(s.numel for s in rows[b.first:b.last])) for b in blocks]
+        self.lines = [
+            (b.name, b.last - b.first, 4 * sum(s.numel for s in rows[b.first : b.last]))
+            for b in blocks
+        ]
 
     def __str__(self):
         mib = 2.0**20
-        head = (f"gradient accumulator (fp32): {self.total_bytes / mib:,.1f} MiB in {self.tensors} tensors, {self.blocks} blocks\n"
-                f"  blocks, LM head and norms  {self.block_bytes / mib:10,.1f} MiB\n"
-                f"  embedding                  {self.embedding_bytes / mib:10,.1f} MiB\n"
-                f"  padding                    {self.padding_bytes / mib:10,.1f} MiB")
-        groups = []                                   # equal neighbours in one line: 24 blocks need not be 24 lines
+        head = (
+            f"gradient accumulator (fp32): {self.total_bytes / mib:,.1f} MiB in {self.tensors} tensors, {self.blocks} blocks\n"
+            f"  blocks, LM head and norms  {self.block_bytes / mib:10,.1f} MiB\n"
+            f"  embedding                  {self.embedding_bytes / mib:10,.1f} MiB\n"
+            f"  padding                    {self.padding_bytes / mib:10,.1f} MiB"
+        )
+        groups = []  # equal neighbours in one line: 24 blocks need not be 24 lines
         for name, tensors, size in self.lines:
             if groups and groups[-1][2:] == [tensors, size]:
                 groups[-1][1] = name
             else:
                 groups.append([name, name, tensors, size])
-        body = [f"  {first if first == last else f'{first} .. {last}':40} {tensors:4} tensors {size / mib:10,.2f} MiB each"
-                for first, last, tensors, size in groups]
+        body = [
+            f"  {first if first == last else f'{first} .. {last}':40} {tensors:4} tensors {size / mib:10,.2f} MiB each"
+            for first, last, tensors, size in groups
+        ]
         return "\n".join([head, "in the order of the arena:", *body])
 
     __repr__ = __str__
@@ -115,6 +128,7 @@ def _blocks_of(module: nn.Module) -> "dict[int, str]":
         else:
             for name, child in part.named_children():
                 walk(child, f"{prefix}{name}.")
+
     walk(module, "")
     return found
 
@@ -130,13 +144,31 @@ def lay_out(module: nn.Module, decay=None, lr_scale=None) -> "tuple[list[Segment
     lr_scale = lr_scale or (lambda name, p: 1.0)
     inside = _blocks_of(module)
     tied = [id(p) for _, p in module.named_parameters(remove_duplicate=False)]
-    embeddings = {id(p) for part in module.modules() if isinstance(part, nn.Embedding) for p in part.parameters() if tied.count(id(p)) == 1}
+    embeddings = {
+        id(p)
+        for part in module.modules()
+        if isinstance(part, nn.Embedding)
+        for p in part.parameters()
+        if tied.count(id(p)) == 1
+    }
     segments, blocks, offset = [], [], 0
-    for block, run in itertools.groupby(reversed(trainable(module)), key=lambda pair: inside.get(id(pair[1]))):
+    for block, run in itertools.groupby(
+        reversed(trainable(module)), key=lambda pair: inside.get(id(pair[1]))
+    ):
         start, first = offset, len(segments)
         for name, p in run:
-            segments.append(Segment(name, p.shape, p.numel(), offset, len(blocks), bool(decay(name, p)), float(lr_scale(name, p)),
-                                    id(p) in embeddings))
+            segments.append(
+                Segment(
+                    name,
+                    p.shape,
+                    p.numel(),
+                    offset,
+                    len(blocks),
+                    bool(decay(name, p)),
+                    float(lr_scale(name, p)),
+                    id(p) in embeddings,
+                )
+            )
             offset += segments[-1].padded
         ends = dict.fromkeys([segments[first].name, segments[-1].name])
         blocks.append(Block(block or " .. ".join(ends), start, offset, first, len(segments)))
@@ -145,14 +177,18 @@ def lay_out(module: nn.Module, decay=None, lr_scale=None) -> "tuple[list[Segment
 
 def _check(module, named):
     if not named:
-        raise ArgumentError(f"{type(module).__name__} has no trainable parameter (requires_grad=True): there is nothing to lay out")
+        raise ArgumentError(
+            f"{type(module).__name__} has no trainable parameter (requires_grad=True): there is nothing to lay out"
+        )
     for name, p in named:
         problem = None
         if p.layout != torch.strided:
             problem = f"has layout {p.layout}; expected a dense tensor"
         elif p.dtype == torch.float16:
-            problem = ("is float16; expected float32 or bfloat16. Use bfloat16 (same bytes, no loss scaling), or keep fp32 parameters "
-                       "under torch.autocast with a GradScaler")
+            problem = (
+                "is float16; expected float32 or bfloat16. Use bfloat16 (same bytes, no loss scaling), or keep fp32 parameters "
+                "under torch.autocast with a GradScaler"
+            )
         elif p.dtype not in (torch.float32, torch.bfloat16):
             problem = f"is {p.dtype}; expected float32 or bfloat16"
         elif p.is_meta:
@@ -164,12 +200,22 @@ def _check(module, named):
         if problem:
             raise ArgumentError(f"parameter {name} {problem}")
     for name, part in module.named_modules():
-        if getattr(part, "sparse", False) is True and any(p.requires_grad for p in part.parameters()):
-            raise ArgumentError(f"{name or type(part).__name__} makes sparse gradients (sparse=True); the accumulator is dense")
-    spans = sorted((p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name) for name, p in named if p.numel())
+        if getattr(part, "sparse", False) is True and any(
+            p.requires_grad for p in part.parameters()
+        ):
+            raise ArgumentError(
+                f"{name or type(part).__name__} makes sparse gradients (sparse=True); the accumulator is dense"
+            )
+    spans = sorted(
+        (p.data_ptr(), p.data_ptr() + p.numel() * p.element_size(), name)
+        for name, p in named
+        if p.numel()
+    )
     for (_, stop, one), (start, _, two) in zip(spans, spans[1:]):
         if start < stop:
-            raise ArgumentError(f"parameters {one} and {two} overlap in memory; as slices of the arena they would no longer")
+            raise ArgumentError(
+                f"parameters {one} and {two} overlap in memory; as slices of the arena they would no longer"
+            )
 
 
 class Arena:
@@ -199,7 +245,7 @@ class Arena:
         self.numel = blocks[-1].stop
         self._index = {id(p): i for i, p in enumerate(params)}
         self._allocate(owners)
-        self.before_release = []               # functions that take down what was built on this arena
+        self.before_release = []  # functions that take down what was built on this arena
         _arenas.add(self)
 
     def _allocate(self, owners):
@@ -207,24 +253,45 @@ class Arena:
         weights = torch.zeros(self.numel, device=self.device)
         grads = torch.zeros(self.numel, device=self.device)
         bf16 = torch.zeros(self.numel, dtype=torch.bfloat16, device=self.device) if low else None
-        chunks = torch.empty(self.numel // CHUNK, 4, dtype=torch.int32)       # tensor, elements, chunk of the tensor, of the arena
+        chunks = torch.empty(
+            self.numel // CHUNK, 4, dtype=torch.int32
+        )  # tensor, elements, chunk of the tensor, of the arena
         partials = torch.zeros(len(chunks), dtype=torch.float64, device=self.device)
-        self.rows = [s.offset // CHUNK for s in self.segments] + [self.numel // CHUNK]      # a segment's first row
+        self.rows = [s.offset // CHUNK for s in self.segments] + [
+            self.numel // CHUNK
+        ]  # a segment's first row
         for i, s in enumerate(self.segments):
             nth = torch.arange(s.padded // CHUNK)
-            chunks[self.rows[i]:self.rows[i + 1]] = torch.stack(
-                [torch.full_like(nth, i), (s.numel - nth * CHUNK).clamp(max=CHUNK), nth, nth + self.rows[i]], 1)
+            chunks[self.rows[i] : self.rows[i + 1]] = torch.stack(
+                [
+                    torch.full_like(nth, i),
+                    (s.numel - nth * CHUNK).clamp(max=CHUNK),
+                    nth,
+                    nth + self.rows[i],
+                ],
+                1,
+            )
         tensor_block = torch.tensor([s.block for s in self.segments], dtype=torch.int32)
-        chunks, row_tensor, tensor_block = (t.to(self.device) for t in (chunks, chunks[:, 0].contiguous(), tensor_block))
+        chunks, row_tensor, tensor_block = (
+            t.to(self.device) for t in (chunks, chunks[:, 0].contiguous(), tensor_block)
+        )
         # Everything that may fail has been allocated: from here on the module changes.
         self.weights, self.grads, self.bf16_weights, self.chunks = weights, grads, bf16, chunks
-        self.partials, self.row_tensor, self.tensor_block = partials, row_tensor, tensor_block       # see squares_known
+        self.partials, self.row_tensor, self.tensor_block = (
+            partials,
+            row_tensor,
+            tensor_block,
+        )  # see squares_known
         self._squares, self._squares_version = [False] * len(self.segments), grads._version
         self.owners = [self._own(i, owners) for i in range(len(self.params))]
         self.grad_views = [self._slice(grads, s) for s in self.segments]
         self._places = [p.data_ptr() for p in self.params]
-        self._homes = [(part._parameters, key, self._index[id(p)]) for part in self.module.modules()
-                       for key, p in part._parameters.items() if id(p) in self._index]
+        self._homes = [
+            (part._parameters, key, self._index[id(p)])
+            for part in self.module.modules()
+            for key, p in part._parameters.items()
+            if id(p) in self._index
+        ]
         self._owner_ids = {id(owner) for owner in self.owners}
         self._low = [(p, owner) for p, owner in zip(self.params, self.owners) if owner is not p]
         self.weights_current()
@@ -247,7 +314,7 @@ class Arena:
 
     @staticmethod
     def _slice(buffer: Tensor, s: Segment) -> Tensor:
-        return buffer[s.offset:s.offset + s.numel].view(s.shape)
+        return buffer[s.offset : s.offset + s.numel].view(s.shape)
 
     @staticmethod
     def parameters_held() -> "set[int]":
@@ -281,11 +348,16 @@ class Arena:
         self.adopt()
         return {s.name: o for s, o, p in zip(self.segments, self.owners, self.params) if o is not p}
 
-    def parameter_groups(self, weight_decay: float = 0.1, lr: "float | None" = None) -> "list[dict]":
+    def parameter_groups(
+        self, weight_decay: float = 0.1, lr: "float | None" = None
+    ) -> "list[dict]":
         """Parameter groups for any torch optimizer: weight decay where a segment says so; with `lr`, one group per lr_scale."""
         groups = {}
         for s, owner in zip(reversed(self.segments), self.parameters()):
-            group = groups.setdefault((s.decay, s.lr_scale), {"params": [], "weight_decay": weight_decay if s.decay else 0.0})
+            group = groups.setdefault(
+                (s.decay, s.lr_scale),
+                {"params": [], "weight_decay": weight_decay if s.decay else 0.0},
+            )
             group["params"].append(owner)
             if lr is not None:
                 group["lr"] = lr * s.lr_scale
@@ -316,19 +388,33 @@ class Arena:
         buffer = getattr(self, name)
         home.copy_(buffer)
         buffer.data = home
-        views = {"grads": self.grad_views, "weights": self.owners, "bf16_weights": self.params}[name]
+        views = {"grads": self.grad_views, "weights": self.owners, "bf16_weights": self.params}[
+            name
+        ]
         for view, s in zip(views, self.segments):
             if view.dtype == home.dtype:
-                view.data = self._slice(home, s) if name == "grads" else own_storage(self._slice(home, s))
+                view.data = (
+                    self._slice(home, s) if name == "grads" else own_storage(self._slice(home, s))
+                )
         self._places = [p.data_ptr() for p in self.params]
 
     def check(self):
         """Raise ArgumentError, naming the parameter, when one no longer is a view of the arena."""
-        moved = [s for p, place, s in zip(self.params, self._places, self.segments) if p.data_ptr() != place and s.numel]
-        moved += [self.segments[i] for registered, key, i in self._homes if registered.get(key) is not self.params[i]]
+        moved = [
+            s
+            for p, place, s in zip(self.params, self._places, self.segments)
+            if p.data_ptr() != place and s.numel
+        ]
+        moved += [
+            self.segments[i]
+            for registered, key, i in self._homes
+            if registered.get(key) is not self.params[i]
+        ]
         if moved:
-            raise ArgumentError(f"parameter {moved[0].name} is no longer a view of the arena (module.to(...), load_state_dict(assign=True) or "
-                                ".data = ... moved it): call arena.release() before, and make a new Arena after")
+            raise ArgumentError(
+                f"parameter {moved[0].name} is no longer a view of the arena (module.to(...), load_state_dict(assign=True) or "
+                ".data = ... moved it): call arena.release() before, and make a new Arena after"
+            )
 
     @torch.no_grad()
     def publish(self):
@@ -343,7 +429,11 @@ class Arena:
 
         An edit is seen by the tensor's version. everything: look at all of them, after edits that have none (`.data`, NumPy). A master
         that already rounds to its parameter's value keeps its extra bits."""
-        edited = [pair for pair, version in zip(self._low, self._versions) if everything or pair[0]._version != version]
+        edited = [
+            pair
+            for pair, version in zip(self._low, self._versions)
+            if everything or pair[0]._version != version
+        ]
         for p, owner in edited:
             owner.copy_(torch.where(owner.to(p.dtype) == p, owner, p.float()))
         if edited:
@@ -373,11 +463,23 @@ class Arena:
 
     def __getstate__(self):
         """What a copy or a pickle is made of: the module with its weights, the masters, the sums."""
-        return {"module": self.module, "owners": self.owners, "grads": self.grads, "segments": self.segments, "blocks": self.blocks}
+        return {
+            "module": self.module,
+            "owners": self.owners,
+            "grads": self.grads,
+            "segments": self.segments,
+            "blocks": self.blocks,
+        }
 
     def __setstate__(self, state):
         params = dict(state["module"].named_parameters())
-        self._open(state["module"], [params[s.name] for s in state["segments"]], state["segments"], state["blocks"], state["owners"])
+        self._open(
+            state["module"],
+            [params[s.name] for s in state["segments"]],
+            state["segments"],
+            state["blocks"],
+            state["owners"],
+        )
         self.grads.copy_(state["grads"])
 
 
@@ -396,8 +498,12 @@ def _publish_after_step(optimizer, *_):
 
 def _arenas_of(optimizer) -> "list[Arena]":
     """The arenas with bf16 parameters whose masters this optimizer updates."""
-    return [arena for arena in list(_arenas)
-            if arena._low and any(id(p) in arena._owner_ids for g in optimizer.param_groups for p in g["params"])]
+    return [
+        arena
+        for arena in list(_arenas)
+        if arena._low
+        and any(id(p) in arena._owner_ids for g in optimizer.param_groups for p in g["params"])
+    ]
 
 
 register_optimizer_step_pre_hook(_adopt_before_step)

@@ -25,6 +25,7 @@ What happens at the edges ("skip" is the default of an arena):
 
 Source: the three phases of entrenar's fused clip (ALB-078); torch.nn.utils.clip_grad_norm_ for semantics; eps as there.
 """
+
 import math
 import types
 import warnings
@@ -34,8 +35,23 @@ from torch import Tensor
 
 from ..errors import ArgumentError, NonFiniteError
 from ..ops.clip import (
-    EPS, POLICIES, SCOPES, ClipState, check_choice, check_gradients, check_max_norm, dense, kernel_takes, launch_reduce,
-    launch_scale, launch_squares, launches_for, new_state, reference_norms, reference_scale, unnamed,
+    EPS,
+    POLICIES,
+    SCOPES,
+    ClipState,
+    check_choice,
+    check_gradients,
+    check_max_norm,
+    dense,
+    kernel_takes,
+    launch_reduce,
+    launch_scale,
+    launch_squares,
+    launches_for,
+    new_state,
+    reference_norms,
+    reference_scale,
+    unnamed,
 )
 from .accumulate import GradientAccumulator, finish_for
 from .arena import Arena
@@ -44,19 +60,30 @@ from .arena import Arena
 
 # ---- launchers ------------------------------------------------------------------------------------------------------
 
+
 def arena_squares(arena: Arena):
     """arena.partials, made up to date: only what accumulate_v4 has not left behind is read."""
     known = arena.squares_known()
     if not all(known):
         first, last = known.index(False), len(known) - known[::-1].index(False)
-        launch_squares(arena.grad_views[first:last], arena.partials[arena.rows[first]:])
+        launch_squares(arena.grad_views[first:last], arena.partials[arena.rows[first] :])
         known[:] = [True] * len(known)
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
 
-def clip_grad_norm_(parameters_or_arena, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False,
-                    foreach: "bool | None" = None, *, scope: str = "global", on_nonfinite: "str | None" = None, eps: float = EPS) -> Tensor:
+
+def clip_grad_norm_(
+    parameters_or_arena,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: "bool | None" = None,
+    *,
+    scope: str = "global",
+    on_nonfinite: "str | None" = None,
+    eps: float = EPS,
+) -> Tensor:
     """Scale gradients in place so that their norm is at most max_norm; returns the norm before clipping, () fp32 on their device.
 
     A drop-in for torch.nn.utils.clip_grad_norm_, without a host synchronisation (except with error_if_nonfinite or "raise").
@@ -69,12 +96,30 @@ def clip_grad_norm_(parameters_or_arena, max_norm: float, norm_type: float = 2.0
     the norm. Deviations from torch: the norm is fp32 (fp64 for fp64 gradients); finite gradients whose squares leave fp32 have their right
     norm; nothing is written when the scale is 1; a negative or NaN max_norm and sparse or complex gradients are an ArgumentError.
     torch's own code computes, with its precision, for fp64 gradients, other norms, tensor subclasses, several devices, and on the CPU."""
-    return clip_grads_(parameters_or_arena, max_norm, norm_type, error_if_nonfinite, foreach, scope=scope, on_nonfinite=on_nonfinite, eps=eps).norm
+    return clip_grads_(
+        parameters_or_arena,
+        max_norm,
+        norm_type,
+        error_if_nonfinite,
+        foreach,
+        scope=scope,
+        on_nonfinite=on_nonfinite,
+        eps=eps,
+    ).norm
 
 
 @torch.no_grad()
-def clip_grads_(parameters_or_arena, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False,
-                foreach: "bool | None" = None, *, scope: str = "global", on_nonfinite: "str | None" = None, eps: float = EPS) -> ClipState:
+def clip_grads_(
+    parameters_or_arena,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: "bool | None" = None,
+    *,
+    scope: str = "global",
+    on_nonfinite: "str | None" = None,
+    eps: float = EPS,
+) -> ClipState:
     """clip_grad_norm_ with everything it found: scale, both norms, whether all was finite, and which tensor was the first that was not."""
     arena = parameters_or_arena if isinstance(parameters_or_arena, Arena) else None
     max_norm, norm_type = check_max_norm(max_norm), float(norm_type)
@@ -89,17 +134,30 @@ def clip_grads_(parameters_or_arena, max_norm: float, norm_type: float = 2.0, er
         grads, names = _grads_of(parameters_or_arena)
     if not grads:
         device = arena.device if arena else None
-        verdict = torch.tensor([[1.0, 0.0, 0.0, 1.0]][:scope == "global"], device=device).reshape(-1, 4)
-        return ClipState(verdict, torch.full((len(verdict),), -1, dtype=torch.int32, device=device), scope, names)
+        verdict = torch.tensor([[1.0, 0.0, 0.0, 1.0]][: scope == "global"], device=device).reshape(
+            -1, 4
+        )
+        return ClipState(
+            verdict, torch.full((len(verdict),), -1, dtype=torch.int32, device=device), scope, names
+        )
     ours = kernel_takes(grads)
     if not ours:
         check_gradients(grads, names)
-    groups = None if scope == "global" else [s.block for s in arena.segments] if scope == "block" else list(range(len(grads)))
+    groups = (
+        None
+        if scope == "global"
+        else [s.block for s in arena.segments]
+        if scope == "block"
+        else list(range(len(grads)))
+    )
     found, scale = (_by_kernels if ours and norm_type in (1.0, 2.0, math.inf) else _by_torch)(
-        grads, names, groups, scope, max_norm, norm_type, eps, policy, foreach, arena)
+        grads, names, groups, scope, max_norm, norm_type, eps, policy, foreach, arena
+    )
     if (error_if_nonfinite or policy == "raise") and not bool(found.finite.all()):
-        raise NonFiniteError(f"The total norm of order {norm_type} for gradients of {found.name() or 'all tensors together'} is non-finite: "
-                             f"it is {found.norm.tolist()}. Nothing was clipped")
+        raise NonFiniteError(
+            f"The total norm of order {norm_type} for gradients of {found.name() or 'all tensors together'} is non-finite: "
+            f"it is {found.norm.tolist()}. Nothing was clipped"
+        )
     scale()
     return found
 
@@ -116,7 +174,10 @@ def _grads_of(parameters):
     finish_for(parameters)
 
     def names():
-        return [name for name, p in zip(given or unnamed(parameters), parameters) if p.grad is not None]
+        return [
+            name for name, p in zip(given or unnamed(parameters), parameters) if p.grad is not None
+        ]
+
     return [g for p in parameters if (g := p.grad) is not None], names
 
 
@@ -124,19 +185,35 @@ def _arena_grads(arena):
     arena.check()
     if (accumulator := GradientAccumulator.of(arena)) is not None:
         accumulator.finish()
-    elsewhere = next((s.name for s, p, owner, view in zip(arena.segments, arena.params, arena.owners, arena.grad_views)
-                      for t in {p, owner} if t.grad is not None and t.grad.data_ptr() != view.data_ptr() and t.grad.numel()), None)
+    elsewhere = next(
+        (
+            s.name
+            for s, p, owner, view in zip(
+                arena.segments, arena.params, arena.owners, arena.grad_views
+            )
+            for t in {p, owner}
+            if t.grad is not None and t.grad.data_ptr() != view.data_ptr() and t.grad.numel()
+        ),
+        None,
+    )
     if elsewhere:
-        raise ArgumentError(f"the gradient of {elsewhere} is not in the arena, whose sums would be clipped: make a ga.GradientAccumulator(arena) "
-                            "before backward(), or clip arena.parameters()")
+        raise ArgumentError(
+            f"the gradient of {elsewhere} is not in the arena, whose sums would be clipped: make a ga.GradientAccumulator(arena) "
+            "before backward(), or clip arena.parameters()"
+        )
     return arena.grad_views
 
 
 def _by_kernels(grads, names, groups, scope, max_norm, norm_type, eps, policy, foreach, arena):
     device, count = grads[0].device, 1 if groups is None else groups[-1] + 1
-    found, limit = new_state(count, device, scope, names), torch.full((1,), max_norm, dtype=torch.float64, device=device)
+    found, limit = (
+        new_state(count, device, scope, names),
+        torch.full((1,), max_norm, dtype=torch.float64, device=device),
+    )
     plain = all(map(Tensor.is_contiguous, grads))
-    packed = grads if plain else [g if dense(g) else g.contiguous() for g in grads]      # an interleaved view is copied out, and back
+    packed = (
+        grads if plain else [g if dense(g) else g.contiguous() for g in grads]
+    )  # an interleaved view is copied out, and back
     launches = launches_for(packed)
     if groups is None:
         group_of = None
@@ -149,7 +226,10 @@ def _by_kernels(grads, names, groups, scope, max_norm, norm_type, eps, policy, f
         partials, owners = arena.partials, arena.row_tensor
     else:
         rows = sum(chunks for _, chunks, _ in launches)
-        partials, owners = torch.empty(rows, dtype=torch.float64, device=device), torch.empty(rows, dtype=torch.int32, device=device)
+        partials, owners = (
+            torch.empty(rows, dtype=torch.float64, device=device),
+            torch.empty(rows, dtype=torch.int32, device=device),
+        )
         launch_squares(packed, partials, owners, norm_type, launches)
     launch_reduce(found, partials, owners, group_of, len(partials), limit, eps, None, norm_type)
 
@@ -162,14 +242,19 @@ def _by_kernels(grads, names, groups, scope, max_norm, norm_type, eps, policy, f
         torch.autograd.graph.increment_version(grads)
         if arena is not None:
             arena.squares_known()
+
     return found, scale
 
 
 def _by_torch(grads, names, groups, scope, max_norm, norm_type, eps, policy, foreach, arena):
-    norms, bad = reference_norms(grads, norm_type, groups, 1 if groups is None else groups[-1] + 1, foreach)
+    norms, bad = reference_norms(
+        grads, norm_type, groups, 1 if groups is None else groups[-1] + 1, foreach
+    )
     scales, finite = reference_scale(norms, max_norm, eps), torch.isfinite(norms)
     verdicts = torch.stack([scales, norms, norms * scales, finite.to(norms.dtype)], 1)
-    found = ClipState(verdicts if norms.dtype == torch.float64 else verdicts.float(), bad, scope, names)
+    found = ClipState(
+        verdicts if norms.dtype == torch.float64 else verdicts.float(), bad, scope, names
+    )
     if policy == "skip":
         scales = torch.where(finite, scales, 1.0)
 
@@ -177,5 +262,8 @@ def _by_torch(grads, names, groups, scope, max_norm, norm_type, eps, policy, for
         for g in range(len(scales)):
             members = grads if groups is None else [t for t, of in zip(grads, groups) if of == g]
             for device in {t.device: None for t in members}:
-                torch._foreach_mul_([t for t in members if t.device == device], scales[g].to(device))
+                torch._foreach_mul_(
+                    [t for t in members if t.device == device], scales[g].to(device)
+                )
+
     return found, scale

@@ -6,6 +6,7 @@
 
 build.py makes a library of the source, driver.py launches it on the executor (executor.cpp), checking.py with the checks (checks.cpp).
 """
+
 from .driver import checked, is_checked, time_limit
 from .reports import Report
 from .tracing import Trace

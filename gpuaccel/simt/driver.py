@@ -7,6 +7,7 @@
 `GPUACCEL_SIMT`: auto (checked for kernels made from strings, fast for the files of kernels_cu), checked, fast.
 `GPUACCEL_SIMT_SECONDS`: time limit of one launch, 20 by default.
 """
+
 import contextlib
 import ctypes
 import os
@@ -17,32 +18,76 @@ from ..errors import ArgumentError, BackendError
 from .reports import Report, Symbols, coordinates, error, thread_words
 
 MODES = ("auto", "checked", "fast")
-MANY_THREADS = 8192            # CUDA threads from which a second core pays
-FAULTS = ("none", "deadlock", "memory", "misaligned", "division by zero", "time limit", "stack overflow", "shuffle", "trap", "check",
-          "interrupted")
-WAITING = ("a shuffle", "__ballot_sync", "__any_sync", "__all_sync", "__syncwarp", "__match_any_sync", "__match_all_sync",
-           *["a warp reduction"] * 8, *["__syncthreads"] * 4)
+MANY_THREADS = 8192  # CUDA threads from which a second core pays
+FAULTS = (
+    "none",
+    "deadlock",
+    "memory",
+    "misaligned",
+    "division by zero",
+    "time limit",
+    "stack overflow",
+    "shuffle",
+    "trap",
+    "check",
+    "interrupted",
+)
+WAITING = (
+    "a shuffle",
+    "__ballot_sync",
+    "__any_sync",
+    "__all_sync",
+    "__syncwarp",
+    "__match_any_sync",
+    "__match_all_sync",
+    *["a warp reduction"] * 8,
+    *["__syncthreads"] * 4,
+)
 
 
 class Wait(ctypes.Structure):
-    _fields_ = [("thread", ctypes.c_uint32), ("kind", ctypes.c_int32), ("mask", ctypes.c_uint32),
-                ("unused", ctypes.c_uint32), ("pc", ctypes.c_void_p)]
+    _fields_ = [
+        ("thread", ctypes.c_uint32),
+        ("kind", ctypes.c_int32),
+        ("mask", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+        ("pc", ctypes.c_void_p),
+    ]
 
 
 class Fault(ctypes.Structure):
-    _fields_ = [("kind", ctypes.c_int32), ("thread", ctypes.c_uint32), ("block", ctypes.c_uint64), ("pc", ctypes.c_void_p),
-                ("address", ctypes.c_void_p), ("last_pc", ctypes.c_void_p), ("reason", ctypes.c_char_p),
-                ("waits", ctypes.c_uint32), ("mask", ctypes.c_uint32),
-                ("waiting", Wait * 1024)]
+    _fields_ = [
+        ("kind", ctypes.c_int32),
+        ("thread", ctypes.c_uint32),
+        ("block", ctypes.c_uint64),
+        ("pc", ctypes.c_void_p),
+        ("address", ctypes.c_void_p),
+        ("last_pc", ctypes.c_void_p),
+        ("reason", ctypes.c_char_p),
+        ("waits", ctypes.c_uint32),
+        ("mask", ctypes.c_uint32),
+        ("waiting", Wait * 1024),
+    ]
 
 
 class Job(ctypes.Structure):
-    _fields_ = [("run", ctypes.c_void_p), ("arguments", ctypes.c_void_p), ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3),
-                ("shared", ctypes.c_uint64), ("workers", ctypes.c_int32), ("unused", ctypes.c_int32), ("seconds", ctypes.c_double),
-                ("fault", Fault)]
+    _fields_ = [
+        ("run", ctypes.c_void_p),
+        ("arguments", ctypes.c_void_p),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared", ctypes.c_uint64),
+        ("workers", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
+        ("seconds", ctypes.c_double),
+        ("fault", Fault),
+    ]
 
 
-_mode: "tuple[str | None, float | None]" = (None, None)        # set by checked(); else the environment decides
+_mode: "tuple[str | None, float | None]" = (
+    None,
+    None,
+)  # set by checked(); else the environment decides
 
 
 class checked(contextlib.ContextDecorator):
@@ -58,7 +103,10 @@ class checked(contextlib.ContextDecorator):
         if on not in (True, False, None):
             raise ArgumentError(f"checked is {on!r}; expected True, False or None")
         self.before = _mode
-        self.mode = _mode = ({True: "checked", False: "fast", None: None}[on], self.before[1] if seconds is None else seconds)
+        self.mode = _mode = (
+            {True: "checked", False: "fast", None: None}[on],
+            self.before[1] if seconds is None else seconds,
+        )
 
     def __enter__(self):
         global _mode
@@ -87,32 +135,49 @@ def time_limit() -> float:
             return seconds
     except ValueError:
         pass
-    raise BackendError(f"GPUACCEL_SIMT_SECONDS is {text!r}; expected a number of seconds, 0 or more")
+    raise BackendError(
+        f"GPUACCEL_SIMT_SECONDS is {text!r}; expected a number of seconds, 0 or more"
+    )
 
 
 _lock = threading.Lock()
 _job = None
 
 
-def launch(program, name: str, shape, arguments: int, *, checks=None, dynamic: "int | None" = None) -> "Fault | None":
+def launch(
+    program, name: str, shape, arguments: int, *, checks=None, dynamic: "int | None" = None
+) -> "Fault | None":
     """Run a kernel's grid to its end; the reason when it ended early. One launch at a time in a process.
 
     shape: grid, block and shared bytes, seven numbers; arguments: address of a table of pointers to the values; checks: what a
     checked program is to look at (then one worker); dynamic: where dynamic shared memory is (None: its own)."""
     global _job
     threads = shape[0] * shape[1] * shape[2] * shape[3] * shape[4] * shape[5]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     with _lock:
         job = _job = _job or Job()
         job.run = ctypes.cast(getattr(program.library, f"simt_run_{name}"), ctypes.c_void_p).value
-        job.arguments, job.grid[:], job.block[:], job.shared = arguments, shape[:3], shape[3:6], shape[6]
-        job.workers = min(cores, shape[0] * shape[1] * shape[2], 64) if threads >= MANY_THREADS and checks is None else 1
+        job.arguments, job.grid[:], job.block[:], job.shared = (
+            arguments,
+            shape[:3],
+            shape[3:6],
+            shape[6],
+        )
+        job.workers = (
+            min(cores, shape[0] * shape[1] * shape[2], 64)
+            if threads >= MANY_THREADS and checks is None
+            else 1
+        )
         job.seconds = time_limit()
         if checks is not None:
             program.runtime.simt_check_with(ctypes.byref(checks))
         if program.runtime.simt_launch(ctypes.byref(job), ctypes.c_void_p(dynamic)):
-            raise BackendError(f"{name}: there is no memory for the stacks of {job.workers} workers and {shape[6]:,} bytes of shared "
-                               "memory")
+            raise BackendError(
+                f"{name}: there is no memory for the stacks of {job.workers} workers and {shape[6]:,} bytes of shared "
+                "memory"
+            )
         text = ctypes.c_char_p()
         length = program.runtime.simt_printed(ctypes.byref(text))
         printed = ctypes.string_at(text, length).decode(errors="replace") if length else ""
@@ -140,41 +205,54 @@ def fault_report(program, fault: Fault, shape) -> Report:
 
     def line(pc, back):
         return table.locate(pc - table.base - back) if pc and pc >= table.base else (None, None)
+
     file, at = line(fault.pc, 0 if exact else 1)
-    if at is None:                                        # in the runtime: the kernel's last call of it
+    if at is None:  # in the runtime: the kernel's last call of it
         file, at = line(fault.last_pc, 1)
     thread, block = coordinates(fault.thread, dims), coordinates(fault.block, grid)
     who = thread_words(thread, block, dims, grid)
     if kind == "memory":
         address = fault.address or 0
         kind = "null" if address < 65536 else "far"
-        message = (f"{who} uses a null pointer (address {address})" if kind == "null" else
-                   f"{who} touches address {address:#x}, which is not its own")
+        message = (
+            f"{who} uses a null pointer (address {address})"
+            if kind == "null"
+            else f"{who} touches address {address:#x}, which is not its own"
+        )
     elif kind == "deadlock":
         places = {}
-        for wait in fault.waiting[:fault.waits]:
-            places.setdefault((line(wait.pc, 1), WAITING[wait.kind], wait.mask), []).append(wait.thread)
+        for wait in fault.waiting[: fault.waits]:
+            places.setdefault((line(wait.pc, 1), WAITING[wait.kind], wait.mask), []).append(
+                wait.thread
+            )
         (file, at), _, _ = next(iter(places))
         thread = coordinates(fault.waiting[0].thread, dims)
-        rows = [f"{_ranges(threads)} at line {where[1]} for {what}" + (f" with mask {mask:#010x}" if mask else "")
-                for (where, what, mask), threads in places.items()]
+        rows = [
+            f"{_ranges(threads)} at line {where[1]} for {what}"
+            + (f" with mask {mask:#010x}" if mask else "")
+            for (where, what, mask), threads in places.items()
+        ]
         message = f"deadlock in {who.split(' of ', 1)[1]}: everyone waits, " + "; ".join(rows)
         others = [where for where, *_ in places if where != (file, at)]
-        return Report(kind, at, file, thread, block, message, other_line=others[0][1] if others else None)
+        return Report(
+            kind, at, file, thread, block, message, other_line=others[0][1] if others else None
+        )
     else:
-        message = {"division by zero": f"{who} divides an integer by zero (or the smallest one by -1)",
-                   "time limit": f"{who} was still running after {time_limit():g} s, in block {fault.block + 1:,} of "
-                                 f"{grid[0] * grid[1] * grid[2]:,}: a loop that does not end (blocks run in order: none can wait for a later "
-                                 "one), or much work; ga.checked(seconds=...) sets the limit",
-                   "stack overflow": f"{who} used more than 256 KiB of stack (a recursion without end, or large local arrays)",
-                   "misaligned": f"{who} reads or writes a vector (float4 or the like) at an address that is no multiple of its size",
-                   "shuffle": f"{who} (lane {fault.thread % 32}) is not in its own mask {fault.mask:#010x}",
-                   "trap": f"{who} stopped the kernel: {(fault.reason or b'').decode(errors='replace')}"}.get(kind, f"{who}: {kind}")
+        message = {
+            "division by zero": f"{who} divides an integer by zero (or the smallest one by -1)",
+            "time limit": f"{who} was still running after {time_limit():g} s, in block {fault.block + 1:,} of "
+            f"{grid[0] * grid[1] * grid[2]:,}: a loop that does not end (blocks run in order: none can wait for a later "
+            "one), or much work; ga.checked(seconds=...) sets the limit",
+            "stack overflow": f"{who} used more than 256 KiB of stack (a recursion without end, or large local arrays)",
+            "misaligned": f"{who} reads or writes a vector (float4 or the like) at an address that is no multiple of its size",
+            "shuffle": f"{who} (lane {fault.thread % 32}) is not in its own mask {fault.mask:#010x}",
+            "trap": f"{who} stopped the kernel: {(fault.reason or b'').decode(errors='replace')}",
+        }.get(kind, f"{who}: {kind}")
     return Report(kind, at, file, thread, block, message)
 
 
 def _ranges(numbers) -> str:
-    """"threads 0-31, 40"."""
+    """ "threads 0-31, 40"."""
     parts, start = [], None
     for i, n in enumerate(numbers):
         start = n if start is None else start

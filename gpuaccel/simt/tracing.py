@@ -11,56 +11,73 @@ Shared memory has 32 banks, each gives one 4-byte word at a time: a request take
 words to give; threads that ask for the same word share it (atomics do not: each takes a turn). A request of 8 bytes per thread is
 served in two halves of the warp, one of 16 bytes in four quarters, and each part is counted by itself: conflict-free is always 1.
 """
+
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-WARP, BANKS, SECTOR = 32, 32, 32               # threads of a warp; banks of 4 bytes; bytes of a sector
+WARP, BANKS, SECTOR = 32, 32, 32  # threads of a warp; banks of 4 bytes; bytes of a sector
 READ, WRITE, ATOMIC = 0, 1, 2
 KINDS = ("read", "write", "atomic")
-EVENT = np.dtype([
-    ("line", "i4"),                            # of the kernel's source, from 1
-    ("block", "i8"), ("thread", "i4"),         # linear; the warp is thread // 32
-    ("tensor", "i2"),                          # index into Trace.tensors
-    ("offset", "i8"), ("bytes", "i2"),         # from the tensor's first byte
-    ("kind", "u1"),                            # READ, WRITE or ATOMIC
-    ("visit", "i4"), ("pc", "i4"),             # this thread is at this place in the code (pc) for the n-th time, from 0
-    ("step", "i4"),                            # n-th access of this thread, from 0
-])
-REQUEST = np.dtype([
-    ("line", "i4"), ("pc", "i4"), ("block", "i8"), ("warp", "i4"), ("visit", "i4"), ("tensor", "i2"), ("kind", "u1"),
-    ("threads", "i4"),                         # that take part
-    ("asked", "i8"), ("used", "i8"),           # bytes that the threads ask for, all together and without repetitions
-    ("sectors", "i4"),                         # global memory: 32-byte sectors touched, else 0
-    ("ways", "i4"),                            # shared memory: 1 without a bank conflict, up to 32; else 0
-])
+EVENT = np.dtype(
+    [
+        ("line", "i4"),  # of the kernel's source, from 1
+        ("block", "i8"),
+        ("thread", "i4"),  # linear; the warp is thread // 32
+        ("tensor", "i2"),  # index into Trace.tensors
+        ("offset", "i8"),
+        ("bytes", "i2"),  # from the tensor's first byte
+        ("kind", "u1"),  # READ, WRITE or ATOMIC
+        ("visit", "i4"),
+        ("pc", "i4"),  # this thread is at this place in the code (pc) for the n-th time, from 0
+        ("step", "i4"),  # n-th access of this thread, from 0
+    ]
+)
+REQUEST = np.dtype(
+    [
+        ("line", "i4"),
+        ("pc", "i4"),
+        ("block", "i8"),
+        ("warp", "i4"),
+        ("visit", "i4"),
+        ("tensor", "i2"),
+        ("kind", "u1"),
+        ("threads", "i4"),  # that take part
+        ("asked", "i8"),
+        ("used", "i8"),  # bytes that the threads ask for, all together and without repetitions
+        ("sectors", "i4"),  # global memory: 32-byte sectors touched, else 0
+        ("ways", "i4"),  # shared memory: 1 without a bank conflict, up to 32; else 0
+    ]
+)
 
 
 @dataclass
 class Traced:
     """A tensor, or an array in shared memory, that a trace knows."""
+
     name: str
     elements: int
     itemsize: int
     dtype: str
-    space: str                                 # "global" or "shared"
+    space: str  # "global" or "shared"
 
 
 @dataclass(frozen=True, repr=False)
 class Use:
     """What one source line does to one tensor, over the whole launch."""
+
     line: int
     tensor: str
     space: str
-    kind: str                                  # "read", "write" or "atomic"
-    count: int                                 # accesses of all threads
-    least: int                                 # fewest and most accesses of one thread
+    kind: str  # "read", "write" or "atomic"
+    count: int  # accesses of all threads
+    least: int  # fewest and most accesses of one thread
     most: int
-    requests: int                              # of whole warps
-    sectors: "float | None"                    # per request (global memory)
-    needed: "float | None"                     # per request, if the same bytes lay side by side (global memory)
-    used: "float | None"                       # share of the sectors' bytes that a thread asked for (global memory)
-    ways: "int | None"                         # worst bank conflict (shared memory), 1: none
+    requests: int  # of whole warps
+    sectors: "float | None"  # per request (global memory)
+    needed: "float | None"  # per request, if the same bytes lay side by side (global memory)
+    used: "float | None"  # share of the sectors' bytes that a thread asked for (global memory)
+    ways: "int | None"  # worst bank conflict (shared memory), 1: none
 
     @property
     def per_thread(self) -> str:
@@ -68,7 +85,11 @@ class Use:
 
     def __str__(self):
         if self.space == "global":
-            best = f" (at best {self.needed:.1f})" if f"{self.needed:.1f}" != f"{self.sectors:.1f}" else ""
+            best = (
+                f" (at best {self.needed:.1f})"
+                if f"{self.needed:.1f}" != f"{self.sectors:.1f}"
+                else ""
+            )
             cost = f"{self.sectors:.1f} sectors per request{best}, {share(self.used)} of their bytes used"
         else:
             cost = f"{self.ways}-way bank conflict" if self.ways > 1 else "no bank conflict"
@@ -80,14 +101,15 @@ class Use:
 @dataclass
 class Trace:
     """The accesses of one launch. `gpuaccel.simt.trace` makes it."""
+
     kernel: str
     grid: "tuple[int, int, int]"
     block: "tuple[int, int, int]"
     tensors: "list[Traced]"
-    events: np.ndarray                         # of dtype EVENT, in the order in which things happened
-    source: str = ""                           # the kernel's file as its author wrote it
+    events: np.ndarray  # of dtype EVENT, in the order in which things happened
+    source: str = ""  # the kernel's file as its author wrote it
     filename: str = ""
-    truncated: bool = False                    # there were more events than were kept
+    truncated: bool = False  # there were more events than were kept
     reports: list = field(default_factory=list)
 
     def __post_init__(self):
@@ -97,10 +119,23 @@ class Trace:
     def _measured(self, i, traced):
         """Memory that was declared without a type (dynamic shared memory) counts in pieces that fit its accesses."""
         theirs = self.events[self.events["tensor"] == i]
-        piece = int(np.gcd.reduce([*np.unique(theirs["bytes"]), *np.unique(theirs["offset"]), traced.elements * traced.itemsize]))
+        piece = int(
+            np.gcd.reduce(
+                [
+                    *np.unique(theirs["bytes"]),
+                    *np.unique(theirs["offset"]),
+                    traced.elements * traced.itemsize,
+                ]
+            )
+        )
         if traced.dtype != "byte" or len(theirs) == 0 or piece < 2:
             return traced
-        return replace(traced, elements=traced.elements * traced.itemsize // piece, itemsize=piece, dtype=f"{piece}-byte")
+        return replace(
+            traced,
+            elements=traced.elements * traced.itemsize // piece,
+            itemsize=piece,
+            dtype=f"{piece}-byte",
+        )
 
     @property
     def blocks(self) -> int:
@@ -113,21 +148,27 @@ class Trace:
 
     def known(self) -> np.ndarray:
         """The events whose tensor is known."""
-        return self.events[(self.events["tensor"] >= 0) & (self.events["tensor"] < len(self.tensors))]
+        return self.events[
+            (self.events["tensor"] >= 0) & (self.events["tensor"] < len(self.tensors))
+        ]
 
     def outside(self, events) -> np.ndarray:
         """Which of these events are not, or not wholly, inside their tensor."""
-        sizes = np.array([t.elements * t.itemsize for t in self.tensors] or [0], np.int64)[events["tensor"]]
+        sizes = np.array([t.elements * t.itemsize for t in self.tensors] or [0], np.int64)[
+            events["tensor"]
+        ]
         return (events["offset"] < 0) | (events["offset"] + events["bytes"] > sizes)
 
     def requests(self, events=None) -> np.ndarray:
         """One row of dtype REQUEST per warp-wide request and tensor, in order of first appearance."""
         events = self.known() if events is None else events
         warp = events["thread"] // WARP
-        order, group = groups(events["pc"], events["block"], warp, events["visit"], events["tensor"], events["kind"])
+        order, group = groups(
+            events["pc"], events["block"], warp, events["visit"], events["tensor"], events["kind"]
+        )
         first = np.full(group[-1] + 1 if len(group) else 0, len(events))
         np.minimum.at(first, group, order)
-        rank = np.argsort(np.argsort(first))               # number requests in the order of their first events
+        rank = np.argsort(np.argsort(first))  # number requests in the order of their first events
         at = np.empty(len(events), np.int64)
         at[order] = rank[group]
         first = np.sort(first)
@@ -150,17 +191,32 @@ class Trace:
         """One row per source line, tensor and kind of access, by line and then by first appearance."""
         events, requests, uses = self.known(), self.requests(), []
         who = events["block"] * self.threads + events["thread"]
-        for line, tensor, kind in dict.fromkeys(zip(*(requests[k].tolist() for k in ("line", "tensor", "kind")))):
-            theirs = [(rows["line"] == line) & (rows["tensor"] == tensor) & (rows["kind"] == kind) for rows in (events, requests)]
+        for line, tensor, kind in dict.fromkeys(
+            zip(*(requests[k].tolist() for k in ("line", "tensor", "kind")))
+        ):
+            theirs = [
+                (rows["line"] == line) & (rows["tensor"] == tensor) & (rows["kind"] == kind)
+                for rows in (events, requests)
+            ]
             some, traced = requests[theirs[1]], self.tensors[tensor]
             counts = np.unique(who[theirs[0]], return_counts=True)[1]
             shared, fetched = traced.space == "shared", int(some["sectors"].sum())
-            uses.append(Use(line, traced.name, traced.space, KINDS[kind], int(counts.sum()),
-                            int(counts.min()) if len(counts) == self.blocks * self.threads else 0, int(counts.max()), len(some),
-                            None if shared else fetched / len(some),
-                            None if shared else float((-(-some["used"] // SECTOR)).mean()),
-                            None if shared else int(some["used"].sum()) / (fetched * SECTOR),
-                            int(some["ways"].max()) if shared else None))
+            uses.append(
+                Use(
+                    line,
+                    traced.name,
+                    traced.space,
+                    KINDS[kind],
+                    int(counts.sum()),
+                    int(counts.min()) if len(counts) == self.blocks * self.threads else 0,
+                    int(counts.max()),
+                    len(some),
+                    None if shared else fetched / len(some),
+                    None if shared else float((-(-some["used"] // SECTOR)).mean()),
+                    None if shared else int(some["used"].sum()) / (fetched * SECTOR),
+                    int(some["ways"].max()) if shared else None,
+                )
+            )
         return sorted(uses, key=lambda use: (use.line, KINDS.index(use.kind)))
 
 
@@ -172,18 +228,26 @@ def as_written(events) -> np.ndarray:
     if not (events["bytes"] >= 8).any():
         return events
     when = np.lexsort((events["step"], events["thread"], events["block"]))
-    e = events[when]                                                           # thread by thread
-    alike = np.logical_and.reduce([e[k][1:] == e[k][:-1] for k in ("block", "thread", "line", "bytes")])
-    first = np.flatnonzero(alike & (e["bytes"][1:] >= 8) & (e["kind"][:-1] == WRITE) & (e["kind"][1:] == READ))
+    e = events[when]  # thread by thread
+    alike = np.logical_and.reduce(
+        [e[k][1:] == e[k][:-1] for k in ("block", "thread", "line", "bytes")]
+    )
+    first = np.flatnonzero(
+        alike & (e["bytes"][1:] >= 8) & (e["kind"][:-1] == WRITE) & (e["kind"][1:] == READ)
+    )
     e[first], e[first + 1] = e[first + 1], e[first]
     for size in (16, 8):
         whole = (e["bytes"] >= size) & (e["kind"] == READ)
-        last = np.maximum.accumulate(np.where(whole, np.arange(len(e)), 0))    # the whole that was read last
+        last = np.maximum.accumulate(
+            np.where(whole, np.arange(len(e)), 0)
+        )  # the whole that was read last
         part = whole[last] & ~whole & (e["kind"] == READ) & (e["offset"] >= e["offset"][last])
         part &= e["offset"] + e["bytes"] <= e["offset"][last] + e["bytes"][last]
-        part &= np.logical_and.reduce([e[k] == e[k][last] for k in ("block", "thread", "line", "tensor")])
+        part &= np.logical_and.reduce(
+            [e[k] == e[k][last] for k in ("block", "thread", "line", "tensor")]
+        )
         others = np.cumsum(~part)
-        part &= others == others[last]                                         # nothing else happened in between
+        part &= others == others[last]  # nothing else happened in between
         e, when = e[~part], when[~part]
     thread = _changes(e["block"], e["thread"])
     e["step"] = np.arange(len(e)) - np.maximum.accumulate(np.where(thread, np.arange(len(e)), 0))
@@ -205,10 +269,10 @@ def bank_ways(events, request, count) -> np.ndarray:
     word = first[each] + np.arange(len(each)) - np.repeat(np.cumsum(words) - words, words)
     lane = events["thread"] % WARP
     parts = np.where(events["bytes"] <= 4, 1, np.where(events["bytes"] <= 8, 2, 4))
-    alone = np.where(events["kind"] == ATOMIC, lane + 1, 0)                    # atomics do not share a word
+    alone = np.where(events["kind"] == ATOMIC, lane + 1, 0)  # atomics do not share a word
     keys = (request[each], (lane * parts // WARP)[each], word % BANKS, word, alone[each])
     order, turn = groups(*keys)
-    turns = order[np.diff(turn, prepend=-1) > 0]                               # one event of each turn
+    turns = order[np.diff(turn, prepend=-1) > 0]  # one event of each turn
     order, place = groups(*(key[turns] for key in keys[:3]))
     where = turns[order[np.diff(place, prepend=-1) > 0]]
     ways = np.zeros((count, BANKS), np.int64)
@@ -234,9 +298,13 @@ def _covered(group, start, stop, count):
     """How many units the intervals [start, stop) of each of `count` groups cover together."""
     if not len(start):
         return np.zeros(count, np.int64)
-    base = group * (stop.max() - start.min() + 1) - start.min()                # lays the groups out one behind the other
+    base = (
+        group * (stop.max() - start.min() + 1) - start.min()
+    )  # lays the groups out one behind the other
     start, stop = start + base, stop + base
     order = np.argsort(start, kind="stable")
     start, stop = start[order], stop[order]
     before = np.concatenate(([0], np.maximum.accumulate(stop)[:-1]))
-    return np.bincount(group[order], np.maximum(stop - np.maximum(start, before), 0), count).astype(np.int64)
+    return np.bincount(group[order], np.maximum(stop - np.maximum(start, before), 0), count).astype(
+        np.int64
+    )

@@ -9,6 +9,7 @@ Text comes from a file, a folder, or by default from the `.py` files of the stan
 Tokens are bytes (`ByteTokenizer`) or a byte-level BPE (`train_bpe`, kept in the cache). Every twentieth document is for
 validation. `Batches` is deterministic and resumes at the very window where it stopped.
 """
+
 import hashlib
 import os
 import pathlib
@@ -20,24 +21,32 @@ import numpy as np
 import torch
 
 from ..backends import cache_dir
-from ..files import written_aside
 from ..errors import ArgumentError, DataError
+from ..files import written_aside
 
 ENDINGS = (".txt", ".md", ".py")
 CACHES = {"__pycache__"}
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}  # skipped in the standard library
+NOT_LIBRARY = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+}  # skipped in the standard library
 VALIDATION_EVERY = 20
 PIECE = 1 << 18  # characters encoded at once, so that a file of any size needs little memory
 
 
 # ---- text -----------------------------------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class Corpus:
     """Text to train on."""
+
     documents: "list[str]"  # never empty, no empty document
-    source: str             # where it came from, in words
-    bytes: int              # length of all documents as UTF-8
+    source: str  # where it came from, in words
+    bytes: int  # length of all documents as UTF-8
 
     def digest(self) -> str:
         """sha256 over the documents and where each ends."""
@@ -53,7 +62,9 @@ def _files_below(folder, endings, skip=()):
     """All files below a folder in the same order everywhere; hidden folders and caches are left out."""
     found = []
     for here, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in CACHES | set(skip)]
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and name not in CACHES | set(skip)
+        ]
         found += [pathlib.Path(here, name) for name in files if name.endswith(endings)]
     return sorted(found, key=lambda path: path.relative_to(folder).parts)
 
@@ -71,9 +82,11 @@ def _read_text(path, limit):
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         if cut and error.reason == "unexpected end of data":
-            return data[:error.start].decode("utf-8")
-        raise DataError(f"{path} is not UTF-8 text: byte {data[error.start]:#04x} at offset {error.start} "
-                        f"({error.reason}); expected UTF-8, convert the file or leave it out") from error
+            return data[: error.start].decode("utf-8")
+        raise DataError(
+            f"{path} is not UTF-8 text: byte {data[error.start]:#04x} at offset {error.start} "
+            f"({error.reason}); expected UTF-8, convert the file or leave it out"
+        ) from error
 
 
 def load_text(path=None, *, max_bytes=None) -> Corpus:
@@ -92,7 +105,9 @@ def load_text(path=None, *, max_bytes=None) -> Corpus:
         root = pathlib.Path(path).expanduser()
         source = str(path)
         if not root.exists():
-            raise DataError(f"{path} does not exist; expected a text file, or a folder with {', '.join(ENDINGS)} files")
+            raise DataError(
+                f"{path} does not exist; expected a text file, or a folder with {', '.join(ENDINGS)} files"
+            )
         files = _files_below(root, ENDINGS) if root.is_dir() else [root]
     documents, size = [], 0
     for file in files:
@@ -105,31 +120,43 @@ def load_text(path=None, *, max_bytes=None) -> Corpus:
     if not documents and root.is_file():
         raise DataError(f"{path} is empty; expected a file with UTF-8 text")
     if not documents:
-        raise DataError(f"{root} holds no text; expected a folder with {', '.join(ENDINGS)} files that are not empty")
+        raise DataError(
+            f"{root} holds no text; expected a folder with {', '.join(ENDINGS)} files that are not empty"
+        )
     return Corpus(documents, source, size)
 
 
 # ---- tokens ---------------------------------------------------------------------------------------------------------
 
+
 def _as_bytes(text):
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise DataError(f"character {text[error.start]!r} at position {error.start} has no UTF-8 form; "
-                        "expected text without lone surrogates") from error
+        raise DataError(
+            f"character {text[error.start]!r} at position {error.start} has no UTF-8 form; "
+            "expected text without lone surrogates"
+        ) from error
 
 
 def _as_list(tokens, vocab_size):
-    tokens = tokens.reshape(-1).tolist() if hasattr(tokens, "reshape") else [int(token) for token in tokens]
+    tokens = (
+        tokens.reshape(-1).tolist()
+        if hasattr(tokens, "reshape")
+        else [int(token) for token in tokens]
+    )
     for position, token in enumerate(tokens):
         if not 0 <= token < vocab_size:
-            raise DataError(f"token {token} at position {position} is not in the vocabulary; "
-                            f"expected 0 to {vocab_size - 1}")
+            raise DataError(
+                f"token {token} at position {position} is not in the vocabulary; "
+                f"expected 0 to {vocab_size - 1}"
+            )
     return tokens
 
 
 class ByteTokenizer:
     """One token per byte of UTF-8; nothing to train."""
+
     vocab_size = 256
 
     def encode(self, text: str) -> np.ndarray:
@@ -148,6 +175,7 @@ class BPETokenizer:
 
     def __init__(self, description: str):
         from tokenizers import Tokenizer
+
         self._tokenizer = Tokenizer.from_str(description)
         self.vocab_size = self._tokenizer.get_vocab_size()
 
@@ -161,12 +189,17 @@ class BPETokenizer:
 
     def _encode_all(self, texts) -> "list[np.ndarray]":
         """One array per text, several texts at a time on all cores."""
-        pieces = [(index, text[start:start + PIECE]) for index, text in enumerate(texts)
-                  for start in range(0, len(text), PIECE)]
+        pieces = [
+            (index, text[start : start + PIECE])
+            for index, text in enumerate(texts)
+            for start in range(0, len(text), PIECE)
+        ]
         parts = [[np.zeros(0, np.uint16)] for _ in texts]
         for start in range(0, len(pieces), 16):
-            group = pieces[start:start + 16]
-            encoded = self._tokenizer.encode_batch_fast([piece for _, piece in group], add_special_tokens=False)
+            group = pieces[start : start + 16]
+            encoded = self._tokenizer.encode_batch_fast(
+                [piece for _, piece in group], add_special_tokens=False
+            )
             for (index, _), result in zip(group, encoded):
                 parts[index].append(np.array(result.ids, np.uint16))
         return [np.concatenate(part) for part in parts]
@@ -195,7 +228,10 @@ def _cached(name, make):
             file.write(hashlib.sha256(content).digest())
             file.write(content)
     except OSError as error:
-        warnings.warn(f"{path} cannot be written ({error.strerror}); the work will be repeated next time", stacklevel=3)
+        warnings.warn(
+            f"{path} cannot be written ({error.strerror}); the work will be repeated next time",
+            stacklevel=3,
+        )
     return content
 
 
@@ -204,39 +240,51 @@ def train_bpe(corpus: Corpus, vocab_size=32768, cache=True) -> BPETokenizer:
 
     Trained once per text and size (about 7 s for the standard library on two cores), then read from the cache."""
     if not 256 <= vocab_size <= 65536:
-        raise ArgumentError(f"vocab_size is {vocab_size}; expected 256 (the bytes) to 65536 (what fits uint16)")
+        raise ArgumentError(
+            f"vocab_size is {vocab_size}; expected 256 (the bytes) to 65536 (what fits uint16)"
+        )
 
     def train():
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False,
-                                      initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            show_progress=False,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        )
         tokenizer.train_from_iterator(corpus.documents, trainer, length=len(corpus.documents))
         return tokenizer.to_str().encode()
 
-    return BPETokenizer((_cached(f"{corpus.digest()}-{vocab_size}.json", train) if cache else train()).decode())
+    return BPETokenizer(
+        (_cached(f"{corpus.digest()}-{vocab_size}.json", train) if cache else train()).decode()
+    )
 
 
 # ---- datasets -------------------------------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True, eq=False)
 class TokenDataset:
     """A corpus as tokens. `train` and `val` share no text."""
+
     train: torch.Tensor  # (N,) int32, documents one after another
-    val: torch.Tensor    # (M,) int32
+    val: torch.Tensor  # (M,) int32
     vocab_size: int
     tokenizer: "ByteTokenizer | BPETokenizer"
-    source: str          # where the text came from, in words
+    source: str  # where the text came from, in words
 
 
 def _split(documents):
     """(train, val) of a list of token arrays: every twentieth document is for validation, if that gives at least a
     fiftieth of the tokens; otherwise the last tenth of all tokens is."""
-    val = documents[VALIDATION_EVERY - 1::VALIDATION_EVERY]
+    val = documents[VALIDATION_EVERY - 1 :: VALIDATION_EVERY]
     if sum(map(len, val)) * 50 >= sum(map(len, documents)):
-        train = [document for index, document in enumerate(documents) if (index + 1) % VALIDATION_EVERY]
+        train = [
+            document for index, document in enumerate(documents) if (index + 1) % VALIDATION_EVERY
+        ]
         return np.concatenate(train), np.concatenate(val)
     tokens = np.concatenate(documents)
     cut = len(tokens) * 9 // 10
@@ -249,7 +297,9 @@ def make_dataset(path=None, tokenizer="byte", max_bytes=None, vocab_size=32768) 
     tokenizer: "byte" (256 tokens), "bpe" (trained on this text, up to `vocab_size` tokens), or a tokenizer you have.
     BPE tokenizer and tokens are kept in the cache, so that only the first call for a text takes time."""
     if isinstance(tokenizer, str) and tokenizer not in ("byte", "bpe"):
-        raise ArgumentError(f"tokenizer is {tokenizer!r}; expected 'byte', 'bpe', or an object with encode and decode")
+        raise ArgumentError(
+            f"tokenizer is {tokenizer!r}; expected 'byte', 'bpe', or an object with encode and decode"
+        )
     corpus = load_text(path, max_bytes=max_bytes)
     if isinstance(tokenizer, str):
         tokenizer = ByteTokenizer() if tokenizer == "byte" else train_bpe(corpus, vocab_size)
@@ -273,15 +323,20 @@ def make_dataset(path=None, tokenizer="byte", max_bytes=None, vocab_size=32768) 
 
 # ---- batches --------------------------------------------------------------------------------------------------------
 
+
 def _window_count(tokens, T):
     """How many windows of T inputs there are; window i has inputs [i*T, (i+1)*T) and targets one further."""
     if tokens.dim() != 1 or tokens.is_floating_point() or tokens.device.type != "cpu":
-        raise ArgumentError(f"tokens are {tokens.dtype} {list(tokens.shape)} on {tokens.device}; "
-                            "expected a 1-D integer tensor on the CPU")
+        raise ArgumentError(
+            f"tokens are {tokens.dtype} {list(tokens.shape)} on {tokens.device}; "
+            "expected a 1-D integer tensor on the CPU"
+        )
     if T < 1:
         raise ArgumentError(f"T is {T}; expected at least 1")
     if len(tokens) < T + 1:
-        raise DataError(f"too little text: {len(tokens)} tokens, but one window of T={T} needs {T + 1}")
+        raise DataError(
+            f"too little text: {len(tokens)} tokens, but one window of T={T} needs {T + 1}"
+        )
     return (len(tokens) - 1) // T
 
 
@@ -312,7 +367,12 @@ def shard(batches, rank, ranks, *, seed=None, epoch=0) -> list:
     if len(batches) < ranks:
         raise DataError(f"{len(batches)} batches for {ranks} ranks; expected at least one for each")
     if seed is not None:
-        batches = [batches[i] for i in torch.randperm(len(batches), generator=torch.Generator().manual_seed(seed + epoch)).tolist()]
+        batches = [
+            batches[i]
+            for i in torch.randperm(
+                len(batches), generator=torch.Generator().manual_seed(seed + epoch)
+            ).tolist()
+        ]
     mine = batches[rank::ranks]
     return mine + [None] * (-(-len(batches) // ranks) - len(mine))
 
@@ -330,18 +390,31 @@ class Batches:
     a run can be continued with another number of ranks. The position is the same on every rank.
     DataError when there is not one whole window (T + 1 tokens), or an epoch has fewer batches than there are ranks."""
 
-    def __init__(self, tokens, batch, T, seed=0, device="cpu", pin=False, rank=0, ranks=1, micro_batches=1):
+    def __init__(
+        self, tokens, batch, T, seed=0, device="cpu", pin=False, rank=0, ranks=1, micro_batches=1
+    ):
         if batch < 1:
             raise ArgumentError(f"batch is {batch}; expected at least 1")
         _check_rank(rank, ranks)
         if micro_batches < 1 or batch % micro_batches and ranks > 1:
-            raise ArgumentError(f"a batch of {batch} windows in {micro_batches} micro-batches; expected equal ones on {ranks} ranks")
-        self.tokens, self.batch, self.T, self.seed, self.device, self.pin = tokens, batch, T, seed, device, pin
+            raise ArgumentError(
+                f"a batch of {batch} windows in {micro_batches} micro-batches; expected equal ones on {ranks} ranks"
+            )
+        self.tokens, self.batch, self.T, self.seed, self.device, self.pin = (
+            tokens,
+            batch,
+            T,
+            seed,
+            device,
+            pin,
+        )
         self.rank, self.ranks, self.micro_batches = rank, ranks, micro_batches
         self.windows = _window_count(tokens, T)  # per epoch
         if self.windows < ranks * batch and ranks > 1:
-            raise DataError(f"too little text: an epoch has {self.windows} windows of T={T}, {self.windows // batch} batches of {batch}, for "
-                            f"{ranks} ranks; expected at least one batch for each")
+            raise DataError(
+                f"too little text: an epoch has {self.windows} windows of T={T}, {self.windows // batch} batches of {batch}, for "
+                f"{ranks} ranks; expected at least one batch for each"
+            )
         self.tokens_per_batch = batch * T
         self._go_to(epoch=0, index=0)
 
@@ -359,7 +432,7 @@ class Batches:
         while missing:
             if self.index == self.windows:
                 self._go_to(self.epoch + 1, 0)
-            parts.append(self._order[self.index:self.index + missing])
+            parts.append(self._order[self.index : self.index + missing])
             self.index += len(parts[-1])
             missing -= len(parts[-1])
         windows = torch.cat(parts)
@@ -369,17 +442,27 @@ class Batches:
 
     def state_dict(self) -> dict:
         """The position: epoch, windows done in it by all ranks, and what they depend on. Batch size and ranks may change at a resume."""
-        return {"epoch": self.epoch, "index": self.index, "seed": self.seed, "windows": self.windows, "T": self.T}
+        return {
+            "epoch": self.epoch,
+            "index": self.index,
+            "seed": self.seed,
+            "windows": self.windows,
+            "T": self.T,
+        }
 
     def load_state_dict(self, state: dict):
         """Continue where `state_dict()` was taken. DataError, and no change, if the text or T was another."""
         for key in ("windows", "T"):
             if state[key] != getattr(self, key):
-                raise DataError(f"the data position has {key}={state[key]}, expected {key}={getattr(self, key)}: "
-                                "it was taken on another text or with another T")
+                raise DataError(
+                    f"the data position has {key}={state[key]}, expected {key}={getattr(self, key)}: "
+                    "it was taken on another text or with another T"
+                )
         if not (state["epoch"] >= 0 and 0 <= state["index"] <= self.windows):
-            raise DataError(f"the data position is epoch {state['epoch']}, index {state['index']}; "
-                            f"expected an epoch of at least 0 and an index of 0 to {self.windows}")
+            raise DataError(
+                f"the data position is epoch {state['epoch']}, index {state['index']}; "
+                f"expected an epoch of at least 0 and an index of 0 to {self.windows}"
+            )
         self.seed = state["seed"]
         self._go_to(state["epoch"], state["index"])
 

@@ -5,6 +5,7 @@
 
 Nothing in it waits for the device but validation, checkpoints and the last step; what the host sees of a step it sees late.
 """
+
 import contextlib
 import dataclasses
 import json
@@ -16,21 +17,25 @@ from collections import deque
 import torch
 from torch import Tensor, nn
 
-from . import checkpoint as checkpoints
 from ..errors import DataError
 from ..measure.meter import LateValue, Meter
+from . import checkpoint as checkpoints
 from .micro import is_split
 from .step import TrainStep, token_loss
 
-AHEAD = 2                        # steps that the host may be ahead of the device: a Stop is heard, and readings are fresh
+AHEAD = 2  # steps that the host may be ahead of the device: a Stop is heard, and readings are fresh
 
 
 def warmup_cosine(opt, warmup: int, steps: int, floor: float = 0.1):
     """A torch scheduler: linear warm-up over `warmup` steps (the first one is already above zero), then a cosine to floor * lr."""
+
     def factor(i):
         if i < warmup:
             return (i + 1) / warmup
-        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, (i - warmup) / max(1, steps - warmup))))
+        return floor + (1 - floor) * 0.5 * (
+            1 + math.cos(math.pi * min(1.0, (i - warmup) / max(1, steps - warmup)))
+        )
+
     return torch.optim.lr_scheduler.LambdaLR(opt, factor)
 
 
@@ -55,7 +60,7 @@ class Metrics:
         self.path, self.waiting = pathlib.Path(path), deque()
         try:
             kept = []
-            if resumed_at and self.path.is_file():          # lines after the checkpoint will be made again
+            if resumed_at and self.path.is_file():  # lines after the checkpoint will be made again
                 for line in self.path.read_text().splitlines():
                     with contextlib.suppress(ValueError, KeyError):
                         if json.loads(line)["step"] <= resumed_at:
@@ -65,7 +70,9 @@ class Metrics:
                 file.write("".join(kept).encode())
             self.file = open(self.path, "a", buffering=1)
         except OSError as error:
-            raise DataError(f"the metrics file {self.path} cannot be written: {error.strerror}") from None
+            raise DataError(
+                f"the metrics file {self.path} cannot be written: {error.strerror}"
+            ) from None
 
     def add(self, row: dict, loss: Tensor):
         late = LateValue()
@@ -83,8 +90,20 @@ class Metrics:
         self.file.close()
 
 
-def train(step: TrainStep, batches, steps: int, *, val=None, val_every: int = 0, metrics=None, checkpoint_dir=None,
-          checkpoint_every: int = 0, keep: int = 3, resume: bool = False, extra: "dict | None" = None):
+def train(
+    step: TrainStep,
+    batches,
+    steps: int,
+    *,
+    val=None,
+    val_every: int = 0,
+    metrics=None,
+    checkpoint_dir=None,
+    checkpoint_every: int = 0,
+    keep: int = 3,
+    resume: bool = False,
+    extra: "dict | None" = None,
+):
     """Take optimizer steps until `steps` have been taken in all; yields a meter.Reading after each.
 
     batches: an iterator of batches (data.Batches can be resumed). val: list of batches, evaluated every `val_every` steps and at the
@@ -98,11 +117,18 @@ def train(step: TrainStep, batches, steps: int, *, val=None, val_every: int = 0,
     checkpoints; all of them read these, so that the folder has to be one that they share, and the run may go on with another number of ranks.
     A checkpoint keeps torch's generators of each rank; Python's and numpy's are rank 0's."""
     first = step.ranks is None or step.ranks.rank == 0
-    state = dict(model=step.model, optimizer=step.opt, arena=step.arena, scheduler=step.scheduler,
-                 batches=batches if hasattr(batches, "state_dict") else None)
+    state = dict(
+        model=step.model,
+        optimizer=step.opt,
+        arena=step.arena,
+        scheduler=step.scheduler,
+        batches=batches if hasattr(batches, "state_dict") else None,
+    )
     if resume and checkpoint_dir and (last := checkpoints.latest_checkpoint(checkpoint_dir)):
         with step.gathered():
-            step.count = checkpoints.load_checkpoint(last, **state, rank=step.ranks.rank if step.ranks else 0)["step"]
+            step.count = checkpoints.load_checkpoint(
+                last, **state, rank=step.ranks.rank if step.ranks else 0
+            )["step"]
     saved = step.count if resume else -1
 
     def save():
@@ -111,34 +137,60 @@ def train(step: TrainStep, batches, steps: int, *, val=None, val_every: int = 0,
             ranks = step.ranks.gather(checkpoints.random_state()) if step.ranks is not None else ()
             with step.gathered():
                 if first:
-                    checkpoints.save_checkpoint(checkpoints.checkpoint_path(checkpoint_dir, step.count), step=step.count, extra=extra, ranks=ranks, **state)
+                    checkpoints.save_checkpoint(
+                        checkpoints.checkpoint_path(checkpoint_dir, step.count),
+                        step=step.count,
+                        extra=extra,
+                        ranks=ranks,
+                        **state,
+                    )
                     checkpoints.prune_checkpoints(checkpoint_dir, keep)
             if step.ranks is not None:
-                step.ranks.barrier()            # nobody looks for a checkpoint that is not there yet
+                step.ranks.barrier()  # nobody looks for a checkpoint that is not there yet
             saved = step.count
 
     meter = step.meter = step.meter or Meter(step.arena.device)
     lines = Metrics(metrics, step.count) if metrics and first else None
-    whole, seen, done = True, None, False           # no step is half done; tokens of all steps
+    whole, seen, done = True, None, False  # no step is half done; tokens of all steps
     try:
         for batch in batches if step.count < steps else ():
             whole, lr = False, step.opt.param_groups[0]["lr"]
             out = step(batch)
             whole = True
             done = step.count >= steps
-            val_loss = evaluate(step.model, val) if val and (done or val_every and step.count % val_every == 0) else None
-            tokens = _tokens_in(batch) * (1 if step.ranks is None else step.ranks.world)        # the host knows its own; the others have as many
-            while meter.queued() >= AHEAD:                   # a replay takes the host no time: asked again and again, never waited for
+            val_loss = (
+                evaluate(step.model, val)
+                if val and (done or val_every and step.count % val_every == 0)
+                else None
+            )
+            tokens = _tokens_in(batch) * (
+                1 if step.ranks is None else step.ranks.world
+            )  # the host knows its own; the others have as many
+            while (
+                meter.queued() >= AHEAD
+            ):  # a replay takes the host no time: asked again and again, never waited for
                 time.sleep(1e-4)
-            norms = [None if n is None else torch.linalg.vector_norm(n) if n.dim() else n for n in (out.norm, out.clipped_norm)]
+            norms = [
+                None if n is None else torch.linalg.vector_norm(n) if n.dim() else n
+                for n in (out.norm, out.clipped_norm)
+            ]
             reading = meter.update(tokens, out.loss, norms[0], val_loss, norms[1])
             if done:
-                reading = dataclasses.replace(meter.finish(), val_loss=val_loss)     # the last one waits, and knows its own loss
-            before = step.count - reading.step                                       # steps of an earlier run, when resumed
-            reading = dataclasses.replace(reading, step=step.count, loss_step=reading.loss_step and reading.loss_step + before)
+                reading = dataclasses.replace(
+                    meter.finish(), val_loss=val_loss
+                )  # the last one waits, and knows its own loss
+            before = step.count - reading.step  # steps of an earlier run, when resumed
+            reading = dataclasses.replace(
+                reading, step=step.count, loss_step=reading.loss_step and reading.loss_step + before
+            )
             if lines:
                 seen = tokens * step.count if seen is None else seen + tokens
-                row = {"step": step.count, "lr": lr, "tokens": seen, "tokens_per_s": round(reading.tokens_per_s, 1)}
+                row = {
+                    "step": step.count,
+                    "lr": lr,
+                    "tokens": seen,
+                    "tokens_per_s": round(reading.tokens_per_s, 1),
+                }
                 lines.add(row if val_loss is None else {**row, "val_loss": val_loss}, out.loss)
             if checkpoint_every and step.count % checkpoint_every == 0:
                 save()
@@ -150,16 +202,22 @@ def train(step: TrainStep, batches, steps: int, *, val=None, val_every: int = 0,
             torch.cuda.synchronize(step.arena.device)
         if lines:
             lines.close()
-        together = step.ranks is None or step.ranks.world == 1 or done or step.ranks.asked_to_stop()       # else others may not come along
+        together = (
+            step.ranks is None or step.ranks.world == 1 or done or step.ranks.asked_to_stop()
+        )  # else others may not come along
         if whole and together:
             save()
 
 
 def _tokens_in(batch) -> int:
     """Tokens of a batch as the host knows them: elements of its first tensor."""
-    if batch is None:                           # a rank that has none left
+    if batch is None:  # a rank that has none left
         return 0
     if is_split(batch):
         return sum(map(_tokens_in, batch))
-    first = batch if isinstance(batch, Tensor) else next(iter(batch.values() if isinstance(batch, dict) else batch))
+    first = (
+        batch
+        if isinstance(batch, Tensor)
+        else next(iter(batch.values() if isinstance(batch, dict) else batch))
+    )
     return first.numel()

@@ -1,7 +1,8 @@
 """A batch as micro-batches: the pieces along dim 0 that a step goes through one by one.
 
-    >>> [inputs.shape for inputs, targets in split((tokens, targets), 4)]
+>>> [inputs.shape for inputs, targets in split((tokens, targets), 4)]
 """
+
 import torch
 from torch import Tensor
 
@@ -16,14 +17,20 @@ def split(batch, parts: int) -> list:
         return batch
     if isinstance(batch, Tensor):
         if batch.dim() == 0 or batch.shape[0] < parts:
-            raise ArgumentError(f"a batch of shape {tuple(batch.shape)} cannot be split into {parts} micro-batches along dim 0")
+            raise ArgumentError(
+                f"a batch of shape {tuple(batch.shape)} cannot be split into {parts} micro-batches along dim 0"
+            )
         return list(torch.tensor_split(batch, parts))
     if not isinstance(batch, (tuple, list, dict)) or not batch:
-        raise ArgumentError(f"a batch is a tensor or a tuple, list or dict of tensors; got {type(batch).__name__}")
+        raise ArgumentError(
+            f"a batch is a tensor or a tuple, list or dict of tensors; got {type(batch).__name__}"
+        )
     items = batch.items() if isinstance(batch, dict) else enumerate(batch)
     rows = {key: len(t) if isinstance(t, Tensor) and t.dim() else None for key, t in items}
     if len(set(rows.values())) > 1 or None in rows.values():
-        raise ArgumentError(f"the tensors of a batch must agree in dim 0, the number of sequences; got {rows}")
+        raise ArgumentError(
+            f"the tensors of a batch must agree in dim 0, the number of sequences; got {rows}"
+        )
     columns = [split(t, parts) for t in (batch.values() if isinstance(batch, dict) else batch)]
     if isinstance(batch, dict):
         return [dict(zip(batch, row)) for row in zip(*columns)]
@@ -32,10 +39,18 @@ def split(batch, parts: int) -> list:
 
 def is_split(batch) -> bool:
     """Is it a list of micro-batches, rather than one batch?"""
-    return isinstance(batch, list) and len(batch) > 0 and all(isinstance(micro, (tuple, list, dict)) for micro in batch)
+    return (
+        isinstance(batch, list)
+        and len(batch) > 0
+        and all(isinstance(micro, (tuple, list, dict)) for micro in batch)
+    )
 
 
 def rows_of(micro) -> int:
     """How many sequences a micro-batch has."""
-    first = micro if isinstance(micro, Tensor) else next(iter(micro.values() if isinstance(micro, dict) else micro))
+    first = (
+        micro
+        if isinstance(micro, Tensor)
+        else next(iter(micro.values() if isinstance(micro, dict) else micro))
+    )
     return first.shape[0]

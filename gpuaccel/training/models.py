@@ -11,6 +11,7 @@ learned (ga.Encoder), LayerNorm and biases, x = x + proj(Attention(qkv(ln_1(x)))
 the output layer too. Family "poly" has Llama's frame and blocks of x = x + PolyAttention(norm(x)), then x = RichardsGLU(x), whose residual is
 inside; positions are in its attention. Shapes: B batch, T time, H hidden, V vocabulary.
 """
+
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..nn.embedding import Encoder
 from ..errors import ArgumentError
+from ..nn.embedding import Encoder
 from ..nn.fused_linear import gated, together
 from ..nn.poly_attention import PolyAttention
 from ..nn.richards_glu import RichardsGLU
@@ -30,15 +31,16 @@ from ..nn.richards_glu import RichardsGLU
 class Config:
     """Sizes of a model. head_dim defaults to hidden / heads, and heads * head_dim may differ from hidden. family: "llama", "gpt2" (always
     tied) or "poly"; the latter two have as many key/value heads as heads. degree, window: of polynomial attention."""
+
     vocab: int
     hidden: int
     intermediate: int
     layers: int
     heads: int
     kv_heads: int
-    T: int                              # longest sequence
+    T: int  # longest sequence
     head_dim: "int | None" = None
-    tied: bool = False                  # one tensor for embedding and LM head
+    tied: bool = False  # one tensor for embedding and LM head
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     family: str = "llama"
@@ -48,19 +50,29 @@ class Config:
     def __post_init__(self):
         if self.head_dim is None:
             if self.hidden % self.heads:
-                raise ArgumentError(f"hidden is {self.hidden}, not a multiple of heads = {self.heads}: give head_dim")
+                raise ArgumentError(
+                    f"hidden is {self.hidden}, not a multiple of heads = {self.heads}: give head_dim"
+                )
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
         if self.heads % self.kv_heads:
-            raise ArgumentError(f"heads is {self.heads}, not a multiple of kv_heads = {self.kv_heads}")
+            raise ArgumentError(
+                f"heads is {self.heads}, not a multiple of kv_heads = {self.kv_heads}"
+            )
         if self.head_dim % 2 and self.family == "llama":
             raise ArgumentError(f"head_dim is {self.head_dim}; rotary positions need an even one")
         if self.family not in ("llama", "gpt2", "poly"):
             raise ArgumentError(f"family is {self.family!r}; expected llama, gpt2 or poly")
-        if self.family == "poly" and (self.kv_heads != self.heads or self.heads * self.head_dim != self.hidden):
-            raise ArgumentError(f"kv_heads is {self.kv_heads} and head_dim {self.head_dim}; polynomial attention has {self.heads} key/value heads, as many as "
-                                f"heads, of hidden / heads = {self.hidden / self.heads:g} channels")
+        if self.family == "poly" and (
+            self.kv_heads != self.heads or self.heads * self.head_dim != self.hidden
+        ):
+            raise ArgumentError(
+                f"kv_heads is {self.kv_heads} and head_dim {self.head_dim}; polynomial attention has {self.heads} key/value heads, as many as "
+                f"heads, of hidden / heads = {self.hidden / self.heads:g} channels"
+            )
         if self.family == "gpt2" and (self.kv_heads != self.heads or not self.tied):
-            raise ArgumentError(f"kv_heads is {self.kv_heads} and tied {self.tied}; GPT-2 has as many as heads, {self.heads}, and is tied")
+            raise ArgumentError(
+                f"kv_heads is {self.kv_heads} and tied {self.tied}; GPT-2 has as many as heads, {self.heads}, and is tied"
+            )
 
     def build(self) -> nn.Module:
         """A GPT2 or a Transformer of these sizes."""
@@ -69,11 +81,35 @@ class Config:
 
 PRESETS = {
     "tiny": Config(vocab=256, hidden=128, intermediate=384, layers=4, heads=4, kv_heads=2, T=128),
-    "llama-350m": Config(vocab=32768, hidden=1024, intermediate=4096, layers=24, heads=16, kv_heads=4, T=1024),
+    "llama-350m": Config(
+        vocab=32768, hidden=1024, intermediate=4096, layers=24, heads=16, kv_heads=4, T=1024
+    ),
     # GPT-2's 50,257 tokens, and 47 rows that fill up a multiple of 128: products are a good deal faster.
-    "gpt2-124m": Config(vocab=50304, hidden=768, intermediate=3072, layers=12, heads=12, kv_heads=12, T=1024, tied=True, family="gpt2"),
-    "gpt2-xl": Config(vocab=50304, hidden=1600, intermediate=6400, layers=48, heads=25, kv_heads=25, T=1024, tied=True, family="gpt2"),
-    "poly-7m": Config(vocab=256, hidden=256, intermediate=768, layers=8, heads=8, kv_heads=8, T=512, family="poly"),
+    "gpt2-124m": Config(
+        vocab=50304,
+        hidden=768,
+        intermediate=3072,
+        layers=12,
+        heads=12,
+        kv_heads=12,
+        T=1024,
+        tied=True,
+        family="gpt2",
+    ),
+    "gpt2-xl": Config(
+        vocab=50304,
+        hidden=1600,
+        intermediate=6400,
+        layers=48,
+        heads=25,
+        kv_heads=25,
+        T=1024,
+        tied=True,
+        family="gpt2",
+    ),
+    "poly-7m": Config(
+        vocab=256, hidden=256, intermediate=768, layers=8, heads=8, kv_heads=8, T=512, family="poly"
+    ),
 }
 
 
@@ -101,7 +137,10 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 class Block(nn.Module):
     """One transformer block: nine weight tensors."""
 
-    TOGETHER = ("w_q", "w_k", "w_v"), ("gate", "up")      # layers of one input, in the order of registration
+    TOGETHER = (
+        ("w_q", "w_k", "w_v"),
+        ("gate", "up"),
+    )  # layers of one input, in the order of registration
 
     def __init__(self, c: Config):
         super().__init__()
@@ -119,9 +158,17 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: Tensor) -> Tensor:
         h = self.input_norm(x)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in together(h, self.w_q, self.w_k, self.w_v))
-        y = F.scaled_dot_product_attention(rotate(q, rope), rotate(k, rope), v, is_causal=True,
-                                           enable_gqa=self.kv_heads != self.heads)
+        q, k, v = (
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for y in together(h, self.w_q, self.w_k, self.w_v)
+        )
+        y = F.scaled_dot_product_attention(
+            rotate(q, rope),
+            rotate(k, rope),
+            v,
+            is_causal=True,
+            enable_gqa=self.kv_heads != self.heads,
+        )
         x = x + self.w_o(y.transpose(1, 2).flatten(-2))
         h = self.post_attn_norm(x)
         return x + self.down(gated(h, self.gate, self.up))
@@ -148,20 +195,32 @@ class Transformer(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.hidden)
         llama = config.family == "llama"
-        self.blocks = nn.ModuleList((Block if llama else PolyBlock)(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(
+            (Block if llama else PolyBlock)(config) for _ in range(config.layers)
+        )
         self.final_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
-        self.register_buffer("rope", rotary_table(config.T, config.head_dim, config.rope_theta) if llama else None, persistent=False)
+        self.register_buffer(
+            "rope",
+            rotary_table(config.T, config.head_dim, config.rope_theta) if llama else None,
+            persistent=False,
+        )
         for name, p in self.named_parameters():
-            if p.dim() == 2 and (llama or not name.startswith("blocks.")):         # polynomial attention and RichardsGLU have begun by their own rules
+            if p.dim() == 2 and (
+                llama or not name.startswith("blocks.")
+            ):  # polynomial attention and RichardsGLU have begun by their own rules
                 into_residual = name.endswith(("w_o.weight", "down.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.layers) if into_residual else 0.02)
+                nn.init.normal_(
+                    p, std=0.02 / math.sqrt(2 * config.layers) if into_residual else 0.02
+                )
         if config.tied:
             self.lm_head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.shape[-1] > self.config.T:
-            raise ArgumentError(f"tokens have T = {tokens.shape[-1]}, the model was made for T up to {self.config.T}")
+            raise ArgumentError(
+                f"tokens have T = {tokens.shape[-1]}, the model was made for T up to {self.config.T}"
+            )
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.rope)
@@ -182,7 +241,9 @@ class GPT2Block(nn.Module):
         self.down = nn.Linear(c.intermediate, c.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.ln_1(x)).unflatten(-1, (3, -1, self.head_dim)).permute(2, 0, 3, 1, 4)      # each (B, heads, T, head_dim)
+        q, k, v = (
+            self.qkv(self.ln_1(x)).unflatten(-1, (3, -1, self.head_dim)).permute(2, 0, 3, 1, 4)
+        )  # each (B, heads, T, head_dim)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).flatten(-2))
         return x + self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh"))
@@ -200,7 +261,12 @@ class GPT2(nn.Module):
         self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
         for name, p in self.blocks.named_parameters():
             if p.dim() == 2:
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.layers) if name.endswith(("proj.weight", "down.weight")) else 0.02)
+                nn.init.normal_(
+                    p,
+                    std=0.02 / math.sqrt(2 * config.layers)
+                    if name.endswith(("proj.weight", "down.weight"))
+                    else 0.02,
+                )
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
         self.lm_head.weight = self.encoder.wte.weight
@@ -217,12 +283,21 @@ def flops_per_token(config: Config, T: int) -> int:
     12 * layers * q_dim * T for attention (the convention of PaLM, Chowdhery et al., 2022, appendix B; causality not discounted)."""
     c = config
     q_dim, kv_dim = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    weights = c.layers * (c.hidden * (2 * q_dim + 2 * kv_dim) + (2 if c.family == "gpt2" else 3) * c.hidden * c.intermediate) + c.vocab * c.hidden
+    weights = (
+        c.layers
+        * (
+            c.hidden * (2 * q_dim + 2 * kv_dim)
+            + (2 if c.family == "gpt2" else 3) * c.hidden * c.intermediate
+        )
+        + c.vocab * c.hidden
+    )
     return 6 * weights + 12 * c.layers * q_dim * T
 
 
 @torch.no_grad()
-def generate(model: nn.Module, tokens: Tensor, n: int, *, temperature: float = 0.8, seed: int = 0) -> Tensor:
+def generate(
+    model: nn.Module, tokens: Tensor, n: int, *, temperature: float = 0.8, seed: int = 0
+) -> Tensor:
     """Continue tokens (B, T) int64, T >= 1, by n sampled ones: (B, T + n). temperature 0 takes the likeliest token.
 
     Sampling has its own generator, so that the training's random numbers stay as they are."""
@@ -231,7 +306,7 @@ def generate(model: nn.Module, tokens: Tensor, n: int, *, temperature: float = 0
     model.eval()
     try:
         for _ in range(n):
-            logits = model(tokens[:, -model.config.T:])[:, -1].float()
+            logits = model(tokens[:, -model.config.T :])[:, -1].float()
             if temperature == 0:
                 new = logits.argmax(-1, keepdim=True)
             else:

@@ -8,6 +8,7 @@ Each stage is an argument, so that an experiment can switch exactly one thing. B
 nothing waits for the host in the modes `arena` and `fused`, unless clip="item" asks for it. With replay="graph" the whole step is one
 launch (graphs/graphed_step.py), with the same bits.
 """
+
 import contextlib
 import functools
 import math
@@ -17,24 +18,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..optim.accumulate import GradientAccumulator
-from ..optim.arena import Arena
 from ..backends import deterministic
-from ..ops.clip import EPS, check_choice, reference_scale
 from ..distributed.config import Distributed
-from ..nn.embedding import counts_of
+from ..distributed.p2p import Peers
+from ..distributed.reducer import Ranks
 from ..errors import ArgumentError, CaptureError
 from ..graphs.graphed_step import NEW_SHAPES, POLICIES, GraphedStep, untouched
 from ..measure.meter import Meter
-from .micro import is_split, rows_of, split
+from ..nn.embedding import counts_of
+from ..ops.clip import EPS, check_choice, reference_scale
+from ..optim.accumulate import GradientAccumulator
 from ..optim.adamw import AdamW
-from ..distributed.p2p import Peers
-from ..distributed.reducer import Ranks
+from ..optim.arena import Arena
+from .micro import is_split, rows_of, split
 
 DIVISORS = ("tokens", "sequences", "micro_batches")
 CLIPS = ("item", "torch", "fused")
 REPLAYS = ("eager", "graph")
-IGNORED = -100                   # a target that does not count, as in torch's cross_entropy
+IGNORED = -100  # a target that does not count, as in torch's cross_entropy
 
 
 def token_loss(model: nn.Module, micro) -> "tuple[Tensor, Tensor]":
@@ -44,21 +45,26 @@ def token_loss(model: nn.Module, micro) -> "tuple[Tensor, Tensor]":
     inputs, targets = micro
     logits = model(inputs)
     if not isinstance(logits, Tensor):
-        raise ArgumentError(f"the model returned {type(logits).__name__}; token_loss takes logits: expected a loss_fn of your own, as lambda model, micro: "
-                            "ga.token_loss(lambda tokens: model(tokens).logits, micro)")
-    total = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        raise ArgumentError(
+            f"the model returned {type(logits).__name__}; token_loss takes logits: expected a loss_fn of your own, as lambda model, micro: "
+            "ga.token_loss(lambda tokens: model(tokens).logits, micro)"
+        )
+    total = F.cross_entropy(
+        logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
     return total, (targets != IGNORED).sum()
 
 
 @dataclass
 class StepOutput:
     """One step's results, one-element tensors on the device that the next step does not overwrite."""
-    loss: Tensor               # mean per token (or of what loss_fn returned)
-    tokens: "Tensor | None"    # valid tokens; None when loss_fn returned a mean
-    norm: "Tensor | None"      # gradient norm before clipping; None when none was taken; one per group with a scope
-    clipped_norm: "Tensor | None" = None       # after it
-    scale: "Tensor | None" = None              # what the gradients were multiplied by
-    finite: "Tensor | None" = None             # bool: is every gradient finite?
+
+    loss: Tensor  # mean per token (or of what loss_fn returned)
+    tokens: "Tensor | None"  # valid tokens; None when loss_fn returned a mean
+    norm: "Tensor | None"  # gradient norm before clipping; None when none was taken; one per group with a scope
+    clipped_norm: "Tensor | None" = None  # after it
+    scale: "Tensor | None" = None  # what the gradients were multiplied by
+    finite: "Tensor | None" = None  # bool: is every gradient finite?
 
 
 class TrainStep:
@@ -82,37 +88,84 @@ class TrainStep:
     The arena is made here unless the module is in one already. close() gives back an ordinary module.
     Raises ArgumentError for an optimizer that holds other tensors than the arena's, an unknown mode or divisor, two different max_norms."""
 
-    def __init__(self, model: nn.Module, opt=None, loss_fn=token_loss, *, micro_batches: int = 1, accumulate: str = "arena",
-                 clip: "str | None" = None, divide: "str | None" = None, max_norm: "float | None" = None, compile: bool = False, autocast: "torch.dtype | None" = None,
-                 scheduler=None, meter: "Meter | None" = None, replay: str = "eager", policy: str = "auto", new_shapes: str = "capture",
-                 max_graphs: int = 8, deterministic: bool = False, distributed: "Distributed | None" = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        opt=None,
+        loss_fn=token_loss,
+        *,
+        micro_batches: int = 1,
+        accumulate: str = "arena",
+        clip: "str | None" = None,
+        divide: "str | None" = None,
+        max_norm: "float | None" = None,
+        compile: bool = False,
+        autocast: "torch.dtype | None" = None,
+        scheduler=None,
+        meter: "Meter | None" = None,
+        replay: str = "eager",
+        policy: str = "auto",
+        new_shapes: str = "capture",
+        max_graphs: int = 8,
+        deterministic: bool = False,
+        distributed: "Distributed | None" = None,
+    ):
         if micro_batches < 1:
             raise ArgumentError(f"micro_batches is {micro_batches}; expected 1 or more")
-        for name, value, choices in (("divide", divide, DIVISORS), ("clip", clip, CLIPS), ("replay", replay, REPLAYS), ("policy", policy, POLICIES),
-                                     ("new_shapes", new_shapes, NEW_SHAPES)):
+        for name, value, choices in (
+            ("divide", divide, DIVISORS),
+            ("clip", clip, CLIPS),
+            ("replay", replay, REPLAYS),
+            ("policy", policy, POLICIES),
+            ("new_shapes", new_shapes, NEW_SHAPES),
+        ):
             if value is not None:
                 check_choice(name, value, choices)
         if max_norm is not None and not max_norm > 0:
-            raise ArgumentError(f"max_norm is {max_norm}; expected a positive number, or None for no clipping")
+            raise ArgumentError(
+                f"max_norm is {max_norm}; expected a positive number, or None for no clipping"
+            )
         arena = (there := Arena.of(model)) or Arena(model)
         try:
             if opt is None and clip in (None, "fused"):
                 opt = AdamW(arena, lr=3e-4, weight_decay=0.1)
             elif opt is None:
-                opt = torch.optim.AdamW(arena.parameter_groups(weight_decay=0.1), lr=3e-4, fused=arena.device.type == "cuda")
+                opt = torch.optim.AdamW(
+                    arena.parameter_groups(weight_decay=0.1),
+                    lr=3e-4,
+                    fused=arena.device.type == "cuda",
+                )
             _check_optimizer(opt, arena)
             ours = isinstance(opt, AdamW) and opt.arena is arena
             clip = clip or ("fused" if ours else "torch")
             _check_clip(clip, opt, ours, max_norm)
-            peers = Peers.of(distributed, arena) if distributed is not None and distributed.works else None        # before addresses are taken
+            peers = (
+                Peers.of(distributed, arena)
+                if distributed is not None and distributed.works
+                else None
+            )  # before addresses are taken
             self.accumulator = GradientAccumulator(arena, accumulate)
             self.model, self.opt, self.arena, self.scheduler = model, opt, arena, scheduler
             self.ranks = None
             if distributed is not None and distributed.works:
-                self.ranks = self._join(distributed, peers, clip, bool(compile), {
-                    "accumulate": accumulate, "divide": str(divide), "max_norm": str(max_norm), "replay": replay,
-                    "micro_batches": str(micro_batches) if distributed.ordered else "any"})
-            self._graphs = _StepGraphs(self, ours, policy=policy, new_shapes=new_shapes, max_graphs=max_graphs) if replay == "graph" else None
+                self.ranks = self._join(
+                    distributed,
+                    peers,
+                    clip,
+                    bool(compile),
+                    {
+                        "accumulate": accumulate,
+                        "divide": str(divide),
+                        "max_norm": str(max_norm),
+                        "replay": replay,
+                        "micro_batches": str(micro_batches) if distributed.ordered else "any",
+                    },
+                )
+            self._graphs = (
+                _StepGraphs(self, ours, policy=policy, new_shapes=new_shapes, max_graphs=max_graphs)
+                if replay == "graph"
+                else None
+            )
         except BaseException:
             if "accumulator" in vars(self):
                 self.accumulator.close()
@@ -123,8 +176,14 @@ class TrainStep:
         if clip == "fused" and max_norm is not None:
             opt.max_norm = max_norm
         self.clip, self._max_norm = clip, max_norm
-        self.micro_batches, self.divide, self.autocast, self.meter, self.deterministic = micro_batches, divide, autocast, meter, deterministic
-        self.count = 0                      # optimizer steps taken
+        self.micro_batches, self.divide, self.autocast, self.meter, self.deterministic = (
+            micro_batches,
+            divide,
+            autocast,
+            meter,
+            deterministic,
+        )
+        self.count = 0  # optimizer steps taken
         self.accumulator.zero_()
 
     def __call__(self, batch) -> StepOutput:
@@ -169,18 +228,18 @@ class TrainStep:
             yield
         except BaseException as error:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                self.accumulator.lay_down()         # nothing was executed, and nothing can be now
+                self.accumulator.lay_down()  # nothing was executed, and nothing can be now
             else:
                 self.accumulator.zero_()
             if self.ranks is not None:
                 self.ranks.abandon(error)
             raise
-        if any(self.accumulator.touched):           # otherwise ga.AdamW has opened the next window already
+        if any(self.accumulator.touched):  # otherwise ga.AdamW has opened the next window already
             self.accumulator.zero_()
 
     @property
     def replays(self) -> str:
-        """"graph" or "eager": what a step really does."""
+        """ "graph" or "eager": what a step really does."""
         return self._graphs.replay if self._graphs else "eager"
 
     @property
@@ -202,17 +261,23 @@ class TrainStep:
                 self.opt.grad_scale = None
             mark("optimizer")
             return _found_by(self.opt)
-        found = None,
+        found = (None,)
         if divisor is not None:
             self.accumulator.scale_(1.0 / divisor)
         if self.max_norm is not None:
-            norm = (_clip_by_item if self.clip == "item" else nn.utils.clip_grad_norm_)(self.arena.parameters(), self.max_norm)
+            norm = (_clip_by_item if self.clip == "item" else nn.utils.clip_grad_norm_)(
+                self.arena.parameters(), self.max_norm
+            )
             scale = reference_scale(norm, self.max_norm)
             found = norm, norm * scale, scale, torch.isfinite(norm)
             mark("clip")
         self.opt.step()
         mark("optimizer")
-        return found if self.max_norm is not None or not isinstance(self.opt, AdamW) else _found_by(self.opt)
+        return (
+            found
+            if self.max_norm is not None or not isinstance(self.opt, AdamW)
+            else _found_by(self.opt)
+        )
 
     def _accumulate(self, micros, mark, alone: bool = False):
         """Forward and backward of every micro-batch; afterwards the sum is in the arena. Returns (loss, tokens, what to divide the sum by).
@@ -231,7 +296,7 @@ class TrainStep:
             losses = loss if losses is None else losses + loss
             tokens = count if tokens is None else tokens + count
         for _ in range(self.micro_batches - len(micros) if ordered else 0):
-            ranks.round(None, None, 0, 0)           # the other ranks may have more
+            ranks.round(None, None, 0, 0)  # the other ranks may have more
         self.accumulator.finish()
         found = self.mean(losses, tokens, float(sum(map(rows_of, micros))), len(micros), ranks)
         mark("accumulate")
@@ -239,20 +304,32 @@ class TrainStep:
 
     def micro(self, micro, parts: int, last: bool, mark) -> "tuple[Tensor, Tensor | None]":
         """Forward and backward of one of `parts` micro-batches. Returns its loss in fp32 and its tokens; None: loss_fn returned a mean."""
-        with torch.autocast(self.arena.device.type, self.autocast) if self.autocast else contextlib.nullcontext():
+        with (
+            torch.autocast(self.arena.device.type, self.autocast)
+            if self.autocast
+            else contextlib.nullcontext()
+        ):
             result = self.loss_fn(self.model, micro)
         loss, count = result if isinstance(result, tuple) else (result, None)
         if count is None and self.divide in ("tokens", "sequences"):
-            raise ArgumentError(f"divide={self.divide!r} needs a loss_fn that returns (sum of losses, tokens); it returned only a mean")
+            raise ArgumentError(
+                f"divide={self.divide!r} needs a loss_fn that returns (sum of losses, tokens); it returned only a mean"
+            )
         if not (isinstance(loss, Tensor) and loss.numel() == 1):
-            raise ArgumentError(f"loss_fn returned {type(loss).__name__}; expected a one-element tensor, or (that, tokens)")
+            raise ArgumentError(
+                f"loss_fn returned {type(loss).__name__}; expected a one-element tensor, or (that, tokens)"
+            )
         if self.ranks is not None:
-            parts = 1                               # divided last, by what all ranks have
+            parts = 1  # divided last, by what all ranks have
         if count is None:
             loss = loss / parts
         elif not isinstance(count, Tensor):
             count = torch.full((), count, device=loss.device)
-        objective = loss / count.clamp(min=1) / parts if self.divide == "micro_batches" and count is not None else loss
+        objective = (
+            loss / count.clamp(min=1) / parts
+            if self.divide == "micro_batches" and count is not None
+            else loss
+        )
         mark("forward")
         self.accumulator.final = self.clip == "fused" and last
         try:
@@ -271,11 +348,13 @@ class TrainStep:
             micros = micros.clamp(min=1)
         if tokens is None:
             return (losses, None, None) if ranks is None else (losses / micros, None, micros)
-        divisor = None if ranks is None else micros         # divide="micro_batches"
+        divisor = None if ranks is None else micros  # divide="micro_batches"
         if self.divide in (None, "tokens"):
             divisor = tokens.clamp(min=1)
         elif self.divide == "sequences":
-            divisor = rows if isinstance(rows, Tensor) else torch.full((), rows, device=self.arena.device)
+            divisor = (
+                rows if isinstance(rows, Tensor) else torch.full((), rows, device=self.arena.device)
+            )
         return losses / tokens.clamp(min=1), tokens, divisor
 
     def split(self, batch) -> list:
@@ -285,25 +364,45 @@ class TrainStep:
         try:
             micros = split(batch, self.micro_batches)
         except ArgumentError as error:
-            raise ArgumentError(f"{error}{'; a rank that has nothing left calls step(None)' if self.ranks is not None else ''}") from None
+            raise ArgumentError(
+                f"{error}{'; a rank that has nothing left calls step(None)' if self.ranks is not None else ''}"
+            ) from None
         if self.ranks is not None and self.ranks.how.ordered and len(micros) > self.micro_batches:
-            raise ArgumentError(f"{len(micros)} micro-batches in ordered mode; expected at most micro_batches={self.micro_batches}, on every rank")
+            raise ArgumentError(
+                f"{len(micros)} micro-batches in ordered mode; expected at most micro_batches={self.micro_batches}, on every rank"
+            )
         return micros
 
     def _join(self, distributed, peers, clip, compiled: bool, settings) -> Ranks:
         """Compare the models of all ranks, and take over rank 0's weights."""
         replay = settings["replay"]
         if distributed.sharded and clip != "fused":
-            raise ArgumentError(f"sharded=True with clip={clip!r}: a rank has its share of the gradient only; expected ga.AdamW over the arena, which clips "
-                                "by itself (clip='fused')")
+            raise ArgumentError(
+                f"sharded=True with clip={clip!r}: a rank has its share of the gradient only; expected ga.AdamW over the arena, which clips "
+                "by itself (clip='fused')"
+            )
         if replay == "graph" and distributed.backend != "nccl":
-            raise ArgumentError(f"replay='graph' needs collectives that a CUDA graph can hold, those of NCCL; the group's are {distributed.backend}'s: "
-                                "expected replay='eager'")
-        return Ranks(distributed, self.arena, self.accumulator, self.opt, settings | {"compile": str(compiled)}, compiled, peers)
+            raise ArgumentError(
+                f"replay='graph' needs collectives that a CUDA graph can hold, those of NCCL; the group's are {distributed.backend}'s: "
+                "expected replay='eager'"
+            )
+        return Ranks(
+            distributed,
+            self.arena,
+            self.accumulator,
+            self.opt,
+            settings | {"compile": str(compiled)},
+            compiled,
+            peers,
+        )
 
     def gathered(self):
         """A context, to be entered on every rank: inside it the optimizer's state is whole, to be saved or loaded."""
-        return self.opt.whole() if self.ranks is not None and self.ranks.sharded else contextlib.nullcontext()
+        return (
+            self.opt.whole()
+            if self.ranks is not None and self.ranks.sharded
+            else contextlib.nullcontext()
+        )
 
     @property
     def graphs(self) -> "GraphedStep | None":
@@ -355,11 +454,24 @@ def _found_by(opt: AdamW) -> tuple:
 
 def _check_clip(clip, opt, ours, max_norm):
     if clip == "fused" and not ours:
-        raise ArgumentError(f"clip='fused' is done by ga.AdamW(arena); the optimizer is {type(opt).__name__}"
-                            f"{' over parameters' if isinstance(opt, AdamW) else ''}")
-    if isinstance(opt, AdamW) and opt.max_norm is not None and (clip == "item" or max_norm is not None and (clip != "fused" or opt.max_norm != max_norm)
-                                                                or ours and clip == "torch"):
-        raise ArgumentError(f"max_norm is {max_norm} here and {opt.max_norm} in the optimizer: gradients would be clipped twice; give it once")
+        raise ArgumentError(
+            f"clip='fused' is done by ga.AdamW(arena); the optimizer is {type(opt).__name__}"
+            f"{' over parameters' if isinstance(opt, AdamW) else ''}"
+        )
+    if (
+        isinstance(opt, AdamW)
+        and opt.max_norm is not None
+        and (
+            clip == "item"
+            or max_norm is not None
+            and (clip != "fused" or opt.max_norm != max_norm)
+            or ours
+            and clip == "torch"
+        )
+    ):
+        raise ArgumentError(
+            f"max_norm is {max_norm} here and {opt.max_norm} in the optimizer: gradients would be clipped twice; give it once"
+        )
 
 
 def _check_optimizer(opt, arena):
@@ -368,32 +480,63 @@ def _check_optimizer(opt, arena):
     for g, group in enumerate(opt.param_groups):
         for p in group["params"]:
             if id(p) not in owners and p.requires_grad:
-                what = f"parameter {names[id(p)]} ({p.dtype})" if id(p) in names else f"a tensor of shape {tuple(p.shape)} that is not the model's"
-                raise ArgumentError(f"group {g} of the optimizer holds {what}; expected tensors of arena.parameters(), the fp32 masters: "
-                                    "arena = ga.Arena(model); opt = torch.optim.AdamW(arena.parameters())")
+                what = (
+                    f"parameter {names[id(p)]} ({p.dtype})"
+                    if id(p) in names
+                    else f"a tensor of shape {tuple(p.shape)} that is not the model's"
+                )
+                raise ArgumentError(
+                    f"group {g} of the optimizer holds {what}; expected tensors of arena.parameters(), the fp32 masters: "
+                    "arena = ga.Arena(model); opt = torch.optim.AdamW(arena.parameters())"
+                )
 
 
 class _StepGraphs:
     """A TrainStep's graphs: one per kind of batch for whole steps; for lists of micro-batches one per kind of these, and a tail."""
 
     def __init__(self, step: TrainStep, ours: bool, **options):
-        self.step, self.counts = step, None     # counts: dtype of the tokens; False: loss_fn returns means
-        self.loss, self.rows, self.parts = (torch.zeros((), device=step.arena.device) for _ in range(3))
-        self.sums = self.loss, self.rows, self.parts        # and self.tokens, once their dtype is known
+        self.step, self.counts = (
+            step,
+            None,
+        )  # counts: dtype of the tokens; False: loss_fn returns means
+        self.loss, self.rows, self.parts = (
+            torch.zeros((), device=step.arena.device) for _ in range(3)
+        )
+        self.sums = self.loss, self.rows, self.parts  # and self.tokens, once their dtype is known
         self._state, self._options = [step.model, step.opt], dict(modes=self._modes, **options)
-        self._buffers = [*step.model.buffers(), *counts_of(step.model)]      # all that forward and backward change: the sums are dropped
+        self._buffers = [
+            *step.model.buffers(),
+            *counts_of(step.model),
+        ]  # all that forward and backward change: the sums are dropped
         # Our optimizer prepares itself; torch's make their state in a step, which is taken back.
         self._ours = ours
-        self.whole = GraphedStep(step.whole, self._state, warm_up=self._warm_up if ours else None, saved=self._buffers if ours else None, **self._options)
+        self.whole = GraphedStep(
+            step.whole,
+            self._state,
+            warm_up=self._warm_up if ours else None,
+            saved=self._buffers if ours else None,
+            **self._options,
+        )
 
     @functools.cached_property
     def micro(self) -> GraphedStep:
-        return GraphedStep(self._micro, [self.step.model, *self.sums], warm_up=self._warm_up_micro, saved=self._buffers, **self._options)
+        return GraphedStep(
+            self._micro,
+            [self.step.model, *self.sums],
+            warm_up=self._warm_up_micro,
+            saved=self._buffers,
+            **self._options,
+        )
 
     @functools.cached_property
     def tail(self) -> GraphedStep:
-        return GraphedStep(self._tail, [*self._state, *self.sums], warm_up=self._warm_up_tail if self._ours else None,
-                           saved=[] if self._ours else None, **self._options)
+        return GraphedStep(
+            self._tail,
+            [*self._state, *self.sums],
+            warm_up=self._warm_up_tail if self._ours else None,
+            saved=[] if self._ours else None,
+            **self._options,
+        )
 
     @property
     def all(self) -> "list[GraphedStep]":
@@ -405,32 +548,44 @@ class _StepGraphs:
 
     @property
     def reason(self) -> str:
-        return next((graphs.reason for graphs in self.all if graphs.replay == "eager"), self.whole.reason)
+        return next(
+            (graphs.reason for graphs in self.all if graphs.replay == "eager"), self.whole.reason
+        )
 
     def __call__(self, batch):
         if self.whole.closed:
             raise CaptureError("the step was closed: make a new one")
         if not is_split(batch):
-            self.step.split(batch)                      # an ArgumentError before anything is captured
+            self.step.split(batch)  # an ArgumentError before anything is captured
             self._settle(lambda: self._warm_up(batch))
             return self.whole(batch)
         accumulator, touched = self.step.accumulator, 0
         if self.step.ranks is not None and self.step.ranks.how.ordered:
-            raise CaptureError("a list of micro-batches is replayed one by one, which ordered mode does not; expected one batch, or replay='eager'")
+            raise CaptureError(
+                "a list of micro-batches is replayed one by one, which ordered mode does not; expected one batch, or replay='eager'"
+            )
         if accumulator.mode in ("host", "autograd"):
-            raise CaptureError(f"a list of micro-batches is replayed one by one, and accumulate={accumulator.mode!r} keeps gradients between them where "
-                               "a graph does not; expected 'arena' or 'fused', or one batch")
-        if self.counts is None:                         # does loss_fn return a mean? Then the number of micro-batches is part of a graph
+            raise CaptureError(
+                f"a list of micro-batches is replayed one by one, and accumulate={accumulator.mode!r} keeps gradients between them where "
+                "a graph does not; expected 'arena' or 'fused', or one batch"
+            )
+        if (
+            self.counts is None
+        ):  # does loss_fn return a mean? Then the number of micro-batches is part of a graph
             with untouched(self._buffers, self.step.arena.device):
                 self._warm_up_micro(batch[0], len(batch))
-            self.tokens = torch.zeros((), dtype=self.counts or torch.int64, device=self.step.arena.device)
+            self.tokens = torch.zeros(
+                (), dtype=self.counts or torch.int64, device=self.step.arena.device
+            )
             self.sums = self.loss, self.tokens, self.rows, self.parts
         self._settle(lambda: self._warm_up_micro(batch[0], len(batch)))
-        self.micro.max_graphs = max(self.micro.max_graphs, len(batch))      # none of this step's may be pushed out by another
+        self.micro.max_graphs = max(
+            self.micro.max_graphs, len(batch)
+        )  # none of this step's may be pushed out by another
         parts = len(batch) if self.step.divide == "micro_batches" or self.counts is False else 0
         try:
             for micro in batch:
-                self.micro.capture(micro, parts)        # all of them before the first sum
+                self.micro.capture(micro, parts)  # all of them before the first sum
             for micro in batch:
                 touched |= self.micro(micro, parts)
             return self.tail(touched)
@@ -456,7 +611,14 @@ class _StepGraphs:
     def _modes(self):
         """What a graph keeps as it was at its capture, beside shapes and the optimizer's settings."""
         step = self.step
-        return step.micro_batches, step.divide, step.autocast, step.clip, step.loss_fn, None if step.clip == "fused" else step.max_norm
+        return (
+            step.micro_batches,
+            step.divide,
+            step.autocast,
+            step.clip,
+            step.loss_fn,
+            None if step.clip == "fused" else step.max_norm,
+        )
 
     def _warm_up(self, batch):
         with self.step.window():
@@ -466,7 +628,10 @@ class _StepGraphs:
     def _warm_up_micro(self, micro, parts):
         with self.step.window():
             _, count = self.step.micro(micro, parts or 1, False, _no_mark)
-            self.counts, self.bits = False if count is None else count.dtype, self.step.accumulator.bits
+            self.counts, self.bits = (
+                False if count is None else count.dtype,
+                self.step.accumulator.bits,
+            )
 
     def _micro(self, micro, parts):
         """Adds to the sums. Returns which tensors got a gradient, as bits."""
@@ -484,7 +649,13 @@ class _StepGraphs:
     def _tail(self, touched):
         self.step.accumulator.take_up(touched)
         with self.step.window():
-            loss, tokens, divisor = self.step.mean(self.loss, self.tokens.clone() if self.counts else None, self.rows, self.parts, self.step.ranks)
+            loss, tokens, divisor = self.step.mean(
+                self.loss,
+                self.tokens.clone() if self.counts else None,
+                self.rows,
+                self.parts,
+                self.step.ranks,
+            )
             found = self.step._update(divisor, _no_mark)
         results = loss.clone(), tokens, *found
         for total in self.sums:

@@ -1,46 +1,82 @@
 """The exercises of notebook 04: where runs begin, the sum of a piece in order, rounding at random. As learn/exercises/puzzles.py keeps the others."""
+
 import torch
 
 from ...ops.adamw import reference_round
 from .puzzles import _INDEX, Case, _kernel_exercise, _normal, _unwritten
 
-POISON = 65_000                # what stands before and behind a check's tensors: a token like it, so that reading in front of them shows
-CHANNELS = {255: 51, 256: 32, 1000: 8, 4096: 64}          # n -> a divisor of n
+POISON = 65_000  # what stands before and behind a check's tensors: a token like it, so that reading in front of them shows
+CHANNELS = {255: 51, 256: 32, 1000: 8, 4096: 64}  # n -> a divisor of n
 
 
 def _run_starts_case(n, generator):
     device = generator.device
-    tokens = POISON + torch.randint(0, n // 3 + 1, (n,), generator=generator, device=device).sort().values.int()
+    tokens = (
+        POISON
+        + torch.randint(0, n // 3 + 1, (n,), generator=generator, device=device).sort().values.int()
+    )
     tokens[0] = POISON
     first = torch.ones(n, dtype=torch.bool, device=device)
     first[1:] = tokens[1:] != tokens[:-1]
-    return Case(torch.full((n,), -1, dtype=torch.int32, device=device), (tokens,), (), first.double(), f"{int(first.sum()):,} run{'s' * (n > 1)}")
+    return Case(
+        torch.full((n,), -1, dtype=torch.int32, device=device),
+        (tokens,),
+        (),
+        first.double(),
+        f"{int(first.sum()):,} run{'s' * (n > 1)}",
+    )
 
 
 def _piece_sums_case(n, generator):
     C = CHANNELS.get(n, 1)
-    size = 2 if n > 100_000 else int(torch.randint(20, 33, (), generator=generator, device=generator.device))
-    rows = (n // C - 1) * size + int(torch.randint(1, size + 1, (), generator=generator, device=generator.device))
+    size = (
+        2
+        if n > 100_000
+        else int(torch.randint(20, 33, (), generator=generator, device=generator.device))
+    )
+    rows = (n // C - 1) * size + int(
+        torch.randint(1, size + 1, (), generator=generator, device=generator.device)
+    )
     dout = _normal(rows * C, generator)
-    padded = torch.cat([dout, dout.new_zeros(n * size - rows * C)]).view(n // C, size, C)       # adding a zero changes no bit
+    padded = torch.cat([dout, dout.new_zeros(n * size - rows * C)]).view(
+        n // C, size, C
+    )  # adding a zero changes no bit
     total = padded[:, 0]
     for r in range(1, size):
         total = total + padded[:, r]
-    return Case(_unwritten(n, generator), (dout,), (rows, C, size), total.flatten().double(), f"{rows:,} rows of {C}, {size} at a time", roundings=0)
+    return Case(
+        _unwritten(n, generator),
+        (dout,),
+        (rows, C, size),
+        total.flatten().double(),
+        f"{rows:,} rows of {C}, {size} at a time",
+        roundings=0,
+    )
 
 
 def _stochastic_case(n, generator):
-    x = _normal(n, generator) * 10.0 ** torch.randint(-30, 30, (n,), generator=generator, device=generator.device)
-    noise = torch.randint(0, 2**16, (n,), generator=generator, device=generator.device, dtype=torch.int32)
+    x = _normal(n, generator) * 10.0 ** torch.randint(
+        -30, 30, (n,), generator=generator, device=generator.device
+    )
+    noise = torch.randint(
+        0, 2**16, (n,), generator=generator, device=generator.device, dtype=torch.int32
+    )
     label = ""
     if n == 1000:
-        x.view(torch.int32)[::5] &= -65536                # exact in bf16 already
-        x.view(torch.int32)[1::100] = 0x7FFFFFFF           # two ways to write NaN, and infinity
+        x.view(torch.int32)[::5] &= -65536  # exact in bf16 already
+        x.view(torch.int32)[1::100] = 0x7FFFFFFF  # two ways to write NaN, and infinity
         x.view(torch.int32)[2::100] = 0x7F800001
         x[3::100] = -torch.inf
         label = "some NaN or infinite"
     expected = reference_round(x, noise.long()).double()
-    return Case(torch.full((n,), -1.0, dtype=torch.bfloat16, device=x.device), (x, noise), (), expected, label, roundings=0)
+    return Case(
+        torch.full((n,), -1.0, dtype=torch.bfloat16, device=x.device),
+        (x, noise),
+        (),
+        expected,
+        label,
+        roundings=0,
+    )
 
 
 _STARTS = _INDEX + "if (i < n) starts[i] = {};"
@@ -51,10 +87,13 @@ _SUM = """if (i >= n) return;
 float sum = 0.0f;
 for (int row = piece * size; row < min(piece * size + size, rows); row++) sum += dout[row * C + c];
 sums[i] = sum;"""
-_BITS = _INDEX + """if (i >= n) return;
+_BITS = (
+    _INDEX
+    + """if (i >= n) return;
 unsigned bits = __float_as_uint(x[i]);
 if ((bits & 0x7f800000u) == 0x7f800000u) out[i] = as_bf16(x[i]);
 else out[i].bits = (bits + noise[i]) >> 16;"""
+)
 _REST = "else out[i].bits = (bits + noise[i]) >> 16;"
 
 EXERCISES = {
@@ -72,7 +111,9 @@ EXERCISES = {
                 "looks in front of the first": _STARTS.format("tokens[i - 1] != tokens[i]"),
                 "forgets the first": _STARTS.format("i > 0 && tokens[i - 1] != tokens[i]"),
                 "marks the ends": _STARTS.format("i == n - 1 || tokens[i + 1] != tokens[i]"),
-                "each block begins anew": _STARTS.format("threadIdx.x == 0 || tokens[i - 1] != tokens[i]"),
+                "each block begins anew": _STARTS.format(
+                    "threadIdx.x == 0 || tokens[i - 1] != tokens[i]"
+                ),
                 "only upwards by one": _STARTS.format("i == 0 || tokens[i - 1] + 1 == tokens[i]"),
                 "the wrong way round": _STARTS.format("i > 0 && tokens[i - 1] == tokens[i]"),
             },
@@ -89,21 +130,40 @@ EXERCISES = {
             _PIECE + _SUM,
             {
                 "no guard": _PIECE + _SUM.replace("if (i >= n) return;\n", ""),
-                "ignores the end": _PIECE + _SUM.replace("min(piece * size + size, rows)", "piece * size + size"),
-                "one too many": _PIECE + _SUM.replace("row < min(piece * size + size, rows)", "row <= min(piece * size + size, rows)"),
+                "ignores the end": _PIECE
+                + _SUM.replace("min(piece * size + size, rows)", "piece * size + size"),
+                "one too many": _PIECE
+                + _SUM.replace(
+                    "row < min(piece * size + size, rows)", "row <= min(piece * size + size, rows)"
+                ),
                 "one too few": _PIECE + _SUM.replace("row < min(", "row + 1 < min("),
                 "last row first": (
-                    _PIECE + _SUM.replace("int row = piece * size; row < min(piece * size + size, rows); row++",
-                                          "int row = min(piece * size + size, rows) - 1; row >= piece * size; row--")
+                    _PIECE
+                    + _SUM.replace(
+                        "int row = piece * size; row < min(piece * size + size, rows); row++",
+                        "int row = min(piece * size + size, rows) - 1; row >= piece * size; row--",
+                    )
                 ),
                 "in two halves": (
-                    _PIECE + _SUM.replace("sum += dout[row * C + c]", "(row % 2 ? odd : sum) += dout[row * C + c]").replace("= 0.0f", "= 0.0f, odd = 0.0f")
+                    _PIECE
+                    + _SUM.replace(
+                        "sum += dout[row * C + c]", "(row % 2 ? odd : sum) += dout[row * C + c]"
+                    )
+                    .replace("= 0.0f", "= 0.0f, odd = 0.0f")
                     .replace("sums[i] = sum", "sums[i] = sum + odd")
                 ),
-                "in double": _PIECE + _SUM.replace("float sum", "double sum").replace("sums[i] = sum", "sums[i] = (float)sum"),
-                "rounds to bf16": _PIECE + _SUM.replace("sum += dout[row * C + c]", "sum = as_float(as_bf16(sum + dout[row * C + c]))"),
-                "32 rows whatever the size": _PIECE + _SUM.replace("piece * size", "piece * 32").replace("32 + size", "32 + 32"),
-                "rows and channels swapped": _PIECE + _SUM.replace("dout[row * C + c]", "dout[(c * rows + row) % (rows * C)]"),
+                "in double": _PIECE
+                + _SUM.replace("float sum", "double sum").replace(
+                    "sums[i] = sum", "sums[i] = (float)sum"
+                ),
+                "rounds to bf16": _PIECE
+                + _SUM.replace(
+                    "sum += dout[row * C + c]", "sum = as_float(as_bf16(sum + dout[row * C + c]))"
+                ),
+                "32 rows whatever the size": _PIECE
+                + _SUM.replace("piece * size", "piece * 32").replace("32 + size", "32 + 32"),
+                "rows and channels swapped": _PIECE
+                + _SUM.replace("dout[row * C + c]", "dout[(c * rows + row) % (rows * C)]"),
             },
             _piece_sums_case,
         ),
@@ -123,10 +183,15 @@ EXERCISES = {
                 "always up": _BITS.replace(_REST, "else out[i].bits = (bits + 0xffff) >> 16;"),
                 "a bit of noise too few": _BITS.replace("noise[i]", "(noise[i] & 0x7fff)"),
                 "a bit of noise too many": _BITS.replace("noise[i]", "2 * noise[i]"),
-                "rounds twice": _BITS.replace(_REST, "else out[i] = as_bf16(__uint_as_float(bits + noise[i]));"),
+                "rounds twice": _BITS.replace(
+                    _REST, "else out[i] = as_bf16(__uint_as_float(bits + noise[i]));"
+                ),
                 "the same noise for all": _BITS.replace("noise[i]", "noise[0]"),
-                "adds a number": _BITS.replace(_REST, "else out[i] = as_bf16(x[i] + noise[i] / 65536.0f);"),
-                "NaN carries over": _INDEX + "if (i < n) out[i].bits = (__float_as_uint(x[i]) + noise[i]) >> 16;",
+                "adds a number": _BITS.replace(
+                    _REST, "else out[i] = as_bf16(x[i] + noise[i] / 65536.0f);"
+                ),
+                "NaN carries over": _INDEX
+                + "if (i < n) out[i].bits = (__float_as_uint(x[i]) + noise[i]) >> 16;",
                 "infinity becomes NaN": _BITS.replace("as_bf16(x[i]);", "as_bf16(x[i] - x[i]);"),
             },
             _stochastic_case,

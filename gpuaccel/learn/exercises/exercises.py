@@ -18,15 +18,17 @@ from html import escape
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import encoder_puzzles, layer_puzzles, puzzles, rank_puzzles
-from ...compiler import nvrtc
 from ...backends import backend, default_device, find_compiler
-from ...graphs.capture import TapeRecorder
-from ...errors import ArgumentError, CaptureError, GpuaccelError, KernelError
+from ...compiler import nvrtc
 from ...compiler.kernel import Kernel
+from ...errors import ArgumentError, CaptureError, GpuaccelError, KernelError
+from ...graphs.capture import TapeRecorder
+from . import encoder_puzzles, layer_puzzles, puzzles, rank_puzzles
 from .puzzles import BLOCK, Exercise
 
-EXERCISES = puzzles.EXERCISES | encoder_puzzles.EXERCISES | layer_puzzles.EXERCISES | rank_puzzles.EXERCISES
+EXERCISES = (
+    puzzles.EXERCISES | encoder_puzzles.EXERCISES | layer_puzzles.EXERCISES | rank_puzzles.EXERCISES
+)
 SIZES = (1, 255, 256, 257, 1000, 4096, 1_000_003)
 GUARD = 4096  # poisoned elements before and after each tensor; more than a missing bounds check can reach
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -39,7 +41,9 @@ class Result:
     name: str
     passed: "bool | None"
     verdict: str
-    lines: "list[tuple[bool | None, str, str]]" = field(default_factory=list)  # (good, what, how it went)
+    lines: "list[tuple[bool | None, str, str]]" = field(
+        default_factory=list
+    )  # (good, what, how it went)
 
     def __bool__(self):
         return self.passed is True
@@ -87,9 +91,7 @@ class Folded:
             if self.code
             else f'<div style="margin:6px 0 0 14px;max-width:720px">{escape(self.text)}</div>'
         )
-        return (
-            f'<details><summary style="cursor:pointer;font-weight:600">{escape(self.title)}</summary>{body}</details>'
-        )
+        return f'<details><summary style="cursor:pointer;font-weight:600">{escape(self.title)}</summary>{body}</details>'
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
@@ -129,7 +131,9 @@ def check(name: str, answer, *, seed: "int | None" = None) -> Result:
         there = backend().name == "cuda" or find_compiler()[0] is not None
         return _run_kernel(task, answer, seed) if there else _compile_only(task, answer)
     if not callable(answer) or isinstance(answer, Kernel):
-        raise ArgumentError(f"exercise {name!r} takes a Python function, got {type(answer).__name__}")
+        raise ArgumentError(
+            f"exercise {name!r} takes a Python function, got {type(answer).__name__}"
+        )
     return (_run_captured if task.turns else _run_python)(task, answer, seed)
 
 
@@ -139,11 +143,18 @@ def check(name: str, answer, *, seed: "int | None" = None) -> Result:
 def _parameters_differ(task, kernel):
     """None, or a sentence that says how the kernel's parameters differ from the task's (names and const are free)."""
     expected = Kernel.__new__(Kernel)
-    expected._setup(f'extern "C" __global__ void k({", ".join(task.params)}) {{}}', "k", task.name, {})
+    expected._setup(
+        f'extern "C" __global__ void k({", ".join(task.params)}) {{}}', "k", task.name, {}
+    )
     wanted, found = expected.params, kernel.params
     for i in range(max(len(wanted), len(found))):
         w, f = (wanted[i] if i < len(wanted) else None), (found[i] if i < len(found) else None)
-        same = w and f and w.pointer == f.pointer and (w.dtypes == f.dtypes if w.pointer else _kind(w) == _kind(f))
+        same = (
+            w
+            and f
+            and w.pointer == f.pointer
+            and (w.dtypes == f.dtypes if w.pointer else _kind(w) == _kind(f))
+        )
         if not same:
             return (
                 f"the kernel takes ({', '.join(map(str, found))}); expected ({', '.join(map(str, wanted))}): "
@@ -164,18 +175,31 @@ def _compile_only(task, kernel):
             registers.append(kernel.resources(arch).registers)
         except GpuaccelError as error:
             return Result(task.name, False, f"does not compile for {arch}: {error}")
-    span = f"{min(registers)}" if len(set(registers)) == 1 else f"{min(registers)} to {max(registers)}"
+    span = (
+        f"{min(registers)}" if len(set(registers)) == 1 else f"{min(registers)} to {max(registers)}"
+    )
     lines = [
-        (None, f"{len(archs)} architectures", f"{archs[0]} to {archs[-1]}: the parameters are right, {span} registers")
+        (
+            None,
+            f"{len(archs)} architectures",
+            f"{archs[0]} to {archs[-1]}: the parameters are right, {span} registers",
+        )
     ]
     why = f"{backend().reason}; {find_compiler()[1]}"
-    return Result(task.name, None, f"compiled, not run. Running it needs a GPU or a C++ compiler: {why}.", lines)
+    return Result(
+        task.name,
+        None,
+        f"compiled, not run. Running it needs a GPU or a C++ compiler: {why}.",
+        lines,
+    )
 
 
 def _guarded(tensor, poison):
     """(the tensor's copy with GUARD poisoned elements before and after, the view of the middle)."""
     n = tensor.numel()
-    whole = torch.full((GUARD + n + GUARD + (-n) % 8,), poison, dtype=tensor.dtype, device=tensor.device)
+    whole = torch.full(
+        (GUARD + n + GUARD + (-n) % 8,), poison, dtype=tensor.dtype, device=tensor.device
+    )
     whole[GUARD : GUARD + n] = tensor
     return whole, whole[GUARD : GUARD + n]
 
@@ -193,7 +217,9 @@ def _run_kernel(task, kernel, seed):
             good, how = _try_kernel(task, kernel, n, case)
         except KernelError as error:  # seen by the checks on the CPU; nothing was changed
             good, how = False, "; ".join(f"line {r.line}: {r.message}" for r in error.reports)
-        except RuntimeError as error:  # the GPU itself stopped the kernel, or it could not be launched
+        except (
+            RuntimeError
+        ) as error:  # the GPU itself stopped the kernel, or it could not be launched
             lost = not isinstance(error, GpuaccelError)
             how = f"the GPU stopped it: {str(error).splitlines()[0]}" if lost else str(error)
             lines.append((False, what, how))
@@ -222,14 +248,22 @@ def _try_kernel(task, kernel, n, case):
         torch.cuda.synchronize()
     (whole, out), (again, _) = results
     poison = _bits(torch.tensor([-777.0], device=out.device).to(out.dtype))
-    outside = int((_bits(whole[:GUARD]) != poison).sum() + (_bits(whole[GUARD + out.numel() :]) != poison).sum())
+    outside = int(
+        (_bits(whole[:GUARD]) != poison).sum()
+        + (_bits(whole[GUARD + out.numel() :]) != poison).sum()
+    )
     if outside:
         return False, f"it writes to {outside:,} elements outside `{kernel.params[0].name}`"
     if any(not torch.equal(_bits(was), _bits(now)) for was, (now, _) in zip(before, inputs)):
         return False, "it changes its input"
     changed = int((_bits(out) != _bits(case.out)).sum())
     if case.expected is case.out:
-        return not changed, f"{changed:,} elements were written, and none should be" if changed else "right; left alone"
+        return (
+            not changed,
+            f"{changed:,} elements were written, and none should be"
+            if changed
+            else "right; left alone",
+        )
     if not changed:
         return False, "nothing was written"
     same = (out == case.expected) | out.isnan() & case.expected.isnan()
@@ -239,12 +273,24 @@ def _try_kernel(task, kernel, n, case):
     bad = (~(same | (difference <= allowed))).nonzero().flatten()  # also where it is NaN
     if len(bad):
         i, digits = int(bad[0]), 7 if case.roundings else 9
-        got = "not written" if out[i].isnan() and case.out[i].isnan() else f"got {float(out[i]):.{digits}g}"
+        got = (
+            "not written"
+            if out[i].isnan() and case.out[i].isnan()
+            else f"got {float(out[i]):.{digits}g}"
+        )
         count = f"{len(bad):,} element{'s' if len(bad) > 1 else ''}"
-        return False, f"{count} wrong; the first is [{i:,}]: {got}, expected {float(case.expected[i]):.{digits}g}"
+        return (
+            False,
+            f"{count} wrong; the first is [{i:,}]: {got}, expected {float(case.expected[i]):.{digits}g}",
+        )
     if not torch.equal(_bits(whole), _bits(again)):
         return False, "two runs on the same data gave different bits"
-    return True, f"right; largest difference {float(difference.max()):.2g}" if case.roundings else "right, bit by bit"
+    return (
+        True,
+        f"right; largest difference {float(difference.max()):.2g}"
+        if case.roundings
+        else "right, bit by bit",
+    )
 
 
 class _Reads(TorchDispatchMode):
@@ -272,12 +318,20 @@ def _run_python(task, function, seed):
             lines.append((False, label, problem))
             continue
         if task.on_device and reads.count:
-            lines.append((False, label, f"it reads {reads.count:,} number{'s' * (reads.count > 1)}: on a GPU the host waits for each"))
+            lines.append(
+                (
+                    False,
+                    label,
+                    f"it reads {reads.count:,} number{'s' * (reads.count > 1)}: on a GPU the host waits for each",
+                )
+            )
             continue
         both_nan = got.isnan() & expected.isnan()
         difference = float((got.double() - expected).abs().masked_fill(both_nan, 0.0).max())
         good = difference <= 1e-5 * float(expected.abs().nan_to_num().max())
-        lines.append((good, label, f"{'right' if good else 'wrong'}; largest difference {difference:.2g}"))
+        lines.append(
+            (good, label, f"{'right' if good else 'wrong'}; largest difference {difference:.2g}")
+        )
     return _verdict(task, lines, seed, "case")
 
 
@@ -289,13 +343,17 @@ def _run_captured(task, function, seed):
         try:
             tape, returned = TapeRecorder().record(lambda: function(*mine, *case.numbers))
         except CaptureError as error:
-            return Result(task.name, False, "it cannot be captured.", [(False, case.label, str(error))])
+            return Result(
+                task.name, False, "it cannot be captured.", [(False, case.label, str(error))]
+            )
         except Exception as error:  # the learner's own code: show it as one line
             lines.append((False, case.label, f"{type(error).__name__}: {error}"))
             continue
         for tensor, first in zip(mine, case.tensors):
             tensor.copy_(first)  # on a tape the capture was a step
-        lines.append(_replays(case, mine, tape, returned if case.where is None else mine[case.where]))
+        lines.append(
+            _replays(case, mine, tape, returned if case.where is None else mine[case.where])
+        )
     return _verdict(task, lines, seed, "case")
 
 
@@ -310,7 +368,11 @@ def _replays(case, mine, tape, out):
             return False, case.label, problem
         difference = float((out.double() - expected).abs().max())
         if not difference <= 1e-5 * float(expected.abs().max()):
-            return False, case.label, f"wrong in replay {nth} of {len(case.turns)}; largest difference {difference:.2g}"
+            return (
+                False,
+                case.label,
+                f"wrong in replay {nth} of {len(case.turns)}; largest difference {difference:.2g}",
+            )
         worst = max(worst, difference)
     return True, case.label, f"right in {len(case.turns)} replays; largest difference {worst:.2g}"
 
@@ -318,11 +380,17 @@ def _replays(case, mine, tape, out):
 def _other_shape(got, expected) -> "str | None":
     if isinstance(got, torch.Tensor) and got.shape == expected.shape:
         return None
-    what = f"a tensor of shape {tuple(got.shape)}" if isinstance(got, torch.Tensor) else repr(got)[:60]
+    what = (
+        f"a tensor of shape {tuple(got.shape)}" if isinstance(got, torch.Tensor) else repr(got)[:60]
+    )
     return f"expected a tensor of shape {tuple(expected.shape)}, got {what}"
 
 
 def _verdict(task, lines, seed, what) -> Result:
     wrong = sum(not good for good, _, _ in lines)
-    words = f"not yet: {wrong} of {len(lines)} {what}s differ (seed {seed})." if wrong else f"right for every {what}."
+    words = (
+        f"not yet: {wrong} of {len(lines)} {what}s differ (seed {seed})."
+        if wrong
+        else f"right for every {what}."
+    )
     return Result(task.name, not wrong, words, lines)

@@ -85,7 +85,11 @@ def _accumulate_case(n, generator):
 def _squares_case(n, generator):
     x = _normal(n, generator)
     blocks = -(-n // BLOCK)
-    expected = torch.nn.functional.pad(x.double().square(), (0, blocks * BLOCK - n)).view(blocks, BLOCK).sum(1)
+    expected = (
+        torch.nn.functional.pad(x.double().square(), (0, blocks * BLOCK - n))
+        .view(blocks, BLOCK)
+        .sum(1)
+    )
     return Case(_unwritten(blocks, generator), (x,), (), expected, roundings=16)
 
 
@@ -93,7 +97,9 @@ def _rescale_case(n, generator):
     x = _normal(n, generator)
     by = {256: 1.0, 4096: 1.0, 1000: math.nan}.get(n)
     if by == 1.0:
-        x.view(torch.int32)[::7] = 0x7F800001  # a NaN that loses this pattern when it is multiplied: so a needless write is seen
+        x.view(torch.int32)[::7] = (
+            0x7F800001  # a NaN that loses this pattern when it is multiplied: so a needless write is seen
+        )
     factor = torch.rand(1, generator=generator, device=generator.device) * 0.8 + 0.1
     scale = factor if by is None else torch.full_like(factor, by)
     label = "scale < 1" if by is None else "scale 1" if by == 1.0 else "scale NaN"
@@ -129,9 +135,16 @@ def _token_mean_cases(generator):
         (1000, [3] * 64, torch.bfloat16),
         (4096, [512, 8, 200, 1], torch.bfloat16),
     ):
-        sums = [torch.randn(max(count, 1), size, generator=generator).add(0.5)[:count].sum(0) for count in counts]
-        means = [(total / count).to(dtype) for total, count in zip(sums, counts)]  # of no token at all: 0 / 0, NaN
-        expected = sum(mean.double() * count for mean, count in zip(means, counts) if count) / sum(counts)
+        sums = [
+            torch.randn(max(count, 1), size, generator=generator).add(0.5)[:count].sum(0)
+            for count in counts
+        ]
+        means = [
+            (total / count).to(dtype) for total, count in zip(sums, counts)
+        ]  # of no token at all: 0 / 0, NaN
+        expected = sum(mean.double() * count for mean, count in zip(means, counts) if count) / sum(
+            counts
+        )
         words = ", ".join(map(str, counts)) if len(counts) < 6 else f"{len(counts)} x {counts[0]}"
         yield f"{words} tokens", ([mean.clone() for mean in means], list(counts)), expected
 
@@ -144,10 +157,20 @@ def _guarded_turns(generator):
             weight, grad = _normal(n, generator), _normal(n, generator)
             if not math.isfinite(loss):
                 grad[int(torch.randint(n, (), generator=generator))] = loss
-            loss = torch.tensor(loss)                       # limit as fp32, too: the two must agree on what is equal
+            loss = torch.tensor(loss)  # limit as fp32, too: the two must agree on what is equal
             steps = bool(loss <= torch.tensor(limit))
-            turns.append(((weight, grad, loss), weight.double() - 0.1 * grad.double() if steps else weight.double()))
-        yield Turns(f"{n:,}, loss below, above, NaN, ...", (torch.zeros(n), torch.zeros(n), torch.zeros(())), (float(torch.tensor(limit)),), turns)
+            turns.append(
+                (
+                    (weight, grad, loss),
+                    weight.double() - 0.1 * grad.double() if steps else weight.double(),
+                )
+            )
+        yield Turns(
+            f"{n:,}, loss below, above, NaN, ...",
+            (torch.zeros(n), torch.zeros(n), torch.zeros(())),
+            (float(torch.tensor(limit)),),
+            turns,
+        )
 
 
 def _decay_turns(generator):
@@ -159,7 +182,13 @@ def _decay_turns(generator):
             exact = exact - 0.1 * max(0.0, 1 - k / steps) * grad.double()
             turns.append(((None, grad, None), exact))
         tensors = first, torch.zeros(n), torch.zeros((), dtype=torch.int64)
-        yield Turns(f"{n:,}, {steps} step{'s' * (steps > 1)} and two more", tensors, (steps,), turns, where=0)
+        yield Turns(
+            f"{n:,}, {steps} step{'s' * (steps > 1)} and two more",
+            tensors,
+            (steps,),
+            turns,
+            where=0,
+        )
 
 
 def _replay_over_cases(generator):
@@ -167,9 +196,15 @@ def _replay_over_cases(generator):
         weight, memory, tape = _normal(n, generator), torch.zeros(n), Tape()
         result = tape.record(lambda: memory * weight + memory.mean())
         batches = [_normal(n, generator) for _ in range(count)]
-        expected = torch.stack([batch.double() * weight.double() + batch.double().mean() for batch in batches])
+        expected = torch.stack(
+            [batch.double() * weight.double() + batch.double().mean() for batch in batches]
+        )
         # detach(): names of the same memory. Who gives such a name other memory does not move the graph's.
-        yield f"{count} batches of {n:,}", (tape, memory.detach(), result.detach(), [batch.clone() for batch in batches]), expected
+        yield (
+            f"{count} batches of {n:,}",
+            (tape, memory.detach(), result.detach(), [batch.clone() for batch in batches]),
+            expected,
+        )
 
 
 def _kernel_exercise(name, task, params, stub, hint, solution, wrong, data, per_thread=1):
@@ -178,7 +213,9 @@ def _kernel_exercise(name, task, params, stub, hint, solution, wrong, data, per_
         return f'extern "C" __global__ void {name}({", ".join(params)})\n{{\n{lines}\n}}\n'
 
     mistakes = {what: source(body) for what, body in wrong.items()}
-    return Exercise(name, task, source(stub), hint, source(solution), mistakes, params, per_thread, data)
+    return Exercise(
+        name, task, source(stub), hint, source(solution), mistakes, params, per_thread, data
+    )
 
 
 _INDEX = "int i = blockIdx.x * blockDim.x + threadIdx.x;\n"
@@ -264,7 +301,8 @@ EXERCISES = {
                 "no guard": _LONG + "acc[i] += as_float(grad[i]);",
                 "one too many": _LONG + "if (i <= n) acc[i] += as_float(grad[i]);",
                 "overwrites": _LONG + "if (i < n) acc[i] = as_float(grad[i]);",
-                "sum kept in bf16": _LONG + "if (i < n) acc[i] = as_float(as_bf16(acc[i] + as_float(grad[i])));",
+                "sum kept in bf16": _LONG
+                + "if (i < n) acc[i] = as_float(as_bf16(acc[i] + as_float(grad[i])));",
                 "bits taken as a number": _LONG + "if (i < n) acc[i] += grad[i].bits;",
                 "subtracts": _LONG + "if (i < n) acc[i] -= as_float(grad[i]);",
             },
@@ -278,7 +316,8 @@ EXERCISES = {
             _FOUR + "// your lines",
             "A loop over k = 0 .. 3 with the guard inside it is right for every n. Faster: one float4 where all four"
             " exist, the loop for the tail.",
-            _FOUR + """if (first + 4 <= n) {
+            _FOUR
+            + """if (first + 4 <= n) {
     float4* out = reinterpret_cast<float4*>(acc + first);
     float4 a = *out;
     uint2 g = *reinterpret_cast<const uint2*>(grad + first);      // four bf16 in eight bytes
@@ -293,7 +332,8 @@ EXERCISES = {
                     + "if (first + 4 <= n) for (int k = 0; k < 4; k++) acc[first + k] += as_float(grad[first + k]);"
                 ),
                 "guards the first only": (
-                    _FOUR + "if (first < n) for (int k = 0; k < 4; k++) acc[first + k] += as_float(grad[first + k]);"
+                    _FOUR
+                    + "if (first < n) for (int k = 0; k < 4; k++) acc[first + k] += as_float(grad[first + k]);"
                 ),
                 "wrong stride": (
                     "long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;\n"
@@ -361,14 +401,22 @@ EXERCISES = {
             " sum. All 256 threads take part: one beyond n brings 0. Between writing and reading `warps` stands __syncthreads().",
             _SQUARE + _TREE + _JOIN,
             {
-                "no guard": _SQUARE.replace("i < n ? x[i] * x[i] : 0.0f", "x[i] * x[i]") + _TREE + _JOIN,
-                "first warp only": _SQUARE + _TREE + "if (threadIdx.x == 0) sums[blockIdx.x] = sum;",
-                "each warp overwrites": _SQUARE + _TREE + "if (threadIdx.x % 32 == 0) sums[blockIdx.x] = sum;",
+                "no guard": _SQUARE.replace("i < n ? x[i] * x[i] : 0.0f", "x[i] * x[i]")
+                + _TREE
+                + _JOIN,
+                "first warp only": _SQUARE
+                + _TREE
+                + "if (threadIdx.x == 0) sums[blockIdx.x] = sum;",
+                "each warp overwrites": _SQUARE
+                + _TREE
+                + "if (threadIdx.x % 32 == 0) sums[blockIdx.x] = sum;",
                 "half of the lanes": _SQUARE + _TREE.replace("16", "8") + _JOIN,
                 "does not square": _SQUARE.replace("x[i] * x[i]", "x[i]") + _TREE + _JOIN,
                 "norm of each warp": _SQUARE + _TREE + _JOIN.replace("= sum;", "= sqrtf(sum);", 1),
                 "seven warps": _SQUARE + _TREE + _JOIN.replace("warp < 8", "warp < 7"),
-                "fixed place, not the block's": _SQUARE + _TREE + _JOIN.replace("sums[blockIdx.x]", "sums[0]"),
+                "fixed place, not the block's": _SQUARE
+                + _TREE
+                + _JOIN.replace("sums[blockIdx.x]", "sums[0]"),
             },
             _squares_case,
         ),
@@ -463,9 +511,15 @@ EXERCISES = {
                 "below zero": _decay("0.1 * (1 - count / steps)"),
                 "one step late": _decay("0.1 * (1 - (count - 1) / steps).clamp(min=0, max=1)"),
                 "counts first": "def decay(weight, grad, count, steps):\n    count += 1\n    weight -= 0.1 * (1 - count / steps).clamp(min=0) * grad\n",
-                "does not count": _decay("0.1 * (1 - count / steps).clamp(min=0)").replace("    count += 1\n", ""),
-                "counts another tensor": _decay("0.1 * (1 - count / steps).clamp(min=0)").replace("count += 1", "count = count + 1"),
-                "a new weight": _decay("0.1 * (1 - count / steps).clamp(min=0)").replace("weight -= lr * grad", "weight = weight - lr * grad"),
+                "does not count": _decay("0.1 * (1 - count / steps).clamp(min=0)").replace(
+                    "    count += 1\n", ""
+                ),
+                "counts another tensor": _decay("0.1 * (1 - count / steps).clamp(min=0)").replace(
+                    "count += 1", "count = count + 1"
+                ),
+                "a new weight": _decay("0.1 * (1 - count / steps).clamp(min=0)").replace(
+                    "weight -= lr * grad", "weight = weight - lr * grad"
+                ),
             },
             turns=_decay_turns,
         ),
@@ -480,12 +534,24 @@ EXERCISES = {
             "def replay_over(graph, static, out, batches):\n    results = []\n    for batch in batches:\n        static.copy_(batch)\n"
             "        graph.replay()\n        results.append(out.clone())\n    return torch.stack(results)\n",
             {
-                "a name, and the same memory": _over("static = batch", "graph.replay()", "results.append(out)"),
-                "gives a name": _over("static = batch", "graph.replay()", "results.append(out.clone())"),
-                "gives other memory": _over("static.data = batch", "graph.replay()", "results.append(out.clone())"),
-                "keeps the buffer": _over("static.copy_(batch)", "graph.replay()", "results.append(out)"),
-                "replays before it fills": _over("graph.replay()", "static.copy_(batch)", "results.append(out.clone())"),
-                "keeps before it replays": _over("static.copy_(batch)", "results.append(out.clone())", "graph.replay()"),
+                "a name, and the same memory": _over(
+                    "static = batch", "graph.replay()", "results.append(out)"
+                ),
+                "gives a name": _over(
+                    "static = batch", "graph.replay()", "results.append(out.clone())"
+                ),
+                "gives other memory": _over(
+                    "static.data = batch", "graph.replay()", "results.append(out.clone())"
+                ),
+                "keeps the buffer": _over(
+                    "static.copy_(batch)", "graph.replay()", "results.append(out)"
+                ),
+                "replays before it fills": _over(
+                    "graph.replay()", "static.copy_(batch)", "results.append(out.clone())"
+                ),
+                "keeps before it replays": _over(
+                    "static.copy_(batch)", "results.append(out.clone())", "graph.replay()"
+                ),
                 "adds": _over("static += batch", "graph.replay()", "results.append(out.clone())"),
             },
             cases=_replay_over_cases,

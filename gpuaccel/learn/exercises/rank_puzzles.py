@@ -1,4 +1,5 @@
 """The exercises of notebook 06: dealing batches to ranks, buckets, a sum in global order. As learn/exercises/puzzles.py keeps the others."""
+
 import torch
 
 from .puzzles import Exercise
@@ -11,11 +12,17 @@ def _whole(low, high, generator) -> int:
 def _deal_cases(generator):
     for n, ranks in ((2, 2), (9, 2), (10, 4), (1, 1), (64, 8), (257, 3)):
         order = torch.randperm(n, generator=generator)
-        rank = ranks - 1 if n in (9, 10) else _whole(0, ranks, generator)          # in these the last rank has none left at the end
+        rank = (
+            ranks - 1 if n in (9, 10) else _whole(0, ranks, generator)
+        )  # in these the last rank has none left at the end
         expected = torch.full((-(-n // ranks),), -1)
         mine = order[rank::ranks]
-        expected[:len(mine)] = mine
-        yield f"{n} batch{'es' * (n > 1)}, rank {rank} of {ranks}", (order, rank, ranks), expected.double()
+        expected[: len(mine)] = mine
+        yield (
+            f"{n} batch{'es' * (n > 1)}, rank {rank} of {ranks}",
+            (order, rank, ranks),
+            expected.double(),
+        )
 
 
 def _blocks_per_bucket(sizes, least):
@@ -30,9 +37,15 @@ def _blocks_per_bucket(sizes, least):
 
 def _bucket_cases(generator):
     some = torch.randint(1, 60, (40,), generator=generator).tolist()
-    for label, sizes, least in (("one small block", [3], 10), ("each exactly enough", [10, 10, 10], 10), ("two make one", [5, 5, 5, 5], 10),
-                                ("a large one behind a small one", [2, 90, 2, 2], 10), ("little is left", [12, 30, 4, 3], 10),
-                                ("40 blocks", some, 100), ("40 blocks, all in one", some, 10_000)):
+    for label, sizes, least in (
+        ("one small block", [3], 10),
+        ("each exactly enough", [10, 10, 10], 10),
+        ("two make one", [5, 5, 5, 5], 10),
+        ("a large one behind a small one", [2, 90, 2, 2], 10),
+        ("little is left", [12, 30, 4, 3], 10),
+        ("40 blocks", some, 100),
+        ("40 blocks, all in one", some, 10_000),
+    ):
         yield label, (sizes, least), _blocks_per_bucket(sizes, least).double()
 
 
@@ -47,8 +60,14 @@ def _in_turn(grads):
 def _ordered_cases(generator):
     for micros, ranks, n in ((1, 2, 1), (2, 2, 255), (3, 2, 1000), (4, 3, 257), (2, 8, 4096)):
         grads = torch.randn(micros, ranks, n, generator=generator) * 1e6
-        grads[-1, -1] -= grads.double().sum((0, 1)).float()         # what is left is small, and which bits it has the order decides
-        yield f"{ranks} ranks, {micros} micro-batch{'es' * (micros > 1)}, {n:,} element{'s' * (n > 1)}", (grads,), _in_turn(grads).double()
+        grads[-1, -1] -= (
+            grads.double().sum((0, 1)).float()
+        )  # what is left is small, and which bits it has the order decides
+        yield (
+            f"{ranks} ranks, {micros} micro-batch{'es' * (micros > 1)}, {n:,} element{'s' * (n > 1)}",
+            (grads,),
+            _in_turn(grads).double(),
+        )
 
 
 _DEAL = """def deal(order, rank, ranks):
@@ -89,14 +108,21 @@ EXERCISES = {
             " again.",
             _DEAL,
             {
-                "begins again at the end": _DEAL.replace("torch.full((longest - len(mine),), -1)", "order[:longest - len(mine)]"),
-                "a block for each rank": _DEAL.replace("order[rank::ranks]", "order[rank * -(-len(order) // ranks):][:-(-len(order) // ranks)]"),
+                "begins again at the end": _DEAL.replace(
+                    "torch.full((longest - len(mine),), -1)", "order[:longest - len(mine)]"
+                ),
+                "a block for each rank": _DEAL.replace(
+                    "order[rank::ranks]",
+                    "order[rank * -(-len(order) // ranks):][:-(-len(order) // ranks)]",
+                ),
                 "drops the tail": "def deal(order, rank, ranks):\n    each = len(order) // ranks\n    return order[:each * ranks][rank::ranks]\n",
                 "not as many": "def deal(order, rank, ranks):\n    return order[rank::ranks]\n",
                 "one too many": _DEAL.replace("-(-len(order) // ranks)", "len(order) // ranks + 1"),
                 "everything to everyone": "def deal(order, rank, ranks):\n    return order\n",
                 "fills up with 0": _DEAL.replace("-1)", "0)"),
-                "in its own order": _DEAL.replace("order[rank::ranks]", "order[rank::ranks].sort().values"),
+                "in its own order": _DEAL.replace(
+                    "order[rank::ranks]", "order[rank::ranks].sort().values"
+                ),
             },
             cases=_deal_cases,
         ),
@@ -108,19 +134,25 @@ EXERCISES = {
             "After the loop there may be blocks in a bucket that is not full. They have gradients too.",
             _BUCKETS,
             {
-                "forgets the rest": _BUCKETS.replace("    if blocks:\n        counts.append(blocks)\n", ""),
+                "forgets the rest": _BUCKETS.replace(
+                    "    if blocks:\n        counts.append(blocks)\n", ""
+                ),
                 "more than enough only": _BUCKETS.replace("size >= least", "size > least"),
                 "closes before it is full": (
                     "def fill_buckets(sizes, least):\n    counts, blocks, size = [], 0, 0\n    for block in sizes:\n        if blocks and size + block > least:\n"
                     "            counts.append(blocks)\n            blocks = size = 0\n        blocks += 1\n        size += block\n"
                     "    return torch.tensor(counts + [blocks])\n"
                 ),
-                "the rest joins the last": _BUCKETS.replace("    if blocks:\n        counts.append(blocks)\n",
-                                                            "    if blocks and counts:\n        counts[-1] += blocks\n    elif blocks:\n        counts.append(blocks)\n"),
+                "the rest joins the last": _BUCKETS.replace(
+                    "    if blocks:\n        counts.append(blocks)\n",
+                    "    if blocks and counts:\n        counts[-1] += blocks\n    elif blocks:\n        counts.append(blocks)\n",
+                ),
                 "in the order of forward": _BUCKETS.replace("in sizes", "in reversed(sizes)"),
                 "a bucket for each block": "def fill_buckets(sizes, least):\n    return torch.ones(len(sizes))\n",
                 "all in one": "def fill_buckets(sizes, least):\n    return torch.tensor([len(sizes)])\n",
-                "does not empty the bucket": _BUCKETS.replace("blocks = size = 0\n    if", "blocks = 0\n    if"),
+                "does not empty the bucket": _BUCKETS.replace(
+                    "blocks = size = 0\n    if", "blocks = 0\n    if"
+                ),
             },
             cases=_bucket_cases,
         ),
@@ -142,10 +174,16 @@ EXERCISES = {
                     "def ordered_sum(grads):\n    total = torch.zeros_like(grads[0, 0])\n    for r in range(grads.shape[1]):\n"
                     "        for m in range(grads.shape[0]):\n            total = total + grads[m, r]\n    return total\n"
                 ),
-                "backwards": _ORDERED.replace("range(grads.shape[0])", "reversed(range(grads.shape[0]))"),
-                "last rank first": _ORDERED.replace("range(grads.shape[1])", "reversed(range(grads.shape[1]))"),
+                "backwards": _ORDERED.replace(
+                    "range(grads.shape[0])", "reversed(range(grads.shape[0]))"
+                ),
+                "last rank first": _ORDERED.replace(
+                    "range(grads.shape[1])", "reversed(range(grads.shape[1]))"
+                ),
                 "in double": "def ordered_sum(grads):\n    return grads.double().sum((0, 1)).float()\n",
-                "the mean of the ranks": _ORDERED.replace("return total", "return total / grads.shape[1]"),
+                "the mean of the ranks": _ORDERED.replace(
+                    "return total", "return total / grads.shape[1]"
+                ),
                 "rank 0 only": _ORDERED.replace("range(grads.shape[1])", "range(1)"),
             },
             cases=_ordered_cases,

@@ -15,8 +15,17 @@ import re
 from html import escape
 
 from ...compiler.kernel import Kernel, kernel_root
-from .picture import RUN_COLOURS, WIDTH, _Ink, _spread, _text_width, _time_axis, microseconds, norm_words
 from ...measure.timeline import facts
+from .picture import (
+    RUN_COLOURS,
+    WIDTH,
+    _Ink,
+    _spread,
+    _text_width,
+    _time_axis,
+    microseconds,
+    norm_words,
+)
 
 BLUE, ORANGE, GREEN, PINK = RUN_COLOURS[:4]
 GREY, RED = "#8d949e", "#e5484d"
@@ -39,14 +48,19 @@ class Table:
     """Rows of text and a caption; the first column is aligned to the left, the others to the right."""
 
     def __init__(self, columns, rows, caption=""):
-        self.columns, self.rows, self.caption = list(columns), [list(map(str, row)) for row in rows], caption
+        self.columns, self.rows, self.caption = (
+            list(columns),
+            [list(map(str, row)) for row in rows],
+            caption,
+        )
 
     def __str__(self):
         lines = [self.columns, *self.rows]
         widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
         text = [
             "  ".join(
-                cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))
+                cell.ljust(w) if i == 0 else cell.rjust(w)
+                for i, (cell, w) in enumerate(zip(line, widths))
             ).rstrip()
             for line in lines
         ]
@@ -72,12 +86,14 @@ class Table:
             )
 
         caption = (
-            f'<div style="{soft};font-size:12px;padding:2px 4px">{escape(self.caption)}</div>' if self.caption else ""
+            f'<div style="{soft};font-size:12px;padding:2px 4px">{escape(self.caption)}</div>'
+            if self.caption
+            else ""
         )
         return (
             f'{caption}<table style="border-collapse:collapse;font-size:13px;margin:2px'
             f' 0"><thead>{row(self.columns, "th", soft + ";font-weight:500")}</thead>'
-            f'<tbody>{"".join(row(cells, "td") for cells in self.rows)}</tbody></table>'
+            f"<tbody>{''.join(row(cells, 'td') for cells in self.rows)}</tbody></table>"
         )
 
 
@@ -125,8 +141,14 @@ class Source:
 def source(file: str, name: str, **defines) -> Source:
     """Kernel `name` of kernels_cu/<file>.cu: its text, its lines, and what it costs on this GPU or sm_90."""
     lines = (kernel_root() / f"{file}.cu").read_text().split("\n")
-    cost = Kernel(file, name, **defines).resources()  # raises, in words, for a name that is not there
-    first = next(i for i, line in enumerate(lines) if "__global__" in line and re.search(rf"\b{name}\s*\(", line))
+    cost = Kernel(
+        file, name, **defines
+    ).resources()  # raises, in words, for a name that is not there
+    first = next(
+        i
+        for i, line in enumerate(lines)
+        if "__global__" in line and re.search(rf"\b{name}\s*\(", line)
+    )
     last = next(i for i in range(first, len(lines)) if lines[i] == "}")
     return Source(
         "\n".join(lines[first : last + 1]),
@@ -160,7 +182,7 @@ def threads(n: int, block: int, per_thread: int = 1) -> Figure:
             ink.out.append(
                 f'<rect x="{x:.1f}" y="31" width="{wide:.1f}" height="24" rx="5" fill="{colour if busy else "none"}"'
                 f' stroke="{colour}" stroke-width="1.4"'
-                f' {"" if busy else "stroke-dasharray=" + chr(34) + "3 3" + chr(34)}/>'
+                f" {'' if busy else 'stroke-dasharray=' + chr(34) + '3 3' + chr(34)}/>"
             )
             ink.text(x + wide / 2, 47, t, 11, "#ffffff" if busy else ink.soft, "middle")
             for i in range(slot, min(slot + per_thread, n)):
@@ -175,7 +197,11 @@ def threads(n: int, block: int, per_thread: int = 1) -> Figure:
     words = f"{n} elements, {blocks} blocks of {block} threads" + (
         f", {per_thread} elements per thread" if per_thread > 1 else ""
     )
-    words += f"; {spare} to spare (dashed): the guard keeps {'it' if spare == 1 else 'them'} idle" if spare else ""
+    words += (
+        f"; {spare} to spare (dashed): the guard keeps {'it' if spare == 1 else 'them'} idle"
+        if spare
+        else ""
+    )
     ink.text(84, 138, words, 12, ink.soft)
     return Figure(ink, 146, words)
 
@@ -188,7 +214,9 @@ def bits(value: float) -> Figure:
     ink, step = _Ink(themed=False), 24.0
     parts = [("sign", 0, 1, PINK), ("exponent", 1, 9, ORANGE), ("fraction", 9, 32, BLUE)]
     for name, first, last, colour in parts:
-        ink.text((first + last) / 2 * step, 16, name, 12, colour, "middle" if first else "start", 600)
+        ink.text(
+            (first + last) / 2 * step, 16, name, 12, colour, "middle" if first else "start", 600
+        )
         for i in range(first, last):
             kept = i < 16
             ink.out.append(
@@ -205,7 +233,7 @@ def bits(value: float) -> Figure:
                 600,
             )
     ink.out.append(
-        f'<line x1="{16 * step - .5}" y1="18" x2="{16 * step - .5}" y2="76" stroke="{GREY}" stroke-width="1.6"'
+        f'<line x1="{16 * step - 0.5}" y1="18" x2="{16 * step - 0.5}" y2="76" stroke="{GREY}" stroke-width="1.6"'
         ' stroke-dasharray="4 3"/>'
     )
     ink.text(16 * step - 10, 72, "bf16 keeps these 16 bits", 12, ink.strong, "end")
@@ -237,28 +265,59 @@ def arena(arena) -> Figure:
             x += width
         for name, x, width in labels:
             if _text_width(name, 11.5) + 6 < width:
-                ink.text(x + width / 2 - 0.7, y + height / 2 + 4, name, 11.5, "#ffffff", "middle", 600)
-        small = [(name, x + width / 2) for name, x, width in labels if _text_width(name, 11.5) + 6 >= width]
+                ink.text(
+                    x + width / 2 - 0.7, y + height / 2 + 4, name, 11.5, "#ffffff", "middle", 600
+                )
+        small = [
+            (name, x + width / 2)
+            for name, x, width in labels
+            if _text_width(name, 11.5) + 6 >= width
+        ]
         for k, (name, x) in enumerate(small):
             ink.line(x, y + height, x, y + height + 8 + 15 * (k % 3), 1.0)
             end = "start" if x < WIDTH / 2 else "end"
-            ink.text(x + (4 if end == "start" else -4), y + height + 14 + 15 * (k % 3), name, 11, ink.soft, end)
+            ink.text(
+                x + (4 if end == "start" else -4),
+                y + height + 14 + 15 * (k % 3),
+                name,
+                11,
+                ink.soft,
+                end,
+            )
         return 15 * min(len(small), 3) + 8 if small else 0
 
     colours = [RUN_COLOURS[i % len(RUN_COLOURS)] for i in range(len(arena.blocks))]
     used = [sum(s.numel for s in arena.segments[b.first : b.last]) for b in arena.blocks]
-    short = [b.name.removesuffix(".weight").replace("lm_head.weight .. final_norm", "head") for b in arena.blocks]
+    short = [
+        b.name.removesuffix(".weight").replace("lm_head.weight .. final_norm", "head")
+        for b in arena.blocks
+    ]
     below = band(
-        [(name, b.stop - b.start, u, c) for name, b, u, c in zip(short, arena.blocks, used, colours)], 24, 44, elements
+        [
+            (name, b.stop - b.start, u, c)
+            for name, b, u, c in zip(short, arena.blocks, used, colours)
+        ],
+        24,
+        44,
+        elements,
     )
-    chosen = max(range(len(arena.blocks)), key=lambda i: (arena.blocks[i].last - arena.blocks[i].first, -i))
+    chosen = max(
+        range(len(arena.blocks)), key=lambda i: (arena.blocks[i].last - arena.blocks[i].first, -i)
+    )
     b, top = arena.blocks[chosen], 24 + 44 + below + 46
     for edge, x in ((b.start, 0.0), (b.stop, float(WIDTH))):
         ink.line(edge / elements * WIDTH, 68, edge / elements * WIDTH, 68 + below, 1.0, "3 3")
         ink.line(edge / elements * WIDTH, 68 + below, x, top - 4, 1.0, "3 3")
-    ink.text(0, top - 12, f"{short[chosen]}, {b.last - b.first} tensors", 12, colours[chosen], weight=600)
+    ink.text(
+        0, top - 12, f"{short[chosen]}, {b.last - b.first} tensors", 12, colours[chosen], weight=600
+    )
     tensors = [
-        (s.name.removeprefix(b.name + ".").removesuffix(".weight"), s.padded, s.numel, colours[chosen])
+        (
+            s.name.removeprefix(b.name + ".").removesuffix(".weight"),
+            s.padded,
+            s.numel,
+            colours[chosen],
+        )
         for s in arena.segments[b.first : b.last]
     ]
     below = band(tensors, top, 36, b.stop - b.start)
@@ -277,7 +336,9 @@ def _power(exponent):
     )
 
 
-def curves(lines: "dict[str, list[tuple[float, float]]]", title: str, x_label: str, y_label: str) -> Figure:
+def curves(
+    lines: "dict[str, list[tuple[float, float]]]", title: str, x_label: str, y_label: str
+) -> Figure:
     """Both axes logarithmic; points of 0 are left out. The name of each line stands at its end."""
     ink = _Ink(themed=False)
     points = [(x, y) for line in lines.values() for x, y in line if x > 0 and y > 0]
@@ -285,14 +346,17 @@ def curves(lines: "dict[str, list[tuple[float, float]]]", title: str, x_label: s
         ink.text(0, 20, f"{title}: nothing to draw, every value is 0", 12)
         return Figure(ink, 30, f"{title}: every value is 0")
     x0, x1 = (math.log10(f(p[0] for p in points)) for f in (min, max))
-    y0, y1 = math.floor(min(math.log10(p[1]) for p in points)), math.ceil(max(math.log10(p[1]) for p in points))
+    y0, y1 = (
+        math.floor(min(math.log10(p[1]) for p in points)),
+        math.ceil(max(math.log10(p[1]) for p in points)),
+    )
     x1, y1 = max(x1, x0 + 0.1), max(y1, y0 + 1)
     left, top, right, bottom = 56, 46, WIDTH - 150, 226
 
     def at(x, y):
-        return left + (math.log10(x) - x0) / (x1 - x0) * (right - left), bottom - (math.log10(y) - y0) / (y1 - y0) * (
-            bottom - top
-        )
+        return left + (math.log10(x) - x0) / (x1 - x0) * (right - left), bottom - (
+            math.log10(y) - y0
+        ) / (y1 - y0) * (bottom - top)
 
     ink.text(0, 16, title, 13, weight=600)
     ink.text(0, 34, y_label, 11.5, ink.soft)
@@ -323,12 +387,23 @@ def curves(lines: "dict[str, list[tuple[float, float]]]", title: str, x_label: s
 
 def _title(ink, y, words):
     """In bold, and smaller where it would not fit."""
-    ink.text(0, y, words, f"{13 * min(1.0, WIDTH / (1.12 * _text_width(words, 13))):.1f}".removesuffix(".0"), weight=600)
+    ink.text(
+        0,
+        y,
+        words,
+        f"{13 * min(1.0, WIDTH / (1.12 * _text_width(words, 13))):.1f}".removesuffix(".0"),
+        weight=600,
+    )
 
 
-def bars(rows: "list[tuple[str, float, str]]", title: str, limit: "tuple[float, str] | None" = None) -> Figure:
+def bars(
+    rows: "list[tuple[str, float, str]]", title: str, limit: "tuple[float, str] | None" = None
+) -> Figure:
     """(name, value, words) as horizontal bars on one scale; limit: (value, words) of a dashed line."""
-    ink, highest = _Ink(themed=False), max([row[1] for row in rows] + [limit[0] if limit else 0]) or 1.0
+    ink, highest = (
+        _Ink(themed=False),
+        max([row[1] for row in rows] + [limit[0] if limit else 0]) or 1.0,
+    )
     left = max(_text_width(name, 12) for name, _, _ in rows) + 16
     scale, y = (WIDTH - left - 150) / highest, 34
     _title(ink, 15, title)
@@ -348,7 +423,9 @@ def bars(rows: "list[tuple[str, float, str]]", title: str, limit: "tuple[float, 
         ink.line(x, 26, x, y - 2, 1.6, "4 4")
         ink.text(x, y + 12, limit[1], 11.5, ink.soft, "middle")
         y += 16
-    return Figure(ink, y + 6, f"{title}: " + ", ".join(f"{name} {words}" for name, _, words in rows))
+    return Figure(
+        ink, y + 6, f"{title}: " + ", ".join(f"{name} {words}" for name, _, words in rows)
+    )
 
 
 def warp_sum() -> Figure:
@@ -364,14 +441,18 @@ def warp_sum() -> Figure:
             for lane in range(far):
                 x = left + (lane + 0.5) * step
                 ink.line(x, y, x, y + 30, opacity=0.7)
-                ink.out.append(f'<path d="M{x + far * step:.1f} {y:.1f}C{x + far * step:.1f} {y + 19:.1f} {x:.1f} {y + 11:.1f} {x:.1f} {y + 30:.1f}"'
-                               f' fill="none" stroke="{RUN_COLOURS[(k - 1) % 4]}" stroke-width="1.3" opacity="0.75"/>')
+                ink.out.append(
+                    f'<path d="M{x + far * step:.1f} {y:.1f}C{x + far * step:.1f} {y + 19:.1f} {x:.1f} {y + 11:.1f} {x:.1f} {y + 30:.1f}"'
+                    f' fill="none" stroke="{RUN_COLOURS[(k - 1) % 4]}" stroke-width="1.3" opacity="0.75"/>'
+                )
             ink.text(0, y + 19, f"far = {far}", 11.5, ink.soft)
             y += 30
         for lane in range(lanes):
             needed = lane < (far or lanes)
-            ink.out.append(f'<rect x="{left + lane * step + 1:.1f}" y="{y:.1f}" width="{step - 2:.1f}" height="18" rx="3" fill="{BLUE}"'
-                           f' opacity="{1 if needed else 0.13}"/>')
+            ink.out.append(
+                f'<rect x="{left + lane * step + 1:.1f}" y="{y:.1f}" width="{step - 2:.1f}" height="18" rx="3" fill="{BLUE}"'
+                f' opacity="{1 if needed else 0.13}"/>'
+            )
             if needed:
                 ink.text(left + (lane + 0.5) * step, y + 13, 2**k, 10.5, "#ffffff", "middle", 600)
         y += 20
@@ -382,9 +463,13 @@ def warp_sum() -> Figure:
 
 # ---- who waited for whom --------------------------------------------------------------------------------------------
 
-_SPANS = {                                   # name of a span -> (colour, opacity, words of the legend); what is not here is a kernel
-    "python": (GREY, 0.22, "all else on the host"), "operator": (BLUE, 0.7, "an operator of torch"), "launch": (BLUE, 1.0, "launches"),
-    "copy": (PINK, 1.0, "copies"), "wait": (RED, 0.9, "waits for the GPU"), "read": (RED, 0.9, "reads a number"),
+_SPANS = {  # name of a span -> (colour, opacity, words of the legend); what is not here is a kernel
+    "python": (GREY, 0.22, "all else on the host"),
+    "operator": (BLUE, 0.7, "an operator of torch"),
+    "launch": (BLUE, 1.0, "launches"),
+    "copy": (PINK, 1.0, "copies"),
+    "wait": (RED, 0.9, "waits for the GPU"),
+    "read": (RED, 0.9, "reads a number"),
     "backward": (GREY, 0.55, "rest of backward"),
 }
 _KERNEL = (GREEN, 1.0, "kernels")
@@ -401,9 +486,11 @@ def _lane(ink, spans, y, height, at, left, right):
                     boxes[-1][1] = max(boxes[-1][1], b)
                 else:
                     boxes.append([a, b])
-        if path := "".join(f"M{a:.1f} {y}h{max(b - a, 0.7):.1f}v{height}h{-max(b - a, 0.7):.1f}z" for a, b in boxes):
+        if path := "".join(
+            f"M{a:.1f} {y}h{max(b - a, 0.7):.1f}v{height}h{-max(b - a, 0.7):.1f}z" for a, b in boxes
+        ):
             ink.out.append(f'<path d="{path}" fill="{look[0]}" opacity="{look[1]}"/>')
-    named = []                               # [name, from, to] of kernels; equal neighbours are one
+    named = []  # [name, from, to] of kernels; equal neighbours are one
     for s in (s for s in spans if s.name not in _SPANS):
         a, b = max(at(s.start), left), min(at(s.stop), right)
         if named and named[-1][0] == s.name and a - named[-1][2] < 2:
@@ -415,7 +502,9 @@ def _lane(ink, spans, y, height, at, left, right):
             ink.text((a + b) / 2, y + height / 2 + 3.5, name, 10, "#ffffff", "middle", 600)
 
 
-def timeline(runs: "dict[str, list]", title: str = "What follows the last backward of one step") -> Figure:
+def timeline(
+    runs: "dict[str, list]", title: str = "What follows the last backward of one step"
+) -> Figure:
     """Spans of timeline.tail for each run, all on one scale: the host's lane above, the GPU's below (none on a machine without).
 
     Of the first run that waits (or reads) again and again, a stretch is drawn enlarged below it."""
@@ -423,10 +512,14 @@ def timeline(runs: "dict[str, list]", title: str = "What follows the last backwa
     longest = max((s.stop for spans in runs.values() for s in spans), default=0.0) or 1.0
     _title(ink, 16, title)
     names = {s.name for spans in runs.values() for s in spans}
-    legend = [_SPANS[name] for name in _SPANS if name in names] + [_KERNEL] * any(name not in _SPANS for name in names)
+    legend = [_SPANS[name] for name in _SPANS if name in names] + [_KERNEL] * any(
+        name not in _SPANS for name in names
+    )
     x = 0.0
     for colour, opacity, meaning in legend:
-        ink.out.append(f'<rect x="{x:.1f}" y="28" width="10" height="10" rx="2.5" fill="{colour}" opacity="{opacity}"/>')
+        ink.out.append(
+            f'<rect x="{x:.1f}" y="28" width="10" height="10" rx="2.5" fill="{colour}" opacity="{opacity}"/>'
+        )
         ink.text(x + 15, 37, meaning, 11.5, ink.soft)
         x += _text_width(meaning, 11.5) * 0.92 + 34
     y, zoomed = 62.0, False
@@ -434,6 +527,7 @@ def timeline(runs: "dict[str, list]", title: str = "What follows the last backwa
     def lanes(spans, y, first, last):
         def at(us):
             return left + (us - first) / (last - first) * (right - left)
+
         for lane in ("host", "GPU"):
             some = [s for s in spans if s.lane == lane]
             if some:
@@ -447,7 +541,9 @@ def timeline(runs: "dict[str, list]", title: str = "What follows the last backwa
         on_gpu = found["gpu_busy"] is not None
         count = found["waits"] if on_gpu else found["reads"]
         what = f"{count:,} {'wait' if on_gpu else 'number'}{'s' * (count != 1)}{'' if on_gpu else ' read'}"
-        told = f"{what}, {microseconds(found['us'])}" + (f", the GPU works {found['gpu_busy']:.0%} of it" if on_gpu else "")
+        told = f"{what}, {microseconds(found['us'])}" + (
+            f", the GPU works {found['gpu_busy']:.0%} of it" if on_gpu else ""
+        )
         words.append(f"{name}: {told}")
         ink.text(0, y, name, 12.5, colour, weight=600)
         ink.text(_text_width(name, 12.5) + 14, y, told, 12, ink.soft)
@@ -457,10 +553,14 @@ def timeline(runs: "dict[str, list]", title: str = "What follows the last backwa
             zoomed, some = True, stops[1:7]  # not the first: that one waits for backward
             first, last = some[0].start - 0.6 * (some[1].start - some[0].start), some[-1].stop
             a, b = (left + us / longest * (right - left) for us in (first, last))
-            ink.out.append(f'<rect x="{a - 1:.1f}" y="{top - 2:.1f}" width="{max(b - a, 1) + 2:.1f}" height="{y - top:.1f}" fill="none"'
-                           f' stroke="{colour}" stroke-width="1.4" rx="2"/>')
+            ink.out.append(
+                f'<rect x="{a - 1:.1f}" y="{top - 2:.1f}" width="{max(b - a, 1) + 2:.1f}" height="{y - top:.1f}" fill="none"'
+                f' stroke="{colour}" stroke-width="1.4" rx="2"/>'
+            )
             for near, far in ((a - 1, left), (b + 1, right)):
-                ink.out.append(f'<path d="M{near:.1f} {y - 2:.1f}L{far:.1f} {y + 17:.1f}" stroke="{colour}" stroke-width="1" opacity="0.5"/>')
+                ink.out.append(
+                    f'<path d="M{near:.1f} {y - 2:.1f}L{far:.1f} {y + 17:.1f}" stroke="{colour}" stroke-width="1" opacity="0.5"/>'
+                )
             y = lanes(spans, y + 19, first, last)
             ink.text(right, y + 11, f"enlarged: {microseconds(last - first)}", 11, ink.soft, "end")
             y += 14
@@ -469,10 +569,16 @@ def timeline(runs: "dict[str, list]", title: str = "What follows the last backwa
     return Figure(ink, y + 16, f"{title}: " + "; ".join(words))
 
 
-def norms(rows: "dict[str, tuple[float, float]]", limit: "float | None" = None, title: str = "Gradient norm") -> Figure:
+def norms(
+    rows: "dict[str, tuple[float, float]]",
+    limit: "float | None" = None,
+    title: str = "Gradient norm",
+) -> Figure:
     """name -> (norm before clipping, norm after it) as bars: pale before, solid after; limit: a dashed line at max_norm."""
     ink = _Ink(themed=False)
-    highest = max([pair[0] for pair in rows.values() if math.isfinite(pair[0])] + [limit or 0]) or 1.0
+    highest = (
+        max([pair[0] for pair in rows.values() if math.isfinite(pair[0])] + [limit or 0]) or 1.0
+    )
     left = max(_text_width(name, 12) for name in rows) + 16
     scale, y = (WIDTH - left - 110) / highest, 36
     _title(ink, 15, title)
@@ -481,13 +587,27 @@ def norms(rows: "dict[str, tuple[float, float]]", limit: "float | None" = None, 
         ink.text(left - 10, y + 15, name, 12, anchor="end")
         for value, opacity in ((before, 0.3), (after, 1.0)):
             if math.isfinite(value):
-                ink.out.append(f'<rect x="{left:.1f}" y="{y}" width="{max(value * scale, 1):.1f}" height="21" rx="3" fill="{colour}"'
-                               f' opacity="{opacity}"/>')
-        ink.text(left + (before * scale if math.isfinite(before) else 0) + 8, y + 15, norm_words(before, after), 12, weight=600)
+                ink.out.append(
+                    f'<rect x="{left:.1f}" y="{y}" width="{max(value * scale, 1):.1f}" height="21" rx="3" fill="{colour}"'
+                    f' opacity="{opacity}"/>'
+                )
+        ink.text(
+            left + (before * scale if math.isfinite(before) else 0) + 8,
+            y + 15,
+            norm_words(before, after),
+            12,
+            weight=600,
+        )
         y += 27
     if limit is not None:
         x = left + limit * scale
-        ink.out.append(f'<line x1="{x:.1f}" y1="28" x2="{x:.1f}" y2="{y}" stroke="{ink.strong}" stroke-width="1.4" stroke-dasharray="4 4"/>')
+        ink.out.append(
+            f'<line x1="{x:.1f}" y1="28" x2="{x:.1f}" y2="{y}" stroke="{ink.strong}" stroke-width="1.4" stroke-dasharray="4 4"/>'
+        )
         ink.text(x, y + 13, f"max_norm {limit:g}", 11.5, ink.soft, "middle")
         y += 16
-    return Figure(ink, y + 6, f"{title}: " + ", ".join(f"{name} {norm_words(*pair)}" for name, pair in rows.items()))
+    return Figure(
+        ink,
+        y + 6,
+        f"{title}: " + ", ".join(f"{name} {norm_words(*pair)}" for name, pair in rows.items()),
+    )

@@ -1,9 +1,9 @@
 """The picture of one or several runs: tokens per second, loss, gradient norms, and the time of one step, as SVG.
 
-    run = Run("arena", RUN_COLOURS[0])
-    run.add(reading)                     # a meter.Reading after each step
-    picture([run])                       # inline SVG in the page's colours, light or dark
-    picture([run], themed=False)         # an image of its own, in colours that suit both
+run = Run("arena", RUN_COLOURS[0])
+run.add(reading)                     # a meter.Reading after each step
+picture([run])                       # inline SVG in the page's colours, light or dark
+picture([run], themed=False)         # an image of its own, in colours that suit both
 """
 
 from __future__ import annotations
@@ -13,12 +13,28 @@ import statistics
 from html import escape
 
 # Colours that stay apart for colour-blind eyes (after Okabe and Ito) and are readable on white and on black.
-RUN_COLOURS = ("#2f86d1", "#e08214", "#1b9e77", "#c5629f", "#d95f3b", "#8a7fd0", "#a08a2c", "#5aa9c9")
-STAGE_COLOURS = {"data": "#b3a57a", "forward": "#7fb3dd", "backward": "#4a7fb8", "accumulate": "#e9a13b",
-                 "clip": "#b58fc9", "optimizer": "#5bab8c", "other": "#8d949e"}
+RUN_COLOURS = (
+    "#2f86d1",
+    "#e08214",
+    "#1b9e77",
+    "#c5629f",
+    "#d95f3b",
+    "#8a7fd0",
+    "#a08a2c",
+    "#5aa9c9",
+)
+STAGE_COLOURS = {
+    "data": "#b3a57a",
+    "forward": "#7fb3dd",
+    "backward": "#4a7fb8",
+    "accumulate": "#e9a13b",
+    "clip": "#b58fc9",
+    "optimizer": "#5bab8c",
+    "other": "#8d949e",
+}
 SPARE_COLOURS = ("#c98b8b", "#8fb06c", "#9c9cc9", "#c7a86b")
 WIDTH = 800
-KEEP = 2000                # points kept per run: every second one is dropped beyond
+KEEP = 2000  # points kept per run: every second one is dropped beyond
 
 
 def number(value, unit="") -> str:
@@ -56,12 +72,12 @@ class Run:
 
     def __init__(self, name, colour):
         self.name, self.colour = name, colour
-        self.last = None                     # the newest meter.Reading
-        self.points = []                     # (step, tokens, tokens/s, loss or None, val_loss or None, tokens at that loss)
-        self.norms = {}                      # step -> (gradient norm before clipping, after it or None)
-        self.stages = {}                     # ms by stage, smoothed over recent steps
+        self.last = None  # the newest meter.Reading
+        self.points = []  # (step, tokens, tokens/s, loss or None, val_loss or None, tokens at that loss)
+        self.norms = {}  # step -> (gradient norm before clipping, after it or None)
+        self.stages = {}  # ms by stage, smoothed over recent steps
         self.val_loss = None
-        self.state = "running"               # running | done | stopped | failed
+        self.state = "running"  # running | done | stopped | failed
         self.error = None
         self._every = self._count = 0
 
@@ -70,26 +86,41 @@ class Run:
         if reading.val_loss is not None:
             self.val_loss = reading.val_loss
         self._count += 1
-        late = reading.step - (reading.loss_step or reading.step)          # on a GPU the loss is that many steps old
+        late = reading.step - (
+            reading.loss_step or reading.step
+        )  # on a GPU the loss is that many steps old
         seen_at = reading.tokens * (1 - late / max(self._count, late, 1))
         if self._count % (1 << self._every) == 0 or reading.val_loss is not None:
-            self.points.append((reading.step, reading.tokens, reading.tokens_per_s, reading.loss, reading.val_loss, seen_at))
+            self.points.append(
+                (
+                    reading.step,
+                    reading.tokens,
+                    reading.tokens_per_s,
+                    reading.loss,
+                    reading.val_loss,
+                    seen_at,
+                )
+            )
         if len(self.points) > KEEP:
             self.points = [p for i, p in enumerate(self.points) if i % 2 == 0 or p[4] is not None]
             self._every += 1
-        self.norms.update((reading.step - ago, (before, after)) for ago, before, after in reading.norms)
+        self.norms.update(
+            (reading.step - ago, (before, after)) for ago, before, after in reading.norms
+        )
         if len(self.norms) > KEEP:
             self.norms = _thin_norms(self.norms)
         for name in {**self.stages, **reading.stages}:
             now = reading.stages.get(name, 0.0)
-            self.stages[name] = now if name not in self.stages else 0.8 * self.stages[name] + 0.2 * now
+            self.stages[name] = (
+                now if name not in self.stages else 0.8 * self.stages[name] + 0.2 * now
+            )
 
     @property
     def tokens_per_s(self) -> float:
         rates = [p[2] for p in self.points if p[2] > 0]
         if self.state == "running" and self.last is not None:
             return self.last.tokens_per_s
-        return statistics.median(rates[len(rates) // 2:]) if rates else 0.0
+        return statistics.median(rates[len(rates) // 2 :]) if rates else 0.0
 
     @property
     def loss(self):
@@ -117,9 +148,14 @@ class _Ink:
         self.themed, self.out = themed, []
         self.strong = "var(--jp-ui-font-color1, currentColor)" if themed else "#7d838c"
         self.soft = "var(--jp-ui-font-color2, currentColor)" if themed else "#868c95"
-        self.hair = "var(--jp-border-color2, rgba(128,128,128,.3))" if themed else "rgb(140,146,155)"
-        self.font = ("var(--jp-ui-font-family, system-ui, sans-serif)" if themed
-                     else "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif")
+        self.hair = (
+            "var(--jp-border-color2, rgba(128,128,128,.3))" if themed else "rgb(140,146,155)"
+        )
+        self.font = (
+            "var(--jp-ui-font-family, system-ui, sans-serif)"
+            if themed
+            else "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
+        )
 
     def paint(self, **colours):
         if self.themed:
@@ -127,23 +163,29 @@ class _Ink:
         return " ".join(f'{k}="{v}"' for k, v in colours.items())
 
     def text(self, x, y, words, size=12, colour=None, anchor="start", weight=400):
-        self.out.append(f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" '
-                        f'font-weight="{weight}" {self.paint(fill=colour or self.strong)}>{escape(str(words))}</text>')
+        self.out.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" '
+            f'font-weight="{weight}" {self.paint(fill=colour or self.strong)}>{escape(str(words))}</text>'
+        )
 
     def line(self, x1, y1, x2, y2, width=1.0, dash="", opacity=1.0):
         dashes = f'stroke-dasharray="{dash}"' if dash else ""
         opacity = opacity if self.themed else 0.6 * opacity
-        self.out.append(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke-width="{width}" '
-                        f'opacity="{opacity:.2f}" {self.paint(stroke=self.hair)} {dashes}/>')
+        self.out.append(
+            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke-width="{width}" '
+            f'opacity="{opacity:.2f}" {self.paint(stroke=self.hair)} {dashes}/>'
+        )
 
     def dot(self, x, y, radius, look):
         self.out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" {look}/>')
 
     def svg(self, height, label):
-        return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
-                f'height="{height:.0f}" role="img" aria-label="{escape(label, quote=True)}" '
-                'style="max-width:100%;height:auto;font-variant-numeric:tabular-nums" '
-                f'font-family="{escape(self.font)}">' + "".join(self.out) + "</svg>")
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
+            f'height="{height:.0f}" role="img" aria-label="{escape(label, quote=True)}" '
+            'style="max-width:100%;height:auto;font-variant-numeric:tabular-nums" '
+            f'font-family="{escape(self.font)}">' + "".join(self.out) + "</svg>"
+        )
 
 
 def _text_width(words, size=12):
@@ -166,17 +208,24 @@ def _thin(points, most=150):
     if len(points) <= most:
         return points
     size = len(points) / most
-    chunks = [points[int(i * size):max(int(i * size) + 1, int((i + 1) * size))] for i in range(most)]
-    return [(sum(p[0] for p in c) / len(c), sum(p[1] for p in c) / len(c)) for c in chunks[:-1]] + [points[-1]]
+    chunks = [
+        points[int(i * size) : max(int(i * size) + 1, int((i + 1) * size))] for i in range(most)
+    ]
+    return [(sum(p[0] for p in c) / len(c), sum(p[1] for p in c) / len(c)) for c in chunks[:-1]] + [
+        points[-1]
+    ]
 
 
 def _thin_norms(norms):
     """Of every two steps the one with the larger norm: a spike is never lost. NaN and infinity count as largest."""
+
     def size(step):
         return norms[step][0] if math.isfinite(norms[step][0]) else math.inf
+
     steps = sorted(norms)
-    return {step: norms[step] for step in (max(pair, key=size) for pair in zip(steps[::2], steps[1::2]))} | {
-        steps[-1]: norms[steps[-1]]}
+    return {
+        step: norms[step] for step in (max(pair, key=size) for pair in zip(steps[::2], steps[1::2]))
+    } | {steps[-1]: norms[steps[-1]]}
 
 
 def _smooth(points):
@@ -205,7 +254,21 @@ def _spread(wanted, gap, low, high):
     return placed
 
 
-def _panel(ink, box, title, x_label, lines, low, high, show_low, labels, dots=(), reference=None, broken=(), reach=0):
+def _panel(
+    ink,
+    box,
+    title,
+    x_label,
+    lines,
+    low,
+    high,
+    show_low,
+    labels,
+    dots=(),
+    reference=None,
+    broken=(),
+    reach=0,
+):
     """One chart. lines: [(run, [(x, y)], faint [(x, y)])]; dots: [(run, x, y)]; reference: (y, words) for a dashed
     line; broken: runs that have no number any more where their line ends; reach: where the x axis ends at least."""
     left, top, right, bottom = box
@@ -218,7 +281,9 @@ def _panel(ink, box, title, x_label, lines, low, high, show_low, labels, dots=()
 
     def at(x, y):
         y = min(max(y, low), high)
-        return left + (x - x_min) / (x_max - x_min) * (right - left), bottom - (y - low) / (high - low) * (bottom - top)
+        return left + (x - x_min) / (x_max - x_min) * (right - left), bottom - (y - low) / (
+            high - low
+        ) * (bottom - top)
 
     for tick in ticks:
         if tick < low - 1e-12:
@@ -227,7 +292,11 @@ def _panel(ink, box, title, x_label, lines, low, high, show_low, labels, dots=()
         ink.line(left, y, right, y, opacity=0.9 if tick == ticks[0] else 0.45)
         step = ticks[1] - ticks[0]
         decimals = max(0, -math.floor(math.log10(step)))
-        words = number(tick).replace(".00", "").replace(".0", "") if step >= 1 else f"{tick:.{decimals}f}"
+        words = (
+            number(tick).replace(".00", "").replace(".0", "")
+            if step >= 1
+            else f"{tick:.{decimals}f}"
+        )
         ink.text(left - 8, y + 4, words, 11, ink.soft, "end")
     ink.text(left, bottom + 17, "0" if x_min == 0 else "", 11, ink.soft)
     ink.text(right, bottom + 17, f"{number(x_max)} {x_label}", 11, ink.soft, "end")
@@ -236,23 +305,42 @@ def _panel(ink, box, title, x_label, lines, low, high, show_low, labels, dots=()
         ink.line(left, y, right, y, 1.2, "4 4")
         ink.text(right, y - 5, reference[1], 11, ink.soft, "end")
     if not everything:
-        ink.text((left + right) / 2, (top + bottom) / 2, "waiting for the first step", 12, ink.soft, "middle")
+        ink.text(
+            (left + right) / 2,
+            (top + bottom) / 2,
+            "waiting for the first step",
+            12,
+            ink.soft,
+            "middle",
+        )
     ends = []
     for run, points, faint in lines:
         for some, width, opacity in ((faint, 1, 0.28), (points, 2.2, 1)):
             if len(some) > 1:
                 path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*p) for p in _thin(some)))
-                ink.out.append(f'<polyline points="{path}" fill="none" stroke="{run.colour}" stroke-width="{width}" '
-                               f'stroke-linejoin="round" stroke-linecap="round" opacity="{opacity}"/>')
+                ink.out.append(
+                    f'<polyline points="{path}" fill="none" stroke="{run.colour}" stroke-width="{width}" '
+                    f'stroke-linejoin="round" stroke-linecap="round" opacity="{opacity}"/>'
+                )
         if points:
             x, y = at(*points[-1])
             ink.dot(x, y, 3.4, f'fill="{run.colour}"')
             if run in broken:
-                ink.out.append(f'<line x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{y:.1f}" stroke="{run.colour}" stroke-width="1.2" '
-                               'stroke-dasharray="3 3"/>')
-                before = x + 6 + _text_width("NaN from here", 11) > right        # no room behind the line
-                ink.text(x - 6 if before else x + 6, top + 10, "NaN from here", 11, run.colour, "end" if before else "start", 600)
-            elif x > right - 6:                              # a label in the margin belongs to a line that reaches it
+                ink.out.append(
+                    f'<line x1="{x:.1f}" y1="{top:.1f}" x2="{x:.1f}" y2="{y:.1f}" stroke="{run.colour}" stroke-width="1.2" '
+                    'stroke-dasharray="3 3"/>'
+                )
+                before = x + 6 + _text_width("NaN from here", 11) > right  # no room behind the line
+                ink.text(
+                    x - 6 if before else x + 6,
+                    top + 10,
+                    "NaN from here",
+                    11,
+                    run.colour,
+                    "end" if before else "start",
+                    600,
+                )
+            elif x > right - 6:  # a label in the margin belongs to a line that reaches it
                 ends.append((run, x, y))
     for run, x, y in dots:
         x, y = at(x, y)
@@ -264,22 +352,53 @@ def _panel(ink, box, title, x_label, lines, low, high, show_low, labels, dots=()
 
 def norm_words(before, after) -> str:
     """A gradient's norm before and after clipping: 3.2 → 1.0; one number where they are the same."""
+
     def digits(x):
-        return "NaN" if math.isnan(x) else "∞" if math.isinf(x) else f"{x:.2g}" if x < 100 else number(x).replace(".0", "")
-    return digits(before) if after is None or digits(after) == digits(before) else f"{digits(before)} → {digits(after)}"
+        return (
+            "NaN"
+            if math.isnan(x)
+            else "∞"
+            if math.isinf(x)
+            else f"{x:.2g}"
+            if x < 100
+            else number(x).replace(".0", "")
+        )
+
+    return (
+        digits(before)
+        if after is None or digits(after) == digits(before)
+        else f"{digits(before)} → {digits(after)}"
+    )
 
 
 def _norm_panel(ink, box, runs):
     """Norms by step, logarithmic: thin before clipping, thick after it; a cross where one was not finite."""
     left, top, right, bottom = box
     ink.text(left - 38, top - 14, "Gradient norm", 12.5, weight=600)
-    finite = [n for run in runs for pair in run.norms.values() for n in pair if n is not None and math.isfinite(n) and n > 0]
+    finite = [
+        n
+        for run in runs
+        for pair in run.norms.values()
+        for n in pair
+        if n is not None and math.isfinite(n) and n > 0
+    ]
     steps = [step for run in runs for step in run.norms]
     if not finite:
-        ink.text((left + right) / 2, (top + bottom) / 2, "waiting for the first norm", 12, ink.soft, "middle")
+        ink.text(
+            (left + right) / 2,
+            (top + bottom) / 2,
+            "waiting for the first norm",
+            12,
+            ink.soft,
+            "middle",
+        )
         return
     low, high, first, last = min(finite), max(finite), min(steps), max(max(steps), min(steps) + 1)
-    marks = [m * 10.0**p for p in range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2) for m in (1, 2, 5)]
+    marks = [
+        m * 10.0**p
+        for p in range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
+        for m in (1, 2, 5)
+    ]
     if high > 30 * low:
         powers = marks[::3]
         marks = powers[:: max(1, len([m for m in powers if low < m < high]) // 4)]
@@ -288,20 +407,31 @@ def _norm_panel(ink, box, runs):
 
     def at(step, norm):
         share = (math.log(norm) - math.log(low)) / (math.log(high) - math.log(low) or 1.0)
-        return left + (step - first) / (last - first) * (right - left), bottom - min(max(share, 0.0), 1.0) * (bottom - top)
+        return left + (step - first) / (last - first) * (right - left), bottom - min(
+            max(share, 0.0), 1.0
+        ) * (bottom - top)
 
     for mark in marks:
         if low * 0.999 <= mark <= high * 1.001:
             y = at(first, mark)[1]
             ink.line(left, y, right, y, opacity=0.9 if mark == low else 0.45)
-            ink.text(left - 8, y + 4, f"{mark:g}" if mark < 1e3 else number(mark).replace(".00", "").replace(".0", ""), 11, ink.soft, "end")
+            ink.text(
+                left - 8,
+                y + 4,
+                f"{mark:g}" if mark < 1e3 else number(mark).replace(".00", "").replace(".0", ""),
+                11,
+                ink.soft,
+                "end",
+            )
     ink.text(left, bottom + 17, first, 11, ink.soft)
     ink.text(right, bottom + 17, f"{number(last)} steps", 11, ink.soft, "end")
     odd, x = False, right
     for nth, run in enumerate(runs):
         for which, width, opacity in ((0, 1.2, 0.75), (1, 2.4, 1.0)):
             pieces, piece = [], []
-            for step in sorted(run.norms):                   # a line ends where a norm is not finite, and begins again after it
+            for step in sorted(
+                run.norms
+            ):  # a line ends where a norm is not finite, and begins again after it
                 norm = run.norms[step][which]
                 if norm is not None and math.isfinite(norm) and norm > 0:
                     piece.append(at(step, norm))
@@ -310,23 +440,35 @@ def _norm_panel(ink, box, runs):
             for piece in [*pieces, piece]:
                 path = " ".join(f"{x:.1f},{y:.1f}" for x, y in piece)
                 if len(piece) > 1:
-                    ink.out.append(f'<polyline points="{path}" fill="none" stroke="{run.colour}" stroke-width="{width}" '
-                                   f'stroke-linejoin="round" stroke-linecap="round" opacity="{opacity}"/>')
+                    ink.out.append(
+                        f'<polyline points="{path}" fill="none" stroke="{run.colour}" stroke-width="{width}" '
+                        f'stroke-linejoin="round" stroke-linecap="round" opacity="{opacity}"/>'
+                    )
                 elif piece:
                     ink.dot(*piece[0], width, f'fill="{run.colour}" opacity="{opacity}"')
-        crosses = [at(step, high)[0] for step, (before, _) in run.norms.items() if not math.isfinite(before)]
-        shown = [x for i, x in enumerate(sorted(crosses)) if i == 0 or i == len(crosses) - 1 or i % (len(crosses) // 60 + 1) == 0]
+        crosses = [
+            at(step, high)[0]
+            for step, (before, _) in run.norms.items()
+            if not math.isfinite(before)
+        ]
+        shown = [
+            x
+            for i, x in enumerate(sorted(crosses))
+            if i == 0 or i == len(crosses) - 1 or i % (len(crosses) // 60 + 1) == 0
+        ]
         crossed = "".join(f"M{x - 3.5:.1f} {top + 2 + nth % 4 * 11}l7 7m0-7l-7 7" for x in shown)
         if shown:
             odd = True
-            ink.out.append(f'<path d="{crossed}" stroke="{run.colour}" stroke-width="2" stroke-linecap="round" fill="none"/>')
+            ink.out.append(
+                f'<path d="{crossed}" stroke="{run.colour}" stroke-width="2" stroke-linecap="round" fill="none"/>'
+            )
     for words in (["× not finite"] if odd else []) + ["thick after", "thin before clipping,"]:
         ink.text(x, top - 14, words, 11, ink.soft, "end")
         x -= _text_width(words, 11) * 0.88 + (16 if words[0] == "×" else 4)
 
 
 def _short(name, most):
-    return name if len(name) <= most else name[:most - 1] + "…"
+    return name if len(name) <= most else name[: most - 1] + "…"
 
 
 def _legend(ink, runs, y):
@@ -339,7 +481,11 @@ def _legend(ink, runs, y):
         if run is not runs[0] and first and run.tokens_per_s:
             ratio = f"{run.tokens_per_s / first:.2f}× {_short(runs[0].name, 16)}"
         name = _short(run.name, 24)
-        widths = (_text_width(name, 13) + 8, _text_width(rate, 17) * 1.06 + 8, _text_width(ratio, 12))
+        widths = (
+            _text_width(name, 13) + 8,
+            _text_width(rate, 17) * 1.06 + 8,
+            _text_width(ratio, 12),
+        )
         if x and x + 18 + sum(widths) > WIDTH:
             x, y = 0.0, y + 26
         ink.dot(x + 6, y - 5, 5.5, f'fill="{run.colour}"')
@@ -362,7 +508,9 @@ def _stage_bars(ink, runs, top):
     ink.text(0, top + 14, "Time of one step", 12.5, weight=600)
     x = WIDTH - sum(_text_width(n, 11.5) + 32 for n in names) + 14
     for name in names:
-        ink.out.append(f'<rect x="{x:.1f}" y="{top + 5:.1f}" width="10" height="10" rx="2.5" fill="{colours[name]}"/>')
+        ink.out.append(
+            f'<rect x="{x:.1f}" y="{top + 5:.1f}" width="10" height="10" rx="2.5" fill="{colours[name]}"/>'
+        )
         ink.text(x + 15, top + 14, name, 11.5, ink.soft)
         x += _text_width(name, 11.5) + 32
     left = min(150.0, max(_text_width(_short(run.name, 18), 12) for run, _ in rows) + 16)
@@ -374,8 +522,10 @@ def _stage_bars(ink, runs, top):
         x = left
         for name, ms in stages.items():
             width = ms * scale
-            ink.out.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width - 1.2, 0.4):.1f}" height="20" rx="2" '
-                           f'fill="{colours[name]}"><title>{escape(name)}: {milliseconds(ms)}</title></rect>')
+            ink.out.append(
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width - 1.2, 0.4):.1f}" height="20" rx="2" '
+                f'fill="{colours[name]}"><title>{escape(name)}: {milliseconds(ms)}</title></rect>'
+            )
             if width > _text_width(milliseconds(ms), 11) + 12:
                 ink.text(x + width / 2, y + 14.2, milliseconds(ms), 11, "#14181d", "middle")
             x += width
@@ -408,17 +558,46 @@ def picture(runs, peak=None, themed=True, title="", norms=False) -> str:
     rates = [(run, [(p[0], p[2]) for p in run.points if p[2] > 0], []) for run in runs]
     top_rate = max((y for _, points, _ in rates for _, y in points), default=1.0)
     reference = (peak, f"limit {number(peak, 'tok/s')}") if peak else None
-    _panel(ink, (40, top, middle - 34 - margin, bottom), "Tokens per second", "steps", rates, 0.0,
-           max(top_rate, peak or 0) * 1.04, True, labels, reference=reference)
+    _panel(
+        ink,
+        (40, top, middle - 34 - margin, bottom),
+        "Tokens per second",
+        "steps",
+        rates,
+        0.0,
+        max(top_rate, peak or 0) * 1.04,
+        True,
+        labels,
+        reference=reference,
+    )
     if has_loss:
-        raw = [(run, [(p[5], p[3]) for p in run.points if p[3] is not None and math.isfinite(p[3])]) for run in runs]
+        raw = [
+            (run, [(p[5], p[3]) for p in run.points if p[3] is not None and math.isfinite(p[3])])
+            for run in runs
+        ]
         losses = [(run, _smooth(points), points if len(runs) == 1 else []) for run, points in raw]
-        dots = [(run, p[1], p[4]) for run in runs for p in run.points if p[4] is not None and math.isfinite(p[4])]
+        dots = [
+            (run, p[1], p[4])
+            for run in runs
+            for p in run.points
+            if p[4] is not None and math.isfinite(p[4])
+        ]
         values = sorted([y for _, points in raw for _, y in points] + [d[2] for d in dots])
         low, high = (values[0], values[-1]) if values else (0.0, 1.0)
-        _panel(ink, (middle + 40, top, WIDTH - margin, bottom), "Loss", "tokens", losses, low, high, True, labels, dots,
-               broken=[run for run in runs if run.loss is not None and not math.isfinite(run.loss)],
-               reach=max((p[5] for run in runs for p in run.points if p[3] is not None), default=0))
+        _panel(
+            ink,
+            (middle + 40, top, WIDTH - margin, bottom),
+            "Loss",
+            "tokens",
+            losses,
+            low,
+            high,
+            True,
+            labels,
+            dots,
+            broken=[run for run in runs if run.loss is not None and not math.isfinite(run.loss)],
+            reach=max((p[5] for run in runs for p in run.points if p[3] is not None), default=0),
+        )
         if dots:
             ink.text(WIDTH - margin, top - 14, "○ on text held out", 11, ink.soft, "end")
     if norms:
@@ -435,4 +614,11 @@ def _time_axis(ink, longest, left, right, y):
         if t * 1e3 <= longest:
             x = left + t * 1e3 / longest * (right - left)
             ink.line(x, y - 10, x, y - 5)
-            ink.text(x, y + 8, f"{t:g} ms" if t else "0", 11, ink.soft, "start" if not t else "end" if x > right - 20 else "middle")
+            ink.text(
+                x,
+                y + 8,
+                f"{t:g} ms" if t else "0",
+                11,
+                ink.soft,
+                "start" if not t else "end" if x > right - 20 else "middle",
+            )
