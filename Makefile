@@ -14,6 +14,7 @@ BIN := $(VENV)/bin
 help:
 	@echo "make lab     open JupyterLab on the notebooks"
 	@echo "make test    run every test and every notebook (GPU tests skip themselves where there is no GPU)"
+	@echo "make check   layout and imports of the code, in seconds; make test begins with it"
 	@echo "make clean   remove the environment and what the tests leave behind"
 	@echo
 	@echo "Both install into $(VENV) on first use. PYTHON=python3.12 chooses the interpreter (3.11 to 3.13)."
@@ -43,9 +44,13 @@ lab: compiler
 
 # One file or notebook is one unit of work (--dist loadfile), because the cells of a notebook share a kernel. One thread
 # per worker, so that two workers do not fight over two cores.
-test: compiler
+test: compiler check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile tests notebooks \
 	  --nbval-lax --nbval-current-env --nbval-cell-timeout=600 --nbval-sanitize-with=tests/nbval_sanitize.cfg
+
+check: $(VENV)/.installed
+	$(BIN)/python -m ruff check --quiet gpuaccel tests benchmarks docs
+	$(BIN)/python -m ruff format --check --quiet gpuaccel tests benchmarks docs
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .hypothesis

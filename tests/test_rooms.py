@@ -19,7 +19,7 @@ def room_of(parts):
 
 
 def imports_between_rooms():
-    """(importing file, its room, imported room), wherever in the file the import stands."""
+    """(importing file, its room, imported room, names), wherever in the file the import stands."""
     for path in sorted(ROOT.rglob("*.py")):
         here = path.relative_to(ROOT).with_suffix("").parts
         if here[0].startswith("__"):
@@ -34,7 +34,8 @@ def imports_between_rooms():
             for module in modules:
                 target = (*base, *module)
                 if not target[0].startswith("__") and room_of(target) != room_of(here):
-                    yield str(path.relative_to(ROOT)), room_of(here), room_of(target)
+                    names = [alias.name for alias in node.names]
+                    yield path.relative_to(ROOT), room_of(here), room_of(target), names
 
 
 def floors(edges):
@@ -53,7 +54,7 @@ def floors(edges):
 
 
 def test_imports_between_rooms_go_one_way():
-    found = floors({(here, there) for _, here, there in imports_between_rooms()})
+    found = floors({(here, there) for _, here, there, _ in imports_between_rooms()})
     rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert found.keys() == rooms | {GROUND}
     assert found[GROUND] == 0
@@ -63,6 +64,16 @@ def test_imports_between_rooms_go_one_way():
     assert {room or GROUND: int(floor) for floor, room in rows} == found, (
         "docs/development.md has other floors"
     )
+
+
+def test_no_room_imports_a_private_name_of_another():
+    private = [
+        (str(path), name)
+        for path, *_, names in imports_between_rooms()
+        for name in names
+        if name.startswith("_") and not name.startswith("__")
+    ]
+    assert private == []
 
 
 def test_a_cycle_of_rooms_is_found():

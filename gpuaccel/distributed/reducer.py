@@ -147,7 +147,7 @@ class Ranks:
         arena.partials these are, and a place for them."""
         opt, arena = self.opt, self.arena
         held = {id(p) for group in opt.param_groups for p in group["params"]}
-        if not (isinstance(opt, AdamW) and opt.arena is arena) or held != arena._owner_ids:
+        if not (isinstance(opt, AdamW) and opt.arena is arena) or held != arena.owner_ids:
             raise ArgumentError(
                 "sharded=True is done by a ga.AdamW over the whole arena: ga.AdamW(arena, ...); the optimizer is "
                 f"{type(opt).__name__} over {len(held)} of the arena's {len(arena.owners)} tensors, or over parameters"

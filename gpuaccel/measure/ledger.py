@@ -119,7 +119,7 @@ def watched(who):
         options["experimental_config"] = _with_sync_records()
         torch.cuda.synchronize()  # what was queued before is not this block's
     profiler = profile(**options)
-    with _quiet():
+    with quiet():
         profiler.__enter__()
     try:
         with record_function(REGION):
@@ -130,14 +130,14 @@ def watched(who):
                 1, device="cuda"
             )  # and a call that must leave a record, or the profiler does not see the GPU
     finally:
-        with _quiet():
+        with quiet():
             profiler.__exit__(None, None, None)
-    with _quiet():
-        events += _trace_of(profiler)
+    with quiet():
+        events += trace_of(profiler)
 
 
 @contextlib.contextmanager
-def _quiet():
+def quiet():
     """Keeps the profiler library's own messages off the page: its warnings, and what it writes to file descriptor 2."""
     sys.stderr.flush()
     kept, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
@@ -163,7 +163,7 @@ def _with_sync_records():
         return None
 
 
-def _trace_of(profiler) -> list:
+def trace_of(profiler) -> list:
     handle, path = tempfile.mkstemp(suffix=".json", prefix="gpuaccel-ledger-")
     os.close(handle)
     try:

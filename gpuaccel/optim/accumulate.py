@@ -476,7 +476,7 @@ def finish_for(parameters):
     seen at all: the sums of bf16 parameters are those of their fp32 masters."""
     for accumulator in list(_accumulators):
         ids = {id(p) for p in parameters}
-        if ids & accumulator.arena._owner_ids:
+        if ids & accumulator.arena.owner_ids:
             accumulator.finish()
         for i, (p, owner) in enumerate(zip(accumulator.arena.params, accumulator.arena.owners)):
             if id(p) in ids and owner is not p and p.grad is None and accumulator.touched[i]:
@@ -489,7 +489,7 @@ def finish_for(parameters):
 def _finish_before_step(optimizer, *_):
     """Before any optimizer's step: sums that are not yet in place (host, autograd) are brought there."""
     for accumulator in list(_accumulators):
-        ids = accumulator.arena._owner_ids
+        ids = accumulator.arena.owner_ids
         if accumulator.mode in ("host", "autograd") and any(
             id(p) in ids for g in optimizer.param_groups for p in g["params"]
         ):

@@ -292,7 +292,7 @@ class Arena:
             for key, p in part._parameters.items()
             if id(p) in self._index
         ]
-        self._owner_ids = {id(owner) for owner in self.owners}
+        self.owner_ids = {id(owner) for owner in self.owners}
         self._low = [(p, owner) for p, owner in zip(self.params, self.owners) if owner is not p]
         self.weights_current()
 
@@ -502,7 +502,7 @@ def _arenas_of(optimizer) -> "list[Arena]":
         arena
         for arena in list(_arenas)
         if arena._low
-        and any(id(p) in arena._owner_ids for g in optimizer.param_groups for p in g["params"])
+        and any(id(p) in arena.owner_ids for g in optimizer.param_groups for p in g["params"])
     ]
 
 

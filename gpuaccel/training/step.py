@@ -475,7 +475,7 @@ def _check_clip(clip, opt, ours, max_norm):
 
 
 def _check_optimizer(opt, arena):
-    owners = arena._owner_ids
+    owners = arena.owner_ids
     names = {id(p): name for name, p in arena.module.named_parameters()}
     for g, group in enumerate(opt.param_groups):
         for p in group["params"]:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...graphs.tape import FRESH
-from ...measure.ledger import _quiet, _trace_of, watches_gpu
+from ...measure.ledger import quiet, trace_of, watches_gpu
 from ...nn.poly_attention import reference_poly_attention
 from ...nn.richards_glu import DEFAULTS, LEAST, NAMES, RichardsCurve, reference_richards
 from ...notebook import notebook_shell
@@ -369,10 +369,10 @@ def allocated(run) -> "tuple[int, int]":
         activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * watches_gpu(),
         profile_memory=True,
     )
-    with _quiet(), seen:
+    with quiet(), seen:
         run()
-    with _quiet():
-        events = [event["args"] for event in _trace_of(seen) if event.get("name") == "[memory]"]
+    with quiet():
+        events = [event["args"] for event in trace_of(seen) if event.get("name") == "[memory]"]
     at = most = largest = 0
     for event in events:
         at, largest = at + event["Bytes"], max(largest, event["Bytes"])
