@@ -9,7 +9,7 @@ PORT   ?= 8888
 
 BIN := $(VENV)/bin
 
-.PHONY: help lab test compiler clean
+.PHONY: help lab test check compiler clean
 
 help:
 	@echo "make lab     open JupyterLab on the notebooks"
