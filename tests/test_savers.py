@@ -364,6 +364,17 @@ def test_the_states_of_model_and_optimizer_are_enough_to_go_on(dtype, stochastic
     plain.load_state_dict(run[1].state_dict())
 
 
+def test_masters_of_other_weights_do_not_replace_those_of_the_model():
+    model, other = llama(dtype=torch.bfloat16), llama(dtype=torch.bfloat16, seed=1)
+    opt, mine = laid_out(model), laid_out(other)
+    before = bits(other.state_dict())
+    mine.load_state_dict(opt.state_dict())
+    mine.param_groups[0]["lr"] = mine.param_groups[1]["lr"] = 0.0
+    loss_of(other, batch("cpu"))[0].backward()
+    mine.step()
+    assert bits(other.state_dict()) == before != bits(model.state_dict())
+
+
 def test_a_master_of_another_shape_is_refused_before_anything_changes():
     model = llama(dtype=torch.bfloat16)
     opt = laid_out(model)
