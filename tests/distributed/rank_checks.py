@@ -18,7 +18,7 @@ import traceback
 from types import SimpleNamespace
 from unittest import mock
 
-import test_savers as savers
+import savers
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint

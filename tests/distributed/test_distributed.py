@@ -689,7 +689,7 @@ def test_an_error_between_two_steps_does_not_wait_for_the_others(tmp_path):
 @pytest.mark.parametrize("seed", range(-(-int(os.environ.get("GPUACCEL_KILLS", 3)) // 3)))
 def test_killed_at_any_moment_a_run_goes_on_bit_for_bit(tmp_path, seed):
     """Three times a random rank is killed at a random moment of a run with checkpoints: nothing hangs, no checkpoint is damaged, and the losses are those
-    of one process left in peace. More: GPUACCEL_KILLS=20 python -m pytest tests/test_distributed.py -k killed_at_any_moment"""
+    of one process left in peace. More: GPUACCEL_KILLS=20 python -m pytest tests/distributed/test_distributed.py -k killed_at_any_moment"""
     folder, chance = str(tmp_path / "killed"), random.Random(seed)
     for _ in range(3):
         who, at = chance.randrange(2), 0.1 * chance.random()
@@ -932,7 +932,13 @@ def test_a_rank_that_waits_in_silence_ends_in_words(device, how):
             cwd=pathlib.Path(__file__).parent,
             text=True,
             stderr=subprocess.PIPE,
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={
+                **os.environ,
+                "PYTHONPATH": str(pathlib.Path(__file__).parents[1]),
+                **common,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+            },
         )
         for rank in range(2)
     ]

@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from test_clip import (
+from helpers import (
     EVERYWHERE,
     INF,
     KERNELS,

@@ -133,7 +133,7 @@ def test_a_slow_compiler_is_said_to_be_at_work(fresh, monkeypatch, caplog):
 def test_in_a_notebook_that_line_goes_away_and_is_never_compared(tmp_path):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     cells = [
-        f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parents[1])!r})\nimport os, torch, gpuaccel as ga\n"
+        f"import sys; sys.path.insert(0, {str(pathlib.Path(__file__).parents[2])!r})\nimport os, torch, gpuaccel as ga\n"
         f"from gpuaccel.simt import build\nbuild.QUIET, os.environ['GPUACCEL_CACHE'] = 0.0, {str(tmp_path)!r}",
         f"x = torch.ones(4)\nga.compile({TWICE!r})[1, 8](x, 4)\nprint(x.tolist())",
     ]

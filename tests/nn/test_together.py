@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from test_clip import CUDA
+from helpers import CUDA
 from torch import nn
 
 import gpuaccel as ga

@@ -595,7 +595,7 @@ def test_without_ipywidgets_there_is_the_picture_alone(monkeypatch):
 def test_a_saved_notebook_keeps_the_picture_and_the_text(tmp_path):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipywidgets")
-    cell = f"""import sys; sys.path.insert(0, {__file__.rsplit("/", 2)[0]!r})
+    cell = f"""import sys; sys.path.insert(0, {__file__.rsplit("/", 3)[0]!r})
 import numpy as np
 from gpuaccel.learn.show import show
 from gpuaccel.simt.tracing import EVENT, Trace, Traced

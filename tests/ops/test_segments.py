@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from helpers import CUDA, KERNELS, drawn
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_clip import CUDA, KERNELS
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError
@@ -53,22 +53,6 @@ def definition(tokens, vocab, left_out=-1):
         pieces,
         {token: [i % 2**31 for i in run] for token, run in rows.items() if token < vocab},
     )
-
-
-def drawn(kind, n, vocab, seed=0):
-    """n tokens below vocab, int64."""
-    generator = torch.Generator().manual_seed(seed)
-    uniform = torch.randint(0, vocab, (n,), generator=generator)
-    return {
-        "uniform": uniform,
-        "sorted": uniform.sort()[0],
-        "reversed": uniform.sort(descending=True)[0],
-        "all the same": uniform[:1].expand(n).contiguous(),
-        "zipf": (vocab ** torch.rand(n, generator=generator, dtype=torch.float64))
-        .long()
-        .sub(1)
-        .clamp(0, vocab - 1),
-    }[kind]
 
 
 def launched(tokens, vocab, left_out=-1):

@@ -15,7 +15,7 @@ import rank_checks as checks
 from gpuaccel.distributed.rendezvous import interface_to, loopback
 
 HANG = checks.HANG
-PAGE = (pathlib.Path(__file__).parents[1] / "docs" / "several-gpus.md").read_text()
+PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "several-gpus.md").read_text()
 ADDRESS = "10.97.0."
 
 

@@ -314,7 +314,7 @@ def python(*arguments, **environment):
     )
     return subprocess.run(
         [sys.executable, *arguments],
-        cwd=folder.parent,
+        cwd=folder.parents[1],
         capture_output=True,
         text=True,
         timeout=600,

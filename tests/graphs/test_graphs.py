@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_clip import CUDA, KERNELS, no_waiting
+from helpers import CUDA, KERNELS, no_waiting
 from torch import nn
 
 os.environ.setdefault(

@@ -11,8 +11,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from test_clip import CUDA, EVERYWHERE, KERNELS, differ, generator, no_waiting, same
-from test_segments import drawn
+from helpers import CUDA, EVERYWHERE, KERNELS, differ, drawn, generator, no_waiting, same
 from torch import nn
 
 os.environ.setdefault(

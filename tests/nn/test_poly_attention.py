@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from test_richards import close, exact, values_of
+from richards_formula import close, exact, values_of
 from torch import nn
 
 import gpuaccel as ga

@@ -24,7 +24,7 @@ from gpuaccel.learn.figures.picture import (
 from gpuaccel.learn.widgets import LiveThroughput, _listen_while_busy, _status
 from gpuaccel.measure.meter import Reading
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def readings(count, rate=10_000.0, pause=0.0, fail_at=None, closed=None):

@@ -7,6 +7,7 @@ import math
 import numpy
 import pytest
 import torch
+from richards_formula import close, exact, values_of
 from torch import nn
 
 import gpuaccel as ga
@@ -16,7 +17,6 @@ from gpuaccel.nn.richards_glu import (
     GATE,
     LEARNED,
     NAMES,
-    POSITIVE,
     RichardsCurve,
     RichardsGLU,
 )
@@ -35,44 +35,6 @@ CASES = [
     ("gompertz", None, {}),
     ("gompertz", None, dict(nu=0.05, b=0.5)),
 ]
-
-
-def exact(x, p, variant, birch):
-    """The formula, as it stands in the module's first lines. p: the nine values."""
-    nu, k, m, beta, T, a, c, s, b = p
-    V = 2.0 if variant == "tanh" else 1.0
-    sigma = (1 + beta * torch.exp(-(k * nu if birch else k) * (V * (s * x / T + b) - m))) ** (
-        -1 / nu
-    )
-    return a * (2 * sigma - 1 if variant == "tanh" else sigma) + c
-
-
-def values_of(curve, theta):
-    """The nine values from theta in float64: softplus, or between 0.1 and 10, or as it is."""
-    learned, found = iter(theta), []
-    for name, fixed in zip(NAMES, curve.setting):
-        z = (
-            next(learned)
-            if name in curve.learn
-            else torch.tensor(fixed, dtype=torch.float64, device=theta.device)
-        )
-        bounded = name == "T" and name in curve.learn and int(curve.setting[9]) >> 8 & 3 == 3
-        found.append(
-            z
-            if name not in curve.learn or name not in POSITIVE
-            else 0.1 + 9.9 / (1 + torch.exp(-z))
-            if bounded
-            else torch.log(1 + torch.exp(z))
-        )
-    return found
-
-
-def close(mine, theirs, bound, what):
-    mine, theirs = mine.detach().double().flatten(), theirs.detach().double().flatten()
-    off = float((mine - theirs).norm() / theirs.norm().clamp(min=1e-4))
-    assert off < bound, (
-        f"{what}: off by {off:.3g} of the norm {theirs.norm():.3g}; largest difference {(mine - theirs).abs().max():.3g}"
-    )
 
 
 def curve(variant, birch, values, device, learn=NAMES, **more):

@@ -15,7 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.browser
 HANG = 600_000  # milliseconds after which what does not come counts as hanging
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 FLAGS = [
     "--no-sandbox",
     "--disable-gpu",
