@@ -119,8 +119,8 @@ FAMILIES = {
     OURS_EAGER: {ONE: ("eager", Way("ours")), "all-reduce": ("eager", Way("ours", how={}))},
     REPLAYED: {
         ONE: ("replayed", replayed()),
-        "all-reduce": ("replayed", replayed({"peer_copies": True})),
-        "all-reduce by NCCL": ("replayed", replayed({"peer_copies": False})),
+        "all-reduce": ("replayed", replayed({"peer_to_peer": True})),
+        "all-reduce by NCCL": ("replayed", replayed({"peer_to_peer": False})),
         "all-reduce in bf16": ("replayed", replayed({"dtype": torch.bfloat16})),
         "sharded": ("replayed, other sums", replayed({"sharded": True})),
         "ordered": ("replayed, other sums", replayed({"ordered": True})),

@@ -319,7 +319,7 @@ class Ours:
             policy="require" if graph else "auto",
             distributed=None if way.how is None else Distributed(**way.how),
         )
-        assert way.how is None or self.step.ranks is not None or dist.get_world_size() == 1
+        assert way.how is None or self.step.reducer is not None or dist.get_world_size() == 1
 
     def run(self, batch, count: int):
         self.step.micro_batches = count
@@ -511,7 +511,7 @@ class Rank:
 
 def _hash(step: TrainStep) -> str:
     """Of all weights' bits; with shares without the masters, of which each rank has its own."""
-    shared = step.ranks is not None and step.ranks.sharded
+    shared = step.reducer is not None and step.reducer.sharded
     return _digest(weight_hashes(step.arena, masters=not shared))
 
 

@@ -5,7 +5,7 @@ Parts: curves, attention, layers. Without any: all of them, and the result is wr
 1. curves: the pointwise part of RichardsGLU, 16,384 x 4,096 and 65,536 x 1,024 elements of h, and one curve of as many elements; bf16 and fp32.
    Ours: glu_forward; glu_backward and richards_finish. The floor is the larger of two times: that of the bytes at the rate of
    a device-to-device copy, and that of the special functions at 16 per clock and multiprocessor, at the clock that nvidia-smi reads meanwhile. Both
-   counts are those of kernels_cu/richards.cu's header. Peers: the curve in torch, as its formula stands and with the line in x worked out once
+   counts are those of kernels_cu/richards.cu's header. PeerToPeer: the curve in torch, as its formula stands and with the line in x worked out once
    ("folded", as our kernel does it), in eager mode and compiled. Their backward is what forward and backward take together, less forward.
 2. attention: PolyAttention at T = 2,048, 16 heads of 64, bf16, forward and backward, the core (poly_attention) and the whole layer: on tensor cores
    (v2), on fp32 units (v1), and written in torch: products in bf16, T x T matrices, shifted along the diagonal by padding; eager and compiled.
@@ -183,7 +183,7 @@ class Pointwise:
             RichardsCurve(**VALUES, device=DEVICE),
             RichardsCurve("sigmoid", learn=GATE, bounded=True, nu=0.8, T=1.05, device=DEVICE),
         )
-        self.curves, self.peers = {"glu": curves, **({"curve": curves[:1]} if alone else {})}, {}
+        self.curves, self.p2p = {"glu": curves, **({"curve": curves[:1]} if alone else {})}, {}
         for kind in self.curves:
             for name, folded, compiled in (
                 (EAGER, False, False),
@@ -195,7 +195,7 @@ class Pointwise:
                 for curve in own:
                     curve.folded = folded
                 module = Gated(*own) if kind == "glu" else own[0]
-                self.peers[kind, name] = (
+                self.p2p[kind, name] = (
                     torch.compile(module, dynamic=False) if compiled else module,
                     [curve.theta for curve in own],
                 )
@@ -214,7 +214,7 @@ class Pointwise:
 
     def peer(self, kind, name, x, dy):
         """Forward and backward of a peer."""
-        module, thetas = self.peers[kind, name]
+        module, thetas = self.p2p[kind, name]
         return lambda: gradients(lambda: module(x), (x, *thetas), dy)
 
     def ours(self, kind, x, dy) -> dict:
@@ -267,10 +267,10 @@ class Pointwise:
         results = {OURS: lambda: (ours["forward"]()[0], *ours["backward"]())}
         results |= {
             name: lambda name=name: (
-                self.peers[kind, name][0](x).detach(),
+                self.p2p[kind, name][0](x).detach(),
                 *self.peer(kind, name, x, dy)(),
             )
-            for k, name in self.peers
+            for k, name in self.p2p
             if k == kind
         }
         found = {}
@@ -294,10 +294,10 @@ class Pointwise:
             release()
             clock = clock_MHz(functools.partial(repeat, ours["backward"], 32))
             runs = {(OURS, way): run for way, run in ours.items()}
-            for k, name in self.peers:
+            for k, name in self.p2p:
                 if k == kind:
                     runs[name, "forward"], runs[name, "both"] = (
-                        functools.partial(self.peers[kind, name][0], x),
+                        functools.partial(self.p2p[kind, name][0], x),
                         self.peer(kind, name, x, dy),
                     )
             taken, _, refused = timed_alike(runs)

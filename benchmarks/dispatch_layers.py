@@ -64,9 +64,9 @@ class Layers:
     def __init__(self, B: int, config=None):
         self.B, self.config = B, config or preset("poly-7m")
         self.layers = layers_of(self.config, device=DEVICE, dtype=torch.bfloat16)
-        self.peers = {name: in_torch(copy.deepcopy(layer)) for name, layer in self.layers.items()}
+        self.p2p = {name: in_torch(copy.deepcopy(layer)) for name, layer in self.layers.items()}
         self.compiled = {
-            name: torch.compile(layer, dynamic=False) for name, layer in self.peers.items()
+            name: torch.compile(layer, dynamic=False) for name, layer in self.p2p.items()
         }
         for name in self.layers:
             self.runs(name)[COMPILED]()
@@ -80,7 +80,7 @@ class Layers:
         """way -> forward and backward, gradients of x and every parameter."""
         x, dy = (random(self.B, self.config.T, self.config.hidden, seed=seed) for seed in (1, 2))
         x.requires_grad_()
-        ways = {OURS: self.layers[layer], EAGER: self.peers[layer], COMPILED: self.compiled[layer]}
+        ways = {OURS: self.layers[layer], EAGER: self.p2p[layer], COMPILED: self.compiled[layer]}
         return {
             name: lambda way=way: gradients(lambda: way(x), (x, *way.parameters()), dy)
             for name, way in ways.items()

@@ -292,7 +292,7 @@ def encoder_table() -> str:
             "replayed from a CUDA graph. *Segments known*: the tokens are grouped already; *in",
             "line*: grouping them is part of the time. The percentage is of the copy rate, for",
             "the bytes that must move: the gradient read once, and those rows of the sums that",
-            "have a token read and written. Peers: `embedding_dense_backward`, which fills a",
+            "have a token read and written. PeerToPeer: `embedding_dense_backward`, which fills a",
             "fresh bf16 table (*dense*); `index_add_` with atomics, fp32 or bf16, whichever is",
             "faster (*atomics*); and its deterministic form.",
         ),
@@ -534,7 +534,7 @@ def attention_table(r) -> str:
     return section(
         paragraph(
             "`PolyAttention`, forward and backward: T = 2,048, 16 heads of 64, bf16, on tensor",
-            "cores. Peers: the same in torch, with T x T matrices in bf16, eager and compiled;",
+            "cores. PeerToPeer: the same in torch, with T x T matrices in bf16, eager and compiled;",
             "and our plain kernels (v1). Memory is the peak of ours, torch's, and torch's",
             "compiled.",
         ),
@@ -577,7 +577,7 @@ def layers_table(r) -> str:
     return section(
         paragraph(
             "Layers of `poly-7m` (forward and backward) and whole training steps, T = 512. Ours:",
-            "bf16, replayed. Peers: the same model in torch's operations on the CPU",
+            "bf16, replayed. PeerToPeer: the same model in torch's operations on the CPU",
             f"({r['cores']} cores of {r['cpu']}, fp32) and on the same GPU. Steps in eager mode",
             "and compiled steps are launched from Python, unless the cell says replayed.",
         ),

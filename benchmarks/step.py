@@ -229,7 +229,7 @@ class Ours:
 
     def end(self) -> dict:
         taken, skipped = (
-            float(self.opt.state[self.step.arena.owners[0]]["step"]),
+            float(self.opt.state[self.step.arena.masters[0]]["step"]),
             int(self.opt.skipped),
         )
         assert taken == self.taken and skipped == 0, (

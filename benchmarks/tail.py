@@ -117,7 +117,7 @@ class Ours:
 
     def add(self, last=False):
         launch_segments(self.arena, 0, len(self.fresh), self.fresh, squares=last)
-        for owner, view in zip(self.arena.owners, self.arena.grad_views):
+        for owner, view in zip(self.arena.masters, self.arena.grad_views):
             owner.grad = view
 
     def tail(self):
@@ -140,7 +140,7 @@ class Ours:
             clip.launch_reduce(
                 work.found,
                 arena.partials,
-                arena.row_tensor,
+                arena.chunk_to_tensor,
                 None,
                 len(arena.partials),
                 work.settings[-2:-1],
@@ -200,7 +200,7 @@ def tail(config, dtype) -> dict:
     )  # bytes per element: norm, AdamW with clearing and a bf16 copy; the addition for the norm
     mine.tail()
     fused.tail()
-    apart = max(float((a - b).detach().abs().max()) for a, b in zip(arena.owners, fused.weights))
+    apart = max(float((a - b).detach().abs().max()) for a, b in zip(arena.masters, fused.weights))
     assert apart < 1e-6 and not arena.grads.any(), (
         f"after one tail our weights and torch's are {apart} apart"
     )
@@ -234,7 +234,7 @@ def tail(config, dtype) -> dict:
         {name: (mine.add, captured(run, mine.add)) for name, run in mine.stages().items()}
     )
     taken = float(
-        mine.opt.state[arena.owners[0]]["step"]
+        mine.opt.state[arena.masters[0]]["step"]
     )  # replays count as well: every run was a step
     assert int(mine.opt.skipped) == 0 and bool(torch.isfinite(arena.weights).all()) and taken > 4, (
         f"{taken} steps were taken"

@@ -539,7 +539,7 @@ def ddp_on_cpu(monkeypatch):
     monkeypatch.setattr(ddp, "ROUNDS", {True: 1, False: 1})
     monkeypatch.setattr(ddp, "SETTLED", 4)
     plain = lambda way: dataclasses.replace(
-        way, how=way.how and {k: v for k, v in way.how.items() if k != "peer_copies"}
+        way, how=way.how and {k: v for k, v in way.how.items() if k != "peer_to_peer"}
     )  # for GPUs
     yield (
         ddp,

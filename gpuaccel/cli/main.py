@@ -477,7 +477,12 @@ def _train(args):
             first = reading.loss if first is None else first
             val_loss = val_loss if reading.val_loss is None else reading.val_loss
             progress.show(reading.step, reading)
-            if stop.asked and ranks == 1 or step.ranks is not None and step.ranks.asked_to_stop():
+            if (
+                stop.asked
+                and ranks == 1
+                or step.reducer is not None
+                and step.reducer.asked_to_stop()
+            ):
                 stop.asked = True
                 break
     if progress:

@@ -2,7 +2,7 @@
 
     >>> step = ga.TrainStep(model, opt, micro_batches=4, distributed=ga.Distributed())      # in each rank; `torchrun --nproc-per-node 2 train.py`
     >>> out = step(batch)                          # this rank's batch, or None: it has none left; out.loss is the mean over all ranks
-    >>> step.ranks.last_nonfinite()                # waits: which rank and tensor brought a gradient that is not finite, or None
+    >>> step.reducer.last_nonfinite()                # waits: which rank and tensor brought a gradient that is not finite, or None
 
 The collectives are torch.distributed's (NCCL on GPUs, gloo on CPUs; the GPUs of one machine copy instead: distributed/p2p.py), over buckets: contiguous ranges of
 the arena, whole blocks, in the order in which backward finishes. In the last micro-batch's backward a bucket is sent as soon as its gradients are in, on a
@@ -104,7 +104,7 @@ def compare(how: "Distributed", arena: Arena, opt, settings: dict):
         "find_unused",
         "check_every",
         "blame",
-        "peer_copies",
+        "peer_to_peer",
     )
     choices = [(name, str(getattr(how, name))) for name in names]
     check_alike(
@@ -159,7 +159,7 @@ def weight_hashes(arena: Arena, masters: bool = True) -> Tensor:
                 len(piece), 0xBF58476D1CE4E5B9, arena.device, first
             )
             found.index_add_(
-                0, arena.row_tensor[first : first + len(piece)].long(), rows ^ rows >> 29
+                0, arena.chunk_to_tensor[first : first + len(piece)].long(), rows ^ rows >> 29
             )
     return found
 
@@ -181,7 +181,7 @@ class Distributed:
     one of these without a gradient has a zero one, and another that gets one is an ArgumentError; None: True where nothing waits, on CPUs.
     check_every: steps between two comparisons of all weights' bits over all ranks (0: none); on a GPU they are heard of late, without a wait:
     RankError. blame: find out which rank brought a gradient that is not finite (in mode "fused" one more read, beside backward; with peer copies it costs
-    nothing). peer_copies: GPUs of one machine add up fp32 sums by copies from memory to memory instead of NCCL's kernels (distributed/p2p.py); None: where that can
+    nothing). peer_to_peer: GPUs of one machine add up fp32 sums by copies from memory to memory instead of NCCL's kernels (distributed/p2p.py); None: where that can
     be done; True: ArgumentError where it cannot; False: NCCL.
     timeout: seconds that a group made here waits for another rank, at its start and in every collective: then RankError, which names the rank. With NCCL,
     where no call comes back with an error, the process ends with such a message. (Copies end with a CUDA error 10 seconds later, in any group.)
@@ -201,7 +201,7 @@ class Distributed:
         find_unused: "bool | None" = None,
         check_every: int = 0,
         blame: bool = True,
-        peer_copies: "bool | None" = None,
+        peer_to_peer: "bool | None" = None,
         timeout: float = 600.0,
     ):
         if dtype not in DTYPES:
@@ -229,11 +229,11 @@ class Distributed:
             sharded,
             bucket_mb,
         )
-        self.find_unused, self.check_every, self.blame, self.peer_copies, self.timeout = (
+        self.find_unused, self.check_every, self.blame, self.peer_to_peer, self.timeout = (
             find_unused,
             check_every,
             blame,
-            peer_copies,
+            peer_to_peer,
             timeout,
         )
         there = dist.is_initialized()

@@ -5,7 +5,7 @@ to 40% longer on two H200s. Here arena.grads lies in memory that the other ranks
 adds up one range: it copies what the others have there, adds in the order of the ranks (peers.cu), which leaves sums of squares behind and finds
 who brought what is not finite, and copies the sums of the others' ranges. One stream each: parts come, are added, and sums are handed on at the same time.
 
-    >>> peers = Peers.of(how, arena)              # None, and a line in the log, where that cannot be done; before anything knows arena.grads' address
+    >>> peers = PeerToPeer.of(how, arena)              # None, and a line in the log, where that cannot be done; before anything knows arena.grads' address
     >>> peers.plan(buckets)
     >>> peers.send(bucket)                        # from here on it is on its way
     >>> peers.join()                              # peers.stream has everything
@@ -63,7 +63,7 @@ def launch_sum(own: Tensor, others: Tensor, rank: int, partials: Tensor, wrong: 
 # ---- public: the ranks of a step ------------------------------------------------------------------------------------
 
 
-class Peers:
+class PeerToPeer:
     """This rank's side of the sums. Made by of(), on every rank."""
 
     def __init__(self, how, arena: Arena):
@@ -93,7 +93,7 @@ class Peers:
         if cuda:
             _kernel().load(arena.device.index)
 
-    def meet(self, homes: "dict[str, tuple]") -> "Peers":
+    def meet(self, homes: "dict[str, tuple]") -> "PeerToPeer":
         """homes: name of each buffer of the arena that the others read -> memory for it, and what knows that of the others. Collective."""
         self.homes, self.theirs = homes, {}  # name -> rank -> its buffer
         for name, (home, handle) in homes.items():
@@ -110,17 +110,17 @@ class Peers:
         self.homes["grads"][1].barrier(channel, int(1000 * (self.how.timeout + SLACK)))
 
     @classmethod
-    def of(cls, how, arena: Arena) -> "Peers | None":
+    def of(cls, how, arena: Arena) -> "PeerToPeer | None":
         """Of a ga.Distributed; None where NCCL (or gloo) has to do it: the log says why NCCL has. Collective.
 
-        ArgumentError, on every rank, where how.peer_copies is True and it cannot be done."""
+        ArgumentError, on every rank, where how.peer_to_peer is True and it cannot be done."""
         if (
             GradientAccumulator.of(arena) is not None
         ):  # somebody knows the buffers' addresses; a second accumulator will be refused
             return None
         alike, reason = _why_not(how, arena)
         if (
-            not alike or how.peer_copies is False
+            not alike or how.peer_to_peer is False
         ):  # what differs will be named when the ranks are compared
             return None
 
@@ -146,9 +146,9 @@ class Peers:
         homes = attempt(lambda: _allocate(how, arena))
         made = attempt(lambda: cls(how, arena))
         homes = attempt(lambda: _rendezvous(how, homes))
-        if reason and how.peer_copies:
+        if reason and how.peer_to_peer:
             raise ArgumentError(
-                f"peer_copies is True, and {reason}; expected the GPUs of one machine, which can read each other's memory, and fp32 sums"
+                f"peer_to_peer is True, and {reason}; expected the GPUs of one machine, which can read each other's memory, and fp32 sums"
             )
         if reason and how.backend == "nccl" and how.world > 1:
             log.info("gradients are added up by NCCL: %s", reason)
@@ -286,7 +286,7 @@ def _gathered(mine, how) -> list:
 
 
 def _why_not(how, arena) -> "tuple[bool, str]":
-    """(do all ranks want the same?, why that cannot be done as far as it is known without trying; "" if nothing is). Ranks that differ ask alike."""
+    """(do all ranks want the same?, why that cannot be done as far as it is known without trying; "" if nothing is). Reducer that differ ask alike."""
     cuda = arena.device.type == "cuda"
     if how.world > 1 and how.backend == "nccl":
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
@@ -297,7 +297,7 @@ def _why_not(how, arena) -> "tuple[bool, str]":
             str(how.dtype),
             how.ordered,
             how.sharded,
-            how.peer_copies,
+            how.peer_to_peer,
             _read(how, arena),
             cuda,
             takes(arena.device),

@@ -1,6 +1,6 @@
 """What the ranks of a data-parallel run do in one optimizer step; TrainStep calls it. The choices, and the words for them: distributed/config.py.
 
-    ranks = Ranks(how, arena, accumulator, opt, settings)       # compares the models, sends out rank 0's weights
+    ranks = Reducer(how, arena, accumulator, opt, settings)       # compares the models, sends out rank 0's weights
     with ranks.listening():                                     # around the last micro-batch's backward: full buckets are on their way
         loss.backward()
     loss, tokens, rows, micros = ranks.reduce(loss, tokens, rows, 1)      # arena.grads holds the sum over all ranks
@@ -35,11 +35,11 @@ from .config import (
     weight_hashes,
 )
 from .early import Apart
-from .p2p import Peers
+from .p2p import PeerToPeer
 from .zero1 import ShardedAdamW, share
 
 
-class Ranks:
+class Reducer:
     """A TrainStep's side of the group: what TrainStep calls. Making one compares the models of all ranks and sends out rank 0's weights.
 
     ArgumentError, on every rank, naming the first tensor and rank that differ from rank 0's."""
@@ -52,7 +52,7 @@ class Ranks:
         opt,
         settings: dict,
         compiled: bool = False,
-        peers: "Peers | None" = None,
+        peers: "PeerToPeer | None" = None,
     ):
         self.how, self.arena, self.accumulator, self.opt = how, arena, accumulator, opt
         self.rank, self.world, self.group = how.rank, how.world, how.group
@@ -64,7 +64,7 @@ class Ranks:
             raise ArgumentError(
                 f"the group's backend is nccl, and the model is on {arena.device}; expected a model on a GPU, or gloo"
             )
-        self.peers = peers
+        self.p2p = peers
         if peers:
             peers.plan(self.buckets)
         self.stream = (
@@ -102,13 +102,13 @@ class Ranks:
             peers.own_sums
             if peers
             else torch.zeros(
-                len(arena.row_tensor) if self.kernels else len(arena.segments),
+                len(arena.chunk_to_tensor) if self.kernels else len(arena.segments),
                 dtype=torch.float64,
                 device=device,
             )
         )
         self.place = (
-            arena.row_tensor.long()
+            arena.chunk_to_tensor.long()
             if self.kernels
             else torch.arange(len(arena.segments), device=device)
         )
@@ -147,13 +147,13 @@ class Ranks:
         arena.partials these are, and a place for them."""
         opt, arena = self.opt, self.arena
         held = {id(p) for group in opt.param_groups for p in group["params"]}
-        if not (isinstance(opt, AdamW) and opt.arena is arena) or held != arena.owner_ids:
+        if not (isinstance(opt, AdamW) and opt.arena is arena) or held != arena.master_ids:
             raise ArgumentError(
                 "sharded=True is done by a ga.AdamW over the whole arena: ga.AdamW(arena, ...); the optimizer is "
-                f"{type(opt).__name__} over {len(held)} of the arena's {len(arena.owners)} tensors, or over parameters"
+                f"{type(opt).__name__} over {len(held)} of the arena's {len(arena.masters)} tensors, or over parameters"
             )
-        ShardedAdamW.wear(opt, self.buckets, self.rank, self.world, self.group, self.peers)
-        if self.peers:  # they have the squares
+        ShardedAdamW.wear(opt, self.buckets, self.rank, self.world, self.group, self.p2p)
+        if self.p2p:  # they have the squares
             return
         ranges = []
         for b in self.buckets:
@@ -261,8 +261,8 @@ class Ranks:
             self.apart.take()
         self.next += 1
         self.sent = not (self.cuda and torch.cuda.is_current_stream_capturing())
-        if self.peers:
-            self.peers.send(bucket)
+        if self.p2p:
+            self.p2p.send(bucket)
             return
         part = self.arena.grads[bucket.start : bucket.stop]
         if not self.nccl:
@@ -357,12 +357,12 @@ class Ranks:
         """(rows, ranks) fp64: 1 + the first tensor of each rank that was not finite as this rank saw it, 0 for none. One row, of which this rank
         fills in its own place; with peers, which see what the others bring, a row for each rank, of which it fills in its own."""
         none = len(self.arena.segments)
-        self.wrong[self.rank if self.peers else 0] |= ~torch.isfinite(self.own_sums)
+        self.wrong[self.rank if self.p2p else 0] |= ~torch.isfinite(self.own_sums)
         first = torch.where(self.wrong != 0, self.place, none).amin(1)
         found = torch.zeros(
             len(self.wrong), self.world, dtype=torch.float64, device=self.arena.device
         )
-        (found[self.rank] if self.peers else found[:, self.rank]).copy_(
+        (found[self.rank] if self.p2p else found[:, self.rank]).copy_(
             torch.where(first < none, first + 1, 0)
         )
         self.wrong.zero_()
@@ -384,13 +384,13 @@ class Ranks:
         ):
             if self.apart:
                 self.apart.send(self.own_sums if self.how.blame else None)
-            if self.peers:
-                self.peers.join()
-            parts = [message, self._blame().view(-1), *([self.peers.squares] if self.peers else [])]
+            if self.p2p:
+                self.p2p.join()
+            parts = [message, self._blame().view(-1), *([self.p2p.squares] if self.p2p else [])]
             dist.all_reduce(message := torch.cat(parts), group=self.group)
             numbers, found, *squares = message.split([len(part) for part in parts])
             self._keep_blame(found.view(-1, self.world))
-            if self.peers:
+            if self.p2p:
                 self.arena.partials.copy_(*squares)
             return numbers[0].float(), *numbers[1:]
 
@@ -412,7 +412,7 @@ class Ranks:
             self.arena.grads
         )  # collectives are not counted by torch: squares taken before are void
         partials = self.arena.partials
-        if self.peers:
+        if self.p2p:
             if self.apart:  # where these are now, something stale was added up
                 squares = partials.new_empty(len(self.apart.rows))
                 launch_squares([self.apart.sums], squares)
@@ -424,7 +424,7 @@ class Ranks:
             launch_squares(shares, squares)
             partials.zero_().index_copy_(0, rows, squares)
             dist.all_reduce(partials, group=self.group)
-        if self.peers or self.sharded and self.kernels:
+        if self.p2p or self.sharded and self.kernels:
             known = self.arena.squares_known()
             known[:] = [True] * len(known)
 
@@ -440,7 +440,7 @@ class Ranks:
                 "tensors take part is settled then, without a wait later on. Instead: ga.Distributed(find_unused=True)"
             )
         if mine != self.agreed:
-            self.accumulator.take_up(self.agreed)
+            self.accumulator.restore(self.agreed)
 
     def settle(self, mine: int):
         """Before the first capture: which tensors take part. mine: bits of those that get a gradient here."""
@@ -483,8 +483,8 @@ class Ranks:
             and bool(self.messages)
         )
         self.sent = False
-        if self.peers:
-            self.peers.forget()
+        if self.p2p:
+            self.p2p.forget()
         self.pending, self.next, self.missing = [], 0, None
         self.accumulator.added = None
         if self.apart:
@@ -538,7 +538,7 @@ class Ranks:
                 accumulate_(self.total[:own], theirs)
                 accumulate_(self.total[own:], last)
         self.messages.append(self._message(loss, tokens, rows, micros))
-        self.bits |= accumulator.lay_down()
+        self.bits |= accumulator.detach()
         accumulator._clear()
 
     def _end_rounds(self):
@@ -560,7 +560,7 @@ class Ranks:
         self.arena.grads_changed()
         rounds = len(self.messages)
         self.total.zero_()
-        self.accumulator.take_up(self.bits)
+        self.accumulator.restore(self.bits)
         self.messages, self.bits = [], 0
         self._keep_blame(everyone[:, 5 * rounds :])
         numbers = (

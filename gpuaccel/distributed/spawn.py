@@ -1,4 +1,4 @@
-"""Ranks from a notebook or a script: processes of this machine that run one function, watched until they end.
+"""Reducer from a notebook or a script: processes of this machine that run one function, watched until they end.
 
     >>> ga.launch(work, 2)                 # work(*args) in two processes, torch.distributed is ready in each; returns [result, result]
     >>> ga.launch(work, 2, ("tiny",), timeout=10)
@@ -50,7 +50,7 @@ def launch(
     backend: "nccl" (a GPU for each rank) or "gloo" (on CPUs: in these processes the GPU policy is off); default: nccl where there are GPUs enough.
     timeout: seconds after which a rank that stands still while others wait for it counts as hanging. start: the same until its first backward is over,
     as models are built and kernels compiled; from when the first rank makes its TrainStep.
-    after_step: at the first Ctrl-C all ranks are asked to stop after the same step (Ranks.asked_to_stop()), which fn has to look at; at the second,
+    after_step: at the first Ctrl-C all ranks are asked to stop after the same step (Reducer.asked_to_stop()), which fn has to look at; at the second,
     or without it at the first, they are stopped.
     live: a LiveThroughput. fn may be a generator, `yield from ga.train(...)` and then return: the Readings that it yields are drawn there, each rank's
     as a run of its own, while this call waits. Stop, or Ctrl-C, stops all ranks; of one that was stopped the result is None.

@@ -69,13 +69,13 @@ def watch(step, batch) -> "list[Span]":
 
     Lane "computes": forward and backward of each micro-batch, "wait" for the sums (inside of "accumulate", on CPUs only), "optimizer".
     Lane "sends": "bucket 0", ... from its sending until its sum had come. On a GPU from CUDA events, and it waits for the device once at the end."""
-    ranks = step.ranks
+    ranks = step.reducer
     if ranks is None or ranks.how.ordered or step.replays == "graph":
         raise ArgumentError(
             "expected a TrainStep with replay='eager' and distributed=ga.Distributed() of two ranks or more, not in ordered mode"
         )
     notes, usual = _Notes(step.arena.device), step.meter
-    summed, carried, number = ranks._sum, ranks.peers and ranks.peers.send, count()
+    summed, carried, number = ranks._sum, ranks.p2p and ranks.p2p.send, count()
 
     def send(bucket, sent, later):
         name, begin = f"bucket {next(number)}", notes.now()
@@ -89,7 +89,7 @@ def watch(step, batch) -> "list[Span]":
     def carry(bucket):
         name, begin = f"bucket {next(number)}", notes.now()
         carried(bucket)
-        with torch.cuda.stream(ranks.peers.last):
+        with torch.cuda.stream(ranks.p2p.last):
             notes.note("sends", name, begin)
 
     def waiting(usual):
@@ -108,14 +108,14 @@ def watch(step, batch) -> "list[Span]":
         waiting(ranks._exchange),
         waiting(ranks._join),
     )
-    if ranks.peers:
-        ranks.peers.send = carry
+    if ranks.p2p:
+        ranks.p2p.send = carry
     try:
         step(batch)
     finally:
         step.meter = usual
-        if ranks.peers:
-            del ranks.peers.send
+        if ranks.p2p:
+            del ranks.p2p.send
         del ranks._sum, ranks._exchange, ranks._join
     until = (
         time.monotonic() + 10

@@ -69,9 +69,9 @@ class ShardedAdamW(AdamW):
 
     @classmethod
     def wear(cls, opt: AdamW, buckets, rank, world, group, peers=None):
-        """`opt` becomes one of these; the state that it has is cut. peers: a Peers (distributed/p2p.py) that brings new weights, if there is one."""
+        """`opt` becomes one of these; the state that it has is cut. peers: a PeerToPeer (distributed/p2p.py) that brings new weights, if there is one."""
         opt.__class__ = cls
-        opt.buckets, opt.rank, opt.world, opt.group, opt.peers = buckets, rank, world, group, peers
+        opt.buckets, opt.rank, opt.world, opt.group, opt.p2p = buckets, rank, world, group, peers
         opt.pieces, opt._moments, opt._plan = pieces_of(buckets, rank, world), {}, None
         opt._local = [opt._cut(s) for s in opt.arena.segments]
         opt._reload()
@@ -82,7 +82,7 @@ class ShardedAdamW(AdamW):
             self.state.clear()
         else:
             self._gather_states()
-        local, self._moments, self._plan, self.peers = self.state, {}, None, None
+        local, self._moments, self._plan, self.p2p = self.state, {}, None, None
         self.__class__ = AdamW
         self._make_states(
             [
@@ -268,8 +268,8 @@ class ShardedAdamW(AdamW):
         """The new weights go to all ranks. What the others update is cleared here too: the optimizer says that it clears the sums."""
         for name in handed_on(self.arena):
             buffer = getattr(self.arena, name)
-            if self.peers:
-                self.peers.spread(name)
+            if self.p2p:
+                self.p2p.spread(name)
             else:
                 self.spread(buffer)
         self.arena.weights_written()

@@ -615,7 +615,7 @@ def _save(thing, seen):
         (entries, dict(entries)) for m in thing.modules() for entries in (m._parameters, m._buffers)
     ]
     homes = [(p, p.data) for p in thing.parameters()]
-    params = list({*thing.parameters(), *(arena.owners if arena else ())})
+    params = list({*thing.parameters(), *(arena.masters if arena else ())})
     grads = [(p, p.grad) for p in params]
     grad_values = _save_tensors([grad for _, grad in grads if grad is not None], seen)
     flags = accumulator and (list(accumulator.touched), list(accumulator.presented))

@@ -4,7 +4,7 @@
 
 The product is an operation of torch.library that changes its argument, so that torch.compile traces it, also in backward.
 
-    >>> q, k, v = together(x, self.w_q, self.w_k, self.w_v)       # layers of one input: one product, where their weights lie side by side
+    >>> q, k, v = fused_linears(x, self.w_q, self.w_k, self.w_v)       # layers of one input: one product, where their weights lie side by side
 """
 
 import itertools
@@ -18,7 +18,7 @@ from ..errors import ArgumentError
 _library = torch.library.Library("gpuaccel", "DEF")
 _library.define("add_weight_gradient_(Tensor(a!) acc, Tensor dy, Tensor x) -> ()")
 _library.define(
-    "together_backward_(Tensor(a!) acc, Tensor[] dys, Tensor x, Tensor weight) -> Tensor"
+    "fused_linears_backward_(Tensor(a!) acc, Tensor[] dys, Tensor x, Tensor weight) -> Tensor"
 )
 watchers: "dict[tuple, object]" = {}  # place of an accumulator slice -> what note_for returns
 
@@ -61,7 +61,7 @@ def _add_product(acc, dy, x):
         acc.addmm_(dy.t().float(), x.float())
 
 
-def _together_backward(
+def _fused_linears_backward(
     acc: Tensor, dys: "list[Tensor]", x: Tensor, weight: Tensor, wanted=None
 ) -> Tensor:
     """acc += dy^T @ x and the input's gradient dy @ weight, for dy (..., out) in parts, which torch.compile would join slowly."""
@@ -72,13 +72,15 @@ def _together_backward(
 
 for _name, _function in (
     ("add_weight_gradient_", _add_weight_gradient),
-    ("together_backward_", _together_backward),
+    ("fused_linears_backward_", _fused_linears_backward),
 ):
     _library.impl(_name, _function, "CPU")
     _library.impl(_name, _function, "CUDA")
 torch.library.register_fake("gpuaccel::add_weight_gradient_", lambda acc, dy, x: None, lib=_library)
 torch.library.register_fake(
-    "gpuaccel::together_backward_", lambda acc, dys, x, weight: torch.empty_like(x), lib=_library
+    "gpuaccel::fused_linears_backward_",
+    lambda acc, dys, x, weight: torch.empty_like(x),
+    lib=_library,
 )
 
 
@@ -113,7 +115,7 @@ class _LinearIntoArena(torch.autograd.Function):
         return (dy @ weight if ctx.needs_input_grad[0] else None), None, None
 
 
-class _TogetherIntoArena(torch.autograd.Function):
+class _LinearsIntoArena(torch.autograd.Function):
     """The outputs of several layers: one product with `joint`, their weights as the arena has them, side by side; `acc` likewise."""
 
     @staticmethod
@@ -129,21 +131,23 @@ class _TogetherIntoArena(torch.autograd.Function):
     def backward(ctx, *dys):
         x, joint = ctx.saved_tensors
         if any(ctx.needs_input_grad[4:]) and torch.compiler.is_compiling():
-            dx = torch.ops.gpuaccel.together_backward_(ctx.acc, list(dys), x, joint)
+            dx = torch.ops.gpuaccel.fused_linears_backward_(ctx.acc, list(dys), x, joint)
         elif any(ctx.needs_input_grad[4:]):
-            dx = _together_backward(ctx.acc, dys, x, joint, asked(ctx.next_functions[-len(dys) :]))
+            dx = _fused_linears_backward(
+                ctx.acc, dys, x, joint, asked(ctx.next_functions[-len(dys) :])
+            )
         else:
             dx = torch.cat(dys, -1) @ joint
         return dx, None, None, None, *[None] * len(dys)
 
 
-def together(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
+def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
     """(layer(x) for layer in layers). x: (..., in). One product where an accumulator of mode "fused" has found their weights side by side."""
     joint = _joint(*layers)
     if joint is None:
         return tuple(layer(x) for layer in layers)
     back = layers[::-1]  # an arena lies in reverse order
-    return _TogetherIntoArena.apply(
+    return _LinearsIntoArena.apply(
         x,
         joint,
         layers[0].joint_grad,
@@ -152,7 +156,7 @@ def together(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
     )[::-1]
 
 
-class _GatedIntoArena(torch.autograd.Function):
+class _SwigluIntoArena(torch.autograd.Function):
     """silu(gate) * up with [up, gate] = x @ joint^T: both gradients are computed in their place side by side."""
 
     @staticmethod
@@ -184,12 +188,12 @@ class _GatedIntoArena(torch.autograd.Function):
         )
 
 
-def gated(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
-    """silu(gate(x)) * up(x). x: (..., in). One product as in together(), where torch.compile makes one kernel of what follows it."""
+def fused_swiglu(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
+    """silu(gate(x)) * up(x). x: (..., in). One product as in fused_linears(), where torch.compile makes one kernel of what follows it."""
     joint = _joint(gate, up)
     if joint is None or gate.out_features != up.out_features or not torch.compiler.is_compiling():
         return F.silu(gate(x)) * up(x)
-    return _GatedIntoArena.apply(x, joint, gate.joint_grad, up.weight, gate.weight)
+    return _SwigluIntoArena.apply(x, joint, gate.joint_grad, up.weight, gate.weight)
 
 
 def _joint(*layers) -> "Tensor | None":
@@ -211,7 +215,7 @@ class FusedLinear(nn.Linear):
 
     arena_grad = None  # (out, in) fp32 slice of arena.grads
     joint_weight = joint_grad = (
-        None  # the same of several layers side by side, at the first of them: together()
+        None  # the same of several layers side by side, at the first of them: fused_linears()
     )
 
     @staticmethod

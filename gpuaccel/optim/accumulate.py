@@ -146,7 +146,7 @@ class GradientAccumulator:
         self._running = {}  # id of a backward -> weak reference that dies with it
         self._forget()
         # Sums that an earlier accumulator has left and that still stand as .grad are gone on with; others are not.
-        self.touched = [owner.grad is view for owner, view in zip(arena.owners, arena.grad_views)]
+        self.touched = [owner.grad is view for owner, view in zip(arena.masters, arena.grad_views)]
         self.presented = [*self.touched]
         if not any(self.touched):
             _zero_sums(arena)
@@ -159,7 +159,7 @@ class GradientAccumulator:
         if mode != "autograd":
             for i, p in enumerate(arena.params):
                 if (
-                    arena.owners[i] is p
+                    arena.masters[i] is p
                 ):  # its .grad may be presented: hide it before autograd looks
                     self._handles.append(p.register_hook(self._before))
                 self._handles.append(p.register_post_accumulate_grad_hook(self._after(i)))
@@ -189,7 +189,7 @@ class GradientAccumulator:
                 watchers[place(part.arena_grad)] = note_for(weakref.ref(self), i)
                 self._fused.append(part)
         for part in self.arena.module.modules():
-            for names in getattr(part, "TOGETHER", ()):
+            for names in getattr(part, "FUSED_LINEARS", ()):
                 self._join([getattr(part, name) for name in names], index)
         # The products need no launch: the table for the rest has only the rest's rows, so that no thread block starts in vain.
         self._products = {index[id(part.weight)] for part in self._fused}
@@ -275,7 +275,7 @@ class GradientAccumulator:
     def _reopen(self):
         """Look at what happened to the presented sums: zeroed, replaced by the caller, or kept."""
         gone, shown = [], any(self.presented)
-        for i, owner in enumerate(self.arena.owners):
+        for i, owner in enumerate(self.arena.masters):
             if not self.presented[i]:
                 continue
             grad, view = owner.grad, self.arena.grad_views[i]
@@ -308,7 +308,7 @@ class GradientAccumulator:
         """If a backward never came to its end, it raised: what it left is partial, and so is the window's sum."""
         if any(end() is None for end in self._running.values()):
             self._clear()
-            for p, owner in zip(self.arena.params, self.arena.owners):
+            for p, owner in zip(self.arena.params, self.arena.masters):
                 if owner is not p:
                     owner.grad = None
 
@@ -363,7 +363,7 @@ class GradientAccumulator:
                 reference_accumulate(self.arena.grad_views[i], grads[i - first])
 
     def _present(self):
-        for i, owner in enumerate(self.arena.owners):
+        for i, owner in enumerate(self.arena.masters):
             if self.touched[i] and not self.presented[i]:
                 owner.grad = self.arena.grad_views[i]
                 self.presented[i] = True
@@ -387,7 +387,7 @@ class GradientAccumulator:
         self._drop(
             [
                 i
-                for i, owner in enumerate(self.arena.owners)
+                for i, owner in enumerate(self.arena.masters)
                 if self.presented[i] and owner.grad is None
             ]
         )
@@ -407,7 +407,7 @@ class GradientAccumulator:
             if self.host is not None:
                 self.host.zero_()
             self._forget()
-        for p, owner in zip(self.arena.params, self.arena.owners):
+        for p, owner in zip(self.arena.params, self.arena.masters):
             p.grad = owner.grad = None
 
     @property
@@ -415,16 +415,16 @@ class GradientAccumulator:
         """A bit for each tensor that got a gradient in this window."""
         return sum(1 << i for i, touched in enumerate(self.touched) if touched)
 
-    def lay_down(self) -> int:
+    def detach(self) -> int:
         """Leave the sums, and forget that there are any: a bit for each tensor that got a gradient. No parameter has one; a graph ends here."""
         bits = self.bits
         self._forget()
-        for p, owner in zip(self.arena.params, self.arena.owners):
+        for p, owner in zip(self.arena.params, self.arena.masters):
             p.grad = owner.grad = None
         return bits
 
-    def take_up(self, bits: int):
-        """Go on with the sums that lay_down() left."""
+    def restore(self, bits: int):
+        """Go on with the sums that detach() left."""
         self.touched = [bool(bits >> i & 1) for i in range(len(self.touched))]
         self._present()
 
@@ -476,9 +476,9 @@ def finish_for(parameters):
     seen at all: the sums of bf16 parameters are those of their fp32 masters."""
     for accumulator in list(_accumulators):
         ids = {id(p) for p in parameters}
-        if ids & accumulator.arena.owner_ids:
+        if ids & accumulator.arena.master_ids:
             accumulator.finish()
-        for i, (p, owner) in enumerate(zip(accumulator.arena.params, accumulator.arena.owners)):
+        for i, (p, owner) in enumerate(zip(accumulator.arena.params, accumulator.arena.masters)):
             if id(p) in ids and owner is not p and p.grad is None and accumulator.touched[i]:
                 raise ArgumentError(
                     f"the gradient of {accumulator.arena.segments[i].name} is the sum of its fp32 master: expected the arena, or "
@@ -489,7 +489,7 @@ def finish_for(parameters):
 def _finish_before_step(optimizer, *_):
     """Before any optimizer's step: sums that are not yet in place (host, autograd) are brought there."""
     for accumulator in list(_accumulators):
-        ids = accumulator.arena.owner_ids
+        ids = accumulator.arena.master_ids
         if accumulator.mode in ("host", "autograd") and any(
             id(p) in ids for g in optimizer.param_groups for p in g["params"]
         ):

@@ -265,7 +265,7 @@ class AdamW(torch.optim.AdamW):
             if cleared:
                 self.arena.grads_changed()
                 for i in cleared:
-                    self.arena.owners[i].grad = None
+                    self.arena.masters[i].grad = None
             if accumulator is not None and parts:
                 accumulator.zero_(cleared)
             if self.arena is not None:
@@ -438,7 +438,7 @@ class AdamW(torch.optim.AdamW):
             self._refresh(work)
             if part.whole:
                 arena_squares(arena)
-                partials, owners = arena.partials, arena.row_tensor
+                partials, owners = arena.partials, arena.chunk_to_tensor
             else:
                 rows = sum(chunks for _, chunks, _ in part.launches)
                 partials, owners = (
@@ -497,7 +497,7 @@ class AdamW(torch.optim.AdamW):
             work.group_of = (
                 None
                 if self.scope == "global"
-                else self.arena.tensor_block
+                else self.arena.tensor_to_block
                 if self.scope == "block"
                 else torch.arange(numbers, dtype=torch.int32, device=device)
             )
@@ -559,7 +559,7 @@ class AdamW(torch.optim.AdamW):
     def _number_of(self, p) -> int:
         if self._numbers is None:
             params = (
-                self.arena.owners
+                self.arena.masters
                 if self.arena is not None
                 else [p for group in self.param_groups for p in group["params"]]
             )

@@ -271,19 +271,19 @@ class Arena:
                 ],
                 1,
             )
-        tensor_block = torch.tensor([s.block for s in self.segments], dtype=torch.int32)
-        chunks, row_tensor, tensor_block = (
-            t.to(self.device) for t in (chunks, chunks[:, 0].contiguous(), tensor_block)
+        tensor_to_block = torch.tensor([s.block for s in self.segments], dtype=torch.int32)
+        chunks, chunk_to_tensor, tensor_to_block = (
+            t.to(self.device) for t in (chunks, chunks[:, 0].contiguous(), tensor_to_block)
         )
         # Everything that may fail has been allocated: from here on the module changes.
         self.weights, self.grads, self.bf16_weights, self.chunks = weights, grads, bf16, chunks
-        self.partials, self.row_tensor, self.tensor_block = (
+        self.partials, self.chunk_to_tensor, self.tensor_to_block = (
             partials,
-            row_tensor,
-            tensor_block,
+            chunk_to_tensor,
+            tensor_to_block,
         )  # see squares_known
         self._squares, self._squares_version = [False] * len(self.segments), grads._version
-        self.owners = [self._own(i, owners) for i in range(len(self.params))]
+        self.masters = [self._own(i, owners) for i in range(len(self.params))]
         self.grad_views = [self._slice(grads, s) for s in self.segments]
         self._places = [p.data_ptr() for p in self.params]
         self._homes = [
@@ -292,8 +292,8 @@ class Arena:
             for key, p in part._parameters.items()
             if id(p) in self._index
         ]
-        self.owner_ids = {id(owner) for owner in self.owners}
-        self._low = [(p, owner) for p, owner in zip(self.params, self.owners) if owner is not p]
+        self.master_ids = {id(owner) for owner in self.masters}
+        self._low = [(p, owner) for p, owner in zip(self.params, self.masters) if owner is not p]
         self.weights_current()
 
     @torch.no_grad()
@@ -334,7 +334,7 @@ class Arena:
     def parameters(self) -> "list[nn.Parameter]":
         """Tensors for an optimizer, fp32, in the module's registration order: masters of bf16 parameters, the others themselves."""
         self.adopt()
-        return self.owners[::-1]
+        return self.masters[::-1]
 
     def parameter_names(self) -> "list[str]":
         """Their names, in the same order."""
@@ -346,7 +346,9 @@ class Arena:
     def named_master(self) -> "dict[str, nn.Parameter]":
         """name -> fp32 master of each bf16 parameter, edits of the parameters adopted; empty for an fp32 module."""
         self.adopt()
-        return {s.name: o for s, o, p in zip(self.segments, self.owners, self.params) if o is not p}
+        return {
+            s.name: o for s, o, p in zip(self.segments, self.masters, self.params) if o is not p
+        }
 
     def parameter_groups(
         self, weight_decay: float = 0.1, lr: "float | None" = None
@@ -388,7 +390,7 @@ class Arena:
         buffer = getattr(self, name)
         home.copy_(buffer)
         buffer.data = home
-        views = {"grads": self.grad_views, "weights": self.owners, "bf16_weights": self.params}[
+        views = {"grads": self.grad_views, "weights": self.masters, "bf16_weights": self.params}[
             name
         ]
         for view, s in zip(views, self.segments):
@@ -465,7 +467,7 @@ class Arena:
         """What a copy or a pickle is made of: the module with its weights, the masters, the sums."""
         return {
             "module": self.module,
-            "owners": self.owners,
+            "owners": self.masters,
             "grads": self.grads,
             "segments": self.segments,
             "blocks": self.blocks,
@@ -502,7 +504,7 @@ def _arenas_of(optimizer) -> "list[Arena]":
         arena
         for arena in list(_arenas)
         if arena._low
-        and any(id(p) in arena.owner_ids for g in optimizer.param_groups for p in g["params"])
+        and any(id(p) in arena.master_ids for g in optimizer.param_groups for p in g["params"])
     ]
 
 

@@ -189,7 +189,7 @@ def _arena_grads(arena):
         (
             s.name
             for s, p, owner, view in zip(
-                arena.segments, arena.params, arena.owners, arena.grad_views
+                arena.segments, arena.params, arena.masters, arena.grad_views
             )
             for t in {p, owner}
             if t.grad is not None and t.grad.data_ptr() != view.data_ptr() and t.grad.numel()
@@ -218,12 +218,12 @@ def _by_kernels(grads, names, groups, scope, max_norm, norm_type, eps, policy, f
     if groups is None:
         group_of = None
     elif scope == "block":
-        group_of = arena.tensor_block
+        group_of = arena.tensor_to_block
     else:
         group_of = torch.arange(count, dtype=torch.int32, device=device)
     if arena is not None and norm_type == 2:
         arena_squares(arena)
-        partials, owners = arena.partials, arena.row_tensor
+        partials, owners = arena.partials, arena.chunk_to_tensor
     else:
         rows = sum(chunks for _, chunks, _ in launches)
         partials, owners = (

@@ -113,10 +113,10 @@ def train(
     without one, from the beginning. extra: JSON kept in each checkpoint.
 
     With several ranks each calls it with the same arguments and its own batches, and leaves it after the same step; a rank that leaves it early
-    writes no checkpoint, unless all were asked to stop (Ranks.asked_to_stop()). Rank 0 writes metrics and
+    writes no checkpoint, unless all were asked to stop (Reducer.asked_to_stop()). Rank 0 writes metrics and
     checkpoints; all of them read these, so that the folder has to be one that they share, and the run may go on with another number of ranks.
     A checkpoint keeps torch's generators of each rank; Python's and numpy's are rank 0's."""
-    first = step.ranks is None or step.ranks.rank == 0
+    first = step.reducer is None or step.reducer.rank == 0
     state = dict(
         model=step.model,
         optimizer=step.opt,
@@ -127,14 +127,16 @@ def train(
     if resume and checkpoint_dir and (last := checkpoints.latest_checkpoint(checkpoint_dir)):
         with step.gathered():
             step.count = checkpoints.load_checkpoint(
-                last, **state, rank=step.ranks.rank if step.ranks else 0
+                last, **state, rank=step.reducer.rank if step.reducer else 0
             )["step"]
     saved = step.count if resume else -1
 
     def save():
         nonlocal saved
         if checkpoint_dir and saved != step.count:
-            ranks = step.ranks.gather(checkpoints.random_state()) if step.ranks is not None else ()
+            ranks = (
+                step.reducer.gather(checkpoints.random_state()) if step.reducer is not None else ()
+            )
             with step.gathered():
                 if first:
                     checkpoints.save_checkpoint(
@@ -145,8 +147,8 @@ def train(
                         **state,
                     )
                     checkpoints.prune_checkpoints(checkpoint_dir, keep)
-            if step.ranks is not None:
-                step.ranks.barrier()  # nobody looks for a checkpoint that is not there yet
+            if step.reducer is not None:
+                step.reducer.barrier()  # nobody looks for a checkpoint that is not there yet
             saved = step.count
 
     meter = step.meter = step.meter or Meter(step.arena.device)
@@ -164,7 +166,7 @@ def train(
                 else None
             )
             tokens = _tokens_in(batch) * (
-                1 if step.ranks is None else step.ranks.world
+                1 if step.reducer is None else step.reducer.world
             )  # the host knows its own; the others have as many
             while (
                 meter.queued() >= AHEAD
@@ -203,7 +205,7 @@ def train(
         if lines:
             lines.close()
         together = (
-            step.ranks is None or step.ranks.world == 1 or done or step.ranks.asked_to_stop()
+            step.reducer is None or step.reducer.world == 1 or done or step.reducer.asked_to_stop()
         )  # else others may not come along
         if whole and together:
             save()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError
 from ..nn.embedding import Encoder
-from ..nn.fused_linear import gated, together
+from ..nn.fused_linear import fused_linears, fused_swiglu
 from ..nn.poly_attention import PolyAttention
 from ..nn.richards_glu import RichardsGLU
 
@@ -137,7 +137,7 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 class Block(nn.Module):
     """One transformer block: nine weight tensors."""
 
-    TOGETHER = (
+    FUSED_LINEARS = (
         ("w_q", "w_k", "w_v"),
         ("gate", "up"),
     )  # layers of one input, in the order of registration
@@ -160,7 +160,7 @@ class Block(nn.Module):
         h = self.input_norm(x)
         q, k, v = (
             y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for y in together(h, self.w_q, self.w_k, self.w_v)
+            for y in fused_linears(h, self.w_q, self.w_k, self.w_v)
         )
         y = F.scaled_dot_product_attention(
             rotate(q, rope),
@@ -171,7 +171,7 @@ class Block(nn.Module):
         )
         x = x + self.w_o(y.transpose(1, 2).flatten(-2))
         h = self.post_attn_norm(x)
-        return x + self.down(gated(h, self.gate, self.up))
+        return x + self.down(fused_swiglu(h, self.gate, self.up))
 
 
 class PolyBlock(nn.Module):

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ..backends import deterministic
 from ..distributed.config import Distributed
-from ..distributed.p2p import Peers
-from ..distributed.reducer import Ranks
+from ..distributed.p2p import PeerToPeer
+from ..distributed.reducer import Reducer
 from ..errors import ArgumentError, CaptureError
 from ..graphs.graphed_step import NEW_SHAPES, POLICIES, GraphedStep, untouched
 from ..measure.meter import Meter
@@ -140,15 +140,15 @@ class TrainStep:
             clip = clip or ("fused" if ours else "torch")
             _check_clip(clip, opt, ours, max_norm)
             peers = (
-                Peers.of(distributed, arena)
+                PeerToPeer.of(distributed, arena)
                 if distributed is not None and distributed.works
                 else None
             )  # before addresses are taken
             self.accumulator = GradientAccumulator(arena, accumulate)
             self.model, self.opt, self.arena, self.scheduler = model, opt, arena, scheduler
-            self.ranks = None
+            self.reducer = None
             if distributed is not None and distributed.works:
-                self.ranks = self._join(
+                self.reducer = self._join(
                     distributed,
                     peers,
                     clip,
@@ -197,8 +197,8 @@ class TrainStep:
         with deterministic() if self.deterministic else contextlib.nullcontext():
             if self.replays == "graph":
                 found = self._graphs(batch)
-                if self.ranks is not None and self.replays == "graph":
-                    self.ranks.beat()
+                if self.reducer is not None and self.replays == "graph":
+                    self.reducer.beat()
                 if timer:
                     timer.mark("replay")
             else:
@@ -207,8 +207,8 @@ class TrainStep:
             self.scheduler.step()
         if timer:
             timer.stop()
-        if self.ranks is not None:
-            self.ranks.check()
+        if self.reducer is not None:
+            self.reducer.check()
         self.count += 1
         return StepOutput(*found)
 
@@ -228,11 +228,11 @@ class TrainStep:
             yield
         except BaseException as error:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-                self.accumulator.lay_down()  # nothing was executed, and nothing can be now
+                self.accumulator.detach()  # nothing was executed, and nothing can be now
             else:
                 self.accumulator.zero_()
-            if self.ranks is not None:
-                self.ranks.abandon(error)
+            if self.reducer is not None:
+                self.reducer.abandon(error)
             raise
         if any(self.accumulator.touched):  # otherwise ga.AdamW has opened the next window already
             self.accumulator.zero_()
@@ -283,7 +283,7 @@ class TrainStep:
         """Forward and backward of every micro-batch; afterwards the sum is in the arena. Returns (loss, tokens, what to divide the sum by).
 
         alone: of this rank only, with no word to the others (a warm-up)."""
-        losses, tokens, ranks = None, None, None if alone else self.ranks
+        losses, tokens, ranks = None, None, None if alone else self.reducer
         if ranks is not None:
             ranks.look_before()
         ordered = ranks is not None and ranks.how.ordered
@@ -319,7 +319,7 @@ class TrainStep:
             raise ArgumentError(
                 f"loss_fn returned {type(loss).__name__}; expected a one-element tensor, or (that, tokens)"
             )
-        if self.ranks is not None:
+        if self.reducer is not None:
             parts = 1  # divided last, by what all ranks have
         if count is None:
             loss = loss / parts
@@ -340,7 +340,7 @@ class TrainStep:
         return loss.detach().float(), count
 
     @torch.no_grad()
-    def mean(self, losses, tokens, rows, micros=None, ranks: "Ranks | None" = None) -> tuple:
+    def mean(self, losses, tokens, rows, micros=None, ranks: "Reducer | None" = None) -> tuple:
         """(loss, tokens, what to divide the gradient by: a one-element tensor or None) of sums over micro-batches. rows, micros: number or tensor.
         With `ranks` the gradients of all ranks are added here."""
         if ranks is not None:
@@ -359,21 +359,25 @@ class TrainStep:
 
     def split(self, batch) -> list:
         """This rank's micro-batches."""
-        if batch is None and self.ranks is not None:
+        if batch is None and self.reducer is not None:
             return []
         try:
             micros = split(batch, self.micro_batches)
         except ArgumentError as error:
             raise ArgumentError(
-                f"{error}{'; a rank that has nothing left calls step(None)' if self.ranks is not None else ''}"
+                f"{error}{'; a rank that has nothing left calls step(None)' if self.reducer is not None else ''}"
             ) from None
-        if self.ranks is not None and self.ranks.how.ordered and len(micros) > self.micro_batches:
+        if (
+            self.reducer is not None
+            and self.reducer.how.ordered
+            and len(micros) > self.micro_batches
+        ):
             raise ArgumentError(
                 f"{len(micros)} micro-batches in ordered mode; expected at most micro_batches={self.micro_batches}, on every rank"
             )
         return micros
 
-    def _join(self, distributed, peers, clip, compiled: bool, settings) -> Ranks:
+    def _join(self, distributed, peers, clip, compiled: bool, settings) -> Reducer:
         """Compare the models of all ranks, and take over rank 0's weights."""
         replay = settings["replay"]
         if distributed.sharded and clip != "fused":
@@ -386,7 +390,7 @@ class TrainStep:
                 f"replay='graph' needs collectives that a CUDA graph can hold, those of NCCL; the group's are {distributed.backend}'s: "
                 "expected replay='eager'"
             )
-        return Ranks(
+        return Reducer(
             distributed,
             self.arena,
             self.accumulator,
@@ -400,7 +404,7 @@ class TrainStep:
         """A context, to be entered on every rank: inside it the optimizer's state is whole, to be saved or loaded."""
         return (
             self.opt.whole()
-            if self.ranks is not None and self.ranks.sharded
+            if self.reducer is not None and self.reducer.sharded
             else contextlib.nullcontext()
         )
 
@@ -425,8 +429,8 @@ class TrainStep:
         wait for the others, which would bring its state together; it is gone then. (So does a `with` block that an error leaves.)"""
         if self._graphs:
             self._graphs.close()
-        if self.ranks is not None:
-            self.ranks.close(alone)
+        if self.reducer is not None:
+            self.reducer.close(alone)
         self.arena.release()
 
     def __enter__(self):
@@ -475,7 +479,7 @@ def _check_clip(clip, opt, ours, max_norm):
 
 
 def _check_optimizer(opt, arena):
-    owners = arena.owner_ids
+    owners = arena.master_ids
     names = {id(p): name for name, p in arena.module.named_parameters()}
     for g, group in enumerate(opt.param_groups):
         for p in group["params"]:
@@ -560,7 +564,7 @@ class _StepGraphs:
             self._settle(lambda: self._warm_up(batch))
             return self.whole(batch)
         accumulator, touched = self.step.accumulator, 0
-        if self.step.ranks is not None and self.step.ranks.how.ordered:
+        if self.step.reducer is not None and self.step.reducer.how.ordered:
             raise CaptureError(
                 "a list of micro-batches is replayed one by one, which ordered mode does not; expected one batch, or replay='eager'"
             )
@@ -597,7 +601,7 @@ class _StepGraphs:
 
     def _settle(self, warm_up):
         """Before the first capture the ranks agree on the tensors that get a gradient: a capture cannot ask."""
-        ranks = self.step.ranks
+        ranks = self.step.reducer
         if ranks is not None and ranks.agreed is None:
             with untouched(self._buffers, self.step.arena.device):
                 ranks.settle(self._bits_of(warm_up))
@@ -641,20 +645,20 @@ class _StepGraphs:
         self.parts += 1
         if count is not None:
             self.tokens += count
-        return self.step.accumulator.lay_down()
+        return self.step.accumulator.detach()
 
     def _warm_up_tail(self, touched):
         self.step.mean(self.loss, self.tokens, self.rows)
 
     def _tail(self, touched):
-        self.step.accumulator.take_up(touched)
+        self.step.accumulator.restore(touched)
         with self.step.window():
             loss, tokens, divisor = self.step.mean(
                 self.loss,
                 self.tokens.clone() if self.counts else None,
                 self.rows,
                 self.parts,
-                self.step.ranks,
+                self.step.reducer,
             )
             found = self.step._update(divisor, _no_mark)
         results = loss.clone(), tokens, *found

@@ -272,7 +272,7 @@ def as_one_process(
     copies=False,
     **options,
 ):
-    """Ranks with these shares of the micro-batches against one process with all of them."""
+    """Reducer with these shares of the micro-batches against one process with all of them."""
     ranks = dist.get_world_size(group)
     with ga.use_backend(backend), copied(copies):
         mine = net(tied, seed=rank).to(low)
@@ -381,7 +381,7 @@ def nan_on(
             out = step([micro_batch(rank + 4)])
             bad[0] = None
             same = all(torch.equal(a, b) for a, b in zip(before.values(), weights(model).values()))
-            said += [step.opt.last_skip(), step.ranks.last_nonfinite()]
+            said += [step.opt.last_skip(), step.reducer.last_nonfinite()]
             step([micro_batch(rank + 8)])
             moved = not torch.equal(before["head.weight"], model.head.weight)
             return {
@@ -461,19 +461,19 @@ def order_of_buckets(rank, group, mode):
         distributed=ga.Distributed(group=group, bucket_mb=0.004),
         micro_batches=1,
     ) as step:
-        send, reduce = step.ranks._send, step.ranks.reduce
+        send, reduce = step.reducer._send, step.reducer.reduce
 
         def noted():
-            sent.append(step.ranks.next)
+            sent.append(step.reducer.next)
             send()
 
         def late(*given):
             sent.append("backward is over")
             return reduce(*given)
 
-        step.ranks._send, step.ranks.reduce = noted, late
+        step.reducer._send, step.reducer.reduce = noted, late
         step(micro_batch(1))
-        buckets = step.ranks.buckets
+        buckets = step.reducer.buckets
         return (
             sent,
             [
@@ -500,7 +500,7 @@ def memory_of_moments(rank, group, backend):
             return (
                 sum(kept.values()),
                 8 * step.arena.numel,
-                8 * len(step.ranks.buckets) * dist.get_world_size(group) * ga.optim.arena.CHUNK,
+                8 * len(step.reducer.buckets) * dist.get_world_size(group) * ga.optim.arena.CHUNK,
             )
 
 
@@ -766,7 +766,7 @@ def transformer(rank, group, device, replay, steps=4, **how):
                 )
             if distributed:
                 assert step.replays == replay, step.reason
-                copies = step.ranks.peers is not None
+                copies = step.reducer.p2p is not None
                 found = (
                     weight_hashes(arena, masters="low" not in options).tolist(),
                     losses,
@@ -785,14 +785,14 @@ def transformer(rank, group, device, replay, steps=4, **how):
 
 def _watch_products(step, left):
     """Notes at each bucket that is sent while backward runs how many fused products are still to come in it."""
-    send = step.ranks._send
+    send = step.reducer._send
 
     def watched():
-        if step.ranks.missing is not None:
+        if step.reducer.missing is not None:
             left.append(sum(step.accumulator.usual) - sum(step.accumulator.uses))
         send()
 
-    step.ranks._send = watched
+    step.reducer._send = watched
 
 
 def watched(rank, group, accumulate, backend, copies=False):
@@ -811,10 +811,10 @@ def watched(rank, group, accumulate, backend, copies=False):
                 weights_of.append(weight_hashes(step.arena).tolist())
                 step([micro_batch(8 + rank)])
                 assert (
-                    not {"_sum", "_exchange", "_join"} & vars(step.ranks).keys()
+                    not {"_sum", "_exchange", "_join"} & vars(step.reducer).keys()
                     and step.meter is None
                 )
-        return [tuple(s) for s in spans], len(step.ranks.buckets), weights_of[0] == weights_of[1]
+        return [tuple(s) for s in spans], len(step.reducer.buckets), weights_of[0] == weights_of[1]
 
 
 # ---- what ga.launch runs --------------------------------------------------------------------------------------------

@@ -383,7 +383,7 @@ def test_one_rank_costs_nothing():
     how = ga.Distributed()
     assert (how.rank, how.world, how.works, dist.is_initialized()) == (0, 1, False, False)
     with checks.make_step(model := checks.Net(), distributed=how) as step:
-        assert step.ranks is None and step.accumulator.arrived is None
+        assert step.reducer is None and step.accumulator.arrived is None
         step([checks.micro_batch(0)])
         plain = checks.Net()
         with checks.make_step(plain) as other:
@@ -471,10 +471,10 @@ def test_a_refused_second_step_leaves_the_copies_of_the_first_alone(crew):
 
 
 def test_copies_are_refused_in_words_where_there_is_nothing_to_copy(crew):
-    for kind, said in crew(checks.attempt, 2, errors=True, all=dict(peer_copies=True)):
+    for kind, said in crew(checks.attempt, 2, errors=True, all=dict(peer_to_peer=True)):
         assert (kind, said) == (
             "ArgumentError",
-            "peer_copies is True, and the 2 ranks' collectives are gloo's, the model is on cpu, backend torch; expected the GPUs of "
+            "peer_to_peer is True, and the 2 ranks' collectives are gloo's, the model is on cpu, backend torch; expected the GPUs of "
             "one machine, which can read each other's memory, and fp32 sums",
         )
 
@@ -906,7 +906,7 @@ def test_an_address_where_nobody_answers_or_somebody_else_does(monkeypatch, rank
     [
         ("cpu", {}),
         *(
-            pytest.param("cuda", {"peer_copies": copies}, marks=pytest.mark.gpu)
+            pytest.param("cuda", {"peer_to_peer": copies}, marks=pytest.mark.gpu)
             for copies in (True, False)
         ),
     ],
@@ -1015,8 +1015,8 @@ GPU_WAYS = [
     dict(sharded=True, low=torch.bfloat16),
     dict(accumulate="fused", low=torch.bfloat16, compile=True),
     dict(accumulate="fused", compile=True, sharded=True),
-    dict(peer_copies=False),
-    dict(accumulate="fused", sharded=True, compile=True, peer_copies=False),
+    dict(peer_to_peer=False),
+    dict(accumulate="fused", sharded=True, compile=True, peer_to_peer=False),
 ]
 
 
@@ -1058,7 +1058,7 @@ def test_gpus_eager_and_captured(gpu_crew, gpus, options):
         assert (one["hash"], one["losses"]) == (eager[0]["hash"], eager[0]["losses"])
         assert one["far"] <= bound
         assert one["copies"] == (
-            not options.keys() & {"dtype", "ordered"} and options.get("peer_copies", True)
+            not options.keys() & {"dtype", "ordered"} and options.get("peer_to_peer", True)
         )
         assert "compile" not in options or max(one["left"]) > 0, (
             "no bucket was sent before the compiled backward's last product"
@@ -1067,7 +1067,7 @@ def test_gpus_eager_and_captured(gpu_crew, gpus, options):
 
 @pytest.mark.parametrize(
     "options",
-    [way for way in GPU_WAYS if not way.keys() & {"compile", "peer_copies"}] + [GPU_WAYS[8]],
+    [way for way in GPU_WAYS if not way.keys() & {"compile", "peer_to_peer"}] + [GPU_WAYS[8]],
     ids=words,
 )
 def test_a_transformer_on_two_ranks(crew, options):

@@ -119,7 +119,7 @@ def test_two_machines_train_as_one_process_and_start_again_when_a_rank_is_killed
     machines, tmp_path
 ):
     """The command of docs/several-gpus.md on each: the losses of one process, bit for bit (--ordered). Killed on the second machine: all ranks go on from the last
-    checkpoint, though only one machine counts a restart. Ranks listen on the cable, whatever their machine's name says."""
+    checkpoint, though only one machine counts a restart. Reducer listen on the cable, whatever their machine's name says."""
     options = ("--ordered", "--steps", "20", "--resume", "--checkpoint-every", "2")
     whole = checks.gpuaccel(tmp_path / "a", *options)
     launcher = command_of_the_page()

@@ -1077,13 +1077,13 @@ def test_an_arena_gives_the_same_bits_with_any_grid_and_in_any_pieces(final, dev
                     [None if i in without else g for i, g in enumerate(filled(model, k))]
                 ).backward()
                 if pieces:  # a gradient of the user's own: not all sums are the arena's
-                    arena.owners[-1].grad = arena.owners[-1].grad.clone()
+                    arena.masters[-1].grad = arena.masters[-1].grad.clone()
                 mine.step()
                 mine.zero_grad()
         tensors = [
             arena.weights.clone(),
             arena.bf16_weights.clone(),
-            *(t for o in arena.owners for t in mine.state.get(o, {}).values()),
+            *(t for o in arena.masters for t in mine.state.get(o, {}).values()),
         ]
         arena.release()
         return [t.clone() for t in tensors]
@@ -1146,7 +1146,7 @@ def peers(dtype, device, scaled=False, **kwargs):
 
 def check_arena(arena, cleared=True):
     """Masters, copies and padding as an arena promises."""
-    for s, owner, p in zip(arena.segments, arena.owners, arena.params):
+    for s, owner, p in zip(arena.segments, arena.masters, arena.params):
         if owner is not p:
             same(
                 p.detach(),
@@ -1161,7 +1161,7 @@ def check_arena(arena, cleared=True):
     )
     if cleared:
         assert not arena.grads.any(), f"sums were not cleared: {arena.grads.abs().max()}"
-        assert all(p.grad is None for p in (*arena.params, *arena.owners))
+        assert all(p.grad is None for p in (*arena.params, *arena.masters))
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -1183,7 +1183,7 @@ def test_an_arena_in_each_mode_as_torch_over_its_parameter_groups(mode, dtype, s
                 m1(grads).backward(), m2(grads).backward()
             mine.step(), theirs.step()
             theirs.zero_grad()
-            compare(a1.owners, a2.owners, f"{mode}, step {k}")
+            compare(a1.masters, a2.masters, f"{mode}, step {k}")
             check_arena(a1)
             assert torch.equal(m1.blocks[1][0], a1.params[4])
     assert mine.skipped == 0 and mine.last_skip() is None and mine.clip_state.finite
@@ -1199,7 +1199,7 @@ def test_without_an_accumulator_gradients_are_used_and_never_written(dtype, devi
         m1(grads).backward()
         kept = [p.grad.clone() for p in m1.parameters()]
         m2(grads).backward()
-        for p, owner in zip(a2.params, a2.owners):
+        for p, owner in zip(a2.params, a2.masters):
             owner.grad = p.grad.float()
         nn.utils.clip_grad_norm_(a2.parameters(), 1.0)
         mine.step(), theirs.step()
@@ -1207,8 +1207,8 @@ def test_without_an_accumulator_gradients_are_used_and_never_written(dtype, devi
             same(p.grad, g, "a user's gradient was written")
         # Where torch takes the norm, that of a bf16 gradient has bf16's 8 bits.
         compare(
-            a1.owners,
-            a2.owners,
+            a1.masters,
+            a2.masters,
             f"step {k}",
             **({"atol": 2e-4} if dtype == torch.bfloat16 and ga.backend().name == "torch" else {}),
         )
@@ -1217,11 +1217,11 @@ def test_without_an_accumulator_gradients_are_used_and_never_written(dtype, devi
         m1.zero_grad(), m2.zero_grad()
     if dtype == torch.bfloat16:  # a gradient that the user gave a master goes before
         m1(filled(m1)).backward()
-        for owner, p in zip(a1.owners, a1.params):
+        for owner, p in zip(a1.masters, a1.params):
             owner.grad = -p.grad.float()
-        before = [mine.state[o]["exp_avg"].clone() for o in a1.owners]
+        before = [mine.state[o]["exp_avg"].clone() for o in a1.masters]
         mine.step()
-        for owner, m in zip(a1.owners, before):
+        for owner, m in zip(a1.masters, before):
             torch.testing.assert_close(
                 mine.state[owner]["exp_avg"],
                 0.9 * m + 0.1 * owner.grad * mine.clip_state.scale,
@@ -1240,12 +1240,12 @@ def test_sums_and_gradients_of_ones_own_in_one_step(device):
             grads = filled(m1, k)
             m1(grads).backward(), m2(grads).backward()
             if k == 1:
-                own = torch.full_like(a1.owners[4], 3.0)
-                a1.owners[4].grad, a2.owners[4].grad = own, own.clone()
+                own = torch.full_like(a1.masters[4], 3.0)
+                a1.masters[4].grad, a2.masters[4].grad = own, own.clone()
             nn.utils.clip_grad_norm_(a2.parameters(), 1.0)
             mine.step(), theirs.step()
             mine.zero_grad(), theirs.zero_grad()
-            compare(a1.owners, a2.owners, f"step {k}")
+            compare(a1.masters, a2.masters, f"step {k}")
             assert k != 1 or own.eq(3).all()
     a1.release(), a2.release()
 
@@ -1261,11 +1261,11 @@ def test_a_gradient_that_the_user_took_away_does_not_come_back(mode, device):
             m1(grads).backward(), m2(grads).backward()
             one.finish(), two.finish()
             if k == 0:
-                a1.owners[4].grad = a2.owners[4].grad = None
+                a1.masters[4].grad = a2.masters[4].grad = None
             nn.utils.clip_grad_norm_(a2.parameters(), 1.0)
             mine.step(), theirs.step()
             mine.zero_grad(), theirs.zero_grad()
-            compare(a1.owners, a2.owners, f"{mode}, step {k}")
+            compare(a1.masters, a2.masters, f"{mode}, step {k}")
     a1.release(), a2.release()
 
 
@@ -1304,11 +1304,11 @@ def test_sums_changed_after_the_last_backward_are_respected(change, device):
             for m, a in ((m1, a1), (m2, a2)):
                 m(filled(m, k)).backward()
                 if change == "in place":
-                    a.owners[4].grad.mul_(100)
+                    a.masters[4].grad.mul_(100)
                 elif change == "all of them":
                     a.grads.mul_(100)
                 elif change == "replaced":
-                    a.owners[4].grad = 100 * a.owners[4].grad
+                    a.masters[4].grad = 100 * a.masters[4].grad
                 else:
                     accumulator.final = False
                     m(filled(m, 50 + k)).backward()
@@ -1316,7 +1316,7 @@ def test_sums_changed_after_the_last_backward_are_respected(change, device):
             mine.step(), theirs.step()
             torch.testing.assert_close(mine.clip_state.norm, want, rtol=1e-5, atol=0)
             mine.zero_grad(), theirs.zero_grad()
-            compare(a1.owners, a2.owners, f"{change}, step {k}")
+            compare(a1.masters, a2.masters, f"{change}, step {k}")
     a1.release(), a2.release()
 
 
@@ -1368,7 +1368,7 @@ def test_state_dicts_of_an_arena(what, device):
     target.load_state_dict(copy.deepcopy(source.state_dict()))
     for k in range(3, 6):
         train(sa, source, k), train(ta, target, k)
-        compare(sa.owners, ta.owners, f"step {k}")
+        compare(sa.masters, ta.masters, f"step {k}")
     if what == "arena -> arena":
         same(a1.weights, a2.weights)
     moments = target._moments if target is not theirs else mine._moments
@@ -1394,11 +1394,11 @@ def clip_like(scope, arena_or_params, max_norm):
         groups = [
             [p]
             for p in (
-                arena_or_params.owners if isinstance(arena_or_params, Arena) else arena_or_params
+                arena_or_params.masters if isinstance(arena_or_params, Arena) else arena_or_params
             )
         ]
     else:
-        groups = [arena_or_params.owners[b.first : b.last] for b in arena_or_params.blocks]
+        groups = [arena_or_params.masters[b.first : b.last] for b in arena_or_params.blocks]
     norms = [nn.utils.clip_grad_norm_(group, max_norm) for group in groups]
     return norms[0] if scope == "global" else torch.stack([n.to(norms[-1].device) for n in norms])
 
@@ -1425,7 +1425,7 @@ def test_clipping_inside_is_clipping_before(what, scope, device):
             (m1, a1, mine), (m2, a2, theirs) = peers(
                 torch.float32, device, max_norm=1.0, scope=scope
             )
-            ours, reference, target = a1.owners, a2.owners, a2
+            ours, reference, target = a1.masters, a2.masters, a2
             for a in (a1, a2):
                 if what == "arena":
                     stack.enter_context(GradientAccumulator(a))
@@ -1767,9 +1767,9 @@ def test_bf16_copies_are_rounded_by_the_reference_bits(device):
             mine.step()
             for i, s in enumerate(arena.segments):
                 master, step = (
-                    arena.owners[i].detach().cpu(),
-                    int(mine.state[arena.owners[i]]["step"])
-                    if mine.state.get(arena.owners[i])
+                    arena.masters[i].detach().cpu(),
+                    int(mine.state[arena.masters[i]]["step"])
+                    if mine.state.get(arena.masters[i])
                     else 0,
                 )
                 if grads[6 - i] is not None and s.numel:
@@ -2160,7 +2160,7 @@ def graph_setup(what, seed=0, **kwargs):
         return AdamW(ours, **kwargs), [p.grad for p in ours], ours
     model = Blocks(dtype=torch.bfloat16 if "bf16" in what else torch.float32).cuda()
     arena = Arena(model)
-    for owner, view in zip(arena.owners, arena.grad_views):
+    for owner, view in zip(arena.masters, arena.grad_views):
         owner.grad = view
     return (
         AdamW(arena, **kwargs),
@@ -2196,7 +2196,7 @@ def test_gpu_a_captured_step_replays_as_eager(what, prepared):
 
     def present(optimizer, targets):  # an arena's step takes the gradients away
         if optimizer.arena is not None:
-            for owner, view in zip(optimizer.arena.owners, optimizer.arena.grad_views):
+            for owner, view in zip(optimizer.arena.masters, optimizer.arena.grad_views):
                 owner.grad = view
 
     if prepared:

@@ -88,7 +88,7 @@ def check_layout(segments, blocks, module):
 
 def check_views(arena):
     buffers = {torch.float32: arena.weights, torch.bfloat16: arena.bf16_weights}
-    for p, owner, view, s in zip(arena.params, arena.owners, arena.grad_views, arena.segments):
+    for p, owner, view, s in zip(arena.params, arena.masters, arena.grad_views, arena.segments):
         if not s.numel:
             continue
         home = buffers[p.dtype]

@@ -76,7 +76,7 @@ class Run:
             )  # their state counts as well
             loss.backward()
             if self.arena:
-                for parameter, owner in zip(self.arena.params, self.arena.owners):
+                for parameter, owner in zip(self.arena.params, self.arena.masters):
                     owner.grad = parameter.grad.float()  # to the fp32 master, if there is one
             self.optimizer.step()
             self.model.zero_grad()

@@ -11,7 +11,7 @@ from torch import nn
 
 import gpuaccel as ga
 from gpuaccel.nn import fused_linear
-from gpuaccel.nn.fused_linear import FusedLinear, together
+from gpuaccel.nn.fused_linear import FusedLinear, fused_linears
 from gpuaccel.optim.accumulate import GradientAccumulator
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.models import Block, Config, Transformer, rotary_table, rotate
@@ -29,7 +29,7 @@ BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 class Heads(nn.Module):
     """Three layers of one input, as in a block, and one that has its own."""
 
-    TOGETHER = (NAMES,)
+    FUSED_LINEARS = (NAMES,)
 
     def __init__(self, widths=WIDTHS, wide=64, bias=()):
         super().__init__()
@@ -38,7 +38,7 @@ class Heads(nn.Module):
             setattr(self, name, nn.Linear(wide, width, bias=name in bias))
 
     def forward(self, x):
-        return together(self.before(x), self.w_q, self.w_k, self.w_v)
+        return fused_linears(self.before(x), self.w_q, self.w_k, self.w_v)
 
 
 def heads(device="cpu", dtype=torch.float32, **changes):
@@ -84,13 +84,13 @@ def sums_agree(arena, plain, times=1, bound=BOUND[torch.float32], only=None):
 @pytest.fixture
 def joined(monkeypatch):
     """Grows with each joint product."""
-    seen, was = [], fused_linear._TogetherIntoArena.forward
+    seen, was = [], fused_linear._LinearsIntoArena.forward
 
     def forward(ctx, x, joint, *rest):
         seen.append(tuple(joint.shape))
         return was(ctx, x, joint, *rest)
 
-    monkeypatch.setattr(fused_linear._TogetherIntoArena, "forward", staticmethod(forward))
+    monkeypatch.setattr(fused_linear._LinearsIntoArena, "forward", staticmethod(forward))
     return seen
 
 
@@ -115,7 +115,7 @@ def test_values_and_gradients_are_those_of_separate_layers(device, dtype, joined
         assert joined == [(sum(WIDTHS), 64)] * 2, "the product was not joint: nothing was tested"
         sums_agree(arena, plain, bound=BOUND[dtype])
         assert all(accumulator.touched)
-        for i, owner in enumerate(arena.owners):
+        for i, owner in enumerate(arena.masters):
             assert owner.grad is arena.grad_views[i]
         accumulator.zero_()
         assert not arena.grads.any()
@@ -521,4 +521,4 @@ def test_rotate_takes_a_transposed_view_as_a_block_hands_it():
 
 
 def test_a_block_says_which_layers_belong_together():
-    assert Block.TOGETHER == (NAMES, ("gate", "up"))
+    assert Block.FUSED_LINEARS == (NAMES, ("gate", "up"))
