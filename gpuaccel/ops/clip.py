@@ -75,9 +75,7 @@ class ClipState:
 
     def __repr__(self):
         count = len(self.values)
-        return (
-            f"ClipState({self.scope}, {count} norm{'s' * (count > 1)} on {self.values.device})"
-        )
+        return f"ClipState({self.scope}, {count} norm{'s' * (count > 1)} on {self.values.device})"
 
 
 def reference_norms(

@@ -21,14 +21,16 @@ os.environ.setdefault(
 import gpuaccel as ga  # noqa: E402
 from gpuaccel.compiler.kernel import Kernel  # noqa: E402
 from gpuaccel.errors import ArgumentError, CaptureError  # noqa: E402
+from gpuaccel.learn.ladders import (  # noqa: E402
+    launch_atomic,
+    launch_buckets,
+    reference_buckets,
+)
 from gpuaccel.nn import embedding  # noqa: E402
 from gpuaccel.ops import embedding_backward as encoder
 from gpuaccel.ops.embedding_backward import (
     PIECE,
     encoder_backward,
-    launch_atomic,
-    launch_buckets,
-    reference_buckets,
     reference_encoder,
     reference_encoder_backward,  # noqa: E402
 )
@@ -291,7 +293,7 @@ def test_the_bits_do_not_depend_on_the_grid(device, monkeypatch):
             monkeypatch.setattr(encoder, name, macros[name])
         monkeypatch.setattr(
             encoder,
-            "_kernel",
+            "encoder_kernel",
             lambda name, macros=macros, **more: Kernel(
                 "encoder", name, PIECE=PIECE, **macros, **more
             ),
