@@ -1,7 +1,8 @@
 // encoder: the first layer, out[b, t] = wte[token[b, t]] + wpe[t], and its gradients, which are
 // added into tensors that hold sums already:
 //
-//   dwte[v] += sum of dout[b, t] over all b, t with token v          dwpe[t] += sum over b of dout[b, t]
+//   dwte[v] += sum of dout[b, t] over all b, t with token v
+//   dwpe[t] += sum of dout[b, t] over all b
 //
 // Shapes: B batch, T time, C channels, V vocabulary; rows = B * T. dout in GRAD_T, the sums dwte
 // and dwpe in ACC_T, every addition in fp32.

@@ -1,53 +1,60 @@
 // poly_attention: causal attention whose weights are a polynomial of the scores instead of their
 // softmax, and its gradients.
 //
-//   s_ij = q~_i . k_j + q_i . PE[i - j]       c = 8 tanh(s / 8)       phi_ij = scale (a c^p + b) for 0 <= i - j < window, else exactly 0
+//   s_ij = q~_i . k_j + q_i . PE[i - j]
+//   phi_ij = scale (a c^p + b) for 0 <= i - j < window, else exactly 0; c = 8 tanh(s_ij / 8)
 //   y_i = sum over j of phi_ij v_j
 //
-// q~ is the query with everything of the score that is a product with the key folded in
+// q~ is the query with every part of the score folded in that is a product with the key
 // (nn/poly_attention.py); p is odd. With dphi_ij = dy_i . v_j:
 //
-//   dv_j = sum_i phi_ij dy_i        ds_ij = dphi_ij scale a p c^(p-1) (1 - tanh^2(s / 8))        dk_j = sum_i ds_ij q~_i
-//   dq~_i = sum_j ds_ij k_j         dq_i = sum_j ds_ij PE[i - j]         dPE[r] = sum_i ds_i,i-r q_i (over batches and heads, too)
-//   and of all dphi c^p and all dphi the two sums that da, db and dscale are made of.
+//   dv_j = sum_i phi_ij dy_i
+//   ds_ij = dphi_ij scale a p c^(p-1) (1 - tanh^2(s_ij / 8))
+//   dk_j = sum_i ds_ij q~_i
+//   dq~_i = sum_j ds_ij k_j
+//   dq_i = sum_j ds_ij PE[i - j]
+//   dPE[r] = sum_i ds_i,i-r q_i, also over batches and heads
+//   da, db and dscale are made of two sums over all pairs, of dphi c^p and of dphi
 //
-// Shapes: B batch, T time, H heads, d HEAD, the width of a head; a row of a head is contiguous,
-// rows may lie apart (columns of one product). There is no maximum and no sum to divide by, so
-// nothing but the inputs is kept for the backward, and tiles come in any order.
+// Shapes: B batch, T time, H heads, d = HEAD the width of a head. A row of a head is contiguous;
+// rows have a stride (columns of one matrix). There is no maximum and no sum to divide by, so the
+// backward needs nothing but the inputs, and tiles can be taken in any order.
 //
-// Work: per head, the causal half of all pairs times d is a unit, T^2 d / 2 multiply-adds. Forward:
-// s, its part with PE, y: 3 units. Backward, where each kernel computes s, PE's part and dphi
-// again: dq~ and dq 5, dk and dv 5, dPE 4. At T = 2048, 16 heads of 64, a unit is 4.3 GFLOP per
-// sequence, forward and backward are 73; v2 does 83 (3.25, then 5.5, 6 and 4.5 units: a tile's
-// diagonals need more rows of PE than it has queries). Bytes are few: every row once, and for 64
-// queries the rows of all keys before them, from L2. Memory is O(T): inputs, outputs, and partial
-// sums of dPE.
+// Work: the unit is the causal half of all pairs of a head times d, T^2 d / 2 multiply-adds. The
+// forward takes 3 units: s, its part with PE, y. In the backward each part computes s, its part
+// with PE and dphi again: dq~ and dq 5, dk and dv 5, dPE 4. At T = 2048 and 16 heads of 64 a unit
+// is 4.3 GFLOP per sequence; forward and backward are 73 GFLOP. v2 computes 83 (3.25, then 5.5, 6
+// and 4.5 units: a tile has more diagonals, and needs more rows of PE, than it has queries). Few
+// bytes are moved: every row once, and for 64 queries the rows of all keys before them, from L2.
+// Memory is O(T): inputs, outputs, and partial sums of dPE.
 //
-// What is hard is that PE is indexed by i - j. A tile of queries and keys needs PE of as many
-// differences as it has diagonals, and each row of the product q PE^T is shifted against the same
-// row of s by one more: that is put right between the two products, never in memory as T x T.
+// The difficulty is that PE is indexed by i - j. A tile of queries and keys needs PE of as many
+// differences as it has diagonals, and each row of the product q PE^T is shifted by one more column
+// against the same row of s. The shift is undone between the two products, never in memory as T x
+// T.
 //
 // The ladder:
-//   torch          T x T matrices in memory: scores, q PE^T and its shifted copy, tanh, powers; and
-//                  all once more for the backward.
-//   *_v1           tiles of 32 x 32 pairs, fp32 multiply-adds from shared memory, 32 channels at a
-//                  time. The shift: PE's row is chosen by lane and query, from shared memory with
-//                  an odd row length. Any type, any width, any GPU.
-//   *_v2           tiles of 64 x 64 pairs of bf16 on tensor cores (mma.sync m16n8k16, sm_80 and
-//                  newer), widths that are multiples of 16 up to 128, sums in fp32; phi and ds are
-//                  rounded to bf16 for the products that follow. The shift is done by shuffles. The
-//                  next tiles are on their way (cp.async) while these are computed. Per tile a warp
-//                  does 104, 176, 192 and 144 mma (d = 64; forward, backward_q, _kv, _pe) and reads
-//                  shared memory 52, 88, 100 and 88 times, 512 bytes each: at 128 bytes per clock
-//                  for four warps that, not the tensor cores, is the limit.
-//   poly_forward_v3   (poly_forward.cu) tensor cores that read shared memory by themselves:
-//                     Hopper's wgmma, heads of 64.
-//   poly_backward_v3  (poly_backward.cu) the same for the backward.
+//   torch             T x T matrices in memory: scores, q PE^T and its shifted copy, tanh, powers;
+//                     and all of them once more in the backward.
+//   *_v1              Tiles of 32 x 32 pairs, fp32 multiply-adds from shared memory, 32 channels at
+//                     a time. The shift: each lane reads its own row of PE from shared memory, with
+//                     an odd row length against bank conflicts. Any dtype, any width, any GPU.
+//   *_v2              Tiles of 64 x 64 pairs of bf16 on tensor cores (mma.sync m16n8k16, from sm_80
+//                     on), widths that are multiples of 16 up to 128, sums in fp32; phi and ds are
+//                     rounded to bf16 for the products that follow. The shift is done by shuffles.
+//                     The next tiles are loaded (cp.async) while these are computed. Per tile a
+//                     warp does 104, 176, 192 and 144 mma (d = 64; forward, backward_q, _kv, _pe)
+//                     and reads shared memory 52, 88, 100 and 88 times, 512 bytes each. At 128
+//                     bytes per clock for four warps shared memory is the limit, not the tensor
+//                     cores.
+//   poly_forward_v3   (poly_forward.cu) Tensor cores that read shared memory themselves: Hopper's
+//                     wgmma, heads of 64.
+//   poly_backward_v3  (poly_backward.cu) The same for the backward.
 //
-// The backward is three launches, because each sums over another index: keys (backward_q), queries
-// (backward_kv), both along a diagonal (backward_pe). So every sum is taken by one thread block in
-// a fixed order, without atomics; dPE's is taken for groups of (batch, head), which poly_finish_pe
-// adds up.
+// The backward has three parts, because each sums over another index: keys (backward_q), queries
+// (backward_kv), and along a diagonal (backward_pe). In v1 they are three launches, in v2 and v3
+// one. Every sum is taken by one thread block in a fixed order, without atomics; that of dPE for
+// groups of (batch, head), which poly_finish adds up in a last launch.
 
 #include "poly_attention.cuh"
 
@@ -232,7 +239,7 @@ __device__ __forceinline__ void write_rows(DATA_T* to, const float (&sums)[MINE]
 
 extern "C" __global__ void __launch_bounds__(256, 1) poly_forward_v1(
     DATA_T* y,                                // (B, T, H, d)
-    // (B, T, H, d), rows apart.
+    // (B, T, H, d), rows with a stride.
     const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k, const DATA_T* v,
     const DATA_T* pe,                         // (at least T, d)
     const float* coefficients,                // a, b, scale
@@ -273,12 +280,13 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_forward_v1(
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1)
-    poly_backward_q_v1(DATA_T* dq_tilde, DATA_T* dq,  // (B, T, H, d); dq with rows apart
-                       float* partial,                // (blocks, 2) sums of dphi c^p and of dphi
-                       const DATA_T* dy, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k,
-                       const DATA_T* v, const DATA_T* pe, const float* coefficients, int T, int H,
-                       int window, Rows stride) {
+extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_q_v1(
+    DATA_T* dq_tilde, DATA_T* dq,             // (B, T, H, d); the rows of dq have a stride
+    float* partial,                           // (blocks, 2) sums of dphi c^p and of dphi
+    const DATA_T* dy, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k, const DATA_T* v,
+    const DATA_T* pe, const float* coefficients,
+    int T, int H, int window, Rows stride)
+{
 #if VERSION == 1
     __shared__ Shared m;
     __shared__ double warps[WARPS][2];
@@ -319,11 +327,12 @@ extern "C" __global__ void __launch_bounds__(256, 1)
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1)
-    poly_backward_kv_v1(DATA_T* dk, DATA_T* dv,  // (B, T, H, d), rows apart
-                        const DATA_T* dy, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k,
-                        const DATA_T* v, const DATA_T* pe, const float* coefficients, int T, int H,
-                        int window, Rows stride) {
+extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_kv_v1(
+    DATA_T* dk, DATA_T* dv,                   // (B, T, H, d), rows with a stride
+    const DATA_T* dy, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k, const DATA_T* v,
+    const DATA_T* pe, const float* coefficients,
+    int T, int H, int window, Rows stride)
+{
 #if VERSION == 1
     __shared__ Shared m;
     int tiles = (T + TILE - 1) / TILE, heads = gridDim.x / tiles, j0 = blockIdx.x / heads * TILE;
@@ -361,11 +370,11 @@ extern "C" __global__ void __launch_bounds__(256, 1)
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1)
-    poly_backward_pe_v1(float* partial,  // (groups, blocks.x * 32, d)
-                        const DATA_T* dy, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k,
-                        const DATA_T* v, const DATA_T* pe, const float* coefficients, int T, int H,
-                        int heads, int window, Rows stride)  // heads: B * H
+extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
+    float* partial,                           // (groups, blocks.x * 32, d)
+    const DATA_T* dy, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k, const DATA_T* v,
+    const DATA_T* pe, const float* coefficients,
+    int T, int H, int heads, int window, Rows stride)     // heads: B * H
 {
 #if VERSION == 1
     __shared__ Shared m;
@@ -475,13 +484,14 @@ __device__ __forceinline__ void load_rows(bf16* to, const bf16* source, int stri
     #pragma unroll
     for (int k = 0; k < side; k += down, source += down * stride) {
         if ((threads % ACROSS || side % down) && (mine >= down || mine + k >= side)) continue;
-        bool there = !checked || (unsigned)(first + r + k) < (unsigned)rows;
+        bool valid = !checked || (unsigned)(first + r + k) < (unsigned)rows;
 #if TENSOR_CORES
         // Of 0 bytes nothing is read, wherever that is.
         unsigned at = (unsigned)__cvta_generic_to_shared(to + k * LD);
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(source), "r"(there ? 16 : 0) : "memory");
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     :: "r"(at), "l"(source), "r"(valid ? 16 : 0) : "memory");
 #else
-        *reinterpret_cast<uint4*>(to + k * LD) = there ? *reinterpret_cast<const uint4*>(source)
+        *reinterpret_cast<uint4*>(to + k * LD) = valid ? *reinterpret_cast<const uint4*>(source)
                                                        : make_uint4(0, 0, 0, 0);
 #endif
     }
@@ -491,7 +501,7 @@ __device__ __forceinline__ void load_tile(bf16* to, const bf16* from, int stride
                                           int rows) {
     load_rows(to, thread_source(from, stride, first), stride, true, first, rows);
 }
-// What was asked for since the last time is a group.
+// Closes a group: the copies since the last call.
 __device__ __forceinline__ void cp_async_commit_group() {
 #if TENSOR_CORES
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -515,10 +525,12 @@ PIECE void ldmatrix(unsigned (&x)[4], const bf16* part) {
     int m = lane / 8, row = 8 * (by_columns ? m / 2 : m % 2) + lane % 8,
         column = 8 * (by_columns ? m % 2 : m / 2);
     unsigned at = (unsigned)__cvta_generic_to_shared(part + row * ld + column);
-    if (transposed) asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
-    else asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                      : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+    if (transposed)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
 #else
     for (int m = 0; m < 4; m++) {
         const bf16* corner = part + 8 * (by_columns ? m / 2 : m % 2) * ld +
@@ -534,8 +546,10 @@ PIECE void ldmatrix(unsigned (&x)[4], const bf16* part) {
 // c (16 x 8) += a (16 x 16) b (16 x 8)
 PIECE void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #if TENSOR_CORES
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
     __shared__ unsigned exchange[TENSOR_THREADS][6];
     unsigned (*warp)[6] = exchange + threadIdx.x / 32 * 32;
@@ -643,7 +657,8 @@ __device__ __forceinline__ void add_product(float (&sums)[2 * STEPS][4], const u
 }
 
 // Sixteen rows of the 128 that two tiles make, one behind the other.
-__device__ __forceinline__ const bf16* sixteen(const bf16* first, const bf16* second, int which) {
+__device__ __forceinline__ const bf16* sixteen_rows(const bf16* first, const bf16* second,
+                                                    int which) {
     return (which < 4 ? first : second - SIDE * LD) + 16 * which * LD;
 }
 
@@ -659,8 +674,8 @@ struct Ring {
         far = free;
         free = STAGES == 2 ? first : near;
     }
-    __device__ __forceinline__ const bf16* sixteen(int which) const {
-        return ::sixteen(near, far, which);
+    __device__ __forceinline__ const bf16* sixteen_rows(int which) const {
+        return ::sixteen_rows(near, far, which);
     }
 };
 
@@ -778,14 +793,14 @@ struct Loads {
           v_stride(x.stride.v),
           i0(i0),
           T(T) {}
-    __device__ __forceinline__ void all(bf16* to, bf16* far, int s, bool checked) {
+    __device__ __forceinline__ void load_all(bf16* to, bf16* pe_to, int s, bool checked) {
         load_rows(to, k, k_stride, checked, i0 - s * SIDE, T);
         load_rows(to + SIDE * LD, v, v_stride, checked, i0 - s * SIDE, T);
-        load_rows(far, pe, HEAD, checked, (s + 1) * SIDE - 63, T);
+        load_rows(pe_to, pe, HEAD, checked, (s + 1) * SIDE - 63, T);
     }
-    __device__ __forceinline__ void keys(bf16* to, bf16* far, int s) {
-        if (s == 0 || (s + 1) * SIDE >= T) all(to, far, s, true);
-        else all(to, far, s, false);
+    __device__ __forceinline__ void load_step(bf16* to, bf16* pe_to, int s) {
+        if (s == 0 || (s + 1) * SIDE >= T) load_all(to, pe_to, s, true);
+        else load_all(to, pe_to, s, false);
         cp_async_commit_group();
         k -= opaque(SIDE * k_stride);
         v -= opaque(SIDE * v_stride);
@@ -806,7 +821,7 @@ __device__ __forceinline__ Head head_of(int which, const Tensors& x) {
 
 extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) poly_forward_v2(
     bf16* y,                                  // (B, T, H, d)
-    // (B, T, H, d), rows apart; 16-byte aligned.
+    // (B, T, H, d), rows with a stride; 16-byte aligned.
     const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v,
     const bf16* pe,                           // (at least T, d)
     const float* coefficients,                // a, b, scale
@@ -833,8 +848,8 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
     // PE of the differences 64 s - 63 .. and of the 64 after these.
     Ring ring(of_pe);
     Loads loads(x, i0, T);
-    auto load_step = [&](int s, bf16* far) {
-        loads.keys(tiles_of + s % STAGES * 2 * SIDE * LD, far, s);
+    auto load_step = [&](int s, bf16* pe_to) {
+        loads.load_step(tiles_of + s % STAGES * 2 * SIDE * LD, pe_to, s);
     };
     Left<kept> left_k, left_pe;
     load_tile(own, x.q_tilde, stride.q_tilde, i0, T);
@@ -854,7 +869,7 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
     auto part = [&](int s, int n, bool masked) {         // 16 keys, from the right to the left
         const bf16* keys = tiles_of + (s % STAGES * 2 * SIDE + 16 * (3 - n)) * LD;
         Sums upper, c;
-        scores_of(upper, left_pe, ring.sixteen(warp + n + 1));
+        scores_of(upper, left_pe, ring.sixteen_rows(warp + n + 1));
         skewed(c, lower, upper);
         add_scores(c, left_k, keys);
         copy(lower, upper);
@@ -873,7 +888,7 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
         // And no one reads the tiles of the step before any more.
         wait_for_tiles<0>();
         if (STAGES == 2 && s + 1 < steps) load_step(s + 1, ring.free);
-        if (s == 0) scores_of(lower, left_pe, ring.sixteen(3));
+        if (s == 0) scores_of(lower, left_pe, ring.sixteen_rows(3));
         // A body of its own, with comparisons; on the diagonal without what is masked.
         if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window)
             #pragma unroll 1
@@ -915,8 +930,8 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
     Ring ring(of_pe);
     ring.turn();                                         // the first place is `own`'s
     Loads loads(x, i0, T);
-    auto load_step = [&](int s, bf16* far) {
-        loads.keys(tiles_of + s % STAGES * 2 * SIDE * LD, far, s);
+    auto load_step = [&](int s, bf16* pe_to) {
+        loads.load_step(tiles_of + s % STAGES * 2 * SIDE * LD, pe_to, s);
     };
     Left<kept> left_k, left_pe, left_v;
     load_tile(own, x.q_tilde, x.stride.q_tilde, i0, T);
@@ -944,7 +959,7 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
         const bf16* keys = tiles_of + (s % STAGES * 2 * SIDE + 16 * (3 - n)) * LD;
         Sums upper, c, ds;
         unsigned a[4], by_difference[4];
-        scores_of(upper, left_pe, ring.sixteen(warp + n + 1));
+        scores_of(upper, left_pe, ring.sixteen_rows(warp + n + 1));
         scores_of(ds, left_v, keys + SIDE * LD);
         skewed(c, lower, upper);
         add_scores(c, left_k, keys);
@@ -968,12 +983,12 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
         skewed(by_difference, a, before);                // of the differences that `lower` was of
         #pragma unroll
         for (int i = 0; i < 4; i++) before[i] = a[i];
-        add_product(by_pe, by_difference, ring.sixteen(warp + n));
+        add_product(by_pe, by_difference, ring.sixteen_rows(warp + n));
     };
     for (int s = 0; s < steps; s++) {
         wait_for_tiles<0>();
         if (STAGES == 2 && s + 1 < steps) load_step(s + 1, ring.free);
-        if (s == 0) scores_of(lower, left_pe, ring.sixteen(3));
+        if (s == 0) scores_of(lower, left_pe, ring.sixteen_rows(3));
         if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window)
             #pragma unroll 1
             for (int n = s == 0 ? 3 - warp : 0; n < 4; n++) part(s, n, true);
@@ -985,7 +1000,7 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
     }
     unsigned none[4] = {}, last[4];
     skewed(last, none, before);
-    add_product(by_pe, last, ring.sixteen(warp));
+    add_product(by_pe, last, ring.sixteen_rows(warp));
     Scale scale = scale_of(in.coefficients);
     write_tile(dq_tilde + x.out, by_k, scale.slope * 0.25f * power_of_8(DEGREE - 1), x.wide, i0, T);
     write_tile(dq + x.grad, by_pe, scale.slope * 0.25f * power_of_8(DEGREE - 1), x.stride.grad, i0,
@@ -1014,14 +1029,14 @@ __device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf1
                *q_from = thread_source(x.q, x.stride.q, j0),
                *dy_from = thread_source(x.dy, x.wide, j0);
     const bf16* pe_from = thread_source(x.pe, HEAD, 1);
-    auto load_step = [&](int s, bf16* far) {               // s = 0, 1, .. in turn
+    auto load_step = [&](int s, bf16* pe_to) {               // s = 0, 1, .. in turn
         bf16* to = tiles_of + s % STAGES * 3 * SIDE * LD;
         int first = j0 + s * SIDE;
         auto all = [&](bool checked) {
             load_rows(to, q_tilde_from, x.stride.q_tilde, checked, first, T);
             load_rows(to + SIDE * LD, q_from, x.stride.q, checked, first, T);
             load_rows(to + 2 * SIDE * LD, dy_from, x.wide, checked, first, T);
-            load_rows(far, pe_from, HEAD, checked, (s + 1) * SIDE - 63, T);
+            load_rows(pe_to, pe_from, HEAD, checked, (s + 1) * SIDE - 63, T);
         };
         if (first + SIDE > T || (s + 1) * SIDE >= T) all(true);
         else all(false);
@@ -1047,7 +1062,7 @@ __device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf1
                    *dys = queries + 2 * SIDE * LD;
         Sums c, dphi, first, second;
         lower = upper;
-        upper.begin(ring.sixteen(n - warp + 4));
+        upper.begin(ring.sixteen_rows(n - warp + 4));
         clear(first);
         clear(second);
         add_scores(first, second, lower, upper, queries + SIDE * LD);
@@ -1071,7 +1086,7 @@ __device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf1
     for (int s = 0; s < steps; s++) {
         wait_for_tiles<0>();
         if (STAGES == 2 && s + 1 < steps) load_step(s + 1, ring.free);
-        if (s == 0) upper.begin(ring.sixteen(3));
+        if (s == 0) upper.begin(ring.sixteen_rows(3));
         if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window)
             #pragma unroll 1
             for (int n = s == 0 ? warp : 0; n < 4; n++) part(s, n, true);
@@ -1088,7 +1103,7 @@ __device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf1
 
 // dPE: tiles of 64 queries and 64 differences: 16 queries have 79 keys there. Scores and dphi are
 // computed by keys and skewed, ds then lies by differences, and goes through shared memory, because
-// the sum is over the queries of all warps. With two stages the next tiles are asked for as soon as
+// the sum is over the queries of all warps. With two stages the next tiles are loaded as soon as
 // these are there: keys and values have three places, q two, and of q~ and dy each warp has its own
 // rows in registers by then, and loads them itself. Else, and what stays in shared memory (wide
 // heads), when the scores are done.
@@ -1158,13 +1173,13 @@ __device__ __forceinline__ void backward_pe(unsigned char* memory, float* partia
                 if (early_left) load_left(next);
             }
             Sums upper, upper_dphi;                      // of 16 keys each
-            scores_of(upper, left_k, keys.sixteen(warp + 4));
-            scores_of(upper_dphi, left_v, values.sixteen(warp + 4));
+            scores_of(upper, left_k, keys.sixteen_rows(warp + 4));
+            scores_of(upper_dphi, left_v, values.sixteen_rows(warp + 4));
             #pragma unroll PE_UNROLL
             for (int part = 0; part < 4; part++) {       // 16 differences
                 Sums c, dphi, lower, lower_dphi;
-                scores_of(lower, left_k, keys.sixteen(warp + 3 - part));
-                scores_of(lower_dphi, left_v, values.sixteen(warp + 3 - part));
+                scores_of(lower, left_k, keys.sixteen_rows(warp + 3 - part));
+                scores_of(lower_dphi, left_v, values.sixteen_rows(warp + 3 - part));
                 skewed(c, lower, upper);
                 add_scores(c, left_pe, of_pe + 16 * part * LD);
                 skewed(dphi, lower_dphi, upper_dphi);
@@ -1212,7 +1227,7 @@ __device__ __forceinline__ void backward_pe(unsigned char* memory, float* partia
 // heads, then those of dq and of dk and dv, alternating; each the longest first, so that short ones
 // fill the end.
 extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, BACKWARD_BLOCKS) poly_backward_v2(
-    // (B, T, H, d); but for dq_tilde with rows apart.
+    // (B, T, H, d); but for dq_tilde with rows with a stride.
     bf16* dq_tilde, bf16* dq, bf16* dk, bf16* dv,
     float* sums,     // (B H tiles, 2) sums of dphi c^p and of dphi
     float* partial,  // (groups, diagonals * 64, d)
@@ -1243,12 +1258,12 @@ extern "C" __global__ void __launch_bounds__(256) poly_finish(
 {
     if (blockIdx.x > 0) {
         long long i = (long long)(blockIdx.x - 1) * 256 + threadIdx.x,
-                  apart = (long long)rows * HEAD;
+                  stride = (long long)rows * HEAD;
         if (i >= (long long)positions * HEAD) return;
         float sum = 0.0f;
-        if (i < apart)
+        if (i < stride)
             #pragma unroll 8
-            for (int g = 0; g < groups; g++) sum += partial[g * apart + i];
+            for (int g = 0; g < groups; g++) sum += partial[g * stride + i];
         store(dpe + i, sum);
         return;
     }

@@ -1,41 +1,48 @@
-// poly_backward, third rung: the backward of poly_attention.cu on Hopper's warpgroup products
-// (wgmma, sm_90a), for bf16 heads of 64.
+// poly_backward_v3: the backward of poly_attention.cu on Hopper's wgmma (sm_90a), for bf16 heads of
+// 64.
 //
-//   s_ij = q~_i . k_j + q_i . PE[i - j]       t = tanh(s / 8)       phi_ij = scale (a (8 t)^p + b)       dphi_ij = dy_i . v_j
-//   dv_j = sum_i phi_ij dy_i        ds_ij = dphi_ij scale a p (8 t)^(p-1) (1 - t^2)        dk_j = sum_i ds_ij q~_i
-//   dq~_i = sum_j ds_ij k_j         dq_i = sum_j ds_ij PE[i - j]         dPE[r] = sum_i ds_i,i-r q_i (over batches and heads, too)
+//   s_ij = q~_i . k_j + q_i . PE[i - j]
+//   phi_ij = scale (a (8 t)^p + b), t = tanh(s_ij / 8)
+//   dphi_ij = dy_i . v_j
+//   ds_ij = dphi_ij scale a p (8 t)^(p-1) (1 - t^2)
+//   dv_j = sum_i phi_ij dy_i          dk_j = sum_i ds_ij q~_i
+//   dq~_i = sum_j ds_ij k_j           dq_i = sum_j ds_ij PE[i - j]
+//   dPE[r] = sum_i ds_i,i-r q_i, also over batches and heads
 //
 // As in v2 each of the three parts sums over another index, and computes s and dphi again: dq~ and
-// dq go along the keys, dk and dv along the queries, dPE along a diagonal of tiles. To do two of
-// them at once would need sums of blocks added in memory: 32 KiB for each tile of 64 x 64 pairs,
-// more than all else.
+// dq go along the keys, dk and dv along the queries, dPE along a diagonal of tiles. Two of them at
+// once would need the sums of blocks added in memory: 32 KiB for each tile of 64 x 64 pairs, more
+// than all other traffic.
 //
-// In all parts a warpgroup has 64 x 64 pairs at a time, rows are queries. Differences i - j there
-// take 127 values: P = q PE^T of the tile of PE below 64 s + 1 (`near`) and of that above (`far`);
-// shuffles put what belongs to one pair into one lane (skewed), and q~ k is summed onto that: c +=
-// q~ K^T. So P needs no registers when s and dphi are there. Then:
+// In all parts a warpgroup computes 64 x 64 pairs at a time; rows are queries. Differences i - j
+// take 127 values there: P = q PE^T of the tile of PE below 64 s + 1 (`near`) and of that above
+// (`far`). Shuffles move what belongs to one pair into one lane (skewed), and q~ K^T is added to
+// the result, so P needs no registers once s and dphi are there. Then:
 //
-//   backward_q    ds is the left factor of dq~ += ds K as it lies in registers; skewed back, two in
-//                 one register, with that of the step before, it is that of dq += ds PE. q~ stays
-//                 in registers, q and dy in shared memory; P of 64 differences is that of the step
+//   backward_q    ds is the left factor of dq~ += ds K as it lies in registers. Skewed back, with
+//                 the ds of the step before, it is the left factor of dq += ds PE. q~ stays in
+//                 registers, q and dy in shared memory. P of 64 differences is that of the step
 //                 before. 5 products of 64 x 64 x 64 for a tile.
-//   backward_kv   phi and ds go through shared memory, as rows by queries, and the tensor cores
-//                 read them as their transposes: dv += phi^T dy, dk += ds^T q~. Queries change at
-//                 each step, so P is computed for all 128 differences: 6 products; left factors are
-//                 read from shared memory.
-//   backward_pe   ds goes through shared memory, each row shifted to where its differences are, and
-//                 is read as its transpose: two tiles of dPE for a diagonal of tiles, dPE += ds^T
-//                 q. 6 products. Each tile of dPE is a part of two diagonals: `partial` has both,
-//                 and poly_finish adds them up.
+//   backward_kv   phi and ds go through shared memory as rows by queries, and the tensor cores read
+//                 their transposes: dv += phi^T dy, dk += ds^T q~. The queries change at each step,
+//                 so P is computed for all 128 differences: 6 products. Left factors are read from
+//                 shared memory.
+//   backward_pe   ds goes through shared memory, each row shifted to its differences, and is read
+//                 as its transpose: dPE += ds^T q, two tiles of dPE for a diagonal of tiles. 6
+//                 products. Each tile of dPE is a part of two diagonals: `partial` has both, and
+//                 poly_finish adds them up.
 //
-// A block is two warpgroups, which take most tiles together: of 128 queries (q), of 128 keys (kv),
-// of two diagonals (pe). They are half a step apart: one waits for the tensor cores while the other
+// A block is two warpgroups, which share most tiles: of 128 queries (q), of 128 keys (kv), of two
+// diagonals (pe). They are half a step apart: one waits for the tensor cores while the other
 // computes special functions.
 //
-// Estimates for a tile, in clocks of an SM: tensor cores 640 (q), 768, 768; special functions 512
-// (q: the exact tanh, two for a pair), 256, 256; shared memory about 740 (q: products 450, skews
-// 190, loads 100), 1090 (kv: products 700, shuffles 130, phi and ds 130, loads 130), 1120 (pe:
-// products 700, shuffles 130, ds 130, loads 160); instructions of a scheduler about 800, 600, 650.
+// Estimates for a tile, in clocks of an SM, for q, kv and pe:
+//   tensor cores       640, 768, 768
+//   special functions  512 (the exact tanh takes two for a pair), 256, 256
+//   shared memory      740 (products 450, skews 190, loads 100),
+//                      1090 (products 700, shuffles 130, phi and ds 130, loads 130),
+//                      1120 (products 700, shuffles 130, ds 130, loads 160)
+//   instructions of a scheduler  800, 600, 650
 // Measured on an H200, each part alone, T = 2,048: 1.3, 1.35 and 1.33 times as fast as v2.
 
 #include "hopper.cuh"
@@ -101,12 +108,12 @@ struct Tiles {
             // Of m = h = 0; the others are multiples of 8 away.
             int column = opaque(16 * warp + g + 63 - 2 * t - e);
             #pragma unroll
-            for (int by = -7; by < 2; by++) {
-                int chunk = column / 8 + by;
+            for (int n = -7; n < 2; n++) {
+                int chunk = column / 8 + n;
                 unsigned char* at = to + chunk / 8 * TILE_BYTES + ((chunk % 8 ^ g) << 4) +
                                     2 * (column % 8);
-                if (by <= 0) *reinterpret_cast<bf16*>(at) = as_bf16(x[-4 * by + e]);
-                if (by > -7) *reinterpret_cast<bf16*>(at + 1024) = as_bf16(x[4 * (1 - by) + 2 + e]);
+                if (n <= 0) *reinterpret_cast<bf16*>(at) = as_bf16(x[-4 * n + e]);
+                if (n > -7) *reinterpret_cast<bf16*>(at + 1024) = as_bf16(x[4 * (1 - n) + 2 + e]);
             }
         }
     }
@@ -273,7 +280,7 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
     m.load<true>(11, x.dy, x.wide(), (2 * tile + 1) * SIDE, T);
     load_step(0);
     load_step(1);
-    // Q~; ds of the step before, of this one, by differences.
+    // Left factors: q~; ds of the step before, of this one, by differences.
     Factor by_k, before, ds, by_difference;
     fetch(by_k, x.q_tilde, x.stride.q_tilde, i0 + 16 * warp, T);
     Sums near, far, c, d, sums_k, sums_pe;               // P; s; dphi, then ds; dq~, dq
@@ -317,9 +324,9 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
         if (s == 0 || (s + 1) * SIDE > window)
             #pragma unroll
             for (int i = 0; i < 32; i++) {
-                int by = s * SIDE + 16 * warp + m.g + 8 * (i % 4 / 2) -
+                int difference = s * SIDE + 16 * warp + m.g + 8 * (i % 4 / 2) -
                          (8 * (i / 4) + 2 * m.t + i % 2);
-                d[i] = by >= 0 && by < window ? d[i] : 0.0f;
+                d[i] = difference >= 0 && difference < window ? d[i] : 0.0f;
             }
         // Of totals: four short sums each, none waits for the other.
         float some[2][4];
@@ -368,7 +375,8 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
     // Sums of the 64 queries, in a fixed order: a tree over each warp, then over the warps.
     #pragma unroll
     for (int i = 0; i < 2; i++) {
-        for (int far = 16; far > 0; far /= 2) totals[i] += __shfl_down_sync(ALL, totals[i], far);
+        for (int lane_delta = 16; lane_delta > 0; lane_delta /= 2)
+            totals[i] += __shfl_down_sync(ALL, totals[i], lane_delta);
         if (threadIdx.x % 32 == 0) warps[group][warp][i] = totals[i];
     }
     __syncthreads();
@@ -473,9 +481,9 @@ __device__ __forceinline__ void backward_kv(const Tiles& m, bf16* dk, bf16* dv, 
         if (s == 0 || (s + 1) * SIDE > window)
             #pragma unroll
             for (int i = 0; i < 32; i++) {
-                int by = s * SIDE + 16 * warp + m.g + 8 * (i % 4 / 2) -
+                int difference = s * SIDE + 16 * warp + m.g + 8 * (i % 4 / 2) -
                          (8 * (i / 4) + 2 * m.t + i % 2);
-                bool valid = by >= 0 && by < window;
+                bool valid = difference >= 0 && difference < window;
                 c[i] = valid ? c[i] : 0.0f;
                 d[i] = valid ? d[i] : 0.0f;
             }
@@ -629,7 +637,7 @@ __device__ __forceinline__ void backward_pe(const Tiles& m, float* partial, cons
 // The blocks of dPE, then those of dq, then those of dk and dv; each the longest first. (dq and dk
 // in turns, as in v2, take 8 to 11% longer.)
 extern "C" __global__ void __launch_bounds__(THREADS, 1) poly_backward_v3(
-    // (B, T, H, d); but for dq_tilde with rows apart.
+    // (B, T, H, d); but for dq_tilde with rows with a stride.
     bf16* dq_tilde, bf16* dq, bf16* dk, bf16* dv,
     // (tiles of 64 queries, B H, 2) sums of dphi c^p and of dphi.
     float* sums,

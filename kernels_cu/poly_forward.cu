@@ -1,30 +1,32 @@
-// poly_forward, third rung: the forward of poly_attention.cu on Hopper's warpgroup products (wgmma,
-// sm_90a), for bf16 heads of 64.
+// poly_forward_v3: the forward of poly_attention.cu on Hopper's wgmma (sm_90a), for bf16 heads of
+// 64.
 //
-//   s_ij = q~_i . k_j + q_i . PE[i - j]       c = 8 tanh(s / 8)       phi_ij = scale (a c^p + b) for 0 <= i - j < window, else exactly 0
+//   s_ij = q~_i . k_j + q_i . PE[i - j]
+//   phi_ij = scale (a c^p + b) for 0 <= i - j < window, else exactly 0; c = 8 tanh(s_ij / 8)
 //   y_i = sum over j of phi_ij v_j
 //
-// What limits v2 is that each warp reads every tile from shared memory into its registers, as often
-// as there are warps. Here four warps, a warpgroup, make one product of 64 rows, and the tensor
-// cores read the right factor from shared memory by themselves, while the warps go on with
-// something else.
+// What limits v2: each warp reads every tile from shared memory into its registers, so each tile is
+// read as often as there are warps. Here the four warps of a warpgroup compute one product of 64
+// rows, and the tensor cores read the right factor from shared memory themselves while the warps go
+// on.
 //
 // A block has 128 queries of a head, 64 for each of two warpgroups, and goes from the diagonal to
-// the left, 64 keys at a time. Step s of a warpgroup has the tiles S = q~ K^T and, because i - j
+// the left, 64 keys at a time. In step s a warpgroup needs the tile S = q~ K^T and, because i - j
 // takes 127 values there, products with two tiles of PE: P of the 64 differences 64 s + 1 .. 64 s +
-// 64, and P of the 64 before these, which is that of the step before. As in v2, shuffles put what
-// belongs to one pair into one lane (skewed); S is summed onto it, phi is rounded, and is the left
-// factor of y += phi V.
+// 64, and P of the 64 before these, which is that of the step before. As in v2, shuffles move what
+// belongs to one pair into one lane (skewed); S is added, phi is rounded, and is the left factor of
+// y += phi V.
 //
-// While the special functions of step s are computed, the tensor cores make S and P of step s + 1;
-// while that one is skewed, y of step s. The two warpgroups share K and V; of PE the one with the
-// later queries is a tile ahead. So 24 KiB are loaded for two tiles.
+// While the warps compute the special functions of step s, the tensor cores compute S and P of step
+// s + 1; while the warps shuffle those, the tensor cores compute y of step s. The two warpgroups
+// share K and V; the one with the later queries is a tile of PE ahead. So 24 KiB are loaded for two
+// tiles.
 //
-// Per tile of 64 x 64 pairs: 12 products of m64n64k16, 32 clocks each, are 384 clocks of an SM's
+// Per tile of 64 x 64 pairs: 12 products m64n64k16 of 32 clocks each are 384 clocks of an SM's
 // tensor cores; 4096 tanh are 256 clocks; shared memory is busy for 192 clocks with what the
-// products read, for 96 with what is loaded, for 128 with shuffles. T = 2048 and 16 heads have 8448
-// such tiles (and T / 128 * 16 that are all masked): 64 for each of 132 SMs, 24,600 clocks of
-// tensor cores.
+// products read, for 96 with loads, for 128 with shuffles. T = 2048 and 16 heads have 8448 such
+// tiles (and T / 128 * 16 that are all masked): 64 for each of 132 SMs, 24,600 clocks of tensor
+// cores.
 
 #include "hopper.cuh"
 #include "poly_attention.cuh"
@@ -179,8 +181,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) poly_forward_v3(
         if (s == 0 || (s + 1) * SIDE > window)
             #pragma unroll
             for (int i = 0; i < 32; i++) {
-                int by = s * SIDE + 16 * warp + g + 8 * (i % 4 / 2) - (8 * (i / 4) + 2 * t + i % 2);
-                c[i] = by >= 0 && by < window ? c[i] : 0.0f;
+                int difference = s * SIDE + 16 * warp + g + 8 * (i % 4 / 2) -
+                                 (8 * (i / 4) + 2 * t + i % 2);
+                c[i] = difference >= 0 && difference < window ? c[i] : 0.0f;
             }
     };
     auto add_values = [&](int at) {                      // y += phi V of step `at` of the block

@@ -1,15 +1,22 @@
-// PolyAttention (nn/poly_attention.py) has two curves, one in its query and one in its gate; n is a
-// row and a head, m one of the RANK parts of a head:
+// poly_gate: what PolyAttention (nn/poly_attention.py) computes before and after the attention
+// itself: the query q~ with its low-rank term, the gate e of each head, and their gradients.
 //
-//   u_m = mean of q over part m      q~ = q / sqrt(d) + rho / (width of m) h_m, h = u R_q(u), rho = 0.15 / sqrt(RANK)      e = R_gate(alpha seen + beta)
+//   u_m = mean of q over part m of a head, m = 0 .. RANK - 1
+//   q~ = q / sqrt(d) + rho / (width of m) h_m, h = u R_q(u), rho = 0.15 / sqrt(RANK)
+//   e = R_gate(alpha seen + beta) for each row and head, seen = x w_gate
 //
-
-#include "richards.cuh"
-
-// ---- what stands around polynomial attention ----
+// R_q and R_gate are Richards curves (richards.cuh).
+//
+// The ladder: six launches of torch's per curve and as many passes over memory -> one launch for q~
+// and e (poly_query_gate), one before the attention's backward (poly_gate_backward) and one after
+// it (poly_query_backward). Sums are taken per block in a fixed order; richards_finish adds them
+// up.
+//
 // A block takes ROWS rows of one head, so that a head's sums are a block's; blocks of the same rows
 // are neighbours. A thread takes a part m of a head alone: it reads what it averages, and the same
 // once more (from L1) to write. With 16 bits and heads of 64 a part is 16 bytes, one request.
+
+#include "richards.cuh"
 
 #ifndef HEAD
 #define HEAD 64               // width of a head
@@ -25,8 +32,11 @@
 #define ROWS 32               // of one head, that a block takes; a multiple of 32
 #endif
 #define GROUPS_OF_HEAD ((HEAD + WIDE - 1) / WIDE)
-#define LANES (GROUPS_OF_HEAD >= 32 ? 32 : GROUPS_OF_HEAD >= 16 ? 16 : GROUPS_OF_HEAD >= 8 ? 8 : GROUPS_OF_HEAD >= 4 ? 4 : GROUPS_OF_HEAD >= 2 ? 2 : 1)
-#define LEAST_GATE 1e-4f      // a head whose gate is not above it counts for nothing
+// Lanes that take a row: the largest power of two that is not above GROUPS_OF_HEAD, at most 32.
+#define LANES                                                          \
+    (GROUPS_OF_HEAD >= 32 ? 32 : GROUPS_OF_HEAD >= 16 ? 16 :           \
+     GROUPS_OF_HEAD >= 8 ? 8 : GROUPS_OF_HEAD >= 4 ? 4 : GROUPS_OF_HEAD >= 2 ? 2 : 1)
+#define LEAST_GATE 1e-4f      // a head whose gate is not above it is skipped
 
 struct Part { int first, width; };            // channels of a head
 __device__ __forceinline__ Part part_of(int m) {
@@ -50,7 +60,7 @@ __device__ __forceinline__ float mean_of(const DATA_T* from, int width) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) poly_query_gate(
     DATA_T* q_tilde,                          // (rows, H, HEAD)
-    float* gate,                              // (rows, H) e, or 0 where it is shut
+    float* gate,                              // (rows, H) e, or 0 where e <= LEAST_GATE
     Curve* kept,                              // curves of the gate, of the query: for the backward
     const DATA_T* q,                          // (rows, H, HEAD), rows `stride` elements apart
     const DATA_T* seen,                       // (rows, H)
@@ -90,15 +100,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) poly_query_gate(
 }
 
 // out = e y: de = sum of dout y = sum of dout out / e, over the head. LANES lanes take a row.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    poly_gate_backward(DATA_T* dy,     // (rows, H, HEAD)
-                       DATA_T* dseen,  // (rows, H)
-                       // (blocks, (1 + LOW_RANK) SUMS), of which these are the first SUMS.
-                       float* sums,
-                       float* by_head,  // (blocks, 2) for dalpha, dbeta
-                       const DATA_T* dout, const DATA_T* out, const float* gate, const DATA_T* seen,
-                       const float* alpha, const float* beta, const Curve* curves, int rows,
-                       int H) {
+extern "C" __global__ void __launch_bounds__(THREADS) poly_gate_backward(
+    DATA_T* dy,                               // (rows, H, HEAD)
+    DATA_T* dseen,                            // (rows, H)
+    // (blocks, (1 + LOW_RANK) SUMS): writes the first SUMS.
+    float* sums,
+    float* by_head,                           // (blocks, 2) for dalpha, dbeta
+    const DATA_T* dout, const DATA_T* out, const float* gate, const DATA_T* seen,
+    const float* alpha, const float* beta, const Curve* curves, int rows, int H)
+{
     int h = blockIdx.x % H, first = blockIdx.x / H * ROWS, lane = threadIdx.x % LANES;
     float mine[SUMS] = {}, of_head[2] = {};
     for (int i = threadIdx.x / LANES; i < ROWS; i += THREADS / LANES) {            // whole warps
@@ -133,14 +143,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     write_sums(by_head + 2 * (long long)blockIdx.x, of_head);
 }
 
-// dq += what comes through q~; and dalpha, dbeta from the sums that poly_gate_backward has left.
+// dq += the gradient through q~; and dalpha, dbeta from the sums that poly_gate_backward wrote.
 extern "C" __global__ void __launch_bounds__(THREADS) poly_query_backward(
-    DATA_T* dq,                               // (rows, H, HEAD), rows `apart` elements apart
-    // (blocks, 2 SUMS), of which these are the last SUMS; with LOW_RANK.
+    DATA_T* dq,                               // (rows, H, HEAD), rows `dq_stride` elements apart
+    // (blocks, 2 SUMS): writes the last SUMS; with LOW_RANK.
     float* sums,
     float* dalpha, float* dbeta,              // (H), by the first block of each head
     const DATA_T* dq_tilde, const DATA_T* q, const float* by_head, const Curve* curves,
-    int rows, int H, int stride, int apart)
+    int rows, int H, int stride, int dq_stride)
 {
     int h = blockIdx.x % H, first = blockIdx.x / H * ROWS;
     float mine[SUMS] = {};
@@ -149,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) poly_query_backward(
         if (row >= rows) break;
         Part part = part_of(i % RANK);
         const DATA_T* up = dq_tilde + ((long long)row * H + h) * HEAD + part.first;
-        DATA_T* to = dq + (long long)row * apart + h * HEAD + part.first;
+        DATA_T* to = dq + (long long)row * dq_stride + h * HEAD + part.first;
         float du = 0.0f;
         if (LOW_RANK) {
             float u = mean_of(q + (long long)row * stride + h * HEAD + part.first, part.width);

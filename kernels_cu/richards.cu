@@ -1,28 +1,35 @@
-// richards: the generalised logistic curve (Richards, 1959) with nine parameters that are learned,
-// and the gated linear unit made of two of them.
+// richards: the generalised logistic curve (Richards, 1959) with nine learned parameters, and the
+// gated linear unit shared_curves of two of them.
 //
-//   u = V (s x / T + b)      t = ln(beta) - k' (u - m), k' = k nu with the birch tail, else k
-//   L = ln(1 + e^t)          sigma = e^(-L / nu)          r = e^t / (1 + e^t)
-//   R(x) = a gate + c, gate = sigma, or 2 sigma - 1 for tanh (V = 2; else V = 1)            R'(x) = a V sigma r k' V s / (nu T)
+//   u = V (s x / T + b)        V = 2 for tanh, else 1
+//   t = ln(beta) - k' (u - m)  k' = k nu with the birch tail, else k
+//   L = ln(1 + e^t)
+//   sigma = e^(-L / nu)
+//   r = e^t / (1 + e^t)
+//   R(x) = a gate + c          gate = 2 sigma - 1 for tanh, else sigma
+//   R'(x) = a V sigma r k' V s / (nu T)
 //
 // t is a line in x, and R a line in sigma: t = A - B x, R = G sigma + H, R' = (G B / nu) sigma r.
-// Each block of a forward makes these numbers (make_curves), A and B for powers and logarithms of
-// 2, which the GPU has instructions for (t and L below are in these units). All nine derivatives
-// need five sums over the elements, of dy sigma L, dy sigma r, dy sigma r x, dy sigma and dy;
-// richards_finish makes the nine numbers of them. So a curve costs four special functions per
-// element (two powers, a logarithm, a reciprocal), forward three.
+// Each block of a forward computes these numbers (make_curves), A and B for powers and logarithms
+// of 2, which the GPU has instructions for (t and L are in these units there).
 //
-// glu: h = x1 R_a(x1) R_g(x2), where x1 and x2 are the halves of one product. Bytes per element of
-// h: forward 2 reads and a write, backward 3 reads and 2 writes (bf16: 6 and 10). Special
-// functions: forward 6, backward 8. An H200 moves 4.2 TB/s and takes 16 special functions per clock
-// and SM, 3.7 T/s at 1.755 GHz: forward is bound by these (1.6 ps per element, bytes 1.4), backward
-// by bytes (2.4 ps, special functions 2.2).
+// All nine derivatives need five sums over the elements: of dy sigma L, dy sigma r, dy sigma r x,
+// dy sigma and dy. richards_finish computes the nine numbers from them.
 //
-// The ladder: six launches of torch's per curve and as many passes over memory -> one launch each
-// way (richards_forward, richards_backward) -> both curves, the gate and the products with x1 in
-// one (glu_forward, glu_backward); q~ and e in one (poly_query_gate), and what their backward has
-// to do before and after the attention's (poly_gate_backward, poly_query_backward). Sums are taken
-// per chunk in a fixed order, then by one block.
+// A backward costs four special functions per element of a curve, a forward three: two powers, a
+// logarithm, and in the backward a reciprocal.
+//
+// glu: h = x1 R_a(x1) R_g(x2), where x1 and x2 are the halves of one matrix. Elements of memory per
+// element of h: forward 2 reads and a write, backward 3 reads and 2 writes (bf16: 6 and 10 bytes).
+// Special functions: forward 6, backward 8. An H200 moves 4.2 TB/s and computes 16 special
+// functions per clock and SM, 3.7 T/s at 1.755 GHz: the forward is bound by special functions (1.6
+// ps per element, memory 1.4), the backward by memory (2.4 ps, special functions 2.2).
+//
+// The ladder:
+//   torch           Six launches per curve, and as many passes over memory.
+//   richards_*      One launch forward, one backward (and richards_finish).
+//   glu_*           Both curves, the gate and the products with x1 in one launch.
+// Sums are taken per block in a fixed order, then by one block per curve (richards_finish).
 
 #include "richards.cuh"
 
@@ -33,13 +40,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) richards_forward(
     Curve* curve,                             // for the backward
     const DATA_T* x, const float* theta, Settings settings, long long n)
 {
-    __shared__ Curve made[1];
+    __shared__ Curve shared_curves[1];
     long long i = (long long)blockIdx.x * THREADS * GROUPS + threadIdx.x;
     Group next;
     if (WIDE * i < n) next = load_group(x, i, n);
-    make_curves(made, curve, theta, theta, settings, 1);
+    make_curves(shared_curves, curve, theta, theta, settings, 1);
     if (WIDE * i >= n) return;
-    Curve c = made[0];
+    Curve c = shared_curves[0];
     #pragma unroll 2
     for (int g = 0; g < GROUPS; g++, i += THREADS) {
         if (WIDE * i >= n) return;
@@ -101,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_forward(
     const float* theta_a, const float* theta_g,
     Settings settings, long long N, int hidden)
 {
-    __shared__ Curve made[2];
+    __shared__ Curve shared_curves[2];
     Walk at = walk_from((long long)blockIdx.x * THREADS * GROUPS + threadIdx.x,
                         (hidden + WIDE - 1) / WIDE);
     Group next1, next2;
@@ -112,8 +119,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_forward(
     };
     if (at.row < N) ask_both();
     // While the first groups are on their way.
-    make_curves(made, curves, theta_a, theta_g, settings, 2);
-    Curve a = made[0], g = made[1];
+    make_curves(shared_curves, curves, theta_a, theta_g, settings, 2);
+    Curve a = shared_curves[0], g = shared_curves[1];
     #pragma unroll 2
     for (int k = 0; k < GROUPS; k++) {
         if (at.row >= N) break;

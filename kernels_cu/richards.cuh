@@ -1,3 +1,6 @@
+// richards: what richards.cu and poly_gate.cu share: the numbers of a curve, its value and its sums
+// at one x, and groups of 16 bytes. The formulas stand at the top of richards.cu.
+
 #ifndef DATA_T
 #define DATA_T float          // x, y, h and their gradients
 #endif
@@ -26,11 +29,11 @@
 #define LN2 0.6931471805599453
 #define LOG2E 1.44269504f
 
-// What a thread needs of a curve; then its parameters, for richards_finish. (24) floats.
+// What a thread needs of a curve; then its parameters, for richards_finish. 32 floats.
 struct Curve {
     float A, B, over_nu, G, H, slope, V, birch;
-    // The parameters; and their derivatives by what is learned: 0 where nothing is.
-    float p[9], chain[9];
+    float p[9];               // the parameters
+    float chain[9];           // their derivatives by what is learned; 0 for what is fixed
     float unused[6];          // zeros
 };
 
@@ -43,9 +46,9 @@ struct Setting {              // of one curve, by value
 
 struct Settings { Setting curve[2]; };
 
-// The curves of a block, from what is learned; one warp makes them, all threads call this. kept:
-// for the backward, written by the first block.
-__device__ __forceinline__ void make_curves(Curve* made, Curve* kept, const float* theta0,
+// Computes the curves of a block from what is learned. One warp computes, all threads call this.
+// kept: the same for the backward, written by the first block.
+__device__ __forceinline__ void make_curves(Curve* curves, Curve* kept, const float* theta0,
                                             const float* theta1, const Settings& settings,
                                             int count) {
     // Sixteen lanes for each curve, a lane for each parameter.
@@ -55,25 +58,25 @@ __device__ __forceinline__ void make_curves(Curve* made, Curve* kept, const floa
         int kinds = which == 0 ? settings.curve[0].kinds : settings.curve[1].kinds;
         bool tanh = which == 0 ? settings.curve[0].tanh : settings.curve[1].tanh,
              birch = which == 0 ? settings.curve[0].birch : settings.curve[1].birch;
-        // No index into what came by value: that would be a copy of it in memory.
+        // An index into a parameter passed by value would make a copy of it in memory.
         float fixed = 0.0f;
         #pragma unroll
         for (int k = 0; k < 9; k++)
             if (i == k)
                 fixed = which == 0 ? settings.curve[0].fixed[k] : settings.curve[1].fixed[k];
-        Curve& c = made[mine ? which : 0];
+        Curve& c = curves[mine ? which : 0];
         int kind = mine ? kinds >> (2 * i) & 3 : 0;
         unsigned learned = __ballot_sync(0xffffffffu, kind != 0) >> (16 * which);
         if (mine) {
-            float z = kind == 0 ? fixed
-                                : (which == 0 ? theta0 : theta1)[__popc(learned & ((1u << i) - 1))],
-                  e = expf(-fabsf(z));
+            const float* theta = which == 0 ? theta0 : theta1;
+            float z = kind == 0 ? fixed : theta[__popc(learned & ((1u << i) - 1))];
+            float e = expf(-fabsf(z));
             float rising = (z < 0.0f ? e : 1.0f) / (1.0f + e),
                   falling = (z < 0.0f ? 1.0f : e) / (1.0f + e);
-            float found = kind == 2   ? fmaxf(z, 0.0f) + log1pf(e)
+            float value = kind == 2   ? fmaxf(z, 0.0f) + log1pf(e)
                           : kind == 3 ? fmaf(9.9f, rising, 0.1f)
                                       : z;
-            c.p[i] = i == NU || i == K || i == BETA || i == T_ ? fmaxf(found, LEAST) : found;
+            c.p[i] = i == NU || i == K || i == BETA || i == T_ ? fmaxf(value, LEAST) : value;
             c.chain[i] = kind == 0   ? 0.0f
                          : kind == 1 ? 1.0f
                          : kind == 2 ? rising
@@ -98,11 +101,11 @@ __device__ __forceinline__ void make_curves(Curve* made, Curve* kept, const floa
     __syncthreads();
     if (blockIdx.x == 0)
         for (int k = threadIdx.x; k < count * (int)(sizeof(Curve) / 4); k += THREADS)
-            reinterpret_cast<float*>(kept)[k] = reinterpret_cast<const float*>(made)[k];
+            reinterpret_cast<float*>(kept)[k] = reinterpret_cast<const float*>(curves)[k];
 }
 
-// 2^y for y <= 0, to 4 parts in 10^6, by ordinary instructions: for 16 bits, where a special
-// function less per element is worth eight of these.
+// 2^y for y <= 0, to 4 parts in 10^6, by ordinary instructions. For 16-bit dtypes, where one
+// special function less per element is worth eight of these.
 __device__ __forceinline__ float power_by_hand(float y) {
     y = fmaxf(y, -120.0f);
     // At 1.5 * 2^23 a float's steps are 1.
@@ -113,37 +116,37 @@ __device__ __forceinline__ float power_by_hand(float y) {
     return __uint_as_float(__float_as_uint(power) + (__float_as_uint(whole) << 23));
 }
 
-// Of one x; L and r are not computed where nobody asks for them.
+// Of one x. L and r are not computed where they are not used.
 struct Point { float sigma, L, r; };
 
 template <bool by_hand> __device__ __forceinline__ Point point(float x, const Curve& c) {
-    Point at;
+    Point result;
     float t = fmaf(-c.B, x, c.A);
-    // Log2(1 + e) below 0.02 by its series, where 1 + e has lost the last digits of e.
     if (sizeof(DATA_T) == 4) {
+        // log2(1 + e) for e below 0.02 by its series: 1 + e has lost the last digits of e there.
         float e = exp2f(-fabsf(t)), one = 1.0f + e;
-        at.L = fmaxf(t, 0.0f) + (e < 0.02f
+        result.L = fmaxf(t, 0.0f) + (e < 0.02f
                                      ? e * fmaf(e, fmaf(e, 0.48089835f, -0.72134752f), 1.44269504f)
                                      : __log2f(one));
-        at.r = __fmul_rn(t < 0.0f ? e : 1.0f, rcp_approx(one));
-    // 2^-24 more or less of 1 is nothing to 16 bits: five instructions fewer.
+        result.r = __fmul_rn(t < 0.0f ? e : 1.0f, rcp_approx(one));
     } else {
+        // For 16 bits an error of 2^-24 does not matter, and five instructions are saved.
         float e = exp2f(fminf(t, 120.0f)), one = 1.0f + e;
-        at.L = fmaxf(t, __log2f(one));
-        at.r = __fmul_rn(e, rcp_approx(one));
+        result.L = fmaxf(t, __log2f(one));
+        result.r = __fmul_rn(e, rcp_approx(one));
     }
-    at.sigma = by_hand && sizeof(DATA_T) == 2 ? power_by_hand(-at.L * c.over_nu)
-                                              : exp2f(-at.L * c.over_nu);
-    return at;
+    result.sigma = by_hand && sizeof(DATA_T) == 2 ? power_by_hand(-result.L * c.over_nu)
+                                              : exp2f(-result.L * c.over_nu);
+    return result;
 }
-__device__ __forceinline__ float height(const Point& at, const Curve& c) {
-    return fmaf(c.G, at.sigma, c.H);
+__device__ __forceinline__ float height(const Point& p, const Curve& c) {
+    return fmaf(c.G, p.sigma, c.H);
 }
 
 // Adds to the sums; returns dy sigma r, which times the curve's slope is dx.
-__device__ __forceinline__ float add_sums(float* sums, float dy, float x, const Point& at) {
-    float weighted = __fmul_rn(dy, at.sigma), risen = __fmul_rn(weighted, at.r);
-    sums[0] = fmaf(weighted, at.L, sums[0]);
+__device__ __forceinline__ float add_sums(float* sums, float dy, float x, const Point& p) {
+    float weighted = __fmul_rn(dy, p.sigma), risen = __fmul_rn(weighted, p.r);
+    sums[0] = fmaf(weighted, p.L, sums[0]);
     sums[1] += risen;
     sums[2] = fmaf(risen, x, sums[2]);
     sums[3] += weighted;
@@ -170,22 +173,22 @@ template <int n> __device__ __forceinline__ void write_sums(float* to, const flo
     }
 }
 
-// A group as it lies in memory. It is asked for one round ahead, and turned into floats only where
+// A group as it lies in memory. It is loaded one iteration ahead, and converted to floats only where
 // it is used.
 union Group { uint4 all; DATA_T at[WIDE]; };
 
 // What lies behind the row's end is 0.
 __device__ __forceinline__ Group load_group(const DATA_T* row, long long group, long long width) {
-    Group found;
+    Group result;
 #if WHOLE
-    found.all = reinterpret_cast<const uint4*>(row)[group];
+    result.all = reinterpret_cast<const uint4*>(row)[group];
 #else
-    found.all = make_uint4(0, 0, 0, 0);
+    result.all = make_uint4(0, 0, 0, 0);
     #pragma unroll
     for (int k = 0; k < WIDE; k++)
-        if (WIDE * group + k < width) found.at[k] = row[WIDE * group + k];
+        if (WIDE * group + k < width) result.at[k] = row[WIDE * group + k];
 #endif
-    return found;
+    return result;
 }
 
 __device__ __forceinline__ void store2(float* to, float a, float b) { to[0] = a; to[1] = b; }
@@ -201,14 +204,14 @@ __device__ __forceinline__ void store2(bf16* to, float a, float b) {
 
 __device__ __forceinline__ void store_group(DATA_T* row, long long group, long long width,
                                             const float (&values)[WIDE]) {
-    Group made;
+    Group result;
     #pragma unroll
-    for (int k = 0; k < WIDE; k += 2) store2(made.at + k, values[k], values[k + 1]);
+    for (int k = 0; k < WIDE; k += 2) store2(result.at + k, values[k], values[k + 1]);
 #if WHOLE
-    reinterpret_cast<uint4*>(row)[group] = made.all;
+    reinterpret_cast<uint4*>(row)[group] = result.all;
 #else
     #pragma unroll
     for (int k = 0; k < WIDE; k++)
-        if (WIDE * group + k < width) row[WIDE * group + k] = made.at[k];
+        if (WIDE * group + k < width) row[WIDE * group + k] = result.at[k];
 #endif
 }
