@@ -62,7 +62,7 @@
 #define DATA_T float          // q~, q, k, v, PE, y and their gradients
 #endif
 #ifndef VERSION
-// Which kernels have a body: those of the other one would only cost time to compile.
+// Which kernels have a body: compiling the others too would only take time.
 #define VERSION 1
 #endif
 
@@ -74,9 +74,9 @@ __device__ __forceinline__ Scale scale_of(const float* coefficients) {
     return result;
 }
 
-// Of one score: c^p, and its derivative over 4 p, c^(p-1) (1 - tanh^2) / 4. With e = exp(-|s| / 4),
-// tanh(|s| / 8) = (1 - e) / (1 + e) = 2 / (1 + e) - 1 and 1 - tanh^2 = 4 e / (1 + e)^2, which has
-// no difference in it.
+// c^p of one score s, and its derivative over 4 p, c^(p-1) (1 - tanh^2) / 4. With e = exp(-|s| /
+// 4), tanh(|s| / 8) = (1 - e) / (1 + e) = 2 / (1 + e) - 1, and 1 - tanh^2 = 4 e / (1 + e)^2, where
+// nothing is subtracted and no digits cancel.
 __device__ __forceinline__ Power power_of(float s) {
     float e = expf(-0.25f * fabsf(s)), over = 1.0f / (1.0f + e),
           c = -8.0f * expm1f(-0.25f * fabsf(s)) * over;
@@ -87,8 +87,8 @@ __device__ __forceinline__ Power power_of(float s) {
     return result;
 }
 
-// Sums of all threads, in a fixed order: a tree over each warp, then over the warps. `warps`:
-// shared memory.
+// The block's sums of all threads' values, in a fixed order: a tree over each warp, then over the
+// warps. warps: shared memory.
 template <int count, typename S>
 __device__ __forceinline__ void write_sums(float* to, S (&sums)[2], S (*warps)[2]) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -110,8 +110,7 @@ struct Head {                                 // the rows of one head of one seq
     const DATA_T* q_tilde, * q, * k, * v, * dy, * pe;
     Rows stride;
     int T, window, wide;                      // wide: H * HEAD, from one row of y to the next
-    // Where this head's first row of y is, and of dq, dk and dv.
-    long long out, grad;
+    long long out, grad;                      // offset of the head's first row: of y; of dq, dk, dv
 };
 
 __device__ __forceinline__ Head head_of(int which, const DATA_T* q_tilde, const DATA_T* q,
@@ -142,8 +141,7 @@ __device__ __forceinline__ float factor_of(const float* gate, const Head& x, int
 // ---- v1: fp32, 32 x 32 pairs ----
 
 #define TILE 32
-// Of 32 channels; the last one's missing channels are zeros.
-#define PARTS ((HEAD + 31) / 32)
+#define PARTS ((HEAD + 31) / 32)              // of 32 channels; the last one is padded with zeros
 #define WARPS 8
 #define MINE (TILE / WARPS)                   // rows of a tile that a warp takes
 
@@ -165,9 +163,8 @@ __device__ __forceinline__ void fetch(float (*to)[33], const DATA_T* from, long 
     }
 }
 
-// Scores, and dphi where `back`, of queries i0 .. and keys x0 .. (or, where `by_diagonal`,
-// differences x0 ..): a lane has one of these, a warp MINE queries. What is 0 because it is masked
-// is made so by `valid`.
+// Scores s, and with `back` dphi, of queries i0 .. and keys x0 .. (with `by_diagonal`: differences
+// x0 ..). A lane has one key or difference, a warp MINE queries. valid: the pair is not masked.
 template <bool by_diagonal, bool back>
 __device__ __forceinline__ void scores(Shared& m, const Head& x, int i0, int x0, float (&s)[MINE],
                                        float (&dphi)[MINE], bool (&valid)[MINE]) {
@@ -248,7 +245,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_forward_v1(
 {
 #if VERSION == 1
     __shared__ Shared m;
-    // The longest first.
+    // The tiles with the longest loops run first.
     int tiles = (T + TILE - 1) / TILE, heads = gridDim.x / tiles,
         i0 = (tiles - 1 - blockIdx.x / heads) * TILE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -409,8 +406,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
 }
 
 // ---- v2: bf16 on tensor cores, 64 x 64 pairs ----
-// Four warps. In the forward and in backward_q a warp has 16 queries of the block's 64, in
-// backward_kv 16 keys, in backward_pe 16 queries and then 16 differences. A product of a warp is
+// A block is four warps. In the forward and in backward_q a warp has 16 of the block's 64 queries,
+// in backward_kv 16 keys, in backward_pe 16 queries and then 16 differences. A product of a warp is
 // made of m16n8k16: a 16 x 16 factor a in four registers of each lane, b, of which two 16 x 8 are
 // read at a time, and sums c. Lane 4 g + t has rows g and g + 8 of a and c, columns g of b: c[0],
 // c[1] at row g, columns 2t and 2t + 1, c[2], c[3] at row g + 8. Two c side by side, rounded, are
@@ -427,8 +424,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
 #define STAGES 2              // 2: the next tiles are loaded while these are computed
 #endif
 #define SIDE 64               // rows of a tile
-// Elements from one row of a tile to the next: 16 bytes more, so that eight rows lie in different
-// banks.
+// Elements from one row of a tile to the next: 16 bytes of padding, against bank conflicts.
 #define LD (HEAD + 8)
 #define STEPS (HEAD / 16)
 #define NARROW 72             // the same of ds in backward_pe
@@ -458,23 +454,23 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
 #define TENSOR_CORES 1
 #define PIECE __device__ __forceinline__
 #else
-// The same products, lane by lane, through shared memory: to be run anywhere, not to be fast.
+// The same products through shared memory, to run anywhere, not to be fast.
 #define TENSOR_CORES 0
 #define PIECE __device__ __noinline__
 #endif
 
 typedef float Sums[2][4];     // 16 x 16 of a product
 
-// Where this thread begins to load 64 rows from row `first` on, 16 bytes at a time. All threads
-// share all rows, or (side 16, 32 threads) each warp loads its own sixteen.
+// Where this thread begins to load 64 rows from row `first` on, 16 bytes at a time. The rows are
+// shared by all threads, or (side 16, 32 threads) each warp loads its own 16 rows.
 #define ACROSS (HEAD / 8)
 template <int side = SIDE, int threads = TENSOR_THREADS>
 __device__ __forceinline__ const bf16* thread_source(const bf16* from, int stride, int first) {
     int r = threadIdx.x / threads * side + threadIdx.x % threads / ACROSS;
     return from + (long long)(first + r) * stride + threadIdx.x % threads % ACROSS * 8;
 }
-// These rows on their way into shared memory; complete after wait_for_tiles(). If `checked`, rows
-// outside of 0 .. rows - 1 are zeros; else there are none such.
+// Starts to copy these rows into shared memory; they are complete after wait_for_tiles().
+// checked: rows outside of 0 .. rows - 1 are zeros; if not checked there must be none such.
 template <int side = SIDE, int threads = TENSOR_THREADS>
 __device__ __forceinline__ void load_rows(bf16* to, const bf16* source, int stride,
                                           bool checked = false, int first = 0, int rows = 0) {
@@ -486,7 +482,7 @@ __device__ __forceinline__ void load_rows(bf16* to, const bf16* source, int stri
         if ((threads % ACROSS || side % down) && (mine >= down || mine + k >= side)) continue;
         bool valid = !checked || (unsigned)(first + r + k) < (unsigned)rows;
 #if TENSOR_CORES
-        // Of 0 bytes nothing is read, wherever that is.
+        // With 0 bytes nothing is read, so the address may be invalid.
         unsigned at = (unsigned)__cvta_generic_to_shared(to + k * LD);
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                      :: "r"(at), "l"(source), "r"(valid ? 16 : 0) : "memory");
@@ -496,7 +492,7 @@ __device__ __forceinline__ void load_rows(bf16* to, const bf16* source, int stri
 #endif
     }
 }
-// The same, from the rows' tensor.
+// The same, checked, given the address of row 0.
 __device__ __forceinline__ void load_tile(bf16* to, const bf16* from, int stride, int first,
                                           int rows) {
     load_rows(to, thread_source(from, stride, first), stride, true, first, rows);
@@ -507,17 +503,17 @@ __device__ __forceinline__ void cp_async_commit_group() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
-// All groups are there but the last `open`; for all threads.
-template <int open> __device__ __forceinline__ void wait_for_tiles() {
+// Waits for the copies of all threads but the last `pending` groups.
+template <int pending> __device__ __forceinline__ void wait_for_tiles() {
 #if TENSOR_CORES
-    asm volatile("cp.async.wait_group %0;" :: "n"(open) : "memory");
+    asm volatile("cp.async.wait_group %0;" :: "n"(pending) : "memory");
 #endif
     __syncthreads();
 }
 
-// A 16 x 16 part of a tile, as four 8 x 8: by_columns says whether the second one is to the right
-// of the first (else below). Transposed: a lane has two rows of one column instead of two columns
-// of one row.
+// Reads a 16 x 16 part of a tile as four 8 x 8 matrices.
+//   by_columns  the second matrix is to the right of the first (else below it)
+//   transposed  a lane gets two rows of one column instead of two columns of one row
 template <bool by_columns, bool transposed, int ld>
 PIECE void ldmatrix(unsigned (&x)[4], const bf16* part) {
     int lane = threadIdx.x % 32;
@@ -568,7 +564,7 @@ PIECE void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) 
 #endif
 }
 
-// 16 x 16 sums as a factor.
+// 16 x 16 sums, rounded, as a left factor.
 __device__ __forceinline__ void as_factor(unsigned (&a)[4], const Sums& c) {
     a[0] = both_as_bf16(c[0][0], c[0][1]);
     a[1] = both_as_bf16(c[0][2], c[0][3]);
@@ -576,7 +572,7 @@ __device__ __forceinline__ void as_factor(unsigned (&a)[4], const Sums& c) {
     a[3] = both_as_bf16(c[1][2], c[1][3]);
 }
 
-// Sixteen rows of a tile as the left factor: kept in registers, or read again each time.
+// 16 rows of a tile as a left factor. kept: in registers; else read from shared memory each time.
 template <bool kept> struct Left {
     unsigned a[kept ? STEPS : 1][4];
     const bf16* rows;
@@ -587,7 +583,7 @@ template <bool kept> struct Left {
             for (int k = 0; k < STEPS; k++)
                 ldmatrix<false, false, LD>(a[kept ? k : 0], from + 16 * k);
     }
-    // Of what is kept; exact, but for numbers below 2^-123.
+    // Multiplies what is kept by 1/8: exact, but for numbers below 2^-123.
     __device__ __forceinline__ void scale_by_eighth() {
         if (kept)
             #pragma unroll
@@ -627,7 +623,7 @@ __device__ __forceinline__ void add_scores(Sums& c, const Left<kept>& left, cons
     }
 }
 
-// The same for two left factors: the sixteen rows are read once.
+// The same for two left factors; the 16 rows are read once.
 template <bool kept>
 __device__ __forceinline__ void add_scores(Sums& c, Sums& other, const Left<kept>& left,
                                            const Left<kept>& below, const bf16* rows) {
@@ -656,14 +652,14 @@ __device__ __forceinline__ void add_product(float (&sums)[2 * STEPS][4], const u
     }
 }
 
-// Sixteen rows of the 128 that two tiles make, one behind the other.
+// Rows 16 which .. of the 128 rows of two tiles, one behind the other.
 __device__ __forceinline__ const bf16* sixteen_rows(const bf16* first, const bf16* second,
                                                     int which) {
     return (which < 4 ? first : second - SIDE * LD) + 16 * which * LD;
 }
 
-// Tiles of PE: of the differences 64 s - 63 .., of the 64 after these, and with two stages the one
-// that is being loaded.
+// Tiles of PE. near: the differences 64 s - 63 ..; far: the 64 after these; free: with two stages
+// the tile that is being loaded.
 struct Ring {
     bf16* near, * far, * free;
     __device__ __forceinline__ Ring(bf16* from)
@@ -679,15 +675,15 @@ struct Ring {
     }
 };
 
-// Between pairs and differences, rows are queries: element j of row r of `to` is element r - j + 15
-// of the 32 that `first` and `second` make. The lane that has it is asked by one lane only, and
-// knows whether that one's element lies in the lower or in the upper of two 16 x 8.
+// From differences to pairs; rows are queries. Element j of row r of `to` is element r - j + 15 of
+// the 32 that `first` and `second` hold. Exactly one lane reads from each lane (__shfl_sync), so
+// the lane that gives knows whether the element lies in the lower or in the upper of two 16 x 8.
 __device__ __forceinline__ void skewed(Sums& to, const Sums& first, const Sums& second) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     #pragma unroll
     for (int e = 0; e < 2; e++) {
         int from = lane - t + (7 + g - 2 * t - e) % 8 / 2;
-        // Of what this lane gives.
+        // Which of its elements this lane gives.
         bool odd = (g + e) % 2 == 0, upper = g + (e == 0) > 2 * t + odd;
         #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -704,7 +700,8 @@ __device__ __forceinline__ void skewed(Sums& to, const Sums& first, const Sums& 
     }
 }
 
-// The same of factors: both elements of a pair are fetched with their neighbours, and put together.
+// The same for factors, and from pairs to differences: both elements of a register are fetched with
+// their neighbours, then put together.
 __device__ __forceinline__ void skewed(unsigned (&to)[4], const unsigned (&first)[4],
                                        const unsigned (&second)[4]) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -712,7 +709,7 @@ __device__ __forceinline__ void skewed(unsigned (&to)[4], const unsigned (&first
     #pragma unroll
     for (int e = 0; e < 2; e++) {
         int from = lane - t + (7 + g - 2 * t - e) % 8 / 2;
-        // Of what this lane gives.
+        // Which of its elements this lane gives.
         bool odd = (g + e) % 2 == 0, upper = g + (e == 0) > 2 * t + odd;
         #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -727,8 +724,8 @@ __device__ __forceinline__ void skewed(unsigned (&to)[4], const unsigned (&first
         to[i] = __byte_perm(both[0][i], both[1][i], g % 2 ? 0x7610 : 0x5432);
 }
 
-// The same where keys are the rows and queries the columns: element r of row j of `to` is row r - j
-// + 15 of the 32 that `first` and `second` make.
+// From differences to pairs where keys are the rows and queries the columns: element r of row j of
+// `to` is row r - j + 15 of the 32 that `first` and `second` hold.
 __device__ __forceinline__ void skewed_down(Sums& to, const Sums& first, const Sums& second) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     #pragma unroll
@@ -745,7 +742,7 @@ __device__ __forceinline__ void skewed_down(Sums& to, const Sums& first, const S
     }
 }
 
-// Rows `first` + the warp's 16 of (T, H, d), times `factor`, rounded.
+// Writes the warp's 16 of the rows from `first` on, times `factor`, rounded.
 __device__ __forceinline__ void write_tile(bf16* to, const float (&sums)[2 * STEPS][4],
                                            float factor, long long stride, int first, int rows) {
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row = first + threadIdx.x / 32 * 16 + g;
@@ -758,21 +755,21 @@ __device__ __forceinline__ void write_tile(bf16* to, const float (&sums)[2 * STE
                     both_as_bf16(factor * sums[n][2 * i], factor * sums[n][2 * i + 1]);
 }
 
-    // Of element e of 16 x 16 sums: its row and its column.
+// Row and column of element e of 16 x 16 sums.
     #define ROW(e) (g + 8 * ((e) % 4 / 2))
     #define COLUMN(e) (8 * ((e) / 4) + 2 * t + (e) % 2)
     #define OF(c, e) c[(e) / 4][(e) % 4]
 
-// c (16 x 16) = left (16 x d) times 16 rows of a tile, transposed: a chain of its own, so that
-// those of q~ k, q PE and dy v run beside each other.
+// c (16 x 16) = left (16 x d) times 16 rows of a tile, transposed. Each such product is a chain of
+// its own, so that those of q~ k, q PE and dy v overlap.
 template <bool kept>
 __device__ __forceinline__ void scores_of(Sums& c, const Left<kept>& left, const bf16* rows) {
     clear(c);
     add_scores(c, left, rows);
 }
 
-// The same number, of which the compiler does not know that: what it computes from it is not kept
-// in registers over the loops.
+// The same number, but the compiler does not know that: what it computes from the result is not
+// kept in registers over the loops.
 __device__ __forceinline__ int opaque(int x) {
 #if TENSOR_CORES
     asm volatile("" : "+r"(x));
@@ -780,8 +777,8 @@ __device__ __forceinline__ int opaque(int x) {
     return x;
 }
 
-// Of step s = 0, 1, .. in turn: 64 keys and values, from the diagonal to the left, and PE of the
-// farther 64 differences.
+// Loads the tiles of steps s = 0, 1, .. in turn: 64 keys and values, from the diagonal to the left,
+// and PE of the 64 larger differences.
 struct Loads {
     const bf16* k, * v, * pe;
     int k_stride, v_stride, i0, T;
@@ -830,20 +827,20 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
 {
 #if VERSION == 2
     extern __shared__ __align__(16) unsigned char memory[];
-    // Else there are too many registers; then the block's own rows stay in shared memory.
+    // A wide head would take too many registers; its block's own rows stay in shared memory.
     const bool kept = HEAD <= 64;
-    // K and v of each stage; STAGES + 1 of PE.
+    // Tiles of k and v of each stage, then STAGES + 1 tiles of PE.
     bf16* tiles_of = reinterpret_cast<bf16*>(memory), * of_pe = tiles_of + 2 * STAGES * SIDE * LD;
-    // In the last stage's place.
+    // The block's own rows: in the last stage's place.
     bf16* own = !kept ? of_pe + (STAGES + 1) * SIDE * LD : tiles_of + (STAGES - 1) * 2 * SIDE * LD;
-    // The longest first.
+    // The tiles with the longest loops run first.
     int tiles = (T + SIDE - 1) / SIDE, heads = gridDim.x / tiles,
         tile = tiles - 1 - blockIdx.x / heads, i0 = tile * SIDE;
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, q, pe, stride, T, H, window);
     Scale scale = scale_of(coefficients);
     float weight = scale.weight * power_of_8(DEGREE);
-    // From the diagonal tile to the left.
+    // From the diagonal to the left.
     int steps = tile - max(0, i0 - window + 1) / SIDE + 1;
     // PE of the differences 64 s - 63 .. and of the 64 after these.
     Ring ring(of_pe);
@@ -864,7 +861,7 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
     left_pe.scale_by_eighth();
     if (kept && STAGES == 1) { __syncthreads(); load_step(0, ring.far); }
     float sums[2 * STEPS][4] = {};
-    // Q PE^T of the 16 differences before those of the next part.
+    // q PE^T of the 16 differences before those of the next part.
     Sums lower;
     auto part = [&](int s, int n, bool masked) {         // 16 keys, from the right to the left
         const bf16* keys = tiles_of + (s % STAGES * 2 * SIDE + 16 * (3 - n)) * LD;
@@ -885,11 +882,11 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
         add_product(sums, a, keys + SIDE * LD);
     };
     for (int s = 0; s < steps; s++) {
-        // And no one reads the tiles of the step before any more.
+        // After this barrier the tiles of the step before are no longer read.
         wait_for_tiles<0>();
         if (STAGES == 2 && s + 1 < steps) load_step(s + 1, ring.free);
         if (s == 0) scores_of(lower, left_pe, ring.sixteen_rows(3));
-        // A body of its own, with comparisons; on the diagonal without what is masked.
+        // Steps with a mask have a body of their own; on the diagonal they skip what is masked.
         if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window)
             #pragma unroll 1
             for (int n = s == 0 ? 3 - warp : 0; n < 4; n++) part(s, n, true);
@@ -912,13 +909,13 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
 }
 
 #if VERSION == 2
-// dq~, dq: 64 queries of a head; unit: which. Tiles of keys from the diagonal to the left.
+// dq~ and dq of 64 queries of a head, number `unit`. Tiles of keys from the diagonal to the left.
 __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde, bf16* dq,
                                            float* partial, const Tensors& in, int unit, int heads) {
     const bool kept = HEAD <= 64;
     __shared__ float warps[4][2];
     int T = in.T, window = in.window;
-    // K and v of each stage; STAGES + 1 of PE.
+    // Tiles of k and v of each stage, then STAGES + 1 tiles of PE.
     bf16* tiles_of = reinterpret_cast<bf16*>(memory), * of_pe = tiles_of + 2 * STAGES * SIDE * LD;
     bf16* own = !kept         ? of_pe + (STAGES + 1) * SIDE * LD
                 : STAGES == 2 ? tiles_of + 2 * SIDE * LD
@@ -952,7 +949,7 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
         load_step(0, ring.far);
     }
     float by_k[2 * STEPS][4] = {}, by_pe[2 * STEPS][4] = {}, totals[2] = {};
-    // Q PE^T of the 16 differences before those of the next part.
+    // q PE^T of the 16 differences before those of the next part.
     Sums lower;
     unsigned before[4] = {};                             // ds of the 16 keys of the part before
     auto part = [&](int s, int n, bool masked) {         // 16 keys, from the right to the left
@@ -964,7 +961,7 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
         skewed(c, lower, upper);
         add_scores(c, left_k, keys);
         copy(lower, upper);
-        // Of totals: four short sums each, none waits for the other.
+        // Parts of totals: four short sums each, so that none waits for another.
         float some[2][4];
         #pragma unroll
         for (int e = 0; e < 8; e++) {
@@ -1009,12 +1006,12 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
     write_sums<4>(partial + 2 * (long long)unit, totals, warps);
 }
 
-// dk, dv: 64 keys of a head. Tiles of queries from the diagonal on.
+// dk and dv of 64 keys of a head. Tiles of queries from the diagonal on.
 __device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf16* dv,
                                             const Tensors& in, int unit, int heads) {
     const bool kept = HEAD <= 64;
     int T = in.T, window = in.window;
-    // Q~, q and dy of each stage.
+    // Tiles of q~, q and dy of each stage, then of PE.
     bf16* tiles_of = reinterpret_cast<bf16*>(memory), * of_pe = tiles_of + 3 * STAGES * SIDE * LD;
     bf16* own = !kept ? of_pe + (STAGES + 1) * SIDE * LD : tiles_of + (STAGES - 1) * 3 * SIDE * LD;
     int tile = unit / heads, j0 = tile * SIDE;
@@ -1101,12 +1098,12 @@ __device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf1
     write_tile(dv + x.grad, dv_sums, 1.0f, x.stride.grad, j0, T);
 }
 
-// dPE: tiles of 64 queries and 64 differences: 16 queries have 79 keys there. Scores and dphi are
-// computed by keys and skewed, ds then lies by differences, and goes through shared memory, because
-// the sum is over the queries of all warps. With two stages the next tiles are loaded as soon as
-// these are there: keys and values have three places, q two, and of q~ and dy each warp has its own
-// rows in registers by then, and loads them itself. Else, and what stays in shared memory (wide
-// heads), when the scores are done.
+// dPE: tiles of 64 queries and 64 differences, where 16 queries have 79 keys. s and dphi are
+// computed by keys and skewed to differences; ds goes through shared memory, because the sum goes
+// over the queries of all warps. With two stages the next tiles are loaded as soon as the current
+// ones have arrived: k and v have three places, q has two, and each warp has its own rows of q~ and
+// dy in registers by then. With one stage, and for what stays in shared memory (wide heads), they
+// are loaded when the scores are done.
 __device__ __forceinline__ void backward_pe(unsigned char* memory, float* partial,
                                             const Tensors& in, int diagonal, int diagonals,
                                             int group, int groups, int heads) {
@@ -1129,7 +1126,8 @@ __device__ __forceinline__ void backward_pe(unsigned char* memory, float* partia
         const bf16 *q_tilde_from = thread_source<16, 32>(x.q_tilde, x.stride.q_tilde, r0),
                    *dy_from = thread_source<16, 32>(x.dy, x.wide, r0);
         auto outside = [&](int i0) { return i0 + SIDE > T || i0 - r0 + SIDE >= T; };
-        // I0 = r0, r0 + 64, ..; of the keys the later 64; the earlier ones are there.
+        // i0 = r0, r0 + 64, .. in turn. Of the 128 keys the later 64; the others were loaded
+        // before.
         auto load_step = [&](int i0, bf16* k_to, bf16* v_to) {
             auto all = [&](bool checked) {
                 load_rows(k_to, k_from, x.stride.k, checked, i0 - r0 + 1, T);
@@ -1186,7 +1184,7 @@ __device__ __forceinline__ void backward_pe(unsigned char* memory, float* partia
                 copy(upper, lower);
                 copy(upper_dphi, lower_dphi);
                 #pragma unroll
-                // No query or no key: dy or v is 0, and dphi with it.
+                // Needs no mask: where there is no query or no key, dy or v is 0, and so is dphi.
                 for (int e = 0; e < 8; e++)
                     OF(c, e) = OF(dphi, e) * power_of_tanh<false>(OF(c, e)).slope;
                 #pragma unroll
@@ -1223,17 +1221,17 @@ __device__ __forceinline__ void backward_pe(unsigned char* memory, float* partia
 }
 #endif
 
-// All of the backward in one launch: the blocks of dPE, which are longest where a group has several
-// heads, then those of dq and of dk and dv, alternating; each the longest first, so that short ones
-// fill the end.
+// The whole backward in one launch: the blocks of dPE, which are longest where a group has several
+// heads, then those of dq and of dk and dv, alternating. Each kind begins with its longest, so that
+// short blocks fill the end.
 extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, BACKWARD_BLOCKS) poly_backward_v2(
-    // (B, T, H, d); but for dq_tilde with rows with a stride.
+    // (B, T, H, d); the rows of dq, dk and dv have a stride.
     bf16* dq_tilde, bf16* dq, bf16* dk, bf16* dv,
-    float* sums,     // (B H tiles, 2) sums of dphi c^p and of dphi
-    float* partial,  // (groups, diagonals * 64, d)
+    float* sums,                              // (B H tiles, 2) sums of dphi c^p and of dphi
+    float* partial,                           // (groups, diagonals * 64, d)
     const bf16* dy, const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v,
-    const bf16* pe, const float* coefficients, int T, int H, int window, int heads, int groups,
-    Rows stride)  // heads: B * H
+    const bf16* pe, const float* coefficients,
+    int T, int H, int window, int heads, int groups, Rows stride)       // heads: B * H
 {
 #if VERSION == 2
     extern __shared__ __align__(16) unsigned char memory[];
@@ -1247,7 +1245,7 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, BACKWARD_BLOCKS) po
 #endif
 }
 
-// ---- from the sums of parts to the gradients ----
+// ---- from partial sums to the gradients ----
 
 extern "C" __global__ void __launch_bounds__(256) poly_finish(
     DATA_T* dpe,                              // (positions, d)

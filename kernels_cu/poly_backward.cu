@@ -99,13 +99,13 @@ struct Tiles {
                 *reinterpret_cast<unsigned*>(to + 1024 * h + ((m ^ g) << 4)) =
                     a[m / 2][m % 2 * 2 + h];
     }
-    // Row R of x to columns R - j + 63 of the 128 that two places have: by differences. The other
-    // columns are never written.
+    // Writes x by differences: row R, column j goes to column R - j + 63 of the 128 that two places
+    // have. The other columns are never written.
     __device__ __forceinline__ void put_skewed(int place, const Sums& x) const {
         unsigned char* to = memory + place * TILE_BYTES + (16 * warp + g) * 128;
         #pragma unroll
         for (int e = 0; e < 2; e++) {
-            // Of m = h = 0; the others are multiples of 8 away.
+            // The column for m = h = 0; the others are multiples of 8 away.
             int column = opaque(16 * warp + g + 63 - 2 * t - e);
             #pragma unroll
             for (int n = -7; n < 2; n++) {
@@ -118,18 +118,19 @@ struct Tiles {
         }
     }
 };
+
 // ---- between pairs and differences ----
-// Of rows i and columns j of a step, difference i - j + 63 of the 128 that `near` and `far` have. A
-// warp needs 79 of them, from 16 warp on. Column 8 m + 2 t + e of row g + 8 h is asked from one
-// lane, that with the same g, and each lane is asked by one: for the odd or the even one of its
-// columns, of one of two 8 x 8.
+// For row i and column j of a step: difference i - j + 63 of the 128 that `near` and `far` hold. A
+// warp needs 79 of them, from 16 warp on. Column 8 m + 2 t + e of row g + 8 h is read from one lane
+// of the same g (__shfl_sync), and exactly one lane reads from each lane: the odd or the even one
+// of its columns, of one of two 8 x 8.
 template <int warp>
 __device__ __forceinline__ void skewed(Sums& to, const Sums& near, const Sums& far) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     #pragma unroll
     for (int e = 0; e < 2; e++) {
         int from = lane - t + (7 + g - 2 * t - e) % 8 / 2;
-        // Of what this lane gives.
+        // Which of its elements this lane gives.
         bool odd = (g + e) % 2 == 0, upper = g + (e == 0) > 2 * t + odd;
         #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -160,7 +161,7 @@ __device__ __forceinline__ void skewed(Factor& to, const Factor& first, const Fa
             bool odd = (g + e) % 2 == 0, upper = g + (e == 0) > 2 * t + odd;
             unsigned x[5], which = h == 0 ? (upper ? 0x5432 : 0x3210) : upper ? 0x7654 : 0x5432;
             #pragma unroll
-            // Of the 8 x 8 2 warp + 2 n and the one after it.
+            // Of matrix 2 warp + 2 n (8 x 8) and the one after it.
             for (int n = 0; n < 5; n++) {
                 const Factor& of = warp + n < 4 ? first : second;
                 x[n] = __byte_perm(of[(warp + n) % 4][h], of[(warp + n) % 4][2 + h],
@@ -187,7 +188,7 @@ __device__ __forceinline__ void skew(int warp, X& to, const X& first, const X& s
 }
 
 struct Tensors {
-    // Of the first row; of_head: of a head's first row.
+    // Addresses of the first row; after of_head() of a head's first row.
     const bf16* dy, * q_tilde, * q, * k, * v, * pe;
     const float* coefficients;
     int T, H, window;
@@ -205,7 +206,7 @@ struct Tensors {
         x.v += row(which, stride.v);
         return x;
     }
-    // Of ds.
+    // The constant factor of ds.
     __device__ __forceinline__ float slope() const {
         return coefficients[2] * coefficients[0] * DEGREE * power_of_8(DEGREE - 1);
     }
@@ -249,7 +250,7 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
                                            float* totals_of, const Tensors& in, int unit,
                                            int heads) {
     __shared__ float warps[2][4][2];
-    // The longest first.
+    // The tiles with the longest loops run first.
     int T = in.T, window = in.window, group = m.group, warp = m.warp,
         tile = (T + 2 * SIDE - 1) / (2 * SIDE) - 1 - unit / heads;
     Tensors x = in.of_head(unit % heads);
@@ -297,21 +298,21 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
     wgmma_wait_group<0>();
     fence_operand(near);
     fence_operand(far);
-    // Step u of the block: its tiles are there, and those that the next ones take the place of were
+    // The block enters step u: its tiles have arrived, and those that will be overwritten were
     // read.
     auto enter = [&](int u) {
         if (u >= steps) return;
         wait_for_tiles<1>();
         load_step(u + 2);
     };
-    // The second warpgroup enters a step in the middle of its own one before.
+    // The second warpgroup enters a step in the middle of its own step before.
     enter(0);
     for (int s = 0; s < mine; s++) {
         int at = s + 1 - group;
         if (group == 0) enter(at);
         skew(warp, c, near, far);                        // while dq of the step before is computed
         #pragma unroll
-        // Two bodies that change places would need none of that, but more registers than there are.
+        // Two bodies in turn would not need this copy, but more registers than there are.
         for (int i = 0; i < 32; i++) near[i] = far[i];
         wgmma_fence();
         wgmma<true, false>(c, by_k, at_place(of_k(at)));
@@ -328,7 +329,7 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
                          (8 * (i / 4) + 2 * m.t + i % 2);
                 d[i] = difference >= 0 && difference < window ? d[i] : 0.0f;
             }
-        // Of totals: four short sums each, none waits for the other.
+        // Parts of totals: four short sums each, so that none waits for another.
         float some[2][4];
         #pragma unroll
         for (int i = 0; i < 32; i++) {
@@ -343,7 +344,7 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
         as_factor(ds, d);
         wgmma_fence();
         wgmma<true, true>(sums_k, ds, at_place(of_k(at)));
-        // In the last step for nothing.
+        // In the last step the result is not used.
         wgmma<false, false, false>(far, at_place(8 + group), at_place(of_pe(s + 1)));
         wgmma_commit_group();
         skew(warp, by_difference, ds, before);           // of the differences of `near`
@@ -396,7 +397,7 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
 // step later, and is a tile of PE behind.
 __device__ __forceinline__ void backward_kv(const Tiles& m, bf16* dk, bf16* dv, const Tensors& in,
                                             int unit, int heads) {
-    // The longest first.
+    // The tiles with the longest loops run first.
     int T = in.T, window = in.window, group = m.group, warp = m.warp, tile = unit / heads;
     Tensors x = in.of_head(unit % heads);
     unsigned all = descriptor(m.address);
@@ -452,7 +453,7 @@ __device__ __forceinline__ void backward_kv(const Tiles& m, bf16* dk, bf16* dv, 
     wgmma_wait_group<0>();
     fence_operand(near);
     fence_operand(far);
-    // Step u of the block: its tiles are there, and q and PE of the next.
+    // The block enters step u: its tiles have arrived, and q and PE of the next step.
     auto enter = [&](int u) {
         if (u >= steps) return;
         wait_for_tiles<0>();
@@ -462,7 +463,7 @@ __device__ __forceinline__ void backward_kv(const Tiles& m, bf16* dk, bf16* dv, 
     for (int u = group; u < end; u++) {
         int s = u - group;
         if (group == 0) enter(u);
-        // While dk and dv of the step before are computed.
+        // While the tensor cores compute dk and dv of the step before.
         skew(warp, c, near, far);
         wgmma_fence();
         wgmma<true, false, false>(c, at_place(of_q_tilde(u)), at_place(group));
@@ -516,8 +517,8 @@ __device__ __forceinline__ void backward_kv(const Tiles& m, bf16* dk, bf16* dv, 
 // ---- dPE: two diagonals of tiles, of every head of a group ----
 // Tiles of queries I and keys I - s, s = 2 pair + warpgroup. Places: 4 of q, 2 of q~, 2 of dy, 3 of
 // K, 3 of V, 3 of PE, and 4 for each warpgroup: ds by 128 differences, of two steps in turn. q is
-// loaded a step earlier than the others. No pair needs a mask: what is not seen has differences
-// that are not written, or dy or v is 0.
+// loaded a step earlier than the others. No pair needs a mask: a masked pair
+// has a difference that is not written, or its dy or v is 0.
 __device__ __forceinline__ void backward_pe(const Tiles& m, float* partial, const Tensors& in,
                                             int pair, int of_group, int groups, int heads) {
     int T = in.T, group = m.group, warp = m.warp, tiles = (T + SIDE - 1) / SIDE,
@@ -612,7 +613,7 @@ __device__ __forceinline__ void backward_pe(const Tiles& m, float* partial, cons
     if (s >= diagonals) return;
     float slope = in.slope();
     float* to = partial + (long long)(2 * of_group) * rows * HEAD;
-    // Row: of dPE; from `rows` on no one asks, from `window` on it is 0.
+    // row: of dPE; rows from `rows` on are never read, rows from `window` on are 0.
     auto write = [&](float* to, const Sums& sums, int row0) {
         #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -627,24 +628,23 @@ __device__ __forceinline__ void backward_pe(const Tiles& m, float* partial, cons
     };
     write(to, sums_near, SIDE * s - 63);
     write(to + (long long)rows * HEAD, sums_far, SIDE * s + 1);
-    // The rows of either half that no diagonal has.
+    // Zeros for the rows of either half that no diagonal has.
     clear(c);
     if (s == diagonals - 1) write(to, c, SIDE * s + 1);
     if (s == 0) write(to + (long long)rows * HEAD, c, -63);
 }
 #endif
 
-// The blocks of dPE, then those of dq, then those of dk and dv; each the longest first. (dq and dk
-// in turns, as in v2, take 8 to 11% longer.)
+// The blocks of dPE, then those of dq, then those of dk and dv. Each kind begins with its longest.
+// (With dq and dk alternating, as in v2, it takes 8 to 11% longer.)
 extern "C" __global__ void __launch_bounds__(THREADS, 1) poly_backward_v3(
-    // (B, T, H, d); but for dq_tilde with rows with a stride.
+    // (B, T, H, d); the rows of dq, dk and dv have a stride.
     bf16* dq_tilde, bf16* dq, bf16* dk, bf16* dv,
-    // (tiles of 64 queries, B H, 2) sums of dphi c^p and of dphi.
-    float* sums,
-    float* partial,  // (groups, 2, rows: multiple of 64, d)
+    float* sums,                              // (tiles, B H, 2) sums of dphi c^p and of dphi
+    float* partial,                           // (groups, 2, rows, d), rows a multiple of 64
     const bf16* dy, const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v,
-    const bf16* pe, const float* coefficients, int T, int H, int window, int heads, int groups,
-    Rows stride)  // heads: B * H
+    const bf16* pe, const float* coefficients,
+    int T, int H, int window, int heads, int groups, Rows stride)       // heads: B * H
 {
 #if HOPPER && HEAD == 64
     extern __shared__ __align__(1024) unsigned char memory[];

@@ -44,10 +44,10 @@ __device__ __forceinline__ void load(unsigned to, const bf16* from, int stride, 
 }
 
 // ---- between pairs and differences ----
-// Of rows i and columns j of a step, difference i - j + 63 of the 128 that `near` and `far` have. A
-// warp needs 79 of them, from 16 warp on. Column 8 m + 2 t + e of row g + 8 h is asked from one
-// lane, that with the same g, and each lane is asked by one: for the odd or the even one of its
-// columns, of one of two 8 x 8.
+// For row i and column j of a step: difference i - j + 63 of the 128 that `near` and `far` hold. A
+// warp needs 79 of them, from 16 warp on. Column 8 m + 2 t + e of row g + 8 h is read from one lane
+// of the same g (__shfl_sync), and exactly one lane reads from each lane: the odd or the even one
+// of its columns, of one of two 8 x 8.
 template <int warp>
 __device__ __forceinline__ void skewed(Sums& to, const Sums& scores, const Sums& near,
                                        const Sums& far) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ void skewed(Sums& to, const Sums& scores, const Sums&
     #pragma unroll
     for (int e = 0; e < 2; e++) {
         int from = lane - t + (7 + g - 2 * t - e) % 8 / 2;
-        // Of what this lane gives.
+        // Which of its elements this lane gives.
         bool odd = (g + e) % 2 == 0, upper = g + (e == 0) > 2 * t + odd;
         #pragma unroll
         for (int h = 0; h < 2; h++) {
@@ -74,8 +74,7 @@ __device__ __forceinline__ void skewed(Sums& to, const Sums& scores, const Sums&
     }
 }
 
-// An eighth of 16 rows of a warp from row `first` on, as left factors; rows from `rows` on are
-// zeros.
+// Reads 16 rows from row `first` on as left factors, times 1/8; rows from `rows` on are zeros.
 __device__ __forceinline__ void fetch(Factor& a, const bf16* from, int stride, int first,
                                       int rows) {
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -96,7 +95,7 @@ __device__ __forceinline__ void fetch(Factor& a, const bf16* from, int stride, i
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) poly_forward_v3(
     bf16* y,                                  // (B, T, H, d)
-    // (B, T, H, d), rows apart; 16-byte aligned.
+    // (B, T, H, d), rows with a stride; 16-byte aligned.
     const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v,
     const bf16* pe,                           // (at least T, d)
     const float* coefficients,                // a, b, scale
@@ -113,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) poly_forward_v3(
     int group = __shfl_sync(ALL, threadIdx.x / 128, 0),
         warp = __shfl_sync(ALL, threadIdx.x / 32 % 4, 0), g = threadIdx.x % 32 / 4,
         t = threadIdx.x % 4;
-    // The longest first.
+    // The tiles with the longest loops run first.
     int tiles = (T + 2 * SIDE - 1) / (2 * SIDE), heads = gridDim.x / tiles,
         tile = tiles - 1 - blockIdx.x / heads;
     int head = blockIdx.x % heads % H;
@@ -128,9 +127,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) poly_forward_v3(
     int i0 = (2 * tile + group) * SIDE;
     int steps = 2 * tile + 2 - max(0, 2 * tile * SIDE - window + 1) / SIDE,
         mine = 2 * tile + group + 1 - max(0, i0 - window + 1) / SIDE;
-    // Before this step all rows exist, but for those of step 0.
+    // Before this step all rows exist, except for those of step 0.
     int inside = (2 * tile + 1) * SIDE <= T ? min(steps, (T - 1) / SIDE) : 0;
-    // What the block takes from step s on: V of s, K and PE of the next.
+    // Loads for step s: V of this step, K and PE of the next.
     auto load_step = [&](int s) {
         if (s > 0 && s + 1 < inside) {
             load<false>(place(of_v, s), v, stride.v, (2 * tile + 1 - s) * SIDE, T);
@@ -155,14 +154,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) poly_forward_v3(
     Factor by_k, by_pe, phi;
     fetch(by_k, q_tilde, stride.q_tilde, i0 + 16 * warp, T);
     fetch(by_pe, q, stride.q, i0 + 16 * warp, T);
-    // phi = factor (tanh^p + rest). Where b is more than 1e20 times the other part, or that is 0,
-    // nothing is seen of it.
+    // phi = factor (tanh^p + rest). Where b is more than 1e20 times the other part, that part is lost
+    // in rounding anyway.
     float scale = coefficients[2], rest = scale * coefficients[1],
           factor = scale * coefficients[0] * power_of_8(DEGREE);
     if (fabsf(rest) > 1e20f * fabsf(factor)) { factor = 1e-20f * rest; rest = 1e20f; }
     else rest = factor != 0.0f ? rest / factor : 0.0f;
 
-    // Y; s / 8; S; P of even steps, and of odd ones.
+    // y; s / 8; S; P of even steps, and of odd ones.
     Sums sums, c, scores, even, odd;
     #pragma unroll
     for (int i = 0; i < 32; i++) sums[i] = scores[i] = even[i] = odd[i] = 0.0f;
@@ -199,15 +198,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) poly_forward_v3(
     wgmma<false, false, true>(scores, by_k, tile_of(all_k, 1 - group));
     wgmma_commit_group();
     wgmma_wait_group<0>();
-    // Step s of the block: its tiles are there, and those that the next ones take the place of were
-    // read.
+    // The block enters step s: its tiles have arrived, and those that will be overwritten were read.
     auto enter = [&](int s) {
         wait_for_tiles<1>();
         load_step(s + 2);
     };
     if (group == 0) enter(0);
-    // Of step s, S and P (in `far`) are about to be there, P of the step before is. Then those of
-    // step s + 1 are on their way, P in place of the one before.
+    // On entry S and P (in `far`) of step s are being computed, and P of the step before is complete.
+    // On return those of step s + 1 are being computed, P in place of that of the step before.
     auto step = [&](int s, Sums& near, Sums& far) {
         int at = s + 1 - group;
         wgmma_wait_group<1>();                                   // all but y of the step before
@@ -221,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) poly_forward_v3(
         wgmma<false, false, true>(near, by_pe, tile_of(all_pe, s + 1));
         wgmma_commit_group();
         weights(s);
-        // Y of the step before: phi may be written.
+        // y of the step before is complete, so phi may be overwritten.
         wgmma_wait_group<1>();
         add_values(at);
     };
