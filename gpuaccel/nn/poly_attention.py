@@ -9,12 +9,12 @@
     e = R_gate(alpha (x w_gate) + beta), for each head
 
 Weights outside of the window are exactly 0. Nothing is normalised; there is no softmax. R_q is the
-layer's `curve`, a sigmoid RichardsCurve; R_gate is its `gate`, which learns nu, k, m and a bounded T.
+layer's `curve`, a sigmoid RichardsCurve. R_gate is its `gate`, which learns nu, k, m, bounded T.
 
 The low-rank term: kbar and u are the means of r = min(d, clamp(round(sqrt(d)), 2, 16)) contiguous
-chunks of k_j and q_i (the first d % r chunks one longer), h = u R_q(u), rho = 0.15 / sqrt(r). With A
-the (r, d) matrix that takes these means, the term is a part of the query: q~ = q / sqrt(d) +
-rho A^T h(A q), and s_ij = q~_i . k_j + q_i . PE[i - j]. So the attention's kernels take q~.
+chunks of k_j and q_i (the first d % r chunks one longer), h = u R_q(u), rho = 0.15 / sqrt(r). With
+A the (r, d) matrix that takes these means, the term is a part of the query: q~ = q / sqrt(d) + rho
+A^T h(A q), and s_ij = q~_i . k_j + q_i . PE[i - j]. So the attention's kernels take q~.
 
 Where e <= 1e-4 a head is skipped for a token: e is exactly 0, and no gradient flows through it.
 Memory is O(T), because the backward computes the scores again. On a CPU torch computes the T x T
@@ -70,7 +70,7 @@ _ROWS = struct.Struct("5i").pack
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 
 
-# ---- reference ------------------------------------------------------------------------------------------------------
+# ---- reference -----------------------------------------------------------------------------------
 
 
 def reference_poly_attention(
@@ -114,7 +114,7 @@ def rank_of(d: int) -> int:
 
 
 def chunks_of(d: int, device=None) -> Tensor:
-    """(r, d): 1 where a channel belongs to a chunk, else 0. The first d % r chunks are one longer."""
+    """(r, d): 1 where a channel belongs to a chunk, else 0. The first d % r chunks are longer."""
     r = rank_of(d)
     short, i = d // r, torch.arange(d, device=device)
     chunk = torch.where(i < d % r * (short + 1), i // (short + 1), (i - d % r) // short)
@@ -152,7 +152,7 @@ def _reference_layer(
     return (y * e.to(y.dtype).unsqueeze(-1)).flatten(-2), e, q_tilde
 
 
-# ---- launchers ------------------------------------------------------------------------------------------------------
+# ---- launchers -----------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -225,8 +225,8 @@ def _aligned(t: Tensor) -> Tensor:
 def _rows(t: Tensor) -> "tuple[Tensor, int]":
     """(memory, stride) of a tensor (B, T, H, d), as the kernels take it.
 
-    memory begins with the first row; stride is the number of elements from one row, of all heads, to
-    the next. A tensor that does not fit this is copied."""
+    memory begins with the first row; stride is the number of elements from one row, of all heads,
+    to the next. A tensor that does not fit this is copied."""
     B, T, H, d = t.shape
     stride = t.stride(1) if T > 1 else t.stride(0) if B > 1 else H * d
     fits = (
@@ -391,7 +391,7 @@ GATE_KERNELS = ("poly_query_gate", "poly_gate_backward", "poly_query_backward")
 
 @functools.cache
 def gate_kernel(name: str, dtype: torch.dtype, d: int, low_rank: bool) -> Kernel:
-    """A kernel of poly_gate.cu. WHOLE: what a thread takes is made of aligned groups of 16 bytes."""
+    """A kernel of poly_gate.cu. WHOLE: a thread takes aligned groups of 16 bytes."""
     r, wide = rank_of(d), 16 // dtype.itemsize
     whole = d % wide == 0 if name == "poly_gate_backward" else d % (r * wide) == 0
     return Kernel(
@@ -420,7 +420,7 @@ def launch_layer(
 ) -> "tuple[Tensor, ...]":
     """Launch poly_query_gate and poly_forward.
 
-    Returns out, (B, T, H d); and for the backward e, (B, T, H), q_tilde, (B, T, H, d), the curves."""
+    Returns out (B, T, H d), and for the backward e (B, T, H), q_tilde (B, T, H, d), the curves."""
     q, k, v = qkv.unbind(2)
     B, T, H, d = q.shape
     thetas, settings = _curves(theta_gate, theta_query, settings)
@@ -512,7 +512,7 @@ def launch_layer_backward(
     ]
 
 
-# ---- the operations that autograd and torch.compile see -------------------------------------------------------------
+# ---- the operations that autograd and torch.compile see ------------------------------------------
 
 _ATTENTION = (
     "Tensor q_tilde, Tensor q, Tensor k, Tensor v, Tensor pe, Tensor coefficients,"
@@ -716,7 +716,7 @@ torch.library.register_autograd(
 )
 
 
-# ---- public ---------------------------------------------------------------------------------------------------------
+# ---- public --------------------------------------------------------------------------------------
 
 
 def poly_attention(
@@ -893,7 +893,7 @@ class PolyAttention(nn.Module):
         return self.w_out(out.reshape(x.shape))
 
     def set_degree(self, degree: int):
-        """Set the degree, from the next forward on. A captured step keeps the old one: recapture it."""
+        """Set the degree, from the next forward on. A captured step keeps the old one."""
         _check_numbers(degree, None)
         self.degree = degree
         if self.adaptive:
@@ -922,8 +922,8 @@ class PolyAttention(nn.Module):
         """With adaptive_degree: raise the degree by 2 where the loss no longer falls. Returns it.
 
         loss: the loss after a step; call this after each step, or every few steps.
-        patience, gain: the degree is raised, up to `degree`, if the loss has not fallen by `gain` of
-            itself within `patience` calls.
+        patience, gain: the degree is raised, up to `degree`, if the loss has not fallen by `gain`
+            of itself within `patience` calls.
 
         Of RustGPT's rule only the frame is known: it begins at 1, goes in odd steps up to 7, and
         rests after a change. When to go up is this package's choice."""

@@ -1,4 +1,4 @@
-"""The Richards curve, a logistic curve with nine learned parameters, and a gated linear unit of two.
+"""The Richards curve, a logistic curve with nine learned parameters, and a GLU made of two.
 
 >>> curve = ga.RichardsCurve("tanh")  # y = curve(x), any shape; learns nu, k, m, beta, T, s, b
 >>> ga.RichardsCurve(nu=0.5).values()  # (9,) nu, k, m, beta, T, a, c, s, b
@@ -17,9 +17,9 @@ Forward and backward are one kernel each. The parameters' gradients are summed i
 never leave the GPU. Higher derivatives, forward mode and torch.func's transforms run in torch's
 operations (but not inside torch.compile, which does not see them).
 
-Source: F. J. Richards, 1959; RustGPT's RichardsCurve and RichardsGlu, with the gradients that belong
-to the forward (its GPU backward had another activation's derivative and no residual), summed over
-all elements as autograd does (its CPU took means).
+Source: F. J. Richards, 1959; RustGPT's RichardsCurve and RichardsGlu, with the gradients that
+belong to the forward (its GPU backward had another activation's derivative and no residual), summed
+over all elements as autograd does (its CPU took means).
 """
 
 import functools
@@ -56,7 +56,7 @@ _SETTING = struct.Struct("9f3i").pack
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 
 
-# ---- reference ------------------------------------------------------------------------------------------------------
+# ---- reference -----------------------------------------------------------------------------------
 
 
 def reference_values(theta: Tensor, setting: "list[float]") -> Tensor:
@@ -136,7 +136,7 @@ def differentiable_gradients(function, grad, tensors) -> "list[Tensor | None]":
     return [None if t is None else next(grads) for t in inputs]
 
 
-# ---- launchers ------------------------------------------------------------------------------------------------------
+# ---- launchers -----------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -236,7 +236,7 @@ def launch_glu_backward(
     return dx, *finish_curves(sums, curves, thetas, settings)
 
 
-# ---- the operations that autograd and torch.compile see -------------------------------------------------------------
+# ---- the operations that autograd and torch.compile see ------------------------------------------
 
 _library.define("richards(Tensor x, Tensor theta, float[] setting) -> (Tensor, Tensor)")
 _library.define(
@@ -360,7 +360,7 @@ torch.library.register_fake(
 
 
 def save_for_backward(ctx, inputs, output):
-    """setup_context: keep the input tensors, then the forward's further outputs, and the numbers."""
+    """setup_context: keep the input tensors, the forward's further outputs, and the numbers."""
     tensors = [t for t in inputs if isinstance(t, Tensor)]
     ctx.tensors, ctx.numbers = len(tensors), inputs[len(tensors) :]
     ctx.save_for_backward(*tensors, *(output[1:] if isinstance(output, tuple) else ()))
@@ -402,7 +402,7 @@ torch.library.register_autograd(
 )
 
 
-# ---- public ---------------------------------------------------------------------------------------------------------
+# ---- public --------------------------------------------------------------------------------------
 
 
 class RichardsCurve(nn.Module):
@@ -543,7 +543,7 @@ class RichardsGLU(nn.Module):
 
 
 def check_input(x, theta, name="", layer=None):
-    """ArgumentError unless x goes with a curve's parameters, and with layer.weight, called `name`."""
+    """ArgumentError unless x goes with a curve's parameters and, in errors `name`, layer.weight."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise ArgumentError(f"x is {got}; expected a floating-point tensor")

@@ -133,7 +133,7 @@ def clip_kernel(name: str, norm_type: float) -> Kernel:
 
 
 def launches_for(tensors: "list[Tensor | None]") -> tuple:
-    """What each launch over these tensors takes: (its first tensor's number, its chunks, its struct).
+    """(first tensor's number, number of chunks, struct) of each launch over these tensors.
 
     Chunks are counted without gaps over all launches. None: a tensor that has no gradient."""
     try:
@@ -278,8 +278,8 @@ def check_choice(name: str, value, choices):
 def kernel_takes(grads: "list[Tensor]") -> bool:
     """Can the kernels take these gradients?
 
-    They can if all are plain dense tensors of fp32, bf16 or fp16 on one device whose backend is cuda
-    or simt."""
+    They can if all are plain dense tensors of fp32, bf16 or fp16 on one device whose backend is
+    cuda or simt."""
     return (
         takes(grads[0].device)
         and set(map(type, grads)) == {Tensor}

@@ -7,8 +7,8 @@ with the token's first row (ops/token_sort.py). The partial sums of a longer run
 warps in turn, then the warps' sums in order. So results are bit-identical from run to run, and a
 token's gradient does not depend on the other tokens of the batch.
 
-A token out of range is never used as an address: the forward gives NaN for it and counts it, and row
-0 of dwte becomes NaN, so that ga.AdamW skips the step (other optimizers see NaN).
+A token out of range is never used as an address: the forward gives NaN for it and counts it, and
+row 0 of dwte becomes NaN, so that ga.AdamW skips the step (other optimizers see NaN).
 
 On a CPU without backend simt torch adds in the same fixed order, slower than its own sums. Modules:
 nn/embedding.py.
@@ -44,7 +44,7 @@ NO_ROUNDING = (0, 0, 0, 0)  # seed, address of a number added to the step, step,
 pack_rounding = struct.Struct("QQii").pack
 
 
-# ---- reference ------------------------------------------------------------------------------------------------------
+# ---- reference -----------------------------------------------------------------------------------
 
 
 def reference_encoder(tokens: Tensor, wte: Tensor, wpe: "Tensor | None" = None) -> Tensor:
@@ -104,7 +104,7 @@ def reference_encoder_backward(
 
 
 def _combined(sums, first, count):
-    """Sums of runs of several pieces, as encoder_combine_v3 adds them: warps in turn, then in order."""
+    """Sums of runs of several pieces, added as in encoder_combine_v3."""
     last = len(sums) - 1
     combined = None
     for warp in range(COMBINE):
@@ -130,7 +130,7 @@ def _in_order(rows: Tensor, start: Tensor, count: Tensor, step: int) -> Tensor:
 
 
 def _add(sums, index, total, rounding, tensor):
-    """sums[index] += total, rounded to the sums' dtype. tensor: 0 wte, 1 wpe, part of the noise's key."""
+    """sums[index] += total, rounded to the sums' dtype. tensor: 0 wte, 1 wpe, a key of the noise."""
     value = sums[index].to(total.dtype) + total
     if rounding is not None and sums.dtype == torch.bfloat16:
         seed, step, micro_batch = rounding
@@ -143,7 +143,7 @@ def _add(sums, index, total, rounding, tensor):
         sums[index] = value.to(sums.dtype)
 
 
-# ---- launchers ------------------------------------------------------------------------------------------------------
+# ---- launchers -----------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -247,7 +247,7 @@ def launch_backward(
         )
 
 
-# ---- public: the gradients ------------------------------------------------------------------------------------------
+# ---- public: the gradients -----------------------------------------------------------------------
 
 
 # torch._disable_dynamo is lazy; torch.compiler.disable would import half of torch.
@@ -274,14 +274,14 @@ def encoder_backward(
     tokens: (..., T), int64 or int32.
     segments: ga.find_segments(tokens, V, padding_idx), where they are known already.
     padding_idx, scale_grad_by_freq: as nn.Embedding's.
-    seed: bf16 sums are rounded stochastically, keyed on (seed, element, step, micro_batch); None: to
-        the nearest.
+    seed: bf16 sums are rounded stochastically, keyed on (seed, element, step, micro_batch); None:
+        to the nearest.
     step: a number, or an int32 tensor of one element on the device, which a captured call reads
         whenever it is replayed.
 
-    Raises ArgumentError, with nothing changed, for a wrong dtype, shape or device, sums that are not
-    contiguous or require grad, segments of another number of tokens, vocabulary or padding_idx, and
-    on the CPU for a token out of range; on a GPU such a token makes row 0 of dwte NaN."""
+    Raises ArgumentError, with nothing changed, for a wrong dtype, shape or device, sums that are
+    not contiguous or require grad, segments of another number of tokens, vocabulary or padding_idx,
+    and on the CPU for a token out of range; on a GPU such a token makes row 0 of dwte NaN."""
     problem = _problem(dwte, dwpe, dout, tokens) or _rounding_problem(
         seed, step, micro_batch, tokens
     )
@@ -364,7 +364,7 @@ def _rounding_problem(seed, step, micro_batch, tokens) -> "str | None":
 
 
 def check_range(tokens: Tensor, vocab: int):
-    """ArgumentError for the first token outside of 0 .. vocab - 1, where the host can see the tokens.
+    """ArgumentError for the first token outside of 0 .. vocab - 1, where the host can see it.
 
     It cannot see those on a GPU, those without memory (meta, fake), and those of a recording."""
     if (

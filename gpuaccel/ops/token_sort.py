@@ -4,9 +4,9 @@
 >>> segments.order  # (N, 2) int32: row and token, sorted by token, equal tokens by row
 >>> segments.pieces  # (N,) int32: what begins at each place (see kernels_cu/segments.cu)
 
-On a GPU this is a few kernel launches, five for this vocabulary; nothing waits for the host, and the
-call may be captured. A token's rows are always added in the same order, in pieces that begin with
-the token's own first row, so their sum depends on these rows alone.
+On a GPU this is a few kernel launches, five for this vocabulary; nothing waits for the host, and
+the call may be captured. A token's rows are always added in the same order, in pieces that begin
+with the token's own first row, so their sum depends on these rows alone.
 
 Source: least-significant-digit radix sort as in Knuth, volume 3, 5.2.5; ranks within a warp as in
 Merrill and Grimshaw, 2011.
@@ -58,7 +58,7 @@ class Segments:
         return list(zip(values.tolist(), (row[:kept] & MAX_TOKENS).split(counts.tolist())))
 
 
-# ---- reference ------------------------------------------------------------------------------------------------------
+# ---- reference -----------------------------------------------------------------------------------
 
 
 def reference_segments(tokens: Tensor, vocab: int, left_out: int = -1) -> Segments:
@@ -78,12 +78,12 @@ def reference_segments(tokens: Tensor, vocab: int, left_out: int = -1) -> Segmen
     return Segments(torch.cat([pairs.flatten(), kind]).int(), len(token), vocab, left_out)
 
 
-# ---- launchers ------------------------------------------------------------------------------------------------------
+# ---- launchers -----------------------------------------------------------------------------------
 
 
 @functools.cache
 def sort_kernel(name: str, dtype: torch.dtype, bits: int, keys: int) -> Kernel:
-    """A kernel of segments.cu: tokens of `dtype`, digits of `bits` bits, `keys` tokens per thread."""
+    """A kernel of segments.cu for tokens of `dtype`: `bits` per digit, `keys` tokens per thread."""
     return Kernel(
         "segments",
         name,
@@ -139,7 +139,7 @@ def launch_segments(
     return segments, scratch
 
 
-# ---- public ---------------------------------------------------------------------------------------------------------
+# ---- public --------------------------------------------------------------------------------------
 
 
 # torch._disable_dynamo is lazy; torch.compiler.disable would import half of torch.

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,6 +20,7 @@ from gpuaccel.compiler.kernel import (
     check_arguments,
     kernel_files,
     kernel_names,
+    kernel_root,
     signature,
     without_comments,
     zero_,
@@ -109,7 +111,10 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(name):
         (adamw._kernel("adamw_begin"), [adamw._STEPS]),
         (adamw._kernel("adamw_v2", ("AMSGRAD", 1), ("PARAM_T", "bf16")), [adamw._UPDATES]),
         *[
-            (encoder.encoder_kernel(f"encoder_{name}", ACC_T="bf16", STOCHASTIC=1), [encoder.pack_rounding])
+            (
+                encoder.encoder_kernel(f"encoder_{name}", ACC_T="bf16", STOCHASTIC=1),
+                [encoder.pack_rounding],
+            )
             for name in ("backward_v2", "backward_v3", "combine_v3", "wpe")
         ],
     ],
@@ -197,6 +202,51 @@ def test_a_compile_error_shows_file_line_and_caret_of_the_callers_own_text():
     )
     with pytest.raises(CompileError, match=r"kernels_cu/accumulate.cu\(\d+\): error.*nonsense"):
         Kernel("accumulate", "accumulate_v1", GRAD_T="nonsense").cubin("sm_90")
+
+
+@pytest.fixture
+def headers(monkeypatch, tmp_path):
+    """kernels_cu with two headers more; two.cuh includes one.cuh."""
+    root = tmp_path / "kernels"
+    shutil.copytree(kernel_root(), root)
+    (root / "one.cuh").write_text("#define ONE 1\n__device__ float one() { return ONE; }\n")
+    (root / "two.cuh").write_text(
+        '#include "one.cuh"\n__device__ float two() { return one() + ONE; }\n'
+    )
+    monkeypatch.setenv("GPUACCEL_KERNELS", str(root))
+    kernel_root.cache_clear()
+    yield root
+    kernel_root.cache_clear()
+
+
+WITH_HEADERS = (
+    '#include "two.cuh"\n#include "one.cuh"  // twice, but there once\n'
+    'extern "C" __global__ void k(float* x) {\n    x[0] = two() + one();\n}\n'
+)
+
+
+def test_headers_of_kernels_cu_are_included_once_and_in_order(headers):
+    kernel = gpuaccel.compile(WITH_HEADERS)
+    names = re.findall(r'^#line 1 "(.*)"$', kernel.source, re.M)
+    assert names == [f"kernels_cu/{name}.cuh" for name in ("common", "one", "two")] + ["<source>"]
+    before = kernel.source
+    (headers / "one.cuh").write_text("#define ONE 2\n__device__ float one() { return ONE; }\n")
+    assert gpuaccel.compile(WITH_HEADERS).source != before, "the cache key does not see the header"
+    with use_backend("simt"):
+        x = torch.zeros(1)
+        gpuaccel.compile(WITH_HEADERS)[1, 1](x)
+    assert x.item() == 6.0
+
+
+def test_an_error_names_the_line_of_the_file_or_header_where_it_is(headers):
+    wrong = WITH_HEADERS.replace("one();\n}", "three();\n}")
+    with pytest.raises(CompileError, match=r'<source>\(4\): error: identifier "three"'):
+        gpuaccel.compile(wrong)
+    (headers / "two.cuh").write_text('#include "one.cuh"\n\n__device__ float two() { return 1 }\n')
+    with pytest.raises(CompileError, match=r"kernels_cu/two.cuh\(3\): error: expected a"):
+        gpuaccel.compile(WITH_HEADERS)
+    with pytest.raises(CompileError, match='"nothing.cuh"'):
+        gpuaccel.compile('#include "nothing.cuh"\n' + SCALE)
 
 
 def test_a_file_or_name_that_is_not_there_lists_what_is():

@@ -39,5 +39,6 @@ def close(mine, theirs, bound, what):
     mine, theirs = mine.detach().double().flatten(), theirs.detach().double().flatten()
     off = float((mine - theirs).norm() / theirs.norm().clamp(min=1e-4))
     assert off < bound, (
-        f"{what}: off by {off:.3g} of the norm {theirs.norm():.3g}; largest difference {(mine - theirs).abs().max():.3g}"
+        f"{what}: off by {off:.3g} of the norm {theirs.norm():.3g};"
+        f" largest difference {(mine - theirs).abs().max():.3g}"
     )

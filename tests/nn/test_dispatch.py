@@ -1,4 +1,5 @@
-"""GPU when there is one: chosen once, said in one line, kept; and when something goes wrong nothing is half done."""
+"""GPU when there is one: chosen once, said in one line, kept; and when something goes wrong nothing
+is half done."""
 
 import contextlib
 import copy
@@ -85,7 +86,8 @@ def test_a_kernel_that_does_not_compile_is_said_once_and_torch_goes_on_from_the_
     assert (
         said
         == [
-            "kernels_cu/richards.cu runs in torch on cpu from now on: kernels_cu/richards.cu needs 300 registers"
+            "kernels_cu/richards.cu runs in torch on cpu from now on:"
+            " kernels_cu/richards.cu needs 300 registers"
         ]
         and len(fails) == 1
     )
@@ -170,7 +172,8 @@ KINDS = {
 @pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("device", PLACES, indirect=True)
 def test_second_derivatives_forward_mode_and_torch_func_are_those_of_float64(device, make):
-    """A gradient's length as part of the loss, a directional derivative, torch.func.grad; nothing may vanish without a word."""
+    """A gradient's length as part of the loss, a directional derivative, torch.func.grad; nothing
+    may vanish without a word."""
     torch.manual_seed(3)
     layer = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), make(), nn.Tanh(), nn.Linear(6, 2)).to(device)
     x, tangent = torch.randn(2, 5, 6, device=device), torch.randn(2, 5, 6, device=device)
@@ -198,7 +201,8 @@ def test_second_derivatives_forward_mode_and_torch_func_are_those_of_float64(dev
 
 @pytest.mark.parametrize("device", PLACES, indirect=True)
 def test_what_is_made_of_one_another_is_counted_once(device):
-    """A gradient that may be differentiated again is the same gradient: a query q~ that is made of q, one theta for two curves, one curve twice."""
+    """A gradient that may be differentiated again is the same gradient: a query q~ that is made of
+    q, one theta for two curves, one curve twice."""
     torch.manual_seed(5)
     layer, glu = (
         ga.PolyAttention(12, 2, max_positions=8).to(device),

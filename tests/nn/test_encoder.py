@@ -1,4 +1,5 @@
-"""The encoder: sums against float64, the kernels against the reference bit by bit, and ga.Embedding as what nn.Embedding was."""
+"""The encoder: sums against float64, the kernels against the reference bit by bit, and ga.Embedding
+as what nn.Embedding was."""
 
 import contextlib
 import copy
@@ -64,8 +65,9 @@ def sums_of(C, dtype=F32, positions=T, vocab=V):
 
 
 def near(got, old, at, rows, what):
-    """got = old with `rows` (n, C) added at `at`, as in float64: within 64 roundings of fp32 at the size of a random walk (the root of the sum
-    of squares; a single row that is missing is far more), and one of the result's dtype."""
+    """got = old with `rows` (n, C) added at `at`, as in float64: within 64 roundings of fp32 at the
+    size of a random walk (the root of the sum of squares; a single row that is missing is far
+    more), and one of the result's dtype."""
     want, squares = (
         f(old.double()).index_add_(0, at, f(rows.double())) for f in (torch.clone, torch.square)
     )
@@ -114,7 +116,7 @@ def same_both(got, want, what=""):
         assert a is None and b is None or same(a.cpu(), b.cpu(), f"{what}, {name}") is None
 
 
-# ---- the sums -------------------------------------------------------------------------------------------------------
+# ---- the sums ------------------------------------------------------------------------------------
 
 ALL_TYPES = [(F32, F32), (BF16, F32), (BF16, BF16), (F16, F16), (F32, BF16)]
 
@@ -155,7 +157,8 @@ def test_either_sum_may_be_left_out(device, into):
 @pytest.mark.parametrize("shape", [(), (5,), (0,), (4, 0), (0, 4), (2, 3, 4)])
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_tokens_of_any_shape_any_integer_and_dout_of_any_strides(device, shape):
-    """Position: the place in the last dimension. Against index_add_ in float64; the sums of small whole numbers are exact."""
+    """Position: the place in the last dimension. Against index_add_ in float64; the sums of small
+    whole numbers are exact."""
     tokens = torch.randint(0, 5, shape, generator=generator(0))
     dout = (
         torch.randint(-8, 9, (3, *shape), generator=generator(1)).float().movedim(0, -1)
@@ -208,7 +211,8 @@ def test_sums_and_gradients_may_begin_at_any_element(device):
 
 @pytest.mark.parametrize("device", ["simt"], indirect=True)
 def test_nothing_is_read_or_written_out_of_bounds_whatever_the_tokens_are(device):
-    """With the checks on: races, bounds, what was never written. Segments are those of the device path, where nobody looks at the tokens before."""
+    """With the checks on: races, bounds, what was never written. Segments are those of the device
+    path, where nobody looks at the tokens before."""
     tokens = tokens_of("borders")
     tokens[0, 0], tokens[3, 3], tokens[6, 68] = -1, V, -(2**63)
     dwte, dwpe = sums_of(C := 261)
@@ -233,7 +237,8 @@ def test_nothing_is_read_or_written_out_of_bounds_whatever_the_tokens_are(device
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_a_tokens_sum_does_not_depend_on_the_rest_of_the_batch(device):
-    """Its own rows in their order, anywhere among other tokens, in a batch of another size: the same bits."""
+    """Its own rows in their order, anywhere among other tokens, in a batch of another size: the
+    same bits."""
     for rows in (1, 33, 300):
         mine, found = normal(rows, 6, seed=5), []
         for n, kind, seed in (
@@ -278,7 +283,8 @@ def test_every_run_has_the_same_bits_on_any_stream(device, kind):
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_the_bits_do_not_depend_on_the_grid(device, monkeypatch):
-    """Warps in a block, channels per warp, rows in flight: another number of thread blocks, and the same sums and noise."""
+    """Warps in a block, channels per warp, rows in flight: another number of thread blocks, and the
+    same sums and noise."""
     tokens, dout, old = (
         tokens_of("borders"),
         normal(B, T, 264),
@@ -345,11 +351,12 @@ def test_padding_and_counting_as_torchs_embedding_backward(device, dtype):
         )
 
 
-# ---- the ladder -----------------------------------------------------------------------------------------------------
+# ---- the ladder ----------------------------------------------------------------------------------
 
 
 def in_llmcs_order(dwte, dout, tokens):
-    """One token after the other: warp w has its rows w, w + 8, ...; then the warps' sums in order, then what stood there."""
+    """One token after the other: warp w has its rows w, w + 8, ...; then the warps' sums in order,
+    then what stood there."""
     for v in tokens.unique().tolist():
         rows = dout[tokens == v].float()
         warps = [torch.zeros(rows.shape[1]) for _ in range(min(8, len(rows)))]
@@ -413,7 +420,7 @@ def test_atomics_come_close_and_leave_out_tokens_out_of_range(device):
     near_both(got, [t.cpu() for t in before], left, tokens.clamp(min=0))
 
 
-# ---- stochastic rounding --------------------------------------------------------------------------------------------
+# ---- stochastic rounding -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -501,7 +508,7 @@ def test_rounding_keeps_nan_and_infinity_and_concerns_bf16_alone(device):
         )
 
 
-# ---- the module: a drop-in ------------------------------------------------------------------------------------------
+# ---- the module: a drop-in -----------------------------------------------------------------------
 
 
 def twins(device="cpu", dtype=F32, **how):
@@ -539,7 +546,8 @@ SHAPES = {
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.float64])
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_embedding_gives_what_torchs_gives(device, dtype, how):
-    """Output bit by bit, the gradient of small whole numbers too (exact in any order), for tokens and gradients of any shape and strides."""
+    """Output bit by bit, the gradient of small whole numbers too (exact in any order), for tokens
+    and gradients of any shape and strides."""
     for what, tokens in SHAPES.items():
         plain, mine = twins(device, dtype, **how)
         outs = [module(tokens.to(device)) for module in (plain, mine)]
@@ -704,7 +712,8 @@ def test_opcheck_of_the_operations(device):
 
 
 class Model(nn.Module):
-    """Tokens (B, T) -> logits (B, T, 29). kind: "encoder", or "embedding" (tokens alone); tied: its rows are the head's."""
+    """Tokens (B, T) -> logits (B, T, 29). kind: "encoder", or "embedding" (tokens alone); tied: its
+    rows are the head's."""
 
     def __init__(self, kind="encoder", tied=False, dim=24, cls=None):
         super().__init__()
@@ -792,7 +801,8 @@ def test_shapes_and_dtypes_are_known_without_values():
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 3, "scale_grad_by_freq": True}])
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_second_derivatives_and_forward_mode_are_those_of_torch(device, options):
-    """A Hessian-vector product of a whole model, as power iteration takes it; nothing may vanish without a word."""
+    """A Hessian-vector product of a whole model, as power iteration takes it; nothing may vanish
+    without a word."""
     tokens, found = torch.tensor([[3, 1, 1, 4], [1, 0, 4, 3]], device=device), []
     for cls in (nn.Embedding, ga.Embedding):
         torch.manual_seed(0)
@@ -854,7 +864,8 @@ def test_what_a_fused_accumulator_has_made_stays_where_it_was_asked_for():
 
 
 def test_counts_are_no_buffers_and_survive_a_move():
-    """DistributedDataParallel would hand every rank the first one's; to_empty() would leave memory without a value."""
+    """DistributedDataParallel would hand every rank the first one's; to_empty() would leave memory
+    without a value."""
     module = ga.Embedding(5, 4)
     torch.ops.gpuaccel.encoder_forward(
         torch.tensor([[7]]), module.weight, None, module.invalid, -1, False
@@ -876,7 +887,7 @@ def test_functions_that_launch_step_aside_in_a_compiled_function():
         assert f(torch.zeros(3, 4))[:, 0].tolist() == [2, 4, 0]
 
 
-# ---- into the arena -------------------------------------------------------------------------------------------------
+# ---- into the arena ------------------------------------------------------------------------------
 
 
 def assert_close(got, want, what, bound=2e-6):
@@ -915,7 +926,8 @@ def test_micro_batches_add_up_in_every_mode_also_where_the_head_is_tied(device, 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_fused_sums_have_the_bits_of_the_kernels_on_the_same_gradients(device):
-    """No rounding in between: dout straight into the fp32 sums, micro-batch after micro-batch, from bf16 weights too."""
+    """No rounding in between: dout straight into the fp32 sums, micro-batch after micro-batch, from
+    bf16 weights too."""
     for dtype in (F32, BF16):
         module = ga.Encoder(29, 12, 16, device=device, dtype=dtype)
         arena, want = (
@@ -1041,7 +1053,8 @@ def test_padding_and_counting_also_go_into_the_arena(device, how):
 
 @pytest.mark.parametrize("device", ["cpu", CUDA], indirect=True)
 def test_a_compiled_encoder_adds_into_the_arena(device):
-    """inductor, which hands an operation the tensor itself. Large models: test_accumulate and test_graphs."""
+    """inductor, which hands an operation the tensor itself. Large models: test_accumulate and
+    test_graphs."""
     if not any(
         map(shutil.which, ("g++", "clang++") if device == "cpu" else ("cc", "gcc", "clang"))
     ):
@@ -1062,7 +1075,7 @@ def test_a_compiled_encoder_adds_into_the_arena(device):
     torch._dynamo.reset()
 
 
-# ---- other people's models ------------------------------------------------------------------------------------------
+# ---- other people's models -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -1164,7 +1177,7 @@ def test_a_class_of_its_own_stays_and_is_named():
         )
 
 
-# ---- bad input ------------------------------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
 
 
 def good():
@@ -1261,7 +1274,8 @@ REFUSED = {
     ),
     "segments of others": (
         {"segments": reference_segments(torch.tensor([1, 2]), 5)},
-        "segments are of 2 tokens out of 5, .* left out.*; expected those of these 6 tokens out of 5",
+        "segments are of 2 tokens out of 5, .* left out.*;"
+        " expected those of these 6 tokens out of 5",
     ),
 }
 
@@ -1437,7 +1451,7 @@ def test_a_capture_with_a_token_out_of_range_is_refused_on_the_host(device):
             step(bad)
 
 
-# ---- whole runs -----------------------------------------------------------------------------------------------------
+# ---- whole runs ----------------------------------------------------------------------------------
 
 
 def run(device, steps=20, replay="eager", **how):
@@ -1477,7 +1491,8 @@ def same_runs(one, two, what):
 )
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_two_runs_and_a_replayed_one_have_the_same_bits_in_every_weight(device, how):
-    """20 steps; on a GPU without ga.deterministic(), since nothing else in this model adds in an order of chance."""
+    """20 steps; on a GPU without ga.deterministic(), since nothing else in this model adds in an
+    order of chance."""
     first = run(device, **how)
     for k in range(2 if device == "cuda" else 1):
         same_runs(first, run(device, **how), f"run {k + 2}")
@@ -1487,7 +1502,8 @@ def test_two_runs_and_a_replayed_one_have_the_same_bits_in_every_weight(device, 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_captured_backward_reads_tokens_sums_and_the_step_anew(device):
-    """Eager equals replay also for the function itself, with stochastic rounding keyed on a step that counts on the device."""
+    """Eager equals replay also for the function itself, with stochastic rounding keyed on a step
+    that counts on the device."""
     sums, count = (
         [t.to(device, BF16) for t in sums_of(6)],
         torch.zeros(1, dtype=torch.int32, device=device),
@@ -1506,7 +1522,7 @@ def test_a_captured_backward_reads_tokens_sums_and_the_step_anew(device):
             same_both(sums, eager, f"replay {k}")
 
 
-# ---- on a GPU -------------------------------------------------------------------------------------------------------
+# ---- on a GPU ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", [CUDA], indirect=True)

@@ -1,4 +1,5 @@
-"""Polynomial attention: values and every gradient are those of the formulas, in float64, written down here once more, one query after the other."""
+"""Polynomial attention: values and every gradient are those of the formulas, in float64, written
+down here once more, one query after the other."""
 
 import contextlib
 import copy
@@ -57,7 +58,8 @@ def by_query(q_tilde, q, k, v, pe, coefficients, degree, window):
 
 
 def given(device, dtype, B, T, H, d, seed=0, more=1):
-    """q~, q, k, v (three of them columns of one product), PE with `more` rows than needed, coefficients; and dy."""
+    """q~, q, k, v (three of them columns of one product), PE with `more` rows than needed,
+    coefficients; and dy."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):
@@ -87,7 +89,8 @@ def launched(inputs, dy, degree, window, how):
         )
         if gpu.major < 8 or most + 1024 > gpu.shared_memory_per_multiprocessor:
             pytest.skip(
-                f"{gpu.name} has no tensor cores for bf16, or not {most:,} bytes of shared memory for a block"
+                f"{gpu.name} has no tensor cores for bf16, or less than {most:,} bytes of shared"
+                " memory for a block"
             )
     window = window or dy.shape[1]
     return (
@@ -108,7 +111,7 @@ def same(mine, theirs):
         )
 
 
-# ---- the kernels ----------------------------------------------------------------------------------------------------
+# ---- the kernels ---------------------------------------------------------------------------------
 
 #        how, dtype, degree, width, then (B, T, heads, window) each: one program
 CASES = [
@@ -184,7 +187,8 @@ def test_values_and_all_gradients_are_those_of_float64_on_the_same_inputs(
                     theirs.abs() + 2 * theirs.square().mean(-1, keepdim=True).sqrt()
                 )
                 assert (off <= 1e-6).all(), (
-                    f"{name}, {B, T, H, window}: an element is off by {off.max():.3g} more than 2^-7 of it and 2^-6 of its row"
+                    f"{name}, {B, T, H, window}: an element is off by {off.max():.3g} more than"
+                    " 2^-7 of it and 2^-6 of its row"
                 )
         same(found, launched(inputs, dy, degree, window, how))
 
@@ -206,7 +210,8 @@ def test_values_and_all_gradients_are_those_of_float64_on_the_same_inputs(
     "B, T, H, window", [(2, 512, 3, None), (1, 4096, 1, None), (1, 4096, 2, 100), (64, 100, 2, 33)]
 )
 def test_gpu_long_sequences_and_many_of_them(B, T, H, window, how, dtype, degree, d):
-    """The reference in float64, which the small cases have compared with the formula, is the judge."""
+    """The reference in float64, which the small cases have compared with the formula, is the
+    judge."""
     inputs, dy = given("cuda", dtype, B, T, H, d)
     on_hopper(inputs[0], how)
     y = launch_forward(*inputs, degree, window or T, how)
@@ -341,11 +346,12 @@ def test_gpu_heads_of_64_in_bf16_take_tensor_cores_and_nothing_waits():
     )
 
 
-# ---- the layer ------------------------------------------------------------------------------------------------------
+# ---- the layer -----------------------------------------------------------------------------------
 
 
 def formula(x, p, layer):
-    """The whole layer in float64, pair by pair, from section and verse: nothing folded. p: the parameters by name."""
+    """The whole layer in float64, pair by pair, from section and verse: nothing folded. p: the
+    parameters by name."""
     H, d, (B, T) = layer.heads, layer.dim // layer.heads, x.shape[:2]
     rank = min(max(round(math.sqrt(d)), 2), 16)
     ends = [sum(d // rank + (m < d % rank) for m in range(n)) for n in range(rank + 1)]
@@ -681,7 +687,8 @@ def test_the_degree_changes_between_steps_by_hand_or_where_the_loss_stands_still
 
 
 def test_an_adapted_degree_goes_on_from_a_state_dict():
-    """Where it was, with the best loss and the calls it has waited; a layer whose degree is fixed has no more state than its parameters."""
+    """Where it was, with the best loss and the calls it has waited; a layer whose degree is fixed
+    has no more state than its parameters."""
     one, other, x = (
         layer_of("cpu", degree=5, adaptive_degree=True),
         layer_of("cpu", degree=5, adaptive_degree=True),

@@ -1,4 +1,5 @@
-"""The Richards curve and its gated unit: the values and every gradient are those of the formula, in float64, written down here once more."""
+"""The Richards curve and its gated unit: the values and every gradient are those of the formula, in
+float64, written down here once more."""
 
 import contextlib
 import copy

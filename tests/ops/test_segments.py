@@ -1,4 +1,5 @@
-"""Segments: the kernels' sort has the bits of the reference, the reference those of a few lines of Python, whatever the tokens are."""
+"""Segments: the kernels' sort has the bits of the reference, the reference those of a few lines of
+Python, whatever the tokens are."""
 
 import pytest
 import torch
@@ -69,16 +70,18 @@ def same(got, want, what=""):
         wrong = (a != b).nonzero()[:, 0].unique()
         first = int(wrong[0]) if len(wrong) else -1
         assert first < 0, (
-            f"{what}: {name} differs at {len(wrong)} of {len(a)} places, first {first}: {a[first].tolist()}, not {b[first].tolist()}"
+            f"{what}: {name} differs at {len(wrong)} of {len(a)} places, first {first}:"
+            f" {a[first].tolist()}, not {b[first].tolist()}"
         )
 
 
-# ---- the reference is the definition --------------------------------------------------------------------------------
+# ---- the reference is the definition -------------------------------------------------------------
 
 
 @st.composite
 def batches(draw):
-    """(tokens, vocab, left_out): runs whose lengths stand at the borders of pieces, in any order, some out of range."""
+    """(tokens, vocab, left_out): runs whose lengths stand at the borders of pieces, in any order,
+    some out of range."""
     vocab = draw(st.sampled_from([1, 2, 3, 7, 256, 600000]))
     tokens = []
     for _ in range(draw(st.integers(0, 5))):
@@ -106,7 +109,7 @@ def test_segments_are_the_runs_of_a_stable_sort_cut_into_pieces_of_32(device, ba
         ] == sorted(rows)
 
 
-# ---- the kernels are the reference ----------------------------------------------------------------------------------
+# ---- the kernels are the reference ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
@@ -210,7 +213,7 @@ def test_the_sort_stays_within_its_buffers(device):
             same(launched(tokens, vocab, 0), reference_segments(tokens, vocab, 0))
 
 
-# ---- errors ---------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -235,7 +238,7 @@ def test_what_cannot_be_sorted_is_refused_in_words(device, tokens, vocab, messag
         find_segments(tokens, vocab)
 
 
-# ---- on a GPU -------------------------------------------------------------------------------------------------------
+# ---- on a GPU ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1000, 2**17 + 1])
