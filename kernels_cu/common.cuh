@@ -1,11 +1,11 @@
-// Helpers that stand in front of every kernel of gpuaccel, as text: no #include, no toolkit header
+// common: helpers that stand in front of every kernel, as text. No #include and no toolkit header
 // is needed.
 //
 // bf16 is the upper half of a float: 1 sign, 8 exponent and 7 fraction bits. So reading one is a
 // shift, and writing one is a rounding rule (to the nearest, ties to even) and a shift. fp16 has 1
 // sign, 5 exponent and 10 fraction bits: finer steps than bf16, but nothing above 65504, and below
 // 2^-14 its steps stay at 2^-24 (subnormal numbers). A GPU has an instruction for each way (for
-// bf16 since sm_80); the text beside it computes the same bits.
+// bf16 since sm_80); the code beside it gives bit-identical results.
 
 struct bf16 { unsigned short bits; };
 struct fp16 { unsigned short bits; };
@@ -47,13 +47,11 @@ __device__ __forceinline__ float as_float(fp16 x) {
 #ifdef __CUDA_ARCH__
     asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x.bits));
 #else
-    // Without its sign.
-    unsigned rest = x.bits & 0x7fffu;
-    // Subnormal: so many times 2^-24.
+    unsigned rest = x.bits & 0x7fffu;   // without its sign
+    // A subnormal number is a multiple of 2^-24. A float's exponent is biased by 127 instead of 15.
     if (rest < 0x0400u) result = rest * 5.9604644775390625e-8f;
-    // Exponent counts from 127 instead of 15.
     else if (rest < 0x7c00u) result = __uint_as_float((rest << 13) + 0x38000000u);
-    else result = __uint_as_float(0x7f800000u | rest << 13);                       // infinity, NaN
+    else result = __uint_as_float(0x7f800000u | rest << 13);   // infinity, NaN
     if (x.bits & 0x8000u) result = -result;
 #endif
     return result;
@@ -134,7 +132,7 @@ __device__ __forceinline__ bool aligned4(const void* x, unsigned size) {
     return ((unsigned long long)x & (4 * size - 1)) == 0;
 }
 
-// Four elements of a tensor's chunk of `count`; what lies behind its end is 0 and is not read. `i`
+// Four elements of a chunk of `count` elements; those behind its end are 0 and are not read. `i`
 // counts groups of four.
 template <class T> __device__ __forceinline__ float4 load4_within(const T* x, int i, int count) {
     return make_float4(4 * i < count ? as_float(x[4 * i]) : 0.0f,
@@ -170,7 +168,7 @@ __device__ __forceinline__ int tensor_of(const int* first, int count, int chunk)
 // ---- norms ----
 // What a chunk adds to a norm: the sum of squares (NORM 2), of magnitudes (1), or the largest
 // magnitude (0, the infinity norm). The order is fixed: a thread's own elements, then a tree over
-// its warp, then over the warps. So every run gives the same bits.
+// its warp, then over the warps. So the sums are deterministic.
 #ifndef NORM
 #define NORM 2
 #endif
@@ -213,8 +211,8 @@ template <int n> __device__ __forceinline__ double magnitude(const float4 (&x)[n
 #endif
 }
 
-// All threads' values joined, in thread 0. Every thread of the block takes part; `warps` is shared
-// memory for blockDim.x / 32 values.
+// Joins the values of all threads; the result is valid in thread 0. Every thread of the block takes
+// part. warps: shared memory for blockDim.x / 32 values.
 __device__ __forceinline__ double block_joined(double mine, double* warps) {
     for (int step = 16; step > 0; step /= 2)
         mine = joined(mine, __shfl_down_sync(0xffffffffu, mine, step));
@@ -245,8 +243,8 @@ __device__ __forceinline__ uint4 random_bits(unsigned long long key, uint4 count
     return counter;
 }
 
-// Round to one of the two neighbouring bf16, to the nearer one more often: on average nothing is
-// lost. `noise`: 16 random bits.
+// Stochastic rounding: to one of the two neighbouring bf16, with probabilities such that the mean
+// is x. noise: 16 random bits.
 __device__ __forceinline__ bf16 as_bf16_stochastic(float x, unsigned noise) {
     unsigned bits = __float_as_uint(x);
     // Infinity and NaN stay.
