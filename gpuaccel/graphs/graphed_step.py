@@ -618,7 +618,7 @@ def _save(thing, seen):
     params = list({*thing.parameters(), *(arena.masters if arena else ())})
     grads = [(p, p.grad) for p in params]
     grad_values = _save_tensors([grad for _, grad in grads if grad is not None], seen)
-    flags = accumulator and (list(accumulator.touched), list(accumulator.presented))
+    window = accumulator and accumulator.window_state()
 
     def restore():
         for entries, before in registered:
@@ -632,7 +632,7 @@ def _save(thing, seen):
             arena.grads_changed()
             arena.weights_current()
         if accumulator:
-            accumulator.touched, accumulator.presented = map(list, flags)
+            accumulator.set_window_state(window)
         for p, grad in grads:
             p.grad = grad
 

@@ -234,7 +234,7 @@ class TrainStep:
             if self.reducer is not None:
                 self.reducer.abandon(error)
             raise
-        if any(self.accumulator.touched):  # otherwise ga.AdamW has opened the next window already
+        if any(self.accumulator.received):  # otherwise ga.AdamW has opened the next window already
             self.accumulator.zero_()
 
     @property
@@ -289,8 +289,8 @@ class TrainStep:
         ordered = ranks is not None and ranks.how.ordered
         for nth, micro in enumerate(micros):
             last = nth == len(micros) - 1
-            with ranks.listening() if ranks is not None and last else contextlib.nullcontext():
-                loss, count = self.micro(micro, len(micros), last and not ordered, mark)
+            listener = ranks.listener() if ranks is not None and last else None
+            loss, count = self.micro(micro, len(micros), last and not ordered, mark, listener)
             if ordered:
                 ranks.round(loss, count, rows_of(micro), 1)
             losses = loss if losses is None else losses + loss
@@ -302,8 +302,10 @@ class TrainStep:
         mark("accumulate")
         return found
 
-    def micro(self, micro, parts: int, last: bool, mark) -> "tuple[Tensor, Tensor | None]":
-        """Forward and backward of one of `parts` micro-batches. Returns its loss in fp32 and its tokens; None: loss_fn returned a mean."""
+    def micro(
+        self, micro, parts: int, last: bool, mark, listener=None
+    ) -> "tuple[Tensor, Tensor | None]":
+        """Forward and backward of one of `parts` micro-batches. listener: a BackwardListener. Returns its loss in fp32 and its tokens; None: loss_fn returned a mean."""
         with (
             torch.autocast(self.arena.device.type, self.autocast)
             if self.autocast
@@ -331,11 +333,10 @@ class TrainStep:
             else loss
         )
         mark("forward")
-        self.accumulator.final = self.clip == "fused" and last
-        try:
+        with self.accumulator.last_backward(
+            squares=self.clip == "fused" and last, listener=listener
+        ):
             objective.backward()
-        finally:
-            self.accumulator.final = False
         mark("backward")
         return loss.detach().float(), count
 
@@ -627,14 +628,14 @@ class _StepGraphs:
     def _warm_up(self, batch):
         with self.step.window():
             self.step._accumulate(self.step.split(batch), _no_mark, alone=True)
-            self.bits = self.step.accumulator.bits
+            self.bits = self.step.accumulator.received_mask
 
     def _warm_up_micro(self, micro, parts):
         with self.step.window():
             _, count = self.step.micro(micro, parts or 1, False, _no_mark)
             self.counts, self.bits = (
                 False if count is None else count.dtype,
-                self.step.accumulator.bits,
+                self.step.accumulator.received_mask,
             )
 
     def _micro(self, micro, parts):
