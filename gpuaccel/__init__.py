@@ -1,6 +1,6 @@
 """gpuaccel: what happens to a gradient between `loss.backward()` and the new weight.
 
-This file only hands names on; docs/development.md says what is in which room (folder). What notebooks and the command line
+This file only hands names on; CONTRIBUTING.md says what is in which room (folder). What notebooks and the command line
 need (`learn`, `cli`) is loaded when one of its names is first used.
 """
 

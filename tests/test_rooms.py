@@ -9,7 +9,7 @@ import sys
 import gpuaccel
 
 ROOT = pathlib.Path(gpuaccel.__file__).parent
-PAGE = ROOT.parent / "docs" / "development.md"
+PAGE = ROOT.parent / "CONTRIBUTING.md"
 GROUND = "ground floor"  # the modules beside the rooms
 
 
@@ -62,7 +62,7 @@ def test_imports_between_rooms_go_one_way():
         r"^\| (\d+) \| (?:`(\w+)/`|the modules beside the rooms) \|", PAGE.read_text(), re.M
     )
     assert {room or GROUND: int(floor) for floor, room in rows} == found, (
-        "docs/development.md has other floors"
+        "CONTRIBUTING.md has other floors"
     )
 
 
