@@ -64,8 +64,12 @@ from gpuaccel.nn.richards_glu import (
 poly = importlib.import_module("gpuaccel.nn.poly_attention")
 SOURCES = [
     "kernels_cu/common.cuh",
+    "kernels_cu/richards.cuh",
     "kernels_cu/richards.cu",
+    "kernels_cu/hopper.cuh",
+    "kernels_cu/poly_attention.cuh",
     "kernels_cu/poly_attention.cu",
+    "kernels_cu/poly_gate.cu",
     "kernels_cu/poly_forward.cu",
     "kernels_cu/poly_backward.cu",
     "kernels_cu/accumulate.cu",

@@ -37,12 +37,8 @@ from workers import Workers, in_turns, queued
 
 from gpuaccel.backends import backend, deterministic
 from gpuaccel.graphs.capture import recorder_for
-from gpuaccel.ops.embedding_backward import (
-    encoder_backward,
-    launch_atomic,
-    launch_buckets,
-    reference_buckets,
-)
+from gpuaccel.learn.ladders import launch_atomic, launch_buckets, reference_buckets
+from gpuaccel.ops.embedding_backward import encoder_backward
 from gpuaccel.ops.token_sort import find_segments
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
@@ -67,6 +63,7 @@ SOURCES = [
     "gpuaccel/optim/accumulate.py",
     "gpuaccel/nn/fused_linear.py",
     "gpuaccel/ops/token_sort.py",
+    "gpuaccel/learn/ladders.py",
     "gpuaccel/ops/embedding_backward.py",
     "gpuaccel/nn/embedding.py",
     "gpuaccel/ops/clip.py",

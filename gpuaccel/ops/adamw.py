@@ -227,7 +227,7 @@ def launch_begin(
         -(-len(jobs) // MAX_TENSORS) * MAX_TENSORS, COEFFICIENTS, device=settings.device
     )
     verdicts, bad, count = (
-        (found.verdicts, found.bad, len(found.verdicts)) if found else (None, None, 0)
+        (found.values, found.bad, len(found.values)) if found else (None, None, 0)
     )
     jobs.steps = jobs.steps or list(_pack_steps(jobs))
     for start, packed in jobs.steps:
@@ -346,7 +346,7 @@ def reference_step(
                 j,
                 step,
                 param_groups[j.group],
-                None if found is None else found.verdicts[row, 0],
+                None if found is None else found.values[row, 0],
                 divisor,
                 None if here else keep,
                 seed,

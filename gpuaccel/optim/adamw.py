@@ -454,12 +454,12 @@ class AdamW(torch.optim.AdamW):
             grads,
             2.0,
             [self._verdict_of(j) for j in jobs],
-            len(work.found.verdicts),
+            len(work.found.values),
             numbers=[j.number for j in jobs],
         )
         norms = norms if divisor is None else norms / divisor.view(())
         scales = reference_scale(norms, self._limit())
-        work.found.verdicts.copy_(
+        work.found.values.copy_(
             torch.stack([scales, norms, norms * scales, torch.isfinite(norms).to(norms.dtype)], 1)
         )
         work.found.bad.copy_(bad)
@@ -481,7 +481,7 @@ class AdamW(torch.optim.AdamW):
             "tensor": numbers,
         }[self.scope]
         work.found, work.group_of = work.kept.get(self.scope, (None, None))
-        if work.found is None or len(work.found.verdicts) != count:
+        if work.found is None or len(work.found.values) != count:
             if _capturing():
                 raise ArgumentError(
                     "the optimizer has not taken a norm yet, and a CUDA graph is being captured: take one step before, or call prepare()"

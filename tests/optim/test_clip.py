@@ -212,10 +212,10 @@ def test_scale_v2_touches_the_gradients_only_when_it_has_to(verdict, skip, write
     """Seen by the executor, access by access: with scale 1 it neither reads nor writes one element."""
     g = torch.randn(5000, generator=generator(0))
     found = clip_ops.new_state(1, "cpu", "global", list)
-    found.verdicts.copy_(torch.tensor([verdict]))
+    found.values.copy_(torch.tensor([verdict]))
     for start, chunks, packed in clip_ops.launches_for([g]):
         trace = clip_ops.clip_kernel("scale_v2", 2.0)[chunks, 256].on_cpu(
-            (found.verdicts, None, skip, start, packed), [g], trace=True
+            (found.values, None, skip, start, packed), [g], trace=True
         )
     (at,) = [
         i for i, traced in enumerate(trace.tensors) if traced.elements * traced.itemsize == 20_000
@@ -276,7 +276,7 @@ def test_two_runs_and_any_grid_give_the_same_bits(norm_type, device, monkeypatch
             )
         ]
         found = clip_grads_(parameters(grads, device), 1.0, norm_type)
-        return [found.verdicts, *grads]
+        return [found.values, *grads]
 
     first = run()
     for blocks in (2**20, 1, 3, 7):
@@ -316,10 +316,10 @@ def test_squares_v2_and_scale_v2_directly_with_any_grid(grid, device):
     clip_ops.clip_kernel("squares_v2", 2.0)[grid, 256](got, None, start, packed, tensors=grads)
     same(got, want, f"grid {grid}")
     found = clip_ops.new_state(1, grads[0].device, "global", list)
-    found.verdicts.copy_(torch.tensor([[0.3, 1.0, 0.3, 1.0]]))
+    found.values.copy_(torch.tensor([[0.3, 1.0, 0.3, 1.0]]))
     twins = [(g.float() * found.scale).to(g.dtype) for g in grads]
     clip_ops.clip_kernel("scale_v2", 2.0)[grid, 256](
-        found.verdicts, None, 0, start, packed, tensors=grads
+        found.values, None, 0, start, packed, tensors=grads
     )
     for g, twin in zip(grads, twins):
         same(g, twin, f"grid {grid}")
@@ -1023,7 +1023,7 @@ def test_what_clipping_found(device):
     found = clip_grads_(parameters([torch.tensor([3.0, 4.0], device=device)], device), 1.0)
     assert repr(found).startswith("ClipState(global, 1 norm on c")
     kept = found.clone()
-    found.verdicts.zero_(), found.bad.zero_()
+    found.values.zero_(), found.bad.zero_()
     assert kept.norm == 5 and kept.first_nonfinite == -1 and kept.finite and kept.name() is None
     close(kept.clipped_norm, 1.0, 1e-6)
     close(kept.scale, 0.2, 1e-6)
@@ -1284,7 +1284,7 @@ def test_gpu_a_captured_clip_replays_on_other_gradients(scope):
         refill()
         eager = work()
         for a, b in zip(replayed[0], eager):
-            same(a.verdicts, b.verdicts, f"verdicts, gradients of size {size}")
+            same(a.values, b.values, f"verdicts, gradients of size {size}")
             assert torch.equal(a.bad, b.bad)
         same(arena.grads, replayed[1], f"arena, gradients of size {size}")
         for p, g in zip(views, replayed[2]):
