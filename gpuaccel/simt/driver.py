@@ -8,12 +8,12 @@
 `GPUACCEL_SIMT_SECONDS`: time limit of one launch, 20 by default.
 """
 
-import contextlib
 import ctypes
 import os
 import sys
 import threading
 
+from ..backends import ProcessSwitch
 from ..errors import ArgumentError, BackendError
 from .reports import Report, Symbols, coordinates, error, thread_words
 
@@ -84,38 +84,35 @@ class Job(ctypes.Structure):
     ]
 
 
-_mode: "tuple[str | None, float | None]" = (
-    None,
-    None,
-)  # set by checked(); else the environment decides
+# (mode, seconds) as checked() set them; None leaves it to the environment.
+_mode: "tuple[str | None, float | None]" = (None, None)
 
 
-class checked(contextlib.ContextDecorator):
-    """Turn the checks of kernels on the CPU on (or off): now, or as a `with` block until its end.
+class checked(ProcessSwitch):
+    """Turn the checks of kernels on the CPU on or off, for the whole process with all its threads.
 
-    on: True checks every launch, False none, None as the environment says; seconds: time limit of a launch (0: none). Like
-    use_backend it holds for the whole process, all its threads."""
+    on: True checks every launch, False none; None leaves it to `GPUACCEL_SIMT`
+    seconds: time limit of one launch; 0 for none, None leaves it as it is
+
+    Like `use_backend` it is a call, a `with` block or a decorator.
+    """
 
     def __init__(self, on: "bool | None" = True, *, seconds: "float | None" = None):
-        global _mode
         if seconds is not None and not (isinstance(seconds, (int, float)) and seconds >= 0):
             raise ArgumentError(f"seconds is {seconds!r}; expected a number, 0 or more")
         if on not in (True, False, None):
             raise ArgumentError(f"checked is {on!r}; expected True, False or None")
-        self.before = _mode
-        self.mode = _mode = (
-            {True: "checked", False: "fast", None: None}[on],
-            self.before[1] if seconds is None else seconds,
-        )
+        mode = {True: "checked", False: "fast", None: None}[on]
+        super().__init__((mode, _mode[1] if seconds is None else seconds))
 
-    def __enter__(self):
-        global _mode
-        _mode = self.mode
-        return self
+    @staticmethod
+    def _get():
+        return _mode
 
-    def __exit__(self, *error):
+    @staticmethod
+    def _set(mode):
         global _mode
-        _mode = self.before
+        _mode = mode
 
 
 def is_checked(learner: bool) -> bool:
