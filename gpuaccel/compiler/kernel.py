@@ -479,7 +479,7 @@ class Launch:
             )
 
     def on_cpu(self, args, tensors=(), trace=False):
-        """Launch on the CPU (simt), with CPU tensors, and wait for the end. trace: see simt.trace."""
+        """Launch on the CPU (simt), with CPU tensors, and wait. trace: return a Trace of it."""
         kernel = self.kernel
         _, values = check_arguments(kernel, args, "cpu")
         checked = trace or simt.is_checked(kernel.learner)
