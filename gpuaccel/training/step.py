@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backends import deterministic
+from ..backends import cublas_workspace, deterministic
 from ..distributed.config import Distributed
 from ..distributed.p2p import PeerToPeer
 from ..distributed.reducer import Reducer
@@ -183,6 +183,9 @@ class TrainStep:
             meter,
             deterministic,
         )
+        if deterministic:
+            with cublas_workspace():
+                pass  # torch reads it here, so that products before the first step do no harm
         self.count = 0  # optimizer steps taken
         self.accumulator.zero_()
 
