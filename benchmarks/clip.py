@@ -15,7 +15,7 @@ import time
 import common
 import torch
 
-from gpuaccel.measure.ledger import ledger
+from gpuaccel.measure import ledger
 from gpuaccel.ops.clip import EPS, clip_kernel
 from gpuaccel.optim.arena import Arena
 from gpuaccel.optim.clip import clip_grad_norm_, clip_grads_

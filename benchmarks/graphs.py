@@ -25,8 +25,7 @@ import torch
 import torch.nn.functional as F
 from workers import Workers, in_turns, queued
 
-from gpuaccel.measure.ledger import ledger
-from gpuaccel.measure.meter import _resident_bytes
+from gpuaccel.measure import ledger, resident_bytes
 from gpuaccel.measure.timeline import facts, lines, whole
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
@@ -63,6 +62,7 @@ SOURCES = [
     "gpuaccel/training/models.py",
     "gpuaccel/measure/timeline.py",
     "gpuaccel/measure/ledger.py",
+    "gpuaccel/measure/profiler.py",
     "benchmarks/graphs.py",
     "benchmarks/workers.py",
     "benchmarks/common.py",
@@ -299,7 +299,7 @@ def held() -> dict:
         "allocated": torch.cuda.memory_allocated(),
         "reserved": torch.cuda.memory_reserved(),
         "device": total - free,
-        "host": _resident_bytes(),
+        "host": resident_bytes(),
     }
 
 

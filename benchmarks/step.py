@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from workers import Workers, in_turns, queued
 
-from gpuaccel.measure.meter import peak_flops
+from gpuaccel.measure import peak_flops
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.models import Transformer, flops_per_token, preset

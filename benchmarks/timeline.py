@@ -36,6 +36,7 @@ SOURCES = [
     "gpuaccel/training/step.py",
     "gpuaccel/measure/timeline.py",
     "gpuaccel/measure/ledger.py",
+    "gpuaccel/measure/profiler.py",
     "benchmarks/timeline.py",
     "benchmarks/workers.py",
     "benchmarks/common.py",

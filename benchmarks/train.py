@@ -11,8 +11,7 @@ import common
 import torch
 from workers import Workers
 
-from gpuaccel.measure.ledger import ledger
-from gpuaccel.measure.meter import Meter, peak_flops
+from gpuaccel.measure import Meter, ledger, peak_flops
 from gpuaccel.optim.accumulate import MODES
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.models import Transformer, flops_per_token, preset
@@ -38,6 +37,7 @@ SOURCES = [
     "gpuaccel/training/step.py",
     "gpuaccel/measure/meter.py",
     "gpuaccel/measure/ledger.py",
+    "gpuaccel/measure/profiler.py",
     "benchmarks/train.py",
     "benchmarks/workers.py",
     "benchmarks/common.py",

@@ -28,8 +28,7 @@ from .errors import (
     RankError,
 )
 from .graphs.graphed_step import GraphedStep
-from .measure.ledger import Ledger, ledger
-from .measure.meter import LateValue, Meter, Reading, StageTimer, peak_flops
+from .measure import LateValue, Ledger, Meter, Reading, StageTimer, ledger, peak_flops
 from .nn.embedding import Embedding, Encoder, deterministic_embeddings
 from .nn.poly_attention import PolyAttention, poly_attention, reference_poly_attention
 from .nn.richards_glu import RichardsCurve, RichardsGLU
@@ -68,14 +67,14 @@ from .training.models import GPT2, Config, Transformer, flops_per_token, generat
 from .training.step import TrainStep, token_loss
 
 if TYPE_CHECKING:
-    from .cli.main import doctor
+    from .cli import doctor
     from .learn.exercises.exercises import check, hint, solution
     from .learn.magics import load_ipython_extension
     from .learn.show import show
     from .learn.widgets import LiveThroughput
 
 _LATER = {
-    "doctor": "cli.main",
+    "doctor": "cli",
     "check": "learn.exercises.exercises",
     "hint": "learn.exercises.exercises",
     "solution": "learn.exercises.exercises",

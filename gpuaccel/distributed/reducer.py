@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..backends import takes
 from ..errors import ArgumentError, RankError
-from ..measure.meter import LateValue
+from ..measure import LateValue
 from ..ops.accumulate import CHUNK, accumulate_, accumulate_kernel
 from ..ops.clip import clip_kernel, launch_squares
 from ..optim.accumulate import BackwardListener, GradientAccumulator

@@ -15,7 +15,7 @@ from itertools import count
 import torch
 
 from ..errors import ArgumentError
-from ..measure.timeline import Span
+from ..measure import Span
 
 
 class _Notes:

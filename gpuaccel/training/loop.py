@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DataError
-from ..measure.meter import LateValue, Meter
+from ..measure import LateValue, Meter
 from . import checkpoint as checkpoints
 from .micro import is_split
 from .step import TrainStep, token_loss

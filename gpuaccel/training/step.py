@@ -24,7 +24,7 @@ from ..distributed.p2p import PeerToPeer
 from ..distributed.reducer import Reducer
 from ..errors import ArgumentError, CaptureError
 from ..graphs.graphed_step import NEW_SHAPES, POLICIES, GraphedStep, untouched
-from ..measure.meter import Meter
+from ..measure import Meter
 from ..nn.embedding import counts_of
 from ..ops.clip import EPS, check_choice, reference_scale
 from ..optim.accumulate import GradientAccumulator

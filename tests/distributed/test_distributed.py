@@ -30,7 +30,7 @@ from gpuaccel.distributed import rendezvous
 from gpuaccel.distributed import trace as exchange
 from gpuaccel.distributed.rendezvous import loopback
 from gpuaccel.distributed.spawn import _drained, _Watch
-from gpuaccel.measure.timeline import Span
+from gpuaccel.measure import Span
 from gpuaccel.optim.accumulate import MODES
 
 HANG = checks.HANG

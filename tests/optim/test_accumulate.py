@@ -871,7 +871,7 @@ def test_gpu_more_than_2_to_the_31_elements(version):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["arena", "fused"])
 def test_gpu_a_window_neither_waits_nor_downloads(mode, dtype):
-    from gpuaccel.measure.ledger import ledger
+    from gpuaccel.measure import ledger
     from gpuaccel.training.models import Transformer, preset
 
     model = Transformer(preset("tiny")).to("cuda", dtype)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gpuaccel.errors import ArgumentError, DataError
-from gpuaccel.measure.meter import Meter
+from gpuaccel.measure import Meter
 from gpuaccel.optim.accumulate import MODES
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena

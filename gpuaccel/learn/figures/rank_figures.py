@@ -43,7 +43,7 @@ def _dashed(ink, x, y, wide, high, colour):
     )
 
 
-# ---- batches and tokens ---------------------------------------------------------------------------------------------
+# ---- batches and tokens -------------------------------------------------------------------------
 
 
 def shards(batches, ranks: int, seed: "int | None" = None) -> Figure:
@@ -115,7 +115,7 @@ def weights(counts: "list[int]") -> Figure:
     )
 
 
-# ---- what is sent when ----------------------------------------------------------------------------------------------
+# ---- what is sent when --------------------------------------------------------------------------
 
 
 def overlap(
@@ -173,7 +173,7 @@ def overlap(
     return Figure(ink, y + 14, f"{title}. " + "; ".join(words))
 
 
-# ---- weights, and restarts ------------------------------------------------------------------------------------------
+# ---- weights, and restarts ----------------------------------------------------------------------
 
 
 def hashes(names: "list[str]", ranks: "list[list[int]]") -> Figure:
