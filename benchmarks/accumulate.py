@@ -25,28 +25,6 @@ from gpuaccel.optim.arena import Arena
 from gpuaccel.training.models import Transformer, preset
 from gpuaccel.training.step import token_loss
 
-SOURCES = [
-    "kernels_cu/common.cuh",
-    "kernels_cu/accumulate.cu",
-    "kernels_cu/segments.cu",
-    "kernels_cu/encoder.cu",
-    "gpuaccel/files.py",
-    "gpuaccel/source.py",
-    "gpuaccel/compiler/nvrtc.py",
-    "gpuaccel/compiler/kernel.py",
-    "gpuaccel/optim/arena.py",
-    "gpuaccel/ops/accumulate.py",
-    "gpuaccel/optim/accumulate.py",
-    "gpuaccel/nn/fused_linear.py",
-    "gpuaccel/ops/token_sort.py",
-    "gpuaccel/ops/embedding_backward.py",
-    "gpuaccel/nn/embedding.py",
-    "gpuaccel/training/models.py",
-    "benchmarks/accumulate.py",
-    "benchmarks/workers.py",
-    "benchmarks/common.py",
-]
-
 
 def model(dtype, **changes):
     torch.manual_seed(0)
@@ -241,7 +219,7 @@ def main():
         )
     )
     print("\nlaunch from Python\n" + common.table(list(results["launch_us"].items()), ("", "us")))
-    print("\nwritten:", common.write("accumulate", SOURCES, results).name)
+    print("\nwritten:", common.write("accumulate", results).name)
 
 
 if __name__ == "__main__":

@@ -21,23 +21,6 @@ from gpuaccel.optim.arena import Arena
 from gpuaccel.optim.clip import clip_grad_norm_, clip_grads_
 from gpuaccel.training.models import Transformer, preset
 
-SOURCES = [
-    "kernels_cu/common.cuh",
-    "kernels_cu/clip.cu",
-    "gpuaccel/files.py",
-    "gpuaccel/source.py",
-    "gpuaccel/compiler/nvrtc.py",
-    "gpuaccel/compiler/kernel.py",
-    "gpuaccel/optim/arena.py",
-    "gpuaccel/ops/accumulate.py",
-    "gpuaccel/optim/accumulate.py",
-    "gpuaccel/nn/fused_linear.py",
-    "gpuaccel/ops/clip.py",
-    "gpuaccel/optim/clip.py",
-    "gpuaccel/training/models.py",
-    "benchmarks/clip.py",
-    "benchmarks/common.py",
-]
 DEVICE, NEVER = "cuda", 1e9  # NEVER: a max_norm that nothing reaches
 ITEM, V1, OURS, ARENA, KNOWN, TORCH = (
     ".item() per tensor",
@@ -275,7 +258,7 @@ def main():
         for name, m in names.items()
     ]
     print("\nmany small tensors\n" + common.table(rows, ("", "", "ms", "x torch")))
-    print("\nwritten:", common.write("clip", SOURCES, results).name)
+    print("\nwritten:", common.write("clip", results).name)
 
 
 if __name__ == "__main__":

@@ -33,40 +33,6 @@ from gpuaccel.training.loop import warmup_cosine
 from gpuaccel.training.models import Transformer, preset
 from gpuaccel.training.step import TrainStep, token_loss
 
-SOURCES = [
-    "kernels_cu/common.cuh",
-    "kernels_cu/accumulate.cu",
-    "kernels_cu/clip.cu",
-    "kernels_cu/adamw.cu",
-    "kernels_cu/segments.cu",
-    "kernels_cu/encoder.cu",
-    "gpuaccel/files.py",
-    "gpuaccel/source.py",
-    "gpuaccel/compiler/nvrtc.py",
-    "gpuaccel/compiler/kernel.py",
-    "gpuaccel/backends.py",
-    "gpuaccel/optim/arena.py",
-    "gpuaccel/ops/accumulate.py",
-    "gpuaccel/optim/accumulate.py",
-    "gpuaccel/nn/fused_linear.py",
-    "gpuaccel/ops/token_sort.py",
-    "gpuaccel/ops/embedding_backward.py",
-    "gpuaccel/nn/embedding.py",
-    "gpuaccel/ops/clip.py",
-    "gpuaccel/optim/clip.py",
-    "gpuaccel/ops/adamw.py",
-    "gpuaccel/optim/adamw.py",
-    "gpuaccel/graphs/graphed_step.py",
-    "gpuaccel/graphs/capture.py",
-    "gpuaccel/training/step.py",
-    "gpuaccel/training/models.py",
-    "gpuaccel/measure/timeline.py",
-    "gpuaccel/measure/ledger.py",
-    "gpuaccel/measure/profiler.py",
-    "benchmarks/graphs.py",
-    "benchmarks/workers.py",
-    "benchmarks/common.py",
-]
 DEVICE = "cuda"
 SHAPES, CALLS = ((4, 1024), (4, 256), (1, 128)), 4
 PLAIN, EAGER, REPLAY, COMPILED = (
@@ -445,7 +411,7 @@ def main():
     print(
         f"\n{ {name: len(spans) for name, spans in results['timeline'].items()} } spans, {len(results['graph']['names'])} nodes"
     )
-    print("written:", common.write("graphs", SOURCES, results).name)
+    print("written:", common.write("graphs", results).name)
 
 
 if __name__ == "__main__":

@@ -28,28 +28,6 @@ from gpuaccel.optim.arena import Arena
 from gpuaccel.training.models import preset
 from gpuaccel.training.step import token_loss
 
-SOURCES = [
-    "kernels_cu/common.cuh",
-    "kernels_cu/accumulate.cu",
-    "kernels_cu/clip.cu",
-    "kernels_cu/adamw.cu",
-    "gpuaccel/files.py",
-    "gpuaccel/source.py",
-    "gpuaccel/compiler/nvrtc.py",
-    "gpuaccel/compiler/kernel.py",
-    "gpuaccel/optim/arena.py",
-    "gpuaccel/ops/accumulate.py",
-    "gpuaccel/optim/accumulate.py",
-    "gpuaccel/nn/fused_linear.py",
-    "gpuaccel/ops/clip.py",
-    "gpuaccel/optim/clip.py",
-    "gpuaccel/ops/adamw.py",
-    "gpuaccel/optim/adamw.py",
-    "gpuaccel/training/models.py",
-    "benchmarks/clip.py",
-    "benchmarks/tail.py",
-    "benchmarks/common.py",
-]
 DEVICE, CAPTURABLE = "cuda", {"capturable": True}
 SETTINGS = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 OURS, THERE, MIXED = "ours", "ours, sums there already", "ours, but torch's fused AdamW"
@@ -360,7 +338,7 @@ def main():
         for name, m in names.items()
     ]
     print("\ndrift\n" + common.table(rows, ("", "max", "rms")))
-    print("\nwritten:", common.write("tail", SOURCES, results).name)
+    print("\nwritten:", common.write("tail", results).name)
 
 
 if __name__ == "__main__":
