@@ -31,6 +31,7 @@ from .graphs.graphed_step import GraphedStep
 from .measure.ledger import Ledger, ledger
 from .measure.meter import LateValue, Meter, Reading, StageTimer, peak_flops
 from .nn.embedding import Embedding, Encoder, deterministic_embeddings
+from .nn.lora import LoRALinear
 from .nn.poly_attention import PolyAttention, poly_attention, reference_poly_attention
 from .nn.richards_glu import RichardsCurve, RichardsGLU
 from .ops.accumulate import accumulate_, reference_accumulate
@@ -54,16 +55,8 @@ from .training.data import (
     val_batches,
 )
 from .training.loop import evaluate, train, warmup_cosine
-from .training.lora import (
-    BLOCK_NORMS,
-    LoRALinear,
-    apply_lora,
-    load_lora,
-    merge_lora,
-    remove_lora,
-    save_lora,
-    unmerge_lora,
-)
+from .training.lora import BLOCK_NORMS, apply_lora, merge_lora, remove_lora, unmerge_lora
+from .training.lora_files import load_lora, save_lora
 from .training.models import GPT2, Config, Transformer, flops_per_token, generate, preset
 from .training.step import TrainStep, token_loss
 
