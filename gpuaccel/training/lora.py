@@ -23,6 +23,7 @@ from torch import nn
 from ..errors import ArgumentError
 from ..nn.lora import FLOATS, LoRALinear, linear_features
 from ..optim.arena import Arena
+from .models import uncompiled
 
 # Of this package's Transformer; of Llama, Qwen, Mistral and others.
 TARGETS = ("w_q", "w_v", "q_proj", "v_proj")
@@ -31,11 +32,6 @@ BLOCK_NORMS = ("input_norm", "post_attn_norm", "input_layernorm", "post_attentio
 
 
 # ---- the modules of a model ----------------------------------------------------------------------
-
-
-def uncompiled(model: nn.Module) -> nn.Module:
-    """The module inside torch.compile's wrapper, so that names do not depend on compilation."""
-    return getattr(model, "_orig_mod", model)
 
 
 def lora_layers(model: nn.Module) -> "dict[str, LoRALinear]":

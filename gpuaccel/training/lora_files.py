@@ -28,8 +28,8 @@ from .lora import (
     matches,
     modules_trained_whole,
     require_lora_layers,
-    uncompiled,
 )
+from .models import uncompiled
 
 # PEFT's names.
 WEIGHTS = "adapter_model.safetensors"

@@ -21,7 +21,7 @@ from torch import nn
 from gpuaccel import files
 from gpuaccel.errors import CheckpointError
 from gpuaccel.optim.arena import Arena
-from gpuaccel.training import checkpoint
+from gpuaccel.training import checkpoint_file
 from gpuaccel.training.checkpoint import (
     checkpoint_path,
     latest_checkpoint,
@@ -361,7 +361,7 @@ def test_tied_weights(tmp_path):
     assert torch.equal(tied.head.weight, before) and tied.head.weight is tied.embedding.weight
 
 
-# ---- files that must be refused -------------------------------------------------------------------------------------
+# ---- files that must be refused ------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -494,7 +494,7 @@ def test_another_model_dtype_or_optimizer(saved):
     )
     refuse(
         saved,
-        "windows=79, expected windows=39",
+        "sequences=79, expected sequences=39",
         batches=Batches(torch.arange(200) % 16, batch=3, T=5),
     )
     refuse(saved, "T=5, expected T=1", batches=Batches(torch.arange(80) % 16, batch=3, T=1))
@@ -523,7 +523,7 @@ def test_values_that_need_pickle_are_refused_before_writing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- disks and kills ------------------------------------------------------------------------------------------------
+# ---- disks and kills -----------------------------------------------------------------------------
 
 
 def test_a_read_only_folder(tmp_path, monkeypatch):
@@ -651,7 +651,7 @@ def test_a_save_that_fails_anywhere_leaves_the_old_file(tmp_path, monkeypatch):
         def interrupted(*args):
             raise KeyboardInterrupt
 
-        patch.setattr(checkpoint, "digest", interrupted)
+        patch.setattr(checkpoint_file, "digest", interrupted)
         with pytest.raises(KeyboardInterrupt):
             save_checkpoint(path, model=Net(), step=2)
     assert load_checkpoint(path, model=Net())["step"] == 1 and os.listdir(tmp_path) == ["c"]

@@ -1,4 +1,4 @@
-"""The contract of gpuaccel/training/data.py: bad text is refused with a reason, each window comes once, resume is exact."""
+"""The contract of gpuaccel/training/data.py: bad text is refused with a reason, each sequence once, resume is exact."""
 
 import os
 
@@ -41,7 +41,7 @@ def bpe():
     return train_bpe(Corpus(STORY, "a story", 0), 300, cache=False)
 
 
-# ---- text -----------------------------------------------------------------------------------------------------------
+# ---- text ----------------------------------------------------------------------------------------
 
 
 def test_the_standard_library_is_the_default():
@@ -121,7 +121,7 @@ def test_text_that_cannot_be_used_is_refused_with_the_reason(tmp_path):
         load_text(tmp_path)
 
 
-# ---- tokenizers -----------------------------------------------------------------------------------------------------
+# ---- tokenizers ----------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -151,7 +151,7 @@ def test_bpe_round_trip_over_pieces(bpe, monkeypatch):
     monkeypatch.setattr(data, "PIECE", 7)
     text = "".join(STORY) * 9  # more than one group of pieces
     assert bpe.decode(bpe.encode(text)) == text
-    arrays = bpe._encode_all(STORY)
+    arrays = bpe.encode_all(STORY)
     assert [bpe.decode(tokens) for tokens in arrays] == STORY
 
 
@@ -225,7 +225,7 @@ def test_bpe_works_without_a_cache(cache, monkeypatch):
             train_bpe(Corpus(STORY, "", 0), size)
 
 
-# ---- datasets -------------------------------------------------------------------------------------------------------
+# ---- datasets ------------------------------------------------------------------------------------
 
 
 def write_documents(folder, count, length=100):
@@ -272,8 +272,8 @@ def test_bpe_dataset_is_cached_and_the_same(tmp_path, cache, monkeypatch):
     assert sorted(path.suffix for path in (cache / "bpe").iterdir()) == [".json", ".tokens"]
 
     encoded = []
-    real = BPETokenizer._encode_all
-    monkeypatch.setattr(BPETokenizer, "_encode_all", lambda *args: encoded.append(1) or real(*args))
+    real = BPETokenizer.encode_all
+    monkeypatch.setattr(BPETokenizer, "encode_all", lambda *args: encoded.append(1) or real(*args))
     second = make_dataset(folder, "bpe", vocab_size=300)
     assert (
         not encoded
@@ -290,18 +290,19 @@ def test_bpe_dataset_is_cached_and_the_same(tmp_path, cache, monkeypatch):
         make_dataset(folder, "char")
 
 
-# ---- batches --------------------------------------------------------------------------------------------------------
+# ---- batches -------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=60)
 @given(n=st.integers(3, 200), T=st.integers(1, 12), batch=st.integers(1, 9), seed=st.integers(0, 5))
-def test_an_epoch_covers_each_window_once(n, T, batch, seed):
+def test_an_epoch_visits_each_sequence_once(n, T, batch, seed):
     tokens = torch.arange(n)
     if n < T + 1:
         return
-    batches, windows = Batches(tokens, batch, T, seed), (n - 1) // T
+    batches = Batches(tokens, batch, T, seed)
+    count = (n - 1) // T
     seen = []
-    while len(seen) < 2 * windows:
+    while len(seen) < 2 * count:
         inputs, targets = next(batches)
         assert (
             inputs.shape == targets.shape == (batch, T)
@@ -311,8 +312,8 @@ def test_an_epoch_covers_each_window_once(n, T, batch, seed):
             torch.equal(targets, inputs + 1) and inputs.is_contiguous() and targets.is_contiguous()
         )
         seen += inputs.tolist()
-    for epoch in (seen[:windows], seen[windows : 2 * windows]):
-        assert sorted(token for window in epoch for token in window) == list(range(windows * T))
+    for epoch in (seen[:count], seen[count : 2 * count]):
+        assert sorted(token for sequence in epoch for token in sequence) == list(range(count * T))
     assert batches.tokens_per_batch == batch * T
 
 
@@ -323,7 +324,7 @@ def test_order_depends_on_seed_and_epoch_only():
 
     state = torch.get_rng_state()
     assert first(0) == first(0) != first(1)
-    flat = [window for batch in first(0, 28) for window in batch]  # 5 epochs of 28 windows
+    flat = [sequence for batch in first(0, 28) for sequence in batch]  # 5 epochs of 28 sequences
     assert flat[:28] != flat[28:56] and sorted(flat[:28]) == sorted(flat[28:56])
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -350,7 +351,7 @@ def test_a_position_on_another_text_is_refused():
     batches = Batches(torch.arange(100), 2, 9)
     before = batches.state_dict()
     for other, key in (
-        (Batches(torch.arange(300), 2, 9), "windows=33, expected windows=11"),
+        (Batches(torch.arange(300), 2, 9), "sequences=33, expected sequences=11"),
         (Batches(torch.arange(89), 2, 8), "T=8, expected T=9"),
     ):
         with pytest.raises(DataError, match=key):
@@ -366,7 +367,9 @@ def test_a_position_on_another_text_is_refused():
     "make", [lambda tokens, T: Batches(tokens, 2, T), lambda tokens, T: val_batches(tokens, 2, T)]
 )
 def test_too_little_text(make):
-    with pytest.raises(DataError, match="too little text: 8 tokens, but one window of T=8 needs 9"):
+    with pytest.raises(
+        DataError, match="too little text: 8 tokens, but one sequence of T=8 needs 9"
+    ):
         make(torch.arange(8), 8)
     make(torch.arange(9), 8)
     for tokens in (torch.ones(50), torch.ones(5, 10, dtype=torch.int32)):
@@ -389,7 +392,7 @@ def test_val_batches_in_order():
         torch.equal(inputs + 1, targets) and inputs.dtype == torch.int64
         for inputs, targets in batches
     )
-    assert len(val_batches(torch.arange(100), 3, 9)) == 3  # 11 windows: the last two are left out
+    assert len(val_batches(torch.arange(100), 3, 9)) == 3  # 11 sequences: the last two are left out
     assert [inputs.shape for inputs, _ in val_batches(torch.arange(100), 64, 9, 5)] == [(11, 9)]
 
 
