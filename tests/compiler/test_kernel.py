@@ -109,7 +109,10 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(name):
         (adamw._kernel("adamw_begin"), [adamw._STEPS]),
         (adamw._kernel("adamw_v2", ("AMSGRAD", 1), ("PARAM_T", "bf16")), [adamw._UPDATES]),
         *[
-            (encoder.encoder_kernel(f"encoder_{name}", ACC_T="bf16", STOCHASTIC=1), [encoder.pack_rounding])
+            (
+                encoder.encoder_kernel(f"encoder_{name}", ACC_T="bf16", STOCHASTIC=1),
+                [encoder.pack_rounding],
+            )
             for name in ("backward_v2", "backward_v3", "combine_v3", "wpe")
         ],
     ],
