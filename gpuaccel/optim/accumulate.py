@@ -362,6 +362,8 @@ class GradientAccumulator:
             for i in got:
                 reference_accumulate(self.arena.grad_views[i], grads[i - first])
 
+    flush = _flush
+
     def _present(self):
         for i, owner in enumerate(self.arena.masters):
             if self.touched[i] and not self.presented[i]:
@@ -414,6 +416,8 @@ class GradientAccumulator:
     def bits(self) -> int:
         """A bit for each tensor that got a gradient in this window."""
         return sum(1 << i for i, touched in enumerate(self.touched) if touched)
+
+    received_mask = bits
 
     def detach(self) -> int:
         """Leave the sums, and forget that there are any: a bit for each tensor that got a gradient. No parameter has one; a graph ends here."""

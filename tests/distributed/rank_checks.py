@@ -25,10 +25,10 @@ import torch.utils.checkpoint
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel.distributed import p2p as peers
-from gpuaccel.distributed import rendezvous
+from gpuaccel.distributed import heartbeat, p2p
 from gpuaccel.distributed import trace as exchange
-from gpuaccel.distributed.config import weight_hashes
+from gpuaccel.distributed.agreement import weight_hashes
+from gpuaccel.distributed.trace import StepTrace
 
 PATIENCE = 300  # seconds until a rank that waits for another gives up
 HANG = 600  # seconds until a process or an event that does not come counts as hanging; nothing is judged by them
@@ -66,7 +66,9 @@ class Crew:
     """`world` ranks. crew(check, ranks, **options): the result of each rank; an error of theirs is an AssertionError here."""
 
     def __init__(self, world, backend="gloo"):
-        context, self.path = mp.get_context("spawn"), pathlib.Path(tempfile.mkdtemp()) / "store"
+        # A forked process has imported torch already; but a fork cannot use a GPU.
+        context = mp.get_context("spawn" if torch.cuda.is_available() else "fork")
+        self.path = pathlib.Path(tempfile.mkdtemp()) / "store"
         self.lines, self.processes = [], []
         for rank in range(world):
             mine, theirs = context.Pipe()
@@ -233,7 +235,7 @@ def copied(wanted):
         made.update(
             {
                 name: memory(how, arena.numel, getattr(arena, name).dtype)
-                for name in peers._read(how, arena)
+                for name in p2p._shared_buffers(how, arena)
             }
         )
         return {name: home for name, (home, _) in made.items()}
@@ -242,7 +244,7 @@ def copied(wanted):
         SLAB=max(wanted, 4096),
         _allocate=allocate,
         _rendezvous=lambda how, homes: dict(made),
-        _why_not=lambda how, arena: (
+        _obstacle=lambda how, arena: (
             True,
             "" if how.world > 1 and not how.ordered else "there is nothing to copy",
         ),
@@ -452,6 +454,15 @@ def start_equal(rank, group):
         )
 
 
+class Recorder(StepTrace):
+    """A trace that calls some functions, instead of keeping times."""
+
+    def __init__(self, **functions):
+        super().__init__(torch.device("cpu"))
+        for name in ("start", "mark", "stop", "bucket_started", "bucket_finished"):
+            setattr(self, name, functions.get(name, lambda *args: None))
+
+
 def order_of_buckets(rank, group, mode):
     """Which buckets were sent while backward still ran, and over what."""
     model, sent = Net(), []
@@ -461,17 +472,10 @@ def order_of_buckets(rank, group, mode):
         distributed=ga.Distributed(group=group, bucket_mb=0.004),
         micro_batches=1,
     ) as step:
-        send, reduce = step.reducer._send, step.reducer.reduce
-
-        def noted():
-            sent.append(step.reducer.next)
-            send()
-
-        def late(*given):
-            sent.append("backward is over")
-            return reduce(*given)
-
-        step.reducer._send, step.reducer.reduce = noted, late
+        step.reducer.trace = Recorder(
+            mark=lambda name: sent.append("backward is over") if name == "backward" else None,
+            bucket_started=sent.append,
+        )
         step(micro_batch(1))
         buckets = step.reducer.buckets
         return (
@@ -784,15 +788,13 @@ def transformer(rank, group, device, replay, steps=4, **how):
 
 
 def _watch_products(step, left):
-    """Notes at each bucket that is sent while backward runs how many fused products are still to come in it."""
-    send = step.reducer._send
+    """Record, for each bucket sent in backward, how many fused products that still has to add."""
 
-    def watched():
-        if step.reducer.missing is not None:
+    def bucket_started(number):
+        if torch._C._current_graph_task_id() >= 0:
             left.append(sum(step.accumulator.usual) - sum(step.accumulator.uses))
-        send()
 
-    step.reducer._send = watched
+    step.reducer.trace = Recorder(bucket_started=bucket_started)
 
 
 def watched(rank, group, accumulate, backend, copies=False):
@@ -810,29 +812,32 @@ def watched(rank, group, accumulate, backend, copies=False):
                 spans = take(step, [micro_batch(4 + rank), micro_batch(6 + rank)])
                 weights_of.append(weight_hashes(step.arena).tolist())
                 step([micro_batch(8 + rank)])
-                assert (
-                    not {"_sum", "_exchange", "_join"} & vars(step.reducer).keys()
-                    and step.meter is None
-                )
+                assert step.reducer.trace is None
         return [tuple(s) for s in spans], len(step.reducer.buckets), weights_of[0] == weights_of[1]
 
 
 # ---- what ga.launch runs --------------------------------------------------------------------------------------------
 
 
-def tensors(values):
-    return {"values": values + 1, "parameter": nn.Parameter(values.float())}
+def rank_and_tensors(values):
+    parameter = nn.Parameter(values.float())
+    return {"rank": dist.get_rank(), "values": values + 1, "parameter": parameter}
 
 
 def not_sendable():
     return lambda: 5
 
 
-def fewer_steps():
+def fewer_steps(path):
+    """Rank 1 takes two steps of four. What rank 0 raises is written to a file."""
     how = ga.Distributed()
     with make_step(Net(), distributed=how) as step:
-        for nth in range(4 - 2 * how.rank):
-            step([micro_batch(nth)])
+        try:
+            for nth in range(4 - 2 * how.rank):
+                step([micro_batch(nth)])
+        except ga.RankError as error:
+            path.write_text(str(error))
+            raise
 
 
 def steps_with(trouble, who, steps=6):
@@ -927,7 +932,8 @@ def comes_no_more(device, how):
     cuda = device == "cuda"
     how = ga.Distributed(timeout=6.0 if cuda else 600.0, **how)
     if not cuda:
-        threading.Thread(target=rendezvous.watch, args=(rendezvous.store, 6.0), daemon=True).start()
+        watch = heartbeat.group_heartbeats.watch
+        threading.Thread(target=watch, args=(6.0,), daemon=True).start()
     model = (
         ga.Config(vocab=64, hidden=64, intermediate=128, layers=2, heads=2, kv_heads=2, T=16)
         .build()
