@@ -22,7 +22,9 @@ from crews import SECONDS, Stuck
 from torch.nn.parallel import DistributedDataParallel
 from workers import queued
 
-from gpuaccel.distributed.config import Distributed, all_gather, reduce_scatter, weight_hashes
+from gpuaccel.distributed.agreement import weight_hashes
+from gpuaccel.distributed.collectives import all_gather, reduce_scatter
+from gpuaccel.distributed.config import Distributed
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.models import Config, Transformer

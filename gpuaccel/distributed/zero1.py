@@ -24,7 +24,7 @@ from ..ops.adamw import arena_runs, reference_step, update_kernel
 from ..ops.clip import MAX_BLOCKS
 from ..optim.adamw import AdamW
 from ..optim.arena import own_storage
-from .config import all_gather
+from .collectives import all_gather
 
 KEYS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from ..backends import cublas_workspace, deterministic
 from ..distributed.config import Distributed
 from ..distributed.p2p import PeerToPeer
-from ..distributed.reducer import Reducer
+from ..distributed.reducer import make_reducer
+from ..distributed.reducer_base import ReducerBase
 from ..errors import ArgumentError, CaptureError
 from ..graphs.graphed_step import NEW_SHAPES, POLICIES, GraphedStep, untouched
 from ..measure import Meter
@@ -141,13 +142,13 @@ class TrainStep:
             _check_clip(clip, opt, ours, max_norm)
             peers = (
                 PeerToPeer.of(distributed, arena)
-                if distributed is not None and distributed.works
+                if distributed is not None and distributed.needs_reducer
                 else None
             )  # before addresses are taken
             self.accumulator = GradientAccumulator(arena, accumulate)
             self.model, self.opt, self.arena, self.scheduler = model, opt, arena, scheduler
             self.reducer = None
-            if distributed is not None and distributed.works:
+            if distributed is not None and distributed.needs_reducer:
                 self.reducer = self._join(
                     distributed,
                     peers,
@@ -195,13 +196,15 @@ class TrainStep:
 
         When loss_fn or backward raises, the gradients are dropped and the weights stay as they were."""
         timer = self.meter.timer if self.meter else None
+        if self.reducer is not None and self.reducer.trace is not None:
+            timer = self.reducer.trace
         if timer:
             timer.start()
         with deterministic() if self.deterministic else contextlib.nullcontext():
             if self.replays == "graph":
                 found = self._graphs(batch)
                 if self.reducer is not None and self.replays == "graph":
-                    self.reducer.beat()
+                    self.reducer.heartbeat()
                 if timer:
                     timer.mark("replay")
             else:
@@ -211,7 +214,7 @@ class TrainStep:
         if timer:
             timer.stop()
         if self.reducer is not None:
-            self.reducer.check()
+            self.reducer.after_step()
         self.count += 1
         return StepOutput(*found)
 
@@ -235,7 +238,7 @@ class TrainStep:
             else:
                 self.accumulator.zero_()
             if self.reducer is not None:
-                self.reducer.abandon(error)
+                self.reducer.abort_step(error)
             raise
         if any(self.accumulator.received):  # otherwise ga.AdamW has opened the next window already
             self.accumulator.zero_()
@@ -288,18 +291,18 @@ class TrainStep:
         alone: of this rank only, with no word to the others (a warm-up)."""
         losses, tokens, ranks = None, None, None if alone else self.reducer
         if ranks is not None:
-            ranks.look_before()
-        ordered = ranks is not None and ranks.how.ordered
+            ranks.check_usable()
+        ordered = ranks is not None and ranks.config.ordered
         for nth, micro in enumerate(micros):
             last = nth == len(micros) - 1
             listener = ranks.listener() if ranks is not None and last else None
             loss, count = self.micro(micro, len(micros), last and not ordered, mark, listener)
             if ordered:
-                ranks.round(loss, count, rows_of(micro), 1)
+                ranks.add_micro_batch(loss, count, rows_of(micro), 1)
             losses = loss if losses is None else losses + loss
             tokens = count if tokens is None else tokens + count
         for _ in range(self.micro_batches - len(micros) if ordered else 0):
-            ranks.round(None, None, 0, 0)  # the other ranks may have more
+            ranks.add_micro_batch(None, None, 0, 0)  # the other ranks may have more
         self.accumulator.finish()
         found = self.mean(losses, tokens, float(sum(map(rows_of, micros))), len(micros), ranks)
         mark("accumulate")
@@ -344,7 +347,7 @@ class TrainStep:
         return loss.detach().float(), count
 
     @torch.no_grad()
-    def mean(self, losses, tokens, rows, micros=None, ranks: "Reducer | None" = None) -> tuple:
+    def mean(self, losses, tokens, rows, micros=None, ranks: "ReducerBase | None" = None) -> tuple:
         """(loss, tokens, what to divide the gradient by: a one-element tensor or None) of sums over micro-batches. rows, micros: number or tensor.
         With `ranks` the gradients of all ranks are added here."""
         if ranks is not None:
@@ -373,7 +376,7 @@ class TrainStep:
             ) from None
         if (
             self.reducer is not None
-            and self.reducer.how.ordered
+            and self.reducer.config.ordered
             and len(micros) > self.micro_batches
         ):
             raise ArgumentError(
@@ -381,7 +384,7 @@ class TrainStep:
             )
         return micros
 
-    def _join(self, distributed, peers, clip, compiled: bool, settings) -> Reducer:
+    def _join(self, distributed, peers, clip, compiled: bool, settings) -> ReducerBase:
         """Compare the models of all ranks, and take over rank 0's weights."""
         replay = settings["replay"]
         if distributed.sharded and clip != "fused":
@@ -394,7 +397,7 @@ class TrainStep:
                 f"replay='graph' needs collectives that a CUDA graph can hold, those of NCCL; the group's are {distributed.backend}'s: "
                 "expected replay='eager'"
             )
-        return Reducer(
+        return make_reducer(
             distributed,
             self.arena,
             self.accumulator,
@@ -568,7 +571,7 @@ class _StepGraphs:
             self._settle(lambda: self._warm_up(batch))
             return self.whole(batch)
         accumulator, touched = self.step.accumulator, 0
-        if self.step.reducer is not None and self.step.reducer.how.ordered:
+        if self.step.reducer is not None and self.step.reducer.config.ordered:
             raise CaptureError(
                 "a list of micro-batches is replayed one by one, which ordered mode does not; expected one batch, or replay='eager'"
             )
@@ -606,9 +609,9 @@ class _StepGraphs:
     def _settle(self, warm_up):
         """Before the first capture the ranks agree on the tensors that get a gradient: a capture cannot ask."""
         ranks = self.step.reducer
-        if ranks is not None and ranks.agreed is None:
+        if ranks is not None and ranks.used.mask is None:
             with untouched(self._buffers, self.step.arena.device):
-                ranks.settle(self._bits_of(warm_up))
+                ranks.used.find(self._bits_of(warm_up))
 
     def _bits_of(self, warm_up) -> int:
         """Which tensors a warm-up gives a gradient, as bits."""

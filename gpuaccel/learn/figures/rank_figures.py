@@ -177,7 +177,7 @@ def overlap(
 
 
 def hashes(names: "list[str]", ranks: "list[list[int]]") -> Figure:
-    """names of the tensors; for each rank a hash of each (distributed.weight_hashes). A column is red where the ranks differ."""
+    """names of the tensors; for each rank a hash of each (distributed/agreement.py: weight_hashes). A column is red where the ranks differ."""
     ink, wide = _Ink(themed=False), (WIDTH - LEFT) / max(len(names), 1)
     wrong = [nth for nth, column in enumerate(zip(*ranks)) if len(set(column)) > 1]
     for rank, row in enumerate(ranks):
