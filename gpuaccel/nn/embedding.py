@@ -274,6 +274,16 @@ class Embedding(nn.Embedding):
         row, T = where >> 32, max(where & 0xFFFFFFFF, 1)
         return {"count": count, "token": token, "position": (row // T, row % T)} if count else None
 
+    # ---- for captured steps: graphs/participant.py ----
+
+    def graph_key(self):
+        """A captured step keeps no host value of this module."""
+        return None
+
+    def tensors_changed_by_step(self) -> "list[Tensor]":
+        """forward counts tokens that are out of range, in a tensor that is no buffer."""
+        return [] if self.invalid is None else [self.invalid]
+
     def _apply(
         self, fn, recurse=True
     ):  # module.to(...), to_empty(): what was counted comes along, and is never memory without a value

@@ -151,6 +151,16 @@ class LoRALinear(nn.Module):
         self.base_layer.weight.copy_(self._frozen)
         self.merged, self._frozen = False, None
 
+    # ---- for captured steps: graphs/participant.py ----
+
+    def graph_key(self) -> bool:
+        """A graph captured while merged leaves the factors out, another one does not."""
+        return self.merged
+
+    def tensors_changed_by_step(self) -> "list[Tensor]":
+        """Parameters only, which a captured step knows."""
+        return []
+
     def state_dict(self, *args, **kwargs):
         """As of any module. While merged it still holds the frozen weight: with the factors beside it, any other would count twice."""
         state = super().state_dict(*args, **kwargs)

@@ -23,7 +23,8 @@ from ..distributed.config import Distributed
 from ..distributed.p2p import PeerToPeer
 from ..distributed.reducer import Reducer
 from ..errors import ArgumentError, CaptureError
-from ..graphs.graphed_step import NEW_SHAPES, POLICIES, GraphedStep, untouched
+from ..graphs.graphed_step import NEW_SHAPES, POLICIES, GraphedStep
+from ..graphs.snapshot import preserved
 from ..measure.meter import Meter
 from ..nn.embedding import counts_of
 from ..ops.clip import EPS, check_choice, reference_scale
@@ -576,7 +577,7 @@ class _StepGraphs:
         if (
             self.counts is None
         ):  # does loss_fn return a mean? Then the number of micro-batches is part of a graph
-            with untouched(self._buffers, self.step.arena.device):
+            with preserved(self._buffers, self.step.arena.device):
                 self._warm_up_micro(batch[0], len(batch))
             self.tokens = torch.zeros(
                 (), dtype=self.counts or torch.int64, device=self.step.arena.device
@@ -603,7 +604,7 @@ class _StepGraphs:
         """Before the first capture the ranks agree on the tensors that get a gradient: a capture cannot ask."""
         ranks = self.step.reducer
         if ranks is not None and ranks.agreed is None:
-            with untouched(self._buffers, self.step.arena.device):
+            with preserved(self._buffers, self.step.arena.device):
                 ranks.settle(self._bits_of(warm_up))
 
     def _bits_of(self, warm_up) -> int:

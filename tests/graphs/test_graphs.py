@@ -989,7 +989,7 @@ CHANGES = {
     "new parameter": (one_more, "extra"),
     "parameter gone": (one_less, r"blocks\.0\.1"),
     "replaced module": (replaced, r"blocks\.1\.3"),
-    "moved weight": (moved, r"head\.weight lies elsewhere"),
+    "moved weight": (moved, r"head\.weight has another address"),
     "dtype of a buffer": (another_dtype, r"size was torch\.float32.*is torch\.float64"),
     "module.double()": (
         lambda model: model.double(),
@@ -997,7 +997,7 @@ CHANGES = {
     ),
     "module.to(other device)": (
         lambda model: model.to("cpu" if model.size.is_cuda else "meta"),
-        r"(size|embedding\.weight) (lies elsewhere|was )",
+        r"(size|embedding\.weight) (has another address|was )",
     ),
 }
 
@@ -1393,7 +1393,8 @@ def test_state_that_torchs_optimizer_loads_elsewhere_is_noticed(device):
         step(x, y)
         opt.load_state_dict(copy.deepcopy(opt.state_dict()))
         with pytest.raises(
-            CaptureError, match="of (parameter 0 of )?the optimizer's group 0 lies elsewhere.*reset"
+            CaptureError,
+            match="of (parameter 0 of )?the optimizer's group 0 has another address.*reset",
         ):
             step(x, y)
         step.reset()
