@@ -337,15 +337,6 @@ class Encoder(nn.Module):
         return f"{self.wte.num_embeddings} tokens, {self.wpe.num_embeddings} positions, {self.wte.embedding_dim} channels"
 
 
-def counts_of(model: nn.Module) -> "list[Tensor]":
-    """What the embeddings of `model` have counted: changed by forward, and no buffers."""
-    return [
-        part.invalid
-        for part in model.modules()
-        if isinstance(part, Embedding) and part.invalid is not None
-    ]
-
-
 def deterministic_embeddings(model: nn.Module) -> "list[str]":
     """Make every nn.Embedding of `model` a ga.Embedding, in place and for good. Returns their names; weights, hooks, ties and state_dict stay.
 

@@ -95,6 +95,7 @@ class AdamW(torch.optim.AdamW):
     changes; waits).
     stochastic_rounding: of bf16 weights, keyed on (seed, tensor, element as it lies in memory, step). seed: 0 to 2^53 - 1.
     grad_scale, found_inf: attributes that torch.amp.GradScaler sets; gradients are divided by the one, the step is skipped by the other.
+    gradient_divisor: attribute, a one-element tensor or None: step() divides the gradients by it (TrainStep: by the tokens).
     maximize, amsgrad: as torch's. foreach, capturable, fused: accepted and kept; every step is fused and can be captured, after one
     step (or prepare()) outside. refresh() brings a changed learning rate to a captured step.
     Deviations from torch: no complex, sparse or differentiable optimization (ArgumentError); with max_norm or "skip" one device only."""
@@ -103,6 +104,7 @@ class AdamW(torch.optim.AdamW):
         lambda self: self.arena is not None
     )  # optim/arena.py: the bf16 copies are written here
     _step_supports_amp_scaling = True
+    gradient_divisor: "Tensor | None" = None
 
     def __init__(
         self,
@@ -290,7 +292,10 @@ class AdamW(torch.optim.AdamW):
 
     def _step_on(self, part):
         work = self._work_on(part.device)
-        divisor, found_inf = (self._amp(name, part.device) for name in ("grad_scale", "found_inf"))
+        names = ("grad_scale", "gradient_divisor", "found_inf")
+        grad_scale, divisor, found_inf = (self._amp(name, part.device) for name in names)
+        if grad_scale is not None:
+            divisor = grad_scale if divisor is None else divisor * grad_scale
         found = self._measure(work, part, divisor) if self._measures() else None
         if self.on_nonfinite == "raise" and not bool(found.finite.all()):
             raise NonFiniteError(
@@ -717,7 +722,7 @@ class AdamW(torch.optim.AdamW):
         return self._work[device]
 
     def _amp(self, name, device) -> "Tensor | None":
-        """grad_scale or found_inf, as GradScaler sets them: () fp32 on the device; None when there is none."""
+        """grad_scale or found_inf, as GradScaler sets them, or gradient_divisor: () fp32 on the device; None when there is none."""
         value = getattr(self, name, None)
         return (
             value

@@ -86,8 +86,7 @@ def captured(model):
         model,
         loss_fn=loss_of,
         accumulate="fused",
-        replay="graph",
-        policy="require",
+        replay=ga.training.Replay(policy="require"),
         deterministic=True,
     )
     for nth in range(2):
@@ -350,8 +349,7 @@ def test_an_edit_of_bf16_weights_counts(how, edit, device):
             layer,
             ga.AdamW(arena, lr=0.0),
             lambda model, x: model(x).float().sum(),
-            replay="graph",
-            policy="require",
+            replay=ga.training.Replay(policy="require"),
         )
         take = lambda: step(x)
     else:
@@ -388,8 +386,7 @@ def test_masters_keep_bits_that_a_stochastically_rounded_weight_has_not(tmp_path
             layer,
             opt,
             lambda model, x: model(x).float().square().sum(),
-            replay="graph",
-            policy="require",
+            replay=ga.training.Replay(policy="require"),
         )
         x = torch.randn(2, 64).bfloat16()
         for _ in range(3):
