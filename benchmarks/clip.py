@@ -18,7 +18,7 @@ import torch
 from gpuaccel.measure.ledger import ledger
 from gpuaccel.ops.clip import EPS, clip_kernel
 from gpuaccel.optim.arena import Arena
-from gpuaccel.optim.clip import arena_squares, clip_grad_norm_, clip_grads_
+from gpuaccel.optim.clip import clip_grad_norm_, clip_grads_
 from gpuaccel.training.models import Transformer, preset
 
 SOURCES = [
@@ -165,7 +165,7 @@ def large(config, dtype) -> dict:
 
         def restore_known():
             restore_arena()
-            arena_squares(arena)  # what accumulate_v4 would have left behind
+            arena.squares.update()  # what accumulate_v4 would have left behind
 
         ways = {
             ITEM: (restore, lambda limit: by_item(grads, limit)),

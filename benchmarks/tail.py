@@ -22,7 +22,7 @@ from gpuaccel.compiler.kernel import zero_
 from gpuaccel.ops import adamw
 from gpuaccel.ops.accumulate import CHUNK
 from gpuaccel.optim import clip
-from gpuaccel.optim.accumulate import launch_segments
+from gpuaccel.optim.accumulation_modes import add_to_arena
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.models import preset
@@ -116,7 +116,7 @@ class Ours:
         )
 
     def add(self, last=False):
-        launch_segments(self.arena, 0, len(self.fresh), self.fresh, squares=last)
+        add_to_arena(self.arena, 0, len(self.fresh), self.fresh, squares=last)
         for owner, view in zip(self.arena.masters, self.arena.grad_views):
             owner.grad = view
 
@@ -139,10 +139,10 @@ class Ours:
         def reduce():
             clip.launch_reduce(
                 work.found,
-                arena.partials,
+                arena.squares.values,
                 arena.chunk_to_tensor,
                 None,
-                len(arena.partials),
+                len(arena.squares.values),
                 work.settings[-2:-1],
             )
 
@@ -157,7 +157,7 @@ class Ours:
         return {
             "accumulate_v3": self.add,
             "accumulate_v4": lambda: self.add(last=True),
-            "squares_v2": lambda: clip.launch_squares(arena.grad_views, arena.partials),
+            "squares_v2": lambda: clip.launch_squares(arena.grad_views, arena.squares.values),
             "reduce_v2": reduce,
             "adamw_begin": begin,
             "adamw_v2": lambda: adamw.launch_update(lists, coefficients, work.settings[-1:], False),

@@ -21,7 +21,7 @@ from ..errors import ArgumentError, RankError
 from ..measure.meter import LateValue
 from ..ops.accumulate import CHUNK, accumulate_, accumulate_kernel
 from ..ops.clip import clip_kernel, launch_squares
-from ..optim.accumulate import GradientAccumulator
+from ..optim.accumulate import BackwardListener, GradientAccumulator
 from ..optim.adamw import AdamW
 from ..optim.arena import Arena
 from . import rendezvous
@@ -34,7 +34,7 @@ from .config import (
     reduce_scatter,
     weight_hashes,
 )
-from .early import Apart
+from .early import LightGradients
 from .p2p import PeerToPeer
 from .zero1 import ShardedAdamW, share
 
@@ -97,7 +97,7 @@ class Reducer:
             self._shard()
         if self.cuda:
             self._get_ready()
-        # Of each row of arena.partials (torch: of each tensor): a sum over what this rank brought, is it finite, and whose number this is.
+        # Of each row of arena.squares.values (torch: of each tensor): a sum over what this rank brought, is it finite, and whose number this is.
         self.own_sums = (
             peers.own_sums
             if peers
@@ -122,11 +122,10 @@ class Reducer:
         )  # 1 + the first tensor of each rank that was not finite; 0: none
         self.agreed: "int | None" = None  # bits: the tensors that take part in the update
         self.count_dtype, self.late = torch.int64, LateValue()
-        self.pending, self.next, self.missing, self.broken = [], 0, None, False
+        self.pending, self.next, self.broken = [], 0, False
         self.sent = False  # something of this step (not of a capture, which does nothing yet), until its update is over
         early = compiled and accumulator.mode == "fused" and self.world > 1 and not how.ordered
-        self.apart = Apart(accumulator, self.group) if early else None
-        self.came = set()  # tensors that were complete before their hook said so
+        self.light = LightGradients(accumulator, self.group) if early else None
         if how.ordered:
             self.own = (
                 arena.numel // CHUNK // self.world * CHUNK
@@ -144,7 +143,7 @@ class Reducer:
 
     def _shard(self):
         """The optimizer keeps this rank's share from here on. `counted`: what this rank takes the squares of, which rows of
-        arena.partials these are, and a place for them."""
+        arena.squares.values these are, and a place for them."""
         opt, arena = self.opt, self.arena
         held = {id(p) for group in opt.param_groups for p in group["params"]}
         if not (isinstance(opt, AdamW) and opt.arena is arena) or held != arena.master_ids:
@@ -166,7 +165,7 @@ class Reducer:
         self.counted = (
             [arena.grads[start:stop] for start, stop in ranges if stop > start],
             rows.to(arena.device),
-            arena.partials.new_zeros(len(rows)),
+            arena.squares.values.new_zeros(len(rows)),
         )
 
     def _get_ready(self):
@@ -196,69 +195,20 @@ class Reducer:
                 "for the rest. Expected a new start of all ranks, from a checkpoint"
             )
 
-    @contextlib.contextmanager
-    def listening(self):
-        """Around the last micro-batch's backward: what is complete is sent."""
+    def listener(self) -> "BackwardListener | None":
+        """For the last micro-batch's backward: sends each bucket as soon as it is complete. None in ordered mode, and where the sums
+        are in place only after finish()."""
         if self.how.ordered or self.accumulator.mode in ("host", "autograd"):
-            yield  # the sums are in place only after finish()
-            return
-        apart = self.apart.numbers if self.apart else ()
-        self.missing = [sum(i not in apart for i in range(b.first, b.last)) for b in self.buckets]
-        self.accumulator.arrived = self._arrived
-        if self.apart:
-            self.came.clear()
-            self.accumulator.added = self._added
-            self.apart.begin()
-        try:
-            yield
-        finally:
-            self.accumulator.arrived = self.accumulator.added = self.missing = None
-
-    def _arrived(self, i):
-        """Backward has given tensor i all of its gradient. Buckets go in order, so that all ranks send them in the same one."""
-        if self.apart and i in self.apart.numbers:
-            return
-        nth = self.bucket_of[i]
-        again = i in self.came
-        self.missing[nth] -= not again
-        if (
-            nth < self.next
-            and not (again and self.accumulator.fresh[i] is None)
-            or self.missing[nth] < 0
-        ):
-            self._too_late(i)
-        while self.next < len(self.buckets) and not self.missing[self.next]:
-            self._send()
-
-    def _added(self, numbers):
-        """A product has been added to these tensors. If a backward has no more for them, as the one before had, they are complete."""
-        known = self.accumulator
-        for i in numbers:
-            if i in self.came and self.bucket_of[i] < self.next:
-                self._too_late(i)
-            if (
-                i not in self.came
-                and known.uses[i]
-                and known.uses[i] == known.usual[i]
-                and i not in known.elsewhere
-            ):
-                self._arrived(i)
-                self.came.add(i)
-
-    def _too_late(self, i):
-        raise ArgumentError(
-            f"{self.arena.segments[i].name} got more of its gradient after that was sent to the other ranks (a weight that several "
-            "checkpointed parts share, with use_reentrant=True? a compiled model that uses it more often than in the step before?); use "
-            "torch.utils.checkpoint(..., use_reentrant=False), or compile=False"
-        )
+            return None
+        return _BucketSender(self)
 
     @torch.no_grad()
-    def _send(self):
+    def send_next_bucket(self):
         """Start the next bucket's reduction."""
         bucket = self.buckets[self.next]
-        self.accumulator._flush()
-        if self.apart:
-            self.apart.take()
+        self.accumulator.flush()
+        if self.light:
+            self.light.copy_in()
         self.next += 1
         self.sent = not (self.cuda and torch.cuda.is_current_stream_capturing())
         if self.p2p:
@@ -301,13 +251,13 @@ class Reducer:
         if not self.how.blame:
             return
         arena, tensors = self.arena, slice(bucket.first, bucket.last)
-        rows = slice(arena.rows[bucket.first], arena.rows[bucket.last])
+        rows = slice(arena.first_chunk[bucket.first], arena.first_chunk[bucket.last])
         if not self.kernels:
             self.own_sums[tensors] = torch.stack(
                 [view.sum(dtype=torch.float64) for view in arena.grad_views[tensors]]
             )
-        elif all(arena.squares_known()[tensors]):
-            self.own_sums[rows] = arena.partials[rows]
+        elif arena.squares.current(bucket.first, bucket.last):
+            self.own_sums[rows] = arena.squares.values[rows]
         else:
             launch_squares([arena.grads[bucket.start : bucket.stop]], self.own_sums[rows])
 
@@ -325,9 +275,9 @@ class Reducer:
             sums = self._end_rounds()
         else:
             while self.next < len(self.buckets):
-                self._send()
-            if self.apart:
-                self.apart.complete()
+                self.send_next_bucket()
+            if self.light:
+                self.light.complete()
             sums = self._exchange(loss, tokens, rows, micros)
             self._join()
         self._agree()
@@ -382,8 +332,8 @@ class Reducer:
         with (
             torch.cuda.stream(self.stream) if self.stream is not None else contextlib.nullcontext()
         ):
-            if self.apart:
-                self.apart.send(self.own_sums if self.how.blame else None)
+            if self.light:
+                self.light.all_reduce(self.own_sums if self.how.blame else None)
             if self.p2p:
                 self.p2p.join()
             parts = [message, self._blame().view(-1), *([self.p2p.squares] if self.p2p else [])]
@@ -391,7 +341,7 @@ class Reducer:
             numbers, found, *squares = message.split([len(part) for part in parts])
             self._keep_blame(found.view(-1, self.world))
             if self.p2p:
-                self.arena.partials.copy_(*squares)
+                self.arena.squares.values.copy_(*squares)
             return numbers[0].float(), *numbers[1:]
 
     def _join(self):
@@ -405,18 +355,18 @@ class Reducer:
                 part.copy_(sent)
         if self.stream is not None:
             torch.cuda.current_stream(self.arena.device).wait_stream(self.stream)
-        if self.apart:
-            self.apart.put_back()
+        if self.light:
+            self.light.copy_out()
         self.pending, self.next = [], 0
         torch.autograd.graph.increment_version(
             self.arena.grads
         )  # collectives are not counted by torch: squares taken before are void
-        partials = self.arena.partials
+        partials = self.arena.squares.values
         if self.p2p:
-            if self.apart:  # where these are now, something stale was added up
-                squares = partials.new_empty(len(self.apart.rows))
-                launch_squares([self.apart.sums], squares)
-                partials.index_copy_(0, self.apart.rows, squares)
+            if self.light:  # where these are now, something stale was added up
+                squares = partials.new_empty(len(self.light.chunks))
+                launch_squares([self.light.sums], squares)
+                partials.index_copy_(0, self.light.chunks, squares)
         elif (
             self.sharded and self.kernels
         ):  # each rank has squares of its share: together they are the whole table
@@ -425,12 +375,11 @@ class Reducer:
             partials.zero_().index_copy_(0, rows, squares)
             dist.all_reduce(partials, group=self.group)
         if self.p2p or self.sharded and self.kernels:
-            known = self.arena.squares_known()
-            known[:] = [True] * len(known)
+            self.arena.squares.mark_all()
 
     def _agree(self):
         """The tensors that got a gradient on some rank are those that the optimizer sees, on every rank."""
-        mine = self.accumulator.bits
+        mine = self.accumulator.received_mask
         if self.agreed is None or self.find_unused:
             self.agreed = self._union(mine)
         elif mine & ~self.agreed:
@@ -465,7 +414,6 @@ class Reducer:
 
     def close(self, alone: bool):
         """The step is closed. The process group stays. alone: by an error, so that the other ranks may not do the same."""
-        self.accumulator.arrived = None
         if isinstance(self.opt, AdamW):
             self.opt.explain_skip = None
         if self.sharded:
@@ -485,10 +433,9 @@ class Reducer:
         self.sent = False
         if self.p2p:
             self.p2p.forget()
-        self.pending, self.next, self.missing = [], 0, None
-        self.accumulator.added = None
-        if self.apart:
-            self.apart.forget()
+        self.pending, self.next = [], 0
+        if self.light:
+            self.light.reset()
         self.wrong.zero_()
         if self.how.ordered:
             self.total.zero_()
@@ -538,8 +485,8 @@ class Reducer:
                 accumulate_(self.total[:own], theirs)
                 accumulate_(self.total[own:], last)
         self.messages.append(self._message(loss, tokens, rows, micros))
-        self.bits |= accumulator.detach()
-        accumulator._clear()
+        self.bits |= accumulator.received_mask
+        accumulator.zero_()
 
     def _end_rounds(self):
         """The ordered sum goes to every rank."""
@@ -634,3 +581,58 @@ class Reducer:
                 f"after step {self.late.tag} the weights of rank {rank} are not those of rank 0: {self.arena.segments[tensor].name} is the first "
                 "tensor that differs. Something outside of the step has changed it, or the ranks do not compute alike"
             )
+
+
+class _BucketSender(BackwardListener):
+    """Sends a bucket when backward has given all of its tensors their gradients; in order, so that all ranks send the same one.
+
+    compiled: torch.compile's backward runs its hooks when all of it is over. Then a tensor of a fused product counts as complete
+    after as many products as in the backward before, and light tensors travel by themselves (early.py)."""
+
+    def __init__(self, reducer: Reducer):
+        self.reducer = reducer
+        self.light = reducer.light
+        light = self.light.tensors if self.light else ()
+        # Of each bucket: how many of its tensors are not complete yet.
+        self.incomplete = [
+            sum(i not in light for i in range(b.first, b.last)) for b in reducer.buckets
+        ]
+        # Tensors that counted as complete before their hook ran.
+        self.complete_early: "set[int]" = set()
+        if self.light:
+            self.light.reset()
+
+    def keeps(self, i, grad):
+        return self.light is not None and self.light.keep(i, grad)
+
+    def gradient_complete(self, i, pending):
+        if self.light and i in self.light.tensors:
+            return
+        reducer = self.reducer
+        bucket = reducer.bucket_of[i]
+        early = i in self.complete_early
+        if not early:
+            self.incomplete[bucket] -= 1
+        sent = bucket < reducer.next and not (early and not pending)
+        if sent or self.incomplete[bucket] < 0:
+            self._refuse(i)
+        while reducer.next < len(reducer.buckets) and not self.incomplete[reducer.next]:
+            reducer.send_next_bucket()
+
+    def product_added(self, tensors):
+        if not self.light:
+            return
+        for i, complete in tensors.items():
+            if i in self.complete_early:
+                if self.reducer.bucket_of[i] < self.reducer.next:
+                    self._refuse(i)
+            elif complete:
+                self.gradient_complete(i, False)
+                self.complete_early.add(i)
+
+    def _refuse(self, i):
+        raise ArgumentError(
+            f"{self.reducer.arena.segments[i].name} got more of its gradient after that was sent to the other ranks (a weight that "
+            "several checkpointed parts share, with use_reentrant=True? a compiled model that uses it more often than in the step "
+            "before?); use torch.utils.checkpoint(..., use_reentrant=False), or compile=False"
+        )

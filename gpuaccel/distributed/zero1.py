@@ -170,8 +170,8 @@ class ShardedAdamW(AdamW):
             for p in group["params"]:
                 for key in keys:
                     if key in self.state.get(p, {}):
-                        segment = self.arena.segments[self._number_of(p)]
-                        self.state[p][key] = own_storage(self.arena._slice(whole[key], segment))
+                        whole_state = self.arena.slice(whole[key], self._number_of(p))
+                        self.state[p][key] = own_storage(whole_state)
 
     @contextlib.contextmanager
     def whole(self):
@@ -225,7 +225,7 @@ class ShardedAdamW(AdamW):
                         m["exp_avg_sq"][there],
                         m["max_exp_avg_sq"][there] if amsgrad else None,
                         None if arena.bf16_weights is None else arena.bf16_weights[here],
-                        arena.chunks[start // CHUNK : stop // CHUNK],
+                        arena.chunk_table[start // CHUNK : stop // CHUNK],
                         0,
                         (stop - start) // CHUNK,
                         ahead,

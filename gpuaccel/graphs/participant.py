@@ -67,14 +67,23 @@ def participants_of(state) -> "list[CaptureParticipant]":
         if isinstance(member, nn.Module):
             for module in member.modules():
                 participants += capture_participants(module)
-                if isinstance(module, CaptureParticipant):
-                    participants.append(module)
+            participants += _layers_of(member)
         elif isinstance(member, CaptureParticipant):
             participants.append(member)
     return participants
 
 
 def buffers_of(module: nn.Module) -> "list[Tensor]":
-    """What forward may change: buffers, and tensors that modules count in, as ga.Embedding does."""
-    modules = [part for part in module.modules() if isinstance(part, CaptureParticipant)]
-    return [*module.buffers(), *(t for part in modules for t in part.tensors_changed_by_step())]
+    """What forward may change: buffers, and tensors that layers count in, as ga.Embedding does."""
+    counters = [t for layer in _layers_of(module) for t in layer.tensors_changed_by_step()]
+    return [*module.buffers(), *counters]
+
+
+def _layers_of(module: nn.Module) -> "list[CaptureParticipant]":
+    """Modules that take part, and objects whose method stands in the place of a module's forward,
+    as in the accumulation mode "fused"."""
+    layers = []
+    for part in module.modules():
+        forward_owner = getattr(vars(part).get("forward"), "__self__", None)
+        layers += [each for each in (part, forward_owner) if isinstance(each, CaptureParticipant)]
+    return layers

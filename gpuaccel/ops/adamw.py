@@ -254,7 +254,7 @@ def arena_runs(jobs, arena):
     runs = []
     for at, j in enumerate(jobs):
         rows, ahead, amsgrad = (
-            arena.rows[j.number : j.number + 2],
+            arena.first_chunk[j.number : j.number + 2],
             j.number - at,
             j.vmax is not None,
         )
@@ -292,7 +292,7 @@ def launch_update(
             moments["exp_avg_sq"],
             moments["max_exp_avg_sq"] if amsgrad else None,
             arena.bf16_weights,
-            arena.chunks,
+            arena.chunk_table,
             first,
             last,
             ahead,

@@ -18,7 +18,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ..backends import backend, takes
 from ..errors import ArgumentError, NonFiniteError
-from ..nn.embedding import Embedding
+from ..nn.embedding import invalid_tokens
 from ..ops.adamw import (
     SETTINGS,
     Job,
@@ -50,7 +50,6 @@ from ..ops.clip import (
 )
 from .accumulate import GradientAccumulator
 from .arena import Arena, own_storage
-from .clip import arena_squares
 
 
 @dataclass(slots=True)
@@ -208,12 +207,7 @@ class AdamW(torch.optim.AdamW):
         for work in self._work.values():
             asked, skipped, step, tensor = work.record.tolist()
             if skipped:
-                seen = {
-                    name: part.invalid_tokens()
-                    for name, part in (self.arena.module.named_modules() if self.arena else ())
-                    if isinstance(part, Embedding)
-                }
-                seen = {name: found for name, found in seen.items() if found}
+                seen = invalid_tokens(self.arena.module) if self.arena else {}
                 more = self.explain_skip(tensor) if self.explain_skip is not None else {}
                 return {
                     "step": step,
@@ -454,8 +448,8 @@ class AdamW(torch.optim.AdamW):
         if part.launches:
             self._refresh(work)
             if part.whole:
-                arena_squares(arena)
-                partials, owners = arena.partials, arena.chunk_to_tensor
+                arena.squares.update()
+                partials, owners = arena.squares.values, arena.chunk_to_tensor
             else:
                 rows = sum(chunks for _, chunks, _ in part.launches)
                 partials, owners = (
@@ -633,7 +627,7 @@ class AdamW(torch.optim.AdamW):
             return torch.empty_like(p, memory_format=torch.preserve_format, requires_grad=False)
         if key not in self._moments:
             self._moments[key] = torch.zeros_like(self.arena.weights)
-        return own_storage(self.arena._slice(self._moments[key], self.arena.segments[i]))
+        return own_storage(self.arena.slice(self._moments[key], i))
 
     def _in_place(self, key, t, p, i) -> bool:
         if self.arena is None:

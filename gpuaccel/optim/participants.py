@@ -32,14 +32,13 @@ class ArenaParticipant:
         arena, accumulator = self.arena, GradientAccumulator.of(self.arena)
         arena.adopt()
         gradients = [(master, master.grad) for master in arena.masters]
-        if accumulator is not None:
-            received, exposed = [*accumulator.touched], [*accumulator.presented]
+        window = accumulator and accumulator.window_state()
 
         def restore():
             arena.grads_changed()
             arena.weights_current()
             if accumulator is not None:
-                accumulator.touched, accumulator.presented = [*received], [*exposed]
+                accumulator.set_window_state(window)
             for master, grad in gradients:
                 master.grad = grad
 

@@ -131,7 +131,7 @@ class StepGraphs:
     def _warm_up_batch(self, batch) -> int:
         with self.step.accumulation_window():
             self.step.accumulate(self.step.split(batch), reducer=None)
-            return self.step.accumulator.bits
+            return self.step.accumulator.received_mask
 
     # ---- a list of micro-batches ----
 
@@ -202,7 +202,7 @@ class StepGraphs:
         with self.step.accumulation_window():
             _, tokens = self.step.micro(micro, count or 1, last=False)
             self._token_dtype = None if tokens is None else tokens.dtype
-            return self.step.accumulator.bits
+            return self.step.accumulator.received_mask
 
     def _add_micro(self, micro, count: int) -> int:
         """Captured: one micro-batch. Returns which tensors got a gradient, a bit for each."""

@@ -255,7 +255,7 @@ class TrainStep:
                 self.reducer.abandon(error)
             raise
         # A ga.AdamW has cleared the sums already, and forgotten what it received.
-        if any(self.accumulator.touched):
+        if any(self.accumulator.received):
             self.accumulator.zero_()
 
     def split(self, batch) -> list:
@@ -278,17 +278,16 @@ class TrainStep:
     def accumulate(self, micros, reducer: "Reducer | None", mark=_no_mark) -> Totals:
         """Forward and backward of every micro-batch; afterwards arena.grads holds the sum.
 
-        reducer: starts to all-reduce while the last backward runs. None in a warm-up, of which
-        the other ranks know nothing."""
+        reducer: None in a warm-up, of which the other ranks know nothing."""
         totals = Totals()
         ordered = reducer is not None and reducer.how.ordered
         if reducer is not None:
             reducer.look_before()
         for i, micro in enumerate(micros):
             last = i == len(micros) - 1
-            overlap = reducer.listening() if reducer is not None and last else None
-            with overlap or contextlib.nullcontext():
-                loss, tokens = self.micro(micro, len(micros), last and not ordered, mark)
+            # Starts to all-reduce while the last backward runs.
+            listener = reducer.listener() if reducer is not None and last else None
+            loss, tokens = self.micro(micro, len(micros), last and not ordered, mark, listener)
             totals.add(loss, tokens, rows_of(micro))
             if ordered:
                 reducer.round(loss, tokens, rows_of(micro), 1)
@@ -299,10 +298,13 @@ class TrainStep:
         self.accumulator.finish()
         return totals
 
-    def micro(self, micro, parts: int, last: bool, mark=_no_mark) -> "tuple[Tensor, Tensor | None]":
+    def micro(
+        self, micro, parts: int, last: bool, mark=_no_mark, listener=None
+    ) -> "tuple[Tensor, Tensor | None]":
         """Forward and backward of one of `parts` micro-batches.
 
         last: of this step, so that ga.AdamW can use sums of squares taken on the way.
+        listener: a BackwardListener, which is told about each gradient.
         Returns its loss in fp32, and its tokens (None: loss_fn returned a mean)."""
         loss, tokens = self._forward(micro)
         if self.reducer is not None:
@@ -314,11 +316,9 @@ class TrainStep:
         if tokens is not None and self.divide == "micro_batches":
             objective = loss / tokens.clamp(min=1) / parts
         mark("forward")
-        self.accumulator.final = self.clip == "fused" and last
-        try:
+        squares = self.clip == "fused" and last
+        with self.accumulator.last_backward(squares, listener):
             objective.backward()
-        finally:
-            self.accumulator.final = False
         mark("backward")
         return loss.detach().float(), tokens
 

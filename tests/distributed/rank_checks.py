@@ -461,7 +461,7 @@ def order_of_buckets(rank, group, mode):
         distributed=ga.Distributed(group=group, bucket_mb=0.004),
         micro_batches=1,
     ) as step:
-        send, reduce = step.reducer._send, step.reducer.reduce
+        send, reduce = step.reducer.send_next_bucket, step.reducer.reduce
 
         def noted():
             sent.append(step.reducer.next)
@@ -471,7 +471,7 @@ def order_of_buckets(rank, group, mode):
             sent.append("backward is over")
             return reduce(*given)
 
-        step.reducer._send, step.reducer.reduce = noted, late
+        step.reducer.send_next_bucket, step.reducer.reduce = noted, late
         step(micro_batch(1))
         buckets = step.reducer.buckets
         return (
@@ -785,14 +785,16 @@ def transformer(rank, group, device, replay, steps=4, **how):
 
 def _watch_products(step, left):
     """Notes at each bucket that is sent while backward runs how many fused products are still to come in it."""
-    send = step.reducer._send
+    send = step.reducer.send_next_bucket
 
     def watched():
-        if step.reducer.missing is not None:
-            left.append(sum(step.accumulator.usual) - sum(step.accumulator.uses))
+        mode = step.accumulator._mode
+        if step.accumulator._listener is not None:
+            before, added = (getattr(mode, f"products_{n}", ()) for n in ("before", "added"))
+            left.append(sum(before) - sum(added))
         send()
 
-    step.reducer._send = watched
+    step.reducer.send_next_bucket = watched
 
 
 def watched(rank, group, accumulate, backend, copies=False):

@@ -411,7 +411,7 @@ def test_a_replayed_run_has_the_bits_of_an_eager_one(device, case, counts):
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_the_case_side_by_side_is_one_product(device):
     step = make(device, "graph", **CASES["fused, q k v together"])
-    assert step.model.blocks[0].w_q.joint_weight is not None
+    assert step.model.blocks[0].w_q.forward.__self__.joint is not None
     step.close()
 
 
@@ -1746,7 +1746,7 @@ def test_what_cannot_be_captured_in_a_loss_fn_is_named_and_the_step_is_as_before
         step(batch)
     names_the_line(info, fault, instead)
     agree(everything(step.model, step.opt, device), before)
-    assert step.count == 0 and not step.arena.grads.any() and not any(step.accumulator.touched)
+    assert step.count == 0 and not step.arena.grads.any() and not any(step.accumulator.received)
     with pytest.raises(CaptureError) as info:
         step([batch, batch])
     names_the_line(info, fault, instead)

@@ -22,6 +22,7 @@ import gpuaccel as ga  # noqa: E402
 from gpuaccel.compiler.kernel import Kernel  # noqa: E402
 from gpuaccel.errors import ArgumentError, CaptureError  # noqa: E402
 from gpuaccel.nn import embedding  # noqa: E402
+from gpuaccel.nn.fused_linear import fused_forward
 from gpuaccel.ops import embedding_backward as encoder
 from gpuaccel.ops.embedding_backward import (
     PIECE,
@@ -843,10 +844,14 @@ def test_padding_idx_counts_from_the_end_as_torchs_and_is_checked():
             encoder_backward(sums, None, dout, tokens, padding_idx=wrong)
 
 
-def test_what_a_fused_accumulator_has_made_stays_where_it_was_asked_for():
+def test_embeddings_are_replaced_before_an_accumulator_of_mode_fused_is_made():
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2))
     with GradientAccumulator(Arena(model), "fused"):
-        assert ga.deterministic_embeddings(model) == []
+        with pytest.raises(
+            ArgumentError, match=r"^0 is at work in a GradientAccumulator.*close\(\)"
+        ):
+            ga.deterministic_embeddings(model)
+    assert type(model[0]) is nn.Embedding and ga.deterministic_embeddings(model) == ["0"]
     assert type(model[0]) is ga.Embedding
     model(torch.tensor([1, 2])).sum().backward()
 
@@ -929,7 +934,7 @@ def test_fused_sums_have_the_bits_of_the_kernels_on_the_same_gradients(device):
             same_both((got["wte.weight"].grad, got["wpe.weight"].grad), want, f"{dtype}")
 
 
-def test_fused_wears_and_sheds_what_it_may():
+def test_fused_mode_reaches_plain_embeddings_and_ours_and_leaves_the_others():
     model = nn.ModuleDict(
         {
             "plain": nn.Embedding(5, 4),
@@ -948,11 +953,7 @@ def test_fused_wears_and_sheds_what_it_may():
     }
     tokens = torch.tensor([1, 1, 3])
     with GradientAccumulator(arena := Arena(model), "fused"):
-        assert [
-            name
-            for name, part in model.items()
-            if type(part) is ga.Embedding and part.arena_grad is not None
-        ] == ["plain", "mine"]
+        assert [name for name, part in model.items() if fused_forward(part)] == ["plain", "mine"]
         twin = copy.deepcopy(model["plain"])
         twin(tokens).sum().backward()
         assert (
@@ -1156,10 +1157,8 @@ def test_a_class_of_its_own_stays_and_is_named():
     assert type(model["own"]) is Scaled
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert (
-            ga.deterministic_embeddings(alone := nn.Embedding(3, 3)) == [""]
-            and type(alone) is ga.Embedding
-        )
+        with pytest.raises(ArgumentError, match="make a ga.Embedding instead"):
+            ga.deterministic_embeddings(nn.Embedding(3, 3))
 
 
 # ---- bad input ------------------------------------------------------------------------------------------------------

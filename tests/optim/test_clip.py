@@ -28,8 +28,9 @@ from gpuaccel.errors import ArgumentError, BackendError, NonFiniteError
 from gpuaccel.ops import clip as clip_ops
 from gpuaccel.ops.accumulate import CHUNK
 from gpuaccel.ops.clip import EPS, POLICIES, launch_squares, reference_norms, reference_scale
-from gpuaccel.optim import clip
-from gpuaccel.optim.accumulate import MODES, GradientAccumulator, launch_segments
+from gpuaccel.optim import clip, squares
+from gpuaccel.optim.accumulate import MODES, GradientAccumulator
+from gpuaccel.optim.accumulation_modes import add_to_arena
 from gpuaccel.optim.arena import Arena
 from gpuaccel.optim.clip import clip_grad_norm_, clip_grads_
 
@@ -343,25 +344,25 @@ def test_accumulate_v4_leaves_the_partial_sums_of_squares_v2_over_its_sums(dtype
     fresh[-2].view(-1)[0] = 1e25
     fresh[2].mul_(1e-24), arena.grad_views[2].zero_()
     want = arena.grads.clone()
-    for s, g in zip(arena.segments, fresh):
-        arena._slice(want, s).add_(g)
-    arena.partials.fill_(-1)
-    launch_segments(arena, 0, len(arena.segments), fresh, squares=True)
+    for i, g in enumerate(fresh):
+        arena.slice(want, i).add_(g)
+    arena.squares.values.fill_(-1)
+    add_to_arena(arena, 0, len(arena.segments), fresh, squares=True)
     same(arena.grads, want, "accumulate_v4")
-    assert all(arena.squares_known())
-    partials = torch.full_like(arena.partials, -2)
+    assert arena.squares.current()
+    partials = torch.full_like(arena.squares.values, -2)
     launch_squares(arena.grad_views, partials)
-    same(arena.partials, partials, "partials")
-    close(arena.partials.sum().sqrt(), exact_norm(list(arena.grad_views)))
+    same(arena.squares.values, partials, "partials")
+    close(arena.squares.values.sum().sqrt(), exact_norm(list(arena.grad_views)))
     arena.release()
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_squares_taken_on_the_way_count_until_a_sum_changes(device, monkeypatch):
     """final: the last backward's launch leaves them, and only what has none is read again."""
-    read, plain = [], clip.launch_squares
+    read, plain = [], squares.launch_squares
     monkeypatch.setattr(
-        clip,
+        squares,
         "launch_squares",
         lambda tensors, *rest, **more: read.append(len(tensors)) or plain(tensors, *rest, **more),
     )
@@ -379,9 +380,8 @@ def test_squares_taken_on_the_way_count_until_a_sum_changes(device, monkeypatch)
         ):
             accumulator.zero_()
             read.clear()
-            accumulator.final = final
-            model(grads).backward()
-            accumulator.final = False
+            with accumulator.last_backward(squares=final):
+                model(grads).backward()
             if change:
                 change()
             want = exact_norm([v for v in arena.grad_views if v.numel()])
@@ -1263,9 +1263,8 @@ def test_gpu_a_captured_clip_replays_on_other_gradients(scope):
     fill(arena, filled(model))
     work()
     torch.cuda.synchronize()
-    arena.squares_known()[:] = [False] * len(
-        arena.segments
-    )  # a graph that relied on known squares would keep them for ever
+    # A graph that relied on squares taken before would keep them for ever.
+    arena.squares.invalidate()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = work()
