@@ -42,6 +42,7 @@ from gpuaccel.ops.embedding_backward import encoder_backward
 from gpuaccel.ops.token_sort import find_segments
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
+from gpuaccel.training import Replay
 from gpuaccel.training.data import Batches, make_dataset
 from gpuaccel.training.models import preset
 from gpuaccel.training.step import TrainStep
@@ -456,8 +457,7 @@ def training(config, way: str) -> TrainStep:
         opt,
         accumulate="fused",
         autocast=torch.bfloat16,
-        replay="graph",
-        policy="require",
+        replay=Replay(policy="require"),
         deterministic=way == EXACT_STEP,
     )
 

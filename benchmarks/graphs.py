@@ -29,6 +29,7 @@ from gpuaccel.measure import ledger, resident_bytes
 from gpuaccel.measure.timeline import facts, lines, whole
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
+from gpuaccel.training import Replay
 from gpuaccel.training.loop import warmup_cosine
 from gpuaccel.training.models import Transformer, preset
 from gpuaccel.training.step import TrainStep, token_loss
@@ -68,8 +69,7 @@ def ours(config, replay: str = "graph", accumulate: str = "fused", **how) -> Tra
     return TrainStep(
         model,
         AdamW(Arena(model), **SETTINGS, max_norm=1.0),
-        replay=replay,
-        policy="require",
+        replay=Replay(policy="require") if replay == "graph" else "eager",
         accumulate=accumulate,
         **how,
     )
@@ -148,8 +148,7 @@ def trained(config, replay: str, exact: bool, lengths) -> dict:
         micro_batches=2,
         accumulate="fused",
         scheduler=warmup_cosine(opt, STEPS // 10, STEPS),
-        replay=replay,
-        policy="require",
+        replay=Replay(policy="require") if replay == "graph" else "eager",
         deterministic=exact,
     )
     torch.manual_seed(1)

@@ -21,6 +21,7 @@ from workers import Workers, in_turns, queued
 from gpuaccel.measure import peak_flops
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
+from gpuaccel.training import Replay
 from gpuaccel.training.models import Transformer, flops_per_token, preset
 from gpuaccel.training.step import TrainStep
 
@@ -171,8 +172,7 @@ class Ours:
             micro_batches=MICRO_BATCHES,
             accumulate="fused",
             compile=True,
-            replay="graph",
-            policy="require",
+            replay=Replay(policy="require"),
             deterministic=deterministic,
         )
         self.batch, self.taken = data(config, T), 0

@@ -243,6 +243,16 @@ class FusedEmbedding(FusedForward):
             return type(self.layer).forward(self.layer, tokens)
         return encode(tokens, self.layer)
 
+    # ---- for captured steps: graphs/participant.py ----
+
+    def graph_key(self):
+        """A captured step keeps no host value of this object."""
+        return None
+
+    def tensors_changed_by_step(self) -> "list[Tensor]":
+        """forward counts tokens that are out of range."""
+        return [] if self.invalid is None else [self.invalid]
+
 
 def fuse_embedding(layer: nn.Module, grad: Tensor) -> "FusedEmbedding | None":
     """Have the weight's gradient added into `grad`; None, and nothing changed, for what is no embedding that can."""
@@ -299,6 +309,16 @@ class Embedding(nn.Embedding):
             self.invalid.zero_()
         return found
 
+    # ---- for captured steps: graphs/participant.py ----
+
+    def graph_key(self):
+        """A captured step keeps no host value of this module."""
+        return None
+
+    def tensors_changed_by_step(self) -> "list[Tensor]":
+        """forward counts tokens that are out of range, in a tensor that is no buffer."""
+        return [] if self.invalid is None else [self.invalid]
+
     def _apply(self, fn, recurse=True):
         # module.to(...), to_empty(): what was counted comes along, and is never memory without a value.
         super()._apply(fn, recurse)
@@ -354,11 +374,6 @@ def _counters(model: nn.Module) -> "dict[str, Tensor]":
         if getattr(counter, "invalid", None) is not None:
             counters[name] = counter.invalid
     return counters
-
-
-def counts_of(model: nn.Module) -> "list[Tensor]":
-    """What the embeddings of `model` have counted: changed by forward, and no buffers."""
-    return list(_counters(model).values())
 
 
 def invalid_tokens(model: nn.Module) -> "dict[str, dict]":

@@ -117,6 +117,16 @@ class LoRALinear(nn.Module):
         self.weight.copy_(self.frozen_weight)
         self.frozen_weight = None
 
+    # ---- for captured steps: graphs/participant.py ----
+
+    def graph_key(self) -> bool:
+        """A graph captured while merged leaves the factors out, another one does not."""
+        return self.merged
+
+    def tensors_changed_by_step(self) -> "list[Tensor]":
+        """Parameters only, which a captured step knows."""
+        return []
+
     def state_dict(self, *args, **kwargs):
         """As of any module, with the frozen weight also when merged.
 

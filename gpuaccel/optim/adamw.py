@@ -94,6 +94,7 @@ class AdamW(torch.optim.AdamW):
     changes; waits).
     stochastic_rounding: of bf16 weights, keyed on (seed, tensor, element as it lies in memory, step). seed: 0 to 2^53 - 1.
     grad_scale, found_inf: attributes that torch.amp.GradScaler sets; gradients are divided by the one, the step is skipped by the other.
+    gradient_divisor: attribute, a one-element tensor or None: step() divides the gradients by it (TrainStep: by the tokens).
     maximize, amsgrad: as torch's. foreach, capturable, fused: accepted and kept; every step is fused and can be captured, after one
     step (or prepare()) outside. refresh() brings a changed learning rate to a captured step.
     Deviations from torch: no complex, sparse or differentiable optimization (ArgumentError); with max_norm or "skip" one device only."""
@@ -102,6 +103,7 @@ class AdamW(torch.optim.AdamW):
         lambda self: self.arena is not None
     )  # optim/arena.py: the bf16 copies are written here
     _step_supports_amp_scaling = True
+    gradient_divisor: "Tensor | None" = None
 
     def __init__(
         self,
@@ -223,6 +225,18 @@ class AdamW(torch.optim.AdamW):
         named = [name for group in self.param_groups for name in group.get("param_names", ())]
         return named if len(named) == len(params) else unnamed(params)
 
+    # ---- for captured steps ----
+
+    def graph_key(self) -> tuple:
+        """What a captured step keeps by value: a step with another key needs another capture. Hashable."""
+        groups = tuple((len(g["params"]), g["maximize"], g["amsgrad"]) for g in self.param_groups)
+        has_limit = self.max_norm is not None
+        return (*groups, self.on_nonfinite, self.scope, self.stochastic_rounding, has_limit)
+
+    def tensors_changed_by_step(self) -> "list[Tensor]":
+        """What step() writes on the device beside parameters and state: counts of steps and skips."""
+        return [work.record for work in self._work.values()]
+
     # ---- the step ----
 
     def zero_grad(self, set_to_none: bool = True):
@@ -272,7 +286,10 @@ class AdamW(torch.optim.AdamW):
 
     def _step_on(self, part):
         work = self._work_on(part.device)
-        divisor, found_inf = (self._amp(name, part.device) for name in ("grad_scale", "found_inf"))
+        names = ("grad_scale", "gradient_divisor", "found_inf")
+        grad_scale, divisor, found_inf = (self._amp(name, part.device) for name in names)
+        if grad_scale is not None:
+            divisor = grad_scale if divisor is None else divisor * grad_scale
         found = self._measure(work, part, divisor) if self._measures() else None
         if self.on_nonfinite == "raise" and not bool(found.finite.all()):
             raise NonFiniteError(
@@ -699,7 +716,7 @@ class AdamW(torch.optim.AdamW):
         return self._work[device]
 
     def _amp(self, name, device) -> "Tensor | None":
-        """grad_scale or found_inf, as GradScaler sets them: () fp32 on the device; None when there is none."""
+        """grad_scale or found_inf, as GradScaler sets them, or gradient_divisor: () fp32 on the device; None when there is none."""
         value = getattr(self, name, None)
         return (
             value

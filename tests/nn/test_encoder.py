@@ -1401,8 +1401,7 @@ def test_a_step_with_a_token_out_of_range_is_skipped_and_named_at_the_next_read(
         opt,
         loss_fn,
         accumulate=accumulate,
-        replay=replay,
-        policy="require" if replay == "graph" else "auto",
+        replay=ga.training.Replay(policy="require") if replay == "graph" else "eager",
     )
     data = micros(4, device)
     step(data[0])
@@ -1431,7 +1430,7 @@ def test_a_step_with_a_token_out_of_range_is_skipped_and_named_at_the_next_read(
 def test_a_capture_with_a_token_out_of_range_is_refused_on_the_host(device):
     model, bad = Model(), micros(1)[0]
     bad[0][0, 0] = -1
-    with TrainStep(model, loss_fn=loss_fn, replay="graph", policy="require") as step:
+    with TrainStep(model, loss_fn=loss_fn, replay=ga.training.Replay(policy="require")) as step:
         with pytest.raises((ArgumentError, CaptureError), match=r"token -1 at \(0, 0\)"):
             step(bad)
 
@@ -1448,8 +1447,7 @@ def run(device, steps=20, replay="eager", **how):
         opt,
         loss_fn,
         micro_batches=2,
-        replay=replay,
-        policy="require" if replay == "graph" else "auto",
+        replay=ga.training.Replay(policy="require") if replay == "graph" else "eager",
         **how,
     ) as step:
         losses = [step(batch).loss.clone() for batch in micros(steps, device)]

@@ -85,8 +85,7 @@ def captured(model):
         model,
         loss_fn=loss_of,
         accumulate="fused",
-        replay="graph",
-        policy="require",
+        replay=ga.training.Replay(policy="require"),
         deterministic=True,
     )
     for seed in range(2):
@@ -354,8 +353,7 @@ def test_an_edit_of_bf16_weights_counts(loop, edit, device):
             layer,
             ga.AdamW(arena, lr=0.0),
             lambda model, x: model(x).float().sum(),
-            replay="graph",
-            policy="require",
+            replay=ga.training.Replay(policy="require"),
         )
         take_step = lambda: step(x)
     else:
@@ -392,8 +390,7 @@ def test_masters_keep_bits_that_a_stochastically_rounded_weight_has_not(tmp_path
             layer,
             opt,
             lambda model, x: model(x).float().square().sum(),
-            replay="graph",
-            policy="require",
+            replay=ga.training.Replay(policy="require"),
         )
         x = torch.randn(2, 64).bfloat16()
         for _ in range(3):
