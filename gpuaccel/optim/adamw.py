@@ -229,6 +229,18 @@ class AdamW(torch.optim.AdamW):
         named = [name for group in self.param_groups for name in group.get("param_names", ())]
         return named if len(named) == len(params) else unnamed(params)
 
+    # ---- for captured steps ----
+
+    def graph_key(self) -> tuple:
+        """What a captured step keeps by value: a step with another key needs another capture. Hashable."""
+        groups = tuple((len(g["params"]), g["maximize"], g["amsgrad"]) for g in self.param_groups)
+        has_limit = self.max_norm is not None
+        return (*groups, self.on_nonfinite, self.scope, self.stochastic_rounding, has_limit)
+
+    def tensors_changed_by_step(self) -> "list[Tensor]":
+        """What step() writes on the device beside parameters and state: counts of steps and skips."""
+        return [work.record for work in self._work.values()]
+
     # ---- the step ----
 
     def zero_grad(self, set_to_none: bool = True):
