@@ -60,6 +60,35 @@ def kernel_files() -> "list[pathlib.Path]":
     return sorted(kernel_root().glob("*.cu"))
 
 
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([\w-]+\.cuh)"', re.M)
+
+
+def whole_program(text: str, filename: str) -> str:
+    """The text that is compiled: common.cuh, then each header of kernels_cu that `text` includes, then `text`.
+
+    `#include "x.cuh"` names a file of kernels_cu. Each header stands once, in front of the text
+    that names it, so an #include belongs above all other code. Its line is left empty, and every
+    part begins with its own #line: line numbers in messages are those of the files. The cache key
+    is made from this text, so an edited header recompiles."""
+    parts, included = [], set()
+
+    def add_header(name):
+        if name not in included:
+            included.add(name)
+            add(f"kernels_cu/{name}", (kernel_root() / name).read_text())
+
+    def add(name, text):
+        for header in _INCLUDE.findall(text):
+            if (kernel_root() / header).is_file():  # else the compiler reports it
+                add_header(header)
+        text = _INCLUDE.sub(lambda match: "" if match[1] in included else match[0], text)
+        parts.append(f'#line 1 "{name}"\n{text}')
+
+    add_header("common.cuh")
+    add(filename, text)
+    return "\n".join(parts)
+
+
 # ---- the kernel -----------------------------------------------------------------------------------------------------
 
 
@@ -82,13 +111,13 @@ class Kernel:
         self.text, self.name, self.filename = text, name, filename
         self.options, self.learner = tuple(options), learner
         self.defines = {key: str(value) for key, value in defines.items()}
-        common = (kernel_root() / "common.cuh").read_text()
-        # One string is the whole program, so that the cache key is honest; #line keeps error messages at home.
-        self.source = f'#line 1 "kernels_cu/common.cuh"\n{common}\n#line 1 "{filename}"\n{text}'
+        self.source = whole_program(text, filename)
         # What tests for one architecture's own instructions (wgmma: sm_90a) is compiled for these there; no other GPU runs that code.
         self.own = {
             f"sm_{number}"
-            for number in re.findall(r"\b__CUDA_ARCH_FEAT_SM(\d+)_ALL\b", without_comments(text))
+            for number in re.findall(
+                r"\b__CUDA_ARCH_FEAT_SM(\d+)_ALL\b", without_comments(self.source)
+            )
         }
         self.params = signature(self.source, name, self.defines)
         self.bound = launch_bound(self.source, name, self.defines) or 1024
@@ -188,8 +217,9 @@ def compile(
 ) -> Kernel:
     """A kernel from a string of CUDA C. name: may be left out when there is only one kernel in it; options: for NVRTC.
 
-    The helpers of kernels_cu/common.cuh (bf16, as_float, ...) are at hand. Compiles at once, so that a mistake shows here:
-    raises CompileError with the compiler's own message, line and caret."""
+    The helpers of kernels_cu/common.cuh (bf16, as_float, ...) are at hand, those of another header
+    after `#include "x.cuh"`. Compiles at once, so that a mistake shows here.
+    Raises CompileError with the compiler's own message, line and caret."""
     names = kernel_names(source)
     if name is None:
         if len(names) != 1:
