@@ -29,7 +29,7 @@ from ..ops.clip import launch_squares
 from ..optim.accumulate import GradientAccumulator
 from ..optim.arena import Arena
 from .rendezvous import SLACK
-from .zero1 import handed_on, share
+from .zero1 import gathered_buffers, share
 
 SLAB = 1 << 24  # elements of all ranks' ranges that are added at once
 log = logging.getLogger("gpuaccel")
@@ -337,4 +337,4 @@ def _rendezvous(how, homes) -> "dict[str, tuple]":
 
 def _read(how, arena) -> "list[str]":
     """The buffers that other ranks read: gradients, and of shares the weights, too."""
-    return ["grads", *(handed_on(arena) if how.sharded else ())]
+    return ["grads", *(gathered_buffers(arena) if how.sharded else ())]

@@ -22,8 +22,8 @@ from ..measure.meter import LateValue
 from ..ops.accumulate import CHUNK, accumulate_, accumulate_kernel
 from ..ops.clip import clip_kernel, launch_squares
 from ..optim.accumulate import GradientAccumulator
-from ..optim.adamw import AdamW
 from ..optim.arena import Arena
+from ..optim.device_optimizer import DeviceOptimizer
 from . import rendezvous
 from .config import (
     Distributed,
@@ -36,7 +36,7 @@ from .config import (
 )
 from .early import Apart
 from .p2p import PeerToPeer
-from .zero1 import ShardedAdamW, share
+from .zero1 import ShardedLayout, share
 
 
 class Reducer:
@@ -137,7 +137,7 @@ class Reducer:
                 torch.empty(self.world, n, device=device) for n in (self.own, rest)
             )
             self.messages, self.bits = [], 0
-        if isinstance(opt, AdamW) and opt.arena is arena:
+        if isinstance(opt, DeviceOptimizer) and opt.arena is arena:
             opt.explain_skip = self._explain_skip
 
     # ---- the start ----
@@ -147,12 +147,13 @@ class Reducer:
         arena.partials these are, and a place for them."""
         opt, arena = self.opt, self.arena
         held = {id(p) for group in opt.param_groups for p in group["params"]}
-        if not (isinstance(opt, AdamW) and opt.arena is arena) or held != arena.master_ids:
+        if not (isinstance(opt, DeviceOptimizer) and opt.arena is arena) or held != arena.master_ids:
             raise ArgumentError(
                 "sharded=True is done by a ga.AdamW over the whole arena: ga.AdamW(arena, ...); the optimizer is "
                 f"{type(opt).__name__} over {len(held)} of the arena's {len(arena.masters)} tensors, or over parameters"
             )
-        ShardedAdamW.wear(opt, self.buckets, self.rank, self.world, self.group, self.p2p)
+        layout = ShardedLayout(arena, self.buckets, self.rank, self.world, self.group, self.p2p)
+        opt.shard(layout)
         if self.p2p:  # they have the squares
             return
         ranges = []
@@ -466,10 +467,10 @@ class Reducer:
     def close(self, alone: bool):
         """The step is closed. The process group stays. alone: by an error, so that the other ranks may not do the same."""
         self.accumulator.arrived = None
-        if isinstance(self.opt, AdamW):
+        if isinstance(self.opt, DeviceOptimizer):
             self.opt.explain_skip = None
         if self.sharded:
-            self.opt.shed(alone or self.broken)
+            self.opt.unshard(discard=alone or self.broken)
 
     def abandon(self, error: BaseException):
         """An error in the middle of a step: forget what was sent. The other ranks cannot go on without this one. RankError in place of what a

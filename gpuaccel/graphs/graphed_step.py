@@ -27,8 +27,8 @@ from ..nn.embedding import counts_of
 from ..ops.accumulate import span
 from ..ops.clip import check_choice
 from ..optim.accumulate import GradientAccumulator
-from ..optim.adamw import AdamW
 from ..optim.arena import Arena
+from ..optim.device_optimizer import DeviceOptimizer
 from .capture import recorder_for
 
 POLICIES = ("auto", "require")
@@ -228,7 +228,7 @@ class GraphedStep:
 
     def _refresh(self):
         for thing in self.state:
-            if isinstance(thing, AdamW):
+            if isinstance(thing, DeviceOptimizer):
                 thing.refresh()
             elif isinstance(thing, nn.Module) and (arena := Arena.of(thing)):
                 arena.adopt()
@@ -241,7 +241,7 @@ class GraphedStep:
         args, kwargs = tree_unflatten(inputs, spec)
         for thing in self.state:
             _check_frozen(thing)
-            if isinstance(thing, AdamW):
+            if isinstance(thing, DeviceOptimizer):
                 thing.prepare()
         stays = _Places([thing for thing in self.state if isinstance(thing, nn.Module)])
         with untouched(self._saved, self.device), _no_autocast_cache():
@@ -512,14 +512,12 @@ def _device_of(state):
 
 def _settings_of(opt) -> tuple:
     """What an optimizer hands to its kernels by value, beside the settings that ga.AdamW keeps on the device."""
+    if isinstance(opt, DeviceOptimizer):
+        return opt.graph_key()
     groups = tuple(
         (len(g["params"]), g.get("maximize"), g.get("amsgrad")) for g in opt.param_groups
     )
-    return groups + (
-        (opt.on_nonfinite, opt.scope, opt.stochastic_rounding, opt.max_norm is None)
-        if isinstance(opt, AdamW)
-        else ()
-    )
+    return groups
 
 
 @contextlib.contextmanager
@@ -537,7 +535,7 @@ def _no_autocast_cache():
 
 def _check_frozen(thing):
     """CaptureError for an optimizer of torch's that a graph would freeze: with a learning rate or a step number on the host."""
-    if not isinstance(thing, torch.optim.Optimizer) or isinstance(thing, AdamW):
+    if not isinstance(thing, torch.optim.Optimizer) or isinstance(thing, DeviceOptimizer):
         return
     for g, group in enumerate(thing.param_groups):
         on_gpu = any(p.is_cuda for p in group["params"])
@@ -666,7 +664,7 @@ def _save_optimizer(opt, seen):
         p: {key: t for key, t in opt.state.get(p, {}).items() if isinstance(t, Tensor)}
         for p in params
     }
-    own = [work.record for work in opt._work.values()] if isinstance(opt, AdamW) else []
+    own = opt.tensors_changed_by_step() if isinstance(opt, DeviceOptimizer) else []
     values = _save_tensors([*own, *params, *(t for p in params for t in there[p].values())], seen)
 
     def restore():
@@ -677,7 +675,7 @@ def _save_optimizer(opt, seen):
             for key, t in opt.state.get(p, {}).items()
             if isinstance(t, Tensor) and key not in there[p]
         ]
-        if new and not isinstance(opt, (torch.optim.Adam, torch.optim.AdamW)):
+        if new and not isinstance(opt, (DeviceOptimizer, torch.optim.Adam, torch.optim.AdamW)):
             for p in params:
                 for key in [key for key in opt.state.get(p, {}) if key not in there[p]]:
                     del opt.state[p][key]

@@ -22,7 +22,7 @@ from ..compiler import kernel
 from ..compiler.kernel import Kernel
 from ..errors import ArgumentError
 from .accumulate import overlap
-from .adamw import reference_random_bits, reference_round
+from .rounding import reference_random_bits, reference_round
 from .token_sort import MOST, PIECE, TOKEN, Segments, check_tokens, find_segments, left_out_token
 
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -127,10 +127,11 @@ def _optimizer_groups(path, model, optimizer, arena):
     if arena is not None:
         pairs = zip(arena.parameter_names(), arena.parameters(), strict=True)
         names.update((id(parameter), name) for name, parameter in pairs)
-    if hasattr(optimizer, "whole"):
+    ranks = getattr(optimizer, "ranks", 1)
+    if ranks > 1:
         raise CheckpointError(
-            f"{path}: the optimizer's state is spread over {optimizer.world} ranks, and only a share of it is here; expected the "
-            "whole: `with step.gathered(): ...` on every rank (or optimizer.whole())"
+            f"{path}: the optimizer's state is spread over {ranks} ranks, and only a share of it is "
+            "here; expected the whole: `with step.gathered(): ...` on every rank"
         )
     groups = []
     for index, group in enumerate(optimizer.param_groups):

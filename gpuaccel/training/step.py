@@ -30,6 +30,7 @@ from ..ops.clip import EPS, check_choice, reference_scale
 from ..optim.accumulate import GradientAccumulator
 from ..optim.adamw import AdamW
 from ..optim.arena import Arena
+from ..optim.device_optimizer import DeviceOptimizer
 from .micro import is_split, rows_of, split
 
 DIVISORS = ("tokens", "sequences", "micro_batches")
@@ -136,7 +137,7 @@ class TrainStep:
                     fused=arena.device.type == "cuda",
                 )
             _check_optimizer(opt, arena)
-            ours = isinstance(opt, AdamW) and opt.arena is arena
+            ours = isinstance(opt, DeviceOptimizer) and opt.arena is arena
             clip = clip or ("fused" if ours else "torch")
             _check_clip(clip, opt, ours, max_norm)
             peers = (
@@ -275,7 +276,7 @@ class TrainStep:
         mark("optimizer")
         return (
             found
-            if self.max_norm is not None or not isinstance(self.opt, AdamW)
+            if self.max_norm is not None or not isinstance(self.opt, DeviceOptimizer)
             else _found_by(self.opt)
         )
 
@@ -403,7 +404,7 @@ class TrainStep:
     def gathered(self):
         """A context, to be entered on every rank: inside it the optimizer's state is whole, to be saved or loaded."""
         return (
-            self.opt.whole()
+            self.opt.gathered()
             if self.reducer is not None and self.reducer.sharded
             else contextlib.nullcontext()
         )
@@ -450,7 +451,7 @@ def _clip_by_item(parameters, max_norm) -> Tensor:
     return torch.tensor(norm, device=parameters[0].device)
 
 
-def _found_by(opt: AdamW) -> tuple:
+def _found_by(opt: DeviceOptimizer) -> tuple:
     """Norm, clipped norm, scale, finite: copies that the next step does not overwrite."""
     state = opt.clip_state and opt.clip_state.clone()
     return (state.norm, state.clipped_norm, state.scale, state.finite) if state else (None,)
@@ -460,10 +461,10 @@ def _check_clip(clip, opt, ours, max_norm):
     if clip == "fused" and not ours:
         raise ArgumentError(
             f"clip='fused' is done by ga.AdamW(arena); the optimizer is {type(opt).__name__}"
-            f"{' over parameters' if isinstance(opt, AdamW) else ''}"
+            f"{' over parameters' if isinstance(opt, DeviceOptimizer) else ''}"
         )
     if (
-        isinstance(opt, AdamW)
+        isinstance(opt, DeviceOptimizer)
         and opt.max_norm is not None
         and (
             clip == "item"

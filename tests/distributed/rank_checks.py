@@ -516,7 +516,7 @@ def shares_to_file(rank, group, backend, folder):
             model, distributed=ga.Distributed(group=group, sharded=True, ordered=True)
         ) as step:
             _four_rounds(step, rank, 2, 0, 2)
-            with step.opt.whole():
+            with step.opt.gathered():
                 if rank == 0:
                     ga.save_checkpoint(
                         f"{folder}/two.safetensors",
@@ -539,7 +539,7 @@ def shares_to_file(rank, group, backend, folder):
                 raise AssertionError("a share was saved as if it were all")
             before = [t.clone() for state in step.opt.state.values() for t in state.values()]
             dist.barrier(group)
-            with step.opt.whole():  # over a state that is there
+            with step.opt.gathered():  # over a state that is there
                 ga.load_checkpoint(
                     f"{folder}/two.safetensors",
                     model=model,
@@ -602,7 +602,7 @@ def shares_from_file(rank, group, backend, folder):
             micro_batches=4 // ranks,
             distributed=ga.Distributed(group=group, sharded=True, ordered=True),
         ) as step:
-            with step.opt.whole() if ranks > 1 else contextlib.nullcontext():
+            with step.opt.gathered() if ranks > 1 else contextlib.nullcontext():
                 ga.load_checkpoint(
                     f"{folder}/two.safetensors",
                     model=model,
