@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..compiler.kernel import Kernel, kernel_root
+from ..compiler.kernel import Kernel, Launch, kernel_root
 from ..source import struct_fields
 from .accumulate import CHUNK
 from .clip import MAX_BLOCKS, ClipState
@@ -103,6 +103,10 @@ class UpdateRule:
     def kernel(self, version: str, *macros) -> Kernel:
         """The kernel <file>_<version>."""
         return _kernel(self.file, f"{self.file}_{version}", THREADS.get(version, 256), macros)
+
+    @functools.cached_property
+    def begin(self) -> Launch:
+        return self.kernel("begin")[1, MAX_TENSORS]
 
     def update_kernel(self, version: str, param, grad, macros: tuple, stochastic: bool) -> Kernel:
         types = ("PARAM_T", TYPES[param]), ("GRAD_T", TYPES[grad])
@@ -274,7 +278,7 @@ def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInp
     )
     if jobs.steps is None:
         jobs.steps = list(_pack_steps(jobs))
-    launch = rule.kernel("begin")[1, MAX_TENSORS]
+    launch = rule.begin
     for start, packed in jobs.steps:
         launch(
             coefficients[start:],
