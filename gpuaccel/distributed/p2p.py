@@ -37,7 +37,7 @@ from . import collectives
 from .buckets import Bucket
 from .config import Distributed
 from .heartbeat import SLACK
-from .zero1 import handed_on, share
+from .zero1 import gathered_buffers, share
 
 SLAB = 1 << 24  # elements of all ranks' ranges that are added at once
 log = logging.getLogger("gpuaccel")
@@ -380,4 +380,4 @@ def _rendezvous(config: Distributed, memory: "dict[str, Tensor]") -> "dict[str, 
 
 def _shared_buffers(config: Distributed, arena: Arena) -> "list[str]":
     """The buffers that other ranks read: gradients, and with a sharded optimizer the weights."""
-    return ["grads", *(handed_on(arena) if config.sharded else ())]
+    return ["grads", *(gathered_buffers(arena) if config.sharded else ())]

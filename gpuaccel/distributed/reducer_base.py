@@ -18,14 +18,14 @@ from ..errors import ArgumentError, RankError
 from ..ops.accumulate import accumulate_kernel
 from ..ops.clip import clip_kernel
 from ..optim.accumulate import BackwardListener, GradientAccumulator
-from ..optim.adamw import AdamW
 from ..optim.arena import Arena
+from ..optim.device_optimizer import DeviceOptimizer
 from . import collectives, heartbeat
 from .agreement import UsedTensors, WeightCheck, broadcast_weights, compare
 from .buckets import buckets_of
 from .config import Distributed
 from .nonfinite import NonFiniteSearch
-from .zero1 import ShardedAdamW
+from .zero1 import ShardedLayout
 
 
 @dataclass
@@ -114,20 +114,24 @@ class ReducerBase:
         masters = not self.sharded or any(p.dtype == torch.float32 for p in arena.params)
         self.weight_check = WeightCheck(config, arena, masters)
         self.count_dtype = torch.int64
-        if isinstance(opt, AdamW) and opt.arena is arena:
+        if isinstance(opt, DeviceOptimizer) and opt.arena is arena:
             opt.explain_skip = self._explain_skip
 
     def _shard_optimizer(self):
         """From here on the optimizer keeps this rank's share of its state."""
         opt, arena = self.opt, self.arena
         tensors = {id(p) for group in opt.param_groups for p in group["params"]}
-        if not (isinstance(opt, AdamW) and opt.arena is arena) or tensors != arena.master_ids:
+        if (
+            not (isinstance(opt, DeviceOptimizer) and opt.arena is arena)
+            or tensors != arena.master_ids
+        ):
             raise ArgumentError(
                 "sharded=True needs a ga.AdamW over the whole arena: ga.AdamW(arena, ...); the "
                 f"optimizer is {type(opt).__name__} over {len(tensors)} of the arena's "
                 f"{len(arena.masters)} tensors, or over parameters"
             )
-        ShardedAdamW.wear(opt, self.buckets, self.rank, self.world, self.group, self.p2p)
+        layout = ShardedLayout(arena, self.buckets, self.rank, self.world, self.group, self.p2p)
+        opt.shard(layout)
 
     def _prepare_for_capture(self):
         """What a capture cannot do: compile and load kernels, and connect the ranks by NCCL."""
@@ -243,10 +247,10 @@ class ReducerBase:
         """The step is closed. The process group stays.
 
         alone: by an error, so that the other ranks may not do the same."""
-        if isinstance(self.opt, AdamW):
+        if isinstance(self.opt, DeviceOptimizer):
             self.opt.explain_skip = None
         if self.sharded:
-            self.opt.shed(alone or self.broken)
+            self.opt.unshard(discard=alone or self.broken)
 
     # ---- what may be asked ----
 

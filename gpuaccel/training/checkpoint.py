@@ -63,11 +63,11 @@ def _master_tensors(arena) -> "dict[str, Tensor]":
 
 def _optimizer_groups(path, model, optimizer, arena) -> "list[dict[str, Tensor]]":
     """Per parameter group, name -> parameter. An fp32 master has the name of its parameter."""
-    if hasattr(optimizer, "whole"):
+    ranks = getattr(optimizer, "ranks", 1)
+    if ranks > 1:
         raise CheckpointError(
-            f"{path}: the optimizer's state is sharded over {optimizer.world} ranks, and only one "
-            "shard of it is here; expected all of it: `with step.gathered(): ...` on every rank "
-            "(or optimizer.whole())"
+            f"{path}: the optimizer's state is spread over {ranks} ranks, and only a share of it is "
+            "here; expected the whole: `with step.gathered(): ...` on every rank"
         )
     names = {id(parameter): name for name, parameter in uncompiled(model).named_parameters()}
     if arena is not None:

@@ -38,6 +38,7 @@ from ..ops.clip import EPS, check_choice, check_max_norm
 from ..optim.accumulate import MODES, GradientAccumulator
 from ..optim.adamw import AdamW
 from ..optim.arena import Arena
+from ..optim.device_optimizer import DeviceOptimizer
 from .micro import rows_of, split
 from .replay import Replay, StepGraphs, replay_options
 from .results import ClipResult, StepOutput, Totals
@@ -152,7 +153,7 @@ class TrainStep:
             self.arena = self.arena or Arena(model)
             self.opt = _default_optimizer(self.arena, clip) if opt is None else opt
             _check_optimizer(self.opt, self.arena)
-            ours = isinstance(self.opt, AdamW) and self.opt.arena is self.arena
+            ours = isinstance(self.opt, DeviceOptimizer) and self.opt.arena is self.arena
             self.clip = clip or ("fused" if ours else "torch")
             _check_clip(self.clip, self.opt, ours, max_norm)
             if distributed is not None and distributed.needs_reducer:
@@ -405,7 +406,7 @@ class TrainStep:
             mark("clip")
         self.opt.step()
         mark("optimizer")
-        if self.max_norm is None and isinstance(self.opt, AdamW):
+        if self.max_norm is None and isinstance(self.opt, DeviceOptimizer):
             # A ga.AdamW over parameters, which may have clipped by itself.
             return ClipResult.of_optimizer(self.opt)
         return result
@@ -446,7 +447,7 @@ class TrainStep:
         """A context, to be entered on every rank: in it the optimizer's state is whole, to be
         saved or loaded."""
         if self.reducer is not None and self.reducer.sharded:
-            return self.opt.whole()
+            return self.opt.gathered()
         return contextlib.nullcontext()
 
     def close(self, alone: bool = False):
@@ -491,11 +492,11 @@ def _clip_by_item(parameters, max_norm) -> Tensor:
 
 def _check_clip(clip: str, opt, ours: bool, max_norm: "float | None"):
     if clip == "fused" and not ours:
-        over = " over parameters" if isinstance(opt, AdamW) else ""
+        over = " over parameters" if isinstance(opt, DeviceOptimizer) else ""
         raise ArgumentError(
             f"clip='fused' is done by ga.AdamW(arena); the optimizer is {type(opt).__name__}{over}"
         )
-    if not isinstance(opt, AdamW) or opt.max_norm is None:
+    if not isinstance(opt, DeviceOptimizer) or opt.max_norm is None:
         return
     # The optimizer clips by itself: nothing here may clip as well, or to another norm.
     if clip == "fused":

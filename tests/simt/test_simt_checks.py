@@ -629,7 +629,16 @@ def exercise_run(task):
 SOURCES = {name: good.source for name, good in GOOD.items()} | {
     task.name: task.solution for task in EXERCISES.values() if task.params
 }
-SOURCES |= {name: (kernel_root() / f"{file}.cu").read_text() for file, name in OURS}
+
+
+def with_headers(path):
+    """A file's text with its headers in the place of the #include lines, so that they are changed too."""
+    return re.sub(
+        r'#include "(.*?)"', lambda m: with_headers(kernel_root() / m[1]), path.read_text()
+    )
+
+
+SOURCES |= {name: with_headers(kernel_root() / f"{file}.cu") for file, name in OURS}
 RUNS = {name: [({}, good.run)] for name, good in GOOD.items()}
 RUNS |= {task.name: [({}, exercise_run(task))] for task in EXERCISES.values() if task.params}
 RUNS |= {

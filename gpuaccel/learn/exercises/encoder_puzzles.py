@@ -2,7 +2,7 @@
 
 import torch
 
-from ...ops.adamw import reference_round
+from ...ops.rounding import reference_round
 from .puzzles import _INDEX, Case, _kernel_exercise, _normal, _unwritten
 
 POISON = 65_000  # what stands before and behind a check's tensors: a token like it, so that reading in front of them shows
