@@ -16,7 +16,7 @@ import gpuaccel as ga
 FOLDER = pathlib.Path(__file__).resolve().parent / "pictures"
 STEPS = 40
 # The package draws text in greys that can be read on any page. A README can show one picture per
-# colour scheme, with more contrast: the greys of gpuaccel/learn/figures/picture.py, and what stands for each on
+# colour scheme, with more contrast: the greys of gpuaccel/learn/figures/drawing.py, and what stands for each on
 # white and on black.
 SCHEMES = {
     "light": {"#7d838c": "#1f2328", "#868c95": "#59636e"},
@@ -64,7 +64,7 @@ def coloured(svg: str, colours: "dict[str, str]") -> str:
     for old, new in colours.items():
         if old not in svg:
             raise ValueError(
-                f"the picture has no {old}: gpuaccel/learn/figures/picture.py draws in other colours now"
+                f"the picture has no {old}: gpuaccel/learn/figures/drawing.py draws in other colours now"
             )
         svg = svg.replace(old, new)
     return svg

@@ -7,8 +7,7 @@ import pytest
 from pictures import text_of
 
 import gpuaccel as ga
-from gpuaccel.learn import recorded
-from gpuaccel.learn.figures import rank_figures
+from gpuaccel.learn import rank_figures, recorded
 from gpuaccel.measure import Span
 
 

@@ -8,8 +8,7 @@ import torch
 from pictures import text_of
 
 import gpuaccel as ga
-from gpuaccel.learn import recorded
-from gpuaccel.learn.figures import token_figures
+from gpuaccel.learn import recorded, token_figures
 
 WORDS = "the cat and the dog and the bird".split()
 
