@@ -329,7 +329,7 @@ def encoder() -> "Table | Recorded":
     kinds = {
         kind: r
         for kind, r in found.items()
-        if isinstance(r, dict) and isinstance(r.get("ways"), dict)
+        if isinstance(r, dict) and isinstance(r.get("variants"), dict)
     }
 
     def ms(row):
@@ -338,13 +338,13 @@ def encoder() -> "Table | Recorded":
         return "-" if value is None else f"{value:.3f} ms"
 
     ways = list(
-        dict.fromkeys(way for r in kinds.values() for way in r["ways"] if "bf16" not in way)
+        dict.fromkeys(way for r in kinds.values() for way in r["variants"] if "bf16" not in way)
     )
     rows = [
         [
             way,
-            *(ms(r["ways"].get(way) or {}) for r in kinds.values()),
-            f"{max((r['ways'].get(way) or {}).get('differ') or 0 for r in kinds.values()):,}",
+            *(ms(r["variants"].get(way) or {}) for r in kinds.values()),
+            f"{max((r['variants'].get(way) or {}).get('differ') or 0 for r in kinds.values()):,}",
         ]
         for way in ways
     ]
@@ -389,7 +389,7 @@ def ddp(gpus: int = 2) -> "Table | Recorded":
         if not isinstance(result, dict):
             continue
         fastest.update(dict.fromkeys((result.get("fastest_torch") or {}).values()))
-        for family, by_count in (result.get("families") or {}).items():
+        for family, by_count in (result.get("groups") or {}).items():
             by_count = {count: ways for count, ways in by_count.items() if isinstance(ways, dict)}
             names = dict.fromkeys(
                 name
