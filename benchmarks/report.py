@@ -1,7 +1,9 @@
 """Write the generated tables of docs/benchmarks.md and README.md from benchmarks/results/*.json.
 
 python benchmarks/report.py            # after a new measurement
-python benchmarks/report.py --check    # says whether the pages show the results; changes nothing
+python benchmarks/report.py --check    # fails where the pages show other results; changes nothing
+
+Both name the results that are stale, and what has changed since they were measured.
 
 A generated part stands between two markers, <!-- name: made by benchmarks/report.py --> and
 <!-- /name -->. A table that has no result keeps its text.
@@ -13,6 +15,7 @@ import sys
 import textwrap
 
 import common
+from fingerprints import staleness
 
 PAGES = (common.ROOT / "README.md", common.ROOT / "docs" / "benchmarks.md")
 
@@ -292,7 +295,7 @@ def encoder_table() -> str:
             "replayed from a CUDA graph. *Segments known*: the tokens are grouped already; *in",
             "line*: grouping them is part of the time. The percentage is of the copy rate, for",
             "the bytes that must move: the gradient read once, and those rows of the sums that",
-            "have a token read and written. PeerToPeer: `embedding_dense_backward`, which fills a",
+            "have a token read and written. torch: `embedding_dense_backward`, which fills a",
             "fresh bf16 table (*dense*); `index_add_` with atomics, fp32 or bf16, whichever is",
             "faster (*atomics*); and its deterministic form.",
         ),
@@ -534,9 +537,9 @@ def attention_table(r) -> str:
     return section(
         paragraph(
             "`PolyAttention`, forward and backward: T = 2,048, 16 heads of 64, bf16, on tensor",
-            "cores. Against the same in torch, with T x T matrices in bf16, eager and compiled;",
-            "and our plain kernels (v1). Memory is the peak of ours, torch's, and torch's",
-            "compiled.",
+            "cores. Compared with the same in torch, with T x T matrices in bf16, eager and",
+            "compiled, and with our plain kernels (v1). Memory is the peak of ours, torch's, and",
+            "torch's compiled.",
         ),
         markdown(
             ("", "time", "against eager torch", "against compiled", "against v1", "memory"), rows
@@ -592,7 +595,6 @@ def layers_table(r) -> str:
 
 def ddp_table() -> str:
     results = {n: result for n in ("2", "4", "8") if (result := load(f"ddp_{n}gpus"))}
-    captured = any("fastest_torch" in result["results"][n] for n, result in results.items())
     parts = []
     for n, result in results.items():
         r = result["results"][n]
@@ -615,14 +617,12 @@ def ddp_table() -> str:
         paragraph(
             "torch: DDP with `no_sync`, bf16 autocast over fp32 weights",
             "(`benchmarks/ddp_ranks.py`).",
-            "*Captured*: compiled, the whole step with DDP in one CUDA graph. The model is one compiled"
-            if captured
-            else "",
-            "graph, or split at DDP's buckets (*DDPOptimizer*)." if captured else "",
+            "*Captured*: compiled, the whole step with DDP in one CUDA graph. The model is one",
+            "compiled graph, or split at DDP's buckets (*DDPOptimizer*).",
             "Ours: eager steps in mode `arena`; replayed steps compiled and in mode `fused`.",
             "*Sharded* is ZeRO-1; *ordered* adds every micro-batch in global order",
             "([several-gpus.md](several-gpus.md)).",
-            "The last number of ours is the rate against torch's fastest DDP." if captured else "",
+            "The last number of ours is the rate against torch's fastest DDP.",
         ),
         *parts,
     )
@@ -698,8 +698,8 @@ def ddp_peer(r, n: int) -> str:
             )
             if "captured" not in name:
                 sentences.append(
-                    "That DDP is launched from Python, which limits it here; DDP captured in a CUDA "
-                    "graph, a stronger peer, was not measured in this run."
+                    "That DDP is launched from Python, which limits it here; DDP captured in a "
+                    "CUDA graph, a stronger peer, was not measured in this run."
                 )
     return paragraph(*sentences)
 
@@ -1012,7 +1012,7 @@ TITLES = {
 
 def missed_in(text: str) -> "list[tuple[str, str]]":
     """(what, value and goal) of every goal that a section says was missed."""
-    found, head, part = [], None, ""
+    missed, head, part = [], None, ""
     for line in text.split("\n"):
         if not line.startswith("|"):
             head = None
@@ -1026,9 +1026,9 @@ def missed_in(text: str) -> "list[tuple[str, str]]":
         for title, cell in zip(head, cells):
             if ": missed)" in cell:
                 what = part + cells[0].replace("`", "")
-                found.append((f"{what}; {title}" if title else what, cell))
+                missed.append((f"{what}; {title}" if title else what, cell))
     sentences = (" ".join(block.split()) for block in text.split("\n\n") if block[:1] != "|")
-    return found + [("", words) for words in sentences if ": missed)" in words]
+    return missed + [("", words) for words in sentences if ": missed)" in words]
 
 
 def missed_table() -> str:
@@ -1107,25 +1107,35 @@ PARTS = {**TABLES, "missed": missed_table, "ratios": ratios_table}
 def filled(text: str) -> str:
     """A page with its generated parts made anew; a table without a result stays as it is."""
     for name, make in PARTS.items():
-        found = re.search(
+        part = re.search(
             rf"(<!-- {name}: made by benchmarks/report.py -->\n).*?(<!-- /{name} -->)",
             text,
             re.DOTALL,
         )
-        if found and (name not in TABLES or load(name)):
-            text = f"{text[: found.end(1)]}{make()}\n{text[found.start(2) :]}"
+        if part and (name not in TABLES or load(name)):
+            text = f"{text[: part.end(1)]}{make()}\n{text[part.start(2) :]}"
     return text
 
 
-if __name__ == "__main__":
+def print_stale_results():
+    """Name the results that are older than what they measured."""
+    for path in sorted(common.RESULTS.glob("*.json")):
+        stale = staleness(json.loads(path.read_text()))
+        if stale:
+            print(f"{path.name} was {stale}")
+
+
+def main():
     pages = {path: path.read_text() for path in PAGES}
     changed = {path: new for path, old in pages.items() if (new := filled(old)) != old}
-    if "--check" in sys.argv:
+    print_stale_results()
+    if "--check" not in sys.argv:
+        for path, text in changed.items():
+            path.write_text(text)
+    elif changed:
         names = ", ".join(path.name for path in changed)
-        sys.exit(
-            f"{names} do not show benchmarks/results: run python benchmarks/report.py"
-            if changed
-            else 0
-        )
-    for path, text in changed.items():
-        path.write_text(text)
+        sys.exit(f"{names} do not show benchmarks/results: run python benchmarks/report.py")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""README.md and docs/: Python runs as printed, numbers are the recorded ones, links lead somewhere."""
+"""README.md and docs/: examples run, numbers are the recorded ones, links lead somewhere."""
 
 import ast
 import importlib.util
