@@ -305,14 +305,16 @@ def encoder() -> "Table | Recorded":
     kinds = {
         kind: result
         for kind, result in _dicts(backward).items()
-        if isinstance(result.get("ways"), dict)
+        if isinstance(result.get("variants"), dict)
     }
-    variants = [name for name in _names(r["ways"] for r in kinds.values()) if "bf16" not in name]
+    variants = [
+        name for name in _names(r["variants"] for r in kinds.values()) if "bf16" not in name
+    ]
     if not variants:
         return run
     rows = []
     for name in variants:
-        results = [kind["ways"].get(name) or {} for kind in kinds.values()]
+        results = [kind["variants"].get(name) or {} for kind in kinds.values()]
         differ = max(result.get("differ") or 0 for result in results)
         rows.append([name, *map(_backward_ms, results), f"{differ:,}"])
     buckets = [
@@ -344,7 +346,7 @@ def ddp(gpus: int = 2) -> "Table | Recorded":
     fastest = {}
     for ranks, result in _dicts(run.get()).items():
         fastest.update(dict.fromkeys((result.get("fastest_torch") or {}).values()))
-        for group, by_count in (result.get("families") or {}).items():
+        for group, by_count in (result.get("groups") or {}).items():
             rows += _ddp_rows(f"{ranks} GPUs: {group}", group, _dicts(by_count))
     if not rows:
         return run
