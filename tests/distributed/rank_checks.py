@@ -534,7 +534,7 @@ def shares_to_file(rank, group, backend, folder):
                     arena=step.arena,
                 )
             except ga.CheckpointError as error:
-                assert "is spread over 2 ranks" in str(error)
+                assert "is sharded over 2 ranks" in str(error)
             else:
                 raise AssertionError("a share was saved as if it were all")
             before = [t.clone() for state in step.opt.state.values() for t in state.values()]
