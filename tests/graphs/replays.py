@@ -1,18 +1,20 @@
 """Models, data and comparisons for the tests of captured steps: an eager run, and the same one replayed."""
 
+import contextlib
 import math
+import os
 import random
 import shutil
-import types
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import same
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel.graphs import capture, tape
+from gpuaccel.graphs import tape
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training import Replay
@@ -165,25 +167,6 @@ def seed():
     torch.manual_seed(3), random.seed(3), np.random.seed(3)
 
 
-def bits(t):
-    return t.detach().reshape(-1).view(torch.uint8)
-
-
-def same(got, want, what=""):
-    """Equal bit by bit, except that one NaN is like another."""
-    assert got.dtype == want.dtype and got.shape == want.shape, (
-        f"{what}: {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
-    )
-    if want.is_floating_point():
-        assert torch.equal(got.isnan(), want.isnan()), f"{what}: NaN in other places"
-        got, want = (t.nan_to_num(0, math.inf, -math.inf) for t in (got, want))
-    if not torch.equal(bits(got), bits(want)):
-        d = (got.double() - want.double()).abs()
-        raise AssertionError(
-            f"{what}: largest difference {d.max().item():.3g}, mean {d.mean().item():.3g}, in {(d > 0).sum()} of {d.numel()}"
-        )
-
-
 def drawn(device):
     """Where the random generators stand."""
     found = {
@@ -264,25 +247,57 @@ def compare(device, data, between=None, **how):
     return wanted
 
 
-@pytest.fixture
-def counts(monkeypatch):
-    """.replays and .captures: how often a recording was replayed, how many were made."""
-    found = types.SimpleNamespace(replays=0, captures=0)
+def graphed_or_eager(graphed, fn, state):
+    """A context: fn captured, or fn itself."""
+    return ga.GraphedStep(fn, state, policy="require") if graphed else contextlib.nullcontext(fn)
 
-    def count(kind, method, what):
-        was = getattr(kind, method)
 
-        def counted(*args):
-            setattr(found, what, getattr(found, what) + 1)
-            return was(*args)
+def follow_eager(device, build, drive):
+    """drive(step, model, opt) of a captured step has eager's results, and leaves eager's state.
 
-        monkeypatch.setattr(kind, method, counted)
+    build() -> (model, opt, fn); drive returns a list of tensors and Nones. Returns eager's."""
+    runs = []
+    for graphed in (False, True):
+        model, opt, fn = build()
+        seed()
+        with graphed_or_eager(graphed, fn, [model, opt]) as step:
+            results = drive(step, model, opt)
+            runs.append((results, everything(model, opt, device)))
+    (wanted, state_wanted), (got, state_got) = runs
+    for k, (mine, want) in enumerate(zip(got, wanted, strict=True)):
+        if want is not None:
+            same(mine, want, f"result {k}")
+    agree(state_got, state_wanted)
+    return wanted
 
-    for kind in (tape.Tape, capture.CudaRecording):
-        count(kind, "replay", "replays")
-    for kind in (capture.TapeRecorder, capture.CudaRecorder):
-        count(kind, "record", "captures")
-    return found
+
+@contextlib.contextmanager
+def unchanged(model, opt, device):
+    """The block changes nothing that a step may change."""
+    before = everything(model, opt, device)
+    yield
+    agree(everything(model, opt, device), before)
+
+
+def healthy(device):
+    """After a capture that failed: dropout draws, memory comes from where it should, and another
+    capture works."""
+    ones = torch.ones(1000, device=device)
+    one, two = F.dropout(ones, 0.5), F.dropout(ones, 0.5)
+    assert 300 < (one == 0).sum().item() < 700 and not torch.equal(one, two)
+    assert not tape.kernel.recorders
+    if device == "cuda":
+        new = torch.empty(5 << 20, dtype=torch.uint8, device=device)
+        pools = [
+            tuple(s["segment_pool_id"])
+            for s in torch.cuda.memory_snapshot()
+            if s["address"] <= new.data_ptr() < s["address"] + s["total_size"]
+        ]
+        assert pools == [(0, 0)], "memory still comes from the pool of the capture that failed"
+    with ga.GraphedStep(
+        lambda x: F.dropout(x, 0.5), torch.zeros(1, device=device), policy="require"
+    ) as step:
+        assert not torch.equal(step(ones), step(ones))
 
 
 def small(device, norm=False, dropout=0.0):
@@ -368,6 +383,8 @@ def theirs(kind, **changes):
     """A model of transformers, from its config; GPT-2 with dropout in all its places."""
 
     def build():
+        # Nothing is downloaded.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
         transformers = pytest.importorskip(
             "transformers", reason="transformers, of the extra `test`, is not installed"
         )

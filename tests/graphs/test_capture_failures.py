@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import KERNELS
+from helpers import KERNELS, same
 from replays import (
     LIMIT,
     LR,
@@ -18,6 +18,7 @@ from replays import (
     batches,
     compare,
     everything,
+    healthy,
     lists,
     loss_fn,
     make,
@@ -25,7 +26,6 @@ from replays import (
     outputs_agree,
     pairs,
     plain_step,
-    same,
     seed,
     small,
     takes_a_value,
@@ -35,7 +35,6 @@ from replays import (
 
 import gpuaccel as ga
 from gpuaccel.errors import CaptureError
-from gpuaccel.graphs import tape
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.training.step import TrainStep
 
@@ -156,32 +155,6 @@ def names_the_line(info, fault, instead):
         error
     ) and f"test_graphs.py:{line}" in str(error)
     assert re.search(f"Instead: .*({instead})", str(error)), str(error)
-
-
-def healthy(device):
-    """After a capture that failed: dropout draws, memory comes from where it should, and another capture works."""
-    ones = torch.ones(1000, device=device)
-    one, two = F.dropout(ones, 0.5), F.dropout(ones, 0.5)
-    assert 300 < (one == 0).sum().item() < 700 and not torch.equal(one, two)
-    assert not tape.kernel.recorders
-    if device == "cuda":
-        new = torch.empty(5 << 20, dtype=torch.uint8, device=device)
-        home = [
-            s
-            for s in torch.cuda.memory_snapshot()
-            if s["address"] <= new.data_ptr() < s["address"] + s["total_size"]
-        ]
-        assert [tuple(s["segment_pool_id"]) for s in home] == [(0, 0)], (
-            "memory still comes from the pool of the capture that failed"
-        )
-        while MEMORY:
-            status, address = MEMORY.pop()
-            if not int(status):
-                runtime().cudaFree(address)
-    with ga.GraphedStep(
-        lambda x: F.dropout(x, 0.5), torch.zeros(1, device=device), policy="require"
-    ) as step:
-        assert not torch.equal(step(ones), step(ones))
 
 
 @pytest.mark.parametrize("where", ["forward", "hook"])

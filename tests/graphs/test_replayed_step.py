@@ -10,7 +10,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import KERNELS
+from helpers import KERNELS, same
 from replays import (
     LIMIT,
     LR,
@@ -29,7 +29,6 @@ from replays import (
     make,
     mean_loss,
     outputs_agree,
-    same,
     seed,
     side_by_side,
     their_loss,
