@@ -4,6 +4,7 @@ On a GPU these are CUDA graphs; on the CPU, under backend simt, a tape stands in
 """
 
 import copy
+import itertools
 import json
 import re
 import warnings
@@ -35,6 +36,7 @@ from replays import (
     theirs,
     torchs,
     trained,
+    unchanged,
 )
 
 import gpuaccel as ga
@@ -82,43 +84,39 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_replayed_run_has_the_bits_of_an_eager_one(device, case, counts):
-    """Losses, norms, tokens, verdicts, weights, moments, skips, generators: with dropout, a schedule, clipping, a NaN, two lengths in turn."""
+    """Losses, norms, tokens, clip results, weights, moments, skips, generators: with dropout, a
+    schedule, clipping, a NaN, two lengths in turn."""
     data = batches(device, bad=(3,))
-    how = CASES[case]
-    wanted = compare(device, data, **how)
+    wanted = compare(device, data, **CASES[case])
     assert counts.replays == len(data) and counts.captures == 2, counts
     # What was compared was a run in which all of it happened.
-    assert [bool(out.finite.all()) for out in wanted] == [k != 3 for k in range(8)] and len(
-        {out.loss.item() for out in wanted}
-    ) == 8
-    assert all((out.scale < 1).any() for out in wanted if out.finite.all()), (
-        "clipping had nothing to do"
-    )
+    assert [bool(out.finite.all()) for out in wanted] == [k != 3 for k in range(8)]
+    assert len({out.loss.item() for out in wanted}) == 8
+    clipped = [(out.scale < 1).any() for out in wanted if out.finite.all()]
+    assert all(clipped), "clipping had nothing to do"
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_the_case_side_by_side_is_one_product(device):
-    step = make(device, "graph", **CASES["fused, q k v together"])
-    assert step.model.blocks[0].w_q.forward.__self__.joint is not None
-    step.close()
+    with make(device, "graph", **CASES["fused, q k v together"]) as step:
+        assert step.model.blocks[0].w_q.forward.__self__.joint is not None
 
 
 @pytest.mark.parametrize("accumulate", ["arena", "fused"])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_rare_weight_moves_only_where_it_got_a_gradient(device, accumulate):
-    """Eager leaves a weight alone, decay included, in a step that gave it no gradient: so does the graph of such a step."""
-    step = make(device, "graph", net=lambda: Net(rare=True), accumulate=accumulate, schedule=None)
-    with torch.no_grad():
-        step.model.rare.fill_(1.0)
-    seen = []
-    for batch in batches(device, n=4):
-        step(batch)
-        seen.append(step.model.rare.detach().clone())
-    assert seen[0].eq(1).all() and torch.equal(seen[2], seen[1]), "it moved in a batch of 8 tokens"
-    assert not torch.equal(seen[1], seen[0]) and not torch.equal(seen[3], seen[2]), (
-        "it did not move in a batch of 16 tokens"
-    )
-    step.close()
+    """Eager leaves a weight alone, decay included, in a step that gave it no gradient: so does the
+    graph of such a step."""
+    options = {"net": lambda: Net(rare=True), "accumulate": accumulate, "schedule": None}
+    values = []
+    with make(device, "graph", **options) as step:
+        with torch.no_grad():
+            step.model.rare.fill_(1.0)
+        for batch in batches(device, n=4):
+            step(batch)
+            values.append(step.model.rare.detach().clone())
+    assert values[0].eq(1).all() and torch.equal(values[2], values[1]), "8 tokens have moved it"
+    assert not torch.equal(values[1], values[0]) and not torch.equal(values[3], values[2])
 
 
 @pytest.mark.parametrize("accumulate", ["arena", "fused"])
@@ -128,7 +126,7 @@ def test_autocast_is_replayed_with_eagers_bits(device, accumulate):
 
 
 @pytest.mark.parametrize(
-    "accumulate, how",
+    "accumulate, kind",
     [
         ("arena", "whole"),
         ("fused", "whole"),
@@ -139,13 +137,13 @@ def test_autocast_is_replayed_with_eagers_bits(device, accumulate):
 )
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_torchs_optimizer_and_torchs_clipping_are_replayed_with_eagers_bits(
-    device, accumulate, how
+    device, accumulate, kind
 ):
-    found = {}
+    data = batches(device, n=6) if kind == "whole" else lists(device)
+    runs = {}
     for replay in ("eager", "graph"):
         torch.manual_seed(0)
         model = Net().to(device)
-        arena = Arena(model)
         opt = torchs(model, device)
         step = TrainStep(
             model,
@@ -158,15 +156,13 @@ def test_torchs_optimizer_and_torchs_clipping_are_replayed_with_eagers_bits(
             deterministic=device == "cuda",
             scheduler=warmup_cosine(opt, 2, 6),
         )
-        assert step.clip == "torch" and Arena.of(model) is arena
+        assert step.clip == "torch"
         seed()
-        found[replay] = trained(
-            step, batches(device, n=6) if how == "whole" else lists(device), device
-        )
+        runs[replay] = trained(step, data, device)
         assert step.replays == replay
-    outputs_agree(found["graph"][0], found["eager"][0])
-    agree(found["graph"][1], found["eager"][1])
-    assert all(out.scale < 1 for out in found["eager"][0])
+    outputs_agree(runs["graph"][0], runs["eager"][0])
+    agree(runs["graph"][1], runs["eager"][1])
+    assert all(out.scale < 1 for out in runs["eager"][0])
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -210,32 +206,25 @@ def test_a_list_of_micro_batches_gives_eagers_bits_in_one_launch_each_and_a_tail
     assert [bool(out.finite.all()) for out in wanted] == [k != 3 for k in range(6)]
 
 
+def micro(device, T, seed):
+    """A micro-batch of two sequences."""
+    return batches(device, n=1, rows=2, lengths=(T,), seed=seed)[0]
+
+
 @pytest.mark.parametrize("accumulate", ["arena", "fused"])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_kind_that_is_new_in_the_middle_of_a_list_leaves_the_sums_right(device, accumulate):
-    def micro(T, at):
-        return batches(device, n=1, rows=2, lengths=(T,), seed=at)[0]
-
-    steps = [
-        [micro(8, 0), micro(8, 1)],
-        [micro(8, 2), micro(16, 3), micro(8, 4), micro(12, 5)],
-        [micro(12, 6), micro(8, 7)],
-    ]
-    compare(device, steps, accumulate=accumulate)
+    steps = [[(8, 0), (8, 1)], [(8, 2), (16, 3), (8, 4), (12, 5)], [(12, 6), (8, 7)]]
+    data = [[micro(device, *kind) for kind in kinds] for kinds in steps]
+    compare(device, data, accumulate=accumulate)
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_list_with_more_kinds_than_max_graphs_leaves_the_sums_right(device):
-    """A graph that has to go in the middle of a list is captured again there: its warm-up must not take the sums so far."""
-
-    def micro(T, at):
-        return batches(device, n=1, rows=2, lengths=(T,), seed=at)[0]
-
-    compare(
-        device,
-        [[micro(8, 0), micro(16, 1), micro(8, 2)], [micro(16, 3), micro(8, 4)]],
-        max_graphs=1,
-    )
+    """A graph that has to go in the middle of a list is captured again there: its warm-up must not
+    take the sums so far."""
+    steps = [[(8, 0), (16, 1), (8, 2)], [(16, 3), (8, 4)]]
+    compare(device, [[micro(device, *kind) for kind in kinds] for kinds in steps], max_graphs=1)
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -249,16 +238,14 @@ def test_lists_and_whole_batches_may_take_turns(device):
 def test_a_list_with_gradients_outside_of_the_arena_is_a_capture_error_that_changes_nothing(
     device, accumulate
 ):
-    step = make(device, "graph", accumulate=accumulate)
-    before = everything(step.model, step.opt, device)
-    with pytest.raises(
-        CaptureError,
-        match=f"a list of micro-batches .* accumulate='{accumulate}' .* expected 'arena' or 'fused'",
-    ):
-        step(lists(device)[1])
-    agree(everything(step.model, step.opt, device), before)
-    assert step.count == 0
-    step.close()
+    message = f"a list of micro-batches .* accumulate='{accumulate}' .* expected 'arena' or 'fused'"
+    with make(device, "graph", accumulate=accumulate) as step:
+        with (
+            unchanged(step.model, step.opt, device),
+            pytest.raises(CaptureError, match=message),
+        ):
+            step(lists(device)[1])
+        assert step.count == 0
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -272,75 +259,64 @@ def test_a_list_that_breaks_off_drops_its_sums(device):
         return loss_fn(model, micro)
 
     data = lists(device)
-    want, left, *_ = trained(
-        make(device, "eager", net=lambda: Net(dropout=0.0), loss=loss, schedule=None),
-        [data[0], data[1]],
-        device,
-    )
-    step = make(
-        device, "graph", net=lambda: Net(dropout=0.0), loss=loss, schedule=None, policy="auto"
-    )
-    short, (new,) = (
-        batches(device, n=2, rows=2, lengths=(8,)),
-        batches(device, n=1, rows=3, lengths=(16,)),
-    )
-    outs = [step(data[0])]
-    broken = True
-    with pytest.raises(KeyError, match="broken off"):
-        step([*short, new])
-    assert not step.arena.grads.any() and step.count == 1
-    broken = False
-    outs.append(step(data[1]))
-    outputs_agree(outs, want)
-    step.close()
+    options = {"net": lambda: Net(dropout=0.0), "loss": loss, "schedule": None, "policy": "auto"}
+    wanted, *_ = trained(make(device, "eager", **options), data[:2], device)
+    (new,) = batches(device, n=1, rows=3, lengths=(16,))
+    with make(device, "graph", **options) as step:
+        outs = [step(data[0])]
+        broken = True
+        with pytest.raises(KeyError, match="broken off"):
+            step([*batches(device, n=2, rows=2, lengths=(8,)), new])
+        assert not step.arena.grads.any() and step.count == 1
+        broken = False
+        outs.append(step(data[1]))
+    outputs_agree(outs, wanted)
 
 
 @pytest.mark.parametrize("accumulate", ["arena", "fused", "autograd"])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_the_first_call_leaves_what_eagers_first_step_leaves(device, accumulate):
-    """Weights, moments, batch norm's statistics and its counter, every generator, skips and counts: warm-up and capture are in none."""
+    """Weights, moments, batch norm's statistics and its counter, every generator, skips and
+    counts: warm-up and capture are in none."""
     (batch,) = batches(device, n=1)
-    start = everything(
-        (step := make(device, "eager", net=lambda: Net(norm=True))).model, step.opt, device
-    )
-    _, left, count, _ = trained(step, [batch], device)
-    step = make(device, "graph", net=lambda: Net(norm=True), accumulate=accumulate)
-    step(batch)
-    got = everything(step.model, step.opt, device)
+    options = {"net": lambda: Net(norm=True), "accumulate": accumulate}
+    eager = make(device, "eager", **options)
+    start = everything(eager.model, eager.opt, device)
+    _, left, count, _ = trained(eager, [batch], device)
+    with make(device, "graph", **options) as step:
+        step(batch)
+        got = everything(step.model, step.opt, device)
+        assert step.count == count == 1 and step.opt.skipped == 0
     agree(got, left)
-    assert (
-        step.count == count == 1 and step.opt.skipped == 0 and got["norm.num_batches_tracked"] == 2
-    )  # one per micro-batch
-    assert not torch.equal(got["head.weight"], start["head.weight"]) and not torch.equal(
-        got["norm.running_mean"], start["norm.running_mean"]
-    )
-    step.close()
+    assert got["norm.num_batches_tracked"] == 2, "one for each micro-batch"
+    for name in ("head.weight", "norm.running_mean"):
+        assert not torch.equal(got[name], start[name])
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
-@pytest.mark.parametrize("how", ["whole", "list"])
-def test_outputs_are_tensors_of_their_own(device, how):
-    """Five steps' outputs, kept: all different, and each as it was when it came."""
+@pytest.mark.parametrize("kind", ["whole", "list"])
+def test_outputs_are_tensors_of_their_own(device, kind):
+    """Five steps' outputs, kept: all different, and each as it was after its step."""
     data = batches(device, n=5, lengths=(8,))
-    step = make(device, "graph")
+    if kind == "list":
+        data = [[batch] for batch in data]
+    wanted, *_ = trained(make(device, "eager"), data, device)
     outs, values = [], []
-    for batch in data:
-        outs.append(step([batch] if how == "list" else batch))
-        values.append({key: getattr(outs[-1], key).clone() for key in OUTPUTS})
+    with make(device, "graph") as step:
+        for batch in data:
+            outs.append(step(batch))
+            values.append({key: getattr(outs[-1], key).clone() for key in OUTPUTS})
     for key in OUTPUTS:
         assert len({getattr(out, key).data_ptr() for out in outs}) == 5, f"{key} shares its memory"
         for out, value in zip(outs, values):
             same(getattr(out, key), value[key], key)
-    assert (
-        len({out.loss.item() for out in outs}) == 5 and len({out.norm.item() for out in outs}) == 5
-    )
+    for key in ("loss", "norm"):
+        assert len({getattr(out, key).item() for out in outs}) == 5
     assert not outs[0].loss.requires_grad and outs[0].loss.device == step.arena.device
-    outs[0].loss.fill_(7), outs[1].norm.fill_(7)  # whoever writes to them disturbs nobody
-    want, *_ = trained(
-        make(device, "eager"), [[b] for b in data] if how == "list" else data, device
-    )
-    same(outs[4].loss, want[4].loss), same(outs[4].norm, want[4].norm)
-    step.close()
+    # Whoever writes to them disturbs no other.
+    outs[0].loss.fill_(7)
+    outs[1].norm.fill_(7)
+    outputs_agree(outs[2:], wanted[2:])
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -351,19 +327,17 @@ def test_three_lengths_in_two_graphs_have_eagers_bits(device, counts):
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_new_shape_is_refused_in_words_where_that_was_asked_for(device):
-    step = make(device, "graph", new_shapes="refuse")
     short, long = batches(device, n=2)
-    step(short)
-    before = everything(step.model, step.opt, device)
-    with pytest.raises(
-        CaptureError,
-        match=r"4x16 int64.*captured are 4x8 int64, 4x8 int64, 4 float32.*new_shapes is 'refuse'",
-    ):
-        step(long)
-    agree(everything(step.model, step.opt, device), before)
-    assert step.count == 1
-    step(short)
-    step.close()
+    message = r"4x16 int64.*captured are 4x8 int64, 4x8 int64, 4 float32.*new_shapes is 'refuse'"
+    with make(device, "graph", new_shapes="refuse") as step:
+        step(short)
+        with (
+            unchanged(step.model, step.opt, device),
+            pytest.raises(CaptureError, match=message),
+        ):
+            step(long)
+        assert step.count == 1
+        step(short)
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -415,14 +389,9 @@ def set_sign(opt, k):
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_setting_changed_by_hand_takes_effect_in_the_next_replay(device, change):
     data = batches(device, n=5, lengths=(8,))
-    compare(device, data, lambda step, k: change(step.opt, k), schedule=None)
-    runs = [
-        trained(make(device, "graph", schedule=None), data, device, between)[1]
-        for between in (None, lambda step, k: change(step.opt, k))
-    ]
-    assert not torch.equal(runs[0]["head.weight"], runs[1]["head.weight"]), (
-        "the change makes no difference: nothing was tested"
-    )
+    wanted = compare(device, data, lambda step, k: change(step.opt, k), schedule=None)
+    plain, *_ = trained(make(device, "eager", schedule=None), data, device)
+    assert wanted[4].loss != plain[4].loss, "the change makes no difference: nothing was tested"
 
 
 def half_the_loss(model, micro):
@@ -456,30 +425,24 @@ def test_a_stage_of_the_step_changed_by_hand_takes_effect(device, name, values):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_load_state_dict_between_replays_takes_effect(device, dtype, counts):
-    """Back to an earlier state, with another rate in it; the graph is the same, because the state is loaded into its memory."""
-    kept = {}
+    """Back to an earlier state, with another rate in it; the graph is the same, because the state
+    is loaded into its memory."""
+    states = {}
 
     def between(step, k):
         if k == 2:
-            kept["state"] = copy.deepcopy(step.opt.state_dict())
-            kept["state"]["param_groups"][0]["lr"] = LR / 7
+            states["early"] = copy.deepcopy(step.opt.state_dict())
+            states["early"]["param_groups"][0]["lr"] = LR / 7
         if k == 4:
-            step.opt.load_state_dict(kept["state"])
+            step.opt.load_state_dict(states["early"])
             assert step.opt.param_groups[0]["lr"] == LR / 7
 
-    compare(device, batches(device, n=7, lengths=(8,)), between, schedule=None, dtype=dtype)
+    data = batches(device, n=7, lengths=(8,))
+    options = {"schedule": None, "dtype": dtype}
+    wanted = compare(device, data, between, **options)
     assert counts.captures == 1
-    kept.clear()
-    with_load, without = (
-        trained(
-            make(device, "graph", schedule=None, dtype=dtype),
-            batches(device, n=7, lengths=(8,)),
-            device,
-            how,
-        )[1]
-        for how in (between, None)
-    )
-    assert not torch.equal(with_load["head.weight"], without["head.weight"])
+    plain, *_ = trained(make(device, "eager", **options), data, device)
+    assert wanted[6].loss != plain[6].loss, "the state makes no difference: nothing was tested"
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -529,7 +492,8 @@ def file_run(folder, replay, steps, device, stop_at=None, resume=False, dtype=to
 def test_a_run_saved_under_replay_goes_on_in_eager_with_the_same_bits_and_back(
     device, dtype, tmp_path
 ):
-    """train(): the metrics' losses, the weights, and dropout's generator, whoever began and whoever ended."""
+    """train(): the metrics' losses, the weights, and dropout's generator, whoever began and
+    whoever ended."""
 
     def losses(text):
         return re.findall(r'"step": (\d+), "loss": ([^,]+)', text)
@@ -547,23 +511,23 @@ def test_a_run_saved_under_replay_goes_on_in_eager_with_the_same_bits_and_back(
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_checkpoint_loaded_between_replays_brings_the_same_steps_again(device, tmp_path, counts):
-    data, step = batches(device, n=6, lengths=(8,)), make(device, "graph")
-    state = {
-        "model": step.model,
-        "optimizer": step.opt,
-        "arena": step.arena,
-        "scheduler": step.scheduler,
-    }
-    for batch in data[:2]:
-        step(batch)
-    ga.save_checkpoint(tmp_path / "at-2.safetensors", step=2, **state)
-    once = [step(batch) for batch in data[2:]]
-    after = everything(step.model, step.opt, device)
-    ga.load_checkpoint(tmp_path / "at-2.safetensors", **state)
-    outputs_agree([step(batch) for batch in data[2:]], once)
-    agree(everything(step.model, step.opt, device), after)
-    assert counts.captures == 1
-    step.close()
+    data, path = batches(device, n=6, lengths=(8,)), tmp_path / "at-2.safetensors"
+    with make(device, "graph") as step:
+        state = {
+            "model": step.model,
+            "optimizer": step.opt,
+            "arena": step.arena,
+            "scheduler": step.scheduler,
+        }
+        for batch in data[:2]:
+            step(batch)
+        ga.save_checkpoint(path, step=2, **state)
+        once = [step(batch) for batch in data[2:]]
+        after = everything(step.model, step.opt, device)
+        ga.load_checkpoint(path, **state)
+        outputs_agree([step(batch) for batch in data[2:]], once)
+        agree(everything(step.model, step.opt, device), after)
+        assert counts.captures == 1
 
 
 def test_an_unknown_replay_is_refused_and_the_model_stays_ordinary():
@@ -577,15 +541,12 @@ def test_an_unknown_replay_is_refused_and_the_model_stays_ordinary():
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_batch_that_cannot_be_split_is_refused_before_anything_is_captured(device, counts):
-    step = make(device, "graph")
     x, y, weight = batches(device, n=1)[0]
-    before = everything(step.model, step.opt, device)
-    for batch in ((x[:1], y[:1], weight[:1]), (x, y[:2], weight), "text", []):
-        with pytest.raises(ArgumentError):
-            step(batch)
-    agree(everything(step.model, step.opt, device), before)
-    assert counts.captures == 0 and step.count == 0
-    step.close()
+    with make(device, "graph") as step, unchanged(step.model, step.opt, device):
+        for batch in ((x[:1], y[:1], weight[:1]), (x, y[:2], weight), "text", []):
+            with pytest.raises(ArgumentError):
+                step(batch)
+        assert counts.captures == 0 and step.count == 0
 
 
 @pytest.mark.parametrize("accumulate", ["arena", "fused"])
@@ -598,40 +559,32 @@ def test_lora_is_replayed_with_eagers_bits(device, accumulate):
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 @pytest.mark.parametrize("device", ["simt"], indirect=True)
 def test_a_model_of_transformers_is_replayed_with_eagers_bits(device, kind, accumulate, counts):
-    """On a GPU they ask whether they are being captured, and then mask in another way: see the next test."""
-    wanted = compare(
-        device,
-        batches(device, n=6, bad=(3,)),
-        net=theirs(kind),
-        loss=their_loss,
-        accumulate=accumulate,
-    )
+    """On a GPU they ask whether they are being captured, and then mask in another way: see
+    test_gpu_graphs.py."""
+    options = {"net": theirs(kind), "loss": their_loss, "accumulate": accumulate}
+    wanted = compare(device, batches(device, n=6, bad=(3,)), **options)
     assert counts.replays == 6 and len({out.loss.item() for out in wanted}) == 6
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_what_was_captured_ahead_is_what_a_deterministic_step_replays(device):
-    step, (batch,) = (
-        make(device, "graph", deterministic=True, new_shapes="refuse"),
-        batches(device, n=1),
-    )
-    step.capture(batch)
-    step(batch)
-    assert len(step.graphs) == 1
-    step.opt.max_norm = None
-    with pytest.raises(CaptureError, match="in another mode"):
+    (batch,) = batches(device, n=1)
+    with make(device, "graph", deterministic=True, new_shapes="refuse") as step:
+        step.capture(batch)
         step(batch)
-    step.close()
+        assert len(step.graphs) == 1
+        step.opt.max_norm = None
+        with pytest.raises(CaptureError, match="in another mode"):
+            step(batch)
 
 
 @pytest.mark.parametrize("replay", ["eager", "graph"])
 def test_a_loop_over_lists_of_micro_batches_counts_their_tokens(replay, tmp_path):
-    with ga.use_backend("simt"):
-        step, data = make("cpu", replay), batches("cpu", n=3)
-        lists = [[batch] * (k + 1) for k, batch in enumerate(data)]
-        readings = list(ga.train(step, lists, 3, metrics=tmp_path / "m.jsonl"))
-        each = [sum(micro[0].numel() for micro in micros) for micros in lists]
-        assert readings[-1].tokens == sum(each)
-        rows = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
-        assert [row["tokens"] for row in rows] == [each[0], each[0] + each[1], sum(each)]
-        step.close()
+    data = [[batch] * (k + 1) for k, batch in enumerate(batches("cpu", n=3))]
+    path = tmp_path / "m.jsonl"
+    with ga.use_backend("simt"), make("cpu", replay) as step:
+        readings = list(ga.train(step, data, 3, metrics=path))
+    tokens = [sum(micro[0].numel() for micro in micros) for micros in data]
+    assert readings[-1].tokens == sum(tokens)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["tokens"] for row in rows] == list(itertools.accumulate(tokens))
