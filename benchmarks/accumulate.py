@@ -19,32 +19,11 @@ from workers import Workers, in_turns, queued
 
 from gpuaccel.compiler.kernel import zero_
 from gpuaccel.ops.accumulate import accumulate_kernel
-from gpuaccel.optim.accumulate import MODES, GradientAccumulator, launch_segments
+from gpuaccel.optim.accumulate import MODES, GradientAccumulator
+from gpuaccel.optim.accumulation_modes import add_to_arena
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.models import Transformer, preset
 from gpuaccel.training.step import token_loss
-
-SOURCES = [
-    "kernels_cu/common.cuh",
-    "kernels_cu/accumulate.cu",
-    "kernels_cu/segments.cu",
-    "kernels_cu/encoder.cu",
-    "gpuaccel/files.py",
-    "gpuaccel/source.py",
-    "gpuaccel/compiler/nvrtc.py",
-    "gpuaccel/compiler/kernel.py",
-    "gpuaccel/optim/arena.py",
-    "gpuaccel/ops/accumulate.py",
-    "gpuaccel/optim/accumulate.py",
-    "gpuaccel/nn/fused_linear.py",
-    "gpuaccel/ops/token_sort.py",
-    "gpuaccel/ops/embedding_backward.py",
-    "gpuaccel/nn/embedding.py",
-    "gpuaccel/training/models.py",
-    "benchmarks/accumulate.py",
-    "benchmarks/workers.py",
-    "benchmarks/common.py",
-]
 
 
 def model(dtype, **changes):
@@ -67,7 +46,7 @@ def addition() -> dict:
 
         def by_block():
             for block in arena.blocks:
-                launch_segments(arena, block.first, block.last, grads[block.first : block.last])
+                add_to_arena(arena, block.first, block.last, grads[block.first : block.last])
 
         def ladder(name):
             for view, grad in zip(arena.grad_views, grads):
@@ -81,7 +60,7 @@ def addition() -> dict:
                 "accumulate_v1, per tensor": lambda: ladder("accumulate_v1"),
                 "accumulate_v2, per tensor": lambda: ladder("accumulate_v2"),
                 "accumulate_v3, per block": by_block,
-                "accumulate_v3, one launch": lambda: launch_segments(arena, 0, tensors, grads),
+                "accumulate_v3, one launch": lambda: add_to_arena(arena, 0, tensors, grads),
             }
         )
         peer = times["torch._foreach_add_"]
@@ -240,7 +219,7 @@ def main():
         )
     )
     print("\nlaunch from Python\n" + common.table(list(results["launch_us"].items()), ("", "us")))
-    print("\nwritten:", common.write("accumulate", SOURCES, results).name)
+    print("\nwritten:", common.write("accumulate", results).name)
 
 
 if __name__ == "__main__":

@@ -15,29 +15,12 @@ import time
 import common
 import torch
 
-from gpuaccel.measure.ledger import ledger
+from gpuaccel.measure import ledger
 from gpuaccel.ops.clip import EPS, clip_kernel
 from gpuaccel.optim.arena import Arena
-from gpuaccel.optim.clip import arena_squares, clip_grad_norm_, clip_grads_
+from gpuaccel.optim.clip import clip_grad_norm_, clip_grads_
 from gpuaccel.training.models import Transformer, preset
 
-SOURCES = [
-    "kernels_cu/common.cuh",
-    "kernels_cu/clip.cu",
-    "gpuaccel/files.py",
-    "gpuaccel/source.py",
-    "gpuaccel/compiler/nvrtc.py",
-    "gpuaccel/compiler/kernel.py",
-    "gpuaccel/optim/arena.py",
-    "gpuaccel/ops/accumulate.py",
-    "gpuaccel/optim/accumulate.py",
-    "gpuaccel/nn/fused_linear.py",
-    "gpuaccel/ops/clip.py",
-    "gpuaccel/optim/clip.py",
-    "gpuaccel/training/models.py",
-    "benchmarks/clip.py",
-    "benchmarks/common.py",
-]
 DEVICE, NEVER = "cuda", 1e9  # NEVER: a max_norm that nothing reaches
 ITEM, V1, OURS, ARENA, KNOWN, TORCH = (
     ".item() per tensor",
@@ -165,7 +148,7 @@ def large(config, dtype) -> dict:
 
         def restore_known():
             restore_arena()
-            arena_squares(arena)  # what accumulate_v4 would have left behind
+            arena.squares.update()  # what accumulate_v4 would have left behind
 
         ways = {
             ITEM: (restore, lambda limit: by_item(grads, limit)),
@@ -275,7 +258,7 @@ def main():
         for name, m in names.items()
     ]
     print("\nmany small tensors\n" + common.table(rows, ("", "", "ms", "x torch")))
-    print("\nwritten:", common.write("clip", SOURCES, results).name)
+    print("\nwritten:", common.write("clip", results).name)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""What the benchmarks share: timing, the facts about the machine, and results that know which sources they measured."""
+"""What every benchmark needs: the device, the facts about the machine, result files and tables."""
 
 import datetime
-import hashlib
 import json
 import pathlib
 import platform
@@ -10,25 +9,10 @@ import statistics
 import subprocess
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from fingerprints import ROOT, fingerprints
+
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT))
-
-
-def digests(patterns) -> "dict[str, str]":
-    """relative path -> first 16 hex digits of its SHA-256, for glob patterns below the repository."""
-    paths = sorted({path for pattern in patterns for path in ROOT.glob(pattern)})
-    return {
-        str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        for path in paths
-    }
-
-
-def stale(result: dict) -> "list[str]":
-    """Sources that have changed, come or gone since this result was measured."""
-    then = result["sources"]
-    now = digests(result["source_patterns"])
-    return sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
 
 
 def milliseconds(functions: dict, rounds: int = 20, warm_up: int = 3) -> "dict[str, float]":
@@ -83,27 +67,21 @@ def environment() -> dict:
     }
 
 
-def write(name: str, patterns, results: dict, script: "str | None" = None) -> pathlib.Path:
-    """benchmarks/results/<name>_<gpu>.json with everything needed to trust it, or to doubt it.
+def write(name: str, results: dict, script: "str | None" = None) -> pathlib.Path:
+    """Write benchmarks/results/<name>_<gpu>.json: results, environment and fingerprints.
 
-    script: the benchmark's name, if it is not `name`."""
+    script: the benchmark's name where it is not `name`."""
     facts = environment()
     gpu = re.sub(r"[^a-z0-9]+", "_", facts["gpu"].lower().removeprefix("nvidia ")).strip("_")
+    result = {
+        "benchmark": script or name,
+        **facts,
+        "fingerprints": fingerprints(script or name),
+        "results": results,
+    }
     path = RESULTS / f"{name}_{gpu}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(
-        json.dumps(
-            {
-                "benchmark": script or name,
-                **facts,
-                "source_patterns": list(patterns),
-                "sources": digests(patterns),
-                "results": results,
-            },
-            indent=1,
-        )
-        + "\n"
-    )
+    path.write_text(json.dumps(result, indent=1) + "\n")
     return path
 
 

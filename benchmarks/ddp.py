@@ -36,46 +36,6 @@ from ddp_ranks import Bench, Rank, Way
 
 from gpuaccel.training.models import Transformer, preset
 
-SOURCES = [
-    "kernels_cu/common.cuh",
-    "kernels_cu/accumulate.cu",
-    "kernels_cu/clip.cu",
-    "kernels_cu/adamw.cu",
-    "kernels_cu/segments.cu",
-    "kernels_cu/encoder.cu",
-    "kernels_cu/peers.cu",
-    "gpuaccel/files.py",
-    "gpuaccel/source.py",
-    "gpuaccel/compiler/nvrtc.py",
-    "gpuaccel/compiler/kernel.py",
-    "gpuaccel/backends.py",
-    "gpuaccel/optim/arena.py",
-    "gpuaccel/ops/accumulate.py",
-    "gpuaccel/optim/accumulate.py",
-    "gpuaccel/nn/fused_linear.py",
-    "gpuaccel/ops/token_sort.py",
-    "gpuaccel/ops/embedding_backward.py",
-    "gpuaccel/nn/embedding.py",
-    "gpuaccel/ops/clip.py",
-    "gpuaccel/optim/clip.py",
-    "gpuaccel/ops/adamw.py",
-    "gpuaccel/optim/adamw.py",
-    "gpuaccel/graphs/graphed_step.py",
-    "gpuaccel/graphs/capture.py",
-    "gpuaccel/training/step.py",
-    "gpuaccel/distributed/rendezvous.py",
-    "gpuaccel/distributed/config.py",
-    "gpuaccel/distributed/early.py",
-    "gpuaccel/distributed/p2p.py",
-    "gpuaccel/distributed/reducer.py",
-    "gpuaccel/distributed/zero1.py",
-    "gpuaccel/training/models.py",
-    "benchmarks/ddp.py",
-    "benchmarks/ddp_ranks.py",
-    "benchmarks/crews.py",
-    "benchmarks/workers.py",
-    "benchmarks/common.py",
-]
 ONE, EACH = "one GPU", "each for itself"
 COMPILED, CAPTURED, EAGER = "torch, compiled", "torch, captured", "torch, eager"
 SPLIT = "torch, captured, DDPOptimizer"
@@ -606,7 +566,7 @@ def main():
         key = str(found["ranks"])
         results[key] = json.loads(json.dumps({**found, "nccl": nccl}))
         if not args.parts:
-            path = common.write(f"ddp_{key}gpus", SOURCES, {key: results[key]}, script="ddp")
+            path = common.write(f"ddp_{key}gpus", {key: results[key]}, script="ddp")
             print("\nwritten:", path.name, flush=True)
 
     for ranks in numbers:

@@ -22,9 +22,12 @@ from crews import SECONDS, Stuck
 from torch.nn.parallel import DistributedDataParallel
 from workers import queued
 
-from gpuaccel.distributed.config import Distributed, all_gather, reduce_scatter, weight_hashes
+from gpuaccel.distributed.agreement import weight_hashes
+from gpuaccel.distributed.collectives import all_gather, reduce_scatter
+from gpuaccel.distributed.config import Distributed
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
+from gpuaccel.training import Replay
 from gpuaccel.training.models import Config, Transformer
 from gpuaccel.training.step import TrainStep
 
@@ -315,8 +318,7 @@ class Ours:
             micro_batches=max(bench.micro_batches),
             accumulate=way.accumulate,
             compile=way.compiled and bench.compile,
-            replay="graph" if graph else "eager",
-            policy="require" if graph else "auto",
+            replay=Replay(policy="require") if graph else "eager",
             distributed=None if way.how is None else Distributed(**way.how),
         )
         assert way.how is None or self.step.reducer is not None or dist.get_world_size() == 1
@@ -484,8 +486,7 @@ class Rank:
             model,
             opt,
             micro_batches=micros * (1 if how is not None else self.ranks),
-            replay="graph" if graph else "eager",
-            policy="require" if graph else "auto",
+            replay=Replay(policy="require") if graph else "eager",
             deterministic=True,
             distributed=None if how is None else Distributed(**how),
         )

@@ -62,46 +62,6 @@ from gpuaccel.nn.richards_glu import (
 )
 
 poly = importlib.import_module("gpuaccel.nn.poly_attention")
-SOURCES = [
-    "kernels_cu/common.cuh",
-    "kernels_cu/richards.cu",
-    "kernels_cu/poly_attention.cu",
-    "kernels_cu/poly_forward.cu",
-    "kernels_cu/poly_backward.cu",
-    "kernels_cu/accumulate.cu",
-    "kernels_cu/clip.cu",
-    "kernels_cu/adamw.cu",
-    "kernels_cu/segments.cu",
-    "kernels_cu/encoder.cu",
-    "gpuaccel/files.py",
-    "gpuaccel/source.py",
-    "gpuaccel/compiler/nvrtc.py",
-    "gpuaccel/compiler/kernel.py",
-    "gpuaccel/backends.py",
-    "gpuaccel/nn/richards_glu.py",
-    "gpuaccel/nn/poly_attention.py",
-    "gpuaccel/optim/arena.py",
-    "gpuaccel/ops/accumulate.py",
-    "gpuaccel/optim/accumulate.py",
-    "gpuaccel/nn/fused_linear.py",
-    "gpuaccel/ops/token_sort.py",
-    "gpuaccel/ops/embedding_backward.py",
-    "gpuaccel/ops/clip.py",
-    "gpuaccel/optim/clip.py",
-    "gpuaccel/ops/adamw.py",
-    "gpuaccel/optim/adamw.py",
-    "gpuaccel/graphs/graphed_step.py",
-    "gpuaccel/graphs/capture.py",
-    "gpuaccel/training/step.py",
-    "gpuaccel/training/models.py",
-    "benchmarks/dispatch.py",
-    "benchmarks/dispatch_layers.py",
-    "benchmarks/torch_layers.py",
-    "benchmarks/timing.py",
-    "benchmarks/clip.py",
-    "benchmarks/workers.py",
-    "benchmarks/common.py",
-]
 DEVICE = "cuda"
 HEADS, HEAD, T, LONG = 16, 64, 2048, 4096  # of the attention's cases
 CASES = {
@@ -726,7 +686,7 @@ def main():
         done=lambda part, result: PARTS[part][1](result),
     )
     if not chosen:
-        print("\nwritten:", common.write("dispatch", SOURCES, results).name)
+        print("\nwritten:", common.write("dispatch", results).name)
 
 
 if __name__ == "__main__":

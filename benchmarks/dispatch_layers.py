@@ -17,6 +17,7 @@ from gpuaccel.nn.poly_attention import PolyAttention
 from gpuaccel.nn.richards_glu import RichardsGLU
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
+from gpuaccel.training import Replay
 from gpuaccel.training.models import preset
 from gpuaccel.training.step import TrainStep
 
@@ -103,7 +104,7 @@ class Layers:
         with torch.device(DEVICE):
             model = self.config.build().bfloat16()
         step, eager = (
-            our_step(model, replay="graph", policy="require"),
+            our_step(model, replay=Replay(policy="require")),
             TorchStep(self.config, batch, compiled=False),
         )
         eager()

@@ -37,53 +37,16 @@ from workers import Workers, in_turns, queued
 
 from gpuaccel.backends import backend, deterministic
 from gpuaccel.graphs.capture import recorder_for
-from gpuaccel.ops.embedding_backward import (
-    encoder_backward,
-    launch_atomic,
-    launch_buckets,
-    reference_buckets,
-)
+from gpuaccel.learn.ladders import launch_atomic, launch_buckets, reference_buckets
+from gpuaccel.ops.embedding_backward import encoder_backward
 from gpuaccel.ops.token_sort import find_segments
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
+from gpuaccel.training import Replay
 from gpuaccel.training.data import Batches, make_dataset
 from gpuaccel.training.models import preset
 from gpuaccel.training.step import TrainStep
 
-SOURCES = [
-    "kernels_cu/common.cuh",
-    "kernels_cu/segments.cu",
-    "kernels_cu/encoder.cu",
-    "kernels_cu/accumulate.cu",
-    "kernels_cu/clip.cu",
-    "kernels_cu/adamw.cu",
-    "gpuaccel/files.py",
-    "gpuaccel/source.py",
-    "gpuaccel/compiler/nvrtc.py",
-    "gpuaccel/compiler/kernel.py",
-    "gpuaccel/backends.py",
-    "gpuaccel/optim/arena.py",
-    "gpuaccel/ops/accumulate.py",
-    "gpuaccel/optim/accumulate.py",
-    "gpuaccel/nn/fused_linear.py",
-    "gpuaccel/ops/token_sort.py",
-    "gpuaccel/ops/embedding_backward.py",
-    "gpuaccel/nn/embedding.py",
-    "gpuaccel/ops/clip.py",
-    "gpuaccel/optim/clip.py",
-    "gpuaccel/ops/adamw.py",
-    "gpuaccel/optim/adamw.py",
-    "gpuaccel/graphs/graphed_step.py",
-    "gpuaccel/graphs/capture.py",
-    "gpuaccel/training/step.py",
-    "gpuaccel/training/models.py",
-    "gpuaccel/training/data.py",
-    "benchmarks/encoder.py",
-    "benchmarks/timing.py",
-    "benchmarks/clip.py",
-    "benchmarks/workers.py",
-    "benchmarks/common.py",
-]
 DEVICE = "cuda"
 ZIPF, UNIFORM, TEXT, SAME = DISTRIBUTIONS = "Zipf", "uniform", "real text", "all the same"
 GOALS = {
@@ -494,8 +457,7 @@ def training(config, way: str) -> TrainStep:
         opt,
         accumulate="fused",
         autocast=torch.bfloat16,
-        replay="graph",
-        policy="require",
+        replay=Replay(policy="require"),
         deterministic=way == EXACT_STEP,
     )
 
@@ -759,7 +721,7 @@ def main():
             print(f"{time.perf_counter() - began:5.1f} s: {name} is done", flush=True)
             release()
     if not chosen:
-        print("\nwritten:", common.write("encoder", SOURCES, results).name)
+        print("\nwritten:", common.write("encoder", results).name)
 
 
 if __name__ == "__main__":

@@ -25,48 +25,15 @@ import torch
 import torch.nn.functional as F
 from workers import Workers, in_turns, queued
 
-from gpuaccel.measure.ledger import ledger
-from gpuaccel.measure.meter import _resident_bytes
+from gpuaccel.measure import ledger, resident_bytes
 from gpuaccel.measure.timeline import facts, lines, whole
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
+from gpuaccel.training import Replay
 from gpuaccel.training.loop import warmup_cosine
 from gpuaccel.training.models import Transformer, preset
 from gpuaccel.training.step import TrainStep, token_loss
 
-SOURCES = [
-    "kernels_cu/common.cuh",
-    "kernels_cu/accumulate.cu",
-    "kernels_cu/clip.cu",
-    "kernels_cu/adamw.cu",
-    "kernels_cu/segments.cu",
-    "kernels_cu/encoder.cu",
-    "gpuaccel/files.py",
-    "gpuaccel/source.py",
-    "gpuaccel/compiler/nvrtc.py",
-    "gpuaccel/compiler/kernel.py",
-    "gpuaccel/backends.py",
-    "gpuaccel/optim/arena.py",
-    "gpuaccel/ops/accumulate.py",
-    "gpuaccel/optim/accumulate.py",
-    "gpuaccel/nn/fused_linear.py",
-    "gpuaccel/ops/token_sort.py",
-    "gpuaccel/ops/embedding_backward.py",
-    "gpuaccel/nn/embedding.py",
-    "gpuaccel/ops/clip.py",
-    "gpuaccel/optim/clip.py",
-    "gpuaccel/ops/adamw.py",
-    "gpuaccel/optim/adamw.py",
-    "gpuaccel/graphs/graphed_step.py",
-    "gpuaccel/graphs/capture.py",
-    "gpuaccel/training/step.py",
-    "gpuaccel/training/models.py",
-    "gpuaccel/measure/timeline.py",
-    "gpuaccel/measure/ledger.py",
-    "benchmarks/graphs.py",
-    "benchmarks/workers.py",
-    "benchmarks/common.py",
-]
 DEVICE = "cuda"
 SHAPES, CALLS = ((4, 1024), (4, 256), (1, 128)), 4
 PLAIN, EAGER, REPLAY, COMPILED = (
@@ -102,8 +69,7 @@ def ours(config, replay: str = "graph", accumulate: str = "fused", **how) -> Tra
     return TrainStep(
         model,
         AdamW(Arena(model), **SETTINGS, max_norm=1.0),
-        replay=replay,
-        policy="require",
+        replay=Replay(policy="require") if replay == "graph" else "eager",
         accumulate=accumulate,
         **how,
     )
@@ -182,8 +148,7 @@ def trained(config, replay: str, exact: bool, lengths) -> dict:
         micro_batches=2,
         accumulate="fused",
         scheduler=warmup_cosine(opt, STEPS // 10, STEPS),
-        replay=replay,
-        policy="require",
+        replay=Replay(policy="require") if replay == "graph" else "eager",
         deterministic=exact,
     )
     torch.manual_seed(1)
@@ -299,7 +264,7 @@ def held() -> dict:
         "allocated": torch.cuda.memory_allocated(),
         "reserved": torch.cuda.memory_reserved(),
         "device": total - free,
-        "host": _resident_bytes(),
+        "host": resident_bytes(),
     }
 
 
@@ -445,7 +410,7 @@ def main():
     print(
         f"\n{ {name: len(spans) for name, spans in results['timeline'].items()} } spans, {len(results['graph']['names'])} nodes"
     )
-    print("written:", common.write("graphs", SOURCES, results).name)
+    print("written:", common.write("graphs", results).name)
 
 
 if __name__ == "__main__":

@@ -18,44 +18,13 @@ import torch
 import torch.nn.functional as F
 from workers import Workers, in_turns, queued
 
-from gpuaccel.measure.meter import peak_flops
+from gpuaccel.measure import peak_flops
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
+from gpuaccel.training import Replay
 from gpuaccel.training.models import Transformer, flops_per_token, preset
 from gpuaccel.training.step import TrainStep
 
-SOURCES = [
-    "kernels_cu/common.cuh",
-    "kernels_cu/accumulate.cu",
-    "kernels_cu/clip.cu",
-    "kernels_cu/adamw.cu",
-    "kernels_cu/segments.cu",
-    "kernels_cu/encoder.cu",
-    "gpuaccel/files.py",
-    "gpuaccel/source.py",
-    "gpuaccel/compiler/nvrtc.py",
-    "gpuaccel/compiler/kernel.py",
-    "gpuaccel/backends.py",
-    "gpuaccel/optim/arena.py",
-    "gpuaccel/ops/accumulate.py",
-    "gpuaccel/optim/accumulate.py",
-    "gpuaccel/nn/fused_linear.py",
-    "gpuaccel/ops/token_sort.py",
-    "gpuaccel/ops/embedding_backward.py",
-    "gpuaccel/nn/embedding.py",
-    "gpuaccel/ops/clip.py",
-    "gpuaccel/optim/clip.py",
-    "gpuaccel/ops/adamw.py",
-    "gpuaccel/optim/adamw.py",
-    "gpuaccel/graphs/graphed_step.py",
-    "gpuaccel/graphs/capture.py",
-    "gpuaccel/training/step.py",
-    "gpuaccel/training/models.py",
-    "gpuaccel/measure/meter.py",
-    "benchmarks/step.py",
-    "benchmarks/workers.py",
-    "benchmarks/common.py",
-]
 DEVICE, CAPTURABLE = "cuda", {"capturable": True}
 B, MICRO_BATCHES, LENGTHS, CALLS = 4, 4, (1024, 256), 4
 PEER, OURS, EXACT = "torch", "ours", "ours, deterministic"
@@ -203,8 +172,7 @@ class Ours:
             micro_batches=MICRO_BATCHES,
             accumulate="fused",
             compile=True,
-            replay="graph",
-            policy="require",
+            replay=Replay(policy="require"),
             deterministic=deterministic,
         )
         self.batch, self.taken = data(config, T), 0
@@ -305,7 +273,7 @@ def main():
                 ("", "ms", "tokens/s", "x torch", "MFU", "peak GiB", "x torch's", "capture s"),
             )
         )
-    print("\nwritten:", common.write("step", SOURCES, results).name)
+    print("\nwritten:", common.write("step", results).name)
 
 
 if __name__ == "__main__":

@@ -22,34 +22,12 @@ from gpuaccel.compiler.kernel import zero_
 from gpuaccel.ops import adamw
 from gpuaccel.ops.accumulate import CHUNK
 from gpuaccel.optim import clip
-from gpuaccel.optim.accumulate import launch_segments
+from gpuaccel.optim.accumulation_modes import add_to_arena
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.models import preset
 from gpuaccel.training.step import token_loss
 
-SOURCES = [
-    "kernels_cu/common.cuh",
-    "kernels_cu/accumulate.cu",
-    "kernels_cu/clip.cu",
-    "kernels_cu/adamw.cu",
-    "gpuaccel/files.py",
-    "gpuaccel/source.py",
-    "gpuaccel/compiler/nvrtc.py",
-    "gpuaccel/compiler/kernel.py",
-    "gpuaccel/optim/arena.py",
-    "gpuaccel/ops/accumulate.py",
-    "gpuaccel/optim/accumulate.py",
-    "gpuaccel/nn/fused_linear.py",
-    "gpuaccel/ops/clip.py",
-    "gpuaccel/optim/clip.py",
-    "gpuaccel/ops/adamw.py",
-    "gpuaccel/optim/adamw.py",
-    "gpuaccel/training/models.py",
-    "benchmarks/clip.py",
-    "benchmarks/tail.py",
-    "benchmarks/common.py",
-]
 DEVICE, CAPTURABLE = "cuda", {"capturable": True}
 SETTINGS = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 OURS, THERE, MIXED = "ours", "ours, sums there already", "ours, but torch's fused AdamW"
@@ -116,7 +94,7 @@ class Ours:
         )
 
     def add(self, last=False):
-        launch_segments(self.arena, 0, len(self.fresh), self.fresh, squares=last)
+        add_to_arena(self.arena, 0, len(self.fresh), self.fresh, squares=last)
         for owner, view in zip(self.arena.masters, self.arena.grad_views):
             owner.grad = view
 
@@ -139,10 +117,10 @@ class Ours:
         def reduce():
             clip.launch_reduce(
                 work.found,
-                arena.partials,
+                arena.squares.values,
                 arena.chunk_to_tensor,
                 None,
-                len(arena.partials),
+                len(arena.squares.values),
                 work.settings[-2:-1],
             )
 
@@ -157,7 +135,7 @@ class Ours:
         return {
             "accumulate_v3": self.add,
             "accumulate_v4": lambda: self.add(last=True),
-            "squares_v2": lambda: clip.launch_squares(arena.grad_views, arena.partials),
+            "squares_v2": lambda: clip.launch_squares(arena.grad_views, arena.squares.values),
             "reduce_v2": reduce,
             "adamw_begin": begin,
             "adamw_v2": lambda: adamw.launch_update(lists, coefficients, work.settings[-1:], False),
@@ -360,7 +338,7 @@ def main():
         for name, m in names.items()
     ]
     print("\ndrift\n" + common.table(rows, ("", "max", "rms")))
-    print("\nwritten:", common.write("tail", SOURCES, results).name)
+    print("\nwritten:", common.write("tail", results).name)
 
 
 if __name__ == "__main__":

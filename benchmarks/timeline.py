@@ -15,31 +15,6 @@ from gpuaccel.optim.arena import Arena
 from gpuaccel.training.models import Transformer, preset
 from gpuaccel.training.step import CLIPS, TrainStep
 
-SOURCES = [
-    "kernels_cu/common.cuh",
-    "kernels_cu/accumulate.cu",
-    "kernels_cu/clip.cu",
-    "kernels_cu/adamw.cu",
-    "gpuaccel/files.py",
-    "gpuaccel/source.py",
-    "gpuaccel/compiler/nvrtc.py",
-    "gpuaccel/compiler/kernel.py",
-    "gpuaccel/optim/arena.py",
-    "gpuaccel/ops/accumulate.py",
-    "gpuaccel/optim/accumulate.py",
-    "gpuaccel/nn/fused_linear.py",
-    "gpuaccel/ops/clip.py",
-    "gpuaccel/optim/clip.py",
-    "gpuaccel/ops/adamw.py",
-    "gpuaccel/optim/adamw.py",
-    "gpuaccel/training/models.py",
-    "gpuaccel/training/step.py",
-    "gpuaccel/measure/timeline.py",
-    "gpuaccel/measure/ledger.py",
-    "benchmarks/timeline.py",
-    "benchmarks/workers.py",
-    "benchmarks/common.py",
-]
 B, T, DEVICE = 4, 1024, "cuda"
 SETTINGS = {"lr": 3e-4, "betas": (0.9, 0.95)}
 
@@ -95,7 +70,7 @@ def main():
     ]
     print(common.table(rows, ("clip", "tensors", "waits", "launches", "ms", "GPU busy", "spans")))
     what = "after the last backward of llama-350m"
-    print("written:", common.write("timeline", SOURCES, {"what": what, "tails": tails}).name)
+    print("written:", common.write("timeline", {"what": what, "tails": tails}).name)
 
 
 if __name__ == "__main__":

@@ -11,37 +11,12 @@ import common
 import torch
 from workers import Workers
 
-from gpuaccel.measure.ledger import ledger
-from gpuaccel.measure.meter import Meter, peak_flops
+from gpuaccel.measure import Meter, ledger, peak_flops
 from gpuaccel.optim.accumulate import MODES
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.models import Transformer, flops_per_token, preset
 from gpuaccel.training.step import TrainStep
 
-SOURCES = [
-    "kernels_cu/common.cuh",
-    "kernels_cu/accumulate.cu",
-    "kernels_cu/segments.cu",
-    "kernels_cu/encoder.cu",
-    "gpuaccel/files.py",
-    "gpuaccel/source.py",
-    "gpuaccel/compiler/nvrtc.py",
-    "gpuaccel/compiler/kernel.py",
-    "gpuaccel/optim/arena.py",
-    "gpuaccel/ops/accumulate.py",
-    "gpuaccel/optim/accumulate.py",
-    "gpuaccel/nn/fused_linear.py",
-    "gpuaccel/ops/token_sort.py",
-    "gpuaccel/ops/embedding_backward.py",
-    "gpuaccel/nn/embedding.py",
-    "gpuaccel/training/models.py",
-    "gpuaccel/training/step.py",
-    "gpuaccel/measure/meter.py",
-    "gpuaccel/measure/ledger.py",
-    "benchmarks/train.py",
-    "benchmarks/workers.py",
-    "benchmarks/common.py",
-]
 B, T = 4, 1024
 
 
@@ -165,7 +140,7 @@ def main():
             ),
         )
     )
-    print("written:", common.write("train", SOURCES, results).name)
+    print("written:", common.write("train", results).name)
 
 
 if __name__ == "__main__":

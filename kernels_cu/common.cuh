@@ -65,6 +65,27 @@ __device__ __forceinline__ fp16 as_fp16(float x) {
     return result;
 }
 
+// ---- special functions ----
+// Each is one instruction, off by about 2 units of the last place; results below 2^-126 are 0.
+__device__ __forceinline__ float ex2_approx(float x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return exp2f(x);
+#endif
+}
+__device__ __forceinline__ float rcp_approx(float x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return 1.0f / x;
+#endif
+}
+
 // ---- four at a time ----
 // Four numbers are 16 bytes (fp32) or 8 (bf16, fp16): one request of a thread. `i` counts groups of four; aligned to four elements.
 

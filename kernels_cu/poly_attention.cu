@@ -34,63 +34,32 @@
 // The backward is three launches, because each sums over another index: keys (backward_q), queries (backward_kv), both along a diagonal (backward_pe).
 // So every sum is taken by one thread block in a fixed order, without atomics; dPE's is taken for groups of (batch, head), which poly_finish_pe adds up.
 
+#include "poly_attention.cuh"
+
 #ifndef DATA_T
 #define DATA_T float          // q~, q, k, v, PE, y and their gradients
-#endif
-#ifndef HEAD
-#define HEAD 64               // width of a head
-#endif
-#ifndef DEGREE
-#define DEGREE 3
 #endif
 #ifndef VERSION
 #define VERSION 1             // which kernels have a body: those of the other one would only cost time to compile
 #endif
-#define ALL 0xffffffffu
-
-struct Rows {                 // where rows lie: row t of head h of sequence b at (b T + t) stride + h HEAD, in elements
-    int q_tilde, q, k, v, grad;                           // grad: of dq, dk and dv; rows of y, dy and dq~ lie side by side
-};
 
 struct Scale { float weight, offset, slope; };        // scale a, scale b, 4 scale a p
 
 __device__ __forceinline__ Scale scale_of(const float* coefficients) {
     float a = coefficients[0], b = coefficients[1], scale = coefficients[2];
-    Scale found = {scale * a, scale * b, 4.0f * scale * a * DEGREE};
-    return found;
-}
-
-// Two special functions of the GPU, to about 2 units of the last place; what is smaller than 2^-126 is 0.
-__device__ __forceinline__ float power_of_two(float x) {
-#ifdef __CUDA_ARCH__
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-#else
-    return exp2f(x);
-#endif
-}
-__device__ __forceinline__ float one_over(float x) {
-#ifdef __CUDA_ARCH__
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-#else
-    return 1.0f / x;
-#endif
+    Scale result = {scale * a, scale * b, 4.0f * scale * a * DEGREE};
+    return result;
 }
 
 // Of one score: c^p, and its derivative over 4 p, c^(p-1) (1 - tanh^2) / 4. With e = exp(-|s| / 4), tanh(|s| / 8) = (1 - e) / (1 + e) = 2 / (1 + e) - 1 and
 // 1 - tanh^2 = 4 e / (1 + e)^2, which has no difference in it.
-struct Power { float power, rise; };
-
 __device__ __forceinline__ Power power_of(float s) {
     float e = expf(-0.25f * fabsf(s)), over = 1.0f / (1.0f + e), c = -8.0f * expm1f(-0.25f * fabsf(s)) * over;
     float square = c * c, even = 1.0f;
     #pragma unroll
     for (int k = 1; k < DEGREE; k += 2) even *= square;
-    Power found = {copysignf(even * c, s), even * (e * over * over)};
-    return found;
+    Power result = {copysignf(even * c, s), even * (e * over * over)};
+    return result;
 }
 
 // Sums of all threads, in a fixed order: a tree over each warp, then over the warps. `warps`: shared memory.
@@ -98,7 +67,7 @@ template <int count, typename S> __device__ __forceinline__ void write_sums(floa
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     #pragma unroll
     for (int i = 0; i < 2; i++) {
-        for (int far = 16; far > 0; far /= 2) sums[i] += __shfl_down_sync(ALL, sums[i], far);
+        for (int lane_delta = 16; lane_delta > 0; lane_delta /= 2) sums[i] += __shfl_down_sync(ALL, sums[i], lane_delta);
         if (lane == 0) warps[warp][i] = sums[i];
     }
     __syncthreads();
@@ -161,8 +130,8 @@ template <bool by_diagonal, bool back> __device__ __forceinline__ void scores(Sh
     int diagonal = by_diagonal ? x0 : i0 - x0 - (TILE - 1), diagonals = by_diagonal ? TILE : 2 * TILE - 1;
     #pragma unroll
     for (int r = 0; r < MINE; r++) {
-        int i = i0 + warp * MINE + r, far = by_diagonal ? x0 + lane : i - x0 - lane;
-        valid[r] = i < x.T && far >= 0 && far <= i && far < x.window;
+        int i = i0 + warp * MINE + r, difference = by_diagonal ? x0 + lane : i - x0 - lane;
+        valid[r] = i < x.T && difference >= 0 && difference <= i && difference < x.window;
         s[r] = dphi[r] = 0.0f;
     }
     for (int part = 0; part < PARTS; part++) {
@@ -178,12 +147,13 @@ template <bool by_diagonal, bool back> __device__ __forceinline__ void scores(Sh
         __syncthreads();
         #pragma unroll
         for (int r = 0; r < MINE; r++) {
-            int i = warp * MINE + r, shifted = i - lane + TILE - 1, at = by_diagonal ? shifted : lane, far = by_diagonal ? lane : shifted;
+            int i = warp * MINE + r, shifted = i - lane + TILE - 1;
+            int key_row = by_diagonal ? shifted : lane, pe_row = by_diagonal ? lane : shifted;
             float sum = s[r], other = dphi[r];
             #pragma unroll 8
             for (int c = 0; c < 32; c++) {
-                sum += m.q_tilde[i][c] * m.k[at][c] + m.q[i][c] * m.pe[far][c];
-                if (back) other += m.dy[i][c] * m.v[at][c];
+                sum += m.q_tilde[i][c] * m.k[key_row][c] + m.q[i][c] * m.pe[pe_row][c];
+                if (back) other += m.dy[i][c] * m.v[key_row][c];
             }
             s[r] = sum;
             dphi[r] = other;
@@ -273,9 +243,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_q_v1(
         scores<false, true>(m, x, i0, j0, s, dphi, valid);
         #pragma unroll
         for (int r = 0; r < MINE; r++) {
-            Power at = power_of(s[r]);
-            m.weight[warp * MINE + r][lane] = valid[r] ? dphi[r] * scale.slope * at.rise : 0.0f;
-            totals[0] += valid[r] ? dphi[r] * at.power : 0.0f;
+            Power score = power_of(s[r]);
+            m.weight[warp * MINE + r][lane] = valid[r] ? dphi[r] * scale.slope * score.slope : 0.0f;
+            totals[0] += valid[r] ? dphi[r] * score.power : 0.0f;
             totals[1] += valid[r] ? dphi[r] : 0.0f;
         }
         #pragma unroll
@@ -315,8 +285,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_kv_v1(
             __syncthreads();
             #pragma unroll
             for (int r = 0; r < MINE; r++) {
-                Power at = power_of(s[r]);
-                m.weight[warp * MINE + r][lane] = !valid[r] ? 0.0f : pass == 0 ? scale.weight * at.power + scale.offset : dphi[r] * scale.slope * at.rise;
+                Power score = power_of(s[r]);
+                m.weight[warp * MINE + r][lane] = !valid[r] ? 0.0f : pass == 0 ? scale.weight * score.power + scale.offset : dphi[r] * scale.slope * score.slope;
             }
             #pragma unroll
             for (int part = 0; part < PARTS; part++) {
@@ -349,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
         for (int i0 = r0; i0 < T; i0 += TILE) {
             scores<true, true>(m, x, i0, r0, s, dphi, valid);
             #pragma unroll
-            for (int r = 0; r < MINE; r++) m.weight[warp * MINE + r][lane] = valid[r] ? dphi[r] * scale.slope * power_of(s[r]).rise : 0.0f;
+            for (int r = 0; r < MINE; r++) m.weight[warp * MINE + r][lane] = valid[r] ? dphi[r] * scale.slope * power_of(s[r]).slope : 0.0f;
             #pragma unroll
             for (int part = 0; part < PARTS; part++) {
                 __syncthreads();
@@ -420,13 +390,13 @@ typedef float Sums[2][4];     // 16 x 16 of a product
 // Where this thread begins to load 64 rows from row `first` on, 16 bytes at a time. All threads share all rows, or (side 16, 32 threads) each warp loads
 // its own sixteen.
 #define ACROSS (HEAD / 8)
-template <int side = SIDE, int threads = TENSOR_THREADS> __device__ __forceinline__ const bf16* mine_of(const bf16* from, int stride, int first) {
+template <int side = SIDE, int threads = TENSOR_THREADS> __device__ __forceinline__ const bf16* thread_source(const bf16* from, int stride, int first) {
     int r = threadIdx.x / threads * side + threadIdx.x % threads / ACROSS;
     return from + (long long)(first + r) * stride + threadIdx.x % threads % ACROSS * 8;
 }
-// These rows on their way into shared memory; complete after arrived(). If `checked`, rows outside of 0 .. rows - 1 are zeros; else there are none such.
+// These rows on their way into shared memory; complete after wait_for_tiles(). If `checked`, rows outside of 0 .. rows - 1 are zeros; else there are none such.
 template <int side = SIDE, int threads = TENSOR_THREADS>
-__device__ __forceinline__ void ask(bf16* to, const bf16* source, int stride, bool checked = false, int first = 0, int rows = 0) {
+__device__ __forceinline__ void load_rows(bf16* to, const bf16* source, int stride, bool checked = false, int first = 0, int rows = 0) {
     const int down = threads / ACROSS;                                   // rows at a time
     int mine = threadIdx.x % threads / ACROSS, r = threadIdx.x / threads * side + mine;
     to += r * LD + threadIdx.x % threads % ACROSS * 8;
@@ -443,16 +413,16 @@ __device__ __forceinline__ void ask(bf16* to, const bf16* source, int stride, bo
     }
 }
 // The same, from the rows' tensor.
-__device__ __forceinline__ void ask_rows(bf16* to, const bf16* from, int stride, int first, int rows) {
-    ask(to, mine_of(from, stride, first), stride, true, first, rows);
+__device__ __forceinline__ void load_tile(bf16* to, const bf16* from, int stride, int first, int rows) {
+    load_rows(to, thread_source(from, stride, first), stride, true, first, rows);
 }
-__device__ __forceinline__ void asked() {               // what was asked for since the last time is a group
+__device__ __forceinline__ void cp_async_commit_group() {               // what was asked for since the last time is a group
 #if TENSOR_CORES
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 // All groups are there but the last `open`; for all threads.
-template <int open> __device__ __forceinline__ void arrived() {
+template <int open> __device__ __forceinline__ void wait_for_tiles() {
 #if TENSOR_CORES
     asm volatile("cp.async.wait_group %0;" :: "n"(open) : "memory");
 #endif
@@ -461,7 +431,7 @@ template <int open> __device__ __forceinline__ void arrived() {
 
 // A 16 x 16 part of a tile, as four 8 x 8: by_columns says whether the second one is to the right of the first (else below). Transposed: a lane has two
 // rows of one column instead of two columns of one row.
-template <bool by_columns, bool transposed, int ld> PIECE void fragments(unsigned (&x)[4], const bf16* part) {
+template <bool by_columns, bool transposed, int ld> PIECE void ldmatrix(unsigned (&x)[4], const bf16* part) {
     int lane = threadIdx.x % 32;
 #if TENSOR_CORES
     int m = lane / 8, row = 8 * (by_columns ? m / 2 : m % 2) + lane % 8, column = 8 * (by_columns ? m % 2 : m / 2);
@@ -481,7 +451,7 @@ template <bool by_columns, bool transposed, int ld> PIECE void fragments(unsigne
 }
 
 // c (16 x 8) += a (16 x 16) b (16 x 8)
-PIECE void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+PIECE void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #if TENSOR_CORES
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -502,21 +472,12 @@ PIECE void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned
 #endif
 }
 
-__device__ __forceinline__ unsigned pair(float low, float high) {
-#if TENSOR_CORES
-    unsigned both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-#else
-    return as_bf16(low).bits | (unsigned)as_bf16(high).bits << 16;
-#endif
-}
 // 16 x 16 sums as a factor.
 __device__ __forceinline__ void as_factor(unsigned (&a)[4], const Sums& c) {
-    a[0] = pair(c[0][0], c[0][1]);
-    a[1] = pair(c[0][2], c[0][3]);
-    a[2] = pair(c[1][0], c[1][1]);
-    a[3] = pair(c[1][2], c[1][3]);
+    a[0] = both_as_bf16(c[0][0], c[0][1]);
+    a[1] = both_as_bf16(c[0][2], c[0][3]);
+    a[2] = both_as_bf16(c[1][0], c[1][1]);
+    a[3] = both_as_bf16(c[1][2], c[1][3]);
 }
 
 // Sixteen rows of a tile as the left factor: kept in registers, or read again each time.
@@ -527,17 +488,17 @@ template <bool kept> struct Left {
         rows = from;
         if (kept)
             #pragma unroll
-            for (int k = 0; k < STEPS; k++) fragments<false, false, LD>(a[kept ? k : 0], from + 16 * k);
+            for (int k = 0; k < STEPS; k++) ldmatrix<false, false, LD>(a[kept ? k : 0], from + 16 * k);
     }
-    __device__ __forceinline__ void take_eighth() {     // of what is kept; exact, but for numbers below 2^-123
+    __device__ __forceinline__ void scale_by_eighth() {     // of what is kept; exact, but for numbers below 2^-123
         if (kept)
             #pragma unroll
             for (int k = 0; k < STEPS; k++)
                 #pragma unroll
-                for (int i = 0; i < 4; i++) a[kept ? k : 0][i] = pair(0.125f * low_as_float(a[kept ? k : 0][i]), 0.125f * high_as_float(a[kept ? k : 0][i]));
+                for (int i = 0; i < 4; i++) a[kept ? k : 0][i] = both_as_bf16(0.125f * low_as_float(a[kept ? k : 0][i]), 0.125f * high_as_float(a[kept ? k : 0][i]));
     }
     __device__ __forceinline__ void at(unsigned (&x)[4], int k) const {
-        if (!kept) fragments<false, false, LD>(x, rows + 16 * k);
+        if (!kept) ldmatrix<false, false, LD>(x, rows + 16 * k);
         else
             #pragma unroll
             for (int i = 0; i < 4; i++) x[i] = a[kept ? k : 0][i];
@@ -559,9 +520,9 @@ template <bool kept> __device__ __forceinline__ void add_scores(Sums& c, const L
     for (int k = 0; k < STEPS; k++) {
         unsigned a[4], b[4];
         left.at(a, k);
-        fragments<true, false, LD>(b, rows + 16 * k);
-        multiply(c[0], a, b[0], b[1]);
-        multiply(c[1], a, b[2], b[3]);
+        ldmatrix<true, false, LD>(b, rows + 16 * k);
+        mma(c[0], a, b[0], b[1]);
+        mma(c[1], a, b[2], b[3]);
     }
 }
 
@@ -570,13 +531,13 @@ template <bool kept> __device__ __forceinline__ void add_scores(Sums& c, Sums& o
     #pragma unroll (kept ? STEPS : 2)
     for (int k = 0; k < STEPS; k++) {
         unsigned a[4], b[4];
-        fragments<true, false, LD>(b, rows + 16 * k);
+        ldmatrix<true, false, LD>(b, rows + 16 * k);
         left.at(a, k);
-        multiply(c[0], a, b[0], b[1]);
-        multiply(c[1], a, b[2], b[3]);
+        mma(c[0], a, b[0], b[1]);
+        mma(c[1], a, b[2], b[3]);
         below.at(a, k);
-        multiply(other[0], a, b[0], b[1]);
-        multiply(other[1], a, b[2], b[3]);
+        mma(other[0], a, b[0], b[1]);
+        mma(other[1], a, b[2], b[3]);
     }
 }
 
@@ -585,9 +546,9 @@ __device__ __forceinline__ void add_product(float (&sums)[2 * STEPS][4], const u
     #pragma unroll
     for (int n = 0; n < STEPS; n++) {
         unsigned b[4];
-        fragments<false, true, LD>(b, rows + 16 * n);
-        multiply(sums[2 * n], a, b[0], b[1]);
-        multiply(sums[2 * n + 1], a, b[2], b[3]);
+        ldmatrix<false, true, LD>(b, rows + 16 * n);
+        mma(sums[2 * n], a, b[0], b[1]);
+        mma(sums[2 * n + 1], a, b[2], b[3]);
     }
 }
 
@@ -673,7 +634,7 @@ __device__ __forceinline__ void write_tile(bf16* to, const float (&sums)[2 * STE
     for (int n = 0; n < 2 * STEPS; n++)
         #pragma unroll
         for (int i = 0; i < 2; i++)
-            if (row + 8 * i < rows) *reinterpret_cast<unsigned*>(to + (row + 8 * i) * stride + 8 * n + 2 * t) = pair(factor * sums[n][2 * i], factor * sums[n][2 * i + 1]);
+            if (row + 8 * i < rows) *reinterpret_cast<unsigned*>(to + (row + 8 * i) * stride + 8 * n + 2 * t) = both_as_bf16(factor * sums[n][2 * i], factor * sums[n][2 * i + 1]);
 }
 
 // Of element e of 16 x 16 sums: its row and its column.
@@ -681,9 +642,6 @@ __device__ __forceinline__ void write_tile(bf16* to, const float (&sums)[2 * STE
 #define COLUMN(e) (8 * ((e) / 4) + 2 * t + (e) % 2)
 #define OF(c, e) c[(e) / 4][(e) % 4]
 
-#endif
-
-#if VERSION == 2
 // c (16 x 16) = left (16 x d) times 16 rows of a tile, transposed: a chain of its own, so that those of q~ k, q PE and dy v run beside each other.
 template <bool kept> __device__ __forceinline__ void scores_of(Sums& c, const Left<kept>& left, const bf16* rows) {
     clear(c);
@@ -691,7 +649,7 @@ template <bool kept> __device__ __forceinline__ void scores_of(Sums& c, const Le
 }
 
 // The same number, of which the compiler does not know that: what it computes from it is not kept in registers over the loops.
-__device__ __forceinline__ int again(int x) {
+__device__ __forceinline__ int opaque(int x) {
 #if TENSOR_CORES
     asm volatile("" : "+r"(x));
 #endif
@@ -703,18 +661,18 @@ struct Loads {
     const bf16* k, * v, * pe;
     int k_stride, v_stride, i0, T;
     __device__ __forceinline__ Loads(const Head& x, int i0, int T)
-        : k(mine_of(x.k, x.stride.k, i0)), v(mine_of(x.v, x.stride.v, i0)), pe(mine_of(x.pe, HEAD, 1)), k_stride(x.stride.k), v_stride(x.stride.v), i0(i0), T(T) {}
+        : k(thread_source(x.k, x.stride.k, i0)), v(thread_source(x.v, x.stride.v, i0)), pe(thread_source(x.pe, HEAD, 1)), k_stride(x.stride.k), v_stride(x.stride.v), i0(i0), T(T) {}
     __device__ __forceinline__ void all(bf16* to, bf16* far, int s, bool checked) {
-        ask(to, k, k_stride, checked, i0 - s * SIDE, T);
-        ask(to + SIDE * LD, v, v_stride, checked, i0 - s * SIDE, T);
-        ask(far, pe, HEAD, checked, (s + 1) * SIDE - 63, T);
+        load_rows(to, k, k_stride, checked, i0 - s * SIDE, T);
+        load_rows(to + SIDE * LD, v, v_stride, checked, i0 - s * SIDE, T);
+        load_rows(far, pe, HEAD, checked, (s + 1) * SIDE - 63, T);
     }
     __device__ __forceinline__ void keys(bf16* to, bf16* far, int s) {
         if (s == 0 || (s + 1) * SIDE >= T) all(to, far, s, true);
         else all(to, far, s, false);
-        asked();
-        k -= again(SIDE * k_stride);
-        v -= again(SIDE * v_stride);
+        cp_async_commit_group();
+        k -= opaque(SIDE * k_stride);
+        v -= opaque(SIDE * v_stride);
         pe += SIDE * HEAD;
     }
 };
@@ -727,29 +685,6 @@ struct Tensors {
 };
 __device__ __forceinline__ Head head_of(int which, const Tensors& x) {
     return head_of(which, x.q_tilde, x.q, x.k, x.v, x.dy, x.pe, x.stride, x.T, x.H, x.window);
-}
-
-// Of a score, x times `eighth` being s / 8: t = tanh(s / 8), t^p, and t^(p-1) (1 - t^2): what is left of c^p and its derivative without 8^p, which goes into
-// the factors of sums. Exact: e = exp(s / 4), tanh(s / 8) = 1 - 2 / (1 + e), off by 2e-7 at most; so 1 - t^2 is 0 where s is so large that it would be less. Else one special
-// function, off by 2^-11 of itself and its power by p times that: up to degree 3 less than rounding to bf16 is, but too much for the sums of dphi c^p.
-template <bool exact> __device__ __forceinline__ Power steep(float x, float eighth = 0.125f) {
-    float tanh;
-#if TENSOR_CORES
-    if (!exact && DEGREE <= 3) asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(eighth * x));
-    else
-#endif
-    tanh = fmaf(-2.0f, one_over(1.0f + power_of_two(2.88539008f * eighth * x)), 1.0f);
-    float square = tanh * tanh, even = 1.0f;
-    #pragma unroll
-    for (int k = 1; k < DEGREE; k += 2) even *= square;
-    Power found = {even * tanh, even - even * square};
-    return found;
-}
-__device__ __forceinline__ float eight_to(int p) {
-    float power = 1.0f;
-    #pragma unroll
-    for (int k = 0; k < p; k++) power *= 8.0f;
-    return power;
 }
 #endif
 
@@ -770,23 +705,23 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, q, pe, stride, T, H, window);
     Scale scale = scale_of(coefficients);
-    float weight = scale.weight * eight_to(DEGREE);
+    float weight = scale.weight * power_of_8(DEGREE);
     int steps = tile - max(0, i0 - window + 1) / SIDE + 1;              // from the diagonal tile to the left
     Ring ring(of_pe);                                    // PE of the differences 64 s - 63 .. and of the 64 after these
     Loads loads(x, i0, T);
-    auto ask_for = [&](int s, bf16* far) { loads.keys(tiles_of + s % STAGES * 2 * SIDE * LD, far, s); };
+    auto load_step = [&](int s, bf16* far) { loads.keys(tiles_of + s % STAGES * 2 * SIDE * LD, far, s); };
     Left<kept> left_k, left_pe;
-    ask_rows(own, x.q_tilde, stride.q_tilde, i0, T);
-    ask_rows(own + SIDE * LD, x.q, stride.q, i0, T);
-    asked();
-    ask_rows(ring.near, x.pe, HEAD, -63, T);
-    if (!kept || STAGES == 2) { ask_for(0, ring.far); arrived<1>(); }
-    else arrived<0>();
+    load_tile(own, x.q_tilde, stride.q_tilde, i0, T);
+    load_tile(own + SIDE * LD, x.q, stride.q, i0, T);
+    cp_async_commit_group();
+    load_tile(ring.near, x.pe, HEAD, -63, T);
+    if (!kept || STAGES == 2) { load_step(0, ring.far); wait_for_tiles<1>(); }
+    else wait_for_tiles<0>();
     left_k.begin(own + 16 * warp * LD);
     left_pe.begin(own + (SIDE + 16 * warp) * LD);
-    left_k.take_eighth();
-    left_pe.take_eighth();
-    if (kept && STAGES == 1) { __syncthreads(); ask_for(0, ring.far); }
+    left_k.scale_by_eighth();
+    left_pe.scale_by_eighth();
+    if (kept && STAGES == 1) { __syncthreads(); load_step(0, ring.far); }
     float sums[2 * STEPS][4] = {};
     Sums lower;                                          // q PE^T of the 16 differences before those of the next part
     auto part = [&](int s, int n, bool masked) {         // 16 keys, from the right to the left
@@ -798,17 +733,17 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
         copy(lower, upper);
         #pragma unroll
         for (int e = 0; e < 8; e++) {
-            int by = s * SIDE + 16 * (warp + n - 3) + ROW(e) - COLUMN(e);
-            float phi = weight * steep<false>(OF(c, e), kept ? 1.0f : 0.125f).power + scale.offset;
-            OF(c, e) = !masked || (by >= 0 && by < window) ? phi : 0.0f;
+            int difference = s * SIDE + 16 * (warp + n - 3) + ROW(e) - COLUMN(e);
+            float phi = weight * power_of_tanh<false>(OF(c, e), kept ? 1.0f : 0.125f).power + scale.offset;
+            OF(c, e) = !masked || (difference >= 0 && difference < window) ? phi : 0.0f;
         }
         unsigned a[4];
         as_factor(a, c);
         add_product(sums, a, keys + SIDE * LD);
     };
     for (int s = 0; s < steps; s++) {
-        arrived<0>();                                    // and no one reads the tiles of the step before any more
-        if (STAGES == 2 && s + 1 < steps) ask_for(s + 1, ring.free);
+        wait_for_tiles<0>();                                    // and no one reads the tiles of the step before any more
+        if (STAGES == 2 && s + 1 < steps) load_step(s + 1, ring.free);
         if (s == 0) scores_of(lower, left_pe, ring.sixteen(3));
         if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window)         // a body of its own, with comparisons; on the diagonal without what is masked
             #pragma unroll 1
@@ -816,10 +751,10 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
         else
             #pragma unroll (kept ? FORWARD_UNROLL : 2)
             for (int n = 0; n < 4; n++) part(s, n, false);
-        if (STAGES == 1 && s + 1 < steps) { __syncthreads(); ask_for(s + 1, ring.free); }
+        if (STAGES == 1 && s + 1 < steps) { __syncthreads(); load_step(s + 1, ring.free); }
         ring.turn();
     }
-    int which = blockIdx.x % (gridDim.x / ((again(T) + SIDE - 1) / SIDE));
+    int which = blockIdx.x % (gridDim.x / ((opaque(T) + SIDE - 1) / SIDE));
     x = head_of(which, q_tilde, q, k, v, q, pe, stride, T, H, window);
     float upper_rows = factor_of(gate, x, i0 + 16 * warp + g), lower_rows = factor_of(gate, x, i0 + 16 * warp + g + 8);
     #pragma unroll
@@ -845,18 +780,18 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
     Ring ring(of_pe);
     ring.turn();                                         // the first place is `own`'s
     Loads loads(x, i0, T);
-    auto ask_for = [&](int s, bf16* far) { loads.keys(tiles_of + s % STAGES * 2 * SIDE * LD, far, s); };
+    auto load_step = [&](int s, bf16* far) { loads.keys(tiles_of + s % STAGES * 2 * SIDE * LD, far, s); };
     Left<kept> left_k, left_pe, left_v;
-    ask_rows(own, x.q_tilde, x.stride.q_tilde, i0, T);
-    ask_rows(own + SIDE * LD, x.q, x.stride.q, i0, T);
-    ask_rows(own + 2 * SIDE * LD, x.dy, x.wide, i0, T);
-    asked();
-    if (!kept || STAGES == 2) { ask_rows(ring.near, x.pe, HEAD, -63, T); ask_for(0, ring.far); arrived<1>(); }
-    else arrived<0>();
+    load_tile(own, x.q_tilde, x.stride.q_tilde, i0, T);
+    load_tile(own + SIDE * LD, x.q, x.stride.q, i0, T);
+    load_tile(own + 2 * SIDE * LD, x.dy, x.wide, i0, T);
+    cp_async_commit_group();
+    if (!kept || STAGES == 2) { load_tile(ring.near, x.pe, HEAD, -63, T); load_step(0, ring.far); wait_for_tiles<1>(); }
+    else wait_for_tiles<0>();
     left_k.begin(own + 16 * warp * LD);
     left_pe.begin(own + (SIDE + 16 * warp) * LD);
     left_v.begin(own + (2 * SIDE + 16 * warp) * LD);
-    if (kept && STAGES == 1) { __syncthreads(); ask_rows(ring.near, x.pe, HEAD, -63, T); ask_for(0, ring.far); }
+    if (kept && STAGES == 1) { __syncthreads(); load_tile(ring.near, x.pe, HEAD, -63, T); load_step(0, ring.far); }
     float by_k[2 * STEPS][4] = {}, by_pe[2 * STEPS][4] = {}, totals[2] = {};
     Sums lower;                                          // q PE^T of the 16 differences before those of the next part
     unsigned before[4] = {};                             // ds of the 16 keys of the part before
@@ -872,12 +807,12 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
         float some[2][4];                                // of totals: four short sums each, none waits for the other
         #pragma unroll
         for (int e = 0; e < 8; e++) {
-            int by = s * SIDE + 16 * (warp + n - 3) + ROW(e) - COLUMN(e);
-            Power at = steep<true>(OF(c, e));
-            float dphi = !masked || (by >= 0 && by < window) ? OF(ds, e) : 0.0f;
-            some[0][e % 4] = e < 4 ? dphi * at.power : some[0][e % 4] + dphi * at.power;
+            int difference = s * SIDE + 16 * (warp + n - 3) + ROW(e) - COLUMN(e);
+            Power score = power_of_tanh<true>(OF(c, e));
+            float dphi = !masked || (difference >= 0 && difference < window) ? OF(ds, e) : 0.0f;
+            some[0][e % 4] = e < 4 ? dphi * score.power : some[0][e % 4] + dphi * score.power;
             some[1][e % 4] = e < 4 ? dphi : some[1][e % 4] + dphi;
-            OF(ds, e) = dphi * at.rise;
+            OF(ds, e) = dphi * score.slope;
         }
         #pragma unroll
         for (int i = 0; i < 2; i++) totals[i] += (some[i][0] + some[i][1]) + (some[i][2] + some[i][3]);
@@ -889,8 +824,8 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
         add_product(by_pe, by_difference, ring.sixteen(warp + n));
     };
     for (int s = 0; s < steps; s++) {
-        arrived<0>();
-        if (STAGES == 2 && s + 1 < steps) ask_for(s + 1, ring.free);
+        wait_for_tiles<0>();
+        if (STAGES == 2 && s + 1 < steps) load_step(s + 1, ring.free);
         if (s == 0) scores_of(lower, left_pe, ring.sixteen(3));
         if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window)
             #pragma unroll 1
@@ -898,16 +833,16 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
         else
             #pragma unroll Q_UNROLL
             for (int n = 0; n < 4; n++) part(s, n, false);
-        if (STAGES == 1 && s + 1 < steps) { __syncthreads(); ask_for(s + 1, ring.free); }
+        if (STAGES == 1 && s + 1 < steps) { __syncthreads(); load_step(s + 1, ring.free); }
         ring.turn();
     }
     unsigned none[4] = {}, last[4];
     skewed(last, none, before);
     add_product(by_pe, last, ring.sixteen(warp));
     Scale scale = scale_of(in.coefficients);
-    write_tile(dq_tilde + x.out, by_k, scale.slope * 0.25f * eight_to(DEGREE - 1), x.wide, i0, T);
-    write_tile(dq + x.grad, by_pe, scale.slope * 0.25f * eight_to(DEGREE - 1), x.stride.grad, i0, T);
-    totals[0] *= eight_to(DEGREE);
+    write_tile(dq_tilde + x.out, by_k, scale.slope * 0.25f * power_of_8(DEGREE - 1), x.wide, i0, T);
+    write_tile(dq + x.grad, by_pe, scale.slope * 0.25f * power_of_8(DEGREE - 1), x.stride.grad, i0, T);
+    totals[0] *= power_of_8(DEGREE);
     write_sums<4>(partial + 2 * (long long)unit, totals, warps);
 }
 
@@ -921,38 +856,38 @@ __device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf1
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     Head x = head_of(unit % heads, in);
     Scale scale = scale_of(in.coefficients);
-    float weight = scale.weight * eight_to(DEGREE);
+    float weight = scale.weight * power_of_8(DEGREE);
     int steps = (min(T - 1, j0 + SIDE - 2 + window) - j0) / SIDE + 1;             // from the diagonal tile on
     Ring ring(of_pe);
-    const bf16* q_tilde_from = mine_of(x.q_tilde, x.stride.q_tilde, j0), * q_from = mine_of(x.q, x.stride.q, j0), * dy_from = mine_of(x.dy, x.wide, j0);
-    const bf16* pe_from = mine_of(x.pe, HEAD, 1);
-    auto ask_for = [&](int s, bf16* far) {               // s = 0, 1, .. in turn
+    const bf16* q_tilde_from = thread_source(x.q_tilde, x.stride.q_tilde, j0), * q_from = thread_source(x.q, x.stride.q, j0), * dy_from = thread_source(x.dy, x.wide, j0);
+    const bf16* pe_from = thread_source(x.pe, HEAD, 1);
+    auto load_step = [&](int s, bf16* far) {               // s = 0, 1, .. in turn
         bf16* to = tiles_of + s % STAGES * 3 * SIDE * LD;
         int first = j0 + s * SIDE;
         auto all = [&](bool checked) {
-            ask(to, q_tilde_from, x.stride.q_tilde, checked, first, T);
-            ask(to + SIDE * LD, q_from, x.stride.q, checked, first, T);
-            ask(to + 2 * SIDE * LD, dy_from, x.wide, checked, first, T);
-            ask(far, pe_from, HEAD, checked, (s + 1) * SIDE - 63, T);
+            load_rows(to, q_tilde_from, x.stride.q_tilde, checked, first, T);
+            load_rows(to + SIDE * LD, q_from, x.stride.q, checked, first, T);
+            load_rows(to + 2 * SIDE * LD, dy_from, x.wide, checked, first, T);
+            load_rows(far, pe_from, HEAD, checked, (s + 1) * SIDE - 63, T);
         };
         if (first + SIDE > T || (s + 1) * SIDE >= T) all(true);
         else all(false);
-        asked();
-        q_tilde_from += again(SIDE * x.stride.q_tilde);
-        q_from += again(SIDE * x.stride.q);
-        dy_from += again(SIDE * x.wide);
+        cp_async_commit_group();
+        q_tilde_from += opaque(SIDE * x.stride.q_tilde);
+        q_from += opaque(SIDE * x.stride.q);
+        dy_from += opaque(SIDE * x.wide);
         pe_from += SIDE * HEAD;
     };
     Left<kept> left_k, left_v, lower, upper;             // lower, upper: PE of 16 differences each
-    ask_rows(own, x.k, x.stride.k, j0, T);
-    ask_rows(own + SIDE * LD, x.v, x.stride.v, j0, T);
-    asked();
-    ask_rows(ring.near, x.pe, HEAD, -63, T);
-    if (!kept || STAGES == 2) { ask_for(0, ring.far); arrived<1>(); }
-    else arrived<0>();
+    load_tile(own, x.k, x.stride.k, j0, T);
+    load_tile(own + SIDE * LD, x.v, x.stride.v, j0, T);
+    cp_async_commit_group();
+    load_tile(ring.near, x.pe, HEAD, -63, T);
+    if (!kept || STAGES == 2) { load_step(0, ring.far); wait_for_tiles<1>(); }
+    else wait_for_tiles<0>();
     left_k.begin(own + 16 * warp * LD);
     left_v.begin(own + (SIDE + 16 * warp) * LD);
-    if (kept && STAGES == 1) { __syncthreads(); ask_for(0, ring.far); }
+    if (kept && STAGES == 1) { __syncthreads(); load_step(0, ring.far); }
     float dk_sums[2 * STEPS][4] = {}, dv_sums[2 * STEPS][4] = {};
     auto part = [&](int s, int n, bool masked) {         // 16 queries; keys are the rows
         const bf16* queries = tiles_of + (s % STAGES * 3 * SIDE + 16 * n) * LD, * dys = queries + 2 * SIDE * LD;
@@ -967,11 +902,11 @@ __device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf1
         add_scores(c, left_k, queries);
         #pragma unroll
         for (int e = 0; e < 8; e++) {
-            int by = s * SIDE + 16 * (n - warp) + COLUMN(e) - ROW(e);
-            bool valid = !masked || (by >= 0 && by < window);
-            Power at = steep<false>(OF(c, e));
-            OF(c, e) = valid ? weight * at.power + scale.offset : 0.0f;
-            OF(dphi, e) = valid ? OF(dphi, e) * at.rise : 0.0f;
+            int difference = s * SIDE + 16 * (n - warp) + COLUMN(e) - ROW(e);
+            bool valid = !masked || (difference >= 0 && difference < window);
+            Power score = power_of_tanh<false>(OF(c, e));
+            OF(c, e) = valid ? weight * score.power + scale.offset : 0.0f;
+            OF(dphi, e) = valid ? OF(dphi, e) * score.slope : 0.0f;
         }
         unsigned a[4];
         as_factor(a, c);
@@ -980,8 +915,8 @@ __device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf1
         add_product(dk_sums, a, queries);
     };
     for (int s = 0; s < steps; s++) {
-        arrived<0>();
-        if (STAGES == 2 && s + 1 < steps) ask_for(s + 1, ring.free);
+        wait_for_tiles<0>();
+        if (STAGES == 2 && s + 1 < steps) load_step(s + 1, ring.free);
         if (s == 0) upper.begin(ring.sixteen(3));
         if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window)
             #pragma unroll 1
@@ -989,10 +924,10 @@ __device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf1
         else
             #pragma unroll (kept ? KV_UNROLL : 1)
             for (int n = 0; n < 4; n++) part(s, n, false);
-        if (STAGES == 1 && s + 1 < steps) { __syncthreads(); ask_for(s + 1, ring.free); }
+        if (STAGES == 1 && s + 1 < steps) { __syncthreads(); load_step(s + 1, ring.free); }
         ring.turn();
     }
-    write_tile(dk + x.grad, dk_sums, scale.slope * 0.25f * eight_to(DEGREE - 1), x.stride.grad, j0, T);
+    write_tile(dk + x.grad, dk_sums, scale.slope * 0.25f * power_of_8(DEGREE - 1), x.stride.grad, j0, T);
     write_tile(dv + x.grad, dv_sums, 1.0f, x.stride.grad, j0, T);
 }
 
@@ -1011,50 +946,50 @@ __device__ __forceinline__ void backward_pe(unsigned char* memory, float* partia
     for (int which = group; which < heads; which += groups) {
         Head x = head_of(which, in);
         Ring keys(of_k), values(of_v);                   // i0 - r0 - 63 .., and the 64 after these
-        const bf16* k_from = mine_of(x.k, x.stride.k, 1), * v_from = mine_of(x.v, x.stride.v, 1), * q_from = mine_of(x.q, x.stride.q, r0);
-        const bf16* q_tilde_from = mine_of<16, 32>(x.q_tilde, x.stride.q_tilde, r0), * dy_from = mine_of<16, 32>(x.dy, x.wide, r0);
+        const bf16* k_from = thread_source(x.k, x.stride.k, 1), * v_from = thread_source(x.v, x.stride.v, 1), * q_from = thread_source(x.q, x.stride.q, r0);
+        const bf16* q_tilde_from = thread_source<16, 32>(x.q_tilde, x.stride.q_tilde, r0), * dy_from = thread_source<16, 32>(x.dy, x.wide, r0);
         auto outside = [&](int i0) { return i0 + SIDE > T || i0 - r0 + SIDE >= T; };
-        auto ask_for = [&](int i0, bf16* k_to, bf16* v_to) {             // i0 = r0, r0 + 64, ..; of the keys the later 64; the earlier ones are there
+        auto load_step = [&](int i0, bf16* k_to, bf16* v_to) {             // i0 = r0, r0 + 64, ..; of the keys the later 64; the earlier ones are there
             auto all = [&](bool checked) {
-                ask(k_to, k_from, x.stride.k, checked, i0 - r0 + 1, T);
-                ask(v_to, v_from, x.stride.v, checked, i0 - r0 + 1, T);
-                ask(of_q + i0 / SIDE % 2 * SIDE * LD, q_from, x.stride.q, checked, i0, T);
+                load_rows(k_to, k_from, x.stride.k, checked, i0 - r0 + 1, T);
+                load_rows(v_to, v_from, x.stride.v, checked, i0 - r0 + 1, T);
+                load_rows(of_q + i0 / SIDE % 2 * SIDE * LD, q_from, x.stride.q, checked, i0, T);
             };
             if (outside(i0)) all(true);
             else all(false);
-            k_from += again(SIDE * x.stride.k);
-            v_from += again(SIDE * x.stride.v);
-            q_from += again(SIDE * x.stride.q);
+            k_from += opaque(SIDE * x.stride.k);
+            v_from += opaque(SIDE * x.stride.v);
+            q_from += opaque(SIDE * x.stride.q);
         };
-        auto ask_for_left = [&](int i0) {
+        auto load_left = [&](int i0) {
             auto all = [&](bool checked) {
-                ask<16, 32>(of_q_tilde, q_tilde_from, x.stride.q_tilde, checked, i0, T);
-                ask<16, 32>(of_dy, dy_from, x.wide, checked, i0, T);
+                load_rows<16, 32>(of_q_tilde, q_tilde_from, x.stride.q_tilde, checked, i0, T);
+                load_rows<16, 32>(of_dy, dy_from, x.wide, checked, i0, T);
             };
             if (outside(i0)) all(true);
             else all(false);
-            q_tilde_from += again(SIDE * x.stride.q_tilde);
-            dy_from += again(SIDE * x.wide);
+            q_tilde_from += opaque(SIDE * x.stride.q_tilde);
+            dy_from += opaque(SIDE * x.wide);
         };
         __syncthreads();
-        ask_rows(of_pe, x.pe, HEAD, r0, T);
-        ask_rows(keys.near, x.k, x.stride.k, -63, T);
-        ask_rows(values.near, x.v, x.stride.v, -63, T);
-        ask_for(r0, keys.far, values.far);
-        ask_for_left(r0);
-        asked();
+        load_tile(of_pe, x.pe, HEAD, r0, T);
+        load_tile(keys.near, x.k, x.stride.k, -63, T);
+        load_tile(values.near, x.v, x.stride.v, -63, T);
+        load_step(r0, keys.far, values.far);
+        load_left(r0);
+        cp_async_commit_group();
         for (int i0 = r0; i0 < T; i0 += SIDE) {
             const bf16* queries = of_q + i0 / SIDE % 2 * SIDE * LD;
             int next = i0 + SIDE;
-            arrived<0>();
+            wait_for_tiles<0>();
             Left<kept> left_k, left_v, left_pe;
             left_k.begin(of_q_tilde + 16 * warp * LD);
             left_v.begin(of_dy + 16 * warp * LD);
             left_pe.begin(queries + 16 * warp * LD);
             if (early && next < T) {
                 __syncwarp();
-                ask_for(next, keys.free, values.free);
-                if (early_left) ask_for_left(next);
+                load_step(next, keys.free, values.free);
+                if (early_left) load_left(next);
             }
             Sums upper, upper_dphi;                      // of 16 keys each
             scores_of(upper, left_k, keys.sixteen(warp + 4));
@@ -1070,28 +1005,28 @@ __device__ __forceinline__ void backward_pe(unsigned char* memory, float* partia
                 copy(upper, lower);
                 copy(upper_dphi, lower_dphi);
                 #pragma unroll
-                for (int e = 0; e < 8; e++) OF(c, e) = OF(dphi, e) * steep<false>(OF(c, e)).rise;     // no query or no key: dy or v is 0, and dphi with it
+                for (int e = 0; e < 8; e++) OF(c, e) = OF(dphi, e) * power_of_tanh<false>(OF(c, e)).slope;     // no query or no key: dy or v is 0, and dphi with it
                 #pragma unroll
                 for (int e = 0; e < 8; e += 2)
-                    *reinterpret_cast<unsigned*>(ds + (16 * warp + ROW(e)) * NARROW + 16 * part + COLUMN(e)) = pair(OF(c, e), OF(c, e + 1));
+                    *reinterpret_cast<unsigned*>(ds + (16 * warp + ROW(e)) * NARROW + 16 * part + COLUMN(e)) = both_as_bf16(OF(c, e), OF(c, e + 1));
             }
             __syncthreads();
             if (next < T) {
-                if (!early) ask_for(next, keys.free, values.free);
-                if (!early_left) ask_for_left(next);
-                asked();
+                if (!early) load_step(next, keys.free, values.free);
+                if (!early_left) load_left(next);
+                cp_async_commit_group();
             }
             keys.turn();
             values.turn();
             #pragma unroll PE_UNROLL
             for (int part = 0; part < 4; part++) {       // 16 queries
                 unsigned a[4];
-                fragments<true, true, NARROW>(a, ds + 16 * part * NARROW + 16 * warp);
+                ldmatrix<true, true, NARROW>(a, ds + 16 * part * NARROW + 16 * warp);
                 add_product(sums, a, queries + 16 * part * LD);
             }
         }
     }
-    float slope = scale_of(in.coefficients).slope * 0.25f * eight_to(DEGREE - 1);
+    float slope = scale_of(in.coefficients).slope * 0.25f * power_of_8(DEGREE - 1);
     float* to = partial + ((long long)group * diagonals * SIDE + r0 + 16 * warp) * HEAD;
     #pragma unroll
     for (int n = 0; n < 2 * STEPS; n++)

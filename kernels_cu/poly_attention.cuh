@@ -13,26 +13,6 @@
 // `grad` is the stride of dq, dk and dv; rows of y, dy and dq~ lie side by side.
 struct Rows { int q_tilde, q, k, v, grad; };
 
-// Special functions of the GPU, off by about 2 units of the last place; results below 2^-126 are 0.
-__device__ __forceinline__ float ex2_approx(float x) {
-#ifdef __CUDA_ARCH__
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-#else
-    return exp2f(x);
-#endif
-}
-__device__ __forceinline__ float rcp_approx(float x) {
-#ifdef __CUDA_ARCH__
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-#else
-    return 1.0f / x;
-#endif
-}
-
 // t = tanh(factor x). With `exact`, t = 1 - 2 / (1 + e), e = exp(2 factor x), off by 2e-7 at most.
 // Else, up to degree 3 and from sm_75 on, one special function, off by 2^-11 of t, which its power is
 // off by p times: less than the rounding to bf16 that follows, too much for the sums of dphi c^p.

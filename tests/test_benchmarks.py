@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import sys
+import textwrap
 import threading
 import time
 import types
@@ -34,37 +35,152 @@ def module(name):
     return loaded
 
 
+# ---- results and what they measured -------------------------------------------------------------
+
+
 @pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.name)
 def test_a_result_says_what_it_measured(path):
-    common, result = module("common"), json.loads(path.read_text())
-    missing = {
-        "gpu",
-        "driver",
-        "torch",
-        "nvrtc",
-        "commit",
-        "date",
-        "sources",
-        "results",
-    } - result.keys()
-    assert not missing, f"{path.name} lacks {missing}"
-    changed = common.stale(result)
-    if changed:
-        warnings.warn(
-            f"{path.name} is stale, measured on {result['date']} before changes to {', '.join(changed)}: "
-            f"run python benchmarks/{result['benchmark']}.py on a GPU"
-        )
+    result = json.loads(path.read_text())
+    facts = {"benchmark", "gpu", "driver", "torch", "nvrtc", "commit", "date", "results"}
+    assert facts <= result.keys()
+    assert result.keys() & {"fingerprints", "sources"}
+    stale = module("fingerprints").staleness(result)
+    if stale:
+        warnings.warn(f"{path.name} was {stale}")
 
 
-def test_a_changed_source_makes_a_result_stale(tmp_path, monkeypatch):
-    common = module("common")
-    monkeypatch.setattr(common, "ROOT", tmp_path)
+FILES = {
+    "benchmarks/probe.py": """
+        import common
+        from helper import measure
+        from gpuaccel.optim.clip import clip_
+        def show_result(r):
+            print(r)
+        """,
+    "benchmarks/common.py": "TABLE = 1",
+    "benchmarks/helper.py": "ROUNDS = 3",
+    "benchmarks/other.py": "import gpuaccel.other",
+    "gpuaccel/__init__.py": "from . import other",
+    "gpuaccel/other.py": "",
+    "gpuaccel/optim/clip.py": """
+        from ..ops import scale
+        def clip_(grads, limit):
+            return scale.scale_(grads, 1 / limit)
+        """,
+    "gpuaccel/ops/scale.py": """
+        class Options:
+            blocks: int
+            threads: int = 256
+        def scale_(x, factor):
+            from ..simt import run
+            return Kernel("scale", "scale_v1")(x, factor)
+        """,
+    "gpuaccel/simt.py": "",
+    "kernels_cu/scale.cu": """
+        #define THREADS 256
+        __global__ void scale_v1(float* x, float factor, int n) { x[threadIdx.x] *= factor; }
+        """,
+    "kernels_cu/common.cuh": "typedef unsigned short bf16;",
+    "kernels_cu/unused.cu": "__global__ void unused() {}",
+}
+
+
+@pytest.fixture
+def probe(tmp_path):
+    """A checkout with one benchmark, its result, and edit(path, old, new), which returns what is stale."""
+    fingerprints = module("fingerprints")
+    for path, text in FILES.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(textwrap.dedent(text))
+    result = {"benchmark": "probe", "fingerprints": fingerprints.fingerprints("probe", tmp_path)}
+    result["date"] = "2026-11-23"
+
+    def edit(path, old, new):
+        text = (tmp_path / path).read_text()
+        assert old in text
+        (tmp_path / path).write_text(text.replace(old, new))
+        return fingerprints.changed(result, tmp_path)
+
+    return types.SimpleNamespace(root=tmp_path, result=result, edit=edit)
+
+
+def test_the_measured_modules_and_kernels_are_derived_from_the_imports(probe):
+    assert list(probe.result["fingerprints"]) == [
+        "benchmarks/helper.py",
+        "benchmarks/probe.py",
+        "gpuaccel/ops/scale.py",
+        "gpuaccel/optim/clip.py",
+        "kernels_cu/common.cuh",
+        "kernels_cu/scale.cu",
+    ]
+
+
+@pytest.mark.parametrize(
+    "path, old, new",
+    [
+        ("gpuaccel/optim/clip.py", "    return", "    # why\n    return"),
+        ("gpuaccel/optim/clip.py", "    return", "    '''One sentence.'''\n    return"),
+        ("gpuaccel/optim/clip.py", "(grads, limit):", "(grads, limit: float) -> 'Tensor':"),
+        (
+            "gpuaccel/optim/clip.py",
+            "(grads, 1 / limit)",
+            "(\n        grads,\n        (1/limit),\n    )",
+        ),
+        ("gpuaccel/ops/scale.py", "threads: int", "threads: 'int | None'"),
+        ("gpuaccel/simt.py", "", "CHANGED = 1"),
+        ("benchmarks/probe.py", "print(r)", "print(len(r))"),
+        ("benchmarks/common.py", "1", "2"),
+        ("kernels_cu/scale.cu", "{ x", "{ // why\n /* and\nhow */ x"),
+        (
+            "kernels_cu/scale.cu",
+            " { x[threadIdx.x] *= factor; }",
+            "\n{\n    x[ threadIdx.x ]*=factor;\n}",
+        ),
+        ("kernels_cu/unused.cu", "{}", "{ ; }"),
+    ],
+)
+def test_comments_docstrings_annotations_and_layout_do_not_age_a_result(probe, path, old, new):
+    assert probe.edit(path, old, new) == []
+
+
+@pytest.mark.parametrize(
+    "path, old, new",
+    [
+        ("gpuaccel/optim/clip.py", "1 / limit", "2 / limit"),
+        ("gpuaccel/ops/scale.py", "    blocks: int\n", ""),
+        ("gpuaccel/ops/scale.py", "256", "128"),
+        ("benchmarks/helper.py", "3", "4"),
+        ("kernels_cu/scale.cu", "*=", "+="),
+        ("kernels_cu/scale.cu", "THREADS 256", "THREADS 128"),
+        ("kernels_cu/common.cuh", "short", "int"),
+    ],
+)
+def test_a_changed_line_ages_a_result(probe, path, old, new):
+    assert probe.edit(path, old, new) == [path]
+
+
+def test_a_stale_result_says_which_parts_changed(probe):
+    fingerprints = module("fingerprints")
+    assert fingerprints.staleness(probe.result, probe.root) == ""
+    probe.edit("gpuaccel/ops/scale.py", "256", "128")
+    probe.edit("gpuaccel/optim/clip.py", "from ..ops import scale", "from .. import other as scale")
+    assert fingerprints.staleness(probe.result, probe.root) == (
+        "measured on 2026-11-23, before changes to ops/scale.py, optim/clip.py, other.py, "
+        "common.cuh, scale.cu: run python benchmarks/probe.py on a GPU"
+    )
+
+
+def test_an_older_result_is_stale_when_a_file_that_it_names_has_changed(tmp_path):
+    changed = module("fingerprints").changed
     (tmp_path / "kernel.cu").write_text("one")
-    result = {"source_patterns": ["*.cu"], "sources": common.digests(["*.cu"])}
-    assert common.stale(result) == []
+    result = {"source_patterns": ["*.cu"], "sources": {"kernel.cu": "7692c3ad3540bb80"}}
+    assert changed(result, tmp_path) == []
     (tmp_path / "kernel.cu").write_text("two")
     (tmp_path / "new.cu").write_text("three")
-    assert common.stale(result) == ["kernel.cu", "new.cu"]
+    assert changed(result, tmp_path) == ["kernel.cu", "new.cu"]
+
+
+# ---- the scripts --------------------------------------------------------------------------------
 
 
 def once(functions, *_):

@@ -16,7 +16,7 @@ from packaging.version import Version
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 KERNELS = sorted(path.name for path in (ROOT / "kernels_cu").glob("*.cu*"))
-MODULES = sorted(path.name for path in (ROOT / "gpuaccel").glob("*.py"))
+MODULES = sorted(path.name for path in (ROOT / "gpuaccel").glob("*.py")) + ["py.typed"]
 
 
 def requirement_lines(path):

@@ -27,7 +27,7 @@ from ..ops.accumulate import CHUNK
 from ..ops.update_rule import arena_launch, arena_runs, reference_step
 from ..optim.arena import own_storage
 from ..optim.state_layout import ParameterLayout
-from .config import all_gather
+from .collectives import all_gather
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class ShardedLayout(ParameterLayout):
                         arena.grads[here],
                         {key: buffer[local] for key, buffer in self.buffers.items()},
                         None if copy is None else copy[here],
-                        arena.chunks[start // CHUNK : stop // CHUNK],
+                        arena.chunk_table[start // CHUNK : stop // CHUNK],
                         0,
                         (stop - start) // CHUNK,
                         offset,

@@ -1,1 +1,1 @@
-"""What only notebooks need: widgets, magics, recorded, show, exercises/, figures/."""
+"""What only notebooks need: widgets, magics, recorded, show, ladders, exercises/, figures/."""

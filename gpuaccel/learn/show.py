@@ -99,7 +99,7 @@ class Shown:
             + (" or (x, y, z)" if max(grid[1:]) > 1 else "")
         )
 
-    # ---- what is shown ----------------------------------------------------------------------------------------------
+    # ---- what is shown --------------------------------------------------------------------------
 
     def _choose(self):
         """Events to draw, those that set the frame, those of all warps; how many warps and how many accesses fit."""
@@ -195,7 +195,7 @@ class Shown:
         lines = self.trace.source.splitlines()
         return lines[line - 1].strip() if 0 < line <= len(lines) else ""
 
-    # ---- in text ----------------------------------------------------------------------------------------------------
+    # ---- in text --------------------------------------------------------------------------------
 
     def __str__(self):
         shown, _, _, count, fit = self._choose()
@@ -218,7 +218,7 @@ class Shown:
 
     __repr__ = __str__
 
-    # ---- drawn ------------------------------------------------------------------------------------------------------
+    # ---- drawn ----------------------------------------------------------------------------------
 
     def picture(self) -> str:
         """The picture as SVG, in colours that suit light and dark pages."""
@@ -347,7 +347,7 @@ class Shown:
             y += 8
         return y
 
-    # ---- in a notebook ----------------------------------------------------------------------------------------------
+    # ---- in a notebook --------------------------------------------------------------------------
 
     def _repr_mimebundle_(self, include=None, exclude=None):
         return {"image/svg+xml": self.picture(), "text/plain": str(self)}
@@ -405,7 +405,7 @@ class Shown:
         )
 
 
-# ---- words ----------------------------------------------------------------------------------------------------------------
+# ---- words --------------------------------------------------------------------------------------
 
 
 def _within(value, count):

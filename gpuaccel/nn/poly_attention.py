@@ -13,7 +13,7 @@ the query: q~ = q / sqrt(d) + rho A^T h(A q), s_ij = q~_i . k_j + q_i . PE[i - j
 
 Where e <= 1e-4 a head is skipped for a token: e is exactly 0 there, and no gradient goes through it. Memory is O(T): scores are computed
 again in the backward. A CPU computes the T x T matrices (reference_poly_attention). Between the layer's products all is one operation, poly_layer:
-q~ and e in one launch (richards.cu), y times e in another; backward, dq, dk and dv are written into the one gradient that the product takes.
+q~ and e in one launch (poly_gate.cu), y times e in another; backward, dq, dk and dv are written into the one gradient that the product takes.
 
 Source: RustGPT's PolyAttention, here with the forward's own gradients on the GPU (its GPU kernels were a softmax over one head).
 """
@@ -361,7 +361,7 @@ def _around(name: str, dtype: torch.dtype, d: int, low_rank: bool) -> Kernel:
     r, wide = rank_of(d), 16 // dtype.itemsize
     whole = d % wide == 0 if name == "poly_gate_backward" else d % (r * wide) == 0
     return Kernel(
-        "richards",
+        "poly_gate",
         name,
         options=("-ftz=true",),
         DATA_T=TYPES[dtype],

@@ -240,7 +240,7 @@ def arena_runs(jobs: "list[Job]", arena) -> "list[tuple]":
     `offset` is its place among the coefficients."""
     runs = []
     for place, j in enumerate(jobs):
-        first, last = arena.rows[j.number : j.number + 2]
+        first, last = arena.first_chunk[j.number : j.number + 2]
         offset = j.number - place
         if runs:
             start, stop, known, job = runs[-1]
@@ -273,9 +273,7 @@ def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInp
     rows = -(-len(jobs) // MAX_TENSORS) * MAX_TENSORS
     coefficients = torch.empty(rows, rule.coefficients, device=settings.device)
     clip = inputs.clip
-    verdicts, bad, count = (
-        (clip.verdicts, clip.bad, len(clip.verdicts)) if clip else (None, None, 0)
-    )
+    values, bad, count = (clip.values, clip.bad, len(clip.values)) if clip else (None, None, 0)
     if jobs.steps is None:
         jobs.steps = list(_pack_steps(jobs))
     launch = rule.begin
@@ -283,7 +281,7 @@ def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInp
         launch(
             coefficients[start:],
             settings,
-            verdicts,
+            values,
             bad,
             inputs.groups,
             count,
@@ -340,7 +338,7 @@ def reference_step(
         steps = torch.stack([j.step for j in jobs]) + 1
         steps = steps.tolist() if on_host else steps.double().unbind()
         for j, row, step in zip(jobs, rows, steps):
-            factor = 1.0 if clip is None else clip.verdicts[row, 0]
+            factor = 1.0 if clip is None else clip.values[row, 0]
             if inputs.divisor is not None:
                 factor = factor / inputs.divisor.view(())
             _reference_update(

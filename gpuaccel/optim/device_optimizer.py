@@ -22,7 +22,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ..backends import backend, takes
 from ..errors import ArgumentError, NonFiniteError
-from ..nn.embedding import Embedding
+from ..nn.embedding import invalid_tokens
 from ..ops.clip import (
     KINDS,
     POLICIES,
@@ -91,6 +91,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
     ArgumentError for complex and sparse tensors; with max_norm or "skip" for several devices."""
 
     rule: UpdateRule
+    # A one-element tensor: step() divides the gradients by it (TrainStep: by the tokens).
+    gradient_divisor: "Tensor | None" = None
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -177,9 +179,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
             _, skipped, step, tensor = state.record.tolist()
             if not skipped:
                 continue
-            modules = self.arena.module.named_modules() if self.arena else ()
-            embeddings = [(name, m) for name, m in modules if isinstance(m, Embedding)]
-            invalid = {name: count for name, m in embeddings if (count := m.invalid_tokens())}
+            invalid = invalid_tokens(self.arena.module) if self.arena else {}
             skip = {"step": step, "tensor": self.names()[tensor] if tensor >= 0 else None}
             if self.explain_skip is not None:
                 skip.update(self.explain_skip(tensor))
@@ -310,7 +310,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     def _step_on(self, part: _Part):
         state = self._state_on(part.device)
-        divisor = self._amp_tensor("grad_scale", part.device)
+        divisor = self._divisor(part.device)
         clip = groups = None
         if self._takes_norm():
             clip, groups = self._clip_state_on(state)
@@ -548,8 +548,16 @@ class DeviceOptimizer(torch.optim.Optimizer):
             self._devices[device] = DeviceState(device)
         return self._devices[device]
 
+    def _divisor(self, device) -> "Tensor | None":
+        """(1) fp32: what the gradients are divided by, gradient_divisor times grad_scale; None: by nothing."""
+        divisor = self._amp_tensor("gradient_divisor", device)
+        grad_scale = self._amp_tensor("grad_scale", device)
+        if divisor is None or grad_scale is None:
+            return divisor if grad_scale is None else grad_scale
+        return divisor * grad_scale
+
     def _amp_tensor(self, name, device) -> "Tensor | None":
-        """grad_scale or found_inf, as GradScaler sets them: (1) fp32 on the device; None when there is none."""
+        """The attribute gradient_divisor, or grad_scale or found_inf as GradScaler sets them: (1) fp32 on the device, or None."""
         value = getattr(self, name, None)
         if value is None:
             return None

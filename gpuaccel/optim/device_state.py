@@ -13,7 +13,6 @@ from ..ops.clip import (
     reference_scale,
 )
 from ..ops.update_rule import launch_settings
-from .clip import arena_squares
 
 
 def is_capturing() -> bool:
@@ -61,7 +60,7 @@ class DeviceState:
 
         names: a function, for messages. group_of: a function that makes the second, once."""
         clip, groups = self.clip_states.get(scope, (None, None))
-        if clip is None or len(clip.verdicts) != rows:
+        if clip is None or len(clip.values) != rows:
             if is_capturing():
                 raise ArgumentError(
                     "the optimizer has not taken a norm yet, and a CUDA graph is being captured: "
@@ -77,8 +76,8 @@ class DeviceState:
         launches: of squares_v2 over `grads`; arena: in place of them its sums of squares, which the
         last accumulation may have left; None: not its gradients alone."""
         if arena is not None:
-            arena_squares(arena)
-            partials, chunk_to_tensor = arena.partials, arena.chunk_to_tensor
+            arena.squares.update()
+            partials, chunk_to_tensor = arena.squares.values, arena.chunk_to_tensor
         else:
             rows = sum(chunks for _, chunks, _ in launches)
             partials = torch.empty(rows, dtype=torch.float64, device=self.device)
@@ -90,9 +89,9 @@ class DeviceState:
 
     def take_norm_by_reference(self, clip, grads, rows, numbers, max_norm, divisor):
         """The same in torch. rows: of each gradient in `clip`; numbers: of its tensors."""
-        norms, bad = reference_norms(grads, 2.0, rows, len(clip.verdicts), numbers=numbers)
+        norms, bad = reference_norms(grads, 2.0, rows, len(clip.values), numbers=numbers)
         norms = norms if divisor is None else norms / divisor.view(())
         scales = reference_scale(norms, max_norm)
         finite = torch.isfinite(norms).to(norms.dtype)
-        clip.verdicts.copy_(torch.stack([scales, norms, norms * scales, finite], 1))
+        clip.values.copy_(torch.stack([scales, norms, norms * scales, finite], 1))
         clip.bad.copy_(bad)

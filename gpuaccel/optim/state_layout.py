@@ -110,7 +110,7 @@ class ArenaLayout(ParameterLayout):
                 arena.grads,
                 self.buffers,
                 arena.bf16_weights,
-                arena.chunks,
+                arena.chunk_table,
                 first,
                 last,
                 offset,

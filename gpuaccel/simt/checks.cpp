@@ -298,15 +298,15 @@ void check_lane(worker* w, unsigned thread, unsigned source, unsigned mask, void
 
 extern "C" {
 #pragma GCC visibility push(default)
-#define ACCESS(n) \
-    void __tsan_read##n(void* p) { access(p, n, READ, SIMT_PC); } \
-    void __tsan_write##n(void* p) { access(p, n, WRITE, SIMT_PC); } \
-    void __tsan_unaligned_read##n(void* p) { access(p, n, READ, SIMT_PC); } \
-    void __tsan_unaligned_write##n(void* p) { access(p, n, WRITE, SIMT_PC); } \
-    void __tsan_volatile_read##n(void* p) { access(p, n, VOLATILE, SIMT_PC); } \
-    void __tsan_unaligned_volatile_read##n(void* p) { access(p, n, VOLATILE, SIMT_PC); } \
-    void __tsan_unaligned_volatile_write##n(void* p) { access(p, n, WRITE, SIMT_PC); } \
-    void __tsan_volatile_write##n(void* p) { access(p, n, WRITE, SIMT_PC); } \
+#define ACCESS(n)                                                                                  \
+    void __tsan_read##n(void* p) { access(p, n, READ, SIMT_PC); }                                  \
+    void __tsan_write##n(void* p) { access(p, n, WRITE, SIMT_PC); }                                \
+    void __tsan_unaligned_read##n(void* p) { access(p, n, READ, SIMT_PC); }                        \
+    void __tsan_unaligned_write##n(void* p) { access(p, n, WRITE, SIMT_PC); }                      \
+    void __tsan_volatile_read##n(void* p) { access(p, n, VOLATILE, SIMT_PC); }                     \
+    void __tsan_unaligned_volatile_read##n(void* p) { access(p, n, VOLATILE, SIMT_PC); }           \
+    void __tsan_unaligned_volatile_write##n(void* p) { access(p, n, WRITE, SIMT_PC); }             \
+    void __tsan_volatile_write##n(void* p) { access(p, n, WRITE, SIMT_PC); }                       \
     void __tsan_read_write##n(void* p) { access(p, n, READ, SIMT_PC); access(p, n, WRITE, SIMT_PC); } \
     void __tsan_unaligned_read_write##n(void* p) { access(p, n, READ, SIMT_PC); access(p, n, WRITE, SIMT_PC); }
 ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)

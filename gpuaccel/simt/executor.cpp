@@ -153,7 +153,7 @@ int simt_barrier(int kind, int predicate, void* pc) {
     return kind == SIMT_BARRIER_COUNT ? w->last_votes : kind == SIMT_BARRIER_AND ? w->last_votes == w->last_arrived : w->last_votes != 0;
 }
 
-// ---- warp functions: a group is open until all lanes of its mask that have not ended are there ----
+// ---- warp functions: a group is open until all lanes of its mask that have not ended are there --
 
 static void finish_group(worker* w, unsigned warp_index, unsigned g) {
     warp_state* warp = &w->warp[warp_index];

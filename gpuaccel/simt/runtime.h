@@ -96,8 +96,8 @@ template <auto K, class... A> struct simt_launcher<K, void (*)(A...)> {
     }
 };
 
-#define SIMT_EXPORT(name)                                                                                                  \
+#define SIMT_EXPORT(name)                                                                          \
     extern "C" __attribute__((visibility("default"))) void simt_run_##name() { simt_launcher<&name, decltype(&name)>::run(); } \
     extern "C" __attribute__((visibility("default"))) int simt_parameters_##name(char* letters, int* sizes) {              \
-        return simt_launcher<&name, decltype(&name)>::parameters(letters, sizes);                                          \
+        return simt_launcher<&name, decltype(&name)>::parameters(letters, sizes);                  \
     }

@@ -16,7 +16,7 @@
 
 #define __SIMT_CPU__ 1                        // as __CUDA_ARCH__ says "on a GPU", this says "on a CPU"
 
-// ---- 1. keywords ----------------------------------------------------------------------------------------------------
+// ---- 1. keywords --------------------------------------------------------------------------------
 // There is one kind of function and one memory, so that most keywords say nothing. __shared__ is the exception: a variable that
 // all threads of a block see. A block runs from start to end on one operating-system thread, so that "one per block" is "one per
 // operating-system thread". A checked build has only one of those, and collects the variables where the runtime finds them.
@@ -54,18 +54,18 @@
 #endif
 #define SIMT_PART inline SIMT_UNSEEN __attribute__((always_inline))       // a part of a SIMT_CALL
 
-// ---- 2. vector types ------------------------------------------------------------------------------------------------
+// ---- 2. vector types ----------------------------------------------------------------------------
 // A vector of two or four is aligned to its own size, 16 bytes at most, so that a thread reads it in one request. Three are not.
 
-#define SIMT_VECTOR(V, T, ALIGN2, ALIGN4)                                                                                  \
-    struct V##1 { T x; };                                                                                                  \
-    struct __align__(ALIGN2) V##2 { T x, y; };                                                                             \
-    struct __align__(ALIGN4) V##4 { T x, y, z, w; };                                                                       \
-    namespace {                                                                                                            \
-    __forceinline__ V##1 make_##V##1(T x) { return {x}; }                                                                  \
-    __forceinline__ V##2 make_##V##2(T x, T y) { return {x, y}; }                                                          \
-    __forceinline__ V##3 make_##V##3(T x, T y, T z) { return {x, y, z}; }                                                  \
-    __forceinline__ V##4 make_##V##4(T x, T y, T z, T w) { return {x, y, z, w}; }                                          \
+#define SIMT_VECTOR(V, T, ALIGN2, ALIGN4)                                                          \
+    struct V##1 { T x; };                                                                          \
+    struct __align__(ALIGN2) V##2 { T x, y; };                                                     \
+    struct __align__(ALIGN4) V##4 { T x, y, z, w; };                                               \
+    namespace {                                                                                    \
+    __forceinline__ V##1 make_##V##1(T x) { return {x}; }                                          \
+    __forceinline__ V##2 make_##V##2(T x, T y) { return {x, y}; }                                  \
+    __forceinline__ V##3 make_##V##3(T x, T y, T z) { return {x, y, z}; }                          \
+    __forceinline__ V##4 make_##V##4(T x, T y, T z, T w) { return {x, y, z, w}; }                  \
     }
 
 #define SIMT_THREE(V, T) struct V##3 { T x, y, z; };
@@ -85,17 +85,17 @@ namespace {
 
 constexpr int warpSize = SIMT_WARP;
 
-// ---- 3. mathematics -------------------------------------------------------------------------------------------------
+// ---- 3. mathematics -----------------------------------------------------------------------------
 // sqrtf(float), sqrt(float) and sqrt(double), for every function of C. __builtin_sqrtf is C's own sqrtf: an instruction where the
 // processor has one, else a call of the C library.
 
-#define SIMT_MATH_TO(name, F, D)                                                                                           \
-    inline F name##f(float x) { return __builtin_##name##f(x); }                                                           \
-    inline F name(float x) { return __builtin_##name##f(x); }                                                              \
+#define SIMT_MATH_TO(name, F, D)                                                                   \
+    inline F name##f(float x) { return __builtin_##name##f(x); }                                   \
+    inline F name(float x) { return __builtin_##name##f(x); }                                      \
     inline D name(double x) { return __builtin_##name(x); }
-#define SIMT_MATH2(name, F, D)                                                                                             \
-    inline float name##f(float x, F y) { return __builtin_##name##f(x, y); }                                               \
-    inline float name(float x, F y) { return __builtin_##name##f(x, y); }                                                  \
+#define SIMT_MATH2(name, F, D)                                                                     \
+    inline float name##f(float x, F y) { return __builtin_##name##f(x, y); }                       \
+    inline float name(float x, F y) { return __builtin_##name##f(x, y); }                          \
     inline double name(double x, D y) { return __builtin_##name(x, y); }
 #define SIMT_MATH(name) SIMT_MATH_TO(name, float, double)
 
@@ -116,9 +116,9 @@ inline float fma(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
 inline double fma(double x, double y, double z) { return __builtin_fma(x, y, z); }
 
 // What CUDA has and C has not.
-#define SIMT_CUDA_MATH(name, ...)                                                                                          \
-    inline float name##f(float x) { return float(__VA_ARGS__); }                                                           \
-    inline float name(float x) { return name##f(x); }                                                                      \
+#define SIMT_CUDA_MATH(name, ...)                                                                  \
+    inline float name##f(float x) { return float(__VA_ARGS__); }                                   \
+    inline float name(float x) { return name##f(x); }                                              \
     inline double name(double x) { return __VA_ARGS__; }
 SIMT_CUDA_MATH(rsqrt, 1 / sqrt(x))
 SIMT_CUDA_MATH(rcbrt, 1 / cbrt(x))
@@ -130,8 +130,8 @@ inline void sincosf(float x, float* sine, float* cosine) { *sine = sinf(x); *cos
 inline void sincos(float x, float* sine, float* cosine) { sincosf(x, sine, cosine); }
 inline void sincos(double x, double* sine, double* cosine) { *sine = sin(x); *cosine = cos(x); }
 
-#define SIMT_TEST(name, builtin)                                                                                           \
-    inline int name(float x) { return builtin(x) != 0; }                                                                   \
+#define SIMT_TEST(name, builtin)                                                                   \
+    inline int name(float x) { return builtin(x) != 0; }                                           \
     inline int name(double x) { return builtin(x) != 0; }
 SIMT_TEST(isnan, __builtin_isnan)
 SIMT_TEST(isinf, __builtin_isinf)
@@ -149,28 +149,28 @@ inline float __fdividef(float x, float y) { return fabsf(y) > 8.507059e37f ? x *
 inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }                 // NaN -> 0
 
 // Rounded to the nearest and never fused with a neighbour; here the compiler is told (-ffp-contract=off) to fuse nothing at all.
-#define SIMT_NEAREST(T, prefix, fma_name)                                                                                  \
-    inline T __##prefix##add_rn(T x, T y) { return x + y; }                                                                \
-    inline T __##prefix##sub_rn(T x, T y) { return x - y; }                                                                \
-    inline T __##prefix##mul_rn(T x, T y) { return x * y; }                                                                \
-    inline T __##prefix##div_rn(T x, T y) { return x / y; }                                                                \
-    inline T __##prefix##rcp_rn(T x) { return T(1) / x; }                                                                  \
-    inline T __##prefix##sqrt_rn(T x) { return sqrt(x); }                                                                  \
+#define SIMT_NEAREST(T, prefix, fma_name)                                                          \
+    inline T __##prefix##add_rn(T x, T y) { return x + y; }                                        \
+    inline T __##prefix##sub_rn(T x, T y) { return x - y; }                                        \
+    inline T __##prefix##mul_rn(T x, T y) { return x * y; }                                        \
+    inline T __##prefix##div_rn(T x, T y) { return x / y; }                                        \
+    inline T __##prefix##rcp_rn(T x) { return T(1) / x; }                                          \
+    inline T __##prefix##sqrt_rn(T x) { return sqrt(x); }                                          \
     inline T fma_name(T x, T y, T z) { return fma(x, y, z); }
 SIMT_NEAREST(float, f, __fmaf_rn)
 SIMT_NEAREST(double, d, __fma_rn)
 inline float __frsqrt_rn(float x) { return float(1.0 / sqrt(double(x))); }
 
 // min and max as C++ converts: of an int and an unsigned, the unsigned ones. Of floats: the number, where one of the two is NaN.
-#define SIMT_MIN_MAX(A, B, R)                                                                                              \
-    inline R min(A a, B b) { return (R)a < (R)b ? (R)a : (R)b; }                                                           \
+#define SIMT_MIN_MAX(A, B, R)                                                                      \
+    inline R min(A a, B b) { return (R)a < (R)b ? (R)a : (R)b; }                                   \
     inline R max(A a, B b) { return (R)a > (R)b ? (R)a : (R)b; }
 #define SIMT_MIN_MAX_MIXED(A, B) SIMT_MIN_MAX(A, A, A) SIMT_MIN_MAX(A, B, B) SIMT_MIN_MAX(B, A, B) SIMT_MIN_MAX(B, B, B)
 SIMT_MIN_MAX_MIXED(int, unsigned)
 SIMT_MIN_MAX_MIXED(long, unsigned long)
 SIMT_MIN_MAX_MIXED(long long, unsigned long long)
-#define SIMT_MIN_MAX_FLOAT(A, B, R)                                                                                        \
-    inline R min(A a, B b) { return fmin(R(a), R(b)); }                                                                    \
+#define SIMT_MIN_MAX_FLOAT(A, B, R)                                                                \
+    inline R min(A a, B b) { return fmin(R(a), R(b)); }                                            \
     inline R max(A a, B b) { return fmax(R(a), R(b)); }
 SIMT_MIN_MAX_FLOAT(float, float, float)    SIMT_MIN_MAX_FLOAT(float, double, double)
 SIMT_MIN_MAX_FLOAT(double, float, double)  SIMT_MIN_MAX_FLOAT(double, double, double)
@@ -180,7 +180,7 @@ SIMT_ABS(abs, int)  SIMT_ABS(abs, long)  SIMT_ABS(abs, long long)  SIMT_ABS(labs
 inline float abs(float x) { return fabsf(x); }
 inline double abs(double x) { return fabs(x); }
 
-// ---- 4. bits and conversions ----------------------------------------------------------------------------------------
+// ---- 4. bits and conversions --------------------------------------------------------------------
 
 // The same bits under another type; a narrower one gets or gives the low bytes.
 template <class To, class From> SIMT_PART To simt_bits(From from) {
@@ -264,10 +264,10 @@ template <class To, class From> inline To simt_to_integer(From x) {
     if (isnan(x)) return sizeof(From) == 8 || sizeof(To) == 8 ? To(1ull << (8 * sizeof(To) - 1)) : To(0);
     return x >= From(most) ? most : x <= From(least) ? least : To(x);
 }
-#define SIMT_TO_INTEGER(From, name, To)                                                                                    \
-    inline To __##name##_rn(From x) { return simt_to_integer<To>(rint(x)); }                                               \
-    inline To __##name##_rz(From x) { return simt_to_integer<To>(trunc(x)); }                                              \
-    inline To __##name##_ru(From x) { return simt_to_integer<To>(ceil(x)); }                                               \
+#define SIMT_TO_INTEGER(From, name, To)                                                            \
+    inline To __##name##_rn(From x) { return simt_to_integer<To>(rint(x)); }                       \
+    inline To __##name##_rz(From x) { return simt_to_integer<To>(trunc(x)); }                      \
+    inline To __##name##_ru(From x) { return simt_to_integer<To>(ceil(x)); }                       \
     inline To __##name##_rd(From x) { return simt_to_integer<To>(floor(x)); }
 SIMT_TO_INTEGER(float, float2int, int)
 SIMT_TO_INTEGER(float, float2uint, unsigned)
@@ -279,8 +279,8 @@ SIMT_TO_INTEGER(double, double2ll, long long)
 SIMT_TO_INTEGER(double, double2ull, unsigned long long)
 
 // To a type with fewer digits: a cast rounds to the nearest; if that is the wrong way, the neighbour is right. EXACT holds both.
-#define SIMT_ROUND(From, name, To, EXACT)                                                                                  \
-    inline To __##name##_rn(From x) { return To(x); }                                                                      \
+#define SIMT_ROUND(From, name, To, EXACT)                                                          \
+    inline To __##name##_rn(From x) { return To(x); }                                              \
     inline To __##name##_ru(From x) { return EXACT(To(x)) < EXACT(x) ? nextafter(To(x), To(__builtin_inf())) : To(x); }    \
     inline To __##name##_rd(From x) { return EXACT(To(x)) > EXACT(x) ? nextafter(To(x), To(-__builtin_inf())) : To(x); }   \
     inline To __##name##_rz(From x) { return EXACT(x) < 0 ? __##name##_ru(x) : __##name##_rd(x); }
@@ -294,7 +294,7 @@ SIMT_ROUND(unsigned long long, ull2double, double, __int128)
 inline double __int2double_rn(int x) { return x; }
 inline double __uint2double_rn(unsigned x) { return x; }
 
-// ---- 5. loads and stores --------------------------------------------------------------------------------------------
+// ---- 5. loads and stores ------------------------------------------------------------------------
 // The hints for a GPU's caches change no result. Macros, so that an access counts as the user's own, on the user's own line.
 
 #define __ldg(...) (*(__VA_ARGS__))
@@ -334,7 +334,7 @@ inline void* memcpy(void* to, const void* from, size_t bytes) { return __builtin
 inline void* memset(void* to, int byte, size_t bytes) { return __builtin_memset(to, byte, bytes); }
 #endif
 
-// ---- 6. barriers and fences -----------------------------------------------------------------------------------------
+// ---- 6. barriers and fences ---------------------------------------------------------------------
 // A barrier: the runtime stops this thread, runs the others of the block up to theirs, and comes back. A fence orders what blocks
 // on different operating-system threads see of each other's memory.
 
@@ -354,7 +354,7 @@ inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_block() { simt_forget(); }
 #endif
 
-// ---- 7. warp functions ----------------------------------------------------------------------------------------------
+// ---- 7. warp functions --------------------------------------------------------------------------
 // The lanes named in `mask` meet in simt_warp, which computes all their results when the last one has come.
 
 SIMT_PART int simt_lane() { return int(simt_me->current % SIMT_WARP); }
@@ -374,45 +374,45 @@ SIMT_PART int simt_first(int width) { return simt_lane() & ~(width - 1); }
 SIMT_PART int simt_last(int width) { return simt_lane() | (width - 1); }
 
 // As the hardware has it: five bits of the distance count, and an exchange (xor) may reach an earlier segment, not a later one.
-#define SIMT_SHUFFLES(T)                                                                                                   \
-    SIMT_CALL T __shfl_sync(unsigned mask, T value, int source, int width = SIMT_WARP) {                                   \
+#define SIMT_SHUFFLES(T)                                                                           \
+    SIMT_CALL T __shfl_sync(unsigned mask, T value, int source, int width = SIMT_WARP) {           \
         return simt_shuffle(mask, value, width, simt_first(width) | (source & (width - 1)), true, SIMT_PC);                \
-    }                                                                                                                      \
-    SIMT_CALL T __shfl_up_sync(unsigned mask, T value, unsigned distance, int width = SIMT_WARP) {                         \
-        int source = simt_lane() - int(distance & 31);                                                                     \
-        return simt_shuffle(mask, value, width, source, source >= simt_first(width), SIMT_PC);                             \
-    }                                                                                                                      \
+    }                                                                                              \
+    SIMT_CALL T __shfl_up_sync(unsigned mask, T value, unsigned distance, int width = SIMT_WARP) { \
+        int source = simt_lane() - int(distance & 31);                                             \
+        return simt_shuffle(mask, value, width, source, source >= simt_first(width), SIMT_PC);     \
+    }                                                                                              \
     SIMT_CALL T __shfl_down_sync(unsigned mask, T value, unsigned distance, int width = SIMT_WARP) {                       \
-        int source = simt_lane() + int(distance & 31);                                                                     \
-        return simt_shuffle(mask, value, width, source, source <= simt_last(width), SIMT_PC);                              \
-    }                                                                                                                      \
-    SIMT_CALL T __shfl_xor_sync(unsigned mask, T value, int bits, int width = SIMT_WARP) {                                 \
-        int source = simt_lane() ^ (bits & 31);                                                                            \
-        return simt_shuffle(mask, value, width, source, source <= simt_last(width), SIMT_PC);                              \
+        int source = simt_lane() + int(distance & 31);                                             \
+        return simt_shuffle(mask, value, width, source, source <= simt_last(width), SIMT_PC);      \
+    }                                                                                              \
+    SIMT_CALL T __shfl_xor_sync(unsigned mask, T value, int bits, int width = SIMT_WARP) {         \
+        int source = simt_lane() ^ (bits & 31);                                                    \
+        return simt_shuffle(mask, value, width, source, source <= simt_last(width), SIMT_PC);      \
     }
 // Which lanes hold the same bits as this one; whether all do.
-#define SIMT_MATCHES(T)                                                                                                    \
-    SIMT_CALL unsigned __match_any_sync(unsigned mask, T value) {                                                          \
+#define SIMT_MATCHES(T)                                                                            \
+    SIMT_CALL unsigned __match_any_sync(unsigned mask, T value) {                                  \
         return unsigned(simt_warp(SIMT_MATCH_ANY, mask, simt_bits<unsigned long long>(value), 0, SIMT_PC));                \
-    }                                                                                                                      \
-    SIMT_CALL unsigned __match_all_sync(unsigned mask, T value, int* all) {                                                \
+    }                                                                                              \
+    SIMT_CALL unsigned __match_all_sync(unsigned mask, T value, int* all) {                        \
         unsigned equal = unsigned(simt_warp(SIMT_MATCH_ALL, mask, simt_bits<unsigned long long>(value), 0, SIMT_PC));      \
-        *all = equal != 0;                                                                                                 \
-        return equal;                                                                                                      \
+        *all = equal != 0;                                                                         \
+        return equal;                                                                              \
     }
 #define SIMT_SHUFFLES_MATCHES(T) SIMT_SHUFFLES(T) SIMT_MATCHES(T)
 SIMT_SHUFFLES_MATCHES(int)        SIMT_SHUFFLES_MATCHES(unsigned)            SIMT_SHUFFLES_MATCHES(long)
 SIMT_SHUFFLES_MATCHES(long long)  SIMT_SHUFFLES_MATCHES(unsigned long long)  SIMT_SHUFFLES_MATCHES(unsigned long)
 SIMT_SHUFFLES_MATCHES(float)      SIMT_SHUFFLES_MATCHES(double)
 
-#define SIMT_VOTE(name, T, kind)                                                                                           \
+#define SIMT_VOTE(name, T, kind)                                                                   \
     SIMT_CALL T __##name##_sync(unsigned mask, int predicate) { return T(simt_warp(kind, mask, predicate != 0, 0, SIMT_PC)); }
 SIMT_VOTE(ballot, unsigned, SIMT_BALLOT)  SIMT_VOTE(any, int, SIMT_ANY)  SIMT_VOTE(all, int, SIMT_ALL)
 
 // One result for all lanes of the mask. An int goes to the runtime with its sign in all 64 bits.
-#define SIMT_REDUCE(name, T, kind)                                                                                         \
-    SIMT_CALL T __reduce_##name##_sync(unsigned mask, T value) {                                                           \
-        return T(simt_warp(kind, mask, (unsigned long long)(long long)value, 0, SIMT_PC));                                 \
+#define SIMT_REDUCE(name, T, kind)                                                                 \
+    SIMT_CALL T __reduce_##name##_sync(unsigned mask, T value) {                                   \
+        return T(simt_warp(kind, mask, (unsigned long long)(long long)value, 0, SIMT_PC));         \
     }
 SIMT_REDUCE(add, unsigned, SIMT_ADD)  SIMT_REDUCE(min, unsigned, SIMT_MIN)         SIMT_REDUCE(max, unsigned, SIMT_MAX)
 SIMT_REDUCE(add, int, SIMT_ADD)       SIMT_REDUCE(min, int, SIMT_MIN_SIGNED)       SIMT_REDUCE(max, int, SIMT_MAX_SIGNED)
@@ -421,7 +421,7 @@ SIMT_REDUCE(and, unsigned, SIMT_AND)  SIMT_REDUCE(or, unsigned, SIMT_OR)        
 // A GPU answers: the lanes that run together just now. Here each lane runs alone, so the answer is: those that have not exited.
 SIMT_CALL unsigned __activemask() { return simt_me->live[simt_me->current / SIMT_WARP]; }
 
-// ---- 8. atomics -----------------------------------------------------------------------------------------------------
+// ---- 8. atomics ---------------------------------------------------------------------------------
 // One thread at a time changes the value and gets the old one. Blocks really do run at the same time, on several cores.
 
 #ifdef SIMT_CHECKED
@@ -435,28 +435,28 @@ SIMT_CALL unsigned __activemask() { return simt_me->live[simt_me->current / SIMT
 #define SIMT_RELAXED __ATOMIC_RELAXED, __ATOMIC_RELAXED
 
 // Where the processor has the operation, in one step.
-#define SIMT_STEP(name, T, builtin)                                                                                        \
+#define SIMT_STEP(name, T, builtin)                                                                \
     SIMT_ATOMIC(T) name(T* address, T value) { SIMT_NOTE(address); return builtin(address, value, __ATOMIC_RELAXED); }
 // Where it has not: compute the new value, and store it if the old one is still there; else once more.
-#define SIMT_RETRY(name, T, new_value)                                                                                     \
-    SIMT_ATOMIC(T) name(T* address, T value) {                                                                             \
-        SIMT_NOTE(address);                                                                                                \
-        T old, next;                                                                                                       \
-        __atomic_load(address, &old, __ATOMIC_RELAXED);                                                                    \
+#define SIMT_RETRY(name, T, new_value)                                                             \
+    SIMT_ATOMIC(T) name(T* address, T value) {                                                     \
+        SIMT_NOTE(address);                                                                        \
+        T old, next;                                                                               \
+        __atomic_load(address, &old, __ATOMIC_RELAXED);                                            \
         do next = new_value; while (!__atomic_compare_exchange(address, &old, &next, true, SIMT_RELAXED));                 \
-        return old;                                                                                                        \
+        return old;                                                                                \
     }
-#define SIMT_SWAP(name, T, unused)                                                                                         \
-    SIMT_ATOMIC(T) name(T* address, T expected, T value) {                                                                 \
-        SIMT_NOTE(address);                                                                                                \
-        __atomic_compare_exchange_n(address, &expected, value, false, SIMT_RELAXED);                                       \
-        return expected;                                                                                                   \
+#define SIMT_SWAP(name, T, unused)                                                                 \
+    SIMT_ATOMIC(T) name(T* address, T expected, T value) {                                         \
+        SIMT_NOTE(address);                                                                        \
+        __atomic_compare_exchange_n(address, &expected, value, false, SIMT_RELAXED);               \
+        return expected;                                                                           \
     }
 // Atomic for the GPU, the block, or the whole machine: all one here.
 #define SIMT_EACH(MACRO, name, T, how) MACRO(name, T, how) MACRO(name##_block, T, how) MACRO(name##_system, T, how)
-#define SIMT_INTEGER_ATOMICS(T)                                                                                            \
+#define SIMT_INTEGER_ATOMICS(T)                                                                    \
     SIMT_EACH(SIMT_STEP, atomicAnd, T, __atomic_fetch_and)   SIMT_EACH(SIMT_STEP, atomicOr, T, __atomic_fetch_or)          \
-    SIMT_EACH(SIMT_STEP, atomicXor, T, __atomic_fetch_xor)                                                                 \
+    SIMT_EACH(SIMT_STEP, atomicXor, T, __atomic_fetch_xor)                                         \
     SIMT_EACH(SIMT_RETRY, atomicMin, T, min(old, value))     SIMT_EACH(SIMT_RETRY, atomicMax, T, max(old, value))
 
 SIMT_INTEGER_ATOMICS(int)        SIMT_INTEGER_ATOMICS(unsigned)
@@ -473,7 +473,7 @@ SIMT_EACH(SIMT_RETRY, atomicDec, unsigned, old == 0 || old > value ? value : old
 SIMT_EACH(SIMT_SWAP, atomicCAS, int, )                         SIMT_EACH(SIMT_SWAP, atomicCAS, unsigned, )
 SIMT_EACH(SIMT_SWAP, atomicCAS, unsigned short, )              SIMT_EACH(SIMT_SWAP, atomicCAS, unsigned long long, )
 
-// ---- 9. the rest ----------------------------------------------------------------------------------------------------
+// ---- 9. the rest --------------------------------------------------------------------------------
 
 SIMT_CALL void* simt_dynamic() { return simt_me->dynamic; }               // extern __shared__ T name[];
 SIMT_CALL void simt_assert(const char* reason) { simt_trap(reason, SIMT_PC); }

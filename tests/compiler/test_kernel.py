@@ -113,7 +113,10 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(version):
         (ADAMW.kernel("begin"), [update_rule.STEPS.pack]),
         (ADAMW.kernel("v2", ("AMSGRAD", 1), ("PARAM_T", "bf16")), [ADAMW.update_struct.pack]),
         *[
-            (encoder._kernel(f"encoder_{name}", ACC_T="bf16", STOCHASTIC=1), [encoder._ROUNDING])
+            (
+                encoder.encoder_kernel(f"encoder_{name}", ACC_T="bf16", STOCHASTIC=1),
+                [encoder.pack_rounding],
+            )
             for name in ("backward_v2", "backward_v3", "combine_v3", "wpe")
         ],
     ],

@@ -9,7 +9,7 @@ from pictures import text_of
 import gpuaccel as ga
 from gpuaccel.learn import recorded
 from gpuaccel.learn.figures import rank_figures
-from gpuaccel.measure.timeline import Span
+from gpuaccel.measure import Span
 
 
 def boxes(figure, y):

@@ -22,7 +22,7 @@ from gpuaccel.learn.figures.picture import (
     picture,
 )
 from gpuaccel.learn.widgets import LiveThroughput, _listen_while_busy, _status
-from gpuaccel.measure.meter import Reading
+from gpuaccel.measure import Reading
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -343,7 +343,7 @@ def test_a_notebook_runs_in_order_and_keeps_a_static_picture(tmp_path):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipywidgets")
     cells = [
-        "import sys, time; sys.path.insert(0, %r)\nfrom gpuaccel.measure.meter import Reading\n"
+        "import sys, time; sys.path.insert(0, %r)\nfrom gpuaccel.measure import Reading\n"
         "from gpuaccel.learn.widgets import LiveThroughput\nlive = LiveThroughput('A picture')\n"
         "def some(n):\n    for i in range(1, n + 1):\n        time.sleep(0.02)\n"
         "        yield Reading(i, i * 100, i / 50, 5000.0, 20.0, loss=1.0, stages={'forward': 19.0})"

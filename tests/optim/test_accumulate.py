@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 import shutil
 
 import pytest
@@ -13,8 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gpuaccel.errors import ArgumentError
+from gpuaccel.nn.fused_linear import fused_forward
 from gpuaccel.ops.accumulate import accumulate_, reference_accumulate
-from gpuaccel.optim.accumulate import MODES, FusedLinear, GradientAccumulator
+from gpuaccel.optim.accumulate import MODES, GradientAccumulator
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.step import TrainStep, token_loss
 
@@ -69,6 +71,11 @@ class Chosen(nn.Module):
         return sum(
             (p.float() * g.float()).sum() for (p,), g in zip(self.blocks, grads) if g is not None
         )
+
+
+def s_of(buffer, segment):
+    """The segment's part of a flat buffer."""
+    return buffer[segment.offset : segment.offset + segment.numel].view(segment.shape)
 
 
 def loss_of(model, x):
@@ -601,7 +608,7 @@ def test_transformers_models_in_all_modes(family):
     for mode in MODES:
         arena = Arena(model)
         with GradientAccumulator(arena, mode) as accumulator:
-            assert any(isinstance(m, FusedLinear) for m in model.modules()) == (mode == "fused")
+            assert any(map(fused_forward, model.modules())) == (mode == "fused")
             for x in micros:
                 loss(model, x).backward()
             accumulator.finish()
@@ -617,13 +624,16 @@ def test_fused_linear_is_a_linear_again_after_close_and_in_copies():
     model = Net()
     arena = Arena(model)
     accumulator = GradientAccumulator(arena, "fused")
-    assert type(model.head) is FusedLinear
+    assert type(model.head) is nn.Linear and fused_forward(model.head)
     twin = copy.deepcopy(model)
-    assert type(twin.head) is nn.Linear and not hasattr(twin.head, "arena_grad")
+    assert type(twin.head) is nn.Linear and not fused_forward(twin.head)
+    again = pickle.loads(pickle.dumps(model.head))
+    assert type(again) is nn.Linear and torch.equal(again.weight, model.head.weight)
+    assert not fused_forward(again) and not fused_forward(copy.deepcopy(again))
     loss_of(twin, micro_batches(1)[0]).backward()
     assert twin.head.weight.grad is not None and not arena.grads.any()
     accumulator.close()
-    assert type(model.head) is nn.Linear and "arena_grad" not in model.head.__dict__
+    assert "forward" not in vars(model.head)
     loss_of(model, micro_batches(1)[0]).backward()
     assert model.head.weight.grad is not None and not arena.grads.any()
 
@@ -787,7 +797,7 @@ def test_a_block_of_a_thousand_tensors(device):
 @pytest.mark.parametrize("off", [0, 1, 3])
 def test_every_version_is_bit_equal_to_torch(dtype, off, device):
     from gpuaccel.ops.accumulate import accumulate_kernel
-    from gpuaccel.optim.accumulate import launch_segments
+    from gpuaccel.optim.accumulation_modes import add_to_arena
 
     torch.manual_seed(off)
     shapes = [(1,), (4095,), (4096,), (4097,), (63, 129), (512, 1024), (0,), (3, 5, 7)]
@@ -802,24 +812,24 @@ def test_every_version_is_bit_equal_to_torch(dtype, off, device):
     want = before.clone()
     for s, g in zip(arena.segments, fresh):
         if g is not None:
-            arena._slice(want, s).add_(g)
-    launch_segments(arena, 0, len(arena.segments), fresh)
+            s_of(want, s).add_(g)
+    add_to_arena(arena, 0, len(arena.segments), fresh)
     assert torch.equal(arena.grads, want), f"accumulate_v3: {differ(arena.grads, want)}"
     for s, g in zip(arena.segments, fresh):
         if g is None or not s.numel:
             continue
-        acc = arena._slice(before, s).clone()
+        acc = s_of(before, s).clone()
         accumulate_kernel("accumulate_v1", dtype)[-(-s.numel // 256), 256](acc, g, s.numel)
-        assert torch.equal(acc, arena._slice(want, s)), (
-            f"accumulate_v1 {s.shape}: {differ(acc, arena._slice(want, s))}"
+        assert torch.equal(acc, s_of(want, s)), (
+            f"accumulate_v1 {s.shape}: {differ(acc, s_of(want, s))}"
         )
         if off == 0 and s.numel % 4 == 0:
-            acc = arena._slice(before, s).clone()
+            acc = s_of(before, s).clone()
             accumulate_kernel("accumulate_v2", dtype)[min(-(-s.numel // 1024), 7), 256](
                 acc, g, s.numel
             )
-            assert torch.equal(acc, arena._slice(want, s)), (
-                f"accumulate_v2 {s.shape}: {differ(acc, arena._slice(want, s))}"
+            assert torch.equal(acc, s_of(want, s)), (
+                f"accumulate_v2 {s.shape}: {differ(acc, s_of(want, s))}"
             )
 
 
@@ -827,7 +837,7 @@ def test_every_version_is_bit_equal_to_torch(dtype, off, device):
 @pytest.mark.parametrize("version", ["accumulate_v1", "accumulate_v2", "accumulate_v3"])
 def test_gpu_more_than_2_to_the_31_elements(version):
     from gpuaccel.ops.accumulate import accumulate_kernel
-    from gpuaccel.optim.accumulate import launch_segments
+    from gpuaccel.optim.accumulation_modes import add_to_arena
 
     free = torch.cuda.mem_get_info()[0]
     if free < 40e9:
@@ -841,7 +851,7 @@ def test_gpu_more_than_2_to_the_31_elements(version):
     if version == "accumulate_v3":
         arena = Arena(nn.ParameterList([nn.Parameter(grad.new_zeros(n))]))
         acc = arena.grad_views[0]
-        launch_segments(arena, 0, 1, [grad])
+        add_to_arena(arena, 0, 1, [grad])
     else:
         acc = torch.zeros(n, device="cuda")
         accumulate_kernel(version, torch.bfloat16)[
@@ -861,7 +871,7 @@ def test_gpu_more_than_2_to_the_31_elements(version):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["arena", "fused"])
 def test_gpu_a_window_neither_waits_nor_downloads(mode, dtype):
-    from gpuaccel.measure.ledger import ledger
+    from gpuaccel.measure import ledger
     from gpuaccel.training.models import Transformer, preset
 
     model = Transformer(preset("tiny")).to("cuda", dtype)

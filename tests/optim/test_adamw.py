@@ -1024,10 +1024,10 @@ def test_an_arena_gives_the_same_bits_with_any_grid_and_in_any_pieces(final, dev
         mine = AdamW(arena, lr=0.01, max_norm=1.0, stochastic_rounding=True, amsgrad=True)
         with GradientAccumulator(arena) as accumulator:
             for k in range(3):
-                accumulator.final = final
-                model(
-                    [None if i in without else g for i, g in enumerate(filled(model, k))]
-                ).backward()
+                with accumulator.last_backward(squares=final):
+                    model(
+                        [None if i in without else g for i, g in enumerate(filled(model, k))]
+                    ).backward()
                 if pieces:  # a gradient of the user's own: not all sums are the arena's
                     arena.masters[-1].grad = arena.masters[-1].grad.clone()
                 mine.step()
@@ -1212,8 +1212,8 @@ def test_squares_taken_while_adding_change_no_bit(mode, dtype, device):
         with GradientAccumulator(arena, mode) as accumulator:
             for k in range(3):
                 for micro in range(2):
-                    accumulator.final = final and micro == 1
-                    model(filled(model, 10 * k + micro)).backward()
+                    with accumulator.last_backward(squares=final and micro == 1):
+                        model(filled(model, 10 * k + micro)).backward()
                 mine.step()
                 norms.append(mine.clip_state.norm.item())
         weights = arena.weights.clone()
@@ -1232,9 +1232,9 @@ def test_sums_changed_after_the_last_backward_are_respected(change, device):
     (m1, a1, mine), (m2, a2, theirs) = peers(torch.float32, device, max_norm=0.5)
     with GradientAccumulator(a1) as accumulator, GradientAccumulator(a2):
         for k in range(2):
-            accumulator.final = True
             for m, a in ((m1, a1), (m2, a2)):
-                m(filled(m, k)).backward()
+                with accumulator.last_backward(squares=True):
+                    m(filled(m, k)).backward()
                 if change == "in place":
                     a.masters[4].grad.mul_(100)
                 elif change == "all of them":
@@ -1242,7 +1242,6 @@ def test_sums_changed_after_the_last_backward_are_respected(change, device):
                 elif change == "replaced":
                     a.masters[4].grad = 100 * a.masters[4].grad
                 else:
-                    accumulator.final = False
                     m(filled(m, 50 + k)).backward()
             want = nn.utils.clip_grad_norm_(a2.parameters(), 0.5)
             mine.step(), theirs.step()
@@ -1945,9 +1944,12 @@ def test_gpu_nothing_waits_also_when_the_rate_changes(what, policy):
     with GradientAccumulator(arena) if arena else contextlib.nullcontext() as accumulator:
         for k in range(6):
             with no_waiting() if k > 0 else contextlib.nullcontext():
-                if accumulator:
-                    accumulator.final = True
-                model(grads[k % 3]).backward()
+                with (
+                    accumulator.last_backward(squares=True)
+                    if accumulator
+                    else contextlib.nullcontext()
+                ):
+                    model(grads[k % 3]).backward()
                 mine.step()
                 mine.zero_grad()
                 scheduler.step()

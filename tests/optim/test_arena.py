@@ -135,7 +135,7 @@ def test_layout_and_views_of_any_module(model):
     }
     assert arena.parameter_names() == [n for n, p in model.named_parameters() if p.requires_grad]
     for i, s in enumerate(arena.segments):  # the table the kernel reads
-        rows = arena.chunks[arena.rows[i] : arena.rows[i + 1]]
+        rows = arena.chunk_table[arena.first_chunk[i] : arena.first_chunk[i + 1]]
         assert (
             rows[:, 0].eq(i).all() and rows[:, 1].sum() == s.numel and (rows[:, 1] <= CHUNK).all()
         )
@@ -357,8 +357,7 @@ def test_buffers_that_move_keep_their_values_and_their_views(dtype):
     arena = Arena(model)
     model(torch.arange(6)[None]).float().sum().backward()
     arena.grads.normal_()
-    known = arena.squares_known()
-    known[:] = [True] * len(known)
+    arena.squares.mark_all()
     for name in ("grads", "weights") + ("bf16_weights",) * (dtype == torch.bfloat16):
         before, home = getattr(arena, name).clone(), torch.empty_like(getattr(arena, name))
         arena.move(name, home)
@@ -368,14 +367,14 @@ def test_buffers_that_move_keep_their_values_and_their_views(dtype):
         )
     check_views(arena)
     arena.check()
-    assert all(arena.squares_known())
+    assert arena.squares.current()
     with pytest.raises(ArgumentError, match="no longer a view"):
         moved = Arena(nn.Linear(5, 3).to(dtype))
         moved.module.weight.data = moved.module.weight.data.clone()
         moved.move("grads", torch.empty_like(moved.grads))
     arena.grad_views[0].mul_(2)
     assert torch.equal(arena.grads[:4].flatten(), arena.grad_views[0].flatten()[:4]) and not any(
-        arena.squares_known()
+        arena.squares.current(i, i + 1) for i in range(len(arena.segments))
     )
 
 

@@ -28,8 +28,9 @@ from gpuaccel.errors import ArgumentError, BackendError, NonFiniteError
 from gpuaccel.ops import clip as clip_ops
 from gpuaccel.ops.accumulate import CHUNK
 from gpuaccel.ops.clip import EPS, POLICIES, launch_squares, reference_norms, reference_scale
-from gpuaccel.optim import clip
-from gpuaccel.optim.accumulate import MODES, GradientAccumulator, launch_segments
+from gpuaccel.optim import clip, squares
+from gpuaccel.optim.accumulate import MODES, GradientAccumulator
+from gpuaccel.optim.accumulation_modes import add_to_arena
 from gpuaccel.optim.arena import Arena
 from gpuaccel.optim.clip import clip_grad_norm_, clip_grads_
 
@@ -211,10 +212,10 @@ def test_scale_v2_touches_the_gradients_only_when_it_has_to(verdict, skip, write
     """Seen by the executor, access by access: with scale 1 it neither reads nor writes one element."""
     g = torch.randn(5000, generator=generator(0))
     found = clip_ops.new_state(1, "cpu", "global", list)
-    found.verdicts.copy_(torch.tensor([verdict]))
+    found.values.copy_(torch.tensor([verdict]))
     for start, chunks, packed in clip_ops.launches_for([g]):
         trace = clip_ops.clip_kernel("scale_v2", 2.0)[chunks, 256].on_cpu(
-            (found.verdicts, None, skip, start, packed), [g], trace=True
+            (found.values, None, skip, start, packed), [g], trace=True
         )
     (at,) = [
         i for i, traced in enumerate(trace.tensors) if traced.elements * traced.itemsize == 20_000
@@ -275,7 +276,7 @@ def test_two_runs_and_any_grid_give_the_same_bits(norm_type, device, monkeypatch
             )
         ]
         found = clip_grads_(parameters(grads, device), 1.0, norm_type)
-        return [found.verdicts, *grads]
+        return [found.values, *grads]
 
     first = run()
     for blocks in (2**20, 1, 3, 7):
@@ -315,10 +316,10 @@ def test_squares_v2_and_scale_v2_directly_with_any_grid(grid, device):
     clip_ops.clip_kernel("squares_v2", 2.0)[grid, 256](got, None, start, packed, tensors=grads)
     same(got, want, f"grid {grid}")
     found = clip_ops.new_state(1, grads[0].device, "global", list)
-    found.verdicts.copy_(torch.tensor([[0.3, 1.0, 0.3, 1.0]]))
+    found.values.copy_(torch.tensor([[0.3, 1.0, 0.3, 1.0]]))
     twins = [(g.float() * found.scale).to(g.dtype) for g in grads]
     clip_ops.clip_kernel("scale_v2", 2.0)[grid, 256](
-        found.verdicts, None, 0, start, packed, tensors=grads
+        found.values, None, 0, start, packed, tensors=grads
     )
     for g, twin in zip(grads, twins):
         same(g, twin, f"grid {grid}")
@@ -343,25 +344,25 @@ def test_accumulate_v4_leaves_the_partial_sums_of_squares_v2_over_its_sums(dtype
     fresh[-2].view(-1)[0] = 1e25
     fresh[2].mul_(1e-24), arena.grad_views[2].zero_()
     want = arena.grads.clone()
-    for s, g in zip(arena.segments, fresh):
-        arena._slice(want, s).add_(g)
-    arena.partials.fill_(-1)
-    launch_segments(arena, 0, len(arena.segments), fresh, squares=True)
+    for i, g in enumerate(fresh):
+        arena.slice(want, i).add_(g)
+    arena.squares.values.fill_(-1)
+    add_to_arena(arena, 0, len(arena.segments), fresh, squares=True)
     same(arena.grads, want, "accumulate_v4")
-    assert all(arena.squares_known())
-    partials = torch.full_like(arena.partials, -2)
+    assert arena.squares.current()
+    partials = torch.full_like(arena.squares.values, -2)
     launch_squares(arena.grad_views, partials)
-    same(arena.partials, partials, "partials")
-    close(arena.partials.sum().sqrt(), exact_norm(list(arena.grad_views)))
+    same(arena.squares.values, partials, "partials")
+    close(arena.squares.values.sum().sqrt(), exact_norm(list(arena.grad_views)))
     arena.release()
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_squares_taken_on_the_way_count_until_a_sum_changes(device, monkeypatch):
     """final: the last backward's launch leaves them, and only what has none is read again."""
-    read, plain = [], clip.launch_squares
+    read, plain = [], squares.launch_squares
     monkeypatch.setattr(
-        clip,
+        squares,
         "launch_squares",
         lambda tensors, *rest, **more: read.append(len(tensors)) or plain(tensors, *rest, **more),
     )
@@ -379,9 +380,8 @@ def test_squares_taken_on_the_way_count_until_a_sum_changes(device, monkeypatch)
         ):
             accumulator.zero_()
             read.clear()
-            accumulator.final = final
-            model(grads).backward()
-            accumulator.final = False
+            with accumulator.last_backward(squares=final):
+                model(grads).backward()
             if change:
                 change()
             want = exact_norm([v for v in arena.grad_views if v.numel()])
@@ -1023,7 +1023,7 @@ def test_what_clipping_found(device):
     found = clip_grads_(parameters([torch.tensor([3.0, 4.0], device=device)], device), 1.0)
     assert repr(found).startswith("ClipState(global, 1 norm on c")
     kept = found.clone()
-    found.verdicts.zero_(), found.bad.zero_()
+    found.values.zero_(), found.bad.zero_()
     assert kept.norm == 5 and kept.first_nonfinite == -1 and kept.finite and kept.name() is None
     close(kept.clipped_norm, 1.0, 1e-6)
     close(kept.scale, 0.2, 1e-6)
@@ -1263,9 +1263,8 @@ def test_gpu_a_captured_clip_replays_on_other_gradients(scope):
     fill(arena, filled(model))
     work()
     torch.cuda.synchronize()
-    arena.squares_known()[:] = [False] * len(
-        arena.segments
-    )  # a graph that relied on known squares would keep them for ever
+    # A graph that relied on squares taken before would keep them for ever.
+    arena.squares.invalidate()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = work()
@@ -1285,7 +1284,7 @@ def test_gpu_a_captured_clip_replays_on_other_gradients(scope):
         refill()
         eager = work()
         for a, b in zip(replayed[0], eager):
-            same(a.verdicts, b.verdicts, f"verdicts, gradients of size {size}")
+            same(a.values, b.values, f"verdicts, gradients of size {size}")
             assert torch.equal(a.bad, b.bad)
         same(arena.grads, replayed[1], f"arena, gradients of size {size}")
         for p, g in zip(views, replayed[2]):

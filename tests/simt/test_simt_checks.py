@@ -15,7 +15,7 @@ from simt_cases import BUGS, GOOD, OURS, VARIANTS, Call, Expect, Outcome, marked
 
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
-from gpuaccel.compiler.kernel import _again, kernel_root
+from gpuaccel.compiler.kernel import kernel_root
 from gpuaccel.learn.exercises.exercises import BLOCK, EXERCISES
 from gpuaccel.source import kernel_names, without_comments
 
@@ -702,13 +702,10 @@ def test_what_is_removed_is_noticed(k):
     ways, found = [(kernel, macros, run) for kernel in by for macros, run in RUNS[kernel]], None
     for kernel, macros, run in ways:
         together = by == [kernel] and not macros
-        changed = _again(
+        changed = ga.Kernel.from_source(
             mutant_text(name) if together else alone(kernel, text),
             f"{kernel}_{k}" if together else kernel,
-            "<source>",
-            macros,
-            (),
-            True,
+            defines=macros,
         )
         found = found or noticed(changed, run, 3 if len(ways) == 1 else 1)
     print(found)

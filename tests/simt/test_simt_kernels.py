@@ -67,6 +67,7 @@ def test_every_kernel_of_kernels_cu_is_tried_here():
     # Approximate functions and tensor cores have no bits that a CPU and a GPU could share: these are held against float64 in files of their own.
     elsewhere = {
         "richards": "nn/test_richards.py",
+        "poly_gate": "nn/test_poly_attention.py",
         "poly_attention": "nn/test_poly_attention.py",
         "poly_forward": "nn/test_poly_attention.py",
         "poly_backward": "nn/test_poly_attention.py",

@@ -18,22 +18,26 @@ os.environ.setdefault(
 )  # nothing is downloaded: before transformers and peft are imported
 
 from gpuaccel.errors import ArgumentError, CheckpointError  # noqa: E402
-from gpuaccel.optim.accumulate import FusedLinear, GradientAccumulator  # noqa: E402
+from gpuaccel.nn.fused_linear import fused_forward  # noqa: E402
+from gpuaccel.nn.lora import LoRALinear  # noqa: E402
+from gpuaccel.optim.accumulate import GradientAccumulator  # noqa: E402
 from gpuaccel.optim.arena import Arena  # noqa: E402
-from gpuaccel.training import lora  # noqa: E402
+from gpuaccel.training import lora_files  # noqa: E402
 from gpuaccel.training.checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from gpuaccel.training.lora import (  # noqa: E402
     BLOCK_NORMS,
+    apply_lora,
+    merge_lora,
+    modules_trained_whole,
+    remove_lora,
+    unmerge_lora,
+)
+from gpuaccel.training.lora_files import (  # noqa: E402
     CONFIG,
     PREFIX,
     WEIGHTS,
-    LoRALinear,
-    apply_lora,
     load_lora,
-    merge_lora,
-    remove_lora,
     save_lora,
-    unmerge_lora,
 )
 from gpuaccel.training.models import Transformer, generate, preset  # noqa: E402
 
@@ -153,7 +157,7 @@ def differ(a, b):
     return f"largest difference {d.max():.3g}, mean {d.mean():.3g}"
 
 
-# ---- what is applied ------------------------------------------------------------------------------------------------
+# ---- what is applied -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -294,7 +298,7 @@ def test_one_module_under_two_names_gets_one_pair_of_factors():
     assert model.again is model.first[0] and type(model.again) is nn.Linear
 
 
-# ---- training -------------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -379,7 +383,7 @@ def test_every_way_of_accumulating_gives_the_same_gradients(dtype):
         )
         arena = Arena(model)
         with GradientAccumulator(arena, mode) as accumulator:
-            fused = {name for name, part in model.named_modules() if isinstance(part, FusedLinear)}
+            fused = {name for name, part in model.named_modules() if fused_forward(part)}
             assert fused == (
                 {f"{path}.lora_{f}" for path in layers(model) for f in "AB"}
                 if mode == "fused"
@@ -521,7 +525,7 @@ def test_generate_merged_or_not(kind):
     assert text.shape == (2, 16) and torch.equal(text, tell())
 
 
-# ---- merging --------------------------------------------------------------------------------------------------------
+# ---- merging -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -562,7 +566,7 @@ def test_merged_weights_are_exact_and_unmerging_gives_the_same_bits(kind, dtype)
         assert (
             torch.equal(layer.weight, frozen[path])
             and layer.weight.data_ptr() == places[path]
-            and layer._frozen is None
+            and layer.frozen_weight is None
         )
     assert torch.equal(logits(model, x), y)
 
@@ -627,7 +631,7 @@ def test_copies_are_independent_merged_or_not():
     twin = copy.deepcopy(merge_lora(model))
     unmerge_lora(twin)
     assert torch.equal(logits(twin, x), y) and model.blocks[0].w_q.merged
-    assert {path for path in lora._also(twin)} == {
+    assert {path for path in modules_trained_whole(twin)} == {
         f"blocks.{i}.{n}" for i in (0, 1) for n in NORMS["ours"]
     }
     remove_lora(twin)
@@ -642,7 +646,7 @@ def test_removing_gives_plain_modules_back(kind, merged):
     before, y = copy.deepcopy(model.state_dict()), logits(model, x)
     remove_lora(apply_lora(model, targets=TARGETS[kind], also=NORMS[kind]))
     learned(apply_lora(model, targets=TARGETS[kind], seed=0))
-    assert not lora._also(model), "a module would still be saved with the adapter"
+    assert not modules_trained_whole(model), "a module would still be saved with the adapter"
     z = logits(model, x)
     if merged:
         merge_lora(model)
@@ -661,7 +665,7 @@ def test_removing_gives_plain_modules_back(kind, merged):
     torch.testing.assert_close(logits(model, x), z, rtol=1e-4, atol=1e-5)
 
 
-# ---- errors ---------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 ERRORS = {
     "rank 0": (dict(rank=0), "rank is 0; expected"),
@@ -796,7 +800,7 @@ def test_tied_weights_are_refused_as_targets_and_kept_together(tmp_path):
         load_lora(build(tied=True), tmp_path)
 
 
-# ---- files ----------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def contents(folder):
@@ -1175,7 +1179,7 @@ def test_a_failed_save_leaves_the_old_adapter(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(lora, "save", full)
+    monkeypatch.setattr(lora_files, "save", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         save_lora(learned(model), tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == old
@@ -1186,7 +1190,7 @@ def test_a_failed_save_leaves_the_old_adapter(tmp_path, monkeypatch):
         save_lora(build(), tmp_path)
 
 
-# ---- on a GPU -------------------------------------------------------------------------------------------------------
+# ---- on a GPU ------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -1210,7 +1214,7 @@ def test_on_a_gpu_it_starts_trains_and_merges_as_on_the_cpu(mode, tmp_path):
     frozen = {path: layer.weight.clone() for path, layer in layers(model).items()}
     y = logits(model, x)
     save_lora(merge_lora(model), tmp_path)
-    assert all(layer._frozen.is_cuda for layer in layers(model).values())
+    assert all(layer.frozen_weight.is_cuda for layer in layers(model).values())
     torch.testing.assert_close(logits(model, x), y, rtol=5e-2, atol=1e-1)
     unmerge_lora(model)
     assert all(

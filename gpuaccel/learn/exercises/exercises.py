@@ -94,7 +94,7 @@ class Folded:
         return f'<details><summary style="cursor:pointer;font-weight:600">{escape(self.title)}</summary>{body}</details>'
 
 
-# ---- public ---------------------------------------------------------------------------------------------------------
+# ---- public -------------------------------------------------------------------------------------
 
 
 def exercise(name: str) -> Exercise:
@@ -137,7 +137,7 @@ def check(name: str, answer, *, seed: "int | None" = None) -> Result:
     return (_run_captured if task.turns else _run_python)(task, answer, seed)
 
 
-# ---- how a check works ----------------------------------------------------------------------------------------------
+# ---- how a check works --------------------------------------------------------------------------
 
 
 def _parameters_differ(task, kernel):

@@ -26,7 +26,7 @@ STAGES = {
 MOST_COLUMNS, ROW, GAP, HEAD = 7, 18, 26, 22
 
 
-# ---- a graph ---------------------------------------------------------------------------------------------------------
+# ---- a graph ------------------------------------------------------------------------------------
 
 _OPERATIONS = [  # what the name of a kernel or an operator looks like -> what it is
     (r"splitK", "gemm, sum"),
@@ -215,7 +215,7 @@ def _edge(one, two, wide, i, j) -> str:
     return f"M{a:.1f} {y1:.1f}C{a + bend:.1f} {y1 - lift:.1f} {b - bend:.1f} {y2 - lift:.1f} {b:.1f} {y2:.1f}"
 
 
-# ---- the gaps between launches ---------------------------------------------------------------------------------------
+# ---- the gaps between launches ------------------------------------------------------------------
 
 
 def launches(runs: "dict[str, list[Span]]", title: str, launched: int = 12) -> Figure:
@@ -331,7 +331,7 @@ def _stretch(spans, length, launched) -> "tuple[float, float]":
     return (work[len(work) * 2 // 5].start if work else 0.0), length
 
 
-# ---- a learning rate -------------------------------------------------------------------------------------------------
+# ---- a learning rate ----------------------------------------------------------------------------
 
 
 def rates(

@@ -461,7 +461,7 @@ def warp_sum() -> Figure:
     return Figure(ink, y + 24, words)
 
 
-# ---- who waited for whom --------------------------------------------------------------------------------------------
+# ---- who waited for whom ------------------------------------------------------------------------
 
 _SPANS = {  # name of a span -> (colour, opacity, words of the legend); what is not here is a kernel
     "python": (GREY, 0.22, "all else on the host"),

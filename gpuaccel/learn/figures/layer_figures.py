@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...graphs.tape import FRESH
-from ...measure.ledger import quiet, trace_of, watches_gpu
+from ...measure import profiler_sees_gpu, quiet_profiler, trace_events
 from ...nn.poly_attention import reference_poly_attention
 from ...nn.richards_glu import DEFAULTS, LEAST, NAMES, RichardsCurve, reference_richards
 from ...notebook import notebook_shell
@@ -29,7 +29,7 @@ from .picture import RUN_COLOURS, WIDTH, _Ink, _nice_ticks, _spread, _text_width
 REACH = 6.0  # curves are drawn for x between -REACH and REACH
 
 
-# ---- lines -----------------------------------------------------------------------------------------------------------
+# ---- lines --------------------------------------------------------------------------------------
 
 
 def lines(
@@ -113,7 +113,7 @@ def _panel(ink, box, title, x_label, panel, points, colours, dashed, named):
             )
 
 
-# ---- the curve -------------------------------------------------------------------------------------------------------
+# ---- the curve ----------------------------------------------------------------------------------
 
 
 def curve_points(
@@ -240,7 +240,7 @@ class explore:
         return W.HBox([*offered.values(), kind], layout=W.Layout(flex_flow="row wrap"))
 
 
-# ---- passes over memory ----------------------------------------------------------------------------------------------
+# ---- passes over memory -------------------------------------------------------------------------
 
 
 class Traffic(TorchDispatchMode):
@@ -360,19 +360,19 @@ def _draw_passes(drawn, found, title):
     return ink, y + 2, "; ".join(told)
 
 
-# ---- what is allocated -----------------------------------------------------------------------------------------------
+# ---- what is allocated --------------------------------------------------------------------------
 
 
 def allocated(run) -> "tuple[int, int]":
     """(bytes of the largest tensor that run() makes, the most bytes that its tensors have at once). Call run() once before: caches fill up."""
     seen = profile(
-        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * watches_gpu(),
+        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * profiler_sees_gpu(),
         profile_memory=True,
     )
-    with quiet(), seen:
+    with quiet_profiler(), seen:
         run()
-    with quiet():
-        events = [event["args"] for event in trace_of(seen) if event.get("name") == "[memory]"]
+    with quiet_profiler():
+        events = [event["args"] for event in trace_events(seen) if event.get("name") == "[memory]"]
     at = most = largest = 0
     for event in events:
         at, largest = at + event["Bytes"], max(largest, event["Bytes"])
@@ -380,7 +380,7 @@ def allocated(run) -> "tuple[int, int]":
     return largest, most
 
 
-# ---- attention maps --------------------------------------------------------------------------------------------------
+# ---- attention maps -----------------------------------------------------------------------------
 
 LEVELS = 16
 

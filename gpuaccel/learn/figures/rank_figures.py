@@ -43,7 +43,7 @@ def _dashed(ink, x, y, wide, high, colour):
     )
 
 
-# ---- batches and tokens ---------------------------------------------------------------------------------------------
+# ---- batches and tokens -------------------------------------------------------------------------
 
 
 def shards(batches, ranks: int, seed: "int | None" = None) -> Figure:
@@ -115,7 +115,7 @@ def weights(counts: "list[int]") -> Figure:
     )
 
 
-# ---- what is sent when ----------------------------------------------------------------------------------------------
+# ---- what is sent when --------------------------------------------------------------------------
 
 
 def overlap(
@@ -173,11 +173,11 @@ def overlap(
     return Figure(ink, y + 14, f"{title}. " + "; ".join(words))
 
 
-# ---- weights, and restarts ------------------------------------------------------------------------------------------
+# ---- weights, and restarts ----------------------------------------------------------------------
 
 
 def hashes(names: "list[str]", ranks: "list[list[int]]") -> Figure:
-    """names of the tensors; for each rank a hash of each (distributed.weight_hashes). A column is red where the ranks differ."""
+    """names of the tensors; for each rank a hash of each (distributed/agreement.py: weight_hashes). A column is red where the ranks differ."""
     ink, wide = _Ink(themed=False), (WIDTH - LEFT) / max(len(names), 1)
     wrong = [nth for nth, column in enumerate(zip(*ranks)) if len(set(column)) > 1]
     for rank, row in enumerate(ranks):

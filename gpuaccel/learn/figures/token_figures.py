@@ -74,7 +74,7 @@ def _batch(ink, words, tokens, y):
     return edges, step
 
 
-# ---- which rows meet -------------------------------------------------------------------------------------------------
+# ---- which rows meet ----------------------------------------------------------------------------
 
 
 def meeting(words: "list[str]") -> Figure:
@@ -219,7 +219,7 @@ def pieces(batches: "dict[str, Segments]") -> Figure:
     return Figure(ink, y, "; ".join(told))
 
 
-# ---- the same sum, other bits ----------------------------------------------------------------------------------------
+# ---- the same sum, other bits -------------------------------------------------------------------
 
 
 def _word(value) -> int:
@@ -334,7 +334,7 @@ def twice(runs: "dict[str, tuple]", title: str = "Two runs with the same seed") 
     return Figure(ink, bottom + 26, f"{title}: {'; '.join(told)}")
 
 
-# ---- rounding at random ----------------------------------------------------------------------------------------------
+# ---- rounding at random -------------------------------------------------------------------------
 
 
 def draws(
