@@ -19,8 +19,8 @@ import torch
 from clip import build, captured, copy_rate, in_turns, wall
 
 from gpuaccel.compiler.kernel import zero_
-from gpuaccel.ops import adamw
 from gpuaccel.ops.accumulate import CHUNK
+from gpuaccel.ops.update_rule import StepInputs, launch_begin, launch_update, list_launches
 from gpuaccel.optim import clip
 from gpuaccel.optim.accumulation_modes import add_to_arena
 from gpuaccel.optim.adamw import AdamW
@@ -112,36 +112,37 @@ class Ours:
         """name -> function, each kernel of the tail alone."""
         self.tail()
         self.add()
-        jobs, arena, (work,) = self.opt._jobs(), self.arena, self.opt._work.values()
+        arena, rule = self.arena, self.opt.rule
+        jobs, state = self.opt.jobs(), self.opt.device_state(arena.device)
+        found = self.opt.clip_state
+        inputs = StepInputs(found, None, True, None, None, state.record)
 
         def reduce():
             clip.launch_reduce(
-                work.found,
+                found,
                 arena.squares.values,
                 arena.chunk_to_tensor,
                 None,
                 len(arena.squares.values),
-                work.settings[-2:-1],
+                state.max_norm,
             )
 
         def begin():
-            return adamw.launch_begin(
-                jobs, work.settings, work.found, None, True, None, None, work.record
-            )
+            return launch_begin(rule, jobs, state.settings, inputs)
 
         self.add(last=True)
         reduce()
-        coefficients, lists = begin(), adamw.Jobs(jobs)
+        coefficients = begin()
+        v2 = list_launches(rule, jobs, stochastic=False)
+        v3 = self.opt.layout.launches(rule, jobs, stochastic=False, all_sums=True)
         return {
             "accumulate_v3": self.add,
             "accumulate_v4": lambda: self.add(last=True),
             "squares_v2": lambda: clip.launch_squares(arena.grad_views, arena.squares.values),
             "reduce_v2": reduce,
             "adamw_begin": begin,
-            "adamw_v2": lambda: adamw.launch_update(lists, coefficients, work.settings[-1:], False),
-            "adamw_v3": lambda: adamw.launch_update(
-                jobs, coefficients, work.settings[-1:], False, arena, self.opt._moments
-            ),
+            "adamw_v2": lambda: launch_update(v2, coefficients, state.seed),
+            "adamw_v3": lambda: launch_update(v3, coefficients, state.seed),
         }
 
 

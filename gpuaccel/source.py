@@ -191,3 +191,14 @@ def _param(declared, macros):
     else:
         align = 2 if base in ("bf16", "fp16") else 1
     return Param(name, ctype, stars > 0, None if stars else code, dtypes, align)
+
+
+def struct_fields(source: str, name: str) -> "list[str]":
+    """Names of the fields of `struct <name> { ... }` in CUDA C text, in order.
+
+    Fields are numbers, declared one or several at a time: `double lr, beta1;`.
+    Raises CompileError when there is no such struct."""
+    match = re.search(rf"\bstruct\s+{name}\s*\{{(.*?)\}}\s*;", without_comments(source), re.S)
+    if match is None:
+        raise CompileError(f"there is no struct {name} here")
+    return re.findall(r"\b(\w+)\s*(?=[,;])", match[1])
