@@ -66,8 +66,8 @@ __device__ __forceinline__ void sync_warpgroup(int group) {
     asm volatile("bar.sync %0, 128;" :: "r"(2 + group) : "memory");
 }
 
-// A tile has 64 rows of 128 bytes, eight chunks of 16. Chunk c of row r lies in place c ^ (r % 8) of
-// its row, so that the chunks of eight rows are in different banks; the descriptors call this a
+// A tile has 64 rows of 128 bytes, eight chunks of 16. Chunk c of row r lies in place c ^ (r % 8)
+// of its row, so that the chunks of eight rows are in different banks; the descriptors call this a
 // swizzle of 128 bytes. A tile begins at a multiple of 1024 bytes.
 __device__ __forceinline__ int swizzle(int r, int c) { return (c ^ (r % 8)) << 4; }
 
@@ -113,8 +113,8 @@ __device__ __forceinline__ unsigned long long full_descriptor(unsigned lower_hal
             "%47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define WGMMA_N64 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" R32 "}, "
 #define WGMMA_N128 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" R64 "}, "
-// The predicate p is scale-d: false writes d, true adds to d. With "+f" the compiler keeps what d was
-// before, even where it is only written; with "=f" it does not, which saves registers.
+// The predicate p is scale-d: false writes d, true adds to d. With "+f" the compiler keeps what d
+// was before, even where it is only written; with "=f" it does not, which saves registers.
 #define WRITE(body) "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n" body "\n}"
 #define ADD(body) "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n" body "\n}"
 
@@ -140,8 +140,8 @@ __device__ __forceinline__ void wgmma(Sums& d, unsigned long long a, unsigned lo
     #undef FACTORS
 }
 // d = or += a (64 x 64) times a tile; in terms of rows and columns of the tile in memory, the sum
-// goes over its rows if transpose_b, else over its columns. After wgmma_fence(); d is complete after
-// wgmma_wait_group().
+// goes over its rows if transpose_b, else over its columns. After wgmma_fence(); d is complete
+// after wgmma_wait_group().
 template <bool add, bool transpose_b, bool keep = add>
 __device__ __forceinline__ void wgmma(Sums& d, const Factor& a, unsigned b) {
     wgmma<add, transpose_b, keep>(d, a[0], full_descriptor(b));
@@ -157,8 +157,8 @@ __device__ __forceinline__ void wgmma(Sums& d, unsigned a, unsigned b) {
         wgmma<true, transpose_a, transpose_b>(d, full_descriptor(a + k * K_STEP(transpose_a)),
                                               full_descriptor(b + k * K_STEP(transpose_b)));
 }
-// near and far (64 x 64 each) = a (64 x 64) times two tiles that lie one behind the other; a is read
-// once.
+// near and far (64 x 64 each) = a (64 x 64) times two tiles that lie one behind the other; a is
+// read once.
 __device__ __forceinline__ void wgmma_n128(Sums& near, Sums& far, unsigned a, unsigned b) {
     #define BODY WGMMA_N128 "%64, %65, p, 1, 1, 0, 0;"
     asm volatile(WRITE(BODY) : D32("=f", near), D32("=f", far)

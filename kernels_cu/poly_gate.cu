@@ -1,4 +1,5 @@
-// PolyAttention (nn/poly_attention.py) has two curves, one in its query and one in its gate; n is a row and a head, m one of the RANK parts of a head:
+// PolyAttention (nn/poly_attention.py) has two curves, one in its query and one in its gate; n is a
+// row and a head, m one of the RANK parts of a head:
 //
 //   u_m = mean of q over part m      q~ = q / sqrt(d) + rho / (width of m) h_m, h = u R_q(u), rho = 0.15 / sqrt(RANK)      e = R_gate(alpha seen + beta)
 //
@@ -6,14 +7,16 @@
 #include "richards.cuh"
 
 // ---- what stands around polynomial attention ----
-// A block takes ROWS rows of one head, so that a head's sums are a block's; blocks of the same rows are neighbours. A thread takes a part m of a head alone:
-// it reads what it averages, and the same once more (from L1) to write. With 16 bits and heads of 64 a part is 16 bytes, one request.
+// A block takes ROWS rows of one head, so that a head's sums are a block's; blocks of the same rows
+// are neighbours. A thread takes a part m of a head alone: it reads what it averages, and the same
+// once more (from L1) to write. With 16 bits and heads of 64 a part is 16 bytes, one request.
 
 #ifndef HEAD
 #define HEAD 64               // width of a head
 #endif
 #ifndef RANK
-#define RANK 8                // parts of a head, the first HEAD % RANK of them one channel wider; at most 16
+// Parts of a head, the first HEAD % RANK of them one channel wider; at most 16.
+#define RANK 8
 #endif
 #ifndef LOW_RANK
 #define LOW_RANK 1            // 0: q~ is q / sqrt(d) alone, and there is no curve of the query
@@ -60,7 +63,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) poly_query_gate(
     int h = blockIdx.x % H, first = blockIdx.x / H * ROWS;
     if (threadIdx.x < ROWS && first + threadIdx.x < rows) {
         long long n = (long long)(first + threadIdx.x) * H + h;
-        float e = height(point<false>(fmaf(alpha[h], as_float(seen[n]), beta[h]), curves[0]), curves[0]);
+        float e =
+            height(point<false>(fmaf(alpha[h], as_float(seen[n]), beta[h]), curves[0]), curves[0]);
         gate[n] = e > LEAST_GATE ? e : 0.0f;
     }
     for (int i = threadIdx.x; i < ROWS * RANK; i += THREADS) {
@@ -71,27 +75,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) poly_query_gate(
         float more = 0.0f;
         if (LOW_RANK) {
             float u = mean_of(from, part.width);
-            more = 0.15f / sqrtf((float)RANK) / part.width * u * height(point<false>(u, curves[1]), curves[1]);
+            more = 0.15f / sqrtf((float)RANK) / part.width * u *
+                   height(point<false>(u, curves[1]), curves[1]);
         }
         for (int j = 0; WIDE * j < part.width; j++) {
             Group x = load_group(from, j, part.width);
             float v[WIDE];
             #pragma unroll
-            for (int k = 0; k < WIDE; k++) v[k] = fmaf(as_float(x.at[k]), 1.0f / sqrtf((float)HEAD), more);
+            for (int k = 0; k < WIDE; k++)
+                v[k] = fmaf(as_float(x.at[k]), 1.0f / sqrtf((float)HEAD), more);
             store_group(q_tilde + ((long long)row * H + h) * HEAD + part.first, j, part.width, v);
         }
     }
 }
 
 // out = e y: de = sum of dout y = sum of dout out / e, over the head. LANES lanes take a row.
-extern "C" __global__ void __launch_bounds__(THREADS) poly_gate_backward(
-    DATA_T* dy,                               // (rows, H, HEAD)
-    DATA_T* dseen,                            // (rows, H)
-    float* sums,                              // (blocks, (1 + LOW_RANK) SUMS), of which these are the first SUMS
-    float* by_head,                           // (blocks, 2) for dalpha, dbeta
-    const DATA_T* dout, const DATA_T* out, const float* gate, const DATA_T* seen, const float* alpha, const float* beta, const Curve* curves,
-    int rows, int H)
-{
+extern "C" __global__ void __launch_bounds__(THREADS)
+    poly_gate_backward(DATA_T* dy,     // (rows, H, HEAD)
+                       DATA_T* dseen,  // (rows, H)
+                       // (blocks, (1 + LOW_RANK) SUMS), of which these are the first SUMS.
+                       float* sums,
+                       float* by_head,  // (blocks, 2) for dalpha, dbeta
+                       const DATA_T* dout, const DATA_T* out, const float* gate, const DATA_T* seen,
+                       const float* alpha, const float* beta, const Curve* curves, int rows,
+                       int H) {
     int h = blockIdx.x % H, first = blockIdx.x / H * ROWS, lane = threadIdx.x % LANES;
     float mine[SUMS] = {}, of_head[2] = {};
     for (int i = threadIdx.x / LANES; i < ROWS; i += THREADS / LANES) {            // whole warps
@@ -99,7 +106,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) poly_gate_backward(
         long long n = (long long)(first + i) * H + h;
         float e = valid ? gate[n] : 0.0f, sum = 0.0f;
         for (int j = lane; valid && j < GROUPS_OF_HEAD; j += LANES) {
-            Group up = load_group(dout + n * HEAD, j, HEAD), x = load_group(out + n * HEAD, j, HEAD);
+            Group up = load_group(dout + n * HEAD, j, HEAD),
+                  x = load_group(out + n * HEAD, j, HEAD);
             float v[WIDE];
             #pragma unroll
             for (int k = 0; k < WIDE; k++) {
@@ -109,7 +117,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) poly_gate_backward(
             store_group(dy + n * HEAD, j, HEAD, v);
         }
         #pragma unroll
-        for (int lane_delta = LANES / 2; lane_delta > 0; lane_delta /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane_delta);
+        for (int lane_delta = LANES / 2; lane_delta > 0; lane_delta /= 2)
+            sum += __shfl_xor_sync(0xffffffffu, sum, lane_delta);
         if (lane > 0 || !valid) continue;
         float x = as_float(seen[n]), ds = 0.0f;
         if (e > 0.0f) {
@@ -127,7 +136,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) poly_gate_backward(
 // dq += what comes through q~; and dalpha, dbeta from the sums that poly_gate_backward has left.
 extern "C" __global__ void __launch_bounds__(THREADS) poly_query_backward(
     DATA_T* dq,                               // (rows, H, HEAD), rows `apart` elements apart
-    float* sums,                              // (blocks, 2 SUMS), of which these are the last SUMS; with LOW_RANK
+    // (blocks, 2 SUMS), of which these are the last SUMS; with LOW_RANK.
+    float* sums,
     float* dalpha, float* dbeta,              // (H), by the first block of each head
     const DATA_T* dq_tilde, const DATA_T* q, const float* by_head, const Curve* curves,
     int rows, int H, int stride, int apart)
@@ -145,13 +155,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) poly_query_backward(
             float u = mean_of(q + (long long)row * stride + h * HEAD + part.first, part.width);
             float dh = 0.15f / sqrtf((float)RANK) * mean_of(up, part.width);
             Point at = point<false>(u, curves[1]);
-            du = fmaf(curves[1].slope, add_sums(mine, dh * u, u, at), dh * height(at, curves[1])) / part.width;
+            du = fmaf(curves[1].slope, add_sums(mine, dh * u, u, at), dh * height(at, curves[1])) /
+                 part.width;
         }
         for (int j = 0; WIDE * j < part.width; j++) {
             Group x = load_group(up, j, part.width), old = load_group(to, j, part.width);
             float v[WIDE];
             #pragma unroll
-            for (int k = 0; k < WIDE; k++) v[k] = as_float(old.at[k]) + fmaf(as_float(x.at[k]), 1.0f / sqrtf((float)HEAD), du);
+            for (int k = 0; k < WIDE; k++)
+                v[k] = as_float(old.at[k]) + fmaf(as_float(x.at[k]), 1.0f / sqrtf((float)HEAD), du);
             store_group(to, j, part.width, v);
         }
     }
@@ -160,7 +172,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) poly_query_backward(
     __shared__ double warps[THREADS / 32];
     for (int s = 0; s < 2; s++) {
         double sum = 0.0;
-        for (int i = blockIdx.x + threadIdx.x * H; i < gridDim.x; i += THREADS * H) sum += by_head[2 * (long long)i + s];
+        for (int i = blockIdx.x + threadIdx.x * H; i < gridDim.x; i += THREADS * H)
+            sum += by_head[2 * (long long)i + s];
         __syncthreads();
         sum = block_joined(sum, warps);
         if (threadIdx.x == 0) (s == 0 ? dalpha : dbeta)[h] = (float)sum;

@@ -1,21 +1,28 @@
-// richards: the generalised logistic curve (Richards, 1959) with nine parameters that are learned, and the gated linear unit made of two of them.
+// richards: the generalised logistic curve (Richards, 1959) with nine parameters that are learned,
+// and the gated linear unit made of two of them.
 //
 //   u = V (s x / T + b)      t = ln(beta) - k' (u - m), k' = k nu with the birch tail, else k
 //   L = ln(1 + e^t)          sigma = e^(-L / nu)          r = e^t / (1 + e^t)
 //   R(x) = a gate + c, gate = sigma, or 2 sigma - 1 for tanh (V = 2; else V = 1)            R'(x) = a V sigma r k' V s / (nu T)
 //
-// t is a line in x, and R a line in sigma: t = A - B x, R = G sigma + H, R' = (G B / nu) sigma r. Each block of a forward makes these numbers
-// (make_curves), A and B for powers and logarithms of 2, which the GPU has instructions for (t and L below are in these units).
-// All nine derivatives need five sums over the elements, of dy sigma L, dy sigma r, dy sigma r x, dy sigma and dy; richards_finish makes the
-// nine numbers of them. So a curve costs four special functions per element (two powers, a logarithm, a reciprocal), forward three.
+// t is a line in x, and R a line in sigma: t = A - B x, R = G sigma + H, R' = (G B / nu) sigma r.
+// Each block of a forward makes these numbers (make_curves), A and B for powers and logarithms of
+// 2, which the GPU has instructions for (t and L below are in these units). All nine derivatives
+// need five sums over the elements, of dy sigma L, dy sigma r, dy sigma r x, dy sigma and dy;
+// richards_finish makes the nine numbers of them. So a curve costs four special functions per
+// element (two powers, a logarithm, a reciprocal), forward three.
 //
-// glu: h = x1 R_a(x1) R_g(x2), where x1 and x2 are the halves of one product. Bytes per element of h: forward 2 reads and a write, backward 3 reads and
-// 2 writes (bf16: 6 and 10). Special functions: forward 6, backward 8. An H200 moves 4.2 TB/s and takes 16 special functions per clock and SM,
-// 3.7 T/s at 1.755 GHz: forward is bound by these (1.6 ps per element, bytes 1.4), backward by bytes (2.4 ps, special functions 2.2).
+// glu: h = x1 R_a(x1) R_g(x2), where x1 and x2 are the halves of one product. Bytes per element of
+// h: forward 2 reads and a write, backward 3 reads and 2 writes (bf16: 6 and 10). Special
+// functions: forward 6, backward 8. An H200 moves 4.2 TB/s and takes 16 special functions per clock
+// and SM, 3.7 T/s at 1.755 GHz: forward is bound by these (1.6 ps per element, bytes 1.4), backward
+// by bytes (2.4 ps, special functions 2.2).
 //
-// The ladder: six launches of torch's per curve and as many passes over memory -> one launch each way (richards_forward, richards_backward) -> both
-// curves, the gate and the products with x1 in one (glu_forward, glu_backward); q~ and e in one (poly_query_gate), and what their backward has to do
-// before and after the attention's (poly_gate_backward, poly_query_backward). Sums are taken per chunk in a fixed order, then by one block.
+// The ladder: six launches of torch's per curve and as many passes over memory -> one launch each
+// way (richards_forward, richards_backward) -> both curves, the gate and the products with x1 in
+// one (glu_forward, glu_backward); q~ and e in one (poly_query_gate), and what their backward has
+// to do before and after the attention's (poly_gate_backward, poly_query_backward). Sums are taken
+// per chunk in a fixed order, then by one block.
 
 #include "richards.cuh"
 
@@ -59,7 +66,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) richards_backward(
     for (int g = 0; g < GROUPS; g++, i += THREADS) {
         if (WIDE * i >= n) break;
         Group at_x = next_x, at_dy = next_dy;
-        if (g + 1 < GROUPS && WIDE * (i + THREADS) < n) { next_x = load_group(x, i + THREADS, n); next_dy = load_group(dy, i + THREADS, n); }
+        if (g + 1 < GROUPS && WIDE * (i + THREADS) < n) {
+            next_x = load_group(x, i + THREADS, n);
+            next_dy = load_group(dy, i + THREADS, n);
+        }
         float v[WIDE];
         #pragma unroll
         for (int k = 0; k < WIDE; k++) {
@@ -75,18 +85,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) richards_backward(
 
 // Walks over the groups of a chunk: row and place in the row of one, without a division for each.
 struct Walk { long long row; int q, width; };
-__device__ __forceinline__ Walk walk_from(long long group, int width) { Walk w = {group / width, (int)(group % width), width}; return w; }
-__device__ __forceinline__ void step(Walk& w) { for (w.q += THREADS; w.q >= w.width; w.q -= w.width) w.row++; }
+__device__ __forceinline__ Walk walk_from(long long group, int width) {
+    Walk w = {group / width, (int)(group % width), width};
+    return w;
+}
+__device__ __forceinline__ void step(Walk& w) {
+    for (w.q += THREADS; w.q >= w.width; w.q -= w.width) w.row++;
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS) glu_forward(
     DATA_T* h,                                // (N, hidden)
     Curve* curves,                            // of x1, of x2: for the backward
     const DATA_T* x,                          // (N, 2 hidden): x1, x2
-    const float* theta_a, const float* theta_g,   // what is learned of each, in the order of the parameters
+    // What is learned of each, in the order of the parameters.
+    const float* theta_a, const float* theta_g,
     Settings settings, long long N, int hidden)
 {
     __shared__ Curve made[2];
-    Walk at = walk_from((long long)blockIdx.x * THREADS * GROUPS + threadIdx.x, (hidden + WIDE - 1) / WIDE);
+    Walk at = walk_from((long long)blockIdx.x * THREADS * GROUPS + threadIdx.x,
+                        (hidden + WIDE - 1) / WIDE);
     Group next1, next2;
     auto ask_both = [&]() {
         const DATA_T* from = x + at.row * 2 * hidden;
@@ -94,7 +111,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_forward(
         next2 = load_group(from + hidden, at.q, hidden);
     };
     if (at.row < N) ask_both();
-    make_curves(made, curves, theta_a, theta_g, settings, 2);         // while the first groups are on their way
+    // While the first groups are on their way.
+    make_curves(made, curves, theta_a, theta_g, settings, 2);
     Curve a = made[0], g = made[1];
     #pragma unroll 2
     for (int k = 0; k < GROUPS; k++) {
@@ -107,7 +125,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_forward(
         #pragma unroll
         for (int i = 0; i < WIDE; i++) {
             float one = as_float(x1.at[i]);
-            v[i] = __fmul_rn(__fmul_rn(one, height(point<true>(one, a), a)), height(point<false>(as_float(x2.at[i]), g), g));
+            v[i] = __fmul_rn(__fmul_rn(one, height(point<true>(one, a), a)),
+                             height(point<false>(as_float(x2.at[i]), g), g));
         }
         store_group(h + here.row * hidden, here.q, hidden, v);
     }
@@ -121,7 +140,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_backward(
 {
     Curve a = curves[0], g = curves[1];
     float both[2 * SUMS] = {};                // of a, of g
-    Walk at = walk_from((long long)blockIdx.x * THREADS * GROUPS + threadIdx.x, (hidden + WIDE - 1) / WIDE);
+    Walk at = walk_from((long long)blockIdx.x * THREADS * GROUPS + threadIdx.x,
+                        (hidden + WIDE - 1) / WIDE);
     Group next1, next2, next_dh;
     auto ask_all = [&]() {
         const DATA_T* from = x + at.row * 2 * hidden;
@@ -144,7 +164,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) glu_backward(
             Point p = point<false>(one, a), s = point<false>(two, g);
             float activation = height(p, a), gate = height(s, g);
             float dvalue = __fmul_rn(dhi, gate), dgate = __fmul_rn(dhi, __fmul_rn(one, activation));
-            d1[i] = fmaf(a.slope, add_sums(both, __fmul_rn(one, dvalue), one, p), __fmul_rn(dvalue, activation));
+            d1[i] = fmaf(a.slope, add_sums(both, __fmul_rn(one, dvalue), one, p),
+                         __fmul_rn(dvalue, activation));
             d2[i] = __fmul_rn(g.slope, add_sums(both + SUMS, dgate, two, s));
         }
         DATA_T* to = dx + here.row * 2 * hidden;
@@ -163,20 +184,23 @@ extern "C" __global__ void __launch_bounds__(1024) richards_finish(
 {
     __shared__ double of_warp[SUMS][32], total[SUMS];
     double mine[SUMS] = {};
-    int which = blockIdx.x, wide = gridDim.x * SUMS, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int which = blockIdx.x, wide = gridDim.x * SUMS, lane = threadIdx.x % 32,
+        warp = threadIdx.x / 32;
     #pragma unroll 4
     for (long long i = threadIdx.x; i < chunks; i += 1024)
         #pragma unroll
         for (int s = 0; s < SUMS; s++) mine[s] += sums[i * wide + which * SUMS + s];
     #pragma unroll
     for (int s = 0; s < SUMS; s++) {
-        for (int lane_delta = 16; lane_delta > 0; lane_delta /= 2) mine[s] += __shfl_down_sync(0xffffffffu, mine[s], lane_delta);
+        for (int lane_delta = 16; lane_delta > 0; lane_delta /= 2)
+            mine[s] += __shfl_down_sync(0xffffffffu, mine[s], lane_delta);
         if (lane == 0) of_warp[s][warp] = mine[s];
     }
     __syncthreads();
     if (warp < SUMS) {
         double sum = of_warp[warp][lane];
-        for (int lane_delta = 16; lane_delta > 0; lane_delta /= 2) sum += __shfl_down_sync(0xffffffffu, sum, lane_delta);
+        for (int lane_delta = 16; lane_delta > 0; lane_delta /= 2)
+            sum += __shfl_down_sync(0xffffffffu, sum, lane_delta);
         if (lane == 0) total[warp] = sum;
     }
     __syncthreads();
@@ -184,10 +208,12 @@ extern "C" __global__ void __launch_bounds__(1024) richards_finish(
     const Curve* c = curves + which;
     const float* p = c->p;
     bool birch = c->birch != 0.0f;
-    double V = c->V, G = c->G, nu = p[NU], over_nu = 1.0 / nu, over_T = 1.0 / p[T_], over_beta = 1.0 / p[BETA];
+    double V = c->V, G = c->G, nu = p[NU], over_nu = 1.0 / nu, over_T = 1.0 / p[T_],
+           over_beta = 1.0 / p[BETA];
     double k_of_m = birch ? p[K] : p[K] * over_nu;                                     // k' / nu
     double S0 = G * LN2 * total[0], S1 = G * total[1], Sx = G * total[2];
-    double Su = V * p[SCALE] * over_T * Sx + (V * p[SHIFT] - p[M]) * S1;               // sum of dy G sigma r (u - m)
+    // Sum of dy G sigma r (u - m)
+    double Su = V * p[SCALE] * over_T * Sx + (V * p[SHIFT] - p[M]) * S1;
     double d[9];
     d[NU] = S0 * over_nu * over_nu + (birch ? p[K] * Su * over_nu : 0.0);
     d[K] = birch ? Su : Su * over_nu;
