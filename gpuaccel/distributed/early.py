@@ -1,8 +1,9 @@
-"""Sending gradients while a compiled backward runs: torch.compile's backward is one node of autograd, whose hooks run when all of it is over.
+"""Overlap of communication with a compiled backward, which is one node of autograd: its hooks run when all of it is over.
 
-What can be seen inside of it are the products of mode "fused" (nn/fused_linear.py): they are most of the bytes, and each says when it has been added.
-What a bucket has beside them (norms, biases) comes at the end; its own sums are kept apart for the last backward, added up over the ranks in one
-message behind the last bucket, and put in their places, where meanwhile only something stale was sent.
+What can be seen inside of it are the products of mode "fused" (optim/fused_mode.py): they are most of the bytes, and each says when
+it has been added. The other tensors of a bucket are light (norms, biases) and complete only at the end. In the last backward their
+sums are kept in a buffer of their own, all-reduced in one message behind the last bucket, and copied into their places in the arena,
+where meanwhile only stale values were sent.
 """
 
 import torch
@@ -13,67 +14,72 @@ from ..backends import takes
 from ..ops.accumulate import CHUNK
 from ..optim.accumulate import GradientAccumulator
 
-LIGHT = 1 << 16  # elements up to which a tensor is worth keeping apart
+MAX_LIGHT = 1 << 16  # elements up to which a tensor counts as light
 
 
-class Apart:
-    """The light tensors of an arena: their sums while the buckets around them are on their way. `sums`: (rows, CHUNK), rows of the arena's."""
+class LightGradients:
+    """The sums of an arena's light tensors while the buckets around them are on their way.
+
+    `tensors`: their numbers. `chunks`: (chunks,) int64, theirs in the arena. `sums`: (chunks, CHUNK) fp32."""
 
     def __init__(self, accumulator: GradientAccumulator, group):
-        self.arena, self.accumulator, self.group = accumulator.arena, accumulator, group
-        arena = self.arena
-        self.numbers = {
+        self.arena = arena = accumulator.arena
+        self.group = group
+        self.tensors = {
             i
             for i, s in enumerate(arena.segments)
-            if i not in accumulator._products and 0 < s.numel <= LIGHT
+            if i not in accumulator.product_tensors and 0 < s.numel <= MAX_LIGHT
         }
-        rows = [
-            (i, row)
-            for i in sorted(self.numbers)
-            for row in range(arena.rows[i], arena.rows[i + 1])
-        ]
-        self.rows = torch.tensor([row for _, row in rows], dtype=torch.int64, device=arena.device)
-        self.sums = torch.zeros(len(rows), CHUNK, device=arena.device)
-        first = {i: nth for nth, (i, _) in reversed(list(enumerate(rows)))}
-        self.views = {
-            i: self.sums.view(-1)[first[i] * CHUNK :][: arena.segments[i].numel].view(
-                arena.segments[i].shape
-            )
-            for i in self.numbers
-        }
-        self.taken, self.kernels = False, takes(arena.device)
+        chunks = []
+        self.views = {}
+        starts = {}
+        for i in sorted(self.tensors):
+            starts[i] = len(chunks) * CHUNK
+            chunks += range(arena.first_chunk[i], arena.first_chunk[i + 1])
+        self.chunks = torch.tensor(chunks, dtype=torch.int64, device=arena.device)
+        self.sums = torch.zeros(len(chunks), CHUNK, device=arena.device)
+        for i, start in starts.items():
+            s = arena.segments[i]
+            self.views[i] = self.sums.view(-1)[start : start + s.numel].view(s.shape)
+        self.has_kernels = takes(arena.device)
+        self.reset()
 
-    def begin(self):
-        """The last backward: from here on gradients come here."""
-        self.accumulator.apart = {i: [] for i in self.numbers}
+    def reset(self):
+        """No gradient is kept, and nothing has been copied in."""
+        self.kept: "dict[int, list[Tensor]]" = {i: [] for i in self.tensors}
+        self.copied_in = False
 
-    def take(self):
-        """Before anything is sent: what earlier micro-batches have left."""
-        if not self.taken:
-            torch.index_select(self.arena.grads.view(-1, CHUNK), 0, self.rows, out=self.sums)
-            self.taken = True
+    def keep(self, i: int, grad: Tensor) -> bool:
+        """Keep a gradient of the last backward; False for a tensor that is not light."""
+        if i in self.tensors:
+            self.kept[i].append(grad)
+            return True
+        return False
+
+    def copy_in(self):
+        """Before anything is sent: the sums of earlier micro-batches."""
+        if not self.copied_in:
+            torch.index_select(self.arena.grads.view(-1, CHUNK), 0, self.chunks, out=self.sums)
+            self.copied_in = True
 
     def complete(self):
-        """Backward is over: this rank's sums, last gradients included."""
-        self.take()
-        for i, grads in (self.accumulator.apart or {}).items():
+        """Backward is over: add the gradients that were kept."""
+        self.copy_in()
+        for i, grads in self.kept.items():
             for grad in grads:
                 self.views[i].add_(grad)
-        self.forget()
+        self.reset()
 
-    def send(self, own_sums: "Tensor | None"):
-        """Behind the last bucket: the sums over all ranks. own_sums: as in distributed/reducer.py."""
-        if own_sums is not None and self.kernels:
-            own_sums.index_copy_(0, self.rows, self.sums.sum(1, dtype=torch.float64))
+    def all_reduce(self, own_sums: "Tensor | None"):
+        """Behind the last bucket. own_sums: as in distributed/reducer.py, takes what this rank contributes."""
+        if own_sums is not None and self.has_kernels:
+            own_sums.index_copy_(0, self.chunks, self.sums.sum(1, dtype=torch.float64))
         elif own_sums is not None:
             for i, view in self.views.items():
                 own_sums[i] = view.sum(dtype=torch.float64)
-        if self.numbers:
+        if self.tensors:
             dist.all_reduce(self.sums, group=self.group)
 
-    def put_back(self):
-        """All buckets are there, and the sums belong into their places."""
-        self.arena.grads.view(-1, CHUNK).index_copy_(0, self.rows, self.sums)
-
-    def forget(self):
-        self.taken, self.accumulator.apart = False, None
+    def copy_out(self):
+        """All buckets have arrived: the sums go to their places in the arena."""
+        self.arena.grads.view(-1, CHUNK).index_copy_(0, self.chunks, self.sums)

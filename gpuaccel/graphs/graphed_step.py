@@ -1,57 +1,105 @@
-"""One step, one CUDA graph: captured once per kind of input, then launched whole, while every number that changes stays on the device.
+"""A training step captured once in a CUDA graph, then replayed with one launch.
 
-    >>> step = ga.GraphedStep(fn, state=[model, opt])      # fn(inputs, targets): forward, backward, opt.step(); returns tensors
-    >>> loss = step(inputs, targets)                       # the first call warms up, captures and replays; later ones replay
+    >>> step = ga.GraphedStep(fn, state=[model, opt])
+    >>> loss = step(inputs, targets)
     >>> step.close()
 
-Warming up leaves no trace in what `state` names, nor in the random generators. The results of a call are tensors of their own. A graph
-knows tensors by their address: inputs are copied into its own, and a model that has moved is noticed. What Python does in fn (a number
-passed by value, a print, a counter) happens at the capture only. On the CPU a tape stands in for the graph under backend `simt`;
-under backend `torch` fn simply runs.
+fn(inputs, targets) is a whole step: forward, backward, opt.step(). The first call warms up,
+captures and replays; a later one replays. There is one graph for each kind of input.
+
+What a capture means for fn:
+  * Its tensors keep their addresses. Inputs are copied into static inputs, results are copied
+    out, and a parameter that has moved since the capture is an error.
+  * Numbers that change live on the device. A number passed by value stays as it was.
+  * What Python does in fn (a print, a counter) happens at the capture only.
+  * The warm-up leaves no trace in `state` and in the random generators.
+
+On the CPU a tape (graphs/tape.py) stands in for the graph under backend `simt`; under backend
+`torch` fn runs eagerly.
 """
 
 import contextlib
-import random
 import sys
 import warnings
 from collections import OrderedDict
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ..backends import backend
 from ..errors import ArgumentError, CaptureError
-from ..nn.embedding import counts_of
-from ..ops.accumulate import span
 from ..ops.clip import check_choice
-from ..optim.accumulate import GradientAccumulator
-from ..optim.adamw import AdamW
-from ..optim.arena import Arena
+from .addresses import Addresses
 from .capture import recorder_for
+from .captured_graph import CapturedGraph, GraphGradient
+from .participant import Refreshable, participants_of
+from .results import ResultBuffer
+from .snapshot import MemorySpans, preserved
+from .torch_optimizers import check_capturable, optimizer_key
 
 POLICIES = ("auto", "require")
 NEW_SHAPES = ("capture", "refuse")
-WARM_UPS = 2  # the first compiles and loads, the second finds everything in place
-_ALIGN = 16  # bytes
+# The first warm-up compiles and loads, the second finds everything in place.
+WARM_UPS = 2
+
+
+def check_options(policy: str, new_shapes: str, max_graphs: int):
+    """ArgumentError unless GraphedStep accepts these options."""
+    check_choice("policy", policy, POLICIES)
+    check_choice("new_shapes", new_shapes, NEW_SHAPES)
+    if not isinstance(max_graphs, int) or max_graphs < 1:
+        raise ArgumentError(f"max_graphs is {max_graphs!r}; expected a whole number of 1 or more")
+
+
+class GraphKey(NamedTuple):
+    """What makes one kind of call: each key has a graph of its own."""
+
+    # The tree of the arguments.
+    structure: Any
+    # (type, value) of each argument that is no tensor.
+    constants: tuple
+    # (shape, dtype) of each tensor.
+    tensors: tuple
+    # Everything beside the arguments that a graph keeps by value.
+    mode: tuple
+
+    def shapes(self) -> str:
+        """The tensors in words: "4x16 int64, 4 float32"."""
+        return ", ".join(
+            f"{'x'.join(map(str, shape)) or 'scalar'} {str(dtype).removeprefix('torch.')}"
+            for shape, dtype in self.tensors
+        )
 
 
 class GraphedStep:
     """fn captured in CUDA graphs, one for each kind of input.
 
-    fn(*args, **kwargs): a step over tensors, which may stand in tuples, lists and dicts; other arguments are part of a graph's key. It
-    returns a tensor, a tree of tensors, or None. state: what fn changes: modules (parameters, buffers, gradients), optimizers, tensors.
-    They are as before after the warm-up; an optimizer has all its state on the device afterwards. warm_up: what to run as warm-up instead
-    of fn (same arguments); saved: what that changes, if less than state. Before each replay every
-    ga.AdamW in state is refresh()ed. modes: a function whose (hashable) result is part of the key. policy: "auto" (when the first call cannot be captured,
-    fn runs eagerly from then on, and a warning says why) or "require" (CaptureError). A later capture that fails is a CaptureError under
-    both: a run does not change its ways. new_shapes: "capture" or "refuse" (CaptureError) what comes after the first kind of input.
-    max_graphs: the least recently used one goes. All graphs share one pool of memory.
+    fn: called with tensors, which may stand in tuples, lists and dicts; other arguments become
+        part of a graph's key. Returns a tensor, a tree of tensors, or None.
+    state: what fn changes: modules (parameters, buffers, gradients), optimizers, tensors.
+        The warm-up leaves them as they were; an optimizer has its state on the device after it.
+    warm_up: run instead of fn as warm-up, with the same arguments.
+    saved: what the warm-up changes, where that is less than state.
+    modes: a function; its hashable result is part of the key.
+    policy: what happens when the first call cannot be captured. "auto": fn runs eagerly from then
+        on, with one warning that says why. "require": CaptureError. A later capture that fails is
+        a CaptureError under both: a run never turns from replayed to eager half-way.
+    new_shapes: "capture" a second kind of input, or "refuse" it (CaptureError).
+    max_graphs: graphs held at once; the least recently used one is closed. All share one memory
+        pool.
+    device: default: that of the first tensor in state.
 
-    Gradients that fn leaves in `.grad` lie in the graph's memory: the next step overwrites them, close() takes them away.
-    `replay` is "graph" or "eager", `reason` says why. CaptureError, with nothing changed, when a module, parameter, buffer or optimizer state
-    no longer lies where it lay at the capture: reset(). ArgumentError for an input that requires a gradient, or cannot be hashed."""
+    Attributes: `replay` is "graph" or "eager"; `reason` says why, in words.
+
+    Objects in state that keep values on the host take part by the protocol of
+    graphs/participant.py. Gradients that fn leaves in `.grad` lie in the graph's memory: the next
+    step overwrites them, close() takes them away.
+
+    Raises CaptureError, with nothing changed, when a module, parameter, buffer or optimizer state
+    has another address than at the capture (call reset()). Raises ArgumentError for an input that
+    requires a gradient, or that is neither a tensor nor hashable."""
 
     def __init__(
         self,
@@ -66,118 +114,112 @@ class GraphedStep:
         max_graphs: int = 8,
         device=None,
     ):
-        check_choice("policy", policy, POLICIES)
-        check_choice("new_shapes", new_shapes, NEW_SHAPES)
-        if not isinstance(max_graphs, int) or max_graphs < 1:
-            raise ArgumentError(
-                f"max_graphs is {max_graphs!r}; expected a whole number of 1 or more"
-            )
-        self.fn, self.policy, self.new_shapes, self.max_graphs = fn, policy, new_shapes, max_graphs
-        self.state = (
-            [state]
-            if isinstance(state, (nn.Module, torch.optim.Optimizer, Tensor))
-            else list(state)
-        )
-        wrong = next(
-            (
-                thing
-                for thing in self.state
-                if not isinstance(thing, (nn.Module, torch.optim.Optimizer, Tensor))
-            ),
-            None,
-        )
-        if wrong is not None:
-            raise ArgumentError(
-                f"state holds a {type(wrong).__name__}; expected modules, optimizers and tensors"
-            )
+        check_options(policy, new_shapes, max_graphs)
+        kinds = (nn.Module, torch.optim.Optimizer, Tensor)
+        self.state = [state] if isinstance(state, kinds) else list(state)
+        for member in self.state:
+            if not isinstance(member, kinds):
+                raise ArgumentError(
+                    f"state holds a {type(member).__name__}; expected modules, optimizers and "
+                    "tensors"
+                )
+        self.fn = fn
+        self.policy = policy
+        self.new_shapes = new_shapes
+        self.max_graphs = max_graphs
+        self.closed = False
         self._saved = self.state if saved is None else saved
-        self._warm_up, self._modes = warm_up or fn, modes
-        self._look()
-        self._graphs, self._places, self.closed = OrderedDict(), None, False
+        self._warm_up_fn = warm_up or fn
+        self._modes = modes
+        self._graphs: "OrderedDict[GraphKey, CapturedGraph]" = OrderedDict()
+        self._addresses = None
+        self._list_members()
         self.device = torch.device(device) if device is not None else _device_of(self.state)
         self._recorder = recorder_for(self.device, backend().name)
-        self.replay = "graph" if self._recorder else "eager"
-        self.reason = (
-            {"cuda": f"CUDA graphs on {self.device}", "cpu": "a tape on the CPU (backend simt)"}[
-                self.device.type
-            ]
-            if self._recorder
-            else f"CUDA graphs need a CUDA device, and the step is on {self.device} ({backend()})"
-        )
-        self._why = self.reason
-        if self._recorder is None and policy == "require":
-            raise CaptureError(f"{self.reason}; expected one under policy 'require'")
         if self._recorder is None:
-            self._say()
+            self.replay = "eager"
+            self.reason = (
+                f"CUDA graphs need a CUDA device, and the step is on {self.device} ({backend()})"
+            )
+            if policy == "require":
+                raise CaptureError(f"{self.reason}; expected one under policy 'require'")
+            self._warn_eager()
+        else:
+            self._replay_graphs()
+
+    # ---- a call ----
 
     def __call__(self, *args, **kwargs):
-        """One step. Tensors may lie elsewhere: they are copied to the step's device, from pinned memory without a wait."""
-        if self.closed:
-            raise CaptureError("the step was closed: make a new one")
-        found = self._find(args, kwargs) if self.replay == "graph" else None
-        if found is None:
-            if self._recorder is not None:  # fell back: inputs are where they would be
-                args, kwargs = tree_map_only(
-                    Tensor, lambda t: t.to(self.device, non_blocking=True), (args, kwargs)
-                )
-            return self.fn(*args, **kwargs)
-        self._refresh()
-        found.fill(tree_leaves((args, kwargs)))
-        found.recording.replay()
-        return found.results()
+        """One step. Tensors on other devices are copied, from pinned memory without a wait."""
+        graph = self._graph_for(args, kwargs)
+        if graph is not None:
+            self._refresh()
+            return graph.replay(tree_leaves((args, kwargs)))
+        if self._recorder is not None:
+            # The capture failed: fn finds its inputs where a graph would have had them.
+            args, kwargs = tree_map_only(
+                Tensor, lambda t: t.to(self.device, non_blocking=True), (args, kwargs)
+            )
+        return self.fn(*args, **kwargs)
 
     def capture(self, *args, **kwargs):
-        """Capture for this kind of input now, if it is not captured yet, without taking a step."""
+        """Capture for this kind of input, unless it is captured already. Takes no step."""
+        self._graph_for(args, kwargs)
+
+    def _graph_for(self, args, kwargs) -> "CapturedGraph | None":
+        """The graph for these inputs, captured if need be; None where fn runs eagerly."""
         if self.closed:
             raise CaptureError("the step was closed: make a new one")
-        if self.replay == "graph":
-            self._find(args, kwargs)
-
-    def _find(self, args, kwargs) -> "_Graph | None":
-        """The graph for these inputs, captured if need be; None: the first one cannot be captured, and the policy is to go on without."""
+        if self.replay == "eager":
+            return None
         if self._graphs:
-            self._places.check()
-        leaves, spec = tree_flatten((args, kwargs))
+            self._addresses.check()
+        else:
+            self._list_members()
+        leaves, structure = tree_flatten((args, kwargs))
         for i, t in enumerate(leaves):
             if isinstance(t, Tensor) and t.requires_grad:
                 raise ArgumentError(
-                    f"input {i} of shape {tuple(t.shape)} requires a gradient; a captured step takes data: detach() it, or name it in state"
+                    f"input {i} of shape {tuple(t.shape)} requires a gradient; a captured step "
+                    "takes data: detach() it, or name it in state"
                 )
-        key = self._key(leaves, spec)
+        key = self._key(leaves, structure)
         if key in self._graphs:
             self._graphs.move_to_end(key)
             return self._graphs[key]
         if self._graphs and self.new_shapes == "refuse":
-            known = [shapes for *_, shapes in self._graphs]
-            what = (
-                "with these shapes, but in another mode (training, autocast, deterministic, frozen weights, standing gradients, settings)"
-                if key[-1] in known
-                else "; ".join(known)
-            )
-            raise CaptureError(
-                f"this kind of input has no graph: {key[-1]}; captured are {what}, and new_shapes is 'refuse'"
-            )
+            self._refuse(key)
         try:
-            found = self._capture(leaves, spec)
+            graph = self._capture(leaves, structure)
         except CaptureError as error:
             if self.policy == "require" or self._graphs:
                 raise
             self.replay, self.reason = "eager", str(error)
-            self._say()
+            self._warn_eager()
             return None
-        self._graphs[key] = found
+        self._graphs[key] = graph
         while len(self._graphs) > self.max_graphs:
-            self._graphs.popitem(last=False)[1].close()
-        return found
+            _, oldest = self._graphs.popitem(last=False)
+            oldest.close()
+        return graph
 
-    def _say(self):
-        warnings.warn(
-            f"no CUDA graph, every step runs eagerly: {self.reason}", stacklevel=_outside()
+    def _refuse(self, key):
+        captured = [other.shapes() for other in self._graphs]
+        if key.shapes() in captured:
+            difference = (
+                "with these shapes, but in another mode (training, autocast, deterministic, "
+                "frozen weights, standing gradients, settings)"
+            )
+        else:
+            difference = "; ".join(captured)
+        raise CaptureError(
+            f"this kind of input has no graph: {key.shapes()}; captured are {difference}, and "
+            "new_shapes is 'refuse'"
         )
 
-    def _key(self, leaves, spec):
+    def _key(self, leaves, structure) -> GraphKey:
+        constants = tuple((type(leaf), leaf) for leaf in leaves if not isinstance(leaf, Tensor))
         tensors = tuple((t.shape, t.dtype) for t in leaves if isinstance(t, Tensor))
-        others = tuple((type(leaf), leaf) for leaf in leaves if not isinstance(leaf, Tensor))
         kind = self.device.type
         mode = (
             torch.is_grad_enabled(),
@@ -188,123 +230,135 @@ class GraphedStep:
             torch.backends.cudnn.allow_tf32,
             backend().name,
             self._modes and self._modes(),
-            tuple(
-                _settings_of(thing)
-                for thing in self.state
-                if isinstance(thing, torch.optim.Optimizer)
-            ),
+            tuple([optimizer_key(opt) for opt in self._optimizers]),
+            tuple([participant.graph_key() for participant in self._participants]),
+            tuple([module.training for module in self._modules]),
+            tuple([(p.requires_grad, p.grad is None) for p in self._params]),
         )
-        flags = tuple(
-            [(m.training, m.__dict__.get("merged")) for m in self._modules]
-        )  # merged: LoRA's factors are in the weight
-        asked = tuple([(p.requires_grad, p.grad is None) for p in self._params])
-        words = ", ".join(
-            f"{'x'.join(map(str, shape)) or 'scalar'} {str(dtype).removeprefix('torch.')}"
-            for shape, dtype in tensors
-        )
-        key = (spec, others, tensors, mode, flags, asked, words)
+        key = GraphKey(structure, constants, tensors, mode)
         try:
             hash(key)
         except TypeError:
             raise ArgumentError(
-                f"the arguments that are no tensors are part of a graph's key; expected hashable ones, got {[leaf for _, leaf in others]}"
+                "the arguments that are no tensors are part of a graph's key; expected hashable "
+                f"ones, got {[value for _, value in constants]}"
             ) from None
         return key
 
-    def _look(self):
-        """Which modules and parameters there are. Told anew at each capture; in between check() notices when one is replaced."""
-        self._modules = [
-            m for top in self.state if isinstance(top, nn.Module) for m in top.modules()
-        ]
-        found = [p for m in self._modules for p in m._parameters.values() if p is not None]
-        found += [
-            p
-            for opt in self.state
-            if isinstance(opt, torch.optim.Optimizer)
-            for group in opt.param_groups
-            for p in group["params"]
-        ]
-        self._params = list(dict.fromkeys(found))
+    # ---- a capture ----
 
-    def _refresh(self):
-        for thing in self.state:
-            if isinstance(thing, AdamW):
-                thing.refresh()
-            elif isinstance(thing, nn.Module) and (arena := Arena.of(thing)):
-                arena.adopt()
-
-    def _capture(self, leaves, spec):
+    def _capture(self, leaves, structure) -> CapturedGraph:
+        for opt in self._optimizers:
+            if not isinstance(opt, Refreshable):
+                check_capturable(opt)
+        for participant in self._participants:
+            if isinstance(participant, Refreshable):
+                participant.prepare()
         inputs = [
             torch.empty_like(t, device=self.device).copy_(t) if isinstance(t, Tensor) else t
             for t in leaves
         ]
-        args, kwargs = tree_unflatten(inputs, spec)
-        for thing in self.state:
-            _check_frozen(thing)
-            if isinstance(thing, AdamW):
-                thing.prepare()
-        stays = _Places([thing for thing in self.state if isinstance(thing, nn.Module)])
-        with untouched(self._saved, self.device), _no_autocast_cache():
-            for _ in range(WARM_UPS):
-                self._recorder.run(lambda: self._warm_up(*args, **kwargs))
-            stays.check(
-                "the step itself puts another tensor in its place, and each replay would read the old one. Instead: write into it (copy_, add_)"
-            )
+        args, kwargs = tree_unflatten(inputs, structure)
+        self._warm_up(args, kwargs)
         self._refresh()
-        pack = []
+        graph = self._record(inputs, args, kwargs)
+        # fn may have made modules and parameters when it first ran.
+        self._list_members()
+        self._addresses = Addresses(self.state)
+        return graph
 
-        def whole():
-            pack.append(_Pack(self.fn(*args, **kwargs), self.device))
+    def _warm_up(self, args, kwargs):
+        """Run the step as often as it takes until nothing is allocated or compiled any more."""
+        addresses = Addresses([member for member in self.state if isinstance(member, nn.Module)])
+        with preserved(self._saved, self.device), _no_autocast_cache():
+            for _ in range(WARM_UPS):
+                self._recorder.run(lambda: self._warm_up_fn(*args, **kwargs))
+            addresses.check(
+                "the step itself puts another tensor in its place, and each replay would read the "
+                "old one. Instead: write into it (copy_, add_)"
+            )
 
-        # Gradients that stand now are inputs as well: the graph has its own copies. (An arena's sums stay where they are.)
-        sums = {
-            id(view) for m in self._modules if (arena := Arena.of(m)) for view in arena.grad_views
-        }
-        params, before = self._params, [p.grad for p in self._params]
-        standing, after = (
-            [None if grad is None or id(grad) in sums else grad.clone() for grad in before],
-            [],
-        )
+    def _record(self, inputs, args, kwargs) -> CapturedGraph:
+        params, current = self._params, [p.grad for p in self._params]
+        # A gradient that stands now is an input, too: the graph reads a copy of its own. Sums in
+        # the memory of a participant (an arena) stay where they are.
+        fixed = MemorySpans(t for p in self._participants for t in p.tensors_changed_by_step())
+        before = [None if g is None or g in fixed else g.clone() for g in current]
+        after, results = [], []
+
+        def step():
+            results.append(ResultBuffer(self.fn(*args, **kwargs), self.device))
+            after[:] = [p.grad for p in params]
+
+        # A tape executes what it records; a CUDA graph does not.
+        changed = self.state if self._recorder.executes else ()
         try:
-            for p, grad in zip(params, standing):
+            for p, grad in zip(params, before):
                 if grad is not None:
                     p.grad = grad
-            with (
-                untouched(self.state, self.device)
-                if self._recorder.executes
-                else untouched((), "cpu"),
-                _no_autocast_cache(),
-            ):
-                recording, _ = self._recorder.record(
-                    lambda: (whole(), after.extend(p.grad for p in params))
-                )
+            with preserved(changed, self.device), _no_autocast_cache():
+                recording, _ = self._recorder.record(step)
         finally:
-            for p, grad in zip(params, before):
-                p.grad = grad  # what the capture put there has no value before a replay
-        self._look()
-        self._places = _Places(self.state)
-        grads = [
-            (p, mine, left)
-            for p, mine, left, grad in zip(params, standing, after, before)
-            if mine is not None or left is not grad
+            # What the capture has put there has no value before a replay.
+            for p, grad in zip(params, current):
+                p.grad = grad
+        gradients = [
+            GraphGradient(p, static, left)
+            for p, static, left, grad in zip(params, before, after, current)
+            if static is not None or left is not grad
         ]
-        return _Graph(recording, inputs, pack[-1], grads)
+        return CapturedGraph(recording, inputs, results[-1], gradients)
+
+    def _refresh(self):
+        for participant in self._participants:
+            if isinstance(participant, Refreshable):
+                participant.refresh()
+
+    def _list_members(self):
+        """List what `state` consists of. Between captures Addresses notices a change of it."""
+        tops = [member for member in self.state if isinstance(member, nn.Module)]
+        self._modules = [module for top in tops for module in top.modules()]
+        self._optimizers = [
+            member for member in self.state if isinstance(member, torch.optim.Optimizer)
+        ]
+        params = [p for m in self._modules for p in m._parameters.values() if p is not None]
+        for opt in self._optimizers:
+            params += [p for group in opt.param_groups for p in group["params"]]
+        self._params = list(dict.fromkeys(params))
+        self._participants = participants_of(self.state)
+
+    # ---- the graphs that there are ----
+
+    def _replay_graphs(self):
+        self.replay = "graph"
+        if self.device.type == "cuda":
+            self.reason = f"CUDA graphs on {self.device}"
+        else:
+            self.reason = "a tape on the CPU (backend simt)"
+
+    def _warn_eager(self):
+        warnings.warn(
+            f"no CUDA graph, every step runs eagerly: {self.reason}", stacklevel=_callers_depth()
+        )
 
     def reset(self):
-        """Drop every graph: the next call captures anew. For a model that was changed on purpose."""
-        self._drop()
-        self._look()
+        """Close every graph: the next call captures anew. For a model changed on purpose."""
+        self._close_graphs()
         if self._recorder is not None:
-            self.replay, self.reason = "graph", self._why
+            self._replay_graphs()
 
-    def _drop(self):
-        for found in self._graphs.values():
-            found.close()
+    def _close_graphs(self):
+        for graph in self._graphs.values():
+            graph.close()
         self._graphs.clear()
 
     def graph(self) -> "tuple[list[str], list[tuple[int, int]]]":
-        """(names of the nodes, edges) of the newest graph: kernels, copies and memsets, and who waits for whom. ([], []) without one."""
-        return next(reversed(self._graphs.values())).recording.graph() if self._graphs else ([], [])
+        """(names of the nodes, edges) of the newest graph; ([], []) without one.
+
+        Nodes are kernels, copies and memsets. An edge (i, j): node j waits for node i."""
+        if not self._graphs:
+            return [], []
+        return next(reversed(self._graphs.values())).recording.graph()
 
     def __len__(self):
         """Graphs held now."""
@@ -314,8 +368,8 @@ class GraphedStep:
         return True
 
     def close(self):
-        """Wait for what was launched, and give graphs and memory back. Does nothing twice."""
-        self._drop()
+        """Wait for what was launched, and give graphs and memory back. May be called twice."""
+        self._close_graphs()
         self.closed = True
 
     def __enter__(self):
@@ -325,206 +379,22 @@ class GraphedStep:
         self.close()
 
 
-class _Graph:
-    """One recording with its own inputs and results. grads: (parameter, its gradient as an input or None, the one that fn leaves)."""
-
-    def __init__(self, recording, inputs, pack, grads):
-        self.recording, self.inputs, self.pack, self.grads = recording, inputs, pack, grads
-
-    @torch.no_grad()
-    def fill(self, leaves):
-        for p, mine, _ in self.grads:
-            if mine is not None and p.grad is not mine:
-                mine.copy_(p.grad)
-        pairs = [
-            (mine, given) for mine, given in zip(self.inputs, leaves) if isinstance(mine, Tensor)
-        ]
-        if pairs:
-            torch._foreach_copy_(
-                [mine for mine, _ in pairs], [given for _, given in pairs], non_blocking=True
-            )
-
-    def results(self):
-        for p, _, left in self.grads:
-            p.grad = left
-        return self.pack.results()
-
-    def close(self):
-        for p, mine, left in self.grads:
-            if left is not None and left is not mine and p.grad is left:
-                p.grad = None  # its memory goes
-        self.recording.close()
-
-
-class _Pack:
-    """A tree of results, copied side by side into one buffer, so that one copy after a replay makes them the caller's own."""
-
-    def __init__(self, tree, device):
-        self.leaves, self.spec = tree_flatten(tree)
-        wrong = next(
-            (
-                leaf
-                for leaf in self.leaves
-                if not isinstance(leaf, (Tensor, type(None), int, float, str, bool))
-            ),
-            None,
-        )
-        if wrong is not None:
-            raise CaptureError(
-                f"the step returns a {type(wrong).__name__}; expected tensors, in tuples, lists or dicts"
-            )
-        tensors = [t.detach() if isinstance(t, Tensor) else None for t in self.leaves]
-        ends, self.layout = 0, []
-        for t in tensors:
-            size = 0 if t is None else t.numel() * t.element_size()
-            self.layout.append(None if t is None else (ends, size, t.dtype, t.shape))
-            ends += -(-size // _ALIGN) * _ALIGN
-        self.buffer = torch.empty(ends, dtype=torch.uint8, device=device)
-        for t, view in zip(tensors, self._views(self.buffer)):
-            if t is not None:
-                view.copy_(t)
-        self.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-
-    def _views(self, buffer):
-        return [
-            None
-            if place is None
-            else buffer[place[0] : place[0] + place[1]].view(place[2]).view(place[3])
-            for place in self.layout
-        ]
-
-    def results(self):
-        views = self._views(self.buffer.clone())
-        return tree_unflatten(
-            [leaf if view is None else view for view, leaf in zip(views, self.leaves)], self.spec
-        )
-
-
-class _Places:
-    """Where everything lay that a graph knows by address. check(): is it there still?"""
-
-    def __init__(self, state):
-        self.modules = [
-            (f"{prefix}.{name}".strip("."), m)
-            for prefix, top in _named(state, nn.Module)
-            for name, m in top.named_modules()
-        ]
-        self.optimizers = [opt for _, opt in _named(state, torch.optim.Optimizer)]
-        self.then, self.names, self.children_names = (
-            self._now(),
-            list(self._names()),
-            list(self._children_names()),
-        )
-
-    def _now(self):
-        tensors = [t for *_, t in self._entries()]
-        return list(zip(map(Tensor.data_ptr, tensors), [t.dtype for t in tensors])), [
-            id(c) for _, m in self.modules for c in m._modules.values()
-        ]
-
-    def _entries(self):
-        """(module's name, or group and number of an optimizer's parameter; what of it; the tensor)."""
-        for name, m in self.modules:
-            for kind in (m._parameters, m._buffers):
-                yield from ((name, key, t) for key, t in kind.items() if t is not None)
-        for opt in self.optimizers:
-            for g, group in enumerate(opt.param_groups):
-                yield from (
-                    (g, key, value) for key, value in group.items() if isinstance(value, Tensor)
-                )
-                for i, p in enumerate(group["params"]):
-                    yield (g, i), "", p
-                    yield from (
-                        ((g, i), key, t)
-                        for key, t in opt.state.get(p, {}).items()
-                        if isinstance(t, Tensor)
-                    )
-
-    def _names(self):
-        for where, key, _ in self._entries():
-            of = f"{key} of " if key else ""
-            yield (
-                f"{where}.{key}".strip(".")
-                if isinstance(where, str)
-                else f"{of}the optimizer's group {where}"
-                if isinstance(where, int)
-                else f"{of}parameter {where[1]} of the optimizer's group {where[0]}"
-            )
-
-    def _children_names(self):
-        return (f"{name}.{key}".strip(".") for name, m in self.modules for key in m._modules)
-
-    def check(
-        self, what_then="the captured graph would use the old memory. Call reset() to capture anew"
-    ):
-        now = self._now()
-        if now != self.then:
-            raise CaptureError(f"{self._difference(*now)}: {what_then}")
-
-    def _difference(self, tensors, children) -> str:
-        for then, now, kind, they in (
-            (
-                self.children_names,
-                list(self._children_names()),
-                "module ",
-                zip(self.then[1], children),
-            ),
-            (self.names, list(self._names()), "", zip(self.then[0], tensors)),
-        ):
-            if then != now:
-                new, gone = (
-                    [name for name in now if name not in then],
-                    [name for name in then if name not in now],
-                )
-                return f"{kind}{(new or gone or now)[0]} {'was not there' if new else 'was there, and is no more,' if gone else 'stood elsewhere'} at the capture"
-            for name, (one, two) in zip(now, they):
-                if one != two:
-                    change = (
-                        f" was {one[1]} and is {two[1]}"
-                        if not kind and one[1] != two[1]
-                        else " is another one than at the capture"
-                        if kind
-                        else " lies elsewhere than at the capture"
-                    )
-                    return f"{kind}{name}{change}"
-
-
-def _named(state, kind):
-    return [
-        (str(i) if sum(isinstance(t, kind) for t in state) > 1 else "", thing)
-        for i, thing in enumerate(state)
-        if isinstance(thing, kind)
-    ]
-
-
-def _device_of(state):
-    for thing in state:
-        if isinstance(thing, Tensor):
-            return thing.device
-        for t in (
-            thing.parameters()
-            if isinstance(thing, nn.Module)
-            else (p for group in thing.param_groups for p in group["params"])
-        ):
-            return t.device
+def _device_of(state) -> torch.device:
+    for member in state:
+        if isinstance(member, Tensor):
+            return member.device
+        if isinstance(member, nn.Module):
+            params = list(member.parameters())
+        else:
+            params = [p for group in member.param_groups for p in group["params"]]
+        if params:
+            return params[0].device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _settings_of(opt) -> tuple:
-    """What an optimizer hands to its kernels by value, beside the settings that ga.AdamW keeps on the device."""
-    groups = tuple(
-        (len(g["params"]), g.get("maximize"), g.get("amsgrad")) for g in opt.param_groups
-    )
-    return groups + (
-        (opt.on_nonfinite, opt.scope, opt.stochastic_rounding, opt.max_norm is None)
-        if isinstance(opt, AdamW)
-        else ()
-    )
 
 
 @contextlib.contextmanager
 def _no_autocast_cache():
-    """A weight's copy that autocast keeps from before would not be made in the graph."""
+    """A copy of a weight that autocast cached before would not be made in the graph."""
     before = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(False)
@@ -535,157 +405,9 @@ def _no_autocast_cache():
         torch.clear_autocast_cache()
 
 
-def _check_frozen(thing):
-    """CaptureError for an optimizer of torch's that a graph would freeze: with a learning rate or a step number on the host."""
-    if not isinstance(thing, torch.optim.Optimizer) or isinstance(thing, AdamW):
-        return
-    for g, group in enumerate(thing.param_groups):
-        on_gpu = any(p.is_cuda for p in group["params"])
-        if on_gpu and group.get("capturable") is False:
-            raise CaptureError(
-                f"{type(thing).__name__} counts its steps on the host (capturable=False in group {g}), which a graph would not repeat. "
-                "Instead: capturable=True and a learning rate on the device, or ga.AdamW"
-            )
-        lr = group.get("lr", thing)
-        if lr is not thing and (not isinstance(lr, Tensor) or on_gpu and not lr.is_cuda):
-            where = "a tensor on the CPU" if isinstance(lr, Tensor) else f"the number {lr}"
-            raise CaptureError(
-                f"the learning rate of {type(thing).__name__}'s group {g} is {where}, which a graph would keep for ever, "
-                f"whatever a schedule says. Instead: lr=torch.tensor({float(lr)}, device=...), or ga.AdamW"
-            )
-
-
-def _outside() -> int:
-    """How many frames up the caller is who is not in this package."""
+def _callers_depth() -> int:
+    """How many frames up the first caller outside of this package is."""
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("gpuaccel"):
         depth, frame = depth + 1, frame.f_back
     return depth
-
-
-# ---- no trace -------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def untouched(state, device):
-    """What happens in the block leaves no trace in `state` (modules, optimizers, tensors), nor in the random generators.
-
-    Costs a copy of all of it while the block runs."""
-    seen = set()  # of what lies in several of them one copy is enough
-    saved = [_save(thing, seen) for thing in state]
-    cuda = torch.device(device).type == "cuda"
-    drawn = (
-        random.getstate(),
-        np.random.get_state(),
-        torch.get_rng_state(),
-        torch.cuda.get_rng_state(device) if cuda else None,
-    )
-    try:
-        yield
-    finally:
-        random.setstate(drawn[0])
-        np.random.set_state(drawn[1])
-        torch.set_rng_state(drawn[2])
-        if cuda:
-            torch.cuda.set_rng_state(drawn[3], device)
-        with torch.no_grad():
-            for restore in saved:
-                restore()
-
-
-def _save(thing, seen):
-    """A function that brings a thing's values back, into the tensors that hold them now."""
-    if isinstance(thing, Tensor):
-        return _save_tensors([thing], seen)
-    if isinstance(thing, torch.optim.Optimizer):
-        return _save_optimizer(thing, seen)
-    arena = Arena.of(thing)
-    if arena:
-        arena.adopt()
-    accumulator = arena and GradientAccumulator.of(arena)
-    buffers = (
-        [t for t in (arena.weights, arena.bf16_weights, arena.grads) if t is not None]
-        if arena
-        else []
-    )
-    values = _save_tensors(
-        [*buffers, *thing.parameters(), *thing.buffers(), *counts_of(thing)], seen
-    )
-    registered = [
-        (entries, dict(entries)) for m in thing.modules() for entries in (m._parameters, m._buffers)
-    ]
-    homes = [(p, p.data) for p in thing.parameters()]
-    params = list({*thing.parameters(), *(arena.masters if arena else ())})
-    grads = [(p, p.grad) for p in params]
-    grad_values = _save_tensors([grad for _, grad in grads if grad is not None], seen)
-    flags = accumulator and (list(accumulator.touched), list(accumulator.presented))
-
-    def restore():
-        for entries, before in registered:
-            entries.update(before)
-        for p, home in homes:
-            if p.data_ptr() != home.data_ptr():
-                p.data = home
-        values()
-        grad_values()
-        if arena:
-            arena.grads_changed()
-            arena.weights_current()
-        if accumulator:
-            accumulator.touched, accumulator.presented = map(list, flags)
-        for p, grad in grads:
-            p.grad = grad
-
-    return restore
-
-
-def _save_tensors(tensors, seen):
-    saved = []
-    for t in tensors:
-        if t.numel() and not _inside(t, seen):
-            saved.append((t.detach(), t.detach().clone()))
-            if t.is_contiguous():
-                seen.add(span(t))
-
-    def restore():
-        for t, value in saved:
-            t.copy_(value)
-
-    return restore
-
-
-def _inside(t, spans) -> bool:
-    """Does the memory of `t` lie in one of these spans?"""
-    start, stop = span(t)
-    return (start, stop) in spans or any(first <= start and stop <= last for first, last in spans)
-
-
-def _save_optimizer(opt, seen):
-    params = [p for group in opt.param_groups for p in group["params"]]
-    there = {
-        p: {key: t for key, t in opt.state.get(p, {}).items() if isinstance(t, Tensor)}
-        for p in params
-    }
-    own = [work.record for work in opt._work.values()] if isinstance(opt, AdamW) else []
-    values = _save_tensors([*own, *params, *(t for p in params for t in there[p].values())], seen)
-
-    def restore():
-        values()
-        new = [
-            t
-            for p in params
-            for key, t in opt.state.get(p, {}).items()
-            if isinstance(t, Tensor) and key not in there[p]
-        ]
-        if new and not isinstance(opt, (torch.optim.Adam, torch.optim.AdamW)):
-            for p in params:
-                for key in [key for key in opt.state.get(p, {}) if key not in there[p]]:
-                    del opt.state[p][key]
-            raise CaptureError(
-                f"{type(opt).__name__} makes its state in the first step, and what it starts from is not known: take one step before "
-                "the capture"
-            )
-        for t in new:  # Adam's moments and step numbers start at zero
-            t.zero_()
-
-    return restore

@@ -24,14 +24,8 @@ from ..ops.embedding_backward import (
     launch_forward,
     reference_encoder,
 )
-from ..ops.token_sort import (
-    MAX_TOKENS,
-    Segments,
-    check_tokens,
-    launch_segments,
-    reference_segments,
-)
-from .fused_linear import asked, fused_classes, rows_asked
+from ..ops.token_sort import MAX_TOKENS, Segments, check_tokens, launch_segments, reference_segments
+from .fused_linear import FusedForward, fused_forward, has_class_forward, nodes_needed, rows_needed
 
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 
@@ -91,11 +85,12 @@ def _count_invalid(tokens, vocab, invalid):
         invalid.copy_(torch.cat([invalid[:1] + wrong.sum(), one]))
 
 
-def _backward(sums, dout, segments, by_count, into_arena, wanted=None):
+def _backward(sums, dout, segments, by_count, into_arena, needed=None):
     """sums += the gradient: that of wte, or without segments that of wpe."""
-    if (
-        into_arena and rows_asked(sums, wanted) is not None or not dout.numel()
-    ):  # asked first: a new window may have to clear the slice
+    # First: the first gradient of an accumulation window may have to clear the slice.
+    if into_arena and rows_needed(sums, needed) is not None:
+        return
+    if not dout.numel():
         return
     found = (
         None if segments is None else Segments(segments, dout.numel() // dout.shape[-1], len(sums))
@@ -153,7 +148,7 @@ class _Encode(torch.autograd.Function):
                         found,
                         ctx.by_count,
                         True,
-                        asked(ctx.next_functions[1 + i : 2 + i]),
+                        nodes_needed(ctx.next_functions[1 + i : 2 + i]),
                     )
         return None, *fresh, None, None, None, None
 
@@ -202,8 +197,10 @@ def _differentiates_otherwise() -> bool:
     )
 
 
-def encode(tokens: Tensor, wte: "Embedding", wpe: "Embedding | None" = None) -> Tensor:
-    """wte.weight[tokens], and with wpe + wpe.weight[position]. tokens: (..., T) int64 or int32."""
+def encode(tokens: Tensor, wte: nn.Embedding, wpe: "nn.Embedding | None" = None) -> Tensor:
+    """wte.weight[tokens], and with wpe + wpe.weight[position]. tokens: (..., T) int64 or int32.
+
+    wte: an Embedding, or a layer with a FusedEmbedding, which count invalid tokens."""
     check_tokens(tokens, len(wte.weight))
     if tokens.device != wte.weight.device:
         raise ArgumentError(
@@ -216,57 +213,90 @@ def encode(tokens: Tensor, wte: "Embedding", wpe: "Embedding | None" = None) -> 
         return out if wpe is None else out + wpe.weight[: tokens.shape[-1]]
     check_range(tokens, len(wte.weight))
     weights = wte.weight, None if wpe is None else wpe.weight
-    if wte.invalid is None:  # made on the meta device
-        wte.invalid = _none_seen(tokens.device)
+    counter = wte if isinstance(wte, Embedding) else wte.forward.__self__
+    if counter.invalid is None:  # made on the meta device
+        counter.invalid = _none_seen(tokens.device)
     left_out = -1 if wte.padding_idx is None else wte.padding_idx
     if not torch.is_grad_enabled() or not any(w is not None and w.requires_grad for w in weights):
-        return torch.ops.gpuaccel.encoder_forward(tokens, *weights, wte.invalid, left_out, False)[0]
-    sums = wte.arena_grad, None if wpe is None else wpe.arena_grad
-    return _Encode.apply(tokens, *weights, sums, wte.invalid, left_out, wte.scale_grad_by_freq)
+        return torch.ops.gpuaccel.encoder_forward(
+            tokens, *weights, counter.invalid, left_out, False
+        )[0]
+    sums = _slice_of(wte), None if wpe is None else _slice_of(wpe)
+    return _Encode.apply(tokens, *weights, sums, counter.invalid, left_out, wte.scale_grad_by_freq)
+
+
+def _slice_of(layer: nn.Embedding) -> "Tensor | None":
+    """The slice of an arena that the weight's gradient is added into, while an accumulator of mode "fused" is open."""
+    fused = getattr(layer.forward, "__self__", None)
+    return fused.grad if isinstance(fused, FusedEmbedding) else None
+
+
+class FusedEmbedding(FusedForward):
+    """forward of an nn.Embedding or Embedding whose backward adds the weight's gradient into `grad`."""
+
+    def __init__(self, layer: nn.Embedding, grad: Tensor):
+        super().__init__(layer, grad)
+        self.invalid = None if isinstance(layer, Embedding) else _none_seen(grad.device)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.grad is None:
+            return type(self.layer).forward(self.layer, tokens)
+        return encode(tokens, self.layer)
+
+    # ---- for captured steps: graphs/participant.py ----
+
+    def graph_key(self):
+        """A captured step keeps no host value of this object."""
+        return None
+
+    def tensors_changed_by_step(self) -> "list[Tensor]":
+        """forward counts tokens that are out of range."""
+        return [] if self.invalid is None else [self.invalid]
+
+
+def fuse_embedding(layer: nn.Module, grad: Tensor) -> "FusedEmbedding | None":
+    """Have the weight's gradient added into `grad`; None, and nothing changed, for what is no embedding that can."""
+    if type(layer) not in (nn.Embedding, Embedding) or refused_options(layer):
+        return None
+    return FusedEmbedding(layer, grad)
+
+
+def refused_options(layer: nn.Embedding) -> "str | None":
+    """The option of nn.Embedding that this module does not support, in words."""
+    if layer.max_norm is not None:
+        return f"max_norm={layer.max_norm}: here the weight is not changed in forward"
+    if layer.sparse:
+        return "sparse=True: here the gradient is dense"
+    return None
 
 
 # ---- public: modules ------------------------------------------------------------------------------------------------
 
 
 class Embedding(nn.Embedding):
-    """A drop-in for nn.Embedding (same arguments and state_dict) whose gradient has the same bits in every run, and goes straight into an arena.
+    """A drop-in for nn.Embedding (same arguments and state_dict) whose gradient is deterministic, and goes straight into an arena.
 
-    tokens: any shape, int64 or int32. max_norm and sparse are refused (ArgumentError); torch.jit, torch.fx and nested tensors do not know it. A token
-    out of range: see this module's first lines, and invalid_tokens()."""
-
-    arena_grad = (
-        None  # (V, C) fp32 slice of arena.grads, while an accumulator of mode "fused" is at work
-    )
-    stays = False  # False: a plain nn.Embedding that an accumulator has made one of these until it is closed
+    tokens: any shape, int64 or int32. max_norm and sparse are refused (ArgumentError); torch.jit, torch.fx and nested tensors do
+    not know it. A token out of range: see this module's first lines, and invalid_tokens()."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.wear(self)
-        self.stays = True
+        self._start_counting()
 
-    @staticmethod
-    def refused(part: nn.Embedding) -> "str | None":
-        """What of this module an embedding here does not do, in words."""
-        if part.max_norm is not None or part.sparse:
-            return f"{f'max_norm={part.max_norm}' if part.max_norm is not None else 'sparse=True'}: the weight is not changed in forward and its gradient is dense here"
-        return None
+    def _start_counting(self):
+        """ArgumentError for the options of nn.Embedding that are not supported."""
+        if what := refused_options(self):
+            raise ArgumentError(f"{what}; keep torch.nn.Embedding for it")
+        # No buffer: the ranks of a data-parallel module would all get the first one's.
+        self.invalid = None if self.weight.is_meta else _none_seen(self.weight.device)
 
     @classmethod
-    def wear(cls, part: nn.Embedding) -> nn.Embedding:
-        """Make a plain nn.Embedding one of these, in place: its parameter, hooks and state stay. ArgumentError for what is refused."""
-        if what := cls.refused(part):
-            raise ArgumentError(f"{what}; keep torch.nn.Embedding for it")
-        part.__class__ = cls
-        # No buffer: the ranks of a data-parallel module would all get the first one's.
-        part.invalid = None if part.weight.is_meta else _none_seen(part.weight.device)
-        return part
-
-    @staticmethod
-    def shed(part: "Embedding"):
-        """The way back to a plain nn.Embedding."""
-        if not part.stays:
-            del part.invalid
-            part.__class__ = nn.Embedding
+    def sharing(cls, layer: nn.Embedding) -> "Embedding":
+        """An Embedding with the parameter, the options and the hooks of `layer`, which shares them from then on."""
+        embedding = cls.__new__(cls)
+        vars(embedding).update(vars(layer))
+        embedding._start_counting()
+        return embedding
 
     def forward(self, tokens: Tensor) -> Tensor:
         return encode(tokens, self)
@@ -274,15 +304,23 @@ class Embedding(nn.Embedding):
     def invalid_tokens(self, reset: bool = False) -> "dict | None":
         """{"count": tokens out of range so far, "token": one of the first batch that had any, "position": (row, column) of it there}, or None.
         reset: count anew from here on. Waits for the device."""
-        count, where, token = (0, 0, 0) if self.invalid is None else self.invalid.tolist()
+        found = _invalid_in_words(self.invalid)
         if reset and self.invalid is not None:
             self.invalid.zero_()
-        row, T = where >> 32, max(where & 0xFFFFFFFF, 1)
-        return {"count": count, "token": token, "position": (row // T, row % T)} if count else None
+        return found
 
-    def _apply(
-        self, fn, recurse=True
-    ):  # module.to(...), to_empty(): what was counted comes along, and is never memory without a value
+    # ---- for captured steps: graphs/participant.py ----
+
+    def graph_key(self):
+        """A captured step keeps no host value of this module."""
+        return None
+
+    def tensors_changed_by_step(self) -> "list[Tensor]":
+        """forward counts tokens that are out of range, in a tensor that is no buffer."""
+        return [] if self.invalid is None else [self.invalid]
+
+    def _apply(self, fn, recurse=True):
+        # module.to(...), to_empty(): what was counted comes along, and is never memory without a value.
         super()._apply(fn, recurse)
         if self.weight.is_meta:
             self.invalid = None
@@ -291,17 +329,12 @@ class Embedding(nn.Embedding):
             self.invalid = seen if self.invalid is None else seen.copy_(self.invalid)
         return self
 
-    def __getstate__(self):  # a copy or pickle is not the arena's
-        return {key: value for key, value in self.__dict__.items() if key != "arena_grad"}
 
-    def __reduce_ex__(self, protocol):
-        if self.stays:
-            return super().__reduce_ex__(protocol)
-        state = {key: value for key, value in self.__getstate__().items() if key != "invalid"}
-        return nn.Embedding.__new__, (nn.Embedding,), state
-
-
-fused_classes.update({nn.Embedding: Embedding, Embedding: Embedding})
+def _invalid_in_words(counter: "Tensor | None") -> "dict | None":
+    """What Embedding.invalid_tokens returns."""
+    count, where, token = (0, 0, 0) if counter is None else counter.tolist()
+    row, T = where >> 32, max(where & 0xFFFFFFFF, 1)
+    return {"count": count, "token": token, "position": (row // T, row % T)} if count else None
 
 
 class Encoder(nn.Module):
@@ -333,38 +366,53 @@ class Encoder(nn.Module):
         return f"{self.wte.num_embeddings} tokens, {self.wpe.num_embeddings} positions, {self.wte.embedding_dim} channels"
 
 
-def counts_of(model: nn.Module) -> "list[Tensor]":
-    """What the embeddings of `model` have counted: changed by forward, and no buffers."""
-    return [
-        part.invalid
-        for part in model.modules()
-        if isinstance(part, Embedding) and part.invalid is not None
-    ]
+def _counters(model: nn.Module) -> "dict[str, Tensor]":
+    """name -> what each embedding of `model` that counts invalid tokens has counted."""
+    counters = {}
+    for name, layer in model.named_modules():
+        counter = layer if isinstance(layer, Embedding) else fused_forward(layer)
+        if getattr(counter, "invalid", None) is not None:
+            counters[name] = counter.invalid
+    return counters
+
+
+def invalid_tokens(model: nn.Module) -> "dict[str, dict]":
+    """name -> Embedding.invalid_tokens() of each embedding that has seen a token out of range. Waits for the device."""
+    found = {name: _invalid_in_words(counter) for name, counter in _counters(model).items()}
+    return {name: words for name, words in found.items() if words}
 
 
 def deterministic_embeddings(model: nn.Module) -> "list[str]":
-    """Make every nn.Embedding of `model` a ga.Embedding, in place and for good. Returns their names; weights, hooks, ties and state_dict stay.
+    """Put a ga.Embedding in the place of every nn.Embedding inside `model`. Returns their names; weights, hooks, ties and state_dict stay.
 
-    ArgumentError, with nothing changed, for one with max_norm or sparse=True; subclasses with a forward of their own stay as they are, with a warning."""
-    found = [(name, part) for name, part in model.named_modules() if type(part) is nn.Embedding]
-    for name, part in found:
-        if what := Embedding.refused(part):
-            raise ArgumentError(f"{name or 'the model'} has {what}; expected a plain nn.Embedding")
-    for part in model.modules():
-        if (
-            type(part) is Embedding
-        ):  # an open accumulator may have made it one, and would take it back
-            part.stays = True
-    own = [
-        f"{name} ({type(part).__name__})"
-        for name, part in model.named_modules()
-        if isinstance(part, nn.Embedding) and type(part) not in fused_classes
+    ArgumentError, with nothing changed: for one with max_norm or sparse=True, for a model that is an nn.Embedding itself, and while
+    an accumulator of mode "fused" is open. Subclasses with a forward of their own stay as they are, with a warning."""
+    plain = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Embedding}
+    for name, layer in plain.items():
+        if not name:
+            raise ArgumentError("the model is an nn.Embedding itself; make a ga.Embedding instead")
+        if what := refused_options(layer):
+            raise ArgumentError(f"{name} has {what}; expected a plain nn.Embedding")
+        if fused_forward(layer) is not None:
+            raise ArgumentError(
+                f"{name} is at work in a GradientAccumulator of mode 'fused'; call its close() first"
+            )
+    others = [
+        f"{name} ({type(layer).__name__})"
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Embedding)
+        and (type(layer) not in (nn.Embedding, Embedding) or not has_class_forward(layer))
+        and fused_forward(layer) is None
     ]
-    if own:
+    if others:
         warnings.warn(
-            f"left as they are, because they are classes of their own: {', '.join(own)}",
+            f"left as they are, because they have a forward of their own: {', '.join(others)}",
             stacklevel=2,
         )
-    for _, part in found:
-        Embedding.wear(part).stays = True
-    return [name for name, _ in found]
+    # A layer that stands in several places stays one layer.
+    made = {layer: Embedding.sharing(layer) for layer in plain.values() if has_class_forward(layer)}
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):  # named_children() leaves repetitions out
+            if child in made:
+                setattr(parent, name, made[child])
+    return [name for name, layer in plain.items() if layer in made]

@@ -1,13 +1,18 @@
 """A linear layer whose weight gradient is added into the accumulator by the product itself: cuBLAS computes acc += dy^T x in one call.
 
-    >>> layer.__class__, layer.arena_grad = FusedLinear, arena.grad_views[i]      # what optim/accumulate.py does in mode "fused"
+    >>> fused = FusedLinear(layer, arena.grad_views[i])   # layer(x) now adds its weight gradient there
+    >>> fused.remove()                                    # an ordinary nn.Linear again
 
-The product is an operation of torch.library that changes its argument, so that torch.compile traces it, also in backward.
+A layer keeps its class, its parameters and its hooks: a FusedLinear takes the place of its `forward`. optim/fused_mode.py makes
+and removes them. The product is an operation of torch.library that changes its argument, so that torch.compile traces it, also in
+backward.
 
-    >>> q, k, v = fused_linears(x, self.w_q, self.w_k, self.w_v)       # layers of one input: one product, where their weights lie side by side
+    >>> q, k, v = fused_linears(x, self.w_q, self.w_k, self.w_v)   # layers of one input: one product
 """
 
-import itertools
+import operator
+import weakref
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,36 +25,69 @@ _library.define("add_weight_gradient_(Tensor(a!) acc, Tensor dy, Tensor x) -> ()
 _library.define(
     "fused_linears_backward_(Tensor(a!) acc, Tensor[] dys, Tensor x, Tensor weight) -> Tensor"
 )
-watchers: "dict[tuple, object]" = {}  # place of an accumulator slice -> what note_for returns
 
 
-def place(acc: Tensor) -> tuple:
+class GradientSlice(Protocol):
+    """Whoever owns the slice of an arena that a product is added into."""
+
+    def before_product(self, needed: "list[bool] | None") -> "list[tuple[int, int]] | None":
+        """A product is about to be added. needed: for each tensor of the slice, whether this backward computes its gradient; None:
+        find out. Returns the rows to add, as (start, stop); None: all of them."""
+
+    def after_product(self) -> None:
+        """The product has been added."""
+
+
+# (address, elements) of a slice -> its owner. A compiled backward hands the operations below a tensor and nothing else.
+_slices: "weakref.WeakValueDictionary[tuple[int, int], GradientSlice]" = (
+    weakref.WeakValueDictionary()
+)
+
+
+def _key(acc: Tensor) -> "tuple[int, int]":
     return acc.data_ptr(), acc.numel()
 
 
-def rows_asked(acc: Tensor, wanted=None) -> "list[tuple[int, int]] | None":
-    """Says that a gradient is about to be added into a slice of an arena; what note_for returns. ArgumentError where it is none."""
-    note = watchers.get(place(acc))
-    rows = note and note(wanted)
-    if note is None and acc.numel() and torch._C._current_graph_task_id() != -1:
+def register_slice(acc: Tensor, owner: GradientSlice):
+    """From now on `owner` is asked before a product is added into `acc`. It is held weakly."""
+    _slices[_key(acc)] = owner
+
+
+def unregister_slice(acc: Tensor):
+    _slices.pop(_key(acc), None)
+
+
+def registered_slices() -> "set[tuple[int, int]]":
+    """(address, elements) of every slice that products may be added into."""
+    return set(_slices)
+
+
+def rows_needed(acc: Tensor, needed: "list[bool] | None" = None) -> "list[tuple[int, int]] | None":
+    """What GradientSlice.before_product returns. ArgumentError where `acc` is no slice of an open accumulator."""
+    owner = _slices.get(_key(acc))
+    if owner is not None:
+        return owner.before_product(needed)
+    if acc.numel() and torch._C._current_graph_task_id() != -1:
         raise ArgumentError(
             "a fused gradient was given another tensor than a slice of an arena with an open accumulator: either it was closed "
             "between forward and backward, or a torch.compile backend other than inductor handed on a copy"
         )
-    return rows
+    return None
 
 
-def _add_weight_gradient(acc: Tensor, dy: Tensor, x: Tensor, wanted=None) -> None:
-    """acc (out, in) fp32 += dy (..., out)^T @ x (..., in); fp32 sums and output also for bf16 factors. wanted: see note_for."""
-    rows = rows_asked(acc, wanted)  # first: a new window may have to clear the slice
+def _add_weight_gradient(acc: Tensor, dy: Tensor, x: Tensor, needed=None) -> None:
+    """acc (out, in) fp32 += dy (..., out)^T @ x (..., in); fp32 sums and output also for bf16 factors. needed: see GradientSlice."""
+    # First: the first gradient of an accumulation window may have to clear the slice.
+    rows = rows_needed(acc, needed)
     dy, x = (t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (dy, x))
     if rows is None:
         _add_product(acc, dy, x)
     else:
         for start, stop in rows:
             _add_product(acc[start:stop], dy[:, start:stop], x)
-    if note := watchers.get(place(acc)):
-        note(None, True)
+    owner = _slices.get(_key(acc))
+    if owner is not None:
+        owner.after_product()
 
 
 def _add_product(acc, dy, x):
@@ -62,11 +100,11 @@ def _add_product(acc, dy, x):
 
 
 def _fused_linears_backward(
-    acc: Tensor, dys: "list[Tensor]", x: Tensor, weight: Tensor, wanted=None
+    acc: Tensor, dys: "list[Tensor]", x: Tensor, weight: Tensor, needed=None
 ) -> Tensor:
     """acc += dy^T @ x and the input's gradient dy @ weight, for dy (..., out) in parts, which torch.compile would join slowly."""
     dy = torch.cat(dys, -1)
-    _add_weight_gradient(acc, dy, x, wanted)
+    _add_weight_gradient(acc, dy, x, needed)
     return dy @ weight
 
 
@@ -111,7 +149,7 @@ class _LinearIntoArena(torch.autograd.Function):
             if torch.compiler.is_compiling():
                 torch.ops.gpuaccel.add_weight_gradient_(ctx.acc, dy, x)
             else:
-                _add_weight_gradient(ctx.acc, dy, x, asked(ctx.next_functions[1:2]))
+                _add_weight_gradient(ctx.acc, dy, x, nodes_needed(ctx.next_functions[1:2]))
         return (dy @ weight if ctx.needs_input_grad[0] else None), None, None
 
 
@@ -134,7 +172,7 @@ class _LinearsIntoArena(torch.autograd.Function):
             dx = torch.ops.gpuaccel.fused_linears_backward_(ctx.acc, list(dys), x, joint)
         elif any(ctx.needs_input_grad[4:]):
             dx = _fused_linears_backward(
-                ctx.acc, dys, x, joint, asked(ctx.next_functions[-len(dys) :])
+                ctx.acc, dys, x, joint, nodes_needed(ctx.next_functions[-len(dys) :])
             )
         else:
             dx = torch.cat(dys, -1) @ joint
@@ -143,16 +181,17 @@ class _LinearsIntoArena(torch.autograd.Function):
 
 def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
     """(layer(x) for layer in layers). x: (..., in). One product where an accumulator of mode "fused" has found their weights side by side."""
-    joint = _joint(*layers)
+    joint = _joint_of(*layers)
     if joint is None:
         return tuple(layer(x) for layer in layers)
-    back = layers[::-1]  # an arena lies in reverse order
+    # An arena lies in reverse order.
+    reverse = layers[::-1]
     return _LinearsIntoArena.apply(
         x,
-        joint,
-        layers[0].joint_grad,
-        [layer.out_features for layer in back],
-        *[layer.weight for layer in back],
+        joint.weight,
+        joint.grad,
+        [layer.out_features for layer in reverse],
+        *[layer.weight for layer in reverse],
     )[::-1]
 
 
@@ -190,117 +229,113 @@ class _SwigluIntoArena(torch.autograd.Function):
 
 def fused_swiglu(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
     """silu(gate(x)) * up(x). x: (..., in). One product as in fused_linears(), where torch.compile makes one kernel of what follows it."""
-    joint = _joint(gate, up)
+    joint = _joint_of(gate, up)
     if joint is None or gate.out_features != up.out_features or not torch.compiler.is_compiling():
         return F.silu(gate(x)) * up(x)
-    return _SwigluIntoArena.apply(x, joint, gate.joint_grad, up.weight, gate.weight)
+    return _SwigluIntoArena.apply(x, joint.weight, joint.grad, up.weight, gate.weight)
 
 
-def _joint(*layers) -> "Tensor | None":
-    """The weights of these layers as one, where an accumulator has found them side by side and nobody has hooks on a layer."""
-    joint = getattr(layers[0], "joint_weight", None)
-    return (
-        None
-        if joint is None
-        or not torch.is_grad_enabled()
-        or any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
-        else joint
-    )
+def _joint_of(*layers) -> "Joint | None":
+    """The layers' weights as one tensor, where they lie side by side and nobody has hooks on a layer."""
+    fused = getattr(layers[0].forward, "__self__", None)
+    if not isinstance(fused, FusedLinear) or fused.joint is None or not torch.is_grad_enabled():
+        return None
+    if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
+        return None
+    return fused.joint
 
 
-class FusedLinear(nn.Linear):
-    """An nn.Linear whose weight gradient goes straight into an arena. GradientAccumulator makes and unmakes it in place.
-
-    A copy (deepcopy, pickle) is a plain nn.Linear again."""
-
-    arena_grad = None  # (out, in) fp32 slice of arena.grads
-    joint_weight = joint_grad = (
-        None  # the same of several layers side by side, at the first of them: fused_linears()
-    )
-
-    @staticmethod
-    def refused(part: nn.Linear) -> None:
-        """Every plain nn.Linear will do."""
-
-    @classmethod
-    def wear(cls, part: nn.Linear) -> nn.Linear:
-        part.__class__ = cls
-        return part
-
-    @staticmethod
-    def shed(part: "FusedLinear"):
-        part.__class__ = nn.Linear
-
-    def forward(self, x):
-        if self.arena_grad is None or not torch.is_grad_enabled():
-            return F.linear(x, self.weight, self.bias)
-        y = _LinearIntoArena.apply(x, self.weight, self.arena_grad)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def __reduce_ex__(self, protocol):  # deepcopy and pickle
-        state = {
-            k: v
-            for k, v in self.__dict__.items()
-            if k not in ("arena_grad", "joint_weight", "joint_grad")
-        }
-        return nn.Linear.__new__, (nn.Linear,), state
+# ---- in the place of a layer's forward ------------------------------------------------------------------------------
 
 
-fused_classes = {
-    nn.Linear: FusedLinear
-}  # what an accumulator of mode "fused" makes of a module's class, in place; nn/embedding.py adds to it
+class FusedForward:
+    """Takes the place of one layer's `forward`; remove() gives it back. Class, parameters, hooks and state of the layer stay.
+
+    layer: a module whose `forward` is its class's. grad: fp32, of the weight's shape: a slice of arena.grads.
+    A copy of the layer (deepcopy, pickle) runs the forward of its class.
+
+    What stands in the layer is a bound method, because torch.compile compiles layers with the same method once; it would compile
+    anew for each callable object."""
+
+    def __init__(self, layer: nn.Module, grad: "Tensor | None"):
+        self.layer = layer
+        self.grad = grad
+        vars(layer)["forward"] = self.forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def remove(self):
+        """The layer's own forward runs again, also where others have wrapped this one meanwhile."""
+        self.grad = None
+        own = vars(self.layer).get("forward")
+        if getattr(own, "__self__", None) is self:
+            del vars(self.layer)["forward"]
+
+    def __deepcopy__(self, memo):
+        # Reached through a layer that is being copied, which stands in memo already.
+        inactive = type(self).__new__(type(self))
+        inactive.layer = memo[id(self.layer)]
+        inactive.grad = None
+        return inactive
+
+    def __reduce__(self):
+        # A bound method is pickled as getattr(its object, its name): here that of the layer, so that loading needs nothing of ours.
+        return operator.itemgetter(0), ((self.layer,),)
 
 
-# ---- which product was asked for ----
+def fused_forward(layer: nn.Module) -> "FusedForward | None":
+    """The FusedForward in the place of the layer's forward; None: there is none."""
+    owner = getattr(vars(layer).get("forward"), "__self__", None)
+    return owner if isinstance(owner, FusedForward) and owner.grad is not None else None
 
 
-def note_for(accumulator, *numbers):
-    """Called before a product adds into the slices of these tensors: they get a gradient, though no hook of their own runs. Returns which
-    rows of the product are asked for: None for all, or a list of (start, stop). wanted: a bool for each tensor; None: find out.
-    added: called once more, the product has been added."""
-
-    def note(wanted=None, added=False):
-        living, task = accumulator(), torch._C._current_graph_task_id()
-        if living is None or task == -1:
-            return None
-        if added:
-            return living.added and living.added(numbers)
-        wanted = [
-            i
-            for i, asked in zip(
-                numbers, wanted or (_wanted(living.arena.params[i]) for i in numbers)
-            )
-            if asked
-        ]
-        if wanted and task != living._task:
-            living._begin()
-        known = living.arena.squares_known()
-        for i in wanted:
-            living.touched[i], known[i] = True, False
-            living.uses[i] += 1
-        if len(wanted) == len(numbers):
-            return None
-        ends = list(
-            itertools.accumulate([0, *(living.arena.segments[i].shape[0] for i in numbers)])
-        )
-        return [(start, stop) for i, start, stop in zip(numbers, ends, ends[1:]) if i in wanted]
-
-    return note
+def has_class_forward(layer: nn.Module) -> bool:
+    """Does the layer run the forward of its class, or has somebody replaced it?"""
+    own = vars(layer).get("forward")
+    if own is None or getattr(own, "__func__", None) is type(layer).forward:
+        return True
+    owner = getattr(own, "__self__", None)
+    return isinstance(owner, FusedForward) and owner.grad is None
 
 
-def _wanted(parameter) -> bool:
-    """Will the running backward give this parameter a gradient? (Its node is asked for anew each time: one kept from elsewhere would
-    carry its stream into a graph's capture.)"""
-    return _runs(torch.autograd.graph.get_gradient_edge(parameter).node)
+class Joint(NamedTuple):
+    """Several layers of one input whose weights lie side by side in an arena."""
+
+    weight: Tensor  # (sum of out, in)
+    grad: Tensor  # the same range of arena.grads, fp32
 
 
-def asked(edges) -> "list[bool]":
-    """The same of the nodes behind an autograd function's inputs. torch.autograd.grad() may have asked for some weights only."""
-    return [node is not None and _runs(node) for node, _ in edges]
+class FusedLinear(FusedForward):
+    """forward of an nn.Linear: x (..., in) -> (..., out). Its backward adds the weight's gradient into `grad`."""
+
+    joint: "Joint | None" = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.layer
+        if self.grad is None or not torch.is_grad_enabled():
+            return F.linear(x, layer.weight, layer.bias)
+        y = _LinearIntoArena.apply(x, layer.weight, self.grad)
+        return y if layer.bias is None else y + layer.bias.to(y.dtype)
 
 
-def _runs(node) -> bool:
+# ---- which gradients the running backward computes ------------------------------------------------------------------
+
+
+def parameter_needed(parameter: nn.Parameter) -> bool:
+    """Will the running backward compute this parameter's gradient? (Its node is looked up anew each time: one kept from elsewhere
+    would carry its stream into a graph's capture.)"""
+    return _node_runs(torch.autograd.graph.get_gradient_edge(parameter).node)
+
+
+def nodes_needed(edges) -> "list[bool]":
+    """The same of the nodes behind an autograd function's inputs. torch.autograd.grad() may ask for some weights only."""
+    return [node is not None and _node_runs(node) for node, _ in edges]
+
+
+def _node_runs(node) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch.autograd.grad() hands this leaf's gradient out: it was asked for
+    except RuntimeError:
+        # torch.autograd.grad() hands this leaf's gradient to its caller.
         return True

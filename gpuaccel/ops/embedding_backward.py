@@ -28,7 +28,7 @@ from ..compiler.dtypes import C_TYPES, FLOAT_DTYPES
 from ..compiler.kernel import Kernel
 from ..errors import ArgumentError
 from .accumulate import overlap
-from .adamw import reference_random_bits, reference_round
+from .rounding import reference_random_bits, reference_round
 from .token_sort import (
     MAX_TOKENS,
     PIECE,

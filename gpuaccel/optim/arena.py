@@ -31,6 +31,7 @@ from torch.optim.optimizer import (
 
 from ..errors import ArgumentError
 from ..ops.accumulate import CHUNK
+from .squares import ChunkSquares
 
 _arenas: "weakref.WeakSet[Arena]" = weakref.WeakSet()
 
@@ -235,8 +236,8 @@ class Arena:
         segments, blocks = lay_out(module, decay, lr_scale)
         self._open(module, [p for _, p in reversed(named)], segments, blocks)
 
-    def _open(self, module, params, segments, blocks, owners=None):
-        """params, and owners if there are some already: in the order of the arena."""
+    def _open(self, module, params, segments, blocks, masters=None):
+        """params, and masters if there are some already: in the order of the arena."""
         self.module = module
         self.device = params[0].device
         self.params = params
@@ -244,30 +245,32 @@ class Arena:
         self.blocks = blocks
         self.numel = blocks[-1].stop
         self._index = {id(p): i for i, p in enumerate(params)}
-        self._allocate(owners)
-        self.before_release = []  # functions that take down what was built on this arena
+        self._allocate(masters)
+        # Functions that take down what was built on this arena.
+        self.before_release: list = []
+        # An arena that is dropped without release() takes its hooks along.
+        self._stop_following = weakref.finalize(
+            self, _remove_all, _follow_optimizers(self) if self._low else []
+        )
         _arenas.add(self)
 
-    def _allocate(self, owners):
+    def _allocate(self, masters):
         low = any(p.dtype == torch.bfloat16 for p in self.params)
         weights = torch.zeros(self.numel, device=self.device)
         grads = torch.zeros(self.numel, device=self.device)
         bf16 = torch.zeros(self.numel, dtype=torch.bfloat16, device=self.device) if low else None
-        chunks = torch.empty(
-            self.numel // CHUNK, 4, dtype=torch.int32
-        )  # tensor, elements, chunk of the tensor, of the arena
-        partials = torch.zeros(len(chunks), dtype=torch.float64, device=self.device)
-        self.rows = [s.offset // CHUNK for s in self.segments] + [
-            self.numel // CHUNK
-        ]  # a segment's first row
+        # Of each chunk: its tensor, how many elements of it, its number in the tensor, its number in the arena.
+        chunks = torch.empty(self.numel // CHUNK, 4, dtype=torch.int32)
+        # Of each tensor its first chunk; at the end the number of chunks.
+        self.first_chunk = [s.offset // CHUNK for s in self.segments] + [self.numel // CHUNK]
         for i, s in enumerate(self.segments):
             nth = torch.arange(s.padded // CHUNK)
-            chunks[self.rows[i] : self.rows[i + 1]] = torch.stack(
+            chunks[self.first_chunk[i] : self.first_chunk[i + 1]] = torch.stack(
                 [
                     torch.full_like(nth, i),
                     (s.numel - nth * CHUNK).clamp(max=CHUNK),
                     nth,
-                    nth + self.rows[i],
+                    nth + self.first_chunk[i],
                 ],
                 1,
             )
@@ -276,15 +279,15 @@ class Arena:
             t.to(self.device) for t in (chunks, chunks[:, 0].contiguous(), tensor_to_block)
         )
         # Everything that may fail has been allocated: from here on the module changes.
-        self.weights, self.grads, self.bf16_weights, self.chunks = weights, grads, bf16, chunks
-        self.partials, self.chunk_to_tensor, self.tensor_to_block = (
-            partials,
-            chunk_to_tensor,
-            tensor_to_block,
-        )  # see squares_known
-        self._squares, self._squares_version = [False] * len(self.segments), grads._version
-        self.masters = [self._own(i, owners) for i in range(len(self.params))]
-        self.grad_views = [self._slice(grads, s) for s in self.segments]
+        self.weights = weights
+        self.grads = grads
+        self.bf16_weights = bf16
+        self.chunk_table = chunks
+        self.chunk_to_tensor = chunk_to_tensor
+        self.tensor_to_block = tensor_to_block
+        self.masters = [self._own(i, masters) for i in range(len(self.params))]
+        self.grad_views = [self.slice(grads, i) for i in range(len(self.segments))]
+        self.squares = ChunkSquares(grads, self.grad_views, self.first_chunk)
         self._places = [p.data_ptr() for p in self.params]
         self._homes = [
             (part._parameters, key, self._index[id(p)])
@@ -292,29 +295,34 @@ class Arena:
             for key, p in part._parameters.items()
             if id(p) in self._index
         ]
-        self.master_ids = {id(owner) for owner in self.masters}
-        self._low = [(p, owner) for p, owner in zip(self.params, self.masters) if owner is not p]
+        self.master_ids = {id(master) for master in self.masters}
+        self._low = [(p, master) for p, master in zip(self.params, self.masters) if master is not p]
         self.weights_current()
 
     @torch.no_grad()
-    def _own(self, i, owners) -> nn.Parameter:
-        """Parameter i moves into its slice, with its value; its fp32 owner (itself, or its master), too."""
-        p, s = self.params[i], self.segments[i]
-        weight = own_storage(self._slice(self.weights, s))
+    def _own(self, i, masters) -> nn.Parameter:
+        """Parameter i moves into its slice, with its value; its fp32 master (itself, or its master), too."""
+        p = self.params[i]
+        weight = own_storage(self.slice(self.weights, i))
         if p.dtype == torch.float32:
             p.data = weight.copy_(p)
             return p
-        if owners is None:
-            owner = nn.Parameter(weight.copy_(p))
+        if masters is None:
+            master = nn.Parameter(weight.copy_(p))
         else:
-            owner = owners[i]
-            owner.data = weight.copy_(owner)
-        p.data = own_storage(self._slice(self.bf16_weights, s)).copy_(p)
-        return owner
+            master = masters[i]
+            master.data = weight.copy_(master)
+        p.data = own_storage(self.slice(self.bf16_weights, i)).copy_(p)
+        return master
 
-    @staticmethod
-    def _slice(buffer: Tensor, s: Segment) -> Tensor:
+    def slice(self, buffer: Tensor, i: int) -> Tensor:
+        """Tensor i's part of a flat buffer (N,), in the tensor's shape."""
+        s = self.segments[i]
         return buffer[s.offset : s.offset + s.numel].view(s.shape)
+
+    def number_of(self, parameter) -> "int | None":
+        """The number of a parameter of the module in the order of the arena; None: it is not in the arena."""
+        return self._index.get(id(parameter))
 
     @staticmethod
     def parameters_held() -> "set[int]":
@@ -355,12 +363,12 @@ class Arena:
     ) -> "list[dict]":
         """Parameter groups for any torch optimizer: weight decay where a segment says so; with `lr`, one group per lr_scale."""
         groups = {}
-        for s, owner in zip(reversed(self.segments), self.parameters()):
+        for s, master in zip(reversed(self.segments), self.parameters()):
             group = groups.setdefault(
                 (s.decay, s.lr_scale),
                 {"params": [], "weight_decay": weight_decay if s.decay else 0.0},
             )
-            group["params"].append(owner)
+            group["params"].append(master)
             if lr is not None:
                 group["lr"] = lr * s.lr_scale
         return list(groups.values())
@@ -369,18 +377,15 @@ class Arena:
         """Bytes of the accumulator, before padding and with it; `print` it."""
         return Summary(self.segments, self.blocks)
 
-    def squares_known(self) -> "list[bool]":
-        """Of each segment: do its rows of `partials` (one sum of squares per row of `chunks`) belong to what arena.grads holds now?
-
-        Whoever writes them sets the entries; a torch operation on arena.grads or a view of it makes them all False. What torch does not
-        count as one (`.data`, NumPy, collectives) must call grads_changed()."""
-        if self._squares_version != self.grads._version:
-            self._squares, self._squares_version = [False] * len(self.segments), self.grads._version
-        return self._squares
-
     def grads_changed(self):
         """arena.grads was written by something that torch does not count: sums of squares taken before are void."""
-        self._squares = [False] * len(self.segments)
+        self.squares.invalidate()
+
+    def is_updated_by(self, optimizer) -> bool:
+        """Does this optimizer hold some of parameters()?"""
+        return any(
+            id(p) in self.master_ids for group in optimizer.param_groups for p in group["params"]
+        )
 
     @torch.no_grad()
     def move(self, name: str, home: Tensor):
@@ -393,11 +398,10 @@ class Arena:
         views = {"grads": self.grad_views, "weights": self.masters, "bf16_weights": self.params}[
             name
         ]
-        for view, s in zip(views, self.segments):
+        for i, view in enumerate(views):
             if view.dtype == home.dtype:
-                view.data = (
-                    self._slice(home, s) if name == "grads" else own_storage(self._slice(home, s))
-                )
+                part = self.slice(home, i)
+                view.data = part if name == "grads" else own_storage(part)
         self._places = [p.data_ptr() for p in self.params]
 
     def check(self):
@@ -436,15 +440,15 @@ class Arena:
             for pair, version in zip(self._low, self._versions)
             if everything or pair[0]._version != version
         ]
-        for p, owner in edited:
-            owner.copy_(torch.where(owner.to(p.dtype) == p, owner, p.float()))
+        for p, master in edited:
+            master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
         if edited:
             self.weights_current()
 
     def weights_written(self):
         """`weights` and `bf16_weights` were written past torch, by kernels or collectives: autograd is told, and no parameter is
         taken for edited."""
-        torch.autograd.graph.increment_version([*self.params, *(owner for _, owner in self._low)])
+        torch.autograd.graph.increment_version([*self.params, *(master for _, master in self._low)])
         self.weights_current()
 
     def weights_current(self):
@@ -461,13 +465,14 @@ class Arena:
             p.data = p.data.clone()
             if p.grad is view:
                 p.grad = view.clone()
+        self._stop_following()
         _arenas.discard(self)
 
     def __getstate__(self):
         """What a copy or a pickle is made of: the module with its weights, the masters, the sums."""
         return {
             "module": self.module,
-            "owners": self.masters,
+            "masters": self.masters,
             "grads": self.grads,
             "segments": self.segments,
             "blocks": self.blocks,
@@ -480,33 +485,30 @@ class Arena:
             [params[s.name] for s in state["segments"]],
             state["segments"],
             state["blocks"],
-            state["owners"],
+            state["masters"],
         )
         self.grads.copy_(state["grads"])
 
 
-def _adopt_before_step(optimizer, *_):
-    """Before any optimizer's step: an arena whose masters it holds takes over edits of bf16 parameters."""
-    for arena in _arenas_of(optimizer):
-        arena.adopt()
+def _follow_optimizers(arena):
+    """Before the step of any optimizer over arena.parameters(), masters take over edits of bf16 parameters; after it, the bf16
+    parameters take their masters' values (an optimizer with `publishes` has written them itself). Returns the hooks' handles."""
+    weak = weakref.ref(arena)
+
+    def adopt(optimizer, args, kwargs):
+        arena = weak()
+        if arena is not None and arena.is_updated_by(optimizer):
+            arena.adopt()
+
+    def publish(optimizer, args, kwargs):
+        arena = weak()
+        if arena is not None and not getattr(optimizer, "publishes", False):
+            if arena.is_updated_by(optimizer):
+                arena.publish()
+
+    return [register_optimizer_step_pre_hook(adopt), register_optimizer_step_post_hook(publish)]
 
 
-def _publish_after_step(optimizer, *_):
-    """After any optimizer's step: an arena whose masters it holds publishes them (ga.AdamW has done so in its own pass)."""
-    if not getattr(optimizer, "publishes", False):
-        for arena in _arenas_of(optimizer):
-            arena.publish()
-
-
-def _arenas_of(optimizer) -> "list[Arena]":
-    """The arenas with bf16 parameters whose masters this optimizer updates."""
-    return [
-        arena
-        for arena in list(_arenas)
-        if arena._low
-        and any(id(p) in arena.master_ids for g in optimizer.param_groups for p in g["params"])
-    ]
-
-
-register_optimizer_step_pre_hook(_adopt_before_step)
-register_optimizer_step_post_hook(_publish_after_step)
+def _remove_all(handles):
+    for handle in handles:
+        handle.remove()

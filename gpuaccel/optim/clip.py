@@ -56,20 +56,6 @@ from ..ops.clip import (
 from .accumulate import GradientAccumulator, finish_for
 from .arena import Arena
 
-# ---- reference ------------------------------------------------------------------------------------------------------
-
-# ---- launchers ------------------------------------------------------------------------------------------------------
-
-
-def arena_squares(arena: Arena):
-    """arena.partials, made up to date: only what accumulate_v4 has not left behind is read."""
-    known = arena.squares_known()
-    if not all(known):
-        first, last = known.index(False), len(known) - known[::-1].index(False)
-        launch_squares(arena.grad_views[first:last], arena.partials[arena.rows[first] :])
-        known[:] = [True] * len(known)
-
-
 # ---- public ---------------------------------------------------------------------------------------------------------
 
 
@@ -222,8 +208,8 @@ def _by_kernels(grads, names, groups, scope, max_norm, norm_type, eps, policy, f
     else:
         group_of = torch.arange(count, dtype=torch.int32, device=device)
     if arena is not None and norm_type == 2:
-        arena_squares(arena)
-        partials, owners = arena.partials, arena.chunk_to_tensor
+        arena.squares.update()
+        partials, owners = arena.squares.values, arena.chunk_to_tensor
     else:
         rows = sum(chunks for _, chunks, _ in launches)
         partials, owners = (
@@ -240,8 +226,6 @@ def _by_kernels(grads, names, groups, scope, max_norm, norm_type, eps, policy, f
                 if p is not g:
                     g.copy_(p)
         torch.autograd.graph.increment_version(grads)
-        if arena is not None:
-            arena.squares_known()
 
     return found, scale
 

@@ -1,1 +1,5 @@
-"""A whole step and what is around it: step, micro (batches in pieces), loop, checkpoint, data, models, lora."""
+"""A whole step and what is around it: data, models, the loop, checkpoints, LoRA."""
+
+from .replay import Replay
+
+__all__ = ["Replay"]

@@ -10,31 +10,34 @@ from ..errors import ArgumentError
 
 
 def split(batch, parts: int) -> list:
-    """`batch` (tensor, or tuple, list or dict of tensors) in `parts` pieces along dim 0, sizes differing by one at most.
+    """`batch` in `parts` pieces along dim 0, whose sizes differ by one at most.
 
-    A list of tuples, lists or dicts is split already, into micro-batches that may differ in number and shape. Raises ArgumentError when the tensors disagree in dim 0, or there are fewer rows than pieces."""
+    batch: a tensor, or a tuple, list or dict of tensors. A list of tuples, lists or dicts is split
+    already, into micro-batches that may differ in number and shape; it is returned as it is.
+    Raises ArgumentError when the tensors disagree in dim 0, or there are fewer rows than pieces."""
     if is_split(batch):
         return batch
     if isinstance(batch, Tensor):
         if batch.dim() == 0 or batch.shape[0] < parts:
             raise ArgumentError(
-                f"a batch of shape {tuple(batch.shape)} cannot be split into {parts} micro-batches along dim 0"
+                f"a batch of shape {tuple(batch.shape)} cannot be split into {parts} "
+                "micro-batches along dim 0"
             )
         return list(torch.tensor_split(batch, parts))
     if not isinstance(batch, (tuple, list, dict)) or not batch:
         raise ArgumentError(
             f"a batch is a tensor or a tuple, list or dict of tensors; got {type(batch).__name__}"
         )
-    items = batch.items() if isinstance(batch, dict) else enumerate(batch)
-    rows = {key: len(t) if isinstance(t, Tensor) and t.dim() else None for key, t in items}
+    items = dict(batch.items() if isinstance(batch, dict) else enumerate(batch))
+    rows = {key: len(t) if isinstance(t, Tensor) and t.dim() else None for key, t in items.items()}
     if len(set(rows.values())) > 1 or None in rows.values():
         raise ArgumentError(
             f"the tensors of a batch must agree in dim 0, the number of sequences; got {rows}"
         )
-    columns = [split(t, parts) for t in (batch.values() if isinstance(batch, dict) else batch)]
+    micros = zip(*[split(t, parts) for t in items.values()])
     if isinstance(batch, dict):
-        return [dict(zip(batch, row)) for row in zip(*columns)]
-    return [type(batch)(row) for row in zip(*columns)]
+        return [dict(zip(batch, micro)) for micro in micros]
+    return [type(batch)(micro) for micro in micros]
 
 
 def is_split(batch) -> bool:
@@ -47,10 +50,9 @@ def is_split(batch) -> bool:
 
 
 def rows_of(micro) -> int:
-    """How many sequences a micro-batch has."""
-    first = (
-        micro
-        if isinstance(micro, Tensor)
-        else next(iter(micro.values() if isinstance(micro, dict) else micro))
-    )
-    return first.shape[0]
+    """How many sequences a micro-batch has: dim 0 of its first tensor."""
+    if isinstance(micro, dict):
+        micro = next(iter(micro.values()))
+    elif not isinstance(micro, Tensor):
+        micro = micro[0]
+    return micro.shape[0]

@@ -28,6 +28,7 @@ from gpuaccel.learn.ladders import (  # noqa: E402
     reference_buckets,
 )
 from gpuaccel.nn import embedding  # noqa: E402
+from gpuaccel.nn.fused_linear import fused_forward
 from gpuaccel.ops import embedding_backward as encoder
 from gpuaccel.ops.embedding_backward import (
     PIECE,
@@ -855,10 +856,14 @@ def test_padding_idx_counts_from_the_end_as_torchs_and_is_checked():
             encoder_backward(sums, None, dout, tokens, padding_idx=wrong)
 
 
-def test_what_a_fused_accumulator_has_made_stays_where_it_was_asked_for():
+def test_embeddings_are_replaced_before_an_accumulator_of_mode_fused_is_made():
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 2))
     with GradientAccumulator(Arena(model), "fused"):
-        assert ga.deterministic_embeddings(model) == []
+        with pytest.raises(
+            ArgumentError, match=r"^0 is at work in a GradientAccumulator.*close\(\)"
+        ):
+            ga.deterministic_embeddings(model)
+    assert type(model[0]) is nn.Embedding and ga.deterministic_embeddings(model) == ["0"]
     assert type(model[0]) is ga.Embedding
     model(torch.tensor([1, 2])).sum().backward()
 
@@ -943,7 +948,7 @@ def test_fused_sums_have_the_bits_of_the_kernels_on_the_same_gradients(device):
             same_both((got["wte.weight"].grad, got["wpe.weight"].grad), want, f"{dtype}")
 
 
-def test_fused_wears_and_sheds_what_it_may():
+def test_fused_mode_reaches_plain_embeddings_and_ours_and_leaves_the_others():
     model = nn.ModuleDict(
         {
             "plain": nn.Embedding(5, 4),
@@ -962,11 +967,7 @@ def test_fused_wears_and_sheds_what_it_may():
     }
     tokens = torch.tensor([1, 1, 3])
     with GradientAccumulator(arena := Arena(model), "fused"):
-        assert [
-            name
-            for name, part in model.items()
-            if type(part) is ga.Embedding and part.arena_grad is not None
-        ] == ["plain", "mine"]
+        assert [name for name, part in model.items() if fused_forward(part)] == ["plain", "mine"]
         twin = copy.deepcopy(model["plain"])
         twin(tokens).sum().backward()
         assert (
@@ -1171,10 +1172,8 @@ def test_a_class_of_its_own_stays_and_is_named():
     assert type(model["own"]) is Scaled
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert (
-            ga.deterministic_embeddings(alone := nn.Embedding(3, 3)) == [""]
-            and type(alone) is ga.Embedding
-        )
+        with pytest.raises(ArgumentError, match="make a ga.Embedding instead"):
+            ga.deterministic_embeddings(nn.Embedding(3, 3))
 
 
 # ---- bad input -----------------------------------------------------------------------------------
@@ -1416,8 +1415,7 @@ def test_a_step_with_a_token_out_of_range_is_skipped_and_named_at_the_next_read(
         opt,
         loss_fn,
         accumulate=accumulate,
-        replay=replay,
-        policy="require" if replay == "graph" else "auto",
+        replay=ga.training.Replay(policy="require") if replay == "graph" else "eager",
     )
     data = micros(4, device)
     step(data[0])
@@ -1446,7 +1444,7 @@ def test_a_step_with_a_token_out_of_range_is_skipped_and_named_at_the_next_read(
 def test_a_capture_with_a_token_out_of_range_is_refused_on_the_host(device):
     model, bad = Model(), micros(1)[0]
     bad[0][0, 0] = -1
-    with TrainStep(model, loss_fn=loss_fn, replay="graph", policy="require") as step:
+    with TrainStep(model, loss_fn=loss_fn, replay=ga.training.Replay(policy="require")) as step:
         with pytest.raises((ArgumentError, CaptureError), match=r"token -1 at \(0, 0\)"):
             step(bad)
 
@@ -1463,8 +1461,7 @@ def run(device, steps=20, replay="eager", **how):
         opt,
         loss_fn,
         micro_batches=2,
-        replay=replay,
-        policy="require" if replay == "graph" else "auto",
+        replay=ga.training.Replay(policy="require") if replay == "graph" else "eager",
         **how,
     ) as step:
         losses = [step(batch).loss.clone() for batch in micros(steps, device)]

@@ -11,7 +11,7 @@ from torch import nn
 
 import gpuaccel as ga
 from gpuaccel.nn import fused_linear
-from gpuaccel.nn.fused_linear import FusedLinear, fused_linears
+from gpuaccel.nn.fused_linear import fused_forward, fused_linears, registered_slices
 from gpuaccel.optim.accumulate import GradientAccumulator
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.models import Block, Config, Transformer, rotary_table, rotate
@@ -114,7 +114,7 @@ def test_values_and_gradients_are_those_of_separate_layers(device, dtype, joined
             close(x.grad, twin.grad, "gradient of the input", BOUND[dtype])
         assert joined == [(sum(WIDTHS), 64)] * 2, "the product was not joint: nothing was tested"
         sums_agree(arena, plain, bound=BOUND[dtype])
-        assert all(accumulator.touched)
+        assert all(accumulator.received)
         for i, owner in enumerate(arena.masters):
             assert owner.grad is arena.grad_views[i]
         accumulator.zero_()
@@ -128,8 +128,8 @@ def test_it_is_the_product_with_the_weights_as_they_lie():
     with GradientAccumulator(arena, "fused"):
         first = model.w_q
         assert (
-            first.joint_weight.data_ptr() == model.w_v.weight.data_ptr()
-            and first.joint_grad.data_ptr() == sums(arena)["w_v.weight"].data_ptr()
+            fused_forward(first).joint.weight.data_ptr() == model.w_v.weight.data_ptr()
+            and fused_forward(first).joint.grad.data_ptr() == sums(arena)["w_v.weight"].data_ptr()
         )
         with torch.no_grad():
             model.w_k.weight.mul_(0)
@@ -195,9 +195,9 @@ def test_autograd_grad_for_some_weights_adds_only_those(device, asked, joined):
             i = [s.name for s in arena.segments].index(name)
             if name.removesuffix(".weight") in asked:
                 close(total, plain.get_parameter(name).grad, f"sum of {name}")
-                assert accumulator.touched[i]
+                assert accumulator.received[i]
             else:
-                assert not total.any() and not accumulator.touched[i], f"{name} was not asked for"
+                assert not total.any() and not accumulator.received[i], f"{name} was not asked for"
         if asked:
             assert found == (None,) * len(asked), "the sum has it, autograd hands out none"
 
@@ -277,7 +277,7 @@ def test_a_bias_or_padding_between_the_weights_falls_back(changes, joined):
     model, plain = heads(**changes), heads(**changes)
     arena, x = Arena(model), inputs(shape=(3, changes.get("wide", 64)))
     with GradientAccumulator(arena, "fused"):
-        assert model.w_q.joint_weight is None
+        assert fused_forward(model.w_q).joint is None
         objective(model(x)).backward()
         objective(separately(plain, x)).backward()
         sums_agree(arena, plain)
@@ -299,7 +299,7 @@ def test_weights_of_two_dtypes_fall_back():
     model = heads()
     model.w_k.bfloat16()
     with GradientAccumulator(Arena(model), "fused"):
-        assert model.w_q.joint_weight is None
+        assert fused_forward(model.w_q).joint is None
 
 
 def test_adapters_and_hooked_or_frozen_weights_fall_back(joined):
@@ -321,7 +321,8 @@ def test_adapters_and_hooked_or_frozen_weights_fall_back(joined):
         arena = Arena(model)
         with GradientAccumulator(arena, "fused"):
             assert all(
-                getattr(getattr(block, name), "joint_weight", None) is None for name in NAMES
+                getattr(fused_forward(getattr(block, name)), "joint", None) is None
+                for name in NAMES
             ), what
             model(tokens).square().sum().backward()
             plain(tokens).square().sum().backward()
@@ -353,21 +354,18 @@ def test_without_gradients_or_without_an_accumulator_each_layer_is_called(joined
 def test_close_takes_the_joint_product_away(joined):
     model, x = heads(), inputs()
     arena = Arena(model)
-    watchers = dict(fused_linear.watchers)
+    before = registered_slices()
     accumulator = GradientAccumulator(arena, "fused")
     assert (
-        type(model.w_q) is FusedLinear
-        and model.w_q.joint_weight is not None
-        and len(fused_linear.watchers) == len(watchers) + 5
+        fused_forward(model.w_q)
+        and fused_forward(model.w_q).joint is not None
+        and len(registered_slices()) == len(before) + 5
     )
     accumulator.close()
     for name in NAMES:
         layer = getattr(model, name)
-        assert (
-            type(layer) is nn.Linear
-            and not {"joint_weight", "joint_grad", "arena_grad"} & vars(layer).keys()
-        )
-    assert fused_linear.watchers == watchers, "a product into memory that is no longer watched"
+        assert type(layer) is nn.Linear and "forward" not in vars(layer)
+    assert registered_slices() == before, "a product into memory that is no longer watched"
     objective(model(x)).backward()
     assert not joined and all(p.grad is not None for p in model.parameters())
     with GradientAccumulator(arena, "fused"):
@@ -382,10 +380,7 @@ def test_a_deep_copy_has_plain_layers_with_weights_of_their_own(joined):
         twin = copy.deepcopy(model)
         for name in NAMES:
             layer = getattr(twin, name)
-            assert (
-                type(layer) is nn.Linear
-                and not {"joint_weight", "joint_grad", "arena_grad"} & vars(layer).keys()
-            )
+            assert type(layer) is nn.Linear and not fused_forward(layer)
             assert (
                 torch.equal(layer.weight, getattr(model, name).weight)
                 and layer.weight.data_ptr() != getattr(model, name).weight.data_ptr()
@@ -442,7 +437,7 @@ def test_blocks_compile_once_and_add_into_their_own_slices():
                 for block in plain:
                     objective(separately(block, x)).backward()
                 sums_agree(arena, plain)
-            assert all(accumulator.touched)
+            assert all(accumulator.received)
             for block, other in zip(model, plain):
                 for y, wanted in zip(block(x), separately(other, x)):
                     close(y, wanted, "output")
@@ -454,11 +449,12 @@ def test_blocks_compile_once_and_add_into_their_own_slices():
     not any(map(shutil.which, ("g++", "clang++"))),
     reason="inductor needs a C++ compiler for the CPU, and there is none",
 )
-def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager():
+def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager(monkeypatch):
     torch.manual_seed(0)
     config = Config(vocab=32, hidden=64, intermediate=128, layers=1, heads=4, kv_heads=2, T=8)
     models, x = [Block(config) for _ in range(2)], torch.randn(2, 8, 64)
     models[1].load_state_dict(models[0].state_dict())
+    add = fused_linear._add_product
     rope, weight, found, joined = rotary_table(8, 16, 10_000.0), torch.randn(2, 8, 64), [], []
     try:
         for model, compiled in zip(models, (False, True)):
@@ -466,12 +462,14 @@ def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager():
             with GradientAccumulator(arena, "fused"):
                 if compiled:
                     model.compile(dynamic=False)
-                place = fused_linear.place(model.gate.joint_grad)
-                note = fused_linear.watchers[place]
-                fused_linear.watchers[place] = lambda wanted=None, added=False, note=note: (
-                    added or joined.append(compiled),
-                    note(wanted, added),
-                )[1]  # close() takes it away
+                joint = fused_forward(model.gate).joint.grad
+
+                def add_and_note(acc, dy, x, joint=joint, compiled=compiled):
+                    if acc.data_ptr() == joint.data_ptr() and acc.shape == joint.shape:
+                        joined.append(compiled)
+                    add(acc, dy, x)
+
+                monkeypatch.setattr(fused_linear, "_add_product", add_and_note)
                 y = model(given, rope)
                 (y * weight).sum().backward()
                 found.append((y.detach(), given.grad, *(t.clone() for t in sums(arena).values())))

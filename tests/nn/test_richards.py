@@ -274,7 +274,7 @@ def test_in_a_train_step_replay_has_eagers_bits(device, mode):
     with ga.deterministic() if device == "cuda" else contextlib.nullcontext():
         eager, replayed = (
             trained(device, **options),
-            trained(device, replay="graph", policy="require", **options),
+            trained(device, replay=ga.training.Replay(policy="require"), **options),
         )
     assert torch.equal(eager[0], replayed[0]), (eager[0], replayed[0])
     for a, b in zip(eager[1], replayed[1]):

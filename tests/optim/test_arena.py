@@ -1,4 +1,4 @@
-"""The arena lays out any module, keeps its views through copies and loads, and gives ordinary parameters back."""
+"""The arena: the layout of any module, views that survive copies and loads, release."""
 
 import copy
 
@@ -135,7 +135,7 @@ def test_layout_and_views_of_any_module(model):
     }
     assert arena.parameter_names() == [n for n, p in model.named_parameters() if p.requires_grad]
     for i, s in enumerate(arena.segments):  # the table the kernel reads
-        rows = arena.chunks[arena.rows[i] : arena.rows[i + 1]]
+        rows = arena.chunk_table[arena.first_chunk[i] : arena.first_chunk[i + 1]]
         assert (
             rows[:, 0].eq(i).all() and rows[:, 1].sum() == s.numel and (rows[:, 1] <= CHUNK).all()
         )
@@ -152,12 +152,10 @@ def test_padding_stays_zero_through_training(model, seed):
     opt = torch.optim.AdamW(arena.parameter_groups(), lr=0.1)
     with GradientAccumulator(arena, "arena"):
         for _ in range(2):
-            sum(
-                (p.float().square() + p.float()).sum()
-                for p in model.parameters()
-                if p.requires_grad
-            ).backward()
-            opt.step(), opt.zero_grad()
+            trained = [p.float() for p in model.parameters() if p.requires_grad]
+            sum((p.square() + p).sum() for p in trained).backward()
+            opt.step()
+            opt.zero_grad()
     empty = padding(arena)
     for name in ("weights", "grads", "bf16_weights"):
         buffer = getattr(arena, name)
@@ -229,22 +227,13 @@ def test_parameter_groups_carry_decay_and_learning_rate():
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     arena = Arena(model, lr_scale=lambda name, p: 0.1 if name.startswith("1") else 1.0)
     groups = arena.parameter_groups(weight_decay=0.3, lr=2.0)
-    assert [(g["weight_decay"], g["lr"], len(g["params"])) for g in groups] == [
-        (0.3, 2.0, 1),
-        (0.0, 2.0, 1),
-        (0.0, 0.2, 2),
-    ]
-    assert (
-        sum(len(g["params"]) for g in arena.parameter_groups()) == 4
-        and "lr" not in arena.parameter_groups()[0]
-    )
+    facts = [(g["weight_decay"], g["lr"], len(g["params"])) for g in groups]
+    assert facts == [(0.3, 2.0, 1), (0.0, 2.0, 1), (0.0, 0.2, 2)]
+    groups = arena.parameter_groups()
+    assert sum(len(g["params"]) for g in groups) == 4 and "lr" not in groups[0]
     arena.release()
-    assert [s.decay for s in Arena(model, decay=lambda name, p: name == "0.bias").segments] == [
-        False,
-        False,
-        True,
-        False,
-    ]
+    arena = Arena(model, decay=lambda name, p: name == "0.bias")
+    assert [s.decay for s in arena.segments] == [False, False, True, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -281,13 +270,11 @@ def test_state_dict_loads_in_place_and_masters_follow(dtype):
     model.load_state_dict(other.state_dict())
     check_views(arena)
     arena.check()
-    assert torch.equal(model.weight, other.weight) and torch.equal(
-        arena.named_parameters()["weight"], other.weight.float()
-    )
+    assert torch.equal(model.weight, other.weight)
+    assert torch.equal(arena.named_parameters()["weight"], other.weight.float())
+    # Less than half a bf16 step: publish and reload keep it.
     with torch.no_grad():
-        arena.named_parameters()["bias"].add_(
-            2**-14
-        )  # less than half a bf16 step: publish and reload keep it
+        arena.named_parameters()["bias"].add_(2**-14)
     before = arena.named_parameters()["bias"].clone()
     arena.publish()
     model.load_state_dict(model.state_dict())
@@ -312,10 +299,7 @@ def test_parameters_assigned_by_load_state_dict_are_named_at_the_next_use():
 
 
 def test_safetensors_keep_the_views(tmp_path):
-    model, other = (
-        nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)),
-        nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)),
-    )
+    model, other = (nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)) for _ in range(2))
     arena = Arena(model)
     save_file(other.state_dict(), tmp_path / "other.safetensors")
     model.load_state_dict(load_file(tmp_path / "other.safetensors"))
@@ -357,8 +341,7 @@ def test_buffers_that_move_keep_their_values_and_their_views(dtype):
     arena = Arena(model)
     model(torch.arange(6)[None]).float().sum().backward()
     arena.grads.normal_()
-    known = arena.squares_known()
-    known[:] = [True] * len(known)
+    arena.squares.mark_all()
     for name in ("grads", "weights") + ("bf16_weights",) * (dtype == torch.bfloat16):
         before, home = getattr(arena, name).clone(), torch.empty_like(getattr(arena, name))
         arena.move(name, home)
@@ -368,14 +351,14 @@ def test_buffers_that_move_keep_their_values_and_their_views(dtype):
         )
     check_views(arena)
     arena.check()
-    assert all(arena.squares_known())
+    assert arena.squares.current()
     with pytest.raises(ArgumentError, match="no longer a view"):
         moved = Arena(nn.Linear(5, 3).to(dtype))
         moved.module.weight.data = moved.module.weight.data.clone()
         moved.move("grads", torch.empty_like(moved.grads))
     arena.grad_views[0].mul_(2)
     assert torch.equal(arena.grads[:4].flatten(), arena.grad_views[0].flatten()[:4]) and not any(
-        arena.squares_known()
+        arena.squares.current(i, i + 1) for i in range(len(arena.segments))
     )
 
 
@@ -438,17 +421,18 @@ def overlapping():
     ],
 )
 def test_an_arena_refuses_and_changes_nothing(make, message):
+    def addresses(module):
+        dense = [p.layout == torch.strided and not p.is_meta for p in module.parameters()]
+        return [
+            (id(p), p.data_ptr() if has_data else 0)
+            for p, has_data in zip(module.parameters(), dense)
+        ]
+
     module = make()
-    before = [
-        (id(p), p.data_ptr() if p.layout == torch.strided and not p.is_meta else 0)
-        for p in module.parameters()
-    ]
+    before = addresses(module)
     with pytest.raises(ArgumentError, match=message):
         Arena(module)
-    assert [
-        (id(p), p.data_ptr() if p.layout == torch.strided and not p.is_meta else 0)
-        for p in module.parameters()
-    ] == before
+    assert addresses(module) == before
     assert Arena.of(module) is None
 
 

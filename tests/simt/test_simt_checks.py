@@ -15,8 +15,8 @@ from simt_cases import BUGS, GOOD, OURS, VARIANTS, Call, Expect, Outcome, marked
 
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
-from gpuaccel.compiler.kernel import _again, kernel_root
-from gpuaccel.learn.exercises.exercises import BLOCK, EXERCISES
+from gpuaccel.compiler.kernel import kernel_root
+from gpuaccel.learn import BLOCK, EXERCISES
 from gpuaccel.source import kernel_names, without_comments
 
 CLANG = find_compiler()[0] is not None and find_compiler()[0].kind in ("clang", "zig")
@@ -629,7 +629,16 @@ def exercise_run(task):
 SOURCES = {name: good.source for name, good in GOOD.items()} | {
     task.name: task.solution for task in EXERCISES.values() if task.params
 }
-SOURCES |= {name: (kernel_root() / f"{file}.cu").read_text() for file, name in OURS}
+
+
+def with_headers(path):
+    """A file's text with its headers in the place of the #include lines, so that they are changed too."""
+    return re.sub(
+        r'#include "(.*?)"', lambda m: with_headers(kernel_root() / m[1]), path.read_text()
+    )
+
+
+SOURCES |= {name: with_headers(kernel_root() / f"{file}.cu") for file, name in OURS}
 RUNS = {name: [({}, good.run)] for name, good in GOOD.items()}
 RUNS |= {task.name: [({}, exercise_run(task))] for task in EXERCISES.values() if task.params}
 RUNS |= {
@@ -693,13 +702,10 @@ def test_what_is_removed_is_noticed(k):
     ways, found = [(kernel, macros, run) for kernel in by for macros, run in RUNS[kernel]], None
     for kernel, macros, run in ways:
         together = by == [kernel] and not macros
-        changed = _again(
+        changed = ga.Kernel.from_source(
             mutant_text(name) if together else alone(kernel, text),
             f"{kernel}_{k}" if together else kernel,
-            "<source>",
-            macros,
-            (),
-            True,
+            defines=macros,
         )
         found = found or noticed(changed, run, 3 if len(ways) == 1 else 1)
     print(found)

@@ -10,15 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gpuaccel.errors import ArgumentError, DataError
-from gpuaccel.measure.meter import Meter
-from gpuaccel.optim.accumulate import MODES
+from gpuaccel.backends import use_backend
+from gpuaccel.distributed.config import Distributed
+from gpuaccel.errors import ArgumentError, CaptureError, DataError
+from gpuaccel.measure import Meter
+from gpuaccel.optim.accumulate import MODES, GradientAccumulator
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.data import Batches
 from gpuaccel.training.loop import evaluate, train, warmup_cosine
 from gpuaccel.training.models import Config, Transformer
-from gpuaccel.training.step import TrainStep, split, token_loss
+from gpuaccel.training.replay import Replay
+from gpuaccel.training.step import CLIPS, TrainStep, split, token_loss
 
 CONFIG = Config(vocab=19, hidden=16, intermediate=24, layers=2, heads=4, kv_heads=2, T=8)
 
@@ -272,10 +275,10 @@ def test_a_batch_that_cannot_be_split_is_refused(batch, message):
     "options, message",
     [
         (dict(micro_batches=0), "micro_batches is 0; expected 1 or more"),
-        (dict(accumulate="magic"), "mode is 'magic'; expected one of host"),
+        (dict(accumulate="magic"), "accumulate is 'magic'; expected one of host"),
         (dict(divide="rows"), "divide is 'rows'; expected one of tokens, sequences, micro_batches"),
         (dict(clip="host"), "clip is 'host'; expected one of item, torch, fused"),
-        (dict(max_norm=0.0), "max_norm is 0.0"),
+        (dict(max_norm=-1.0), "max_norm is -1.0; expected a number of 0 or more"),
         (dict(max_norm=float("nan")), "max_norm is nan"),
     ],
 )
@@ -285,10 +288,56 @@ def test_an_unknown_option_is_refused_and_the_model_stays_ordinary(options, mess
     with pytest.raises(ArgumentError, match=message):
         TrainStep(model, **options)
     assert Arena.of(model) is None
-    assert options.get("accumulate") == "magic" or places == [
-        p.data_ptr() for p in model.parameters()
-    ]
+    assert places == [p.data_ptr() for p in model.parameters()]
     TrainStep(model).close()
+
+
+@pytest.mark.parametrize("failing", ["the compilation", "the first zero_", "the capture"])
+def test_a_step_that_cannot_be_made_leaves_nothing_behind(failing, monkeypatch):
+    """The caller's arena stays; accumulator, hooks, fused layers and the optimizer's settings go."""
+    model = make_model()
+    arena = Arena(model)
+    opt = AdamW(arena)
+    types_before = [type(part) for part in model.modules()]
+    options = {"max_norm": 0.5, "accumulate": "fused"}
+
+    def fails(*args, **kwargs):
+        raise MemoryError("no more")
+
+    if failing == "the compilation":
+        monkeypatch.setattr(torch, "compile", fails)
+        options |= {"compile": True, "distributed": Distributed(ordered=True)}
+    elif failing == "the first zero_":
+        monkeypatch.setattr(GradientAccumulator, "zero_", fails)
+        options |= {"distributed": Distributed(ordered=True)}
+    else:
+        options |= {"replay": Replay(policy="require")}
+    with use_backend("torch"), pytest.raises((MemoryError, CaptureError)):
+        TrainStep(model, opt, **options)
+    assert Arena.of(model) is arena and GradientAccumulator.of(arena) is None
+    assert opt.max_norm is None and opt.explain_skip is None
+    assert [type(part) for part in model.modules()] == types_before
+    token_loss(model, next(make_batches()))[0].backward()
+    assert not arena.grads.any(), "a hook was left behind"
+    monkeypatch.undo()
+    with TrainStep(model, opt) as step:
+        assert step(next(make_batches())).loss.isfinite()
+
+
+@pytest.mark.parametrize("clip", CLIPS)
+def test_a_max_norm_of_zero_scales_every_gradient_to_zero(clip):
+    """As torch.nn.utils.clip_grad_norm_: a way to hold the weights, decay apart."""
+    model = make_model()
+    arena = Arena(model)
+    if clip == "fused":
+        opt = AdamW(arena, lr=0.1, weight_decay=0.0)
+    else:
+        opt = torch.optim.SGD(arena.parameters(), lr=0.1)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    with TrainStep(model, opt, clip=clip, max_norm=0) as step:
+        out = step(next(make_batches()))
+    assert out.norm > 0 and out.scale == 0 and out.clipped_norm == 0 and out.finite
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
 
 
 def test_an_optimizer_over_other_tensors_is_refused():
@@ -326,6 +375,20 @@ def test_close_gives_an_ordinary_module_back():
     assert Arena.of(model) is None and all(p.grad is None for p in model.parameters())
     token_loss(model, next(make_batches()))[0].backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_close_leaves_an_arena_that_the_caller_made():
+    model = make_model()
+    arena = Arena(model)
+    opt = AdamW(arena)
+    for accumulate in ("fused", "arena"):
+        with TrainStep(model, opt, accumulate=accumulate) as step:
+            step(next(make_batches()))
+        assert Arena.of(model) is arena and GradientAccumulator.of(arena) is None
+        arena.check()
+    assert opt.state[arena.parameters()[0]]["step"] == 2
+    arena.release()
+    assert Arena.of(model) is None
 
 
 def test_targets_that_do_not_count_are_left_out():
@@ -460,6 +523,20 @@ def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path, mode, dtype):
     assert all({"lr", "tokens", "tokens_per_s"} <= set(row) for row in lines) and [
         row["lr"] for row in lines
     ] == [row["lr"] for row in reference]
+
+
+def test_metrics_report_the_first_groups_learning_rate_as_the_step_used_it(tmp_path):
+    model = make_model()
+    arena = Arena(model, lr_scale=lambda name, p: 3.0 if p.dim() >= 2 else 0.5)
+    opt = AdamW(arena, lr=1e-2)
+    rates = [group["lr"] for group in opt.param_groups]
+    assert len(set(rates)) == 2, "with one rate there is nothing to tell apart"
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    metrics = tmp_path / "run.jsonl"
+    with TrainStep(model, opt, scheduler=scheduler) as step:
+        assert len(list(train(step, make_batches(), 3, metrics=metrics))) == 3
+    reported = [json.loads(line)["lr"] for line in metrics.read_text().splitlines()]
+    assert reported == pytest.approx([rates[0], rates[0] / 2, rates[0] / 4])
 
 
 def test_resume_without_a_checkpoint_begins_and_after_the_end_does_nothing(tmp_path):

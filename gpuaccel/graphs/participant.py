@@ -1,0 +1,89 @@
+"""The protocols by which the parts of a step tell ga.GraphedStep what a captured graph must know.
+
+A CUDA graph repeats work on the device. What the host does (a changed learning rate, a flag, an
+allocation) is not in it. An object in `state` (a module inside a module, an optimizer) whose step
+involves the host offers these methods, and GraphedStep calls them:
+
+| method | called | for |
+|---|---|---|
+| `graph_key()` | at each call | host values that a graph keeps: another value needs another graph |
+| `tensors_changed_by_step()` | before a warm-up | device memory to save and restore |
+| `prepare()` | before a warm-up | allocations and compilation, which no capture may do |
+| `refresh()` | before a capture and each replay | host values that the graph reads on the device |
+| `snapshot()` | before a warm-up | host state to restore after it |
+
+ga.AdamW, ga.Embedding and ga.LoRALinear implement them, and optim/participants.py does so for an
+arena and its accumulator. Parameters, buffers, gradients and the state of an optimizer of torch's
+need no participant: GraphedStep knows them by torch's own interfaces.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from ..optim.participants import capture_participants
+
+
+@runtime_checkable
+class CaptureParticipant(Protocol):
+    """Any object that tells GraphedStep something."""
+
+    def graph_key(self) -> Hashable:
+        """The host values that a captured graph keeps. A call with another key captures anew."""
+        ...
+
+    def tensors_changed_by_step(self) -> "list[Tensor]":
+        """What a step writes, beside parameters, buffers, gradients and an optimizer's state."""
+        ...
+
+
+@runtime_checkable
+class Refreshable(Protocol):
+    """A participant with values on the device that come from the host, as a learning rate does."""
+
+    def prepare(self) -> None:
+        """Allocate all memory and compile all kernels: a capture can do neither."""
+        ...
+
+    def refresh(self) -> None:
+        """Copy changed host values to the device memory that the graph reads. No wait."""
+        ...
+
+
+@runtime_checkable
+class HasHostState(Protocol):
+    """A participant whose step changes state on the host."""
+
+    def snapshot(self) -> "Callable[[], None]":
+        """Save the host state. The function returned restores it, after all tensors."""
+        ...
+
+
+def participants_of(state) -> "list[CaptureParticipant]":
+    """The participants among `state` (modules, optimizers, tensors) and the modules inside it."""
+    participants = []
+    for member in state:
+        if isinstance(member, nn.Module):
+            for module in member.modules():
+                participants += capture_participants(module)
+            participants += _layers_of(member)
+        elif isinstance(member, CaptureParticipant):
+            participants.append(member)
+    return participants
+
+
+def buffers_of(module: nn.Module) -> "list[Tensor]":
+    """What forward may change: buffers, and tensors that layers count in, as ga.Embedding does."""
+    counters = [t for layer in _layers_of(module) for t in layer.tensors_changed_by_step()]
+    return [*module.buffers(), *counters]
+
+
+def _layers_of(module: nn.Module) -> "list[CaptureParticipant]":
+    """Modules that take part, and objects whose method stands in the place of a module's forward,
+    as in the accumulation mode "fused"."""
+    layers = []
+    for part in module.modules():
+        forward_owner = getattr(vars(part).get("forward"), "__self__", None)
+        layers += [each for each in (part, forward_owner) if isinstance(each, CaptureParticipant)]
+    return layers

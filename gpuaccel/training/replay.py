@@ -1,0 +1,234 @@
+"""TrainStep(replay=...): the options, and the CUDA graphs of a step.
+
+>>> ga.TrainStep(model, opt, replay="graph")
+>>> ga.TrainStep(model, opt, replay=ga.training.Replay(policy="require"))
+"""
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import ArgumentError, CaptureError
+from ..graphs.graphed_step import GraphedStep, check_options
+from ..graphs.participant import buffers_of
+from ..graphs.snapshot import preserved
+from .micro import is_split, rows_of
+from .results import StepOutput, Totals
+
+if TYPE_CHECKING:
+    from .step import TrainStep
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The whole step is captured in a CUDA graph and replayed with one launch.
+
+    policy: "auto" (a step that cannot be captured runs eagerly, with a warning) or "require".
+    new_shapes: "capture" or "refuse" a second kind of batch.
+    max_graphs: graphs held at once.
+    More about each: ga.GraphedStep."""
+
+    policy: str = "auto"
+    new_shapes: str = "capture"
+    max_graphs: int = 8
+
+    def __post_init__(self):
+        check_options(self.policy, self.new_shapes, self.max_graphs)
+
+
+def replay_options(replay: "str | Replay") -> "Replay | None":
+    """The argument `replay` of TrainStep; None: eager."""
+    if isinstance(replay, Replay):
+        return replay
+    if replay not in ("eager", "graph"):
+        raise ArgumentError(
+            f"replay is {replay!r}; expected one of eager, graph, or a ga.training.Replay"
+        )
+    return Replay() if replay == "graph" else None
+
+
+class StepGraphs:
+    """The CUDA graphs of a TrainStep. Called with a batch it takes one step.
+
+    A batch needs one graph for each kind of batch: the whole step. A list of micro-batches, whose
+    length may change from step to step, needs one graph for each kind of micro-batch, which adds
+    to totals on the device, and one for the update behind the last of them.
+
+    ours: the optimizer is a ga.AdamW over the arena. Then a warm-up needs no update, because the
+    optimizer allocates its state in prepare(). An optimizer of torch's allocates it in a step."""
+
+    def __init__(self, step: "TrainStep", ours: bool, options: Replay):
+        self.step = step
+        self._ours = ours
+        self._options = {"modes": self._mode, **asdict(options)}
+        # All that a warm-up without an update changes: its gradients are dropped.
+        self._buffers = buffers_of(step.model)
+        self.batch_graphs = GraphedStep(
+            lambda batch: vars(step.eager_step(batch)),
+            [step.model, step.opt],
+            warm_up=self._warm_up_batch if ours else None,
+            saved=self._buffers if ours else None,
+            **self._options,
+        )
+        # Made by the first list of micro-batches.
+        self.micro_graphs: "GraphedStep | None" = None
+        self.update_graphs: "GraphedStep | None" = None
+        self.totals: "Totals | None" = None
+        # Of loss_fn's count of tokens; None: it returns means.
+        self._token_dtype: "torch.dtype | None" = None
+
+    def __call__(self, batch) -> StepOutput:
+        if self.batch_graphs.closed:
+            raise CaptureError("the step was closed: make a new one")
+        if is_split(batch):
+            return self._replay_list(batch)
+        # An ArgumentError before anything is captured.
+        self.step.split(batch)
+        self._agree(lambda: self._warm_up_batch(batch))
+        return StepOutput(**self.batch_graphs(batch))
+
+    # ---- all of them ----
+
+    @property
+    def all(self) -> "list[GraphedStep]":
+        graphs = (self.batch_graphs, self.micro_graphs, self.update_graphs)
+        return [each for each in graphs if each is not None]
+
+    @property
+    def replay(self) -> str:
+        """ "graph", or "eager" when one of them cannot be captured."""
+        return "graph" if all(graphs.replay == "graph" for graphs in self.all) else "eager"
+
+    @property
+    def reason(self) -> str:
+        reasons = [graphs.reason for graphs in self.all if graphs.replay == "eager"]
+        return reasons[0] if reasons else self.batch_graphs.reason
+
+    def reset(self):
+        for graphs in self.all:
+            graphs.reset()
+
+    def close(self):
+        for graphs in self.all:
+            graphs.close()
+
+    def _mode(self):
+        """What a graph keeps by value, beside shapes and the optimizer's settings."""
+        step = self.step
+        max_norm = None if step.clip == "fused" else step.max_norm
+        return step.micro_batches, step.divide, step.autocast, step.clip, step.loss_fn, max_norm
+
+    def _agree(self, warm_up):
+        """Before the first capture the ranks agree on the tensors that get a gradient.
+
+        A captured step cannot ask. warm_up: returns them for this rank, a bit for each tensor."""
+        reducer = self.step.reducer
+        if reducer is not None and reducer.used.mask is None:
+            with preserved(self._buffers, self.step.arena.device):
+                reducer.used.find(warm_up())
+
+    def _warm_up_batch(self, batch) -> int:
+        with self.step.accumulation_window():
+            self.step.accumulate(self.step.split(batch), reducer=None)
+            return self.step.accumulator.received_mask
+
+    # ---- a list of micro-batches ----
+
+    def _replay_list(self, micros) -> StepOutput:
+        step = self.step
+        self._check_list()
+        if self.totals is None:
+            self._make_list_graphs(micros)
+        self._agree(lambda: self._warm_up_micro(micros[0], len(micros)))
+        # No graph of this step may push out another one of it.
+        self.micro_graphs.max_graphs = max(self.micro_graphs.max_graphs, len(micros))
+        # The number of micro-batches belongs to a graph's key only where each loss is divided by
+        # it before backward.
+        in_key = step.divide == "micro_batches" or self._token_dtype is None
+        count = len(micros) if in_key else 0
+        received = 0
+        try:
+            # All captures come before the first sum.
+            for micro in micros:
+                self.micro_graphs.capture(micro, count)
+            for micro in micros:
+                received |= self.micro_graphs(micro, count)
+            return StepOutput(**self.update_graphs(received))
+        except BaseException:
+            self._zero_totals()
+            step.accumulator.zero_()
+            raise
+
+    def _check_list(self):
+        step = self.step
+        if step.reducer is not None and step.reducer.config.ordered:
+            raise CaptureError(
+                "a list of micro-batches is replayed one by one, which ordered mode does not; "
+                "expected one batch, or replay='eager'"
+            )
+        if step.accumulator.mode in ("host", "autograd"):
+            raise CaptureError(
+                "a list of micro-batches is replayed one by one, and "
+                f"accumulate={step.accumulator.mode!r} keeps gradients between them where a graph "
+                "does not; expected 'arena' or 'fused', or one batch"
+            )
+
+    def _make_list_graphs(self, micros):
+        """Find out what loss_fn counts, and make the totals on the device and their graphs."""
+        step, device = self.step, self.step.arena.device
+        with preserved(self._buffers, device):
+            self._warm_up_micro(micros[0], len(micros))
+        loss, rows, micro_batches = (torch.zeros((), device=device) for _ in range(3))
+        tokens = torch.zeros((), dtype=self._token_dtype or torch.int64, device=device)
+        self.totals = Totals(loss, tokens, rows, micro_batches)
+        totals = list(vars(self.totals).values())
+        self.micro_graphs = GraphedStep(
+            self._add_micro,
+            [step.model, *totals],
+            warm_up=self._warm_up_micro,
+            saved=self._buffers,
+            **self._options,
+        )
+        self.update_graphs = GraphedStep(
+            self._update,
+            [step.model, step.opt, *totals],
+            warm_up=self._warm_up_update if self._ours else None,
+            saved=[] if self._ours else None,
+            **self._options,
+        )
+
+    def _warm_up_micro(self, micro, count: int) -> int:
+        with self.step.accumulation_window():
+            _, tokens = self.step.micro(micro, count or 1, last=False)
+            self._token_dtype = None if tokens is None else tokens.dtype
+            return self.step.accumulator.received_mask
+
+    def _add_micro(self, micro, count: int) -> int:
+        """Captured: one micro-batch. Returns which tensors got a gradient, a bit for each."""
+        loss, tokens = self.step.micro(micro, count or 1, last=False)
+        self.totals.loss += loss
+        self.totals.rows += rows_of(micro)
+        self.totals.micro_batches += 1
+        if tokens is not None:
+            self.totals.tokens += tokens
+        return self.step.accumulator.detach()
+
+    def _warm_up_update(self, received: int):
+        self.step.mean_loss(self.totals)
+        self.step.divisor(self.totals)
+
+    def _update(self, received: int) -> dict:
+        """Captured: the update, with the gradients of the tensors `received`."""
+        step, totals = self.step, self.totals
+        tokens = None if self._token_dtype is None else totals.tokens.clone()
+        copy = Totals(totals.loss.clone(), tokens, totals.rows, totals.micro_batches)
+        step.accumulator.restore(received)
+        with step.accumulation_window():
+            output = step.update(copy)
+        self._zero_totals()
+        return vars(output)
+
+    def _zero_totals(self):
+        for total in vars(self.totals).values():
+            total.zero_()

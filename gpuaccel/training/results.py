@@ -1,0 +1,72 @@
+"""What a TrainStep adds up over its micro-batches, and what it returns."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..ops.clip import reference_scale
+from ..optim.device_optimizer import DeviceOptimizer
+
+
+@dataclass
+class StepOutput:
+    """The results of one step: one-element tensors on the device, not overwritten by the next."""
+
+    # Mean per token (or of what loss_fn returned).
+    loss: Tensor
+    # Valid tokens; None when loss_fn returned a mean.
+    tokens: "Tensor | None"
+    # The gradient norm before clipping; None when none was taken; one per group with a scope.
+    norm: "Tensor | None"
+    # The norm after clipping.
+    clipped_norm: "Tensor | None" = None
+    # What the gradients were multiplied by.
+    scale: "Tensor | None" = None
+    # bool: is every gradient finite?
+    finite: "Tensor | None" = None
+
+
+@dataclass
+class ClipResult:
+    """The part of StepOutput that clipping knows; all None where no norm was taken."""
+
+    norm: "Tensor | None" = None
+    clipped_norm: "Tensor | None" = None
+    scale: "Tensor | None" = None
+    finite: "Tensor | None" = None
+
+    @classmethod
+    def of_norm(cls, norm: Tensor, max_norm: float) -> "ClipResult":
+        scale = reference_scale(norm, max_norm)
+        return cls(norm, norm * scale, scale, torch.isfinite(norm))
+
+    @classmethod
+    def of_optimizer(cls, opt: DeviceOptimizer) -> "ClipResult":
+        """What the latest step() of a ga.AdamW found: copies, which the next step leaves alone."""
+        if opt.clip_state is None:
+            return cls()
+        state = opt.clip_state.clone()
+        return cls(state.norm, state.clipped_norm, state.scale, state.finite)
+
+
+@dataclass
+class Totals:
+    """Sums over the micro-batches of a step: of one rank, or, all-reduced, of every rank.
+
+    Numbers on the host, or tensors on the device in a captured step and after an all-reduce."""
+
+    # fp32; None before the first micro-batch.
+    loss: "Tensor | None" = None
+    # None where loss_fn returns means.
+    tokens: "Tensor | None" = None
+    # Sequences: dim 0 of the batch.
+    rows: "float | Tensor" = 0.0
+    micro_batches: "int | Tensor" = 0
+
+    def add(self, loss: Tensor, tokens: "Tensor | None", rows: int):
+        """One more micro-batch."""
+        self.loss = loss if self.loss is None else self.loss + loss
+        self.tokens = tokens if self.tokens is None else self.tokens + tokens
+        self.rows += rows
+        self.micro_batches += 1
