@@ -154,8 +154,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) poly_forward_v3(
     Factor by_k, by_pe, phi;
     fetch(by_k, q_tilde, stride.q_tilde, i0 + 16 * warp, T);
     fetch(by_pe, q, stride.q, i0 + 16 * warp, T);
-    // phi = factor (tanh^p + rest). Where b is more than 1e20 times the other part, that part is lost
-    // in rounding anyway.
+    // phi = factor (tanh^p + rest). Where b is more than 1e20 times the other part, that part is
+    // lost in rounding anyway.
     float scale = coefficients[2], rest = scale * coefficients[1],
           factor = scale * coefficients[0] * power_of_8(DEGREE);
     if (fabsf(rest) > 1e20f * fabsf(factor)) { factor = 1e-20f * rest; rest = 1e20f; }
@@ -198,14 +198,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) poly_forward_v3(
     wgmma<false, false, true>(scores, by_k, tile_of(all_k, 1 - group));
     wgmma_commit_group();
     wgmma_wait_group<0>();
-    // The block enters step s: its tiles have arrived, and those that will be overwritten were read.
+    // The block enters step s: its tiles have arrived, and those that will be overwritten were
+    // read.
     auto enter = [&](int s) {
         wait_for_tiles<1>();
         load_step(s + 2);
     };
     if (group == 0) enter(0);
-    // On entry S and P (in `far`) of step s are being computed, and P of the step before is complete.
-    // On return those of step s + 1 are being computed, P in place of that of the step before.
+    // On entry S and P (in `far`) of step s are being computed, and P of the step before is
+    // complete. On return those of step s + 1 are being computed, P in place of that of the step
+    // before.
     auto step = [&](int s, Sums& near, Sums& far) {
         int at = s + 1 - group;
         wgmma_wait_group<1>();                                   // all but y of the step before

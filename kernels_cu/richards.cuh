@@ -173,8 +173,8 @@ template <int n> __device__ __forceinline__ void write_sums(float* to, const flo
     }
 }
 
-// A group as it lies in memory. It is loaded one iteration ahead, and converted to floats only where
-// it is used.
+// A group as it lies in memory. It is loaded one iteration ahead, and converted to floats only
+// where it is used.
 union Group { uint4 all; DATA_T at[WIDE]; };
 
 // What lies behind the row's end is 0.
