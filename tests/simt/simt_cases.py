@@ -21,7 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-# ---- planted bugs ---------------------------------------------------------------------------------------------------
+import gpuaccel as ga
+from gpuaccel.compiler.kernel import kernel_root
+from gpuaccel.source import kernel_names, without_comments
+
+# ---- planted bugs --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,79 @@ def program(sources: "list[str]") -> "tuple[str, list[int]]":
         before.append(lines)
         lines += source.count("\n")
     return "".join(sources), before
+
+
+def closing(text, at):
+    """Index of the parenthesis that closes the one at `at`."""
+    depth = 0
+    for i in range(at, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[i], 0)
+        if depth == 0:
+            return i
+    raise ValueError(text[at : at + 40])
+
+
+_FUNCTION = re.compile(
+    r"(?:template\s*<[^>]*>\s*)?(?:extern \"C\" __global__|__device__)[^;{(]*?"
+    r"(?:__launch_bounds__\s*\([^()]*\)[^;{(]*?)?\b(\w+)\s*\("
+)
+
+
+@functools.cache
+def functions(source):
+    """Name -> [(start, end)] of the file's functions, kernels and others; overloads share a name."""
+    text, places = without_comments(source), {}
+    for m in _FUNCTION.finditer(text):
+        opening = text.index("{", closing(text, m.end() - 1))
+        depth = 0
+        for i in range(opening, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[i], 0)
+            if depth == 0:
+                break
+        places.setdefault(m[1], []).append((m.start(), i + 1))
+    return places
+
+
+@functools.cache
+def reached(kernel, source):
+    """Names of the functions that a kernel calls, and its own."""
+    text, places = without_comments(source), functions(source)
+    names, new = set(), {kernel}
+    while new:
+        names |= new
+        inside = " ".join(text[a:b] for name in new for a, b in places[name])
+        words = set(re.findall(r"\w+", inside))
+        new = (words & places.keys()) - names
+    return names
+
+
+def alone(kernel, source):
+    """The source without the functions that the kernel does not call: it compiles faster."""
+    needed = reached(kernel, source)
+    for name, places in functions(source).items():
+        for a, b in places if name not in needed else ():
+            source = source[:a] + re.sub(r"[^\n]", " ", source[a:b]) + source[b:]
+    return source
+
+
+def renamed(source, suffix):
+    """The source with a suffix behind every name that it defines: many copies fit one program."""
+    text = without_comments(source)
+    names = {
+        *kernel_names(source),
+        *re.findall(r"__device__[^;{(]*?\b(\w+)\s*\(", text),
+        *re.findall(r"\bstruct (?:__align__\(.*?\) )?(\w+)\s*\{", text),
+        *re.findall(r"#define (\w+)", text),
+    }
+    return re.sub(rf"\b({'|'.join(sorted(names))})\b", rf"\1{suffix}", source)
+
+
+def kernel_alone(file, name, **macros):
+    """A kernel of kernels_cu without the others of its file."""
+    source = (kernel_root() / f"{file}.cu").read_text()
+    return ga.Kernel.from_source(
+        alone(name, source), name, f"kernels_cu/{file}.cu", macros, learner=False
+    )
 
 
 BUGS: "dict[str, Bug]" = {}
@@ -2766,7 +2843,7 @@ def run(kernel, seed, device, WHOLE=0, ACC_T="float", STOCHASTIC=0):
         yield Outcome(f"B, T, C = {B, T, C}", there.cpu(), dwpe)
 
 
-# (file, kernel) -> macros with which it is tried besides its own; handed to `run` by name as well.
+# (file, kernel) -> macros that are tried besides the default ones; `run` gets them by name as well
 VARIANTS: "dict[tuple[str, str], list[dict]]" = {
     ("adamw", "adamw_v2"): [
         {"PARAM_T": "bf16", "AMSGRAD": 1, "STOCHASTIC": 1},
@@ -2788,3 +2865,17 @@ VARIANTS: "dict[tuple[str, str], list[dict]]" = {
     ],
     ("encoder", "encoder_wpe"): [{"WHOLE": 1}, {"ACC_T": "bf16", "STOCHASTIC": 1}],
 }
+
+VARIED = [(*key, macros) for key, variants in VARIANTS.items() for macros in variants]
+# (file, kernel, GRAD_T): one dtype only where the file does not have the macro.
+OURS_BY_DTYPE = [
+    (file, name, grad_t)
+    for file, name in OURS
+    for grad_t in ("float", "bf16")
+    if grad_t == "float" or "GRAD_T" in (kernel_root() / f"{file}.cu").read_text()
+]
+GOOD_TEXT = program([case.source for case in GOOD.values()])[0]
+
+
+def good_kernel(name):
+    return ga.compile(GOOD_TEXT, name)

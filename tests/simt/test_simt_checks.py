@@ -11,7 +11,27 @@ import sys
 
 import pytest
 import torch
-from simt_cases import BUGS, GOOD, OURS, VARIANTS, Call, Expect, Outcome, marked, program, same_bits
+from simt_cases import (
+    BUGS,
+    GOOD,
+    OURS,
+    OURS_BY_DTYPE,
+    VARIANTS,
+    VARIED,
+    Call,
+    Expect,
+    Outcome,
+    alone,
+    closing,
+    functions,
+    good_kernel,
+    kernel_alone,
+    marked,
+    program,
+    reached,
+    renamed,
+    same_bits,
+)
 
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
@@ -38,7 +58,6 @@ ERRORS = [name for name, bug in BUGS.items() if not bug.note]
 NOTES = [name for name, bug in BUGS.items() if bug.note]
 BUG_TEXT, BUG_STARTS = program([bug.source for bug in BUGS.values()])
 BUG_START = dict(zip(BUGS, BUG_STARTS))
-GOOD_TEXT = program([good.source for good in GOOD.values()])[0]
 
 
 @pytest.fixture(autouse=True)
@@ -186,7 +205,7 @@ def test_a_tensor_nobody_named_is_a_far_address():
 
 @pytest.mark.parametrize("name", GOOD)
 def test_a_correct_kernel_gets_no_report_and_the_bits_of_the_fast_mode(name, recwarn):
-    good, kernel = GOOD[name], ga.compile(GOOD_TEXT, name)
+    good, kernel = GOOD[name], good_kernel(name)
     with ga.checked():
         seen = list(good.run(kernel, 0, "cpu"))
     with ga.checked(False):
@@ -200,28 +219,24 @@ def test_a_correct_kernel_gets_no_report_and_the_bits_of_the_fast_mode(name, rec
         )
 
 
-@pytest.mark.parametrize("grad_t", ["float", "bf16"])
-@pytest.mark.parametrize("file, name", OURS)
+@pytest.mark.parametrize("file, name, grad_t", OURS_BY_DTYPE)
 def test_our_own_kernels_get_no_report(file, name, grad_t):
     with ga.checked():
         for outcome in OURS[file, name](ga.Kernel(file, name, GRAD_T=grad_t), 0, "cpu"):
             assert outcome.right, outcome
 
 
-@pytest.mark.parametrize(
-    "file, name, macros",
-    [(*key, macros) for key, variants in VARIANTS.items() for macros in variants],
-    ids=str,
-)
+@pytest.mark.parametrize("file, name, macros", VARIED, ids=str)
 def test_our_own_kernels_with_other_macros_get_no_report(file, name, macros):
+    kernel = kernel_alone(file, name, **macros)
     with ga.checked():
-        for outcome in OURS[file, name](ga.Kernel(file, name, **macros), 0, "cpu", **macros):
+        for outcome in OURS[file, name](kernel, 0, "cpu", **macros):
             assert outcome.right, outcome
 
 
 def test_tensors_that_share_memory_stay_one():
     """In place, and two overlapping views: copies for the checks must not tear them apart."""
-    add, x = ga.compile(GOOD_TEXT, "vec_add"), torch.arange(301.0)
+    add, x = good_kernel("vec_add"), torch.arange(301.0)
     with ga.checked():
         add[2, 256](x, x, x, 301)
         assert torch.equal(x, 2 * torch.arange(301.0))
@@ -232,7 +247,7 @@ def test_tensors_that_share_memory_stay_one():
 
 
 def test_an_empty_tensor_is_no_problem():
-    add, empty = ga.compile(GOOD_TEXT, "vec_add"), torch.zeros(0)
+    add, empty = good_kernel("vec_add"), torch.zeros(0)
     with ga.checked():
         add[1, 32](empty, empty, empty, 0)
     with ga.checked(), pytest.raises(ga.KernelError) as info:
@@ -253,7 +268,7 @@ def test_null_in_a_struct_stays_null_beside_an_empty_tensor():
 
 
 def test_results_are_copied_back_into_views_and_nowhere_else():
-    add, whole = ga.compile(GOOD_TEXT, "vec_add"), torch.zeros(100)
+    add, whole = good_kernel("vec_add"), torch.zeros(100)
     a = torch.arange(100.0)
     with ga.checked():
         add[1, 64](whole[20:70], a[20:70], a[:50], 50)
@@ -303,7 +318,7 @@ for name in t.FAST_FAULTS:
         except ga.KernelError as error:
             report, = error.reports
             print(name, report.kind, report.line, sep="|")
-print(all(outcome.right for outcome in t.GOOD["vec_add"].run(ga.compile(t.GOOD_TEXT, "vec_add"), 0, "cpu")))
+print(all(outcome.right for outcome in t.GOOD["vec_add"].run(t.good_kernel("vec_add"), 0, "cpu")))
 """
 
 
@@ -464,16 +479,6 @@ CLANG_UNNOTICED = {
 }
 
 
-def closing(text, at):
-    """Index of the parenthesis that closes the one at `at`."""
-    depth = 0
-    for i in range(at, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[i], 0)
-        if depth == 0:
-            return i
-    raise ValueError(text[at : at + 40])
-
-
 def parts(text, separator):
     """(start, end) of the pieces between separators that are outside all brackets."""
     depth, start, found, i = 0, 0, [], 0
@@ -524,43 +529,6 @@ def changes(source):
         yield m.start(), m.end(), "true"
 
 
-def functions(source):
-    """Name -> (start, end) of each of the file's functions, kernels and others; overloads are one entry with several places."""
-    text, found = without_comments(source), {}
-    for m in re.finditer(
-        r"(?:template\s*<[^>]*>\s*)?(?:extern \"C\" __global__|__device__)[^;{(]*?(?:__launch_bounds__\s*\([^()]*\)[^;{(]*?)?\b(\w+)\s*\(",
-        text,
-    ):
-        opening = text.index("{", closing(text, m.end() - 1))
-        depth = 0
-        for i in range(opening, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[i], 0)
-            if depth == 0:
-                break
-        found.setdefault(m[1], []).append((m.start(), i + 1))
-    return found
-
-
-def reached(kernel, source):
-    """Names of the functions that a kernel calls, and its own."""
-    text, places = without_comments(source), functions(source)
-    found, new = set(), {kernel}
-    while new:
-        found |= new
-        inside = " ".join(text[a:b] for name in new for a, b in places[name])
-        new = {name for name in places if re.search(rf"\b{name}\b", inside)} - found
-    return found
-
-
-def alone(kernel, source):
-    """The source with everything blanked that the kernel does not call: it compiles faster."""
-    needed = reached(kernel, source)
-    for name, places in functions(source).items():
-        for a, b in places if name not in needed else ():
-            source = source[:a] + re.sub(r"[^\n]", " ", source[a:b]) + source[b:]
-    return source
-
-
 def mutants(kernels, source):
     """(kernel or function that is changed, change in words, kernels that run it, changed source) for all kernels of a source."""
     places, words = functions(source), {}
@@ -593,16 +561,6 @@ def mutants(kernels, source):
             by,
             source[:start] + new + source[end:],
         )
-
-
-def renamed(source, suffix):
-    """The source with a suffix behind every name that it defines, so that many copies fit into one program."""
-    text = without_comments(source)
-    names = {*kernel_names(source), *re.findall(r"__device__[^;{(]*?\b(\w+)\s*\(", text)} | {
-        *re.findall(r"\bstruct (?:__align__\(.*?\) )?(\w+)\s*\{", text),
-        *re.findall(r"#define (\w+)", text),
-    }
-    return re.sub(rf"\b({'|'.join(sorted(names))})\b", rf"\1{suffix}", source)
 
 
 def exercise_run(task):
