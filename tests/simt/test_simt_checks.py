@@ -173,7 +173,8 @@ def test_the_process_goes_on_after_every_error():
     """Errors of each kind one after the other, correct launches in between."""
     x = torch.ones(64)
     add = ga.compile(
-        'extern "C" __global__ void add(float* x) { __shared__ float s[64]; s[threadIdx.x] = x[threadIdx.x]; '
+        'extern "C" __global__ void add(float* x) { '
+        "__shared__ float s[64]; s[threadIdx.x] = x[threadIdx.x]; "
         "__syncthreads(); x[threadIdx.x] += s[63 - threadIdx.x]; }"
     )
     silent = (
@@ -256,10 +257,11 @@ def test_an_empty_tensor_is_no_problem():
 
 
 def test_null_in_a_struct_stays_null_beside_an_empty_tensor():
-    """An empty tensor's address may be 0, and it may be one of those whose addresses are replaced."""
+    """An empty tensor's address may be 0, and it may be one of the tensors= of the launch."""
     kernel = ga.compile(
         "struct Two { float* a; float* b; };\n"
-        'extern "C" __global__ void which(int* out, Two two) { out[0] = two.a != 0; out[1] = two.b != 0; }'
+        'extern "C" __global__ void which(int* out, Two two) '
+        "{ out[0] = two.a != 0; out[1] = two.b != 0; }"
     )
     x, out = torch.zeros(4), torch.full((2,), -1, dtype=torch.int32)
     with ga.checked():
@@ -493,7 +495,7 @@ def parts(text, separator):
 
 
 def changes(source):
-    """Every (start, end, replacement) that takes one barrier, fence, atomic or bound out of a kernel's source."""
+    """(start, end, replacement) of each barrier, fence, atomic or bound in a kernel's source."""
     text = without_comments(source)
     for m in re.finditer(r"__syncthreads\(\);|__syncwarp\([^()]*\);|__threadfence\(\);", text):
         yield m.start(), m.end(), ";"
@@ -511,7 +513,8 @@ def changes(source):
         yield (
             m.start(),
             end + 1,
-            f"([&] {{ auto {old} = {place}; {place} = {old} {ATOMICS[m[1]]} ({value}); return {old}; }}())",
+            f"([&] {{ auto {old} = {place}; "
+            f"{place} = {old} {ATOMICS[m[1]]} ({value}); return {old}; }}())",
         )
     for m in re.finditer(r"\bif \(", text):
         end = closing(text, m.end() - 1)
@@ -530,7 +533,10 @@ def changes(source):
 
 
 def mutants(kernels, source):
-    """(kernel or function that is changed, change in words, kernels that run it, changed source) for all kernels of a source."""
+    """The mutants of all kernels of a source.
+
+    Yields (changed kernel or function, change in words, kernels that run it, changed source).
+    """
     places, words = functions(source), {}
     callers = {
         name: [kernel for kernel in kernels if name in reached(kernel, source)] for name in places
@@ -583,7 +589,7 @@ def exercise_run(task):
     return run
 
 
-# kernel -> its source; and how it is run, with which macros: a change is noticed when one of the runs notices it
+# kernel -> its source, and the runs with their macros: one of the runs has to notice a change
 SOURCES = {name: good.source for name, good in GOOD.items()} | {
     task.name: task.solution for task in EXERCISES.values() if task.params
 }
@@ -635,7 +641,7 @@ def test_each_kernel_has_something_to_remove():
 
 
 def noticed(kernel, run, seeds) -> "str | None":
-    """How a changed kernel is found out: by the checks, or by a value on one of several sets of data."""
+    """The error or the wrong value that shows the change, on one of several sets of data."""
     for seed in range(seeds):
         try:
             with ga.checked(seconds=10):

@@ -24,9 +24,9 @@ from gpuaccel.compiler import nvrtc
 from gpuaccel.learn.exercises.exercises import BLOCK, EXERCISES
 
 KERNEL_EXERCISES = [e for e in EXERCISES.values() if e.params]
-# Without contraction each operation is rounded once, by the rules of IEEE 754, so the results of CPU
-# and GPU are bit-identical. NVRTC rounds division and sqrtf correctly by default. The exception is
-# atomic_sum: float atomics add in the order in which threads arrive.
+# Without contraction each operation is rounded once, by the rules of IEEE 754, so the results of
+# CPU and GPU are bit-identical. NVRTC rounds division and sqrtf correctly by default. The exception
+# is atomic_sum: float atomics add in the order in which threads arrive.
 NO_FMA = ("-fmad=false",)
 
 
@@ -254,7 +254,7 @@ def test_a_launch_enters_few_python_functions(simt):
 
 
 def test_threads_that_do_not_wait_are_a_loop(simt, monkeypatch):
-    """Only a thread that waits for others gets a stack of its own, and switching stacks costs time."""
+    """Only a thread that waits for others gets a stack of its own, and a switch costs time."""
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})  # one worker
     source = """extern "C" __global__ void k(float* out, const float* x) {
         int i = blockIdx.x * 256 + threadIdx.x;
