@@ -1,4 +1,4 @@
-"""The backend is chosen once, with a reason; what cannot run stops in words; nothing falls back in silence."""
+"""The backend is chosen once, with a reason; what cannot run raises; nothing falls back in silence."""
 
 import importlib
 import os
@@ -33,7 +33,7 @@ THERE, NOT = (
 
 
 def expected(requested, policy, there):
-    """The whole table once more, as rules: (backend, part of the reason), or the part of an error."""
+    """The same table as rules: (backend, part of the reason), or an error with a part of its text."""
     if policy == "off" and requested == "cuda":
         return BackendError("the GPU policy is off")
     if policy == "off":
@@ -239,7 +239,8 @@ def test_without_a_gpu_the_reason_says_what_is_missing():
         (
             12040,
             "13.0",
-            "driver for CUDA 12.4, but torch .* needs a driver for CUDA 13 or newer: update the driver",
+            "driver for CUDA 12.4, but torch .* needs a driver for CUDA 13 or newer: "
+            "update the driver",
         ),
         (13000, None, "is a build without CUDA"),
     ],
@@ -256,12 +257,12 @@ def test_a_driver_that_does_not_fit_torch_is_explained(monkeypatch, version, bui
     assert re.search(message, why), why
 
 
-# ---- the cache folder -----------------------------------------------------------------------------------------------
+# ---- deterministic algorithms --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_deterministic_leaves_every_switch_as_it_was(monkeypatch, frozen):
-    """Also after torch.backends.disable_global_flags(), as torch's own test helpers call it on import."""
+    """Also after torch.backends.disable_global_flags(), which torch's own test helpers call."""
 
     def switches():
         return (
@@ -287,12 +288,13 @@ def test_deterministic_leaves_every_switch_as_it_was(monkeypatch, frozen):
 def test_importing_gpuaccel_sets_nothing_in_the_process():
     """Neither the environment nor one of torch's flags; torch is imported first, with its own."""
     code = """
-import os, warnings
+import os, sys, warnings
 import torch
 
 def state():
     return dict(
-        environment=dict(os.environ), filters=list(warnings.filters), threads=torch.get_num_threads(),
+        environment=dict(os.environ), filters=list(warnings.filters),
+        threads=torch.get_num_threads(), hooks=sys.excepthook,
         deterministic=torch.are_deterministic_algorithms_enabled(), dtype=torch.get_default_dtype(),
         fill=torch.utils.deterministic.fill_uninitialized_memory, grad=torch.is_grad_enabled(),
         precision=torch.get_float32_matmul_precision(), anomaly=torch.is_anomaly_enabled(),
@@ -386,6 +388,9 @@ print(refused, ["before CUBLAS_WORKSPACE_CONFIG was set" in str(w.message) for w
     )
     expected = "True [True]\n" if early else "False []\n"
     assert run.stdout == expected, run.stdout + run.stderr
+
+
+# ---- the cache folder ----------------------------------------------------------------------------
 
 
 @pytest.fixture

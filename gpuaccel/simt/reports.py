@@ -5,6 +5,7 @@
 """
 
 import ctypes
+import functools
 import io
 import re
 import textwrap
@@ -51,7 +52,9 @@ class Symbols:
     size: bytes of memory that it takes
     variables: sorted (offset, bytes, name, whether it is a __shared__ variable)
     shared: first and last offset of the __shared__ variables
-    types: offset of a variable -> (bytes, name) of one element
+
+    Lines and types are read when they are first needed: a correct kernel needs no lines, and one
+    without variables no types.
     """
 
     def __init__(self, program):
@@ -76,11 +79,22 @@ class Symbols:
         self.shared = (0, 0)
         if section:
             self.shared = section["sh_addr"], section["sh_addr"] + section["sh_size"]
-        dwarf = elf.get_dwarf_info()
-        self.rows = _line_table(dwarf)
-        self.addresses = [address for address, _, _ in self.rows]
-        self.types = {}
-        for unit in dwarf.iter_CUs():
+        self._elf = elf
+
+    @functools.cached_property
+    def rows(self) -> list:
+        """Rows (offset, file, line) of the line table, sorted by offset."""
+        return _line_table(self._elf.get_dwarf_info())
+
+    @functools.cached_property
+    def addresses(self) -> list:
+        return [offset for offset, _, _ in self.rows]
+
+    @functools.cached_property
+    def types(self) -> dict:
+        """Offset of a variable -> (bytes, name) of one element."""
+        types = {}
+        for unit in self._elf.get_dwarf_info().iter_CUs():
             for die in unit.iter_DIEs():
                 location = die.attributes.get("DW_AT_location")
                 if die.tag != "DW_TAG_variable" or not location:
@@ -88,7 +102,8 @@ class Symbols:
                 expression = location.value
                 if isinstance(expression, list) and expression[0] == DW_OP_ADDR:
                     offset = int.from_bytes(bytes(expression[1:9]), "little")
-                    self.types[offset] = _element_type(die)
+                    types[offset] = _element_type(die)
+        return types
 
     def locate(self, offset: int) -> "tuple[str | None, int | None]":
         """(file, line) of the machine code at this offset into the library, or (None, None)."""

@@ -1,4 +1,4 @@
-"""The compiler is found by what is installed, compiles what it should, and keeps what it compiled."""
+"""NVRTC is found by what is installed, compiles for each architecture, and its results are cached."""
 
 import glob
 import json
@@ -18,7 +18,11 @@ from gpuaccel.compiler.kernel import Kernel, kernel_root
 from gpuaccel.compiler.nvrtc import Library, check_arch, check_driver, compile_cubin, library
 from gpuaccel.errors import BackendError, CompileError
 
-SOURCE = 'extern "C" __global__ void k(float* x, int n) { int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) x[i] *= %s; }\n'
+SOURCE = """extern "C" __global__ void k(float* x, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) x[i] *= %s;
+}
+"""
 # Counts the programs that a process really compiles, and says which NVRTC it chose.
 COUNT = """
 import json, sys
@@ -74,7 +78,10 @@ def test_the_library_says_what_it_is():
 
 
 def test_the_choice_of_nvrtc_does_not_depend_on_import_order(tmp_path):
-    """torch first; gpuaccel first; NVRTC 13 already in the process, where there is one. And three processes share a cold cache."""
+    """torch first; gpuaccel first; NVRTC 13 loaded first, where there is one.
+
+    And three processes share a cold cache.
+    """
     thirteen = next(
         iter(
             glob.glob(
@@ -235,7 +242,8 @@ def test_a_missing_nvrtc_names_the_wheel(monkeypatch, tmp_path):
     monkeypatch.setattr(nvrtc, "candidates", lambda: [str(tmp_path / "libnvrtc.so.12")])
     with pytest.raises(
         BackendError,
-        match="pip install nvidia-cuda-nvrtc-cu12.*looked at .*libnvrtc.so.12; last answer: .*cannot open",
+        match="pip install nvidia-cuda-nvrtc-cu12.*looked at .*libnvrtc.so.12; "
+        "last answer: .*cannot open",
     ):
         library.__wrapped__()
 
@@ -264,7 +272,10 @@ def test_a_driver_too_old_for_the_compiler_is_refused(monkeypatch, major, driver
         nvrtc, "library", lambda: Library((major, 0), f"/x/libnvrtc.so.{major}", ("sm_90",), None)
     )
     if refused:
-        told = f"driver supports CUDA {driver // 1000}.{driver % 1000 // 10}, but NVRTC {major}.0 .*writes code for CUDA {major}: update the driver"
+        told = (
+            f"driver supports CUDA {driver // 1000}.{driver % 1000 // 10}, but NVRTC {major}.0 "
+            f".*writes code for CUDA {major}: update the driver"
+        )
         with pytest.raises(BackendError, match=told):
             check_driver(driver)
     else:
@@ -294,7 +305,7 @@ def test_resources_of_a_kernel_that_is_not_in_the_report():
 
 @pytest.mark.gpu
 def test_gpu_the_same_program_compiled_twice_keeps_its_report(cache):
-    """NVRTC's own cache (with a driver, from 12.9) gives a cubin back without the report: then registers would be unknown."""
+    """NVRTC's own cache (from 12.9, with a driver) returns a cubin without ptxas's report."""
     source = SOURCE % "3.5f"
     for _ in range(2):
         shutil.rmtree(cache, ignore_errors=True)

@@ -1,12 +1,13 @@
 """Kernels for the tests of simt: BUGS, each with one mistake planted, and GOOD, which have none.
 
-A line that has to be reported carries a mark in a comment: `// BUG`, `// BUG2`; the other side of a race is `// OTHER`. Every
-source stands on its own; `program(sources)` joins many into one text: forty kernels compile ten times faster together.
+A line that has to be reported has a mark in a comment: `// BUG`, `// BUG2`. The other side of a
+race is marked `// OTHER`. Each source compiles by itself. `program(sources)` joins many into one
+text: forty kernels compile ten times faster together.
 
     >>> bug = BUGS["guard_one_too_far"]
     >>> call = bug.call()                          # fresh tensors, a grid, a block
     >>> good = GOOD["transpose"]
-    >>> for outcome in good.run(kernel, seed=0, device="cpu"):   # launches, then compares with torch or numpy
+    >>> for outcome in good.run(kernel, seed=0, device="cpu"):   # compares with torch or numpy
     ...     assert outcome.right, outcome
 """
 
@@ -21,7 +22,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-# ---- planted bugs ---------------------------------------------------------------------------------------------------
+import gpuaccel as ga
+from gpuaccel.compiler.kernel import kernel_root
+from gpuaccel.source import kernel_names, without_comments
+
+# ---- planted bugs --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Expect:
-    """A report that has to come. What is None is not compared: it depends on the order in which threads run."""
+    """A report that is expected. None is not compared: it depends on the order of the threads."""
 
     kinds: tuple  # any of these kinds is right
     at: str = "BUG"  # mark of the line
@@ -78,6 +83,79 @@ def program(sources: "list[str]") -> "tuple[str, list[int]]":
     return "".join(sources), before
 
 
+def closing(text, at):
+    """Index of the parenthesis that closes the one at `at`."""
+    depth = 0
+    for i in range(at, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[i], 0)
+        if depth == 0:
+            return i
+    raise ValueError(text[at : at + 40])
+
+
+_FUNCTION = re.compile(
+    r"(?:template\s*<[^>]*>\s*)?(?:extern \"C\" __global__|__device__)[^;{(]*?"
+    r"(?:__launch_bounds__\s*\([^()]*\)[^;{(]*?)?\b(\w+)\s*\("
+)
+
+
+@functools.cache
+def functions(source):
+    """Name -> [(start, end)] of a file's functions; overloads share a name."""
+    text, places = without_comments(source), {}
+    for m in _FUNCTION.finditer(text):
+        opening = text.index("{", closing(text, m.end() - 1))
+        depth = 0
+        for i in range(opening, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[i], 0)
+            if depth == 0:
+                break
+        places.setdefault(m[1], []).append((m.start(), i + 1))
+    return places
+
+
+@functools.cache
+def reached(kernel, source):
+    """Names of the functions that a kernel calls, and its own."""
+    text, places = without_comments(source), functions(source)
+    names, new = set(), {kernel}
+    while new:
+        names |= new
+        inside = " ".join(text[a:b] for name in new for a, b in places[name])
+        words = set(re.findall(r"\w+", inside))
+        new = (words & places.keys()) - names
+    return names
+
+
+def alone(kernel, source):
+    """The source without the functions that the kernel does not call: it compiles faster."""
+    needed = reached(kernel, source)
+    for name, places in functions(source).items():
+        for a, b in places if name not in needed else ():
+            source = source[:a] + re.sub(r"[^\n]", " ", source[a:b]) + source[b:]
+    return source
+
+
+def renamed(source, suffix):
+    """The source with a suffix behind every name that it defines: many copies fit one program."""
+    text = without_comments(source)
+    names = {
+        *kernel_names(source),
+        *re.findall(r"__device__[^;{(]*?\b(\w+)\s*\(", text),
+        *re.findall(r"\bstruct (?:__align__\(.*?\) )?(\w+)\s*\{", text),
+        *re.findall(r"#define (\w+)", text),
+    }
+    return re.sub(rf"\b({'|'.join(sorted(names))})\b", rf"\1{suffix}", source)
+
+
+def kernel_alone(file, name, **macros):
+    """A kernel of kernels_cu without the others of its file."""
+    source = (kernel_root() / f"{file}.cu").read_text()
+    return ga.Kernel.from_source(
+        alone(name, source), name, f"kernels_cu/{file}.cu", macros, learner=False
+    )
+
+
 BUGS: "dict[str, Bug]" = {}
 
 
@@ -98,7 +176,7 @@ bug(
 extern "C" __global__ void read_past_end(float* out, const float* x, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) out[i] = x[i + 1] - x[i];                        // BUG: the last thread has no right neighbour
+    if (i < n) out[i] = x[i + 1] - x[i];  // BUG: the last thread has no right neighbour
 }
 """,
     lambda: Call(4, 256, (torch.zeros(1000), ramp(1000), 1000)),
@@ -129,7 +207,7 @@ extern "C" __global__ void float4_tail(float4* out, const float4* x, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < (n + 3) / 4) {
-        float4 four = x[i];                                     // BUG: 1001 elements are 250 groups and one
+        float4 four = x[i];  // BUG: 1001 elements are 250 groups and one
         out[i] = four;                                          // BUG2
     }
 }
@@ -146,7 +224,7 @@ extern "C" __global__ void bf16_tail(float* out, const bf16* x, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (2 * i < n) {
-        unsigned two = reinterpret_cast<const unsigned*>(x)[i];     // BUG: n is odd, the last one has no partner
+        unsigned two = reinterpret_cast<const unsigned*>(x)[i];  // BUG: n is odd
         out[2 * i] = low_as_float(two);
         if (2 * i + 1 < n) out[2 * i + 1] = high_as_float(two);
     }
@@ -175,7 +253,7 @@ bug(
 extern "C" __global__ void end_of_a_view(float* x, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
-    x[i] = 1.0f;                                                // BUG: the storage goes on behind the view, the tensor does not
+    x[i] = 1.0f;  // BUG: the storage goes on behind the view, the tensor does not
 }
 """,
     lambda: Call(1, 64, (ramp(1000)[100:150], 50)),
@@ -203,7 +281,7 @@ bug(
 extern "C" __global__ void atomic_past_end(int* bins, const int* x, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) atomicAdd(&bins[x[i]], 1);                       // BUG: one value is larger than the bins there are
+    if (i < n) atomicAdd(&bins[x[i]], 1);  // BUG: one value is larger than the bins there are
 }
 """,
     lambda: Call(
@@ -256,7 +334,7 @@ bug(
 extern "C" __global__ void wild_address(float* out, const float* const* table)
 {
     const float* x = table[blockIdx.x];
-    float value = x[threadIdx.x];                               // BUG: the second address is nobody's
+    float value = x[threadIdx.x];  // BUG: the second address is nobody's
     out[blockIdx.x * blockDim.x + threadIdx.x] = value;
 }
 """,
@@ -317,7 +395,7 @@ extern "C" __global__ void local_groups_past_end(float4* out, const float4* x, i
 {
     float4 group[2];
     for (int k = 0; k <= count; k++)
-        group[k] = x[k];                                        // BUG: group[2], a whole struct at once
+        group[k] = x[k];  // BUG: group[2], a whole struct at once
     out[threadIdx.x] = make_float4(group[0].x, group[1].y, 0.0f, 0.0f);
 }
 """,
@@ -362,7 +440,7 @@ bug(
 extern "C" __global__ void misaligned_float4(float* out, const float* x)
 {
     int t = threadIdx.x;
-    float4 four = *reinterpret_cast<const float4*>(x + 4 * t + 1);      // BUG: 4 bytes behind a multiple of 16
+    float4 four = *reinterpret_cast<const float4*>(x + 4 * t + 1);  // BUG: 4 bytes off
     out[t] = four.x + four.y + four.z + four.w;
 }
 """,
@@ -453,7 +531,7 @@ extern "C" __global__ void race_between_warps(float* out, const float* x)
     __syncthreads();
     buffer[t] = x[t];                                           // OTHER
     __syncwarp();
-    out[t] = buffer[t ^ 32];                                    // BUG: written by the other warp; __syncwarp is not enough
+    out[t] = buffer[t ^ 32];  // BUG: written by the other warp; __syncwarp is not enough
 }
 """,
     lambda: Call(1, 64, (torch.zeros(64), ramp(64))),
@@ -470,7 +548,7 @@ extern "C" __global__ void only_the_last_warp_waits(float* out)
     __syncthreads();
     out[threadIdx.x] = total;                                   // OTHER
     if (threadIdx.x >= 96) {
-        __syncwarp();                                           // its own lanes have read it; the others perhaps not
+        __syncwarp();  // its own lanes have read it; the others perhaps not
         if (threadIdx.x == 96)
             total = 2.0f;                                       // BUG
     }
@@ -490,7 +568,7 @@ extern "C" __global__ void no_syncwarp(float* out, const float* x)
     sums[lane] = x[lane];
     __syncwarp();
     for (int offset = 16; offset > 0; offset /= 2)
-        if (lane < offset) sums[lane] += sums[lane + offset];   // BUG: each round needs the one before
+        if (lane < offset) sums[lane] += sums[lane + offset];  // BUG: no barrier after a round
     __syncwarp();
     if (lane == 0) out[0] = sums[0];
 }
@@ -518,7 +596,7 @@ bug(
 extern "C" __global__ void two_writers(float* out, const float* x, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < n) out[i / 2] = x[i];                               // BUG: neighbours write the same element
+    if (i < n) out[i / 2] = x[i];  // BUG: neighbours write the same element
 }
 """,
     lambda: Call(1, 64, (torch.zeros(32), ramp(64), 64)),
@@ -535,7 +613,7 @@ extern "C" __global__ void no_fence(float* total, float* partial, unsigned* arri
         float sum = 0.0f;
         for (int k = 0; k < 32; k++) sum += x[blockIdx.x * 32 + k];
         partial[blockIdx.x] = sum;                              // OTHER
-        last = atomicAdd(arrived, 1u) == gridDim.x - 1;         // no __threadfence() before: the counter may be seen first
+        last = atomicAdd(arrived, 1u) == gridDim.x - 1;  // no __threadfence() before
     }
     __syncthreads();
     if (last && threadIdx.x == 0) {
@@ -561,7 +639,7 @@ extern "C" __global__ void result_of_another_block(float* out, float* sums, cons
     if (threadIdx.x == 0) sums[b] = x[b];                       // OTHER
     __syncthreads();
     if (threadIdx.x == 1)
-        out[b] = sums[(b + 1) % gridDim.x];                     // BUG: a barrier does not wait for other blocks
+        out[b] = sums[(b + 1) % gridDim.x];  // BUG: a barrier does not wait for other blocks
 }
 """,
     lambda: Call(4, 32, (torch.zeros(4), torch.zeros(4), ramp(4))),
@@ -576,7 +654,7 @@ extern "C" __global__ void overwritten_for_other_blocks(float* out, float* scale
     out[blockIdx.x * blockDim.x + threadIdx.x] = scale[0];      // OTHER
     __syncthreads();
     if (blockIdx.x == gridDim.x - 1 && threadIdx.x == 0)
-        scale[0] = 0.0f;                                        // BUG: other blocks may not have read it yet
+        scale[0] = 0.0f;  // BUG: other blocks may not have read it yet
 }
 """,
     lambda: Call(4, 64, (torch.zeros(256), torch.ones(1))),
@@ -612,7 +690,7 @@ extern "C" __global__ void barrier_in_one_branch(float* x)
     int t = threadIdx.x;
     if (t < 40) {
         x[t] *= 2.0f;
-        __syncthreads();                                        // BUG: threads 40 to 63 wait at another one
+        __syncthreads();  // BUG: threads 40 to 63 wait at another one
     }
     x[t] += 1.0f;
     __syncthreads();                                            // OTHER
@@ -634,7 +712,7 @@ extern "C" __global__ void barrier_against_shuffle(float* x)
         __syncthreads();                                        // OTHER
         value += 1.0f;
     } else {
-        value = __shfl_sync(0xffffffffu, value, 16);            // BUG: the mask names lanes that wait elsewhere
+        value = __shfl_sync(0xffffffffu, value, 16);  // BUG: lanes of the mask wait elsewhere
     }
     x[t] = value;
 }
@@ -651,7 +729,7 @@ extern "C" __global__ void shuffle_from_the_gone(float* x, int n)
     int t = threadIdx.x;
     if (t >= n) return;
     float value = x[t];
-    value += __shfl_down_sync(0xffffffffu, value, 1);           // BUG: thread 39 reads from thread 40, which has returned
+    value += __shfl_down_sync(0xffffffffu, value, 1);  // BUG: thread 40 has returned
     x[t] = value;
 }
 """,
@@ -667,7 +745,7 @@ extern "C" __global__ void lane_outside_its_mask(float* x)
     int lane = threadIdx.x;
     float value = x[lane];
     if (lane < 20)
-        value += __shfl_xor_sync(0x0000ffffu, value, 1);        // BUG: lanes 16 to 19 are not in the mask
+        value += __shfl_xor_sync(0x0000ffffu, value, 1);  // BUG: lanes 16 to 19 are not in the mask
     x[lane] = value;
 }
 """,
@@ -728,9 +806,12 @@ extern "C" __global__ void waits_for_ever(int* out, volatile int* flag)
 bug(
     "too_deep",
     """
-__device__ __noinline__ float sink(const float* x, int depth)
-{ volatile float kept[64]; kept[depth % 64] = x[0]; return depth <= 0 ? kept[0] : sink(x, depth - 1) + kept[depth % 64]; }  // BUG
-extern "C" __global__ void too_deep(float* out, const float* x, int depth) { out[threadIdx.x] = sink(x, depth); }
+__device__ __noinline__ float sink(const float* x, int d)
+{ volatile float k[64]; k[d % 64] = *x; return d <= 0 ? k[0] : sink(x, d - 1) + k[d % 64]; }  // BUG
+extern "C" __global__ void too_deep(float* out, const float* x, int depth)
+{
+    out[threadIdx.x] = sink(x, depth);
+}
 """,
     lambda: Call(1, 32, (torch.zeros(32), ramp(1), 10_000_000)),
     Expect(("stack overflow",), thread=(0, 0, 0), block=(0, 0, 0)),
@@ -739,7 +820,8 @@ extern "C" __global__ void too_deep(float* out, const float* x, int depth) { out
 bug(
     "large_local_array",
     """
-extern "C" __global__ void large_local_array(int* out, const int* place)     // the frame would jump over any guard page
+// The frame is larger than any guard page.
+extern "C" __global__ void large_local_array(int* out, const int* place)
 { volatile char kept[1 << 21]; kept[place[0]] = 1; out[threadIdx.x] = kept[place[1]]; }     // BUG
 """,
     lambda: Call(
@@ -770,7 +852,7 @@ extern "C" __global__ void writes_through_const(float* out, const float* x, int 
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) {
         out[i] = x[i];
-        const_cast<float*>(x)[i] = 0.0f;                        // BUG: allowed, but the signature said otherwise
+        const_cast<float*>(x)[i] = 0.0f;  // BUG: allowed, but the signature said otherwise
     }
 }
 """,
@@ -780,7 +862,7 @@ extern "C" __global__ void writes_through_const(float* out, const float* x, int 
 )
 
 
-# ---- correct kernels ------------------------------------------------------------------------------------------------
+# ---- correct kernels -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -807,10 +889,14 @@ class Outcome:
             or self.got.dtype != self.want.dtype
             and self.tolerance == 0.0
         ):
-            return f"{self.label}: {self.got.dtype} {tuple(self.got.shape)}, expected {self.want.dtype} {tuple(self.want.shape)}"
+            got, want = (f"{t.dtype} {tuple(t.shape)}" for t in (self.got, self.want))
+            return f"{self.label}: {got}, expected {want}"
         d = (self.got.double() - self.want.double()).abs()
         some = int((d != 0).sum())
-        return f"{self.label}: {some} of {d.numel()} differ, by {d.max().item():.3g} at most, {d.mean().item():.3g} on average"
+        return (
+            f"{self.label}: {some} of {d.numel()} differ, by {d.max().item():.3g} at most, "
+            f"{d.mean().item():.3g} on average"
+        )
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -903,8 +989,8 @@ extern "C" __global__ void add_by_table(
 {
     float* a = acc[blockIdx.y];
     const float* g = grad[blockIdx.y];
-    for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < sizes[blockIdx.y]; i += gridDim.x * blockDim.x)
-        a[i] += g[i];
+    long long first = blockIdx.x * blockDim.x + threadIdx.x;
+    for (long long i = first; i < sizes[blockIdx.y]; i += gridDim.x * blockDim.x) a[i] += g[i];
 }
 """,
 )
@@ -931,7 +1017,8 @@ extern "C" __global__ void add_by_struct(AddMany many)
 {
     float* a = many.acc[blockIdx.x];
     if (a == 0) return;
-    for (int i = threadIdx.x; i < many.sizes[blockIdx.x]; i += blockDim.x) a[i] += many.grad[blockIdx.x][i];
+    const float* grad = many.grad[blockIdx.x];
+    for (int i = threadIdx.x; i < many.sizes[blockIdx.x]; i += blockDim.x) a[i] += grad[i];
 }
 """,
 )
@@ -952,7 +1039,8 @@ def run(kernel, seed, device):
 struct Span { float* begin; float* end; const float* grad; };
 extern "C" __global__ void add_between_pointers(Span span)
 {
-    for (float* p = span.begin + threadIdx.x; p < span.end; p += blockDim.x) *p += span.grad[p - span.begin];
+    float* first = span.begin + threadIdx.x;
+    for (float* p = first; p < span.end; p += blockDim.x) *p += span.grad[p - span.begin];
 }
 """,
 )
@@ -968,7 +1056,7 @@ def run(kernel, seed, device):
 
 
 def strided_sums(values, blocks, threads):
-    """(blocks, threads) float32: each thread's sum over every (blocks * threads)-th value, in order."""
+    """(blocks, threads) float32: each thread's sum of every (blocks * threads)-th value."""
     padded = np.zeros(-(-len(values) // (blocks * threads)) * blocks * threads, f32)
     padded[: len(values)] = values
     sums = np.zeros(blocks * threads, f32)
@@ -1030,7 +1118,8 @@ def run(kernel, seed, device):
     """
 __device__ __forceinline__ float sum_over_warp(float value)
 {
-    for (int offset = 16; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
+    for (int offset = 16; offset > 0; offset /= 2)
+        value += __shfl_xor_sync(0xffffffffu, value, offset);
     return value;
 }
 extern "C" __global__ void sumsq_shuffle(float* partial, const float* x, int n)
@@ -1231,8 +1320,8 @@ def run(kernel, seed, device):
 extern "C" __global__ void embedding_backward(
     float* dweight,                 // (V, C) rows of tokens that do not occur stay as they are
     const bf16* dout,               // (P, C) gradient of each position's vector
-    const int* order,               // (P) positions sorted by token, those of one token in their order
-    const int* starts,              // (S + 1) where the positions of each distinct token begin in `order`
+    const int* order,               // (P) positions sorted by token (stable)
+    const int* starts,              // (S + 1) where each distinct token begins in `order`
     const int* tokens,              // (S) the distinct tokens
     int C)
 {
@@ -1291,7 +1380,8 @@ extern "C" __global__ void histogram(int* bins, const unsigned char* x, int n)
     __shared__ int local[256];
     for (int b = threadIdx.x; b < 256; b += blockDim.x) local[b] = 0;
     __syncthreads();
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) atomicAdd(&local[x[i]], 1);
+    int first = blockIdx.x * blockDim.x + threadIdx.x;
+    for (int i = first; i < n; i += gridDim.x * blockDim.x) atomicAdd(&local[x[i]], 1);
     __syncthreads();
     for (int b = threadIdx.x; b < 256; b += blockDim.x) atomicAdd(&bins[b], local[b]);
 }
@@ -1332,7 +1422,8 @@ def run(kernel, seed, device):
 @good(
     "last_block_sum",
     """
-extern "C" __global__ void last_block_sum(float* total, volatile float* partial, unsigned* arrived, const float* x, int n)
+extern "C" __global__ void last_block_sum(
+    float* total, volatile float* partial, unsigned* arrived, const float* x, int n)
 {
     __shared__ float sums[64];
     __shared__ bool last;
@@ -1413,7 +1504,8 @@ def run(kernel, seed, device):
 __device__ __forceinline__ int sum_of_group(unsigned mask, int value)
 {
     int sum = 0;
-    for (unsigned left = mask; left != 0; left &= left - 1) sum += __shfl_sync(mask, value, __ffs(left) - 1);
+    for (unsigned left = mask; left != 0; left &= left - 1)
+        sum += __shfl_sync(mask, value, __ffs(left) - 1);
     return sum;
 }
 extern "C" __global__ void warp_groups(
@@ -1593,8 +1685,9 @@ def run(kernel, seed, device):
 extern "C" __global__ void atomic_sum(float* total, const float* x, int n)
 {
     float sum = 0.0f;
-    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) sum += x[i];
-    atomicAdd(total, sum);          // in whatever order the threads come: the last bits differ from run to run
+    int first = blockIdx.x * blockDim.x + threadIdx.x;
+    for (int i = first; i < n; i += gridDim.x * blockDim.x) sum += x[i];
+    atomicAdd(total, sum);          // in any order: the last bits differ from run to run
 }
 """,
     ordered=False,
@@ -1607,7 +1700,7 @@ def run(kernel, seed, device):
         yield Outcome(f"n = {n}", total.cpu(), cpu(x.astype(np.float64).sum()[None]), 1e-5)
 
 
-# ---- the kernels of kernels_cu --------------------------------------------------------------------------------------
+# ---- the kernels of kernels_cu -------------------------------------------------------------------
 
 OURS: "dict[tuple[str, str], Callable]" = {}  # (file, kernel) -> run
 
@@ -1620,8 +1713,11 @@ def ours(file, name):
     return enter
 
 
+DTYPES = {"float": torch.float32, "bf16": torch.bfloat16}
+
+
 def _grad_dtype(kernel):
-    return {"float": torch.float32, "bf16": torch.bfloat16}[kernel.defines.get("GRAD_T", "float")]
+    return DTYPES[kernel.defines.get("GRAD_T", "float")]
 
 
 def _pair_of(random, n, dtype, device, skip):
@@ -1655,7 +1751,7 @@ def run(kernel, seed, device):
 
 @ours("accumulate", "accumulate_v3")
 def run(kernel, seed, device):
-    """Six tensors, one without a gradient, one whose gradient lies at an odd address; in one launch, and in two."""
+    """Six tensors, one without a gradient, one with a misaligned one; in one launch, and in two."""
     chunk, dtype, random = 4096, _grad_dtype(kernel), rng(seed)
     sizes, skips = (10, 4096, 9000, 4096, 5000, 3), (0, 0, 0, 1, 0, 2)
     padded = [-(-n // chunk) * chunk for n in sizes]
@@ -1695,7 +1791,7 @@ def run(kernel, seed, device):
 
 @ours("accumulate", "accumulate_v4")
 def run(kernel, seed, device):
-    """As v3, and every row of a tensor with a gradient leaves the squares of its new sums; one row's leave fp32's range."""
+    """As v3; each row of a tensor with a gradient also writes its sum of squares."""
     chunk, dtype, random = 4096, _grad_dtype(kernel), rng(seed)
     sizes, skips = (10, 4096, 9000, 4096, 3), (0, 0, 0, 1, 2)
     padded = [-(-n // chunk) * chunk for n in sizes]
@@ -1933,7 +2029,10 @@ def run(kernel, seed, device):
 
 @ours("peers", "peers_sum")
 def run(kernel, seed, device):
-    """A range of 3 chunks from row 2 of 6 on, by each of 3 ranks, and by one of 2; a chunk may hold what is not finite, or leave fp32's range when squared."""
+    """Three chunks from row 2 of 6 on, by each of 3 ranks and by one of 2.
+
+    A chunk may be nonfinite, or beyond fp32 when squared.
+    """
     random, chunk, chunks, rows = rng(seed), 4096, 3, 6
     for ranks, rank, bad in (
         (3, 0, ()),
@@ -2182,7 +2281,7 @@ TENSORS, SEED = ("weight", "gradient", "m", "v", "vmax", "copy"), 2**52 + 12345
 
 
 def _updated(c, old, number, clear, amsgrad, stochastic):
-    """Weight, gradient, m, v, vmax and copy (or None) after a step with these coefficients: the kernel's own operations, in numpy."""
+    """Weight, gradient, m, v, vmax and copy (or None) after a step: the kernel's steps in numpy."""
     from gpuaccel.ops.rounding import reference_random_bits, reference_round
 
     w, g, m, v, vmax = (t.float().numpy() for t in old[:5])
@@ -2214,10 +2313,13 @@ def _updated(c, old, number, clear, amsgrad, stochastic):
 
 @ours("adamw", "adamw_v2")
 def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
-    """Every bit, by the same operations in numpy. Tensors of all kinds: with a tail, at an odd address, with a copy, cleared or not, skipped."""
+    """Bit-identical to the same operations in numpy.
+
+    Tensors with a tail, misaligned, with a copy, cleared or not, skipped.
+    """
     random, dtype, grad_dtype = (
         rng(seed),
-        {"float": torch.float32, "bf16": torch.bfloat16}[PARAM_T],
+        DTYPES[PARAM_T],
         _grad_dtype(kernel),
     )
     #         elements, elements before it, copy, clear, skip
@@ -2288,10 +2390,10 @@ def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
 
 @ours("adamw", "adamw_v3")
 def run(kernel, seed, device, PARAM_T="float", AMSGRAD=0, STOCHASTIC=0):
-    """An arena of six tensors, of which a launch takes the second to the fifth; behind their ends zeros, which stay."""
+    """An arena of six tensors; a launch updates the second to the fifth, and no padding."""
     random, dtype, grad_dtype = (
         rng(seed),
-        {"float": torch.float32, "bf16": torch.bfloat16}[PARAM_T],
+        DTYPES[PARAM_T],
         _grad_dtype(kernel),
     )
     sizes, helds, ahead = (7, 4096, 5000, 3, 4097, 9), (False, False, False, True, False, False), 1
@@ -2360,7 +2462,10 @@ _ROUNDING = struct.Struct(
 
 
 def _pairs_of(tokens, vocab, left_out):
-    """(position, token) in the order of segments.cu. A token out of range counts as token 0, one that is left out comes last."""
+    """(position, token) in the order of segments.cu.
+
+    A token out of range counts as token 0, one that is left out is sorted to the end.
+    """
     pairs = [
         (i, vocab if t == left_out else t) if 0 <= t < vocab else (i | OUT_OF_RANGE, 0)
         for i, t in enumerate(tokens)
@@ -2402,7 +2507,11 @@ def _some_tokens(random, n, vocab, TOKEN_T):
 
 
 def _passes(seed, TOKEN_T, BITS, KEYS):
-    """(what, tokens or None, pairs or None, n, vocab, left_out, shift, the pairs that this pass finds, its tile) of the first and a later pass."""
+    """The first and a later pass over several token lists.
+
+    Yields (what, tokens or None, pairs or None, n, vocab, left_out, shift, the pairs that the pass
+    finds, its tile).
+    """
     random, tile = rng(seed), 256 * KEYS
     for n, vocab, left_out in (
         (1, 1, -1),
@@ -2511,7 +2620,7 @@ def _finite(t):
 def run(kernel, seed, device, TOKEN_T="long long", PARAM_T="float", WHOLE=0):
     random, dtype, huge = (
         rng(seed),
-        {"float": torch.float32, "bf16": torch.bfloat16}[PARAM_T],
+        DTYPES[PARAM_T],
         (2**31 - 1, -(2**31)) if TOKEN_T == "int" else (2**40, -(2**40)),
     )
     for B, T, C, V, wrong in (
@@ -2547,7 +2656,7 @@ def run(kernel, seed, device, TOKEN_T="long long", PARAM_T="float", WHOLE=0):
             want = want + wpe.repeat(B, 1) if there else want.clone()
             want[bad] = math.nan
             yield Outcome(f"B, T, C, V = {B, T, C, V}, wpe {there}", _finite(out), _finite(want))
-            # One of them leaves its place, whichever comes first; those of later batches are only counted.
+            # The first of them is recorded, whichever thread it is; all are counted.
             count, *named = invalid.tolist()
             may = (
                 [[7, 8]]
@@ -2590,7 +2699,7 @@ def run(kernel, seed, device):
 
 
 def _into(sums, at, total, which, STOCHASTIC):
-    """sums[at] += total (numpy, fp32), rounded as the kernels round; `which` tensor: 0 wte, 1 wpe."""
+    """sums[at] += total (numpy, fp32), rounded as the kernels do. which: 0 for wte, 1 for wpe."""
     from gpuaccel.ops.rounding import reference_random_bits, reference_round
 
     value = sums[at].float() + torch.from_numpy(total)
@@ -2606,17 +2715,17 @@ def _into(sums, at, total, which, STOCHASTIC):
 
 
 def _rounding(device, STOCHASTIC):
-    """(the struct Rounding: step 9, partly counted on the device, and micro-batch 3; what it points to)."""
+    """(the struct Rounding of step 9, 4 of it on the device, and micro-batch 3; that tensor)."""
     later = torch.tensor([4], dtype=torch.int32, device=device)
     return _ROUNDING(SEED, later.data_ptr(), 5, 3) if STOCHASTIC else _ROUNDING(0, 0, 0, 0), later
 
 
 @ours("encoder", "encoder_backward_v2")
 def run(kernel, seed, device, ACC_T="float", STOCHASTIC=0):
-    """llm.c's order: warp w has rows w, w + 8, ..., then the warps' sums in order, then what stood there."""
+    """llm.c's order: warp w has rows w, w + 8, ...; then the warps' sums in order; then dwte."""
     random, dtype, lanes = (
         rng(seed),
-        {"float": torch.float32, "bf16": torch.bfloat16}[ACC_T],
+        DTYPES[ACC_T],
         32 if _grad_dtype(kernel) == torch.float32 else 64,
     )
     for C, counts in ((8, [1, 0, 7]), (264, [8, 9, 1, 70])):
@@ -2652,7 +2761,10 @@ def run(kernel, seed, device, ACC_T="float", STOCHASTIC=0):
 
 
 def _runs(seed, WHOLE, dtype, grad_dtype):
-    """(C, order, pieces, dout, dwte, token -> (place, rows, sums of its pieces)): runs of 1 to 700 rows, one of -0.0, one left out, invalid rows."""
+    """Runs of 1 to 700 rows: one of -0.0, one left out, some rows invalid.
+
+    Yields (C, order, pieces, dout, dwte, token -> (place, rows, sums of its pieces)).
+    """
     runs = [5, 1, 31, 4, 32, 33, 1, 64, 0, 65, 700, 38]
     for C in (8, 264) if WHOLE else (5, 259):
         random = rng(seed)
@@ -2692,7 +2804,7 @@ def _partials(sums, n, C):
 @ours("encoder", "encoder_backward_v3")
 def run(kernel, seed, device, WHOLE=0, QUADS=1, ACC_T="float", STOCHASTIC=0, BY_COUNT=0):
     for C, pairs, pieces, dout, dwte, sums in _runs(
-        seed, WHOLE, {"float": torch.float32, "bf16": torch.bfloat16}[ACC_T], _grad_dtype(kernel)
+        seed, WHOLE, DTYPES[ACC_T], _grad_dtype(kernel)
     ):
         n, (rounding, later), there = (
             len(pairs),
@@ -2723,7 +2835,7 @@ def run(kernel, seed, device, WHOLE=0, QUADS=1, ACC_T="float", STOCHASTIC=0, BY_
 @ours("encoder", "encoder_combine_v3")
 def run(kernel, seed, device, WHOLE=0, SPAN=8, ACC_T="float", STOCHASTIC=0, BY_COUNT=0):
     for C, pairs, pieces, dout, dwte, sums in _runs(
-        seed, WHOLE, {"float": torch.float32, "bf16": torch.bfloat16}[ACC_T], _grad_dtype(kernel)
+        seed, WHOLE, DTYPES[ACC_T], _grad_dtype(kernel)
     ):
         n, (rounding, later), there = (
             len(pairs),
@@ -2752,7 +2864,7 @@ def run(kernel, seed, device, WHOLE=0, SPAN=8, ACC_T="float", STOCHASTIC=0, BY_C
 
 @ours("encoder", "encoder_wpe")
 def run(kernel, seed, device, WHOLE=0, ACC_T="float", STOCHASTIC=0):
-    random, dtype = rng(seed), {"float": torch.float32, "bf16": torch.bfloat16}[ACC_T]
+    random, dtype = rng(seed), DTYPES[ACC_T]
     for B, T, C in ((1, 1, 4), (5, 37, 32 if WHOLE else 29)):
         dout, dwpe = (
             torch.from_numpy(normal(random, B, T, C)).to(_grad_dtype(kernel)),
@@ -2766,7 +2878,7 @@ def run(kernel, seed, device, WHOLE=0, ACC_T="float", STOCHASTIC=0):
         yield Outcome(f"B, T, C = {B, T, C}", there.cpu(), dwpe)
 
 
-# (file, kernel) -> macros with which it is tried besides its own; handed to `run` by name as well.
+# (file, kernel) -> macros that are tried besides the default ones; `run` gets them by name as well
 VARIANTS: "dict[tuple[str, str], list[dict]]" = {
     ("adamw", "adamw_v2"): [
         {"PARAM_T": "bf16", "AMSGRAD": 1, "STOCHASTIC": 1},
@@ -2788,3 +2900,17 @@ VARIANTS: "dict[tuple[str, str], list[dict]]" = {
     ],
     ("encoder", "encoder_wpe"): [{"WHOLE": 1}, {"ACC_T": "bf16", "STOCHASTIC": 1}],
 }
+
+VARIED = [(*key, macros) for key, variants in VARIANTS.items() for macros in variants]
+# (file, kernel, GRAD_T): one dtype only where the file does not have the macro.
+OURS_BY_DTYPE = [
+    (file, name, grad_t)
+    for file, name in OURS
+    for grad_t in ("float", "bf16")
+    if grad_t == "float" or "GRAD_T" in (kernel_root() / f"{file}.cu").read_text()
+]
+GOOD_TEXT = program([case.source for case in GOOD.values()])[0]
+
+
+def good_kernel(name):
+    return ga.compile(GOOD_TEXT, name)

@@ -1,7 +1,7 @@
-"""The language of a kernel means on the CPU (simt.h) what it means on a GPU: types, numbers, bits, warps, atomics.
+"""CUDA C means the same on the CPU (simt.h) as on a GPU: types, numbers, bits, warps, atomics.
 
-Each test runs in fast and in checked mode, and on a GPU where there is one: there it is the model, or simt.h's reading of the
-programming guide, that is put to the test.
+Each test runs in fast and in checked mode, and on a GPU where there is one. There it tests the
+model, or simt.h's reading of the programming guide.
 """
 
 import math
@@ -53,48 +53,73 @@ def same_bits(got, expected):
     )
 
 
-# ---- the same types, the same overloads ------------------------------------------------------------------------------
+# ---- the same types, the same overloads ----------------------------------------------------------
 
-# What a call returns. NVRTC and the host compiler have to agree on each line, and neither may take what stands in REFUSED.
+# The type that a call returns. NVRTC and the host compiler have to agree on each, and both have to
+# refuse the calls in REFUSED.
 TYPES = {
-    "float": """pow(f, 2); pow(i, f); max(f, 1.0f); min(f, f); abs(f); fabs(f); exp10(f); rsqrt(f); rcbrt(f); sinpi(f);
-        cospi(f); normcdf(f); ldexp(f, i); scalbn(f, i); frexp(f, &i); modf(f, &f); round(f); fmax(f, i); fma(f, f, f);
-        hypot(f, f); __uint2float_rz(u); __ll2float_ru(ll); __ull2float_rd(ull); __int2float_rn(i); __double2float_rz(d);
-        __fadd_rn(f, f); __fsub_rn(f, f); __fmul_rn(f, f); __fdiv_rn(f, f); __frcp_rn(f); __fsqrt_rn(f); __frsqrt_rn(f);
-        __fmaf_rn(f, f, f); __saturatef(f); __fdividef(f, f); fdividef(f, f); __tanf(f); __exp10f(f); __log2f(f); __log10f(f);
-        __powf(f, f); __tanhf(f); __ldg(&f); __ldca(&f); __ldcg(&f); __ldcs(&f); __ldlu(&f); __ldcv(&f); __uint_as_float(u);
-        __int_as_float(i); __shfl_sync(u, f, i); __shfl_xor_sync(u, f, i, 8); atomicAdd(&f, f); atomicAdd_system(&f, f);
-        atomicExch(&f, f); atomicExch_block(&f, f); make_float2(f, f).x; make_float4(f, f, f, f).w; __ldg((const float4*)0).z;
-        float3{1, 2, 3}.y""",
-    "double": """max(f, d); min(d, f); max(d, d); abs(d); fabs(d); pow(d, i); pow(d, d); exp10(d); rsqrt(d); __int2double_rn(i);
-        __uint2double_rn(u); __ll2double_ru(ll); __ull2double_rz(ull); __dadd_rn(d, d); __dsub_rn(d, d); __dmul_rn(d, d);
-        __ddiv_rn(d, d); __drcp_rn(d); __dsqrt_rn(d); __fma_rn(d, d, d); __longlong_as_double(ll); __hiloint2double(i, i);
-        __shfl_down_sync(u, d, 1); atomicAdd(&d, d); atomicAdd_block(&d, d); make_double2(d, d).y; make_double4(d, d, d, d).z;
-        floor(d); remainder(d, d)""",
-    "int": """max(s, s); max(c, i); min(i, 3); abs(s); abs(i); ilogb(f); isnan(f) * 0; isinf(d) * 0; isfinite(f) * 0;
-        signbit(d) * 0; __popc(u); __popcll(ull); __clz(i); __clzll(ll); __ffs(i); __ffsll(ll); __mulhi(i, i); __mul24(i, i);
-        __dp4a(i, i, i); __float2int_rn(f); __float2int_ru(f); __double2int_rd(d); __double2hiint(d); __double2loint(d);
-        __float_as_int(f); __syncthreads_count(i); __syncthreads_and(i); __syncthreads_or(i); __any_sync(u, i);
-        __all_sync(u, i); __shfl_sync(u, s, 0); __shfl_up_sync(u, i, 1); __reduce_add_sync(u, i); __reduce_min_sync(u, i);
-        __reduce_max_sync(u, i); atomicAdd(&i, i); atomicSub(&i, i); atomicMin(&i, i); atomicMax_block(&i, i);
-        atomicCAS(&i, i, i); atomicAnd(&i, i); atomicOr_system(&i, i); atomicXor(&i, i); atomicExch(&i, i); warpSize + 0;
-        make_int2(i, i).x; make_int3(i, i, i).y; __ldg((const int4*)0).x""",
-    "unsigned": """max(i, u); min(u, i); max(u, u); __brev(u); __byte_perm(u, u, u); __umulhi(u, u); __umul24(u, u);
-        __dp4a(u, u, u); __sad(i, i, u); __usad(u, u, u); __funnelshift_l(u, u, u); __funnelshift_r(u, u, u);
-        __funnelshift_lc(u, u, u); __funnelshift_rc(u, u, u); __float2uint_rz(f); __double2uint_rn(d); __float_as_uint(f);
-        __ballot_sync(u, i); __match_any_sync(u, f); __match_any_sync(u, ull); __match_all_sync(u, d, &i); __activemask();
-        __reduce_add_sync(u, u); __reduce_max_sync(u, u); __reduce_and_sync(u, u); __reduce_or_sync(u, u);
-        __reduce_xor_sync(u, i); atomicAdd(&u, u); atomicSub_block(&u, u); atomicInc(&u, u); atomicDec(&u, u);
-        atomicInc_system(&u, u); atomicDec_block(&u, u); atomicCAS_system(&u, u, u); atomicMin(&u, u); atomicExch(&u, u);
-        threadIdx.x; blockDim.y; dim3(2).z; make_uint3(u, u, u).x; make_uint4(u, u, u, u).w""",
-    "long long": """max(ll, ll); abs(ll); llabs(ll); llrint(f); llround(d); __mul64hi(ll, ll); __float2ll_rn(f);
-        __double2ll_rz(d); __double_as_longlong(d); __shfl_sync(u, ll, 1, 16); atomicMin(&ll, ll); atomicMax_system(&ll, ll);
-        atomicAnd(&ll, ll); atomicOr(&ll, ll); atomicXor_block(&ll, ll); clock64(); make_longlong2(ll, ll).x""",
-    "unsigned long long": """max(ll, ull); min(ull, ull); __umul64hi(ull, ull); __brevll(ull); __float2ull_ru(f);
-        __double2ull_rd(d); __shfl_xor_sync(u, ull, 1); atomicAdd(&ull, ull); atomicAdd_block(&ull, ull); atomicMin(&ull, ull);
-        atomicAnd(&ull, ull); atomicExch(&ull, ull); atomicCAS(&ull, ull, ull); atomicCAS_block(&ull, ull, ull);
-        make_ulonglong2(ull, ull).y""",
-    "long": "max(l, l); abs(l); labs(l); lround(f); lrint(d); __shfl_sync(u, l, 1); clock(); make_long2(l, l).x",
+    "float": """
+        pow(f, 2); pow(i, f); max(f, 1.0f); min(f, f); abs(f); fabs(f); exp10(f); rsqrt(f);
+        rcbrt(f); sinpi(f); cospi(f); normcdf(f); ldexp(f, i); scalbn(f, i); frexp(f, &i);
+        modf(f, &f); round(f); fmax(f, i); fma(f, f, f); hypot(f, f); __uint2float_rz(u);
+        __ll2float_ru(ll); __ull2float_rd(ull); __int2float_rn(i); __double2float_rz(d);
+        __fadd_rn(f, f); __fsub_rn(f, f); __fmul_rn(f, f); __fdiv_rn(f, f); __frcp_rn(f);
+        __fsqrt_rn(f); __frsqrt_rn(f); __fmaf_rn(f, f, f); __saturatef(f); __fdividef(f, f);
+        fdividef(f, f); __tanf(f); __exp10f(f); __log2f(f); __log10f(f); __powf(f, f); __tanhf(f);
+        __ldg(&f); __ldca(&f); __ldcg(&f); __ldcs(&f); __ldlu(&f); __ldcv(&f); __uint_as_float(u);
+        __int_as_float(i); __shfl_sync(u, f, i); __shfl_xor_sync(u, f, i, 8); atomicAdd(&f, f);
+        atomicAdd_system(&f, f); atomicExch(&f, f); atomicExch_block(&f, f); make_float2(f, f).x;
+        make_float4(f, f, f, f).w; __ldg((const float4*)0).z; float3{1, 2, 3}.y
+    """,
+    "double": """
+        max(f, d); min(d, f); max(d, d); abs(d); fabs(d); pow(d, i); pow(d, d); exp10(d); rsqrt(d);
+        __int2double_rn(i); __uint2double_rn(u); __ll2double_ru(ll); __ull2double_rz(ull);
+        __dadd_rn(d, d); __dsub_rn(d, d); __dmul_rn(d, d); __ddiv_rn(d, d); __drcp_rn(d);
+        __dsqrt_rn(d); __fma_rn(d, d, d); __longlong_as_double(ll); __hiloint2double(i, i);
+        __shfl_down_sync(u, d, 1); atomicAdd(&d, d); atomicAdd_block(&d, d); make_double2(d, d).y;
+        make_double4(d, d, d, d).z; floor(d); remainder(d, d)
+    """,
+    "int": """
+        max(s, s); max(c, i); min(i, 3); abs(s); abs(i); ilogb(f); isnan(f) * 0; isinf(d) * 0;
+        isfinite(f) * 0; signbit(d) * 0; __popc(u); __popcll(ull); __clz(i); __clzll(ll); __ffs(i);
+        __ffsll(ll); __mulhi(i, i); __mul24(i, i); __dp4a(i, i, i); __float2int_rn(f);
+        __float2int_ru(f); __double2int_rd(d); __double2hiint(d); __double2loint(d);
+        __float_as_int(f); __syncthreads_count(i); __syncthreads_and(i); __syncthreads_or(i);
+        __any_sync(u, i); __all_sync(u, i); __shfl_sync(u, s, 0); __shfl_up_sync(u, i, 1);
+        __reduce_add_sync(u, i); __reduce_min_sync(u, i); __reduce_max_sync(u, i); atomicAdd(&i, i);
+        atomicSub(&i, i); atomicMin(&i, i); atomicMax_block(&i, i); atomicCAS(&i, i, i);
+        atomicAnd(&i, i); atomicOr_system(&i, i); atomicXor(&i, i); atomicExch(&i, i); warpSize + 0;
+        make_int2(i, i).x; make_int3(i, i, i).y; __ldg((const int4*)0).x
+    """,
+    "unsigned": """
+        max(i, u); min(u, i); max(u, u); __brev(u); __byte_perm(u, u, u); __umulhi(u, u);
+        __umul24(u, u); __dp4a(u, u, u); __sad(i, i, u); __usad(u, u, u); __funnelshift_l(u, u, u);
+        __funnelshift_r(u, u, u); __funnelshift_lc(u, u, u); __funnelshift_rc(u, u, u);
+        __float2uint_rz(f); __double2uint_rn(d); __float_as_uint(f); __ballot_sync(u, i);
+        __match_any_sync(u, f); __match_any_sync(u, ull); __match_all_sync(u, d, &i);
+        __activemask(); __reduce_add_sync(u, u); __reduce_max_sync(u, u); __reduce_and_sync(u, u);
+        __reduce_or_sync(u, u); __reduce_xor_sync(u, i); atomicAdd(&u, u); atomicSub_block(&u, u);
+        atomicInc(&u, u); atomicDec(&u, u); atomicInc_system(&u, u); atomicDec_block(&u, u);
+        atomicCAS_system(&u, u, u); atomicMin(&u, u); atomicExch(&u, u); threadIdx.x; blockDim.y;
+        dim3(2).z; make_uint3(u, u, u).x; make_uint4(u, u, u, u).w
+    """,
+    "long long": """
+        max(ll, ll); abs(ll); llabs(ll); llrint(f); llround(d); __mul64hi(ll, ll); __float2ll_rn(f);
+        __double2ll_rz(d); __double_as_longlong(d); __shfl_sync(u, ll, 1, 16); atomicMin(&ll, ll);
+        atomicMax_system(&ll, ll); atomicAnd(&ll, ll); atomicOr(&ll, ll); atomicXor_block(&ll, ll);
+        clock64(); make_longlong2(ll, ll).x
+    """,
+    "unsigned long long": """
+        max(ll, ull); min(ull, ull); __umul64hi(ull, ull); __brevll(ull); __float2ull_ru(f);
+        __double2ull_rd(d); __shfl_xor_sync(u, ull, 1); atomicAdd(&ull, ull);
+        atomicAdd_block(&ull, ull); atomicMin(&ull, ull); atomicAnd(&ull, ull);
+        atomicExch(&ull, ull); atomicCAS(&ull, ull, ull); atomicCAS_block(&ull, ull, ull);
+        make_ulonglong2(ull, ull).y
+    """,
+    "long": """
+        max(l, l); abs(l); labs(l); lround(f); lrint(d); __shfl_sync(u, l, 1); clock();
+        make_long2(l, l).x
+    """,
     "unsigned short": "atomicCAS(&us, us, us); make_ushort4(us, us, us, us).y",
     "unsigned char": "make_uchar4(c, c, c, c).x",
     "signed char": "make_char3(1, 2, 3).z",
@@ -171,16 +196,20 @@ template <class A, class B> struct is_same { static const bool value = false; };
 template <class A> struct is_same<A, A> { static const bool value = true; };
 template <class T> __device__ void keep(T value, void* out) { *(volatile T*)out = value; }
 template <class T> __device__ T value_of(T);
-#define TYPE(T, ...) static_assert(is_same<decltype(value_of(__VA_ARGS__)), T>::value, "type of " #__VA_ARGS__);
+#define TYPE(T, ...) \\
+    static_assert(is_same<decltype(value_of(__VA_ARGS__)), T>::value, "type of " #__VA_ARGS__);
 
 // A kernel's own overloads stand beside those of the language.
-__device__ float4 max(float4 a, float4 b) { return make_float4(max(a.x, b.x), max(a.y, b.y), max(a.z, b.z), max(a.w, b.w)); }
-__device__ float4 operator+(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+__device__ float4 max(float4 a, float4 b) { return make_float4(max(a.x, b.x), max(a.y, b.y),
+max(a.z, b.z), max(a.w, b.w)); }
+__device__ float4 operator+(float4 a, float4 b) { return make_float4(a.x + b.x, a.y + b.y,
+a.z + b.z, a.w + b.w); }
 __constant__ float table[2] = {1, 2};
 __device__ int counter;
 struct __align__(8) Pair { float value; int index; };
 
-extern "C" __global__ void __launch_bounds__(128) language(void* __restrict__ out, const Pair by_value, %(parameters)s) {
+extern "C" __global__ void __launch_bounds__(128) language(void* __restrict__ out,
+const Pair by_value, %(parameters)s) {
     extern __shared__ float dynamic[];
     __shared__ float one, two[3], three[2][4];
     __shared__ __align__(16) float aligned[8];
@@ -192,8 +221,10 @@ extern "C" __global__ void __launch_bounds__(128) language(void* __restrict__ ou
     pairs[i & 3] = by_value;
     unnamed.a = counter++;
     sincosf(f, &f, &one); sincos(d, &d, &d); __sincosf(f, &f, &f);
-    __syncthreads(); __syncwarp(); __syncwarp(u); __threadfence(); __threadfence_block(); __threadfence_system(); __nanosleep(10);
-    __stcg(&f, 1.0f); __stcs(&f, f); __stwb(&f, two[0]); __stwt((float4*)out, make_float4(1, 2, 3, 4)); __builtin_assume(i > 0);
+    __syncthreads(); __syncwarp(); __syncwarp(u); __threadfence(); __threadfence_block();
+    __threadfence_system(); __nanosleep(10);
+    __stcg(&f, 1.0f); __stcs(&f, f); __stwb(&f, two[0]);
+    __stwt((float4*)out, make_float4(1, 2, 3, 4)); __builtin_assume(i > 0);
     if (i == 77) __trap();
     #pragma unroll 4
     for (int k = 0; k < 4; k++) printf("%%d %%f\\n", k, one + unnamed.b + pairs[0].value);
@@ -216,7 +247,8 @@ def language():
         for kind in ("float", "double")
     ]
     layout = "\n    ".join(
-        f'static_assert(sizeof({name}) == {size} && alignof({name}) == {align}, "layout of {name}");'
+        f"static_assert(sizeof({name}) == {size} && alignof({name}) == {align}, "
+        f'"layout of {name}");'
         for name, (size, align) in LAYOUT.items()
     )
     return LANGUAGE % dict(
@@ -225,14 +257,15 @@ def language():
 
 
 def refusals():
-    """Per call of REFUSED: a template that asks whether it means anything, and the demand that it does not."""
+    """Per call of REFUSED: a template that finds out whether it compiles, and a static_assert."""
     split = [v.rsplit(" ", 1) for v in VARIABLES]
     kinds = ", ".join(f"class {name.upper()}" for _, name in split)
     given = ", ".join(f"{name.upper()} {name}" for _, name in split)
     values = ", ".join(f"({kind})1" for kind, _ in split)
     return "".join(
         f"""
-template <{kinds}> constexpr __device__ auto taken_{k}(int, {given}) -> decltype((void)({call}), true) {{ return true; }}
+template <{kinds}> constexpr __device__ auto taken_{k}(int, {given}) -> decltype((void)({call}),
+true) {{ return true; }}
 template <{kinds}> constexpr __device__ bool taken_{k}(long, {given}) {{ return false; }}
 static_assert(!taken_{k}(0, {values}), "{call}");"""
         for k, call in enumerate(REFUSED)
@@ -245,14 +278,17 @@ def test_nvrtc_and_the_host_compiler_agree_on_every_type():
     kernel.load("checked")
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------------------
+# ---- numbers -------------------------------------------------------------------------------------
 
-UPWARD = """extern "C" __global__ void upward(float* from_bf16, float* from_fp16, const bf16* a, const fp16* b) {
+UPWARD = """
+extern "C" __global__ void upward(
+    float* from_bf16, float* from_fp16, const bf16* a, const fp16* b) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     from_bf16[i] = as_float(a[i]);
     from_fp16[i] = as_float(b[i]);
 }"""
-DOWNWARD = """extern "C" __global__ void downward(bf16* to_bf16, fp16* to_fp16, const float* x, int n) {
+DOWNWARD = """
+extern "C" __global__ void downward(bf16* to_bf16, fp16* to_fp16, const float* x, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < n) { to_bf16[i] = as_bf16(x[i]); to_fp16[i] = as_fp16(x[i]); }
 }"""
@@ -269,7 +305,7 @@ def test_each_bf16_and_fp16_becomes_the_right_float(device):
 
 
 def test_floats_become_the_nearest_bf16_and_fp16(device, request):
-    """Every number of both types, the points halfway between neighbours and one step to either side, and random bits."""
+    """Every number of both types, the midpoints, one step to either side, and random bits."""
     patterns = torch.arange(65536).to(torch.uint16).view(torch.int16)
     exact = torch.cat([patterns.view(t).float() for t in (torch.bfloat16, torch.float16)]).double()
     halfway = ((exact[:-1] + exact[1:]) / 2).float()
@@ -366,14 +402,16 @@ EXACT = {
     "remainder",
 }
 MATH_SOURCE = """
-extern "C" __global__ void mathematics(float* plain, float* suffixed, double* wide, const float* first, const float* second) {
+extern "C" __global__ void mathematics(float* plain, float* suffixed, double* wide,
+const float* first, const float* second) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     float x = first[i], y = second[i];
     switch (blockIdx.x) {
         %s
     }
 }""" % "\n        ".join(
-    f"case {k}: plain[i] = {name}({arguments}); suffixed[i] = {name}f({arguments}); wide[i] = {name}({doubles}); break;"
+    f"case {k}: plain[i] = {name}({arguments}); suffixed[i] = {name}f({arguments}); "
+    f"wide[i] = {name}({doubles}); break;"
     for k, (name, arguments, doubles) in enumerate(
         [
             *((name, "x", "double(x)") for name in MATH),
@@ -384,7 +422,7 @@ extern "C" __global__ void mathematics(float* plain, float* suffixed, double* wi
 
 
 def test_mathematics(device):
-    """Each function as f(float), ff(float) and f(double), against Python's doubles, to 16 units in the last place at worst."""
+    """Each function as f(float), ff(float) and f(double), to 16 ulp of Python's doubles."""
     table, n = {**MATH, **MATH2}, 64
     draw = random.Random(0)
     x, y = (
@@ -417,19 +455,25 @@ def test_mathematics(device):
             )
 
 
-QUICK = """extern "C" __global__ void quick(float* out, int* tests, const float* first, const float* second, int n) {
+QUICK = """
+extern "C" __global__ void quick(
+    float* out, int* tests, const float* first, const float* second, int n) {
     int i = threadIdx.x;
     float x = first[i], y = second[i], s, c;
     __sincosf(x, &s, &c);
     int whole; float fraction, rest = modf(x, &fraction), mantissa = frexp(x, &whole);
-    float results[] = {__expf(x), __logf(fabsf(x)), __log2f(fabsf(x)), __log10f(fabsf(x)), __powf(fabsf(x), y), __sinf(x),
+    float results[] = {__expf(x), __logf(fabsf(x)), __log2f(fabsf(x)), __log10f(fabsf(x)),
+    __powf(fabsf(x), y), __sinf(x),
         __cosf(x), __tanf(x), __tanhf(x), __exp10f(x), __fdividef(x, y), s, c,
-        __saturatef(x), __fadd_rn(x, y), __fsub_rn(x, y), __fmul_rn(x, y), __fdiv_rn(x, y), __frcp_rn(y), __fsqrt_rn(fabsf(x)),
-        __fmaf_rn(x, y, x), fmaf(x, y, y), rest + fraction, ldexp(mantissa, whole), scalbn(x, 3), abs(x), min(x, y), max(x, y),
+        __saturatef(x), __fadd_rn(x, y), __fsub_rn(x, y), __fmul_rn(x, y), __fdiv_rn(x, y),
+        __frcp_rn(y), __fsqrt_rn(fabsf(x)),
+        __fmaf_rn(x, y, x), fmaf(x, y, y), rest + fraction, ldexp(mantissa, whole), scalbn(x, 3),
+        abs(x), min(x, y), max(x, y),
         (float)max(x, (double)y)};
     for (int k = 0; k < %(count)d; k++) out[k * n + i] = results[k];
     double d = x;
-    tests[i] = (isnan(x) != 0) | (isinf(x) != 0) << 1 | (isfinite(x) != 0) << 2 | (signbit(x) != 0) << 3 | (isnan(d) != 0) << 4;
+    tests[i] = (isnan(x) != 0) | (isinf(x) != 0) << 1 | (isfinite(x) != 0) << 2
+        | (signbit(x) != 0) << 3 | (isnan(d) != 0) << 4;
 }"""
 
 
@@ -503,7 +547,7 @@ def test_fast_and_rounded_functions(device):
     )
 
 
-# ---- bits and conversions --------------------------------------------------------------------------------------------
+# ---- bits and conversions ------------------------------------------------------------------------
 
 
 def signed(value, bits):
@@ -560,10 +604,12 @@ BITS = {
         y & ~(2047 << 20), 32
     ),
 }
-BITS_SOURCE = """extern "C" __global__ void bits(unsigned long long* out, const unsigned* numbers, int n) {
+BITS_SOURCE = """
+extern "C" __global__ void bits(unsigned long long* out, const unsigned* numbers, int n) {
     int i = threadIdx.x;
     unsigned x = numbers[i], y = numbers[n + i], s = numbers[2 * n + i];
-    unsigned long long wide = (unsigned long long)y << 32 | x, other = (unsigned long long)x << 32 | s;
+    unsigned long long wide = (unsigned long long)y << 32 | x,
+    other = (unsigned long long)x << 32 | s;
     %s
 }""" % "\n    ".join(
     f"out[{k} * n + i] = (unsigned long long)({call});" for k, call in enumerate(BITS)
@@ -608,11 +654,13 @@ FROM_INTEGER = {
 }
 ROUND = {"rn": round, "rz": math.trunc, "ru": math.ceil, "rd": math.floor}
 CONVERT = """
-extern "C" __global__ void convert(long long* whole, double* real, float* narrow, const double* x, const long long* w, int n) {
+extern "C" __global__ void convert(long long* whole, double* real, float* narrow, const double* x,
+const long long* w, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     double as_double = x[i]; float as_float = (float)as_double;
-    long long as_ll = w[i]; unsigned long long as_ull = as_ll; unsigned as_uint = (unsigned)as_ll; int as_int = (int)as_uint;
+    long long as_ll = w[i]; unsigned long long as_ull = as_ll; unsigned as_uint = (unsigned)as_ll;
+    int as_int = (int)as_uint;
     %s
 }""" % "\n    ".join(
     [
@@ -628,7 +676,7 @@ extern "C" __global__ void convert(long long* whole, double* real, float* narrow
 
 
 def rounded(exact, mode, kind):
-    """A number of Python's as `kind`: the nearest, or its neighbour where that lies on the wrong side."""
+    """A Python number as `kind`: the nearest, or its neighbour in the rounding's direction."""
     with np.errstate(over="ignore"):
         near = np.array(exact).astype(kind)[()]
         side = {"ru": math.inf, "rd": -math.inf, "rz": math.inf if exact < 0 else -math.inf}.get(
@@ -640,7 +688,7 @@ def rounded(exact, mode, kind):
 
 
 def test_conversions(device):
-    """To integers: each rounding, held at the limits, NaN as the PTX manual says. To narrower types: each rounding."""
+    """Each rounding to integers (limits and NaN as in the PTX manual) and to narrower types."""
     draw = random.Random(3)
     edges = [
         0.0,
@@ -725,7 +773,7 @@ def test_conversions(device):
             )
 
 
-# ---- warps -----------------------------------------------------------------------------------------------------------
+# ---- warps ---------------------------------------------------------------------------------------
 
 ARGUMENTS = 36  # a shuffle's argument, 0 to 35: the hardware reads five bits of a distance
 SHUFFLES = """extern "C" __global__ void shuffles(int* out, long long* typed, double* real) {
@@ -750,7 +798,7 @@ SHUFFLES = """extern "C" __global__ void shuffles(int* out, long long* typed, do
 
 
 def lane_read(kind, lane, argument, width):
-    """As the PTX manual defines shfl.sync: its own lane where the wanted one lies beyond the segment."""
+    """As the PTX manual defines shfl.sync: the own lane where `source` is outside the segment."""
     first, last, distance = lane // width * width, lane // width * width + width - 1, argument % 32
     if kind == "idx":
         return first + argument % width
@@ -806,7 +854,8 @@ VOTES = """
 __device__ void together(unsigned mask, int value, int* out, int n) {
     int all, all_wide;
     unsigned results[] = {
-        __ballot_sync(mask, value & 4), (unsigned)__any_sync(mask, value > 95), (unsigned)__all_sync(mask, value > -60),
+        __ballot_sync(mask, value & 4), (unsigned)__any_sync(mask, value > 95),
+        (unsigned)__all_sync(mask, value > -60),
         __match_any_sync(mask, value % 3), __match_any_sync(mask, value % 2 ? 0.5f : -0.0f),
         __match_any_sync(mask, value % 5 + (1ll << 40)), __match_any_sync(mask, value % 2 * 0.25),
         __match_all_sync(mask, value / 1000, &all), (unsigned)all,
@@ -814,19 +863,24 @@ __device__ void together(unsigned mask, int value, int* out, int n) {
         (unsigned)__reduce_add_sync(mask, value), (unsigned)__reduce_min_sync(mask, value),
         (unsigned)__reduce_max_sync(mask, value), __reduce_add_sync(mask, value * 100000007u),
         __reduce_min_sync(mask, (unsigned)value), __reduce_max_sync(mask, (unsigned)value),
-        __reduce_and_sync(mask, value | 1u), __reduce_or_sync(mask, (unsigned)value), __reduce_xor_sync(mask, (unsigned)value),
-        (unsigned)__shfl_sync(mask, value, __ffs(mask) - 1), (unsigned)__shfl_sync(mask, value, 31 - __clz(mask))};
+        __reduce_and_sync(mask, value | 1u), __reduce_or_sync(mask, (unsigned)value),
+        __reduce_xor_sync(mask, (unsigned)value),
+        (unsigned)__shfl_sync(mask, value, __ffs(mask) - 1), (unsigned)__shfl_sync(mask, value,
+        31 - __clz(mask))};
     for (int k = 0; k < COUNT; k++) out[k * n] = results[k];
 }
 
-extern "C" __global__ void votes(int* out, const int* masks, const int* values, const int* groups, int n) {
+extern "C" __global__ void votes(int* out, const int* masks, const int* values, const int* groups,
+int n) {
     int t = blockIdx.x * blockDim.x + threadIdx.x, group = groups[t];
     unsigned mask = masks[t];
-    if (group == 0) return;                                    // they take part in nothing, and nobody waits for them
+    // they take part in nothing, and nobody waits for them
+    if (group == 0) return;
     if (group == 1) {
         together(mask, values[t], out + t, n);
     } else {
-        for (int k = 0; k < group; k++) {                      // group 2 goes round twice, group 3 three times
+        // group 2 goes round twice, group 3 three times
+        for (int k = 0; k < group; k++) {
             if (group == 3) __syncwarp(mask);
             together(mask, values[t] + group - k, out + t, n);
         }
@@ -877,7 +931,7 @@ def vote_model(lanes, values):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_votes_matches_and_reductions_with_partial_masks(device, seed):
-    """Each warp falls apart into up to three groups that go different ways; a fourth leaves at once."""
+    """Each warp splits into up to three groups in different branches; a fourth exits at once."""
     draw, n, count = random.Random(seed), 4 * 80, 22
     groups, values = (
         [draw.choice([0, 1, 2, 3]) for _ in range(n)],
@@ -909,7 +963,7 @@ def test_votes_matches_and_reductions_with_partial_masks(device, seed):
         )
 
 
-# ---- blocks: barriers and shared memory ------------------------------------------------------------------------------
+# ---- blocks: barriers and shared memory ----------------------------------------------------------
 
 BARRIERS = """
 struct Pair { float value; int index; };
@@ -980,7 +1034,8 @@ def test_barriers_and_shared_memory(device):
 TEMPLATE = """
 template <int N> __device__ int* scratch() { __shared__ int buffer[N]; return buffer; }
 
-extern "C" __global__ void instances(int* out) {               // each instance of a template has its own shared memory
+// each instance of a template has its own shared memory
+extern "C" __global__ void instances(int* out) {
     int t = threadIdx.x, u = blockDim.x - 1 - t;
     scratch<64>()[t] = blockIdx.x; scratch<96>()[t] = 5 * t;
     __syncthreads();
@@ -993,15 +1048,19 @@ def test_shared_memory_of_a_template(device):
     assert out.tolist() == [[1000 * b + 5 * (63 - t) for t in range(64)] for b in range(3)]
 
 
-# ---- atomics ---------------------------------------------------------------------------------------------------------
+# ---- atomics -------------------------------------------------------------------------------------
 
 ATOMICS = """
-__device__ void locked_add(unsigned short* word, unsigned short value) {       // compare and swap until nobody was in between
-    unsigned short old = 0, seen;                              // a first guess: a plain read would race with the others' atomics
-    do { seen = old; old = atomicCAS(word, seen, (unsigned short)(seen + value)); } while (old != seen);
+// compare and swap until nobody was in between
+__device__ void locked_add(unsigned short* word, unsigned short value) {
+    // a first guess: a plain read would race with the others' atomics
+    unsigned short old = 0, seen;
+    do { seen = old; old = atomicCAS(word, seen, (unsigned short)(seen + value));
+    } while (old != seen);
 }
 
-extern "C" __global__ void atomics(int* i, unsigned* u, long long* l, unsigned long long* w, float* f, double* d,
+extern "C" __global__ void atomics(int* i, unsigned* u, long long* l, unsigned long long* w,
+float* f, double* d,
                                    unsigned short* s, int* old, int* taken, const int* values) {
     int t = blockIdx.x * blockDim.x + threadIdx.x, v = values[t];
     old[t] = atomicAdd(&i[0], 1);
@@ -1009,20 +1068,24 @@ extern "C" __global__ void atomics(int* i, unsigned* u, long long* l, unsigned l
     atomicAnd(&i[5], ~(1 << (t & 31))); atomicOr(&i[6], 1 << (t % 31)); atomicXor(&i[7], v);
     taken[t] = atomicExch(&i[8], t + 1);
     for (int seen = 0, now; (now = atomicCAS(&i[9], seen, seen + 3)) != seen; seen = now);
-    atomicAdd(&u[0], (unsigned)v); atomicSub(&u[1], (unsigned)v); atomicMin(&u[2], (unsigned)v); atomicMax(&u[3], (unsigned)v);
+    atomicAdd(&u[0], (unsigned)v); atomicSub(&u[1], (unsigned)v); atomicMin(&u[2], (unsigned)v);
+    atomicMax(&u[3], (unsigned)v);
     atomicInc(&u[4], 999); atomicDec(&u[5], 999); atomicXor_system(&u[6], (unsigned)v * 77u);
     atomicMin(&l[0], (long long)v << 33); atomicMax(&l[1], (long long)v << 33);
-    atomicAnd(&l[2], ~(1ll << (t & 63))); atomicOr(&l[3], 1ll << (t & 63)); atomicXor(&l[4], (long long)v << 20);
-    atomicAdd(&w[0], (unsigned long long)(long long)v << 33); atomicMin(&w[1], (unsigned long long)(long long)v);
+    atomicAnd(&l[2], ~(1ll << (t & 63))); atomicOr(&l[3], 1ll << (t & 63));
+    atomicXor(&l[4], (long long)v << 20);
+    atomicAdd(&w[0], (unsigned long long)(long long)v << 33);
+    atomicMin(&w[1], (unsigned long long)(long long)v);
     atomicMax(&w[2], (unsigned long long)(long long)v); atomicExch(&w[3], 5ull);
-    for (unsigned long long seen = 0, now; (now = atomicCAS(&w[4], seen, seen + v)) != seen; seen = now);
+    for (unsigned long long seen = 0, now; (now = atomicCAS(&w[4], seen,
+    seen + v)) != seen; seen = now);
     atomicAdd(&f[0], (float)(v & 15)); atomicExch(&f[1], 2.5f); atomicAdd(&d[0], v * 0.25);
     locked_add(s + 1, 3);
 }"""
 
 
 def test_atomics_from_many_blocks(device, request):
-    """Whole numbers, so that the order does not matter; enough threads for two workers in fast mode."""
+    """With whole numbers the order does not matter. In fast mode two workers run the threads."""
     n, draw = 64 * 256 if "checked" not in request.node.name else 1024, random.Random(4)
     v = [draw.randint(-500, 500) for _ in range(n)]
     i = torch.tensor([0, 0, 0, 1000, -1000, -1, 0, 0, 0, 0], dtype=torch.int32)
@@ -1068,12 +1131,16 @@ def test_atomics_from_many_blocks(device, request):
     assert s.tolist() == [0, signed(3 * n, 16), 0, 0]
 
 
-CHOSEN = """__device__ int one_of(bool first, const int* a, const int* b, int i, int n) { return (first ? a : b)[i % n]; }
+CHOSEN = """
+__device__ int one_of(bool first, const int* a, const int* b, int i, int n) {
+    return (first ? a : b)[i % n];
+}
 extern "C" __global__ void chosen(int* out, const int* a, const int* b, int n, int s) {
     __shared__ int x[16], y[16];
     int i = threadIdx.x % 16;
     bool first = threadIdx.x < 16;
-    (first ? x : y) [i * s / s] = 100 + threadIdx.x;               // written through the choice, too
+    // written through the choice, too
+    (first ? x : y) [i * s / s] = 100 + threadIdx.x;
     __syncthreads();
     int* mine = out + 4 * threadIdx.x;
     mine[0] = one_of(first, a, b, i, n);
@@ -1102,12 +1169,13 @@ def test_an_element_of_the_one_or_the_other(device):
         assert got[4 * t : 4 * t + 4].tolist() == want, t
 
 
-# ---- messages --------------------------------------------------------------------------------------------------------
+# ---- messages ------------------------------------------------------------------------------------
 
 
 def test_printf_prints(fast, capsys):
     source = """extern "C" __global__ void talk(const float* x) {
-        if (threadIdx.x < 2) printf("thread %u: %.2f %s %lld%%\\n", threadIdx.x, x[threadIdx.x], "of", 1ll << 40);
+        if (threadIdx.x < 2) printf("thread %u: %.2f %s %lld%%\\n", threadIdx.x, x[threadIdx.x],
+        "of", 1ll << 40);
     }"""
     run("cpu", source, 1, 8, torch.arange(8.0) / 4)
     assert (
@@ -1147,7 +1215,9 @@ extern "C" __global__ void stops(int* x, int how) {
 
 
 def test_a_shuffle_of_odd_width_says_so(fast):
-    source = 'extern "C" __global__ void odd(int* x) { x[threadIdx.x] = __shfl_down_sync(~0u, x[threadIdx.x], 1, 24); }'
+    source = """extern "C" __global__ void odd(int* x) {
+        x[threadIdx.x] = __shfl_down_sync(~0u, x[threadIdx.x], 1, 24);
+    }"""
     with pytest.raises(ga.KernelError) as caught:
         run("cpu", source, 1, 32, torch.zeros(32).int())
     assert "width of a shuffle must be 1, 2, 4, 8, 16 or 32" in caught.value.reports[0].message
