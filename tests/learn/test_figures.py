@@ -1,21 +1,14 @@
 """Pictures are well-formed and say in text what they show; recorded runs are labelled, absent ones do no harm."""
 
 import json
-import xml.etree.ElementTree as xml
 
 import pytest
 import torch
+from pictures import text_of
 
 import gpuaccel as ga
 from gpuaccel.learn import figures, recorded
 from gpuaccel.measure.timeline import Span, lines
-
-
-def text_of(figure):
-    bundle = figure._repr_mimebundle_()
-    xml.fromstring(bundle["image/svg+xml"])
-    assert bundle["text/plain"] == repr(figure)
-    return bundle["text/plain"]
 
 
 @pytest.mark.parametrize(

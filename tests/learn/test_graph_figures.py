@@ -2,23 +2,16 @@
 
 import json
 import re
-import xml.etree.ElementTree as xml
 
 import pytest
 import torch
+from pictures import text_of
 
 import gpuaccel as ga
 from gpuaccel.learn import graph_figures, recorded
 from gpuaccel.learn.figures.graph_figures import STAGES, plain, stages_of
 from gpuaccel.measure import timeline
 from gpuaccel.measure.timeline import Span, lines
-
-
-def text_of(figure):
-    bundle = figure._repr_mimebundle_()
-    xml.fromstring(bundle["image/svg+xml"])
-    assert bundle["text/plain"] == repr(figure) and "<script" not in figure.drawn
-    return bundle["text/plain"]
 
 
 @pytest.fixture(scope="module")

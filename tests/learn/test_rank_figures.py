@@ -15,7 +15,7 @@ def boxes(figure, y):
     """(x, width) of the boxes at this height."""
     return [
         (float(x), float(wide))
-        for x, wide in re.findall(rf'<rect x="([\d.]+)" y="{y:.1f}" width="([\d.]+)"', figure.drawn)
+        for x, wide in re.findall(rf'<rect x="([\d.]+)" y="{y}" width="([\d.]+)"', figure.drawn)
     ]
 
 
