@@ -1,4 +1,4 @@
-"""Pictures of curves, passes and maps draw what was measured, and say it in text; the recorded dispatch is labelled."""
+"""Pictures of curves, passes and maps draw what was measured, and say it in text."""
 
 import json
 import re
