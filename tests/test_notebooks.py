@@ -1,4 +1,5 @@
-"""The notebooks as text: short cells, few words, nothing stored of one machine. Running them is nbval's part."""
+"""The notebooks as text: short cells, few words, nothing stored of one machine. Running them is
+nbval's part."""
 
 import ast
 import pathlib

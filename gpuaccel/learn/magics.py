@@ -103,19 +103,19 @@ def compile_cell(line: str, cell: str) -> Compiled:
     """Compile the kernels of a cell.
 
     line: what is behind %%cuda. It is line 1, so that messages count lines as the editor does."""
-    wanted, macros = parse_line(line)
+    only, macros = parse_line(line)
     names = kernel_names(cell)
     if not names:
         raise CompileError(
             "there is no kernel in this cell; expected at least one\n"
             '    extern "C" __global__ void name(...) { ... }'
         )
-    if wanted is not None and wanted not in names:
+    if only is not None and only not in names:
         raise CompileError(
-            f"there is no kernel {wanted!r} in this cell; kernels found: {', '.join(names)}"
+            f"there is no kernel {only!r} in this cell; kernels found: {', '.join(names)}"
         )
     kernels, milliseconds = {}, {}
-    for name in [wanted] if wanted else names:
+    for name in [only] if only else names:
         start = time.perf_counter()
         kernels[name] = compile("\n" + cell, name, filename="cell", **macros)
         milliseconds[name] = (time.perf_counter() - start) * 1e3

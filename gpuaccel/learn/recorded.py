@@ -15,7 +15,7 @@ import statistics
 
 import torch
 
-from ..measure.timeline import spans_of
+from ..measure import timeline as measured
 from .figures import graph_figures
 from .figures.charts import bars
 from .figures.drawing import Figure, Table
@@ -226,7 +226,7 @@ def waiting(here: "dict[str, list] | None" = None) -> "Figure | Recorded":
     here: spans of this machine, which are drawn where there is no recording."""
     run = recorded("timeline")
     spans = {
-        name: spans_of(result["spans"])
+        name: measured.spans_of(result["spans"])
         for name, result in _dicts(run.get("tails")).items()
         if isinstance(result.get("spans"), list)
     }
@@ -241,7 +241,7 @@ def launches() -> "Figure | Recorded":
     """A whole step, launched from Python and replayed: host and GPU, and a stretch enlarged."""
     run = recorded("graphs")
     spans = {
-        name: spans_of(lines)
+        name: measured.spans_of(lines)
         for name, lines in (run.get("timeline") or {}).items()
         if isinstance(lines, list) and lines
     }

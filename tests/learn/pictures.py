@@ -4,10 +4,14 @@ import xml.etree.ElementTree as xml
 
 
 def text_of(figure):
-    """A figure in words; nothing of it is drawn beyond its edge."""
+    """A figure in words; it is well-formed, and no rectangle is drawn beyond its right edge."""
     bundle = figure._repr_mimebundle_()
-    root = xml.fromstring(bundle["image/svg+xml"])
-    assert bundle["text/plain"] == repr(figure) and "<script" not in figure.drawn
+    svg = bundle["image/svg+xml"]
+    root = xml.fromstring(svg)
+    assert bundle["text/plain"] == repr(figure)
+    assert "<script" not in svg
+    attributes = [value for shape in root for value in shape.attrib.values()]
+    assert not any("nan" in value for value in attributes)
     width = float(root.get("width"))
     beyond = [
         rect.attrib

@@ -1,6 +1,7 @@
-"""Traces give the textbook figures; pictures show who touches what, with and without sliders, and say it in text as well.
+"""Traces give the textbook's numbers; ga.show draws them, with and without sliders, and in text.
 
-The traces are made by hand here: small models of kernels, each a Python function that one thread runs.
+The traces are made by hand here: small models of kernels, each a Python function that one thread
+runs.
 """
 
 import functools
@@ -18,9 +19,11 @@ from gpuaccel.simt.tracing import ATOMIC, EVENT, READ, WRITE, Trace, Traced
 
 
 def trace_of(body, grid, block, tensors, source="", **more):
-    """Runs `body(thread, touch)` for every thread; tensors: name -> (elements, itemsize) or (elements, itemsize, "shared").
+    """Runs `body(thread, touch)` for every thread; tensors: name -> (elements, itemsize) or
+    (elements, itemsize, "shared").
 
-    touch(line, kind, name, index, elements=1) is one access; the place in the code is (line, kind, name)."""
+    touch(line, kind, name, index, elements=1) is one access; the place in the code is (line, kind,
+    name)."""
     wide = [
         (*size, 1, 1)[:3] if isinstance(size, tuple) else (size, 1, 1) for size in (grid, block)
     ]
@@ -602,7 +605,8 @@ from gpuaccel.simt.tracing import EVENT, Trace, Traced
 events = np.zeros(16, EVENT)
 events["block"], events["thread"] = np.divmod(np.arange(16), 8)
 events["offset"], events["bytes"] = 4 * np.arange(16), 4
-show(Trace("one", (2, 1, 1), (8, 1, 1), [Traced("x", 16, 4, "float32", "global")], events), block=1)"""
+tensors = [Traced("x", 16, 4, "float32", "global")]
+show(Trace("one", (2, 1, 1), (8, 1, 1), tensors, events), block=1)"""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell)])
     notebook.metadata.kernelspec = {
         "name": "python3",

@@ -35,7 +35,8 @@ from gpuaccel.learn import LiveThroughput
 def some(n):
     for i in range(1, n + 1):
         time.sleep(0.02)
-        yield Reading(i, i * 100, i / 50, 5000.0, 20.0, loss=1.0 + 1 / i, stages={{'forward': 15.0, 'backward': 4.0}})
+        stages = {{'forward': 15.0, 'backward': 4.0}}
+        yield Reading(i, i * 100, i / 50, 5000.0, 20.0, loss=1.0 + 1 / i, stages=stages)
 live = LiveThroughput("A loop to stop")
 live.run(some(100_000), name="one", steps=100_000)""",
     """one = live.runs["one"]
@@ -126,7 +127,10 @@ def test_stop_ends_a_running_loop(lab, tmp_path):
         drawn = page.locator(".jupyter-widgets svg[role=img]")
         before = drawn.get_attribute("aria-label", timeout=HANG)
         page.wait_for_function(
-            "before => document.querySelector('.jupyter-widgets svg[role=img]').getAttribute('aria-label') != before",
+            (
+                "before => document.querySelector('.jupyter-widgets "
+                "svg[role=img]').getAttribute('aria-label') != before"
+            ),
             arg=before,
             timeout=HANG,
         )  # the picture moves

@@ -24,6 +24,13 @@ def where(request):
         yield request.param
 
 
+@pytest.fixture
+def small_sizes_on_cpu(where, monkeypatch):
+    """A wrong answer is found without a million elements, which take seconds on the CPU."""
+    if where == "simt":
+        monkeypatch.setattr(checking, "SIZES", SIZES[:-1])
+
+
 def python(source, name):
     space = {"torch": torch}
     exec(source, space)
@@ -31,28 +38,7 @@ def python(source, name):
 
 
 def test_there_are_exercises_with_mistakes_to_find():
-    assert {
-        "scale",
-        "reverse",
-        "accumulate",
-        "accumulate4",
-        "token_mean",
-        "squares",
-        "rescale",
-        "global_scale",
-        "guarded",
-        "decay",
-        "replay_over",
-        "run_starts",
-        "piece_sums",
-        "stochastic",
-        "curve",
-        "glu_slope",
-        "poly_row",
-        "deal",
-        "fill_buckets",
-        "ordered_sum",
-    } <= set(EXERCISES)
+    assert len(EXERCISES) >= 20
     assert all(len(e.wrong) >= 4 for e in EXERCISES.values())
     assert {1, 255, 256, 257, 1000, 4096, 1_000_003} <= set(SIZES)
 
@@ -64,25 +50,20 @@ def test_every_kernel_stub_solution_and_mistake_compiles(e):
 
 
 @pytest.mark.parametrize("e", KERNELS, ids=lambda e: e.name)
-def test_without_gpu_and_compiler_a_kernel_is_compiled_for_every_architecture_and_neither_passes_nor_fails(
-    e, monkeypatch
-):
+def test_without_gpu_and_compiler_a_kernel_is_only_compiled(e, monkeypatch):
     monkeypatch.setattr(checking, "find_compiler", lambda: (None, "neither g++ nor clang++ found"))
     with ga.use_backend("torch", policy="off"):
         result = ga.check(e.name, ga.compile(e.solution, e.name))
     assert result.passed is None and not result
-    assert "compiled, not run" in str(
-        result
-    ) and "(GPUACCEL_GPU=off); neither g++ nor clang++ found" in str(result)
-    assert (
-        result.lines[0][1]
-        == f"{len([arch for arch in ARCHS if arch in ga.compiler.nvrtc.library().archs])} architectures"
-    )
+    assert "compiled, not run" in str(result)
+    assert "(GPUACCEL_GPU=off); neither g++ nor clang++ found" in str(result)
+    known = [arch for arch in ARCHS if arch in ga.compiler.nvrtc.library().archs]
+    assert result.lines[0][1] == f"{len(known)} architectures"
 
 
 @pytest.mark.parametrize("e", PYTHON, ids=lambda e: e.name)
 def test_a_python_solution_passes_for_any_seed(e):
-    for seed in range(20):
+    for seed in range(5):
         result = ga.check(e.name, python(e.solution, e.name), seed=seed)
         assert result.passed, result
 
@@ -102,16 +83,10 @@ def test_what_cannot_be_captured_is_told_once_with_its_line_and_what_to_do():
         ("decay", "a number", 2),
     ):
         result = ga.check(name, python(EXERCISES[name].wrong[what], name))
-        assert (
-            result.passed is False
-            and result.summary == "it cannot be captured."
-            and len(result.lines) == 1
-        )
-        assert (
-            f":{line} cannot" in result.lines[0][2]
-            and "the host would wait for a value of the device. Instead: keep the number on the device"
-            in str(result)
-        )
+        assert result.passed is False and result.summary == "it cannot be captured."
+        assert len(result.lines) == 1 and f":{line} cannot" in result.lines[0][2]
+        assert "the host would wait for a value of the device" in str(result)
+        assert "Instead: keep the number on the device" in str(result)
     assert "the shape" in str(
         ga.check("guarded", python(EXERCISES["guarded"].wrong["picks by a mask"], "guarded"))
     )
@@ -143,7 +118,7 @@ def test_a_check_of_a_capture_leaves_the_backend_alone():
 
 
 @on_cpu_and_gpu
-def test_a_write_where_nothing_was_to_be_done_is_seen(where):
+def test_a_write_where_nothing_was_to_be_done_is_seen(where, small_sizes_on_cpu):
     task = EXERCISES["rescale"]
     words = str(ga.check(task.name, ga.compile(task.wrong["NaN returns, 1 does not"], task.name)))
     assert (
@@ -155,7 +130,7 @@ def test_a_write_where_nothing_was_to_be_done_is_seen(where):
 
 @pytest.mark.parametrize("e, what", WRONG_PYTHON)
 def test_a_known_python_mistake_fails_for_any_seed(e, what):
-    for seed in range(20):
+    for seed in range(5):
         assert ga.check(e.name, python(e.wrong[what], e.name), seed=seed).passed is False
 
 
@@ -229,12 +204,12 @@ def test_a_result_is_a_table_in_html_and_lines_in_text():
 @on_cpu_and_gpu
 @pytest.mark.parametrize("e", KERNELS, ids=lambda e: e.name)
 def test_a_kernel_solution_passes(e, where):
-    for seed in (None, 1):
-        result = ga.check(e.name, ga.compile(e.solution, e.name), seed=seed)
-        assert result.passed, result
+    result = ga.check(e.name, ga.compile(e.solution, e.name))
+    assert result.passed, result
 
 
 @on_cpu_and_gpu
+@pytest.mark.usefixtures("small_sizes_on_cpu")
 @pytest.mark.parametrize("e, what", WRONG_KERNELS)
 def test_a_known_wrong_kernel_fails(e, what, where):
     result = ga.check(e.name, ga.compile(e.wrong[what], e.name))
@@ -246,11 +221,12 @@ def test_a_known_wrong_kernel_fails(e, what, where):
 
 
 @on_cpu_and_gpu
+@pytest.mark.usefixtures("small_sizes_on_cpu")
 @pytest.mark.parametrize("e", KERNELS, ids=lambda e: e.name)
 def test_a_stub_fails_and_says_that_nothing_was_written(e, where):
     result = ga.check(e.name, ga.compile(e.stub, e.name))
     assert result.passed is False
-    untouched = [e.data(n, torch.Generator(ga.default_device().type)) for n in SIZES]
+    untouched = [e.data(n, torch.Generator(ga.default_device().type)) for n in checking.SIZES]
     assert [how for _, _, how in result.lines] == [
         "right; left alone" if case.expected is case.out else "nothing was written"
         for case in untouched

@@ -1,21 +1,14 @@
-"""Pictures are well-formed and say in text what they show; recorded runs are labelled, absent ones do no harm."""
+"""Pictures are well-formed and say in text what they show; recorded runs are labelled."""
 
 import json
-import xml.etree.ElementTree as xml
 
 import pytest
 import torch
+from pictures import text_of
 
 import gpuaccel as ga
 from gpuaccel.learn import figures, recorded
-from gpuaccel.measure.timeline import Span, lines
-
-
-def text_of(figure):
-    bundle = figure._repr_mimebundle_()
-    xml.fromstring(bundle["image/svg+xml"])
-    assert bundle["text/plain"] == repr(figure)
-    return bundle["text/plain"]
+from gpuaccel.measure import Span, timeline
 
 
 @pytest.mark.parametrize(
@@ -186,7 +179,7 @@ def test_recorded_clipping_tails_and_timelines_are_read_and_labelled(tmp_path, m
         "tail": {"float32": {"elements": 5e6, "replayed": {"ours": {"ms": 4.25}, "odd": 1}}},
         "timeline": {
             "what": "after the last backward",
-            "tails": {"item": {"spans": lines(SPANS)}, "odd": None},
+            "tails": {"item": {"spans": timeline.lines(SPANS)}, "odd": None},
         },
     }
     for name, content in results.items():

@@ -1,24 +1,16 @@
-"""Pictures of a step as a graph: every node and edge is there, stages are told from names, and recorded ones are labelled."""
+"""Pictures of a step as a graph: every node and edge is there, stages follow from names."""
 
 import json
 import re
-import xml.etree.ElementTree as xml
 
 import pytest
 import torch
+from pictures import text_of
 
 import gpuaccel as ga
 from gpuaccel.learn import graph_figures, recorded
 from gpuaccel.learn.figures.graph_figures import STAGES, plain, stages_of
-from gpuaccel.measure import timeline
-from gpuaccel.measure.timeline import Span, lines
-
-
-def text_of(figure):
-    bundle = figure._repr_mimebundle_()
-    xml.fromstring(bundle["image/svg+xml"])
-    assert bundle["text/plain"] == repr(figure) and "<script" not in figure.drawn
-    return bundle["text/plain"]
+from gpuaccel.measure import Span, timeline
 
 
 @pytest.fixture(scope="module")
@@ -46,57 +38,99 @@ def step_graph():
     "symbol, word",
     [
         (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float, float, float, at::native::binary_internal::MulFunctor<float> >, "
-            "std::array<char*, 3ul> >(int, at::native::BinaryFunctor<...>)",
+            (
+                "void at::native::vectorized_elementwise_kernel<4, "
+                "at::native::BinaryFunctor<float, float, float, "
+                "at::native::binary_internal::MulFunctor<float> >, std::array<char*, 3ul>"
+                " >(int, at::native::BinaryFunctor<...>)"
+            ),
             "mul",
         ),
         (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >(int)",
+            (
+                "void at::native::vectorized_elementwise_kernel<4, "
+                "at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >(int)"
+            ),
             "add",
         ),
         (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul> >(int)",
+            (
+                "void at::native::vectorized_elementwise_kernel<4, "
+                "at::native::FillFunctor<float>, std::array<char*, 1ul> >(int)"
+            ),
             "fill",
         ),
         (
-            "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}>(int)",
+            (
+                "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_ker"
+                "nel_cuda(at::TensorIteratorBase&)::{lambda()#3}>(int)"
+            ),
             "copy",
         ),
         (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::(anonymous namespace)::silu_backward_kernel(at::TensorIteratorBase&)::{lambda()#1}>(int)",
+            (
+                "void at::native::vectorized_elementwise_kernel<4, at::native::(anonymous"
+                " namespace)::silu_backward_kernel(at::TensorIteratorBase&)::{lambda()#1}"
+                ">(int)"
+            ),
             "silu backward",
         ),
         (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::rsqrt_kernel_cuda(at::TensorIteratorBase&)::{lambda()#2}>(int)",
+            (
+                "void at::native::vectorized_elementwise_kernel<4, at::native::rsqrt_kern"
+                "el_cuda(at::TensorIteratorBase&)::{lambda()#2}>(int)"
+            ),
             "rsqrt",
         ),
         (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::(anonymous namespace)::pow_tensor_scalar_kernel_impl<float, float>(float)::{lambda(float)#1}>(int)",
+            (
+                "void at::native::vectorized_elementwise_kernel<4, at::native::(anonymous"
+                " namespace)::pow_tensor_scalar_kernel_impl<float, "
+                "float>(float)::{lambda(float)#1}>(int)"
+            ),
             "pow",
         ),
         (
-            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float, float, float, float>, unsigned int, float, 4> >(...)",
+            (
+                "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, "
+                "at::native::MeanOps<float, float, float, float>, unsigned int, float, 4>"
+                " >(...)"
+            ),
             "mean",
         ),
         (
-            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::func_wrapper_t<float, at::native::sum_functor<float, float, float>::...",
+            (
+                "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, "
+                "at::native::func_wrapper_t<float, at::native::sum_functor<float, float, "
+                "float>::..."
+            ),
             "sum",
         ),
         (
-            "void (anonymous namespace)::elementwise_kernel_with_index<int, at::native::arange_cuda_out(...)>",
+            (
+                "void (anonymous namespace)::elementwise_kernel_with_index<int, "
+                "at::native::arange_cuda_out(...)>"
+            ),
             "elementwise_kernel_with_index",
         ),
         ("sm90_xmma_gemm_f32f32_tf32f32_f32_tn_n_tilesize32x32x8_cublas", "matmul"),
         ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "matmul"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int, float, float>(...)", "gemm, sum"),
         (
-            "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128>>(...)",
+            (
+                "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_tra"
+                "its<64, 128>>(...)"
+            ),
             "attention",
         ),
         ("fmha_cutlassB_f32_aligned_64x64_k64_sm80(...)", "attention backward"),
         ("void at::native::(anonymous namespace)::cunn_SoftMaxForward<4, float>(...)", "softmax"),
         (
-            "void at::native::(anonymous namespace)::nll_loss_backward_reduce_cuda_kernel_2d<float, float, long>(...)",
+            (
+                "void at::native::(anonymous "
+                "namespace)::nll_loss_backward_reduce_cuda_kernel_2d<float, float, "
+                "long>(...)"
+            ),
             "nll_loss backward",
         ),
         ("vectorized_elementwise_kernel", "elementwise"),
@@ -225,9 +259,9 @@ REPLAY = [Span("host", "python", 0.0, 40.0), Span("host", "launch", 2.0, 30.0)] 
 
 def test_launches_tells_how_many_and_how_busy_and_enlarges_the_same_stretch_of_each():
     figure = graph_figures.launches({"eager": EAGER, "graph": REPLAY}, "One step")
-    assert (
-        text_of(figure)
-        == "One step: eager: 100 launches, 2.0 ms, the GPU works 25% of it; graph: 1 launch, 580 µs, the GPU works 86% of it"
+    assert text_of(figure) == (
+        "One step: eager: 100 launches, 2.0 ms, the GPU works 25% of it; graph: 1"
+        " launch, 580 µs, the GPU works 86% of it"
     )
     assert re.findall("enlarged: ([^<]+)<", figure.drawn) == ["224 µs"] * 2
     for words in ("launches", "kernels", "all else on the host"):
@@ -266,9 +300,9 @@ def test_rates_say_who_follows_the_schedule():
         {"a number": [0.1] * 4, "a tensor": asked, "ga.AdamW": [r * (1 + 1e-6) for r in asked]},
         "Rates",
     )
-    assert (
-        text_of(figure)
-        == "Rates: a number does not follow the schedule, a tensor follows the schedule, ga.AdamW follows the schedule"
+    assert text_of(figure) == (
+        "Rates: a number does not follow the schedule, a tensor follows the "
+        "schedule, ga.AdamW follows the schedule"
     )
     assert figure.drawn.count("<polyline") == 4
     text_of(graph_figures.rates([0.0], {}))
@@ -280,7 +314,7 @@ RESULT = {
     "torch": "2.11.0",
     "results": {
         "what": "llama-350m, batch 1",
-        "timeline": {"eager": lines(EAGER), "replay": lines(REPLAY), "odd": None},
+        "timeline": {"eager": timeline.lines(EAGER), "replay": timeline.lines(REPLAY), "odd": None},
         "graph": {
             "names": ["embedding", "nll_loss_forward", "mm_backward", "accumulate_v3", "adamw_v3"],
             "edges": [[0, 1], [1, 2], [2, 3], [3, 4]],

@@ -1,16 +1,15 @@
-"""Pictures of curves, passes and maps draw what was measured, and say it in text; the recorded dispatch is labelled."""
+"""Pictures of curves, passes and maps draw what was measured, and say it in text."""
 
 import json
 import re
-import xml.etree.ElementTree as xml
 
 import pytest
 import torch
+from pictures import text_of
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError
 from gpuaccel.learn import layer_figures, recorded
-from gpuaccel.learn.figures.drawing import WIDTH
 from gpuaccel.learn.figures.layer_figures import (
     allocated,
     attention_map,
@@ -22,19 +21,6 @@ from gpuaccel.learn.figures.layer_figures import (
 )
 
 SMALL = dict(layers=2, hidden=64, intermediate=48, heads=2, kv_heads=2, T=16)
-
-
-def text_of(figure):
-    bundle = figure._repr_mimebundle_()
-    root = xml.fromstring(bundle["image/svg+xml"])
-    assert bundle["text/plain"] == repr(figure) and "nan" not in bundle["image/svg+xml"]
-    beyond = [
-        x.attrib
-        for x in root.iter()
-        if x.get("x") and float(x.get("x")) + float(x.get("width", 0)) > WIDTH + 0.5
-    ]
-    assert not beyond, beyond
-    return bundle["text/plain"]
 
 
 def test_a_curve_and_its_slope_are_those_of_the_module_and_of_finite_differences():

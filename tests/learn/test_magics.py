@@ -1,4 +1,4 @@
-"""%%cuda: cells become kernels, mistakes are shown as the compiler shows them, and a failed cell has failed."""
+"""%%cuda: cells become kernels, and errors are shown as the compiler shows them."""
 
 import pytest
 import torch

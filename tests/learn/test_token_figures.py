@@ -1,4 +1,4 @@
-"""Pictures of where rows go are well-formed, draw what the kernels really do, and say it in text; the recorded encoder is labelled."""
+"""Pictures of where rows go draw what the kernels really do, and say it in text."""
 
 import json
 import re
@@ -89,9 +89,8 @@ def test_two_runs_are_compared_step_by_step_and_no_difference_is_no_difference()
 
 def test_draws_are_counted_and_their_mean_is_given():
     words = text_of(token_figures.draws([256.0] * 7 + [258.0], 256.25, 256.0))
-    assert (
-        words
-        == "Rounded at random: 256 7 times, 258 1 times; mean 256.25, exact 256.25, to the nearest 256"
+    assert words == (
+        "Rounded at random: 256 7 times, 258 1 times; mean 256.25, exact 256.25, to the nearest 256"
     )
     text_of(token_figures.draws(torch.tensor([1.0]), 1.0))
 
@@ -114,9 +113,9 @@ def test_the_recorded_encoder_is_labelled_and_without_a_recording_it_says_so(tmp
         json.dumps({"gpu": "NVIDIA H200", "date": "2026-01-02", "results": {"backward": found}})
     )
     lines = str(recorded.encoder()).split("\n")
-    assert (
-        lines[0]
-        == "Recorded, not run here: NVIDIA H200, 2026-01-02; 65,536 tokens, 768 channels in bf16, sums in fp32"
+    assert lines[0] == (
+        "Recorded, not run here: NVIDIA H200, 2026-01-02; 65,536 tokens, 768 "
+        "channels in bf16, sums in fp32"
     )
     assert [re.split(r" {2,}", line) for line in lines[2:]] == [
         ["ours, segments in line", "0.092 ms", "-", "0"],

@@ -1,4 +1,4 @@
-"""The live view: what it draws, that every way of stopping works, and what it leaves in a saved notebook."""
+"""The live view: what it draws, how it stops, and what it leaves in a saved notebook."""
 
 import _thread
 import pathlib
@@ -339,7 +339,8 @@ def test_a_notebook_runs_in_order_and_keeps_a_static_picture(tmp_path):
         "import sys, time; sys.path.insert(0, %r)\nfrom gpuaccel.measure import Reading\n"
         "from gpuaccel.learn import LiveThroughput\nlive = LiveThroughput('A picture')\n"
         "def some(n):\n    for i in range(1, n + 1):\n        time.sleep(0.02)\n"
-        "        yield Reading(i, i * 100, i / 50, 5000.0, 20.0, loss=1.0, stages={'forward': 19.0})"
+        "        stages = {'forward': 19.0}\n"
+        "        yield Reading(i, i * 100, i / 50, 5000.0, 20.0, loss=1.0, stages=stages)"
         % str(ROOT),
         "live.run(some(30), name='one', steps=30)",
         "print(live.runs['one'].last.step)",

@@ -1,4 +1,4 @@
-"""The ledger counts what the records hold, says what it cannot count, and shows rows side by side."""
+"""The ledger counts what the records hold, and says what it cannot count."""
 
 import pytest
 import torch

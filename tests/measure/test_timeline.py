@@ -1,4 +1,5 @@
-"""Spans of host and GPU: what is drawn is what the profiler recorded after the last backward, and nothing else."""
+"""Spans of host and GPU: what is drawn is what the profiler recorded after the last backward, and
+nothing else."""
 
 import pytest
 import torch

@@ -245,21 +245,21 @@ class Cells:
         ends = {min(touched) - 1, max(touched) + 1}
         neighbours = {s for s in ends if 0 <= s < sectors and len(touched) <= 2}
         if sectors <= max(5, len(touched)):
-            shown = touched | set(range(sectors))
+            visible = touched | set(range(sectors))
         elif max(touched) - min(touched) < MOST_SECTORS:
-            shown = set(range(min(touched), max(touched) + 1)) | neighbours
+            visible = set(range(min(touched), max(touched) + 1)) | neighbours
         else:
             between = {s + 1 for s in touched if s + 2 in touched}
-            shown = touched | between | neighbours
+            visible = touched | between | neighbours
         # sector -> its first and last byte that exist or are touched
         self.sectors = {}
-        for s in sorted(shown):
+        for s in sorted(visible):
             first = max(SECTOR * s, min(0, low)) // self.item * self.item
             last = -(-min(SECTOR * s + SECTOR, max(self.end, high)) // self.item) * self.item
             self.sectors[s] = (first, last)
         self.bytes = sum(last - first for first, last in self.sectors.values())
         # stretches of sectors without a gap
-        self.stretches = sum(s - 1 not in shown for s in shown)
+        self.stretches = sum(s - 1 not in visible for s in visible)
 
     def place(self, left, right):
         """Decide where each sector stands between left and right."""
@@ -310,19 +310,19 @@ class Cells:
             for element in range(offset // self.item, (offset + size - 1) // self.item + 1):
                 inside = 0 <= element * self.item < self.end
                 touched[element] = colour_of(thread) if inside else RED
-        shown = [
+        elements = [
             e
             for low, high in self.sectors.values()
             for e in range(low // self.item, high // self.item)
             if e in touched or 0 <= e * self.item < self.end
         ]
-        self._draw_cells(sheet, y, pitch, touched, shown)
-        if pitch >= text_width(shown[-1], 9) + 3:
-            self._draw_numbers(sheet, y, pitch, touched, shown, 9)
-        elif pitch >= text_width(shown[-1], 8.5) + 1:
-            self._draw_numbers(sheet, y, pitch, touched, shown, 8.5)
+        self._draw_cells(sheet, y, pitch, touched, elements)
+        if pitch >= text_width(elements[-1], 9) + 3:
+            self._draw_numbers(sheet, y, pitch, touched, elements, 9)
+        elif pitch >= text_width(elements[-1], 8.5) + 1:
+            self._draw_numbers(sheet, y, pitch, touched, elements, 8.5)
         else:
-            self._draw_labels(sheet, y - 5 if labels_above else y + CELL + 12, touched, shown)
+            self._draw_labels(sheet, y - 5 if labels_above else y + CELL + 12, touched, elements)
         sheet.words([(x, y + 13, "…") for x in self.dots], sheet.soft, 12)
         # the tensor's own ends
         if 0 in self.sectors:
@@ -333,13 +333,13 @@ class Cells:
             x = self.x(self.end - 1) + self.scale + 3
             sheet.boxes([(x, y - 4, 1.6, CELL + 8)], colour)
 
-    def _draw_cells(self, sheet, y, pitch, touched, shown):
+    def _draw_cells(self, sheet, y, pitch, touched, elements):
         """The sectors, and the cells on them."""
         looks = {}  # (colour, opacity) -> boxes
         for low, high in self.sectors.values():
             low, high = max(low, 0), min(high, self.end)
-            elements = range(low // self.item, high // self.item)
-            colours = [touched[e] for e in elements if e in touched]
+            inside = range(low // self.item, high // self.item)
+            colours = [touched[e] for e in inside if e in touched]
             if high > low:
                 look = (colours[0], 0.3) if colours else (GREY, 0.1)
                 box = (self.x(low) - 1, y - 1, (high - low) * self.scale + 2, CELL + 2)
@@ -348,7 +348,7 @@ class Cells:
             gap = 1.2
         else:
             gap = 0.4 if pitch >= 2.2 else 0
-        for e in shown:
+        for e in elements:
             if e in touched or pitch >= 8:
                 look = (touched[e], 0.85) if e in touched else (GREY, 0.14)
                 box = (self.x(e * self.item) + gap, y + 1, pitch - 2 * gap, CELL - 2)
@@ -356,19 +356,19 @@ class Cells:
         for (colour, opacity), boxes in looks.items():
             sheet.boxes(boxes, colour, opacity)
 
-    def _draw_numbers(self, sheet, y, pitch, touched, shown, size):
+    def _draw_numbers(self, sheet, y, pitch, touched, elements, size):
         """The number of each element in its cell."""
-        places = {e: (self.x(e * self.item) + pitch / 2, y + 13.4, e) for e in shown}
-        sheet.words([places[e] for e in shown if e in touched], WHITE, size, weight=600)
-        sheet.words([places[e] for e in shown if e not in touched], sheet.soft, size)
+        places = {e: (self.x(e * self.item) + pitch / 2, y + 13.4, e) for e in elements}
+        sheet.words([places[e] for e in elements if e in touched], WHITE, size, weight=600)
+        sheet.words([places[e] for e in elements if e not in touched], sheet.soft, size)
 
-    def _draw_labels(self, sheet, y, touched, shown):
+    def _draw_labels(self, sheet, y, touched, elements):
         """Numbers of some elements: the first of each sector, and the first outside the tensor."""
         labels, outside = [], []
         free = -1e9
-        for e in shown:
+        for e in elements:
             first_outside = touched.get(e) == RED != touched.get(e - 1)
-            if e * self.item % SECTOR == 0 or e == shown[0] or first_outside:
+            if e * self.item % SECTOR == 0 or e == elements[0] or first_outside:
                 width = 1.1 * text_width(f"{e:,}", 9.5)
                 x = min(self.x(e * self.item), WIDTH - width)
                 if x > free:

@@ -341,13 +341,13 @@ def nice_ticks(low, high, count=4):
     return [i * step for i in range(first, last + 1)]
 
 
-def spread(wanted, gap, low, high):
-    """Label positions near the wanted ones, at least `gap` apart, inside [low, high]."""
-    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
-    placed = [0.0] * len(wanted)
+def spread(targets, gap, low, high):
+    """Label positions near their targets, at least `gap` apart, inside [low, high]."""
+    order = sorted(range(len(targets)), key=lambda i: targets[i])
+    placed = [0.0] * len(targets)
     y = low - gap
     for i in order:
-        y = placed[i] = max(wanted[i], y + gap)
+        y = placed[i] = max(targets[i], y + gap)
     excess = max(0.0, y - high)
     ceiling = high + gap
     for i in reversed(order):

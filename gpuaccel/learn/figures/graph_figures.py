@@ -12,8 +12,7 @@ Each is a Figure.
 import math
 import re
 
-from ...measure import Span
-from ...measure.timeline import facts
+from ...measure import Span, timeline
 from .drawing import (
     BLUE,
     GREEN,
@@ -294,7 +293,7 @@ def launches(runs: "dict[str, list[Span]]", title: str, launched: int = 12) -> F
 
 def _launch_summary(spans):
     """How much is launched, and how long all of it takes, in words."""
-    counts = facts(spans)
+    counts = timeline.facts(spans)
     if counts["gpu_busy"] is None:
         operators = sum(s.name == "operator" for s in spans)
         return f"{plural(operators, 'operator')}, {microseconds(counts['us'])}"

@@ -3,7 +3,7 @@
 >>> figures.timeline({"item": timeline.tail(run)})  # where the host waits for the GPU
 """
 
-from ...measure.timeline import facts
+from ...measure import timeline as measured
 from .drawing import (
     BLUE,
     GREEN,
@@ -76,7 +76,7 @@ def timeline(
 
 def _summary(spans):
     """How often the host waits, and how long all of it takes, in words."""
-    counts = facts(spans)
+    counts = measured.facts(spans)
     if counts["gpu_busy"] is None:
         return f"{plural(counts['reads'], 'number')} read, {microseconds(counts['us'])}"
     waits = plural(counts["waits"], "wait")

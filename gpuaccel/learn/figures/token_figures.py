@@ -345,9 +345,9 @@ def draws(
         references.append(("to the nearest", nearest, RED, None))
     left, right, top, bottom = 340, WIDTH - 120, 48, 190
     # the first means are too far off to set the axis
-    shown = [value for _, value, _, _ in references] + means[5:]
-    margin = 0.06 * (max(shown) - min(shown) or 1)
-    low, high = min(shown) - margin, max(shown) + margin
+    visible = [value for _, value, _, _ in references] + means[5:]
+    margin = 0.06 * (max(visible) - min(visible) or 1)
+    low, high = min(visible) - margin, max(visible) + margin
 
     def place(i, x):
         across = i / max(len(means) - 1, 1)

@@ -298,7 +298,7 @@ class _Panel:
 
 
 def _draw_norms(ink, box, runs):
-    """Norms by step on a logarithmic axis: thin before clipping, thick after it, × if not finite."""
+    """Norms by step, logarithmic: thin before clipping, thick after it, × if not finite."""
     left, top, right, bottom = box
     ink.text(left - 38, top - 14, "Gradient norm", 12.5, weight=600)
     norms = [norm for run in runs for pair in run.norms.values() for norm in pair]
