@@ -510,7 +510,7 @@ def show(r):
 
 
 def arguments() -> argparse.Namespace:
-    """What is asked for: args.parts are names of PARTS, args.gpus numbers of ranks."""
+    """The command line: parts are names of PARTS, gpus are numbers of ranks."""
     parser = argparse.ArgumentParser(
         description="Data-parallel steps against one GPU and against torch's DDP."
     )

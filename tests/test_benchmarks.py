@@ -735,14 +735,14 @@ def bench(scripts):
 
 def test_ddp_takes_the_slowest_rank_and_says_what_failed(ddp, groups, bench, scripts):
     error = scripts("workers").WorkerError("rank 1 has not answered for 60 s")
-    asked = set()
+    timed = set()
 
     def times(key, count, calls, alone):
         group, name = key
         if name == "sharded" and count == 1:
             return error
         replays = group in (ddp.CAPTURED, ddp.SPLIT, ddp.REPLAYED)
-        asked.add((replays, count, calls))
+        timed.add((replays, count, calls))
         # The clocks have not settled in the first quarter.
         unsettled = [99.0] * (calls // 4) if replays else []
         if alone:
@@ -778,7 +778,7 @@ def test_ddp_takes_the_slowest_rank_and_says_what_failed(ddp, groups, bench, scr
         "exposed_ms": 12.0,
         "times_torch": 1.25,
     }
-    assert asked == {(True, 4, 1), (True, 1, 4), (False, 4, 1), (False, 1, 1)}
+    assert timed == {(True, 4, 1), (True, 1, 4), (False, 4, 1), (False, 1, 1)}
     assert replayed["1"]["all-reduce"]["ms"] == 15.0
     assert replayed["1"].keys() == {ddp.EACH, *groups[ddp.REPLAYED]} - {"sharded"}
     assert r["groups"][ddp.EAGER]["4"].keys() == {ddp.ONE, ddp.EACH}
