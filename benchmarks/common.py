@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 
-from fingerprints import ROOT, fingerprints
+from fingerprints import ROOT, fingerprints, kernels_in_use
+from workers import KERNELS_USED
 
 # Tests set "cpu" before they import the other modules.
 DEVICE = "cuda"
@@ -49,7 +50,7 @@ def write(name: str, results: dict, script: "str | None" = None) -> pathlib.Path
     result = {
         "benchmark": script or name,
         **facts,
-        "fingerprints": fingerprints(script or name),
+        "fingerprints": fingerprints(script or name, kernels_in_use() | KERNELS_USED),
         "results": results,
     }
     path = RESULTS / f"{name}_{gpu}.json"

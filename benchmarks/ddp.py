@@ -35,7 +35,7 @@ import sys
 import torch
 from common import Clock, plain, show_table, write
 from ddp_ranks import Bench, Rank, Variant
-from workers import RankWorkers, WorkerError
+from workers import KERNELS_USED, RankWorkers, WorkerError
 
 from gpuaccel.training.models import Transformer, preset
 
@@ -194,6 +194,8 @@ class Run:
     def _made(self, group, name, workers):
         """The same model and batches everywhere: the first losses agree."""
         answers = self.workers.answers(workers, MAKING)
+        for answer in answers:
+            KERNELS_USED.update(answer.pop("kernels"))
         loss = statistics.mean(answer["first_loss"] for answer in answers)
         expected = self.results.setdefault("first_loss", loss)
         assert abs(loss - expected) < SAME_LOSS, (
@@ -508,7 +510,7 @@ def show(r):
 
 
 def arguments() -> argparse.Namespace:
-    """What is asked for: args.parts are names of PARTS, args.gpus numbers of ranks."""
+    """The command line: parts are names of PARTS, gpus are numbers of ranks."""
     parser = argparse.ArgumentParser(
         description="Data-parallel steps against one GPU and against torch's DDP."
     )

@@ -17,6 +17,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
+from fingerprints import kernels_in_use
 from timing import host_milliseconds, queued, release, reset_peaks
 from torch.nn.parallel import DistributedDataParallel
 from training import SETTINGS, build, captured_adamw, decay_groups, token_batch
@@ -401,6 +402,7 @@ class Rank:
             "seconds": time.perf_counter() - began,
             "first_loss": first_loss,
             "optimizer_GiB": sum(t.nbytes for t in moments) / 2**30,
+            "kernels": sorted(kernels_in_use()),
         }
         if self.cuda:
             result["peak_GiB"] = (made.peak() - before) / 2**30

@@ -67,7 +67,7 @@ ALL_CHANNELS = 2**26
 CHANNELS = 64
 # The largest error of fp32 sums, relative to the sum of the absolute values.
 ROUNDING = 1e-6
-# Steps that are taken twice; steps of a turn.
+# Steps of each of the two runs; steps of a turn.
 STEPS, CALLS = 200, 5
 
 ZIPF, UNIFORM, TEXT, SAME = DISTRIBUTIONS = "Zipf", "uniform", "real text", "all the same"

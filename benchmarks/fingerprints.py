@@ -1,19 +1,22 @@
 """What a result has measured: fingerprints of Python modules and kernel files, and which changed.
 
->>> fingerprints("clip")
+>>> fingerprints("clip", {'kernels_cu/clip.cu'})
 {'benchmarks/clip.py': '9f0c...', ..., 'kernels_cu/clip.cu': 'c3d7...', ...}
 >>> changed(json.loads(path.read_text()))
 ['gpuaccel/optim/clip.py']
 
-The modules are derived: the script, and whatever is imported from it, transitively, when a module
-is imported. `sys.modules` would name too many, because `import gpuaccel` imports nearly all of the
-package, and too few, because most scripts measure in other processes. What is imported only inside
-a function is the CPU executor or a notebook's; it does not run in a benchmark on a GPU.
+The modules are derived: the script and the modules that it imports, transitively. `sys.modules`
+would name too many, because `import gpuaccel` imports nearly all of the package, and too few,
+because most scripts measure in other processes. Imports inside of functions do not count: they are
+of the CPU executor and of notebooks, which do not run in a benchmark on a GPU.
 
 A module's fingerprint is a hash of its syntax tree, without docstrings and annotations. Comments
 and layout are not in the tree. `ast.dump` is not used because it writes the same tree differently
 in other versions of Python. Functions of benchmarks/ named show_* or show print what was measured
 and do not count.
+
+The kernel files are those whose kernels the script and its workers have made. The imports would
+name nearly all of them, because models.py imports every layer.
 
 A kernel file's fingerprint is a hash of its tokens. The cubin would be the better answer, and NVRTC
 is deterministic; but another version of NVRTC makes another cubin of the same kernel, and results
@@ -22,9 +25,11 @@ come from machines with other versions.
 
 import ast
 import functools
+import gc
 import hashlib
 import pathlib
 import re
+import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # These write and print results; they measure nothing.
@@ -32,20 +37,26 @@ UNMEASURED = ("benchmarks/common.py", "benchmarks/fingerprints.py")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def fingerprints(script: str, root: pathlib.Path = ROOT) -> "dict[str, str]":
-    """Path -> fingerprint of every module and kernel file that benchmarks/<script>.py measures."""
+def fingerprints(script: str, kernels, root: pathlib.Path = ROOT) -> "dict[str, str]":
+    """Path -> fingerprint of what a benchmark measures.
+
+    script: benchmarks/<script>.py and the modules that it imports
+    kernels: paths of kernel files; the headers of all kernels are added"""
     modules = {}
     pending = [f"benchmarks/{script}.py"]
     while pending:
         name = pending.pop()
-        if name not in modules and name not in UNMEASURED:
+        if name not in modules and name not in UNMEASURED and (root / name).is_file():
             modules[name] = (root / name).read_text()
             pending += imported(modules[name], name, root)
     result = {
         name: module_fingerprint(text, name.startswith("benchmarks/"))
         for name, text in modules.items()
     }
-    for path in _kernel_files(modules, root):
+    files = [root / name for name in kernels]
+    if files:
+        files += (root / "kernels_cu").glob("*.cuh")
+    for path in filter(pathlib.Path.is_file, files):
         result[str(path.relative_to(root))] = _hash(kernel_tokens(path.read_text()))
     return dict(sorted(result.items()))
 
@@ -55,7 +66,9 @@ def changed(result: dict, root: pathlib.Path = ROOT) -> "list[str]":
 
     Older results hold a hash of each file instead, which changes with any edit of the file."""
     if "fingerprints" in result:
-        before, now = result["fingerprints"], fingerprints(result["benchmark"], root)
+        before = result["fingerprints"]
+        kernels = [name for name in before if name.endswith(".cu")]
+        now = fingerprints(result["benchmark"], kernels, root)
     else:
         before, now = result["sources"], _file_hashes(result["source_patterns"], root)
     return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
@@ -163,21 +176,13 @@ def _without_comments(text: str) -> str:
     return _TOKENS.sub(lambda m: " " if m["comment"] else m[0], text)
 
 
-def _kernel_files(modules: "dict[str, str]", root: pathlib.Path) -> "list[pathlib.Path]":
-    """Files of kernels_cu that these modules name in a string, and the headers of every kernel."""
-    strings = set()
-    for name, text in modules.items():
-        if name.startswith("gpuaccel/"):
-            strings |= _strings(text)
-    folder = root / "kernels_cu"
-    kernels = [path for path in sorted(folder.glob("*.cu")) if path.stem in strings]
-    return kernels + (sorted(folder.glob("*.cuh")) if kernels else [])
-
-
-@functools.cache
-def _strings(text: str) -> "set[str]":
-    constants = (node.value for node in ast.walk(_parse(text)) if isinstance(node, ast.Constant))
-    return {value for value in constants if isinstance(value, str)}
+def kernels_in_use() -> "set[str]":
+    """Files of kernels_cu, below the repository, whose kernels this process has made."""
+    module = sys.modules.get("gpuaccel.compiler.kernel")
+    if module is None:
+        return set()
+    kernels = [item for item in gc.get_objects() if type(item) is module.Kernel]
+    return {k.filename for k in kernels if k.filename.startswith("kernels_cu/")}
 
 
 # ---- hashes -------------------------------------------------------------------------------------

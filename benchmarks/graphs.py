@@ -103,7 +103,7 @@ class Compiled:
 
 
 class FirstStep:
-    """A new step, in a process that has taken none."""
+    """The first step of a process."""
 
     def __init__(self, config, rows: int, compiled: bool):
         self.step = ours(config, micro_batches=4)

@@ -3,7 +3,7 @@
 Needs a GPU and about 40 seconds.
 
 llama-350m, bf16 with fp32 masters, one micro-batch of 4 x T = 1024, compiled, accumulated in the
-arena, clipped at 1.0 in three ways: `item` (a norm per tensor, downloaded), `torch`
+arena, clipped at 1.0 by one of three: `item` (a norm per tensor, downloaded), `torch`
 (clip_grad_norm_ and torch's fused AdamW) and `fused` (inside ga.AdamW). For each: what host and
 GPU did after the last backward, as spans of time. The profiler slows the step down: this shows the
 order of events, not how long they take.

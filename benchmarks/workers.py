@@ -23,11 +23,17 @@ import tempfile
 import time
 import traceback
 
+from fingerprints import kernels_in_use
+
 # How long a rank may take for an answer, and NCCL for a collective, in seconds.
 TIMEOUT = 60.0
 # How long the other ranks may still report after one has failed, in seconds.
 GRACE = 2.0
 DIED = "has died"
+# Kernel files that workers of this process have used.
+KERNELS_USED: "set[str]" = set()
+# In the place of a method's name: which kernel files have you used?
+KERNELS = None
 
 
 class WorkerError(RuntimeError):
@@ -117,6 +123,8 @@ class Workers:
             if self._objects is not None:
                 del self._objects[name]
             elif name in self._pipes:
+                with contextlib.suppress(WorkerError, OSError):
+                    KERNELS_USED.update(self.ask(name, KERNELS))
                 # The worker's recv() raises EOFError, and the worker ends.
                 self._pipes.pop(name).close()
         for name in self._processes.keys() - self._pipes.keys():
@@ -145,7 +153,8 @@ def _serve(pipe, make, args):
             pipe.send((None, None))
             while True:
                 method, args = pipe.recv()
-                pipe.send((None, getattr(variant, method)(*args)))
+                answer = kernels_in_use if method is KERNELS else getattr(variant, method)
+                pipe.send((None, answer(*args)))
         except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
             raise
         except BaseException:

@@ -22,6 +22,7 @@ import torch
 
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
+from gpuaccel.ops.clip import clip_kernel
 from gpuaccel.training.models import Config, preset
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -94,8 +95,8 @@ def probe(tmp_path, fingerprints):
     for path, text in FILES.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(textwrap.dedent(text))
-    result = {"benchmark": "probe", "fingerprints": fingerprints.fingerprints("probe", tmp_path)}
-    result["date"] = "2026-11-23"
+    measured = fingerprints.fingerprints("probe", {"kernels_cu/scale.cu"}, tmp_path)
+    result = {"benchmark": "probe", "date": "2026-11-23", "fingerprints": measured}
 
     def edit(path, old, new):
         text = (tmp_path / path).read_text()
@@ -106,7 +107,7 @@ def probe(tmp_path, fingerprints):
     return types.SimpleNamespace(root=tmp_path, result=result, edit=edit)
 
 
-def test_the_measured_modules_and_kernels_are_derived_from_the_imports(probe):
+def test_the_measured_modules_are_derived_from_the_imports(probe):
     assert list(probe.result["fingerprints"]) == [
         "benchmarks/helper.py",
         "benchmarks/probe.py",
@@ -165,10 +166,18 @@ def test_a_stale_result_says_which_parts_changed(probe, fingerprints):
     assert fingerprints.staleness(probe.result, probe.root) == ""
     probe.edit("gpuaccel/ops/scale.py", "256", "128")
     probe.edit("gpuaccel/optim/clip.py", "from ..ops import scale", "from .. import other as scale")
+    probe.edit("kernels_cu/scale.cu", "*=", "+=")
     assert fingerprints.staleness(probe.result, probe.root) == (
         "measured on 2026-11-23, before changes to ops/scale.py, optim/clip.py, other.py, "
-        "common.cuh, scale.cu: run python benchmarks/probe.py on a GPU"
+        "scale.cu: run python benchmarks/probe.py on a GPU"
     )
+
+
+def test_the_kernels_in_use_are_those_that_were_made(fingerprints):
+    before = fingerprints.kernels_in_use()
+    kernel = ga.Kernel("richards", "richards_forward", DATA_T="float")
+    assert fingerprints.kernels_in_use() == before | {kernel.filename}
+    assert "kernels_cu/richards.cu" in fingerprints.fingerprints("clip", [kernel.filename])
 
 
 def test_an_older_result_is_stale_when_a_file_that_it_names_has_changed(tmp_path, fingerprints):
@@ -556,6 +565,10 @@ def test_each_worker_is_a_process_and_its_errors_come_through(scripts):
         message = "'two' failed in its process:(.|\n)*AttributeError"
         with pytest.raises(workers.WorkerError, match=message):
             some.ask("two", "nothing")
+    assert workers.KERNELS_USED == set()
+    with workers.Workers({"clip": (clip_kernel, "squares_v1", 2.0)}) as some:
+        some.ready()
+    assert workers.KERNELS_USED == {"kernels_cu/clip.cu"}
     with (
         pytest.raises(workers.WorkerError, match="'gone' has died"),
         workers.Workers({"gone": (os._exit, 1)}) as some,
@@ -709,8 +722,8 @@ def making(key, variant):
     """Both ranks' answers to make()."""
     loss = 9.0 if key == ("torch, eager", "DDP") else 3.0
     return [
-        {"first_loss": loss, "optimizer_GiB": 1.0},
-        {"first_loss": loss + 0.01, "optimizer_GiB": 2.0},
+        {"first_loss": loss, "optimizer_GiB": 1.0, "kernels": []},
+        {"first_loss": loss + 0.01, "optimizer_GiB": 2.0, "kernels": []},
     ]
 
 
@@ -722,14 +735,14 @@ def bench(scripts):
 
 def test_ddp_takes_the_slowest_rank_and_says_what_failed(ddp, groups, bench, scripts):
     error = scripts("workers").WorkerError("rank 1 has not answered for 60 s")
-    asked = set()
+    timed = set()
 
     def times(key, count, calls, alone):
         group, name = key
         if name == "sharded" and count == 1:
             return error
         replays = group in (ddp.CAPTURED, ddp.SPLIT, ddp.REPLAYED)
-        asked.add((replays, count, calls))
+        timed.add((replays, count, calls))
         # The clocks have not settled in the first quarter.
         unsettled = [99.0] * (calls // 4) if replays else []
         if alone:
@@ -765,7 +778,7 @@ def test_ddp_takes_the_slowest_rank_and_says_what_failed(ddp, groups, bench, scr
         "exposed_ms": 12.0,
         "times_torch": 1.25,
     }
-    assert asked == {(True, 4, 1), (True, 1, 4), (False, 4, 1), (False, 1, 1)}
+    assert timed == {(True, 4, 1), (True, 1, 4), (False, 4, 1), (False, 1, 1)}
     assert replayed["1"]["all-reduce"]["ms"] == 15.0
     assert replayed["1"].keys() == {ddp.EACH, *groups[ddp.REPLAYED]} - {"sharded"}
     assert r["groups"][ddp.EAGER]["4"].keys() == {ddp.ONE, ddp.EACH}
