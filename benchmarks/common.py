@@ -5,39 +5,16 @@ import json
 import pathlib
 import platform
 import re
-import statistics
 import subprocess
 import sys
+import time
 
 from fingerprints import ROOT, fingerprints
 
+# Tests set "cpu" before they import the other modules.
+DEVICE = "cuda"
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT))
-
-
-def milliseconds(functions: dict, rounds: int = 20, warm_up: int = 3) -> "dict[str, float]":
-    """Median device time of each function, measured in turns (a, b, c, a, b, c, ...), so that drift of the clock meets all alike. The device has something
-    to do before each round, so that the first function does not wait for the host either."""
-    import torch
-
-    for function in functions.values():
-        for _ in range(warm_up):
-            function()
-    events = {name: [] for name in functions}
-    torch.cuda.synchronize()
-    for _ in range(rounds):
-        torch.cuda._sleep(1_000_000)  # clocks: half a millisecond
-        for name, function in functions.items():
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            function()
-            stop.record()
-            events[name].append((start, stop))
-        torch.cuda.synchronize()
-    return {
-        name: statistics.median(a.elapsed_time(b) for a, b in pairs)
-        for name, pairs in events.items()
-    }
 
 
 def environment() -> dict:
@@ -46,14 +23,10 @@ def environment() -> dict:
 
     from gpuaccel.compiler import nvrtc
 
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-    ).stdout
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout
+    head = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(head, capture_output=True, text=True).stdout.strip()
     return {
         "gpu": torch.cuda.get_device_name(),
         "gpus": torch.cuda.device_count(),
@@ -82,20 +55,47 @@ def write(name: str, results: dict, script: "str | None" = None) -> pathlib.Path
     path = RESULTS / f"{name}_{gpu}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
+    print("\nwritten:", path.name, flush=True)
     return path
 
 
-def table(rows, head) -> str:
-    """A plain text table; numbers are aligned to the right."""
+def plain(results: dict) -> dict:
+    """Results as they are after they have been written and read."""
+    return json.loads(json.dumps(results))
+
+
+class Clock:
+    """Prints lines that begin with the seconds since the benchmark began."""
+
+    def __init__(self):
+        self._began = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._began
+
+    def say(self, text: str):
+        print(f"{self.seconds:5.1f} s: {text}", flush=True)
+
+
+def show_table(title: str, rows, head):
+    """Print a title and a plain text table; numbers are aligned to the right."""
     rows = [
         [f"{cell:,.3f}" if isinstance(cell, float) else str(cell) for cell in row]
         for row in [head, *rows]
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths))
-        )
-        for row in rows
-    )
+    print(f"\n{title}")
+    for first, *others in rows:
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:])]
+        print("  ".join(cells))
+
+
+def with_goal(value: "float | None", goal: float, reached: "bool | None" = None) -> str:
+    """A value and its goal, for a table; by default the goal is reached from there upwards."""
+    if value is None:
+        return ""
+    if reached is None:
+        reached = value >= goal
+    return f"{value:.2f} ({goal:g}{'' if reached else ': missed'})"

@@ -61,19 +61,16 @@ from .training.step import TrainStep, token_loss
 
 if TYPE_CHECKING:
     from .cli import doctor
-    from .learn.exercises.exercises import check, hint, solution
-    from .learn.magics import load_ipython_extension
-    from .learn.show import show
-    from .learn.widgets import LiveThroughput
+    from .learn import LiveThroughput, check, hint, load_ipython_extension, show, solution
 
 _LATER = {
     "doctor": "cli",
-    "check": "learn.exercises.exercises",
-    "hint": "learn.exercises.exercises",
-    "solution": "learn.exercises.exercises",
-    "load_ipython_extension": "learn.magics",
-    "show": "learn.show",
-    "LiveThroughput": "learn.widgets",
+    "check": "learn",
+    "hint": "learn",
+    "solution": "learn",
+    "load_ipython_extension": "learn",
+    "show": "learn",
+    "LiveThroughput": "learn",
 }
 
 __all__ = [

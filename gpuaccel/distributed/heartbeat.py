@@ -51,6 +51,7 @@ class Heartbeats:
         self.timeout = timeout
         self.count = 0
         self._query: "threading.Thread | None" = None
+        self._behind: "list[int]" = []
 
     def beat(self):
         """One more. The store is written without a wait."""
@@ -63,23 +64,24 @@ class Heartbeats:
 
         Returns [] where that cannot be known, None where the store does not answer for `limit`
         seconds."""
-        ranks: "list[int]" = []
-
-        def query():
-            # The store's machine, or the group, may have ended.
-            with suppress(RuntimeError, ValueError):
-                for rank in range(dist.get_world_size()):
-                    known = rank != dist.get_rank() and self.store.check([f"rank {rank}"])
-                    count = int(self.store.get(f"rank {rank}")) if known else 0
-                    if rank != dist.get_rank() and count < self.count:
-                        ranks.append(rank)
-
         # A query to a machine that was stopped does not return: one is enough.
         if self._query is None or not self._query.is_alive():
-            self._query = threading.Thread(target=query, daemon=True)
+            self._query = threading.Thread(target=self._ask_store, daemon=True)
             self._query.start()
         self._query.join(limit)
-        return None if self._query.is_alive() else ranks
+        return None if self._query.is_alive() else self._behind
+
+    def _ask_store(self):
+        self._behind = []
+        # The store's machine, or the group, may have ended.
+        with suppress(RuntimeError, ValueError):
+            others = [r for r in range(dist.get_world_size()) if r != dist.get_rank()]
+            counts = [self._count_of(rank) for rank in others]
+            self._behind = [rank for rank, count in zip(others, counts) if count < self.count]
+
+    def _count_of(self, rank: int) -> int:
+        key = f"rank {rank}"
+        return int(self.store.get(key)) if self.store.check([key]) else 0
 
     def is_current(self) -> bool:
         """Whether these are the default group's. False once the group was destroyed."""

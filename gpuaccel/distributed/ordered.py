@@ -19,7 +19,7 @@ from .reducer_base import ReducerBase, StepTotals
 class OrderedReducer(ReducerBase):
     """Of ga.Distributed(ordered=True). Memory: two arenas over all ranks, one share of it here."""
 
-    def __init__(self, config, arena, accumulator, opt, settings, compiled: bool = False):
+    def __init__(self, config, arena, accumulator, opt, settings):
         super().__init__(config, arena, accumulator, opt, settings)
         # Elements of a rank's share: whole chunks. Every rank adds up what is left at the end.
         self.share = arena.numel // CHUNK // self.world * CHUNK

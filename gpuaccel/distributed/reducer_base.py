@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backends import takes
-from ..compiler.kernel import Kernel
 from ..errors import ArgumentError, RankError
 from ..ops.accumulate import accumulate_kernel
 from ..ops.clip import clip_kernel
@@ -106,11 +105,10 @@ class ReducerBase:
             self._shard_optimizer()
         if self.cuda:
             self._prepare_for_capture()
-        self.nonfinite = NonFiniteSearch(
-            config,
-            arena,
-            *((self.p2p.probes, self.p2p.nonfinite) if self.p2p is not None else ()),
-        )
+        probes = nonfinite = None
+        if self.p2p is not None:
+            probes, nonfinite = self.p2p.probes, self.p2p.nonfinite
+        self.nonfinite = NonFiniteSearch(config, arena, probes, nonfinite)
         masters = not self.sharded or any(p.dtype == torch.float32 for p in arena.params)
         self.weight_check = WeightCheck(config, arena, masters)
         self.count_dtype = torch.int64
@@ -135,12 +133,10 @@ class ReducerBase:
 
     def _prepare_for_capture(self):
         """What a capture cannot do: compile and load kernels, and connect the ranks by NCCL."""
-        kernels: "list[Kernel]" = []
         if self.kernels:
-            kernels.append(clip_kernel("squares_v2", 2.0))
-            kernels.append(accumulate_kernel("accumulate_v2", torch.float32))
-        for kernel in kernels:
-            kernel.load(self.arena.device.index)
+            index = self.arena.device.index
+            clip_kernel("squares_v2", 2.0).load(index)
+            accumulate_kernel("accumulate_v2", torch.float32).load(index)
         if self.nccl and self.world > 1:
             one = torch.zeros(1, device=self.arena.device)
             each = torch.zeros(self.world, device=self.arena.device)

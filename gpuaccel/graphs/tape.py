@@ -1,13 +1,19 @@
-"""A CUDA graph's stand-in on the CPU: what a function does is written down once, then done again without its Python.
+"""A tape: what a CUDA graph does, on the CPU. It records what a function does, and repeats it
+without the function's Python.
 
     >>> tape = Tape()
-    >>> loss = tape.record(lambda: step(batch))      # runs it, and keeps every operation with its tensors and numbers
-    >>> tape.replay()                                # the same operations on the same memory; `loss` holds the new value
+    >>> loss = tape.record(lambda: step(batch))      # runs it, and keeps each operation
+    >>> tape.replay()                                # the same operations on the same memory
 
-As in a graph, tensors are known by their memory and numbers by their value: a learning rate that was a Python number stays what it was,
-and Python's own work (prints, counters, schedules) is not repeated. Operations are seen where torch dispatches them, launches of our
-kernels where backend `simt` runs them. Not for speed: to learn, and to test without a GPU what a replay does.
+After a replay `loss` holds the new value. As in a graph, tensors are known by their memory and
+numbers by their value: a learning rate that was a Python number stays what it was, and Python's own
+work (prints, counters, schedules) is not repeated. Operations are recorded where torch dispatches
+them, launches of our kernels where backend `simt` runs them. A tape is not fast: it is for
+learning, and for testing without a GPU what a replay does.
 """
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,125 +24,145 @@ from torch.utils._pytree import tree_leaves
 from ..compiler import kernel
 from ..errors import CaptureError
 
-READS = {
-    "aten::_local_scalar_dense",
-    "aten::equal",
-    "aten::allclose",
-    "aten::is_nonzero",
-}  # the host gets to know a value
-FRESH = ("aten::empty", "aten::new_empty")  # memory without a value
+# Operations that give the host a value.
+READS = {"aten::_local_scalar_dense", "aten::equal", "aten::allclose", "aten::is_nonzero"}
+# Operations that make memory without a value.
+ALLOCATIONS = ("aten::empty", "aten::new_empty")
+_HOST_WOULD_WAIT = "the host would wait for a value of the device"
 
 
-class _Reads(TorchFunctionMode):
-    """What hands values to the host past torch's dispatcher; not seen inside of backward, whose hooks run without it."""
+class _RefuseReads(TorchFunctionMode):
+    """Refuses what gives values to the host without torch's dispatcher.
+
+    Not active inside of backward, whose hooks run without it."""
+
+    READS = (Tensor.__repr__, Tensor.__format__, Tensor.tolist, Tensor.numpy, Tensor.__array__)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in (
-            Tensor.__repr__,
-            Tensor.__format__,
-            Tensor.tolist,
-            Tensor.numpy,
-            Tensor.__array__,
-        ):
-            raise CaptureError("the host would wait for a value of the device")
+        if func in self.READS:
+            raise CaptureError(_HOST_WOULD_WAIT)
         return func(*args, **(kwargs or {}))
 
 
+@dataclass
+class TapeStep:
+    """One operation: call(*args, **kwargs)."""
+
+    name: str
+    call: Any
+    args: tuple
+    kwargs: dict
+    # Of each result: the tensor, or None where the operation has made no new memory.
+    results: "list[Tensor | None]"
+
+
 class Tape(TorchDispatchMode):
-    """Operations in the order in which they ran. record() once, replay() as often as wanted, close() to let the memory go."""
+    """Operations in the order in which they ran: record() once, replay() as often as wanted."""
 
     def __init__(self):
         super().__init__()
-        self.steps = []  # (name, what to call, its arguments, the tensors that it makes)
+        self.steps: "list[TapeStep]" = []
 
     def record(self, fn):
-        """fn()'s result. CaptureError where fn needs a value on the host, or a shape that depends on values."""
+        """fn()'s result.
+
+        CaptureError where fn needs a value on the host, or a shape that depends on values."""
         kernel.recorders.append(self._launched)
         try:
-            with _Reads(), self:
+            with _RefuseReads(), self:
                 return fn()
         finally:
             kernel.recorders.remove(self._launched)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         name = func.name().split(".")[0]
         if name in READS:
-            raise CaptureError("the host would wait for a value of the device")
+            raise CaptureError(_HOST_WOULD_WAIT)
+        short_name = name.split("::")[1]
         if torch.Tag.dynamic_output_shape in func.tags:
             raise CaptureError(
-                f"the shape that {name.split('::')[1]} returns depends on values, which the host would have to wait for"
+                f"the shape that {short_name} returns depends on values, which the host would "
+                "have to wait for"
             )
-        kwargs = kwargs or {}
-        before = (
-            kernel.recorders.pop() if self._launched in kernel.recorders else None
-        )  # an operation made of launches is one step
-        try:
-            result = func(*args, **kwargs)
-        finally:
-            if before is not None:
-                kernel.recorders.append(before)
-        if name == "aten::lift_fresh":  # a value that Python brought: each replay begins with it
+        result = self._call_unrecorded(func, args, kwargs)
+        if name == "aten::lift_fresh":
+            # A value from Python: each replay begins with it.
             value = result.clone()
-            self.steps.append(("constant", lambda: value, ((), {}), [result]))
+            self.steps.append(TapeStep("constant", lambda: value, (), {}, [result]))
             return result
-        given = {
-            t.untyped_storage().data_ptr()
-            for t in tree_leaves((args, kwargs))
-            if isinstance(t, Tensor)
-        }
-        made = [
-            t if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in given else None
+        given = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        results = [
+            t if isinstance(t, Tensor) and _storage(t) not in given else None
             for t in tree_leaves(result)
         ]
-        if not name.startswith(FRESH) and (
-            func._schema.is_mutable or any(t is not None for t in made)
-        ):
-            self.steps.append((name.split("::")[1], func, (args, kwargs), made))
+        does_something = func._schema.is_mutable or any(t is not None for t in results)
+        if does_something and not name.startswith(ALLOCATIONS):
+            self.steps.append(TapeStep(short_name, func, args, kwargs, results))
         return result
 
+    def _call_unrecorded(self, func, args, kwargs):
+        """An operation that is made of launches is one step: its launches are not recorded."""
+        recorder = None
+        if self._launched in kernel.recorders:
+            recorder = kernel.recorders.pop()
+        try:
+            return func(*args, **kwargs)
+        finally:
+            if recorder is not None:
+                kernel.recorders.append(recorder)
+
     def _launched(self, launch, args, tensors):
-        self.steps.append((launch.kernel.name, launch.on_cpu, ((args, tensors), {}), []))
+        self.steps.append(TapeStep(launch.kernel.name, launch.on_cpu, (args, tensors), {}, []))
 
     @torch.no_grad()
     def replay(self):
-        for _, call, (args, kwargs), made in self.steps:
-            result = call(*args, **kwargs)
-            for mine, new in zip(made, tree_leaves(result)):
+        for step in self.steps:
+            new_results = tree_leaves(step.call(*step.args, **step.kwargs))
+            for mine, new in zip(step.results, new_results):
                 if mine is not None and mine.data_ptr() != new.data_ptr():
                     mine.copy_(new)
 
     def graph(self) -> "tuple[list[str], list[tuple[int, int]]]":
-        """(names of the steps, edges): an edge leads from the last step that wrote a memory to the next that uses it."""
+        """(names of the steps, edges).
+
+        An edge (i, j): step j uses memory that step i was the last to write."""
         region_of = _regions(
-            t for _, _, given, made in self.steps for t in tree_leaves((given, made))
+            t for step in self.steps for t in tree_leaves((step.args, step.kwargs, step.results))
         )
-        writer, edges = {}, []
-        for i, (_, call, (args, kwargs), made) in enumerate(self.steps):
-            used = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-            places = {region_of[t.untyped_storage().data_ptr()] for t in used}
-            edges += sorted({(writer[place], i) for place in places if place in writer})
-            schema = getattr(call, "_schema", None)
-            for t in made:
+        last_writer = {}
+        edges = []
+        for i, step in enumerate(self.steps):
+            used = [t for t in tree_leaves((step.args, step.kwargs)) if isinstance(t, Tensor)]
+            regions = {region_of[_storage(t)] for t in used}
+            edges += sorted({(last_writer[r], i) for r in regions if r in last_writer})
+            for t in step.results:
                 if t is not None:
-                    writer[region_of[t.untyped_storage().data_ptr()]] = i
+                    last_writer[region_of[_storage(t)]] = i
+            schema = getattr(step.call, "_schema", None)
+            # A launch of a kernel has no schema: any of its tensors may be written.
             if schema is None or schema.is_mutable:
-                writer.update(dict.fromkeys(places, i))
-        return [name for name, *_ in self.steps], edges
+                last_writer.update(dict.fromkeys(regions, i))
+        return [step.name for step in self.steps], edges
 
     def close(self):
+        """Give the memory of all results back."""
         self.steps.clear()
 
 
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr()
+
+
 def _regions(leaves) -> "dict[int, int]":
-    """Address of each tensor's storage -> a number that storages share if their memory overlaps, as those of an arena's tensors do
-    with the arena's buffers."""
-    storages = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in leaves
-        if isinstance(t, Tensor)
-    }
-    regions, end, previous = {}, -1, None
-    for start in sorted(storages):
-        regions[start] = len(regions) if start >= end else regions[previous]
-        end, previous = max(end, start + storages[start]), start
+    """The address of each tensor's storage -> the number of its region of memory.
+
+    Storages that overlap are one region, as those of an arena's tensors and its buffers are."""
+    sizes = {_storage(t): t.untyped_storage().nbytes() for t in leaves if isinstance(t, Tensor)}
+    regions = {}
+    region_end, previous = -1, None
+    for start in sorted(sizes):
+        regions[start] = len(regions) if start >= region_end else regions[previous]
+        region_end = max(region_end, start + sizes[start])
+        previous = start
     return regions

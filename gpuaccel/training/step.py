@@ -251,7 +251,7 @@ class TrainStep:
 
     @contextlib.contextmanager
     def accumulation_window(self):
-        """Ends with all sums at zero, for the next step. After an error the gradients are dropped."""
+        """Ends with all sums at zero, for the next step. An error drops the gradients."""
         try:
             yield
         except BaseException as error:

@@ -38,7 +38,7 @@ def gpu_workers():
 def one_process(tmp_path_factory):
     """`gpuaccel train` with `options` in one process: its `losses`."""
     folder = tmp_path_factory.mktemp("one process") / "run"
-    options = ("--ordered", "--steps", "40")
+    options = ("--ordered", "--steps", "60")
     process = gpuaccel(folder, *options)
     said = process.communicate(timeout=HANG)
     assert process.returncode == 0, said

@@ -80,7 +80,7 @@ def test_ranks_are_one_process(workers, mode, ranks, shares):
     ids=words,
 )
 def test_what_a_compiled_backward_sends_early(workers, options, backend):
-    """Products say when they have been added; other tensors of a bucket come behind the last one."""
+    """Products say when they were added; other tensors of a bucket are sent behind the last one."""
     bound = 2e-3 if "dtype" in options.get("config", {}) else 1e-6
     fused = dict(accumulate="fused", compile="as if", backend=backend)
     results = workers(checks.as_one_process, 2, shares=[2, 1], **fused, **options)

@@ -16,7 +16,7 @@ from simt_cases import BUGS, GOOD, OURS, VARIANTS, Call, Expect, Outcome, marked
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
 from gpuaccel.compiler.kernel import kernel_root
-from gpuaccel.learn.exercises.exercises import BLOCK, EXERCISES
+from gpuaccel.learn import BLOCK, EXERCISES
 from gpuaccel.source import kernel_names, without_comments
 
 CLANG = find_compiler()[0] is not None and find_compiler()[0].kind in ("clang", "zig")

@@ -9,7 +9,7 @@ import torch
 from simt_cases import BUGS, GOOD, OURS, VARIANTS, program, same_bits
 
 import gpuaccel as ga
-from gpuaccel.learn.exercises.exercises import BLOCK, EXERCISES
+from gpuaccel.learn import BLOCK, EXERCISES
 
 TEXT = program([good.source for good in GOOD.values()])[0]
 KERNEL_EXERCISES = [e for e in EXERCISES.values() if e.params]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gpuaccel.errors import ArgumentError
-from gpuaccel.learn.show import show
+from gpuaccel.learn import show
 from gpuaccel.simt.tracing import ATOMIC, EVENT, READ, WRITE, Trace, Traced
 
 
@@ -597,7 +597,7 @@ def test_a_saved_notebook_keeps_the_picture_and_the_text(tmp_path):
     pytest.importorskip("ipywidgets")
     cell = f"""import sys; sys.path.insert(0, {__file__.rsplit("/", 3)[0]!r})
 import numpy as np
-from gpuaccel.learn.show import show
+from gpuaccel.learn import show
 from gpuaccel.simt.tracing import EVENT, Trace, Traced
 events = np.zeros(16, EVENT)
 events["block"], events["thread"] = np.divmod(np.arange(16), 8)

@@ -1,0 +1,443 @@
+"""What cannot be captured is named with its line; nothing has changed, and a step may go on eagerly."""
+
+import contextlib
+import importlib
+import linecache
+import re
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import KERNELS, same
+from replays import (
+    LIMIT,
+    LR,
+    Net,
+    agree,
+    batches,
+    compare,
+    everything,
+    healthy,
+    lists,
+    loss_fn,
+    make,
+    momentum,
+    outputs_agree,
+    pairs,
+    plain_step,
+    seed,
+    small,
+    takes_a_value,
+    torchs,
+    trained,
+    unchanged,
+)
+
+import gpuaccel as ga
+from gpuaccel.errors import CaptureError
+from gpuaccel.optim.adamw import AdamW
+from gpuaccel.training.step import TrainStep
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_falling_back_with_momentum_trains_as_eager(device):
+    data, runs = pairs(device, 4), []
+    for graphed in (False, True):
+        model = small(device, dropout=0.3)
+        opt = momentum(model, device)
+        step = plain_step(model, opt)
+        seed()
+        if graphed:
+            step = ga.GraphedStep(step, [model, opt], policy="auto")
+        warns = pytest.warns(UserWarning, match="SGD makes its state")
+        with warns if graphed else contextlib.nullcontext():
+            losses = [step(x, y) for x, y in data]
+        runs.append((losses, everything(model, opt, device)))
+    assert step.replay == "eager"
+    for a, b in zip(runs[1][0], runs[0][0]):
+        same(a, b, "loss")
+    agree(runs[1][1], runs[0][1])
+
+
+def reads_a_value(t):
+    t.sum().item()
+
+
+def decides(t):
+    if t.sum() > 0:
+        pass
+
+
+def prints(t):
+    print(t)
+
+
+def looks_for_nonzeros(t):
+    t.nonzero()
+
+
+def selects_by_a_mask(t):
+    t[t > 0].sum()
+
+
+def brings_it_to_the_host(t):
+    t.cpu()
+
+
+def waits(t):
+    torch.cuda.synchronize()
+
+
+def makes_a_constant(t):
+    torch.tensor(3.0, device="cuda")
+
+
+def allocates_elsewhere(t):
+    MEMORY.append(sys.modules["cuda.bindings.runtime"].cudaMalloc(1024))
+
+
+def allocates_after_a_helper(t):
+    MEMORY.append(runtime().cudaMalloc(1024))
+
+
+def runtime():
+    return importlib.import_module("cuda.bindings.runtime")
+
+
+# Allocated by a test, behind torch's back.
+MEMORY = []
+VALUE = "keep the number on the device|ga.LateValue"
+SHAPE = "keep the shape fixed"
+
+
+ANYWHERE = [
+    (reads_a_value, VALUE),
+    (decides, VALUE),
+    (prints, VALUE),
+    (looks_for_nonzeros, SHAPE),
+    (selects_by_a_mask, SHAPE),
+]
+
+
+ON_A_GPU = [
+    *ANYWHERE,
+    (brings_it_to_the_host, "hand it in as an input"),
+    (waits, "take the wait out of the step"),
+    (makes_a_constant, "make the tensor on the device before the step"),
+]
+
+
+def faults(device, cases):
+    marks = [pytest.mark.gpu] if device == "cuda" else []
+    return [
+        pytest.param(device, *case, id=f"{device}-{case[0].__name__}", marks=marks)
+        for case in cases
+    ]
+
+
+FAULTS = faults("simt", ANYWHERE) + faults("cuda", ON_A_GPU)
+
+
+ALLOCATIONS = faults(
+    "cuda",
+    [
+        (fault, "allocate it before the first step")
+        for fault in (allocates_elsewhere, allocates_after_a_helper)
+    ],
+)
+
+
+def names_the_line(info, fault, instead):
+    """The error is about the line after `def`, and says what to do."""
+    error, line = info.value, fault.__code__.co_firstlineno + 1
+    assert (error.file, error.line) == (__file__, line), str(error)
+    assert linecache.getline(__file__, line).strip() in str(error)
+    assert f"test_capture_failures.py:{line}" in str(error)
+    assert re.search(f"Instead: .*({instead})", str(error)), str(error)
+
+
+@pytest.mark.parametrize("where", ["forward", "hook"])
+@pytest.mark.parametrize("device, fault, instead", FAULTS, indirect=["device"])
+def test_what_cannot_be_captured_is_named_with_its_line(device, fault, instead, where):
+    if device == "cpu" and fault is prints and where == "hook":
+        pytest.skip("on the CPU print() in a hook asks nothing of torch that a tape could see")
+    fails_in_words(device, fault, instead, where)
+
+
+@pytest.mark.parametrize("device, fault, instead", ALLOCATIONS, indirect=["device"])
+def test_gpu_an_allocation_outside_of_the_pool_is_named_with_its_line(device, fault, instead):
+    """CUDA only says, later, that the capture is invalid."""
+    runtime()
+    fails_in_words(device, fault, instead, "forward")
+
+
+@pytest.fixture(autouse=True)
+def free_memory():
+    """Give back what a test has allocated behind torch's back."""
+    yield
+    while MEMORY:
+        status, address = MEMORY.pop()
+        if not int(status):
+            runtime().cudaFree(address)
+
+
+def first_step(device, accumulate):
+    """What eager's first step leaves."""
+    (batch,) = batches(device, n=1)
+    _, left, *_ = trained(make(device, "eager", accumulate=accumulate), [batch], device)
+    return left
+
+
+def fails_in_words(device, fault, instead, where):
+    model = small(device, dropout=0.3)
+    opt = AdamW(model.parameters(), lr=LR, max_norm=LIMIT)
+
+    def fn(x, y):
+        out = model(x)
+        fault(out) if where == "forward" else out.register_hook(fault)
+        loss = F.mse_loss(out, y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss
+
+    seed()
+    x, y = pairs(device, 1)[0]
+    with ga.GraphedStep(fn, [model, opt], policy="require") as step:
+        with unchanged(model, opt, device), pytest.raises(CaptureError) as info:
+            step(x, y)
+        names_the_line(info, fault, instead)
+        assert all(p.grad is None for p in model.parameters()) and len(step) == 0
+    healthy(device)
+
+
+@pytest.mark.parametrize("accumulate", ["arena", "fused"])
+@pytest.mark.parametrize("device, fault, instead", [*FAULTS, *ALLOCATIONS], indirect=["device"])
+def test_what_cannot_be_captured_in_a_loss_fn_is_named_and_the_step_is_as_before(
+    device, fault, instead, accumulate
+):
+    """Weights, sums, moments and generators; and once the line is gone the step is eager's first
+    step."""
+    broken = True
+    if device == "cuda":
+        runtime()
+
+    def loss(model, micro):
+        total, tokens = loss_fn(model, micro)
+        if broken:
+            fault(total[None])
+        return total, tokens
+
+    (batch,) = batches(device, n=1)
+    want = first_step(device, accumulate)
+    with make(device, "graph", loss=loss, accumulate=accumulate) as step:
+        for attempt in (batch, [batch, batch]):
+            with (
+                unchanged(step.model, step.opt, device),
+                pytest.raises(CaptureError) as info,
+            ):
+                step(attempt)
+            names_the_line(info, fault, instead)
+            assert step.count == 0 and not step.arena.grads.any()
+            assert not any(step.accumulator.received)
+        broken = False
+        step(batch)
+        agree(everything(step.model, step.opt, device), want)
+    healthy(device)
+
+
+@pytest.mark.parametrize("nth", [0, 2], ids=["in the warm-up", "in the capture"])
+@pytest.mark.parametrize("policy", ["auto", "require"])
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_users_own_error_arrives_as_it_is(device, policy, nth):
+    """It is not about graphs: eager would raise it as well. Nothing falls back or has changed."""
+    model = small(device, norm=True, dropout=0.3)
+    opt = AdamW(model.parameters(), lr=LR, max_norm=LIMIT)
+    inner, calls, broken = plain_step(model, opt), [], True
+
+    def fn(x, y):
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        calls.append(None)
+        if broken and len(calls) > nth:
+            raise ValueError("my own")
+        opt.zero_grad()
+        return inner(x, y)
+
+    seed()
+    x, y = pairs(device, 1)[0]
+    with ga.GraphedStep(fn, [model, opt], policy=policy) as step:
+        with (
+            unchanged(model, opt, device),
+            pytest.raises(ValueError, match="^my own$"),
+        ):
+            step(x, y)
+        assert step.replay == "graph" and len(step) == 0
+        assert all(p.grad is None for p in model.parameters())
+        broken = False
+        step(x, y)
+        assert len(step) == 1
+    healthy(device)
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_users_own_error_in_a_loss_fn_arrives_as_it_is(device):
+    calls, broken = [], True
+
+    def loss(model, micro):
+        total, tokens = loss_fn(model, micro)
+        calls.append(None)
+        # The second micro-batch of the third run: the capture.
+        if broken and len(calls) == 6:
+            raise ValueError("my own")
+        return total, tokens
+
+    (batch,) = batches(device, n=1)
+    with make(device, "graph", loss=loss, policy="auto") as step:
+        with (
+            unchanged(step.model, step.opt, device),
+            pytest.raises(ValueError, match="^my own$"),
+        ):
+            step(batch)
+        assert step.replays == "graph" and step.count == 0 and not step.arena.grads.any()
+        broken = False
+        step(batch)
+        agree(everything(step.model, step.opt, device), first_step(device, "arena"))
+    healthy(device)
+
+
+@pytest.mark.parametrize("how", ["whole", "list"])
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_policy_auto_goes_on_in_eager_with_one_warning_and_eagers_bits(device, how, counts):
+    data = batches(device, n=4, bad=(2,)) if how == "whole" else lists(device)[:4]
+    wanted, left, *_ = trained(make(device, "eager"), data, device)
+    step = make(device, "graph", loss=takes_a_value, policy="auto")
+    line = takes_a_value.__code__.co_firstlineno + 2
+    with pytest.warns(UserWarning) as said:
+        outs, mine, *_ = trained(step, data, device)
+    texts = [str(w.message) for w in said]
+    assert len(said) == 1 and re.search(
+        rf"every step runs eagerly: replays\.py:{line}: .*item\(\)", texts[0]
+    ), texts
+    assert said[0].filename == trained.__code__.co_filename, "it points at our own code"
+    assert (
+        step.replays == "eager"
+        and f"replays.py:{line}" in step.reason
+        and counts.replays <= (how == "list")
+    )
+    outputs_agree(outs, wanted)
+    agree(mine, left)
+
+
+@pytest.mark.parametrize("policy", ["auto", "require"])
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_later_kind_that_cannot_be_captured_raises_under_both_policies(device, policy):
+    """A run does not turn from replayed to eager; the kinds that are there go on."""
+
+    def loss(model, micro):
+        return (takes_a_value if micro[0].shape[1] > 8 else loss_fn)(model, micro)
+
+    short, long, again = batches(device, n=3)
+    wanted, left, *_ = trained(make(device, "eager"), [short, again], device)
+    with make(device, "graph", loss=loss, policy=policy) as step:
+        outs = [step(short)]
+        with (
+            unchanged(step.model, step.opt, device),
+            pytest.raises(CaptureError, match=r"item\(\)"),
+        ):
+            step(long)
+        assert step.replays == "graph" and step.count == 1
+        outs.append(step(again))
+        assert step.replays == "graph"
+        outputs_agree(outs, wanted)
+        agree(everything(step.model, step.opt, device), left)
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_without_anything_that_records_every_step_runs_eagerly_and_says_why(device):
+    model = small(device)
+    opt = AdamW(model.parameters(), lr=LR)
+    fn, (x, y) = plain_step(model, opt), pairs(device, 1)[0]
+    with pytest.warns(UserWarning, match="every step runs eagerly: CUDA graphs need a CUDA device"):
+        step = ga.GraphedStep(fn, [model, opt])
+    assert (
+        step.replay == "eager"
+        and "CUDA graphs need a CUDA device, and the step is on cpu" in step.reason
+    )
+    assert step(x, y).requires_grad and len(step) == 0
+    step.capture(x, y)
+    step.close()
+    with pytest.raises(CaptureError, match="CUDA graphs need a CUDA device.*policy 'require'"):
+        ga.GraphedStep(fn, [model, opt], policy="require")
+    with pytest.warns(UserWarning, match="every step runs eagerly"):
+        step = make(device, "graph", policy="auto")
+    assert step.replays == "eager" and "CUDA graphs need a CUDA device" in step.reason
+    outs, left, *_ = trained(step, batches(device, n=3), device)
+    wanted, want, *_ = trained(make(device, "eager"), batches(device, n=3), device)
+    outputs_agree(outs, wanted)
+    agree(left, want)
+    with pytest.raises(CaptureError, match="policy 'require'"):
+        make(device, "graph", policy="require")
+    plain = make(device, "eager")
+    assert plain.replays == "eager" and plain.reason == "replay is 'eager'"
+    plain.close()
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_accumulation_on_the_host_is_replayed_only_where_the_host_is_the_device(device):
+    data = batches(device, n=4, bad=(2,))
+    if device == "cpu":
+        compare(device, data, accumulate="host")
+        return
+    wanted, left, *_ = trained(make(device, "eager", accumulate="host"), data, device)
+    step = make(device, "graph", accumulate="host", policy="auto")
+    with pytest.warns(UserWarning, match="every step runs eagerly"):
+        outs, mine, *_ = trained(step, data, device)
+    outputs_agree(outs, wanted)
+    agree(mine, left)
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_clipping_that_asks_the_host_goes_on_in_eager(device):
+    found = {}
+    for replay in ("eager", "graph"):
+        torch.manual_seed(0)
+        model = Net().to(device)
+        step = TrainStep(
+            model,
+            torchs(model, device),
+            loss_fn,
+            clip="item",
+            max_norm=LIMIT,
+            replay=replay,
+            deterministic=device == "cuda",
+        )
+        seed()
+        with (
+            pytest.warns(UserWarning, match="every step runs eagerly: .*the host would wait")
+            if replay == "graph"
+            else contextlib.nullcontext()
+        ):
+            found[replay] = trained(step, batches(device, n=3), device)
+        assert step.replays == "eager"
+    outputs_agree(found["graph"][0], found["eager"][0])
+    agree(found["graph"][1], found["eager"][1])
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_reset_after_a_fall_back_captures_again(device):
+    limit = [True]
+
+    def fn(x):
+        return x + (x.sum().item() if limit[0] else 1)
+
+    x = torch.ones(2, device=device)
+    step = ga.GraphedStep(fn, torch.zeros(1, device=device))
+    with pytest.warns(UserWarning, match="every step runs eagerly"):
+        assert step(x.cpu()).device == x.device
+    limit[0] = False
+    assert step.replay == "eager"
+    step.reset()
+    assert torch.equal(step(x), x + 1) and step.replay == "graph" and len(step) == 1
+    step.close()

@@ -1,0 +1,590 @@
+"""A replayed TrainStep is an eager one: the same bits, no trace of the capture.
+
+On a GPU these are CUDA graphs; on the CPU, under backend simt, a tape stands in for them, and the same claims hold.
+"""
+
+import copy
+import itertools
+import json
+import re
+import warnings
+
+import pytest
+import torch
+from helpers import KERNELS, same
+from replays import (
+    LIMIT,
+    LR,
+    OUTPUTS,
+    Net,
+    V,
+    adapted,
+    agree,
+    batches,
+    compare,
+    everything,
+    frozen,
+    lists,
+    llama,
+    loss_fn,
+    make,
+    mean_loss,
+    outputs_agree,
+    seed,
+    side_by_side,
+    their_loss,
+    theirs,
+    torchs,
+    trained,
+    unchanged,
+)
+
+import gpuaccel as ga
+from gpuaccel.errors import ArgumentError, CaptureError
+from gpuaccel.optim.arena import Arena
+from gpuaccel.training import Replay
+from gpuaccel.training.loop import train, warmup_cosine
+from gpuaccel.training.step import TrainStep, token_loss
+
+CASES = {
+    "arena": {},
+    "fused": {"accumulate": "fused"},
+    "autograd": {"accumulate": "autograd"},
+    "bf16": {"dtype": torch.bfloat16},
+    "bf16, fused": {"dtype": torch.bfloat16, "accumulate": "fused"},
+    "fused, q k v together": {"net": side_by_side, "accumulate": "fused"},
+    "bf16, q k v together": {"net": side_by_side, "accumulate": "fused", "dtype": torch.bfloat16},
+    "grouped attention": {"net": llama},
+    "tied attention": {"net": lambda: llama(tied=True), "accumulate": "fused"},
+    "sequences": {"divide": "sequences"},
+    "micro_batches": {"divide": "micro_batches"},
+    "tokens": {"divide": "tokens", "accumulate": "fused"},
+    "a mean": {"loss": mean_loss},
+    "a mean, three": {"loss": mean_loss, "micro_batches": 3, "accumulate": "fused"},
+    "scope block": {"opt": {"scope": "block"}},
+    "scope tensor": {"opt": {"scope": "tensor"}, "accumulate": "fused"},
+    "bf16, scope block": {"opt": {"scope": "block"}, "dtype": torch.bfloat16},
+    "unequal micro-batches": {"micro_batches": 3},
+    "one micro-batch": {"micro_batches": 1},
+    "frozen": {"net": frozen},
+    "frozen, fused": {"net": frozen, "accumulate": "fused"},
+    "rare weight": {"net": lambda: Net(rare=True)},
+    "rare weight, fused": {"net": lambda: Net(rare=True), "accumulate": "fused"},
+    "tied": {"net": lambda: Net(tied=True)},
+    "tied, fused": {"net": lambda: Net(tied=True), "accumulate": "fused"},
+    "batch norm": {"net": lambda: Net(norm=True)},
+    "amsgrad, maximize": {"opt": {"amsgrad": True, "maximize": True}},
+    "stochastic rounding": {
+        "dtype": torch.bfloat16,
+        "opt": {"stochastic_rounding": True, "seed": 5},
+    },
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_replayed_run_has_the_bits_of_an_eager_one(device, case, counts):
+    """Losses, norms, tokens, clip results, weights, moments, skips, generators: with dropout, a
+    schedule, clipping, a NaN, two lengths in turn."""
+    data = batches(device, bad=(3,))
+    wanted = compare(device, data, **CASES[case])
+    assert counts.replays == len(data) and counts.captures == 2, counts
+    # What was compared was a run in which all of it happened.
+    assert [bool(out.finite.all()) for out in wanted] == [k != 3 for k in range(8)]
+    assert len({out.loss.item() for out in wanted}) == 8
+    clipped = [(out.scale < 1).any() for out in wanted if out.finite.all()]
+    assert all(clipped), "clipping had nothing to do"
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_the_case_side_by_side_is_one_product(device):
+    with make(device, "graph", **CASES["fused, q k v together"]) as step:
+        assert step.model.blocks[0].w_q.forward.__self__.joint is not None
+
+
+@pytest.mark.parametrize("accumulate", ["arena", "fused"])
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_rare_weight_moves_only_where_it_got_a_gradient(device, accumulate):
+    """Eager leaves a weight alone, decay included, in a step that gave it no gradient: so does the
+    graph of such a step."""
+    options = {"net": lambda: Net(rare=True), "accumulate": accumulate, "schedule": None}
+    values = []
+    with make(device, "graph", **options) as step:
+        with torch.no_grad():
+            step.model.rare.fill_(1.0)
+        for batch in batches(device, n=4):
+            step(batch)
+            values.append(step.model.rare.detach().clone())
+    assert values[0].eq(1).all() and torch.equal(values[2], values[1]), "8 tokens have moved it"
+    assert not torch.equal(values[1], values[0]) and not torch.equal(values[3], values[2])
+
+
+@pytest.mark.parametrize("accumulate", ["arena", "fused"])
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_autocast_is_replayed_with_eagers_bits(device, accumulate):
+    compare(device, batches(device, n=6, bad=(3,)), autocast=torch.bfloat16, accumulate=accumulate)
+
+
+@pytest.mark.parametrize(
+    "accumulate, kind",
+    [
+        ("arena", "whole"),
+        ("fused", "whole"),
+        ("autograd", "whole"),
+        ("arena", "list"),
+        ("fused", "list"),
+    ],
+)
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_torchs_optimizer_and_torchs_clipping_are_replayed_with_eagers_bits(
+    device, accumulate, kind
+):
+    data = batches(device, n=6) if kind == "whole" else lists(device)
+    runs = {}
+    for replay in ("eager", "graph"):
+        torch.manual_seed(0)
+        model = Net().to(device)
+        opt = torchs(model, device)
+        step = TrainStep(
+            model,
+            opt,
+            loss_fn,
+            micro_batches=2,
+            accumulate=accumulate,
+            max_norm=LIMIT,
+            replay=replay,
+            deterministic=device == "cuda",
+            scheduler=warmup_cosine(opt, 2, 6),
+        )
+        assert step.clip == "torch"
+        seed()
+        runs[replay] = trained(step, data, device)
+        assert step.replays == replay
+    outputs_agree(runs["graph"][0], runs["eager"][0])
+    agree(runs["graph"][1], runs["eager"][1])
+    assert all(out.scale < 1 for out in runs["eager"][0])
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_dropout_draws_anew_in_each_replay(device):
+    """The same batch again: another mask, eager's mask."""
+    (batch,) = batches(device, n=1)
+    wanted = compare(device, [batch] * 4, opt={"lr": 0.0, "max_norm": None}, schedule=None)
+    assert len({out.loss.item() for out in wanted}) == 4
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_replayed_run_warns_of_nothing(device):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trained(make(device, "graph"), batches(device, n=4), device)
+    assert not said, [str(w.message) for w in said]
+
+
+LISTS = {
+    "arena": {},
+    "fused": {"accumulate": "fused"},
+    "bf16": {"dtype": torch.bfloat16},
+    "together": {"net": side_by_side, "accumulate": "fused"},
+    "sequences": {"divide": "sequences"},
+    "micro_batches": {"divide": "micro_batches"},
+    "a mean": {"loss": mean_loss},
+    "rare": {"net": lambda: Net(rare=True)},
+    "batch norm": {"net": lambda: Net(norm=True)},
+    "scope block": {"opt": {"scope": "block"}},
+}
+
+
+@pytest.mark.parametrize("case", LISTS)
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_list_of_micro_batches_gives_eagers_bits_in_one_launch_each_and_a_tail(
+    device, case, counts
+):
+    data = lists(device, bad=(3,))
+    wanted = compare(device, data, **LISTS[case])
+    assert counts.replays == sum(len(micros) + 1 for micros in data)
+    assert [bool(out.finite.all()) for out in wanted] == [k != 3 for k in range(6)]
+
+
+def micro(device, T, seed):
+    """A micro-batch of two sequences."""
+    return batches(device, n=1, rows=2, lengths=(T,), seed=seed)[0]
+
+
+@pytest.mark.parametrize("accumulate", ["arena", "fused"])
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_kind_that_is_new_in_the_middle_of_a_list_leaves_the_sums_right(device, accumulate):
+    steps = [[(8, 0), (8, 1)], [(8, 2), (16, 3), (8, 4), (12, 5)], [(12, 6), (8, 7)]]
+    data = [[micro(device, *kind) for kind in kinds] for kinds in steps]
+    compare(device, data, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_list_with_more_kinds_than_max_graphs_leaves_the_sums_right(device):
+    """A graph that has to go in the middle of a list is captured again there: its warm-up must not
+    take the sums so far."""
+    steps = [[(8, 0), (16, 1), (8, 2)], [(16, 3), (8, 4)]]
+    compare(device, [[micro(device, *kind) for kind in kinds] for kinds in steps], max_graphs=1)
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_lists_and_whole_batches_may_take_turns(device):
+    whole, split = batches(device, n=4), lists(device)
+    compare(device, [whole[0], split[1], whole[1], split[2], whole[2], split[0]])
+
+
+@pytest.mark.parametrize("accumulate", ["autograd", "host"])
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_list_with_gradients_outside_of_the_arena_is_a_capture_error_that_changes_nothing(
+    device, accumulate
+):
+    message = f"a list of micro-batches .* accumulate='{accumulate}' .* expected 'arena' or 'fused'"
+    with make(device, "graph", accumulate=accumulate) as step:
+        with (
+            unchanged(step.model, step.opt, device),
+            pytest.raises(CaptureError, match=message),
+        ):
+            step(lists(device)[1])
+        assert step.count == 0
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_list_that_breaks_off_drops_its_sums(device):
+    """An error at the last micro-batch: the next step is as if the list had never been."""
+    broken = False
+
+    def loss(model, micro):
+        if broken and micro[0].shape[1] == 16:
+            raise KeyError("broken off")
+        return loss_fn(model, micro)
+
+    data = lists(device)
+    options = {"net": lambda: Net(dropout=0.0), "loss": loss, "schedule": None, "policy": "auto"}
+    wanted, *_ = trained(make(device, "eager", **options), data[:2], device)
+    (new,) = batches(device, n=1, rows=3, lengths=(16,))
+    with make(device, "graph", **options) as step:
+        outs = [step(data[0])]
+        broken = True
+        with pytest.raises(KeyError, match="broken off"):
+            step([*batches(device, n=2, rows=2, lengths=(8,)), new])
+        assert not step.arena.grads.any() and step.count == 1
+        broken = False
+        outs.append(step(data[1]))
+    outputs_agree(outs, wanted)
+
+
+@pytest.mark.parametrize("accumulate", ["arena", "fused", "autograd"])
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_the_first_call_leaves_what_eagers_first_step_leaves(device, accumulate):
+    """Weights, moments, batch norm's statistics and its counter, every generator, skips and
+    counts: warm-up and capture are in none."""
+    (batch,) = batches(device, n=1)
+    options = {"net": lambda: Net(norm=True), "accumulate": accumulate}
+    eager = make(device, "eager", **options)
+    start = everything(eager.model, eager.opt, device)
+    _, left, count, _ = trained(eager, [batch], device)
+    with make(device, "graph", **options) as step:
+        step(batch)
+        got = everything(step.model, step.opt, device)
+        assert step.count == count == 1 and step.opt.skipped == 0
+    agree(got, left)
+    assert got["norm.num_batches_tracked"] == 2, "one for each micro-batch"
+    for name in ("head.weight", "norm.running_mean"):
+        assert not torch.equal(got[name], start[name])
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+@pytest.mark.parametrize("kind", ["whole", "list"])
+def test_outputs_are_tensors_of_their_own(device, kind):
+    """Five steps' outputs, kept: all different, and each as it was after its step."""
+    data = batches(device, n=5, lengths=(8,))
+    if kind == "list":
+        data = [[batch] for batch in data]
+    wanted, *_ = trained(make(device, "eager"), data, device)
+    outs, values = [], []
+    with make(device, "graph") as step:
+        for batch in data:
+            outs.append(step(batch))
+            values.append({key: getattr(outs[-1], key).clone() for key in OUTPUTS})
+    for key in OUTPUTS:
+        assert len({getattr(out, key).data_ptr() for out in outs}) == 5, f"{key} shares its memory"
+        for out, value in zip(outs, values):
+            same(getattr(out, key), value[key], key)
+    for key in ("loss", "norm"):
+        assert len({getattr(out, key).item() for out in outs}) == 5
+    assert not outs[0].loss.requires_grad and outs[0].loss.device == step.arena.device
+    # Whoever writes to them disturbs no other.
+    outs[0].loss.fill_(7)
+    outs[1].norm.fill_(7)
+    outputs_agree(outs[2:], wanted[2:])
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_three_lengths_in_two_graphs_have_eagers_bits(device, counts):
+    compare(device, batches(device, n=7, lengths=(8, 16, 12)), max_graphs=2)
+    assert counts.captures == 7, "each of the three came when the two others were there"
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_new_shape_is_refused_in_words_where_that_was_asked_for(device):
+    short, long = batches(device, n=2)
+    message = r"4x16 int64.*captured are 4x8 int64, 4x8 int64, 4 float32.*new_shapes is 'refuse'"
+    with make(device, "graph", new_shapes="refuse") as step:
+        step(short)
+        with (
+            unchanged(step.model, step.opt, device),
+            pytest.raises(CaptureError, match=message),
+        ):
+            step(long)
+        assert step.count == 1
+        step(short)
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_eval_and_frozen_weights_are_other_kinds_of_step(device, counts):
+    def between(step, k):
+        step.model.train(k not in (2, 3))
+        step.model.head.weight.requires_grad_(k < 6)
+        step.model.blocks[0][1].weight.requires_grad_(k < 6)
+
+    wanted = compare(device, batches(device, n=8, lengths=(8,)), between)
+    assert counts.captures == 3, (
+        "training, eval, frozen; back in training the first one is there still"
+    )
+    assert len({out.loss.item() for out in wanted}) == 8
+
+
+def set_rate(opt, k):
+    opt.param_groups[0]["lr"] = LR / (k + 1)
+
+
+def set_betas(opt, k):
+    opt.param_groups[-1]["betas"] = (0.9 - 0.1 * k, 0.999)
+
+
+def set_eps(opt, k):
+    opt.param_groups[0]["eps"] = 10.0 ** -(8 - k)
+
+
+def set_decay(opt, k):
+    opt.param_groups[0]["weight_decay"] = 0.1 * k
+
+
+def set_limit(opt, k):
+    opt.max_norm = LIMIT / (k + 1)
+
+
+def set_no_limit(opt, k):
+    opt.max_norm = LIMIT if k < 2 else None
+
+
+def set_sign(opt, k):
+    for group in opt.param_groups:
+        group["maximize"] = k % 2 == 1
+
+
+@pytest.mark.parametrize(
+    "change", [set_rate, set_betas, set_eps, set_decay, set_limit, set_no_limit, set_sign]
+)
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_setting_changed_by_hand_takes_effect_in_the_next_replay(device, change):
+    data = batches(device, n=5, lengths=(8,))
+    wanted = compare(device, data, lambda step, k: change(step.opt, k), schedule=None)
+    plain, *_ = trained(make(device, "eager", schedule=None), data, device)
+    assert wanted[4].loss != plain[4].loss, "the change makes no difference: nothing was tested"
+
+
+def half_the_loss(model, micro):
+    total, tokens = loss_fn(model, micro)
+    return total / 2, tokens
+
+
+@pytest.mark.parametrize(
+    "name, values",
+    [
+        ("micro_batches", [2, 4, 1, 2]),
+        ("divide", ["tokens", "sequences", "micro_batches", "tokens"]),
+        ("autocast", [None, torch.bfloat16, None, None]),
+        ("loss_fn", [loss_fn, half_the_loss, loss_fn, loss_fn]),
+    ],
+)
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_stage_of_the_step_changed_by_hand_takes_effect(device, name, values):
+    wanted = compare(
+        device,
+        batches(device, n=4, lengths=(8,)),
+        lambda step, k: setattr(step, name, values[k]),
+        opt={"max_norm": None},
+    )
+    plain, *_ = trained(
+        make(device, "eager", opt={"max_norm": None}), batches(device, n=4, lengths=(8,)), device
+    )
+    assert wanted[1].norm != plain[1].norm, "the change makes no difference: nothing was tested"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_load_state_dict_between_replays_takes_effect(device, dtype, counts):
+    """Back to an earlier state, with another rate in it; the graph is the same, because the state
+    is loaded into its memory."""
+    states = {}
+
+    def between(step, k):
+        if k == 2:
+            states["early"] = copy.deepcopy(step.opt.state_dict())
+            states["early"]["param_groups"][0]["lr"] = LR / 7
+        if k == 4:
+            step.opt.load_state_dict(states["early"])
+            assert step.opt.param_groups[0]["lr"] == LR / 7
+
+    data = batches(device, n=7, lengths=(8,))
+    options = {"schedule": None, "dtype": dtype}
+    wanted = compare(device, data, between, **options)
+    assert counts.captures == 1
+    plain, *_ = trained(make(device, "eager", **options), data, device)
+    assert wanted[6].loss != plain[6].loss, "the state makes no difference: nothing was tested"
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_the_models_load_state_dict_between_replays_takes_effect(device, counts):
+    torch.manual_seed(9)
+    other = {
+        name: torch.randn_like(t.float()).to(t.dtype) * 0.1
+        for name, t in Net().state_dict().items()
+    }
+
+    def between(step, k):
+        if k == 2:
+            step.model.load_state_dict(other)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        compare(device, batches(device, n=4, lengths=(8,)), between, dtype=dtype)
+    assert counts.captures == 2
+
+
+def file_run(folder, replay, steps, device, stop_at=None, resume=False, dtype=torch.float32):
+    """train() with checkpoints and metrics. Returns (losses as the readings tell them, weights)."""
+    step = make(device, replay, dtype=dtype, loss=token_loss, schedule=8)
+    tokens = torch.randint(0, V, (2000,), generator=torch.Generator().manual_seed(5))
+
+    class OnDevice(ga.Batches):
+        def __next__(self):
+            return tuple(t.to(device) for t in super().__next__())
+
+    for reading in train(
+        step,
+        OnDevice(tokens, 4, 8, seed=0),
+        steps,
+        metrics=folder / "run.jsonl",
+        checkpoint_dir=folder / "checkpoints",
+        resume=resume,
+    ):
+        if reading.step == stop_at:
+            break
+    found = everything(step.model, step.opt, device)
+    assert step.replays == replay
+    step.close()
+    return (folder / "run.jsonl").read_text(), found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_run_saved_under_replay_goes_on_in_eager_with_the_same_bits_and_back(
+    device, dtype, tmp_path
+):
+    """train(): the metrics' losses, the weights, and dropout's generator, whoever began and
+    whoever ended."""
+
+    def losses(text):
+        return re.findall(r'"step": (\d+), "loss": ([^,]+)', text)
+
+    lines, want = file_run(tmp_path / "eager", "eager", 8, device, dtype=dtype)
+    assert len(losses(lines)) == 8
+    for first, then in (("graph", "graph"), ("graph", "eager"), ("eager", "graph")):
+        folder = tmp_path / f"{first} {then}"
+        file_run(folder, first, 8, device, stop_at=4, dtype=dtype)
+        seed()
+        more, got = file_run(folder, then, 8, device, resume=True, dtype=dtype)
+        assert losses(more) == losses(lines), f"{first}, then {then}"
+        agree(got, want)
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_checkpoint_loaded_between_replays_brings_the_same_steps_again(device, tmp_path, counts):
+    data, path = batches(device, n=6, lengths=(8,)), tmp_path / "at-2.safetensors"
+    with make(device, "graph") as step:
+        state = {
+            "model": step.model,
+            "optimizer": step.opt,
+            "arena": step.arena,
+            "scheduler": step.scheduler,
+        }
+        for batch in data[:2]:
+            step(batch)
+        ga.save_checkpoint(path, step=2, **state)
+        once = [step(batch) for batch in data[2:]]
+        after = everything(step.model, step.opt, device)
+        ga.load_checkpoint(path, **state)
+        outputs_agree([step(batch) for batch in data[2:]], once)
+        agree(everything(step.model, step.opt, device), after)
+        assert counts.captures == 1
+
+
+def test_an_unknown_replay_is_refused_and_the_model_stays_ordinary():
+    model = llama()
+    with pytest.raises(ArgumentError, match="replay is 'tape'; expected one of eager, graph, or"):
+        TrainStep(model, replay="tape")
+    assert Arena.of(model) is None
+    with pytest.raises(ArgumentError, match="policy is 'maybe'"):
+        Replay(policy="maybe")
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_a_batch_that_cannot_be_split_is_refused_before_anything_is_captured(device, counts):
+    x, y, weight = batches(device, n=1)[0]
+    with make(device, "graph") as step, unchanged(step.model, step.opt, device):
+        for batch in ((x[:1], y[:1], weight[:1]), (x, y[:2], weight), "text", []):
+            with pytest.raises(ArgumentError):
+                step(batch)
+        assert counts.captures == 0 and step.count == 0
+
+
+@pytest.mark.parametrize("accumulate", ["arena", "fused"])
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_lora_is_replayed_with_eagers_bits(device, accumulate):
+    compare(device, batches(device, n=6, bad=(3,)), net=adapted, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("accumulate", ["arena", "fused"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("device", ["simt"], indirect=True)
+def test_a_model_of_transformers_is_replayed_with_eagers_bits(device, kind, accumulate, counts):
+    """On a GPU they ask whether they are being captured, and then mask in another way: see
+    test_gpu_graphs.py."""
+    options = {"net": theirs(kind), "loss": their_loss, "accumulate": accumulate}
+    wanted = compare(device, batches(device, n=6, bad=(3,)), **options)
+    assert counts.replays == 6 and len({out.loss.item() for out in wanted}) == 6
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_what_was_captured_ahead_is_what_a_deterministic_step_replays(device):
+    (batch,) = batches(device, n=1)
+    with make(device, "graph", deterministic=True, new_shapes="refuse") as step:
+        step.capture(batch)
+        step(batch)
+        assert len(step.graphs) == 1
+        step.opt.max_norm = None
+        with pytest.raises(CaptureError, match="in another mode"):
+            step(batch)
+
+
+@pytest.mark.parametrize("replay", ["eager", "graph"])
+def test_a_loop_over_lists_of_micro_batches_counts_their_tokens(replay, tmp_path):
+    data = [[batch] * (k + 1) for k, batch in enumerate(batches("cpu", n=3))]
+    path = tmp_path / "m.jsonl"
+    with ga.use_backend("simt"), make("cpu", replay) as step:
+        readings = list(ga.train(step, data, 3, metrics=path))
+    tokens = [sum(micro[0].numel() for micro in micros) for micros in data]
+    assert readings[-1].tokens == sum(tokens)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["tokens"] for row in rows] == list(itertools.accumulate(tokens))
