@@ -59,7 +59,7 @@ __device__ __forceinline__ void begin_step(
     int skip_nonfinite,
     const float* divisor,         // (1) of the gradients; 0: nothing
     const float* found_inf,       // (1) of GradScaler, not 0: not finite; 0: no GradScaler
-    int* record,                  // (4) steps asked for and skipped; at the last skip: which, tensor
+    int* record,                  // (4) steps asked for, skipped; at the last skip: which, tensor
     int count_it,                 // 1 in the first launch of a step
     const Steps& steps)
 {
