@@ -1,5 +1,6 @@
-// settings: numbers that the host has changed (learning rate, betas, max_norm, ...) go to device memory, by value: nothing is
-// uploaded. The launch is not part of a captured step, which reads what this has written.
+// settings: numbers that the host has changed (learning rate, betas, max_norm, ...) go to device
+// memory, by value: nothing is uploaded. The launch is not part of a captured step, which reads
+// what this has written.
 
 #ifndef MAX_VALUES
 #define MAX_VALUES 256       // of one launch
@@ -7,6 +8,6 @@
 
 struct Values { double value[MAX_VALUES]; };
 
-extern "C" __global__ void settings_write(double* to, int count, Values values) {
-    for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = values.value[i];
+extern "C" __global__ void settings_write(double* settings, int count, Values values) {
+    for (int i = threadIdx.x; i < count; i += blockDim.x) settings[i] = values.value[i];
 }

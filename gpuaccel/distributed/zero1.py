@@ -1,14 +1,14 @@
-"""The sharded optimizer (ZeRO stage 1): each rank keeps and updates its share of the state, and gets the other weights from the others.
+"""The sharded optimizer (ZeRO stage 1): each rank keeps and updates its share of the state.
 
     >>> step = ga.TrainStep(model, ga.AdamW(arena), distributed=ga.Distributed(sharded=True))
-    >>> with step.gathered():                         # on every rank: the state is whole, as that of one process
+    >>> with step.gathered():             # on every rank: the state is whole, as one process has it
     ...     ga.save_checkpoint(path, model=model, optimizer=step.opt, arena=arena)
 
-The memory for the state is divided by the number of ranks. A bucket is cut into as many equal ranges
-of whole chunks as there are ranks, one for each. What is left at its end (fewer chunks than ranks)
-every rank updates. Gradients arrive by reduce-scatter, weights leave by all-gather. The norm is made
-of the same partial sums as without shares, in the same order. A checkpoint holds whole tensors: a run
-may go on with another number of ranks, or with one.
+The memory for the state is divided by the number of ranks. A bucket is cut into as many equal
+ranges of whole chunks as there are ranks, one for each. What is left at its end (fewer chunks than
+ranks) every rank updates. Gradients arrive by reduce-scatter, weights leave by all-gather. The norm
+is made of the same partial sums as without shares, in the same order. A checkpoint holds whole
+tensors: a run may go on with another number of ranks, or with one.
 
 Any optimizer of ours over an arena can be sharded: a ShardedLayout takes the place of its
 ArenaLayout (optim/state_layout.py).
@@ -32,7 +32,7 @@ from .collectives import all_gather
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of the arena, which this rank updates, and where they begin in its buffers."""
+    """Elements [start, stop) of the arena that this rank updates. local: first in its buffers."""
 
     start: int
     stop: int
@@ -71,8 +71,8 @@ def pieces_of(buckets, rank: int, world: int) -> "list[Piece]":
 class ShardedLayout(ParameterLayout):
     """State of an optimizer over an arena: this rank's share only, flat and padded to chunks.
 
-    buckets: as the reducer sends them. rank, world, group: of the process group. p2p: the PeerToPeer
-    that copies new weights, None for the group's all-gather."""
+    buckets: as the reducer sends them. rank, world, group: of the process group.
+    p2p: the PeerToPeer that copies new weights; None: the group's all-gather."""
 
     def __init__(self, arena, buckets, rank: int, world: int, group, p2p=None):
         self.arena = arena
@@ -86,7 +86,9 @@ class ShardedLayout(ParameterLayout):
         self._parts = [self._parts_of(s) for s in arena.segments]
 
     def _parts_of(self, s) -> "list[tuple[int, int, int]]":
-        """(first, last element of the tensor, offset in this rank's buffers) of its parts here, padding included."""
+        """(first, last element of the tensor, offset in this rank's buffers) of its parts here.
+
+        Padding is included."""
         parts = [(max(p.start, s.offset), min(p.stop, s.offset + s.padded), p) for p in self.pieces]
         return [
             (start - s.offset, stop - s.offset, p.local + start - p.start)
@@ -214,7 +216,7 @@ class ShardedLayout(ParameterLayout):
         reference_step(rule, cut, param_groups, inputs, cut_rows, count_it, seed)
 
     def after_update(self):
-        """The new weights go to all ranks. Gradients that other ranks have used are cleared here."""
+        """All-gather the new weights; clear the gradients that other ranks have used."""
         for name in gathered_buffers(self.arena):
             if self.p2p:
                 self.p2p.spread(name)

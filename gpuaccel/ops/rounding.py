@@ -1,4 +1,4 @@
-"""Stochastic rounding to bf16 and the random bits for it, in torch: what kernels_cu/common.cuh computes.
+"""Stochastic rounding to bf16 and the random bits for it, in torch, as in kernels_cu/common.cuh.
 
     >>> noise = reference_random_bits(seed, tensor=0, elements=x.numel(), step=1)
     >>> reference_round(x, noise)                            # bf16, unbiased: E[result] = x

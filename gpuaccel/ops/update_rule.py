@@ -1,6 +1,6 @@
 """What an optimizer's launches need to know of its formula, and the launches themselves.
 
-    >>> LION = UpdateRule("lion", ("exp_avg",), reference_lion)    # kernels_cu/lion.cu, and its definition in torch
+    >>> LION = UpdateRule("lion", ("exp_avg",), reference_lion)    # kernels_cu/lion.cu, and torch's
 
 The rest is read from the CUDA C text: `struct Settings` names the hyperparameters that the host
 writes to the device, `struct Coefficients` says how much memory a tensor's coefficients take.
@@ -42,7 +42,7 @@ def settings_kernel() -> Kernel:
     return Kernel("settings", "settings_write", MAX_VALUES=MAX_VALUES)
 
 
-# ---- the rule -------------------------------------------------------------------------------------------------------
+# ---- the rule ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +138,7 @@ def _reader(name: str):
     return operator.itemgetter(name)
 
 
-# ---- the tensors of a step ------------------------------------------------------------------------------------------
+# ---- the tensors of a step -----------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -149,7 +149,7 @@ class Job:
     group: int
     weight: Tensor
     grad: Tensor
-    state: "tuple[Tensor | None, ...]"  # in the order of the rule's state_keys; None: not in this group
+    state: "tuple[Tensor | None, ...]"  # in the order of state_keys; None: not in this group
     step: Tensor  # () fp32
     copy: "Tensor | None"  # bf16, where the rounded weight goes
     clear: bool  # the gradient is an arena's sum: set it to zero
@@ -157,7 +157,9 @@ class Job:
 
 
 class Jobs(list):
-    """Jobs of a step, by number, and what was prepared for them: the next step with the same tensors packs nothing."""
+    """Jobs of a step, by number, and what was prepared for them.
+
+    The next step with the same tensors packs nothing."""
 
     given: "list[Job]"  # the same jobs in the order of the parameter groups
     steps = None  # list of (number of the first job, struct Steps)
@@ -174,10 +176,10 @@ class StepInputs:
     skip: bool  # leave out the step where a norm is not finite
     divisor: "Tensor | None"  # (1) fp32, of the gradients
     found_inf: "Tensor | None"  # (1) fp32, of torch.amp.GradScaler: not 0: leave out the step
-    record: Tensor  # (4) int32: steps asked for, steps skipped, at the last skip: which step, which tensor
+    record: Tensor  # (4) int32: steps asked for, skipped; at the last skip: which step, tensor
 
 
-# ---- launchers ------------------------------------------------------------------------------------------------------
+# ---- launchers -----------------------------------------------------------------------------------
 
 
 def launch_settings(settings: Tensor, values: "list[float]"):
@@ -199,7 +201,7 @@ def _pack_steps(jobs):
 
 
 def list_launches(rule: UpdateRule, jobs: "list[Job]", stochastic: bool) -> "list[tuple]":
-    """<file>_v2 over tensors anywhere, one launch per 60 tensors of the same dtypes: for launch_update."""
+    """For launch_update: <file>_v2 over any tensors, a launch per 60 of the same dtypes."""
     classes, launches = {}, []
     for place, j in enumerate(jobs):
         if j.weight.numel():
@@ -257,9 +259,9 @@ def arena_launch(
 ):
     """<file>_v3 over chunks [first, last) of flat buffers: for launch_update.
 
-    job: one of the tensors: its options hold for all. weights, grads: (N,) fp32. buffers: state key ->
-    (N,) fp32. copy: (N,) bf16 or None. chunks: (N / CHUNK, 4) int32, the arena's table. offset: see
-    arena_runs."""
+    job: one of the tensors: its options hold for all.
+    weights, grads: (N,) fp32. buffers: state key -> (N,) fp32. copy: (N,) bf16 or None.
+    chunks: (N / CHUNK, 4) int32, the arena's table. offset: see arena_runs."""
     kernel = rule.update_kernel("v3", torch.float32, torch.float32, job.macros, stochastic)
     state = [None if t is None else buffers[key] for key, t in zip(rule.state_keys, job.state)]
     arguments = weights, grads, *state, copy, chunks, first, last, offset
@@ -303,7 +305,7 @@ def launch_update(launches: "list[tuple]", coefficients: Tensor, seed: Tensor):
         launch(coefficients, seed, *arguments, tensors=tensors)
 
 
-# ---- a step by the reference ----------------------------------------------------------------------------------------
+# ---- a step by the reference ---------------------------------------------------------------------
 
 
 def reference_step(
@@ -319,7 +321,8 @@ def reference_step(
 
     rows: of each job among the rows of `inputs.clip`. count_it: this call counts the step in
     `inputs.record`. seed: of stochastic rounding; None: to the nearest.
-    On a CPU a skipped step is decided here; elsewhere nothing waits: torch.where keeps the old values."""
+    On a CPU a skipped step is decided here; elsewhere torch.where keeps the old values, without a
+    wait."""
     device, clip, record = jobs[0].weight.device, inputs.clip, inputs.record
     keep = torch.zeros((), dtype=torch.bool, device=device)
     if clip is not None and inputs.skip:

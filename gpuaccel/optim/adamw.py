@@ -2,9 +2,9 @@
 
     >>> opt = ga.AdamW(model.parameters(), lr=3e-4)              # as torch.optim.AdamW, and is one
     >>> opt = ga.AdamW(ga.Arena(model), lr=3e-4, weight_decay=0.1, max_norm=1.0)
-    >>> opt.step()                                               # clips, updates and clears the sums in one pass
-    >>> opt.clip_state.norm, opt.clip_state.clipped_norm, opt.skipped    # on the device; nothing waited
-    >>> opt.last_skip()                                          # waits: None, or which step and tensor were not finite
+    >>> opt.step()                        # clips, updates and clears the sums in one pass
+    >>> opt.clip_state.norm, opt.clip_state.clipped_norm, opt.skipped    # on the device, no wait
+    >>> opt.last_skip()                   # waits: None, or which step and tensor were not finite
 
 How a step works: optim/device_optimizer.py. The formula: ops/adamw.py.
 """
@@ -17,11 +17,11 @@ from .device_optimizer import DeviceOptimizer
 
 
 class AdamW(DeviceOptimizer, torch.optim.AdamW):
-    """torch.optim.AdamW (arguments, parameter groups, schedulers, state_dict in both directions) by our kernels.
+    """torch.optim.AdamW by our kernels: its arguments, parameter groups, schedulers and state_dict.
 
     params_or_arena: as torch's, or an Arena.
-    lr, betas, eps, weight_decay, amsgrad: as torch's. Over an arena only matrices decay (its segments
-        say so: Arena(decay=...)).
+    lr, betas, eps, weight_decay, amsgrad: as torch's. Over an arena only matrices decay (its
+        segments say so: Arena(decay=...)).
     max_norm, scope, on_nonfinite, stochastic_rounding, seed: see DeviceOptimizer.
     torch_options: maximize, foreach, capturable, differentiable and fused, as torch's. foreach,
         capturable and fused are accepted and kept; every step is fused and can be captured.

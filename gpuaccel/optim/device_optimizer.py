@@ -1,6 +1,6 @@
-"""The base of gpuaccel's optimizers: every number that changes lives on the device, and clipping is inside the step.
+"""The base of gpuaccel's optimizers: what changes lives on the device, clipping is inside the step.
 
-    >>> class SignSGD(DeviceOptimizer):                       # kernels_cu/sign_sgd.cu holds its kernels
+    >>> class SignSGD(DeviceOptimizer):                # kernels_cu/sign_sgd.cu holds its kernels
     ...     rule = UpdateRule("sign_sgd", (), reference_sign_sgd)
     ...     def __init__(self, params_or_arena, lr=1e-3, *, maximize=False, **options):
     ...         groups = {"lr": lr, "maximize": maximize}
@@ -71,23 +71,24 @@ class DeviceOptimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer whose update rule is a kernel of ours. A subclass sets `rule`.
 
     params_or_arena: as torch's, or an Arena: then masters, bf16 copies and gradient sums are the
-        arena's, weight decay and learning rate follow its segments, and step() clears the sums of its
-        GradientAccumulator (`.grad` is None after it; without one zero_grad() as usual). Parameters:
-        fp32, bf16, fp16 (state in the same dtype, computed in fp32); others by the reference, in torch.
+        arena's, weight decay and learning rate follow its segments, and step() clears the sums of
+        its GradientAccumulator (`.grad` is None after it; without one zero_grad() as usual).
+        Parameters: fp32, bf16, fp16 (state in the same dtype, computed in fp32); others by the
+        reference, in torch.
     arguments: keyword arguments of the next class's __init__ (torch.optim.Optimizer: `defaults`).
     lr, weight_decay: for the parameter groups that an arena makes.
     max_norm: clip to this norm inside the step; None: no clipping. May be changed between steps.
     scope: what a norm is taken over: "global", "tensor" or, with an arena, "block".
-    on_nonfinite: what happens when a gradient is not finite. "propagate" (default without an arena):
-        the update uses it. "skip" (default with one): weights, state and step counts of all tensors
-        stay; the skip is counted in `skipped`, last_skip() names the tensor. "raise": NonFiniteError
-        before anything changes; waits for the device.
-    stochastic_rounding: of bf16 weights, keyed on (seed, tensor, element as it lies in memory, step).
+    on_nonfinite: what happens when a gradient is not finite. "propagate" (default without an
+        arena): the update uses it. "skip" (default with one): weights, state and step counts of all
+        tensors stay; the skip is counted in `skipped`, last_skip() names the tensor. "raise":
+        NonFiniteError before anything changes; waits for the device.
+    stochastic_rounding: of bf16 weights, keyed on (seed, tensor, element in memory order, step).
     seed: 0 to 2^53 - 1.
 
-    torch.amp.GradScaler sets the attributes grad_scale, by which gradients are divided, and found_inf,
-    which skips the step. Every step can be captured in a CUDA graph after one step, or prepare(),
-    outside of it; refresh() brings a changed learning rate to a captured step.
+    torch.amp.GradScaler sets the attributes grad_scale, by which gradients are divided, and
+    found_inf, which skips the step. Every step can be captured in a CUDA graph after one step, or
+    prepare(), outside of it; refresh() brings a changed learning rate to a captured step.
     ArgumentError for complex and sparse tensors; with max_norm or "skip" for several devices."""
 
     rule: UpdateRule
@@ -155,7 +156,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     @property
     def clip_state(self) -> "ClipState | None":
-        """Norms and scales of the latest step; the next step overwrites them. None when it took no norm."""
+        """Norms and scales of the latest step; None: it took no norm. The next overwrites them."""
         if self._took_norm:
             for state in self._devices.values():
                 if self.scope in state.clip_states:
@@ -164,7 +165,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     @property
     def skipped(self) -> Tensor:
-        """() int32 on the device, which counts on: steps skipped because a gradient was not finite."""
+        """() int32 on the device: steps skipped so far because a gradient was not finite."""
         for state in self._devices.values():
             return state.record[1]
         return torch.zeros((), dtype=torch.int32)
@@ -189,7 +190,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         return None
 
     def names(self) -> "list[str]":
-        """The name of each tensor, in the order of their numbers (an arena's order, else that of the groups)."""
+        """The name of each tensor, by number: in the arena's order, else in that of the groups."""
         if self.arena is not None:
             return [s.name for s in self.arena.segments]
         params = self._params()
@@ -202,18 +203,18 @@ class DeviceOptimizer(torch.optim.Optimizer):
     # ---- for captured steps ----
 
     def graph_key(self) -> tuple:
-        """What a captured step keeps by value: a step with another key needs another capture. Hashable."""
+        """What a captured step keeps by value: another key needs another capture. Hashable."""
         rule = self.rule
         groups = [(len(g["params"]), g["maximize"], rule.macros_of(g)) for g in self.param_groups]
         has_limit = self.max_norm is not None
         return (*groups, self.on_nonfinite, self.scope, self.stochastic_rounding, has_limit)
 
     def tensors_changed_by_step(self) -> "list[Tensor]":
-        """What step() writes on the device beside parameters and state: counts of steps and skips."""
+        """What step() writes beside parameters and state: counts of steps and skips."""
         return [state.record for state in self._devices.values()]
 
     def prepare(self):
-        """Allocate all state and settings now, so that the very first step can be captured in a CUDA graph."""
+        """Allocate all state and settings now, so that the first step can be captured already."""
         members = [member for member in self._members() if member[1].requires_grad]
         self._make_states(members)
         for device in {p.device: None for _, p, _ in members}:
@@ -237,9 +238,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def refresh(self):
-        """Write hyperparameters that the host has changed (learning rate, max_norm, ...) to the device.
+        """Write hyperparameters that the host has changed (lr, max_norm, ...) to the device.
 
-        step() does so by itself. A captured step cannot: call this before its replay. No synchronisation."""
+        step() does so by itself. A captured step cannot: call this before its replay. No wait."""
         for device, state in self._devices.items():
             if takes(device):
                 self._write_settings(state)
@@ -260,7 +261,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
     # ---- the step ----
 
     def zero_grad(self, set_to_none: bool = True):
-        """As torch's; over an arena also the gradients of bf16 parameters, which step() reads where there is no accumulator."""
+        """As torch's; over an arena also the gradients of bf16 parameters.
+
+        step() reads these where there is no accumulator."""
         super().zero_grad(set_to_none)
         for p in self.arena.params if self.arena is not None else ():
             if p.grad is not None:
@@ -272,7 +275,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure=None):
-        """One step; returns the closure's loss, if any. No host synchronisation (except on_nonfinite="raise").
+        """One step; returns the closure's loss, if any. Only on_nonfinite="raise" waits.
 
         ArgumentError, with nothing changed: a sparse gradient, a state that does not fit, a capture
         before the first step."""
@@ -347,7 +350,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
     # ---- the plan ----
 
     def _parts(self, accumulator) -> "list[_Part]":
-        """What each device has to do. Planned anew when a gradient, a weight or a state has another address than in the last step."""
+        """What each device has to do.
+
+        Planned anew when a gradient, a weight or a state has moved since the last step."""
         key, grads = self._key(accumulator)
         plan = self._plan
         if key is not None and plan is not None and plan.key == key:
@@ -392,7 +397,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
         return all(i in numbers or s.numel == 0 for i, s in enumerate(self.arena.segments))
 
     def _key(self, accumulator) -> "tuple[tuple | None, list[Tensor]]":
-        """(addresses of all that a step reads and writes, None when only a close look can tell; the gradients)."""
+        """(addresses of all that a step reads and writes, the gradients).
+
+        The first is None when addresses alone do not tell what to do."""
         params = self._params()
         grads = [p.grad for p in params]
         lows = ()
@@ -452,7 +459,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
         if len(devices) > 1 and self._takes_norm():
             raise ArgumentError(
                 f"parameters lie on {', '.join(map(str, devices))}: max_norm and "
-                f"on_nonfinite={self.on_nonfinite!r} need one device; clip with ga.clip_grad_norm_ instead"
+                f"on_nonfinite={self.on_nonfinite!r} need one device; clip with "
+                "ga.clip_grad_norm_ instead"
             )
         self._limit()
         self._make_states([(g, p, i) for g, p, i, _, _ in updates])
@@ -550,7 +558,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         return self._devices[device]
 
     def _divisor(self, device) -> "Tensor | None":
-        """(1) fp32: what the gradients are divided by, gradient_divisor times grad_scale; None: by nothing."""
+        """(1) fp32: what gradients are divided by, gradient_divisor times grad_scale; or None."""
         divisor = self._amp_tensor("gradient_divisor", device)
         grad_scale = self._amp_tensor("grad_scale", device)
         if divisor is None or grad_scale is None:
@@ -558,7 +566,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
         return divisor * grad_scale
 
     def _amp_tensor(self, name, device) -> "Tensor | None":
-        """The attribute gradient_divisor, or grad_scale or found_inf as GradScaler sets them: (1) fp32 on the device, or None."""
+        """An attribute that holds one number (gradient_divisor, grad_scale, found_inf).
+
+        Returns (1) fp32 on the device; None where it is not set."""
         value = getattr(self, name, None)
         if value is None:
             return None
@@ -634,8 +644,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def gathered(self):
-        """Inside the block the state is whole, to be saved or loaded; afterwards this rank has its share again.
+        """Inside the block the state is whole, to be saved or loaded.
 
+        Afterwards this rank has its share again.
         Collective: entered on every rank. Needs memory for the whole state. The masters of bf16
         weights are whole, too. Where the state is not spread over ranks, nothing happens."""
         sharded = self.layout
@@ -663,14 +674,15 @@ class DeviceOptimizer(torch.optim.Optimizer):
     # ---- torch's own bookkeeping ----
 
     def add_param_group(self, param_group: dict):
-        """As torch's. ArgumentError for a complex parameter, and, over an arena, for one that is not the arena's."""
+        """As torch's. ArgumentError for a complex parameter, or one that is not the arena's."""
         super().add_param_group(param_group)
         try:
             for i, p in enumerate(self.param_groups[-1]["params"]):
                 if p.is_complex():
                     raise ArgumentError(
-                        f"parameter {i} of shape {tuple(p.shape)} is {p.dtype}: complex weights are "
-                        "not supported; use an optimizer of torch's, or torch.view_as_real(parameter)"
+                        f"parameter {i} of shape {tuple(p.shape)} is {p.dtype}: complex weights "
+                        "are not supported; use an optimizer of torch's, or "
+                        "torch.view_as_real(parameter)"
                     )
                 if self.arena is not None:
                     self._number_of(p)
@@ -681,7 +693,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     @torch._disable_dynamo
     def state_dict(self) -> dict:
-        """As torch's. Over an arena, the state of a bf16 parameter also holds `master`, its fp32 value.
+        """As torch's. For a bf16 parameter of an arena it also holds `master`, its fp32 value.
 
         So a run that loads the model's and the optimizer's state goes on bit for bit; optimizers of
         torch's load it and ignore the masters."""
@@ -694,14 +706,15 @@ class DeviceOptimizer(torch.optim.Optimizer):
         return packed
 
     def _bf16_masters(self) -> "set[int]":
-        """ids of the parameters that are masters of bf16 ones, which have adopted edits of these."""
+        """ids of the masters of bf16 parameters, which have adopted edits of these."""
         return set() if self.arena is None else {id(p) for p in self.arena.named_master().values()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict):
         """As torch's. ArgumentError, with nothing changed, for a state of another shape.
 
-        A master in it counts if it rounds to the bf16 weight that the model has now: load the model first."""
+        A master in it counts if it rounds to the bf16 weight that the model has now: load the model
+        first."""
         stored = {i: dict(state) for i, state in state_dict["state"].items()}
         masters = {i: state.pop("master") for i, state in stored.items() if "master" in state}
         numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -718,7 +731,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         for p, master in pairs:
             weight = self.arena.params[self._number_of(p)].float()
             master = master.to(p.device)
-            # Rounding, stochastic too, moves a value by less than one unit in the last place of bf16.
+            # Rounding, stochastic too, moves a value by less than a unit in the last place of bf16.
             if ((master - weight).abs() <= weight.abs() * 2.0**-7 + 1e-40).all():
                 p.copy_(master)
         if pairs:
@@ -801,7 +814,7 @@ def _foreign_step_hooks() -> bool:
 
 
 def _zeros_by_device(params) -> "list[Tensor]":
-    """A () fp32 zero per parameter, on its device and in a storage of its own, with one launch per device."""
+    """A () fp32 zero per parameter, on its device, in its own storage; one launch per device."""
     zeros = {
         device: map(own_storage, torch.zeros(len(params), device=device))
         for device in {p.device: None for p in params}

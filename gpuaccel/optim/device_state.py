@@ -1,4 +1,4 @@
-"""What an optimizer keeps on one device beside weights and state: hyperparameters, counts, and the norms of its steps."""
+"""What an optimizer has on a device beside weights and state: hyperparameters, counts, norms."""
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ class DeviceState:
     """Memory of one optimizer on one device. A captured step knows these addresses.
 
     settings: fp64, the settings of each parameter group (the fields of `struct Settings`), then
-    max_norm and the seed. record: (4,) int32: steps asked for, steps skipped, at the last skip: which
-    step, and which tensor."""
+    max_norm and the seed. record: (4,) int32: steps asked for, steps skipped, at the last skip:
+    which step, and which tensor."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -56,7 +56,7 @@ class DeviceState:
     def clip_state(
         self, scope: str, rows: int, names, group_of
     ) -> "tuple[ClipState, Tensor | None]":
-        """(norms of this scope, which a step overwrites; per tensor its row of them, None: one row).
+        """(norms of this scope, per tensor its row of them or None: there is one row).
 
         names: a function, for messages. group_of: a function that makes the second, once."""
         clip, groups = self.clip_states.get(scope, (None, None))

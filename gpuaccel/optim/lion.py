@@ -41,13 +41,14 @@ class Lion(DeviceOptimizer):
     """Lion, whose update of each weight is lr times the sign of beta1 m + (1 - beta1) g.
 
     params_or_arena: as for torch's optimizers, or an Arena.
-    lr, weight_decay: numbers of 0 or more; lr may be a one-element tensor. Over an arena only matrices
-        decay (its segments say so: Arena(decay=...)).
+    lr, weight_decay: numbers of 0 or more; lr may be a one-element tensor. Over an arena only
+        matrices decay (its segments say so: Arena(decay=...)).
     betas: (of the update, of the momentum m), from 0 to below 1.
     maximize: as torch's.
     options: max_norm, scope, on_nonfinite, stochastic_rounding, seed: see DeviceOptimizer.
 
-    `state[p]["exp_avg"]` is m. Raises ValueError for a number out of its range, as torch's optimizers do."""
+    `state[p]["exp_avg"]` is m.
+    Raises ValueError for a number out of its range, as torch's optimizers do."""
 
     rule = UpdateRule("lion", ("exp_avg",), reference_lion)
 

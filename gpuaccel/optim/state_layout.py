@@ -5,8 +5,8 @@ A DeviceOptimizer has one layout at a time, `opt.layout`:
 | layout | state of a parameter | update |
 |---|---|---|
 | ParameterLayout | a tensor of its own, like the parameter | one launch per 60 tensors |
-| ArenaLayout | a slice of one flat buffer per state key, as weights and gradients are of the arena's | one launch for neighbours |
-| distributed/zero1.py: ShardedLayout | this rank's part of that | the same, then an all-gather |
+| ArenaLayout | a slice of one flat buffer per state key | one launch for neighbours |
+| distributed/zero1.py: ShardedLayout | this rank's part of that | the same, then all-gather |
 """
 
 import torch
@@ -53,7 +53,7 @@ class ParameterLayout:
     def launches(
         self, rule: UpdateRule, jobs: Jobs, stochastic: bool, all_sums: bool
     ) -> "list[tuple]":
-        """What launch_update launches for these tensors. all_sums: every gradient is an arena's sum."""
+        """For launch_update. all_sums: every gradient is an arena's sum."""
         return list_launches(rule, jobs, stochastic)
 
     def reference_step(

@@ -29,9 +29,15 @@ from gpuaccel.errors import ArgumentError, CompileError
 from gpuaccel.ops import clip, update_rule
 from gpuaccel.ops import embedding_backward as encoder
 from gpuaccel.ops import token_sort as segments
-from gpuaccel.ops.accumulate import CHUNK, MAX_TENSORS, SQUARES_THREADS, THREADS
+from gpuaccel.ops.accumulate import (
+    CHUNK,
+    MAX_TENSORS,
+    SQUARES_THREADS,
+    THREADS,
+    accumulate_kernel,
+)
 from gpuaccel.ops.adamw import ADAMW
-from gpuaccel.optim import accumulate
+from gpuaccel.optim.accumulation_modes import _ADDRESSES
 from gpuaccel.source import struct_fields
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -110,8 +116,8 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(version):
 @pytest.mark.parametrize(
     "kernel, sizes",
     [
-        (accumulate.accumulate_kernel("accumulate_v3", torch.float32), [accumulate._SOURCES]),
-        (accumulate.accumulate_kernel("accumulate_v4", torch.bfloat16), [accumulate._SOURCES]),
+        (accumulate_kernel("accumulate_v3", torch.float32), [_ADDRESSES]),
+        (accumulate_kernel("accumulate_v4", torch.bfloat16), [_ADDRESSES]),
         (clip.clip_kernel("squares_v2", 2.0), [clip._TENSORS]),
         (clip.clip_kernel("scale_v2", 2.0), [clip._TENSORS]),
         (update_rule.settings_kernel(), [update_rule.VALUES.pack]),

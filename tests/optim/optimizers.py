@@ -1,4 +1,4 @@
-"""What tests of the optimizers share: parameters and gradients, comparisons, steps with a gradient that is not finite."""
+"""What tests of the optimizers share: parameters and gradients, comparisons, training steps."""
 
 import torch
 from helpers import Blocks, bits, differ, filled, generator, same
@@ -92,7 +92,7 @@ def check_arena(arena, cleared=True):
 
 
 class Training:
-    """An optimizer over "parameters", an "arena" or an "arena without accumulator", and gradients for its steps."""
+    """An optimizer over "parameters", "arena" or "arena without accumulator", and its gradients."""
 
     def __init__(self, make, what, device, dtype=torch.float32, **kwargs):
         self.what = what

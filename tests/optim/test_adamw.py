@@ -1,4 +1,4 @@
-"""ga.AdamW is torch.optim.AdamW in everything a user sees, and what it adds (clipping, skipping, rounding, replay) is what it says."""
+"""ga.AdamW is torch.optim.AdamW in everything a user sees; clipping, skipping, rounding, replay."""
 
 import contextlib
 import copy
@@ -71,7 +71,7 @@ def database():
     return next(info for info in optim_db if info.optim_cls is Torchs)
 
 
-# ---- torch's database of optimizers ---------------------------------------------------------------------------------
+# ---- torch's database of optimizers --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -108,7 +108,7 @@ def test_every_option_of_torchs_database(implementation, device):
             "exp_avg_sq",
             *(["max_exp_avg_sq"] if kwargs.get("amsgrad") else []),
         ):
-            # torch's fused kernel takes 1 - beta2 in fp32: for 0.999 that is 1.3e-5 too much or too little
+            # torch's fused kernel takes 1 - beta2 in fp32: for 0.999 that is off by 1.3e-5
             compare(
                 states(mine, key),
                 states(theirs, key),
@@ -173,7 +173,7 @@ def test_it_is_one_of_torchs():
     assert mine.clip_state is None and mine.last_skip() is None and mine.skipped == 0
 
 
-# ---- torch's cases for one optimizer --------------------------------------------------------------------------------
+# ---- torch's cases for one optimizer -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -376,7 +376,7 @@ def test_hooks_of_state_dicts():
 
 
 def test_a_hook_before_loading_may_make_a_misfit_fit():
-    """torch's own example: a hook that reorders a state dict by names. What counts is what the hook hands on."""
+    """torch's own example: a hook reorders a state dict by names. What it returns counts."""
     ours = params_of(shapes=((2, 3), (4,)))
     mine = AdamW(ours)
     give(0, ours)
@@ -395,7 +395,7 @@ def test_a_hook_before_loading_may_make_a_misfit_fit():
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_weights_and_gradients_in_any_order_of_memory(device):
-    """Transposed, channels last, gapped, at odd addresses; gradients in the weights' order and in another one."""
+    """Transposed, channels last, gapped, odd addresses; gradients in the same and another order."""
     random = generator(0)
     shapes = [
         lambda: torch.randn(70, 65, generator=random).t(),
@@ -442,7 +442,9 @@ def test_weights_and_gradients_in_any_order_of_memory(device):
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_weights_as_torchs_fused(dtype, device):
-    """Computed in fp32 and rounded once, states included: nearly every element has torch's bits, nearly all others a neighbour's."""
+    """Computed in fp32 and rounded once, states included.
+
+    Nearly every element is bit-identical to torch's, nearly all others are neighbours."""
     ours = params_of(device, dtype=dtype)
     reference = twin(ours)
     mine, theirs = AdamW(ours, lr=0.01), Torchs(reference, lr=0.01, fused=True)
@@ -534,7 +536,7 @@ def test_zero_grad(set_to_none, device):
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_a_step_is_another_version_of_the_weights(device):
-    """autograd has to notice: a graph that saved a weight must not be run backward after the step."""
+    """A graph that saved a weight must not be run backward after the step."""
     w = nn.Parameter(torch.ones(4, device=device))
     loss = w.square().sum()
     w.grad = torch.ones_like(w)
@@ -558,7 +560,7 @@ def test_a_dead_optimizer_is_freed(device):
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("kwargs", [{}, {"max_norm": 1.0}], ids=str)
 def test_gradients_that_zero_grad_dropped_are_freed(kwargs, device):
-    """An optimizer that kept them until its next step would double the memory of gradients during backward."""
+    """Kept until the next step, they would double the memory of gradients during backward."""
     ours = params_of(device)
     mine = AdamW(ours, **kwargs)
     for k in range(3):
@@ -574,7 +576,7 @@ def test_gradients_that_zero_grad_dropped_are_freed(kwargs, device):
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_what_lies_elsewhere_than_in_the_last_step_is_noticed(device):
-    """Whatever an optimizer remembers from step to step: new memory for a weight, a gradient, a state; AMSGrad turned on; other groups."""
+    """New memory for a weight, a gradient, a state; AMSGrad turned on; other groups."""
     ours = params_of(device)
     reference = twin(ours)
     mine, theirs = AdamW(ours, lr=0.01, max_norm=3.0), Torchs(reference, lr=0.01)
@@ -652,7 +654,7 @@ def test_one_optimizer_under_two_backends():
         compare(ours, reference, f"step {k}")
 
 
-# ---- state dicts ----------------------------------------------------------------------------------------------------
+# ---- state dicts ---------------------------------------------------------------------------------
 
 FLAGS = [
     {},
@@ -667,7 +669,7 @@ FLAGS = [
 @pytest.mark.parametrize("flags", [*FLAGS, {"capturable": True}], ids=str)
 @pytest.mark.parametrize("direction", ["to torch", "from torch", "to ours"])
 def test_state_dicts_go_both_ways(direction, flags, device):
-    """The course goes on as if the optimizer had never changed: to itself bit for bit, else within what the two always differ."""
+    """Training continues as with one optimizer: bit-identically to ours, else within rounding."""
     if "capturable" in flags and device == "cpu" and "torch" in direction:
         pytest.skip("torch's capturable needs a GPU")
     first, second = {
@@ -802,7 +804,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing(what, device):
         target.release()
 
 
-# ---- schedulers -----------------------------------------------------------------------------------------------------
+# ---- schedulers ----------------------------------------------------------------------------------
 
 SCHEDULERS = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda k: 0.9**k),
@@ -858,7 +860,7 @@ def test_schedulers(name, device):
         assert mine.param_groups[0]["betas"] != (0.9, 0.999), "these turn beta1 as well"
 
 
-# ---- the formula ----------------------------------------------------------------------------------------------------
+# ---- the formula ---------------------------------------------------------------------------------
 
 
 def formula(w, g, m, v, vmax, step, lr, beta1, beta2, eps, weight_decay):
@@ -989,7 +991,7 @@ def test_a_hundred_steps_stay_as_close_to_torch_as_torchs_own_two_ways(device):
     )
 
 
-# ---- the same bits --------------------------------------------------------------------------------------------------
+# ---- the same bits -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
@@ -1016,7 +1018,7 @@ def test_two_runs_and_any_grid_give_the_same_bits(stochastic, dtype, device, mon
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 @pytest.mark.parametrize("final", [False, True])
 def test_an_arena_gives_the_same_bits_with_any_grid_and_in_any_pieces(final, device, monkeypatch):
-    """Everything in one launch, or, where tensors got no gradient, in several; by adamw_v2 as by adamw_v3."""
+    """In one launch, or, where tensors got no gradient, in several; adamw_v2 as adamw_v3."""
 
     def run(without=(), pieces=False):
         model = Blocks(dtype=torch.bfloat16).to(device)
@@ -1053,7 +1055,9 @@ def test_an_arena_gives_the_same_bits_with_any_grid_and_in_any_pieces(final, dev
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_more_tensors_than_a_launch_takes(device):
-    """520 tensors: three launches of adamw_begin, nine of adamw_v2; each still gets its own group's numbers and its own count."""
+    """520 tensors: three launches of adamw_begin, nine of adamw_v2.
+
+    Each gets its own group's numbers and its own count."""
     ours = params_of(device, tuple((1 + i % 9,) for i in range(520)))
     reference = twin(ours)
 
@@ -1071,11 +1075,11 @@ def test_more_tensors_than_a_launch_takes(device):
         compare(ours, reference, f"step {k}")
 
 
-# ---- an arena -------------------------------------------------------------------------------------------------------
+# ---- an arena ------------------------------------------------------------------------------------
 
 
 def peers(dtype, device, scaled=False, **kwargs):
-    """(model, arena, ga.AdamW) and (model, arena, torch's AdamW) that start from the same weights."""
+    """(model, arena, ga.AdamW) and the same with torch's AdamW, from the same weights."""
     how = (
         {
             "decay": lambda name, p: p.dim() >= 2 and not name.startswith("blocks.0"),
@@ -1165,7 +1169,7 @@ def test_without_an_accumulator_gradients_are_used_and_never_written(dtype, devi
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_sums_and_gradients_of_ones_own_in_one_step(device):
-    """The user has replaced one gradient: it counts, also in the norm, and is not cleared; the sums are."""
+    """One gradient is the user's: it counts, also in the norm, and is not cleared; the sums are."""
     (m1, a1, mine), (m2, a2, theirs) = peers(torch.float32, device, max_norm=1.0)
     with GradientAccumulator(a1), GradientAccumulator(a2):
         for k in range(3):
@@ -1185,7 +1189,9 @@ def test_sums_and_gradients_of_ones_own_in_one_step(device):
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_gradient_that_the_user_took_away_does_not_come_back(mode, device):
-    """`.grad = None` for one tensor before the step (frozen for now): not updated, not in the norm, and its sum is not in the next window."""
+    """`.grad = None` for one tensor before the step (frozen for now).
+
+    It is not updated, not in the norm, and its sum is not in the next accumulation window."""
     (m1, a1, mine), (m2, a2, theirs) = peers(torch.float32, device, max_norm=1.0)
     with GradientAccumulator(a1, mode) as one, GradientAccumulator(a2, mode) as two:
         for k in range(3):
@@ -1313,7 +1319,7 @@ def test_state_dicts_of_an_arena(what, device):
     a1.release(), a2.release()
 
 
-# ---- clipping inside ------------------------------------------------------------------------------------------------
+# ---- clipping inside -----------------------------------------------------------------------------
 
 
 def clip_like(scope, arena_or_params, max_norm):
@@ -1395,7 +1401,7 @@ def test_clipping_inside_is_clipping_before(what, scope, device):
 )
 @pytest.mark.parametrize("what", ["parameters", "arena", "arena without accumulator"])
 def test_a_step_with_a_bad_gradient_is_skipped_counted_and_named(what, scope, value, dtype, device):
-    """Not a bit of weights, moments, counts and copies changes, and the next step goes on as if the bad one had not been."""
+    """Weights, moments, counts and copies stay; the next step is as if there had been no bad one."""
     if what == "parameters" and scope == "block":
         return
     max_norm = None if scope == "block" else 1.0
@@ -1460,14 +1466,16 @@ def test_propagate_is_what_torch_does(max_norm, device):
     assert mine.skipped == 0 and mine.last_skip() is None and any(p.isnan().any() for p in ours)
 
 
-# ---- loss scales and divisors ---------------------------------------------------------------------------------------
+# ---- loss scales and divisors --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("unscale", [False, True])
 def test_grad_scaler_as_with_torchs_fused(unscale, max_norm, device):
-    """Scale, overflow, back off, grow: weights, scales and skipped steps are torch's. With max_norm torch needs unscale_ to clip."""
+    """Scale, overflow, back off, grow: weights, scales and skipped steps are torch's.
+
+    With max_norm torch needs unscale_ to clip."""
     ours = params_of(device)
     reference = twin(ours)
     mine, theirs = AdamW(ours, lr=0.01, max_norm=max_norm), Torchs(reference, lr=0.01, fused=True)
@@ -1546,15 +1554,17 @@ def test_a_divisor_scales_gradients_and_norms(shape, what, device):
     run.close(), other.close()
 
 
-# ---- stochastic rounding --------------------------------------------------------------------------------------------
+# ---- stochastic rounding -------------------------------------------------------------------------
 
 PHILOX = """
-extern "C" __global__ void philox(unsigned* out, const long long* key, const long long* counters, int n)
+extern "C" __global__ void philox(
+    unsigned* out, const long long* key, const long long* counters, int n)
 {
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i >= n) return;
     const long long* c = counters + 4 * i;
-    uint4 r = random_bits((unsigned long long)key[i], make_uint4((unsigned)c[0], (unsigned)c[1], (unsigned)c[2], (unsigned)c[3]));
+    uint4 counter = make_uint4((unsigned)c[0], (unsigned)c[1], (unsigned)c[2], (unsigned)c[3]);
+    uint4 r = random_bits((unsigned long long)key[i], counter);
     out[4 * i] = r.x; out[4 * i + 1] = r.y; out[4 * i + 2] = r.z; out[4 * i + 3] = r.w;
 }
 """
@@ -1573,7 +1583,7 @@ def philox(keys, counters, device):
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_philox_gives_the_answers_of_its_authors(device):
-    """The known-answer vectors of philox4x32-10 in Random123; and kernel and reference agree on any key and counter."""
+    """The known-answer vectors of philox4x32-10 in Random123; kernel and reference agree."""
     ones = 0xFFFFFFFF
     got = philox(
         [0, -1, 0x299F31D0A4093822],
@@ -1632,7 +1642,7 @@ def test_reference_round_by_hand():
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_bf16_copies_are_rounded_by_the_reference_bits(device):
-    """Master, seed, number of the tensor, element and step give the bits of the copy: kernel and reference, on any machine."""
+    """Master, seed, number of the tensor, element and step give the bits of the copy."""
     model = Blocks(dtype=torch.bfloat16).to(device)
     arena = Arena(model)
     mine, seed = AdamW(arena, lr=0.1, stochastic_rounding=True, seed=2**53 - 7), 2**53 - 7
@@ -1661,7 +1671,9 @@ def test_bf16_copies_are_rounded_by_the_reference_bits(device):
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_bf16_weights_are_rounded_by_the_reference_bits(device):
-    """No master: the unrounded weight is not kept, so the formula in float64 stands in for it, where its rounding leaves no doubt."""
+    """No master keeps the unrounded weight: the formula in float64 stands in for it.
+
+    Elements whose rounding it leaves in doubt are left out."""
     ours = params_of(device, dtype=torch.bfloat16)
     mine = AdamW(ours, lr=0.1, stochastic_rounding=True, seed=5)
     for k in range(1, 4):
@@ -1696,7 +1708,9 @@ def test_bf16_weights_are_rounded_by_the_reference_bits(device):
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_rounding_is_unbiased_where_the_nearest_stalls(device):
-    """200 updates of 1e-4 on weights of 1, whose bf16 neighbours are 2^-8 below: to the nearest nothing moves, at random the mean does."""
+    """200 updates of 1e-4 on weights of 1, whose bf16 neighbours are 2^-8 below.
+
+    Rounded to the nearest nothing moves; stochastically the mean does."""
     n, steps, lr = 4096, 200, 1e-4
     outcome = {}
     for name, dtype, stochastic in (
@@ -1744,7 +1758,7 @@ def test_the_seed_counts_and_fp32_is_left_alone(device):
     same(run(torch.float16, 0), run(torch.float16, 1, False))
 
 
-# ---- bad input ------------------------------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -1826,7 +1840,7 @@ def test_an_arena_that_does_not_fit(device):
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_module_moved_between_backward_and_step(dtype, device):
-    """In the second step, of which much is remembered: the weights of the module would no longer be those that are updated."""
+    """In a later step, with a plan: the module's weights are no longer those that are updated."""
     model = Blocks((((5, 7),), ((4097,),)), dtype).to(device)
     arena = Arena(model)
     mine = AdamW(arena)
@@ -1870,7 +1884,7 @@ def test_gpu_several_devices():
     assert one.clip_state.norm.device.index == 1 and alone.lt(1).all()
 
 
-# ---- checkpoints ----------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -1921,7 +1935,7 @@ def test_a_resumed_run_has_the_same_bits(what, device, tmp_path):
         same(first[1].weights, second[1].weights, "masters")
 
 
-# ---- nothing waits, everything replays ------------------------------------------------------------------------------
+# ---- nothing waits, everything replays -----------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -2007,7 +2021,7 @@ def test_gpu_what_torch_computes_does_not_wait_either(what, scope):
 @pytest.mark.gpu
 @pytest.mark.parametrize("scope", ["global", "tensor"])
 def test_gpu_eager_steps_between_capture_and_replay(scope):
-    """What a capture has allocated holds nothing until it is replayed; an eager step before must not rely on it."""
+    """What a capture has allocated holds nothing until the replay: eager steps must not use it."""
     how = {"lr": 0.01, "max_norm": 0.5, "scope": scope}
     ours, others = params_of("cuda"), params_of("cuda")
     for p in (*ours, *others):
@@ -2061,7 +2075,7 @@ def refill(targets, k, bad=False):
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("what", ["parameters", "arena", "bf16 arena"])
 def test_gpu_a_captured_step_replays_as_eager(what, prepared):
-    """Other gradients, another rate each time, another max_norm, one bad step: every weight has eager's bits."""
+    """Other gradients, rates, max_norm, one bad step: every weight is bit-identical to eager's."""
     how = {
         "lr": 0.01,
         "max_norm": 1.0,

@@ -23,7 +23,9 @@ WHAT = ["parameters", "arena", "arena without accumulator"]
 
 
 def formula(w, g, m, lr, beta1, beta2, weight_decay):
-    """Chen et al., algorithm 2, literally, in float64. Returns (w, m, where the sign is beyond doubt in fp32)."""
+    """Chen et al., algorithm 2, literally, in float64.
+
+    Returns (w, m, where fp32 cannot have another sign)."""
     w, g, m = (t.detach().double() for t in (w, g, m))
     u = beta1 * m + (1 - beta1) * g
     sure = u.abs() > 1e-6 * (m.abs() + g.abs())
@@ -45,7 +47,7 @@ def close(got, want, sure, what, bound=5e-6):
     )
 
 
-# ---- the formula ----------------------------------------------------------------------------------------------------
+# ---- the formula ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -176,7 +178,7 @@ def test_the_state_keys_of_a_rule_are_the_pointers_of_its_kernel(rule):
     assert state == list(rule.state_keys)
 
 
-# ---- what every DeviceOptimizer has ---------------------------------------------------------------------------------
+# ---- what every DeviceOptimizer has --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -264,7 +266,7 @@ def test_bad_arguments(kwargs, message):
         Lion(params_of(), **kwargs)
 
 
-# ---- replay and ranks -----------------------------------------------------------------------------------------------
+# ---- replay and ranks ----------------------------------------------------------------------------
 
 
 def train(replay, device, dtype=torch.float32, distributed=None):
@@ -287,9 +289,9 @@ def train(replay, device, dtype=torch.float32, distributed=None):
         micro_batches=4 // ranks,
         scheduler=lr_scheduler.ExponentialLR(opt, 0.7),
         replay=replay,
-        policy="require" if replay == "graph" else "auto",
         distributed=distributed,
     ) as step:
+        assert step.replays == replay
         for k in range(6):
             x = torch.randn(4, 2, 30, generator=generator(k))
             x[0, 0, 0] = NAN if k == 2 else 0.0
