@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 help:
 	@echo "make lab     open JupyterLab on the notebooks"
 	@echo "make test    run every test and every notebook (GPU tests skip themselves where there is no GPU)"
-	@echo "make check   layout and imports of the code, in seconds; make test begins with it"
+	@echo "make check   layout, imports and types of the code; make test begins with it"
 	@echo "make clean   remove the environment and what the tests leave behind"
 	@echo
 	@echo "Both install into $(VENV) on first use. PYTHON=python3.12 chooses the interpreter (3.11 to 3.13)."
@@ -51,6 +51,7 @@ test: compiler check
 check: $(VENV)/.installed
 	$(BIN)/python -m ruff check --quiet gpuaccel tests benchmarks docs
 	$(BIN)/python -m ruff format --check --quiet gpuaccel tests benchmarks docs
+	$(BIN)/python -m mypy
 
 clean:
-	rm -rf $(VENV) dist build .pytest_cache .hypothesis
+	rm -rf $(VENV) dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache

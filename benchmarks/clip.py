@@ -1,106 +1,45 @@
-"""Gradient clipping against torch: python benchmarks/clip.py   (needs a GPU, takes about a minute)
+"""Gradient clipping against torch: python benchmarks/clip.py
 
-1. 470 M elements in 219 tensors (llama-350m with full key/value heads), fp32 and bf16 gradients, over the threshold and under it: the
-   ladder of kernels_cu/clip.cu and the public functions against `torch.nn.utils.clip_grad_norm_(foreach=True)`, launched from Python and
-   replayed from a CUDA graph. Shares are of the rate of a device-to-device copy measured in the same run, on the bytes that must move:
-   one read, and over the threshold a read and a write more. Before each call, and not counted, the gradients get their values back.
-2. 1,000 tensors of 1,000 elements, launched from Python and replayed (4 MB: they stay in the L2 cache).
+Needs a GPU and about a minute.
+
+1. 470 M elements in 219 tensors (llama-350m with full key/value heads), fp32 and bf16 gradients,
+   with a norm over the threshold and under it: the ladder of kernels_cu/clip.cu and the public
+   functions against `torch.nn.utils.clip_grad_norm_(foreach=True)`, launched from Python and
+   replayed from a CUDA graph. Shares are of the rate of a device-to-device copy in the same run,
+   for the bytes that must move: one read, and over the threshold one more read and a write. Before
+   each call, and not counted, the gradients are restored.
+2. 1,000 tensors of 1,000 elements, launched from Python and replayed (4 MB stay in the L2 cache).
 3. The error of the norm against float64.
-4. What the host did: launches, and how often it waited (ledger).
+4. The host's launches and waits (ledger).
 """
 
-import statistics
-import time
-
-import common
 import torch
+from common import DEVICE, show_table, write
+from timing import captured, copy_rate, milliseconds_after, wall
+from training import build
 
-from gpuaccel.measure.ledger import ledger
+from gpuaccel.measure import ledger
 from gpuaccel.ops.clip import EPS, clip_kernel
 from gpuaccel.optim.arena import Arena
 from gpuaccel.optim.clip import clip_grad_norm_, clip_grads_
-from gpuaccel.training.models import Transformer, preset
+from gpuaccel.training.models import preset
 
-SOURCES = [
-    "kernels_cu/common.cuh",
-    "kernels_cu/clip.cu",
-    "gpuaccel/files.py",
-    "gpuaccel/source.py",
-    "gpuaccel/compiler/nvrtc.py",
-    "gpuaccel/compiler/kernel.py",
-    "gpuaccel/optim/arena.py",
-    "gpuaccel/ops/accumulate.py",
-    "gpuaccel/optim/accumulate.py",
-    "gpuaccel/nn/fused_linear.py",
-    "gpuaccel/ops/clip.py",
-    "gpuaccel/optim/clip.py",
-    "gpuaccel/training/models.py",
-    "benchmarks/clip.py",
-    "benchmarks/common.py",
-]
-DEVICE, NEVER = "cuda", 1e9  # NEVER: a max_norm that nothing reaches
-ITEM, V1, OURS, ARENA, KNOWN, TORCH = (
-    ".item() per tensor",
-    "squares_v1, reduce_v1, scale_v1",
-    "ga.clip_grad_norm_",
-    "ga.clip_grads_(arena)",
-    "the same after accumulate_v4",
-    "torch foreach",
-)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# A max_norm that no gradient reaches.
+NO_LIMIT = 1e9
+ITEM = ".item() per tensor"
+V1 = "squares_v1, reduce_v1, scale_v1"
+OURS = "ga.clip_grad_norm_"
+ARENA = "ga.clip_grads_(arena)"
+KNOWN = "the same after accumulate_v4"
+TORCH = "torch foreach"
 
 
-def build(config, dtype) -> torch.nn.Module:
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        return Transformer(config).to(dtype)
+# ---- the first versions -------------------------------------------------------------------------
 
 
-def copy_rate(elements: int) -> float:
-    """GB/s of a device-to-device copy of fp32 elements, bytes read and bytes written counted."""
-    source, target = torch.randn(elements, device=DEVICE), torch.empty(elements, device=DEVICE)
-    return 8 * elements / common.milliseconds({"copy": lambda: target.copy_(source)})["copy"] / 1e6
-
-
-def captured(run, prepare=lambda: None):
-    """The replay of a CUDA graph of run(), captured in the state that prepare() leaves behind."""
-    for _ in range(3):
-        prepare()
-        run()
-    prepare()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
-
-
-def in_turns(pairs: dict) -> "dict[str, float]":
-    """Milliseconds of each run; before it, and not counted, its preparation. pairs: name -> (prepare, run)."""
-    functions = {}
-    for name, (prepare, run) in pairs.items():
-        functions[f"before {name}"], functions[name] = prepare, run
-    times = common.milliseconds(functions)
-    return {name: times[name] for name in pairs}
-
-
-def wall(run, calls: int = 50) -> float:
-    """Milliseconds of one call by the host's clock, the device's work included: many calls, one wait at the end."""
-    times = []
-    for _ in range(7):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            run()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / calls * 1e3)
-    return statistics.median(times)
-
-
-# ---- the ladder's first rungs ---------------------------------------------------------------------------------------
-
-
-def by_item(grads, max_norm):
-    """Every tensor's norm goes to the host, which adds and decides."""
+def clip_by_item(grads, max_norm):
+    """Download every tensor's norm; the host adds them and decides."""
     norm = sum(g.norm().item() ** 2 for g in grads) ** 0.5
     if norm + EPS > max_norm:
         for g in grads:
@@ -108,27 +47,72 @@ def by_item(grads, max_norm):
     return norm
 
 
-def by_v1(grads, partials, verdict, max_norm):
-    """A launch of squares_v1 and one of scale_v1 for every tensor."""
-    squares, reduce, scale = (
-        clip_kernel(name, 2.0) for name in ("squares_v1", "reduce_v1", "scale_v1")
-    )
+def clip_by_v1(grads, partials, state, max_norm):
+    """Launch squares_v1 and scale_v1 once for every tensor."""
+    squares = clip_kernel("squares_v1", 2.0)
+    reduce = clip_kernel("reduce_v1", 2.0)
+    scale = clip_kernel("scale_v1", 2.0)
     rows = 0
     for g in grads:
         blocks = min(256, -(-g.numel() // 1024))
         squares[blocks, 256](partials[rows:], g, g.numel())
         rows += blocks
-    reduce[1, 1](verdict, partials, rows, max_norm)
+    reduce[1, 1](state, partials, rows, max_norm)
     for g in grads:
-        scale[-(-g.numel() // 256), 256](g, verdict, g.numel())
-    return verdict[1]
+        scale[-(-g.numel() // 256), 256](g, state, g.numel())
+    return state[1]
 
 
-# ---- what is measured -----------------------------------------------------------------------------------------------
+# ---- a whole model's gradients ------------------------------------------------------------------
+
+
+def variants_of(parameters, values, config, dtype) -> "tuple[dict, Arena | None]":
+    """(name -> (restore the gradients, clip them to a limit and return the norm), the arena)."""
+    grads = [p.grad for p in parameters]
+
+    def restore():
+        torch._foreach_copy_(grads, values)
+
+    def clip_by_torch(limit):
+        return torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=True)
+
+    public = {
+        TORCH: (restore, clip_by_torch),
+        OURS: (restore, lambda limit: clip_grad_norm_(parameters, limit)),
+    }
+    if dtype != torch.float32:
+        return public, None
+    arena = Arena(build(config, dtype))
+    partials = torch.empty(256 * len(grads), device=DEVICE)
+    state = torch.empty(2, device=DEVICE)
+
+    def restore_arena():
+        # An arena holds the parameters in reverse order.
+        torch._foreach_copy_(arena.grad_views, values[::-1])
+
+    def restore_squares():
+        restore_arena()
+        # As accumulate_v4 does in a step.
+        arena.squares.update()
+
+    variants = {
+        ITEM: (restore, lambda limit: clip_by_item(grads, limit)),
+        V1: (restore, lambda limit: clip_by_v1(grads, partials, state, limit)),
+        **public,
+        ARENA: (restore_arena, lambda limit: clip_grads_(arena, limit).norm),
+        KNOWN: (restore_squares, lambda limit: clip_grads_(arena, limit).norm),
+    }
+    return variants, arena
+
+
+def passes(variant: str, over: bool) -> int:
+    """How often the bytes of the gradients must move: a read for the norm, unless it is known;
+    over the threshold a read and a write more."""
+    return 2 * over + (variant != KNOWN)
 
 
 def large(config, dtype) -> dict:
-    """Every way of clipping a whole model's gradients, over the threshold and under it."""
+    """Every variant on a whole model's gradients, over the threshold and under it."""
     parameters = list(build(config, dtype).parameters())
     values = [
         torch.randn(p.shape, device=DEVICE).mul_(10.0 ** -(i % 4)).to(dtype)
@@ -136,93 +120,62 @@ def large(config, dtype) -> dict:
     ]
     for p, value in zip(parameters, values):
         p.grad = value.clone()
-    grads, elements, size = (
-        [p.grad for p in parameters],
-        sum(p.numel() for p in parameters),
-        dtype.itemsize,
-    )
-    exact, rate = float(sum(v.double().square().sum() for v in values)) ** 0.5, copy_rate(elements)
-
-    def restore():
-        torch._foreach_copy_(grads, values)
-
-    ways = {
-        TORCH: (
-            restore,
-            lambda limit: torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=True),
-        ),
-        OURS: (restore, lambda limit: clip_grad_norm_(parameters, limit)),
-    }
-    if dtype == torch.float32:
-        arena, partials, verdict = (
-            Arena(build(config, dtype)),
-            torch.empty(256 * len(grads), device=DEVICE),
-            torch.empty(2, device=DEVICE),
-        )
-
-        def restore_arena():
-            torch._foreach_copy_(arena.grad_views, values[::-1])
-
-        def restore_known():
-            restore_arena()
-            arena.squares.update()  # what accumulate_v4 would have left behind
-
-        ways = {
-            ITEM: (restore, lambda limit: by_item(grads, limit)),
-            V1: (restore, lambda limit: by_v1(grads, partials, verdict, limit)),
-            **ways,
-            ARENA: (restore_arena, lambda limit: clip_grads_(arena, limit).norm),
-            KNOWN: (restore_known, lambda limit: clip_grads_(arena, limit).norm),
-        }
-    found = {
+    elements = sum(p.numel() for p in parameters)
+    exact = float(sum(v.double().square().sum() for v in values)) ** 0.5
+    rate = copy_rate(elements)
+    variants, arena = variants_of(parameters, values, config, dtype)
+    results = {
         "elements": elements,
-        "tensors": len(grads),
+        "tensors": len(parameters),
         "copy_GB_per_s": rate,
         "norm_error": {},
         "host": {},
     }
-    for name, (prepare, clip) in ways.items():
+    for name, (prepare, clip) in variants.items():
         prepare()
-        found["norm_error"][name] = abs(float(clip(NEVER)) / exact - 1)
-    for case, limit in (("over", exact / 2), ("under", NEVER)):
+        results["norm_error"][name] = abs(float(clip(NO_LIMIT)) / exact - 1)
+    for case, limit in (("over", exact / 2), ("under", NO_LIMIT)):
         runs = {
-            name: (prepare, lambda clip=clip: clip(limit)) for name, (prepare, clip) in ways.items()
+            name: (prepare, lambda clip=clip: clip(limit))
+            for name, (prepare, clip) in variants.items()
         }
+        # A wait for the device cannot be captured.
         replays = {
             name: (prepare, captured(run, prepare))
             for name, (prepare, run) in runs.items()
             if name != ITEM
-        }  # a wait cannot be captured
-        found[case] = {name: {} for name in ways}
+        }
+        results[case] = {name: {} for name in variants}
         for kind, pairs in (("launched", runs), ("replayed", replays)):
-            times = in_turns(pairs)
+            times = milliseconds_after(pairs)
             for name, ms in times.items():
-                passes = (case == "over") * 2 + (
-                    name != KNOWN
-                )  # over: a read and a write; the norm: a read, unless it is known
-                share = passes * size * elements / ms / 1e6 / rate if passes else None
-                found[case][name][kind] = {
+                moved = passes(name, case == "over") * dtype.itemsize * elements
+                results[case][name][kind] = {
                     "ms": ms,
-                    "of_copy_rate": share,
+                    "of_copy_rate": moved / ms / 1e6 / rate if moved else None,
                     "times_torch": times[TORCH] / ms,
                 }
-    for name, (prepare, clip) in ways.items():
+    for name, (prepare, clip) in variants.items():
         prepare()
         with ledger(name) as row:
             clip(exact / 2)
-        found["host"][name] = {"launches": row.launches, "syncs": row.syncs}
-    if dtype == torch.float32:
+        results["host"][name] = {"launches": row.launches, "syncs": row.syncs}
+    if arena is not None:
         arena.release()
-    return found
+    return results
+
+
+# ---- many small tensors -------------------------------------------------------------------------
 
 
 def small(count: int = 1000, size: int = 1000) -> dict:
-    """Many small tensors: the work is in the launches."""
+    """Many small tensors: most of the time goes into launches."""
     parameters = [torch.nn.Parameter(torch.zeros(size, device=DEVICE)) for _ in range(count)]
     values = [torch.randn(size, device=DEVICE) for _ in parameters]
     for p, value in zip(parameters, values):
         p.grad = value.clone()
-    grads, limit = [p.grad for p in parameters], (count * size) ** 0.5 / 2
+    grads = [p.grad for p in parameters]
+    limit = (count * size) ** 0.5 / 2
     runs = {
         TORCH: lambda: torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=True),
         OURS: lambda: clip_grad_norm_(parameters, limit),
@@ -231,25 +184,34 @@ def small(count: int = 1000, size: int = 1000) -> dict:
     def restore():
         torch._foreach_copy_(grads, values)
 
+    replays = {name: captured(run) for name, run in runs.items()}
     times = {
-        "launched": in_turns({name: (restore, run) for name, run in runs.items()}),
+        "launched": milliseconds_after({name: (restore, run) for name, run in runs.items()}),
         "wall": {name: wall(run) for name, run in runs.items()},
-        "replayed": in_turns({name: (restore, captured(run)) for name, run in runs.items()}),
+        "replayed": milliseconds_after({name: (restore, run) for name, run in replays.items()}),
     }
+    return times_torch(times, TORCH)
+
+
+def times_torch(times: dict, peer: str) -> dict:
+    """kind -> variant -> {"ms", "times_torch"}, of kind -> variant -> milliseconds."""
     return {
-        kind: {name: {"ms": ms, "times_torch": rows[TORCH] / ms} for name, ms in rows.items()}
+        kind: {name: {"ms": ms, "times_torch": rows[peer] / ms} for name, ms in rows.items()}
         for kind, rows in times.items()
     }
 
 
-def main():
+# ---- the script ---------------------------------------------------------------------------------
+
+
+def measure() -> dict:
     config = preset("llama-350m", kv_heads=16)
-    results = {
-        "float32": large(config, torch.float32),
-        "bfloat16": large(config, torch.bfloat16),
-        "small": small(),
-    }
-    for dtype in ("float32", "bfloat16"):
+    results = {name: large(config, dtype) for name, dtype in DTYPES.items()}
+    return {**results, "small": small()}
+
+
+def show(results: dict):
+    for dtype in DTYPES:
         r = results[dtype]
         for case in ("over", "under"):
             rows = [
@@ -257,25 +219,30 @@ def main():
                 for name, kinds in r[case].items()
                 for kind, m in kinds.items()
             ]
-            print(
-                f"\n{dtype} gradients, {case} the threshold\n"
-                + common.table(rows, ("", "", "ms", "of copy rate", "x torch"))
-            )
+            head = ("", "", "ms", "of copy rate", "x torch")
+            show_table(f"{dtype} gradients, {case} the threshold", rows, head)
         rows = [
             (name, f"{error:.1e}", r["host"][name]["launches"], r["host"][name]["syncs"])
             for name, error in r["norm_error"].items()
         ]
-        print(
-            f"\n{dtype} gradients\n"
-            + common.table(rows, ("", "error of the norm", "launches", "host waits"))
-        )
+        head = ("", "error of the norm", "launches", "host waits")
+        show_table(f"{dtype} gradients", rows, head)
+    show_small(results["small"])
+
+
+def show_small(results: dict):
     rows = [
         (name, kind, m["ms"], m["times_torch"])
-        for kind, names in results["small"].items()
-        for name, m in names.items()
+        for kind, variants in results.items()
+        for name, m in variants.items()
     ]
-    print("\nmany small tensors\n" + common.table(rows, ("", "", "ms", "x torch")))
-    print("\nwritten:", common.write("clip", SOURCES, results).name)
+    show_table("many small tensors", rows, ("", "", "ms", "x torch"))
+
+
+def main():
+    results = measure()
+    show(results)
+    write("clip", results)
 
 
 if __name__ == "__main__":

@@ -1,59 +1,20 @@
-"""What the benchmarks share: timing, the facts about the machine, and results that know which sources they measured."""
+"""What every benchmark needs: the device, the facts about the machine, result files and tables."""
 
 import datetime
-import hashlib
 import json
 import pathlib
 import platform
 import re
-import statistics
 import subprocess
 import sys
+import time
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from fingerprints import ROOT, fingerprints
+
+# Tests set "cpu" before they import the other modules.
+DEVICE = "cuda"
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT))
-
-
-def digests(patterns) -> "dict[str, str]":
-    """relative path -> first 16 hex digits of its SHA-256, for glob patterns below the repository."""
-    paths = sorted({path for pattern in patterns for path in ROOT.glob(pattern)})
-    return {
-        str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-        for path in paths
-    }
-
-
-def stale(result: dict) -> "list[str]":
-    """Sources that have changed, come or gone since this result was measured."""
-    then = result["sources"]
-    now = digests(result["source_patterns"])
-    return sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
-
-
-def milliseconds(functions: dict, rounds: int = 20, warm_up: int = 3) -> "dict[str, float]":
-    """Median device time of each function, measured in turns (a, b, c, a, b, c, ...), so that drift of the clock meets all alike. The device has something
-    to do before each round, so that the first function does not wait for the host either."""
-    import torch
-
-    for function in functions.values():
-        for _ in range(warm_up):
-            function()
-    events = {name: [] for name in functions}
-    torch.cuda.synchronize()
-    for _ in range(rounds):
-        torch.cuda._sleep(1_000_000)  # clocks: half a millisecond
-        for name, function in functions.items():
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            function()
-            stop.record()
-            events[name].append((start, stop))
-        torch.cuda.synchronize()
-    return {
-        name: statistics.median(a.elapsed_time(b) for a, b in pairs)
-        for name, pairs in events.items()
-    }
 
 
 def environment() -> dict:
@@ -62,14 +23,10 @@ def environment() -> dict:
 
     from gpuaccel.compiler import nvrtc
 
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-    ).stdout
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-    ).stdout.strip()
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout
+    head = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(head, capture_output=True, text=True).stdout.strip()
     return {
         "gpu": torch.cuda.get_device_name(),
         "gpus": torch.cuda.device_count(),
@@ -83,41 +40,62 @@ def environment() -> dict:
     }
 
 
-def write(name: str, patterns, results: dict, script: "str | None" = None) -> pathlib.Path:
-    """benchmarks/results/<name>_<gpu>.json with everything needed to trust it, or to doubt it.
+def write(name: str, results: dict, script: "str | None" = None) -> pathlib.Path:
+    """Write benchmarks/results/<name>_<gpu>.json: results, environment and fingerprints.
 
-    script: the benchmark's name, if it is not `name`."""
+    script: the benchmark's name where it is not `name`."""
     facts = environment()
     gpu = re.sub(r"[^a-z0-9]+", "_", facts["gpu"].lower().removeprefix("nvidia ")).strip("_")
+    result = {
+        "benchmark": script or name,
+        **facts,
+        "fingerprints": fingerprints(script or name),
+        "results": results,
+    }
     path = RESULTS / f"{name}_{gpu}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(
-        json.dumps(
-            {
-                "benchmark": script or name,
-                **facts,
-                "source_patterns": list(patterns),
-                "sources": digests(patterns),
-                "results": results,
-            },
-            indent=1,
-        )
-        + "\n"
-    )
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print("\nwritten:", path.name, flush=True)
     return path
 
 
-def table(rows, head) -> str:
-    """A plain text table; numbers are aligned to the right."""
+def plain(results: dict) -> dict:
+    """Results as they are after they have been written and read."""
+    return json.loads(json.dumps(results))
+
+
+class Clock:
+    """Prints lines that begin with the seconds since the benchmark began."""
+
+    def __init__(self):
+        self._began = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._began
+
+    def say(self, text: str):
+        print(f"{self.seconds:5.1f} s: {text}", flush=True)
+
+
+def show_table(title: str, rows, head):
+    """Print a title and a plain text table; numbers are aligned to the right."""
     rows = [
         [f"{cell:,.3f}" if isinstance(cell, float) else str(cell) for cell in row]
         for row in [head, *rows]
     ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths))
-        )
-        for row in rows
-    )
+    print(f"\n{title}")
+    for first, *others in rows:
+        cells = [first.ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(others, widths[1:])]
+        print("  ".join(cells))
+
+
+def with_goal(value: "float | None", goal: float, reached: "bool | None" = None) -> str:
+    """A value and its goal, for a table; by default the goal is reached from there upwards."""
+    if value is None:
+        return ""
+    if reached is None:
+        reached = value >= goal
+    return f"{value:.2f} ({goal:g}{'' if reached else ': missed'})"

@@ -1,23 +1,27 @@
-"""Data-parallel steps against the same steps on one GPU, and against torch's DDP: python benchmarks/ddp.py   (needs 2 GPUs or more)
+"""Data-parallel steps against one GPU and against torch's DDP: python benchmarks/ddp.py [part ...]
+
+Needs 2 GPUs or more.
 
 llama-350m, batch 4 per GPU, T = 1024, 4 micro-batches and 1, AdamW with decay of matrices, clipped
-at 1.0. The peer is written out in ddp_ranks.py: fp32 weights, bf16 autocast, foreach clip, fused
-AdamW, DistributedDataParallel with no_sync() in all micro-batches but the last; eager, compiled, and
+at 1.0. torch (ddp_ranks.py): fp32 weights, bf16 autocast, foreach clip, fused AdamW,
+DistributedDataParallel with no_sync() in all micro-batches but the last; eager, compiled, and
 compiled with the whole step captured in one CUDA graph, the model as one compiled graph or split at
-DDP's buckets (DDPOptimizer). Ours: bf16 weights with fp32 masters, launched
-from Python (mode `arena`), and compiled and replayed as one CUDA graph (mode `fused`): all-reduce in
-fp32, by copy engines (peers.py) and by NCCL, in bf16, sharded (copies, too), ordered, and other sizes
-of buckets. Tokens/s of ours are also held against those of torch's fastest DDP in the same run.
+DDP's buckets (DDPOptimizer). Ours: bf16 weights with fp32 masters, launched from Python (mode
+`arena`), and compiled and replayed as one CUDA graph (mode `fused`): all-reduce in fp32, by copy
+engines and by NCCL, in bf16, sharded (by copy engines, too), ordered, and other bucket sizes. Our
+tokens/s are also compared with those of torch's fastest DDP in the same run.
 
-Each family of ways has its own base, the same step without any word to other ranks: on one GPU while the others rest (`one GPU`, what the rates are
-held against), and on all GPUs at once (`each for itself`: what a step takes beyond that is communication that nothing hides). Those of one family take
-turns; times are those of steps that are queued one behind the other, of replayed ones once the clocks have settled, and a step's is that of its slowest
-rank. Ways that compile have processes of their own (crews.py), which compile side by side. A rank that does not answer for 60 s ends its crew; what fails
-is named in the results, and the rest goes on.
+Each group of variants has its own base, the same step without communication: on one GPU while the
+others rest (`one GPU`, the reference of the rates), and on all GPUs at once (`each for itself`:
+what a step takes beyond that is communication that nothing hides). The variants of a group are
+measured in turns. Times are those of steps that are queued back to back, of replayed ones once the
+clocks have settled, and a step's time is that of its slowest rank. Variants that compile have
+workers of their own, which compile side by side. A rank that does not answer for 60 s ends its
+workers; what fails is named in the results, and the rest goes on.
 
-Also: the bandwidth of collectives alone, memory per rank, and whether bits are equal: on all ranks, replayed and launched, and (ordered) on N GPUs and one.
-Each number of GPUs has a result file of its own. Settings of NCCL in
-the environment (NCCL_*) are written down; those that steer its number of thread blocks (NCCL_MAX_CTAS) are worth a try.
+Also: the bandwidth of collectives alone, memory per rank, and whether bits are equal: on all ranks,
+replayed and launched, and (ordered) on N GPUs and one. Each number of GPUs has a result file of its
+own, which also holds NCCL's settings in the environment (NCCL_*).
 """
 
 import argparse
@@ -27,96 +31,58 @@ import os
 import signal
 import statistics
 import sys
-import time
 
-import common
 import torch
-from crews import CrewError, Crews
-from ddp_ranks import Bench, Rank, Way
+from common import Clock, plain, show_table, write
+from ddp_ranks import Bench, Rank, Variant
+from workers import RankWorkers, WorkerError
 
 from gpuaccel.training.models import Transformer, preset
 
-SOURCES = [
-    "kernels_cu/common.cuh",
-    "kernels_cu/accumulate.cu",
-    "kernels_cu/clip.cu",
-    "kernels_cu/adamw.cu",
-    "kernels_cu/segments.cu",
-    "kernels_cu/encoder.cu",
-    "kernels_cu/peers.cu",
-    "gpuaccel/files.py",
-    "gpuaccel/source.py",
-    "gpuaccel/compiler/nvrtc.py",
-    "gpuaccel/compiler/kernel.py",
-    "gpuaccel/backends.py",
-    "gpuaccel/optim/arena.py",
-    "gpuaccel/ops/accumulate.py",
-    "gpuaccel/optim/accumulate.py",
-    "gpuaccel/nn/fused_linear.py",
-    "gpuaccel/ops/token_sort.py",
-    "gpuaccel/ops/embedding_backward.py",
-    "gpuaccel/nn/embedding.py",
-    "gpuaccel/ops/clip.py",
-    "gpuaccel/optim/clip.py",
-    "gpuaccel/ops/adamw.py",
-    "gpuaccel/optim/adamw.py",
-    "gpuaccel/graphs/graphed_step.py",
-    "gpuaccel/graphs/capture.py",
-    "gpuaccel/training/step.py",
-    "gpuaccel/distributed/rendezvous.py",
-    "gpuaccel/distributed/config.py",
-    "gpuaccel/distributed/early.py",
-    "gpuaccel/distributed/p2p.py",
-    "gpuaccel/distributed/reducer.py",
-    "gpuaccel/distributed/zero1.py",
-    "gpuaccel/training/models.py",
-    "benchmarks/ddp.py",
-    "benchmarks/ddp_ranks.py",
-    "benchmarks/crews.py",
-    "benchmarks/workers.py",
-    "benchmarks/common.py",
-]
+# ---- the variants -------------------------------------------------------------------------------
+
 ONE, EACH = "one GPU", "each for itself"
-COMPILED, CAPTURED, EAGER = "torch, compiled", "torch, captured", "torch, eager"
+COMPILED = "torch, compiled"
+CAPTURED = "torch, captured"
 SPLIT = "torch, captured, DDPOptimizer"
-OURS_EAGER, REPLAYED = "ours, eager", "ours, replayed"
-MAKING = 180.0  # seconds in which a way is made: compiling takes long (ranks look themselves whether the GPU hangs)
-CALLS, ROUNDS = (
-    3,
-    {True: 3, False: 2},
-)  # launched steps of a turn; turns, of replayed steps and of others
-SETTLED = 32  # micro-batches of a turn of replayed steps, of which the first quarter is not counted
-BUCKETS = (8, 128)  # MB, beside the default
+EAGER = "torch, eager"
+OURS_EAGER = "ours, eager"
+REPLAYED = "ours, replayed"
 
 
-def replayed(how=None, **more) -> Way:
-    return Way("ours", compiled=True, replayed=True, accumulate="fused", how=how, **more)
+def torch_captured(**options) -> Variant:
+    return Variant("torch", compiled=True, replayed=True, **options)
 
 
-# family -> way -> (its crew, itself). The first way is the base, which says nothing to other ranks.
-FAMILIES = {
+def replayed(options=None, **more) -> Variant:
+    return Variant(
+        "ours", compiled=True, replayed=True, accumulate="fused", options=options, **more
+    )
+
+
+BUCKET = {"bucket_cap_mb": 100}
+# group -> variant -> (its workers, itself). The first variant is the base, without communication.
+GROUPS = {
     COMPILED: {
-        ONE: ("torch, compiled", Way("torch", compiled=True)),
-        "DDP": ("torch, compiled DDP", Way("torch", compiled=True, how={})),
+        ONE: ("torch, compiled", Variant("torch", compiled=True)),
+        "DDP": ("torch, compiled DDP", Variant("torch", compiled=True, options={})),
     },
     CAPTURED: {
-        ONE: ("torch, captured", Way("torch", compiled=True, replayed=True)),
-        "DDP": (
-            "torch, captured DDP",
-            Way("torch", compiled=True, replayed=True, how={"bucket_cap_mb": 100}),
-        ),
+        ONE: ("torch, captured", torch_captured()),
+        "DDP": ("torch, captured DDP", torch_captured(options=BUCKET)),
     },
     SPLIT: {
-        ONE: ("torch, split", Way("torch", compiled=True, replayed=True)),
-        "DDP": (
-            "torch, split DDP",
-            Way(
-                "torch", compiled=True, replayed=True, how={"bucket_cap_mb": 100}, optimize_ddp=True
-            ),
-        ),
+        ONE: ("torch, split", torch_captured()),
+        "DDP": ("torch, split DDP", torch_captured(options=BUCKET, optimize_ddp=True)),
     },
-    EAGER: {ONE: ("eager", Way("torch")), "DDP": ("eager", Way("torch", how={}))},
-    OURS_EAGER: {ONE: ("eager", Way("ours")), "all-reduce": ("eager", Way("ours", how={}))},
+    EAGER: {
+        ONE: ("eager", Variant("torch")),
+        "DDP": ("eager", Variant("torch", options={})),
+    },
+    OURS_EAGER: {
+        ONE: ("eager", Variant("ours")),
+        "all-reduce": ("eager", Variant("ours", options={})),
+    },
     REPLAYED: {
         ONE: ("replayed", replayed()),
         "all-reduce": ("replayed", replayed({"peer_to_peer": True})),
@@ -126,129 +92,141 @@ FAMILIES = {
         "ordered": ("replayed, other sums", replayed({"ordered": True})),
     },
 }
-PARTS = *FAMILIES, "bits", "bandwidth"
-EARLY = (
-    COMPILED,
-    CAPTURED,
-    REPLAYED,
-)  # made at once, side by side; the others in their turn, so that all have memory enough
-ROOM = 130 << 30  # bytes of a GPU's memory for EARLY; with less, REPLAYED waits for its turn, too
+PARTS = *GROUPS, "bits", "bandwidth"
+# Groups that are made at once, side by side. Others are made when it is their turn, to save memory.
+MADE_FIRST = (COMPILED, CAPTURED, REPLAYED)
+# Bytes of a GPU's memory for MADE_FIRST; with less, REPLAYED is made when it is its turn.
+MEMORY_FOR_ALL = 130 << 30
+# Seconds in which a variant is made: compiling takes long. Ranks notice a hanging GPU themselves.
+MAKING = 180.0
+# Launched steps of a turn.
+CALLS = 3
+# replayed? -> turns
+ROUNDS = {True: 3, False: 2}
+# Micro-batches of a turn of replayed steps; the first quarter does not count.
+SETTLED = 32
+# MB, beside the default.
+BUCKETS = (8, 128)
+# How far first losses may be apart: fp32 weights, and bf16 copies of them.
+SAME_LOSS = 0.05
+
+
+# ---- how they are measured ----------------------------------------------------------------------
 
 
 class Run:
-    """One number of ranks, measured stage by stage. `results` always holds what is there so far."""
+    """The measurement of one number of ranks, stage by stage.
+
+    `results` always holds what has been measured so far.
+
+    home: the workers that stay to the end
+    limit: seconds after which no further part begins
+    made_first: groups that are made at once
+    """
 
     def __init__(
         self,
-        crews: Crews,
+        workers: RankWorkers,
         bench: Bench,
-        families: dict,
+        groups: dict,
         home,
-        began: float,
         limit: float = math.inf,
-        early=EARLY,
+        made_first=MADE_FIRST,
+        clock: "Clock | None" = None,
     ):
-        """home: the crew that stays to the end; early: families that are made at once."""
-        self.early = early
-        self.crews, self.bench, self.families, self.home, self.began, self.limit = (
-            crews,
-            bench,
-            families,
-            home,
-            began,
-            limit,
-        )
+        self.workers = workers
+        self.bench = bench
+        self.groups = groups
+        self.home = home
+        self.limit = limit
+        self.made_first = made_first
+        self.clock = clock or Clock()
         self.results = {
-            "ranks": crews.ranks,
-            "families": {},
+            "ranks": workers.ranks,
+            "groups": {},
             "made": {},
             "failed": {},
             "left_out": [],
         }
 
-    def say(self, what):
-        print(f"{time.perf_counter() - self.began:5.1f} s: {what}", flush=True)
-
-    def over(self, name) -> bool:
-        """Is there no time left to begin this part?"""
-        over = time.perf_counter() - self.began > self.limit
-        if over:
-            self.results["left_out"].append(name)
-            self.say(f"{name} is left out: more than {self.limit:g} s are over")
-        return over
+    def is_late(self, part) -> bool:
+        """Whether there is no time left to begin this part."""
+        late = self.clock.seconds > self.limit
+        if late:
+            self.results["left_out"].append(part)
+            self.clock.say(f"{part} is left out: more than {self.limit:g} s are over")
+        return late
 
     def stage(self, name, function, *args):
-        """One part of the whole: what goes wrong in it is written down, and the others go on."""
+        """One part of the measurement. A failure is recorded, and the others go on."""
         try:
             function(*args)
-            self.say(f"{name} is done")
-        except (CrewError, AssertionError) as error:
+            self.clock.say(f"{name} is done")
+        except (WorkerError, AssertionError) as error:
             self.failed(name, error)
 
     def failed(self, name, error):
         self.results["failed"][name] = str(error)
-        self.say(f"{name} failed: {error}")
+        self.clock.say(f"{name} failed: {error}")
 
     def meet(self, names):
-        """All begin side by side."""
-        for crew in names:
-            self.crews.send(crew, "meet")
-        for crew in names:
-            self.stage(f"meeting of {crew}", self.crews.answers, crew, MAKING)
+        """All workers begin, side by side."""
+        for name in names:
+            self.workers.send(name, "meet")
+        for name in names:
+            self.stage(f"meeting of {name}", self.workers.answers, name, MAKING)
 
     # ---- speed ----
 
-    def make(self, families: dict):
-        """Asked one after the other, made side by side by different crews."""
-        wanted = [
-            (family, name, *of)
-            for family, ways in families.items()
-            for name, of in ways.items()
-            if of[0] not in self.crews.stopped
+    def make(self, groups: dict):
+        """Make all variants of these groups; different workers do so side by side."""
+        pending = [
+            (group, name, workers, variant)
+            for group, variants in groups.items()
+            for name, (workers, variant) in variants.items()
+            if workers not in self.workers.stopped
         ]
-        for family, name, crew, way in wanted:
-            self.crews.send(crew, "make", (family, name), way)
-        for family, name, crew, _ in wanted:
-            self.stage(f"making of {family}: {name}", self._made, family, name, crew)
+        for group, name, workers, variant in pending:
+            self.workers.send(workers, "make", (group, name), variant)
+        for group, name, workers, _ in pending:
+            self.stage(f"making of {group}: {name}", self._made, group, name, workers)
 
-    def _made(self, family, name, crew):
-        said = self.crews.answers(crew, MAKING)
-        first = statistics.mean(
-            one["first_loss"] for one in said
-        )  # the same model and batches everywhere: fp32 weights, and bf16 copies of them
-        apart = abs(first - self.results.setdefault("first_loss", first))
-        assert apart < 0.05, (
-            f"the first loss is {first}, and that of the first way {self.results['first_loss']}"
+    def _made(self, group, name, workers):
+        """The same model and batches everywhere: the first losses agree."""
+        answers = self.workers.answers(workers, MAKING)
+        loss = statistics.mean(answer["first_loss"] for answer in answers)
+        expected = self.results.setdefault("first_loss", loss)
+        assert abs(loss - expected) < SAME_LOSS, (
+            f"the first loss is {loss}, and that of the first variant {expected}"
         )
-        self.results["made"].setdefault(family, {})[name] = said
+        self.results["made"].setdefault(group, {})[name] = answers
 
-    def _ready(self, family, ways) -> dict:
-        """Those that were made, and whose crew is still there."""
+    def _ready(self, group) -> dict:
+        """name -> workers of the variants that were made and whose workers are still there."""
+        made = self.results["made"].get(group, {})
         return {
-            name: of
-            for name, of in ways.items()
-            if name in self.results["made"].get(family, {}) and of[0] not in self.crews.stopped
+            name: workers
+            for name, (workers, _) in self.groups[group].items()
+            if name in made and workers not in self.workers.stopped
         }
 
-    def race(self, family, ways: dict):
-        """Times of a family's ways, in turns."""
-        replays = any(way.replayed for _, way in ways.values())
-        ways = {name: crew for name, (crew, _) in self._ready(family, ways).items()}
-        assert ONE in ways, f"{family} has no base"
-        found = self.results["families"].setdefault(family, {})
+    def race(self, group):
+        """Times of a group's variants, in turns."""
+        replays = any(variant.replayed for _, variant in self.groups[group].values())
+        ready = self._ready(group)
+        assert ONE in ready, f"{group} has no base"
+        results = self.results["groups"].setdefault(group, {})
         for count in self.bench.micro_batches:
-            takers = {
-                name: (
-                    ways.get(name, ways[ONE]),
-                    (family, ONE if name == EACH else name),
-                    count,
-                    name == ONE,
-                )
-                for name in dict.fromkeys((ONE, EACH, *ways))
+            timers = {
+                ONE: (ready[ONE], (group, ONE), count, True),
+                EACH: (ready[ONE], (group, ONE), count, False),
             }
-            times = self.turns(takers, replays)
+            for name, workers in ready.items():
+                if name != ONE:
+                    timers[name] = (workers, (group, name), count, False)
+            times = self.turns(timers, replays)
             tokens = self.bench.rows * count * self.bench.config.T
-            rows = found[str(count)] = {
+            rows = results[str(count)] = {
                 name: {
                     "ms": ms,
                     "tokens_per_s_per_gpu": tokens / ms * 1e3,
@@ -257,205 +235,185 @@ class Run:
                 }
                 for name, ms in times.items()
             }
-            self.say(
-                f"{family}, {count}: "
-                + ", ".join(
-                    f"{name} {m['ms']:.2f} ms ({m['of_one_gpu']:.1%})" for name, m in rows.items()
-                )
-            )
+            texts = (f"{name} {m['ms']:.2f} ms ({m['of_one_gpu']:.1%})" for name, m in rows.items())
+            self.clock.say(f"{group}, {count}: {', '.join(texts)}")
 
-    def turns(self, takers: dict, settle: bool) -> dict:
-        """Median milliseconds of each, in turns (a, b, c, b, c, a, ...): none comes behind the same one each time, which may have left the GPU hot. takers:
-        name -> (crew, way, micro-batches, on the first GPU alone?). One that fails is left out from then on. settle: turns of about a second, without
-        their beginning: after a rest a GPU runs above its power limit for a while."""
-        times = {name: [] for name in takers}
-        for nth in range(ROUNDS[settle]):
+    def turns(self, timers: dict, settle: bool) -> dict:
+        """Median milliseconds of each, in turns (a, b, c, b, c, a, ...).
+
+        No variant always follows the same one, which may have left the GPU hot. One that fails is
+        left out from then on.
+
+        timers: name -> (workers, key of the variant, micro-batches, on the first GPU alone?)
+        settle: turns of about a second, whose beginning does not count: after a rest a GPU runs
+            above its power limit for a while"""
+        times = {name: [] for name in timers}
+        for turn in range(ROUNDS[settle]):
             names = list(times)
-            for name in names[nth % len(names) :] + names[: nth % len(names)]:
-                crew, *way = takers[name]
-                calls = max(CALLS, SETTLED // way[1]) if settle else CALLS
+            start = turn % len(names)
+            for name in names[start:] + names[:start]:
+                workers, key, count, alone = timers[name]
+                calls = max(CALLS, SETTLED // count) if settle else CALLS
                 try:
-                    times[name] += self._slowest(
-                        self.crews.ask(crew, "times", way[0], way[1], calls, way[2])
-                    )[calls // 4 if settle else 0 :]
-                except CrewError as error:
+                    answers = self.workers.ask(workers, "times", key, count, calls, alone)
+                except WorkerError as error:
                     del times[name]
-                    self.failed(f"times of {', '.join(way[0])}, {way[1]}", error)
-        assert takers.keys() & {ONE, EACH} <= times.keys(), "the base has failed"
-        return {name: statistics.median(some) for name, some in times.items()}
+                    self.failed(f"times of {', '.join(key)}, {count}", error)
+                    continue
+                times[name] += slowest(answers)[calls // 4 if settle else 0 :]
+        assert timers.keys() & {ONE, EACH} <= times.keys(), "the base has failed"
+        return {name: statistics.median(values) for name, values in times.items()}
 
-    @staticmethod
-    def _slowest(answers):
-        """Of each step the time of the rank that took longest."""
-        return [max(step) for step in zip(*(some for some in answers if some))]
+    def end(self, group, name):
+        """After all steps of a variant: finite losses, and the same bits on all ranks."""
+        workers, variant = self.groups[group][name]
+        answers = self.workers.ask(workers, "last", (group, name))
+        assert all(math.isfinite(loss) for _, loss, _ in answers), f"last losses {answers}"
+        if variant.options is not None:
+            equal = len({weights for weights, *_ in answers}) == 1
+            checks = self.results.setdefault("equal_on_all_ranks", {}).setdefault(group, {})
+            checks[name] = {"equal": equal, "steps": answers[0][2]}
+            assert equal, f"the ranks' weights are not bit-identical: {answers}"
 
-    def end(self, family, name, crew, way):
-        """After all steps of a way: finite losses, and the same bits on all ranks."""
-        said = self.crews.ask(crew, "last", (family, name))
-        assert all(math.isfinite(loss) for _, loss, _ in said), f"last losses {said}"
-        if way.how is not None:
-            same = len({weights for weights, *_ in said}) == 1
-            self.results.setdefault("equal_on_all_ranks", {}).setdefault(family, {})[name] = {
-                "equal": same,
-                "steps": said[0][2],
-            }
-            assert same, f"the ranks' weights are not the same bits: {said}"
-
-    def family(self, family):
-        """Measure, then give the memory back; the last family's ways are needed for buckets."""
-        ways = self.families[family]
-        if self.over(family):
+    def group(self, group):
+        """Measure a group, then free its memory; buckets need the last group's variants."""
+        if self.is_late(group):
             return
-        if family not in self.early:
-            self.make({family: ways})
-        self.stage(family, self.race, family, ways)
-        for name, of in self._ready(family, ways).items():
-            self.stage(f"end of {family}: {name}", self.end, family, name, *of)
-        order = list(self.families)
-        later = {self.home} | {
-            crew
-            for other in order[order.index(family) + 1 :]
-            for crew, _ in self.families[other].values()
-        }
-        for crew in {crew for crew, _ in ways.values()} - self.crews.stopped.keys():
-            if crew not in later:
-                self.crews.stop(crew)
-            elif family != REPLAYED:
-                self.stage(
-                    f"end of {family}",
-                    self.crews.ask,
-                    crew,
-                    "drop",
-                    *((family, name) for name in ways),
-                )
+        variants = self.groups[group]
+        if group not in self.made_first:
+            self.make({group: variants})
+        self.stage(group, self.race, group)
+        for name in self._ready(group):
+            self.stage(f"end of {group}: {name}", self.end, group, name)
+        order = list(self.groups)
+        needed = {self.home}
+        for other in order[order.index(group) + 1 :]:
+            needed |= {workers for workers, _ in self.groups[other].values()}
+        for workers in {workers for workers, _ in variants.values()} - self.workers.stopped.keys():
+            if workers not in needed:
+                self.workers.stop(workers)
+            elif group != REPLAYED:
+                keys = ((group, name) for name in variants)
+                self.stage(f"end of {group}", self.workers.ask, workers, "drop", *keys)
 
     def buckets(self, sizes):
-        """Other sizes of buckets, the fewest micro-batches, each in turns with the default size."""
-        ready, count = self._ready(REPLAYED, self.families[REPLAYED]), min(self.bench.micro_batches)
-        default = REPLAYED, "all-reduce"
-        assert default[1] in ready, "there is no default to compare with"
-        self.crews.ask(
-            self.home,
-            "drop",
-            *((REPLAYED, name) for name in self.families[REPLAYED] if name != default[1]),
-        )
+        """Other bucket sizes, with the fewest micro-batches, each in turns with the default."""
+        count, default = min(self.bench.micro_batches), (REPLAYED, "all-reduce")
+        assert default[1] in self._ready(REPLAYED), "there is no default to compare with"
+        others = [(REPLAYED, name) for name in self.groups[REPLAYED] if name != default[1]]
+        self.workers.ask(self.home, "drop", *others)
         for size in sizes:
             key = REPLAYED, f"buckets of {size:g} MB"
-            self.crews.ask(
-                self.home,
-                "make",
-                key,
-                replayed({"bucket_mb": size}, counts=(count,)),
-                seconds=MAKING,
-            )
-            times = self.turns(
-                {which: (self.home, which, count, False) for which in (default, key)}, True
-            )
-            assert len(times) == 2, (
-                f"no times of {'; '.join(name for _, name in {default, key} - times.keys())}"
-            )
+            variant = replayed({"bucket_mb": size}, counts=(count,))
+            self.workers.ask(self.home, "make", key, variant, timeout=MAKING)
+            timers = {name: (self.home, name, count, False) for name in (default, key)}
+            times = self.turns(timers, True)
+            missing = [name for _, name in timers.keys() - times.keys()]
+            assert not missing, f"no times of {'; '.join(missing)}"
             self.results.setdefault("buckets", {})[f"{size:g}"] = {
                 "ms": times[key],
                 "default_ms": times[default],
                 "times_default": times[default] / times[key],
             }
-            self.crews.ask(self.home, "drop", key)
+            self.workers.ask(self.home, "drop", key)
 
     # ---- the network, and bits ----
 
     def bandwidth(self):
-        """GB/s as they cross a link of each GPU (bus bandwidth, as nccl-tests counts): a size's bytes times 2 (N - 1) / N over the time, for the halves
-        of an all-reduce (N - 1) / N."""
+        """Bus bandwidth in GB/s, as nccl-tests count it: what crosses a link of each GPU.
+
+        A size's bytes times 2 (N - 1) / N over the time; for the halves of an all-reduce,
+        (N - 1) / N."""
         with torch.device("meta"):
-            arena = 4 * sum(p.numel() for p in Transformer(self.bench.config).parameters())
-        halves, ranks = ("all_reduce", "reduce_scatter", "all_gather"), self.crews.ranks
+            model = Transformer(self.bench.config)
+        arena = 4 * sum(p.numel() for p in model.parameters())
+        halves, ranks = ("all_reduce", "reduce_scatter", "all_gather"), self.workers.ranks
         sizes = {
             f"{size >> 20} MiB": (size, ("all_reduce",))
             for size in (1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28)
             if size < arena
         }
-        sizes |= {
-            "a bucket": (min(arena, 32 << 20), halves),
-            "the arena in bf16": (arena // 2, ("all_reduce",)),
-            "the arena": (arena, halves),
-        }
-        answers, rows = self.crews.ask(self.home, "bandwidth", sizes, 10), {}
+        sizes["a bucket"] = (min(arena, 32 << 20), halves)
+        sizes["the arena in bf16"] = (arena // 2, ("all_reduce",))
+        sizes["the arena"] = (arena, halves)
+        answers = self.workers.ask(self.home, "bandwidth", sizes, 10)
+        rows = {}
         for name, (size, operations) in sizes.items():
+            rows[name] = {"bytes": size}
             for operation in operations:
-                ms = statistics.median(self._slowest([one[name][operation] for one in answers]))
-                rows.setdefault(name, {"bytes": size})[operation] = {
-                    "ms": ms,
-                    "bus_GB_per_s": size
-                    / ms
-                    / 1e6
-                    * (2 if operation == "all_reduce" else 1)
-                    * (ranks - 1)
-                    / ranks,
-                }
+                times = slowest([answer[name][operation] for answer in answers])
+                ms = statistics.median(times)
+                passes = 2 if operation == "all_reduce" else 1
+                rate = size / ms / 1e6 * passes * (ranks - 1) / ranks
+                rows[name][operation] = {"ms": ms, "bus_GB_per_s": rate}
         self.results["bandwidth"] = rows
 
     def bits(self):
-        answers = self.crews.ask(self.home, "bits")
-        alone = answers[0]["one GPU"]["eager"]
-        found = {
+        answers = self.workers.ask(self.home, "bits")
+        first = answers[0]
+        checks = {
             name: {
-                "equal on all ranks": all(one[name] == answers[0][name] for one in answers),
-                "replayed equal to launched": answers[0][name]["replayed"]
-                == answers[0][name]["eager"],
+                "equal on all ranks": all(answer[name] == first[name] for answer in answers),
+                "replayed equal to launched": first[name]["replayed"] == first[name]["eager"],
             }
             for name in ("all-reduce", "ordered", "sharded")
         }
-        found["ordered"]["equal to one GPU"] = answers[0]["ordered"]["eager"] == alone
+        alone = first["one GPU"]["eager"]
+        checks["ordered"]["equal to one GPU"] = first["ordered"]["eager"] == alone
         self.results["bits"] = {
             "steps": self.bench.bits_steps,
             "layers": self.bench.bits_layers,
-            "ways": found,
-            "losses": {name: some["eager"][1] for name, some in answers[0].items()},
+            "variants": checks,
+            "losses": {name: launches["eager"][1] for name, launches in first.items()},
         }
 
     # ---- all of it ----
 
     def all(self, buckets, parts):
-        self.meet(self.crews.names)
-        self.make(
-            {family: self.families[family] for family in self.early if family in self.families}
-        )
-        for family in self.families:
-            self.family(family)
-        if buckets and REPLAYED in self.families and not self.over("buckets"):
+        self.meet(self.workers.names)
+        self.make({group: self.groups[group] for group in self.made_first if group in self.groups})
+        for group in self.groups:
+            self.group(group)
+        if buckets and REPLAYED in self.groups and not self.is_late("buckets"):
             self.stage("buckets", self.buckets, buckets)
-        self.stage("end of all ways", self.crews.ask, self.home, "clear")
+        self.stage("end of all variants", self.workers.ask, self.home, "clear")
         for name, part in {"bits": self.bits, "bandwidth": self.bandwidth}.items():
-            if name in parts and not self.over(name):
+            if name in parts and not self.is_late(name):
                 self.stage(name, part)
 
     def memory(self):
-        """Of the fullest rank, in GiB; and what each keeps of the optimizer's state."""
-        for family, ways in self.results["made"].items():
-            for name, said in ways.items():
-                self.results.setdefault("memory", {}).setdefault(family, {})[name] = {
-                    key: max(one[key] for one in said)
+        """Of the rank with the most, in GiB: memory, and the optimizer's state."""
+        for group, variants in self.results["made"].items():
+            rows = self.results.setdefault("memory", {}).setdefault(group, {})
+            for name, answers in variants.items():
+                rows[name] = {
+                    key: max(answer[key] for answer in answers)
                     for key in ("peak_GiB", "held_GiB", "optimizer_GiB")
-                    if key in said[0]
+                    if key in answers[0]
                 }
 
     def against_torch(self):
-        """Tokens/s of our ways, against torch's fastest DDP of this run."""
-        families = self.results["families"]
+        """Tokens/s of our variants over those of torch's fastest DDP of this run."""
+        groups = self.results["groups"]
         for count in map(str, self.bench.micro_batches):
             rates = {
-                family: found[count]["DDP"]["tokens_per_s_per_gpu"]
-                for family, found in families.items()
-                if "DDP" in found.get(count, {})
+                group: counts[count]["DDP"]["tokens_per_s_per_gpu"]
+                for group, counts in groups.items()
+                if "DDP" in counts.get(count, {})
             }
             if not rates:
                 continue
             fastest = max(rates, key=rates.get)
             self.results.setdefault("fastest_torch", {})[count] = fastest
-            for family in families.keys() & {OURS_EAGER, REPLAYED}:
-                for name, row in families[family].get(count, {}).items():
+            for group in groups.keys() & {OURS_EAGER, REPLAYED}:
+                for name, row in groups[group].get(count, {}).items():
                     if name not in (ONE, EACH):
                         row["times_torch"] = row["tokens_per_s_per_gpu"] / rates[fastest]
+
+
+def slowest(answers) -> "list[float]":
+    """Of each step the time of the rank that took longest. Ranks that rested answer []."""
+    return [max(step) for step in zip(*(times for times in answers if times))]
 
 
 def measure(
@@ -465,93 +423,100 @@ def measure(
     limit: float = math.inf,
     parts=PARTS,
     keep=lambda results: None,
-    families=FAMILIES,
-    early=EARLY,
+    groups=GROUPS,
+    made_first=MADE_FIRST,
 ) -> dict:
-    """Everything (or some parts) for one number of ranks. keep(results): called at the end, also where an error or a signal ends it."""
-    began, home = time.perf_counter(), families[REPLAYED][ONE][0]
-    families = {name: ways for name, ways in families.items() if name in parts}
-    names = dict.fromkeys(
-        [*(crew for ways in families.values() for crew, _ in ways.values()), home]
-    )
-    with Crews({name: (Rank, bench) for name in names}, ranks, bench.device) as crews:
-        run = Run(crews, bench, families, home, began, limit, early)
+    """Everything (or some parts) for one number of ranks.
+
+    keep(results): called at the end, also where an error or a signal ends the measurement"""
+    clock, home = Clock(), groups[REPLAYED][ONE][0]
+    groups = {name: variants for name, variants in groups.items() if name in parts}
+    names = [workers for variants in groups.values() for workers, _ in variants.values()]
+    sets = {name: (Rank, bench) for name in dict.fromkeys([*names, home])}
+    with RankWorkers(sets, ranks, bench.device) as workers:
+        run = Run(workers, bench, groups, home, limit, made_first, clock)
         try:
             run.all(buckets, parts)
         finally:
             run.memory()
             run.against_torch()
-            run.results["seconds"] = time.perf_counter() - began
+            run.results["seconds"] = clock.seconds
             keep(run.results)
     return run.results
 
 
+# ---- the tables ---------------------------------------------------------------------------------
+
+
+def micro_batches_text(count: str) -> str:
+    return f"{count} micro-batch{'es' * (count != '1')}"
+
+
 def show(r):
-    for family, counts in r["families"].items():
-        for count, rows in counts.items():
-            lines = [
-                (
-                    name,
-                    m["ms"],
-                    f"{m['tokens_per_s_per_gpu'] / 1e3:,.1f}K",
-                    f"{m['of_one_gpu']:.1%}",
-                    m["exposed_ms"],
-                    f"{m['times_torch']:.2f}x" if "times_torch" in m else "",
-                    *(
-                        f"{r.get('memory', {}).get(family, {}).get(name, {}).get(key, math.nan):.2f}"
-                        for key in ("peak_GiB", "optimizer_GiB")
-                    ),
-                )
-                for name, m in rows.items()
-            ]
-            print(
-                f"\n{r['ranks']} GPUs, {family}, {count} micro-batch{'es' * (count != '1')}\n"
-                + common.table(
-                    lines,
+    head = (
+        "",
+        "ms",
+        "tokens/s/GPU",
+        "of one GPU",
+        "exposed ms",
+        "torch's DDP",
+        "peak GiB",
+        "optimizer GiB",
+    )
+    for group, counts in r["groups"].items():
+        memory = r.get("memory", {}).get(group, {})
+        for count, variants in counts.items():
+            rows = []
+            for name, m in variants.items():
+                kept = memory.get(name, {})
+                rows.append(
                     (
-                        "",
-                        "ms",
-                        "tokens/s/GPU",
-                        "of one GPU",
-                        "exposed ms",
-                        "torch's DDP",
-                        "peak GiB",
-                        "optimizer GiB",
-                    ),
+                        name,
+                        m["ms"],
+                        f"{m['tokens_per_s_per_gpu'] / 1e3:,.1f}K",
+                        f"{m['of_one_gpu']:.1%}",
+                        m["exposed_ms"],
+                        f"{m['times_torch']:.2f}x" if "times_torch" in m else "",
+                        *(
+                            f"{kept.get(key, math.nan):.2f}"
+                            for key in ("peak_GiB", "optimizer_GiB")
+                        ),
+                    )
                 )
-            )
+            show_table(f"{r['ranks']} GPUs, {group}, {micro_batches_text(count)}", rows, head)
     if "fastest_torch" in r:
-        print(
-            "\ntorch's fastest DDP: "
-            + ", ".join(f"{family} ({count})" for count, family in r["fastest_torch"].items())
-        )
+        names = (f"{group} ({count})" for count, group in r["fastest_torch"].items())
+        print(f"\ntorch's fastest DDP: {', '.join(names)}")
     for name, m in r.get("buckets", {}).items():
         print(
-            f"buckets of {name} MB: {m['ms']:.2f} ms, default {m['default_ms']:.2f} ms, {m['times_default']:.3f}x as fast as that"
+            f"buckets of {name} MB: {m['ms']:.2f} ms, default {m['default_ms']:.2f} ms, "
+            f"{m['times_default']:.3f}x as fast as that"
         )
     rows = [
-        (name, m["bytes"] / 2**20, operation, some["ms"], some["bus_GB_per_s"])
+        (name, m["bytes"] / 2**20, operation, values["ms"], values["bus_GB_per_s"])
         for name, m in r.get("bandwidth", {}).items()
-        for operation, some in m.items()
+        for operation, values in m.items()
         if operation != "bytes"
     ]
-    print("\n" + common.table(rows, ("", "MiB", "collective", "ms", "bus GB/s")))
-    print(
-        "\nbits:",
-        json.dumps({"equal_on_all_ranks": r.get("equal_on_all_ranks"), **r.get("bits", {})}),
-    )
+    show_table("bandwidth", rows, ("", "MiB", "collective", "ms", "bus GB/s"))
+    bits = {"equal_on_all_ranks": r.get("equal_on_all_ranks"), **r.get("bits", {})}
+    print("\nbits:", json.dumps(bits))
     print("failed:", json.dumps(r["failed"], indent=1), "\nleft out:", r["left_out"])
 
 
-def main():
+# ---- the script ---------------------------------------------------------------------------------
+
+
+def arguments() -> argparse.Namespace:
+    """What is asked for: args.parts are names of PARTS, args.gpus numbers of ranks."""
     parser = argparse.ArgumentParser(
-        description="Data-parallel steps against one GPU and against torch's DDP; see this file's first lines."
+        description="Data-parallel steps against one GPU and against torch's DDP."
     )
     parser.add_argument(
         "parts",
         nargs="*",
         metavar="part",
-        help=f"some of: {'; '.join(PARTS)}; or a word of theirs. Nothing is written then",
+        help=f"some of: {'; '.join(PARTS)}; or a word of theirs; then nothing is written",
     )
     parser.add_argument(
         "--gpus",
@@ -561,7 +526,11 @@ def main():
         help="numbers of ranks (default: 2, and 4 where there are so many)",
     )
     parser.add_argument(
-        "--without", nargs="+", default=[], metavar="WAY", help="ways to leave out, such as ordered"
+        "--without",
+        nargs="+",
+        default=[],
+        metavar="VARIANT",
+        help="variants to leave out, such as ordered",
     )
     parser.add_argument(
         "--buckets",
@@ -569,64 +538,62 @@ def main():
         nargs="*",
         default=list(BUCKETS),
         metavar="MB",
-        help="sizes of buckets to try beside the default",
+        help="bucket sizes to try beside the default",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         default=math.inf,
-        help="after this time no further part is begun (for each number of ranks)",
+        help="after this time no further part begins (for each number of ranks)",
     )
     args = parser.parse_args()
     unknown = [word for word in args.parts if not any(word in part for part in PARTS)]
     if unknown:
         parser.error(f"no part {'; '.join(unknown)}; expected some of: {'; '.join(PARTS)}")
-    parts = [part for part in PARTS if not args.parts or any(word in part for word in args.parts)]
-    there = torch.cuda.device_count()
-    numbers = args.gpus or [n for n in (2, 4) if n <= there]
-    if not numbers or max(numbers) > there or min(numbers) < 2:
+    args.write = not args.parts
+    args.parts = [p for p in PARTS if not args.parts or any(word in p for word in args.parts)]
+    gpus = torch.cuda.device_count()
+    args.gpus = args.gpus or [n for n in (2, 4) if n <= gpus]
+    if not args.gpus or max(args.gpus) > gpus or min(args.gpus) < 2:
         parser.error(
-            f"this machine has {there} GPU{'s' * (there != 1)}; expected 2 or more, and no more ranks than GPUs"
+            f"this machine has {gpus} GPU{'s' * (gpus != 1)}; "
+            "expected 2 or more, and no more ranks than GPUs"
         )
-    room = torch.cuda.get_device_properties(0).total_memory >= ROOM
-    early = EARLY if room else tuple(family for family in EARLY if family != REPLAYED)
-    os.environ["GPUACCEL_GPU"] = (
-        "require"  # a kernel that does not run here stops the benchmark; otherwise torch would take its place
-    )
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM: what was measured is written")
-    )
-    results = {}
-    nccl = {
-        "version": ".".join(map(str, torch.cuda.nccl.version())),
-        **{k: v for k, v in sorted(os.environ.items()) if k.startswith("NCCL_")},
+    return args
+
+
+def main():
+    args = arguments()
+    made_first = MADE_FIRST
+    if torch.cuda.get_device_properties(0).total_memory < MEMORY_FOR_ALL:
+        made_first = tuple(group for group in MADE_FIRST if group != REPLAYED)
+    # A kernel that does not run here stops the benchmark; otherwise torch would take its place.
+    os.environ["GPUACCEL_GPU"] = "require"
+
+    def stop(*_):
+        sys.exit("stopped by SIGTERM: what was measured is written")
+
+    signal.signal(signal.SIGTERM, stop)
+    nccl = {"version": ".".join(map(str, torch.cuda.nccl.version()))}
+    nccl |= {key: value for key, value in sorted(os.environ.items()) if key.startswith("NCCL_")}
+    groups = {
+        group: {name: variant for name, variant in variants.items() if name not in args.without}
+        for group, variants in GROUPS.items()
     }
+    results = {}
 
-    def keep(found):
-        key = str(found["ranks"])
-        results[key] = json.loads(json.dumps({**found, "nccl": nccl}))
-        if not args.parts:
-            path = common.write(f"ddp_{key}gpus", SOURCES, {key: results[key]}, script="ddp")
-            print("\nwritten:", path.name, flush=True)
+    def keep(result):
+        key = str(result["ranks"])
+        results[key] = plain({**result, "nccl": nccl})
+        if args.write:
+            write(f"ddp_{key}gpus", {key: results[key]}, script="ddp")
 
-    for ranks in numbers:
-        families = {
-            family: {name: way for name, way in ways.items() if name not in args.without}
-            for family, ways in FAMILIES.items()
-        }
+    for ranks in args.gpus:
+        bench = Bench(preset("llama-350m"))
         show(
-            measure(
-                Bench(preset("llama-350m")),
-                ranks,
-                args.buckets,
-                args.seconds,
-                parts,
-                keep,
-                families,
-                early,
-            )
+            measure(bench, ranks, args.buckets, args.seconds, args.parts, keep, groups, made_first)
         )
-    failed = {n: results[str(n)]["failed"] for n in numbers if results[str(n)]["failed"]}
+    failed = {n: r["failed"] for n, r in results.items() if r["failed"]}
     if failed:
         sys.exit(f"failed: {json.dumps(failed, indent=1)}")
 

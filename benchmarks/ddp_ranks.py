@@ -1,14 +1,13 @@
-"""What each rank does in benchmarks/ddp.py: makes the ways of taking a step, takes steps, and says what it saw.
+"""What each rank does in benchmarks/ddp.py: make variants of a step, take steps, report.
 
->>> rank = Rank(0, Bench(preset("llama-350m")))             # in each process of a crew (crews.py)
->>> rank.make("DDP", Way("torch", compiled=True, how={}))   # a model, an optimizer, a step with each number of micro-batches
->>> rank.times("DDP", 4, 3)                                 # milliseconds of 3 steps with 4 micro-batches
+>>> rank = Rank(0, Bench(preset("llama-350m")))                 # in each process of RankWorkers
+>>> rank.make("DDP", Variant("torch", compiled=True, options={}))
+>>> rank.times("DDP", 4, 3)                                     # ms of 3 steps of 4 micro-batches
 """
 
 import contextlib
 import dataclasses
 import functools
-import gc
 import hashlib
 import time
 from dataclasses import dataclass
@@ -18,26 +17,36 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
-from crews import SECONDS, Stuck
+from timing import host_milliseconds, queued, release, reset_peaks
 from torch.nn.parallel import DistributedDataParallel
-from workers import queued
+from training import SETTINGS, build, captured_adamw, decay_groups, token_batch
+from workers import TIMEOUT, Stuck
 
-from gpuaccel.distributed.config import Distributed, all_gather, reduce_scatter, weight_hashes
+from gpuaccel.distributed.agreement import weight_hashes
+from gpuaccel.distributed.collectives import all_gather, reduce_scatter
+from gpuaccel.distributed.config import Distributed
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training import Replay
-from gpuaccel.training.models import Config, Transformer
+from gpuaccel.training.models import Config
 from gpuaccel.training.step import TrainStep
 
-SETTINGS = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
-WARM_UP, AGAIN = 13, 3  # steps before a first capture, and before later ones
-TRIALS = 10  # replays that tell which way to zero gradients is faster
-APART = 0.05  # a replayed step's weights from a launched one's, of their change
+# Steps before a first capture, and before later ones.
+FIRST_WARM_UP, LATER_WARM_UP = 13, 3
+# Replays that tell how gradients are zeroed faster.
+TRIALS = 10
+# How far a replayed step's weights may be from a launched one's, relative to their change.
+REPLAY_ERROR = 0.05
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What all ways have in common. rows: sequences per micro-batch and GPU; graph: is "replayed" a CUDA graph? (Not on CPUs, for tests.)"""
+    """What all variants have in common.
+
+    rows: sequences per micro-batch and GPU
+    graph: replayed variants use a CUDA graph; not on CPUs (for tests)
+    bits_layers, bits_steps: of the steps whose bits are compared
+    """
 
     config: Config
     rows: int = 4
@@ -50,17 +59,22 @@ class Bench:
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way of taking steps. make: "torch" or "ours"; how: arguments of DDP or of ga.Distributed;
-    None: no word to the other ranks."""
+class Variant:
+    """One variant of a step.
+
+    make: "torch" or "ours"
+    options: arguments of DDP or of ga.Distributed; None: no communication
+    optimize_ddp: torch.compile splits the model at DDP's buckets (DDPOptimizer)
+    counts: numbers of micro-batches; (): all of the benchmark's
+    """
 
     make: str
     compiled: bool = False
     replayed: bool = False
     accumulate: str = "arena"
-    how: "dict | None" = None
-    optimize_ddp: bool = False  # torch.compile splits the model at DDP's buckets (DDPOptimizer)
-    counts: tuple = ()  # numbers of micro-batches; (): all of the benchmark's
+    options: "dict | None" = None
+    optimize_ddp: bool = False
+    counts: tuple = ()
 
 
 class WithLoss(torch.nn.Module):
@@ -75,94 +89,84 @@ class WithLoss(torch.nn.Module):
             return F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
 
 
-def build(bench, config=None):
-    torch.manual_seed(0)
-    with torch.device(bench.device):
-        return Transformer(config or bench.config)
+def rank_batch(bench, rank) -> tuple:
+    """(inputs, targets) for the most micro-batches; each rank has its own."""
+    rows = bench.rows * max(bench.micro_batches)
+    return token_batch(bench.config.vocab, rows, bench.config.T, 1 + rank, bench.device)
 
 
-def random_batch(bench, rank) -> tuple:
-    """(inputs, targets) for the most micro-batches, the rank's own."""
-    size = bench.rows * max(bench.micro_batches), bench.config.T + 1
-    generator = torch.Generator().manual_seed(1 + rank)
-    tokens = torch.randint(0, bench.config.vocab, size, generator=generator).to(bench.device)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def timed(run, calls: int, cuda: bool) -> "list[float]":
-    """Milliseconds of each of some runs, one behind the other."""
+def step_times(run, calls: int, cuda: bool) -> "list[float]":
+    """Milliseconds of each of `calls` runs, queued back to back."""
     if cuda:
         return queued(run, calls)
-    times = []
-    for _ in range(calls):
-        began = time.perf_counter()
-        run()
-        times.append((time.perf_counter() - began) * 1e3)
-    return times
+    return [host_milliseconds(run) for _ in range(calls)]
+
+
+# ---- torch --------------------------------------------------------------------------------------
 
 
 class Peer:
-    """The step in torch: fp32 weights, bf16 autocast, foreach clip, fused AdamW; DDP, synchronised
-    in the last micro-batch only."""
+    """The step in torch: fp32 weights, bf16 autocast, foreach clip, fused AdamW.
 
-    def __init__(self, rank, bench, way):
-        self.bench, self.reduces, module = bench, way.how is not None, WithLoss(build(bench))
-        self.parameters = list(module.parameters())
-        groups = [
-            {"params": [p for p in self.parameters if p.dim() >= 2]},
-            {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        settings = dict(SETTINGS)
-        if way.replayed and bench.graph:
-            lr = torch.tensor(SETTINGS["lr"], device=bench.device)
-            settings |= {"lr": lr, "capturable": True}
-        self.opt = torch.optim.AdamW(groups, **settings, fused=True)
-        if way.compiled and bench.compile:
-            module.compile(dynamic=False)
-        self.module = module
+    DDP synchronizes gradients in the last micro-batch only."""
+
+    def __init__(self, rank, bench, variant):
+        self.bench = bench
+        self.module = WithLoss(build(bench.config, device=bench.device))
+        self.parameters = list(self.module.parameters())
+        self.reduces = variant.options is not None
+        self.no_sync = contextlib.nullcontext
+        if variant.replayed and bench.graph:
+            self.optimizer = captured_adamw(self.parameters, bench.device)
+        else:
+            groups = decay_groups(self.parameters)
+            self.optimizer = torch.optim.AdamW(groups, **SETTINGS, fused=True)
+        if variant.compiled and bench.compile:
+            self.module.compile(dynamic=False)
         if self.reduces:
-            device_ids = [rank] if bench.device == "cuda" else None
             self.module = DistributedDataParallel(
-                module,
-                device_ids=device_ids,
+                self.module,
+                device_ids=[rank] if bench.device == "cuda" else None,
                 broadcast_buffers=False,
                 gradient_as_bucket_view=True,
-                **way.how,
+                **variant.options,
             )
-        self.quiet = self.module.no_sync if self.reduces else contextlib.nullcontext
+            self.no_sync = self.module.no_sync
 
     def step(self, batch, count: int):
-        """Gradients are added to those that are there. The sum of the losses."""
-        total, parts = 0.0, list(zip(*(t.chunk(count) for t in batch)))
-        for nth, (inputs, targets) in enumerate(parts):
-            with self.quiet() if nth < len(parts) - 1 else contextlib.nullcontext():
+        """Add gradients to those that are there, and update. Returns the sum of the losses."""
+        total, micro_batches = 0.0, list(zip(*(t.chunk(count) for t in batch)))
+        for index, (inputs, targets) in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            with contextlib.nullcontext() if last else self.no_sync():
                 loss = self.module(inputs, targets) / count
                 loss.backward()
             total = total + loss.detach()
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
-        self.opt.step()
+        self.optimizer.step()
         return total
 
     def run(self, batch, count: int):
         self.loss = self.step(batch, count)
-        self.opt.zero_grad(set_to_none=not self.reduces)  # DDP's gradients stay in its buckets
+        # DDP's gradients stay in its buckets.
+        self.optimizer.zero_grad(set_to_none=not self.reduces)
 
     def state(self) -> "list[torch.Tensor]":
-        """Everything that a step changes."""
-        kept = [t for state in self.opt.state.values() for t in state.values()]
-        return [*(p.detach() for p in self.parameters), *kept]
+        """Everything that a step changes: the weights, then the optimizer's state."""
+        moments = [t for state in self.optimizer.state.values() for t in state.values()]
+        return [*(p.detach() for p in self.parameters), *moments]
 
     def peak(self) -> int:
         """Most bytes allocated in a step, and while it is compiled."""
         return torch.cuda.max_memory_allocated()
 
     def hash(self) -> str:
-        """Of all weights' bits: sums, each element's bits times an odd number of its own."""
+        """Of all weights' bits: of each tensor a sum, bits times an odd number of each element."""
         sums = []
         for p in self.parameters:
             bits = p.detach().flatten().view(torch.int32).long()
             sums.append(bits.mul_(torch.arange(1, 2 * len(bits), 2, device=p.device)).sum())
-        return _digest(torch.stack(sums))
+        return digest(torch.stack(sums))
 
     def close(self):
         pass
@@ -171,39 +175,46 @@ class Peer:
 class Captured(Peer):
     """The peer's whole step as one CUDA graph for each number of micro-batches.
 
-    What torch's notes on CUDA graphs ask of DDP: it is made on the stream that captures, and takes
-    more than 11 synchronised steps there. Its buckets stay after that, and it times no step before
-    the hundredth. Capture is "thread_local", so that NCCL's watchdog may look at its events.
-    With optimize_ddp the model is compiled in as many graphs as DDP has buckets, and each bucket goes
-    when its graph's backward is over; without, the model is one graph. Gradients are zeroed in place or set to
-    None, whichever is faster. In the end all begins anew: the first run() is the first step."""
+    torch's notes on CUDA graphs ask of DDP that it is made on the stream that captures, and takes
+    at least 11 synchronized steps there. Its buckets stay the same after that, and it times no step
+    before the hundredth. Capture is "thread_local", so that NCCL's watchdog may query its events.
+    With optimize_ddp the model is compiled in as many graphs as DDP has buckets, and each bucket is
+    reduced when its graph's backward has ended; without, the model is one graph. Gradients are
+    zeroed in place or set to None, whichever is faster. At the end weights and optimizer are reset:
+    the first run() is the first step."""
 
-    def __init__(self, rank, bench, way):
-        self.graphs, self.warm_up, self.apart, self.most = {}, WARM_UP, 0.0, 0
+    def __init__(self, rank, bench, variant):
+        self.graphs = {}
+        self.warm_up = FIRST_WARM_UP
+        self.replay_error = 0.0
+        self.most = 0
         self.stream = pool = None
         capturing = contextlib.nullcontext()
         if bench.graph:
             self.stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
             self.stream.wait_stream(torch.cuda.current_stream())
             capturing = torch.cuda.stream(self.stream)
-        counts = way.counts or bench.micro_batches
-        with capturing, torch._dynamo.config.patch(optimize_ddp=way.optimize_ddp):
-            super().__init__(rank, bench, way)
-            self.batch = random_batch(bench, rank)  # what the graphs read
-            self.to_none = self._faster(min(counts))
+        counts = variant.counts or bench.micro_batches
+        with capturing, torch._dynamo.config.patch(optimize_ddp=variant.optimize_ddp):
+            super().__init__(rank, bench, variant)
+            # What the graphs read.
+            self.batch = rank_batch(bench, rank)
+            self.to_none = self._none_is_faster(min(counts))
             for count in counts:
                 self.graphs[count] = self._record(count, self.to_none, pool)
                 if bench.graph:
                     self.most = max(self.most, torch.cuda.max_memory_allocated())
                 self._check(count)
-            self._begin_anew()
+            self._reset()
         if bench.graph:
             torch.cuda.synchronize()
 
     def launched(self, count: int, to_none: bool):
-        """A step of the static batch, launched from Python. Gradients are zeroed at its beginning:
-        the graphs share them, and none relies on what another one leaves."""
-        self.opt.zero_grad(set_to_none=to_none)
+        """A step of the static batch, launched from Python.
+
+        Gradients are zeroed at its beginning: the graphs share them, and none relies on what
+        another one leaves."""
+        self.optimizer.zero_grad(set_to_none=to_none)
         return self.step([t[: self.bench.rows * count] for t in self.batch], count)
 
     def run(self, batch, count: int):
@@ -211,15 +222,16 @@ class Captured(Peer):
         self.graphs[count].replay()
         self.loss = self.graphs[count].total.clone()
 
-    def _faster(self, count) -> bool:
-        """Is it faster to set gradients to None than to zero them? All ranks agree. The least of some
-        times: other crews may compile on the same GPU."""
+    def _none_is_faster(self, count) -> bool:
+        """Whether setting gradients to None is faster than zeroing them. All ranks agree.
+
+        The least of several times counts: other workers may compile on the same GPU."""
         times = []
         for to_none in (False, True):
             graph = self._record(count, to_none)
-            times.append(min(timed(graph.replay, TRIALS, self.bench.graph)))
+            times.append(min(step_times(graph.replay, TRIALS, self.bench.graph)))
             graph.close()
-            self.opt.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
         slowest = torch.tensor(times, device=self.bench.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         zeroed, none = slowest.tolist()
@@ -227,13 +239,10 @@ class Captured(Peer):
 
     def _record(self, count, to_none, pool=None) -> "Recording":
         if self.bench.graph:
-            gc.collect()
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+            reset_peaks()
         for _ in range(self.warm_up):
             self.launched(count, to_none)
-        self.warm_up = AGAIN
+        self.warm_up = LATER_WARM_UP
         return Recording(functools.partial(self.launched, count, to_none), self.stream, pool)
 
     def _check(self, count):
@@ -248,27 +257,30 @@ class Captured(Peer):
         def distance(others):
             return torch.stack(torch._foreach_norm(torch._foreach_sub(weights, others))).norm()
 
-        apart, changed = distance(launched), distance(before[: len(weights)])
-        worst = torch.stack([apart / changed, (graph.total - loss).abs()])
-        dist.all_reduce(worst, dist.ReduceOp.MAX)  # what fails does so on all ranks
-        apart, loss_apart = worst.tolist()
-        self.apart = max(self.apart, apart)
-        assert apart < APART and loss_apart < APART, (
+        error = distance(launched) / distance(before[: len(weights)])
+        errors = torch.stack([error, (graph.total - loss).abs()])
+        # A check that fails does so on all ranks.
+        dist.all_reduce(errors, dist.ReduceOp.MAX)
+        error, loss_error = errors.tolist()
+        self.replay_error = max(self.replay_error, error)
+        assert error < REPLAY_ERROR and loss_error < REPLAY_ERROR, (
             f"{count} micro-batches: replayed and launched, a step changes the weights differently "
-            f"by {apart:.1e} of the change and the loss by {loss_apart:.1e}; expected < {APART:g}"
+            f"by {error:.1e} of the change and the loss by {loss_error:.1e}; "
+            f"expected < {REPLAY_ERROR:g}"
         )
 
-    def _begin_anew(self):
+    def _reset(self):
         """The first weights and an optimizer without a step, in the same memory."""
         state = self.state()
-        first = [p.detach() for p in build(self.bench).parameters()]
+        model = build(self.bench.config, device=self.bench.device)
+        first = [p.detach() for p in model.parameters()]
         torch._foreach_copy_(state[: len(first)], first)
         torch._foreach_zero_(state[len(first) :])
         if self.to_none:
-            self.opt.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
 
     def peak(self) -> int:
-        """Without what the checks and the slower way of zeroing have taken."""
+        """Without the memory of the checks and of the slower kind of zeroing."""
         return self.most
 
     def close(self):
@@ -278,12 +290,13 @@ class Captured(Peer):
 
 
 class Recording:
-    """launch() as a CUDA graph that stream captures: replay() takes the step, total is its loss.
+    """launch() as a CUDA graph that `stream` captures: replay() takes the step, total is its loss.
 
     stream None (on CPUs, for tests): replay() launches."""
 
     def __init__(self, launch, stream, pool):
-        self.launch, self.graph = launch, None
+        self.launch = launch
+        self.graph = None
         if stream is not None:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(
@@ -303,23 +316,27 @@ class Recording:
             self.graph.reset()
 
 
+# ---- gpuaccel -----------------------------------------------------------------------------------
+
+
 class Ours:
     """The step in gpuaccel: bf16 weights with fp32 masters, ga.AdamW."""
 
-    def __init__(self, rank, bench, way):
-        model = build(bench).bfloat16()
-        self.opt = AdamW(Arena(model), **SETTINGS, max_norm=1.0)
-        graph = way.replayed and bench.graph
+    def __init__(self, rank, bench, variant):
+        model = build(bench.config, torch.bfloat16, bench.device)
+        self.optimizer = AdamW(Arena(model), **SETTINGS, max_norm=1.0)
+        graph = variant.replayed and bench.graph
+        reduces = variant.options is not None
         self.step = TrainStep(
             model,
-            self.opt,
+            self.optimizer,
             micro_batches=max(bench.micro_batches),
-            accumulate=way.accumulate,
-            compile=way.compiled and bench.compile,
+            accumulate=variant.accumulate,
+            compile=variant.compiled and bench.compile,
             replay=Replay(policy="require") if graph else "eager",
-            distributed=None if way.how is None else Distributed(**way.how),
+            distributed=Distributed(**variant.options) if reduces else None,
         )
-        assert way.how is None or self.step.reducer is not None or dist.get_world_size() == 1
+        assert not reduces or self.step.reducer is not None or dist.get_world_size() == 1
 
     def run(self, batch, count: int):
         self.step.micro_batches = count
@@ -329,190 +346,197 @@ class Ours:
         return torch.cuda.max_memory_allocated()
 
     def hash(self) -> str:
-        return _hash(self.step)
+        return step_hash(self.step)
 
     def close(self):
         self.step.close(alone=True)
 
 
+# ---- a rank -------------------------------------------------------------------------------------
+
+
 class Rank:
-    """A rank's life: ways by name, each made, asked for times, and dropped."""
+    """One rank: variants by name, each made, asked for times, and dropped."""
 
     def __init__(self, rank, bench: Bench):
-        self.rank, self.bench, self.ranks, self.ways = rank, bench, dist.get_world_size(), {}
-        self.taken = {}
+        self.rank = rank
+        self.ranks = dist.get_world_size()
+        self.bench = bench
         self.cuda = bench.device == "cuda"
-        batch = random_batch(bench, rank)
+        self.variants = {}
+        # Steps that each variant has taken.
+        self.steps = {}
+        batch = rank_batch(bench, rank)
         self.batches = {
             count: tuple(t[: bench.rows * count] for t in batch) for count in bench.micro_batches
         }
 
     def meet(self):
-        """A first word to all: what NCCL does when it begins is over."""
+        """A first collective, which initializes NCCL."""
         one = torch.ones(1, device=self.bench.device)
         dist.all_reduce(one)
         return int(one)
 
-    def make(self, name, way: Way) -> dict:
-        """Takes a step with each number of micro-batches: what is compiled or captured is so afterwards. Memory in GiB, above what was there."""
-        before, began = self._fresh(), time.perf_counter()
-        make = Ours if way.make == "ours" else Captured if way.replayed else Peer
-        made = self.ways[name] = make(self.rank, self.bench, way)
-        self.taken[name], first = 0, None
-        for count in way.counts or self.bench.micro_batches:
-            self._take(name, count)
+    def make(self, name, variant: Variant) -> dict:
+        """Make a variant and take a step with each number of micro-batches, which compiles and
+        captures it. Memory is in GiB, above what was there."""
+        before, began = self._bytes_after_release(), time.perf_counter()
+        if variant.make == "ours":
+            make = Ours
+        else:
+            make = Captured if variant.replayed else Peer
+        made = self.variants[name] = make(self.rank, self.bench, variant)
+        self.steps[name], first_loss = 0, None
+        for count in variant.counts or self.bench.micro_batches:
+            self._step(name, count)
             self._finish()
-            first = float(made.loss) if first is None else first
+            first_loss = float(made.loss) if first_loss is None else first_loss
         moments = [
-            t for state in made.opt.state.values() for key, t in state.items() if key != "step"
+            t
+            for state in made.optimizer.state.values()
+            for key, t in state.items()
+            if key != "step"
         ]
-        found = {
+        result = {
             "seconds": time.perf_counter() - began,
-            "first_loss": first,
+            "first_loss": first_loss,
             "optimizer_GiB": sum(t.nbytes for t in moments) / 2**30,
         }
         if self.cuda:
-            found |= {
-                "peak_GiB": (made.peak() - before) / 2**30,
-                "held_GiB": (torch.cuda.memory_allocated() - before) / 2**30,
-                "reserved_GiB": torch.cuda.memory_reserved() / 2**30,
-            }
-            torch.cuda.empty_cache()  # other crews make theirs on the same GPU
+            result["peak_GiB"] = (made.peak() - before) / 2**30
+            result["held_GiB"] = (torch.cuda.memory_allocated() - before) / 2**30
+            result["reserved_GiB"] = torch.cuda.memory_reserved() / 2**30
+            # Other workers make their variants on the same GPU.
+            torch.cuda.empty_cache()
         if isinstance(made, Captured):
-            found |= {
-                "replay_apart": made.apart,
-                "gradients": "set to None" if made.to_none else "zeroed in place",
-            }
-        return found
+            result["replay_apart"] = made.replay_error
+            result["gradients"] = "set to None" if made.to_none else "zeroed in place"
+        return result
 
-    def _finish(self, seconds: float = SECONDS):
-        """Wait for the GPU. Stuck where it does not finish: nothing else ends a collective that hangs in a graph."""
+    def _finish(self, timeout: float = TIMEOUT):
+        """Wait for the GPU. Raises Stuck after `timeout` seconds.
+
+        Nothing else ends a collective that hangs in a graph."""
         if self.cuda:
-            event, until = torch.cuda.Event(), time.monotonic() + seconds
+            event, deadline = torch.cuda.Event(), time.monotonic() + timeout
             event.record()
             while not event.query():
-                if time.monotonic() > until:
-                    raise Stuck(f"the GPU has not finished a step for {seconds:g} s")
+                if time.monotonic() > deadline:
+                    raise Stuck(f"the GPU has not finished a step for {timeout:g} s")
                 time.sleep(1e-3)
 
-    def _fresh(self) -> int:
-        """Give back what nothing uses, forget the peak. Bytes that are allocated now."""
+    def _bytes_after_release(self) -> int:
+        """Give unused memory back and forget the peak. Returns the bytes allocated now."""
         if not self.cuda:
             return 0
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        reset_peaks()
         return torch.cuda.memory_allocated()
 
-    def _take(self, name, count):
-        self.ways[name].run(self.batches[count], count)
-        self.taken[name] += 1
+    def _step(self, name, count):
+        self.variants[name].run(self.batches[count], count)
+        self.steps[name] += 1
 
     def times(self, name, count: int, calls: int, alone: bool = False) -> "list[float]":
-        """Milliseconds of steps that are queued one behind the other. alone: on the first GPU, the others have a rest."""
+        """Milliseconds of steps that are queued back to back.
+
+        alone: on the first GPU, while the others rest"""
         if alone and self.rank:
             return []
-        return timed(lambda: self._take(name, count), calls, self.cuda)
+        return step_times(lambda: self._step(name, count), calls, self.cuda)
 
     def last(self, name) -> list:
-        """[hash of the weights' bits, last loss, steps taken]."""
-        made = self.ways[name]
-        return [made.hash(), float(made.loss), self.taken[name]]
+        """[hash of the weights' bits, last loss, number of steps]."""
+        made = self.variants[name]
+        return [made.hash(), float(made.loss), self.steps[name]]
 
     def drop(self, *names):
-        """Those of them that are there."""
-        for name in self.ways.keys() & set(names):
-            self.ways.pop(name).close()
-        self._fresh()
+        """Close these variants, as far as they are there."""
+        for name in self.variants.keys() & set(names):
+            self.variants.pop(name).close()
+        if self.cuda:
+            release()
 
     def clear(self):
-        self.drop(*self.ways)
+        self.drop(*self.variants)
 
     # ---- the network alone ----
 
     def bandwidth(self, sizes: dict, calls: int) -> dict:
-        """name -> operation -> milliseconds of each of some collectives of that many bytes, one behind the other.
+        """name -> operation -> milliseconds of each of `calls` collectives, queued back to back.
 
-        sizes: name -> (bytes, operations)."""
-        dtype, found = torch.float32, {}
-        big = torch.zeros(
-            max(size for size, _ in sizes.values()) // 4 // self.ranks * self.ranks,
-            dtype=dtype,
-            device=self.bench.device,
-        )
+        sizes: name -> (bytes, operations)"""
+        largest = max(size for size, _ in sizes.values()) // 4 // self.ranks * self.ranks
+        buffer = torch.zeros(largest, device=self.bench.device)
+        results = {}
         for name, (size, operations) in sizes.items():
-            t = big[: size // 4 // self.ranks * self.ranks]
+            t = buffer[: size // 4 // self.ranks * self.ranks]
             part = t[self.rank * len(t) // self.ranks : (self.rank + 1) * len(t) // self.ranks]
             runs = {
                 "all_reduce": lambda: dist.all_reduce(t),
                 "reduce_scatter": lambda: reduce_scatter(part, t),
                 "all_gather": lambda: all_gather(t, part if self.cuda else part.clone()),
             }
-            found[name] = {
-                operation: timed(runs[operation], calls, self.cuda) for operation in operations
+            results[name] = {
+                operation: step_times(runs[operation], calls, self.cuda) for operation in operations
             }
-        return found
+        return results
 
     # ---- bits ----
 
     def bits(self) -> dict:
-        """A few deterministic steps of a shallower model. How the ranks add -> how they launch -> [hash of the weights, losses]."""
-        found = {}
-        for name, how in (
+        """A few deterministic steps of a shallower model.
+
+        Returns how the ranks add -> how they launch -> [hash of the weights, losses]."""
+        results = {"one GPU": {"eager": self._trained(None, False)}}
+        for name, options in (
             ("all-reduce", {}),
             ("ordered", {"ordered": True}),
             ("sharded", {"sharded": True}),
-            ("one GPU", None),
         ):
-            found[name] = {
-                launch: self._trained(how, launch == "replayed")
-                for launch in (("eager", "replayed") if how is not None else ("eager",))
+            results[name] = {
+                "eager": self._trained(options, False),
+                "replayed": self._trained(options, True),
             }
-        return found
+        return results
 
-    def _trained(self, how, replayed) -> list:
-        """how None: this rank alone takes all micro-batches, in global order: number m of rank r is m * ranks + r."""
-        bench, micros, losses = self.bench, 2, []
-        config = dataclasses.replace(
-            bench.config, layers=min(bench.bits_layers, bench.config.layers)
-        )
-        model = build(bench, config).bfloat16()
-        opt = AdamW(Arena(model), **SETTINGS, max_norm=1.0)
+    def _trained(self, options, replayed: bool) -> list:
+        """options None: this rank alone takes all micro-batches, in global order: micro-batch m of
+        rank r is number m * ranks + r."""
+        bench, micro_batches, losses = self.bench, 2, []
+        layers = min(bench.bits_layers, bench.config.layers)
+        config = dataclasses.replace(bench.config, layers=layers)
+        model = build(config, torch.bfloat16, bench.device)
+        optimizer = AdamW(Arena(model), **SETTINGS, max_norm=1.0)
         graph = replayed and bench.graph
+        alone = options is None
         step = TrainStep(
             model,
-            opt,
-            micro_batches=micros * (1 if how is not None else self.ranks),
+            optimizer,
+            micro_batches=micro_batches * (self.ranks if alone else 1),
             replay=Replay(policy="require") if graph else "eager",
             deterministic=True,
-            distributed=None if how is None else Distributed(**how),
+            distributed=None if alone else Distributed(**options),
         )
-        for nth in range(bench.bits_steps):
-            tokens = torch.randint(
-                0,
-                config.vocab,
-                (micros, self.ranks, bench.rows, config.T + 1),
-                generator=torch.Generator().manual_seed(nth),
-            )
-            mine = (
-                (tokens[:, self.rank] if how is not None else tokens)
-                .reshape(-1, config.T + 1)
-                .to(bench.device)
-            )
-            losses.append(float(step((mine[:, :-1].contiguous(), mine[:, 1:].contiguous())).loss))
-        found = [_hash(step), losses]
+        for index in range(bench.bits_steps):
+            rows = micro_batches * self.ranks * bench.rows
+            batch = token_batch(config.vocab, rows, config.T, index, bench.device)
+            if not alone:
+                shape = (micro_batches, self.ranks, bench.rows, config.T)
+                batch = [t.view(shape)[:, self.rank].reshape(-1, config.T) for t in batch]
+            losses.append(float(step(tuple(batch)).loss))
+        result = [step_hash(step), losses]
         step.close(alone=True)
-        del step, opt, model
-        self._fresh()
-        return found
+        del step, optimizer, model
+        if self.cuda:
+            release()
+        return result
 
 
-def _hash(step: TrainStep) -> str:
-    """Of all weights' bits; with shares without the masters, of which each rank has its own."""
-    shared = step.reducer is not None and step.reducer.sharded
-    return _digest(weight_hashes(step.arena, masters=not shared))
+def step_hash(step: TrainStep) -> str:
+    """Of all weights' bits; sharded, each rank has its own masters, and they do not count."""
+    sharded = step.reducer is not None and step.reducer.sharded
+    return digest(weight_hashes(step.arena, masters=not sharded))
 
 
-def _digest(numbers: torch.Tensor) -> str:
+def digest(numbers: torch.Tensor) -> str:
     return hashlib.sha256(str(numbers.tolist()).encode()).hexdigest()[:16]

@@ -1,48 +1,51 @@
-"""The encoder's backward against torch: python benchmarks/encoder.py [part ...]   (needs a GPU, takes about two minutes)
+"""The encoder's backward against torch: python benchmarks/encoder.py [part ...]
 
-Parts: backward, grid, positions, segments, step. Without any: all of them, and the result is written.
+Needs a GPU and about two minutes. Parts: backward, grid, positions, segments, step. Without any,
+all of them are measured and the result is written.
 
-1. backward: 64 x 1024 tokens, 768 channels, bf16 gradients; tokens by Zipf's law (exponent 1, 50,257 of them, in a random order), uniform, real text
-   (windows of Python's standard library through our BPE) and one token everywhere. Ours with segments known and found in line, sums in fp32 and
-   bf16; torch's embedding_dense_backward (bf16, into a fresh table), index_add_ with atomics and in its deterministic form, sums and rows of one
-   dtype (rows are made fp32 beforehand); the ladder's first rungs (v1 adds dwpe too; v2 with buckets known, their making and copying by the host's
-   clock). Replayed from CUDA graphs and launched from Python; what cannot be captured is compared with what was launched too. Times are of one of
-   several calls in a row. Shares are of the rate of a device-to-device copy measured in the same run, on the bytes of the job: every row of dout
-   once, every row of the sums that has a token read and written (torch's table: all of it written).
-   Bits: elements that differ between 100 runs of ours (10 of them replays, 10 on another stream), and between 10 runs of the others.
-2. grid: 4 kinds of tokens, 4 widths, 3 lengths, 3 vocabularies: ours in line, atomic index_add_ (fp32) and embedding_dense_backward. The sums are
-   added to ones and compared with float64 (of large tables 64 channels; the error is divided by the sum of the absolute values), 3 runs of ours bit
-   by bit; rows without a token must stay as they were.
+1. backward: 64 x 1024 tokens, 768 channels, bf16 gradients. Tokens by Zipf's law (exponent 1,
+   50,257 of them, in a random order), uniform, real text (Python's standard library through our
+   BPE), and one token everywhere.
+   Ours: with segments known, and found as part of the time ("in line"); sums in fp32 and bf16.
+   torch: embedding_dense_backward (bf16, into a fresh table), and index_add_ with atomics and in
+   its deterministic form, sums and rows of one dtype (rows are made fp32 beforehand).
+   The first versions of our kernel: v1, which adds dwpe too, and v2 with buckets known; making and
+   copying the buckets is measured by the host's clock.
+   Replayed from CUDA graphs and launched from Python. What cannot be captured is compared with what
+   was launched, too. Times are of one of several calls in a row. Shares are of the rate of a
+   device-to-device copy in the same run, for the bytes of the job: every row of dout is read once,
+   every row of the sums that has a token is read and written (torch's table: all of it is written).
+   Bits: elements that differ between 100 runs of ours (10 of them replays, 10 on another stream),
+   and between 10 runs of the others.
+2. grid: 4 kinds of tokens, 4 widths, 3 lengths, 3 vocabularies: ours in line, atomic index_add_
+   (fp32) and embedding_dense_backward. The sums are added to ones and compared with float64 (64
+   channels of large tables; the error is divided by the sum of the absolute values). 3 runs of ours
+   are compared bit by bit. Rows without a token must stay as they were.
 3. positions: the gradient of wpe against torch's sum over the batch.
 4. segments: finding them, against torch.sort(stable=True).
-5. step: a whole step of GPT-2 124M, 16 x 1024 tokens by Zipf's law, bf16 autocast, mode `fused`, replayed, in turns: with torch's embeddings in the
-   encoder's place, with ours, and with ours and deterministic=True; then 200 deterministic steps twice, side by side, weights and losses compared.
-   Each variant has a process of its own.
+5. step: a whole step of GPT-2 124M, 16 x 1024 tokens by Zipf's law, bf16 autocast, mode `fused`,
+   replayed, in turns: with torch's embeddings in the encoder's place, with ours, and with ours and
+   deterministic=True. Then 200 deterministic steps are taken twice, side by side, and weights and
+   losses are compared. Each variant has a process of its own.
 """
 
 import argparse
 import functools
 import hashlib
-import json
 import math
 import statistics
-import time
 
-import common
 import torch
-from clip import copy_rate
-from timing import release, timed
+from common import DEVICE, Clock, plain, show_table, with_goal, write
+from timing import copy_rate, host_milliseconds, in_turns, queued, release, timed
 from torch import nn
-from workers import Workers, in_turns, queued
+from training import inputs_and_targets
+from workers import Workers
 
 from gpuaccel.backends import backend, deterministic
 from gpuaccel.graphs.capture import recorder_for
-from gpuaccel.ops.embedding_backward import (
-    encoder_backward,
-    launch_atomic,
-    launch_buckets,
-    reference_buckets,
-)
+from gpuaccel.learn.ladders import launch_atomic, launch_buckets, reference_buckets
+from gpuaccel.ops.embedding_backward import encoder_backward
 from gpuaccel.ops.token_sort import find_segments
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
@@ -51,91 +54,60 @@ from gpuaccel.training.data import Batches, make_dataset
 from gpuaccel.training.models import preset
 from gpuaccel.training.step import TrainStep
 
-SOURCES = [
-    "kernels_cu/common.cuh",
-    "kernels_cu/segments.cu",
-    "kernels_cu/encoder.cu",
-    "kernels_cu/accumulate.cu",
-    "kernels_cu/clip.cu",
-    "kernels_cu/adamw.cu",
-    "gpuaccel/files.py",
-    "gpuaccel/source.py",
-    "gpuaccel/compiler/nvrtc.py",
-    "gpuaccel/compiler/kernel.py",
-    "gpuaccel/backends.py",
-    "gpuaccel/optim/arena.py",
-    "gpuaccel/ops/accumulate.py",
-    "gpuaccel/optim/accumulate.py",
-    "gpuaccel/nn/fused_linear.py",
-    "gpuaccel/ops/token_sort.py",
-    "gpuaccel/ops/embedding_backward.py",
-    "gpuaccel/nn/embedding.py",
-    "gpuaccel/ops/clip.py",
-    "gpuaccel/optim/clip.py",
-    "gpuaccel/ops/adamw.py",
-    "gpuaccel/optim/adamw.py",
-    "gpuaccel/graphs/graphed_step.py",
-    "gpuaccel/graphs/capture.py",
-    "gpuaccel/training/step.py",
-    "gpuaccel/training/models.py",
-    "gpuaccel/training/data.py",
-    "benchmarks/encoder.py",
-    "benchmarks/timing.py",
-    "benchmarks/clip.py",
-    "benchmarks/workers.py",
-    "benchmarks/common.py",
-]
-DEVICE = "cuda"
-ZIPF, UNIFORM, TEXT, SAME = DISTRIBUTIONS = "Zipf", "uniform", "real text", "all the same"
-GOALS = {
-    ZIPF: (7, 4.5),
-    TEXT: (7, 4.5),
-    UNIFORM: (7, 4),
-    SAME: (9, 12),
-}  # segments known: times DENSE, times the best atomics
-IN_LINE_GOAL = 4  # times DENSE
+# ---- sizes and goals ----------------------------------------------------------------------------
+
 VOCAB, T, TEXT_BYTES = 50257, 1024, 8 << 20
-WIDTHS, COUNTS, VOCABS = (768, 1600, 4096, 770), (4096, 65536, 524288), (256, 50257, 128256)
-BUDGET, QUICK = 150.0, 0.0  # milliseconds of one measurement; of a case of the grid: 3 rounds
-WHOLE, CHANNELS = (
-    2**26,
-    64,
-)  # elements of dout or of the sums of which all channels are checked; otherwise so many channels
-ROUNDING = 1e-6  # what fp32 sums may be off, as a part of the sum of the absolute values
-KNOWN, KNOWN_LOW, IN_LINE, IN_LINE_LOW = (
-    "ours, segments known",
-    "ours, segments known, bf16 sums",
-    "ours, segments in line",
-    "ours, segments in line, bf16 sums",
-)
-DENSE, ATOMICS, ATOMICS_LOW = "embedding_dense_backward", "index_add_, fp32", "index_add_, bf16"
-EXACT, EXACT_LOW, V1, V2 = (
-    "index_add_ deterministic, fp32",
-    "index_add_ deterministic, bf16",
-    "encoder_backward_v1",
-    "encoder_backward_v2",
-)
-OURS, SUM, SUM_WIDE, SORT = (
-    "ours",
-    "add_(dout.sum(0))",
-    "add_(dout.sum(0, dtype=fp32))",
-    "torch.sort(stable=True)",
-)
-TORCH_STEP, OURS_STEP, EXACT_STEP = "torch's embeddings", "ours", "ours, deterministic"
+WIDTHS = (768, 1600, 4096, 770)
+COUNTS = (4096, 65536, 524288)
+VOCABS = (256, 50257, 128256)
+# Milliseconds of one measurement; of a case of the grid: 3 rounds.
+BUDGET, QUICK = 150.0, 0.0
+# Up to so many elements of dout or of the sums, all channels are checked; otherwise CHANNELS.
+ALL_CHANNELS = 2**26
+CHANNELS = 64
+# The largest error of fp32 sums, relative to the sum of the absolute values.
+ROUNDING = 1e-6
+# Steps that are taken twice; steps of a turn.
 STEPS, CALLS = 200, 5
 
+ZIPF, UNIFORM, TEXT, SAME = DISTRIBUTIONS = "Zipf", "uniform", "real text", "all the same"
+# With segments known: ratio against DENSE, ratio against the better atomics.
+GOALS = {ZIPF: (7, 4.5), TEXT: (7, 4.5), UNIFORM: (7, 4), SAME: (9, 12)}
+# In line: ratio against DENSE.
+IN_LINE_GOAL = 4
 
-# ---- tokens and gradients -------------------------------------------------------------------------------------------
+# ---- variants -----------------------------------------------------------------------------------
+
+KNOWN = "ours, segments known"
+KNOWN_BF16 = "ours, segments known, bf16 sums"
+IN_LINE = "ours, segments in line"
+IN_LINE_BF16 = "ours, segments in line, bf16 sums"
+DENSE = "embedding_dense_backward"
+ATOMICS = "index_add_, fp32"
+ATOMICS_BF16 = "index_add_, bf16"
+EXACT = "index_add_ deterministic, fp32"
+EXACT_BF16 = "index_add_ deterministic, bf16"
+V1 = "encoder_backward_v1"
+V2 = "encoder_backward_v2"
+OURS = "ours"
+SUM = "add_(dout.sum(0))"
+SUM_FP32 = "add_(dout.sum(0, dtype=fp32))"
+SORT = "torch.sort(stable=True)"
+TORCH_STEP = "torch's embeddings"
+OURS_STEP = "ours"
+EXACT_STEP = "ours, deterministic"
+
+
+# ---- tokens and gradients -----------------------------------------------------------------------
 
 
 def zipf(count: int, vocab: int, generator) -> torch.Tensor:
-    """(count,) tokens: the k-th of a random order of the vocabulary comes with a probability proportional to 1 / k."""
-    share = (1 / torch.arange(1, vocab + 1, dtype=torch.float64, device=DEVICE)).cumsum(0)
-    at = torch.searchsorted(
-        share,
-        torch.rand(count, dtype=torch.float64, device=DEVICE, generator=generator) * share[-1],
-    )
-    return torch.randperm(vocab, device=DEVICE, generator=generator)[at.clamp(max=vocab - 1)]
+    """(count,) tokens: the k-th of a random order of the vocabulary has a share of about 1 / k."""
+    ranks = torch.arange(1, vocab + 1, dtype=torch.float64, device=DEVICE)
+    shares = (1 / ranks).cumsum(0)
+    uniform = torch.rand(count, dtype=torch.float64, device=DEVICE, generator=generator)
+    index = torch.searchsorted(shares, uniform * shares[-1]).clamp(max=vocab - 1)
+    return torch.randperm(vocab, device=DEVICE, generator=generator)[index]
 
 
 @functools.cache
@@ -145,285 +117,274 @@ def dataset(tokenizer: str):
 
 @functools.cache
 def tokens_of(distribution: str, count: int, vocab: int) -> torch.Tensor:
-    """(rows, up to 1024) int64. Real text: bytes where the vocabulary has no room for our BPE."""
+    """(rows, up to 1024) int64. Real text: bytes where the vocabulary is too small for our BPE."""
     generator, length = torch.Generator(DEVICE).manual_seed(1), min(T, count)
     if distribution == TEXT:
         text = dataset("bpe" if vocab >= VOCAB else "byte")
         return next(Batches(text.train, count // length, length, seed=1))[0].to(DEVICE)
-    tokens = {
-        ZIPF: lambda: zipf(count, vocab, generator),
-        UNIFORM: lambda: torch.randint(0, vocab, (count,), device=DEVICE, generator=generator),
-        SAME: lambda: torch.full((count,), vocab // 3, device=DEVICE),
-    }[distribution]()
+    if distribution == ZIPF:
+        tokens = zipf(count, vocab, generator)
+    elif distribution == UNIFORM:
+        tokens = torch.randint(0, vocab, (count,), device=DEVICE, generator=generator)
+    else:
+        tokens = torch.full((count,), vocab // 3, device=DEVICE)
     return tokens.view(-1, length)
 
 
-def gradients(count: int, C: int) -> torch.Tensor:
-    """(count, C) bf16."""
-    return torch.randn(
-        count,
-        C,
-        device=DEVICE,
-        dtype=torch.bfloat16,
-        generator=torch.Generator(DEVICE).manual_seed(2),
-    )
+def random_dout(count: int, C: int) -> torch.Tensor:
+    """(count, C) bf16 gradients."""
+    generator = torch.Generator(DEVICE).manual_seed(2)
+    return torch.randn(count, C, device=DEVICE, dtype=torch.bfloat16, generator=generator)
 
 
-# ---- how it is timed ------------------------------------------------------------------------------------------------
+def ratio(times: dict, peer: str, variant: str) -> "float | None":
+    """The peer's time as a multiple of the variant's.
+
+    Both replayed, or both launched where one of them cannot be captured."""
+    for kind in times.values():
+        if peer in kind and variant in kind:
+            return kind[peer] / kind[variant]
+    return None
 
 
-def times(found: dict, peer: str, way: str) -> "float | None":
-    """How many times the peer's time is the way's: both replayed, or both launched where one of them cannot be captured."""
-    for kind in found.values():
-        if peer in kind and way in kind:
-            return kind[peer] / kind[way]
+# ---- 1: one size, every variant -----------------------------------------------------------------
 
 
-# ---- 1: one size, every way -----------------------------------------------------------------------------------------
-
-
-def ways(tokens, dout, vocab) -> dict:
-    """name -> (run, the sums that it adds into; None: it returns them, bytes that must move)."""
+def variants_of(tokens, dout, vocab) -> dict:
+    """name -> (run, the sums that it adds into or None where it returns them, bytes to move)."""
     ids, (n, C) = tokens.view(-1), dout.shape
-    shaped, wide, used = dout.view(*tokens.shape, C), dout.float(), ids.unique().numel()
-    sums, low = (
-        torch.zeros(vocab, C, device=DEVICE, dtype=dtype)
-        for dtype in (torch.float32, torch.bfloat16)
-    )
-    dwpe, found = torch.zeros(tokens.shape[1], C, device=DEVICE), find_segments(tokens, vocab)
+    shaped, dout_fp32 = dout.view(*tokens.shape, C), dout.float()
+    used = ids.unique().numel()
+    sums = torch.zeros(vocab, C, device=DEVICE)
+    sums_bf16 = torch.zeros(vocab, C, device=DEVICE, dtype=torch.bfloat16)
+    dwpe = torch.zeros(tokens.shape[1], C, device=DEVICE)
+    found = find_segments(tokens, vocab)
     buckets, items = (t.to(DEVICE) for t in reference_buckets(tokens, C, 8))
 
-    def exactly(to, rows):
+    def deterministic_add(target, rows):
         with deterministic():
-            to.index_add_(0, ids, rows)
+            target.index_add_(0, ids, rows)
 
-    rows, rows_low, dense = C * (2 * n + 8 * used), C * (2 * n + 4 * used), C * (2 * n + 2 * vocab)
+    def dense():
+        return torch.ops.aten.embedding_dense_backward(shaped, tokens, vocab, -1, False)
+
+    bytes_fp32, bytes_bf16 = C * (2 * n + 8 * used), C * (2 * n + 4 * used)
+    bytes_wide, bytes_dense = bytes_fp32 + 2 * n * C, C * (2 * n + 2 * vocab)
+    backward = functools.partial(encoder_backward, dwpe=None, dout=shaped, tokens=tokens)
     return {
-        KNOWN: (lambda: encoder_backward(sums, None, shaped, tokens, segments=found), sums, rows),
-        KNOWN_LOW: (
-            lambda: encoder_backward(low, None, shaped, tokens, segments=found),
-            low,
-            rows_low,
+        KNOWN: (lambda: backward(sums, segments=found), sums, bytes_fp32),
+        KNOWN_BF16: (lambda: backward(sums_bf16, segments=found), sums_bf16, bytes_bf16),
+        IN_LINE: (lambda: backward(sums), sums, bytes_fp32),
+        IN_LINE_BF16: (lambda: backward(sums_bf16), sums_bf16, bytes_bf16),
+        DENSE: (dense, None, bytes_dense),
+        ATOMICS: (lambda: sums.index_add_(0, ids, dout_fp32), sums, bytes_wide),
+        ATOMICS_BF16: (lambda: sums_bf16.index_add_(0, ids, dout), sums_bf16, bytes_bf16),
+        EXACT: (lambda: deterministic_add(sums, dout_fp32), sums, bytes_wide),
+        EXACT_BF16: (lambda: deterministic_add(sums_bf16, dout), sums_bf16, bytes_bf16),
+        V1: (
+            lambda: launch_atomic(sums, dwpe, shaped, tokens),
+            sums,
+            bytes_fp32 + 8 * dwpe.numel(),
         ),
-        IN_LINE: (lambda: encoder_backward(sums, None, shaped, tokens), sums, rows),
-        IN_LINE_LOW: (lambda: encoder_backward(low, None, shaped, tokens), low, rows_low),
-        DENSE: (
-            lambda: torch.ops.aten.embedding_dense_backward(shaped, tokens, vocab, -1, False),
-            None,
-            dense,
-        ),
-        ATOMICS: (lambda: sums.index_add_(0, ids, wide), sums, rows + 2 * n * C),
-        ATOMICS_LOW: (lambda: low.index_add_(0, ids, dout), low, rows_low),
-        EXACT: (lambda: exactly(sums, wide), sums, rows + 2 * n * C),
-        EXACT_LOW: (lambda: exactly(low, dout), low, rows_low),
-        V1: (lambda: launch_atomic(sums, dwpe, shaped, tokens), sums, rows + 8 * dwpe.numel()),
-        V2: (lambda: launch_buckets(sums, dout, buckets, items), sums, rows),
+        V2: (lambda: launch_buckets(sums, dout, buckets, items), sums, bytes_fp32),
     }
 
 
 def differing(runs, sums) -> int:
-    """How many elements do not have the same bits after each of these runs, all of which begin with zeros. sums: None: a run returns its own."""
+    """How many elements do not have the same bits after each of these runs.
+
+    sums: set to zero before each run; None: a run returns its own"""
     first = unequal = None
     for run in runs:
         if sums is not None:
             sums.zero_()
         result = run()
         result = result if sums is None else sums
-        got = result.view(torch.int16 if result.dtype == torch.bfloat16 else torch.int32)
+        bits = result.view(torch.int16 if result.dtype == torch.bfloat16 else torch.int32)
         if first is None:
-            first, unequal = got.clone(), torch.zeros_like(got, dtype=torch.bool)
-        unequal |= got != first
+            first, unequal = bits.clone(), torch.zeros_like(bits, dtype=torch.bool)
+        unequal |= bits != first
     return int(unequal.sum())
 
 
-def bits(found: dict, runs: int = 100, others: int = 10) -> dict:
-    """name -> {"runs", "differ"} of each way."""
+def compare_bits(variants: dict, runs: int = 100, runs_of_others: int = 10) -> dict:
+    """name -> {"runs", "differ"} of each variant."""
     rows = {}
-    for name, (run, sums, _) in found.items():
-        if name in (IN_LINE, IN_LINE_LOW):
-            recorder = recorder_for(DEVICE, backend().name)
-            recording, _ = recorder.record(run)
-            many = (
-                [run] * (runs - 20)
-                + [recording.replay] * 10
-                + [lambda run=run: recorder.run(run)] * 10
-            )
-            rows[name] = {"runs": len(many), "differ": differing(many, sums)}
-            recording.close()
-        else:
-            rows[name] = {"runs": others, "differ": differing([run] * others, sums)}
+    for name, (run, sums, _) in variants.items():
+        if name not in (IN_LINE, IN_LINE_BF16):
+            count = runs_of_others
+            rows[name] = {"runs": count, "differ": differing([run] * count, sums)}
+            continue
+        recorder = recorder_for(DEVICE, backend().name)
+        recording, _ = recorder.record(run)
+        on_other_stream = functools.partial(recorder.run, run)
+        several = [run] * (runs - 20) + [recording.replay] * 10 + [on_other_stream] * 10
+        rows[name] = {"runs": len(several), "differ": differing(several, sums)}
+        recording.close()
     return rows
 
 
 def buckets_ms(tokens, C: int) -> float:
-    """Milliseconds by the host's clock of making buckets on the CPU and copying both ways; the median of 5."""
-    taken = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
+    """Milliseconds by the host's clock of making buckets on the CPU and copying; median of 5."""
+
+    def run():
         for t in reference_buckets(tokens, C, 8):
             t.to(DEVICE)
         torch.cuda.synchronize()
-        taken.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(taken)
+
+    torch.cuda.synchronize()
+    return statistics.median(host_milliseconds(run) for _ in range(5))
 
 
 def backward(count: int = 64 * T, C: int = 768, copied: int = 2**27) -> dict:
+    rate = copy_rate(copied)
     results = {
         "tokens": count,
         "C": C,
         "vocab": VOCAB,
         "bpe": dataset("bpe").vocab_size,
-        "copy_GB_per_s": copy_rate(copied),
+        "copy_GB_per_s": rate,
     }
     release()
     for distribution in DISTRIBUTIONS:
-        tokens, dout = tokens_of(distribution, count, VOCAB), gradients(count, C)
-        all_ways, counts = ways(tokens, dout, VOCAB), torch.bincount(tokens.view(-1))
-        found, refused = timed(
-            {name: run for name, (run, *_) in all_ways.items()}, launched=True, budget=BUDGET
-        )
-        same, rows = bits(all_ways), {}
-        atomics = ATOMICS if times(found, ATOMICS, ATOMICS_LOW) < 1 else ATOMICS_LOW
-        for name, (_, _, size) in all_ways.items():
-            ms = {kind: some[name] for kind, some in found.items() if name in some}
+        tokens, dout = tokens_of(distribution, count, VOCAB), random_dout(count, C)
+        counts = torch.bincount(tokens.view(-1))
+        variants = variants_of(tokens, dout, VOCAB)
+        runs = {name: run for name, (run, *_) in variants.items()}
+        times, refused = timed(runs, launched=True, budget=BUDGET)
+        bits, rows = compare_bits(variants), {}
+        atomics = ATOMICS if ratio(times, ATOMICS, ATOMICS_BF16) < 1 else ATOMICS_BF16
+        for name, (_, _, moved) in variants.items():
+            ms = {kind: values[name] for kind, values in times.items() if name in values}
+            launched = times["launched"]
             rows[name] = {
                 "ms": ms,
-                "of_copy_rate": {
-                    kind: size / t / 1e6 / results["copy_GB_per_s"] for kind, t in ms.items()
-                },
+                "of_copy_rate": {kind: moved / t / 1e6 / rate for kind, t in ms.items()},
                 "cannot_be_captured": refused.get(name),
-                "times_dense": times(found, DENSE, name),
-                "times_atomics": times(found, atomics, name),
+                "times_dense": ratio(times, DENSE, name),
+                "times_atomics": ratio(times, atomics, name),
                 "times_launched": {
-                    peer: found["launched"][peer] / ms["launched"] for peer in (DENSE, atomics)
+                    peer: launched[peer] / launched[name] for peer in (DENSE, atomics)
                 },
-                **same[name],
+                **bits[name],
             }
-        dense, best = GOALS[distribution]
+        dense_goal, atomics_goal = GOALS[distribution]
         results[distribution] = {
             "distinct": int((counts > 0).sum()),
             "most": int(counts.max()),
             "best_atomics": atomics,
-            "ways": rows,
-            "goals": {"dense": dense, "atomics": best, "in_line": IN_LINE_GOAL},
+            "variants": rows,
+            "goals": {"dense": dense_goal, "atomics": atomics_goal, "in_line": IN_LINE_GOAL},
             "buckets_ms": buckets_ms(tokens, C),
         }
-        del all_ways
+        del variants, runs
         release()
     return results
 
 
-# ---- 2: every size, three ways --------------------------------------------------------------------------------------
+# ---- 2: every size, three variants --------------------------------------------------------------
 
 
 def in_float64(ids, dout, vocab, columns) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Sums of some channels, and of their absolute values, (vocab, channels) float64 each."""
+    """Sums of some channels, and sums of their absolute values, (vocab, channels) float64 each."""
     rows = dout[:, columns].double()
-    return tuple(
-        torch.zeros(vocab, len(columns), dtype=torch.float64, device=DEVICE).index_add_(
-            0, ids, part
-        )
-        for part in (rows, rows.abs())
-    )
+    zeros = torch.zeros(vocab, len(columns), dtype=torch.float64, device=DEVICE)
+    return zeros.clone().index_add_(0, ids, rows), zeros.index_add_(0, ids, rows.abs())
 
 
-def case(tokens, dout, wide, vocab) -> dict:
-    """Errors, bits and times of one case. wide: dout in fp32."""
+def case(tokens, dout, dout_fp32, vocab) -> dict:
+    """Errors, bits and times of one case."""
     ids, (n, C) = tokens.view(-1), dout.shape
     shaped, sums = dout.view(*tokens.shape, C), torch.empty(vocab, C, device=DEVICE)
-    columns = (
-        torch.arange(C, device=DEVICE)
-        if max(n, vocab) * C <= WHOLE
-        else torch.linspace(0, C - 1, CHANNELS, device=DEVICE).long()
-    )
-    exact, size = in_float64(ids, dout, vocab, columns)
+    if max(n, vocab) * C <= ALL_CHANNELS:
+        columns = torch.arange(C, device=DEVICE)
+    else:
+        columns = torch.linspace(0, C - 1, CHANNELS, device=DEVICE).long()
+    exact, absolute = in_float64(ids, dout, vocab, columns)
     used = torch.zeros(vocab, dtype=torch.bool, device=DEVICE).index_fill_(0, ids, True)
     runs = {
         IN_LINE: lambda: encoder_backward(sums, None, shaped, tokens),
-        ATOMICS: lambda: sums.index_add_(0, ids, wide),
+        ATOMICS: lambda: sums.index_add_(0, ids, dout_fp32),
         DENSE: lambda: torch.ops.aten.embedding_dense_backward(shaped, tokens, vocab, -1, False),
     }
     error, first, differ = {}, None, 0
     for name in (ATOMICS, IN_LINE, IN_LINE, IN_LINE):
         sums.fill_(1)
         runs[name]()
-        error[name] = float(((sums[:, columns].double() - 1 - exact).abs() / (size + 1)).max())
+        difference = (sums[:, columns].double() - 1 - exact).abs()
+        error[name] = float((difference / (absolute + 1)).max())
         if name == IN_LINE:
-            first = sums.view(torch.int32).clone() if first is None else first
-            differ += int((sums.view(torch.int32) != first).sum())
+            bits = sums.view(torch.int32)
+            first = bits.clone() if first is None else first
+            differ += int((bits != first).sum())
     stray = int((sums != 1)[~used].sum())
-    del exact, size, first
-    found, refused = timed(runs, budget=QUICK)
-    return {
+    del exact, absolute, first
+    times, refused = timed(runs, budget=QUICK)
+    result = {
         "distinct": int(used.sum()),
         "channels_checked": len(columns),
         "error": error,
         "differ": differ,
         "stray": stray,
-        "ms": found,
-        "times_atomics": times(found, ATOMICS, IN_LINE),
-        "times_dense": times(found, DENSE, IN_LINE),
-        **({"cannot_be_captured": refused} if refused else {}),
+        "ms": times,
+        "times_atomics": ratio(times, ATOMICS, IN_LINE),
+        "times_dense": ratio(times, DENSE, IN_LINE),
     }
+    if refused:
+        result["cannot_be_captured"] = refused
+    return result
+
+
+def is_right(result: dict) -> bool:
+    """Sums within rounding, the same bits in each run, nothing in rows without a token."""
+    return result["error"][IN_LINE] < ROUNDING and result["differ"] == 0 and result["stray"] == 0
 
 
 def grid(widths=WIDTHS, counts=COUNTS, vocabs=VOCABS) -> list:
-    cases, wrong, began = [], [], time.perf_counter()
+    cases, clock = [], Clock()
     for count in counts:
         for C in widths:
-            dout = gradients(count, C)
-            wide = dout.float()
+            dout = random_dout(count, C)
+            dout_fp32 = dout.float()
             for vocab in vocabs:
                 for distribution in DISTRIBUTIONS:
-                    found = {
-                        "distribution": distribution,
-                        "C": C,
-                        "tokens": count,
-                        "vocab": vocab,
-                        **case(tokens_of(distribution, count, vocab), dout, wide, vocab),
-                    }
-                    cases.append(found)
-                    if not (
-                        found["error"][IN_LINE] < ROUNDING
-                        and found["differ"] == found["stray"] == 0
-                    ):
-                        wrong.append(found)
-            del dout, wide
+                    tokens = tokens_of(distribution, count, vocab)
+                    result = case(tokens, dout, dout_fp32, vocab)
+                    facts = {"distribution": distribution, "C": C, "tokens": count, "vocab": vocab}
+                    cases.append({**facts, **result})
+            del dout, dout_fp32
             release()
-            print(f"{time.perf_counter() - began:5.1f} s: {count:,} tokens, C = {C}", flush=True)
-    assert not wrong, f"{len(wrong)} of {len(cases)} cases have wrong sums: {wrong[:5]}"
+            clock.say(f"{count:,} tokens, C = {C}")
+    failed = [result for result in cases if not is_right(result)]
+    assert not failed, f"{len(failed)} of {len(cases)} cases have wrong sums: {failed[:5]}"
     return cases
 
 
-# ---- 3, 4: positions, segments --------------------------------------------------------------------------------------
+# ---- 3, 4: positions, segments ------------------------------------------------------------------
 
 
 def positions(B: int = 64, length: int = T, widths=(768, 1600), copied: int = 2**27) -> dict:
     results, rate = {"B": B, "T": length}, copy_rate(copied)
     for C in widths:
-        tokens, dout = (
-            tokens_of(ZIPF, B * length, VOCAB).view(B, length),
-            gradients(B * length, C).view(B, length, C),
-        )
+        tokens = tokens_of(ZIPF, B * length, VOCAB).view(B, length)
+        dout = random_dout(B * length, C).view(B, length, C)
         dwpe = torch.zeros(length, C, device=DEVICE)
         runs = {
             OURS: lambda: encoder_backward(None, dwpe, dout, tokens),
             SUM: lambda: dwpe.add_(dout.sum(0)),
-            SUM_WIDE: lambda: dwpe.add_(dout.sum(0, dtype=torch.float32)),
+            SUM_FP32: lambda: dwpe.add_(dout.sum(0, dtype=torch.float32)),
         }
-        found, refused = timed(runs, launched=True, budget=BUDGET)
-        results[str(C)] = {
-            name: {
-                "ms": {kind: some[name] for kind, some in found.items() if name in some},
+        times, refused = timed(runs, launched=True, budget=BUDGET)
+        moved = length * C * (2 * B + 8)
+        results[str(C)] = {}
+        for name in runs:
+            replayed = times["replayed"].get(name)
+            results[str(C)][name] = {
+                "ms": {kind: values[name] for kind, values in times.items() if name in values},
                 "cannot_be_captured": refused.get(name),
-                "of_copy_rate": length * C * (2 * B + 8) / found["replayed"][name] / 1e6 / rate
-                if name not in refused
-                else None,
-                "times_torch": times(found, SUM, name),
+                "of_copy_rate": moved / replayed / 1e6 / rate if replayed else None,
+                "times_torch": ratio(times, SUM, name),
             }
-            for name in runs
-        }
     return results
 
 
@@ -432,83 +393,80 @@ def segments(counts=COUNTS, vocabs=VOCABS) -> list:
     for vocab in vocabs:
         for count in counts:
             tokens = tokens_of(ZIPF, count, vocab)
-            found, refused = timed(
-                {
-                    OURS: lambda: find_segments(tokens, vocab),
-                    SORT: lambda: tokens.view(-1).sort(stable=True),
-                },
-                launched=True,
-                budget=BUDGET,
-            )
+            runs = {
+                OURS: lambda: find_segments(tokens, vocab),
+                SORT: lambda: tokens.view(-1).sort(stable=True),
+            }
+            times, refused = timed(runs, launched=True, budget=BUDGET)
             rows.append(
                 {
                     "tokens": count,
                     "vocab": vocab,
-                    "ms": found,
-                    "times_torch": times(found, SORT, OURS),
+                    "ms": times,
+                    "times_torch": ratio(times, SORT, OURS),
                     "cannot_be_captured": refused,
                 }
             )
     return rows
 
 
-# ---- 5: whole steps -------------------------------------------------------------------------------------------------
+# ---- 5: whole steps -----------------------------------------------------------------------------
 
 
 class TorchEmbedding(nn.Embedding):
-    """Mode `fused` leaves a subclass alone: forward and backward are torch's, and the gradient comes to the arena as any other."""
+    """torch's forward and backward: mode `fused` does not replace those of a subclass."""
 
 
 class TorchEncoder(nn.Module):
-    """The same with two embeddings of torch, with the weights of one of ours."""
+    """Two embeddings of torch with the weights of one of our encoders."""
 
     def __init__(self, ours):
         super().__init__()
-        self.wte, self.wpe = (
-            TorchEmbedding(*part.weight.shape, device="meta") for part in (ours.wte, ours.wpe)
-        )
-        self.wte.weight, self.wpe.weight = (
-            ours.wte.weight,
-            ours.wpe.weight,
-        )  # the very tensors: the head is tied to one
+        self.wte = TorchEmbedding(*ours.wte.weight.shape, device="meta")
+        self.wpe = TorchEmbedding(*ours.wpe.weight.shape, device="meta")
+        # The same Parameter: the head is tied to wte.
+        self.wte.weight = ours.wte.weight
+        self.wpe.weight = ours.wpe.weight
 
     def forward(self, tokens):
         return self.wte(tokens) + self.wpe(torch.arange(tokens.shape[-1], device=tokens.device))
 
 
-def batch_of(config, rows: int, seed: int):
-    tokens = zipf(
-        rows * (config.T + 1), config.vocab, torch.Generator(DEVICE).manual_seed(seed)
-    ).view(rows, -1)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+def zipf_batch(config, rows: int, seed: int) -> tuple:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    tokens = zipf(rows * (config.T + 1), config.vocab, generator)
+    return inputs_and_targets(tokens.view(rows, -1))
 
 
-def training(config, way: str) -> TrainStep:
+def train_step(config, variant: str) -> TrainStep:
     torch.manual_seed(0)
     with torch.device(DEVICE):
         model = config.build()
-    if way == TORCH_STEP:
+    if variant == TORCH_STEP:
         model.encoder = TorchEncoder(model.encoder)
-    opt = AdamW(Arena(model), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, max_norm=1.0)
+    optimizer = AdamW(Arena(model), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, max_norm=1.0)
     return TrainStep(
         model,
-        opt,
+        optimizer,
         accumulate="fused",
         autocast=torch.bfloat16,
         replay=Replay(policy="require"),
-        deterministic=way == EXACT_STEP,
+        deterministic=variant == EXACT_STEP,
     )
 
 
 class Step:
-    """One variant. It is made when it is asked for: others need the memory before."""
+    """One variant. It is made in alone(): other workers need the memory before."""
 
-    def __init__(self, config, rows: int, way: str):
-        self.config, self.rows, self.way = config, rows, way
+    def __init__(self, config, rows: int, variant: str):
+        self.config = config
+        self.rows = rows
+        self.variant = variant
 
     def alone(self) -> dict:
-        """Captures; the first loss."""
-        self.step, self.batch = training(self.config, self.way), batch_of(self.config, self.rows, 0)
+        """Capture; returns the first loss."""
+        self.step = train_step(self.config, self.variant)
+        self.batch = zipf_batch(self.config, self.rows, 0)
         self.run()
         return {"first_loss": float(self.out.loss)}
 
@@ -526,141 +484,145 @@ class Trained:
     """Deterministic steps, each with a batch of its own."""
 
     def __init__(self, config, rows: int, steps: int):
-        step = training(config, EXACT_STEP)
-        losses = torch.stack([step(batch_of(config, rows, i)).loss for i in range(steps)])
-        whole = hashlib.sha256(step.arena.weights.cpu().numpy()).hexdigest()
-        self.found = {
-            "weights": step.arena.weights.numel(),
-            "sha256": whole,
+        step = train_step(config, EXACT_STEP)
+        losses = torch.stack([step(zipf_batch(config, rows, i)).loss for i in range(steps)])
+        weights = step.arena.weights
+        self.trained = {
+            "weights": weights.numel(),
+            "sha256": hashlib.sha256(weights.cpu().numpy()).hexdigest(),
             "losses": losses.tolist(),
             "skipped": int(step.opt.skipped),
         }
 
     def result(self) -> dict:
-        return self.found
+        return self.trained
 
 
 def step(config=None, rows: int = 16, steps: int = STEPS, here: bool = False) -> dict:
-    config, names, pair = (
-        config or preset("gpt2-124m"),
-        (TORCH_STEP, OURS_STEP, EXACT_STEP),
-        ("one", "two"),
-    )
-    variants = {name: (Step, config, rows, name) for name in names} | {
-        name: (Trained, config, rows, steps) for name in pair
-    }
+    config = config or preset("gpt2-124m")
+    names, pair = (TORCH_STEP, OURS_STEP, EXACT_STEP), ("first run", "second run")
+    variants = {name: (Step, config, rows, name) for name in names}
+    variants |= {name: (Trained, config, rows, steps) for name in pair}
     release()
     with Workers(variants, here) as workers:
         workers.ready()
-        one, two = (workers.ask(name, "result") for name in pair)
+        first, second = (workers.ask(name, "result") for name in pair)
         workers.close(*pair)
-        found = {name: workers.ask(name, "alone") for name in names}
-        taken = in_turns(
-            {name: lambda name=name: workers.ask(name, "times", CALLS) for name in names}
-        )
-        for name, ms in taken.items():
-            found[name] |= {
+        results = {name: workers.ask(name, "alone") for name in names}
+        times = in_turns(workers.timers(names, CALLS))
+        for name, ms in times.items():
+            results[name] |= {
                 "ms": ms,
                 "tokens_per_s": rows * config.T / ms * 1e3,
-                "times_torch": taken[TORCH_STEP] / ms,
+                "times_torch": times[TORCH_STEP] / ms,
                 **workers.ask(name, "end"),
             }
-    firsts, lasts = ([row[key] for row in found.values()] for key in ("first_loss", "last_loss"))
-    assert max(firsts) - min(firsts) < 0.01 and all(map(math.isfinite, lasts)), (
-        f"first losses {firsts}, last ones {lasts}"
+    first_losses = [row["first_loss"] for row in results.values()]
+    last_losses = [row["last_loss"] for row in results.values()]
+    difference = max(first_losses) - min(first_losses)
+    assert difference < 0.01 and all(map(math.isfinite, last_losses)), (
+        f"first losses {first_losses}, last losses {last_losses}; "
+        "expected first ones within 0.01 and finite last ones"
     )
-    assert not any(row["skipped"] for row in (one, two, *found.values())), "a step was skipped"
+    skipped = [row["skipped"] for row in (first, second, *results.values())]
+    assert not any(skipped), f"skipped steps: {skipped}, expected none"
     return {
         "rows": rows,
         "T": config.T,
-        "ways": found,
+        "variants": results,
         "twice": {
             "steps": steps,
-            "weights": one["weights"],
-            "weights_equal": one["sha256"] == two["sha256"],
-            "losses_equal": one["losses"] == two["losses"],
-            "sha256": [one["sha256"], two["sha256"]],
-            "first_and_last_loss": [one["losses"][0], one["losses"][-1]],
+            "weights": first["weights"],
+            "weights_equal": first["sha256"] == second["sha256"],
+            "losses_equal": first["losses"] == second["losses"],
+            "sha256": [first["sha256"], second["sha256"]],
+            "first_and_last_loss": [first["losses"][0], first["losses"][-1]],
         },
     }
 
 
-# ---- printed --------------------------------------------------------------------------------------------------------
+# ---- tables -------------------------------------------------------------------------------------
 
 
-def goal(value, least) -> str:
-    return "" if value is None else f"{value:.2f} ({least:g}{'' if value >= least else ': missed'})"
+def number(value: "float | None", form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def show_refused(cannot_be_captured: dict, where: str = ""):
+    for name, reason in cannot_be_captured.items():
+        if reason:
+            print(f"{name}{where}: {reason}")
 
 
 def show_backward(r):
+    head = (
+        "",
+        "replayed ms",
+        "launched ms",
+        "of copy rate",
+        "x dense (goal)",
+        "x atomics (goal)",
+        "both, launched",
+        "differ / runs",
+    )
     for distribution in DISTRIBUTIONS:
         d, rows = r[distribution], []
-        for name, m in d["ways"].items():
-            known, line = name in (KNOWN, KNOWN_LOW), name in (IN_LINE, IN_LINE_LOW)
-            dense, atomics = m["times_dense"], m["times_atomics"]
+        goals = d["goals"]
+        for name, m in d["variants"].items():
+            dense, atomics = number(m["times_dense"], ".2f"), number(m["times_atomics"], ".2f")
+            if name in (KNOWN, KNOWN_BF16):
+                dense = with_goal(m["times_dense"], goals["dense"])
+                atomics = with_goal(m["times_atomics"], goals["atomics"])
+            elif name in (IN_LINE, IN_LINE_BF16):
+                dense = with_goal(m["times_dense"], goals["in_line"])
             rows.append(
                 (
                     name,
-                    *(f"{m['ms'].get(kind, math.nan):.4f}" for kind in ("replayed", "launched")),
-                    f"{m['of_copy_rate'].get('replayed', math.nan):.0%}",
-                    goal(dense, d["goals"]["dense"] if known else d["goals"]["in_line"])
-                    if known or line
-                    else f"{dense or math.nan:.2f}",
-                    goal(atomics, d["goals"]["atomics"]) if known else f"{atomics or math.nan:.2f}",
+                    *(number(m["ms"].get(kind), ".4f") for kind in ("replayed", "launched")),
+                    number(m["of_copy_rate"].get("replayed"), ".0%"),
+                    dense,
+                    atomics,
                     " ".join(f"{x:.2f}" for x in m["times_launched"].values()),
                     f"{m['differ']:,} / {m['runs']}",
                 )
             )
-        print(
-            f"\n{distribution}: {d['distinct']:,} of {r['tokens']:,} tokens are different, the most frequent comes {d['most']:,} times; atomics: "
-            f"{d['best_atomics']}; buckets {d['buckets_ms']:.2f} ms by the host's clock\n"
-            + common.table(
-                rows,
-                (
-                    "",
-                    "replayed ms",
-                    "launched ms",
-                    "of copy rate",
-                    "x dense (goal)",
-                    "x atomics (goal)",
-                    "both, launched",
-                    "differ / runs",
-                ),
-            )
+        show_table(
+            f"{distribution}: {d['distinct']:,} of {r['tokens']:,} tokens are different, the most "
+            f"frequent has {d['most']:,}; atomics: {d['best_atomics']}; "
+            f"buckets {d['buckets_ms']:.2f} ms by the host's clock",
+            rows,
+            head,
         )
-        for name, m in d["ways"].items():
-            if m["cannot_be_captured"]:
-                print(f"{name}: {m['cannot_be_captured']}")
+        refused = {name: m["cannot_be_captured"] for name, m in d["variants"].items()}
+        show_refused(refused)
     print(f"copy rate {r['copy_GB_per_s']:,.0f} GB/s, BPE of {r['bpe']:,} tokens")
 
 
 def show_grid(cases):
+    by_size = {}
+    for c in cases:
+        by_size.setdefault((c["tokens"], c["C"], c["vocab"]), []).append(c)
     rows = []
-    for count in sorted({c["tokens"] for c in cases}):
-        for C in dict.fromkeys(c["C"] for c in cases):
-            for vocab in sorted({c["vocab"] for c in cases}):
-                some = [c for c in cases if (c["tokens"], c["C"], c["vocab"]) == (count, C, vocab)]
-                rows.append(
-                    (
-                        f"{count:,} x {C}, V = {vocab:,}",
-                        *(f"{c['times_atomics']:.2f} {c['times_dense']:.2f}" for c in some),
-                        " ".join(
-                            f"{c['ms'].get('replayed', {}).get(IN_LINE, math.nan):.4f}"
-                            for c in some
-                        ),
-                        f"{max(c['error'][IN_LINE] for c in some):.1e}",
-                        f"{max(c['error'][ATOMICS] for c in some):.1e}",
-                    )
-                )
-    print(
-        "\nin line: x atomics, x dense\n"
-        + common.table(rows, ("", *DISTRIBUTIONS, "ms", "error", "of atomics"))
-    )
-    above = [c for c in cases if c["tokens"] > min(c["tokens"] for c in cases)]
+    for (count, C, vocab), some in sorted(by_size.items()):
+        ms = [c["ms"].get("replayed", {}).get(IN_LINE) for c in some]
+        rows.append(
+            (
+                f"{count:,} x {C}, V = {vocab:,}",
+                *(f"{c['times_atomics']:.2f} {c['times_dense']:.2f}" for c in some),
+                " ".join(number(value, ".4f") for value in ms),
+                f"{max(c['error'][IN_LINE] for c in some):.1e}",
+                f"{max(c['error'][ATOMICS] for c in some):.1e}",
+            )
+        )
+    head = ("", *DISTRIBUTIONS, "ms", "error", "of atomics")
+    show_table("in line: x atomics, x dense", rows, head)
+    fewest = min(c["tokens"] for c in cases)
+    more = [c for c in cases if c["tokens"] > fewest]
     for key in ("times_atomics", "times_dense"):
-        c = min(above, key=lambda c: c[key])
+        c = min(more, key=lambda c: c[key])
         print(
-            f"least {key} but for the fewest tokens: {goal(c[key], 1)}: {c['distribution']}, {c['tokens']:,} x {c['C']}, V = {c['vocab']:,}"
+            f"least {key} but for the fewest tokens: {with_goal(c[key], 1)}: "
+            f"{c['distribution']}, {c['tokens']:,} x {c['C']}, V = {c['vocab']:,}"
         )
 
 
@@ -668,19 +630,15 @@ def show_positions(r):
     rows = [
         (
             f"C = {C}: {name}",
-            m["ms"].get("replayed", math.nan),
-            m["ms"].get("launched", math.nan),
-            f"{m['of_copy_rate'] or math.nan:.0%}",
+            *(number(m["ms"].get(kind), ".3f") for kind in ("replayed", "launched")),
+            number(m["of_copy_rate"], ".0%"),
             m["times_torch"],
         )
-        for C, some in r.items()
-        if isinstance(some, dict)
-        for name, m in some.items()
+        for C, variants in r.items()
+        if isinstance(variants, dict)
+        for name, m in variants.items()
     ]
-    print(
-        "\npositions\n"
-        + common.table(rows, ("", "replayed ms", "launched ms", "of copy rate", "x torch"))
-    )
+    show_table("positions", rows, ("", "replayed ms", "launched ms", "of copy rate", "x torch"))
 
 
 def show_segments(r):
@@ -688,7 +646,7 @@ def show_segments(r):
         (
             f"{m['tokens']:,} tokens, V = {m['vocab']:,}",
             *(
-                f"{m['ms'].get(kind, {}).get(name, math.nan):.4f}"
+                number(m["ms"].get(kind, {}).get(name), ".4f")
                 for kind in ("replayed", "launched")
                 for name in (OURS, SORT)
             ),
@@ -696,15 +654,10 @@ def show_segments(r):
         )
         for m in r
     ]
-    print(
-        "\nsegments\n"
-        + common.table(
-            rows, ("", "ours ms", "torch.sort ms", "launched", "launched", "x torch.sort")
-        )
-    )
+    head = ("", "ours ms", "torch.sort ms", "launched", "launched", "x torch.sort")
+    show_table("segments", rows, head)
     for m in r:
-        for name, why in m["cannot_be_captured"].items():
-            print(f"{name}, {m['tokens']:,}, {m['vocab']:,}: {why}")
+        show_refused(m["cannot_be_captured"], f", {m['tokens']:,}, {m['vocab']:,}")
 
 
 def show_step(r):
@@ -717,17 +670,18 @@ def show_step(r):
             m["first_loss"],
             m["last_loss"],
         )
-        for name, m in r["ways"].items()
+        for name, m in r["variants"].items()
     ]
+    head = ("encoder", "ms", "tokens/s", "x torch", "first loss", "last loss")
+    show_table(f"GPT-2 124M, {r['rows']} x {r['T']}", rows, head)
+    twice = r["twice"]
     print(
-        f"\nGPT-2 124M, {r['rows']} x {r['T']}\n"
-        + common.table(rows, ("encoder", "ms", "tokens/s", "x torch", "first loss", "last loss"))
-    )
-    print(
-        f"after {r['twice']['steps']} steps twice: weights equal {r['twice']['weights_equal']}, losses equal {r['twice']['losses_equal']}; "
-        f"loss {r['twice']['first_and_last_loss']}"
+        f"after {twice['steps']} steps twice: weights equal {twice['weights_equal']}, "
+        f"losses equal {twice['losses_equal']}; loss {twice['first_and_last_loss']}"
     )
 
+
+# ---- the script ---------------------------------------------------------------------------------
 
 PARTS = {
     "backward": (backward, show_backward),
@@ -739,27 +693,26 @@ PARTS = {
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description="The encoder's backward against torch; see this file's first lines."
-    )
+    parser = argparse.ArgumentParser(description="The encoder's backward against torch.")
     parser.add_argument(
         "parts",
         nargs="*",
         metavar="part",
-        help=f"some of: {', '.join(PARTS)}; nothing is written then",
+        help=f"some of: {', '.join(PARTS)}; then nothing is written",
     )
-    chosen, results, began = parser.parse_args().parts, {}, time.perf_counter()
+    chosen = parser.parse_args().parts
     unknown = set(chosen) - PARTS.keys()
     if unknown:
         parser.error(f"no part {', '.join(sorted(unknown))}; expected some of {', '.join(PARTS)}")
+    results, clock = {}, Clock()
     for name, (measure, show) in PARTS.items():
         if not chosen or name in chosen:
-            results[name] = json.loads(json.dumps(measure()))
+            results[name] = plain(measure())
             show(results[name])
-            print(f"{time.perf_counter() - began:5.1f} s: {name} is done", flush=True)
+            clock.say(f"{name} is done")
             release()
     if not chosen:
-        print("\nwritten:", common.write("encoder", SOURCES, results).name)
+        write("encoder", results)
 
 
 if __name__ == "__main__":

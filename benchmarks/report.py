@@ -1,7 +1,9 @@
 """Write the generated tables of docs/benchmarks.md and README.md from benchmarks/results/*.json.
 
 python benchmarks/report.py            # after a new measurement
-python benchmarks/report.py --check    # says whether the pages show the results; changes nothing
+python benchmarks/report.py --check    # fails where the pages show other results; changes nothing
+
+Both name the results that are stale, and what has changed since they were measured.
 
 A generated part stands between two markers, <!-- name: made by benchmarks/report.py --> and
 <!-- /name -->. A table that has no result keeps its text.
@@ -13,6 +15,7 @@ import sys
 import textwrap
 
 import common
+from fingerprints import staleness
 
 PAGES = (common.ROOT / "README.md", common.ROOT / "docs" / "benchmarks.md")
 
@@ -249,7 +252,7 @@ def encoder_table() -> str:
     kinds = {name: d for name, d in r["backward"].items() if isinstance(d, dict)}
     rows = []
     for name, d in kinds.items():
-        variants, goals, atomics = d["ways"], d["goals"], d["best_atomics"]
+        variants, goals, atomics = d["variants"], d["goals"], d["best_atomics"]
         known, inline = variants["ours, segments known"], variants["ours, segments in line"]
         share = known["of_copy_rate"].get("replayed", known["of_copy_rate"]["launched"])
         ratios = [
@@ -292,7 +295,7 @@ def encoder_table() -> str:
             "replayed from a CUDA graph. *Segments known*: the tokens are grouped already; *in",
             "line*: grouping them is part of the time. The percentage is of the copy rate, for",
             "the bytes that must move: the gradient read once, and those rows of the sums that",
-            "have a token read and written. PeerToPeer: `embedding_dense_backward`, which fills a",
+            "have a token read and written. torch: `embedding_dense_backward`, which fills a",
             "fresh bf16 table (*dense*); `index_add_` with atomics, fp32 or bf16, whichever is",
             "faster (*atomics*); and its deterministic form.",
         ),
@@ -318,7 +321,7 @@ def encoder_low(kinds) -> str:
     names = ("ours, segments known, bf16 sums", "embedding_dense_backward", "index_add_, bf16")
     rows = []
     for name, d in kinds.items():
-        ours, dense, atomics = (d["ways"][variant]["ms"]["replayed"] for variant in names)
+        ours, dense, atomics = (d["variants"][variant]["ms"]["replayed"] for variant in names)
         rows.append(
             (
                 name,
@@ -336,10 +339,10 @@ def encoder_rungs(kinds) -> str:
     """What differs between runs, and the first versions of the kernel."""
     atomics = "index_add_, fp32"
     ours = ("ours, segments in line", "ours, segments in line, bf16 sums")
-    first = next(iter(kinds.values()))["ways"]
+    first = next(iter(kinds.values()))["variants"]
     rows = []
     for name, d in kinds.items():
-        variants = d["ways"]
+        variants = d["variants"]
         differ = sum(variants[variant]["differ"] for variant in ours)
         rows.append(
             (
@@ -430,7 +433,7 @@ def encoder_positions(r) -> str:
 def encoder_step(step) -> str:
     """A whole step of GPT-2."""
     rows = []
-    for name, m in step["ways"].items():
+    for name, m in step["variants"].items():
         ratio = f"{m['times_torch']:.3f}x"
         rows.append(
             (
@@ -534,9 +537,9 @@ def attention_table(r) -> str:
     return section(
         paragraph(
             "`PolyAttention`, forward and backward: T = 2,048, 16 heads of 64, bf16, on tensor",
-            "cores. PeerToPeer: the same in torch, with T x T matrices in bf16, eager and compiled;",
-            "and our plain kernels (v1). Memory is the peak of ours, torch's, and torch's",
-            "compiled.",
+            "cores. Compared with the same in torch, with T x T matrices in bf16, eager and",
+            "compiled, and with our plain kernels (v1). Memory is the peak of ours, torch's, and",
+            "torch's compiled.",
         ),
         markdown(
             ("", "time", "against eager torch", "against compiled", "against v1", "memory"), rows
@@ -577,7 +580,7 @@ def layers_table(r) -> str:
     return section(
         paragraph(
             "Layers of `poly-7m` (forward and backward) and whole training steps, T = 512. Ours:",
-            "bf16, replayed. PeerToPeer: the same model in torch's operations on the CPU",
+            "bf16, replayed. torch: the same model in torch's operations on the CPU",
             f"({r['cores']} cores of {r['cpu']}, fp32) and on the same GPU. Steps in eager mode",
             "and compiled steps are launched from Python, unless the cell says replayed.",
         ),
@@ -592,7 +595,6 @@ def layers_table(r) -> str:
 
 def ddp_table() -> str:
     results = {n: result for n in ("2", "4", "8") if (result := load(f"ddp_{n}gpus"))}
-    captured = any("fastest_torch" in result["results"][n] for n, result in results.items())
     parts = []
     for n, result in results.items():
         r = result["results"][n]
@@ -615,14 +617,12 @@ def ddp_table() -> str:
         paragraph(
             "torch: DDP with `no_sync`, bf16 autocast over fp32 weights",
             "(`benchmarks/ddp_ranks.py`).",
-            "*Captured*: compiled, the whole step with DDP in one CUDA graph. The model is one compiled"
-            if captured
-            else "",
-            "graph, or split at DDP's buckets (*DDPOptimizer*)." if captured else "",
+            "*Captured*: compiled, the whole step with DDP in one CUDA graph. The model is one",
+            "compiled graph, or split at DDP's buckets (*DDPOptimizer*).",
             "Ours: eager steps in mode `arena`; replayed steps compiled and in mode `fused`.",
             "*Sharded* is ZeRO-1; *ordered* adds every micro-batch in global order",
             "([several-gpus.md](several-gpus.md)).",
-            "The last number of ours is the rate against torch's fastest DDP." if captured else "",
+            "The last number of ours is the rate against torch's fastest DDP.",
         ),
         *parts,
     )
@@ -631,11 +631,11 @@ def ddp_table() -> str:
 def ddp_rows(r, n: int) -> str:
     """Every variant, on one GPU and on n."""
     goals = {"4": {2: 0.97, 4: 0.95}.get(n), "1": {2: 0.9}.get(n)}
-    counts = list(dict.fromkeys(count for measured in r["families"].values() for count in measured))
+    counts = list(dict.fromkeys(count for measured in r["groups"].values() for count in measured))
     rows = []
-    for family, measured in r["families"].items():
+    for group, measured in r["groups"].items():
         names = dict.fromkeys(name for some in measured.values() for name in some)
-        memory = r.get("memory", {}).get(family, {})
+        memory = r.get("memory", {}).get(group, {})
         for name in names:
             if name == "each for itself":
                 continue
@@ -665,7 +665,7 @@ def ddp_rows(r, n: int) -> str:
                 share = kept["optimizer_GiB"] * n / memory["one GPU"]["optimizer_GiB"]
                 optimizer = against_goal(optimizer, f"1/{n} and 1% at most", share <= 1.01)
             peak = f"{kept['peak_GiB']:.1f} GiB" if "peak_GiB" in kept else ""
-            rows.append((f"{family}: {name}", *cells, peak, optimizer))
+            rows.append((f"{group}: {name}", *cells, peak, optimizer))
     heads = (f"{count} micro-batch{'es' * (count != '1')}" for count in counts)
     return markdown(("", *heads, "peak memory", "optimizer's state"), rows)
 
@@ -673,16 +673,16 @@ def ddp_rows(r, n: int) -> str:
 def fastest_ddp(r, count: str) -> "tuple[str, dict] | None":
     """(name, measurement) of the fastest torch variant on several GPUs, or None."""
     peers = {
-        f"{family}: {name}": m
-        for family, measured in r["families"].items()
+        f"{group}: {name}": m
+        for group, measured in r["groups"].items()
         for name, m in measured.get(count, {}).items()
-        if family.startswith("torch") and name not in ("one GPU", "each for itself")
+        if group.startswith("torch") and name not in ("one GPU", "each for itself")
     }
     return min(peers.items(), key=lambda item: item[1]["ms"]) if peers else None
 
 
 def ddp_ours(r, count: str) -> "dict | None":
-    return r["families"].get("ours, replayed", {}).get(count, {}).get("all-reduce")
+    return r["groups"].get("ours, replayed", {}).get(count, {}).get("all-reduce")
 
 
 def ddp_peer(r, n: int) -> str:
@@ -698,8 +698,8 @@ def ddp_peer(r, n: int) -> str:
             )
             if "captured" not in name:
                 sentences.append(
-                    "That DDP is launched from Python, which limits it here; DDP captured in a CUDA "
-                    "graph, a stronger peer, was not measured in this run."
+                    "That DDP is launched from Python, which limits it here; DDP captured in a "
+                    "CUDA graph, a stronger peer, was not measured in this run."
                 )
     return paragraph(*sentences)
 
@@ -709,7 +709,7 @@ def ddp_bits(r) -> str:
     rows = []
     if "bits" in r:
         b = r["bits"]
-        for name, checks in b["ways"].items():
+        for name, checks in b["variants"].items():
             for what, equal in checks.items():
                 rows.append(
                     (
@@ -718,11 +718,11 @@ def ddp_bits(r) -> str:
                         against_goal(yes_or_no(equal), "yes", equal),
                     )
                 )
-    for family, some in r.get("equal_on_all_ranks", {}).items():
+    for group, some in r.get("equal_on_all_ranks", {}).items():
         for name, m in some.items():
             rows.append(
                 (
-                    f"{family}, {name}, {m['steps']} steps",
+                    f"{group}, {name}, {m['steps']} steps",
                     "equal on all ranks",
                     against_goal(yes_or_no(m["equal"]), "yes", m["equal"]),
                 )
@@ -1000,7 +1000,7 @@ TABLES = {
 TITLES = {
     "step": "One training step",
     "graphs": "CUDA graphs",
-    "train": "Ways to accumulate",
+    "train": "Accumulation modes",
     "ddp": "Several GPUs",
     "dispatch": "Fused layers",
     "encoder": "Embedding gradient",
@@ -1012,7 +1012,7 @@ TITLES = {
 
 def missed_in(text: str) -> "list[tuple[str, str]]":
     """(what, value and goal) of every goal that a section says was missed."""
-    found, head, part = [], None, ""
+    missed, head, part = [], None, ""
     for line in text.split("\n"):
         if not line.startswith("|"):
             head = None
@@ -1026,9 +1026,9 @@ def missed_in(text: str) -> "list[tuple[str, str]]":
         for title, cell in zip(head, cells):
             if ": missed)" in cell:
                 what = part + cells[0].replace("`", "")
-                found.append((f"{what}; {title}" if title else what, cell))
+                missed.append((f"{what}; {title}" if title else what, cell))
     sentences = (" ".join(block.split()) for block in text.split("\n\n") if block[:1] != "|")
-    return found + [("", words) for words in sentences if ": missed)" in words]
+    return missed + [("", words) for words in sentences if ": missed)" in words]
 
 
 def missed_table() -> str:
@@ -1051,7 +1051,7 @@ def ratios_table() -> str:
     clip = r["clip"]["float32"]["over"]["ga.clip_grad_norm_"]["replayed"]
     add = r["accumulate"]["addition"]["float32"]["accumulate_v3, one launch"]
     tail = r["tail"]["float32"]["replayed"]["ours"]
-    zipf = r["encoder"]["backward"]["Zipf"]["ways"]["ours, segments in line"]
+    zipf = r["encoder"]["backward"]["Zipf"]["variants"]["ours, segments in line"]
     few = min(c["times_atomics"] for c in r["encoder"]["grid"] if c["tokens"] == 4096)
     attention = r["dispatch"]["attention"]["batch 4"]["core"]["times"]["torch.compile"]
     steps = {T: r["step"][T]["ours"]["times_torch"] for T in ("1024", "256")}
@@ -1107,25 +1107,35 @@ PARTS = {**TABLES, "missed": missed_table, "ratios": ratios_table}
 def filled(text: str) -> str:
     """A page with its generated parts made anew; a table without a result stays as it is."""
     for name, make in PARTS.items():
-        found = re.search(
+        part = re.search(
             rf"(<!-- {name}: made by benchmarks/report.py -->\n).*?(<!-- /{name} -->)",
             text,
             re.DOTALL,
         )
-        if found and (name not in TABLES or load(name)):
-            text = f"{text[: found.end(1)]}{make()}\n{text[found.start(2) :]}"
+        if part and (name not in TABLES or load(name)):
+            text = f"{text[: part.end(1)]}{make()}\n{text[part.start(2) :]}"
     return text
 
 
-if __name__ == "__main__":
+def print_stale_results():
+    """Name the results that are older than what they measured."""
+    for path in sorted(common.RESULTS.glob("*.json")):
+        stale = staleness(json.loads(path.read_text()))
+        if stale:
+            print(f"{path.name} was {stale}")
+
+
+def main():
     pages = {path: path.read_text() for path in PAGES}
     changed = {path: new for path, old in pages.items() if (new := filled(old)) != old}
-    if "--check" in sys.argv:
+    print_stale_results()
+    if "--check" not in sys.argv:
+        for path, text in changed.items():
+            path.write_text(text)
+    elif changed:
         names = ", ".join(path.name for path in changed)
-        sys.exit(
-            f"{names} do not show benchmarks/results: run python benchmarks/report.py"
-            if changed
-            else 0
-        )
-    for path, text in changed.items():
-        path.write_text(text)
+        sys.exit(f"{names} do not show benchmarks/results: run python benchmarks/report.py")
+
+
+if __name__ == "__main__":
+    main()

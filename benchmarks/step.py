@@ -1,155 +1,101 @@
-"""A whole optimizer step against the best that torch alone can do: python benchmarks/step.py   (needs a GPU, takes about a minute and a half)
+"""A whole optimizer step against the best that torch alone can do: python benchmarks/step.py
 
-llama-350m, batch 4, 4 micro-batches, T = 1024 and T = 256, AdamW with decay of matrices, clipped at 1.0. The peer is written out below: fp32
-weights, bf16 autocast, model and loss compiled, foreach clip, fused AdamW with a learning rate on the device, all of it in one CUDA graph; its
-gradients zeroed in place or set to None, whichever is faster. Ours: bf16 weights with fp32 masters in an arena, ga.AdamW, mode `fused`, compiled,
-TrainStep(replay="graph"); the same with deterministic=True. The batch is copied in and the loss handed out in each step of both.
+Needs a GPU and about a minute and a half.
 
-Each variant has a process of its own: all compile side by side, then each is captured alone, which gives its peak of allocated memory from warm-up to
-replay, then those of one T take turns. Times are those of steps that are queued one behind the other, as in a training loop.
+llama-350m, batch 4, 4 micro-batches, T = 1024 and T = 256, AdamW with decay of matrices, clipped at
+1.0.
+
+torch: fp32 weights, bf16 autocast, model and loss compiled, foreach clip, fused AdamW with a
+learning rate on the device, all of it in one CUDA graph; its gradients zeroed in place or set to
+None, whichever is faster.
+Ours: bf16 weights with fp32 masters in an arena, ga.AdamW, mode `fused`, compiled,
+TrainStep(replay="graph"); the same with deterministic=True.
+Both copy the batch in and hand the loss out in each step.
+
+Each variant has a process of its own. All compile side by side. Then each is captured alone, which
+gives its peak of allocated memory from warm-up to replay. Then those of one T are measured in
+turns. Times are those of steps that are queued back to back, as in a training loop.
 """
 
-import gc
 import math
 import time
 
-import common
 import torch
 import torch.nn.functional as F
-from workers import Workers, in_turns, queued
+from common import DEVICE, Clock, show_table, write
+from timing import captured, in_turns, queued, reset_peaks
+from training import SETTINGS, build, captured_adamw, token_batch
+from workers import Workers
 
-from gpuaccel.measure.meter import peak_flops
+from gpuaccel.measure import peak_flops
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training import Replay
-from gpuaccel.training.models import Transformer, flops_per_token, preset
+from gpuaccel.training.models import flops_per_token, preset
 from gpuaccel.training.step import TrainStep
 
-SOURCES = [
-    "kernels_cu/common.cuh",
-    "kernels_cu/accumulate.cu",
-    "kernels_cu/clip.cu",
-    "kernels_cu/adamw.cu",
-    "kernels_cu/segments.cu",
-    "kernels_cu/encoder.cu",
-    "gpuaccel/files.py",
-    "gpuaccel/source.py",
-    "gpuaccel/compiler/nvrtc.py",
-    "gpuaccel/compiler/kernel.py",
-    "gpuaccel/backends.py",
-    "gpuaccel/optim/arena.py",
-    "gpuaccel/ops/accumulate.py",
-    "gpuaccel/optim/accumulate.py",
-    "gpuaccel/nn/fused_linear.py",
-    "gpuaccel/ops/token_sort.py",
-    "gpuaccel/ops/embedding_backward.py",
-    "gpuaccel/nn/embedding.py",
-    "gpuaccel/ops/clip.py",
-    "gpuaccel/optim/clip.py",
-    "gpuaccel/ops/adamw.py",
-    "gpuaccel/optim/adamw.py",
-    "gpuaccel/graphs/graphed_step.py",
-    "gpuaccel/graphs/capture.py",
-    "gpuaccel/training/step.py",
-    "gpuaccel/training/models.py",
-    "gpuaccel/measure/meter.py",
-    "benchmarks/step.py",
-    "benchmarks/workers.py",
-    "benchmarks/common.py",
-]
-DEVICE, CAPTURABLE = "cuda", {"capturable": True}
-B, MICRO_BATCHES, LENGTHS, CALLS = 4, 4, (1024, 256), 4
-PEER, OURS, EXACT = "torch", "ours", "ours, deterministic"
-SETTINGS = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+# Sequences of a micro-batch; micro-batches of a step.
+B = 4
+MICRO_BATCHES = 4
+LENGTHS = (1024, 256)
+# Steps of a turn.
+CALLS = 4
+PEER, OURS, EXACT = VARIANTS = "torch", "ours", "ours, deterministic"
+# How far first losses may be apart: fp32 weights, and bf16 copies of them.
+SAME_LOSS = 0.05
 
 
-def data(config, T: int):
-    tokens = torch.randint(
-        0,
-        config.vocab,
-        (B * MICRO_BATCHES, T + 1),
-        device=DEVICE,
-        generator=torch.Generator(DEVICE).manual_seed(1),
-    )
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+def batch_of(config, T: int) -> tuple:
+    return token_batch(config.vocab, B * MICRO_BATCHES, T)
 
 
-def captured(run):
-    """The replay of a CUDA graph of run()."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
+def measured_alone(run, began: float) -> dict:
+    """Peaks of memory, seconds since capturing began, and the median time of three steps."""
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        run()
-    return graph.replay
-
-
-def peaks() -> dict:
+    seconds = time.perf_counter() - began
+    times = sorted(queued(run, 3))
     return {
         "peak_GiB": torch.cuda.max_memory_allocated() / 2**30,
         "reserved_GiB": torch.cuda.max_memory_reserved() / 2**30,
+        "capture_s": seconds,
+        "ms_alone": times[1],
     }
-
-
-def fresh_peaks():
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
 
 
 class Peer:
     """The whole step in torch."""
 
     def __init__(self, config, T: int):
-        torch.manual_seed(0)
-        with torch.device(DEVICE):
-            model = Transformer(config)
+        model = build(config)
         self.parameters = list(model.parameters())
-        groups = [
-            {"params": [p for p in self.parameters if p.dim() >= 2]},
-            {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        self.opt = torch.optim.AdamW(
-            groups,
-            **{**SETTINGS, "lr": torch.tensor(SETTINGS["lr"], device=DEVICE)},
-            fused=True,
-            **CAPTURABLE,
-        )
-        self.batch = data(config, T)
-        self.inputs, self.targets = (t.clone() for t in self.batch)  # what the graph reads
+        self.optimizer = captured_adamw(self.parameters)
+        self.batch = batch_of(config, T)
+        # What the graph reads.
+        self.inputs, self.targets = (t.clone() for t in self.batch)
+        self.loss = torch.zeros((), device=DEVICE)
 
         def loss_fn(inputs, targets):
             with torch.autocast(DEVICE, torch.bfloat16):
-                return (
-                    F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()) / MICRO_BATCHES
-                )
+                loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+                return loss / MICRO_BATCHES
 
-        self.loss_fn, self.loss = (
-            torch.compile(loss_fn, dynamic=False),
-            torch.zeros((), device=DEVICE),
-        )
+        self.loss_fn = torch.compile(loss_fn, dynamic=False)
         self.step(to_none=False)
-        self.first = float(self.loss)
+        self.first_loss = float(self.loss)
 
     def step(self, to_none: bool):
         if to_none:
-            self.opt.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
         self.loss.zero_()
-        for inputs, targets in zip(
-            self.inputs.chunk(MICRO_BATCHES), self.targets.chunk(MICRO_BATCHES)
-        ):
+        micro_batches = self.inputs.chunk(MICRO_BATCHES), self.targets.chunk(MICRO_BATCHES)
+        for inputs, targets in zip(*micro_batches):
             loss = self.loss_fn(inputs, targets)
             loss.backward()
             self.loss += loss.detach()
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
-        self.opt.step()
+        self.optimizer.step()
         if not to_none:
-            self.opt.zero_grad(set_to_none=False)
+            self.optimizer.zero_grad(set_to_none=False)
 
     def run(self):
         torch._foreach_copy_([self.inputs, self.targets], self.batch)
@@ -157,31 +103,30 @@ class Peer:
         self.out = self.loss.clone()
 
     def alone(self) -> dict:
-        """Captured in both ways, one at a time; the faster one stays."""
-        ways = {"zeroed in place": False, "set to None": True}
-        found = {name: self._capture(to_none) for name, to_none in ways.items()}
-        best = min(found, key=lambda name: found[name]["ms_alone"])
-        if best != list(ways)[-1]:
-            self._capture(ways[best])
+        """Capture with both ways of zeroing gradients, one at a time; keep the faster one."""
+        zeroing = {"zeroed in place": False, "set to None": True}
+        results = {name: self._capture(to_none) for name, to_none in zeroing.items()}
+        best = min(results, key=lambda name: results[name]["ms_alone"])
+        if best != list(zeroing)[-1]:
+            self._capture(zeroing[best])
         return {
-            **found[best],
+            **results[best],
             "gradients": best,
-            "ways_ms": {name: r["ms_alone"] for name, r in found.items()},
-            "first_loss": self.first,
+            "variants_ms": {name: r["ms_alone"] for name, r in results.items()},
+            "first_loss": self.first_loss,
         }
 
-    def _capture(self, to_none) -> dict:
-        self.replay = None  # an earlier graph goes
-        self.opt.zero_grad(set_to_none=True)
-        fresh_peaks()
+    def _capture(self, to_none: bool) -> dict:
+        # Frees the graph before.
+        self.replay = None
+        self.optimizer.zero_grad(set_to_none=True)
+        reset_peaks()
         began = time.perf_counter()
         if not to_none:
             for p in self.parameters:
                 p.grad = torch.zeros_like(p)
         self.replay = captured(lambda: self.step(to_none))
-        torch.cuda.synchronize()
-        seconds, times = time.perf_counter() - began, sorted(queued(self.run, 3))
-        return {**peaks(), "capture_s": seconds, "ms_alone": times[1]}
+        return measured_alone(self.run, began)
 
     def times(self, calls: int) -> "list[float]":
         return queued(self.run, calls)
@@ -194,98 +139,93 @@ class Ours:
     """The whole step in gpuaccel."""
 
     def __init__(self, config, T: int, deterministic: bool):
-        torch.manual_seed(0)
-        with torch.device(DEVICE):
-            model = Transformer(config).bfloat16()
-        self.opt = AdamW(Arena(model), **SETTINGS, max_norm=1.0)
+        model = build(config, torch.bfloat16)
+        self.optimizer = AdamW(Arena(model), **SETTINGS, max_norm=1.0)
         self.step = TrainStep(
             model,
-            self.opt,
+            self.optimizer,
             micro_batches=MICRO_BATCHES,
             accumulate="fused",
             compile=True,
             replay=Replay(policy="require"),
             deterministic=deterministic,
         )
-        self.batch, self.taken = data(config, T), 0
-        self.run()  # compiles, and takes a step
-        self.first = float(self.out.loss)
+        self.batch = batch_of(config, T)
+        self.steps = 0
+        # Compiles, and takes a step.
+        self.run()
+        self.first_loss = float(self.out.loss)
 
     def run(self):
         self.out = self.step(self.batch)
-        self.taken += 1
+        self.steps += 1
 
     def alone(self) -> dict:
         self.step.reset()
-        fresh_peaks()
+        reset_peaks()
         began = time.perf_counter()
-        self.run()  # warms up, captures, replays
-        torch.cuda.synchronize()
-        seconds, times = time.perf_counter() - began, sorted(queued(self.run, 3))
-        return {**peaks(), "capture_s": seconds, "ms_alone": times[1], "first_loss": self.first}
+        # Warms up, captures, replays.
+        self.run()
+        return {**measured_alone(self.run, began), "first_loss": self.first_loss}
 
     def times(self, calls: int) -> "list[float]":
         return queued(self.run, calls)
 
     def end(self) -> dict:
-        taken, skipped = (
-            float(self.opt.state[self.step.arena.masters[0]]["step"]),
-            int(self.opt.skipped),
-        )
-        assert taken == self.taken and skipped == 0, (
-            f"{self.taken} steps were asked for, {taken} were taken and {skipped} skipped"
+        steps = float(self.optimizer.state[self.step.arena.masters[0]]["step"])
+        skipped = int(self.optimizer.skipped)
+        assert steps == self.steps and skipped == 0, (
+            f"the optimizer took {steps} steps and skipped {skipped}; expected {self.steps} and 0"
         )
         return {"last_loss": float(self.out.loss)}
 
 
 def measure(config, lengths=LENGTHS, here=False) -> dict:
-    variants = {
-        (name, T): (Peer, config, T) if name == PEER else (Ours, config, T, name == EXACT)
-        for T in lengths
-        for name in (PEER, OURS, EXACT)
-    }
-    found, alone, peak, began = {}, {}, peak_flops(DEVICE, torch.bfloat16), time.perf_counter()
+    variants = {}
+    for T in lengths:
+        variants[PEER, T] = (Peer, config, T)
+        variants[OURS, T] = (Ours, config, T, False)
+        variants[EXACT, T] = (Ours, config, T, True)
+    clock = Clock()
     with Workers(variants, here) as workers:
         workers.ready()
-        for key in variants:
-            alone[key] = workers.ask(key, "alone")
-            print(
-                f"{time.perf_counter() - began:5.1f} s: {key[0]}, T = {key[1]}, alone: {alone[key]}",
-                flush=True,
-            )
-        for T in lengths:
-            times = in_turns(
-                {
-                    name: lambda name=name: workers.ask((name, T), "times", CALLS)
-                    for name in (PEER, OURS, EXACT)
-                }
-            )
-            rows = found[str(T)] = {}
-            for name, ms in times.items():
-                rate = B * MICRO_BATCHES * T / ms * 1e3
-                rows[name] = {
-                    "ms": ms,
-                    "tokens_per_s": rate,
-                    "times_torch": times[PEER] / ms,
-                    "mfu": rate * flops_per_token(config, T) / peak if peak else None,
-                    **alone[name, T],
-                    "memory": alone[name, T]["peak_GiB"] / alone[PEER, T]["peak_GiB"],
-                    **workers.ask((name, T), "end"),
-                }
-            losses = [(r["first_loss"], r["last_loss"]) for r in rows.values()]
-            apart = max(
-                abs(first - losses[0][0]) for first, _ in losses
-            )  # the same model and batch: fp32 weights, and bf16 copies of them
-            assert apart < 0.05 and all(math.isfinite(last) for _, last in losses), (
-                f"first and last losses at T={T}: {losses}"
-            )
-    return found
+        alone = {}
+        for name, T in variants:
+            alone[name, T] = workers.ask((name, T), "alone")
+            clock.say(f"{name}, T = {T}, alone: {alone[name, T]}")
+        return {str(T): speed(workers, config, T, alone) for T in lengths}
 
 
-def main():
-    results = measure(preset("llama-350m"))
-    for T, rows in results.items():
-        lines = [
+def speed(workers, config, T: int, alone: dict) -> dict:
+    """variant -> measurement with sequences of one length. alone: (variant, T) -> its alone()."""
+    peak = peak_flops(DEVICE, torch.bfloat16)
+    times = in_turns(workers.timers([(name, T) for name in VARIANTS], CALLS))
+    rows = {}
+    for (name, _), ms in times.items():
+        rate = B * MICRO_BATCHES * T / ms * 1e3
+        rows[name] = {
+            "ms": ms,
+            "tokens_per_s": rate,
+            "times_torch": times[PEER, T] / ms,
+            "mfu": rate * flops_per_token(config, T) / peak if peak else None,
+            **alone[name, T],
+            "memory": alone[name, T]["peak_GiB"] / alone[PEER, T]["peak_GiB"],
+            **workers.ask((name, T), "end"),
+        }
+    first_losses = [r["first_loss"] for r in rows.values()]
+    last_losses = [r["last_loss"] for r in rows.values()]
+    difference = max(first_losses) - min(first_losses)
+    assert difference < SAME_LOSS and all(map(math.isfinite, last_losses)), (
+        f"T = {T}: first losses {first_losses}, last losses {last_losses}; "
+        f"expected first ones within {SAME_LOSS:g} and finite last ones"
+    )
+    return rows
+
+
+def show(results: dict):
+    head = ("", "ms", "tokens/s", "x torch", "MFU", "peak GiB", "x torch's", "capture s")
+    for T, variants in results.items():
+        rows = [
             (
                 name,
                 f"{r['ms']:.2f}",
@@ -296,16 +236,15 @@ def main():
                 r["memory"],
                 f"{r['capture_s']:.1f}",
             )
-            for name, r in rows.items()
+            for name, r in variants.items()
         ]
-        print(
-            f"\nT = {T}; torch's gradients {rows[PEER]['gradients']}\n"
-            + common.table(
-                lines,
-                ("", "ms", "tokens/s", "x torch", "MFU", "peak GiB", "x torch's", "capture s"),
-            )
-        )
-    print("\nwritten:", common.write("step", SOURCES, results).name)
+        show_table(f"T = {T}; torch's gradients {variants[PEER]['gradients']}", rows, head)
+
+
+def main():
+    results = measure(preset("llama-350m"))
+    show(results)
+    write("step", results)
 
 
 if __name__ == "__main__":

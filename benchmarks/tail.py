@@ -1,22 +1,29 @@
-"""The tail of a step against torch: python benchmarks/tail.py   (needs a GPU, takes about two minutes)
+"""The tail of a step against torch: python benchmarks/tail.py
 
-The tail is what follows the last backward: add its gradients to the sums, clip at norm 1.0, AdamW, set the sums to zero.
+Needs a GPU and about two minutes.
 
-1. 470 M elements in 219 tensors (llama-350m with full key/value heads), fp32 weights and gradients, then bf16 ones with fp32 masters: ours
-   (accumulate_v4 and ga.AdamW(arena, max_norm=1.0)), ours where the sums are there already (mode `fused`), torch's sequences over tensors of
-   their own, and torch's over one flat tensor; launched from Python and replayed from a CUDA graph. Shares are of the rate of a
-   device-to-device copy measured in the same run, on the bytes that the job must move. Before each run, and not counted, a micro-batch is added.
-2. The stages of ours, each alone, replayed.
-3. Clip and AdamW of 1,000 tensors of 1,000 elements, without an arena (16 MB: they stay in the L2 cache).
-4. Drift: how far weights are after 100 steps from those of torch's foreach AdamW, and from AdamW in float64, all with the same gradients;
-   and with each model's own gradients.
+The tail is what follows the last backward: add its gradients to the sums, clip at norm 1.0, AdamW,
+set the sums to zero.
+
+1. 470 M elements in 219 tensors (llama-350m with full key/value heads), fp32 weights and gradients,
+   then bf16 ones with fp32 masters: ours (accumulate_v4 and ga.AdamW(arena, max_norm=1.0)), ours
+   where the sums are there already (mode `fused`), torch's sequences over separate tensors, and
+   torch's over one flat tensor; launched from Python and replayed from a CUDA graph. Shares are of
+   the rate of a device-to-device copy in the same run, for the bytes that the job must move. Before
+   each run, and not counted, a micro-batch is added.
+2. The kernels of ours, each alone, replayed.
+3. Clip and AdamW of 1,000 tensors of 1,000 elements, without an arena (16 MB stay in the L2 cache).
+4. Drift: how far weights are after 100 steps from those of torch's foreach AdamW, and from AdamW in
+   float64, all with the same gradients; and with each model's own gradients.
 """
 
 import gc
 
-import common
 import torch
-from clip import build, captured, copy_rate, in_turns, wall
+from clip import DTYPES, show_small, times_torch
+from common import DEVICE, show_table, write
+from timing import captured, copy_rate, milliseconds, milliseconds_after, wall
+from training import CAPTURABLE, SETTINGS, build, decay_groups, token_batch
 
 from gpuaccel.compiler.kernel import zero_
 from gpuaccel.ops import adamw
@@ -28,122 +35,88 @@ from gpuaccel.optim.arena import Arena
 from gpuaccel.training.models import preset
 from gpuaccel.training.step import token_loss
 
-SOURCES = [
-    "kernels_cu/common.cuh",
-    "kernels_cu/accumulate.cu",
-    "kernels_cu/clip.cu",
-    "kernels_cu/adamw.cu",
-    "gpuaccel/files.py",
-    "gpuaccel/source.py",
-    "gpuaccel/compiler/nvrtc.py",
-    "gpuaccel/compiler/kernel.py",
-    "gpuaccel/optim/arena.py",
-    "gpuaccel/ops/accumulate.py",
-    "gpuaccel/optim/accumulate.py",
-    "gpuaccel/nn/fused_linear.py",
-    "gpuaccel/ops/clip.py",
-    "gpuaccel/optim/clip.py",
-    "gpuaccel/ops/adamw.py",
-    "gpuaccel/optim/adamw.py",
-    "gpuaccel/training/models.py",
-    "benchmarks/clip.py",
-    "benchmarks/tail.py",
-    "benchmarks/common.py",
-]
-DEVICE, CAPTURABLE = "cuda", {"capturable": True}
-SETTINGS = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
-OURS, THERE, MIXED = "ours", "ours, sums there already", "ours, but torch's fused AdamW"
-FUSED, FOREACH, FUSED_THERE, FLAT = (
-    "torch, fused AdamW",
-    "torch, foreach AdamW",
-    "torch, fused, sums there already",
-    "torch, fused, one flat tensor",
-)
-
-
-def groups(parameters) -> "list[dict]":
-    """Weight decay for matrices only, as an arena does it."""
-    return [
-        {"params": [p for p in parameters if p.dim() >= 2]},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
+OURS = "ours"
+OURS_ADDED = "ours, sums there already"
+MIXED = "ours, but torch's fused AdamW"
+FUSED = "torch, fused AdamW"
+FOREACH = "torch, foreach AdamW"
+FUSED_ADDED = "torch, fused, sums there already"
+FLAT = "torch, fused, one flat tensor"
+# How far our weights may be from torch's after one tail.
+SAME_WEIGHTS = 1e-6
 
 
 class Peer:
-    """torch's sequence over tensors of its own: fp32 weights (for bf16 models: masters) and sums."""
+    """torch's sequence over separate tensors: fp32 weights (of bf16 models: masters) and sums."""
 
-    def __init__(self, weights, fresh, **how):
-        self.fresh, self.weights = (
-            fresh,
-            [torch.nn.Parameter(w.detach().float().clone()) for w in weights],
-        )
-        self.low = (
-            [w.detach().clone() for w in weights] if weights[0].dtype == torch.bfloat16 else None
-        )
+    def __init__(self, weights, new_grads, **options):
+        self.new_grads = new_grads
+        self.weights = [torch.nn.Parameter(w.detach().float().clone()) for w in weights]
+        self.bf16_weights = None
+        if weights[0].dtype == torch.bfloat16:
+            self.bf16_weights = [w.detach().clone() for w in weights]
         self.sums = [torch.zeros_like(w) for w in self.weights]
         for w, total in zip(self.weights, self.sums):
             w.grad = total
-        self.opt = torch.optim.AdamW(
-            [g for g in groups(self.weights) if g["params"]], **SETTINGS, **how
-        )
+        self.optimizer = torch.optim.AdamW(decay_groups(self.weights), **SETTINGS, **options)
 
     @torch.no_grad()
     def add(self):
-        torch._foreach_add_(self.sums, self.fresh)
+        torch._foreach_add_(self.sums, self.new_grads)
 
     @torch.no_grad()
-    def rest(self):
+    def update(self):
         torch.nn.utils.clip_grad_norm_(self.weights, 1.0, foreach=True)
-        self.opt.step()
-        if self.low:
-            torch._foreach_copy_(self.low, self.weights)
+        self.optimizer.step()
+        if self.bf16_weights is not None:
+            torch._foreach_copy_(self.bf16_weights, self.weights)
         torch._foreach_zero_(self.sums)
 
     def tail(self):
         self.add()
-        self.rest()
+        self.update()
 
 
 class Ours:
-    """An arena whose `.grad`s are its sums, as a GradientAccumulator presents them, and fresh gradients of the model's dtype."""
+    """An arena whose sums are exposed as `.grad`, and new gradients of the model's dtype."""
 
     def __init__(self, config, dtype):
         self.arena = Arena(build(config, dtype))
-        self.fresh = [torch.randn(s.shape, device=DEVICE).to(dtype) for s in self.arena.segments]
-        self.opt = AdamW(self.arena, **SETTINGS, max_norm=1.0)
-        self.theirs = torch.optim.AdamW(
-            self.arena.parameter_groups(0.1), **SETTINGS, fused=True, **CAPTURABLE
-        )
+        shapes = [segment.shape for segment in self.arena.segments]
+        self.new_grads = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
+        self.optimizer = AdamW(self.arena, **SETTINGS, max_norm=1.0)
+        groups = self.arena.parameter_groups(0.1)
+        self.torch_optimizer = torch.optim.AdamW(groups, **SETTINGS, fused=True, **CAPTURABLE)
 
     def add(self, last=False):
-        add_to_arena(self.arena, 0, len(self.fresh), self.fresh, squares=last)
-        for owner, view in zip(self.arena.masters, self.arena.grad_views):
-            owner.grad = view
+        add_to_arena(self.arena, 0, len(self.new_grads), self.new_grads, squares=last)
+        for master, view in zip(self.arena.masters, self.arena.grad_views):
+            master.grad = view
 
     def tail(self):
         self.add(last=True)
-        self.opt.step()
+        self.optimizer.step()
 
-    def mixed(self):
+    def mixed_tail(self):
         self.add(last=True)
         clip.clip_grad_norm_(self.arena, 1.0)
-        self.theirs.step()  # and the arena publishes bf16 copies
+        # The arena copies the new masters to bf16.
+        self.torch_optimizer.step()
         zero_(self.arena.grads)
 
     def stages(self) -> dict:
-        """name -> function, each kernel of the tail alone."""
+        """name -> function that launches one kernel of the tail."""
         self.tail()
         self.add()
-        jobs, arena, (work,) = self.opt._jobs(), self.arena, self.opt._work.values()
+        jobs, arena = self.optimizer._jobs(), self.arena
+        (work,) = self.optimizer._work.values()
+        max_norm, last_setting = work.settings[-2:-1], work.settings[-1:]
+        moments = self.optimizer._moments
 
         def reduce():
+            chunks = len(arena.squares.values)
             clip.launch_reduce(
-                work.found,
-                arena.squares.values,
-                arena.chunk_to_tensor,
-                None,
-                len(arena.squares.values),
-                work.settings[-2:-1],
+                work.found, arena.squares.values, arena.chunk_to_tensor, None, chunks, max_norm
             )
 
         def begin():
@@ -160,207 +133,216 @@ class Ours:
             "squares_v2": lambda: clip.launch_squares(arena.grad_views, arena.squares.values),
             "reduce_v2": reduce,
             "adamw_begin": begin,
-            "adamw_v2": lambda: adamw.launch_update(lists, coefficients, work.settings[-1:], False),
+            "adamw_v2": lambda: adamw.launch_update(lists, coefficients, last_setting, False),
             "adamw_v3": lambda: adamw.launch_update(
-                jobs, coefficients, work.settings[-1:], False, arena, self.opt._moments
+                jobs, coefficients, last_setting, False, arena, moments
             ),
         }
 
 
 def tail(config, dtype) -> dict:
-    """Milliseconds, shares of the copy rate and ratios of the whole tail; milliseconds of the stages of ours."""
-    mine = Ours(config, dtype)
-    arena, elements, low = (
-        mine.arena,
-        sum(s.numel for s in mine.arena.segments),
-        2 * (dtype == torch.bfloat16),
-    )
-    rate, weights = copy_rate(elements), [p.detach() for p in arena.params]
-    flat = (
-        (arena.bf16_weights if low else arena.weights).view(-1, CHUNK),
-        torch.randn(arena.numel // CHUNK, CHUNK, device=DEVICE).to(dtype),
-    )
-    fused, foreach = (
-        Peer(weights, mine.fresh, fused=True, **CAPTURABLE),
-        Peer(weights, mine.fresh, foreach=True),
-    )
-    one = Peer([flat[0]], [flat[1]], fused=True, **CAPTURABLE)
-    runs = {
-        OURS: (mine.add, mine.tail),
-        THERE: (mine.add, mine.opt.step),
-        MIXED: (mine.add, mine.mixed),
-        FUSED: (fused.add, fused.tail),
-        FOREACH: (foreach.add, foreach.tail),
-        FUSED_THERE: (fused.add, fused.rest),
-        FLAT: (one.add, one.tail),
-    }
-    there, whole = (
-        4 + 32 + low,
-        12 - low + 32 + low,
-    )  # bytes per element: norm, AdamW with clearing and a bf16 copy; the addition for the norm
-    mine.tail()
+    """The whole tail: milliseconds, shares of the copy rate, ratios. Our kernels: milliseconds."""
+    ours = Ours(config, dtype)
+    arena, bf16 = ours.arena, dtype == torch.bfloat16
+    elements = sum(segment.numel for segment in arena.segments)
+    rate = copy_rate(elements)
+    weights = [p.detach() for p in arena.params]
+    fused = Peer(weights, ours.new_grads, fused=True, **CAPTURABLE)
+    foreach = Peer(weights, ours.new_grads, foreach=True)
+    flat_weights = (arena.bf16_weights if bf16 else arena.weights).view(-1, CHUNK)
+    flat_grads = torch.randn(arena.numel // CHUNK, CHUNK, device=DEVICE).to(dtype)
+    flat = Peer([flat_weights], [flat_grads], fused=True, **CAPTURABLE)
+
+    ours.tail()
     fused.tail()
-    apart = max(float((a - b).detach().abs().max()) for a, b in zip(arena.masters, fused.weights))
-    assert apart < 1e-6 and not arena.grads.any(), (
-        f"after one tail our weights and torch's are {apart} apart"
+    pairs = zip(arena.masters, fused.weights)
+    difference = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    assert difference < SAME_WEIGHTS and not arena.grads.any(), (
+        f"after one tail our weights differ from torch's by {difference}, "
+        f"expected less than {SAME_WEIGHTS:g}; sums are zero: {not arena.grads.any()}"
     )
-    found = {
+
+    # Bytes per element. The norm reads the sums; AdamW reads and writes weights, moments and sums,
+    # and writes bf16 weights. With the addition, which also gives the norm: new gradients are read,
+    # sums are read and written.
+    bf16_bytes = 2 if bf16 else 0
+    added_bytes = 4 + 32 + bf16_bytes
+    whole_bytes = dtype.itemsize + 8 + 32 + bf16_bytes
+    results = {
         "elements": elements,
         "tensors": len(weights),
         "copy_GB_per_s": rate,
-        "apart_after_one": apart,
-        "bytes": {"whole": whole, "sums there already": there},
+        "apart_after_one": difference,
+        "bytes": {"whole": whole_bytes, "sums there already": added_bytes},
+    }
+    runs = {
+        OURS: (ours.add, ours.tail),
+        OURS_ADDED: (ours.add, ours.optimizer.step),
+        MIXED: (ours.add, ours.mixed_tail),
+        FUSED: (fused.add, fused.tail),
+        FOREACH: (foreach.add, foreach.tail),
+        FUSED_ADDED: (fused.add, fused.update),
+        FLAT: (flat.add, flat.tail),
     }
     for kind in ("launched", "replayed"):
         if kind == "replayed":
-            foreach = Peer(
-                weights, mine.fresh, foreach=True, **CAPTURABLE
-            )  # a graph needs its step count on the device
+            # A graph needs the step count on the device.
+            foreach = Peer(weights, ours.new_grads, foreach=True, **CAPTURABLE)
             runs[FOREACH] = foreach.add, foreach.tail
             runs = {
                 name: (prepare, captured(run, prepare)) for name, (prepare, run) in runs.items()
             }
-        times = in_turns(runs)
-        best = {whole: min(times[FUSED], times[FOREACH]), there: times[FUSED_THERE]}
-        found[kind] = {}
+        times = milliseconds_after(runs)
+        results[kind] = {}
         for name, ms in times.items():
-            moved = there if name in (THERE, FUSED_THERE) else whole
-            found[kind][name] = {
+            if name in (OURS_ADDED, FUSED_ADDED):
+                moved, best = added_bytes, times[FUSED_ADDED]
+            else:
+                moved, best = whole_bytes, min(times[FUSED], times[FOREACH])
+            results[kind][name] = {
                 "ms": ms,
                 "of_copy_rate": moved * elements / ms / 1e6 / rate,
-                "times_torch": best[moved] / ms,
+                "times_torch": best / ms,
             }
-    found["stages"] = in_turns(
-        {name: (mine.add, captured(run, mine.add)) for name, run in mine.stages().items()}
-    )
-    taken = float(
-        mine.opt.state[arena.masters[0]]["step"]
-    )  # replays count as well: every run was a step
-    assert int(mine.opt.skipped) == 0 and bool(torch.isfinite(arena.weights).all()) and taken > 4, (
-        f"{taken} steps were taken"
+    stages = {name: (ours.add, captured(run, ours.add)) for name, run in ours.stages().items()}
+    results["stages"] = milliseconds_after(stages)
+
+    # Every run was a step, also the replayed ones.
+    steps = float(ours.optimizer.state[arena.masters[0]]["step"])
+    finite = bool(torch.isfinite(arena.weights).all())
+    assert int(ours.optimizer.skipped) == 0 and finite and steps > 4, (
+        f"{steps} steps, {int(ours.optimizer.skipped)} skipped, weights finite: {finite}; "
+        "expected more than 4, 0, True"
     )
     arena.release()
-    return found
+    return results
 
 
 def small(count: int = 1000, size: int = 1000) -> dict:
-    """Clip and AdamW of many small tensors: the work is in the launches."""
-    both = [
-        [torch.nn.Parameter(torch.randn(size, device=DEVICE)) for _ in range(count)]
-        for _ in range(2)
-    ]
-    for parameters in both:
-        for p in parameters:
+    """Clip and AdamW of many small tensors: most of the time goes into launches."""
+
+    def parameters():
+        made = [torch.nn.Parameter(torch.randn(size, device=DEVICE)) for _ in range(count)]
+        for p in made:
             p.grad = torch.randn(size, device=DEVICE)
-    ours, theirs = (
-        AdamW(both[0], **SETTINGS, max_norm=1.0),
-        torch.optim.AdamW(both[1], **SETTINGS, fused=True, **CAPTURABLE),
-    )
+        return made
+
+    ours = AdamW(parameters(), **SETTINGS, max_norm=1.0)
+    torch_parameters = parameters()
+    fused = torch.optim.AdamW(torch_parameters, **SETTINGS, fused=True, **CAPTURABLE)
 
     def torch_step():
-        torch.nn.utils.clip_grad_norm_(both[1], 1.0, foreach=True)
-        theirs.step()
+        torch.nn.utils.clip_grad_norm_(torch_parameters, 1.0, foreach=True)
+        fused.step()
 
     runs = {"torch": torch_step, "ours": ours.step}
     times = {
-        "launched": common.milliseconds(runs),
+        "launched": milliseconds(runs),
         "wall": {name: wall(run, 20) for name, run in runs.items()},
-        "replayed": common.milliseconds({name: captured(run) for name, run in runs.items()}, 100),
+        "replayed": milliseconds({name: captured(run) for name, run in runs.items()}, 100),
     }
-    return {
-        kind: {name: {"ms": ms, "times_torch": rows["torch"] / ms} for name, ms in rows.items()}
-        for kind, rows in times.items()
-    }
+    return times_torch(times, "torch")
+
+
+# ---- drift --------------------------------------------------------------------------------------
 
 
 def drift(config, steps: int = 100) -> dict:
-    """How far weights are apart after some steps: the farthest, and the root of the mean square."""
-    found = {}
-    for mode in (
-        "same gradients",
-        "own gradients",
-    ):  # the second also shows what training makes of a difference
-        models = {
-            name: build(config, torch.float32)
-            for name in ("foreach", "fused", "ours", "float64")[
-                : 4 if mode == "same gradients" else 3
-            ]
-        }
-        if "float64" in models:
-            models["float64"].double()
-        lists = {name: list(model.parameters()) for name, model in models.items()}
-        opts = {
-            name: AdamW(groups(some), **SETTINGS, max_norm=1.0)
-            if name == "ours"
-            else torch.optim.AdamW(
-                groups(some), **SETTINGS, fused=name == "fused", foreach=name != "fused"
-            )
-            for name, some in lists.items()
-        }
-        generator = torch.Generator(DEVICE).manual_seed(2)
-        for _ in range(steps):
-            tokens = torch.randint(
-                0, config.vocab, (4, config.T + 1), device=DEVICE, generator=generator
-            )
-            for name, model in models.items():  # foreach comes first
-                model.zero_grad()
-                if name == "foreach" or mode == "own gradients":
-                    token_loss(model, (tokens[:, :-1], tokens[:, 1:]))[0].backward()
-                else:
-                    for p, first in zip(lists[name], lists["foreach"]):
-                        p.grad = first.grad.to(p.dtype, copy=True)
-            for name, opt in opts.items():
-                if name != "ours":
-                    torch.nn.utils.clip_grad_norm_(lists[name], 1.0, foreach=True)
-                opt.step()
-        weights = {
-            name: torch.nn.utils.parameters_to_vector(some).detach().double()
-            for name, some in lists.items()
-        }
-        for of in [name for name in ("foreach", "float64") if name in weights]:
-            apart = {
-                name: weights[name] - weights[of]
-                for name in ("foreach", "fused", "ours")
-                if name != of
-            }
-            found[f"{mode}, from {of}"] = {
-                name: {"max": float(d.abs().max()), "rms": float(d.square().mean().sqrt())}
-                for name, d in apart.items()
-            }
-    return found
+    """How far weights are apart after some steps: the largest difference, and the root mean square.
+
+    With each model's own gradients, training amplifies a difference."""
+    results = {}
+    for mode, names in (
+        ("same gradients", ("foreach", "fused", "ours", "float64")),
+        ("own gradients", ("foreach", "fused", "ours")),
+    ):
+        weights = trained(config, names, mode == "own gradients", steps)
+        for reference in ("foreach", "float64"):
+            if reference in names:
+                results[f"{mode}, from {reference}"] = {
+                    name: distance(weights[name], weights[reference])
+                    for name in ("foreach", "fused", "ours")
+                    if name != reference
+                }
+    return results
 
 
-def main():
+def distance(weights, reference) -> "dict[str, float]":
+    difference = weights - reference
+    return {
+        "max": float(difference.abs().max()),
+        "rms": float(difference.square().mean().sqrt()),
+    }
+
+
+def trained(config, names, own_gradients: bool, steps: int) -> "dict[str, torch.Tensor]":
+    """name -> all weights in float64. Without own_gradients, all take those of "foreach"."""
+    models = {name: build(config) for name in names}
+    if "float64" in models:
+        models["float64"].double()
+    parameters = {name: list(model.parameters()) for name, model in models.items()}
+    optimizers = {}
+    for name, some in parameters.items():
+        if name == "ours":
+            optimizers[name] = AdamW(decay_groups(some), **SETTINGS, max_norm=1.0)
+        else:
+            kind = {"fused": name == "fused", "foreach": name != "fused"}
+            optimizers[name] = torch.optim.AdamW(decay_groups(some), **SETTINGS, **kind)
+    for step in range(steps):
+        batch = token_batch(config.vocab, 4, config.T, seed=step)
+        # "foreach" is the first.
+        for name, model in models.items():
+            model.zero_grad()
+            if name == "foreach" or own_gradients:
+                token_loss(model, batch)[0].backward()
+            else:
+                for p, source in zip(parameters[name], parameters["foreach"]):
+                    p.grad = source.grad.to(p.dtype, copy=True)
+        for name, optimizer in optimizers.items():
+            if name != "ours":
+                torch.nn.utils.clip_grad_norm_(parameters[name], 1.0, foreach=True)
+            optimizer.step()
+    return {
+        name: torch.nn.utils.parameters_to_vector(some).detach().double()
+        for name, some in parameters.items()
+    }
+
+
+# ---- the script ---------------------------------------------------------------------------------
+
+
+def measure() -> dict:
     config = preset("llama-350m", kv_heads=16)
     results = {}
-    for dtype in ("float32", "bfloat16"):
-        results[dtype] = tail(config, getattr(torch, dtype))
+    for name, dtype in DTYPES.items():
+        results[name] = tail(config, dtype)
         gc.collect()
-    results |= {"small": small(), "drift": drift(preset("tiny", layers=2))}
-    for dtype in ("float32", "bfloat16"):
+    return {**results, "small": small(), "drift": drift(preset("tiny", layers=2))}
+
+
+def show(results: dict):
+    for dtype in DTYPES:
         r = results[dtype]
         for kind in ("launched", "replayed"):
             rows = [
                 (name, m["ms"], f"{m['of_copy_rate']:.0%}", m["times_torch"])
                 for name, m in r[kind].items()
             ]
-            print(
-                f"\n{dtype}, {kind}\n" + common.table(rows, ("", "ms", "of copy rate", "x torch"))
-            )
-        print(f"\n{dtype}, stages of ours\n" + common.table(list(r["stages"].items()), ("", "ms")))
+            show_table(f"{dtype}, {kind}", rows, ("", "ms", "of copy rate", "x torch"))
+        show_table(f"{dtype}, our kernels", list(r["stages"].items()), ("", "ms"))
+    show_small(results["small"])
     rows = [
-        (name, kind, m["ms"], m["times_torch"])
-        for kind, names in results["small"].items()
-        for name, m in names.items()
+        (f"{reference}: {name}", f"{m['max']:.2e}", f"{m['rms']:.2e}")
+        for reference, variants in results["drift"].items()
+        for name, m in variants.items()
     ]
-    print("\nmany small tensors\n" + common.table(rows, ("", "", "ms", "x torch")))
-    rows = [
-        (f"{kind}, {name}", f"{m['max']:.2e}", f"{m['rms']:.2e}")
-        for kind, names in results["drift"].items()
-        for name, m in names.items()
-    ]
-    print("\ndrift\n" + common.table(rows, ("", "max", "rms")))
-    print("\nwritten:", common.write("tail", SOURCES, results).name)
+    show_table("drift", rows, ("", "max", "rms"))
+
+
+def main():
+    results = measure()
+    show(results)
+    write("tail", results)
 
 
 if __name__ == "__main__":

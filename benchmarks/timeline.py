@@ -1,74 +1,46 @@
-"""Who waits for whom at the end of a step: python benchmarks/timeline.py   (needs a GPU, takes about 40 seconds)
+"""Who waits for whom at the end of a step: python benchmarks/timeline.py
 
-llama-350m, bf16 with fp32 masters, one micro-batch of 4 x T = 1024, compiled, accumulated in the arena, clipped at 1.0 in three ways:
-`item` (a norm per tensor to the host), `torch` (clip_grad_norm_ and torch's fused AdamW) and `fused` (inside ga.AdamW). For
-each: what host and GPU did after the last backward, as spans of time. The profiler watches: the order of things, not a benchmark.
+Needs a GPU and about 40 seconds.
+
+llama-350m, bf16 with fp32 masters, one micro-batch of 4 x T = 1024, compiled, accumulated in the
+arena, clipped at 1.0 in three ways: `item` (a norm per tensor, downloaded), `torch`
+(clip_grad_norm_ and torch's fused AdamW) and `fused` (inside ga.AdamW). For each: what host and
+GPU did after the last backward, as spans of time. The profiler slows the step down: this shows the
+order of events, not how long they take.
 """
 
-import common
 import torch
+from common import show_table, write
+from training import SETTINGS, build, token_batch
 from workers import Workers
 
 from gpuaccel.measure.timeline import facts, lines, tail
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
-from gpuaccel.training.models import Transformer, preset
+from gpuaccel.training.models import preset
 from gpuaccel.training.step import CLIPS, TrainStep
-
-SOURCES = [
-    "kernels_cu/common.cuh",
-    "kernels_cu/accumulate.cu",
-    "kernels_cu/clip.cu",
-    "kernels_cu/adamw.cu",
-    "gpuaccel/files.py",
-    "gpuaccel/source.py",
-    "gpuaccel/compiler/nvrtc.py",
-    "gpuaccel/compiler/kernel.py",
-    "gpuaccel/optim/arena.py",
-    "gpuaccel/ops/accumulate.py",
-    "gpuaccel/optim/accumulate.py",
-    "gpuaccel/nn/fused_linear.py",
-    "gpuaccel/ops/clip.py",
-    "gpuaccel/optim/clip.py",
-    "gpuaccel/ops/adamw.py",
-    "gpuaccel/optim/adamw.py",
-    "gpuaccel/training/models.py",
-    "gpuaccel/training/step.py",
-    "gpuaccel/measure/timeline.py",
-    "gpuaccel/measure/ledger.py",
-    "benchmarks/timeline.py",
-    "benchmarks/workers.py",
-    "benchmarks/common.py",
-]
-B, T, DEVICE = 4, 1024, "cuda"
-SETTINGS = {"lr": 3e-4, "betas": (0.9, 0.95)}
 
 
 class Tail:
-    """A step that clips in one way; in a process of its own, because compiling takes long: all ways do it side by side."""
+    """A step with one kind of clipping."""
 
     def __init__(self, clip: str, config, rows: int, compile: bool):
-        torch.manual_seed(0)
-        with torch.device(DEVICE):
-            module = Transformer(config).bfloat16()
-        arena = Arena(module)
-        opt = (
-            AdamW(arena, weight_decay=0.1, **SETTINGS)
-            if clip == "fused"
-            else torch.optim.AdamW(arena.parameter_groups(0.1), fused=True, **SETTINGS)
-        )
-        self.step = TrainStep(module, opt, clip=clip, max_norm=1.0, compile=compile)
-        tokens = torch.randint(0, config.vocab, (rows, config.T + 1), device=DEVICE)
-        self.batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        model = build(config, torch.bfloat16)
+        arena = Arena(model)
+        if clip == "fused":
+            optimizer = AdamW(arena, **SETTINGS)
+        else:
+            groups = arena.parameter_groups(SETTINGS["weight_decay"])
+            optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
+        self.step = TrainStep(model, optimizer, clip=clip, max_norm=1.0, compile=compile)
+        self.batch = token_batch(config.vocab, rows, config.T)
         for _ in range(5):
             self.step(self.batch)
 
     def spans(self) -> dict:
-        tries = sorted(
-            (tail(lambda: self.step(self.batch)) for _ in range(3)),
-            key=lambda spans: facts(spans)["us"],
-        )
-        spans = tries[len(tries) // 2]  # the median one
+        """The step of median length among three."""
+        runs = [tail(lambda: self.step(self.batch)) for _ in range(3)]
+        spans = sorted(runs, key=lambda spans: facts(spans)["us"])[1]
         return {**facts(spans), "tensors": len(self.step.arena.segments), "spans": lines(spans)}
 
 
@@ -78,9 +50,7 @@ def measure(config, rows: int, compile: bool = True, here: bool = False) -> dict
         return {clip: workers.ask(clip, "spans") for clip in CLIPS}
 
 
-def main():
-    config = preset("llama-350m", T=T)
-    tails = measure(config, B)
+def show(tails: dict):
     rows = [
         (
             name,
@@ -93,9 +63,14 @@ def main():
         )
         for name, r in tails.items()
     ]
-    print(common.table(rows, ("clip", "tensors", "waits", "launches", "ms", "GPU busy", "spans")))
-    what = "after the last backward of llama-350m"
-    print("written:", common.write("timeline", SOURCES, {"what": what, "tails": tails}).name)
+    head = ("clip", "tensors", "waits", "launches", "ms", "GPU busy", "spans")
+    show_table("after the last backward", rows, head)
+
+
+def main():
+    tails = measure(preset("llama-350m", T=1024), rows=4)
+    show(tails)
+    write("timeline", {"what": "after the last backward of llama-350m", "tails": tails})
 
 
 if __name__ == "__main__":

@@ -1,79 +1,225 @@
-"""Time, memory, clock and distance: for benchmarks of operations that take microseconds to milliseconds, replayed from CUDA graphs."""
+"""Time, memory, clock rate and errors.
+
+>>> milliseconds({"torch": run_torch, "ours": run_ours})     # medians, measured in turns
+>>> times, refused = timed({"torch": ..., "ours": ...})       # the same, replayed from CUDA graphs
+"""
 
 import functools
 import gc
 import statistics
 import subprocess
+import time
 
-import common
 import torch
+from common import DEVICE
 
 from gpuaccel.backends import backend
 from gpuaccel.errors import CaptureError
 from gpuaccel.graphs.capture import recorder_for
 
-DEVICE, OURS = "cuda", "ours"
-SPAN, MOST_CALLS, BUDGET = (
-    1.0,
-    32,
-    500.0,
-)  # milliseconds of calls in a row, how many of them at most, milliseconds of one measurement
+OURS = "ours"
+# Milliseconds of the calls that are timed as one, and how many calls these are at most.
+SPAN = 1.0
+MAX_CALLS = 32
+# Milliseconds of one measurement.
+BUDGET = 500.0
 
 
-def timed(runs: dict, launched: bool = False, budget: float = BUDGET) -> "tuple[dict, dict]":
-    """({"replayed": name -> milliseconds of one call, "launched": likewise}, name -> why it cannot be captured).
+# ---- time ---------------------------------------------------------------------------------------
 
-    Several calls in a row are one graph, or one loop of Python, so that starting a graph does not count; fewer where one takes long.
-    launched: also where everything can be captured. budget: milliseconds to spend on each kind; at least 3 rounds, at most 20."""
-    once = common.milliseconds(runs, 1, 1)
-    calls = {name: max(1, min(MOST_CALLS, int(SPAN / ms))) for name, ms in once.items()}
-    rounds = max(3, min(20, int(budget / sum(ms * calls[name] for name, ms in once.items()))))
-    several = {name: functools.partial(repeat, run, calls[name]) for name, run in runs.items()}
-    recorder, recordings, refused = recorder_for(DEVICE, backend().name), {}, {}
-    for name, run in several.items():
-        try:
-            recordings[name] = recorder.record(run)[0]
-        except CaptureError as error:
-            refused[name] = str(error)
 
-    def per_call(functions):
-        return {
-            name: ms / calls[name] for name, ms in common.milliseconds(functions, rounds, 1).items()
-        }
+def milliseconds(functions: dict, rounds: int = 20, warm_up: int = 3) -> "dict[str, float]":
+    """Median device time of each function.
 
-    found = {
-        "replayed": per_call({name: recording.replay for name, recording in recordings.items()})
+    They run in turns (a, b, c, a, b, c, ...), so that drift of the clock rate affects all alike.
+    Before each round the device is kept busy, so that the first function does not wait for the
+    host either."""
+    for function in functions.values():
+        for _ in range(warm_up):
+            function()
+    events = {name: [] for name in functions}
+    torch.cuda.synchronize()
+    for _ in range(rounds):
+        # In clock cycles: half a millisecond.
+        torch.cuda._sleep(1_000_000)
+        for name, function in functions.items():
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            function()
+            stop.record()
+            events[name].append((start, stop))
+        torch.cuda.synchronize()
+    return {
+        name: statistics.median(start.elapsed_time(stop) for start, stop in pairs)
+        for name, pairs in events.items()
     }
-    if launched or refused:
-        found["launched"] = per_call(several)
-    for recording in recordings.values():
-        recording.close()
-    return found, refused
 
 
-def timed_alike(runs: dict, launched: bool = False) -> "tuple[dict, dict, dict]":
-    """timed() as (milliseconds of all, replayed; launched, where one of them cannot be captured; those launched, if any; why not captured)."""
-    found, refused = timed(runs, launched)
-    launches = found.get("launched", {})
-    return launches if refused else found["replayed"], launches, refused
+def milliseconds_after(pairs: dict) -> "dict[str, float]":
+    """Median device time of each run without its preparation. pairs: name -> (prepare, run)."""
+    functions = {}
+    for name, (prepare, run) in pairs.items():
+        functions[f"before {name}"] = prepare
+        functions[name] = run
+    times = milliseconds(functions)
+    return {name: times[name] for name in pairs}
 
 
-def repeat(run, calls):
+def queued(run, calls: int) -> "list[float]":
+    """Milliseconds of each of `calls` runs that are queued back to back, as in a training loop.
+
+    One more run before them is not counted."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+    run()
+    events[0].record()
+    for event in events[1:]:
+        run()
+        event.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(stop) for start, stop in zip(events, events[1:])]
+
+
+def separately(run, calls: int) -> "list[float]":
+    """Milliseconds of each of `calls` runs, each of which begins on an idle device."""
+    times = []
+    for _ in range(calls):
+        torch.cuda.synchronize()
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    return times
+
+
+def host_milliseconds(run) -> float:
+    """Milliseconds of one run by the host's clock; the device is not waited for."""
+    began = time.perf_counter()
+    run()
+    return (time.perf_counter() - began) * 1e3
+
+
+def wall(run, calls: int = 50) -> float:
+    """Milliseconds of one call by the host's clock, the device's work included.
+
+    Median of 7 times many calls, each with one synchronization at the end."""
+
+    def many():
+        repeat(run, calls)
+        torch.cuda.synchronize()
+
+    times = []
+    for _ in range(7):
+        torch.cuda.synchronize()
+        times.append(host_milliseconds(many) / calls)
+    return statistics.median(times)
+
+
+def in_turns(timers: dict, rounds: int = 4) -> "dict[str, float]":
+    """Median of the times that each timer returns.
+
+    They are called in turns (a, b, c, a, b, c, ...), so that drift of the clock rate affects all
+    alike. timers: name -> a function that returns a list of milliseconds."""
+    times = {name: [] for name in timers}
+    for _ in range(rounds):
+        for name, timer in timers.items():
+            times[name] += timer()
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def repeat(run, calls: int):
     for _ in range(calls):
         run()
 
 
-def times_ours(ms: dict) -> dict:
-    """name -> how many times our milliseconds it takes."""
-    return {name: some / ms[OURS] for name, some in ms.items() if name != OURS}
+# ---- CUDA graphs --------------------------------------------------------------------------------
+
+
+def captured(run, prepare=lambda: None):
+    """The replay of a CUDA graph of run(), captured in the state that prepare() leaves.
+
+    It is warmed up and captured on one stream of its own."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            prepare()
+            run()
+        prepare()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return graph.replay
+
+
+def timed(runs: dict, launched: bool = False, budget: float = BUDGET) -> "tuple[dict, dict]":
+    """Times of short functions, several calls of which are one graph or one loop of Python.
+
+    runs: name -> function
+    launched: also time what is launched from Python where everything can be captured
+    budget: milliseconds to spend on each kind; at least 3 rounds, at most 20
+
+    Returns ({"replayed": name -> milliseconds of one call, "launched": likewise}, name -> why it
+    cannot be captured)."""
+    once = milliseconds(runs, 1, 1)
+    calls = {name: max(1, min(MAX_CALLS, int(SPAN / ms))) for name, ms in once.items()}
+    rounds = int(budget / sum(ms * calls[name] for name, ms in once.items()))
+    rounds = max(3, min(20, rounds))
+    loops = {name: functools.partial(repeat, run, calls[name]) for name, run in runs.items()}
+    recorder = recorder_for(DEVICE, backend().name)
+    recordings, refused = {}, {}
+    for name, loop in loops.items():
+        try:
+            recordings[name] = recorder.record(loop)[0]
+        except CaptureError as error:
+            refused[name] = str(error)
+
+    def per_call(functions):
+        times = milliseconds(functions, rounds, 1)
+        return {name: ms / calls[name] for name, ms in times.items()}
+
+    replays = {name: recording.replay for name, recording in recordings.items()}
+    times = {"replayed": per_call(replays)}
+    if launched or refused:
+        times["launched"] = per_call(loops)
+    for recording in recordings.values():
+        recording.close()
+    return times, refused
+
+
+def timed_alike(runs: dict, launched: bool = False) -> "tuple[dict, dict, dict]":
+    """timed(), with one kind of times for all.
+
+    Returns (milliseconds: replayed, or launched where one of them cannot be captured; those
+    launched, if any; why not captured)."""
+    times, refused = timed(runs, launched)
+    launches = times.get("launched", {})
+    return launches if refused else times["replayed"], launches, refused
+
+
+def ratios_to_ours(ms: dict) -> dict:
+    """name -> its time as a multiple of our time."""
+    return {name: value / ms[OURS] for name, value in ms.items() if name != OURS}
+
+
+# ---- memory, rates and clocks -------------------------------------------------------------------
 
 
 def release():
-    """Give back memory that nothing uses."""
+    """Give unused memory back to the device."""
     if DEVICE == "cuda":
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+def reset_peaks():
+    """Give unused memory back and forget the peaks."""
+    release()
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
 
 
 def peak_MiB(run) -> float:
@@ -86,19 +232,23 @@ def peak_MiB(run) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
+def copy_rate(elements: int) -> float:
+    """GB/s of a device-to-device copy of fp32 elements, bytes read and bytes written counted."""
+    source = torch.randn(elements, device=DEVICE)
+    target = torch.empty(elements, device=DEVICE)
+    return 8 * elements / milliseconds({"copy": lambda: target.copy_(source)})["copy"] / 1e6
+
+
 def clock_MHz(load) -> float:
-    """The multiprocessors' clock by nvidia-smi while load() runs over and over; the median of 3."""
+    """The multiprocessors' clock by nvidia-smi while load() runs over and over; median of 3."""
+    query = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
     readings = []
     for _ in range(3):
-        with subprocess.Popen(
-            ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"],
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as asked:
-            while asked.poll() is None:
+        with subprocess.Popen(query, stdout=subprocess.PIPE, text=True) as process:
+            while process.poll() is None:
                 load()
                 torch.cuda.synchronize()
-            readings.append(float(asked.stdout.readline()))
+            readings.append(float(process.stdout.readline()))
     return statistics.median(readings)
 
 
@@ -106,17 +256,19 @@ def multiprocessors() -> int:
     return torch.cuda.get_device_properties(DEVICE).multi_processor_count
 
 
-def random(*shape, seed=1, dtype=torch.bfloat16):
-    return torch.randn(
-        shape, generator=torch.Generator(DEVICE).manual_seed(seed), device=DEVICE
-    ).to(dtype)
+# ---- values -------------------------------------------------------------------------------------
 
 
-def gradients(function, inputs, dy):
+def random(*shape, seed=1, dtype=torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+
+
+def gradients(function, inputs, dy) -> tuple:
     """Forward and backward: gradients of the inputs."""
     return torch.autograd.grad(function(), inputs, dy)
 
 
-def apart(got, want) -> float:
-    """The norm of the difference over the norm of what is right, in float64."""
-    return float((got.double() - want.double()).norm() / want.double().norm())
+def relative_error(value, exact) -> float:
+    """The norm of the difference over the norm of the exact value, in float64."""
+    return float((value.double() - exact.double()).norm() / exact.double().norm())

@@ -1,12 +1,15 @@
-"""RichardsGLU, PolyAttention and a training step in torch's own operations: what ours is measured against in dispatch.py.
+"""RichardsGLU, PolyAttention and a training step in torch's operations: the peers of dispatch.py.
 
->>> peer = in_torch(copy.deepcopy(layer))                 # the same parameters, the same function
->>> run = TorchStep(config, batch, compiled=True)         # run() takes a step; run.replayed() is the same as a CUDA graph
+>>> peer = in_torch(copy.deepcopy(layer))            # the same parameters, the same function
+>>> step = TorchStep(config, batch, compiled=True)   # step() takes a step
+>>> replay = step.replayed()                         # the same as a CUDA graph
 """
 
 import torch
 import torch.nn.functional as F
+from common import DEVICE
 from torch import nn
+from training import build, captured_adamw
 
 from gpuaccel.backends import backend
 from gpuaccel.graphs.capture import recorder_for
@@ -19,19 +22,26 @@ from gpuaccel.nn.richards_glu import (
 )
 from gpuaccel.training.step import token_loss
 
-DEVICE, CAPTURABLE = "cuda", {"capturable": True}
-EAGER, FOLDED, COMPILED, COMPILED_FOLDED = (
-    "torch",
-    "torch, folded",
-    "torch.compile",
-    "torch.compile, folded",
-)
+EAGER = "torch"
+FOLDED = "torch, folded"
+COMPILED = "torch.compile"
+COMPILED_FOLDED = "torch.compile, folded"
 
 
-class TorchCurve(RichardsCurve):
-    """R(x) in torch's operations; in_torch() makes one of ours."""
+class TorchCurve(nn.Module):
+    """R(x) of a RichardsCurve. folded: with the line in x evaluated once, as our kernel does."""
 
-    folded = True
+    def __init__(self, curve: RichardsCurve, folded: bool = True):
+        super().__init__()
+        self.theta = curve.theta
+        *fixed, kinds, tanh, birch = curve.setting
+        # On the device: a Python number would be copied there, which cannot be captured.
+        fixed = torch.tensor(fixed, device=curve.theta.device)
+        self.register_buffer("fixed", fixed, persistent=False)
+        self.kinds = int(kinds)
+        self.tanh = tanh != 0
+        self.birch = birch != 0
+        self.folded = folded
 
     def wide(self, x):
         """R(x) in fp32 (fp64)."""
@@ -39,80 +49,104 @@ class TorchCurve(RichardsCurve):
         values = reference_values(theta, [*self.fixed.unbind(), self.kinds])
         if not self.folded:
             return reference_richards(x.to(theta.dtype), values, self.tanh, self.birch)
-        nu, k, m, beta, T_, a, c, s, b = values.unbind()
-        V, k = 2.0 if self.tanh else 1.0, k * nu if self.birch else k
-        line = torch.log(beta) - k * (V * b - m) - k * (V * s / T_) * x.to(theta.dtype)
-        return a * V * torch.exp(F.softplus(line, threshold=30.0) * (-1.0 / nu)) + (
-            c - a if self.tanh else c
-        )
+        nu, k, m, beta, T, a, c, s, b = values.unbind()
+        V = 2.0 if self.tanh else 1.0
+        if self.birch:
+            k = k * nu
+        line = torch.log(beta) - k * (V * b - m) - k * (V * s / T) * x.to(theta.dtype)
+        sigma = torch.exp(F.softplus(line, threshold=30.0) * (-1.0 / nu))
+        return a * V * sigma + (c - a if self.tanh else c)
 
     def forward(self, x):
         return self.wide(x).to(x.dtype)
 
 
-class Gated(nn.Module):
-    """x1 R_a(x1) R_g(x2) of (N, 2 hidden), curves in torch."""
+class TorchGate(nn.Module):
+    """x1 R_a(x1) R_g(x2) of (N, 2 hidden)."""
 
-    def __init__(self, activation, gate):
+    def __init__(self, activation: TorchCurve, gate: TorchCurve):
         super().__init__()
-        self.activation, self.gate = activation, gate
+        self.activation = activation
+        self.gate = gate
 
     def forward(self, x):
         x1, x2 = x.chunk(2, -1)
         return (x1 * self.activation.wide(x1) * self.gate.wide(x2)).to(x.dtype)
 
 
-class TorchGLU(RichardsGLU):
+class TorchGLU(nn.Module):
+    """A RichardsGLU."""
+
+    def __init__(self, glu: RichardsGLU):
+        super().__init__()
+        self.w_in = glu.w_in
+        self.w_out = glu.w_out
+        self.gated = TorchGate(TorchCurve(glu.activation), TorchCurve(glu.gate))
+
     def forward(self, x):
-        return x + self.w_out(Gated.forward(self, self.w_in(x)))
+        return x + self.w_out(self.gated(self.w_in(x)))
 
 
 def torch_attention(q_tilde, q, k, v, pe, coefficients, degree=3, window=None):
-    """The core in torch, products and elements in the tensors' own dtype: (B, T, H, d) as in reference_poly_attention.
+    """The core of PolyAttention, products and elements in the tensors' own dtype.
 
-    q PE^T has the differences as columns, the farthest first; a column of zeros in front and other borders of rows shift each row by one more."""
+    Tensors and result are (B, T, H, d) as in reference_poly_attention. The columns of q PE^T are
+    differences of positions, the farthest first. A column of zeros in front and another row length
+    shift each row by one more."""
     T = q.shape[1]
     with torch.autocast(q.device.type, enabled=False):
         q_tilde, q, k, v = (t.transpose(1, 2) for t in (q_tilde, q, k, v))
         by_difference = q @ pe[:T].flip(0).t()
         shifted = F.pad(by_difference, (1, 0)).reshape(*q.shape[:2], T + 1, T)[:, :, 1:]
-        c = 8.0 * torch.tanh((q_tilde @ k.transpose(-1, -2) + shifted) / 8.0)
+        scores = 8.0 * torch.tanh((q_tilde @ k.transpose(-1, -2) + shifted) / 8.0)
         a, b, scale = coefficients.unbind()
-        at = torch.arange(T, device=q.device)
-        far = at[:, None] - at
-        phi = torch.where((far >= 0) & (far < (window or T)), scale * (a * c**degree + b), 0.0)
+        position = torch.arange(T, device=q.device)
+        difference = position[:, None] - position
+        visible = (difference >= 0) & (difference < (window or T))
+        phi = torch.where(visible, scale * (a * scores**degree + b), 0.0)
         return (phi.to(v.dtype) @ v).transpose(1, 2)
 
 
-class TorchAttention(PolyAttention):
+class TorchAttention(nn.Module):
+    """A PolyAttention. Its query is in torch's operations already, with our curve replaced."""
+
+    def __init__(self, attention: PolyAttention):
+        super().__init__()
+        self.heads = attention.heads
+        self.attention = attention
+        if attention.curve is not None:
+            attention.curve = TorchCurve(attention.curve)
+        attention.gate = TorchCurve(attention.gate)
+
+    @property
+    def pe(self):
+        return self.attention.pe
+
     def forward(self, x):
-        q, k, v = self.w_qkv(x).view(*x.shape[:-1], 3, self.heads, -1).unbind(-3)
+        inner = self.attention
+        q, k, v = inner.w_qkv(x).view(*x.shape[:-1], 3, self.heads, -1).unbind(-3)
+        pe = inner.pe.to(q.dtype)
         y = torch_attention(
-            self.query(q), q, k, v, self.pe.to(q.dtype), self.coefficients, self.degree, self.window
+            inner.query(q), q, k, v, pe, inner.coefficients, inner.degree, inner.window
         )
-        seen = self.w_gate(x)
-        e = self.gate(
-            self.alpha * seen.to(torch.promote_types(seen.dtype, torch.float32)) + self.beta
-        )
-        return self.w_out(
-            (y * torch.where(e > LEAST_GATE, e, 0.0).to(y.dtype).unsqueeze(-1)).flatten(-2)
-        )
+        seen = inner.w_gate(x)
+        seen = seen.to(torch.promote_types(seen.dtype, torch.float32))
+        e = inner.gate(inner.alpha * seen + inner.beta)
+        kept = torch.where(e > LEAST_GATE, e, 0.0).to(y.dtype)
+        return inner.w_out((y * kept.unsqueeze(-1)).flatten(-2))
+
+
+IN_TORCH = {RichardsCurve: TorchCurve, RichardsGLU: TorchGLU, PolyAttention: TorchAttention}
 
 
 def in_torch(module: nn.Module) -> nn.Module:
-    """Our layers in it become torch's, in place, with the same parameters."""
-    for part in list(module.modules()):
-        if type(part) is RichardsCurve:
-            # On the device: a number of Python's would be copied there, which cannot be captured.
-            part.register_buffer(
-                "fixed", torch.tensor(part.setting[:9], device=part.theta.device), persistent=False
-            )
-            part.kinds, part.tanh = int(part.setting[9]), part.setting[10] != 0
-        part.__class__ = {
-            RichardsCurve: TorchCurve,
-            RichardsGLU: TorchGLU,
-            PolyAttention: TorchAttention,
-        }.get(type(part), type(part))
+    """The module with torch's operations for our layers, on the same parameters.
+
+    Layers inside of a module are replaced in place."""
+    if type(module) in IN_TORCH:
+        return IN_TORCH[type(module)](module)
+    for name, child in module.named_children():
+        setattr(module, name, in_torch(child))
     return module
 
 
@@ -120,42 +154,28 @@ class TorchStep:
     """The whole step in torch: fp32 weights, bf16 autocast, foreach clip, fused AdamW."""
 
     def __init__(self, config, batch, compiled: bool):
-        torch.manual_seed(0)
-        with torch.device(DEVICE):
-            self.model = in_torch(config.build())
-        for block in self.model.blocks if compiled else ():
-            block.compile(dynamic=False)
-        self.batch, self.parameters, self.loss = (
-            batch,
-            list(self.model.parameters()),
-            torch.zeros((), device=DEVICE),
-        )
-        matrices, others = (
-            [p for p in self.parameters if (p.dim() >= 2) == matrix] for matrix in (True, False)
-        )
-        groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-        self.opt = torch.optim.AdamW(
-            groups,
-            lr=torch.tensor(3e-4, device=DEVICE),
-            betas=(0.9, 0.95),
-            weight_decay=0.1,
-            fused=True,
-            **CAPTURABLE,
-        )
+        self.model = in_torch(build(config))
+        if compiled:
+            for block in self.model.blocks:
+                block.compile(dynamic=False)
+        self.batch = batch
+        self.parameters = list(self.model.parameters())
+        self.loss = torch.zeros((), device=DEVICE)
+        self.optimizer = captured_adamw(self.parameters)
 
     def __call__(self):
-        self.opt.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         with torch.autocast(DEVICE, torch.bfloat16):
             total, count = token_loss(self.model, self.batch)
         loss = total / count
         loss.backward()
         self.loss.copy_(loss.detach())
         nn.utils.clip_grad_norm_(self.parameters, 1.0, foreach=True)
-        self.opt.step()
+        self.optimizer.step()
 
     def replayed(self):
-        """The same as a CUDA graph."""
-        self.opt.zero_grad(set_to_none=True)
+        """The same as a CUDA graph: its replay."""
+        self.optimizer.zero_grad(set_to_none=True)
         self.recorder = recorder_for(DEVICE, backend().name)
         for _ in range(3):
             self.recorder.run(self)

@@ -1,82 +1,65 @@
-"""A whole training step in the four ways of accumulating: python benchmarks/train.py  (needs a GPU, takes about a minute)
+"""A whole training step in each accumulation mode: python benchmarks/train.py
 
-llama-350m, bf16 with fp32 masters, batch 4 x T = 1024 per micro-batch, compiled, clipped at 1.0, torch's fused AdamW. For each way:
-tokens/s with 1, 4 and 16 micro-batches per optimizer step, where the time goes, and what the host did (ledger). Launched
-from Python, so that on a slow host it is the host that is measured.
+Needs a GPU and about a minute.
+
+llama-350m, bf16 with fp32 masters, batch 4 x T = 1024 per micro-batch, compiled, clipped at 1.0,
+torch's fused AdamW. For each mode: tokens/s with 1, 4 and 16 micro-batches per optimizer step,
+where the time goes, and what the host did (ledger). Steps are launched from Python, so a slow host
+limits them.
 """
 
 import statistics
 
-import common
 import torch
+from common import DEVICE, show_table, write
+from timing import separately
+from training import SETTINGS, build, token_batch
 from workers import Workers
 
-from gpuaccel.measure.ledger import ledger
-from gpuaccel.measure.meter import Meter, peak_flops
+from gpuaccel.measure import Meter, ledger, peak_flops
 from gpuaccel.optim.accumulate import MODES
 from gpuaccel.optim.arena import Arena
-from gpuaccel.training.models import Transformer, flops_per_token, preset
+from gpuaccel.training.models import flops_per_token, preset
 from gpuaccel.training.step import TrainStep
 
-SOURCES = [
-    "kernels_cu/common.cuh",
-    "kernels_cu/accumulate.cu",
-    "kernels_cu/segments.cu",
-    "kernels_cu/encoder.cu",
-    "gpuaccel/files.py",
-    "gpuaccel/source.py",
-    "gpuaccel/compiler/nvrtc.py",
-    "gpuaccel/compiler/kernel.py",
-    "gpuaccel/optim/arena.py",
-    "gpuaccel/ops/accumulate.py",
-    "gpuaccel/optim/accumulate.py",
-    "gpuaccel/nn/fused_linear.py",
-    "gpuaccel/ops/token_sort.py",
-    "gpuaccel/ops/embedding_backward.py",
-    "gpuaccel/nn/embedding.py",
-    "gpuaccel/training/models.py",
-    "gpuaccel/training/step.py",
-    "gpuaccel/measure/meter.py",
-    "gpuaccel/measure/ledger.py",
-    "benchmarks/train.py",
-    "benchmarks/workers.py",
-    "benchmarks/common.py",
-]
-B, T = 4, 1024
+# Sequences of a micro-batch.
+B = 4
+# (micro-batches, turns, turns of mode `host`, whose steps take seconds)
+TURNS = ((1, 12, 3), (4, 6, 2), (16, 3, 1))
 
 
-class Run:
-    """Training in one mode, in a process of its own, because compiling takes long: all modes do it side by side."""
+class Training:
+    """Training in one mode."""
 
-    def __init__(self, mode: str):
-        torch.manual_seed(0)
-        with torch.device("cuda"):
-            module = Transformer(preset("llama-350m")).bfloat16()
-        arena = Arena(module)
-        opt = torch.optim.AdamW(arena.parameter_groups(0.1), lr=3e-4, betas=(0.9, 0.95), fused=True)
-        self.mode, self.step = (
-            mode,
-            TrainStep(module, opt, accumulate=mode, max_norm=1.0, compile=True),
-        )
-        self.step(batch(1))
+    def __init__(self, mode: str, config):
+        model = build(config, torch.bfloat16)
+        arena = Arena(model)
+        groups = arena.parameter_groups(SETTINGS["weight_decay"])
+        optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
+        self.mode = mode
+        self.config = config
+        self.step = TrainStep(model, optimizer, accumulate=mode, max_norm=1.0, compile=True)
+        self.step(self.batch(1))
         torch.cuda.synchronize()
 
+    def batch(self, micro_batches: int) -> tuple:
+        return token_batch(self.config.vocab, B * micro_batches, self.config.T)
+
     def alone(self) -> dict:
-        """What does not depend on the others: memory, what the host did, where the time went."""
-        step, four, repeated = self.step, batch(4), 1 if self.mode == "host" else 3
+        """What does not depend on the other modes: memory, the ledger, the stages' times."""
+        step, batch = self.step, self.batch(4)
         step.micro_batches = 4
-        step(four)
+        step(batch)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         with ledger(self.mode) as row:
-            step(four)
-        step.meter = Meter(
-            "cuda", flops_per_token(preset("llama-350m"), T), peak_flops("cuda", torch.bfloat16)
-        )
-        for _ in range(repeated):
-            out = step(four)
-            step.meter.update(four[0].numel(), out.loss)
+            step(batch)
+        peak = peak_flops(DEVICE, torch.bfloat16)
+        step.meter = Meter(DEVICE, flops_per_token(self.config, self.config.T), peak)
+        for _ in range(1 if self.mode == "host" else 3):
+            out = step(batch)
+            step.meter.update(batch[0].numel(), out.loss)
         stages = step.meter.finish().stages
         step.meter = None
         return {
@@ -86,86 +69,72 @@ class Run:
             "ledger": {
                 "launches": row.launches,
                 "syncs": row.syncs,
-                "copies": {k: list(v) for k, v in row.copies.items()},
+                "copies": {kind: list(copies) for kind, copies in (row.copies or {}).items()},
             },
         }
 
     def times(self, micro_batches: int, calls: int) -> "list[float]":
         """Milliseconds of steps, each by itself."""
-        data, times, self.step.micro_batches = batch(micro_batches), [], micro_batches
-        for _ in range(calls):
-            torch.cuda.synchronize()
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            self.step(data)
-            stop.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(stop))
-        return times
+        self.step.micro_batches = micro_batches
+        batch = self.batch(micro_batches)
+        return separately(lambda: self.step(batch), calls)
 
 
-def batch(micro_batches: int):
-    tokens = torch.randint(0, 32768, (B * micro_batches, T + 1), device="cuda")
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def race(workers: Workers) -> dict:
-    """tokens/s by mode and micro-batches: the modes take turns, the median of their turns counts. `host`, whose steps take seconds, has
-    three, two and one turn."""
+def speed(workers: Workers, config) -> dict:
+    """tokens/s by mode and micro-batches: medians, measured in turns."""
     rates = {mode: {} for mode in workers.names}
-    for micro_batches, rounds, slow in ((1, 12, 3), (4, 6, 2), (16, 3, 1)):
+    for micro_batches, turns, host_turns in TURNS:
         times = {mode: [] for mode in workers.names}
-        for turn in range(rounds):
+        for turn in range(turns):
             for mode in workers.names:
-                if mode != "host" or turn < slow:
-                    times[mode] += workers.ask(
-                        mode, "times", micro_batches, 1 if turn or mode == "host" else 2
-                    )[-1:]  # the first turn warms up
-        for mode in workers.names:
-            rates[mode][f"tokens_per_s, {micro_batches}"] = (
-                B * T * micro_batches / statistics.median(times[mode]) * 1e3
-            )
+                if mode == "host" and turn >= host_turns:
+                    continue
+                # The first turn warms up.
+                calls = 2 if turn == 0 and mode != "host" else 1
+                times[mode].append(workers.ask(mode, "times", micro_batches, calls)[-1])
+        tokens = B * config.T * micro_batches
+        for mode, values in times.items():
+            rate = tokens / statistics.median(values) * 1e3
+            rates[mode][f"tokens_per_s, {micro_batches}"] = rate
     return rates
 
 
-def main():
-    with Workers({mode: (Run, mode) for mode in MODES}) as workers:
+def measure(config, here: bool = False) -> dict:
+    with Workers({mode: (Training, mode, config) for mode in MODES}, here) as workers:
         workers.ready()
-        results, raced = {mode: workers.ask(mode, "alone") for mode in MODES}, race(workers)
-    peak, flops = peak_flops("cuda", torch.bfloat16), flops_per_token(preset("llama-350m"), T)
-    for mode, rates in raced.items():
-        results[mode].update(rates)
-        results[mode]["accumulation_cost"] = rates["tokens_per_s, 16"] / rates["tokens_per_s, 1"]
-        results[mode]["mfu"] = rates["tokens_per_s, 4"] * flops / peak
-    rows = [
-        (
-            mode,
-            *(f"{r[f'tokens_per_s, {k}'] / 1e3:,.1f}K" for k in (1, 4, 16)),
-            f"{r['accumulation_cost']:.2f}",
-            f"{r['mfu']:.1%}",
-            r["ledger"]["launches"],
-            r["ledger"]["syncs"],
-            f"{r['ledger']['copies'].get('DtoH', [0, 0])[1] / 2**20:,.1f}",
-        )
-        for mode, r in results.items()
-    ]
-    print(
-        common.table(
-            rows,
+        results = {mode: workers.ask(mode, "alone") for mode in MODES}
+        rates = speed(workers, config)
+    peak, flops = peak_flops(DEVICE, torch.bfloat16), flops_per_token(config, config.T)
+    for mode, r in results.items():
+        r.update(rates[mode])
+        r["accumulation_cost"] = r["tokens_per_s, 16"] / r["tokens_per_s, 1"]
+        r["mfu"] = r["tokens_per_s, 4"] * flops / peak if peak else None
+    return results
+
+
+def show(results: dict):
+    rows = []
+    for mode, r in results.items():
+        downloaded = r["ledger"]["copies"].get("DtoH", [0, 0])[1] / 2**20
+        rows.append(
             (
-                "tokens/s with micro-batches:",
-                "1",
-                "4",
-                "16",
-                "16 : 1",
-                "MFU (4)",
-                "launches",
-                "syncs",
-                "MiB down",
-            ),
+                mode,
+                *(f"{r[f'tokens_per_s, {k}'] / 1e3:,.1f}K" for k in (1, 4, 16)),
+                f"{r['accumulation_cost']:.2f}",
+                f"{r['mfu'] or 0:.1%}",
+                r["ledger"]["launches"],
+                r["ledger"]["syncs"],
+                f"{downloaded:,.1f}",
+            )
         )
-    )
-    print("written:", common.write("train", SOURCES, results).name)
+    head = ("micro-batches:", "1", "4", "16", "16 : 1", "MFU (4)", "launches", "syncs", "MiB down")
+    show_table("tokens/s", rows, head)
+
+
+def main():
+    results = measure(preset("llama-350m"))
+    show(results)
+    write("train", results)
 
 
 if __name__ == "__main__":

@@ -1,71 +1,88 @@
-"""Variants of a benchmark, each in a process of its own: made side by side, because most of a benchmark's time is torch.compile's, measured one at a time.
+"""Variants of a benchmark in processes of their own: one each (Workers) or one per rank.
 
-    >>> with Workers({"torch": (Peer, 1024), "ours": (Ours, 1024)}) as workers:     # Peer(1024) and Ours(1024), each in its process
-    ...     workers.ready()                                                         # all of them are made; nothing was measured
-    ...     times = in_turns({name: lambda name=name: workers.ask(name, "times", 5) for name in workers.names})
+Most of a benchmark's time is torch.compile's. All variants compile side by side; then only one
+process measures at a time, and the others wait. Each process has its own memory caches, so its
+memory peaks are its own.
 
-Only one process works at a time from then on, the others wait for their turn; each has its own caches of memory, so that peaks are its own.
+>>> with Workers({"torch": (Peer, 1024), "ours": (Ours, 1024)}) as workers:
+...     workers.ready()                      # Peer(1024) and Ours(1024) are made
+...     workers.ask("ours", "times", 5)      # what .times(5) returns
+
+>>> with RankWorkers({"torch": (Rank, bench), "ours": (Rank, bench)}, ranks=2) as workers:
+...     workers.ask("ours", "times", 5)      # [of rank 0, of rank 1]
 """
 
 import contextlib
+import datetime
 import multiprocessing
+import multiprocessing.connection
 import os
-import statistics
+import pathlib
+import sys
+import tempfile
+import time
 import traceback
 
-import torch
+# How long a rank may take for an answer, and NCCL for a collective, in seconds.
+TIMEOUT = 60.0
+# How long the other ranks may still report after one has failed, in seconds.
+GRACE = 2.0
+DIED = "has died"
 
 
-def queued(run, calls: int) -> "list[float]":
-    """Milliseconds of each of some runs that are queued one behind the other, as in a training loop. One more before them gets going."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
-    run()
-    events[0].record()
-    for event in events[1:]:
-        run()
-        event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in zip(events, events[1:])]
+class WorkerError(RuntimeError):
+    """A worker failed. The message names the worker, the rank and the failure."""
 
 
-def in_turns(takers: dict, rounds: int = 4) -> "dict[str, float]":
-    """Median of the times that each taker returns, in turns (a, b, c, a, b, c, ...), so that drift of the clock meets all alike."""
-    times = {name: [] for name in takers}
-    for _ in range(rounds):
-        for name, take in takers.items():
-            times[name] += take()
-    return {name: statistics.median(some) for name, some in times.items()}
+class Stuck(BaseException):
+    """Raised by a rank whose GPU hangs. The rank reports it and ends."""
+
+
+@contextlib.contextmanager
+def environment(**values):
+    """Environment variables for the processes that are started inside."""
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+
+
+# ---- one process per variant --------------------------------------------------------------------
 
 
 class Workers:
-    """name -> (function or class, its arguments), all of which must be found by name in a module. here: in this process (for tests)."""
+    """One process per variant.
+
+    variants: name -> (function or class, its arguments); a module must define it under its name
+    here: make and run the variants in this process (for tests)
+    """
 
     def __init__(self, variants: dict, here: bool = False):
-        self._here = (
-            {name: make(*args) for name, (make, *args) in variants.items()} if here else None
-        )
-        self._pipes, self._processes, self._ready = {}, {}, set()
-        context, before = (
-            multiprocessing.get_context("spawn"),
-            os.environ.get("TORCHINDUCTOR_COMPILE_THREADS"),
-        )
-        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(
-            max(2, (os.cpu_count() or 2) // max(1, len(variants)))
-        )
-        try:
-            for name, (make, *args) in variants.items() if not here else ():
-                self._pipes[name], theirs = context.Pipe()
-                self._processes[name] = context.Process(target=_serve, args=(theirs, make, args))
+        self._objects = None
+        self._pipes = {}
+        self._processes = {}
+        self._ready = set()
+        if here:
+            self._objects = {name: make(*args) for name, (make, *args) in variants.items()}
+            return
+        context = multiprocessing.get_context("spawn")
+        threads = max(2, (os.cpu_count() or 2) // max(1, len(variants)))
+        with environment(TORCHINDUCTOR_COMPILE_THREADS=str(threads)):
+            for name, (make, *args) in variants.items():
+                self._pipes[name], pipe = context.Pipe()
+                self._processes[name] = context.Process(target=_serve, args=(pipe, make, args))
                 self._processes[name].start()
-                theirs.close()
-        finally:
-            del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
-            if before is not None:
-                os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = before
+                pipe.close()
 
     @property
     def names(self) -> list:
-        return list(self._pipes if self._here is None else self._here)
+        return list(self._pipes if self._objects is None else self._objects)
 
     def ready(self):
         """Wait until every variant is made."""
@@ -74,30 +91,35 @@ class Workers:
             self._ready.add(name)
 
     def ask(self, name, method: str, *args):
-        """The result of a variant's method."""
-        if self._here is not None:
-            return getattr(self._here[name], method)(*args)
+        """The result of a variant's method. Raises WorkerError where the variant fails."""
+        if self._objects is not None:
+            return getattr(self._objects[name], method)(*args)
         self.ready()
         self._pipes[name].send((method, args))
         return self._answer(name)
+
+    def timers(self, names, *args) -> dict:
+        """name -> a function that returns the result of its method `times(*args)`."""
+        return {name: lambda name=name: self.ask(name, "times", *args) for name in names}
 
     def _answer(self, name):
         try:
             error, result = self._pipes[name].recv()
         except (EOFError, ConnectionResetError):
-            raise RuntimeError(f"the process of {name!r} has died") from None
+            raise WorkerError(f"the process of {name!r} has died") from None
         if error:
-            raise RuntimeError(f"{name!r} failed in its process:\n{error}")
+            raise WorkerError(f"{name!r} failed in its process:\n{error}")
         return result
 
     def close(self, *names):
         """End these processes (default: all), which gives their memory back."""
         for name in names or self.names:
-            if self._here is not None:
-                del self._here[name]
+            if self._objects is not None:
+                del self._objects[name]
             elif name in self._pipes:
-                self._pipes.pop(name).close()  # its recv() ends, and it with it
-        for name in [name for name in self._processes if name not in self._pipes]:
+                # The worker's recv() raises EOFError, and the worker ends.
+                self._pipes.pop(name).close()
+        for name in self._processes.keys() - self._pipes.keys():
             process = self._processes.pop(name)
             process.join(20)
             if process.is_alive():
@@ -107,23 +129,185 @@ class Workers:
     def __enter__(self):
         return self
 
-    def __exit__(self, *error):
-        if error[0] is not None:
-            for process in self._processes.values():  # one may be compiling still
+    def __exit__(self, kind, *_):
+        if kind is not None:
+            # After an error, do not wait for those that still compile.
+            for process in self._processes.values():
                 process.kill()
         self.close()
 
 
 def _serve(pipe, make, args):
-    """A worker's life: make the variant, say so, then do what is asked for until nobody asks any more."""
+    """A worker: make the variant, report it, then answer until the pipe is closed."""
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         try:
-            thing = make(*args)
+            variant = make(*args)
             pipe.send((None, None))
             while True:
                 method, args = pipe.recv()
-                pipe.send((None, getattr(thing, method)(*args)))
+                pipe.send((None, getattr(variant, method)(*args)))
         except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
             raise
         except BaseException:
             pipe.send((traceback.format_exc(), None))
+
+
+# ---- one process per rank -----------------------------------------------------------------------
+
+
+class RankWorkers:
+    """Named sets of rank processes; each set is a process group of its own.
+
+    Every wait has a limit. A rank that raises alone, dies or does not answer ends its set, and the
+    WorkerError names the rank; the other sets go on.
+
+    sets: name -> (function or class, its arguments); it is called with the rank as first argument
+    ranks: processes of each set, on GPU 0, 1, ...
+    device: "cuda" (NCCL) or "cpu" (gloo, for tests)
+    timeout: of an answer and of a collective, in seconds
+    """
+
+    def __init__(self, sets: dict, ranks: int, device: str = "cuda", timeout: float = TIMEOUT):
+        self.ranks = ranks
+        self.timeout = timeout
+        # name -> why the set was stopped
+        self.stopped = {}
+        self._folder = tempfile.TemporaryDirectory()
+        # name -> [(pipe, process) of each rank]
+        self._sets = {}
+        context = multiprocessing.get_context("spawn")
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        threads = max(1, (os.cpu_count() or 1) // (ranks * len(sets)))
+        with environment(
+            OMP_NUM_THREADS=str(threads),
+            TORCHINDUCTOR_COMPILE_THREADS=str(max(2, threads)),
+            NCCL_SOCKET_IFNAME=loopback,
+            GLOO_SOCKET_IFNAME=loopback,
+        ):
+            for index, (name, (make, *args)) in enumerate(sets.items()):
+                store = str(pathlib.Path(self._folder.name) / f"store{index}")
+                self._sets[name] = []
+                for rank in range(ranks):
+                    pipe, remote = context.Pipe()
+                    process = context.Process(
+                        target=_serve_rank,
+                        args=(rank, ranks, device, store, timeout, remote, make, args),
+                        daemon=True,
+                    )
+                    process.start()
+                    remote.close()
+                    self._sets[name].append((pipe, process))
+
+    @property
+    def names(self) -> list:
+        """Sets that have not been stopped."""
+        return [name for name in self._sets if name not in self.stopped]
+
+    def send(self, name, method: str, *args):
+        """Ask every rank of a set without waiting for the answers."""
+        if name in self.stopped:
+            raise WorkerError(self.stopped[name])
+        for pipe, _ in self._sets[name]:
+            # answers() reports a rank that has died.
+            with contextlib.suppress(OSError):
+                pipe.send((method, args))
+
+    def answers(self, name, timeout: "float | None" = None) -> list:
+        """Each rank's answer to the oldest question.
+
+        Raises WorkerError after `timeout` seconds, or when a rank raises or dies. The set is
+        stopped then, unless all ranks have raised."""
+        if name in self.stopped:
+            raise WorkerError(self.stopped[name])
+        timeout = timeout or self.timeout
+        results, errors = self._collect(name, timeout)
+        silent = set(range(self.ranks)) - results.keys() - errors.keys()
+        if not errors and not silent:
+            return [results[rank] for rank in range(self.ranks)]
+        if errors:
+            reports = [f"rank {rank} {error}" for rank, error in errors.items()]
+        else:
+            reports = [f"rank {rank} has not answered for {timeout:g} s" for rank in sorted(silent)]
+        message = f"{name}: {'; '.join(reports)}"
+        ended = any(error.startswith((DIED, "is stuck")) for error in errors.values())
+        if silent or results or ended:
+            # The ranks are not at the same collective any more.
+            self.stop(name, message)
+        raise WorkerError(message)
+
+    def _collect(self, name, timeout: float) -> "tuple[dict, dict]":
+        """(rank -> answer, rank -> error) of the ranks that report in time."""
+        results, errors = {}, {}
+        waiting = {pipe: rank for rank, (pipe, _) in enumerate(self._sets[name])}
+        deadline = time.monotonic() + timeout
+        while waiting and time.monotonic() < deadline:
+            for pipe in multiprocessing.connection.wait(list(waiting), 0.05):
+                rank = waiting.pop(pipe)
+                try:
+                    error, result = pipe.recv()
+                except (EOFError, OSError):
+                    error, result = DIED, None
+                if not error:
+                    results[rank] = result
+                    continue
+                if not errors:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+                errors[rank] = error
+        return results, errors
+
+    def ask(self, name, method: str, *args, timeout: "float | None" = None) -> list:
+        """The results of every rank's method."""
+        self.send(name, method, *args)
+        return self.answers(name, timeout)
+
+    def stop(self, name, reason: str = "it was closed"):
+        """Kill a set's processes, which gives their memory back.
+
+        They are not asked to end: a rank may wait for one that is gone."""
+        self.stopped.setdefault(name, reason)
+        for _, process in self._sets[name]:
+            process.kill()
+        for pipe, process in self._sets[name]:
+            process.join()
+            pipe.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for name in self.names:
+            self.stop(name)
+        self._folder.cleanup()
+
+
+def _serve_rank(rank, ranks, device, store, timeout, pipe, make, args):
+    """A rank: join the process group, make the object, then answer until the pipe is closed."""
+    # Not at the top: Workers do not need torch, and importing it takes seconds.
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+        made = None
+        while True:
+            method, values = pipe.recv()
+            try:
+                if made is None:
+                    if device == "cuda":
+                        torch.cuda.set_device(rank)
+                    dist.init_process_group(
+                        "nccl" if device == "cuda" else "gloo",
+                        init_method=f"file://{store}",
+                        rank=rank,
+                        world_size=ranks,
+                        timeout=datetime.timedelta(seconds=timeout),
+                    )
+                    made = make(rank, *args)
+                answer = None, getattr(made, method)(*values)
+            except Exception:
+                answer = f"raised\n{traceback.format_exc()}", None
+            except Stuck as error:
+                pipe.send((f"is stuck: {error}", None))
+                break
+            pipe.send(answer)
+    os._exit(0)

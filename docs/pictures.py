@@ -1,7 +1,7 @@
 """Draw the pictures of the README from real runs:  python docs/pictures.py [show] [meter]
 
-pictures/meter-*.svg: the live meter after several short training runs. The title names the device.
-A GPU trains 122 M parameters in bf16, also with the step as one CUDA graph; a CPU trains a small
+pictures/meter-*.svg: the live meter after several short training runs; the title names the device.
+A GPU trains 122 M parameters in bf16, also with the step as one CUDA graph. A CPU trains a small
 transformer in fp32.
 pictures/show-*.svg: what ga.show draws for a kernel that reads every second element.
 """
@@ -16,8 +16,8 @@ import gpuaccel as ga
 FOLDER = pathlib.Path(__file__).resolve().parent / "pictures"
 STEPS = 40
 # The package draws text in greys that can be read on any page. A README can show one picture per
-# colour scheme, with more contrast: the greys of gpuaccel/learn/figures/picture.py, and what stands for each on
-# white and on black.
+# colour scheme, with more contrast. Keys are the greys of gpuaccel/learn/figures/picture.py, values
+# what replaces them on white and on black.
 SCHEMES = {
     "light": {"#7d838c": "#1f2328", "#868c95": "#59636e"},
     "dark": {"#7d838c": "#e6edf3", "#868c95": "#9ea7b3"},
@@ -38,13 +38,13 @@ def show() -> str:
 
 
 def live_meter() -> str:
-    """The live meter of one training step, done in several ways with the same seed and text."""
+    """The live meter of several variants of a training step, with the same seed and text."""
     gpu = ga.backend().name == "cuda"
     device = ga.default_device()
     config = ga.preset("llama-350m", vocab=256, layers=8) if gpu else ga.preset("tiny")
     text = ga.make_dataset(max_bytes=2_000_000)
-    where = torch.cuda.get_device_name() if gpu else "a CPU"
-    live = ga.LiveThroughput(f"The same training step, done differently, on {where}")
+    name = torch.cuda.get_device_name() if gpu else "a CPU"
+    live = ga.LiveThroughput(f"The same training step, done differently, on {name}")
     variants = {mode: {"accumulate": mode} for mode in ("host", "autograd", "fused")}
     if gpu:
         variants["graph"] = {"accumulate": "fused", "replay": "graph"}
@@ -60,11 +60,14 @@ def live_meter() -> str:
 
 
 def coloured(svg: str, colours: "dict[str, str]") -> str:
-    """The picture in other colours; ValueError where it has none of those to be replaced."""
+    """The picture with these colours replaced.
+
+    Raises ValueError where the picture does not have one of them."""
     for old, new in colours.items():
         if old not in svg:
             raise ValueError(
-                f"the picture has no {old}: gpuaccel/learn/figures/picture.py draws in other colours now"
+                f"the picture has no {old}; expected the colours of "
+                "gpuaccel/learn/figures/picture.py, which has others now"
             )
         svg = svg.replace(old, new)
     return svg

@@ -1,6 +1,6 @@
 """gpuaccel: what happens to a gradient between `loss.backward()` and the new weight.
 
-This file only hands names on; docs/development.md says what is in which room (folder). What notebooks and the command line
+This file only hands names on; CONTRIBUTING.md says what is in which room (folder). What notebooks and the command line
 need (`learn`, `cli`) is loaded when one of its names is first used.
 """
 
@@ -28,9 +28,9 @@ from .errors import (
     RankError,
 )
 from .graphs.graphed_step import GraphedStep
-from .measure.ledger import Ledger, ledger
-from .measure.meter import LateValue, Meter, Reading, StageTimer, peak_flops
+from .measure import LateValue, Ledger, Meter, Reading, StageTimer, ledger, peak_flops
 from .nn.embedding import Embedding, Encoder, deterministic_embeddings
+from .nn.lora import LoRALinear
 from .nn.poly_attention import PolyAttention, poly_attention, reference_poly_attention
 from .nn.richards_glu import RichardsCurve, RichardsGLU
 from .ops.accumulate import accumulate_, reference_accumulate
@@ -54,34 +54,23 @@ from .training.data import (
     val_batches,
 )
 from .training.loop import evaluate, train, warmup_cosine
-from .training.lora import (
-    BLOCK_NORMS,
-    LoRALinear,
-    apply_lora,
-    load_lora,
-    merge_lora,
-    remove_lora,
-    save_lora,
-    unmerge_lora,
-)
+from .training.lora import BLOCK_NORMS, apply_lora, merge_lora, remove_lora, unmerge_lora
+from .training.lora_files import load_lora, save_lora
 from .training.models import GPT2, Config, Transformer, flops_per_token, generate, preset
 from .training.step import TrainStep, token_loss
 
 if TYPE_CHECKING:
-    from .cli.main import doctor
-    from .learn.exercises.exercises import check, hint, solution
-    from .learn.magics import load_ipython_extension
-    from .learn.show import show
-    from .learn.widgets import LiveThroughput
+    from .cli import doctor
+    from .learn import LiveThroughput, check, hint, load_ipython_extension, show, solution
 
 _LATER = {
-    "doctor": "cli.main",
-    "check": "learn.exercises.exercises",
-    "hint": "learn.exercises.exercises",
-    "solution": "learn.exercises.exercises",
-    "load_ipython_extension": "learn.magics",
-    "show": "learn.show",
-    "LiveThroughput": "learn.widgets",
+    "doctor": "cli",
+    "check": "learn",
+    "hint": "learn",
+    "solution": "learn",
+    "load_ipython_extension": "learn",
+    "show": "learn",
+    "LiveThroughput": "learn",
 }
 
 __all__ = [
@@ -176,12 +165,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name):
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
-    globals()[name] = value
-    return value
+# Hidden from type checkers, to which it would say that every name exists.
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__():

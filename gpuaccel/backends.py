@@ -1,16 +1,25 @@
-"""Which backend runs, and the reason in words.
+"""Which backend runs, and why, in words.
 
     >>> import gpuaccel as ga
     >>> ga.backend()                      # chosen at the first use, then kept
     Choice(name='torch', reason='no CUDA driver (libcuda.so.1 not found)', ...)
-    >>> with ga.use_backend("torch"):     # for one block; as a plain call: for the rest of the process
+    >>> with ga.use_backend("torch"):     # for one block
     ...     ...
 
-Two separate choices. The *backend* (`GPUACCEL_BACKEND`, or `use_backend`): `auto`, `cuda`, `simt` (the same kernels on the CPU),
-`torch` (each operation's definition in plain torch). `auto` is `cuda` where it works, else `torch`. Raw kernels have no
-definition in torch: where there is no GPU to use, they run on simt. The *policy* for the GPU (`GPUACCEL_GPU`): `auto` takes a
-GPU where there is one, `require` stops without one, `off` leaves it alone.
-Three visible steps: try to find a driver; keep what was found; one function resolves the choice. Nothing falls back in silence.
+There are two settings. The *backend* (`GPUACCEL_BACKEND`, or `use_backend`) is one of:
+
+* `cuda`: our kernels on the GPU
+* `simt`: the same kernels on the CPU
+* `torch`: the definition of each operation in plain torch
+* `auto`: `cuda` where it works, else `torch`
+
+A raw kernel has no definition in torch, so it runs on `simt` where there is no usable GPU.
+
+The *policy* for the GPU (`GPUACCEL_GPU`) is `auto` (use a GPU where there is one), `require` (raise
+without one) or `off` (leave it alone).
+
+The choice takes three steps: look for a driver, remember the result, and resolve the request in
+one pure function. Nothing falls back in silence.
 """
 
 import contextlib
@@ -30,35 +39,41 @@ from dataclasses import dataclass
 
 from .errors import BackendError
 
-os.environ.setdefault(
-    "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-)  # read at the first product; without it deterministic() is refused
 BACKENDS = ("auto", "cuda", "simt", "torch")
 POLICIES = ("auto", "require", "off")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend in use. `str(choice)` is one sentence fit for a first notebook cell."""
+    """The backend in use. `str(choice)` is one sentence for a first notebook cell."""
 
-    name: str  # "cuda", "simt" or "torch"
-    reason: str  # why, in words
-    requested: str  # what was asked for: auto | cuda | simt | torch
-    policy: str  # auto | require | off
-    device: str  # "NVIDIA H200", or "CPU"
-    arch: "str | None"  # "sm_90"; None without a GPU
-    driver: "str | None"  # CUDA version that the driver supports, "13.0"; None without a driver
+    # "cuda", "simt" or "torch"
+    name: str
+    # why this backend, in words
+    reason: str
+    # what was asked for: "auto", "cuda", "simt" or "torch"
+    requested: str
+    # "auto", "require" or "off"
+    policy: str
+    # "NVIDIA H200", or "CPU"
+    device: str
+    # "sm_90"; None without a GPU
+    arch: "str | None"
+    # the newest CUDA version that the driver supports, "13.0"; None without a driver
+    driver: "str | None"
 
     def __str__(self):
-        where = f"{self.device} ({self.arch})" if self.arch else self.device
-        return f"backend {self.name} on {where}: {self.reason}"
+        device = f"{self.device} ({self.arch})" if self.arch else self.device
+        return f"backend {self.name} on {device}: {self.reason}"
 
 
 @functools.cache
 def find_driver() -> "tuple[int | None, str]":
-    """(CUDA version the driver supports as 1000*major + 10*minor, or None; the reason in words).
+    """Return the newest CUDA version that the driver supports, and a sentence on how we know.
 
-    Asks libcuda.so.1 itself: cuda.core and cuda.bindings.driver must not be entered without one (they can deadlock)."""
+    The version is 1000 * major + 10 * minor, or None without a driver. It comes from libcuda.so.1
+    itself: cuda.core and cuda.bindings.driver can deadlock where there is no driver.
+    """
     library = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
     try:
         cuda = ctypes.CDLL(library)
@@ -69,12 +84,17 @@ def find_driver() -> "tuple[int | None, str]":
         return None, f"the CUDA driver does not start (cuInit returned error {status})"
     version = ctypes.c_int()
     cuda.cuDriverGetVersion(ctypes.byref(version))
-    return version.value, f"driver for CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+    return version.value, f"driver for CUDA {_version_text(version.value)}"
+
+
+def _version_text(version: int) -> str:
+    """13000 -> "13.0"."""
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 @functools.cache
 def find_gpu() -> "tuple[bool, str]":
-    """(is there a GPU that torch can use, the reason in words)."""
+    """Return whether there is a GPU that torch can use, and why, in words."""
     version, reason = find_driver()
     if version is None:
         return False, reason
@@ -89,74 +109,83 @@ def find_gpu() -> "tuple[bool, str]":
             "update the driver, or install a torch built for an older CUDA"
         )
     if not torch.cuda.is_available():
-        return (
-            False,
-            f"{reason}, but torch sees no GPU (CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r})",
-        )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return False, f"{reason}, but torch sees no GPU (CUDA_VISIBLE_DEVICES={visible!r})"
     return True, f"{torch.cuda.get_device_name()} found, {reason}"
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler of this machine. kind: "g++", "clang" or "zig", which differ in their options; version: of zig that of its clang."""
+    """A C++ compiler of this machine."""
 
     command: "tuple[str, ...]"
+    # "g++", "clang" or "zig", which differ in their options
     kind: str
+    # of zig: the version of its clang
     version: str
 
     def __str__(self):
-        return (
-            f"zig (clang {self.version})" if self.kind == "zig" else f"{self.kind} {self.version}"
-        )
+        if self.kind == "zig":
+            return f"zig (clang {self.version})"
+        return f"{self.kind} {self.version}"
 
 
 @functools.cache
 def find_compiler() -> "tuple[Compiler | None, str]":
-    """(the C++ compiler that runs kernels on the CPU, or None; the reason in words).
+    """Return the C++ compiler that builds kernels for the CPU (or None), and why, in words.
 
-    `GPUACCEL_CXX` (a command), else g++, clang++, or pip's ziglang, the first that answers. (Of ziglang `cc`: its `c++` builds a
-    C++ library first, for a minute, which kernels do not need.)"""
+    `GPUACCEL_CXX` (a command) is the only candidate where it is set. Otherwise the first of g++,
+    clang++ and pip's ziglang that answers is taken. We call ziglang's `cc`: its `c++` first
+    compiles a C++ library for a minute, and kernels do not need one.
+    """
     chosen = os.environ.get("GPUACCEL_CXX")
-    zig = [(sys.executable, "-m", "ziglang", "cc")] if importlib.util.find_spec("ziglang") else []
-    for command in [tuple(shlex.split(chosen))] if chosen else [("g++",), ("clang++",), *zig]:
+    if chosen:
+        commands = [tuple(shlex.split(chosen))]
+    else:
+        commands = [("g++",), ("clang++",)]
+        if importlib.util.find_spec("ziglang"):
+            commands.append((sys.executable, "-m", "ziglang", "cc"))
+    for command in commands:
         try:
-            done = subprocess.run(
+            answer = subprocess.run(
                 [*command, "--version"], capture_output=True, text=True, timeout=300
             )
         except (OSError, subprocess.TimeoutExpired):
             continue
-        number = re.search(r"\d+\.\d+(\.\d+)?", done.stdout)
-        if done.returncode == 0 and number:
-            kind = (
-                "zig"
-                if any("zig" in part for part in command)
-                else "clang"
-                if "clang" in done.stdout
-                else "g++"
-            )
-            return (found := Compiler(command, kind, number[0])), f"{found} found"
-    return (
-        None,
-        f"GPUACCEL_CXX={chosen!r} does not answer"
-        if chosen
-        else "neither g++ nor clang++ nor ziglang found",
-    )
+        version = re.search(r"\d+\.\d+(\.\d+)?", answer.stdout)
+        if answer.returncode or not version:
+            continue
+        if any("zig" in part for part in command):
+            kind = "zig"
+        elif "clang" in answer.stdout:
+            kind = "clang"
+        else:
+            kind = "g++"
+        compiler = Compiler(command, kind, version[0])
+        return compiler, f"{compiler} found"
+    if chosen:
+        return None, f"GPUACCEL_CXX={chosen!r} does not answer"
+    return None, "neither g++ nor clang++ nor ziglang found"
 
 
 def resolve(requested: str, policy: str, gpu: "tuple[bool, str]") -> "tuple[str, str]":
-    """(backend, reason) for a request, a policy and what `find_gpu` said. Pure, so that tests can try every case."""
+    """Return (backend, reason) for a request, a policy and the result of `find_gpu`.
+
+    The function is pure, so that tests can try every case. Raises BackendError for an unknown name
+    and for a request that cannot be met.
+    """
     if requested not in BACKENDS:
         raise BackendError(f"backend is {requested!r}; expected one of {', '.join(BACKENDS)}")
     if policy not in POLICIES:
         raise BackendError(f"GPU policy is {policy!r}; expected one of {', '.join(POLICIES)}")
-    there, why = gpu
+    has_gpu, why = gpu
     if policy == "off" and requested == "cuda":
         raise BackendError(
             "backend cuda was asked for, but the GPU policy is off (GPUACCEL_GPU=off)"
         )
-    if not there and policy != "off" and (requested == "cuda" or policy == "require"):
-        asked = "backend cuda" if requested == "cuda" else "a GPU (policy require)"
-        raise BackendError(f"{asked} was asked for, but there is none to use: {why}")
+    if not has_gpu and policy != "off" and (requested == "cuda" or policy == "require"):
+        request = "backend cuda" if requested == "cuda" else "a GPU (policy require)"
+        raise BackendError(f"{request} was asked for, but there is none to use: {why}")
     if requested in ("simt", "torch") and policy == "require":
         raise BackendError(f"backend {requested} was asked for, but the GPU policy is require")
     if requested == "simt":
@@ -165,7 +194,7 @@ def resolve(requested: str, policy: str, gpu: "tuple[bool, str]") -> "tuple[str,
         return "torch", "the GPU policy is off (GPUACCEL_GPU=off)"
     if requested == "torch":
         return "torch", "backend torch was asked for"
-    return ("cuda", why) if there else ("torch", why)
+    return ("cuda", why) if has_gpu else ("torch", why)
 
 
 _current: "Choice | None" = None
@@ -176,34 +205,31 @@ def _choose(requested: str, policy: "str | None" = None) -> Choice:
     gpu = (False, "") if policy == "off" else find_gpu()
     name, reason = resolve(requested, policy, gpu)
     if name == "simt":
-        found, why = find_compiler()
-        if found is None:
+        compiler, why = find_compiler()
+        if compiler is None:
             raise BackendError(
                 f"backend simt was asked for, but there is no C++ compiler to use: {why}"
             )
-        reason += f", kernels are compiled with {found}"
-    version = None if policy == "off" else find_driver()[0]
-    driver = None if version is None else f"{version // 1000}.{version % 1000 // 10}"
+        reason += f", kernels are compiled with {compiler}"
+    device = "CPU"
+    arch = None
     if name == "cuda":
         import torch
 
         major, minor = torch.cuda.get_device_capability()
-        return Choice(
-            name,
-            reason,
-            requested,
-            policy,
-            torch.cuda.get_device_name(),
-            f"sm_{major}{minor}",
-            driver,
-        )
-    return Choice(name, reason, requested, policy, "CPU", None, driver)
+        device = torch.cuda.get_device_name()
+        arch = f"sm_{major}{minor}"
+    version = None if policy == "off" else find_driver()[0]
+    driver = None if version is None else _version_text(version)
+    return Choice(name, reason, requested, policy, device, arch, driver)
 
 
 def backend() -> Choice:
-    """The backend in use; chosen at the first call (`GPUACCEL_BACKEND`, `GPUACCEL_GPU`), logged once (logger "gpuaccel", INFO), then kept.
+    """The backend in use.
 
-    Raises BackendError when what was asked for cannot run here."""
+    The first call chooses it (`GPUACCEL_BACKEND`, `GPUACCEL_GPU`) and logs it (logger "gpuaccel",
+    level INFO). Raises BackendError when the requested backend cannot run here.
+    """
     global _current
     if _current is None:
         _current = _choose(os.environ.get("GPUACCEL_BACKEND") or "auto")
@@ -211,51 +237,121 @@ def backend() -> Choice:
     return _current
 
 
-class use_backend(contextlib.ContextDecorator):
-    """`use_backend("torch")` switches now; as a `with` block it switches back at the end.
+class ProcessSwitch:
+    """Sets a value of the whole process: by a call, for a `with` block, or while a function runs.
 
-    name: "auto", "cuda", "simt" or "torch"; policy: "auto", "require" or "off" (default: `GPUACCEL_GPU`, else "auto").
-    Raises BackendError, and changes nothing, when the backend cannot run here."""
+    * A plain call sets the value, and it stays.
+    * A `with` block restores the previous value at its end. Blocks may be nested and repeated.
+    * A decorated function runs with the value, and its end restores the previous one. Decorating
+      itself changes nothing.
 
-    def __init__(self, name: str, policy: "str | None" = None):
-        global _current
-        self.before = _current
-        self.choice = _current = _choose(name, policy)
+    A subclass says where the value lives, with `_get` and `_set`.
+    """
 
-    def __enter__(self) -> Choice:
-        global _current
-        _current = self.choice
-        return self.choice
+    def __init__(self, value):
+        self._value = value
+        # What the blocks entered so far restore, the innermost last. The constructor cannot know
+        # whether it is a plain call, so its own switch becomes that of the first block, if nothing
+        # else has been set until then.
+        self._previous = [self._get()]
+        self._is_plain_call = True
+        self._set(value)
+
+    @staticmethod
+    def _get():
+        raise NotImplementedError
+
+    @staticmethod
+    def _set(value):
+        raise NotImplementedError
+
+    def __enter__(self):
+        if not (self._is_plain_call and self._get() is self._value):
+            self._previous.append(self._get())
+        self._is_plain_call = False
+        self._set(self._value)
+        return self
 
     def __exit__(self, *error):
+        self._set(self._previous.pop())
+
+    def __call__(self, function):
+        if self._is_plain_call and self._get() is self._value:
+            self._set(self._previous.pop())
+        self._is_plain_call = False
+
+        @functools.wraps(function)
+        def switched(*args, **kwargs):
+            previous = self._get()
+            self._set(self._value)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._set(previous)
+
+        return switched
+
+
+class use_backend(ProcessSwitch):
+    """Switch the backend of the whole process.
+
+    name: "auto", "cuda", "simt" or "torch"
+    policy: "auto", "require" or "off"; default: `GPUACCEL_GPU`, else "auto"
+
+    Raises BackendError, and changes nothing, when the backend cannot run here.
+
+    >>> use_backend("torch")              # from now on
+    >>> with use_backend("simt"):         # for this block
+    ...     ...
+    >>> @use_backend("simt")              # while the function runs
+    ... def check_my_kernel(): ...
+    """
+
+    def __init__(self, name: str, policy: "str | None" = None):
+        self.choice = _choose(name, policy)
+        super().__init__(self.choice)
+
+    @staticmethod
+    def _get():
+        return _current
+
+    @staticmethod
+    def _set(choice):
         global _current
-        _current = self.before
+        _current = choice
+
+    def __enter__(self) -> Choice:
+        super().__enter__()
+        return self.choice
 
     def __repr__(self):
         return str(self.choice)
 
 
 def takes(device) -> bool:
-    """Do operations on tensors of this torch.device run our kernels (backend cuda on a GPU, simt on the CPU)?"""
+    """Whether operations on tensors of this torch.device run our kernels.
+
+    They do with backend cuda on a GPU, and with backend simt on the CPU.
+    """
     return device.type == {"cuda": "cuda", "simt": "cpu"}.get(backend().name)
 
 
 def default_device():
-    """torch.device of the backend in use: the current GPU, or the CPU."""
+    """The torch.device of the backend in use: the current GPU, or the CPU."""
     import torch
 
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if backend().name == "cuda"
-        else torch.device("cpu")
-    )
+    if backend().name == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 @functools.cache
 def cache_dir() -> "pathlib.Path | None":
-    """Where compiled kernels and tokenizers are kept: `GPUACCEL_CACHE`, else ~/.cache/gpuaccel.
+    """The folder of compiled kernels and tokenizers: `GPUACCEL_CACHE`, else ~/.cache/gpuaccel.
 
-    None, after one warning, when nothing can be written there: everything then works without a cache."""
+    Returns None, after one warning, when the folder cannot be written. Everything then works
+    without a cache.
+    """
     path = pathlib.Path(
         os.environ.get("GPUACCEL_CACHE")
         or pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpuaccel"
@@ -274,29 +370,103 @@ def cache_dir() -> "pathlib.Path | None":
         return None
 
 
+# ---- deterministic algorithms ----------------------------------------------------------------
+
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")
+
+
 @contextlib.contextmanager
 def deterministic():
-    """Inside the block two runs give the same bits: torch takes its deterministic backwards of attention and embedding.
+    """Run a block in which two runs are bit-identical, with torch's deterministic algorithms.
 
-    torch.use_deterministic_algorithms(True) at its least cost: uninitialised memory is not filled. An operation that torch has only in a form
-    that differs from run to run raises RuntimeError with its name. Our own kernels give the same bits always."""
+    This is torch.use_deterministic_algorithms(True), except that uninitialised memory is not
+    filled, which would cost time. Our own kernels are deterministic with and without it. The end of
+    the block restores every setting.
+
+    Raises RuntimeError at an operation that torch has only in a nondeterministic version, with its
+    name. torch counts matrix products on a GPU among these, unless CUBLAS_WORKSPACE_CONFIG was
+    :4096:8 or :16:8 at the first product of the process. See `cublas_workspace`.
+    """
     import torch
 
-    benchmark = (
-        torch._C._set_cudnn_benchmark
-    )  # the public name refuses after torch.backends.disable_global_flags()
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory,
-        torch.backends.cudnn.benchmark,
-    )
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    benchmark(False)
+    # The public name raises after torch.backends.disable_global_flags().
+    set_cudnn_benchmark = torch._C._set_cudnn_benchmark
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    benchmark = torch.backends.cudnn.benchmark
+    with cublas_workspace():
+        try:
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False
+            set_cudnn_benchmark(False)
+            yield
+        finally:
+            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+            torch.utils.deterministic.fill_uninitialized_memory = fill
+            set_cudnn_benchmark(benchmark)
+
+
+@contextlib.contextmanager
+def cublas_workspace():
+    """Set CUBLAS_WORKSPACE_CONFIG to a deterministic value for a block, and let torch read it.
+
+    torch reads the variable once per process, at its first matrix product on a GPU, and keeps the
+    answer. Where CUDA is initialised, the block therefore begins with one product of two numbers.
+    A UserWarning says so where an earlier product came without the variable: torch then raises
+    RuntimeError at each product in deterministic mode.
+    """
+    before = os.environ.get(CUBLAS_VARIABLE)
+    if before in CUBLAS_DETERMINISTIC:
+        yield
+        return
+    os.environ[CUBLAS_VARIABLE] = CUBLAS_DETERMINISTIC[0]
     try:
+        if not _torch_reads_cublas_variable():
+            warnings.warn(
+                f"torch multiplied matrices on the GPU before {CUBLAS_VARIABLE} was set, and "
+                "raises RuntimeError at each product in ga.deterministic(): enter "
+                "ga.deterministic() before the first product, or start Python with "
+                f"{CUBLAS_VARIABLE}={CUBLAS_DETERMINISTIC[0]}",
+                stacklevel=5,
+            )
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = before[2]
-        benchmark(before[3])
+        if before is None:
+            os.environ.pop(CUBLAS_VARIABLE, None)
+        else:
+            os.environ[CUBLAS_VARIABLE] = before
+
+
+_cublas_settled = False
+
+
+def _torch_reads_cublas_variable() -> bool:
+    """Multiply once, so that torch reads CUBLAS_WORKSPACE_CONFIG; False when it is too late.
+
+    The second call in a process, and one that cannot multiply now, return True.
+    """
+    global _cublas_settled
+    import torch
+
+    if _cublas_settled or not torch.cuda.is_initialized():
+        return True
+    if torch.cuda.is_current_stream_capturing():
+        return True
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    x = torch.zeros(1, 1, device="cuda")
+    try:
+        # First without the deterministic mode: an error here has another reason, and is passed on.
+        torch.use_deterministic_algorithms(False)
+        torch.mm(x, x)
+        _cublas_settled = True
+        torch.use_deterministic_algorithms(True)
+        try:
+            torch.mm(x, x)
+        except RuntimeError:
+            return False
+        return True
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)

@@ -1,19 +1,23 @@
-"""Every error gpuaccel raises on purpose, so that a caller can catch `GpuaccelError` and show its one clear sentence.
+"""All errors that gpuaccel raises on purpose.
 
-Each message names the value that was found, what was expected, and the tensor, parameter or file it is about.
+A caller can catch `GpuaccelError` and show its message. A message names the value that was given,
+what was expected, and the tensor, parameter or file.
 """
 
 
 class GpuaccelError(Exception):
-    """Base of all errors below."""
+    """The base of all errors below."""
 
 
 class BackendError(GpuaccelError, RuntimeError):
-    """The requested backend cannot run here; the message says why and what to install or set."""
+    """The requested backend cannot run here. The message says why, and what to install or set."""
 
 
 class CompileError(GpuaccelError, RuntimeError):
-    """A kernel did not compile. `log` holds the compiler's whole output with file, line and caret."""
+    """A kernel does not compile.
+
+    log: the compiler's whole output, with file, line and caret
+    """
 
     def __init__(self, message: str, log: str = ""):
         super().__init__(message)
@@ -21,7 +25,10 @@ class CompileError(GpuaccelError, RuntimeError):
 
 
 class ArgumentError(GpuaccelError, ValueError):
-    """An argument has the wrong dtype, device, shape, layout, alignment or value. Nothing was changed."""
+    """An argument has a wrong dtype, device, shape, layout, alignment or value.
+
+    Nothing has changed.
+    """
 
 
 class DataError(GpuaccelError, ValueError):
@@ -29,12 +36,16 @@ class DataError(GpuaccelError, ValueError):
 
 
 class CheckpointError(GpuaccelError, RuntimeError):
-    """A checkpoint cannot be written, or cannot be trusted or does not fit. Nothing was changed."""
+    """A checkpoint cannot be written, is damaged, or does not fit. Nothing has changed."""
 
 
 class KernelError(GpuaccelError, RuntimeError):
-    """A kernel on the CPU did something wrong, or did not end. `reports`: a list of simt.Report, one for each kind and line.
-    With the checks on, no tensor was changed."""
+    """A kernel on the CPU made a mistake, or did not end.
+
+    With the checks on, no tensor has changed.
+
+    reports: a list of simt.Report, one for each kind of mistake and line
+    """
 
     def __init__(self, message: str, reports=()):
         super().__init__(message)
@@ -42,18 +53,22 @@ class KernelError(GpuaccelError, RuntimeError):
 
 
 class RankError(GpuaccelError, RuntimeError):
-    """Another rank of a data-parallel run cannot be reached, has stopped, or has other weights than this one."""
+    """Another rank of a data-parallel run is unreachable, has stopped, or has other weights."""
 
 
 class NonFiniteError(GpuaccelError, RuntimeError):
-    """A gradient holds NaN or infinity, and the caller asked to be told. Nothing was changed."""
+    """A gradient holds NaN or infinity, and the caller wants an error. Nothing has changed."""
 
 
 class CaptureError(GpuaccelError):
-    """A step cannot be captured in a CUDA graph, or a captured one no longer fits. Says what did it, in which line, and what to do.
+    """A step cannot be captured in a CUDA graph, or does not match the captured one any more.
 
-    file, line: of the Python that did it, None where it is not a line's doing."""
+    The message says why, in which line, and what to do.
+
+    file, line: of the Python code that is the reason; None where there is no such line
+    """
 
     def __init__(self, message, file=None, line=None):
         super().__init__(message)
-        self.file, self.line = file, line
+        self.file = file
+        self.line = line

@@ -1,9 +1,9 @@
-"""Files that survive a crash: written aside and renamed, verified by a hash when they are read.
+"""Files that survive a crash: written beside their place and renamed, and read with a checksum.
 
->>> with written_aside(path) as file:                  # path has its old content until the block is over
+>>> with written_aside(path) as file:           # path keeps its old content until the block ends
 ...     file.write(content)
->>> write_entry("cubin", key, content)                 # the cache folder; a full disk costs the cache, not the run
->>> read_entry("cubin", key)                           # None when it is not there, or damaged
+>>> write_entry("cubin", key, content)          # into the cache folder
+>>> read_entry("cubin", key)                    # None if it is missing or damaged
 """
 
 import contextlib
@@ -17,23 +17,24 @@ import torch
 
 from .backends import cache_dir
 
-KEPT_ENTRIES = (
-    2000  # cached files (2-50 kB each) kept on disk per folder; the least recently written go first
-)
+# Files of 2 to 50 kB that the cache keeps per folder. The oldest are removed first.
+KEPT_ENTRIES = 2000
 
 
 def read_entry(folder: str, key: str) -> "bytes | None":
-    """What the cache keeps under `key` in one of its folders; None when it is not there, or damaged."""
+    """The content of `key` in a folder of the cache; None if it is missing or damaged."""
     root = cache_dir()
+    if root is None:
+        return None
     try:
-        digest, rest = (root / folder / key).read_bytes().split(b"\n", 1) if root else (b"", b"")
+        checksum, content = (root / folder / key).read_bytes().split(b"\n", 1)
     except (OSError, ValueError):
         return None
-    return rest if hashlib.sha256(rest).hexdigest().encode() == digest else None
+    return content if hashlib.sha256(content).hexdigest().encode() == checksum else None
 
 
-def write_entry(folder: str, key: str, rest: bytes):
-    """Keep `rest` under `key`. A full disk costs the cache, not the run."""
+def write_entry(folder: str, key: str, content: bytes):
+    """Keep `content` under `key`. Where that fails (a full disk), nothing is kept or raised."""
     root = cache_dir()
     if root is None:
         return
@@ -41,13 +42,12 @@ def write_entry(folder: str, key: str, rest: bytes):
     aside = path.with_name(f".{key}.{os.getpid()}.{threading.get_ident()}")
     try:
         path.parent.mkdir(exist_ok=True)
-        aside.write_bytes(hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
+        aside.write_bytes(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
         os.replace(aside, path)
         entries = list(os.scandir(path.parent))
         if len(entries) > KEPT_ENTRIES:
-            for old in sorted(entries, key=lambda e: e.stat().st_mtime)[
-                : len(entries) - KEPT_ENTRIES
-            ]:
+            entries.sort(key=lambda entry: entry.stat().st_mtime)
+            for old in entries[: len(entries) - KEPT_ENTRIES]:
                 os.unlink(old.path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -56,8 +56,11 @@ def write_entry(folder: str, key: str, rest: bytes):
 
 @contextlib.contextmanager
 def written_aside(path):
-    """`with written_aside(path) as file:` writes to `<path>.tmp-<pid>`; at the end of the block that file is synced and
-    renamed to `path`, and the folder synced. On any exception it is removed, and `path` is as it was."""
+    """Open a file that replaces `path` at the end of the block.
+
+    The block writes to `<path>.tmp-<pid>`. At its end that file and the folder are synced, and the
+    file is renamed. After an exception the file is removed, and `path` is as it was.
+    """
     path = pathlib.Path(path)
     aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
@@ -70,7 +73,8 @@ def written_aside(path):
         with contextlib.suppress(OSError):
             aside.unlink()
         raise
-    if os.name != "nt":  # Windows has no handle for a folder
+    # Windows has no handle for a folder.
+    if os.name != "nt":
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -79,13 +83,13 @@ def written_aside(path):
 
 
 def digest(tensor):
-    """sha256 of a tensor's bytes, and those bytes as a flat uint8 array on the host."""
+    """The sha256 of a tensor's bytes, and those bytes as a flat uint8 array on the host."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(data).hexdigest(), data
 
 
 def damage(path):
-    """In words, why safetensors cannot read a file: the tensor at which it ends too early, if it has a header."""
+    """Why safetensors cannot read a file, in words: a truncated tensor, or a damaged header."""
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -102,5 +106,5 @@ def damage(path):
             if end > size:
                 return f"tensor {name} should end at byte {end}, the file has {size}"
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
-        pass  # the header says nothing useful either
+        pass
     return "its header is damaged"

@@ -1,4 +1,4 @@
-"""Is this a notebook? And a line for who waits in one."""
+"""Whether this is a notebook, and a line that is shown in it while something takes long."""
 
 import contextlib
 import logging
@@ -8,7 +8,7 @@ from html import escape
 
 
 def notebook_shell():
-    """The IPython shell if it belongs to a notebook kernel, else None."""
+    """The IPython shell of a notebook's kernel; None anywhere else."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     return shell if shell is not None and getattr(shell, "kernel", None) is not None else None
@@ -16,29 +16,29 @@ def notebook_shell():
 
 @contextlib.contextmanager
 def notice(text: str):
-    """A line in the cell while something takes long, and gone afterwards; outside notebooks a line of the log (logger "gpuaccel").
+    """Show a line in the notebook's cell during the block.
 
-    It is a widget, which is never compared when a notebook is tested."""
-    shown = None
-    with contextlib.suppress(ImportError):
-        if (
-            notebook_shell() is not None and multiprocessing.parent_process() is None
-        ):  # a forked rank has the kernel, and not its line
+    The line is a widget, which tests of notebooks do not compare. Outside of notebooks, and in
+    forked processes, it is a line of the log (logger "gpuaccel").
+    """
+    widget = None
+    # A forked rank shares the kernel, but not the cell.
+    if notebook_shell() is not None and multiprocessing.parent_process() is None:
+        with contextlib.suppress(ImportError):
             import ipywidgets
             from IPython.display import display
 
-            shown = ipywidgets.HTML(
-                f'<span style="color:var(--jp-ui-font-color2,inherit)">{escape(text)} ...</span>'
-            )
-            view = {"version_major": 2, "version_minor": 0, "model_id": shown.model_id}
+            color = "var(--jp-ui-font-color2,inherit)"
+            widget = ipywidgets.HTML(f'<span style="color:{color}">{escape(text)} ...</span>')
+            view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
             handle = display(
                 {"application/vnd.jupyter.widget-view+json": view}, raw=True, display_id=True
             )
-    if shown is None:
+    if widget is None:
         logging.getLogger("gpuaccel").warning("%s", text)
     try:
         yield
     finally:
-        if shown is not None:
+        if widget is not None:
             handle.update({}, raw=True)
-            shown.close()
+            widget.close()

@@ -1,4 +1,4 @@
-"""What can be read from CUDA C text without compiling it: its kernels and their parameters.
+"""What CUDA C text says without being compiled: its kernels and their parameters.
 
 >>> kernel_names(source)
 ['accumulate_v1', 'accumulate_v2', 'accumulate_v3']
@@ -53,35 +53,40 @@ class Param:
     """One parameter of a kernel, as its source declares it."""
 
     name: str
-    ctype: str  # "const float4*", "int", "Sources"
+    # "const float4*", "int", "Sources"
+    ctype: str
     pointer: bool
-    code: "str | None"  # struct code of a number; None for pointers and structs
-    dtypes: "tuple | None"  # torch dtypes that a pointer accepts; None: any
-    align: int  # bytes that a pointer must be a multiple of
+    # struct code of a number; None for pointers and structs
+    code: "str | None"
+    # torch dtypes that a pointer accepts; None: any
+    dtypes: "tuple | None"
+    # bytes that a pointer must be a multiple of
+    align: int
 
     def __str__(self):
         return f"{self.ctype} {self.name}"
 
 
+# A comment, a string or a character.
+_COMMENT_OR_STRING = re.compile(
+    r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\[^'\n]{1,4}|\\'|[^'\\\n])'", re.S
+)
+
+
 def without_comments(source: str) -> str:
-    """The same text with comments and the contents of strings (not of "C") blanked, so that line numbers stay."""
+    """The text with comments and the contents of strings (except "C") replaced by blanks.
+
+    All positions and line numbers stay.
+    """
 
     def blank(match):
-        inside = re.sub(r"[^\n]", " ", match[0])
-        return (
-            match[0]
-            if match[0] == '"C"'
-            else inside
-            if match[0][0] == "/"
-            else match[0][0] + inside[2:] + match[0][-1]
-        )
+        text = match[0]
+        if text == '"C"':
+            return text
+        blanks = re.sub(r"[^\n]", " ", text)
+        return blanks if text[0] == "/" else text[0] + blanks[2:] + text[-1]
 
-    return re.sub(
-        r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\[^'\n]{1,4}|\\'|[^'\\\n])'",
-        blank,
-        source,
-        flags=re.S,
-    )
+    return _COMMENT_OR_STRING.sub(blank, source)
 
 
 _BOUNDS = r"(?:__launch_bounds__\s*\(([^(),]*)[^()]*(?:\([^()]*\)[^()]*)*\)\s+)?"
@@ -96,84 +101,104 @@ def kernel_names(source: str) -> "list[str]":
 
 
 def signature(source: str, name: str, defines: "dict[str, str]") -> "list[Param]":
-    """The parameters of kernel `name`, macros replaced."""
-    found, macros = _declaration(source, name, defines)
+    """The parameters of kernel `name`, with macros replaced."""
+    declaration, macros = _declaration(source, name, defines)
     return [
-        _param(declared, macros)
-        for declared in found["params"].split(",")
-        if declared.strip() not in ("", "void")
+        _param(text, macros)
+        for text in declaration["params"].split(",")
+        if text.strip() not in ("", "void")
     ]
 
 
+# Macros may name macros, to this depth.
+MACRO_DEPTH = 8
+
+
 def launch_bound(source: str, name: str, defines: "dict[str, str]") -> "int | None":
-    """The most threads per block that kernel `name` allows with __launch_bounds__; None without one, or when it is no plain number."""
-    found, macros = _declaration(source, name, defines)
-    bound = found[1] or found[2] or ""
-    for _ in range(8):
+    """The most threads per block that the __launch_bounds__ of kernel `name` allow.
+
+    None without __launch_bounds__, or where it is not a plain number.
+    """
+    declaration, macros = _declaration(source, name, defines)
+    bound = declaration[1] or declaration[2] or ""
+    for _ in range(MACRO_DEPTH):
         bound = str(macros.get(bound.strip(), bound)).strip()
     return int(bound) if bound.isdigit() else None
+
+
+_DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+([\w \t*]+?)[ \t]*$", re.M)
+_TYPEDEF = re.compile(r"\btypedef\s+([\w\s*]+?)\s*\b(\w+)\s*;")
 
 
 def _declaration(source, name, defines):
     """(the match of a kernel's declaration, what each macro and typedef stands for)."""
     text = without_comments(source)
-    found = next((m for m in _DECLARATION.finditer(text) if m["name"] == name), None)
-    if found is None:
+    declaration = next((m for m in _DECLARATION.finditer(text) if m["name"] == name), None)
+    if declaration is None:
         names = ", ".join(kernel_names(source)) or "none"
         raise CompileError(f"there is no kernel {name!r} here; kernels found: {names}")
-    macros = {
-        m[1]: m[2].strip()
-        for m in re.finditer(
-            r"^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+([\w \t*]+?)[ \t]*$", text, re.M
-        )
-    }
-    macros.update(
-        {m[2]: m[1].strip() for m in re.finditer(r"\btypedef\s+([\w\s*]+?)\s*\b(\w+)\s*;", text)}
-    )
-    macros.update(defines)
-    return found, macros
+    macros = {match[1]: match[2].strip() for match in _DEFINE.finditer(text)}
+    macros |= {match[2]: match[1].strip() for match in _TYPEDEF.finditer(text)}
+    return declaration, macros | defines
+
+
+_QUALIFIER = re.compile(r"\b(__restrict__|__restrict|restrict|volatile|__grid_constant__)\b")
+_ARRAY = re.compile(r"^(.*?)(\w+)\s*\[[^\]]*\]\s*$", re.S)
+# C type -> the name that SCALARS has for it
+SYNONYMS = {
+    "long": "long long",
+    "unsigned long": "unsigned long long",
+    "int64_t": "long long",
+    "int32_t": "int",
+    "uint32_t": "unsigned",
+    "uint64_t": "unsigned long long",
+    "__nv_bfloat16": "bf16",
+    "half": "fp16",
+    "long long int": "long long",
+    "long int": "long long",
+    "short int": "short",
+    "signed": "int",
+    "signed int": "int",
+    "unsigned short int": "unsigned short",
+    "unsigned long int": "unsigned long long",
+    "unsigned long long int": "unsigned long long",
+}
 
 
 def _param(declared, macros):
-    words = re.sub(
-        r"\b(__restrict__|__restrict|restrict|volatile|__grid_constant__)\b", " ", declared
-    )
-    words = re.sub(
-        r"^(.*?)(\w+)\s*\[[^\]]*\]\s*$", r"\1 * \2", words, flags=re.S
-    )  # `float x[]` is a pointer
-    *kind, name = re.findall(r"\w+|\*", words)
-    for _ in range(8):  # macros may name macros
-        kind = [w for k in kind for w in re.findall(r"\w+|\*", str(macros.get(k, k)))]
-    pointer, base = "*" in kind, " ".join(k for k in kind if k not in ("*", "const", "struct"))
-    base = {
-        "unsigned char": base,
-        "long": "long long",
-        "unsigned long": "unsigned long long",
-        "int64_t": "long long",
-        "int32_t": "int",
-        "uint32_t": "unsigned",
-        "uint64_t": "unsigned long long",
-        "__nv_bfloat16": "bf16",
-        "half": "fp16",
-        "long long int": "long long",
-        "long int": "long long",
-        "short int": "short",
-        "signed": "int",
-        "signed int": "int",
-        "unsigned short int": "unsigned short",
-        "unsigned long int": "unsigned long long",
-        "unsigned long long int": "unsigned long long",
-    }.get(base, base)
-    ctype = " ".join(k for k in kind if k != "*") + "*" * kind.count("*")
+    # `float x[]` is a pointer.
+    text = _ARRAY.sub(r"\1 * \2", _QUALIFIER.sub(" ", declared))
+    *words, name = re.findall(r"\w+|\*", text)
+    for _ in range(MACRO_DEPTH):
+        words = [w for word in words for w in re.findall(r"\w+|\*", str(macros.get(word, word)))]
+    stars = words.count("*")
+    ctype = " ".join(word for word in words if word != "*") + "*" * stars
+    base = " ".join(word for word in words if word not in ("*", "const", "struct"))
+    base = SYNONYMS.get(base, base)
     vector = re.fullmatch(r"(\w*?[a-z])([234])", base)
     if vector and vector[1] in VECTOR_BASES:
         code, dtypes = SCALARS[VECTOR_BASES[vector[1]]]
-        size, lanes = struct.calcsize(code), int(vector[2])
-        return Param(
-            name, ctype, pointer, None, dtypes, min(size * lanes, 16) if lanes != 3 else size
-        )
-    code, dtypes = SCALARS.get(base, (None, None))
-    align = struct.calcsize(code) if code else 2 if base in ("bf16", "fp16") else 1
-    if kind.count("*") > 1:  # a table of pointers is a tensor of addresses
+        size = struct.calcsize(code)
+        lanes = int(vector[2])
+        align = size if lanes == 3 else min(size * lanes, 16)
+        return Param(name, ctype, stars > 0, None, dtypes, align)
+    if stars > 1:
+        # A table of pointers is a tensor of addresses.
         return Param(name, ctype, True, None, (torch.int64, torch.uint64), 8)
-    return Param(name, ctype, pointer, None if pointer else code, dtypes, align)
+    code, dtypes = SCALARS.get(base, (None, None))
+    if code:
+        align = struct.calcsize(code)
+    else:
+        align = 2 if base in ("bf16", "fp16") else 1
+    return Param(name, ctype, stars > 0, None if stars else code, dtypes, align)
+
+
+def struct_fields(source: str, name: str) -> "list[str]":
+    """Names of the fields of `struct <name> { ... }` in CUDA C text, in order.
+
+    Fields are numbers, declared one or several at a time: `double lr, beta1;`.
+    Raises CompileError when there is no such struct."""
+    match = re.search(rf"\bstruct\s+{name}\s*\{{(.*?)\}}\s*;", without_comments(source), re.S)
+    if match is None:
+        raise CompileError(f"there is no struct {name} here")
+    return re.findall(r"\b(\w+)\s*(?=[,;])", match[1])

@@ -1,19 +1,24 @@
 // accumulate: acc[i] += grad[i], gradients in fp32 or bf16 (GRAD_T), the sum always in fp32.
 //
-// Why fp32: in bf16, 256 + 1 = 256. A sum of many small gradients kept in bf16 stops growing; kept in fp32 it does not.
+// Why fp32: in bf16, 256 + 1 = 256. A sum of many small gradients kept in bf16 stops growing; kept
+// in fp32 it does not.
 //
-// Floor: every element is read twice and written once, 12 bytes with fp32 gradients and 10 with bf16. An H200 copies about
-// 4.2 TB/s, so that 470 M elements take at least 1.34 ms (fp32) or 1.12 ms (bf16). Nothing but bytes counts here.
+// Floor: every element of acc is read and written, every element of grad is read: 12 bytes with
+// fp32 gradients, 10 with bf16. An H200 copies about 4.2 TB/s, so 470 M elements take at least 1.34
+// ms (fp32) or 1.12 ms (bf16). The kernels are bound by memory alone.
 //
 // The ladder:
-//   accumulate_v1  one thread, one element. A warp asks for 128 bytes at a time: many small requests, most threads only wait.
-//                  And one launch per tensor: a transformer block has nine of them, two of which are tiny.
-//   accumulate_v2  one thread, 16 bytes at a time (float4; eight bf16), several in flight. Still one launch per tensor.
-//   accumulate_v3  one launch for many tensors, up to 256. Thread blocks take chunks of the arena; a table says which tensor a chunk
-//                  belongs to, and the addresses of the fresh gradients come by value with the launch itself, so that nothing
-//                  is uploaded. Padding between tensors is never read: only its place in the arena exists.
-//   accumulate_v4  v3 for the last micro-batch: the new sums are in registers anyway, so each chunk's sum of squares is left behind,
-//                  8 bytes for 4096 elements, and the gradient norm (clip.cu) needs no pass over memory of its own.
+//   accumulate_v1  One thread, one element. A warp requests 128 bytes at a time: many small
+//                  requests, most threads only wait. And one launch per tensor, however small.
+//   accumulate_v2  One thread, four elements at a time: 16 bytes of fp32, 8 of bf16. Still one
+//                  launch per tensor.
+//   accumulate_v3  One launch for up to 256 tensors. Thread blocks take chunks of the arena; a
+//                  table says which tensor a chunk belongs to. The addresses of the gradients are
+//                  passed by value with the launch, so nothing is uploaded. Padding between tensors
+//                  is never read: it exists only in the arena.
+//   accumulate_v4  v3 for the last micro-batch. The new sums are in registers, so each chunk's sum
+//                  of squares is written too, 8 bytes for 4096 elements, and the gradient norm
+//                  (clip.cu) needs no pass over memory of its own.
 //
 // Shapes: N elements of the arena, a multiple of CHUNK; a chunk never crosses a tensor.
 
@@ -35,7 +40,7 @@
 
 extern "C" __global__ void accumulate_v1(
     float* acc,               // (n) the sum so far
-    const GRAD_T* grad,       // (n) fresh gradient
+    const GRAD_T* grad,       // (n)
     long long n)
 {
     long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
@@ -52,23 +57,25 @@ extern "C" __global__ void accumulate_v2(
         acc[i] = add4(acc[i], load4(grad, i));
 }
 
-struct Sources { const GRAD_T* grad[MAX_TENSORS]; };      // address of each tensor's fresh gradient; 0: it got none
+// Address of each tensor's gradient; 0: it has none.
+struct Sources { const GRAD_T* grad[MAX_TENSORS]; };
 
 extern "C" __global__ void __launch_bounds__(THREADS) accumulate_v3(
     float4* acc,                   // (N / 4) the whole arena
-    const int4* chunks,            // per chunk: .x its tensor, .y elements in it, .z which chunk of the tensor, .w of the arena
+    const int4* chunks,            // per chunk: .x its tensor, .y elements in it,
+                                   // .z its index in the tensor, .w in the arena
     int first_row,                 // row of `chunks` for this launch's first thread block
     int first_tensor,              // tensor of sources.grad[0]
     Sources sources)
 {
-    int4 where = chunks[(long long)first_row + blockIdx.x];
-    const GRAD_T* grad = sources.grad[where.x - first_tensor];
+    int4 chunk = chunks[(long long)first_row + blockIdx.x];
+    const GRAD_T* grad = sources.grad[chunk.x - first_tensor];
     if (grad == 0) return;
-    grad += (long long)where.z * CHUNK;
-    acc += (long long)where.w * (CHUNK / 4);
-    int count = where.y;
+    grad += (long long)chunk.z * CHUNK;
+    acc += (long long)chunk.w * (CHUNK / 4);
+    int count = chunk.y;
     if (count == CHUNK && aligned4(grad, sizeof(GRAD_T))) {
-        // All loads first, so that they are in flight together; then the sums.
+        // All loads first, so that they are in flight together.
         float4 g[CHUNK / 4 / THREADS], a[CHUNK / 4 / THREADS];
         #pragma unroll
         for (int k = 0; k < CHUNK / 4 / THREADS; k++) {
@@ -76,8 +83,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) accumulate_v3(
             a[k] = acc[k * THREADS + threadIdx.x];
         }
         #pragma unroll
-        for (int k = 0; k < CHUNK / 4 / THREADS; k++) acc[k * THREADS + threadIdx.x] = add4(a[k], g[k]);
-    } else {                       // a tensor's last chunk, or a gradient that is a view at an odd address
+        for (int k = 0; k < CHUNK / 4 / THREADS; k++)
+            acc[k * THREADS + threadIdx.x] = add4(a[k], g[k]);
+    } else {  // a tensor's last chunk, or a gradient that is not aligned
         float* out = reinterpret_cast<float*>(acc);
         for (int i = threadIdx.x; i < count; i += THREADS) out[i] += as_float(grad[i]);
     }
@@ -85,28 +93,29 @@ extern "C" __global__ void __launch_bounds__(THREADS) accumulate_v3(
 
 extern "C" __global__ void __launch_bounds__(THREADS) accumulate_v4(
     float4* acc,
-    double* partials,              // (N / CHUNK) per chunk of the arena: the sum of the squares of its new sums
+    double* partials,              // (N / CHUNK) sum of squares of each chunk's new sums
     const int4* chunks,
     int first_row,
     int first_tensor,
     Sources sources)
 {
     __shared__ double warps[THREADS / 32];
-    int4 where = chunks[(long long)first_row + blockIdx.x];
-    const GRAD_T* grad = sources.grad[where.x - first_tensor];
+    int4 chunk = chunks[(long long)first_row + blockIdx.x];
+    const GRAD_T* grad = sources.grad[chunk.x - first_tensor];
     if (grad == 0) return;
-    grad += (long long)where.z * CHUNK;
-    acc += (long long)where.w * (CHUNK / 4);
-    bool whole = where.y == CHUNK && aligned4(grad, sizeof(GRAD_T));
+    grad += (long long)chunk.z * CHUNK;
+    acc += (long long)chunk.w * (CHUNK / 4);
+    bool whole = chunk.y == CHUNK && aligned4(grad, sizeof(GRAD_T));
     float4 g[CHUNK / 4 / THREADS], a[CHUNK / 4 / THREADS];
     #pragma unroll
     for (int k = 0; k < CHUNK / 4 / THREADS; k++) {
         int i = k * THREADS + threadIdx.x;
-        g[k] = load4(grad, i, where.y, whole);
+        g[k] = load4(grad, i, chunk.y, whole);
         a[k] = acc[i];             // behind a tensor's end the arena has zeros, and they stay
     }
     #pragma unroll
-    for (int k = 0; k < CHUNK / 4 / THREADS; k++) acc[k * THREADS + threadIdx.x] = a[k] = add4(a[k], g[k]);
+    for (int k = 0; k < CHUNK / 4 / THREADS; k++)
+        acc[k * THREADS + threadIdx.x] = a[k] = add4(a[k], g[k]);
     double sum = block_joined(magnitude(a), warps);
-    if (threadIdx.x == 0) partials[where.w] = sum;
+    if (threadIdx.x == 0) partials[chunk.w] = sum;
 }

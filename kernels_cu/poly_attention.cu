@@ -1,104 +1,94 @@
-// poly_attention: causal attention whose weights are a polynomial of the scores instead of their softmax, and its gradients.
+// poly_attention: causal attention whose weights are a polynomial of the scores instead of their
+// softmax, and its gradients.
 //
 //   s_ij = q~_i . k_j + q_i . PE[i - j]       c = 8 tanh(s / 8)       phi_ij = scale (a c^p + b) for 0 <= i - j < window, else exactly 0
 //   y_i = sum over j of phi_ij v_j
 //
-// q~ is the query with everything of the score that is a product with the key folded in (nn/poly_attention.py); p is odd. With dphi_ij = dy_i . v_j:
+// q~ is the query with everything of the score that is a product with the key folded in
+// (nn/poly_attention.py); p is odd. With dphi_ij = dy_i . v_j:
 //
 //   dv_j = sum_i phi_ij dy_i        ds_ij = dphi_ij scale a p c^(p-1) (1 - tanh^2(s / 8))        dk_j = sum_i ds_ij q~_i
 //   dq~_i = sum_j ds_ij k_j         dq_i = sum_j ds_ij PE[i - j]         dPE[r] = sum_i ds_i,i-r q_i (over batches and heads, too)
 //   and of all dphi c^p and all dphi the two sums that da, db and dscale are made of.
 //
-// Shapes: B batch, T time, H heads, d HEAD, the width of a head; a row of a head is contiguous, rows may lie apart (columns of one product).
-// There is no maximum and no sum to divide by, so nothing but the inputs is kept for the backward, and tiles come in any order.
+// Shapes: B batch, T time, H heads, d HEAD, the width of a head; a row of a head is contiguous,
+// rows may lie apart (columns of one product). There is no maximum and no sum to divide by, so
+// nothing but the inputs is kept for the backward, and tiles come in any order.
 //
-// Work: per head, the causal half of all pairs times d is a unit, T^2 d / 2 multiply-adds. Forward: s, its part with PE, y: 3 units. Backward, where each
-// kernel computes s, PE's part and dphi again: dq~ and dq 5, dk and dv 5, dPE 4. At T = 2048, 16 heads of 64, a unit is 4.3 GFLOP per sequence, forward and
-// backward are 73; v2 does 83 (3.25, then 5.5, 6 and 4.5 units: a tile's diagonals need more rows of PE than it has queries). Bytes are few: every
-// row once, and for 64 queries the rows of all keys before them, from L2. Memory is O(T): inputs, outputs, and partial sums of dPE.
+// Work: per head, the causal half of all pairs times d is a unit, T^2 d / 2 multiply-adds. Forward:
+// s, its part with PE, y: 3 units. Backward, where each kernel computes s, PE's part and dphi
+// again: dq~ and dq 5, dk and dv 5, dPE 4. At T = 2048, 16 heads of 64, a unit is 4.3 GFLOP per
+// sequence, forward and backward are 73; v2 does 83 (3.25, then 5.5, 6 and 4.5 units: a tile's
+// diagonals need more rows of PE than it has queries). Bytes are few: every row once, and for 64
+// queries the rows of all keys before them, from L2. Memory is O(T): inputs, outputs, and partial
+// sums of dPE.
 //
-// What is hard is that PE is indexed by i - j. A tile of queries and keys needs PE of as many differences as it has diagonals, and each row of the
-// product q PE^T is shifted against the same row of s by one more: that is put right between the two products, never in memory as T x T.
+// What is hard is that PE is indexed by i - j. A tile of queries and keys needs PE of as many
+// differences as it has diagonals, and each row of the product q PE^T is shifted against the same
+// row of s by one more: that is put right between the two products, never in memory as T x T.
 //
 // The ladder:
-//   torch          T x T matrices in memory: scores, q PE^T and its shifted copy, tanh, powers; and all once more for the backward.
-//   *_v1           tiles of 32 x 32 pairs, fp32 multiply-adds from shared memory, 32 channels at a time. The shift: PE's row is chosen by lane and query, from
-//                  shared memory with an odd row length. Any type, any width, any GPU.
-//   *_v2           tiles of 64 x 64 pairs of bf16 on tensor cores (mma.sync m16n8k16, sm_80 and newer), widths that are multiples of 16 up to 128, sums in fp32; phi
-//                  and ds are rounded to bf16 for the products that follow. The shift is done by shuffles. The next tiles are on their way (cp.async)
-//                  while these are computed. Per tile a warp does 104, 176, 192 and 144 mma (d = 64; forward, backward_q, _kv, _pe) and reads shared memory
-//                  52, 88, 100 and 88 times, 512 bytes each: at 128 bytes per clock for four warps that, not the tensor cores, is the limit.
-//   poly_forward_v3   (poly_forward.cu) tensor cores that read shared memory by themselves: Hopper's wgmma, heads of 64.
+//   torch          T x T matrices in memory: scores, q PE^T and its shifted copy, tanh, powers; and
+//                  all once more for the backward.
+//   *_v1           tiles of 32 x 32 pairs, fp32 multiply-adds from shared memory, 32 channels at a
+//                  time. The shift: PE's row is chosen by lane and query, from shared memory with
+//                  an odd row length. Any type, any width, any GPU.
+//   *_v2           tiles of 64 x 64 pairs of bf16 on tensor cores (mma.sync m16n8k16, sm_80 and
+//                  newer), widths that are multiples of 16 up to 128, sums in fp32; phi and ds are
+//                  rounded to bf16 for the products that follow. The shift is done by shuffles. The
+//                  next tiles are on their way (cp.async) while these are computed. Per tile a warp
+//                  does 104, 176, 192 and 144 mma (d = 64; forward, backward_q, _kv, _pe) and reads
+//                  shared memory 52, 88, 100 and 88 times, 512 bytes each: at 128 bytes per clock
+//                  for four warps that, not the tensor cores, is the limit.
+//   poly_forward_v3   (poly_forward.cu) tensor cores that read shared memory by themselves:
+//                     Hopper's wgmma, heads of 64.
 //   poly_backward_v3  (poly_backward.cu) the same for the backward.
 //
-// The backward is three launches, because each sums over another index: keys (backward_q), queries (backward_kv), both along a diagonal (backward_pe).
-// So every sum is taken by one thread block in a fixed order, without atomics; dPE's is taken for groups of (batch, head), which poly_finish_pe adds up.
+// The backward is three launches, because each sums over another index: keys (backward_q), queries
+// (backward_kv), both along a diagonal (backward_pe). So every sum is taken by one thread block in
+// a fixed order, without atomics; dPE's is taken for groups of (batch, head), which poly_finish_pe
+// adds up.
+
+#include "poly_attention.cuh"
 
 #ifndef DATA_T
 #define DATA_T float          // q~, q, k, v, PE, y and their gradients
 #endif
-#ifndef HEAD
-#define HEAD 64               // width of a head
-#endif
-#ifndef DEGREE
-#define DEGREE 3
-#endif
 #ifndef VERSION
-#define VERSION 1             // which kernels have a body: those of the other one would only cost time to compile
+// Which kernels have a body: those of the other one would only cost time to compile.
+#define VERSION 1
 #endif
-#define ALL 0xffffffffu
-
-struct Rows {                 // where rows lie: row t of head h of sequence b at (b T + t) stride + h HEAD, in elements
-    int q_tilde, q, k, v, grad;                           // grad: of dq, dk and dv; rows of y, dy and dq~ lie side by side
-};
 
 struct Scale { float weight, offset, slope; };        // scale a, scale b, 4 scale a p
 
 __device__ __forceinline__ Scale scale_of(const float* coefficients) {
     float a = coefficients[0], b = coefficients[1], scale = coefficients[2];
-    Scale found = {scale * a, scale * b, 4.0f * scale * a * DEGREE};
-    return found;
+    Scale result = {scale * a, scale * b, 4.0f * scale * a * DEGREE};
+    return result;
 }
 
-// Two special functions of the GPU, to about 2 units of the last place; what is smaller than 2^-126 is 0.
-__device__ __forceinline__ float power_of_two(float x) {
-#ifdef __CUDA_ARCH__
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-#else
-    return exp2f(x);
-#endif
-}
-__device__ __forceinline__ float one_over(float x) {
-#ifdef __CUDA_ARCH__
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-#else
-    return 1.0f / x;
-#endif
-}
-
-// Of one score: c^p, and its derivative over 4 p, c^(p-1) (1 - tanh^2) / 4. With e = exp(-|s| / 4), tanh(|s| / 8) = (1 - e) / (1 + e) = 2 / (1 + e) - 1 and
-// 1 - tanh^2 = 4 e / (1 + e)^2, which has no difference in it.
-struct Power { float power, rise; };
-
+// Of one score: c^p, and its derivative over 4 p, c^(p-1) (1 - tanh^2) / 4. With e = exp(-|s| / 4),
+// tanh(|s| / 8) = (1 - e) / (1 + e) = 2 / (1 + e) - 1 and 1 - tanh^2 = 4 e / (1 + e)^2, which has
+// no difference in it.
 __device__ __forceinline__ Power power_of(float s) {
-    float e = expf(-0.25f * fabsf(s)), over = 1.0f / (1.0f + e), c = -8.0f * expm1f(-0.25f * fabsf(s)) * over;
+    float e = expf(-0.25f * fabsf(s)), over = 1.0f / (1.0f + e),
+          c = -8.0f * expm1f(-0.25f * fabsf(s)) * over;
     float square = c * c, even = 1.0f;
     #pragma unroll
     for (int k = 1; k < DEGREE; k += 2) even *= square;
-    Power found = {copysignf(even * c, s), even * (e * over * over)};
-    return found;
+    Power result = {copysignf(even * c, s), even * (e * over * over)};
+    return result;
 }
 
-// Sums of all threads, in a fixed order: a tree over each warp, then over the warps. `warps`: shared memory.
-template <int count, typename S> __device__ __forceinline__ void write_sums(float* to, S (&sums)[2], S (*warps)[2]) {
+// Sums of all threads, in a fixed order: a tree over each warp, then over the warps. `warps`:
+// shared memory.
+template <int count, typename S>
+__device__ __forceinline__ void write_sums(float* to, S (&sums)[2], S (*warps)[2]) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     #pragma unroll
     for (int i = 0; i < 2; i++) {
-        for (int far = 16; far > 0; far /= 2) sums[i] += __shfl_down_sync(ALL, sums[i], far);
+        for (int lane_delta = 16; lane_delta > 0; lane_delta /= 2)
+            sums[i] += __shfl_down_sync(ALL, sums[i], lane_delta);
         if (lane == 0) warps[warp][i] = sums[i];
     }
     __syncthreads();
@@ -113,15 +103,27 @@ struct Head {                                 // the rows of one head of one seq
     const DATA_T* q_tilde, * q, * k, * v, * dy, * pe;
     Rows stride;
     int T, window, wide;                      // wide: H * HEAD, from one row of y to the next
-    long long out, grad;                      // where this head's first row of y is, and of dq, dk and dv
+    // Where this head's first row of y is, and of dq, dk and dv.
+    long long out, grad;
 };
 
-__device__ __forceinline__ Head head_of(int which, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k, const DATA_T* v, const DATA_T* dy,
+__device__ __forceinline__ Head head_of(int which, const DATA_T* q_tilde, const DATA_T* q,
+                                        const DATA_T* k, const DATA_T* v, const DATA_T* dy,
                                         const DATA_T* pe, Rows stride, int T, int H, int window) {
     long long b = which / H, h = which % H, row = b * T;
     long long out = row * H * HEAD + h * HEAD;
-    Head head = {q_tilde + row * stride.q_tilde + h * HEAD, q + row * stride.q + h * HEAD, k + row * stride.k + h * HEAD, v + row * stride.v + h * HEAD,
-                 dy + out, pe, stride, T, window, H * HEAD, out, row * stride.grad + h * HEAD};
+    Head head = {q_tilde + row * stride.q_tilde + h * HEAD,
+                 q + row * stride.q + h * HEAD,
+                 k + row * stride.k + h * HEAD,
+                 v + row * stride.v + h * HEAD,
+                 dy + out,
+                 pe,
+                 stride,
+                 T,
+                 window,
+                 H * HEAD,
+                 out,
+                 row * stride.grad + h * HEAD};
     return head;
 }
 
@@ -133,36 +135,43 @@ __device__ __forceinline__ float factor_of(const float* gate, const Head& x, int
 // ---- v1: fp32, 32 x 32 pairs ----
 
 #define TILE 32
-#define PARTS ((HEAD + 31) / 32)              // of 32 channels; the last one's missing channels are zeros
+// Of 32 channels; the last one's missing channels are zeros.
+#define PARTS ((HEAD + 31) / 32)
 #define WARPS 8
 #define MINE (TILE / WARPS)                   // rows of a tile that a warp takes
 
 #if VERSION == 1
-struct Shared {                               // 32 channels of the rows that a tile needs; one float behind each row, against bank conflicts
+// 32 channels of the rows that a tile needs; one float behind each row, against bank conflicts.
+struct Shared {
     float q_tilde[TILE][33], q[TILE][33], dy[TILE][33];
     float k[2 * TILE][33], v[2 * TILE][33], pe[2 * TILE][33];
     float weight[TILE][33];                   // phi or ds of the tile
 };
 
 // Channels `part` of `count` rows from row `first`; rows outside of 0 .. rows - 1 are zeros.
-__device__ __forceinline__ void fetch(float (*to)[33], const DATA_T* from, long long stride, int first, int count, int rows, int part) {
+__device__ __forceinline__ void fetch(float (*to)[33], const DATA_T* from, long long stride,
+                                      int first, int count, int rows, int part) {
     for (int i = threadIdx.x; i < count * 32; i += 32 * WARPS) {
         int row = first + i / 32, c = 32 * part + i % 32;
-        to[i / 32][i % 32] = row >= 0 && row < rows && c < HEAD ? as_float(from[row * stride + c]) : 0.0f;
+        to[i / 32][i % 32] = row >= 0 && row < rows && c < HEAD ? as_float(from[row * stride + c])
+                                                                : 0.0f;
     }
 }
 
-// Scores, and dphi where `back`, of queries i0 .. and keys x0 .. (or, where `by_diagonal`, differences x0 ..): a lane has one of these, a warp MINE
-// queries. What is 0 because it is masked is made so by `valid`.
-template <bool by_diagonal, bool back> __device__ __forceinline__ void scores(Shared& m, const Head& x, int i0, int x0, float (&s)[MINE], float (&dphi)[MINE],
-                                                                             bool (&valid)[MINE]) {
+// Scores, and dphi where `back`, of queries i0 .. and keys x0 .. (or, where `by_diagonal`,
+// differences x0 ..): a lane has one of these, a warp MINE queries. What is 0 because it is masked
+// is made so by `valid`.
+template <bool by_diagonal, bool back>
+__device__ __forceinline__ void scores(Shared& m, const Head& x, int i0, int x0, float (&s)[MINE],
+                                       float (&dphi)[MINE], bool (&valid)[MINE]) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int key = by_diagonal ? i0 - x0 - (TILE - 1) : x0, keys = by_diagonal ? 2 * TILE - 1 : TILE;
-    int diagonal = by_diagonal ? x0 : i0 - x0 - (TILE - 1), diagonals = by_diagonal ? TILE : 2 * TILE - 1;
+    int diagonal = by_diagonal ? x0 : i0 - x0 - (TILE - 1),
+        diagonals = by_diagonal ? TILE : 2 * TILE - 1;
     #pragma unroll
     for (int r = 0; r < MINE; r++) {
-        int i = i0 + warp * MINE + r, far = by_diagonal ? x0 + lane : i - x0 - lane;
-        valid[r] = i < x.T && far >= 0 && far <= i && far < x.window;
+        int i = i0 + warp * MINE + r, difference = by_diagonal ? x0 + lane : i - x0 - lane;
+        valid[r] = i < x.T && difference >= 0 && difference <= i && difference < x.window;
         s[r] = dphi[r] = 0.0f;
     }
     for (int part = 0; part < PARTS; part++) {
@@ -178,12 +187,13 @@ template <bool by_diagonal, bool back> __device__ __forceinline__ void scores(Sh
         __syncthreads();
         #pragma unroll
         for (int r = 0; r < MINE; r++) {
-            int i = warp * MINE + r, shifted = i - lane + TILE - 1, at = by_diagonal ? shifted : lane, far = by_diagonal ? lane : shifted;
+            int i = warp * MINE + r, shifted = i - lane + TILE - 1;
+            int key_row = by_diagonal ? shifted : lane, pe_row = by_diagonal ? lane : shifted;
             float sum = s[r], other = dphi[r];
             #pragma unroll 8
             for (int c = 0; c < 32; c++) {
-                sum += m.q_tilde[i][c] * m.k[at][c] + m.q[i][c] * m.pe[far][c];
-                if (back) other += m.dy[i][c] * m.v[at][c];
+                sum += m.q_tilde[i][c] * m.k[key_row][c] + m.q[i][c] * m.pe[pe_row][c];
+                if (back) other += m.dy[i][c] * m.v[key_row][c];
             }
             s[r] = sum;
             dphi[r] = other;
@@ -192,17 +202,22 @@ template <bool by_diagonal, bool back> __device__ __forceinline__ void scores(Sh
 }
 
 // sums[r][part] += weight[row][x] * from[x], for the warp's rows, or its columns of weight.
-template <bool columns> __device__ __forceinline__ void add_rows(float (&sums)[MINE][PARTS], const Shared& m, const float (*from)[33], int part) {
+template <bool columns>
+__device__ __forceinline__ void add_rows(float (&sums)[MINE][PARTS], const Shared& m,
+                                         const float (*from)[33], int part) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     #pragma unroll 8
     for (int x = 0; x < TILE; x++) {
         float value = from[x][lane];
         #pragma unroll
-        for (int r = 0; r < MINE; r++) sums[r][part] += m.weight[columns ? x : warp * MINE + r][columns ? warp * MINE + r : x] * value;
+        for (int r = 0; r < MINE; r++)
+            sums[r][part] +=
+                m.weight[columns ? x : warp * MINE + r][columns ? warp * MINE + r : x] * value;
     }
 }
 
-__device__ __forceinline__ void write_rows(DATA_T* to, const float (&sums)[MINE][PARTS], long long stride, int first, int rows) {
+__device__ __forceinline__ void write_rows(DATA_T* to, const float (&sums)[MINE][PARTS],
+                                           long long stride, int first, int rows) {
     #pragma unroll
     for (int r = 0; r < MINE; r++) {
         int row = first + threadIdx.x / 32 * MINE + r;
@@ -217,7 +232,8 @@ __device__ __forceinline__ void write_rows(DATA_T* to, const float (&sums)[MINE]
 
 extern "C" __global__ void __launch_bounds__(256, 1) poly_forward_v1(
     DATA_T* y,                                // (B, T, H, d)
-    const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k, const DATA_T* v,      // (B, T, H, d), rows apart
+    // (B, T, H, d), rows apart.
+    const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k, const DATA_T* v,
     const DATA_T* pe,                         // (at least T, d)
     const float* coefficients,                // a, b, scale
     const float* gate,                        // (B, T, H) what y is multiplied by; null: nothing
@@ -225,7 +241,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_forward_v1(
 {
 #if VERSION == 1
     __shared__ Shared m;
-    int tiles = (T + TILE - 1) / TILE, heads = gridDim.x / tiles, i0 = (tiles - 1 - blockIdx.x / heads) * TILE;      // the longest first
+    // The longest first.
+    int tiles = (T + TILE - 1) / TILE, heads = gridDim.x / tiles,
+        i0 = (tiles - 1 - blockIdx.x / heads) * TILE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, q, pe, stride, T, H, window);
     Scale scale = scale_of(coefficients);
@@ -234,7 +252,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_forward_v1(
     for (int j0 = max(0, i0 - window + 1) / TILE * TILE; j0 <= i0; j0 += TILE) {
         scores<false, false>(m, x, i0, j0, s, unused, valid);
         #pragma unroll
-        for (int r = 0; r < MINE; r++) m.weight[warp * MINE + r][lane] = valid[r] ? scale.weight * power_of(s[r]).power + scale.offset : 0.0f;
+        for (int r = 0; r < MINE; r++)
+            m.weight[warp * MINE + r][lane] =
+                valid[r] ? scale.weight * power_of(s[r]).power + scale.offset : 0.0f;
         #pragma unroll
         for (int part = 0; part < PARTS; part++) {
             __syncthreads();
@@ -253,16 +273,17 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_forward_v1(
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_q_v1(
-    DATA_T* dq_tilde, DATA_T* dq,             // (B, T, H, d); dq with rows apart
-    float* partial,                           // (blocks, 2) sums of dphi c^p and of dphi
-    const DATA_T* dy, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k, const DATA_T* v, const DATA_T* pe, const float* coefficients,
-    int T, int H, int window, Rows stride)
-{
+extern "C" __global__ void __launch_bounds__(256, 1)
+    poly_backward_q_v1(DATA_T* dq_tilde, DATA_T* dq,  // (B, T, H, d); dq with rows apart
+                       float* partial,                // (blocks, 2) sums of dphi c^p and of dphi
+                       const DATA_T* dy, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k,
+                       const DATA_T* v, const DATA_T* pe, const float* coefficients, int T, int H,
+                       int window, Rows stride) {
 #if VERSION == 1
     __shared__ Shared m;
     __shared__ double warps[WARPS][2];
-    int tiles = (T + TILE - 1) / TILE, heads = gridDim.x / tiles, i0 = (tiles - 1 - blockIdx.x / heads) * TILE;
+    int tiles = (T + TILE - 1) / TILE, heads = gridDim.x / tiles,
+        i0 = (tiles - 1 - blockIdx.x / heads) * TILE;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, dy, pe, stride, T, H, window);
     Scale scale = scale_of(coefficients);
@@ -273,9 +294,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_q_v1(
         scores<false, true>(m, x, i0, j0, s, dphi, valid);
         #pragma unroll
         for (int r = 0; r < MINE; r++) {
-            Power at = power_of(s[r]);
-            m.weight[warp * MINE + r][lane] = valid[r] ? dphi[r] * scale.slope * at.rise : 0.0f;
-            totals[0] += valid[r] ? dphi[r] * at.power : 0.0f;
+            Power score = power_of(s[r]);
+            m.weight[warp * MINE + r][lane] = valid[r] ? dphi[r] * scale.slope * score.slope : 0.0f;
+            totals[0] += valid[r] ? dphi[r] * score.power : 0.0f;
             totals[1] += valid[r] ? dphi[r] : 0.0f;
         }
         #pragma unroll
@@ -287,7 +308,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_q_v1(
             add_rows<false>(by_k, m, m.k, part);
             for (int j = 0; j < TILE; j++)
                 #pragma unroll
-                for (int r = 0; r < MINE; r++) by_pe[r][part] += m.weight[warp * MINE + r][j] * m.pe[warp * MINE + r - j + TILE - 1][lane];
+                for (int r = 0; r < MINE; r++)
+                    by_pe[r][part] += m.weight[warp * MINE + r][j] *
+                                      m.pe[warp * MINE + r - j + TILE - 1][lane];
         }
     }
     write_rows(dq_tilde + x.out, by_k, x.wide, i0, T);
@@ -296,11 +319,11 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_q_v1(
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_kv_v1(
-    DATA_T* dk, DATA_T* dv,                   // (B, T, H, d), rows apart
-    const DATA_T* dy, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k, const DATA_T* v, const DATA_T* pe, const float* coefficients,
-    int T, int H, int window, Rows stride)
-{
+extern "C" __global__ void __launch_bounds__(256, 1)
+    poly_backward_kv_v1(DATA_T* dk, DATA_T* dv,  // (B, T, H, d), rows apart
+                        const DATA_T* dy, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k,
+                        const DATA_T* v, const DATA_T* pe, const float* coefficients, int T, int H,
+                        int window, Rows stride) {
 #if VERSION == 1
     __shared__ Shared m;
     int tiles = (T + TILE - 1) / TILE, heads = gridDim.x / tiles, j0 = blockIdx.x / heads * TILE;
@@ -311,17 +334,22 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_kv_v1(
     bool valid[MINE];
     for (int i0 = j0; i0 < T && i0 - j0 - (TILE - 1) < window; i0 += TILE) {
         scores<false, true>(m, x, i0, j0, s, dphi, valid);
-        for (int pass = 0; pass < 2; pass++) {            // phi with dy, then ds with q~: one after the other in the same memory
+        // Phi with dy, then ds with q~: one after the other in the same memory.
+        for (int pass = 0; pass < 2; pass++) {
             __syncthreads();
             #pragma unroll
             for (int r = 0; r < MINE; r++) {
-                Power at = power_of(s[r]);
-                m.weight[warp * MINE + r][lane] = !valid[r] ? 0.0f : pass == 0 ? scale.weight * at.power + scale.offset : dphi[r] * scale.slope * at.rise;
+                Power score = power_of(s[r]);
+                m.weight[warp * MINE + r][lane] = !valid[r] ? 0.0f
+                                                  : pass == 0
+                                                      ? scale.weight * score.power + scale.offset
+                                                      : dphi[r] * scale.slope * score.slope;
             }
             #pragma unroll
             for (int part = 0; part < PARTS; part++) {
                 __syncthreads();
-                fetch(m.dy, pass == 0 ? x.dy : x.q_tilde, pass == 0 ? x.wide : stride.q_tilde, i0, TILE, T, part);
+                fetch(m.dy, pass == 0 ? x.dy : x.q_tilde, pass == 0 ? x.wide : stride.q_tilde, i0,
+                      TILE, T, part);
                 __syncthreads();
                 if (pass == 0) add_rows<true>(of_v, m, m.dy, part);
                 else add_rows<true>(of_k, m, m.dy, part);
@@ -333,10 +361,11 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_kv_v1(
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
-    float* partial,                           // (groups, blocks.x * 32, d)
-    const DATA_T* dy, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k, const DATA_T* v, const DATA_T* pe, const float* coefficients,
-    int T, int H, int heads, int window, Rows stride)     // heads: B * H
+extern "C" __global__ void __launch_bounds__(256, 1)
+    poly_backward_pe_v1(float* partial,  // (groups, blocks.x * 32, d)
+                        const DATA_T* dy, const DATA_T* q_tilde, const DATA_T* q, const DATA_T* k,
+                        const DATA_T* v, const DATA_T* pe, const float* coefficients, int T, int H,
+                        int heads, int window, Rows stride)  // heads: B * H
 {
 #if VERSION == 1
     __shared__ Shared m;
@@ -349,7 +378,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
         for (int i0 = r0; i0 < T; i0 += TILE) {
             scores<true, true>(m, x, i0, r0, s, dphi, valid);
             #pragma unroll
-            for (int r = 0; r < MINE; r++) m.weight[warp * MINE + r][lane] = valid[r] ? dphi[r] * scale.slope * power_of(s[r]).rise : 0.0f;
+            for (int r = 0; r < MINE; r++)
+                m.weight[warp * MINE + r][lane] =
+                    valid[r] ? dphi[r] * scale.slope * power_of(s[r]).slope : 0.0f;
             #pragma unroll
             for (int part = 0; part < PARTS; part++) {
                 __syncthreads();
@@ -363,26 +394,33 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
     for (int r = 0; r < MINE; r++)
         #pragma unroll
         for (int part = 0; part < PARTS; part++)
-            if (32 * part + lane < HEAD) to[(long long)(warp * MINE + r) * HEAD + 32 * part + lane] = of_pe[r][part];
+            if (32 * part + lane < HEAD)
+                to[(long long)(warp * MINE + r) * HEAD + 32 * part + lane] = of_pe[r][part];
 #endif
 }
 
 // ---- v2: bf16 on tensor cores, 64 x 64 pairs ----
-// Four warps. In the forward and in backward_q a warp has 16 queries of the block's 64, in backward_kv 16 keys, in backward_pe 16 queries and then 16
-// differences. A product of a warp is made of m16n8k16: a 16 x 16 factor a in four registers of each lane, b, of which two 16 x 8 are read at a time,
-// and sums c. Lane 4 g + t has rows g and g + 8 of a and c, columns g of b: c[0], c[1] at row g, columns 2t and 2t + 1, c[2], c[3] at row g + 8.
-// Two c side by side, rounded, are an a again: so phi and ds go from one product into the next without leaving the registers.
+// Four warps. In the forward and in backward_q a warp has 16 queries of the block's 64, in
+// backward_kv 16 keys, in backward_pe 16 queries and then 16 differences. A product of a warp is
+// made of m16n8k16: a 16 x 16 factor a in four registers of each lane, b, of which two 16 x 8 are
+// read at a time, and sums c. Lane 4 g + t has rows g and g + 8 of a and c, columns g of b: c[0],
+// c[1] at row g, columns 2t and 2t + 1, c[2], c[3] at row g + 8. Two c side by side, rounded, are
+// an a again: so phi and ds go from one product into the next without leaving the registers.
 //
-// Along the diagonal: of 16 queries and 64 keys, query r and key j have difference r - j + 63 above the smallest one; there are 79, and 80 rows of PE are
-// multiplied. What belongs to one pair lies in the same four lanes in both products, and at a distance that depends on the lane alone: column j of row g
-// is column (7 + g - j) mod 8 of one of two neighbouring 16 x 8. So a shuffle and two selections per element do what would take a round through
-// shared memory (skewed). The same goes back from pairs to differences (ds, for dq = ds PE), with zeros beside the band.
+// Along the diagonal: of 16 queries and 64 keys, query r and key j have difference r - j + 63 above
+// the smallest one; there are 79, and 80 rows of PE are multiplied. What belongs to one pair lies
+// in the same four lanes in both products, and at a distance that depends on the lane alone: column
+// j of row g is column (7 + g - j) mod 8 of one of two neighbouring 16 x 8. So a shuffle and two
+// selections per element do what would take a round through shared memory (skewed). The same goes
+// back from pairs to differences (ds, for dq = ds PE), with zeros beside the band.
 
 #ifndef STAGES
 #define STAGES 2              // 2: the next tiles are loaded while these are computed
 #endif
 #define SIDE 64               // rows of a tile
-#define LD (HEAD + 8)         // elements from one row of a tile to the next: 16 bytes more, so that eight rows lie in different banks
+// Elements from one row of a tile to the next: 16 bytes more, so that eight rows lie in different
+// banks.
+#define LD (HEAD + 8)
 #define STEPS (HEAD / 16)
 #define NARROW 72             // the same of ds in backward_pe
 #define TENSOR_THREADS 128
@@ -411,22 +449,26 @@ extern "C" __global__ void __launch_bounds__(256, 1) poly_backward_pe_v1(
 #define TENSOR_CORES 1
 #define PIECE __device__ __forceinline__
 #else
-#define TENSOR_CORES 0        // the same products, lane by lane, through shared memory: to be run anywhere, not to be fast
+// The same products, lane by lane, through shared memory: to be run anywhere, not to be fast.
+#define TENSOR_CORES 0
 #define PIECE __device__ __noinline__
 #endif
 
 typedef float Sums[2][4];     // 16 x 16 of a product
 
-// Where this thread begins to load 64 rows from row `first` on, 16 bytes at a time. All threads share all rows, or (side 16, 32 threads) each warp loads
-// its own sixteen.
+// Where this thread begins to load 64 rows from row `first` on, 16 bytes at a time. All threads
+// share all rows, or (side 16, 32 threads) each warp loads its own sixteen.
 #define ACROSS (HEAD / 8)
-template <int side = SIDE, int threads = TENSOR_THREADS> __device__ __forceinline__ const bf16* mine_of(const bf16* from, int stride, int first) {
+template <int side = SIDE, int threads = TENSOR_THREADS>
+__device__ __forceinline__ const bf16* thread_source(const bf16* from, int stride, int first) {
     int r = threadIdx.x / threads * side + threadIdx.x % threads / ACROSS;
     return from + (long long)(first + r) * stride + threadIdx.x % threads % ACROSS * 8;
 }
-// These rows on their way into shared memory; complete after arrived(). If `checked`, rows outside of 0 .. rows - 1 are zeros; else there are none such.
+// These rows on their way into shared memory; complete after wait_for_tiles(). If `checked`, rows
+// outside of 0 .. rows - 1 are zeros; else there are none such.
 template <int side = SIDE, int threads = TENSOR_THREADS>
-__device__ __forceinline__ void ask(bf16* to, const bf16* source, int stride, bool checked = false, int first = 0, int rows = 0) {
+__device__ __forceinline__ void load_rows(bf16* to, const bf16* source, int stride,
+                                          bool checked = false, int first = 0, int rows = 0) {
     const int down = threads / ACROSS;                                   // rows at a time
     int mine = threadIdx.x % threads / ACROSS, r = threadIdx.x / threads * side + mine;
     to += r * LD + threadIdx.x % threads % ACROSS * 8;
@@ -435,36 +477,43 @@ __device__ __forceinline__ void ask(bf16* to, const bf16* source, int stride, bo
         if ((threads % ACROSS || side % down) && (mine >= down || mine + k >= side)) continue;
         bool there = !checked || (unsigned)(first + r + k) < (unsigned)rows;
 #if TENSOR_CORES
-        unsigned at = (unsigned)__cvta_generic_to_shared(to + k * LD);   // of 0 bytes nothing is read, wherever that is
+        // Of 0 bytes nothing is read, wherever that is.
+        unsigned at = (unsigned)__cvta_generic_to_shared(to + k * LD);
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(at), "l"(source), "r"(there ? 16 : 0) : "memory");
 #else
-        *reinterpret_cast<uint4*>(to + k * LD) = there ? *reinterpret_cast<const uint4*>(source) : make_uint4(0, 0, 0, 0);
+        *reinterpret_cast<uint4*>(to + k * LD) = there ? *reinterpret_cast<const uint4*>(source)
+                                                       : make_uint4(0, 0, 0, 0);
 #endif
     }
 }
 // The same, from the rows' tensor.
-__device__ __forceinline__ void ask_rows(bf16* to, const bf16* from, int stride, int first, int rows) {
-    ask(to, mine_of(from, stride, first), stride, true, first, rows);
+__device__ __forceinline__ void load_tile(bf16* to, const bf16* from, int stride, int first,
+                                          int rows) {
+    load_rows(to, thread_source(from, stride, first), stride, true, first, rows);
 }
-__device__ __forceinline__ void asked() {               // what was asked for since the last time is a group
+// What was asked for since the last time is a group.
+__device__ __forceinline__ void cp_async_commit_group() {
 #if TENSOR_CORES
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 // All groups are there but the last `open`; for all threads.
-template <int open> __device__ __forceinline__ void arrived() {
+template <int open> __device__ __forceinline__ void wait_for_tiles() {
 #if TENSOR_CORES
     asm volatile("cp.async.wait_group %0;" :: "n"(open) : "memory");
 #endif
     __syncthreads();
 }
 
-// A 16 x 16 part of a tile, as four 8 x 8: by_columns says whether the second one is to the right of the first (else below). Transposed: a lane has two
-// rows of one column instead of two columns of one row.
-template <bool by_columns, bool transposed, int ld> PIECE void fragments(unsigned (&x)[4], const bf16* part) {
+// A 16 x 16 part of a tile, as four 8 x 8: by_columns says whether the second one is to the right
+// of the first (else below). Transposed: a lane has two rows of one column instead of two columns
+// of one row.
+template <bool by_columns, bool transposed, int ld>
+PIECE void ldmatrix(unsigned (&x)[4], const bf16* part) {
     int lane = threadIdx.x % 32;
 #if TENSOR_CORES
-    int m = lane / 8, row = 8 * (by_columns ? m / 2 : m % 2) + lane % 8, column = 8 * (by_columns ? m % 2 : m / 2);
+    int m = lane / 8, row = 8 * (by_columns ? m / 2 : m % 2) + lane % 8,
+        column = 8 * (by_columns ? m % 2 : m / 2);
     unsigned at = (unsigned)__cvta_generic_to_shared(part + row * ld + column);
     if (transposed) asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
@@ -472,16 +521,18 @@ template <bool by_columns, bool transposed, int ld> PIECE void fragments(unsigne
                       : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(at) : "memory");
 #else
     for (int m = 0; m < 4; m++) {
-        const bf16* corner = part + 8 * (by_columns ? m / 2 : m % 2) * ld + 8 * (by_columns ? m % 2 : m / 2);
+        const bf16* corner = part + 8 * (by_columns ? m / 2 : m % 2) * ld +
+                             8 * (by_columns ? m % 2 : m / 2);
         int g = lane / 4, t = lane % 4;
-        x[m] = transposed ? corner[2 * t * ld + g].bits | (unsigned)corner[(2 * t + 1) * ld + g].bits << 16
-                          : *reinterpret_cast<const unsigned*>(corner + g * ld + 2 * t);
+        x[m] = transposed
+                   ? corner[2 * t * ld + g].bits | (unsigned)corner[(2 * t + 1) * ld + g].bits << 16
+                   : *reinterpret_cast<const unsigned*>(corner + g * ld + 2 * t);
     }
 #endif
 }
 
 // c (16 x 8) += a (16 x 16) b (16 x 8)
-PIECE void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+PIECE void mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
 #if TENSOR_CORES
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -495,28 +546,20 @@ PIECE void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned
     __syncwarp();
     for (int k = 0; k < 8; k++)                         // two of the 16 at a time
         for (int i = 0; i < 4; i++) {
-            unsigned x = warp[4 * g + k % 4][k / 4 * 2 + i / 2], y = warp[4 * (2 * t + i % 2) + k % 4][4 + k / 4];
+            unsigned x = warp[4 * g + k % 4][k / 4 * 2 + i / 2],
+                     y = warp[4 * (2 * t + i % 2) + k % 4][4 + k / 4];
             c[i] += low_as_float(x) * low_as_float(y) + high_as_float(x) * high_as_float(y);
         }
     __syncwarp();
 #endif
 }
 
-__device__ __forceinline__ unsigned pair(float low, float high) {
-#if TENSOR_CORES
-    unsigned both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-#else
-    return as_bf16(low).bits | (unsigned)as_bf16(high).bits << 16;
-#endif
-}
 // 16 x 16 sums as a factor.
 __device__ __forceinline__ void as_factor(unsigned (&a)[4], const Sums& c) {
-    a[0] = pair(c[0][0], c[0][1]);
-    a[1] = pair(c[0][2], c[0][3]);
-    a[2] = pair(c[1][0], c[1][1]);
-    a[3] = pair(c[1][2], c[1][3]);
+    a[0] = both_as_bf16(c[0][0], c[0][1]);
+    a[1] = both_as_bf16(c[0][2], c[0][3]);
+    a[2] = both_as_bf16(c[1][0], c[1][1]);
+    a[3] = both_as_bf16(c[1][2], c[1][3]);
 }
 
 // Sixteen rows of a tile as the left factor: kept in registers, or read again each time.
@@ -527,17 +570,21 @@ template <bool kept> struct Left {
         rows = from;
         if (kept)
             #pragma unroll
-            for (int k = 0; k < STEPS; k++) fragments<false, false, LD>(a[kept ? k : 0], from + 16 * k);
+            for (int k = 0; k < STEPS; k++)
+                ldmatrix<false, false, LD>(a[kept ? k : 0], from + 16 * k);
     }
-    __device__ __forceinline__ void take_eighth() {     // of what is kept; exact, but for numbers below 2^-123
+    // Of what is kept; exact, but for numbers below 2^-123.
+    __device__ __forceinline__ void scale_by_eighth() {
         if (kept)
             #pragma unroll
             for (int k = 0; k < STEPS; k++)
                 #pragma unroll
-                for (int i = 0; i < 4; i++) a[kept ? k : 0][i] = pair(0.125f * low_as_float(a[kept ? k : 0][i]), 0.125f * high_as_float(a[kept ? k : 0][i]));
+                for (int i = 0; i < 4; i++)
+                    a[kept ? k : 0][i] = both_as_bf16(0.125f * low_as_float(a[kept ? k : 0][i]),
+                                                      0.125f * high_as_float(a[kept ? k : 0][i]));
     }
     __device__ __forceinline__ void at(unsigned (&x)[4], int k) const {
-        if (!kept) fragments<false, false, LD>(x, rows + 16 * k);
+        if (!kept) ldmatrix<false, false, LD>(x, rows + 16 * k);
         else
             #pragma unroll
             for (int i = 0; i < 4; i++) x[i] = a[kept ? k : 0][i];
@@ -554,40 +601,44 @@ __device__ __forceinline__ void copy(Sums& to, const Sums& c) {
 }
 
 // c (16 x 16) += left (16 x d) times 16 rows of a tile, transposed.
-template <bool kept> __device__ __forceinline__ void add_scores(Sums& c, const Left<kept>& left, const bf16* rows) {
+template <bool kept>
+__device__ __forceinline__ void add_scores(Sums& c, const Left<kept>& left, const bf16* rows) {
     #pragma unroll (kept ? STEPS : 2)
     for (int k = 0; k < STEPS; k++) {
         unsigned a[4], b[4];
         left.at(a, k);
-        fragments<true, false, LD>(b, rows + 16 * k);
-        multiply(c[0], a, b[0], b[1]);
-        multiply(c[1], a, b[2], b[3]);
+        ldmatrix<true, false, LD>(b, rows + 16 * k);
+        mma(c[0], a, b[0], b[1]);
+        mma(c[1], a, b[2], b[3]);
     }
 }
 
 // The same for two left factors: the sixteen rows are read once.
-template <bool kept> __device__ __forceinline__ void add_scores(Sums& c, Sums& other, const Left<kept>& left, const Left<kept>& below, const bf16* rows) {
+template <bool kept>
+__device__ __forceinline__ void add_scores(Sums& c, Sums& other, const Left<kept>& left,
+                                           const Left<kept>& below, const bf16* rows) {
     #pragma unroll (kept ? STEPS : 2)
     for (int k = 0; k < STEPS; k++) {
         unsigned a[4], b[4];
-        fragments<true, false, LD>(b, rows + 16 * k);
+        ldmatrix<true, false, LD>(b, rows + 16 * k);
         left.at(a, k);
-        multiply(c[0], a, b[0], b[1]);
-        multiply(c[1], a, b[2], b[3]);
+        mma(c[0], a, b[0], b[1]);
+        mma(c[1], a, b[2], b[3]);
         below.at(a, k);
-        multiply(other[0], a, b[0], b[1]);
-        multiply(other[1], a, b[2], b[3]);
+        mma(other[0], a, b[0], b[1]);
+        mma(other[1], a, b[2], b[3]);
     }
 }
 
 // sums (16 x d) += a (16 x 16) times 16 rows of a tile.
-__device__ __forceinline__ void add_product(float (&sums)[2 * STEPS][4], const unsigned (&a)[4], const bf16* rows) {
+__device__ __forceinline__ void add_product(float (&sums)[2 * STEPS][4], const unsigned (&a)[4],
+                                            const bf16* rows) {
     #pragma unroll
     for (int n = 0; n < STEPS; n++) {
         unsigned b[4];
-        fragments<false, true, LD>(b, rows + 16 * n);
-        multiply(sums[2 * n], a, b[0], b[1]);
-        multiply(sums[2 * n + 1], a, b[2], b[3]);
+        ldmatrix<false, true, LD>(b, rows + 16 * n);
+        mma(sums[2 * n], a, b[0], b[1]);
+        mma(sums[2 * n + 1], a, b[2], b[3]);
     }
 }
 
@@ -596,27 +647,33 @@ __device__ __forceinline__ const bf16* sixteen(const bf16* first, const bf16* se
     return (which < 4 ? first : second - SIDE * LD) + 16 * which * LD;
 }
 
-// Tiles of PE: of the differences 64 s - 63 .., of the 64 after these, and with two stages the one that is being loaded.
+// Tiles of PE: of the differences 64 s - 63 .., of the 64 after these, and with two stages the one
+// that is being loaded.
 struct Ring {
     bf16* near, * far, * free;
-    __device__ __forceinline__ Ring(bf16* from) : near(from), far(from + SIDE * LD), free(from + (STAGES == 2 ? 2 * SIDE * LD : 0)) {}
+    __device__ __forceinline__ Ring(bf16* from)
+        : near(from), far(from + SIDE * LD), free(from + (STAGES == 2 ? 2 * SIDE * LD : 0)) {}
     __device__ __forceinline__ void turn() {
         bf16* first = near;
         near = far;
         far = free;
         free = STAGES == 2 ? first : near;
     }
-    __device__ __forceinline__ const bf16* sixteen(int which) const { return ::sixteen(near, far, which); }
+    __device__ __forceinline__ const bf16* sixteen(int which) const {
+        return ::sixteen(near, far, which);
+    }
 };
 
-// Between pairs and differences, rows are queries: element j of row r of `to` is element r - j + 15 of the 32 that `first` and `second` make. The lane that
-// has it is asked by one lane only, and knows whether that one's element lies in the lower or in the upper of two 16 x 8.
+// Between pairs and differences, rows are queries: element j of row r of `to` is element r - j + 15
+// of the 32 that `first` and `second` make. The lane that has it is asked by one lane only, and
+// knows whether that one's element lies in the lower or in the upper of two 16 x 8.
 __device__ __forceinline__ void skewed(Sums& to, const Sums& first, const Sums& second) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     #pragma unroll
     for (int e = 0; e < 2; e++) {
         int from = lane - t + (7 + g - 2 * t - e) % 8 / 2;
-        bool odd = (g + e) % 2 == 0, upper = g + (e == 0) > 2 * t + odd;          // of what this lane gives
+        // Of what this lane gives.
+        bool odd = (g + e) % 2 == 0, upper = g + (e == 0) > 2 * t + odd;
         #pragma unroll
         for (int h = 0; h < 2; h++) {
             float x[4];
@@ -626,31 +683,37 @@ __device__ __forceinline__ void skewed(Sums& to, const Sums& first, const Sums& 
                 x[n] = odd ? of[n % 2][2 * h + 1] : of[n % 2][2 * h];
             }
             #pragma unroll
-            for (int i = 0; i < 2; i++) to[i][2 * h + e] = __shfl_sync(ALL, upper ? x[2 - i + h] : x[1 - i + h], from);
+            for (int i = 0; i < 2; i++)
+                to[i][2 * h + e] = __shfl_sync(ALL, upper ? x[2 - i + h] : x[1 - i + h], from);
         }
     }
 }
 
 // The same of factors: both elements of a pair are fetched with their neighbours, and put together.
-__device__ __forceinline__ void skewed(unsigned (&to)[4], const unsigned (&first)[4], const unsigned (&second)[4]) {
+__device__ __forceinline__ void skewed(unsigned (&to)[4], const unsigned (&first)[4],
+                                       const unsigned (&second)[4]) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     unsigned both[2][4];
     #pragma unroll
     for (int e = 0; e < 2; e++) {
         int from = lane - t + (7 + g - 2 * t - e) % 8 / 2;
-        bool odd = (g + e) % 2 == 0, upper = g + (e == 0) > 2 * t + odd;          // of what this lane gives
+        // Of what this lane gives.
+        bool odd = (g + e) % 2 == 0, upper = g + (e == 0) > 2 * t + odd;
         #pragma unroll
         for (int h = 0; h < 2; h++) {
             unsigned x[4] = {first[h], first[2 + h], second[h], second[2 + h]};
             #pragma unroll
-            for (int i = 0; i < 2; i++) both[e][2 * i + h] = __shfl_sync(ALL, upper ? x[2 - i + h] : x[1 - i + h], from);
+            for (int i = 0; i < 2; i++)
+                both[e][2 * i + h] = __shfl_sync(ALL, upper ? x[2 - i + h] : x[1 - i + h], from);
         }
     }
     #pragma unroll
-    for (int i = 0; i < 4; i++) to[i] = __byte_perm(both[0][i], both[1][i], g % 2 ? 0x7610 : 0x5432);
+    for (int i = 0; i < 4; i++)
+        to[i] = __byte_perm(both[0][i], both[1][i], g % 2 ? 0x7610 : 0x5432);
 }
 
-// The same where keys are the rows and queries the columns: element r of row j of `to` is row r - j + 15 of the 32 that `first` and `second` make.
+// The same where keys are the rows and queries the columns: element r of row j of `to` is row r - j
+// + 15 of the 32 that `first` and `second` make.
 __device__ __forceinline__ void skewed_down(Sums& to, const Sums& first, const Sums& second) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     #pragma unroll
@@ -661,60 +724,71 @@ __device__ __forceinline__ void skewed_down(Sums& to, const Sums& first, const S
         for (int i = 0; i < 2; i++) {
             float x[4] = {first[i][e], first[i][2 + e], second[i][e], second[i][2 + e]};
             #pragma unroll
-            for (int h = 0; h < 2; h++) to[i][2 * h + e] = __shfl_sync(ALL, upper ? x[2 + i - h] : x[1 + i - h], from);
+            for (int h = 0; h < 2; h++)
+                to[i][2 * h + e] = __shfl_sync(ALL, upper ? x[2 + i - h] : x[1 + i - h], from);
         }
     }
 }
 
 // Rows `first` + the warp's 16 of (T, H, d), times `factor`, rounded.
-__device__ __forceinline__ void write_tile(bf16* to, const float (&sums)[2 * STEPS][4], float factor, long long stride, int first, int rows) {
+__device__ __forceinline__ void write_tile(bf16* to, const float (&sums)[2 * STEPS][4],
+                                           float factor, long long stride, int first, int rows) {
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, row = first + threadIdx.x / 32 * 16 + g;
     #pragma unroll
     for (int n = 0; n < 2 * STEPS; n++)
         #pragma unroll
         for (int i = 0; i < 2; i++)
-            if (row + 8 * i < rows) *reinterpret_cast<unsigned*>(to + (row + 8 * i) * stride + 8 * n + 2 * t) = pair(factor * sums[n][2 * i], factor * sums[n][2 * i + 1]);
+            if (row + 8 * i < rows)
+                *reinterpret_cast<unsigned*>(to + (row + 8 * i) * stride + 8 * n + 2 * t) =
+                    both_as_bf16(factor * sums[n][2 * i], factor * sums[n][2 * i + 1]);
 }
 
-// Of element e of 16 x 16 sums: its row and its column.
-#define ROW(e) (g + 8 * ((e) % 4 / 2))
-#define COLUMN(e) (8 * ((e) / 4) + 2 * t + (e) % 2)
-#define OF(c, e) c[(e) / 4][(e) % 4]
+    // Of element e of 16 x 16 sums: its row and its column.
+    #define ROW(e) (g + 8 * ((e) % 4 / 2))
+    #define COLUMN(e) (8 * ((e) / 4) + 2 * t + (e) % 2)
+    #define OF(c, e) c[(e) / 4][(e) % 4]
 
-#endif
-
-#if VERSION == 2
-// c (16 x 16) = left (16 x d) times 16 rows of a tile, transposed: a chain of its own, so that those of q~ k, q PE and dy v run beside each other.
-template <bool kept> __device__ __forceinline__ void scores_of(Sums& c, const Left<kept>& left, const bf16* rows) {
+// c (16 x 16) = left (16 x d) times 16 rows of a tile, transposed: a chain of its own, so that
+// those of q~ k, q PE and dy v run beside each other.
+template <bool kept>
+__device__ __forceinline__ void scores_of(Sums& c, const Left<kept>& left, const bf16* rows) {
     clear(c);
     add_scores(c, left, rows);
 }
 
-// The same number, of which the compiler does not know that: what it computes from it is not kept in registers over the loops.
-__device__ __forceinline__ int again(int x) {
+// The same number, of which the compiler does not know that: what it computes from it is not kept
+// in registers over the loops.
+__device__ __forceinline__ int opaque(int x) {
 #if TENSOR_CORES
     asm volatile("" : "+r"(x));
 #endif
     return x;
 }
 
-// Of step s = 0, 1, .. in turn: 64 keys and values, from the diagonal to the left, and PE of the farther 64 differences.
+// Of step s = 0, 1, .. in turn: 64 keys and values, from the diagonal to the left, and PE of the
+// farther 64 differences.
 struct Loads {
     const bf16* k, * v, * pe;
     int k_stride, v_stride, i0, T;
     __device__ __forceinline__ Loads(const Head& x, int i0, int T)
-        : k(mine_of(x.k, x.stride.k, i0)), v(mine_of(x.v, x.stride.v, i0)), pe(mine_of(x.pe, HEAD, 1)), k_stride(x.stride.k), v_stride(x.stride.v), i0(i0), T(T) {}
+        : k(thread_source(x.k, x.stride.k, i0)),
+          v(thread_source(x.v, x.stride.v, i0)),
+          pe(thread_source(x.pe, HEAD, 1)),
+          k_stride(x.stride.k),
+          v_stride(x.stride.v),
+          i0(i0),
+          T(T) {}
     __device__ __forceinline__ void all(bf16* to, bf16* far, int s, bool checked) {
-        ask(to, k, k_stride, checked, i0 - s * SIDE, T);
-        ask(to + SIDE * LD, v, v_stride, checked, i0 - s * SIDE, T);
-        ask(far, pe, HEAD, checked, (s + 1) * SIDE - 63, T);
+        load_rows(to, k, k_stride, checked, i0 - s * SIDE, T);
+        load_rows(to + SIDE * LD, v, v_stride, checked, i0 - s * SIDE, T);
+        load_rows(far, pe, HEAD, checked, (s + 1) * SIDE - 63, T);
     }
     __device__ __forceinline__ void keys(bf16* to, bf16* far, int s) {
         if (s == 0 || (s + 1) * SIDE >= T) all(to, far, s, true);
         else all(to, far, s, false);
-        asked();
-        k -= again(SIDE * k_stride);
-        v -= again(SIDE * v_stride);
+        cp_async_commit_group();
+        k -= opaque(SIDE * k_stride);
+        v -= opaque(SIDE * v_stride);
         pe += SIDE * HEAD;
     }
 };
@@ -728,34 +802,12 @@ struct Tensors {
 __device__ __forceinline__ Head head_of(int which, const Tensors& x) {
     return head_of(which, x.q_tilde, x.q, x.k, x.v, x.dy, x.pe, x.stride, x.T, x.H, x.window);
 }
-
-// Of a score, x times `eighth` being s / 8: t = tanh(s / 8), t^p, and t^(p-1) (1 - t^2): what is left of c^p and its derivative without 8^p, which goes into
-// the factors of sums. Exact: e = exp(s / 4), tanh(s / 8) = 1 - 2 / (1 + e), off by 2e-7 at most; so 1 - t^2 is 0 where s is so large that it would be less. Else one special
-// function, off by 2^-11 of itself and its power by p times that: up to degree 3 less than rounding to bf16 is, but too much for the sums of dphi c^p.
-template <bool exact> __device__ __forceinline__ Power steep(float x, float eighth = 0.125f) {
-    float tanh;
-#if TENSOR_CORES
-    if (!exact && DEGREE <= 3) asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(eighth * x));
-    else
-#endif
-    tanh = fmaf(-2.0f, one_over(1.0f + power_of_two(2.88539008f * eighth * x)), 1.0f);
-    float square = tanh * tanh, even = 1.0f;
-    #pragma unroll
-    for (int k = 1; k < DEGREE; k += 2) even *= square;
-    Power found = {even * tanh, even - even * square};
-    return found;
-}
-__device__ __forceinline__ float eight_to(int p) {
-    float power = 1.0f;
-    #pragma unroll
-    for (int k = 0; k < p; k++) power *= 8.0f;
-    return power;
-}
 #endif
 
 extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) poly_forward_v2(
     bf16* y,                                  // (B, T, H, d)
-    const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v,              // (B, T, H, d), rows apart; 16-byte aligned
+    // (B, T, H, d), rows apart; 16-byte aligned.
+    const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v,
     const bf16* pe,                           // (at least T, d)
     const float* coefficients,                // a, b, scale
     const float* gate,                        // (B, T, H) what y is multiplied by; null: nothing
@@ -763,32 +815,42 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
 {
 #if VERSION == 2
     extern __shared__ __align__(16) unsigned char memory[];
-    const bool kept = HEAD <= 64;                        // else there are too many registers; then the block's own rows stay in shared memory
-    bf16* tiles_of = reinterpret_cast<bf16*>(memory), * of_pe = tiles_of + 2 * STAGES * SIDE * LD;                 // k and v of each stage; STAGES + 1 of PE
-    bf16* own = !kept ? of_pe + (STAGES + 1) * SIDE * LD : tiles_of + (STAGES - 1) * 2 * SIDE * LD;                // in the last stage's place
-    int tiles = (T + SIDE - 1) / SIDE, heads = gridDim.x / tiles, tile = tiles - 1 - blockIdx.x / heads, i0 = tile * SIDE;      // the longest first
+    // Else there are too many registers; then the block's own rows stay in shared memory.
+    const bool kept = HEAD <= 64;
+    // K and v of each stage; STAGES + 1 of PE.
+    bf16* tiles_of = reinterpret_cast<bf16*>(memory), * of_pe = tiles_of + 2 * STAGES * SIDE * LD;
+    // In the last stage's place.
+    bf16* own = !kept ? of_pe + (STAGES + 1) * SIDE * LD : tiles_of + (STAGES - 1) * 2 * SIDE * LD;
+    // The longest first.
+    int tiles = (T + SIDE - 1) / SIDE, heads = gridDim.x / tiles,
+        tile = tiles - 1 - blockIdx.x / heads, i0 = tile * SIDE;
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     Head x = head_of(blockIdx.x % heads, q_tilde, q, k, v, q, pe, stride, T, H, window);
     Scale scale = scale_of(coefficients);
-    float weight = scale.weight * eight_to(DEGREE);
-    int steps = tile - max(0, i0 - window + 1) / SIDE + 1;              // from the diagonal tile to the left
-    Ring ring(of_pe);                                    // PE of the differences 64 s - 63 .. and of the 64 after these
+    float weight = scale.weight * power_of_8(DEGREE);
+    // From the diagonal tile to the left.
+    int steps = tile - max(0, i0 - window + 1) / SIDE + 1;
+    // PE of the differences 64 s - 63 .. and of the 64 after these.
+    Ring ring(of_pe);
     Loads loads(x, i0, T);
-    auto ask_for = [&](int s, bf16* far) { loads.keys(tiles_of + s % STAGES * 2 * SIDE * LD, far, s); };
+    auto load_step = [&](int s, bf16* far) {
+        loads.keys(tiles_of + s % STAGES * 2 * SIDE * LD, far, s);
+    };
     Left<kept> left_k, left_pe;
-    ask_rows(own, x.q_tilde, stride.q_tilde, i0, T);
-    ask_rows(own + SIDE * LD, x.q, stride.q, i0, T);
-    asked();
-    ask_rows(ring.near, x.pe, HEAD, -63, T);
-    if (!kept || STAGES == 2) { ask_for(0, ring.far); arrived<1>(); }
-    else arrived<0>();
+    load_tile(own, x.q_tilde, stride.q_tilde, i0, T);
+    load_tile(own + SIDE * LD, x.q, stride.q, i0, T);
+    cp_async_commit_group();
+    load_tile(ring.near, x.pe, HEAD, -63, T);
+    if (!kept || STAGES == 2) { load_step(0, ring.far); wait_for_tiles<1>(); }
+    else wait_for_tiles<0>();
     left_k.begin(own + 16 * warp * LD);
     left_pe.begin(own + (SIDE + 16 * warp) * LD);
-    left_k.take_eighth();
-    left_pe.take_eighth();
-    if (kept && STAGES == 1) { __syncthreads(); ask_for(0, ring.far); }
+    left_k.scale_by_eighth();
+    left_pe.scale_by_eighth();
+    if (kept && STAGES == 1) { __syncthreads(); load_step(0, ring.far); }
     float sums[2 * STEPS][4] = {};
-    Sums lower;                                          // q PE^T of the 16 differences before those of the next part
+    // Q PE^T of the 16 differences before those of the next part.
+    Sums lower;
     auto part = [&](int s, int n, bool masked) {         // 16 keys, from the right to the left
         const bf16* keys = tiles_of + (s % STAGES * 2 * SIDE + 16 * (3 - n)) * LD;
         Sums upper, c;
@@ -798,30 +860,34 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
         copy(lower, upper);
         #pragma unroll
         for (int e = 0; e < 8; e++) {
-            int by = s * SIDE + 16 * (warp + n - 3) + ROW(e) - COLUMN(e);
-            float phi = weight * steep<false>(OF(c, e), kept ? 1.0f : 0.125f).power + scale.offset;
-            OF(c, e) = !masked || (by >= 0 && by < window) ? phi : 0.0f;
+            int difference = s * SIDE + 16 * (warp + n - 3) + ROW(e) - COLUMN(e);
+            float phi = weight * power_of_tanh<false>(OF(c, e), kept ? 1.0f : 0.125f).power +
+                        scale.offset;
+            OF(c, e) = !masked || (difference >= 0 && difference < window) ? phi : 0.0f;
         }
         unsigned a[4];
         as_factor(a, c);
         add_product(sums, a, keys + SIDE * LD);
     };
     for (int s = 0; s < steps; s++) {
-        arrived<0>();                                    // and no one reads the tiles of the step before any more
-        if (STAGES == 2 && s + 1 < steps) ask_for(s + 1, ring.free);
+        // And no one reads the tiles of the step before any more.
+        wait_for_tiles<0>();
+        if (STAGES == 2 && s + 1 < steps) load_step(s + 1, ring.free);
         if (s == 0) scores_of(lower, left_pe, ring.sixteen(3));
-        if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window)         // a body of its own, with comparisons; on the diagonal without what is masked
+        // A body of its own, with comparisons; on the diagonal without what is masked.
+        if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window)
             #pragma unroll 1
             for (int n = s == 0 ? 3 - warp : 0; n < 4; n++) part(s, n, true);
         else
             #pragma unroll (kept ? FORWARD_UNROLL : 2)
             for (int n = 0; n < 4; n++) part(s, n, false);
-        if (STAGES == 1 && s + 1 < steps) { __syncthreads(); ask_for(s + 1, ring.free); }
+        if (STAGES == 1 && s + 1 < steps) { __syncthreads(); load_step(s + 1, ring.free); }
         ring.turn();
     }
-    int which = blockIdx.x % (gridDim.x / ((again(T) + SIDE - 1) / SIDE));
+    int which = blockIdx.x % (gridDim.x / ((opaque(T) + SIDE - 1) / SIDE));
     x = head_of(which, q_tilde, q, k, v, q, pe, stride, T, H, window);
-    float upper_rows = factor_of(gate, x, i0 + 16 * warp + g), lower_rows = factor_of(gate, x, i0 + 16 * warp + g + 8);
+    float upper_rows = factor_of(gate, x, i0 + 16 * warp + g),
+          lower_rows = factor_of(gate, x, i0 + 16 * warp + g + 8);
     #pragma unroll
     for (int n = 0; n < 2 * STEPS; n++)
         #pragma unroll
@@ -832,12 +898,16 @@ extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, FORWARD_BLOCKS) pol
 
 #if VERSION == 2
 // dq~, dq: 64 queries of a head; unit: which. Tiles of keys from the diagonal to the left.
-__device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde, bf16* dq, float* partial, const Tensors& in, int unit, int heads) {
+__device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde, bf16* dq,
+                                           float* partial, const Tensors& in, int unit, int heads) {
     const bool kept = HEAD <= 64;
     __shared__ float warps[4][2];
     int T = in.T, window = in.window;
-    bf16* tiles_of = reinterpret_cast<bf16*>(memory), * of_pe = tiles_of + 2 * STAGES * SIDE * LD;                 // k and v of each stage; STAGES + 1 of PE
-    bf16* own = !kept ? of_pe + (STAGES + 1) * SIDE * LD : STAGES == 2 ? tiles_of + 2 * SIDE * LD : tiles_of;
+    // K and v of each stage; STAGES + 1 of PE.
+    bf16* tiles_of = reinterpret_cast<bf16*>(memory), * of_pe = tiles_of + 2 * STAGES * SIDE * LD;
+    bf16* own = !kept         ? of_pe + (STAGES + 1) * SIDE * LD
+                : STAGES == 2 ? tiles_of + 2 * SIDE * LD
+                              : tiles_of;
     int tiles = (T + SIDE - 1) / SIDE, tile = tiles - 1 - unit / heads, i0 = tile * SIDE;
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     Head x = head_of(unit % heads, in);
@@ -845,20 +915,30 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
     Ring ring(of_pe);
     ring.turn();                                         // the first place is `own`'s
     Loads loads(x, i0, T);
-    auto ask_for = [&](int s, bf16* far) { loads.keys(tiles_of + s % STAGES * 2 * SIDE * LD, far, s); };
+    auto load_step = [&](int s, bf16* far) {
+        loads.keys(tiles_of + s % STAGES * 2 * SIDE * LD, far, s);
+    };
     Left<kept> left_k, left_pe, left_v;
-    ask_rows(own, x.q_tilde, x.stride.q_tilde, i0, T);
-    ask_rows(own + SIDE * LD, x.q, x.stride.q, i0, T);
-    ask_rows(own + 2 * SIDE * LD, x.dy, x.wide, i0, T);
-    asked();
-    if (!kept || STAGES == 2) { ask_rows(ring.near, x.pe, HEAD, -63, T); ask_for(0, ring.far); arrived<1>(); }
-    else arrived<0>();
+    load_tile(own, x.q_tilde, x.stride.q_tilde, i0, T);
+    load_tile(own + SIDE * LD, x.q, x.stride.q, i0, T);
+    load_tile(own + 2 * SIDE * LD, x.dy, x.wide, i0, T);
+    cp_async_commit_group();
+    if (!kept || STAGES == 2) {
+        load_tile(ring.near, x.pe, HEAD, -63, T);
+        load_step(0, ring.far);
+        wait_for_tiles<1>();
+    } else wait_for_tiles<0>();
     left_k.begin(own + 16 * warp * LD);
     left_pe.begin(own + (SIDE + 16 * warp) * LD);
     left_v.begin(own + (2 * SIDE + 16 * warp) * LD);
-    if (kept && STAGES == 1) { __syncthreads(); ask_rows(ring.near, x.pe, HEAD, -63, T); ask_for(0, ring.far); }
+    if (kept && STAGES == 1) {
+        __syncthreads();
+        load_tile(ring.near, x.pe, HEAD, -63, T);
+        load_step(0, ring.far);
+    }
     float by_k[2 * STEPS][4] = {}, by_pe[2 * STEPS][4] = {}, totals[2] = {};
-    Sums lower;                                          // q PE^T of the 16 differences before those of the next part
+    // Q PE^T of the 16 differences before those of the next part.
+    Sums lower;
     unsigned before[4] = {};                             // ds of the 16 keys of the part before
     auto part = [&](int s, int n, bool masked) {         // 16 keys, from the right to the left
         const bf16* keys = tiles_of + (s % STAGES * 2 * SIDE + 16 * (3 - n)) * LD;
@@ -869,18 +949,20 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
         skewed(c, lower, upper);
         add_scores(c, left_k, keys);
         copy(lower, upper);
-        float some[2][4];                                // of totals: four short sums each, none waits for the other
+        // Of totals: four short sums each, none waits for the other.
+        float some[2][4];
         #pragma unroll
         for (int e = 0; e < 8; e++) {
-            int by = s * SIDE + 16 * (warp + n - 3) + ROW(e) - COLUMN(e);
-            Power at = steep<true>(OF(c, e));
-            float dphi = !masked || (by >= 0 && by < window) ? OF(ds, e) : 0.0f;
-            some[0][e % 4] = e < 4 ? dphi * at.power : some[0][e % 4] + dphi * at.power;
+            int difference = s * SIDE + 16 * (warp + n - 3) + ROW(e) - COLUMN(e);
+            Power score = power_of_tanh<true>(OF(c, e));
+            float dphi = !masked || (difference >= 0 && difference < window) ? OF(ds, e) : 0.0f;
+            some[0][e % 4] = e < 4 ? dphi * score.power : some[0][e % 4] + dphi * score.power;
             some[1][e % 4] = e < 4 ? dphi : some[1][e % 4] + dphi;
-            OF(ds, e) = dphi * at.rise;
+            OF(ds, e) = dphi * score.slope;
         }
         #pragma unroll
-        for (int i = 0; i < 2; i++) totals[i] += (some[i][0] + some[i][1]) + (some[i][2] + some[i][3]);
+        for (int i = 0; i < 2; i++)
+            totals[i] += (some[i][0] + some[i][1]) + (some[i][2] + some[i][3]);
         as_factor(a, ds);
         add_product(by_k, a, keys);
         skewed(by_difference, a, before);                // of the differences that `lower` was of
@@ -889,8 +971,8 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
         add_product(by_pe, by_difference, ring.sixteen(warp + n));
     };
     for (int s = 0; s < steps; s++) {
-        arrived<0>();
-        if (STAGES == 2 && s + 1 < steps) ask_for(s + 1, ring.free);
+        wait_for_tiles<0>();
+        if (STAGES == 2 && s + 1 < steps) load_step(s + 1, ring.free);
         if (s == 0) scores_of(lower, left_pe, ring.sixteen(3));
         if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window)
             #pragma unroll 1
@@ -898,64 +980,71 @@ __device__ __forceinline__ void backward_q(unsigned char* memory, bf16* dq_tilde
         else
             #pragma unroll Q_UNROLL
             for (int n = 0; n < 4; n++) part(s, n, false);
-        if (STAGES == 1 && s + 1 < steps) { __syncthreads(); ask_for(s + 1, ring.free); }
+        if (STAGES == 1 && s + 1 < steps) { __syncthreads(); load_step(s + 1, ring.free); }
         ring.turn();
     }
     unsigned none[4] = {}, last[4];
     skewed(last, none, before);
     add_product(by_pe, last, ring.sixteen(warp));
     Scale scale = scale_of(in.coefficients);
-    write_tile(dq_tilde + x.out, by_k, scale.slope * 0.25f * eight_to(DEGREE - 1), x.wide, i0, T);
-    write_tile(dq + x.grad, by_pe, scale.slope * 0.25f * eight_to(DEGREE - 1), x.stride.grad, i0, T);
-    totals[0] *= eight_to(DEGREE);
+    write_tile(dq_tilde + x.out, by_k, scale.slope * 0.25f * power_of_8(DEGREE - 1), x.wide, i0, T);
+    write_tile(dq + x.grad, by_pe, scale.slope * 0.25f * power_of_8(DEGREE - 1), x.stride.grad, i0,
+               T);
+    totals[0] *= power_of_8(DEGREE);
     write_sums<4>(partial + 2 * (long long)unit, totals, warps);
 }
 
 // dk, dv: 64 keys of a head. Tiles of queries from the diagonal on.
-__device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf16* dv, const Tensors& in, int unit, int heads) {
+__device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf16* dv,
+                                            const Tensors& in, int unit, int heads) {
     const bool kept = HEAD <= 64;
     int T = in.T, window = in.window;
-    bf16* tiles_of = reinterpret_cast<bf16*>(memory), * of_pe = tiles_of + 3 * STAGES * SIDE * LD;                 // q~, q and dy of each stage
+    // Q~, q and dy of each stage.
+    bf16* tiles_of = reinterpret_cast<bf16*>(memory), * of_pe = tiles_of + 3 * STAGES * SIDE * LD;
     bf16* own = !kept ? of_pe + (STAGES + 1) * SIDE * LD : tiles_of + (STAGES - 1) * 3 * SIDE * LD;
     int tile = unit / heads, j0 = tile * SIDE;
     int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     Head x = head_of(unit % heads, in);
     Scale scale = scale_of(in.coefficients);
-    float weight = scale.weight * eight_to(DEGREE);
-    int steps = (min(T - 1, j0 + SIDE - 2 + window) - j0) / SIDE + 1;             // from the diagonal tile on
+    float weight = scale.weight * power_of_8(DEGREE);
+    // From the diagonal tile on.
+    int steps = (min(T - 1, j0 + SIDE - 2 + window) - j0) / SIDE + 1;
     Ring ring(of_pe);
-    const bf16* q_tilde_from = mine_of(x.q_tilde, x.stride.q_tilde, j0), * q_from = mine_of(x.q, x.stride.q, j0), * dy_from = mine_of(x.dy, x.wide, j0);
-    const bf16* pe_from = mine_of(x.pe, HEAD, 1);
-    auto ask_for = [&](int s, bf16* far) {               // s = 0, 1, .. in turn
+    const bf16 *q_tilde_from = thread_source(x.q_tilde, x.stride.q_tilde, j0),
+               *q_from = thread_source(x.q, x.stride.q, j0),
+               *dy_from = thread_source(x.dy, x.wide, j0);
+    const bf16* pe_from = thread_source(x.pe, HEAD, 1);
+    auto load_step = [&](int s, bf16* far) {               // s = 0, 1, .. in turn
         bf16* to = tiles_of + s % STAGES * 3 * SIDE * LD;
         int first = j0 + s * SIDE;
         auto all = [&](bool checked) {
-            ask(to, q_tilde_from, x.stride.q_tilde, checked, first, T);
-            ask(to + SIDE * LD, q_from, x.stride.q, checked, first, T);
-            ask(to + 2 * SIDE * LD, dy_from, x.wide, checked, first, T);
-            ask(far, pe_from, HEAD, checked, (s + 1) * SIDE - 63, T);
+            load_rows(to, q_tilde_from, x.stride.q_tilde, checked, first, T);
+            load_rows(to + SIDE * LD, q_from, x.stride.q, checked, first, T);
+            load_rows(to + 2 * SIDE * LD, dy_from, x.wide, checked, first, T);
+            load_rows(far, pe_from, HEAD, checked, (s + 1) * SIDE - 63, T);
         };
         if (first + SIDE > T || (s + 1) * SIDE >= T) all(true);
         else all(false);
-        asked();
-        q_tilde_from += again(SIDE * x.stride.q_tilde);
-        q_from += again(SIDE * x.stride.q);
-        dy_from += again(SIDE * x.wide);
+        cp_async_commit_group();
+        q_tilde_from += opaque(SIDE * x.stride.q_tilde);
+        q_from += opaque(SIDE * x.stride.q);
+        dy_from += opaque(SIDE * x.wide);
         pe_from += SIDE * HEAD;
     };
     Left<kept> left_k, left_v, lower, upper;             // lower, upper: PE of 16 differences each
-    ask_rows(own, x.k, x.stride.k, j0, T);
-    ask_rows(own + SIDE * LD, x.v, x.stride.v, j0, T);
-    asked();
-    ask_rows(ring.near, x.pe, HEAD, -63, T);
-    if (!kept || STAGES == 2) { ask_for(0, ring.far); arrived<1>(); }
-    else arrived<0>();
+    load_tile(own, x.k, x.stride.k, j0, T);
+    load_tile(own + SIDE * LD, x.v, x.stride.v, j0, T);
+    cp_async_commit_group();
+    load_tile(ring.near, x.pe, HEAD, -63, T);
+    if (!kept || STAGES == 2) { load_step(0, ring.far); wait_for_tiles<1>(); }
+    else wait_for_tiles<0>();
     left_k.begin(own + 16 * warp * LD);
     left_v.begin(own + (SIDE + 16 * warp) * LD);
-    if (kept && STAGES == 1) { __syncthreads(); ask_for(0, ring.far); }
+    if (kept && STAGES == 1) { __syncthreads(); load_step(0, ring.far); }
     float dk_sums[2 * STEPS][4] = {}, dv_sums[2 * STEPS][4] = {};
-    auto part = [&](int s, int n, bool masked) {         // 16 queries; keys are the rows
-        const bf16* queries = tiles_of + (s % STAGES * 3 * SIDE + 16 * n) * LD, * dys = queries + 2 * SIDE * LD;
+    auto part = [&](int s, int n, bool masked) {  // 16 queries; keys are the rows
+        const bf16 *queries = tiles_of + (s % STAGES * 3 * SIDE + 16 * n) * LD,
+                   *dys = queries + 2 * SIDE * LD;
         Sums c, dphi, first, second;
         lower = upper;
         upper.begin(ring.sixteen(n - warp + 4));
@@ -965,13 +1054,13 @@ __device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf1
         scores_of(dphi, left_v, dys);
         skewed_down(c, first, second);
         add_scores(c, left_k, queries);
-        #pragma unroll
+    #pragma unroll
         for (int e = 0; e < 8; e++) {
-            int by = s * SIDE + 16 * (n - warp) + COLUMN(e) - ROW(e);
-            bool valid = !masked || (by >= 0 && by < window);
-            Power at = steep<false>(OF(c, e));
-            OF(c, e) = valid ? weight * at.power + scale.offset : 0.0f;
-            OF(dphi, e) = valid ? OF(dphi, e) * at.rise : 0.0f;
+            int difference = s * SIDE + 16 * (n - warp) + COLUMN(e) - ROW(e);
+            bool valid = !masked || (difference >= 0 && difference < window);
+            Power score = power_of_tanh<false>(OF(c, e));
+            OF(c, e) = valid ? weight * score.power + scale.offset : 0.0f;
+            OF(dphi, e) = valid ? OF(dphi, e) * score.slope : 0.0f;
         }
         unsigned a[4];
         as_factor(a, c);
@@ -980,8 +1069,8 @@ __device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf1
         add_product(dk_sums, a, queries);
     };
     for (int s = 0; s < steps; s++) {
-        arrived<0>();
-        if (STAGES == 2 && s + 1 < steps) ask_for(s + 1, ring.free);
+        wait_for_tiles<0>();
+        if (STAGES == 2 && s + 1 < steps) load_step(s + 1, ring.free);
         if (s == 0) upper.begin(ring.sixteen(3));
         if (!TENSOR_CORES || s == 0 || (s + 1) * SIDE > window)
             #pragma unroll 1
@@ -989,72 +1078,84 @@ __device__ __forceinline__ void backward_kv(unsigned char* memory, bf16* dk, bf1
         else
             #pragma unroll (kept ? KV_UNROLL : 1)
             for (int n = 0; n < 4; n++) part(s, n, false);
-        if (STAGES == 1 && s + 1 < steps) { __syncthreads(); ask_for(s + 1, ring.free); }
+        if (STAGES == 1 && s + 1 < steps) { __syncthreads(); load_step(s + 1, ring.free); }
         ring.turn();
     }
-    write_tile(dk + x.grad, dk_sums, scale.slope * 0.25f * eight_to(DEGREE - 1), x.stride.grad, j0, T);
+    write_tile(dk + x.grad, dk_sums, scale.slope * 0.25f * power_of_8(DEGREE - 1), x.stride.grad,
+               j0, T);
     write_tile(dv + x.grad, dv_sums, 1.0f, x.stride.grad, j0, T);
 }
 
-// dPE: tiles of 64 queries and 64 differences: 16 queries have 79 keys there. Scores and dphi are computed by keys and skewed, ds then lies by differences,
-// and goes through shared memory, because the sum is over the queries of all warps. With two stages the next tiles are asked for as soon as these are there:
-// keys and values have three places, q two, and of q~ and dy each warp has its own rows in registers by then, and loads them itself. Else, and what stays
-// in shared memory (wide heads), when the scores are done.
-__device__ __forceinline__ void backward_pe(unsigned char* memory, float* partial, const Tensors& in, int diagonal, int diagonals, int group, int groups,
-                                            int heads) {
+// dPE: tiles of 64 queries and 64 differences: 16 queries have 79 keys there. Scores and dphi are
+// computed by keys and skewed, ds then lies by differences, and goes through shared memory, because
+// the sum is over the queries of all warps. With two stages the next tiles are asked for as soon as
+// these are there: keys and values have three places, q two, and of q~ and dy each warp has its own
+// rows in registers by then, and loads them itself. Else, and what stays in shared memory (wide
+// heads), when the scores are done.
+__device__ __forceinline__ void backward_pe(unsigned char* memory, float* partial,
+                                            const Tensors& in, int diagonal, int diagonals,
+                                            int group, int groups, int heads) {
     int T = in.T, window = in.window;
     const bool kept = HEAD <= 64, early = STAGES == 2, early_left = early && kept;
-    bf16* of_q_tilde = reinterpret_cast<bf16*>(memory), * of_dy = of_q_tilde + SIDE * LD, * of_pe = of_dy + SIDE * LD, * of_q = of_pe + SIDE * LD;
-    bf16* of_k = of_q + 2 * SIDE * LD, * of_v = of_k + (STAGES + 1) * SIDE * LD, * ds = of_v + (STAGES + 1) * SIDE * LD;        // (64, NARROW) queries, differences
-    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, r0 = diagonal * SIDE;
+    bf16 *of_q_tilde = reinterpret_cast<bf16*>(memory), *of_dy = of_q_tilde + SIDE * LD,
+         *of_pe = of_dy + SIDE * LD, *of_q = of_pe + SIDE * LD;
+    // (64, NARROW) queries, differences.
+    bf16 *of_k = of_q + 2 * SIDE * LD, *of_v = of_k + (STAGES + 1) * SIDE * LD,
+         *ds = of_v + (STAGES + 1) * SIDE * LD;
+    int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4,
+        r0 = diagonal * SIDE;
     float sums[2 * STEPS][4] = {};
     for (int which = group; which < heads; which += groups) {
         Head x = head_of(which, in);
         Ring keys(of_k), values(of_v);                   // i0 - r0 - 63 .., and the 64 after these
-        const bf16* k_from = mine_of(x.k, x.stride.k, 1), * v_from = mine_of(x.v, x.stride.v, 1), * q_from = mine_of(x.q, x.stride.q, r0);
-        const bf16* q_tilde_from = mine_of<16, 32>(x.q_tilde, x.stride.q_tilde, r0), * dy_from = mine_of<16, 32>(x.dy, x.wide, r0);
+        const bf16 *k_from = thread_source(x.k, x.stride.k, 1),
+                   *v_from = thread_source(x.v, x.stride.v, 1),
+                   *q_from = thread_source(x.q, x.stride.q, r0);
+        const bf16 *q_tilde_from = thread_source<16, 32>(x.q_tilde, x.stride.q_tilde, r0),
+                   *dy_from = thread_source<16, 32>(x.dy, x.wide, r0);
         auto outside = [&](int i0) { return i0 + SIDE > T || i0 - r0 + SIDE >= T; };
-        auto ask_for = [&](int i0, bf16* k_to, bf16* v_to) {             // i0 = r0, r0 + 64, ..; of the keys the later 64; the earlier ones are there
+        // I0 = r0, r0 + 64, ..; of the keys the later 64; the earlier ones are there.
+        auto load_step = [&](int i0, bf16* k_to, bf16* v_to) {
             auto all = [&](bool checked) {
-                ask(k_to, k_from, x.stride.k, checked, i0 - r0 + 1, T);
-                ask(v_to, v_from, x.stride.v, checked, i0 - r0 + 1, T);
-                ask(of_q + i0 / SIDE % 2 * SIDE * LD, q_from, x.stride.q, checked, i0, T);
+                load_rows(k_to, k_from, x.stride.k, checked, i0 - r0 + 1, T);
+                load_rows(v_to, v_from, x.stride.v, checked, i0 - r0 + 1, T);
+                load_rows(of_q + i0 / SIDE % 2 * SIDE * LD, q_from, x.stride.q, checked, i0, T);
             };
             if (outside(i0)) all(true);
             else all(false);
-            k_from += again(SIDE * x.stride.k);
-            v_from += again(SIDE * x.stride.v);
-            q_from += again(SIDE * x.stride.q);
+            k_from += opaque(SIDE * x.stride.k);
+            v_from += opaque(SIDE * x.stride.v);
+            q_from += opaque(SIDE * x.stride.q);
         };
-        auto ask_for_left = [&](int i0) {
+        auto load_left = [&](int i0) {
             auto all = [&](bool checked) {
-                ask<16, 32>(of_q_tilde, q_tilde_from, x.stride.q_tilde, checked, i0, T);
-                ask<16, 32>(of_dy, dy_from, x.wide, checked, i0, T);
+                load_rows<16, 32>(of_q_tilde, q_tilde_from, x.stride.q_tilde, checked, i0, T);
+                load_rows<16, 32>(of_dy, dy_from, x.wide, checked, i0, T);
             };
             if (outside(i0)) all(true);
             else all(false);
-            q_tilde_from += again(SIDE * x.stride.q_tilde);
-            dy_from += again(SIDE * x.wide);
+            q_tilde_from += opaque(SIDE * x.stride.q_tilde);
+            dy_from += opaque(SIDE * x.wide);
         };
         __syncthreads();
-        ask_rows(of_pe, x.pe, HEAD, r0, T);
-        ask_rows(keys.near, x.k, x.stride.k, -63, T);
-        ask_rows(values.near, x.v, x.stride.v, -63, T);
-        ask_for(r0, keys.far, values.far);
-        ask_for_left(r0);
-        asked();
+        load_tile(of_pe, x.pe, HEAD, r0, T);
+        load_tile(keys.near, x.k, x.stride.k, -63, T);
+        load_tile(values.near, x.v, x.stride.v, -63, T);
+        load_step(r0, keys.far, values.far);
+        load_left(r0);
+        cp_async_commit_group();
         for (int i0 = r0; i0 < T; i0 += SIDE) {
             const bf16* queries = of_q + i0 / SIDE % 2 * SIDE * LD;
             int next = i0 + SIDE;
-            arrived<0>();
+            wait_for_tiles<0>();
             Left<kept> left_k, left_v, left_pe;
             left_k.begin(of_q_tilde + 16 * warp * LD);
             left_v.begin(of_dy + 16 * warp * LD);
             left_pe.begin(queries + 16 * warp * LD);
             if (early && next < T) {
                 __syncwarp();
-                ask_for(next, keys.free, values.free);
-                if (early_left) ask_for_left(next);
+                load_step(next, keys.free, values.free);
+                if (early_left) load_left(next);
             }
             Sums upper, upper_dphi;                      // of 16 keys each
             scores_of(upper, left_k, keys.sixteen(warp + 4));
@@ -1070,54 +1171,62 @@ __device__ __forceinline__ void backward_pe(unsigned char* memory, float* partia
                 copy(upper, lower);
                 copy(upper_dphi, lower_dphi);
                 #pragma unroll
-                for (int e = 0; e < 8; e++) OF(c, e) = OF(dphi, e) * steep<false>(OF(c, e)).rise;     // no query or no key: dy or v is 0, and dphi with it
+                // No query or no key: dy or v is 0, and dphi with it.
+                for (int e = 0; e < 8; e++)
+                    OF(c, e) = OF(dphi, e) * power_of_tanh<false>(OF(c, e)).slope;
                 #pragma unroll
                 for (int e = 0; e < 8; e += 2)
-                    *reinterpret_cast<unsigned*>(ds + (16 * warp + ROW(e)) * NARROW + 16 * part + COLUMN(e)) = pair(OF(c, e), OF(c, e + 1));
+                    *reinterpret_cast<unsigned*>(ds + (16 * warp + ROW(e)) * NARROW + 16 * part +
+                                                 COLUMN(e)) = both_as_bf16(OF(c, e), OF(c, e + 1));
             }
             __syncthreads();
             if (next < T) {
-                if (!early) ask_for(next, keys.free, values.free);
-                if (!early_left) ask_for_left(next);
-                asked();
+                if (!early) load_step(next, keys.free, values.free);
+                if (!early_left) load_left(next);
+                cp_async_commit_group();
             }
             keys.turn();
             values.turn();
             #pragma unroll PE_UNROLL
             for (int part = 0; part < 4; part++) {       // 16 queries
                 unsigned a[4];
-                fragments<true, true, NARROW>(a, ds + 16 * part * NARROW + 16 * warp);
+                ldmatrix<true, true, NARROW>(a, ds + 16 * part * NARROW + 16 * warp);
                 add_product(sums, a, queries + 16 * part * LD);
             }
         }
     }
-    float slope = scale_of(in.coefficients).slope * 0.25f * eight_to(DEGREE - 1);
+    float slope = scale_of(in.coefficients).slope * 0.25f * power_of_8(DEGREE - 1);
     float* to = partial + ((long long)group * diagonals * SIDE + r0 + 16 * warp) * HEAD;
     #pragma unroll
     for (int n = 0; n < 2 * STEPS; n++)
         #pragma unroll
         for (int i = 0; i < 2; i++) {
             bool seen = r0 + 16 * warp + g + 8 * i < window;
-            *reinterpret_cast<float2*>(to + (g + 8 * i) * HEAD + 8 * n + 2 * t) =
-                make_float2(seen ? slope * sums[n][2 * i] : 0.0f, seen ? slope * sums[n][2 * i + 1] : 0.0f);
+            *reinterpret_cast<float2*>(to + (g + 8 * i) * HEAD + 8 * n + 2 * t) = make_float2(
+                seen ? slope * sums[n][2 * i] : 0.0f, seen ? slope * sums[n][2 * i + 1] : 0.0f);
         }
 }
 #endif
 
-// All of the backward in one launch: the blocks of dPE, which are longest where a group has several heads, then those of dq and of dk and dv, alternating; each
-// the longest first, so that short ones fill the end.
+// All of the backward in one launch: the blocks of dPE, which are longest where a group has several
+// heads, then those of dq and of dk and dv, alternating; each the longest first, so that short ones
+// fill the end.
 extern "C" __global__ void __launch_bounds__(TENSOR_THREADS, BACKWARD_BLOCKS) poly_backward_v2(
-    bf16* dq_tilde, bf16* dq, bf16* dk, bf16* dv,         // (B, T, H, d); but for dq_tilde with rows apart
-    float* sums,                              // (B H tiles, 2) sums of dphi c^p and of dphi
-    float* partial,                           // (groups, diagonals * 64, d)
-    const bf16* dy, const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v, const bf16* pe, const float* coefficients,
-    int T, int H, int window, int heads, int groups, Rows stride)                 // heads: B * H
+    // (B, T, H, d); but for dq_tilde with rows apart.
+    bf16* dq_tilde, bf16* dq, bf16* dk, bf16* dv,
+    float* sums,     // (B H tiles, 2) sums of dphi c^p and of dphi
+    float* partial,  // (groups, diagonals * 64, d)
+    const bf16* dy, const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v,
+    const bf16* pe, const float* coefficients, int T, int H, int window, int heads, int groups,
+    Rows stride)  // heads: B * H
 {
 #if VERSION == 2
     extern __shared__ __align__(16) unsigned char memory[];
     Tensors in = {dy, q_tilde, q, k, v, pe, coefficients, T, H, window, stride};
     int diagonals = (window + SIDE - 1) / SIDE, unit = blockIdx.x - diagonals * groups;
-    if (unit < 0) backward_pe(memory, partial, in, blockIdx.x / groups, diagonals, blockIdx.x % groups, groups, heads);
+    if (unit < 0)
+        backward_pe(memory, partial, in, blockIdx.x / groups, diagonals, blockIdx.x % groups,
+                    groups, heads);
     else if (unit % 2 == 0) backward_q(memory, dq_tilde, dq, sums, in, unit / 2, heads);
     else backward_kv(memory, dk, dv, in, unit / 2, heads);
 #endif
@@ -1133,7 +1242,8 @@ extern "C" __global__ void __launch_bounds__(256) poly_finish(
     const float* coefficients, int positions, int rows, int groups, int count)
 {
     if (blockIdx.x > 0) {
-        long long i = (long long)(blockIdx.x - 1) * 256 + threadIdx.x, apart = (long long)rows * HEAD;
+        long long i = (long long)(blockIdx.x - 1) * 256 + threadIdx.x,
+                  apart = (long long)rows * HEAD;
         if (i >= (long long)positions * HEAD) return;
         float sum = 0.0f;
         if (i < apart)

@@ -1,62 +1,51 @@
-// poly_backward, third rung: the backward of poly_attention.cu on Hopper's warpgroup products (wgmma, sm_90a), for bf16 heads of 64.
+// poly_backward, third rung: the backward of poly_attention.cu on Hopper's warpgroup products
+// (wgmma, sm_90a), for bf16 heads of 64.
 //
 //   s_ij = q~_i . k_j + q_i . PE[i - j]       t = tanh(s / 8)       phi_ij = scale (a (8 t)^p + b)       dphi_ij = dy_i . v_j
 //   dv_j = sum_i phi_ij dy_i        ds_ij = dphi_ij scale a p (8 t)^(p-1) (1 - t^2)        dk_j = sum_i ds_ij q~_i
 //   dq~_i = sum_j ds_ij k_j         dq_i = sum_j ds_ij PE[i - j]         dPE[r] = sum_i ds_i,i-r q_i (over batches and heads, too)
 //
-// As in v2 each of the three parts sums over another index, and computes s and dphi again: dq~ and dq go along the keys, dk and dv along the queries, dPE along
-// a diagonal of tiles. To do two of them at once would need sums of blocks added in memory: 32 KiB for each tile of 64 x 64 pairs, more than all else.
+// As in v2 each of the three parts sums over another index, and computes s and dphi again: dq~ and
+// dq go along the keys, dk and dv along the queries, dPE along a diagonal of tiles. To do two of
+// them at once would need sums of blocks added in memory: 32 KiB for each tile of 64 x 64 pairs,
+// more than all else.
 //
-// In all parts a warpgroup has 64 x 64 pairs at a time, rows are queries. Differences i - j there take 127 values: P = q PE^T of the tile of PE below 64 s + 1
-// (`near`) and of that above (`far`); shuffles put what belongs to one pair into one lane (skewed), and q~ k is summed onto that: c += q~ K^T. So P needs no registers when
-// s and dphi are there. Then:
+// In all parts a warpgroup has 64 x 64 pairs at a time, rows are queries. Differences i - j there
+// take 127 values: P = q PE^T of the tile of PE below 64 s + 1 (`near`) and of that above (`far`);
+// shuffles put what belongs to one pair into one lane (skewed), and q~ k is summed onto that: c +=
+// q~ K^T. So P needs no registers when s and dphi are there. Then:
 //
-//   backward_q    ds is the left factor of dq~ += ds K as it lies in registers; skewed back, two in one register, with that of the step before, it is that of dq += ds PE.
-//                 q~ stays in registers, q and dy in shared memory; P of 64 differences is that of the step before. 5 products of 64 x 64 x 64 for a tile.
-//   backward_kv   phi and ds go through shared memory, as rows by queries, and the tensor cores read them as their transposes: dv += phi^T dy, dk += ds^T q~.
-//                 Queries change at each step, so P is computed for all 128 differences: 6 products; left factors are read from shared memory.
-//   backward_pe   ds goes through shared memory, each row shifted to where its differences are, and is read as its transpose: two tiles of dPE for a diagonal of
-//                 tiles, dPE += ds^T q. 6 products. Each tile of dPE is a part of two diagonals: `partial` has both, and poly_finish adds them up.
+//   backward_q    ds is the left factor of dq~ += ds K as it lies in registers; skewed back, two in
+//                 one register, with that of the step before, it is that of dq += ds PE. q~ stays
+//                 in registers, q and dy in shared memory; P of 64 differences is that of the step
+//                 before. 5 products of 64 x 64 x 64 for a tile.
+//   backward_kv   phi and ds go through shared memory, as rows by queries, and the tensor cores
+//                 read them as their transposes: dv += phi^T dy, dk += ds^T q~. Queries change at
+//                 each step, so P is computed for all 128 differences: 6 products; left factors are
+//                 read from shared memory.
+//   backward_pe   ds goes through shared memory, each row shifted to where its differences are, and
+//                 is read as its transpose: two tiles of dPE for a diagonal of tiles, dPE += ds^T
+//                 q. 6 products. Each tile of dPE is a part of two diagonals: `partial` has both,
+//                 and poly_finish adds them up.
 //
-// A block is two warpgroups, which take most tiles together: of 128 queries (q), of 128 keys (kv), of two diagonals (pe). They are half a step apart:
-// one waits for the tensor cores while the other computes special functions.
+// A block is two warpgroups, which take most tiles together: of 128 queries (q), of 128 keys (kv),
+// of two diagonals (pe). They are half a step apart: one waits for the tensor cores while the other
+// computes special functions.
 //
-// Estimates for a tile, in clocks of an SM: tensor cores 640 (q), 768, 768; special functions 512 (q: the exact tanh, two for a pair), 256, 256; shared memory about
-// 740 (q: products 450, skews 190, loads 100), 1090 (kv: products 700, shuffles 130, phi and ds 130, loads 130), 1120 (pe: products 700, shuffles 130, ds 130,
-// loads 160); instructions of a scheduler about 800, 600, 650. Measured on an H200, each part alone, T = 2,048: 1.3, 1.35 and 1.33 times as fast as v2.
+// Estimates for a tile, in clocks of an SM: tensor cores 640 (q), 768, 768; special functions 512
+// (q: the exact tanh, two for a pair), 256, 256; shared memory about 740 (q: products 450, skews
+// 190, loads 100), 1090 (kv: products 700, shuffles 130, phi and ds 130, loads 130), 1120 (pe:
+// products 700, shuffles 130, ds 130, loads 160); instructions of a scheduler about 800, 600, 650.
+// Measured on an H200, each part alone, T = 2,048: 1.3, 1.35 and 1.33 times as fast as v2.
 
-#ifndef HEAD
-#define HEAD 64
-#endif
-#ifndef DEGREE
-#define DEGREE 3
-#endif
-#define THREADS 256
-#define SIDE 64               // rows of a tile
-#define TILE_BYTES 8192       // 64 rows of 128 bytes
-#define ALL 0xffffffffu
+#include "hopper.cuh"
+#include "poly_attention.cuh"
 
-struct Rows { int q_tilde, q, k, v, grad; };             // as in poly_attention.cu: elements from one row to the next
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) && HEAD == 64
-#define HOPPER 1
-#else
-#define HOPPER 0              // an empty body
-#endif
-
-#if HOPPER
-typedef float Sums[32];       // of a lane, 64 x 64 of a warpgroup: lane 4 g + t of warp w has rows 16 w + g and 8 below; [4 m + 2 h + e] is row g + 8 h, column 8 m + 2 t + e
-typedef unsigned Factor[4][4];        // the same in bf16, as a left factor: [m / 2][m % 2 * 2 + h] has e = 0 and 1
-
-// The same number, of which the compiler does not know that: what it computes from it is not kept in registers over the loops.
-__device__ __forceinline__ int again(int x) {
-    asm volatile("" : "+r"(x));
-    return x;
-}
-
+#if HOPPER && HEAD == 64
 // ---- tiles in shared memory ----
-// A row is 128 bytes: eight chunks of 16. Chunk c of row r lies at place c ^ (r % 8) of its row, so that eight rows' chunks are in different banks: what the
-// descriptors call a swizzle of 128 bytes. A tile begins at a multiple of 1024 bytes.
+// A row is 128 bytes: eight chunks of 16. Chunk c of row r lies at place c ^ (r % 8) of its row, so
+// that eight rows' chunks are in different banks: what the descriptors call a swizzle of 128 bytes.
+// A tile begins at a multiple of 1024 bytes.
 
 struct Tiles {
     unsigned char* memory;    // of the first tile
@@ -71,23 +60,18 @@ struct Tiles {
         g = threadIdx.x % 32 / 4;
         t = threadIdx.x % 4;
     }
-    // 64 rows from row `first` on to a place, on their way. If `checked`, rows outside of 0 .. rows - 1 are zeros; else there are none such.
-    template <bool checked> __device__ __forceinline__ void ask(int place, const bf16* from, int stride, int first, int rows) const {
-        int thread = again(threadIdx.x), r = thread / 8, c = thread % 8;
-        unsigned to = address + place * TILE_BYTES + r * 128 + ((c ^ (r % 8)) << 4);
-        from += 8 * c;
-        #pragma unroll
-        for (int k = 0; k < 2; k++) {
-            int row = first + r + 32 * k, bytes = !checked || (unsigned)row < (unsigned)rows ? 16 : 0;     // of 0 bytes nothing is read, wherever that is
-            const bf16* source;
-            asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(source) : "r"(row), "r"((int)sizeof(bf16) * stride), "l"(from));        // one instruction
-            if (checked) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to + 4096 * k), "l"(source), "r"(bytes) : "memory");
-            else asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to + 4096 * k), "l"(source) : "memory");
-        }
+    // Copies the 64 rows of `from` from row `first` on to a place.
+    template <bool checked>
+    __device__ __forceinline__ void load(int place, const bf16* from, int stride, int first,
+                                         int rows) const {
+        int thread = opaque(threadIdx.x), r = thread / 8, c = thread % 8;
+        unsigned to = address + place * TILE_BYTES + r * 128 + swizzle(r, c);
+        load_chunks<checked>(to, from + 8 * c, stride, first + r, rows);
     }
-    __device__ __forceinline__ void ask(bool checked, int place, const bf16* from, int stride, int first, int rows) const {
-        if (checked) ask<true>(place, from, stride, first, rows);
-        else ask<false>(place, from, stride, first, rows);
+    __device__ __forceinline__ void load(bool checked, int place, const bf16* from, int stride,
+                                         int first, int rows) const {
+        if (checked) load<true>(place, from, stride, first, rows);
+        else load<false>(place, from, stride, first, rows);
     }
     // This warp's 16 rows of a tile as left factors.
     __device__ __forceinline__ void fetch(Factor& a, int place) const {
@@ -95,121 +79,51 @@ struct Tiles {
         #pragma unroll
         for (int k = 0; k < 4; k++)
             #pragma unroll
-            for (int i = 0; i < 4; i++) a[k][i] = *reinterpret_cast<const unsigned*>(from + 1024 * (i % 2) + (((2 * k + i / 2) ^ g) << 4));
+            for (int i = 0; i < 4; i++)
+                a[k][i] = *reinterpret_cast<const unsigned*>(from + 1024 * (i % 2) +
+                                                             (((2 * k + i / 2) ^ g) << 4));
     }
     __device__ __forceinline__ void put(int place, const Factor& a) const {
         unsigned char* to = memory + place * TILE_BYTES + (16 * warp + g) * 128 + 4 * t;
         #pragma unroll
         for (int m = 0; m < 8; m++)
             #pragma unroll
-            for (int h = 0; h < 2; h++) *reinterpret_cast<unsigned*>(to + 1024 * h + ((m ^ g) << 4)) = a[m / 2][m % 2 * 2 + h];
+            for (int h = 0; h < 2; h++)
+                *reinterpret_cast<unsigned*>(to + 1024 * h + ((m ^ g) << 4)) =
+                    a[m / 2][m % 2 * 2 + h];
     }
-    // Row R of x to columns R - j + 63 of the 128 that two places have: by differences. The other columns are never written.
+    // Row R of x to columns R - j + 63 of the 128 that two places have: by differences. The other
+    // columns are never written.
     __device__ __forceinline__ void put_skewed(int place, const Sums& x) const {
         unsigned char* to = memory + place * TILE_BYTES + (16 * warp + g) * 128;
         #pragma unroll
         for (int e = 0; e < 2; e++) {
-            int column = again(16 * warp + g + 63 - 2 * t - e);                       // of m = h = 0; the others are multiples of 8 away
+            // Of m = h = 0; the others are multiples of 8 away.
+            int column = opaque(16 * warp + g + 63 - 2 * t - e);
             #pragma unroll
             for (int by = -7; by < 2; by++) {
                 int chunk = column / 8 + by;
-                unsigned char* at = to + chunk / 8 * TILE_BYTES + ((chunk % 8 ^ g) << 4) + 2 * (column % 8);
+                unsigned char* at = to + chunk / 8 * TILE_BYTES + ((chunk % 8 ^ g) << 4) +
+                                    2 * (column % 8);
                 if (by <= 0) *reinterpret_cast<bf16*>(at) = as_bf16(x[-4 * by + e]);
                 if (by > -7) *reinterpret_cast<bf16*>(at + 1024) = as_bf16(x[4 * (1 - by) + 2 + e]);
             }
         }
     }
 };
-__device__ __forceinline__ void asked() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// What threads wrote into shared memory is there for the tensor cores, after the barrier that follows.
-__device__ __forceinline__ void shown() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// All groups of this thread's loads are there but the last `open`; and so are those of all threads, for the tensor cores, too.
-template <int open> __device__ __forceinline__ void arrived() {
-    asm volatile("cp.async.wait_group %0;" :: "n"(open) : "memory");
-    shown();
-    asm volatile("bar.sync 1, %0;" :: "n"(THREADS) : "memory");
-}
-// A barrier of one warpgroup.
-__device__ __forceinline__ void together(int group) { asm volatile("bar.sync %0, 128;" :: "r"(2 + group) : "memory"); }
-
-// ---- products of a warpgroup ----
-// A descriptor: address / 16 in bits 0-13; in bits 16-29 and 32-45 two distances / 16, of which the second is that of eight rows, and the first counts only where a row
-// has more than 128 bytes; 1 in bits 62-63 for a swizzle of 128 bytes. A factor whose rows are summed over (by_rows) goes on by 16 rows, else by 16 columns, 32 bytes.
-#define APART 64
-__device__ __forceinline__ unsigned descriptor(unsigned address) { return APART << 16 | address >> 4; }     // its lower half
-__device__ __forceinline__ unsigned long long whole(unsigned lower) { return (1ull << 62 | (unsigned long long)APART << 32) | lower; }
-#define ON(by_rows) (((by_rows) ? 16 * 128 : 32) / 16)
-
-// What is not added to is only written: else the compiler would keep registers for what was there before.
-#define D4(c, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3])
-#define D32(c) D4(c, 0), D4(c, 4), D4(c, 8), D4(c, 12), D4(c, 16), D4(c, 20), D4(c, 24), D4(c, 28)
-#define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-              "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-// d (64 x 64) = or += a (64 x 16, in registers) b. by_rows: the rows of b's tile are what is summed over; else d's columns.
-template <bool adds, bool by_rows> __device__ __forceinline__ void multiply(Sums& d, const unsigned (&a)[4], unsigned long long b) {
-    if (adds) asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n" WGMMA "{%32, %33, %34, %35}, %36, p, 1, 1, %37;\n}"
-                           : D32("+f") : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)by_rows));
-    else asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n" WGMMA "{%32, %33, %34, %35}, %36, p, 1, 1, %37;\n}"
-                      : D32("=f") : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"((int)by_rows));
-}
-// The same with a in shared memory, too. a_by_rows: the rows of a's tile are what is summed over; else d's rows.
-template <bool adds, bool a_by_rows, bool by_rows> __device__ __forceinline__ void multiply(Sums& d, unsigned long long a, unsigned long long b) {
-    if (adds) asm volatile("{\n.reg .pred both;\nsetp.ne.b32 both, 1, 0;\n" WGMMA "%32, %33, both, 1, 1, %34, %35;\n}"
-                           : D32("+f") : "l"(a), "l"(b), "n"((int)a_by_rows), "n"((int)by_rows));
-    else asm volatile("{\n.reg .pred both;\nsetp.ne.b32 both, 0, 0;\n" WGMMA "%32, %33, both, 1, 1, %34, %35;\n}"
-                      : D32("=f") : "l"(a), "l"(b), "n"((int)a_by_rows), "n"((int)by_rows));
-}
-// d = or += a (64 x 64) times a tile, or its transpose. What is written into registers before comes first (begin); done after finished().
-template <bool adds, bool by_rows> __device__ __forceinline__ void multiply(Sums& d, const Factor& a, unsigned b) {
-    multiply<adds, by_rows>(d, a[0], whole(b));
-    #pragma unroll
-    for (int k = 1; k < 4; k++) multiply<true, by_rows>(d, a[k], whole(b + k * ON(by_rows)));
-}
-template <bool adds, bool a_by_rows, bool by_rows> __device__ __forceinline__ void multiply(Sums& d, unsigned a, unsigned b) {
-    multiply<adds, a_by_rows, by_rows>(d, whole(a), whole(b));
-    #pragma unroll
-    for (int k = 1; k < 4; k++) multiply<true, a_by_rows, by_rows>(d, whole(a + k * ON(a_by_rows)), whole(b + k * ON(by_rows)));
-}
-// near and far (64 x 64 each) = a (64 x 64) times the transposes of two tiles that lie one behind the other: a is read once.
-__device__ __forceinline__ void multiply_both(Sums& near, Sums& far, unsigned a, unsigned b) {
-    #define OF(c, x, i) c(x[i]), c(x[i + 1]), c(x[i + 2]), c(x[i + 3])
-    #define OF32(c, x) OF(c, x, 0), OF(c, x, 4), OF(c, x, 8), OF(c, x, 12), OF(c, x, 16), OF(c, x, 20), OF(c, x, 24), OF(c, x, 28)
-    #define WGMMA128 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-                     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, " \
-                     "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-    asm volatile("{\n.reg .pred wide;\nsetp.ne.b32 wide, 0, 0;\n" WGMMA128 "%64, %65, wide, 1, 1, 0, 0;\n}"
-                 : OF32("=f", near), OF32("=f", far) : "l"(whole(a)), "l"(whole(b)));
-    #pragma unroll
-    for (int k = 1; k < 4; k++)
-        asm volatile("{\n.reg .pred wide;\nsetp.ne.b32 wide, 1, 0;\n" WGMMA128 "%64, %65, wide, 1, 1, 0, 0;\n}"
-                     : OF32("+f", near), OF32("+f", far) : "l"(whole(a + k * ON(false))), "l"(whole(b + k * ON(false))));
-}
-__device__ __forceinline__ void begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int open> __device__ __forceinline__ void finished() { asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(open) : "memory"); }
-// From here on these may be read: the compiler does not move that before a finished().
-__device__ __forceinline__ void taken(Sums& d) {
-    #pragma unroll
-    for (int i = 0; i < 32; i++) asm volatile("" : "+f"(d[i]) :: "memory");
-}
-__device__ __forceinline__ void clear(Sums& d) {
-    #pragma unroll
-    for (int i = 0; i < 32; i++) d[i] = 0.0f;
-}
-__device__ __forceinline__ void as_factor(Factor& a, const Sums& d) {
-    #pragma unroll
-    for (int i = 0; i < 16; i++) a[i / 4][i % 4] = both_as_bf16(d[2 * i], d[2 * i + 1]);
-}
-
 // ---- between pairs and differences ----
-// Of rows i and columns j of a step, difference i - j + 63 of the 128 that `near` and `far` have. A warp needs 79 of them, from 16 warp on. Column 8 m + 2 t + e of
-// row g + 8 h is asked from one lane, that with the same g, and each lane is asked by one: for the odd or the even one of its columns, of one of two 8 x 8.
-template <int warp> __device__ __forceinline__ void skewed(Sums& to, const Sums& near, const Sums& far) {
+// Of rows i and columns j of a step, difference i - j + 63 of the 128 that `near` and `far` have. A
+// warp needs 79 of them, from 16 warp on. Column 8 m + 2 t + e of row g + 8 h is asked from one
+// lane, that with the same g, and each lane is asked by one: for the odd or the even one of its
+// columns, of one of two 8 x 8.
+template <int warp>
+__device__ __forceinline__ void skewed(Sums& to, const Sums& near, const Sums& far) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     #pragma unroll
     for (int e = 0; e < 2; e++) {
         int from = lane - t + (7 + g - 2 * t - e) % 8 / 2;
-        bool odd = (g + e) % 2 == 0, upper = g + (e == 0) > 2 * t + odd;          // of what this lane gives
+        // Of what this lane gives.
+        bool odd = (g + e) % 2 == 0, upper = g + (e == 0) > 2 * t + odd;
         #pragma unroll
         for (int h = 0; h < 2; h++) {
             float x[10];                                 // of the 8 x 8 from 2 warp on
@@ -220,12 +134,15 @@ template <int warp> __device__ __forceinline__ void skewed(Sums& to, const Sums&
                 x[m] = odd ? of[at + 1] : of[at];
             }
             #pragma unroll
-            for (int m = 0; m < 8; m++) to[4 * m + 2 * h + e] = __shfl_sync(ALL, upper ? x[8 - m + h] : x[7 - m + h], from);
+            for (int m = 0; m < 8; m++)
+                to[4 * m + 2 * h + e] = __shfl_sync(ALL, upper ? x[8 - m + h] : x[7 - m + h], from);
         }
     }
 }
-// The same of factors: row i, column c of `to` is pair i - c + 63 of the 128 that `first` and `second` have. Two elements of two 8 x 8 go in one shuffle.
-template <int warp> __device__ __forceinline__ void skewed(Factor& to, const Factor& first, const Factor& second) {
+// The same of factors: row i, column c of `to` is pair i - c + 63 of the 128 that `first` and
+// `second` have. Two elements of two 8 x 8 go in one shuffle.
+template <int warp>
+__device__ __forceinline__ void skewed(Factor& to, const Factor& first, const Factor& second) {
     int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -236,12 +153,15 @@ template <int warp> __device__ __forceinline__ void skewed(Factor& to, const Fac
             bool odd = (g + e) % 2 == 0, upper = g + (e == 0) > 2 * t + odd;
             unsigned x[5], which = h == 0 ? (upper ? 0x5432 : 0x3210) : upper ? 0x7654 : 0x5432;
             #pragma unroll
-            for (int n = 0; n < 5; n++) {                // of the 8 x 8 2 warp + 2 n and the one after it
+            // Of the 8 x 8 2 warp + 2 n and the one after it.
+            for (int n = 0; n < 5; n++) {
                 const Factor& of = warp + n < 4 ? first : second;
-                x[n] = __byte_perm(of[(warp + n) % 4][h], of[(warp + n) % 4][2 + h], odd ? 0x7632 : 0x5410);
+                x[n] = __byte_perm(of[(warp + n) % 4][h], of[(warp + n) % 4][2 + h],
+                                   odd ? 0x7632 : 0x5410);
             }
             #pragma unroll
-            for (int n = 0; n < 4; n++) got[e][n] = __shfl_sync(ALL, __byte_perm(x[3 - n], x[4 - n], which), from);
+            for (int n = 0; n < 4; n++)
+                got[e][n] = __shfl_sync(ALL, __byte_perm(x[3 - n], x[4 - n], which), from);
         }
         #pragma unroll
         for (int n = 0; n < 4; n++) {
@@ -251,46 +171,24 @@ template <int warp> __device__ __forceinline__ void skewed(Factor& to, const Fac
     }
 }
 // Each warp has its own registers.
-template <class X> __device__ __forceinline__ void skew(int warp, X& to, const X& first, const X& second) {
+template <class X>
+__device__ __forceinline__ void skew(int warp, X& to, const X& first, const X& second) {
     if (warp == 0) skewed<0>(to, first, second);
     else if (warp == 1) skewed<1>(to, first, second);
     else if (warp == 2) skewed<2>(to, first, second);
     else skewed<3>(to, first, second);
 }
 
-// ---- of one score ----
-// t^p and t^(p-1) (1 - t^2), t = tanh(s / 8); what is left of 8^p goes into the factors of sums. Up to degree 3 one special function is near enough where it is not to be
-// `exact`: off by 2^-11 of itself. Else 1 - 2 / (1 + exp(s / 4)), off by 2e-7 at most.
-struct Power { float power, rise; };
-template <bool exact> __device__ __forceinline__ Power steep(float s) {
-    float tanh;
-    if (!exact && DEGREE <= 3) asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(0.125f * s));
-    else {
-        float e, over;
-        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(0.36067376f * s));
-        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(over) : "f"(1.0f + e));
-        tanh = fmaf(-2.0f, over, 1.0f);
-    }
-    float square = tanh * tanh, even = 1.0f;
-    #pragma unroll
-    for (int k = 1; k < DEGREE; k += 2) even *= square;
-    Power found = {even * tanh, even - even * square};
-    return found;
-}
-__device__ __forceinline__ float eight_to(int p) {
-    float power = 1.0f;
-    #pragma unroll
-    for (int k = 0; k < p; k++) power *= 8.0f;
-    return power;
-}
-
 struct Tensors {
-    const bf16* dy, * q_tilde, * q, * k, * v, * pe;      // of the first row; of_head: of a head's first row
+    // Of the first row; of_head: of a head's first row.
+    const bf16* dy, * q_tilde, * q, * k, * v, * pe;
     const float* coefficients;
     int T, H, window;
     Rows stride;
     __device__ __forceinline__ int wide() const { return H * HEAD; }
-    __device__ __forceinline__ long long row(int which, int stride) const { return (long long)(which / H) * T * stride + which % H * HEAD; }
+    __device__ __forceinline__ long long row(int which, int stride) const {
+        return (long long)(which / H) * T * stride + which % H * HEAD;
+    }
     __device__ __forceinline__ Tensors of_head(int which) const {
         Tensors x = *this;
         x.dy += row(which, wide());
@@ -300,22 +198,30 @@ struct Tensors {
         x.v += row(which, stride.v);
         return x;
     }
-    __device__ __forceinline__ float slope() const { return coefficients[2] * coefficients[0] * DEGREE * eight_to(DEGREE - 1); }      // of ds
+    // Of ds.
+    __device__ __forceinline__ float slope() const {
+        return coefficients[2] * coefficients[0] * DEGREE * power_of_8(DEGREE - 1);
+    }
 };
 
 // Sixteen rows of a warp from row `first` on as left factors; rows from `rows` on are zeros.
-__device__ __forceinline__ void fetch(Factor& a, const bf16* from, int stride, int first, int rows) {
+__device__ __forceinline__ void fetch(Factor& a, const bf16* from, int stride, int first,
+                                      int rows) {
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     #pragma unroll
     for (int k = 0; k < 4; k++)
         #pragma unroll
         for (int i = 0; i < 4; i++) {
             int row = first + g + 8 * (i % 2);
-            a[k][i] = row < rows ? *reinterpret_cast<const unsigned*>(from + (long long)row * stride + 16 * k + 8 * (i / 2) + 2 * t) : 0u;
+            a[k][i] = row < rows
+                          ? *reinterpret_cast<const unsigned*>(from + (long long)row * stride +
+                                                               16 * k + 8 * (i / 2) + 2 * t)
+                          : 0u;
         }
 }
 // Sixteen rows of a warp from row `first` on, times `factor`, rounded.
-__device__ __forceinline__ void write(bf16* to, const Sums& sums, float factor, int stride, int first, int rows) {
+__device__ __forceinline__ void write(bf16* to, const Sums& sums, float factor, int stride,
+                                      int first, int rows) {
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -323,43 +229,52 @@ __device__ __forceinline__ void write(bf16* to, const Sums& sums, float factor, 
         if (row >= rows) continue;
         #pragma unroll
         for (int m = 0; m < 8; m++)
-            *reinterpret_cast<unsigned*>(to + (long long)row * stride + 8 * m + 2 * t) = both_as_bf16(factor * sums[4 * m + 2 * h], factor * sums[4 * m + 2 * h + 1]);
+            *reinterpret_cast<unsigned*>(to + (long long)row * stride + 8 * m + 2 * t) =
+                both_as_bf16(factor * sums[4 * m + 2 * h], factor * sums[4 * m + 2 * h + 1]);
     }
 }
 
 // ---- dq~ and dq: 128 queries of a head, keys from the diagonal to the left ----
-// Places: 4 of K, 4 of V, 2 of q and 2 of dy (a warpgroup has its own), 8 of PE, whose tile n has the differences 64 n + 1 .. The second warpgroup has the
-// later queries, and is a tile of PE ahead.
-__device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16* dq, float* totals_of, const Tensors& in, int unit, int heads) {
+// Places: 4 of K, 4 of V, 2 of q and 2 of dy (a warpgroup has its own), 8 of PE, whose tile n has
+// the differences 64 n + 1 .. The second warpgroup has the later queries, and is a tile of PE
+// ahead.
+__device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16* dq,
+                                           float* totals_of, const Tensors& in, int unit,
+                                           int heads) {
     __shared__ float warps[2][4][2];
-    int T = in.T, window = in.window, group = m.group, warp = m.warp, tile = (T + 2 * SIDE - 1) / (2 * SIDE) - 1 - unit / heads;      // the longest first
+    // The longest first.
+    int T = in.T, window = in.window, group = m.group, warp = m.warp,
+        tile = (T + 2 * SIDE - 1) / (2 * SIDE) - 1 - unit / heads;
     Tensors x = in.of_head(unit % heads);
     unsigned all = descriptor(m.address);
     auto of_k = [&](int u) { return u % 4; };
     auto of_v = [&](int u) { return 4 + u % 4; };
     auto of_pe = [&](int n) { return 12 + (n & 7); };
     auto at_place = [&](int place) { return all + place * (TILE_BYTES / 16); };
-    // Steps: of the block, from the later queries' diagonal to the earlier ones' last key; of this warpgroup, which begins (1 - group) steps later.
+    // Steps: of the block, from the later queries' diagonal to the earlier ones' last key; of this
+    // warpgroup, which begins (1 - group) steps later.
     int i0 = (2 * tile + group) * SIDE;
-    int steps = 2 * tile + 2 - max(0, 2 * tile * SIDE - window + 1) / SIDE, mine = 2 * tile + group + 1 - max(0, i0 - window + 1) / SIDE;
-    auto ask_for = [&](int u) {                          // what the block takes from step u on
+    int steps = 2 * tile + 2 - max(0, 2 * tile * SIDE - window + 1) / SIDE,
+        mine = 2 * tile + group + 1 - max(0, i0 - window + 1) / SIDE;
+    auto load_step = [&](int u) {                          // what the block takes from step u on
         if (u < steps) {
             bool checked = (2 * tile + 2 - u) * SIDE > T || (u + 2) * SIDE >= T;
-            m.ask(checked, of_k(u), x.k, x.stride.k, (2 * tile + 1 - u) * SIDE, T);
-            m.ask(checked, of_v(u), x.v, x.stride.v, (2 * tile + 1 - u) * SIDE, T);
-            m.ask(checked, of_pe(u + 1), x.pe, HEAD, (u + 1) * SIDE + 1, T);
+            m.load(checked, of_k(u), x.k, x.stride.k, (2 * tile + 1 - u) * SIDE, T);
+            m.load(checked, of_v(u), x.v, x.stride.v, (2 * tile + 1 - u) * SIDE, T);
+            m.load(checked, of_pe(u + 1), x.pe, HEAD, (u + 1) * SIDE + 1, T);
         }
-        asked();
+        cp_async_commit_group();
     };
-    m.ask<true>(of_pe(-1), x.pe, HEAD, -63, T);
-    m.ask<true>(of_pe(0), x.pe, HEAD, 1, T);
-    m.ask<true>(8, x.q, x.stride.q, 2 * tile * SIDE, T);
-    m.ask<true>(9, x.q, x.stride.q, (2 * tile + 1) * SIDE, T);
-    m.ask<true>(10, x.dy, x.wide(), 2 * tile * SIDE, T);
-    m.ask<true>(11, x.dy, x.wide(), (2 * tile + 1) * SIDE, T);
-    ask_for(0);
-    ask_for(1);
-    Factor by_k, before, ds, by_difference;              // q~; ds of the step before, of this one, by differences
+    m.load<true>(of_pe(-1), x.pe, HEAD, -63, T);
+    m.load<true>(of_pe(0), x.pe, HEAD, 1, T);
+    m.load<true>(8, x.q, x.stride.q, 2 * tile * SIDE, T);
+    m.load<true>(9, x.q, x.stride.q, (2 * tile + 1) * SIDE, T);
+    m.load<true>(10, x.dy, x.wide(), 2 * tile * SIDE, T);
+    m.load<true>(11, x.dy, x.wide(), (2 * tile + 1) * SIDE, T);
+    load_step(0);
+    load_step(1);
+    // Q~; ds of the step before, of this one, by differences.
+    Factor by_k, before, ds, by_difference;
     fetch(by_k, x.q_tilde, x.stride.q_tilde, i0 + 16 * warp, T);
     Sums near, far, c, d, sums_k, sums_pe;               // P; s; dphi, then ds; dq~, dq
     clear(sums_k);
@@ -367,80 +282,89 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
     float totals[2] = {};
     #pragma unroll
     for (int i = 0; i < 16; i++) before[i / 4][i % 4] = 0;
-    arrived<1>();
-    begin();
-    multiply<false, false, false>(near, at_place(8 + group), at_place(of_pe(-1)));
-    multiply<false, false, false>(far, at_place(8 + group), at_place(of_pe(0)));
-    commit();
-    finished<0>();
-    taken(near);
-    taken(far);
-    auto enter = [&](int u) {                            // step u of the block: its tiles are there, and those that the next ones take the place of were read
+    wait_for_tiles<1>();
+    wgmma_fence();
+    wgmma<false, false, false>(near, at_place(8 + group), at_place(of_pe(-1)));
+    wgmma<false, false, false>(far, at_place(8 + group), at_place(of_pe(0)));
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    fence_operand(near);
+    fence_operand(far);
+    // Step u of the block: its tiles are there, and those that the next ones take the place of were
+    // read.
+    auto enter = [&](int u) {
         if (u >= steps) return;
-        arrived<1>();
-        ask_for(u + 2);
+        wait_for_tiles<1>();
+        load_step(u + 2);
     };
-    enter(0);                                            // the second warpgroup enters a step in the middle of its own one before
+    // The second warpgroup enters a step in the middle of its own one before.
+    enter(0);
     for (int s = 0; s < mine; s++) {
         int at = s + 1 - group;
         if (group == 0) enter(at);
         skew(warp, c, near, far);                        // while dq of the step before is computed
         #pragma unroll
-        for (int i = 0; i < 32; i++) near[i] = far[i];   // two bodies that change places would need none of that, but more registers than there are
-        begin();
-        multiply<true, false>(c, by_k, at_place(of_k(at)));
-        multiply<false, false, false>(d, at_place(10 + group), at_place(of_v(at)));
-        commit();
+        // Two bodies that change places would need none of that, but more registers than there are.
+        for (int i = 0; i < 32; i++) near[i] = far[i];
+        wgmma_fence();
+        wgmma<true, false>(c, by_k, at_place(of_k(at)));
+        wgmma<false, false, false>(d, at_place(10 + group), at_place(of_v(at)));
+        wgmma_commit_group();
         if (group == 1) enter(at + 1);
-        finished<0>();
-        taken(c);
-        taken(d);
+        wgmma_wait_group<0>();
+        fence_operand(c);
+        fence_operand(d);
         if (s == 0 || (s + 1) * SIDE > window)
             #pragma unroll
             for (int i = 0; i < 32; i++) {
-                int by = s * SIDE + 16 * warp + m.g + 8 * (i % 4 / 2) - (8 * (i / 4) + 2 * m.t + i % 2);
+                int by = s * SIDE + 16 * warp + m.g + 8 * (i % 4 / 2) -
+                         (8 * (i / 4) + 2 * m.t + i % 2);
                 d[i] = by >= 0 && by < window ? d[i] : 0.0f;
             }
-        float some[2][4];                                // of totals: four short sums each, none waits for the other
+        // Of totals: four short sums each, none waits for the other.
+        float some[2][4];
         #pragma unroll
         for (int i = 0; i < 32; i++) {
-            Power of = steep<true>(c[i]);
+            Power of = power_of_tanh<true>(c[i]);
             some[0][i % 4] = i < 4 ? d[i] * of.power : fmaf(d[i], of.power, some[0][i % 4]);
             some[1][i % 4] = i < 4 ? d[i] : some[1][i % 4] + d[i];
-            d[i] *= of.rise;
+            d[i] *= of.slope;
         }
         #pragma unroll
-        for (int i = 0; i < 2; i++) totals[i] += (some[i][0] + some[i][1]) + (some[i][2] + some[i][3]);
+        for (int i = 0; i < 2; i++)
+            totals[i] += (some[i][0] + some[i][1]) + (some[i][2] + some[i][3]);
         as_factor(ds, d);
-        begin();
-        multiply<true, true>(sums_k, ds, at_place(of_k(at)));
-        multiply<false, false, false>(far, at_place(8 + group), at_place(of_pe(s + 1)));          // in the last step for nothing
-        commit();
+        wgmma_fence();
+        wgmma<true, true>(sums_k, ds, at_place(of_k(at)));
+        // In the last step for nothing.
+        wgmma<false, false, false>(far, at_place(8 + group), at_place(of_pe(s + 1)));
+        wgmma_commit_group();
         skew(warp, by_difference, ds, before);           // of the differences of `near`
-        begin();
-        multiply<true, true>(sums_pe, by_difference, at_place(of_pe(s - 1)));
-        commit();
-        finished<1>();
-        taken(far);
+        wgmma_fence();
+        wgmma<true, true>(sums_pe, by_difference, at_place(of_pe(s - 1)));
+        wgmma_commit_group();
+        wgmma_wait_group<1>();
+        fence_operand(far);
         #pragma unroll
         for (int i = 0; i < 16; i++) before[i / 4][i % 4] = ds[i / 4][i % 4];
     }
-    finished<0>();
+    wgmma_wait_group<0>();
     #pragma unroll
     for (int i = 0; i < 16; i++) ds[i / 4][i % 4] = 0;
     skew(warp, by_difference, ds, before);               // of the differences of the last `far`
-    begin();
-    multiply<true, true>(sums_pe, by_difference, at_place(of_pe(mine - 1)));
-    commit();
-    finished<0>();
-    taken(sums_k);
-    taken(sums_pe);
+    wgmma_fence();
+    wgmma<true, true>(sums_pe, by_difference, at_place(of_pe(mine - 1)));
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    fence_operand(sums_k);
+    fence_operand(sums_pe);
     if (group == 1) for (int u = mine + 1; u < steps; u++) enter(u);
 
     float slope = in.slope();
-    unit = again(unit);
+    unit = opaque(unit);
     write(dq_tilde + in.row(unit % heads, in.wide()), sums_k, slope, in.wide(), i0 + 16 * warp, T);
-    write(dq + in.row(unit % heads, in.stride.grad), sums_pe, slope, in.stride.grad, i0 + 16 * warp, T);
+    write(dq + in.row(unit % heads, in.stride.grad), sums_pe, slope, in.stride.grad, i0 + 16 * warp,
+          T);
     // Sums of the 64 queries, in a fixed order: a tree over each warp, then over the warps.
     #pragma unroll
     for (int i = 0; i < 2; i++) {
@@ -451,16 +375,21 @@ __device__ __forceinline__ void backward_q(const Tiles& m, bf16* dq_tilde, bf16*
     if (threadIdx.x < 4) {
         int of = threadIdx.x / 2, i = threadIdx.x % 2;
         float sum = ((warps[of][0][i] + warps[of][1][i]) + warps[of][2][i]) + warps[of][3][i];
-        if ((2 * tile + of) * SIDE < T) totals_of[2 * ((long long)(2 * tile + of) * heads + unit % heads) + i] = i == 0 ? eight_to(DEGREE) * sum : sum;
+        if ((2 * tile + of) * SIDE < T)
+            totals_of[2 * ((long long)(2 * tile + of) * heads + unit % heads) + i] =
+                i == 0 ? power_of_8(DEGREE) * sum : sum;
     }
 }
 
 // ---- dk and dv: 128 keys of a head, queries from the diagonal on ----
-// Places: 2 of K, 2 of V (a warpgroup has its own), 3 of q~, 3 of dy, 3 of q, 5 of PE, and 4 for each warpgroup: phi and ds of two steps in turn. q and PE are
-// loaded a step earlier than the others, because P is computed a step ahead. The second warpgroup has the later keys: it begins a step later, and is a tile of
-// PE behind.
-__device__ __forceinline__ void backward_kv(const Tiles& m, bf16* dk, bf16* dv, const Tensors& in, int unit, int heads) {
-    int T = in.T, window = in.window, group = m.group, warp = m.warp, tile = unit / heads;                    // the longest first
+// Places: 2 of K, 2 of V (a warpgroup has its own), 3 of q~, 3 of dy, 3 of q, 5 of PE, and 4 for
+// each warpgroup: phi and ds of two steps in turn. q and PE are loaded a step earlier than the
+// others, because P is computed a step ahead. The second warpgroup has the later keys: it begins a
+// step later, and is a tile of PE behind.
+__device__ __forceinline__ void backward_kv(const Tiles& m, bf16* dk, bf16* dv, const Tensors& in,
+                                            int unit, int heads) {
+    // The longest first.
+    int T = in.T, window = in.window, group = m.group, warp = m.warp, tile = unit / heads;
     Tensors x = in.of_head(unit % heads);
     unsigned all = descriptor(m.address);
     auto of_q_tilde = [&](int u) { return 4 + u % 3; };
@@ -470,75 +399,82 @@ __device__ __forceinline__ void backward_kv(const Tiles& m, bf16* dk, bf16* dv, 
     auto of_phi = [&](int u) { return 18 + 4 * group + u % 2 * 2; };             // and ds behind it
     auto at_place = [&](int place) { return all + place * (TILE_BYTES / 16); };
     int j0 = (2 * tile + group) * SIDE;
-    auto end_of = [&](int first) { return (min(T - 1, first + SIDE - 2 + window)) / SIDE - 2 * tile + 1; };
-    int steps = end_of((2 * tile + 1) * SIDE), end = end_of(j0);                // step u has the queries from (2 tile + u) 64 on; this warpgroup has steps group .. end - 1
-    auto ask_early = [&](int u) {
+    auto end_of = [&](int first) {
+        return (min(T - 1, first + SIDE - 2 + window)) / SIDE - 2 * tile + 1;
+    };
+    // Step u has the queries from (2 tile + u) 64 on; this warpgroup has steps group .. end - 1.
+    int steps = end_of((2 * tile + 1) * SIDE), end = end_of(j0);
+    auto load_ahead = [&](int u) {
         if (u >= steps) return;
         bool checked = (2 * tile + u + 1) * SIDE >= T;
-        m.ask(checked, of_q(u), x.q, x.stride.q, (2 * tile + u) * SIDE, T);
-        m.ask(checked, of_pe(u), x.pe, HEAD, u * SIDE + 1, T);
+        m.load(checked, of_q(u), x.q, x.stride.q, (2 * tile + u) * SIDE, T);
+        m.load(checked, of_pe(u), x.pe, HEAD, u * SIDE + 1, T);
     };
-    auto ask_for = [&](int u) {
+    auto load_step = [&](int u) {
         if (u < steps) {
             bool checked = (2 * tile + u + 1) * SIDE > T;
-            m.ask(checked, of_q_tilde(u), x.q_tilde, x.stride.q_tilde, (2 * tile + u) * SIDE, T);
-            m.ask(checked, of_dy(u), x.dy, x.wide(), (2 * tile + u) * SIDE, T);
-            ask_early(u + 1);
+            m.load(checked, of_q_tilde(u), x.q_tilde, x.stride.q_tilde, (2 * tile + u) * SIDE, T);
+            m.load(checked, of_dy(u), x.dy, x.wide(), (2 * tile + u) * SIDE, T);
+            load_ahead(u + 1);
         }
-        asked();
+        cp_async_commit_group();
     };
     for (int i = 0; i < 2; i++) {
-        m.ask<true>(i, x.k, x.stride.k, (2 * tile + i) * SIDE, T);
-        m.ask<true>(2 + i, x.v, x.stride.v, (2 * tile + i) * SIDE, T);
+        m.load<true>(i, x.k, x.stride.k, (2 * tile + i) * SIDE, T);
+        m.load<true>(2 + i, x.v, x.stride.v, (2 * tile + i) * SIDE, T);
     }
-    m.ask<true>(of_pe(-1), x.pe, HEAD, -63, T);
-    ask_early(0);
-    ask_for(0);
-    float offset = in.coefficients[2] * in.coefficients[1], weight = in.coefficients[2] * in.coefficients[0] * eight_to(DEGREE);
+    m.load<true>(of_pe(-1), x.pe, HEAD, -63, T);
+    load_ahead(0);
+    load_step(0);
+    float offset = in.coefficients[2] * in.coefficients[1],
+          weight = in.coefficients[2] * in.coefficients[0] * power_of_8(DEGREE);
     Sums near, far, c, d, sums_k, sums_v;                // P; s, then phi; dphi, then ds; dk, dv
     Factor of;
     clear(sums_k);
     clear(sums_v);
-    auto ask_p = [&](int u) {                            // P of step u
+    auto start_p = [&](int u) {                            // P of step u
         m.fetch(of, of_q(u));
-        begin();
-        multiply<false, false>(near, of, at_place(of_pe(u - group - 1)));
-        multiply<false, false>(far, of, at_place(of_pe(u - group)));
-        commit();
+        wgmma_fence();
+        wgmma<false, false>(near, of, at_place(of_pe(u - group - 1)));
+        wgmma<false, false>(far, of, at_place(of_pe(u - group)));
+        wgmma_commit_group();
     };
-    arrived<0>();
-    ask_p(group);
-    finished<0>();
-    taken(near);
-    taken(far);
-    auto enter = [&](int u) {                            // step u of the block: its tiles are there, and q and PE of the next
+    wait_for_tiles<0>();
+    start_p(group);
+    wgmma_wait_group<0>();
+    fence_operand(near);
+    fence_operand(far);
+    // Step u of the block: its tiles are there, and q and PE of the next.
+    auto enter = [&](int u) {
         if (u >= steps) return;
-        arrived<0>();
-        ask_for(u + 1);
+        wait_for_tiles<0>();
+        load_step(u + 1);
     };
     if (group == 1) { enter(0); enter(1); }
     for (int u = group; u < end; u++) {
         int s = u - group;
         if (group == 0) enter(u);
-        skew(warp, c, near, far);                        // while dk and dv of the step before are computed
-        begin();
-        multiply<true, false, false>(c, at_place(of_q_tilde(u)), at_place(group));
-        multiply<false, false, false>(d, at_place(of_dy(u)), at_place(2 + group));
-        commit();
-        finished<0>();
-        taken(c);
-        taken(d);
+        // While dk and dv of the step before are computed.
+        skew(warp, c, near, far);
+        wgmma_fence();
+        wgmma<true, false, false>(c, at_place(of_q_tilde(u)), at_place(group));
+        wgmma<false, false, false>(d, at_place(of_dy(u)), at_place(2 + group));
+        wgmma_commit_group();
+        wgmma_wait_group<0>();
+        fence_operand(c);
+        fence_operand(d);
         if (group == 1) enter(u + 1);
         #pragma unroll
         for (int i = 0; i < 32; i++) {
-            Power at = steep<false>(c[i]);
+            Power at = power_of_tanh<false>(c[i]);
             c[i] = fmaf(weight, at.power, offset);
-            d[i] *= at.rise;
+            d[i] *= at.slope;
         }
         if (s == 0 || (s + 1) * SIDE > window)
             #pragma unroll
             for (int i = 0; i < 32; i++) {
-                int by = s * SIDE + 16 * warp + m.g + 8 * (i % 4 / 2) - (8 * (i / 4) + 2 * m.t + i % 2);
+                int by = s * SIDE + 16 * warp + m.g + 8 * (i % 4 / 2) -
+                         (8 * (i / 4) + 2 * m.t + i % 2);
                 bool valid = by >= 0 && by < window;
                 c[i] = valid ? c[i] : 0.0f;
                 d[i] = valid ? d[i] : 0.0f;
@@ -548,32 +484,38 @@ __device__ __forceinline__ void backward_kv(const Tiles& m, bf16* dk, bf16* dv, 
         m.put(of_phi(u), a);
         as_factor(a, d);
         m.put(of_phi(u) + 1, a);
-        if (u + 1 < end) ask_p(u + 1);
-        shown();
-        together(group);
-        begin();
-        multiply<true, true, true>(sums_v, at_place(of_phi(u)), at_place(of_dy(u)));
-        multiply<true, true, true>(sums_k, at_place(of_phi(u) + 1), at_place(of_q_tilde(u)));
-        commit();
-        finished<1>();
-        taken(near);
-        taken(far);
+        if (u + 1 < end) start_p(u + 1);
+        fence_proxy_async();
+        sync_warpgroup(group);
+        wgmma_fence();
+        wgmma<true, true, true>(sums_v, at_place(of_phi(u)), at_place(of_dy(u)));
+        wgmma<true, true, true>(sums_k, at_place(of_phi(u) + 1), at_place(of_q_tilde(u)));
+        wgmma_commit_group();
+        wgmma_wait_group<1>();
+        fence_operand(near);
+        fence_operand(far);
     }
-    finished<0>();
-    taken(sums_k);
-    taken(sums_v);
+    wgmma_wait_group<0>();
+    fence_operand(sums_k);
+    fence_operand(sums_v);
     for (int u = max(group, end) + group; u < steps; u++) enter(u);
-    write(dk + in.row(unit % heads, in.stride.grad), sums_k, in.slope(), in.stride.grad, j0 + 16 * warp, T);
-    write(dv + in.row(unit % heads, in.stride.grad), sums_v, 1.0f, in.stride.grad, j0 + 16 * warp, T);
+    write(dk + in.row(unit % heads, in.stride.grad), sums_k, in.slope(), in.stride.grad,
+          j0 + 16 * warp, T);
+    write(dv + in.row(unit % heads, in.stride.grad), sums_v, 1.0f, in.stride.grad, j0 + 16 * warp,
+          T);
 }
 
 // ---- dPE: two diagonals of tiles, of every head of a group ----
-// Tiles of queries I and keys I - s, s = 2 pair + warpgroup. Places: 4 of q, 2 of q~, 2 of dy, 3 of K, 3 of V, 3 of PE, and 4 for each warpgroup: ds by 128
-// differences, of two steps in turn. q is loaded a step earlier than the others. No pair needs a mask: what is not seen has differences that are not written,
-// or dy or v is 0.
-__device__ __forceinline__ void backward_pe(const Tiles& m, float* partial, const Tensors& in, int pair, int of_group, int groups, int heads) {
-    int T = in.T, group = m.group, warp = m.warp, tiles = (T + SIDE - 1) / SIDE, rows = (in.window + SIDE - 1) / SIDE * SIDE;
-    int first = 2 * pair, s = first + group, diagonals = min((in.window + SIDE - 2) / SIDE, tiles - 1) + 1;
+// Tiles of queries I and keys I - s, s = 2 pair + warpgroup. Places: 4 of q, 2 of q~, 2 of dy, 3 of
+// K, 3 of V, 3 of PE, and 4 for each warpgroup: ds by 128 differences, of two steps in turn. q is
+// loaded a step earlier than the others. No pair needs a mask: what is not seen has differences
+// that are not written, or dy or v is 0.
+__device__ __forceinline__ void backward_pe(const Tiles& m, float* partial, const Tensors& in,
+                                            int pair, int of_group, int groups, int heads) {
+    int T = in.T, group = m.group, warp = m.warp, tiles = (T + SIDE - 1) / SIDE,
+        rows = (in.window + SIDE - 1) / SIDE * SIDE;
+    int first = 2 * pair, s = first + group,
+        diagonals = min((in.window + SIDE - 2) / SIDE, tiles - 1) + 1;
     unsigned all = descriptor(m.address);
     auto of_q = [&](int u) { return u % 4; };
     auto of_q_tilde = [&](int u) { return 4 + u % 2; };
@@ -583,80 +525,87 @@ __device__ __forceinline__ void backward_pe(const Tiles& m, float* partial, cons
     auto of_pe = [&](int n) { return 14 + n; };          // tile first - 1 + n
     auto of_ds = [&](int u) { return 17 + 4 * group + u % 2 * 2; };
     auto at_place = [&](int place) { return all + place * (TILE_BYTES / 16); };
-    for (int i = threadIdx.x; i < 8 * TILE_BYTES / 16; i += THREADS) reinterpret_cast<uint4*>(m.memory + 17 * TILE_BYTES)[i] = make_uint4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < 8 * TILE_BYTES / 16; i += THREADS)
+        reinterpret_cast<uint4*>(m.memory + 17 * TILE_BYTES)[i] = make_uint4(0, 0, 0, 0);
     #pragma unroll
-    for (int n = 0; n < 3; n++) m.ask<true>(of_pe(n), in.pe, HEAD, (first - 1 + n) * SIDE + 1, T);
-    Sums near, far, c, d, sums_near, sums_far;           // P; s; dphi, then ds; dPE of the differences 64 s - 63 .. and of the 64 after these
+    for (int n = 0; n < 3; n++) m.load<true>(of_pe(n), in.pe, HEAD, (first - 1 + n) * SIDE + 1, T);
+    // P; s; dphi, then ds; dPE of the differences 64 s - 63 .. and of the 64 after these.
+    Sums near, far, c, d, sums_near, sums_far;
     clear(sums_near);
     clear(sums_far);
-    int steps = tiles - first, mine = s < diagonals ? steps : 0;                // step u has queries first + u; this warpgroup has steps group .., keys u - group
+    // Step u has queries first + u; this warpgroup has steps group .., keys u - group.
+    int steps = tiles - first, mine = s < diagonals ? steps : 0;
     for (int which = of_group; which < heads; which += groups) {
         Tensors x = in.of_head(which);
-        auto ask_early = [&](int u) { if (u < steps) m.ask((first + u + 1) * SIDE > T, of_q(u), x.q, x.stride.q, (first + u) * SIDE, T); };
-        auto ask_for = [&](int u) {
+        auto load_ahead = [&](int u) {
+            if (u < steps)
+                m.load((first + u + 1) * SIDE > T, of_q(u), x.q, x.stride.q, (first + u) * SIDE, T);
+        };
+        auto load_step = [&](int u) {
             if (u < steps) {
                 bool checked = (first + u + 1) * SIDE > T;
-                m.ask(checked, of_q_tilde(u), x.q_tilde, x.stride.q_tilde, (first + u) * SIDE, T);
-                m.ask(checked, of_dy(u), x.dy, x.wide(), (first + u) * SIDE, T);
-                m.ask(checked, of_k(u), x.k, x.stride.k, u * SIDE, T);
-                m.ask(checked, of_v(u), x.v, x.stride.v, u * SIDE, T);
-                ask_early(u + 1);
+                m.load(checked, of_q_tilde(u), x.q_tilde, x.stride.q_tilde, (first + u) * SIDE, T);
+                m.load(checked, of_dy(u), x.dy, x.wide(), (first + u) * SIDE, T);
+                m.load(checked, of_k(u), x.k, x.stride.k, u * SIDE, T);
+                m.load(checked, of_v(u), x.v, x.stride.v, u * SIDE, T);
+                load_ahead(u + 1);
             }
-            asked();
+            cp_async_commit_group();
         };
-        auto ask_p = [&](int u) {
-            begin();
-            multiply_both(near, far, at_place(of_q(u)), at_place(of_pe(group)));
-            commit();
+        auto start_p = [&](int u) {
+            wgmma_fence();
+            wgmma_n128(near, far, at_place(of_q(u)), at_place(of_pe(group)));
+            wgmma_commit_group();
         };
         auto enter = [&](int u) {
             if (u >= steps) return;
-            arrived<0>();
-            ask_for(u + 1);
+            wait_for_tiles<0>();
+            load_step(u + 1);
         };
         __syncthreads();                                 // the head before is done
-        ask_early(0);
-        ask_for(0);
-        arrived<0>();
-        ask_p(group);
-        finished<0>();
-        taken(near);
-        taken(far);
+        load_ahead(0);
+        load_step(0);
+        wait_for_tiles<0>();
+        start_p(group);
+        wgmma_wait_group<0>();
+        fence_operand(near);
+        fence_operand(far);
         if (group == 1) { enter(0); enter(1); }
         for (int u = group; u < mine; u++) {
             if (group == 0) enter(u);
             skew(warp, c, near, far);                    // while dPE of the step before is computed
-            begin();
-            multiply<true, false, false>(c, at_place(of_q_tilde(u)), at_place(of_k(u - group)));
-            multiply<false, false, false>(d, at_place(of_dy(u)), at_place(of_v(u - group)));
-            commit();
-            finished<0>();
-            taken(c);
-            taken(d);
+            wgmma_fence();
+            wgmma<true, false, false>(c, at_place(of_q_tilde(u)), at_place(of_k(u - group)));
+            wgmma<false, false, false>(d, at_place(of_dy(u)), at_place(of_v(u - group)));
+            wgmma_commit_group();
+            wgmma_wait_group<0>();
+            fence_operand(c);
+            fence_operand(d);
             if (group == 1) enter(u + 1);
             #pragma unroll
-            for (int i = 0; i < 32; i++) d[i] *= steep<false>(c[i]).rise;
+            for (int i = 0; i < 32; i++) d[i] *= power_of_tanh<false>(c[i]).slope;
             m.put_skewed(of_ds(u), d);
-            if (u + 1 < mine) ask_p(u + 1);
-            shown();
-            together(group);
-            begin();
-            multiply<true, true, true>(sums_near, at_place(of_ds(u)), at_place(of_q(u)));
-            multiply<true, true, true>(sums_far, at_place(of_ds(u) + 1), at_place(of_q(u)));
-            commit();
-            finished<1>();
-            taken(near);
-            taken(far);
+            if (u + 1 < mine) start_p(u + 1);
+            fence_proxy_async();
+            sync_warpgroup(group);
+            wgmma_fence();
+            wgmma<true, true, true>(sums_near, at_place(of_ds(u)), at_place(of_q(u)));
+            wgmma<true, true, true>(sums_far, at_place(of_ds(u) + 1), at_place(of_q(u)));
+            wgmma_commit_group();
+            wgmma_wait_group<1>();
+            fence_operand(near);
+            fence_operand(far);
         }
-        finished<0>();
+        wgmma_wait_group<0>();
         for (int u = max(group, mine) + group; u < steps; u++) enter(u);
     }
-    taken(sums_near);
-    taken(sums_far);
+    fence_operand(sums_near);
+    fence_operand(sums_far);
     if (s >= diagonals) return;
     float slope = in.slope();
     float* to = partial + (long long)(2 * of_group) * rows * HEAD;
-    auto write = [&](float* to, const Sums& sums, int row0) {        // row: of dPE; from `rows` on no one asks, from `window` on it is 0
+    // Row: of dPE; from `rows` on no one asks, from `window` on it is 0.
+    auto write = [&](float* to, const Sums& sums, int row0) {
         #pragma unroll
         for (int h = 0; h < 2; h++) {
             int row = row0 + 16 * warp + m.g + 8 * h;
@@ -664,7 +613,8 @@ __device__ __forceinline__ void backward_pe(const Tiles& m, float* partial, cons
             float factor = row < in.window ? slope : 0.0f;
             #pragma unroll
             for (int n = 0; n < 8; n++)
-                *reinterpret_cast<float2*>(to + row * HEAD + 8 * n + 2 * m.t) = make_float2(factor * sums[4 * n + 2 * h], factor * sums[4 * n + 2 * h + 1]);
+                *reinterpret_cast<float2*>(to + row * HEAD + 8 * n + 2 * m.t) =
+                    make_float2(factor * sums[4 * n + 2 * h], factor * sums[4 * n + 2 * h + 1]);
         }
     };
     write(to, sums_near, SIDE * s - 63);
@@ -676,21 +626,27 @@ __device__ __forceinline__ void backward_pe(const Tiles& m, float* partial, cons
 }
 #endif
 
-// The blocks of dPE, then those of dq, then those of dk and dv; each the longest first. (dq and dk in turns, as in v2, take 8 to 11% longer.)
+// The blocks of dPE, then those of dq, then those of dk and dv; each the longest first. (dq and dk
+// in turns, as in v2, take 8 to 11% longer.)
 extern "C" __global__ void __launch_bounds__(THREADS, 1) poly_backward_v3(
-    bf16* dq_tilde, bf16* dq, bf16* dk, bf16* dv,         // (B, T, H, d); but for dq_tilde with rows apart
-    float* sums,                              // (tiles of 64 queries, B H, 2) sums of dphi c^p and of dphi
-    float* partial,                           // (groups, 2, rows: multiple of 64, d)
-    const bf16* dy, const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v, const bf16* pe, const float* coefficients,
-    int T, int H, int window, int heads, int groups, Rows stride)                 // heads: B * H
+    // (B, T, H, d); but for dq_tilde with rows apart.
+    bf16* dq_tilde, bf16* dq, bf16* dk, bf16* dv,
+    // (tiles of 64 queries, B H, 2) sums of dphi c^p and of dphi.
+    float* sums,
+    float* partial,  // (groups, 2, rows: multiple of 64, d)
+    const bf16* dy, const bf16* q_tilde, const bf16* q, const bf16* k, const bf16* v,
+    const bf16* pe, const float* coefficients, int T, int H, int window, int heads, int groups,
+    Rows stride)  // heads: B * H
 {
-#if HOPPER
+#if HOPPER && HEAD == 64
     extern __shared__ __align__(1024) unsigned char memory[];
     Tensors in = {dy, q_tilde, q, k, v, pe, coefficients, T, H, window, stride};
     int diagonals = min((window + SIDE - 2) / SIDE, (T + SIDE - 1) / SIDE - 1) + 1;
-    int of_pe = (diagonals + 1) / 2 * groups, each = (T + 2 * SIDE - 1) / (2 * SIDE) * heads, unit = blockIdx.x - of_pe;
+    int of_pe = (diagonals + 1) / 2 * groups, each = (T + 2 * SIDE - 1) / (2 * SIDE) * heads,
+        unit = blockIdx.x - of_pe;
     Tiles m(memory);
-    if (unit < 0) backward_pe(m, partial, in, blockIdx.x / groups, blockIdx.x % groups, groups, heads);
+    if (unit < 0)
+        backward_pe(m, partial, in, blockIdx.x / groups, blockIdx.x % groups, groups, heads);
     else if (unit < each) backward_q(m, dq_tilde, dq, sums, in, unit, heads);
     else backward_kv(m, dk, dv, in, unit - each, heads);
 #endif

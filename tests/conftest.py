@@ -1,4 +1,4 @@
-"""Shared by all tests: one cache for the whole run, and GPU tests that skip themselves in words."""
+"""What all tests share: one cache for the whole run, and the reason why GPU tests are skipped."""
 
 import os
 import signal
@@ -6,14 +6,14 @@ import tempfile
 
 import pytest
 
-_cache = (
-    tempfile.mkdtemp(prefix="gpuaccel-test-cache-") if "GPUACCEL_CACHE" not in os.environ else None
-)
-if _cache:
-    os.environ["GPUACCEL_CACHE"] = _cache  # a clean cache, also for the processes that tests start
-    os.environ.setdefault(
-        "ZIG_GLOBAL_CACHE_DIR", os.path.join(_cache, "zig")
-    )  # also for tests with a cache of their own
+_cache = None
+if "GPUACCEL_CACHE" not in os.environ:
+    # A clean cache, also for the processes that tests start and for tests with a cache of their own.
+    _cache = tempfile.mkdtemp(prefix="gpuaccel-test-cache-")
+    os.environ["GPUACCEL_CACHE"] = _cache
+    os.environ.setdefault("ZIG_GLOBAL_CACHE_DIR", os.path.join(_cache, "zig"))
+# torch reads it once per process, at the first matrix product on a GPU: that may be any test's.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from gpuaccel.backends import find_gpu  # noqa: E402
 
@@ -35,8 +35,10 @@ def pytest_sessionfinish():
 
 @pytest.fixture
 def interruptible():
-    """Ctrl-C as in a terminal, here and in the processes that a test starts: under nohup, or in a script's background, SIGINT is ignored,
-    and whoever is started inherits that."""
+    """Handle Ctrl-C as in a terminal, here and in the processes that a test starts.
+
+    Under nohup, or in a script's background, SIGINT is ignored, and child processes inherit that.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -44,7 +46,10 @@ def interruptible():
 
 @pytest.fixture
 def device(request):
-    """The device of a test that is parametrised with indirect=True: "cpu" (plain torch), "simt" (our kernels on the CPU), "cuda"."""
+    """The device of a test that is parametrised with indirect=True.
+
+    "cpu" is plain torch, "simt" our kernels on the CPU, "cuda" our kernels on a GPU.
+    """
     from gpuaccel.backends import use_backend
 
     with use_backend("torch" if request.param == "cpu" else request.param):

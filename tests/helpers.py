@@ -1,4 +1,4 @@
-"""What tests of several rooms share: devices to parametrise over, comparisons of bits, a small model, drawn tokens."""
+"""What tests of several rooms share: devices to parametrise over, comparisons, a small model."""
 
 import contextlib
 import math
@@ -8,15 +8,10 @@ import torch
 from torch import nn
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
-
-
 KERNELS = ["simt", CUDA]  # our kernels
-
-
 EVERYWHERE = ["cpu", *KERNELS]  # and torch's own code
-
-
-INF, NAN = math.inf, math.nan
+INF = math.inf
+NAN = math.nan
 
 
 def generator(seed):
@@ -24,16 +19,11 @@ def generator(seed):
 
 
 def parameters(grads, device="cpu"):
-    """Parameters with these gradients, with the same strides as they have; None: without one."""
+    """Parameters with these gradients, whose strides stay as they are; None: without a gradient."""
     params = []
     for g in grads:
-        p = nn.Parameter(
-            torch.zeros(
-                () if g is None else g.shape,
-                dtype=torch.float32 if g is None else g.dtype,
-                device=device,
-            )
-        )
+        like = torch.zeros(()) if g is None else g
+        p = nn.Parameter(torch.zeros(like.shape, dtype=like.dtype, device=device))
         p.grad = g
         params.append(p)
     return params
@@ -46,8 +36,11 @@ def bits(t):
 
 
 def differ(got, want):
+    """In words, by how much two tensors differ."""
     d = (got.double() - want.double()).abs()
-    return f"largest difference {d.max().item() if d.numel() else 0:.3g}"
+    if not d.numel():
+        return "no elements"
+    return f"largest difference {d.max().item():.3g}, mean {d.mean().item():.3g}"
 
 
 def same(got, want, what=""):
@@ -55,22 +48,16 @@ def same(got, want, what=""):
     assert got.dtype == want.dtype and got.shape == want.shape, (
         f"{what}: {got.dtype} {tuple(got.shape)}, not {want.dtype} {tuple(want.shape)}"
     )
-    if not (
-        torch.equal(bits(got.nan_to_num(1e30)), bits(want.nan_to_num(1e30)))
-        and torch.equal(got.isnan(), want.isnan())
-    ):
-        raise AssertionError(f"{what}: {differ(got, want)}")
+    equal = torch.equal(bits(got.nan_to_num(1e30)), bits(want.nan_to_num(1e30)))
+    assert equal and torch.equal(got.isnan(), want.isnan()), f"{what}: {differ(got, want)}"
 
 
 def exact_norm(grads, norm_type=2.0):
-    """In float64."""
-    return (
-        torch.linalg.vector_norm(
-            torch.cat([g.double().flatten() for g in grads if g is not None]), norm_type
-        ).item()
-        if grads
-        else 0.0
-    )
+    """The norm of all elements, in float64."""
+    if not grads:
+        return 0.0
+    elements = torch.cat([g.double().flatten() for g in grads if g is not None])
+    return torch.linalg.vector_norm(elements, norm_type).item()
 
 
 class Blocks(nn.Module):
@@ -81,19 +68,17 @@ class Blocks(nn.Module):
     ):
         super().__init__()
         random = generator(0)
+
+        def parameter(shape):
+            return nn.Parameter(torch.randn(shape, generator=random).to(dtype))
+
         self.blocks = nn.ModuleList(
-            nn.ParameterList(
-                [nn.Parameter(torch.randn(s, generator=random).to(dtype)) for s in block]
-            )
-            for block in shapes
+            nn.ParameterList([parameter(shape) for shape in block]) for block in shapes
         )
 
     def forward(self, grads):
-        return sum(
-            (p.float() * g.float()).sum()
-            for p, g in zip(self.parameters(), grads, strict=True)
-            if g is not None
-        )
+        pairs = zip(self.parameters(), grads, strict=True)
+        return sum((p.float() * g.float()).sum() for p, g in pairs if g is not None)
 
 
 def filled(model, seed=0, size=1.0):
@@ -107,12 +92,13 @@ def filled(model, seed=0, size=1.0):
 
 def fill(arena, grads):
     """Sums as an accumulator would leave them; `grads` in the order of registration."""
-    for at, g in zip(arena.grad_views, reversed(grads), strict=True):
-        at.copy_(g)
+    for view, g in zip(arena.grad_views, reversed(grads), strict=True):
+        view.copy_(g)
 
 
 @contextlib.contextmanager
 def no_waiting():
+    """An error for whatever makes the host wait for the GPU."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -122,15 +108,15 @@ def no_waiting():
 
 
 def drawn(kind, n, vocab, seed=0):
-    """n tokens below vocab, int64."""
-    generator = torch.Generator().manual_seed(seed)
-    uniform = torch.randint(0, vocab, (n,), generator=generator)
+    """n tokens below vocab, int64, of a distribution of this kind."""
+    random = generator(seed)
+    uniform = torch.randint(0, vocab, (n,), generator=random)
     return {
         "uniform": uniform,
         "sorted": uniform.sort()[0],
         "reversed": uniform.sort(descending=True)[0],
         "all the same": uniform[:1].expand(n).contiguous(),
-        "zipf": (vocab ** torch.rand(n, generator=generator, dtype=torch.float64))
+        "zipf": (vocab ** torch.rand(n, generator=random, dtype=torch.float64))
         .long()
         .sub(1)
         .clamp(0, vocab - 1),

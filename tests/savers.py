@@ -1,7 +1,9 @@
-"""Savers of others: each writes a model and reads it back into a fresh one without an arena. For test_savers and the ranks of test_distributed."""
+"""How other packages save a model: each function writes one and reads it into a fresh one.
+
+The fresh model has no arena. For test_savers, and for the ranks of test_distributed.
+"""
 
 import copy
-import os
 import pickle
 
 import pytest
@@ -25,9 +27,8 @@ def llama(device="cpu", dtype=torch.float32, tied=False, seed=0):
         max_position_embeddings=32,
         tie_word_embeddings=tied,
     )
-    config._attn_implementation = (
-        "sdpa"  # eager attention makes tensors on the host, which a capture refuses
-    )
+    # Eager attention makes tensors on the host, which a capture refuses.
+    config._attn_implementation = "sdpa"
     return transformers.LlamaForCausalLM(config).to(device, dtype)
 
 
@@ -35,29 +36,22 @@ def loss_of(model, tokens):
     return ga.token_loss(lambda inputs: model(inputs).logits, (tokens[:, :-1], tokens[:, 1:]))
 
 
-def batch(device, nth=0):
-    return torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(nth)).to(device)
+def batch(device, seed=0):
+    return torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def bits(state):
     """name -> (dtype, shape, bytes) of a dict of tensors, in the order of the names."""
 
-    def of(t):
-        return (
-            t.dtype,
-            tuple(t.shape),
-            t.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes(),
-        )
+    def bits_of(t):
+        data = t.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        return t.dtype, tuple(t.shape), data.numpy().tobytes()
 
-    return {name: of(state[name]) for name in sorted(state)}
+    return {name: bits_of(state[name]) for name in sorted(state)}
 
 
 def bytes_below(folder):
-    return sum(
-        os.path.getsize(os.path.join(at, name))
-        for at, _, names in os.walk(folder)
-        for name in names
-    )
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def by_torch_state_dict(model, fresh, folder):
@@ -92,9 +86,8 @@ def by_safetensors_file(model, fresh, folder):
     from safetensors.torch import load_file, save_file
 
     state = dict(model.state_dict())
-    if (
-        model.config.tie_word_embeddings
-    ):  # save_file refuses tensors that share memory, tied ones too
+    # save_file refuses tensors that share memory, tied ones too.
+    if model.config.tie_word_embeddings:
         del state["lm_head.weight"]
     save_file(state, folder / "model.safetensors")
     fresh.load_state_dict(load_file(folder / "model.safetensors"), strict=False)

@@ -23,6 +23,7 @@ from gpuaccel.backends import (
     use_backend,
 )
 from gpuaccel.errors import BackendError, GpuaccelError
+from gpuaccel.simt import is_checked
 
 module = importlib.import_module("gpuaccel.backends")
 THERE, NOT = (
@@ -119,14 +120,56 @@ def test_use_backend_as_a_function_stays_and_as_a_block_goes_back():
                 1 / 0
         assert backend() is kept, "an exception in the block must not keep its backend"
 
-        @use_backend("torch", policy="off")
-        def decorated():
-            return backend().policy
-
-        use_backend("torch")
-        assert decorated() == "off"
     finally:
         module._current = first
+
+
+@pytest.mark.parametrize("switch", [lambda: use_backend("torch", "off"), lambda: ga.checked(False)])
+def test_a_decorator_changes_nothing_until_the_function_runs(switch):
+    """Also where the function recurses, raises, or was decorated while another switch held."""
+
+    def state():
+        return backend(), is_checked(True)
+
+    with use_backend("auto"), ga.checked(True):
+        before = state()
+
+        @switch()
+        def decorated(depth=0):
+            """Its docstring."""
+            if depth:
+                decorated(depth - 1)
+            inside.append(state())
+            return 1 / depth
+
+        assert state() == before, "decorating is no call"
+        inside = []
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                decorated(1)
+            assert state() == before
+        with switch():
+            held = state()
+        assert inside == [held] * 2 and held != before
+        assert (decorated.__name__, decorated.__doc__) == ("decorated", "Its docstring.")
+    with use_backend("torch"), ga.checked(None):
+        other = state()
+        with pytest.raises(ZeroDivisionError):
+            decorated()
+        assert state() == other, "the previous state is that of the call, not of the decoration"
+
+
+def test_a_switch_entered_later_goes_back_to_what_held_then():
+    with use_backend("auto"):
+        kept = use_backend("torch")
+        later = use_backend("torch", policy="off").choice
+        for _ in range(2):
+            with kept as choice:
+                assert backend() is choice
+                with kept:
+                    assert backend() is choice
+                assert backend() is choice
+            assert backend() is later
 
 
 def test_a_backend_that_cannot_run_changes_nothing(monkeypatch):
@@ -239,6 +282,110 @@ def test_deterministic_leaves_every_switch_as_it_was(monkeypatch, frozen):
                 assert switches() == (True, False, False, False)
                 raise KeyError
         assert switches() == (*before[:2], True, True)
+
+
+def test_importing_gpuaccel_sets_nothing_in_the_process():
+    """Neither the environment nor one of torch's flags; torch is imported first, with its own."""
+    code = """
+import os, warnings
+import torch
+
+def state():
+    return dict(
+        environment=dict(os.environ), filters=list(warnings.filters), threads=torch.get_num_threads(),
+        deterministic=torch.are_deterministic_algorithms_enabled(), dtype=torch.get_default_dtype(),
+        fill=torch.utils.deterministic.fill_uninitialized_memory, grad=torch.is_grad_enabled(),
+        precision=torch.get_float32_matmul_precision(), anomaly=torch.is_anomaly_enabled(),
+        cudnn=torch.backends.cudnn.benchmark, tf32=torch.backends.cuda.matmul.allow_tf32,
+        seed=torch.initial_seed(), random=torch.get_rng_state().tolist(),
+    )
+
+before = state()
+import gpuaccel
+after = state()
+print([key for key in before if before[key] != after[key]])
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={key: value for key, value in os.environ.items() if not key.startswith("CUBLAS")},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.stdout == "[]\n", run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("value", [None, ":16:8", ":4096:2:16:8"])
+def test_deterministic_sets_the_cublas_workspace_for_its_block_only(monkeypatch, value):
+    if value is None:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    else:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", value)
+    with ga.deterministic():
+        inside = os.environ["CUBLAS_WORKSPACE_CONFIG"]
+        assert inside == (":16:8" if value == ":16:8" else ":4096:8")
+        with ga.deterministic():
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == inside
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == inside
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == value
+
+
+@pytest.mark.parametrize("too_late", [False, True])
+def test_deterministic_warns_once_where_the_cublas_variable_is_too_late(monkeypatch, too_late):
+    """A stand-in for torch on a GPU, which refuses products where it has read another value."""
+
+    def mm(a, b):
+        if torch.are_deterministic_algorithms_enabled() and too_late:
+            raise RuntimeError
+
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(module, "_cublas_settled", False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)
+    monkeypatch.setattr(torch, "mm", mm)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with ga.deterministic():
+                assert torch.are_deterministic_algorithms_enabled()
+            assert not torch.are_deterministic_algorithms_enabled()
+    assert [w.filename for w in caught] == [__file__] * too_late
+    assert all("before CUBLAS_WORKSPACE_CONFIG was set" in str(w.message) for w in caught)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("early", [False, True])
+def test_gpu_deterministic_before_and_after_the_first_product(early):
+    """torch reads the variable once: after the first product it is too late, and that is said."""
+    code = f"""
+import warnings, torch, gpuaccel as ga
+x = torch.ones(8, 8, device="cuda")
+if {early}:
+    x @ x
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    with ga.deterministic():
+        pass
+x.sum().item()
+refused = False
+try:
+    x @ x
+    with ga.deterministic():
+        x @ x
+except RuntimeError:
+    refused = True
+print(refused, ["before CUBLAS_WORKSPACE_CONFIG was set" in str(w.message) for w in caught])
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={key: value for key, value in os.environ.items() if not key.startswith("CUBLAS")},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    expected = "True [True]\n" if early else "False []\n"
+    assert run.stdout == expected, run.stdout + run.stderr
 
 
 @pytest.fixture

@@ -1,14 +1,17 @@
-"""Recorded results: those whose sources have changed are named. The scripts run, and their results have tables."""
+"""Results say what they measured and when that has changed. Scripts run; results have tables."""
 
 import collections
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
 import re
 import sys
+import textwrap
 import threading
 import time
 import types
@@ -22,87 +25,292 @@ from gpuaccel.backends import find_compiler
 from gpuaccel.training.models import Config, preset
 
 ROOT = pathlib.Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
-RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
 
 
-def module(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+@pytest.fixture(scope="module")
+def fingerprints():
+    spec = importlib.util.spec_from_file_location("fingerprints", BENCHMARKS / "fingerprints.py")
     loaded = importlib.util.module_from_spec(spec)
-    sys.modules[name] = loaded
     spec.loader.exec_module(loaded)
     return loaded
 
 
+# ---- results and what they measured -------------------------------------------------------------
+
+
 @pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.name)
-def test_a_result_says_what_it_measured(path):
-    common, result = module("common"), json.loads(path.read_text())
-    missing = {
-        "gpu",
-        "driver",
-        "torch",
-        "nvrtc",
-        "commit",
-        "date",
-        "sources",
-        "results",
-    } - result.keys()
-    assert not missing, f"{path.name} lacks {missing}"
-    changed = common.stale(result)
-    if changed:
-        warnings.warn(
-            f"{path.name} is stale, measured on {result['date']} before changes to {', '.join(changed)}: "
-            f"run python benchmarks/{result['benchmark']}.py on a GPU"
-        )
+def test_a_result_says_what_it_measured(path, fingerprints):
+    result = json.loads(path.read_text())
+    facts = {"benchmark", "gpu", "driver", "torch", "nvrtc", "commit", "date", "results"}
+    assert facts <= result.keys()
+    assert result.keys() & {"fingerprints", "sources"}
+    stale = fingerprints.staleness(result)
+    if stale:
+        warnings.warn(f"{path.name} was {stale}")
 
 
-def test_a_changed_source_makes_a_result_stale(tmp_path, monkeypatch):
-    common = module("common")
-    monkeypatch.setattr(common, "ROOT", tmp_path)
+FILES = {
+    "benchmarks/probe.py": """
+        import common
+        from helper import measure
+        from gpuaccel.optim.clip import clip_
+        def show_result(r):
+            print(r)
+        """,
+    "benchmarks/common.py": "TABLE = 1",
+    "benchmarks/helper.py": "ROUNDS = 3",
+    "benchmarks/other.py": "import gpuaccel.other",
+    "gpuaccel/__init__.py": "from . import other",
+    "gpuaccel/other.py": "",
+    "gpuaccel/optim/clip.py": """
+        from ..ops import scale
+        def clip_(grads, limit):
+            return scale.scale_(grads, 1 / limit)
+        """,
+    "gpuaccel/ops/scale.py": """
+        class Options:
+            blocks: int
+            threads: int = 256
+        def scale_(x, factor):
+            from ..simt import run
+            return Kernel("scale", "scale_v1")(x, factor)
+        """,
+    "gpuaccel/simt.py": "",
+    "kernels_cu/scale.cu": """
+        #define THREADS 256
+        __global__ void scale_v1(float* x, float factor, int n) { x[threadIdx.x] *= factor; }
+        """,
+    "kernels_cu/common.cuh": "typedef unsigned short bf16;",
+    "kernels_cu/unused.cu": "__global__ void unused() {}",
+}
+
+
+@pytest.fixture
+def probe(tmp_path, fingerprints):
+    """A checkout with one benchmark, its result, and edit(path, old, new), which returns what
+    changed."""
+    for path, text in FILES.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(textwrap.dedent(text))
+    result = {"benchmark": "probe", "fingerprints": fingerprints.fingerprints("probe", tmp_path)}
+    result["date"] = "2026-11-23"
+
+    def edit(path, old, new):
+        text = (tmp_path / path).read_text()
+        assert old in text
+        (tmp_path / path).write_text(text.replace(old, new))
+        return fingerprints.changed(result, tmp_path)
+
+    return types.SimpleNamespace(root=tmp_path, result=result, edit=edit)
+
+
+def test_the_measured_modules_and_kernels_are_derived_from_the_imports(probe):
+    assert list(probe.result["fingerprints"]) == [
+        "benchmarks/helper.py",
+        "benchmarks/probe.py",
+        "gpuaccel/ops/scale.py",
+        "gpuaccel/optim/clip.py",
+        "kernels_cu/common.cuh",
+        "kernels_cu/scale.cu",
+    ]
+
+
+@pytest.mark.parametrize(
+    "path, old, new",
+    [
+        ("gpuaccel/optim/clip.py", "    return", "    # why\n    return"),
+        ("gpuaccel/optim/clip.py", "    return", "    '''One sentence.'''\n    return"),
+        ("gpuaccel/optim/clip.py", "(grads, limit):", "(grads, limit: float) -> 'Tensor':"),
+        (
+            "gpuaccel/optim/clip.py",
+            "(grads, 1 / limit)",
+            "(\n        grads,\n        (1/limit),\n    )",
+        ),
+        ("gpuaccel/ops/scale.py", "threads: int", "threads: 'int | None'"),
+        ("gpuaccel/simt.py", "", "CHANGED = 1"),
+        ("benchmarks/probe.py", "print(r)", "print(len(r))"),
+        ("benchmarks/common.py", "1", "2"),
+        ("kernels_cu/scale.cu", "{ x", "{ // why\n /* and\nhow */ x"),
+        (
+            "kernels_cu/scale.cu",
+            " { x[threadIdx.x] *= factor; }",
+            "\n{\n    x[ threadIdx.x ]*=factor;\n}",
+        ),
+        ("kernels_cu/unused.cu", "{}", "{ ; }"),
+    ],
+)
+def test_comments_docstrings_annotations_and_layout_do_not_age_a_result(probe, path, old, new):
+    assert probe.edit(path, old, new) == []
+
+
+@pytest.mark.parametrize(
+    "path, old, new",
+    [
+        ("gpuaccel/optim/clip.py", "1 / limit", "2 / limit"),
+        ("gpuaccel/ops/scale.py", "    blocks: int\n", ""),
+        ("gpuaccel/ops/scale.py", "256", "128"),
+        ("benchmarks/helper.py", "3", "4"),
+        ("kernels_cu/scale.cu", "*=", "+="),
+        ("kernels_cu/scale.cu", "THREADS 256", "THREADS 128"),
+        ("kernels_cu/common.cuh", "short", "int"),
+    ],
+)
+def test_a_changed_line_ages_a_result(probe, path, old, new):
+    assert probe.edit(path, old, new) == [path]
+
+
+def test_a_stale_result_says_which_parts_changed(probe, fingerprints):
+    assert fingerprints.staleness(probe.result, probe.root) == ""
+    probe.edit("gpuaccel/ops/scale.py", "256", "128")
+    probe.edit("gpuaccel/optim/clip.py", "from ..ops import scale", "from .. import other as scale")
+    assert fingerprints.staleness(probe.result, probe.root) == (
+        "measured on 2026-11-23, before changes to ops/scale.py, optim/clip.py, other.py, "
+        "common.cuh, scale.cu: run python benchmarks/probe.py on a GPU"
+    )
+
+
+def test_an_older_result_is_stale_when_a_file_that_it_names_has_changed(tmp_path, fingerprints):
+    changed = fingerprints.changed
     (tmp_path / "kernel.cu").write_text("one")
-    result = {"source_patterns": ["*.cu"], "sources": common.digests(["*.cu"])}
-    assert common.stale(result) == []
+    result = {"source_patterns": ["*.cu"], "sources": {"kernel.cu": "7692c3ad3540bb80"}}
+    assert changed(result, tmp_path) == []
     (tmp_path / "kernel.cu").write_text("two")
     (tmp_path / "new.cu").write_text("three")
-    assert common.stale(result) == ["kernel.cu", "new.cu"]
+    assert changed(result, tmp_path) == ["kernel.cu", "new.cu"]
 
 
-def once(functions, *_):
-    """In the place of common.milliseconds."""
+# ---- the scripts on the CPU ---------------------------------------------------------------------
+
+SMALL = Config(vocab=31, hidden=16, intermediate=24, layers=1, heads=2, kv_heads=2, T=16)
+FACTS = {"gpu": "A", "driver": "B", "torch": "C", "nvrtc": "D", "date": "E"}
+CONDITIONS = "A, driver B, torch C"
+needs_simt = pytest.mark.skipif(find_compiler()[0] is None, reason="no C++ compiler for simt")
+
+
+def run_once(functions, *_):
+    """In the place of timing.milliseconds."""
     for function in functions.values():
         function()
     return dict.fromkeys(functions, 1.0)
 
 
-@pytest.fixture
-def on_cpu(monkeypatch):
-    """clip.py and tail.py where there is no GPU: every function runs once, nothing is timed, a graph is the function itself."""
-    common, clip = module("common"), module("clip")
-    tail = module("tail")
-
-    def captured(run, prepare=lambda: None):
-        prepare()
+def host_times(run, calls):
+    """In the place of timing.queued."""
+    times = []
+    for _ in range(calls):
+        began = time.perf_counter()
         run()
-        return run
+        times.append((time.perf_counter() - began) * 1e3)
+    return times
 
-    monkeypatch.setattr(common, "milliseconds", once)
-    monkeypatch.setattr(tail, "CAPTURABLE", {})
-    for script in (clip, tail):
-        monkeypatch.setattr(script, "DEVICE", "cpu")
-        monkeypatch.setattr(script, "captured", captured)
-        monkeypatch.setattr(script, "wall", lambda run, *_: once({"": run})[""])
+
+def run_captured(run, prepare=lambda: None):
+    """In the place of timing.captured: a graph is the function itself."""
+    prepare()
+    run()
+    return run
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """load(name, **values): a module of benchmarks/ where there is no GPU, with other constants.
+
+    Nothing is compiled or timed by a device; memory and clock rate are made up. A replay is that of
+    a tape (gpuaccel.graphs.tape), or the function itself where torch would capture it."""
+    before = dict(os.environ)
+    forget_scripts()
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def load(name, **values):
+        loaded = importlib.import_module(name)
+        for key, value in values.items():
+            assert hasattr(loaded, key), f"{name}.{key}"
+            setattr(loaded, key, value)
+        return loaded
+
+    load("common", DEVICE="cpu")
+    load(
+        "timing",
+        milliseconds=run_once,
+        queued=host_times,
+        separately=host_times,
+        captured=run_captured,
+        wall=lambda run, *_: run_once({"": run})[""],
+        multiprocessors=lambda: 1,
+        peak_MiB=lambda run: 2.0 + (run() is None),
+        clock_MHz=lambda load: 1000.0 + (load() is not None),
+    )
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
+    for name, value in {
+        "synchronize": None,
+        "mem_get_info": (0, 0),
+        "set_sync_debug_mode": None,
+        "max_memory_allocated": 2**30,
+        "max_memory_reserved": 2**30,
+        "reset_peak_memory_stats": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    yield load
+    forget_scripts()
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+
+
+@pytest.fixture
+def on_simt(scripts):
+    """The same, where kernels run on the CPU."""
     with ga.use_backend("simt"):
-        yield clip, tail
-    del sys.modules["clip"], sys.modules["tail"]
+        yield scripts
 
 
-@pytest.mark.skipif(find_compiler()[0] is None, reason="no C++ compiler for simt")
-def test_the_benchmarks_of_clipping_and_of_the_tail_run(on_cpu):
-    clip, tail = on_cpu
-    config = Config(vocab=31, hidden=16, intermediate=24, layers=1, heads=2, kv_heads=2, T=8)
-    found = clip.large(config, torch.float32)
-    assert max(found["norm_error"].values()) < 1e-6
-    assert clip.large(config, torch.bfloat16)["norm_error"][clip.OURS] < 1e-6
+def forget_scripts():
+    for path in BENCHMARKS.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+def table_of(scripts, monkeypatch, name: str, results: dict) -> str:
+    """The report's table of these results, which have been written and read."""
+    report = scripts("report")
+    result = {**FACTS, "results": json.loads(json.dumps(results))}
+    monkeypatch.setattr(report, "load", lambda _: result)
+    table = getattr(report, f"{name}_table")()
+    assert CONDITIONS in table
+    return table
+
+
+@needs_simt
+def test_accumulate_runs_and_has_a_table(on_simt, monkeypatch):
+    accumulate = on_simt("accumulate")
+    results = accumulate.measure(SMALL, here=True)
+    assert max(results["errors"].values()) < 1e-2
+    assert results["micro_batch"]["launched"].keys() == {"none", *ga.MODES}
+    accumulate.show(results)
+    assert table_of(on_simt, monkeypatch, "accumulate", results).count("(goal ") == 6
+
+
+def test_train_runs_and_has_a_table(scripts, monkeypatch):
+    train = scripts("train", B=1, TURNS=((1, 1, 1), (4, 1, 1), (16, 1, 1)))
+    with ga.use_backend("torch", "off"):
+        results = train.measure(SMALL, here=True)
+    assert results.keys() == set(ga.MODES)
+    train.show(results)
+    for row in results.values():
+        # Not known of a CPU.
+        row["mfu"] = 0.5
+    assert table_of(scripts, monkeypatch, "train", results).count("\n| `") == len(ga.MODES)
+
+
+@needs_simt
+def test_clip_and_tail_run(on_simt):
+    clip, tail = on_simt("clip"), on_simt("tail")
+    config = dataclasses.replace(SMALL, T=8)
+    errors = clip.large(config, torch.float32)["norm_error"]
+    assert max(errors.values()) < 1e-6
+    errors = clip.large(config, torch.bfloat16)["norm_error"]
+    assert errors[clip.OURS] < 1e-6
     assert clip.small(10, 10).keys() == tail.small(10, 10).keys()
     for dtype in (torch.float32, torch.bfloat16):
         assert tail.tail(config, dtype)["apart_after_one"] < 1e-6
@@ -110,189 +318,89 @@ def test_the_benchmarks_of_clipping_and_of_the_tail_run(on_cpu):
         assert max(m["max"] for m in rows.values()) < 1e-5
 
 
-@pytest.fixture
-def on_cpu_too(monkeypatch):
-    """step.py, graphs.py and timeline.py where there is no GPU: in this process, not compiled, by the host's clock. A graph is a tape; torch's graph
-    is the function itself."""
-    scripts = step, graphs, timeline = [module(name) for name in ("step", "graphs", "timeline")]
-
-    def queued(run, calls):
-        times = []
-        for _ in range(calls):
-            began = time.perf_counter()
-            run()
-            times.append((time.perf_counter() - began) * 1e3)
-        return times
-
-    def captured(run):
-        run()
-        return run
-
-    for script in scripts:
-        monkeypatch.setattr(script, "DEVICE", "cpu")
-    for script in (step, graphs):
-        monkeypatch.setattr(script, "queued", queued)
-    for name, value in {
-        "captured": captured,
-        "CAPTURABLE": {},
-        "B": 1,
-        "CALLS": 1,
-        "fresh_peaks": lambda: None,
-        "peaks": lambda: {"peak_GiB": 1.0, "reserved_GiB": 1.0},
-    }.items():
-        monkeypatch.setattr(step, name, value)
-    for name, value in {"STEPS": 10, "POISONED": 4, "CALLS": 1}.items():
-        monkeypatch.setattr(graphs, name, value)
-    monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
-    for name, value in {
-        "synchronize": None,
-        "mem_get_info": (0, 0),
-        "set_sync_debug_mode": None,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    before = dict(os.environ)
-    with ga.use_backend("simt"):
-        yield scripts
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    for name in ("step", "graphs", "timeline", "workers"):
-        del sys.modules[name]
-
-
-@pytest.mark.skipif(find_compiler()[0] is None, reason="no C++ compiler for simt")
-def test_the_benchmarks_of_steps_and_graphs_run_and_have_tables(on_cpu_too, monkeypatch):
-    step, graphs, timeline = on_cpu_too
-    config = Config(vocab=31, hidden=16, intermediate=24, layers=1, heads=2, kv_heads=2, T=16)
-    found = step.measure(config, (16, 8), here=True)
-    results = {"step": {T: rows for T, rows in zip(("1024", "256"), found.values())}}
-    for rows in results["step"].values():
-        assert rows.keys() == {step.PEER, step.OURS, step.EXACT}
+@needs_simt
+def test_step_runs_and_has_a_table(on_simt, monkeypatch):
+    step = on_simt("step", B=1, CALLS=1)
+    results = dict(zip(("1024", "256"), step.measure(SMALL, (16, 8), here=True).values()))
+    step.show(results)
+    for rows in results.values():
+        assert rows.keys() == set(step.VARIANTS)
         for row in rows.values():
-            row["mfu"] = 0.5  # not known of a CPU
-    r = results["graphs"] = graphs.measure(
-        config, config, config, ((2, 16), (2, 8), (1, 8)), (8, 6), 1, ((3, 3), 2), here=True
-    )
+            # Not known of a CPU.
+            row["mfu"] = 0.5
+    table = table_of(on_simt, monkeypatch, "step", results)
+    assert table.count("\n| T = ") == 6 and table.count("(goal ") == 8
+
+
+@needs_simt
+def test_graphs_and_timeline_run_and_have_a_table(on_simt, monkeypatch):
+    graphs, timeline = on_simt("graphs", STEPS=10, NAN_STEP=4, CALLS=1), on_simt("timeline")
+    shapes, counts = ((2, 16), (2, 8), (1, 8)), ((3, 3), 2)
+    r = graphs.measure(SMALL, SMALL, SMALL, shapes, (8, 6), 1, counts, here=True)
+    graphs.show(r)
     assert r["bits"]["exact"] == {
         "eager, replay": {"losses": 0, "weights": 0},
         "replay, replay": {"losses": 0, "weights": 0},
     }
     assert r["bits"]["graphs"] == 2 and r["bits"]["skipped"] == 1 and r["bits"]["clipped"] > 5
-    assert (
-        r["graph"]["names"]
-        and max(map(max, r["graph"]["edges"])) < len(r["graph"]["names"])
-        and all(r["timeline"].values())
-    )
+    assert 0 <= max(map(max, r["graph"]["edges"])) < len(r["graph"]["names"])
+    assert all(r["timeline"].values())
     r["speed"] = dict(zip(("4 x 1024", "4 x 256", "1 x 128"), r["speed"].values()))
     for row in r["ledger"].values():
-        row.update(launches=1, graph_launches=1, syncs=0)  # nor this
-    report = module("report")
-    facts = {"gpu": "A", "driver": "B", "torch": "C", "nvrtc": "D", "date": "E"}
-    monkeypatch.setattr(
-        report, "load", lambda name: {**facts, "results": json.loads(json.dumps(results[name]))}
-    )
-    table = report.step_table()
-    assert (
-        table.count("\n| T = ") == 6
-        and table.count("(goal ") == 8
-        and "A, driver B, torch C" in table
-    )
-    table = report.graphs_table()
-    assert (
-        table.count("\n| ours") == 3
-        and "1 (goal 4: missed)" in table
-        and "0 of 10 losses, 0 of 0 M weights (goal 0)" in table
-    )
-    assert timeline.measure(config, 2, compile=False, here=True).keys() == set(timeline.CLIPS)
+        # Not known of a CPU.
+        row.update(launches=1, graph_launches=1, syncs=0)
+    table = table_of(on_simt, monkeypatch, "graphs", r)
+    assert table.count("\n| ours") == 3 and "1 (goal 4: missed)" in table
+    assert "0 of 10 losses, 0 of 0 M weights (goal 0)" in table
+    tails = timeline.measure(SMALL, 2, compile=False, here=True)
+    timeline.show(tails)
+    assert tails.keys() == set(timeline.CLIPS)
+
+
+# ---- encoder.py ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def encoder_on_cpu(on_cpu_too, monkeypatch):
-    """encoder.py likewise: a replay is a tape's, and every way runs once, untimed."""
-    common, clip, timing, encoder = (
-        module(name) for name in ("common", "clip", "timing", "encoder")
-    )
-    monkeypatch.setattr(common, "milliseconds", once)
-    for script in (clip, timing):
-        monkeypatch.setattr(script, "DEVICE", "cpu")
-    for name, value in {
-        "DEVICE": "cpu",
-        "queued": on_cpu_too[0].queued,
-        "VOCAB": 300,
-        "T": 16,
-        "TEXT_BYTES": 20_000,
-        "WHOLE": 2**12,
-        "CHANNELS": 8,
-        "CALLS": 1,
-    }.items():
-        monkeypatch.setattr(encoder, name, value)
-    yield encoder
-    for name in ("clip", "timing", "encoder"):
-        del sys.modules[name]
+def encoder(on_simt):
+    sizes = {"VOCAB": 300, "T": 16, "TEXT_BYTES": 20_000, "ALL_CHANNELS": 2**12, "CHANNELS": 8}
+    return on_simt("encoder", **sizes, CALLS=1)
 
 
-@pytest.mark.skipif(find_compiler()[0] is None, reason="no C++ compiler for simt")
-def test_the_benchmark_of_the_encoder_runs_and_has_a_table(encoder_on_cpu, monkeypatch):
-    encoder = encoder_on_cpu
+@needs_simt
+def test_encoder_runs_and_has_a_table(encoder, scripts, monkeypatch):
     results = {
         "backward": encoder.backward(96, 16, 2**10),
         "grid": encoder.grid((16,), (48, 96), (256, 300)),
         "positions": encoder.positions(2, 16, (16,), 2**10),
         "segments": encoder.segments((48, 96), (256, 300)),
     }
-    kinds = {name: results["backward"][name] for name in encoder.DISTRIBUTIONS}
-    for d in kinds.values():
-        assert [m["runs"] for m in d["ways"].values()].count(100) == 2 and {
-            m["differ"] for m in d["ways"].values()
-        } == {0}
-        assert not any(m["cannot_be_captured"] for m in d["ways"].values())
-    assert len(results["grid"]) == 16 and {c["channels_checked"] for c in results["grid"]} == {
-        16,
-        8,
-    }
-    config = preset(
-        "gpt2-124m",
-        vocab=31,
-        hidden=16,
-        intermediate=32,
-        layers=1,
-        heads=2,
-        kv_heads=2,
-        head_dim=8,
-        T=16,
-    )
-    results["step"] = encoder.step(config, 2, 3, here=True)
-    assert results["step"]["twice"]["weights_equal"] and results["step"]["twice"]["losses_equal"]
-    lasts = [row["last_loss"] for row in results["step"]["ways"].values()]
-    assert max(lasts) - min(lasts) < 1e-3, f"the three ways train differently: {lasts}"
+    for name in encoder.DISTRIBUTIONS:
+        variants = results["backward"][name]["variants"].values()
+        assert [m["runs"] for m in variants].count(100) == 2
+        assert {m["differ"] for m in variants} == {0}
+        assert not any(m["cannot_be_captured"] for m in variants)
+    assert len(results["grid"]) == 16
+    assert {c["channels_checked"] for c in results["grid"]} == {16, 8}
+    sizes = {"vocab": 31, "hidden": 16, "intermediate": 32, "layers": 1, "heads": 2, "kv_heads": 2}
+    config = preset("gpt2-124m", **sizes, head_dim=8, T=16)
+    r = results["step"] = encoder.step(config, 2, 3, here=True)
+    assert r["twice"]["weights_equal"] and r["twice"]["losses_equal"]
+    losses = [row["last_loss"] for row in r["variants"].values()]
+    assert max(losses) - min(losses) < 1e-3, f"the three variants train differently: {losses}"
     results = json.loads(json.dumps(results))
     for name, (_, show) in encoder.PARTS.items():
         show(results[name])
-    report = module("report")
-    monkeypatch.setattr(
-        report,
-        "load",
-        lambda name: {
-            "gpu": "A",
-            "driver": "B",
-            "torch": "C",
-            "nvrtc": "D",
-            "date": "E",
-            "results": results,
-        },
-    )
-    table = report.encoder_table()
+    table = table_of(scripts, monkeypatch, "encoder", results)
     assert table.count("\n|---") == 7 and table.count("\n| ") == 7 + 3 * 4 + 2 + 1 + 4 + 3
-    assert table.count("(goal ") == 4 * 4 + 4 * 2 + 4 + 1 + 2 and "A, driver B, torch C" in table
+    assert table.count("(goal ") == 4 * 4 + 4 * 2 + 4 + 1 + 2
 
 
-@pytest.mark.skipif(find_compiler()[0] is None, reason="no C++ compiler for simt")
-def test_the_benchmark_of_the_encoder_sees_wrong_sums_and_what_cannot_be_captured(
-    encoder_on_cpu, monkeypatch
-):
-    encoder, right, runs = encoder_on_cpu, encoder_on_cpu.encoder_backward, []
-    tokens, dout = encoder.tokens_of(encoder.ZIPF, 48, 300), encoder.gradients(48, 16)
-    used, unused = int(tokens[0, 0]), (set(range(300)) - set(tokens.flatten().tolist())).pop()
+@needs_simt
+def test_encoder_sees_wrong_sums_and_what_cannot_be_captured(encoder, monkeypatch):
+    right, runs = encoder.encoder_backward, []
+    tokens, dout = encoder.tokens_of(encoder.ZIPF, 48, 300), encoder.random_dout(48, 16)
+    used = int(tokens[0, 0])
+    unused = (set(range(300)) - set(tokens.flatten().tolist())).pop()
     spoils = {
         "error": lambda sums: sums[used, 4].add_(1e-3),
         "differ": lambda sums: sums[used, 15].mul_(1 + 2e-7 * (len(runs) == 2)),
@@ -307,255 +415,211 @@ def test_the_benchmark_of_the_encoder_sees_wrong_sums_and_what_cannot_be_capture
     monkeypatch.setattr(encoder, "encoder_backward", wrong)
     for name, spoil in spoils.items():
         runs.clear()
-        found = encoder.case(tokens, dout, dout.float(), 300)
+        result = encoder.case(tokens, dout, dout.float(), 300)
+        reason = str(result.get("cannot_be_captured", {}).get(encoder.IN_LINE))
         seen = {
-            "error": found["error"][encoder.IN_LINE] > encoder.ROUNDING,
-            "differ": found["differ"] == 1,
-            "stray": found["stray"] == 1,
-            "captured": "wait for a value"
-            in str(found.get("cannot_be_captured", {}).get(encoder.IN_LINE)),
+            "error": result["error"][encoder.IN_LINE] > encoder.ROUNDING,
+            "differ": result["differ"] == 1,
+            "stray": result["stray"] == 1,
+            "captured": "wait for a value" in reason,
         }
-        assert [what for what, shown in seen.items() if shown] == [name] and found[
-            "times_dense"
-        ] == 1.0, found
+        assert [what for what, is_seen in seen.items() if is_seen] == [name], result
+        assert result["times_dense"] == 1.0
     spoil = spoils["stray"]
     with pytest.raises(AssertionError, match=r"\d of 4 cases have wrong sums"):
         encoder.grid((16,), (48,), (300,))
 
 
-def test_each_worker_is_a_process_and_its_errors_come_through():
-    workers = module("workers")
-    with workers.Workers(
-        {"one": (collections.Counter, "aab"), "two": (collections.Counter, "abb")}
-    ) as some:
+# ---- dispatch.py --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dispatch(on_simt, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
+    threads = torch.get_num_threads()
+    on_simt("dispatch_layers", CALLS=1)
+    yield on_simt("dispatch", HEADS=2, HEAD=16, T=20, LONG=24, COPIED=2**10, CHUNK=64)
+    torch.set_num_threads(threads)
+
+
+def dispatch_cases():
+    sizes = {"vocab": 31, "hidden": 32, "intermediate": 48, "layers": 1, "heads": 2, "kv_heads": 2}
+    config = preset("poly-7m", **sizes, head_dim=16, T=20)
+    return {
+        "curves": {"bf16": ("bfloat16", 6, 24, True)},
+        "attention": {"batch 1": (1, None, True), "batch 2, window 9": (2, 9, False)},
+        "layers": {"batch 32": (2, config)},
+    }
+
+
+@needs_simt
+def test_dispatch_runs_and_has_a_table(dispatch, scripts, monkeypatch):
+    shown = []
+
+    def show(part, result):
+        dispatch.PARTS[part][1](result)
+        shown.append(part)
+
+    results = dispatch.measure(list(dispatch.PARTS), dispatch_cases(), here=True, done=show)
+    assert shown == ["curves", "attention", "layers"]
+    peers = {dispatch.EAGER, dispatch.FOLDED, dispatch.COMPILED, dispatch.COMPILED_FOLDED}
+    for m in results["curves"]["bf16"].values():
+        assert m["ms"].keys() == m["errors"].keys() == {dispatch.OURS, *peers}
+        assert not m["cannot_be_captured"]
+        assert m["times"][dispatch.EAGER] == {"forward": 1.0, "backward": 0.0}
+    glu, special = results["curves"]["bf16"]["glu"], 6 * 24 * 6 / 16e9 * 1e3
+    rate = glu["copy_GB_per_s"]
+    assert glu["floors_ms"]["forward"]["special"] == pytest.approx(special)
+    assert glu["of_floor"]["backward"] == pytest.approx(5 * 24 * 6 * 2 / rate / 1e6)
+    for case, m in results["attention"].items():
+        assert not m["core"]["cannot_be_captured"] and not m["layer"]["cannot_be_captured"]
+        assert m["differ"] == 0
+        extras = dispatch.FLASH in m["core"]["times"], dispatch.GATHERED in m["core"]["times"]
+        assert {*extras, "long" in m} == {case == "batch 1"}
+    layers = results["layers"]
+    assert layers["batch 32"].keys() == {"RichardsGLU", "PolyAttention", "step"}
+    assert layers["cores"] == 1
+    losses = layers["batch 32"]["step"]["first_loss"].values()
+    assert max(losses) - min(losses) < 0.02, f"ours and torch's begin differently: {losses}"
+    table = table_of(scripts, monkeypatch, "dispatch", results)
+    assert table.count("\n| ") == 3 + 2 + 4 + 3 and table.count("(goal ") == 2 * 4 + 4 * 2 + 1 + 1
+
+
+@needs_simt
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda y, calls: y * 1.02, "ours is farther from float64"),
+        (lambda y, calls: y * (1 + 0.006 * (calls == 2)), r"two runs of ours differ in \d+"),
+    ],
+    ids=["wrong", "different"],
+)
+def test_dispatch_names_a_wrong_case_and_goes_on(dispatch, monkeypatch, spoil, message):
+    right, calls, done = dispatch.poly_attention, [], []
+
+    def spoiled(*args):
+        calls.append(1)
+        y = right(*args)
+        return spoil(y, len(calls)) if len(args[0]) == 1 else y
+
+    monkeypatch.setattr(dispatch, "poly_attention", spoiled)
+    cases = {"attention": {"batch 1": (1, None, False), "batch 2": (2, None, False)}}
+    keep = lambda part, result: done.append(list(result))
+    with pytest.raises(RuntimeError, match=f"^attention, batch 1: {message}") as error:
+        dispatch.measure(["attention"], cases, here=True, done=keep)
+    assert done == [["batch 2"]] and "batch 2" not in str(error.value)
+
+
+@needs_simt
+def test_dispatch_sees_wrong_gradients_of_the_gated_unit(dispatch, monkeypatch):
+    backward, curves = dispatch.launch_glu_backward, dispatch.Pointwise("float32", 6, 24, False)
+    for index, name in enumerate(("dx", "dtheta", "dtheta")):
+
+        def wrong(*args):
+            return [g * (1 + 2e-3 * (i == index)) for i, g in enumerate(backward(*args))]
+
+        monkeypatch.setattr(dispatch, "launch_glu_backward", wrong)
+        with pytest.raises(AssertionError, match=f"'{name}'"):
+            curves.measure()
+
+
+def test_dispatch_counts_what_the_kernels_header_counts(scripts):
+    dispatch = scripts("dispatch")
+    moved, special = dispatch.MOVED["glu"], dispatch.SPECIAL
+    header = (ROOT / "kernels_cu" / "richards.cu").read_text().split("#ifndef")[0]
+    words = " ".join(header.replace("//", " ").split())
+    glu = re.search(
+        r"forward (\d) reads and a write, backward (\d) reads and (\d) writes.*"
+        r"Special functions: forward (\d+), backward (\d+)",
+        words,
+    )
+    assert glu, header
+    expected = [moved["forward"] - 1, moved["backward"] - 2, 2, *special["glu"].values()]
+    assert list(map(int, glu.groups())) == expected
+    assert re.search(r"costs four special functions per element.*forward three", words), header
+    assert special["curve"] == {"forward": 3, "backward": 4}
+
+
+# ---- workers.py ---------------------------------------------------------------------------------
+
+
+def test_each_worker_is_a_process_and_its_errors_come_through(scripts):
+    workers, timing = scripts("workers"), scripts("timing")
+    variants = {"one": (collections.Counter, "aab"), "two": (collections.Counter, "abb")}
+    with workers.Workers(variants) as some:
         some.ready()
-        assert workers.in_turns(
-            {
-                name: lambda name=name: [some.ask(name, "total") + i for i in range(3)]
-                for name in some.names
-            },
-            2,
-        ) == {"one": 4, "two": 4}
+        timers = {name: lambda name=name: [some.ask(name, "total")] for name in some.names}
+        assert timing.in_turns(timers, 2) == {"one": 3, "two": 3}
         assert [some.ask(name, "most_common", 1) for name in some.names] == [[("a", 2)], [("b", 2)]]
         some.close("one")
         assert some.names == ["two"]
-        with pytest.raises(RuntimeError, match="'two' failed in its process:(.|\n)*AttributeError"):
+        message = "'two' failed in its process:(.|\n)*AttributeError"
+        with pytest.raises(workers.WorkerError, match=message):
             some.ask("two", "nothing")
     with (
-        pytest.raises(RuntimeError, match="'gone' has died"),
+        pytest.raises(workers.WorkerError, match="'gone' has died"),
         workers.Workers({"gone": (os._exit, 1)}) as some,
     ):
         some.ready()
 
 
-@pytest.fixture
-def dispatch_on_cpu(on_cpu_too, monkeypatch):
-    """dispatch.py likewise: tiny sizes, every way runs once; memory, clock and multiprocessors are made up."""
-    common, clip = module("common"), module("clip")
-    scripts = timing, torch_layers, layers, dispatch = [
-        module(name) for name in ("timing", "torch_layers", "dispatch_layers", "dispatch")
-    ]
-
-    monkeypatch.setattr(common, "milliseconds", once)
-    for script in (clip, *scripts):
-        monkeypatch.setattr(script, "DEVICE", "cpu")
-    for name, value in {
-        "HEADS": 2,
-        "HEAD": 16,
-        "T": 20,
-        "LONG": 24,
-        "COPIED": 2**10,
-        "CHUNK": 64,
-        "multiprocessors": lambda: 1,
-        "peak_MiB": lambda run: 2.0 + (run() is None),
-        "clock_MHz": lambda load: 1000.0 + (load() is not None),
-    }.items():
-        monkeypatch.setattr(dispatch, name, value)
-    monkeypatch.setattr(torch_layers, "CAPTURABLE", {})
-    monkeypatch.setattr(layers, "queued", on_cpu_too[0].queued)
-    monkeypatch.setattr(layers, "CALLS", 1)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
-    before = torch.get_num_threads()
-    yield dispatch
-    torch.set_num_threads(before)
-    for name in ("clip", "timing", "torch_layers", "dispatch_layers", "dispatch"):
-        del sys.modules[name]
-
-
-DISPATCH = {
-    "curves": {"bf16": ("bfloat16", 6, 24, True)},
-    "attention": {"batch 1": (1, None, True), "batch 2, window 9": (2, 9, False)},
-    "layers": {
-        "batch 32": (
-            2,
-            preset(
-                "poly-7m",
-                vocab=31,
-                hidden=32,
-                intermediate=48,
-                layers=1,
-                heads=2,
-                kv_heads=2,
-                head_dim=16,
-                T=20,
-            ),
+def test_rank_workers_that_hang_or_die_are_named_and_the_others_go_on(scripts):
+    workers = scripts("workers")
+    sets = {"numbers": (range, 2), "locks": (threading.Semaphore,)}
+    with workers.RankWorkers(sets, 2, "cpu") as some:
+        # Of range(0, 2) and range(1, 2).
+        assert some.ask("numbers", "index", 1) == [1, 0]
+        message = (
+            r"numbers: rank \d raised(.|\n)*ValueError: 5 is not in range(.|\n)*rank \d raised"
         )
-    },
-}
-
-
-@pytest.mark.skipif(find_compiler()[0] is None, reason="no C++ compiler for simt")
-def test_the_benchmark_of_dispatch_runs_and_has_a_table(dispatch_on_cpu, monkeypatch):
-    dispatch = dispatch_on_cpu
-    results = dispatch.measure(
-        list(dispatch.PARTS),
-        DISPATCH,
-        here=True,
-        done=lambda part, result: dispatch.PARTS[part][1](result),
-    )
-    for m in results["curves"]["bf16"].values():
-        assert (
-            m["ms"].keys()
-            == m["errors"].keys()
-            == {
-                dispatch.OURS,
-                dispatch.EAGER,
-                dispatch.FOLDED,
-                dispatch.COMPILED,
-                dispatch.COMPILED_FOLDED,
-            }
-        )
-        assert not m["cannot_be_captured"] and m["times"][dispatch.EAGER] == {
-            "forward": 1.0,
-            "backward": 0.0,
-        }
-    glu = results["curves"]["bf16"]["glu"]
-    assert glu["floors_ms"]["forward"]["special"] == pytest.approx(6 * 24 * 6 / 16e9 * 1e3) and glu[
-        "of_floor"
-    ]["backward"] == pytest.approx(5 * 24 * 6 * 2 / glu["copy_GB_per_s"] / 1e6)
-    for case, m in results["attention"].items():
-        assert (
-            not m["core"]["cannot_be_captured"]
-            and not m["layer"]["cannot_be_captured"]
-            and m["differ"] == 0
-        )
-        assert (
-            (dispatch.FLASH in m["core"]["times"])
-            == (dispatch.GATHERED in m["core"]["times"])
-            == ("long" in m)
-            == (case == "batch 1")
-        )
-    assert (
-        results["layers"]["batch 32"].keys() == {"RichardsGLU", "PolyAttention", "step"}
-        and results["layers"]["cores"] == 1
-    )
-    losses = results["layers"]["batch 32"]["step"]["first_loss"].values()
-    assert max(losses) - min(losses) < 0.02, f"ours and torch's do not begin alike: {losses}"
-    report = module("report")
-    monkeypatch.setattr(
-        report,
-        "load",
-        lambda name: {
-            "gpu": "A",
-            "driver": "B",
-            "torch": "C",
-            "nvrtc": "D",
-            "date": "E",
-            "results": results,
-        },
-    )
-    table = report.dispatch_table()
-    assert (
-        table.count("\n| ") == 3 + 2 + 4 + 3
-        and table.count("(goal ") == 2 * 4 + 4 * 2 + 1 + 1
-        and "A, driver B, torch C" in table
-    )
-
-
-@pytest.mark.skipif(find_compiler()[0] is None, reason="no C++ compiler for simt")
-def test_the_benchmark_of_dispatch_sees_wrong_values_and_goes_on(dispatch_on_cpu, monkeypatch):
-    dispatch, right, calls = dispatch_on_cpu, dispatch_on_cpu.poly_attention, []
-    cases = {"attention": {"batch 1": (1, None, False), "batch 2": (2, None, False)}}
-    for spoil, said in (
-        (lambda y: y * 1.02, "ours is farther from float64"),
-        (lambda y: y * (1 + 0.006 * (len(calls) == 2)), r"two runs of ours differ in \d+"),
+        with pytest.raises(workers.WorkerError, match=message):
+            some.ask("numbers", "index", 5)
+        # Rank 0 has a semaphore without a permit, rank 1 one with a permit.
+        with pytest.raises(workers.WorkerError, match="^locks: rank 0 has not answered for 0.5 s$"):
+            some.ask("locks", "acquire", timeout=0.5)
+        assert some.names == ["numbers"] and some.ask("numbers", "count", 0) == [1, 0]
+        message = "numbers: rank 1 raised(.|\n)*ValueError: 0 is not in range"
+        with pytest.raises(workers.WorkerError, match=message):
+            some.ask("numbers", "index", 0)
+        for name in ("numbers", "locks"):
+            with pytest.raises(workers.WorkerError, match=name):
+                some.ask(name, "count", 0)
+        assert some.names == []
+    with (
+        workers.RankWorkers({"gone": (os._exit,)}, 1, "cpu") as some,
+        pytest.raises(workers.WorkerError, match="gone: rank 0 has died"),
     ):
-        calls.clear()
-        monkeypatch.setattr(
-            dispatch,
-            "poly_attention",
-            lambda *args: (
-                calls.append(1),
-                spoil(right(*args)) if len(args[0]) == 1 else right(*args),
-            )[1],
-        )
-        done = []
-        with pytest.raises(RuntimeError, match=f"^attention, batch 1: {said}") as error:
-            dispatch.measure(
-                ["attention"], cases, here=True, done=lambda part, result: done.append(list(result))
-            )
-        assert done == [["batch 2"]] and "batch 2" not in str(error.value)
-    backward, curves = dispatch.launch_glu_backward, dispatch.Pointwise("float32", 6, 24, False)
-    for which in range(3):
-        monkeypatch.setattr(
-            dispatch,
-            "launch_glu_backward",
-            lambda *args: [g * (1 + 2e-3 * (i == which)) for i, g in enumerate(backward(*args))],
-        )
-        with pytest.raises(AssertionError, match=f"'{'dtheta' if which else 'dx'}'"):
-            curves.measure()
+        some.ask("gone", "anything")
 
 
-def test_the_benchmark_of_dispatch_counts_what_the_kernels_header_counts(dispatch_on_cpu):
-    header, moved, special = (
-        (ROOT / "kernels_cu" / "richards.cu").read_text().split("#ifndef")[0],
-        dispatch_on_cpu.MOVED,
-        dispatch_on_cpu.SPECIAL,
-    )
-    found = re.search(
-        r"forward (\d) reads and a write, backward (\d) reads and\W+(\d) writes.*Special functions: forward (\d+), backward (\d+)",
-        header,
-        re.S,
-    )
-    assert found and list(map(int, found.groups())) == [
-        moved["glu"]["forward"] - 1,
-        moved["glu"]["backward"] - 2,
-        2,
-        *special["glu"].values(),
-    ], header
-    assert re.search(r"costs four special functions per element.*forward three", header) and list(
-        special["curve"].values()
-    ) == [3, 4], header
+# ---- ddp.py -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def ddp_on_cpu(monkeypatch):
-    """ddp.py on two gloo ranks: one crew for all families, nothing compiled or captured, one step in each turn."""
-    common, workers, crews, ranks = (
-        module(name) for name in ("common", "workers", "crews", "ddp_ranks")
-    )
-    ddp = module("ddp")
-    monkeypatch.setattr(ddp, "CALLS", 1)
-    monkeypatch.setattr(ddp, "ROUNDS", {True: 1, False: 1})
-    monkeypatch.setattr(ddp, "SETTLED", 4)
-    plain = lambda way: dataclasses.replace(
-        way, how=way.how and {k: v for k, v in way.how.items() if k != "peer_to_peer"}
-    )  # for GPUs
-    yield (
-        ddp,
-        ranks,
-        {
-            family: {name: ("all", plain(way)) for name, (_, way) in ways.items()}
-            for family, ways in ddp.FAMILIES.items()
-        },
-    )
-    for name in ("workers", "crews", "ddp_ranks", "ddp"):
-        del sys.modules[name]
+def ddp(scripts):
+    """ddp.py, with one step in each turn."""
+    return scripts("ddp", CALLS=1, ROUNDS={True: 1, False: 1}, SETTLED=4)
 
 
-def test_the_benchmark_of_several_ranks_runs_and_has_a_table(ddp_on_cpu, monkeypatch):
-    ddp, ranks, families = ddp_on_cpu
-    config = Config(vocab=31, hidden=64, intermediate=128, layers=2, heads=2, kv_heads=2, T=16)
+@pytest.fixture
+def groups(ddp):
+    """The variants without what only GPUs have, all of them in the same workers."""
+
+    def on_cpu(variant):
+        options = variant.options and {
+            key: value for key, value in variant.options.items() if key != "peer_to_peer"
+        }
+        return dataclasses.replace(variant, options=options)
+
+    return {
+        group: {name: ("all", on_cpu(variant)) for name, (_, variant) in variants.items()}
+        for group, variants in ddp.GROUPS.items()
+    }
+
+
+def test_ddp_runs_and_has_a_table(ddp, groups, scripts, monkeypatch):
+    ranks = scripts("ddp_ranks")
+    config = dataclasses.replace(SMALL, hidden=64, intermediate=128, layers=2)
     bench = ranks.Bench(
         config,
         rows=2,
@@ -567,270 +631,240 @@ def test_the_benchmark_of_several_ranks_runs_and_has_a_table(ddp_on_cpu, monkeyp
         bits_steps=2,
     )
     kept = []
-    r = ddp.measure(bench, 2, (0.001,), keep=kept.append, families=families)
-    assert (
-        kept == [r]
-        and r["failed"] == {}
-        and r["left_out"] == []
-        and r["families"].keys() == families.keys()
-    )
-    for family, found in r["families"].items():
-        assert {count: rows.keys() for count, rows in found.items()} == dict.fromkeys(
-            "41", {*families[family], ddp.EACH}
-        )
-    assert {yes for way in r["bits"]["ways"].values() for yes in way.values()} == {
-        True
-    } and "equal to one GPU" in r["bits"]["ways"]["ordered"]
-    equal = [m for some in r["equal_on_all_ranks"].values() for m in some.values()]
+    r = ddp.measure(bench, 2, (0.001,), keep=kept.append, groups=groups)
+    assert kept == [r] and r["failed"] == {} and r["left_out"] == []
+    assert r["groups"].keys() == groups.keys()
+    for group, counts in r["groups"].items():
+        names = {*groups[group], ddp.EACH}
+        assert {count: rows.keys() for count, rows in counts.items()} == {"4": names, "1": names}
+    checks = r["bits"]["variants"]
+    assert all(equal for variant in checks.values() for equal in variant.values())
+    assert "equal to one GPU" in checks["ordered"]
+    equal = [m for variants in r["equal_on_all_ranks"].values() for m in variants.values()]
     assert all(m["equal"] for m in equal)
-    assert sorted(m["steps"] for m in equal) == [
-        *[4] * 3,
-        *[7] * 7,
-    ]  # turns of replayed steps are longer
-    captured = r["made"][ddp.CAPTURED]["DDP"]
-    assert all(
-        one["replay_apart"] < ranks.APART and one["gradients"] in ("set to None", "zeroed in place")
-        for one in captured
-    )
-    torchs = [family for family in families if "DDP" in families[family]]
-    assert torchs == [ddp.COMPILED, ddp.CAPTURED, ddp.SPLIT, ddp.EAGER]
-    fastest = {}
-    for count in "41":
-        rates = {
-            family: r["families"][family][count]["DDP"]["tokens_per_s_per_gpu"] for family in torchs
-        }
-        fastest[count] = max(rates, key=rates.get)
-    assert r["fastest_torch"] == fastest
+    # Turns of replayed steps are longer.
+    assert sorted(m["steps"] for m in equal) == [4] * 3 + [7] * 7
+    for answer in r["made"][ddp.CAPTURED]["DDP"]:
+        assert answer["replay_apart"] < ranks.REPLAY_ERROR
+        assert answer["gradients"] in ("set to None", "zeroed in place")
+    torch_groups = [group for group in groups if "DDP" in groups[group]]
+    assert torch_groups == [ddp.COMPILED, ddp.CAPTURED, ddp.SPLIT, ddp.EAGER]
+    for count, fastest in r["fastest_torch"].items():
+        ddps = {group: r["groups"][group][count]["DDP"] for group in torch_groups}
+        assert fastest == max(ddps, key=lambda group: ddps[group]["tokens_per_s_per_gpu"])
     memory = {name: m["optimizer_GiB"] for name, m in r["memory"][ddp.REPLAYED].items()}
-    assert memory["all-reduce"] == memory[ddp.ONE] > memory["sharded"] > 0 and r["bandwidth"][
-        "the arena"
-    ].keys() == {"bytes", *("all_reduce", "reduce_scatter", "all_gather")}
-    r = json.loads(json.dumps(r))
+    assert memory["all-reduce"] == memory[ddp.ONE] > memory["sharded"] > 0
+    operations = {"all_reduce", "reduce_scatter", "all_gather"}
+    assert r["bandwidth"]["the arena"].keys() == {"bytes", *operations}
     ddp.show(r)
-    report = module("report")
-    result = {
-        "gpu": "A",
-        "driver": "B",
-        "torch": "C",
-        "nvrtc": "D",
-        "date": "E",
-        "results": {"2": {**r, "failed": {"bits": "why"}, "nccl": {"version": "9", "NCCL_X": "1"}}},
-    }
+
+    report = scripts("report")
+    r = json.loads(json.dumps(r))
+    r |= {"failed": {"bits": "why"}, "nccl": {"version": "9", "NCCL_X": "1"}}
+    result = {**FACTS, "results": {"2": r}}
     monkeypatch.setattr(report, "load", {"ddp_2gpus": result}.get)
     table = report.ddp_table()
     assert table.count("\n|---") == 4 and table.count("\n| ") == 4 + 16 + (7 + 10) + 1 + 3
-    assert table.count("(goal ") == 2 * 2 + 2 + 1 + 7 + 10 and "A, driver B, torch C" in table
+    assert table.count("(goal ") == 2 * 2 + 2 + 1 + 7 + 10 and CONDITIONS in table
     assert len(re.findall(r" ms, \d+\.\d\dx \|", table)) == 2 * 6
+    words = " ".join(table.split())
     for count, micro_batches in (("4", "4 micro-batches"), ("1", "1 micro-batch")):
-        words = f'With {micro_batches} the fastest torch DDP is "{fastest[count]}: DDP"'
-        assert words in " ".join(table.split())
+        fastest = r["fastest_torch"][count]
+        assert f'With {micro_batches} the fastest torch DDP is "{fastest}: DDP"' in words
     assert "NCCL 9 with `NCCL_X=1`.\n\nFailed or left out: bits." in table
 
 
-def test_a_crew_that_hangs_or_dies_is_named_and_the_others_go_on(monkeypatch):
-    crews = module("crews")
-    with crews.Crews({"numbers": (range, 2), "locks": (threading.Semaphore,)}, 2, "cpu") as some:
-        assert some.ask("numbers", "index", 1) == [1, 0]  # of range(0, 2) and range(1, 2)
-        with pytest.raises(
-            crews.CrewError,
-            match=r"numbers: rank \d raised(.|\n)*ValueError: 5 is not in range(.|\n)*rank \d raised",
-        ):
-            some.ask("numbers", "index", 5)
-        with pytest.raises(crews.CrewError, match="^locks: rank 0 has not answered for 0.5 s$"):
-            some.ask("locks", "acquire", seconds=0.5)  # of no permit, and of one
-        assert some.names == ["numbers"] and some.ask("numbers", "count", 0) == [1, 0]
-        with pytest.raises(
-            crews.CrewError, match="numbers: rank 1 raised(.|\n)*ValueError: 0 is not in range"
-        ):
-            some.ask("numbers", "index", 0)
-        for name in ("numbers", "locks"):
-            with pytest.raises(crews.CrewError, match=name):
-                some.ask(name, "count", 0)
-        assert some.names == []
-    with (
-        crews.Crews({"gone": (os._exit,)}, 1, "cpu") as some,
-        pytest.raises(crews.CrewError, match="gone: rank 0 has died"),
-    ):
-        some.ask("gone", "anything")
-    del sys.modules["crews"]
+class ScriptedWorkers:
+    """In the place of RankWorkers: two ranks with the answers of a test.
 
-
-class Scripted:
-    """In the place of Crews: two ranks that answer what a test says, method -> function of the arguments; an exception is raised."""
+    replies: method -> function of its arguments; an exception that it returns is raised"""
 
     ranks = 2
 
-    def __init__(self, **answers):
-        self.replies, self.said, self.stopped, self.names = (
-            answers,
-            collections.defaultdict(list),
-            {},
-            ["all"],
-        )
+    def __init__(self, **replies):
+        self.replies = replies
+        self.pending = collections.defaultdict(list)
+        self.stopped = {}
+        self.names = ["all"]
 
-    def send(self, crew, method, *args):
-        self.said[crew].append(
-            self.replies[method](*args) if method in self.replies else [None, None]
-        )
+    def send(self, name, method, *args):
+        reply = self.replies.get(method, lambda *_: [None, None])
+        self.pending[name].append(reply(*args))
 
-    def answers(self, crew, seconds=None):
-        found = self.said[crew].pop(0)
-        if isinstance(found, Exception):
-            raise found
-        return found
+    def answers(self, name, timeout=None):
+        answer = self.pending[name].pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-    def ask(self, crew, method, *args, seconds=None):
-        self.send(crew, method, *args)
-        return self.answers(crew)
+    def ask(self, name, method, *args, timeout=None):
+        self.send(name, method, *args)
+        return self.answers(name)
 
-    def stop(self, crew):
-        self.stopped[crew] = "it was closed"
+    def stop(self, name):
+        self.stopped[name] = "it was closed"
 
 
-def test_the_benchmark_of_several_ranks_takes_the_slowest_rank_and_says_what_failed(ddp_on_cpu):
-    ddp, ranks, families = ddp_on_cpu
-    bench = ranks.Bench(
-        Config(vocab=31, hidden=16, intermediate=32, layers=2, heads=2, kv_heads=2, T=10),
-        rows=3,
-        device="cpu",
-    )
-    error, asked = sys.modules["crews"].CrewError("rank 1 has not answered for 60 s"), set()
+def making(key, variant):
+    """Both ranks' answers to make()."""
+    loss = 9.0 if key == ("torch, eager", "DDP") else 3.0
+    return [
+        {"first_loss": loss, "optimizer_GiB": 1.0},
+        {"first_loss": loss + 0.01, "optimizer_GiB": 2.0},
+    ]
 
-    def make(key, way):
-        loss = 9.0 if key == (ddp.EAGER, "DDP") else 3.0
-        return [
-            {"first_loss": loss, "optimizer_GiB": 1.0},
-            {"first_loss": loss + 0.01, "optimizer_GiB": 2.0},
-        ]
+
+@pytest.fixture
+def bench(scripts):
+    config = dataclasses.replace(SMALL, intermediate=32, layers=2, T=10)
+    return scripts("ddp_ranks").Bench(config, rows=3, device="cpu")
+
+
+def test_ddp_takes_the_slowest_rank_and_says_what_failed(ddp, groups, bench, scripts):
+    error = scripts("workers").WorkerError("rank 1 has not answered for 60 s")
+    asked = set()
 
     def times(key, count, calls, alone):
-        if key[1] == "sharded" and count == 1:
+        group, name = key
+        if name == "sharded" and count == 1:
             return error
-        replays = key[0] in (ddp.CAPTURED, ddp.SPLIT, ddp.REPLAYED)
-        before = [99.0] * (calls // 4) if replays else []  # not settled yet
+        replays = group in (ddp.CAPTURED, ddp.SPLIT, ddp.REPLAYED)
         asked.add((replays, count, calls))
-        slow = 18.75 if key == (ddp.CAPTURED, "DDP") else 20.0 if key[1] == "DDP" else 15.0
-        ms = (10.0,) if alone else (11.0, 12.0) if key[1] == ddp.ONE else (slow, 14.0)
-        return [before + [one * count] * (calls - len(before)) for one in ms] + [[]] * alone
+        # The clocks have not settled in the first quarter.
+        unsettled = [99.0] * (calls // 4) if replays else []
+        if alone:
+            ms = (10.0,)
+        elif name == ddp.ONE:
+            ms = (11.0, 12.0)
+        elif name == "DDP":
+            ms = (18.75 if group == ddp.CAPTURED else 20.0, 14.0)
+        else:
+            ms = (15.0, 14.0)
+        answers = [unsettled + [one * count] * (calls - len(unsettled)) for one in ms]
+        return answers + [[]] * alone
 
     def last(key):
-        return [["one", 2.0, 8], ["other" if key == (ddp.REPLAYED, "ordered") else "one", 2.0, 8]]
+        other = "other" if key == (ddp.REPLAYED, "ordered") else "one"
+        return [["one", 2.0, 8], [other, 2.0, 8]]
 
-    run = ddp.Run(
-        Scripted(make=make, times=times, last=last), bench, families, "all", time.perf_counter()
-    )
+    workers = ScriptedWorkers(make=making, times=times, last=last)
+    run = ddp.Run(workers, bench, groups, "all")
     run.all((), ddp.PARTS[:-2])
     run.memory()
     run.against_torch()
     r = run.results
+    captured, replayed = r["groups"][ddp.CAPTURED], r["groups"][ddp.REPLAYED]
     assert r["fastest_torch"] == {"4": ddp.CAPTURED, "1": ddp.CAPTURED}
-    assert r["families"][ddp.CAPTURED]["4"]["DDP"].keys() == {
-        "ms",
-        "tokens_per_s_per_gpu",
-        "of_one_gpu",
-        "exposed_ms",
-    }
-    assert (
-        "times_torch" not in r["families"][ddp.REPLAYED]["4"][ddp.ONE]
-        and r["families"][ddp.OURS_EAGER]["1"]["all-reduce"]["times_torch"] == 1.25
-    )
-    assert r["families"][ddp.REPLAYED]["4"]["all-reduce"] == {
+    keys = {"ms", "tokens_per_s_per_gpu", "of_one_gpu", "exposed_ms"}
+    assert captured["4"]["DDP"].keys() == replayed["4"][ddp.ONE].keys() == keys
+    assert r["groups"][ddp.OURS_EAGER]["1"]["all-reduce"]["times_torch"] == 1.25
+    assert replayed["4"]["all-reduce"] == {
         "ms": 60.0,
         "tokens_per_s_per_gpu": 2000.0,
         "of_one_gpu": pytest.approx(2 / 3),
         "exposed_ms": 12.0,
         "times_torch": 1.25,
     }
-    assert (
-        asked == {(True, 4, 1), (True, 1, 4), (False, 4, 1), (False, 1, 1)}
-        and r["families"][ddp.REPLAYED]["1"]["all-reduce"]["ms"] == 15.0
-    )
-    assert r["families"][ddp.REPLAYED]["1"].keys() == {
-        ddp.ONE,
-        ddp.EACH,
-        "all-reduce",
-        "all-reduce by NCCL",
-        "all-reduce in bf16",
-        "ordered",
-    }
-    assert r["families"][ddp.EAGER]["4"].keys() == {ddp.ONE, ddp.EACH} and r["memory"][
-        ddp.REPLAYED
-    ]["ordered"] == {"optimizer_GiB": 2.0}
-    assert r["failed"].pop(f"times of {ddp.REPLAYED}, sharded, 1") == str(error)
-    assert r["failed"].pop(f"making of {ddp.EAGER}: DDP").startswith("the first loss is 9.0")
-    assert (
-        r["failed"]
-        .pop(f"end of {ddp.REPLAYED}: ordered")
-        .startswith("the ranks' weights are not the same bits")
-        and not r["failed"]
-    )
-    assert (
-        not r["equal_on_all_ranks"][ddp.REPLAYED]["ordered"]["equal"]
-        and r["equal_on_all_ranks"][ddp.REPLAYED]["sharded"]["equal"]
-    )
+    assert asked == {(True, 4, 1), (True, 1, 4), (False, 4, 1), (False, 1, 1)}
+    assert replayed["1"]["all-reduce"]["ms"] == 15.0
+    assert replayed["1"].keys() == {ddp.EACH, *groups[ddp.REPLAYED]} - {"sharded"}
+    assert r["groups"][ddp.EAGER]["4"].keys() == {ddp.ONE, ddp.EACH}
+    assert r["memory"][ddp.REPLAYED]["ordered"] == {"optimizer_GiB": 2.0}
+    failed = r["failed"]
+    assert failed.pop(f"times of {ddp.REPLAYED}, sharded, 1") == str(error)
+    assert failed.pop(f"making of {ddp.EAGER}: DDP").startswith("the first loss is 9.0")
+    message = failed.pop(f"end of {ddp.REPLAYED}: ordered")
+    assert message.startswith("the ranks' weights are not bit-identical") and not failed
+    equal = r["equal_on_all_ranks"][ddp.REPLAYED]
+    assert not equal["ordered"]["equal"] and equal["sharded"]["equal"]
 
-    del r["families"][ddp.CAPTURED]["4"]["DDP"]  # had it failed
+    # As if it had failed.
+    del captured["4"]["DDP"]
     run.against_torch()
     assert r["fastest_torch"] == {"4": ddp.COMPILED, "1": ddp.CAPTURED}
-    assert r["families"][ddp.REPLAYED]["4"]["all-reduce"]["times_torch"] == pytest.approx(4 / 3)
+    assert replayed["4"]["all-reduce"]["times_torch"] == pytest.approx(4 / 3)
 
-    late = ddp.Run(Scripted(make=make), bench, families, "all", time.perf_counter() - 9, limit=5)
-    late.all((1,), ddp.PARTS)
-    assert (
-        late.results["left_out"] == [*families, "buckets", "bits", "bandwidth"]
-        and not late.results["failed"]
-    )
+
+def test_ddp_leaves_out_what_has_no_time_left(ddp, groups, bench):
+    run = ddp.Run(ScriptedWorkers(make=making), bench, groups, "all", limit=-1)
+    run.all((1,), ddp.PARTS)
+    assert run.results["left_out"] == [*groups, "buckets", "bits", "bandwidth"]
+    assert not run.results["failed"]
+
+
+@pytest.mark.parametrize(
+    "spoil, unequal",
+    [
+        (lambda first, second: None, []),
+        (lambda first, second: first["one GPU"].update(eager=["a", [1.5]]), ["equal to one GPU"]),
+        (lambda first, second: second["ordered"].update(replayed=["b"]), ["equal on all ranks"]),
+        (
+            lambda first, second: first["ordered"].update(replayed=["b"]),
+            ["equal on all ranks", "replayed equal to launched"],
+        ),
+    ],
+    ids=["equal", "one GPU", "another rank", "replay"],
+)
+def test_ddp_says_which_bits_differ(ddp, groups, bench, spoil, unequal):
+    names = ("all-reduce", "ordered", "sharded", "one GPU")
+    answers = [
+        {name: {"eager": ["a", [1.0]], "replayed": ["a", [1.0]]} for name in names} for _ in "12"
+    ]
+    spoil(*answers)
+    run = ddp.Run(ScriptedWorkers(bits=lambda: answers), bench, groups, "all")
+    run.bits()
+    checks = run.results["bits"]["variants"]["ordered"]
+    assert [what for what, equal in checks.items() if not equal] == unequal
+
+
+# ---- ddp_ranks.py -------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def one_rank(ddp_on_cpu, tmp_path):
+def one_rank(scripts, tmp_path):
     """ddp_ranks.py in this process, which is the only rank."""
-    _, ranks, _ = ddp_on_cpu
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
     )
-    yield ranks
+    yield scripts("ddp_ranks")
     torch.distributed.destroy_process_group()
 
 
-SMALL = {
-    "config": Config(vocab=31, hidden=16, intermediate=32, layers=1, heads=2, kv_heads=2, T=16),
-    "rows": 2,
-    "device": "cpu",
-    "compile": False,
-}
+def small_bench(ranks, **options):
+    config = dataclasses.replace(SMALL, intermediate=32)
+    return ranks.Bench(config, rows=2, device="cpu", compile=False, **options)
 
 
-@pytest.mark.parametrize("how", [None, {"bucket_cap_mb": 100}], ids=["one GPU", "DDP"])
+@pytest.mark.parametrize("options", [None, {"bucket_cap_mb": 100}], ids=["one GPU", "DDP"])
 def test_torchs_captured_step_is_checked_and_begins_with_the_first_weights(
-    one_rank, monkeypatch, how
+    one_rank, monkeypatch, options
 ):
-    bench = one_rank.Bench(**SMALL, graph=False)
-    captured, launched = (
-        one_rank.Way("torch", replayed=replayed, how=how) for replayed in (True, False)
-    )
-    batch = one_rank.random_batch(bench, 1)
-    steps = one_rank.Captured(0, bench, captured), one_rank.Peer(0, bench, launched)
+    bench = small_bench(one_rank, graph=False)
+    variant = one_rank.Variant("torch", replayed=True, options=options)
+    captured = one_rank.Captured(0, bench, variant)
+    launched = one_rank.Peer(0, bench, dataclasses.replace(variant, replayed=False))
+    batch = one_rank.rank_batch(bench, 1)
     for count in (4, 1, 4):
-        for step in steps:
+        for step in (captured, launched):
             step.run([t[: 2 * count] for t in batch], count)
-        assert float(steps[0].loss) == float(steps[1].loss) and steps[0].hash() == steps[1].hash()
+        assert float(captured.loss) == float(launched.loss)
+        assert captured.hash() == launched.hash()
     right = one_rank.Recording.replay
-    spoils = {
-        "two steps": lambda self: (right(self), right(self)),
-        "another loss": lambda self: (right(self), self.total.add_(1)),
-    }
+    spoils = (
+        # Two steps.
+        lambda self: (right(self), right(self)),
+        # Another loss.
+        lambda self: (right(self), self.total.add_(1)),
+    )
     monkeypatch.setattr(one_rank, "TRIALS", 1)
-    for replay in spoils.values():
+    message = "4 micro-batches: replayed and launched, a step changes the weights differently"
+    for replay in spoils:
         monkeypatch.setattr(one_rank.Recording, "replay", replay)
-        with pytest.raises(
-            AssertionError,
-            match="4 micro-batches: replayed and launched, a step changes the weights differently",
-        ):
-            one_rank.Captured(0, bench, captured)
+        with pytest.raises(AssertionError, match=message):
+            one_rank.Captured(0, bench, variant)
 
 
-class Side:
+class SideStream:
     """In the place of torch.cuda.Stream."""
 
     def wait_stream(self, other):
@@ -856,98 +890,41 @@ def test_torchs_ddp_is_captured_on_the_stream_it_was_made_on_after_its_warm_up(
 
     def noted(what, function):
         def called(*args, **more):
-            assert isinstance(streams[-1], Side), f"{what} not on the stream that captures"
+            assert isinstance(streams[-1], SideStream), f"{what} not on the stream that captures"
             events.append(what)
             return function(*args, **more)
 
         return called
 
-    fakes = {
-        "Stream": Side,
+    fake_graph = types.SimpleNamespace(replay=lambda: None, reset=lambda: events.append("reset"))
+    for name, fake in {
+        "Stream": SideStream,
         "stream": stream,
         "graph": graph,
         "graph_pool_handle": lambda: "shared",
         "current_stream": lambda: None,
-        "CUDAGraph": lambda: types.SimpleNamespace(
-            replay=lambda: None, reset=lambda: events.append("reset")
-        ),
-        "max_memory_allocated": lambda: 7,
-        **dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats"), lambda: None),
-    }
-    for name, fake in fakes.items():
+        "CUDAGraph": lambda: fake_graph,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(one_rank, "queued", lambda run, calls: [1.0] * calls)
-    monkeypatch.setattr(
-        one_rank, "DistributedDataParallel", noted("DDP", one_rank.DistributedDataParallel)
-    )
+    made_by_torch = one_rank.DistributedDataParallel
+    monkeypatch.setattr(one_rank, "DistributedDataParallel", noted("DDP", made_by_torch))
     monkeypatch.setattr(one_rank.Peer, "step", noted("step", one_rank.Peer.step))
     monkeypatch.setattr(one_rank.Captured, "_check", lambda self, count: events.append("check"))
-    made = one_rank.Captured(
-        0, one_rank.Bench(**SMALL), one_rank.Way("torch", replayed=True, how={"bucket_cap_mb": 100})
-    )
-    made.close()
-    later = ["step"] * 3
-    assert events == [
-        "DDP",
-        *["step"] * 13,
-        "capture into None",
-        "step",
-        "reset",
-        *later,
-        "capture into None",
-        "step",
-        "reset",
-        *later,
-        "capture into shared",
-        "step",
-        "check",
-        *later,
-        "capture into shared",
-        "step",
-        "check",
-        "reset",
-        "reset",
-    ]
+    variant = one_rank.Variant("torch", replayed=True, options={"bucket_cap_mb": 100})
+    one_rank.Captured(0, small_bench(one_rank), variant).close()
+    warm_up = ["step"] * 3
+    trial = ["capture into None", "step", "reset"]
+    final = ["capture into shared", "step", "check"]
+    expected = ["DDP", *["step"] * 13, *trial, *warm_up, *trial]
+    assert events == [*expected, *warm_up, *final, *warm_up, *final, "reset", "reset"]
 
 
-def test_bits_that_differ_are_told_apart(ddp_on_cpu):
-    ddp, ranks, families = ddp_on_cpu
-
-    def bits(other):
-        def answers():
-            same = {
-                name: {"eager": ["a", [1.0]], "replayed": ["a", [1.0]]}
-                for name in ("all-reduce", "ordered", "sharded", "one GPU")
-            }
-            first, second = json.loads(json.dumps(same)), json.loads(json.dumps(same))
-            (second if other == "rank" else first)["ordered"]["replayed"][0] = (
-                "b" if other in ("rank", "replay") else "a"
-            )
-            if other == "one":
-                first["one GPU"]["eager"][1] = [1.5]
-            return [first, second]
-
-        run = ddp.Run(Scripted(bits=answers), ranks.Bench(None), families, "all", 0.0)
-        run.bits()
-        return [what for what, yes in run.results["bits"]["ways"]["ordered"].items() if not yes]
-
-    assert (
-        bits("") == []
-        and bits("one") == ["equal to one GPU"]
-        and bits("rank") == ["equal on all ranks"]
-    )
-    assert bits("replay") == ["equal on all ranks", "replayed equal to launched"]
-
-
-def test_a_rank_sees_that_its_gpu_hangs(ddp_on_cpu, monkeypatch):
-    _, ranks, _ = ddp_on_cpu
-    done = iter([False, False, True, *[False] * 10**6])
-    monkeypatch.setattr(
-        torch.cuda,
-        "Event",
-        lambda: types.SimpleNamespace(record=lambda: None, query=lambda: next(done)),
-    )
+def test_a_rank_sees_that_its_gpu_hangs(scripts, monkeypatch):
+    ranks = scripts("ddp_ranks")
+    done = itertools.chain([False, False, True], itertools.repeat(False))
+    event = types.SimpleNamespace(record=lambda: None, query=lambda: next(done))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     rank = types.SimpleNamespace(cuda=True)
     ranks.Rank._finish(rank)
-    with pytest.raises(ranks.Stuck, match="the GPU has not finished a step for 0.05 s"):
+    with pytest.raises(scripts("workers").Stuck, match="not finished a step for 0.05 s"):
         ranks.Rank._finish(rank, 0.05)

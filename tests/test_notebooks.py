@@ -7,7 +7,7 @@ import re
 import pytest
 
 nbformat = pytest.importorskip("nbformat")
-from gpuaccel.learn.exercises.exercises import EXERCISES  # noqa: E402
+from gpuaccel.learn import EXERCISES  # noqa: E402
 
 FOLDER = pathlib.Path(__file__).resolve().parent.parent / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))

@@ -1,4 +1,4 @@
-"""What a person gets who installs gpuaccel: the wheel, the requirements, the two make commands, and a fast import."""
+"""What an installation contains: the wheel, the requirements, the make commands, a fast import."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from packaging.version import Version
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 KERNELS = sorted(path.name for path in (ROOT / "kernels_cu").glob("*.cu*"))
-MODULES = sorted(path.name for path in (ROOT / "gpuaccel").glob("*.py"))
+MODULES = sorted(path.name for path in (ROOT / "gpuaccel").glob("*.py")) + ["py.typed"]
 
 
 def requirement_lines(path):
@@ -68,15 +68,20 @@ def test_the_wheel_holds_every_kernel_and_module_and_nothing_else(wheel):
     assert "gpuaccel = gpuaccel.cli.main:main" in zipfile.ZipFile(wheel).read(entry).decode()
 
 
+FIND_KERNELS = """
+import gpuaccel
+from gpuaccel.compiler.kernel import kernel_files, kernel_root
+print(gpuaccel.__file__)
+print(kernel_root())
+print(*(file.stem for file in kernel_files()))
+"""
+
+
 def test_kernels_are_found_from_an_unpacked_wheel(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    code = (
-        "import gpuaccel, gpuaccel.compiler.kernel as k; print(gpuaccel.__file__); print(k.kernel_root());"
-        "print(*(file.stem for file in k.kernel_files()))"
-    )
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+        [sys.executable, "-c", FIND_KERNELS], cwd=tmp_path, env=env, capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr
     package, kernels, names = ran.stdout.splitlines()
@@ -95,11 +100,11 @@ def test_constraints_pin_every_requirement_within_its_bounds(project):
     pinned = pins(ROOT / "constraints.txt")
     extras = project["optional-dependencies"]
     for line in [*project["dependencies"], *extras["cu12"], *extras["test"], *extras["browser"]]:
-        wanted = Requirement(line)
-        found = pinned.get(canonicalize_name(wanted.name))
-        assert found is not None, f"constraints.txt has no version for {wanted.name}"
-        assert found in wanted.specifier, (
-            f"constraints.txt pins {wanted.name} {found}, pyproject.toml wants {line}"
+        requirement = Requirement(line)
+        version = pinned.get(canonicalize_name(requirement.name))
+        assert version is not None, f"constraints.txt has no version for {requirement.name}"
+        assert version in requirement.specifier, (
+            f"constraints.txt pins {requirement.name} {version}, pyproject.toml wants {line}"
         )
 
 
@@ -176,22 +181,19 @@ def test_make_installs_again_when_the_requirements_changed(tmp_path):
 @needs_make
 @pytest.mark.parametrize("there", [True, False])
 def test_make_installs_a_compiler_where_the_package_finds_none(tmp_path, there):
-    """Also where the environment was made before: compilers come and go."""
+    """Also where the environment was made before: a compiler may have been removed since."""
     assert "ziglang" in pins(ROOT / "constraints.txt")
-    python, said = tmp_path / "bin" / "python", tmp_path / "said"
+    python, log = tmp_path / "bin" / "python", tmp_path / "log"
     python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\necho "$@" >> {said}\n[ "$1" = -m ] || exit {int(not there)}\n')
+    python.write_text(f'#!/bin/sh\necho "$@" >> {log}\n[ "$1" = -m ] || exit {int(not there)}\n')
     python.chmod(0o755)
     (tmp_path / ".installed").touch()
     made = subprocess.run(
         ["make", f"VENV={tmp_path}", "compiler"], cwd=ROOT, capture_output=True, text=True
     )
-    assert made.returncode == 0 and "find_compiler" in said.read_text(), made
-    assert (
-        ("-c constraints.txt ziglang" in said.read_text())
-        == ("installing the compiler ziglang" in made.stdout)
-        == (not there)
-    )
+    assert made.returncode == 0 and "find_compiler" in log.read_text(), made
+    assert ("-c constraints.txt ziglang" in log.read_text()) == (not there)
+    assert ("installing the compiler ziglang" in made.stdout) == (not there)
     for target in ("lab", "test"):
         assert "find_compiler" in dry_make(f"VENV={tmp_path}", target)
 
@@ -199,16 +201,16 @@ def test_make_installs_a_compiler_where_the_package_finds_none(tmp_path, there):
 @needs_make
 def test_make_commands_do_what_the_readme_says():
     assert "--nbval-lax" in dry_make("test") and "tests notebooks" in dry_make("test")
-    assert "jupyterlab" in dry_make(
-        "lab"
-    ) and "default_url=/lab/tree/notebooks/README.md" in dry_make("lab")
+    lab = dry_make("lab")
+    assert "jupyterlab" in lab and "default_url=/lab/tree/notebooks/README.md" in lab
     links = re.findall(r"\]\(([^)]+)\)", (ROOT / "notebooks" / "README.md").read_text())
     assert all((ROOT / "notebooks" / link).is_file() for link in links), links
     assert {path.name for path in (ROOT / "notebooks").glob("*.ipynb")} <= set(links), (
         "the start page names every notebook"
     )
     json.loads((ROOT / "notebooks" / ".jupyterlab" / "overrides.json").read_text())
-    assert "make lab" in dry_make()  # a bare `make` is the help
+    # A bare `make` is the help.
+    assert "make lab" in dry_make()
     ci = ROOT / ".ci" / "run"
     assert os.access(ci, os.X_OK) and ci.read_text().rstrip().endswith("make test")
 
@@ -223,7 +225,7 @@ print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
 
 
 def test_import_is_light():
-    """Nothing heavy comes with it beyond `import torch`, of others and of torch's own parts, which are imported when they are needed."""
+    """It imports nothing heavy beyond `import torch`: no other package, no further part of torch."""
     added = subprocess.run(
         [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True
     ).stdout.split()

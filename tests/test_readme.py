@@ -1,4 +1,4 @@
-"""README.md and docs/: Python runs as printed, numbers are the recorded ones, links lead somewhere."""
+"""README.md and docs/: examples run, numbers are the recorded ones, links lead somewhere."""
 
 import ast
 import importlib.util
@@ -208,7 +208,7 @@ def test_the_peer_on_several_gpus_is_the_fastest_ddp(report):
     ours = {"one GPU": {"ms": 9.0}, "all-reduce": {"ms": 10.0, "of_one_gpu": 0.9}}
     eager = {"one GPU": {"ms": 11.0}, "each for itself": {"ms": 5.0}, "DDP": {"ms": 40.0}}
     families = {"torch, eager": {"4": eager}, "ours, replayed": {"4": ours}}
-    r = {"families": families}
+    r = {"groups": families}
     assert report.ddp_headline(r)[1:] == ("ours on one GPU", "0.900x")
     assert "4.00x" in report.ddp_peer(r, 2) and "launched from Python" in report.ddp_peer(r, 2)
     families["torch, captured"] = {"4": {"DDP": {"ms": 12.0}}}

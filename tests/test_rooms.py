@@ -6,10 +6,12 @@ import re
 import subprocess
 import sys
 
+import torch
+
 import gpuaccel
 
 ROOT = pathlib.Path(gpuaccel.__file__).parent
-PAGE = ROOT.parent / "docs" / "development.md"
+PAGE = ROOT.parent / "CONTRIBUTING.md"
 GROUND = "ground floor"  # the modules beside the rooms
 
 
@@ -62,7 +64,7 @@ def test_imports_between_rooms_go_one_way():
         r"^\| (\d+) \| (?:`(\w+)/`|the modules beside the rooms) \|", PAGE.read_text(), re.M
     )
     assert {room or GROUND: int(floor) for floor, room in rows} == found, (
-        "docs/development.md has other floors"
+        "CONTRIBUTING.md has other floors"
     )
 
 
@@ -74,6 +76,64 @@ def test_no_room_imports_a_private_name_of_another():
         if name.startswith("_") and not name.startswith("__")
     ]
     assert private == []
+
+
+def modules():
+    """(path below gpuaccel/, its room, its syntax tree)."""
+    for path in sorted(ROOT.rglob("*.py")):
+        here = path.relative_to(ROOT)
+        if not here.parts[0].startswith("__"):
+            yield here, room_of(here.with_suffix("").parts), ast.parse(path.read_text())
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_attributes(tree):
+    """Names that the classes of a module define: methods, class attributes, `self._name = ...`."""
+    for cls in ast.walk(tree):
+        if not isinstance(cls, ast.ClassDef):
+            continue
+        for node in ast.walk(cls):
+            if isinstance(node, ast.FunctionDef) and is_private(node.name):
+                yield node.name
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                if is_private(node.id):
+                    yield node.id
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if is_private(node.attr) and ast.unparse(node.value) in ("self", "cls"):
+                    yield node.attr
+
+
+def test_no_room_reads_a_private_attribute_of_anothers_objects():
+    torchs = set(vars(torch.nn.Module()))  # _parameters, _modules, ...
+    defined = {}
+    for _, room, tree in modules():
+        defined.setdefault(room, set()).update(private_attributes(tree))
+    reads = [
+        f"{path}:{node.lineno} {ast.unparse(node)}"
+        for path, room, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and is_private(node.attr)
+        and ast.unparse(node.value) not in ("self", "cls")
+        and node.attr not in defined[room] | torchs
+        and any(node.attr in names for names in defined.values())
+    ]
+    assert reads == []
+
+
+def test_no_object_changes_its_class():
+    changes = [
+        f"{path}:{node.lineno}"
+        for path, _, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr == "__class__"
+        and isinstance(node.ctx, ast.Store)
+    ]
+    assert changes == []
 
 
 def test_a_cycle_of_rooms_is_found():

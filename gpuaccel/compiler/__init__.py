@@ -1,1 +1,5 @@
-"""Source to cubin to a callable on tensors: nvrtc (compiles, keeps the cubins), kernel (checks arguments, launches on a GPU or hands over to simt)."""
+"""From source to cubin to a callable on tensors.
+
+nvrtc compiles and caches cubins. kernel checks arguments, and launches on a GPU or hands over to
+simt.
+"""

@@ -1,14 +1,17 @@
-"""CUDA C in, machine code (cubin) out: NVRTC opened by path, with an on-disk cache. Needs no GPU and no driver.
+"""CUDA C in, machine code (cubin) out: NVRTC opened by path, with a cache on disk.
+
+It needs no GPU and no driver.
 
     >>> from gpuaccel import nvrtc
-    >>> nvrtc.library()                                   # which NVRTC, and where it was found
+    >>> nvrtc.library()                                   # which NVRTC, and its path
     Library(version=(12, 9), path='.../nvidia/cuda_nvrtc/lib/libnvrtc.so.12', ...)
     >>> cubin, log = nvrtc.compile_cubin(source, "x.cu", "sm_90", {"GRAD_T": "float"})
 
-Why by path, through ctypes: `cuda.bindings.nvrtc` takes whichever libnvrtc the process has already loaded, so that with torch's
-CUDA 13 wheels beside NVRTC 12 the compiler would depend on import order. Here the choice is a function of what is installed:
-`GPUACCEL_NVRTC` (a path), else the NVRTC 12 wheel (its code runs on CUDA 12 and 13 drivers), else torch's NVRTC 13, else the
-system's. Libraries of both majors live side by side in one process (their symbols are versioned).
+Why by path, through ctypes: `cuda.bindings.nvrtc` takes whichever libnvrtc the process has loaded.
+With torch's CUDA 13 wheels beside NVRTC 12 the compiler would then depend on the order of imports.
+Here it depends only on what is installed: `GPUACCEL_NVRTC` (a path), else the NVRTC 12 wheel (its
+code runs on CUDA 12 and 13 drivers), else torch's NVRTC 13, else the system's. Libraries of both
+major versions can be loaded in one process, because their symbols are versioned.
 """
 
 import ctypes
@@ -27,12 +30,13 @@ from dataclasses import dataclass
 from ..errors import BackendError, CompileError
 from ..files import read_entry, write_entry
 
-OPTIONS = ("-std=c++17", "--ptxas-options=-v")  # the second makes ptxas report registers and spills
+# The second makes ptxas report registers and spills.
+OPTIONS = ("-std=c++17", "--ptxas-options=-v")
 
 
 @dataclass(frozen=True)
 class Library:
-    """One NVRTC: `version` as (12, 9), `path`, `archs` it can write machine code for ("sm_75", ...)."""
+    """One NVRTC. archs: those that it can write machine code for, as "sm_75"."""
 
     version: "tuple[int, int]"
     path: str
@@ -45,7 +49,10 @@ class Library:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel costs on one architecture, as ptxas reports it. Bytes are per thread, shared memory per block."""
+    """What one kernel uses on one architecture, as ptxas reports it.
+
+    Shared memory is per block; registers, stack and spills are per thread.
+    """
 
     arch: str
     registers: int
@@ -57,7 +64,7 @@ class Resources:
 
 
 def candidates() -> "list[str]":
-    """Paths where an NVRTC may be, best first; the order does not depend on what is already loaded."""
+    """Paths where an NVRTC may be, best first. The order does not depend on what is loaded."""
     if chosen := os.environ.get("GPUACCEL_NVRTC"):
         return [chosen]
     roots = dict.fromkeys(
@@ -70,77 +77,81 @@ def candidates() -> "list[str]":
         ]
     )
     wheels = [root for root in roots if root and os.path.isdir(os.path.join(root, "nvidia"))]
-    patterns = [
-        os.path.join(root, "nvidia", *tail)
-        for tail in (
-            ("cuda_nvrtc", "lib", "libnvrtc.so.12"),
-            ("cu13", "lib", "libnvrtc.so.13"),
-            ("cuda_nvrtc", "bin", "nvrtc64_12*.dll"),
-        )
-        for root in wheels
-    ]
-    patterns += [
-        os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "lib64", "libnvrtc.so.1[23]")
-    ]
-    return [
-        path
-        for pattern in patterns
-        for path in sorted(glob.glob(pattern), reverse=True)
-        if not path.endswith(".alt.dll")
-    ] + ["libnvrtc.so.12", "libnvrtc.so.13"]
+    libraries = (
+        ("cuda_nvrtc", "lib", "libnvrtc.so.12"),
+        ("cu13", "lib", "libnvrtc.so.13"),
+        ("cuda_nvrtc", "bin", "nvrtc64_12*.dll"),
+    )
+    patterns = [os.path.join(root, "nvidia", *path) for path in libraries for root in wheels]
+    toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    patterns.append(os.path.join(toolkit, "lib64", "libnvrtc.so.1[23]"))
+    paths = [path for pattern in patterns for path in sorted(glob.glob(pattern), reverse=True)]
+    paths = [path for path in paths if not path.endswith(".alt.dll")]
+    return [*paths, "libnvrtc.so.12", "libnvrtc.so.13"]
 
 
 def _open(path: str) -> Library:
     for builtins in sorted(glob.glob(os.path.join(os.path.dirname(path), "*nvrtc-builtins*"))):
         if ".alt." not in builtins:
-            ctypes.CDLL(
-                builtins
-            )  # NVRTC 13.0 has no search path of its own and would not find them
+            # NVRTC 13.0 has no search path of its own and would not find them.
+            ctypes.CDLL(builtins)
     lib = ctypes.CDLL(path)
-    major, minor, count = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
+    count = ctypes.c_int()
     lib.nvrtcGetErrorString.restype = ctypes.c_char_p
     lib.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     lib.nvrtcGetNumSupportedArchs(ctypes.byref(count))
     archs = (ctypes.c_int * count.value)()
     lib.nvrtcGetSupportedArchs(archs)
-    return Library((major.value, minor.value), path, tuple(f"sm_{arch}" for arch in archs), lib)
+    version = major.value, minor.value
+    return Library(version, path, tuple(f"sm_{arch}" for arch in archs), lib)
 
 
 @functools.cache
 def library() -> Library:
-    """The NVRTC that compiles every kernel of this process. Raises BackendError that names the wheel to install."""
-    tried = candidates()
-    for path in tried:
+    """The NVRTC that compiles every kernel of this process.
+
+    Raises BackendError that names the wheel to install.
+    """
+    paths = candidates()
+    for path in paths:
         try:
             return _open(path)
         except (OSError, AttributeError) as error:
             problem = error
     raise BackendError(
         "NVRTC, the compiler for CUDA C, was not found: pip install nvidia-cuda-nvrtc-cu12 "
-        f"(looked at {', '.join(tried)}; last answer: {problem})"
+        f"(looked at {', '.join(paths)}; last answer: {problem})"
     )
 
 
 def check_arch(arch: str) -> str:
-    """`arch` itself, when this NVRTC can write machine code for it; BackendError with what to do otherwise.
+    """Return `arch`, if this NVRTC can write machine code for it.
 
-    "sm_90a" is sm_90 with the instructions that only it has; NVRTC lists just the latter."""
+    "sm_90a" is sm_90 with the instructions that only it has. NVRTC lists only sm_90.
+
+    Raises BackendError that says what to do otherwise.
+    """
     lib = library()
     if arch not in lib.archs and not (arch.endswith("a") and arch[:-1] in lib.archs):
         raise BackendError(
-            f"{lib} knows {', '.join(lib.archs)} and not {arch}: install a newer nvidia-cuda-nvrtc-cu12, "
-            "or point GPUACCEL_NVRTC at another libnvrtc"
+            f"{lib} knows {', '.join(lib.archs)} and not {arch}: install a newer "
+            "nvidia-cuda-nvrtc-cu12, or point GPUACCEL_NVRTC at another libnvrtc"
         )
     return arch
 
 
 def check_driver(driver: "int | None"):
-    """Refuse an NVRTC whose machine code the driver is too old for. driver: 1000*major + 10*minor, None without one."""
-    version = library().version
-    if driver is not None and driver // 1000 < version[0]:
+    """Raise BackendError if the driver is too old for this NVRTC's machine code.
+
+    driver: CUDA version as 1000 * major + 10 * minor; None without a driver
+    """
+    if driver is not None and driver // 1000 < library().version[0]:
         raise BackendError(
-            f"the driver supports CUDA {driver // 1000}.{driver % 1000 // 10}, but {library()} writes code for CUDA "
-            f"{version[0]}: update the driver, or pip install 'nvidia-cuda-nvrtc-cu12<13'"
+            f"the driver supports CUDA {driver // 1000}.{driver % 1000 // 10}, but {library()} "
+            f"writes code for CUDA {library().version[0]}: update the driver, or "
+            "pip install 'nvidia-cuda-nvrtc-cu12<13'"
         )
 
 
@@ -151,31 +162,36 @@ def compile_cubin(
     defines: "dict[str, str] | None" = None,
     options: "tuple[str, ...]" = (),
 ) -> "tuple[bytes, str]":
-    """(cubin, ptxas report) of a whole program for one architecture ("sm_90"), from the cache when it is there.
+    """(cubin, ptxas report) of a whole program for one architecture, from the cache if it is there.
 
-    source: CUDA C with everything it needs in it, so that the cache key covers it; filename: what error messages call it.
-    Raises CompileError with file, line and caret as NVRTC prints them."""
-    # NVRTC 12.9 and newer keep cubins of their own where there is a driver, and give them back without ptxas's report.
-    own_cache = ("--no-cache",) if library().version >= (12, 9) else ()
+    source: CUDA C with everything it needs, so that the cache key covers it
+    filename: what error messages call it
+    arch: e.g. "sm_90"
+    defines, options: macros and further options for NVRTC
+
+    Raises CompileError with file, line and caret as NVRTC prints them.
+    """
+    # From 12.9 on NVRTC has a cache of its own where there is a driver, without ptxas's report.
+    no_cache = ("--no-cache",) if library().version >= (12, 9) else ()
     macros = [f"-D{name}={value}" for name, value in sorted((defines or {}).items())]
-    flags = [f"-arch={check_arch(arch)}", *OPTIONS, *own_cache, *options, *macros]
-    key = hashlib.sha256(
-        json.dumps([source, filename, flags, library().version]).encode()
-    ).hexdigest()
-    found = _read(key)
-    if found is None:
-        found = _compile(source, filename, flags)
-        _write(key, *found)
-    return found
+    flags = [f"-arch={check_arch(arch)}", *OPTIONS, *no_cache, *options, *macros]
+    facts = json.dumps([source, filename, flags, library().version])
+    key = hashlib.sha256(facts.encode()).hexdigest()
+    result = _read(key)
+    if result is None:
+        result = _compile(source, filename, flags)
+        _write(key, *result)
+    return result
 
 
 _lock = threading.Lock()
 
 
 def _compile(source, filename, flags):
-    lib, program = library().handle, ctypes.c_void_p()
+    lib = library().handle
+    program = ctypes.c_void_p()
 
-    def log():
+    def read_log():
         size = ctypes.c_size_t()
         lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
         text = ctypes.create_string_buffer(max(size.value, 1))
@@ -187,44 +203,49 @@ def _compile(source, filename, flags):
             ctypes.byref(program), source.encode(), filename.encode(), 0, None, None
         )
         if status:
-            raise CompileError(
-                f"NVRTC refused {filename}: {lib.nvrtcGetErrorString(status).decode()}"
-            )
+            reason = lib.nvrtcGetErrorString(status).decode()
+            raise CompileError(f"NVRTC refused {filename}: {reason}")
         try:
-            status = lib.nvrtcCompileProgram(
-                program, len(flags), (ctypes.c_char_p * len(flags))(*(f.encode() for f in flags))
-            )
+            arguments = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
+            status = lib.nvrtcCompileProgram(program, len(flags), arguments)
+            log = read_log()
             if status:
+                arch = flags[0].removeprefix("-arch=")
                 raise CompileError(
-                    f"{filename} does not compile for {flags[0].removeprefix('-arch=')}:\n{log()}{_hint(log())}",
-                    log(),
+                    f"{filename} does not compile for {arch}:\n{log}{_hint(log)}", log
                 )
             size = ctypes.c_size_t()
             lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
             cubin = ctypes.create_string_buffer(size.value)
             lib.nvrtcGetCUBIN(program, cubin)
-            return cubin.raw, log()
+            return cubin.raw, log
         finally:
             lib.nvrtcDestroyProgram(ctypes.byref(program))
 
 
 # What people expect to be there, and what to write instead: there are no headers.
 HINTS = {
-    r"could not open source file": "there are no headers to include: bf16, fp16 and as_float are at hand (kernels_cu/common.cuh), C math is built in",
+    r"could not open source file": "there are no headers to include but those of kernels_cu: "
+    "bf16, fp16 and as_float are at hand (common.cuh), C math is built in",
     r'"INFINITY"|"NAN"': "INFINITY is __int_as_float(0x7f800000), NAN is __int_as_float(0x7fffffff)",
-    r'"FLT_MAX"|"INT_MAX"|"M_PI\w*"|"FLT_EPSILON"': "write the number itself: FLT_MAX is 3.402823466e38f, INT_MAX 2147483647, M_PI 3.14159265358979",
-    r'"u?int(8|16|32|64)_t"': "unsigned char, unsigned short, unsigned and unsigned long long are the types of fixed width",
-    r"too much shared data|\b(4915[3-9]|491[6-9]\d|49[2-9]\d\d|[5-9]\d{4}|\d{6,}) bytes smem": "a block has 49,152 bytes of static __shared__ memory; more is asked for at the launch: kernel[grid, block, bytes]",
+    r'"FLT_MAX"|"INT_MAX"|"M_PI\w*"|"FLT_EPSILON"': "write the number itself: "
+    "FLT_MAX is 3.402823466e38f, INT_MAX 2147483647, M_PI 3.14159265358979",
+    r'"u?int(8|16|32|64)_t"': "unsigned char, unsigned short, unsigned and unsigned long long are "
+    "the types of fixed width",
+    # More than 49,152 bytes, in the words of NVRTC and of ptxas.
+    r"too much shared data|\b(4915[3-9]|491[6-9]\d|49[2-9]\d\d|[5-9]\d{4}|\d{6,}) bytes smem": "a "
+    "block has 49,152 bytes of static __shared__ memory; a launch can ask for more: "
+    "kernel[grid, block, bytes]",
 }
 
 
 def _hint(log: str) -> str:
-    found = [hint for pattern, hint in HINTS.items() if re.search(pattern, log)]
-    return "".join(f"\nhint: {hint}" for hint in found)
+    hints = [hint for pattern, hint in HINTS.items() if re.search(pattern, log)]
+    return "".join(f"\nhint: {hint}" for hint in hints)
 
 
 def resources(cubin: bytes, log: str, name: str, arch: str) -> Resources:
-    """What kernel `name` costs, read from ptxas's report."""
+    """What kernel `name` uses, read from ptxas's report."""
     part = re.search(
         rf"properties for {re.escape(name)}\b(.*?)(?=Compiling entry function|\Z)", log, re.S
     )
@@ -232,28 +253,29 @@ def resources(cubin: bytes, log: str, name: str, arch: str) -> Resources:
         raise CompileError(f"the compiler's report does not mention kernel {name!r}", log)
 
     def number(pattern):
-        found = re.search(pattern, part[1])
-        return int(found[1]) if found else 0
+        match = re.search(pattern, part[1])
+        return int(match[1]) if match else 0
 
     return Resources(
         arch,
-        number(r"Used (\d+) registers"),
-        number(r"(\d+) bytes smem"),
-        number(r"(\d+) bytes stack frame"),
-        number(r"(\d+) bytes spill stores"),
-        number(r"(\d+) bytes spill loads"),
-        len(cubin),
+        registers=number(r"Used (\d+) registers"),
+        shared_bytes=number(r"(\d+) bytes smem"),
+        stack_bytes=number(r"(\d+) bytes stack frame"),
+        spill_store_bytes=number(r"(\d+) bytes spill stores"),
+        spill_load_bytes=number(r"(\d+) bytes spill loads"),
+        cubin_bytes=len(cubin),
     )
 
 
-# ---- the cache: one file per entry, "<sha256 of the rest>\n<the rest>", written aside and renamed ----
+# ---- the cache: an entry is the report as JSON, a newline, and the cubin -------------------------
 
 
 def _read(key):
     try:
         log, cubin = (read_entry("cubin", key) or b"").split(b"\n", 1)
     except ValueError:
-        return None  # not there, or damaged: compile (again)
+        # It is missing or damaged.
+        return None
     return cubin, json.loads(log)
 
 

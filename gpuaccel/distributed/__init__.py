@@ -1,2 +1,8 @@
-"""Several ranks: config (ga.Distributed and the collectives), reducer (what a rank does in a step), early (gradients of compiled backwards),
-p2p (all-reduce by peer-to-peer copies), zero1 (sharded optimizer state), rendezvous, spawn (ga.launch), trace (what was sent, and when)."""
+"""Several ranks: how they find each other, sum their gradients and fail.
+
+config (ga.Distributed), collectives (torch.distributed's, with one kind of error), rendezvous and
+heartbeat (the group, and who is behind), spawn (ga.launch), agreement (what all ranks have in
+common), buckets, reducer_base, reducer (buckets while backward runs), ordered (micro-batches in
+global order), early (gradients of compiled backwards), p2p (all-reduce by peer-to-peer copies),
+zero1 (sharded optimizer state), nonfinite (whose gradient is not finite), trace (what was sent
+when)."""

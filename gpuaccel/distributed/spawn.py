@@ -1,11 +1,14 @@
-"""Reducer from a notebook or a script: processes of this machine that run one function, watched until they end.
+"""Ranks from a notebook or a script: processes of this machine that run one function, watched until
+they end.
 
-    >>> ga.launch(work, 2)                 # work(*args) in two processes, torch.distributed is ready in each; returns [result, result]
+    >>> ga.launch(work, 2)                  # work() in two processes; returns [result, result]
     >>> ga.launch(work, 2, ("tiny",), timeout=10)
-    >>> ga.launch(work, 2, live=ga.LiveThroughput())      # work yields the Readings of ga.train: a line for each rank, while they train
+    >>> ga.launch(work, 2, live=ga.LiveThroughput())     # work yields the Readings of ga.train
 
-A rank that raises, dies or hangs ends all of them, and the RankError names it. The processes meet over a file and talk over loopback: nothing
-listens elsewhere. On several machines, or where something else starts the processes: torchrun, and ga.Distributed() in each.
+In each process torch.distributed is initialized. A rank that raises, dies or hangs ends all of
+them, and the RankError names it. The processes meet over a file and talk over loopback: nothing
+listens elsewhere. On several machines, or where something else starts the processes: torchrun, and
+ga.Distributed() in each.
 """
 
 import contextlib
@@ -20,16 +23,19 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import ArgumentError, RankError
-from . import rendezvous
+from . import heartbeat
 from .rendezvous import loopback
 
 AHEAD = 3  # steps that a rank's host may be ahead of another's
-GRACE = 1.0  # seconds in which the ranks after the first that failed may still say what they saw
+GRACE = 1.0  # seconds in which further ranks may still report, after the first that failed
+NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
 def launch(
@@ -43,21 +49,77 @@ def launch(
     after_step: bool = False,
     live=None,
 ) -> list:
-    """fn(*args) in `ranks` new processes; what each returned, in the order of the ranks.
+    """Run fn(*args) in `ranks` new processes; returns the result of each, in their order.
 
-    fn, args and what it returns have to be picklable (tensors are sent by value); a function of a notebook is handed on by a fork (one thread per
-    rank) or, where torch sees a GPU (which a fork could not use), by value, with what it refers to (cloudpickle).
-    backend: "nccl" (a GPU for each rank) or "gloo" (on CPUs: in these processes the GPU policy is off); default: nccl where there are GPUs enough.
-    timeout: seconds after which a rank that stands still while others wait for it counts as hanging. start: the same until its first backward is over,
-    as models are built and kernels compiled; from when the first rank makes its TrainStep.
-    after_step: at the first Ctrl-C all ranks are asked to stop after the same step (Reducer.asked_to_stop()), which fn has to look at; at the second,
-    or without it at the first, they are stopped.
-    live: a LiveThroughput. fn may be a generator, `yield from ga.train(...)` and then return: the Readings that it yields are drawn there, each rank's
-    as a run of its own, while this call waits. Stop, or Ctrl-C, stops all ranks; of one that was stopped the result is None.
-    RankError: the first rank that raised, died or hung, and how; the others have been stopped."""
-    gpus = (
-        torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
-    )
+    fn: picklable, or a function of a notebook. That is handed over by a fork (one thread per rank)
+        or, where torch sees a GPU, which a fork could not use, by value with what it refers to
+        (cloudpickle). It may be a generator (see `live`).
+    args: picklable, as what fn returns. Tensors are sent by value.
+    backend: "nccl" (a GPU for each rank) or "gloo" (on CPUs: in these processes the GPU policy is
+        off). Default: nccl where there are GPUs enough.
+    timeout: seconds after which a rank that stands still counts as hanging, if others wait for it.
+    start: the same until its first backward is over, as models are built and kernels compiled;
+        counted from when the first rank makes its TrainStep.
+    after_step: at the first Ctrl-C all ranks are asked to stop after the same step; fn has to look
+        at Reducer.asked_to_stop(). At the second, or without it at the first, they are stopped.
+    live: a LiveThroughput. fn is `yield from ga.train(...)` and then a return: the Readings that
+        it yields are drawn there, each rank's as a run of its own, while this call waits. Stop, or
+        Ctrl-C, stops all ranks; the result of one that was stopped is None.
+
+    Raises RankError for the first rank that raised, died or hung; the others have been stopped."""
+    backend = _checked_backend(ranks, args, backend)
+    method, fn = _start_method(fn)
+    if method == "spawn":
+        try:
+            pickle.dumps(args)
+        except NOT_PICKLABLE as error:
+            raise ArgumentError(
+                f"args cannot be handed to new processes: {error}; expected what can be pickled"
+            ) from error
+    context = multiprocessing.get_context(method)
+    with tempfile.TemporaryDirectory() as folder:
+        shared = SharedCounts(
+            steps=context.RawArray("q", ranks),
+            heartbeats=context.RawArray("q", ranks),
+            last_step=context.RawValue("q", 0),
+        )
+        connections, processes = [], []
+        try:
+            for rank in range(ranks):
+                receiving, sending = context.Pipe(duplex=False)
+                place = RankPlace(rank, ranks, backend, os.path.join(folder, "store"))
+                process = context.Process(
+                    target=_run_rank, args=(place, shared, sending, fn, args), daemon=True
+                )
+                with _environment(place):
+                    process.start()
+                sending.close()
+                connections.append(receiving)
+                processes.append(process)
+            watch = RankWatch(connections, processes, shared, timeout, start)
+            if live is not None:
+                live.run(watch.readings(), [f"rank {rank}" for rank in range(ranks)], wait=True)
+                return watch.results_in_order()
+            try:
+                return watch.wait()
+            except KeyboardInterrupt:
+                if not after_step:
+                    raise
+                # A step that no rank has begun.
+                shared.last_step.value = max(shared.steps) + AHEAD + 1
+                return watch.wait()
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+            for process in processes:
+                process.join()
+
+
+def _checked_backend(ranks: int, args, backend: "str | None") -> str:
+    gpus = 0
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        gpus = torch.cuda.device_count()
     backend = backend or ("nccl" if gpus >= ranks else "gloo")
     if ranks < 1:
         raise ArgumentError(f"ranks is {ranks}; expected 1 or more")
@@ -67,79 +129,23 @@ def launch(
         raise ArgumentError(f"backend is {backend!r}; expected 'nccl' or 'gloo'")
     if backend == "nccl" and gpus < ranks:
         raise ArgumentError(
-            f"{ranks} ranks with backend 'nccl' need a GPU each, and this machine has {gpus} that torch can use; expected fewer ranks, or "
-            "backend='gloo'"
+            f"{ranks} ranks with backend 'nccl' need a GPU each, and this machine has {gpus} that "
+            "torch can use; expected fewer ranks, or backend='gloo'"
         )
-    way, fn = _way(fn)
-    if way == "spawn":
-        try:
-            pickle.dumps(args)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise ArgumentError(
-                f"args cannot be handed to new processes: {error}; expected what can be pickled"
-            ) from error
-    context = multiprocessing.get_context(way)
-    with tempfile.TemporaryDirectory() as folder:
-        beats, came, stop = (
-            context.RawArray("q", ranks),
-            context.RawArray("q", ranks),
-            context.RawValue("q", 0),
-        )
-        lines, processes = [], []
-        try:
-            for rank in range(ranks):
-                mine, theirs = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_rank,
-                    args=(
-                        rank,
-                        ranks,
-                        backend,
-                        os.path.join(folder, "store"),
-                        theirs,
-                        beats,
-                        came,
-                        stop,
-                        fn,
-                        args,
-                    ),
-                    daemon=True,
-                )
-                with _environment(rank, ranks, backend):
-                    process.start()
-                theirs.close()
-                lines.append(mine)
-                processes.append(process)
-            watch = _Watch(lines, processes, beats, came, timeout, start)
-            if live is not None:
-                live.run(watch.readings(), [f"rank {rank}" for rank in range(ranks)], wait=True)
-                return watch.found()
-            try:
-                return watch()
-            except KeyboardInterrupt:
-                if not after_step:
-                    raise
-                stop.value = max(beats) + AHEAD + 1  # a step that no rank has begun
-                return watch()
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-            for process in processes:
-                process.join()
+    return backend
 
 
-def _way(fn) -> tuple:
-    """How new processes come to be, and what they get for fn: "spawn" where it can be pickled, or where a fork would not do; else "fork"."""
-    file = getattr(sys.modules["__main__"], "__file__", None)
-    real = file is not None and os.path.isfile(
-        file
-    )  # a notebook's has none, that of `python -` is no file
-    if real or getattr(fn, "__module__", None) != "__main__" and file is None:
+def _start_method(fn) -> tuple:
+    """(multiprocessing's start method, what the processes get for fn). "spawn" where fn can be
+    pickled, or where a fork could not use the GPU; else "fork"."""
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    # A notebook's __main__ has no file, and that of `python -` is none.
+    in_file = main is not None and os.path.isfile(main)
+    if in_file or getattr(fn, "__module__", None) != "__main__" and main is None:
         try:
             pickle.dumps(fn)
             return "spawn", fn
-        except (pickle.PicklingError, AttributeError, TypeError):
+        except NOT_PICKLABLE:
             pass
     if hasattr(os, "fork") and not torch.cuda.is_available():
         return "fork", fn
@@ -147,15 +153,16 @@ def _way(fn) -> tuple:
 
     try:
         return "spawn", _ByValue(cloudpickle.dumps(fn))
-    except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
+    except (*NOT_PICKLABLE, ValueError) as error:
         raise ArgumentError(
-            f"{getattr(fn, '__name__', fn)} cannot be handed to new processes: {error}; expected a function that uses no open "
-            "files, locks or live views of this process, or one from a file (%%writefile)"
+            f"{getattr(fn, '__name__', fn)} cannot be handed to new processes: {error}; expected a "
+            "function that uses no open files, locks or live views of this process, or one from a "
+            "file (%%writefile)"
         ) from error
 
 
 class _ByValue:
-    """A function of a notebook on its way to a process that does not have the notebook."""
+    """A function of a notebook for a process that does not have the notebook."""
 
     def __init__(self, packed: bytes):
         self.packed = packed
@@ -164,20 +171,75 @@ class _ByValue:
         return pickle.loads(self.packed)(*args)
 
 
+# ---- in the processes ----------------------------------------------------------------------------
+
+
+@dataclass
+class SharedCounts:
+    """Memory that all processes share."""
+
+    steps: Any  # of each rank: steps whose backward is over
+    heartbeats: Any  # of each rank: how often it has reached a collective of its step
+    last_step: Any  # the step, from 1, after which all ranks are asked to stop; 0: none
+
+
+@dataclass
+class RankPlace:
+    """Where a process belongs."""
+
+    rank: int
+    ranks: int
+    backend: str
+    store: str  # path of the file over which the ranks meet
+
+
+class LaunchedRank:
+    """What heartbeat.py calls in a process of ga.launch."""
+
+    def __init__(self, rank: int, shared: SharedCounts):
+        self.rank, self.shared = rank, shared
+
+    def heartbeat(self, steps: int):
+        self.shared.steps[self.rank] += steps
+        self.shared.heartbeats[self.rank] += 1
+
+    def last_step(self) -> int:
+        return self.shared.last_step.value
+
+
+@dataclass
+class Message:
+    """From a rank to the parent. kind: "reading", "result", or "error"."""
+
+    kind: str
+    value: Any
+
+
+@dataclass
+class Failure:
+    """The exception that ended a rank."""
+
+    time: float
+    kind: str
+    message: str
+    trace: str
+    lost_rank: bool  # a collective failed: another rank has ended
+
+
 @contextlib.contextmanager
-def _environment(rank, ranks, backend):
-    """As torchrun has it, for the process that is started in the block."""
+def _environment(place: RankPlace):
+    """torchrun's variables, for the process that is started in the block."""
+    threads = max(1, (os.cpu_count() or 1) // place.ranks)
     new = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)),
-        **(
-            {"GPUACCEL_GPU": "off", "GLOO_SOCKET_IFNAME": loopback()}
-            if backend == "gloo"
-            else {"NCCL_SOCKET_IFNAME": loopback()}
-        ),
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.rank),
+        "WORLD_SIZE": str(place.ranks),
+        "OMP_NUM_THREADS": str(threads),
     }
+    if place.backend == "gloo":
+        new |= {"GPUACCEL_GPU": "off", "GLOO_SOCKET_IFNAME": loopback()}
+    else:
+        new |= {"NCCL_SOCKET_IFNAME": loopback()}
     before = {key: os.environ.get(key) for key in new}
     os.environ.update(new)
     try:
@@ -190,176 +252,209 @@ def _environment(rank, ranks, backend):
                 os.environ[key] = value
 
 
-def _rank(rank, ranks, backend, store, line, beats, came, stop, fn, args):
+def _run_rank(place: RankPlace, shared: SharedCounts, connection, fn, args):
     """The whole life of a rank."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    with _environment(rank, ranks, backend):  # a fork took the parent's state along
+    # Ctrl-C is the parent's business.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A forked process has the parent's environment.
+    with _environment(place):
         try:
-            forked = type(multiprocessing.current_process()).__name__ == "ForkProcess"
-            torch.set_num_threads(
-                1 if forked else int(os.environ["OMP_NUM_THREADS"])
-            )  # OpenMP's threads do not survive a fork: two would wait for ever
-            if backend == "nccl":
-                torch.cuda.set_device(rank)
-            dist.init_process_group(
-                backend,
-                init_method=f"file://{store}",
-                rank=rank,
-                world_size=ranks,
-                timeout=datetime.timedelta(minutes=30),
-            )
-
-            def beat(steps):
-                beats[rank] += steps
-                came[rank] += 1
-
-            rendezvous.on_beat, rendezvous.last_step = beat, lambda: stop.value
-            found = _drained(fn(*args), line)
+            _init_rank(place)
+            heartbeat.launched_rank = LaunchedRank(place.rank, shared)
+            result = _run_to_end(fn(*args), connection)
             try:
-                _send(line, (True, found))
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                _send(connection, Message("result", result))
+            except NOT_PICKLABLE as error:
                 raise ArgumentError(
-                    f"what the function returned cannot be sent back: {error}; expected something that can be pickled"
+                    f"what the function returned cannot be sent back: {error}; expected something "
+                    "that can be pickled"
                 ) from error
-        except BaseException as error:  # the parent tells, and stops all
-            _send(
-                line,
-                (False, (time.time(), type(error).__name__, str(error), traceback.format_exc())),
-            )
-    line.close()
+        # The parent reports it, and stops all ranks.
+        except BaseException as error:
+            _send(connection, Message("error", _failure(error)))
+    connection.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # not through torch's goodbyes, which may wait for others
+    # Without torch's own clean-up, which may wait for other ranks.
+    os._exit(0)
 
 
-def _send(line, what):
-    """By value: multiprocessing would send a tensor as a file that this process has to keep open."""
-    line.send_bytes(pickle.dumps(what))
+def _init_rank(place: RankPlace):
+    forked = type(multiprocessing.current_process()).__name__ == "ForkProcess"
+    # OpenMP's threads do not survive a fork: a second one would be waited for without end.
+    torch.set_num_threads(1 if forked else int(os.environ["OMP_NUM_THREADS"]))
+    if place.backend == "nccl":
+        torch.cuda.set_device(place.rank)
+    dist.init_process_group(
+        place.backend,
+        init_method=f"file://{place.store}",
+        rank=place.rank,
+        world_size=place.ranks,
+        timeout=datetime.timedelta(minutes=30),
+    )
 
 
-def _drained(made, line):
-    """What fn returned; of a generator the Readings that it yields are sent first."""
-    if not inspect.isgenerator(made):
-        return made
+def _failure(error: BaseException) -> Failure:
+    return Failure(
+        time.time(),
+        type(error).__name__,
+        str(error),
+        traceback.format_exc(),
+        isinstance(error, dist.DistError) or isinstance(error.__cause__, dist.DistError),
+    )
+
+
+def _send(connection, message: Message):
+    """By value: multiprocessing would send a tensor as a file that has to stay open here."""
+    connection.send_bytes(pickle.dumps(message))
+
+
+def _run_to_end(result, connection):
+    """What fn returned. If that is a generator, send the Readings that it yields first."""
+    if not inspect.isgenerator(result):
+        return result
     while True:
         try:
-            reading = next(made)
+            reading = next(result)
         except StopIteration as end:
             return end.value
-        _send(line, (None, reading))
+        _send(connection, Message("reading", reading))
 
 
-class _Watch:
-    """Waits for all ranks; called again it goes on waiting."""
+# ---- in the parent -------------------------------------------------------------------------------
 
-    def __init__(self, lines, processes, beats, came, timeout, start):
-        self.lines, self.processes, self.timeout, self.start = lines, processes, timeout, start
-        self.beats, self.came = (
-            beats,
-            came,
-        )  # of each rank: steps whose backward is over; how often it has come to what it does with the others
-        self.results, self.failed, self.dead = {}, {}, {}
 
-    def __call__(self) -> list:
+class RankWatch:
+    """Waits for all ranks. After an exception it can go on waiting."""
+
+    def __init__(self, connections, processes, shared: SharedCounts, timeout, start):
+        self.connections, self.processes = connections, processes
+        self.shared = shared
+        self.timeout, self.start = timeout, start
+        # By rank: what it returned, the Failure that ended it, when its process was gone.
+        self.results: dict = {}
+        self.failed: "dict[int, Failure]" = {}
+        self.dead: "dict[int, float]" = {}
+
+    def wait(self) -> list:
+        """The result of each rank."""
         for _ in self.readings():
             pass
-        return self.found()
+        return self.results_in_order()
 
-    def found(self) -> list:
-        """The result of each rank; None of those that have not come to their end."""
-        return [self.results.get(rank) for rank in range(len(self.lines))]
+    def results_in_order(self) -> list:
+        """The result of each rank; None of those that have not ended."""
+        return [self.results.get(rank) for rank in range(len(self.connections))]
 
     def readings(self):
-        """(rank, Reading) as they come, until all ranks have ended; (0, None) every now and then, so that who listens may stop."""
-        seen, since, until, ranks = list(self.came), time.monotonic(), None, len(self.lines)
+        """Yield (rank, Reading) until all ranks have ended, and (0, None) at least every 0.1 s, so
+        that the caller can stop. RankError for a rank that failed or hangs."""
+        ranks = len(self.connections)
+        heartbeats, changed = list(self.shared.heartbeats), time.monotonic()
+        give_up_at = None
         while len(self.results) < ranks:
             yield from self._listen() or [(0, None)]
-            if (self.failed or self.dead) and until is None:
-                until = time.monotonic() + GRACE
-            if until is not None and (
-                time.monotonic() > until
-                or len(self.results) + len(self.failed) + len(self.dead) == ranks
-            ):
-                raise _said(self.processes, self.failed, self.dead, self.beats, self.results)
-            now = list(self.came)
-            if now != seen:
-                seen, since = now, time.monotonic()
-            if until is None and (rank := _behind(now, self.results)) is not None:
-                limit = self.timeout if self.beats[rank] else max(self.start, self.timeout)
-                if time.monotonic() - since > limit:
-                    where = (
-                        f"come to the end of its backward in step {self.beats[rank] + 1}"
-                        if now[rank]
-                        else "made its TrainStep"
-                    )
-                    raise RankError(
-                        f"rank {rank} hangs: it has not {where} for {limit:g} s, and the other ranks wait for it. All ranks were stopped"
-                    )
+            now = time.monotonic()
+            if (self.failed or self.dead) and give_up_at is None:
+                give_up_at = now + GRACE
+            if give_up_at is not None:
+                ended = len(self.results) + len(self.failed) + len(self.dead)
+                if now > give_up_at or ended == ranks:
+                    raise self._error()
+                continue
+            newest = list(self.shared.heartbeats)
+            if newest != heartbeats:
+                heartbeats, changed = newest, now
+            self._check_for_hang(heartbeats, now - changed)
+
+    def _check_for_hang(self, heartbeats: "list[int]", waited: float):
+        rank = slowest_rank(heartbeats, self.results)
+        if rank is None:
+            return
+        steps = self.shared.steps[rank]
+        limit = self.timeout if steps else max(self.start, self.timeout)
+        if waited <= limit:
+            return
+        if heartbeats[rank]:
+            goal = f"finished backward in step {steps + 1}"
+        else:
+            goal = "made its TrainStep"
+        raise RankError(
+            f"rank {rank} hangs: it has not {goal} for {limit:g} s, and the other ranks wait for "
+            "it. All ranks were stopped"
+        )
 
     def _listen(self) -> list:
-        waiting, news = (
-            {
-                line: r
-                for r, line in enumerate(self.lines)
-                if r not in self.results and r not in self.failed and r not in self.dead
-            },
-            [],
-        )
-        for line in multiprocessing.connection.wait(list(waiting), timeout=0.1):
-            rank = waiting[line]
+        """Receive what ranks have sent; returns their (rank, Reading)."""
+        open_connections = {
+            connection: rank
+            for rank, connection in enumerate(self.connections)
+            if rank not in self.results and rank not in self.failed and rank not in self.dead
+        }
+        readings = []
+        for connection in multiprocessing.connection.wait(list(open_connections), timeout=0.1):
+            rank = open_connections[connection]
             try:
-                fine, what = pickle.loads(line.recv_bytes())
-            except (EOFError, OSError):  # it ended without a last word, or in the middle of one
+                message = pickle.loads(connection.recv_bytes())
+            except (EOFError, OSError):
+                # The process ended without a message, or in the middle of one.
                 self.dead[rank] = time.time()
                 continue
-            if fine is None:
-                news.append((rank, what))
+            if message.kind == "reading":
+                readings.append((rank, message.value))
+            elif message.kind == "result":
+                self.results[rank] = message.value
             else:
-                (self.results if fine else self.failed)[rank] = what
-        return news
+                self.failed[rank] = message.value
+        return readings
 
-
-def _behind(came, results) -> "int | None":
-    """The rank that the others wait for; None: all have come as often."""
-    left = [rank for rank in range(len(came)) if rank not in results]
-    last = min(left, key=lambda rank: came[rank], default=None)
-    return last if last is not None and came[last] < max(came) else None
-
-
-def _said(processes, failed, dead, beats, results) -> RankError:
-    """Of the ranks that failed the one that began it: who died, else who raised first; or who had returned while that one waited for it."""
-    if dead:
-        rank = min(dead, key=dead.get)
-        processes[rank].join(5 * GRACE)
-        code = processes[rank].exitcode
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code and code < 0
-            else f"ended with status {code}"
-        )
-        hint = (
-            ""
-            if code != 1 or beats[rank]
-            else (
-                ". Its output says why; where it is that the function was not found, or a process started before its time: "
-                "a script calls ga.launch under if __name__ == '__main__', with a function that is defined above"
+    def _error(self) -> RankError:
+        """Of the ranks that failed the one that began it: who died, else who raised first; or who
+        had returned while that one waited for it."""
+        if self.dead:
+            return self._error_of_dead(min(self.dead, key=self.dead.get))
+        rank = min(self.failed, key=lambda r: self.failed[r].time)
+        failure = self.failed[rank]
+        steps = self.shared.steps
+        returned = min(self.results, key=lambda r: steps[r], default=None)
+        if returned is not None and failure.lost_rank:
+            count = steps[returned]
+            return RankError(
+                f"rank {returned} has returned, after {count} step{'s' * (count != 1)}, and rank "
+                f"{rank} waits for it in step {count + 1}. Every rank makes its TrainStep, and "
+                "calls it, and collectives of its own, as often as the others: step(None) where it "
+                "has no batch left. All ranks were stopped"
             )
+        before = "" if returned is None else f". Rank {returned} had returned before"
+        error = RankError(
+            f"rank {rank} raised {failure.kind}: {failure.message}{before}. All ranks were stopped"
         )
-        return RankError(
-            f"rank {rank} {how} in step {beats[rank] + 1}. All ranks were stopped{hint}"
-        )
-    rank = min(failed, key=lambda r: failed[r][0])
-    _, kind, message, trace = failed[rank]
-    gone = min(results, key=lambda r: beats[r], default=None)
-    if gone is not None and (
-        kind == "RankError" and "cannot reach" in message or "gloo" in message
-    ):
-        return RankError(
-            f"rank {gone} has returned, after {beats[gone]} step{'s' * (beats[gone] != 1)}, and rank {rank} waits for it in step {beats[gone] + 1}. "
-            "Every rank makes its TrainStep, and calls it, and collectives of its own, as often as the others: step(None) where it has no batch left. "
-            "All ranks were stopped"
-        )
-    error = RankError(f"rank {rank} raised {kind}: {message}. All ranks were stopped")
-    if hasattr(error, "add_note"):
-        error.add_note(f"on rank {rank}:\n{trace}")
-    return error
+        if hasattr(error, "add_note"):
+            error.add_note(f"on rank {rank}:\n{failure.trace}")
+        return error
+
+    def _error_of_dead(self, rank: int) -> RankError:
+        self.processes[rank].join(5 * GRACE)
+        code = self.processes[rank].exitcode
+        steps = self.shared.steps[rank]
+        if code and code < 0:
+            end = f"was killed by {signal.Signals(-code).name}"
+        else:
+            end = f"ended with status {code}"
+        hint = ""
+        if code == 1 and not steps:
+            hint = (
+                ". Its output says why; where it is that the function was not found, or a process "
+                "started before its time: a script calls ga.launch under if __name__ == "
+                "'__main__', with a function that is defined above"
+            )
+        return RankError(f"rank {rank} {end} in step {steps + 1}. All ranks were stopped{hint}")
+
+
+def slowest_rank(heartbeats: "list[int]", results) -> "int | None":
+    """The rank that the others wait for; None: all have reached the same collective."""
+    running = [rank for rank in range(len(heartbeats)) if rank not in results]
+    slowest = min(running, key=lambda rank: heartbeats[rank], default=None)
+    if slowest is None or heartbeats[slowest] == max(heartbeats):
+        return None
+    return slowest

@@ -1,134 +1,126 @@
-"""When a rank computed and when its buckets were on their way: one step of several ranks, watched.
+"""When a rank computed and when its buckets were on their way: a trace of one step.
 
-    >>> spans = exchange.watch(step, batch)          # on every rank; step(batch), and what this rank did when
+    >>> spans = trace.watch(step, batch)          # on every rank; step(batch), and what it did when
     >>> spans[:2]
-    [Span(lane='computes', name='forward', start=0.0, stop=8412.5), Span(lane='computes', name='backward', start=8412.5, stop=25016.1)]
+    [Span(lane='computes', name='forward', start=0.0, stop=8412.5),
+     Span(lane='computes', name='backward', start=8412.5, stop=25016.1)]
     >>> rank_figures.overlap({"buckets": [spans, spans_of_rank_1]})          # drawn
 
-On CPUs the host's clock tells, on GPUs CUDA events do; no profiler, so that the step takes as long as it does.
+Times are the host's clock on CPUs and CUDA events on GPUs. There is no profiler, so that the step
+takes as long as it does.
 """
 
 import threading
 import time
-from itertools import count
 
 import torch
 
 from ..errors import ArgumentError
-from ..measure.timeline import Span
+from ..measure import Span
+from .reducer import Reducer
 
 
-class _Notes:
-    """Stands in for a step's meter and its timer, and notes when each part began and ended: events on a GPU, else the host's clock."""
+class StepTrace:
+    """What a TrainStep (`start`, `mark` and `stop`, as of a StageTimer) and its reducer do when.
 
-    def __init__(self, device):
-        self.timer, self.device, self.noted, self.open = self, device, [], None
-        self.lock = threading.Lock()  # gloo's own threads say when a sum has come
+    The step calls it while `step.reducer.trace` is one."""
 
-    def now(self):
-        if self.device.type != "cuda":
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.cuda = device.type == "cuda"
+        self.events: "list[tuple]" = []  # (lane, name, begin, end)
+        self.buckets_finished = 0
+        self._bucket_began: dict = {}
+        self._lock = threading.Lock()  # gloo's threads call bucket_finished()
+
+    def _now(self):
+        if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def note(self, lane, name, begin):
-        end = self.now()
-        with self.lock:
-            self.noted.append((lane, name, begin, end))
+    # ---- called by the step ----
 
     def start(self):
-        self.zero = self.open = self.now()
+        self._began = self._stage_began = self._now()
 
-    def mark(self, name):
-        now = self.now()
-        self.noted.append(("computes", name, self.open, now))
-        self.open = now
+    def mark(self, name: str):
+        """A stage ends here; it began where the one before ended."""
+        now = self._now()
+        self.events.append(("computes", name, self._stage_began, now))
+        self._stage_began = now
 
     def stop(self):
         pass
 
+    # ---- called by the reducer ----
+
+    def bucket_started(self, number: int):
+        """The current stream is about to reduce this bucket."""
+        self._bucket_began[number] = self._now()
+
+    def bucket_finished(self, number: int):
+        """The current stream has reduced it."""
+        end = self._now()
+        with self._lock:
+            self.events.append(("sends", f"bucket {number}", self._bucket_began[number], end))
+            self.buckets_finished += 1
+
+    def wait_started(self):
+        """Backward is over, and all buckets are on their way."""
+        self._wait_began = self._now()
+
+    def wait_finished(self):
+        """The sums are there. On a GPU the host has not waited."""
+        if not self.cuda:
+            self.events.append(("computes", "wait", self._wait_began, self._now()))
+
+    # ---- the result ----
+
     def spans(self) -> "list[Span]":
-        cuda = self.device.type == "cuda"
-        if cuda:
+        """Times in microseconds since start(), in order. Waits for the device."""
+        if self.cuda:
             torch.cuda.synchronize(self.device)
 
-        def at(moment):
-            return round(
-                1e3 * self.zero.elapsed_time(moment) if cuda else 1e6 * (moment - self.zero), 1
-            )
+        def microseconds(moment):
+            if self.cuda:
+                return round(1e3 * self._began.elapsed_time(moment), 1)
+            return round(1e6 * (moment - self._began), 1)
 
-        return sorted(
-            (Span(lane, name, at(a), at(b)) for lane, name, a, b in self.noted),
-            key=lambda s: (s.start, -s.stop),
-        )
+        spans = [
+            Span(lane, name, microseconds(begin), microseconds(end))
+            for lane, name, begin, end in self.events
+        ]
+        return sorted(spans, key=lambda span: (span.start, -span.stop))
 
 
 def watch(step, batch) -> "list[Span]":
-    """step(batch), an eager TrainStep with a ga.Distributed of several ranks, and what this rank did when. To be called on every rank.
+    """Take a step of several ranks and trace what this rank did. To be called on every rank.
 
-    Lane "computes": forward and backward of each micro-batch, "wait" for the sums (inside of "accumulate", on CPUs only), "optimizer".
-    Lane "sends": "bucket 0", ... from its sending until its sum had come. On a GPU from CUDA events, and it waits for the device once at the end."""
-    ranks = step.reducer
-    if ranks is None or ranks.how.ordered or step.replays == "graph":
+    Lane "computes": forward and backward of each micro-batch, "accumulate", in it "wait" for the
+    sums (on CPUs only), "optimizer". Lane "sends": "bucket 0", ... from its start until its sum was
+    there. Waits for the device once, at the end.
+    Raises ArgumentError for a step that does not send buckets, or replays a graph."""
+    reducer = step.reducer
+    if not isinstance(reducer, Reducer) or step.replays == "graph":
         raise ArgumentError(
-            "expected a TrainStep with replay='eager' and distributed=ga.Distributed() of two ranks or more, not in ordered mode"
+            "expected a TrainStep with replay='eager' and distributed=ga.Distributed() of two "
+            "ranks or more, not in ordered mode"
         )
-    notes, usual = _Notes(step.arena.device), step.meter
-    summed, carried, number = ranks._sum, ranks.p2p and ranks.p2p.send, count()
-
-    def send(bucket, sent, later):
-        name, begin = f"bucket {next(number)}", notes.now()
-        works, copies = summed(bucket, sent, later)
-        if later:
-            works[-1].get_future().add_done_callback(lambda _: notes.note("sends", name, begin))
-        else:
-            notes.note("sends", name, begin)
-        return works, copies
-
-    def carry(bucket):
-        name, begin = f"bucket {next(number)}", notes.now()
-        carried(bucket)
-        with torch.cuda.stream(ranks.p2p.last):
-            notes.note("sends", name, begin)
-
-    def waiting(usual):
-        def wait(*given):
-            begin = notes.now()
-            found = usual(*given)
-            if notes.device.type != "cuda":
-                notes.note("computes", "wait", begin)
-            return found
-
-        return wait
-
-    step.meter, ranks._sum, ranks._exchange, ranks._join = (
-        notes,
-        send,
-        waiting(ranks._exchange),
-        waiting(ranks._join),
-    )
-    if ranks.p2p:
-        ranks.p2p.send = carry
+    reducer.trace = trace = StepTrace(step.arena.device)
     try:
         step(batch)
     finally:
-        step.meter = usual
-        if ranks.p2p:
-            del ranks.p2p.send
-        del ranks._sum, ranks._exchange, ranks._join
-    until = (
-        time.monotonic() + 10
-    )  # a callback may come a moment after who waited for its sum goes on
-    while (
-        sum(lane == "sends" for lane, *_ in notes.noted) < len(ranks.buckets)
-        and time.monotonic() < until
-    ):
+        reducer.trace = None
+    # gloo's thread may call bucket_finished() a moment after the step has seen the sum.
+    until = time.monotonic() + 10
+    while trace.buckets_finished < len(reducer.buckets) and time.monotonic() < until:
         time.sleep(1e-3)
-    return notes.spans()
+    return trace.spans()
 
 
 def sent_early(spans: "list[Span]") -> int:
     """How many buckets were on their way before the rank's last backward was over."""
-    over = max(s.stop for s in spans if s.name == "backward")
-    return sum(s.lane == "sends" and s.start < over for s in spans)
+    backward_over = max(s.stop for s in spans if s.name == "backward")
+    return sum(s.lane == "sends" and s.start < backward_over for s in spans)

@@ -1,1 +1,30 @@
-"""What only notebooks need: widgets, magics, recorded, show, exercises/, figures/."""
+"""What only notebooks need: live views, pictures, exercises, the %%cuda magic, recorded runs.
+
+Nothing else imports this room: `import gpuaccel` loads a part of it when one of its names is first
+used. ipywidgets and IPython are imported where a view is displayed, and only there."""
+
+from . import figures, recorded
+from .access_view import AccessView, show
+from .exercises import BLOCK, EXERCISES, check, exercise, hint, solution
+from .figures import graph_figures, layer_figures, rank_figures, token_figures
+from .magics import load_ipython_extension
+from .widgets import LiveThroughput
+
+__all__ = [
+    "BLOCK",
+    "EXERCISES",
+    "AccessView",
+    "LiveThroughput",
+    "check",
+    "exercise",
+    "figures",
+    "graph_figures",
+    "hint",
+    "layer_figures",
+    "load_ipython_extension",
+    "rank_figures",
+    "recorded",
+    "show",
+    "solution",
+    "token_figures",
+]

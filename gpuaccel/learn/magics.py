@@ -10,9 +10,9 @@
 
     twice[4, 256](x, 1000)                   # in the next cell
 
-`%%cuda accumulate -D GRAD_T=bf16` takes one kernel of the cell, and sets macros as the compiler's -D does. The helpers
-of kernels_cu/common.cuh (bf16, as_float, as_bf16) are at hand. A mistake is shown as the compiler shows it, with line
-and caret; line numbers are those of the cell.
+`%%cuda accumulate -D GRAD_T=bf16` takes one kernel of the cell and sets macros as the compiler's -D
+does. The helpers of kernels_cu/common.cuh (bf16, as_float, as_bf16) are available. An error is
+shown as the compiler shows it, with line and caret; line numbers are those of the cell.
 """
 
 import re
@@ -30,61 +30,68 @@ USAGE = "usage: %%cuda [kernel] [-D MACRO=VALUE ...]"
 
 @dataclass(frozen=True)
 class Compiled:
-    """What a %%cuda cell leaves: one line per kernel. `kernels`: name -> Kernel; `milliseconds`: name -> time."""
+    """What a %%cuda cell displays: one line per kernel.
+
+    kernels: name -> Kernel. milliseconds: name -> time until it was ready."""
 
     kernels: "dict[str, Kernel]"
     milliseconds: "dict[str, float]"
 
     def _rows(self):
         """(signature, what it costs) of each kernel."""
-        known = None if backend().name == "cuda" else "no GPU here, so for sm_90"
         for name, kernel in self.kernels.items():
             cost = kernel.resources()
-            parts = [
-                f"{cost.registers} registers",
-                f"{cost.shared_bytes:,} bytes shared" if cost.shared_bytes else "",
-                (
-                    f"{cost.spill_store_bytes + cost.spill_load_bytes:,} bytes spilled"
-                    if cost.spill_store_bytes
-                    else "no spills"
-                ),
-                known or cost.arch,
-                f"ready in {self.milliseconds[name]:.0f} ms",
-            ]
-            yield f"{name}({', '.join(map(str, kernel.params))})", "  ·  ".join(filter(None, parts))
+            spilled = cost.spill_store_bytes + cost.spill_load_bytes
+            facts = [f"{cost.registers} registers"]
+            if cost.shared_bytes:
+                facts.append(f"{cost.shared_bytes:,} bytes shared")
+            facts.append(f"{spilled:,} bytes spilled" if cost.spill_store_bytes else "no spills")
+            on_gpu = backend().name == "cuda"
+            facts.append(cost.arch if on_gpu else "no GPU here, so for sm_90")
+            facts.append(f"ready in {self.milliseconds[name]:.0f} ms")
+            yield f"{name}({', '.join(map(str, kernel.params))})", "  ·  ".join(facts)
 
     def __str__(self):
-        return "\n".join(f"{head}    {cost}" for head, cost in self._rows())
+        return "\n".join(f"{signature}    {cost}" for signature, cost in self._rows())
 
     __repr__ = __str__
 
     def _repr_html_(self):
-        soft = "color:var(--jp-ui-font-color2,inherit);font-size:12px;font-variant-numeric:tabular-nums"
-        lines = "".join(
-            '<div style="display:flex;flex-wrap:wrap;column-gap:18px;align-items:baseline;padding:2px'
-            ' 0;line-height:1.5"><code'
-            f' style="font-size:13px;background:transparent;padding:0">{escape(head)}</code><span'
-            f' style="{soft};white-space:nowrap">{escape(cost)}</span></div>'
-            for head, cost in self._rows()
+        row = (
+            "display:flex;flex-wrap:wrap;column-gap:18px;align-items:baseline;padding:2px 0;"
+            "line-height:1.5"
         )
-        return f"<div>{lines}</div>"
+        soft = (
+            "color:var(--jp-ui-font-color2,inherit);font-size:12px;"
+            "font-variant-numeric:tabular-nums;white-space:nowrap"
+        )
+        code = "font-size:13px;background:transparent;padding:0"
+        rows = "".join(
+            f'<div style="{row}"><code style="{code}">{escape(signature)}</code>'
+            f'<span style="{soft}">{escape(cost)}</span></div>'
+            for signature, cost in self._rows()
+        )
+        return f"<div>{rows}</div>"
 
 
 def parse_line(line: str) -> "tuple[str | None, dict[str, str]]":
-    """(kernel or None, macros) of what stands behind %%cuda. Raises CompileError that shows the usage."""
+    """(kernel or None, macros) of what is behind %%cuda.
+
+    Raises CompileError, which shows the usage."""
     try:
         words = shlex.split(line)
     except ValueError as error:
         raise CompileError(f"%%cuda {line}: {error}; {USAGE}") from None
-    name, macros = None, {}
+    name = None
+    macros = {}
     while words:
         word = words.pop(0)
         if word.startswith("-D"):
             macro = word[2:] or (words.pop(0) if words else "")
-            found = re.fullmatch(r"([A-Za-z_]\w*)(?:=(.*))?", macro)
-            if not found:
+            match = re.fullmatch(r"([A-Za-z_]\w*)(?:=(.*))?", macro)
+            if not match:
                 raise CompileError(f"%%cuda -D {macro!r}: expected MACRO or MACRO=VALUE; {USAGE}")
-            macros[found[1]] = "1" if found[2] is None else found[2]
+            macros[match[1]] = "1" if match[2] is None else match[2]
         elif name is None and word.isidentifier():
             name = word
         else:
@@ -93,12 +100,15 @@ def parse_line(line: str) -> "tuple[str | None, dict[str, str]]":
 
 
 def compile_cell(line: str, cell: str) -> Compiled:
-    """Compile the kernels of a cell. Line 1 is the cell's %%cuda line, so that messages count as the editor does."""
+    """Compile the kernels of a cell.
+
+    line: what is behind %%cuda. It is line 1, so that messages count lines as the editor does."""
     wanted, macros = parse_line(line)
     names = kernel_names(cell)
     if not names:
         raise CompileError(
-            'there is no kernel in this cell; expected at least one\n    extern "C" __global__ void name(...) { ... }'
+            "there is no kernel in this cell; expected at least one\n"
+            '    extern "C" __global__ void name(...) { ... }'
         )
     if wanted is not None and wanted not in names:
         raise CompileError(
@@ -106,26 +116,25 @@ def compile_cell(line: str, cell: str) -> Compiled:
         )
     kernels, milliseconds = {}, {}
     for name in [wanted] if wanted else names:
-        began = time.perf_counter()
+        start = time.perf_counter()
         kernels[name] = compile("\n" + cell, name, filename="cell", **macros)
-        milliseconds[name] = (time.perf_counter() - began) * 1e3
+        milliseconds[name] = (time.perf_counter() - start) * 1e3
     return Compiled(kernels, milliseconds)
 
 
 def load_ipython_extension(shell):
-    """`%load_ext gpuaccel` calls this; it registers %%cuda."""
+    """Register %%cuda; `%load_ext gpuaccel` calls this."""
 
     def cuda(line, cell):
         """A cell of CUDA C. %%cuda [kernel] [-D MACRO=VALUE ...]"""
         try:
-            made = compile_cell(line, cell)
+            compiled = compile_cell(line, cell)
         except GpuaccelError as error:
-            shown = [line for line in str(error).splitlines() if not line.startswith("Remark:")]
-            error._render_traceback_ = lambda *_, **__: (
-                shown
-            )  # the failed cell shows this, and no Python traceback
+            # the failed cell shows the message, and no Python traceback
+            message = [ln for ln in str(error).splitlines() if not ln.startswith("Remark:")]
+            error._render_traceback_ = lambda *_, **__: message
             raise
-        shell.user_ns.update(made.kernels)
-        return made
+        shell.user_ns.update(compiled.kernels)
+        return compiled
 
     shell.register_magic_function(cuda, "cell", "cuda")

@@ -1,18 +1,18 @@
-"""The live view: tokens per second, loss, norms, and where a step's time goes, drawn while the cell trains.
+"""The live view: tokens per second, loss, norms and stages of a step, drawn while a cell trains.
 
     live = LiveThroughput("Where should gradients be added up?")
-    live.run(train(step, batches, steps=200), name="host", steps=200)      # a picture moves, a button stops it
-    live.run(train(other, batches, steps=200), name="arena", steps=200)    # the same picture, one more line
+    live.run(train(step, batches, steps=200), name="host", steps=200)    # draws, with a Stop button
+    live.run(train(other, batches, steps=200), name="arena", steps=200)  # one more line
     live.runs["arena"].tokens_per_s
 
-The loop runs in a thread and stops between two steps: by the button, by interrupting the kernel, or by its `steps` or
-`seconds`. When it ends, the view is replaced by a static picture and a line of text, which stay in the saved
-notebook. ipywidgets only, no JavaScript of our own.
+The loop runs in a thread and stops between two steps: by the button, by interrupting the kernel, or
+by its `steps` or `seconds`. When it ends, a static picture and a line of text replace the view and
+stay in the saved notebook. The view is made of ipywidgets, without JavaScript of our own.
 
-How a click reaches a kernel that is busy: it does not, in general; the kernel handles comm messages between cells.
-ipykernel from 7.4 on asks the button's comm, in its channel thread and also while a cell runs, where a message
-belongs, and there we listen. With an older kernel (Colab) `run` returns at once instead, the kernel stays free to
-hear the click, and the next cell waits, before its first line, until the run has ended.
+A kernel handles comm messages, such as a click, between cells only. From 7.4 on ipykernel asks the
+button's comm, in its channel thread and also while a cell runs, where a message belongs; the view
+listens there. With an older ipykernel (Colab) `run` returns at once instead, the kernel stays free
+to hear the click, and the next cell waits, before its first line, until the run has ended.
 """
 
 from __future__ import annotations
@@ -25,53 +25,63 @@ from html import escape
 
 from ..errors import ArgumentError
 from ..notebook import notebook_shell
-from .figures.picture import RUN_COLOURS, WIDTH, Run, gigabytes, norm_words, number, picture
+from .figures.drawing import RUN_COLOURS, WIDTH, gigabytes, norm_words, number
+from .figures.training_runs import Run, picture
 
-PERIOD = 0.1  # seconds between two updates of the live view
+# seconds between two updates of the live view
+PERIOD = 0.1
 
 
 class LiveThroughput:
-    """A live picture of one or several training runs.
+    """A live picture of one or several training runs. Displaying the object shows the static one.
 
-    title: a line above the picture. peak: tokens per second of a limit worth a dashed line, or None. norms: True adds a
-    panel of the gradient's norm, before and after clipping, from readings that have it.
-    `runs` maps each run's name to its Run. Displaying the object shows the static picture.
-    """
+    title: a line above the picture.
+    peak: tokens per second of a limit, a dashed line, or None.
+    norms: True adds a panel of the gradient's norm before and after clipping.
+
+    `runs` maps each run's name to its Run."""
 
     def __init__(self, title="Training", peak=None, norms=False):
-        self.title, self.peak, self.norms = title, peak, norms
+        self.title = title
+        self.peak = peak
+        self.norms = norms
         self.runs = {}
         self._thread = None
-        self._stop, self._ended = threading.Event(), threading.Event()
+        self._stop = threading.Event()
+        self._ended = threading.Event()
         self._view = None
 
     def run(self, readings, name=None, seconds=None, steps=None, wait=None):
-        """Iterates over `readings` (meter.Reading objects, e.g. from `ga.train`) and draws them. A run of the same
-        name is replaced. name: of the run; or a list of names, of runs at the same time: then `readings` are pairs (number
-        of the run, Reading; None: no news), as ga.launch has them.
+        """Iterate over `readings` and draw them.
 
-        seconds, steps: where to stop, if the readings do not end before (and what the progress bar measures). wait:
-        True waits for the end, so that the next cell can use the result; False returns at once, `join()` waits. By
-        default it waits, except in a kernel that hears no clicks while a cell runs: there the next cell waits (see
-        the module's text). Errors of the loop are raised here, or by `join()`. Interrupting stops the loop after the
-        step it is in.
-        """
+        readings: Readings of a meter, e.g. from `ga.train`.
+        name: of the run; a run of the same name is replaced. Or a list of names, for runs at the
+        same time: `readings` are then pairs (number of the run, Reading or None), as ga.launch
+        makes them.
+        seconds, steps: where to stop if the readings do not end before; they set the progress bar.
+        wait: True waits for the end, so that the next cell can use the result. False returns at
+        once, and `join()` waits. None waits, except in a kernel that hears no clicks while a cell
+        runs: there the next cell waits (see the module's docstring).
+
+        Raises the loop's error here, or in `join()`. An interrupt stops the loop after the running
+        step."""
         if not hasattr(readings, "__iter__"):
             raise ArgumentError(
                 f"readings is a {type(readings).__name__}, "
                 "expected an iterable of Readings, such as ga.train(...)"
             )
-        for what, limit in (("seconds", seconds), ("steps", steps)):
+        for argument, limit in (("seconds", seconds), ("steps", steps)):
             if limit is not None and limit <= 0:
-                raise ArgumentError(f"{what} is {limit}, expected a positive number")
+                raise ArgumentError(f"{argument} is {limit}, expected a positive number")
         self.join()
-        together = isinstance(name, (list, tuple))
-        names = list(name) if together else [name or f"run {len(self.runs) + 1}"]
+        several = isinstance(name, (list, tuple))
+        names = list(name) if several else [name or f"run {len(self.runs) + 1}"]
         if not names:
             raise ArgumentError(
                 "name is an empty list, expected the name of a run, or one for each run of several"
             )
-        runs = [self._new(one) for one in names]
+        readings = iter(readings) if several else _numbered(readings)
+        runs = [self._add_run(name) for name in names]
         self._stop.clear()
         self._ended = threading.Event()
         self._view = _make_view(self, runs[0], seconds, steps)
@@ -79,7 +89,7 @@ class LiveThroughput:
             wait = self._view.hears_clicks
         self._view.alone = not wait
         context = contextvars.copy_context()
-        work = _in_same_torch_state(lambda: self._loop(readings, runs, together, seconds, steps))
+        work = _in_same_torch_state(lambda: self._loop(readings, runs, seconds, steps))
         self._thread = threading.Thread(
             target=context.run, args=(work,), name=f"gpuaccel-{names[0]}", daemon=True
         )
@@ -89,66 +99,73 @@ class LiveThroughput:
         else:
             _next_cell_waits(self._ended, self.stop, self._view)
 
-    def _new(self, name) -> Run:
+    def _add_run(self, name) -> Run:
         """A run without readings, in a colour of its own, or that of the run it replaces."""
-        taken = {run.colour for key, run in self.runs.items() if key != name}
-        free = [colour for colour in RUN_COLOURS if colour not in taken] or RUN_COLOURS
+        used = {run.colour for key, run in self.runs.items() if key != name}
+        free = [colour for colour in RUN_COLOURS if colour not in used] or RUN_COLOURS
         self.runs[name] = Run(name, self.runs[name].colour if name in self.runs else free[0])
         return self.runs[name]
 
-    def _loop(self, readings, runs, together, seconds, steps):
+    def _loop(self, readings, runs, seconds, steps):
         try:
-            self._iterate(readings, runs, together, seconds, steps)
+            self._iterate(readings, runs, seconds, steps)
         finally:
             self._ended.set()
 
-    def _iterate(self, readings, runs, together, seconds, steps):
-        began = shown = time.monotonic()
-        shown -= PERIOD
-        iterator, stopped, failed = iter(readings), False, None
+    def _iterate(self, readings, runs, seconds, steps):
+        """Draw until the readings end or a limit or the Stop button ends them."""
+        start = time.monotonic()
+        last_update = start - PERIOD
+        stopped = False
+        error = None
+        count = 0
         try:
-            count = 0
-            for reading in iterator:
-                which, reading = reading if together else (0, reading)
+            for number_of_run, reading in readings:
                 if reading is not None:
                     count += 1
-                    runs[which].add(reading)
+                    runs[number_of_run].add(reading)
                 now = time.monotonic()
-                if now - shown >= self._view.period:
-                    shown = now
+                if now - last_update >= self._view.period:
+                    last_update = now
                     self._view.update()
-                if self._stop.is_set():
+                if self.stopping:
                     stopped = True
                     break
-                if (steps and count >= steps * len(runs)) or (seconds and now - began >= seconds):
+                if steps and count >= steps * len(runs):
                     break
-        except BaseException as error:  # carried to the cell that waits
-            failed = error
+                if seconds and now - start >= seconds:
+                    break
+        except BaseException as caught:
+            # the cell that waits raises it
+            error = caught
         try:
-            if hasattr(iterator, "close"):
-                iterator.close()  # lets a generator clean up: its last checkpoint, its files
-        except BaseException as error:
-            failed = failed or error
+            if hasattr(readings, "close"):
+                # lets a generator clean up: its last checkpoint, its files
+                readings.close()
+        except BaseException as caught:
+            error = error or caught
         for run in runs:
-            run.error, run.state = failed, "failed" if failed else "stopped" if stopped else "done"
+            run.error = error
+            run.state = "failed" if error else "stopped" if stopped else "done"
         if self._view.alone:
             self._view.finish()
-            if failed:
-                print(
-                    f"{', '.join(run.name for run in runs)} ended by {type(failed).__name__}: {failed}",
-                    file=sys.stderr,
-                )
+            if error:
+                names = ", ".join(run.name for run in runs)
+                print(f"{names} ended by {type(error).__name__}: {error}", file=sys.stderr)
 
     def stop(self):
-        """Asks the running loop to stop after the step it is in. The Stop button calls this."""
+        """Ask the running loop to stop after the running step. The Stop button calls this."""
         self._stop.set()
 
+    @property
+    def stopping(self) -> bool:
+        """True once the running loop has been asked to stop."""
+        return self._stop.is_set()
+
     def join(self):
-        """Waits until the running loop, if any, has ended; raises the error that ended it."""
-        ended, view = (
-            self._ended,
-            self._view,
-        )  # an event: Thread.join is not safe to interrupt before Python 3.13
+        """Wait until the running loop, if any, has ended; raise the error that ended it."""
+        # an event: Thread.join is not safe to interrupt before Python 3.13
+        ended, view = self._ended, self._view
         if self._thread is None:
             return
         interrupt = None
@@ -158,7 +175,8 @@ class LiveThroughput:
         except KeyboardInterrupt as error:
             interrupt = error
             self.stop()
-            while not ended.wait(0.05):  # a second interrupt leaves without waiting for the step
+            # a second interrupt leaves without waiting for the step
+            while not ended.wait(0.05):
                 pass
         self._thread = None
         if not view.alone:
@@ -174,7 +192,7 @@ class LiveThroughput:
         return self._thread is not None and not self._ended.is_set()
 
     def show_static(self):
-        """Displays the static picture and its line of text (text only outside a notebook)."""
+        """Display the static picture and its line of text (text only outside a notebook)."""
         if notebook_shell() is None:
             print(self)
             return
@@ -184,30 +202,44 @@ class LiveThroughput:
 
     def __str__(self):
         lines = [str(run) for run in self.runs.values()]
-        done = [run for run in self.runs.values() if run.tokens_per_s]
-        lines += [
-            f"{run.name} runs at {run.tokens_per_s / done[0].tokens_per_s:.2f} times the speed of {done[0].name}"
-            for run in done[1:]
-        ]
+        measured = [run for run in self.runs.values() if run.tokens_per_s]
+        for run in measured[1:]:
+            times = run.tokens_per_s / measured[0].tokens_per_s
+            lines.append(f"{run.name} runs at {times:.2f} times the speed of {measured[0].name}")
         return "\n".join(lines) or f"{self.title}: no run yet"
 
     __repr__ = __str__
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        drawn = picture(
-            list(self.runs.values()), self.peak, themed=False, title=self.title, norms=self.norms
-        )
+        runs = list(self.runs.values())
+        drawn = picture(runs, self.peak, themed=False, title=self.title, norms=self.norms)
         return {"image/svg+xml": drawn, "text/plain": str(self)}
+
+
+def _numbered(readings):
+    """The readings of one run as pairs (0, Reading)."""
+    iterator = iter(readings)
+    try:
+        for reading in iterator:
+            yield 0, reading
+    finally:
+        if hasattr(iterator, "close"):
+            iterator.close()
 
 
 class _TextView:
     """Where there are no widgets: at most one line of text a second."""
 
-    period, hears_clicks = 1.0, True
-    alone = False  # whether the thread itself finishes the view, because nobody waits for it
+    period = 1.0
+    hears_clicks = True
+    # whether the thread itself finishes the view, because no cell waits for it
+    alone = False
 
     def __init__(self, live, run, seconds, steps, notebook):
-        self.live, self.run, self.steps, self.notebook = live, run, steps, notebook
+        self.live = live
+        self.run = run
+        self.steps = steps
+        self.notebook = notebook
 
     def _print(self, words):
         print(words, file=sys.stdout if self.notebook else sys.stderr, flush=True)
@@ -216,20 +248,26 @@ class _TextView:
         self._print(_status(self.run, None, self.steps, name=True))
 
     def finish(self):
-        self.live.show_static() if self.notebook else self._print(self.run)
+        if self.notebook:
+            self.live.show_static()
+        else:
+            self._print(self.run)
 
 
 class _WidgetView:
     """The widgets of one run: title, status, progress, Stop, picture."""
 
     period = PERIOD
-    alone = False  # as above
+    alone = False
 
     def __init__(self, live, run, seconds, steps):
         import ipywidgets as W
         from IPython.display import display
 
-        self.live, self.run, self.seconds, self.steps = live, run, seconds, steps
+        self.live = live
+        self.run = run
+        self.seconds = seconds
+        self.steps = steps
         self.head = W.HTML(layout=W.Layout(flex="1 1 auto", margin="0"))
         self.progress = W.FloatProgress(
             value=0.0,
@@ -269,38 +307,32 @@ class _WidgetView:
 
     def update(self):
         runs = list(self.live.runs.values())
-        stopping = self.live._stop.is_set()
-        status = (
-            "stopping after this step" if stopping else _status(self.run, self.seconds, self.steps)
-        )
+        status = _status(self.run, self.seconds, self.steps)
+        if self.live.stopping:
+            status = "stopping after this step"
         self.head.value = (
             '<div style="line-height:1.35">'
             f'<span style="font-size:15px;font-weight:600">{escape(self.live.title)}</span><br>'
-            '<span style="font-size:12px;font-variant-numeric:tabular-nums;color:var(--jp-ui-font-color2,inherit)">'
+            '<span style="font-size:12px;font-variant-numeric:tabular-nums;'
+            'color:var(--jp-ui-font-color2,inherit)">'
             f"{escape(status)}</span></div>"
         )
         if self.run.last is not None:
-            done = [self.run.last.step / self.steps] if self.steps else []
-            done += [self.run.last.seconds / self.seconds] if self.seconds else []
-            self.progress.value = min(1.0, max(done, default=0.0))
+            by_steps = self.run.last.step / self.steps if self.steps else 0.0
+            by_time = self.run.last.seconds / self.seconds if self.seconds else 0.0
+            self.progress.value = min(1.0, max(by_steps, by_time))
         self.svg.value = picture(runs, self.live.peak, norms=self.live.norms)
 
     def finish(self):
         """The static picture takes the widgets' place, in this cell and in the saved notebook."""
         self.handle.update(self.live._repr_mimebundle_(), raw=True)
-        for widget in (
-            self.button,
-            self.progress,
-            self.head,
-            self.svg,
-            *self.box.children[:1],
-            self.box,
-        ):
+        row = self.box.children[:1]
+        for widget in (self.button, self.progress, self.head, self.svg, *row, self.box):
             widget.close()
 
 
 def _status(run, seconds, steps, name=False):
-    """One calm line: where the run is, and what it uses."""
+    """One line: where the run is, and what it uses. name: begin with the run's name and rate."""
     last = run.last
     if last is None:
         return "starting"
@@ -330,8 +362,9 @@ def _make_view(live, run, seconds, steps):
 
 
 def _listen_while_busy(button, clicked) -> bool:
-    """Hears the button's clicks in the kernel's channel thread; False where the kernel has no such hook (ipykernel
-    before 7.4)."""
+    """Call clicked() for the button's clicks while a cell runs, in the kernel's channel thread.
+
+    False where the kernel has no such hook (ipykernel before 7.4)."""
     comm = getattr(button, "comm", None)
     route = getattr(comm, "_reply_subshell_for", None)
     if route is None:
@@ -348,7 +381,7 @@ def _listen_while_busy(button, clicked) -> bool:
 
 
 def _next_cell_waits(ended, stop, view):
-    """The next cell begins when the loop has ended (an interrupt stops the loop first)."""
+    """Let the next cell begin when the loop has ended (an interrupt stops the loop first)."""
     shell = notebook_shell()
     if shell is None:
         return
@@ -364,22 +397,23 @@ def _next_cell_waits(ended, stop, view):
             raise
         finally:
             if isinstance(view, _WidgetView):
-                view.finish()  # again, from a cell: tools that run notebooks ignore threads
+                # again, from a cell: tools that run notebooks ignore threads
+                view.finish()
 
     shell.events.register("pre_run_cell", wait)
 
 
 def _in_same_torch_state(work):
-    """Torch keeps the current device, stream and gradient mode for each thread: hand the caller's on to the loop's."""
+    """work, run with the caller's CUDA device, stream and gradient mode.
+
+    Torch keeps them for each thread."""
     torch = sys.modules.get("torch")
     if torch is None:
         return work
     grad = torch.is_grad_enabled()
-    stream = (
-        torch.cuda.current_stream()
-        if torch.cuda.is_available() and torch.cuda.is_initialized()
-        else None
-    )
+    stream = None
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        stream = torch.cuda.current_stream()
 
     def run():
         with torch.set_grad_enabled(grad):

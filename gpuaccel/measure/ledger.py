@@ -1,4 +1,4 @@
-"""The ledger: what the host really did between two points. Launches, synchronisations, copies by direction and bytes.
+"""The ledger counts what the host did: launches, synchronisations, copies and their bytes.
 
     with ledger("arena") as row:
         step(batch)
@@ -8,52 +8,33 @@
     book.add(row, tokens_per_s=12345.0, max_diff=0.0, bit_equal=True)
     book                                                  # a table, in a notebook or in print
 
-Everything is read from the records of `torch.profiler` (runtime and driver calls, and the GPU's own records of
-copies), never guessed. Without a GPU there is nothing to launch and nothing to wait for: `launches`, `syncs` and
-`copies` are None, and what can be counted is counted: the operators that torch called, and the scalars that the host
-read, each of which would make it wait if it were on a GPU.
+Everything is read from the records of `torch.profiler` (measure/profiler.py), never guessed.
+Without a GPU there are no launches and no waits: `launches`, `syncs` and `copies` are None. Counted
+instead are the operators that torch called, and the scalars that the host read, each of which would
+be a wait if it were on a GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import re
-import sys
-import tempfile
 import time
-import warnings
 from dataclasses import dataclass, field
 from html import escape
 
-import torch
-from torch.profiler import ProfilerActivity, profile, record_function
-
 from ..backends import backend
-from ..errors import BackendError
-
-REGION = "gpuaccel.measure.ledger.region"
-LAUNCHES = {
-    "cudaLaunchKernel",
-    "cudaLaunchKernelExC",
-    "cudaLaunchCooperativeKernel",
-    "cuLaunchKernel",
-    "cuLaunchKernelEx",
-    "cuLaunchCooperativeKernel",
-}
-GRAPH_LAUNCHES = {"cudaGraphLaunch", "cuGraphLaunch"}
-SYNCS = {
-    "cudaStreamSynchronize",
-    "cudaDeviceSynchronize",
-    "cudaEventSynchronize",
-    "cuStreamSynchronize",
-    "cuCtxSynchronize",
-    "cuEventSynchronize",
-}
-SYNC_RECORDS = {
-    f"{what} {verb}" for what in ("Stream", "Context", "Event") for verb in ("Sync", "Synchronize")
-}
+from .profiler import (
+    GRAPH_LAUNCHES,
+    LAUNCHES,
+    SCALAR_READ,
+    call_name,
+    correlation,
+    is_call,
+    is_wait,
+    profiled,
+    profiler_sees_gpu,
+    split_region,
+)
 
 
 @dataclass
@@ -62,203 +43,107 @@ class Row:
 
     name: str
     backend: str = ""
-    launches: int | None = None  # kernels launched one by one, by runtime or driver call
-    graph_launches: int | None = (
-        None  # CUDA graphs launched; the kernels inside are not counted as launches
-    )
-    syncs: int | None = None  # calls in which the host waited for the GPU, blocking copies included
-    copies: dict | None = None  # direction ("HtoD", "DtoH", "DtoD", ...) -> (count, bytes)
-    memsets: tuple | None = None  # (count, bytes)
-    operators: int | None = None  # torch operators called, those inside other operators included
-    would_sync: int | None = None  # scalars the host read: each waits, if the tensor is on a GPU
-    seconds: float | None = None  # the host's time, with the profiler watching: not a benchmark
+    # kernels launched one by one, by runtime or driver call
+    launches: int | None = None
+    # CUDA graphs launched; the kernels inside are not counted as launches
+    graph_launches: int | None = None
+    # calls in which the host waited for the GPU, blocking copies included
+    syncs: int | None = None
+    # direction ("HtoD", "DtoH", "DtoD", ...) -> (count, bytes)
+    copies: dict | None = None
+    # (count, bytes)
+    memsets: tuple | None = None
+    # torch operators called, those inside other operators included
+    operators: int | None = None
+    # scalars that the host read: each is a wait if the tensor is on a GPU
+    would_sync: int | None = None
+    # the host's time under the profiler: not a benchmark
+    seconds: float | None = None
     notes: list = field(default_factory=list)
 
     def bytes(self, direction: str) -> int | None:
-        """Bytes copied in one direction ("DtoH", "HtoD", "DtoD"), or None where copies are not counted."""
+        """Bytes copied in one direction ("DtoH", "HtoD", "DtoD"), or None if not counted."""
         return None if self.copies is None else self.copies.get(direction, (0, 0))[1]
 
     def __str__(self):
-        return str(_table([(self, {})]))
+        return str(_Table([(self, {})]))
 
 
 @contextlib.contextmanager
 def ledger(name="step"):
-    """Counts what the block does; yields a Row that is filled when the block has ended without an error.
+    """Count what the block does. Yields a Row that is filled when the block ends without an error.
 
-    The block may launch work on any stream and from any thread. Work queued before it is left out, and so is the
-    profiler's own waiting. The first use in a process starts the profiler (on a GPU a second or so): warm up outside
-    the block, and read no speed from it.
-    """
+    The block may launch work on any stream and from any thread. Work queued before it and the
+    profiler's own waiting are not counted. The first use in a process starts the profiler (about a
+    second on a GPU): warm up outside the block, and do not read a speed from it."""
     row = Row(name=name, backend=backend().name)
-    with watched(f"ledger({name!r})") as events:
-        began = time.perf_counter()
+    with profiled(f"ledger({name!r})") as events:
+        start = time.perf_counter()
         yield row
-        row.seconds = time.perf_counter() - began
-    _fill(row, events, watches_gpu())
-
-
-def watches_gpu() -> bool:
-    """Is there a GPU whose records the profiler will have?"""
-    return torch.cuda.is_available() and backend().policy != "off"
-
-
-@contextlib.contextmanager
-def watched(who):
-    """Records what the block does with torch.profiler; yields a list which afterwards holds the events of a Chrome trace.
-
-    The block's own are those within the event called REGION. who: for the error when another profiler is at work.
-    """
-    if torch._C._autograd._profiler_enabled():
-        raise BackendError(
-            f"{who} inside another ledger or torch.profiler: only one can watch at a time"
-        )
-    gpu, events = watches_gpu(), []
-    options = {"activities": [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if gpu else [])}
-    if gpu:
-        options["experimental_config"] = _with_sync_records()
-        torch.cuda.synchronize()  # what was queued before is not this block's
-    profiler = profile(**options)
-    with quiet():
-        profiler.__enter__()
-    try:
-        with record_function(REGION):
-            yield events
-        if gpu:
-            torch.cuda.synchronize()  # outside the region: so that every record of its work is complete
-            torch.zeros(
-                1, device="cuda"
-            )  # and a call that must leave a record, or the profiler does not see the GPU
-    finally:
-        with quiet():
-            profiler.__exit__(None, None, None)
-    with quiet():
-        events += trace_of(profiler)
-
-
-@contextlib.contextmanager
-def quiet():
-    """Keeps the profiler library's own messages off the page: its warnings, and what it writes to file descriptor 2."""
-    sys.stderr.flush()
-    kept, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(sink, 2)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(sink)
-
-
-def _with_sync_records():
-    """Asks for CUPTI's records of synchronisations too: the driver's calls leave no other trace. None where torch
-    cannot."""
-    try:
-        from torch._C._profiler import _ExperimentalConfig
-
-        return _ExperimentalConfig(enable_cuda_sync_events=True)
-    except (ImportError, TypeError):
-        return None
-
-
-def trace_of(profiler) -> list:
-    handle, path = tempfile.mkstemp(suffix=".json", prefix="gpuaccel-ledger-")
-    os.close(handle)
-    try:
-        profiler.export_chrome_trace(path)
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return json.load(file, strict=False)["traceEvents"]
-    finally:
-        os.unlink(path)
+        row.seconds = time.perf_counter() - start
+    _fill(row, events, profiler_sees_gpu())
 
 
 def _fill(row, events, gpu):
-    """Fills the row from a list of Chrome trace events."""
-    events = [event for event in events if event.get("ph") == "X"]
-    region = next(
-        e for e in events if e["name"] == REGION and e.get("cat") != "gpu_user_annotation"
-    )
-    begin, end = region["ts"], region["ts"] + region["dur"]
-    inside = [e for e in events if begin <= e["ts"] <= end and e is not region]
+    """Fill the row from the events of a Chrome trace."""
+    events, region, inside = split_region(events)
     operators = [e for e in inside if e.get("cat") == "cpu_op"]
     row.operators = len(operators)
-    row.would_sync = sum(e["name"] == "aten::_local_scalar_dense" for e in operators)
+    row.would_sync = sum(e["name"] == SCALAR_READ for e in operators)
     if not gpu:
         row.notes.append(
             "no GPU: launches, waits and copies do not exist here; counted are torch's operators "
             "and the scalars that the host read (each would be a wait, were the tensor on a GPU)"
         )
         return
-    calls = [e for e in inside if e.get("cat") in ("cuda_runtime", "cuda_driver")]
-    if not any(e.get("cat") in ("cuda_runtime", "cuda_driver") for e in events):
+    if not any(is_call(e) for e in events):
         row.notes.append(
             "the profiler gave no records of the GPU "
             "(another profiler is attached, or CUPTI is not permitted here)"
         )
         return
-    named = [(plain_name(e["name"]), e) for e in calls]
-    row.launches = sum(name in LAUNCHES for name, _ in named)
-    row.graph_launches = sum(name in GRAPH_LAUNCHES for name, _ in named)
-    waits = [e for name, e in named if name in SYNCS or blocking_copy(name)]
+    calls = [e for e in inside if is_call(e)]
+    names = [call_name(e) for e in calls]
+    row.launches = sum(name in LAUNCHES for name in names)
+    row.graph_launches = sum(name in GRAPH_LAUNCHES for name in names)
     known = {correlation(e) for e in calls} - {None}
-    # A wait through the driver API has no call record, only CUPTI's record of the synchronisation: the same wait is
-    # not counted twice.
-    waits += [
-        e
-        for e in inside
-        if e.get("cat") == "cuda_sync" and e["name"] in SYNC_RECORDS and correlation(e) not in known
-    ]
-    row.syncs = len(waits)
-    outside = {
-        correlation(e) for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")
-    } - known
-    row.copies, sets = {}, (0, 0)
+    row.syncs = sum(is_wait(e, known) for e in inside)
+    outside = {correlation(e) for e in events if is_call(e)} - known
+    row.copies = {}
+    row.memsets = (0, 0)
     for e in events:
-        # The GPU may do the work after the region has ended: what counts is who asked. Copies of driver calls have no
-        # call record; they belong to the region if they began in it or, the device being idle before, right after.
+        # The GPU may do the work after the region has ended: it belongs to the region that asked
+        # for it. Copies of driver calls have no call record; they belong to the region if they
+        # began in it or, the device being idle before, right after.
         if (
             e.get("cat") not in ("gpu_memcpy", "gpu_memset")
             or correlation(e) in outside
-            or e["ts"] < begin
+            or e["ts"] < region["ts"]
         ):
             continue
         size = int(e.get("args", {}).get("bytes", 0))
         if e["cat"] == "gpu_memset":
-            sets = (sets[0] + 1, sets[1] + size)
+            count, total = row.memsets
+            row.memsets = (count + 1, total + size)
             continue
         match = re.match(r"Memcpy (\w+)", e["name"])
         direction = match.group(1) if match else "other"
         count, total = row.copies.get(direction, (0, 0))
         row.copies[direction] = (count + 1, total + size)
-    row.memsets = sets
-
-
-def plain_name(name: str) -> str:
-    return re.sub(r"(_v\d+|_v2|_ptsz|_ptds)+$", "", name)
-
-
-def blocking_copy(name: str) -> bool:
-    return bool(re.match(r"cu(da)?Memcpy", name)) and "Async" not in name
-
-
-def correlation(event):
-    return event.get("args", {}).get("correlation")
 
 
 class Ledger:
-    """Rows side by side, one for each way of doing the same step. Displays as a table; `str()` gives it as text."""
+    """Rows side by side, one for each variant of the same step; displays as a table."""
 
     def __init__(self):
         self.rows = []  # (Row, {"tokens_per_s", "max_diff", "bit_equal"})
 
     def add(self, row, tokens_per_s=None, max_diff=None, bit_equal=None):
-        """Adds a row with what was measured beside it; a row of the same name is replaced.
+        """Add a row and what was measured beside it; a row of the same name is replaced.
 
-        tokens_per_s: a rate; max_diff: the largest absolute difference from the reference; bit_equal: whether two
-        runs gave the same bits.
-        """
+        tokens_per_s: a rate.
+        max_diff: the largest absolute difference from the reference.
+        bit_equal: whether two runs were bit-identical."""
         extra = {"tokens_per_s": tokens_per_s, "max_diff": max_diff, "bit_equal": bit_equal}
         names = [old.name for old, _ in self.rows]
         if row.name in names:
@@ -267,54 +152,45 @@ class Ledger:
             self.rows.append((row, extra))
 
     def __str__(self):
-        return str(_table(self.rows))
+        return str(_Table(self.rows))
 
     __repr__ = __str__
 
     def _repr_html_(self):
-        return _table(self.rows).html()
+        return _Table(self.rows).html()
 
 
-# What a column is called, and its cell: None where it cannot be known. Columns without any cell are left out.
-_COLUMNS = [
-    (
-        "tokens/s",
-        lambda row, extra: (
-            None if extra.get("tokens_per_s") is None else _count(extra["tokens_per_s"])
-        ),
-    ),
-    ("kernel launches", lambda row, extra: _exact(row.launches)),
-    ("graph launches", lambda row, extra: _exact(row.graph_launches)),
-    ("host waits", lambda row, extra: _exact(row.syncs)),
-    ("GPU to host", lambda row, extra: _copied(row, "DtoH")),
-    ("host to GPU", lambda row, extra: _copied(row, "HtoD")),
-    ("within GPU", lambda row, extra: _copied(row, "DtoD")),
-    ("torch operators", lambda row, extra: _exact(row.operators) if row.launches is None else None),
-    ("scalars read", lambda row, extra: _exact(row.would_sync) if row.launches is None else None),
-    (
-        "largest difference",
-        lambda row, extra: (
-            None if extra.get("max_diff") is None else f"{float(extra['max_diff']):.3g}"
-        ),
-    ),
-    (
-        "same bits",
-        lambda row, extra: (
-            None if extra.get("bit_equal") is None else "yes" if extra["bit_equal"] else "no"
-        ),
-    ),
-]
+def _cells(row, extra) -> dict:
+    """The cell of each column, in their order; None where it cannot be known."""
+    on_cpu = row.launches is None
+    rate = extra.get("tokens_per_s")
+    difference = extra.get("max_diff")
+    bit_equal = extra.get("bit_equal")
+    return {
+        "tokens/s": None if rate is None else _short_number(rate),
+        "kernel launches": _count(row.launches),
+        "graph launches": _count(row.graph_launches),
+        "host waits": _count(row.syncs),
+        "GPU to host": _copied(row, "DtoH"),
+        "host to GPU": _copied(row, "HtoD"),
+        "within GPU": _copied(row, "DtoD"),
+        "torch operators": _count(row.operators) if on_cpu else None,
+        "scalars read": _count(row.would_sync) if on_cpu else None,
+        "largest difference": None if difference is None else f"{float(difference):.3g}",
+        "same bits": None if bit_equal is None else "yes" if bit_equal else "no",
+    }
 
 
-class _table:
+class _Table:
+    """Rows as text or HTML. A column in which no row has a cell is left out."""
+
     def __init__(self, rows):
-        self.columns = [
-            title for title, cell in _COLUMNS if any(cell(*row) is not None for row in rows)
-        ]
-        cells = dict(_COLUMNS)
+        cells = [_cells(row, extra) for row, extra in rows]
+        titles = list(cells[0]) if cells else []
+        self.columns = [title for title in titles if any(row[title] is not None for row in cells)]
         self.lines = [
-            [row.name] + [cells[title](row, extra) or "–" for title in self.columns]
-            for row, extra in rows
+            [row.name] + [row_cells[title] or "–" for title in self.columns]
+            for (row, _), row_cells in zip(rows, cells)
         ]
         self.notes = list(dict.fromkeys(note for row, _ in rows for note in row.notes))
 
@@ -323,12 +199,10 @@ class _table:
             return "the ledger is empty"
         lines = [["", *self.columns], *self.lines]
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        text = [
-            "  ".join(
-                [line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:]))]
-            ).rstrip()
-            for line in lines
-        ]
+        text = []
+        for name, *cells in lines:
+            padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:])]
+            text.append("  ".join([name.ljust(widths[0]), *padded]).rstrip())
         return "\n".join(text + [f"({note})" for note in self.notes])
 
     def html(self):
@@ -337,10 +211,8 @@ class _table:
         soft = "color:var(--jp-ui-font-color2,inherit)"
         rule = "border-bottom:1px solid var(--jp-border-color2,rgba(128,128,128,.35))"
         cell = "padding:6px 14px;background:transparent;font-variant-numeric:tabular-nums"
-        first, other = (
-            f"{cell};{rule};text-align:left;font-weight:600",
-            f"{cell};{rule};text-align:right",
-        )
+        first = f"{cell};{rule};text-align:left;font-weight:600"
+        other = f"{cell};{rule};text-align:right"
         head = "".join(
             f'<th style="{other};{soft};font-weight:500">{escape(title)}</th>'
             for title in self.columns
@@ -357,15 +229,16 @@ class _table:
         )
         return (
             '<table style="border-collapse:collapse;font-size:13px;margin:4px 0">'
-            f'<thead><tr><th style="{first}"></th>{head}</tr></thead><tbody>{body}</tbody></table>{notes}'
+            f'<thead><tr><th style="{first}"></th>{head}</tr></thead>'
+            f"<tbody>{body}</tbody></table>{notes}"
         )
 
 
-def _exact(value):
+def _count(value):
     return None if value is None else f"{value:,}"
 
 
-def _count(value):
+def _short_number(value):
     for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "K")):
         if value >= scale * 0.9995:
             return f"{value / scale:.3g}{letter}"
@@ -373,6 +246,7 @@ def _count(value):
 
 
 def _copied(row, direction):
+    """How much was copied in one direction, in words; None where copies are not counted."""
     if row.copies is None:
         return None
     count, size = row.copies.get(direction, (0, 0))

@@ -1,4 +1,4 @@
-"""The meter: tokens per second, step and stage times, memory and loss of a training loop, and the host never waits.
+"""The meter: tokens per second, step and stage times, memory and loss, measured without a wait.
 
     meter = Meter("cuda", flops_per_token=2.1e9, peak_flops=peak_flops("cuda", torch.bfloat16))
     for batch in batches:
@@ -6,12 +6,14 @@
         loss = forward(batch);  meter.timer.mark("forward")
         loss.backward();        meter.timer.mark("backward")
         meter.timer.stop()
-        reading = meter.update(tokens=batch.numel(), loss=loss)    # on a GPU the loss is a step or two old
-    reading = meter.finish()                                       # waits for the last step: the final numbers
+        # on a GPU the loss of a reading is a step or two old
+        reading = meter.update(tokens=batch.numel(), loss=loss)
+    # waits for the last step: the final numbers
+    reading = meter.finish()
 
-On a GPU the host runs ahead of the device, so a clock on the host measures nothing. Here each step leaves a CUDA
-event behind, a step counts once its event has completed, and scalars come back through pinned memory. On a CPU the
-clock is `time.perf_counter`.
+On a GPU the host runs ahead of the device, so the host's clock says little about the device. Each
+step therefore records a CUDA event, a step counts once its event has completed, and scalars are
+copied through pinned memory. On a CPU the clock is `time.perf_counter`.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ import torch
 
 from ..errors import ArgumentError
 
-# Dense peak rates in FLOP/s from the makers' data sheets, without sparsity: (pattern in the device's name, bf16,
-# fp16, fp32 without tensor cores).
+# Dense peak rates in FLOP/s from the makers' data sheets, without sparsity:
+# (pattern in the device's name, bf16, fp16, fp32 without tensor cores).
 _PEAKS = [
     (r"GB200", 2500e12, 2500e12, 80e12),
     (r"B200", 2250e12, 2250e12, 75e12),
@@ -53,10 +55,9 @@ _PEAKS = [
 
 
 def peak_flops(device, dtype=torch.bfloat16) -> float | None:
-    """The device's dense peak in FLOP/s for `dtype` (bf16, fp16 or fp32) from its data sheet; None for a CPU or a GPU
-    not in the table.
+    """The device's dense peak in FLOP/s from its data sheet; None for a CPU or an unknown GPU.
 
-    Peaks of bf16 and fp16 are those of the tensor cores with fp32 accumulation and no sparsity; fp32 is the rate
+    dtype: bf16 and fp16 mean the tensor cores with fp32 accumulation and no sparsity, fp32 the rate
     without TF32.
     """
     device = torch.device(device)
@@ -77,40 +78,48 @@ def _peak_of(name: str, dtype) -> float | None:
 
 @dataclass
 class Reading:
-    """What the meter knows after one more step. Times in seconds or milliseconds as the names say."""
+    """What the meter knows after one more step."""
 
-    step: int  # steps handed to the meter so far
-    tokens: int  # tokens in them
-    seconds: float  # since the first step began, on the host's clock
-    tokens_per_s: float  # over the last `window` finished steps; 0.0 until one has finished
-    step_ms: float  # mean over the same steps, gaps between steps included
-    loss: float | None = None  # the newest that has arrived ...
-    loss_step: int | None = None  # ... and the step it belongs to
-    val_loss: float | None = None  # only in the reading of the step that measured it
-    norm: float | None = None  # gradient norm before clipping, newest that has arrived ...
-    clipped_norm: float | None = None  # ... and after it
-    norms: tuple = field(
-        default=(), repr=False
-    )  # the last that arrived: (steps ago, before, after or None), oldest first
-    mfu: float | None = None  # model FLOPs utilisation: achieved / peak, 0..1
-    memory_bytes: int = 0  # GPU: peak allocated by torch; CPU: resident memory of the process
-    stages: dict[str, float] = field(
-        default_factory=dict
-    )  # ms of each stage of the newest finished step
+    # steps that the meter was told of, and the tokens in them
+    step: int
+    tokens: int
+    # since the first step began, on the host's clock
+    seconds: float
+    # over the last `window` finished steps; 0.0 until one has finished
+    tokens_per_s: float
+    # mean over the same steps, gaps between steps included
+    step_ms: float
+    # the newest loss that has reached the host, and its step
+    loss: float | None = None
+    loss_step: int | None = None
+    # only in the reading of the step that measured it
+    val_loss: float | None = None
+    # gradient norm before and after clipping, the newest that have reached the host
+    norm: float | None = None
+    clipped_norm: float | None = None
+    # the last ones, oldest first: (steps ago, before, after or None)
+    norms: tuple = field(default=(), repr=False)
+    # model FLOPs utilisation: achieved / peak, 0..1
+    mfu: float | None = None
+    # GPU: peak allocated by torch; CPU: resident memory of the process
+    memory_bytes: int = 0
+    # ms of each stage of the newest finished step
+    stages: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict:
-        """The fields as a plain dictionary (for a line of JSON), without `norms`, which repeats earlier steps."""
+        """The fields for a line of JSON, without `norms`, which repeats earlier steps."""
         return {name: value for name, value in asdict(self).items() if name != "norms"}
 
 
 class _Events:
-    """CUDA events that are used again once they have been read."""
+    """A pool of CUDA events; `free` holds those that have been read."""
 
-    def __init__(self, device, timing=True):
-        self.device, self.timing, self.free = device, timing, []
+    def __init__(self, device):
+        self.device = device
+        self.free = []
 
     def record(self):
-        event = self.free.pop() if self.free else torch.cuda.Event(enable_timing=self.timing)
+        event = self.free.pop() if self.free else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
@@ -118,16 +127,19 @@ class _Events:
 class StageTimer:
     """Where the time of a step goes: `start()`, `mark(name)` at the end of each stage, `stop()`.
 
-    Stages with the same name add up within a step (micro-batches). On a GPU the marks are CUDA events on the current
-    stream and nothing waits: `poll()` returns the stages of the newest step that has finished by now, in ms, or None
-    before the first. A step that began and never stopped (an exception) is forgotten at the next `start()`.
+    Stages with the same name add up within a step (micro-batches). On a GPU the marks are CUDA
+    events on the current stream and nothing waits: `poll()` returns the stages of the newest
+    finished step. A step that began and never stopped (an exception) is forgotten at the next
+    `start()`.
     """
 
     def __init__(self, device="cpu"):
         self.device = torch.device(device)
         self._pool = _Events(self.device) if self.device.type == "cuda" else None
-        self._open = None  # list of (name, event or time) of the step now running
-        self._pending = deque()  # steps that stopped, but may still run on the GPU
+        # (name, event or time) of each mark of the running step
+        self._open = None
+        # the marks of steps that stopped, but may still run on the GPU
+        self._pending = deque()
         self._newest = None
 
     def _now(self):
@@ -146,7 +158,7 @@ class StageTimer:
         self._open.append((name, self._now()))
 
     def stop(self):
-        """The step ends. What came after the last mark belongs to no stage."""
+        """The step ends. Time after the last mark belongs to no stage."""
         if self._open is None:
             raise ArgumentError("stop() outside a step: call start() first")
         self._pending.append(self._open)
@@ -154,7 +166,7 @@ class StageTimer:
         self._collect()
 
     def poll(self) -> dict | None:
-        """Milliseconds by stage of the newest finished step; None if none has finished. Never waits."""
+        """Milliseconds of each stage of the newest finished step, or None. Never waits."""
         self._collect()
         return None if self._newest is None else dict(self._newest)
 
@@ -171,62 +183,68 @@ class StageTimer:
 
 
 class LateValue:
-    """A device scalar that reaches the host without the host waiting for it.
+    """A device scalar that is copied to the host without a wait.
 
         late.put(loss, tag=step)      # queues a copy into pinned memory, and an event behind it
-        late.get()                    # the newest that has arrived, or None; late.tag says which
-        late.history                  # (tag, value) of the last 64 that arrived: none is lost when several come at once
+        late.get()                    # the newest value whose copy is done, or None
+        late.tag                      # the tag of that value
+        late.history                  # (tag, value) of the last 64: none is skipped
 
-    On a CPU it arrives at once. One element of any dtype; values come back as Python floats (from a GPU: rounded to
-    fp32).
+    On a CPU there is no delay. The scalar may have any dtype; values are Python floats (from a GPU:
+    rounded to fp32).
     """
 
     def __init__(self):
         self.tag = None
-        self._value = None
         self.history = deque(maxlen=64)
-        self._pending = deque()  # (tag, pinned tensor, event)
-        self._free = []  # (pinned tensor, event) to use again
+        self._value = None
+        # (tag, pinned tensor, event) of copies under way
+        self._pending = deque()
+        # (pinned tensor, event) to be used again
+        self._free = []
 
     def put(self, value, tag=None):
-        """Takes a tensor with one element (any device), or a number."""
+        """Queue a value: a tensor with one element (any device), or a number."""
         if not isinstance(value, torch.Tensor):
-            return self._arrived(float(value), tag)
+            return self._store(float(value), tag)
         if value.numel() != 1:
             raise ArgumentError(
                 f"expected a tensor with one element, got shape {tuple(value.shape)}"
             )
         value = value.detach()
         if value.device.type != "cuda":
-            return self._arrived(float(value), tag)
+            return self._store(float(value), tag)
         if not self._free:
-            self._free.append(
-                (torch.empty((), dtype=torch.float32, pin_memory=True), torch.cuda.Event())
-            )
+            pinned = torch.empty((), dtype=torch.float32, pin_memory=True)
+            self._free.append((pinned, torch.cuda.Event()))
         pinned, event = self._free.pop()
         pinned.copy_(value.reshape(()).float(), non_blocking=True)
         event.record(torch.cuda.current_stream(value.device))
         self._pending.append((tag, pinned, event))
 
     def get(self) -> float | None:
-        """The newest value that has arrived. Never waits."""
+        """The newest value whose copy is done, or None. Never waits."""
         while self._pending and self._pending[0][2].query():
             tag, pinned, event = self._pending.popleft()
-            self._arrived(float(pinned), tag)
+            self._store(float(pinned), tag)
             self._free.append((pinned, event))
         return self._value
 
-    def _arrived(self, value, tag):
-        self._value, self.tag = value, tag
+    def _store(self, value, tag):
+        self._value = value
+        self.tag = tag
         self.history.append((tag, value))
 
 
 class Meter:
-    """Measures a training loop: call `update` once after each optimizer step, with the tokens it trained on.
+    """Measure a training loop: call `update` once after each optimizer step, with its tokens.
 
-    device: where the model is. flops_per_token: of forward and backward, for the utilisation (about 6 x parameters);
-    peak_flops: FLOP/s. window: over how many finished steps the rate is taken. `update` never waits for the device;
-    `finish` does, once, at the end.
+    device: where the model is.
+    flops_per_token: of forward and backward, for the utilisation (about 6 x parameters).
+    peak_flops: of the device, FLOP/s; see peak_flops().
+    window: over how many finished steps the rate is taken.
+
+    `update` never waits for the device; `finish` does, once, at the end.
     """
 
     def __init__(self, device="cpu", flops_per_token=None, peak_flops=None, window=20):
@@ -234,24 +252,29 @@ class Meter:
             raise ArgumentError(f"window must be at least 1 step, got {window}")
         self.device = torch.device(device)
         self.timer = StageTimer(self.device)
-        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
+        self.flops_per_token = flops_per_token
+        self.peak_flops = peak_flops
         self._pool = _Events(self.device) if self.device.type == "cuda" else None
-        self._finished = deque(
-            maxlen=window + 1
-        )  # (seconds on the device, tokens so far), finished steps
-        self._pending = deque()  # (event, tokens so far)
+        # (seconds on the device, tokens so far) after each finished step
+        self._finished = deque(maxlen=window + 1)
+        # (event, tokens so far) of steps that the device may not have finished
+        self._pending = deque()
         self._last_event = None
-        self._loss, self._norm, self._clipped = LateValue(), LateValue(), LateValue()
-        self._step = self._tokens = 0
-        self._memory, self._memory_at = 0, -1.0
+        self._loss = LateValue()
+        self._norm = LateValue()
+        self._clipped = LateValue()
+        self._step = 0
+        self._tokens = 0
+        self._memory = 0
+        self._memory_time = -1.0
         self.start()
 
     def start(self):
-        """The clock starts here: at construction, and again if you call it just before the first step, to leave
-        preparation out."""
+        """Start the clock. Called at construction; call it again just before the first step to
+        leave preparation out."""
         if self._step:
             raise ArgumentError(f"start() after {self._step} steps: make a new Meter instead")
-        self._began = time.perf_counter()
+        self._start_time = time.perf_counter()
         if self._pool:
             if self._last_event is not None:
                 self._pool.free.append(self._last_event)
@@ -262,8 +285,11 @@ class Meter:
     def update(
         self, tokens: int, loss=None, norm=None, val_loss=None, clipped_norm=None
     ) -> Reading:
-        """One more step is queued. tokens: how many it trained on, a number the host knows; loss, norm (of the
-        gradient, before clipping) and clipped_norm: one-element tensors or None."""
+        """One more step is queued. Returns the newest numbers, without waiting.
+
+        tokens: how many it trained on, a number that the host knows.
+        loss, norm, clipped_norm: one-element tensors or None; norm: before clipping.
+        val_loss: of a validation after this step, or None."""
         if isinstance(tokens, torch.Tensor) and tokens.device.type == "cuda":
             raise ArgumentError(
                 "tokens is a tensor on the GPU: reading it would make the host wait; pass an int"
@@ -273,7 +299,7 @@ class Meter:
         if self._pool:
             self._pending.append((self._pool.record(), self._tokens))
         else:
-            self._finished.append((time.perf_counter() - self._began, self._tokens))
+            self._finished.append((time.perf_counter() - self._start_time, self._tokens))
         if loss is not None:
             self._loss.put(loss, tag=self._step)
         if norm is not None:
@@ -283,7 +309,7 @@ class Meter:
         return self.reading(val_loss)
 
     def queued(self) -> int:
-        """Steps handed to the meter that the device has not finished. Never waits."""
+        """How many steps the device has not finished. Never waits."""
         while self._pending and self._pending[0][0].query():
             event, tokens = self._pending.popleft()
             seconds = self._finished[-1][0] + self._last_event.elapsed_time(event) / 1e3
@@ -300,11 +326,10 @@ class Meter:
         known = self.flops_per_token and self.peak_flops and rate
         mfu = rate * self.flops_per_token / self.peak_flops if known else None
         step_ms = (t1 - t0) / (len(self._finished) - 1) * 1e3 if t1 > t0 else 0.0
-        loss, norm, clipped = (
-            self._loss.get(),
-            self._norm.get(),
-            self._clipped.get(),
-        )  # before .tag, which says whose it is
+        # get() first: it moves on .tag and .history, which are read below
+        loss = self._loss.get()
+        norm = self._norm.get()
+        clipped = self._clipped.get()
         after = dict(self._clipped.history)
         norms = tuple(
             (self._step - tag, before, after.get(tag)) for tag, before in self._norm.history
@@ -312,7 +337,7 @@ class Meter:
         return Reading(
             step=self._step,
             tokens=self._tokens,
-            seconds=time.perf_counter() - self._began,
+            seconds=time.perf_counter() - self._start_time,
             tokens_per_s=rate,
             step_ms=step_ms,
             loss=loss,
@@ -327,26 +352,29 @@ class Meter:
         )
 
     def finish(self) -> Reading:
-        """Waits until the device has done every step, and returns the final numbers: the one place where the meter
-        synchronises."""
+        """Wait until the device has done every step, and return the final numbers.
+
+        The meter synchronises nowhere else."""
         if self._pool:
             torch.cuda.synchronize(self.device)
         return self.reading()
 
     def _memory_now(self) -> int:
         now = time.perf_counter()
-        if (
-            now - self._memory_at > 0.2
-        ):  # slow to read (about 0.1 ms): five times a second is enough
-            self._memory_at = now
-            self._memory = (
-                torch.cuda.max_memory_allocated(self.device) if self._pool else _resident_bytes()
-            )
+        # slow to read (about 0.1 ms): five times a second is enough
+        if now - self._memory_time > 0.2:
+            self._memory_time = now
+            if self._pool:
+                self._memory = torch.cuda.max_memory_allocated(self.device)
+            else:
+                self._memory = resident_bytes()
         return self._memory
 
 
-def _resident_bytes() -> int:
-    """Resident memory of this process in bytes: now on Linux, the peak so far elsewhere, 0 where it cannot be told."""
+def resident_bytes() -> int:
+    """Resident memory of this process in bytes.
+
+    The current value on Linux, the peak so far elsewhere, 0 where it cannot be read."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

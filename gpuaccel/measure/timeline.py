@@ -1,30 +1,31 @@
-"""Who waited for whom: what the host and the GPU did, as spans of time on two lanes.
+"""Where host and GPU wait for each other: what both did, as spans of time on two lanes.
 
-    >>> spans = timeline.tail(lambda: step(batch))       # the tail of a step: what follows its last backward
-    >>> spans[:2]
-    [Span(lane='host', name='python', start=0.0, stop=912.4), Span(lane='host', name='launch', start=3.1, stop=9.0)]
-    >>> figures.timeline({"item": spans})                # drawn
+    >>> spans = timeline.tail(lambda: step(batch))    # what follows the step's last backward
+    >>> spans[0]
+    Span(lane='host', name='python', start=0.0, stop=912.4)
+    >>> figures.timeline({"item": spans})             # drawn
 
-Everything is read from the records of `torch.profiler`, as the ledger's counts are. On the host: `launch`, `wait` and `copy` are its
-calls to the GPU, `python` is all the rest of its time. On the GPU: kernels by name, copies, and `backward`, what was still queued from
-before. Without a GPU there is one lane: torch's own operators, and `read` where a number went to Python. With the profiler
-watching everything takes longer: a picture of the order of things, not a benchmark.
+Everything is read from the records of `torch.profiler`, as the ledger's counts are. On the host's
+lane `launch`, `wait` and `copy` are its calls to the GPU, and `python` is the rest of its time. On
+the GPU's lane are kernels by name, copies, and `backward`: work that was queued before. Without a
+GPU there is one lane: torch's own operators, and `read` where a number went to Python. The profiler
+slows everything down: the spans show the order of things, not how fast they are.
 """
 
 import re
 from typing import NamedTuple
 
-from .ledger import (
+from .profiler import (
     GRAPH_LAUNCHES,
     LAUNCHES,
-    REGION,
-    SYNC_RECORDS,
-    SYNCS,
-    blocking_copy,
+    SCALAR_READ,
+    call_name,
     correlation,
-    plain_name,
-    watched,
-    watches_gpu,
+    is_call,
+    is_wait,
+    profiled,
+    profiler_sees_gpu,
+    split_region,
 )
 
 BACKWARD = "autograd::engine::evaluate_function"
@@ -32,104 +33,91 @@ GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
 class Span(NamedTuple):
-    """One stretch of one lane, "host" or "GPU"; times in microseconds since the tail (of whole(): the run) began."""
+    """A stretch of one lane. Times in microseconds since the tail (for whole(): the run) began."""
 
-    lane: str
+    lane: str  # "host" or "GPU"
     name: str
     start: float
     stop: float
 
 
 def tail(run) -> "list[Span]":
-    """What host and GPU did in `run()` after its last backward (or in all of it, where there was none), until both were done.
+    """What host and GPU did in run() after its last backward, until both were done.
 
-    Call it once before to warm up. Raises BackendError inside a ledger or another profiler. Waits for the GPU."""
-    with watched("timeline") as events:
+    All of run() where there is no backward. Call run() once before to warm up. Waits for the GPU.
+    Raises BackendError inside a ledger or another profiler."""
+    with profiled("timeline") as events:
         run()
-    return _spans(events, watches_gpu())
+    return _spans(events, profiler_sees_gpu())
 
 
 def whole(run) -> "list[Span]":
-    """The same of all of `run()`, from its beginning."""
-    with watched("timeline") as events:
+    """What host and GPU did in all of run(); as tail() otherwise."""
+    with profiled("timeline") as events:
         run()
-    return _spans(
-        [event for event in events if not event["name"].startswith(BACKWARD)], watches_gpu()
-    )
+    events = [event for event in events if not event["name"].startswith(BACKWARD)]
+    return _spans(events, profiler_sees_gpu())
 
 
 def _spans(events, gpu) -> "list[Span]":
-    """The spans in a list of Chrome trace events."""
-    events = [e for e in events if e.get("ph") == "X"]
-    region = next(
-        e for e in events if e["name"] == REGION and e.get("cat") != "gpu_user_annotation"
-    )
-    end = region["ts"] + region["dur"]
-    inside = [e for e in events if region["ts"] <= e["ts"] <= end and e is not region]
-    zero = max(
-        [e["ts"] + e["dur"] for e in inside if e["name"].startswith(BACKWARD)], default=region["ts"]
-    )
-    found = [Span("host", "python", 0.0, end - zero)]
+    """The spans in the events of a Chrome trace."""
+    events, region, inside = split_region(events)
+    region_end = region["ts"] + region["dur"]
+    backward_ends = [e["ts"] + e["dur"] for e in inside if e["name"].startswith(BACKWARD)]
+    zero = max(backward_ends, default=region["ts"])
+    spans = [Span("host", "python", 0.0, region_end - zero)]
 
-    def add(lane, name, event, start=None):
-        start = event["ts"] - zero if start is None else start
+    def add(lane, name, event):
+        start = max(event["ts"] - zero, 0.0)
         stop = event["ts"] + event["dur"] - zero
-        if stop > max(start, 0.0):
-            found.append(Span(lane, name, round(max(start, 0.0), 1), round(stop, 1)))
+        if stop > start:
+            spans.append(Span(lane, name, round(start, 1), round(stop, 1)))
 
-    late = [e for e in inside if e["ts"] >= zero]
+    in_tail = [e for e in inside if e["ts"] >= zero]
     if not gpu:
-        stop = zero
-        for e in sorted(
-            (e for e in late if e.get("cat") == "cpu_op"), key=lambda e: (e["ts"], -e["dur"])
-        ):
-            if (
-                e["name"] == "aten::_local_scalar_dense"
-            ):  # inside the operator `item`, which is drawn under it
+        operators = [e for e in in_tail if e.get("cat") == "cpu_op"]
+        outermost_end = zero
+        for e in sorted(operators, key=lambda e: (e["ts"], -e["dur"])):
+            if e["name"] == SCALAR_READ:
+                # inside the operator `item`, which is drawn under it
                 add("host", "read", e)
-            elif e["ts"] >= stop:  # outermost operators only
+            elif e["ts"] >= outermost_end:
                 add("host", "operator", e)
-                stop = e["ts"] + e["dur"]
-        return sorted(found, key=lambda s: s.start)
-    calls = [e for e in inside if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+                outermost_end = e["ts"] + e["dur"]
+        return sorted(spans, key=lambda span: span.start)
+
+    calls = [e for e in inside if is_call(e)]
     known = {correlation(e) for e in calls} - {None}
-    early = {correlation(e) for e in calls if e["ts"] < zero}
-    after = {
-        correlation(e)
-        for e in events
-        if e.get("cat") in ("cuda_runtime", "cuda_driver") and e["ts"] > end
-    }
-    for e in late:
-        name = plain_name(e["name"])
-        if (
-            e.get("cat") == "cuda_sync"
-            and e["name"] in SYNC_RECORDS
-            and correlation(e) not in known
-        ):
+    for e in in_tail:
+        if is_wait(e, known):
             add("host", "wait", e)
-        elif e.get("cat") not in ("cuda_runtime", "cuda_driver"):
-            continue
-        elif name in SYNCS or blocking_copy(name):
-            add("host", "wait", e)
-        elif name in LAUNCHES | GRAPH_LAUNCHES:
-            add("host", "launch", e)
-        elif re.match(r"cu(da)?Mem(cpy|set)", name):
-            add("host", "copy", e)
+        elif is_call(e):
+            name = call_name(e)
+            if name in LAUNCHES | GRAPH_LAUNCHES:
+                add("host", "launch", e)
+            elif re.match(r"cu(da)?Mem(cpy|set)", name):
+                add("host", "copy", e)
+    asked_before = {correlation(e) for e in calls if e["ts"] < zero}
+    asked_after = {correlation(e) for e in events if is_call(e) and e["ts"] > region_end}
     for e in events:
-        if e.get("cat") in GPU_WORK and correlation(e) not in after and e["ts"] >= region["ts"]:
-            name = (
-                "backward"
-                if correlation(e) in early
-                else "copy"
-                if e["cat"] == "gpu_memcpy"
-                else _kernel_name(e["name"])
-            )
-            add("GPU", name, e)
-    return sorted(found, key=lambda s: s.start)
+        if e.get("cat") not in GPU_WORK or e["ts"] < region["ts"]:
+            continue
+        if correlation(e) in asked_after:
+            continue
+        if correlation(e) in asked_before:
+            name = "backward"
+        elif e["cat"] == "gpu_memcpy":
+            name = "copy"
+        else:
+            name = _kernel_name(e["name"])
+        add("GPU", name, e)
+    return sorted(spans, key=lambda span: span.start)
 
 
 def _kernel_name(name: str) -> str:
-    """The last name before templates and arguments: void at::native::reduce_kernel<512, ...>(...) -> reduce_kernel."""
+    """The last name before templates and arguments.
+
+    void at::native::reduce_kernel<512, ...>(...) -> reduce_kernel"""
     name = re.sub(r"\(anonymous namespace\)::", "", name)
     return re.split(r"[<(]", name.removeprefix("void "))[0].split("::")[-1].strip()
 
@@ -141,25 +129,29 @@ def lines(spans: "list[Span]") -> "list[str]":
 
 def spans_of(lines: "list[str]") -> "list[Span]":
     """The spans of such lines."""
-    return [
-        Span(lane, name, float(start), float(stop))
-        for lane, name, start, stop in map(str.split, lines)
-    ]
+    parts = [line.split() for line in lines]
+    return [Span(lane, name, float(start), float(stop)) for lane, name, start, stop in parts]
 
 
 def facts(spans: "list[Span]") -> dict:
-    """{"waits", "reads", "launches": counts; "us": from the first to the last span; "gpu_busy": share of it, None without a GPU}."""
+    """Counts and times of some spans.
+
+    "waits", "reads", "launches": how many the host has.
+    "us": microseconds until the last span ends.
+    "gpu_busy": the share of them in which the GPU worked; None without a GPU."""
     stop = max((s.stop for s in spans), default=0.0)
-    names = [s.name for s in spans if s.lane == "host"]
-    busy, reached = 0.0, 0.0
-    for s in sorted((s for s in spans if s.lane == "GPU"), key=lambda s: s.start):
-        busy += max(0.0, s.stop - max(s.start, reached))
-        reached = max(reached, s.stop)
-    share = busy / stop if stop and any(s.lane == "GPU" for s in spans) else None
+    host = [s.name for s in spans if s.lane == "host"]
+    gpu = sorted((s for s in spans if s.lane == "GPU"), key=lambda s: s.start)
+    # spans of the GPU may overlap: each instant counts once
+    busy = 0.0
+    busy_until = 0.0
+    for s in gpu:
+        busy += max(0.0, s.stop - max(s.start, busy_until))
+        busy_until = max(busy_until, s.stop)
     return {
-        "waits": names.count("wait"),
-        "reads": names.count("read"),
-        "launches": names.count("launch"),
+        "waits": host.count("wait"),
+        "reads": host.count("read"),
+        "launches": host.count("launch"),
         "us": stop,
-        "gpu_busy": share,
+        "gpu_busy": busy / stop if stop and gpu else None,
     }

@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backends import takes
+from ..compiler.dtypes import FLOAT_DTYPES
 from ..errors import ArgumentError
 from ..ops.embedding_backward import (
-    TYPES,
     add_gradients,
     check_range,
     launch_forward,
     reference_encoder,
 )
-from ..ops.token_sort import MOST, Segments, check_tokens, launch_segments, reference_segments
+from ..ops.token_sort import MAX_TOKENS, Segments, check_tokens, launch_segments, reference_segments
 from .fused_linear import FusedForward, fused_forward, has_class_forward, nodes_needed, rows_needed
 
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
@@ -47,7 +47,7 @@ def _beside(index: int) -> torch.cuda.Stream:
 
 def _forward(tokens, wte, wpe, invalid, left_out, segments):
     """(output, segments as (3 N,) int32 or an empty tensor)."""
-    if not (takes(wte.device) and wte.dtype in TYPES and tokens.numel() and wte.shape[1]):
+    if not (takes(wte.device) and wte.dtype in FLOAT_DTYPES and tokens.numel() and wte.shape[1]):
         _count_invalid(tokens, len(wte), invalid)
         found = (
             reference_segments(tokens, len(wte), left_out).buffer
@@ -174,7 +174,7 @@ class _RowSums(torch.autograd.Function):
         rows = torch.where(kept[:, None], grad[torch.where(kept, token, 0)], 0.0)
         return (
             rows.new_zeros(rows.shape)
-            .index_copy(0, row & MOST, rows)
+            .index_copy(0, row & MAX_TOKENS, rows)
             .view(ctx.shape)
             .to(ctx.dtype),
             None,

@@ -1,1 +1,5 @@
-"""Operations on plain tensors. Each module: the definition in torch, the launches of its file in kernels_cu, the public function."""
+"""Operations on plain tensors.
+
+Each module holds the definition in torch, the launches of its file in kernels_cu, and the public
+function.
+"""

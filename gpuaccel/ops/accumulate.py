@@ -1,8 +1,11 @@
-"""Gradient accumulation of one tensor: acc += grad, the sum in fp32. The four ways in which backward() does it: optim/accumulate.py.
+"""Gradient accumulation of one tensor: acc += grad, summed in fp32.
 
-    >>> ga.accumulate_(total, fresh)                       # fp32 total += fp32 or bf16 fresh
+>>> ga.accumulate_(total, grad)  # fp32 total += fp32 or bf16 grad
 
-Source: gradient accumulation on the GPU as in entrenar's ALB-091; mixed-precision sums as in Micikevicius et al., 2018.
+How backward() accumulates into an arena is in optim/accumulate.py.
+
+Source: gradient accumulation on the GPU as in entrenar's ALB-091; mixed-precision sums as in
+Micikevicius et al., 2018.
 """
 
 import functools
@@ -11,27 +14,33 @@ import torch
 from torch import Tensor
 
 from ..backends import takes
+from ..compiler.dtypes import C_TYPES
 from ..compiler.kernel import Kernel
 from ..errors import ArgumentError
 
-CHUNK = 4096  # elements of an arena that one row of its table stands for; the kernels are compiled with the same number
+# Elements of an arena that one row of its chunk table stands for. The kernels are compiled with it.
+CHUNK = 4096
 THREADS, MAX_TENSORS = 512, 256
-SQUARES_THREADS = 256  # of accumulate_v4; as in clip.cu, so that partial sums have the same bits
-MACRO = {torch.float32: "float", torch.bfloat16: "bf16"}
+# Threads of accumulate_v4, the same as in clip.cu, so that partial sums are bit-identical.
+SQUARES_THREADS = 256
+GRAD_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def reference_accumulate(acc: Tensor, grad: Tensor) -> Tensor:
-    """acc += grad in acc's dtype, one rounding per element. Any shape, dtype and device; the definition of accumulation."""
+    """acc += grad in acc's dtype, rounded once per element: the definition of accumulation.
+
+    acc, grad: any shape, dtype and device that torch can add. Returns acc."""
     return acc.add_(grad)
 
 
 @functools.cache
 def accumulate_kernel(name: str, dtype: torch.dtype) -> Kernel:
+    """A kernel of accumulate.cu for gradients of this dtype."""
     threads = SQUARES_THREADS if name == "accumulate_v4" else THREADS
     return Kernel(
         "accumulate",
         name,
-        GRAD_T=MACRO[dtype],
+        GRAD_T=C_TYPES[dtype],
         CHUNK=CHUNK,
         THREADS=threads,
         MAX_TENSORS=MAX_TENSORS,
@@ -39,36 +48,41 @@ def accumulate_kernel(name: str, dtype: torch.dtype) -> Kernel:
 
 
 def launch_tensor(acc: Tensor, grad: Tensor):
-    """accumulate_v2 where 16-byte accesses are possible, accumulate_v1 elsewhere. Same shape, contiguous, one device."""
+    """Launch accumulate_v2 where 16-byte accesses are possible, else accumulate_v1.
+
+    acc, grad: one shape and device, contiguous, not empty."""
     n = acc.numel()
-    wide = (
-        n % 4 == 0 and acc.data_ptr() % 16 == 0 and grad.data_ptr() % (4 * grad.element_size()) == 0
-    )
-    if wide:
+    aligned = acc.data_ptr() % 16 == 0 and grad.data_ptr() % (4 * grad.element_size()) == 0
+    if n % 4 == 0 and aligned:
         accumulate_kernel("accumulate_v2", grad.dtype)[min(-(-n // 1024), 4096), 256](acc, grad, n)
     else:
         accumulate_kernel("accumulate_v1", grad.dtype)[-(-n // 256), 256](acc, grad, n)
 
 
 def accumulate_(acc: Tensor, grad: Tensor) -> Tensor:
-    """acc += grad, the sum in fp32. Returns acc.
+    """acc += grad, summed in fp32, in place. Returns acc.
 
-    acc: fp32, any shape, contiguous; grad: fp32 or bf16, same shape and device, any strides.
-    On a GPU one launch of our kernel; on the CPU torch adds (with backend simt, our kernel as well). Bit-equal to `acc.add_(grad)`.
-    Raises ArgumentError, and changes nothing, for another dtype, shape or device, a sparse or complex gradient, and for a
-    destination that is not contiguous or overlaps the gradient."""
+    acc: fp32, any shape, contiguous.
+    grad: fp32 or bf16, acc's shape and device, any strides.
+
+    On a GPU this is one kernel launch; on the CPU torch adds (with backend simt, the kernel runs
+    there too). The result is bit-identical to `acc.add_(grad)`.
+
+    Raises ArgumentError, and changes nothing, for another dtype, shape or device, for a sparse or
+    complex gradient, and for a destination that is not contiguous or overlaps the gradient."""
     if not isinstance(acc, Tensor) or acc.layout != torch.strided:
-        raise ArgumentError(
-            f"acc is {acc.layout if isinstance(acc, Tensor) else type(acc).__name__}; expected a dense torch tensor"
-        )
+        got = acc.layout if isinstance(acc, Tensor) else type(acc).__name__
+        raise ArgumentError(f"acc is {got}; expected a dense torch tensor")
     check_gradient("grad", grad, acc.shape, acc.device)
     if acc.dtype != torch.float32:
         raise ArgumentError(
-            f"acc is {acc.dtype}; the sum is kept in torch.float32, or small gradients get lost (in bfloat16 256 + 1 = 256)"
+            f"acc is {acc.dtype}; expected torch.float32: in a shorter dtype small gradients get"
+            " lost (in bfloat16 256 + 1 = 256)"
         )
     if not acc.is_contiguous():
         raise ArgumentError(
-            f"acc has shape {tuple(acc.shape)} with strides {acc.stride()}; expected a contiguous destination"
+            f"acc has shape {tuple(acc.shape)} with strides {acc.stride()};"
+            " expected a contiguous destination"
         )
     if acc.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(
@@ -86,7 +100,7 @@ def accumulate_(acc: Tensor, grad: Tensor) -> Tensor:
 
 
 def check_gradient(name: str, grad: Tensor, shape, device):
-    """Raise ArgumentError unless `grad` is a dense fp32 or bf16 tensor of this shape on this device."""
+    """Raise ArgumentError unless `grad` is a dense fp32 or bf16 tensor of this shape and device."""
     problem = None
     if not isinstance(grad, Tensor):
         problem = f"is a {type(grad).__name__}; expected a torch tensor"
@@ -94,7 +108,7 @@ def check_gradient(name: str, grad: Tensor, shape, device):
         problem = (
             f"has layout {grad.layout}; expected a dense gradient (nn.Embedding(sparse=False))"
         )
-    elif grad.dtype not in MACRO:
+    elif grad.dtype not in GRAD_DTYPES:
         problem = f"is {grad.dtype}; expected torch.float32 or torch.bfloat16"
     elif grad.shape != shape:
         problem = f"has shape {tuple(grad.shape)}; expected {tuple(shape)}"
@@ -105,14 +119,14 @@ def check_gradient(name: str, grad: Tensor, shape, device):
 
 
 def span(t: Tensor) -> "tuple[int, int]":
-    """Addresses of the first byte of `t` and of the one behind its last."""
-    reach = sum((n - 1) * step for n, step in zip(t.shape, t.stride())) + 1
-    return t.data_ptr(), t.data_ptr() + reach * t.element_size()
+    """Addresses of the first byte of `t` and of the byte behind its last one."""
+    elements = sum((n - 1) * step for n, step in zip(t.shape, t.stride())) + 1
+    return t.data_ptr(), t.data_ptr() + elements * t.element_size()
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Do the memory spans of two tensors meet? (Spans, not elements: interleaved views count as overlapping.)"""
+    """Do the memory spans of two tensors overlap? Interleaved views count as overlapping."""
     if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
         return False
-    (a0, a1), (b0, b1) = span(a), span(b)
-    return a0 < b1 and b0 < a1
+    (a_start, a_end), (b_start, b_end) = span(a), span(b)
+    return a_start < b_end and b_start < a_end

@@ -1,8 +1,10 @@
-"""The norm of many tensors, the clip scale and the multiplication by it, on the device: definition in torch, and launches of kernels_cu/clip.cu.
+"""The norm of many tensors, the clip scale, and multiplication by it, on the device.
 
-What users call, and what happens at the edges: optim/clip.py.
+This module has the definition in torch and the launches of kernels_cu/clip.cu. What users call, and
+what happens at the edges, is in optim/clip.py.
 
-Source: the three phases of entrenar's fused clip (ALB-078); torch.nn.utils.clip_grad_norm_ for semantics; eps as there.
+Source: the three phases of entrenar's fused clip (ALB-078); torch.nn.utils.clip_grad_norm_ for the
+semantics and for eps.
 """
 
 import functools
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from ..backends import takes
+from ..compiler.dtypes import KINDS
 from ..compiler.kernel import Kernel
 from ..errors import ArgumentError
 from .accumulate import CHUNK, SQUARES_THREADS
@@ -23,30 +26,37 @@ SCOPES = ("global", "block", "tensor")
 POLICIES = ("propagate", "skip", "raise")
 EPS = 1e-6  # torch's
 MAX_TENSORS, MAX_BLOCKS = 256, 2**20
-SCALE_BLOCKS = 16384  # fewer than chunks: most often they find that there is nothing to do
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+SCALE_BLOCKS = 16384  # fewer than chunks: most often the scale is 1 and nothing is to be done
 _TENSORS = struct.Struct(f"{MAX_TENSORS}Q{MAX_TENSORS + 1}i{MAX_TENSORS}H{MAX_TENSORS}B4x").pack
 
 
 class ClipState:
-    """What one clipping found. Everything is a tensor on the device, one element, or with a scope one per group; nothing waits
-    until it is read (`float(found.norm)`, `found.name()`).
+    """The result of one clipping, as tensors on the device. Nothing waits until a value is read.
 
-    scale: factor of the gradients, fp32; norm, clipped_norm: before and after clipping, fp32; finite: bool; first_nonfinite: int32,
-    the number of the first tensor (of those that have a gradient) with NaN or infinity, -1 without one."""
+    With scope "global" each is one element, with another scope one per group:
 
-    __slots__ = ("verdicts", "bad", "scope", "names")
+    scale: factor of the gradients, fp32.
+    norm, clipped_norm: before and after clipping, fp32.
+    finite: bool.
+    first_nonfinite: int32, number of the first tensor (among those that have a gradient) with NaN
+        or infinity, -1 without one.
 
-    def __init__(self, verdicts: Tensor, bad: Tensor, scope: str, names):
-        self.verdicts, self.bad, self.scope, self.names = (
-            verdicts,
-            bad,
-            scope,
-            names,
-        )  # (G, 4) fp32, (G,) int32; names: a function
+    >>> float(state.norm), state.name()  # waits for the device
+    """
+
+    __slots__ = ("values", "bad", "scope", "names")
+
+    def __init__(self, values: Tensor, bad: Tensor, scope: str, names):
+        """values: (groups, 4) fp32: scale, norm, clipped norm, finite.
+        bad: (groups,) int32.
+        names: a function that returns the tensors' names."""
+        self.values = values
+        self.bad = bad
+        self.scope = scope
+        self.names = names
 
     def _column(self, i):
-        return self.verdicts[0, i] if self.scope == "global" else self.verdicts[:, i]
+        return self.values[0, i] if self.scope == "global" else self.values[:, i]
 
     scale = property(lambda self: self._column(0))
     norm = property(lambda self: self._column(1))
@@ -55,16 +65,17 @@ class ClipState:
     first_nonfinite = property(lambda self: self.bad[0] if self.scope == "global" else self.bad)
 
     def name(self) -> "str | None":
-        """The first tensor whose gradient is not finite, by name; None when all are. Waits for the device."""
-        found = [i for i in self.bad.tolist() if i >= 0]
-        return self.names()[found[0]] if found else None
+        """Name of the first tensor whose gradient is not finite, or None. Waits for the device."""
+        numbers = [i for i in self.bad.tolist() if i >= 0]
+        return self.names()[numbers[0]] if numbers else None
 
     def clone(self) -> "ClipState":
         """A copy that the next step does not overwrite."""
-        return ClipState(self.verdicts.clone(), self.bad.clone(), self.scope, self.names)
+        return ClipState(self.values.clone(), self.bad.clone(), self.scope, self.names)
 
     def __repr__(self):
-        return f"ClipState({self.scope}, {len(self.verdicts)} norm{'s' * (len(self.verdicts) > 1)} on {self.verdicts.device})"
+        count = len(self.values)
+        return f"ClipState({self.scope}, {count} norm{'s' * (count > 1)} on {self.values.device})"
 
 
 def reference_norms(
@@ -75,25 +86,30 @@ def reference_norms(
     foreach=None,
     numbers: "list[int] | None" = None,
 ) -> "tuple[Tensor, Tensor]":
-    """(norm of each group (count,), its first tensor that is not finite (count,) int32 or -1), as torch computes them, any device and dtype.
+    """The norm of each group of tensors and its first tensor that is not finite, computed by torch.
 
-    groups: the group of each tensor; None: one group. numbers: what the tensors are called, ascending; None: by their places."""
+    grads: any device and dtype.
+    groups: the group of each tensor; None: one group.
+    count: how many groups there are.
+    numbers: numbers of the tensors, ascending; None: their places.
+
+    Returns the norms, (count,), and the first tensors' numbers, (count,) int32, -1 for none."""
     device, norms, bad, none = grads[0].device, [], [], 2**31 - 1
     numbers = numbers or range(len(grads))
     for g in range(count):
         members = [
             i for i, t in enumerate(grads) if t.numel() and (groups is None or groups[i] == g)
         ]
-        norms.append(
-            get_total_norm([grads[i] for i in members], norm_type, foreach=foreach).to(device)
-            if members
-            else torch.zeros((), device=device)
-        )
-        wrong = [
+        if members:
+            norm = get_total_norm([grads[i] for i in members], norm_type, foreach=foreach)
+            norms.append(norm.to(device))
+        else:
+            norms.append(torch.zeros((), device=device))
+        nonfinite = [
             torch.where(torch.isfinite(grads[i]).all(), none, numbers[i]).to(device)
             for i in members
         ]
-        first = torch.stack(wrong).min() if wrong else torch.full((), none, device=device)
+        first = torch.stack(nonfinite).min() if nonfinite else torch.full((), none, device=device)
         bad.append(torch.where(first < none, first, -1))
     return torch.stack(norms), torch.stack(bad).int()
 
@@ -105,6 +121,7 @@ def reference_scale(norms: Tensor, max_norm, eps: float = EPS) -> Tensor:
 
 @functools.cache
 def clip_kernel(name: str, norm_type: float) -> Kernel:
+    """A kernel of clip.cu for the 1-norm, the 2-norm or the infinity norm."""
     return Kernel(
         "clip",
         name,
@@ -116,7 +133,9 @@ def clip_kernel(name: str, norm_type: float) -> Kernel:
 
 
 def launches_for(tensors: "list[Tensor | None]") -> tuple:
-    """Per launch: (number of its first tensor, its chunks, its struct). Chunks are counted without gaps over all launches."""
+    """What each launch over these tensors takes: (its first tensor's number, its chunks, its struct).
+
+    Chunks are counted without gaps over all launches. None: a tensor that has no gradient."""
     try:
         return _packed(
             tuple(map(Tensor.data_ptr, tensors)),
@@ -124,62 +143,57 @@ def launches_for(tensors: "list[Tensor | None]") -> tuple:
             tuple([KINDS[t.dtype] for t in tensors]),
         )
     except TypeError:  # there is a None among them
-        return _packed(
-            *zip(
-                *[
-                    (0, 0, 0) if t is None else (t.data_ptr(), t.numel(), KINDS[t.dtype])
-                    for t in tensors
-                ]
-            )
-        )
+        rows = [
+            (0, 0, 0) if t is None else (t.data_ptr(), t.numel(), KINDS[t.dtype]) for t in tensors
+        ]
+        return _packed(*zip(*rows))
 
 
 @functools.lru_cache(64)
 def _packed(addresses, counts, kinds):
-    """Gradients often lie where they lay in the last step: then nothing is packed again."""
-    found = []
+    """Cached: gradients often lie where they lay in the last step, then nothing is packed again."""
+    launches = []
     for start in range(0, len(addresses), MAX_TENSORS):
         part = slice(start, start + MAX_TENSORS)
-        here = counts[part]
-        first, rest = (
-            [0, *itertools.accumulate([-(-n // CHUNK) for n in here])],
-            [0] * (MAX_TENSORS - len(here)),
+        sizes = counts[part]
+        first_chunks = [0, *itertools.accumulate([-(-n // CHUNK) for n in sizes])]
+        chunks = first_chunks[-1]
+        rest = [0] * (MAX_TENSORS - len(sizes))
+        packed = _TENSORS(
+            *addresses[part],
+            *rest,
+            *first_chunks,
+            *[chunks] * len(rest),
+            *[n and (n - 1) % CHUNK + 1 for n in sizes],
+            *rest,
+            *kinds[part],
+            *rest,
         )
-        found.append(
-            (
-                start,
-                first[-1],
-                _TENSORS(
-                    *addresses[part],
-                    *rest,
-                    *first,
-                    *[first[-1]] * len(rest),
-                    *[n and (n - 1) % CHUNK + 1 for n in here],
-                    *rest,
-                    *kinds[part],
-                    *rest,
-                ),
-            )
-        )
-    return tuple(found)
+        launches.append((start, chunks, packed))
+    return tuple(launches)
 
 
 def launch_squares(
     tensors: "list[Tensor | None]",
     partials: Tensor,
-    owners: "Tensor | None" = None,
+    chunk_to_tensor: "Tensor | None" = None,
     norm_type: float = 2.0,
     launches=None,
 ):
-    """squares_v2: a partial sum per chunk of the tensors (fp32, bf16, fp16, dense, on one device; None: no tensor)."""
+    """Launch squares_v2: a partial sum per chunk of the tensors.
+
+    tensors: fp32, bf16, fp16, dense, on one device; None: no tensor.
+    partials: (chunks,) fp64.
+    chunk_to_tensor: (chunks,) int32, the tensor of each chunk; None: not wanted.
+    launches: launches_for(tensors), where it is known already."""
     kernel, row = clip_kernel("squares_v2", norm_type), 0
     for start, chunks, packed in launches or launches_for(tensors):
         if chunks:
-            out = (
-                (partials, owners)
-                if row == 0
-                else (partials[row:], None if owners is None else owners[row:])
-            )
+            if row == 0:
+                out = (partials, chunk_to_tensor)
+            else:
+                rest = None if chunk_to_tensor is None else chunk_to_tensor[row:]
+                out = (partials[row:], rest)
             kernel[min(chunks, MAX_BLOCKS), SQUARES_THREADS](*out, start, packed, tensors=tensors)
             row += chunks
 
@@ -187,7 +201,7 @@ def launch_squares(
 def launch_reduce(
     out: ClipState,
     partials: Tensor,
-    owners: Tensor,
+    chunk_to_tensor: Tensor,
     groups: "Tensor | None",
     rows: int,
     max_norm: Tensor,
@@ -195,24 +209,41 @@ def launch_reduce(
     divisor: "Tensor | None" = None,
     norm_type: float = 2.0,
 ):
-    """reduce_v2: norm, scale and first tensor that is not finite of each group, into `out`. max_norm: (1) fp64 on the device."""
-    clip_kernel("reduce_v2", norm_type)[len(out.verdicts), 1024](
-        out.verdicts, out.bad, partials, owners, groups, rows, max_norm, float(eps), divisor
+    """Launch reduce_v2: norm, scale and first nonfinite tensor of each group, written into `out`.
+
+    partials, chunk_to_tensor: (rows,) from squares_v2.
+    groups: (tensors,) int32, the group of each; None: one group.
+    max_norm: (1,) fp64 on the device.
+    divisor: (1,) fp32, what the gradients are still to be divided by; None: 1."""
+    clip_kernel("reduce_v2", norm_type)[len(out.values), 1024](
+        out.values,
+        out.bad,
+        partials,
+        chunk_to_tensor,
+        groups,
+        rows,
+        max_norm,
+        float(eps),
+        divisor,
     )
 
 
 def launch_scale(
-    tensors: "list[Tensor]", found: ClipState, groups: "Tensor | None", skip: bool, launches=None
+    tensors: "list[Tensor]", state: ClipState, groups: "Tensor | None", skip: bool, launches=None
 ):
-    """scale_v2: multiply in place by each group's scale; what has scale 1 is neither read nor written."""
+    """Launch scale_v2: multiply in place by each group's scale.
+
+    Tensors of a group with scale 1 are neither read nor written.
+    skip: leave a group alone that is not finite."""
     for start, chunks, packed in launches or launches_for(tensors):
         if chunks:
             clip_kernel("scale_v2", 2.0)[min(chunks, SCALE_BLOCKS), SQUARES_THREADS](
-                found.verdicts, groups, int(skip), start, packed, tensors=tensors
+                state.values, groups, int(skip), start, packed, tensors=tensors
             )
 
 
 def new_state(count: int, device, scope: str, names) -> ClipState:
+    """An uninitialised ClipState of `count` groups."""
     return ClipState(
         torch.empty(count, 4, device=device),
         torch.empty(count, dtype=torch.int32, device=device),
@@ -222,10 +253,11 @@ def new_state(count: int, device, scope: str, names) -> ClipState:
 
 
 def check_max_norm(max_norm) -> float:
-    """The number, or ArgumentError: a negative one would turn gradients around, and NaN destroy them."""
+    """max_norm as a float. ArgumentError for NaN, a negative number, or a tensor on a GPU."""
     if isinstance(max_norm, Tensor) and max_norm.device.type != "cpu":
         raise ArgumentError(
-            f"max_norm is a tensor on {max_norm.device}, which the host would have to wait for; expected a number"
+            f"max_norm is a tensor on {max_norm.device}, which the host would have to wait for;"
+            " expected a number"
         )
     try:
         value = float(max_norm)
@@ -244,7 +276,10 @@ def check_choice(name: str, value, choices):
 
 
 def kernel_takes(grads: "list[Tensor]") -> bool:
-    """Do our kernels take these gradients: one device with a backend of ours, plain tensors of fp32, bf16 or fp16?"""
+    """Can the kernels take these gradients?
+
+    They can if all are plain dense tensors of fp32, bf16 or fp16 on one device whose backend is cuda
+    or simt."""
     return (
         takes(grads[0].device)
         and set(map(type, grads)) == {Tensor}
@@ -258,14 +293,14 @@ def check_gradients(grads: "list[Tensor]", names):
     """ArgumentError, naming the tensor, for a sparse or complex gradient."""
     for i, g in enumerate(grads):
         if g.layout != torch.strided or g.is_complex():
-            what = f"has layout {g.layout}" if g.layout != torch.strided else f"is {g.dtype}"
+            problem = f"has layout {g.layout}" if g.layout != torch.strided else f"is {g.dtype}"
             raise ArgumentError(
-                f"the gradient of {names()[i]} {what}; expected a dense, real tensor"
+                f"the gradient of {names()[i]} {problem}; expected a dense, real tensor"
             )
 
 
 def unnamed(parameters) -> "list[str]":
-    """What parameters are called that have no names."""
+    """Names for parameters that have none."""
     return [f"parameter {i} of shape {tuple(p.shape)}" for i, p in enumerate(parameters)]
 
 

@@ -1,11 +1,15 @@
-"""Which rows of a batch belong to which token: a stable sort, and the rows of each token in pieces of at most 32.
+"""Which rows of a batch belong to which token: a stable sort, cut into pieces of at most 32 rows.
 
-    >>> found = ga.find_segments(tokens, vocab=50257)      # on a GPU: launches alone, five here; nothing waits, may be captured
-    >>> found.order                                        # (N, 2) int32: row and token, sorted by token, equal tokens by row
-    >>> found.pieces                                       # (N,) int32: what begins at each place (see kernels_cu/segments.cu)
+>>> segments = ga.find_segments(tokens, vocab=50257)
+>>> segments.order  # (N, 2) int32: row and token, sorted by token, equal tokens by row
+>>> segments.pieces  # (N,) int32: what begins at each place (see kernels_cu/segments.cu)
 
-A token's rows are always added in the same order and cut from its own first row on: their sum depends on these rows alone.
-Source: least-significant-digit radix sort as in Knuth, volume 3, 5.2.5; ranks within a warp as in Merrill and Grimshaw, 2011.
+On a GPU this is a few kernel launches, five for this vocabulary; nothing waits for the host, and the
+call may be captured. A token's rows are always added in the same order, in pieces that begin with
+the token's own first row, so their sum depends on these rows alone.
+
+Source: least-significant-digit radix sort as in Knuth, volume 3, 5.2.5; ranks within a warp as in
+Merrill and Grimshaw, 2011.
 """
 
 import contextlib
@@ -15,56 +19,61 @@ import torch
 from torch import Tensor
 
 from ..backends import takes
+from ..compiler.dtypes import C_TYPES
 from ..compiler.kernel import Kernel
 from ..errors import ArgumentError
 
-PIECE, THREADS, MOST = 32, 256, 2**31 - 1  # as in segments.cu; rows and tokens below 2^31
+PIECE, THREADS = 32, 256  # as in segments.cu
+MAX_TOKENS = 2**31 - 1  # rows and tokens are numbers below it
 INVALID = -(2**31)  # added to a row whose token was out of range
-TOKEN = {torch.int64: "long long", torch.int32: "int"}
+TOKEN_DTYPES = (torch.int64, torch.int32)
 
 
 class Segments:
-    """order and pieces of one batch of n tokens out of `vocab`, views of one int32 buffer (which is what autograd keeps). left_out: the
-    token whose rows count for nothing, -1: none."""
+    """order and pieces of one batch of n tokens out of `vocab`.
+
+    Both are views of one int32 buffer, which is what autograd keeps.
+    left_out: the token whose rows count for nothing; -1: none."""
 
     __slots__ = ("buffer", "n", "vocab", "left_out")
 
     def __init__(self, buffer: Tensor, n: int, vocab: int, left_out: int = -1):
-        self.buffer, self.n, self.vocab, self.left_out = buffer, n, vocab, left_out
+        self.buffer = buffer
+        self.n = n
+        self.vocab = vocab
+        self.left_out = left_out
 
     order = property(lambda self: self.buffer[: 2 * self.n].view(-1, 2))
     pieces = property(lambda self: self.buffer[2 * self.n : 3 * self.n])
 
     def runs(self) -> "list[tuple[int, Tensor]]":
-        """(token, its rows in the order in which they are added) of every token that counts. Waits for the device."""
+        """(token, its rows in the order in which they are added) of every token that counts.
+
+        Waits for the device."""
         pieces, (row, token) = self.pieces.tolist(), self.order.long().cpu().unbind(1)
-        last = max(
-            (i for i, kind in enumerate(pieces) if kind), default=None
-        )  # what is left out comes last
+        # Rows that are left out stand last, and no piece begins there.
+        last = max((i for i, kind in enumerate(pieces) if kind), default=None)
         kept = 0 if last is None else last + (pieces[last] - 1) % PIECE + 1
         values, counts = torch.unique_consecutive(token[:kept], return_counts=True)
-        return list(zip(values.tolist(), (row[:kept] & MOST).split(counts.tolist())))
+        return list(zip(values.tolist(), (row[:kept] & MAX_TOKENS).split(counts.tolist())))
 
 
 # ---- reference ------------------------------------------------------------------------------------------------------
 
 
 def reference_segments(tokens: Tensor, vocab: int, left_out: int = -1) -> Segments:
-    """The definition, in torch, on any device. tokens: integers, any shape."""
+    """The definition, in torch. tokens: integers, any shape and device."""
     token = tokens.reshape(-1).long()
     valid = (token >= 0) & (token < vocab)
-    token, row = torch.where(valid & (token == left_out), vocab, torch.where(valid, token, 0)).sort(
-        stable=True
-    )
+    key = torch.where(valid & (token == left_out), vocab, torch.where(valid, token, 0))
+    token, row = key.sort(stable=True)
     _, run, counts = torch.unique_consecutive(token, return_inverse=True, return_counts=True)
-    rows, start = (
-        counts[run],
-        (counts.cumsum(0) - counts)[run],
-    )  # of the run that each place belongs to
-    nth = torch.arange(len(token), device=token.device) - start
-    piece = (rows - nth).clamp(max=PIECE)
-    kind = torch.where(rows <= PIECE, piece, torch.where(nth == 0, -rows, PIECE + piece))
-    kind = torch.where((nth % PIECE == 0) & (token < vocab), kind, 0)
+    # Of the run that each place belongs to: its rows, and the place's number in it.
+    rows = counts[run]
+    index = torch.arange(len(token), device=token.device) - (counts.cumsum(0) - counts)[run]
+    piece = (rows - index).clamp(max=PIECE)
+    kind = torch.where(rows <= PIECE, piece, torch.where(index == 0, -rows, PIECE + piece))
+    kind = torch.where((index % PIECE == 0) & (token < vocab), kind, 0)
     pairs = torch.stack([torch.where(valid[row], row, row + INVALID), token], 1)
     return Segments(torch.cat([pairs.flatten(), kind]).int(), len(token), vocab, left_out)
 
@@ -73,18 +82,26 @@ def reference_segments(tokens: Tensor, vocab: int, left_out: int = -1) -> Segmen
 
 
 @functools.cache
-def _kernel(name: str, token: torch.dtype, bits: int, keys: int) -> Kernel:
+def sort_kernel(name: str, dtype: torch.dtype, bits: int, keys: int) -> Kernel:
+    """A kernel of segments.cu: tokens of `dtype`, digits of `bits` bits, `keys` tokens per thread."""
     return Kernel(
-        "segments", name, TOKEN_T=TOKEN[token], BITS=bits, KEYS=keys, THREADS=THREADS, PIECE=PIECE
+        "segments",
+        name,
+        TOKEN_T=C_TYPES[dtype],
+        BITS=bits,
+        KEYS=keys,
+        THREADS=THREADS,
+        PIECE=PIECE,
     )
 
 
 def segment_kernels(tokens: Tensor, vocab: int) -> "list[Kernel]":
     """The kernels of a sort of these tokens: count, scatter, pieces."""
     passes = -(-vocab.bit_length() // 9)
-    bits, keys = 8 if vocab.bit_length() <= 8 * passes else 9, 4 if tokens.numel() <= 2**17 else 16
+    bits = 8 if vocab.bit_length() <= 8 * passes else 9
+    keys = 4 if tokens.numel() <= 2**17 else 16
     return [
-        _kernel(f"segments_{name}", tokens.dtype, bits, keys)
+        sort_kernel(f"segments_{name}", tokens.dtype, bits, keys)
         for name in ("count", "scatter", "pieces")
     ]
 
@@ -92,46 +109,49 @@ def segment_kernels(tokens: Tensor, vocab: int) -> "list[Kernel]":
 def launch_segments(
     tokens: Tensor, vocab: int, left_out: int = -1, stream=None
 ) -> "tuple[Segments, Tensor]":
-    """segments_count and segments_scatter for each digit, then segments_pieces. tokens: contiguous, 1 to 2^31 - 1 of them.
+    """Launch segments_count and segments_scatter for each digit, then segments_pieces.
 
-    stream: a torch.cuda.Stream to launch on beside the current one, which has to wait for it before it uses the result or lets go of the
-    second value, the memory that the sort works in."""
+    tokens: contiguous, 1 to 2^31 - 1 of them.
+    stream: a torch.cuda.Stream to launch on beside the current one; None: the current stream.
+
+    Returns the segments and the memory that the sort works in. The current stream has to wait for
+    `stream` before it uses the former or frees the latter."""
     n = tokens.numel()
     count, scatter, pieces = segment_kernels(tokens, vocab)
     bits, blocks = int(count.defines["BITS"]), -(-n // (THREADS * int(count.defines["KEYS"])))
-    found, scratch = (
+    buffer, scratch = (
         torch.empty(size, dtype=torch.int32, device=tokens.device)
         for size in (3 * n, 2 * n + (blocks << bits))
     )
-    found, spare, counts = (
-        Segments(found, n, vocab, left_out),
-        scratch[: 2 * n].view(-1, 2),
-        scratch[2 * n :],
-    )
+    segments = Segments(buffer, n, vocab, left_out)
+    spare, counts = scratch[: 2 * n].view(-1, 2), scratch[2 * n :]
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream(tokens.device))
     with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
         shifts, pairs = range(0, vocab.bit_length(), bits), None
         for i, shift in enumerate(shifts):
-            to = (
-                spare if (len(shifts) - i) % 2 == 0 else found.order
-            )  # the last pass writes the result
+            # In turn, so that the last pass writes the result.
+            out = spare if (len(shifts) - i) % 2 == 0 else segments.order
             count[blocks, THREADS](counts, tokens, pairs, n, vocab, left_out, shift)
-            scatter[blocks, THREADS](to, counts, tokens, pairs, n, vocab, left_out, shift)
-            pairs = to
-        pieces[-(-n // 256), 256](found.pieces, found.order, n, vocab)
-    return found, scratch
+            scatter[blocks, THREADS](out, counts, tokens, pairs, n, vocab, left_out, shift)
+            pairs = out
+        pieces[-(-n // 256), 256](segments.pieces, segments.order, n, vocab)
+    return segments, scratch
 
 
 # ---- public ---------------------------------------------------------------------------------------------------------
 
 
-@torch._disable_dynamo  # lazily, where torch.compiler.disable would import half of torch
+# torch._disable_dynamo is lazy; torch.compiler.disable would import half of torch.
+@torch._disable_dynamo
 def find_segments(tokens: Tensor, vocab: int, padding_idx: "int | None" = None) -> Segments:
-    """The segments of `tokens` (int64 or int32, any shape, fewer than 2^31), for encoder_backward. Rows of padding_idx (negative: counted from
-    the end, as nn.Embedding does) are left out.
+    """The segments of a batch of tokens, for encoder_backward.
 
-    A token outside of 0 .. vocab - 1 counts as token 0, its row marked (sign bit). ArgumentError for another dtype, size or padding_idx."""
+    tokens: int64 or int32, any shape, fewer than 2^31. A token outside of 0 .. vocab - 1 counts as
+        token 0, its row marked by the sign bit.
+    padding_idx: token whose rows are left out; negative: counted from the end, as in nn.Embedding.
+
+    Raises ArgumentError for another dtype, size or padding_idx."""
     check_tokens(tokens, vocab)
     left_out = left_out_token(padding_idx, vocab)
     if takes(tokens.device) and tokens.numel():
@@ -145,18 +165,18 @@ def left_out_token(padding_idx: "int | None", vocab: int) -> int:
         return -1
     if not isinstance(padding_idx, int) or not -vocab <= padding_idx < vocab:
         raise ArgumentError(
-            f"padding_idx is {padding_idx!r}; expected None, or a number from {-vocab} to {vocab - 1}"
+            f"padding_idx is {padding_idx!r};"
+            f" expected None, or a number from {-vocab} to {vocab - 1}"
         )
     return padding_idx % vocab
 
 
 def check_tokens(tokens: Tensor, vocab: int):
-    """Raise ArgumentError unless these are token numbers that the kernels can sort; what they are is not looked at."""
-    if not isinstance(tokens, Tensor) or tokens.dtype not in TOKEN:
-        raise ArgumentError(
-            f"tokens are {tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__}; expected a torch.int64 or torch.int32 tensor"
-        )
-    if tokens.numel() > MOST:
+    """Raise ArgumentError unless the kernels can sort these tokens; their values are not read."""
+    if not isinstance(tokens, Tensor) or tokens.dtype not in TOKEN_DTYPES:
+        got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ArgumentError(f"tokens are {got}; expected a torch.int64 or torch.int32 tensor")
+    if tokens.numel() > MAX_TOKENS:
         raise ArgumentError(f"there are {tokens.numel():,} tokens; expected fewer than 2^31")
-    if not 0 < vocab < MOST:
+    if not 0 < vocab < MAX_TOKENS:
         raise ArgumentError(f"the vocabulary has {vocab:,} tokens; expected 1 to 2^31 - 2")

@@ -1,10 +1,12 @@
-"""simt: the kernels of kernels_cu, unchanged, on the CPU: to run, to check, and to see every thread.
+"""simt: run, check and trace the kernels of kernels_cu on the CPU, with their source unchanged.
 
-    >>> saxpy[3, 8](y, 2.0, x, 21)                        # CPU tensors, when the backend is not cuda
-    >>> with ga.checked(): saxpy[3, 8](y, 2.0, x, 22)     # KernelError: thread 5 of block 2 reads x[21] ...
-    >>> simt.trace(saxpy[3, 8], y, 2.0, x, 21).summary()  # who touched what
+    >>> saxpy[3, 8](y, 2.0, x, 21)                        # CPU tensors; the backend is not cuda
+    >>> with ga.checked():
+    ...     saxpy[3, 8](y, 2.0, x, 22)     # KernelError: thread 5 of block 2 reads x[21] ...
+    >>> simt.trace(saxpy[3, 8], y, 2.0, x, 21).summary()  # which thread accesses what
 
-build.py makes a library of the source, driver.py launches it on the executor (executor.cpp), checking.py with the checks (checks.cpp).
+build.py compiles the source to a library. driver.py launches it on the executor (executor.cpp).
+checking.py launches it with the checks (checks.cpp).
 """
 
 from .driver import checked, is_checked, time_limit
@@ -15,8 +17,13 @@ __all__ = ["Report", "Trace", "checked", "is_checked", "time_limit", "trace"]
 
 
 def trace(launch, *args, tensors=()) -> Trace:
-    """Run `kernel[grid, block]` with the checks on copies of its tensors and keep every access; nothing is changed.
+    """Run `kernel[grid, block]` with the checks on copies of its tensors, and record each access.
 
-    tensors: those whose addresses stand in a struct or a table. Mistakes of the kernel are in `.reports`; at most a million
-    accesses are kept (`.truncated` says when there were more)."""
+    launch: `kernel[grid, block]`
+    args: the kernel's arguments
+    tensors: those whose addresses are in a struct or a table of pointers
+
+    No tensor is changed, and no KernelError is raised: mistakes of the kernel are in `.reports`. A
+    trace keeps a million accesses; `.truncated` says whether there were more.
+    """
     return launch.on_cpu(args, tensors, trace=True)

@@ -1,11 +1,15 @@
-"""CUDA C in, a shared library for the CPU out: the host compiler's command line, its messages, and the cache.
+"""CUDA C in, a shared library for the CPU out: the host compiler's options and messages, the cache.
 
     >>> program = build.program(source, "x.cu", ["add"], {"GRAD_T": "float"}, checked=False)
     >>> program.library.simt_run_add          # loaded; simt/driver.py launches it
 
-The source is not changed, but for `extern __shared__` (a host compiler knows no such thing). simt.h gives its words a meaning. A
-*checked* build also asks the compiler for the instrumentation of its sanitizers (thread, bounds, alignment, ...), but is linked
-with our own callbacks (checks.cpp), not with theirs. Compiled objects are kept by content; a damaged one is compiled again.
+The source is not changed, except for `extern __shared__`, which a host compiler does not know.
+simt.h defines the keywords and functions of CUDA C.
+
+A *checked* build also uses the compiler's sanitizers (thread, bounds, alignment, ...). Their
+instrumentation calls our functions (checks.cpp) instead of those of the sanitizers' libraries.
+
+The cache keeps compiled objects by their content. A damaged entry is compiled again.
 """
 
 import ctypes
@@ -45,8 +49,8 @@ COMMON = (
     "-w",
 )
 FAST = ("-O2", "-g1")
-# -O1, but without the passes that would drop or move the very accesses that are to be seen (or make vectors of them, of which clang
-# tells nothing: zig compiles for the machine's own instructions).
+# -O1 without the passes that would drop or move accesses before they are instrumented, or make
+# vectors of them: clang does not instrument those, and zig compiles for the machine's own vectors.
 CHECKED = (
     "-O1",
     "-g",
@@ -75,7 +79,7 @@ CHECKED_BY = {
         *("-mllvm", "-tsan-distinguish-volatile=1"),
     ),
 }
-# What only a GPU has, as it shows in source or in the compiler's message -> how it is called.
+# A pattern in a source or in a compiler's message -> the feature that only a GPU has.
 GPU_ONLY = {
     r"simt_inline_PTX\w*|\b(?:__)?asm(?:__)?\b": "inline PTX (asm)",
     r"\bwmma\b|\bnvcuda\b|\bmma\.h": "tensor cores (wmma)",
@@ -89,86 +93,97 @@ GPU_ONLY = {
 
 
 class Program:
-    """A compiled source: its text, `library` and `runtime` (ctypes), and the library's bytes, for symbols and lines."""
+    """A compiled source.
+
+    text: the source
+    library, runtime: ctypes libraries of the kernels and of the executor
+    image: the bytes of `library`, for symbols and lines
+    """
 
     def __init__(self, text, runtime, image):
-        self.text, self.runtime, self.image = text, runtime, image
-        self.library = ctypes.CDLL(_place(image))
+        self.text = text
+        self.runtime = runtime
+        self.image = image
+        self.library = ctypes.CDLL(_library_path(image))
 
     def parameters(self, name: str) -> "list[tuple[str, int]]":
-        """(letter, bytes) of each parameter of a kernel, as the compiler sees it: p pointer, s struct, n number."""
-        letters, sizes = ctypes.create_string_buffer(4096), (ctypes.c_int * 4096)()
+        """(letter, bytes) of each parameter of a kernel: p pointer, s struct, n number."""
+        letters = ctypes.create_string_buffer(4096)
+        sizes = (ctypes.c_int * 4096)()
         count = getattr(self.library, f"simt_parameters_{name}")(letters, sizes)
         return [(letters.raw[i : i + 1].decode(), sizes[i]) for i in range(count)]
 
 
 @functools.cache
-def _own_folder() -> tempfile.TemporaryDirectory:
+def _process_folder() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="gpuaccel-simt-")
 
 
-def _place(image: bytes) -> str:
-    """The path of a file of this process with these bytes; the loader wants a file."""
-    path = pathlib.Path(_own_folder().name) / f"{hashlib.sha256(image).hexdigest()[:32]}.so"
+def _library_path(image: bytes) -> str:
+    """The path of a file of this process with these bytes: the loader needs a file."""
+    name = hashlib.sha256(image).hexdigest()[:32]
+    path = pathlib.Path(_process_folder().name) / f"{name}.so"
     if not path.exists():
         path.write_bytes(image)
     return str(path)
 
 
 def compiler() -> Compiler:
-    """The host compiler; BackendError that says how to get one when there is none."""
-    found, reason = find_compiler()
-    if found is None:
+    """The host compiler. Raises BackendError that says how to get one when there is none."""
+    result, reason = find_compiler()
+    if result is None:
         raise BackendError(
-            f"running a kernel on the CPU (simt) needs a C++ compiler: {reason}. Install g++ or clang++ "
-            "(Debian, Ubuntu: apt install g++), or pip install ziglang, or name one in GPUACCEL_CXX"
+            f"running a kernel on the CPU (simt) needs a C++ compiler: {reason}. Install g++ or "
+            "clang++ (Debian, Ubuntu: apt install g++), or pip install ziglang, or name one in "
+            "GPUACCEL_CXX"
         )
-    return found
+    return result
 
 
-def _commands(made: Compiler, checked: bool, source, output, headers) -> "list[tuple[str, ...]]":
-    """Compile, then link: the sanitizers' own libraries must not come along.
+def _first_options(host: Compiler) -> "tuple[str, ...]":
+    """The options in front of all others: without them zig adds sanitizer callbacks of its own."""
+    return ("-fno-sanitize=undefined",) if host.kind == "zig" else ()
 
-    zig compiles a support library for each set of optimization options that it links with, for seconds: all links have FAST."""
-    few = "-fmax-errors=5" if made.kind == "g++" else "-ferror-limit=5"
-    flags = (
-        (*CHECKED, *CHECKED_BY["clang" if made.kind == "zig" else made.kind]) if checked else FAST
-    )
-    middle = str(output) + ".o"
+
+def _commands(host: Compiler, checked: bool, source, output, headers) -> "list[tuple[str, ...]]":
+    """The commands that compile and link. Linking leaves out the sanitizers' own libraries.
+
+    All links have the options FAST: zig compiles a support library for each set of optimization
+    options that it links with, which takes seconds.
+    """
+    max_errors = "-fmax-errors=5" if host.kind == "g++" else "-ferror-limit=5"
+    flags = FAST
+    if checked:
+        flags = (*CHECKED, *CHECKED_BY["clang" if host.kind == "zig" else host.kind])
+    first = (*host.command, *_first_options(host))
+    compiled = f"{output}.o"
     return [
-        (
-            *made.command,
-            *_ours(made),
-            *COMMON,
-            few,
-            *flags,
-            *headers,
-            "-c",
-            str(source),
-            "-o",
-            middle,
-        ),
-        (*made.command, *_ours(made), *FAST, "-shared", middle, "-o", str(output)),
+        (*first, *COMMON, max_errors, *flags, *headers, "-c", str(source), "-o", compiled),
+        (*first, *FAST, "-shared", compiled, "-o", str(output)),
     ]
 
 
-def _ours(made: Compiler) -> "tuple[str, ...]":
-    """zig brings callbacks of its own, unless it is told not to, in front of all other options and at each step."""
-    return ("-fno-sanitize=undefined",) if made.kind == "zig" else ()
-
-
-QUIET = 2.0  # seconds of compiling after which people are told
-LIMIT = 900.0  # seconds after which a compiler counts as hanging
+# Seconds of compiling after which a notice is shown.
+QUIET = 2.0
+# Seconds after which a compiler is taken to hang.
+LIMIT = 900.0
 
 
 def _environment() -> "dict[str, str]":
-    """The environment of a compiler: messages in English, and zig keeps what it made of its own libraries in our cache folder."""
-    kept = (cache_dir() or pathlib.Path(_own_folder().name)) / "zig"
-    return {"ZIG_GLOBAL_CACHE_DIR": str(kept), **os.environ, "LC_ALL": "C"}
+    """The environment of a compiler: English messages, and zig's cache in our cache folder."""
+    cache = (cache_dir() or pathlib.Path(_process_folder().name)) / "zig"
+    return {"ZIG_GLOBAL_CACHE_DIR": str(cache), **os.environ, "LC_ALL": "C"}
 
 
-def _run(command, subject: str, what) -> None:
-    """Run a compiler. subject: what is compiled; what: its messages -> the error's text."""
+def _run(command, subject: str, explain_log) -> None:
+    """Run a compiler.
+
+    subject: what is compiled, in words
+    explain_log: function of the compiler's messages; returns the text of the CompileError
+
+    Raises CompileError when the source does not compile, BackendError when the compiler does not
+    run.
+    """
     try:
         with subprocess.Popen(
             command,
@@ -185,29 +200,29 @@ def _run(command, subject: str, what) -> None:
                 raise
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BackendError(f"the host compiler {command[0]} could not be run: {error}") from None
-    if process.returncode == 0 and not os.path.exists(command[command.index("-o") + 1]):
-        raise BackendError(
-            f"the host compiler {command[0]} ended without an error, but wrote nothing: is it a compiler?"
-        )
     if process.returncode:
-        raise CompileError(what(log), log)
+        raise CompileError(explain_log(log), log)
+    if not os.path.exists(command[command.index("-o") + 1]):
+        raise BackendError(
+            f"the host compiler {command[0]} ended without an error, but wrote nothing: "
+            "is it a compiler?"
+        )
 
 
 def _messages(process, subject, command) -> str:
-    """What a compiler says until it ends; people are told that it is at work if that takes longer than they expect."""
+    """The messages of a compiler. A notice is shown while it takes longer than people expect."""
     try:
         return process.communicate(timeout=QUIET)[1]
     except subprocess.TimeoutExpired:
         name = "zig" if "ziglang" in command else os.path.basename(command[0])
-        with notice(
-            f"{name} is compiling {subject} for the CPU; the result is kept for the next time"
-        ):
+        text = f"{name} is compiling {subject} for the CPU; the result is kept for the next time"
+        with notice(text):
             return process.communicate(timeout=LIMIT)[1]
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """The loaded runtime: library, path, bytes, and the macro that says how it keeps thread-local variables."""
+    """The loaded executor. tls: the macro that says how it stores thread-local variables."""
 
     library: ctypes.CDLL
     path: str
@@ -218,55 +233,75 @@ class Runtime:
 SLOWER_TLS = ('-DSIMT_TLS=__attribute__((tls_model("global-dynamic")))',)
 
 
+def _from_cache_or_compiler(key: str, compile, load):
+    """load(image) of the cached image, or of a fresh one if that is missing or does not load.
+
+    Raises OSError when a fresh image does not load.
+    """
+    image = read_entry("simt", key)
+    if image is not None:
+        try:
+            return load(image)
+        except OSError:
+            pass
+    image = compile()
+    write_entry("simt", key, image)
+    return load(image)
+
+
+def _key(*facts) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
 @functools.cache
 def runtime(checked: bool, tls: "tuple[str, ...]" = ()) -> Runtime:
-    """The executor, with or without the checks. Compiled once per machine, loaded once per process."""
-    made = compiler()
+    """The executor, with or without the checks.
+
+    It is compiled once per machine and loaded once per process. The fast kind of thread-local
+    variables needs space that other libraries may have used up. The slower kind always loads.
+    """
+    host = compiler()
     files = [HERE / name for name in ("runtime.h", "executor.h", "executor.cpp", "checks.cpp")]
-    sources = [HERE / "executor.cpp", *([HERE / "checks.cpp"] if checked else [])]
-    options = (*FAST, *(("-DSIMT_CHECKED",) if checked else ()), *tls)
-    facts = [
-        str(made),
-        platform.machine(),
-        checked,
-        COMMON,
-        options,
-        [f.read_text() for f in files],
-    ]
-    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    image = read_entry("simt", key)
-    for attempt in (0, 1):
-        if image is None or attempt:
-            with tempfile.TemporaryDirectory() as folder:
-                output = pathlib.Path(folder) / "runtime.so"
-                _run(
-                    (
-                        *made.command,
-                        *_ours(made),
-                        *COMMON,
-                        *options,
-                        *map(str, sources),
-                        "-shared",
-                        f"-Wl,-soname,libsimt-{key[:16]}.so",
-                        "-lpthread",
-                        "-o",
-                        str(output),
-                    ),
-                    "gpuaccel's runtime",
-                    lambda log: f"gpuaccel's CPU runtime does not compile with {made}:\n{log}",
-                )
-                image = output.read_bytes()
-            write_entry("simt", key, image)
-        path = _place(image)
-        try:
-            return Runtime(ctypes.CDLL(path), path, image, tls)
-        except OSError as error:
-            if (
-                "static TLS" in str(error) and not tls
-            ):  # no room left for the fast kind of thread-local variables
-                return runtime(checked, SLOWER_TLS)
-            if attempt:
-                raise BackendError(f"gpuaccel's CPU runtime cannot be loaded: {error}") from None
+    sources = [HERE / "executor.cpp"]
+    options = [*FAST, *tls]
+    if checked:
+        sources.append(HERE / "checks.cpp")
+        options.append("-DSIMT_CHECKED")
+    texts = [file.read_text() for file in files]
+    key = _key(str(host), platform.machine(), checked, COMMON, options, texts)
+
+    def compile():
+        with tempfile.TemporaryDirectory() as folder:
+            output = pathlib.Path(folder) / "runtime.so"
+            command = (
+                *host.command,
+                *_first_options(host),
+                *COMMON,
+                *options,
+                *map(str, sources),
+                "-shared",
+                f"-Wl,-soname,libsimt-{key[:16]}.so",
+                "-lpthread",
+                "-o",
+                str(output),
+            )
+            _run(
+                command,
+                "gpuaccel's runtime",
+                lambda log: f"gpuaccel's CPU runtime does not compile with {host}:\n{log}",
+            )
+            return output.read_bytes()
+
+    def load(image):
+        path = _library_path(image)
+        return Runtime(ctypes.CDLL(path), path, image, tls)
+
+    try:
+        return _from_cache_or_compiler(key, compile, load)
+    except OSError as error:
+        if not tls:
+            return runtime(checked, SLOWER_TLS)
+        raise BackendError(f"gpuaccel's CPU runtime cannot be loaded: {error}") from None
 
 
 _lock = threading.Lock()
@@ -276,74 +311,80 @@ _programs: "dict[str, Program]" = {}
 def program(
     source: str, filename: str, names: "list[str]", defines: "dict[str, str]", checked: bool
 ) -> Program:
-    """The library of a whole source (common.cuh included), from this process, the cache, or the compiler.
+    """The library of a whole source, from this process, the cache, or the compiler.
 
-    names: its kernels. Raises CompileError with the compiler's message; a construct that only a GPU has is named first."""
+    source: CUDA C with everything it needs, common.cuh included
+    filename: what error messages call it
+    names: its kernels
+    defines: macros
+    checked: with the instrumentation of the checks
+
+    Raises CompileError with the compiler's messages. A feature that only a GPU has is named first.
+    """
     with _lock:
-        made = compiler()
-        loaded = runtime(checked)
+        host = compiler()
+        executor = runtime(checked)
         headers = [(HERE / name).read_text() for name in ("simt.h", "runtime.h")]
-        facts = [
+        key = _key(
             source,
             filename,
             names,
             sorted(defines.items()),
             checked,
-            str(made),
+            str(host),
             platform.machine(),
             headers,
-            hashlib.sha256(loaded.image).hexdigest(),
-            COMMON,
-            CHECKED,
-            CHECKED_BY,
-            FAST,
-        ]
-        key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+            hashlib.sha256(executor.image).hexdigest(),
+            (COMMON, CHECKED, CHECKED_BY, FAST),
+        )
         if key not in _programs:
-            image, text = read_entry("simt", key), translated(source, names)
-            for attempt in (0, 1):
-                if image is None or attempt:
-                    image = _compile(text, filename, defines, checked, made, loaded)
-                    write_entry("simt", key, image)
-                try:
-                    _programs[key] = Program(source, loaded.library, image)
-                    break
-                except OSError as error:
-                    if attempt:
-                        raise BackendError(
-                            f"{filename}: the compiled kernel cannot be loaded: {error}"
-                        ) from None
+            text = translated(source, names)
+            try:
+                _programs[key] = _from_cache_or_compiler(
+                    key,
+                    lambda: _compile(text, filename, defines, checked, host, executor),
+                    lambda image: Program(source, executor.library, image),
+                )
+            except OSError as error:
+                raise BackendError(
+                    f"{filename}: the compiled kernel cannot be loaded: {error}"
+                ) from None
         return _programs[key]
 
 
-def _compile(text, filename, defines, checked, made, loaded) -> bytes:
+def _compile(text, filename, defines, checked, host, executor) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
-        source, output = pathlib.Path(folder) / "kernel.cpp", pathlib.Path(folder) / "kernel.so"
+        source = pathlib.Path(folder) / "kernel.cpp"
+        output = pathlib.Path(folder) / "kernel.so"
         source.write_text(text)
+
+        def explain_log(log):
+            lines = []
+            for line in log.replace(f"{source}:", "").splitlines():
+                if "In file included" not in line:
+                    lines += [line, *_source_lines(line, text)]
+            log = "\n".join(lines)
+            reason = explain(text, log, filename)
+            return f"{reason}{filename} does not compile for the CPU ({host}):\n{log}"
+
         macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
-
-        def words(log):
-            log = "\n".join(
-                part
-                for line in log.replace(f"{source}:", "").splitlines()
-                if "In file included" not in line
-                for part in (line, *_shown(line, text))
-            )
-            return f"{explain(text, log, filename)}{filename} does not compile for the CPU ({made}):\n{log}"
-
-        compiling, linking = _commands(
-            made, checked, source, output, [*loaded.tls, "-include", str(HERE / "simt.h"), *macros]
-        )
-        _run(compiling, filename, words)
-        _run((*linking, loaded.path), filename, words)
+        headers = [*executor.tls, "-include", str(HERE / "simt.h"), *macros]
+        compiling, linking = _commands(host, checked, source, output, headers)
+        _run(compiling, filename, explain_log)
+        _run((*linking, executor.path), filename, explain_log)
         return output.read_bytes()
 
 
-def _shown(message: str, text: str) -> "list[str]":
-    """The source line that a compiler's message is about, and a caret, as NVRTC shows them (the compiler has no file to read)."""
-    at = re.match(r"([^:\n]+):(\d+):(\d+): (?:fatal )?error", message)
-    line = at and text_line(text, at[1], int(at[2]))
-    return [] if not line else [f"    {line}", f"    {' ' * (int(at[3]) - 1)}^"]
+def _source_lines(message: str, text: str) -> "list[str]":
+    """The source line of a compiler's error and a caret under the place, as NVRTC shows them.
+
+    The compiler does not print them itself, because #line names files that do not exist.
+    """
+    place = re.match(r"([^:\n]+):(\d+):(\d+): (?:fatal )?error", message)
+    line = place and text_line(text, place[1], int(place[2]))
+    if not line:
+        return []
+    return [f"    {line}", f"    {' ' * (int(place[3]) - 1)}^"]
 
 
 _ALIGN = r"(?:__align__\s*\([^)]*\)\s*)?"
@@ -352,60 +393,69 @@ _DYNAMIC = re.compile(
 )
 
 
-def _chosen_once(source: str) -> str:
-    """(c ? a : b)[i] as simt_same(c ? a : b)[i]: g++ makes c ? a[i] : b[i] of it, in which its sanitizers compute a part of i in the first half only."""
+def _with_one_index(source: str) -> str:
+    """Write `(c ? a : b)[i]` as `simt_same(c ? a : b)[i]`.
+
+    g++ turns it into `c ? a[i] : b[i]`, of which its sanitizers compute a part of `i` only in the
+    first half.
+    """
     blank = without_comments(source)
-    for m in reversed(list(re.finditer(r"\)\s*\[", blank))):
-        depth, at, chooses = 1, m.start(), False
-        while depth and at:
-            at -= 1
-            depth += {")": 1, "(": -1}.get(blank[at], 0)
-            chooses |= depth == 1 and blank[at] == "?"
-        before = re.search(r"(\w+|[\])])\s*$", blank[max(0, at - 200) : at])
-        if chooses and (
-            before is None or before[1] in ("return", "else", "do", "case")
-        ):  # else it is a call, an if, ..
-            source = source[:at] + "simt_same" + source[at:]
+    for bracket in reversed(list(re.finditer(r"\)\s*\[", blank))):
+        depth = 1
+        start = bracket.start()
+        is_choice = False
+        while depth and start:
+            start -= 1
+            depth += {")": 1, "(": -1}.get(blank[start], 0)
+            is_choice |= depth == 1 and blank[start] == "?"
+        before = re.search(r"(\w+|[\])])\s*$", blank[max(0, start - 200) : start])
+        # After another word the parentheses belong to a call, an `if` or the like.
+        stands_alone = before is None or before[1] in ("return", "else", "do", "case")
+        if is_choice and stands_alone:
+            source = source[:start] + "simt_same" + source[start:]
     return source
 
 
 def translated(source: str, names: "list[str]") -> str:
-    """The source as the host compiler gets it: in an unnamed namespace, `extern __shared__` replaced, one export per kernel."""
-    source = _chosen_once(source)
+    """The source for the host compiler.
+
+    It is in an unnamed namespace, with `extern __shared__` replaced, and exports each kernel.
+    """
+    source = _with_one_index(source)
+    # __shared__ is static already. The blanks keep all positions.
+    for match in re.finditer(r"\bstatic(?=\s+__shared__)", without_comments(source)):
+        source = source[: match.start()] + " " * len("static") + source[match.end() :]
     blank = without_comments(source)
-    for m in reversed(
-        list(re.finditer(r"\bstatic(?=\s+__shared__)", blank))
-    ):  # __shared__ is static already
-        source, blank = (text[: m.start()] + " " * 6 + text[m.end() :] for text in (source, blank))
-    pieces, at, macros = [], 0, []
-    for m in _DYNAMIC.finditer(blank):
-        outside = blank.count("{", 0, m.start()) - blank.count("}", 0, m.start()) <= blank.count(
-            'extern "C" {', 0, m.start()
-        )
-        if outside:  # a macro: at this place a pointer would be set once, before any launch
-            macros.append(f"#define {m[2]} (({m[1]}*)simt_dynamic())\n")
-        pieces += [
-            source[at : m.start()],
-            "" if outside else f"{m[1]}* {m[2]} = ({m[1]}*)simt_dynamic();",
-            "\n" * m[0].count("\n"),
-        ]
-        at = m.end()
-    exports = "".join(f"SIMT_EXPORT({name})\n" for name in names)
+    pieces = []
+    macros = []
+    position = 0
+    for match in _DYNAMIC.finditer(blank):
+        ctype, name = match[1], match[2]
+        depth = blank.count("{", 0, match.start()) - blank.count("}", 0, match.start())
+        pieces.append(source[position : match.start()])
+        if depth <= blank.count('extern "C" {', 0, match.start()):
+            # Outside of functions a pointer would be set only once, before any launch.
+            macros.append(f"#define {name} (({ctype}*)simt_dynamic())\n")
+        else:
+            pieces.append(f"{ctype}* {name} = ({ctype}*)simt_dynamic();")
+        pieces.append("\n" * match[0].count("\n"))
+        position = match.end()
+    exports = [f"SIMT_EXPORT({name})\n" for name in names]
     return "".join(
         [
             '#line 1 "namespace"\n',
             *macros,
             "namespace {\n",
             *pieces,
-            source[at:],
+            source[position:],
             '\n}\n#line 1 "exports"\n',
-            exports,
+            *exports,
         ]
     )
 
 
 def text_line(text: str, file: str, line: int) -> "str | None":
-    """A line of one of the files that a whole source is made of (they are told apart by #line)."""
+    """A line of one of the files that make up a whole source; #line says where each begins."""
     parts = re.split(r'^#line 1 "([^"\n]*)"\n', text, flags=re.M)
     for name, part in zip(parts[1::2], parts[2::2]):
         if name.rsplit("/", 1)[-1] == file.rsplit("/", 1)[-1]:
@@ -414,23 +464,25 @@ def text_line(text: str, file: str, line: int) -> "str | None":
     return None
 
 
+UNKNOWN_NAME = re.compile(
+    r"'(\w+)' was not declared|undeclared identifier '(\w+)'|no member named '(\w+)'"
+)
+
+
 def explain(text: str, log: str, filename: str) -> str:
-    """A sentence on each construct of the compiler's message that a CPU cannot run, and what to do; "" when there is none."""
-    found = [name for pattern, name in GPU_ONLY.items() if re.search(pattern, log)]
-    unknown = dict.fromkeys(
-        re.findall(
-            r"'(\w+)' was not declared|undeclared identifier '(\w+)'|no member named '(\w+)'", log
-        )
-    )
-    if not found and unknown and "__global__" in text:
-        names = ", ".join("".join(one) for one in unknown)
+    """A sentence on the features in a compiler's messages that only a GPU has, or ""."""
+    features = [name for pattern, name in GPU_ONLY.items() if re.search(pattern, log)]
+    if features:
         return (
-            f"{filename}: the CPU does not have {names}. Where a GPU has it, put it between #ifdef __CUDA_ARCH__ and #else with a plain "
-            "version behind #else (what the CPU has stands in gpuaccel/simt/simt.h).\n"
+            f"{filename} uses {' and '.join(features)}, which only a GPU can run. Put it between "
+            "#ifdef __CUDA_ARCH__ and #else with a plain version behind #else, or run it on a "
+            "GPU.\n"
         )
-    if not found:
-        return ""
-    return (
-        f"{filename} uses {' and '.join(found)}, which only a GPU can run. Put it between #ifdef __CUDA_ARCH__ and #else with a plain "
-        "version behind #else, or run it on a GPU.\n"
-    )
+    unknown = dict.fromkeys("".join(names) for names in UNKNOWN_NAME.findall(log))
+    if unknown and "__global__" in text:
+        return (
+            f"{filename}: the CPU does not have {', '.join(unknown)}. Where a GPU has it, put it "
+            "between #ifdef __CUDA_ARCH__ and #else with a plain version behind #else (the "
+            "functions of the CPU are in gpuaccel/simt/simt.h).\n"
+        )
+    return ""

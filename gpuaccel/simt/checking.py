@@ -1,13 +1,18 @@
-"""A launch with the checks on: every access of every thread is looked at before it happens.
+"""A launch with the checks on: every access of every thread is checked before it happens.
 
-The tensors are copied into memory of our own, each with empty zones around it, so that a stray access is seen, named, and hits
-nothing. When all went well they are copied back; when not, nothing has changed, and KernelError says what, who and where.
-A *trace* is such a launch that also keeps each access, and copies nothing back.
+The tensors are copied into memory of our own, each with unused zones around it. An access outside
+a tensor is thereby seen, named, and damages nothing. After a correct launch the copies are copied
+back. After a wrong one no tensor has changed, and KernelError says which thread did what at which
+line.
+
+A *trace* is such a launch that also records each access, and copies nothing back.
 """
 
 import ctypes
+import math
 import mmap
 import warnings
+from dataclasses import replace
 
 import numpy
 import torch
@@ -17,8 +22,11 @@ from .driver import FAULTS, fault_report, launch, symbols
 from .reports import Report, coordinates, error, thread_words
 from .tracing import EVENT, Trace, Traced, groups
 
-ZONE = 1 << 16  # bytes around each tensor that are still called by its name
-EVENTS = 1 << 20  # accesses that a trace keeps
+# Bytes around each tensor in which an access is still reported under its name.
+ZONE = 1 << 16
+# Accesses that a trace keeps.
+EVENTS = 1 << 20
+# In the order of simt_report_kind in checks.cpp.
 KINDS = (
     "out of bounds",
     "misaligned",
@@ -33,8 +41,9 @@ KINDS = (
     "const",
     "out of bounds",
 )
-VERBS = ("reads", "writes", "updates atomically")
-PAST = ("read", "written", "updated atomically")
+# By the access: read, write, atomic.
+VERBS = ("reads", "writes", "atomically updates")
+PAST = ("read", "wrote", "atomically updated")
 
 
 class Region(ctypes.Structure):
@@ -101,256 +110,297 @@ C_EVENT = numpy.dtype(
         ("offset", "i8"),
     ]
 )
-CELL, GLOBAL, SHARED, VARIABLE = 48, 0, 1, 2
+# Bytes of a struct cell in checks.cpp.
+CELL = 48
+# simt_region_kind in checks.cpp.
+GLOBAL, SHARED, VARIABLE = 0, 1, 2
 
 
 class Memory:
-    """Fresh pages, zero, with their address. They go when this goes."""
+    """Zeroed pages and their address, as long as this object lives."""
 
     def __init__(self, size: int):
         self.map = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
 
 
-class Named:
-    """Something that a kernel may touch: [lo, hi) at its own address, `shift` bytes away from where the kernel finds it."""
+class Array:
+    """A tensor or variable that a kernel may access: the bytes [lo, hi).
+
+    itemsize, dtype: of an element; dtype "" where the type is not known
+    shift: what is added to an address of the original to get that of its copy
+    """
 
     def __init__(self, name, lo, hi, itemsize, dtype, kind=GLOBAL, readonly=False):
-        self.name, self.lo, self.hi, self.itemsize, self.dtype = name, lo, hi, itemsize, dtype
-        self.kind, self.readonly, self.shift = kind, readonly, 0
+        self.name = name
+        self.lo = lo
+        self.hi = hi
+        self.itemsize = itemsize
+        self.dtype = dtype
+        self.kind = kind
+        self.readonly = readonly
+        self.shift = 0
+
+    @classmethod
+    def of_tensor(cls, name, tensor, readonly=False):
+        lo = tensor.data_ptr()
+        size = tensor.element_size()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(name, lo, lo + tensor.numel() * size, size, dtype, readonly=readonly)
+
+    @property
+    def elements(self) -> int:
+        return (self.hi - self.lo) // self.itemsize
+
+    def distance(self, address) -> int:
+        """0 for an address in the copy, else 1 more than the bytes to its nearer end."""
+        lo, hi = self.lo + self.shift, self.hi + self.shift
+        return 0 if lo <= address < hi else 1 + min(abs(address - lo), abs(address - hi))
+
+
+class Slot:
+    """A range of addresses that is copied as one, and the tensors in it, which may overlap."""
+
+    def __init__(self, array):
+        self.lo = array.lo
+        self.hi = array.hi
+        self.arrays = [array]
+
+    def add(self, array):
+        self.hi = max(self.hi, array.hi)
+        self.arrays.append(array)
+
+    @property
+    def readonly(self) -> bool:
+        return all(array.readonly for array in self.arrays)
+
+
+class Range:
+    """Addresses that the checks know, and the arrays there. granule: bytes per cell."""
+
+    def __init__(self, lo, hi, arrays, *, zone=0, granule=1, readonly=False):
+        self.lo = lo
+        self.hi = hi
+        self.arrays = arrays
+        self.zone = zone
+        self.granule = granule
+        self.readonly = readonly
+
+
+def _tensor_arguments(params, args):
+    """(parameter, tensor) of each argument that is a tensor."""
+    return [(p, a) for p, a in zip(params, args) if isinstance(a, torch.Tensor)]
+
+
+def _tables(params, args):
+    """The arguments that are tables of pointers (T**)."""
+    return [a for p, a in _tensor_arguments(params, args) if p.ctype.count("*") > 1]
+
+
+def _check_extra(i, tensor):
+    """Raise ArgumentError unless an entry of tensors= is a dense, contiguous tensor on the CPU."""
+    is_dense = (
+        isinstance(tensor, torch.Tensor)
+        and tensor.device.type == "cpu"
+        and tensor.layout == torch.strided
+    )
+    if not is_dense:
+        raise ArgumentError(
+            f"tensors[{i}] is {type(tensor).__name__}; expected a dense tensor on the CPU"
+        )
+    if not tensor.is_contiguous():
+        raise ArgumentError(
+            f"tensors[{i}] has shape {tuple(tensor.shape)} with strides {tensor.stride()}; "
+            "expected a contiguous one"
+        )
 
 
 class Session:
-    """The memory of one checked launch."""
+    """The memory of one checked launch.
+
+    shape: grid, block and bytes of dynamic shared memory, seven numbers
+    extra: tensors whose addresses are in a struct or a table
+    trace: record each access
+    """
 
     def __init__(self, program, shape, params, args, extra, trace: bool):
-        self.shape, self.table = shape, symbols(program)
-        self.kept = [
-            Named(
-                p.name,
-                a.data_ptr(),
-                a.data_ptr() + a.numel() * a.element_size(),
-                a.element_size(),
-                str(a.dtype)[6:],
-                readonly="const" in p.ctype.split("*")[0].split(),
-            )
-            for p, a in zip(params, args)
-            if isinstance(a, torch.Tensor)
-        ]
-        for i, tensor in enumerate(extra):
-            if tensor is None:
-                continue
-            if (
-                not isinstance(tensor, torch.Tensor)
-                or tensor.device.type != "cpu"
-                or tensor.layout != torch.strided
-            ):
-                raise ArgumentError(
-                    f"tensors[{i}] is {type(tensor).__name__}; expected a dense tensor on the CPU"
-                )
-            if not tensor.is_contiguous():
-                raise ArgumentError(
-                    f"tensors[{i}] has shape {tuple(tensor.shape)} with strides {tensor.stride()}; expected a contiguous one"
-                )
-            start, size = tensor.data_ptr(), tensor.element_size()
-            self.kept.append(
-                Named(
-                    f"tensors[{i}]",
-                    start,
-                    start + tensor.numel() * size,
-                    size,
-                    str(tensor.dtype)[6:],
-                )
-            )
-        self.empty = {
-            id(a): n
-            for n, a in zip(self.kept, [a for a in args if isinstance(a, torch.Tensor)])
-            if not n.lo
-        }
-        self.slots = []  # ranges of addresses that overlap share one copy
-        for named in sorted(self.kept, key=lambda n: (n.lo, n.hi)):
-            if self.slots and named.lo < self.slots[-1][1]:
-                self.slots[-1] = (
-                    self.slots[-1][0],
-                    max(self.slots[-1][1], named.hi),
-                    [*self.slots[-1][2], named],
-                )
-            else:
-                self.slots.append((named.lo, named.hi, [named]))
-        dynamic = shape[6]
-        room = sum(hi - lo + 2 * ZONE + 512 for lo, hi, _ in self.slots) + dynamic + 2 * ZONE + 512
-        self.memory = Memory(room)
-        at, rows = self.memory.address + ZONE, []
-        for lo, hi, members in self.slots:
-            at += (lo - at) % 256  # aligned as the original is
-            for named in members:
-                named.shift = at - lo
-            ctypes.memmove(at, lo, hi - lo)
-            rows.append(
-                (
-                    at,
-                    at + hi - lo,
-                    ZONE,
-                    GLOBAL,
-                    min(4, *(n.itemsize for n in members)),
-                    all(n.readonly for n in members),
-                    members,
-                )
-            )
-            at += hi - lo + 2 * ZONE
-        at += -at % 256
-        self.dynamic = at
-        rows.append(
-            (
-                at,
-                at + dynamic,
-                ZONE,
-                SHARED,
-                1,
-                False,
-                [Named("dynamic shared memory", at, at + dynamic, 1, "", SHARED)],
-            )
-        )
-        base = self.table.base
-        for start, size, name, shared in self.table.variables:
-            lo, kind = base + start, SHARED if shared else VARIABLE
-            itemsize, dtype = self.table.types.get(start, (1, ""))
-            rows.append(
-                (
-                    lo,
-                    lo + size,
-                    0,
-                    kind,
-                    1,
-                    False,
-                    [Named(name, lo, lo + size, itemsize, dtype, kind)],
-                )
-            )
-        rows.sort(key=lambda row: row[0])
-        cells = [-(-(row[1] - row[0]) // row[4]) * CELL for row in rows]
-        threads = shape[0] * shape[1] * shape[2] * shape[3] * shape[4] * shape[5]
+        self.shape = shape
+        self.table = symbols(program)
+        threads = math.prod(shape[:6])
         if threads >= 2**32:
             raise ArgumentError(
-                f"{threads:,} threads are too many to check; expected fewer than 2^32 (ga.checked(False) checks nothing)"
+                f"{threads:,} threads are too many to check; expected fewer than 2^32 "
+                "(ga.checked(False) checks nothing)"
             )
-        self.cells, self.published = Memory(sum(cells)), Memory(4 * threads)
-        self.regions, self.members, cell = (
-            (Region * len(rows))(),
-            [row[6] for row in rows],
-            self.cells.address,
-        )
-        for region, row, size in zip(self.regions, rows, cells):
-            region.lo, region.hi, region.zone, region.kind, region.granule, region.readonly = row[
-                :6
-            ]
-            region.cells, cell = cell, cell + size
-        shared_lo, shared_hi = self.table.shared
-        self.checks = Checks(
-            self.regions,
-            len(rows),
-            0,
-            base,
-            base + self.table.size,
-            base + shared_lo,
-            base + shared_hi,
-            self.published.address,
-        )
+        self.arrays = []
+        # id of an argument without an address -> its array
+        self.empty = {}
+        for param, tensor in _tensor_arguments(params, args):
+            readonly = "const" in param.ctype.split("*")[0].split()
+            array = Array.of_tensor(param.name, tensor, readonly)
+            self.arrays.append(array)
+            if not array.lo:
+                self.empty[id(tensor)] = array
+        for i, tensor in enumerate(extra):
+            if tensor is not None:
+                _check_extra(i, tensor)
+                self.arrays.append(Array.of_tensor(f"tensors[{i}]", tensor))
+        self.slots = []
+        for array in sorted(self.arrays, key=lambda a: (a.lo, a.hi)):
+            if self.slots and array.lo < self.slots[-1].hi:
+                self.slots[-1].add(array)
+            else:
+                self.slots.append(Slot(array))
+        ranges = [*self._copies(shape[6]), *self._variables()]
+        ranges.sort(key=lambda r: r.lo)
+        self.members = [r.arrays for r in ranges]
+        self._fill_checks(ranges, threads)
         if trace:
             self.events = numpy.zeros(EVENTS, C_EVENT)
-            self.checks.event, self.checks.event_room = self.events.ctypes.data, EVENTS
+            self.checks.event = self.events.ctypes.data
+            self.checks.event_room = EVENTS
+
+    def _copies(self, dynamic: int):
+        """Copy the tensors; yield their ranges, and that of `dynamic` bytes of shared memory."""
+        alignment = 512
+        sizes = [slot.hi - slot.lo for slot in self.slots]
+        size = sum(n + 2 * ZONE + alignment for n in (*sizes, dynamic))
+        self.memory = Memory(size)
+        address = self.memory.address + ZONE
+        for slot, size in zip(self.slots, sizes):
+            # Aligned as the original is.
+            address += (slot.lo - address) % 256
+            for array in slot.arrays:
+                array.shift = address - slot.lo
+            ctypes.memmove(address, slot.lo, size)
+            yield Range(
+                address,
+                address + size,
+                slot.arrays,
+                zone=ZONE,
+                granule=min(4, *(array.itemsize for array in slot.arrays)),
+                readonly=slot.readonly,
+            )
+            address += size + 2 * ZONE
+        self.dynamic = address + -address % 256
+        end = self.dynamic + dynamic
+        array = Array("dynamic shared memory", self.dynamic, end, 1, "", SHARED)
+        yield Range(self.dynamic, end, [array], zone=ZONE)
+
+    def _variables(self):
+        """Yield the ranges of the program's own variables."""
+        for offset, size, name, shared in self.table.variables:
+            lo = self.table.base + offset
+            itemsize, dtype = self.table.types.get(offset, (1, ""))
+            array = Array(name, lo, lo + size, itemsize, dtype, SHARED if shared else VARIABLE)
+            yield Range(lo, lo + size, [array])
+
+    def _fill_checks(self, ranges, threads):
+        cells = [-(-(r.hi - r.lo) // r.granule) * CELL for r in ranges]
+        self.cells = Memory(sum(cells))
+        self.published = Memory(4 * threads)
+        self.regions = (Region * len(ranges))()
+        address = self.cells.address
+        for region, r, size in zip(self.regions, ranges, cells):
+            region.lo = r.lo
+            region.hi = r.hi
+            region.zone = r.zone
+            region.kind = r.arrays[0].kind
+            region.granule = r.granule
+            region.readonly = r.readonly
+            region.cells = address
+            address += size
+        base = self.table.base
+        shared_lo, shared_hi = self.table.shared
+        self.checks = Checks(
+            region=self.regions,
+            regions=len(ranges),
+            base=base,
+            end=base + self.table.size,
+            shared_lo=base + shared_lo,
+            shared_hi=base + shared_hi,
+            published=self.published.address,
+        )
 
     def moved(self, address: int) -> int:
-        """Where the kernel finds what lies at an address; the address itself when it belongs to no tensor."""
-        for named in self.kept:
-            if named.lo <= address < named.hi or address == named.lo:
-                return address + named.shift
+        """The address of the copy of what is at an address; the address itself if none has it."""
+        for array in self.arrays:
+            if array.lo <= address < array.hi or address == array.lo:
+                return address + array.shift
         return address
 
     def moved_words(self, words: bytes) -> bytes:
-        """A struct, or a table of pointers, with the addresses of known tensors in their new places."""
+        """A struct, or a table of pointers, with the addresses of tensors replaced."""
         whole = len(words) // 8 * 8
         values = numpy.frombuffer(words[:whole], "u8").copy()
         moved = values.copy()
-        for ends in (1, 0):  # also the address just behind a tensor, where no other begins
-            for named in filter(lambda n: n.lo, self.kept):  # an empty tensor has no address
-                inside = (values >= named.lo) & (values < named.hi + ends)
-                moved[inside] = values[inside] + numpy.uint64(named.shift % 2**64)
+        # Also the address just behind a tensor counts as its own, unless another begins there.
+        for behind in (1, 0):
+            for array in self.arrays:
+                # An empty tensor has no address.
+                if array.lo:
+                    inside = (values >= array.lo) & (values < array.hi + behind)
+                    moved[inside] = values[inside] + numpy.uint64(array.shift % 2**64)
         return moved.tobytes() + words[whole:]
 
     def argument(self, param, arg, value):
-        """What is packed for an argument: a pointer's new place, a struct with new addresses, a number as it is."""
-        if (
-            id(arg) in self.empty
-        ):  # it has no address, but a place beside which stray accesses are seen
+        """What is packed for an argument: pointers and structs with new addresses, else `value`."""
+        if id(arg) in self.empty:
+            # It has no address, but a place beside which accesses outside it are seen.
             return self.empty[id(arg)].shift
         if param.pointer:
             return self.moved(value) if value else 0
         return value if param.code else self.moved_words(bytes(value))
 
     def move_tables(self, params, args):
-        """Tables of pointers (T**): the copies get the new addresses."""
-        for param, arg in zip(params, args):
-            if param.ctype.count("*") > 1 and isinstance(arg, torch.Tensor):
-                at, size = self.moved(arg.data_ptr()), arg.numel() * 8
-                ctypes.memmove(at, self.moved_words(ctypes.string_at(at, size)), size)
+        """Replace the addresses in the copies of tables of pointers."""
+        for table in _tables(params, args):
+            address = self.moved(table.data_ptr())
+            size = table.numel() * 8
+            ctypes.memmove(address, self.moved_words(ctypes.string_at(address, size)), size)
 
     def copy_back(self, params, args, constant: bool):
-        """What the kernel made of the tensors. constant: also those that it only has pointers to const to."""
-        tables = {
-            a.data_ptr()
-            for p, a in zip(params, args)
-            if p.ctype.count("*") > 1 and isinstance(a, torch.Tensor)
-        }
-        for lo, hi, members in self.slots:
-            if (constant or not all(n.readonly for n in members)) and lo not in tables:
-                ctypes.memmove(lo, lo + members[0].shift, hi - lo)
+        """Copy the results into the tensors. constant: also into those behind pointers to const."""
+        tables = {table.data_ptr() for table in _tables(params, args)}
+        for slot in self.slots:
+            if (constant or not slot.readonly) and slot.lo not in tables:
+                ctypes.memmove(slot.lo, slot.lo + slot.arrays[0].shift, slot.hi - slot.lo)
 
     # ---- reports ----
 
-    def _who(self, number):
-        threads = self.shape[3] * self.shape[4] * self.shape[5]
-        return coordinates(number % threads, self.shape[3:6]), coordinates(
-            number // threads, self.shape[:3]
-        )
+    def _coordinates(self, number):
+        """(thread, block) coordinates of a thread's number in the grid."""
+        threads = math.prod(self.shape[3:6])
+        thread = coordinates(number % threads, self.shape[3:6])
+        return thread, coordinates(number // threads, self.shape[:3])
 
     def _words(self, number):
-        return thread_words(*self._who(number), self.shape[3:6], self.shape[:3])
+        return thread_words(*self._coordinates(number), self.shape[3:6], self.shape[:3])
 
     def _element(self, index, address, size):
-        """(name, element, "x[3]", "x has 3 elements of float32") of an address in or near a region."""
-        members = self.members[index]
-        named = min(
-            members,
-            key=lambda n: (
-                0
-                if n.lo + n.shift <= address < n.hi + n.shift
-                else min(abs(address - n.lo - n.shift), abs(address - n.hi - n.shift)) + 1
-            ),
-        )
-        itemsize = (
-            named.itemsize if named.dtype else size if 0 < size <= 16 else 1
-        )  # dynamic shared memory has no type of its own
-        element = (address - named.lo - named.shift) // itemsize
-        count = (named.hi - named.lo) // itemsize
-        if not named.dtype:
-            return (
-                named.name,
-                element,
-                f"element {element} of {named.name}",
-                f"it has {count:,} elements of {itemsize} bytes",
-            )
-        what = "__shared__ " if named.kind == SHARED else ""
-        place = f"{named.name}[{element}]" if count != 1 or element else named.name
-        return (
-            named.name,
-            element,
-            what + place,
-            f"{named.name} has {count:,} elements of {named.dtype}",
-        )
+        """Words for an address in or near a region.
+
+        Returns (name, element, "x[3]", "x has 3 elements of float32").
+        """
+        array = min(self.members[index], key=lambda a: a.distance(address))
+        itemsize = array.itemsize
+        if not array.dtype:
+            # Dynamic shared memory has no type of its own.
+            itemsize = size if 0 < size <= 16 else 1
+        element = (address - array.lo - array.shift) // itemsize
+        count = (array.hi - array.lo) // itemsize
+        if not array.dtype:
+            place = f"element {element} of {array.name}"
+            return array.name, element, place, f"it has {count:,} elements of {itemsize} bytes"
+        place = f"{array.name}[{element}]" if count != 1 or element else array.name
+        if array.kind == SHARED:
+            place = f"__shared__ {place}"
+        return array.name, element, place, f"{array.name} has {count:,} elements of {array.dtype}"
 
     def reports(self) -> "tuple[list[Report], list[Report]]":
-        """(what is wrong, notes), one for each kind and line."""
-        found, notes = {}, []
+        """(mistakes, notes): one report for each kind and line."""
+        mistakes = {}
+        notes = []
         for raw in self.checks.report[: self.checks.reports]:
             report = self._report(raw)
             if report is None:
@@ -359,98 +409,95 @@ class Session:
                 notes.append(report)
                 continue
             key = (report.kind, report.file, report.line)
-            first = found.get(key)
-            found[key] = (
-                report
-                if first is None
-                else Report(**{**first.__dict__, "count": first.count + report.count})
-            )
-        return list(found.values()), notes
+            if key in mistakes:
+                report = replace(mistakes[key], count=mistakes[key].count + report.count)
+            mistakes[key] = report
+        return list(mistakes.values()), notes
 
     def _report(self, raw) -> "Report | None":
+        """The report of a raw one; None for what is no mistake."""
         kind = KINDS[raw.kind]
-        file, line = (raw.file.decode(), raw.line) if raw.file else self.table.locate(raw.pc - 1)
+        file, line = self.table.locate(raw.pc - 1)
+        if raw.file:
+            file, line = raw.file.decode(), raw.line
         who = self._words(raw.thread)
-        other = {}
+        verb = VERBS[raw.access]
         tensor = element = None
         place = "memory"
+        # Of the other side of a race, a divergent barrier or a shuffle.
+        other_line = None
+        has_other = False
         if raw.region >= 0 and raw.address:
-            end, address = self.regions[raw.region].hi, raw.address
+            address = raw.address
+            end = self.regions[raw.region].hi
             if kind == "out of bounds" and address < end < address + raw.size:
-                address = end  # the first element outside
+                # The first element outside.
+                address = end
             tensor, element, place, size = self._element(raw.region, address, raw.size)
         if kind == "out of bounds" and raw.region >= 0:
-            message = f"{who} {VERBS[raw.access]} {place}: {size}"
+            message = f"{who} {verb} {place}: {size}"
         elif kind == "out of bounds":
-            kind_of = (raw.type or b"").decode().strip("'").replace(" [", "[")
-            message = (
-                f"{who} uses element {raw.value} of an array of type {kind_of}"
-                if kind_of
-                else f"{who} goes beyond the end of a shared or local array"
-            )
             element = raw.value
+            type_name = (raw.type or b"").decode().strip("'").replace(" [", "[")
+            if type_name:
+                message = f"{who} accesses element {element} of an array of type {type_name}"
+            else:
+                message = f"{who} accesses a shared or local array beyond its end"
         elif kind == "misaligned":
-            message = f"{who} {VERBS[raw.access]} {raw.value} bytes at {place}, which is at no multiple of {raw.value} bytes"
-        elif kind == "uninitialised":
-            message = f"{who} reads {place} before any thread of its block has written it"
-        elif kind == "race":
-            _, other_line = self.table.locate(raw.other_pc - 1)
-            was = f"{self._words(raw.other_thread)} {'had' if raw.other_access == 0 else 'has'} {PAST[raw.other_access]}"
-            same = self._who(raw.thread)[1] == self._who(raw.other_thread)[1]
             message = (
-                f"race: {who} {VERBS[raw.access]} {place}, which {was} at line {other_line}, "
-                + (
-                    "with no barrier between"
-                    if same
-                    else "and nothing puts the two blocks in order"
-                )
+                f"{who} {verb} {raw.value} bytes at {place}, which is misaligned: the address must "
+                f"be a multiple of {raw.value} bytes"
             )
-            if line == other_line and raw.access == raw.other_access == 1:
-                message += " (if all write the same value, atomicExch says so)"
-            other = dict(other_line=other_line)
+        elif kind == "uninitialised":
+            message = f"{who} reads {place}, which no thread of its block has written"
+        elif kind == "race":
+            has_other = True
+            _, other_line = self.table.locate(raw.other_pc - 1)
+            message = self._race_words(raw, who, place, line, other_line)
         elif kind == "divergent barrier":
+            has_other = True
             _, other_line = self.table.locate(raw.other_pc - 1)
             if other_line == line:
-                return None  # one barrier that the compiler made two of
-            message = f"{who} waits at the barrier of line {line}, {self._words(raw.other_thread)} at the one of line {other_line}"
-            other = dict(other_line=other_line)
-        elif kind == "shuffle":
-            threads = self.shape[3] * self.shape[4] * self.shape[5]
-            read = (
-                raw.other_thread - raw.thread + raw.thread % threads
-            )  # its number in the block, if it has one
-            other = {"other_line": None} if read < threads else {}
+                # The compiler made two barriers of one.
+                return None
             message = (
-                f"{who} reads lane {raw.value}, "
-                + (
-                    f"{self._words(raw.other_thread)}, which takes no part"
-                    if other
-                    else "for which the block has no thread"
+                f"{who} waits at the barrier of line {line}, {self._words(raw.other_thread)} at "
+                f"that of line {other_line}: all threads of a block must reach the same barrier"
+            )
+        elif kind == "shuffle":
+            threads = math.prod(self.shape[3:6])
+            # The number of the lane's thread in the block, if there is such a thread.
+            source = raw.other_thread - raw.thread + raw.thread % threads
+            has_other = source < threads
+            lane = f"lane {raw.value}, for which the block has no thread"
+            if has_other:
+                lane = (
+                    f"lane {raw.value} ({self._words(raw.other_thread)}), which does not take part "
+                    "in the shuffle"
                 )
-                + f" (mask {raw.mask:#010x})"
-            )
+            message = f"{who} reads {lane} (mask {raw.mask:#010x})"
         elif kind == "null":
-            message = f"{who} {VERBS[raw.access]} through a null pointer" + (
-                f" (address {raw.address})" if raw.address else ""
-            )
+            message = f"{who} {verb} through a null pointer"
+            if raw.address:
+                message += f" (address {raw.address})"
         elif kind == "far":
             message = (
-                f"{who} {VERBS[raw.access]} address {raw.address:#x}, which is in no tensor it was given; tensors whose addresses "
-                "stand in a struct or a table are named with kernel[grid, block](..., tensors=[...])"
+                f"{who} {verb} address {raw.address:#x}, which is in no tensor of this launch; "
+                "tensors whose addresses are in a struct or a table are named with "
+                "kernel[grid, block](..., tensors=[...])"
             )
+        elif kind == "division by zero" and raw.value == 0:
+            message = f"{who} divides an integer by zero"
         elif kind == "division by zero":
-            message = f"{who} divides " + (
-                "an integer by zero"
-                if raw.value == 0
-                else "the smallest integer by -1: it has no result"
-            )
+            message = f"{who} divides the smallest integer by -1, which overflows"
         elif kind == "shift":
-            message = f"{who} shifts by {raw.value}, which its type does not allow"
+            message = f"{who} shifts by {raw.value} bits, which its type does not have"
         else:
             message = f"{who} writes {place} through a pointer to const"
-        if other:
-            other["other_thread"], other["other_block"] = self._who(raw.other_thread)
-        thread, block = self._who(raw.thread)
+        thread, block = self._coordinates(raw.thread)
+        other_thread = other_block = None
+        if has_other:
+            other_thread, other_block = self._coordinates(raw.other_thread)
         return Report(
             kind,
             line,
@@ -458,100 +505,121 @@ class Session:
             thread,
             block,
             message,
+            other_line=other_line,
+            other_thread=other_thread,
+            other_block=other_block,
             tensor=tensor,
             element=element,
             count=raw.count,
-            **other,
         )
 
+    def _race_words(self, raw, who, place, line, other_line) -> str:
+        same_block = self._coordinates(raw.thread)[1] == self._coordinates(raw.other_thread)[1]
+        if same_block:
+            missing = "no barrier orders the two accesses"
+        else:
+            missing = "no __threadfence() and atomic orders the two blocks"
+        message = (
+            f"race: {who} {VERBS[raw.access]} {place}, which {self._words(raw.other_thread)} "
+            f"{PAST[raw.other_access]} at line {other_line}; {missing}"
+        )
+        if line == other_line and VERBS[raw.access] == VERBS[raw.other_access] == "writes":
+            message += " (if all write the same value, atomicExch says so)"
+        return message
 
-def _run(
-    program, name, shape, params, args, values, extra, pack, trace
-) -> "tuple[Session, list[Report], list[Report]]":
+
+def _launch(program, name, shape, params, args, values, extra, pack, trace):
+    """Launch with the checks on. Return the session, its mistakes and its notes."""
     session = Session(program, shape, params, args, extra, trace)
-    moved = [session.argument(*one) for one in zip(params, args, values)]
+    moved = [session.argument(*argument) for argument in zip(params, args, values)]
     session.move_tables(params, args)
     fault = launch(
         program, name, shape, pack(moved), checks=session.checks, dynamic=session.dynamic
     )
-    found, notes = session.reports()
-    if fault is not None and (
-        FAULTS[fault.kind] != "check" or not found
-    ):  # a check that stops a launch has reported
+    mistakes, notes = session.reports()
+    # A check that stopped the launch has made a report already.
+    if fault is not None and (FAULTS[fault.kind] != "check" or not mistakes):
         last = fault_report(program, fault, shape)
-        if last.kind == "time limit" or all(
-            (last.file, last.line) != (r.file, r.line) for r in found
-        ):  # else its cause is reported
-            found.append(last)
-    return session, found, notes
+        # A mistake at the fault's own line is its cause.
+        is_explained = any((last.file, last.line) == (r.file, r.line) for r in mistakes)
+        if last.kind == "time limit" or not is_explained:
+            mistakes.append(last)
+    return session, mistakes, notes
 
 
 def run(program, name: str, shape, params, args, values, extra, pack):
-    """A checked launch. params, args, values: the kernel's parameters, what the caller gave, what is packed; extra: tensors whose
-    addresses stand in a struct or a table; pack: values -> address for the executor. Raises KernelError; nothing is changed then."""
-    session, found, notes = _run(program, name, shape, params, args, values, extra, pack, False)
+    """Launch a kernel with the checks on.
+
+    params: the kernel's parameters
+    args: what the caller gave for them
+    values: what would be packed for them without the checks
+    extra: tensors whose addresses are in a struct or a table
+    pack: function of the values to pack; returns the address that the executor takes
+
+    Raises KernelError, and changes no tensor, when the kernel makes a mistake.
+    """
+    session, mistakes, notes = _launch(
+        program, name, shape, params, args, values, extra, pack, trace=False
+    )
     for note in notes:
         warnings.warn(f"{name}: {note.file}, line {note.line}: {note.message}", stacklevel=4)
-    if found:
-        raise error(program, name, found, checked=True)
-    session.copy_back(params, args, bool(notes))
+    if mistakes:
+        raise error(program, name, mistakes, checked=True)
+    session.copy_back(params, args, constant=bool(notes))
 
 
 def record(
     program, name: str, shape, params, args, values, extra, pack, source: str, filename: str
 ) -> Trace:
-    """The same launch, with each access kept and nothing copied back."""
-    session, found, _ = _run(program, name, shape, params, args, values, extra, pack, True)
-    raw = session.events[: session.checks.events]
-    used = sorted(
-        {int(i) for i in numpy.unique(raw["region"])}
-        | {i for i, m in enumerate(session.members) if m[0].kind == GLOBAL}
+    """Launch as `run` does, record each access, and copy nothing back."""
+    session, mistakes, _ = _launch(
+        program, name, shape, params, args, values, extra, pack, trace=True
     )
-    tensors = [
+    raw = session.events[: session.checks.events]
+    accessed = {int(i) for i in numpy.unique(raw["region"])}
+    tensors = {i for i, arrays in enumerate(session.members) if arrays[0].kind == GLOBAL}
+    kept = sorted(accessed | tensors)
+    traced = [
         Traced(
-            n.name,
-            (n.hi - n.lo) // n.itemsize,
-            n.itemsize,
-            n.dtype or "byte",
-            "shared" if n.kind == SHARED else "global",
+            array.name,
+            array.elements,
+            array.itemsize,
+            array.dtype or "byte",
+            "shared" if array.kind == SHARED else "global",
         )
-        for n in (session.members[i][0] for i in used)
+        for array, *_ in (session.members[i] for i in kept)
     ]
     index = numpy.zeros(len(session.members), "i2")
-    index[used] = range(len(used))
-    events = numpy.zeros(len(raw), EVENT)
-    places, inverse = numpy.unique(raw["pc"], return_inverse=True)
+    index[kept] = range(len(kept))
+    places, place = numpy.unique(raw["pc"], return_inverse=True)
     lines = numpy.array([session.table.locate(int(pc) - 1)[1] or 0 for pc in places], "i4")
-    threads = shape[3] * shape[4] * shape[5]
-    number = raw["block"].astype("i8") * threads + raw["thread"]
-    for field, value in (
-        ("line", lines[inverse] if len(places) else 0),
-        ("block", raw["block"]),
-        ("thread", raw["thread"]),
-        ("tensor", index[raw["region"]]),
-        ("offset", raw["offset"]),
-        ("bytes", raw["bytes"]),
-        ("kind", raw["kind"]),
-        ("pc", inverse),
-        ("visit", _nth(number, inverse)),
-        ("step", _nth(number)),
-    ):
-        events[field] = value
+    thread = raw["block"].astype("i8") * math.prod(shape[3:6]) + raw["thread"]
+    events = numpy.zeros(len(raw), EVENT)
+    events["line"] = lines[place] if len(places) else 0
+    events["block"] = raw["block"]
+    events["thread"] = raw["thread"]
+    events["tensor"] = index[raw["region"]]
+    events["offset"] = raw["offset"]
+    events["bytes"] = raw["bytes"]
+    events["kind"] = raw["kind"]
+    events["pc"] = place
+    events["visit"] = _occurrence(thread, place)
+    events["step"] = _occurrence(thread)
     return Trace(
         kernel=name,
         grid=tuple(shape[:3]),
         block=tuple(shape[3:6]),
-        tensors=tensors,
+        tensors=traced,
         events=events,
         source=source,
         filename=filename,
         truncated=bool(session.checks.events_lost),
-        reports=found,
+        reports=mistakes,
     )
 
 
-def _nth(*keys):
-    """For each row: how many earlier rows have the same keys."""
+def _occurrence(*keys):
+    """For each row, how many earlier rows have the same keys."""
     order, group = groups(*keys)
     first = numpy.flatnonzero(numpy.diff(group, prepend=-1))
     result = numpy.empty(len(order), "i4")

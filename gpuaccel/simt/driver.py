@@ -1,24 +1,27 @@
-"""Launches a compiled kernel on the CPU: which mode, how many workers, how long, and what ended it.
+"""Launches a compiled kernel on the CPU: its mode, workers, time limit and faults.
 
-    >>> with ga.checked():                    # every access is looked at, see checking.py
+    >>> with ga.checked():                    # check every access, see checking.py
     ...     kernel[grid, block](x, y, n)
-    >>> ga.checked(False)                     # fast, for the rest of the process
+    >>> ga.checked(False)                     # fast, from now on
 
-`GPUACCEL_SIMT`: auto (checked for kernels made from strings, fast for the files of kernels_cu), checked, fast.
-`GPUACCEL_SIMT_SECONDS`: time limit of one launch, 20 by default.
+`GPUACCEL_SIMT` is `auto` (kernels from strings are checked, those of kernels_cu are not),
+`checked` or `fast`. `GPUACCEL_SIMT_SECONDS` is the time limit of one launch, 20 by default.
 """
 
-import contextlib
 import ctypes
 import os
 import sys
 import threading
 
+from ..backends import ProcessSwitch
 from ..errors import ArgumentError, BackendError
 from .reports import Report, Symbols, coordinates, error, thread_words
 
 MODES = ("auto", "checked", "fast")
-MANY_THREADS = 8192  # CUDA threads from which a second core pays
+# CUDA threads from which a second operating-system thread pays for itself.
+MANY_THREADS = 8192
+MAX_WORKERS = 64
+# In the order of simt_fault_kind in executor.h.
 FAULTS = (
     "none",
     "deadlock",
@@ -32,6 +35,7 @@ FAULTS = (
     "check",
     "interrupted",
 )
+# What a thread waits at, in the order of simt_kind in runtime.h.
 WAITING = (
     "a shuffle",
     "__ballot_sync",
@@ -84,42 +88,39 @@ class Job(ctypes.Structure):
     ]
 
 
-_mode: "tuple[str | None, float | None]" = (
-    None,
-    None,
-)  # set by checked(); else the environment decides
+# (mode, seconds) as checked() set them; None leaves it to the environment.
+_mode: "tuple[str | None, float | None]" = (None, None)
 
 
-class checked(contextlib.ContextDecorator):
-    """Turn the checks of kernels on the CPU on (or off): now, or as a `with` block until its end.
+class checked(ProcessSwitch):
+    """Turn the checks of kernels on the CPU on or off, for the whole process with all its threads.
 
-    on: True checks every launch, False none, None as the environment says; seconds: time limit of a launch (0: none). Like
-    use_backend it holds for the whole process, all its threads."""
+    on: True checks every launch, False none; None leaves it to `GPUACCEL_SIMT`
+    seconds: time limit of one launch; 0 for none, None leaves it as it is
+
+    Like `use_backend` it is a call, a `with` block or a decorator.
+    """
 
     def __init__(self, on: "bool | None" = True, *, seconds: "float | None" = None):
-        global _mode
         if seconds is not None and not (isinstance(seconds, (int, float)) and seconds >= 0):
             raise ArgumentError(f"seconds is {seconds!r}; expected a number, 0 or more")
         if on not in (True, False, None):
             raise ArgumentError(f"checked is {on!r}; expected True, False or None")
-        self.before = _mode
-        self.mode = _mode = (
-            {True: "checked", False: "fast", None: None}[on],
-            self.before[1] if seconds is None else seconds,
-        )
+        mode = {True: "checked", False: "fast", None: None}[on]
+        super().__init__((mode, _mode[1] if seconds is None else seconds))
 
-    def __enter__(self):
-        global _mode
-        _mode = self.mode
-        return self
+    @staticmethod
+    def _get():
+        return _mode
 
-    def __exit__(self, *error):
+    @staticmethod
+    def _set(mode):
         global _mode
-        _mode = self.before
+        _mode = mode
 
 
 def is_checked(learner: bool) -> bool:
-    """Does a launch get the checks? learner: the kernel was made from a string."""
+    """Whether a launch is checked. learner: the kernel was made from a string."""
     mode = _mode[0] or os.environ.get("GPUACCEL_SIMT") or "auto"
     if mode not in MODES:
         raise BackendError(f"GPUACCEL_SIMT is {mode!r}; expected one of {', '.join(MODES)}")
@@ -127,17 +128,19 @@ def is_checked(learner: bool) -> bool:
 
 
 def time_limit() -> float:
-    """Seconds that a launch may take; 0: no limit."""
+    """Seconds that a launch may take; 0 for no limit."""
+    if _mode[1] is not None:
+        return float(_mode[1])
     text = os.environ.get("GPUACCEL_SIMT_SECONDS") or "20"
     try:
-        seconds = float(text) if _mode[1] is None else float(_mode[1])
-        if seconds >= 0:
-            return seconds
+        seconds = float(text)
     except ValueError:
-        pass
-    raise BackendError(
-        f"GPUACCEL_SIMT_SECONDS is {text!r}; expected a number of seconds, 0 or more"
-    )
+        seconds = -1.0
+    if not seconds >= 0:
+        raise BackendError(
+            f"GPUACCEL_SIMT_SECONDS is {text!r}; expected a number of seconds, 0 or more"
+        )
+    return seconds
 
 
 _lock = threading.Lock()
@@ -147,36 +150,40 @@ _job = None
 def launch(
     program, name: str, shape, arguments: int, *, checks=None, dynamic: "int | None" = None
 ) -> "Fault | None":
-    """Run a kernel's grid to its end; the reason when it ended early. One launch at a time in a process.
+    """Run a kernel's grid to its end. Return the fault that ended it early, or None.
 
-    shape: grid, block and shared bytes, seven numbers; arguments: address of a table of pointers to the values; checks: what a
-    checked program is to look at (then one worker); dynamic: where dynamic shared memory is (None: its own)."""
+    shape: grid, block and bytes of dynamic shared memory, seven numbers
+    arguments: address of a table of pointers to the arguments' values
+    checks: the Checks of a checked program, which runs on one worker
+    dynamic: address of the dynamic shared memory; None: the worker's own
+
+    One launch runs at a time in a process. Raises BackendError without memory for the stacks, and
+    KeyboardInterrupt after Ctrl-C.
+    """
     global _job
-    threads = shape[0] * shape[1] * shape[2] * shape[3] * shape[4] * shape[5]
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    blocks = shape[0] * shape[1] * shape[2]
+    threads = blocks * shape[3] * shape[4] * shape[5]
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     with _lock:
         job = _job = _job or Job()
         job.run = ctypes.cast(getattr(program.library, f"simt_run_{name}"), ctypes.c_void_p).value
-        job.arguments, job.grid[:], job.block[:], job.shared = (
-            arguments,
-            shape[:3],
-            shape[3:6],
-            shape[6],
-        )
-        job.workers = (
-            min(cores, shape[0] * shape[1] * shape[2], 64)
-            if threads >= MANY_THREADS and checks is None
-            else 1
-        )
+        job.arguments = arguments
+        job.grid[:] = shape[:3]
+        job.block[:] = shape[3:6]
+        job.shared = shape[6]
+        job.workers = 1
+        if threads >= MANY_THREADS and checks is None:
+            job.workers = min(cores, blocks, MAX_WORKERS)
         job.seconds = time_limit()
         if checks is not None:
             program.runtime.simt_check_with(ctypes.byref(checks))
         if program.runtime.simt_launch(ctypes.byref(job), ctypes.c_void_p(dynamic)):
             raise BackendError(
-                f"{name}: there is no memory for the stacks of {job.workers} workers and {shape[6]:,} bytes of shared "
-                "memory"
+                f"{name}: there is no memory for the stacks of {job.workers} workers and "
+                f"{shape[6]:,} bytes of shared memory"
             )
         text = ctypes.c_char_p()
         length = program.runtime.simt_printed(ctypes.byref(text))
@@ -196,75 +203,102 @@ def symbols(program) -> Symbols:
     return program.symbols
 
 
-def fault_report(program, fault: Fault, shape) -> Report:
-    """The fault that ended a launch, as a report."""
-    table, grid, dims = symbols(program), shape[:3], shape[3:6]
-    kind = FAULTS[fault.kind]
-    # A fault's address is the instruction itself; the others are return addresses, one instruction further.
-    exact = kind in ("memory", "misaligned", "division by zero", "time limit", "stack overflow")
+# The address of these faults is the instruction itself. That of the others is a return address,
+# one instruction further.
+EXACT_FAULTS = ("memory", "misaligned", "division by zero", "time limit", "stack overflow")
+# An address below this one is a null pointer with an offset.
+NULL_PAGE = 65536
 
-    def line(pc, back):
+
+def fault_report(program, fault: Fault, shape) -> Report:
+    """The report of a fault that ended a launch."""
+    table = symbols(program)
+    grid = shape[:3]
+    dims = shape[3:6]
+    kind = FAULTS[fault.kind]
+
+    def locate(pc, back):
         return table.locate(pc - table.base - back) if pc and pc >= table.base else (None, None)
 
-    file, at = line(fault.pc, 0 if exact else 1)
-    if at is None:  # in the runtime: the kernel's last call of it
-        file, at = line(fault.last_pc, 1)
-    thread, block = coordinates(fault.thread, dims), coordinates(fault.block, grid)
+    file, line = locate(fault.pc, 0 if kind in EXACT_FAULTS else 1)
+    if line is None:
+        # The fault is in the runtime: the kernel's last call of it is the user's line.
+        file, line = locate(fault.last_pc, 1)
+    thread = coordinates(fault.thread, dims)
+    block = coordinates(fault.block, grid)
     who = thread_words(thread, block, dims, grid)
+    if kind == "deadlock":
+        waiting = {}
+        for wait in fault.waiting[: fault.waits]:
+            place = locate(wait.pc, 1), WAITING[wait.kind], wait.mask
+            waiting.setdefault(place, []).append(wait.thread)
+        places = list(waiting)
+        file, line = places[0][0]
+        rows = [
+            f"{_ranges(threads)} at {what}"
+            + (f" with mask {mask:#010x}" if mask else "")
+            + f" (line {at_line})"
+            for ((_, at_line), what, mask), threads in waiting.items()
+        ]
+        return Report(
+            kind,
+            line,
+            file,
+            coordinates(fault.waiting[0].thread, dims),
+            block,
+            f"deadlock in {who.split(' of ', 1)[1]}, where every thread waits: {', '.join(rows)}",
+            other_line=next((at[1] for at, _, _ in places if at != (file, line)), None),
+        )
     if kind == "memory":
         address = fault.address or 0
-        kind = "null" if address < 65536 else "far"
+        if address < NULL_PAGE:
+            kind = "null"
+            message = f"{who} dereferences a null pointer (address {address})"
+        else:
+            kind = "far"
+            message = f"{who} accesses address {address:#x}, which is outside every allocation"
+    elif kind == "division by zero":
+        message = f"{who} divides an integer by zero (or the smallest integer by -1)"
+    elif kind == "time limit":
         message = (
-            f"{who} uses a null pointer (address {address})"
-            if kind == "null"
-            else f"{who} touches address {address:#x}, which is not its own"
+            f"{who} was still running after {time_limit():g} s, in block {fault.block + 1:,} of "
+            f"{grid[0] * grid[1] * grid[2]:,}: a loop does not end (blocks run in order, so none "
+            "can wait for a later one), or the launch is large; ga.checked(seconds=...) sets the "
+            "limit"
         )
-    elif kind == "deadlock":
-        places = {}
-        for wait in fault.waiting[: fault.waits]:
-            places.setdefault((line(wait.pc, 1), WAITING[wait.kind], wait.mask), []).append(
-                wait.thread
-            )
-        (file, at), _, _ = next(iter(places))
-        thread = coordinates(fault.waiting[0].thread, dims)
-        rows = [
-            f"{_ranges(threads)} at line {where[1]} for {what}"
-            + (f" with mask {mask:#010x}" if mask else "")
-            for (where, what, mask), threads in places.items()
-        ]
-        message = f"deadlock in {who.split(' of ', 1)[1]}: everyone waits, " + "; ".join(rows)
-        others = [where for where, *_ in places if where != (file, at)]
-        return Report(
-            kind, at, file, thread, block, message, other_line=others[0][1] if others else None
+    elif kind == "stack overflow":
+        message = (
+            f"{who} used more than 256 KiB of stack (recursion without end, or large local arrays)"
         )
+    elif kind == "misaligned":
+        message = f"{who} reads or writes a vector (such as float4) at a misaligned address"
+    elif kind == "shuffle":
+        message = (
+            f"{who} calls a warp function with mask {fault.mask:#010x}, which does not include its "
+            f"own lane {fault.thread % 32}"
+        )
+    elif kind == "trap":
+        message = f"{who} stopped the kernel: {(fault.reason or b'').decode(errors='replace')}"
     else:
-        message = {
-            "division by zero": f"{who} divides an integer by zero (or the smallest one by -1)",
-            "time limit": f"{who} was still running after {time_limit():g} s, in block {fault.block + 1:,} of "
-            f"{grid[0] * grid[1] * grid[2]:,}: a loop that does not end (blocks run in order: none can wait for a later "
-            "one), or much work; ga.checked(seconds=...) sets the limit",
-            "stack overflow": f"{who} used more than 256 KiB of stack (a recursion without end, or large local arrays)",
-            "misaligned": f"{who} reads or writes a vector (float4 or the like) at an address that is no multiple of its size",
-            "shuffle": f"{who} (lane {fault.thread % 32}) is not in its own mask {fault.mask:#010x}",
-            "trap": f"{who} stopped the kernel: {(fault.reason or b'').decode(errors='replace')}",
-        }.get(kind, f"{who}: {kind}")
-    return Report(kind, at, file, thread, block, message)
+        message = f"{who}: {kind}"
+    return Report(kind, line, file, thread, block, message)
 
 
 def _ranges(numbers) -> str:
     """ "threads 0-31, 40"."""
-    parts, start = [], None
-    for i, n in enumerate(numbers):
-        start = n if start is None else start
-        if i + 1 == len(numbers) or numbers[i + 1] != n + 1:
-            parts.append(f"{start}-{n}" if n > start else str(n))
-            start = None
-    more = f" and {len(parts) - 6} more groups" if len(parts) > 6 else ""
-    return ("thread " if len(numbers) == 1 else "threads ") + ", ".join(parts[:6]) + more
+    ranges = []
+    for number in numbers:
+        if ranges and ranges[-1][1] + 1 == number:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    words = [f"{first}-{last}" if last > first else str(first) for first, last in ranges]
+    more = f" and {len(words) - 6} more groups" if len(words) > 6 else ""
+    return ("thread " if len(numbers) == 1 else "threads ") + ", ".join(words[:6]) + more
 
 
 def run_fast(program, name: str, shape, arguments: int):
-    """A launch without checks; KernelError when it did not end well."""
+    """Launch without checks. Raises KernelError when a fault ends the launch."""
     fault = launch(program, name, shape, arguments)
     if fault is not None:
         raise error(program, name, [fault_report(program, fault, shape)], checked=False)

@@ -1,9 +1,11 @@
-// Runs a grid on the CPU: one fibre per waiting CUDA thread, blocks spread over operating-system threads.
+// Runs a grid on the CPU: one fibre per waiting CUDA thread, blocks spread over operating-system
+// threads.
 //
-// The threads of a block run one after another on one stack. Only when a thread has to wait (barrier, warp function) does the
-// next one get another stack, so that kernels which never wait never switch. Whoever completes a barrier or a warp function
-// makes the others ready and goes on; whoever has to wait switches straight to the next ready thread. When nobody is ready and
-// not all have ended, the kernel is in a deadlock.
+// The threads of a block run one after another on one stack. Only when a thread has to wait (at a
+// barrier or warp function) does the next one get another stack, so kernels that never wait never
+// switch. The thread that completes a barrier or warp function makes the others ready and goes on.
+// A thread that has to wait switches directly to the next ready one. When none is ready and not all
+// have ended, the kernel is in a deadlock.
 #include "executor.h"
 #include <errno.h>
 #include <signal.h>
@@ -21,7 +23,8 @@ SIMT_TLS __thread uint3 threadIdx, blockIdx;
 SIMT_TLS __thread dim3 blockDim, gridDim;
 SIMT_TLS __thread simt_worker* simt_me;
 
-static const size_t STACK = 256 << 10, GUARD = 4096, SLOT = STACK + GUARD;      // touched as needed; the guard lies below each stack
+// The system maps a page of a stack when it is first used. The guard page is below each stack.
+static const size_t STACK = 256 << 10, GUARD = 4096, SLOT = STACK + GUARD;
 static const int MAX_WORKERS = 64;
 static worker* workers[MAX_WORKERS];
 static uint64_t next_block, total_blocks;
@@ -36,22 +39,29 @@ extern "C" void simt_switch(void** save, void* load);
 asm(".text\n.globl simt_switch\n.hidden simt_switch\n.type simt_switch, @function\nsimt_switch:\n"
     "push %rbp\npush %rbx\npush %r12\npush %r13\npush %r14\npush %r15\n"
     "mov %rsp, (%rdi)\nmov %rsi, %rsp\n"
-    "pop %r15\npop %r14\npop %r13\npop %r12\npop %rbx\npop %rbp\nret\n.size simt_switch, .-simt_switch\n");
+    "pop %r15\npop %r14\npop %r13\npop %r12\npop %rbx\npop %rbp\nret\n"
+    ".size simt_switch, .-simt_switch\n");
 static void* fresh_stack(char* top, void (*entry)()) {
     void** sp = (void**)top - 8;
     memset(sp, 0, 8 * sizeof(void*));
     sp[6] = (void*)entry;
     return sp;
 }
-static void* pc_of(void* context) { return (void*)((ucontext_t*)context)->uc_mcontext.gregs[REG_RIP]; }
+static void* pc_of(void* context) {
+    return (void*)((ucontext_t*)context)->uc_mcontext.gregs[REG_RIP];
+}
 #elif defined(__aarch64__)
 asm(".text\n.globl simt_switch\n.hidden simt_switch\n.type simt_switch, %function\nsimt_switch:\n"
-    "sub sp, sp, #160\nstp x19, x20, [sp]\nstp x21, x22, [sp, #16]\nstp x23, x24, [sp, #32]\nstp x25, x26, [sp, #48]\n"
-    "stp x27, x28, [sp, #64]\nstp x29, x30, [sp, #80]\nstp d8, d9, [sp, #96]\nstp d10, d11, [sp, #112]\n"
+    "sub sp, sp, #160\n"
+    "stp x19, x20, [sp]\nstp x21, x22, [sp, #16]\nstp x23, x24, [sp, #32]\n"
+    "stp x25, x26, [sp, #48]\nstp x27, x28, [sp, #64]\nstp x29, x30, [sp, #80]\n"
+    "stp d8, d9, [sp, #96]\nstp d10, d11, [sp, #112]\n"
     "stp d12, d13, [sp, #128]\nstp d14, d15, [sp, #144]\nmov x9, sp\nstr x9, [x0]\nmov sp, x1\n"
-    "ldp x19, x20, [sp]\nldp x21, x22, [sp, #16]\nldp x23, x24, [sp, #32]\nldp x25, x26, [sp, #48]\n"
-    "ldp x27, x28, [sp, #64]\nldp x29, x30, [sp, #80]\nldp d8, d9, [sp, #96]\nldp d10, d11, [sp, #112]\n"
-    "ldp d12, d13, [sp, #128]\nldp d14, d15, [sp, #144]\nadd sp, sp, #160\nret\n.size simt_switch, .-simt_switch\n");
+    "ldp x19, x20, [sp]\nldp x21, x22, [sp, #16]\nldp x23, x24, [sp, #32]\n"
+    "ldp x25, x26, [sp, #48]\nldp x27, x28, [sp, #64]\nldp x29, x30, [sp, #80]\n"
+    "ldp d8, d9, [sp, #96]\nldp d10, d11, [sp, #112]\n"
+    "ldp d12, d13, [sp, #128]\nldp d14, d15, [sp, #144]\n"
+    "add sp, sp, #160\nret\n.size simt_switch, .-simt_switch\n");
 static void* fresh_stack(char* top, void (*entry)()) {
     void** sp = (void**)top - 20;
     memset(sp, 0, 20 * sizeof(void*));
@@ -82,7 +92,8 @@ static void fibre();
 
 static void start_fibre(worker* w, void** save) {
     unsigned i = w->starting = w->spare[--w->spares];
-    simt_switch(save, fresh_stack(w->stacks + i * SLOT + SLOT - (i * 5 & 63) * 64, fibre));     // shifted, or all tops share few cache lines
+    // Without the shift the tops of all stacks would share few cache lines.
+    simt_switch(save, fresh_stack(w->stacks + i * SLOT + SLOT - (i * 5 & 63) * 64, fibre));
 }
 
 void simt_yield(worker* w) {
@@ -150,10 +161,12 @@ int simt_barrier(int kind, int predicate, void* pc) {
         w->pc[w->current] = pc;
         release_barrier(w);
     }
-    return kind == SIMT_BARRIER_COUNT ? w->last_votes : kind == SIMT_BARRIER_AND ? w->last_votes == w->last_arrived : w->last_votes != 0;
+    if (kind == SIMT_BARRIER_COUNT) return w->last_votes;
+    if (kind == SIMT_BARRIER_AND) return w->last_votes == w->last_arrived;
+    return w->last_votes != 0;
 }
 
-// ---- warp functions: a group is open until all lanes of its mask that have not ended are there ----
+// ---- warp functions: a group is open until all lanes of its mask that have not ended are there --
 
 static void finish_group(worker* w, unsigned warp_index, unsigned g) {
     warp_state* warp = &w->warp[warp_index];
@@ -168,17 +181,25 @@ static void finish_group(worker* w, unsigned warp_index, unsigned g) {
             case SIMT_ADD: total += v; break;
             case SIMT_MIN: total = first || v < total ? v : total; break;
             case SIMT_MAX: total = first || v > total ? v : total; break;
-            case SIMT_MIN_SIGNED: total = first || (long long)v < (long long)total ? v : total; break;
-            case SIMT_MAX_SIGNED: total = first || (long long)v > (long long)total ? v : total; break;
+            case SIMT_MIN_SIGNED:
+                total = first || (long long)v < (long long)total ? v : total;
+                break;
+            case SIMT_MAX_SIGNED:
+                total = first || (long long)v > (long long)total ? v : total;
+                break;
             case SIMT_AND: total = first ? v : total & v; break;
             case SIMT_OR: total |= v; break;
             case SIMT_XOR: total ^= v; break;
-            case SIMT_MATCH_ALL: total = first || v == warp->value[__builtin_ctz(group.arrived)] ? (first ? 1 : total) : 0; break;
+            case SIMT_MATCH_ALL:
+                if (first) total = 1;
+                else if (v != warp->value[__builtin_ctz(group.arrived)]) total = 0;
+                break;
         }
         first = false;
     }
     for (unsigned rest = group.arrived; rest; rest &= rest - 1) {
-        unsigned lane = __builtin_ctz(rest), source = warp->argument[lane] & 31, t = warp_index * SIMT_WARP + lane;
+        unsigned lane = __builtin_ctz(rest), t = warp_index * SIMT_WARP + lane;
+        unsigned source = warp->argument[lane] & 31;
         unsigned long long result = total;
         if (group.kind == SIMT_SHUFFLE) {
             bool there = group.arrived >> source & 1;
@@ -189,7 +210,8 @@ static void finish_group(worker* w, unsigned warp_index, unsigned g) {
         } else if (group.kind == SIMT_MATCH_ANY) {
             result = 0;
             for (unsigned others = group.arrived; others; others &= others - 1)
-                if (warp->value[__builtin_ctz(others)] == warp->value[lane]) result |= others & -others;
+                if (warp->value[__builtin_ctz(others)] == warp->value[lane])
+                    result |= others & -others;
         } else if (group.kind == SIMT_ANY) result = total != 0;
         else if (group.kind == SIMT_ALL) result = total == group.arrived;
         else if (group.kind == SIMT_MATCH_ALL) result = total ? group.arrived : 0;
@@ -201,7 +223,8 @@ static void finish_group(worker* w, unsigned warp_index, unsigned g) {
 #endif
 }
 
-unsigned long long simt_warp(int kind, unsigned mask, unsigned long long value, int argument, void* pc) {
+unsigned long long simt_warp(
+    int kind, unsigned mask, unsigned long long value, int argument, void* pc) {
     worker* w = (worker*)simt_me;
     unsigned t = w->current, lane = t % SIMT_WARP, bit = 1u << lane, g = 0;
     warp_state* warp = &w->warp[t / SIMT_WARP];
@@ -219,7 +242,8 @@ unsigned long long simt_warp(int kind, unsigned mask, unsigned long long value, 
     return warp->result[lane];
 }
 
-void simt_exited(simt_worker* base) {                     // what waited only for this thread goes on
+// What waited only for this thread goes on.
+void simt_exited(simt_worker* base) {
     worker* w = (worker*)base;
     unsigned warp = w->current / SIMT_WARP;
     if (w->arrived && w->arrived + w->exited == w->threads) release_barrier(w);
@@ -246,7 +270,8 @@ void simt_stop(worker* w, int kind, void* pc, void* address, const char* reason,
         f->mask = mask;
         if (kind == SIMT_DEADLOCK)
             for (unsigned t = 0; t < w->threads; t++)
-                if (w->kind[t] >= 0) f->waiting[f->waits++] = {t, w->kind[t], w->mask[t], 0, w->pc[t]};
+                if (w->kind[t] >= 0)
+                    f->waiting[f->waits++] = {t, w->kind[t], w->mask[t], 0, w->pc[t]};
     }
     stopping = 1;
     pthread_mutex_unlock(&fault_lock);
@@ -255,7 +280,9 @@ void simt_stop(worker* w, int kind, void* pc, void* address, const char* reason,
     __builtin_unreachable();
 }
 
-void simt_trap(const char* reason, void* pc) { simt_stop((worker*)simt_me, SIMT_TRAPPED, pc, 0, reason); }
+void simt_trap(const char* reason, void* pc) {
+    simt_stop((worker*)simt_me, SIMT_TRAPPED, pc, 0, reason);
+}
 
 bool simt_on_stack(worker* w, const void* address) {
     return (size_t)((const char*)address - w->stacks) < SLOT * SIMT_MAX_THREADS;
@@ -265,38 +292,50 @@ static int alarm_signal() { return SIGRTMAX - 3; }
 static const int CAUGHT = 5, FAULTS[CAUGHT] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGINT};
 static struct sigaction before[CAUGHT];
 
+// Calls the handler that was there before ours; false where there was none.
+static bool call_handler_before(
+    const struct sigaction& b, int signal, siginfo_t* info, void* context) {
+    if (b.sa_flags & SA_SIGINFO) b.sa_sigaction(signal, info, context);
+    else if (b.sa_handler != SIG_DFL && b.sa_handler != SIG_IGN) b.sa_handler(signal);
+    else return false;
+    return true;
+}
+
 static void on_signal(int signal, siginfo_t* info, void* context) {
     worker* w = (worker*)simt_me;
     if (signal == alarm_signal()) {
-        if (!w) return;                                   // a late one
+        if (!w) return;                       // a late alarm
         w->late = 1;
         if (w->inside) simt_stop(w, SIMT_TIME, pc_of(context), 0, 0);
         return;
     }
-    if (signal == SIGINT) {                               // Python learns of it, and the launch ends, in every thread that runs a kernel
+    if (signal == SIGINT) {
+        // Python's handler is called, and the launch ends in every thread that runs a kernel.
         stopping = 1;
         if (!__atomic_exchange_n(&interrupted, 1, __ATOMIC_SEQ_CST))
             for (int i = 0; i < MAX_WORKERS && workers[i]; i++)
-                if (workers[i] != w && workers[i]->running) pthread_kill(workers[i]->thread, SIGINT);
-        if (before[4].sa_flags & SA_SIGINFO) before[4].sa_sigaction(signal, info, context);
-        else if (before[4].sa_handler != SIG_DFL && before[4].sa_handler != SIG_IGN) before[4].sa_handler(signal);
+                if (workers[i] != w && workers[i]->running)
+                    pthread_kill(workers[i]->thread, SIGINT);
+        call_handler_before(before[4], signal, info, context);
         if (w && w->inside) simt_stop(w, SIMT_INTERRUPTED, pc_of(context), 0, 0);
         return;
     }
     if (w && w->inside) {
         size_t offset = (char*)info->si_addr - w->stacks;
         bool guard = offset < SLOT * SIMT_MAX_THREADS && offset % SLOT < GUARD;
-        // A vector at an address it must not have is a general protection fault on x86-64: it comes without the address.
+        // On x86-64 a misaligned vector is a general protection fault, which has no address.
         bool protection = signal == SIGBUS || (signal == SIGSEGV && info->si_code == SI_KERNEL);
-        int kind = signal == SIGFPE ? SIMT_DIVISION : guard ? SIMT_STACK : protection ? SIMT_MISALIGNED : SIMT_MEMORY;
+        int kind = SIMT_MEMORY;
+        if (signal == SIGFPE) kind = SIMT_DIVISION;
+        else if (guard) kind = SIMT_STACK;
+        else if (protection) kind = SIMT_MISALIGNED;
         simt_stop(w, kind, pc_of(context), info->si_addr, 0);
     }
-    for (int i = 0; i < CAUGHT; i++)                           // not ours: as if we were not here
-        if (FAULTS[i] == signal) {
-            if (before[i].sa_flags & SA_SIGINFO) before[i].sa_sigaction(signal, info, context);
-            else if (before[i].sa_handler != SIG_DFL && before[i].sa_handler != SIG_IGN) before[i].sa_handler(signal);
-            else sigaction(signal, &before[i], 0);        // the fault comes again, and ends the process
-        }
+    // The fault is not a kernel's: act as if our handler were not there. Without another handler
+    // the fault happens again, and ends the process.
+    for (int i = 0; i < CAUGHT; i++)
+        if (FAULTS[i] == signal && !call_handler_before(before[i], signal, info, context))
+            sigaction(signal, &before[i], 0);
 }
 
 // ---- a launch ----
@@ -370,7 +409,10 @@ static void* run_worker(void* argument) {
         w->inside = 0;
         if (w->late && !stopping) {
             pthread_mutex_lock(&fault_lock);
-            if (job->fault.kind == SIMT_NONE) { job->fault.kind = SIMT_TIME; job->fault.block = w->block; }
+            if (job->fault.kind == SIMT_NONE) {
+                job->fault.kind = SIMT_TIME;
+                job->fault.block = w->block;
+            }
             stopping = 1;
             pthread_mutex_unlock(&fault_lock);
         }
@@ -386,7 +428,8 @@ static worker* ready_worker(int i, size_t shared) {       // kept between launch
     if (!workers[i]) {
         worker* w = (worker*)calloc(1, sizeof(worker));
         if (!w) return 0;
-        void* memory = mmap(0, SLOT * SIMT_MAX_THREADS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+        void* memory = mmap(0, SLOT * SIMT_MAX_THREADS, PROT_READ | PROT_WRITE, flags, -1, 0);
         if (memory == MAP_FAILED) { free(w); return 0; }
         w->stacks = (char*)memory;
         for (int s = 0; s < SIMT_MAX_THREADS; s++) mprotect(w->stacks + s * SLOT, GUARD, PROT_NONE);
@@ -396,13 +439,17 @@ static worker* ready_worker(int i, size_t shared) {       // kept between launch
     if (shared > w->dynamic_size) {
         free(w->dynamic_memory);
         w->dynamic_size = 0;
-        if (posix_memalign((void**)&w->dynamic_memory, 4096, shared)) { w->dynamic_memory = 0; return 0; }
+        if (posix_memalign((void**)&w->dynamic_memory, 4096, shared)) {
+            w->dynamic_memory = 0;
+            return 0;
+        }
         w->dynamic_size = shared;
     }
     return w;
 }
 
-// One launch at a time per process (driver.py holds a lock). Returns 0, or -1 when there is no memory for the stacks.
+// One launch at a time per process (driver.py holds a lock). Returns 0, or -1 when there is no
+// memory for the stacks.
 extern "C" __attribute__((visibility("default"))) int simt_launch(simt_job* job, void* dynamic) {
     next_block = 0;
     total_blocks = (uint64_t)job->grid[0] * job->grid[1] * job->grid[2];
@@ -419,16 +466,23 @@ extern "C" __attribute__((visibility("default"))) int simt_launch(simt_job* job,
     action.sa_sigaction = on_signal;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
     for (int i = 0; i < CAUGHT; i++) sigaction(FAULTS[i], &action, &before[i]);
-    sigaction(alarm_signal(), &action, 0);                // stays: a late alarm must find a handler (the checked runtime has its own)
+    // This one stays: a late alarm must find a handler. (The checked runtime has its own.)
+    sigaction(alarm_signal(), &action, 0);
     pthread_t thread[MAX_WORKERS];
     int started = 1;
-    while (started < job->workers && pthread_create(&thread[started], 0, run_worker, workers[started]) == 0) started++;
+    while (started < job->workers
+           && pthread_create(&thread[started], 0, run_worker, workers[started]) == 0) started++;
     run_worker(workers[0]);
     for (int i = 1; i < started; i++) pthread_join(thread[i], 0);
-    // The signal may have come between two blocks: those that are left have not run, and that must be said.
-    if (__atomic_load_n(&interrupted, __ATOMIC_SEQ_CST) && job->fault.kind == SIMT_NONE) job->fault.kind = SIMT_INTERRUPTED;
+    // After a signal between two blocks the remaining ones have not run, and the caller must know.
+    if (__atomic_load_n(&interrupted, __ATOMIC_SEQ_CST) && job->fault.kind == SIMT_NONE)
+        job->fault.kind = SIMT_INTERRUPTED;
     for (int i = 0; i < CAUGHT; i++) sigaction(FAULTS[i], &before[i], 0);
-    if (dynamic) for (int i = 0; i < job->workers; i++) { workers[i]->dynamic_memory = 0; workers[i]->dynamic_size = 0; }
+    if (dynamic)
+        for (int i = 0; i < job->workers; i++) {
+            workers[i]->dynamic_memory = 0;
+            workers[i]->dynamic_size = 0;
+        }
     return 0;
 }
 

@@ -1,12 +1,12 @@
-// What the executor (executor.cpp) and the checks (checks.cpp) share.
+// The interface of the executor (executor.cpp) and the checks (checks.cpp).
 #pragma once
 #include <pthread.h>
 
 #include "runtime.h"
 
 enum simt_fault_kind {            // driver.py has the same list
-    SIMT_NONE, SIMT_DEADLOCK, SIMT_MEMORY, SIMT_MISALIGNED, SIMT_DIVISION, SIMT_TIME, SIMT_STACK, SIMT_LANE, SIMT_TRAPPED, SIMT_CHECK,
-    SIMT_INTERRUPTED
+    SIMT_NONE, SIMT_DEADLOCK, SIMT_MEMORY, SIMT_MISALIGNED, SIMT_DIVISION, SIMT_TIME, SIMT_STACK,
+    SIMT_LANE, SIMT_TRAPPED, SIMT_CHECK, SIMT_INTERRUPTED
 };
 
 struct simt_wait { uint32_t thread; int32_t kind; uint32_t mask; uint32_t unused; void* pc; };
@@ -38,7 +38,7 @@ struct simt_job {
 struct warp_group { unsigned mask, arrived; int kind; };
 
 struct warp_state {
-    unsigned open;                                        // groups that wait for lanes
+    unsigned open;                            // groups that wait for lanes
     warp_group group[SIMT_WARP];
     unsigned long long value[SIMT_WARP], result[SIMT_WARP];
     int argument[SIMT_WARP];
@@ -46,39 +46,43 @@ struct warp_state {
 
 struct worker : simt_worker {
     simt_job* job;
-    uint64_t block;                                       // linear index of the block that runs
-    void* main;                                           // stack pointer of the loop over blocks
-    void* stack[SIMT_MAX_THREADS];                        // stack pointer of each waiting thread
-    void* pc[SIMT_MAX_THREADS];                           // where it waits,
-    int kind[SIMT_MAX_THREADS];                           // for what (simt_kind; -1: it does not wait)
-    unsigned mask[SIMT_MAX_THREADS];                      // and with which lanes
-    unsigned short ready[SIMT_MAX_THREADS];               // ring of threads that may go on
+    uint64_t block;                           // linear index of the block that runs
+    void* main;                               // stack pointer of the loop over blocks
+    void* stack[SIMT_MAX_THREADS];            // stack pointer of each waiting thread
+    void* pc[SIMT_MAX_THREADS];               // where it waits,
+    int kind[SIMT_MAX_THREADS];               // for what (simt_kind; -1: it does not wait)
+    unsigned mask[SIMT_MAX_THREADS];          // and with which lanes
+    unsigned short ready[SIMT_MAX_THREADS];   // ring of threads that may go on
     unsigned first, count;
-    unsigned short barrier[SIMT_MAX_THREADS];             // threads at the barrier, in the order of their arrival
+    unsigned short barrier[SIMT_MAX_THREADS]; // threads at the barrier, in order of arrival
     unsigned arrived, votes, last_votes, last_arrived;
-    unsigned short spare[SIMT_MAX_THREADS];               // stacks that nobody uses
+    unsigned short spare[SIMT_MAX_THREADS];   // unused stacks
     unsigned spares;
-    unsigned starting;                                    // the stack that a new fibre begins on
+    unsigned starting;                        // the stack that a new fibre begins on
     char* stacks;
-    pthread_t thread;                                     // of the system, while `running`
+    pthread_t thread;                         // of the system, while `running`
     volatile int running;
-    volatile int inside;                                  // a kernel runs on one of our stacks
-    volatile int late;                                    // the time limit passed
-    void* last_pc;                                        // the kernel's last call of the runtime
-    unsigned looks;                                       // volatile reads and atomics so far (checked builds)
+    volatile int inside;                      // a kernel runs on one of our stacks
+    volatile int late;                        // the time limit passed
+    void* last_pc;                            // the kernel's last call of the runtime
+    unsigned looks;                           // volatile reads and atomics so far (checked builds)
     warp_state warp[SIMT_WARP];
     char* dynamic_memory;
     size_t dynamic_size;
 };
 
-// Ends the launch: remembers the reason, leaves the kernel for good.
+// Ends the launch: keeps the reason, and leaves the kernel.
 void simt_stop(worker* w, int kind, void* pc, void* address, const char* reason, unsigned mask = 0);
 bool simt_on_stack(worker* w, const void* address);
 void simt_yield(worker* w);       // lets another thread of the block run
 
 #ifdef SIMT_CHECKED
-void check_block(worker* w);                                              // a block begins
-void check_barrier(worker* w);                                            // all threads have arrived
-void check_syncwarp(worker* w, unsigned warp, unsigned mask);             // these lanes are in step
-void check_lane(worker* w, unsigned thread, unsigned source, unsigned mask, void* pc);     // a lane was read that does not take part
+// A block begins:
+void check_block(worker* w);
+// All threads have arrived:
+void check_barrier(worker* w);
+// These lanes are in step:
+void check_syncwarp(worker* w, unsigned warp, unsigned mask);
+// A lane was read that does not take part:
+void check_lane(worker* w, unsigned thread, unsigned source, unsigned mask, void* pc);
 #endif

@@ -1,7 +1,7 @@
-"""What went wrong, in words: from addresses to source lines, from numbers to threads, from reports to one error.
+"""What a kernel did wrong, in words: lines for addresses, threads for numbers, one error for all.
 
-except ga.KernelError as error:
-    error.reports[0].kind, error.reports[0].line, error.reports[0].thread
+>>> except ga.KernelError as error:
+...     error.reports[0].kind, error.reports[0].line, error.reports[0].thread
 """
 
 import ctypes
@@ -17,10 +17,14 @@ from .build import text_line
 
 @dataclass(frozen=True)
 class Report:
-    """One thing that a kernel did wrong, at one line. Of a race, `line` and `thread` are the later access, `other_*` the
-    earlier one. `count`: how often it was seen there."""
+    """One mistake of a kernel, at one source line.
 
-    kind: str  # "out of bounds", "race", "uninitialised", ...
+    Of a race, `line` and `thread` are the later access, and `other_line` and `other_thread` the
+    earlier one.
+    """
+
+    # "out of bounds", "race", "uninitialised", ...
+    kind: str
     line: "int | None"
     file: "str | None"
     thread: "tuple[int, int, int]"
@@ -31,123 +35,132 @@ class Report:
     other_block: "tuple[int, int, int] | None" = None
     tensor: "str | None" = None
     element: "int | None" = None
+    # how often it happened at this line
     count: int = 1
 
 
+# Files that are not the user's: a line in them says nothing to the user.
+RUNTIME_FILES = ("runtime.h", "simt.h", "exports", "namespace")
+DW_OP_ADDR = 3
+
+
 class Symbols:
-    """Source lines and variables of a compiled program, from the debug information in its file."""
+    """Source lines and variables of a compiled program, from the debug information in its file.
+
+    base: address at which the library is loaded
+    size: bytes of memory that it takes
+    variables: sorted (offset, bytes, name, whether it is a __shared__ variable)
+    shared: first and last offset of the __shared__ variables
+    types: offset of a variable -> (bytes, name) of one element
+    """
 
     def __init__(self, program):
-        from elftools.elf.elffile import (
-            ELFFile,  # imported when something went wrong, or the checks are on
-        )
+        # Imported here, because it is needed only for checked launches and for errors.
+        from elftools.elf.elffile import ELFFile
 
         elf = ELFFile(io.BytesIO(program.image))
-        sections = {i: s.name for i, s in enumerate(elf.iter_sections())}
-        found = [
-            s
+        symbols = [
+            symbol
             for name in (".symtab", ".dynsym")
             if (table := elf.get_section_by_name(name))
-            for s in table.iter_symbols()
+            for symbol in table.iter_symbols()
         ]
-        entry = next(s for s in found if s.name.startswith("simt_run_"))
-        self.base = (
-            ctypes.cast(getattr(program.library, entry.name), ctypes.c_void_p).value
-            - entry["st_value"]
-        )
+        entry = next(s for s in symbols if s.name.startswith("simt_run_"))
+        address = ctypes.cast(getattr(program.library, entry.name), ctypes.c_void_p).value
+        self.base = address - entry["st_value"]
         self.size = max(
             s["p_vaddr"] + s["p_memsz"] for s in elf.iter_segments() if s["p_type"] == "PT_LOAD"
         )
-        # g++ forgets the section of a function template's variable; a variable of a device function can only be a shared one.
-        self.variables = sorted(
-            {
-                (
-                    s["st_value"],
-                    s["st_size"],
-                    plain_name(s.name),
-                    sections.get(s["st_shndx"]) == "simt_shared" or s.name.startswith("_ZZ"),
-                )
-                for s in found
-                if s["st_info"]["type"] == "STT_OBJECT"
-                and s["st_size"]
-                and sections.get(s["st_shndx"]) in ("simt_shared", ".data", ".bss")
-            }
-        )
+        self.variables = _variables(elf, symbols)
         section = elf.get_section_by_name("simt_shared")
-        self.shared = (
-            (section["sh_addr"], section["sh_addr"] + section["sh_size"]) if section else (0, 0)
-        )
-        rows = []
+        self.shared = (0, 0)
+        if section:
+            self.shared = section["sh_addr"], section["sh_addr"] + section["sh_size"]
         dwarf = elf.get_dwarf_info()
-        for unit in dwarf.iter_CUs():
-            table = dwarf.line_program_for_CU(unit)
-            first = 0 if table["version"] >= 5 else 1
-            names = [name.name.decode(errors="replace") for name in table["file_entry"]]
-            for entry in table.get_entries():
-                if entry.state is not None:
-                    at = entry.state.file - first
-                    name = names[at] if 0 <= at < len(names) else ""
-                    rows.append(
-                        (
-                            entry.state.address,
-                            None if entry.state.end_sequence else name,
-                            entry.state.line,
-                        )
-                    )
-        rows.sort(key=lambda row: (row[0], row[1] is not None))
-        self.addresses, self.rows = [row[0] for row in rows], rows
-        self.types = {}  # offset of a variable -> (bytes, name) of one element
+        self.rows = _line_table(dwarf)
+        self.addresses = [address for address, _, _ in self.rows]
+        self.types = {}
         for unit in dwarf.iter_CUs():
             for die in unit.iter_DIEs():
-                where = die.attributes.get("DW_AT_location")
-                if (
-                    die.tag == "DW_TAG_variable"
-                    and where
-                    and isinstance(where.value, list)
-                    and where.value[0] == 3
-                ):  # a fixed address
-                    self.types[int.from_bytes(bytes(where.value[1:9]), "little")] = _element_type(
-                        die
-                    )
+                location = die.attributes.get("DW_AT_location")
+                if die.tag != "DW_TAG_variable" or not location:
+                    continue
+                expression = location.value
+                if isinstance(expression, list) and expression[0] == DW_OP_ADDR:
+                    offset = int.from_bytes(bytes(expression[1:9]), "little")
+                    self.types[offset] = _element_type(die)
 
     def locate(self, offset: int) -> "tuple[str | None, int | None]":
-        """(file, line) of the machine code at this offset into the library; (None, None) when it is not the source's."""
-        at = bisect_right(self.addresses, offset) - 1
-        if at < 0 or self.rows[at][1] is None or offset >= self.size:
+        """(file, line) of the machine code at this offset into the library, or (None, None)."""
+        index = bisect_right(self.addresses, offset) - 1
+        if index < 0 or self.rows[index][1] is None or offset >= self.size:
             return None, None
-        for near in (
-            *range(at, max(at - 8, -1), -1),
-            *range(at + 1, min(at + 8, len(self.rows))),
-        ):  # ours, or not said: the next one
-            _, name, line = self.rows[near]
-            if line and name and name not in OURS:
+        # Where the row is of the runtime, or names no line, the nearest row of the user's counts.
+        before = range(index, max(index - 8, -1), -1)
+        after = range(index + 1, min(index + 8, len(self.rows)))
+        for neighbour in (*before, *after):
+            _, name, line = self.rows[neighbour]
+            if line and name and name not in RUNTIME_FILES:
                 return name, line
-        return self.rows[at][1:]
+        return self.rows[index][1:]
 
 
-OURS = ("runtime.h", "simt.h", "exports", "namespace")
+def _variables(elf, symbols) -> list:
+    """Sorted (offset, bytes, name, whether it is a __shared__ variable) of all variables."""
+    sections = {i: section.name for i, section in enumerate(elf.iter_sections())}
+    variables = set()
+    for symbol in symbols:
+        section = sections.get(symbol["st_shndx"])
+        if symbol["st_info"]["type"] != "STT_OBJECT" or not symbol["st_size"]:
+            continue
+        if section not in ("simt_shared", ".data", ".bss"):
+            continue
+        # g++ drops the section of a variable in a function template. A variable of a device
+        # function (_ZZ) can only be a shared one.
+        is_shared = section == "simt_shared" or symbol.name.startswith("_ZZ")
+        name = plain_name(symbol.name)
+        variables.add((symbol["st_value"], symbol["st_size"], name, is_shared))
+    return sorted(variables)
+
+
+def _line_table(dwarf) -> list:
+    """Rows (offset, file, line), sorted by offset; file is None behind the end of a sequence."""
+    rows = []
+    for unit in dwarf.iter_CUs():
+        table = dwarf.line_program_for_CU(unit)
+        first = 0 if table["version"] >= 5 else 1
+        names = [name.name.decode(errors="replace") for name in table["file_entry"]]
+        for entry in table.get_entries():
+            state = entry.state
+            if state is None:
+                continue
+            index = state.file - first
+            name = names[index] if 0 <= index < len(names) else ""
+            rows.append((state.address, None if state.end_sequence else name, state.line))
+    return sorted(rows, key=lambda row: (row[0], row[1] is not None))
+
+
+TYPE_LINKS = ("DW_AT_specification", "DW_AT_abstract_origin", "DW_AT_type")
+ELEMENT_TAGS = (
+    "DW_TAG_base_type",
+    "DW_TAG_structure_type",
+    "DW_TAG_pointer_type",
+    "DW_TAG_enumeration_type",
+    "DW_TAG_union_type",
+)
 
 
 def _element_type(die) -> "tuple[int, str]":
-    """(bytes, name) of a variable's type, of an array's element; (1, "") when the debug information does not say."""
+    """(bytes, name) of a variable's type, or of its elements if it is an array.
+
+    (1, "") where the debug information does not say.
+    """
     while die is not None:
-        link = next(
-            (
-                a
-                for a in ("DW_AT_specification", "DW_AT_abstract_origin", "DW_AT_type")
-                if a in die.attributes
-            ),
-            None,
-        )
-        name, size = die.attributes.get("DW_AT_name"), die.attributes.get("DW_AT_byte_size")
-        if die.tag in (
-            "DW_TAG_base_type",
-            "DW_TAG_structure_type",
-            "DW_TAG_pointer_type",
-            "DW_TAG_enumeration_type",
-            "DW_TAG_union_type",
-        ):
+        if die.tag in ELEMENT_TAGS:
+            name = die.attributes.get("DW_AT_name")
+            size = die.attributes.get("DW_AT_byte_size")
             return size.value if size else 8, name.value.decode() if name else ""
+        link = next((link for link in TYPE_LINKS if link in die.attributes), None)
         die = die.get_DIE_from_attribute(link) if link else None
     return 1, ""
 
@@ -156,59 +169,53 @@ def plain_name(mangled: str) -> str:
     """The last name in a C++ symbol: _ZZ3sumE3buf is buf."""
     if not mangled.startswith("_Z"):
         return mangled.split(".")[0]
-    mangled = re.sub(
-        r"L[a-z]n?\d+E", "", mangled
-    )  # numbers among a template's arguments are no lengths of names
-    best, at = mangled, 2
-    while at < len(mangled):
-        digits = re.match(r"\d+", mangled[at:])
-        if digits:
-            start = at + len(digits[0])
-            best, at = mangled[start : start + int(digits[0])], start + int(digits[0])
-        else:
-            at += 1
-    return best
+    # Numbers among a template's arguments are not the lengths of names.
+    mangled = re.sub(r"L[a-z]n?\d+E", "", mangled)
+    name = mangled
+    position = 2
+    while position < len(mangled):
+        length = re.match(r"\d+", mangled[position:])
+        if length is None:
+            position += 1
+            continue
+        start = position + len(length[0])
+        position = start + int(length[0])
+        name = mangled[start:position]
+    return name
 
 
 def coordinates(linear: int, dims) -> "tuple[int, int, int]":
+    """(x, y, z) of a linear thread or block number in a block or grid of these dimensions."""
     return linear % dims[0], linear // dims[0] % dims[1], linear // dims[0] // dims[1]
 
 
-def thread_words(thread, block, dims, grid) -> str:
-    """ "thread 5 of block 2", with three numbers each where the grid has more dimensions."""
+def thread_words(thread, block, block_dims, grid_dims) -> str:
+    """ "thread 5 of block 2", with three coordinates where a grid or block has more dimensions."""
 
-    def words(value, size):
-        return str(value[0]) if size[1] == size[2] == 1 else "(" + ", ".join(map(str, value)) + ")"
+    def words(value, dims):
+        if dims[1] == dims[2] == 1:
+            return str(value[0])
+        return "(" + ", ".join(map(str, value)) + ")"
 
-    return f"thread {words(thread, dims)} of block {words(block, grid)}"
+    return f"thread {words(thread, block_dims)} of block {words(block, grid_dims)}"
 
 
 def error(program, name, reports, checked: bool) -> KernelError:
     """The one error that a launch raises for all its reports."""
-    head = f"{name}: {len(reports)} problems" if len(reports) > 1 else f"{name}"
-    lines = [
-        head
-        + (
-            " (checked on the CPU; no tensor was changed)"
-            if checked
-            else " (on the CPU, unchecked: tensors may have been changed; ga.checked() tells more)"
-        )
-    ]
+    title = f"{name}: {len(reports)} problems" if len(reports) > 1 else name
+    if checked:
+        title += " (checked on the CPU; no tensor was changed)"
+    else:
+        title += " (on the CPU, unchecked: tensors may have been changed; ga.checked() tells more)"
+    text = [title]
     for report in reports:
-        where = f"{report.file}, line {report.line}" if report.line else "at an unknown line"
-        times = f" (and {report.count - 1:,} more)" if report.count > 1 else ""
-        lines.append(
-            textwrap.fill(
-                f"{where}: {report.message}{times}",
-                96,
-                initial_indent="  ",
-                subsequent_indent="    ",
-            )
-        )
-        for line in dict.fromkeys(
-            (report.other_line, report.line) if report.other_line else (report.line,)
-        ):
-            text = line and text_line(program.text, report.file or "", line)
-            if text:
-                lines.append(f"    {line:4} | {text.strip()}")
-    return KernelError("\n".join(lines), reports)
+        place = f"{report.file}, line {report.line}" if report.line else "at an unknown line"
+        repeats = f" (and {report.count - 1:,} more)" if report.count > 1 else ""
+        sentence = f"{place}: {report.message}{repeats}"
+        text.append(textwrap.fill(sentence, 96, initial_indent="  ", subsequent_indent="    "))
+        lines = (report.other_line, report.line) if report.other_line else (report.line,)
+        for line in dict.fromkeys(lines):
+            source = line and text_line(program.text, report.file or "", line)
+            if source:
+                text.append(f"    {line:4} | {source.strip()}")
+    return KernelError("\n".join(text), reports)

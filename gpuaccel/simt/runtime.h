@@ -1,13 +1,17 @@
-// What a kernel's library and the runtime share: the thread's coordinates, and the calls that a kernel makes.
+// The interface of a kernel's library and the runtime: the thread's coordinates, and the calls that
+// a kernel makes.
 //
-// A CUDA thread is a fibre: a stack of its own, once it has to wait. The threads of a block run one after another on one
-// operating-system thread, each until it waits or ends; blocks are spread over several. So `threadIdx` and its like are plain
-// thread-local variables (a debugger prints them), and a kernel without barriers runs as one tight loop.
+// A CUDA thread is a fibre, which gets a stack of its own when it has to wait. The threads of a
+// block run one after another on one operating-system thread, each until it waits or ends. Blocks
+// are spread over several operating-system threads. So `threadIdx` and the others are plain
+// thread-local variables, which a debugger prints, and a kernel without barriers runs as one loop.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 
-#ifndef SIMT_TLS                  // the fast one needs a little room that a process may have run out of; then build.py takes the other
+// The fast kind of thread-local variable needs space that other libraries may have used up.
+// build.py then takes the other kind.
+#ifndef SIMT_TLS
 #define SIMT_TLS __attribute__((tls_model("initial-exec")))
 #endif
 
@@ -19,14 +23,16 @@ struct dim3 {
 
 enum { SIMT_WARP = 32, SIMT_MAX_THREADS = 1024 };
 
-// Collective operations of a warp. `value` is what a lane brings, `argument` the lane it reads from (SHUFFLE only).
+// What threads wait at. The operations of a warp take the `value` of each lane; a shuffle also
+// takes the lane to read from (`argument`). driver.py has the same list.
 enum simt_kind {
     SIMT_SHUFFLE, SIMT_BALLOT, SIMT_ANY, SIMT_ALL, SIMT_SYNCWARP, SIMT_MATCH_ANY, SIMT_MATCH_ALL,
     SIMT_ADD, SIMT_MIN_SIGNED, SIMT_MAX_SIGNED, SIMT_MIN, SIMT_MAX, SIMT_AND, SIMT_OR, SIMT_XOR,
     SIMT_BARRIER, SIMT_BARRIER_COUNT, SIMT_BARRIER_AND, SIMT_BARRIER_OR
 };
 
-// The part of a worker (one operating-system thread that runs blocks) that the loop over threads touches.
+// A worker is an operating-system thread that runs blocks. This part of it is used by the loop over
+// a block's threads.
 struct simt_worker {
     unsigned threads;             // of a block
     unsigned next;                // first thread that has not started
@@ -47,20 +53,26 @@ extern SIMT_TLS __thread dim3 blockDim, gridDim;
 extern SIMT_TLS __thread simt_worker* simt_me;
 
 // `pc`: an address in the caller, which becomes a source line in messages.
-int simt_barrier(int kind, int predicate, void* pc);                       // __syncthreads and its _count, _and, _or
-unsigned long long simt_warp(int kind, unsigned mask, unsigned long long value, int argument, void* pc);
-void simt_fence(void* pc);                                                 // __threadfence
-void simt_atomic(void* address, size_t size, void* pc);                    // before an atomic operation (checked builds only)
-void simt_trap(const char* reason, void* pc);                              // ends the launch
+// __syncthreads and its _count, _and, _or:
+int simt_barrier(int kind, int predicate, void* pc);
+unsigned long long simt_warp(
+    int kind, unsigned mask, unsigned long long value, int argument, void* pc);
+// __threadfence:
+void simt_fence(void* pc);
+// Before an atomic operation (checked builds only):
+void simt_atomic(void* address, size_t size, void* pc);
+// Ends the launch:
+void simt_trap(const char* reason, void* pc);
 int simt_print(const char* format, ...) __attribute__((format(printf, 1, 2)));
-void simt_exited(simt_worker* worker);                                     // a thread ended while others wait
+// A thread has ended while others wait:
+void simt_exited(simt_worker* worker);
 }
 #pragma GCC visibility pop
 
 #define SIMT_PC __builtin_return_address(0)
 
-// The loop over a block's threads, and a kernel's parameters as text: p pointer, s struct, n number, each with its size. Types
-// are never parsed: the compiler deduces them.
+// The loop over a block's threads, and a kernel's parameters as text: p pointer, s struct,
+// n number, each with its size. The compiler deduces the types, so that no text is parsed.
 template <class T> struct simt_letter { static constexpr char value = __is_class(T) ? 's' : 'n'; };
 template <class T> struct simt_letter<T*> { static constexpr char value = 'p'; };
 template <int... I> struct simt_indices {};
@@ -69,7 +81,8 @@ template <int... I> struct simt_count<0, I...> { using type = simt_indices<I...>
 
 template <auto K, class F> struct simt_launcher;
 template <auto K, class... A> struct simt_launcher<K, void (*)(A...)> {
-    template <int... I> static inline __attribute__((always_inline)) void call(void** arguments, simt_indices<I...>) {
+    template <int... I>
+    static inline __attribute__((always_inline)) void call(void** arguments, simt_indices<I...>) {
         K(*static_cast<A*>(arguments[I])...);
     }
     __attribute__((no_sanitize("thread", "undefined"))) static void run() {
@@ -96,8 +109,11 @@ template <auto K, class... A> struct simt_launcher<K, void (*)(A...)> {
     }
 };
 
-#define SIMT_EXPORT(name)                                                                                                  \
-    extern "C" __attribute__((visibility("default"))) void simt_run_##name() { simt_launcher<&name, decltype(&name)>::run(); } \
-    extern "C" __attribute__((visibility("default"))) int simt_parameters_##name(char* letters, int* sizes) {              \
-        return simt_launcher<&name, decltype(&name)>::parameters(letters, sizes);                                          \
+#define SIMT_EXPORT(name)                                                                          \
+    extern "C" __attribute__((visibility("default"))) void simt_run_##name() {                     \
+        simt_launcher<&name, decltype(&name)>::run();                                              \
+    }                                                                                              \
+    extern "C" __attribute__((visibility("default")))                                              \
+    int simt_parameters_##name(char* letters, int* sizes) {                                        \
+        return simt_launcher<&name, decltype(&name)>::parameters(letters, sizes);                  \
     }

@@ -1,25 +1,34 @@
-// CUDA C for a host compiler: with this text in front of it, a kernel file compiles with g++, clang++ or zig c++, unchanged.
+// CUDA C for a host compiler: behind this text a kernel file compiles with g++, clang++ or zig c++,
+// unchanged.
 //
-// What a GPU has in hardware is written here in C++, mostly one line per function: keywords, vector types, mathematics, bits and
-// conversions, loads and stores, barriers, warp functions, atomics. Only what needs other threads (barriers, warp functions,
-// fences) calls the runtime; runtime.h has the list.
+// It defines in C++ what a GPU has in hardware, mostly in one line per function: keywords, vector
+// types, mathematics, bits and conversions, loads and stores, barriers, warp functions, atomics.
+// Only functions that involve other threads (barriers, warp functions, fences) call the runtime.
+// runtime.h lists these calls.
 //
-// The rules that shape the text:
-//   * The overloads are those of NVRTC, the compiler for the GPU, and no C header is read: pow(float, int) is a float here and
-//     there, sqrt(int) is ambiguous here and there, and a file that compiles here has little left to stumble over on a GPU.
-//   * Functions live in the unnamed namespace, as the kernels do, so that a kernel file may add its own max(float4, float4).
-//   * Whatever calls the runtime is a real call (SIMT_CALL): its return address is the user's line.
-//   * In a checked build (SIMT_CHECKED) the compiler reports each memory access to the runtime, except in SIMT_UNSEEN functions.
-//   * Results are those of the CUDA C Programming Guide. Approximate functions (__expf) are more exact here than on a GPU.
+// The rules of this text:
+//   * The overloads are those of NVRTC, the compiler for the GPU, and no C header is included. Here
+//     as there pow(float, int) is a float and sqrt(int) is ambiguous, so a file that compiles here
+//     almost always compiles for a GPU.
+//   * Functions are in the unnamed namespace, like the kernels, so that a kernel file may add its
+//     own max(float4, float4).
+//   * A function that calls the runtime is never inlined (SIMT_CALL): its return address is the
+//     user's line.
+//   * In a checked build (SIMT_CHECKED) the compiler reports each memory access to the runtime,
+//     except in SIMT_UNSEEN functions.
+//   * Results are those of the CUDA C Programming Guide. Approximate functions (__expf) are more
+//     exact here than on a GPU.
 #pragma once
 #include "runtime.h"
 
-#define __SIMT_CPU__ 1                        // as __CUDA_ARCH__ says "on a GPU", this says "on a CPU"
+// __CUDA_ARCH__ is defined on a GPU, __SIMT_CPU__ on a CPU.
+#define __SIMT_CPU__ 1
 
-// ---- 1. keywords ----------------------------------------------------------------------------------------------------
-// There is one kind of function and one memory, so that most keywords say nothing. __shared__ is the exception: a variable that
-// all threads of a block see. A block runs from start to end on one operating-system thread, so that "one per block" is "one per
-// operating-system thread". A checked build has only one of those, and collects the variables where the runtime finds them.
+// ---- 1. keywords --------------------------------------------------------------------------------
+// A CPU has one kind of function and one memory, so most keywords are empty. __shared__ is the
+// exception: all threads of a block share such a variable. A block runs from start to end on one
+// operating-system thread, so "one per block" is "one per operating-system thread". A checked build
+// runs on only one of those, and collects the variables in a section where the runtime finds them.
 
 #define __device__
 #define __host__
@@ -31,7 +40,8 @@
 #define __noinline__ __attribute__((noinline))
 #define __forceinline__ inline __attribute__((always_inline))
 #ifdef SIMT_CHECKED
-#define __global__ __attribute__((noinline))         // inlined into the loop over threads, clang would drop the checks
+// Inlined into the loop over threads, clang would drop the checks.
+#define __global__ __attribute__((noinline))
 #define __shared__ static __attribute__((section("simt_shared")))
 #else
 #define __global__
@@ -41,9 +51,10 @@
 #define __builtin_assume(condition) ((void)0)
 #endif
 
-// Ours. clang calls the runtime for atomics, and merges two calls into one, unless it is told not to.
+// The next three are ours. Without the attributes clang instruments atomics and merges two calls.
 #if defined(__has_attribute) && __has_attribute(disable_sanitizer_instrumentation)
-#define SIMT_UNSEEN __attribute__((no_sanitize("thread", "undefined"), disable_sanitizer_instrumentation))
+#define SIMT_UNSEEN                                                                                \
+    __attribute__((no_sanitize("thread", "undefined"), disable_sanitizer_instrumentation))
 #else
 #define SIMT_UNSEEN __attribute__((no_sanitize("thread", "undefined")))
 #endif
@@ -54,25 +65,29 @@
 #endif
 #define SIMT_PART inline SIMT_UNSEEN __attribute__((always_inline))       // a part of a SIMT_CALL
 
-// ---- 2. vector types ------------------------------------------------------------------------------------------------
-// A vector of two or four is aligned to its own size, 16 bytes at most, so that a thread reads it in one request. Three are not.
+// ---- 2. vector types ----------------------------------------------------------------------------
+// A vector of two or four is aligned to its own size, 16 bytes at most, so that a thread reads it
+// in one request. A vector of three is not.
 
-#define SIMT_VECTOR(V, T, ALIGN2, ALIGN4)                                                                                  \
-    struct V##1 { T x; };                                                                                                  \
-    struct __align__(ALIGN2) V##2 { T x, y; };                                                                             \
-    struct __align__(ALIGN4) V##4 { T x, y, z, w; };                                                                       \
-    namespace {                                                                                                            \
-    __forceinline__ V##1 make_##V##1(T x) { return {x}; }                                                                  \
-    __forceinline__ V##2 make_##V##2(T x, T y) { return {x, y}; }                                                          \
-    __forceinline__ V##3 make_##V##3(T x, T y, T z) { return {x, y, z}; }                                                  \
-    __forceinline__ V##4 make_##V##4(T x, T y, T z, T w) { return {x, y, z, w}; }                                          \
+#define SIMT_VECTOR(V, T, ALIGN2, ALIGN4)                                                          \
+    struct V##1 { T x; };                                                                          \
+    struct __align__(ALIGN2) V##2 { T x, y; };                                                     \
+    struct __align__(ALIGN4) V##4 { T x, y, z, w; };                                               \
+    namespace {                                                                                    \
+    __forceinline__ V##1 make_##V##1(T x) { return {x}; }                                          \
+    __forceinline__ V##2 make_##V##2(T x, T y) { return {x, y}; }                                  \
+    __forceinline__ V##3 make_##V##3(T x, T y, T z) { return {x, y, z}; }                          \
+    __forceinline__ V##4 make_##V##4(T x, T y, T z, T w) { return {x, y, z, w}; }                  \
     }
 
 #define SIMT_THREE(V, T) struct V##3 { T x, y, z; };
-SIMT_THREE(char, signed char)  SIMT_THREE(uchar, unsigned char)  SIMT_THREE(short, short)    SIMT_THREE(ushort, unsigned short)
-SIMT_THREE(int, int)           SIMT_THREE(long, long)            SIMT_THREE(float, float)    SIMT_THREE(ulong, unsigned long)
-SIMT_THREE(double, double)     SIMT_THREE(longlong, long long)   SIMT_THREE(ulonglong, unsigned long long)
-// uint3, the type of threadIdx, stands in runtime.h, and dim3 too.
+SIMT_THREE(char, signed char)    SIMT_THREE(uchar, unsigned char)
+SIMT_THREE(short, short)         SIMT_THREE(ushort, unsigned short)
+SIMT_THREE(int, int)             SIMT_THREE(long, long)
+SIMT_THREE(ulong, unsigned long) SIMT_THREE(longlong, long long)
+SIMT_THREE(ulonglong, unsigned long long)
+SIMT_THREE(float, float)         SIMT_THREE(double, double)
+// uint3, the type of threadIdx, and dim3 are in runtime.h.
 
 SIMT_VECTOR(char, signed char, 2, 4)        SIMT_VECTOR(uchar, unsigned char, 2, 4)
 SIMT_VECTOR(short, short, 4, 8)             SIMT_VECTOR(ushort, unsigned short, 4, 8)
@@ -85,40 +100,45 @@ namespace {
 
 constexpr int warpSize = SIMT_WARP;
 
-// ---- 3. mathematics -------------------------------------------------------------------------------------------------
-// sqrtf(float), sqrt(float) and sqrt(double), for every function of C. __builtin_sqrtf is C's own sqrtf: an instruction where the
-// processor has one, else a call of the C library.
+// ---- 3. mathematics -----------------------------------------------------------------------------
+// sqrtf(float), sqrt(float) and sqrt(double), for every function of C. __builtin_sqrtf is C's own
+// sqrtf: an instruction where the processor has one, else a call of the C library.
 
-#define SIMT_MATH_TO(name, F, D)                                                                                           \
-    inline F name##f(float x) { return __builtin_##name##f(x); }                                                           \
-    inline F name(float x) { return __builtin_##name##f(x); }                                                              \
+#define SIMT_MATH_TO(name, F, D)                                                                   \
+    inline F name##f(float x) { return __builtin_##name##f(x); }                                   \
+    inline F name(float x) { return __builtin_##name##f(x); }                                      \
     inline D name(double x) { return __builtin_##name(x); }
-#define SIMT_MATH2(name, F, D)                                                                                             \
-    inline float name##f(float x, F y) { return __builtin_##name##f(x, y); }                                               \
-    inline float name(float x, F y) { return __builtin_##name##f(x, y); }                                                  \
+#define SIMT_MATH2(name, F, D)                                                                     \
+    inline float name##f(float x, F y) { return __builtin_##name##f(x, y); }                       \
+    inline float name(float x, F y) { return __builtin_##name##f(x, y); }                          \
     inline double name(double x, D y) { return __builtin_##name(x, y); }
 #define SIMT_MATH(name) SIMT_MATH_TO(name, float, double)
 
-SIMT_MATH(acos)   SIMT_MATH(acosh)  SIMT_MATH(asin)       SIMT_MATH(asinh)  SIMT_MATH(atan)   SIMT_MATH(atanh)  SIMT_MATH(cbrt)
-SIMT_MATH(ceil)   SIMT_MATH(cos)    SIMT_MATH(cosh)       SIMT_MATH(erf)    SIMT_MATH(erfc)   SIMT_MATH(exp)    SIMT_MATH(exp2)
-SIMT_MATH(expm1)  SIMT_MATH(fabs)   SIMT_MATH(floor)      SIMT_MATH(lgamma) SIMT_MATH(log)    SIMT_MATH(log10)  SIMT_MATH(log1p)
-SIMT_MATH(log2)   SIMT_MATH(logb)   SIMT_MATH(nearbyint)  SIMT_MATH(rint)   SIMT_MATH(round)  SIMT_MATH(sin)    SIMT_MATH(sinh)
-SIMT_MATH(sqrt)   SIMT_MATH(tan)    SIMT_MATH(tanh)       SIMT_MATH(tgamma) SIMT_MATH(trunc)
-SIMT_MATH_TO(ilogb, int, int)                SIMT_MATH_TO(lrint, long, long)               SIMT_MATH_TO(lround, long, long)
-SIMT_MATH_TO(llrint, long long, long long)   SIMT_MATH_TO(llround, long long, long long)
-SIMT_MATH2(atan2, float, double)      SIMT_MATH2(copysign, float, double)   SIMT_MATH2(fdim, float, double)
-SIMT_MATH2(fmax, float, double)       SIMT_MATH2(fmin, float, double)       SIMT_MATH2(fmod, float, double)
-SIMT_MATH2(hypot, float, double)      SIMT_MATH2(nextafter, float, double)  SIMT_MATH2(pow, float, double)
-SIMT_MATH2(remainder, float, double)  SIMT_MATH2(ldexp, int, int)           SIMT_MATH2(scalbn, int, int)
+SIMT_MATH(acos)   SIMT_MATH(acosh)  SIMT_MATH(asin)   SIMT_MATH(asinh)  SIMT_MATH(atan)
+SIMT_MATH(atanh)  SIMT_MATH(cbrt)   SIMT_MATH(ceil)   SIMT_MATH(cos)    SIMT_MATH(cosh)
+SIMT_MATH(erf)    SIMT_MATH(erfc)   SIMT_MATH(exp)    SIMT_MATH(exp2)   SIMT_MATH(expm1)
+SIMT_MATH(fabs)   SIMT_MATH(floor)  SIMT_MATH(lgamma) SIMT_MATH(log)    SIMT_MATH(log10)
+SIMT_MATH(log1p)  SIMT_MATH(log2)   SIMT_MATH(logb)   SIMT_MATH(rint)   SIMT_MATH(round)
+SIMT_MATH(sin)    SIMT_MATH(sinh)   SIMT_MATH(sqrt)   SIMT_MATH(tan)    SIMT_MATH(tanh)
+SIMT_MATH(tgamma) SIMT_MATH(trunc)  SIMT_MATH(nearbyint)
+SIMT_MATH_TO(ilogb, int, int)
+SIMT_MATH_TO(lrint, long, long)             SIMT_MATH_TO(lround, long, long)
+SIMT_MATH_TO(llrint, long long, long long)  SIMT_MATH_TO(llround, long long, long long)
+SIMT_MATH2(atan2, float, double)      SIMT_MATH2(copysign, float, double)
+SIMT_MATH2(fdim, float, double)       SIMT_MATH2(fmax, float, double)
+SIMT_MATH2(fmin, float, double)       SIMT_MATH2(fmod, float, double)
+SIMT_MATH2(hypot, float, double)      SIMT_MATH2(nextafter, float, double)
+SIMT_MATH2(pow, float, double)        SIMT_MATH2(remainder, float, double)
+SIMT_MATH2(ldexp, int, int)           SIMT_MATH2(scalbn, int, int)
 SIMT_MATH2(frexp, int*, int*)         SIMT_MATH2(modf, float*, double*)
 inline float fmaf(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
 inline float fma(float x, float y, float z) { return __builtin_fmaf(x, y, z); }
 inline double fma(double x, double y, double z) { return __builtin_fma(x, y, z); }
 
 // What CUDA has and C has not.
-#define SIMT_CUDA_MATH(name, ...)                                                                                          \
-    inline float name##f(float x) { return float(__VA_ARGS__); }                                                           \
-    inline float name(float x) { return name##f(x); }                                                                      \
+#define SIMT_CUDA_MATH(name, ...)                                                                  \
+    inline float name##f(float x) { return float(__VA_ARGS__); }                                   \
+    inline float name(float x) { return name##f(x); }                                              \
     inline double name(double x) { return __VA_ARGS__; }
 SIMT_CUDA_MATH(rsqrt, 1 / sqrt(x))
 SIMT_CUDA_MATH(rcbrt, 1 / cbrt(x))
@@ -130,57 +150,63 @@ inline void sincosf(float x, float* sine, float* cosine) { *sine = sinf(x); *cos
 inline void sincos(float x, float* sine, float* cosine) { sincosf(x, sine, cosine); }
 inline void sincos(double x, double* sine, double* cosine) { *sine = sin(x); *cosine = cos(x); }
 
-#define SIMT_TEST(name, builtin)                                                                                           \
-    inline int name(float x) { return builtin(x) != 0; }                                                                   \
+#define SIMT_TEST(name, builtin)                                                                   \
+    inline int name(float x) { return builtin(x) != 0; }                                           \
     inline int name(double x) { return builtin(x) != 0; }
 SIMT_TEST(isnan, __builtin_isnan)
 SIMT_TEST(isinf, __builtin_isinf)
 SIMT_TEST(isfinite, __builtin_isfinite)
 SIMT_TEST(signbit, __builtin_signbit)
 
-// A fast function and its limits: a GPU computes __powf(x, y) as 2 ** (y * log2(x)), so that a negative x gives NaN.
+// Fast functions. A GPU computes __powf(x, y) as 2 ** (y * log2(x)), so a negative x gives NaN.
 #define SIMT_FAST(name) inline float __##name(float x) { return name(x); }
 SIMT_FAST(expf)  SIMT_FAST(exp10f)  SIMT_FAST(logf)  SIMT_FAST(log2f)  SIMT_FAST(log10f)
 SIMT_FAST(sinf)  SIMT_FAST(cosf)    SIMT_FAST(tanf)  SIMT_FAST(tanhf)
 inline float __powf(float x, float y) { return exp2f(y * log2f(x)); }
 inline void __sincosf(float x, float* sine, float* cosine) { sincosf(x, sine, cosine); }
 inline float fdividef(float x, float y) { return x / y; }
-inline float __fdividef(float x, float y) { return fabsf(y) > 8.507059e37f ? x * 0.0f : x / y; }      // 0 above 2 ** 126
-inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }                 // NaN -> 0
+// 0 where y is above 2 ** 126.
+inline float __fdividef(float x, float y) { return fabsf(y) > 8.507059e37f ? x * 0.0f : x / y; }
+// 0 for NaN.
+inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
 
-// Rounded to the nearest and never fused with a neighbour; here the compiler is told (-ffp-contract=off) to fuse nothing at all.
-#define SIMT_NEAREST(T, prefix, fma_name)                                                                                  \
-    inline T __##prefix##add_rn(T x, T y) { return x + y; }                                                                \
-    inline T __##prefix##sub_rn(T x, T y) { return x - y; }                                                                \
-    inline T __##prefix##mul_rn(T x, T y) { return x * y; }                                                                \
-    inline T __##prefix##div_rn(T x, T y) { return x / y; }                                                                \
-    inline T __##prefix##rcp_rn(T x) { return T(1) / x; }                                                                  \
-    inline T __##prefix##sqrt_rn(T x) { return sqrt(x); }                                                                  \
+// Rounded to the nearest, and never fused with another operation. Here the compiler fuses nothing
+// at all (-ffp-contract=off).
+#define SIMT_NEAREST(T, prefix, fma_name)                                                          \
+    inline T __##prefix##add_rn(T x, T y) { return x + y; }                                        \
+    inline T __##prefix##sub_rn(T x, T y) { return x - y; }                                        \
+    inline T __##prefix##mul_rn(T x, T y) { return x * y; }                                        \
+    inline T __##prefix##div_rn(T x, T y) { return x / y; }                                        \
+    inline T __##prefix##rcp_rn(T x) { return T(1) / x; }                                          \
+    inline T __##prefix##sqrt_rn(T x) { return sqrt(x); }                                          \
     inline T fma_name(T x, T y, T z) { return fma(x, y, z); }
 SIMT_NEAREST(float, f, __fmaf_rn)
 SIMT_NEAREST(double, d, __fma_rn)
 inline float __frsqrt_rn(float x) { return float(1.0 / sqrt(double(x))); }
 
-// min and max as C++ converts: of an int and an unsigned, the unsigned ones. Of floats: the number, where one of the two is NaN.
-#define SIMT_MIN_MAX(A, B, R)                                                                                              \
-    inline R min(A a, B b) { return (R)a < (R)b ? (R)a : (R)b; }                                                           \
+// min and max convert as C++ does: those of an int and an unsigned are unsigned. Of a float and NaN
+// the result is the float.
+#define SIMT_MIN_MAX(A, B, R)                                                                      \
+    inline R min(A a, B b) { return (R)a < (R)b ? (R)a : (R)b; }                                   \
     inline R max(A a, B b) { return (R)a > (R)b ? (R)a : (R)b; }
-#define SIMT_MIN_MAX_MIXED(A, B) SIMT_MIN_MAX(A, A, A) SIMT_MIN_MAX(A, B, B) SIMT_MIN_MAX(B, A, B) SIMT_MIN_MAX(B, B, B)
+#define SIMT_MIN_MAX_MIXED(A, B)                                                                   \
+    SIMT_MIN_MAX(A, A, A) SIMT_MIN_MAX(A, B, B) SIMT_MIN_MAX(B, A, B) SIMT_MIN_MAX(B, B, B)
 SIMT_MIN_MAX_MIXED(int, unsigned)
 SIMT_MIN_MAX_MIXED(long, unsigned long)
 SIMT_MIN_MAX_MIXED(long long, unsigned long long)
-#define SIMT_MIN_MAX_FLOAT(A, B, R)                                                                                        \
-    inline R min(A a, B b) { return fmin(R(a), R(b)); }                                                                    \
+#define SIMT_MIN_MAX_FLOAT(A, B, R)                                                                \
+    inline R min(A a, B b) { return fmin(R(a), R(b)); }                                            \
     inline R max(A a, B b) { return fmax(R(a), R(b)); }
 SIMT_MIN_MAX_FLOAT(float, float, float)    SIMT_MIN_MAX_FLOAT(float, double, double)
 SIMT_MIN_MAX_FLOAT(double, float, double)  SIMT_MIN_MAX_FLOAT(double, double, double)
 
 #define SIMT_ABS(name, T) inline T name(T x) { return x < 0 ? -x : x; }
-SIMT_ABS(abs, int)  SIMT_ABS(abs, long)  SIMT_ABS(abs, long long)  SIMT_ABS(labs, long)  SIMT_ABS(llabs, long long)
+SIMT_ABS(abs, int)    SIMT_ABS(abs, long)    SIMT_ABS(abs, long long)
+SIMT_ABS(labs, long)  SIMT_ABS(llabs, long long)
 inline float abs(float x) { return fabsf(x); }
 inline double abs(double x) { return fabs(x); }
 
-// ---- 4. bits and conversions ----------------------------------------------------------------------------------------
+// ---- 4. bits and conversions --------------------------------------------------------------------
 
 // The same bits under another type; a narrower one gets or gives the low bytes.
 template <class To, class From> SIMT_PART To simt_bits(From from) {
@@ -204,9 +230,11 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 inline int __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }
-inline int __ffs(int x) { return __builtin_ffs(x); }                     // place of the lowest bit set, from 1; 0 for none
+// The place of the lowest bit set, from 1; 0 for none.
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __ffsll(long long x) { return __builtin_ffsll(x); }
-inline unsigned __brev(unsigned x) {                                     // swap neighbours, then pairs, then fours, then bytes
+// Reversed bits: swap neighbours, then pairs, then fours, then bytes.
+inline unsigned __brev(unsigned x) {
     x = (x >> 1 & 0x55555555u) | (x & 0x55555555u) << 1;
     x = (x >> 2 & 0x33333333u) | (x & 0x33333333u) << 2;
     x = (x >> 4 & 0x0f0f0f0fu) | (x & 0x0f0f0f0fu) << 4;
@@ -219,10 +247,14 @@ inline unsigned long long __brevll(unsigned long long x) {
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
     unsigned long long bytes = (unsigned long long)y << 32 | x;
     unsigned result = 0;
-    for (int i = 0; i < 4; i++) result |= unsigned(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    for (int i = 0; i < 4; i++) {
+        int byte = selector >> 4 * i & 7;
+        result |= unsigned(bytes >> byte * 8 & 0xff) << 8 * i;
+    }
     return result;
 }
-// high:low shifted, its upper (left) or lower (right) word; the shift is taken modulo 32, or (..c) held at 32.
+// high:low shifted, its upper (left) or lower (right) word. The shift is taken modulo 32, or (..c)
+// limited to 32.
 inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
     return unsigned(((unsigned long long)high << 32 | low) << (shift & 31) >> 32);
 }
@@ -238,16 +270,22 @@ inline unsigned __funnelshift_rc(unsigned low, unsigned high, unsigned shift) {
 
 // Products: the upper half, or of the low 24 bits.
 inline int __mulhi(int x, int y) { return int((long long)x * y >> 32); }
-inline unsigned __umulhi(unsigned x, unsigned y) { return unsigned((unsigned long long)x * y >> 32); }
+inline unsigned __umulhi(unsigned x, unsigned y) {
+    return unsigned((unsigned long long)x * y >> 32);
+}
 inline long long __mul64hi(long long x, long long y) { return (long long)((__int128)x * y >> 64); }
 inline unsigned long long __umul64hi(unsigned long long x, unsigned long long y) {
     return (unsigned long long)((unsigned __int128)x * y >> 64);
 }
 inline unsigned __umul24(unsigned x, unsigned y) { return (x & 0xffffffu) * (y & 0xffffffu); }
-inline int __mul24(int x, int y) { return int(unsigned(int(unsigned(x) << 8) >> 8) * unsigned(int(unsigned(y) << 8) >> 8)); }
-inline unsigned __sad(int x, int y, unsigned z) { return (x > y ? unsigned(x) - unsigned(y) : unsigned(y) - unsigned(x)) + z; }
+SIMT_PART unsigned simt_low24(int x) { return unsigned(int(unsigned(x) << 8) >> 8); }
+inline int __mul24(int x, int y) { return int(simt_low24(x) * simt_low24(y)); }
+inline unsigned __sad(int x, int y, unsigned z) {
+    return (x > y ? unsigned(x) - unsigned(y) : unsigned(y) - unsigned(x)) + z;
+}
 inline unsigned __usad(unsigned x, unsigned y, unsigned z) { return (x > y ? x - y : y - x) + z; }
-inline int __dp4a(int x, int y, int sum) {                               // four products of signed bytes, added
+// The sum of four products of bytes.
+inline int __dp4a(int x, int y, int sum) {
     for (int i = 0; i < 32; i += 8) sum += (signed char)(x >> i) * (signed char)(y >> i);
     return sum;
 }
@@ -256,18 +294,21 @@ inline unsigned __dp4a(unsigned x, unsigned y, unsigned sum) {
     return sum;
 }
 
-// A whole floating-point number as an integer: out of range becomes the nearest limit. NaN becomes 0, or the top bit alone where
-// one of the two types has 64 bits. (A plain cast of such a number is undefined in C++, here as on a GPU.)
+// A whole floating-point number as an integer. A number out of range becomes the nearest limit. NaN
+// becomes 0, or the top bit alone where one of the two types has 64 bits. (A plain cast of such a
+// number is undefined in C++, here as on a GPU.)
 template <class To, class From> inline To simt_to_integer(From x) {
     constexpr bool has_sign = To(-1) < To(0);
-    constexpr To most = To(~0ull >> (64 - 8 * int(sizeof(To)) + has_sign)), least = has_sign ? To(-most - 1) : To(0);
-    if (isnan(x)) return sizeof(From) == 8 || sizeof(To) == 8 ? To(1ull << (8 * sizeof(To) - 1)) : To(0);
+    constexpr bool has_64_bits = sizeof(From) == 8 || sizeof(To) == 8;
+    constexpr To most = To(~0ull >> (64 - 8 * int(sizeof(To)) + has_sign));
+    constexpr To least = has_sign ? To(-most - 1) : To(0);
+    if (isnan(x)) return has_64_bits ? To(1ull << (8 * sizeof(To) - 1)) : To(0);
     return x >= From(most) ? most : x <= From(least) ? least : To(x);
 }
-#define SIMT_TO_INTEGER(From, name, To)                                                                                    \
-    inline To __##name##_rn(From x) { return simt_to_integer<To>(rint(x)); }                                               \
-    inline To __##name##_rz(From x) { return simt_to_integer<To>(trunc(x)); }                                              \
-    inline To __##name##_ru(From x) { return simt_to_integer<To>(ceil(x)); }                                               \
+#define SIMT_TO_INTEGER(From, name, To)                                                            \
+    inline To __##name##_rn(From x) { return simt_to_integer<To>(rint(x)); }                       \
+    inline To __##name##_rz(From x) { return simt_to_integer<To>(trunc(x)); }                      \
+    inline To __##name##_ru(From x) { return simt_to_integer<To>(ceil(x)); }                       \
     inline To __##name##_rd(From x) { return simt_to_integer<To>(floor(x)); }
 SIMT_TO_INTEGER(float, float2int, int)
 SIMT_TO_INTEGER(float, float2uint, unsigned)
@@ -278,11 +319,16 @@ SIMT_TO_INTEGER(double, double2uint, unsigned)
 SIMT_TO_INTEGER(double, double2ll, long long)
 SIMT_TO_INTEGER(double, double2ull, unsigned long long)
 
-// To a type with fewer digits: a cast rounds to the nearest; if that is the wrong way, the neighbour is right. EXACT holds both.
-#define SIMT_ROUND(From, name, To, EXACT)                                                                                  \
-    inline To __##name##_rn(From x) { return To(x); }                                                                      \
-    inline To __##name##_ru(From x) { return EXACT(To(x)) < EXACT(x) ? nextafter(To(x), To(__builtin_inf())) : To(x); }    \
-    inline To __##name##_rd(From x) { return EXACT(To(x)) > EXACT(x) ? nextafter(To(x), To(-__builtin_inf())) : To(x); }   \
+// To a type with fewer digits. A cast rounds to the nearest; where that is the wrong direction, the
+// result is the neighbour. The type EXACT holds both numbers.
+#define SIMT_ROUND(From, name, To, EXACT)                                                          \
+    inline To __##name##_rn(From x) { return To(x); }                                              \
+    inline To __##name##_ru(From x) {                                                              \
+        return EXACT(To(x)) < EXACT(x) ? nextafter(To(x), To(__builtin_inf())) : To(x);            \
+    }                                                                                              \
+    inline To __##name##_rd(From x) {                                                              \
+        return EXACT(To(x)) > EXACT(x) ? nextafter(To(x), To(-__builtin_inf())) : To(x);           \
+    }                                                                                              \
     inline To __##name##_rz(From x) { return EXACT(x) < 0 ? __##name##_ru(x) : __##name##_rd(x); }
 SIMT_ROUND(double, double2float, float, double)
 SIMT_ROUND(int, int2float, float, double)
@@ -294,15 +340,16 @@ SIMT_ROUND(unsigned long long, ull2double, double, __int128)
 inline double __int2double_rn(int x) { return x; }
 inline double __uint2double_rn(unsigned x) { return x; }
 
-// ---- 5. loads and stores --------------------------------------------------------------------------------------------
-// The hints for a GPU's caches change no result. Macros, so that an access counts as the user's own, on the user's own line.
+// ---- 5. loads and stores ------------------------------------------------------------------------
+// The cache hints change no result. These are macros, so that the access is at the user's line.
 
 #define __ldg(...) (*(__VA_ARGS__))
 #define __ldca(...) (*(__VA_ARGS__))
 #define __ldcg(...) (*(__VA_ARGS__))
 #define __ldcs(...) (*(__VA_ARGS__))
 #define __ldlu(...) (*(__VA_ARGS__))
-#define __ldcv(...) (*(simt_forget(), (__VA_ARGS__)))                     // "read it again": nothing kept in a register counts
+// Reads memory again, whatever is in a register.
+#define __ldcv(...) (*(simt_forget(), (__VA_ARGS__)))
 #define __stwb(p, ...) ((void)(*(p) = (__VA_ARGS__)))
 #define __stcg(p, ...) ((void)(*(p) = (__VA_ARGS__)))
 #define __stcs(p, ...) ((void)(*(p) = (__VA_ARGS__)))
@@ -310,9 +357,11 @@ inline double __uint2double_rn(unsigned x) { return x; }
 // clang's checks leave the copy of a large struct to plain memcpy, which they would not see.
 #if defined(SIMT_CHECKED) && defined(__clang__)
 #ifdef __x86_64__
-#define SIMT_INSTEAD(name) __asm__(".text\n.hidden " #name "\n.globl " #name "\n" #name ": jmp __tsan_" #name "@PLT\n")
+#define SIMT_INSTEAD(name)                                                                         \
+    __asm__(".text\n.hidden " #name "\n.globl " #name "\n" #name ": jmp __tsan_" #name "@PLT\n")
 #else
-#define SIMT_INSTEAD(name) __asm__(".text\n.hidden " #name "\n.globl " #name "\n" #name ": b __tsan_" #name "\n")
+#define SIMT_INSTEAD(name)                                                                         \
+    __asm__(".text\n.hidden " #name "\n.globl " #name "\n" #name ": b __tsan_" #name "\n")
 #endif
 SIMT_INSTEAD(memcpy);
 SIMT_INSTEAD(memmove);
@@ -330,18 +379,27 @@ __forceinline__ void* memset(void* to, int byte, size_t bytes) {
     return to;
 }
 #else
-inline void* memcpy(void* to, const void* from, size_t bytes) { return __builtin_memcpy(to, from, bytes); }
+inline void* memcpy(void* to, const void* from, size_t bytes) {
+    return __builtin_memcpy(to, from, bytes);
+}
 inline void* memset(void* to, int byte, size_t bytes) { return __builtin_memset(to, byte, bytes); }
 #endif
 
-// ---- 6. barriers and fences -----------------------------------------------------------------------------------------
-// A barrier: the runtime stops this thread, runs the others of the block up to theirs, and comes back. A fence orders what blocks
-// on different operating-system threads see of each other's memory.
+// ---- 6. barriers and fences ---------------------------------------------------------------------
+// At a barrier the runtime stops this thread, runs the others of the block up to the barrier, and
+// resumes. A fence orders what blocks on different operating-system threads see of each other's
+// memory.
 
 SIMT_CALL void __syncthreads() { simt_barrier(SIMT_BARRIER, 0, SIMT_PC); }
-SIMT_CALL int __syncthreads_count(int predicate) { return simt_barrier(SIMT_BARRIER_COUNT, predicate != 0, SIMT_PC); }
-SIMT_CALL int __syncthreads_and(int predicate) { return simt_barrier(SIMT_BARRIER_AND, predicate != 0, SIMT_PC); }
-SIMT_CALL int __syncthreads_or(int predicate) { return simt_barrier(SIMT_BARRIER_OR, predicate != 0, SIMT_PC); }
+SIMT_CALL int __syncthreads_count(int predicate) {
+    return simt_barrier(SIMT_BARRIER_COUNT, predicate != 0, SIMT_PC);
+}
+SIMT_CALL int __syncthreads_and(int predicate) {
+    return simt_barrier(SIMT_BARRIER_AND, predicate != 0, SIMT_PC);
+}
+SIMT_CALL int __syncthreads_or(int predicate) {
+    return simt_barrier(SIMT_BARRIER_OR, predicate != 0, SIMT_PC);
+}
 SIMT_CALL void __syncwarp(unsigned mask = ~0u) { simt_warp(SIMT_SYNCWARP, mask, 0, 0, SIMT_PC); }
 
 #ifdef SIMT_CHECKED
@@ -354,16 +412,18 @@ inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_block() { simt_forget(); }
 #endif
 
-// ---- 7. warp functions ----------------------------------------------------------------------------------------------
-// The lanes named in `mask` meet in simt_warp, which computes all their results when the last one has come.
+// ---- 7. warp functions --------------------------------------------------------------------------
+// Each lane of `mask` calls simt_warp, which computes the results of all when the last one arrives.
 
 SIMT_PART int simt_lane() { return int(simt_me->current % SIMT_WARP); }
 
-// A shuffle works within segments of `width` lanes. It reads lane `source`, unless that lies beyond the segment: then its own.
+// A shuffle works within segments of `width` lanes. It reads lane `source`, or its own lane where
+// `source` is outside the segment.
 template <class T> inline T* simt_same(T* one) { return one; }              // see build.py
 template <class T> inline T&& simt_same(T&& one) { return static_cast<T&&>(one); }
 
-template <class T> SIMT_PART T simt_shuffle(unsigned mask, T value, int width, int source, bool inside, void* pc) {
+template <class T>
+SIMT_PART T simt_shuffle(unsigned mask, T value, int width, int source, bool inside, void* pc) {
     if (width < 1 || width > SIMT_WARP || (width & (width - 1)))
         simt_trap("the width of a shuffle must be 1, 2, 4, 8, 16 or 32", pc);
     unsigned long long bits = simt_bits<unsigned long long>(value);
@@ -373,56 +433,70 @@ template <class T> SIMT_PART T simt_shuffle(unsigned mask, T value, int width, i
 SIMT_PART int simt_first(int width) { return simt_lane() & ~(width - 1); }
 SIMT_PART int simt_last(int width) { return simt_lane() | (width - 1); }
 
-// As the hardware has it: five bits of the distance count, and an exchange (xor) may reach an earlier segment, not a later one.
-#define SIMT_SHUFFLES(T)                                                                                                   \
-    SIMT_CALL T __shfl_sync(unsigned mask, T value, int source, int width = SIMT_WARP) {                                   \
-        return simt_shuffle(mask, value, width, simt_first(width) | (source & (width - 1)), true, SIMT_PC);                \
-    }                                                                                                                      \
-    SIMT_CALL T __shfl_up_sync(unsigned mask, T value, unsigned distance, int width = SIMT_WARP) {                         \
-        int source = simt_lane() - int(distance & 31);                                                                     \
-        return simt_shuffle(mask, value, width, source, source >= simt_first(width), SIMT_PC);                             \
-    }                                                                                                                      \
-    SIMT_CALL T __shfl_down_sync(unsigned mask, T value, unsigned distance, int width = SIMT_WARP) {                       \
-        int source = simt_lane() + int(distance & 31);                                                                     \
-        return simt_shuffle(mask, value, width, source, source <= simt_last(width), SIMT_PC);                              \
-    }                                                                                                                      \
-    SIMT_CALL T __shfl_xor_sync(unsigned mask, T value, int bits, int width = SIMT_WARP) {                                 \
-        int source = simt_lane() ^ (bits & 31);                                                                            \
-        return simt_shuffle(mask, value, width, source, source <= simt_last(width), SIMT_PC);                              \
+// As in hardware: five bits of the distance count, and an exchange (xor) can read from an earlier
+// segment, but not from a later one.
+#define SIMT_SHUFFLES(T)                                                                           \
+    SIMT_CALL T __shfl_sync(unsigned mask, T value, int source, int width = SIMT_WARP) {           \
+        source = simt_first(width) | (source & (width - 1));                                       \
+        return simt_shuffle(mask, value, width, source, true, SIMT_PC);                            \
+    }                                                                                              \
+    SIMT_CALL T __shfl_up_sync(unsigned mask, T value, unsigned distance, int width = SIMT_WARP) { \
+        int source = simt_lane() - int(distance & 31);                                             \
+        return simt_shuffle(mask, value, width, source, source >= simt_first(width), SIMT_PC);     \
+    }                                                                                              \
+    SIMT_CALL T                                                                                    \
+    __shfl_down_sync(unsigned mask, T value, unsigned distance, int width = SIMT_WARP) {           \
+        int source = simt_lane() + int(distance & 31);                                             \
+        return simt_shuffle(mask, value, width, source, source <= simt_last(width), SIMT_PC);      \
+    }                                                                                              \
+    SIMT_CALL T __shfl_xor_sync(unsigned mask, T value, int bits, int width = SIMT_WARP) {         \
+        int source = simt_lane() ^ (bits & 31);                                                    \
+        return simt_shuffle(mask, value, width, source, source <= simt_last(width), SIMT_PC);      \
     }
 // Which lanes hold the same bits as this one; whether all do.
-#define SIMT_MATCHES(T)                                                                                                    \
-    SIMT_CALL unsigned __match_any_sync(unsigned mask, T value) {                                                          \
-        return unsigned(simt_warp(SIMT_MATCH_ANY, mask, simt_bits<unsigned long long>(value), 0, SIMT_PC));                \
-    }                                                                                                                      \
-    SIMT_CALL unsigned __match_all_sync(unsigned mask, T value, int* all) {                                                \
-        unsigned equal = unsigned(simt_warp(SIMT_MATCH_ALL, mask, simt_bits<unsigned long long>(value), 0, SIMT_PC));      \
-        *all = equal != 0;                                                                                                 \
-        return equal;                                                                                                      \
+#define SIMT_MATCHES(T)                                                                            \
+    SIMT_CALL unsigned __match_any_sync(unsigned mask, T value) {                                  \
+        unsigned long long bits = simt_bits<unsigned long long>(value);                            \
+        return unsigned(simt_warp(SIMT_MATCH_ANY, mask, bits, 0, SIMT_PC));                        \
+    }                                                                                              \
+    SIMT_CALL unsigned __match_all_sync(unsigned mask, T value, int* all) {                        \
+        unsigned long long bits = simt_bits<unsigned long long>(value);                            \
+        unsigned equal = unsigned(simt_warp(SIMT_MATCH_ALL, mask, bits, 0, SIMT_PC));              \
+        *all = equal != 0;                                                                         \
+        return equal;                                                                              \
     }
 #define SIMT_SHUFFLES_MATCHES(T) SIMT_SHUFFLES(T) SIMT_MATCHES(T)
-SIMT_SHUFFLES_MATCHES(int)        SIMT_SHUFFLES_MATCHES(unsigned)            SIMT_SHUFFLES_MATCHES(long)
-SIMT_SHUFFLES_MATCHES(long long)  SIMT_SHUFFLES_MATCHES(unsigned long long)  SIMT_SHUFFLES_MATCHES(unsigned long)
+SIMT_SHUFFLES_MATCHES(int)        SIMT_SHUFFLES_MATCHES(unsigned)
+SIMT_SHUFFLES_MATCHES(long)       SIMT_SHUFFLES_MATCHES(unsigned long)
+SIMT_SHUFFLES_MATCHES(long long)  SIMT_SHUFFLES_MATCHES(unsigned long long)
 SIMT_SHUFFLES_MATCHES(float)      SIMT_SHUFFLES_MATCHES(double)
 
-#define SIMT_VOTE(name, T, kind)                                                                                           \
-    SIMT_CALL T __##name##_sync(unsigned mask, int predicate) { return T(simt_warp(kind, mask, predicate != 0, 0, SIMT_PC)); }
-SIMT_VOTE(ballot, unsigned, SIMT_BALLOT)  SIMT_VOTE(any, int, SIMT_ANY)  SIMT_VOTE(all, int, SIMT_ALL)
+#define SIMT_VOTE(name, T, kind)                                                                   \
+    SIMT_CALL T __##name##_sync(unsigned mask, int predicate) {                                    \
+        return T(simt_warp(kind, mask, predicate != 0, 0, SIMT_PC));                               \
+    }
+SIMT_VOTE(ballot, unsigned, SIMT_BALLOT)
+SIMT_VOTE(any, int, SIMT_ANY)
+SIMT_VOTE(all, int, SIMT_ALL)
 
 // One result for all lanes of the mask. An int goes to the runtime with its sign in all 64 bits.
-#define SIMT_REDUCE(name, T, kind)                                                                                         \
-    SIMT_CALL T __reduce_##name##_sync(unsigned mask, T value) {                                                           \
-        return T(simt_warp(kind, mask, (unsigned long long)(long long)value, 0, SIMT_PC));                                 \
+#define SIMT_REDUCE(name, T, kind)                                                                 \
+    SIMT_CALL T __reduce_##name##_sync(unsigned mask, T value) {                                   \
+        return T(simt_warp(kind, mask, (unsigned long long)(long long)value, 0, SIMT_PC));         \
     }
-SIMT_REDUCE(add, unsigned, SIMT_ADD)  SIMT_REDUCE(min, unsigned, SIMT_MIN)         SIMT_REDUCE(max, unsigned, SIMT_MAX)
-SIMT_REDUCE(add, int, SIMT_ADD)       SIMT_REDUCE(min, int, SIMT_MIN_SIGNED)       SIMT_REDUCE(max, int, SIMT_MAX_SIGNED)
-SIMT_REDUCE(and, unsigned, SIMT_AND)  SIMT_REDUCE(or, unsigned, SIMT_OR)           SIMT_REDUCE(xor, unsigned, SIMT_XOR)
+SIMT_REDUCE(add, unsigned, SIMT_ADD)    SIMT_REDUCE(add, int, SIMT_ADD)
+SIMT_REDUCE(min, unsigned, SIMT_MIN)    SIMT_REDUCE(min, int, SIMT_MIN_SIGNED)
+SIMT_REDUCE(max, unsigned, SIMT_MAX)    SIMT_REDUCE(max, int, SIMT_MAX_SIGNED)
+SIMT_REDUCE(and, unsigned, SIMT_AND)    SIMT_REDUCE(or, unsigned, SIMT_OR)
+SIMT_REDUCE(xor, unsigned, SIMT_XOR)
 
-// A GPU answers: the lanes that run together just now. Here each lane runs alone, so the answer is: those that have not exited.
+// On a GPU these are the lanes that run in lockstep now. Here each lane runs alone, so these are
+// the lanes that have not exited.
 SIMT_CALL unsigned __activemask() { return simt_me->live[simt_me->current / SIMT_WARP]; }
 
-// ---- 8. atomics -----------------------------------------------------------------------------------------------------
-// One thread at a time changes the value and gets the old one. Blocks really do run at the same time, on several cores.
+// ---- 8. atomics ---------------------------------------------------------------------------------
+// One thread at a time changes the value, and gets the old one. Blocks run in parallel, on several
+// cores, so these are atomic operations of the processor.
 
 #ifdef SIMT_CHECKED
 #define SIMT_ATOMIC(T) SIMT_CALL T
@@ -435,47 +509,61 @@ SIMT_CALL unsigned __activemask() { return simt_me->live[simt_me->current / SIMT
 #define SIMT_RELAXED __ATOMIC_RELAXED, __ATOMIC_RELAXED
 
 // Where the processor has the operation, in one step.
-#define SIMT_STEP(name, T, builtin)                                                                                        \
-    SIMT_ATOMIC(T) name(T* address, T value) { SIMT_NOTE(address); return builtin(address, value, __ATOMIC_RELAXED); }
-// Where it has not: compute the new value, and store it if the old one is still there; else once more.
-#define SIMT_RETRY(name, T, new_value)                                                                                     \
-    SIMT_ATOMIC(T) name(T* address, T value) {                                                                             \
-        SIMT_NOTE(address);                                                                                                \
-        T old, next;                                                                                                       \
-        __atomic_load(address, &old, __ATOMIC_RELAXED);                                                                    \
-        do next = new_value; while (!__atomic_compare_exchange(address, &old, &next, true, SIMT_RELAXED));                 \
-        return old;                                                                                                        \
+#define SIMT_STEP(name, T, builtin)                                                                \
+    SIMT_ATOMIC(T) name(T* address, T value) {                                                     \
+        SIMT_NOTE(address);                                                                        \
+        return builtin(address, value, __ATOMIC_RELAXED);                                          \
     }
-#define SIMT_SWAP(name, T, unused)                                                                                         \
-    SIMT_ATOMIC(T) name(T* address, T expected, T value) {                                                                 \
-        SIMT_NOTE(address);                                                                                                \
-        __atomic_compare_exchange_n(address, &expected, value, false, SIMT_RELAXED);                                       \
-        return expected;                                                                                                   \
+// Where it has not: compute the new value, and store it if the old one is still there; else repeat.
+#define SIMT_RETRY(name, T, new_value)                                                             \
+    SIMT_ATOMIC(T) name(T* address, T value) {                                                     \
+        SIMT_NOTE(address);                                                                        \
+        T old, next;                                                                               \
+        __atomic_load(address, &old, __ATOMIC_RELAXED);                                            \
+        do next = new_value;                                                                       \
+        while (!__atomic_compare_exchange(address, &old, &next, true, SIMT_RELAXED));              \
+        return old;                                                                                \
+    }
+#define SIMT_SWAP(name, T, unused)                                                                 \
+    SIMT_ATOMIC(T) name(T* address, T expected, T value) {                                         \
+        SIMT_NOTE(address);                                                                        \
+        __atomic_compare_exchange_n(address, &expected, value, false, SIMT_RELAXED);               \
+        return expected;                                                                           \
     }
 // Atomic for the GPU, the block, or the whole machine: all one here.
-#define SIMT_EACH(MACRO, name, T, how) MACRO(name, T, how) MACRO(name##_block, T, how) MACRO(name##_system, T, how)
-#define SIMT_INTEGER_ATOMICS(T)                                                                                            \
-    SIMT_EACH(SIMT_STEP, atomicAnd, T, __atomic_fetch_and)   SIMT_EACH(SIMT_STEP, atomicOr, T, __atomic_fetch_or)          \
-    SIMT_EACH(SIMT_STEP, atomicXor, T, __atomic_fetch_xor)                                                                 \
-    SIMT_EACH(SIMT_RETRY, atomicMin, T, min(old, value))     SIMT_EACH(SIMT_RETRY, atomicMax, T, max(old, value))
+#define SIMT_EACH(MACRO, name, T, how)                                                             \
+    MACRO(name, T, how) MACRO(name##_block, T, how) MACRO(name##_system, T, how)
+#define SIMT_INTEGER_ATOMICS(T)                                                                    \
+    SIMT_EACH(SIMT_STEP, atomicAnd, T, __atomic_fetch_and)                                         \
+    SIMT_EACH(SIMT_STEP, atomicOr, T, __atomic_fetch_or)                                           \
+    SIMT_EACH(SIMT_STEP, atomicXor, T, __atomic_fetch_xor)                                         \
+    SIMT_EACH(SIMT_RETRY, atomicMin, T, min(old, value))                                           \
+    SIMT_EACH(SIMT_RETRY, atomicMax, T, max(old, value))
 
 SIMT_INTEGER_ATOMICS(int)        SIMT_INTEGER_ATOMICS(unsigned)
 SIMT_INTEGER_ATOMICS(long long)  SIMT_INTEGER_ATOMICS(unsigned long long)
-SIMT_EACH(SIMT_STEP, atomicAdd, int, __atomic_fetch_add)       SIMT_EACH(SIMT_STEP, atomicAdd, unsigned, __atomic_fetch_add)
-SIMT_EACH(SIMT_STEP, atomicSub, int, __atomic_fetch_sub)       SIMT_EACH(SIMT_STEP, atomicSub, unsigned, __atomic_fetch_sub)
-SIMT_EACH(SIMT_STEP, atomicExch, int, __atomic_exchange_n)     SIMT_EACH(SIMT_STEP, atomicExch, unsigned, __atomic_exchange_n)
+SIMT_EACH(SIMT_STEP, atomicAdd, int, __atomic_fetch_add)
+SIMT_EACH(SIMT_STEP, atomicAdd, unsigned, __atomic_fetch_add)
+SIMT_EACH(SIMT_STEP, atomicSub, int, __atomic_fetch_sub)
+SIMT_EACH(SIMT_STEP, atomicSub, unsigned, __atomic_fetch_sub)
+SIMT_EACH(SIMT_STEP, atomicExch, int, __atomic_exchange_n)
+SIMT_EACH(SIMT_STEP, atomicExch, unsigned, __atomic_exchange_n)
 SIMT_EACH(SIMT_STEP, atomicAdd, unsigned long long, __atomic_fetch_add)
 SIMT_EACH(SIMT_STEP, atomicExch, unsigned long long, __atomic_exchange_n)
-SIMT_EACH(SIMT_RETRY, atomicAdd, float, old + value)           SIMT_EACH(SIMT_RETRY, atomicAdd, double, old + value)
+SIMT_EACH(SIMT_RETRY, atomicAdd, float, old + value)
+SIMT_EACH(SIMT_RETRY, atomicAdd, double, old + value)
 SIMT_EACH(SIMT_RETRY, atomicExch, float, value)
-SIMT_EACH(SIMT_RETRY, atomicInc, unsigned, old >= value ? 0 : old + 1)                       // counts 0 .. value, begins again
+// Counts from 0 to value, then from 0 again; and down.
+SIMT_EACH(SIMT_RETRY, atomicInc, unsigned, old >= value ? 0 : old + 1)
 SIMT_EACH(SIMT_RETRY, atomicDec, unsigned, old == 0 || old > value ? value : old - 1)
-SIMT_EACH(SIMT_SWAP, atomicCAS, int, )                         SIMT_EACH(SIMT_SWAP, atomicCAS, unsigned, )
-SIMT_EACH(SIMT_SWAP, atomicCAS, unsigned short, )              SIMT_EACH(SIMT_SWAP, atomicCAS, unsigned long long, )
+SIMT_EACH(SIMT_SWAP, atomicCAS, int, )             SIMT_EACH(SIMT_SWAP, atomicCAS, unsigned, )
+SIMT_EACH(SIMT_SWAP, atomicCAS, unsigned short, )
+SIMT_EACH(SIMT_SWAP, atomicCAS, unsigned long long, )
 
-// ---- 9. the rest ----------------------------------------------------------------------------------------------------
+// ---- 9. the rest --------------------------------------------------------------------------------
 
-SIMT_CALL void* simt_dynamic() { return simt_me->dynamic; }               // extern __shared__ T name[];
+// The address behind `extern __shared__ T name[];`
+SIMT_CALL void* simt_dynamic() { return simt_me->dynamic; }
 SIMT_CALL void simt_assert(const char* reason) { simt_trap(reason, SIMT_PC); }
 SIMT_CALL void __trap() { simt_trap("__trap()", SIMT_PC); }
 inline void __brkpt() {}
@@ -497,7 +585,8 @@ __forceinline__ long clock() { return long(clock64()); }
 
 }  // namespace
 
-// Last, so that the compiler's message names what cannot run here. A kernel offers a plain branch for it: #ifdef __CUDA_ARCH__.
+// At the end, so that the compiler's message names what cannot run here. A kernel has a plain
+// branch for it: #ifdef __CUDA_ARCH__ ... #else.
 #define asm simt_inline_PTX_runs_only_on_a_GPU
 #define __asm simt_inline_PTX_runs_only_on_a_GPU
 #define __asm__ simt_inline_PTX_runs_only_on_a_GPU

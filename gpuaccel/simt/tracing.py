@@ -1,36 +1,55 @@
-"""What a trace says: which thread touched which element, and what it costs in requests, sectors and bank conflicts.
+"""What a trace says: which thread accesses which element, in how many requests, sectors and turns.
 
-    >>> trace = gpuaccel.simt.trace(saxpy[3, 8], y, 2.0, x, 21)      # every access of the launch, in order
-    >>> trace.requests()["sectors"]                                   # one row per warp-wide request
-    >>> for use in trace.summary(): print(use)                        # one row per source line, tensor and kind of access
+    >>> trace = gpuaccel.simt.trace(saxpy[3, 8], y, 2.0, x, 21)      # each access, in order
+    >>> trace.requests()["sectors"]                                   # a row per request of a warp
+    >>> for use in trace.summary():                                   # a row per line and tensor
+    ...     print(use)
     line 4, x read: 21 (0 to 1 per thread), 1.0 sectors per request, 87.5% of their bytes used
 
-How requests are counted. The threads of a warp that reach one place in the code for the n-th time make one request together.
-Global memory serves it in sectors of 32 bytes, counted from the tensor's first byte (torch aligns tensors to more than that).
-Shared memory has 32 banks, each gives one 4-byte word at a time: a request takes as many turns as the busiest bank has different
-words to give; threads that ask for the same word share it (atomics do not: each takes a turn). A request of 8 bytes per thread is
-served in two halves of the warp, one of 16 bytes in four quarters, and each part is counted by itself: conflict-free is always 1.
+How requests are counted. The threads of a warp that reach one place in the code for the n-th time
+make one request together.
+
+Global memory serves a request in sectors of 32 bytes. They are counted from the tensor's first
+byte, because torch aligns tensors to more than that.
+
+Shared memory has 32 banks. Each serves one 4-byte word at a time, and all threads that read the
+same word share it. A request therefore takes as many turns as the busiest bank has different words
+to serve. Atomic operations do not share a word: each takes a turn. A request of 8 bytes per thread
+is served in two halves of the warp, one of 16 bytes in four quarters. Each part is counted by
+itself, so that 1 always means no bank conflict.
 """
 
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-WARP, BANKS, SECTOR = 32, 32, 32  # threads of a warp; banks of 4 bytes; bytes of a sector
+# threads of a warp
+WARP = 32
+# banks of shared memory, 4 bytes wide
+BANKS = 32
+# bytes of a sector
+SECTOR = 32
 READ, WRITE, ATOMIC = 0, 1, 2
 KINDS = ("read", "write", "atomic")
 EVENT = np.dtype(
     [
-        ("line", "i4"),  # of the kernel's source, from 1
+        # of the kernel's source, from 1
+        ("line", "i4"),
         ("block", "i8"),
-        ("thread", "i4"),  # linear; the warp is thread // 32
-        ("tensor", "i2"),  # index into Trace.tensors
+        # linear in the block; the warp is thread // 32
+        ("thread", "i4"),
+        # index into Trace.tensors
+        ("tensor", "i2"),
+        # bytes from the tensor's first one
         ("offset", "i8"),
-        ("bytes", "i2"),  # from the tensor's first byte
-        ("kind", "u1"),  # READ, WRITE or ATOMIC
+        ("bytes", "i2"),
+        # READ, WRITE or ATOMIC
+        ("kind", "u1"),
+        # how often this thread has been at this place in the code (pc) before
         ("visit", "i4"),
-        ("pc", "i4"),  # this thread is at this place in the code (pc) for the n-th time, from 0
-        ("step", "i4"),  # n-th access of this thread, from 0
+        ("pc", "i4"),
+        # how many accesses this thread has made before
+        ("step", "i4"),
     ]
 )
 REQUEST = np.dtype(
@@ -42,24 +61,29 @@ REQUEST = np.dtype(
         ("visit", "i4"),
         ("tensor", "i2"),
         ("kind", "u1"),
-        ("threads", "i4"),  # that take part
+        # threads that take part
+        ("threads", "i4"),
+        # bytes that the threads access, summed, and without repetitions
         ("asked", "i8"),
-        ("used", "i8"),  # bytes that the threads ask for, all together and without repetitions
-        ("sectors", "i4"),  # global memory: 32-byte sectors touched, else 0
-        ("ways", "i4"),  # shared memory: 1 without a bank conflict, up to 32; else 0
+        ("used", "i8"),
+        # global memory: 32-byte sectors; else 0
+        ("sectors", "i4"),
+        # shared memory: turns, 1 without a bank conflict, up to 32; else 0
+        ("ways", "i4"),
     ]
 )
 
 
 @dataclass
 class Traced:
-    """A tensor, or an array in shared memory, that a trace knows."""
+    """A tensor, or an array in shared memory, of a trace."""
 
     name: str
     elements: int
     itemsize: int
     dtype: str
-    space: str  # "global" or "shared"
+    # "global" or "shared"
+    space: str
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,15 +93,23 @@ class Use:
     line: int
     tensor: str
     space: str
-    kind: str  # "read", "write" or "atomic"
-    count: int  # accesses of all threads
-    least: int  # fewest and most accesses of one thread
+    # "read", "write" or "atomic"
+    kind: str
+    # accesses of all threads
+    count: int
+    # fewest and most accesses of one thread
+    least: int
     most: int
-    requests: int  # of whole warps
-    sectors: "float | None"  # per request (global memory)
-    needed: "float | None"  # per request, if the same bytes lay side by side (global memory)
-    used: "float | None"  # share of the sectors' bytes that a thread asked for (global memory)
-    ways: "int | None"  # worst bank conflict (shared memory), 1: none
+    # of whole warps
+    requests: int
+    # global memory: sectors per request
+    sectors: "float | None"
+    # global memory: sectors per request if the same bytes were contiguous
+    needed: "float | None"
+    # global memory: share of the sectors' bytes that a thread accesses
+    used: "float | None"
+    # shared memory: turns of the worst request, 1 without a bank conflict
+    ways: "int | None"
 
     @property
     def per_thread(self) -> str:
@@ -85,57 +117,54 @@ class Use:
 
     def __str__(self):
         if self.space == "global":
-            best = (
-                f" (at best {self.needed:.1f})"
-                if f"{self.needed:.1f}" != f"{self.sectors:.1f}"
-                else ""
-            )
-            cost = f"{self.sectors:.1f} sectors per request{best}, {share(self.used)} of their bytes used"
+            sectors, needed = f"{self.sectors:.1f}", f"{self.needed:.1f}"
+            best = f" (at best {needed})" if needed != sectors else ""
+            used = share(self.used)
+            cost = f"{sectors} sectors per request{best}, {used} of their bytes used"
+        elif self.ways > 1:
+            cost = f"{self.ways}-way bank conflict"
         else:
-            cost = f"{self.ways}-way bank conflict" if self.ways > 1 else "no bank conflict"
-        return f"line {self.line}, {self.tensor} {self.kind}: {self.count:,} ({self.per_thread} per thread), {cost}"
+            cost = "no bank conflict"
+        accesses = f"{self.count:,} ({self.per_thread} per thread)"
+        return f"line {self.line}, {self.tensor} {self.kind}: {accesses}, {cost}"
 
     __repr__ = __str__
 
 
 @dataclass
 class Trace:
-    """The accesses of one launch. `gpuaccel.simt.trace` makes it."""
+    """The accesses of one launch, as `gpuaccel.simt.trace` records them."""
 
     kernel: str
     grid: "tuple[int, int, int]"
     block: "tuple[int, int, int]"
     tensors: "list[Traced]"
-    events: np.ndarray  # of dtype EVENT, in the order in which things happened
-    source: str = ""  # the kernel's file as its author wrote it
+    # of dtype EVENT, in the order in which they happened
+    events: np.ndarray
+    # the kernel's file as its author wrote it
+    source: str = ""
     filename: str = ""
-    truncated: bool = False  # there were more events than were kept
+    # whether there were more accesses than are kept
+    truncated: bool = False
     reports: list = field(default_factory=list)
 
     def __post_init__(self):
         self.events = as_written(self.events)
-        self.tensors = [self._measured(i, traced) for i, traced in enumerate(self.tensors)]
+        self.tensors = [self._with_elements(i, traced) for i, traced in enumerate(self.tensors)]
 
-    def _measured(self, i, traced):
-        """Memory that was declared without a type (dynamic shared memory) counts in pieces that fit its accesses."""
-        theirs = self.events[self.events["tensor"] == i]
-        piece = int(
-            np.gcd.reduce(
-                [
-                    *np.unique(theirs["bytes"]),
-                    *np.unique(theirs["offset"]),
-                    traced.elements * traced.itemsize,
-                ]
-            )
-        )
-        if traced.dtype != "byte" or len(theirs) == 0 or piece < 2:
+    def _with_elements(self, i, traced):
+        """Memory without a type (dynamic shared memory) gets elements that fit its accesses."""
+        size = traced.elements * traced.itemsize
+        accesses = self.events[self.events["tensor"] == i]
+        if traced.dtype != "byte" or len(accesses) == 0:
             return traced
-        return replace(
-            traced,
-            elements=traced.elements * traced.itemsize // piece,
-            itemsize=piece,
-            dtype=f"{piece}-byte",
+        itemsize = int(
+            np.gcd.reduce([*np.unique(accesses["bytes"]), *np.unique(accesses["offset"]), size])
         )
+        if itemsize < 2:
+            return traced
+        dtype = f"{itemsize}-byte"
+        return replace(traced, elements=size // itemsize, itemsize=itemsize, dtype=dtype)
 
     @property
     def blocks(self) -> int:
@@ -148,19 +177,17 @@ class Trace:
 
     def known(self) -> np.ndarray:
         """The events whose tensor is known."""
-        return self.events[
-            (self.events["tensor"] >= 0) & (self.events["tensor"] < len(self.tensors))
-        ]
+        tensor = self.events["tensor"]
+        return self.events[(tensor >= 0) & (tensor < len(self.tensors))]
 
     def outside(self, events) -> np.ndarray:
-        """Which of these events are not, or not wholly, inside their tensor."""
-        sizes = np.array([t.elements * t.itemsize for t in self.tensors] or [0], np.int64)[
-            events["tensor"]
-        ]
-        return (events["offset"] < 0) | (events["offset"] + events["bytes"] > sizes)
+        """Which of these events are not, or not entirely, inside their tensor."""
+        sizes = [t.elements * t.itemsize for t in self.tensors] or [0]
+        end = np.array(sizes, np.int64)[events["tensor"]]
+        return (events["offset"] < 0) | (events["offset"] + events["bytes"] > end)
 
     def requests(self, events=None) -> np.ndarray:
-        """One row of dtype REQUEST per warp-wide request and tensor, in order of first appearance."""
+        """One row of dtype REQUEST per request and tensor, in the order of their first events."""
         events = self.known() if events is None else events
         warp = events["thread"] // WARP
         order, group = groups(
@@ -168,89 +195,108 @@ class Trace:
         )
         first = np.full(group[-1] + 1 if len(group) else 0, len(events))
         np.minimum.at(first, group, order)
-        rank = np.argsort(np.argsort(first))  # number requests in the order of their first events
-        at = np.empty(len(events), np.int64)
-        at[order] = rank[group]
+        rank = np.argsort(np.argsort(first))
+        # the row of each event
+        row = np.empty(len(events), np.int64)
+        row[order] = rank[group]
         first = np.sort(first)
         rows = np.zeros(len(first), REQUEST)
         for name in ("line", "pc", "block", "visit", "tensor", "kind"):
             rows[name] = events[name][first]
         rows["warp"] = warp[first]
-        start, stop = events["offset"], events["offset"] + events["bytes"]
-        rows["threads"] = np.bincount(at, minlength=len(rows))
-        rows["asked"] = np.bincount(at, events["bytes"], len(rows))
-        rows["used"] = _covered(at, start, stop, len(rows))
-        shared = np.array([t.space == "shared" for t in self.tensors] or [False])
-        sectors = _covered(at, start // SECTOR, -(-stop // SECTOR), len(rows))
-        rows["sectors"] = np.where(shared[rows["tensor"]], 0, sectors)
-        in_shared = shared[events["tensor"]]
-        rows["ways"] = bank_ways(events[in_shared], at[in_shared], len(rows)).max(axis=1, initial=0)
+        start = events["offset"]
+        stop = start + events["bytes"]
+        rows["threads"] = np.bincount(row, minlength=len(rows))
+        rows["asked"] = np.bincount(row, events["bytes"], len(rows))
+        rows["used"] = _covered(row, start, stop, len(rows))
+        is_shared = np.array([t.space == "shared" for t in self.tensors] or [False])
+        sectors = _covered(row, start // SECTOR, -(-stop // SECTOR), len(rows))
+        rows["sectors"] = np.where(is_shared[rows["tensor"]], 0, sectors)
+        in_shared = is_shared[events["tensor"]]
+        ways = bank_ways(events[in_shared], row[in_shared], len(rows))
+        rows["ways"] = ways.max(axis=1, initial=0)
         return rows
 
     def summary(self) -> "list[Use]":
-        """One row per source line, tensor and kind of access, by line and then by first appearance."""
-        events, requests, uses = self.known(), self.requests(), []
-        who = events["block"] * self.threads + events["thread"]
-        for line, tensor, kind in dict.fromkeys(
-            zip(*(requests[k].tolist() for k in ("line", "tensor", "kind")))
-        ):
-            theirs = [
-                (rows["line"] == line) & (rows["tensor"] == tensor) & (rows["kind"] == kind)
-                for rows in (events, requests)
-            ]
-            some, traced = requests[theirs[1]], self.tensors[tensor]
-            counts = np.unique(who[theirs[0]], return_counts=True)[1]
-            shared, fetched = traced.space == "shared", int(some["sectors"].sum())
+        """One row per source line, tensor and kind of access, by line and then by kind."""
+        events = self.known()
+        requests = self.requests()
+        thread = events["block"] * self.threads + events["thread"]
+        columns = (requests[name].tolist() for name in ("line", "tensor", "kind"))
+        uses = []
+        for key in dict.fromkeys(zip(*columns)):
+            line, tensor, kind = key
+            mine = _equal(requests, key)
+            traced = self.tensors[tensor]
+            counts = np.unique(thread[_equal(events, key)], return_counts=True)[1]
+            rows = requests[mine]
+            sectors = needed = used = ways = None
+            if traced.space == "shared":
+                ways = int(rows["ways"].max())
+            else:
+                total = int(rows["sectors"].sum())
+                sectors = total / len(rows)
+                needed = float((-(-rows["used"] // SECTOR)).mean())
+                used = int(rows["used"].sum()) / (total * SECTOR)
+            all_take_part = len(counts) == self.blocks * self.threads
             uses.append(
                 Use(
                     line,
                     traced.name,
                     traced.space,
                     KINDS[kind],
-                    int(counts.sum()),
-                    int(counts.min()) if len(counts) == self.blocks * self.threads else 0,
-                    int(counts.max()),
-                    len(some),
-                    None if shared else fetched / len(some),
-                    None if shared else float((-(-some["used"] // SECTOR)).mean()),
-                    None if shared else int(some["used"].sum()) / (fetched * SECTOR),
-                    int(some["ways"].max()) if shared else None,
+                    count=int(counts.sum()),
+                    least=int(counts.min()) if all_take_part else 0,
+                    most=int(counts.max()),
+                    requests=len(rows),
+                    sectors=sectors,
+                    needed=needed,
+                    used=used,
+                    ways=ways,
                 )
             )
         return sorted(uses, key=lambda use: (use.line, KINDS.index(use.kind)))
 
 
-def as_written(events) -> np.ndarray:
-    """The events without two traces of the compiler's work on structs such as float4.
+def _equal(rows, key):
+    """Which rows have this line, tensor and kind."""
+    line, tensor, kind = key
+    return (rows["line"] == line) & (rows["tensor"] == tensor) & (rows["kind"] == kind)
 
-    `a = x[i]` can be seen as a read of 16 bytes and then one of each member: the members are in registers, and are dropped.
-    `out[i] = x[i]` can be seen as the write before the read: they change places."""
+
+def as_written(events) -> np.ndarray:
+    """The events without what the compiler makes of structs such as float4.
+
+    `a = x[i]` can appear as a read of 16 bytes and then one of each member. The members are in
+    registers, so these events are dropped. `out[i] = x[i]` can appear as the write before the read.
+    These events are swapped.
+    """
     if not (events["bytes"] >= 8).any():
         return events
+    # Thread by thread.
     when = np.lexsort((events["step"], events["thread"], events["block"]))
-    e = events[when]  # thread by thread
-    alike = np.logical_and.reduce(
-        [e[k][1:] == e[k][:-1] for k in ("block", "thread", "line", "bytes")]
-    )
-    first = np.flatnonzero(
-        alike & (e["bytes"][1:] >= 8) & (e["kind"][:-1] == WRITE) & (e["kind"][1:] == READ)
-    )
+    e = events[when]
+    equal = [e[k][1:] == e[k][:-1] for k in ("block", "thread", "line", "bytes")]
+    is_swapped = np.logical_and.reduce(equal) & (e["bytes"][1:] >= 8)
+    is_swapped &= (e["kind"][:-1] == WRITE) & (e["kind"][1:] == READ)
+    first = np.flatnonzero(is_swapped)
     e[first], e[first + 1] = e[first + 1], e[first]
     for size in (16, 8):
-        whole = (e["bytes"] >= size) & (e["kind"] == READ)
-        last = np.maximum.accumulate(
-            np.where(whole, np.arange(len(e)), 0)
-        )  # the whole that was read last
-        part = whole[last] & ~whole & (e["kind"] == READ) & (e["offset"] >= e["offset"][last])
-        part &= e["offset"] + e["bytes"] <= e["offset"][last] + e["bytes"][last]
-        part &= np.logical_and.reduce(
-            [e[k] == e[k][last] for k in ("block", "thread", "line", "tensor")]
-        )
-        others = np.cumsum(~part)
-        part &= others == others[last]  # nothing else happened in between
-        e, when = e[~part], when[~part]
-    thread = _changes(e["block"], e["thread"])
-    e["step"] = np.arange(len(e)) - np.maximum.accumulate(np.where(thread, np.arange(len(e)), 0))
+        is_read = e["kind"] == READ
+        is_struct = is_read & (e["bytes"] >= size)
+        # the struct that was read last
+        last = np.maximum.accumulate(np.where(is_struct, np.arange(len(e)), 0))
+        is_member = is_struct[last] & is_read & ~is_struct & (e["offset"] >= e["offset"][last])
+        is_member &= e["offset"] + e["bytes"] <= e["offset"][last] + e["bytes"][last]
+        for name in ("block", "thread", "line", "tensor"):
+            is_member &= e[name] == e[name][last]
+        # Nothing else may have happened in between.
+        others = np.cumsum(~is_member)
+        is_member &= others == others[last]
+        e, when = e[~is_member], when[~is_member]
+    index = np.arange(len(e))
+    is_new_thread = _changes(e["block"], e["thread"])
+    e["step"] = index - np.maximum.accumulate(np.where(is_new_thread, index, 0))
     return e[np.argsort(when)]
 
 
@@ -260,51 +306,58 @@ def share(part: float) -> str:
 
 
 def bank_ways(events, request, count) -> np.ndarray:
-    """Turns that each of `count` requests takes at each of the 32 banks, in its worst part: (count, 32).
+    """Turns of each of `count` requests at each of the 32 banks, in its worst part: (count, 32).
 
-    request: the number of the request that each event belongs to."""
+    events: those in shared memory
+    request: the number of the request of each event
+    """
     first = events["offset"] // 4
     words = (events["offset"] + events["bytes"] - 1) // 4 - first + 1
-    each = np.repeat(np.arange(len(events)), words)
-    word = first[each] + np.arange(len(each)) - np.repeat(np.cumsum(words) - words, words)
+    # one row per word that an event accesses, and the number of that event
+    event = np.repeat(np.arange(len(events)), words)
+    word = first[event] + np.arange(len(event)) - np.repeat(np.cumsum(words) - words, words)
     lane = events["thread"] % WARP
     parts = np.where(events["bytes"] <= 4, 1, np.where(events["bytes"] <= 8, 2, 4))
-    alone = np.where(events["kind"] == ATOMIC, lane + 1, 0)  # atomics do not share a word
-    keys = (request[each], (lane * parts // WARP)[each], word % BANKS, word, alone[each])
-    order, turn = groups(*keys)
-    turns = order[np.diff(turn, prepend=-1) > 0]  # one event of each turn
-    order, place = groups(*(key[turns] for key in keys[:3]))
-    where = turns[order[np.diff(place, prepend=-1) > 0]]
+    # Atomics do not share a word.
+    alone = np.where(events["kind"] == ATOMIC, lane + 1, 0)
+    request = request[event]
+    part = (lane * parts // WARP)[event]
+    bank = word % BANKS
+    order, turn = groups(request, part, bank, word, alone[event])
+    # one row of each turn
+    turns = order[np.diff(turn, prepend=-1) > 0]
+    order, place = groups(request[turns], part[turns], bank[turns])
+    # one row of each bank in each part, and the number of turns there
+    rows = turns[order[np.diff(place, prepend=-1) > 0]]
     ways = np.zeros((count, BANKS), np.int64)
-    np.maximum.at(ways, (keys[0][where], keys[2][where]), np.bincount(place))
+    np.maximum.at(ways, (request[rows], bank[rows]), np.bincount(place))
     return ways
 
 
 def groups(*keys):
-    """The order that sorts rows by `keys`, and the number of the group of equal rows that each sorted row is in."""
+    """The order that sorts rows by `keys`, and the number of each sorted row's group of equals."""
     order = np.lexsort(keys[::-1])
     return order, np.cumsum(_changes(*(key[order] for key in keys)))
 
 
 def _changes(*keys):
     """Which rows differ from the row before them."""
-    fresh = np.zeros(len(keys[0]), bool)
+    result = np.zeros(len(keys[0]), bool)
     for key in keys:
-        fresh[1:] |= key[1:] != key[:-1]
-    return fresh
+        result[1:] |= key[1:] != key[:-1]
+    return result
 
 
 def _covered(group, start, stop, count):
-    """How many units the intervals [start, stop) of each of `count` groups cover together."""
+    """The size of the union of the intervals [start, stop) of each of `count` groups."""
     if not len(start):
         return np.zeros(count, np.int64)
-    base = (
-        group * (stop.max() - start.min() + 1) - start.min()
-    )  # lays the groups out one behind the other
-    start, stop = start + base, stop + base
+    # Shift the groups, so that they follow each other without overlap.
+    base = group * (stop.max() - start.min() + 1) - start.min()
+    start = start + base
+    stop = stop + base
     order = np.argsort(start, kind="stable")
     start, stop = start[order], stop[order]
     before = np.concatenate(([0], np.maximum.accumulate(stop)[:-1]))
-    return np.bincount(group[order], np.maximum(stop - np.maximum(start, before), 0), count).astype(
-        np.int64
-    )
+    sizes = np.maximum(stop - np.maximum(start, before), 0)
+    return np.bincount(group[order], sizes, count).astype(np.int64)

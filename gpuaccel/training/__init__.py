@@ -1,5 +1,4 @@
-"""A whole step and what is around it: step, replay (its CUDA graphs), results, micro (batches in
-pieces), loop, checkpoint, data, models, lora."""
+"""A whole step and what is around it: data, models, the loop, checkpoints, LoRA."""
 
 from .replay import Replay
 

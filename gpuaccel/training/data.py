@@ -1,13 +1,13 @@
 """Real text, tokens and batches, with nothing downloaded.
 
-    >>> dataset = make_dataset()                       # Python's own standard library as text, one token per byte
+    >>> dataset = make_dataset()             # the text of Python's standard library, as bytes
     >>> batches = Batches(dataset.train, batch=8, T=128, seed=0)
-    >>> inputs, targets = next(batches)                # (8, 128) int64 each; targets are inputs moved on by one token
+    >>> inputs, targets = next(batches)      # (8, 128) int64 each; targets are one token further on
     >>> dataset.tokenizer.decode(inputs[0])
 
-Text comes from a file, a folder, or by default from the `.py` files of the standard library, there on every machine.
-Tokens are bytes (`ByteTokenizer`) or a byte-level BPE (`train_bpe`, kept in the cache). Every twentieth document is for
-validation. `Batches` is deterministic and resumes at the very window where it stopped.
+Text is a file, a folder, or by default the `.py` files of the standard library, which are on every
+machine. Tokens are bytes (`ByteTokenizer`) or a byte-level BPE (`train_bpe`, kept in the cache).
+Every twentieth document is for validation. `Batches` is deterministic, and resumes exactly.
 """
 
 import hashlib
@@ -15,7 +15,9 @@ import os
 import pathlib
 import sysconfig
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,47 +28,44 @@ from ..files import written_aside
 
 ENDINGS = (".txt", ".md", ".py")
 CACHES = {"__pycache__"}
-NOT_LIBRARY = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-}  # skipped in the standard library
+# Folders of the standard library's that are not read.
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 VALIDATION_EVERY = 20
-PIECE = 1 << 18  # characters encoded at once, so that a file of any size needs little memory
+# Characters that are encoded at once: a file of any size needs little memory.
+PIECE = 1 << 18
 
 
-# ---- text -----------------------------------------------------------------------------------------------------------
+# ---- text ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Corpus:
     """Text to train on."""
 
-    documents: "list[str]"  # never empty, no empty document
-    source: str  # where it came from, in words
+    documents: "list[str]"  # at least one; none is empty
+    source: str  # where the text is from, in words
     bytes: int  # length of all documents as UTF-8
 
     def digest(self) -> str:
         """sha256 over the documents and where each ends."""
-        whole = hashlib.sha256()
+        total = hashlib.sha256()
         for document in self.documents:
             data = document.encode()
-            whole.update(len(data).to_bytes(8, "little"))
-            whole.update(data)
-        return whole.hexdigest()
+            total.update(len(data).to_bytes(8, "little"))
+            total.update(data)
+        return total.hexdigest()
 
 
 def _files_below(folder, endings, skip=()):
-    """All files below a folder in the same order everywhere; hidden folders and caches are left out."""
-    found = []
-    for here, folders, files in os.walk(folder):
-        folders[:] = [
-            name for name in folders if not name.startswith(".") and name not in CACHES | set(skip)
-        ]
-        found += [pathlib.Path(here, name) for name in files if name.endswith(endings)]
-    return sorted(found, key=lambda path: path.relative_to(folder).parts)
+    """All files below a folder, in the same order on every machine.
+
+    Hidden folders, caches and folders named in `skip` are left out."""
+    skipped = CACHES | set(skip)
+    paths = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped]
+        paths += [pathlib.Path(parent, name) for name in files if name.endswith(endings)]
+    return sorted(paths, key=lambda path: path.relative_to(folder).parts)
 
 
 def _read_text(path, limit):
@@ -89,12 +88,15 @@ def _read_text(path, limit):
         ) from error
 
 
-def load_text(path=None, *, max_bytes=None) -> Corpus:
-    """Text of a file (any name), a folder (its *.txt, *.md and *.py, recursively, sorted), or the standard library.
+def load_text(path: "str | os.PathLike | None" = None, *, max_bytes: "int | None" = None) -> Corpus:
+    """Text of a file, a folder, or the standard library. A document is a file that is not empty.
 
-    max_bytes: stop after that many bytes of text. One document is one file; empty files in a folder are left out.
-    DataError: no such file or folder, no text in it, a file that cannot be read or is not UTF-8 (with the byte's
-    offset)."""
+    path: a file of any name; a folder, of which *.txt, *.md and *.py are read recursively and
+        sorted; None: the standard library.
+    max_bytes: stop after that many bytes of text.
+
+    Raises DataError for no such file or folder, no text in it, a file that cannot be read or is not
+    UTF-8 (with the byte's offset)."""
     if max_bytes is not None and max_bytes < 1:
         raise ArgumentError(f"max_bytes is {max_bytes}; expected None or at least 1")
     if path is None:
@@ -106,10 +108,12 @@ def load_text(path=None, *, max_bytes=None) -> Corpus:
         source = str(path)
         if not root.exists():
             raise DataError(
-                f"{path} does not exist; expected a text file, or a folder with {', '.join(ENDINGS)} files"
+                f"{path} does not exist; expected a text file, or a folder with "
+                f"{', '.join(ENDINGS)} files"
             )
         files = _files_below(root, ENDINGS) if root.is_dir() else [root]
-    documents, size = [], 0
+    documents = []
+    size = 0
     for file in files:
         if max_bytes is not None and size >= max_bytes:
             break
@@ -121,12 +125,13 @@ def load_text(path=None, *, max_bytes=None) -> Corpus:
         raise DataError(f"{path} is empty; expected a file with UTF-8 text")
     if not documents:
         raise DataError(
-            f"{root} holds no text; expected a folder with {', '.join(ENDINGS)} files that are not empty"
+            f"{root} holds no text; expected a folder with {', '.join(ENDINGS)} files that are "
+            "not empty"
         )
     return Corpus(documents, source, size)
 
 
-# ---- tokens ---------------------------------------------------------------------------------------------------------
+# ---- tokens --------------------------------------------------------------------------------------
 
 
 def _as_bytes(text):
@@ -140,11 +145,10 @@ def _as_bytes(text):
 
 
 def _as_list(tokens, vocab_size):
-    tokens = (
-        tokens.reshape(-1).tolist()
-        if hasattr(tokens, "reshape")
-        else [int(token) for token in tokens]
-    )
+    if hasattr(tokens, "reshape"):
+        tokens = tokens.reshape(-1).tolist()
+    else:
+        tokens = [int(token) for token in tokens]
     for position, token in enumerate(tokens):
         if not 0 <= token < vocab_size:
             raise DataError(
@@ -164,14 +168,14 @@ class ByteTokenizer:
         return np.frombuffer(_as_bytes(text), np.uint8).astype(np.uint16)
 
     def decode(self, tokens) -> str:
-        """Text of an array, tensor or iterable of tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Text of an array, tensor or iterable of tokens; bytes that are no UTF-8 become U+FFFD."""
         return bytes(_as_list(tokens, 256)).decode("utf-8", errors="replace")
 
 
 class BPETokenizer:
-    """Byte-level BPE of the `tokenizers` library: any text has tokens, and they decode to the same text.
+    """Byte-level BPE of the `tokenizers` library: any text has tokens, which decode to that text.
 
-    `to_json()` is the whole tokenizer as text, and `BPETokenizer(text)` is that tokenizer again."""
+    description: what `to_json()` of another one returned."""
 
     def __init__(self, description: str):
         from tokenizers import Tokenizer
@@ -180,15 +184,16 @@ class BPETokenizer:
         self.vocab_size = self._tokenizer.get_vocab_size()
 
     def to_json(self) -> str:
+        """All of the tokenizer as text."""
         return self._tokenizer.to_str()
 
     def encode(self, text: str) -> np.ndarray:
-        """(N,) uint16. Text is encoded in pieces of 262,144 characters; no token crosses their borders."""
+        """(N,) uint16. Text is encoded in pieces of 262,144 characters, which no token crosses."""
         _as_bytes(text)
-        return self._encode_all([text])[0]
+        return self.encode_all([text])[0]
 
-    def _encode_all(self, texts) -> "list[np.ndarray]":
-        """One array per text, several texts at a time on all cores."""
+    def encode_all(self, texts: "list[str]") -> "list[np.ndarray]":
+        """`encode` of each text, several texts at a time on all cores."""
         pieces = [
             (index, text[start : start + PIECE])
             for index, text in enumerate(texts)
@@ -205,12 +210,14 @@ class BPETokenizer:
         return [np.concatenate(part) for part in parts]
 
     def decode(self, tokens) -> str:
-        """Text of an array, tensor or iterable of tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Text of an array, tensor or iterable of tokens; bytes that are no UTF-8 become U+FFFD."""
         return self._tokenizer.decode(_as_list(tokens, self.vocab_size), skip_special_tokens=False)
 
 
 def _cached(name, make):
-    """The bytes that `make()` gives, kept as <cache>/bpe/<name> behind their sha256; a damaged entry is made again."""
+    """The bytes that `make()` returns, kept as <cache>/bpe/<name> behind their sha256.
+
+    A damaged entry is made again."""
     folder = cache_dir()
     if folder is None:
         return make()
@@ -235,10 +242,12 @@ def _cached(name, make):
     return content
 
 
-def train_bpe(corpus: Corpus, vocab_size=32768, cache=True) -> BPETokenizer:
-    """Byte-level BPE of up to `vocab_size` entries (256 to 65,536; fewer if the text has too few repeated pairs).
+def train_bpe(corpus: Corpus, vocab_size: int = 32768, cache: bool = True) -> BPETokenizer:
+    """Train a byte-level BPE on a text.
 
-    Trained once per text and size (about 7 s for the standard library on two cores), then read from the cache."""
+    vocab_size: 256 to 65,536; the tokenizer has fewer entries if too few pairs repeat.
+    cache: read a tokenizer that was trained on this text with this size before. Training takes
+        about 7 s for the standard library on two cores."""
     if not 256 <= vocab_size <= 65536:
         raise ArgumentError(
             f"vocab_size is {vocab_size}; expected 256 (the bytes) to 65536 (what fits uint16)"
@@ -258,12 +267,11 @@ def train_bpe(corpus: Corpus, vocab_size=32768, cache=True) -> BPETokenizer:
         tokenizer.train_from_iterator(corpus.documents, trainer, length=len(corpus.documents))
         return tokenizer.to_str().encode()
 
-    return BPETokenizer(
-        (_cached(f"{corpus.digest()}-{vocab_size}.json", train) if cache else train()).decode()
-    )
+    data = _cached(f"{corpus.digest()}-{vocab_size}.json", train) if cache else train()
+    return BPETokenizer(data.decode())
 
 
-# ---- datasets -------------------------------------------------------------------------------------------------------
+# ---- datasets ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,8 +286,10 @@ class TokenDataset:
 
 
 def _split(documents):
-    """(train, val) of a list of token arrays: every twentieth document is for validation, if that gives at least a
-    fiftieth of the tokens; otherwise the last tenth of all tokens is."""
+    """(train, val) of a list of token arrays.
+
+    Every twentieth document is for validation, if that gives at least a fiftieth of the tokens;
+    otherwise the last tenth of all tokens is."""
     val = documents[VALIDATION_EVERY - 1 :: VALIDATION_EVERY]
     if sum(map(len, val)) * 50 >= sum(map(len, documents)):
         train = [
@@ -291,14 +301,23 @@ def _split(documents):
     return tokens[:cut], tokens[cut:]
 
 
-def make_dataset(path=None, tokenizer="byte", max_bytes=None, vocab_size=32768) -> TokenDataset:
-    """Text (as `load_text` reads it) as tokens, split into training and validation.
+def make_dataset(
+    path: "str | os.PathLike | None" = None,
+    tokenizer: Any = "byte",
+    max_bytes: "int | None" = None,
+    vocab_size: int = 32768,
+) -> TokenDataset:
+    """A text as tokens, split into training and validation.
 
-    tokenizer: "byte" (256 tokens), "bpe" (trained on this text, up to `vocab_size` tokens), or a tokenizer you have.
-    BPE tokenizer and tokens are kept in the cache, so that only the first call for a text takes time."""
+    path, max_bytes: which text, see `load_text`.
+    tokenizer: "byte" (256 tokens), "bpe" (trained on this text, up to `vocab_size` tokens), or a
+        tokenizer you have.
+
+    A BPE and its tokens are kept in the cache: only the first call for a text takes time."""
     if isinstance(tokenizer, str) and tokenizer not in ("byte", "bpe"):
         raise ArgumentError(
-            f"tokenizer is {tokenizer!r}; expected 'byte', 'bpe', or an object with encode and decode"
+            f"tokenizer is {tokenizer!r}; expected 'byte', 'bpe', or an object with encode and "
+            "decode"
         )
     corpus = load_text(path, max_bytes=max_bytes)
     if isinstance(tokenizer, str):
@@ -307,7 +326,7 @@ def make_dataset(path=None, tokenizer="byte", max_bytes=None, vocab_size=32768) 
         key = hashlib.sha256((corpus.digest() + tokenizer.to_json()).encode()).hexdigest()
 
         def encode():
-            arrays = tokenizer._encode_all(corpus.documents)
+            arrays = tokenizer.encode_all(corpus.documents)
             lengths = np.array([len(arrays), *map(len, arrays)], "<i8")
             return lengths.tobytes() + np.concatenate(arrays).astype("<u2").tobytes()
 
@@ -321,11 +340,13 @@ def make_dataset(path=None, tokenizer="byte", max_bytes=None, vocab_size=32768) 
     return TokenDataset(train, val, tokenizer.vocab_size, tokenizer, corpus.source)
 
 
-# ---- batches --------------------------------------------------------------------------------------------------------
+# ---- batches -------------------------------------------------------------------------------------
 
 
-def _window_count(tokens, T):
-    """How many windows of T inputs there are; window i has inputs [i*T, (i+1)*T) and targets one further."""
+def _sequence_count(tokens: torch.Tensor, T: int) -> int:
+    """How many sequences of T inputs there are.
+
+    Sequence i has inputs [i*T, (i+1)*T), and targets one token further on."""
     if tokens.dim() != 1 or tokens.is_floating_point() or tokens.device.type != "cpu":
         raise ArgumentError(
             f"tokens are {tokens.dtype} {list(tokens.shape)} on {tokens.device}; "
@@ -335,15 +356,17 @@ def _window_count(tokens, T):
         raise ArgumentError(f"T is {T}; expected at least 1")
     if len(tokens) < T + 1:
         raise DataError(
-            f"too little text: {len(tokens)} tokens, but one window of T={T} needs {T + 1}"
+            f"too little text: {len(tokens)} tokens, but one sequence of T={T} needs {T + 1}"
         )
     return (len(tokens) - 1) // T
 
 
-def _gather(tokens, windows, T, device, pin=False):
-    """(inputs, targets) of some windows, each (len(windows), T) int64, in one copy; to a GPU from pinned memory."""
+def _gather(tokens, indices, T, device, pin=False) -> "tuple[torch.Tensor, torch.Tensor]":
+    """(inputs, targets) of the sequences with these indices, each (len(indices), T) int64.
+
+    Both in one copy, which to a GPU is from pinned memory."""
     device = torch.device(device)
-    positions = windows.view(1, -1, 1) * T + torch.arange(T) + torch.tensor([0, 1]).view(2, 1, 1)
+    positions = indices.view(1, -1, 1) * T + torch.arange(T) + torch.tensor([0, 1]).view(2, 1, 1)
     both = tokens[positions].long()
     if pin or device.type == "cuda":
         both = both.pin_memory()
@@ -356,125 +379,162 @@ def _check_rank(rank, ranks):
         raise ArgumentError(f"rank is {rank} of {ranks}; expected 0 to {max(ranks, 1) - 1}")
 
 
-def shard(batches, rank, ranks, *, seed=None, epoch=0) -> list:
-    """Rank `rank`'s share of a list of batches (or files, or anything): numbers rank, rank + ranks, ... of them.
+def shard(
+    batches: Iterable, rank: int, ranks: int, *, seed: "int | None" = None, epoch: int = 0
+) -> list:
+    """Rank `rank`'s share of a list of batches (or files, or anything): every `ranks`-th of them.
 
-    seed: shuffle them first, anew in each epoch (seed + epoch). The shares are disjoint and complete, and all as long as the
-    longest: at its end a rank that has none left has None there, with which it takes part in a step without a batch.
-    DataError when there are fewer batches than ranks."""
+    seed: shuffle them first, with seed + epoch.
+
+    The shares are disjoint and complete, and equally long: a rank that has one less has None at the
+    end, with which it takes part in a step without a batch.
+    Raises DataError when there are fewer batches than ranks."""
     _check_rank(rank, ranks)
     batches = list(batches)
     if len(batches) < ranks:
         raise DataError(f"{len(batches)} batches for {ranks} ranks; expected at least one for each")
     if seed is not None:
-        batches = [
-            batches[i]
-            for i in torch.randperm(
-                len(batches), generator=torch.Generator().manual_seed(seed + epoch)
-            ).tolist()
-        ]
-    mine = batches[rank::ranks]
-    return mine + [None] * (-(-len(batches) // ranks) - len(mine))
+        generator = torch.Generator().manual_seed(seed + epoch)
+        order = torch.randperm(len(batches), generator=generator)
+        batches = [batches[i] for i in order.tolist()]
+    share = batches[rank::ranks]
+    longest = -(-len(batches) // ranks)
+    return share + [None] * (longest - len(share))
 
 
 class Batches:
-    """Endless, deterministic batches of windows of T tokens, shuffled anew in every epoch.
+    """Endless, deterministic batches of sequences of T tokens, shuffled anew in every epoch.
 
-    Inputs of different windows share no token, and an epoch visits each window once (only the last, incomplete one is
-    left out), so that each token is a target once. A batch that begins at the end of an epoch goes on into the next.
+    Sequences do not overlap, and an epoch visits each once: each token is a target once. Only the
+    last, incomplete sequence is left out. A batch at the end of an epoch goes on into the next.
 
-    tokens: (N,) integer tensor on the CPU; batch: windows per batch; T: tokens per window; seed: seed + epoch seeds the
-    shuffle; device: where batches go, without waiting; pin: leave CPU batches in pinned memory, for copies of your own.
-    rank, ranks: this rank's share, a batch each; all windows are still visited once. Micro-batches (batch / micro_batches
-    windows) go to the ranks in turn, so that what all ranks take together in a step depends on ranks * micro_batches only:
-    a run can be continued with another number of ranks. The position is the same on every rank.
-    DataError when there is not one whole window (T + 1 tokens), or an epoch has fewer batches than there are ranks."""
+    tokens: (N,) integer tensor on the CPU.
+    batch: sequences per batch.
+    T: tokens per sequence.
+    seed: seed + epoch seeds the shuffle.
+    device: where batches are copied, without waiting.
+    pin: leave CPU batches in pinned memory, for copies of your own.
+    rank, ranks: this rank's share, a batch of each step. All ranks visit each sequence once.
+    micro_batches: of a step on each rank. They go to the ranks in turn, so that a step of all ranks
+        depends on ranks * micro_batches only, and a run can go on with another number of ranks.
+
+    The position is the same on every rank.
+    Raises DataError when there is not one whole sequence (T + 1 tokens), or an epoch has fewer
+    batches than there are ranks."""
 
     def __init__(
-        self, tokens, batch, T, seed=0, device="cpu", pin=False, rank=0, ranks=1, micro_batches=1
+        self,
+        tokens: torch.Tensor,
+        batch: int,
+        T: int,
+        seed: int = 0,
+        device: "str | torch.device" = "cpu",
+        pin: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
+        micro_batches: int = 1,
     ):
         if batch < 1:
             raise ArgumentError(f"batch is {batch}; expected at least 1")
         _check_rank(rank, ranks)
         if micro_batches < 1 or batch % micro_batches and ranks > 1:
             raise ArgumentError(
-                f"a batch of {batch} windows in {micro_batches} micro-batches; expected equal ones on {ranks} ranks"
+                f"a batch of {batch} sequences in {micro_batches} micro-batches; expected equal "
+                f"ones on {ranks} ranks"
             )
-        self.tokens, self.batch, self.T, self.seed, self.device, self.pin = (
-            tokens,
-            batch,
-            T,
-            seed,
-            device,
-            pin,
-        )
-        self.rank, self.ranks, self.micro_batches = rank, ranks, micro_batches
-        self.windows = _window_count(tokens, T)  # per epoch
-        if self.windows < ranks * batch and ranks > 1:
+        self.tokens = tokens
+        self.batch = batch
+        self.T = T
+        self.seed = seed
+        self.device = device
+        self.pin = pin
+        self.rank = rank
+        self.ranks = ranks
+        self.micro_batches = micro_batches
+        self.sequences = _sequence_count(tokens, T)  # per epoch
+        if self.sequences < ranks * batch and ranks > 1:
             raise DataError(
-                f"too little text: an epoch has {self.windows} windows of T={T}, {self.windows // batch} batches of {batch}, for "
-                f"{ranks} ranks; expected at least one batch for each"
+                f"too little text: an epoch has {self.sequences} sequences of T={T}, "
+                f"{self.sequences // batch} batches of {batch}, for {ranks} ranks; expected at "
+                "least one batch for each"
             )
         self.tokens_per_batch = batch * T
         self._go_to(epoch=0, index=0)
 
     def _go_to(self, epoch, index):
         generator = torch.Generator().manual_seed(self.seed + epoch)
-        self.epoch, self.index = epoch, index  # `index` windows of this epoch are done
-        self._order = torch.randperm(self.windows, generator=generator)
+        self.epoch = epoch
+        self.index = index  # sequences of this epoch that are done
+        self._order = torch.randperm(self.sequences, generator=generator)
 
-    def __iter__(self):
+    def __iter__(self) -> "Batches":
         return self
 
-    def __next__(self):
+    def __next__(self) -> "tuple[torch.Tensor, torch.Tensor]":
         """(inputs, targets), each (batch, T) int64 on `device`."""
-        parts, missing = [], self.batch * self.ranks
+        parts = []
+        missing = self.batch * self.ranks
         while missing:
-            if self.index == self.windows:
+            if self.index == self.sequences:
                 self._go_to(self.epoch + 1, 0)
-            parts.append(self._order[self.index : self.index + missing])
-            self.index += len(parts[-1])
-            missing -= len(parts[-1])
-        windows = torch.cat(parts)
+            part = self._order[self.index : self.index + missing]
+            parts.append(part)
+            self.index += len(part)
+            missing -= len(part)
+        indices = torch.cat(parts)
         if self.ranks > 1:
-            windows = windows.view(self.micro_batches, self.ranks, -1)[:, self.rank].flatten()
-        return _gather(self.tokens, windows, self.T, self.device, self.pin)
+            indices = indices.view(self.micro_batches, self.ranks, -1)[:, self.rank].flatten()
+        return _gather(self.tokens, indices, self.T, self.device, self.pin)
 
     def state_dict(self) -> dict:
-        """The position: epoch, windows done in it by all ranks, and what they depend on. Batch size and ranks may change at a resume."""
+        """The position: epoch, sequences done in it by all ranks, and what they depend on.
+
+        Batch size and number of ranks may change at a resume."""
         return {
             "epoch": self.epoch,
             "index": self.index,
             "seed": self.seed,
-            "windows": self.windows,
+            "sequences": self.sequences,
             "T": self.T,
         }
 
     def load_state_dict(self, state: dict):
-        """Continue where `state_dict()` was taken. DataError, and no change, if the text or T was another."""
-        for key in ("windows", "T"):
-            if state[key] != getattr(self, key):
+        """Continue where `state_dict()` was taken.
+
+        Raises DataError, and changes nothing, if the text or T was another."""
+        for key in ("sequences", "T"):
+            stored, expected = state.get(key), getattr(self, key)
+            if stored != expected:
                 raise DataError(
-                    f"the data position has {key}={state[key]}, expected {key}={getattr(self, key)}: "
+                    f"the data position has {key}={stored}, expected {key}={expected}: "
                     "it was taken on another text or with another T"
                 )
-        if not (state["epoch"] >= 0 and 0 <= state["index"] <= self.windows):
+        if not (state["epoch"] >= 0 and 0 <= state["index"] <= self.sequences):
             raise DataError(
                 f"the data position is epoch {state['epoch']}, index {state['index']}; "
-                f"expected an epoch of at least 0 and an index of 0 to {self.windows}"
+                f"expected an epoch of at least 0 and an index of 0 to {self.sequences}"
             )
         self.seed = state["seed"]
         self._go_to(state["epoch"], state["index"])
 
 
-def val_batches(tokens, batch, T, limit=None, device="cpu"):
-    """The first `limit` batches of a text in order (None: all), as a list of (inputs, targets), each (batch, T) int64.
+def val_batches(
+    tokens: torch.Tensor,
+    batch: int,
+    T: int,
+    limit: "int | None" = None,
+    device: "str | torch.device" = "cpu",
+) -> "list[tuple[torch.Tensor, torch.Tensor]]":
+    """The batches of a text in order: (inputs, targets), each (batch, T) int64 on `device`.
 
-    All have `batch` windows, and what is left at the end is not used; a text of fewer windows gives one smaller batch.
-    DataError when there is not one whole window (T + 1 tokens)."""
+    limit: only the first ones.
+
+    All have `batch` sequences, and what is left at the end is not used; a text of fewer sequences
+    gives one smaller batch. Raises DataError when there is no whole sequence (T + 1 tokens)."""
     if batch < 1:
         raise ArgumentError(f"batch is {batch}; expected at least 1")
-    windows = torch.arange(_window_count(tokens, T))
-    whole = len(windows) // batch * batch or len(windows)
-    chunks = windows[:whole].split(batch)[:limit]
-    return [_gather(tokens, chunk, T, device) for chunk in chunks]
+    count = _sequence_count(tokens, T)
+    whole = count // batch * batch or count
+    return [
+        _gather(tokens, indices, T, device) for indices in torch.arange(whole).split(batch)[:limit]
+    ]

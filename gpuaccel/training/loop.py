@@ -1,9 +1,10 @@
-"""The loop around a step: readings, validation, a schedule, metrics, checkpoints.
+"""The training loop around a step: readings, validation, a schedule, metrics, checkpoints.
 
     >>> for reading in ga.train(step, batches, steps=200, metrics="run.jsonl"):
     ...     print(reading.tokens_per_s, reading.loss)
 
-Nothing in it waits for the device but validation, checkpoints and the last step; what the host sees of a step it sees late.
+The loop waits for the device in validation, checkpoints and the last step only. The losses that it
+yields are those that have arrived, from a few steps before.
 """
 
 import contextlib
@@ -13,76 +14,110 @@ import math
 import pathlib
 import time
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import DataError
-from ..measure.meter import LateValue, Meter
-from . import checkpoint as checkpoints
+from ..files import written_aside
+from ..measure import LateValue, Meter, Reading
+from .checkpoint import (
+    checkpoint_path,
+    latest_checkpoint,
+    load_checkpoint,
+    prune_checkpoints,
+    random_state,
+    save_checkpoint,
+)
 from .micro import is_split
 from .step import TrainStep, token_loss
 
-AHEAD = 2  # steps that the host may be ahead of the device: a Stop is heard, and readings are fresh
+# Steps that the host may be ahead of the device. Few, so that readings are fresh.
+AHEAD = 2
 
 
-def warmup_cosine(opt, warmup: int, steps: int, floor: float = 0.1):
-    """A torch scheduler: linear warm-up over `warmup` steps (the first one is already above zero), then a cosine to floor * lr."""
+def warmup_cosine(
+    opt: torch.optim.Optimizer, warmup: int, steps: int, floor: float = 0.1
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """A learning-rate scheduler: linear warm-up, then a cosine.
+
+    warmup: steps until the learning rate of `opt` is reached; the first one is above zero already.
+    steps: where the cosine ends.
+    floor: what the cosine ends at, as a fraction of the learning rate."""
 
     def factor(i):
         if i < warmup:
             return (i + 1) / warmup
-        return floor + (1 - floor) * 0.5 * (
-            1 + math.cos(math.pi * min(1.0, (i - warmup) / max(1, steps - warmup)))
-        )
+        progress = min(1.0, (i - warmup) / max(1, steps - warmup))
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
     return torch.optim.lr_scheduler.LambdaLR(opt, factor)
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches, loss_fn=token_loss) -> float:
-    """Mean loss per token over `batches`, without gradients, in eval mode. Waits for the device once, at the end."""
-    was_training, total, tokens = model.training, 0.0, 0
+def evaluate(model: nn.Module, batches: Iterable, loss_fn: Callable = token_loss) -> float:
+    """Mean loss per token over `batches`, without gradients, in eval mode.
+
+    loss_fn: (model, batch) -> (sum of losses, number of tokens).
+    Waits for the device once, at the end."""
+    was_training = model.training
+    total: Any = 0.0
+    tokens: Any = 0
     model.eval()
     try:
         for batch in batches:
             loss, count = loss_fn(model, batch)
-            total, tokens = total + loss.double(), tokens + count
+            total = total + loss.double()
+            tokens = tokens + count
     finally:
         model.train(was_training)
     return float(total / tokens)
 
 
 class Metrics:
-    """A JSON line per step: step, loss, norm, lr, tokens, tokens_per_s, val_loss. A line is written once its loss has arrived."""
+    """A file with one JSON line per step: step, loss, lr, tokens, tokens_per_s, val_loss.
 
-    def __init__(self, path, resumed_at: int = 0):
-        self.path, self.waiting = pathlib.Path(path), deque()
+    A line is written once its loss has arrived from the device.
+
+    path: made if missing.
+    resumed_step: lines up to this step are kept; a resumed run writes those after it again."""
+
+    def __init__(self, path: "str | pathlib.Path", resumed_step: int = 0):
+        self.path = pathlib.Path(path)
+        self.pending: "deque[tuple[dict, LateValue]]" = deque()
         try:
-            kept = []
-            if resumed_at and self.path.is_file():  # lines after the checkpoint will be made again
-                for line in self.path.read_text().splitlines():
-                    with contextlib.suppress(ValueError, KeyError):
-                        if json.loads(line)["step"] <= resumed_at:
-                            kept.append(line + "\n")
+            lines = self._lines_until(resumed_step)
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with checkpoints.written_aside(self.path) as file:
-                file.write("".join(kept).encode())
+            with written_aside(self.path) as file:
+                file.write("".join(lines).encode())
             self.file = open(self.path, "a", buffering=1)
         except OSError as error:
             raise DataError(
                 f"the metrics file {self.path} cannot be written: {error.strerror}"
             ) from None
 
+    def _lines_until(self, step: int) -> "list[str]":
+        lines: "list[str]" = []
+        if not step or not self.path.is_file():
+            return lines
+        for line in self.path.read_text().splitlines():
+            # A run that was killed may have left half a line.
+            with contextlib.suppress(ValueError, KeyError):
+                if json.loads(line)["step"] <= step:
+                    lines.append(line + "\n")
+        return lines
+
     def add(self, row: dict, loss: Tensor):
         late = LateValue()
         late.put(loss)
-        self.waiting.append((row, late))
+        self.pending.append((row, late))
         self.flush()
 
     def flush(self):
-        while self.waiting and (loss := self.waiting[0][1].get()) is not None:
-            row, _ = self.waiting.popleft()
+        while self.pending and (loss := self.pending[0][1].get()) is not None:
+            row, _ = self.pending.popleft()
             self.file.write(json.dumps({"step": row.pop("step"), "loss": loss, **row}) + "\n")
 
     def close(self):
@@ -90,112 +125,131 @@ class Metrics:
         self.file.close()
 
 
+class _Checkpoints:
+    """Saves and resumes one run's checkpoints, on one rank or on all ranks at once."""
+
+    def __init__(self, step: TrainStep, batches, folder, keep: int, extra: "dict | None"):
+        self.step = step
+        self.folder = folder
+        self.keep = keep
+        self.extra = extra
+        self.saved_step = -1
+        self.state = dict(
+            model=step.model,
+            optimizer=step.opt,
+            arena=step.arena,
+            scheduler=step.scheduler,
+            batches=batches if hasattr(batches, "state_dict") else None,
+        )
+
+    def resume(self):
+        """Go on from the newest checkpoint, if there is one."""
+        reducer = self.step.reducer
+        path = latest_checkpoint(self.folder) if self.folder else None
+        if path is not None:
+            rank = 0 if reducer is None else reducer.rank
+            with self.step.gathered():
+                self.step.count = load_checkpoint(path, **self.state, rank=rank)["step"]
+        self.saved_step = self.step.count
+
+    def save(self):
+        """Write a checkpoint, unless this step has one. Every rank calls it after the same step."""
+        if not self.folder or self.saved_step == self.step.count:
+            return
+        reducer = self.step.reducer
+        ranks = () if reducer is None else reducer.gather(random_state())
+        with self.step.gathered():
+            if reducer is None or reducer.rank == 0:
+                path = checkpoint_path(self.folder, self.step.count)
+                save_checkpoint(
+                    path, step=self.step.count, extra=self.extra, ranks=ranks, **self.state
+                )
+                prune_checkpoints(self.folder, self.keep)
+        # No rank may look for a checkpoint that is not there yet.
+        if reducer is not None:
+            reducer.barrier()
+        self.saved_step = self.step.count
+
+
 def train(
     step: TrainStep,
-    batches,
+    batches: Iterable,
     steps: int,
     *,
-    val=None,
+    val: "list | None" = None,
     val_every: int = 0,
-    metrics=None,
-    checkpoint_dir=None,
+    metrics: "str | pathlib.Path | None" = None,
+    checkpoint_dir: "str | pathlib.Path | None" = None,
     checkpoint_every: int = 0,
     keep: int = 3,
     resume: bool = False,
     extra: "dict | None" = None,
-):
-    """Take optimizer steps until `steps` have been taken in all; yields a meter.Reading after each.
+) -> Iterator[Reading]:
+    """Take optimizer steps until `steps` have been taken in all; yields a reading after each.
 
-    batches: an iterator of batches (data.Batches can be resumed). val: list of batches, evaluated every `val_every` steps and at the
-    end. metrics: path of a JSON-lines file. checkpoint_dir: a checkpoint every `checkpoint_every` steps, at the end, and when the
-    loop is left between two steps (Stop, break); the newest `keep` stay. An error or a Ctrl-C inside a step writes none: the data has
-    moved on, the weights may not have. resume: go on from the newest checkpoint there, bit-identically;
-    without one, from the beginning. extra: JSON kept in each checkpoint.
+    batches: an iterator of batches. A run over data.Batches can be resumed.
+    val: batches that are evaluated every `val_every` steps and at the end.
+    metrics: path of a file with one JSON line per step.
+    checkpoint_dir: folder for a checkpoint every `checkpoint_every` steps, at the end, and when the
+        loop is left between two steps (by a Stop button, by break). An error or a Ctrl-C inside a
+        step writes none: the data have moved on, the weights perhaps not.
+    keep: how many of the newest checkpoints stay.
+    resume: continue from the newest checkpoint there, bit-identically; without one, begin.
+    extra: plain values that each checkpoint keeps.
 
-    With several ranks each calls it with the same arguments and its own batches, and leaves it after the same step; a rank that leaves it early
-    writes no checkpoint, unless all were asked to stop (Reducer.asked_to_stop()). Rank 0 writes metrics and
-    checkpoints; all of them read these, so that the folder has to be one that they share, and the run may go on with another number of ranks.
-    A checkpoint keeps torch's generators of each rank; Python's and numpy's are rank 0's."""
-    first = step.reducer is None or step.reducer.rank == 0
-    state = dict(
-        model=step.model,
-        optimizer=step.opt,
-        arena=step.arena,
-        scheduler=step.scheduler,
-        batches=batches if hasattr(batches, "state_dict") else None,
-    )
-    if resume and checkpoint_dir and (last := checkpoints.latest_checkpoint(checkpoint_dir)):
-        with step.gathered():
-            step.count = checkpoints.load_checkpoint(
-                last, **state, rank=step.reducer.rank if step.reducer else 0
-            )["step"]
-    saved = step.count if resume else -1
-
-    def save():
-        nonlocal saved
-        if checkpoint_dir and saved != step.count:
-            ranks = (
-                step.reducer.gather(checkpoints.random_state()) if step.reducer is not None else ()
-            )
-            with step.gathered():
-                if first:
-                    checkpoints.save_checkpoint(
-                        checkpoints.checkpoint_path(checkpoint_dir, step.count),
-                        step=step.count,
-                        extra=extra,
-                        ranks=ranks,
-                        **state,
-                    )
-                    checkpoints.prune_checkpoints(checkpoint_dir, keep)
-            if step.reducer is not None:
-                step.reducer.barrier()  # nobody looks for a checkpoint that is not there yet
-            saved = step.count
-
+    With several ranks each calls it with the same arguments and its own batches, and leaves it
+    after the same step. A rank that leaves earlier writes no checkpoint, unless all were asked to
+    stop (Reducer.asked_to_stop()). Rank 0 writes metrics and checkpoints. All ranks read the
+    checkpoints, so the folder has to be shared; a run can be resumed with another number of ranks.
+    A checkpoint holds torch's generators of each rank, and Python's and NumPy's of rank 0."""
+    checkpoints = _Checkpoints(step, batches, checkpoint_dir, keep, extra)
+    if resume:
+        checkpoints.resume()
+    reducer = step.reducer
+    world = 1 if reducer is None else reducer.world
     meter = step.meter = step.meter or Meter(step.arena.device)
-    lines = Metrics(metrics, step.count) if metrics and first else None
-    whole, seen, done = True, None, False  # no step is half done; tokens of all steps
+    lines = None
+    if metrics and (reducer is None or reducer.rank == 0):
+        lines = Metrics(metrics, step.count)
+    in_step = False
+    total_tokens = None
+    done = False
     try:
         for batch in batches if step.count < steps else ():
-            whole, lr = False, step.opt.param_groups[0]["lr"]
+            lr = step.opt.param_groups[0]["lr"]
+            in_step = True
             out = step(batch)
-            whole = True
+            in_step = False
             done = step.count >= steps
-            val_loss = (
-                evaluate(step.model, val)
-                if val and (done or val_every and step.count % val_every == 0)
-                else None
-            )
-            tokens = _tokens_in(batch) * (
-                1 if step.reducer is None else step.reducer.world
-            )  # the host knows its own; the others have as many
-            while (
-                meter.queued() >= AHEAD
-            ):  # a replay takes the host no time: asked again and again, never waited for
+            val_loss = None
+            if val and (done or (val_every and step.count % val_every == 0)):
+                val_loss = evaluate(step.model, val)
+            # The host knows the tokens of its own batch; other ranks have as many.
+            tokens = _tokens_in(batch) * world
+            # A replay takes the host no time. Polling keeps it from running far ahead.
+            while meter.queued() >= AHEAD:
                 time.sleep(1e-4)
-            norms = [
-                None if n is None else torch.linalg.vector_norm(n) if n.dim() else n
-                for n in (out.norm, out.clipped_norm)
-            ]
-            reading = meter.update(tokens, out.loss, norms[0], val_loss, norms[1])
+            norm = _total_norm(out.norm)
+            reading = meter.update(tokens, out.loss, norm, val_loss, _total_norm(out.clipped_norm))
             if done:
-                reading = dataclasses.replace(
-                    meter.finish(), val_loss=val_loss
-                )  # the last one waits, and knows its own loss
-            before = step.count - reading.step  # steps of an earlier run, when resumed
-            reading = dataclasses.replace(
-                reading, step=step.count, loss_step=reading.loss_step and reading.loss_step + before
-            )
+                # The last reading waits for its own loss.
+                reading = dataclasses.replace(meter.finish(), val_loss=val_loss)
+            reading = _count_from(reading, step.count)
             if lines:
-                seen = tokens * step.count if seen is None else seen + tokens
+                total_tokens = (
+                    tokens * step.count if total_tokens is None else total_tokens + tokens
+                )
                 row = {
                     "step": step.count,
                     "lr": lr,
-                    "tokens": seen,
+                    "tokens": total_tokens,
                     "tokens_per_s": round(reading.tokens_per_s, 1),
                 }
-                lines.add(row if val_loss is None else {**row, "val_loss": val_loss}, out.loss)
+                if val_loss is not None:
+                    row["val_loss"] = val_loss
+                lines.add(row, out.loss)
             if checkpoint_every and step.count % checkpoint_every == 0:
-                save()
+                checkpoints.save()
             yield reading
             if done:
                 break
@@ -204,22 +258,32 @@ def train(
             torch.cuda.synchronize(step.arena.device)
         if lines:
             lines.close()
-        together = (
-            step.reducer is None or step.reducer.world == 1 or done or step.reducer.asked_to_stop()
-        )  # else others may not come along
-        if whole and together:
-            save()
+        # A checkpoint needs every rank: one that leaves alone must not wait for the others.
+        all_ranks_leave = reducer is None or world == 1 or done or reducer.asked_to_stop()
+        if all_ranks_leave and not in_step:
+            checkpoints.save()
+
+
+def _total_norm(norm: "Tensor | None") -> "Tensor | None":
+    """One norm of all gradients; with a scope, an optimizer gives one norm per group."""
+    return torch.linalg.vector_norm(norm) if norm is not None and norm.dim() else norm
+
+
+def _count_from(reading: Reading, count: int) -> Reading:
+    """A reading whose steps count those of an earlier run, too. count: steps taken in all."""
+    earlier = count - reading.step
+    loss_step = reading.loss_step and reading.loss_step + earlier
+    return dataclasses.replace(reading, step=count, loss_step=loss_step)
 
 
 def _tokens_in(batch) -> int:
     """Tokens of a batch as the host knows them: elements of its first tensor."""
-    if batch is None:  # a rank that has none left
+    # A rank that has no batch left takes part in the step without one.
+    if batch is None:
         return 0
     if is_split(batch):
         return sum(map(_tokens_in, batch))
-    first = (
-        batch
-        if isinstance(batch, Tensor)
-        else next(iter(batch.values() if isinstance(batch, dict) else batch))
-    )
+    if isinstance(batch, Tensor):
+        return batch.numel()
+    first = next(iter(batch.values() if isinstance(batch, dict) else batch))
     return first.numel()

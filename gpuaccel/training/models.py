@@ -1,20 +1,28 @@
-"""Transformers small enough to read: a Llama with the nine tensors per block of the reference system, GPT-2, and one of polynomial attention.
+"""Transformers small enough to read: Llama, GPT-2, and one of polynomial attention.
 
-    >>> model = ga.Transformer(ga.preset("tiny"))            # byte tokens, trains on two CPU cores
-    >>> model = ga.GPT2(ga.preset("gpt2-124m"))              # or ga.preset(...).build() for each family
-    >>> logits = model(tokens)                               # (B, T) int64 -> (B, T, V)
-    >>> ga.generate(model, tokens, 100, seed=0)              # (B, T + 100)
+    >>> model = ga.Transformer(ga.preset("tiny"))      # byte tokens, trains on two CPU cores
+    >>> model = ga.GPT2(ga.preset("gpt2-124m"))        # or ga.preset(...).build() for each family
+    >>> logits = model(tokens)                         # (B, T) int64 -> (B, T, V)
+    >>> ga.generate(model, tokens, 100, seed=0)        # (B, T + 100)
 
-Llama's block: x = x + Attention(input_norm(x)), then x = x + down(silu(gate(h)) * up(h)) with h = post_attn_norm(x). Attention is causal,
-with rotary positions (Su et al., 2021) and grouped key/value heads (Ainslie et al., 2023). GPT-2's (Radford et al., 2019): positions are
-learned (ga.Encoder), LayerNorm and biases, x = x + proj(Attention(qkv(ln_1(x)))), then x = x + down(gelu(up(ln_2(x)))), and the embedding is
-the output layer too. Family "poly" has Llama's frame and blocks of x = x + PolyAttention(norm(x)), then x = RichardsGLU(x), whose residual is
-inside; positions are in its attention. Shapes: B batch, T time, H hidden, V vocabulary.
+Family "llama", nine weight tensors per block: x = x + Attention(input_norm(x)), then
+x = x + down(silu(gate(h)) * up(h)) with h = post_attn_norm(x). Attention is causal, with rotary
+positions (Su et al., 2021) and grouped key/value heads (Ainslie et al., 2023).
+
+Family "gpt2" (Radford et al., 2019), LayerNorm and biases: x = x + proj(Attention(qkv(ln_1(x)))),
+then x = x + down(gelu(up(ln_2(x)))). Positions are learned (ga.Encoder), and the embedding is the
+output layer too.
+
+Family "poly", the rest as Llama: x = x + PolyAttention(norm(x)), then x = RichardsGLU(x), whose
+residual is inside. Positions are in its attention.
+
+Shapes: B batch, T time, H hidden, V vocabulary.
 """
 
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,29 +37,29 @@ from ..nn.richards_glu import RichardsGLU
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of a model. head_dim defaults to hidden / heads, and heads * head_dim may differ from hidden. family: "llama", "gpt2" (always
-    tied) or "poly"; the latter two have as many key/value heads as heads. degree, window: of polynomial attention."""
+    """Sizes of a model. Raises ArgumentError for sizes that do not fit each other."""
 
     vocab: int
     hidden: int
     intermediate: int
     layers: int
     heads: int
-    kv_heads: int
+    kv_heads: int  # families gpt2 and poly: as many as heads
     T: int  # longest sequence
-    head_dim: "int | None" = None
-    tied: bool = False  # one tensor for embedding and LM head
+    head_dim: int = 0  # default: hidden / heads; heads * head_dim may differ from hidden
+    tied: bool = False  # one tensor for embedding and output layer; always so in gpt2
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
-    family: str = "llama"
-    degree: int = 3
-    window: "int | None" = None
+    family: str = "llama"  # or gpt2, poly
+    degree: int = 3  # of polynomial attention
+    window: "int | None" = None  # of polynomial attention
 
     def __post_init__(self):
-        if self.head_dim is None:
+        if not self.head_dim:
             if self.hidden % self.heads:
                 raise ArgumentError(
-                    f"hidden is {self.hidden}, not a multiple of heads = {self.heads}: give head_dim"
+                    f"hidden is {self.hidden}, not a multiple of heads = {self.heads}: give "
+                    "head_dim"
                 )
             object.__setattr__(self, "head_dim", self.hidden // self.heads)
         if self.heads % self.kv_heads:
@@ -66,17 +74,19 @@ class Config:
             self.kv_heads != self.heads or self.heads * self.head_dim != self.hidden
         ):
             raise ArgumentError(
-                f"kv_heads is {self.kv_heads} and head_dim {self.head_dim}; polynomial attention has {self.heads} key/value heads, as many as "
-                f"heads, of hidden / heads = {self.hidden / self.heads:g} channels"
+                f"kv_heads is {self.kv_heads} and head_dim {self.head_dim}; polynomial attention "
+                f"has {self.heads} key/value heads, as many as heads, of hidden / heads = "
+                f"{self.hidden / self.heads:g} channels"
             )
         if self.family == "gpt2" and (self.kv_heads != self.heads or not self.tied):
             raise ArgumentError(
-                f"kv_heads is {self.kv_heads} and tied {self.tied}; GPT-2 has as many as heads, {self.heads}, and is tied"
+                f"kv_heads is {self.kv_heads} and tied {self.tied}; GPT-2 has as many as heads, "
+                f"{self.heads}, and is tied"
             )
 
     def build(self) -> nn.Module:
         """A GPT2 or a Transformer of these sizes."""
-        return (GPT2 if self.family == "gpt2" else Transformer)(self)
+        return GPT2(self) if self.family == "gpt2" else Transformer(self)
 
 
 PRESETS = {
@@ -84,7 +94,7 @@ PRESETS = {
     "llama-350m": Config(
         vocab=32768, hidden=1024, intermediate=4096, layers=24, heads=16, kv_heads=4, T=1024
     ),
-    # GPT-2's 50,257 tokens, and 47 rows that fill up a multiple of 128: products are a good deal faster.
+    # GPT-2 has 50,257 tokens. With a multiple of 128 the matrix products are a good deal faster.
     "gpt2-124m": Config(
         vocab=50304,
         hidden=768,
@@ -114,38 +124,45 @@ PRESETS = {
 
 
 def preset(name: str, **changes) -> Config:
-    """The Config called "tiny", "llama-350m", "gpt2-124m", "gpt2-xl" or "poly-7m", with some fields changed."""
+    """One of the configurations, with some fields changed.
+
+    name: "tiny", "llama-350m", "gpt2-124m", "gpt2-xl" or "poly-7m"."""
     if name not in PRESETS:
         raise ArgumentError(f"there is no preset {name!r}; presets: {', '.join(PRESETS)}")
     return dataclasses.replace(PRESETS[name], **changes)
 
 
 def rotary_table(T: int, head_dim: int, theta: float) -> Tensor:
-    """(2, T, head_dim) fp32: the cosines of each position's angles, twice side by side; the sines likewise, the first ones negated."""
+    """(2, T, head_dim) fp32: [cos, cos] and [-sin, sin] of each position's angles."""
     frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angle = torch.arange(T, dtype=torch.float64)[:, None] * frequency
-    cos, sin = angle.cos(), angle.sin()
+    cos = angle.cos()
+    sin = angle.sin()
     return torch.stack([torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1)]).float()
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turn each pair (a, b) = (x[i], x[i + head_dim/2]) by its position's angle: (a cos - b sin, b cos + a sin). x: (B, heads, T, head_dim)."""
+    """Rotate each pair (a, b) = (x[i], x[i + head_dim/2]) by the angle of its position.
+
+    x: (B, heads, T, head_dim). table: rotary_table of at least T positions.
+    The pair becomes (a cos - b sin, b cos + a sin)."""
     cos, sin = table[:, : x.shape[-2]].to(x.dtype).unbind()
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
 class Block(nn.Module):
-    """One transformer block: nine weight tensors."""
+    """A block of family "llama": nine weight tensors."""
 
-    FUSED_LINEARS = (
-        ("w_q", "w_k", "w_v"),
-        ("gate", "up"),
-    )  # layers of one input, in the order of registration
+    # Layers with the same input, in the order of registration.
+    FUSED_LINEARS = (("w_q", "w_k", "w_v"), ("gate", "up"))
 
     def __init__(self, c: Config):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = c.heads, c.kv_heads, c.head_dim
-        q_dim, kv_dim = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        self.heads = c.heads
+        self.kv_heads = c.kv_heads
+        self.head_dim = c.head_dim
+        q_dim = c.heads * c.head_dim
+        kv_dim = c.kv_heads * c.head_dim
         self.input_norm = nn.RMSNorm(c.hidden, eps=c.norm_eps)
         self.w_q = nn.Linear(c.hidden, q_dim, bias=False)
         self.w_k = nn.Linear(c.hidden, kv_dim, bias=False)
@@ -175,7 +192,7 @@ class Block(nn.Module):
 
 
 class PolyBlock(nn.Module):
-    """x = x + PolyAttention(norm(x)), then x = RichardsGLU(x), whose residual is inside."""
+    """A block of family "poly": x = x + PolyAttention(norm(x)), then x = RichardsGLU(x)."""
 
     def __init__(self, c: Config):
         super().__init__()
@@ -187,39 +204,41 @@ class PolyBlock(nn.Module):
         return self.glu(x + self.attention(self.norm(x)))
 
 
+def _init_weight(weight: Tensor, config: Config, into_residual: bool):
+    """GPT-2's initial values: smaller where the product is added to the residual stream."""
+    std = 0.02 / math.sqrt(2 * config.layers) if into_residual else 0.02
+    nn.init.normal_(weight, std=std)
+
+
 class Transformer(nn.Module):
-    """Families llama and poly: tokens (B, T) int64 -> logits (B, T, V) in the weights' dtype. T up to config.T."""
+    """Families llama and poly: tokens (B, T) int64 -> logits (B, T, V) in the weights' dtype.
+
+    Raises ArgumentError for T above config.T."""
 
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.hidden)
         llama = config.family == "llama"
-        self.blocks = nn.ModuleList(
-            (Block if llama else PolyBlock)(config) for _ in range(config.layers)
-        )
+        block = Block if llama else PolyBlock
+        self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
         self.final_norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
-        self.register_buffer(
-            "rope",
-            rotary_table(config.T, config.head_dim, config.rope_theta) if llama else None,
-            persistent=False,
-        )
+        rope = rotary_table(config.T, config.head_dim, config.rope_theta) if llama else None
+        self.register_buffer("rope", rope, persistent=False)
         for name, p in self.named_parameters():
-            if p.dim() == 2 and (
-                llama or not name.startswith("blocks.")
-            ):  # polynomial attention and RichardsGLU have begun by their own rules
+            # Polynomial attention and RichardsGLU initialise their weights themselves.
+            if p.dim() == 2 and (llama or not name.startswith("blocks.")):
                 into_residual = name.endswith(("w_o.weight", "down.weight"))
-                nn.init.normal_(
-                    p, std=0.02 / math.sqrt(2 * config.layers) if into_residual else 0.02
-                )
+                _init_weight(p, config, into_residual)
         if config.tied:
             self.lm_head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.shape[-1] > self.config.T:
             raise ArgumentError(
-                f"tokens have T = {tokens.shape[-1]}, the model was made for T up to {self.config.T}"
+                f"tokens have T = {tokens.shape[-1]}, the model was made for T up to "
+                f"{self.config.T}"
             )
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -228,11 +247,12 @@ class Transformer(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """One block of GPT-2: twelve tensors."""
+    """A block of GPT-2: twelve tensors."""
 
     def __init__(self, c: Config):
         super().__init__()
-        self.head_dim, width = c.head_dim, c.heads * c.head_dim
+        self.head_dim = c.head_dim
+        width = c.heads * c.head_dim
         self.ln_1 = nn.LayerNorm(c.hidden, eps=c.norm_eps)
         self.qkv = nn.Linear(c.hidden, 3 * width)
         self.proj = nn.Linear(width, c.hidden)
@@ -241,16 +261,15 @@ class GPT2Block(nn.Module):
         self.down = nn.Linear(c.intermediate, c.hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            self.qkv(self.ln_1(x)).unflatten(-1, (3, -1, self.head_dim)).permute(2, 0, 3, 1, 4)
-        )  # each (B, heads, T, head_dim)
+        qkv = self.qkv(self.ln_1(x)).unflatten(-1, (3, -1, self.head_dim))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, T, head_dim)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).flatten(-2))
         return x + self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh"))
 
 
 class GPT2(nn.Module):
-    """tokens (B, T) int64 -> logits (B, T, V) in the weights' dtype. T up to config.T."""
+    """Family gpt2: tokens (B, T) int64, T up to config.T -> logits (B, T, V), weights' dtype."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -261,12 +280,8 @@ class GPT2(nn.Module):
         self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
         for name, p in self.blocks.named_parameters():
             if p.dim() == 2:
-                nn.init.normal_(
-                    p,
-                    std=0.02 / math.sqrt(2 * config.layers)
-                    if name.endswith(("proj.weight", "down.weight"))
-                    else 0.02,
-                )
+                into_residual = name.endswith(("proj.weight", "down.weight"))
+                _init_weight(p, config, into_residual)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
         self.lm_head.weight = self.encoder.wte.weight
@@ -278,19 +293,22 @@ class GPT2(nn.Module):
         return self.lm_head(self.final_norm(x))
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module inside torch.compile's wrapper: names are the same, compiled or not."""
+    return getattr(model, "_orig_mod", model)
+
+
 def flops_per_token(config: Config, T: int) -> int:
-    """Floating-point operations of forward and backward per token, for utilisation: 6 per weight of every matrix product, and
-    12 * layers * q_dim * T for attention (the convention of PaLM, Chowdhery et al., 2022, appendix B; causality not discounted)."""
+    """Floating-point operations of forward and backward per token, for model FLOPs utilisation.
+
+    6 per weight of every matrix product, and 12 * layers * q_dim * T for attention: the convention
+    of PaLM (Chowdhery et al., 2022, appendix B), in which a causal mask saves nothing."""
     c = config
-    q_dim, kv_dim = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    weights = (
-        c.layers
-        * (
-            c.hidden * (2 * q_dim + 2 * kv_dim)
-            + (2 if c.family == "gpt2" else 3) * c.hidden * c.intermediate
-        )
-        + c.vocab * c.hidden
-    )
+    q_dim = c.heads * c.head_dim
+    kv_dim = c.kv_heads * c.head_dim
+    attention = c.hidden * (2 * q_dim + 2 * kv_dim)
+    mlp = (2 if c.family == "gpt2" else 3) * c.hidden * c.intermediate
+    weights = c.layers * (attention + mlp) + c.vocab * c.hidden
     return 6 * weights + 12 * c.layers * q_dim * T
 
 
@@ -298,15 +316,18 @@ def flops_per_token(config: Config, T: int) -> int:
 def generate(
     model: nn.Module, tokens: Tensor, n: int, *, temperature: float = 0.8, seed: int = 0
 ) -> Tensor:
-    """Continue tokens (B, T) int64, T >= 1, by n sampled ones: (B, T + n). temperature 0 takes the likeliest token.
+    """Continue tokens (B, T) int64, T >= 1, by n sampled ones: (B, T + n).
 
-    Sampling has its own generator, so that the training's random numbers stay as they are."""
+    model: a Transformer or GPT2; it sees the last config.T tokens.
+    temperature: of the softmax; 0 takes the likeliest token.
+    seed: of a generator of its own, so that torch's random numbers stay as they are."""
     generator = torch.Generator(tokens.device).manual_seed(seed)
     was_training = model.training
+    config: Any = model.config
     model.eval()
     try:
         for _ in range(n):
-            logits = model(tokens[:, -model.config.T :])[:, -1].float()
+            logits = model(tokens[:, -config.T :])[:, -1].float()
             if temperature == 0:
                 new = logits.argmax(-1, keepdim=True)
             else:

@@ -124,9 +124,9 @@ class StepGraphs:
 
         A captured step cannot ask. warm_up: returns them for this rank, a bit for each tensor."""
         reducer = self.step.reducer
-        if reducer is not None and reducer.agreed is None:
+        if reducer is not None and reducer.used.mask is None:
             with preserved(self._buffers, self.step.arena.device):
-                reducer.settle(warm_up())
+                reducer.used.find(warm_up())
 
     def _warm_up_batch(self, batch) -> int:
         with self.step.accumulation_window():
@@ -162,7 +162,7 @@ class StepGraphs:
 
     def _check_list(self):
         step = self.step
-        if step.reducer is not None and step.reducer.how.ordered:
+        if step.reducer is not None and step.reducer.config.ordered:
             raise CaptureError(
                 "a list of micro-batches is replayed one by one, which ordered mode does not; "
                 "expected one batch, or replay='eager'"

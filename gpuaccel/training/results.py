@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..ops.clip import reference_scale
-from ..optim.adamw import AdamW
+from ..optim.device_optimizer import DeviceOptimizer
 
 
 @dataclass
@@ -42,7 +42,7 @@ class ClipResult:
         return cls(norm, norm * scale, scale, torch.isfinite(norm))
 
     @classmethod
-    def of_optimizer(cls, opt: AdamW) -> "ClipResult":
+    def of_optimizer(cls, opt: DeviceOptimizer) -> "ClipResult":
         """What the latest step() of a ga.AdamW found: copies, which the next step leaves alone."""
         if opt.clip_state is None:
             return cls()

@@ -25,17 +25,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..backends import cublas_workspace
 from ..backends import deterministic as deterministic_mode
 from ..distributed.config import Distributed
 from ..distributed.p2p import PeerToPeer
-from ..distributed.reducer import Reducer
+from ..distributed.reducer import make_reducer
+from ..distributed.reducer_base import ReducerBase
 from ..errors import ArgumentError
 from ..graphs.graphed_step import GraphedStep
-from ..measure.meter import Meter
+from ..measure import Meter
 from ..ops.clip import EPS, check_choice, check_max_norm
 from ..optim.accumulate import MODES, GradientAccumulator
 from ..optim.adamw import AdamW
 from ..optim.arena import Arena
+from ..optim.device_optimizer import DeviceOptimizer
 from .micro import rows_of, split
 from .replay import Replay, StepGraphs, replay_options
 from .results import ClipResult, StepOutput, Totals
@@ -144,16 +147,16 @@ class TrainStep:
         self.arena = Arena.of(model)
         self._made_arena = self.arena is None
         self.accumulator: "GradientAccumulator | None" = None
-        self.reducer: "Reducer | None" = None
+        self.reducer: "ReducerBase | None" = None
         self._graphs: "StepGraphs | None" = None
         try:
             self.arena = self.arena or Arena(model)
             self.opt = _default_optimizer(self.arena, clip) if opt is None else opt
             _check_optimizer(self.opt, self.arena)
-            ours = isinstance(self.opt, AdamW) and self.opt.arena is self.arena
+            ours = isinstance(self.opt, DeviceOptimizer) and self.opt.arena is self.arena
             self.clip = clip or ("fused" if ours else "torch")
             _check_clip(self.clip, self.opt, ours, max_norm)
-            if distributed is not None and distributed.works:
+            if distributed is not None and distributed.needs_reducer:
                 settings = {
                     "accumulate": accumulate,
                     "divide": str(divide),
@@ -175,6 +178,10 @@ class TrainStep:
             raise
         if self.clip == "fused" and max_norm is not None:
             self.opt.max_norm = max_norm
+        if deterministic:
+            with cublas_workspace():
+                # torch reads the variable here, so that products before the first step do no harm.
+                pass
 
     def _join(self, distributed: Distributed, settings: dict, accumulate: str, compiled: bool):
         """Compare the models of all ranks, and take over rank 0's weights."""
@@ -191,7 +198,7 @@ class TrainStep:
         # Moves the arena's buffers: before the accumulator takes their addresses.
         peer_to_peer = PeerToPeer.of(distributed, self.arena)
         self.accumulator = GradientAccumulator(self.arena, accumulate)
-        self.reducer = Reducer(
+        self.reducer = make_reducer(
             distributed,
             self.arena,
             self.accumulator,
@@ -210,6 +217,8 @@ class TrainStep:
         With several ranks None: this one has no batch left, and the others have.
         When loss_fn or backward raises, the gradients are dropped and the weights stay."""
         timer = self.meter.timer if self.meter else None
+        if self.reducer is not None and self.reducer.trace is not None:
+            timer = self.reducer.trace
         mark = timer.mark if timer else _no_mark
         if timer:
             timer.start()
@@ -217,7 +226,7 @@ class TrainStep:
             if self.replays == "graph":
                 output = self._graphs(batch)
                 if self.reducer is not None and self.replays == "graph":
-                    self.reducer.beat()
+                    self.reducer.heartbeat()
                 mark("replay")
             else:
                 output = self.eager_step(batch, mark)
@@ -226,7 +235,7 @@ class TrainStep:
         if timer:
             timer.stop()
         if self.reducer is not None:
-            self.reducer.check()
+            self.reducer.after_step()
         self.count += 1
         return output
 
@@ -252,7 +261,7 @@ class TrainStep:
             else:
                 self.accumulator.zero_()
             if self.reducer is not None:
-                self.reducer.abandon(error)
+                self.reducer.abort_step(error)
             raise
         # A ga.AdamW has cleared the sums already, and forgotten what it received.
         if any(self.accumulator.received):
@@ -268,21 +277,21 @@ class TrainStep:
             micros = split(batch, self.micro_batches)
         except ArgumentError as error:
             raise ArgumentError(f"{error}; a rank that has nothing left calls step(None)") from None
-        if self.reducer.how.ordered and len(micros) > self.micro_batches:
+        if self.reducer.config.ordered and len(micros) > self.micro_batches:
             raise ArgumentError(
                 f"{len(micros)} micro-batches in ordered mode; expected at most "
                 f"micro_batches={self.micro_batches}, on every rank"
             )
         return micros
 
-    def accumulate(self, micros, reducer: "Reducer | None", mark=_no_mark) -> Totals:
+    def accumulate(self, micros, reducer: "ReducerBase | None", mark=_no_mark) -> Totals:
         """Forward and backward of every micro-batch; afterwards arena.grads holds the sum.
 
         reducer: None in a warm-up, of which the other ranks know nothing."""
         totals = Totals()
-        ordered = reducer is not None and reducer.how.ordered
+        ordered = reducer is not None and reducer.config.ordered
         if reducer is not None:
-            reducer.look_before()
+            reducer.check_usable()
         for i, micro in enumerate(micros):
             last = i == len(micros) - 1
             # Starts to all-reduce while the last backward runs.
@@ -290,11 +299,11 @@ class TrainStep:
             loss, tokens = self.micro(micro, len(micros), last and not ordered, mark, listener)
             totals.add(loss, tokens, rows_of(micro))
             if ordered:
-                reducer.round(loss, tokens, rows_of(micro), 1)
+                reducer.add_micro_batch(loss, tokens, rows_of(micro), 1)
         if ordered:
             # The other ranks may have more micro-batches.
             for _ in range(self.micro_batches - len(micros)):
-                reducer.round(None, None, 0, 0)
+                reducer.add_micro_batch(None, None, 0, 0)
         self.accumulator.finish()
         return totals
 
@@ -397,7 +406,7 @@ class TrainStep:
             mark("clip")
         self.opt.step()
         mark("optimizer")
-        if self.max_norm is None and isinstance(self.opt, AdamW):
+        if self.max_norm is None and isinstance(self.opt, DeviceOptimizer):
             # A ga.AdamW over parameters, which may have clipped by itself.
             return ClipResult.of_optimizer(self.opt)
         return result
@@ -438,7 +447,7 @@ class TrainStep:
         """A context, to be entered on every rank: in it the optimizer's state is whole, to be
         saved or loaded."""
         if self.reducer is not None and self.reducer.sharded:
-            return self.opt.whole()
+            return self.opt.gathered()
         return contextlib.nullcontext()
 
     def close(self, alone: bool = False):
@@ -483,11 +492,11 @@ def _clip_by_item(parameters, max_norm) -> Tensor:
 
 def _check_clip(clip: str, opt, ours: bool, max_norm: "float | None"):
     if clip == "fused" and not ours:
-        over = " over parameters" if isinstance(opt, AdamW) else ""
+        over = " over parameters" if isinstance(opt, DeviceOptimizer) else ""
         raise ArgumentError(
             f"clip='fused' is done by ga.AdamW(arena); the optimizer is {type(opt).__name__}{over}"
         )
-    if not isinstance(opt, AdamW) or opt.max_norm is None:
+    if not isinstance(opt, DeviceOptimizer) or opt.max_norm is None:
         return
     # The optimizer clips by itself: nothing here may clip as well, or to another norm.
     if clip == "fused":

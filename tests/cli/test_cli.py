@@ -1,4 +1,4 @@
-"""The command line as a person meets it: what is printed, the exit status, and a run that survives being killed."""
+"""The command line: its output, its exit status, and a run that survives a kill."""
 
 import dataclasses
 import json
@@ -9,12 +9,15 @@ import sys
 import time
 
 import pytest
+from safetensors.torch import load_file
 
 import gpuaccel as ga
 from gpuaccel.backends import backend
-from gpuaccel.cli import main as cli
-from gpuaccel.cli.main import Doctor, Progress, StopAfterStep, main
-from gpuaccel.measure.meter import Reading
+from gpuaccel.cli import Doctor, main
+from gpuaccel.cli.progress import Progress, StopAfterStep
+from gpuaccel.cli.train import RECIPES, Recipe
+from gpuaccel.compiler.kernel import kernel_files, kernel_names
+from gpuaccel.measure import Reading
 from gpuaccel.training import models
 
 
@@ -30,25 +33,16 @@ def run(*words, **env):
     return done.returncode, done.stdout, done.stderr
 
 
-# ---- doctor ---------------------------------------------------------------------------------------------------------
+# ---- doctor -------------------------------------------------------------------------------------
 
 
 def test_doctor_says_what_runs_and_why():
     found = ga.doctor()
     assert isinstance(found, Doctor) and found.facts["backend"] == backend().name
     text, page = str(found), found._repr_html_()
-    for fact in (
-        "backend",
-        "reason",
-        "GPU policy",
-        "device",
-        "architecture",
-        "driver",
-        "NVRTC",
-        "cache",
-        "torch",
-    ):
+    for fact in ("backend", "reason", "GPU policy", "device", "architecture", "driver", "NVRTC"):
         assert fact in text and fact in page
+    assert "cache" in text and "torch" in text
     assert backend().reason in text and ga.__version__ in text
 
 
@@ -82,17 +76,18 @@ def test_doctor_finds_problems_without_stopping_at_the_first(tmp_path):
     assert "abacus" in out and "nvidia-cuda-nvrtc-cu12" in out and "GPUACCEL_CACHE" in out
 
 
-# ---- kernels --------------------------------------------------------------------------------------------------------
+# ---- kernels ------------------------------------------------------------------------------------
 
 
-def test_kernels_lists_every_kernel_with_its_registers(capsys):
+def test_kernels_lists_every_kernel_with_its_registers(capsys, monkeypatch):
+    files = [path for path in kernel_files() if path.stem in ("accumulate", "clip")]
+    # what else is in kernels_cu takes long to compile
+    monkeypatch.setattr(sys.modules["gpuaccel.cli.kernels"], "kernel_files", lambda: files)
     assert main(["kernels", "--arch", "sm_80"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("sm_80, NVRTC ")
     rows = {line.split()[1]: line.split() for line in lines[2:]}
-    from gpuaccel.compiler.kernel import kernel_files, kernel_names
-
-    assert set(rows) == {name for file in kernel_files() for name in kernel_names(file.read_text())}
+    assert set(rows) == {name for file in files for name in kernel_names(file.read_text())}
     assert all(int(row[2]) > 0 for row in rows.values())
 
 
@@ -100,9 +95,7 @@ def test_kernels_of_one_topic_and_of_a_file_of_ones_own(tmp_path, capsys):
     assert main(["kernels", "accumulate", "-D", "GRAD_T=bf16"]) == 0
     assert "accumulate_v1" in capsys.readouterr().out
     mine = tmp_path / "mine.cu"
-    mine.write_text(
-        'extern "C" __global__ void twice(float* x, int n) { if (threadIdx.x < n) x[threadIdx.x] *= 2; }'
-    )
+    mine.write_text('extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2; }')
     assert main(["kernels", str(mine)]) == 0
     assert "mine.cu" in (out := capsys.readouterr().out) and "twice" in out
 
@@ -151,7 +144,7 @@ def test_help_and_version_are_status_0(capsys):
     assert ga.__version__ in capsys.readouterr().out
 
 
-# ---- progress -------------------------------------------------------------------------------------------------------
+# ---- progress -----------------------------------------------------------------------------------
 
 
 class Terminal:
@@ -201,17 +194,17 @@ def test_progress_is_a_line_every_ten_steps_elsewhere():
 def test_ctrl_c_lets_the_step_finish_and_a_second_one_does_not(interruptible):
     with StopAfterStep() as stop:
         os.kill(os.getpid(), signal.SIGINT)
-        assert stop.asked
+        assert stop.requested
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-# ---- train and sample -----------------------------------------------------------------------------------------------
+# ---- train and sample ---------------------------------------------------------------------------
 
 TEXT = "".join(f"def f{i}(x):\n    return x * {i} + {i * i}\n\n" for i in range(400))
-STEPS = 60
+STEPS = 40
 
 
 class Run:
@@ -220,28 +213,9 @@ class Run:
     def __init__(self, folder):
         self.out = folder / "run"
         (folder / "text.py").write_text(TEXT)
-        words = [
-            "--text",
-            folder / "text.py",
-            "--out",
-            self.out,
-            "--device",
-            "cpu",
-            "--steps",
-            STEPS,
-            "--batch",
-            4,
-            "--seq",
-            24,
-            "--micro-batches",
-            2,
-            "--seed",
-            3,
-            "--val-every",
-            20,
-            "--checkpoint-every",
-            7,
-        ]
+        words = ["--text", folder / "text.py", "--out", self.out, "--device", "cpu"]
+        words += ["--steps", STEPS, "--batch", 4, "--seq", 24, "--micro-batches", 2, "--seed", 3]
+        words += ["--val-every", 20, "--checkpoint-every", 7]
         self.words = ["train", *map(str, words)]
         self.process = None
 
@@ -308,38 +282,27 @@ def test_train_prints_losses_and_a_sample(whole):
     assert kept[-1] == f"step-{STEPS:08d}.safetensors" and len(kept) == 3
 
 
-def test_killed_at_any_moment_it_resumes_bit_for_bit(whole, tmp_path):
+def test_killed_and_interrupted_it_resumes_bit_for_bit(whole, tmp_path, interruptible):
+    uninterrupted, expected_out, _ = whole
     run = Run(tmp_path).start()
-    for after in (10, 31):
-        status, _, err = run.stop(signal.SIGKILL, after)
-        assert status == -signal.SIGKILL, err
-        run.start("--resume")
-    status, out, err = run.end()
-    assert status == 0, err
-    assert run.losses() == whole[0].losses()
-    assert out.splitlines()[1:] == whole[1].splitlines()[1:], (
-        "the sample is that of the run that nothing stopped"
-    )
-    first, last = (
-        whole[0].out / f"step-{STEPS:08d}.safetensors",
-        run.out / f"step-{STEPS:08d}.safetensors",
-    )
-    from safetensors.torch import load_file
+    status, _, err = run.stop(signal.SIGKILL, 10)
+    assert status == -signal.SIGKILL, err
 
-    before, after = load_file(first), load_file(last)
-    assert before.keys() == after.keys() and all(before[name].equal(after[name]) for name in before)
-
-
-def test_ctrl_c_writes_a_checkpoint_and_is_status_130(whole, tmp_path, interruptible):
-    run = Run(tmp_path).start()
-    status, out, err = run.stop(signal.SIGINT, 10)
+    run.start("--resume")
+    status, _, err = run.stop(signal.SIGINT, 24)
     assert status == 130 and "Traceback" not in err, err
     stopped = len(run.losses())
-    assert 10 <= stopped < STEPS and f"stopped after step {stopped}" in err
+    assert 24 <= stopped < STEPS and f"stopped after step {stopped}" in err
     assert (run.out / f"step-{stopped:08d}.safetensors").is_file()
-    status, _, err = run.start("--resume").end()
+
+    status, out, err = run.start("--resume").end()
     assert status == 0, err
-    assert run.losses() == whole[0].losses()
+    assert run.losses() == uninterrupted.losses()
+    assert out.splitlines()[1:] == expected_out.splitlines()[1:], "another sample"
+    name = f"step-{STEPS:08d}.safetensors"
+    expected, weights = load_file(uninterrupted.out / name), load_file(run.out / name)
+    assert expected.keys() == weights.keys()
+    assert all(expected[key].equal(weights[key]) for key in expected)
 
 
 @pytest.mark.parametrize(
@@ -351,10 +314,10 @@ def test_ctrl_c_writes_a_checkpoint_and_is_status_130(whole, tmp_path, interrupt
         ((2,), (), ""),
     ],
 )
-def test_of_ranks_that_died_it_says_where_to_go_on(
+def test_an_error_of_ranks_names_the_checkpoint_to_resume_from(
     there, written, hint, tmp_path, monkeypatch, capsys
 ):
-    """If they have come to a checkpoint: not of an earlier run's, which they may have refused to write over."""
+    """Only one of this run: an earlier run's may be one that it refused to write over."""
 
     def write(steps):
         for step in steps:
@@ -365,7 +328,7 @@ def test_of_ranks_that_died_it_says_where_to_go_on(
         raise ga.RankError("rank 1 was killed by SIGKILL in step 4")
 
     write(there)
-    monkeypatch.setattr(sys.modules["gpuaccel.distributed.spawn"], "launch", launch)
+    monkeypatch.setattr(sys.modules["gpuaccel.cli.train"], "launch", launch)
     assert main(["train", "--nproc", "2", "--out", str(tmp_path)]) == 1
     assert capsys.readouterr().err == f"gpuaccel: rank 1 was killed by SIGKILL in step 4{hint}\n"
 
@@ -385,17 +348,8 @@ def test_a_finished_run_is_neither_repeated_nor_written_over(whole, capsys):
 def test_sample_goes_on_from_a_prompt(whole, capsys):
     texts = []
     for seed in (1, 1, 2):
-        words = [
-            "--checkpoint",
-            whole[0].out,
-            "--prompt",
-            "return é",
-            "--tokens",
-            40,
-            "--seed",
-            seed,
-        ]
-        assert main(["sample", *map(str, words)]) == 0
+        words = ["--checkpoint", whole[0].out, "--prompt", "return é", "--tokens", 40]
+        assert main(["sample", *map(str, words), "--seed", str(seed)]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2] and all(text.startswith("return é") for text in texts)
 
@@ -417,36 +371,14 @@ def test_bpe_tokens_come_back_from_the_run_folder(tmp_path, monkeypatch, capsys)
         models.PRESETS["tiny"], hidden=32, intermediate=32, layers=1, heads=2, head_dim=16
     )
     monkeypatch.setitem(models.PRESETS, "tiny", small)
-    monkeypatch.setitem(cli.RECIPES, "tiny", ("bpe", 2, 3e-3))
+    monkeypatch.setitem(RECIPES, "tiny", Recipe("bpe", 2, 3e-3))
     (tmp_path / "text.py").write_text(TEXT)
-    words = [
-        "--text",
-        tmp_path / "text.py",
-        "--out",
-        tmp_path / "run",
-        "--steps",
-        2,
-        "--seq",
-        8,
-        "--device",
-        "cpu",
-    ]
+    words = ["--text", tmp_path / "text.py", "--out", tmp_path / "run", "--device", "cpu"]
+    words += ["--steps", 2, "--seq", 8]
     assert main(["train", "--no-progress", *map(str, words)]) == 0
     capsys.readouterr()
-    assert (
-        main(
-            [
-                "sample",
-                "--checkpoint",
-                str(tmp_path / "run"),
-                "--prompt",
-                "def f7(x):",
-                "--tokens",
-                "5",
-            ]
-        )
-        == 0
-    )
+    words = ["--checkpoint", tmp_path / "run", "--prompt", "def f7(x):", "--tokens", 5]
+    assert main(["sample", *map(str, words)]) == 0
     assert capsys.readouterr().out.startswith("def f7(x):")
 
 

@@ -19,17 +19,20 @@ from gpuaccel.compiler.kernel import (
     check_arguments,
     kernel_files,
     kernel_names,
+    kernel_root,
     signature,
     without_comments,
     zero_,
 )
 from gpuaccel.errors import ArgumentError, CompileError
-from gpuaccel.ops import adamw, clip
+from gpuaccel.ops import clip, update_rule
 from gpuaccel.ops import embedding_backward as encoder
 from gpuaccel.ops import token_sort as segments
 from gpuaccel.ops.accumulate import MAX_TENSORS, SQUARES_THREADS, THREADS
+from gpuaccel.ops.adamw import ADAMW
 from gpuaccel.optim import accumulate
 from gpuaccel.optim.accumulate import CHUNK
+from gpuaccel.source import struct_fields
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 SCALE = 'extern "C" __global__ void scale(float* x, float a, int n) { int i = blockIdx.x * blockDim.x + threadIdx.x; if (i < n) x[i] *= a; }'
@@ -63,14 +66,14 @@ def test_every_kernel_compiles_for_every_architecture_without_spills(path, grad_
         ("accumulate", {"CHUNK": CHUNK, "THREADS": THREADS, "MAX_TENSORS": MAX_TENSORS}),
         ("clip", {"CHUNK": CHUNK, "THREADS": SQUARES_THREADS, "MAX_TENSORS": clip.MAX_TENSORS}),
         (
-            "adamw",
+            "optimizer",
             {
                 "CHUNK": CHUNK,
-                "MAX_TENSORS": adamw.MAX_TENSORS,
-                "MAX_UPDATES": adamw.MAX_UPDATES,
-                "MAX_VALUES": adamw.MAX_VALUES,
+                "MAX_TENSORS": update_rule.MAX_TENSORS,
+                "MAX_UPDATES": update_rule.MAX_UPDATES,
             },
         ),
+        ("settings", {"MAX_VALUES": update_rule.MAX_VALUES}),
         ("segments", {"PIECE": segments.PIECE, "THREADS": segments.THREADS}),
         (
             "encoder",
@@ -85,16 +88,17 @@ def test_every_kernel_compiles_for_every_architecture_without_spills(path, grad_
     ],
 )
 def test_the_launcher_and_the_kernels_agree_on_their_constants(file, constants):
-    source = without_comments(next(p for p in kernel_files() if p.stem == file).read_text())
+    (path,) = kernel_root().glob(f"{file}.cu*")
+    source = without_comments(path.read_text())
     for name, value in constants.items():
         found = re.findall(rf"#define {name} +(\d+)", source)
-        assert found == [str(value)], f"{name} in {file}.cu is {found}, in {file}.py {value}"
+        assert found == [str(value)], f"{name} in {path.name} is {found}, in {file}.py {value}"
     assert CHUNK % (4 * constants.get("THREADS", 1)) == 0
 
 
-@pytest.mark.parametrize("name", ["adamw_v2", "adamw_v3"])
-def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(name):
-    kernel = adamw._kernel(name)
+@pytest.mark.parametrize("version", ["v2", "v3"])
+def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(version):
+    kernel = ADAMW.kernel(version)
     assert CHUNK % (4 * kernel.bound) == 0 and kernel.bound == int(kernel.defines["THREADS"])
 
 
@@ -105,11 +109,14 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(name):
         (accumulate.accumulate_kernel("accumulate_v4", torch.bfloat16), [accumulate._SOURCES]),
         (clip.clip_kernel("squares_v2", 2.0), [clip._TENSORS]),
         (clip.clip_kernel("scale_v2", 2.0), [clip._TENSORS]),
-        (adamw._kernel("adamw_set"), [adamw._VALUES]),
-        (adamw._kernel("adamw_begin"), [adamw._STEPS]),
-        (adamw._kernel("adamw_v2", ("AMSGRAD", 1), ("PARAM_T", "bf16")), [adamw._UPDATES]),
+        (update_rule.settings_kernel(), [update_rule.VALUES.pack]),
+        (ADAMW.kernel("begin"), [update_rule.STEPS.pack]),
+        (ADAMW.kernel("v2", ("AMSGRAD", 1), ("PARAM_T", "bf16")), [ADAMW.update_struct.pack]),
         *[
-            (encoder._kernel(f"encoder_{name}", ACC_T="bf16", STOCHASTIC=1), [encoder._ROUNDING])
+            (
+                encoder.encoder_kernel(f"encoder_{name}", ACC_T="bf16", STOCHASTIC=1),
+                [encoder.pack_rounding],
+            )
             for name in ("backward_v2", "backward_v3", "combine_v3", "wpe")
         ],
     ],
@@ -124,11 +131,11 @@ def test_the_launcher_and_the_kernels_agree_on_their_structs(kernel, sizes):
     assert sum(found) + 8 * len(kernel.params) <= 4096
 
 
-def test_the_coefficients_of_adamw_are_as_many_as_their_launcher_allocates():
-    source = without_comments(next(p for p in kernel_files() if p.stem == "adamw").read_text())
-    fields = re.search(r"struct Coefficients \{(.*?)\};", source, re.S)[1]
-    assert len(re.findall(r"\b\w+\s*[,;]", fields)) == adamw.COEFFICIENTS
-    assert f"{adamw.SETTINGS} * steps.settings" in source
+def test_an_update_rule_reads_its_structs_from_the_source():
+    assert ADAMW.settings == ["lr", "beta1", "beta2", "eps", "weight_decay", "direction"]
+    assert ADAMW.coefficients == 10
+    with pytest.raises(CompileError, match="there is no struct Missing"):
+        struct_fields("struct Other { int a; };", "Missing")
 
 
 def test_a_kernel_that_keeps_too_much_reports_its_spills():

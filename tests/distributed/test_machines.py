@@ -1,4 +1,5 @@
-"""Several machines: network namespaces joined by a cable, each with its name, its address and its own idea of who has which; gloo between them."""
+"""Several machines: network namespaces joined by a cable, each with its name, its address and its
+own idea of who has which; gloo between them."""
 
 import os
 import pathlib
@@ -7,157 +8,125 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
-import rank_checks as checks
+from train_processes import (
+    HANG,
+    children_of,
+    gpuaccel,
+    kill,
+    listens_at,
+    losses,
+    newest_step,
+    wait_until,
+)
 
-from gpuaccel.distributed.rendezvous import interface_to, loopback
-
-HANG = checks.HANG
 PAGE = (pathlib.Path(__file__).parents[2] / "docs" / "several-gpus.md").read_text()
-ADDRESS = "10.97.0."
+NAMES = ("first-machine", "second-machine")
+ADDRESSES = ("10.97.0.1", "10.97.0.2")
 
 
 class Machines:
-    """Two machines, "first-machine" and "second-machine", and nothing else that they could reach. here[i]: what starts a command on machine i."""
+    """Two machines, and nothing else that they could reach. prefix[i]: what starts a command on
+    machine i."""
 
-    def __init__(self, folder):
-        user, self.held, self.here = os.geteuid() != 0, [], []
-        for nth, name in enumerate(("first-machine", "second-machine")):
-            new = [
-                "unshare",
-                *["--user", "--map-root-user"] * (user and nth == 0),
-                "--net",
-                "--uts",
-                "--mount",
-            ]
-            inside = (
-                ["nsenter", "-t", str(self.held[0].pid), "-U", "--preserve-credentials"]
-                if user and nth
-                else []
-            )
-            self.held.append(
-                subprocess.Popen(
-                    [*inside, *new, "sh", "-c", f"hostname {name} && echo there && exec sleep 600"],
-                    text=True,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                )
-            )
-            if self.held[nth].stdout.readline() != "there\n":
-                raise OSError(self.held[nth].communicate()[1].strip())
-            self.here.append(
-                [
-                    "nsenter",
-                    "-t",
-                    str(self.held[nth].pid),
-                    *["-U", "--preserve-credentials"] * user,
-                    "-n",
-                    "-u",
-                    "-m",
-                ]
-            )
-        self.run(0, f"ip link add cable type veth peer name cable netns {self.held[1].pid}")
-        for nth, name in enumerate(("first-machine", "second-machine")):
-            hosts = (
-                folder / f"hosts-{nth}"
-            )  # each takes its own name for loopback, as Debian has it, but for the meeting point
-            hosts.write_text(
-                f"127.0.0.1 localhost\n{ADDRESS}1 first-machine\n"
-                + "127.0.1.1 second-machine\n" * nth
-            )
-            self.run(
-                nth,
-                f"ip addr add {ADDRESS}{nth + 1}/24 dev cable && ip link set cable up && ip link set lo up && mount --bind {hosts} /etc/hosts",
-            )
+    def __init__(self):
+        # Processes that keep the namespaces alive.
+        self.holders: "list[subprocess.Popen]" = []
+        self.prefix: "list[list[str]]" = []
 
-    def run(self, nth, command):
+    def start(self, folder):
+        """OSError where that is not permitted."""
+        for number in range(2):
+            self._make_namespaces(number)
+        peer = self.holders[1].pid
+        self.run(0, f"ip link add cable type veth peer name cable netns {peer}")
+        for number, address in enumerate(ADDRESSES):
+            hosts = folder / f"hosts-{number}"
+            lines = ["127.0.0.1 localhost", f"{ADDRESSES[0]} {NAMES[0]}"]
+            if number == 1:
+                # A machine takes its own name for loopback, as Debian has it, unless the ranks meet
+                # there.
+                lines.append(f"127.0.1.1 {NAMES[1]}")
+            hosts.write_text("\n".join(lines) + "\n")
+            self.run(number, f"ip addr add {address}/24 dev cable")
+            self.run(number, "ip link set cable up && ip link set lo up")
+            self.run(number, f"mount --bind {hosts} /etc/hosts")
+
+    def _make_namespaces(self, number):
+        root = os.geteuid() == 0
+        inside, new = [], ["unshare", "--net", "--uts", "--mount"]
+        if not root and number == 0:
+            new += ["--user", "--map-root-user"]
+        elif not root:
+            first = str(self.holders[0].pid)
+            inside = ["nsenter", "-t", first, "-U", "--preserve-credentials"]
+        hold = f"hostname {NAMES[number]} && echo ready && exec sleep 600"
+        holder = subprocess.Popen(
+            [*inside, *new, "sh", "-c", hold],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        self.holders.append(holder)
+        if holder.stdout.readline() != "ready\n":
+            raise OSError(holder.communicate()[1].strip())
+        user = [] if root else ["-U", "--preserve-credentials"]
+        self.prefix.append(["nsenter", "-t", str(holder.pid), *user, "-n", "-u", "-m"])
+
+    def run(self, number, command):
         done = subprocess.run(
-            [*self.here[nth], "sh", "-c", command], text=True, capture_output=True
+            [*self.prefix[number], "sh", "-c", command], text=True, capture_output=True
         )
         if done.returncode:
             raise OSError(f"{command}: {done.stderr.strip()}")
 
-    def close(self):
-        for one in self.held:
-            one.kill()
-            one.communicate()
-
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory):
-    found = object.__new__(Machines)
+    two = Machines()
     try:
-        found.__init__(tmp_path_factory.mktemp("machines"))
+        two.start(tmp_path_factory.mktemp("machines"))
+        yield two
     except OSError as error:
-        found.close()
         pytest.skip(f"needs network namespaces (unshare, nsenter, ip): {error}")
-    yield found
-    found.close()
-
-
-def test_an_address_is_reached_through_an_interface_or_it_is_not_known():
-    assert (
-        interface_to("127.0.0.1"),
-        interface_to("localhost"),
-        interface_to("nowhere.invalid"),
-    ) == (loopback(), loopback(), None)
+    finally:
+        kill(*two.holders)
 
 
 def command_of_the_page():
-    """The one for several machines, as words, without what gpuaccel train is told."""
-    line = re.search(
-        r"^(torchrun --nnodes 2 .* -m gpuaccel) train\b.*$", PAGE.replace("\\\n", " "), re.M
-    )
-    return tuple(
-        shlex.split(line[1].replace("torchrun", f"{sys.executable} -m torch.distributed.run"))
-    )
+    """The one for several machines, without the arguments of gpuaccel train."""
+    text = PAGE.replace("\\\n", " ")
+    line = re.search(r"^torchrun (--nnodes 2 .* -m gpuaccel) train\b.*$", text, re.M)
+    return [sys.executable, "-m", "torch.distributed.run", *shlex.split(line[1])]
 
 
 def test_two_machines_train_as_one_process_and_start_again_when_a_rank_is_killed(
-    machines, tmp_path
+    machines, one_process, tmp_path
 ):
-    """The command of docs/several-gpus.md on each: the losses of one process, bit for bit (--ordered). Killed on the second machine: all ranks go on from the last
-    checkpoint, though only one machine counts a restart. Reducer listen on the cable, whatever their machine's name says."""
-    options = ("--ordered", "--steps", "20", "--resume", "--checkpoint-every", "2")
-    whole = checks.gpuaccel(tmp_path / "a", *options)
-    launcher = command_of_the_page()
-    assert (
-        launcher[-2:] == ("-m", "gpuaccel")
-        and "first-machine:29400" in launcher
-        and "--max-restarts" in launcher
-    )
-    two = [
-        checks.gpuaccel(
-            tmp_path / "b",
-            *options,
-            launcher=(*here, *launcher[:-2], "--monitor-interval", "0.1", *launcher[-2:]),
-        )
-        for here in machines.here
-    ]
-    until = time.monotonic() + HANG
+    """The command of docs/several-gpus.md on each: the losses of one process, bit for bit
+    (--ordered). When a rank of the second machine is killed, all ranks go on from the last
+    checkpoint, though only one machine counts a restart. Ranks listen on the cable, whatever their
+    machine's name says."""
+    command = command_of_the_page()
+    assert command[-2:] == ["-m", "gpuaccel"]
+    assert "first-machine:29400" in command and "--max-restarts" in command
+    launcher = [*command[:-2], "--monitor-interval", "0.1", *command[-2:]]
+    folder = tmp_path / "run"
+    options = (*one_process.options, "--resume", "--checkpoint-every", "2")
+    two = [gpuaccel(folder, *options, launcher=[*prefix, *launcher]) for prefix in machines.prefix]
     try:
-        while not any(
-            checks.step_of(path) >= 4 for path in (tmp_path / "b").glob("step-*.safetensors")
-        ):
-            assert all(one.poll() is None for one in two) and time.monotonic() < until, [
-                one.communicate() for one in two if one.poll() is not None
-            ]
-            time.sleep(0.05)
-        (rank,) = checks.children_of(two[1].pid)
-        listened = checks.listens_at(rank)
+        wait_until(lambda: newest_step(folder) >= 4, *two)
+        (rank,) = children_of(two[1].pid)
+        addresses = listens_at(rank)
         os.kill(rank, signal.SIGKILL)
-        said = [one.communicate(timeout=HANG) for one in two]
+        outputs = [process.communicate(timeout=HANG) for process in two]
     finally:
-        for one in two:
-            for left in checks.children_of(one.pid) if one.poll() is None else ():
-                os.kill(left, signal.SIGKILL)
-            one.kill()
-    assert [one.returncode for one in two] == [0, 0] and whole.wait(HANG) == 0, said
-    assert listened == {f"{ADDRESS}2"}
-    assert sum(out.count("val loss") for out, _ in said) == 1
-    assert (
-        checks.lines_of(tmp_path / "b") == checks.lines_of(tmp_path / "a")
-        and len(checks.lines_of(tmp_path / "a")) == 20
-    )
+        for process in two:
+            for child in children_of(process.pid) if process.poll() is None else ():
+                os.kill(child, signal.SIGKILL)
+            process.kill()
+    assert [process.returncode for process in two] == [0, 0], outputs
+    assert addresses == {ADDRESSES[1]}
+    assert sum(out.count("val loss") for out, _ in outputs) == 1
+    assert losses(folder) == one_process.losses

@@ -30,8 +30,8 @@ IDLE = """() => { const w = window.jupyterapp && window.jupyterapp.shell.current
     return !!s && !!s.kernel && s.kernel.status === 'idle' }"""
 CELLS = [
     f"""import sys, time; sys.path.insert(0, {str(ROOT)!r})
-from gpuaccel.measure.meter import Reading
-from gpuaccel.learn.widgets import LiveThroughput
+from gpuaccel.measure import Reading
+from gpuaccel.learn import LiveThroughput
 def some(n):
     for i in range(1, n + 1):
         time.sleep(0.02)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import gpuaccel as ga
-from gpuaccel.learn.exercises import exercises
-from gpuaccel.learn.exercises.exercises import ARCHS, EXERCISES, SIZES
+from gpuaccel.learn import EXERCISES
+from gpuaccel.learn.exercises import ARCHS, SIZES, checking
 
 KERNELS = [e for e in EXERCISES.values() if e.params]
 PYTHON = [e for e in EXERCISES.values() if not e.params]
@@ -60,14 +60,14 @@ def test_there_are_exercises_with_mistakes_to_find():
 @pytest.mark.parametrize("e", KERNELS, ids=lambda e: e.name)
 def test_every_kernel_stub_solution_and_mistake_compiles(e):
     for source in (e.stub, e.solution, *e.wrong.values()):
-        assert exercises._parameters_differ(e, ga.compile(source, e.name)) is None
+        assert checking._parameters_differ(e, ga.compile(source, e.name)) is None
 
 
 @pytest.mark.parametrize("e", KERNELS, ids=lambda e: e.name)
 def test_without_gpu_and_compiler_a_kernel_is_compiled_for_every_architecture_and_neither_passes_nor_fails(
     e, monkeypatch
 ):
-    monkeypatch.setattr(exercises, "find_compiler", lambda: (None, "neither g++ nor clang++ found"))
+    monkeypatch.setattr(checking, "find_compiler", lambda: (None, "neither g++ nor clang++ found"))
     with ga.use_backend("torch", policy="off"):
         result = ga.check(e.name, ga.compile(e.solution, e.name))
     assert result.passed is None and not result
@@ -104,7 +104,7 @@ def test_what_cannot_be_captured_is_told_once_with_its_line_and_what_to_do():
         result = ga.check(name, python(EXERCISES[name].wrong[what], name))
         assert (
             result.passed is False
-            and result.verdict == "it cannot be captured."
+            and result.summary == "it cannot be captured."
             and len(result.lines) == 1
         )
         assert (
@@ -200,7 +200,7 @@ def test_names_const_and_wider_numbers_of_parameters_are_free():
     kernel = ga.compile(
         'extern "C" __global__ void mine(float* y, float* z, float f, long long count) {}'
     )
-    assert exercises._parameters_differ(EXERCISES["scale"], kernel) is None
+    assert checking._parameters_differ(EXERCISES["scale"], kernel) is None
 
 
 def test_an_unknown_exercise_or_an_answer_of_another_kind_is_an_error_in_words():

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import gpuaccel as ga
-from gpuaccel.learn import recorded
-from gpuaccel.learn.figures import figures
+from gpuaccel.learn import figures, recorded
 from gpuaccel.measure.timeline import Span, lines
 
 

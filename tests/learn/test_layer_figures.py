@@ -9,8 +9,8 @@ import torch
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError
-from gpuaccel.learn import recorded
-from gpuaccel.learn.figures import layer_figures
+from gpuaccel.learn import layer_figures, recorded
+from gpuaccel.learn.figures.drawing import WIDTH
 from gpuaccel.learn.figures.layer_figures import (
     allocated,
     attention_map,
@@ -20,7 +20,6 @@ from gpuaccel.learn.figures.layer_figures import (
     maps,
     passes,
 )
-from gpuaccel.learn.figures.picture import WIDTH
 
 SMALL = dict(layers=2, hidden=64, intermediate=48, heads=2, kv_heads=2, T=16)
 
@@ -107,7 +106,7 @@ def test_each_operation_is_counted_once_with_the_bytes_it_reads_and_writes(devic
         },
         x,
         [a.theta, g.theta],
-    ).found["ours"]
+    ).counts["ours"]
     assert {phase: (r["operations"], round(r["bytes"])) for phase, r in ours.items()} == {
         "forward": (1, 12),
         "backward": (1, 20),
@@ -116,7 +115,11 @@ def test_each_operation_is_counted_once_with_the_bytes_it_reads_and_writes(devic
         x[:, :256] * x[:, 256:]
         torch.zeros_like(x).add_(1.0).view(-1)
     n = 4 * 64 * 256
-    assert traffic.steps == [("mul", 2 * n, n), ("zeros_like", 0, 2 * n), ("add_", 2 * n, 2 * n)]
+    assert traffic.operations == [
+        ("mul", 2 * n, n),
+        ("zeros_like", 0, 2 * n),
+        ("add_", 2 * n, 2 * n),
+    ]
 
 
 def test_passes_are_drawn_on_one_scale_and_told():

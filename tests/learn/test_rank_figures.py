@@ -7,9 +7,8 @@ import pytest
 from pictures import text_of
 
 import gpuaccel as ga
-from gpuaccel.learn import recorded
-from gpuaccel.learn.figures import rank_figures
-from gpuaccel.measure.timeline import Span
+from gpuaccel.learn import rank_figures, recorded
+from gpuaccel.measure import Span
 
 
 def boxes(figure, y):
@@ -142,7 +141,7 @@ def test_the_recorded_ranks_are_labelled_and_without_a_recording_it_says_so(tmp_
             {
                 "gpu": "NVIDIA H200",
                 "date": "2026-01-02",
-                "results": {"2": {"ranks": 2, "families": families}},
+                "results": {"2": {"ranks": 2, "groups": families}},
             }
         )
     )
@@ -162,7 +161,7 @@ def test_the_recorded_ranks_are_labelled_and_without_a_recording_it_says_so(tmp_
     results = {
         "2": {
             "ranks": 2,
-            "families": families,
+            "groups": families,
             "fastest_torch": {"4": "torch, captured", "1": "torch, captured"},
         }
     }

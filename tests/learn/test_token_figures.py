@@ -8,8 +8,7 @@ import torch
 from pictures import text_of
 
 import gpuaccel as ga
-from gpuaccel.learn import recorded
-from gpuaccel.learn.figures import token_figures
+from gpuaccel.learn import recorded, token_figures
 
 WORDS = "the cat and the dog and the bird".split()
 
@@ -108,8 +107,8 @@ def test_the_recorded_encoder_is_labelled_and_without_a_recording_it_says_so(tmp
     found = {
         "tokens": 65536,
         "C": 768,
-        "Zipf": {"ways": ways, "buckets_ms": 8.4},
-        "all the same": {"ways": {"index_add_, fp32": {"ms": {"replayed": 1.46}}}},
+        "Zipf": {"variants": ways, "buckets_ms": 8.4},
+        "all the same": {"variants": {"index_add_, fp32": {"ms": {"replayed": 1.46}}}},
     }
     (tmp_path / "encoder_h200.json").write_text(
         json.dumps({"gpu": "NVIDIA H200", "date": "2026-01-02", "results": {"backward": found}})

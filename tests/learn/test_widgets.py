@@ -11,18 +11,11 @@ import xml.dom.minidom
 import pytest
 
 from gpuaccel.errors import ArgumentError
-from gpuaccel.learn.figures.picture import (
-    KEEP,
-    Run,
-    _nice_ticks,
-    _spread,
-    milliseconds,
-    norm_words,
-    number,
-    picture,
-)
-from gpuaccel.learn.widgets import LiveThroughput, _listen_while_busy, _status
-from gpuaccel.measure.meter import Reading
+from gpuaccel.learn import LiveThroughput
+from gpuaccel.learn.figures.drawing import milliseconds, nice_ticks, norm_words, number, spread
+from gpuaccel.learn.figures.training_runs import KEEP, Run, picture
+from gpuaccel.learn.widgets import _listen_while_busy, _status
+from gpuaccel.measure import Reading
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -72,12 +65,12 @@ def test_numbers_carry_units_and_three_digits():
     "low, high", [(0, 1), (0, 87_234.5), (2.2, 5.6), (3.0, 3.0), (-1e-9, 1e-9), (0.0, 0.0)]
 )
 def test_ticks_cover_the_range_with_few_round_values(low, high):
-    ticks = _nice_ticks(low, high)
+    ticks = nice_ticks(low, high)
     assert ticks[0] <= low and ticks[-1] >= high and 2 <= len(ticks) <= 8
 
 
 def test_labels_never_overlap():
-    placed = sorted(_spread([50, 50, 51, 99, 100], 14, 0, 100))
+    placed = sorted(spread([50, 50, 51, 99, 100], 14, 0, 100))
     assert (
         all(b - a >= 13.99 for a, b in zip(placed, placed[1:]))
         and placed[0] >= 0
@@ -343,8 +336,8 @@ def test_a_notebook_runs_in_order_and_keeps_a_static_picture(tmp_path):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipywidgets")
     cells = [
-        "import sys, time; sys.path.insert(0, %r)\nfrom gpuaccel.measure.meter import Reading\n"
-        "from gpuaccel.learn.widgets import LiveThroughput\nlive = LiveThroughput('A picture')\n"
+        "import sys, time; sys.path.insert(0, %r)\nfrom gpuaccel.measure import Reading\n"
+        "from gpuaccel.learn import LiveThroughput\nlive = LiveThroughput('A picture')\n"
         "def some(n):\n    for i in range(1, n + 1):\n        time.sleep(0.02)\n"
         "        yield Reading(i, i * 100, i / 50, 5000.0, 20.0, loss=1.0, stages={'forward': 19.0})"
         % str(ROOT),

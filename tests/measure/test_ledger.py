@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from gpuaccel.errors import BackendError
-from gpuaccel.measure.ledger import Ledger, Row, _fill, ledger
+from gpuaccel.measure import Ledger, Row, ledger
+from gpuaccel.measure.ledger import _fill
+from gpuaccel.measure.profiler import REGION as REGION_NAME
 
 
 def call(name, ts, correlation, cat="cuda_runtime"):
@@ -26,7 +28,7 @@ def record(name, ts, correlation, size, cat="gpu_memcpy"):
 REGION = {
     "ph": "X",
     "cat": "user_annotation",
-    "name": "gpuaccel.measure.ledger.region",
+    "name": REGION_NAME,
     "ts": 100.0,
     "dur": 100.0,
 }

@@ -1,6 +1,5 @@
 """The meter counts what was done, never waits for the device, and says how old its numbers are."""
 
-import importlib
 import json
 from types import SimpleNamespace
 
@@ -8,7 +7,9 @@ import pytest
 import torch
 
 from gpuaccel.errors import ArgumentError
-from gpuaccel.measure.meter import LateValue, Meter, StageTimer, _peak_of, peak_flops
+from gpuaccel.measure import LateValue, Meter, StageTimer, peak_flops
+from gpuaccel.measure import meter as meter_module
+from gpuaccel.measure.meter import _peak_of
 
 
 @pytest.fixture
@@ -19,11 +20,7 @@ def clock(monkeypatch):
     def sleep(seconds):
         now[0] += seconds
 
-    monkeypatch.setattr(
-        importlib.import_module("gpuaccel.measure.meter"),
-        "time",
-        SimpleNamespace(perf_counter=lambda: now[0]),
-    )
+    monkeypatch.setattr(meter_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     return SimpleNamespace(sleep=sleep)
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import gpuaccel as ga
-from gpuaccel.measure import timeline
-from gpuaccel.measure.timeline import Span, facts, lines, spans_of
+from gpuaccel.measure import Span, timeline
+from gpuaccel.measure.profiler import REGION
+from gpuaccel.measure.timeline import BACKWARD, facts, lines, spans_of
 
 
 def event(cat, name, ts, dur, correlation=None):
@@ -20,8 +21,8 @@ def event(cat, name, ts, dur, correlation=None):
 
 
 TRACE = [
-    event("user_annotation", timeline.REGION, 1000, 500),
-    event("cpu_op", timeline.BACKWARD + ": MmBackward0", 1000, 100),
+    event("user_annotation", REGION, 1000, 500),
+    event("cpu_op", BACKWARD + ": MmBackward0", 1000, 100),
     event("cuda_runtime", "cudaLaunchKernel", 1050, 5, 1),  # of backward, still to be done
     event("kernel", "void at::native::(anonymous namespace)::mm<float, 4>(float*)", 1090, 60, 1),
     event("cuda_runtime", "cudaLaunchKernel", 1110, 5, 2),

@@ -106,7 +106,7 @@ def test_every_layer_asks_one_place():
     with ga.use_backend("torch"):
         for layer in (ga.RichardsGLU(4, 6), ga.RichardsCurve()):
             assert (
-                not richards._ours(torch.randn(2, 4), *layer.parameters())
+                not richards._kernels_run(torch.randn(2, 4), *layer.parameters())
                 and ga.backend().name == "torch"
             )
 

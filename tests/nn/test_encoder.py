@@ -21,15 +21,17 @@ os.environ.setdefault(
 import gpuaccel as ga  # noqa: E402
 from gpuaccel.compiler.kernel import Kernel  # noqa: E402
 from gpuaccel.errors import ArgumentError, CaptureError  # noqa: E402
+from gpuaccel.learn.ladders import (  # noqa: E402
+    launch_atomic,
+    launch_buckets,
+    reference_buckets,
+)
 from gpuaccel.nn import embedding  # noqa: E402
 from gpuaccel.nn.fused_linear import fused_forward
 from gpuaccel.ops import embedding_backward as encoder
 from gpuaccel.ops.embedding_backward import (
     PIECE,
     encoder_backward,
-    launch_atomic,
-    launch_buckets,
-    reference_buckets,
     reference_encoder,
     reference_encoder_backward,  # noqa: E402
 )
@@ -292,7 +294,7 @@ def test_the_bits_do_not_depend_on_the_grid(device, monkeypatch):
             monkeypatch.setattr(encoder, name, macros[name])
         monkeypatch.setattr(
             encoder,
-            "_kernel",
+            "encoder_kernel",
             lambda name, macros=macros, **more: Kernel(
                 "encoder", name, PIECE=PIECE, **macros, **more
             ),

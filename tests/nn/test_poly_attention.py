@@ -16,7 +16,7 @@ from gpuaccel import PolyAttention, reference_poly_attention
 from gpuaccel.errors import ArgumentError
 from gpuaccel.nn.poly_attention import (
     WIDTHS,
-    _kernel,
+    attention_kernel,
     chunks_of,
     launch_backward,
     launch_forward,
@@ -143,6 +143,17 @@ ON_HOPPER = [
     (V3, torch.bfloat16, 5, 64, [(1, 129, 2, 64), (2, 520, 1, None)]),
     (V3, torch.bfloat16, 1, 64, [(1, 330, 1, 128)]),
 ]
+
+
+def test_without_a_degree_and_a_window_the_degree_is_3_and_all_before_is_seen():
+    inputs, _ = given("cpu", torch.float32, 1, 6, 2, 4)
+    for function in (reference_poly_attention, poly_attention):
+        y = function(*inputs)
+        assert torch.equal(y, function(*inputs, degree=3, window=None))
+        for degree, window in ((1, None), (5, None), (3, 5)):
+            assert not torch.allclose(y, function(*inputs, degree=degree, window=window))
+    layer = PolyAttention(8, 2)
+    assert (layer.degree, layer.window) == (3, None)
 
 
 @pytest.mark.gpu
@@ -293,7 +304,7 @@ def test_tensor_core_kernels_have_registers_enough():
         ("poly_forward", V3),
         ("poly_backward", V3),
     ):
-        cost = _kernel(f"{name}_v{how[0]}", torch.bfloat16, 64, 3, *how).resources("sm_90")
+        cost = attention_kernel(f"{name}_v{how[0]}", torch.bfloat16, 64, 3, *how).resources("sm_90")
         assert cost.arch == ("sm_90a" if how == V3 else "sm_90") and cost.registers > 100, (
             f"an empty body: {cost}"
         )

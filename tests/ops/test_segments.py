@@ -147,7 +147,7 @@ def test_the_result_does_not_depend_on_the_tiles_nor_on_the_digits(device, bits,
         segments,
         "segment_kernels",
         lambda tokens, vocab: [
-            segments._kernel(f"segments_{name}", tokens.dtype, bits, keys)
+            segments.sort_kernel(f"segments_{name}", tokens.dtype, bits, keys)
             for name in ("count", "scatter", "pieces")
         ],
     )

@@ -6,6 +6,7 @@ import gc
 import io
 import math
 import pickle
+import re
 import warnings
 import weakref
 
@@ -26,6 +27,20 @@ from helpers import (
     no_waiting,
     same,
 )
+from optimizers import (
+    CLOSE,
+    SHAPES,
+    Training,
+    check_arena,
+    compare,
+    give,
+    march,
+    params_of,
+    snapshot,
+    states,
+    twin,
+    unchanged,
+)
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import (
@@ -35,78 +50,15 @@ from torch.optim.optimizer import (
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError, NonFiniteError
-from gpuaccel.ops import adamw
-from gpuaccel.ops.adamw import reference_adamw, reference_random_bits, reference_round
+from gpuaccel.ops import update_rule
+from gpuaccel.ops.adamw import reference_adamw
+from gpuaccel.ops.rounding import reference_random_bits, reference_round
 from gpuaccel.optim.accumulate import MODES, GradientAccumulator
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.checkpoint import load_checkpoint, save_checkpoint
 
 Torchs = torch.optim.AdamW
-# How far two implementations of the same formula may drift apart in a dozen steps of fp32: a few roundings of weights of size 1.
-CLOSE = {"rtol": 1e-5, "atol": 2e-6}
-SHAPES = ((10, 5), (5,), (), (0,), (4097,), (1, 1, 3))
-
-
-def params_of(device="cpu", shapes=SHAPES, dtype=torch.float32, seed=0):
-    random = generator(seed)
-    return [nn.Parameter(torch.randn(s, generator=random).to(device, dtype)) for s in shapes]
-
-
-def twin(params):
-    return [nn.Parameter(p.detach().clone()) for p in params]
-
-
-def give(seed, *sets, size=1.0, without=()):
-    """The same random gradients to each set of parameters."""
-    random = generator(1000 + seed)
-    for i, row in enumerate(zip(*sets)):
-        g = size * torch.randn(row[0].shape, generator=random)
-        for p in row:
-            p.grad = None if i in without else torch.empty_like(p).copy_(g)
-
-
-def march(mine, theirs, ours, reference, steps=12, seed=0, **how):
-    """So many steps of two optimizers on the same gradients; compared after each."""
-    for k in range(steps):
-        give(seed + k, ours, reference)
-        mine.step(), theirs.step()
-        compare(ours, reference, f"step {k}", **how)
-
-
-def compare(ours, reference, what="", **how):
-    for i, (a, b) in enumerate(zip(ours, reference, strict=True)):
-        torch.testing.assert_close(
-            a.detach(),
-            b.detach(),
-            **{**CLOSE, **how},
-            msg=lambda m: f"{what}, tensor {i}: {differ(a, b)}\n{m}",
-        )
-
-
-def states(optimizer, key):
-    return [
-        optimizer.state[p].get(key) for group in optimizer.param_groups for p in group["params"]
-    ]
-
-
-def snapshot(optimizer, *more):
-    """Bits of all that a step may change."""
-    tensors = [p for group in optimizer.param_groups for p in group["params"]]
-    tensors += [
-        t
-        for p in tensors
-        for t in optimizer.state.get(p, {}).values()
-        if isinstance(t, torch.Tensor)
-    ] + list(more)
-    return [bits(t) for t in tensors]
-
-
-def unchanged(before, optimizer, *more):
-    after = snapshot(optimizer, *more)
-    assert len(after) == len(before)
-    wrong = [i for i, (a, b) in enumerate(zip(after, before)) if not torch.equal(a, b)]
-    assert not wrong, f"tensors {wrong} of weights, states and gradients were changed"
 
 
 def database():
@@ -1056,7 +1008,7 @@ def test_two_runs_and_any_grid_give_the_same_bits(stochastic, dtype, device, mon
 
     first = run()
     for blocks in (2**20, 1, 3, 7):
-        monkeypatch.setattr(adamw, "MAX_BLOCKS", blocks)
+        monkeypatch.setattr(update_rule, "MAX_BLOCKS", blocks)
         for got, want in zip(run(), first, strict=True):
             same(got, want, f"{blocks} blocks")
 
@@ -1094,7 +1046,7 @@ def test_an_arena_gives_the_same_bits_with_any_grid_and_in_any_pieces(final, dev
             same(got, want, f"{how}, by adamw_v2")
         for blocks in (1, 3, 7):
             with monkeypatch.context() as patch:
-                patch.setattr(adamw, "MAX_BLOCKS", blocks)
+                patch.setattr(update_rule, "MAX_BLOCKS", blocks)
                 for got, want in zip(run(**how), first, strict=True):
                     same(got, want, f"{how}, {blocks} blocks")
 
@@ -1142,26 +1094,6 @@ def peers(dtype, device, scaled=False, **kwargs):
     mine = AdamW(arenas[0], lr=0.01, weight_decay=0.3, **kwargs)
     theirs = Torchs(arenas[1].parameter_groups(0.3, 0.01), lr=0.01)
     return (models[0], arenas[0], mine), (models[1], arenas[1], theirs)
-
-
-def check_arena(arena, cleared=True):
-    """Masters, copies and padding as an arena promises."""
-    for s, owner, p in zip(arena.segments, arena.masters, arena.params):
-        if owner is not p:
-            same(
-                p.detach(),
-                owner.detach().bfloat16(),
-                f"the bf16 copy of {s.name} is its master, rounded",
-            )
-    used = torch.zeros(arena.numel, dtype=torch.bool)
-    for s in arena.segments:
-        used[s.offset : s.offset + s.numel] = True
-    assert not arena.weights.cpu()[~used].any() and not arena.grads.cpu()[~used].any(), (
-        "padding was written"
-    )
-    if cleared:
-        assert not arena.grads.any(), f"sums were not cleared: {arena.grads.abs().max()}"
-        assert all(p.grad is None for p in (*arena.params, *arena.masters))
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
@@ -1370,7 +1302,7 @@ def test_state_dicts_of_an_arena(what, device):
         compare(sa.masters, ta.masters, f"step {k}")
     if what == "arena -> arena":
         same(a1.weights, a2.weights)
-    moments = target._moments if target is not theirs else mine._moments
+    moments = (target if target is not theirs else mine).layout.buffers
     for key, flat in moments.items():
         for s, owner in zip(
             a1.segments if target is not theirs and target is mine else sa.segments, range(99)
@@ -1456,122 +1388,69 @@ def test_clipping_inside_is_clipping_before(what, scope, device):
             mine.zero_grad(), theirs.zero_grad()
 
 
-def bad_step(what, device, dtype, **kwargs):
-    """(optimizer, good(k): gradients for step k, bad(): the same with one NaN or infinity, extra tensors to watch, name of the bad one)."""
-    if what == "parameters":
-        ours = params_of(device, dtype=dtype)
-        mine = AdamW(ours, lr=0.01, **kwargs)
-
-        def good(k):
-            give(k, ours)
-
-        def bad(value):
-            give(77, ours)
-            ours[4].grad[4096] = value
-
-        return mine, good, bad, [], "parameter 4 of shape (4097,)"
-    model = Blocks(dtype=dtype).to(device)
-    arena = Arena(model)
-    mine = AdamW(arena, lr=0.01, **kwargs)
-    accumulator = GradientAccumulator(arena) if what == "arena" else None
-
-    def good(k):
-        if accumulator is None:
-            model.zero_grad()
-        model(filled(model, k)).backward()
-
-    def bad(value):
-        grads = filled(model, 77)
-        grads[3][4096] = value
-        model.zero_grad()
-        model(grads).backward()
-
-    mine.keep = accumulator
-    return (
-        mine,
-        good,
-        bad,
-        [arena.weights] + ([arena.bf16_weights] if dtype == torch.bfloat16 else []),
-        arena.segments[3].name,
-    )
-
-
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
-@pytest.mark.parametrize("value", [NAN, INF])
-@pytest.mark.parametrize("scope", ["global", "tensor", "block"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "scope, value", [("global", NAN), ("global", INF), ("tensor", NAN), ("block", NAN)]
+)
 @pytest.mark.parametrize("what", ["parameters", "arena", "arena without accumulator"])
-def test_a_step_with_a_bad_gradient_is_skipped_counted_and_named(what, dtype, scope, value, device):
+def test_a_step_with_a_bad_gradient_is_skipped_counted_and_named(what, scope, value, dtype, device):
     """Not a bit of weights, moments, counts and copies changes, and the next step goes on as if the bad one had not been."""
     if what == "parameters" and scope == "block":
-        scope = "global"
-    how = {
-        "on_nonfinite": "skip",
-        "scope": scope,
-        **({} if scope == "block" else {"max_norm": 1.0}),
-    }
-    (mine, good, bad, watched, name), (other, good2, _, _, _) = (
-        bad_step(what, device, dtype, **how),
-        bad_step(what, device, dtype, **how),
-    )
-    assert mine.last_skip() is None
+        return
+    max_norm = None if scope == "block" else 1.0
+    kwargs = {"lr": 0.01, "on_nonfinite": "skip", "scope": scope, "max_norm": max_norm}
+    mine, other = (Training(AdamW, what, device, dtype, **kwargs) for _ in range(2))
+    opt = mine.opt
+    assert opt.last_skip() is None
     for k in range(2):
-        good(k), good2(k)
-        mine.step(), other.step()
+        mine.step(k), other.step(k)
     for n in (1, 2):
-        bad(value)
-        before = snapshot(mine, *watched)
-        mine.step()
-        unchanged(before, mine, *watched)
-        assert (
-            mine.skipped == n
-            and mine.skipped.dtype == torch.int32
-            and mine.last_skip() == {"step": 2 + n, "tensor": name}
-        )
-        assert not mine.clip_state.finite.all() and mine.clip_state.name() == name
+        mine.backward(77, bad=value)
+        before = snapshot(opt, *mine.watched)
+        opt.step()
+        unchanged(before, opt, *mine.watched)
+        assert opt.skipped == n and opt.skipped.dtype == torch.int32
+        assert opt.last_skip() == {"step": 2 + n, "tensor": mine.bad_name}
+        assert not opt.clip_state.finite.all() and opt.clip_state.name() == mine.bad_name
         if what == "arena":
-            assert not mine.arena.grads.any(), "the bad sums must not stay"
+            assert not opt.arena.grads.any(), "the bad sums must not stay"
     for k in range(2, 4):
-        good(k), good2(k)
-        mine.step(), other.step()
-    for a, b in zip(snapshot(mine, *watched), snapshot(other), strict=False):
+        mine.step(k), other.step(k)
+    for a, b in zip(snapshot(opt), snapshot(other.opt), strict=True):
         assert torch.equal(a, b), "a skipped step left something behind"
-    assert mine.skipped == 2 and mine.last_skip()["step"] == 4 and other.skipped == 0
-    for optimizer in (mine, other):
-        if optimizer.arena is not None:
-            optimizer.arena.release()
+    assert opt.skipped == 2 and opt.last_skip()["step"] == 4 and other.opt.skipped == 0
+    mine.close(), other.close()
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("what", ["parameters", "arena"])
 def test_raise_names_the_tensor_and_changes_nothing(what, device):
-    mine, good, bad, watched, name = bad_step(what, device, torch.float32, on_nonfinite="raise")
-    good(0)
-    mine.step()
-    bad(NAN)
-    grads = [p.grad for group in mine.param_groups for p in group["params"]]
-    before = snapshot(mine, *watched, *grads)
-    with pytest.raises(
-        NonFiniteError, match=r"the gradient of .* is not finite: nothing was changed"
-    ) as info:
+    run = Training(AdamW, what, device, lr=0.01, on_nonfinite="raise")
+    mine = run.opt
+    run.step(0)
+    run.backward(77, bad=NAN)
+    watched = [*run.watched, *run.gradients()]
+    before = snapshot(mine, *watched)
+    message = rf"the gradient of {re.escape(run.bad_name)} is not finite: nothing was changed"
+    with pytest.raises(NonFiniteError, match=message):
         mine.step()
-    assert name in str(info.value)
-    unchanged(before, mine, *watched, *grads)
+    unchanged(before, mine, *watched)
     mine.zero_grad()
-    good(1)
-    mine.step()
+    run.step(1)
     assert float(states(mine, "step")[0]) == 2
+    run.close()
 
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_propagate_is_what_torch_does(max_norm, device):
-    mine, good, bad, _, _ = bad_step("parameters", device, torch.float32, max_norm=max_norm)
-    ours = mine.param_groups[0]["params"]
+    run = Training(AdamW, "parameters", device, lr=0.01, max_norm=max_norm)
+    mine, ours = run.opt, run.params
     reference = twin(ours)
     theirs = Torchs(reference, lr=0.01)
     for value in (NAN, INF):
-        bad(value)
+        run.backward(77, bad=value)
         for p, q in zip(ours, reference):
             q.grad = p.grad.clone()
         if max_norm:
@@ -1651,21 +1530,20 @@ def test_grad_scaler_with_a_policy_of_ones_own(device):
 @pytest.mark.parametrize("what", ["parameters", "arena"])
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_a_divisor_scales_gradients_and_norms(shape, what, device):
-    mine, good, _, watched, _ = bad_step(what, device, torch.float32, max_norm=3.0)
-    other, good2, _, _, _ = bad_step(what, device, torch.float32, max_norm=3.0)
+    run, other = (Training(AdamW, what, device, lr=0.01, max_norm=3.0) for _ in range(2))
     for k, divisor in enumerate((8.0, 0.25, 1.0, 1000.0)):
-        good(k), good2(k)
-        mine.grad_scale = torch.full(shape, divisor, device=device)
-        targets = [p for group in other.param_groups for p in group["params"]]
-        norm = exact_norm([p.grad for p in targets]) / divisor
+        run.backward(k), other.backward(k)
+        run.opt.grad_scale = torch.full(shape, divisor, device=device)
+        norm = exact_norm(other.gradients()) / divisor
         with torch.no_grad():
-            for p in targets:
-                p.grad.div_(divisor)
-        mine.step(), other.step()
-        assert mine.clip_state.norm.item() == pytest.approx(norm, rel=1e-5)
-        assert other.clip_state.norm.item() == pytest.approx(norm, rel=1e-5)
-        compare([p for g in mine.param_groups for p in g["params"]], targets, f"divisor {divisor}")
-        mine.zero_grad(), other.zero_grad()
+            for grad in other.gradients():
+                grad.div_(divisor)
+        for one in (run.opt, other.opt):
+            one.step()
+            assert one.clip_state.norm.item() == pytest.approx(norm, rel=1e-5)
+            one.zero_grad()
+        compare(run.params, other.params, f"divisor {divisor}")
+    run.close(), other.close()
 
 
 # ---- stochastic rounding --------------------------------------------------------------------------------------------

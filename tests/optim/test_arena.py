@@ -1,4 +1,4 @@
-"""The arena lays out any module, keeps its views through copies and loads, and gives ordinary parameters back."""
+"""The arena: the layout of any module, views that survive copies and loads, release."""
 
 import copy
 
@@ -152,12 +152,10 @@ def test_padding_stays_zero_through_training(model, seed):
     opt = torch.optim.AdamW(arena.parameter_groups(), lr=0.1)
     with GradientAccumulator(arena, "arena"):
         for _ in range(2):
-            sum(
-                (p.float().square() + p.float()).sum()
-                for p in model.parameters()
-                if p.requires_grad
-            ).backward()
-            opt.step(), opt.zero_grad()
+            trained = [p.float() for p in model.parameters() if p.requires_grad]
+            sum((p.square() + p).sum() for p in trained).backward()
+            opt.step()
+            opt.zero_grad()
     empty = padding(arena)
     for name in ("weights", "grads", "bf16_weights"):
         buffer = getattr(arena, name)
@@ -229,22 +227,13 @@ def test_parameter_groups_carry_decay_and_learning_rate():
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     arena = Arena(model, lr_scale=lambda name, p: 0.1 if name.startswith("1") else 1.0)
     groups = arena.parameter_groups(weight_decay=0.3, lr=2.0)
-    assert [(g["weight_decay"], g["lr"], len(g["params"])) for g in groups] == [
-        (0.3, 2.0, 1),
-        (0.0, 2.0, 1),
-        (0.0, 0.2, 2),
-    ]
-    assert (
-        sum(len(g["params"]) for g in arena.parameter_groups()) == 4
-        and "lr" not in arena.parameter_groups()[0]
-    )
+    facts = [(g["weight_decay"], g["lr"], len(g["params"])) for g in groups]
+    assert facts == [(0.3, 2.0, 1), (0.0, 2.0, 1), (0.0, 0.2, 2)]
+    groups = arena.parameter_groups()
+    assert sum(len(g["params"]) for g in groups) == 4 and "lr" not in groups[0]
     arena.release()
-    assert [s.decay for s in Arena(model, decay=lambda name, p: name == "0.bias").segments] == [
-        False,
-        False,
-        True,
-        False,
-    ]
+    arena = Arena(model, decay=lambda name, p: name == "0.bias")
+    assert [s.decay for s in arena.segments] == [False, False, True, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -281,13 +270,11 @@ def test_state_dict_loads_in_place_and_masters_follow(dtype):
     model.load_state_dict(other.state_dict())
     check_views(arena)
     arena.check()
-    assert torch.equal(model.weight, other.weight) and torch.equal(
-        arena.named_parameters()["weight"], other.weight.float()
-    )
+    assert torch.equal(model.weight, other.weight)
+    assert torch.equal(arena.named_parameters()["weight"], other.weight.float())
+    # Less than half a bf16 step: publish and reload keep it.
     with torch.no_grad():
-        arena.named_parameters()["bias"].add_(
-            2**-14
-        )  # less than half a bf16 step: publish and reload keep it
+        arena.named_parameters()["bias"].add_(2**-14)
     before = arena.named_parameters()["bias"].clone()
     arena.publish()
     model.load_state_dict(model.state_dict())
@@ -312,10 +299,7 @@ def test_parameters_assigned_by_load_state_dict_are_named_at_the_next_use():
 
 
 def test_safetensors_keep_the_views(tmp_path):
-    model, other = (
-        nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)),
-        nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)),
-    )
+    model, other = (nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2)) for _ in range(2))
     arena = Arena(model)
     save_file(other.state_dict(), tmp_path / "other.safetensors")
     model.load_state_dict(load_file(tmp_path / "other.safetensors"))
@@ -437,17 +421,18 @@ def overlapping():
     ],
 )
 def test_an_arena_refuses_and_changes_nothing(make, message):
+    def addresses(module):
+        dense = [p.layout == torch.strided and not p.is_meta for p in module.parameters()]
+        return [
+            (id(p), p.data_ptr() if has_data else 0)
+            for p, has_data in zip(module.parameters(), dense)
+        ]
+
     module = make()
-    before = [
-        (id(p), p.data_ptr() if p.layout == torch.strided and not p.is_meta else 0)
-        for p in module.parameters()
-    ]
+    before = addresses(module)
     with pytest.raises(ArgumentError, match=message):
         Arena(module)
-    assert [
-        (id(p), p.data_ptr() if p.layout == torch.strided and not p.is_meta else 0)
-        for p in module.parameters()
-    ] == before
+    assert addresses(module) == before
     assert Arena.of(module) is None
 
 

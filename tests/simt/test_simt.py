@@ -446,7 +446,7 @@ def test_where_static_thread_storage_is_full_the_slower_kind_is_taken(fresh, mon
             raise OSError(f"{path}: cannot allocate memory in static TLS block")
         return real(path, *rest)
 
-    refuse.left = 1
+    refuse.left = 1  # the cache of this test is empty
     monkeypatch.setattr(build.ctypes, "CDLL", refuse)
     x = torch.ones(100_000)
     with ga.checked(False):

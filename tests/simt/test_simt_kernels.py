@@ -9,7 +9,7 @@ import torch
 from simt_cases import BUGS, GOOD, OURS, VARIANTS, program, same_bits
 
 import gpuaccel as ga
-from gpuaccel.learn.exercises.exercises import BLOCK, EXERCISES
+from gpuaccel.learn import BLOCK, EXERCISES
 
 TEXT = program([good.source for good in GOOD.values()])[0]
 KERNEL_EXERCISES = [e for e in EXERCISES.values() if e.params]
@@ -67,6 +67,7 @@ def test_every_kernel_of_kernels_cu_is_tried_here():
     # Approximate functions and tensor cores have no bits that a CPU and a GPU could share: these are held against float64 in files of their own.
     elsewhere = {
         "richards": "test_richards.py",
+        "poly_gate": "test_poly_attention.py",
         "poly_attention": "test_poly_attention.py",
         "poly_forward": "test_poly_attention.py",
         "poly_backward": "test_poly_attention.py",

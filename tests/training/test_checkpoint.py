@@ -1,4 +1,4 @@
-"""The contract of gpuaccel/training/checkpoint.py: resume gives the same bits; no kill and no bad file harms a run."""
+"""Checkpoints: a resumed run is bit-identical; no kill and no bad file harms a run."""
 
 import copy
 import errno
@@ -21,7 +21,7 @@ from torch import nn
 from gpuaccel import files
 from gpuaccel.errors import CheckpointError
 from gpuaccel.optim.arena import Arena
-from gpuaccel.training import checkpoint
+from gpuaccel.training import checkpoint_file
 from gpuaccel.training.checkpoint import (
     checkpoint_path,
     latest_checkpoint,
@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 
 class Run:
-    """A whole training run in little: everything whose state a checkpoint must hold."""
+    """A small training run with everything whose state a checkpoint must hold."""
 
     def __init__(
         self, seed=0, width=8, tied=False, optimizer=torch.optim.AdamW, arena=False, **options
@@ -71,13 +71,12 @@ class Run:
         for _ in range(steps):
             inputs, targets = next(self.batches)
             loss = nn.functional.cross_entropy(self.model(inputs).float(), targets.flatten())
-            loss = loss * (
-                1 + 0.01 * random.random() + 0.01 * np.random.rand()
-            )  # their state counts as well
+            # The state of Python's and NumPy's generators counts, too.
+            loss = loss * (1 + 0.01 * random.random() + 0.01 * np.random.rand())
             loss.backward()
             if self.arena:
-                for parameter, owner in zip(self.arena.params, self.arena.masters):
-                    owner.grad = parameter.grad.float()  # to the fp32 master, if there is one
+                for parameter, master in zip(self.arena.params, self.arena.masters):
+                    master.grad = parameter.grad.float()
             self.optimizer.step()
             self.model.zero_grad()
             self.scheduler.step()
@@ -95,32 +94,25 @@ class Run:
 
     def everything(self):
         """All state, as values that compare exactly."""
-        moments = {
-            (i, j, key): value
-            for i, group in enumerate(self.optimizer.param_groups)
-            for j, p in enumerate(group["params"])
-            for key, value in self.optimizer.state.get(p, {}).items()
-        }
-        tensors = {
-            **self.model.state_dict(),
-            **moments,
-            "arena": self.arena.weights if self.arena else torch.zeros(0),
-        }
-        options = [
-            {k: v for k, v in group.items() if k != "params"}
-            for group in self.optimizer.param_groups
-        ]
-        return copy.deepcopy(
-            (
-                {k: v.tolist() for k, v in tensors.items()},
-                options,
-                self.scheduler.state_dict(),
-                self.batches.state_dict(),
-                torch.get_rng_state().tolist(),
-                random.getstate(),
-                str(np.random.get_state()),
-            )
+        tensors = dict(self.model.state_dict())
+        if self.arena:
+            tensors["arena"] = self.arena.weights
+        options = []
+        for i, group in enumerate(self.optimizer.param_groups):
+            options.append({key: value for key, value in group.items() if key != "params"})
+            for j, p in enumerate(group["params"]):
+                state = self.optimizer.state.get(p, {})
+                tensors.update(((i, j, key), value) for key, value in state.items())
+        values = (
+            {name: tensor.tolist() for name, tensor in tensors.items()},
+            options,
+            self.scheduler.state_dict(),
+            self.batches.state_dict(),
+            torch.get_rng_state().tolist(),
+            random.getstate(),
+            str(np.random.get_state()),
         )
+        return copy.deepcopy(values)
 
 
 KINDS = {
@@ -138,7 +130,7 @@ KINDS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """The order of torch's sums, and so the bits, depends on the number of threads; two on a busy core are slow."""
+    """The order of torch's sums, and so the bits, depends on the number of threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -147,7 +139,13 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def seeds():
-    torch.manual_seed(1), random.seed(1), np.random.seed(1)
+    seed_all(1)
+
+
+def seed_all(seed):
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def make(kind, **options):
@@ -165,19 +163,22 @@ OTHER_PROCESS = f"""
     sys.path[:0] = {[os.path.dirname(__file__)]!r}
     from test_checkpoint import *
     torch.set_num_threads(1)
-    model, dice, parent = nn.Linear(256, 256), random.Random(7), input()
+    model = nn.Linear(256, 256)
+    generator = random.Random(7)
+    parent = input()
     for victim in range(10):
         folder = os.path.join(parent, str(victim))
         ready, done = os.pipe()
         child = os.fork()
         for step in range(1, 1000000) if child == 0 else ():
             with torch.no_grad():
-                model.weight.fill_(step), model.bias.fill_(step)
+                model.weight.fill_(step)
+                model.bias.fill_(step)
             save_checkpoint(checkpoint_path(folder, step), model=model, step=step)
             prune_checkpoints(folder, keep=2)
             os.write(done, b"x")
         os.read(ready, 1)
-        time.sleep(dice.uniform(0, 0.15))
+        time.sleep(generator.uniform(0, 0.15))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(done)
@@ -192,8 +193,10 @@ OTHER_PROCESS = f"""
 
 @pytest.fixture(scope="module", autouse=True)
 def other_process():
-    """A process that imports torch while the first tests run. It then reads a folder, in which it kills ten children
-    that save in a loop, and prints how many saves each finished; then a path, and prints the losses after a resume."""
+    """A process that imports torch while the first tests run.
+
+    It reads a folder, in which it kills ten children that save in a loop, and prints how many saves
+    each finished. Then it reads a path, and prints the losses after a resume."""
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(OTHER_PROCESS)],
         text=True,
@@ -207,7 +210,7 @@ def other_process():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_resume_gives_the_same_bits(kind, tmp_path):
+def test_resume_is_bit_identical(kind, tmp_path):
     run = make(kind)
     run.train(7)
     extra = {"a": (1, [2.5, None])}
@@ -218,34 +221,34 @@ def test_resume_gives_the_same_bits(kind, tmp_path):
     expected = run.train(9)
     after = run.everything()
 
-    torch.manual_seed(99), random.seed(99), np.random.seed(99)
+    def addresses(run):
+        return [p.data_ptr() for p in [*run.model.parameters(), *run.optimizer.state]]
+
+    seed_all(99)
     other = make(kind, seed=5)
     other.train(2)  # it need not be fresh
-    storages = [p.data_ptr() for p in other.model.parameters()] + [
-        p.data_ptr() for p in other.optimizer.state
-    ]
+    before_load = addresses(other)
     loaded = load_checkpoint(path, **other.parts())
     assert loaded == {"step": 7, "extra": extra}
     assert other.everything() == before
     assert other.train(9) == expected
     assert other.everything() == after
-    assert storages == [p.data_ptr() for p in other.model.parameters()] + [
-        p.data_ptr() for p in other.optimizer.state
-    ]
+    assert addresses(other) == before_load
     if other.arena:
         other.arena.check()
         start = other.arena.weights.data_ptr()
-        assert all(
-            start <= p.data_ptr() < start + 4 * other.arena.numel for p in other.arena.parameters()
-        )
+        stop = start + 4 * other.arena.numel
+        assert all(start <= p.data_ptr() < stop for p in other.arena.parameters())
 
 
 def test_schedulers_with_tuples_counters_and_nesting_come_back_exactly(tmp_path):
     def make_scheduler(optimizer):
-        kinds = torch.optim.lr_scheduler
-        return kinds.SequentialLR(
-            optimizer, [kinds.LinearLR(optimizer), kinds.MultiStepLR(optimizer, [3, 3, 9])], [2]
-        )
+        lr_scheduler = torch.optim.lr_scheduler
+        parts = [
+            lr_scheduler.LinearLR(optimizer),
+            lr_scheduler.MultiStepLR(optimizer, [3, 3, 9]),
+        ]
+        return lr_scheduler.SequentialLR(optimizer, parts, [2])
 
     run, other = make("adamw"), make("adamw", seed=2)
     run.scheduler, other.scheduler = make_scheduler(run.optimizer), make_scheduler(other.optimizer)
@@ -292,18 +295,15 @@ def test_weights_alone_can_be_read_and_by_safetensors_too(tmp_path):
     path = save_checkpoint(tmp_path / "c.safetensors", **run.parts(), step=2)
     tensors = load_file(path)
     for name, tensor in run.model.state_dict().items():
-        assert (
-            torch.equal(tensors[f"model.{name}"], tensor)
-            and tensors[f"model.{name}"].dtype == tensor.dtype
-        )
+        stored = tensors[f"model.{name}"]
+        assert torch.equal(stored, tensor) and stored.dtype == tensor.dtype
     for name, tensor in run.arena.named_master().items():
         assert torch.equal(tensors[f"master.{name}"], tensor)
     model = Net().bfloat16()
     state = torch.get_rng_state()
     load_checkpoint(path, model=model, restore_rng=False)
-    assert torch.equal(model.head.weight, run.model.head.weight) and torch.equal(
-        torch.get_rng_state(), state
-    )
+    assert torch.equal(model.head.weight, run.model.head.weight)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_every_shape_and_dtype_survives(tmp_path):
@@ -319,18 +319,9 @@ def test_every_shape_and_dtype_survives(tmp_path):
         "nans": torch.tensor([float("nan"), -0.0, float("inf")]),
         "strided": torch.rand(6, 4).t(),
     }
-    values.update(
-        {
-            str(dtype).replace(".", "_"): torch.rand(5).to(dtype)
-            for dtype in (
-                torch.float64,
-                torch.float16,
-                torch.bfloat16,
-                torch.float8_e4m3fn,
-                torch.float8_e5m2,
-            )
-        }
-    )
+    float8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+    for dtype in (torch.float64, torch.float16, torch.bfloat16, *float8):
+        values[str(dtype).replace(".", "_")] = torch.rand(5).to(dtype)
     for name, value in values.items():
         model.register_buffer(name, value.clone() if name != "strided" else value)
     path = save_checkpoint(tmp_path / "c", model=model)
@@ -338,13 +329,13 @@ def test_every_shape_and_dtype_survives(tmp_path):
     for buffer in other.buffers():
         buffer.zero_()
     load_checkpoint(path, model=other)
+
+    def raw(tensor):
+        return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+
     for name, value in values.items():
-        found = getattr(other, name)
-        assert found.dtype == value.dtype
-        assert (
-            found.contiguous().reshape(-1).view(torch.uint8).tolist()
-            == value.contiguous().reshape(-1).view(torch.uint8).tolist()
-        ), name
+        loaded = getattr(other, name)
+        assert loaded.dtype == value.dtype and raw(loaded) == raw(value), name
 
 
 def test_tied_weights(tmp_path):
@@ -361,7 +352,7 @@ def test_tied_weights(tmp_path):
     assert torch.equal(tied.head.weight, before) and tied.head.weight is tied.embedding.weight
 
 
-# ---- files that must be refused -------------------------------------------------------------------------------------
+# ---- files that must be refused ------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -376,9 +367,9 @@ def refuse(path, match, run=None, **changes):
     run = run or make("adamw", seed=8)
     run.train(1)
     before = run.everything()
-    with pytest.raises(CheckpointError, match=match) as caught:
+    with pytest.raises(CheckpointError, match=match) as error:
         load_checkpoint(path, **{**run.parts(), **changes})
-    assert str(path) in str(caught.value)
+    assert str(path) in str(error.value)
     assert run.everything() == before
 
 
@@ -428,13 +419,12 @@ def test_a_flipped_bit_anywhere_is_found(saved):
     header = 8 + int.from_bytes(data[:8], "little")
     run = make("adamw")
     before = run.everything()
-    dice = random.Random(0)
-    places = [dice.randrange(header) for _ in range(150)] + [
-        dice.randrange(len(data)) for _ in range(50)
-    ]
-    for place in places:
+    generator = random.Random(0)
+    offsets = [generator.randrange(header) for _ in range(150)]
+    offsets += [generator.randrange(len(data)) for _ in range(50)]
+    for offset in offsets:
         damaged = bytearray(data)
-        damaged[place] ^= 1 << dice.randrange(8)
+        damaged[offset] ^= 1 << generator.randrange(8)
         saved.write_bytes(damaged)
         with pytest.raises(CheckpointError, match=re.escape(str(saved))):
             load_checkpoint(saved, **run.parts())
@@ -494,7 +484,7 @@ def test_another_model_dtype_or_optimizer(saved):
     )
     refuse(
         saved,
-        "windows=79, expected windows=39",
+        "sequences=79, expected sequences=39",
         batches=Batches(torch.arange(200) % 16, batch=3, T=5),
     )
     refuse(saved, "T=5, expected T=1", batches=Batches(torch.arange(80) % 16, batch=3, T=1))
@@ -510,10 +500,11 @@ def test_asking_for_what_the_file_lacks(tmp_path):
 
 
 def test_values_that_need_pickle_are_refused_before_writing(tmp_path):
-    for extra, name in (
+    cases = (
         ({"f": print}, r"extra\['f'\] is a builtin"),
         ({"s": {1}}, r"extra\['s'\] is a set"),
-    ):
+    )
+    for extra, name in cases:
         with pytest.raises(CheckpointError, match=name):
             save_checkpoint(tmp_path / "c", model=Net(), extra=extra)
     with pytest.raises(CheckpointError, match="model.a is .*sparse"):
@@ -523,7 +514,7 @@ def test_values_that_need_pickle_are_refused_before_writing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- disks and kills ------------------------------------------------------------------------------------------------
+# ---- disks and kills -----------------------------------------------------------------------------
 
 
 def test_a_read_only_folder(tmp_path, monkeypatch):
@@ -532,7 +523,8 @@ def test_a_read_only_folder(tmp_path, monkeypatch):
     path = save_checkpoint(checkpoint_path(folder, 1), model=Net())
     before = path.read_bytes()
     folder.chmod(0o500)
-    if os.access(folder, os.W_OK):  # root: permission bits do not bind it, so the refusal is played
+    # Permission bits do not bind root: there `open` itself refuses.
+    if os.access(folder, os.W_OK):
 
         def refused(*args, **kwargs):
             raise PermissionError(errno.EACCES, "Permission denied")
@@ -593,14 +585,16 @@ def test_a_full_disk_played(tmp_path, monkeypatch):
 def test_a_full_disk_mounted(tmp_path):
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip(
-            "mounting a small file system needs root on Linux; the full disk is played in the test above"
+            "mounting a small file system needs root on Linux; the test above has a full disk "
+            "without a mount"
         )
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True
     )
     if mounted.returncode:
         pytest.skip(
-            f"no mount here ({mounted.stderr.decode().strip()}); the full disk is played in the test above"
+            f"no mount here ({mounted.stderr.decode().strip()}); the test above has a full disk "
+            "without one"
         )
     try:
         check_full_disk(tmp_path)
@@ -611,8 +605,9 @@ def test_a_full_disk_mounted(tmp_path):
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGKILL and no fork")
 def test_another_process_killed_at_any_moment_then_resumed(tmp_path, other_process):
     print(tmp_path, file=other_process.stdin)
-    answers, unfinished = [other_process.stdout.readline() for _ in range(10)], 0
-    for victim, finished in enumerate(map(int, answers)):
+    finished_saves = [int(other_process.stdout.readline()) for _ in range(10)]
+    unfinished = 0
+    for victim, finished in enumerate(finished_saves):
         folder = tmp_path / str(victim)
         unfinished += len(list(folder.glob("*.tmp-*")))
         for path in folder.glob("*.safetensors"):
@@ -624,7 +619,7 @@ def test_another_process_killed_at_any_moment_then_resumed(tmp_path, other_proce
         save_checkpoint(checkpoint_path(folder, newest + 1), model=nn.Linear(256, 256))
         prune_checkpoints(folder, keep=1)
         assert os.listdir(folder) == [checkpoint_path(folder, newest + 1).name]
-    print(f"{unfinished} of 10 kills came in the middle of a save")
+    print(f"{unfinished} of 10 kills were in the middle of a save")
 
     run = make("adamw")
     run.train(4)
@@ -651,7 +646,7 @@ def test_a_save_that_fails_anywhere_leaves_the_old_file(tmp_path, monkeypatch):
         def interrupted(*args):
             raise KeyboardInterrupt
 
-        patch.setattr(checkpoint, "digest", interrupted)
+        patch.setattr(checkpoint_file, "digest", interrupted)
         with pytest.raises(KeyboardInterrupt):
             save_checkpoint(path, model=Net(), step=2)
     assert load_checkpoint(path, model=Net())["step"] == 1 and os.listdir(tmp_path) == ["c"]

@@ -1,10 +1,11 @@
-"""The contract of gpuaccel/training/data.py: bad text is refused with a reason, each window comes once, resume is exact."""
+"""Text, tokens and batches: bad text is refused with a reason, each sequence is visited once."""
 
 import os
 
 import numpy as np
 import pytest
 import torch
+from helpers import no_waiting
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,7 +42,7 @@ def bpe():
     return train_bpe(Corpus(STORY, "a story", 0), 300, cache=False)
 
 
-# ---- text -----------------------------------------------------------------------------------------------------------
+# ---- text ----------------------------------------------------------------------------------------
 
 
 def test_the_standard_library_is_the_default():
@@ -78,31 +79,21 @@ def test_a_folder_in_a_fixed_order(tmp_path):
 
 def test_max_bytes_cuts_at_a_character(tmp_path):
     (tmp_path / "a.txt").write_bytes("a東京".encode())
-    assert [load_text(tmp_path, max_bytes=n).documents for n in (1, 2, 3, 4, 5, 7, 99)] == [
-        ["a"],
-        ["a"],
-        ["a"],
-        ["a東"],
-        ["a東"],
-        ["a東京"],
-        ["a東京"],
-    ]
+    cut = {1: "a", 2: "a", 3: "a", 4: "a東", 5: "a東", 7: "a東京", 99: "a東京"}
+    for n, text in cut.items():
+        assert load_text(tmp_path, max_bytes=n).documents == [text]
     with pytest.raises(ArgumentError, match="max_bytes is 0"):
         load_text(tmp_path, max_bytes=0)
 
 
 def test_text_that_cannot_be_used_is_refused_with_the_reason(tmp_path):
     bad = tmp_path / "bad.txt"
-    for content, offset in (
-        (b"\xff\xfea\0", 0),
-        (b"ab\xe9cd", 2),
-        (b"good " * 1000 + b"\xc3", 5000),
-    ):
+    cases = ((b"\xff\xfea\0", 0), (b"ab\xe9cd", 2), (b"good " * 1000 + b"\xc3", 5000))
+    for content, offset in cases:
         bad.write_bytes(content)
+        message = f"bad.txt is not UTF-8 text: byte 0x.. at offset {offset} "
         for path in (bad, tmp_path):
-            with pytest.raises(
-                DataError, match=f"bad.txt is not UTF-8 text: byte 0x.. at offset {offset} "
-            ):
+            with pytest.raises(DataError, match=message):
                 load_text(path)
     with pytest.raises(DataError, match="at offset 2 "):
         bad.write_bytes(b"ab\xe9cd")
@@ -121,22 +112,20 @@ def test_text_that_cannot_be_used_is_refused_with_the_reason(tmp_path):
         load_text(tmp_path)
 
 
-# ---- tokenizers -----------------------------------------------------------------------------------------------------
+# ---- tokenizers ----------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.text())
 def test_bytes_round_trip(text):
-    tokens = ByteTokenizer().encode(text)
+    tokenizer = ByteTokenizer()
+    tokens = tokenizer.encode(text)
     assert tokens.dtype == np.uint16 and len(tokens) == len(text.encode())
-    assert (
-        ByteTokenizer().decode(tokens)
-        == ByteTokenizer().decode(torch.tensor(tokens.astype(np.int64)))
-        == text
-    )
+    assert tokenizer.decode(tokens) == text
+    assert tokenizer.decode(torch.tensor(tokens.astype(np.int64))) == text
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(
     text=st.text()
     | st.lists(st.sampled_from(["the ", "cat", "\n", "  ", "東", "é", "\0", "'s"])).map("".join)
@@ -151,7 +140,7 @@ def test_bpe_round_trip_over_pieces(bpe, monkeypatch):
     monkeypatch.setattr(data, "PIECE", 7)
     text = "".join(STORY) * 9  # more than one group of pieces
     assert bpe.decode(bpe.encode(text)) == text
-    arrays = bpe._encode_all(STORY)
+    arrays = bpe.encode_all(STORY)
     assert [bpe.decode(tokens) for tokens in arrays] == STORY
 
 
@@ -165,18 +154,12 @@ def test_bpe_is_shorter_than_bytes_and_survives_as_json(bpe):
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
 def test_decode_takes_any_bytes_and_refuses_other_tokens(kind, bpe):
     tokenizer = bpe if kind == "bpe" else ByteTokenizer()
-    start = (
-        tokenizer.encode("é")[:1]
-        if kind == "byte"
-        else [token for token in tokenizer.encode("\U000e0001")][:1]
-    )
-    assert (
-        tokenizer.decode(iter(start)) == "\N{REPLACEMENT CHARACTER}" and tokenizer.decode([]) == ""
-    )
+    first_token = tokenizer.encode("é" if kind == "byte" else "\U000e0001")[:1]
+    assert tokenizer.decode(iter(first_token)) == "\N{REPLACEMENT CHARACTER}"
+    assert tokenizer.decode([]) == ""
     for token in (-1, tokenizer.vocab_size):
-        with pytest.raises(
-            DataError, match=f"token {token} at position 1 is not in the vocabulary; expected 0 to "
-        ):
+        message = f"token {token} at position 1 is not in the vocabulary; expected 0 to "
+        with pytest.raises(DataError, match=message):
             tokenizer.decode([3, token])
     with pytest.raises(DataError, match="at position 2 has no UTF-8 form"):
         tokenizer.encode("ab\ud800")
@@ -205,11 +188,9 @@ def test_bpe_is_trained_once(cache, monkeypatch):
         assert entry.read_bytes() == content
 
     trained.clear()
-    (
-        train_bpe(corpus, 299),
-        train_bpe(Corpus(STORY[:2], "", 0), 300),
-        train_bpe(Corpus(["".join(STORY)], "", 0), 300),
-    )
+    train_bpe(corpus, 299)
+    train_bpe(Corpus(STORY[:2], "", 0), 300)
+    train_bpe(Corpus(["".join(STORY)], "", 0), 300)
     train_bpe(corpus, 300, cache=False)
     assert len(trained) == 4
 
@@ -225,7 +206,7 @@ def test_bpe_works_without_a_cache(cache, monkeypatch):
             train_bpe(Corpus(STORY, "", 0), size)
 
 
-# ---- datasets -------------------------------------------------------------------------------------------------------
+# ---- datasets ------------------------------------------------------------------------------------
 
 
 def write_documents(folder, count, length=100):
@@ -238,9 +219,8 @@ def test_validation_is_every_twentieth_document(tmp_path):
     dataset = make_dataset(tmp_path)
     assert dataset.train.dtype == dataset.val.dtype == torch.int32 and dataset.vocab_size == 256
     assert dataset.val.tolist() == [33 + 19] * 100 + [33 + 39] * 100
-    assert len(dataset.train) == 4300 and not set(dataset.train.tolist()) & set(
-        dataset.val.tolist()
-    )
+    assert len(dataset.train) == 4300
+    assert set(dataset.train.tolist()).isdisjoint(dataset.val.tolist())
     assert dataset.source == str(tmp_path)
 
 
@@ -248,15 +228,14 @@ def test_few_documents_are_split_by_position(tmp_path):
     text = "".join(chr(32 + i % 90) for i in range(1000))
     (tmp_path / "a.txt").write_text(text)
     dataset = make_dataset(tmp_path / "a.txt", max_bytes=900)
-    assert (
-        ByteTokenizer().decode(dataset.train) == text[:810]
-        and ByteTokenizer().decode(dataset.val) == text[810:900]
-    )
+    assert ByteTokenizer().decode(dataset.train) == text[:810]
+    assert ByteTokenizer().decode(dataset.val) == text[810:900]
     (tmp_path / "a.txt").unlink()
     write_documents(tmp_path, 19)
     assert len(make_dataset(tmp_path).val) == 190
     write_documents(tmp_path, 20)
-    (tmp_path / "019.txt").write_text("x")  # the twentieth alone would be no validation text
+    # The twentieth alone would be too short for validation.
+    (tmp_path / "019.txt").write_text("x")
     assert len(make_dataset(tmp_path).val) == 191
 
 
@@ -272,14 +251,11 @@ def test_bpe_dataset_is_cached_and_the_same(tmp_path, cache, monkeypatch):
     assert sorted(path.suffix for path in (cache / "bpe").iterdir()) == [".json", ".tokens"]
 
     encoded = []
-    real = BPETokenizer._encode_all
-    monkeypatch.setattr(BPETokenizer, "_encode_all", lambda *args: encoded.append(1) or real(*args))
+    real = BPETokenizer.encode_all
+    monkeypatch.setattr(BPETokenizer, "encode_all", lambda *args: encoded.append(1) or real(*args))
     second = make_dataset(folder, "bpe", vocab_size=300)
-    assert (
-        not encoded
-        and torch.equal(first.train, second.train)
-        and torch.equal(first.val, second.val)
-    )
+    assert not encoded
+    assert torch.equal(first.train, second.train) and torch.equal(first.val, second.val)
     (entry,) = (cache / "bpe").glob("*.tokens")
     entry.write_bytes(entry.read_bytes()[:-1])
     third = make_dataset(folder, "bpe", vocab_size=300)
@@ -290,29 +266,27 @@ def test_bpe_dataset_is_cached_and_the_same(tmp_path, cache, monkeypatch):
         make_dataset(folder, "char")
 
 
-# ---- batches --------------------------------------------------------------------------------------------------------
+# ---- batches -------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=60)
 @given(n=st.integers(3, 200), T=st.integers(1, 12), batch=st.integers(1, 9), seed=st.integers(0, 5))
-def test_an_epoch_covers_each_window_once(n, T, batch, seed):
+def test_an_epoch_visits_each_sequence_once(n, T, batch, seed):
     tokens = torch.arange(n)
     if n < T + 1:
         return
-    batches, windows = Batches(tokens, batch, T, seed), (n - 1) // T
+    batches = Batches(tokens, batch, T, seed)
+    count = (n - 1) // T
     seen = []
-    while len(seen) < 2 * windows:
+    while len(seen) < 2 * count:
         inputs, targets = next(batches)
-        assert (
-            inputs.shape == targets.shape == (batch, T)
-            and inputs.dtype == targets.dtype == torch.int64
-        )
-        assert (
-            torch.equal(targets, inputs + 1) and inputs.is_contiguous() and targets.is_contiguous()
-        )
+        assert inputs.shape == targets.shape == (batch, T)
+        assert inputs.dtype == targets.dtype == torch.int64
+        assert inputs.is_contiguous() and targets.is_contiguous()
+        assert torch.equal(targets, inputs + 1)
         seen += inputs.tolist()
-    for epoch in (seen[:windows], seen[windows : 2 * windows]):
-        assert sorted(token for window in epoch for token in window) == list(range(windows * T))
+    for epoch in (seen[:count], seen[count : 2 * count]):
+        assert sorted(token for sequence in epoch for token in sequence) == list(range(count * T))
     assert batches.tokens_per_batch == batch * T
 
 
@@ -323,7 +297,7 @@ def test_order_depends_on_seed_and_epoch_only():
 
     state = torch.get_rng_state()
     assert first(0) == first(0) != first(1)
-    flat = [window for batch in first(0, 28) for window in batch]  # 5 epochs of 28 windows
+    flat = [sequence for batch in first(0, 28) for sequence in batch]  # 5 epochs of 28 sequences
     assert flat[:28] != flat[28:56] and sorted(flat[:28]) == sorted(flat[28:56])
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -349,16 +323,15 @@ def test_resume_at_any_batch(done, batch):
 def test_a_position_on_another_text_is_refused():
     batches = Batches(torch.arange(100), 2, 9)
     before = batches.state_dict()
-    for other, key in (
-        (Batches(torch.arange(300), 2, 9), "windows=33, expected windows=11"),
-        (Batches(torch.arange(89), 2, 8), "T=8, expected T=9"),
-    ):
-        with pytest.raises(DataError, match=key):
-            batches.load_state_dict(other.state_dict())
-    with pytest.raises(
-        DataError, match="index 12; expected an epoch of at least 0 and an index of 0 to 11"
-    ):
-        batches.load_state_dict({**before, "index": 12})
+    cases = (
+        (Batches(torch.arange(300), 2, 9).state_dict(), "sequences=33, expected sequences=11"),
+        (Batches(torch.arange(89), 2, 8).state_dict(), "T=8, expected T=9"),
+        ({"epoch": 0}, "sequences=None, expected sequences=11"),
+        ({**before, "index": 12}, "index 12; expected an epoch of at least 0 and an index of 0 to"),
+    )
+    for state, message in cases:
+        with pytest.raises(DataError, match=message):
+            batches.load_state_dict(state)
     assert batches.state_dict() == before
 
 
@@ -366,7 +339,9 @@ def test_a_position_on_another_text_is_refused():
     "make", [lambda tokens, T: Batches(tokens, 2, T), lambda tokens, T: val_batches(tokens, 2, T)]
 )
 def test_too_little_text(make):
-    with pytest.raises(DataError, match="too little text: 8 tokens, but one window of T=8 needs 9"):
+    with pytest.raises(
+        DataError, match="too little text: 8 tokens, but one sequence of T=8 needs 9"
+    ):
         make(torch.arange(8), 8)
     make(torch.arange(9), 8)
     for tokens in (torch.ones(50), torch.ones(5, 10, dtype=torch.int32)):
@@ -385,26 +360,20 @@ def test_batch_of_zero():
 def test_val_batches_in_order():
     batches = val_batches(torch.arange(100, dtype=torch.int32), 3, 9, 2)
     assert [inputs[:, 0].tolist() for inputs, _ in batches] == [[0, 9, 18], [27, 36, 45]]
-    assert all(
-        torch.equal(inputs + 1, targets) and inputs.dtype == torch.int64
-        for inputs, targets in batches
-    )
-    assert len(val_batches(torch.arange(100), 3, 9)) == 3  # 11 windows: the last two are left out
+    for inputs, targets in batches:
+        assert torch.equal(inputs + 1, targets) and inputs.dtype == torch.int64
+    # 11 sequences: the last two are left out.
+    assert len(val_batches(torch.arange(100), 3, 9)) == 3
     assert [inputs.shape for inputs, _ in val_batches(torch.arange(100), 64, 9, 5)] == [(11, 9)]
 
 
 @pytest.mark.gpu
 def test_batches_on_a_gpu_are_the_same_and_nothing_waits():
-    there, here = (Batches(torch.arange(5000), 4, 31, device=device) for device in ("cuda", "cpu"))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        pairs = [(next(there), next(here)) for _ in range(50)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert all(torch.equal(a.cpu(), b) for one, other in pairs for a, b in zip(one, other))
-    val = val_batches(torch.arange(5000), 4, 31, 2, device="cuda")
-    assert (
-        val[0][0].is_cuda
-        and val[1][1].tolist() == val_batches(torch.arange(5000), 4, 31, 2)[1][1].tolist()
-    )
+    tokens = torch.arange(5000)
+    cuda, cpu = (Batches(tokens, 4, 31, device=device) for device in ("cuda", "cpu"))
+    with no_waiting():
+        pairs = [(next(cuda), next(cpu)) for _ in range(50)]
+    for on_cuda, on_cpu in pairs:
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(on_cuda, on_cpu))
+    on_cuda, on_cpu = (val_batches(tokens, 4, 31, 2, device)[1][1] for device in ("cuda", "cpu"))
+    assert on_cuda.is_cuda and torch.equal(on_cuda.cpu(), on_cpu)

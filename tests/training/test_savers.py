@@ -1,7 +1,7 @@
-"""Savers of others write a model that lies in an arena as they write one that does not: every tensor, separately, bit for bit.
+"""Other packages save a model in an arena as they save any model: every tensor, bit-identical.
 
-A matrix of savers (torch, pickle, copy, safetensors, huggingface_hub, transformers, accelerate, torch.distributed.checkpoint,
-torch.optim.swa_utils) times kinds of arena. Each saver writes a model and reads it back into a fresh one without an arena.
+torch, pickle, copy, safetensors, huggingface_hub, transformers, accelerate,
+torch.distributed.checkpoint, torch.optim.swa_utils. tests/savers.py has a function for each.
 """
 
 import copy
@@ -10,6 +10,7 @@ import pickle
 
 import pytest
 import torch
+from helpers import CUDA
 from savers import (
     batch,
     bits,
@@ -35,9 +36,6 @@ from gpuaccel.optim.arena import own_storage
 transformers = pytest.importorskip("transformers")
 
 
-# ---- savers: write `model` to `folder`, read it back into `fresh`; return the model that was read ----------------------
-
-
 SAVERS = [
     by_torch_state_dict,
     by_torch_whole_model,
@@ -52,7 +50,7 @@ SAVERS = [
 ]
 
 
-# ---- kinds of arena: bring `model` into one, train it a little, and leave it as it is in the middle of a run ------------
+# ---- kinds of arena: each puts `model` into one, and leaves it in the middle of a run ------------
 
 
 def laid_out(model):
@@ -68,7 +66,8 @@ def accumulating(model):
     accumulator = ga.GradientAccumulator(arena, "arena")
     loss_of(model, batch(model.device))[0].backward()
     opt.step()
-    loss_of(model, batch(model.device))[0].backward()  # in the middle of an accumulation
+    # In the middle of an accumulation window.
+    loss_of(model, batch(model.device))[0].backward()
     return opt, accumulator
 
 
@@ -89,30 +88,54 @@ def captured(model):
         replay=ga.training.Replay(policy="require"),
         deterministic=True,
     )
-    for nth in range(2):
-        step(batch(model.device, nth))
+    for seed in range(2):
+        step(batch(model.device, seed))
     assert step.replays == "graph"
     return step
 
 
-# A captured step needs a GPU, or the tape of backend simt. The other kinds are the same on every backend of a CPU.
-ARENAS = [(laid_out, "cpu"), (accumulating, "cpu"), (fused, "cpu"), (captured, "simt")]
+FP32 = torch.float32
+BF16 = torch.bfloat16
+dtypes = pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+
+# (kind, tied, dtype, device). How tensors lie in memory depends on tied and dtype: all four with
+# `fused`, which has all that `laid_out` and `accumulating` have.
+ARENAS = [(fused, tied, dtype, "cpu") for tied in (False, True) for dtype in (FP32, BF16)]
+ARENAS += [(kind, True, BF16, "cpu") for kind in (laid_out, accumulating)]
+# A captured step needs a GPU, or the tape of backend simt.
+ARENAS += [(captured, False, FP32, "simt"), (captured, True, BF16, "simt")]
 ARENAS += [
-    pytest.param(kind, "cuda", marks=pytest.mark.gpu)
+    pytest.param(kind, tied, dtype, "cuda", marks=pytest.mark.gpu)
     for kind in (laid_out, accumulating, fused, captured)
+    for tied in (False, True)
+    for dtype in (FP32, BF16)
 ]
 
 
+def difference(back, plain, expected, sizes):
+    """In words, how the model that was read differs from one saved without an arena; or None.
+
+    sizes: bytes that were written, without an arena and with one."""
+    if bits(back.state_dict()) != expected:
+        return "a tensor has another value"
+    if abs(sizes[0] - sizes[1]) > 1024:
+        return f"{sizes[1]} bytes were written; expected about {sizes[0]}"
+    if type(back) is not type(plain) or ga.Arena.of(back) is not None:
+        return "it is no ordinary model"
+    if {type(part) for part in back.modules()} != {type(part) for part in plain.modules()}:
+        return "it has modules of other classes"
+    return None
+
+
 @pytest.mark.filterwarnings("ignore:.*torch_dtype.*")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("kind, device", ARENAS, indirect=["device"])
+@pytest.mark.parametrize("kind, tied, dtype, device", ARENAS, indirect=["device"])
 def test_savers_write_what_they_write_without_an_arena(kind, tied, dtype, device, tmp_path):
     model = llama(device, dtype, tied)
     held = kind(model)  # noqa: F841  kept alive while the savers run
     plain = llama(device, dtype, tied, seed=1)  # the same weights, and no arena
     plain.load_state_dict(model.state_dict())
-    want, wrong = bits(plain.state_dict()), {}
+    expected = bits(plain.state_dict())
+    problems = {}
     for saver in SAVERS:
         folders = tmp_path / saver.__name__ / "plain", tmp_path / saver.__name__ / "arena"
         for folder in folders:
@@ -121,23 +144,17 @@ def test_savers_write_what_they_write_without_an_arena(kind, tied, dtype, device
         try:
             back = saver(model, llama(device, dtype, tied, seed=2), folders[1])
         except Exception as error:
-            wrong[saver.__name__] = repr(error)[:500]
+            problems[saver.__name__] = repr(error)[:500]
             continue
         sizes = [bytes_below(folder) for folder in folders]
-        if bits(back.state_dict()) != want:
-            wrong[saver.__name__] = "another value came back"
-        elif abs(sizes[0] - sizes[1]) > 1024:
-            wrong[saver.__name__] = f"{sizes[1]} bytes were written; expected about {sizes[0]}"
-        elif back is not plain and type(back) is not type(plain) or ga.Arena.of(back) is not None:
-            wrong[saver.__name__] = "what came back is no ordinary model"
-        elif {type(part) for part in back.modules()} != {type(part) for part in plain.modules()}:
-            wrong[saver.__name__] = "modules of other classes came back"
-    assert not wrong
+        if problem := difference(back, plain, expected, sizes):
+            problems[saver.__name__] = problem
+    assert not problems
     ga.Arena.of(model).check()
-    assert bits(model.state_dict()) == want, "a saver changed the model"
+    assert bits(model.state_dict()) == expected, "a saver changed the model"
 
 
-# ---- one tensor, the optimizer's state ---------------------------------------------------------------------------------
+# ---- one tensor, the optimizer's state -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -155,28 +172,23 @@ def test_a_tensor_takes_as_many_bytes_as_it_has(dtype):
         torch.save(t.detach(), file)
         own = io.BytesIO()
         torch.save(t.detach().clone(), own)
-        assert t.untyped_storage().nbytes() == t.numel() * t.element_size() and len(
-            file.getvalue()
-        ) == len(own.getvalue())
+        assert t.untyped_storage().nbytes() == t.numel() * t.element_size()
+        assert len(file.getvalue()) == len(own.getvalue())
 
 
 def test_own_storage_keeps_the_memory_alive_and_shares_it():
     buffer = torch.arange(10.0)
     piece = own_storage(buffer[4:8].view(2, 2))
     buffer[5] = -1
-    assert (
-        piece.tolist() == [[4, -1], [6, 7]]
-        and piece.stride() == (2, 1)
-        and piece.untyped_storage().nbytes() == 16
-    )
+    assert piece.tolist() == [[4, -1], [6, 7]]
+    assert piece.stride() == (2, 1) and piece.untyped_storage().nbytes() == 16
     versions = piece._version, buffer._version
     piece[1, 1] = -2
     assert buffer[7] == -2 and (piece._version, buffer._version) == (versions[0] + 1, versions[1])
     del buffer
     assert piece.tolist() == [[4, -1], [6, -2]]
-    assert (
-        own_storage(torch.zeros(0, 3)).shape == (0, 3) and own_storage(torch.tensor(5)).item() == 5
-    )
+    assert own_storage(torch.zeros(0, 3)).shape == (0, 3)
+    assert own_storage(torch.tensor(5)).item() == 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -187,22 +199,19 @@ def test_an_optimizer_over_an_arena_is_pickled_with_its_model(dtype):
     other = pickle.loads(pickle.dumps(opt))
     twin = other.arena.module
     assert ga.Arena.of(twin) is other.arena and ga.Arena.of(model) is opt.arena
-    for which, one in ((opt, model), (other, twin)):
-        loss_of(one, batch("cpu", 1))[0].backward()
-        which.step()
-    assert (
-        bits(twin.state_dict()) == bits(model.state_dict()) != bits(llama(dtype=dtype).state_dict())
-    )
+    for optimizer, module in ((opt, model), (other, twin)):
+        loss_of(module, batch("cpu", 1))[0].backward()
+        optimizer.step()
+    assert bits(twin.state_dict()) == bits(model.state_dict())
+    assert bits(twin.state_dict()) != bits(llama(dtype=dtype).state_dict())
     assert torch.equal(opt.arena.weights, other.arena.weights)
 
 
-# ---- accelerate: everything, and on from there --------------------------------------------------------------------------
+# ---- resuming a run ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("device", ["cpu", CUDA], indirect=True)
+@dtypes
 def test_accelerate_saves_and_resumes(dtype, device, tmp_path):
     accelerate = pytest.importorskip("accelerate")
 
@@ -214,8 +223,8 @@ def test_accelerate_saves_and_resumes(dtype, device, tmp_path):
 
     def train(accelerator, model, opt, first, last):
         losses = []
-        for nth in range(first, last):
-            loss = loss_of(model, batch(device, nth))[0]
+        for seed in range(first, last):
+            loss = loss_of(model, batch(device, seed))[0]
             accelerator.backward(loss)
             opt.step()
             opt.zero_grad()
@@ -225,23 +234,24 @@ def test_accelerate_saves_and_resumes(dtype, device, tmp_path):
     run = start(0)
     train(*run, 0, 3)
     run[0].save_state(tmp_path / "state")
-    going_on, after = train(*run, 3, 6), bits(run[1].state_dict())
+    losses = train(*run, 3, 6)
     other = start(1)
     train(*other, 0, 1)
     other[0].load_state(tmp_path / "state")
-    assert train(*other, 3, 6) == going_on and bits(other[1].state_dict()) == after
+    assert train(*other, 3, 6) == losses
+    assert bits(other[1].state_dict()) == bits(run[1].state_dict())
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@dtypes
 def test_the_states_of_model_and_optimizer_are_enough_to_go_on(dtype, stochastic, tmp_path):
     def start(seed):
         model = llama(dtype=dtype, seed=seed)
         return model, ga.AdamW(ga.Arena(model), lr=1e-3, stochastic_rounding=stochastic)
 
     def train(model, opt, first, last):
-        for nth in range(first, last):
-            loss_of(model, batch("cpu", nth))[0].backward()
+        for seed in range(first, last):
+            loss_of(model, batch("cpu", seed))[0].backward()
             opt.step()
             opt.zero_grad()
 
@@ -255,6 +265,7 @@ def test_the_states_of_model_and_optimizer_are_enough_to_go_on(dtype, stochastic
         train(*each, 3, 6)
     assert bits(run[0].state_dict()) == bits(other[0].state_dict())
     assert torch.equal(run[1].arena.weights, other[1].arena.weights)
+    # torch's optimizer takes the state, too.
     plain = torch.optim.AdamW(other[1].arena.parameter_groups(1e-2), lr=1e-3)
     plain.load_state_dict(run[1].state_dict())
 
@@ -278,16 +289,14 @@ def test_a_master_of_another_shape_is_refused_before_anything_changes():
     state["state"][2]["master"] = state["state"][2]["master"].flatten()[:3]
     with pytest.raises(ga.ArgumentError, match="master of model.*has shape \\(3,\\); expected"):
         opt.load_state_dict(state)
-    assert (
-        torch.equal(opt.arena.weights, before[0])
-        and bits(opt.state_dict()["state"][3]) == before[1]
-    )
+    assert torch.equal(opt.arena.weights, before[0])
+    assert bits(opt.state_dict()["state"][3]) == before[1]
 
 
-# ---- averages of weights -------------------------------------------------------------------------------------------------
+# ---- averages of weights -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@dtypes
 @pytest.mark.parametrize("average", ["ema", "swa"])
 @pytest.mark.parametrize("mode", ["arena", "fused"])
 def test_averages_of_weights_are_those_of_a_model_without_an_arena(mode, average, dtype):
@@ -298,8 +307,8 @@ def test_averages_of_weights_are_those_of_a_model_without_an_arena(mode, average
     accumulator = ga.GradientAccumulator(ga.Arena(model), mode)
     opt = ga.AdamW(accumulator.arena, lr=1e-2)
     mine, theirs = AveragedModel(model, **rule), AveragedModel(plain, **rule)
-    for nth in range(3):
-        loss_of(model, batch("cpu", nth))[0].backward()
+    for seed in range(3):
+        loss_of(model, batch("cpu", seed))[0].backward()
         opt.step()
         plain.load_state_dict(model.state_dict())
         mine.update_parameters(model)
@@ -309,7 +318,7 @@ def test_averages_of_weights_are_those_of_a_model_without_an_arena(mode, average
     assert ga.Arena.of(mine.module) is None
 
 
-# ---- bf16 weights that are edited ----------------------------------------------------------------------------------------
+# ---- bf16 weights that are edited ----------------------------------------------------------------
 
 
 def edited_by_copy(weight):
@@ -326,59 +335,54 @@ def edited_by_arithmetic(weight):
         weight.zero_().add_(0.5)
 
 
+LOOPS = [("ga.AdamW", "cpu"), ("ga.AdamW", "simt"), ("torch.optim", "cpu"), ("captured", "simt")]
+LOOPS += [
+    pytest.param(loop, "cuda", marks=pytest.mark.gpu)
+    for loop in ("ga.AdamW", "torch.optim", "captured")
+]
+
+
 @pytest.mark.parametrize("edit", [edited_by_copy, edited_by_init, edited_by_arithmetic])
-@pytest.mark.parametrize(
-    "how, device",
-    [
-        ("ga.AdamW", "cpu"),
-        ("ga.AdamW", "simt"),
-        ("torch.optim", "cpu"),
-        ("captured", "simt"),
-        *[
-            pytest.param(how, "cuda", marks=pytest.mark.gpu)
-            for how in ("ga.AdamW", "torch.optim", "captured")
-        ],
-    ],
-    indirect=["device"],
-)
-def test_an_edit_of_bf16_weights_counts(how, edit, device):
+@pytest.mark.parametrize("loop, device", LOOPS, indirect=["device"])
+def test_an_edit_of_bf16_weights_counts(loop, edit, device):
     layer = nn.Linear(3, 2).to(device, torch.bfloat16)
-    arena, x = ga.Arena(layer), torch.ones(1, 3, device=device, dtype=torch.bfloat16)
-    if how == "captured":
+    arena = ga.Arena(layer)
+    x = torch.ones(1, 3, device=device, dtype=torch.bfloat16)
+    if loop == "captured":
         step = ga.TrainStep(
             layer,
             ga.AdamW(arena, lr=0.0),
             lambda model, x: model(x).float().sum(),
             replay=ga.training.Replay(policy="require"),
         )
-        take = lambda: step(x)
+        take_step = lambda: step(x)
     else:
-        opt = (
-            ga.AdamW(arena, lr=0.0)
-            if how == "ga.AdamW"
-            else torch.optim.SGD(arena.parameters(), lr=0.0)
-        )
+        if loop == "ga.AdamW":
+            opt = ga.AdamW(arena, lr=0.0)
+        else:
+            opt = torch.optim.SGD(arena.parameters(), lr=0.0)
 
-        def take():
+        def take_step():
             layer(x).sum().backward()
             opt.step()
             opt.zero_grad()
 
-    take()
+    take_step()
     before = layer.bias.clone()
     edit(layer.weight)
     for _ in range(2):
-        take()
+        take_step()
         assert layer.weight.eq(0.5).all() and arena.named_parameters()["weight"].eq(0.5).all()
     assert torch.equal(layer.bias, before)
-    layer.weight.data.fill_(2.0)  # not seen by the version
+    # The version does not count this one.
+    layer.weight.data.fill_(2.0)
     arena.adopt(everything=True)
-    take()
+    take_step()
     assert layer.weight.eq(2.0).all() and arena.named_parameters()["weight"].eq(2.0).all()
 
 
 def test_masters_keep_bits_that_a_stochastically_rounded_weight_has_not(tmp_path):
-    """A bf16 weight that was rounded stochastically is not its master's nearest: a replay or a load is no edit of it."""
+    """A stochastically rounded weight is not the nearest to its master, and yet it is no edit."""
     with ga.use_backend("simt"):
         layer = nn.Linear(64, 8, bias=False).to(torch.bfloat16)
         opt = ga.AdamW(ga.Arena(layer), lr=1e-3, stochastic_rounding=True)

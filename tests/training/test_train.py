@@ -14,7 +14,7 @@ from torch import nn
 from gpuaccel.backends import use_backend
 from gpuaccel.distributed.config import Distributed
 from gpuaccel.errors import ArgumentError, CaptureError, DataError
-from gpuaccel.measure.meter import Meter
+from gpuaccel.measure import Meter
 from gpuaccel.optim.accumulate import MODES, GradientAccumulator
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena

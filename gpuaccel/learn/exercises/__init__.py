@@ -1,1 +1,22 @@
-"""Exercises of the notebooks: exercises (shows and checks them), and one module of puzzles per notebook or two."""
+"""The exercises of the notebooks: what one is, all of them, and how an answer is checked.
+
+`EXERCISES` maps names to exercises; `check`, `hint` and `solution` take a name."""
+
+from .checking import ARCHS, EXERCISES, SIZES, Folded, Result, check, exercise, hint, solution
+from .exercises import BLOCK, Case, Exercise, Turns
+
+__all__ = [
+    "ARCHS",
+    "BLOCK",
+    "EXERCISES",
+    "SIZES",
+    "Case",
+    "Exercise",
+    "Folded",
+    "Result",
+    "Turns",
+    "check",
+    "exercise",
+    "hint",
+    "solution",
+]

@@ -1,11 +1,14 @@
-"""The exercises of notebook 04: where runs begin, the sum of a piece in order, rounding at random. As learn/exercises/puzzles.py keeps the others."""
+"""The exercises of notebook 04: where runs begin, ordered sums, stochastic rounding."""
 
 import torch
 
-from ...ops.adamw import reference_round
-from .puzzles import _INDEX, Case, _kernel_exercise, _normal, _unwritten
+from ...ops.rounding import reference_round
+from .exercises import INDEX, Case, kernel_exercise, normal, unwritten
 
-POISON = 65_000  # what stands before and behind a check's tensors: a token like it, so that reading in front of them shows
+# A token like the poison around a check's tensors, so that a read in front of them is seen.
+POISON = 65_000
+
+
 CHANNELS = {255: 51, 256: 32, 1000: 8, 4096: 64}  # n -> a divisor of n
 
 
@@ -37,7 +40,7 @@ def _piece_sums_case(n, generator):
     rows = (n // C - 1) * size + int(
         torch.randint(1, size + 1, (), generator=generator, device=generator.device)
     )
-    dout = _normal(rows * C, generator)
+    dout = normal(rows * C, generator)
     padded = torch.cat([dout, dout.new_zeros(n * size - rows * C)]).view(
         n // C, size, C
     )  # adding a zero changes no bit
@@ -45,7 +48,7 @@ def _piece_sums_case(n, generator):
     for r in range(1, size):
         total = total + padded[:, r]
     return Case(
-        _unwritten(n, generator),
+        unwritten(n, generator),
         (dout,),
         (rows, C, size),
         total.flatten().double(),
@@ -55,7 +58,7 @@ def _piece_sums_case(n, generator):
 
 
 def _stochastic_case(n, generator):
-    x = _normal(n, generator) * 10.0 ** torch.randint(
+    x = normal(n, generator) * 10.0 ** torch.randint(
         -30, 30, (n,), generator=generator, device=generator.device
     )
     noise = torch.randint(
@@ -79,35 +82,50 @@ def _stochastic_case(n, generator):
     )
 
 
-_STARTS = _INDEX + "if (i < n) starts[i] = {};"
+_STARTS = INDEX + "if (i < n) starts[i] = {};"
+
+
 _PIECE = """int i = blockIdx.x * blockDim.x + threadIdx.x;
 int piece = i / C, c = i % C;
 """
+
+
 _SUM = """if (i >= n) return;
 float sum = 0.0f;
 for (int row = piece * size; row < min(piece * size + size, rows); row++) sum += dout[row * C + c];
 sums[i] = sum;"""
+
+
 _BITS = (
-    _INDEX
+    INDEX
     + """if (i >= n) return;
 unsigned bits = __float_as_uint(x[i]);
 if ((bits & 0x7f800000u) == 0x7f800000u) out[i] = as_bf16(x[i]);
 else out[i].bits = (bits + noise[i]) >> 16;"""
 )
+
+
 _REST = "else out[i].bits = (bits + noise[i]) >> 16;"
+
 
 EXERCISES = {
     e.name: e
     for e in [
-        _kernel_exercise(
+        kernel_exercise(
             "run_starts",
-            "tokens: (n) sorted. starts[i] = 1 where a run of equal tokens begins, else 0; one thread per place. Expected: two lines.",
-            ("int* starts", "const int* tokens", "int n"),
-            "// your two lines",
-            "A run begins where the token before is another one. In front of place 0 there is none: ask i == 0 first, and `||` does not look at the rest.",
-            _STARTS.format("i == 0 || tokens[i - 1] != tokens[i]"),
-            {
-                "no guard": _INDEX + "starts[i] = i == 0 || tokens[i - 1] != tokens[i];",
+            task=(
+                "tokens: (n) sorted. starts[i] = 1 where a run of equal tokens begins, else 0; "
+                "one thread per place. Expected: two lines."
+            ),
+            params=("int* starts", "const int* tokens", "int n"),
+            stub="// your two lines",
+            hint=(
+                "A run begins where the token before is another one. In front of place 0 there "
+                "is none: ask i == 0 first, and `||` does not look at the rest."
+            ),
+            solution=_STARTS.format("i == 0 || tokens[i - 1] != tokens[i]"),
+            wrong={
+                "no guard": INDEX + "starts[i] = i == 0 || tokens[i - 1] != tokens[i];",
                 "looks in front of the first": _STARTS.format("tokens[i - 1] != tokens[i]"),
                 "forgets the first": _STARTS.format("i > 0 && tokens[i - 1] != tokens[i]"),
                 "marks the ends": _STARTS.format("i == n - 1 || tokens[i + 1] != tokens[i]"),
@@ -117,18 +135,25 @@ EXERCISES = {
                 "only upwards by one": _STARTS.format("i == 0 || tokens[i - 1] + 1 == tokens[i]"),
                 "the wrong way round": _STARTS.format("i > 0 && tokens[i - 1] == tokens[i]"),
             },
-            _run_starts_case,
+            data=_run_starts_case,
         ),
-        _kernel_exercise(
+        kernel_exercise(
             "piece_sums",
-            "dout: (rows, C), all of one token, in pieces of `size` rows; the last may be shorter. sums[piece * C + c] = channel c of the piece's rows,"
-            " added one after the other, first row first: the same bits each time. One thread per sum, n of them. Expected: four lines.",
-            ("float* sums", "const float* dout", "int rows", "int C", "int size", "int n"),
-            _PIECE + "// your lines",
-            "The piece's rows are piece * size up to, but not including, min(piece * size + size, rows); element c of a row is dout[row * C + c]. One float,"
-            " one loop: any other order gives other bits.",
-            _PIECE + _SUM,
-            {
+            task=(
+                "dout: (rows, C), all of one token, in pieces of `size` rows; the last may be "
+                "shorter. sums[piece * C + c] = channel c of the piece's rows, added one after "
+                "the other, first row first: the same bits each time. One thread per sum, n of "
+                "them. Expected: four lines."
+            ),
+            params=("float* sums", "const float* dout", "int rows", "int C", "int size", "int n"),
+            stub=_PIECE + "// your lines",
+            hint=(
+                "The piece's rows are piece * size up to, but not including, min(piece * size +"
+                " size, rows); element c of a row is dout[row * C + c]. One float, one loop: "
+                "any other order gives other bits."
+            ),
+            solution=_PIECE + _SUM,
+            wrong={
                 "no guard": _PIECE + _SUM.replace("if (i >= n) return;\n", ""),
                 "ignores the end": _PIECE
                 + _SUM.replace("min(piece * size + size, rows)", "piece * size + size"),
@@ -137,21 +162,17 @@ EXERCISES = {
                     "row < min(piece * size + size, rows)", "row <= min(piece * size + size, rows)"
                 ),
                 "one too few": _PIECE + _SUM.replace("row < min(", "row + 1 < min("),
-                "last row first": (
-                    _PIECE
-                    + _SUM.replace(
-                        "int row = piece * size; row < min(piece * size + size, rows); row++",
-                        "int row = min(piece * size + size, rows) - 1; row >= piece * size; row--",
-                    )
+                "last row first": _PIECE
+                + _SUM.replace(
+                    "int row = piece * size; row < min(piece * size + size, rows); row++",
+                    "int row = min(piece * size + size, rows) - 1; row >= piece * size; row--",
                 ),
-                "in two halves": (
-                    _PIECE
-                    + _SUM.replace(
-                        "sum += dout[row * C + c]", "(row % 2 ? odd : sum) += dout[row * C + c]"
-                    )
-                    .replace("= 0.0f", "= 0.0f, odd = 0.0f")
-                    .replace("sums[i] = sum", "sums[i] = sum + odd")
-                ),
+                "in two halves": _PIECE
+                + _SUM.replace(
+                    "sum += dout[row * C + c]", "(row % 2 ? odd : sum) += dout[row * C + c]"
+                )
+                .replace("= 0.0f", "= 0.0f, odd = 0.0f")
+                .replace("sums[i] = sum", "sums[i] = sum + odd"),
                 "in double": _PIECE
                 + _SUM.replace("float sum", "double sum").replace(
                     "sums[i] = sum", "sums[i] = (float)sum"
@@ -165,20 +186,27 @@ EXERCISES = {
                 "rows and channels swapped": _PIECE
                 + _SUM.replace("dout[row * C + c]", "dout[(c * rows + row) % (rows * C)]"),
             },
-            _piece_sums_case,
+            data=_piece_sums_case,
         ),
-        _kernel_exercise(
+        kernel_exercise(
             "stochastic",
-            "out[i] = x[i] in bf16, rounded at random: add noise[i], 16 random bits, to the bits of x[i], and keep the upper 16. Infinity and NaN stay what"
-            " they are. Expected: five lines, without as_bf16_stochastic.",
-            ("bf16* out", "const float* x", "const int* noise", "int n"),
-            "// your lines",
-            "__float_as_uint(x[i]) are the bits, out[i].bits those of the result. Noise carries into the upper half as often as the lower half is large. All"
-            " exponent bits (0x7f800000) set: infinity or NaN, and a carry would make something else of them; as_bf16(x[i]) keeps them.",
-            _BITS,
-            {
+            task=(
+                "out[i] = x[i] in bf16, rounded at random: add noise[i], 16 random bits, to the"
+                " bits of x[i], and keep the upper 16. Infinity and NaN stay what they are. "
+                "Expected: five lines, without as_bf16_stochastic."
+            ),
+            params=("bf16* out", "const float* x", "const int* noise", "int n"),
+            stub="// your lines",
+            hint=(
+                "__float_as_uint(x[i]) are the bits, out[i].bits those of the result. Noise "
+                "carries into the upper half as often as the lower half is large. All exponent "
+                "bits (0x7f800000) set: infinity or NaN, and a carry would make something else "
+                "of them; as_bf16(x[i]) keeps them."
+            ),
+            solution=_BITS,
+            wrong={
                 "no guard": _BITS.replace("if (i >= n) return;\n", ""),
-                "to the nearest": _INDEX + "if (i < n) out[i] = as_bf16(x[i]);",
+                "to the nearest": INDEX + "if (i < n) out[i] = as_bf16(x[i]);",
                 "cuts off": _BITS.replace(_REST, "else out[i].bits = bits >> 16;"),
                 "always up": _BITS.replace(_REST, "else out[i].bits = (bits + 0xffff) >> 16;"),
                 "a bit of noise too few": _BITS.replace("noise[i]", "(noise[i] & 0x7fff)"),
@@ -190,11 +218,11 @@ EXERCISES = {
                 "adds a number": _BITS.replace(
                     _REST, "else out[i] = as_bf16(x[i] + noise[i] / 65536.0f);"
                 ),
-                "NaN carries over": _INDEX
+                "NaN carries over": INDEX
                 + "if (i < n) out[i].bits = (__float_as_uint(x[i]) + noise[i]) >> 16;",
                 "infinity becomes NaN": _BITS.replace("as_bf16(x[i]);", "as_bf16(x[i] - x[i]);"),
             },
-            _stochastic_case,
+            data=_stochastic_case,
         ),
     ]
 }

@@ -1,11 +1,11 @@
-"""The exercises of notebook 05: a Richards curve, the gradient of x + x R(x), a row of polynomial attention. As learn/exercises/puzzles.py keeps the others."""
+"""The exercises of notebook 05: a Richards curve, a GLU's gradient, polynomial attention."""
 
 import math
 
 import torch
 import torch.nn.functional as F
 
-from .puzzles import _INDEX, Case, Exercise, _kernel_exercise, _normal, _unwritten
+from .exercises import INDEX, Case, Exercise, kernel_exercise, normal, unwritten, whole_number
 
 FAR = (1000, 4096)  # sizes that have some elements where exp(t) is infinite
 
@@ -15,22 +15,18 @@ def _between(low, high, generator) -> float:
     return float(low + (high - low) * torch.rand((), generator=generator, device=generator.device))
 
 
-def _whole(low, high, generator) -> int:
-    return int(torch.randint(low, high, (), generator=generator, device=generator.device))
-
-
 def _curve_case(n, generator):
     A, B, G, H = (
         _between(low, high, generator)
         for low, high in ((-2.0, 2.0), (0.5, 2.0), (0.5, 2.0), (0.2, 1.0))
     )
     over_nu = _between(0.002, 0.01, generator) if n in FAR else _between(0.4, 2.5, generator)
-    x = _normal(n, generator) * 3
+    x = normal(n, generator) * 3
     if n in FAR:
         x[::3] -= 250.0  # t above 88, and sigma still far from 0
     t = A - B * x.double()
     return Case(
-        _unwritten(n, generator),
+        unwritten(n, generator),
         (x,),
         (A, B, over_nu, G, H),
         G * torch.exp(-over_nu * F.softplus(t, threshold=40.0)) + H,
@@ -45,7 +41,7 @@ def _slope_cases(generator):
             _between(low, high, generator)
             for low, high in ((-1.0, 1.0), (0.5, 2.0), (0.4, 2.5), (0.5, 2.0), (-0.5, 0.5))
         )
-        x, dy = _normal(n, generator) * 3, _normal(n, generator)
+        x, dy = normal(n, generator) * 3, normal(n, generator)
         if n in FAR:
             over_nu, x[::3] = 0.005, x[::3] - 250.0
         wide = x.double().requires_grad_()
@@ -60,8 +56,10 @@ def _slope_cases(generator):
 
 def _poly_row_case(n, generator):
     # A query's scores all have its own sign, and values are positive: no sum loses digits.
-    d, window = (1, 2) if n > 100_000 else (_whole(3, 7, generator), _whole(5, 40, generator))
-    degree = 5 if n == 256 else 1 + 2 * _whole(0, 3, generator)
+    d, window = (
+        (1, 2) if n > 100_000 else (whole_number(3, 7, generator), whole_number(5, 40, generator))
+    )
+    degree = 5 if n == 256 else 1 + 2 * whole_number(0, 3, generator)
     scale = _between(0.5, 1.0, generator) * 4.0 ** (
         1 - degree
     )  # results of a few units, whatever the degree
@@ -74,7 +72,7 @@ def _poly_row_case(n, generator):
         s = (q[back:].double() * k[: n - back].double()).sum(1) / math.sqrt(d)
         expected[back:] += scale * (8.0 * torch.tanh(s / 8.0)) ** degree * v[: n - back].double()
     return Case(
-        _unwritten(n, generator),
+        unwritten(n, generator),
         (q.flatten(), k.flatten(), v),
         (d, window, degree, scale),
         expected,
@@ -95,14 +93,16 @@ def _slope(
 
 
 _CURVE = (
-    _INDEX
+    INDEX
     + """if (i >= n) return;
 float t = A - B * x[i];
 float L = fmaxf(t, 0.0f) + log1pf(expf(-fabsf(t)));
 y[i] = G * expf(-over_nu * L) + H;"""
 )
+
+
 _ROW = (
-    _INDEX
+    INDEX
     + """if (i >= n) return;
 float sum = 0.0f;
 for (int j = max(0, i - window + 1); j <= i; j++) {
@@ -114,16 +114,22 @@ for (int j = max(0, i - window + 1); j <= i; j++) {
 }
 y[i] = sum;"""
 )
+
+
 _CLIP = "8.0f * tanhf(s / sqrtf((float)d) / 8.0f)"
+
 
 EXERCISES = {
     e.name: e
     for e in [
-        _kernel_exercise(
+        kernel_exercise(
             "curve",
-            "y[i] = G * sigma + H with sigma = (1 + exp(t))^(-over_nu) = exp(-over_nu * L), t = A - B * x[i], L = ln(1 + exp(t)); right for every t, also"
-            " where exp(t) is infinite. One thread per element. Expected: four lines.",
-            (
+            task=(
+                "y[i] = G * sigma + H with sigma = (1 + exp(t))^(-over_nu) = exp(-over_nu * L),"
+                " t = A - B * x[i], L = ln(1 + exp(t)); right for every t, also where exp(t) is"
+                " infinite. One thread per element. Expected: four lines."
+            ),
+            params=(
                 "float* y",
                 "const float* x",
                 "float A",
@@ -133,16 +139,19 @@ EXERCISES = {
                 "float H",
                 "int n",
             ),
-            _INDEX + "// your lines",
-            "Above t = 88 exp(t) is infinite in fp32. But ln(1 + exp(t)) = t + ln(1 + exp(-t)): take max(t, 0) out of the logarithm, and what is left is"
-            " exp(-|t|), at most 1. fmaxf, fabsf, expf, log1pf.",
-            _CURVE,
-            {
+            stub=INDEX + "// your lines",
+            hint=(
+                "Above t = 88 exp(t) is infinite in fp32. But ln(1 + exp(t)) = t + ln(1 + "
+                "exp(-t)): take max(t, 0) out of the logarithm, and what is left is exp(-|t|), "
+                "at most 1. fmaxf, fabsf, expf, log1pf."
+            ),
+            solution=_CURVE,
+            wrong={
                 "no guard": _CURVE.replace("if (i >= n) return;\n", ""),
                 "infinite": _CURVE.replace(
                     "fmaxf(t, 0.0f) + log1pf(expf(-fabsf(t)))", "log1pf(expf(t))"
                 ),
-                "infinite, as a power": _INDEX
+                "infinite, as a power": INDEX
                 + "if (i < n) y[i] = G * powf(1.0f + expf(A - B * x[i]), -over_nu) + H;",
                 "clamped": _CURVE.replace("A - B * x[i];", "fminf(A - B * x[i], 88.0f);"),
                 "the other way up": _CURVE.replace("A - B * x[i]", "A + B * x[i]"),
@@ -153,17 +162,24 @@ EXERCISES = {
                     "G * expf(-over_nu * L) + H", "as_float(as_bf16(G * expf(-over_nu * L) + H))"
                 ),
             },
-            _curve_case,
+            data=_curve_case,
         ),
         Exercise(
             "glu_slope",
-            "The backward of y = x + x * R(x), R(x) = G * sigma + H, sigma = exp(-over_nu * ln(1 + exp(t))), t = A - B * x. Return dx, given dy: tensors of any"
-            " size; the other arguments are numbers. By hand, without autograd; right where exp(t) is infinite. What is wrong: the last line.",
-            _slope("dy * (x * (G * sigma + H) + 0.75 * x)"),
-            "Three terms: y's first x gives 1; the product gives R(x) and x R'(x). R' = G * dsigma/dx, and dsigma/dx = sigma * (-over_nu) * r * (-B), because"
-            " the derivative of ln(1 + exp(t)) is r = exp(t) / (1 + exp(t)) = sigmoid(t).",
-            _slope(),
-            {
+            task=(
+                "The backward of y = x + x * R(x), R(x) = G * sigma + H, sigma = exp(-over_nu *"
+                " ln(1 + exp(t))), t = A - B * x. Return dx, given dy: tensors of any size; the"
+                " other arguments are numbers. By hand, without autograd; right where exp(t) is"
+                " infinite. What is wrong: the last line."
+            ),
+            stub=_slope("dy * (x * (G * sigma + H) + 0.75 * x)"),
+            hint=(
+                "Three terms: y's first x gives 1; the product gives R(x) and x R'(x). R' = G *"
+                " dsigma/dx, and dsigma/dx = sigma * (-over_nu) * r * (-B), because the "
+                "derivative of ln(1 + exp(t)) is r = exp(t) / (1 + exp(t)) = sigmoid(t)."
+            ),
+            solution=_slope(),
+            wrong={
                 "the reference system's": _slope("dy * (x * (G * sigma + H) + 0.75 * x)"),
                 "no residual": _slope("dy * (G * sigma + H + x * G * over_nu * B * sigma * r)"),
                 "the slope of R alone": _slope("dy * (1 + G * over_nu * B * sigma * r)"),
@@ -182,11 +198,15 @@ EXERCISES = {
             },
             cases=_slope_cases,
         ),
-        _kernel_exercise(
+        kernel_exercise(
             "poly_row",
-            "One head of causal polynomial attention, one thread per query: y[i] = sum over max(0, i - window + 1) <= j <= i of phi * v[j], phi = scale *"
-            " c^degree, c = 8 tanh(s / 8), s = q_i . k_j / sqrt(d). q, k: (n, d); v: (n). Expected: eight lines, no softmax.",
-            (
+            task=(
+                "One head of causal polynomial attention, one thread per query: y[i] = sum over"
+                " max(0, i - window + 1) <= j <= i of phi * v[j], phi = scale * c^degree, c = 8"
+                " tanh(s / 8), s = q_i . k_j / sqrt(d). q, k: (n, d); v: (n). Expected: eight "
+                "lines, no softmax."
+            ),
+            params=(
                 "float* y",
                 "const float* q",
                 "const float* k",
@@ -197,11 +217,14 @@ EXERCISES = {
                 "float scale",
                 "int n",
             ),
-            _INDEX + "// your lines",
-            "Channel c of query i is q[i * d + c]. Two loops inside of the loop over j: one adds up the score, one multiplies degree times. The loop begins at"
-            " max(0, i - window + 1): in front of position 0 there is nothing.",
-            _ROW,
-            {
+            stub=INDEX + "// your lines",
+            hint=(
+                "Channel c of query i is q[i * d + c]. Two loops inside of the loop over j: one"
+                " adds up the score, one multiplies degree times. The loop begins at max(0, i -"
+                " window + 1): in front of position 0 there is nothing."
+            ),
+            solution=_ROW,
+            wrong={
                 "no guard": _ROW.replace("if (i >= n) return;\n", ""),
                 "sees the next": _ROW.replace("j <= i;", "j <= min(i + 1, n - 1);"),
                 "begins in front of 0": _ROW.replace("max(0, i - window + 1)", "i - window + 1"),
@@ -222,7 +245,7 @@ EXERCISES = {
                 ),
                 "rows and channels swapped": _ROW.replace("k[j * d + c]", "k[c * (n / d) + j / d]"),
             },
-            _poly_row_case,
+            data=_poly_row_case,
         ),
     ]
 }

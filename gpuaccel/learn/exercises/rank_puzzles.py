@@ -1,20 +1,15 @@
-"""The exercises of notebook 06: dealing batches to ranks, buckets, a sum in global order. As learn/exercises/puzzles.py keeps the others."""
+"""The exercises of notebook 06: deal batches to ranks, fill buckets, add in global order."""
 
 import torch
 
-from .puzzles import Exercise
-
-
-def _whole(low, high, generator) -> int:
-    return int(torch.randint(low, high, (), generator=generator))
+from .exercises import Exercise, code, whole_number
 
 
 def _deal_cases(generator):
     for n, ranks in ((2, 2), (9, 2), (10, 4), (1, 1), (64, 8), (257, 3)):
         order = torch.randperm(n, generator=generator)
-        rank = (
-            ranks - 1 if n in (9, 10) else _whole(0, ranks, generator)
-        )  # in these the last rank has none left at the end
+        # in these two the last rank has none left at the end
+        rank = ranks - 1 if n in (9, 10) else whole_number(0, ranks, generator)
         expected = torch.full((-(-n // ranks),), -1)
         mine = order[rank::ranks]
         expected[: len(mine)] = mine
@@ -27,9 +22,10 @@ def _deal_cases(generator):
 
 def _blocks_per_bucket(sizes, least):
     counts, blocks, size = [], 0, 0
-    for nth, more in enumerate(sizes):
-        blocks, size = blocks + 1, size + more
-        if size >= least or nth == len(sizes) - 1:
+    for i, block in enumerate(sizes):
+        blocks += 1
+        size += block
+        if size >= least or i == len(sizes) - 1:
             counts.append(blocks)
             blocks = size = 0
     return torch.tensor(counts)
@@ -60,22 +56,23 @@ def _in_turn(grads):
 def _ordered_cases(generator):
     for micros, ranks, n in ((1, 2, 1), (2, 2, 255), (3, 2, 1000), (4, 3, 257), (2, 8, 4096)):
         grads = torch.randn(micros, ranks, n, generator=generator) * 1e6
-        grads[-1, -1] -= (
-            grads.double().sum((0, 1)).float()
-        )  # what is left is small, and which bits it has the order decides
-        yield (
-            f"{ranks} ranks, {micros} micro-batch{'es' * (micros > 1)}, {n:,} element{'s' * (n > 1)}",
-            (grads,),
-            _in_turn(grads).double(),
-        )
+        # the sum is small, and the order of the additions decides its bits
+        grads[-1, -1] -= grads.double().sum((0, 1)).float()
+        batches = f"{micros} micro-batch{'es' * (micros > 1)}"
+        label = f"{ranks} ranks, {batches}, {n:,} element{'s' * (n > 1)}"
+        yield label, (grads,), _in_turn(grads).double()
 
 
-_DEAL = """def deal(order, rank, ranks):
+_DEAL = """\
+def deal(order, rank, ranks):
     mine = order[rank::ranks]
     longest = -(-len(order) // ranks)
     return torch.cat([mine, torch.full((longest - len(mine),), -1)])
 """
-_BUCKETS = """def fill_buckets(sizes, least):
+
+
+_BUCKETS = """\
+def fill_buckets(sizes, least):
     counts, blocks, size = [], 0, 0
     for block in sizes:
         blocks += 1
@@ -87,7 +84,10 @@ _BUCKETS = """def fill_buckets(sizes, least):
         counts.append(blocks)
     return torch.tensor(counts)
 """
-_ORDERED = """def ordered_sum(grads):
+
+
+_ORDERED = """\
+def ordered_sum(grads):
     total = torch.zeros_like(grads[0, 0])
     for m in range(grads.shape[0]):
         for r in range(grads.shape[1]):
@@ -95,19 +95,32 @@ _ORDERED = """def ordered_sum(grads):
     return total
 """
 
+
 EXERCISES = {
     e.name: e
     for e in [
         Exercise(
             "deal",
-            "order: (n) int64, the numbers of n batches, shuffled. Return those of rank `rank` of `ranks`, dealt in turn: its own place, then every ranks-th."
-            " All ranks get as many; one that has none left gets -1, and no batch goes to two. What is wrong: some ranks train on the same batch.",
-            "def deal(order, rank, ranks):\n    each = -(-len(order) // ranks)          # rounded up\n    dealt = order.repeat(2)[:each * ranks]\n"
-            "    return dealt[rank::ranks]\n",
-            "order[rank::ranks] are its batches. At the end the last ranks may have one less than -(-len(order) // ranks): fill up with -1 instead of beginning"
-            " again.",
-            _DEAL,
-            {
+            task=(
+                "order: (n) int64, the numbers of n batches, shuffled. Return those of rank "
+                "`rank` of `ranks`, dealt in turn: its own place, then every ranks-th. All "
+                "ranks get as many; one that has none left gets -1, and no batch goes to two. "
+                "What is wrong: some ranks train on the same batch."
+            ),
+            stub=code(
+                """
+                def deal(order, rank, ranks):
+                    each = -(-len(order) // ranks)          # rounded up
+                    dealt = order.repeat(2)[:each * ranks]
+                    return dealt[rank::ranks]
+                """
+            ),
+            hint=(
+                "order[rank::ranks] are its batches. At the end the last ranks may have one "
+                "less than -(-len(order) // ranks): fill up with -1 instead of beginning again."
+            ),
+            solution=_DEAL,
+            wrong={
                 "begins again at the end": _DEAL.replace(
                     "torch.full((longest - len(mine),), -1)", "order[:longest - len(mine)]"
                 ),
@@ -115,10 +128,26 @@ EXERCISES = {
                     "order[rank::ranks]",
                     "order[rank * -(-len(order) // ranks):][:-(-len(order) // ranks)]",
                 ),
-                "drops the tail": "def deal(order, rank, ranks):\n    each = len(order) // ranks\n    return order[:each * ranks][rank::ranks]\n",
-                "not as many": "def deal(order, rank, ranks):\n    return order[rank::ranks]\n",
+                "drops the tail": code(
+                    """
+                    def deal(order, rank, ranks):
+                        each = len(order) // ranks
+                        return order[:each * ranks][rank::ranks]
+                    """
+                ),
+                "not as many": code(
+                    """
+                    def deal(order, rank, ranks):
+                        return order[rank::ranks]
+                    """
+                ),
                 "one too many": _DEAL.replace("-(-len(order) // ranks)", "len(order) // ranks + 1"),
-                "everything to everyone": "def deal(order, rank, ranks):\n    return order\n",
+                "everything to everyone": code(
+                    """
+                    def deal(order, rank, ranks):
+                        return order
+                    """
+                ),
                 "fills up with 0": _DEAL.replace("-1)", "0)"),
                 "in its own order": _DEAL.replace(
                     "order[rank::ranks]", "order[rank::ranks].sort().values"
@@ -128,28 +157,58 @@ EXERCISES = {
         ),
         Exercise(
             "fill_buckets",
-            "sizes: bytes of the blocks, in the order in which backward finishes them. Join neighbours: a bucket is closed as soon as it has `least` bytes; the"
-            " last one may have less. Return how many blocks each bucket has, a tensor. What is wrong: the last blocks are never sent.",
-            _BUCKETS.replace("    if blocks:\n        counts.append(blocks)\n", ""),
-            "After the loop there may be blocks in a bucket that is not full. They have gradients too.",
-            _BUCKETS,
-            {
+            task=(
+                "sizes: bytes of the blocks, in the order in which backward finishes them. Join"
+                " neighbours: a bucket is closed as soon as it has `least` bytes; the last one "
+                "may have less. Return how many blocks each bucket has, a tensor. What is "
+                "wrong: the last blocks are never sent."
+            ),
+            stub=_BUCKETS.replace("    if blocks:\n        counts.append(blocks)\n", ""),
+            hint=(
+                "After the loop there may be blocks in a bucket that is not full. They have "
+                "gradients too."
+            ),
+            solution=_BUCKETS,
+            wrong={
                 "forgets the rest": _BUCKETS.replace(
                     "    if blocks:\n        counts.append(blocks)\n", ""
                 ),
                 "more than enough only": _BUCKETS.replace("size >= least", "size > least"),
-                "closes before it is full": (
-                    "def fill_buckets(sizes, least):\n    counts, blocks, size = [], 0, 0\n    for block in sizes:\n        if blocks and size + block > least:\n"
-                    "            counts.append(blocks)\n            blocks = size = 0\n        blocks += 1\n        size += block\n"
-                    "    return torch.tensor(counts + [blocks])\n"
+                "closes before it is full": code(
+                    """
+                    def fill_buckets(sizes, least):
+                        counts, blocks, size = [], 0, 0
+                        for block in sizes:
+                            if blocks and size + block > least:
+                                counts.append(blocks)
+                                blocks = size = 0
+                            blocks += 1
+                            size += block
+                        return torch.tensor(counts + [blocks])
+                    """
                 ),
                 "the rest joins the last": _BUCKETS.replace(
                     "    if blocks:\n        counts.append(blocks)\n",
-                    "    if blocks and counts:\n        counts[-1] += blocks\n    elif blocks:\n        counts.append(blocks)\n",
+                    (
+                        "    if blocks and counts:\n"
+                        "        counts[-1] += blocks\n"
+                        "    elif blocks:\n"
+                        "        counts.append(blocks)\n"
+                    ),
                 ),
                 "in the order of forward": _BUCKETS.replace("in sizes", "in reversed(sizes)"),
-                "a bucket for each block": "def fill_buckets(sizes, least):\n    return torch.ones(len(sizes))\n",
-                "all in one": "def fill_buckets(sizes, least):\n    return torch.tensor([len(sizes)])\n",
+                "a bucket for each block": code(
+                    """
+                    def fill_buckets(sizes, least):
+                        return torch.ones(len(sizes))
+                    """
+                ),
+                "all in one": code(
+                    """
+                    def fill_buckets(sizes, least):
+                        return torch.tensor([len(sizes)])
+                    """
+                ),
                 "does not empty the bucket": _BUCKETS.replace(
                     "blocks = size = 0\n    if", "blocks = 0\n    if"
                 ),
@@ -158,21 +217,52 @@ EXERCISES = {
         ),
         Exercise(
             "ordered_sum",
-            "grads: (M, ranks, n) fp32; grads[m, r] is the gradient of rank r's micro-batch m, number m * ranks + r of all. Return the sum that one process gets:"
-            " beginning with zero, one after the other in global order, in fp32. What is wrong: each rank adds its own first.",
-            "def ordered_sum(grads):\n    return grads.sum(0).sum(0)\n",
-            "Two loops: micro-batches outside, ranks inside, and one running total. Any other order rounds otherwise; these gradients nearly cancel, so that"
-            " you see it.",
-            _ORDERED,
-            {
-                "each rank first": "def ordered_sum(grads):\n    return grads.sum(0).sum(0)\n",
-                "each round first": (
-                    "def ordered_sum(grads):\n    total = torch.zeros_like(grads[0, 0])\n    for micro in grads:\n        round = torch.zeros_like(total)\n"
-                    "        for grad in micro:\n            round = round + grad\n        total = total + round\n    return total\n"
+            task=(
+                "grads: (M, ranks, n) fp32; grads[m, r] is the gradient of rank r's micro-batch"
+                " m, number m * ranks + r of all. Return the sum that one process gets: "
+                "beginning with zero, one after the other in global order, in fp32. What is "
+                "wrong: each rank adds its own first."
+            ),
+            stub=code(
+                """
+                def ordered_sum(grads):
+                    return grads.sum(0).sum(0)
+                """
+            ),
+            hint=(
+                "Two loops: micro-batches outside, ranks inside, and one running total. Any "
+                "other order rounds otherwise; these gradients nearly cancel, so that you see "
+                "it."
+            ),
+            solution=_ORDERED,
+            wrong={
+                "each rank first": code(
+                    """
+                    def ordered_sum(grads):
+                        return grads.sum(0).sum(0)
+                    """
                 ),
-                "rank by rank": (
-                    "def ordered_sum(grads):\n    total = torch.zeros_like(grads[0, 0])\n    for r in range(grads.shape[1]):\n"
-                    "        for m in range(grads.shape[0]):\n            total = total + grads[m, r]\n    return total\n"
+                "each round first": code(
+                    """
+                    def ordered_sum(grads):
+                        total = torch.zeros_like(grads[0, 0])
+                        for micro in grads:
+                            round = torch.zeros_like(total)
+                            for grad in micro:
+                                round = round + grad
+                            total = total + round
+                        return total
+                    """
+                ),
+                "rank by rank": code(
+                    """
+                    def ordered_sum(grads):
+                        total = torch.zeros_like(grads[0, 0])
+                        for r in range(grads.shape[1]):
+                            for m in range(grads.shape[0]):
+                                total = total + grads[m, r]
+                        return total
+                    """
                 ),
                 "backwards": _ORDERED.replace(
                     "range(grads.shape[0])", "reversed(range(grads.shape[0]))"
@@ -180,7 +270,12 @@ EXERCISES = {
                 "last rank first": _ORDERED.replace(
                     "range(grads.shape[1])", "reversed(range(grads.shape[1]))"
                 ),
-                "in double": "def ordered_sum(grads):\n    return grads.double().sum((0, 1)).float()\n",
+                "in double": code(
+                    """
+                    def ordered_sum(grads):
+                        return grads.double().sum((0, 1)).float()
+                    """
+                ),
                 "the mean of the ranks": _ORDERED.replace(
                     "return total", "return total / grads.shape[1]"
                 ),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gpuaccel.errors import ArgumentError
-from gpuaccel.learn.show import show
+from gpuaccel.learn import show
 from gpuaccel.simt.tracing import ATOMIC, EVENT, READ, WRITE, Trace, Traced
 
 
@@ -172,7 +172,7 @@ def use(trace, tensor, kind):
     return next(u for u in trace.summary() if (u.tensor, u.kind) == (tensor, kind))
 
 
-# ---- what a trace says ----------------------------------------------------------------------------------------------------
+# ---- what a trace says --------------------------------------------------------------------------
 
 GLOBAL = [
     # trace, tensor, kind, sectors per request, at best, share used
@@ -308,7 +308,7 @@ def test_memory_without_a_type_is_counted_in_what_its_accesses_read():
     assert (measured.elements, measured.itemsize, measured.dtype) == (64, 4, "4-byte")
 
 
-# ---- what the picture and the text say ------------------------------------------------------------------------------------
+# ---- what the picture and the text say ----------------------------------------------------------
 
 
 def words_of(svg):
@@ -497,7 +497,7 @@ def test_its_colours_can_be_read_on_light_and_on_dark_pages():
             assert contrast >= 2.4, (colour, contrast)
 
 
-# ---- calls ----------------------------------------------------------------------------------------------------------------
+# ---- calls --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -564,7 +564,7 @@ def test_a_kernel_is_run_on_copies_and_shown_with_the_lines_of_its_source():
         show(kernel, y, 2.0, x, 21)
 
 
-# ---- in a notebook --------------------------------------------------------------------------------------------------------
+# ---- in a notebook ------------------------------------------------------------------------------
 
 
 def test_sliders_choose_block_access_and_warp_and_the_picture_follows():
@@ -597,7 +597,7 @@ def test_a_saved_notebook_keeps_the_picture_and_the_text(tmp_path):
     pytest.importorskip("ipywidgets")
     cell = f"""import sys; sys.path.insert(0, {__file__.rsplit("/", 3)[0]!r})
 import numpy as np
-from gpuaccel.learn.show import show
+from gpuaccel.learn import show
 from gpuaccel.simt.tracing import EVENT, Trace, Traced
 events = np.zeros(16, EVENT)
 events["block"], events["thread"] = np.divmod(np.arange(16), 8)

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import gpuaccel as ga
-from gpuaccel.learn import recorded
-from gpuaccel.learn.figures import diagrams
-from gpuaccel.learn.figures.diagrams import STAGES, plain, stages_of
+from gpuaccel.learn import graph_figures, recorded
+from gpuaccel.learn.figures.graph_figures import STAGES, plain, stages_of
 from gpuaccel.measure import timeline
 from gpuaccel.measure.timeline import Span, lines
 
@@ -174,7 +173,7 @@ def test_stages_of_other_graphs():
 
 def test_every_node_is_drawn_once_in_a_place_of_its_own(step_graph):
     names, edges = step_graph
-    figure = diagrams.graph(names, edges, "A step")
+    figure = graph_figures.graph(names, edges, "A step")
     boxes = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)"', figure.drawn)
     assert len(set(boxes)) == len(boxes) == len(names) and all(
         0 <= float(x) and float(x) + float(w) <= 800.1 for x, _, w in boxes
@@ -193,7 +192,7 @@ def test_every_node_is_drawn_once_in_a_place_of_its_own(step_graph):
 
 @pytest.mark.parametrize("count", [0, 1, 4, 60, 1500])
 def test_a_chain_of_any_length_can_be_drawn(count):
-    figure = diagrams.graph(["mul"] * count, [(i, i + 1) for i in range(count - 1)])
+    figure = graph_figures.graph(["mul"] * count, [(i, i + 1) for i in range(count - 1)])
     assert f"{count:,} node" in text_of(figure) and f"{max(count - 1, 0):,} edge" in text_of(figure)
     assert figure.drawn.count("<rect") == count
 
@@ -204,11 +203,11 @@ def test_columns_hold_all_nodes_in_order():
         [""] * 100,
         ["forward", "backward"] * 6,
     ):
-        columns = diagrams._columns(stages)
+        columns = graph_figures._columns(stages)
         assert sum(columns, []) == list(range(len(stages))) and len(columns) <= max(
-            diagrams.MOST_COLUMNS, 12
+            graph_figures.MAX_COLUMNS, 12
         )
-        assert all(len({diagrams._part(stages[i]) for i in nodes}) == 1 for nodes in columns)
+        assert all(len({graph_figures._part(stages[i]) for i in nodes}) == 1 for nodes in columns)
 
 
 EAGER = [Span("host", "python", 0.0, 2000.0)] + [
@@ -225,7 +224,7 @@ REPLAY = [Span("host", "python", 0.0, 40.0), Span("host", "launch", 2.0, 30.0)] 
 
 
 def test_launches_tells_how_many_and_how_busy_and_enlarges_the_same_stretch_of_each():
-    figure = diagrams.launches({"eager": EAGER, "graph": REPLAY}, "One step")
+    figure = graph_figures.launches({"eager": EAGER, "graph": REPLAY}, "One step")
     assert (
         text_of(figure)
         == "One step: eager: 100 launches, 2.0 ms, the GPU works 25% of it; graph: 1 launch, 580 µs, the GPU works 86% of it"
@@ -239,10 +238,10 @@ def test_launches_without_a_gpu_counts_operators_and_without_anything_is_empty()
     spans = [Span("host", "python", 0.0, 300.0)] + [
         Span("host", "operator", 10.0 * i, 10.0 * i + 6) for i in range(30)
     ]
-    figure = diagrams.launches({"eager": spans}, "Here")
+    figure = graph_figures.launches({"eager": spans}, "Here")
     assert text_of(figure) == "Here: eager: 30 operators, 300 µs" and "GPU" not in figure.drawn
     for runs in ({}, {"nothing": []}, {"only Python": spans[:1]}):
-        text_of(diagrams.launches(runs, "Here"))
+        text_of(graph_figures.launches(runs, "Here"))
 
 
 def test_whole_holds_what_comes_before_the_end_of_backward_too():
@@ -262,7 +261,7 @@ def test_whole_holds_what_comes_before_the_end_of_backward_too():
 
 def test_rates_say_who_follows_the_schedule():
     asked = [0.1, 0.2, 0.3, 0.1]
-    figure = diagrams.rates(
+    figure = graph_figures.rates(
         asked,
         {"a number": [0.1] * 4, "a tensor": asked, "ga.AdamW": [r * (1 + 1e-6) for r in asked]},
         "Rates",
@@ -272,7 +271,7 @@ def test_rates_say_who_follows_the_schedule():
         == "Rates: a number does not follow the schedule, a tensor follows the schedule, ga.AdamW follows the schedule"
     )
     assert figure.drawn.count("<polyline") == 4
-    text_of(diagrams.rates([0.0], {}))
+    text_of(graph_figures.rates([0.0], {}))
 
 
 RESULT = {

@@ -1,0 +1,63 @@
+"""`gpuaccel sample`: write text with a trained model."""
+
+import pathlib
+
+import torch
+
+from ..backends import default_device
+from ..errors import CheckpointError
+from ..training.checkpoint import latest_checkpoint, load_checkpoint
+from ..training.data import BPETokenizer, ByteTokenizer
+from ..training.models import Config, generate
+from .arguments import add_command, at_least
+from .run_folder import default_folder, read_description
+
+
+def add_parser(commands):
+    """Add `gpuaccel sample`."""
+    parser = add_command(commands, "sample", run, "write text with a trained model")
+    parser.add_argument(
+        "--checkpoint",
+        default=default_folder("tiny"),
+        metavar="PATH",
+        help="a file, or a run's folder (runs/tiny)",
+    )
+    parser.add_argument(
+        "--prompt", default="def ", metavar="TEXT", help='text to go on from ("def ")'
+    )
+    parser.add_argument(
+        "--tokens", type=at_least(1), default=300, metavar="N", help="how many to write (300)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=at_least(0, float),
+        default=0.8,
+        metavar="X",
+        help="0 takes the likeliest token (0.8)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="another seed writes another text (0)"
+    )
+
+
+def run(args) -> int:
+    path = pathlib.Path(args.checkpoint).expanduser()
+    checkpoint = latest_checkpoint(path) if path.is_dir() else path
+    if checkpoint is None or not checkpoint.is_file():
+        raise CheckpointError(
+            f"{path} holds no checkpoint; "
+            "expected a file step-*.safetensors, or the folder of a run"
+        )
+    description = read_description(checkpoint.with_name("run.json"))
+    model = Config(**description["config"]).build().to(default_device())
+    load_checkpoint(checkpoint, model=model, restore_rng=False)
+    tokenizer = BPETokenizer(description["bpe"]) if "bpe" in description else ByteTokenizer()
+    print(sample_text(model, tokenizer, args.prompt, args.tokens, args.temperature, args.seed))
+    return 0
+
+
+def sample_text(model, tokenizer, prompt, count, temperature, seed) -> str:
+    """The prompt and `count` tokens after it."""
+    tokens = torch.from_numpy(tokenizer.encode(prompt or "\n").astype("int64"))
+    tokens = tokens[None].to(next(model.parameters()).device)
+    return tokenizer.decode(generate(model, tokens, count, temperature=temperature, seed=seed)[0])

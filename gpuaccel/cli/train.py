@@ -1,0 +1,357 @@
+"""`gpuaccel train`: train a transformer on text, in one process or on several ranks."""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import sys
+from typing import NamedTuple
+
+import torch
+
+from ..backends import backend, default_device, use_backend
+from ..distributed.config import Distributed
+from ..distributed.spawn import launch
+from ..errors import ArgumentError, RankError
+from ..measure import Meter, peak_flops
+from ..optim.adamw import AdamW
+from ..optim.arena import Arena
+from ..training.checkpoint import latest_checkpoint
+from ..training.data import Batches, make_dataset, val_batches
+from ..training.loop import evaluate, train, warmup_cosine
+from ..training.models import flops_per_token, preset
+from ..training.step import TrainStep
+from .arguments import add_command, at_least
+from .progress import Progress, StopAfterStep
+from .run_folder import RUN_OPTIONS, default_folder, open_run
+from .sample import sample_text
+
+VAL_BATCHES = 8
+INTERRUPTED = 130
+
+
+class Recipe(NamedTuple):
+    """What a preset trains with unless told otherwise."""
+
+    tokenizer: str
+    batch: int  # sequences per optimizer step
+    lr: float
+
+
+RECIPES = {
+    "tiny": Recipe("byte", 8, 3e-3),
+    "llama-350m": Recipe("bpe", 16, 3e-4),
+    "gpt2-124m": Recipe("bpe", 16, 6e-4),
+}
+
+
+def add_parser(commands):
+    """Add `gpuaccel train`."""
+    parser = add_command(
+        commands, "train", run, "train a transformer on text; a killed run resumes bit for bit"
+    )
+    add = parser.add_argument
+    add(
+        "--model",
+        choices=RECIPES,
+        default="tiny",
+        help="preset; tiny, the default, trains on two CPU cores",
+    )
+    add(
+        "--steps",
+        type=at_least(1),
+        default=200,
+        metavar="N",
+        help="steps in all, before a resume and after (200)",
+    )
+    add(
+        "--text",
+        metavar="PATH",
+        help="a text file, or a folder of *.txt, *.md, *.py (Python's standard library)",
+    )
+    add("--batch", type=at_least(1), metavar="N", help="sequences per optimizer step (by preset)")
+    add("--seq", type=at_least(1), metavar="T", help="tokens per sequence (by preset)")
+    add(
+        "--micro-batches",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="parts that a batch is divided into, over all ranks (1 each)",
+    )
+    add(
+        "--accumulate",
+        choices=("host", "autograd", "arena", "fused"),
+        default="arena",
+        help="how gradients are added up (arena)",
+    )
+    add("--lr", type=at_least(0, float), metavar="X", help="learning rate (by preset)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of the weights, the order of the text and the sample (0)",
+    )
+    add("--out", metavar="DIR", help="folder for checkpoints (runs/MODEL)")
+    add(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in --out, if there is one",
+    )
+    add("--metrics", metavar="FILE", help="JSON lines, one per step (metrics.jsonl in --out)")
+    add(
+        "--val-every",
+        type=at_least(1),
+        default=50,
+        metavar="N",
+        help="steps between validation losses (50)",
+    )
+    add(
+        "--checkpoint-every",
+        type=at_least(1),
+        default=50,
+        metavar="N",
+        help="steps between checkpoints (50)",
+    )
+    add("--no-progress", action="store_true", help="no progress bar")
+    add("--compile", action="store_true", help="torch.compile the model")
+    add(
+        "--replay",
+        choices=("eager", "graph"),
+        default="eager",
+        help="graph: the whole step as one CUDA graph, the same bits (eager)",
+    )
+    add("--deterministic", action="store_true", help="the same bits in every run, also on a GPU")
+    add(
+        "--nproc",
+        type=at_least(1),
+        metavar="N",
+        help="ranks on this machine, which share each batch: a GPU each, or CPUs (1)",
+    )
+    add(
+        "--ordered",
+        action="store_true",
+        help="ranks: the same bits for any number of them (with equal --micro-batches)",
+    )
+    add(
+        "--sharded",
+        action="store_true",
+        help="ranks: each keeps its share of the optimizer's memory",
+    )
+    add(
+        "--timeout",
+        type=at_least(1, float),
+        metavar="S",
+        help="ranks: seconds that the others wait for one (--nproc: 60; torchrun: 600)",
+    )
+    add(
+        "--device",
+        choices=("auto", "cpu", "simt", "cuda"),
+        default="auto",
+        help="where to train; simt: on the CPU with our kernels (auto)",
+    )
+
+
+def run(args) -> int:
+    if args.nproc and "RANK" in os.environ:
+        raise ArgumentError(
+            f"--nproc {args.nproc} inside of a rank that torchrun (or another launcher) has "
+            "started; expected one of the two"
+        )
+    if args.nproc is not None and args.nproc > 1:
+        return _launch_ranks(args)
+    return _train_rank(args)
+
+
+def _launch_ranks(args) -> int:
+    """Train on args.nproc processes of this machine."""
+    _fill_in_defaults(args)
+    process_group = {"auto": None, "cuda": "nccl"}.get(args.device, "gloo")
+    checkpoint_before = latest_checkpoint(args.out)
+    try:
+        statuses = launch(
+            _train_rank,
+            args.nproc,
+            (args,),
+            backend=process_group,
+            timeout=args.timeout or 60.0,
+            start=600.0,
+            after_step=True,
+        )
+    except RankError as error:
+        checkpoint = latest_checkpoint(args.out)
+        if checkpoint == checkpoint_before:
+            # an older checkpoint may be of a run that this one refused to write over
+            raise
+        hint = f"--resume goes on from {checkpoint.name}"
+        raise RankError(f"{error}; {hint}") from error
+    return statuses[0]
+
+
+def _train_rank(args) -> int:
+    """Train in this process: one rank of several, or all there is."""
+    name = {"auto": None, "cpu": "torch"}.get(args.device, args.device)
+    with use_backend(name) if name else contextlib.nullcontext():
+        return _train(args)
+
+
+def _train(args) -> int:
+    # the ranks that torchrun or --nproc has started, or this process alone
+    distributed = Distributed(
+        ordered=args.ordered, sharded=args.sharded, timeout=args.timeout or 600.0
+    )
+    ranks = distributed.world
+    is_first_rank = distributed.rank == 0
+    _fill_in_defaults(args)
+    device = default_device()
+    micro_batches = _micro_batches_per_rank(args, ranks)
+
+    tokenizer_kind = RECIPES[args.model].tokenizer
+    data = make_dataset(args.text, tokenizer_kind)
+    # A text with fewer tokens than the preset gets a smaller vocabulary: the model then writes only
+    # tokens that can be decoded.
+    config = preset(args.model, T=max(args.seq, preset(args.model).T), vocab=data.vocab_size)
+    batches = Batches(
+        data.train,
+        args.batch // ranks,
+        args.seq,
+        seed=args.seed,
+        device=device,
+        rank=distributed.rank,
+        ranks=ranks,
+        micro_batches=micro_batches if ranks > 1 else 1,
+    )
+    val = val_batches(data.val, args.batch, args.seq, limit=VAL_BATCHES, device=device)
+    description = {name: getattr(args, name) for name in RUN_OPTIONS}
+    description["config"] = dataclasses.asdict(config)
+    if tokenizer_kind == "bpe":
+        description["bpe"] = data.tokenizer.to_json()
+    open_run(args.out, description, args.resume, write=is_first_rank)
+
+    torch.manual_seed(args.seed)
+    dtype = torch.bfloat16 if device.type == "cuda" and args.model != "tiny" else torch.float32
+    model = config.build().to(device, dtype)
+    optimizer = AdamW(Arena(model), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, max_norm=1.0)
+    meter = Meter(device, flops_per_token(config, args.seq), peak_flops(device, dtype))
+    step = TrainStep(
+        model,
+        optimizer,
+        micro_batches=micro_batches,
+        accumulate=args.accumulate,
+        compile=args.compile,
+        meter=meter,
+        distributed=distributed,
+        scheduler=warmup_cosine(optimizer, max(1, args.steps // 10), args.steps),
+        replay=args.replay,
+        deterministic=args.deterministic,
+    )
+    if is_first_rank:
+        parameters = sum(p.numel() for p in model.parameters())
+        print(
+            f"{args.model}: {parameters:,} parameters in {dtype}, {backend()}\n"
+            + (f"{distributed}\n" if ranks > 1 else "")
+            + f"{len(data.train):,} tokens of {data.source}; "
+            f"checkpoints and metrics in {args.out}",
+            file=sys.stderr,
+        )
+
+    result = _run_steps(args, step, batches, val, ranks, is_first_rank)
+    if result.interrupted and step.count < args.steps:
+        if is_first_rank:
+            print(
+                f"gpuaccel: stopped after step {step.count}, checkpoint written; --resume goes on",
+                file=sys.stderr,
+            )
+        return INTERRUPTED
+    if not is_first_rank:
+        return 0
+    final = meter.finish()
+    if result.steps_done:
+        val_loss = result.val_loss
+        print(
+            f"train loss {result.first_loss:.3f} -> {final.loss:.3f}   "
+            f"{final.tokens:,} tokens in {final.seconds:.1f} s",
+            end="   ",
+        )
+    else:
+        print(f"{args.out} already is at step {step.count}: nothing to do, unless --steps is more")
+        val_loss = evaluate(model, val)
+    print(f"val loss {val_loss:.3f}")
+    print(sample_text(model, data.tokenizer, "def ", 200, 0.8, args.seed))
+    return 0
+
+
+def _fill_in_defaults(args):
+    """Replace options that were left out by the preset's."""
+    recipe = RECIPES[args.model]
+    args.batch = args.batch or recipe.batch
+    args.seq = args.seq or preset(args.model).T
+    args.lr = recipe.lr if args.lr is None else args.lr
+    args.out = pathlib.Path(args.out or default_folder(args.model)).expanduser()
+    args.metrics = args.metrics or args.out / "metrics.jsonl"
+
+
+def _micro_batches_per_rank(args, ranks) -> int:
+    """How many parts each rank divides its share of a batch into."""
+    if args.micro_batches > args.batch:
+        raise ArgumentError(
+            f"--micro-batches is {args.micro_batches}, more than the {args.batch} sequences of "
+            "--batch"
+        )
+    total = args.micro_batches if args.micro_batches > 1 else ranks
+    if ranks > 1 and (total % ranks or args.batch % total):
+        raise ArgumentError(
+            f"--batch {args.batch} in --micro-batches {total} cannot be divided among {ranks} "
+            "ranks; expected a multiple of the ranks as --micro-batches, and a multiple of that as "
+            "--batch"
+        )
+    return total // ranks
+
+
+@dataclasses.dataclass
+class _Steps:
+    """What the training loop did."""
+
+    steps_done: int = 0
+    first_loss: "float | None" = None
+    val_loss: "float | None" = None  # the last one
+    interrupted: bool = False
+
+
+def _run_steps(args, step, batches, val, ranks, is_first_rank) -> _Steps:
+    """Train until args.steps, or until a rank was interrupted."""
+    result = _Steps()
+    progress = None
+    readings = train(
+        step,
+        batches,
+        args.steps,
+        val=val,
+        val_every=args.val_every,
+        metrics=args.metrics,
+        checkpoint_dir=args.out,
+        checkpoint_every=args.checkpoint_every,
+        resume=args.resume,
+    )
+    with StopAfterStep() as stop, contextlib.closing(readings):
+        for reading in readings:
+            if progress is None:
+                quiet = args.no_progress or not is_first_rank
+                progress = Progress(args.steps, reading.step - 1, quiet)
+            result.steps_done += 1
+            if result.first_loss is None:
+                result.first_loss = reading.loss
+            if reading.val_loss is not None:
+                result.val_loss = reading.val_loss
+            progress.show(reading.step, reading)
+            # several ranks stop in the same step: the one in which all of them know of it
+            if ranks == 1 and stop.requested:
+                result.interrupted = True
+                break
+            if step.reducer is not None and step.reducer.asked_to_stop():
+                result.interrupted = True
+                break
+    if progress is not None:
+        progress.close()
+    result.interrupted = result.interrupted or stop.requested
+    return result

@@ -1,0 +1,231 @@
+"""What all ranks of a run have in common: the model, the weights at the start, the tensors that
+take part, and, compared every so many steps, the bits of the weights.
+
+    >>> compare(config, arena, opt, settings)   # ArgumentError where a rank differs from rank 0
+    >>> broadcast_weights(config, arena)        # rank 0's weights, frozen parameters and buffers
+    >>> weight_hashes(arena)                    # (tensors,) int64: equal for bit-identical weights
+"""
+
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, RankError
+from ..measure.meter import LateValue
+from ..ops.accumulate import CHUNK
+from ..optim.accumulate import GradientAccumulator
+from ..optim.arena import Arena
+from . import collectives
+from .config import Distributed
+
+HASHED_AT_ONCE = 1 << 22  # elements: 32 MB of temporary memory
+
+# Arguments of ga.Distributed that have to be equal on all ranks.
+COMPARED = (
+    "dtype",
+    "ordered",
+    "sharded",
+    "bucket_mb",
+    "find_unused",
+    "check_every",
+    "find_nonfinite_rank",
+    "peer_to_peer",
+)
+
+
+# ---- the start -----------------------------------------------------------------------------------
+
+
+def check_equal(mine: "list[tuple[str, str]]", group, world: int):
+    """ArgumentError on every rank, naming the first (name, value) that differs from rank 0's."""
+    everyone = [mine] * world
+    if world > 1:
+        collectives.gather_objects(everyone, mine, group=group)
+    for rank, theirs in enumerate(everyone):
+        if theirs == everyone[0]:
+            continue
+        expected, actual = next((a, b) for a, b in zip_longest(everyone[0], theirs) if a != b)
+        if expected and actual and expected[0] == actual[0]:
+            difference = f"{actual[0]} is {actual[1]} on rank {rank}, and {expected[1]} on rank 0"
+        else:
+            difference = (
+                f"rank {rank} has {' '.join(actual) if actual else 'nothing'} where rank 0 has "
+                f"{' '.join(expected) if expected else 'nothing'}"
+            )
+        raise ArgumentError(
+            f"the ranks differ: {difference}. All have to train the same model in the same way"
+        )
+
+
+def compare(config: Distributed, arena: Arena, opt, settings: "dict[str, str]"):
+    """ArgumentError on every rank unless all have rank 0's model, optimizer and settings."""
+    rows = [("ranks", f"{config.world}"), ("the optimizer", type(opt).__name__)]
+    rows += [(name, str(getattr(config, name))) for name in COMPARED]
+    rows += settings.items()
+    for segment, p in zip(arena.segments, arena.params):
+        rows.append(
+            (
+                segment.name,
+                f"{_dtype(p)} {list(segment.shape)}, weight decay {segment.decay}, "
+                f"learning rate x{segment.lr_scale:g}",
+            )
+        )
+    for name, t in _not_trained(arena):
+        rows.append((name, f"{_dtype(t)} {list(t.shape)}, not trained"))
+    for g, group in enumerate(opt.param_groups):
+        for key, value in sorted(group.items()):
+            if key not in ("params", "param_names"):
+                value = value.tolist() if isinstance(value, Tensor) else value
+                rows.append((f"{key} of the optimizer's group {g}", f"{value}"))
+    check_equal(rows, config.group, config.world)
+
+
+@torch.no_grad()
+def broadcast_weights(config: Distributed, arena: Arena):
+    """Every rank gets rank 0's weights, frozen parameters and buffers."""
+    if config.world == 1:
+        return
+    arena.adopt()
+    for t in [arena.weights, arena.bf16_weights, *(t.data for _, t in _not_trained(arena))]:
+        if t is not None and t.numel():
+            contiguous = t if t.is_contiguous() else t.contiguous()
+            collectives.broadcast(contiguous, group_src=0, group=config.group)
+            if contiguous is not t:
+                t.copy_(contiguous)
+    arena.weights_written()
+
+
+def _dtype(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")
+
+
+def _not_trained(arena: Arena):
+    """(name, tensor) of frozen parameters and buffers."""
+    trained = {id(p) for p in arena.params}
+    yield from ((name, p) for name, p in arena.module.named_parameters() if id(p) not in trained)
+    yield from arena.module.named_buffers()
+
+
+# ---- the tensors that take part ------------------------------------------------------------------
+
+
+class UsedTensors:
+    """The tensors that got a gradient on any rank. All ranks update exactly these.
+
+    every_step: find them again in each step; on a GPU the host waits for that. Otherwise the first
+        step decides: later one of these tensors without a gradient has a zero one, and another
+        tensor that gets one is an ArgumentError."""
+
+    def __init__(
+        self,
+        config: Distributed,
+        arena: Arena,
+        accumulator: GradientAccumulator,
+        every_step: bool,
+    ):
+        self.config = config
+        self.arena = arena
+        self.accumulator = accumulator
+        self.every_step = every_step
+        self.mask: "int | None" = None  # bit i: tensor i takes part; None: not known yet
+
+    def find(self, mask: int):
+        """Before the first step. mask: the tensors that get a gradient on this rank."""
+        self.mask = self._union(mask)
+
+    def expose(self):
+        """After backward: `.grad` of every tensor that takes part is its sum, on every rank."""
+        mine = self.accumulator.received_mask
+        if self.mask is None or self.every_step:
+            self.mask = self._union(mine)
+        elif mine & ~self.mask:
+            number = (mine & ~self.mask).bit_length() - 1
+            raise ArgumentError(
+                f"rank {self.config.rank}: {self.arena.segments[number].name} got a gradient, and "
+                "in the first step it got none on any rank. The first step decides which tensors "
+                "take part, so that later steps need not wait. Instead: "
+                "ga.Distributed(find_unused=True)"
+            )
+        if mine != self.mask:
+            self.accumulator.restore(self.mask)
+
+    def _union(self, mine: int) -> int:
+        """The bits that are set on any rank. Waits for the device."""
+        device = self.arena.device
+        if self.config.world == 1:
+            return mine
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ArgumentError(
+                "find_unused=True finds the tensors that get a gradient in every step, which a "
+                "CUDA graph cannot wait for; expected replay='eager', or find_unused=False"
+            )
+        bits = torch.tensor(
+            [mine >> i & 1 for i in range(len(self.arena.segments))],
+            dtype=torch.int32,
+            device=device,
+        )
+        collectives.all_reduce(bits, op=torch.distributed.ReduceOp.MAX, group=self.config.group)
+        return sum(1 << i for i, bit in enumerate(bits.tolist()) if bit)
+
+
+# ---- the weights' bits ---------------------------------------------------------------------------
+
+
+def weight_hashes(arena: Arena, masters: bool = True) -> Tensor:
+    """A hash of the bits of each tensor's weights, equal on every device. No host synchronisation.
+
+    masters: include `arena.weights`: fp32 parameters, and the fp32 masters of bf16 parameters.
+    Returns (tensors,) int64 on the arena's device."""
+    hashes = torch.zeros(len(arena.segments), dtype=torch.int64, device=arena.device)
+    column = _odd_numbers(CHUNK, 0x9E3779B97F4A7C15, arena.device)
+    buffers = [(arena.weights, torch.int32)] if masters else []
+    if arena.bf16_weights is not None:
+        buffers.append((arena.bf16_weights, torch.int16))
+    for buffer, integer in buffers:
+        for start in range(0, arena.numel, HASHED_AT_ONCE):
+            part = buffer[start : start + HASHED_AT_ONCE].view(integer).view(-1, CHUNK).long()
+            first = start // CHUNK
+            row = _odd_numbers(len(part), 0xBF58476D1CE4E5B9, arena.device, first)
+            products = (part * column).sum(1) * row
+            tensors = arena.chunk_to_tensor[first : first + len(part)].long()
+            hashes.index_add_(0, tensors, products ^ products >> 29)
+    return hashes
+
+
+def _odd_numbers(count: int, factor: int, device, first: int = 0) -> Tensor:
+    """(count,) int64, odd and all different: multiples of an odd factor, modulo 2**64."""
+    factor -= 1 << 64 if factor >= 1 << 63 else 0
+    return (torch.arange(first, first + count, device=device) * 2 + 1) * factor
+
+
+class WeightCheck:
+    """Compares the weights' bits over all ranks every `config.check_every` steps.
+
+    On a GPU the result arrives in a later step, so that the host does not wait."""
+
+    def __init__(self, config: Distributed, arena: Arena, masters: bool):
+        self.config = config
+        self.arena = arena
+        self.masters = masters
+        self.result = LateValue()  # 0: all equal; else 1 + rank * tensors + tensor
+
+    def after_step(self, step: int):
+        """RankError when a comparison whose result has arrived found a difference."""
+        if self.config.world == 1 or not self.config.check_every:
+            return
+        if step % self.config.check_every == 0:
+            mine = weight_hashes(self.arena, self.masters)
+            everyone = mine.new_empty(self.config.world, len(mine))
+            collectives.all_gather(everyone.view(-1), mine, group=self.config.group)
+            differs = (everyone != everyone[0]).flatten()
+            number = torch.arange(1, len(differs) + 1, device=differs.device)
+            self.result.put(torch.where(differs, number, 1 << 24).min() % (1 << 24), step)
+        result = self.result.get()
+        if result:
+            rank, tensor = divmod(int(result) - 1, len(self.arena.segments))
+            raise RankError(
+                f"after step {self.result.tag} the weights of rank {rank} are not those of rank 0: "
+                f"{self.arena.segments[tensor].name} is the first tensor that differs. Something "
+                "outside of the step has changed it, or the ranks do not compute alike"
+            )

@@ -1,0 +1,33 @@
+"""Buckets, as DistributedDataParallel's: ranges of the arena that one collective reduces."""
+
+from dataclasses import dataclass
+
+from ..optim.arena import Arena
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Elements [start, stop) of the arena, which are segments [first, last)."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+def buckets_of(arena: Arena, bucket_bytes: float) -> "list[Bucket]":
+    """Neighbouring blocks of an arena, joined until they have `bucket_bytes` of fp32.
+
+    The last bucket may have less. A block is never cut."""
+    buckets = []
+    start, first = 0, 0
+    for block in arena.blocks:
+        if 4 * (block.stop - start) >= bucket_bytes or block.stop == arena.numel:
+            buckets.append(Bucket(start, block.stop, first, block.last))
+            start, first = block.stop, block.last
+    return [b for b in buckets if b.stop > b.start] or buckets[-1:]
+
+
+def whole_arena(arena: Arena) -> Bucket:
+    """One bucket with everything."""
+    return Bucket(0, arena.numel, 0, len(arena.segments))

@@ -1,0 +1,49 @@
+"""torch.distributed's collectives under one name each, and with one kind of error.
+
+    >>> all_gather(everyone, mine, group=group)
+    >>> work = all_reduce(sums, group=group, async_op=True)
+    >>> wait(work)
+
+A collective fails when another rank has ended or does not answer in time. NCCL and the stores raise
+a `torch.distributed.DistError` then; gloo raises a plain RuntimeError. These functions turn gloo's
+error into a `torch.distributed.DistBackendError`: a lost rank is told by the type of the error.
+"""
+
+import functools
+
+import torch.distributed as dist
+
+
+def _raises_dist_error(function):
+    """`function`, whose plain RuntimeErrors become DistBackendErrors."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            # Subclasses say what they are: a DistError, out of memory, a CUDA error.
+            if type(error) is not RuntimeError:
+                raise
+            raise dist.DistBackendError(str(error)) from error
+
+    return call
+
+
+def _wait(work):
+    work.wait()
+
+
+# torch 2.13 has the names all_gather_single and reduce_scatter_single, and warns of the older ones.
+all_gather = _raises_dist_error(
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter = _raises_dist_error(
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+all_reduce = _raises_dist_error(dist.all_reduce)
+all_to_all = _raises_dist_error(dist.all_to_all_single)
+broadcast = _raises_dist_error(dist.broadcast)
+gather_objects = _raises_dist_error(dist.all_gather_object)
+barrier = _raises_dist_error(dist.barrier)
+wait = _raises_dist_error(_wait)

@@ -1,0 +1,113 @@
+"""Which rank and which tensor brought a gradient that is NaN or infinite.
+
+    >>> search = NonFiniteSearch(config, arena)
+    >>> search.probe(bucket)                    # before this rank's gradients are added to others'
+    >>> message = search.message()              # one all-reduce adds the messages of all ranks
+    >>> search.record(message)                  # the sum, on every rank
+    >>> search.last()                         # waits: None, or {"rank": 2, "tensor": "head.weight"}
+
+A probe is a number per row of arena.squares.values (without our kernels: per tensor) that is not finite
+where the rank's gradient is not: a float64 sum of its elements or of their squares.
+"""
+
+import torch
+from torch import Tensor
+
+from ..backends import takes
+from ..ops.clip import launch_squares
+from ..optim.arena import Arena
+from .buckets import Bucket
+from .config import Distributed
+
+
+class NonFiniteSearch:
+    """This rank's part of the search. Without `config.find_nonfinite_rank` probe() does nothing.
+
+    probes: (rows,) float64, and nonfinite: (ranks, rows) int32, where rows are those of
+    arena.squares.values: of a PeerToPeer, whose kernel looks at the other ranks' gradients as well.
+    None: made here, for this rank alone."""
+
+    def __init__(
+        self,
+        config: Distributed,
+        arena: Arena,
+        probes: "Tensor | None" = None,
+        nonfinite: "Tensor | None" = None,
+    ):
+        device = arena.device
+        self.arena = arena
+        self.enabled = config.find_nonfinite_rank
+        self.rank, self.world = config.rank, config.world
+        self.kernels = takes(device)
+        # The tensor that a probe belongs to.
+        if self.kernels:
+            self.tensor_of_row = arena.chunk_to_tensor.long()
+        else:
+            self.tensor_of_row = torch.arange(len(arena.segments), device=device)
+        rows = len(self.tensor_of_row)
+        self.sees_all_ranks = nonfinite is not None
+        if self.sees_all_ranks:
+            self.probes, self.nonfinite = probes, nonfinite
+        else:
+            self.probes = torch.zeros(rows, dtype=torch.float64, device=device)
+            self.nonfinite = torch.zeros(1, rows, dtype=torch.bool, device=device)
+        # Of each rank: 1 + its first tensor that was not finite, 0 for none.
+        self.rank_tensors = torch.zeros(self.world, dtype=torch.int64, device=device)
+
+    def probe(self, bucket: Bucket):
+        """Probe this rank's gradients of a bucket; in mode "arena" their squares may be known."""
+        if not self.enabled:
+            return
+        arena = self.arena
+        tensors = slice(bucket.first, bucket.last)
+        rows = slice(arena.first_chunk[bucket.first], arena.first_chunk[bucket.last])
+        if not self.kernels:
+            sums = [view.sum(dtype=torch.float64) for view in arena.grad_views[tensors]]
+            self.probes[tensors] = torch.stack(sums)
+        elif arena.squares.current(bucket.first, bucket.last):
+            self.probes[rows] = arena.squares.values[rows]
+        else:
+            launch_squares([arena.grads[bucket.start : bucket.stop]], self.probes[rows])
+
+    def collect(self):
+        """Between the micro-batches of ordered mode: remember what the probes have found."""
+        self.nonfinite[self.rank if self.sees_all_ranks else 0] |= ~torch.isfinite(self.probes)
+
+    def message(self) -> Tensor:
+        """(rows * ranks,) float64: 1 + the first tensor of each rank that was not finite, or 0.
+
+        Each rank writes where the others have zeros, so that a sum over all ranks has everything:
+        its own column of the only row, or, where it sees all ranks, its own row."""
+        self.collect()
+        none = len(self.arena.segments)
+        first = torch.where(self.nonfinite != 0, self.tensor_of_row, none).amin(1)
+        rows = len(self.nonfinite)
+        message = torch.zeros(rows, self.world, dtype=torch.float64, device=self.arena.device)
+        mine = message[self.rank] if self.sees_all_ranks else message[:, self.rank]
+        mine.copy_(torch.where(first < none, first + 1, 0))
+        self.nonfinite.zero_()
+        return message.view(-1)
+
+    def record(self, messages: Tensor):
+        """messages: message() of all ranks, added up or one behind the other."""
+        none = len(self.arena.segments) + 1
+        tensors = messages.reshape(-1, self.world)
+        tensors = torch.where(tensors > 0, tensors.long(), none).amin(0) % none
+        self.rank_tensors.copy_(torch.where((tensors > 0).any(), tensors, self.rank_tensors))
+
+    def forget(self):
+        """The step was given up."""
+        self.nonfinite.zero_()
+
+    def rank_of(self, tensor: int) -> "int | None":
+        """The first rank whose first non-finite tensor is this one. Waits for the device."""
+        tensors = self.rank_tensors.tolist()
+        return tensors.index(tensor + 1) if tensor + 1 in tensors else None
+
+    def last(self) -> "dict | None":
+        """{"rank", "tensor"}: the first tensor of the newest non-finite gradient. Waits."""
+        pairs = [(number - 1, r) for r, number in enumerate(self.rank_tensors.tolist()) if number]
+        if not pairs:
+            return None
+        tensor, rank = min(pairs)
+        return {"rank": rank, "tensor": self.arena.segments[tensor].name}

@@ -1,0 +1,289 @@
+"""What a rank does in a data-parallel step, whatever the order of summation: the start, the step's
+totals, the tensors that take part, errors, and what may be asked.
+
+`Reducer` (distributed/reducer.py) sums buckets while backward runs; `OrderedReducer`
+(distributed/ordered.py) adds the micro-batches in global order.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..backends import takes
+from ..errors import ArgumentError, RankError
+from ..ops.accumulate import accumulate_kernel
+from ..ops.clip import clip_kernel
+from ..optim.accumulate import BackwardListener, GradientAccumulator
+from ..optim.arena import Arena
+from ..optim.device_optimizer import DeviceOptimizer
+from . import collectives, heartbeat
+from .agreement import UsedTensors, WeightCheck, broadcast_weights, compare
+from .buckets import buckets_of
+from .config import Distributed
+from .nonfinite import NonFiniteSearch
+from .zero1 import ShardedLayout
+
+
+@dataclass
+class StepTotals:
+    """Totals of a step: of one rank's micro-batches (tensors, numbers, or None: it had none), or,
+    as () tensors, of all ranks."""
+
+    loss: "Tensor | float | None"  # sum of losses
+    tokens: "Tensor | float | None"
+    rows: "Tensor | float"
+    micro_batches: "Tensor | float"
+    counted: "Tensor | float"  # micro-batches whose tokens were counted
+
+    FIELDS = 5
+
+    def message(self, device) -> Tensor:
+        """(5,) float64, to be added up over all ranks."""
+        values = (self.loss, self.tokens, self.rows, self.micro_batches, self.counted)
+        return torch.stack(
+            [
+                value.double().view(())
+                if isinstance(value, Tensor)
+                else torch.full((), float(value or 0), dtype=torch.float64, device=device)
+                for value in values
+            ]
+        )
+
+
+class ReducerBase:
+    """A TrainStep's side of the group. Making one compares the models of all ranks and sends rank
+    0's weights to the others.
+
+    settings: name -> value of what has to be equal on all ranks beside `config`.
+    peer_to_peer: a PeerToPeer of this arena, or None.
+    Raises ArgumentError, on every rank, naming the first tensor or setting that differs."""
+
+    trace = None  # a trace.StepTrace, which is told when buckets start and finish
+
+    def __init__(
+        self,
+        config: Distributed,
+        arena: Arena,
+        accumulator: GradientAccumulator,
+        opt,
+        settings: "dict[str, str]",
+        peer_to_peer=None,
+    ):
+        self.config = config
+        self.arena = arena
+        self.accumulator = accumulator
+        self.opt = opt
+        self.p2p = peer_to_peer
+        self.rank, self.world, self.group = config.rank, config.world, config.group
+        self.cuda = arena.device.type == "cuda"
+        self.nccl = config.backend == "nccl"
+        if self.nccl and not self.cuda:
+            raise ArgumentError(
+                f"the group's backend is nccl, and the model is on {arena.device}; expected a "
+                "model on a GPU, or gloo"
+            )
+        self.kernels = takes(arena.device)
+        self.buckets = buckets_of(arena, config.bucket_mb * 1e6)
+        self.steps = 0  # optimizer steps taken
+        self.broken = False  # a step was left after part of it had been sent
+        self.exchange_began = time.monotonic()  # of this step's first collective
+        self.heartbeat(0)
+        try:
+            compare(config, arena, opt, settings)
+            broadcast_weights(config, arena)
+        except dist.DistError as error:
+            raise self._lost_rank(error, "at the start") from error
+        every_step = config.find_unused
+        if every_step is None:
+            every_step = not self.cuda
+        self.used = UsedTensors(config, arena, accumulator, every_step or self.world == 1)
+        self.sharded = config.sharded and self.world > 1
+        if self.sharded:
+            self._shard_optimizer()
+        if self.cuda:
+            self._prepare_for_capture()
+        probes = nonfinite = None
+        if self.p2p is not None:
+            probes, nonfinite = self.p2p.probes, self.p2p.nonfinite
+        self.nonfinite = NonFiniteSearch(config, arena, probes, nonfinite)
+        masters = not self.sharded or any(p.dtype == torch.float32 for p in arena.params)
+        self.weight_check = WeightCheck(config, arena, masters)
+        self.count_dtype = torch.int64
+        if isinstance(opt, DeviceOptimizer) and opt.arena is arena:
+            opt.explain_skip = self._explain_skip
+
+    def _shard_optimizer(self):
+        """From here on the optimizer keeps this rank's share of its state."""
+        opt, arena = self.opt, self.arena
+        tensors = {id(p) for group in opt.param_groups for p in group["params"]}
+        if (
+            not (isinstance(opt, DeviceOptimizer) and opt.arena is arena)
+            or tensors != arena.master_ids
+        ):
+            raise ArgumentError(
+                "sharded=True needs a ga.AdamW over the whole arena: ga.AdamW(arena, ...); the "
+                f"optimizer is {type(opt).__name__} over {len(tensors)} of the arena's "
+                f"{len(arena.masters)} tensors, or over parameters"
+            )
+        layout = ShardedLayout(arena, self.buckets, self.rank, self.world, self.group, self.p2p)
+        opt.shard(layout)
+
+    def _prepare_for_capture(self):
+        """What a capture cannot do: compile and load kernels, and connect the ranks by NCCL."""
+        if self.kernels:
+            index = self.arena.device.index
+            clip_kernel("squares_v2", 2.0).load(index)
+            accumulate_kernel("accumulate_v2", torch.float32).load(index)
+        if self.nccl and self.world > 1:
+            one = torch.zeros(1, device=self.arena.device)
+            each = torch.zeros(self.world, device=self.arena.device)
+            collectives.all_to_all(torch.empty_like(each), each, group=self.group)
+            collectives.all_gather(each, one, group=self.group)
+            collectives.reduce_scatter(one, each, group=self.group)
+            collectives.all_reduce(one, group=self.group)
+            torch.cuda.synchronize(self.arena.device)
+
+    # ---- what TrainStep calls ----
+
+    def check_usable(self):
+        """RankError when this rank left an earlier step after it had sent part of it."""
+        if self.broken:
+            raise RankError(
+                f"rank {self.rank} left an earlier step with an error after it had sent part of "
+                "its gradient, and the other ranks wait for the rest. Expected a new start of all "
+                "ranks, from a checkpoint"
+            )
+
+    def listener(self) -> "BackwardListener | None":
+        """For the last micro-batch's backward: sends buckets as soon as they are complete. None: they are sent after it."""
+        return None
+
+    @torch.no_grad()
+    def reduce(self, loss, tokens, rows, micro_batches: float):
+        """Sum the gradients in arena.grads and the step's totals over all ranks.
+
+        loss, tokens: sums over this rank's micro-batches; None: it had none. tokens is None too
+            where loss_fn returns means.
+        rows: of this rank's batch, a number or a tensor.
+        Returns (loss, tokens, rows, micro-batches), () tensors over all ranks; tokens is None where
+            loss_fn returns means."""
+        if not self._capturing():
+            self.heartbeat()
+        means = loss is not None and tokens is None
+        self.accumulator.finish()
+        totals = self._reduce(loss, tokens, rows, micro_batches)
+        self.used.expose()
+        if means:
+            tokens = None
+        else:
+            tokens = torch.where(
+                totals.counted > 0,
+                totals.tokens.to(self.count_dtype),
+                totals.micro_batches.to(self.count_dtype),
+            )
+        return totals.loss, tokens, totals.rows, totals.micro_batches
+
+    def _reduce(self, loss, tokens, rows, micro_batches) -> StepTotals:
+        """The order of summation decides."""
+        raise NotImplementedError
+
+    def _message(self, loss, tokens, rows, micro_batches) -> Tensor:
+        """StepTotals.message() of what this rank has."""
+        if tokens is not None:
+            self.count_dtype = tokens.dtype
+        counted = 0 if tokens is None else micro_batches
+        totals = StepTotals(loss, tokens, rows, micro_batches, counted)
+        return totals.message(self.arena.device)
+
+    def after_step(self):
+        """The update is over; weights are compared every `check_every` steps: RankError."""
+        self.steps += 1
+        with torch.no_grad():
+            self.weight_check.after_step(self.steps)
+
+    def abort_step(self, error: BaseException):
+        """An error ended the step on this rank. What it has sent is forgotten; when others wait
+        for the rest, no further step is possible.
+
+        Raises RankError where the error is a collective's, because another rank is lost."""
+        self.broken = self.broken or self._sent_something()
+        self._forget_step()
+        self.nonfinite.forget()
+        if isinstance(error, dist.DistError):
+            raise self._lost_rank(error, f"in step {self.steps + 1}") from error
+
+    def _sent_something(self) -> bool:
+        """Whether the other ranks wait for the rest of this step."""
+        raise NotImplementedError
+
+    def _forget_step(self):
+        raise NotImplementedError
+
+    def _lost_rank(self, error: dist.DistError, when: str) -> RankError:
+        """In place of a collective's error, with the ranks that had not reached the collective when
+        it timed out. (A connection that was closed names nobody: who is behind may be slower.)"""
+        heartbeats = heartbeat.group_heartbeats if self.group is None else None
+        behind = None
+        if heartbeats is not None:
+            if time.monotonic() - self.exchange_began >= heartbeats.timeout:
+                behind = heartbeats.ranks_behind()
+        whom = "another one"
+        if behind:
+            whom = f"{heartbeat.ranks_in_words(behind)} of {self.world}"
+        return RankError(
+            f"rank {self.rank} of {self.world} cannot reach {whom} {when}: it has stopped (what it "
+            f"said is in its own output), hangs, or the network is down. "
+            f"{str(error).splitlines()[0]}"
+        )
+
+    def close(self, alone: bool):
+        """The step is closed. The process group stays.
+
+        alone: by an error, so that the other ranks may not do the same."""
+        if isinstance(self.opt, DeviceOptimizer):
+            self.opt.explain_skip = None
+        if self.sharded:
+            self.opt.unshard(discard=alone or self.broken)
+
+    # ---- what may be asked ----
+
+    def _capturing(self) -> bool:
+        return self.cuda and torch.cuda.is_current_stream_capturing()
+
+    def _explain_skip(self, tensor: int) -> dict:
+        """What is said of a skipped step whose first non-finite tensor has this number."""
+        rank = self.nonfinite.rank_of(tensor)
+        return {} if rank is None else {"rank": rank}
+
+    def last_nonfinite(self) -> "dict | None":
+        """{"rank", "tensor"}: the rank that brought the newest non-finite gradient, and its first
+        tensor; None. Waits for the device."""
+        return self.nonfinite.last()
+
+    def heartbeat(self, steps: int = 1):
+        """This rank is about to enter a collective. steps: 1 when a step's backward is over; 0 at
+        the start and between the micro-batches of ordered mode."""
+        heartbeat.heartbeat(steps, self.group is None)
+
+    def asked_to_stop(self) -> bool:
+        """Whether ga.launch has asked all ranks to stop after the last step or an earlier one."""
+        launched = heartbeat.launched_rank
+        return launched is not None and 0 < launched.last_step() <= self.steps
+
+    def gather(self, t: Tensor) -> "list[Tensor]":
+        """A CPU tensor of each rank, all of one shape, in the order of the ranks. Waits."""
+        if self.world == 1:
+            return [t]
+        mine = t.to(self.arena.device if self.nccl else "cpu")
+        everyone = mine.new_empty(self.world * mine.numel())
+        collectives.all_gather(everyone, mine.view(-1), group=self.group)
+        return [part.view_as(t) for part in everyone.cpu().chunk(self.world)]
+
+    def barrier(self):
+        """Wait until every rank is here."""
+        if self.world > 1:
+            device_ids = [self.arena.device.index] if self.nccl else None
+            collectives.barrier(self.group, device_ids=device_ids)

@@ -1,0 +1,192 @@
+"""The exercises of notebook 01: accumulate bf16 gradients, vectorise it, average over tokens."""
+
+import torch
+
+from .exercises import LONG_INDEX, Case, Exercise, code, kernel_exercise, normal
+
+
+def _accumulate_case(n, generator):
+    acc, grad = normal(n, generator) * 100, normal(n, generator, torch.bfloat16)
+    return Case(acc, (grad,), (), acc.double() + grad.double())
+
+
+def _token_mean_cases(generator):
+    for size, counts, dtype in (
+        (1, [7], torch.float32),
+        (255, [64, 64], torch.float32),
+        (256, [5, 1, 40], torch.float32),
+        (257, [90, 0, 6], torch.float32),
+        (1000, [3] * 64, torch.bfloat16),
+        (4096, [512, 8, 200, 1], torch.bfloat16),
+    ):
+        sums = [
+            torch.randn(max(count, 1), size, generator=generator).add(0.5)[:count].sum(0)
+            for count in counts
+        ]
+        # the mean of no token at all is 0 / 0, NaN
+        means = [(total / count).to(dtype) for total, count in zip(sums, counts)]
+        total = sum(mean.double() * count for mean, count in zip(means, counts) if count)
+        expected = total / sum(counts)
+        words = ", ".join(map(str, counts)) if len(counts) < 6 else f"{len(counts)} x {counts[0]}"
+        yield f"{words} tokens", ([mean.clone() for mean in means], list(counts)), expected
+
+
+_FOUR = "long long first = 4 * ((long long)blockIdx.x * blockDim.x + threadIdx.x);\n"
+
+
+EXERCISES = {
+    e.name: e
+    for e in [
+        kernel_exercise(
+            "accumulate",
+            task=(
+                "acc[i] += grad[i]: gradients in bf16, the sum in fp32, one thread per element."
+                " as_float(grad[i]) reads a bf16."
+            ),
+            params=("float* acc", "const bf16* grad", "long long n"),
+            stub="// your two lines",
+            hint=(
+                "A 64-bit index: (long long)blockIdx.x * blockDim.x + threadIdx.x. The sum "
+                "stays a float: nothing is rounded to bf16."
+            ),
+            solution=LONG_INDEX + "if (i < n) acc[i] += as_float(grad[i]);",
+            wrong={
+                "no guard": LONG_INDEX + "acc[i] += as_float(grad[i]);",
+                "one too many": LONG_INDEX + "if (i <= n) acc[i] += as_float(grad[i]);",
+                "overwrites": LONG_INDEX + "if (i < n) acc[i] = as_float(grad[i]);",
+                "sum kept in bf16": LONG_INDEX
+                + "if (i < n) acc[i] = as_float(as_bf16(acc[i] + as_float(grad[i])));",
+                "bits taken as a number": LONG_INDEX + "if (i < n) acc[i] += grad[i].bits;",
+                "subtracts": LONG_INDEX + "if (i < n) acc[i] -= as_float(grad[i]);",
+            },
+            data=_accumulate_case,
+        ),
+        kernel_exercise(
+            "accumulate4",
+            task=(
+                "acc[i] += grad[i], each thread adds four neighbours: thread t takes elements "
+                "4t .. 4t+3. n need not be a multiple of four."
+            ),
+            params=("float* acc", "const bf16* grad", "long long n"),
+            stub=_FOUR + "// your lines",
+            hint=(
+                "A loop over k = 0 .. 3 with the guard inside it is right for every n. Faster: "
+                "one float4 where all four exist, the loop for the tail."
+            ),
+            solution=_FOUR
+            + (
+                "if (first + 4 <= n) {\n"
+                "    float4* out = reinterpret_cast<float4*>(acc + first);\n"
+                "    float4 a = *out;\n"
+                "    uint2 g = *reinterpret_cast<const uint2*>(grad + first);      // four bf16"
+                " in eight bytes\n"
+                "    float4 b = make_float4(low_as_float(g.x), high_as_float(g.x), "
+                "low_as_float(g.y), high_as_float(g.y));\n"
+                "    *out = make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);\n"
+                "} else {\n"
+                "    for (long long i = first; i < n; i++) acc[i] += as_float(grad[i]);\n"
+                "}"
+            ),
+            wrong={
+                "ignores the tail": _FOUR
+                + (
+                    "if (first + 4 <= n) for (int k = 0; k < 4; k++) acc[first + k] += "
+                    "as_float(grad[first + k]);"
+                ),
+                "guards the first only": _FOUR
+                + (
+                    "if (first < n) for (int k = 0; k < 4; k++) acc[first + k] += "
+                    "as_float(grad[first + k]);"
+                ),
+                "wrong stride": (
+                    "long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;\n"
+                    "for (int k = 0; k < 4; k++) if (first + k < n) acc[first + k] += "
+                    "as_float(grad[first + k]);"
+                ),
+                "three of four": _FOUR
+                + (
+                    "for (int k = 0; k < 3; k++) if (first + k < n) acc[first + k] += "
+                    "as_float(grad[first + k]);"
+                ),
+                "one too many": _FOUR
+                + (
+                    "for (int k = 0; k < 4; k++) if (first + k <= n) acc[first + k] += "
+                    "as_float(grad[first + k]);"
+                ),
+                "halves swapped": _FOUR
+                + (
+                    "for (int k = 0; k < 4; k++) if (first + k < n) acc[first + k] += "
+                    "as_float(grad[(first + k) ^ 1]);"
+                ),
+            },
+            data=_accumulate_case,
+            per_thread=4,
+        ),
+        Exercise(
+            "token_mean",
+            task=(
+                "means: a list of tensors, each the mean gradient over the tokens of one "
+                "micro-batch; counts: how many tokens each has. Return the mean over all "
+                "tokens, in fp32. A micro-batch without tokens has a mean of NaN, and must not "
+                "matter. Expected: three to five lines."
+            ),
+            stub=code(
+                """
+                def token_mean(means, counts):
+                    return sum(means) / len(means)          # right only when all counts are equal
+                """
+            ),
+            hint=(
+                "A mean times its count is a sum again. Add the sums in fp32, and divide once, "
+                "by all tokens. NaN times 0 is NaN: leave empty ones out."
+            ),
+            solution=code(
+                """
+                def token_mean(means, counts):
+                    total = torch.zeros_like(means[0], dtype=torch.float32)
+                    for mean, count in zip(means, counts):
+                        if count:
+                            total += mean.float() * count
+                    return total / sum(counts)
+                """
+            ),
+            wrong={
+                "mean of means": code(
+                    """
+                    def token_mean(means, counts):
+                        return sum(m.float() for m in means) / len(means)
+                    """
+                ),
+                "empty micro-batch counts": code(
+                    """
+                    def token_mean(means, counts):
+                        return sum(m.float() * c for m, c in zip(means, counts)) / sum(counts)
+                    """
+                ),
+                "not divided": code(
+                    """
+                    def token_mean(means, counts):
+                        return sum(m.float() * c for m, c in zip(means, counts) if c)
+                    """
+                ),
+                "divided by micro-batches": code(
+                    """
+                    def token_mean(means, counts):
+                        return sum(m.float() * c for m, c in zip(means, counts) if c) / len(counts)
+                    """
+                ),
+                "summed in bf16": code(
+                    """
+                    def token_mean(means, counts):
+                        total = torch.zeros_like(means[0])
+                        for m, c in zip(means, counts):
+                            if c:
+                                total += m * c
+                        return total / sum(counts)
+                    """
+                ),
+            },
+            cases=_token_mean_cases,
+        ),
+    ]
+}

@@ -1,0 +1,420 @@
+"""What all pictures are drawn with: SVG shapes and text, colours, axes, tables, number formats.
+
+    ink = Ink(themed=False)
+    ink.text(0, 14, "a bar")
+    ink.rect(0, 20, 120, 16, BLUE)
+    Figure(ink, 40, "a bar")             # displays as SVG; its words where pictures are not shown
+
+A picture is WIDTH wide. Coordinates are in pixels, y grows downwards.
+"""
+
+import math
+from html import escape
+
+# Colours that stay apart for colour-blind eyes (after Okabe and Ito) and are readable on white and
+# on black.
+RUN_COLOURS = (
+    "#2f86d1",
+    "#e08214",
+    "#1b9e77",
+    "#c5629f",
+    "#d95f3b",
+    "#8a7fd0",
+    "#a08a2c",
+    "#5aa9c9",
+)
+BLUE, ORANGE, GREEN, PINK = RUN_COLOURS[:4]
+GREY = "#8d949e"
+RED = "#e5484d"
+WHITE = "#ffffff"
+WIDTH = 800
+
+
+# ---- numbers in words
+
+
+def number(value, unit="") -> str:
+    """Three significant digits and a unit: 12.3K tok/s, 1.24M, 987."""
+    suffix = ""
+    for scale, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
+        if abs(value) >= scale * 0.9995:
+            value, suffix = value / scale, letter
+            break
+    if abs(value) >= 99.95 or (not suffix and value == int(value)):
+        decimals = 0
+    else:
+        decimals = 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{decimals}f}{suffix}{' ' + unit if unit else ''}"
+
+
+def axis_number(value) -> str:
+    """The same for an axis, without the zeros behind the point."""
+    return number(value).replace(".00", "").replace(".0", "")
+
+
+def microseconds(us: float) -> str:
+    """A duration given in microseconds, in words: 41 µs, above a millisecond 3.2 ms."""
+    return f"{us:.0f} µs" if us < 950 else milliseconds(us / 1e3)
+
+
+def milliseconds(ms) -> str:
+    """A duration given in milliseconds, in words: 0.41 ms, 12.4 ms, 141 ms, 1.2 s."""
+    if ms >= 999.5:
+        return f"{ms / 1e3:.1f} s"
+    if ms >= 99.5:
+        return f"{ms:.0f} ms"
+    return f"{ms:.1f} ms" if ms >= 0.95 else f"{ms:.2f} ms"
+
+
+def gigabytes(count) -> str:
+    """A number of bytes in words: 1.5 GB, 12 MB."""
+    return f"{count / 2**30:.1f} GB" if count >= 2**30 else f"{count / 2**20:.0f} MB"
+
+
+def norm_words(before, after) -> str:
+    """A gradient's norm before and after clipping: 3.2 → 1.0, or one number if they are equal."""
+    before = _norm_digits(before)
+    after = before if after is None else _norm_digits(after)
+    return before if after == before else f"{before} → {after}"
+
+
+def _norm_digits(norm):
+    if math.isnan(norm):
+        return "NaN"
+    if math.isinf(norm):
+        return "∞"
+    return f"{norm:.2g}" if norm < 100 else number(norm).replace(".0", "")
+
+
+def power_of_ten(exponent) -> str:
+    """10 to a whole exponent, with superscript digits: 1, 10, 10², 10⁻³."""
+    superscript = str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return {0: "1", 1: "10"}.get(exponent) or "10" + superscript
+
+
+def plural(count, noun) -> str:
+    """A count and its noun: "1 block", "1,024 blocks", "2 accesses"."""
+    ending = "" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{count:,} {noun}{ending}"
+
+
+# ---- shapes and text
+
+
+class Ink:
+    """The shapes of one picture, in order; `svg` joins them.
+
+    themed: True takes text and line colours from the notebook's theme (inline in a page); False
+    takes mid-tones that are readable on white and on black (a picture of its own)."""
+
+    def __init__(self, themed=False):
+        self.themed = themed
+        self.out = []
+        if themed:
+            self.strong = "var(--jp-ui-font-color1, currentColor)"
+            self.soft = "var(--jp-ui-font-color2, currentColor)"
+            self.hair = "var(--jp-border-color2, rgba(128,128,128,.3))"
+            self.font = "var(--jp-ui-font-family, system-ui, sans-serif)"
+        else:
+            self.strong = "#7d838c"
+            self.soft = "#868c95"
+            self.hair = "rgb(140,146,155)"
+            self.font = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
+
+    def paint(self, **colours):
+        """Colours as attributes. A theme's variables work in a style only."""
+        if self.themed:
+            return 'style="' + ";".join(f"{k}:{v}" for k, v in colours.items()) + '"'
+        return " ".join(f'{k}="{v}"' for k, v in colours.items())
+
+    def shape(self, tag, title=None, **attributes):
+        """Add one SVG element.
+
+        attributes: an underscore stands for a hyphen; those that are None are left out.
+        title: what the mouse shows over it."""
+        text = "".join(
+            f' {name.replace("_", "-")}="{_attribute(value)}"'
+            for name, value in attributes.items()
+            if value is not None
+        )
+        content = f"><title>{escape(title)}</title></{tag}>" if title else "/>"
+        self.out.append(f"<{tag}{text}{content}")
+
+    def rect(
+        self,
+        x,
+        y,
+        width,
+        height,
+        fill,
+        opacity=None,
+        rx=None,
+        stroke=None,
+        stroke_width=None,
+        dash=None,
+        title=None,
+    ):
+        """A rectangle. rx: radius of its corners. dash: "4 4" breaks its outline."""
+        self.shape(
+            "rect",
+            title,
+            x=x,
+            y=y,
+            width=width,
+            height=height,
+            rx=rx,
+            fill=fill,
+            opacity=opacity,
+            stroke=stroke,
+            stroke_width=stroke_width,
+            stroke_dasharray=dash,
+        )
+
+    def path(
+        self,
+        d,
+        fill="none",
+        stroke=None,
+        stroke_width=None,
+        opacity=None,
+        dash=None,
+        stroke_linecap=None,
+    ):
+        """A path in SVG's own language."""
+        self.shape(
+            "path",
+            d=d,
+            fill=fill,
+            stroke=stroke,
+            stroke_width=stroke_width,
+            opacity=opacity,
+            stroke_dasharray=dash,
+            stroke_linecap=stroke_linecap,
+        )
+
+    def polyline(
+        self, points, stroke, width, opacity=None, dash=None, stroke_linecap=None, dash_offset=None
+    ):
+        """A line through points: (x, y) pairs."""
+        self.shape(
+            "polyline",
+            points=" ".join(f"{x:.1f},{y:.1f}" for x, y in points),
+            fill="none",
+            stroke=stroke,
+            stroke_width=width,
+            stroke_linejoin="round",
+            stroke_linecap=stroke_linecap,
+            opacity=opacity,
+            stroke_dasharray=dash,
+            stroke_dashoffset=dash_offset,
+        )
+
+    def curve(self, x1, y1, x2, y2, stroke):
+        """A curve that leaves one place vertically and reaches the other one vertically."""
+        middle = (y1 + y2) / 2
+        self.path(
+            f"M{x1:.1f} {y1:.1f}C{x1:.1f} {middle:.1f} {x2:.1f} {middle:.1f} {x2:.1f} {y2:.1f}",
+            stroke=stroke,
+            stroke_width=1.8,
+            opacity=0.8,
+        )
+
+    def segment(self, x1, y1, x2, y2, stroke, width, dash=None):
+        """A straight line in a colour."""
+        self.shape(
+            "line",
+            x1=x1,
+            y1=y1,
+            x2=x2,
+            y2=y2,
+            stroke=stroke,
+            stroke_width=width,
+            stroke_dasharray=dash,
+        )
+
+    def box(self, x, y, width, height, colour, words="", opacity=None, size=12, text_colour=WHITE):
+        """A rounded rectangle with words in its middle, smaller where they would not fit."""
+        self.rect(x, y, width, height, colour, opacity, rx=4)
+        if words != "":
+            size *= min(1.0, (width - 4) / max(text_width(words, size), 1))
+            self.text(
+                x + width / 2, y + height / 2 + 4, words, f"{size:.1f}", text_colour, "middle", 600
+            )
+
+    def text(self, x, y, words, size=12, colour=None, anchor="start", weight=400):
+        """Words at (x, y). anchor: "start", "middle" or "end": which end of them stands at x."""
+        self.out.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" '
+            f'font-weight="{weight}" {self.paint(fill=colour or self.strong)}>'
+            f"{escape(str(words))}</text>"
+        )
+
+    def line(self, x1, y1, x2, y2, width=1.0, dash="", opacity=1.0):
+        """A thin line in the theme's colour: an axis, a grid."""
+        dashes = f'stroke-dasharray="{dash}"' if dash else ""
+        opacity = opacity if self.themed else 0.6 * opacity
+        self.out.append(
+            f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" '
+            f'stroke-width="{width}" opacity="{opacity:.2f}" {self.paint(stroke=self.hair)} '
+            f"{dashes}/>"
+        )
+
+    def dot(self, x, y, radius, fill, stroke=None, stroke_width=None, opacity=None):
+        """A circle."""
+        self.shape(
+            "circle",
+            cx=x,
+            cy=y,
+            r=radius,
+            fill=fill,
+            stroke=stroke,
+            stroke_width=stroke_width,
+            opacity=opacity,
+        )
+
+    def title(self, y, words):
+        """A heading at the left edge, in bold, and smaller where it would not fit."""
+        size = 13 * min(1.0, WIDTH / (1.12 * text_width(words, 13)))
+        self.text(0, y, words, f"{size:.1f}".removesuffix(".0"), weight=600)
+
+    def legend(self, y, entries):
+        """A row of small squares with their meaning. entries: (colour, opacity, words)."""
+        x = 0.0
+        for colour, opacity, words in entries:
+            self.rect(x, y - 9, 10, 10, colour, opacity, rx=2.5)
+            self.text(x + 15, y, words, 11.5, self.soft)
+            x += text_width(words, 11.5) * 0.92 + 34
+
+    def time_axis(self, longest, left, right, y):
+        """An axis in ms from 0 to `longest` microseconds; its line is at y - 10."""
+        self.line(left, y - 10, right, y - 10)
+        for tick in nice_ticks(0.0, longest / 1e3, 5):
+            if tick * 1e3 > longest:
+                continue
+            x = left + tick * 1e3 / longest * (right - left)
+            self.line(x, y - 10, x, y - 5)
+            if not tick:
+                anchor = "start"
+            else:
+                anchor = "end" if x > right - 20 else "middle"
+            self.text(x, y + 8, f"{tick:g} ms" if tick else "0", 11, self.soft, anchor)
+
+    def svg(self, height, label):
+        """The whole picture. label: what a screen reader says."""
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
+            f'width="{WIDTH}" height="{height:.0f}" role="img" '
+            f'aria-label="{escape(label, quote=True)}" '
+            'style="max-width:100%;height:auto;font-variant-numeric:tabular-nums" '
+            f'font-family="{escape(self.font)}">' + "".join(self.out) + "</svg>"
+        )
+
+
+def _attribute(value):
+    """An attribute's value: floats with two decimals at most."""
+    if isinstance(value, float):
+        return f"{value:.2f}".rstrip("0").rstrip(".")
+    return escape(str(value), quote=True)
+
+
+# ---- where things stand
+
+
+def text_width(words, size=12):
+    """About how wide these words are, in pixels."""
+    return sum(0.3 if c in "il.,:'| " else 0.92 if c in "mwMW" else 0.63 for c in str(words)) * size
+
+
+def shorten(words, most):
+    """The words, cut to `most` letters."""
+    return words if len(words) <= most else words[: most - 1] + "…"
+
+
+def nice_ticks(low, high, count=4):
+    """Round values that cover [low, high]: 1, 2, 2.5 or 5 times a power of ten apart."""
+    if not high > low:
+        high = low + (abs(low) or 1.0)
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def spread(wanted, gap, low, high):
+    """Label positions near the wanted ones, at least `gap` apart, inside [low, high]."""
+    order = sorted(range(len(wanted)), key=lambda i: wanted[i])
+    placed = [0.0] * len(wanted)
+    y = low - gap
+    for i in order:
+        y = placed[i] = max(wanted[i], y + gap)
+    excess = max(0.0, y - high)
+    ceiling = high + gap
+    for i in reversed(order):
+        shift = excess if placed[i] > high else 0
+        placed[i] = ceiling = min(placed[i] - shift, ceiling - gap)
+    return placed
+
+
+# ---- what a notebook displays
+
+
+class Figure:
+    """An SVG and its one line of text."""
+
+    def __init__(self, ink, height, words):
+        self.drawn = ink.svg(height, words)
+        self.words = words
+
+    def __repr__(self):
+        return self.words
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        return {"image/svg+xml": self.drawn, "text/plain": self.words}
+
+
+class Table:
+    """Rows of text and a caption. The first column is aligned to the left, the others right."""
+
+    def __init__(self, columns, rows, caption=""):
+        self.columns = list(columns)
+        self.rows = [list(map(str, row)) for row in rows]
+        self.caption = caption
+
+    def __str__(self):
+        lines = [self.columns, *self.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
+        text = [self.caption] if self.caption else []
+        for first, *others in lines:
+            padded = [cell.rjust(width) for cell, width in zip(others, widths[1:])]
+            text.append("  ".join([first.ljust(widths[0]), *padded]).rstrip())
+        return "\n".join(text)
+
+    __repr__ = __str__
+
+    def _repr_html_(self):
+        style = (
+            "padding:5px 16px 5px 4px;background:transparent;font-variant-numeric:tabular-nums;"
+            "border-bottom:1px solid var(--jp-border-color2,rgba(128,128,128,.35))"
+        )
+        soft = "color:var(--jp-ui-font-color2,inherit)"
+
+        def row(cells, tag, extra=""):
+            html = "".join(
+                f'<{tag} style="{style};text-align:{"right" if i else "left"};{extra}">'
+                f"{escape(cell)}</{tag}>"
+                for i, cell in enumerate(cells)
+            )
+            return f'<tr style="background:transparent">{html}</tr>'
+
+        caption = ""
+        if self.caption:
+            caption = (
+                f'<div style="{soft};font-size:12px;padding:2px 4px">{escape(self.caption)}</div>'
+            )
+        head = row(self.columns, "th", soft + ";font-weight:500")
+        body = "".join(row(cells, "td") for cells in self.rows)
+        return (
+            f'{caption}<table style="border-collapse:collapse;font-size:13px;margin:2px 0">'
+            f"<thead>{head}</thead><tbody>{body}</tbody></table>"
+        )

@@ -1,0 +1,194 @@
+"""Pictures of kernels: source text, threads and elements, the bits of a float, a warp's sum.
+
+>>> figures.source("accumulate", "accumulate_v1")   # as it stands in kernels_cu/, coloured
+>>> figures.threads(n=21, block=8)                  # which thread takes which element
+"""
+
+import re
+import struct
+from html import escape
+
+from ...compiler.kernel import Kernel, kernel_root
+from .drawing import BLUE, GREY, ORANGE, PINK, RUN_COLOURS, WHITE, WIDTH, Figure, Ink
+
+KEYWORDS = (
+    "extern const if else for return struct void float float2 float4 double int int4 uint2 long "
+    "longlong2 unsigned bool bf16 template class __shared__ __global__ __device__ __forceinline__ "
+    "__launch_bounds__"
+)
+
+
+class Source:
+    """A piece of CUDA C, coloured like the editor's theme."""
+
+    _WORDS = re.compile(
+        r"(?P<comment>//[^\n]*)|"
+        rf"(?P<keyword>\b(?:{'|'.join(KEYWORDS.split())})\b)|"
+        r"(?P<meta>^\s*#[^\n]*)|"
+        r"(?P<string>\"[^\"\n]*\")|"
+        r"(?P<number>\b\d\w*\b)|"
+        r"(?P<builtin>\b(?:blockIdx|blockDim|threadIdx|gridDim)\b)",
+        re.M,
+    )
+    _COLOURS = {
+        "comment": "var(--jp-mirror-editor-comment-color,#6a8759)",
+        "keyword": "var(--jp-mirror-editor-keyword-color,#2f86d1)",
+        "meta": "var(--jp-mirror-editor-meta-color,#a06a2c)",
+        "string": "var(--jp-mirror-editor-string-color,#b05a3c)",
+        "number": "var(--jp-mirror-editor-number-color,#1b9e77)",
+        "builtin": "var(--jp-mirror-editor-builtin-color,#c5629f)",
+    }
+
+    def __init__(self, text, title):
+        self.text = text.strip("\n")
+        self.title = title
+
+    def __repr__(self):
+        return f"// {self.title}\n{self.text}"
+
+    def _repr_html_(self):
+        html = ""
+        end = 0
+        for match in self._WORDS.finditer(self.text):
+            colour = self._COLOURS[match.lastgroup]
+            html += escape(self.text[end : match.start()])
+            html += f'<span style="color:{colour}">{escape(match[0])}</span>'
+            end = match.end()
+        html += escape(self.text[end:])
+        return (
+            '<div style="font-size:12px;color:var(--jp-ui-font-color2,inherit);padding:2px 0 4px">'
+            f"{escape(self.title)}</div>"
+            '<pre style="font-size:12px;line-height:1.45;margin:0;padding:8px 12px;'
+            f"border-left:3px solid {BLUE};white-space:pre;overflow:auto;max-height:560px"
+            f'">{html}</pre>'
+        )
+
+
+def source(file: str, name: str, **defines) -> Source:
+    """Kernel `name` of kernels_cu/<file>.cu: its text, and its cost on this GPU, else on sm_90.
+
+    Raises CompileError for a file or a kernel that does not exist."""
+    lines = (kernel_root() / f"{file}.cu").read_text().split("\n")
+    cost = Kernel(file, name, **defines).resources()
+    first = next(
+        i
+        for i, line in enumerate(lines)
+        if "__global__" in line and re.search(rf"\b{name}\s*\(", line)
+    )
+    last = next(i for i in range(first, len(lines)) if lines[i] == "}")
+    title = (
+        f"kernels_cu/{file}.cu, lines {first + 1} to {last + 1}  ·  "
+        f"{cost.registers} registers on {cost.arch}  ·  "
+        f"{cost.spill_store_bytes + cost.spill_load_bytes} bytes spilled"
+    )
+    return Source("\n".join(lines[first : last + 1]), title)
+
+
+def threads(n: int, block: int, per_thread: int = 1) -> Figure:
+    """Thread blocks above, n elements below; threads without an element are hollow.
+
+    For 40 threads at most."""
+    ink = Ink()
+    blocks = -(-n // (block * per_thread))
+    slots = blocks * block * per_thread
+    step = min(30.0, (WIDTH - 90 - 14 * blocks) / slots)
+
+    def x_of(slot):
+        return 84 + slot * step + (slot // (block * per_thread)) * 14
+
+    ink.text(0, 47, "threads", 12.5, weight=600)
+    ink.text(0, 107, "elements", 12.5, weight=600)
+    for b in range(blocks):
+        colour = RUN_COLOURS[b % 4]
+        start = x_of(b * block * per_thread)
+        width = block * per_thread * step
+        ink.text(start + width / 2, 17, f"block {b}", 12, colour, "middle", 600)
+        ink.rect(start - 4, 25, width + 6, 36, colour, 0.13, rx=7)
+        for t in range(block):
+            slot = (b * block + t) * per_thread
+            busy = slot < n
+            x = x_of(slot)
+            width = per_thread * step - 3
+            fill = colour if busy else "none"
+            dash = None if busy else "3 3"
+            ink.rect(x, 31, width, 24, fill, rx=5, stroke=colour, stroke_width=1.4, dash=dash)
+            ink.text(x + width / 2, 47, t, 11, WHITE if busy else ink.soft, "middle")
+            for i in range(slot, min(slot + per_thread, n)):
+                middle = x_of(i) + (step - 3) / 2
+                ink.line(x + width / 2, 57, middle, 89, opacity=0.8)
+                ink.rect(x_of(i), 91, step - 3, 24, colour, 0.3, rx=3)
+                ink.text(middle, 107, i, 11, anchor="middle")
+    words = f"{n} elements, {blocks} blocks of {block} threads"
+    if per_thread > 1:
+        words += f", {per_thread} elements per thread"
+    spare = blocks * block - -(-n // per_thread)
+    if spare:
+        pronoun = "it" if spare == 1 else "them"
+        words += f"; {spare} to spare (dashed): the guard keeps {pronoun} idle"
+    ink.text(84, 138, words, 12, ink.soft)
+    return Figure(ink, 146, words)
+
+
+def bits(value: float) -> Figure:
+    """The 32 bits of a float, and the 16 of them that bf16 keeps."""
+    word = float_bits(value)
+    ink = Ink()
+    step = 24.0
+    parts = [("sign", 0, 1, PINK), ("exponent", 1, 9, ORANGE), ("fraction", 9, 32, BLUE)]
+    for name, first, last, colour in parts:
+        anchor = "middle" if first else "start"
+        ink.text((first + last) / 2 * step, 16, name, 12, colour, anchor, 600)
+        for i in range(first, last):
+            in_bf16 = i < 16
+            ink.rect(i * step + 1, 24, step - 3, 28, colour, 1 if in_bf16 else 0.3, rx=4)
+            bit = word >> (31 - i) & 1
+            text_colour = WHITE if in_bf16 else ink.strong
+            ink.text(i * step + step / 2 - 0.5, 43, bit, 13, text_colour, "middle", 600)
+    ink.segment(16 * step - 0.5, 18, 16 * step - 0.5, 76, GREY, 1.6, dash="4 3")
+    ink.text(16 * step - 10, 72, "bf16 keeps these 16 bits", 12, ink.strong, "end")
+    lost = ": here the last one of the sum is lost" if word & 0xFFFF else ""
+    ink.text(16 * step + 10, 72, "fp32 has these too" + lost, 12, ink.soft)
+    return Figure(ink, 82, f"{value:g} in fp32 is {word:032b}; bf16 keeps the first 16 bits")
+
+
+def float_bits(value) -> int:
+    """The bits of a number in fp32, as a whole number."""
+    return struct.unpack(">I", struct.pack(">f", value))[0]
+
+
+def warp_sum() -> Figure:
+    """How the 32 lanes of a warp add up in five rounds of __shfl_down_sync.
+
+    Lanes that lane 0 still needs are solid, with the number of elements that their sum holds."""
+    ink = Ink()
+    lanes, left = 32, 76
+    step = (WIDTH - left - 2) / lanes
+    ink.text(0, 14, "lane", 11.5, ink.soft)
+    for lane in range(lanes):
+        ink.text(left + (lane + 0.5) * step, 14, lane, 10, ink.soft, "middle")
+    y = 22.0
+    for k, lane_delta in enumerate((None, 16, 8, 4, 2, 1)):
+        if lane_delta:
+            for lane in range(lane_delta):
+                x = left + (lane + 0.5) * step
+                start = x + lane_delta * step
+                ink.line(x, y, x, y + 30, opacity=0.7)
+                ink.path(
+                    f"M{start:.1f} {y:.1f}C{start:.1f} {y + 19:.1f} {x:.1f} {y + 11:.1f} "
+                    f"{x:.1f} {y + 30:.1f}",
+                    stroke=RUN_COLOURS[(k - 1) % 4],
+                    stroke_width=1.3,
+                    opacity=0.75,
+                )
+            ink.text(0, y + 19, f"far = {lane_delta}", 11.5, ink.soft)
+            y += 30
+        for lane in range(lanes):
+            needed = lane < (lane_delta or lanes)
+            x = left + lane * step
+            ink.rect(x + 1, y, step - 2, 18, BLUE, 1 if needed else 0.13, rx=3)
+            if needed:
+                ink.text(x + 0.5 * step, y + 13, 2**k, 10.5, WHITE, "middle", 600)
+        y += 20
+    words = "five rounds, no memory, always the same order: lane 0 holds the sum of 32"
+    ink.text(left, y + 16, words, 12, ink.soft)
+    return Figure(ink, y + 24, words)

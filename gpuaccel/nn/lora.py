@@ -1,0 +1,183 @@
+"""A linear layer with LoRA: its weight is frozen, and a product of two thin matrices is trained.
+
+    >>> layer = LoRALinear(nn.Linear(64, 32), rank=8, alpha=16)
+    >>> y = layer(x)          # base(x) + B(A(x)) * alpha / rank
+    >>> layer.merge()         # adds the product to the base weight
+    >>> layer.unmerge()       # restores the base weight, bit-identical
+
+A is (rank, in) and B is (out, rank); B is zero at first (Hu et al., 2021). Names and initial values
+are those of PEFT. A and B are plain nn.Linear layers, so hooks, arenas, fused weight gradients and
+torch.compile treat them like any other layer. training/lora.py puts these layers into a model.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from ..errors import ArgumentError
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class LoRALinear(nn.Module):
+    """y = base(x) + lora_B(lora_A(dropout(x)) * alpha / rank).
+
+    x: (..., in). y: (..., out), in the dtype of base(x).
+    base: nn.Linear, or transformers' Conv1D, whose weight is (in, out).
+    rank: rows of A and columns of B.
+    alpha: the product is scaled by alpha / rank.
+    dropout: probability, for the input of A.
+    dtype: of A and B; default that of the base weight.
+    generator: random numbers for A; default torch's.
+
+    A is drawn on the CPU in fp32, uniform in +-1/sqrt(in) (kaiming_uniform_ with a = sqrt(5)), and
+    then converted, so a seed gives the same values on every device. B is zero. Raises ArgumentError
+    for any other base layer."""
+
+    frozen_weight: "Tensor | None"  # the base weight as it was before merge()
+
+    def __init__(
+        self,
+        base: nn.Module,
+        rank: int,
+        alpha: float,
+        dropout: float = 0.0,
+        *,
+        dtype: "torch.dtype | None" = None,
+        generator: "torch.Generator | None" = None,
+    ):
+        super().__init__()
+        self.in_features, self.out_features = linear_features(base)
+        self.rank = rank
+        self.alpha = alpha
+        self.scaling = alpha / rank
+        self.frozen_weight = None
+        self.base_layer = base
+        self.lora_dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        weight = self.weight
+        a = torch.empty(rank, self.in_features)
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+        b = torch.zeros(self.out_features, rank)
+        self.lora_A = _linear(a.to(weight.device, dtype or weight.dtype))
+        self.lora_B = _linear(b.to(weight.device, dtype or weight.dtype))
+        self.train(base.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base_layer(x)
+        if self.merged:
+            if self.training and torch.is_grad_enabled():
+                raise ArgumentError(
+                    "a merged LoRA layer was called in training mode: its factors would get no "
+                    "gradient. Call unmerge_lora before training, or use the merged weights in "
+                    "model.eval() or under torch.no_grad()"
+                )
+            return y
+        # Factors may be fp32 beside a bf16 base.
+        if x.dtype != self.lora_A.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            x = x.to(self.lora_A.weight.dtype)
+        # A's output is scaled, not B's: it has rank columns, far fewer than y.
+        return (y + self.lora_B(self.lora_A(self.lora_dropout(x)) * self.scaling)).to(y.dtype)
+
+    @property
+    def merged(self) -> bool:
+        """Whether the base weight holds the product now."""
+        return self.frozen_weight is not None
+
+    @property
+    def weight(self) -> Tensor:
+        """The base layer's weight. It is registered once, as base_layer.weight."""
+        return self.base_layer.get_parameter("weight")
+
+    @property
+    def bias(self) -> "Tensor | None":
+        """The base layer's bias."""
+        return self.base_layer.bias  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def merge(self):
+        """Add alpha / rank * B A to the base weight.
+
+        Computed in fp32 (in fp64 for an fp64 base) and rounded once to the weight's dtype."""
+        weight = self.weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        product = (self.lora_B.weight.to(wide) @ self.lora_A.weight.to(wide)).mul_(self.scaling)
+        if not isinstance(self.base_layer, nn.Linear):
+            product = product.t()
+        total = (product + weight).to(weight.dtype)
+        # Before the copy, so that unmerge() undoes a copy that was interrupted.
+        self.frozen_weight = weight.detach().clone()
+        weight.copy_(total)
+
+    @torch.no_grad()
+    def unmerge(self):
+        """Restore the base weight as it was before merge(), bit-identical. Only when merged."""
+        assert self.frozen_weight is not None
+        self.weight.copy_(self.frozen_weight)
+        self.frozen_weight = None
+
+    # ---- for captured steps: graphs/participant.py ----
+
+    def graph_key(self) -> bool:
+        """A graph captured while merged leaves the factors out, another one does not."""
+        return self.merged
+
+    def tensors_changed_by_step(self) -> "list[Tensor]":
+        """Parameters only, which a captured step knows."""
+        return []
+
+    def state_dict(self, *args, **kwargs):
+        """As of any module, with the frozen weight also when merged.
+
+        With the merged weight the factors beside it would count twice."""
+        state = super().state_dict(*args, **kwargs)
+        if self.merged:
+            state[kwargs.get("prefix", "") + "base_layer.weight"] = self.frozen_weight
+        return state
+
+    def _load_from_state_dict(self, *args):
+        # A state dict holds the frozen weight and the factors.
+        if self.merged:
+            self.unmerge()
+        super()._load_from_state_dict(*args)
+
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}, alpha={self.alpha}" + (", merged" if self.merged else "")
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    """An nn.Linear without bias around `weight` (out, in)."""
+    # On the meta device nothing is initialised, so no random numbers are drawn.
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight)
+    return linear
+
+
+def linear_features(base: nn.Module, name: str = "base") -> "tuple[int, int]":
+    """(in, out) of a layer to which LoRA can be applied.
+
+    name: what error messages call the layer.
+    Raises ArgumentError for any other module, saying what it is."""
+    described = f"{name} is a {type(base).__module__}.{type(base).__name__}"
+    # Recognised by its attributes, because transformers is not imported here.
+    conv1d = type(base).__name__ == "Conv1D" and hasattr(base, "nf")
+    if not isinstance(base, nn.Linear) and not conv1d:
+        raise ArgumentError(f"{described}; expected an nn.Linear, or transformers' Conv1D")
+    if isinstance(base, NonDynamicallyQuantizableLinear):
+        raise ArgumentError(
+            f"{described}: nn.MultiheadAttention reads its weight without calling it, so LoRA "
+            "would have no effect"
+        )
+    weight = dict(base.named_parameters(recurse=False)).get("weight")
+    if weight is None:
+        raise ArgumentError(
+            f"{described} whose weight is computed, not a parameter; expected an ordinary matrix"
+        )
+    if nn.parameter.is_lazy(weight) or weight.dim() != 2 or weight.dtype not in FLOATS:
+        raise ArgumentError(
+            f"{described} whose weight is {weight.dtype}; expected an ordinary matrix of "
+            "floating-point numbers, initialised and not quantised"
+        )
+    rows, columns = weight.shape
+    return (rows, columns) if conv1d else (columns, rows)

@@ -1,0 +1,371 @@
+"""What an optimizer's launches need to know of its formula, and the launches themselves.
+
+    >>> LION = UpdateRule("lion", ("exp_avg",), reference_lion)    # kernels_cu/lion.cu, and its definition in torch
+
+The rest is read from the CUDA C text: `struct Settings` names the hyperparameters that the host
+writes to the device, `struct Coefficients` says how much memory a tensor's coefficients take.
+kernels_cu/optimizer.cuh says what such a file holds. The optimizers: optim/device_optimizer.py.
+"""
+
+import functools
+import itertools
+import operator
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..compiler.kernel import Kernel, Launch, kernel_root
+from ..source import struct_fields
+from .accumulate import CHUNK
+from .clip import MAX_BLOCKS, ClipState
+from .rounding import reference_random_bits, reference_round
+
+MAX_TENSORS, MAX_UPDATES, MAX_VALUES = 256, 60, 256
+# Threads of a block. An arena's kernel has more registers per thread.
+THREADS = {"v3": 128}
+TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
+VALUES = struct.Struct(f"{MAX_VALUES}d")
+STEPS = struct.Struct(f"{MAX_TENSORS}Q{MAX_TENSORS}i{MAX_TENSORS}H")
+
+
+@functools.cache
+def _kernel(file: str, name: str, threads: int, macros: tuple) -> Kernel:
+    constants = {"CHUNK": CHUNK, "MAX_TENSORS": MAX_TENSORS, "MAX_UPDATES": MAX_UPDATES}
+    return Kernel(file, name, THREADS=threads, **constants, **dict(macros))
+
+
+@functools.cache
+def settings_kernel() -> Kernel:
+    return Kernel("settings", "settings_write", MAX_VALUES=MAX_VALUES)
+
+
+# ---- the rule -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateRule:
+    """One optimizer's formula, in CUDA C and in torch.
+
+    file: kernels_cu/<file>.cu, with the kernels <file>_begin, <file>_v2 and <file>_v3.
+    state_keys: names of a parameter's state tensors, in the order of the kernels' pointers.
+    reference: the definition in torch, in place: `reference(weight, grad, *state, step, *, lr, ...,
+        factor)`, by the names of `struct Settings`; returns the new weight before it is rounded.
+    optional: state key -> option of a parameter group without which the group has no such state.
+        The kernels know the option as a macro in capitals, 0 or 1."""
+
+    file: str
+    state_keys: "tuple[str, ...]"
+    reference: "Callable[..., Tensor]"
+    optional: "dict[str, str]" = field(default_factory=dict)
+
+    @functools.cached_property
+    def options(self) -> "tuple[str, ...]":
+        """Options of a parameter group that choose among the kernels."""
+        return tuple(dict.fromkeys(self.optional.values()))
+
+    def keys_of(self, group: dict) -> "list[str]":
+        """Names of the state tensors that a parameter of this group has."""
+        return [
+            key for key in self.state_keys if key not in self.optional or group[self.optional[key]]
+        ]
+
+    def macros_of(self, group: dict) -> tuple:
+        """(macro, 0 or 1) for each option."""
+        return tuple((option.upper(), int(bool(group[option]))) for option in self.options)
+
+    @functools.cached_property
+    def _source(self) -> str:
+        return (kernel_root() / f"{self.file}.cu").read_text()
+
+    @functools.cached_property
+    def settings(self) -> "list[str]":
+        """Names of the numbers that the kernels read for each parameter group."""
+        return struct_fields(self._source, "Settings")
+
+    @functools.cached_property
+    def coefficients(self) -> int:
+        """fp32 numbers that a tensor has in one step."""
+        return len(struct_fields(self._source, "Coefficients"))
+
+    @functools.cached_property
+    def _readers(self) -> list:
+        return [_reader(name) for name in self.settings]
+
+    def values_of(self, group: dict) -> list:
+        """A group's settings, numbers or one-element tensors, in the order of `settings`."""
+        return [read(group) for read in self._readers]
+
+    # ---- kernels ----
+
+    def kernel(self, version: str, *macros) -> Kernel:
+        """The kernel <file>_<version>."""
+        return _kernel(self.file, f"{self.file}_{version}", THREADS.get(version, 256), macros)
+
+    @functools.cached_property
+    def begin(self) -> Launch:
+        return self.kernel("begin")[1, MAX_TENSORS]
+
+    def update_kernel(self, version: str, param, grad, macros: tuple, stochastic: bool) -> Kernel:
+        types = ("PARAM_T", TYPES[param]), ("GRAD_T", TYPES[grad])
+        return self.kernel(version, *types, *macros, ("STOCHASTIC", int(stochastic)))
+
+    def step_kernels(self, param, macros: tuple, stochastic: bool, arena: bool) -> "list[Kernel]":
+        """All kernels that a step over parameters of this dtype may launch."""
+        grads = (torch.float32, torch.bfloat16) if arena else (param,)
+        kernels = [self.update_kernel("v2", param, grad, macros, stochastic) for grad in grads]
+        if arena:
+            kernels.append(self.update_kernel("v3", param, param, macros, stochastic))
+        return [self.kernel("begin"), *kernels]
+
+    @functools.cached_property
+    def update_struct(self) -> struct.Struct:
+        """`UpdateList<state tensors>` of kernels_cu/optimizer.cuh."""
+        tables, n = 3 + len(self.state_keys), MAX_UPDATES
+        layout = f"={tables * n}Q{n + 1}i{2 * n}i{2 * n}H"
+        return struct.Struct(f"{layout}{-struct.calcsize(layout) % 8}x")
+
+
+def _reader(name: str):
+    """A function: parameter group -> its value of this field of `struct Settings`."""
+    if name == "direction":
+        return lambda group: -1.0 if group["maximize"] else 1.0
+    if name in ("beta1", "beta2"):
+        index = int(name[-1]) - 1
+        return lambda group: group["betas"][index]
+    return operator.itemgetter(name)
+
+
+# ---- the tensors of a step ------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Job:
+    """One tensor of one step."""
+
+    number: int  # among the optimizer's tensors
+    group: int
+    weight: Tensor
+    grad: Tensor
+    state: "tuple[Tensor | None, ...]"  # in the order of the rule's state_keys; None: not in this group
+    step: Tensor  # () fp32
+    copy: "Tensor | None"  # bf16, where the rounded weight goes
+    clear: bool  # the gradient is an arena's sum: set it to zero
+    macros: tuple  # of the group's options
+
+
+class Jobs(list):
+    """Jobs of a step, by number, and what was prepared for them: the next step with the same tensors packs nothing."""
+
+    given: "list[Job]"  # the same jobs in the order of the parameter groups
+    steps = None  # list of (number of the first job, struct Steps)
+    updates = None  # list of (launch, its arguments, jobs whose tensors are known to it by address)
+    stochastic = None  # how these updates round
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """What all tensors of a step on one device depend on."""
+
+    clip: "ClipState | None"  # norms and scales; None: no norm was taken
+    groups: "Tensor | None"  # per tensor: its row of `clip`; None: there is one row
+    skip: bool  # leave out the step where a norm is not finite
+    divisor: "Tensor | None"  # (1) fp32, of the gradients
+    found_inf: "Tensor | None"  # (1) fp32, of torch.amp.GradScaler: not 0: leave out the step
+    record: Tensor  # (4) int32: steps asked for, steps skipped, at the last skip: which step, which tensor
+
+
+# ---- launchers ------------------------------------------------------------------------------------------------------
+
+
+def launch_settings(settings: Tensor, values: "list[float]"):
+    """settings_write: write numbers to the device, by value, 256 per launch."""
+    for start in range(0, len(values), MAX_VALUES):
+        part = values[start : start + MAX_VALUES]
+        packed = VALUES.pack(*part, *[0.0] * (MAX_VALUES - len(part)))
+        settings_kernel()[1, MAX_VALUES](settings[start:], len(part), packed)
+
+
+def _pack_steps(jobs):
+    """(number of the launch's first job, struct Steps) per launch."""
+    for start in range(0, len(jobs), MAX_TENSORS):
+        part = jobs[start : start + MAX_TENSORS]
+        rest = [0] * (MAX_TENSORS - len(part))
+        addresses = [*[j.step.data_ptr() for j in part], *rest]
+        numbers = [*[j.number for j in part], *[-1] * len(rest)]
+        yield start, STEPS.pack(*addresses, *numbers, *[j.group for j in part], *rest)
+
+
+def list_launches(rule: UpdateRule, jobs: "list[Job]", stochastic: bool) -> "list[tuple]":
+    """<file>_v2 over tensors anywhere, one launch per 60 tensors of the same dtypes: for launch_update."""
+    classes, launches = {}, []
+    for place, j in enumerate(jobs):
+        if j.weight.numel():
+            key = j.weight.dtype, j.grad.dtype, j.macros
+            classes.setdefault(key, []).append((place, j))
+    for (param, grad, macros), members in classes.items():
+        kernel = rule.update_kernel("v2", param, grad, macros, stochastic)
+        for start in range(0, len(members), MAX_UPDATES):
+            part = members[start : start + MAX_UPDATES]
+            rest = [0] * (MAX_UPDATES - len(part))
+            counts = [j.weight.numel() for _, j in part]
+            first = [0, *itertools.accumulate([-(-n // CHUNK) for n in counts])]
+            addresses = []
+            for row in zip(*[(j.weight, j.grad, *j.state, j.copy) for _, j in part]):
+                addresses += [*[0 if t is None else t.data_ptr() for t in row], *rest]
+            packed = rule.update_struct.pack(
+                *addresses,
+                *first,
+                *[first[-1]] * len(rest),
+                *[j.number for _, j in part],
+                *rest,
+                *[place for place, _ in part],
+                *rest,
+                *[(n - 1) % CHUNK + 1 for n in counts],
+                *rest,
+                *[j.clear for _, j in part],
+                *rest,
+            )
+            launch = kernel[min(first[-1], MAX_BLOCKS), kernel.bound]
+            launches.append((launch, (packed,), [j for _, j in part]))
+    return launches
+
+
+def arena_runs(jobs: "list[Job]", arena) -> "list[tuple]":
+    """Neighbours in the arena with the same options, which one launch updates.
+
+    Returns (first chunk, last chunk, offset, one of the jobs) of each run; a tensor's number less
+    `offset` is its place among the coefficients."""
+    runs = []
+    for place, j in enumerate(jobs):
+        first, last = arena.first_chunk[j.number : j.number + 2]
+        offset = j.number - place
+        if runs:
+            start, stop, known, job = runs[-1]
+            if (stop, known, job.macros) == (first, offset, j.macros):
+                runs[-1] = start, last, offset, job
+                continue
+        if last > first:
+            runs.append((first, last, offset, j))
+    return runs
+
+
+def arena_launch(
+    rule, job, stochastic, weights, grads, buffers, copy, chunks, first: int, last: int, offset: int
+):
+    """<file>_v3 over chunks [first, last) of flat buffers: for launch_update.
+
+    job: one of the tensors: its options hold for all. weights, grads: (N,) fp32. buffers: state key ->
+    (N,) fp32. copy: (N,) bf16 or None. chunks: (N / CHUNK, 4) int32, the arena's table. offset: see
+    arena_runs."""
+    kernel = rule.update_kernel("v3", torch.float32, torch.float32, job.macros, stochastic)
+    state = [None if t is None else buffers[key] for key, t in zip(rule.state_keys, job.state)]
+    arguments = weights, grads, *state, copy, chunks, first, last, offset
+    return kernel[min(last - first, MAX_BLOCKS), kernel.bound], arguments, ()
+
+
+def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInputs) -> Tensor:
+    """<file>_begin: count the step, or skip it.
+
+    Returns the coefficients, (tensors, rule.coefficients) fp32."""
+    rows = -(-len(jobs) // MAX_TENSORS) * MAX_TENSORS
+    coefficients = torch.empty(rows, rule.coefficients, device=settings.device)
+    clip = inputs.clip
+    values, bad, count = (clip.values, clip.bad, len(clip.values)) if clip else (None, None, 0)
+    if jobs.steps is None:
+        jobs.steps = list(_pack_steps(jobs))
+    launch = rule.begin
+    for start, packed in jobs.steps:
+        launch(
+            coefficients[start:],
+            settings,
+            values,
+            bad,
+            inputs.groups,
+            count,
+            int(inputs.skip),
+            inputs.divisor,
+            inputs.found_inf,
+            inputs.record,
+            int(start == 0),
+            packed,
+            tensors=[j.step for j in jobs[start : start + MAX_TENSORS]],
+        )
+    return coefficients
+
+
+def launch_update(launches: "list[tuple]", coefficients: Tensor, seed: Tensor):
+    """Launch what list_launches() or arena_launch() prepared. seed: (1) fp64 on the device."""
+    for launch, arguments, jobs in launches:
+        tensors = (t for j in jobs for t in (j.weight, j.grad, *j.state, j.copy))
+        launch(coefficients, seed, *arguments, tensors=tensors)
+
+
+# ---- a step by the reference ----------------------------------------------------------------------------------------
+
+
+def reference_step(
+    rule: UpdateRule,
+    jobs: "list[Job]",
+    param_groups: "list[dict]",
+    inputs: StepInputs,
+    rows: "list[int]",
+    count_it: bool,
+    seed: "int | None",
+):
+    """What launch_begin and launch_update do, in torch: any dtype, one device.
+
+    rows: of each job among the rows of `inputs.clip`. count_it: this call counts the step in
+    `inputs.record`. seed: of stochastic rounding; None: to the nearest.
+    On a CPU a skipped step is decided here; elsewhere nothing waits: torch.where keeps the old values."""
+    device, clip, record = jobs[0].weight.device, inputs.clip, inputs.record
+    keep = torch.zeros((), dtype=torch.bool, device=device)
+    if clip is not None and inputs.skip:
+        keep |= ~clip.finite.all()
+    if inputs.found_inf is not None:
+        keep |= (inputs.found_inf != 0).view(())
+    if count_it:
+        record[0] += 1
+        record[1] += keep
+        bad = clip.bad if clip is not None else record.new_full((1,), -1)
+        first = bad.index_select(0, (bad >= 0).int().argmax().view(1))[0]
+        first = torch.where((bad >= 0).any(), first, -1)
+        record[2:] = torch.where(keep, torch.stack([record[0], first]), record[2:])
+    on_host = device.type == "cpu"
+    if not (on_host and keep.tolist()):
+        steps = torch.stack([j.step for j in jobs]) + 1
+        steps = steps.tolist() if on_host else steps.double().unbind()
+        for j, row, step in zip(jobs, rows, steps):
+            factor = 1.0 if clip is None else clip.values[row, 0]
+            if inputs.divisor is not None:
+                factor = factor / inputs.divisor.view(())
+            _reference_update(
+                rule, j, step, param_groups[j.group], factor, None if on_host else keep, seed
+            )
+    for j in jobs:
+        if j.clear:
+            j.grad.zero_()
+
+
+def _reference_update(rule, j, step, group, factor, keep, seed):
+    targets = [t for t in (j.weight, *j.state, j.step, j.copy) if t is not None]
+    before = [t.clone() for t in targets] if keep is not None else ()
+    j.step += 1
+    settings = {
+        name: value.item() if isinstance(value, Tensor) and value.device.type == "cpu" else value
+        for name, value in zip(rule.settings, rule.values_of(group))
+    }
+    if settings.pop("direction") < 0:
+        factor = -factor
+    w = rule.reference(j.weight, j.grad, *j.state, step, **settings, factor=factor)
+    low = j.weight if j.copy is None else j.copy
+    if seed is not None and low.dtype == torch.bfloat16:
+        noise = reference_random_bits(seed, j.number, w.numel(), int(j.step))
+        noise = noise.to(w.device).as_strided(w.shape, j.weight.stride())
+        low.copy_(reference_round(w, noise))
+    elif j.copy is not None:
+        j.copy.copy_(w)
+    for t, old in zip(targets, before):
+        t.copy_(torch.where(keep, old, t))

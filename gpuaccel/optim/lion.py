@@ -1,0 +1,74 @@
+"""ga.optim.Lion: the sign of an interpolated momentum, with half of AdamW's state.
+
+    >>> opt = ga.optim.Lion(ga.Arena(model), lr=1e-4, weight_decay=1.0, max_norm=1.0)
+    >>> step = ga.TrainStep(model, opt, replay="graph")
+
+Its authors use a learning rate 3 to 10 times smaller than AdamW's, and a weight decay as many times
+larger. A file like this one and kernels_cu/lion.cu are all that an optimizer needs.
+
+Source: Chen et al., Symbolic Discovery of Optimization Algorithms (2023), algorithm 2.
+"""
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError
+from ..ops.update_rule import UpdateRule
+from .device_optimizer import DeviceOptimizer
+
+
+def reference_lion(
+    weight: Tensor, grad: Tensor, m: Tensor, step, *, lr, beta1, beta2, weight_decay, factor=1.0
+) -> Tensor:
+    """One Lion step in place: weight and m of one shape, on any device.
+
+    bf16 and fp16 are computed in fp32 and rounded once.
+    step: not used. lr, betas and factor are numbers or () tensors.
+    factor: what the gradient is multiplied by (clip scale, sign).
+    Returns the new weight before it is rounded to the weight's dtype."""
+    low = weight.dtype in (torch.bfloat16, torch.float16)
+    w, g, momentum = (t.float() if low else t for t in (weight, grad, m))
+    g = g.to(w.dtype) * factor
+    w = w * (1 - lr * weight_decay) - torch.lerp(momentum, g, 1 - beta1).sign() * lr
+    m.copy_(torch.lerp(momentum, g, 1 - beta2))
+    weight.copy_(w)
+    return w
+
+
+class Lion(DeviceOptimizer):
+    """Lion, whose update of each weight is lr times the sign of beta1 m + (1 - beta1) g.
+
+    params_or_arena: as for torch's optimizers, or an Arena.
+    lr, weight_decay: numbers of 0 or more; lr may be a one-element tensor. Over an arena only matrices
+        decay (its segments say so: Arena(decay=...)).
+    betas: (of the update, of the momentum m), from 0 to below 1.
+    maximize: as torch's.
+    options: max_norm, scope, on_nonfinite, stochastic_rounding, seed: see DeviceOptimizer.
+
+    `state[p]["exp_avg"]` is m. Raises ValueError for a number out of its range, as torch's optimizers do."""
+
+    rule = UpdateRule("lion", ("exp_avg",), reference_lion)
+
+    def __init__(
+        self,
+        params_or_arena,
+        lr=1e-4,
+        betas=(0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        **options,
+    ):
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ArgumentError(f"lr has shape {tuple(lr.shape)}; expected one element")
+        if not isinstance(lr, Tensor) and not lr >= 0:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        for i, beta in enumerate(betas):
+            if not 0 <= beta < 1:
+                raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+        if not weight_decay >= 0:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        defaults = dict(lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize)
+        super().__init__(
+            params_or_arena, {"defaults": defaults}, lr=lr, weight_decay=weight_decay, **options
+        )

@@ -1,0 +1,214 @@
+#ifndef DATA_T
+#define DATA_T float          // x, y, h and their gradients
+#endif
+#ifndef WHOLE
+#define WHOLE 0               // 1: rows are a multiple of 16 bytes and aligned to 16 bytes
+#endif
+#ifndef THREADS
+#define THREADS 256
+#endif
+#ifndef GROUPS
+#define GROUPS 8              // groups that a thread takes: a chunk has GROUPS * THREADS
+#endif
+// Elements of a group: 16 bytes, one request of a thread.
+#define WIDE (16 / (int)sizeof(DATA_T))
+#define SUMS 5
+#define NU 0
+#define K 1
+#define M 2
+#define BETA 3
+#define T_ 4
+#define GAIN 5
+#define OFFSET 6
+#define SCALE 7
+#define SHIFT 8
+#define LEAST 1e-6f           // nu, k, beta and T stay above it
+#define LN2 0.6931471805599453
+#define LOG2E 1.44269504f
+
+// What a thread needs of a curve; then its parameters, for richards_finish. (24) floats.
+struct Curve {
+    float A, B, over_nu, G, H, slope, V, birch;
+    // The parameters; and their derivatives by what is learned: 0 where nothing is.
+    float p[9], chain[9];
+    float unused[6];          // zeros
+};
+
+struct Setting {              // of one curve, by value
+    float fixed[9];           // the parameters that are not learned
+    // Two bits for each: 0 fixed, 1 learned as it is, 2 as its softplus, 3 as 0.1 + 9.9 sigmoid.
+    int kinds;
+    int tanh, birch;
+};
+
+struct Settings { Setting curve[2]; };
+
+// The curves of a block, from what is learned; one warp makes them, all threads call this. kept:
+// for the backward, written by the first block.
+__device__ __forceinline__ void make_curves(Curve* made, Curve* kept, const float* theta0,
+                                            const float* theta1, const Settings& settings,
+                                            int count) {
+    // Sixteen lanes for each curve, a lane for each parameter.
+    int which = threadIdx.x / 16, i = threadIdx.x % 16;
+    if (threadIdx.x < 32) {
+        bool mine = which < count && i < 9;
+        int kinds = which == 0 ? settings.curve[0].kinds : settings.curve[1].kinds;
+        bool tanh = which == 0 ? settings.curve[0].tanh : settings.curve[1].tanh,
+             birch = which == 0 ? settings.curve[0].birch : settings.curve[1].birch;
+        // No index into what came by value: that would be a copy of it in memory.
+        float fixed = 0.0f;
+        #pragma unroll
+        for (int k = 0; k < 9; k++)
+            if (i == k)
+                fixed = which == 0 ? settings.curve[0].fixed[k] : settings.curve[1].fixed[k];
+        Curve& c = made[mine ? which : 0];
+        int kind = mine ? kinds >> (2 * i) & 3 : 0;
+        unsigned learned = __ballot_sync(0xffffffffu, kind != 0) >> (16 * which);
+        if (mine) {
+            float z = kind == 0 ? fixed
+                                : (which == 0 ? theta0 : theta1)[__popc(learned & ((1u << i) - 1))],
+                  e = expf(-fabsf(z));
+            float rising = (z < 0.0f ? e : 1.0f) / (1.0f + e),
+                  falling = (z < 0.0f ? 1.0f : e) / (1.0f + e);
+            float found = kind == 2   ? fmaxf(z, 0.0f) + log1pf(e)
+                          : kind == 3 ? fmaf(9.9f, rising, 0.1f)
+                                      : z;
+            c.p[i] = i == NU || i == K || i == BETA || i == T_ ? fmaxf(found, LEAST) : found;
+            c.chain[i] = kind == 0   ? 0.0f
+                         : kind == 1 ? 1.0f
+                         : kind == 2 ? rising
+                                     : __fmul_rn(__fmul_rn(9.9f, rising), falling);
+        }
+        __syncwarp();
+        if (mine && i == 0) {
+            const float* p = c.p;
+            float V = tanh ? 2.0f : 1.0f, ke = birch ? __fmul_rn(p[K], p[NU]) : p[K],
+                  rate = __fmul_rn(__fmul_rn(ke, V), p[SCALE]) / p[T_];
+            c.A = fmaf(-__fmul_rn(ke, fmaf(V, p[SHIFT], -p[M])), LOG2E, log2f(p[BETA]));
+            c.B = __fmul_rn(rate, LOG2E);
+            c.over_nu = 1.0f / p[NU];
+            c.G = __fmul_rn(p[GAIN], V);
+            c.H = p[OFFSET] - (tanh ? p[GAIN] : 0.0f);
+            c.slope = __fmul_rn(c.G, rate) / p[NU];
+            c.V = V;
+            c.birch = birch ? 1.0f : 0.0f;
+            for (int k = 0; k < 6; k++) c.unused[k] = 0.0f;
+        }
+    }
+    __syncthreads();
+    if (blockIdx.x == 0)
+        for (int k = threadIdx.x; k < count * (int)(sizeof(Curve) / 4); k += THREADS)
+            reinterpret_cast<float*>(kept)[k] = reinterpret_cast<const float*>(made)[k];
+}
+
+// 2^y for y <= 0, to 4 parts in 10^6, by ordinary instructions: for 16 bits, where a special
+// function less per element is worth eight of these.
+__device__ __forceinline__ float power_by_hand(float y) {
+    y = fmaxf(y, -120.0f);
+    // At 1.5 * 2^23 a float's steps are 1.
+    float whole = y + 12582912.0f, part = y - (whole - 12582912.0f);
+    float power =
+        fmaf(fmaf(fmaf(fmaf(0.00956051f, part, 0.05591704f), part, 0.24024981f), part, 0.69312197f),
+             part, 0.99999919f);
+    return __uint_as_float(__float_as_uint(power) + (__float_as_uint(whole) << 23));
+}
+
+// Of one x; L and r are not computed where nobody asks for them.
+struct Point { float sigma, L, r; };
+
+template <bool by_hand> __device__ __forceinline__ Point point(float x, const Curve& c) {
+    Point at;
+    float t = fmaf(-c.B, x, c.A);
+    // Log2(1 + e) below 0.02 by its series, where 1 + e has lost the last digits of e.
+    if (sizeof(DATA_T) == 4) {
+        float e = exp2f(-fabsf(t)), one = 1.0f + e;
+        at.L = fmaxf(t, 0.0f) + (e < 0.02f
+                                     ? e * fmaf(e, fmaf(e, 0.48089835f, -0.72134752f), 1.44269504f)
+                                     : __log2f(one));
+        at.r = __fmul_rn(t < 0.0f ? e : 1.0f, rcp_approx(one));
+    // 2^-24 more or less of 1 is nothing to 16 bits: five instructions fewer.
+    } else {
+        float e = exp2f(fminf(t, 120.0f)), one = 1.0f + e;
+        at.L = fmaxf(t, __log2f(one));
+        at.r = __fmul_rn(e, rcp_approx(one));
+    }
+    at.sigma = by_hand && sizeof(DATA_T) == 2 ? power_by_hand(-at.L * c.over_nu)
+                                              : exp2f(-at.L * c.over_nu);
+    return at;
+}
+__device__ __forceinline__ float height(const Point& at, const Curve& c) {
+    return fmaf(c.G, at.sigma, c.H);
+}
+
+// Adds to the sums; returns dy sigma r, which times the curve's slope is dx.
+__device__ __forceinline__ float add_sums(float* sums, float dy, float x, const Point& at) {
+    float weighted = __fmul_rn(dy, at.sigma), risen = __fmul_rn(weighted, at.r);
+    sums[0] = fmaf(weighted, at.L, sums[0]);
+    sums[1] += risen;
+    sums[2] = fmaf(risen, x, sums[2]);
+    sums[3] += weighted;
+    sums[4] += dy;
+    return risen;
+}
+
+// The chunk's sums of all threads, in a fixed order: a tree over each warp, then over the warps.
+template <int n> __device__ __forceinline__ void write_sums(float* to, const float (&sums)[n]) {
+    __shared__ float warps[THREADS / 32][n];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    #pragma unroll
+    for (int i = 0; i < n; i++) {
+        float sum = sums[i];
+        for (int lane_delta = 16; lane_delta > 0; lane_delta /= 2)
+            sum += __shfl_down_sync(0xffffffffu, sum, lane_delta);
+        if (lane == 0) warps[warp][i] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x < n) {
+        float sum = 0.0f;
+        for (int w = 0; w < THREADS / 32; w++) sum += warps[w][threadIdx.x];
+        to[threadIdx.x] = sum;
+    }
+}
+
+// A group as it lies in memory. It is asked for one round ahead, and turned into floats only where
+// it is used.
+union Group { uint4 all; DATA_T at[WIDE]; };
+
+// What lies behind the row's end is 0.
+__device__ __forceinline__ Group load_group(const DATA_T* row, long long group, long long width) {
+    Group found;
+#if WHOLE
+    found.all = reinterpret_cast<const uint4*>(row)[group];
+#else
+    found.all = make_uint4(0, 0, 0, 0);
+    #pragma unroll
+    for (int k = 0; k < WIDE; k++)
+        if (WIDE * group + k < width) found.at[k] = row[WIDE * group + k];
+#endif
+    return found;
+}
+
+__device__ __forceinline__ void store2(float* to, float a, float b) { to[0] = a; to[1] = b; }
+__device__ __forceinline__ void store2(fp16* to, float a, float b) {
+    to[0] = as_fp16(a);
+    to[1] = as_fp16(b);
+}
+__device__ __forceinline__ void store2(bf16* to, float a, float b) {
+    unsigned both = both_as_bf16(a, b);
+    to[0].bits = (unsigned short)both;
+    to[1].bits = (unsigned short)(both >> 16);
+}
+
+__device__ __forceinline__ void store_group(DATA_T* row, long long group, long long width,
+                                            const float (&values)[WIDE]) {
+    Group made;
+    #pragma unroll
+    for (int k = 0; k < WIDE; k += 2) store2(made.at + k, values[k], values[k + 1]);
+#if WHOLE
+    reinterpret_cast<uint4*>(row)[group] = made.all;
+#else
+    #pragma unroll
+    for (int k = 0; k < WIDE; k++)
+        if (WIDE * group + k < width) row[WIDE * group + k] = made.at[k];
+#endif
+}

@@ -1,0 +1,242 @@
+"""ga.launch: how functions, results and readings travel, and what is said of a rank that fails.
+
+Where nothing depends on how the processes start, they are forked: nothing is imported in them.
+"""
+
+import math
+import multiprocessing
+import os
+import pickle
+import random
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import rank_checks as checks
+import torch
+import torch.distributed as dist
+from train_processes import HANG
+
+import gpuaccel as ga
+from gpuaccel.distributed.spawn import Message, RankWatch, _run_to_end
+
+
+def forked(function, ranks, *args, **options):
+    """ga.launch of a function that cannot be pickled, as a notebook's."""
+    return ga.launch(lambda: function(*args), ranks, **options)
+
+
+# ---- how a function gets there, and its result back ----------------------------------------------
+
+
+def test_launch_runs_a_function_on_every_rank():
+    """In new processes. Tensors come back by value."""
+    results = ga.launch(checks.rank_and_tensors, 2, (torch.arange(3),))
+    assert [result["rank"] for result in results] == [0, 1]
+    for result in results:
+        assert result["values"].tolist() == [1, 2, 3]
+        assert result["parameter"].tolist() == [0.0, 1.0, 2.0]
+        assert result["parameter"].requires_grad
+
+
+def test_launched_ranks_train_alike():
+    (first, *one), (second, *other) = forked(checks.steps_with, 2, checks.nothing, 0)
+    assert (first, second) == (0, 1) and one == other and one[0] == 2
+
+
+def test_what_cannot_be_pickled_is_an_error():
+    with pytest.raises(ga.ArgumentError, match="args is 5; expected a tuple"):
+        ga.launch(checks.rank_and_tensors, 2, 5)
+    with pytest.raises(ga.ArgumentError, match="args cannot be handed to new processes"):
+        ga.launch(checks.rank_and_tensors, 2, (lambda: 5,))
+    with pytest.raises(ga.RankError, match="what the function returned cannot be sent back"):
+        forked(checks.not_sendable, 1)
+
+
+def test_launch_says_what_it_needs():
+    with pytest.raises(ga.ArgumentError, match="ranks is 0"):
+        ga.launch(checks.nothing, 0)
+    with pytest.raises(ga.ArgumentError, match="backend is 'mpi'; expected 'nccl' or 'gloo'"):
+        ga.launch(checks.nothing, 2, backend="mpi")
+    if torch.cuda.device_count() < 64:
+        message = "64 ranks with backend 'nccl' need a GPU each, and this machine has"
+        with pytest.raises(ga.ArgumentError, match=message):
+            ga.launch(checks.nothing, 64, backend="nccl")
+
+
+def test_a_function_of_a_notebook_is_handed_over_by_a_fork():
+    """It belongs to no file. torch has computed before, as in a notebook, with several threads,
+    which a fork does not have."""
+    cells = """
+import torch, gpuaccel as ga
+(torch.randn(300, 300) @ torch.randn(300, 300)).sum()
+torch.randn(10**6).sin().sum()
+torch.nn.Linear(4, 4)(torch.randn(2, 4)).sum().backward()
+def work(x):
+    config, model = ga.Distributed(), torch.nn.Linear(4, 4)
+    torch.randn(10**6).sin().sum()
+    loss_fn = lambda m, b: m(b).square().mean()
+    with ga.TrainStep(model, loss_fn=loss_fn, distributed=config) as step:
+        for _ in range(3):
+            out = step(torch.ones(2, 4))
+    return config.rank, x, float(out.loss)
+print(ga.launch(work, 1, (5,)) + ga.launch(work, 2, (5,)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=cells,
+        text=True,
+        capture_output=True,
+        timeout=HANG,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+    )
+    assert done.returncode == 0, done.stderr
+    alone, one, two = eval(done.stdout)
+    assert alone[:2] == one[:2] == (0, 5) and two[:2] == (1, 5) and one[2] == two[2]
+
+
+def test_where_a_fork_could_not_use_the_gpu_a_function_is_handed_over_by_value(monkeypatch):
+    """With what it refers to; what of that cannot be pickled is named."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    factor, lock = 5, threading.Lock()
+
+    def work(x):
+        return dist.get_rank(), x * factor
+
+    assert ga.launch(work, 2, (3,), backend="gloo") == [(0, 15), (1, 15)]
+    message = "<lambda> cannot be handed to new processes: .*lock"
+    with pytest.raises(ga.ArgumentError, match=message):
+        ga.launch(lambda: lock, 2, backend="gloo")
+
+
+# ---- a rank that fails ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "trouble, message",
+    [
+        (checks.raises, "rank 1 raised ValueError: no more data. All ranks were stopped"),
+        (checks.killed, "rank 1 was killed by SIGKILL in step 4"),
+        (checks.leaves, "rank 1 ended with status 3 in step 4"),
+        (checks.hangs, "rank 1 hangs: it has not finished backward in step 4 for 5 s"),
+    ],
+)
+def test_trouble_on_one_rank_stops_all_and_names_it(trouble, message):
+    """Five seconds, in which a rank that is well finishes a backward on a busy machine too."""
+    with pytest.raises(ga.RankError, match=message):
+        forked(checks.steps_with, 2, trouble, 1, timeout=5.0, start=HANG)
+
+
+@pytest.mark.parametrize(
+    "where, goal",
+    [("before", "made its TrainStep"), ("micro-batch", "finished backward in step 1")],
+)
+def test_a_rank_that_hangs_before_its_first_step_is_over_is_named(where, goal):
+    """Kernels may be compiled until then: it has a limit of its own."""
+    with pytest.raises(ga.RankError, match=f"rank 1 hangs: it has not {goal} for 4 s"):
+        forked(checks.hangs_before_its_first_step_is_over, 2, where, timeout=0.5, start=4.0)
+
+
+def test_a_rank_that_returned_while_another_waits_for_it_is_named(tmp_path):
+    """By ga.launch. The rank that waits knows only that a connection was closed."""
+    path = tmp_path / "error of rank 0"
+    message = (
+        r"rank 1 has returned, after 2 steps, and rank 0 waits for it in step 3\..*step\(None\)"
+    )
+    with pytest.raises(ga.RankError, match=message):
+        forked(checks.fewer_steps, 2, path)
+    assert path.read_text().startswith("rank 0 of 2 cannot reach another one in step 3: ")
+
+
+def test_an_error_between_two_steps_does_not_wait_for_the_others(tmp_path):
+    """Neither the loop's last checkpoint nor the closing of a sharded optimizer, which would take
+    all ranks."""
+    with pytest.raises(ga.RankError, match="rank 1 raised ValueError: no more data"):
+        forked(checks.fails_between_steps, 2, str(tmp_path), timeout=HANG)
+    assert ga.latest_checkpoint(tmp_path).name == "step-00000002.safetensors"
+
+
+@pytest.mark.parametrize("seed", range(-(-int(os.environ.get("GPUACCEL_KILLS", 3)) // 3)))
+def test_killed_at_any_moment_a_run_goes_on_bit_for_bit(tmp_path, seed):
+    """Three times a random rank is killed at a random moment of a run with checkpoints: nothing
+    hangs, no checkpoint is damaged, and the losses are those of one process that nobody stopped.
+    More: GPUACCEL_KILLS=20 python -m pytest tests/distributed/test_launch.py -k killed_at_any"""
+    folder, chance = str(tmp_path / "killed"), random.Random(seed)
+    for _ in range(3):
+        who, seconds = chance.randrange(2), 0.1 * chance.random()
+        with pytest.raises(ga.RankError, match=f"rank {who} was killed by SIGKILL"):
+            forked(checks.train_and_die, 2, folder, seconds, who, timeout=HANG)
+    forked(checks.train_and_die, 2, folder)
+    checks.train_and_die(str(tmp_path / "one"))
+    losses = checks.logged_losses(tmp_path / "one")
+    assert checks.logged_losses(folder) == losses and len(losses) == 20
+
+
+# ---- readings, drawn while the ranks train -------------------------------------------------------
+
+
+def test_the_readings_of_every_rank_are_drawn_while_they_train(capsys):
+    live = ga.LiveThroughput("two ranks")
+    assert forked(checks.yields, 2, 6, live=live) == [0, 1]
+    assert list(live.runs) == ["rank 0", "rank 1"]
+    first, second = live.runs.values()
+    for run in (first, second):
+        assert [point[0] for point in run.points] == list(range(1, 7)) and run.state == "done"
+    assert first.loss == second.loss and math.isfinite(first.loss)
+    assert first.colour != second.colour
+
+
+def test_a_generator_is_run_to_its_end():
+    def one_reading(result):
+        yield "a reading"
+        return result
+
+    sent = []
+    connection = SimpleNamespace(send_bytes=sent.append)
+    assert _run_to_end(one_reading(7), connection) == 7
+    assert _run_to_end([8], connection) == [8]
+    assert list(map(pickle.loads, sent)) == [Message("reading", "a reading")]
+
+
+def test_a_rank_that_dies_ends_the_live_view_too(capsys):
+    live = ga.LiveThroughput()
+    with pytest.raises(ga.RankError, match="rank 1 was killed by SIGKILL"):
+        forked(checks.yields, 2, 3, checks.killed, live=live)
+    assert [run.state for run in live.runs.values()] == ["failed", "failed"]
+    assert live.runs["rank 1"].last.step == 3
+
+
+def test_stop_ends_all_ranks_even_one_that_is_silent(capsys, monkeypatch):
+    """Rank 1 sleeps after its steps: no reading will come. What rank 0 has returned is kept."""
+    live, returned = ga.LiveThroughput(), threading.Event()
+    before = set(multiprocessing.active_children())
+    listen = RankWatch._listen
+
+    def listen_and_note(watch):
+        readings = listen(watch)
+        if 0 in watch.results:
+            returned.set()
+        return readings
+
+    monkeypatch.setattr(RankWatch, "_listen", listen_and_note)
+
+    def steps_of_rank_1():
+        run = live.runs.get("rank 1")
+        return run.last.step if run is not None and run.last is not None else 0
+
+    def stop():
+        until = time.monotonic() + HANG
+        while time.monotonic() < until and steps_of_rank_1() < 3:
+            time.sleep(0.05)
+        returned.wait(HANG)
+        live.stop()
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    assert forked(checks.yields, 2, 3, checks.hangs, live=live) == [0, None]
+    thread.join()
+    assert set(multiprocessing.active_children()) <= before
+    assert [run.state for run in live.runs.values()] == ["stopped", "stopped"]

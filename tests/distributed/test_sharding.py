@@ -1,0 +1,79 @@
+"""A sharded optimizer (ZeRO stage 1): its updates, its memory, and its checkpoints."""
+
+import pytest
+import rank_checks as checks
+import torch
+from test_sums import SIMT, is_one_process, near_one_process, words
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(backend="simt"),
+        dict(backend="simt", accumulate="fused", tied=True),
+        dict(backend="simt", low=torch.bfloat16, bound=2e-3),
+        dict(low=torch.bfloat16, bound=2e-3),
+        dict(backend="simt", config=dict(dtype=torch.bfloat16), bound=2e-2),
+    ],
+    ids=words,
+)
+@pytest.mark.parametrize("ranks, shares", [(2, [2, 2]), (4, [1, 2, 0, 1])])
+def test_a_sharded_optimizer_is_one_process(workers, ranks, shares, options):
+    options = dict(options)
+    bound = options.pop("bound", 1e-6)
+    config = {"sharded": True, **options.pop("config", {})}
+    results = workers(checks.as_one_process, ranks, shares=shares, config=config, **options)
+    near_one_process(results, bound, losses=10 * bound)
+
+
+@pytest.mark.parametrize("backend", ["torch", SIMT])
+def test_shards_change_no_bit_and_need_less_memory(workers, backend):
+    """Ordered and sharded, against one process. Each rank keeps the moments of its share, and of a
+    few chunks that every rank updates."""
+    config = dict(ordered=True, sharded=True)
+    shares = [2, 2, 2]
+    is_one_process(workers(checks.as_one_process, 3, shares=shares, backend=backend, config=config))
+    for kept, whole, common in workers(checks.memory_of_moments, 3, backend=backend):
+        assert kept <= whole / 3 + common and kept < whole / 2
+
+
+@pytest.mark.parametrize("backend", ["torch", SIMT])
+def test_a_sharded_checkpoint_is_resumed_by_any_number_of_ranks(workers, backend, tmp_path):
+    """Ordered: 2 ranks for two steps, then 4, 1 and 2 for two more, are bit-identical to one
+    process that took all four."""
+    workers(checks.shards_to_file, 2, backend=backend, folder=str(tmp_path))
+    for ranks in (4, 1, 2):
+        same = workers(checks.shards_from_file, ranks, backend=backend, folder=str(tmp_path))
+        assert same == [True] * ranks
+
+
+@pytest.mark.parametrize("low", [torch.float32, torch.bfloat16])
+def test_savers_of_others_write_a_sharded_run_whole(workers, low, tmp_path):
+    assert workers(checks.savers_of_shards, 2, low=low, folder=str(tmp_path)) == [True, True]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_run_goes_on_with_another_number_of_ranks(workers, sharded, tmp_path):
+    """ga.train, ordered: the losses of 4 ranks, of 2 after 1, and of 2 after 2 are those of a run
+    that nobody stopped, bit for bit."""
+    folder = str(tmp_path / "4")
+    whole = workers(checks.trained, 4, folder=folder, stops=0, ranks_then=0, sharded=sharded)[0]
+    assert len(whole) == 5
+    for ranks_then in (1, 2):
+        options = dict(folder=str(tmp_path / f"2 after {ranks_then}"), stops=2, sharded=sharded)
+        assert workers(checks.trained, 2, ranks_then=ranks_then, **options)[0] == whole
+
+
+def test_dropout_goes_on_as_it_was_on_every_rank(workers, tmp_path):
+    losses = []
+    for stops in (0, 2):
+        options = dict(folder=str(tmp_path / f"{stops}"), stops=stops, sharded=False, dropout=True)
+        losses.append(workers(checks.trained, 2, ranks_then=2, **options)[0])
+    assert len(losses[0]) == 5 and losses[0] == losses[1]
+
+
+def test_only_our_optimizer_over_the_arena_is_sharded(workers):
+    for kind, message in workers.errors(checks.made, 2, config=dict(sharded=True), sgd=True):
+        assert kind == "ArgumentError"
+        assert "sharded=True with clip='torch': a rank has its share of the gradient" in message

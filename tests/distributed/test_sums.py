@@ -1,0 +1,314 @@
+"""Data-parallel training: ranks are one process, bit for bit where that is promised."""
+
+import math
+import shutil
+
+import pytest
+import rank_checks as checks
+import torch
+
+import gpuaccel as ga
+from gpuaccel.backends import find_compiler
+from gpuaccel.optim.accumulate import MODES
+
+SIMT = pytest.param(
+    "simt", marks=pytest.mark.skipif(find_compiler()[0] is None, reason="needs a C++ compiler")
+)
+
+
+def words(options):
+    """Names a case."""
+    if not isinstance(options, dict):
+        return str(options)
+    return " ".join(f"{key}={getattr(value, '__name__', value)}" for key, value in options.items())
+
+
+def near_one_process(results, bound=1e-6, losses=None):
+    """results: of as_one_process. bound: of the weights' distance in units of their norm; losses:
+    relative, of losses and norms."""
+    losses = losses or 20 * bound
+    for rank, one in enumerate(results):
+        assert one["moved"] > 1e-3, "the weights hardly moved: nothing was compared"
+        assert one["off"] <= bound, (
+            f"rank {rank}: the weights are off by {one['off']:.3g} of their norm, "
+            f"{one['name']} most"
+        )
+        assert one["hash"] == results[0]["hash"], f"rank {rank} has other weights than rank 0"
+        for actual, expected in zip(one["outs"], one["expected_outs"]):
+            assert actual[1] == expected[1], f"tokens: {actual[1]}, expected {expected[1]}"
+            for a, b in ((actual[0], expected[0]), (actual[2], expected[2])):
+                assert a is b or math.isclose(a, b, rel_tol=losses), (
+                    f"rank {rank}: {one['outs']}, expected {one['expected_outs']}"
+                )
+
+
+def is_one_process(results):
+    """Bit-identical weights, losses and norms."""
+    for rank, one in enumerate(results):
+        assert one["moved"] > 1e-3, "the weights hardly moved: nothing was compared"
+        assert one["same"], f"rank {rank}: off by {one['off']:.3g} of the norm, {one['name']} most"
+        for actual, expected in zip(one["outs"], one["expected_outs"]):
+            # Where loss_fn returns means, only a step of several ranks counts micro-batches.
+            tokens = expected[1] is None or actual[1] == expected[1]
+            assert tokens and actual[::2] == expected[::2], (one["outs"], one["expected_outs"])
+
+
+# ---- all-reduce ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks, shares", [(2, [2, 2]), (4, [1, 2, 0, 1])])
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_are_one_process(workers, mode, ranks, shares):
+    """DDP-001, -004. Uneven tokens, rows and micro-batches, a rank without any, tied weights,
+    tensors that some or all ranks do not use. After each step all ranks have equal weights."""
+    for kind in ("adamw", "sgd"):
+        options = dict(accumulate=mode, kind=kind, tied=mode == "fused")
+        near_one_process(workers(checks.as_one_process, ranks, shares=shares, **options))
+
+
+@pytest.mark.parametrize("backend", [SIMT])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(tied=True),
+        dict(net=checks.Twice),
+        dict(net=checks.ProductsOnly),
+        dict(config=dict(sharded=True)),
+        dict(config=dict(sharded=True, dtype=torch.bfloat16)),
+    ],
+    ids=words,
+)
+def test_what_a_compiled_backward_sends_early(workers, options, backend):
+    """Products say when they were added; other tensors of a bucket are sent behind the last one."""
+    bound = 2e-3 if "dtype" in options.get("config", {}) else 1e-6
+    fused = dict(accumulate="fused", compile="as if", backend=backend)
+    results = workers(checks.as_one_process, 2, shares=[2, 1], **fused, **options)
+    near_one_process(results, bound, losses=10 * bound)
+
+
+@pytest.mark.parametrize("backend", [SIMT])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(accumulate="arena"),
+        dict(accumulate="fused", tied=True),
+        dict(accumulate="fused", config=dict(find_nonfinite_rank=False, bucket_mb=0.02)),
+    ],
+    ids=words,
+)
+def test_with_our_kernels(workers, options, backend):
+    results = workers(checks.as_one_process, 2, shares=[2, 1], backend=backend, **options)
+    near_one_process(results)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        # A bf16 weight may be rounded the other way where a sum has another order.
+        dict(accumulate="arena", low=torch.bfloat16, config=dict(bucket_mb=1.0), bound=2e-3),
+        # Each rank rounds its sum once.
+        dict(kind="sgd", config=dict(dtype=torch.bfloat16), bound=2e-3, losses=1e-2),
+        dict(divide="sequences"),
+        dict(divide="micro_batches"),
+        dict(loss_fn=checks.mean_loss),
+        dict(clip="torch", max_norm=0.05, kind="sgd"),
+        dict(clip="item", max_norm=0.05, kind="sgd"),
+        # Reentrant checkpointing: backwards inside of the backward.
+        dict(net=checks.Checkpointed),
+    ],
+    ids=words,
+)
+def test_every_dtype_divisor_and_clip(workers, options):
+    options = dict(options)
+    bound, losses = options.pop("bound", 1e-6), options.pop("losses", None)
+    results = workers(checks.as_one_process, 2, shares=[2, 1], **options)
+    near_one_process(results, bound, losses)
+
+
+def test_a_weight_shared_by_checkpointed_blocks_would_be_sent_too_early(workers):
+    """Said, and not gone on with."""
+    for first, second in workers(checks.step_that_raises, 2):
+        assert first.startswith("blocks.0.0.weight got more of its gradient after that was sent")
+        assert "use_reentrant=False" in first
+        assert "left an earlier step with an error after it had sent part" in second
+
+
+def test_a_head_of_more_than_100_mb(workers):
+    for off, size in workers(checks.large_head, 2):
+        assert size > 100e6 and off < 1e-6
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_buckets_are_sent_while_backward_runs(workers, mode):
+    """Contiguous, whole blocks, from the last layer to the first; also a head larger than a bucket.
+    host and autograd: when the sums are there."""
+    for order, is_arena in workers(checks.order_of_buckets, 2, mode=mode):
+        early = order.index("backward is over")
+        numbers = order[:early] + order[early + 1 :]
+        assert is_arena and numbers == list(range(len(numbers))) and len(numbers) > 3
+        if mode in ("host", "autograd"):
+            assert early == 0, order
+        else:
+            assert early >= len(numbers) - 1, order
+
+
+# ---- ordered -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(accumulate="host"),
+        dict(accumulate="autograd"),
+        dict(accumulate="arena"),
+        dict(accumulate="arena", backend="simt", low=torch.bfloat16),
+        dict(accumulate="autograd", clip="torch", max_norm=0.05, kind="sgd"),
+        dict(divide="sequences"),
+        # A plain step divides means beforehand, or adds inside of the product: plain=False.
+        dict(divide="micro_batches", plain=False),
+        dict(loss_fn=checks.mean_loss, plain=False),
+        dict(accumulate="fused", tied=True, plain=False),
+        dict(accumulate="fused", backend="simt", plain=False),
+    ],
+    ids=words,
+)
+@pytest.mark.parametrize("ranks, shares", [(2, [3, 3]), (3, [2, 2, 0])])
+def test_ordered_sums_are_those_of_one_process(workers, ranks, shares, options):
+    """N ranks with M micro-batches each, and one with N * M, are bit-identical."""
+    config = dict(ordered=True)
+    is_one_process(workers(checks.as_one_process, ranks, shares=shares, config=config, **options))
+
+
+def test_a_hundred_uneven_steps_in_order(workers):
+    options = dict(shares=[1, 1], steps=100, config=dict(ordered=True))
+    is_one_process(workers(checks.as_one_process, 2, **options))
+
+
+def test_one_rank_in_ordered_mode_is_a_plain_step():
+    results = []
+    for config in (None, ga.Distributed(ordered=True)):
+        results.append(checks.run(checks.Net(), 3, 1, 0, [3], distributed=config))
+    (weights, outs), (ordered_weights, ordered_outs) = results
+    assert ordered_outs == outs
+    assert all(torch.equal(ordered_weights[name], weights[name]) for name in weights)
+
+
+def test_one_rank_needs_no_reducer():
+    """Without a process group, and without ordered mode, there is nothing to reduce."""
+    config = ga.Distributed()
+    assert (config.rank, config.world, config.needs_reducer) == (0, 1, False)
+    assert not torch.distributed.is_initialized()
+    with checks.make_step(model := checks.Net(), distributed=config) as step:
+        assert step.reducer is None
+        step([checks.micro_batch(0)])
+        with checks.make_step(plain := checks.Net()) as other:
+            other([checks.micro_batch(0)])
+            assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+# ---- peer-to-peer copies -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(tied=True),
+        dict(accumulate="fused", compile="as if"),
+        dict(config=dict(sharded=True)),
+        dict(accumulate="fused", compile="as if", config=dict(sharded=True)),
+        dict(low=torch.bfloat16, config=dict(sharded=True)),
+    ],
+    ids=words,
+)
+@pytest.mark.parametrize("ranks, slab", [(2, 1 << 22), (3, 4096)])
+@pytest.mark.parametrize("backend", [SIMT])
+def test_copies_are_added_in_the_order_of_the_ranks(workers, backend, ranks, slab, options):
+    """As on GPUs, between files in place of GPUs' memory: bit-identical to one process that adds
+    one micro-batch after the other. gloo adds what shards leave at a bucket's end, and the small
+    tensors beside a compiled backward, in an order of its own."""
+    options = dict(backend=backend, plain=False, slab=slab, **options)
+    results = workers(checks.as_one_process, ranks, shares=[1] * ranks, **options)
+    gloo_adds = ranks > 2 and ("config" in options or "compile" in options)
+    for one in results:
+        assert one["moved"] > 0.01
+        assert one["off"] <= 1e-6 if gloo_adds else one["same"], (one["name"], one["off"])
+
+
+@pytest.mark.skipif(find_compiler()[0] is None, reason="needs a C++ compiler")
+def test_a_refused_second_step_leaves_the_copies_of_the_first_alone(workers):
+    for error, hashes, undisturbed in workers(checks.second_step_refused, 2):
+        assert "has a GradientAccumulator already" in error and hashes == undisturbed
+
+
+def test_copies_are_refused_in_words_where_there_is_nothing_to_copy(workers):
+    for error in workers.errors(checks.made, 2, config=dict(peer_to_peer=True)):
+        assert error == (
+            "ArgumentError",
+            "peer_to_peer is True, and the 2 ranks' collectives are gloo's, the model is on cpu, "
+            "backend torch; expected the GPUs of one machine, which can read each other's memory, "
+            "and fp32 sums",
+        )
+
+
+# ---- a transformer, on CPUs and GPUs -------------------------------------------------------------
+
+TRANSFORMERS = [
+    dict(),
+    dict(accumulate="fused"),
+    dict(low=torch.bfloat16, accumulate="fused"),
+    dict(dtype=torch.bfloat16),
+    dict(ordered=True),
+    dict(sharded=True),
+    dict(sharded=True, low=torch.bfloat16),
+    dict(accumulate="fused", low=torch.bfloat16, compile=True),
+    dict(accumulate="fused", compile=True, sharded=True),
+    dict(peer_to_peer=False),
+    dict(accumulate="fused", sharded=True, compile=True, peer_to_peer=False),
+]
+COMPILED_SHARDED = TRANSFORMERS[8]
+
+
+def check_transformers(results, options):
+    """Bit-identical on all ranks, and near one process; in order: equal to it."""
+    bound = 1e-5
+    if "ordered" in options:
+        bound = 0.0
+    elif "dtype" in options or "low" in options:
+        bound = 2e-2
+    for one in results:
+        assert (one["hash"], one["losses"]) == (results[0]["hash"], results[0]["losses"])
+        assert one["off"] <= bound
+        assert "compile" not in options or max(one["left"]) > 0, (
+            "no bucket was sent before the compiled backward's last product"
+        )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [o for o in TRANSFORMERS if not o.keys() & {"compile", "peer_to_peer"}] + [COMPILED_SHARDED],
+    ids=words,
+)
+def test_a_transformer_on_two_ranks(workers, options):
+    if options.get("compile") and not any(map(shutil.which, ("g++", "clang++"))):
+        pytest.skip("inductor needs a C++ compiler for the CPU, and there is none")
+    results = workers(checks.transformer, 2, device="cpu", replay="eager", **options)
+    check_transformers(results, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "gpus, options",
+    [*((2, options) for options in TRANSFORMERS), *((4, TRANSFORMERS[k]) for k in (0, 4, 7, 8))],
+    ids=words,
+)
+def test_gpus_eager_and_captured(gpu_workers, gpus, options):
+    """A graph that holds the collectives is bit-identical to the eager step."""
+    results = []
+    for replay in ("eager", "graph"):
+        results += gpu_workers(gpus)(
+            checks.transformer, gpus, device="cuda", replay=replay, **options
+        )
+    check_transformers(results, options)
+    copies = not options.keys() & {"dtype", "ordered"} and options.get("peer_to_peer", True)
+    assert all(one["copies"] == copies for one in results)

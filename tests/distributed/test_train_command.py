@@ -1,0 +1,76 @@
+"""`gpuaccel train` with several ranks, started by itself and by torchrun."""
+
+import os
+import random
+import re
+import signal
+import sys
+
+from train_processes import (
+    HANG,
+    children_of,
+    free_port,
+    gpuaccel,
+    kill,
+    listens_at,
+    losses,
+    newest_step,
+    rank_environment,
+    wait_until,
+)
+
+
+def test_the_command_line_trains_with_ranks_and_resumes(one_process, tmp_path, interruptible):
+    """--nproc 2 with a sharded optimizer, stopped by Ctrl-C after some step, then torchrun without
+    to the end: the losses of one process, bit for bit (--ordered)."""
+    folder = tmp_path / "run"
+    first = gpuaccel(folder, *one_process.options, "--nproc", "2", "--sharded")
+    wait_until(lambda: len(losses(folder)) >= 3, first)
+    first.send_signal(signal.SIGINT)
+    out, said = first.communicate(timeout=HANG)
+    assert first.returncode == 130, (out, said)
+    assert "checkpoint written; --resume goes on" in said
+    done = len(losses(folder))
+    assert 3 <= done < len(one_process.losses)
+    torchrun = (
+        f"{sys.executable} -m torch.distributed.run --nproc-per-node 2 --master-addr 127.0.0.1 "
+        f"--master-port {free_port()} --max-restarts 1 --monitor-interval 0.1 -m gpuaccel"
+    )
+    resumed = (*one_process.options, "--resume", "--checkpoint-every", "2")
+    rest = gpuaccel(folder, *resumed, launcher=torchrun.split())
+    wait_until(lambda: newest_step(folder) > done + 1, rest)
+    ranks = children_of(rest.pid)
+    assert all(listens_at(rank) == {"127.0.0.1"} for rank in ranks)
+    # torchrun starts all of them again, from the last checkpoint.
+    os.kill(random.choice(ranks), signal.SIGKILL)
+    out, said = rest.communicate(timeout=HANG)
+    assert rest.returncode == 0 and out.count("val loss") == 1, said
+    assert losses(folder) == one_process.losses
+
+
+def test_a_rank_that_hangs_is_named_by_those_that_wait_for_it(tmp_path):
+    """Whoever has started them: --timeout seconds after the others have reached a collective that
+    it has not. One that stops inside of a collective has reached it, and is not named."""
+    named = "gpuaccel: rank 0 of 2 cannot reach rank 1 of 2 in step [0-9]+: "
+    assert any(
+        re.search(named, what_rank_0_says_when_rank_1_hangs(tmp_path / str(attempt)))
+        for attempt in range(4)
+    )
+
+
+def what_rank_0_says_when_rank_1_hangs(folder):
+    folder.mkdir()
+    port = free_port()
+    options = ("--steps", "100000", "--timeout", "10")
+    ranks = [
+        gpuaccel(folder / "a", *options, **rank_environment(rank, 2, port)) for rank in range(2)
+    ]
+    try:
+        wait_until(lambda: len(losses(folder / "a")) >= 3, *ranks)
+        ranks[1].send_signal(signal.SIGSTOP)
+        said = ranks[0].communicate(timeout=HANG)[1]
+        message = "gpuaccel: rank 0 of 2 cannot reach (rank 1 of 2|another one) in step [0-9]+: "
+        assert ranks[0].returncode == 1 and re.search(message, said), said
+        return said
+    finally:
+        kill(*ranks)

@@ -1,0 +1,100 @@
+"""`gpuaccel train` as a process, and what can be seen of it from outside."""
+
+import contextlib
+import json
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+import time
+
+# Seconds until a process or an event counts as hanging. Nothing is judged by them.
+HANG = 600
+
+
+def gpuaccel(folder, *options, launcher=(sys.executable, "-m", "gpuaccel"), **environment):
+    """Start `gpuaccel train --out folder` on the CPU, with a text beside the folder."""
+    text = folder.parent / "text.txt"
+    if not text.exists():
+        text.write_text("The gradient of a sum is the sum of the gradients. " * 200)
+    words = "--batch 4 --micro-batches 4 --seq 16 --no-progress --device cpu".split()
+    return subprocess.Popen(
+        [*launcher, "train", "--text", str(text), "--out", str(folder), *words, *options],
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+def rank_environment(rank: int, ranks: int, port: int) -> "dict[str, str]":
+    """torchrun's variables on one machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def losses(folder) -> "list[float]":
+    """Of each step that the run has logged."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def newest_step(folder) -> int:
+    """Of the checkpoints in a folder; -1: there is none."""
+    numbers = [int(path.stem.split("-")[1]) for path in folder.glob("step-*.safetensors")]
+    return max(numbers, default=-1)
+
+
+def wait_until(condition, *processes):
+    """AssertionError, with what it said, when one of the processes ends before."""
+    until = time.monotonic() + HANG
+    while not condition():
+        for process in processes:
+            assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def kill(*processes):
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def children_of(pid) -> "list[int]":
+    children = []
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                children.append(int(stat.parent.name))
+    return children
+
+
+def listens_at(pid) -> "set[str]":
+    """The addresses at which a process listens; "::" for any of IPv6."""
+    addresses, sockets = set(), set()
+    for link in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        if link.is_symlink():
+            sockets.update(re.findall(r"^socket:\[(\d+)\]$", os.readlink(link)))
+    for version in ("tcp", "tcp6"):
+        for line in pathlib.Path(f"/proc/{pid}/net/{version}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = fields = line.split()
+            if state == "0A" and fields[9] in sockets:
+                own = socket.inet_ntoa(bytes.fromhex(local[:8])[::-1])
+                addresses.add(own if version == "tcp" else "::")
+    return addresses
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]

@@ -1,0 +1,138 @@
+"""What tests of the optimizers share: parameters and gradients, comparisons, steps with a gradient that is not finite."""
+
+import torch
+from helpers import Blocks, bits, differ, filled, generator, same
+from torch import nn
+
+from gpuaccel.optim.accumulate import GradientAccumulator
+from gpuaccel.optim.arena import Arena
+
+# How far two implementations of the same formula may drift apart in a dozen steps of fp32: a few
+# roundings of weights of size 1.
+CLOSE = {"rtol": 1e-5, "atol": 2e-6}
+SHAPES = ((10, 5), (5,), (), (0,), (4097,), (1, 1, 3))
+
+
+def params_of(device="cpu", shapes=SHAPES, dtype=torch.float32, seed=0):
+    random = generator(seed)
+    return [nn.Parameter(torch.randn(s, generator=random).to(device, dtype)) for s in shapes]
+
+
+def twin(params):
+    return [nn.Parameter(p.detach().clone()) for p in params]
+
+
+def give(seed, *sets, size=1.0, without=()):
+    """The same random gradients to each set of parameters."""
+    random = generator(1000 + seed)
+    for i, row in enumerate(zip(*sets)):
+        g = size * torch.randn(row[0].shape, generator=random)
+        for p in row:
+            p.grad = None if i in without else torch.empty_like(p).copy_(g)
+
+
+def march(mine, theirs, ours, reference, steps=12, seed=0, **how):
+    """So many steps of two optimizers on the same gradients; compared after each."""
+    for k in range(steps):
+        give(seed + k, ours, reference)
+        mine.step(), theirs.step()
+        compare(ours, reference, f"step {k}", **how)
+
+
+def compare(ours, reference, what="", **how):
+    for i, (a, b) in enumerate(zip(ours, reference, strict=True)):
+        torch.testing.assert_close(
+            a.detach(),
+            b.detach(),
+            **{**CLOSE, **how},
+            msg=lambda m: f"{what}, tensor {i}: {differ(a, b)}\n{m}",
+        )
+
+
+def states(optimizer, key):
+    return [
+        optimizer.state[p].get(key) for group in optimizer.param_groups for p in group["params"]
+    ]
+
+
+def snapshot(optimizer, *more):
+    """Bits of all that a step may change."""
+    tensors = [p for group in optimizer.param_groups for p in group["params"]]
+    tensors += [
+        t
+        for p in tensors
+        for t in optimizer.state.get(p, {}).values()
+        if isinstance(t, torch.Tensor)
+    ] + list(more)
+    return [bits(t) for t in tensors]
+
+
+def unchanged(before, optimizer, *more):
+    after = snapshot(optimizer, *more)
+    assert len(after) == len(before)
+    wrong = [i for i, (a, b) in enumerate(zip(after, before)) if not torch.equal(a, b)]
+    assert not wrong, f"tensors {wrong} of weights, states and gradients were changed"
+
+
+def check_arena(arena, cleared=True):
+    """Masters, copies and padding as an arena promises."""
+    for s, master, p in zip(arena.segments, arena.masters, arena.params):
+        if master is not p:
+            rounded = master.detach().bfloat16()
+            same(p.detach(), rounded, f"the bf16 copy of {s.name} is its master, rounded")
+    used = torch.zeros(arena.numel, dtype=torch.bool)
+    for s in arena.segments:
+        used[s.offset : s.offset + s.numel] = True
+    assert not arena.weights.cpu()[~used].any() and not arena.grads.cpu()[~used].any(), (
+        "padding was written"
+    )
+    if cleared:
+        assert not arena.grads.any(), f"sums were not cleared: {arena.grads.abs().max()}"
+        assert all(p.grad is None for p in (*arena.params, *arena.masters))
+
+
+class Training:
+    """An optimizer over "parameters", an "arena" or an "arena without accumulator", and gradients for its steps."""
+
+    def __init__(self, make, what, device, dtype=torch.float32, **kwargs):
+        self.what = what
+        if what == "parameters":
+            self.params = params_of(device, dtype=dtype)
+            self.opt = make(self.params, **kwargs)
+            self.watched, self.bad_name = [], "parameter 4 of shape (4097,)"
+            return
+        self.model = Blocks(dtype=dtype).to(device)
+        self.arena = arena = Arena(self.model)
+        self.params = arena.masters
+        self.opt = make(arena, **kwargs)
+        self.accumulator = GradientAccumulator(arena) if what == "arena" else None
+        self.watched = [t for t in (arena.weights, arena.bf16_weights) if t is not None]
+        self.bad_name = arena.segments[3].name
+
+    def backward(self, k, bad=None):
+        """Gradients of step k; bad: NaN or infinity, which one of them has."""
+        if self.what == "parameters":
+            give(k, self.params)
+            if bad is not None:
+                self.params[4].grad[4096] = bad
+            return
+        grads = filled(self.model, k)
+        if bad is not None:
+            grads[3][4096] = bad
+        if self.accumulator is None:
+            self.model.zero_grad()
+        self.model(grads).backward()
+
+    def step(self, k):
+        self.backward(k)
+        self.opt.step()
+
+    def gradients(self):
+        """What the next step reads, in the order of `params`."""
+        if self.what == "arena without accumulator":
+            return [p.grad for p in self.arena.params]
+        return [p.grad for p in self.params]
+
+    def close(self):
+        if self.what != "parameters":
+            self.arena.release()

@@ -1,0 +1,63 @@
+"""A program that uses gpuaccel gets types from it: mypy knows what the public names are."""
+
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+# What mypy must say about a line stands in the comment at its end.
+CLIENT = """
+import torch
+import gpuaccel as ga
+
+model = torch.nn.Linear(2, 2)
+arena = ga.Arena(model)
+opt = ga.AdamW(arena, lr=1e-3, max_norm=1.0)
+step = ga.TrainStep(model, opt)
+reveal_type(arena)  # Revealed type is "gpuaccel.optim.arena.Arena"
+reveal_type(arena.parameters())  # Revealed type is "list[torch.nn.parameter.Parameter]"
+reveal_type(opt)  # Revealed type is "gpuaccel.optim.adamw.AdamW"
+reveal_type(opt.clip_state)  # Revealed type is "gpuaccel.ops.clip.ClipState | None"
+accumulator = ga.GradientAccumulator(arena)
+reveal_type(accumulator)  # Revealed type is "gpuaccel.optim.accumulate.GradientAccumulator"
+reveal_type(ga.GraphedStep(step))  # Revealed type is "gpuaccel.graphs.graphed_step.GraphedStep"
+reveal_type(step(torch.zeros(1)).loss)  # Revealed type is "torch._tensor.Tensor"
+reveal_type(ga.clip_grad_norm_(model.parameters(), 1.0))  # Revealed type is "torch._tensor.Tensor"
+reveal_type(ga.apply_lora(model))  # Revealed type is "torch.nn.modules.module.Module"
+reveal_type(next(ga.train(step, [], 10)))  # Revealed type is "gpuaccel.measure.meter.Reading"
+reveal_type(ga.doctor())  # Revealed type is "gpuaccel.cli.main.Doctor"
+ga.Arena()  # Missing positional argument "module" in call to "Arena"
+ga.AdamWW  # Module has no attribute "AdamWW"; maybe "AdamW"?
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_uses_the_package_gets_its_types(tmp_path):
+    if importlib.util.find_spec("mypy") is None:
+        pytest.skip("mypy, of the extra `test`, is not installed")
+    (tmp_path / "client.py").write_text(CLIENT)
+    options = ["--config-file", ROOT / "pyproject.toml"]
+    # The cache is that of `make check`: mypy reads torch once.
+    options += ["--cache-dir", ROOT / ".mypy_cache"]
+    result = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, "client.py"],
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    message = re.compile(r"client\.py:(\d+): \w+: (.*?)(?:  \[[\w-]+\])?")
+    matches = [message.fullmatch(line) for line in result.stdout.splitlines()]
+    messages = {int(match[1]): match[2] for match in matches if match}
+    expected = {
+        number: line.partition("  # ")[2]
+        for number, line in enumerate(CLIENT.splitlines(), 1)
+        if "  # " in line
+    }
+    assert messages == expected, result.stdout + result.stderr
