@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...graphs.tape import FRESH
+from ...graphs.tape import ALLOCATIONS
 from ...measure import profiler_sees_gpu, quiet_profiler, trace_events
 from ...nn.poly_attention import reference_poly_attention
 from ...nn.richards_glu import DEFAULTS, LEAST, NAMES, RichardsCurve, reference_richards
@@ -272,7 +272,7 @@ class Traffic(TorchDispatchMode):
             for t in tree_leaves(result)
             if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in storages
         ]
-        if func.name().startswith((*FRESH, "aten::lift_fresh")):
+        if func.name().startswith((*ALLOCATIONS, "aten::lift_fresh")):
             return result
         if outputs or func._schema.is_mutable:
             name = func.name().split("::")[1].split(".")[0]
