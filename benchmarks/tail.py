@@ -26,8 +26,8 @@ from timing import captured, copy_rate, milliseconds, milliseconds_after, wall
 from training import CAPTURABLE, SETTINGS, build, decay_groups, token_batch
 
 from gpuaccel.compiler.kernel import zero_
-from gpuaccel.ops import adamw
 from gpuaccel.ops.accumulate import CHUNK
+from gpuaccel.ops.update_rule import StepInputs, launch_begin, launch_update, list_launches
 from gpuaccel.optim import clip
 from gpuaccel.optim.accumulation_modes import add_to_arena
 from gpuaccel.optim.adamw import AdamW
@@ -108,35 +108,38 @@ class Ours:
         """name -> function that launches one kernel of the tail."""
         self.tail()
         self.add()
-        jobs, arena = self.optimizer._jobs(), self.arena
-        (work,) = self.optimizer._work.values()
-        max_norm, last_setting = work.settings[-2:-1], work.settings[-1:]
-        moments = self.optimizer._moments
+        arena, rule = self.arena, self.optimizer.rule
+        jobs, state = self.optimizer.jobs(), self.optimizer.device_state(arena.device)
+        found = self.optimizer.clip_state
+        inputs = StepInputs(found, None, True, None, None, state.record)
 
         def reduce():
             chunks = len(arena.squares.values)
             clip.launch_reduce(
-                work.found, arena.squares.values, arena.chunk_to_tensor, None, chunks, max_norm
+                found,
+                arena.squares.values,
+                arena.chunk_to_tensor,
+                None,
+                chunks,
+                state.max_norm,
             )
 
         def begin():
-            return adamw.launch_begin(
-                jobs, work.settings, work.found, None, True, None, None, work.record
-            )
+            return launch_begin(rule, jobs, state.settings, inputs)
 
         self.add(last=True)
         reduce()
-        coefficients, lists = begin(), adamw.Jobs(jobs)
+        coefficients = begin()
+        v2 = list_launches(rule, jobs, stochastic=False)
+        v3 = self.optimizer.layout.launches(rule, jobs, stochastic=False, all_sums=True)
         return {
             "accumulate_v3": self.add,
             "accumulate_v4": lambda: self.add(last=True),
             "squares_v2": lambda: clip.launch_squares(arena.grad_views, arena.squares.values),
             "reduce_v2": reduce,
             "adamw_begin": begin,
-            "adamw_v2": lambda: adamw.launch_update(lists, coefficients, last_setting, False),
-            "adamw_v3": lambda: adamw.launch_update(
-                jobs, coefficients, last_setting, False, arena, moments
-            ),
+            "adamw_v2": lambda: launch_update(v2, coefficients, state.seed),
+            "adamw_v3": lambda: launch_update(v3, coefficients, state.seed),
         }
 
 

@@ -32,7 +32,9 @@ def parameters(grads, device="cpu"):
 def bits(t):
     """A copy of a tensor's bits: tells -0.0 from 0.0, and one NaN from another."""
     t = t.detach().contiguous()
-    return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]).clone()
+    return t.view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()]
+    ).clone()
 
 
 def differ(got, want):

@@ -217,7 +217,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         members = [member for member in self._members() if member[1].requires_grad]
         self._make_states(members)
         for device in {p.device: None for _, p, _ in members}:
-            state = self._state_on(device)
+            state = self.device_state(device)
             if self._takes_norm():
                 self._clip_state_on(state)
             # Compiled and loaded: neither can be done in a capture.
@@ -309,7 +309,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_on(self, part: _Part):
-        state = self._state_on(part.device)
+        state = self.device_state(part.device)
         divisor = self._divisor(part.device)
         clip = groups = None
         if self._takes_norm():
@@ -355,7 +355,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 j.grad = grad
             return plan.parts
         self._plan = None
-        jobs = self._jobs()
+        jobs = self.jobs()
         devices = {j.weight.device: None for j in jobs}
         parts = [self._part(device, jobs, accumulator) for device in devices]
         self._plan = _Plan(self._key(accumulator)[0], jobs.given, parts)
@@ -431,7 +431,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         except (RuntimeError, TypeError):
             return None, given
 
-    def _jobs(self) -> Jobs:
+    def jobs(self) -> Jobs:
         """What this step updates, everything checked; nothing has changed when it raises."""
         arena, self._numbers = self.arena, None
         if arena is not None:
@@ -538,7 +538,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
         return state.clip_state(self.scope, rows[self.scope], self.names, group_of)
 
-    def _state_on(self, device) -> DeviceState:
+    def device_state(self, device: torch.device) -> DeviceState:
+        """Settings, counts and norms on this device."""
         if device not in self._devices:
             if is_capturing():
                 raise ArgumentError(

@@ -29,7 +29,9 @@ def reference_lion(
     low = weight.dtype in (torch.bfloat16, torch.float16)
     w, g, momentum = (t.float() if low else t for t in (weight, grad, m))
     g = g.to(w.dtype) * factor
-    w = w * (1 - lr * weight_decay) - torch.lerp(momentum, g, 1 - beta1).sign() * lr
+    u = torch.lerp(momentum, g, 1 - beta1)
+    sign = torch.where(u.isnan(), u, u.sign())  # torch's sign of NaN is 0
+    w = w * (1 - lr * weight_decay) - sign * lr
     m.copy_(torch.lerp(momentum, g, 1 - beta2))
     weight.copy_(w)
     return w

@@ -79,7 +79,8 @@ def evaluate(model: nn.Module, batches: Iterable, loss_fn: Callable = token_loss
 class Metrics:
     """A file with one JSON line per step: step, loss, lr, tokens, tokens_per_s, val_loss.
 
-    A line is written once its loss has arrived from the device.
+    A line is written once its loss has arrived from the device. lr is that of the first parameter
+    group, as the step used it, before its scheduler.
 
     path: made if missing.
     resumed_step: lines up to this step are kept; a resumed run writes those after it again."""

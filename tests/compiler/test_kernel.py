@@ -31,7 +31,7 @@ from gpuaccel.ops import token_sort as segments
 from gpuaccel.ops.accumulate import MAX_TENSORS, SQUARES_THREADS, THREADS
 from gpuaccel.ops.adamw import ADAMW
 from gpuaccel.optim import accumulate
-from gpuaccel.optim.accumulate import CHUNK
+from gpuaccel.ops.accumulate import CHUNK
 from gpuaccel.source import struct_fields
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")

@@ -97,17 +97,21 @@ class Training:
     def __init__(self, make, what, device, dtype=torch.float32, **kwargs):
         self.what = what
         if what == "parameters":
-            self.params = params_of(device, dtype=dtype)
-            self.opt = make(self.params, **kwargs)
+            self.take(make(params_of(device, dtype=dtype), **kwargs))
+        else:
+            self.take(make(Arena(Blocks(dtype=dtype).to(device)), **kwargs))
+
+    def take(self, opt):
+        """Train with this optimizer, and what it is over."""
+        self.opt, self.arena = opt, opt.arena
+        if opt.arena is None:
+            self.params = [p for group in opt.param_groups for p in group["params"]]
             self.watched, self.bad_name = [], "parameter 4 of shape (4097,)"
             return
-        self.model = Blocks(dtype=dtype).to(device)
-        self.arena = arena = Arena(self.model)
-        self.params = arena.masters
-        self.opt = make(arena, **kwargs)
-        self.accumulator = GradientAccumulator(arena) if what == "arena" else None
-        self.watched = [t for t in (arena.weights, arena.bf16_weights) if t is not None]
-        self.bad_name = arena.segments[3].name
+        self.model, self.params = opt.arena.module, opt.arena.masters
+        self.accumulator = GradientAccumulator(opt.arena) if self.what == "arena" else None
+        self.watched = [t for t in (opt.arena.weights, opt.arena.bf16_weights) if t is not None]
+        self.bad_name = opt.arena.segments[3].name
 
     def backward(self, k, bad=None):
         """Gradients of step k; bad: NaN or infinity, which one of them has."""

@@ -530,6 +530,20 @@ def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path, mode, dtype):
     ] == [row["lr"] for row in reference]
 
 
+def test_metrics_report_the_first_groups_learning_rate_as_the_step_used_it(tmp_path):
+    model = make_model()
+    arena = Arena(model, lr_scale=lambda name, p: 3.0 if p.dim() >= 2 else 0.5)
+    opt = AdamW(arena, lr=1e-2)
+    rates = [group["lr"] for group in opt.param_groups]
+    assert len(set(rates)) == 2, "with one rate there is nothing to tell apart"
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    metrics = tmp_path / "run.jsonl"
+    with TrainStep(model, opt, scheduler=scheduler) as step:
+        assert len(list(train(step, make_batches(), 3, metrics=metrics))) == 3
+    reported = [json.loads(line)["lr"] for line in metrics.read_text().splitlines()]
+    assert reported == pytest.approx([rates[0], rates[0] / 2, rates[0] / 4])
+
+
 def test_resume_without_a_checkpoint_begins_and_after_the_end_does_nothing(tmp_path):
     assert run(tmp_path, 3, resume=True)[0] == [1, 2, 3]
     assert run(tmp_path, 3, resume=True)[0] == []
