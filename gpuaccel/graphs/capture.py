@@ -126,7 +126,7 @@ class CudaRecorder:
 
         invalidated = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_INVALIDATED
         last = None
-        lines = []
+        lines: "list[tuple[str, int] | None]" = []
 
         def trace(frame, event, arg):
             nonlocal last

@@ -123,7 +123,7 @@ def line_of_error(error) -> "tuple[str, int] | None":
     for e in reversed(_chain(error)):
         for frame in reversed(traceback.extract_tb(e.__traceback__)):
             if is_users_file(frame.filename):
-                return frame.filename, frame.lineno
+                return frame.filename, frame.lineno or 0
     return None
 
 

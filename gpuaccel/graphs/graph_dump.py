@@ -21,7 +21,7 @@ def parse_dot(text: str) -> "tuple[list[str], list[tuple[int, int]]]":
 
 def _node_name(label: str) -> str:
     """What a node does: the kernel's whole name, or memset, memcpy, ..."""
-    kind = re.match(r"\s*(\w+)", label)[1]
+    kind = re.findall(r"\w+", label)[0]
     symbol = re.search(r"topoId: \d+\)\s*\|\s*(.*?)\\<\\<\\<", label, flags=re.S)
     return demangled(symbol[1]) if kind == "KERNEL" and symbol else kind.lower()
 

@@ -132,10 +132,11 @@ class GraphedStep:
         self._warm_up_fn = warm_up or fn
         self._modes = modes
         self._graphs: "OrderedDict[GraphKey, CapturedGraph]" = OrderedDict()
-        self._addresses = None
+        self._addresses = Addresses(())
         self._list_members()
         self.device = torch.device(device) if device is not None else _device_of(self.state)
-        self._recorder = recorder_for(self.device, backend().name)
+        # A CudaRecorder or TapeRecorder; None: nothing can be recorded here.
+        self._recorder: Any = recorder_for(self.device, backend().name)
         if self._recorder is None:
             self.replay = "eager"
             self.reason = (
@@ -284,7 +285,8 @@ class GraphedStep:
         # the memory of a participant (an arena) stay where they are.
         fixed = MemorySpans(t for p in self._participants for t in p.tensors_changed_by_step())
         before = [None if g is None or g in fixed else g.clone() for g in current]
-        after, results = [], []
+        after: "list[Tensor | None]" = []
+        results: "list[ResultBuffer]" = []
 
         def step():
             results.append(ResultBuffer(self.fn(*args, **kwargs), self.device))

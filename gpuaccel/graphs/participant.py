@@ -62,7 +62,7 @@ class HasHostState(Protocol):
 
 def participants_of(state) -> "list[CaptureParticipant]":
     """The participants among `state` (modules, optimizers, tensors) and the modules inside it."""
-    participants = []
+    participants: "list[CaptureParticipant]" = []
     for member in state:
         if isinstance(member, nn.Module):
             for module in member.modules():
@@ -82,7 +82,7 @@ def buffers_of(module: nn.Module) -> "list[Tensor]":
 def _layers_of(module: nn.Module) -> "list[CaptureParticipant]":
     """Modules that take part, and objects whose method stands in the place of a module's forward,
     as in the accumulation mode "fused"."""
-    layers = []
+    layers: "list[CaptureParticipant]" = []
     for part in module.modules():
         forward_owner = getattr(vars(part).get("forward"), "__self__", None)
         layers += [each for each in (part, forward_owner) if isinstance(each, CaptureParticipant)]

@@ -43,7 +43,7 @@ class ResultBuffer:
                 view.copy_(leaf.detach())
 
     def _views(self, buffer) -> "list[Tensor | None]":
-        views = []
+        views: "list[Tensor | None]" = []
         for entry in self.layout:
             if entry is None:
                 views.append(None)

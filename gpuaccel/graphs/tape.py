@@ -130,8 +130,8 @@ class Tape(TorchDispatchMode):
         region_of = _regions(
             t for step in self.steps for t in tree_leaves((step.args, step.kwargs, step.results))
         )
-        last_writer = {}
-        edges = []
+        last_writer: "dict[int, int]" = {}
+        edges: "list[tuple[int, int]]" = []
         for i, step in enumerate(self.steps):
             used = [t for t in tree_leaves((step.args, step.kwargs)) if isinstance(t, Tensor)]
             regions = {region_of[_storage(t)] for t in used}
@@ -159,8 +159,8 @@ def _regions(leaves) -> "dict[int, int]":
 
     Storages that overlap are one region, as those of an arena's tensors and its buffers are."""
     sizes = {_storage(t): t.untyped_storage().nbytes() for t in leaves if isinstance(t, Tensor)}
-    regions = {}
-    region_end, previous = -1, None
+    regions: "dict[int, int]" = {}
+    region_end, previous = -1, -1
     for start in sorted(sizes):
         regions[start] = len(regions) if start >= region_end else regions[previous]
         region_end = max(region_end, start + sizes[start])

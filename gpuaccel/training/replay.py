@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ..errors import ArgumentError, CaptureError
 from ..graphs.graphed_step import GraphedStep, check_options
@@ -60,23 +61,19 @@ class StepGraphs:
 
     def __init__(self, step: "TrainStep", ours: bool, options: Replay):
         self.step = step
-        self._ours = ours
-        self._options = {"modes": self._mode, **asdict(options)}
+        self.ours = ours
+        self.options = {"modes": self._mode, **asdict(options)}
         # All that a warm-up without an update changes: its gradients are dropped.
-        self._buffers = buffers_of(step.model)
+        self.buffers = buffers_of(step.model)
         self.batch_graphs = GraphedStep(
             lambda batch: vars(step.eager_step(batch)),
             [step.model, step.opt],
             warm_up=self._warm_up_batch if ours else None,
-            saved=self._buffers if ours else None,
-            **self._options,
+            saved=self.buffers if ours else None,
+            **self.options,
         )
         # Made by the first list of micro-batches.
-        self.micro_graphs: "GraphedStep | None" = None
-        self.update_graphs: "GraphedStep | None" = None
-        self.totals: "Totals | None" = None
-        # Of loss_fn's count of tokens; None: it returns means.
-        self._token_dtype: "torch.dtype | None" = None
+        self.list_graphs: "ListGraphs | None" = None
 
     def __call__(self, batch) -> StepOutput:
         if self.batch_graphs.closed:
@@ -92,8 +89,9 @@ class StepGraphs:
 
     @property
     def all(self) -> "list[GraphedStep]":
-        graphs = (self.batch_graphs, self.micro_graphs, self.update_graphs)
-        return [each for each in graphs if each is not None]
+        if self.list_graphs is None:
+            return [self.batch_graphs]
+        return [self.batch_graphs, self.list_graphs.micro_graphs, self.list_graphs.update_graphs]
 
     @property
     def replay(self) -> str:
@@ -125,7 +123,7 @@ class StepGraphs:
         A captured step cannot ask. warm_up: returns them for this rank, a bit for each tensor."""
         reducer = self.step.reducer
         if reducer is not None and reducer.used.mask is None:
-            with preserved(self._buffers, self.step.arena.device):
+            with preserved(self.buffers, self.step.arena.device):
                 reducer.used.find(warm_up())
 
     def _warm_up_batch(self, batch) -> int:
@@ -136,11 +134,62 @@ class StepGraphs:
     # ---- a list of micro-batches ----
 
     def _replay_list(self, micros) -> StepOutput:
-        step = self.step
         self._check_list()
-        if self.totals is None:
-            self._make_list_graphs(micros)
-        self._agree(lambda: self._warm_up_micro(micros[0], len(micros)))
+        if self.list_graphs is None:
+            self.list_graphs = ListGraphs(self, micros)
+        graphs = self.list_graphs
+        self._agree(lambda: graphs.warm_up_micro(micros[0], len(micros)))
+        return graphs(micros)
+
+    def _check_list(self):
+        step = self.step
+        if step.reducer is not None and step.reducer.config.ordered:
+            raise CaptureError(
+                "a list of micro-batches is replayed one by one, which ordered mode does not; "
+                "expected one batch, or replay='eager'"
+            )
+        if step.accumulator.mode in ("host", "autograd"):
+            raise CaptureError(
+                "a list of micro-batches is replayed one by one, and "
+                f"accumulate={step.accumulator.mode!r} keeps gradients between them where a graph "
+                "does not; expected 'arena' or 'fused', or one batch"
+            )
+
+
+class ListGraphs:
+    """The graphs of a list of micro-batches, and the totals on the device that they add to.
+
+    micros: the first list; it shows whether loss_fn counts tokens."""
+
+    def __init__(self, graphs: StepGraphs, micros):
+        self.step = step = graphs.step
+        device = step.arena.device
+        # Of loss_fn's count of tokens; None: it returns means.
+        self._token_dtype: "torch.dtype | None" = None
+        with preserved(graphs.buffers, device):
+            self.warm_up_micro(micros[0], len(micros))
+        self.loss = torch.zeros((), device=device)
+        self.tokens = torch.zeros((), dtype=self._token_dtype or torch.int64, device=device)
+        self.rows = torch.zeros((), device=device)
+        self.micro_batches = torch.zeros((), device=device)
+        self._totals: "list[Tensor]" = [self.loss, self.tokens, self.rows, self.micro_batches]
+        self.micro_graphs = GraphedStep(
+            self._add_micro,
+            [step.model, *self._totals],
+            warm_up=self.warm_up_micro,
+            saved=graphs.buffers,
+            **graphs.options,
+        )
+        self.update_graphs = GraphedStep(
+            self._update,
+            [step.model, step.opt, *self._totals],
+            warm_up=self._warm_up_update if graphs.ours else None,
+            saved=[] if graphs.ours else None,
+            **graphs.options,
+        )
+
+    def __call__(self, micros) -> StepOutput:
+        step = self.step
         # No graph of this step may push out another one of it.
         self.micro_graphs.max_graphs = max(self.micro_graphs.max_graphs, len(micros))
         # The number of micro-batches belongs to a graph's key only where each loss is divided by
@@ -160,45 +209,7 @@ class StepGraphs:
             step.accumulator.zero_()
             raise
 
-    def _check_list(self):
-        step = self.step
-        if step.reducer is not None and step.reducer.config.ordered:
-            raise CaptureError(
-                "a list of micro-batches is replayed one by one, which ordered mode does not; "
-                "expected one batch, or replay='eager'"
-            )
-        if step.accumulator.mode in ("host", "autograd"):
-            raise CaptureError(
-                "a list of micro-batches is replayed one by one, and "
-                f"accumulate={step.accumulator.mode!r} keeps gradients between them where a graph "
-                "does not; expected 'arena' or 'fused', or one batch"
-            )
-
-    def _make_list_graphs(self, micros):
-        """Find out what loss_fn counts, and make the totals on the device and their graphs."""
-        step, device = self.step, self.step.arena.device
-        with preserved(self._buffers, device):
-            self._warm_up_micro(micros[0], len(micros))
-        loss, rows, micro_batches = (torch.zeros((), device=device) for _ in range(3))
-        tokens = torch.zeros((), dtype=self._token_dtype or torch.int64, device=device)
-        self.totals = Totals(loss, tokens, rows, micro_batches)
-        totals = list(vars(self.totals).values())
-        self.micro_graphs = GraphedStep(
-            self._add_micro,
-            [step.model, *totals],
-            warm_up=self._warm_up_micro,
-            saved=self._buffers,
-            **self._options,
-        )
-        self.update_graphs = GraphedStep(
-            self._update,
-            [step.model, step.opt, *totals],
-            warm_up=self._warm_up_update if self._ours else None,
-            saved=[] if self._ours else None,
-            **self._options,
-        )
-
-    def _warm_up_micro(self, micro, count: int) -> int:
+    def warm_up_micro(self, micro, count: int) -> int:
         with self.step.accumulation_window():
             _, tokens = self.step.micro(micro, count or 1, last=False)
             self._token_dtype = None if tokens is None else tokens.dtype
@@ -207,28 +218,29 @@ class StepGraphs:
     def _add_micro(self, micro, count: int) -> int:
         """Captured: one micro-batch. Returns which tensors got a gradient, a bit for each."""
         loss, tokens = self.step.micro(micro, count or 1, last=False)
-        self.totals.loss += loss
-        self.totals.rows += rows_of(micro)
-        self.totals.micro_batches += 1
+        self.loss += loss
+        self.rows += rows_of(micro)
+        self.micro_batches += 1
         if tokens is not None:
-            self.totals.tokens += tokens
+            self.tokens += tokens
         return self.step.accumulator.detach()
 
     def _warm_up_update(self, received: int):
-        self.step.mean_loss(self.totals)
-        self.step.divisor(self.totals)
+        totals = Totals(self.loss, self.tokens, self.rows, self.micro_batches)
+        self.step.mean_loss(totals)
+        self.step.divisor(totals)
 
     def _update(self, received: int) -> dict:
         """Captured: the update, with the gradients of the tensors `received`."""
-        step, totals = self.step, self.totals
-        tokens = None if self._token_dtype is None else totals.tokens.clone()
-        copy = Totals(totals.loss.clone(), tokens, totals.rows, totals.micro_batches)
+        step = self.step
+        tokens = None if self._token_dtype is None else self.tokens.clone()
+        totals = Totals(self.loss.clone(), tokens, self.rows, self.micro_batches)
         step.accumulator.restore(received)
         with step.accumulation_window():
-            output = step.update(copy)
+            output = step.update(totals)
         self._zero_totals()
         return vars(output)
 
     def _zero_totals(self):
-        for total in vars(self.totals).values():
+        for total in self._totals:
             total.zero_()

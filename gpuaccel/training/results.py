@@ -67,6 +67,7 @@ class Totals:
     def add(self, loss: Tensor, tokens: "Tensor | None", rows: int):
         """One more micro-batch."""
         self.loss = loss if self.loss is None else self.loss + loss
-        self.tokens = tokens if self.tokens is None else self.tokens + tokens
+        # loss_fn counts tokens in every micro-batch, or in none.
+        self.tokens = tokens if self.tokens is None else self.tokens + tokens  # type: ignore
         self.rows += rows
         self.micro_batches += 1

@@ -131,7 +131,7 @@ class TrainStep:
             check_choice("divide", divide, DIVISORS)
         if max_norm is not None:
             max_norm = check_max_norm(max_norm)
-        replay = replay_options(replay)
+        options = replay_options(replay)
 
         self.model = model
         self.loss_fn = loss_fn
@@ -144,14 +144,20 @@ class TrainStep:
         # Optimizer steps taken.
         self.count = 0
         self._max_norm = max_norm
-        self.arena = Arena.of(model)
-        self._made_arena = self.arena is None
-        self.accumulator: "GradientAccumulator | None" = None
+        # None: one rank alone.
         self.reducer: "ReducerBase | None" = None
+        # None: every step is eager.
         self._graphs: "StepGraphs | None" = None
+        # What is made here, each with what undoes it: close() goes through it backwards.
+        self._cleanup = contextlib.ExitStack()
+        self._closes_alone = True
         try:
-            self.arena = self.arena or Arena(model)
-            self.opt = _default_optimizer(self.arena, clip) if opt is None else opt
+            arena = Arena.of(model)
+            if arena is None:
+                arena = Arena(model)
+                self._cleanup.callback(arena.release)
+            self.arena: Arena = arena
+            self.opt = _default_optimizer(arena, clip) if opt is None else opt
             _check_optimizer(self.opt, self.arena)
             ours = isinstance(self.opt, DeviceOptimizer) and self.opt.arena is self.arena
             self.clip = clip or ("fused" if ours else "torch")
@@ -161,20 +167,21 @@ class TrainStep:
                     "accumulate": accumulate,
                     "divide": str(divide),
                     "max_norm": str(max_norm),
-                    "replay": "eager" if replay is None else "graph",
+                    "replay": "eager" if options is None else "graph",
                     "micro_batches": str(micro_batches) if distributed.ordered else "any",
                     "compile": str(bool(compile)),
                 }
                 self._join(distributed, settings, accumulate, bool(compile))
             else:
-                self.accumulator = GradientAccumulator(self.arena, accumulate)
+                self._accumulate_into_arena(accumulate)
             if compile:
                 self.loss_fn = torch.compile(loss_fn, dynamic=False)
-            if replay is not None:
-                self._graphs = StepGraphs(self, ours, replay)
+            if options is not None:
+                self._graphs = StepGraphs(self, ours, options)
+                self._cleanup.callback(self._graphs.close)
             self.accumulator.zero_()
         except BaseException:
-            self.close(alone=True)
+            self._cleanup.close()
             raise
         if self.clip == "fused" and max_norm is not None:
             self.opt.max_norm = max_norm
@@ -197,7 +204,7 @@ class TrainStep:
             )
         # Moves the arena's buffers: before the accumulator takes their addresses.
         peer_to_peer = PeerToPeer.of(distributed, self.arena)
-        self.accumulator = GradientAccumulator(self.arena, accumulate)
+        self._accumulate_into_arena(accumulate)
         self.reducer = make_reducer(
             distributed,
             self.arena,
@@ -207,6 +214,11 @@ class TrainStep:
             compiled,
             peer_to_peer,
         )
+        self._cleanup.callback(lambda: self.reducer.close(self._closes_alone))
+
+    def _accumulate_into_arena(self, mode: str):
+        self.accumulator = GradientAccumulator(self.arena, mode)
+        self._cleanup.callback(self.accumulator.close)
 
     # ---- a step ----
 
@@ -455,14 +467,8 @@ class TrainStep:
 
         alone: with several ranks and a sharded optimizer, do not wait for the other ranks to
         gather its state; it is lost. A `with` block left by an error does so, too."""
-        if self._graphs is not None:
-            self._graphs.close()
-        if self.reducer is not None:
-            self.reducer.close(alone)
-        if self.accumulator is not None:
-            self.accumulator.close()
-        if self.arena is not None and self._made_arena:
-            self.arena.release()
+        self._closes_alone = alone
+        self._cleanup.close()
 
     def __enter__(self):
         return self

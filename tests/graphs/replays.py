@@ -1,4 +1,4 @@
-"""Models, data and comparisons for the tests of captured steps: an eager run, and the same one replayed."""
+"""Models, data and comparisons for the tests of captured steps: an eager run and a replayed one."""
 
 import contextlib
 import math
@@ -25,7 +25,9 @@ V, HIDDEN, LR, LIMIT = 61, 32, 3e-2, 0.5
 
 
 class Net(nn.Module):
-    """Tokens (B, T) -> logits (B, T, V), with dropout in a ModuleList. rare: a weight that only more than 8 tokens use."""
+    """Tokens (B, T) -> logits (B, T, V), with dropout in a ModuleList.
+
+    rare: with a weight that only more than 8 tokens use."""
 
     def __init__(self, tied=False, rare=False, norm=False, dropout=0.2):
         super().__init__()
@@ -115,7 +117,8 @@ def mean_loss(model, micro):
 
 
 def batches(device, n=8, rows=4, lengths=(8, 16), bad=(), seed=1):
-    """(tokens, targets, weights of the sequences): lengths take turns, some targets do not count, a weight is NaN in batches `bad`."""
+    """n batches of (tokens, targets, weights of the sequences). Lengths take turns, some targets do
+    not count, a weight is NaN in batches `bad`."""
     generator, found = torch.Generator().manual_seed(seed), []
     for k in range(n):
         T = lengths[k % len(lengths)]
@@ -179,7 +182,8 @@ def drawn(device):
 
 
 def everything(model, opt, device):
-    """Copies of all that a step may change: weights, masters, buffers, gradient sums, the optimizer's state, the generators."""
+    """Copies of all that a step may change: weights, masters, buffers, gradient sums, the
+    optimizer's state, the generators."""
     arena = Arena.of(model)
     found = dict(model.state_dict(keep_vars=False))
     if arena is not None:
@@ -199,7 +203,8 @@ def everything(model, opt, device):
 
 
 def agree(got, want):
-    """All of `want`. What `got` has beyond that (state of weights that eager has not touched yet) is zero."""
+    """All of `want`. What `got` has beyond that (state of weights that eager has not touched yet)
+    is zero."""
     for name, t in want.items():
         same(got[name], t, name)
     assert not any(t.any() for name, t in got.items() if name not in want), [
@@ -220,7 +225,9 @@ def outputs_agree(outs, wanted):
 
 
 def trained(step, data, device, between=None):
-    """(outputs, everything afterwards, skips) of a step over batches; `between(k)` is called before each."""
+    """(outputs, everything afterwards, count, skips) of a step over batches.
+
+    between(step, k): called before each."""
     outs = []
     for k, batch in enumerate(data):
         if between:

@@ -1,4 +1,4 @@
-"""What cannot be captured is named with its line; nothing has changed, and a step may go on eagerly."""
+"""What cannot be captured is named with its line, and nothing has changed."""
 
 import contextlib
 import importlib

@@ -228,7 +228,7 @@ def test_gpu_other_threads_may_use_the_gpu_during_a_capture(device):
 def test_gpu_two_deterministic_runs_have_the_same_bits_eager_and_replayed(
     device, accumulate, dtype
 ):
-    """With attention long enough for torch's fast backward, which differs from run to run by itself."""
+    """Attention is long enough for torch's fast backward, which is not deterministic by itself."""
 
     def net():
         return ga.Transformer(
@@ -255,7 +255,8 @@ def test_gpu_two_deterministic_runs_have_the_same_bits_eager_and_replayed(
 
 @pytest.mark.parametrize("device", [CUDA], indirect=True)
 def test_gpu_eager_work_between_replays_disturbs_nothing(device):
-    """The pool is the graphs' own: evaluation, allocations and frees between replays leave their memory alone."""
+    """The memory pool is the graphs' own: evaluation, allocations and frees between replays leave
+    it alone."""
 
     def between(step, k):
         junk = [torch.full((1 << 18,), math.nan, device=device) for _ in range(20)]

@@ -1,4 +1,4 @@
-"""ga.GraphedStep captures anybody's step: what a graph keeps, what it reads anew, and what is refused."""
+"""ga.GraphedStep captures anybody's step: what a graph keeps and reads anew, what is refused."""
 
 import contextlib
 import copy
@@ -116,7 +116,8 @@ def test_the_captured_step_is_taken_once(device):
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_results_and_inputs_may_stand_in_any_tree(device):
-    """Every dtype, empty and one-element tensors, any strides, numbers and None; keywords, dicts, lists."""
+    """Every dtype, empty and one-element tensors, any strides, numbers and None; keywords, dicts,
+    lists."""
 
     def fn(first, *, rest, scale):
         a, (b, c) = first["a"], rest
@@ -205,7 +206,8 @@ def test_the_least_recently_used_graph_goes_and_is_captured_again(device, counts
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_what_makes_another_kind_of_step_is_captured_anew(device, counts):
-    """dtype, a value that is no tensor, grad mode, autocast, and what `modes` says: each has a graph of its own, and the right results."""
+    """dtype, a value that is no tensor, grad mode, autocast, and what `modes` says: each has a
+    graph of its own, and the right results."""
     mode = "one"
 
     def fn(x, times=2, **rest):
@@ -412,7 +414,8 @@ def test_after_reset_the_changed_model_is_captured(device, change):
 @pytest.mark.parametrize("kind", ["buffer", "parameter"])
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_tensor_that_the_step_itself_replaces_is_named_before_the_first_step(device, kind):
-    """Each replay would read the old one again: a counter would stand still. Eager counts; a graph needs add_()."""
+    """Each replay would read the old one again: a counter would stand still. Eager counts; a graph
+    needs add_()."""
 
     class Counts(nn.Module):
         def __init__(self):
@@ -496,7 +499,8 @@ def test_a_learning_rate_that_is_a_number_is_an_error_that_says_so(device):
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 @pytest.mark.parametrize("to", [0.5, "tensor"])
 def test_a_learning_rate_put_in_anothers_place_is_noticed(device, to):
-    """The graph knows the old tensor by its address: a new one (or a number) would never be read."""
+    """The graph knows the old tensor by its address: a new one, or a number, would never be
+    read."""
     model = small(device)
     opt, (x, y) = torchs(model, device), pairs(device, 1)[0]
     with ga.GraphedStep(plain_step(model, opt), [model, opt], policy="require") as step:
@@ -594,7 +598,8 @@ def test_gradients_that_a_step_leaves_are_those_of_its_own_kind_of_batch(device)
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_a_number_passed_by_value_stays_as_it_was_at_the_capture(device):
-    """p.add_(grad, alpha=-lr): the schedule goes on, the graph does not hear of it. The same rate as a tensor is read each time."""
+    """p.add_(grad, alpha=-lr): the schedule goes on, and the graph keeps the first rate. The same
+    rate as a tensor is read each time."""
     x, y = pairs(device, 1)[0]
 
     def run(rates, graphed, on_device=False):
@@ -680,7 +685,7 @@ def test_bad_inputs_are_refused_before_anything_runs(device):
         for thing in ({1, 2}, np.zeros(2)):
             with pytest.raises(
                 ArgumentError,
-                match="the arguments that are no tensors are part of a graph's key; expected hashable ones",
+                match="that are no tensors are part of a graph's key; expected hashable ones",
             ):
                 step(x, thing)
     assert not calls and step.replay == "graph"

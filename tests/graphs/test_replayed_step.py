@@ -1,6 +1,7 @@
 """A replayed TrainStep is an eager one: the same bits, no trace of the capture.
 
-On a GPU these are CUDA graphs; on the CPU, under backend simt, a tape stands in for them, and the same claims hold.
+On a GPU these are CUDA graphs; on the CPU, under backend simt, a tape stands in for them, and the
+same claims hold.
 """
 
 import copy

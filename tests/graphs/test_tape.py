@@ -1,4 +1,5 @@
-"""A tape repeats what a CUDA graph would repeat: operations on the same memory, numbers as they were, and none of Python's work."""
+"""A tape repeats what a CUDA graph would repeat: operations on the same memory, numbers as they
+were, and none of Python's work."""
 
 import gc
 import weakref
@@ -45,7 +46,7 @@ def follows(fn, *inputs, times=3, equal=torch.equal):
     return tape
 
 
-# ---- the same memory ------------------------------------------------------------------------------------------------
+# ---- the same memory ----
 
 
 def test_recording_runs_the_function_and_a_replay_repeats_it_on_the_same_memory():
@@ -147,7 +148,7 @@ def test_operations_on_many_tensors_at_once_are_repeated():
 
 
 def test_forward_backward_and_an_optimizers_step_are_repeated():
-    """Gradients arrive in the memory that they had when it was recorded; eager on other data is the judge."""
+    """Gradients arrive in the memory that they had when it was recorded. Compared with eager."""
     torch.manual_seed(0)
     layer, twin = nn.Linear(4, 2), nn.Linear(4, 2)
     twin.load_state_dict(layer.state_dict())
@@ -174,7 +175,7 @@ def test_forward_backward_and_an_optimizers_step_are_repeated():
         assert all(map(torch.equal, layer.parameters(), twin.parameters()))
 
 
-# ---- what freezes, what does not ------------------------------------------------------------------------------------
+# ---- what freezes, what does not ----
 
 
 def test_numbers_stay_as_they_were_and_pythons_work_is_not_repeated():
@@ -224,7 +225,8 @@ def test_random_operations_draw_anew():
 
 
 def test_a_constant_made_in_the_function_is_the_same_in_every_replay():
-    """torch.tensor() brings a value from the host; what is added to it must not be there the next time."""
+    """torch.tensor() brings a value from the host; what is added to it must not be there the next
+    time."""
     x = torch.ones(3)
 
     def fn():
@@ -247,7 +249,7 @@ def test_zeros_made_in_the_function_are_zero_in_every_replay():
     assert total == 3
 
 
-# ---- our kernels ----------------------------------------------------------------------------------------------------
+# ---- our kernels ----
 
 
 def test_launches_of_our_kernels_are_recorded_with_their_tensors_and_frozen_numbers():
@@ -285,7 +287,8 @@ def test_a_replay_records_nothing():
 
 
 def test_an_operation_made_of_launches_is_one_step():
-    """Else its launches would be repeated twice: in the operation, and by themselves. Launches after it are recorded again."""
+    """Else its launches would be repeated twice: in the operation, and by themselves. Launches
+    after it are recorded again."""
 
     @torch.library.custom_op("gpuaccel_test::twice", mutates_args=("total",))
     def twice(total: torch.Tensor, fresh: torch.Tensor) -> None:
@@ -319,7 +322,7 @@ def test_a_products_gradient_that_goes_into_the_arena_is_added_once_per_replay()
         accumulator.zero_()
 
 
-# ---- the graph ------------------------------------------------------------------------------------------------------
+# ---- the graph ----
 
 
 def test_edges_lead_from_who_wrote_to_who_reads():
@@ -341,7 +344,7 @@ def test_edges_lead_from_who_wrote_to_who_reads():
     assert names == ["add_", "mul_", "add", "sum"] and edges == [(0, 1), (1, 3)]
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
+# ---- what is refused ----
 
 VALUES = {
     "item": lambda x: x.sum().item(),
@@ -403,11 +406,12 @@ def test_an_error_of_the_functions_own_arrives_and_leaves_nothing_behind():
     )
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------------
+# ---- memory ----
 
 
 def test_intermediate_results_keep_their_memory_until_close():
-    """Else a later operation would write where an earlier one still has to read; and afterwards all of it is free."""
+    """Else a later operation would write where an earlier one still has to read; and afterwards all
+    of it is free."""
     x, seen = torch.ones(1000), []
 
     def fn():

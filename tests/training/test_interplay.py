@@ -1,4 +1,5 @@
-"""Arena, accumulator, clipping, optimizer and TrainStep in combinations that users make and that once went wrong."""
+"""Arena, accumulator, clipping, optimizer and TrainStep in combinations that users make and that
+once went wrong."""
 
 import gc
 import weakref
@@ -46,7 +47,8 @@ def test_zero_grad_knows_the_bf16_parameters_of_an_arena(device, set_to_none):
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("mode", MODES)
 def test_clipping_parameters_whose_sums_are_in_an_arena(device, mode):
-    """fp32: the norm of the sums, also where they are not in place yet. bf16: the sums are the masters'; said, not returned as 0."""
+    """fp32: the norm of the sums, also where they are not in place yet. bf16: the sums are the
+    masters', which an error says; it is not returned as 0."""
     layer = linear(device)
     with GradientAccumulator(arena := Arena(layer), mode):
         layer(100 * ones(device)).sum().backward()
@@ -226,7 +228,8 @@ def test_stochastic_rounding_of_weights_in_another_order_has_the_references_bits
             p.grad = torch.ones_like(p)
             AdamW([p], lr=1e-4, stochastic_rounding=True, seed=3).step()
             got.append(p.detach().float().cpu())
-    # (torch and our kernel round their fp32 results differently now and then, but not their random bits)
+    # torch and our kernel round their fp32 results differently now and then, but not their random
+    # bits.
     assert (got[0] != got[1]).float().mean() < 0.01
 
 

@@ -1,4 +1,5 @@
-"""A step is what the plain loop does; a run that was stopped goes on with the same bits; the metrics file has each step once."""
+"""A step is what the plain loop does; a run that was stopped goes on bit-identically; the metrics
+file has each step once."""
 
 import copy
 import json
@@ -66,7 +67,8 @@ def plain_loop(model, opt, batches, steps, micro_batches=1, max_norm=None, sched
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_equals_the_plain_torch_loop(mode, micro_batches):
-    """Scheduler and clipping included. One micro-batch: bit-equal. Several: sums in another order, so to rounding."""
+    """Scheduler and clipping included. One micro-batch: bit-identical. Several: sums in another
+    order, so to rounding."""
     model, plain = make_model(), make_model()
     opt, ref = (
         torch.optim.AdamW(model.parameters(), lr=1e-2),
@@ -98,7 +100,8 @@ def test_a_step_equals_the_plain_torch_loop(mode, micro_batches):
 @pytest.mark.parametrize("divide", ["tokens", "sequences", "micro_batches"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_clipping_is_the_same_in_all_three_places(dtype, divide):
-    """On the host, in torch, inside ga.AdamW, where the divisor is folded in as well: norms, scales and weights agree to rounding."""
+    """On the host, in torch, inside ga.AdamW, where the divisor is folded in as well: norms, scales
+    and weights agree to rounding."""
     runs = {}
     for clip in ("item", "torch", "fused"):
         model = make_model().to(dtype)
@@ -294,7 +297,8 @@ def test_an_unknown_option_is_refused_and_the_model_stays_ordinary(options, mess
 
 @pytest.mark.parametrize("failing", ["the compilation", "the first zero_", "the capture"])
 def test_a_step_that_cannot_be_made_leaves_nothing_behind(failing, monkeypatch):
-    """The caller's arena stays; accumulator, hooks, fused layers and the optimizer's settings go."""
+    """The caller's arena stays; accumulator, hooks and fused layers go, the optimizer's settings
+    are as before."""
     model = make_model()
     arena = Arena(model)
     opt = AdamW(arena)
@@ -443,7 +447,7 @@ def test_autocast_and_meter_are_stages_of_a_step():
         assert "clip" in meter.timer.poll()
 
 
-# ---- the loop around it ---------------------------------------------------------------------------------------------
+# ---- the loop around it ----
 
 
 class Stopped(Exception):
@@ -451,7 +455,8 @@ class Stopped(Exception):
 
 
 def run(folder, steps, mode="arena", resume=False, stop_at=None, dtype=torch.float32, every=3):
-    """A run with everything that has a state: Adam, scheduler, data position, dropout's random numbers. Returns losses, weights."""
+    """A run with everything that has a state: Adam, scheduler, data position, dropout's random
+    numbers. Returns losses, weights."""
     torch.manual_seed(1)
     model = make_model().to(dtype)
     arena = Arena(model)

@@ -1,0 +1,101 @@
+"""The protocol by which the parts of a captured step tell ga.GraphedStep what a graph must know."""
+
+import pytest
+import torch
+from helpers import KERNELS, same
+from torch import nn
+
+import gpuaccel as ga
+from gpuaccel.graphs.participant import (
+    CaptureParticipant,
+    HasHostState,
+    Refreshable,
+    buffers_of,
+    participants_of,
+)
+from gpuaccel.optim.accumulate import GradientAccumulator
+
+
+class Counter(nn.Module):
+    """x + offset, with everything that a graph cannot see: a number on the host that decides, one
+    that is copied to the device, a tensor that is no buffer, a list on the host."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.times = 1
+        self.offset = 0.0
+        self.calls = []
+        # In a list: neither a parameter nor a buffer.
+        self.tensors = [torch.zeros((), device=device), torch.zeros((), device=device)]
+        self.prepared = 0
+
+    def forward(self, x):
+        offset, seen = self.tensors
+        seen += 1
+        self.calls.append("forward")
+        return x * self.times + offset
+
+    def graph_key(self):
+        return self.times
+
+    def tensors_changed_by_step(self):
+        return self.tensors[1:]
+
+    def prepare(self):
+        self.prepared += 1
+
+    def refresh(self):
+        self.tensors[0].fill_(self.offset)
+
+    def snapshot(self):
+        calls = [*self.calls]
+
+        def restore():
+            self.calls = calls
+
+        return restore
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+def test_an_object_of_ones_own_takes_part(device, counts):
+    model = nn.Sequential(Counter(device))
+    counter, x = model[0], torch.ones(3, device=device)
+    with ga.GraphedStep(lambda x: model(x), model, policy="require") as step:
+        step.capture(x)
+        assert counter.prepared == 1 and counter.tensors[1] == 0, "the warm-up has left a trace"
+        for k in range(3):
+            counter.offset = float(k)
+            same(step(x), x + k, "refresh() before each replay")
+        assert counter.tensors[1] == 3 and counts.captures == 1
+        counter.times = 5
+        same(step(x), 5 * x + 2, "another graph_key()")
+        assert counts.captures == 2
+        counter.times = 1
+        same(step(x), x + 2, "the first graph again")
+        assert counts.captures == 2
+    # A tape executes what it records: on it a capture restores the host's state as a warm-up does.
+    assert len(counter.calls) == (2 if device == "cuda" else 0)
+
+
+@pytest.mark.parametrize("accumulate", ["arena", "fused"])
+def test_the_packages_own_participants(accumulate):
+    model = nn.Sequential(ga.Embedding(5, 8), nn.Embedding(5, 8), nn.Linear(8, 8))
+    ga.apply_lora(model, rank=2, targets=("2",))
+    arena = ga.Arena(model)
+    opt = ga.AdamW(arena)
+    with GradientAccumulator(arena, accumulate):
+        participants = participants_of([model, opt, torch.zeros(1)])
+        names = [type(each).__name__ for each in participants]
+        expected = {"ArenaParticipant", "Embedding", "LoRALinear", "AdamW"}
+        assert expected <= set(names), names
+        assert all(isinstance(each, CaptureParticipant) for each in participants)
+        for name, protocol in (
+            ("AdamW", Refreshable),
+            ("ArenaParticipant", Refreshable),
+            ("ArenaParticipant", HasHostState),
+        ):
+            assert isinstance(participants[names.index(name)], protocol), name
+        arena_key = participants[names.index("ArenaParticipant")].graph_key()
+        assert arena_key == accumulate
+    assert [t.data_ptr() for t in buffers_of(model)] == [model[0].invalid.data_ptr()]
+    assert participants_of([nn.Linear(2, 2), torch.optim.SGD(model.parameters())]) == []
