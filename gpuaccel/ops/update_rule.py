@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..compiler.dtypes import C_TYPES
 from ..compiler.kernel import Kernel, Launch, kernel_root
 from ..source import struct_fields
 from .accumulate import CHUNK
@@ -26,13 +27,12 @@ from .rounding import reference_random_bits, reference_round
 MAX_TENSORS, MAX_UPDATES, MAX_VALUES = 256, 60, 256
 # Threads of a block. An arena's kernel has more registers per thread.
 THREADS = {"v3": 128}
-TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "fp16"}
 VALUES = struct.Struct(f"{MAX_VALUES}d")
 STEPS = struct.Struct(f"{MAX_TENSORS}Q{MAX_TENSORS}i{MAX_TENSORS}H")
 
 
 @functools.cache
-def _kernel(file: str, name: str, threads: int, macros: tuple) -> Kernel:
+def optimizer_kernel(file: str, name: str, threads: int, macros: tuple) -> Kernel:
     constants = {"CHUNK": CHUNK, "MAX_TENSORS": MAX_TENSORS, "MAX_UPDATES": MAX_UPDATES}
     return Kernel(file, name, THREADS=threads, **constants, **dict(macros))
 
@@ -102,14 +102,16 @@ class UpdateRule:
 
     def kernel(self, version: str, *macros) -> Kernel:
         """The kernel <file>_<version>."""
-        return _kernel(self.file, f"{self.file}_{version}", THREADS.get(version, 256), macros)
+        return optimizer_kernel(
+            self.file, f"{self.file}_{version}", THREADS.get(version, 256), macros
+        )
 
     @functools.cached_property
     def begin(self) -> Launch:
         return self.kernel("begin")[1, MAX_TENSORS]
 
     def update_kernel(self, version: str, param, grad, macros: tuple, stochastic: bool) -> Kernel:
-        types = ("PARAM_T", TYPES[param]), ("GRAD_T", TYPES[grad])
+        types = ("PARAM_T", C_TYPES[param]), ("GRAD_T", C_TYPES[grad])
         return self.kernel(version, *types, *macros, ("STOCHASTIC", int(stochastic)))
 
     def step_kernels(self, param, macros: tuple, stochastic: bool, arena: bool) -> "list[Kernel]":
