@@ -8,7 +8,7 @@ import pytest
 
 _cache = None
 if "GPUACCEL_CACHE" not in os.environ:
-    # A clean cache, also for the processes that tests start and for tests with a cache of their own.
+    # A clean cache, also for processes that tests start and for tests with their own cache.
     _cache = tempfile.mkdtemp(prefix="gpuaccel-test-cache-")
     os.environ["GPUACCEL_CACHE"] = _cache
     os.environ.setdefault("ZIG_GLOBAL_CACHE_DIR", os.path.join(_cache, "zig"))

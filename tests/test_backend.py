@@ -1,4 +1,4 @@
-"""The backend is chosen once, with a reason; what cannot run raises; nothing falls back in silence."""
+"""The backend is chosen once, with a reason; what cannot run raises; nothing is silent."""
 
 import importlib
 import os
@@ -33,7 +33,7 @@ THERE, NOT = (
 
 
 def expected(requested, policy, there):
-    """The same table as rules: (backend, part of the reason), or an error with a part of its text."""
+    """The same table as rules: (backend, part of the reason), or an error with part of its text."""
     if policy == "off" and requested == "cuda":
         return BackendError("the GPU policy is off")
     if policy == "off":

@@ -134,7 +134,7 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(version):
     ids=lambda k: getattr(k, "name", ""),
 )
 def test_the_launcher_and_the_kernels_agree_on_their_structs(kernel, sizes):
-    """To the byte, as the host's compiler lays them out. A launch takes at most 4 KiB of arguments."""
+    """To the byte as the host's compiler lays them out; a launch takes 4 KiB of arguments at most."""
     found = [size for _, size in kernel.load("fast").structs]
     assert found == [pack.__self__.size for pack in sizes], (
         f"{kernel.name}: {found} bytes in the kernel"
@@ -463,7 +463,8 @@ def test_what_fits_is_taken(scale):
 
 def test_a_struct_by_value_is_bytes():
     kernel = gpuaccel.compile(
-        'struct S { int a; float b; }; extern "C" __global__ void k(float* x, S s) { x[s.a] = s.b; }'
+        "struct S { int a; float b; };\n"
+        'extern "C" __global__ void k(float* x, S s) { x[s.a] = s.b; }'
     )
     check_arguments(kernel, (None, b"12345678"))
     with pytest.raises(

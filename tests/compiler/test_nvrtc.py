@@ -1,4 +1,4 @@
-"""NVRTC is found by what is installed, compiles for each architecture, and its results are cached."""
+"""NVRTC is found by what is installed, compiles for each GPU, and its results are cached."""
 
 import glob
 import json
