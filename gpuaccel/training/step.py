@@ -144,13 +144,13 @@ class TrainStep:
         # Optimizer steps taken.
         self.count = 0
         self._max_norm = max_norm
-        self.arena = Arena.of(model)
-        self._made_arena = self.arena is None
+        arena = Arena.of(model)
+        self._made_arena = arena is None
+        self.arena = Arena(model) if arena is None else arena
         self.accumulator: "GradientAccumulator | None" = None
         self.reducer: "ReducerBase | None" = None
         self._graphs: "StepGraphs | None" = None
         try:
-            self.arena = self.arena or Arena(model)
             self.opt = _default_optimizer(self.arena, clip) if opt is None else opt
             _check_optimizer(self.opt, self.arena)
             ours = isinstance(self.opt, DeviceOptimizer) and self.opt.arena is self.arena
