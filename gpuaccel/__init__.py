@@ -60,7 +60,7 @@ from .training.models import GPT2, Config, Transformer, flops_per_token, generat
 from .training.step import TrainStep, token_loss
 
 if TYPE_CHECKING:
-    from .cli import doctor
+    from .cli.doctor import doctor
     from .learn import LiveThroughput, check, hint, load_ipython_extension, show, solution
 
 _LATER = {

@@ -31,7 +31,7 @@ reveal_type(step(torch.zeros(1)).loss)  # Revealed type is "torch._tensor.Tensor
 reveal_type(ga.clip_grad_norm_(model.parameters(), 1.0))  # Revealed type is "torch._tensor.Tensor"
 reveal_type(ga.apply_lora(model))  # Revealed type is "torch.nn.modules.module.Module"
 reveal_type(next(ga.train(step, [], 10)))  # Revealed type is "gpuaccel.measure.meter.Reading"
-reveal_type(ga.doctor())  # Revealed type is "gpuaccel.cli.main.Doctor"
+reveal_type(ga.doctor())  # Revealed type is "gpuaccel.cli.doctor.Doctor"
 ga.Arena()  # Missing positional argument "module" in call to "Arena"
 ga.AdamWW  # Module has no attribute "AdamWW"; maybe "AdamW"?
 """

@@ -66,8 +66,8 @@ def _optimizer_groups(path, model, optimizer, arena) -> "list[dict[str, Tensor]]
     ranks = getattr(optimizer, "ranks", 1)
     if ranks > 1:
         raise CheckpointError(
-            f"{path}: the optimizer's state is spread over {ranks} ranks, and only a share of it is "
-            "here; expected the whole: `with step.gathered(): ...` on every rank"
+            f"{path}: the optimizer's state is sharded over {ranks} ranks, and only one shard of "
+            "it is here; expected all of it: `with step.gathered(): ...` on every rank"
         )
     names = {id(parameter): name for name, parameter in uncompiled(model).named_parameters()}
     if arena is not None:

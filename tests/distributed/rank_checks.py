@@ -432,7 +432,7 @@ def shards_to_file(rank: Rank, backend, folder):
             try:
                 ga.save_checkpoint(f"{folder}/cut-{rank.rank}.safetensors", **state)
             except ga.CheckpointError as error:
-                assert "is spread over 2 ranks" in str(error)
+                assert "is sharded over 2 ranks" in str(error)
             else:
                 raise AssertionError("a share was saved as if it were all")
             before = moments(step)
