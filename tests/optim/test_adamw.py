@@ -1135,8 +1135,8 @@ def test_without_an_accumulator_gradients_are_used_and_never_written(dtype, devi
         m1(grads).backward()
         kept = [p.grad.clone() for p in m1.parameters()]
         m2(grads).backward()
-        for p, owner in zip(a2.params, a2.masters):
-            owner.grad = p.grad.float()
+        for p, master in zip(a2.params, a2.masters):
+            master.grad = p.grad.float()
         nn.utils.clip_grad_norm_(a2.parameters(), 1.0)
         mine.step(), theirs.step()
         for p, g in zip(m1.parameters(), kept):
@@ -1153,14 +1153,14 @@ def test_without_an_accumulator_gradients_are_used_and_never_written(dtype, devi
         m1.zero_grad(), m2.zero_grad()
     if dtype == torch.bfloat16:  # a gradient that the user gave a master goes before
         m1(filled(m1)).backward()
-        for owner, p in zip(a1.masters, a1.params):
-            owner.grad = -p.grad.float()
+        for master, p in zip(a1.masters, a1.params):
+            master.grad = -p.grad.float()
         before = [mine.state[o]["exp_avg"].clone() for o in a1.masters]
         mine.step()
-        for owner, m in zip(a1.masters, before):
+        for master, m in zip(a1.masters, before):
             torch.testing.assert_close(
-                mine.state[owner]["exp_avg"],
-                0.9 * m + 0.1 * owner.grad * mine.clip_state.scale,
+                mine.state[master]["exp_avg"],
+                0.9 * m + 0.1 * master.grad * mine.clip_state.scale,
                 rtol=1e-5,
                 atol=1e-7,
             )
@@ -1293,8 +1293,8 @@ def test_state_dicts_of_an_arena(what, device):
 
     def train(arena, optimizer, k):
         random = generator(k)
-        for owner in arena.parameters():
-            owner.grad = torch.randn(owner.shape, generator=random).to(device)
+        for master in arena.parameters():
+            master.grad = torch.randn(master.shape, generator=random).to(device)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -1310,7 +1310,7 @@ def test_state_dicts_of_an_arena(what, device):
         same(a1.weights, a2.weights)
     moments = (target if target is not theirs else mine).layout.buffers
     for key, flat in moments.items():
-        for s, owner in zip(
+        for s, master in zip(
             a1.segments if target is not theirs and target is mine else sa.segments, range(99)
         ):
             assert not flat[s.offset + s.numel : s.offset + s.padded].any(), (
@@ -2054,8 +2054,8 @@ def graph_setup(what, seed=0, **kwargs):
         return AdamW(ours, **kwargs), [p.grad for p in ours], ours
     model = Blocks(dtype=torch.bfloat16 if "bf16" in what else torch.float32).cuda()
     arena = Arena(model)
-    for owner, view in zip(arena.masters, arena.grad_views):
-        owner.grad = view
+    for master, view in zip(arena.masters, arena.grad_views):
+        master.grad = view
     return (
         AdamW(arena, **kwargs),
         arena.grad_views,
@@ -2090,8 +2090,8 @@ def test_gpu_a_captured_step_replays_as_eager(what, prepared):
 
     def present(optimizer, targets):  # an arena's step takes the gradients away
         if optimizer.arena is not None:
-            for owner, view in zip(optimizer.arena.masters, optimizer.arena.grad_views):
-                owner.grad = view
+            for master, view in zip(optimizer.arena.masters, optimizer.arena.grad_views):
+                master.grad = view
 
     if prepared:
         mine.prepare()
