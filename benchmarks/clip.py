@@ -30,7 +30,7 @@ NO_LIMIT = 1e9
 ITEM = ".item() per tensor"
 V1 = "squares_v1, reduce_v1, scale_v1"
 OURS = "ga.clip_grad_norm_"
-ARENA = "ga.clip_grads_(arena)"
+ARENA = "ga.optim.clip_grads_(arena)"
 KNOWN = "the same after accumulate_v4"
 TORCH = "torch foreach"
 

@@ -295,7 +295,7 @@ def test_accumulate_runs_and_has_a_table(on_simt, monkeypatch):
     accumulate = on_simt("accumulate")
     results = accumulate.measure(SMALL, here=True)
     assert max(results["errors"].values()) < 1e-2
-    assert results["micro_batch"]["launched"].keys() == {"none", *ga.MODES}
+    assert results["micro_batch"]["launched"].keys() == {"none", *ga.optim.MODES}
     accumulate.show(results)
     assert table_of(on_simt, monkeypatch, "accumulate", results).count("(goal ") == 6
 
@@ -304,12 +304,12 @@ def test_train_runs_and_has_a_table(scripts, monkeypatch):
     train = scripts("train", B=1, TURNS=((1, 1, 1), (4, 1, 1), (16, 1, 1)))
     with ga.use_backend("torch", "off"):
         results = train.measure(SMALL, here=True)
-    assert results.keys() == set(ga.MODES)
+    assert results.keys() == set(ga.optim.MODES)
     train.show(results)
     for row in results.values():
         # Not known of a CPU.
         row["mfu"] = 0.5
-    assert table_of(scripts, monkeypatch, "train", results).count("\n| `") == len(ga.MODES)
+    assert table_of(scripts, monkeypatch, "train", results).count("\n| `") == len(ga.optim.MODES)
 
 
 @needs_simt

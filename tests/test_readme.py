@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 PICTURES = sorted((ROOT / "docs" / "pictures").iterdir())
-MODEL = ga.Config(vocab=31, hidden=16, intermediate=24, layers=1, heads=2, kv_heads=2, T=8)
+MODEL = ga.training.Config(vocab=31, hidden=16, intermediate=24, layers=1, heads=2, kv_heads=2, T=8)
 NO_COMPILER = "the page runs kernels on the CPU; no C++ compiler for that"
 
 

@@ -4,8 +4,7 @@ import argparse
 import pathlib
 
 from ..backends import backend
-from ..compiler import nvrtc
-from ..compiler.kernel import Kernel, compile, kernel_files, kernel_names, kernel_root
+from ..compiler import Kernel, compile, kernel_files, kernel_names, kernel_root, nvrtc
 from ..errors import ArgumentError
 from .arguments import add_command
 

@@ -6,7 +6,7 @@ import json
 
 from ..errors import CheckpointError
 from ..files import written_aside
-from ..training.checkpoint import latest_checkpoint
+from ..training import latest_checkpoint
 
 # The options that decide a run's numbers: a resumed run must have the same.
 RUN_OPTIONS = ("model", "text", "batch", "seq", "micro_batches", "accumulate", "lr", "seed")

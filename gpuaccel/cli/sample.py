@@ -6,9 +6,14 @@ import torch
 
 from ..backends import default_device
 from ..errors import CheckpointError
-from ..training.checkpoint import latest_checkpoint, load_checkpoint
-from ..training.data import BPETokenizer, ByteTokenizer
-from ..training.models import Config, generate
+from ..training import (
+    BPETokenizer,
+    ByteTokenizer,
+    Config,
+    generate,
+    latest_checkpoint,
+    load_checkpoint,
+)
 from .arguments import add_command, at_least
 from .run_folder import default_folder, read_description
 

@@ -10,17 +10,22 @@ from typing import NamedTuple
 import torch
 
 from ..backends import backend, default_device, use_backend
-from ..distributed.config import Distributed
-from ..distributed.spawn import launch
+from ..distributed import Distributed, launch
 from ..errors import ArgumentError, RankError
 from ..measure import Meter, peak_flops
-from ..optim.adamw import AdamW
-from ..optim.arena import Arena
-from ..training.checkpoint import latest_checkpoint
-from ..training.data import Batches, make_dataset, val_batches
-from ..training.loop import evaluate, train, warmup_cosine
-from ..training.models import flops_per_token, preset
-from ..training.step import TrainStep
+from ..optim import AdamW, Arena
+from ..training import (
+    Batches,
+    TrainStep,
+    evaluate,
+    flops_per_token,
+    latest_checkpoint,
+    make_dataset,
+    preset,
+    train,
+    val_batches,
+    warmup_cosine,
+)
 from .arguments import add_command, at_least
 from .progress import Progress, StopAfterStep
 from .run_folder import RUN_OPTIONS, default_folder, open_run

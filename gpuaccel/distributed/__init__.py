@@ -6,3 +6,12 @@ common), buckets, reducer_base, reducer (buckets while backward runs), ordered (
 global order), early (gradients of compiled backwards), p2p (all-reduce by peer-to-peer copies),
 zero1 (sharded optimizer state), nonfinite (whose gradient is not finite), trace (what was sent
 when)."""
+
+from .config import Distributed
+from .p2p import PeerToPeer
+from .reducer import make_reducer
+from .reducer_base import ReducerBase
+from .spawn import launch
+from .trace import sent_early
+
+__all__ = ["Distributed", "PeerToPeer", "ReducerBase", "launch", "make_reducer", "sent_early"]

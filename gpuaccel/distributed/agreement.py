@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, RankError
-from ..measure.meter import LateValue
-from ..ops.accumulate import CHUNK
-from ..optim.accumulate import GradientAccumulator
-from ..optim.arena import Arena
+from ..measure import LateValue
+from ..ops import CHUNK
+from ..optim import Arena, GradientAccumulator
 from . import collectives
 from .config import Distributed
 

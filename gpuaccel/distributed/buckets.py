@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..optim.arena import Arena
+from ..optim import Arena
 
 
 @dataclass(frozen=True)

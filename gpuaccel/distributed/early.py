@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backends import takes
-from ..ops.accumulate import CHUNK
-from ..optim.accumulate import GradientAccumulator
+from ..ops import CHUNK
+from ..optim import GradientAccumulator
 
 MAX_LIGHT = 1 << 16  # elements up to which a tensor counts as light
 

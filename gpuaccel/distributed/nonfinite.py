@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..backends import takes
-from ..ops.clip import launch_squares
-from ..optim.arena import Arena
+from ..ops import launch_squares
+from ..optim import Arena
 from .buckets import Bucket
 from .config import Distributed
 

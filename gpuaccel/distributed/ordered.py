@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from ..ops.accumulate import CHUNK, accumulate_
+from ..ops import CHUNK, accumulate_
 from . import collectives
 from .buckets import whole_arena
 from .reducer_base import ReducerBase, StepTotals

@@ -27,12 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backends import backend, takes
-from ..compiler.kernel import Kernel
+from ..compiler import Kernel
 from ..errors import ArgumentError
-from ..ops.accumulate import CHUNK, SQUARES_THREADS
-from ..ops.clip import launch_squares
-from ..optim.accumulate import GradientAccumulator
-from ..optim.arena import Arena
+from ..ops import CHUNK, SQUARES_THREADS, launch_squares
+from ..optim import Arena, GradientAccumulator
 from . import collectives
 from .buckets import Bucket
 from .config import Distributed

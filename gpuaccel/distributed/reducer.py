@@ -21,10 +21,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..ops.accumulate import CHUNK
-from ..ops.clip import launch_squares
-from ..optim.accumulate import BackwardListener, GradientAccumulator
-from ..optim.arena import Arena
+from ..ops import CHUNK, launch_squares
+from ..optim import Arena, BackwardListener, GradientAccumulator
 from . import collectives
 from .buckets import Bucket
 from .config import Distributed

@@ -14,11 +14,8 @@ from torch import Tensor
 
 from ..backends import takes
 from ..errors import ArgumentError, RankError
-from ..ops.accumulate import accumulate_kernel
-from ..ops.clip import clip_kernel
-from ..optim.accumulate import BackwardListener, GradientAccumulator
-from ..optim.arena import Arena
-from ..optim.device_optimizer import DeviceOptimizer
+from ..ops import accumulate_kernel, clip_kernel
+from ..optim import Arena, BackwardListener, DeviceOptimizer, GradientAccumulator
 from . import collectives, heartbeat
 from .agreement import UsedTensors, WeightCheck, broadcast_weights, compare
 from .buckets import buckets_of

@@ -21,12 +21,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..compiler.kernel import zero_
+from ..compiler import zero_
 from ..errors import ArgumentError
-from ..ops.accumulate import CHUNK
-from ..ops.update_rule import arena_launch, arena_runs, reference_step
-from ..optim.arena import own_storage
-from ..optim.state_layout import ParameterLayout
+from ..ops import CHUNK, arena_launch, arena_runs, reference_step
+from ..optim import ParameterLayout, own_storage
 from .collectives import all_gather
 
 

@@ -3,3 +3,19 @@
 captured_graph, results, snapshot and addresses are the parts of graphed_step; participant is the
 protocol by which the parts of a step tell it what a graph must know.
 """
+
+from .capture import TapeRecorder
+from .graphed_step import GraphedStep, check_options
+from .participant import buffers_of
+from .snapshot import preserved
+from .tape import ALLOCATIONS, Tape
+
+__all__ = [
+    "ALLOCATIONS",
+    "GraphedStep",
+    "Tape",
+    "TapeRecorder",
+    "buffers_of",
+    "check_options",
+    "preserved",
+]

@@ -16,7 +16,7 @@ _CAUSES = [
         r"|^\s*(el)?if |^\s*while |value of the device|not permitted when stream is capturing",
         "the host would wait for a value of the device",
         "keep the number on the device (tensor arithmetic, torch.where), or read it one step late: "
-        "ga.LateValue",
+        "ga.measure.LateValue",
     ),
     (
         r"Cannot copy between CPU and CUDA|\.cpu\(\)|torch\.tensor\(|pinned",

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from ..backends import backend
 from ..errors import ArgumentError, CaptureError
-from ..ops.clip import check_choice
+from ..ops import check_choice
 from .addresses import Addresses
 from .capture import recorder_for
 from .captured_graph import CapturedGraph, GraphGradient

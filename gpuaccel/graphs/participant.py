@@ -12,7 +12,7 @@ involves the host offers these methods, and GraphedStep calls them:
 | `refresh()` | before a capture and each replay | host values that the graph reads on the device |
 | `snapshot()` | before a warm-up | host state to restore after it |
 
-ga.AdamW, ga.Embedding and ga.LoRALinear implement them, and optim/participants.py does so for an
+ga.AdamW, ga.Embedding and ga.training.LoRALinear implement them, and optim/participants.py does so for an
 arena and its accumulator. Parameters, buffers, gradients and the state of an optimizer of torch's
 need no participant: GraphedStep knows them by torch's own interfaces.
 """
@@ -22,7 +22,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from ..optim.participants import capture_participants
+from ..optim import capture_participants
 
 
 @runtime_checkable

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CaptureError
-from ..ops.accumulate import span
+from ..ops import span
 from .participant import HasHostState, participants_of
 
 

@@ -18,11 +18,11 @@ import textwrap
 import numpy as np
 import torch
 
-from ..compiler.kernel import Launch
+from ..compiler import Launch
 from ..errors import ArgumentError
 from ..notebook import notebook_shell
+from ..simt import BANKS, SECTOR, WARP, Trace, groups, share
 from ..simt import trace as run_traced
-from ..simt.tracing import BANKS, SECTOR, WARP, Trace, groups, share
 from .figures.access_panels import (
     LEFT,
     MOST_ROWS,

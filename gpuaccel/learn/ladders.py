@@ -12,8 +12,8 @@ Source: llm.c's encoder_backward.
 import torch
 from torch import Tensor
 
-from ..compiler.dtypes import C_TYPES
-from ..ops.embedding_backward import NO_ROUNDING, encoder_kernel, pack_rounding
+from ..compiler import C_TYPES
+from ..ops import NO_ROUNDING, encoder_kernel, pack_rounding
 
 
 def reference_buckets(tokens: Tensor, C: int, lane: int) -> "tuple[Tensor, Tensor]":

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from html import escape
 
 from ..backends import backend
-from ..compiler.kernel import Kernel, compile, kernel_names
+from ..compiler import Kernel, compile, kernel_names
 from ..errors import CompileError, GpuaccelError
 
 USAGE = "usage: %%cuda [kernel] [-D MACRO=VALUE ...]"

@@ -1,1 +1,44 @@
 """Modules: embedding, richards_glu, poly_attention, and linear layers whose weight gradient goes straight into an arena (fused_linear)."""
+
+from .embedding import Embedding, Encoder, deterministic_embeddings, fuse_embedding, invalid_tokens
+from .fused_linear import (
+    FusedLinear,
+    Joint,
+    fused_linears,
+    fused_swiglu,
+    has_class_forward,
+    parameter_needed,
+    register_slice,
+    unregister_slice,
+)
+from .lora import FLOATS, LoRALinear, linear_features
+from .poly_attention import PolyAttention, poly_attention, reference_poly_attention
+from .richards_glu import DEFAULTS, LEAST, NAMES, RichardsCurve, RichardsGLU, reference_richards
+
+__all__ = [
+    "DEFAULTS",
+    "Embedding",
+    "Encoder",
+    "FLOATS",
+    "FusedLinear",
+    "Joint",
+    "LEAST",
+    "LoRALinear",
+    "NAMES",
+    "PolyAttention",
+    "RichardsCurve",
+    "RichardsGLU",
+    "deterministic_embeddings",
+    "fuse_embedding",
+    "fused_linears",
+    "fused_swiglu",
+    "has_class_forward",
+    "invalid_tokens",
+    "linear_features",
+    "parameter_needed",
+    "poly_attention",
+    "reference_poly_attention",
+    "reference_richards",
+    "register_slice",
+    "unregister_slice",
+]

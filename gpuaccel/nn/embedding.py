@@ -1,7 +1,7 @@
-"""ga.Embedding and ga.Encoder: the encoder as modules, and the operations of torch.library that they are made of.
+"""ga.Embedding and ga.nn.Encoder: the encoder as modules, and the operations of torch.library that they are made of.
 
     >>> ga.deterministic_embeddings(model)                      # every nn.Embedding of a model of yours, in place
-    >>> encoder = ga.Encoder(50257, 768, 1024)                  # encoder(tokens): (B, T) -> (B, T, 768)
+    >>> encoder = ga.nn.Encoder(50257, 768, 1024)                  # encoder(tokens): (B, T) -> (B, T, 768)
     >>> encoder.wte.invalid_tokens()                            # None, or how many tokens were out of range, and one's place
 
 What they compute, and in which order: ops/embedding_backward.py. Segments are found beside the forward kernel, on a second stream. Tokens on the host are looked at
@@ -16,15 +16,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backends import takes
-from ..compiler.dtypes import FLOAT_DTYPES
+from ..compiler import FLOAT_DTYPES
 from ..errors import ArgumentError
-from ..ops.embedding_backward import (
+from ..ops import (
+    MAX_TOKENS,
+    Segments,
     add_gradients,
     check_range,
+    check_tokens,
     launch_forward,
+    launch_segments,
     reference_encoder,
+    reference_segments,
 )
-from ..ops.token_sort import MAX_TOKENS, Segments, check_tokens, launch_segments, reference_segments
 from .fused_linear import FusedForward, fused_forward, has_class_forward, nodes_needed, rows_needed
 
 _library = torch.library.Library("gpuaccel", "FRAGMENT")

@@ -37,8 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backends import backend, takes
-from ..compiler.dtypes import C_TYPES, FLOAT_DTYPES
-from ..compiler.kernel import Kernel, usable
+from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, usable
 from ..errors import ArgumentError
 from .embedding import _differentiates_otherwise
 from .richards_glu import (

@@ -1,7 +1,7 @@
 """The Richards curve, a logistic curve with nine learned parameters, and a GLU made of two.
 
->>> curve = ga.RichardsCurve("tanh")  # y = curve(x), any shape; learns nu, k, m, beta, T, s, b
->>> ga.RichardsCurve(nu=0.5).values()  # (9,) nu, k, m, beta, T, a, c, s, b
+>>> curve = ga.nn.RichardsCurve("tanh")  # y = curve(x), any shape; learns nu, k, m, beta, T, s, b
+>>> ga.nn.RichardsCurve(nu=0.5).values()  # (9,) nu, k, m, beta, T, a, c, s, b
 >>> layer = ga.RichardsGLU(256, 1024)
 >>> y = layer(x)  # x + (x1 R_a(x1) R_g(x2)) W_out, x1 and x2 the halves of x W_in
 
@@ -32,8 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backends import takes
-from ..compiler.dtypes import C_TYPES, FLOAT_DTYPES
-from ..compiler.kernel import Kernel, usable
+from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, usable
 from ..errors import ArgumentError
 from .embedding import _differentiates_otherwise
 

@@ -1,6 +1,6 @@
 """Gradient accumulation of one tensor: acc += grad, summed in fp32.
 
->>> ga.accumulate_(total, grad)  # fp32 total += fp32 or bf16 grad
+>>> ga.ops.accumulate_(total, grad)  # fp32 total += fp32 or bf16 grad
 
 How backward() accumulates into an arena is in optim/accumulate.py.
 
@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..backends import takes
-from ..compiler.dtypes import C_TYPES
-from ..compiler.kernel import Kernel
+from ..compiler import C_TYPES, Kernel
 from ..errors import ArgumentError
 
 # Elements of an arena that one row of its chunk table stands for. The kernels are compiled with it.

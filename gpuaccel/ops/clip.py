@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from ..backends import takes
-from ..compiler.dtypes import KINDS
-from ..compiler.kernel import Kernel
+from ..compiler import KINDS, Kernel
 from ..errors import ArgumentError
 from .accumulate import CHUNK, SQUARES_THREADS
 

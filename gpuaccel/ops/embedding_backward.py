@@ -1,6 +1,6 @@
 """The encoder, tokens -> wte[token] + wpe[position], and its deterministic backward.
 
->>> ga.encoder_backward(dwte, dwpe, dout, tokens)  # adds into dwte (V, C) and dwpe (T, C)
+>>> ga.ops.encoder_backward(dwte, dwpe, dout, tokens)  # adds into dwte (V, C) and dwpe (T, C)
 
 The backward adds the rows of a token in the order of their positions, in pieces of 32 that begin
 with the token's first row (ops/token_sort.py). The partial sums of a longer run are added by 16
@@ -23,9 +23,7 @@ import torch
 from torch import Tensor
 
 from ..backends import takes
-from ..compiler import kernel
-from ..compiler.dtypes import C_TYPES, FLOAT_DTYPES
-from ..compiler.kernel import Kernel
+from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, kernel
 from ..errors import ArgumentError
 from .accumulate import overlap
 from .rounding import reference_random_bits, reference_round
@@ -272,7 +270,7 @@ def encoder_backward(
     dwte, dwpe: (V, C) and (at least T, C), contiguous, fp32, bf16 or fp16; either may be None.
     dout: (..., T, C), fp32, bf16 or fp16, any strides.
     tokens: (..., T), int64 or int32.
-    segments: ga.find_segments(tokens, V, padding_idx), where they are known already.
+    segments: ga.ops.find_segments(tokens, V, padding_idx), where they are known already.
     padding_idx, scale_grad_by_freq: as nn.Embedding's.
     seed: bf16 sums are rounded stochastically, keyed on (seed, element, step, micro_batch); None:
         to the nearest.

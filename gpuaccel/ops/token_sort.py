@@ -1,6 +1,6 @@
 """Which rows of a batch belong to which token: a stable sort, cut into pieces of at most 32 rows.
 
->>> segments = ga.find_segments(tokens, vocab=50257)
+>>> segments = ga.ops.find_segments(tokens, vocab=50257)
 >>> segments.order  # (N, 2) int32: row and token, sorted by token, equal tokens by row
 >>> segments.pieces  # (N,) int32: what begins at each place (see kernels_cu/segments.cu)
 
@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from ..backends import takes
-from ..compiler.dtypes import C_TYPES
-from ..compiler.kernel import Kernel
+from ..compiler import C_TYPES, Kernel
 from ..errors import ArgumentError
 
 PIECE, THREADS = 32, 256  # as in segments.cu

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..compiler.dtypes import C_TYPES
-from ..compiler.kernel import Kernel, Launch, kernel_root
+from ..compiler import C_TYPES, Kernel, Launch, kernel_root
 from ..source import struct_fields
 from .accumulate import CHUNK
 from .clip import MAX_BLOCKS, ClipState

@@ -1,4 +1,26 @@
 """Flat storage (arena), what backward adds to it (accumulate), clipping over it (clip), and the
 optimizers (adamw, lion)."""
 
-from .lion import Lion as Lion
+from .accumulate import MODES, BackwardListener, GradientAccumulator
+from .adamw import AdamW
+from .arena import Arena, own_storage
+from .clip import clip_grad_norm_, clip_grads_
+from .device_optimizer import DeviceOptimizer
+from .lion import Lion
+from .participants import capture_participants
+from .state_layout import ParameterLayout
+
+__all__ = [
+    "AdamW",
+    "Arena",
+    "BackwardListener",
+    "DeviceOptimizer",
+    "GradientAccumulator",
+    "Lion",
+    "MODES",
+    "ParameterLayout",
+    "capture_participants",
+    "clip_grad_norm_",
+    "clip_grads_",
+    "own_storage",
+]

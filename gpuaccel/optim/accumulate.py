@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import ArgumentError
-from ..ops.accumulate import check_gradient
+from ..ops import check_gradient
 from .accumulation_modes import (
     AccumulationMode,
     ArenaMode,

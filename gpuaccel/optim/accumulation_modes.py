@@ -11,14 +11,8 @@ import torch
 from torch import Tensor
 
 from ..backends import takes
-from ..compiler.kernel import zero_
-from ..ops.accumulate import (
-    CHUNK,
-    MAX_TENSORS,
-    accumulate_kernel,
-    check_gradient,
-    reference_accumulate,
-)
+from ..compiler import zero_
+from ..ops import CHUNK, MAX_TENSORS, accumulate_kernel, check_gradient, reference_accumulate
 from .arena import Arena
 
 # Bytes of fresh gradients that may wait for a launch: few launches, and little memory held.

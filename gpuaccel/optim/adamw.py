@@ -12,7 +12,7 @@ How a step works: optim/device_optimizer.py. The formula: ops/adamw.py.
 import torch
 
 from ..errors import ArgumentError
-from ..ops.adamw import ADAMW
+from ..ops import ADAMW
 from .device_optimizer import DeviceOptimizer
 
 

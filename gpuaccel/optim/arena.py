@@ -30,7 +30,7 @@ from torch.optim.optimizer import (
 )
 
 from ..errors import ArgumentError
-from ..ops.accumulate import CHUNK
+from ..ops import CHUNK
 from .squares import ChunkSquares
 
 _arenas: "weakref.WeakSet[Arena]" = weakref.WeakSet()

@@ -1,7 +1,7 @@
 """Gradient clipping that never asks the host: the norm, the decision and the factor stay on the device.
 
     >>> ga.clip_grad_norm_(model.parameters(), 1.0)            # as torch.nn.utils.clip_grad_norm_, returns the norm before clipping
-    >>> found = ga.clip_grads_(arena, 1.0, scope="block")      # one norm per transformer block; found.norm, found.clipped_norm, ...
+    >>> found = ga.optim.clip_grads_(arena, 1.0, scope="block")      # one norm per transformer block; found.norm, found.clipped_norm, ...
     >>> found.name()                                           # waits, and tells which gradient was not finite, or None
 
 With ga.AdamW(..., max_norm=1.0) none of this needs to be called: the optimizer takes the norm and multiplies by the scale itself.
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, NonFiniteError
-from ..ops.clip import (
+from ..ops import (
     EPS,
     POLICIES,
     SCOPES,

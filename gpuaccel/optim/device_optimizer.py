@@ -22,22 +22,27 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ..backends import backend, takes
 from ..errors import ArgumentError, NonFiniteError
-from ..nn.embedding import invalid_tokens
-from ..ops.clip import (
+from ..nn import invalid_tokens
+from ..ops import (
     KINDS,
     POLICIES,
     SCOPES,
     ClipState,
+    Job,
+    Jobs,
+    StepInputs,
+    UpdateRule,
     check_choice,
     check_gradients,
     check_max_norm,
     clip_kernel,
     dense,
     kernel_takes,
+    launch_begin,
+    launch_update,
     launches_for,
     unnamed,
 )
-from ..ops.update_rule import Job, Jobs, StepInputs, UpdateRule, launch_begin, launch_update
 from .accumulate import GradientAccumulator
 from .arena import Arena, own_storage
 from .device_state import DeviceState, is_capturing

@@ -4,15 +4,15 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..ops.clip import (
+from ..ops import (
     ClipState,
     launch_reduce,
+    launch_settings,
     launch_squares,
     new_state,
     reference_norms,
     reference_scale,
 )
-from ..ops.update_rule import launch_settings
 
 
 def is_capturing() -> bool:

@@ -8,10 +8,10 @@ import itertools
 
 import torch
 
-from ..nn.embedding import fuse_embedding
-from ..nn.fused_linear import (
+from ..nn import (
     FusedLinear,
     Joint,
+    fuse_embedding,
     has_class_forward,
     parameter_needed,
     register_slice,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from ..ops.update_rule import UpdateRule
+from ..ops import UpdateRule
 from .device_optimizer import DeviceOptimizer
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..ops.clip import launch_squares
+from ..ops import launch_squares
 
 
 class ChunkSquares:

@@ -12,7 +12,7 @@ A DeviceOptimizer has one layout at a time, `opt.layout`:
 import torch
 from torch import Tensor
 
-from ..ops.update_rule import (
+from ..ops import (
     Job,
     Jobs,
     StepInputs,

@@ -11,9 +11,24 @@ checking.py launches it with the checks (checks.cpp).
 
 from .driver import checked, is_checked, time_limit
 from .reports import Report
-from .tracing import Trace
+from .tracing import ATOMIC, BANKS, READ, SECTOR, WARP, Trace, bank_ways, groups, share
 
-__all__ = ["Report", "Trace", "checked", "is_checked", "time_limit", "trace"]
+__all__ = [
+    "ATOMIC",
+    "BANKS",
+    "READ",
+    "Report",
+    "SECTOR",
+    "Trace",
+    "WARP",
+    "bank_ways",
+    "checked",
+    "groups",
+    "is_checked",
+    "share",
+    "time_limit",
+    "trace",
+]
 
 
 def trace(launch, *args, tensors=()) -> Trace:

@@ -1,6 +1,6 @@
 """What a kernel did wrong, in words: lines for addresses, threads for numbers, one error for all.
 
->>> except ga.KernelError as error:
+>>> except ga.errors.KernelError as error:
 ...     error.reports[0].kind, error.reports[0].line, error.reports[0].thread
 """
 

@@ -1,5 +1,55 @@
 """A whole step and what is around it: data, models, the loop, checkpoints, LoRA."""
 
+from .checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from .data import (
+    Batches,
+    BPETokenizer,
+    ByteTokenizer,
+    load_text,
+    make_dataset,
+    shard,
+    train_bpe,
+    val_batches,
+)
+from .loop import evaluate, train, warmup_cosine
+from .lora import BLOCK_NORMS, apply_lora, merge_lora, remove_lora, unmerge_lora
+from .lora_files import load_lora, save_lora
+from .models import GPT2, Config, Transformer, flops_per_token, generate, preset, rotate
 from .replay import Replay
+from .results import StepOutput
+from .step import TrainStep, token_loss
 
-__all__ = ["Replay"]
+__all__ = [
+    "BLOCK_NORMS",
+    "BPETokenizer",
+    "Batches",
+    "ByteTokenizer",
+    "Config",
+    "GPT2",
+    "Replay",
+    "StepOutput",
+    "TrainStep",
+    "Transformer",
+    "apply_lora",
+    "evaluate",
+    "flops_per_token",
+    "generate",
+    "latest_checkpoint",
+    "load_checkpoint",
+    "load_lora",
+    "load_text",
+    "make_dataset",
+    "merge_lora",
+    "preset",
+    "remove_lora",
+    "rotate",
+    "save_checkpoint",
+    "save_lora",
+    "shard",
+    "token_loss",
+    "train",
+    "train_bpe",
+    "unmerge_lora",
+    "val_batches",
+    "warmup_cosine",
+]

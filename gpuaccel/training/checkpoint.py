@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, GpuaccelError
-from ..optim.arena import Arena
+from ..optim import Arena
 from .checkpoint_file import Contents, describe, pack, read_file, unpack, write_file
 from .models import uncompiled
 

@@ -4,7 +4,7 @@
     >>> arena = ga.Arena(model)                 # holds the trainable tensors only
     >>> ga.save_lora(model, "adapter")          # the files of `peft`: training/lora_files.py
     >>> ga.merge_lora(model)                    # adds the products to the base weights
-    >>> ga.unmerge_lora(model)                  # restores the base weights, bit-identical
+    >>> ga.training.unmerge_lora(model)                  # restores the base weights, bit-identical
 
 The layer is nn/lora.py. Which modules: `targets` get factors, modules in `also` are trained whole.
 
@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from ..errors import ArgumentError
-from ..nn.lora import FLOATS, LoRALinear, linear_features
-from ..optim.arena import Arena
+from ..nn import FLOATS, LoRALinear, linear_features
+from ..optim import Arena
 from .models import uncompiled
 
 # Of this package's Transformer; of Llama, Qwen, Mistral and others.

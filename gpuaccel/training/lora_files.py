@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, CheckpointError
 from ..files import damage, digest, written_aside
-from ..nn.lora import LoRALinear
+from ..nn import LoRALinear
 from .lora import (
     install_layers,
     lora_layers,

@@ -1,16 +1,16 @@
 """Transformers small enough to read: Llama, GPT-2, and one of polynomial attention.
 
     >>> model = ga.Transformer(ga.preset("tiny"))      # byte tokens, trains on two CPU cores
-    >>> model = ga.GPT2(ga.preset("gpt2-124m"))        # or ga.preset(...).build() for each family
+    >>> model = ga.training.GPT2(ga.preset("gpt2-124m"))        # or ga.preset(...).build() for each family
     >>> logits = model(tokens)                         # (B, T) int64 -> (B, T, V)
-    >>> ga.generate(model, tokens, 100, seed=0)        # (B, T + 100)
+    >>> ga.training.generate(model, tokens, 100, seed=0)        # (B, T + 100)
 
 Family "llama", nine weight tensors per block: x = x + Attention(input_norm(x)), then
 x = x + down(silu(gate(h)) * up(h)) with h = post_attn_norm(x). Attention is causal, with rotary
 positions (Su et al., 2021) and grouped key/value heads (Ainslie et al., 2023).
 
 Family "gpt2" (Radford et al., 2019), LayerNorm and biases: x = x + proj(Attention(qkv(ln_1(x)))),
-then x = x + down(gelu(up(ln_2(x)))). Positions are learned (ga.Encoder), and the embedding is the
+then x = x + down(gelu(up(ln_2(x)))). Positions are learned (ga.nn.Encoder), and the embedding is the
 output layer too.
 
 Family "poly", the rest as Llama: x = x + PolyAttention(norm(x)), then x = RichardsGLU(x), whose
@@ -29,10 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
-from ..nn.embedding import Encoder
-from ..nn.fused_linear import fused_linears, fused_swiglu
-from ..nn.poly_attention import PolyAttention
-from ..nn.richards_glu import RichardsGLU
+from ..nn import Encoder, PolyAttention, RichardsGLU, fused_linears, fused_swiglu
 
 
 @dataclass(frozen=True)

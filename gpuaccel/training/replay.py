@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, CaptureError
-from ..graphs.graphed_step import GraphedStep, check_options
-from ..graphs.participant import buffers_of
-from ..graphs.snapshot import preserved
+from ..graphs import GraphedStep, buffers_of, check_options, preserved
 from .micro import is_split, rows_of
 from .results import StepOutput, Totals
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ops.clip import reference_scale
-from ..optim.device_optimizer import DeviceOptimizer
+from ..ops import reference_scale
+from ..optim import DeviceOptimizer
 
 
 @dataclass

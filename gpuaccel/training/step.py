@@ -27,18 +27,12 @@ from torch import Tensor, nn
 
 from ..backends import cublas_workspace
 from ..backends import deterministic as deterministic_mode
-from ..distributed.config import Distributed
-from ..distributed.p2p import PeerToPeer
-from ..distributed.reducer import make_reducer
-from ..distributed.reducer_base import ReducerBase
+from ..distributed import Distributed, PeerToPeer, ReducerBase, make_reducer
 from ..errors import ArgumentError
-from ..graphs.graphed_step import GraphedStep
+from ..graphs import GraphedStep
 from ..measure import Meter
-from ..ops.clip import EPS, check_choice, check_max_norm
-from ..optim.accumulate import MODES, GradientAccumulator
-from ..optim.adamw import AdamW
-from ..optim.arena import Arena
-from ..optim.device_optimizer import DeviceOptimizer
+from ..ops import EPS, check_choice, check_max_norm
+from ..optim import MODES, AdamW, Arena, DeviceOptimizer, GradientAccumulator
 from .micro import rows_of, split
 from .replay import Replay, StepGraphs, replay_options
 from .results import ClipResult, StepOutput, Totals

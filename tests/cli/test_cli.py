@@ -325,7 +325,7 @@ def test_an_error_of_ranks_names_the_checkpoint_to_resume_from(
 
     def launch(*_, **__):
         write(written)
-        raise ga.RankError("rank 1 was killed by SIGKILL in step 4")
+        raise ga.errors.RankError("rank 1 was killed by SIGKILL in step 4")
 
     write(there)
     monkeypatch.setattr(sys.modules["gpuaccel.cli.train"], "launch", launch)

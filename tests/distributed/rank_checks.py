@@ -147,13 +147,15 @@ def make_step(model, kind="adamw", micro_batches=2, **options):
             model,
             opt,
             micro_batches=micro_batches,
-            scheduler=ga.warmup_cosine(opt, 2, 9),
+            scheduler=ga.training.warmup_cosine(opt, 2, 9),
             **options,
         )
 
 
 def small_transformer():
-    config = ga.Config(vocab=64, hidden=64, intermediate=128, layers=2, heads=2, kv_heads=2, T=16)
+    config = ga.training.Config(
+        vocab=64, hidden=64, intermediate=128, layers=2, heads=2, kv_heads=2, T=16
+    )
     return config.build()
 
 
@@ -343,7 +345,7 @@ def transformer(rank: Rank, device, replay, steps=4, **options):
             deterministic=True,
             compile=distributed is not None and compiled,
             replay=replay if distributed else "eager",
-            scheduler=ga.warmup_cosine(opt, 2, 9),
+            scheduler=ga.training.warmup_cosine(opt, 2, 9),
             distributed=distributed,
         ) as step:
             if distributed:
@@ -431,7 +433,7 @@ def shards_to_file(rank: Rank, backend, folder):
                     )
             try:
                 ga.save_checkpoint(f"{folder}/cut-{rank.rank}.safetensors", **state)
-            except ga.CheckpointError as error:
+            except ga.errors.CheckpointError as error:
                 assert "is sharded over 2 ranks" in str(error)
             else:
                 raise AssertionError("a share was saved as if it were all")
@@ -632,7 +634,7 @@ def second_step_refused(rank: Rank):
                 if again:
                     try:
                         ga.TrainStep(model, step.opt, distributed=config)
-                    except ga.ArgumentError as error:
+                    except ga.errors.ArgumentError as error:
                         results.append(str(error))
                 step([micro_batch(rank.rank + 4)])
                 results.append(weight_hashes(step.arena).tolist())
@@ -687,7 +689,7 @@ def step_that_raises(rank: Rank):
         for _ in range(2):
             try:
                 step([micro_batch(rank.rank)])
-            except (ga.ArgumentError, ga.RankError) as error:
+            except (ga.errors.ArgumentError, ga.errors.RankError) as error:
                 messages.append(str(error))
     return messages
 
@@ -750,7 +752,7 @@ def fewer_steps(path):
         try:
             for number in range(4 - 2 * config.rank):
                 step([micro_batch(number)])
-        except ga.RankError as error:
+        except ga.errors.RankError as error:
             path.write_text(str(error))
             raise
 

@@ -53,7 +53,7 @@ def test_a_rank_that_differs_is_named_on_every_rank(workers, other, message):
     ],
 )
 def test_arguments_that_make_no_sense(options, message):
-    with pytest.raises(ga.ArgumentError, match=message):
+    with pytest.raises(ga.errors.ArgumentError, match=message):
         ga.Distributed(**options)
 
 

@@ -48,22 +48,24 @@ def test_launched_ranks_train_alike():
 
 
 def test_what_cannot_be_pickled_is_an_error():
-    with pytest.raises(ga.ArgumentError, match="args is 5; expected a tuple"):
+    with pytest.raises(ga.errors.ArgumentError, match="args is 5; expected a tuple"):
         ga.launch(checks.rank_and_tensors, 2, 5)
-    with pytest.raises(ga.ArgumentError, match="args cannot be handed to new processes"):
+    with pytest.raises(ga.errors.ArgumentError, match="args cannot be handed to new processes"):
         ga.launch(checks.rank_and_tensors, 2, (lambda: 5,))
-    with pytest.raises(ga.RankError, match="what the function returned cannot be sent back"):
+    with pytest.raises(ga.errors.RankError, match="what the function returned cannot be sent back"):
         forked(checks.not_sendable, 1)
 
 
 def test_launch_says_what_it_needs():
-    with pytest.raises(ga.ArgumentError, match="ranks is 0"):
+    with pytest.raises(ga.errors.ArgumentError, match="ranks is 0"):
         ga.launch(checks.nothing, 0)
-    with pytest.raises(ga.ArgumentError, match="backend is 'mpi'; expected 'nccl' or 'gloo'"):
+    with pytest.raises(
+        ga.errors.ArgumentError, match="backend is 'mpi'; expected 'nccl' or 'gloo'"
+    ):
         ga.launch(checks.nothing, 2, backend="mpi")
     if torch.cuda.device_count() < 64:
         message = "64 ranks with backend 'nccl' need a GPU each, and this machine has"
-        with pytest.raises(ga.ArgumentError, match=message):
+        with pytest.raises(ga.errors.ArgumentError, match=message):
             ga.launch(checks.nothing, 64, backend="nccl")
 
 
@@ -108,7 +110,7 @@ def test_where_a_fork_could_not_use_the_gpu_a_function_is_handed_over_by_value(m
 
     assert ga.launch(work, 2, (3,), backend="gloo") == [(0, 15), (1, 15)]
     message = "<lambda> cannot be handed to new processes: .*lock"
-    with pytest.raises(ga.ArgumentError, match=message):
+    with pytest.raises(ga.errors.ArgumentError, match=message):
         ga.launch(lambda: lock, 2, backend="gloo")
 
 
@@ -126,7 +128,7 @@ def test_where_a_fork_could_not_use_the_gpu_a_function_is_handed_over_by_value(m
 )
 def test_trouble_on_one_rank_stops_all_and_names_it(trouble, message):
     """Five seconds, in which a rank that is well finishes a backward on a busy machine too."""
-    with pytest.raises(ga.RankError, match=message):
+    with pytest.raises(ga.errors.RankError, match=message):
         forked(checks.steps_with, 2, trouble, 1, timeout=5.0, start=HANG)
 
 
@@ -136,7 +138,7 @@ def test_trouble_on_one_rank_stops_all_and_names_it(trouble, message):
 )
 def test_a_rank_that_hangs_before_its_first_step_is_over_is_named(where, goal):
     """Kernels may be compiled until then: it has a limit of its own."""
-    with pytest.raises(ga.RankError, match=f"rank 1 hangs: it has not {goal} for 4 s"):
+    with pytest.raises(ga.errors.RankError, match=f"rank 1 hangs: it has not {goal} for 4 s"):
         forked(checks.hangs_before_its_first_step_is_over, 2, where, timeout=0.5, start=4.0)
 
 
@@ -146,7 +148,7 @@ def test_a_rank_that_returned_while_another_waits_for_it_is_named(tmp_path):
     message = (
         r"rank 1 has returned, after 2 steps, and rank 0 waits for it in step 3\..*step\(None\)"
     )
-    with pytest.raises(ga.RankError, match=message):
+    with pytest.raises(ga.errors.RankError, match=message):
         forked(checks.fewer_steps, 2, path)
     assert path.read_text().startswith("rank 0 of 2 cannot reach another one in step 3: ")
 
@@ -154,9 +156,9 @@ def test_a_rank_that_returned_while_another_waits_for_it_is_named(tmp_path):
 def test_an_error_between_two_steps_does_not_wait_for_the_others(tmp_path):
     """Neither the loop's last checkpoint nor the closing of a sharded optimizer, which would take
     all ranks."""
-    with pytest.raises(ga.RankError, match="rank 1 raised ValueError: no more data"):
+    with pytest.raises(ga.errors.RankError, match="rank 1 raised ValueError: no more data"):
         forked(checks.fails_between_steps, 2, str(tmp_path), timeout=HANG)
-    assert ga.latest_checkpoint(tmp_path).name == "step-00000002.safetensors"
+    assert ga.training.latest_checkpoint(tmp_path).name == "step-00000002.safetensors"
 
 
 @pytest.mark.parametrize("seed", range(-(-int(os.environ.get("GPUACCEL_KILLS", 3)) // 3)))
@@ -167,7 +169,7 @@ def test_killed_at_any_moment_a_run_goes_on_bit_for_bit(tmp_path, seed):
     folder, chance = str(tmp_path / "killed"), random.Random(seed)
     for _ in range(3):
         who, seconds = chance.randrange(2), 0.1 * chance.random()
-        with pytest.raises(ga.RankError, match=f"rank {who} was killed by SIGKILL"):
+        with pytest.raises(ga.errors.RankError, match=f"rank {who} was killed by SIGKILL"):
             forked(checks.train_and_die, 2, folder, seconds, who, timeout=HANG)
     forked(checks.train_and_die, 2, folder)
     checks.train_and_die(str(tmp_path / "one"))
@@ -203,7 +205,7 @@ def test_a_generator_is_run_to_its_end():
 
 def test_a_rank_that_dies_ends_the_live_view_too(capsys):
     live = ga.LiveThroughput()
-    with pytest.raises(ga.RankError, match="rank 1 was killed by SIGKILL"):
+    with pytest.raises(ga.errors.RankError, match="rank 1 was killed by SIGKILL"):
         forked(checks.yields, 2, 3, checks.killed, live=live)
     assert [run.state for run in live.runs.values()] == ["failed", "failed"]
     assert live.runs["rank 1"].last.step == 3

@@ -40,7 +40,7 @@ def test_an_environment_that_is_not_torchruns(environment, message, monkeypatch)
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ga.ArgumentError, match=message):
+    with pytest.raises(ga.errors.ArgumentError, match=message):
         ga.Distributed()
 
 
@@ -55,7 +55,7 @@ def test_an_address_where_nobody_answers_or_somebody_else_does(monkeypatch, rank
             monkeypatch.setenv(key, value)
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback())
         message = f"rank {rank} of 2 found no other rank at 127.0.0.1:"
-        with pytest.raises(ga.RankError, match=message):
+        with pytest.raises(ga.errors.RankError, match=message):
             ga.Distributed(timeout=1)
         assert not dist.is_initialized()
 

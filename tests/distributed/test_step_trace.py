@@ -41,6 +41,8 @@ def test_one_process_and_ordered_sums_have_no_buckets_to_watch():
     for config in (None, ga.Distributed(ordered=True)):
         with (
             checks.make_step(checks.Net(), distributed=config) as step,
-            pytest.raises(ga.ArgumentError, match="of two ranks or more, not in ordered mode"),
+            pytest.raises(
+                ga.errors.ArgumentError, match="of two ranks or more, not in ordered mode"
+            ),
         ):
             trace.watch(step, [checks.micro_batch(0)])

@@ -107,7 +107,7 @@ def runtime():
 
 # Allocated by a test, behind torch's back.
 MEMORY = []
-VALUE = "keep the number on the device|ga.LateValue"
+VALUE = "keep the number on the device|ga.measure.LateValue"
 SHAPE = "keep the shape fixed"
 
 

@@ -812,7 +812,7 @@ def test_lora_merged_between_replays_is_not_counted_twice(device):
         want = model(x)
         assert len(step) == 2 and torch.allclose(two, want) and torch.allclose(one, want, atol=1e-3)
         assert not torch.allclose(model.eval()(x), base, atol=1e-2), "the factors say nothing"
-        ga.unmerge_lora(model)
+        ga.training.unmerge_lora(model)
         assert torch.allclose(step(x), one) and len(step) == 2, "the first graph is found again"
 
 

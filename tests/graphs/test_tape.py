@@ -280,7 +280,7 @@ def test_launches_of_our_kernels_are_recorded_with_their_tensors_and_frozen_numb
 
 def test_a_replay_records_nothing():
     total, fresh = torch.zeros(4096), torch.ones(4096)
-    tape, _ = taped(lambda: ga.accumulate_(total, fresh))
+    tape, _ = taped(lambda: ga.ops.accumulate_(total, fresh))
     steps = len(tape.steps)
     tape.replay(), tape.replay()
     assert total.eq(3).all() and len(tape.steps) == steps and not kernel.recorders
@@ -292,14 +292,14 @@ def test_an_operation_made_of_launches_is_one_step():
 
     @torch.library.custom_op("gpuaccel_test::twice", mutates_args=("total",))
     def twice(total: torch.Tensor, fresh: torch.Tensor) -> None:
-        ga.accumulate_(total, fresh)
-        ga.accumulate_(total, fresh)
+        ga.ops.accumulate_(total, fresh)
+        ga.ops.accumulate_(total, fresh)
 
     total, fresh = torch.zeros(4096), torch.ones(4096)
 
     def fn():
         twice(total, fresh)
-        ga.accumulate_(total, fresh)
+        ga.ops.accumulate_(total, fresh)
 
     tape, _ = taped(fn)
     tape.replay(), tape.replay()

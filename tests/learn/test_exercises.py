@@ -179,11 +179,11 @@ def test_names_const_and_wider_numbers_of_parameters_are_free():
 
 
 def test_an_unknown_exercise_or_an_answer_of_another_kind_is_an_error_in_words():
-    with pytest.raises(ga.ArgumentError, match="no exercise 'skale'; exercises: scale"):
+    with pytest.raises(ga.errors.ArgumentError, match="no exercise 'skale'; exercises: scale"):
         ga.check("skale", None)
-    with pytest.raises(ga.ArgumentError, match="takes a kernel .* got function"):
+    with pytest.raises(ga.errors.ArgumentError, match="takes a kernel .* got function"):
         ga.check("scale", lambda: None)
-    with pytest.raises(ga.ArgumentError, match="takes a Python function, got int"):
+    with pytest.raises(ga.errors.ArgumentError, match="takes a Python function, got int"):
         ga.check("token_mean", 3)
 
 

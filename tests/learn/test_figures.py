@@ -52,7 +52,7 @@ def test_source_is_the_file_s_own_text_with_its_lines():
         'extern "C" __global__ void accumulate_v1('
     ) and shown.text.endswith("}")
     assert "registers" in shown.title and "<span" in shown._repr_html_()
-    with pytest.raises(ga.CompileError, match="no kernel 'accumulate_v9'"):
+    with pytest.raises(ga.errors.CompileError, match="no kernel 'accumulate_v9'"):
         figures.source("accumulate", "accumulate_v9")
 
 

@@ -24,7 +24,7 @@ SMALL = dict(layers=2, hidden=64, intermediate=48, heads=2, kv_heads=2, T=16)
 
 
 def test_a_curve_and_its_slope_are_those_of_the_module_and_of_finite_differences():
-    curve = ga.RichardsCurve(nu=0.3, T=0.5, c=0.2)
+    curve = ga.nn.RichardsCurve(nu=0.3, T=0.5, c=0.2)
     y, slope = curve_points(curve, reach=4.0, count=801)
     x = torch.tensor([point[0] for point in y], dtype=torch.float64)
     assert torch.allclose(
@@ -35,7 +35,7 @@ def test_a_curve_and_its_slope_are_those_of_the_module_and_of_finite_differences
     ) / 0.02
     assert torch.allclose(by_differences, torch.tensor([p[1] for p in slope[1:-1]]), atol=1e-3)
     assert "R(x): one, two" in text_of(
-        layer_figures.curves({"one": curve, "two": ga.RichardsCurve("tanh")}, "Two")
+        layer_figures.curves({"one": curve, "two": ga.nn.RichardsCurve("tanh")}, "Two")
     )
 
 

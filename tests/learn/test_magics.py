@@ -50,7 +50,8 @@ def test_a_name_takes_one_kernel_of_the_cell():
     made = compile_cell("twice -DGRAD_T=bf16", TWICE + NEGATE)
     assert list(made.kernels) == ["twice"]
     with pytest.raises(
-        ga.CompileError, match="no kernel 'thrice' in this cell; kernels found: twice, negate"
+        ga.errors.CompileError,
+        match="no kernel 'thrice' in this cell; kernels found: twice, negate",
     ):
         compile_cell("thrice -DGRAD_T=bf16", TWICE + NEGATE)
 
@@ -81,7 +82,7 @@ def test_the_line_is_read_as_a_compiler_reads_it(line, expected):
     ],
 )
 def test_a_wrong_line_says_what_is_wrong_and_the_usage(line, found):
-    with pytest.raises(ga.CompileError) as caught:
+    with pytest.raises(ga.errors.CompileError) as caught:
         parse_line(line)
     assert found in str(caught.value) and "usage: %%cuda" in str(caught.value)
 
@@ -89,7 +90,7 @@ def test_a_wrong_line_says_what_is_wrong_and_the_usage(line, found):
 def test_a_compile_error_fails_the_cell_and_shows_line_and_caret_but_no_traceback(shell, capsys):
     done = shell.run_cell("%%cuda\n" + TWICE.replace("threadIdx.x;", "threadIdx.x"))
     assert not done.success
-    assert isinstance(done.error_in_exec, ga.CompileError)
+    assert isinstance(done.error_in_exec, ga.errors.CompileError)
     shown = capsys.readouterr()
     shown = shown.out + shown.err
     assert "cell(4): error" in shown  # the line in the editor, %%cuda being line 1
@@ -105,9 +106,9 @@ def test_a_failed_cell_leaves_the_kernel_that_was_there(shell):
 
 
 def test_a_cell_without_a_kernel_or_without_extern_c_says_what_is_missing():
-    with pytest.raises(ga.CompileError, match="no kernel in this cell"):
+    with pytest.raises(ga.errors.CompileError, match="no kernel in this cell"):
         compile_cell("", "int x;\n")
-    with pytest.raises(ga.CompileError, match='needs extern "C"'):
+    with pytest.raises(ga.errors.CompileError, match='needs extern "C"'):
         compile_cell("", TWICE.replace('extern "C" ', ""))
 
 

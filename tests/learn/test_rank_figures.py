@@ -40,7 +40,9 @@ def test_batches_are_drawn_as_they_are_dealt(count, ranks, missing):
         == f"{count} batches for {ranks} rank{'s' * (ranks > 1)}, {steps} steps{missing}"
     )
     for rank in range(ranks):
-        want = [str(b) for b in ga.shard(range(count), rank, ranks, seed=5) if b is not None]
+        want = [
+            str(b) for b in ga.training.shard(range(count), rank, ranks, seed=5) if b is not None
+        ]
         assert names_at(figure, 62 + 36 * rank + 17) == want
     assert figure.drawn.count('stroke-dasharray="3 3"') == steps * ranks - count
 

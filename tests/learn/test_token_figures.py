@@ -42,7 +42,7 @@ def test_the_sorted_order_is_stable_and_shows_what_begins_where():
     assert text_of(figure).startswith("5 runs")
     rows = re.findall(r'y="148.0"[^>]*>(\d+)<', figure.drawn)
     pieces = re.findall(r'y="182.0"[^>]*>(-?\d+)<', figure.drawn)
-    found = ga.find_segments(torch.tensor([4, 2, 0, 4, 3, 0, 4, 1]), 5)
+    found = ga.ops.find_segments(torch.tensor([4, 2, 0, 4, 3, 0, 4, 1]), 5)
     assert rows == [str(row) for row in found.order[:, 0].tolist()] and pieces == [
         str(kind) for kind in found.pieces.tolist()
     ]
@@ -55,7 +55,7 @@ def test_pieces_are_those_of_the_segments(lengths, count, meet):
     tokens = torch.repeat_interleave(
         torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.long)
     )
-    figure = token_figures.pieces({"some": ga.find_segments(tokens, max(len(lengths), 1))})
+    figure = token_figures.pieces({"some": ga.ops.find_segments(tokens, max(len(lengths), 1))})
     assert (
         f"{sum(lengths)} rows, {len(lengths)} run{'s' * (len(lengths) != 1)}, {count} pieces"
         in text_of(figure)

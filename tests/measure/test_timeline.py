@@ -86,7 +86,7 @@ def test_on_the_cpu_operators_and_reads_after_backward_are_seen():
 
 
 def test_only_one_profiler_can_watch():
-    with ga.ledger("outer"), pytest.raises(ga.BackendError, match="only one can watch"):
+    with ga.ledger("outer"), pytest.raises(ga.errors.BackendError, match="only one can watch"):
         timeline.tail(lambda: None)
 
 

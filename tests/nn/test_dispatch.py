@@ -26,7 +26,7 @@ import logging, torch
 logging.basicConfig(level="INFO", format="%(message)s")
 import gpuaccel as ga
 torch.manual_seed(0)
-model = torch.nn.Sequential(ga.RichardsGLU(8, 12), ga.RichardsGLU(8, 12), ga.RichardsCurve())
+model = torch.nn.Sequential(ga.RichardsGLU(8, 12), ga.RichardsGLU(8, 12), ga.nn.RichardsCurve())
 for _ in range(2):
     model(torch.randn(3, 8)).sum().backward()
 """
@@ -106,7 +106,7 @@ def test_with_require_a_kernel_that_does_not_compile_stops_before_anything_has_c
 
 def test_every_layer_asks_one_place():
     with ga.use_backend("torch"):
-        for layer in (ga.RichardsGLU(4, 6), ga.RichardsCurve()):
+        for layer in (ga.RichardsGLU(4, 6), ga.nn.RichardsCurve()):
             assert (
                 not richards._kernels_run(torch.randn(2, 4), *layer.parameters())
                 and ga.backend().name == "torch"
@@ -148,7 +148,7 @@ def test_gpu_a_layer_on_the_second_device_runs_there():
     x = torch.randn(3, 8, device="cuda:1", requires_grad=True)
     layer(x).sum().backward()
     assert x.grad.device.index == 1 and torch.cuda.current_device() == 0
-    with pytest.raises((ga.ArgumentError, RuntimeError), match="cuda:"):
+    with pytest.raises((ga.errors.ArgumentError, RuntimeError), match="cuda:"):
         layer(torch.randn(3, 8, device="cuda:0"))
 
 
@@ -160,7 +160,7 @@ def test_a_backend_that_cannot_be_is_refused_before_anything_changes():
 
 
 KINDS = {
-    "curve": lambda: ga.RichardsCurve("gompertz"),
+    "curve": lambda: ga.nn.RichardsCurve("gompertz"),
     "glu": lambda: ga.RichardsGLU(6, 4),
     "attention": lambda: ga.PolyAttention(6, 2, max_positions=8),
     "attention without the low-rank term": lambda: ga.PolyAttention(
@@ -208,7 +208,7 @@ def test_what_is_made_of_one_another_is_counted_once(device):
         ga.PolyAttention(12, 2, max_positions=8).to(device),
         ga.RichardsGLU(6, 4).to(device),
     )
-    glu.activation = ga.RichardsCurve("sigmoid", learn=richards.GATE, bounded=True).to(device)
+    glu.activation = ga.nn.RichardsCurve("sigmoid", learn=richards.GATE, bounded=True).to(device)
     glu.activation.theta = glu.gate.theta
     qkv, x, abc = (
         torch.randn(3, 1, 5, 2, 6, device=device, requires_grad=True),
@@ -216,7 +216,7 @@ def test_what_is_made_of_one_another_is_counted_once(device):
         layer.coefficients,
     )
     for inputs, function in (
-        ((qkv, abc), lambda: ga.poly_attention(layer.query(qkv[0]), *qkv, layer.pe, abc)),
+        ((qkv, abc), lambda: ga.nn.poly_attention(layer.query(qkv[0]), *qkv, layer.pe, abc)),
         ((x, glu.gate.theta), lambda: glu(x)),
         ((x, glu.gate.theta), lambda: glu.gate(glu.gate(x))),
     ):

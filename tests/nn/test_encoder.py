@@ -584,7 +584,7 @@ def test_embedding_gives_what_torchs_gives(device, dtype, how):
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_encoder_adds_positions_and_is_rounded_once(device, C, dtype):
     torch.manual_seed(0)
-    module = ga.Encoder(13, C, 9, device=device, dtype=dtype)
+    module = ga.nn.Encoder(13, C, 9, device=device, dtype=dtype)
     wte, wpe = (part.weight.detach().cpu().clone() for part in (module.wte, module.wpe))
     for tokens in (
         torch.tensor([3, 3, 0]),
@@ -679,7 +679,10 @@ def test_a_module_made_on_the_meta_device_works_where_its_weights_come_to_lie():
 
 @pytest.mark.parametrize("device", ["cpu", "simt"], indirect=True)
 def test_gradcheck_in_float64(device):
-    tokens, plain = torch.tensor([[0, 2, 2], [1, 0, 2]]), ga.Encoder(3, 2, 4, dtype=torch.float64)
+    tokens, plain = (
+        torch.tensor([[0, 2, 2], [1, 0, 2]]),
+        ga.nn.Encoder(3, 2, 4, dtype=torch.float64),
+    )
 
     def run(wte, wpe):
         return torch.func.functional_call(plain, {"wte.weight": wte, "wpe.weight": wpe}, (tokens,))
@@ -720,7 +723,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = (
-            ga.Encoder(29, dim, 16) if kind == "encoder" else (cls or nn.Embedding)(29, dim)
+            ga.nn.Encoder(29, dim, 16) if kind == "encoder" else (cls or nn.Embedding)(29, dim)
         )
         self.hidden, self.norm, self.head = (
             nn.Linear(dim, dim),
@@ -785,11 +788,11 @@ def test_a_compiled_model_gives_what_eager_gives(device, compiler):
 def test_shapes_and_dtypes_are_known_without_values():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    meta = ga.Encoder(9, 4, 5, device="meta", dtype=BF16)
+    meta = ga.nn.Encoder(9, 4, 5, device="meta", dtype=BF16)
     out = meta(torch.zeros(2, 3, dtype=torch.int64, device="meta"))
     assert out.is_meta and out.shape == (2, 3, 4) and out.dtype == BF16
     with FakeTensorMode():
-        module = ga.Encoder(9, 4, 5)
+        module = ga.nn.Encoder(9, 4, 5)
         out = module(torch.zeros(2, 3, dtype=torch.int32))
         out.sum().backward()
         assert (
@@ -833,7 +836,7 @@ def test_second_derivatives_and_forward_mode_are_those_of_torch(device, options)
 
 
 def test_finite_differences_of_the_gradient_agree():
-    for module in (ga.Embedding(4, 3, padding_idx=2), ga.Encoder(4, 3, 5)):
+    for module in (ga.Embedding(4, 3, padding_idx=2), ga.nn.Encoder(4, 3, 5)):
         module = module.double()
         names, params = zip(*module.named_parameters())
         tokens = torch.tensor([[0, 2, 1], [1, 1, 3]])
@@ -934,7 +937,7 @@ def test_fused_sums_have_the_bits_of_the_kernels_on_the_same_gradients(device):
     """No rounding in between: dout straight into the fp32 sums, micro-batch after micro-batch, from
     bf16 weights too."""
     for dtype in (F32, BF16):
-        module = ga.Encoder(29, 12, 16, device=device, dtype=dtype)
+        module = ga.nn.Encoder(29, 12, 16, device=device, dtype=dtype)
         arena, want = (
             Arena(module),
             [torch.zeros(29, 12, device=device), torch.zeros(16, 12, device=device)],
@@ -998,7 +1001,7 @@ def test_fused_mode_reaches_plain_embeddings_and_ours_and_leaves_the_others():
 @pytest.mark.parametrize("mode", ["arena", "fused"])
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_a_frozen_weight_gets_nothing_and_the_other_its_sum(device, which, mode):
-    module = ga.Encoder(29, 12, 16, device=device)
+    module = ga.nn.Encoder(29, 12, 16, device=device)
     getattr(module, which).weight.requires_grad_(False)
     other, (tokens, _) = "wpe" if which == "wte" else "wte", micros(1, device)[0]
     dout, want = (
@@ -1011,7 +1014,7 @@ def test_a_frozen_weight_gets_nothing_and_the_other_its_sum(device, which, mode)
         assert list(arena.named_parameters()) == [f"{other}.weight"]
         same(arena.named_parameters()[f"{other}.weight"].grad, want[other])
     # Frozen is one way of not being asked for; backward(inputs=...) is another.
-    whole = ga.Encoder(29, 12, 16, device=device)
+    whole = ga.nn.Encoder(29, 12, 16, device=device)
     with GradientAccumulator(arena := Arena(whole), mode):
         whole(tokens).backward(dout, inputs=[getattr(whole, other).weight])
         got = arena.named_parameters()
@@ -1061,7 +1064,7 @@ def test_a_compiled_encoder_adds_into_the_arena(device):
     ):
         pytest.skip("inductor needs a compiler, and there is none")
     torch._dynamo.reset()
-    module, data = ga.Encoder(29, 12, 16, device=device), micros(2, device)
+    module, data = ga.nn.Encoder(29, 12, 16, device=device), micros(2, device)
     want = [torch.zeros(29, 12, device=device), torch.zeros(16, 12, device=device)]
     with GradientAccumulator(arena := Arena(module), "fused"):
         compiled = torch.compile(
@@ -1328,7 +1331,7 @@ def test_bad_arguments_are_named_and_nothing_has_changed(device, case):
 )
 @pytest.mark.parametrize("device", ["cpu", "simt"], indirect=True)
 def test_a_module_names_bad_input(device, call, message):
-    module = ga.Encoder(9, 4, 4)
+    module = ga.nn.Encoder(9, 4, 4)
     with pytest.raises(ArgumentError, match=message):
         call(module)
     assert module.wte.invalid_tokens() is None and module.wte.weight.grad is None
@@ -1338,7 +1341,7 @@ def test_a_module_names_bad_input(device, call, message):
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_the_device_path_masks_counts_and_names_tokens_out_of_range(device, dtype):
     """The operation itself, as a graph or a GPU runs it: nobody has looked at the tokens before."""
-    module = ga.Encoder(9, 6, 8, device=device)
+    module = ga.nn.Encoder(9, 6, 8, device=device)
     kept = tokens = torch.tensor([[0, 3, 8, 1], [1, -1, 9, 5], [2, 2, 2, -(2**31)]], dtype=dtype)
     if dtype == torch.int64:
         tokens = torch.where(tokens == 9, 2**33 + 1, tokens)

@@ -13,8 +13,8 @@ from richards_formula import close, exact, values_of
 from torch import nn
 
 import gpuaccel as ga
-from gpuaccel import PolyAttention, reference_poly_attention
 from gpuaccel.errors import ArgumentError
+from gpuaccel.nn import PolyAttention, reference_poly_attention
 from gpuaccel.nn.poly_attention import (
     WIDTHS,
     attention_kernel,

@@ -102,7 +102,7 @@ def caught(name):
     """(what the launch of a planted bug raised, the call, copies of its tensors from before)."""
     bug, call = BUGS[name], BUGS[name].call()
     before = [t.clone() for t in tensors_of(call)]
-    with ga.checked(seconds=bug.seconds), pytest.raises(ga.KernelError) as info:
+    with ga.checked(seconds=bug.seconds), pytest.raises(ga.errors.KernelError) as info:
         launch(ga.compile(BUG_TEXT, name), call)
     return info.value, call, before
 
@@ -194,7 +194,7 @@ def test_a_tensor_nobody_named_is_a_far_address():
     bug = BUGS["past_end_in_a_struct"]
     call = bug.call()
     keep = call.tensors  # alive, but not named
-    with ga.checked(), pytest.raises(ga.KernelError, match="tensors=") as info:
+    with ga.checked(), pytest.raises(ga.errors.KernelError, match="tensors=") as info:
         launch(ga.compile(BUG_TEXT, bug.name), Call(call.grid, call.block, call.args))
     assert [(r.kind, r.thread) for r in info.value.reports] == [("far", (0, 0, 0))] and len(
         keep
@@ -251,7 +251,7 @@ def test_an_empty_tensor_is_no_problem():
     add, empty = good_kernel("vec_add"), torch.zeros(0)
     with ga.checked():
         add[1, 32](empty, empty, empty, 0)
-    with ga.checked(), pytest.raises(ga.KernelError) as info:
+    with ga.checked(), pytest.raises(ga.errors.KernelError) as info:
         add[1, 32](torch.zeros(1), empty, empty, 1)
     assert {r.kind for r in info.value.reports} <= {"null", "out of bounds"}
 
@@ -287,14 +287,14 @@ def test_results_are_copied_back_into_views_and_nowhere_else():
 def test_kernels_from_strings_are_checked_by_default_and_files_are_not(monkeypatch):
     monkeypatch.delenv("GPUACCEL_SIMT", raising=False)
     bug = BUGS["sum_without_atomic"]
-    with pytest.raises(ga.KernelError):
+    with pytest.raises(ga.errors.KernelError):
         launch(ga.compile(BUG_TEXT, bug.name), bug.call())
     with ga.checked(False):
         launch(ga.compile(BUG_TEXT, bug.name), bug.call())  # a race harms nobody here
     monkeypatch.setenv("GPUACCEL_SIMT", "fast")
     launch(ga.compile(BUG_TEXT, bug.name), bug.call())
     monkeypatch.setenv("GPUACCEL_SIMT", "checked")
-    with pytest.raises(ga.KernelError):
+    with pytest.raises(ga.errors.KernelError):
         launch(ga.compile(BUG_TEXT, bug.name), bug.call())
 
 
@@ -317,7 +317,7 @@ for name in t.FAST_FAULTS:
         try:
             t.launch(ga.compile(t.BUG_TEXT, name), t.BUGS[name].call())
             print(name, "nothing", 0, sep="|")
-        except ga.KernelError as error:
+        except ga.errors.KernelError as error:
             report, = error.reports
             print(name, report.kind, report.line, sep="|")
 print(all(outcome.right for outcome in t.GOOD["vec_add"].run(t.good_kernel("vec_add"), 0, "cpu")))
@@ -657,7 +657,7 @@ def noticed(kernel, run, seeds) -> "str | None":
                 for outcome in run(kernel, seed, "cpu"):
                     if not outcome.right:
                         return f"values: {outcome}"
-        except ga.KernelError as error:
+        except ga.errors.KernelError as error:
             return str(error)
     return None
 

@@ -72,7 +72,7 @@ def test_every_kernel_of_kernels_cu_is_tried_here():
     there = {
         (path.stem, name)
         for path in ga.compiler.kernel.kernel_files()
-        for name in ga.kernel_names(path.read_text())
+        for name in ga.compiler.kernel_names(path.read_text())
     }
     # Results of approximate functions and tensor cores differ between CPU and GPU. Tests in these
     # files compare them with float64.
@@ -141,7 +141,7 @@ def test_every_exercise_compiles_for_gpus(arch):
 
 def compiles_for(arch, text):
     """All kernels of a text compile for an architecture, as one program."""
-    names = ga.kernel_names(text)
+    names = ga.compiler.kernel_names(text)
     kernel = ga.Kernel.from_source(text, names[0])
     cubin, report = nvrtc.compile_cubin(kernel.source, kernel.filename, arch)
     assert cubin[:4] == b"\x7fELF"
@@ -215,7 +215,7 @@ def test_gpu_machine_also_runs_and_checks_kernels_on_the_cpu():
     with (
         ga.use_backend("simt"),
         ga.checked(),
-        pytest.raises(ga.KernelError, match="out of bounds|outside|x\\[1000\\]"),
+        pytest.raises(ga.errors.KernelError, match="out of bounds|outside|x\\[1000\\]"),
     ):
         ga.compile(bug.source)[call.grid, call.block](*call.args)
 

@@ -1203,7 +1203,7 @@ extern "C" __global__ void stops(int* x, int how) {
             (1, "__trap()", 7, 3),
             (2, "assert(x[threadIdx.x] < 8 || how == 0)", 8, 8),
         ):
-            with pytest.raises(ga.KernelError) as error:
+            with pytest.raises(ga.errors.KernelError) as error:
                 kernel[1, 16](x.clone(), how)
             (report,) = error.value.reports
             assert (report.kind, report.line, report.thread) == ("trap", line, (thread, 0, 0)), str(
@@ -1218,7 +1218,7 @@ def test_a_shuffle_of_odd_width_says_so(fast):
     source = """extern "C" __global__ void odd(int* x) {
         x[threadIdx.x] = __shfl_down_sync(~0u, x[threadIdx.x], 1, 24);
     }"""
-    with pytest.raises(ga.KernelError) as caught:
+    with pytest.raises(ga.errors.KernelError) as caught:
         run("cpu", source, 1, 32, torch.zeros(32).int())
     assert "width of a shuffle must be 1, 2, 4, 8, 16 or 32" in caught.value.reports[0].message
 
@@ -1235,5 +1235,5 @@ def test_inline_ptx_is_named_by_the_compiler(fast, word):
     }"""
         % word
     )
-    with pytest.raises(ga.CompileError, match="inline PTX"):
+    with pytest.raises(ga.errors.CompileError, match="inline PTX"):
         run("cpu", source, 1, 32, torch.zeros(32).int())

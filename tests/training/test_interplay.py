@@ -209,7 +209,7 @@ def test_clipping_calls_a_parameter_by_its_own_number_or_name():
     p[1].grad, p[2].grad = torch.ones(5), torch.full((6,), float("inf"))
     with pytest.raises(NonFiniteError, match=r"parameter 2 of shape \(6,\)"):
         ga.clip_grad_norm_(p, 1.0, error_if_nonfinite=True)
-    assert ga.clip_grads_(zip("abc", p), 1.0, on_nonfinite="skip").name() == "c"
+    assert ga.optim.clip_grads_(zip("abc", p), 1.0, on_nonfinite="skip").name() == "c"
 
 
 @pytest.mark.parametrize(

@@ -287,7 +287,9 @@ def test_a_master_of_another_shape_is_refused_before_anything_changes():
     state = copy.deepcopy(opt.state_dict())
     before = opt.arena.weights.clone(), bits(opt.state_dict()["state"][3])
     state["state"][2]["master"] = state["state"][2]["master"].flatten()[:3]
-    with pytest.raises(ga.ArgumentError, match="master of model.*has shape \\(3,\\); expected"):
+    with pytest.raises(
+        ga.errors.ArgumentError, match="master of model.*has shape \\(3,\\); expected"
+    ):
         opt.load_state_dict(state)
     assert torch.equal(opt.arena.weights, before[0])
     assert bits(opt.state_dict()["state"][3]) == before[1]

@@ -1,4 +1,4 @@
-"""Batches of several ranks: ga.shard, and ga.Batches(rank=, ranks=)."""
+"""Batches of several ranks: ga.training.shard, and ga.Batches(rank=, ranks=)."""
 
 import pytest
 import torch
@@ -11,7 +11,9 @@ import gpuaccel as ga
 def test_shares_are_disjoint_and_complete(count, ranks, seed):
     """SHARD-001, -002, -004. Interleaved; shuffled anew in each epoch, the same in each run; every
     rank has as many turns."""
-    shares = [ga.shard(range(count), rank, ranks, seed=seed, epoch=1) for rank in range(ranks)]
+    shares = [
+        ga.training.shard(range(count), rank, ranks, seed=seed, epoch=1) for rank in range(ranks)
+    ]
     turns = -(-count // ranks)
     assert [len(share) for share in shares] == [turns] * ranks
     order = [share[turn] for turn in range(turns) for share in shares]
@@ -20,7 +22,7 @@ def test_shares_are_disjoint_and_complete(count, ranks, seed):
     if seed is None:
         assert order[:count] == list(range(count))
     else:
-        assert shares[0] == ga.shard(range(count), 0, ranks, seed=seed + 1, epoch=0), (
+        assert shares[0] == ga.training.shard(range(count), 0, ranks, seed=seed + 1, epoch=0), (
             "seed + epoch is the seed"
         )
         assert order[:count] != list(range(count)) or count < 5
@@ -28,10 +30,12 @@ def test_shares_are_disjoint_and_complete(count, ranks, seed):
 
 def test_fewer_batches_than_ranks_is_an_error():
     """SHARD-003."""
-    with pytest.raises(ga.DataError, match="2 batches for 3 ranks; expected at least one for each"):
-        ga.shard([1, 2], 0, 3)
     with pytest.raises(
-        ga.DataError, match="an epoch has 10 windows of T=4, 2 batches of 4, for 3 ranks"
+        ga.errors.DataError, match="2 batches for 3 ranks; expected at least one for each"
+    ):
+        ga.training.shard([1, 2], 0, 3)
+    with pytest.raises(
+        ga.errors.DataError, match="an epoch has 10 windows of T=4, 2 batches of 4, for 3 ranks"
     ):
         ga.Batches(torch.arange(41), 4, 4, ranks=3)
     for options, message in (
@@ -39,7 +43,7 @@ def test_fewer_batches_than_ranks_is_an_error():
         (dict(rank=0, ranks=0), "rank is 0 of 0"),
         (dict(ranks=2, micro_batches=3), "a batch of 4 windows in 3 micro-batches"),
     ):
-        with pytest.raises(ga.ArgumentError, match=message):
+        with pytest.raises(ga.errors.ArgumentError, match=message):
             ga.Batches(torch.arange(410), 4, 4, **options)
 
 

@@ -20,10 +20,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...backends import backend, default_device, find_compiler
-from ...compiler import nvrtc
-from ...compiler.kernel import Kernel
+from ...compiler import Kernel, nvrtc
 from ...errors import ArgumentError, CaptureError, GpuaccelError, KernelError
-from ...graphs.capture import TapeRecorder
+from ...graphs import TapeRecorder
 from ...source import signature
 from . import (
     accumulate_puzzles,

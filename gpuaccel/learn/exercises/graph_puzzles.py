@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from ...graphs.tape import Tape
+from ...graphs import Tape
 from .exercises import Exercise, Turns, code, normal
 
 

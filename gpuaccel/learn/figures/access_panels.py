@@ -9,7 +9,7 @@ Global memory is a row of elements in groups of 32 bytes (sectors). Shared memor
 
 import numpy as np
 
-from ...simt.tracing import ATOMIC, BANKS, READ, SECTOR, WARP, bank_ways, groups
+from ...simt import ATOMIC, BANKS, READ, SECTOR, WARP, bank_ways, groups
 from .drawing import GREY, RED, RUN_COLOURS, WHITE, WIDTH, Ink, plural, text_width
 
 WARP_COLOURS = RUN_COLOURS[:4]

@@ -8,7 +8,7 @@ import re
 import struct
 from html import escape
 
-from ...compiler.kernel import Kernel, kernel_root
+from ...compiler import Kernel, kernel_root
 from .drawing import BLUE, GREY, ORANGE, PINK, RUN_COLOURS, WHITE, WIDTH, Figure, Ink
 
 KEYWORDS = (

@@ -19,12 +19,18 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...graphs.tape import ALLOCATIONS
+from ...graphs import ALLOCATIONS
 from ...measure import profiler_sees_gpu, quiet_profiler, trace_events
-from ...nn.poly_attention import reference_poly_attention
-from ...nn.richards_glu import DEFAULTS, LEAST, NAMES, RichardsCurve, reference_richards
+from ...nn import (
+    DEFAULTS,
+    LEAST,
+    NAMES,
+    RichardsCurve,
+    reference_poly_attention,
+    reference_richards,
+)
 from ...notebook import notebook_shell
-from ...training.models import rotate
+from ...training import rotate
 from .drawing import (
     BLUE,
     GREY,

@@ -1,6 +1,6 @@
 """Pictures of several ranks: batches, weights of tokens, overlap with backward, hashes, restarts.
 
-    >>> rank_figures.shards(range(9), 2, seed=1)          # how ga.shard deals batches
+    >>> rank_figures.shards(range(9), 2, seed=1)          # how ga.training.shard deals batches
     >>> rank_figures.weights([2, 6])                      # mean of means, and mean over all tokens
     >>> rank_figures.overlap({"buckets": [spans_of_rank_0, spans_of_rank_1]})
     >>> rank_figures.hashes(names, [hashes_of_rank_0, hashes_of_rank_1])
@@ -9,8 +9,8 @@
 Each is a Figure.
 """
 
-from ...distributed.trace import sent_early
-from ...training.data import shard
+from ...distributed import sent_early
+from ...training import shard
 from .drawing import (
     BLUE,
     GREEN,
@@ -44,9 +44,9 @@ def _colour(rank) -> str:
 
 
 def shards(batches, ranks: int, seed: "int | None" = None) -> Figure:
-    """Batches, and how ga.shard deals them to the ranks in one epoch. For some 20 batches.
+    """Batches, and how ga.training.shard deals them to the ranks in one epoch. For some 20 batches.
 
-    batches: what names each. seed: of the order, as for ga.shard."""
+    batches: what names each. seed: of the order, as for ga.training.shard."""
     batches = list(batches)
     shares = [shard(list(enumerate(batches)), rank, ranks, seed=seed) for rank in range(ranks)]
     rank_of = {
