@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 # The rooms, as ga.<room>.
-from . import (  # noqa: F401  # noqa: F401
+from . import (  # noqa: F401
     backends,
     compiler,
     distributed,
