@@ -22,6 +22,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from ..nn import fused_forward
 from ..optim import capture_participants
 
 
@@ -80,10 +81,10 @@ def buffers_of(module: nn.Module) -> "list[Tensor]":
 
 
 def _layers_of(module: nn.Module) -> "list[CaptureParticipant]":
-    """Modules that take part, and objects whose method stands in the place of a module's forward,
-    as in the accumulation mode "fused"."""
+    """Modules that take part, and what stands in the place of a module's forward in the accumulation
+    mode "fused"."""
     layers: "list[CaptureParticipant]" = []
     for part in module.modules():
-        forward_owner = getattr(vars(part).get("forward"), "__self__", None)
-        layers += [each for each in (part, forward_owner) if isinstance(each, CaptureParticipant)]
+        both = (part, fused_forward(part))
+        layers += [each for each in both if isinstance(each, CaptureParticipant)]
     return layers

@@ -4,6 +4,7 @@ from .embedding import Embedding, Encoder, deterministic_embeddings, fuse_embedd
 from .fused_linear import (
     FusedLinear,
     Joint,
+    fused_forward,
     fused_linears,
     fused_swiglu,
     has_class_forward,
@@ -30,6 +31,7 @@ __all__ = [
     "RichardsGLU",
     "deterministic_embeddings",
     "fuse_embedding",
+    "fused_forward",
     "fused_linears",
     "fused_swiglu",
     "has_class_forward",

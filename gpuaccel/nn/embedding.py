@@ -217,7 +217,7 @@ def encode(tokens: Tensor, wte: nn.Embedding, wpe: "nn.Embedding | None" = None)
         return out if wpe is None else out + wpe.weight[: tokens.shape[-1]]
     check_range(tokens, len(wte.weight))
     weights = wte.weight, None if wpe is None else wpe.weight
-    counter = wte if isinstance(wte, Embedding) else wte.forward.__self__
+    counter = wte if isinstance(wte, Embedding) else fused_forward(wte)
     if counter.invalid is None:  # made on the meta device
         counter.invalid = _none_seen(tokens.device)
     left_out = -1 if wte.padding_idx is None else wte.padding_idx
@@ -231,8 +231,8 @@ def encode(tokens: Tensor, wte: nn.Embedding, wpe: "nn.Embedding | None" = None)
 
 def _slice_of(layer: nn.Embedding) -> "Tensor | None":
     """The slice of an arena that the weight's gradient is added into, while an accumulator of mode "fused" is open."""
-    fused = getattr(layer.forward, "__self__", None)
-    return fused.grad if isinstance(fused, FusedEmbedding) else None
+    fused = fused_forward(layer)
+    return None if fused is None else fused.grad
 
 
 class FusedEmbedding(FusedForward):
@@ -242,10 +242,11 @@ class FusedEmbedding(FusedForward):
         super().__init__(layer, grad)
         self.invalid = None if isinstance(layer, Embedding) else _none_seen(grad.device)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        if self.grad is None:
-            return type(self.layer).forward(self.layer, tokens)
-        return encode(tokens, self.layer)
+    @staticmethod
+    def forward(layer: nn.Embedding, tokens: Tensor) -> Tensor:
+        if fused_forward(layer) is None:
+            return type(layer).forward(layer, tokens)
+        return encode(tokens, layer)
 
     # ---- for captured steps: graphs/participant.py ----
 

@@ -10,7 +10,7 @@ backward.
     >>> q, k, v = fused_linears(x, self.w_q, self.w_k, self.w_v)   # layers of one input: one product
 """
 
-import operator
+import types
 import weakref
 from typing import NamedTuple, Protocol
 
@@ -237,7 +237,7 @@ def fused_swiglu(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
 
 def _joint_of(*layers) -> "Joint | None":
     """The layers' weights as one tensor, where they lie side by side and nobody has hooks on a layer."""
-    fused = getattr(layers[0].forward, "__self__", None)
+    fused = fused_forward(layers[0])
     if not isinstance(fused, FusedLinear) or fused.joint is None or not torch.is_grad_enabled():
         return None
     if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
@@ -249,54 +249,55 @@ def _joint_of(*layers) -> "Joint | None":
 
 
 class FusedForward:
-    """Takes the place of one layer's `forward`; remove() gives it back. Class, parameters, hooks and state of the layer stay.
+    """Takes the place of one layer's `forward`; remove() gives it back. Class, parameters, hooks and
+    state of the layer stay.
 
-    layer: a module whose `forward` is its class's. grad: fp32, of the weight's shape: a slice of arena.grads.
-    A copy of the layer (deepcopy, pickle) runs the forward of its class.
+    layer: a module whose `forward` is its class's.
+    grad: fp32, of the weight's shape: a slice of arena.grads.
 
-    What stands in the layer is a bound method, because torch.compile compiles layers with the same method once; it would compile
-    anew for each callable object."""
+    Two entries stand in the layer's __dict__: `forward`, a function bound to the layer, and
+    `gpuaccel_fused`, this object. torch.compile then compiles layers of one class once. A copy of the
+    layer (deepcopy, pickle) runs the forward of its class."""
 
-    def __init__(self, layer: nn.Module, grad: "Tensor | None"):
+    def __init__(self, layer: nn.Module, grad: Tensor):
         self.layer = layer
-        self.grad = grad
-        vars(layer)["forward"] = self.forward
+        self.grad: "Tensor | None" = grad
+        vars(layer)["gpuaccel_fused"] = self
+        vars(layer)["forward"] = types.MethodType(type(self).forward, layer)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @staticmethod
+    def forward(layer: nn.Module, x: Tensor) -> Tensor:
         raise NotImplementedError
 
     def remove(self):
         """The layer's own forward runs again, also where others have wrapped this one meanwhile."""
         self.grad = None
-        own = vars(self.layer).get("forward")
-        if getattr(own, "__self__", None) is self:
-            del vars(self.layer)["forward"]
+        entries = vars(self.layer)
+        if entries.get("gpuaccel_fused") is self:
+            del entries["gpuaccel_fused"]
+        if getattr(entries.get("forward"), "__func__", None) is type(self).forward:
+            del entries["forward"]
 
     def __deepcopy__(self, memo):
-        # Reached through a layer that is being copied, which stands in memo already.
-        inactive = type(self).__new__(type(self))
-        inactive.layer = memo[id(self.layer)]
-        inactive.grad = None
-        return inactive
+        return None
 
     def __reduce__(self):
-        # A bound method is pickled as getattr(its object, its name): here that of the layer, so that loading needs nothing of ours.
-        return operator.itemgetter(0), ((self.layer,),)
+        # None. (`forward` is pickled as getattr(layer, "forward"): that of the class.)
+        return type(None), ()
 
 
 def fused_forward(layer: nn.Module) -> "FusedForward | None":
-    """The FusedForward in the place of the layer's forward; None: there is none."""
-    owner = getattr(vars(layer).get("forward"), "__self__", None)
-    return owner if isinstance(owner, FusedForward) and owner.grad is not None else None
+    """What has taken the place of the layer's forward; None: nothing of ours."""
+    return getattr(layer, "gpuaccel_fused", None)
 
 
 def has_class_forward(layer: nn.Module) -> bool:
     """Does the layer run the forward of its class, or has somebody replaced it?"""
-    own = vars(layer).get("forward")
-    if own is None or getattr(own, "__func__", None) is type(layer).forward:
+    function = getattr(vars(layer).get("forward"), "__func__", None)
+    if "forward" not in vars(layer) or function is type(layer).forward:
         return True
-    owner = getattr(own, "__self__", None)
-    return isinstance(owner, FusedForward) and owner.grad is None
+    # A copy of a layer with a FusedForward.
+    return fused_forward(layer) is None and "gpuaccel_fused" in vars(layer)
 
 
 class Joint(NamedTuple):
@@ -311,11 +312,12 @@ class FusedLinear(FusedForward):
 
     joint: "Joint | None" = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        layer = self.layer
-        if self.grad is None or not torch.is_grad_enabled():
+    @staticmethod
+    def forward(layer: nn.Linear, x: Tensor) -> Tensor:
+        fused = fused_forward(layer)
+        if fused is None or not torch.is_grad_enabled():
             return F.linear(x, layer.weight, layer.bias)
-        y = _LinearIntoArena.apply(x, layer.weight, self.grad)
+        y = _LinearIntoArena.apply(x, layer.weight, fused.grad)
         return y if layer.bias is None else y + layer.bias.to(y.dtype)
 
 

@@ -42,6 +42,7 @@ from replays import (
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError, CaptureError
+from gpuaccel.nn.fused_linear import fused_forward
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training import Replay
 from gpuaccel.training.loop import train, warmup_cosine
@@ -100,7 +101,7 @@ def test_a_replayed_run_has_the_bits_of_an_eager_one(device, case, counts):
 @pytest.mark.parametrize("device", KERNELS, indirect=True)
 def test_the_case_side_by_side_is_one_product(device):
     with make(device, "graph", **CASES["fused, q k v together"]) as step:
-        assert step.model.blocks[0].w_q.forward.__self__.joint is not None
+        assert fused_forward(step.model.blocks[0].w_q).joint is not None
 
 
 @pytest.mark.parametrize("accumulate", ["arena", "fused"])

@@ -447,15 +447,18 @@ def test_blocks_compile_once_and_add_into_their_own_slices():
 
 @pytest.mark.skipif(
     not any(map(shutil.which, ("g++", "clang++"))),
-    reason="inductor needs a C++ compiler for the CPU, and there is none",
+    reason="inductor needs a C++ compiler, and there is none",
 )
-def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager(monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager(monkeypatch, device):
     torch.manual_seed(0)
     config = Config(vocab=32, hidden=64, intermediate=128, layers=1, heads=4, kv_heads=2, T=8)
-    models, x = [Block(config) for _ in range(2)], torch.randn(2, 8, 64)
+    models = [Block(config).to(device) for _ in range(2)]
+    x = torch.randn(2, 8, 64, device=device)
     models[1].load_state_dict(models[0].state_dict())
     add = fused_linear._add_product
-    rope, weight, found, joined = rotary_table(8, 16, 10_000.0), torch.randn(2, 8, 64), [], []
+    rope, weight = rotary_table(8, 16, 10_000.0).to(device), torch.randn(2, 8, 64, device=device)
+    found, joined = [], []
     try:
         for model, compiled in zip(models, (False, True)):
             arena, given = Arena(model), x.clone().requires_grad_()
