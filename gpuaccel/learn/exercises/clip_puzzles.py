@@ -95,7 +95,7 @@ EXERCISES = {
                 "__syncthreads()."
             ),
             solution=_SQUARE + WARP_SUM + _JOIN,
-            wrong={
+            wrong_answers={
                 "no guard": _SQUARE.replace("i < n ? x[i] * x[i] : 0.0f", "x[i] * x[i]")
                 + WARP_SUM
                 + _JOIN,
@@ -130,7 +130,7 @@ EXERCISES = {
                 "< 1: that is false for 1 and for NaN."
             ),
             solution=LONG_INDEX + "if (i < n && *scale < 1.0f) x[i] *= *scale;",
-            wrong={
+            wrong_answers={
                 "no guard": LONG_INDEX + "if (*scale < 1.0f) x[i] *= *scale;",
                 "always writes": LONG_INDEX + "if (i < n) x[i] *= *scale;",
                 "nearly 1 returns, NaN does not": LONG_INDEX
@@ -168,7 +168,7 @@ EXERCISES = {
                     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
                 """
             ),
-            wrong={
+            wrong_answers={
                 "sum of the norms": _scale_by("norms.sum()"),
                 "root of the sum of the norms": _scale_by("norms.sum().sqrt()"),
                 "not rooted": _scale_by("norms.square().sum()"),

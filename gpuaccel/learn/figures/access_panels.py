@@ -9,7 +9,7 @@ Global memory is a row of elements in groups of 32 bytes (sectors). Shared memor
 
 import numpy as np
 
-from ...simt import ATOMIC, BANKS, READ, SECTOR, WARP, bank_ways, groups
+from ...simt import ATOMIC, BANKS, READ, SECTOR, WARP, groups, turns_per_bank
 from .drawing import GREY, RED, RUN_COLOURS, WHITE, WIDTH, Ink, plural, text_width
 
 WARP_COLOURS = RUN_COLOURS[:4]
@@ -120,7 +120,7 @@ class Panel:
             self.order = 3 if self.writes else 0
         if self.shared:
             self.cells = Banks(self.traced, frame, whole)
-            self.ways = int(trace.requests(drawn)["ways"].max(initial=0))
+            self.bank_turns = int(trace.requests(drawn)["bank_turns"].max(initial=0))
             self.small = False
         else:
             self.cells = Cells(self.traced, frame)
@@ -140,8 +140,8 @@ class Panel:
         words = f"{space}{traced.dtype}, {plural(traced.elements, 'element')}"
         sheet.text(words_x, y + 12, words, 11.5, sheet.soft)
         if self.shared and len(self.events):
-            conflict = self.ways > 1
-            cost = f"{self.ways}-way bank conflict" if conflict else "no bank conflict"
+            conflict = self.bank_turns > 1
+            cost = f"{self.bank_turns}-way bank conflict" if conflict else "no bank conflict"
             cost_x = words_x + text_width(words, 11.5) + 4
             sheet.text(cost_x, y + 12, cost, 11.5, RED if conflict else sheet.soft, weight=600)
         band = Band(self.threads, x + LEFT, right)
@@ -416,7 +416,8 @@ class Banks:
         order, group = groups(events["pc"], events["block"], warp, events["visit"], events["kind"])
         request = np.empty(len(events), np.int64)
         request[order] = group
-        ways = bank_ways(events, request, request.max(initial=-1) + 1).max(axis=0, initial=0)
+        count = request.max(initial=-1) + 1
+        worst = turns_per_bank(events, request, count).max(axis=0, initial=0)
         sheet.words([(self.left - 9, y + 10.5, "bank")], sheet.soft, anchor="end")
         looks = (
             (0, 0, GREY, 0.15, sheet.soft, 400),
@@ -426,7 +427,7 @@ class Banks:
         for least, most, fill, opacity, colour, weight in looks:
             some = [
                 (self.left + bank * self.pitch, f"{turns}×" if turns > 1 else bank)
-                for bank, turns in enumerate(ways.tolist())
+                for bank, turns in enumerate(worst.tolist())
                 if least <= turns <= most
             ]
             sheet.boxes([(x + 0.8, y, self.pitch - 1.6, 14) for x, _ in some], fill, opacity)
