@@ -240,7 +240,7 @@ def _compile_only(task, kernel) -> Result:
 def _run_kernel(task, kernel, seed) -> Result:
     """Run a kernel on data of every size."""
     generator = torch.Generator(default_device().type).manual_seed(seed)
-    lines = []
+    lines: "list[tuple[bool | None, str, str]]" = []
     for n in SIZES:
         case = task.data(n, generator)
         trial = f"{n:,}, {case.label}" if case.label else f"{n:,}"

@@ -155,7 +155,8 @@ def overlap(
                     path = f"M{place(s.start):.1f} {y}h{width:.1f}v18h{-width:.1f}z"
                     ink.path(path, colour, opacity=opacity)
             y += 21
-            row_ends = []  # where the last bucket of each row ends
+            # where the last bucket of each row ends
+            row_ends: "list[float]" = []
             for s in (s for s in spans if s.lane == "sends"):
                 start, stop = place(s.start), place(s.stop)
                 free = (r for r, end in enumerate(row_ends) if end <= start)

@@ -209,7 +209,7 @@ def pieces(batches: "dict[str, Segments]") -> Figure:
 
 def _runs_of(batch) -> "list[list[int]]":
     """For each run of equal tokens, how many rows its pieces have."""
-    runs = []
+    runs: "list[list[int]]" = []
     for piece in filter(None, batch.pieces.tolist()):
         if piece <= PIECE:
             runs.append([])
@@ -248,8 +248,8 @@ def bits(values: "dict[str, float]") -> Figure:
     if count:
         result = f"{plural(count, 'bit')} {'differs' if count == 1 else 'differ'} (red)"
     ink.text(left, y + 12, result, 12, ink.soft)
-    numbers = ", ".join(f"{name} {value:.9g}" for name, value in values.items())
-    return Figure(ink, y + 20, f"{numbers}: {result}")
+    summary = ", ".join(f"{name} {value:.9g}" for name, value in values.items())
+    return Figure(ink, y + 20, f"{summary}: {result}")
 
 
 def twice(runs: "dict[str, tuple]", title: str = "Two runs with the same seed") -> Figure:
@@ -340,7 +340,8 @@ def draws(
     for i, x in enumerate(values, 1):
         total += x
         means.append(total / i)
-    references = [("exact", exact, GREY, "5 4")]
+    # (name, value, colour, dashes)
+    references: "list[tuple[str, float, str, str | None]]" = [("exact", exact, GREY, "5 4")]
     if nearest is not None:
         references.append(("to the nearest", nearest, RED, None))
     left, right, top, bottom = 340, WIDTH - 120, 48, 190
