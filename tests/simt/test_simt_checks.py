@@ -31,6 +31,7 @@ from simt_cases import (
     reached,
     renamed,
     same_bits,
+    with_headers,
 )
 
 import gpuaccel as ga
@@ -595,13 +596,7 @@ SOURCES = {name: good.source for name, good in GOOD.items()} | {
 }
 
 
-def with_headers(path):
-    """A file's text with its headers in the place of the #include lines, so that they are changed too."""
-    return re.sub(
-        r'#include "(.*?)"', lambda m: with_headers(kernel_root() / m[1]), path.read_text()
-    )
-
-
+# Headers are in the place of the #include lines, so that they are changed too.
 SOURCES |= {name: with_headers(kernel_root() / f"{file}.cu") for file, name in OURS}
 RUNS = {name: [({}, good.run)] for name, good in GOOD.items()}
 RUNS |= {task.name: [({}, exercise_run(task))] for task in EXERCISES.values() if task.params}
