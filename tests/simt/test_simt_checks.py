@@ -381,20 +381,28 @@ def test_clang_finds_the_same():
 # ---- what is removed is noticed ------------------------------------------------------------------
 
 ATOMICS = {"Add": "+", "Sub": "-", "And": "&", "Or": "|", "Xor": "^"}
-# (kernel, change) -> why neither the checks nor the values show it. The test fails when one of these starts to be noticed.
+# (kernel, change) -> why neither the checks nor the values show it. The test fails when one of
+# these is noticed.
 UNNOTICED: "dict[tuple[str, str], str]" = {
     (
         "embedding_backward",
         "warp >= count -> false in `if (warp >= count) return;`",
-    ): "the guard saves time only: such a warp adds nothing to its zeros, and the last loop does not read them",
+    ): (
+        "the guard saves time only: such a warp adds nothing to its zeros, and the last loop does "
+        "not read them"
+    ),
     (
         "block_scan",
         "< -> <= in `for (int offset = 1; offset < blockDim.x; offset *= 2) {`",
-    ): "one round more, in which no thread has a neighbour blockDim.x to the left: every value is copied as it is",
+    ): (
+        "one round more, in which no thread has a neighbour blockDim.x to the left: every value is "
+        "copied as it is"
+    ),
     (
         "scale_v2",
-        "groups == 0 && (clip_results[0].x == 1.0f || (skip && clip_results[0].w == 0.0f)) -> false in "
-        "`if (groups == 0 && (clip_results[0].x == 1.0f || (skip && clip_results[0].w == 0.0f))) return;`",
+        "groups == 0 && (clip_results[0].x == 1.0f || (skip && clip_results[0].w == 0.0f)) -> "
+        "false in `if (groups == 0 && "
+        "(clip_results[0].x == 1.0f || (skip && clip_results[0].w == 0.0f))) return;`",
     ): "it saves time only: the loop decides the same for each chunk",
     (
         "peers_sum",
@@ -411,7 +419,10 @@ UNNOTICED: "dict[tuple[str, str], str]" = {
     (
         "encoder_backward_v2",
         "warp >= bucket.y -> false in `if (4 * q >= C || warp >= bucket.y) return;`",
-    ): "it saves time only: such a warp adds nothing to its zeros, and the last loop does not read them",
+    ): (
+        "it saves time only: such a warp adds nothing to its zeros, and the last loop does not "
+        "read them"
+    ),
     (
         "encoder_backward_v3",
         "< -> <= in `for (int place = start; place < end; place += UNROLL) {`",
@@ -429,13 +440,15 @@ UNNOTICED: "dict[tuple[str, str], str]" = {
         "(old_too >> u & 1) -> true in `if ((old_too >> u & 1) && group + 32 * k <= last)`",
     ): "it saves time only: what stands in dwte is read, and not used",
 }
-# What clang's instrumentation does not see, and the values do not show: copies of whole structs past an array's end or at a wrong
-# address, reads of what is never used, one place past the end of all shared memory.
+# What clang's instrumentation does not see, and the values do not show: copies of whole structs
+# past an array's end or at a wrong address, reads of what is never used, one place past the end of
+# all shared memory.
 CLANG_UNNOTICED = {
     ("last_block_sum", "__syncthreads(); -> nothing (3)"),
     (
         "accumulate_v3",
-        "aligned4(grad, sizeof(GRAD_T)) -> true in `if (count == CHUNK && aligned4(grad, sizeof(GRAD_T))) {`",
+        "aligned4(grad, sizeof(GRAD_T)) -> true in "
+        "`if (count == CHUNK && aligned4(grad, sizeof(GRAD_T))) {`",
     ),
     ("accumulate_v3", "< -> <= in `for (int k = 0; k < CHUNK / 4 / THREADS; k++) {`"),
     (
@@ -454,7 +467,8 @@ CLANG_UNNOTICED = {
     ),
     (
         "peers_sum",
-        "< -> <= in `for (int k = 0; k < GROUPS; k++) sum[k] = r == 0 ? x[k] : add4(sum[k], x[k]);`",
+        "< -> <= in `for (int k = 0; k < GROUPS; k++) "
+        "sum[k] = r == 0 ? x[k] : add4(sum[k], x[k]);`",
     ),
     (
         "peers_sum",
@@ -463,21 +477,25 @@ CLANG_UNNOTICED = {
     ("update_chunk", "< -> <= in `for (int k = 0; k < UNROLL; k++) {`"),
     (
         "update_chunk",
-        "STOCHASTIC -> true in `if (STOCHASTIC) r = noise((unsigned long long)*seed, tensor, from / 4 + i, mine.step);`",
+        "STOCHASTIC -> true in `if (STOCHASTIC) "
+        "r = noise((unsigned long long)*seed, tensor, from / 4 + i, mine.step);`",
     ),
     (
         "segments_scatter",
-        "< -> <= in `for (int d = threadIdx.x; d < WARPS * DIGITS; d += THREADS) (&seen[0][0])[d] = 0;`",
+        "< -> <= in `for (int d = threadIdx.x; d < WARPS * DIGITS; d += THREADS) "
+        "(&seen[0][0])[d] = 0;`",
     ),
     ("encoder_forward", "< -> <= in `for (int u = 0; u < UNROLL; u++) {`"),
     ("encoder_forward", "< -> <= in `for (int u = 0; u < UNROLL; u++) {` (2)"),
     (
         "encoder_backward_v2",
-        "< -> <= in `for (int k = 0; k < LANE4; k++) sum[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);`",
+        "< -> <= in `for (int k = 0; k < LANE4; k++) "
+        "sum[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);`",
     ),
     (
         "encoder_backward_v3",
-        "< -> <= in `for (int k = 0; k < QUADS; k++) sum[k] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);`",
+        "< -> <= in `for (int k = 0; k < QUADS; k++) "
+        "sum[k] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);`",
     ),
 }
 

@@ -184,7 +184,8 @@ def _overlap_summary(ranks):
 def hashes(names: "list[str]", ranks: "list[list[int]]") -> Figure:
     """A hash of each tensor on each rank; where one differs from rank 0's it is red.
 
-    names: of the tensors. ranks: for each rank, the hashes (distributed.agreement.weight_hashes)."""
+    names: of the tensors.
+    ranks: for each rank, the hashes (distributed.agreement.weight_hashes)."""
     ink = Ink()
     width = (WIDTH - LEFT) / max(len(names), 1)
     different = [i for i, column in enumerate(zip(*ranks)) if len(set(column)) > 1]

@@ -3,7 +3,7 @@
     >>> token_figures.meeting("the cat and the dog".split())   # rows of dout that meet in dwte
     >>> token_figures.buckets(words)                           # llm.c's: a thread block per token
     >>> token_figures.segments(words)                          # sorted stably, and the runs
-    >>> token_figures.pieces({"text": ga.ops.find_segments(tokens, 256)})   # runs in pieces of 32 rows
+    >>> token_figures.pieces({"text": ga.ops.find_segments(tokens, 256)})   # runs, cut at 32 rows
     >>> token_figures.bits({"one order": 0.1, "another": 0.3}) # two sums, bit by bit
     >>> token_figures.twice({"atomics": (losses, losses_again)})        # two runs with one seed
     >>> token_figures.draws(rounded, exact=256.25)             # stochastic rounding, and its mean
@@ -133,9 +133,9 @@ def buckets(words: "list[str]") -> Figure:
 
 
 def segments(words: "list[str]") -> Figure:
-    """A batch of words, sorted stably, and what begins at each place: `pieces` of ga.ops.find_segments.
+    """A batch of words, sorted stably, and what begins at each place.
 
-    For 16 words at most."""
+    words: 16 at most. What begins is `pieces` of ga.ops.find_segments."""
     ink = Ink()
     tokens, names = _tokens_of(words)
     result = reference_segments(tokens, len(names))
