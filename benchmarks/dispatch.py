@@ -412,8 +412,8 @@ class Attention:
 
         parts = []
         for b in range(self.B):
-            one = [t[b : b + 1] if t.dim() == 4 else t for t in inputs]
-            wide = [t.detach().double().requires_grad_() for t in one]
+            sequence = [t[b : b + 1] if t.dim() == 4 else t for t in inputs]
+            wide = [t.detach().double().requires_grad_() for t in sequence]
             parts.append(both(reference_poly_attention, wide, dy[b : b + 1].double()))
         exact = [torch.cat(some) if some[0].dim() == 4 else sum(some) for some in zip(*parts)]
         del parts, wide

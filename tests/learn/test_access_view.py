@@ -197,9 +197,11 @@ GLOBAL = [
     "what, trace, tensor, kind, sectors, needed, used", GLOBAL, ids=[row[0] for row in GLOBAL]
 )
 def test_sectors_of_a_request_are_the_textbook_s(what, trace, tensor, kind, sectors, needed, used):
-    found = use(trace, tensor, kind)
-    assert (found.sectors, found.needed, found.used) == pytest.approx((sectors, needed, used))
-    assert found.count == found.requests * 32 and found.bank_turns is None
+    line_use = use(trace, tensor, kind)
+    assert (line_use.sectors, line_use.needed, line_use.used) == pytest.approx(
+        (sectors, needed, used)
+    )
+    assert line_use.count == line_use.requests * 32 and line_use.bank_turns is None
 
 
 def shared_use(index, elements=1, kind=READ, item=4):
@@ -297,8 +299,8 @@ def test_members_of_a_struct_that_was_read_whole_are_not_read_again():
 
     trace = trace_of(body, 2, 8, {"x": (64, 4), "out": (64, 4)})
     first = trace.events[(trace.events["block"] == 1) & (trace.events["thread"] == 0)]
-    found = first[["line", "kind", "bytes", "step"]].tolist()
-    assert found == [(3, READ, 16, 0), (3, WRITE, 16, 1), (4, READ, 16, 2), (5, READ, 4, 3)]
+    rows = first[["line", "kind", "bytes", "step"]].tolist()
+    assert rows == [(3, READ, 16, 0), (3, WRITE, 16, 1), (4, READ, 16, 2), (5, READ, 4, 3)]
     assert len(trace.events) == 16 * 4
 
 

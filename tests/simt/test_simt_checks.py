@@ -135,11 +135,11 @@ def test_a_planted_bug_is_named_with_its_line(name):
     reports = error.reports
     print(error)
     for expect in expects:
-        wrong = [differs(bug, expect, report) for report in reports]
-        assert None in wrong, f"nothing reported is {expect}: {wrong}\n{error}"
+        differences = [differs(bug, expect, report) for report in reports]
+        assert None in differences, f"nothing reported is {expect}: {differences}\n{error}"
     for report in reports:
-        wrong = [differs(bug, expect, report) for expect in expects]
-        assert None in wrong, f"{report} was not expected: {wrong}\n{error}"
+        differences = [differs(bug, expect, report) for expect in expects]
+        assert None in differences, f"{report} was not expected: {differences}\n{error}"
         assert report.count >= 1 and f"line {report.line}" in str(error)
         assert report.message and source_text(report.line) in str(error), (
             f"line {report.line} is not shown:\n{error}"
@@ -209,15 +209,15 @@ def test_a_tensor_nobody_named_is_a_far_address():
 def test_a_correct_kernel_gets_no_report_and_the_bits_of_the_fast_mode(name, recwarn):
     good, kernel = GOOD[name], good_kernel(name)
     with ga.checked():
-        seen = list(good.run(kernel, 0, "cpu"))
+        results = list(good.run(kernel, 0, "cpu"))
     with ga.checked(False):
         fast = list(good.run(kernel, 0, "cpu"))
     assert not recwarn.list, recwarn.list[0].message
-    for one, two in zip(seen, fast, strict=True):
-        assert one.right, f"checked: {one}"
-        assert two.right, f"fast: {two}"
-        assert same_bits(one.got, two.got) or not good.ordered, (
-            f"{one.label}: checked and fast differ"
+    for checked, unchecked in zip(results, fast, strict=True):
+        assert checked.right, f"checked: {checked}"
+        assert unchecked.right, f"fast: {unchecked}"
+        assert same_bits(checked.got, unchecked.got) or not good.ordered, (
+            f"{checked.label}: checked and fast differ"
         )
 
 

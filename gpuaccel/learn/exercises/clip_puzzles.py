@@ -20,14 +20,16 @@ def _squares_case(n, generator):
 
 def _rescale_case(n, generator):
     x = normal(n, generator)
-    by = {256: 1.0, 4096: 1.0, 1000: math.nan}.get(n)
-    if by == 1.0:
+    # None: a random factor
+    fixed_scale = {256: 1.0, 4096: 1.0, 1000: math.nan}.get(n)
+    if fixed_scale == 1.0:
         # a NaN that loses this pattern when it is multiplied, so that a needless write is seen
         x.view(torch.int32)[::7] = 0x7F800001
     factor = torch.rand(1, generator=generator, device=generator.device) * 0.8 + 0.1
-    scale = factor if by is None else torch.full_like(factor, by)
-    label = "scale < 1" if by is None else "scale 1" if by == 1.0 else "scale NaN"
-    return Case(x, (scale,), (), x.double() * factor.double() if by is None else x, label)
+    if fixed_scale is None:
+        return Case(x, (factor,), (), x.double() * factor.double(), "scale < 1")
+    label = "scale 1" if fixed_scale == 1.0 else "scale NaN"
+    return Case(x, (torch.full_like(factor, fixed_scale),), (), x, label)
 
 
 def _global_scale_cases(generator):
