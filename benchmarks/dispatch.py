@@ -172,7 +172,9 @@ class Pointwise:
         if alone:
             self.curves["curve"] = (activation,)
         # kind -> variant -> (module, parameters of its curves)
-        self.peers = {kind: self.peers_of(curves) for kind, curves in self.curves.items()}
+        self.torch_modules = {
+            kind: self.torch_modules_of(curves) for kind, curves in self.curves.items()
+        }
         for kind in self.curves:
             x, dy = self.data(kind)
             for name in (COMPILED, COMPILED_FOLDED):
@@ -181,8 +183,8 @@ class Pointwise:
             release()
 
     @staticmethod
-    def peers_of(curves) -> dict:
-        peers = {}
+    def torch_modules_of(curves) -> dict:
+        modules = {}
         for name, folded, compiled in (
             (EAGER, False, False),
             (FOLDED, True, False),
@@ -192,8 +194,8 @@ class Pointwise:
             own = [TorchCurve(copy.deepcopy(curve), folded) for curve in curves]
             module = TorchGate(*own) if len(own) == 2 else own[0]
             thetas = [curve.theta for curve in own]
-            peers[name] = torch.compile(module, dynamic=False) if compiled else module, thetas
-        return peers
+            modules[name] = torch.compile(module, dynamic=False) if compiled else module, thetas
+        return modules
 
     def data(self, kind: str):
         """x and the gradient of the result."""
@@ -203,7 +205,7 @@ class Pointwise:
 
     def peer(self, kind, name, x, dy):
         """Forward and backward of a peer."""
-        module, thetas = self.peers[kind][name]
+        module, thetas = self.torch_modules[kind][name]
         return lambda: gradients(lambda: module(x), (x, *thetas), dy)
 
     def ours(self, kind, x, dy) -> dict:
@@ -246,7 +248,7 @@ class Pointwise:
         """variant -> {"y", "dx", "dtheta"} against float64."""
         exact = self.exact(kind, x, dy)
         runs = {OURS: lambda: (ours["forward"]()[0], *ours["backward"]())}
-        for name, (module, _) in self.peers[kind].items():
+        for name, (module, _) in self.torch_modules[kind].items():
             both = self.peer(kind, name, x, dy)
             runs[name] = lambda module=module, both=both: (module(x).detach(), *both())
         results = {}
@@ -271,7 +273,7 @@ class Pointwise:
             release()
             clock = clock_MHz(functools.partial(repeat, ours["backward"], 32))
             runs = {(OURS, direction): run for direction, run in ours.items()}
-            for name, (module, _) in self.peers[kind].items():
+            for name, (module, _) in self.torch_modules[kind].items():
                 runs[name, "forward"] = functools.partial(module, x)
                 runs[name, "both"] = self.peer(kind, name, x, dy)
             ms, _, refused = timed_alike(runs)
@@ -410,8 +412,8 @@ class Attention:
 
         parts = []
         for b in range(self.B):
-            one = [t[b : b + 1] if t.dim() == 4 else t for t in inputs]
-            wide = [t.detach().double().requires_grad_() for t in one]
+            sequence = [t[b : b + 1] if t.dim() == 4 else t for t in inputs]
+            wide = [t.detach().double().requires_grad_() for t in sequence]
             parts.append(both(reference_poly_attention, wide, dy[b : b + 1].double()))
         exact = [torch.cat(some) if some[0].dim() == 4 else sum(some) for some in zip(*parts)]
         del parts, wide

@@ -158,7 +158,7 @@ def variants_of(tokens, dout, vocab) -> dict:
     sums = torch.zeros(vocab, C, device=DEVICE)
     sums_bf16 = torch.zeros(vocab, C, device=DEVICE, dtype=torch.bfloat16)
     dwpe = torch.zeros(tokens.shape[1], C, device=DEVICE)
-    found = find_segments(tokens, vocab)
+    segments = find_segments(tokens, vocab)
     buckets, items = (t.to(DEVICE) for t in reference_buckets(tokens, C, 8))
 
     def deterministic_add(target, rows):
@@ -172,8 +172,8 @@ def variants_of(tokens, dout, vocab) -> dict:
     bytes_wide, bytes_dense = bytes_fp32 + 2 * n * C, C * (2 * n + 2 * vocab)
     backward = functools.partial(encoder_backward, dwpe=None, dout=shaped, tokens=tokens)
     return {
-        KNOWN: (lambda: backward(sums, segments=found), sums, bytes_fp32),
-        KNOWN_BF16: (lambda: backward(sums_bf16, segments=found), sums_bf16, bytes_bf16),
+        KNOWN: (lambda: backward(sums, segments=segments), sums, bytes_fp32),
+        KNOWN_BF16: (lambda: backward(sums_bf16, segments=segments), sums_bf16, bytes_bf16),
         IN_LINE: (lambda: backward(sums), sums, bytes_fp32),
         IN_LINE_BF16: (lambda: backward(sums_bf16), sums_bf16, bytes_bf16),
         DENSE: (dense, None, bytes_dense),

@@ -102,7 +102,7 @@ def module_fingerprint(text: str, script: bool = False) -> str:
 def imported(text: str, name: str, root: pathlib.Path) -> "list[str]":
     """Modules of gpuaccel and of benchmarks/ that module `name` imports outside of functions."""
     package = list(pathlib.PurePath(name).parts[:-1])
-    found = []
+    paths = []
     for node in _parse(text).body:
         if isinstance(node, ast.Import):
             wanted = [alias.name for alias in node.names]
@@ -117,8 +117,8 @@ def imported(text: str, name: str, root: pathlib.Path) -> "list[str]":
             folder = "" if module.startswith("gpuaccel.") else "benchmarks/"
             path = f"{folder}{module.replace('.', '/')}.py"
             if (root / path).is_file():
-                found.append(path)
-    return found
+                paths.append(path)
+    return paths
 
 
 @functools.cache

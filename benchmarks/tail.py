@@ -110,13 +110,13 @@ class Ours:
         self.add()
         arena, rule = self.arena, self.optimizer.rule
         jobs, state = self.optimizer.jobs(), self.optimizer.device_state(arena.device)
-        found = self.optimizer.clip_state
-        inputs = StepInputs(found, None, True, None, None, state.record)
+        clip_state = self.optimizer.clip_state
+        inputs = StepInputs(clip_state, None, True, None, None, state.record)
 
         def reduce():
             chunks = len(arena.squares.values)
             clip.launch_reduce(
-                found,
+                clip_state,
                 arena.squares.values,
                 arena.chunk_to_tensor,
                 None,

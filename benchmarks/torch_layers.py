@@ -81,10 +81,10 @@ class TorchGLU(nn.Module):
         super().__init__()
         self.w_in = glu.w_in
         self.w_out = glu.w_out
-        self.gated = TorchGate(TorchCurve(glu.activation), TorchCurve(glu.gate))
+        self.glu = TorchGate(TorchCurve(glu.activation), TorchCurve(glu.gate))
 
     def forward(self, x):
-        return x + self.w_out(self.gated(self.w_in(x)))
+        return x + self.w_out(self.glu(self.w_in(x)))
 
 
 def torch_attention(q_tilde, q, k, v, pe, coefficients, degree=3, window=None):

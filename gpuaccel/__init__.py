@@ -55,7 +55,7 @@ from .training import (
 
 if TYPE_CHECKING:
     from . import cli, learn  # noqa: F401
-    from .cli import doctor
+    from .cli.doctor import doctor
     from .learn import LiveThroughput, check, hint, load_ipython_extension, show, solution
 
 # name -> the room that is loaded when it is first used; a room is one itself.

@@ -359,7 +359,7 @@ def test_deterministic_warns_once_where_the_cublas_variable_is_too_late(monkeypa
 @pytest.mark.gpu
 @pytest.mark.parametrize("early", [False, True])
 def test_gpu_deterministic_before_and_after_the_first_product(early):
-    """Where torch reads the variable once (2.13), after the first product it is too late, and that is said."""
+    """Where torch reads the variable once (2.13), deterministic() warns after the first product."""
     code = f"""
 import warnings, torch, gpuaccel as ga
 x = torch.ones(8, 8, device="cuda")

@@ -34,7 +34,7 @@ def heartbeat(steps: int, default_group: bool = True):
     if launched_rank is not None:
         launched_rank.heartbeat(steps)
     if default_group and group_heartbeats is not None:
-        group_heartbeats.beat()
+        group_heartbeats.increment()
 
 
 def ranks_in_words(ranks) -> str:
@@ -53,8 +53,8 @@ class Heartbeats:
         self._query: "threading.Thread | None" = None
         self._behind: "list[int]" = []
 
-    def beat(self):
-        """One more. The store is written without a wait."""
+    def increment(self):
+        """Count one more collective. The store is written without a wait."""
         self.count += 1
         with suppress(dist.DistError):
             self.store.set(f"rank {dist.get_rank()}", str(self.count))

@@ -36,7 +36,7 @@ class Addresses:
         raise CaptureError(f"{self._difference(tensors, children)}: {consequence}")
 
     def _entries(self):
-        """(owner, key, tensor) of each tensor. owner: a module's name; the number of an
+        """(holder, key, tensor) of each tensor. holder: a module's name; the number of an
         optimizer's group; or (group, number) of a parameter in it. key "": the parameter."""
         for name, module in self._modules:
             for registered in (module._parameters, module._buffers):
@@ -58,7 +58,7 @@ class Addresses:
     # ---- the words ----
 
     def _names_now(self) -> "list[str]":
-        return [_tensor_name(owner, key) for owner, key, _ in self._entries()]
+        return [_tensor_name(holder, key) for holder, key, _ in self._entries()]
 
     def _child_names_now(self) -> "list[str]":
         return [_joined(name, key) for name, module in self._modules for key in module._modules]
@@ -84,12 +84,12 @@ def _joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}".strip(".")
 
 
-def _tensor_name(owner, key: str) -> str:
-    if isinstance(owner, str):
-        return _joined(owner, key)
-    if isinstance(owner, int):
-        return f"{key} of the optimizer's group {owner}"
-    group, number = owner
+def _tensor_name(holder, key: str) -> str:
+    if isinstance(holder, str):
+        return _joined(holder, key)
+    if isinstance(holder, int):
+        return f"{key} of the optimizer's group {holder}"
+    group, number = holder
     of = f"{key} of " if key else ""
     return f"{of}parameter {number} of the optimizer's group {group}"
 

@@ -12,8 +12,8 @@ involves the host offers these methods, and GraphedStep calls them:
 | `refresh()` | before a capture and each replay | host values that the graph reads on the device |
 | `snapshot()` | before a warm-up | host state to restore after it |
 
-ga.AdamW, ga.Embedding and ga.training.LoRALinear implement them, and optim/participants.py does so for an
-arena and its accumulator. Parameters, buffers, gradients and the state of an optimizer of torch's
+ga.AdamW, ga.Embedding and ga.training.LoRALinear implement them, and optim/participants.py does so
+for an arena and its accumulator. Parameters, buffers, gradients and the state of a torch optimizer
 need no participant: GraphedStep knows them by torch's own interfaces.
 """
 

@@ -137,7 +137,7 @@ class AccessView:
         requests = self.trace.requests(events)
         needed = -(-requests["used"] // SECTOR)
         scattered = (requests["sectors"] > 4) & (requests["sectors"] >= 2 * needed)
-        if (scattered | (requests["ways"] > 0)).any():
+        if (scattered | (requests["bank_turns"] > 0)).any():
             return False
         return self._most_sectors(events) <= MOST_SECTORS
 
@@ -415,15 +415,15 @@ def _used_cell(use):
 
 
 def _conflict_cell(use):
-    if use.ways is None:
+    if use.bank_turns is None:
         return ""
-    return f"{use.ways}-way" if use.ways > 1 else "none"
+    return f"{use.bank_turns}-way" if use.bank_turns > 1 else "none"
 
 
 def _is_costly(use):
     """Whether most of the memory traffic, or of the banks' turns, is for nothing."""
     if use.space == "shared":
-        return use.ways > 1
+        return use.bank_turns > 1
     return use.used <= 0.5 and use.sectors >= 2 * use.needed
 
 

@@ -117,7 +117,7 @@ def compile_cell(line: str, cell: str) -> Compiled:
     kernels, milliseconds = {}, {}
     for name in [only] if only else names:
         start = time.perf_counter()
-        kernels[name] = compile("\n" + cell, name, filename="cell", **macros)
+        kernels[name] = compile("\n" + cell, name, filename="cell", options=(), **macros)
         milliseconds[name] = (time.perf_counter() - start) * 1e3
     return Compiled(kernels, milliseconds)
 

@@ -27,18 +27,18 @@ ABSENT = "no recorded run in this checkout"
 class Recorded:
     """One result file.
 
-    found: whether there is one. label: in words, what it is. content: its JSON."""
+    exists: whether there is one. label: in words, what it is. content: its JSON."""
 
     def __init__(self, benchmark: str, content: "dict | None"):
         self.benchmark = benchmark
-        self.found = content is not None
+        self.exists = content is not None
         self.content = content or {}
         facts = [str(self.content[key]) for key in ("gpu", "date") if key in self.content]
         if "torch" in self.content:
             facts.append(f"torch {self.content['torch']}")
         machine = ", ".join(facts) or "no facts about the machine"
         self.label = f"{benchmark}: {ABSENT}"
-        if self.found:
+        if self.exists:
             self.label = f"Recorded, not run here: {machine}"
 
     def get(self, *keys):

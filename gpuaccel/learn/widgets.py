@@ -367,7 +367,7 @@ def _listen_while_busy(button, clicked) -> bool:
     False where the kernel has no such hook (ipykernel before 7.4)."""
     comm = getattr(button, "comm", None)
     route = getattr(comm, "_reply_subshell_for", None)
-    if route is None:
+    if comm is None or route is None:
         return False
 
     def heard(data, default):

@@ -30,7 +30,7 @@ from ..errors import ArgumentError
 
 # Dense peak rates in FLOP/s from the makers' data sheets, without sparsity:
 # (pattern in the device's name, bf16, fp16, fp32 without tensor cores).
-_PEAKS = [
+_PEAKS: list[tuple[str, float | None, float, float]] = [
     (r"GB200", 2500e12, 2500e12, 80e12),
     (r"B200", 2250e12, 2250e12, 75e12),
     (r"GH200|H200", 989e12, 989e12, 67e12),
@@ -67,12 +67,11 @@ def peak_flops(device, dtype=torch.bfloat16) -> float | None:
 
 
 def _peak_of(name: str, dtype) -> float | None:
-    column = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}.get(dtype)
-    if column is None or "Laptop" in name:
+    if "Laptop" in name:
         return None
-    for row in _PEAKS:
-        if re.search(rf"\b({row[0]})\b", name):
-            return row[column]
+    for pattern, bf16, fp16, fp32 in _PEAKS:
+        if re.search(rf"\b({pattern})\b", name):
+            return {torch.bfloat16: bf16, torch.float16: fp16, torch.float32: fp32}.get(dtype)
     return None
 
 

@@ -11,7 +11,7 @@ checking.py launches it with the checks (checks.cpp).
 
 from .driver import checked, is_checked, time_limit
 from .reports import Report
-from .tracing import ATOMIC, BANKS, READ, SECTOR, WARP, Trace, bank_ways, groups, share
+from .tracing import ATOMIC, BANKS, READ, SECTOR, WARP, Trace, groups, share, turns_per_bank
 
 __all__ = [
     "ATOMIC",
@@ -21,13 +21,13 @@ __all__ = [
     "SECTOR",
     "Trace",
     "WARP",
-    "bank_ways",
     "checked",
     "groups",
     "is_checked",
     "share",
     "time_limit",
     "trace",
+    "turns_per_bank",
 ]
 
 

@@ -152,7 +152,7 @@ def _commands(host: Compiler, checked: bool, source, output, headers) -> "list[t
     options that it links with, which takes seconds.
     """
     max_errors = "-fmax-errors=5" if host.kind == "g++" else "-ferror-limit=5"
-    flags = FAST
+    flags: "tuple[str, ...]" = FAST
     if checked:
         flags = (*CHECKED, *CHECKED_BY["clang" if host.kind == "zig" else host.kind])
     first = (*host.command, *_first_options(host))
@@ -381,7 +381,9 @@ def _source_lines(message: str, text: str) -> "list[str]":
     The compiler does not print them itself, because #line names files that do not exist.
     """
     place = re.match(r"([^:\n]+):(\d+):(\d+): (?:fatal )?error", message)
-    line = place and text_line(text, place[1], int(place[2]))
+    if place is None:
+        return []
+    line = text_line(text, place[1], int(place[2]))
     if not line:
         return []
     return [f"    {line}", f"    {' ' * (int(place[3]) - 1)}^"]

@@ -245,7 +245,7 @@ class Session:
             if tensor is not None:
                 _check_extra(i, tensor)
                 self.arrays.append(Array.of_tensor(f"tensors[{i}]", tensor))
-        self.slots = []
+        self.slots: "list[Slot]" = []
         for array in sorted(self.arrays, key=lambda a: (a.lo, a.hi)):
             if self.slots and array.lo < self.slots[-1].hi:
                 self.slots[-1].add(array)
@@ -399,7 +399,8 @@ class Session:
 
     def reports(self) -> "tuple[list[Report], list[Report]]":
         """(mistakes, notes): one report for each kind and line."""
-        mistakes = {}
+        # (kind, file, line) -> report
+        mistakes: "dict[tuple, Report]" = {}
         notes = []
         for raw in self.checks.report[: self.checks.reports]:
             report = self._report(raw)

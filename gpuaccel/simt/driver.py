@@ -228,7 +228,8 @@ def fault_report(program, fault: Fault, shape) -> Report:
     block = coordinates(fault.block, grid)
     who = thread_words(thread, block, dims, grid)
     if kind == "deadlock":
-        waiting = {}
+        # (place, what it waits at, mask) -> the threads that wait there
+        waiting: "dict[tuple, list[int]]" = {}
         for wait in fault.waiting[: fault.waits]:
             place = locate(wait.pc, 1), WAITING[wait.kind], wait.mask
             waiting.setdefault(place, []).append(wait.thread)
@@ -286,7 +287,8 @@ def fault_report(program, fault: Fault, shape) -> Report:
 
 def _ranges(numbers) -> str:
     """ "threads 0-31, 40"."""
-    ranges = []
+    # first and last number of each
+    ranges: "list[list[int]]" = []
     for number in numbers:
         if ranges and ranges[-1][1] + 1 == number:
             ranges[-1][1] = number

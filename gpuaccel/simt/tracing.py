@@ -64,12 +64,12 @@ REQUEST = np.dtype(
         # threads that take part
         ("threads", "i4"),
         # bytes that the threads access, summed, and without repetitions
-        ("asked", "i8"),
+        ("requested", "i8"),
         ("used", "i8"),
         # global memory: 32-byte sectors; else 0
         ("sectors", "i4"),
         # shared memory: turns, 1 without a bank conflict, up to 32; else 0
-        ("ways", "i4"),
+        ("bank_turns", "i4"),
     ]
 )
 
@@ -109,7 +109,7 @@ class Use:
     # global memory: share of the sectors' bytes that a thread accesses
     used: "float | None"
     # shared memory: turns of the worst request, 1 without a bank conflict
-    ways: "int | None"
+    bank_turns: "int | None"
 
     @property
     def per_thread(self) -> str:
@@ -121,8 +121,8 @@ class Use:
             best = f" (at best {needed})" if needed != sectors else ""
             used = share(self.used)
             cost = f"{sectors} sectors per request{best}, {used} of their bytes used"
-        elif self.ways > 1:
-            cost = f"{self.ways}-way bank conflict"
+        elif self.bank_turns > 1:
+            cost = f"{self.bank_turns}-way bank conflict"
         else:
             cost = "no bank conflict"
         accesses = f"{self.count:,} ({self.per_thread} per thread)"
@@ -207,14 +207,14 @@ class Trace:
         start = events["offset"]
         stop = start + events["bytes"]
         rows["threads"] = np.bincount(row, minlength=len(rows))
-        rows["asked"] = np.bincount(row, events["bytes"], len(rows))
+        rows["requested"] = np.bincount(row, events["bytes"], len(rows))
         rows["used"] = _covered(row, start, stop, len(rows))
         is_shared = np.array([t.space == "shared" for t in self.tensors] or [False])
         sectors = _covered(row, start // SECTOR, -(-stop // SECTOR), len(rows))
         rows["sectors"] = np.where(is_shared[rows["tensor"]], 0, sectors)
         in_shared = is_shared[events["tensor"]]
-        ways = bank_ways(events[in_shared], row[in_shared], len(rows))
-        rows["ways"] = ways.max(axis=1, initial=0)
+        bank_turns = turns_per_bank(events[in_shared], row[in_shared], len(rows))
+        rows["bank_turns"] = bank_turns.max(axis=1, initial=0)
         return rows
 
     def summary(self) -> "list[Use]":
@@ -230,9 +230,9 @@ class Trace:
             traced = self.tensors[tensor]
             counts = np.unique(thread[_equal(events, key)], return_counts=True)[1]
             rows = requests[mine]
-            sectors = needed = used = ways = None
+            sectors = needed = used = bank_turns = None
             if traced.space == "shared":
-                ways = int(rows["ways"].max())
+                bank_turns = int(rows["bank_turns"].max())
             else:
                 total = int(rows["sectors"].sum())
                 sectors = total / len(rows)
@@ -252,7 +252,7 @@ class Trace:
                     sectors=sectors,
                     needed=needed,
                     used=used,
-                    ways=ways,
+                    bank_turns=bank_turns,
                 )
             )
         return sorted(uses, key=lambda use: (use.line, KINDS.index(use.kind)))
@@ -305,7 +305,7 @@ def share(part: float) -> str:
     return f"{part:.1%}".replace(".0%", "%")
 
 
-def bank_ways(events, request, count) -> np.ndarray:
+def turns_per_bank(events, request, count) -> np.ndarray:
     """Turns of each of `count` requests at each of the 32 banks, in its worst part: (count, 32).
 
     events: those in shared memory
@@ -325,13 +325,13 @@ def bank_ways(events, request, count) -> np.ndarray:
     bank = word % BANKS
     order, turn = groups(request, part, bank, word, alone[event])
     # one row of each turn
-    turns = order[np.diff(turn, prepend=-1) > 0]
-    order, place = groups(request[turns], part[turns], bank[turns])
+    first_of_turn = order[np.diff(turn, prepend=-1) > 0]
+    order, place = groups(request[first_of_turn], part[first_of_turn], bank[first_of_turn])
     # one row of each bank in each part, and the number of turns there
-    rows = turns[order[np.diff(place, prepend=-1) > 0]]
-    ways = np.zeros((count, BANKS), np.int64)
-    np.maximum.at(ways, (request[rows], bank[rows]), np.bincount(place))
-    return ways
+    rows = first_of_turn[order[np.diff(place, prepend=-1) > 0]]
+    turns = np.zeros((count, BANKS), np.int64)
+    np.maximum.at(turns, (request[rows], bank[rows]), np.bincount(place))
+    return turns
 
 
 def groups(*keys):

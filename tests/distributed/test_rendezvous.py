@@ -107,7 +107,7 @@ def test_the_ranks_that_are_behind_are_others_with_fewer_heartbeats(monkeypatch)
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
         of_rank[rank] = Heartbeats(store, timeout=600.0)
         for _ in range(count):
-            of_rank[rank].beat()
+            of_rank[rank].increment()
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     assert of_rank[0].ranks_behind() == [2, 3]
     of_rank[0].store = SimpleNamespace(check=lambda _: time.sleep(5))

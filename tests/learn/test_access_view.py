@@ -197,9 +197,11 @@ GLOBAL = [
     "what, trace, tensor, kind, sectors, needed, used", GLOBAL, ids=[row[0] for row in GLOBAL]
 )
 def test_sectors_of_a_request_are_the_textbook_s(what, trace, tensor, kind, sectors, needed, used):
-    found = use(trace, tensor, kind)
-    assert (found.sectors, found.needed, found.used) == pytest.approx((sectors, needed, used))
-    assert found.count == found.requests * 32 and found.ways is None
+    line_use = use(trace, tensor, kind)
+    assert (line_use.sectors, line_use.needed, line_use.used) == pytest.approx(
+        (sectors, needed, used)
+    )
+    assert line_use.count == line_use.requests * 32 and line_use.bank_turns is None
 
 
 def shared_use(index, elements=1, kind=READ, item=4):
@@ -207,16 +209,16 @@ def shared_use(index, elements=1, kind=READ, item=4):
     return (
         trace_of(lambda th, touch: touch(1, kind, "s", index(th.t), elements), 1, 32, {"s": size})
         .summary()[0]
-        .ways
+        .bank_turns
     )
 
 
 @pytest.mark.parametrize(
-    "ways, found",
+    "expected, turns",
     [
-        (32, use(transpose(32, 0), "tile", "read").ways),
-        (1, use(transpose(32, 1), "tile", "read").ways),
-        (1, use(transpose(32, 0), "tile", "write").ways),
+        (32, use(transpose(32, 0), "tile", "read").bank_turns),
+        (1, use(transpose(32, 1), "tile", "read").bank_turns),
+        (1, use(transpose(32, 0), "tile", "write").bank_turns),
         (1, shared_use(lambda t: t)),
         (2, shared_use(lambda t: 2 * t)),
         (1, shared_use(lambda t: 3 * t)),
@@ -236,14 +238,14 @@ def shared_use(index, elements=1, kind=READ, item=4):
         (4, shared_use(lambda t: t % 8, kind=ATOMIC)),
     ],
 )
-def test_bank_conflicts_are_the_textbook_s(ways, found):
-    assert found == ways
+def test_bank_conflicts_are_the_textbook_s(expected, turns):
+    assert turns == expected
 
 
 def test_a_request_is_what_a_warp_does_at_one_place_at_one_time():
     rows = copy(96, 64).requests()
     assert (
-        rows["threads"].tolist() == [32] * 6 and rows["asked"].tolist() == [128] * 6
+        rows["threads"].tolist() == [32] * 6 and rows["requested"].tolist() == [128] * 6
     )  # one warp of the second block works
     who = sorted(rows[["block", "warp", "kind"]].tolist())
     assert who == [
@@ -297,8 +299,8 @@ def test_members_of_a_struct_that_was_read_whole_are_not_read_again():
 
     trace = trace_of(body, 2, 8, {"x": (64, 4), "out": (64, 4)})
     first = trace.events[(trace.events["block"] == 1) & (trace.events["thread"] == 0)]
-    found = first[["line", "kind", "bytes", "step"]].tolist()
-    assert found == [(3, READ, 16, 0), (3, WRITE, 16, 1), (4, READ, 16, 2), (5, READ, 4, 3)]
+    rows = first[["line", "kind", "bytes", "step"]].tolist()
+    assert rows == [(3, READ, 16, 0), (3, WRITE, 16, 1), (4, READ, 16, 2), (5, READ, 4, 3)]
     assert len(trace.events) == 16 * 4
 
 

@@ -11,11 +11,15 @@ from gpuaccel.learn.exercises import ARCHS, SIZES, checking
 
 KERNELS = [e for e in EXERCISES.values() if e.params]
 PYTHON = [e for e in EXERCISES.values() if not e.params]
-WRONG_KERNELS = [pytest.param(e, what, id=f"{e.name}-{what}") for e in KERNELS for what in e.wrong]
+WRONG_KERNELS = [
+    pytest.param(e, what, id=f"{e.name}-{what}") for e in KERNELS for what in e.wrong_answers
+]
 on_cpu_and_gpu = pytest.mark.parametrize(
     "where", ["simt", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
 )
-WRONG_PYTHON = [pytest.param(e, what, id=f"{e.name}-{what}") for e in PYTHON for what in e.wrong]
+WRONG_PYTHON = [
+    pytest.param(e, what, id=f"{e.name}-{what}") for e in PYTHON for what in e.wrong_answers
+]
 
 
 @pytest.fixture
@@ -39,13 +43,13 @@ def python(source, name):
 
 def test_there_are_exercises_with_mistakes_to_find():
     assert len(EXERCISES) >= 20
-    assert all(len(e.wrong) >= 4 for e in EXERCISES.values())
+    assert all(len(e.wrong_answers) >= 4 for e in EXERCISES.values())
     assert {1, 255, 256, 257, 1000, 4096, 1_000_003} <= set(SIZES)
 
 
 @pytest.mark.parametrize("e", KERNELS, ids=lambda e: e.name)
 def test_every_kernel_stub_solution_and_mistake_compiles(e):
-    for source in (e.stub, e.solution, *e.wrong.values()):
+    for source in (e.stub, e.solution, *e.wrong_answers.values()):
         assert checking._parameters_differ(e, ga.compile(source, e.name)) is None
 
 
@@ -71,7 +75,7 @@ def test_a_python_solution_passes_for_any_seed(e):
 def test_a_number_read_on_the_host_is_counted_where_it_matters():
     task = EXERCISES["global_scale"]
     for what in ("asks the host", "decides on the host"):
-        result = ga.check(task.name, python(task.wrong[what], task.name))
+        result = ga.check(task.name, python(task.wrong_answers[what], task.name))
         assert "it reads 1 number: on a GPU the host waits for each" in str(result)
     assert "reads" not in str(ga.check(task.name, python(task.solution, task.name)))
 
@@ -82,23 +86,25 @@ def test_what_cannot_be_captured_is_told_once_with_its_line_and_what_to_do():
         ("guarded", "asks in other words", 2),
         ("decay", "a number", 2),
     ):
-        result = ga.check(name, python(EXERCISES[name].wrong[what], name))
+        result = ga.check(name, python(EXERCISES[name].wrong_answers[what], name))
         assert result.passed is False and result.summary == "it cannot be captured."
         assert len(result.lines) == 1 and f":{line} cannot" in result.lines[0][2]
         assert "the host would wait for a value of the device" in str(result)
         assert "Instead: keep the number on the device" in str(result)
     assert "the shape" in str(
-        ga.check("guarded", python(EXERCISES["guarded"].wrong["picks by a mask"], "guarded"))
+        ga.check(
+            "guarded", python(EXERCISES["guarded"].wrong_answers["picks by a mask"], "guarded")
+        )
     )
 
 
 def test_a_captured_answer_is_compared_after_each_replay():
     task = EXERCISES["decay"]
     assert "wrong in replay 2 of 12" in str(
-        ga.check("decay", python(task.wrong["frozen"], "decay"), seed=1)
+        ga.check("decay", python(task.wrong_answers["frozen"], "decay"), seed=1)
     )
     assert "wrong in replay 12 of 12" in str(
-        ga.check("decay", python(task.wrong["below zero"], "decay"), seed=1)
+        ga.check("decay", python(task.wrong_answers["below zero"], "decay"), seed=1)
     )
     assert "right in 12 replays" in str(ga.check("decay", python(task.solution, "decay"), seed=1))
     for answer, words in (
@@ -120,7 +126,9 @@ def test_a_check_of_a_capture_leaves_the_backend_alone():
 @on_cpu_and_gpu
 def test_a_write_where_nothing_was_to_be_done_is_seen(where, small_sizes_on_cpu):
     task = EXERCISES["rescale"]
-    words = str(ga.check(task.name, ga.compile(task.wrong["NaN returns, 1 does not"], task.name)))
+    words = str(
+        ga.check(task.name, ga.compile(task.wrong_answers["NaN returns, 1 does not"], task.name))
+    )
     assert (
         words.count("were written, and none should be") == 2
         and "4,096, scale 1" in words
@@ -131,7 +139,7 @@ def test_a_write_where_nothing_was_to_be_done_is_seen(where, small_sizes_on_cpu)
 @pytest.mark.parametrize("e, what", WRONG_PYTHON)
 def test_a_known_python_mistake_fails_for_any_seed(e, what):
     for seed in range(5):
-        assert ga.check(e.name, python(e.wrong[what], e.name), seed=seed).passed is False
+        assert ga.check(e.name, python(e.wrong_answers[what], e.name), seed=seed).passed is False
 
 
 @pytest.mark.parametrize(
@@ -212,7 +220,7 @@ def test_a_kernel_solution_passes(e, where):
 @pytest.mark.usefixtures("small_sizes_on_cpu")
 @pytest.mark.parametrize("e, what", WRONG_KERNELS)
 def test_a_known_wrong_kernel_fails(e, what, where):
-    result = ga.check(e.name, ga.compile(e.wrong[what], e.name))
+    result = ga.check(e.name, ga.compile(e.wrong_answers[what], e.name))
     assert result.passed is False
     if where == "simt" and what in ("no guard", "guards the first only", "one too many"):
         assert re.search(

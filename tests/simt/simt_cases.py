@@ -148,12 +148,17 @@ def renamed(source, suffix):
     return re.sub(rf"\b({'|'.join(sorted(names))})\b", rf"\1{suffix}", source)
 
 
-def kernel_alone(file, name, **macros):
-    """A kernel of kernels_cu without the others of its file."""
-    source = (kernel_root() / f"{file}.cu").read_text()
-    return ga.Kernel.from_source(
-        alone(name, source), name, f"kernels_cu/{file}.cu", macros, learner=False
+def with_headers(path):
+    """A file's text with its headers in the place of the #include lines."""
+    return re.sub(
+        r'#include "(.*?)"', lambda m: with_headers(kernel_root() / m[1]), path.read_text()
     )
+
+
+def kernel_alone(file, name, **macros):
+    """A kernel of kernels_cu without the other functions of its file and of its headers."""
+    source = alone(name, with_headers(kernel_root() / f"{file}.cu"))
+    return ga.Kernel.from_source(source, name, f"kernels_cu/{file}.cu", macros, learner=False)
 
 
 BUGS: "dict[str, Bug]" = {}

@@ -31,6 +31,7 @@ from simt_cases import (
     reached,
     renamed,
     same_bits,
+    with_headers,
 )
 
 import gpuaccel as ga
@@ -134,11 +135,11 @@ def test_a_planted_bug_is_named_with_its_line(name):
     reports = error.reports
     print(error)
     for expect in expects:
-        wrong = [differs(bug, expect, report) for report in reports]
-        assert None in wrong, f"nothing reported is {expect}: {wrong}\n{error}"
+        differences = [differs(bug, expect, report) for report in reports]
+        assert None in differences, f"nothing reported is {expect}: {differences}\n{error}"
     for report in reports:
-        wrong = [differs(bug, expect, report) for expect in expects]
-        assert None in wrong, f"{report} was not expected: {wrong}\n{error}"
+        differences = [differs(bug, expect, report) for expect in expects]
+        assert None in differences, f"{report} was not expected: {differences}\n{error}"
         assert report.count >= 1 and f"line {report.line}" in str(error)
         assert report.message and source_text(report.line) in str(error), (
             f"line {report.line} is not shown:\n{error}"
@@ -208,15 +209,15 @@ def test_a_tensor_nobody_named_is_a_far_address():
 def test_a_correct_kernel_gets_no_report_and_the_bits_of_the_fast_mode(name, recwarn):
     good, kernel = GOOD[name], good_kernel(name)
     with ga.checked():
-        seen = list(good.run(kernel, 0, "cpu"))
+        results = list(good.run(kernel, 0, "cpu"))
     with ga.checked(False):
         fast = list(good.run(kernel, 0, "cpu"))
     assert not recwarn.list, recwarn.list[0].message
-    for one, two in zip(seen, fast, strict=True):
-        assert one.right, f"checked: {one}"
-        assert two.right, f"fast: {two}"
-        assert same_bits(one.got, two.got) or not good.ordered, (
-            f"{one.label}: checked and fast differ"
+    for checked, unchecked in zip(results, fast, strict=True):
+        assert checked.right, f"checked: {checked}"
+        assert unchecked.right, f"fast: {unchecked}"
+        assert same_bits(checked.got, unchecked.got) or not good.ordered, (
+            f"{checked.label}: checked and fast differ"
         )
 
 
@@ -380,20 +381,28 @@ def test_clang_finds_the_same():
 # ---- what is removed is noticed ------------------------------------------------------------------
 
 ATOMICS = {"Add": "+", "Sub": "-", "And": "&", "Or": "|", "Xor": "^"}
-# (kernel, change) -> why neither the checks nor the values show it. The test fails when one of these starts to be noticed.
+# (kernel, change) -> why neither the checks nor the values show it. The test fails when one of
+# these is noticed.
 UNNOTICED: "dict[tuple[str, str], str]" = {
     (
         "embedding_backward",
         "warp >= count -> false in `if (warp >= count) return;`",
-    ): "the guard saves time only: such a warp adds nothing to its zeros, and the last loop does not read them",
+    ): (
+        "the guard saves time only: such a warp adds nothing to its zeros, and the last loop does "
+        "not read them"
+    ),
     (
         "block_scan",
         "< -> <= in `for (int offset = 1; offset < blockDim.x; offset *= 2) {`",
-    ): "one round more, in which no thread has a neighbour blockDim.x to the left: every value is copied as it is",
+    ): (
+        "one round more, in which no thread has a neighbour blockDim.x to the left: every value is "
+        "copied as it is"
+    ),
     (
         "scale_v2",
-        "groups == 0 && (clip_results[0].x == 1.0f || (skip && clip_results[0].w == 0.0f)) -> false in "
-        "`if (groups == 0 && (clip_results[0].x == 1.0f || (skip && clip_results[0].w == 0.0f))) return;`",
+        "groups == 0 && (clip_results[0].x == 1.0f || (skip && clip_results[0].w == 0.0f)) -> "
+        "false in `if (groups == 0 && "
+        "(clip_results[0].x == 1.0f || (skip && clip_results[0].w == 0.0f))) return;`",
     ): "it saves time only: the loop decides the same for each chunk",
     (
         "peers_sum",
@@ -410,7 +419,10 @@ UNNOTICED: "dict[tuple[str, str], str]" = {
     (
         "encoder_backward_v2",
         "warp >= bucket.y -> false in `if (4 * q >= C || warp >= bucket.y) return;`",
-    ): "it saves time only: such a warp adds nothing to its zeros, and the last loop does not read them",
+    ): (
+        "it saves time only: such a warp adds nothing to its zeros, and the last loop does not "
+        "read them"
+    ),
     (
         "encoder_backward_v3",
         "< -> <= in `for (int place = start; place < end; place += UNROLL) {`",
@@ -428,13 +440,15 @@ UNNOTICED: "dict[tuple[str, str], str]" = {
         "(old_too >> u & 1) -> true in `if ((old_too >> u & 1) && group + 32 * k <= last)`",
     ): "it saves time only: what stands in dwte is read, and not used",
 }
-# What clang's instrumentation does not see, and the values do not show: copies of whole structs past an array's end or at a wrong
-# address, reads of what is never used, one place past the end of all shared memory.
+# What clang's instrumentation does not see, and the values do not show: copies of whole structs
+# past an array's end or at a wrong address, reads of what is never used, one place past the end of
+# all shared memory.
 CLANG_UNNOTICED = {
     ("last_block_sum", "__syncthreads(); -> nothing (3)"),
     (
         "accumulate_v3",
-        "aligned4(grad, sizeof(GRAD_T)) -> true in `if (count == CHUNK && aligned4(grad, sizeof(GRAD_T))) {`",
+        "aligned4(grad, sizeof(GRAD_T)) -> true in "
+        "`if (count == CHUNK && aligned4(grad, sizeof(GRAD_T))) {`",
     ),
     ("accumulate_v3", "< -> <= in `for (int k = 0; k < CHUNK / 4 / THREADS; k++) {`"),
     (
@@ -453,7 +467,8 @@ CLANG_UNNOTICED = {
     ),
     (
         "peers_sum",
-        "< -> <= in `for (int k = 0; k < GROUPS; k++) sum[k] = r == 0 ? x[k] : add4(sum[k], x[k]);`",
+        "< -> <= in `for (int k = 0; k < GROUPS; k++) "
+        "sum[k] = r == 0 ? x[k] : add4(sum[k], x[k]);`",
     ),
     (
         "peers_sum",
@@ -462,21 +477,25 @@ CLANG_UNNOTICED = {
     ("update_chunk", "< -> <= in `for (int k = 0; k < UNROLL; k++) {`"),
     (
         "update_chunk",
-        "STOCHASTIC -> true in `if (STOCHASTIC) r = noise((unsigned long long)*seed, tensor, from / 4 + i, mine.step);`",
+        "STOCHASTIC -> true in `if (STOCHASTIC) "
+        "r = noise((unsigned long long)*seed, tensor, from / 4 + i, mine.step);`",
     ),
     (
         "segments_scatter",
-        "< -> <= in `for (int d = threadIdx.x; d < WARPS * DIGITS; d += THREADS) (&seen[0][0])[d] = 0;`",
+        "< -> <= in `for (int d = threadIdx.x; d < WARPS * DIGITS; d += THREADS) "
+        "(&seen[0][0])[d] = 0;`",
     ),
     ("encoder_forward", "< -> <= in `for (int u = 0; u < UNROLL; u++) {`"),
     ("encoder_forward", "< -> <= in `for (int u = 0; u < UNROLL; u++) {` (2)"),
     (
         "encoder_backward_v2",
-        "< -> <= in `for (int k = 0; k < LANE4; k++) sum[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);`",
+        "< -> <= in `for (int k = 0; k < LANE4; k++) "
+        "sum[k] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);`",
     ),
     (
         "encoder_backward_v3",
-        "< -> <= in `for (int k = 0; k < QUADS; k++) sum[k] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);`",
+        "< -> <= in `for (int k = 0; k < QUADS; k++) "
+        "sum[k] = make_float4(-0.0f, -0.0f, -0.0f, -0.0f);`",
     ),
 }
 
@@ -595,13 +614,7 @@ SOURCES = {name: good.source for name, good in GOOD.items()} | {
 }
 
 
-def with_headers(path):
-    """A file's text with its headers in the place of the #include lines, so that they are changed too."""
-    return re.sub(
-        r'#include "(.*?)"', lambda m: with_headers(kernel_root() / m[1]), path.read_text()
-    )
-
-
+# Headers are in the place of the #include lines, so that they are changed too.
 SOURCES |= {name: with_headers(kernel_root() / f"{file}.cu") for file, name in OURS}
 RUNS = {name: [({}, good.run)] for name, good in GOOD.items()}
 RUNS |= {task.name: [({}, exercise_run(task))] for task in EXERCISES.values() if task.params}

@@ -50,7 +50,7 @@ EXERCISES = {
                 "stays a float: nothing is rounded to bf16."
             ),
             solution=LONG_INDEX + "if (i < n) acc[i] += as_float(grad[i]);",
-            wrong={
+            wrong_answers={
                 "no guard": LONG_INDEX + "acc[i] += as_float(grad[i]);",
                 "one too many": LONG_INDEX + "if (i <= n) acc[i] += as_float(grad[i]);",
                 "overwrites": LONG_INDEX + "if (i < n) acc[i] = as_float(grad[i]);",
@@ -87,7 +87,7 @@ EXERCISES = {
                 "    for (long long i = first; i < n; i++) acc[i] += as_float(grad[i]);\n"
                 "}"
             ),
-            wrong={
+            wrong_answers={
                 "ignores the tail": _FOUR
                 + (
                     "if (first + 4 <= n) for (int k = 0; k < 4; k++) acc[first + k] += "
@@ -150,7 +150,7 @@ EXERCISES = {
                     return total / sum(counts)
                 """
             ),
-            wrong={
+            wrong_answers={
                 "mean of means": code(
                     """
                     def token_mean(means, counts):

@@ -179,12 +179,12 @@ def check(name: str, answer, *, seed: "int | None" = None) -> Result:
 
 def _conclude(task, lines, seed, trial) -> Result:
     """The result of all trials. trial: what one is called."""
-    wrong = sum(not passed for passed, _, _ in lines)
-    if wrong:
-        summary = f"not yet: {wrong} of {len(lines)} {trial}s differ (seed {seed})."
+    failures = sum(not passed for passed, _, _ in lines)
+    if failures:
+        summary = f"not yet: {failures} of {len(lines)} {trial}s differ (seed {seed})."
     else:
         summary = f"right for every {trial}."
-    return Result(task.name, not wrong, summary, lines)
+    return Result(task.name, not failures, summary, lines)
 
 
 # ---- a kernel -----------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ def _compile_only(task, kernel) -> Result:
 def _run_kernel(task, kernel, seed) -> Result:
     """Run a kernel on data of every size."""
     generator = torch.Generator(default_device().type).manual_seed(seed)
-    lines = []
+    lines: "list[tuple[bool | None, str, str]]" = []
     for n in SIZES:
         case = task.data(n, generator)
         trial = f"{n:,}, {case.label}" if case.label else f"{n:,}"
@@ -325,16 +325,16 @@ def _compare(case, out):
     difference = (out.double() - case.expected).abs().masked_fill(same, 0.0)
     eps = torch.finfo(out.dtype).eps if out.dtype.is_floating_point else 0.0
     allowed = case.expected.abs() * eps * case.roundings + 1e-30
-    # written so that NaN is wrong
-    wrong = (~(same | (difference <= allowed))).nonzero().flatten()
-    if len(wrong):
-        i = int(wrong[0])
+    # written so that NaN counts as a difference
+    differing = (~(same | (difference <= allowed))).nonzero().flatten()
+    if len(differing):
+        i = int(differing[0])
         digits = 7 if case.roundings else 9
         got = f"got {float(out[i]):.{digits}g}"
         if out[i].isnan() and case.out[i].isnan():
             got = "not written"
         expected = f"expected {float(case.expected[i]):.{digits}g}"
-        count = f"{len(wrong):,} element{'s' if len(wrong) > 1 else ''}"
+        count = f"{len(differing):,} element{'s' if len(differing) > 1 else ''}"
         return False, f"{count} wrong; the first is [{i:,}]: {got}, {expected}"
     if case.roundings:
         return True, f"right; largest difference {float(difference.max()):.2g}"

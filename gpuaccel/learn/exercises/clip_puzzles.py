@@ -20,14 +20,16 @@ def _squares_case(n, generator):
 
 def _rescale_case(n, generator):
     x = normal(n, generator)
-    by = {256: 1.0, 4096: 1.0, 1000: math.nan}.get(n)
-    if by == 1.0:
+    # None: a random factor
+    fixed_scale = {256: 1.0, 4096: 1.0, 1000: math.nan}.get(n)
+    if fixed_scale == 1.0:
         # a NaN that loses this pattern when it is multiplied, so that a needless write is seen
         x.view(torch.int32)[::7] = 0x7F800001
     factor = torch.rand(1, generator=generator, device=generator.device) * 0.8 + 0.1
-    scale = factor if by is None else torch.full_like(factor, by)
-    label = "scale < 1" if by is None else "scale 1" if by == 1.0 else "scale NaN"
-    return Case(x, (scale,), (), x.double() * factor.double() if by is None else x, label)
+    if fixed_scale is None:
+        return Case(x, (factor,), (), x.double() * factor.double(), "scale < 1")
+    label = "scale 1" if fixed_scale == 1.0 else "scale NaN"
+    return Case(x, (torch.full_like(factor, fixed_scale),), (), x, label)
 
 
 def _global_scale_cases(generator):
@@ -95,7 +97,7 @@ EXERCISES = {
                 "__syncthreads()."
             ),
             solution=_SQUARE + WARP_SUM + _JOIN,
-            wrong={
+            wrong_answers={
                 "no guard": _SQUARE.replace("i < n ? x[i] * x[i] : 0.0f", "x[i] * x[i]")
                 + WARP_SUM
                 + _JOIN,
@@ -130,7 +132,7 @@ EXERCISES = {
                 "< 1: that is false for 1 and for NaN."
             ),
             solution=LONG_INDEX + "if (i < n && *scale < 1.0f) x[i] *= *scale;",
-            wrong={
+            wrong_answers={
                 "no guard": LONG_INDEX + "if (*scale < 1.0f) x[i] *= *scale;",
                 "always writes": LONG_INDEX + "if (i < n) x[i] *= *scale;",
                 "nearly 1 returns, NaN does not": LONG_INDEX
@@ -168,7 +170,7 @@ EXERCISES = {
                     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
                 """
             ),
-            wrong={
+            wrong_answers={
                 "sum of the norms": _scale_by("norms.sum()"),
                 "root of the sum of the norms": _scale_by("norms.sum().sqrt()"),
                 "not rooted": _scale_by("norms.square().sum()"),

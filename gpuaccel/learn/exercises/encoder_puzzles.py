@@ -124,7 +124,7 @@ EXERCISES = {
                 "is none: ask i == 0 first, and `||` does not look at the rest."
             ),
             solution=_STARTS.format("i == 0 || tokens[i - 1] != tokens[i]"),
-            wrong={
+            wrong_answers={
                 "no guard": INDEX + "starts[i] = i == 0 || tokens[i - 1] != tokens[i];",
                 "looks in front of the first": _STARTS.format("tokens[i - 1] != tokens[i]"),
                 "forgets the first": _STARTS.format("i > 0 && tokens[i - 1] != tokens[i]"),
@@ -153,7 +153,7 @@ EXERCISES = {
                 "any other order gives other bits."
             ),
             solution=_PIECE + _SUM,
-            wrong={
+            wrong_answers={
                 "no guard": _PIECE + _SUM.replace("if (i >= n) return;\n", ""),
                 "ignores the end": _PIECE
                 + _SUM.replace("min(piece * size + size, rows)", "piece * size + size"),
@@ -204,7 +204,7 @@ EXERCISES = {
                 "of them; as_bf16(x[i]) keeps them."
             ),
             solution=_BITS,
-            wrong={
+            wrong_answers={
                 "no guard": _BITS.replace("if (i >= n) return;\n", ""),
                 "to the nearest": INDEX + "if (i < n) out[i] = as_bf16(x[i]);",
                 "cuts off": _BITS.replace(_REST, "else out[i].bits = bits >> 16;"),

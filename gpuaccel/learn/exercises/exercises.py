@@ -62,7 +62,7 @@ class Exercise:
     hint: str
     solution: str
     # what is wrong -> an answer with that mistake
-    wrong: "dict[str, str]"
+    wrong_answers: "dict[str, str]"
     # a kernel's parameters; empty for a Python function
     params: "tuple[str, ...]" = ()
     # elements for each thread of a kernel
@@ -78,15 +78,15 @@ class Exercise:
 
 
 def kernel_exercise(
-    name, task, params, stub, hint, solution, wrong, data, per_thread=1
+    name, task, params, stub, hint, solution, wrong_answers, data, per_thread=1
 ) -> Exercise:
-    """An exercise whose answer is a kernel. stub, solution, wrong: bodies of the kernel."""
+    """An exercise whose answer is a kernel. stub, solution, wrong_answers: bodies of the kernel."""
 
     def source(body):
         lines = "\n".join("    " + line for line in body.strip("\n").split("\n"))
         return f'extern "C" __global__ void {name}({", ".join(params)})\n{{\n{lines}\n}}\n'
 
-    mistakes = {what: source(body) for what, body in wrong.items()}
+    mistakes = {what: source(body) for what, body in wrong_answers.items()}
     return Exercise(
         name, task, source(stub), hint, source(solution), mistakes, params, per_thread, data
     )

@@ -118,7 +118,7 @@ EXERCISES = {
                     return torch.where(loss <= limit, weight - 0.1 * grad, weight)
                 """
             ),
-            wrong={
+            wrong_answers={
                 "asks the host": code(
                     """
                     def guarded(weight, grad, loss, limit):
@@ -203,7 +203,7 @@ EXERCISES = {
                     count += 1
                 """
             ),
-            wrong={
+            wrong_answers={
                 "a number": _decay("0.1 * max(0.0, 1 - int(count) / steps)"),
                 "frozen": _decay("0.1"),
                 "whole numbers": _decay("0.1 * (1 - count // steps).clamp(min=0)"),
@@ -261,7 +261,7 @@ EXERCISES = {
                     return torch.stack(results)
                 """
             ),
-            wrong={
+            wrong_answers={
                 "a name, and the same memory": _over(
                     "static = batch", "graph.replay()", "results.append(out)"
                 ),

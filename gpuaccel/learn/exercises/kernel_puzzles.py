@@ -32,7 +32,7 @@ EXERCISES = {
                 " in saxpy, and let only threads with i < n write."
             ),
             solution=INDEX + "if (i < n) out[i] = factor * x[i];",
-            wrong={
+            wrong_answers={
                 "no guard": INDEX + "out[i] = factor * x[i];",
                 "one too many": INDEX + "if (i <= n) out[i] = factor * x[i];",
                 "one too few": INDEX + "if (i < n - 1) out[i] = factor * x[i];",
@@ -54,7 +54,7 @@ EXERCISES = {
                 "element 0."
             ),
             solution=INDEX + "if (i < n) out[i] = x[n - 1 - i];",
-            wrong={
+            wrong_answers={
                 "no guard": INDEX + "out[i] = x[n - 1 - i];",
                 "off by one": INDEX + "if (i < n) out[i] = x[n - i];",
                 "reverses each block": INDEX

@@ -146,7 +146,7 @@ EXERCISES = {
                 "at most 1. fmaxf, fabsf, expf, log1pf."
             ),
             solution=_CURVE,
-            wrong={
+            wrong_answers={
                 "no guard": _CURVE.replace("if (i >= n) return;\n", ""),
                 "infinite": _CURVE.replace(
                     "fmaxf(t, 0.0f) + log1pf(expf(-fabsf(t)))", "log1pf(expf(t))"
@@ -179,7 +179,7 @@ EXERCISES = {
                 "derivative of ln(1 + exp(t)) is r = exp(t) / (1 + exp(t)) = sigmoid(t)."
             ),
             solution=_slope(),
-            wrong={
+            wrong_answers={
                 "the reference system's": _slope("dy * (x * (G * sigma + H) + 0.75 * x)"),
                 "no residual": _slope("dy * (G * sigma + H + x * G * over_nu * B * sigma * r)"),
                 "the slope of R alone": _slope("dy * (1 + G * over_nu * B * sigma * r)"),
@@ -224,7 +224,7 @@ EXERCISES = {
                 " window + 1): in front of position 0 there is nothing."
             ),
             solution=_ROW,
-            wrong={
+            wrong_answers={
                 "no guard": _ROW.replace("if (i >= n) return;\n", ""),
                 "sees the next": _ROW.replace("j <= i;", "j <= min(i + 1, n - 1);"),
                 "begins in front of 0": _ROW.replace("max(0, i - window + 1)", "i - window + 1"),

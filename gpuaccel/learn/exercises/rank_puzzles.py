@@ -120,7 +120,7 @@ EXERCISES = {
                 "less than -(-len(order) // ranks): fill up with -1 instead of beginning again."
             ),
             solution=_DEAL,
-            wrong={
+            wrong_answers={
                 "begins again at the end": _DEAL.replace(
                     "torch.full((longest - len(mine),), -1)", "order[:longest - len(mine)]"
                 ),
@@ -169,7 +169,7 @@ EXERCISES = {
                 "gradients too."
             ),
             solution=_BUCKETS,
-            wrong={
+            wrong_answers={
                 "forgets the rest": _BUCKETS.replace(
                     "    if blocks:\n        counts.append(blocks)\n", ""
                 ),
@@ -235,7 +235,7 @@ EXERCISES = {
                 "it."
             ),
             solution=_ORDERED,
-            wrong={
+            wrong_answers={
                 "each rank first": code(
                     """
                     def ordered_sum(grads):

@@ -9,7 +9,7 @@ Global memory is a row of elements in groups of 32 bytes (sectors). Shared memor
 
 import numpy as np
 
-from ...simt import ATOMIC, BANKS, READ, SECTOR, WARP, bank_ways, groups
+from ...simt import ATOMIC, BANKS, READ, SECTOR, WARP, groups, turns_per_bank
 from .drawing import GREY, RED, RUN_COLOURS, WHITE, WIDTH, Ink, plural, text_width
 
 WARP_COLOURS = RUN_COLOURS[:4]
@@ -120,7 +120,7 @@ class Panel:
             self.order = 3 if self.writes else 0
         if self.shared:
             self.cells = Banks(self.traced, frame, whole)
-            self.ways = int(trace.requests(drawn)["ways"].max(initial=0))
+            self.bank_turns = int(trace.requests(drawn)["bank_turns"].max(initial=0))
             self.small = False
         else:
             self.cells = Cells(self.traced, frame)
@@ -140,8 +140,8 @@ class Panel:
         words = f"{space}{traced.dtype}, {plural(traced.elements, 'element')}"
         sheet.text(words_x, y + 12, words, 11.5, sheet.soft)
         if self.shared and len(self.events):
-            conflict = self.ways > 1
-            cost = f"{self.ways}-way bank conflict" if conflict else "no bank conflict"
+            conflict = self.bank_turns > 1
+            cost = f"{self.bank_turns}-way bank conflict" if conflict else "no bank conflict"
             cost_x = words_x + text_width(words, 11.5) + 4
             sheet.text(cost_x, y + 12, cost, 11.5, RED if conflict else sheet.soft, weight=600)
         band = Band(self.threads, x + LEFT, right)
@@ -335,7 +335,8 @@ class Cells:
 
     def _draw_cells(self, sheet, y, pitch, touched, elements):
         """The sectors, and the cells on them."""
-        looks = {}  # (colour, opacity) -> boxes
+        # (colour, opacity) -> boxes
+        looks: "dict[tuple[str, float], list[tuple]]" = {}
         for low, high in self.sectors.values():
             low, high = max(low, 0), min(high, self.end)
             inside = range(low // self.item, high // self.item)
@@ -416,7 +417,8 @@ class Banks:
         order, group = groups(events["pc"], events["block"], warp, events["visit"], events["kind"])
         request = np.empty(len(events), np.int64)
         request[order] = group
-        ways = bank_ways(events, request, request.max(initial=-1) + 1).max(axis=0, initial=0)
+        count = request.max(initial=-1) + 1
+        worst = turns_per_bank(events, request, count).max(axis=0, initial=0)
         sheet.words([(self.left - 9, y + 10.5, "bank")], sheet.soft, anchor="end")
         looks = (
             (0, 0, GREY, 0.15, sheet.soft, 400),
@@ -426,7 +428,7 @@ class Banks:
         for least, most, fill, opacity, colour, weight in looks:
             some = [
                 (self.left + bank * self.pitch, f"{turns}×" if turns > 1 else bank)
-                for bank, turns in enumerate(ways.tolist())
+                for bank, turns in enumerate(worst.tolist())
                 if least <= turns <= most
             ]
             sheet.boxes([(x + 0.8, y, self.pitch - 1.6, 14) for x, _ in some], fill, opacity)
@@ -441,7 +443,8 @@ class Banks:
         if writes:
             y = self.draw_banks(sheet, y, events[events["kind"] != READ]) + 4
         colours = self._colours(events, outside)
-        looks = {}  # (colour, opacity) -> boxes
+        # (colour, opacity) -> boxes
+        looks: "dict[tuple[str, float], list[tuple]]" = {}
         labels = []
         label_y = -1e9
         for k, row in enumerate(self.rows):

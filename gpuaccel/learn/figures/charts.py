@@ -76,18 +76,20 @@ def bars(
     highest = max(values + [limit[0] if limit else 0]) or 1.0
     left = max(text_width(name, 12) for name, _, _ in rows) + 16
     scale = (WIDTH - left - 150) / highest
-    limit_x = left + limit[0] * scale if limit else None
     y = 34
     ink.title(15, title)
     for i, (name, value, words) in enumerate(rows):
         ink.text(left - 10, y + 15, name, 12, anchor="end")
         ink.rect(left, y, max(value * scale, 1), 21, RUN_COLOURS[i % len(RUN_COLOURS)], rx=3)
         x = left + value * scale + 8
-        if limit and x - 6 < limit_x < x + text_width(words, 12):
-            x = limit_x + 8
+        if limit:
+            limit_x = left + limit[0] * scale
+            if x - 6 < limit_x < x + text_width(words, 12):
+                x = limit_x + 8
         ink.text(x, y + 15, words, 12, weight=600)
         y += 28
     if limit:
+        limit_x = left + limit[0] * scale
         ink.line(limit_x, 26, limit_x, y - 2, 1.6, "4 4")
         ink.text(limit_x, y + 12, limit[1], 11.5, ink.soft, "middle")
         y += 16

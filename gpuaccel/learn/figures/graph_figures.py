@@ -172,7 +172,8 @@ def graph(names: "list[str]", edges: "list[tuple[int, int]]", title: str = "") -
             row = r if c % 2 == 0 else rows - 1 - r
             place[i] = c, c * pitch, top + row * ROW + ROW / 2
 
-    paths = {}  # (stage, whether the two nodes follow each other) -> edges
+    # (stage, whether the two nodes follow each other) -> edges
+    paths: "dict[tuple[str, bool], list[str]]" = {}
     for i, j in edges:
         if i in place and j in place:
             edge = _edge(place[i], place[j], width, i, j)
@@ -225,7 +226,8 @@ def _columns(stages) -> "list[list[int]]":
     """The nodes of each column: as few rows as MAX_COLUMNS allow.
 
     Forward, backward (with its accumulation) and what follows begin columns of their own."""
-    parts = []
+    # (part of the step, its nodes)
+    parts: "list[tuple[str, list[int]]]" = []
     for i, stage in enumerate(stages):
         if not parts or parts[-1][0] != _part(stage):
             parts.append((_part(stage), []))
@@ -310,7 +312,8 @@ def _draw_shares(ink, spans, y, scale, step=2.0) -> float:
         # the host may be done long before the GPU
         end = max(s.stop for s in spans if s.lane == lane or lane == "GPU") * scale
         ink.rect(LEFT, y, end, 20, GREY, 0.22 if lane == "host" else 0.1)
-        styles = {}  # style -> {number of a bar: the share of it that is filled}
+        # style -> {number of a bar: the share of it that is filled}
+        styles: "dict[tuple[str, float, str], dict[int, float]]" = {}
         for s in spans:
             if s.lane != lane or s.name == "python":
                 continue

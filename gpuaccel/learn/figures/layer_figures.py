@@ -13,6 +13,7 @@ allocations by torch's profiler.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -314,7 +315,7 @@ class Passes(Figure):
 
 
 def passes(
-    variants: "dict[str, callable]",
+    variants: "dict[str, Callable]",
     x: torch.Tensor,
     parameters,
     title: str = "Operations, and the bytes they read (full) and write (pale), per element of h",
@@ -323,8 +324,9 @@ def passes(
 
     variants: name -> function of x that returns h; each is run for x and the parameters.
     Operations on less than half of h's elements are counted and not drawn."""
-    counts = {}
-    boxes = {}  # (name, phase) -> (bytes read, bytes written) per element of h
+    counts: "dict[str, dict[str, dict[str, float]]]" = {}
+    # (name, phase) -> (bytes read, bytes written) per element of h, of each operation
+    boxes: "dict[tuple[str, str], list[tuple[float, float]]]" = {}
     for name, function in variants.items():
         x = x.detach().requires_grad_()
         with Traffic() as forward:
@@ -344,7 +346,8 @@ def passes(
                 "small": len(traffic.operations) - len(large),
                 "bytes": sum(read + written for read, written in large),
             }
-    return Passes(*_draw_passes(boxes, counts, title), counts)
+    ink, height, words = _draw_passes(boxes, counts, title)
+    return Passes(ink, height, words, counts)
 
 
 def _draw_passes(boxes, counts, title):

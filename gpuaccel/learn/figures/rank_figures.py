@@ -155,7 +155,8 @@ def overlap(
                     path = f"M{place(s.start):.1f} {y}h{width:.1f}v18h{-width:.1f}z"
                     ink.path(path, colour, opacity=opacity)
             y += 21
-            row_ends = []  # where the last bucket of each row ends
+            # where the last bucket of each row ends
+            row_ends: "list[float]" = []
             for s in (s for s in spans if s.lane == "sends"):
                 start, stop = place(s.start), place(s.stop)
                 free = (r for r, end in enumerate(row_ends) if end <= start)
@@ -183,7 +184,8 @@ def _overlap_summary(ranks):
 def hashes(names: "list[str]", ranks: "list[list[int]]") -> Figure:
     """A hash of each tensor on each rank; where one differs from rank 0's it is red.
 
-    names: of the tensors. ranks: for each rank, the hashes (distributed.agreement.weight_hashes)."""
+    names: of the tensors.
+    ranks: for each rank, the hashes (distributed.agreement.weight_hashes)."""
     ink = Ink()
     width = (WIDTH - LEFT) / max(len(names), 1)
     different = [i for i, column in enumerate(zip(*ranks)) if len(set(column)) > 1]

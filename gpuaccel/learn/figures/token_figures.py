@@ -3,7 +3,7 @@
     >>> token_figures.meeting("the cat and the dog".split())   # rows of dout that meet in dwte
     >>> token_figures.buckets(words)                           # llm.c's: a thread block per token
     >>> token_figures.segments(words)                          # sorted stably, and the runs
-    >>> token_figures.pieces({"text": ga.ops.find_segments(tokens, 256)})   # runs in pieces of 32 rows
+    >>> token_figures.pieces({"text": ga.ops.find_segments(tokens, 256)})   # runs, cut at 32 rows
     >>> token_figures.bits({"one order": 0.1, "another": 0.3}) # two sums, bit by bit
     >>> token_figures.twice({"atomics": (losses, losses_again)})        # two runs with one seed
     >>> token_figures.draws(rounded, exact=256.25)             # stochastic rounding, and its mean
@@ -133,9 +133,9 @@ def buckets(words: "list[str]") -> Figure:
 
 
 def segments(words: "list[str]") -> Figure:
-    """A batch of words, sorted stably, and what begins at each place: `pieces` of ga.ops.find_segments.
+    """A batch of words, sorted stably, and what begins at each place.
 
-    For 16 words at most."""
+    words: 16 at most. What begins is `pieces` of ga.ops.find_segments."""
     ink = Ink()
     tokens, names = _tokens_of(words)
     result = reference_segments(tokens, len(names))
@@ -209,7 +209,7 @@ def pieces(batches: "dict[str, Segments]") -> Figure:
 
 def _runs_of(batch) -> "list[list[int]]":
     """For each run of equal tokens, how many rows its pieces have."""
-    runs = []
+    runs: "list[list[int]]" = []
     for piece in filter(None, batch.pieces.tolist()):
         if piece <= PIECE:
             runs.append([])
@@ -248,8 +248,8 @@ def bits(values: "dict[str, float]") -> Figure:
     if count:
         result = f"{plural(count, 'bit')} {'differs' if count == 1 else 'differ'} (red)"
     ink.text(left, y + 12, result, 12, ink.soft)
-    numbers = ", ".join(f"{name} {value:.9g}" for name, value in values.items())
-    return Figure(ink, y + 20, f"{numbers}: {result}")
+    summary = ", ".join(f"{name} {value:.9g}" for name, value in values.items())
+    return Figure(ink, y + 20, f"{summary}: {result}")
 
 
 def twice(runs: "dict[str, tuple]", title: str = "Two runs with the same seed") -> Figure:
@@ -340,7 +340,8 @@ def draws(
     for i, x in enumerate(values, 1):
         total += x
         means.append(total / i)
-    references = [("exact", exact, GREY, "5 4")]
+    # (name, value, colour, dashes)
+    references: "list[tuple[str, float, str, str | None]]" = [("exact", exact, GREY, "5 4")]
     if nearest is not None:
         references.append(("to the nearest", nearest, RED, None))
     left, right, top, bottom = 340, WIDTH - 120, 48, 190
