@@ -4,9 +4,10 @@
     >>> step = ga.TrainStep(model, replay="graph", max_norm=1.0)
     >>> out = step((inputs, targets))
 
-The names here are those that people type; everything else is in its room (`ga.ops.encoder_backward`, `ga.optim.Lion`,
-`ga.errors.KernelError`). CONTRIBUTING.md says what is in which room. What notebooks and the command line need (`ga.learn`,
-`ga.cli`) is loaded when one of its names is first used.
+The names here are those that people type; everything else is in its room, as
+`ga.ops.encoder_backward`, `ga.optim.Lion` and `ga.errors.KernelError` are. CONTRIBUTING.md says
+what is in which room. What notebooks and the command line need (`ga.learn`, `ga.cli`) is loaded
+when one of its names is first used.
 """
 
 __version__ = "0.2.0"
@@ -55,7 +56,7 @@ from .training import (
 
 if TYPE_CHECKING:
     from . import cli, learn  # noqa: F401
-    from .cli import doctor
+    from .cli.doctor import doctor
     from .learn import LiveThroughput, check, hint, load_ipython_extension, show, solution
 
 # name -> the room that is loaded when it is first used; a room is one itself.

@@ -162,10 +162,10 @@ class Kernel:
         """Machine code for one architecture, e.g. "sm_90". No GPU is needed."""
         return self._compile(self._target(arch))[0]
 
-    def _compile(self, target):
+    def _compile(self, target: str) -> "tuple[bytes, str]":
         return nvrtc.compile_cubin(self.source, self.filename, target, self.defines, self.options)
 
-    def _target(self, arch):
+    def _target(self, arch: str) -> str:
         return f"{arch}a" if arch in self.own else arch
 
     def resources(self, arch: "str | None" = None) -> nvrtc.Resources:
@@ -195,7 +195,7 @@ class Kernel:
                 f"got {shape!r}"
             )
         shared = shape[2] if len(shape) == 3 else 0
-        if not isinstance(shared, numbers.Integral) or not 0 <= shared <= MAX_SHARED:
+        if not isinstance(shared, numbers.Integral) or not 0 <= int(shared) <= MAX_SHARED:
             raise ArgumentError(
                 f"{self.name}: shared_bytes is {shared!r}; expected a whole number of bytes, "
                 f"0 to {MAX_SHARED:,}"
@@ -423,7 +423,7 @@ class _OnCpu(_Packed):
         super().__init__(kernel.params, sizes)
 
 
-# (device type, where, kernels) -> whether they run there
+# (device type, GPU or executor of the CPU, kernels) -> whether they run there
 _decided: "dict[tuple, bool]" = {}
 
 
@@ -435,7 +435,7 @@ def usable(device: torch.device, *kernels: Kernel) -> bool:
     why. With the policy `require` the error is raised instead.
     """
     if device.type == "cuda":
-        where = device.index
+        where: "int | str" = device.index
     elif any(simt.is_checked(kernel.learner) for kernel in kernels):
         where = "checked"
     else:

@@ -30,8 +30,8 @@ were a softmax over one head).
 
 import functools
 import math
-import numbers
 import struct
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,6 @@ from .embedding import _differentiates_otherwise
 from .richards_glu import (
     CURVE,
     GATE,
-    LARGEST,
     SUMS,
     RichardsCurve,
     backward_of,
@@ -53,6 +52,8 @@ from .richards_glu import (
     empty_contiguous,
     finish_curves,
     gradients,
+    is_finite,
+    is_size,
     pack_settings,
     reference_curve,
     save_for_backward,
@@ -120,13 +121,14 @@ def chunks_of(d: int, device=None) -> Tensor:
     return (chunk == torch.arange(r, device=device)[:, None]).float()
 
 
-def reference_query(q: Tensor, chunks: Tensor, curve) -> Tensor:
+def reference_query(
+    q: Tensor, chunks: "Tensor | None", curve: "Callable[[Tensor], Tensor] | None"
+) -> Tensor:
     """q~ of q, which multiplies the keys: (..., d), in q's dtype.
 
-    chunks: chunks_of(d).
-    curve: R_q; None: no low-rank term."""
+    chunks: chunks_of(d). curve: R_q. Either None: no low-rank term."""
     d = q.shape[-1]
-    if curve is None:
+    if chunks is None or curve is None:
         return q * (1.0 / math.sqrt(d))
     wide = q.dtype if q.dtype == torch.float64 else torch.float32
     chunks, inverse_size = chunks.to(q.dtype), chunks.to(wide).sum(1).reciprocal()
@@ -798,6 +800,11 @@ class PolyAttention(nn.Module):
 
     Raises ArgumentError for what does not fit."""
 
+    # Buffers. adapted: see _adapted(); None: the degree is fixed. chunks: chunks_of(dim / heads);
+    # None: no low-rank term.
+    adapted: "Tensor | None"
+    chunks: "Tensor | None"
+
     def __init__(
         self,
         dim: int,
@@ -815,19 +822,16 @@ class PolyAttention(nn.Module):
         dtype=None,
     ):
         super().__init__()
-        if (
-            not all(isinstance(size, numbers.Integral) and size >= 1 for size in (dim, heads))
-            or dim % heads
-        ):
+        if not (is_size(dim) and is_size(heads)) or dim % heads:
             raise ArgumentError(
                 f"dim is {dim!r} and heads {heads!r}; expected a dim that is a multiple of heads"
             )
-        if not isinstance(max_positions, numbers.Integral) or max_positions < 1:
+        if not is_size(max_positions):
             raise ArgumentError(f"max_positions is {max_positions!r}; expected 1 or more")
         _check_numbers(degree, window)
         scale = 1.0 / math.sqrt(max_positions + 1) if scale is None else scale
         for name, value in (("a", a), ("b", b), ("scale", scale)):
-            if not isinstance(value, numbers.Real) or not abs(value) <= LARGEST:
+            if not is_finite(value):
                 raise ArgumentError(f"{name} is {value}; expected a finite number")
         d = dim // heads
         self.dim = dim
@@ -846,9 +850,8 @@ class PolyAttention(nn.Module):
         self.w_gate = nn.Linear(dim, heads, bias=False, device=device, dtype=dtype)
         self.w_out = nn.Linear(dim, dim, bias=False, device=device, dtype=dtype)
         self.pe = nn.Parameter(0.02 * torch.randn(max_positions + 1, d, device=device, dtype=dtype))
-        self.coefficients = nn.Parameter(
-            torch.tensor([a, b, scale], dtype=torch.float32, device=device)
-        )
+        initial = torch.tensor([a, b, scale], dtype=torch.float32, device=device)
+        self.coefficients = nn.Parameter(initial)
         self.alpha = nn.Parameter(torch.ones(heads, device=device))
         self.beta = nn.Parameter(torch.zeros(heads, device=device))
         self.curve = RichardsCurve("sigmoid", device=device) if low_rank else None
@@ -871,7 +874,8 @@ class PolyAttention(nn.Module):
             )
         qkv = self.w_qkv(x).view(math.prod(x.shape[:-2]), T, 3, self.heads, self.dim // self.heads)
         seen = self.w_gate(x).reshape(*qkv.shape[:2], self.heads)
-        theta, setting = (self.curve.theta, self.curve.setting) if self.low_rank else (None, [])
+        theta = None if self.curve is None else self.curve.theta
+        setting = [] if self.curve is None else self.curve.setting
         if _differentiates_otherwise():
             function = _reference_layer
         else:
@@ -895,7 +899,7 @@ class PolyAttention(nn.Module):
         """Set the degree, from the next forward on. A captured step keeps the old one."""
         _check_numbers(degree, None)
         self.degree = degree
-        if self.adaptive:
+        if self.adapted is not None:
             self.adapted.copy_(self._adapted())
 
     def _adapted(self) -> Tensor:
@@ -926,12 +930,16 @@ class PolyAttention(nn.Module):
 
         Of RustGPT's rule only the frame is known: it begins at 1, goes in odd steps up to 7, and
         rests after a change. When to go up is this package's choice."""
-        if not self.adaptive:
+        if self.adapted is None:
             raise ArgumentError(
                 "this layer's degree is fixed; expected one made with adaptive_degree=True"
             )
         self.waited += 1
-        if loss < self.best * (1.0 - gain) if math.isfinite(self.best) else math.isfinite(loss):
+        if math.isfinite(self.best):
+            fell = loss < self.best * (1.0 - gain)
+        else:
+            fell = math.isfinite(loss)
+        if fell:
             self.best = loss
             self.waited = 0
         elif self.waited >= patience and self.degree < self.highest:

@@ -190,7 +190,8 @@ def launch_forward(x: Tensor, theta: Tensor, setting) -> "tuple[Tensor, Tensor]"
     """Launch richards_forward. Returns y and the curve, (1, CURVE), for the backward.
 
     x: contiguous, not empty. theta: fp32."""
-    curves, y = torch.empty(1, CURVE, device=x.device), torch.empty_like(x)
+    curves = torch.empty(1, CURVE, device=x.device)
+    y = torch.empty_like(x)
     curve_kernel("richards_forward", x.dtype, _whole(x.numel(), x, y))[
         _blocks("forward", 1, x.numel(), x.dtype), THREADS
     ](y, curves, x, theta, pack_settings(setting), x.numel())
@@ -206,7 +207,8 @@ def launch_backward(
     curve_kernel("richards_backward", x.dtype, _whole(x.numel(), x, dy, dx))[len(sums), THREADS](
         dx, sums, dy, x, curves, x.numel()
     )
-    return dx, *finish_curves(sums, curves, [theta], [setting])
+    (dtheta,) = finish_curves(sums, curves, [theta], [setting])
+    return dx, dtheta
 
 
 def launch_glu_forward(x: Tensor, thetas, settings) -> "tuple[Tensor, Tensor]":
@@ -232,7 +234,8 @@ def launch_glu_backward(
     curve_kernel("glu_backward", x.dtype, _whole(hidden, x, dh, dx))[len(sums), THREADS](
         dx, sums, dh, x, curves, N, hidden
     )
-    return dx, *finish_curves(sums, curves, thetas, settings)
+    dtheta_activation, dtheta_gate = finish_curves(sums, curves, thetas, settings)
+    return dx, dtheta_activation, dtheta_gate
 
 
 # ---- the operations that autograd and torch.compile see ------------------------------------------
@@ -404,6 +407,16 @@ torch.library.register_autograd(
 # ---- public --------------------------------------------------------------------------------------
 
 
+def is_size(value) -> bool:
+    """Is it a whole number of 1 or more?"""
+    return isinstance(value, numbers.Integral) and int(value) >= 1
+
+
+def is_finite(value) -> bool:
+    """Is it a real number that fp32 can hold?"""
+    return isinstance(value, numbers.Real) and abs(float(value)) <= LARGEST
+
+
 class RichardsCurve(nn.Module):
     """y = R(x), element by element, in x's dtype: fp32, bf16, fp16 (fp64 in torch).
 
@@ -442,12 +455,7 @@ class RichardsCurve(nn.Module):
                 raise ArgumentError(f"{name!r} is {problem}; expected some of {', '.join(NAMES)}")
         start = DEFAULTS | (dict(nu=0.01, beta=0.01) if variant == "gompertz" else {}) | values
         for name, value in start.items():
-            if (
-                not isinstance(value, numbers.Real)
-                or not abs(value) <= LARGEST
-                or name in POSITIVE
-                and value < LEAST
-            ):
+            if not is_finite(value) or (name in POSITIVE and value < LEAST):
                 expected = f"at least {LEAST}" if name in POSITIVE else "a finite number"
                 raise ArgumentError(f"{name} is {value}; expected {expected}")
         if bounded and not 0.1 < start["T"] < 10.0:
@@ -510,7 +518,7 @@ class RichardsGLU(nn.Module):
 
     def __init__(self, dim: int, hidden: int, *, device=None, dtype=None):
         super().__init__()
-        if not all(isinstance(size, numbers.Integral) and size >= 1 for size in (dim, hidden)):
+        if not (is_size(dim) and is_size(hidden)):
             raise ArgumentError(
                 f"dim is {dim!r} and hidden {hidden!r}; expected whole numbers of 1 or more"
             )

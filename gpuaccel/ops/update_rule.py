@@ -32,8 +32,15 @@ STEPS = struct.Struct(f"{MAX_TENSORS}Q{MAX_TENSORS}i{MAX_TENSORS}H")
 
 @functools.cache
 def optimizer_kernel(file: str, name: str, threads: int, macros: tuple) -> Kernel:
-    constants = {"CHUNK": CHUNK, "MAX_TENSORS": MAX_TENSORS, "MAX_UPDATES": MAX_UPDATES}
-    return Kernel(file, name, THREADS=threads, **constants, **dict(macros))
+    return Kernel(
+        file,
+        name,
+        THREADS=threads,
+        CHUNK=CHUNK,
+        MAX_TENSORS=MAX_TENSORS,
+        MAX_UPDATES=MAX_UPDATES,
+        **dict(macros),
+    )
 
 
 @functools.cache
@@ -162,10 +169,14 @@ class Jobs(list):
 
     The next step with the same tensors packs nothing."""
 
-    given: "list[Job]"  # the same jobs in the order of the parameter groups
-    steps = None  # list of (number of the first job, struct Steps)
-    updates = None  # list of (launch, its arguments, jobs whose tensors are known to it by address)
-    stochastic = None  # how these updates round
+    # The same jobs in the order of the parameter groups.
+    given: "list[Job]"
+    # (number of the first job, struct Steps) of each launch.
+    steps: "list[tuple[int, bytes]] | None" = None
+    # (launch, its arguments, jobs whose tensors are known to it by address).
+    updates: "list[tuple] | None" = None
+    # How these updates round.
+    stochastic: "bool | None" = None
 
 
 @dataclass(slots=True)
@@ -203,7 +214,9 @@ def _pack_steps(jobs):
 
 def list_launches(rule: UpdateRule, jobs: "list[Job]", stochastic: bool) -> "list[tuple]":
     """For launch_update: <file>_v2 over any tensors, a launch per 60 of the same dtypes."""
-    classes, launches = {}, []
+    # Jobs of one kernel, each with its place among the coefficients.
+    classes: "dict[tuple, list[tuple[int, Job]]]" = {}
+    launches = []
     for place, j in enumerate(jobs):
         if j.weight.numel():
             key = j.weight.dtype, j.grad.dtype, j.macros
@@ -241,7 +254,7 @@ def arena_runs(jobs: "list[Job]", arena) -> "list[tuple]":
 
     Returns (first chunk, last chunk, offset, one of the jobs) of each run; a tensor's number less
     `offset` is its place among the coefficients."""
-    runs = []
+    runs: "list[tuple[int, int, int, Job]]" = []
     for place, j in enumerate(jobs):
         first, last = arena.first_chunk[j.number : j.number + 2]
         offset = j.number - place
@@ -276,7 +289,6 @@ def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInp
     rows = -(-len(jobs) // MAX_TENSORS) * MAX_TENSORS
     coefficients = torch.empty(rows, rule.coefficients, device=settings.device)
     clip = inputs.clip
-    values, bad, count = (clip.values, clip.bad, len(clip.values)) if clip else (None, None, 0)
     if jobs.steps is None:
         jobs.steps = list(_pack_steps(jobs))
     launch = rule.begin
@@ -284,10 +296,10 @@ def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInp
         launch(
             coefficients[start:],
             settings,
-            values,
-            bad,
+            None if clip is None else clip.values,
+            None if clip is None else clip.bad,
             inputs.groups,
-            count,
+            0 if clip is None else len(clip.values),
             int(inputs.skip),
             inputs.divisor,
             inputs.found_inf,
@@ -324,7 +336,9 @@ def reference_step(
     `inputs.record`. seed: of stochastic rounding; None: to the nearest.
     On a CPU a skipped step is decided here; elsewhere torch.where keeps the old values, without a
     wait."""
-    device, clip, record = jobs[0].weight.device, inputs.clip, inputs.record
+    device = jobs[0].weight.device
+    clip = inputs.clip
+    record = inputs.record
     keep = torch.zeros((), dtype=torch.bool, device=device)
     if clip is not None and inputs.skip:
         keep |= ~clip.finite.all()
@@ -339,8 +353,8 @@ def reference_step(
         record[2:] = torch.where(keep, torch.stack([record[0], first]), record[2:])
     on_host = device.type == "cpu"
     if not (on_host and keep.tolist()):
-        steps = torch.stack([j.step for j in jobs]) + 1
-        steps = steps.tolist() if on_host else steps.double().unbind()
+        counts = torch.stack([j.step for j in jobs]) + 1
+        steps = counts.tolist() if on_host else counts.double().unbind()
         for j, row, step in zip(jobs, rows, steps):
             factor = 1.0 if clip is None else clip.values[row, 0]
             if inputs.divisor is not None:
