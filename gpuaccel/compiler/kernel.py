@@ -69,13 +69,14 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([\w-]+\.cuh)"', re.M)
 
 
 def whole_program(text: str, filename: str) -> str:
-    """The text that is compiled: common.cuh, then each header of kernels_cu that `text` includes, then `text`.
+    """The text that is compiled: common.cuh, the headers that `text` includes, then `text`.
 
     `#include "x.cuh"` names a file of kernels_cu. Each header stands once, in front of the text
     that names it, so an #include belongs above all other code. Its line is left empty, and every
     part begins with its own #line: line numbers in messages are those of the files. The cache key
     is made from this text, so an edited header recompiles."""
-    parts, included = [], set()
+    parts = []
+    included = set()
 
     def add_header(name):
         if name not in included:
@@ -117,11 +118,15 @@ class Kernel:
         self._setup(path.read_text(), name, f"kernels_cu/{path.name}", defines, options)
 
     def _setup(self, text, name, filename, defines, options=(), learner=False):
-        self.text, self.name, self.filename = text, name, filename
-        self.options, self.learner = tuple(options), learner
+        self.text = text
+        self.name = name
+        self.filename = filename
+        self.options = tuple(options)
+        self.learner = learner
         self.defines = {key: str(value) for key, value in defines.items()}
         self.source = whole_program(text, filename)
-        # What tests for one architecture's own instructions (wgmma: sm_90a) is compiled for these there; no other GPU runs that code.
+        # Architectures whose own instructions the source tests for, as wgmma of sm_90a. For these
+        # GPUs it is compiled with that `a`; the code runs on no other GPU.
         self.own = {
             f"sm_{number}"
             for number in re.findall(
@@ -237,7 +242,12 @@ def compile(
     options: "tuple[str, ...]" = (),
     **defines,
 ) -> Kernel:
-    """A kernel from a string of CUDA C. name: may be left out when there is only one kernel in it; options: for NVRTC.
+    """A kernel from a string of CUDA C.
+
+    name: may be left out when there is only one kernel in it.
+    filename: what messages call the source.
+    options: for NVRTC.
+    defines: macros.
 
     The helpers of kernels_cu/common.cuh (bf16, as_float, ...) are at hand, those of another header
     after `#include "x.cuh"`. Compiles at once, so that a mistake shows here.
@@ -585,7 +595,8 @@ def check_arguments(kernel: Kernel, args, device: str = "cuda") -> "tuple[int | 
                 and arg.layout is _STRIDED
                 and arg.is_contiguous()
             ):
-                its_index, address = arg.get_device(), arg.data_ptr()
+                its_index = arg.get_device()
+                address = arg.data_ptr()
                 if (
                     (its_index >= 0 if gpu else arg.is_cpu)
                     and (index is None or its_index == index)
@@ -601,7 +612,8 @@ def check_arguments(kernel: Kernel, args, device: str = "cuda") -> "tuple[int | 
     return index, values
 
 
-_TENSOR, _STRIDED = torch.Tensor, torch.strided
+_TENSOR = torch.Tensor
+_STRIDED = torch.strided
 
 
 def _unusual_value(kernel, param, arg, index, gpu):

@@ -65,7 +65,8 @@ HIGHEST_DEGREE = 41  # 8^42 is finite in fp32
 GROUPS = 32
 WIDTHS = range(16, 129, 16)  # widths of a head that v2 takes
 # Of the kernels of poly_gate.cu: rows of one head that a block takes, and its threads.
-ROWS, THREADS = 32, 256
+ROWS = 32
+THREADS = 256
 _ROWS = struct.Struct("5i").pack
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 
@@ -116,7 +117,8 @@ def rank_of(d: int) -> int:
 def chunks_of(d: int, device=None) -> Tensor:
     """(r, d): 1 where a channel belongs to a chunk, else 0. The first d % r chunks are longer."""
     r = rank_of(d)
-    short, i = d // r, torch.arange(d, device=device)
+    short = d // r
+    i = torch.arange(d, device=device)
     chunk = torch.where(i < d % r * (short + 1), i // (short + 1), (i - d % r) // short)
     return (chunk == torch.arange(r, device=device)[:, None]).float()
 
@@ -184,7 +186,8 @@ def shared_bytes(name: str, d: int, stages: int, version: int = 2) -> int:
     v3: tiles from a multiple of 1024 bytes on; the forward has four each of K, V and PE."""
     if version == 3:
         return (12 if name == "poly_forward" else 26) * 64 * d * 2 + 1024
-    tile, wide = 64 * (d + 8) * 2, d > 64
+    tile = 64 * (d + 8) * 2
+    wide = d > 64
     if name == "poly_forward":
         return (3 * stages + 1 + 2 * wide) * tile
     return max(
@@ -237,7 +240,8 @@ def _rows(t: Tensor) -> "tuple[Tensor, int]":
         and stride >= H * d
     )
     if not fits or t.data_ptr() % 16 or stride * t.element_size() % 16:
-        t, stride = _aligned(t), H * d
+        t = _aligned(t)
+        stride = H * d
     return t.as_strided((((B * T) - 1) * stride + H * d,), (1,)), stride
 
 
@@ -265,7 +269,8 @@ def backward_blocks(version: int, T: int, window: int, heads: int, groups: int) 
     One for 64 (v3: 128) queries (dq) and one for as many keys (dk, dv) of each of `heads` = B * H
     heads; one for 64 differences (v3: two diagonals of tiles) of each of `groups` groups (dPE)."""
     if version == 2:
-        diagonals, rows = -(-window // 64), -(-T // 64)
+        diagonals = -(-window // 64)
+        rows = -(-T // 64)
     else:
         diagonals = min((window + 62) // 64, (T - 1) // 64) // 2 + 1
         rows = -(-T // 128)
@@ -323,7 +328,9 @@ def launch_backward(
     B, T, H, d = q.shape
     grad_stride = H * d * (1 if into is None else 3)
     memories, *sizes, rows = _prepared(q_tilde, q, k, v, window, grad_stride)
-    pe, window, heads = _aligned(pe), sizes[-1], B * H
+    pe = _aligned(pe)
+    window = sizes[-1]
+    heads = B * H
     inputs = (_aligned(dy), *memories, pe, coefficients)
     new = functools.partial(torch.empty, B, T, H, d, dtype=q.dtype, device=q.device)
     dq_tilde = new()
@@ -332,9 +339,11 @@ def launch_backward(
     else:
         dq, dk, dv = (into.view(-1)[i * H * d :] for i in range(3))
     config = config or plan("poly_backward", q)
-    version, groups = config[0], min(heads, GROUPS)
+    version = config[0]
+    groups = min(heads, GROUPS)
     side = 32 if version == 1 else 64
-    tiles, diagonals = -(-T // side) * heads, -(-window // side)
+    tiles = -(-T // side) * heads
+    diagonals = -(-window // side)
     halves = 2 if version == 3 else 1  # v3 has each row of dPE in two parts
     sums = torch.empty(tiles, 2, device=q.device)
     partial = torch.empty(halves * groups, diagonals * side, d, device=q.device)
@@ -393,7 +402,8 @@ GATE_KERNELS = ("poly_query_gate", "poly_gate_backward", "poly_query_backward")
 @functools.cache
 def gate_kernel(name: str, dtype: torch.dtype, d: int, low_rank: bool) -> Kernel:
     """A kernel of poly_gate.cu. WHOLE: a thread takes aligned groups of 16 bytes."""
-    r, wide = rank_of(d), 16 // dtype.itemsize
+    r = rank_of(d)
+    wide = 16 // dtype.itemsize
     whole = d % wide == 0 if name == "poly_gate_backward" else d % (r * wide) == 0
     return Kernel(
         "poly_gate",
@@ -476,7 +486,8 @@ def launch_layer_backward(
     B, T, H, d = q.shape
     thetas, settings = _curves(theta_gate, theta_query, settings)
     memory, stride = _rows(q)
-    blocks, variant = -(-B * T // ROWS) * H, (q.dtype, d, theta_query is not None)
+    blocks = -(-B * T // ROWS) * H
+    variant = (q.dtype, d, theta_query is not None)
     dqkv = torch.empty(qkv.shape, dtype=q.dtype, device=q.device)
     dy, dseen, dalpha, dbeta = map(torch.empty_like, (q_tilde, seen, alpha, beta))
     sums = torch.empty(blocks, len(thetas) * SUMS, device=q.device)
@@ -558,7 +569,8 @@ def _kernels_run(q, coefficients, degree) -> bool:
 
 
 def _layer_kernels_run(qkv, seen, pe, *parameters, degree) -> bool:
-    q, d = qkv[:, :, 0], qkv.shape[-1]
+    q = qkv[:, :, 0]
+    d = qkv.shape[-1]
     if (
         not _kernels_run(q, parameters[0], degree)
         or not seen.dtype == pe.dtype == q.dtype

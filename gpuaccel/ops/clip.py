@@ -26,7 +26,8 @@ from .accumulate import CHUNK, SQUARES_THREADS
 SCOPES = ("global", "block", "tensor")
 POLICIES = ("propagate", "skip", "raise")
 EPS = 1e-6  # torch's
-MAX_TENSORS, MAX_BLOCKS = 256, 2**20
+MAX_TENSORS = 256
+MAX_BLOCKS = 2**20
 SCALE_BLOCKS = 16384  # fewer than chunks: most often the scale is 1 and nothing is to be done
 _TENSORS = struct.Struct(f"{MAX_TENSORS}Q{MAX_TENSORS + 1}i{MAX_TENSORS}H{MAX_TENSORS}B4x").pack
 

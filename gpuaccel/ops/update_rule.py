@@ -23,7 +23,9 @@ from .accumulate import CHUNK
 from .clip import MAX_BLOCKS, ClipState
 from .rounding import reference_random_bits, reference_round
 
-MAX_TENSORS, MAX_UPDATES, MAX_VALUES = 256, 60, 256
+MAX_TENSORS = 256
+MAX_UPDATES = 60
+MAX_VALUES = 256
 # Threads of a block. An arena's kernel has more registers per thread.
 THREADS = {"v3": 128}
 VALUES = struct.Struct(f"{MAX_VALUES}d")
@@ -131,7 +133,8 @@ class UpdateRule:
     @functools.cached_property
     def update_struct(self) -> struct.Struct:
         """`UpdateList<state tensors>` of kernels_cu/optimizer.cuh."""
-        tables, n = 3 + len(self.state_keys), MAX_UPDATES
+        tables = 3 + len(self.state_keys)
+        n = MAX_UPDATES
         layout = f"={tables * n}Q{n + 1}i{2 * n}i{2 * n}H"
         return struct.Struct(f"{layout}{-struct.calcsize(layout) % 8}x")
 
