@@ -125,9 +125,9 @@ def add_parser(commands):
         "--replay",
         choices=("eager", "graph"),
         default="eager",
-        help="graph: the whole step as one CUDA graph, the same bits (eager)",
+        help="graph: the whole step as one CUDA graph, bit-identical to eager (eager)",
     )
-    add("--deterministic", action="store_true", help="the same bits in every run, also on a GPU")
+    add("--deterministic", action="store_true", help="every run is bit-identical, also on a GPU")
     add(
         "--nproc",
         type=at_least(1),
@@ -137,7 +137,7 @@ def add_parser(commands):
     add(
         "--ordered",
         action="store_true",
-        help="ranks: the same bits for any number of them (with equal --micro-batches)",
+        help="ranks: bit-identical for any number of them (with equal --micro-batches)",
     )
     add(
         "--sharded",

@@ -72,7 +72,7 @@ def token_loss(model: nn.Module, micro) -> "tuple[Tensor, Tensor]":
 
 
 def _no_mark(stage: str):
-    """Without a meter nobody hears that a stage has ended."""
+    """The end of a stage, where no meter records it."""
 
 
 class TrainStep:
@@ -311,7 +311,7 @@ class TrainStep:
     def accumulate(self, micros, reducer: "ReducerBase | None", mark=_no_mark) -> Totals:
         """Forward and backward of every micro-batch; afterwards arena.grads holds the sum.
 
-        reducer: None in a warm-up, of which the other ranks know nothing."""
+        reducer: None in a warm-up, which this rank runs by itself."""
         totals = Totals()
         ordered = reducer if isinstance(reducer, OrderedReducer) else None
         if reducer is not None:
@@ -443,7 +443,7 @@ class TrainStep:
             return ClipResult.of_optimizer(self.opt)
         return result
 
-    # ---- what may be asked ----
+    # ---- state and control ----
 
     @property
     def max_norm(self) -> "float | None":
@@ -451,12 +451,12 @@ class TrainStep:
 
     @property
     def replays(self) -> str:
-        """ "graph" or "eager": what a step really does."""
+        """ "graph" or "eager": how the next step runs."""
         return self._graphs.replay if self._graphs else "eager"
 
     @property
     def reason(self) -> str:
-        """Why, in words."""
+        """Why `replays` is what it is, in words."""
         return self._graphs.reason if self._graphs else "replay is 'eager'"
 
     @property
