@@ -16,7 +16,7 @@ import gpuaccel as ga
 FOLDER = pathlib.Path(__file__).resolve().parent / "pictures"
 STEPS = 40
 # The package draws text in greys that can be read on any page. A README can show one picture per
-# colour scheme, with more contrast. Keys are the greys of gpuaccel/learn/figures/picture.py, values
+# colour scheme, with more contrast. Keys are the greys of gpuaccel/learn/figures/drawing.py, values
 # what replaces them on white and on black.
 SCHEMES = {
     "light": {"#7d838c": "#1f2328", "#868c95": "#59636e"},
@@ -67,7 +67,7 @@ def coloured(svg: str, colours: "dict[str, str]") -> str:
         if old not in svg:
             raise ValueError(
                 f"the picture has no {old}; expected the colours of "
-                "gpuaccel/learn/figures/picture.py, which has others now"
+                "gpuaccel/learn/figures/drawing.py, which has others now"
             )
         svg = svg.replace(old, new)
     return svg

@@ -4,9 +4,10 @@
     >>> step = ga.TrainStep(model, replay="graph", max_norm=1.0)
     >>> out = step((inputs, targets))
 
-The names here are those that people type; everything else is in its room (`ga.ops.encoder_backward`, `ga.optim.Lion`,
-`ga.errors.KernelError`). CONTRIBUTING.md says what is in which room. What notebooks and the command line need (`ga.learn`,
-`ga.cli`) is loaded when one of its names is first used.
+The names here are those that people type; everything else is in its room, as
+`ga.ops.encoder_backward`, `ga.optim.Lion` and `ga.errors.KernelError` are. CONTRIBUTING.md says
+what is in which room. What notebooks and the command line need (`ga.learn`, `ga.cli`) is loaded
+when one of its names is first used.
 """
 
 __version__ = "0.2.0"

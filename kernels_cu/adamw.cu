@@ -1,26 +1,28 @@
-// adamw: from the gradient to the new weight (Loshchilov and Hutter, 2019). Everything that changes
-// from step to step is read from device memory.
+// adamw: the AdamW update (Loshchilov and Hutter, 2019). Everything that changes from step to step
+// is read from device memory.
 //
 //   m = m + (1 - beta1) (g - m)        v = beta2 v + (1 - beta2) g^2
 //   w = w (1 - lr wd) - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
 //
-// Floor: weight, m and v are read and written, the gradient is read, and in the arena written once
-// more, with zero: the next accumulation starts in the same pass. fp32: 28 or 32 bytes per element,
-// and 2 more where a bf16 copy of the weight is written.
+// Floor: weight, m and v are read and written; the gradient is read. In an arena the gradient is
+// also set to zero, for the next accumulation. In fp32 that is 28 or, in an arena, 32 bytes per
+// element, and 2 more where a bf16 copy of the weight is written.
 //
 // The ladder:
-//   adamw_v1      one launch per tensor, one thread per element, hyperparameters by value. Captured
-//                 in a CUDA graph, its learning rate and its step number stay what they were then.
-//   adamw_begin   one thread per tensor: decides whether the step is taken, counts it, and computes
-//                 what is the same for all of the tensor's elements (bias corrections, the clip
-//                 scale, the sign), in fp64. settings.cu has written the learning rate.
-//   adamw_v2      one launch for up to 60 tensors: four elements at a time, scale and clearing
-//                 included; a bf16 weight is rounded to the nearest or stochastically. Each thread
-//                 block first has to find its tensor and six addresses.
-//   adamw_v3      the same over an arena, where everything lies at one offset: the loads are under
-//                 way before the block knows whose they are. So it moves its 32 bytes per element
-//                 as fast as an H200 copies; adamw_v2 is a tenth slower.
-// optimizer.cuh has what the last three share with other optimizers.
+//   adamw_v1     One launch per tensor, one thread per element, hyperparameters by value. A CUDA
+//                graph that captures it replays the learning rate and the step number of the
+//                capture.
+//   adamw_begin  One thread per tensor. It decides whether the step is taken, counts it, and
+//                computes in fp64 what all elements of the tensor have in common: the bias
+//                corrections, the clip scale, the sign. The kernel of settings.cu has written the
+//                learning rate to device memory before.
+//   adamw_v2     One launch for up to 60 tensors, four elements at a time. It also applies the clip
+//                scale and sets the gradient to zero. A bf16 weight is rounded to the nearest or
+//                stochastically. Each thread block first looks up its tensor and six addresses.
+//   adamw_v3     One launch over an arena, whose buffers all have the same offsets: a thread block
+//                issues its loads before it knows to which tensor they belong. It moves 32 bytes
+//                per element at the speed at which an H200 copies; adamw_v2 is 10% slower.
+// optimizer.cuh holds what the last three share with other optimizers.
 
 #include "optimizer.cuh"
 
@@ -29,17 +31,17 @@
 #endif
 #define STATES (2 + AMSGRAD)     // m, v, and with AMSGrad the largest v
 
-struct Settings {                // of one parameter group
+struct Settings {                // of a parameter group
     double lr, beta1, beta2, eps, weight_decay, direction;
 };
 
-struct Coefficients {            // of one tensor in one step: 40 bytes
-    float factor;                // of its gradient: clip scale over divisor; negative to maximize
+struct Coefficients {            // of a tensor in one step: 40 bytes
+    float factor;                // of the gradient: clip scale / divisor; negative to maximize
     float decay;                 // 1 - lr weight_decay
     float step_size;             // lr / (1 - beta1^t)
     float correction;            // 1 / sqrt(1 - beta2^t)
     float eps, beta2;
-    float rest1, rest2;          // 1 - beta
+    float rest1, rest2;          // 1 - beta1, 1 - beta2
     float skip, step;
 };
 
@@ -55,7 +57,8 @@ __device__ __forceinline__ Coefficients coefficients_of(const Settings& s, int s
     return c;
 }
 
-// One element. Written with fmaf and __fmul_rn, so that a GPU and a CPU round at the same places.
+// Updates one element. fmaf and __fmul_rn fix where results are rounded, so that a GPU and a CPU
+// agree.
 __device__ __forceinline__ void update(
     float& w, float g, float (&state)[STATES], const Coefficients& c)
 {
@@ -89,26 +92,26 @@ extern "C" __global__ void adamw_v1(
     v[i] = state[1];
 }
 
-// Parameters: optimizer.cuh, begin_step.
+// The parameters are those of begin_step() in optimizer.cuh.
 extern "C" __global__ void __launch_bounds__(MAX_TENSORS) adamw_begin(
     Coefficients* coefficients, const Settings* settings,
-    const float4* clip, const int* first_nonfinite, const int* groups, int clip_count,
+    const float4* clip_results, const int* first_nonfinite, const int* groups, int clip_count,
     int skip_nonfinite, const float* divisor, const float* found_inf,
     int* record, int count_it, Steps steps)
 {
-    begin_step(coefficients, settings, clip, first_nonfinite, groups, clip_count, skip_nonfinite,
-               divisor, found_inf, record, count_it, steps);
+    begin_step(coefficients, settings, clip_results, first_nonfinite, groups, clip_count,
+               skip_nonfinite, divisor, found_inf, record, count_it, steps);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) adamw_v2(
     const Coefficients* coefficients,
-    const double* seed,                      // (1) of stochastic rounding, whole, below 2^53
+    const double* seed,      // (1) of stochastic rounding, a whole number below 2^53
     UpdateList<3> updates)
 {
     update_list<STATES>(coefficients, seed, updates);
 }
 
-// chunks, first, last, offset: optimizer.cuh, update_arena.
+// chunks, first, last, offset: as in update_arena() in optimizer.cuh.
 extern "C" __global__ void __launch_bounds__(THREADS) adamw_v3(
     const Coefficients* coefficients,
     const double* seed,

@@ -1,31 +1,31 @@
-// lion: from the gradient to the new weight (Chen et al., 2023, Symbolic Discovery of Optimization
-// Algorithms).
+// lion: the Lion update (Chen et al., 2023, Symbolic Discovery of Optimization Algorithms).
 //
 //   u = beta1 m + (1 - beta1) g     w = w (1 - lr wd) - lr sign(u)     m = m + (1 - beta2) (g - m)
 //
-// Floor: weight and m are read and written, the gradient is read, and in the arena written once
-// more, with zero. fp32: 20 or 24 bytes per element, and 2 more where a bf16 copy of the weight is
-// written: a quarter less than AdamW, which has v, too.
+// Floor: weight and m are read and written; the gradient is read. In an arena the gradient is also
+// set to zero, for the next accumulation. In fp32 that is 20 or, in an arena, 24 bytes per element,
+// and 2 more where a bf16 copy of the weight is written: a quarter less than AdamW, which also
+// reads and writes v.
 //
 // The ladder:
-//   lion_v1      one launch per tensor, one thread per element, hyperparameters by value.
-//   lion_begin   one thread per tensor: decides whether the step is taken, and computes what the
-//                tensor's elements have in common.
-//   lion_v2      one launch for up to 60 tensors, four elements at a time.
-//   lion_v3      the same over an arena, where everything lies at one offset.
-// optimizer.cuh has what the last three share with adamw.cu.
+//   lion_v1     One launch per tensor, one thread per element, hyperparameters by value.
+//   lion_begin  One thread per tensor. It decides whether the step is taken, counts it, and
+//               computes what all elements of the tensor have in common.
+//   lion_v2     One launch for up to 60 tensors, four elements at a time.
+//   lion_v3     One launch over an arena, whose buffers all have the same offsets.
+// adamw.cu says what each version gains. optimizer.cuh holds what the last three share with it.
 
 #include "optimizer.cuh"
 
-struct Settings {                // of one parameter group
+struct Settings {                // of a parameter group
     double lr, beta1, beta2, weight_decay, direction;
 };
 
-struct Coefficients {            // of one tensor in one step
-    float factor;                // of its gradient: clip scale over divisor; negative to maximize
+struct Coefficients {            // of a tensor in one step
+    float factor;                // of the gradient: clip scale / divisor; negative to maximize
     float decay;                 // 1 - lr weight_decay
     float lr;
-    float rest1, rest2;          // 1 - beta
+    float rest1, rest2;          // 1 - beta1, 1 - beta2
     float skip, step;
 };
 
@@ -38,8 +38,8 @@ __device__ __forceinline__ Coefficients coefficients_of(const Settings& s, int) 
     return c;
 }
 
-// One element. Written with fmaf and __fmul_rn, so that a GPU and a CPU round at the same places.
-// The sign of NaN is NaN.
+// Updates one element. fmaf and __fmul_rn fix where results are rounded, so that a GPU and a CPU
+// agree. The sign of NaN is NaN.
 __device__ __forceinline__ void update(
     float& w, float g, float (&state)[1], const Coefficients& c)
 {
@@ -64,26 +64,26 @@ extern "C" __global__ void lion_v1(
     m[i] = state[0];
 }
 
-// Parameters: optimizer.cuh, begin_step.
+// The parameters are those of begin_step() in optimizer.cuh.
 extern "C" __global__ void __launch_bounds__(MAX_TENSORS) lion_begin(
     Coefficients* coefficients, const Settings* settings,
-    const float4* clip, const int* first_nonfinite, const int* groups, int clip_count,
+    const float4* clip_results, const int* first_nonfinite, const int* groups, int clip_count,
     int skip_nonfinite, const float* divisor, const float* found_inf,
     int* record, int count_it, Steps steps)
 {
-    begin_step(coefficients, settings, clip, first_nonfinite, groups, clip_count, skip_nonfinite,
-               divisor, found_inf, record, count_it, steps);
+    begin_step(coefficients, settings, clip_results, first_nonfinite, groups, clip_count,
+               skip_nonfinite, divisor, found_inf, record, count_it, steps);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) lion_v2(
     const Coefficients* coefficients,
-    const double* seed,                      // (1) of stochastic rounding, whole, below 2^53
+    const double* seed,      // (1) of stochastic rounding, a whole number below 2^53
     UpdateList<1> updates)
 {
     update_list<1>(coefficients, seed, updates);
 }
 
-// chunks, first, last, offset: optimizer.cuh, update_arena.
+// chunks, first, last, offset: as in update_arena() in optimizer.cuh.
 extern "C" __global__ void __launch_bounds__(THREADS) lion_v3(
     const Coefficients* coefficients,
     const double* seed,

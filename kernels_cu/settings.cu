@@ -1,9 +1,9 @@
-// settings: numbers that the host has changed (learning rate, betas, max_norm, ...) go to device
-// memory, by value: nothing is uploaded. The launch is not part of a captured step, which reads
-// what this has written.
+// settings: writes hyperparameters that the host has changed (learning rate, betas, max_norm, ...)
+// to device memory. They are passed by value as kernel arguments, so no copy to the device is
+// needed. The launch is not part of a captured step; the step's kernels read what it has written.
 
 #ifndef MAX_VALUES
-#define MAX_VALUES 256       // of one launch
+#define MAX_VALUES 256       // values in one launch
 #endif
 
 struct Values { double value[MAX_VALUES]; };

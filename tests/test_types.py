@@ -26,7 +26,6 @@ reveal_type(opt)  # Revealed type is "gpuaccel.optim.adamw.AdamW"
 reveal_type(opt.clip_state)  # Revealed type is "gpuaccel.ops.clip.ClipState | None"
 accumulator = ga.GradientAccumulator(arena)
 reveal_type(accumulator)  # Revealed type is "gpuaccel.optim.accumulate.GradientAccumulator"
-reveal_type(ga.GraphedStep(step))  # Revealed type is "gpuaccel.graphs.graphed_step.GraphedStep"
 reveal_type(step(torch.zeros(1)).loss)  # Revealed type is "torch._tensor.Tensor"
 reveal_type(ga.clip_grad_norm_(model.parameters(), 1.0))  # Revealed type is "torch._tensor.Tensor"
 reveal_type(ga.apply_lora(model))  # Revealed type is "torch.nn.modules.module.Module"
@@ -36,18 +35,53 @@ ga.Arena()  # Missing positional argument "module" in call to "Arena"
 ga.AdamWW  # Module has no attribute "AdamWW"; maybe "AdamW"?
 """
 
+# The step: its results, and what a captured function takes and returns.
+STEP_CLIENT = """
+import torch
+import gpuaccel as ga
+
+model = torch.nn.Linear(2, 2)
+batch = torch.zeros(4, 2)
+with ga.TrainStep(model, max_norm=1.0) as step:
+    reveal_type(step)  # Revealed type is "gpuaccel.training.step.TrainStep"
+    output = step(batch)
+    reveal_type(output)  # Revealed type is "gpuaccel.training.results.StepOutput"
+    reveal_type(output.tokens)  # Revealed type is "torch._tensor.Tensor | None"
+    reveal_type(step.arena)  # Revealed type is "gpuaccel.optim.arena.Arena"
+    reveal_type(step.opt)  # Revealed type is "torch.optim.optimizer.Optimizer"
+    reveal_type(step.max_norm)  # Revealed type is "float | None"
+ga.TrainStep()  # Missing positional argument "model" in call to "TrainStep"
+
+def loss_of(x: torch.Tensor) -> torch.Tensor:
+    return model(x).sum()
+
+with ga.GraphedStep(loss_of, [model]) as graphed:
+    reveal_type(graphed(batch))  # Revealed type is "torch._tensor.Tensor"
+    graphed()  # Missing positional argument "x" in call to "__call__" of "GraphedStep"
+"""
+
 
 @pytest.mark.slow
 def test_a_program_that_uses_the_package_gets_its_types(tmp_path):
+    check_messages(CLIENT, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_step_has_types(tmp_path):
+    check_messages(STEP_CLIENT, tmp_path)
+
+
+def check_messages(client, folder):
+    """mypy says of `client` what its comments say, and nothing else."""
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("mypy, of the extra `test`, is not installed")
-    (tmp_path / "client.py").write_text(CLIENT)
+    (folder / "client.py").write_text(client)
     options = ["--config-file", ROOT / "pyproject.toml"]
     # The cache is that of `make check`: mypy reads torch once.
     options += ["--cache-dir", ROOT / ".mypy_cache"]
     result = subprocess.run(
         [sys.executable, "-m", "mypy", *options, "client.py"],
-        cwd=tmp_path,
+        cwd=folder,
         env={**os.environ, "MYPYPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -57,7 +91,7 @@ def test_a_program_that_uses_the_package_gets_its_types(tmp_path):
     messages = {int(match[1]): match[2] for match in matches if match}
     expected = {
         number: line.partition("  # ")[2]
-        for number, line in enumerate(CLIENT.splitlines(), 1)
+        for number, line in enumerate(client.splitlines(), 1)
         if "  # " in line
     }
     assert messages == expected, result.stdout + result.stderr

@@ -31,7 +31,7 @@ def main(argv=None) -> int:
         args = _parser().parse_args(argv)
     except SystemExit as stop:
         # argparse has printed its message
-        return stop.code or 0
+        return int(stop.code or 0)
     if hasattr(sys.stdout, "reconfigure"):
         # a sample may hold characters that the terminal cannot show
         sys.stdout.reconfigure(errors="replace")

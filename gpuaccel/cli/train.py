@@ -16,6 +16,7 @@ from ..measure import Meter, peak_flops
 from ..optim import AdamW, Arena
 from ..training import (
     Batches,
+    BPETokenizer,
     TrainStep,
     evaluate,
     flops_per_token,
@@ -124,9 +125,9 @@ def add_parser(commands):
         "--replay",
         choices=("eager", "graph"),
         default="eager",
-        help="graph: the whole step as one CUDA graph, the same bits (eager)",
+        help="graph: the whole step as one CUDA graph, bit-identical to eager (eager)",
     )
-    add("--deterministic", action="store_true", help="the same bits in every run, also on a GPU")
+    add("--deterministic", action="store_true", help="every run is bit-identical, also on a GPU")
     add(
         "--nproc",
         type=at_least(1),
@@ -136,7 +137,7 @@ def add_parser(commands):
     add(
         "--ordered",
         action="store_true",
-        help="ranks: the same bits for any number of them (with equal --micro-batches)",
+        help="ranks: bit-identical for any number of them (with equal --micro-batches)",
     )
     add(
         "--sharded",
@@ -185,7 +186,7 @@ def _launch_ranks(args) -> int:
         )
     except RankError as error:
         checkpoint = latest_checkpoint(args.out)
-        if checkpoint == checkpoint_before:
+        if checkpoint is None or checkpoint == checkpoint_before:
             # an older checkpoint may be of a run that this one refused to write over
             raise
         hint = f"--resume goes on from {checkpoint.name}"
@@ -229,7 +230,7 @@ def _train(args) -> int:
     val = val_batches(data.val, args.batch, args.seq, limit=VAL_BATCHES, device=device)
     description = {name: getattr(args, name) for name in RUN_OPTIONS}
     description["config"] = dataclasses.asdict(config)
-    if tokenizer_kind == "bpe":
+    if isinstance(data.tokenizer, BPETokenizer):
         description["bpe"] = data.tokenizer.to_json()
     open_run(args.out, description, args.resume, write=is_first_rank)
 

@@ -69,13 +69,14 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([\w-]+\.cuh)"', re.M)
 
 
 def whole_program(text: str, filename: str) -> str:
-    """The text that is compiled: common.cuh, then each header of kernels_cu that `text` includes, then `text`.
+    """The text that is compiled: common.cuh, the headers that `text` includes, then `text`.
 
     `#include "x.cuh"` names a file of kernels_cu. Each header stands once, in front of the text
     that names it, so an #include belongs above all other code. Its line is left empty, and every
     part begins with its own #line: line numbers in messages are those of the files. The cache key
     is made from this text, so an edited header recompiles."""
-    parts, included = [], set()
+    parts = []
+    included = set()
 
     def add_header(name):
         if name not in included:
@@ -117,11 +118,15 @@ class Kernel:
         self._setup(path.read_text(), name, f"kernels_cu/{path.name}", defines, options)
 
     def _setup(self, text, name, filename, defines, options=(), learner=False):
-        self.text, self.name, self.filename = text, name, filename
-        self.options, self.learner = tuple(options), learner
+        self.text = text
+        self.name = name
+        self.filename = filename
+        self.options = tuple(options)
+        self.learner = learner
         self.defines = {key: str(value) for key, value in defines.items()}
         self.source = whole_program(text, filename)
-        # What tests for one architecture's own instructions (wgmma: sm_90a) is compiled for these there; no other GPU runs that code.
+        # Architectures whose own instructions the source tests for, as wgmma of sm_90a. For these
+        # GPUs it is compiled with that `a`; the code runs on no other GPU.
         self.own = {
             f"sm_{number}"
             for number in re.findall(
@@ -162,10 +167,10 @@ class Kernel:
         """Machine code for one architecture, e.g. "sm_90". No GPU is needed."""
         return self._compile(self._target(arch))[0]
 
-    def _compile(self, target):
+    def _compile(self, target: str) -> "tuple[bytes, str]":
         return nvrtc.compile_cubin(self.source, self.filename, target, self.defines, self.options)
 
-    def _target(self, arch):
+    def _target(self, arch: str) -> str:
         return f"{arch}a" if arch in self.own else arch
 
     def resources(self, arch: "str | None" = None) -> nvrtc.Resources:
@@ -195,7 +200,7 @@ class Kernel:
                 f"got {shape!r}"
             )
         shared = shape[2] if len(shape) == 3 else 0
-        if not isinstance(shared, numbers.Integral) or not 0 <= shared <= MAX_SHARED:
+        if not isinstance(shared, numbers.Integral) or not 0 <= int(shared) <= MAX_SHARED:
             raise ArgumentError(
                 f"{self.name}: shared_bytes is {shared!r}; expected a whole number of bytes, "
                 f"0 to {MAX_SHARED:,}"
@@ -237,7 +242,12 @@ def compile(
     options: "tuple[str, ...]" = (),
     **defines,
 ) -> Kernel:
-    """A kernel from a string of CUDA C. name: may be left out when there is only one kernel in it; options: for NVRTC.
+    """A kernel from a string of CUDA C.
+
+    name: may be left out when there is only one kernel in it.
+    filename: what messages call the source.
+    options: for NVRTC.
+    defines: macros.
 
     The helpers of kernels_cu/common.cuh (bf16, as_float, ...) are at hand, those of another header
     after `#include "x.cuh"`. Compiles at once, so that a mistake shows here.
@@ -423,7 +433,7 @@ class _OnCpu(_Packed):
         super().__init__(kernel.params, sizes)
 
 
-# (device type, where, kernels) -> whether they run there
+# (device type, GPU or executor of the CPU, kernels) -> whether they run there
 _decided: "dict[tuple, bool]" = {}
 
 
@@ -435,7 +445,7 @@ def usable(device: torch.device, *kernels: Kernel) -> bool:
     why. With the policy `require` the error is raised instead.
     """
     if device.type == "cuda":
-        where = device.index
+        where: "int | str" = device.index
     elif any(simt.is_checked(kernel.learner) for kernel in kernels):
         where = "checked"
     else:
@@ -585,7 +595,8 @@ def check_arguments(kernel: Kernel, args, device: str = "cuda") -> "tuple[int | 
                 and arg.layout is _STRIDED
                 and arg.is_contiguous()
             ):
-                its_index, address = arg.get_device(), arg.data_ptr()
+                its_index = arg.get_device()
+                address = arg.data_ptr()
                 if (
                     (its_index >= 0 if gpu else arg.is_cpu)
                     and (index is None or its_index == index)
@@ -601,7 +612,8 @@ def check_arguments(kernel: Kernel, args, device: str = "cuda") -> "tuple[int | 
     return index, values
 
 
-_TENSOR, _STRIDED = torch.Tensor, torch.strided
+_TENSOR = torch.Tensor
+_STRIDED = torch.strided
 
 
 def _unusual_value(kernel, param, arg, index, gpu):

@@ -227,7 +227,8 @@ def _compile(source, filename, flags):
 HINTS = {
     r"could not open source file": "there are no headers to include but those of kernels_cu: "
     "bf16, fp16 and as_float are at hand (common.cuh), C math is built in",
-    r'"INFINITY"|"NAN"': "INFINITY is __int_as_float(0x7f800000), NAN is __int_as_float(0x7fffffff)",
+    r'"INFINITY"|"NAN"': "INFINITY is __int_as_float(0x7f800000), "
+    "NAN is __int_as_float(0x7fffffff)",
     r'"FLT_MAX"|"INT_MAX"|"M_PI\w*"|"FLT_EPSILON"': "write the number itself: "
     "FLT_MAX is 3.402823466e38f, INT_MAX 2147483647, M_PI 3.14159265358979",
     r'"u?int(8|16|32|64)_t"': "unsigned char, unsigned short, unsigned and unsigned long long are "

@@ -8,10 +8,19 @@ zero1 (sharded optimizer state), nonfinite (whose gradient is not finite), trace
 when)."""
 
 from .config import Distributed
+from .ordered import OrderedReducer
 from .p2p import PeerToPeer
 from .reducer import make_reducer
 from .reducer_base import ReducerBase
 from .spawn import launch
 from .trace import sent_early
 
-__all__ = ["Distributed", "PeerToPeer", "ReducerBase", "launch", "make_reducer", "sent_early"]
+__all__ = [
+    "Distributed",
+    "OrderedReducer",
+    "PeerToPeer",
+    "ReducerBase",
+    "launch",
+    "make_reducer",
+    "sent_early",
+]

@@ -159,7 +159,7 @@ class ReducerBase:
         return None
 
     @torch.no_grad()
-    def reduce(self, loss, tokens, rows, micro_batches: float):
+    def reduce(self, loss, tokens, rows, micro_batches: "Tensor | float"):
         """Sum the gradients in arena.grads and the step's totals over all ranks.
 
         loss, tokens: sums over this rank's micro-batches; None: it had none. tokens is None too

@@ -22,7 +22,8 @@ import contextlib
 import sys
 import warnings
 from collections import OrderedDict
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,13 @@ from .participant import Refreshable, participants_of
 from .results import ResultBuffer
 from .snapshot import MemorySpans, preserved
 from .torch_optimizers import check_capturable, optimizer_key
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# Of the captured function.
+P = ParamSpec("P")
+R = TypeVar("R")
 
 POLICIES = ("auto", "require")
 NEW_SHAPES = ("capture", "refuse")
@@ -73,7 +81,7 @@ class GraphKey(NamedTuple):
         )
 
 
-class GraphedStep:
+class GraphedStep(Generic[P, R]):
     """fn captured in CUDA graphs, one for each kind of input.
 
     fn: called with tensors, which may stand in tuples, lists and dicts; other arguments become
@@ -103,7 +111,7 @@ class GraphedStep:
 
     def __init__(
         self,
-        fn,
+        fn: "Callable[P, R]",
         state=(),
         *,
         warm_up=None,
@@ -150,7 +158,7 @@ class GraphedStep:
 
     # ---- a call ----
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """One step. Tensors on other devices are copied, from pinned memory without a wait."""
         graph = self._graph_for(args, kwargs)
         if graph is not None:
@@ -163,7 +171,7 @@ class GraphedStep:
             )
         return self.fn(*args, **kwargs)
 
-    def capture(self, *args, **kwargs):
+    def capture(self, *args: P.args, **kwargs: P.kwargs) -> None:
         """Capture for this kind of input, unless it is captured already. Takes no step."""
         self._graph_for(args, kwargs)
 
@@ -374,10 +382,10 @@ class GraphedStep:
         self._close_graphs()
         self.closed = True
 
-    def __enter__(self):
+    def __enter__(self) -> "Self":
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error) -> None:
         self.close()
 
 

@@ -30,8 +30,8 @@ were a softmax over one head).
 
 import functools
 import math
-import numbers
 import struct
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,6 @@ from .embedding import _differentiates_otherwise
 from .richards_glu import (
     CURVE,
     GATE,
-    LARGEST,
     SUMS,
     RichardsCurve,
     backward_of,
@@ -53,6 +52,8 @@ from .richards_glu import (
     empty_contiguous,
     finish_curves,
     gradients,
+    is_finite,
+    is_size,
     pack_settings,
     reference_curve,
     save_for_backward,
@@ -64,7 +65,8 @@ HIGHEST_DEGREE = 41  # 8^42 is finite in fp32
 GROUPS = 32
 WIDTHS = range(16, 129, 16)  # widths of a head that v2 takes
 # Of the kernels of poly_gate.cu: rows of one head that a block takes, and its threads.
-ROWS, THREADS = 32, 256
+ROWS = 32
+THREADS = 256
 _ROWS = struct.Struct("5i").pack
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 
@@ -115,18 +117,20 @@ def rank_of(d: int) -> int:
 def chunks_of(d: int, device=None) -> Tensor:
     """(r, d): 1 where a channel belongs to a chunk, else 0. The first d % r chunks are longer."""
     r = rank_of(d)
-    short, i = d // r, torch.arange(d, device=device)
+    short = d // r
+    i = torch.arange(d, device=device)
     chunk = torch.where(i < d % r * (short + 1), i // (short + 1), (i - d % r) // short)
     return (chunk == torch.arange(r, device=device)[:, None]).float()
 
 
-def reference_query(q: Tensor, chunks: Tensor, curve) -> Tensor:
+def reference_query(
+    q: Tensor, chunks: "Tensor | None", curve: "Callable[[Tensor], Tensor] | None"
+) -> Tensor:
     """q~ of q, which multiplies the keys: (..., d), in q's dtype.
 
-    chunks: chunks_of(d).
-    curve: R_q; None: no low-rank term."""
+    chunks: chunks_of(d). curve: R_q. Either None: no low-rank term."""
     d = q.shape[-1]
-    if curve is None:
+    if chunks is None or curve is None:
         return q * (1.0 / math.sqrt(d))
     wide = q.dtype if q.dtype == torch.float64 else torch.float32
     chunks, inverse_size = chunks.to(q.dtype), chunks.to(wide).sum(1).reciprocal()
@@ -182,7 +186,8 @@ def shared_bytes(name: str, d: int, stages: int, version: int = 2) -> int:
     v3: tiles from a multiple of 1024 bytes on; the forward has four each of K, V and PE."""
     if version == 3:
         return (12 if name == "poly_forward" else 26) * 64 * d * 2 + 1024
-    tile, wide = 64 * (d + 8) * 2, d > 64
+    tile = 64 * (d + 8) * 2
+    wide = d > 64
     if name == "poly_forward":
         return (3 * stages + 1 + 2 * wide) * tile
     return max(
@@ -235,7 +240,8 @@ def _rows(t: Tensor) -> "tuple[Tensor, int]":
         and stride >= H * d
     )
     if not fits or t.data_ptr() % 16 or stride * t.element_size() % 16:
-        t, stride = _aligned(t), H * d
+        t = _aligned(t)
+        stride = H * d
     return t.as_strided((((B * T) - 1) * stride + H * d,), (1,)), stride
 
 
@@ -263,7 +269,8 @@ def backward_blocks(version: int, T: int, window: int, heads: int, groups: int) 
     One for 64 (v3: 128) queries (dq) and one for as many keys (dk, dv) of each of `heads` = B * H
     heads; one for 64 differences (v3: two diagonals of tiles) of each of `groups` groups (dPE)."""
     if version == 2:
-        diagonals, rows = -(-window // 64), -(-T // 64)
+        diagonals = -(-window // 64)
+        rows = -(-T // 64)
     else:
         diagonals = min((window + 62) // 64, (T - 1) // 64) // 2 + 1
         rows = -(-T // 128)
@@ -321,7 +328,9 @@ def launch_backward(
     B, T, H, d = q.shape
     grad_stride = H * d * (1 if into is None else 3)
     memories, *sizes, rows = _prepared(q_tilde, q, k, v, window, grad_stride)
-    pe, window, heads = _aligned(pe), sizes[-1], B * H
+    pe = _aligned(pe)
+    window = sizes[-1]
+    heads = B * H
     inputs = (_aligned(dy), *memories, pe, coefficients)
     new = functools.partial(torch.empty, B, T, H, d, dtype=q.dtype, device=q.device)
     dq_tilde = new()
@@ -330,9 +339,11 @@ def launch_backward(
     else:
         dq, dk, dv = (into.view(-1)[i * H * d :] for i in range(3))
     config = config or plan("poly_backward", q)
-    version, groups = config[0], min(heads, GROUPS)
+    version = config[0]
+    groups = min(heads, GROUPS)
     side = 32 if version == 1 else 64
-    tiles, diagonals = -(-T // side) * heads, -(-window // side)
+    tiles = -(-T // side) * heads
+    diagonals = -(-window // side)
     halves = 2 if version == 3 else 1  # v3 has each row of dPE in two parts
     sums = torch.empty(tiles, 2, device=q.device)
     partial = torch.empty(halves * groups, diagonals * side, d, device=q.device)
@@ -391,7 +402,8 @@ GATE_KERNELS = ("poly_query_gate", "poly_gate_backward", "poly_query_backward")
 @functools.cache
 def gate_kernel(name: str, dtype: torch.dtype, d: int, low_rank: bool) -> Kernel:
     """A kernel of poly_gate.cu. WHOLE: a thread takes aligned groups of 16 bytes."""
-    r, wide = rank_of(d), 16 // dtype.itemsize
+    r = rank_of(d)
+    wide = 16 // dtype.itemsize
     whole = d % wide == 0 if name == "poly_gate_backward" else d % (r * wide) == 0
     return Kernel(
         "poly_gate",
@@ -474,7 +486,8 @@ def launch_layer_backward(
     B, T, H, d = q.shape
     thetas, settings = _curves(theta_gate, theta_query, settings)
     memory, stride = _rows(q)
-    blocks, variant = -(-B * T // ROWS) * H, (q.dtype, d, theta_query is not None)
+    blocks = -(-B * T // ROWS) * H
+    variant = (q.dtype, d, theta_query is not None)
     dqkv = torch.empty(qkv.shape, dtype=q.dtype, device=q.device)
     dy, dseen, dalpha, dbeta = map(torch.empty_like, (q_tilde, seen, alpha, beta))
     sums = torch.empty(blocks, len(thetas) * SUMS, device=q.device)
@@ -556,7 +569,8 @@ def _kernels_run(q, coefficients, degree) -> bool:
 
 
 def _layer_kernels_run(qkv, seen, pe, *parameters, degree) -> bool:
-    q, d = qkv[:, :, 0], qkv.shape[-1]
+    q = qkv[:, :, 0]
+    d = qkv.shape[-1]
     if (
         not _kernels_run(q, parameters[0], degree)
         or not seen.dtype == pe.dtype == q.dtype
@@ -798,6 +812,11 @@ class PolyAttention(nn.Module):
 
     Raises ArgumentError for what does not fit."""
 
+    # Buffers. adapted: see _adapted(); None: the degree is fixed. chunks: chunks_of(dim / heads);
+    # None: no low-rank term.
+    adapted: "Tensor | None"
+    chunks: "Tensor | None"
+
     def __init__(
         self,
         dim: int,
@@ -815,19 +834,16 @@ class PolyAttention(nn.Module):
         dtype=None,
     ):
         super().__init__()
-        if (
-            not all(isinstance(size, numbers.Integral) and size >= 1 for size in (dim, heads))
-            or dim % heads
-        ):
+        if not (is_size(dim) and is_size(heads)) or dim % heads:
             raise ArgumentError(
                 f"dim is {dim!r} and heads {heads!r}; expected a dim that is a multiple of heads"
             )
-        if not isinstance(max_positions, numbers.Integral) or max_positions < 1:
+        if not is_size(max_positions):
             raise ArgumentError(f"max_positions is {max_positions!r}; expected 1 or more")
         _check_numbers(degree, window)
         scale = 1.0 / math.sqrt(max_positions + 1) if scale is None else scale
         for name, value in (("a", a), ("b", b), ("scale", scale)):
-            if not isinstance(value, numbers.Real) or not abs(value) <= LARGEST:
+            if not is_finite(value):
                 raise ArgumentError(f"{name} is {value}; expected a finite number")
         d = dim // heads
         self.dim = dim
@@ -846,9 +862,8 @@ class PolyAttention(nn.Module):
         self.w_gate = nn.Linear(dim, heads, bias=False, device=device, dtype=dtype)
         self.w_out = nn.Linear(dim, dim, bias=False, device=device, dtype=dtype)
         self.pe = nn.Parameter(0.02 * torch.randn(max_positions + 1, d, device=device, dtype=dtype))
-        self.coefficients = nn.Parameter(
-            torch.tensor([a, b, scale], dtype=torch.float32, device=device)
-        )
+        initial = torch.tensor([a, b, scale], dtype=torch.float32, device=device)
+        self.coefficients = nn.Parameter(initial)
         self.alpha = nn.Parameter(torch.ones(heads, device=device))
         self.beta = nn.Parameter(torch.zeros(heads, device=device))
         self.curve = RichardsCurve("sigmoid", device=device) if low_rank else None
@@ -871,7 +886,8 @@ class PolyAttention(nn.Module):
             )
         qkv = self.w_qkv(x).view(math.prod(x.shape[:-2]), T, 3, self.heads, self.dim // self.heads)
         seen = self.w_gate(x).reshape(*qkv.shape[:2], self.heads)
-        theta, setting = (self.curve.theta, self.curve.setting) if self.low_rank else (None, [])
+        theta = None if self.curve is None else self.curve.theta
+        setting = [] if self.curve is None else self.curve.setting
         if _differentiates_otherwise():
             function = _reference_layer
         else:
@@ -895,7 +911,7 @@ class PolyAttention(nn.Module):
         """Set the degree, from the next forward on. A captured step keeps the old one."""
         _check_numbers(degree, None)
         self.degree = degree
-        if self.adaptive:
+        if self.adapted is not None:
             self.adapted.copy_(self._adapted())
 
     def _adapted(self) -> Tensor:
@@ -926,12 +942,16 @@ class PolyAttention(nn.Module):
 
         Of RustGPT's rule only the frame is known: it begins at 1, goes in odd steps up to 7, and
         rests after a change. When to go up is this package's choice."""
-        if not self.adaptive:
+        if self.adapted is None:
             raise ArgumentError(
                 "this layer's degree is fixed; expected one made with adaptive_degree=True"
             )
         self.waited += 1
-        if loss < self.best * (1.0 - gain) if math.isfinite(self.best) else math.isfinite(loss):
+        if math.isfinite(self.best):
+            fell = loss < self.best * (1.0 - gain)
+        else:
+            fell = math.isfinite(loss)
+        if fell:
             self.best = loss
             self.waited = 0
         elif self.waited >= patience and self.degree < self.highest:

@@ -48,9 +48,12 @@ LEARNED = {
 DEFAULTS = dict(nu=1.0, k=1.0, m=0.0, beta=1.0, T=1.0, a=1.0, c=0.0, s=1.0, b=0.0)
 # How a parameter is learned: not at all, as it is, as softplus(z), as 0.1 + 9.9 sigmoid(z).
 FIXED, PLAIN, SOFTPLUS, BOUNDED = range(4)
-LEAST, LARGEST = 1e-6, torch.finfo(torch.float32).max
+LEAST = 1e-6
+LARGEST = torch.finfo(torch.float32).max
 # Threads of a block; sums per curve of a backward; floats of a `struct Curve` (richards.cuh).
-THREADS, SUMS, CURVE = 128, 5, 32
+THREADS = 128
+SUMS = 5
+CURVE = 32
 _SETTING = struct.Struct("9f3i").pack
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 
@@ -63,7 +66,8 @@ def reference_values(theta: Tensor, setting: "list[float]") -> Tensor:
 
     theta: what is learned, in the order of NAMES.
     setting: RichardsCurve.setting; the fixed parameters are taken from it."""
-    values, learned = [], iter(theta.unbind())
+    values = []
+    learned = iter(theta.unbind())
     for i, name in enumerate(NAMES):
         kind = int(setting[9]) >> 2 * i & 3
         if kind == FIXED:
@@ -190,7 +194,8 @@ def launch_forward(x: Tensor, theta: Tensor, setting) -> "tuple[Tensor, Tensor]"
     """Launch richards_forward. Returns y and the curve, (1, CURVE), for the backward.
 
     x: contiguous, not empty. theta: fp32."""
-    curves, y = torch.empty(1, CURVE, device=x.device), torch.empty_like(x)
+    curves = torch.empty(1, CURVE, device=x.device)
+    y = torch.empty_like(x)
     curve_kernel("richards_forward", x.dtype, _whole(x.numel(), x, y))[
         _blocks("forward", 1, x.numel(), x.dtype), THREADS
     ](y, curves, x, theta, pack_settings(setting), x.numel())
@@ -206,14 +211,16 @@ def launch_backward(
     curve_kernel("richards_backward", x.dtype, _whole(x.numel(), x, dy, dx))[len(sums), THREADS](
         dx, sums, dy, x, curves, x.numel()
     )
-    return dx, *finish_curves(sums, curves, [theta], [setting])
+    (dtheta,) = finish_curves(sums, curves, [theta], [setting])
+    return dx, dtheta
 
 
 def launch_glu_forward(x: Tensor, thetas, settings) -> "tuple[Tensor, Tensor]":
     """Launch glu_forward. Returns h, (N, hidden), and the curves, (2, CURVE), for the backward.
 
     x: (N, 2 hidden), contiguous, not empty."""
-    N, hidden = x.shape[0], x.shape[1] // 2
+    N = x.shape[0]
+    hidden = x.shape[1] // 2
     curves = torch.empty(2, CURVE, device=x.device)
     h = torch.empty(N, hidden, dtype=x.dtype, device=x.device)
     curve_kernel("glu_forward", x.dtype, _whole(hidden, x, h))[
@@ -232,7 +239,8 @@ def launch_glu_backward(
     curve_kernel("glu_backward", x.dtype, _whole(hidden, x, dh, dx))[len(sums), THREADS](
         dx, sums, dh, x, curves, N, hidden
     )
-    return dx, *finish_curves(sums, curves, thetas, settings)
+    dtheta_activation, dtheta_gate = finish_curves(sums, curves, thetas, settings)
+    return dx, dtheta_activation, dtheta_gate
 
 
 # ---- the operations that autograd and torch.compile see ------------------------------------------
@@ -361,7 +369,8 @@ torch.library.register_fake(
 def save_for_backward(ctx, inputs, output):
     """setup_context: keep the input tensors, the forward's further outputs, and the numbers."""
     tensors = [t for t in inputs if isinstance(t, Tensor)]
-    ctx.tensors, ctx.numbers = len(tensors), inputs[len(tensors) :]
+    ctx.tensors = len(tensors)
+    ctx.numbers = inputs[len(tensors) :]
     ctx.save_for_backward(*tensors, *(output[1:] if isinstance(output, tuple) else ()))
 
 
@@ -404,6 +413,16 @@ torch.library.register_autograd(
 # ---- public --------------------------------------------------------------------------------------
 
 
+def is_size(value) -> bool:
+    """Is it a whole number of 1 or more?"""
+    return isinstance(value, numbers.Integral) and int(value) >= 1
+
+
+def is_finite(value) -> bool:
+    """Is it a real number that fp32 can hold?"""
+    return isinstance(value, numbers.Real) and abs(float(value)) <= LARGEST
+
+
 class RichardsCurve(nn.Module):
     """y = R(x), element by element, in x's dtype: fp32, bf16, fp16 (fp64 in torch).
 
@@ -442,12 +461,7 @@ class RichardsCurve(nn.Module):
                 raise ArgumentError(f"{name!r} is {problem}; expected some of {', '.join(NAMES)}")
         start = DEFAULTS | (dict(nu=0.01, beta=0.01) if variant == "gompertz" else {}) | values
         for name, value in start.items():
-            if (
-                not isinstance(value, numbers.Real)
-                or not abs(value) <= LARGEST
-                or name in POSITIVE
-                and value < LEAST
-            ):
+            if not is_finite(value) or (name in POSITIVE and value < LEAST):
                 expected = f"at least {LEAST}" if name in POSITIVE else "a finite number"
                 raise ArgumentError(f"{name} is {value}; expected {expected}")
         if bounded and not 0.1 < start["T"] < 10.0:
@@ -457,7 +471,8 @@ class RichardsCurve(nn.Module):
         self.variant = variant
         self.learn = learn
         self.birch = variant not in ("tanh", "gompertz") if birch is None else birch
-        kinds, theta = 0, []
+        kinds = 0
+        theta = []
         for i, name in enumerate(NAMES):
             value = start[name]
             if name not in learn:
@@ -510,11 +525,12 @@ class RichardsGLU(nn.Module):
 
     def __init__(self, dim: int, hidden: int, *, device=None, dtype=None):
         super().__init__()
-        if not all(isinstance(size, numbers.Integral) and size >= 1 for size in (dim, hidden)):
+        if not (is_size(dim) and is_size(hidden)):
             raise ArgumentError(
                 f"dim is {dim!r} and hidden {hidden!r}; expected whole numbers of 1 or more"
             )
-        self.dim, self.hidden = dim, hidden
+        self.dim = dim
+        self.hidden = hidden
         self.w_in = nn.Linear(dim, 2 * hidden, bias=False, device=device, dtype=dtype)
         self.w_out = nn.Linear(hidden, dim, bias=False, device=device, dtype=dtype)
         for layer in (self.w_in, self.w_out):

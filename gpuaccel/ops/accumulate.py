@@ -19,7 +19,8 @@ from ..errors import ArgumentError
 
 # Elements of an arena that one row of its chunk table stands for. The kernels are compiled with it.
 CHUNK = 4096
-THREADS, MAX_TENSORS = 512, 256
+THREADS = 512
+MAX_TENSORS = 256
 # Threads of accumulate_v4, the same as in clip.cu, so that partial sums are bit-identical.
 SQUARES_THREADS = 256
 GRAD_DTYPES = (torch.float32, torch.bfloat16)

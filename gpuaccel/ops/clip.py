@@ -11,6 +11,8 @@ import functools
 import itertools
 import math
 import struct
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,7 +26,8 @@ from .accumulate import CHUNK, SQUARES_THREADS
 SCOPES = ("global", "block", "tensor")
 POLICIES = ("propagate", "skip", "raise")
 EPS = 1e-6  # torch's
-MAX_TENSORS, MAX_BLOCKS = 256, 2**20
+MAX_TENSORS = 256
+MAX_BLOCKS = 2**20
 SCALE_BLOCKS = 16384  # fewer than chunks: most often the scale is 1 and nothing is to be done
 _TENSORS = struct.Struct(f"{MAX_TENSORS}Q{MAX_TENSORS + 1}i{MAX_TENSORS}H{MAX_TENSORS}B4x").pack
 
@@ -45,7 +48,9 @@ class ClipState:
 
     __slots__ = ("values", "bad", "scope", "names")
 
-    def __init__(self, values: Tensor, bad: Tensor, scope: str, names):
+    def __init__(
+        self, values: Tensor, bad: Tensor, scope: str, names: "Callable[[], Sequence[str]]"
+    ):
         """values: (groups, 4) fp32: scale, norm, clipped norm, finite.
         bad: (groups,) int32.
         names: a function that returns the tensors' names."""
@@ -54,14 +59,28 @@ class ClipState:
         self.scope = scope
         self.names = names
 
-    def _column(self, i):
+    def _column(self, i: int) -> Tensor:
         return self.values[0, i] if self.scope == "global" else self.values[:, i]
 
-    scale = property(lambda self: self._column(0))
-    norm = property(lambda self: self._column(1))
-    clipped_norm = property(lambda self: self._column(2))
-    finite = property(lambda self: self._column(3) != 0)
-    first_nonfinite = property(lambda self: self.bad[0] if self.scope == "global" else self.bad)
+    @property
+    def scale(self) -> Tensor:
+        return self._column(0)
+
+    @property
+    def norm(self) -> Tensor:
+        return self._column(1)
+
+    @property
+    def clipped_norm(self) -> Tensor:
+        return self._column(2)
+
+    @property
+    def finite(self) -> Tensor:
+        return self._column(3) != 0
+
+    @property
+    def first_nonfinite(self) -> Tensor:
+        return self.bad[0] if self.scope == "global" else self.bad
 
     def name(self) -> "str | None":
         """Name of the first tensor whose gradient is not finite, or None. Waits for the device."""
@@ -83,7 +102,7 @@ def reference_norms(
     groups: "list[int] | None" = None,
     count: int = 1,
     foreach=None,
-    numbers: "list[int] | None" = None,
+    numbers: "Sequence[int] | None" = None,
 ) -> "tuple[Tensor, Tensor]":
     """The norm of each group of tensors and its first tensor that is not finite, computed by torch.
 
@@ -93,7 +112,10 @@ def reference_norms(
     numbers: numbers of the tensors, ascending; None: their places.
 
     Returns the norms, (count,), and the first tensors' numbers, (count,) int32, -1 for none."""
-    device, norms, bad, none = grads[0].device, [], [], 2**31 - 1
+    device = grads[0].device
+    norms = []
+    bad = []
+    none = 2**31 - 1
     numbers = numbers or range(len(grads))
     for g in range(count):
         members = [
@@ -131,17 +153,19 @@ def clip_kernel(name: str, norm_type: float) -> Kernel:
     )
 
 
-def launches_for(tensors: "list[Tensor | None]") -> tuple:
+def launches_for(tensors: "Sequence[Tensor | None]") -> tuple:
     """(first tensor's number, number of chunks, struct) of each launch over these tensors.
 
     Chunks are counted without gaps over all launches. None: a tensor that has no gradient."""
     try:
+        # The fast path. With a None among the tensors it raises TypeError.
+        present = cast("Sequence[Tensor]", tensors)
         return _packed(
-            tuple(map(Tensor.data_ptr, tensors)),
-            tuple(map(Tensor.numel, tensors)),
-            tuple([KINDS[t.dtype] for t in tensors]),
+            tuple(map(Tensor.data_ptr, present)),
+            tuple(map(Tensor.numel, present)),
+            tuple([KINDS[t.dtype] for t in present]),
         )
-    except TypeError:  # there is a None among them
+    except TypeError:
         rows = [
             (0, 0, 0) if t is None else (t.data_ptr(), t.numel(), KINDS[t.dtype]) for t in tensors
         ]
@@ -173,7 +197,7 @@ def _packed(addresses, counts, kinds):
 
 
 def launch_squares(
-    tensors: "list[Tensor | None]",
+    tensors: "Sequence[Tensor | None]",
     partials: Tensor,
     chunk_to_tensor: "Tensor | None" = None,
     norm_type: float = 2.0,
@@ -185,7 +209,8 @@ def launch_squares(
     partials: (chunks,) fp64.
     chunk_to_tensor: (chunks,) int32, the tensor of each chunk; None: not wanted.
     launches: launches_for(tensors), where it is known already."""
-    kernel, row = clip_kernel("squares_v2", norm_type), 0
+    kernel = clip_kernel("squares_v2", norm_type)
+    row = 0
     for start, chunks, packed in launches or launches_for(tensors):
         if chunks:
             if row == 0:

@@ -128,11 +128,14 @@ def _in_order(rows: Tensor, start: Tensor, count: Tensor, step: int) -> Tensor:
 
 
 def _add(sums, index, total, rounding, tensor):
-    """sums[index] += total, rounded to the sums' dtype. tensor: 0 wte, 1 wpe, a key of the noise."""
+    """sums[index] += total, rounded to the sums' dtype.
+
+    tensor: 0 for wte, 1 for wpe; a part of the key of the random bits."""
     value = sums[index].to(total.dtype) + total
     if rounding is not None and sums.dtype == torch.bfloat16:
         seed, step, micro_batch = rounding
-        C, padded = sums.shape[1], -(-sums.shape[1] // 4) * 4
+        C = sums.shape[1]
+        padded = -(-sums.shape[1] // 4) * 4
         key = 2**31 + 2 * micro_batch + tensor
         noise = reference_random_bits(seed, key, len(sums) * padded, int(step))
         noise = noise.view(-1, padded)[:, :C].to(sums.device)

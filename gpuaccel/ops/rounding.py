@@ -14,7 +14,8 @@ def reference_random_bits(seed: int, tensor: int, elements: int, step: int) -> T
     """(elements,) int64: 32 random bits for each element of a tensor. Philox4x32-10.
 
     They depend on (seed, tensor, element, step) alone, on every machine."""
-    mask, groups = 0xFFFFFFFF, torch.arange(-(-elements // 4))
+    mask = 0xFFFFFFFF
+    groups = torch.arange(-(-elements // 4))
     x, y = groups & mask, groups >> 32
     z, w = torch.full_like(x, tensor), torch.full_like(x, step)
     low, high = seed & mask, seed >> 32 & mask

@@ -117,17 +117,20 @@ def launch_segments(
     `stream` before it uses the former or frees the latter."""
     n = tokens.numel()
     count, scatter, pieces = segment_kernels(tokens, vocab)
-    bits, blocks = int(count.defines["BITS"]), -(-n // (THREADS * int(count.defines["KEYS"])))
+    bits = int(count.defines["BITS"])
+    blocks = -(-n // (THREADS * int(count.defines["KEYS"])))
     buffer, scratch = (
         torch.empty(size, dtype=torch.int32, device=tokens.device)
         for size in (3 * n, 2 * n + (blocks << bits))
     )
     segments = Segments(buffer, n, vocab, left_out)
-    spare, counts = scratch[: 2 * n].view(-1, 2), scratch[2 * n :]
+    spare = scratch[: 2 * n].view(-1, 2)
+    counts = scratch[2 * n :]
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream(tokens.device))
     with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-        shifts, pairs = range(0, vocab.bit_length(), bits), None
+        shifts = range(0, vocab.bit_length(), bits)
+        pairs = None
         for i, shift in enumerate(shifts):
             # In turn, so that the last pass writes the result.
             out = spare if (len(shifts) - i) % 2 == 0 else segments.order

@@ -23,7 +23,9 @@ from .accumulate import CHUNK
 from .clip import MAX_BLOCKS, ClipState
 from .rounding import reference_random_bits, reference_round
 
-MAX_TENSORS, MAX_UPDATES, MAX_VALUES = 256, 60, 256
+MAX_TENSORS = 256
+MAX_UPDATES = 60
+MAX_VALUES = 256
 # Threads of a block. An arena's kernel has more registers per thread.
 THREADS = {"v3": 128}
 VALUES = struct.Struct(f"{MAX_VALUES}d")
@@ -32,8 +34,15 @@ STEPS = struct.Struct(f"{MAX_TENSORS}Q{MAX_TENSORS}i{MAX_TENSORS}H")
 
 @functools.cache
 def optimizer_kernel(file: str, name: str, threads: int, macros: tuple) -> Kernel:
-    constants = {"CHUNK": CHUNK, "MAX_TENSORS": MAX_TENSORS, "MAX_UPDATES": MAX_UPDATES}
-    return Kernel(file, name, THREADS=threads, **constants, **dict(macros))
+    return Kernel(
+        file,
+        name,
+        THREADS=threads,
+        CHUNK=CHUNK,
+        MAX_TENSORS=MAX_TENSORS,
+        MAX_UPDATES=MAX_UPDATES,
+        **dict(macros),
+    )
 
 
 @functools.cache
@@ -124,7 +133,8 @@ class UpdateRule:
     @functools.cached_property
     def update_struct(self) -> struct.Struct:
         """`UpdateList<state tensors>` of kernels_cu/optimizer.cuh."""
-        tables, n = 3 + len(self.state_keys), MAX_UPDATES
+        tables = 3 + len(self.state_keys)
+        n = MAX_UPDATES
         layout = f"={tables * n}Q{n + 1}i{2 * n}i{2 * n}H"
         return struct.Struct(f"{layout}{-struct.calcsize(layout) % 8}x")
 
@@ -162,10 +172,14 @@ class Jobs(list):
 
     The next step with the same tensors packs nothing."""
 
-    given: "list[Job]"  # the same jobs in the order of the parameter groups
-    steps = None  # list of (number of the first job, struct Steps)
-    updates = None  # list of (launch, its arguments, jobs whose tensors are known to it by address)
-    stochastic = None  # how these updates round
+    # The same jobs in the order of the parameter groups.
+    given: "list[Job]"
+    # (number of the first job, struct Steps) of each launch.
+    steps: "list[tuple[int, bytes]] | None" = None
+    # (launch, its arguments, jobs whose tensors are known to it by address).
+    updates: "list[tuple] | None" = None
+    # How these updates round.
+    stochastic: "bool | None" = None
 
 
 @dataclass(slots=True)
@@ -203,7 +217,9 @@ def _pack_steps(jobs):
 
 def list_launches(rule: UpdateRule, jobs: "list[Job]", stochastic: bool) -> "list[tuple]":
     """For launch_update: <file>_v2 over any tensors, a launch per 60 of the same dtypes."""
-    classes, launches = {}, []
+    # Jobs of one kernel, each with its place among the coefficients.
+    classes: "dict[tuple, list[tuple[int, Job]]]" = {}
+    launches = []
     for place, j in enumerate(jobs):
         if j.weight.numel():
             key = j.weight.dtype, j.grad.dtype, j.macros
@@ -241,7 +257,7 @@ def arena_runs(jobs: "list[Job]", arena) -> "list[tuple]":
 
     Returns (first chunk, last chunk, offset, one of the jobs) of each run; a tensor's number less
     `offset` is its place among the coefficients."""
-    runs = []
+    runs: "list[tuple[int, int, int, Job]]" = []
     for place, j in enumerate(jobs):
         first, last = arena.first_chunk[j.number : j.number + 2]
         offset = j.number - place
@@ -276,7 +292,6 @@ def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInp
     rows = -(-len(jobs) // MAX_TENSORS) * MAX_TENSORS
     coefficients = torch.empty(rows, rule.coefficients, device=settings.device)
     clip = inputs.clip
-    values, bad, count = (clip.values, clip.bad, len(clip.values)) if clip else (None, None, 0)
     if jobs.steps is None:
         jobs.steps = list(_pack_steps(jobs))
     launch = rule.begin
@@ -284,10 +299,10 @@ def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInp
         launch(
             coefficients[start:],
             settings,
-            values,
-            bad,
+            None if clip is None else clip.values,
+            None if clip is None else clip.bad,
             inputs.groups,
-            count,
+            0 if clip is None else len(clip.values),
             int(inputs.skip),
             inputs.divisor,
             inputs.found_inf,
@@ -324,7 +339,9 @@ def reference_step(
     `inputs.record`. seed: of stochastic rounding; None: to the nearest.
     On a CPU a skipped step is decided here; elsewhere torch.where keeps the old values, without a
     wait."""
-    device, clip, record = jobs[0].weight.device, inputs.clip, inputs.record
+    device = jobs[0].weight.device
+    clip = inputs.clip
+    record = inputs.record
     keep = torch.zeros((), dtype=torch.bool, device=device)
     if clip is not None and inputs.skip:
         keep |= ~clip.finite.all()
@@ -339,8 +356,8 @@ def reference_step(
         record[2:] = torch.where(keep, torch.stack([record[0], first]), record[2:])
     on_host = device.type == "cpu"
     if not (on_host and keep.tolist()):
-        steps = torch.stack([j.step for j in jobs]) + 1
-        steps = steps.tolist() if on_host else steps.double().unbind()
+        counts = torch.stack([j.step for j in jobs]) + 1
+        steps = counts.tolist() if on_host else counts.double().unbind()
         for j, row, step in zip(jobs, rows, steps):
             factor = 1.0 if clip is None else clip.values[row, 0]
             if inputs.divisor is not None:

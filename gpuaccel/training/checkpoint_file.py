@@ -136,7 +136,9 @@ def write_file(path: pathlib.Path, tensors: "dict[str, Tensor]", step: int, stat
     metadata = {"format": FORMAT, "step": str(int(step)), "state": json.dumps(state)}
     # Largest elements first, so that each tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    entries, offsets, end = {}, {}, 0
+    entries = {}
+    offsets = {}
+    end = 0
     for name in names:
         tensor = tensors[name]
         if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in DTYPE_NAMES:
@@ -145,7 +147,8 @@ def write_file(path: pathlib.Path, tensors: "dict[str, Tensor]", step: int, stat
                 f"expected a dense tensor with data, of one of {', '.join(DTYPE_NAMES.values())}"
             )
         entries[name] = describe(tensor)
-        start, end = end, end + tensor.numel() * tensor.element_size()
+        start = end
+        end = end + tensor.numel() * tensor.element_size()
         offsets[name] = [start, end]
     digests = {name: "0" * 64 for name in names}
     try:

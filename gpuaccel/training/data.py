@@ -503,7 +503,8 @@ class Batches:
 
         Raises DataError, and changes nothing, if the text or T was another."""
         for key in ("sequences", "T"):
-            stored, expected = state.get(key), getattr(self, key)
+            stored = state.get(key)
+            expected = getattr(self, key)
             if stored != expected:
                 raise DataError(
                     f"the data position has {key}={stored}, expected {key}={expected}: "

@@ -14,7 +14,7 @@ import math
 import pathlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import torch
@@ -185,7 +185,7 @@ def train(
     keep: int = 3,
     resume: bool = False,
     extra: "dict | None" = None,
-) -> Iterator[Reading]:
+) -> Generator[Reading, None, None]:
     """Take optimizer steps until `steps` have been taken in all; yields a reading after each.
 
     batches: an iterator of batches. A run over data.Batches can be resumed.

@@ -1,17 +1,17 @@
 """Transformers small enough to read: Llama, GPT-2, and one of polynomial attention.
 
-    >>> model = ga.Transformer(ga.preset("tiny"))      # byte tokens, trains on two CPU cores
-    >>> model = ga.training.GPT2(ga.preset("gpt2-124m"))        # or ga.preset(...).build() for each family
-    >>> logits = model(tokens)                         # (B, T) int64 -> (B, T, V)
-    >>> ga.training.generate(model, tokens, 100, seed=0)        # (B, T + 100)
+    >>> model = ga.Transformer(ga.preset("tiny"))  # byte tokens, trains on two CPU cores
+    >>> model = ga.preset("gpt2-124m").build()  # a model of the preset's family
+    >>> logits = model(tokens)  # (B, T) int64 -> (B, T, V)
+    >>> ga.training.generate(model, tokens, 100, seed=0)  # (B, T + 100)
 
 Family "llama", nine weight tensors per block: x = x + Attention(input_norm(x)), then
 x = x + down(silu(gate(h)) * up(h)) with h = post_attn_norm(x). Attention is causal, with rotary
 positions (Su et al., 2021) and grouped key/value heads (Ainslie et al., 2023).
 
 Family "gpt2" (Radford et al., 2019), LayerNorm and biases: x = x + proj(Attention(qkv(ln_1(x)))),
-then x = x + down(gelu(up(ln_2(x)))). Positions are learned (ga.nn.Encoder), and the embedding is the
-output layer too.
+then x = x + down(gelu(up(ln_2(x)))). Positions are learned (ga.nn.Encoder), and the embedding is
+the output layer too.
 
 Family "poly", the rest as Llama: x = x + PolyAttention(norm(x)), then x = RichardsGLU(x), whose
 residual is inside. Positions are in its attention.

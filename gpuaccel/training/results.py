@@ -17,7 +17,7 @@ class StepOutput:
     loss: Tensor
     # Valid tokens; None when loss_fn returned a mean.
     tokens: "Tensor | None"
-    # The gradient norm before clipping; None when none was taken; one per group with a scope.
+    # The gradient norm before clipping, one per group with a scope; None without clipping.
     norm: "Tensor | None"
     # The norm after clipping.
     clipped_norm: "Tensor | None" = None
@@ -29,7 +29,7 @@ class StepOutput:
 
 @dataclass
 class ClipResult:
-    """The part of StepOutput that clipping knows; all None where no norm was taken."""
+    """The fields of StepOutput that clipping computes; all None without clipping."""
 
     norm: "Tensor | None" = None
     clipped_norm: "Tensor | None" = None
@@ -43,7 +43,7 @@ class ClipResult:
 
     @classmethod
     def of_optimizer(cls, opt: DeviceOptimizer) -> "ClipResult":
-        """What the latest step() of a ga.AdamW found: copies, which the next step leaves alone."""
+        """The clip result of the latest step() of a ga.AdamW, as copies that stay valid."""
         if opt.clip_state is None:
             return cls()
         state = opt.clip_state.clone()
@@ -67,7 +67,11 @@ class Totals:
     def add(self, loss: Tensor, tokens: "Tensor | None", rows: int):
         """One more micro-batch."""
         self.loss = loss if self.loss is None else self.loss + loss
-        # loss_fn counts tokens in every micro-batch, or in none.
-        self.tokens = tokens if self.tokens is None else self.tokens + tokens  # type: ignore
+        if self.tokens is None:
+            self.tokens = tokens
+        else:
+            # loss_fn counts tokens in every micro-batch, or in none.
+            assert tokens is not None
+            self.tokens = self.tokens + tokens
         self.rows += rows
         self.micro_batches += 1

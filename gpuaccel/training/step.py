@@ -20,6 +20,8 @@ How a step runs, in the order of the methods below:
 
 import contextlib
 import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +29,13 @@ from torch import Tensor, nn
 
 from ..backends import cublas_workspace
 from ..backends import deterministic as deterministic_mode
-from ..distributed import Distributed, PeerToPeer, ReducerBase, make_reducer
+from ..distributed import (
+    Distributed,
+    OrderedReducer,
+    PeerToPeer,
+    ReducerBase,
+    make_reducer,
+)
 from ..errors import ArgumentError
 from ..graphs import GraphedStep
 from ..measure import Meter
@@ -36,6 +44,9 @@ from ..optim import MODES, AdamW, Arena, DeviceOptimizer, GradientAccumulator
 from .micro import rows_of, split
 from .replay import Replay, StepGraphs, replay_options
 from .results import ClipResult, StepOutput, Totals
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 DIVISORS = ("tokens", "sequences", "micro_batches")
 CLIPS = ("item", "torch", "fused")
@@ -61,7 +72,7 @@ def token_loss(model: nn.Module, micro) -> "tuple[Tensor, Tensor]":
 
 
 def _no_mark(stage: str):
-    """Without a meter nobody hears that a stage has ended."""
+    """The end of a stage, where no meter records it."""
 
 
 class TrainStep:
@@ -100,8 +111,8 @@ class TrainStep:
     def __init__(
         self,
         model: nn.Module,
-        opt=None,
-        loss_fn=token_loss,
+        opt: "torch.optim.Optimizer | None" = None,
+        loss_fn: "Callable[..., Tensor | tuple[Tensor, Tensor | int]]" = token_loss,
         *,
         micro_batches: int = 1,
         accumulate: str = "arena",
@@ -110,7 +121,7 @@ class TrainStep:
         max_norm: "float | None" = None,
         compile: bool = False,
         autocast: "torch.dtype | None" = None,
-        scheduler=None,
+        scheduler: "torch.optim.lr_scheduler.LRScheduler | None" = None,
         meter: "Meter | None" = None,
         replay: "str | Replay" = "eager",
         deterministic: bool = False,
@@ -151,11 +162,17 @@ class TrainStep:
                 arena = Arena(model)
                 self._cleanup.callback(arena.release)
             self.arena: Arena = arena
-            self.opt = _default_optimizer(arena, clip) if opt is None else opt
+            self.opt: torch.optim.Optimizer = (
+                _default_optimizer(arena, clip) if opt is None else opt
+            )
             _check_optimizer(self.opt, self.arena)
             ours = isinstance(self.opt, DeviceOptimizer) and self.opt.arena is self.arena
             self.clip = clip or ("fused" if ours else "torch")
             _check_clip(self.clip, self.opt, ours, max_norm)
+            # The optimizer that clips by itself; None: clipping is done here.
+            self._clipping_opt: "DeviceOptimizer | None" = None
+            if self.clip == "fused" and isinstance(self.opt, DeviceOptimizer):
+                self._clipping_opt = self.opt
             if distributed is not None and distributed.needs_reducer:
                 settings = {
                     "accumulate": accumulate,
@@ -177,8 +194,8 @@ class TrainStep:
         except BaseException:
             self._cleanup.close()
             raise
-        if self.clip == "fused" and max_norm is not None:
-            self.opt.max_norm = max_norm
+        if self._clipping_opt is not None and max_norm is not None:
+            self._clipping_opt.max_norm = max_norm
         if deterministic:
             with cublas_workspace():
                 # torch reads the variable here, so that products before the first step do no harm.
@@ -199,7 +216,7 @@ class TrainStep:
         # Moves the arena's buffers: before the accumulator takes their addresses.
         peer_to_peer = PeerToPeer.of(distributed, self.arena)
         self._accumulate_into_arena(accumulate)
-        self.reducer = make_reducer(
+        reducer = make_reducer(
             distributed,
             self.arena,
             self.accumulator,
@@ -208,7 +225,8 @@ class TrainStep:
             compiled,
             peer_to_peer,
         )
-        self._cleanup.callback(lambda: self.reducer.close(self._closes_alone))
+        self.reducer = reducer
+        self._cleanup.callback(lambda: reducer.close(self._closes_alone))
 
     def _accumulate_into_arena(self, mode: str):
         self.accumulator = GradientAccumulator(self.arena, mode)
@@ -229,7 +247,7 @@ class TrainStep:
         if timer:
             timer.start()
         with deterministic_mode() if self.deterministic else contextlib.nullcontext():
-            if self.replays == "graph":
+            if self._graphs is not None and self._graphs.replay == "graph":
                 output = self._graphs(batch)
                 if self.reducer is not None and self.replays == "graph":
                     self.reducer.heartbeat()
@@ -293,23 +311,23 @@ class TrainStep:
     def accumulate(self, micros, reducer: "ReducerBase | None", mark=_no_mark) -> Totals:
         """Forward and backward of every micro-batch; afterwards arena.grads holds the sum.
 
-        reducer: None in a warm-up, of which the other ranks know nothing."""
+        reducer: None in a warm-up, which this rank runs by itself."""
         totals = Totals()
-        ordered = reducer is not None and reducer.config.ordered
+        ordered = reducer if isinstance(reducer, OrderedReducer) else None
         if reducer is not None:
             reducer.check_usable()
         for i, micro in enumerate(micros):
             last = i == len(micros) - 1
             # Starts to all-reduce while the last backward runs.
             listener = reducer.listener() if reducer is not None and last else None
-            loss, tokens = self.micro(micro, len(micros), last and not ordered, mark, listener)
+            loss, tokens = self.micro(micro, len(micros), last and ordered is None, mark, listener)
             totals.add(loss, tokens, rows_of(micro))
-            if ordered:
-                reducer.add_micro_batch(loss, tokens, rows_of(micro), 1)
-        if ordered:
+            if ordered is not None:
+                ordered.add_micro_batch(loss, tokens, rows_of(micro), 1)
+        if ordered is not None:
             # The other ranks may have more micro-batches.
             for _ in range(self.micro_batches - len(micros)):
-                reducer.add_micro_batch(None, None, 0, 0)
+                ordered.add_micro_batch(None, None, 0, 0)
         self.accumulator.finish()
         return totals
 
@@ -361,15 +379,16 @@ class TrainStep:
     def update(self, totals: Totals, mark=_no_mark) -> StepOutput:
         """From the sums of this rank's micro-batches to the new weights."""
         if self.reducer is not None:
-            totals = self.all_reduce(totals)
-        loss, divisor = self.mean_loss(totals), self.divisor(totals)
+            totals = self.all_reduce(self.reducer, totals)
+        loss = self.mean_loss(totals)
+        divisor = self.divisor(totals)
         mark("accumulate")
         clip = self._clip_and_step(divisor, mark)
         return StepOutput(loss, totals.tokens, **vars(clip))
 
-    def all_reduce(self, totals: Totals) -> Totals:
+    def all_reduce(self, reducer: ReducerBase, totals: Totals) -> Totals:
         """The totals of all ranks; arena.grads holds the sum over all ranks afterwards."""
-        loss, tokens, rows, micro_batches = self.reducer.reduce(
+        loss, tokens, rows, micro_batches = reducer.reduce(
             totals.loss, totals.tokens, totals.rows, totals.micro_batches
         )
         return Totals(loss, tokens, rows, micro_batches.clamp(min=1))
@@ -377,6 +396,8 @@ class TrainStep:
     @torch.no_grad()
     def mean_loss(self, totals: Totals) -> Tensor:
         """Per token; where loss_fn returns means, their mean."""
+        # A rank alone has a micro-batch, and reduce() returns a tensor.
+        assert totals.loss is not None
         if totals.tokens is not None:
             return totals.loss / totals.tokens.clamp(min=1)
         return totals.loss if self.reducer is None else totals.loss / totals.micro_batches
@@ -391,17 +412,22 @@ class TrainStep:
             if not isinstance(rows, Tensor):
                 rows = torch.full((), rows, device=self.arena.device)
             return rows
-        return None if self.reducer is None else totals.micro_batches
+        if self.reducer is None:
+            return None
+        # reduce() returns a tensor.
+        assert isinstance(totals.micro_batches, Tensor)
+        return totals.micro_batches
 
     def _clip_and_step(self, divisor: "Tensor | None", mark) -> ClipResult:
-        if self.clip == "fused":
-            self.opt.gradient_divisor = divisor
+        opt = self._clipping_opt
+        if opt is not None:
+            opt.gradient_divisor = divisor
             try:
-                self.opt.step()
+                opt.step()
             finally:
-                self.opt.gradient_divisor = None
+                opt.gradient_divisor = None
             mark("optimizer")
-            return ClipResult.of_optimizer(self.opt)
+            return ClipResult.of_optimizer(opt)
         if divisor is not None:
             self.accumulator.scale_(1.0 / divisor)
         result = ClipResult()
@@ -417,20 +443,20 @@ class TrainStep:
             return ClipResult.of_optimizer(self.opt)
         return result
 
-    # ---- what may be asked ----
+    # ---- state and control ----
 
     @property
     def max_norm(self) -> "float | None":
-        return self.opt.max_norm if self.clip == "fused" else self._max_norm
+        return self._max_norm if self._clipping_opt is None else self._clipping_opt.max_norm
 
     @property
     def replays(self) -> str:
-        """ "graph" or "eager": what a step really does."""
+        """ "graph" or "eager": how the next step runs."""
         return self._graphs.replay if self._graphs else "eager"
 
     @property
     def reason(self) -> str:
-        """Why, in words."""
+        """Why `replays` is what it is, in words."""
         return self._graphs.reason if self._graphs else "replay is 'eager'"
 
     @property
@@ -453,7 +479,9 @@ class TrainStep:
         """A context, to be entered on every rank: in it the optimizer's state is whole, to be
         saved or loaded."""
         if self.reducer is not None and self.reducer.sharded:
-            return self.opt.gathered()
+            # A sharded optimizer clips by itself: see _join.
+            assert self._clipping_opt is not None
+            return self._clipping_opt.gathered()
         return contextlib.nullcontext()
 
     def close(self, alone: bool = False):
@@ -464,10 +492,10 @@ class TrainStep:
         self._closes_alone = alone
         self._cleanup.close()
 
-    def __enter__(self):
+    def __enter__(self) -> "Self":
         return self
 
-    def __exit__(self, kind, *error):
+    def __exit__(self, kind, *error) -> None:
         self.close(alone=kind is not None)
 
 

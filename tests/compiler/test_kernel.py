@@ -134,7 +134,7 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(version):
     ids=lambda k: getattr(k, "name", ""),
 )
 def test_the_launcher_and_the_kernels_agree_on_their_structs(kernel, sizes):
-    """To the byte as the host's compiler lays them out; a launch takes 4 KiB of arguments at most."""
+    """To the byte as the host's compiler lays them out. A launch takes at most 4 KiB of arguments."""
     found = [size for _, size in kernel.load("fast").structs]
     assert found == [pack.__self__.size for pack in sizes], (
         f"{kernel.name}: {found} bytes in the kernel"
@@ -353,9 +353,11 @@ def test_comments_strings_macros_and_line_breaks_do_not_disturb():
 typedef unsigned long long big;
 extern "C" __global__ void __launch_bounds__(256, (1 + 1)) first(
     POINTER out,         // (n) result, a comment with "quotes", commas, and ) parentheses
-    const GRAD_T* __restrict__ in /* (n) */, big n) { printf("// no comment; __global__ void in_a_string(int) %s", "}"); }
+    const GRAD_T* __restrict__ in /* (n) */, big n)
+{ printf("// no comment; __global__ void in_a_string(int) %s", "}"); }
 extern "C" __global__ __launch_bounds__(128) void second(void) { char c = '"'; char d = '\\''; }
-extern "C" __global__ void third() { printf("a"); }  extern "C" __global__ void fourth(int n) { printf("b"); }
+extern "C" __global__ void third() { printf("a"); }  extern "C" __global__ void
+fourth(int n) { printf("b"); }
 """
     assert kernel_names(source) == ["first", "second", "third", "fourth"]
     assert without_comments(source).count("\n") == source.count("\n") and len(

@@ -410,8 +410,8 @@ UNNOTICED: "dict[tuple[str, str], str]" = {
     ): "it saves time only: of a chunk whose sum is finite no part is not",
     (
         "adamw_begin",
-        "!skip -> true in `if (!skip) *steps.step[threadIdx.x] = taken;`",
-    ): "when the step is skipped, `taken` is what stood there",
+        "!skip -> true in `if (!skip) *steps.step[threadIdx.x] = step;`",
+    ): "when the step is skipped, `step` is what stood there",
     (
         "segments_scatter",
         "< -> <= in `for (int step = 1; step < 32; step *= 2) {`",

@@ -9,9 +9,11 @@ CUDA's graphs and the CPU's tapes, runs of this machine and recorded ones have t
 Each is a Figure.
 """
 
+import functools
 import math
 import re
 
+from ...compiler import kernel_files
 from ...measure import Span, timeline
 from .drawing import (
     BLUE,
@@ -47,7 +49,7 @@ STAGES = {
     "backward": ORANGE,
     "accumulate": GREEN,
     "clip": PINK,
-    "AdamW": RUN_COLOURS[5],
+    "optimizer": RUN_COLOURS[5],
     "results": GREY,
     "": BLUE,
 }
@@ -87,12 +89,6 @@ _GENERIC = set(
     "index_elementwise legacy_elementwise reduce gpu binary aunary bunary unary "
     "multi_tensor_apply".split()
 )
-# our kernels -> their stage
-_OURS = [
-    (r"accumulate_v", "accumulate"),
-    (r"(squares|reduce|scale)_v", "clip"),
-    (r"adamw_", "AdamW"),
-]
 _LOSSES = {"nll_loss", "softmax", "log_softmax"}
 
 
@@ -122,14 +118,27 @@ def plain(name: str) -> str:
     return re.split(r"[<(]", name)[0].split("::")[-1]
 
 
+@functools.cache
+def _patterns_of_our_kernels() -> "list[tuple[str, str]]":
+    """(pattern of a kernel's name, its stage). An optimizer's kernels are named after their file."""
+    files = [f.stem for f in kernel_files() if '#include "optimizer.cuh"' in f.read_text()]
+    return [
+        (r"accumulate_v", "accumulate"),
+        (r"(squares|reduce|scale)_v", "clip"),
+        (rf"({'|'.join(files)})_", "optimizer"),
+    ]
+
+
 def stages_of(names: "list[str]") -> "list[str]":
     """The stage of each node, a key of STAGES, read from the names in the order of launch.
 
     Forward lasts until the loss and backward until the accumulation, again for each micro-batch.
     What follows the last accumulation and is no kernel of ours is "results". All stages are "" if
     no name tells."""
+    patterns = _patterns_of_our_kernels()
     ours = [
-        next((stage for pattern, stage in _OURS if re.match(pattern, name)), None) for name in names
+        next((stage for pattern, stage in patterns if re.match(pattern, name)), None)
+        for name in names
     ]
     operations = [plain(name) for name in names]
     accumulations = [i for i, stage in enumerate(ours) if stage == "accumulate"]
