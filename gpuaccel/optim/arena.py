@@ -26,7 +26,7 @@ arena: optim/accumulate.py.
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -472,7 +472,11 @@ class Arena:
         buffer = getattr(self, name)
         memory.copy_(buffer)
         buffer.data = memory
-        views = {"grads": self.grad_views, "weights": self.masters, "bf16_weights": self.params}
+        views: "dict[str, Sequence[Tensor]]" = {
+            "grads": self.grad_views,
+            "weights": self.masters,
+            "bf16_weights": self.params,
+        }
         for i, view in enumerate(views[name]):
             if view.dtype == memory.dtype:
                 part = self.slice(memory, i)
