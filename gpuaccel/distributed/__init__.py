@@ -3,7 +3,8 @@
 config (ga.Distributed), collectives (torch.distributed's, with one kind of error), rendezvous and
 heartbeat (the group, and who is behind), spawn (ga.launch), agreement (what all ranks have in
 common), buckets, reducer_base, reducer (buckets while backward runs), ordered (micro-batches in
-global order), early (gradients of compiled backwards), p2p (all-reduce by peer-to-peer copies),
+global order), light_gradients (gradients of compiled backwards), p2p (all-reduce by peer-to-peer
+copies),
 zero1 (sharded optimizer state), nonfinite (whose gradient is not finite), trace (what was sent
 when)."""
 

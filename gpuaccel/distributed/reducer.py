@@ -26,7 +26,7 @@ from ..optim import Arena, BackwardListener, GradientAccumulator
 from . import collectives
 from .buckets import Bucket
 from .config import Distributed
-from .early import LightGradients
+from .light_gradients import LightGradients
 from .ordered import OrderedReducer
 from .p2p import PeerToPeer
 from .reducer_base import ReducerBase, StepTotals
@@ -249,7 +249,7 @@ class Reducer(ReducerBase):
             self.arena.squares.mark_all()
 
     def _replace_stale_squares(self):
-        """The tensors of early.py came behind the buckets, in which old values were added up."""
+        """Square the light gradients again: the buckets were reduced with their old values."""
         if self.light:
             values = self.arena.squares.values
             squares = values.new_empty(len(self.light.chunks))
@@ -300,10 +300,12 @@ class ShardSquares:
 
 
 class _BucketSender(BackwardListener):
-    """Sends a bucket when backward has given all of its tensors their gradients; in order, so that all ranks send the same one.
+    """Sends a bucket when backward has computed the gradients of all its tensors.
+
+    Buckets are sent in order, so that all ranks send the same one.
 
     compiled: torch.compile's backward runs its hooks when all of it is over. Then a tensor of a fused product counts as complete
-    after as many products as in the backward before, and light tensors travel by themselves (early.py)."""
+    after as many products as in the backward before, and light tensors travel by themselves (light_gradients.py)."""
 
     def __init__(self, reducer: Reducer):
         self.reducer = reducer

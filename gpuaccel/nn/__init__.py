@@ -1,7 +1,9 @@
-"""Modules: embedding, richards_glu, poly_attention, and linear layers whose weight gradient goes straight into an arena (fused_linear)."""
+"""Modules: embedding, richards_glu, poly_attention, lora, and linear layers whose weight gradient is
+added straight into an arena (fused_linear)."""
 
 from .embedding import Embedding, Encoder, deterministic_embeddings, fuse_embedding, invalid_tokens
 from .fused_linear import (
+    FusedForward,
     FusedLinear,
     Joint,
     fused_forward,
@@ -21,6 +23,7 @@ __all__ = [
     "Embedding",
     "Encoder",
     "FLOATS",
+    "FusedForward",
     "FusedLinear",
     "Joint",
     "LEAST",

@@ -1,18 +1,24 @@
-"""A linear layer whose weight gradient is added into the accumulator by the product itself: cuBLAS computes acc += dy^T x in one call.
+"""Linear layers whose weight gradient is added into the accumulator by the product that computes
+it.
 
-    >>> fused = FusedLinear(layer, arena.grad_views[i])   # layer(x) now adds its weight gradient there
+cuBLAS computes acc += dy^T x in one call.
+
+    >>> fused = FusedLinear(layer, arena.grad_views[i])   # layer(x) adds its weight gradient there
     >>> fused.remove()                                    # an ordinary nn.Linear again
 
-A layer keeps its class, its parameters and its hooks: a FusedLinear takes the place of its `forward`. optim/fused_mode.py makes
-and removes them. The product is an operation of torch.library that changes its argument, so that torch.compile traces it, also in
-backward.
+A layer keeps its class, its parameters and its hooks: a FusedLinear takes the place of its
+`forward`. optim/fused_mode.py makes and removes them. The product is an operation of torch.library
+that mutates its argument, so that torch.compile can trace it, in backward too.
 
-    >>> q, k, v = fused_linears(x, self.w_q, self.w_k, self.w_v)   # layers of one input: one product
+Several layers of one input can be one product:
+
+    >>> q, k, v = fused_linears(x, self.w_q, self.w_k, self.w_v)
 """
 
 import types
 import weakref
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,17 +34,21 @@ _library.define(
 
 
 class GradientSlice(Protocol):
-    """Whoever owns the slice of an arena that a product is added into."""
+    """What is called before and after a product is added into a slice of an arena."""
 
     def before_product(self, needed: "list[bool] | None") -> "list[tuple[int, int]] | None":
-        """A product is about to be added. needed: for each tensor of the slice, whether this backward computes its gradient; None:
-        find out. Returns the rows to add, as (start, stop); None: all of them."""
+        """Called before a product is added.
+
+        needed: whether this backward computes the gradient of each tensor of the slice; None: not
+            known yet.
+        Returns the ranges of rows to add, as (start, stop); None: all rows."""
 
     def after_product(self) -> None:
-        """The product has been added."""
+        """Called when the product has been added."""
 
 
-# (address, elements) of a slice -> its owner. A compiled backward hands the operations below a tensor and nothing else.
+# (address, elements) of a slice -> its GradientSlice. A compiled backward passes tensors only to
+# the operations below.
 _slices: "weakref.WeakValueDictionary[tuple[int, int], GradientSlice]" = (
     weakref.WeakValueDictionary()
 )
@@ -48,12 +58,13 @@ def _key(acc: Tensor) -> "tuple[int, int]":
     return acc.data_ptr(), acc.numel()
 
 
-def register_slice(acc: Tensor, owner: GradientSlice):
-    """From now on `owner` is asked before a product is added into `acc`. It is held weakly."""
-    _slices[_key(acc)] = owner
+def register_slice(acc: Tensor, target: GradientSlice):
+    """Call `target` before and after each product that is added into `acc`. It is held weakly."""
+    _slices[_key(acc)] = target
 
 
 def unregister_slice(acc: Tensor):
+    """Undo register_slice()."""
     _slices.pop(_key(acc), None)
 
 
@@ -63,34 +74,43 @@ def registered_slices() -> "set[tuple[int, int]]":
 
 
 def rows_needed(acc: Tensor, needed: "list[bool] | None" = None) -> "list[tuple[int, int]] | None":
-    """What GradientSlice.before_product returns. ArgumentError where `acc` is no slice of an open accumulator."""
-    owner = _slices.get(_key(acc))
-    if owner is not None:
-        return owner.before_product(needed)
+    """GradientSlice.before_product of the slice `acc`.
+
+    ArgumentError where `acc` is no slice of an open accumulator."""
+    target = _slices.get(_key(acc))
+    if target is not None:
+        return target.before_product(needed)
     if acc.numel() and torch._C._current_graph_task_id() != -1:
         raise ArgumentError(
-            "a fused gradient was given another tensor than a slice of an arena with an open accumulator: either it was closed "
-            "between forward and backward, or a torch.compile backend other than inductor handed on a copy"
+            f"a fused gradient was given a tensor of {acc.numel():,} elements that is not a slice "
+            "of an arena with an open accumulator: either it was closed between forward and "
+            "backward, or a torch.compile backend other than inductor passed on a copy"
         )
     return None
 
 
-def _add_weight_gradient(acc: Tensor, dy: Tensor, x: Tensor, needed=None) -> None:
-    """acc (out, in) fp32 += dy (..., out)^T @ x (..., in); fp32 sums and output also for bf16 factors. needed: see GradientSlice."""
-    # First: the first gradient of an accumulation window may have to clear the slice.
+def _add_weight_gradient(
+    acc: Tensor, dy: Tensor, x: Tensor, needed: "list[bool] | None" = None
+) -> None:
+    """acc += dy^T @ x, summed in fp32.
+
+    acc: (out, in) fp32. dy: (..., out) and x: (..., in), fp32 or bf16.
+    needed: as for GradientSlice.before_product."""
+    # Before the product: the first gradient of an accumulation window may have to clear the slice.
     rows = rows_needed(acc, needed)
-    dy, x = (t.flatten(0, -2) if t.dim() > 1 else t[None] for t in (dy, x))
+    dy = dy.flatten(0, -2) if dy.dim() > 1 else dy[None]
+    x = x.flatten(0, -2) if x.dim() > 1 else x[None]
     if rows is None:
         _add_product(acc, dy, x)
     else:
         for start, stop in rows:
             _add_product(acc[start:stop], dy[:, start:stop], x)
-    owner = _slices.get(_key(acc))
-    if owner is not None:
-        owner.after_product()
+    target = _slices.get(_key(acc))
+    if target is not None:
+        target.after_product()
 
 
-def _add_product(acc, dy, x):
+def _add_product(acc: Tensor, dy: Tensor, x: Tensor):
     if dy.dtype == torch.float32:
         acc.addmm_(dy.t(), x)
     elif dy.is_cuda:
@@ -100,9 +120,16 @@ def _add_product(acc, dy, x):
 
 
 def _fused_linears_backward(
-    acc: Tensor, dys: "list[Tensor]", x: Tensor, weight: Tensor, needed=None
+    acc: Tensor,
+    dys: "list[Tensor] | tuple[Tensor, ...]",
+    x: Tensor,
+    weight: Tensor,
+    needed: "list[bool] | None" = None,
 ) -> Tensor:
-    """acc += dy^T @ x and the input's gradient dy @ weight, for dy (..., out) in parts, which torch.compile would join slowly."""
+    """acc += dy^T @ x; returns the input's gradient dy @ weight.
+
+    dys: dy (..., out), cut along its last dimension. An operation of its own, because torch.compile
+        would generate a slow kernel for the concatenation."""
     dy = torch.cat(dys, -1)
     _add_weight_gradient(acc, dy, x, needed)
     return dy @ weight
@@ -122,18 +149,16 @@ torch.library.register_fake(
 )
 
 
-def _as_autocast(*tensors):
-    """The tensors in the dtype in which torch.autocast has products computed, where it is on."""
+def _as_autocast(*tensors: Tensor) -> "Sequence[Tensor]":
+    """The tensors in the dtype of torch.autocast; unchanged where that is off."""
     kind = tensors[0].device.type
-    return (
-        [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
-        if torch.is_autocast_enabled(kind)
-        else tensors
-    )
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
 
 
 class _LinearIntoArena(torch.autograd.Function):
-    """y = x @ weight^T, whose backward adds the weight's gradient into `acc` and hands none to autograd."""
+    """y = x @ weight^T. Backward adds the weight's gradient into `acc` and returns None for it."""
 
     @staticmethod
     def forward(ctx, x, weight, acc):
@@ -150,53 +175,59 @@ class _LinearIntoArena(torch.autograd.Function):
                 torch.ops.gpuaccel.add_weight_gradient_(ctx.acc, dy, x)
             else:
                 _add_weight_gradient(ctx.acc, dy, x, nodes_needed(ctx.next_functions[1:2]))
-        return (dy @ weight if ctx.needs_input_grad[0] else None), None, None
+        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        return dx, None, None
 
 
 class _LinearsIntoArena(torch.autograd.Function):
-    """The outputs of several layers: one product with `joint`, their weights as the arena has them, side by side; `acc` likewise."""
+    """The outputs of several layers from one product.
+
+    joint: the layers' weights as the arena holds them, side by side. acc: their gradients,
+    likewise. widths: the number of outputs of each layer.
+    weights: the same weights one by one, so that autograd knows whose gradients backward computes.
+    """
 
     @staticmethod
-    def forward(
-        ctx, x, joint, acc, widths, *weights
-    ):  # the weights stand here so that autograd knows whose gradients these are
+    def forward(ctx, x, joint, acc, widths, *weights):
         x, joint = _as_autocast(x, joint)
         ctx.save_for_backward(x, joint)
-        ctx.acc, ctx.widths = acc, widths
+        ctx.acc = acc
+        ctx.widths = widths
         return F.linear(x, joint).split(widths, -1)
 
     @staticmethod
     def backward(ctx, *dys):
         x, joint = ctx.saved_tensors
-        if any(ctx.needs_input_grad[4:]) and torch.compiler.is_compiling():
-            dx = torch.ops.gpuaccel.fused_linears_backward_(ctx.acc, list(dys), x, joint)
-        elif any(ctx.needs_input_grad[4:]):
-            dx = _fused_linears_backward(
-                ctx.acc, dys, x, joint, nodes_needed(ctx.next_functions[-len(dys) :])
-            )
-        else:
+        if not any(ctx.needs_input_grad[4:]):
             dx = torch.cat(dys, -1) @ joint
+        elif torch.compiler.is_compiling():
+            dx = torch.ops.gpuaccel.fused_linears_backward_(ctx.acc, list(dys), x, joint)
+        else:
+            needed = nodes_needed(ctx.next_functions[-len(dys) :])
+            dx = _fused_linears_backward(ctx.acc, dys, x, joint, needed)
         return dx, None, None, None, *[None] * len(dys)
 
 
 def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
-    """(layer(x) for layer in layers). x: (..., in). One product where an accumulator of mode "fused" has found their weights side by side."""
+    """(layer(x) for layer in layers), as one product where that is possible.
+
+    x: (..., in).
+    It is possible while an accumulator of mode "fused" is open, and the weights lie side by side in
+    its arena."""
     joint = _joint_of(*layers)
     if joint is None:
         return tuple(layer(x) for layer in layers)
     # An arena lies in reverse order.
-    reverse = layers[::-1]
-    return _LinearsIntoArena.apply(
-        x,
-        joint.weight,
-        joint.grad,
-        [layer.out_features for layer in reverse],
-        *[layer.weight for layer in reverse],
-    )[::-1]
+    layers = layers[::-1]
+    widths = [layer.out_features for layer in layers]
+    weights = [layer.weight for layer in layers]
+    return _LinearsIntoArena.apply(x, joint.weight, joint.grad, widths, *weights)[::-1]
 
 
 class _SwigluIntoArena(torch.autograd.Function):
-    """silu(gate) * up with [up, gate] = x @ joint^T: both gradients are computed in their place side by side."""
+    """silu(gate) * up with [up, gate] = x @ joint^T.
+
+    Backward computes the gradients of `up` and `gate` side by side in one tensor."""
 
     @staticmethod
     def forward(ctx, x, joint, acc, *weights):
@@ -211,32 +242,31 @@ class _SwigluIntoArena(torch.autograd.Function):
     def backward(ctx, dh):
         x, joint, y = ctx.saved_tensors
         up, gate = y.unflatten(-1, (2, -1)).unsqueeze(-2).unbind(-3)
-        share = torch.sigmoid(gate)
-        silu, is_up = gate * share, torch.arange(2, device=y.device)[:, None] == 0
+        sigmoid = torch.sigmoid(gate)
+        silu = gate * sigmoid
+        is_up = torch.arange(2, device=y.device)[:, None] == 0
         # Not a cat: torch.compile would evaluate both halves for each element behind masks.
-        dy = (
-            torch.where(is_up, silu, up * (share + silu * (1 - share))) * dh.unsqueeze(-2)
-        ).flatten(-2)
-        if any(ctx.needs_input_grad[3:]):
+        derivative = torch.where(is_up, silu, up * (sigmoid + silu * (1 - sigmoid)))
+        dy = (derivative * dh.unsqueeze(-2)).flatten(-2)
+        weights_need_grad = ctx.needs_input_grad[3:]
+        if any(weights_need_grad):
             torch.ops.gpuaccel.add_weight_gradient_(ctx.acc, dy, x)
-        return (
-            (dy @ joint if ctx.needs_input_grad[0] else None),
-            None,
-            None,
-            *[None] * len(ctx.needs_input_grad[3:]),
-        )
+        dx = dy @ joint if ctx.needs_input_grad[0] else None
+        return dx, None, None, *[None] * len(weights_need_grad)
 
 
 def fused_swiglu(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
-    """silu(gate(x)) * up(x). x: (..., in). One product as in fused_linears(), where torch.compile makes one kernel of what follows it."""
+    """silu(gate(x)) * up(x), under torch.compile as one product where fused_linears() could.
+
+    x: (..., in). torch.compile makes one kernel of what follows the product."""
     joint = _joint_of(gate, up)
     if joint is None or gate.out_features != up.out_features or not torch.compiler.is_compiling():
         return F.silu(gate(x)) * up(x)
     return _SwigluIntoArena.apply(x, joint.weight, joint.grad, up.weight, gate.weight)
 
 
-def _joint_of(*layers) -> "Joint | None":
-    """The layers' weights as one tensor, where they lie side by side and nobody has hooks on a layer."""
+def _joint_of(*layers: nn.Module) -> "Joint | None":
+    """The layers' weights as one tensor; None where they do not lie side by side, or have hooks."""
     fused = fused_forward(layers[0])
     if not isinstance(fused, FusedLinear) or fused.joint is None or not torch.is_grad_enabled():
         return None
@@ -245,12 +275,13 @@ def _joint_of(*layers) -> "Joint | None":
     return fused.joint
 
 
-# ---- in the place of a layer's forward ------------------------------------------------------------------------------
+# ---- in the place of a layer's forward
+# ------------------------------------------------------------------------------
 
 
 class FusedForward:
-    """Takes the place of one layer's `forward`; remove() gives it back. Class, parameters, hooks and
-    state of the layer stay.
+    """Takes the place of a layer's `forward`; remove() restores it. Class, parameters, hooks and state
+    of the layer stay.
 
     layer: a module whose `forward` is its class's.
     grad: fp32, of the weight's shape: a slice of arena.grads.
@@ -270,7 +301,7 @@ class FusedForward:
         raise NotImplementedError
 
     def remove(self):
-        """The layer's own forward runs again, also where others have wrapped this one meanwhile."""
+        """Run the layer's own forward again, also where others have wrapped this one since."""
         self.grad = None
         entries = vars(self.layer)
         if entries.get("gpuaccel_fused") is self:
@@ -308,8 +339,10 @@ class Joint(NamedTuple):
 
 
 class FusedLinear(FusedForward):
-    """forward of an nn.Linear: x (..., in) -> (..., out). Its backward adds the weight's gradient into `grad`."""
+    """forward of an nn.Linear: x (..., in) -> (..., out). Its backward adds the weight's gradient
+    into `grad`."""
 
+    layer: nn.Linear
     joint: "Joint | None" = None
 
     @staticmethod
@@ -321,17 +354,21 @@ class FusedLinear(FusedForward):
         return y if layer.bias is None else y + layer.bias.to(y.dtype)
 
 
-# ---- which gradients the running backward computes ------------------------------------------------------------------
+# ---- which gradients the running backward computes
+# ------------------------------------------------------------------
 
 
 def parameter_needed(parameter: nn.Parameter) -> bool:
-    """Will the running backward compute this parameter's gradient? (Its node is looked up anew each time: one kept from elsewhere
-    would carry its stream into a graph's capture.)"""
+    """Will the running backward compute this parameter's gradient?"""
+    # The node is looked up anew each time: one made outside of a capture would bring its stream in.
     return _node_runs(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
-def nodes_needed(edges) -> "list[bool]":
-    """The same of the nodes behind an autograd function's inputs. torch.autograd.grad() may ask for some weights only."""
+def nodes_needed(edges: "Iterable[tuple[Any, int]]") -> "list[bool]":
+    """Will the running backward compute the gradients of these inputs of an autograd function?
+
+    edges: of its next_functions. torch.autograd.grad() may need the gradients of some weights only.
+    """
     return [node is not None and _node_runs(node) for node, _ in edges]
 
 
@@ -339,5 +376,5 @@ def _node_runs(node) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
-        # torch.autograd.grad() hands this leaf's gradient to its caller.
+        # torch.autograd.grad() returns this leaf's gradient to its caller.
         return True

@@ -1,29 +1,33 @@
-"""Gradient accumulation: what backward yields is added into the arena's fp32 sum, in one of four modes.
+"""Gradient accumulation: backward adds gradients into the arena's fp32 sum, in one of four modes.
 
-    >>> ga.ops.accumulate_(total, fresh)                       # one tensor: fp32 total += fp32 or bf16 fresh
+    >>> ga.ops.accumulate_(total, fresh)              # one tensor: fp32 total += fp32 or bf16 fresh
     >>> arena = ga.Arena(model)
-    >>> accumulator = ga.GradientAccumulator(arena, "arena")   # from now on every backward() adds into arena.grads
-    >>> for micro in micro_batches:
+    >>> accumulator = ga.GradientAccumulator(arena, "arena")
+    >>> for micro in micro_batches:                   # every backward() adds into arena.grads
     ...     loss(model, micro).backward()
-    >>> opt.step(); opt.zero_grad()                            # any torch optimizer over arena.parameters()
+    >>> opt.step(); opt.zero_grad()                   # any torch optimizer over arena.parameters()
 
 The modes, each faster than the one before:
-  host      each gradient is downloaded, added on the CPU, and the sum uploaded at the end
-  autograd  torch's own: `p.grad += fresh`, in the parameter's dtype (bf16 parameters: 256 + 1 = 256), moved to the arena at the end
-  arena     a hook collects fresh gradients (fp32 or bf16); one launch adds many tensors into fp32
-  fused     the weight-gradient product of every nn.Linear, and the row sums of every nn.Embedding without max_norm, are added into
-            the arena by themselves; the rest (subclasses, weights with hooks) goes as in `arena`
+  host      downloads each gradient, adds it on the CPU, and uploads the sum at the end
+  autograd  torch's own `p.grad += fresh`, in the parameter's dtype (in bf16 256 + 1 = 256); the
+            result is moved into the arena at the end
+  arena     a hook collects fresh gradients, fp32 or bf16; one launch adds many tensors into fp32
+  fused     the weight-gradient product of an nn.Linear, and the row sums of an nn.Embedding without
+            max_norm, write straight into the arena; other tensors (of subclasses, and weights with
+            hooks) go as in `arena`
 
-This file knows about hooks, backward passes and the accumulation window; where a gradient goes is the mode's:
-accumulation_modes.py and fused_mode.py.
+This file knows about hooks, backward passes and the accumulation window. Where a gradient goes is
+the mode's: accumulation_modes.py and fused_mode.py.
 
-Source: gradient accumulation on the GPU as in entrenar's ALB-091; mixed-precision sums as in Micikevicius et al., 2018.
+Source: gradient accumulation on the GPU as in entrenar's ALB-091; mixed-precision sums as in
+Micikevicius et al., 2018.
 """
 
 import contextlib
 import functools
-import itertools
 import weakref
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -42,37 +46,57 @@ from .accumulation_modes import (
 from .arena import Arena
 from .fused_mode import FusedMode
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 MODES = ("host", "autograd", "arena", "fused")
 
 _accumulators: "weakref.WeakSet[GradientAccumulator]" = weakref.WeakSet()
 
 
 class BackwardListener:
-    """Is told about gradients while a backward runs, in autograd's threads; a subclass overrides what it wants to know."""
+    """Callbacks about gradients, called by autograd's threads while a backward runs.
+
+    A subclass overrides those that it needs."""
 
     def keeps(self, i: int, grad: Tensor) -> bool:
-        """A fresh gradient of tensor i. True: the listener keeps it, and it is not added to the sum."""
+        """Called with a fresh gradient of tensor i.
+
+        Returns whether the listener keeps it; then it is not added to the sum."""
         return False
 
     def gradient_complete(self, i: int, pending: bool):
-        """Backward has given tensor i all of its gradient. pending: part of it waits for a launch (GradientAccumulator.flush)."""
+        """Called when backward has computed all of tensor i's gradient.
+
+        pending: part of it waits for a launch (GradientAccumulator.flush)."""
 
     def product_added(self, tensors: "dict[int, bool]"):
-        """Mode "fused": a product has been added. tensors: number -> is it complete, if this backward goes as the one before?"""
+        """Called in mode "fused" when a product has been added.
+
+        tensors: index of each tensor of the product -> whether its gradient is complete, provided
+            that this backward runs as many products as the one before."""
 
 
 class GradientAccumulator:
-    """From its making until close(), every backward() of the arena's module adds into `arena.grads`, in the given mode.
+    """Add the gradients of each backward() of the arena's module into `arena.grads`, until close().
 
-    After each backward (`host` and `autograd`: after finish(), which also runs before the step of any optimizer over
-    arena.parameters()) the sums stand as `.grad` of arena.parameters(); a parameter that got no gradient has `.grad` None, as in
-    torch. `optimizer.zero_grad()` or zero_() opens the next accumulation window. With bf16 parameters zero through the optimizer
-    or zero_(), because module.zero_grad() does not know their fp32 masters; to abandon a window before finish() in `host` and
-    `autograd`, zero with zero_(). A backward that raises drops its window's sum: it is partial. A GradScaler looks at `.grad`
-    before the optimizer's step: in `host` and `autograd` call finish() before it. A weight that had tensor hooks when this was
-    made stays out of `fused`. No host synchronisation and no download in `arena` and `fused`.
+    arena: an arena without an accumulator.
+    mode: "host", "autograd", "arena" or "fused" (this module's first lines).
 
-    Raises ArgumentError for an unknown mode or an arena that has an accumulator already."""
+    After each backward the sums stand as `.grad` of arena.parameters(); in `host` and `autograd`
+    after finish(), which also runs before the step of any optimizer over arena.parameters(). A
+    parameter that got no gradient has `.grad` None, as in torch. `arena` and `fused` download no
+    gradient and never synchronise with the host.
+
+    `optimizer.zero_grad()` or zero_() opens the next accumulation window. With bf16 parameters use
+    one of these two: module.zero_grad() does not know their fp32 masters. To abandon a window
+    before finish() in `host` and `autograd`, use zero_(). A backward that raises drops its window's
+    sum, which would be partial.
+
+    A GradScaler reads `.grad` before the optimizer's step: in `host` and `autograd` call finish()
+    before it. A weight that has tensor hooks when the accumulator is made goes as in `arena`.
+
+    Raises ArgumentError for an unknown mode and for an arena that has an accumulator already."""
 
     def __init__(self, arena: Arena, mode: str = "arena"):
         if mode not in MODES:
@@ -83,25 +107,27 @@ class GradientAccumulator:
             )
         arena.check()
         self.arena = arena
-        self.mode = arena_mode = mode
+        self.mode = mode
         self._window = Window(arena)
         self._squares = False
         self._listener: "BackwardListener | None" = None
-        # The backward that runs now (autograd's number for it); weak references to callbacks that die with their backward.
+        # The backward that runs now, by autograd's number.
         self._backward: "int | None" = None
+        # The number of each backward that has begun -> a weak reference to its callback, which
+        # autograd drops when the backward raises.
         self._running: "dict[int, weakref.ref]" = {}
         if not any(self._window.received):
             zero_sums(arena)
         else:
-            kept = self._window.received
-            for view in itertools.compress(arena.grad_views, [not k for k in kept]):
-                view.zero_()
+            for view, received in zip(arena.grad_views, self._window.received):
+                if not received:
+                    view.zero_()
         self._mode: AccumulationMode
-        if arena_mode == "fused":
+        if mode == "fused":
             self._mode = FusedMode(arena, self._window, self._open_backward, lambda: self._listener)
         else:
             modes = {"host": HostMode, "autograd": AutogradMode, "arena": ArenaMode}
-            self._mode = modes[arena_mode](arena, self._window)
+            self._mode = modes[mode](arena, self._window)
         self._handles: list = []
         if self._mode.uses_hooks:
             self._hook_parameters()
@@ -124,10 +150,11 @@ class GradientAccumulator:
     def _gradient_ready(self, i, p):
         """Autograd has accumulated into p.grad, or has nothing for it."""
         self._open_backward()
-        grad, listener = p.grad, self._listener
-        # None: a fused product took it, or it was undefined.
+        grad = p.grad
+        listener = self._listener
+        # None: a fused product has added it, or it is undefined.
         if grad is not None:
-            # Else autograd has added it in place already.
+            # Otherwise autograd has added it into the sum in place.
             if grad is not self.arena.grad_views[i]:
                 check_gradient(self.arena.segments[i].name, grad, p.shape, p.device)
                 p.grad = None
@@ -138,12 +165,12 @@ class GradientAccumulator:
             listener.gradient_complete(i, self._mode.pending(i))
 
     def _open_backward(self):
-        """Called for every gradient; acts at a backward's first."""
+        """Begin a backward, at its first gradient. Called for every gradient."""
         task = torch._C._current_graph_task_id()
         if task == self._backward:
             return
         self._drop_partial()
-        # What the backward around this one has collected (reentrant checkpointing).
+        # Gradients that the backward around this one has collected (reentrant checkpointing).
         self.flush()
         self._backward = task
         self.arena.check()
@@ -163,7 +190,7 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def _drop_partial(self):
-        """If a backward never came to its end, it raised: what it left is partial, and so is the window's sum."""
+        """Drop the window's sum if a backward raised: the sum is partial."""
         if any(end() is None for end in self._running.values()):
             self._zero_sums()
             for p, master in zip(self.arena.params, self.arena.masters):
@@ -179,7 +206,7 @@ class GradientAccumulator:
 
     @property
     def received(self) -> "list[bool]":
-        """Of each tensor of the arena: has it received a gradient in this window?"""
+        """Whether each tensor of the arena has received a gradient in this window."""
         return self._window.received
 
     @property
@@ -189,13 +216,16 @@ class GradientAccumulator:
 
     @property
     def product_tensors(self) -> "set[int]":
-        """Tensors (numbers) whose gradient fused products add; empty in other modes."""
-        return getattr(self._mode, "product_tensors", set())
+        """Indices of the tensors whose gradient fused products add; empty in other modes."""
+        return self._mode.product_tensors if isinstance(self._mode, FusedMode) else set()
 
     @contextlib.contextmanager
     def last_backward(self, squares: bool = False, listener: "BackwardListener | None" = None):
-        """Around the window's last backward. squares: the last addition also writes the sums of squares for the norm.
-        listener: is told about gradients while backward runs."""
+        """Context manager around the window's last backward.
+
+        squares: whether the last accumulation kernel also writes the chunks' sums of squares, of
+            which the norm is made.
+        listener: its methods are called while backward runs."""
         self._squares = squares
         self._listener = listener
         try:
@@ -211,22 +241,25 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def finish(self):
-        """Bring the window's sum into arena.grads and expose it. Does nothing twice; needed by hand only without an optimizer."""
+        """Complete the window's sum in arena.grads and expose it as `.grad`.
+
+        Runs by itself before an optimizer's step. A second call changes nothing."""
         self._drop_partial()
         self._mode.finish(self._squares)
-        taken_away = [
+        removed = [
             i
             for i, master in enumerate(self.arena.masters)
             if self._window.exposed[i] and master.grad is None
         ]
-        self._mode.drop(taken_away)
+        self._mode.drop(removed)
         self._window.expose()
 
     @torch.no_grad()
-    def zero_(self, cleared=None):
+    def zero_(self, cleared: "Collection[int] | None" = None):
         """Open a new window: the sum is zero (one device memset), no parameter has a gradient.
 
-        cleared: numbers of the tensors whose sums someone else has set to zero (ga.AdamW, while it read them): no memset then."""
+        cleared: indices of the tensors whose sums are zero already (ga.AdamW clears them while it
+            reads them); the memset is left out."""
         if cleared is None:
             self._zero_sums()
         else:
@@ -236,43 +269,49 @@ class GradientAccumulator:
             self._mode.cleared()
             self._window.clear()
             self._running.clear()
-        self._hide()
+        self._hide_sums()
 
-    def _hide(self):
+    def _hide_sums(self):
         for p, master in zip(self.arena.params, self.arena.masters):
             p.grad = master.grad = None
 
     def detach(self) -> int:
-        """Leave the sums where they are and forget that there are any, so that a captured graph can end here. Returns received_mask."""
+        """Close the window but leave the sums in arena.grads: a captured graph can end here.
+
+        Returns received_mask, for restore()."""
         mask = self.received_mask
         self._mode.discard()
         self._window.clear()
         self._running.clear()
-        self._hide()
+        self._hide_sums()
         return mask
 
     def restore(self, mask: int):
-        """Go on with the sums that detach() left. mask: the tensors that have received a gradient."""
+        """Continue the window that detach() closed. mask: what it returned."""
         self._window.received = [bool(mask >> i & 1) for i in range(len(self.received))]
         self._window.expose()
 
-    def window_state(self) -> tuple:
-        """Which tensors have received a gradient, and which show their sum as `.grad`: for set_window_state()."""
+    def window_state(self) -> "tuple[list[bool], list[bool]]":
+        """Which tensors have received a gradient, and which have their sum exposed as `.grad`.
+
+        For set_window_state()."""
         return [*self._window.received], [*self._window.exposed]
 
-    def set_window_state(self, state: tuple):
-        """Bring back what window_state() returned; the sums and `.grad` are the caller's business."""
+    def set_window_state(self, state: "tuple[list[bool], list[bool]]"):
+        """Set what window_state() returned. The sums and `.grad` are left to the caller."""
         received, exposed = state
         self._window.received = [*received]
         self._window.exposed = [*exposed]
 
     @torch.no_grad()
-    def scale_(self, factor):
-        """arena.grads *= factor; a number or a one-element tensor on the arena's device (which costs no synchronisation)."""
+    def scale_(self, factor: "float | Tensor"):
+        """arena.grads *= factor, without a synchronisation.
+
+        factor: a number, or a one-element tensor on the arena's device."""
         self.arena.grads.mul_(factor)
 
     def close(self):
-        """Remove the hooks; the module's gradients go where torch puts them. The arena stays."""
+        """Remove the hooks; backward fills `.grad` as in torch again. The arena stays."""
         if self not in _accumulators:
             return
         self.flush()
@@ -287,18 +326,20 @@ class GradientAccumulator:
         """The open accumulator of an arena, None when there is none."""
         return next((a for a in _accumulators if a.arena is arena), None)
 
-    def __enter__(self):
+    def __enter__(self) -> "Self":
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error) -> None:
         self.close()
 
     def __repr__(self):
         return f"GradientAccumulator({self.mode!r}, {self.arena!r})"
 
 
-def _finish_before_steps(accumulator):
-    """Before the step of any optimizer over arena.parameters(), finish(). Returns the hook's handle."""
+def _finish_before_steps(accumulator: GradientAccumulator):
+    """Call finish() before every step of an optimizer over arena.parameters().
+
+    Returns the hook's handle. The hook holds the accumulator weakly."""
     weak = weakref.ref(accumulator)
 
     def hook(optimizer, args, kwargs):
@@ -309,9 +350,10 @@ def _finish_before_steps(accumulator):
     return register_optimizer_step_pre_hook(hook)
 
 
-def finish_for(parameters):
-    """Before these parameters' gradients are read: sums that are not yet in place are brought there. ArgumentError where they cannot
-    be seen at all: the sums of bf16 parameters are those of their fp32 masters."""
+def finish_for(parameters: "Iterable[Tensor]"):
+    """Call finish() where these parameters' gradients depend on it, before they are read.
+
+    ArgumentError for bf16 parameters of an arena: the sums are those of their fp32 masters."""
     ids = {id(p) for p in parameters}
     for accumulator in list(_accumulators):
         arena = accumulator.arena
@@ -320,6 +362,7 @@ def finish_for(parameters):
         for i, (p, master) in enumerate(zip(arena.params, arena.masters)):
             if id(p) in ids and master is not p and p.grad is None and accumulator.received[i]:
                 raise ArgumentError(
-                    f"the gradient of {arena.segments[i].name} is the sum of its fp32 master: expected the arena, or "
-                    "arena.parameters(), instead of the module's bf16 parameters"
+                    f"the gradient of {arena.segments[i].name} is the sum of its fp32 master: "
+                    "expected the arena, or arena.parameters(), instead of the module's bf16 "
+                    "parameters"
                 )

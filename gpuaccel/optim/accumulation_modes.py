@@ -1,11 +1,13 @@
 """How a fresh gradient gets into an arena's fp32 sum: one class per mode of GradientAccumulator.
 
-All have one interface: begin() at a backward's first gradient, add() when one is ready, end() when the backward is over, finish()
-before the sums are read, zero() when they are dropped. The fourth mode, fused, has a file of its own: optim/fused_mode.py.
+All have one interface: begin() at a backward's first gradient, add() when a gradient is ready,
+end() when the backward is over, finish() before the sums are read, zero() when they are dropped.
+The fourth mode, fused, has a file of its own: optim/fused_mode.py.
 """
 
 import itertools
 import struct
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -15,10 +17,13 @@ from ..compiler import zero_
 from ..ops import CHUNK, MAX_TENSORS, accumulate_kernel, check_gradient, reference_accumulate
 from .arena import Arena
 
-# Bytes of fresh gradients that may wait for a launch: few launches, and little memory held.
+# Fresh gradients are added when this many bytes wait: few launches, and little memory held.
 MAX_PENDING_BYTES = 256 * 2**20
 
-_ADDRESSES = struct.Struct(f"{MAX_TENSORS}Q").pack
+_pack_addresses = struct.Struct(f"{MAX_TENSORS}Q").pack
+
+# The chunk table of a launch, and the first chunk of each tensor in it.
+ChunkTable = tuple[Tensor, "list[int]"]
 
 
 def add_to_arena(
@@ -26,17 +31,16 @@ def add_to_arena(
     first: int,
     last: int,
     grads: "list[Tensor | None]",
-    chunk_table=None,
-    first_chunk=None,
+    table: "ChunkTable | None" = None,
     squares: bool = False,
 ):
-    """arena.grads += grads for tensors [first, last): accumulate_v3, one launch per dtype and 256 tensors.
+    """arena.grads += grads for tensors [first, last): one launch per dtype and 256 tensors.
 
-    grads: contiguous fp32 or bf16 tensors on the arena's device; None: that tensor got no gradient.
-    chunk_table, first_chunk: the arena's, or a table with the chunks of some tensors only.
-    squares: accumulate_v4, which also writes the chunks' sums of squares to arena.squares."""
-    if chunk_table is None:
-        chunk_table, first_chunk = arena.chunk_table, arena.first_chunk
+    grads: contiguous fp32 or bf16 tensors on the arena's device; None: no gradient for that tensor.
+    table: the chunks of some tensors only; None: those of the arena.
+    squares: accumulate_v4 runs instead of accumulate_v3 and also writes the chunks' sums of squares
+        to arena.squares."""
+    chunk_table, first_chunk = table or (arena.chunk_table, arena.first_chunk)
     name = "accumulate_v4" if squares else "accumulate_v3"
     out = (arena.grads, arena.squares.values) if squares else (arena.grads,)
     for dtype in {g.dtype: None for g in grads if g is not None}:
@@ -54,7 +58,7 @@ def add_to_arena(
                     chunk_table,
                     first_chunk[start],
                     start,
-                    _ADDRESSES(*addresses, *[0] * (MAX_TENSORS - len(addresses))),
+                    _pack_addresses(*addresses, *[0] * (MAX_TENSORS - len(addresses))),
                     tensors=grads,
                 )
     arena.squares.mark((i for i, g in enumerate(grads, first) if g is not None), squares)
@@ -67,11 +71,14 @@ def zero_sums(arena: Arena):
 
 
 class Window:
-    """The accumulation window: which tensors have received a gradient, and which of these show their sum as `.grad`."""
+    """The state of the accumulation window.
+
+    received: whether each tensor has received a gradient.
+    exposed: whether its sum stands as `.grad` of its master."""
 
     def __init__(self, arena: Arena):
         self.arena = arena
-        # Sums that an earlier accumulator left, and that still stand as .grad, are continued.
+        # Sums of an earlier accumulator that still stand as .grad are continued.
         self.received = [
             master.grad is view for master, view in zip(arena.masters, arena.grad_views)
         ]
@@ -82,14 +89,14 @@ class Window:
         self.received = [False] * len(self.received)
         self.exposed = [False] * len(self.received)
 
-    def forget(self, tensors):
-        """These tensors (numbers) have received none."""
+    def forget(self, tensors: "Iterable[int]"):
+        """These tensors (indices) have received no gradient."""
         for i in tensors:
             self.received[i] = False
             self.exposed[i] = False
 
     def expose(self):
-        """The sums of tensors that have received a gradient stand as `.grad` of their master parameters."""
+        """Set the sums of the tensors that have received a gradient as `.grad` of their masters."""
         for i, master in enumerate(self.arena.masters):
             if self.received[i] and not self.exposed[i]:
                 master.grad = self.arena.grad_views[i]
@@ -97,11 +104,11 @@ class Window:
 
 
 class AccumulationMode:
-    """What all modes share: whose window it is, and dropping sums."""
+    """The interface of all modes, and what they share: exposed sums, and dropping sums."""
 
-    # Are gradients received from hooks while backward runs?
+    # Whether hooks hand over gradients while backward runs.
     uses_hooks = True
-    # Do the sums stand in arena.grads after every backward, to be exposed as .grad?
+    # Whether the sums are in arena.grads after every backward, to be exposed as .grad.
     exposes_after_backward = True
 
     def __init__(self, arena: Arena, window: Window):
@@ -109,33 +116,38 @@ class AccumulationMode:
         self.window = window
 
     def begin(self):
-        """The first gradient of a backward is coming: look at what happened to the exposed sums since the last one."""
+        """Begin a backward, before its first gradient: drop sums that the caller has zeroed."""
         self.drop(self.reopen())
 
     def reopen(self) -> "list[int]":
-        """Take over what the caller did to exposed sums, and hide them from autograd, which would add into them.
-        Returns the tensors (numbers) whose sum the caller took away."""
-        gone = []
+        """Read back what the caller did to exposed sums, and hide them from autograd.
+
+        Autograd would add into an exposed sum. Returns the tensors (indices) whose `.grad` the
+        caller has set to None."""
+        zeroed = []
         for i, (master, parameter) in enumerate(zip(self.arena.masters, self.arena.params)):
             if not self.window.exposed[i]:
                 continue
             view = self.arena.grad_views[i]
             if master.grad is None:
-                gone.append(i)
+                zeroed.append(i)
             elif master.grad is not view:
-                # The caller has put another gradient there: it counts.
+                # The caller has set another gradient: it replaces the sum.
                 view.copy_(master.grad)
             if self.hides(master, parameter):
                 master.grad = None
                 self.window.exposed[i] = False
-        return gone
+        return zeroed
 
-    def hides(self, master, parameter) -> bool:
-        """Autograd adds into the `.grad` of the parameter itself; that of a bf16 parameter's master may stay."""
+    def hides(self, master: Tensor, parameter: Tensor) -> bool:
+        """Whether an exposed sum has to be hidden while backward runs.
+
+        Autograd adds into the `.grad` of the parameter; that of a bf16 parameter's master may stay.
+        """
         return master is parameter
 
     def drop(self, tensors: "list[int]"):
-        """The sums of these tensors are zero."""
+        """Set the sums of these tensors (indices) to zero."""
         if tensors and len(tensors) == sum(self.window.received):
             zero_sums(self.arena)
         else:
@@ -144,43 +156,45 @@ class AccumulationMode:
         self.window.forget(tensors)
 
     def add(self, i: int, grad: Tensor, squares: bool):
-        """Autograd has computed a gradient of tensor i. squares: this is the window's last backward, and sums of squares are wanted."""
+        """Add a gradient of tensor i that autograd has computed, now or in a later launch.
+
+        squares: whether the launch also writes sums of squares: in the window's last backward."""
 
     def flush(self, squares: bool):
         """Add the gradients that wait for a launch."""
 
     def pending(self, i: int) -> bool:
-        """Does a gradient of tensor i wait for a launch?"""
+        """Whether a gradient of tensor i waits for a launch."""
         return False
 
     def discard(self):
         """Forget the gradients that wait for a launch."""
 
     def end(self):
-        """A backward is over."""
+        """Called when a backward is over."""
 
     def finish(self, squares: bool):
-        """Bring the sums into arena.grads."""
+        """Complete the sums in arena.grads."""
 
     def zero(self):
-        """The sums are zero, and gradients that wait for a launch are dropped."""
+        """Set the sums to zero, and drop gradients that wait for a launch."""
         zero_sums(self.arena)
 
     def cleared(self):
-        """Somebody else has set arena.grads to zero."""
+        """Called when somebody else has set arena.grads to zero."""
 
     def close(self):
-        """Give back what the mode has put into the model."""
+        """Remove what the mode has put into the model."""
 
 
 class AutogradMode(AccumulationMode):
-    """Torch adds, `p.grad += fresh`, in the parameter's dtype; finish() moves the result into the arena."""
+    """Torch adds, `p.grad += fresh`, in the parameter's dtype; finish() moves it into the arena."""
 
     uses_hooks = False
 
     def reopen(self):
-        # The sums stay exposed: torch adds to them. Where .grad is another tensor, zero_grad() took the sum away, and autograd
-        # may have made a new gradient since.
+        # The sums stay exposed: torch adds to them. Where .grad is not the sum, zero_grad() has
+        # removed it, and autograd may have made a new gradient since.
         return [
             i
             for i, master in enumerate(self.arena.masters)
@@ -200,7 +214,9 @@ class AutogradMode(AccumulationMode):
 
 
 class HostMode(AccumulationMode):
-    """Each gradient is downloaded and added on the CPU; finish() uploads the sum. The slowest mode, kept to measure it."""
+    """Each gradient is downloaded and added on the CPU; finish() uploads the sum.
+
+    The slowest mode, kept to measure it."""
 
     exposes_after_backward = False
 
@@ -242,7 +258,7 @@ class HostMode(AccumulationMode):
 
 
 class ArenaMode(AccumulationMode):
-    """Fresh gradients, fp32 or bf16, wait until there are enough; then one launch adds them all into fp32."""
+    """Fresh gradients, fp32 or bf16, wait until there are enough; one launch adds all into fp32."""
 
     def __init__(self, arena: Arena, window: Window):
         super().__init__(arena, window)
@@ -263,8 +279,8 @@ class ArenaMode(AccumulationMode):
         if self.pending_bytes >= MAX_PENDING_BYTES:
             self.flush(squares)
 
-    def chunks_for(self, tensors) -> tuple:
-        """(chunk_table, first_chunk) for a launch that adds gradients of these tensors."""
+    def chunks_for(self, tensors: "list[int]") -> ChunkTable:
+        """The chunk table of a launch that adds gradients of these tensors."""
         return self.arena.chunk_table, self.arena.first_chunk
 
     def flush(self, squares):
@@ -282,27 +298,37 @@ class ArenaMode(AccumulationMode):
 
 
 @torch.no_grad()
-def add_fresh(arena, fresh: "list[Tensor | None]", squares: bool, chunks_for=None):
-    """arena.grads += fresh, by our kernel where it runs, else by its reference. fresh: one entry per tensor of the arena."""
-    got = [i for i, grad in enumerate(fresh) if grad is not None]
-    if not got:
+def add_fresh(
+    arena: Arena,
+    fresh: "list[Tensor | None]",
+    squares: bool,
+    chunks_for: "Callable[[list[int]], ChunkTable] | None" = None,
+):
+    """arena.grads += fresh, by a kernel where kernels run on the arena's device, else in torch.
+
+    fresh: one entry per tensor of the arena; None: no gradient.
+    squares: as for add_to_arena.
+    chunks_for: returns the chunk table for the tensors (indices) that have a gradient."""
+    tensors = [i for i, grad in enumerate(fresh) if grad is not None]
+    if not tensors:
         return
     if not takes(arena.device):
-        for i in got:
-            reference_accumulate(arena.grad_views[i], fresh[i])
+        for view, grad in zip(arena.grad_views, fresh):
+            if grad is not None:
+                reference_accumulate(view, grad)
         return
-    first, last = got[0], got[-1] + 1
+    first = tensors[0]
+    last = tensors[-1] + 1
     grads = [g if g is None else g.contiguous() for g in fresh[first:last]]
-    table = chunks_for(got) if chunks_for is not None else (None, None)
-    add_to_arena(arena, first, last, grads, *table, squares=squares)
+    table = None if chunks_for is None else chunks_for(tensors)
+    add_to_arena(arena, first, last, grads, table, squares)
 
 
-def chunk_table_of(arena: Arena, tensors) -> tuple:
-    """(chunk_table, first_chunk) with the chunks of these tensors only, so that no thread block starts in vain."""
-    tensors = set(tensors)
+def chunk_table_of(arena: Arena, tensors: "Iterable[int]") -> ChunkTable:
+    """The chunk table of these tensors only, so that no thread block starts without work."""
+    members = set(tensors)
     counts = [
-        segment.padded // CHUNK if i in tensors else 0 for i, segment in enumerate(arena.segments)
+        segment.padded // CHUNK if i in members else 0 for i, segment in enumerate(arena.segments)
     ]
-    wanted = torch.tensor(sorted(tensors), device=arena.device)
-    rows = torch.isin(arena.chunk_table[:, 0], wanted)
+    rows = torch.isin(arena.chunk_table[:, 0], torch.tensor(sorted(members), device=arena.device))
     return arena.chunk_table[rows], [0, *itertools.accumulate(counts)]

@@ -1,10 +1,12 @@
-"""Gradient clipping that never asks the host: the norm, the decision and the factor stay on the device.
+"""Gradient clipping without a host synchronisation: norm, decision and scale stay on the device.
 
-    >>> ga.clip_grad_norm_(model.parameters(), 1.0)            # as torch.nn.utils.clip_grad_norm_, returns the norm before clipping
-    >>> found = ga.optim.clip_grads_(arena, 1.0, scope="block")      # one norm per transformer block; found.norm, found.clipped_norm, ...
-    >>> found.name()                                           # waits, and tells which gradient was not finite, or None
+    >>> ga.clip_grad_norm_(model.parameters(), 1.0)       # returns the norm before clipping
+    >>> state = ga.optim.clip_grads_(arena, 1.0, scope="block")     # one norm per transformer block
+    >>> state.norm, state.clipped_norm, state.scale
+    >>> state.name()               # waits; the first gradient that was not finite, or None
 
-With ga.AdamW(..., max_norm=1.0) none of this needs to be called: the optimizer takes the norm and multiplies by the scale itself.
+clip_grad_norm_ is a drop-in for torch.nn.utils.clip_grad_norm_. With ga.AdamW(..., max_norm=1.0)
+neither needs to be called: the optimizer takes the norm and multiplies by the scale itself.
 
 What happens at the edges ("skip" is the default of an arena):
 
@@ -23,12 +25,15 @@ What happens at the edges ("skip" is the default of an arena):
 | no tensors, empty tensors | fails | norm 0; empty tensors count for nothing |
 | a launch that fails | ignored, stale sums are used | BackendError |
 
-Source: the three phases of entrenar's fused clip (ALB-078); torch.nn.utils.clip_grad_norm_ for semantics; eps as there.
+Source: the three phases of entrenar's fused clip (ALB-078); semantics and eps of
+torch.nn.utils.clip_grad_norm_.
 """
 
+import functools
 import math
 import types
 import warnings
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -56,11 +61,11 @@ from ..ops import (
 from .accumulate import GradientAccumulator, finish_for
 from .arena import Arena
 
-# ---- public ---------------------------------------------------------------------------------------------------------
+# ---- public ----
 
 
 def clip_grad_norm_(
-    parameters_or_arena,
+    parameters_or_arena: "Arena | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]",
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -70,18 +75,34 @@ def clip_grad_norm_(
     on_nonfinite: "str | None" = None,
     eps: float = EPS,
 ) -> Tensor:
-    """Scale gradients in place so that their norm is at most max_norm; returns the norm before clipping, () fp32 on their device.
+    """Scale gradients in place so that their norm is at most max_norm; returns the norm.
 
-    A drop-in for torch.nn.utils.clip_grad_norm_, without a host synchronisation (except with error_if_nonfinite or "raise").
-    parameters_or_arena: parameters (an iterable, or one; or pairs as of named_parameters()), whose `.grad` is clipped, or an Arena, whose
-    `grads` are.
-    max_norm: 0 or more. norm_type: 1, 2 and inf by our kernels, others by torch. foreach: as torch's, where torch computes.
-    scope: "global" (one norm), "tensor" (one each), "block" (an arena's blocks: entrenar's per-layer clip); with the last two
-    the result is (G,). on_nonfinite: "propagate" (torch's behaviour; default for parameters), "skip" (default for an arena: a group that is
-    not finite stays as it is; ga.AdamW then leaves out the whole step) or "raise" (NonFiniteError names the tensor; waits). eps: added to
-    the norm. Deviations from torch: the norm is fp32 (fp64 for fp64 gradients); finite gradients whose squares leave fp32 have their right
-    norm; nothing is written when the scale is 1; a negative or NaN max_norm and sparse or complex gradients are an ArgumentError.
-    torch's own code computes, with its precision, for fp64 gradients, other norms, tensor subclasses, several devices, and on the CPU."""
+    A drop-in for torch.nn.utils.clip_grad_norm_ that does not synchronise with the host (except
+    with error_if_nonfinite or "raise").
+
+    parameters_or_arena: parameters, whose `.grad` is clipped: an iterable, a single one, or pairs
+        as of named_parameters(). Or an Arena, whose `grads` are clipped.
+    max_norm: 0 or more.
+    norm_type: 1, 2 and inf are computed by kernels, others by torch.
+    error_if_nonfinite: raise NonFiniteError where a norm is not finite, before anything is written.
+        Waits for the device.
+    foreach: as torch's, where torch computes.
+    scope: "global" (one norm), "tensor" (one norm each) or "block" (one norm for each block of an
+        arena: entrenar's per-layer clip).
+    on_nonfinite: what happens to a group whose norm is not finite. "propagate" (default for
+        parameters): it is multiplied by the scale all the same, as in torch. "skip" (default for an
+        arena): it stays as it is; ga.AdamW leaves out the whole step. "raise": NonFiniteError names
+        the tensor; waits for the device.
+    eps: added to the norm.
+
+    Returns the norm before clipping, fp32 on the gradients' device: () with scope "global", else
+    (G,), one per tensor or block.
+    Raises ArgumentError for a negative or NaN max_norm and for sparse or complex gradients.
+
+    Deviations from torch: the norm is fp32 (fp64 for fp64 gradients); finite gradients whose
+    squares overflow or underflow fp32 have their right norm; nothing is written when the scale is 1.
+    torch's own code computes, with its precision, for fp64 gradients, other norms, tensor
+    subclasses, several devices, and on the CPU."""
     return clip_grads_(
         parameters_or_arena,
         max_norm,
@@ -96,7 +117,7 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def clip_grads_(
-    parameters_or_arena,
+    parameters_or_arena: "Arena | Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]",
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -106,148 +127,187 @@ def clip_grads_(
     on_nonfinite: "str | None" = None,
     eps: float = EPS,
 ) -> ClipState:
-    """clip_grad_norm_ with everything it found: scale, both norms, whether all was finite, and which tensor was the first that was not."""
-    arena = parameters_or_arena if isinstance(parameters_or_arena, Arena) else None
-    max_norm, norm_type = check_max_norm(max_norm), float(norm_type)
+    """clip_grad_norm_ that returns all it computes, as a ClipState.
+
+    That is the scale, the norm before and after clipping, whether all gradients were finite, and
+    the first tensor that was not. The arguments are those of clip_grad_norm_."""
+    max_norm = check_max_norm(max_norm)
+    norm_type = float(norm_type)
     check_choice("scope", scope, SCOPES)
-    policy = on_nonfinite or ("skip" if arena else "propagate")
-    check_choice("on_nonfinite", policy, POLICIES)
-    if scope == "block" and arena is None:
-        raise ArgumentError("scope='block' needs an arena, which knows the blocks; got parameters")
-    if arena is not None:
-        grads, names = _arena_grads(arena), lambda: [s.name for s in arena.segments]
+    grads: "list[Tensor]"
+    names: "Callable[[], list[str]]"
+    groups: "list[int] | None" = None  # of each tensor; None: all are one group
+    if isinstance(parameters_or_arena, Arena):
+        arena = parameters_or_arena
+        policy = on_nonfinite or "skip"
+        check_choice("on_nonfinite", policy, POLICIES)
+        grads = _arena_grads(arena)
+        names = functools.partial(_arena_names, arena)
+        if scope == "block":
+            groups = [s.block for s in arena.segments]
     else:
+        arena = None
+        policy = on_nonfinite or "propagate"
+        check_choice("on_nonfinite", policy, POLICIES)
+        if scope == "block":
+            raise ArgumentError(
+                "scope='block' needs an arena, which knows the blocks; got parameters"
+            )
         grads, names = _grads_of(parameters_or_arena)
-    if not grads:
-        device = arena.device if arena else None
-        verdict = torch.tensor([[1.0, 0.0, 0.0, 1.0]][: scope == "global"], device=device).reshape(
-            -1, 4
-        )
-        return ClipState(
-            verdict, torch.full((len(verdict),), -1, dtype=torch.int32, device=device), scope, names
-        )
-    ours = kernel_takes(grads)
-    if not ours:
+        if not grads:
+            return _empty_state(scope, names)
+    if scope == "tensor":
+        groups = list(range(len(grads)))
+    by_kernels = kernel_takes(grads)
+    if not by_kernels:
         check_gradients(grads, names)
-    groups = (
-        None
-        if scope == "global"
-        else [s.block for s in arena.segments]
-        if scope == "block"
-        else list(range(len(grads)))
-    )
-    found, scale = (_by_kernels if ours and norm_type in (1.0, 2.0, math.inf) else _by_torch)(
-        grads, names, groups, scope, max_norm, norm_type, eps, policy, foreach, arena
-    )
-    if (error_if_nonfinite or policy == "raise") and not bool(found.finite.all()):
+    if by_kernels and norm_type in (1.0, 2.0, math.inf):
+        state, scale = _by_kernels(
+            grads, names, groups, scope, max_norm, norm_type, eps, policy, arena
+        )
+    else:
+        state, scale = _by_torch(
+            grads, names, groups, scope, max_norm, norm_type, eps, policy, foreach
+        )
+    if (error_if_nonfinite or policy == "raise") and not bool(state.finite.all()):
         raise NonFiniteError(
-            f"The total norm of order {norm_type} for gradients of {found.name() or 'all tensors together'} is non-finite: "
-            f"it is {found.norm.tolist()}. Nothing was clipped"
+            f"The total norm of order {norm_type} for gradients of "
+            f"{state.name() or 'all tensors together'} is non-finite: it is "
+            f"{state.norm.tolist()}. Nothing was clipped"
         )
     scale()
-    return found
+    return state
 
 
-def _grads_of(parameters):
-    if isinstance(parameters, Tensor):
-        parameters = [parameters]
-    generator, parameters = isinstance(parameters, types.GeneratorType), list(parameters)
-    if generator and not parameters:
+def _empty_state(scope: str, names: "Callable[[], list[str]]") -> ClipState:
+    """The ClipState of no gradients: with scope "global" norm 0 and scale 1, else no groups."""
+    rows = [[1.0, 0.0, 0.0, 1.0]] if scope == "global" else []
+    first_bad = torch.full((len(rows),), -1, dtype=torch.int32)
+    return ClipState(torch.tensor(rows).reshape(-1, 4), first_bad, scope, names)
+
+
+def _grads_of(
+    parameters: "Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]",
+) -> "tuple[list[Tensor], Callable[[], list[str]]]":
+    """The gradients of parameters that have one, and a function that returns their names."""
+    members = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if isinstance(parameters, types.GeneratorType) and not members:
         warnings.warn("`parameters` is an empty generator: there is nothing to clip", stacklevel=5)
-    given = None
-    if parameters and isinstance(parameters[0], tuple):
-        given, parameters = [name for name, _ in parameters], [p for _, p in parameters]
-    finish_for(parameters)
+    given: "list[str] | None" = None
+    if members and isinstance(members[0], tuple):
+        given = [name for name, _ in members]
+        members = [p for _, p in members]
+    finish_for(members)
 
     def names():
-        return [
-            name for name, p in zip(given or unnamed(parameters), parameters) if p.grad is not None
-        ]
+        pairs = zip(given or unnamed(members), members)
+        return [name for name, p in pairs if p.grad is not None]
 
-    return [g for p in parameters if (g := p.grad) is not None], names
+    return [g for p in members if (g := p.grad) is not None], names
 
 
-def _arena_grads(arena):
+def _arena_names(arena: Arena) -> "list[str]":
+    return [s.name for s in arena.segments]
+
+
+def _arena_grads(arena: Arena) -> "list[Tensor]":
+    """The arena's gradient sums, completed. ArgumentError for a `.grad` that is not one of them."""
     arena.check()
-    if (accumulator := GradientAccumulator.of(arena)) is not None:
+    accumulator = GradientAccumulator.of(arena)
+    if accumulator is not None:
         accumulator.finish()
-    elsewhere = next(
-        (
-            s.name
-            for s, p, owner, view in zip(
-                arena.segments, arena.params, arena.masters, arena.grad_views
-            )
-            for t in {p, owner}
-            if t.grad is not None and t.grad.data_ptr() != view.data_ptr() and t.grad.numel()
-        ),
-        None,
-    )
-    if elsewhere:
-        raise ArgumentError(
-            f"the gradient of {elsewhere} is not in the arena, whose sums would be clipped: make a ga.GradientAccumulator(arena) "
-            "before backward(), or clip arena.parameters()"
-        )
+    for s, p, master, view in zip(arena.segments, arena.params, arena.masters, arena.grad_views):
+        for grad in (p.grad, master.grad):
+            if grad is not None and grad.numel() and grad.data_ptr() != view.data_ptr():
+                raise ArgumentError(
+                    f"the gradient of {s.name} is not in the arena, whose sums would be clipped: "
+                    "make a ga.GradientAccumulator(arena) before backward(), or clip "
+                    "arena.parameters()"
+                )
     return arena.grad_views
 
 
-def _by_kernels(grads, names, groups, scope, max_norm, norm_type, eps, policy, foreach, arena):
-    device, count = grads[0].device, 1 if groups is None else groups[-1] + 1
-    found, limit = (
-        new_state(count, device, scope, names),
-        torch.full((1,), max_norm, dtype=torch.float64, device=device),
-    )
-    plain = all(map(Tensor.is_contiguous, grads))
-    packed = (
-        grads if plain else [g if dense(g) else g.contiguous() for g in grads]
-    )  # an interleaved view is copied out, and back
+def _by_kernels(
+    grads: "list[Tensor]",
+    names: "Callable[[], list[str]]",
+    groups: "list[int] | None",
+    scope: str,
+    max_norm: float,
+    norm_type: float,
+    eps: float,
+    policy: str,
+    arena: "Arena | None",
+) -> "tuple[ClipState, Callable[[], None]]":
+    """The clip state, and a function that scales the gradients: by kernels."""
+    device = grads[0].device
+    count = 1 if groups is None else groups[-1] + 1
+    state = new_state(count, device, scope, names)
+    limit = torch.full((1,), max_norm, dtype=torch.float64, device=device)
+    # A view with gaps between its elements is copied into a dense tensor, and back.
+    packed = grads
+    if not all(map(Tensor.is_contiguous, grads)):
+        packed = [g if dense(g) else g.contiguous() for g in grads]
     launches = launches_for(packed)
-    if groups is None:
-        group_of = None
-    elif scope == "block":
+    group_of = None
+    if scope == "block" and arena is not None:
         group_of = arena.tensor_to_block
-    else:
+    elif groups is not None:
         group_of = torch.arange(count, dtype=torch.int32, device=device)
     if arena is not None and norm_type == 2:
         arena.squares.update()
-        partials, owners = arena.squares.values, arena.chunk_to_tensor
+        partials = arena.squares.values
+        chunk_to_tensor = arena.chunk_to_tensor
     else:
-        rows = sum(chunks for _, chunks, _ in launches)
-        partials, owners = (
-            torch.empty(rows, dtype=torch.float64, device=device),
-            torch.empty(rows, dtype=torch.int32, device=device),
-        )
-        launch_squares(packed, partials, owners, norm_type, launches)
-    launch_reduce(found, partials, owners, group_of, len(partials), limit, eps, None, norm_type)
+        chunks = sum(chunks for _, chunks, _ in launches)
+        partials = torch.empty(chunks, dtype=torch.float64, device=device)
+        chunk_to_tensor = torch.empty(chunks, dtype=torch.int32, device=device)
+        launch_squares(packed, partials, chunk_to_tensor, norm_type, launches)
+    launch_reduce(
+        state, partials, chunk_to_tensor, group_of, len(partials), limit, eps, None, norm_type
+    )
 
     def scale():
-        launch_scale(packed, found, group_of, policy == "skip", launches)
-        if not plain:
+        launch_scale(packed, state, group_of, policy == "skip", launches)
+        if packed is not grads:
             for g, p in zip(grads, packed):
                 if p is not g:
                     g.copy_(p)
         torch.autograd.graph.increment_version(grads)
 
-    return found, scale
+    return state, scale
 
 
-def _by_torch(grads, names, groups, scope, max_norm, norm_type, eps, policy, foreach, arena):
-    norms, bad = reference_norms(
-        grads, norm_type, groups, 1 if groups is None else groups[-1] + 1, foreach
-    )
-    scales, finite = reference_scale(norms, max_norm, eps), torch.isfinite(norms)
-    verdicts = torch.stack([scales, norms, norms * scales, finite.to(norms.dtype)], 1)
-    found = ClipState(
-        verdicts if norms.dtype == torch.float64 else verdicts.float(), bad, scope, names
-    )
+def _by_torch(
+    grads: "list[Tensor]",
+    names: "Callable[[], list[str]]",
+    groups: "list[int] | None",
+    scope: str,
+    max_norm: float,
+    norm_type: float,
+    eps: float,
+    policy: str,
+    foreach: "bool | None",
+) -> "tuple[ClipState, Callable[[], None]]":
+    """The same by torch."""
+    count = 1 if groups is None else groups[-1] + 1
+    norms, first_bad = reference_norms(grads, norm_type, groups, count, foreach)
+    scales = reference_scale(norms, max_norm, eps)
+    finite = torch.isfinite(norms)
+    rows = torch.stack([scales, norms, norms * scales, finite.to(norms.dtype)], 1)
+    if norms.dtype != torch.float64:
+        rows = rows.float()
+    state = ClipState(rows, first_bad, scope, names)
     if policy == "skip":
         scales = torch.where(finite, scales, 1.0)
 
     def scale():
-        for g in range(len(scales)):
-            members = grads if groups is None else [t for t, of in zip(grads, groups) if of == g]
+        for group in range(len(scales)):
+            members = grads
+            if groups is not None:
+                members = [t for t, number in zip(grads, groups) if number == group]
             for device in {t.device: None for t in members}:
                 torch._foreach_mul_(
-                    [t for t in members if t.device == device], scales[g].to(device)
+                    [t for t in members if t.device == device], scales[group].to(device)
                 )
 
-    return found, scale
+    return state, scale

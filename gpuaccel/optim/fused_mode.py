@@ -1,14 +1,20 @@
-"""Accumulation mode "fused": the product that computes a weight's gradient adds it into the arena by itself.
+"""Accumulation mode "fused": the product that computes a weight's gradient also adds it to the
+arena.
 
-Every nn.Linear whose weight has no hooks is reached through a FusedLinear in the place of its `forward`, every nn.Embedding through
-a FusedEmbedding (nn/). A product says when it is about to be added, and when it has been. The other tensors go as in mode "arena".
+A FusedLinear takes the place of the `forward` of every nn.Linear whose weight has no hooks, and a
+FusedEmbedding that of every nn.Embedding (nn/). They call this module before and after each
+product. The other tensors go as in mode "arena".
 """
 
 import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 
 from ..nn import (
+    FusedForward,
     FusedLinear,
     Joint,
     fuse_embedding,
@@ -17,22 +23,31 @@ from ..nn import (
     register_slice,
     unregister_slice,
 )
-from .accumulation_modes import ArenaMode, chunk_table_of
+from .accumulation_modes import ArenaMode, Window, chunk_table_of
+from .arena import Arena
+
+if TYPE_CHECKING:
+    from .accumulate import BackwardListener
 
 
 class _ProductSlice:
-    """A slice of arena.grads that products are added into: one weight, or several side by side (nn.fused_linear.GradientSlice)."""
+    """A slice of arena.grads that products are added into (an nn.fused_linear.GradientSlice).
 
-    def __init__(self, mode: "FusedMode", tensors: "list[int]", grad):
+    mode: what is told about the products.
+    tensors: indices of the weights in the slice: one, or several side by side.
+    grad: the slice."""
+
+    def __init__(self, mode: "FusedMode", tensors: "list[int]", grad: Tensor):
         self.mode = mode
         self.tensors = tensors
         self.grad = grad
         register_slice(grad, self)
 
-    def before_product(self, needed):
+    def before_product(self, needed: "list[bool] | None") -> "list[tuple[int, int]] | None":
         if torch._C._current_graph_task_id() == -1:
             return None
-        params, segments = self.mode.arena.params, self.mode.arena.segments
+        params = self.mode.arena.params
+        segments = self.mode.arena.segments
         if needed is None:
             needed = [parameter_needed(params[i]) for i in self.tensors]
         adding = [i for i, is_needed in zip(self.tensors, needed) if is_needed]
@@ -44,7 +59,7 @@ class _ProductSlice:
             (start, stop) for i, start, stop in zip(self.tensors, ends, ends[1:]) if i in adding
         ]
 
-    def after_product(self):
+    def after_product(self) -> None:
         if torch._C._current_graph_task_id() != -1:
             self.mode.product_added(self.tensors)
 
@@ -53,22 +68,31 @@ class _ProductSlice:
 
 
 class FusedMode(ArenaMode):
-    """See this module's first lines. open_backward: called before the first product of a backward. listener: a function that
-    returns the BackwardListener of the running backward, or None."""
+    """Accumulation by the products themselves; see this module's first lines.
 
-    def __init__(self, arena, window, open_backward, listener):
+    open_backward: called before each product; acts before the first of a backward.
+    listener: returns the BackwardListener of the running backward, or None."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        window: Window,
+        open_backward: "Callable[[], None]",
+        listener: "Callable[[], BackwardListener | None]",
+    ):
         super().__init__(arena, window)
         self._open_backward = open_backward
         self._listener = listener
         # Products added to each tensor in this backward, and in the one before.
-        self.products_added = self.products_before = [0] * len(arena.segments)
-        # Tensors of products that got a gradient from autograd, too (a tied weight).
+        self.products_added = [0] * len(arena.segments)
+        self.products_before = self.products_added
+        # Tensors that get a gradient from a product and another from autograd (tied weights).
         self.also_from_autograd: "set[int]" = set()
-        self._fused = {}
-        self._slices = []
+        self._fused: "dict[nn.Module, FusedForward]" = {}
+        self._slices: "list[_ProductSlice]" = []
         index = {id(p): i for i, p in enumerate(arena.params)}
         for layer in arena.module.modules():
-            # Hooks of a weight expect a gradient, which a product hands to nobody.
+            # A weight with hooks needs its gradient from autograd.
             i = index.get(id(getattr(layer, "weight", None)))
             if i is not None and not arena.params[i]._backward_hooks:
                 fused = _fuse(layer, arena.grad_views[i])
@@ -81,29 +105,36 @@ class FusedMode(ArenaMode):
                 self._join([getattr(layer, name) for name in names], index)
         self._others = chunk_table_of(arena, set(range(len(arena.segments))) - self.product_tensors)
 
-    def _join(self, layers, index):
-        """Layers of one input whose weights lie side by side become one product (nn.fused_linear.fused_linears)."""
-        fused = [self._fused.get(layer) for layer in layers]
-        if not all(isinstance(f, FusedLinear) and f.layer.bias is None for f in fused):
+    def _join(self, layers: "list[nn.Module]", index: "dict[int, int]"):
+        """Make one product of several layers of one input (nn.fused_linear.fused_linears).
+
+        Nothing changes where their weights do not lie side by side in the arena.
+        index: id of a parameter -> its index in the arena."""
+        # An arena lies in reverse order: so do the layers from here on.
+        fused: "list[FusedLinear]" = []
+        for layer in reversed(layers):
+            forward = self._fused.get(layer)
+            if isinstance(forward, FusedLinear) and forward.layer.bias is None:
+                fused.append(forward)
+        linears = [forward.layer for forward in fused]
+        if len(linears) < len(layers) or len({linear.weight.dtype for linear in linears}) > 1:
             return
-        if len({layer.weight.dtype for layer in layers}) > 1:
-            return
-        # In the order of the arena.
-        tensors = [index[id(layer.weight)] for layer in reversed(layers)]
+        tensors = [index[id(linear.weight)] for linear in linears]
         segments = [self.arena.segments[i] for i in tensors]
         if any(a.offset + a.numel != b.offset for a, b in zip(segments, segments[1:])):
             return
-        fp32 = layers[0].weight.dtype == torch.float32
+        fp32 = linears[0].weight.dtype == torch.float32
         weights = self.arena.weights if fp32 else self.arena.bf16_weights
+        assert weights is not None  # one of its parameters is bf16
         start = segments[0].offset
         stop = start + sum(s.numel for s in segments)
-        fused[0].joint = Joint(
-            *(
-                buffer[start:stop].view(-1, layers[0].in_features)
-                for buffer in (weights, self.arena.grads)
-            )
+        joint = Joint(
+            weight=weights[start:stop].view(-1, linears[0].in_features),
+            grad=self.arena.grads[start:stop].view(-1, linears[0].in_features),
         )
-        self._slices.append(_ProductSlice(self, tensors, fused[0].joint.grad))
+        # Where fused_linears() looks for it: at the first layer, the last one here.
+        fused[-1].joint = joint
+        self._slices.append(_ProductSlice(self, tensors, joint.grad))
 
     # ---- while backward runs ----
 
@@ -120,7 +151,7 @@ class FusedMode(ArenaMode):
             self.also_from_autograd.add(i)
 
     def product_begins(self, tensors: "list[int]"):
-        """A product is about to be added to these tensors."""
+        """Called before a product is added to these tensors (indices)."""
         if not tensors:
             return
         self._open_backward()
@@ -130,18 +161,19 @@ class FusedMode(ArenaMode):
             self.products_added[i] += 1
 
     def product_added(self, tensors: "list[int]"):
+        """Called after a product has been added to these tensors (indices)."""
         listener = self._listener()
         if listener is not None:
             listener.product_added({i: self.is_last_product(i) for i in tensors})
 
-    def is_last_product(self, i) -> bool:
-        """Has tensor i received as many products as in the backward before, and nothing beside them?"""
+    def is_last_product(self, i: int) -> bool:
+        """Has tensor i received as many products as in the backward before, and nothing else?"""
         return 0 < self.products_added[i] == self.products_before[i] and (
             i not in self.also_from_autograd
         )
 
     def chunks_for(self, tensors):
-        # A tied weight may also get a gradient that waits for a launch.
+        # A tied weight may have a gradient that waits for a launch.
         if self.product_tensors.intersection(tensors):
             return super().chunks_for(tensors)
         return self._others
@@ -153,10 +185,10 @@ class FusedMode(ArenaMode):
             fused.remove()
 
 
-def _fuse(layer, grad):
-    """What takes the place of the layer's forward; None: the layer stays as it is."""
+def _fuse(layer: nn.Module, grad: Tensor) -> "FusedForward | None":
+    """Put a FusedForward in the place of the layer's forward; None: the layer stays as it is."""
     if not has_class_forward(layer):
         return None
-    if type(layer) is torch.nn.Linear:
+    if type(layer) is nn.Linear:
         return FusedLinear(layer, grad)
     return fuse_embedding(layer, grad)

@@ -1,4 +1,6 @@
-"""The squares that a gradient norm is made of: one sum per chunk of an arena's gradients, and which of these sums are up to date."""
+"""The sums of squares behind a gradient norm: one per chunk of an arena's gradients."""
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -7,15 +9,18 @@ from ..ops import launch_squares
 
 
 class ChunkSquares:
-    """Each chunk's sum of squares of `arena.grads`; this object alone decides which of them are up to date.
+    """Each chunk's sum of squares of `arena.grads`, and which of these sums are up to date.
 
-    grads: (N,) fp32. grad_views: its slices, one per tensor. first_chunk: the first chunk of each tensor, and the number of chunks.
+    grads: (N,) fp32.
+    grad_views: its slices, one per tensor.
+    first_chunk: the first chunk of each tensor; at the end the number of chunks.
     `values`: (chunks,) fp64 on the device of grads.
 
-    The window's last accumulation kernel (accumulate_v4) writes sums on its way, so that clipping need not read the gradients
-    again; update() computes those that are missing. A torch operation on grads, or on a view of it, voids all of them: the
-    tensor's version tells. Whoever writes to grads in a way that torch does not count (kernels, collectives, `.data`, NumPy)
-    calls invalidate() or mark()."""
+    The window's last accumulation kernel (accumulate_v4) also writes the sums, so that clipping
+    need not read the gradients again. update() computes those that are out of date. A torch
+    operation on grads, or on a view of it, voids all sums: the tensor's version tells. After a
+    write that torch does not count (by kernels, collectives, `.data` or NumPy) call invalidate() or
+    mark()."""
 
     def __init__(self, grads: Tensor, grad_views: "list[Tensor]", first_chunk: "list[int]"):
         self.values = torch.zeros(first_chunk[-1], dtype=torch.float64, device=grads.device)
@@ -25,34 +30,36 @@ class ChunkSquares:
         self._current = [False] * len(grad_views)
         self._version = grads._version
 
-    def _checked(self) -> "list[bool]":
+    def _current_flags(self) -> "list[bool]":
+        """Of each tensor: are its sums up to date? All are not, after a torch operation on
+        grads."""
         if self._version != self._grads._version:
             self._current = [False] * len(self._current)
             self._version = self._grads._version
         return self._current
 
     def current(self, first: int = 0, last: "int | None" = None) -> bool:
-        """Are the sums of tensors [first, last) those of what grads holds now?"""
-        return all(self._checked()[first:last])
+        """Are the sums of tensors [first, last) up to date?"""
+        return all(self._current_flags()[first:last])
 
-    def mark(self, tensors, current: bool):
-        """The sums of these tensors (numbers) have been written, or their gradients have changed."""
-        flags = self._checked()
+    def mark(self, tensors: "Iterable[int]", current: bool):
+        """Declare the sums of these tensors (indices) up to date, or out of date."""
+        flags = self._current_flags()
         for i in tensors:
             flags[i] = current
 
     def mark_all(self):
-        """Every sum has been written."""
+        """Declare every sum up to date."""
         self._current = [True] * len(self._current)
         self._version = self._grads._version
 
     def invalidate(self):
-        """grads has been written by something that torch does not count: no sum is up to date."""
+        """Declare every sum out of date, after a write to grads that torch does not count."""
         self._current = [False] * len(self._current)
 
     def update(self):
-        """Bring every sum up to date; reads only the gradients between the first and the last that are not."""
-        flags = self._checked()
+        """Compute the sums that are out of date, and those of the tensors between them."""
+        flags = self._current_flags()
         if all(flags):
             return
         first = flags.index(False)

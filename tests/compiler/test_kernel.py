@@ -37,7 +37,7 @@ from gpuaccel.ops.accumulate import (
     accumulate_kernel,
 )
 from gpuaccel.ops.adamw import ADAMW
-from gpuaccel.optim.accumulation_modes import _ADDRESSES
+from gpuaccel.optim.accumulation_modes import _pack_addresses
 from gpuaccel.source import struct_fields
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -116,8 +116,8 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(version):
 @pytest.mark.parametrize(
     "kernel, sizes",
     [
-        (accumulate_kernel("accumulate_v3", torch.float32), [_ADDRESSES]),
-        (accumulate_kernel("accumulate_v4", torch.bfloat16), [_ADDRESSES]),
+        (accumulate_kernel("accumulate_v3", torch.float32), [_pack_addresses]),
+        (accumulate_kernel("accumulate_v4", torch.bfloat16), [_pack_addresses]),
         (clip.clip_kernel("squares_v2", 2.0), [clip._TENSORS]),
         (clip.clip_kernel("scale_v2", 2.0), [clip._TENSORS]),
         (update_rule.settings_kernel(), [update_rule.VALUES.pack]),

@@ -1401,7 +1401,7 @@ def test_clipping_inside_is_clipping_before(what, scope, device):
 )
 @pytest.mark.parametrize("what", ["parameters", "arena", "arena without accumulator"])
 def test_a_step_with_a_bad_gradient_is_skipped_counted_and_named(what, scope, value, dtype, device):
-    """Weights, moments, counts and copies stay; the next step is as if there had been no bad one."""
+    """Weights, moments, counts and copies stay; the next step is as if none was skipped."""
     if what == "parameters" and scope == "block":
         return
     max_norm = None if scope == "block" else 1.0

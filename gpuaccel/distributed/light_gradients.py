@@ -1,9 +1,10 @@
-"""Overlap of communication with a compiled backward, which is one node of autograd: its hooks run when all of it is over.
+"""Overlap of communication with a compiled backward.
 
-What can be seen inside of it are the products of mode "fused" (optim/fused_mode.py): they are most of the bytes, and each says when
-it has been added. The other tensors of a bucket are light (norms, biases) and complete only at the end. In the last backward their
-sums are kept in a buffer of their own, all-reduced in one message behind the last bucket, and copied into their places in the arena,
-where meanwhile only stale values were sent.
+A compiled backward is one node of autograd: its hooks run when all of it is over. Only the products
+of mode "fused" (optim/fused_mode.py) call back while it runs; they compute most of the bytes. The
+other tensors of a bucket are light (norms, biases) and complete only at the end. In the last
+backward their sums are kept in a buffer of their own, which is all-reduced behind the last bucket.
+The result is copied to their slices of the arena: the buckets were sent with stale values there.
 """
 
 import torch
@@ -20,7 +21,8 @@ MAX_LIGHT = 1 << 16  # elements up to which a tensor counts as light
 class LightGradients:
     """The sums of an arena's light tensors while the buckets around them are on their way.
 
-    `tensors`: their numbers. `chunks`: (chunks,) int64, theirs in the arena. `sums`: (chunks, CHUNK) fp32."""
+    `tensors`: their indices. `chunks`: (chunks,) int64, the indices of their chunks in the arena.
+    `sums`: (chunks, CHUNK) fp32."""
 
     def __init__(self, accumulator: GradientAccumulator, group):
         self.arena = arena = accumulator.arena
@@ -30,7 +32,7 @@ class LightGradients:
             for i, s in enumerate(arena.segments)
             if i not in accumulator.product_tensors and 0 < s.numel <= MAX_LIGHT
         }
-        chunks = []
+        chunks: "list[int]" = []
         self.views = {}
         starts = {}
         for i in sorted(self.tensors):
@@ -71,7 +73,9 @@ class LightGradients:
         self.reset()
 
     def all_reduce(self, own_sums: "Tensor | None"):
-        """Behind the last bucket. own_sums: as in distributed/reducer.py, takes what this rank contributes."""
+        """Sum over all ranks, behind the last bucket.
+
+        own_sums: takes this rank's probes (distributed/nonfinite.py); None: there are none."""
         if own_sums is not None and self.has_kernels:
             own_sums.index_copy_(0, self.chunks, self.sums.sum(1, dtype=torch.float64))
         elif own_sums is not None:
