@@ -134,7 +134,7 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(version):
     ids=lambda k: getattr(k, "name", ""),
 )
 def test_the_launcher_and_the_kernels_agree_on_their_structs(kernel, sizes):
-    """To the byte as the host's compiler lays them out. A launch takes at most 4 KiB of arguments."""
+    """To the byte as the host compiler lays them out. A launch takes at most 4 KiB of arguments."""
     found = [size for _, size in kernel.load("fast").structs]
     assert found == [pack.__self__.size for pack in sizes], (
         f"{kernel.name}: {found} bytes in the kernel"
