@@ -85,6 +85,7 @@ def _layers_of(module: nn.Module) -> "list[CaptureParticipant]":
     mode "fused"."""
     layers: "list[CaptureParticipant]" = []
     for part in module.modules():
-        both = (part, fused_forward(part))
-        layers += [each for each in both if isinstance(each, CaptureParticipant)]
+        for layer in (part, fused_forward(part)):
+            if isinstance(layer, CaptureParticipant):
+                layers.append(layer)
     return layers
