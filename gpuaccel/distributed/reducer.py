@@ -304,8 +304,9 @@ class _BucketSender(BackwardListener):
 
     Buckets are sent in order, so that all ranks send the same one.
 
-    compiled: torch.compile's backward runs its hooks when all of it is over. Then a tensor of a fused product counts as complete
-    after as many products as in the backward before, and light tensors travel by themselves (light_gradients.py)."""
+    A compiled backward runs its hooks when all of it is over. Then a tensor of a fused product
+    counts as complete after as many products as in the backward before, and light tensors are
+    all-reduced by themselves (light_gradients.py)."""
 
     def __init__(self, reducer: Reducer):
         self.reducer = reducer

@@ -155,7 +155,7 @@ class ReducerBase:
             )
 
     def listener(self) -> "BackwardListener | None":
-        """Sends buckets while the last micro-batch's backward runs; None: they are sent after it."""
+        """Sends buckets while the last backward runs; None: they are sent after it."""
         return None
 
     @torch.no_grad()

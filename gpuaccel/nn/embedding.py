@@ -1,11 +1,12 @@
-"""ga.Embedding and ga.nn.Encoder: the encoder as modules, and the operations of torch.library that they are made of.
+"""ga.Embedding and ga.nn.Encoder, and the operations of torch.library that they are made of.
 
-    >>> ga.deterministic_embeddings(model)                      # every nn.Embedding of a model of yours, in place
-    >>> encoder = ga.nn.Encoder(50257, 768, 1024)                  # encoder(tokens): (B, T) -> (B, T, 768)
-    >>> encoder.wte.invalid_tokens()                            # None, or how many tokens were out of range, and one's place
+    >>> ga.deterministic_embeddings(model)           # replaces every nn.Embedding, in place
+    >>> encoder = ga.nn.Encoder(50257, 768, 1024)    # encoder(tokens): (B, T) -> (B, T, 768)
+    >>> encoder.wte.invalid_tokens()                 # None, or the tokens out of range, counted
 
-What they compute, and in which order: ops/embedding_backward.py. Segments are found beside the forward kernel, on a second stream. Tokens on the host are looked at
-before anything is done. Under torch.func and forward-mode differentiation torch's own embedding runs.
+What they compute, and in which order: ops/embedding_backward.py. A second stream computes the
+segments while the forward kernel runs. Tokens on the host are checked before anything is done.
+Under torch.func and forward-mode differentiation torch's own embedding runs.
 """
 
 import functools
@@ -34,13 +35,15 @@ from .fused_linear import FusedForward, fused_forward, has_class_forward, nodes_
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 
 
-# ---- the operations that autograd and torch.compile see -------------------------------------------------------------
+# ---- the operations that autograd and torch.compile see ----
 
 _library.define(
-    "encoder_forward(Tensor tokens, Tensor wte, Tensor? wpe, Tensor(a!) invalid, int left_out, bool segments) -> (Tensor, Tensor)"
+    "encoder_forward(Tensor tokens, Tensor wte, Tensor? wpe, Tensor(a!) invalid, int left_out, "
+    "bool segments) -> (Tensor, Tensor)"
 )
 _library.define(
-    "encoder_backward_(Tensor(a!) sums, Tensor dout, Tensor? segments, bool by_count, bool into_arena) -> ()"
+    "encoder_backward_(Tensor(a!) sums, Tensor dout, Tensor? segments, bool by_count, "
+    "bool into_arena) -> ()"
 )
 
 
@@ -117,7 +120,7 @@ torch.library.register_fake("gpuaccel::encoder_backward_", lambda *args: None, l
 
 
 class _Encode(torch.autograd.Function):
-    """wte[tokens] + wpe, whose backward adds into the sums of an arena, or hands fresh gradients to autograd."""
+    """wte[tokens] + wpe. Backward adds into an arena's sums, or returns fresh gradients."""
 
     @staticmethod
     def forward(ctx, tokens, wte, wpe, sums, invalid, left_out, by_count):
@@ -158,7 +161,9 @@ class _Encode(torch.autograd.Function):
 
 
 class _RowSums(torch.autograd.Function):
-    """A fresh gradient of wte, or without segments of wpe; what a second derivative goes back through is a look-up (as torch's, also by count)."""
+    """A fresh gradient of wte, or without segments of wpe.
+
+    Its own derivative is a look-up, as in torch, also by count."""
 
     @staticmethod
     def forward(ctx, dout, segments, shape, dtype, by_count):
@@ -189,13 +194,15 @@ class _RowSums(torch.autograd.Function):
 
 
 def _none_seen(device) -> Tensor:
-    """(3,) int64 for encoder_forward: how many tokens were out of range; of one of them row << 32 | T, and the token."""
+    """(3,) int64 for encoder_forward, all zero.
+
+    The number of tokens out of range; of one of them row << 32 | T; that token."""
     with torch.inference_mode(False):
         return torch.zeros(3, dtype=torch.int64, device=device)
 
 
 def _differentiates_otherwise() -> bool:
-    """torch.func's transforms, or forward-mode differentiation, which know torch's operations only."""
+    """Is a transform of torch.func, or forward-mode differentiation, active?"""
     return not torch.compiler.is_compiling() and (
         torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
     )
@@ -230,13 +237,13 @@ def encode(tokens: Tensor, wte: nn.Embedding, wpe: "nn.Embedding | None" = None)
 
 
 def _slice_of(layer: nn.Embedding) -> "Tensor | None":
-    """The slice of an arena that the weight's gradient is added into, while an accumulator of mode "fused" is open."""
+    """The slice of arena.grads for the weight's gradient; None: no "fused" accumulator is open."""
     fused = fused_forward(layer)
     return None if fused is None else fused.grad
 
 
 class FusedEmbedding(FusedForward):
-    """forward of an nn.Embedding or Embedding whose backward adds the weight's gradient into `grad`."""
+    """forward of an nn.Embedding or Embedding; backward adds the gradient into `grad`."""
 
     def __init__(self, layer: nn.Embedding, grad: Tensor):
         super().__init__(layer, grad)
@@ -260,7 +267,9 @@ class FusedEmbedding(FusedForward):
 
 
 def fuse_embedding(layer: nn.Module, grad: Tensor) -> "FusedEmbedding | None":
-    """Have the weight's gradient added into `grad`; None, and nothing changed, for what is no embedding that can."""
+    """Add the weight's gradient into `grad` from now on.
+
+    None, with nothing changed, for a layer that does not support it."""
     if type(layer) not in (nn.Embedding, Embedding) or refused_options(layer):
         return None
     return FusedEmbedding(layer, grad)
@@ -275,14 +284,15 @@ def refused_options(layer: nn.Embedding) -> "str | None":
     return None
 
 
-# ---- public: modules ------------------------------------------------------------------------------------------------
+# ---- public: modules ----
 
 
 class Embedding(nn.Embedding):
-    """A drop-in for nn.Embedding (same arguments and state_dict) whose gradient is deterministic, and goes straight into an arena.
+    """nn.Embedding with a deterministic gradient, which can be added straight into an arena.
 
-    tokens: any shape, int64 or int32. max_norm and sparse are refused (ArgumentError); torch.jit, torch.fx and nested tensors do
-    not know it. A token out of range: see this module's first lines, and invalid_tokens()."""
+    A drop-in: same arguments and state_dict. tokens: any shape, int64 or int32. ArgumentError for
+    max_norm and sparse. torch.jit, torch.fx and nested tensors are not supported. Tokens out of
+    range: ops/embedding_backward.py, and invalid_tokens()."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -297,7 +307,7 @@ class Embedding(nn.Embedding):
 
     @classmethod
     def sharing(cls, layer: nn.Embedding) -> "Embedding":
-        """An Embedding with the parameter, the options and the hooks of `layer`, which shares them from then on."""
+        """An Embedding that shares the parameter, the options and the hooks of `layer`."""
         embedding = cls.__new__(cls)
         vars(embedding).update(vars(layer))
         embedding._start_counting()
@@ -307,8 +317,11 @@ class Embedding(nn.Embedding):
         return encode(tokens, self)
 
     def invalid_tokens(self, reset: bool = False) -> "dict | None":
-        """{"count": tokens out of range so far, "token": one of the first batch that had any, "position": (row, column) of it there}, or None.
-        reset: count anew from here on. Waits for the device."""
+        """The tokens out of range so far; None: there were none. Waits for the device.
+
+        reset: count anew from here on.
+        "count": how many; "token": one of the first batch that had any; "position": its (row,
+        column) in that batch."""
         found = _invalid_in_words(self.invalid)
         if reset and self.invalid is not None:
             self.invalid.zero_()
@@ -325,7 +338,7 @@ class Embedding(nn.Embedding):
         return [] if self.invalid is None else [self.invalid]
 
     def _apply(self, fn, recurse=True):
-        # module.to(...), to_empty(): what was counted comes along, and is never memory without a value.
+        # module.to(...), to_empty(): the counts move too, and are never uninitialised memory.
         super()._apply(fn, recurse)
         if self.weight.is_meta:
             self.invalid = None
@@ -343,10 +356,10 @@ def _invalid_in_words(counter: "Tensor | None") -> "dict | None":
 
 
 class Encoder(nn.Module):
-    """tokens (..., T) -> wte[token] + wpe[position], (..., T, dim); T up to `positions`. One kernel forward, beside the segments'.
+    """tokens (..., T) -> wte[token] + wpe[position], (..., T, dim); T up to `positions`.
 
-    wte, wpe: Embedding modules of (vocab, dim) and (positions, dim), initialised with std 0.02 as GPT-2's. They hold the weights and are not
-    called: hooks on them do not run."""
+    wte, wpe: Embedding modules of (vocab, dim) and (positions, dim), initialised with std 0.02 as
+    GPT-2's. They hold the weights and are not called: hooks on them do not run."""
 
     def __init__(self, vocab: int, dim: int, positions: int, *, device=None, dtype=None):
         super().__init__()
@@ -359,7 +372,8 @@ class Encoder(nn.Module):
         check_tokens(tokens, len(self.wte.weight))
         if not tokens.dim() or tokens.shape[-1] > len(self.wpe.weight):
             raise ArgumentError(
-                f"tokens have shape {tuple(tokens.shape)}; expected (..., T) with T up to {len(self.wpe.weight)}, the rows of wpe"
+                f"tokens have shape {tuple(tokens.shape)}; expected (..., T) with T up to "
+                f"{len(self.wpe.weight)}, the rows of wpe"
             )
         if self.wte.weight.dtype != self.wpe.weight.dtype:
             raise ArgumentError(
@@ -368,7 +382,10 @@ class Encoder(nn.Module):
         return encode(tokens, self.wte, self.wpe)
 
     def extra_repr(self):
-        return f"{self.wte.num_embeddings} tokens, {self.wpe.num_embeddings} positions, {self.wte.embedding_dim} channels"
+        return (
+            f"{self.wte.num_embeddings} tokens, {self.wpe.num_embeddings} positions, "
+            f"{self.wte.embedding_dim} channels"
+        )
 
 
 def _counters(model: nn.Module) -> "dict[str, Tensor]":
@@ -382,16 +399,18 @@ def _counters(model: nn.Module) -> "dict[str, Tensor]":
 
 
 def invalid_tokens(model: nn.Module) -> "dict[str, dict]":
-    """name -> Embedding.invalid_tokens() of each embedding that has seen a token out of range. Waits for the device."""
+    """name -> Embedding.invalid_tokens() of each embedding that has any. Waits for the device."""
     found = {name: _invalid_in_words(counter) for name, counter in _counters(model).items()}
     return {name: words for name, words in found.items() if words}
 
 
 def deterministic_embeddings(model: nn.Module) -> "list[str]":
-    """Put a ga.Embedding in the place of every nn.Embedding inside `model`. Returns their names; weights, hooks, ties and state_dict stay.
+    """Replace every nn.Embedding inside `model` by a ga.Embedding; returns their names.
 
-    ArgumentError, with nothing changed: for one with max_norm or sparse=True, for a model that is an nn.Embedding itself, and while
-    an accumulator of mode "fused" is open. Subclasses with a forward of their own stay as they are, with a warning."""
+    Weights, hooks, ties and state_dict stay. Subclasses with a forward of their own stay as they
+    are, with a warning.
+    ArgumentError, with nothing changed: for a layer with max_norm or sparse=True, for a model that
+    is an nn.Embedding itself, and while an accumulator of mode "fused" is open."""
     plain = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Embedding}
     for name, layer in plain.items():
         if not name:
@@ -400,7 +419,8 @@ def deterministic_embeddings(model: nn.Module) -> "list[str]":
             raise ArgumentError(f"{name} has {what}; expected a plain nn.Embedding")
         if fused_forward(layer) is not None:
             raise ArgumentError(
-                f"{name} is at work in a GradientAccumulator of mode 'fused'; call its close() first"
+                f"{name} is at work in a GradientAccumulator of mode 'fused'; call its close() "
+                "first"
             )
     others = [
         f"{name} ({type(layer).__name__})"

@@ -100,7 +100,8 @@ def clip_grad_norm_(
     Raises ArgumentError for a negative or NaN max_norm and for sparse or complex gradients.
 
     Deviations from torch: the norm is fp32 (fp64 for fp64 gradients); finite gradients whose
-    squares overflow or underflow fp32 have their right norm; nothing is written when the scale is 1.
+    squares overflow or underflow fp32 have their right norm; nothing is written when the scale
+    is 1.
     torch's own code computes, with its precision, for fp64 gradients, other norms, tensor
     subclasses, several devices, and on the CPU."""
     return clip_grads_(

@@ -1,4 +1,4 @@
-"""Layers of one input are one product where their weights lie side by side: the same values, and each gradient in its own slice."""
+"""Layers of one input are one product where their weights lie side by side: values, gradients."""
 
 import copy
 import shutil
@@ -94,13 +94,13 @@ def joined(monkeypatch):
     return seen
 
 
-# ---- values and gradients -------------------------------------------------------------------------------------------
+# ---- values and gradients ----
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
 def test_values_and_gradients_are_those_of_separate_layers(device, dtype, joined):
-    """Outputs, the input's gradient, and after two backwards the sums of both, each weight's in its own slice of the arena."""
+    """Outputs, the input's gradient, and each weight's sum over two backwards, in its own slice."""
     model, plain = heads(device, dtype), heads(device, dtype)
     arena = Arena(model)
     with GradientAccumulator(arena, "fused") as accumulator:
@@ -176,7 +176,7 @@ def test_an_output_that_is_not_used_has_a_gradient_of_zero():
         sums_agree(arena, plain, only=("w_q.weight", "w_v.weight", "before.weight"))
 
 
-# ---- gradients of some ----------------------------------------------------------------------------------------------
+# ---- gradients of some ----
 
 SOME = [("w_q",), ("w_k",), ("w_v",), ("w_q", "w_v"), ("before",), ("before", "w_k"), ()]
 
@@ -236,7 +236,7 @@ def test_the_same_graph_backward_twice_adds_twice():
         sums_agree(arena, plain, times=2)
 
 
-# ---- when each layer is called by itself ----------------------------------------------------------------------------
+# ---- when each layer is called by itself ----
 
 
 def test_a_hook_on_one_of_the_layers_is_called_and_its_change_counts(joined):
@@ -348,7 +348,7 @@ def test_without_gradients_or_without_an_accumulator_each_layer_is_called(joined
     assert not joined
 
 
-# ---- coming and going -----------------------------------------------------------------------------------------------
+# ---- coming and going ----
 
 
 def test_close_takes_the_joint_product_away(joined):
@@ -409,7 +409,7 @@ def test_every_block_of_the_transformer_has_one_product(joined):
         sums_agree(arena, plain)
 
 
-# ---- torch.compile --------------------------------------------------------------------------------------------------
+# ---- torch.compile ----
 
 
 @pytest.mark.skipif(
@@ -417,7 +417,7 @@ def test_every_block_of_the_transformer_has_one_product(joined):
     reason="inductor needs a C++ compiler for the CPU, and there is none",
 )
 def test_blocks_compile_once_and_add_into_their_own_slices():
-    """Two blocks, compiled one by one: the second runs the first one's code. Values and sums are those of eager."""
+    """Two blocks, compiled one by one, run the same code. Values and sums are those of eager."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.ModuleList([Heads(), Heads()])
@@ -483,7 +483,7 @@ def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager(monkey
         torch.testing.assert_close(mine, eager, rtol=1e-4, atol=1e-4)
 
 
-# ---- rotary positions -----------------------------------------------------------------------------------------------
+# ---- rotary positions ----
 
 
 def rotated_by_halves(x, table):
