@@ -6,7 +6,7 @@
     >>> search.record(message)                  # the sum, on every rank
     >>> search.last()                         # waits: None, or {"rank": 2, "tensor": "head.weight"}
 
-A probe is a number per row of arena.squares.values (without our kernels: per tensor) that is not finite
+A probe is a number per chunk (without our kernels: per tensor) that is not finite
 where the rank's gradient is not: a float64 sum of its elements or of their squares.
 """
 

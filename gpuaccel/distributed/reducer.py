@@ -351,7 +351,8 @@ class _BucketSender(BackwardListener):
 
     def _refuse(self, i):
         raise ArgumentError(
-            f"{self.reducer.arena.segments[i].name} got more of its gradient after that was sent to the other ranks (a weight that "
-            "several checkpointed parts share, with use_reentrant=True? a compiled model that uses it more often than in the step "
-            "before?); use torch.utils.checkpoint(..., use_reentrant=False), or compile=False"
+            f"{self.reducer.arena.segments[i].name} got more of its gradient after that was "
+            "sent to the other ranks (a weight that several checkpointed parts share, with "
+            "use_reentrant=True? a compiled model that uses it more often than in the last step?); "
+            "use torch.utils.checkpoint(..., use_reentrant=False), or compile=False"
         )

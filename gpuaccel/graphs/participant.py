@@ -81,8 +81,7 @@ def buffers_of(module: nn.Module) -> "list[Tensor]":
 
 
 def _layers_of(module: nn.Module) -> "list[CaptureParticipant]":
-    """Modules that take part, and what stands in the place of a module's forward in the accumulation
-    mode "fused"."""
+    """Modules that take part, what stands in the place of a module's forward in mode "fused"."""
     layers: "list[CaptureParticipant]" = []
     for part in module.modules():
         for layer in (part, fused_forward(part)):

@@ -280,14 +280,15 @@ def _joint_of(*layers: nn.Module) -> "Joint | None":
 
 
 class FusedForward:
-    """Takes the place of a layer's `forward`; remove() restores it. Class, parameters, hooks and state
-    of the layer stay.
+    """Takes the place of a layer's `forward`; remove() restores it.
+
+    Class, parameters, hooks and state of the layer stay.
 
     layer: a module whose `forward` is its class's.
     grad: fp32, of the weight's shape: a slice of arena.grads.
 
     Two entries stand in the layer's __dict__: `forward`, a function bound to the layer, and
-    `gpuaccel_fused`, this object. torch.compile then compiles layers of one class once. A copy of the
+    `gpuaccel_fused`, this object. So torch.compile compiles layers of one class once. A copy of a
     layer (deepcopy, pickle) runs the forward of its class."""
 
     def __init__(self, layer: nn.Module, grad: Tensor):
@@ -297,7 +298,7 @@ class FusedForward:
         vars(layer)["forward"] = types.MethodType(type(self).forward, layer)
 
     @staticmethod
-    def forward(layer: nn.Module, x: Tensor) -> Tensor:
+    def forward(layer: Any, x: Tensor) -> Tensor:
         raise NotImplementedError
 
     def remove(self):

@@ -15,9 +15,9 @@ What happens at the edges ("skip" is the default of an arena):
 | all gradients zero | norm 0, scale 1 | the same |
 | norm + eps <= max_norm | scale 1, nothing written | the same |
 | norm just above max_norm | scale in (1 - 1e-7, 1) counts as 1 | multiplied by exactly this scale |
-| any NaN | scale 1, NaN goes on to the weights | propagate: every gradient of the group becomes NaN, as in torch; skip: nothing is written |
-| any infinity | scale 0: finite gradients 0, infinity NaN | propagate: the same, as in torch; skip: nothing is written |
-| squares overflow (|g| > 1.8e19) | norm infinite, scale 0 | norm and scale right (fp64 in our kernels; where torch computes: as torch, infinite, not finite) |
+| any NaN | scale 1, NaN goes on to the weights | propagate: all NaN, as in torch; skip: as it was |
+| any infinity | scale 0: finite gradients 0, infinity NaN | propagate: the same; skip: as it was |
+| squares overflow (|g| > 1.8e19) | infinite, scale 0 | right (where torch computes: as torch) |
 | squares underflow (|g| < 1e-23) | norm 0, scale 1 | norm right (likewise) |
 | max_norm = 0 | 0, or NaN -> 1 for norm 0 | scale 0, as in torch |
 | max_norm negative or NaN | flips signs | ArgumentError, nothing changed |

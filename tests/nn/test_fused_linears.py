@@ -70,7 +70,8 @@ def close(got, want, what, bound=BOUND[torch.float32]):
     if want.numel():
         d, size = (got.double() - want.double()).abs(), want.double().abs().max()
         assert d.max() <= bound * size, (
-            f"{what}: largest difference {d.max():.3g}, mean {d.mean():.3g}, of values up to {size:.3g}"
+            f"{what}: largest difference {d.max():.3g}, mean {d.mean():.3g}, "
+            f"of values up to {size:.3g}"
         )
 
 

@@ -120,7 +120,7 @@ def plain(name: str) -> str:
 
 @functools.cache
 def _patterns_of_our_kernels() -> "list[tuple[str, str]]":
-    """(pattern of a kernel's name, its stage). An optimizer's kernels are named after their file."""
+    """(pattern of a kernel's name, its stage). An optimizer's kernels are named as their file."""
     files = [f.stem for f in kernel_files() if '#include "optimizer.cuh"' in f.read_text()]
     return [
         (r"accumulate_v", "accumulate"),
