@@ -40,6 +40,8 @@ from ..errors import ArgumentError
 from ..ops import CHUNK
 from .squares import ChunkSquares
 
+# Hooks of arenas that are gone: removed when an arena is made or released.
+_abandoned_hooks: list = []
 _arenas: "weakref.WeakSet[Arena]" = weakref.WeakSet()
 
 
@@ -303,8 +305,10 @@ class Arena:
         # Called by release(): functions that remove what was built on this arena.
         self.before_release: "list[Callable[[], object]]" = []
         hooks = _follow_optimizers(self) if self._bf16_pairs else []
-        # An arena that is garbage-collected without release() takes its hooks along.
-        self._stop_following = weakref.finalize(self, _remove_all, hooks)
+        # An arena that is garbage-collected without release() leaves its hooks to the next arena:
+        # they cannot be removed at that moment, for torch may be calling them.
+        self._hooks = weakref.finalize(self, _abandoned_hooks.extend, hooks)
+        _remove(_abandoned_hooks)
         _arenas.add(self)
 
     def _allocate(self, masters: "list[nn.Parameter] | None"):
@@ -553,7 +557,8 @@ class Arena:
             p.data = p.data.clone()
             if p.grad is view:
                 p.grad = view.clone()
-        self._stop_following()
+        self._hooks()
+        _remove(_abandoned_hooks)
         _arenas.discard(self)
 
     def __getstate__(self):
@@ -599,6 +604,6 @@ def _follow_optimizers(arena):
     return [register_optimizer_step_pre_hook(adopt), register_optimizer_step_post_hook(publish)]
 
 
-def _remove_all(handles):
-    for handle in handles:
-        handle.remove()
+def _remove(handles: list):
+    while handles:
+        handles.pop().remove()

@@ -478,7 +478,7 @@ CLANG_UNNOTICED = {
     (
         "update_chunk",
         "STOCHASTIC -> true in `if (STOCHASTIC) "
-        "r = noise((unsigned long long)*seed, tensor, from / 4 + i, mine.step);`",
+        "r = noise((unsigned long long)*seed, tensor, start / 4 + i, c.step);`",
     ),
     (
         "segments_scatter",

@@ -133,7 +133,7 @@ def test_every_exercise_compiles_for_gpus(arch):
     sources = [
         source
         for task in KERNEL_EXERCISES
-        for source in (task.stub, task.solution, *task.wrong.values())
+        for source in (task.stub, task.solution, *task.wrong_answers.values())
     ]
     assert len(sources) > 20
     compiles_for(arch, "\n".join(renamed(source, f"_{k}") for k, source in enumerate(sources)))

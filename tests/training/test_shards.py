@@ -35,13 +35,13 @@ def test_fewer_batches_than_ranks_is_an_error():
     ):
         ga.training.shard([1, 2], 0, 3)
     with pytest.raises(
-        ga.errors.DataError, match="an epoch has 10 windows of T=4, 2 batches of 4, for 3 ranks"
+        ga.errors.DataError, match="an epoch has 10 sequences of T=4, 2 batches of 4, for 3 ranks"
     ):
         ga.Batches(torch.arange(41), 4, 4, ranks=3)
     for options, message in (
         (dict(rank=2, ranks=2), "rank is 2 of 2; expected 0 to 1"),
         (dict(rank=0, ranks=0), "rank is 0 of 0"),
-        (dict(ranks=2, micro_batches=3), "a batch of 4 windows in 3 micro-batches"),
+        (dict(ranks=2, micro_batches=3), "a batch of 4 sequences in 3 micro-batches"),
     ):
         with pytest.raises(ga.errors.ArgumentError, match=message):
             ga.Batches(torch.arange(410), 4, 4, **options)
