@@ -10,7 +10,7 @@
 The modes, each faster than the one before:
   host      downloads each gradient, adds it on the CPU, and uploads the sum at the end
   autograd  torch's own `p.grad += fresh`, in the parameter's dtype (in bf16 256 + 1 = 256); the
-            result is moved into the arena at the end
+            finish() moves the result into the arena
   arena     a hook collects fresh gradients, fp32 or bf16; one launch adds many tensors into fp32
   fused     the weight-gradient product of an nn.Linear, and the row sums of an nn.Embedding without
             max_norm, write straight into the arena; other tensors (of subclasses, and weights with
@@ -94,7 +94,8 @@ class GradientAccumulator:
     sum, which would be partial.
 
     A GradScaler reads `.grad` before the optimizer's step: in `host` and `autograd` call finish()
-    before it. A weight that has tensor hooks when the accumulator is made goes as in `arena`.
+    before it. In `fused`, a weight that has tensor hooks when the accumulator is made is added as
+    in `arena`.
 
     Raises ArgumentError for an unknown mode and for an arena that has an accumulator already."""
 
@@ -154,7 +155,7 @@ class GradientAccumulator:
         listener = self._listener
         # None: a fused product has added it, or it is undefined.
         if grad is not None:
-            # Otherwise autograd has added it into the sum in place.
+            # p.grad is the sum itself where autograd has added in place.
             if grad is not self.arena.grad_views[i]:
                 check_gradient(self.arena.segments[i].name, grad, p.shape, p.device)
                 p.grad = None

@@ -2,7 +2,8 @@
 
 All have one interface: begin() at a backward's first gradient, add() when a gradient is ready,
 end() when the backward is over, finish() before the sums are read, zero() when they are dropped.
-The fourth mode, fused, has a file of its own: optim/fused_mode.py.
+In mode autograd only the last two are called. The fourth mode, fused, has a file of its own:
+optim/fused_mode.py.
 """
 
 import itertools

@@ -44,6 +44,7 @@ class _ProductSlice:
         register_slice(grad, self)
 
     def before_product(self, needed: "list[bool] | None") -> "list[tuple[int, int]] | None":
+        """As GradientSlice says: the rows to add, None for all. Outside of backward none counts."""
         if torch._C._current_graph_task_id() == -1:
             return None
         params = self.mode.arena.params
@@ -110,7 +111,7 @@ class FusedMode(ArenaMode):
 
         Nothing changes where their weights do not lie side by side in the arena.
         index: id of a parameter -> its index in the arena."""
-        # An arena lies in reverse order: so do the layers from here on.
+        # The arena stores parameters last to first; `fused` has that order.
         fused: "list[FusedLinear]" = []
         for layer in reversed(layers):
             forward = self._fused.get(layer)
@@ -132,7 +133,7 @@ class FusedMode(ArenaMode):
             weight=weights[start:stop].view(-1, linears[0].in_features),
             grad=self.arena.grads[start:stop].view(-1, linears[0].in_features),
         )
-        # Where fused_linears() looks for it: at the first layer, the last one here.
+        # fused_linears() looks at the first layer of forward, which is the last one here.
         fused[-1].joint = joint
         self._slices.append(_ProductSlice(self, tensors, joint.grad))
 
