@@ -14,8 +14,12 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from .spawn import LaunchedRank
 
 # Seconds that what cannot name a rank (NCCL, a CUDA event) waits longer than what can.
 SLACK = 10.0
@@ -24,7 +28,7 @@ SLACK = 10.0
 group_heartbeats: "Heartbeats | None" = None
 
 # In a process of ga.launch: its spawn.LaunchedRank.
-launched_rank = None
+launched_rank: "LaunchedRank | None" = None
 
 
 def heartbeat(steps: int, default_group: bool = True):

@@ -45,12 +45,12 @@ class NonFiniteSearch:
         else:
             self.tensor_of_row = torch.arange(len(arena.segments), device=device)
         rows = len(self.tensor_of_row)
-        self.sees_all_ranks = nonfinite is not None
-        if self.sees_all_ranks:
-            self.probes, self.nonfinite = probes, nonfinite
-        else:
-            self.probes = torch.zeros(rows, dtype=torch.float64, device=device)
-            self.nonfinite = torch.zeros(1, rows, dtype=torch.bool, device=device)
+        self.sees_all_ranks = probes is not None and nonfinite is not None
+        if probes is None or nonfinite is None:
+            probes = torch.zeros(rows, dtype=torch.float64, device=device)
+            nonfinite = torch.zeros(1, rows, dtype=torch.bool, device=device)
+        self.probes = probes
+        self.nonfinite = nonfinite
         # Of each rank: 1 + its first tensor that was not finite, 0 for none.
         self.rank_tensors = torch.zeros(self.world, dtype=torch.int64, device=device)
 

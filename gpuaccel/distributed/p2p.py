@@ -116,7 +116,7 @@ class PeerToPeer:
         # Two buffers in turns: one is filled while the other is added.
         self.parts = torch.empty(2, self.world - 1, self.slab_chunks * CHUNK, device=arena.device)
         # Of each buffer: the event behind its last addition in this step.
-        self.buffer_added: list = [None, None]
+        self.buffer_added: "list[torch.cuda.Event | None]" = [None, None]
         # Sums of squares of the chunks that this rank adds; 0 elsewhere.
         self.squares = torch.zeros(rows, dtype=torch.float64, device=arena.device)
         # See nonfinite.py. Probes are of what NCCL adds.
@@ -240,12 +240,13 @@ class PeerToPeer:
                     launch_squares([sums], squares)
 
     def _send_slab(self, slab: Slab):
+        stream = self.stream
         added = self.buffer_added[slab.buffer]
-        if added is not None:
-            self.stream.wait_event(added)
+        if stream is not None and added is not None:
+            stream.wait_event(added)
         for destination, source in slab.copies_in:
             destination.copy_(source)
-        with _behind(self.stream, self.sum_stream):
+        with _behind(stream, self.sum_stream):
             launch_sum(*slab.sum)
             if self.sum_stream is not None:
                 self.buffer_added[slab.buffer] = self.sum_stream.record_event()
@@ -259,9 +260,10 @@ class PeerToPeer:
     def spread(self, name: str):
         """With a sharded optimizer: copy what the other ranks have updated of arena.weights or
         arena.bf16_weights. The current stream goes on behind it."""
-        current = torch.cuda.current_stream(self.arena.device) if self.stream else None
+        stream = self.stream
+        current = torch.cuda.current_stream(self.arena.device) if stream else None
         buffer = getattr(self.arena, name)
-        with _behind(current, self.stream):
+        with _behind(current, stream):
             self._barrier(WEIGHTS_READY)
             for bucket in self.plans:
                 ranges = self._ranges(bucket)
@@ -270,8 +272,8 @@ class PeerToPeer:
                     buffer[part].copy_(self.theirs[name][r][part])
             # All have read: weights may be changed.
             self._barrier(WEIGHTS_READY)
-        if self.stream:
-            current.wait_stream(self.stream)
+        if current is not None and stream is not None:
+            current.wait_stream(stream)
 
     def join(self):
         """Behind all buckets: self.stream has the sums. Memory that the other ranks still read is
@@ -373,6 +375,8 @@ def _rendezvous(config: Distributed, memory: "dict[str, Tensor]") -> "dict[str, 
     import torch.distributed._symmetric_memory as symmetric
 
     group = config.group if config.group is not None else dist.group.WORLD
+    # ga.Distributed has made the default group where there was none.
+    assert group is not None
     return {name: (own, symmetric.rendezvous(own, group)) for name, own in memory.items()}
 
 

@@ -86,7 +86,7 @@ class Reducer(ReducerBase):
         self.bucket_of = [
             number for number, b in enumerate(self.buckets) for _ in range(b.first, b.last)
         ]
-        self.stream = None
+        self.stream: "torch.cuda.Stream | None" = None
         if self.p2p is not None:
             self.p2p.plan(self.buckets)
             self.stream = self.p2p.stream
@@ -127,24 +127,27 @@ class Reducer(ReducerBase):
         self.next += 1
         self.sent = not self._capturing()
         if self.p2p is not None:
-            self._send_by_copies(number, bucket)
+            self._send_by_copies(self.p2p, number, bucket)
         elif self.nccl:
             self._send_by_nccl(number, bucket)
         else:
             self._send_by_gloo(number, bucket)
 
-    def _send_by_copies(self, number: int, bucket: Bucket):
+    def _send_by_copies(self, p2p: PeerToPeer, number: int, bucket: Bucket):
         if self.trace is not None:
             self.trace.bucket_started(number)
-        self.p2p.send(bucket)
+        p2p.send(bucket)
         if self.trace is not None:
-            with torch.cuda.stream(self.p2p.last):
+            with torch.cuda.stream(p2p.last):
                 self.trace.bucket_finished(number)
 
     def _send_by_nccl(self, number: int, bucket: Bucket):
         part = self.arena.grads[bucket.start : bucket.stop]
-        self.stream.wait_stream(torch.cuda.current_stream(self.arena.device))
-        with torch.cuda.stream(self.stream):
+        stream = self.stream
+        # __init__ makes one for NCCL.
+        assert stream is not None
+        stream.wait_stream(torch.cuda.current_stream(self.arena.device))
+        with torch.cuda.stream(stream):
             self.nonfinite.probe(bucket)
             message = part if self.low is None else self.low[: len(part)].copy_(part)
             if self.trace is not None:
@@ -210,7 +213,7 @@ class Reducer(ReducerBase):
     def _exchange_totals(self, message: Tensor) -> StepTotals:
         """One all-reduce behind the last bucket: the step's totals, the search for non-finite
         gradients, and with peer-to-peer copies the squares of what each rank has added."""
-        on_stream = contextlib.nullcontext()
+        on_stream: "contextlib.AbstractContextManager[None]" = contextlib.nullcontext()
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.arena.device))
             on_stream = torch.cuda.stream(self.stream)

@@ -6,7 +6,9 @@ totals, the tensors that take part, errors, and what may be asked.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,23 +25,28 @@ from .config import Distributed
 from .nonfinite import NonFiniteSearch
 from .zero1 import ShardedLayout
 
+if TYPE_CHECKING:
+    from .p2p import PeerToPeer
+    from .trace import StepTrace
+
 
 @dataclass
 class StepTotals:
-    """Totals of a step: of one rank's micro-batches (tensors, numbers, or None: it had none), or,
-    as () tensors, of all ranks."""
+    """Totals of a step over all ranks, () tensors."""
 
-    loss: "Tensor | float | None"  # sum of losses
-    tokens: "Tensor | float | None"
-    rows: "Tensor | float"
-    micro_batches: "Tensor | float"
-    counted: "Tensor | float"  # micro-batches whose tokens were counted
+    loss: Tensor  # sum of losses
+    tokens: Tensor
+    rows: Tensor
+    micro_batches: Tensor
+    counted: Tensor  # micro-batches whose tokens were counted
 
     FIELDS = 5
 
-    def message(self, device) -> Tensor:
-        """(5,) float64, to be added up over all ranks."""
-        values = (self.loss, self.tokens, self.rows, self.micro_batches, self.counted)
+    @staticmethod
+    def message(values: "Sequence[Tensor | float | None]", device: torch.device) -> Tensor:
+        """(5,) float64, to be added up over all ranks.
+
+        values: of one rank, in the order of the fields. None: the rank had none."""
         return torch.stack(
             [
                 value.double().view(())
@@ -58,7 +65,8 @@ class ReducerBase:
     peer_to_peer: a PeerToPeer of this arena, or None.
     Raises ArgumentError, on every rank, naming the first tensor or setting that differs."""
 
-    trace = None  # a trace.StepTrace, which is told when buckets start and finish
+    # Is told when buckets start and finish.
+    trace: "StepTrace | None" = None
 
     def __init__(
         self,
@@ -67,7 +75,7 @@ class ReducerBase:
         accumulator: GradientAccumulator,
         opt,
         settings: "dict[str, str]",
-        peer_to_peer=None,
+        peer_to_peer: "PeerToPeer | None" = None,
     ):
         self.config = config
         self.arena = arena
@@ -192,8 +200,8 @@ class ReducerBase:
         if tokens is not None:
             self.count_dtype = tokens.dtype
         counted = 0 if tokens is None else micro_batches
-        totals = StepTotals(loss, tokens, rows, micro_batches, counted)
-        return totals.message(self.arena.device)
+        values = (loss, tokens, rows, micro_batches, counted)
+        return StepTotals.message(values, self.arena.device)
 
     def after_step(self):
         """The update is over; weights are compared every `check_every` steps: RankError."""

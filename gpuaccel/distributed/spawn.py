@@ -395,7 +395,7 @@ class RankWatch:
         for connection in multiprocessing.connection.wait(list(open_connections), timeout=0.1):
             rank = open_connections[connection]
             try:
-                message = pickle.loads(connection.recv_bytes())
+                message = pickle.loads(self.connections[rank].recv_bytes())
             except (EOFError, OSError):
                 # The process ended without a message, or in the middle of one.
                 self.dead[rank] = time.time()
@@ -412,7 +412,7 @@ class RankWatch:
         """Of the ranks that failed the one that began it: who died, else who raised first; or who
         had returned while that one waited for it."""
         if self.dead:
-            return self._error_of_dead(min(self.dead, key=self.dead.get))
+            return self._error_of_dead(min(self.dead, key=lambda r: self.dead[r]))
         rank = min(self.failed, key=lambda r: self.failed[r].time)
         failure = self.failed[rank]
         steps = self.shared.steps

@@ -56,27 +56,25 @@ def _forward(tokens, wte, wpe, invalid, left_out, segments):
     """(output, segments as (3 N,) int32 or an empty tensor)."""
     if not (takes(wte.device) and wte.dtype in FLOAT_DTYPES and tokens.numel() and wte.shape[1]):
         _count_invalid(tokens, len(wte), invalid)
-        found = (
-            reference_segments(tokens, len(wte), left_out).buffer
-            if segments
-            else torch.empty(0, dtype=torch.int32, device=tokens.device)
-        )
-        return reference_encoder(tokens, wte, wpe), found
-    tokens, wte, wpe = (
-        tokens.contiguous(),
-        wte.contiguous(),
-        wpe if wpe is None else wpe.contiguous(),
-    )
+        if segments:
+            buffer = reference_segments(tokens, len(wte), left_out).buffer
+        else:
+            buffer = torch.empty(0, dtype=torch.int32, device=tokens.device)
+        return reference_encoder(tokens, wte, wpe), buffer
+    tokens = tokens.contiguous()
+    wte = wte.contiguous()
+    if wpe is not None:
+        wpe = wpe.contiguous()
     if not segments:
-        return launch_forward(tokens, wte, wpe, invalid), torch.empty(
-            0, dtype=torch.int32, device=tokens.device
-        )
+        out = launch_forward(tokens, wte, wpe, invalid)
+        return out, torch.empty(0, dtype=torch.int32, device=tokens.device)
     side = _beside(wte.device.index) if wte.is_cuda else None
-    found, scratch = launch_segments(tokens.view(-1), len(wte), left_out, side)
+    token_segments, scratch = launch_segments(tokens.view(-1), len(wte), left_out, side)
     try:
-        return launch_forward(tokens, wte, wpe, invalid), found.buffer
+        return launch_forward(tokens, wte, wpe, invalid), token_segments.buffer
     finally:
-        if side is not None:  # before anybody uses what it writes, or gets the memory of `scratch`
+        # Before anybody uses what it writes, or gets the memory of `scratch`.
+        if side is not None:
             torch.cuda.current_stream(wte.device).wait_stream(side)
         del scratch
 
@@ -85,11 +83,13 @@ def _count_invalid(tokens, vocab, invalid):
     """What encoder_forward leaves there, in torch."""
     flat = tokens.reshape(-1).long()
     if len(flat):
-        wrong = (flat < 0) | (flat >= vocab)
-        at = wrong.long().argmax()
-        one = torch.stack([at << 32 | (tokens.shape[-1] if tokens.dim() else 1), flat[at]])
-        one = torch.where(wrong.any() & (invalid[0] == 0), one, invalid[1:])
-        invalid.copy_(torch.cat([invalid[:1] + wrong.sum(), one]))
+        out_of_range = (flat < 0) | (flat >= vocab)
+        row = out_of_range.long().argmax()
+        T = tokens.shape[-1] if tokens.dim() else 1
+        example = torch.stack([row << 32 | T, flat[row]])
+        is_first = out_of_range.any() & (invalid[0] == 0)
+        example = torch.where(is_first, example, invalid[1:])
+        invalid.copy_(torch.cat([invalid[:1] + out_of_range.sum(), example]))
 
 
 def _backward(sums, dout, segments, by_count, into_arena, needed=None):
@@ -99,10 +99,11 @@ def _backward(sums, dout, segments, by_count, into_arena, needed=None):
         return
     if not dout.numel():
         return
-    found = (
-        None if segments is None else Segments(segments, dout.numel() // dout.shape[-1], len(sums))
-    )
-    add_gradients(*((None, sums) if found is None else (sums, None)), dout, found, by_count, None)
+    if segments is None:
+        add_gradients(None, sums, dout, None, by_count, None)
+    else:
+        token_segments = Segments(segments, dout.numel() // dout.shape[-1], len(sums))
+        add_gradients(sums, None, dout, token_segments, by_count, None)
 
 
 for _name, _function in (("encoder_forward", _forward), ("encoder_backward_", _backward)):
@@ -128,11 +129,9 @@ class _Encode(torch.autograd.Function):
             tokens, wte, wpe, invalid, left_out, ctx.needs_input_grad[1]
         )
         ctx.save_for_backward(segments)
-        ctx.sums, ctx.by_count, ctx.weights = (
-            sums,
-            by_count,
-            [None if w is None else (w.shape, w.dtype) for w in (wte, wpe)],
-        )
+        ctx.sums = sums
+        ctx.by_count = by_count
+        ctx.weights = [None if w is None else (w.shape, w.dtype) for w in (wte, wpe)]
         return out
 
     @staticmethod
@@ -141,18 +140,18 @@ class _Encode(torch.autograd.Function):
         fresh = [None, None]
         for i, sums in enumerate(ctx.sums):
             if ctx.needs_input_grad[1 + i]:
-                found = None if i else segments
+                weight_segments = None if i else segments
                 if sums is None:
-                    fresh[i] = _RowSums.apply(dout, found, *ctx.weights[i], ctx.by_count)
+                    fresh[i] = _RowSums.apply(dout, weight_segments, *ctx.weights[i], ctx.by_count)
                 elif torch.compiler.is_compiling():
                     torch.ops.gpuaccel.encoder_backward_(
-                        sums, dout.contiguous(), found, ctx.by_count, True
+                        sums, dout.contiguous(), weight_segments, ctx.by_count, True
                     )
                 else:
                     _backward(
                         sums,
                         dout.contiguous(),
-                        found,
+                        weight_segments,
                         ctx.by_count,
                         True,
                         nodes_needed(ctx.next_functions[1 + i : 2 + i]),
@@ -181,16 +180,8 @@ class _RowSums(torch.autograd.Function):
         row, token = segments[: 2 * (len(segments) // 3)].view(-1, 2).long().unbind(1)
         kept = token < len(grad)
         rows = torch.where(kept[:, None], grad[torch.where(kept, token, 0)], 0.0)
-        return (
-            rows.new_zeros(rows.shape)
-            .index_copy(0, row & MAX_TOKENS, rows)
-            .view(ctx.shape)
-            .to(ctx.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        derivative = rows.new_zeros(rows.shape).index_copy(0, row & MAX_TOKENS, rows)
+        return derivative.view(ctx.shape).to(ctx.dtype), None, None, None, None
 
 
 def _none_seen(device) -> Tensor:
@@ -224,8 +215,14 @@ def encode(tokens: Tensor, wte: nn.Embedding, wpe: "nn.Embedding | None" = None)
         return out if wpe is None else out + wpe.weight[: tokens.shape[-1]]
     check_range(tokens, len(wte.weight))
     weights = wte.weight, None if wpe is None else wpe.weight
-    counter = wte if isinstance(wte, Embedding) else fused_forward(wte)
-    if counter.invalid is None:  # made on the meta device
+    counter: "Embedding | FusedEmbedding"
+    if isinstance(wte, Embedding):
+        counter = wte
+    else:
+        # An nn.Embedding gets here by its FusedEmbedding; no assertion in every forward.
+        counter = fused_forward(wte)  # type: ignore[assignment]
+    # None: made on the meta device.
+    if counter.invalid is None:
         counter.invalid = _none_seen(tokens.device)
     left_out = -1 if wte.padding_idx is None else wte.padding_idx
     if not torch.is_grad_enabled() or not any(w is not None and w.requires_grad for w in weights):
@@ -270,7 +267,9 @@ def fuse_embedding(layer: nn.Module, grad: Tensor) -> "FusedEmbedding | None":
     """Add the weight's gradient into `grad` from now on.
 
     None, with nothing changed, for a layer that does not support it."""
-    if type(layer) not in (nn.Embedding, Embedding) or refused_options(layer):
+    if not isinstance(layer, nn.Embedding) or type(layer) not in (nn.Embedding, Embedding):
+        return None
+    if refused_options(layer):
         return None
     return FusedEmbedding(layer, grad)
 
@@ -322,10 +321,10 @@ class Embedding(nn.Embedding):
         reset: count anew from here on.
         "count": how many; "token": one of the first batch that had any; "position": its (row,
         column) in that batch."""
-        found = _invalid_in_words(self.invalid)
+        report = _invalid_in_words(self.invalid)
         if reset and self.invalid is not None:
             self.invalid.zero_()
-        return found
+        return report
 
     # ---- for captured steps: graphs/participant.py ----
 
@@ -352,7 +351,9 @@ def _invalid_in_words(counter: "Tensor | None") -> "dict | None":
     """What Embedding.invalid_tokens returns."""
     count, where, token = (0, 0, 0) if counter is None else counter.tolist()
     row, T = where >> 32, max(where & 0xFFFFFFFF, 1)
-    return {"count": count, "token": token, "position": (row // T, row % T)} if count else None
+    if not count:
+        return None
+    return {"count": count, "token": token, "position": (row // T, row % T)}
 
 
 class Encoder(nn.Module):
@@ -393,15 +394,15 @@ def _counters(model: nn.Module) -> "dict[str, Tensor]":
     counters = {}
     for name, layer in model.named_modules():
         counter = layer if isinstance(layer, Embedding) else fused_forward(layer)
-        if getattr(counter, "invalid", None) is not None:
+        if isinstance(counter, (Embedding, FusedEmbedding)) and counter.invalid is not None:
             counters[name] = counter.invalid
     return counters
 
 
 def invalid_tokens(model: nn.Module) -> "dict[str, dict]":
     """name -> Embedding.invalid_tokens() of each embedding that has any. Waits for the device."""
-    found = {name: _invalid_in_words(counter) for name, counter in _counters(model).items()}
-    return {name: words for name, words in found.items() if words}
+    reports = {name: _invalid_in_words(counter) for name, counter in _counters(model).items()}
+    return {name: report for name, report in reports.items() if report}
 
 
 def deterministic_embeddings(model: nn.Module) -> "list[str]":
@@ -437,7 +438,8 @@ def deterministic_embeddings(model: nn.Module) -> "list[str]":
     # A layer that stands in several places stays one layer.
     made = {layer: Embedding.sharing(layer) for layer in plain.values() if has_class_forward(layer)}
     for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):  # named_children() leaves repetitions out
+        # named_children() leaves repetitions out.
+        for name, child in list(parent._modules.items()):
             if child in made:
                 setattr(parent, name, made[child])
     return [name for name, layer in plain.items() if layer in made]

@@ -14,6 +14,7 @@ The formula and its launches: ops/update_rule.py. Where the state lies: optim/st
 """
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -142,7 +143,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
         self.layout = ParameterLayout() if self.arena is None else ArenaLayout(self.arena)
         # Called by last_skip() with the tensor's number; what it returns is added.
         self.explain_skip = None
-        self._numbers: "dict[int, int] | None" = None
+        # id of a parameter -> its number; empty: to be made.
+        self._numbers: "dict[int, int]" = {}
         self._plan: "_Plan | None" = None
         self._devices: "dict[torch.device, DeviceState]" = {}
         self._took_norm = False
@@ -251,7 +253,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 self._write_settings(state)
 
     def _write_settings(self, state: DeviceState):
-        numbers, on_device = [], []
+        numbers: "list[float]" = []
+        on_device: "list[tuple[int, Tensor]]" = []
         for group in self.param_groups:
             for value in self.rule.values_of(group):
                 # A tensor on the device is copied there: it must not pass by the host.
@@ -396,6 +399,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
         """Are the sums of these tensors all that the arena holds?
 
         Where there is an accumulator, the sums of the optimizer's other tensors are zero."""
+        # Only an arena has sums.
+        assert self.arena is not None
         numbers = {j.number for j in jobs}
         if accumulator:
             numbers |= {self._number_of(p) for p in self._params()}
@@ -407,9 +412,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
         The first is None when addresses alone do not tell what to do."""
         params = self._params()
         grads = [p.grad for p in params]
-        lows = ()
+        lows: "Sequence[Tensor]" = ()
         if self.arena is not None and self.arena.bf16_weights is not None:
-            if self._numbers is None or any(id(p) not in self._numbers for p in params):
+            if not self._numbers or any(id(p) not in self._numbers for p in params):
                 return None, []
             lows = [self.arena.params[self._number_of(p)] for p in params]
             grads = [low.grad if grad is None else grad for grad, low in zip(grads, lows)]
@@ -445,7 +450,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     def jobs(self) -> Jobs:
         """What this step updates, everything checked; nothing has changed when it raises."""
-        arena, self._numbers = self.arena, None
+        arena = self.arena
+        self._numbers = {}
         if arena is not None:
             arena.check()
         updates = []  # (group, parameter, number, gradient, bf16 copy)
@@ -496,7 +502,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         ]
 
     def _number_of(self, p) -> int:
-        if self._numbers is None:
+        if not self._numbers:
             params = self.arena.masters if self.arena is not None else self._params()
             self._numbers = {id(p): i for i, p in enumerate(params)}
         if id(p) not in self._numbers:
@@ -532,7 +538,11 @@ class DeviceOptimizer(torch.optim.Optimizer):
         """The row of the clip state that a tensor belongs to."""
         if self.scope == "global":
             return 0
-        return job.number if self.scope == "tensor" else self.arena.segments[job.number].block
+        if self.scope == "tensor":
+            return job.number
+        # __init__ refuses scope="block" without one.
+        assert self.arena is not None
+        return self.arena.segments[job.number].block
 
     def _clip_state_on(self, state: DeviceState) -> "tuple[ClipState, Tensor | None]":
         tensors = len(self._numbers)
@@ -694,7 +704,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         except ArgumentError:
             del self.param_groups[-1]
             raise
-        self._numbers = None
+        self._numbers = {}
 
     @torch._disable_dynamo
     def state_dict(self) -> dict:
@@ -723,6 +733,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         stored = {i: dict(state) for i, state in state_dict["state"].items()}
         masters = {i: state.pop("master") for i, state in stored.items() if "master" in state}
         numbers = [i for group in state_dict["param_groups"] for i in group["params"]]
+        arena = self.arena
         pairs = []
         if self._bf16_masters():
             pairs = [(p, masters[i]) for p, i in zip(self._params(), numbers) if i in masters]
@@ -733,14 +744,15 @@ class DeviceOptimizer(torch.optim.Optimizer):
                     f"{tuple(master.shape)}; expected {tuple(p.shape)}"
                 )
         self._load({**state_dict, "state": stored})
+        if arena is None or not pairs:
+            return
         for p, master in pairs:
-            weight = self.arena.params[self._number_of(p)].float()
+            weight = arena.params[self._number_of(p)].float()
             master = master.to(p.device)
             # Rounding, stochastic too, moves a value by less than a unit in the last place of bf16.
             if ((master - weight).abs() <= weight.abs() * 2.0**-7 + 1e-40).all():
                 p.copy_(master)
-        if pairs:
-            self.arena.weights_current()
+        arena.weights_current()
 
     def _load(self, state_dict):
         # Last: after hooks that repair a dict.
