@@ -68,11 +68,6 @@ def unregister_slice(acc: Tensor):
     _slices.pop(_key(acc), None)
 
 
-def registered_slices() -> "set[tuple[int, int]]":
-    """(address, elements) of every slice that products may be added into."""
-    return set(_slices)
-
-
 def rows_needed(acc: Tensor, needed: "list[bool] | None" = None) -> "list[tuple[int, int]] | None":
     """GradientSlice.before_product of the slice `acc`.
 
@@ -275,8 +270,7 @@ def _joint_of(*layers: nn.Module) -> "Joint | None":
     return fused.joint
 
 
-# ---- in the place of a layer's forward
-# ------------------------------------------------------------------------------
+# ---- in the place of a layer's forward -----------------------------------------------------------
 
 
 class FusedForward:
@@ -293,7 +287,7 @@ class FusedForward:
 
     def __init__(self, layer: nn.Module, grad: Tensor):
         self.layer = layer
-        self.grad: "Tensor | None" = grad
+        self.grad = grad
         vars(layer)["gpuaccel_fused"] = self
         vars(layer)["forward"] = types.MethodType(type(self).forward, layer)
 
@@ -303,7 +297,6 @@ class FusedForward:
 
     def remove(self):
         """Run the layer's own forward again, also where others have wrapped this one since."""
-        self.grad = None
         entries = vars(self.layer)
         if entries.get("gpuaccel_fused") is self:
             del entries["gpuaccel_fused"]
@@ -328,8 +321,9 @@ def has_class_forward(layer: nn.Module) -> bool:
     function = getattr(vars(layer).get("forward"), "__func__", None)
     if "forward" not in vars(layer) or function is type(layer).forward:
         return True
-    # A copy of a layer with a FusedForward.
-    return fused_forward(layer) is None and "gpuaccel_fused" in vars(layer)
+    # A copy of a layer with a FusedForward, which is none itself, has the function still.
+    ours = {cls.forward for cls in FusedForward.__subclasses__()}
+    return fused_forward(layer) is None and function in ours
 
 
 class Joint(NamedTuple):
@@ -355,8 +349,7 @@ class FusedLinear(FusedForward):
         return y if layer.bias is None else y + layer.bias.to(y.dtype)
 
 
-# ---- which gradients the running backward computes
-# ------------------------------------------------------------------
+# ---- which gradients the running backward computes -----------------------------------------------
 
 
 def parameter_needed(parameter: nn.Parameter) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 
 import gpuaccel as ga
 from gpuaccel.nn import fused_linear
-from gpuaccel.nn.fused_linear import fused_forward, fused_linears, registered_slices
+from gpuaccel.nn.fused_linear import fused_forward, fused_linears
 from gpuaccel.optim.accumulate import GradientAccumulator
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training.models import Block, Config, Transformer, rotary_table, rotate
@@ -355,18 +355,18 @@ def test_without_gradients_or_without_an_accumulator_each_layer_is_called(joined
 def test_close_takes_the_joint_product_away(joined):
     model, x = heads(), inputs()
     arena = Arena(model)
-    before = registered_slices()
+    before = set(fused_linear._slices)
     accumulator = GradientAccumulator(arena, "fused")
     assert (
         fused_forward(model.w_q)
         and fused_forward(model.w_q).joint is not None
-        and len(registered_slices()) == len(before) + 5
+        and len(set(fused_linear._slices)) == len(before) + 5
     )
     accumulator.close()
     for name in NAMES:
         layer = getattr(model, name)
         assert type(layer) is nn.Linear and "forward" not in vars(layer)
-    assert registered_slices() == before, "a product into memory that is no longer watched"
+    assert set(fused_linear._slices) == before, "a product into memory that is no longer watched"
     objective(model(x)).backward()
     assert not joined and all(p.grad is not None for p in model.parameters())
     with GradientAccumulator(arena, "fused"):
@@ -524,3 +524,16 @@ def test_rotate_takes_a_transposed_view_as_a_block_hands_it():
 
 def test_a_block_says_which_layers_belong_together():
     assert Block.FUSED_LINEARS == (NAMES, ("gate", "up"))
+
+
+def test_a_layer_whose_forward_somebody_has_replaced_is_left_alone():
+    """Also a copy of a fused layer; a copy that nobody has touched is fused as any other."""
+    arena = Arena(nn.Sequential(nn.Linear(3, 2)))
+    with GradientAccumulator(arena, "fused"):
+        wrapped, plain = (copy.deepcopy(arena.module) for _ in range(2))
+    own = wrapped[0].forward
+    replaced = wrapped[0].forward = lambda x: 2 * own(x)
+    with GradientAccumulator(Arena(wrapped), "fused"):
+        assert fused_forward(wrapped[0]) is None and wrapped[0].forward is replaced
+    with GradientAccumulator(Arena(plain), "fused"):
+        assert fused_forward(plain[0]) is not None
