@@ -14,6 +14,23 @@ INF = math.inf
 NAN = math.nan
 
 
+def free_gpu_memory() -> int:
+    """Bytes that this process may still allocate on the current GPU.
+
+    What is free on the device, or what torch's limit for this process leaves, whichever is less."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    limit = int(torch.cuda.get_per_process_memory_fraction() * total)
+    return min(free, limit - torch.cuda.memory_reserved())
+
+
+def needs_free_gpu_memory(size: int):
+    """Skip the running test, in words, where fewer than `size` bytes are free on the GPU."""
+    free = free_gpu_memory()
+    if free < size:
+        pytest.skip(f"needs {size / 1e9:.0f} GB of free GPU memory; there are {free / 1e9:.1f} GB")
+
+
 def generator(seed):
     return torch.Generator().manual_seed(seed)
 

@@ -69,6 +69,14 @@ def near(got, old, at, rows, what):
     """got = old with `rows` (n, C) added at `at`, as in float64: within 64 roundings of fp32 at the
     size of a random walk (the root of the sum of squares; a single row that is missing is far
     more), and one of the result's dtype."""
+    # Some columns at a time: float64 of a whole table takes more memory than many GPUs have.
+    width = max(1, 2**25 // (len(old) + len(rows)))
+    for some in torch.arange(old.shape[1]).split(width):
+        columns = slice(int(some[0]), int(some[-1]) + 1)
+        near_columns(got[:, columns], old[:, columns], at, rows[:, columns], what)
+
+
+def near_columns(got, old, at, rows, what):
     want, squares = (
         f(old.double()).index_add_(0, at, f(rows.double())) for f in (torch.clone, torch.square)
     )

@@ -18,6 +18,7 @@ from helpers import (
     fill,
     filled,
     generator,
+    needs_free_gpu_memory,
     no_waiting,
     parameters,
     same,
@@ -162,10 +163,7 @@ def test_gpu_fifty_million_elements():
 
 @pytest.mark.gpu
 def test_gpu_a_norm_of_more_than_2_to_the_31_elements():
-    if torch.cuda.mem_get_info()[0] < 20e9:
-        pytest.skip(
-            f"needs 20 GB of free GPU memory, there are {torch.cuda.mem_get_info()[0] / 1e9:.0f} GB"
-        )
+    needs_free_gpu_memory(20 * 10**9)
     grad = torch.ones(2**31 + 5000, dtype=torch.bfloat16, device="cuda")
     grad[-1] = 3.0
     param = nn.Parameter(torch.empty(0, device="cuda"))
