@@ -9,12 +9,13 @@ PORT   ?= 8888
 
 BIN := $(VENV)/bin
 
-.PHONY: help lab test check compiler clean
+.PHONY: help lab test check sanitize compiler clean
 
 help:
 	@echo "make lab     open JupyterLab on the notebooks"
 	@echo "make test    run every test and every notebook (GPU tests skip themselves where there is no GPU)"
 	@echo "make check   layout, imports and types of the code; make test begins with it"
+	@echo "make sanitize  the GPU tests under NVIDIA's compute-sanitizer; hours, on a machine with a GPU"
 	@echo "make clean   remove the environment and what the tests leave behind"
 	@echo
 	@echo "Both install into $(VENV) on first use. PYTHON=python3.12 chooses the interpreter (3.11 to 3.13)."
@@ -52,6 +53,11 @@ check: $(VENV)/.installed
 	$(BIN)/python -m ruff check --quiet gpuaccel tests benchmarks docs
 	$(BIN)/python -m ruff format --check --quiet gpuaccel tests benchmarks docs
 	$(BIN)/python -m mypy
+
+sanitize: $(VENV)/.installed
+	@$(BIN)/python -c 'import sys; sys.path.insert(0, "tests"); import sanitize; sanitize.find_sanitizer()' 2>/dev/null || \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check nvidia-cuda-sanitizer-api
+	$(BIN)/python tests/sanitize.py $(SANITIZE)
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache
