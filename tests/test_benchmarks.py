@@ -941,3 +941,26 @@ def test_a_rank_sees_that_its_gpu_hangs(scripts, monkeypatch):
     ranks.Rank._finish(rank)
     with pytest.raises(scripts("workers").Stuck, match="not finished a step for 0.05 s"):
         ranks.Rank._finish(rank, 0.05)
+
+
+@needs_simt
+def test_versions_compares_a_version_with_itself(on_simt, monkeypatch):
+    monkeypatch.setattr(ga, "preset", lambda name: SMALL)
+    versions = on_simt(
+        "versions",
+        ROUNDS=1,
+        CALLS=1,
+        LAUNCHES=2,
+        STEPS=2,
+        B=1,
+        LONG=16,
+        SHORT=8,
+        BITS_T=16,
+        MODES=("fused", "host"),
+    )
+    results = versions.measure(str(versions.ROOT), "tiny", "tiny", here=True)
+    assert len(results["ratios"]) == 8 and all(r > 0 for r in results["ratios"].values())
+    assert len(results["bits"]) == 4 and all(results["bits"].values())
+    # A version that is not in the folder is not measured in silence.
+    with pytest.raises(AssertionError, match="expected"):
+        versions.Version(str(versions.ROOT / "tests"), "tiny", "tiny")
