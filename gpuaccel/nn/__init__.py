@@ -14,7 +14,7 @@ from .fused_linear import (
     register_slice,
     unregister_slice,
 )
-from .lora import FLOATS, LoRALinear, linear_features
+from .lora import FLOATS, LoRALinear, frozen_state_dict, linear_features
 from .poly_attention import PolyAttention, poly_attention, reference_poly_attention
 from .richards_glu import DEFAULTS, LEAST, NAMES, RichardsCurve, RichardsGLU, reference_richards
 
@@ -33,6 +33,7 @@ __all__ = [
     "RichardsCurve",
     "RichardsGLU",
     "deterministic_embeddings",
+    "frozen_state_dict",
     "fuse_embedding",
     "fused_forward",
     "fused_linears",

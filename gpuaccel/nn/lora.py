@@ -130,17 +130,27 @@ class LoRALinear(nn.Module):
     def state_dict(self, *args, **kwargs):
         """As of any module, with the frozen weight also when merged.
 
-        With the merged weight the factors beside it would count twice."""
+        With the merged weight the factors beside it would count twice. A merged layer adds `weight`
+        and `bias`, the names that the base layer has without LoRA: a plain model that loads the
+        dict (save_pretrained, from_pretrained) gets the merged weight."""
         state = super().state_dict(*args, **kwargs)
         if self.merged:
-            state[kwargs.get("prefix", "") + "base_layer.weight"] = self.frozen_weight
+            prefix = kwargs.get("prefix", "")
+            state[prefix + "weight"] = state[prefix + "base_layer.weight"]
+            state[prefix + "base_layer.weight"] = self.frozen_weight
+            if self.bias is not None:
+                # Some formats refuse two names of one memory.
+                state[prefix + "bias"] = self.bias.detach().clone()
         return state
 
-    def _load_from_state_dict(self, *args):
+    def _load_from_state_dict(self, state_dict, prefix, *args):
         # A state dict holds the frozen weight and the factors.
         if self.merged:
             self.unmerge()
-        super()._load_from_state_dict(*args)
+        if prefix + "base_layer.weight" in state_dict:
+            state_dict.pop(prefix + "weight", None)
+            state_dict.pop(prefix + "bias", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, alpha={self.alpha}" + (", merged" if self.merged else "")
@@ -152,6 +162,17 @@ def _linear(weight: Tensor) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight)
     return linear
+
+
+def frozen_state_dict(module: nn.Module) -> "dict[str, Tensor]":
+    """module.state_dict(), without the merged weights that merged LoRA layers add to it."""
+    state = module.state_dict()
+    for name, layer in module.named_modules():
+        if isinstance(layer, LoRALinear) and layer.merged:
+            prefix = name + "." if name else ""
+            state.pop(prefix + "weight")
+            state.pop(prefix + "bias", None)
+    return state
 
 
 def linear_features(base: nn.Module, name: str = "base") -> "tuple[int, int]":

@@ -8,9 +8,9 @@
     >>> opt.step(); opt.zero_grad()                   # any torch optimizer over arena.parameters()
 
 The modes, each faster than the one before:
-  host      downloads each gradient, adds it on the CPU, and uploads the sum at the end
+  host      downloads each gradient, adds it on the CPU, and uploads the sum
   autograd  torch's own `p.grad += fresh`, in the parameter's dtype (in bf16 256 + 1 = 256); the
-            finish() moves the result into the arena
+            result is moved into the arena
   arena     a hook collects fresh gradients, fp32 or bf16; one launch adds many tensors into fp32
   fused     the weight-gradient product of an nn.Linear, and the row sums of an nn.Embedding without
             max_norm, write straight into the arena; other tensors (of subclasses, and weights with
@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import ArgumentError
-from ..ops import check_gradient
+from ..ops import check_choice, check_gradient
 from .accumulation_modes import (
     AccumulationMode,
     ArenaMode,
@@ -83,25 +83,30 @@ class GradientAccumulator:
     arena: an arena without an accumulator.
     mode: "host", "autograd", "arena" or "fused" (this module's first lines).
 
-    After each backward the sums stand as `.grad` of arena.parameters(); in `host` and `autograd`
-    after finish(), which also runs before the step of any optimizer over arena.parameters(). A
-    parameter that got no gradient has `.grad` None, as in torch. `arena` and `fused` download no
-    gradient and never synchronise with the host.
+    exposed_after: "backward" or "finish". "finish" is for a caller that ends its windows with
+        finish() itself, and saves the modes `host` and `autograd` a pass over memory per backward:
+        before finish() their sums do not stand as `.grad`. The other modes ignore it.
+
+    After each backward the sums stand as `.grad` of arena.parameters(). What is done to these
+    counts, as in torch: zero_grad(), clipping, an edit in place, another tensor, None. A parameter
+    that got no gradient has `.grad` None. finish() runs before the step of a ga optimizer over the
+    arena, and in `host` and `autograd` of any optimizer over arena.parameters(). `arena` and
+    `fused` download no gradient and never synchronise with the host.
 
     `optimizer.zero_grad()` or zero_() opens the next accumulation window. With bf16 parameters use
-    one of these two: module.zero_grad() does not know their fp32 masters. To abandon a window
-    before finish() in `host` and `autograd`, use zero_(). A backward that raises drops its window's
-    sum, which would be partial.
+    one of these two: module.zero_grad() does not know their fp32 masters.
 
-    A GradScaler reads `.grad` before the optimizer's step: in `host` and `autograd` call finish()
-    before it. In `fused`, a weight that has tensor hooks when the accumulator is made is added as
-    in `arena`.
+    A backward that raises drops its window's sum, which would be partial: every `.grad` is None at
+    once. Only fp32 parameters in `autograd` keep it, as torch does.
+
+    In `fused`, a weight that has tensor hooks when the accumulator is made is added as in `arena`.
 
     Raises ArgumentError for an unknown mode and for an arena that has an accumulator already."""
 
-    def __init__(self, arena: Arena, mode: str = "arena"):
+    def __init__(self, arena: Arena, mode: str = "arena", *, exposed_after: str = "backward"):
         if mode not in MODES:
             raise ArgumentError(f"mode is {mode!r}; expected one of {', '.join(MODES)}")
+        check_choice("exposed_after", exposed_after, ("backward", "finish"))
         if GradientAccumulator.of(arena) is not None:
             raise ArgumentError(
                 "this arena has a GradientAccumulator already; call close() on that one first"
@@ -114,9 +119,14 @@ class GradientAccumulator:
         self._listener: "BackwardListener | None" = None
         # The backward that runs now, by autograd's number.
         self._backward: "int | None" = None
+        # Indices of the tensors whose sums the latest step has used and cleared; none, once
+        # zero_grad() or zero_() was called.
+        self.cleared_by_step: "frozenset[int]" = frozenset()
         # The number of each backward that has begun -> a weak reference to its callback, which
         # autograd drops when the backward raises.
         self._running: "dict[int, weakref.ref]" = {}
+        # A backward has raised: the sums are partial, and hidden.
+        self._partial = False
         if not any(self._window.received):
             zero_sums(arena)
         else:
@@ -129,9 +139,16 @@ class GradientAccumulator:
         else:
             modes = {"host": HostMode, "autograd": AutogradMode, "arena": ArenaMode}
             self._mode = modes[mode](arena, self._window)
+        if mode in ("host", "autograd"):
+            self._mode.exposes_after_backward = exposed_after == "backward"
         self._handles: list = []
         if self._mode.uses_hooks:
             self._hook_parameters()
+        elif self._mode.exposes_after_backward:
+            # Torch exposes the sums of fp32 parameters by itself.
+            for p, master in zip(arena.params, arena.masters):
+                if master is not p:
+                    self._handles.append(p.register_hook(lambda grad: self._open_backward()))
         if mode in ("host", "autograd"):
             self._handles.append(_finish_before_steps(self))
         arena.before_release.append(self.close)
@@ -178,7 +195,7 @@ class GradientAccumulator:
         with torch.no_grad():
             self._mode.begin()
         end = functools.partial(self._end_backward, task)
-        self._running[task] = weakref.ref(end)
+        self._running[task] = weakref.ref(end, self._backward_raised)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _end_backward(self, task):
@@ -189,19 +206,28 @@ class GradientAccumulator:
         if self._mode.exposes_after_backward:
             self._window.expose()
 
+    def _backward_raised(self, end: "weakref.ref | None" = None):
+        """Hide the window's sum, which is partial. Launches nothing: any thread may call this."""
+        self._partial = True
+        self._running.clear()
+        self._window.clear()
+        self._hide_sums()
+
     @torch.no_grad()
     def _drop_partial(self):
         """Drop the window's sum if a backward raised: the sum is partial."""
-        if any(end() is None for end in self._running.values()):
+        # Outside of a backward none is running: autograd is about to drop the callback.
+        if self._running and torch._C._current_graph_task_id() == -1:
+            self._backward_raised()
+        if self._partial:
             self._zero_sums()
-            for p, master in zip(self.arena.params, self.arena.masters):
-                if master is not p:
-                    master.grad = None
 
     def _zero_sums(self):
         self._mode.zero()
         self._window.clear()
         self._running.clear()
+        self._partial = False
+        self.cleared_by_step = frozenset()
 
     # ---- called from the training loop ----
 
@@ -244,7 +270,7 @@ class GradientAccumulator:
     def finish(self):
         """Complete the window's sum in arena.grads and expose it as `.grad`.
 
-        Runs by itself before an optimizer's step. A second call changes nothing."""
+        A second call changes nothing."""
         self._drop_partial()
         self._mode.finish(self._squares)
         removed = [
@@ -270,7 +296,18 @@ class GradientAccumulator:
             self._mode.cleared()
             self._window.clear()
             self._running.clear()
+            self.cleared_by_step = frozenset(cleared)
         self._hide_sums()
+
+    def end_step(self, expose: bool):
+        """Empty cleared_by_step.
+
+        expose: before that its tensors get their sums, which are zero, as `.grad`."""
+        if expose and self.cleared_by_step:
+            for i in self.cleared_by_step:
+                self._window.received[i] = True
+            self._window.expose()
+        self.cleared_by_step = frozenset()
 
     def _hide_sums(self):
         for p, master in zip(self.arena.params, self.arena.masters):
@@ -292,15 +329,14 @@ class GradientAccumulator:
         self._window.received = [bool(mask >> i & 1) for i in range(len(self.received))]
         self._window.expose()
 
-    def window_state(self) -> "tuple[list[bool], list[bool]]":
-        """Which tensors have received a gradient, and which have their sum exposed as `.grad`.
+    def window_state(self) -> "tuple[list[bool], list[bool], frozenset[int]]":
+        """Which tensors have received a gradient, which have their sum exposed as `.grad`, and
+        cleared_by_step. For set_window_state()."""
+        return [*self._window.received], [*self._window.exposed], self.cleared_by_step
 
-        For set_window_state()."""
-        return [*self._window.received], [*self._window.exposed]
-
-    def set_window_state(self, state: "tuple[list[bool], list[bool]]"):
+    def set_window_state(self, state: "tuple[list[bool], list[bool], frozenset[int]]"):
         """Set what window_state() returned. The sums and `.grad` are left to the caller."""
-        received, exposed = state
+        received, exposed, self.cleared_by_step = state
         self._window.received = [*received]
         self._window.exposed = [*exposed]
 

@@ -135,17 +135,12 @@ class AccumulationMode:
             elif master.grad is not view:
                 # The caller has set another gradient: it replaces the sum.
                 view.copy_(master.grad)
-            if self.hides(master, parameter):
+                master.grad = view
+            # Autograd adds into the parameter's `.grad`; that of a bf16 one's master may stay.
+            if master is parameter:
                 master.grad = None
                 self.window.exposed[i] = False
         return zeroed
-
-    def hides(self, master: Tensor, parameter: Tensor) -> bool:
-        """Whether an exposed sum has to be hidden while backward runs.
-
-        Autograd adds into the `.grad` of the parameter; that of a bf16 parameter's master may stay.
-        """
-        return master is parameter
 
     def drop(self, tensors: "list[int]"):
         """Set the sums of these tensors (indices) to zero."""
@@ -193,14 +188,40 @@ class AutogradMode(AccumulationMode):
 
     uses_hooks = False
 
+    def begin(self):
+        super().begin()
+        # Torch adds to a bf16 sum.
+        for i, p in self._bf16_params():
+            if self.window.exposed[i]:
+                p.grad = self.arena.grad_views[i].to(p.dtype)
+                self.arena.masters[i].grad = None
+                self.window.exposed[i] = False
+
+    def end(self):
+        for i, p in self._bf16_params():
+            if p.grad is not None:
+                self.arena.grad_views[i].copy_(p.grad)
+                p.grad = None
+                self.window.received[i] = True
+
+    def _bf16_params(self) -> "list[tuple[int, Tensor]]":
+        pairs = enumerate(zip(self.arena.params, self.arena.masters))
+        return [(i, p) for i, (p, master) in pairs if master is not p]
+
     def reopen(self):
-        # The sums stay exposed: torch adds to them. Where .grad is not the sum, zero_grad() has
-        # removed it, and autograd may have made a new gradient since.
-        return [
-            i
-            for i, master in enumerate(self.arena.masters)
-            if self.window.exposed[i] and master.grad is not self.arena.grad_views[i]
-        ]
+        # The sums of fp32 parameters stay exposed: torch adds to them. Where .grad is not the sum,
+        # zero_grad() has removed it, and autograd may have made a new gradient since.
+        removed = []
+        for i, (master, p) in enumerate(zip(self.arena.masters, self.arena.params)):
+            view = self.arena.grad_views[i]
+            if not self.window.exposed[i] or master.grad is view:
+                continue
+            if master is p or master.grad is None:
+                removed.append(i)
+            else:
+                view.copy_(master.grad)
+                master.grad = view
+        return removed
 
     def finish(self, squares):
         self.drop(self.reopen())
@@ -215,24 +236,21 @@ class AutogradMode(AccumulationMode):
 
 
 class HostMode(AccumulationMode):
-    """Each gradient is downloaded and added on the CPU; finish() uploads the sum.
+    """Each gradient is downloaded and added on the CPU; the sum is uploaded.
 
     The slowest mode, kept to measure it."""
-
-    exposes_after_backward = False
 
     def __init__(self, arena: Arena, window: Window):
         super().__init__(arena, window)
         self.sums = torch.zeros(arena.numel)
-
-    def hides(self, master, parameter) -> bool:
-        return True
+        # Whether arena.grads has the sums, and perhaps what the caller did to them.
+        self.uploaded = True
 
     def begin(self):
-        exposed = any(self.window.exposed)
         super().begin()
-        if exposed:
+        if self.uploaded and any(self.window.received):
             self.sums.copy_(self.arena.grads)
+        self.uploaded = False
 
     def add(self, i, grad, squares):
         self._slice(i).add_(grad.detach().to("cpu").flatten())
@@ -246,16 +264,22 @@ class HostMode(AccumulationMode):
         for i in tensors:
             self._slice(i).zero_()
 
+    def end(self):
+        if self.exposes_after_backward:
+            self.finish(squares=False)
+
     def finish(self, squares):
-        if any(self.window.received) and not any(self.window.exposed):
+        if not self.uploaded:
             self.arena.grads.copy_(self.sums)
+            self.uploaded = True
 
     def zero(self):
         super().zero()
-        self.sums.zero_()
+        self.cleared()
 
     def cleared(self):
         self.sums.zero_()
+        self.uploaded = True
 
 
 class ArenaMode(AccumulationMode):

@@ -271,7 +271,11 @@ class DeviceOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True):
         """As torch's; over an arena also the gradients of bf16 parameters.
 
-        step() reads these where there is no accumulator."""
+        step() reads these where there is no accumulator. With set_to_none=False the gradients that
+        the step before has cleared are zeros again, which the next step uses as torch does."""
+        accumulator = self.arena and GradientAccumulator.of(self.arena)
+        if accumulator is not None:
+            accumulator.end_step(expose=not set_to_none)
         super().zero_grad(set_to_none)
         for p in self.arena.params if self.arena is not None else ():
             if p.grad is not None:
@@ -286,7 +290,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
         """One step; returns the closure's loss, if any. Only on_nonfinite="raise" waits.
 
         ArgumentError, with nothing changed: a sparse gradient, a state that does not fit, a capture
-        before the first step."""
+        before the first step; over an arena a second step without a backward() or zero_grad()
+        between them, for the first has cleared the sums that torch would use again."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -299,6 +304,12 @@ class DeviceOptimizer(torch.optim.Optimizer):
             # A hook may have written to gradients in a way that torch does not count.
             arena.grads_changed()
         parts = self._parts(accumulator)
+        if not parts and accumulator is not None and accumulator.cleared_by_step:
+            raise ArgumentError(
+                "step() has no gradient: the step before it has used and cleared the sums, which "
+                "torch would use again. Expected backward() before, or zero_grad() to say that "
+                "there is none"
+            )
         self._took_norm = bool(parts) and self._takes_norm()
         try:
             for part in parts:

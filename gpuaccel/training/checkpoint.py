@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, GpuaccelError
+from ..nn import frozen_state_dict
 from ..optim import Arena
 from .checkpoint_file import Contents, describe, pack, read_file, unpack, write_file
 from .models import uncompiled
@@ -46,7 +47,7 @@ def _class_name(thing) -> str:
 
 def _model_tensors(path, model) -> "dict[str, Tensor]":
     tensors = {}
-    for name, value in uncompiled(model).state_dict().items():
+    for name, value in frozen_state_dict(uncompiled(model)).items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
                 f"{path}: model.{name} is a {_class_name(value)}; expected a tensor"

@@ -459,6 +459,7 @@ class Batches:
                 "least one batch for each"
             )
         self.tokens_per_batch = batch * T
+        self._sha256: "str | None" = None
         self._go_to(epoch=0, index=0)
 
     def _go_to(self, epoch, index):
@@ -486,6 +487,16 @@ class Batches:
             indices = indices.view(self.micro_batches, self.ranks, -1)[:, self.rank].flatten()
         return _gather(self.tokens, indices, self.T, self.device, self.pin)
 
+    @property
+    def sha256(self) -> str:
+        """sha256 of the tokens as little-endian int64; computed once, when it is first needed."""
+        if self._sha256 is None:
+            total = hashlib.sha256()
+            for piece in self.tokens.split(1 << 20):
+                total.update(piece.numpy().astype("<i8").data)
+            self._sha256 = total.hexdigest()
+        return self._sha256
+
     def state_dict(self) -> dict:
         """The position: epoch, sequences done in it by all ranks, and what they depend on.
 
@@ -496,12 +507,14 @@ class Batches:
             "seed": self.seed,
             "sequences": self.sequences,
             "T": self.T,
+            "sha256": self.sha256,
         }
 
     def load_state_dict(self, state: dict):
         """Continue where `state_dict()` was taken.
 
-        Raises DataError, and changes nothing, if the text or T was another."""
+        Raises DataError, and changes nothing, if the text or T was another. Warns where the state
+        has no hash of its text: before version 0.2 it had none."""
         for key in ("sequences", "T"):
             stored = state.get(key)
             expected = getattr(self, key)
@@ -514,6 +527,17 @@ class Batches:
             raise DataError(
                 f"the data position is epoch {state['epoch']}, index {state['index']}; "
                 f"expected an epoch of at least 0 and an index of 0 to {self.sequences}"
+            )
+        if "sha256" not in state:
+            warnings.warn(
+                "the data position has no hash of its text, because an older version wrote it: "
+                "nothing can tell whether this is the text of that run",
+                stacklevel=2,
+            )
+        elif state["sha256"] != self.sha256:
+            raise DataError(
+                f"the data position was taken on another text of as many tokens: sha256 "
+                f"{state['sha256']}, expected {self.sha256}"
             )
         self.seed = state["seed"]
         self._go_to(state["epoch"], state["index"])

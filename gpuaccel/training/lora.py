@@ -267,8 +267,9 @@ def merge_lora(model: nn.Module) -> nn.Module:
     """Add alpha / rank * B A to every base weight, in fp32 and rounded once. Returns model.
 
     A merged model runs the base layers alone; it refuses to train, because the factors would get no
-    gradient. state_dict() still holds the frozen weights. Until unmerge_lora, a copy of each
-    target's weight is kept on its device.
+    gradient. state_dict() still holds the frozen weights and the factors, and beside them the merged
+    weights by the names of a model without LoRA: from_pretrained after save_pretrained loads those.
+    Until unmerge_lora, a copy of each target's weight is kept on its device.
     Raises ArgumentError, and changes nothing, without LoRA or when merged already."""
     layers = require_lora_layers(model)
     if merged := [name for name, layer in layers.items() if layer.merged]:
@@ -300,10 +301,11 @@ def unmerge_lora(model: nn.Module) -> nn.Module:
     return model
 
 
-def remove_lora(model: nn.Module, *, merge: bool = False) -> nn.Module:
+def remove_lora(model: nn.Module, *, merge: "bool | None" = None) -> nn.Module:
     """Replace the LoRA layers by their plain base layers. Returns model.
 
-    merge: keep the merged weights; default the frozen ones.
+    merge: True: with the merged weights. False: with the frozen ones. None: with those that the
+        model computes with now, the merged ones after merge_lora.
 
     Modules that `also` named keep their trained values. What requires a gradient stays as it is:
     model.requires_grad_(True) makes everything trainable again.
@@ -315,7 +317,7 @@ def remove_lora(model: nn.Module, *, merge: bool = False) -> nn.Module:
             f"parameters of {type(module).__name__} are in an Arena; call arena.release() before "
             "remove_lora"
         )
-    if next(iter(layers.values())).merged != merge:
+    if merge is not None and next(iter(layers.values())).merged != merge:
         merge_lora(module) if merge else unmerge_lora(module)
     _replace(module, {id(layer): layer.base_layer for layer in layers.values()})
     for part in modules_trained_whole(module).values():

@@ -229,7 +229,7 @@ class TrainStep:
         self._cleanup.callback(lambda: reducer.close(self._closes_alone))
 
     def _accumulate_into_arena(self, mode: str):
-        self.accumulator = GradientAccumulator(self.arena, mode)
+        self.accumulator = GradientAccumulator(self.arena, mode, exposed_after="finish")
         self._cleanup.callback(self.accumulator.close)
 
     # ---- a step ----
@@ -290,6 +290,7 @@ class TrainStep:
         # A ga.AdamW has cleared the sums already, and forgotten what it received.
         if any(self.accumulator.received):
             self.accumulator.zero_()
+        self.accumulator.end_step(expose=False)
 
     def split(self, batch) -> list:
         """This rank's micro-batches."""

@@ -345,6 +345,23 @@ def test_a_finished_run_is_neither_repeated_nor_written_over(whole, capsys):
     assert before == sorted(path.stat().st_mtime_ns for path in whole[0].out.glob("*.safetensors"))
 
 
+def test_another_text_of_the_same_length_is_not_gone_on_with(tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefghijklmnopqrstuvw " * 200)
+    words = ["train", "--text", str(text), "--out", str(tmp_path / "run"), "--seq", "16"]
+    words += ["--batch", "2", "--no-progress", "--device", "cpu"]
+    assert main([*words, "--steps", "1"]) == 0
+    text.write_text("zyxwvutsrqponmlkjihgfed " * 200)
+    before = sorted(path.stat().st_mtime_ns for path in (tmp_path / "run").glob("*.safetensors"))
+    assert main([*words, "--steps", "2", "--resume"]) == 1
+    assert "another text of as many tokens: sha256" in capsys.readouterr().err
+    assert before == sorted(
+        path.stat().st_mtime_ns for path in (tmp_path / "run").glob("*.safetensors")
+    )
+    text.write_text("abcdefghijklmnopqrstuvw " * 200)
+    assert main([*words, "--steps", "2", "--resume"]) == 0
+
+
 def test_sample_goes_on_from_a_prompt(whole, capsys):
     texts = []
     for seed in (1, 1, 2):

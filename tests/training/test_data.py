@@ -1,5 +1,6 @@
 """Text, tokens and batches: bad text is refused with a reason, each sequence is visited once."""
 
+import hashlib
 import os
 
 import numpy as np
@@ -328,11 +329,32 @@ def test_a_position_on_another_text_is_refused():
         (Batches(torch.arange(89), 2, 8).state_dict(), "T=8, expected T=9"),
         ({"epoch": 0}, "sequences=None, expected sequences=11"),
         ({**before, "index": 12}, "index 12; expected an epoch of at least 0 and an index of 0 to"),
+        (
+            Batches(torch.arange(100).flip(0), 2, 9).state_dict(),
+            f"another text of as many tokens: sha256 [0-9a-f]{{64}}, expected {before['sha256']}",
+        ),
     )
     for state, message in cases:
         with pytest.raises(DataError, match=message):
             batches.load_state_dict(state)
     assert batches.state_dict() == before
+
+
+def test_the_hash_of_a_text_is_that_of_its_tokens_in_any_dtype():
+    tokens = torch.arange(3 << 20) % 251
+    want = hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
+    for dtype in (torch.int64, torch.int32, torch.uint8):
+        assert Batches(tokens.to(dtype), 2, 9).state_dict()["sha256"] == want
+
+
+def test_a_position_of_an_older_version_has_no_hash_and_loads_with_a_warning():
+    batches = Batches(torch.arange(100), 2, 9)
+    next(batches)
+    state = {key: value for key, value in batches.state_dict().items() if key != "sha256"}
+    other = Batches(torch.arange(100), 2, 9)
+    with pytest.warns(UserWarning, match="no hash of its text"):
+        other.load_state_dict(state)
+    assert torch.equal(torch.stack(next(other)), torch.stack(next(batches)))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """LoRA: only the factors are trained, unmerging is bit-identical, and the files are PEFT's."""
 
 import copy
+import itertools
 import json
 import math
 import os
@@ -20,7 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from gpuaccel.errors import ArgumentError, CheckpointError  # noqa: E402
 from gpuaccel.nn.fused_linear import fused_forward  # noqa: E402
-from gpuaccel.nn.lora import LoRALinear  # noqa: E402
+from gpuaccel.nn.lora import LoRALinear, frozen_state_dict  # noqa: E402
 from gpuaccel.optim.accumulate import GradientAccumulator  # noqa: E402
 from gpuaccel.optim.arena import Arena  # noqa: E402
 from gpuaccel.training import lora_files  # noqa: E402
@@ -509,7 +510,9 @@ def test_merged_weights_are_exact_and_unmerging_is_bit_identical(kind, dtype):
     tolerance = 1e-5 if dtype == torch.float32 else 6e-2
     assert (logits(model, x) - y).abs().max() <= tolerance, differ(logits(model, x), y)
     # What a checkpoint would hold does not depend on merging.
-    for name, t in model.state_dict().items():
+    held = frozen_state_dict(model)
+    assert held.keys() == state.keys()
+    for name, t in held.items():
         assert torch.equal(t, state[name]), name
     assert unmerge_lora(model) is model
     for path, layer in layers(model).items():
@@ -592,7 +595,7 @@ def test_removing_gives_plain_modules_back(kind, merged):
     z = logits(model, x)
     if merged:
         merge_lora(model)
-    assert remove_lora(model) is model
+    assert remove_lora(model, merge=False if merged else None) is model
     assert {name: type(part) for name, part in model.named_modules()} == kinds
     assert torch.equal(logits(model, x), y)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items()), (
@@ -601,9 +604,61 @@ def test_removing_gives_plain_modules_back(kind, merged):
     learned(apply_lora(model, targets=TARGETS[kind], seed=0))  # can be applied again
     if merged:
         merge_lora(model)
-    remove_lora(model, merge=True)
+    remove_lora(model, merge=None if merged else True)
     assert {name: type(part) for name, part in model.named_modules()} == kinds
     torch.testing.assert_close(logits(model, x), z, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("actions", [*itertools.product(["merge", "unmerge"], repeat=3)])
+def test_merges_and_removal_end_as_pefts(actions):
+    peft = peft_or_skip()
+    model, x = learned(apply_lora(build("llama"), rank=4, alpha=8, seed=0)).eval(), tokens()
+    factors = {name: p for name, p in model.named_parameters() if "lora_" in name}
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    theirs = peft.get_peft_model(build("llama"), config).eval()
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            if "lora_" in name:
+                p.copy_(factors[name.removeprefix("base_model.model.").replace(".default", "")])
+    merged = False
+    for action in actions:
+        if (action == "merge") != merged:
+            merge_lora(model) if action == "merge" else unmerge_lora(model)
+            theirs.merge_adapter() if action == "merge" else theirs.unmerge_adapter()
+            merged = not merged
+        torch.testing.assert_close(logits(model, x), logits(theirs, x), rtol=1e-4, atol=1e-5)
+    remove_lora(model)
+    plain = theirs.unload()
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    torch.testing.assert_close(logits(model, x), logits(plain, x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_save_pretrained_keeps_the_merge_and_does_not_double_it(kind, tmp_path):
+    model, x = learned(apply_lora(build(kind), targets=TARGETS[kind], seed=0)).eval(), tokens()
+    frozen, y = logits(build(kind).eval(), x), logits(merge_lora(model), x)
+    assert not torch.allclose(y, frozen, atol=1e-3)
+    model.save_pretrained(tmp_path / "merged")
+    plain = type(model).from_pretrained(tmp_path / "merged").eval()
+    assert torch.equal(logits(plain, x), y)
+    # A model with LoRA gets the frozen weights and the factors.
+    twin = apply_lora(build(kind, seed=1), targets=TARGETS[kind]).eval()
+    twin.load_state_dict(model.state_dict())
+    assert not any(layer.merged for layer in layers(twin).values())
+    torch.testing.assert_close(logits(twin, x), y, rtol=1e-4, atol=1e-5)
+    assert torch.equal(logits(merge_lora(twin), x), y)
+    remove_lora(model).save_pretrained(tmp_path / "removed")
+    plain = type(model).from_pretrained(tmp_path / "removed").eval()
+    assert torch.equal(logits(plain, x), y)
+
+
+def test_a_checkpoint_of_a_merged_model_is_one_of_the_model_with_lora(tmp_path):
+    model, x = learned(apply_lora(build(), seed=0)).eval(), tokens()
+    y = logits(model, x)
+    save_checkpoint(tmp_path / "one.safetensors", model=merge_lora(model))
+    for twin in (apply_lora(build(seed=1)), merge_lora(apply_lora(build(seed=1)))):
+        load_checkpoint(tmp_path / "one.safetensors", model=twin.eval())
+        assert torch.equal(logits(twin, x), y)
 
 
 # ---- errors --------------------------------------------------------------------------------------

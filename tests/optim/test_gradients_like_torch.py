@@ -1,0 +1,282 @@
+"""What users do to gradients between backward() and step(), and after it: every mode as torch."""
+
+import pytest
+import torch
+from helpers import differ
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import gpuaccel as ga
+from gpuaccel.errors import ArgumentError
+from gpuaccel.optim.accumulate import MODES, GradientAccumulator
+from gpuaccel.optim.arena import Arena
+
+DTYPES = [torch.float32, torch.bfloat16]
+OPTIMIZERS = ["SGD", "torch.AdamW", "ga.AdamW"]
+
+
+class Net(nn.Module):
+    """A layer that mode "fused" fuses, and a parameter that it does not."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.linear = nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.zeros(3))
+        with torch.no_grad():
+            for p in self.parameters():
+                # Exact in bf16.
+                p.copy_(torch.randint(-8, 9, p.shape, generator=generator) / 8)
+
+    def forward(self, x, weight):
+        return (self.linear(x) * weight + self.scale * weight.sum()).sum()
+
+
+def optimizer_of(name, parameters, arena=None):
+    if name == "SGD":
+        return torch.optim.SGD(parameters, lr=0.25, momentum=0.5)
+    if name == "ga.AdamW" and arena is not None:
+        return ga.AdamW(arena, lr=0.25, weight_decay=0.1, on_nonfinite="propagate")
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=0.25)
+
+
+class Run:
+    """A module, its optimizer and the tensors that the optimizer updates."""
+
+    def __init__(self, optimizer, mode=None, dtype=torch.float32):
+        self.model = Net().to(dtype)
+        self.arena = None
+        self.params = list(self.model.parameters())
+        if mode is not None:
+            self.arena = Arena(self.model)
+            self.params = self.arena.parameters()
+            self.accumulator = GradientAccumulator(self.arena, mode)
+        self.opt = optimizer_of(optimizer, self.params, self.arena)
+        self.norm = None
+
+    def act(self, action, k):
+        """Action number k of a sequence. The same k has the same numbers in every run."""
+        params = self.params
+        if action == "backward":
+            generator = torch.Generator().manual_seed(k)
+            x = torch.randint(-2, 3, (2, 4), generator=generator).float()
+            weight = torch.randint(-2, 3, (3,), generator=generator).float()
+            dtype = self.model.scale.dtype
+            self.model(x.to(dtype), weight.to(dtype)).backward()
+        elif action == "clip":
+            self.norm = torch.nn.utils.clip_grad_norm_(params, 1.0)
+        elif action == "halve":
+            for p in params:
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+        elif action == "replace":
+            params[0].grad = torch.full_like(params[0], 3.0)
+        elif action == "remove":
+            params[1].grad = None
+        elif action == "zero_grad":
+            self.opt.zero_grad()
+        elif action == "model.zero_grad":
+            self.model.zero_grad()
+        elif action == "zero_grad in place":
+            self.opt.zero_grad(set_to_none=False)
+        elif action == "step":
+            self.opt.step()
+
+    def close(self):
+        if self.arena is not None:
+            self.arena.release()
+
+
+def compare(run, reference, what, bound, gradients=True):
+    if reference.norm is not None:
+        torch.testing.assert_close(run.norm, reference.norm, rtol=bound, atol=bound)
+    for i, (p, q) in enumerate(zip(run.params, reference.params, strict=True)):
+        if gradients:
+            assert (p.grad is None) == (q.grad is None), f"{what}: .grad {i} is {p.grad}"
+            if q.grad is not None:
+                assert torch.allclose(p.grad, q.grad, rtol=bound, atol=bound), (
+                    f"{what}: .grad {i}: {differ(p.grad, q.grad)}"
+                )
+        assert torch.allclose(p, q, rtol=bound, atol=bound), f"{what}: weight {i}: {differ(p, q)}"
+
+
+def follow(actions, optimizer, mode, dtype):
+    """Do the same with an arena and with plain parameters; compare after every action."""
+    # A sum in bf16 is rounded after an edit; all others are exact up to the order of operations.
+    bound = 0.05 if dtype == torch.bfloat16 else 1e-5
+    run = Run(optimizer, mode, dtype)
+    reference = Run("torch.AdamW" if optimizer == "ga.AdamW" else optimizer)
+    try:
+        for k, action in enumerate(actions):
+            run.act(action, k)
+            reference.act(action, k)
+            cleared = optimizer == "ga.AdamW" and "step" in actions[: k + 1]
+            compare(run, reference, f"{actions[: k + 1]}", bound, not cleared)
+    finally:
+        run.close()
+
+
+BETWEEN = [
+    ["backward", "zero_grad", "backward", "step"],
+    ["backward", "zero_grad in place", "backward", "step"],
+    ["backward", "zero_grad in place", "step"],
+    ["backward", "zero_grad", "step"],
+    ["backward", "backward", "zero_grad", "backward", "step"],
+    ["backward", "backward", "zero_grad in place", "backward", "step"],
+    ["backward", "backward", "zero_grad", "step"],
+    ["backward", "clip", "step"],
+    ["backward", "backward", "clip", "step"],
+    ["backward", "clip", "backward", "clip", "step"],
+    ["backward", "halve", "step"],
+    ["backward", "halve", "backward", "step"],
+    ["backward", "replace", "step"],
+    ["backward", "replace", "backward", "step"],
+    ["backward", "remove", "step"],
+    ["backward", "remove", "backward", "step"],
+    ["backward", "remove", "backward", "remove", "step"],
+]
+AFTER = [
+    ["backward", "step", "zero_grad", "step"],
+    ["backward", "step", "zero_grad in place", "step"],
+    ["backward", "step", "zero_grad in place", "step", "zero_grad in place", "step"],
+    ["backward", "step", "zero_grad in place", "backward", "step"],
+    ["backward", "remove", "step", "zero_grad in place", "step"],
+    ["backward", "step", "zero_grad in place", "zero_grad", "step"],
+    ["backward", "zero_grad in place", "step", "zero_grad in place", "step"],
+]
+
+
+@pytest.mark.parametrize("actions", BETWEEN + AFTER, ids=", ".join)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_done_to_gradients_counts_as_in_torch(mode, dtype, optimizer, actions):
+    follow(actions, optimizer, mode, dtype)
+
+
+def allowed(actions, optimizer):
+    """Without what ga.AdamW refuses, or documents to be cleared: steps that use sums again."""
+    if optimizer != "ga.AdamW":
+        return actions
+    result, cleared = [], False
+    for action in actions:
+        if cleared and "zero_grad" not in action:
+            result.append("zero_grad")
+        result.append(action)
+        cleared = action == "step"
+    return result
+
+
+ACTIONS = ["backward", "backward", "clip", "halve", "replace", "remove", "zero_grad"]
+ACTIONS += ["zero_grad in place", "step", "step"]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(actions=st.lists(st.sampled_from(ACTIONS), min_size=2, max_size=8))
+def test_any_sequence_of_actions_ends_where_torch_ends(mode, dtype, optimizer, actions):
+    follow(allowed(["backward", *actions], optimizer), optimizer, mode, dtype)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("between", [[], ["clip"], ["model.zero_grad"]])
+def test_a_second_step_without_a_backward_is_refused_before_anything_changes(mode, between):
+    run = Run("ga.AdamW", mode)
+    for k, action in enumerate(["backward", "step", *between]):
+        run.act(action, k)
+    weights = run.arena.weights.clone()
+    with pytest.raises(ArgumentError, match="no gradient: the step before it has used and cleared"):
+        run.opt.step()
+    assert torch.equal(run.arena.weights, weights)
+    run.opt.zero_grad()
+    run.opt.step()
+    assert torch.equal(run.arena.weights, weights)
+    run.close()
+
+
+# ---- a backward that raises ----------------------------------------------------------------------
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError("on purpose")
+
+
+def backward_that_raises(run):
+    """The gradients of `scale` and of linear.bias are there when it raises, that of the weight
+    not."""
+    model = run.model
+    x = torch.ones(2, 4, dtype=model.scale.dtype)
+    h = nn.functional.linear(x, Raises.apply(model.linear.weight), model.linear.bias)
+    with pytest.raises(ZeroDivisionError):
+        (h + model.scale).sum().backward()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_backward_that_raises_drops_the_windows_sum_at_once(mode, dtype, before, optimizer):
+    run, reference = Run(optimizer, mode, dtype), Run("torch.AdamW")
+    if optimizer == "SGD":
+        reference.opt = optimizer_of("SGD", reference.params)
+    for k in range(before):
+        run.act("backward", k)
+    backward_that_raises(run)
+    if (mode, dtype) == ("autograd", torch.float32):
+        # As torch keeps it.
+        for k in range(before):
+            reference.act("backward", k)
+        backward_that_raises(reference)
+        assert reference.model.scale.grad is not None
+        compare(run, reference, "raised", 1e-5)
+        run.opt.zero_grad(), reference.opt.zero_grad()
+    else:
+        assert all(p.grad is None for p in [*run.params, *run.model.parameters()])
+        run.act("clip", 0)
+        assert run.norm == 0
+    run.opt.step(), reference.opt.step()
+    for k, action in enumerate(["backward", "backward", "step"]):
+        run.act(action, k), reference.act(action, k)
+    compare(run, reference, "after it", 0.05 if dtype == torch.bfloat16 else 1e-5, gradients=False)
+    run.close()
+
+
+@pytest.mark.parametrize("mode", ["host", "arena", "fused"])
+def test_gradients_set_after_a_backward_that_raised_are_kept(mode):
+    run = Run("SGD", mode)
+    backward_that_raises(run)
+    run.act("replace", 0)
+    weight = run.params[0].detach().clone()
+    run.act("step", 1)
+    assert torch.equal(run.params[0], weight - 0.25 * 3.0)
+    run.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_exposed_after_finish_leaves_the_same_sums(mode):
+    run, reference = Run("SGD"), Run("SGD")
+    arena = Arena(run.model)
+    with pytest.raises(ArgumentError, match="'never'; expected.*backward.*finish"):
+        GradientAccumulator(arena, mode, exposed_after="never")
+    with GradientAccumulator(arena, mode, exposed_after="finish") as accumulator:
+        for action in ["backward", "zero_grad", "backward", "backward"]:
+            run.act(action, 0), reference.act(action, 0)
+        if mode == "host":
+            # No gradient was exposed, so that zero_grad() had none to drop.
+            reference.act("backward", 0)
+            assert all(p.grad is None for p in run.params) and not arena.grads.any()
+        accumulator.finish()
+        compare(run, reference, mode, 1e-5)

@@ -1,0 +1,101 @@
+"""Training loops of transformers and accelerate clip gradients of an arena as any others."""
+
+import functools
+import types
+
+import pytest
+import torch
+from savers import VOCAB, llama
+
+import gpuaccel as ga
+from gpuaccel.optim.accumulate import MODES
+
+transformers = pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+
+
+def sequences():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(VOCAB, (6,), generator=generator) for _ in range(16)]
+
+
+def by_trainer(model, opt, max_norm, folder):
+    """4 steps of 2 micro-batches by transformers' Trainer; returns each step's norm."""
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        max_steps=4,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_grad_norm=max_norm,
+        logging_steps=1,
+        lr_scheduler_type="constant",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    data = [{"input_ids": x, "labels": x} for x in sequences()]
+    trainer = transformers.Trainer(model, arguments, train_dataset=data, optimizers=(opt, None))
+    trainer.train()
+    return [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+
+
+def by_accelerate(model, opt, max_norm, folder):
+    """The same by a loop of one's own with accelerate.Accelerator."""
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, opt = accelerator.prepare(model, opt)
+    norms = []
+    for k in range(0, 16, 2):
+        x = torch.stack(sequences()[k : k + 2])
+        with accelerator.accumulate(model):
+            accelerator.backward(model(input_ids=x, labels=x).loss)
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), max_norm))
+            opt.step()
+            opt.zero_grad()
+    return norms
+
+
+def trained(loop, optimizer, mode, max_norm, folder):
+    """weights, norms: of a model trained in this loop. mode: None without an arena."""
+    model = llama()
+    parameters = list(model.parameters())
+    if mode is not None:
+        arena = ga.Arena(model)
+        ga.GradientAccumulator(arena, mode)
+        parameters = arena.parameters()
+    if optimizer == "SGD":
+        opt = torch.optim.SGD(parameters, lr=1.0, momentum=0.5)
+    elif optimizer == "ga.AdamW" and mode is not None:
+        opt = ga.AdamW(arena, lr=1e-2, weight_decay=0.0)
+    else:
+        opt = torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0)
+    norms = loop(model, opt, max_norm, folder)
+    if mode is not None:
+        arena.release()
+    return types.SimpleNamespace(weights=dict(model.named_parameters()), norms=norms)
+
+
+@functools.cache
+def without_an_arena(loop, optimizer, max_norm, folder):
+    return trained(loop, optimizer, None, max_norm, folder)
+
+
+@pytest.mark.parametrize("loop", [by_trainer, by_accelerate])
+@pytest.mark.parametrize("optimizer", ["SGD", "torch.AdamW", "ga.AdamW"])
+@pytest.mark.parametrize("mode", MODES)
+def test_max_grad_norm_clips_as_it_does_without_an_arena(
+    mode, optimizer, loop, tmp_path, tmp_path_factory
+):
+    folder = tmp_path_factory.getbasetemp()
+    want = without_an_arena(loop, optimizer, 0.1, folder)
+    unclipped = without_an_arena(loop, optimizer, 1e9, folder)
+    got = trained(loop, optimizer, mode, 0.1, tmp_path)
+    assert min(want.norms) > 0.2
+    torch.testing.assert_close(torch.tensor(got.norms), torch.tensor(want.norms), rtol=1e-3, atol=0)
+    assert any(
+        not torch.allclose(p, unclipped.weights[name], atol=1e-3)
+        for name, p in want.weights.items()
+    )
+    for name, p in got.weights.items():
+        torch.testing.assert_close(p, want.weights[name], rtol=1e-3, atol=1e-4, msg=name)
