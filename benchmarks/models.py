@@ -59,7 +59,7 @@ COLUMNS = {
 }
 
 
-def missing(column: str) -> "str | None":
+def unavailable(column: str) -> "str | None":
     """What this machine lacks for a column; None: nothing."""
     backend, device, _ = COLUMNS[column]
     if device == "cuda" and not torch.cuda.is_available():
@@ -330,8 +330,8 @@ def cell(task: Task, column: str, mode: str, references: dict, eager_runs: dict)
     references: device -> plain()'s result, filled here.
     eager_runs: (backend, device) -> the eager result of this mode, filled here."""
     backend, device, replay = COLUMNS[column]
-    if missing(column):
-        return {"ran": None, "reason": missing(column)}
+    if unavailable(column):
+        return {"ran": None, "reason": unavailable(column)}
     if device not in references:
         references[device] = plain(task, device)
     with ga.use_backend(backend):
@@ -394,7 +394,7 @@ def write(path: pathlib.Path, results: dict, steps: int):
         for mode, cells in modes.items():
             row = merged.setdefault(model, {}).setdefault(mode, {})
             for column, value in cells.items():
-                if missing(column):
+                if unavailable(column):
                     row.setdefault(column, value)
                 else:
                     row[column] = value
@@ -425,7 +425,7 @@ def show(results: dict):
             reasons += [
                 f"{model}, {mode}, {column}: {value['reason']}"
                 for column, value in cells.items()
-                if "reason" in value and not missing(column)
+                if "reason" in value and not unavailable(column)
             ]
     title = "weights: largest difference from plain torch, in learning rates"
     show_table(title, rows, ["", *next(iter(next(iter(results.values())).values()))])
