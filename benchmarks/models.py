@@ -1,4 +1,4 @@
-"""Models of others against plain torch: python benchmarks/models.py [--models gpt2,lstm] [--steps 4]
+"""Models of others against plain torch: python benchmarks/models.py [--models gpt2] [--steps 4]
 
 Needs a C++ compiler and transformers, a GPU for the columns that run there, and a few minutes.
 Nothing is downloaded: models are made from small configs, with weights drawn from a seed.
