@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 
 def environment() -> dict:
-    """GPU, driver, versions, commit and date; no names of machines. Without a GPU that is "none"."""
+    """GPU, driver, versions, commit and date; no names of machines. No GPU: "none"."""
     import torch
 
     from gpuaccel.compiler import nvrtc
