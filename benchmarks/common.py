@@ -19,22 +19,27 @@ sys.path.insert(0, str(ROOT))
 
 
 def environment() -> dict:
-    """GPU, driver, versions, commit and date; no names of machines."""
+    """GPU, driver, versions, commit and date; no names of machines. No GPU: "none"."""
     import torch
 
     from gpuaccel.compiler import nvrtc
 
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True).stdout
     head = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(head, capture_output=True, text=True).stdout.strip()
+    gpu = {"gpu": "none", "gpus": 0, "driver": "none", "cuda": None, "nvrtc": "none"}
+    if torch.cuda.is_available():
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True).stdout
+        gpu = {
+            "gpu": torch.cuda.get_device_name(),
+            "gpus": torch.cuda.device_count(),
+            "driver": driver.split("\n")[0].strip(),
+            "cuda": torch.version.cuda,
+            "nvrtc": ".".join(map(str, nvrtc.library().version)),
+        }
     return {
-        "gpu": torch.cuda.get_device_name(),
-        "gpus": torch.cuda.device_count(),
-        "driver": driver.split("\n")[0].strip(),
-        "cuda": torch.version.cuda,
+        **gpu,
         "torch": torch.__version__,
-        "nvrtc": ".".join(map(str, nvrtc.library().version)),
         "python": platform.python_version(),
         "commit": commit or "unknown",
         "date": datetime.date.today().isoformat(),

@@ -1,4 +1,4 @@
-"""Write the generated tables of docs/benchmarks.md and README.md from benchmarks/results/*.json.
+"""Write the generated tables of README.md and docs/ from benchmarks/results/*.json.
 
 python benchmarks/report.py            # after a new measurement
 python benchmarks/report.py --check    # fails where the pages show other results; changes nothing
@@ -17,7 +17,8 @@ import textwrap
 import common
 from fingerprints import staleness
 
-PAGES = (common.ROOT / "README.md", common.ROOT / "docs" / "benchmarks.md")
+DOCS = common.ROOT / "docs"
+PAGES = (common.ROOT / "README.md", DOCS / "benchmarks.md", DOCS / "your-model.md")
 
 
 def load(name: str) -> "dict | None":
@@ -1101,7 +1102,64 @@ def ddp_headline(r) -> "tuple[str, str, str]":
     return "rate of each of two GPUs", "ours on one GPU", f"{ours['of_one_gpu']:.3f}x"
 
 
-PARTS = {**TABLES, "missed": missed_table, "ratios": ratios_table}
+# ---- models of others ---------------------------------------------------------------------------
+
+
+def models_table(result: "dict | None" = None) -> str:
+    """Models, modes and backends against plain torch; a number points to why a cell is not so."""
+    result = result or json.loads((common.RESULTS / "models.json").read_text())
+    notes: "list[str]" = []
+    rows = []
+    for model, modes in result["results"].items():
+        for mode, cells in modes.items():
+            row = [models_cell(value, notes) for value in cells.values()]
+            rows.append((f"`{model}`, `{mode}`", *row))
+    columns = next(iter(next(iter(result["results"].values())).values()))
+    tolerances = result["tolerances"]
+    return section(
+        paragraph(
+            f"{result['steps']} steps of {result['micro_batches']} micro-batches with clipping",
+            "and AdamW, in `ga.TrainStep` and in plain torch with the same weights and batches",
+            "(`benchmarks/models.py`). A cell is the largest difference of a weight at the end,",
+            f"in learning rates; up to {tolerances['weight']:g}, and up to",
+            f"{tolerances['loss']:g} of each loss, counts as equal. *=*: replayed, and",
+            "bit-identical to the eager steps beside it.",
+        ),
+        markdown(("model, mode", *columns), rows),
+        "\n".join(f"{i}. {note}" for i, note in enumerate(notes, 1)),
+        models_conditions(result["columns"]),
+    )
+
+
+def models_cell(value: dict, notes: "list[str]") -> str:
+    """One cell. A reason is added to `notes` unless it is there already."""
+    if value["ran"] is None and value["reason"].startswith("needs "):
+        return value["reason"]
+    mark = ""
+    if "reason" in value:
+        if value["reason"] not in notes:
+            notes.append(value["reason"])
+        mark = f" ({notes.index(value['reason']) + 1})"
+    if value["ran"] is None:
+        return f"does not run{mark}"
+    words = f"{value['weight']:.0e}"
+    if not value["equal"]:
+        words = f"**differs: {words}**"
+    if value.get("equals_eager"):
+        words += " ="
+    return words + (f", eager{mark}" if mark else "")
+
+
+def models_conditions(columns: dict) -> str:
+    """Where each column was measured; columns of one machine share a line."""
+    groups: "dict[str, list[str]]" = {}
+    for column, c in columns.items():
+        words = f"{c['on']}, torch {c['torch']}, transformers {c['transformers']}, {c['date']}"
+        groups.setdefault(words, []).append(column)
+    return "\n\n".join(f"*{'; '.join(names)}: {words}.*" for words, names in groups.items())
+
+
+PARTS = {**TABLES, "missed": missed_table, "ratios": ratios_table, "models": models_table}
 
 
 def filled(text: str) -> str:

@@ -4,6 +4,8 @@ A caller can catch `GpuaccelError` and show its message. A message names the val
 what was expected, and the tensor, parameter or file.
 """
 
+import inspect
+
 
 class GpuaccelError(Exception):
     """The base of all errors below."""
@@ -72,3 +74,35 @@ class CaptureError(GpuaccelError):
         super().__init__(message)
         self.file = file
         self.line = line
+
+
+def described(value) -> str:
+    """An argument of a wrong kind, for a message: "a generator", "a Linear (a module)", "None"."""
+    # Not imported above: these errors are also those of modules that do without torch.
+    import torch
+
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if inspect.isroutine(value):
+        return f"the function {value.__name__}"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    name = type(value).__name__
+    # "an Arena", "an SGD", "a Linear".
+    spoken_as_vowel = "AEFHILMNORSX" if name.isupper() else "AEIOUaeiou"
+    words = f"{'an' if name[0] in spoken_as_vowel else 'a'} {name}"
+    if isinstance(value, torch.nn.Module):
+        return f"{words} (a module)"
+    if isinstance(value, torch.optim.Optimizer):
+        return f"{words} (an optimizer)"
+    return words
+
+
+def check_module(name: str, value, hint: str = ""):
+    """ArgumentError unless the argument `name` is an nn.Module. hint: ends the message."""
+    import torch
+
+    if not isinstance(value, torch.nn.Module):
+        raise ArgumentError(f"{name} is {described(value)}; expected a module{hint}")

@@ -313,6 +313,56 @@ def test_train_runs_and_has_a_table(scripts, monkeypatch):
 
 
 @needs_simt
+def test_models_runs_keeps_the_gpus_cells_and_has_a_table(scripts, monkeypatch, tmp_path):
+    """One model; and a cell that is wrong is said to be wrong."""
+    pytest.importorskip("transformers", reason="transformers, of the extra `test`, is missing")
+    models, report = scripts("models"), scripts("report")
+    # As without a GPU, wherever this test runs.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    results = models.measure(["llama"], ["autograd", "fused"], steps=2)
+    for cells in results["llama"].values():
+        assert [value["ran"] for value in cells.values()] == [
+            "eager",
+            None,
+            "eager",
+            "graph",
+            None,
+            None,
+        ]
+        assert all(value["equal"] for value in cells.values() if value["ran"]), cells
+        assert cells["simt, replayed"]["equals_eager"]
+    models.show(results)
+
+    # The file of a run on a GPU.
+    earlier = json.loads(json.dumps(results))
+    for column in ("torch, replayed", "cuda, eager", "cuda, replayed"):
+        earlier["llama"]["fused"][column] = {"ran": "graph", "weight": 5e-6, "equal": True}
+    earlier["llama"]["fused"]["torch, eager"] = {"ran": "eager", "weight": 9.0, "equal": False}
+    path = tmp_path / "models.json"
+    path.write_text(json.dumps({"results": earlier, "columns": {}}))
+    models.write(path, results, 2)
+    written = json.loads(path.read_text())
+    table = report.models_table(written)
+    assert table.count(" 5e-06 |") == 3 and table.count(" needs a GPU |") == 3
+    assert "differs" not in table and f"CPU, torch {torch.__version__}, transformers" in table
+    assert "**differs: 9e+00**" in report.models_table(written | {"results": earlier})
+
+
+@pytest.mark.parametrize("spoil", ["a weight", "a loss"])
+def test_models_sees_a_step_that_differs_from_plain_torch(scripts, spoil):
+    models = scripts("models")
+    task = models.Task("lstm", steps=2)
+    losses, state = models.plain(task, "cpu")
+    right = models.compared(models.plain(task, "cpu"), (losses, state))
+    assert right == {"loss": 0.0, "weight": 0.0, "equal": True}
+    other = {name: t.clone() for name, t in state.items()}
+    if spoil == "a weight":
+        other["head.bias"][0] += 1e-2 * models.LR
+    wrong = [losses[0], losses[1] * (1 + 1e-4)] if spoil == "a loss" else losses
+    assert not models.compared((wrong, other), (losses, state))["equal"]
+
+
+@needs_simt
 def test_clip_and_tail_run(on_simt):
     clip, tail = on_simt("clip"), on_simt("tail")
     config = dataclasses.replace(SMALL, T=8)

@@ -22,7 +22,7 @@ import contextlib
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ..backends import backend
-from ..errors import ArgumentError, CaptureError
+from ..errors import ArgumentError, CaptureError, described
 from ..ops import check_choice
 from .addresses import Addresses
 from .capture import recorder_for
@@ -124,13 +124,15 @@ class GraphedStep(Generic[P, R]):
     ):
         check_options(policy, new_shapes, max_graphs)
         kinds = (nn.Module, torch.optim.Optimizer, Tensor)
+        expected = "expected modules, optimizers and tensors"
+        if not callable(fn):
+            raise ArgumentError(f"fn is {described(fn)}; expected a function")
+        if not isinstance(state, (*kinds, Iterable)):
+            raise ArgumentError(f"state is {described(state)}; {expected}")
         self.state = [state] if isinstance(state, kinds) else list(state)
         for member in self.state:
             if not isinstance(member, kinds):
-                raise ArgumentError(
-                    f"state holds a {type(member).__name__}; expected modules, optimizers and "
-                    "tensors"
-                )
+                raise ArgumentError(f"state holds {described(member)}; {expected}")
         self.fn = fn
         self.policy = policy
         self.new_shapes = new_shapes

@@ -54,6 +54,8 @@ class TapeStep:
     kwargs: dict
     # Of each result: the tensor, or None where the operation has made no new memory.
     results: "list[Tensor | None]"
+    # Whether gradients were on: some operations return less without (nn.LSTM its workspace).
+    grad_enabled: bool = False
 
 
 class Tape(TorchDispatchMode):
@@ -80,7 +82,7 @@ class Tape(TorchDispatchMode):
         if name in READS:
             raise CaptureError(_HOST_WOULD_WAIT)
         short_name = name.split("::")[1]
-        if torch.Tag.dynamic_output_shape in func.tags:
+        if _shape_depends_on_values(func, name, args, kwargs):
             raise CaptureError(
                 f"the shape that {short_name} returns depends on values, which the host would "
                 "have to wait for"
@@ -98,7 +100,8 @@ class Tape(TorchDispatchMode):
         ]
         does_something = func._schema.is_mutable or any(t is not None for t in results)
         if does_something and not name.startswith(ALLOCATIONS):
-            self.steps.append(TapeStep(short_name, func, args, kwargs, results))
+            grad_enabled = torch.is_grad_enabled()
+            self.steps.append(TapeStep(short_name, func, args, kwargs, results, grad_enabled))
         return result
 
     def _call_unrecorded(self, func, args, kwargs):
@@ -115,13 +118,15 @@ class Tape(TorchDispatchMode):
     def _launched(self, launch, args, tensors):
         self.steps.append(TapeStep(launch.kernel.name, launch.on_cpu, (args, tensors), {}, []))
 
-    @torch.no_grad()
     def replay(self):
-        for step in self.steps:
-            new_results = tree_leaves(step.call(*step.args, **step.kwargs))
-            for mine, new in zip(step.results, new_results):
-                if mine is not None and mine.data_ptr() != new.data_ptr():
-                    mine.copy_(new)
+        # As the operations were recorded: below autograd, which records nothing there.
+        with torch._C._AutoDispatchBelowAutograd():
+            for step in self.steps:
+                with torch.set_grad_enabled(step.grad_enabled):
+                    new_results = tree_leaves(step.call(*step.args, **step.kwargs))
+                for mine, new in zip(step.results, new_results):
+                    if mine is not None and mine.data_ptr() != new.data_ptr():
+                        mine.copy_(new)
 
     def graph(self) -> "tuple[list[str], list[tuple[int, int]]]":
         """(names of the steps, edges).
@@ -148,6 +153,20 @@ class Tape(TorchDispatchMode):
     def close(self):
         """Give the memory of all results back."""
         self.steps.clear()
+
+
+def _shape_depends_on_values(func, name: str, args, kwargs) -> bool:
+    """Does the host have to know values, to know the shape of the result?"""
+    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        indices = args[1]
+        if all(t is None or t.dtype not in (torch.bool, torch.uint8) for t in indices):
+            return False
+        # x[mask] = one value is a masked fill.
+        accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+        return name == "aten::index" or accumulate or args[2].numel() != 1
+    if name == "aten::repeat_interleave" and kwargs.get("output_size") is not None:
+        return False
+    return torch.Tag.dynamic_output_shape in func.tags
 
 
 def _storage(t: Tensor) -> int:

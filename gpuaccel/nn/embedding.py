@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..backends import takes
 from ..compiler import FLOAT_DTYPES
-from ..errors import ArgumentError
+from ..errors import ArgumentError, check_module
 from ..ops import (
     MAX_TOKENS,
     Segments,
@@ -412,6 +412,7 @@ def deterministic_embeddings(model: nn.Module) -> "list[str]":
     are, with a warning.
     ArgumentError, with nothing changed: for a layer with max_norm or sparse=True, for a model that
     is an nn.Embedding itself, and while an accumulator of mode "fused" is open."""
+    check_module("model", model)
     plain = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Embedding}
     for name, layer in plain.items():
         if not name:

@@ -20,7 +20,7 @@ from torch.nn.utils import get_total_norm
 
 from ..backends import takes
 from ..compiler import KINDS, Kernel
-from ..errors import ArgumentError
+from ..errors import ArgumentError, described
 from .accumulate import CHUNK, SQUARES_THREADS
 
 SCOPES = ("global", "block", "tensor")
@@ -286,7 +286,8 @@ def check_max_norm(max_norm) -> float:
     try:
         value = float(max_norm)
     except (TypeError, ValueError):
-        raise ArgumentError(f"max_norm is {max_norm!r}; expected a number") from None
+        given = repr(max_norm) if isinstance(max_norm, str) else described(max_norm)
+        raise ArgumentError(f"max_norm is {given}; expected a number") from None
     if math.isnan(value) or value < 0:
         raise ArgumentError(
             f"max_norm is {value}; expected a number of 0 or more (infinity: no clipping)"

@@ -26,7 +26,7 @@ arena: optim/accumulate.py.
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +36,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, check_module, described
 from ..ops import CHUNK
 from .squares import ChunkSquares
 
@@ -285,6 +285,13 @@ class Arena:
         decay: "Callable[[str, nn.Parameter], bool] | None" = None,
         lr_scale: "Callable[[str, nn.Parameter], float] | None" = None,
     ):
+        check_module("module", module, ", not its parameters: ga.Arena(model)")
+        for name, function in (("decay", decay), ("lr_scale", lr_scale)):
+            if function is not None and not callable(function):
+                raise ArgumentError(
+                    f"{name} is {described(function)}; expected a function of (name, parameter), "
+                    "or None"
+                )
         named = trainable(module)
         _check_parameters(module, named)
         segments, blocks = lay_out(module, decay, lr_scale)
@@ -607,3 +614,17 @@ def _follow_optimizers(arena):
 def _remove(handles: list):
     while handles:
         handles.pop().remove()
+
+
+def check_parameters_or_arena(name: str, value):
+    """ArgumentError unless the argument `name` is an Arena or can be iterated over as parameters.
+
+    A container of parameters (nn.ParameterList) is one; any other module is not."""
+    if isinstance(value, Arena):
+        return
+    is_module = isinstance(value, nn.Module) and not isinstance(value, nn.ParameterList)
+    if is_module or not isinstance(value, Iterable):
+        raise ArgumentError(
+            f"{name} is {described(value)}; expected parameters or an arena: model.parameters(), "
+            "or ga.Arena(model)"
+        )

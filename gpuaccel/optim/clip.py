@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, NonFiniteError
+from ..errors import ArgumentError, NonFiniteError, described
 from ..ops import (
     EPS,
     POLICIES,
@@ -59,7 +59,7 @@ from ..ops import (
     unnamed,
 )
 from .accumulate import GradientAccumulator, finish_for
-from .arena import Arena
+from .arena import Arena, check_parameters_or_arena
 
 # ---- public ----
 
@@ -191,6 +191,7 @@ def _grads_of(
     parameters: "Tensor | Iterable[Tensor] | Iterable[tuple[str, Tensor]]",
 ) -> "tuple[list[Tensor], Callable[[], list[str]]]":
     """The gradients of parameters that have one, and a function that returns their names."""
+    check_parameters_or_arena("parameters", parameters)
     members = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if isinstance(parameters, types.GeneratorType) and not members:
         warnings.warn("`parameters` is an empty generator: there is nothing to clip", stacklevel=5)
@@ -198,6 +199,12 @@ def _grads_of(
     if members and isinstance(members[0], tuple):
         given = [name for name, _ in members]
         members = [p for _, p in members]
+    for member in members:
+        if not isinstance(member, Tensor):
+            raise ArgumentError(
+                f"parameters holds {described(member)}; expected tensors, or pairs of a name and a "
+                "tensor"
+            )
     finish_for(members)
 
     def names():

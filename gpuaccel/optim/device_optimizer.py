@@ -45,7 +45,7 @@ from ..ops import (
     unnamed,
 )
 from .accumulate import GradientAccumulator
-from .arena import Arena, own_storage
+from .arena import Arena, check_parameters_or_arena, own_storage
 from .device_state import DeviceState, is_capturing
 from .state_layout import ArenaLayout, ParameterLayout, same_order
 
@@ -115,6 +115,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         stochastic_rounding: bool = False,
         seed: int = 0,
     ):
+        check_parameters_or_arena("params", params_or_arena)
         arena = params_or_arena if isinstance(params_or_arena, Arena) else None
         self.arena = arena
         self.max_norm = max_norm

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, check_module
 from ..nn import FLOATS, LoRALinear, linear_features
 from ..optim import Arena
 from .models import uncompiled
@@ -245,6 +245,7 @@ def apply_lora(
     weight, a rank, alpha or dropout out of range, a model that has LoRA, or parameters in an
     Arena."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
+    check_module("model", model)
     module = uncompiled(model)
     if layers := lora_layers(module):
         raise ArgumentError(

@@ -20,6 +20,7 @@ How a step runs, in the order of the methods below:
 
 import contextlib
 import math
+import numbers
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,7 @@ from ..distributed import (
     ReducerBase,
     make_reducer,
 )
-from ..errors import ArgumentError
+from ..errors import ArgumentError, check_module, described
 from ..graphs import GraphedStep
 from ..measure import Meter
 from ..ops import EPS, check_choice, check_max_norm
@@ -127,8 +128,8 @@ class TrainStep:
         deterministic: bool = False,
         distributed: "Distributed | None" = None,
     ):
-        if micro_batches < 1:
-            raise ArgumentError(f"micro_batches is {micro_batches}; expected 1 or more")
+        check_module("model", model)
+        _check_kinds(opt, loss_fn, micro_batches, autocast, scheduler, distributed)
         check_choice("accumulate", accumulate, MODES)
         if clip is not None:
             check_choice("clip", clip, CLIPS)
@@ -498,6 +499,42 @@ class TrainStep:
 
     def __exit__(self, kind, *error) -> None:
         self.close(alone=kind is not None)
+
+
+def _check_kinds(opt, loss_fn, micro_batches, autocast, scheduler, distributed):
+    """ArgumentError, naming the argument, where a TrainStep cannot use a value of this kind."""
+    if not isinstance(opt, (torch.optim.Optimizer, type(None))):
+        hint = ""
+        if callable(opt) and not isinstance(opt, type):
+            hint = ". A loss has a name: ga.TrainStep(model, loss_fn=...)"
+        raise ArgumentError(f"opt is {described(opt)}; expected an optimizer, or None{hint}")
+    loss_of_outputs = isinstance(loss_fn, nn.modules.loss._Loss)
+    if loss_of_outputs or getattr(loss_fn, "__module__", "") == F.__name__:
+        name = type(loss_fn).__name__ if loss_of_outputs else loss_fn.__name__
+        raise ArgumentError(
+            f"loss_fn is {name}, which takes outputs and targets; expected a function of (model, "
+            "micro): lambda model, micro: criterion(model(micro[0]), micro[1])"
+        )
+    if not callable(loss_fn):
+        raise ArgumentError(
+            f"loss_fn is {described(loss_fn)}; expected a function of (model, micro)"
+        )
+    if not isinstance(micro_batches, numbers.Integral) or micro_batches < 1:
+        raise ArgumentError(
+            f"micro_batches is {micro_batches!r}; expected a whole number of 1 or more"
+        )
+    if not isinstance(autocast, (torch.dtype, type(None))):
+        raise ArgumentError(
+            f"autocast is {autocast!r}; expected a dtype, such as torch.bfloat16, or None"
+        )
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise ArgumentError(
+            f"scheduler is {described(scheduler)}; expected a learning-rate scheduler, or None"
+        )
+    if not isinstance(distributed, (Distributed, type(None))):
+        raise ArgumentError(
+            f"distributed is {described(distributed)}; expected a ga.Distributed, or None"
+        )
 
 
 def _default_optimizer(arena: Arena, clip: "str | None") -> torch.optim.Optimizer:

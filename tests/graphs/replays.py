@@ -395,9 +395,11 @@ def theirs(kind, **changes):
         transformers = pytest.importorskip(
             "transformers", reason="transformers, of the extra `test`, is not installed"
         )
-        if kind == "llama":
-            return transformers.LlamaForCausalLM(
-                transformers.LlamaConfig(
+        if kind in ("llama", "mixtral"):
+            name = kind.capitalize()
+            config = getattr(transformers, f"{name}Config")
+            return getattr(transformers, f"{name}ForCausalLM")(
+                config(
                     vocab_size=V,
                     hidden_size=HIDDEN,
                     intermediate_size=48,

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import KERNELS, same
 from replays import (
+    HIDDEN,
     LIMIT,
     LR,
     OUTPUTS,
@@ -39,6 +40,7 @@ from replays import (
     trained,
     unchanged,
 )
+from torch import nn
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError, CaptureError
@@ -558,7 +560,7 @@ def test_lora_is_replayed_with_eagers_bits(device, accumulate):
 
 
 @pytest.mark.parametrize("accumulate", ["arena", "fused"])
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("device", ["simt"], indirect=True)
 def test_a_model_of_transformers_is_replayed_with_eagers_bits(device, kind, accumulate, counts):
     """On a GPU they ask whether they are being captured, and then mask in another way: see
@@ -566,6 +568,27 @@ def test_a_model_of_transformers_is_replayed_with_eagers_bits(device, kind, accu
     options = {"net": theirs(kind), "loss": their_loss, "accumulate": accumulate}
     wanted = compare(device, batches(device, n=6, bad=(3,)), **options)
     assert counts.replays == 6 and len({out.loss.item() for out in wanted}) == 6
+
+
+class Recurrent(nn.Module):
+    """Tokens (B, T) -> logits (B, T, V), by torch's nn.LSTM."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(V, HIDDEN)
+        self.lstm = nn.LSTM(HIDDEN, HIDDEN, num_layers=2, batch_first=True)
+        self.head = nn.Linear(HIDDEN, V)
+
+    def forward(self, tokens):
+        return self.head(self.lstm(self.embedding(tokens))[0])
+
+
+@pytest.mark.parametrize("accumulate", ga.optim.MODES)
+@pytest.mark.parametrize("device", ["simt"], indirect=True)
+def test_a_recurrent_model_is_replayed_with_eagers_bits(device, accumulate, counts):
+    data = batches(device, n=5, bad=(3,))
+    wanted = compare(device, data, net=Recurrent, accumulate=accumulate)
+    assert counts.replays == 5 and len({out.loss.item() for out in wanted}) == 5
 
 
 @pytest.mark.parametrize("device", KERNELS, indirect=True)

@@ -113,6 +113,13 @@ RESULTS = {
     "another dtype": lambda x: x.double(),
     "chosen": lambda x: torch.where(x > 0, x, -x),
     "indexed": lambda x: x.clone().index_put_((torch.tensor([0, 2]),), x[0]),
+    "indexed by integers": lambda x: x[torch.tensor([3, 0, 3])],
+    "indexed twice": lambda x: x[torch.tensor([[1], [4]]), torch.tensor([0, 2])],
+    "indexed by what it computes": lambda x: x[x.argmax(0)],
+    "one value where a mask is": lambda x: x.clone().index_put_((x > 0,), torch.tensor(7.0)),
+    "repeated to a known size": lambda x: x.repeat_interleave(
+        torch.tensor([2, 0, 1, 0, 3]), 0, output_size=6
+    ),
     "expanded": lambda x: x.expand(3, 5, 5).sum(0),
     "scattered": lambda x: torch.zeros(5).index_add_(0, torch.tensor([1, 1, 3]), x[0, :3]),
     "two numbers": torch.var_mean,
@@ -173,6 +180,23 @@ def test_forward_backward_and_an_optimizers_step_are_repeated():
         tape.replay()
         assert torch.equal(loss, step(twin, other, x))
         assert all(map(torch.equal, layer.parameters(), twin.parameters()))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("training", [True, False], ids=["forward and backward", "no gradients"])
+def test_a_recurrent_layer_is_repeated(kind, training):
+    """nn.LSTM returns a workspace for backward, and only while gradients are on."""
+    torch.manual_seed(0)
+    layer = kind(4, 3, num_layers=2)
+
+    def fn(x):
+        with torch.set_grad_enabled(training):
+            y, _ = layer(x)
+            if not training:
+                return y
+            return [y.detach(), *torch.autograd.grad(y.square().sum(), layer.parameters())]
+
+    follows(fn, torch.randn(5, 2, 4))
 
 
 # ---- what freezes, what does not ----
@@ -382,6 +406,8 @@ SHAPES = {
     "masked_select": lambda x: x.masked_select(x > 0),
     "unique": torch.unique,
     "where": lambda x: torch.where(x > 0),
+    "values where a mask is": lambda x: x.clone().index_put_((x > 0,), torch.arange(3.0)),
+    "sums where a mask is": lambda x: x.index_put((x > 0,), x[0], accumulate=True),
     "repeat_interleave": lambda x: torch.repeat_interleave(x, torch.tensor([1, 2, 3])),
 }
 

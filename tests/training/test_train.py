@@ -277,7 +277,7 @@ def test_a_batch_that_cannot_be_split_is_refused(batch, message):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(micro_batches=0), "micro_batches is 0; expected 1 or more"),
+        (dict(micro_batches=0), "micro_batches is 0; expected a whole number of 1 or more"),
         (dict(accumulate="magic"), "accumulate is 'magic'; expected one of host"),
         (dict(divide="rows"), "divide is 'rows'; expected one of tokens, sequences, micro_batches"),
         (dict(clip="host"), "clip is 'host'; expected one of item, torch, fused"),

@@ -1,0 +1,212 @@
+"""Who gives a model where its parameters are expected, a loss where the optimizer is, and the like,
+is told what was given and what is expected. Nothing has changed then."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gpuaccel as ga
+from gpuaccel.errors import ArgumentError
+from gpuaccel.optim.arena import Arena
+
+
+def loss_fn(model, micro):
+    return model(micro).square().mean()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+# What was called, and the beginning of the message. Each begins with a new nn.Linear.
+CASES = {
+    "the loss in the optimizer's place": (
+        lambda model: ga.TrainStep(model, loss_fn),
+        "opt is the function loss_fn; expected an optimizer, or None. A loss has a name: "
+        "ga.TrainStep(model, loss_fn=...)",
+    ),
+    "a criterion in the optimizer's place": (
+        lambda model: ga.TrainStep(model, nn.CrossEntropyLoss()),
+        "opt is a CrossEntropyLoss (a module); expected an optimizer",
+    ),
+    "an optimizer's class": (
+        lambda model: ga.TrainStep(model, ga.AdamW),
+        "opt is the class AdamW; expected an optimizer",
+    ),
+    "the arena in the optimizer's place": (
+        lambda model: ga.TrainStep(nn.Linear(2, 2), Arena(model)),
+        "opt is an Arena; expected an optimizer",
+    ),
+    "a step of parameters": (
+        lambda model: ga.TrainStep(model.parameters()),
+        "model is a generator; expected a module",
+    ),
+    "a step of an arena": (
+        lambda model: ga.TrainStep(Arena(model)),
+        "model is an Arena; expected a module",
+    ),
+    "model and optimizer swapped": (
+        lambda model: ga.TrainStep(sgd(model), model),
+        "model is an SGD (an optimizer); expected a module",
+    ),
+    "a criterion as loss_fn": (
+        lambda model: ga.TrainStep(model, loss_fn=nn.MSELoss()),
+        "loss_fn is MSELoss, which takes outputs and targets; expected a function of (model, "
+        "micro): lambda model, micro: criterion(model(micro[0]), micro[1])",
+    ),
+    "a function of torch's as loss_fn": (
+        lambda model: ga.TrainStep(model, loss_fn=F.cross_entropy),
+        "loss_fn is cross_entropy, which takes outputs and targets",
+    ),
+    "no loss_fn": (
+        lambda model: ga.TrainStep(model, loss_fn=None),
+        "loss_fn is None; expected a function of (model, micro)",
+    ),
+    "a number of micro-batches as text": (
+        lambda model: ga.TrainStep(model, micro_batches="4"),
+        "micro_batches is '4'; expected a whole number of 1 or more",
+    ),
+    "half a micro-batch": (
+        lambda model: ga.TrainStep(model, micro_batches=2.5),
+        "micro_batches is 2.5; expected a whole number of 1 or more",
+    ),
+    "autocast as a switch": (
+        lambda model: ga.TrainStep(model, autocast=True),
+        "autocast is True; expected a dtype, such as torch.bfloat16, or None",
+    ),
+    "ranks as a number": (
+        lambda model: ga.TrainStep(model, distributed=2),
+        "distributed is an int; expected a ga.Distributed, or None",
+    ),
+    "a schedule that is a function": (
+        lambda model: ga.TrainStep(model, scheduler=loss_fn),
+        "scheduler is the function loss_fn; expected a learning-rate scheduler, or None",
+    ),
+    "an arena of parameters": (
+        lambda model: Arena(model.parameters()),
+        "module is a generator; expected a module, not its parameters: ga.Arena(model)",
+    ),
+    "an arena of a list": (
+        lambda model: Arena([*model.parameters()]),
+        "module is a list; expected a module, not its parameters: ga.Arena(model)",
+    ),
+    "an arena of a tensor": (
+        lambda model: Arena(model.weight),
+        "module is a tensor of shape (2, 2); expected a module",
+    ),
+    "an arena of an optimizer": (
+        lambda model: Arena(sgd(model)),
+        "module is an SGD (an optimizer); expected a module",
+    ),
+    "an arena of an arena": (
+        lambda model: Arena(Arena(nn.Linear(2, 2))),
+        "module is an Arena; expected a module",
+    ),
+    "an arena of a class": (
+        lambda model: Arena(nn.Linear),
+        "module is the class Linear; expected a module",
+    ),
+    "an arena of nothing": (lambda model: Arena(None), "module is None; expected a module"),
+    "decay as a number": (
+        lambda model: Arena(model, decay=0.1),
+        "decay is a float; expected a function of (name, parameter), or None",
+    ),
+    "rates as a dict": (
+        lambda model: Arena(model, lr_scale={"weight": 2.0}),
+        "lr_scale is a dict; expected a function of (name, parameter), or None",
+    ),
+    "an accumulator of a model": (
+        lambda model: ga.GradientAccumulator(model),
+        "arena is a Linear (a module); expected an arena: ga.GradientAccumulator(ga.Arena(model))",
+    ),
+    "an accumulator of parameters": (
+        lambda model: ga.GradientAccumulator(model.parameters()),
+        "arena is a generator; expected an arena",
+    ),
+    "an accumulator of an optimizer": (
+        lambda model: ga.GradientAccumulator(sgd(model)),
+        "arena is an SGD (an optimizer); expected an arena",
+    ),
+    "an optimizer of a model": (
+        lambda model: ga.AdamW(model),
+        "params is a Linear (a module); expected parameters or an arena: model.parameters(), or "
+        "ga.Arena(model)",
+    ),
+    "an optimizer of a model of layers": (
+        lambda model: ga.AdamW(nn.Sequential(model)),
+        "params is a Sequential (a module); expected parameters or an arena",
+    ),
+    "Lion of a model": (
+        lambda model: ga.optim.Lion(model),
+        "params is a Linear (a module); expected parameters or an arena",
+    ),
+    "an optimizer of an optimizer": (
+        lambda model: ga.AdamW(sgd(model)),
+        "params is an SGD (an optimizer); expected parameters or an arena",
+    ),
+    "an optimizer of nothing": (
+        lambda model: ga.AdamW(None),
+        "params is None; expected parameters or an arena",
+    ),
+    "clipping of a model": (
+        lambda model: ga.clip_grad_norm_(model, 1.0),
+        "parameters is a Linear (a module); expected parameters or an arena: model.parameters(), "
+        "or ga.Arena(model)",
+    ),
+    "clipping of an optimizer": (
+        lambda model: ga.clip_grad_norm_(sgd(model), 1.0),
+        "parameters is an SGD (an optimizer); expected parameters or an arena",
+    ),
+    "clipping of parameter groups": (
+        lambda model: ga.clip_grad_norm_(sgd(model).param_groups, 1.0),
+        "parameters holds a dict; expected tensors, or pairs of a name and a tensor",
+    ),
+    "clipping of a list of models": (
+        lambda model: ga.clip_grad_norm_([model], 1.0),
+        "parameters holds a Linear (a module); expected tensors",
+    ),
+    "clipping with the arguments swapped": (
+        lambda model: ga.clip_grad_norm_(1.0, model.parameters()),
+        "max_norm is a generator; expected a number",
+    ),
+    "the state of a captured step as a number": (
+        lambda model: ga.GraphedStep(loss_fn, 3),
+        "state is an int; expected modules, optimizers and tensors",
+    ),
+    "a captured step of no function": (
+        lambda model: ga.GraphedStep(None, model),
+        "fn is None; expected a function",
+    ),
+    "embeddings of parameters": (
+        lambda model: ga.deterministic_embeddings(model.parameters()),
+        "model is a generator; expected a module",
+    ),
+    "LoRA of parameters": (
+        lambda model: ga.apply_lora([*model.parameters()]),
+        "model is a list; expected a module",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_was_given_and_what_is_expected_is_said(case):
+    call, message = CASES[case]
+    model = nn.Linear(2, 2)
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        call(model)
+    assert not any(hook for p in model.parameters() for hook in p._backward_hooks or ())
+    assert vars(model).keys() == vars(nn.Linear(2, 2)).keys()
+    assert "an Arena" in message or Arena.of(model) is None, "only the caller makes one"
+
+
+def test_containers_of_parameters_are_parameters():
+    """nn.ParameterList is a module, and torch's optimizers take it."""
+    params = nn.ParameterList([nn.Parameter(torch.ones(3))])
+    params[0].grad = torch.full((3,), 2.0)
+    assert float(ga.clip_grad_norm_(params, 1.0)) == pytest.approx(12**0.5)
+    for optimizer in (ga.AdamW, ga.optim.Lion):
+        optimizer(params).step()
+    assert not params[0].eq(1).any()
