@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 
+import psutil
+
 # Seconds until a process or an event counts as hanging. Nothing is judged by them.
 HANG = 600
 
@@ -68,6 +70,16 @@ def kill(*processes):
     for process in processes:
         process.kill()
         process.communicate()
+
+
+def running(pids) -> "list[int]":
+    """Those that have not ended. One that has, and that nobody has waited for, is a zombie."""
+    alive = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                alive.append(pid)
+    return alive
 
 
 def children_of(pid) -> "list[int]":
