@@ -28,12 +28,12 @@ from ..training import (
     warmup_cosine,
 )
 from .arguments import add_command, at_least
-from .progress import Progress, StopAfterStep
+from .progress import Progress
 from .run_folder import RUN_OPTIONS, default_folder, open_run
 from .sample import sample_text
+from .signals import INTERRUPTED, StopAfterStep
 
 VAL_BATCHES = 8
-INTERRUPTED = 130
 
 
 class Recipe(NamedTuple):
@@ -262,13 +262,13 @@ def _train(args) -> int:
         )
 
     result = _run_steps(args, step, batches, val, ranks, is_first_rank)
-    if result.interrupted and step.count < args.steps:
+    if result.stop_status and step.count < args.steps:
         if is_first_rank:
             print(
                 f"gpuaccel: stopped after step {step.count}, checkpoint written; --resume goes on",
                 file=sys.stderr,
             )
-        return INTERRUPTED
+        return result.stop_status
     if not is_first_rank:
         return 0
     final = meter.finish()
@@ -321,11 +321,12 @@ class _Steps:
     steps_done: int = 0
     first_loss: "float | None" = None
     val_loss: "float | None" = None  # the last one
-    interrupted: bool = False
+    # the exit status of a run that was stopped; 0: it was not
+    stop_status: int = 0
 
 
 def _run_steps(args, step, batches, val, ranks, is_first_rank) -> _Steps:
-    """Train until args.steps, or until a rank was interrupted."""
+    """Train until args.steps, or until the run was asked to stop."""
     result = _Steps()
     progress = None
     readings = train(
@@ -339,7 +340,7 @@ def _run_steps(args, step, batches, val, ranks, is_first_rank) -> _Steps:
         checkpoint_every=args.checkpoint_every,
         resume=args.resume,
     )
-    with StopAfterStep() as stop, contextlib.closing(readings):
+    with StopAfterStep(launched=args.nproc is not None) as stop, contextlib.closing(readings):
         for reading in readings:
             if progress is None:
                 quiet = args.no_progress or not is_first_rank
@@ -352,12 +353,12 @@ def _run_steps(args, step, batches, val, ranks, is_first_rank) -> _Steps:
             progress.show(reading.step, reading)
             # several ranks stop in the same step: the one in which all of them know of it
             if ranks == 1 and stop.requested:
-                result.interrupted = True
                 break
             if step.reducer is not None and step.reducer.asked_to_stop():
-                result.interrupted = True
+                result.stop_status = INTERRUPTED
                 break
     if progress is not None:
         progress.close()
-    result.interrupted = result.interrupted or stop.requested
+    if stop.requested:
+        result.stop_status = stop.status
     return result

@@ -95,7 +95,7 @@ def launch(
                 process = context.Process(
                     target=_run_rank, args=(place, shared, sending, fn, args), daemon=True
                 )
-                with _environment(place), _sigint_blocked():
+                with _environment(place), _sigint_blocked(method):
                     process.start()
                 sending.close()
                 connections.append(receiving)
@@ -257,13 +257,19 @@ def _environment(place: RankPlace):
 
 
 @contextlib.contextmanager
-def _sigint_blocked():
+def _sigint_blocked(method: str):
     """A process that is started in the block gets no SIGINT while it imports torch.
 
-    Ctrl-C in a terminal reaches every process of it. Here it is delivered after the block."""
+    Ctrl-C in a terminal reaches every process of it. Here it is delivered after the block.
+    method: how the process is started."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
+    if method == "spawn":
+        from multiprocessing import resource_tracker
+
+        # multiprocessing starts it before the first process, and then unblocks SIGINT.
+        resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

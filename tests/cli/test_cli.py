@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from safetensors.torch import load_file
 import gpuaccel as ga
 from gpuaccel.backends import backend
 from gpuaccel.cli import Doctor, main
-from gpuaccel.cli.progress import Progress, StopAfterStep
+from gpuaccel.cli.progress import Progress
+from gpuaccel.cli.signals import StopAfterStep
 from gpuaccel.cli.train import RECIPES, Recipe
 from gpuaccel.compiler.kernel import kernel_files, kernel_names
 from gpuaccel.measure import Reading
@@ -303,6 +305,28 @@ def test_killed_and_interrupted_it_resumes_bit_for_bit(whole, tmp_path, interrup
     expected, weights = load_file(uninterrupted.out / name), load_file(run.out / name)
     assert expected.keys() == weights.keys()
     assert all(expected[key].equal(weights[key]) for key in expected)
+
+
+def test_sigterm_saves_as_ctrl_c_does(tmp_path):
+    run = Run(tmp_path).start("--no-progress")
+    status, _, err = run.stop(signal.SIGTERM, 3)
+    stopped = len(run.losses())
+    said = f"gpuaccel: stopped after step {stopped}, checkpoint written; --resume goes on"
+    assert status == 128 + signal.SIGTERM and err.splitlines()[-1] == said, err
+    assert (run.out / f"step-{stopped:08d}.safetensors").is_file()
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/maps").exists(), reason="needs /proc")
+@pytest.mark.parametrize("seconds", [0, 0.2, 0.5, 1.0])
+def test_ctrl_c_while_torch_is_imported_is_one_line(seconds, tmp_path, interruptible):
+    process = Run(tmp_path).start().process
+    maps = pathlib.Path(f"/proc/{process.pid}/maps")
+    while "libtorch" not in maps.read_text():
+        assert process.poll() is None
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 130 and err == "gpuaccel: stopped\n"
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ import pytest
 import rank_checks as checks
 import torch
 import torch.distributed as dist
-from train_processes import HANG, running, wait_until
+from train_processes import HANG, outlive, running, wait_until
 
 import gpuaccel as ga
 from gpuaccel.distributed.spawn import Message, RankWatch, _run_to_end
@@ -218,12 +218,7 @@ def test_ranks_end_with_their_parent(tmp_path, sent, how):
     assert running(pids) == pids
     parent.send_signal(sent)
     parent.wait(HANG)
-    until = time.monotonic() + 60
-    while running(pids) and time.monotonic() < until:
-        time.sleep(0.02)
-    left = running(pids)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
+    left = outlive(pids)
     parent.communicate()
     assert not left
     assert not list(temporary.glob("*/store"))

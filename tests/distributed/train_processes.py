@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -16,8 +17,12 @@ import psutil
 HANG = 600
 
 
-def gpuaccel(folder, *options, launcher=(sys.executable, "-m", "gpuaccel"), **environment):
-    """Start `gpuaccel train --out folder` on the CPU, with a text beside the folder."""
+def gpuaccel(
+    folder, *options, launcher=(sys.executable, "-m", "gpuaccel"), session=False, **environment
+):
+    """Start `gpuaccel train --out folder` on the CPU, with a text beside the folder.
+
+    session: whether in a process group of its own."""
     text = folder.parent / "text.txt"
     if not text.exists():
         text.write_text("The gradient of a sum is the sum of the gradients. " * 200)
@@ -27,6 +32,7 @@ def gpuaccel(folder, *options, launcher=(sys.executable, "-m", "gpuaccel"), **en
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        start_new_session=session,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
 
@@ -80,6 +86,17 @@ def running(pids) -> "list[int]":
             if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
                 alive.append(pid)
     return alive
+
+
+def outlive(pids, seconds=60) -> "list[int]":
+    """Those that have not ended of themselves within so many seconds; they are killed."""
+    until = time.monotonic() + seconds
+    while running(pids) and time.monotonic() < until:
+        time.sleep(0.02)
+    left = running(pids)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return left
 
 
 def children_of(pid) -> "list[int]":
