@@ -42,6 +42,7 @@ def main(argv=None) -> int:
 def _run(argv) -> int:
     try:
         args = _parser().parse_args(argv)
+        args.words = ["gpuaccel", *(sys.argv[1:] if argv is None else argv)]
     except SystemExit as stop:
         # argparse has printed its message
         return int(stop.code or 0)
@@ -58,6 +59,9 @@ def _run(argv) -> int:
         except BrokenPipeError:  # `gpuaccel kernels | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
+        except OSError as error:
+            print(f"gpuaccel: {error}", file=sys.stderr)
+            return 1
 
 
 def _parser():
