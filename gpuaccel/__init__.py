@@ -6,8 +6,10 @@
 
 The names here are those that people type; everything else is in its room, as
 `ga.ops.encoder_backward`, `ga.optim.Lion` and `ga.errors.KernelError` are. CONTRIBUTING.md says
-what is in which room. What notebooks and the command line need (`ga.learn`, `ga.cli`) is loaded
-when one of its names is first used.
+what is in which room.
+
+`import gpuaccel` loads nothing else, torch neither: that happens when a name is first used. So the
+command line can handle Ctrl-C before it takes the seconds that torch needs.
 """
 
 __version__ = "0.2.0"
@@ -15,116 +17,56 @@ __version__ = "0.2.0"
 import importlib
 from typing import TYPE_CHECKING
 
-# The rooms, as ga.<room>.
-from . import (  # noqa: F401
-    backends,
-    compiler,
-    distributed,
-    errors,
-    graphs,
-    measure,
-    nn,
-    ops,
-    optim,
-    simt,
-    training,
-)
-from .backends import backend, default_device, deterministic, use_backend
-from .compiler import Kernel, compile
-from .distributed import Distributed, launch
-from .errors import GpuaccelError
-from .graphs import GraphedStep
-from .measure import Meter, ledger
-from .nn import Embedding, PolyAttention, RichardsGLU, deterministic_embeddings
-from .optim import AdamW, Arena, GradientAccumulator, clip_grad_norm_
-from .simt import checked
-from .training import (
-    Batches,
-    TrainStep,
-    Transformer,
-    apply_lora,
-    load_checkpoint,
-    load_lora,
-    make_dataset,
-    merge_lora,
-    preset,
-    save_checkpoint,
-    save_lora,
-    token_loss,
-    train,
+ROOMS = (
+    "backends",
+    "cli",
+    "compiler",
+    "distributed",
+    "errors",
+    "graphs",
+    "learn",
+    "measure",
+    "nn",
+    "ops",
+    "optim",
+    "simt",
+    "training",
 )
 
 if TYPE_CHECKING:
-    from . import cli, learn  # noqa: F401
-    from .cli.doctor import doctor
-    from .learn import LiveThroughput, check, hint, load_ipython_extension, show, solution
-
-# name -> the room that is loaded when it is first used; a room is one itself.
-_LAZY = {
-    "cli": "cli",
-    "doctor": "cli",
-    "learn": "learn",
-    "LiveThroughput": "learn",
-    "check": "learn",
-    "hint": "learn",
-    "load_ipython_extension": "learn",
-    "show": "learn",
-    "solution": "learn",
-}
-
-__all__ = [
-    "AdamW",
-    "Arena",
-    "Batches",
-    "Distributed",
-    "Embedding",
-    "GpuaccelError",
-    "GradientAccumulator",
-    "GraphedStep",
-    "Kernel",
-    "LiveThroughput",
-    "Meter",
-    "PolyAttention",
-    "RichardsGLU",
-    "TrainStep",
-    "Transformer",
-    "apply_lora",
-    "backend",
-    "check",
-    "checked",
-    "clip_grad_norm_",
-    "compile",
-    "default_device",
-    "deterministic",
-    "deterministic_embeddings",
-    "doctor",
-    "hint",
-    "launch",
-    "ledger",
-    "load_checkpoint",
-    "load_ipython_extension",
-    "load_lora",
-    "make_dataset",
-    "merge_lora",
-    "preset",
-    "save_checkpoint",
-    "save_lora",
-    "show",
-    "solution",
-    "token_loss",
-    "train",
-    "use_backend",
-]
-
-if not TYPE_CHECKING:
+    from . import (  # noqa: F401
+        backends,
+        cli,
+        compiler,
+        distributed,
+        errors,
+        graphs,
+        learn,
+        measure,
+        nn,
+        ops,
+        optim,
+        simt,
+        training,
+    )
+    from .public import *  # noqa: F403
+    from .public import __all__ as __all__
+else:
 
     def __getattr__(name):
-        if name not in _LAZY:
+        if name in ROOMS:
+            return importlib.import_module(f".{name}", __name__)
+        if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        room = importlib.import_module(f".{_LAZY[name]}", __name__)
-        value = room if name == _LAZY[name] else getattr(room, name)
+        public = importlib.import_module(".public", __name__)
+        if name not in public.__all__ and name != "__all__":
+            if name in globals():
+                # A module beside the rooms, which is loaded now.
+                return globals()[name]
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(public, name)
         globals()[name] = value
         return value
 
     def __dir__():
-        return sorted({*globals(), *__all__, *_LAZY})
+        return sorted({*globals(), *__getattr__("__all__"), *ROOMS})

@@ -31,6 +31,7 @@ import os
 import pathlib
 import re
 import shlex
+import stat
 import subprocess
 import sys
 import tempfile
@@ -349,18 +350,28 @@ def default_device():
 def cache_dir() -> "pathlib.Path | None":
     """The folder of compiled kernels and tokenizers: `GPUACCEL_CACHE`, else ~/.cache/gpuaccel.
 
-    Returns None, after one warning, when the folder cannot be written. Everything then works
-    without a cache.
+    Returns None, after one warning, when the folder cannot be written, or when other users can
+    write to it: what lies there is run. Everything then works without a cache.
     """
     path = pathlib.Path(
         os.environ.get("GPUACCEL_CACHE")
         or pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpuaccel"
     )
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
-        return path
+        shared = _writable_by_others(path)
+        if shared is None:
+            return path
+        warnings.warn(
+            f"gpuaccel runs without a cache: other users can write to {shared}, and could put "
+            f"code there that this process would run; `chmod -R go-w {path}` makes it your own, "
+            "or set GPUACCEL_CACHE to a folder that is",
+            stacklevel=2,
+        )
+        return None
     except OSError as error:
         warnings.warn(
             f"gpuaccel runs without a cache: {path} cannot be written ({error.strerror}); "
@@ -368,6 +379,18 @@ def cache_dir() -> "pathlib.Path | None":
             stacklevel=2,
         )
         return None
+
+
+def _writable_by_others(path: pathlib.Path) -> "pathlib.Path | None":
+    """`path` or the folder in it that a user other than this one and root can write to, if any."""
+    if os.name == "nt":
+        return None
+    for folder in (path, *(entry for entry in path.iterdir() if entry.is_dir())):
+        status = folder.stat()
+        others = stat.S_IWGRP | stat.S_IWOTH
+        if status.st_uid not in (os.getuid(), 0) or status.st_mode & others:
+            return folder
+    return None
 
 
 # ---- deterministic algorithms ----------------------------------------------------------------

@@ -38,7 +38,14 @@ class DataError(GpuaccelError, ValueError):
 
 
 class CheckpointError(GpuaccelError, RuntimeError):
-    """A checkpoint cannot be written, is damaged, or does not fit. Nothing has changed."""
+    """A checkpoint cannot be written, is damaged, or does not fit. Nothing has changed.
+
+    older: paths of older checkpoints beside a damaged one that are whole, the newest first
+    """
+
+    def __init__(self, message: str, older=()):
+        super().__init__(message)
+        self.older = list(older)
 
 
 class KernelError(GpuaccelError, RuntimeError):

@@ -41,7 +41,7 @@ def write_entry(folder: str, key: str, content: bytes):
     path = root / folder / key
     aside = path.with_name(f".{key}.{os.getpid()}.{threading.get_ident()}")
     try:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         aside.write_bytes(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
         os.replace(aside, path)
         entries = list(os.scandir(path.parent))

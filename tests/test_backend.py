@@ -23,6 +23,7 @@ from gpuaccel.backends import (
     use_backend,
 )
 from gpuaccel.errors import BackendError, GpuaccelError
+from gpuaccel.files import read_entry, write_entry
 from gpuaccel.simt import is_checked
 
 module = importlib.import_module("gpuaccel.backends")
@@ -406,6 +407,46 @@ def test_the_cache_folder_is_made_on_use(monkeypatch, tmp_path, fresh_cache):
     monkeypatch.delenv("GPUACCEL_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     assert cache_dir() == tmp_path / "home" / "gpuaccel"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o702])
+@pytest.mark.parametrize("inside", ["", "cubin"])
+def test_a_cache_that_others_can_write_to_is_not_used(
+    monkeypatch, tmp_path, fresh_cache, mode, inside
+):
+    """What lies there would be run. The warning comes once."""
+    monkeypatch.setenv("GPUACCEL_CACHE", str(tmp_path))
+    folder = tmp_path / inside
+    folder.mkdir(exist_ok=True)
+    folder.chmod(mode)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert cache_dir() is None and cache_dir() is None
+    (text,) = [str(w.message) for w in seen]
+    assert f"other users can write to {folder}" in text and f"chmod -R go-w {tmp_path}" in text
+    folder.chmod(0o755)
+    cache_dir.cache_clear()
+    assert cache_dir() == tmp_path
+
+
+@pytest.mark.skipif(os.name == "nt" or os.getuid() != 0, reason="only root can give a folder away")
+def test_a_cache_that_is_anothers_is_not_used(monkeypatch, tmp_path, fresh_cache):
+    monkeypatch.setenv("GPUACCEL_CACHE", str(tmp_path))
+    os.chown(tmp_path, 12345, -1)
+    with pytest.warns(UserWarning, match="other users can write to"):
+        assert cache_dir() is None
+
+
+def test_folders_of_the_cache_are_ours_whatever_the_umask(monkeypatch, tmp_path, fresh_cache):
+    monkeypatch.setenv("GPUACCEL_CACHE", str(tmp_path / "cache"))
+    before = os.umask(0)
+    try:
+        write_entry("cubin", "key", b"content")
+    finally:
+        os.umask(before)
+    cache_dir.cache_clear()
+    assert cache_dir() == tmp_path / "cache" and read_entry("cubin", "key") == b"content"
 
 
 def test_an_unwritable_cache_warns_once_and_kernels_still_compile(

@@ -66,7 +66,7 @@ def test_the_wheel_holds_every_kernel_and_module_and_nothing_else(wheel):
     ]
     assert not outside, f"the wheel also holds {outside}"
     entry = next(name for name in names if name.endswith("entry_points.txt"))
-    assert "gpuaccel = gpuaccel.cli.main:main" in zipfile.ZipFile(wheel).read(entry).decode()
+    assert "gpuaccel = gpuaccel.__main__:main" in zipfile.ZipFile(wheel).read(entry).decode()
 
 
 FIND_KERNELS = """
@@ -221,6 +221,7 @@ IMPORT = """
 import sys, torch
 before = set(sys.modules)
 import gpuaccel
+gpuaccel.TrainStep
 print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
 """
 

@@ -13,6 +13,8 @@ import torch
 import gpuaccel
 
 ROOT = pathlib.Path(gpuaccel.__file__).parent
+# They offer what the rooms have.
+OFFERS = ("__init__", "__main__", "public")
 PAGE = ROOT.parent / "CONTRIBUTING.md"
 GROUND = "ground floor"  # the modules beside the rooms
 
@@ -26,8 +28,8 @@ def imports_between_rooms():
     """(importing file, its room, imported room, names), wherever in the file the import stands."""
     for path in sorted(ROOT.rglob("*.py")):
         here = path.relative_to(ROOT).with_suffix("").parts
-        if here[0].startswith("__"):
-            continue  # __init__ and __main__ of the package offer what the rooms have
+        if here[0] in OFFERS:
+            continue
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.ImportFrom) or not node.level:
                 continue
@@ -86,7 +88,7 @@ def modules():
     """(path below gpuaccel/, its room, its syntax tree)."""
     for path in sorted(ROOT.rglob("*.py")):
         here = path.relative_to(ROOT)
-        if not here.parts[0].startswith("__"):
+        if here.with_suffix("").parts[0] not in OFFERS:
             yield here, room_of(here.with_suffix("").parts), ast.parse(path.read_text())
 
 
@@ -154,6 +156,10 @@ def test_importing_the_package_loads_nothing_for_notebooks_and_the_command_line(
     code = (
         "import sys, gpuaccel as ga\n"
         "unwanted = 'gpuaccel.learn', 'gpuaccel.cli', 'IPython', 'ipywidgets'\n"
+        "loaded = [name for name in sys.modules if name.startswith(unwanted)]\n"
+        "assert not loaded, loaded\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert callable(ga.TrainStep) and ga.nn.Encoder\n"
         "loaded = [name for name in sys.modules if name.startswith(unwanted)]\n"
         "assert not loaded, loaded\n"
         "assert callable(ga.doctor) and callable(ga.show) and callable(ga.check)\n"

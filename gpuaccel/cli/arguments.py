@@ -1,7 +1,8 @@
-"""What the commands' parsers share: a subcommand with its help, and numbers with a lower bound."""
+"""What the commands' parsers share: a subcommand with its help, and numbers with bounds."""
 
 import argparse
 import functools
+import math
 
 
 def add_command(commands, name, run, summary):
@@ -19,15 +20,18 @@ def add_command(commands, name, run, summary):
     return parser
 
 
-def at_least(least, kind=int):
-    """A `type=` for add_argument: a finite number of this kind that is not below `least`."""
+def number(least, most=None, kind=int):
+    """A `type=` for add_argument: a finite number of this kind, from `least` to `most`."""
+    word = "a whole number" if kind is int else "a number"
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
 
     def parse(text):
-        value = kind(text)
-        if not least <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"is {text}, expected at least {least}")
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < math.inf or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"is {text!r}; expected {word} {bounds}")
         return value
 
-    # argparse names the type in its message about text that is no number
-    parse.__name__ = "whole number" if kind is int else "number"
     return parse

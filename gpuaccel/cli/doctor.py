@@ -81,8 +81,8 @@ def doctor() -> Doctor:
     cache = _describe_cache()
     if cache is None:
         problems.append(
-            "the cache folder cannot be written, so kernels are compiled every time: "
-            "set GPUACCEL_CACHE"
+            "the cache folder cannot be written, or other users can write to it, so kernels are "
+            "compiled every time: set GPUACCEL_CACHE"
         )
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     if compiler:

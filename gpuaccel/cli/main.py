@@ -9,7 +9,8 @@
     $ gpuaccel sample --prompt "def "
 
 Exit status: 0 done; 1 an error that the user can mend (one line on stderr), or a problem that
-`doctor` found; 2 wrong usage; 130 stopped with Ctrl-C (after the running step, with a checkpoint).
+`doctor` found; 2 wrong usage; 130 stopped with Ctrl-C, 143 with SIGTERM (`train`: after the running
+step, with a checkpoint).
 """
 
 import argparse
@@ -22,13 +23,26 @@ from ..errors import GpuaccelError
 from .doctor import add_parser as add_doctor
 from .kernels import add_parser as add_kernels
 from .sample import add_parser as add_sample
+from .signals import INTERRUPTED, StopSignals
 from .train import add_parser as add_train
 
 
 def main(argv=None) -> int:
     """Run one command line (default: sys.argv) and return its exit status."""
+    with StopSignals() as signals:
+        try:
+            status = _run(argv)
+        except KeyboardInterrupt:
+            print("gpuaccel: stopped", file=sys.stderr)
+            return signals.status
+    # ranks that were stopped do not know which signal their parent has got
+    return signals.status if status == INTERRUPTED else status
+
+
+def _run(argv) -> int:
     try:
         args = _parser().parse_args(argv)
+        args.words = ["gpuaccel", *(sys.argv[1:] if argv is None else argv)]
     except SystemExit as stop:
         # argparse has printed its message
         return int(stop.code or 0)
@@ -42,12 +56,12 @@ def main(argv=None) -> int:
         except GpuaccelError as error:
             print(f"gpuaccel: {error}", file=sys.stderr)
             return 1
-        except KeyboardInterrupt:
-            print("gpuaccel: stopped", file=sys.stderr)
-            return 130
         except BrokenPipeError:  # `gpuaccel kernels | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
+        except OSError as error:
+            print(f"gpuaccel: {error}", file=sys.stderr)
+            return 1
 
 
 def _parser():

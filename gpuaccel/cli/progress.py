@@ -1,6 +1,5 @@
-"""While `gpuaccel train` runs: a line of progress on stderr, and Ctrl-C that waits for the step."""
+"""While `gpuaccel train` runs: a line of progress on stderr."""
 
-import signal
 import sys
 import time
 
@@ -55,26 +54,3 @@ class Progress:
         if self.live and self.width:
             self.stream.write("\n")
             self.width = 0
-
-
-class StopAfterStep:
-    """Inside the block, Ctrl-C sets `.requested` and lets the running step finish; a second Ctrl-C
-    stops at once."""
-
-    requested = False
-
-    def __enter__(self):
-        try:
-            self.previous_handler = signal.signal(signal.SIGINT, self._request)
-        except ValueError:
-            # only the main thread may set a handler; in another one Ctrl-C stays as it was
-            self.previous_handler = None
-        return self
-
-    def _request(self, *_):
-        self.requested = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def __exit__(self, *_):
-        if self.previous_handler is not None:
-            signal.signal(signal.SIGINT, self.previous_handler)

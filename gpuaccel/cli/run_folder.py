@@ -1,13 +1,25 @@
 """The folder of a run: checkpoints, metrics, and run.json, which says what the run is.
 
-`gpuaccel train` writes it and refuses to resume another run; `gpuaccel sample` reads it."""
+`gpuaccel train` writes it and refuses to resume another run; `gpuaccel sample` reads it. A lock
+keeps two commands from writing to one folder."""
 
+import contextlib
 import json
+import os
+import pathlib
+
+try:
+    import fcntl
+except ImportError:
+    # Windows has none: there nothing is locked.
+    fcntl = None  # type: ignore[assignment]
 
 from ..errors import CheckpointError
 from ..files import written_aside
 from ..training import latest_checkpoint
 
+# torch's generators take more, but the number of an epoch is added.
+MAX_SEED = 2**63 - 1
 # The options that decide a run's numbers: a resumed run must have the same.
 RUN_OPTIONS = ("model", "text", "batch", "seq", "micro_batches", "accumulate", "lr", "seed")
 
@@ -15,6 +27,68 @@ RUN_OPTIONS = ("model", "text", "batch", "seq", "micro_batches", "accumulate", "
 def default_folder(model: str) -> str:
     """Where a run of this preset is written unless --out says otherwise."""
     return f"runs/{model}"
+
+
+@contextlib.contextmanager
+def lock_run(folder: pathlib.Path):
+    """In the block this process alone writes to a run's folder.
+
+    The operating system holds the lock, and releases it when the process ends, however it does. A
+    folder that is made for it is removed, unless something was written there.
+    Raises CheckpointError that names the process which holds the lock, or says why the folder
+    cannot be written."""
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"--out is {folder}, which is a file; expected a folder")
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    path = folder / "lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = _lock(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"--out is {folder}, which cannot be written ({error.strerror}); expected a folder "
+            "that can"
+        ) from error
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        file.close()
+        for empty in made:
+            with contextlib.suppress(OSError):
+                empty.rmdir()
+
+
+def _lock(path: pathlib.Path):
+    """The file at `path`, open, locked, and with the number of this process in it."""
+    while True:
+        file = open(path, "a+")
+        if fcntl is None:
+            return file
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            pid = file.read().strip()
+            file.close()
+            holder = f"process {pid}" if pid else "another process"
+            raise CheckpointError(
+                f"--out is {path.parent}, to which {holder} is writing; expected a folder that no "
+                "other run uses: wait until that one has ended, or take another folder"
+            ) from None
+        except OSError:
+            # A file system without locks.
+            return file
+        # The one that held the lock may have removed the file before this one had it.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                break
+        file.close()
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
 
 
 def read_description(path):
@@ -29,10 +103,11 @@ def read_description(path):
         ) from None
 
 
-def open_run(folder, description, resume, write=True):
+def open_run(folder, description, resume: bool, write=True):
     """Make a run's folder, or check that a resumed run is the one that the folder holds.
 
     description: what run.json keeps, RUN_OPTIONS among it. write: False on ranks that only check.
+    Returns the description that the folder had, {} for a new run.
     Raises CheckpointError for a run that would be started over or resumed as another one."""
     run_file = folder / "run.json"
     checkpoint = latest_checkpoint(folder)
@@ -41,6 +116,7 @@ def open_run(folder, description, resume, write=True):
             f"{folder} already holds a run ({checkpoint.name}): --resume goes on with it, "
             "--out takes another folder"
         )
+    previous = {}
     if checkpoint is not None:
         previous = read_description(run_file)
         changed = [
@@ -53,7 +129,7 @@ def open_run(folder, description, resume, write=True):
                 f"{folder} holds another run and cannot be resumed like this: {'; '.join(changed)}"
             )
     if not write:
-        return
+        return previous
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with written_aside(run_file) as file:
@@ -62,3 +138,4 @@ def open_run(folder, description, resume, write=True):
         raise CheckpointError(
             f"{folder} cannot be written ({error.strerror}): --out takes another folder"
         ) from error
+    return previous

@@ -14,8 +14,8 @@ from ..training import (
     latest_checkpoint,
     load_checkpoint,
 )
-from .arguments import add_command, at_least
-from .run_folder import default_folder, read_description
+from .arguments import add_command, number
+from .run_folder import MAX_SEED, default_folder, read_description
 
 
 def add_parser(commands):
@@ -31,17 +31,25 @@ def add_parser(commands):
         "--prompt", default="def ", metavar="TEXT", help='text to go on from ("def ")'
     )
     parser.add_argument(
-        "--tokens", type=at_least(1), default=300, metavar="N", help="how many to write (300)"
+        "--tokens",
+        type=number(1, 1_000_000),
+        default=300,
+        metavar="N",
+        help="how many to write (300)",
     )
     parser.add_argument(
         "--temperature",
-        type=at_least(0, float),
+        type=number(0, 1000, float),
         default=0.8,
         metavar="X",
         help="0 takes the likeliest token (0.8)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="another seed writes another text (0)"
+        "--seed",
+        type=number(0, MAX_SEED),
+        default=0,
+        metavar="N",
+        help="another seed writes another text (0)",
     )
 
 
@@ -54,7 +62,13 @@ def run(args) -> int:
             "expected a file step-*.safetensors, or the folder of a run"
         )
     description = read_description(checkpoint.with_name("run.json"))
-    model = Config(**description["config"]).build().to(default_device())
+    try:
+        model = Config(**description["config"]).build().to(default_device())
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{checkpoint.with_name('run.json')} describes no model: {error}; expected what "
+            "`gpuaccel train` writes"
+        ) from None
     load_checkpoint(checkpoint, model=model, restore_rng=False)
     tokenizer = BPETokenizer(description["bpe"]) if "bpe" in description else ByteTokenizer()
     print(sample_text(model, tokenizer, args.prompt, args.tokens, args.temperature, args.seed))

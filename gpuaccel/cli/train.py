@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
+import shlex
 import sys
 from typing import NamedTuple
 
@@ -11,7 +13,7 @@ import torch
 
 from ..backends import backend, default_device, use_backend
 from ..distributed import Distributed, launch
-from ..errors import ArgumentError, RankError
+from ..errors import ArgumentError, CheckpointError, RankError
 from ..measure import Meter, peak_flops
 from ..optim import AdamW, Arena
 from ..training import (
@@ -26,14 +28,16 @@ from ..training import (
     train,
     val_batches,
     warmup_cosine,
+    warmup_cosine_factor,
 )
-from .arguments import add_command, at_least
-from .progress import Progress, StopAfterStep
-from .run_folder import RUN_OPTIONS, default_folder, open_run
+from .arguments import add_command, number
+from .progress import Progress
+from .run_folder import MAX_SEED, RUN_OPTIONS, default_folder, lock_run, open_run
 from .sample import sample_text
+from .signals import INTERRUPTED, StopAfterStep
 
 VAL_BATCHES = 8
-INTERRUPTED = 130
+NEWEST = ""  # --resume without a name
 
 
 class Recipe(NamedTuple):
@@ -65,7 +69,7 @@ def add_parser(commands):
     )
     add(
         "--steps",
-        type=at_least(1),
+        type=number(1),
         default=200,
         metavar="N",
         help="steps in all, before a resume and after (200)",
@@ -75,11 +79,11 @@ def add_parser(commands):
         metavar="PATH",
         help="a text file, or a folder of *.txt, *.md, *.py (Python's standard library)",
     )
-    add("--batch", type=at_least(1), metavar="N", help="sequences per optimizer step (by preset)")
-    add("--seq", type=at_least(1), metavar="T", help="tokens per sequence (by preset)")
+    add("--batch", type=number(1), metavar="N", help="sequences per optimizer step (by preset)")
+    add("--seq", type=number(1), metavar="T", help="tokens per sequence (by preset)")
     add(
         "--micro-batches",
-        type=at_least(1),
+        type=number(1),
         default=1,
         metavar="N",
         help="parts that a batch is divided into, over all ranks (1 each)",
@@ -90,10 +94,11 @@ def add_parser(commands):
         default="arena",
         help="how gradients are added up (arena)",
     )
-    add("--lr", type=at_least(0, float), metavar="X", help="learning rate (by preset)")
+    # A step of AdamW changes a weight by about the learning rate.
+    add("--lr", type=number(0, 1, float), metavar="X", help="learning rate (by preset)")
     add(
         "--seed",
-        type=int,
+        type=number(0, MAX_SEED),
         default=0,
         metavar="N",
         help="of the weights, the order of the text and the sample (0)",
@@ -101,20 +106,22 @@ def add_parser(commands):
     add("--out", metavar="DIR", help="folder for checkpoints (runs/MODEL)")
     add(
         "--resume",
-        action="store_true",
-        help="go on from the newest checkpoint in --out, if there is one",
+        nargs="?",
+        const=NEWEST,
+        metavar="CHECKPOINT",
+        help="go on from this checkpoint in --out (the newest one, if there is one)",
     )
     add("--metrics", metavar="FILE", help="JSON lines, one per step (metrics.jsonl in --out)")
     add(
         "--val-every",
-        type=at_least(1),
+        type=number(1),
         default=50,
         metavar="N",
         help="steps between validation losses (50)",
     )
     add(
         "--checkpoint-every",
-        type=at_least(1),
+        type=number(1),
         default=50,
         metavar="N",
         help="steps between checkpoints (50)",
@@ -130,7 +137,7 @@ def add_parser(commands):
     add("--deterministic", action="store_true", help="every run is bit-identical, also on a GPU")
     add(
         "--nproc",
-        type=at_least(1),
+        type=number(1, 256),
         metavar="N",
         help="ranks on this machine, which share each batch: a GPU each, or CPUs (1)",
     )
@@ -146,7 +153,7 @@ def add_parser(commands):
     )
     add(
         "--timeout",
-        type=at_least(1, float),
+        type=number(1, 1_000_000, float),
         metavar="S",
         help="ranks: seconds that the others wait for one (--nproc: 60; torchrun: 600)",
     )
@@ -164,14 +171,17 @@ def run(args) -> int:
             f"--nproc {args.nproc} inside of a rank that torchrun (or another launcher) has "
             "started; expected one of the two"
         )
-    if args.nproc is not None and args.nproc > 1:
-        return _launch_ranks(args)
-    return _train_rank(args)
+    _fill_in_defaults(args)
+    several = args.nproc is not None and args.nproc > 1
+    _micro_batches_per_rank(args, args.nproc if several else 1)
+    # with torchrun rank 0 writes to the folder
+    lock = lock_run(args.out) if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext()
+    with lock:
+        return _launch_ranks(args) if several else _train_rank(args)
 
 
 def _launch_ranks(args) -> int:
     """Train on args.nproc processes of this machine."""
-    _fill_in_defaults(args)
     process_group = {"auto": None, "cuda": "nccl"}.get(args.device, "gloo")
     checkpoint_before = latest_checkpoint(args.out)
     try:
@@ -208,7 +218,6 @@ def _train(args) -> int:
     )
     ranks = distributed.world
     is_first_rank = distributed.rank == 0
-    _fill_in_defaults(args)
     device = default_device()
     micro_batches = _micro_batches_per_rank(args, ranks)
 
@@ -227,12 +236,21 @@ def _train(args) -> int:
         ranks=ranks,
         micro_batches=micro_batches if ranks > 1 else 1,
     )
+    if args.batch > batches.sequences:
+        raise ArgumentError(
+            f"--batch is {args.batch}, and the text has {batches.sequences} sequences of "
+            f"{args.seq} tokens; expected 1 to {batches.sequences}"
+        )
     val = val_batches(data.val, args.batch, args.seq, limit=VAL_BATCHES, device=device)
     description = {name: getattr(args, name) for name in RUN_OPTIONS}
+    description["steps"] = args.steps
     description["config"] = dataclasses.asdict(config)
     if isinstance(data.tokenizer, BPETokenizer):
         description["bpe"] = data.tokenizer.to_json()
-    open_run(args.out, description, args.resume, write=is_first_rank)
+    checkpoint = _checkpoint_to_resume(args)
+    previous = open_run(args.out, description, args.resume is not None, is_first_rank)
+    if is_first_rank and checkpoint is not None:
+        _report_new_schedule(args, previous.get("steps"), checkpoint)
 
     torch.manual_seed(args.seed)
     dtype = torch.bfloat16 if device.type == "cuda" and args.model != "tiny" else torch.float32
@@ -247,7 +265,7 @@ def _train(args) -> int:
         compile=args.compile,
         meter=meter,
         distributed=distributed,
-        scheduler=warmup_cosine(optimizer, max(1, args.steps // 10), args.steps),
+        scheduler=warmup_cosine(optimizer, *_schedule(args.steps)),
         replay=args.replay,
         deterministic=args.deterministic,
     )
@@ -261,14 +279,14 @@ def _train(args) -> int:
             file=sys.stderr,
         )
 
-    result = _run_steps(args, step, batches, val, ranks, is_first_rank)
-    if result.interrupted and step.count < args.steps:
+    result = _run_steps(args, step, batches, val, ranks, is_first_rank, checkpoint)
+    if result.stop_status and step.count < args.steps:
         if is_first_rank:
             print(
                 f"gpuaccel: stopped after step {step.count}, checkpoint written; --resume goes on",
                 file=sys.stderr,
             )
-        return INTERRUPTED
+        return result.stop_status
     if not is_first_rank:
         return 0
     final = meter.finish()
@@ -283,8 +301,63 @@ def _train(args) -> int:
         print(f"{args.out} already is at step {step.count}: nothing to do, unless --steps is more")
         val_loss = evaluate(model, val)
     print(f"val loss {val_loss:.3f}")
+    problem = _describe_nonfinite(final.loss, val_loss, optimizer)
+    if problem:
+        print(f"gpuaccel: {problem}; expected a smaller --lr", file=sys.stderr)
+        return 1
     print(sample_text(model, data.tokenizer, "def ", 200, 0.8, args.seed))
     return 0
+
+
+def _describe_nonfinite(loss, val_loss, optimizer) -> "str | None":
+    """What of a run's end is not finite, in words. None: all of it is."""
+    for name, value in (("loss", loss), ("validation loss", val_loss)):
+        if value is not None and not math.isfinite(value):
+            return f"the last {name} is {value}"
+    skip = optimizer.last_skip()
+    if skip is None:
+        return None
+    return (
+        f"{int(optimizer.skipped)} steps were skipped because a gradient was not finite, the last "
+        f"in step {skip['step']}, of {skip['tensor'] or 'the norm'}"
+    )
+
+
+def _schedule(steps) -> "tuple[int, int]":
+    """(steps of warm-up, steps in all) of the learning rate."""
+    return max(1, steps // 10), steps
+
+
+def _checkpoint_to_resume(args) -> "pathlib.Path | None":
+    """The checkpoint that --resume names, or the newest one; None to begin."""
+    if args.resume is None:
+        return None
+    newest = latest_checkpoint(args.out)
+    if args.resume == NEWEST:
+        return newest
+    path = args.out / pathlib.Path(args.resume).name
+    if newest is None or not path.is_file() or path.suffix != newest.suffix:
+        raise ArgumentError(
+            f"--resume is {args.resume}; expected a checkpoint in {args.out}"
+            + (f", such as {newest.name}" if newest else ", which has none")
+        )
+    return path
+
+
+def _report_new_schedule(args, steps_before, checkpoint):
+    """Say how the learning rate goes on where --steps is not what it was."""
+    done = int(checkpoint.stem.rpartition("-")[2])
+    if steps_before in (None, args.steps) or done >= args.steps:
+        return
+    # the checkpoint holds the learning rate of the next step
+    now = args.lr * warmup_cosine_factor(done, *_schedule(steps_before))
+    then = args.lr * warmup_cosine_factor(done + 1, *_schedule(args.steps))
+    print(
+        f"gpuaccel: --steps was {steps_before}, now {args.steps}: the learning rate is {now:.3g} "
+        f"in step {done + 1}, and from step {done + 2} that of a run of {args.steps} steps, "
+        f"{then:.3g} at first",
+        file=sys.stderr,
+    )
 
 
 def _fill_in_defaults(args):
@@ -321,11 +394,12 @@ class _Steps:
     steps_done: int = 0
     first_loss: "float | None" = None
     val_loss: "float | None" = None  # the last one
-    interrupted: bool = False
+    # the exit status of a run that was stopped; 0: it was not
+    stop_status: int = 0
 
 
-def _run_steps(args, step, batches, val, ranks, is_first_rank) -> _Steps:
-    """Train until args.steps, or until a rank was interrupted."""
+def _run_steps(args, step, batches, val, ranks, is_first_rank, checkpoint) -> _Steps:
+    """Go on from a checkpoint, if there is one, and train until args.steps, or until the run was asked to stop."""
     result = _Steps()
     progress = None
     readings = train(
@@ -337,10 +411,10 @@ def _run_steps(args, step, batches, val, ranks, is_first_rank) -> _Steps:
         metrics=args.metrics,
         checkpoint_dir=args.out,
         checkpoint_every=args.checkpoint_every,
-        resume=args.resume,
+        resume=checkpoint or False,
     )
-    with StopAfterStep() as stop, contextlib.closing(readings):
-        for reading in readings:
+    with StopAfterStep(launched=args.nproc is not None) as stop, contextlib.closing(readings):
+        for reading in _with_command(readings, args):
             if progress is None:
                 quiet = args.no_progress or not is_first_rank
                 progress = Progress(args.steps, reading.step - 1, quiet)
@@ -352,12 +426,24 @@ def _run_steps(args, step, batches, val, ranks, is_first_rank) -> _Steps:
             progress.show(reading.step, reading)
             # several ranks stop in the same step: the one in which all of them know of it
             if ranks == 1 and stop.requested:
-                result.interrupted = True
                 break
             if step.reducer is not None and step.reducer.asked_to_stop():
-                result.interrupted = True
+                result.stop_status = INTERRUPTED
                 break
     if progress is not None:
         progress.close()
-    result.interrupted = result.interrupted or stop.requested
+    if stop.requested:
+        result.stop_status = stop.status
     return result
+
+
+def _with_command(readings, args):
+    """The readings. A damaged checkpoint's error gets the command that goes on from an older one."""
+    try:
+        yield from readings
+    except CheckpointError as error:
+        if not error.older:
+            raise
+        words = [word for word in args.words if word not in ("--resume", args.resume or "--resume")]
+        command = shlex.join([*words, "--resume", error.older[0].name])
+        raise CheckpointError(f"{error}. To lose only what came after it: {command}") from error

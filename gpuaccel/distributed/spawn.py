@@ -6,7 +6,8 @@ they end.
     >>> ga.launch(work, 2, live=ga.LiveThroughput())     # work yields the Readings of ga.train
 
 In each process torch.distributed is initialized. A rank that raises, dies or hangs ends all of
-them, and the RankError names it. The processes meet over a file and talk over loopback: nothing
+them, and the RankError names it. When the process that called ga.launch ends, however it does, its
+ranks end within a second. The processes meet over a file and talk over loopback: nothing
 listens elsewhere. On several machines, or where something else starts the processes: torchrun, and
 ga.Distributed() in each.
 """
@@ -18,9 +19,11 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -35,6 +38,7 @@ from .rendezvous import loopback
 
 AHEAD = 3  # steps that a rank's host may be ahead of another's
 GRACE = 1.0  # seconds in which further ranks may still report, after the first that failed
+PARENT_CHECK = 0.2  # seconds between two looks of a rank at its parent
 NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
@@ -91,7 +95,7 @@ def launch(
                 process = context.Process(
                     target=_run_rank, args=(place, shared, sending, fn, args), daemon=True
                 )
-                with _environment(place):
+                with _environment(place), _sigint_blocked(method):
                     process.start()
                 sending.close()
                 connections.append(receiving)
@@ -252,10 +256,48 @@ def _environment(place: RankPlace):
                 os.environ[key] = value
 
 
+@contextlib.contextmanager
+def _sigint_blocked(method: str):
+    """A process that is started in the block gets no SIGINT while it imports torch.
+
+    Ctrl-C in a terminal reaches every process of it. Here it is delivered after the block.
+    method: how the process is started."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    if method == "spawn":
+        from multiprocessing import resource_tracker
+
+        # multiprocessing starts it before the first process, and then unblocks SIGINT.
+        resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_with_parent(folder: str):
+    """End this process as soon as its parent has ended. For a thread.
+
+    folder: the launch's temporary one, which the parent can no longer remove."""
+    parent: Any = multiprocessing.parent_process()
+    # The pipe that tells of the parent's end may have been inherited by another process, which
+    # keeps it open; the parent's number tells too, but not on Windows.
+    while parent.is_alive() and (os.name == "nt" or os.getppid() == parent.pid):
+        parent.join(PARENT_CHECK)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
 def _run_rank(place: RankPlace, shared: SharedCounts, connection, fn, args):
     """The whole life of a rank."""
     # Ctrl-C is the parent's business.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    folder = os.path.dirname(place.store)
+    threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     # A forked process has the parent's environment.
     with _environment(place):
         try:

@@ -172,6 +172,8 @@ LIMIT = 900.0
 def _environment() -> "dict[str, str]":
     """The environment of a compiler: English messages, and zig's cache in our cache folder."""
     cache = (cache_dir() or pathlib.Path(_process_folder().name)) / "zig"
+    # zig would make it, and let the group write to it where the umask does.
+    cache.mkdir(mode=0o700, exist_ok=True)
     return {"ZIG_GLOBAL_CACHE_DIR": str(cache), **os.environ, "LC_ALL": "C"}
 
 

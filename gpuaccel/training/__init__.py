@@ -11,7 +11,7 @@ from .data import (
     train_bpe,
     val_batches,
 )
-from .loop import evaluate, train, warmup_cosine
+from .loop import evaluate, train, warmup_cosine, warmup_cosine_factor
 from .lora import BLOCK_NORMS, apply_lora, merge_lora, remove_lora, unmerge_lora
 from .lora_files import load_lora, save_lora
 from .models import GPT2, Config, Transformer, flops_per_token, generate, preset, rotate
@@ -52,4 +52,5 @@ __all__ = [
     "unmerge_lora",
     "val_batches",
     "warmup_cosine",
+    "warmup_cosine_factor",
 ]

@@ -440,6 +440,21 @@ def latest_checkpoint(folder: "str | pathlib.Path") -> "pathlib.Path | None":
     return checkpoints[-1][1] if checkpoints else None
 
 
+def is_whole(path: pathlib.Path) -> bool:
+    """Whether a file is a checkpoint that is not damaged. Reads all of it."""
+    try:
+        read_file(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def older_whole_checkpoints(path: pathlib.Path) -> "list[pathlib.Path]":
+    """Checkpoints beside this one that are older and not damaged, the newest first."""
+    older = [other for _, other in _checkpoints(path.parent) if other.name < path.name]
+    return [other for other in reversed(older) if is_whole(other)]
+
+
 def prune_checkpoints(folder: "str | pathlib.Path", keep: int = 3) -> "list[pathlib.Path]":
     """Delete all but the `keep` newest checkpoints; returns the paths that are gone.
 

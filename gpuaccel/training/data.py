@@ -230,7 +230,7 @@ def _cached(name, make):
         pass  # not there yet
     content = make()
     try:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         with written_aside(path) as file:
             file.write(hashlib.sha256(content).digest())
             file.write(content)

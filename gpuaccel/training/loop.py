@@ -20,13 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import DataError
+from ..errors import CheckpointError, DataError
 from ..files import written_aside
 from ..measure import LateValue, Meter, Reading
 from .checkpoint import (
     checkpoint_path,
+    is_whole,
     latest_checkpoint,
     load_checkpoint,
+    older_whole_checkpoints,
     prune_checkpoints,
     random_state,
     save_checkpoint,
@@ -47,13 +49,17 @@ def warmup_cosine(
     steps: where the cosine ends.
     floor: what the cosine ends at, as a fraction of the learning rate."""
 
-    def factor(i):
-        if i < warmup:
-            return (i + 1) / warmup
-        progress = min(1.0, (i - warmup) / max(1, steps - warmup))
-        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+    return torch.optim.lr_scheduler.LambdaLR(
+        opt, lambda i: warmup_cosine_factor(i, warmup, steps, floor)
+    )
 
-    return torch.optim.lr_scheduler.LambdaLR(opt, factor)
+
+def warmup_cosine_factor(i: int, warmup: int, steps: int, floor: float = 0.1) -> float:
+    """What `warmup_cosine` multiplies the learning rate by after i steps."""
+    if i < warmup:
+        return (i + 1) / warmup
+    progress = min(1.0, (i - warmup) / max(1, steps - warmup))
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 @torch.no_grad()
@@ -89,6 +95,8 @@ class Metrics:
         self.path = pathlib.Path(path)
         self.pending: "deque[tuple[dict, LateValue]]" = deque()
         try:
+            if self.path.is_dir():
+                raise DataError(f"the metrics file is {path}, a folder; expected a file")
             lines = self._lines_until(resumed_step)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with written_aside(self.path) as file:
@@ -143,15 +151,26 @@ class _Checkpoints:
             batches=batches if hasattr(batches, "state_dict") else None,
         )
 
-    def resume(self):
-        """Go on from the newest checkpoint, if there is one."""
-        reducer = self.step.reducer
-        path = latest_checkpoint(self.folder) if self.folder else None
-        if path is not None:
-            rank = 0 if reducer is None else reducer.rank
+    def resume(self, path: "str | pathlib.Path | bool"):
+        """Go on from this checkpoint. True: from the newest one, if there is one."""
+        if path is True:
+            path = (latest_checkpoint(self.folder) if self.folder else None) or False
+        if path is not False:
+            self._load(pathlib.Path(path).expanduser())
+        self.saved_step = self.step.count
+
+    def _load(self, path: pathlib.Path):
+        rank = 0 if self.step.reducer is None else self.step.reducer.rank
+        try:
             with self.step.gathered():
                 self.step.count = load_checkpoint(path, **self.state, rank=rank)["step"]
-        self.saved_step = self.step.count
+        except CheckpointError as error:
+            if is_whole(path):
+                # It belongs to something else, as the older ones do.
+                raise
+            older = older_whole_checkpoints(path)
+            names = ", ".join(other.name for other in older) or "none"
+            raise CheckpointError(f"{error}; older ones that are whole: {names}", older) from error
 
     def save(self):
         """Write a checkpoint, unless this step has one. Every rank calls it after the same step."""
@@ -183,7 +202,7 @@ def train(
     checkpoint_dir: "str | pathlib.Path | None" = None,
     checkpoint_every: int = 0,
     keep: int = 3,
-    resume: bool = False,
+    resume: "bool | str | pathlib.Path" = False,
     extra: "dict | None" = None,
 ) -> Generator[Reading, None, None]:
     """Take optimizer steps until `steps` have been taken in all; yields a reading after each.
@@ -195,7 +214,9 @@ def train(
         loop is left between two steps (by a Stop button, by break). An error or a Ctrl-C inside a
         step writes none: the data have moved on, the weights perhaps not.
     keep: how many of the newest checkpoints stay.
-    resume: continue from the newest checkpoint there, bit-identically; without one, begin.
+    resume: continue from the newest checkpoint there, bit-identically; without one, begin. A path:
+        continue from this checkpoint. One that is damaged is a CheckpointError, whose `older` are
+        the paths of those that are not.
     extra: plain values that each checkpoint keeps.
 
     With several ranks each calls it with the same arguments and its own batches, and leaves it
@@ -205,7 +226,7 @@ def train(
     A checkpoint holds torch's generators of each rank, and Python's and NumPy's of rank 0."""
     checkpoints = _Checkpoints(step, batches, checkpoint_dir, keep, extra)
     if resume:
-        checkpoints.resume()
+        checkpoints.resume(resume)
     reducer = step.reducer
     world = 1 if reducer is None else reducer.world
     meter = step.meter = step.meter or Meter(step.arena.device)

@@ -316,7 +316,8 @@ def generate(
     """Continue tokens (B, T) int64, T >= 1, by n sampled ones: (B, T + n).
 
     model: a Transformer or GPT2; it sees the last config.T tokens.
-    temperature: of the softmax; 0 takes the likeliest token.
+    temperature: of the softmax; 0 takes the likeliest token. One below 1e-4 counts as 1e-4, so that
+        no quotient overflows.
     seed: of a generator of its own, so that torch's random numbers stay as they are."""
     generator = torch.Generator(tokens.device).manual_seed(seed)
     was_training = model.training
@@ -328,7 +329,8 @@ def generate(
             if temperature == 0:
                 new = logits.argmax(-1, keepdim=True)
             else:
-                new = torch.multinomial(F.softmax(logits / temperature, -1), 1, generator=generator)
+                scaled = logits / max(temperature, 1e-4)
+                new = torch.multinomial(F.softmax(scaled, -1), 1, generator=generator)
             tokens = torch.cat([tokens, new], dim=1)
     finally:
         model.train(was_training)

@@ -3,6 +3,10 @@
 import dataclasses
 import json
 import os
+import pathlib
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +18,9 @@ from safetensors.torch import load_file
 import gpuaccel as ga
 from gpuaccel.backends import backend
 from gpuaccel.cli import Doctor, main
-from gpuaccel.cli.progress import Progress, StopAfterStep
+from gpuaccel.cli.progress import Progress
+from gpuaccel.cli.run_folder import lock_run
+from gpuaccel.cli.signals import StopAfterStep
 from gpuaccel.cli.train import RECIPES, Recipe
 from gpuaccel.compiler.kernel import kernel_files, kernel_names
 from gpuaccel.measure import Reading
@@ -113,6 +119,9 @@ def test_kernels_that_do_not_compile_are_an_error_in_words(tmp_path, capsys, sou
     assert expected in capsys.readouterr().err
 
 
+SMALL = ["--text", "text", "--seq", "8", "--batch", "2", "--device", "cpu", "--steps", "1"]
+
+
 @pytest.mark.parametrize(
     "words, expected",
     [
@@ -120,23 +129,59 @@ def test_kernels_that_do_not_compile_are_an_error_in_words(tmp_path, capsys, sou
         (["kernels", "--arch", "sm_1"], "sm_1"),
         (["sample", "--checkpoint", "nowhere"], "nowhere holds no checkpoint"),
         (["train", "--text", "nowhere.txt", "--device", "cpu"], "nowhere.txt does not exist"),
+        (["train", "--text", "empty", "--device", "cpu"], "empty is empty; expected a file"),
+        (["train", "--text", "folder", "--device", "cpu"], "folder holds no text; expected"),
+        (["train", "--out", "empty"], "--out is empty, which is a file; expected a folder"),
+        (["train", "--out", "empty/run"], "--out is empty/run, which cannot be written"),
+        (["train", *SMALL, "--batch", "100000"], "--batch is 100000, and the text has 13 sequences"),
+        (["train", *SMALL, "--batch", "100000"], "; expected 1 to 13"),
+        (["train", *SMALL, "--metrics", "folder"], "the metrics file is folder, a folder; expecte"),
+        (["train", *SMALL, "--resume", "x"], "--resume is x; expected a checkpoint in runs/tiny"),
+        (["train", "--text", "x" * 5000], "File name too long"),
+        (["kernels", "folder"], "folder"),
+        (["sample", "--checkpoint", "empty"], "run.json"),
     ],
 )
 def test_an_error_is_one_line_and_status_1(words, expected, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "text").write_text("0123456789" * 12)
+    before = sorted(tmp_path.rglob("*"))
     assert main(words) == 1
-    err = capsys.readouterr().err
-    assert err.startswith("gpuaccel: ") and err.count("\n") == 1 and expected in err
-    assert not list(tmp_path.iterdir()), "a refused command leaves nothing behind"
+    err = capsys.readouterr().err.splitlines()
+    assert err[-1].startswith("gpuaccel: ") and expected in err[-1]
+    # the command that is refused last has said what it trains
+    assert len(err) == (3 if "--metrics" in words else 1), err
+    if "--metrics" not in words:
+        assert sorted(tmp_path.rglob("*")) == before, "a refused command leaves nothing behind"
 
 
 @pytest.mark.parametrize(
-    "words",
-    [[], ["nothing"], ["train", "--steps", "0"], ["train", "--lr", "nan"], ["kernels", "-D", "x"]],
+    "words, expected",
+    [
+        ([], "required: command"),
+        (["nothing"], "invalid choice: 'nothing'"),
+        (["kernels", "-D", "x"], "-D: is 'x', expected NAME=VALUE"),
+        (["train", "--steps", "0"], "--steps: is '0'; expected a whole number of at least 1"),
+        (["train", "--steps", "ten"], "--steps: is 'ten'; expected a whole number of at least 1"),
+        (["train", "--batch", "1.5"], "--batch: is '1.5'; expected a whole number of at least 1"),
+        (["train", "--lr", "nan"], "--lr: is 'nan'; expected a number from 0 to 1"),
+        (["train", "--lr", "inf"], "--lr: is 'inf'; expected a number from 0 to 1"),
+        (["train", "--lr", "1e30"], "--lr: is '1e30'; expected a number from 0 to 1"),
+        (["train", "--lr", "-1"], "--lr: is '-1'; expected a number from 0 to 1"),
+        (["train", "--seed", "9" * 20], f"expected a whole number from 0 to {2**63 - 1}"),
+        (["train", "--nproc", "1000000"], "expected a whole number from 1 to 256"),
+        (["train", "--timeout", "1e300"], "expected a number from 1 to 1000000"),
+        (["sample", "--temperature", "inf"], "expected a number from 0 to 1000"),
+        (["sample", "--tokens", "9" * 20], "expected a whole number from 1 to 1000000"),
+    ],
 )
-def test_wrong_usage_is_status_2(words, capsys):
+def test_wrong_usage_is_status_2(words, expected, capsys):
+    """After the usage one sentence names the option, its value and what was expected."""
     assert main(words) == 2
-    assert "usage: gpuaccel" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith("usage: gpuaccel") and expected in err.splitlines()[-1]
 
 
 def test_help_and_version_are_status_0(capsys):
@@ -287,6 +332,7 @@ def test_killed_and_interrupted_it_resumes_bit_for_bit(whole, tmp_path, interrup
     run = Run(tmp_path).start()
     status, _, err = run.stop(signal.SIGKILL, 10)
     assert status == -signal.SIGKILL, err
+    assert (run.out / "lock").read_text() == str(run.process.pid)
 
     run.start("--resume")
     status, _, err = run.stop(signal.SIGINT, 24)
@@ -303,6 +349,87 @@ def test_killed_and_interrupted_it_resumes_bit_for_bit(whole, tmp_path, interrup
     expected, weights = load_file(uninterrupted.out / name), load_file(run.out / name)
     assert expected.keys() == weights.keys()
     assert all(expected[key].equal(weights[key]) for key in expected)
+
+
+def test_a_folder_has_one_writer(tmp_path, capsys):
+    """The lock that a killed run has left is not in the way: --resume goes on after a SIGKILL."""
+    run = Run(tmp_path)
+    with lock_run(run.out):
+        assert main(run.words) == 1
+        held = f"to which process {os.getpid()} is writing; expected a folder that no other run"
+        assert held in capsys.readouterr().err
+        assert [path.name for path in run.out.iterdir()] == ["lock"]
+    assert not run.out.exists()
+    run.out.mkdir()
+    (run.out / "lock").write_text("1")
+    with lock_run(run.out):
+        assert (run.out / "lock").read_text() == str(os.getpid())
+    assert list(run.out.iterdir()) == []
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_last_whole_one_offered(whole, tmp_path, capsys):
+    run = Run(tmp_path)
+    text = whole[0].words[whole[0].words.index("--text") + 1]
+    run.words[run.words.index("--text") + 1] = text
+    shutil.copytree(whole[0].out, run.out)
+    newest, *older = sorted(run.out.glob("step-*"), reverse=True)
+    newest.write_bytes(newest.read_bytes()[:-100])
+    content = older[0].read_bytes()
+    assert main([*run.words, "--resume"]) == 1
+    said = capsys.readouterr().err
+    assert newest.name in said
+    assert f"older ones that are whole: {older[0].name}, {older[1].name}" in said
+    command = said.strip().partition("To lose only what came after it: ")[2]
+    program, *words = shlex.split(command)
+    assert program == "gpuaccel" and words == [*run.words, "--resume", older[0].name]
+    assert main(words) == 0
+    assert run.losses() == whole[0].losses() and older[0].read_bytes() == content
+    assert load_file(newest).keys() == load_file(older[0]).keys()
+
+
+def test_more_steps_than_before_change_the_learning_rate_and_are_said(whole, tmp_path, capsys):
+    run = Run(tmp_path)
+    text = whole[0].words[whole[0].words.index("--text") + 1]
+    run.words[run.words.index("--text") + 1] = text
+    shutil.copytree(whole[0].out, run.out)
+    assert main([*run.words, "--resume", "--steps", str(STEPS + 3)]) == 0
+    said = capsys.readouterr().err
+    assert f"--steps was {STEPS}, now {STEPS + 3}: the learning rate is" in said
+    rates = [row[2] for row in run.losses()]
+    assert f"is {rates[STEPS]:.3g} in step {STEPS + 1}, and from step {STEPS + 2}" in said
+    assert f"of {STEPS + 3} steps, {rates[STEPS + 1]:.3g} at first" in said
+    assert rates[STEPS + 1] > rates[STEPS]
+
+
+def test_a_run_that_ends_with_nan_says_so_and_fails(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(RECIPES, "tiny", Recipe("byte", 2, 3e38))
+    (tmp_path / "text").write_text(TEXT)
+    words = ["--text", tmp_path / "text", "--out", tmp_path / "run", "--steps", 3, "--seq", 8]
+    assert main(["train", "--device", "cpu", "--no-progress", *map(str, words)]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch("gpuaccel: .*(nan|not finite).*; expected a smaller --lr", said), said
+
+
+def test_sigterm_saves_as_ctrl_c_does(tmp_path):
+    run = Run(tmp_path).start("--no-progress")
+    status, _, err = run.stop(signal.SIGTERM, 3)
+    stopped = len(run.losses())
+    said = f"gpuaccel: stopped after step {stopped}, checkpoint written; --resume goes on"
+    assert status == 128 + signal.SIGTERM and err.splitlines()[-1] == said, err
+    assert (run.out / f"step-{stopped:08d}.safetensors").is_file()
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/maps").exists(), reason="needs /proc")
+@pytest.mark.parametrize("seconds", [0, 0.2, 0.5, 1.0])
+def test_ctrl_c_while_torch_is_imported_is_one_line(seconds, tmp_path, interruptible):
+    process = Run(tmp_path).start().process
+    maps = pathlib.Path(f"/proc/{process.pid}/maps")
+    while "libtorch" not in maps.read_text():
+        assert process.poll() is None
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 130 and err == "gpuaccel: stopped\n"
 
 
 @pytest.mark.parametrize(

@@ -745,6 +745,14 @@ def hangs():
     time.sleep(3600)
 
 
+def notes_its_process_and_hangs(folder):
+    """A file in `folder` has the name of the rank and holds the number of its process."""
+    path = pathlib.Path(folder) / str(dist.get_rank())
+    path.with_suffix(".new").write_text(str(os.getpid()))
+    path.with_suffix(".new").rename(path)
+    hangs()
+
+
 def fewer_steps(path):
     """Rank 1 takes two steps of four. What rank 0 raises is written to a file."""
     config = ga.Distributed()

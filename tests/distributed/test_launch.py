@@ -6,8 +6,10 @@ Where nothing depends on how the processes start, they are forked: nothing is im
 import math
 import multiprocessing
 import os
+import pathlib
 import pickle
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +20,7 @@ import pytest
 import rank_checks as checks
 import torch
 import torch.distributed as dist
-from train_processes import HANG
+from train_processes import HANG, outlive, running, wait_until
 
 import gpuaccel as ga
 from gpuaccel.distributed.spawn import Message, RankWatch, _run_to_end
@@ -175,6 +177,51 @@ def test_killed_at_any_moment_a_run_goes_on_bit_for_bit(tmp_path, seed):
     checks.train_and_die(str(tmp_path / "one"))
     losses = checks.logged_losses(tmp_path / "one")
     assert checks.logged_losses(folder) == losses and len(losses) == 20
+
+
+# ---- a parent that ends --------------------------------------------------------------------------
+
+LAUNCH = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+import rank_checks as checks
+import gpuaccel as ga
+folder = sys.argv[3]
+if sys.argv[4] == "spawn":
+    work, args = checks.notes_its_process_and_hangs, (folder,)
+else:
+    work, args = lambda: checks.notes_its_process_and_hangs(folder), ()
+ga.launch(work, 2, args)
+"""
+
+
+@pytest.mark.parametrize("how", ["spawn", "fork"])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_their_parent(tmp_path, sent, how):
+    """Whatever ended it. Their temporary folder goes, too."""
+    ranks = tmp_path / "ranks"
+    temporary = tmp_path / "temporary"
+    ranks.mkdir()
+    temporary.mkdir()
+    here = pathlib.Path(__file__).parent
+    paths = [str(path) for path in (here, here.parent, ranks)]
+    parent = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, *paths, how],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)},
+    )
+    files = [ranks / "0", ranks / "1"]
+    wait_until(lambda: all(file.exists() for file in files), parent)
+    pids = [int(file.read_text()) for file in files]
+    assert running(pids) == pids
+    parent.send_signal(sent)
+    parent.wait(HANG)
+    left = outlive(pids)
+    parent.communicate()
+    assert not left
+    assert not list(temporary.glob("*/store"))
 
 
 # ---- readings, drawn while the ranks train -------------------------------------------------------

@@ -1,11 +1,14 @@
 """`gpuaccel train` with several ranks, started by itself and by torchrun."""
 
+import contextlib
 import os
+import pathlib
 import random
 import re
 import signal
 import sys
 
+import pytest
 from train_processes import (
     HANG,
     children_of,
@@ -15,6 +18,7 @@ from train_processes import (
     listens_at,
     losses,
     newest_step,
+    outlive,
     rank_environment,
     wait_until,
 )
@@ -46,6 +50,54 @@ def test_the_command_line_trains_with_ranks_and_resumes(one_process, tmp_path, i
     out, said = rest.communicate(timeout=HANG)
     assert rest.returncode == 0 and out.count("val loss") == 1, said
     assert losses(folder) == one_process.losses
+
+
+@pytest.mark.parametrize("whom", ["parent", "all"])
+def test_sigterm_stops_all_ranks_after_the_same_step(tmp_path, whom):
+    """Sent to the parent, or to all of its processes, as a service manager does."""
+    folder = tmp_path / "run"
+    process = gpuaccel(folder, "--nproc", "2", "--steps", "100000")
+    wait_until(lambda: len(losses(folder)) >= 3, process)
+    ranks = children_of(process.pid)
+    process.send_signal(signal.SIGTERM)
+    if whom == "all":
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGTERM)
+    _, said = process.communicate(timeout=HANG)
+    done = newest_step(folder)
+    assert process.returncode == 128 + signal.SIGTERM, said
+    stopped = f"gpuaccel: stopped after step {done}, checkpoint written; --resume goes on"
+    assert said.splitlines()[-1] == stopped and len(losses(folder)) == done
+    assert not outlive(ranks)
+
+
+def test_the_ranks_of_a_killed_command_write_nothing_more(tmp_path):
+    folder = tmp_path / "run"
+    process = gpuaccel(folder, "--nproc", "2", "--steps", "100000", "--checkpoint-every", "2")
+    wait_until(lambda: newest_step(folder) >= 2, process)
+    ranks = children_of(process.pid)
+    process.send_signal(signal.SIGKILL)
+    process.wait(HANG)
+    left = outlive(ranks)
+    process.communicate()
+    assert not left
+
+
+def test_ctrl_c_while_the_ranks_import_torch_is_one_line(tmp_path, interruptible):
+    """A terminal sends it to every process."""
+    process = gpuaccel(tmp_path / "run", "--nproc", "2", session=True)
+
+    def ranks_import_torch():
+        ranks = children_of(process.pid)
+        maps = [pathlib.Path(f"/proc/{rank}/maps") for rank in ranks]
+        return sum("libtorch" in path.read_text() for path in maps) >= 2
+
+    wait_until(ranks_import_torch, process)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=HANG)
+    assert process.returncode == 130, said
+    assert said.count("gpuaccel: stopped") == 1 and "Traceback" not in said, said
 
 
 def test_a_rank_that_hangs_is_named_by_those_that_wait_for_it(tmp_path):

@@ -5,17 +5,24 @@ import json
 import os
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 
+import psutil
+
 # Seconds until a process or an event counts as hanging. Nothing is judged by them.
 HANG = 600
 
 
-def gpuaccel(folder, *options, launcher=(sys.executable, "-m", "gpuaccel"), **environment):
-    """Start `gpuaccel train --out folder` on the CPU, with a text beside the folder."""
+def gpuaccel(
+    folder, *options, launcher=(sys.executable, "-m", "gpuaccel"), session=False, **environment
+):
+    """Start `gpuaccel train --out folder` on the CPU, with a text beside the folder.
+
+    session: whether in a process group of its own."""
     text = folder.parent / "text.txt"
     if not text.exists():
         text.write_text("The gradient of a sum is the sum of the gradients. " * 200)
@@ -25,6 +32,7 @@ def gpuaccel(folder, *options, launcher=(sys.executable, "-m", "gpuaccel"), **en
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        start_new_session=session,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
     )
 
@@ -68,6 +76,27 @@ def kill(*processes):
     for process in processes:
         process.kill()
         process.communicate()
+
+
+def running(pids) -> "list[int]":
+    """Those that have not ended. One that has, and that nobody has waited for, is a zombie."""
+    alive = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                alive.append(pid)
+    return alive
+
+
+def outlive(pids, seconds=60) -> "list[int]":
+    """Those that have not ended of themselves within so many seconds; they are killed."""
+    until = time.monotonic() + seconds
+    while running(pids) and time.monotonic() < until:
+        time.sleep(0.02)
+    left = running(pids)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return left
 
 
 def children_of(pid) -> "list[int]":

@@ -1,0 +1,100 @@
+"""The names that people type, as `gpuaccel.<name>`; each from its room.
+
+`gpuaccel/__init__.py` loads this module when one of them is first used. What notebooks and the
+command line need is loaded later still, when one of its names is first used."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from .backends import backend, default_device, deterministic, use_backend
+from .compiler import Kernel, compile
+from .distributed import Distributed, launch
+from .errors import GpuaccelError
+from .graphs import GraphedStep
+from .measure import Meter, ledger
+from .nn import Embedding, PolyAttention, RichardsGLU, deterministic_embeddings
+from .optim import AdamW, Arena, GradientAccumulator, clip_grad_norm_
+from .simt import checked
+from .training import (
+    Batches,
+    TrainStep,
+    Transformer,
+    apply_lora,
+    load_checkpoint,
+    load_lora,
+    make_dataset,
+    merge_lora,
+    preset,
+    save_checkpoint,
+    save_lora,
+    token_loss,
+    train,
+)
+
+if TYPE_CHECKING:
+    from .cli.doctor import doctor
+    from .learn import LiveThroughput, check, hint, load_ipython_extension, show, solution
+
+__all__ = [
+    "AdamW",
+    "Arena",
+    "Batches",
+    "Distributed",
+    "Embedding",
+    "GpuaccelError",
+    "GradientAccumulator",
+    "GraphedStep",
+    "Kernel",
+    "LiveThroughput",
+    "Meter",
+    "PolyAttention",
+    "RichardsGLU",
+    "TrainStep",
+    "Transformer",
+    "apply_lora",
+    "backend",
+    "check",
+    "checked",
+    "clip_grad_norm_",
+    "compile",
+    "default_device",
+    "deterministic",
+    "deterministic_embeddings",
+    "doctor",
+    "hint",
+    "launch",
+    "ledger",
+    "load_checkpoint",
+    "load_ipython_extension",
+    "load_lora",
+    "make_dataset",
+    "merge_lora",
+    "preset",
+    "save_checkpoint",
+    "save_lora",
+    "show",
+    "solution",
+    "token_loss",
+    "train",
+    "use_backend",
+]
+
+# name -> the room that is loaded when it is first used
+_LAZY = {
+    "doctor": "cli",
+    "LiveThroughput": "learn",
+    "check": "learn",
+    "hint": "learn",
+    "load_ipython_extension": "learn",
+    "show": "learn",
+    "solution": "learn",
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name):
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f".{_LAZY[name]}", __package__), name)
+        globals()[name] = value
+        return value
