@@ -33,13 +33,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-<<<<<<< HEAD
-from ..errors import ArgumentError
-from ..ops import check_choice, check_gradient
-=======
 from ..errors import ArgumentError, described
-from ..ops import check_gradient
->>>>>>> w-tape
+from ..ops import check_choice, check_gradient
 from .accumulation_modes import (
     AccumulationMode,
     ArenaMode,
@@ -108,16 +103,12 @@ class GradientAccumulator:
 
     Raises ArgumentError for an unknown mode and for an arena that has an accumulator already."""
 
-<<<<<<< HEAD
     def __init__(self, arena: Arena, mode: str = "arena", *, exposed_after: str = "backward"):
-=======
-    def __init__(self, arena: Arena, mode: str = "arena"):
         if not isinstance(arena, Arena):
             raise ArgumentError(
                 f"arena is {described(arena)}; expected an arena: "
                 "ga.GradientAccumulator(ga.Arena(model))"
             )
->>>>>>> w-tape
         if mode not in MODES:
             raise ArgumentError(f"mode is {mode!r}; expected one of {', '.join(MODES)}")
         check_choice("exposed_after", exposed_after, ("backward", "finish"))
