@@ -225,9 +225,13 @@ class GradientAccumulator:
     def _zero_sums(self):
         self._mode.zero()
         self._window.clear()
+        self._forget_backwards()
+        self.cleared_by_step = frozenset()
+
+    def _forget_backwards(self):
+        """The sums are what the caller says, whatever a backward that raised has left."""
         self._running.clear()
         self._partial = False
-        self.cleared_by_step = frozenset()
 
     # ---- called from the training loop ----
 
@@ -295,7 +299,7 @@ class GradientAccumulator:
                     self.arena.grad_views[i].zero_()
             self._mode.cleared()
             self._window.clear()
-            self._running.clear()
+            self._forget_backwards()
             self.cleared_by_step = frozenset(cleared)
         self._hide_sums()
 
@@ -320,7 +324,7 @@ class GradientAccumulator:
         mask = self.received_mask
         self._mode.discard()
         self._window.clear()
-        self._running.clear()
+        self._forget_backwards()
         self._hide_sums()
         return mask
 
@@ -339,6 +343,8 @@ class GradientAccumulator:
         received, exposed, self.cleared_by_step = state
         self._window.received = [*received]
         self._window.exposed = [*exposed]
+        self._mode.discard()
+        self._forget_backwards()
 
     @torch.no_grad()
     def scale_(self, factor: "float | Tensor"):
