@@ -192,7 +192,7 @@ class GradientAccumulator:
         task = torch._C._current_graph_task_id()
         if task == self._backward:
             return
-        self._drop_partial()
+        self._zero_if_partial()
         # Gradients that the backward around this one has collected (reentrant checkpointing).
         self.flush()
         self._backward = task
@@ -215,24 +215,26 @@ class GradientAccumulator:
         """Hide the window's sum, which is partial. Launches nothing: any thread may call this."""
         self._partial = True
         self._running.clear()
-        self._window.clear()
+        self._window.reset()
         self._hide_sums()
 
     @torch.no_grad()
-    def _drop_partial(self):
-        """Drop the window's sum if a backward raised: the sum is partial."""
+    def _zero_if_partial(self):
+        """Zero the window's sum if a backward has raised: the sum is partial."""
         # Outside of a backward none is running: autograd is about to drop the callback.
         if self._running and torch._C._current_graph_task_id() == -1:
             self._backward_raised()
         if self._partial:
-            self._zero_sums()
+            zero_sums(self.arena)
+            self._reset()
 
-    def _zero_sums(self):
-        self._mode.zero()
-        self._window.clear()
+    def _reset(self, cleared: "Collection[int]" = ()):
+        """Forget all of the window but the sums in arena.grads. cleared: see cleared_by_step."""
+        self._mode.reset()
+        self._window.reset()
         self._running.clear()
         self._partial = False
-        self.cleared_by_step = frozenset()
+        self.cleared_by_step = frozenset(cleared)
 
     # ---- called from the training loop ----
 
@@ -276,14 +278,14 @@ class GradientAccumulator:
         """Complete the window's sum in arena.grads and expose it as `.grad`.
 
         A second call changes nothing."""
-        self._drop_partial()
+        self._zero_if_partial()
         self._mode.finish(self._squares)
         removed = [
             i
             for i, master in enumerate(self.arena.masters)
             if self._window.exposed[i] and master.grad is None
         ]
-        self._mode.drop(removed)
+        self._mode.zero_grad(removed)
         self._window.expose()
 
     @torch.no_grad()
@@ -293,15 +295,12 @@ class GradientAccumulator:
         cleared: indices of the tensors whose sums are zero already (ga.AdamW clears them while it
             reads them); the memset is left out."""
         if cleared is None:
-            self._zero_sums()
+            zero_sums(self.arena)
         else:
             for i, received in enumerate(self.received):
                 if received and i not in cleared:
                     self.arena.grad_views[i].zero_()
-            self._mode.cleared()
-            self._window.clear()
-            self._running.clear()
-            self.cleared_by_step = frozenset(cleared)
+        self._reset(cleared or ())
         self._hide_sums()
 
     def end_step(self, expose: bool):
@@ -323,9 +322,7 @@ class GradientAccumulator:
 
         Returns received_mask, for restore()."""
         mask = self.received_mask
-        self._mode.discard()
-        self._window.clear()
-        self._running.clear()
+        self._reset()
         self._hide_sums()
         return mask
 
@@ -341,7 +338,8 @@ class GradientAccumulator:
 
     def set_window_state(self, state: "tuple[list[bool], list[bool], frozenset[int]]"):
         """Set what window_state() returned. The sums and `.grad` are left to the caller."""
-        received, exposed, self.cleared_by_step = state
+        received, exposed, cleared = state
+        self._reset(cleared)
         self._window.received = [*received]
         self._window.exposed = [*exposed]
 

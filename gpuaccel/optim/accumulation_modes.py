@@ -1,9 +1,9 @@
 """How a fresh gradient gets into an arena's fp32 sum: one class per mode of GradientAccumulator.
 
 All have one interface: begin() at a backward's first gradient, add() when a gradient is ready,
-end() when the backward is over, finish() before the sums are read, zero() when they are dropped.
-In mode autograd only the last two are called. The fourth mode, fused, has a file of its own:
-optim/fused_mode.py.
+end() when the backward is over, finish() before the sums are read, zero_grad() for sums that the
+caller has dropped, and reset() when somebody else has written arena.grads. The fourth mode, fused,
+has a file of its own: optim/fused_mode.py.
 """
 
 import itertools
@@ -85,13 +85,14 @@ class Window:
         ]
         self.exposed = [*self.received]
 
-    def clear(self):
-        """No tensor has received a gradient. The sums and `.grad` are not touched."""
-        self.received = [False] * len(self.received)
-        self.exposed = [False] * len(self.received)
+    def reset(self, tensors: "Iterable[int] | None" = None):
+        """These tensors (indices; None: all) have received no gradient.
 
-    def forget(self, tensors: "Iterable[int]"):
-        """These tensors (indices) have received no gradient."""
+        The sums and `.grad` are not touched."""
+        if tensors is None:
+            self.received = [False] * len(self.received)
+            self.exposed = [False] * len(self.exposed)
+            return
         for i in tensors:
             self.received[i] = False
             self.exposed[i] = False
@@ -118,20 +119,20 @@ class AccumulationMode:
 
     def begin(self):
         """Begin a backward, before its first gradient: drop sums that the caller has zeroed."""
-        self.drop(self.reopen())
+        self.zero_grad(self.read_back())
 
-    def reopen(self) -> "list[int]":
-        """Read back what the caller did to exposed sums, and hide them from autograd.
+    def read_back(self) -> "list[int]":
+        """Take over what the caller did to exposed sums, and hide them from autograd.
 
         Autograd would add into an exposed sum. Returns the tensors (indices) whose `.grad` the
         caller has set to None."""
-        zeroed = []
+        removed = []
         for i, (master, parameter) in enumerate(zip(self.arena.masters, self.arena.params)):
             if not self.window.exposed[i]:
                 continue
             view = self.arena.grad_views[i]
             if master.grad is None:
-                zeroed.append(i)
+                removed.append(i)
             elif master.grad is not view:
                 # The caller has set another gradient: it replaces the sum.
                 view.copy_(master.grad)
@@ -140,16 +141,16 @@ class AccumulationMode:
             if master is parameter:
                 master.grad = None
                 self.window.exposed[i] = False
-        return zeroed
+        return removed
 
-    def drop(self, tensors: "list[int]"):
-        """Set the sums of these tensors (indices) to zero."""
+    def zero_grad(self, tensors: "list[int]"):
+        """Set the sums of these tensors (indices) to zero: they have received no gradient."""
         if tensors and len(tensors) == sum(self.window.received):
             zero_sums(self.arena)
         else:
             for i in tensors:
                 self.arena.grad_views[i].zero_()
-        self.window.forget(tensors)
+        self.window.reset(tensors)
 
     def add(self, i: int, grad: Tensor, squares: bool):
         """Add a gradient of tensor i that autograd has computed, now or in a later launch.
@@ -163,21 +164,14 @@ class AccumulationMode:
         """Whether a gradient of tensor i waits for a launch."""
         return False
 
-    def discard(self):
-        """Forget the gradients that wait for a launch."""
+    def reset(self):
+        """Drop all that is not in arena.grads: what stands there is the sum."""
 
     def end(self):
         """Called when a backward is over."""
 
     def finish(self, squares: bool):
         """Complete the sums in arena.grads."""
-
-    def zero(self):
-        """Set the sums to zero, and drop gradients that wait for a launch."""
-        zero_sums(self.arena)
-
-    def cleared(self):
-        """Called when somebody else has set arena.grads to zero."""
 
     def close(self):
         """Remove what the mode has put into the model."""
@@ -208,7 +202,7 @@ class AutogradMode(AccumulationMode):
         pairs = enumerate(zip(self.arena.params, self.arena.masters))
         return [(i, p) for i, (p, master) in pairs if master is not p]
 
-    def reopen(self):
+    def read_back(self):
         # The sums of fp32 parameters stay exposed: torch adds to them. Where .grad is not the sum,
         # zero_grad() has removed it, and autograd may have made a new gradient since.
         removed = []
@@ -224,7 +218,7 @@ class AutogradMode(AccumulationMode):
         return removed
 
     def finish(self, squares):
-        self.drop(self.reopen())
+        self.zero_grad(self.read_back())
         fresh: "list[Tensor | None]" = [None] * len(self.arena.params)
         for i, p in enumerate(self.arena.params):
             if p.grad is not None and p.grad is not self.arena.grad_views[i]:
@@ -259,10 +253,14 @@ class HostMode(AccumulationMode):
         segment = self.arena.segments[i]
         return self.sums[segment.offset : segment.offset + segment.numel]
 
-    def drop(self, tensors):
-        super().drop(tensors)
+    def zero_grad(self, tensors):
+        super().zero_grad(tensors)
         for i in tensors:
             self._slice(i).zero_()
+
+    def reset(self):
+        self.sums.zero_()
+        self.uploaded = True
 
     def end(self):
         if self.exposes_after_backward:
@@ -273,23 +271,15 @@ class HostMode(AccumulationMode):
             self.arena.grads.copy_(self.sums)
             self.uploaded = True
 
-    def zero(self):
-        super().zero()
-        self.cleared()
-
-    def cleared(self):
-        self.sums.zero_()
-        self.uploaded = True
-
 
 class ArenaMode(AccumulationMode):
     """Fresh gradients, fp32 or bf16, wait until there are enough; one launch adds all into fp32."""
 
     def __init__(self, arena: Arena, window: Window):
         super().__init__(arena, window)
-        self.discard()
+        self.reset()
 
-    def discard(self):
+    def reset(self):
         self.fresh: "list[Tensor | None]" = [None] * len(self.arena.segments)
         self.pending_bytes = 0
 
@@ -311,15 +301,8 @@ class ArenaMode(AccumulationMode):
     def flush(self, squares):
         if any(grad is not None for grad in self.fresh):
             fresh = self.fresh
-            self.discard()
+            self.reset()
             add_fresh(self.arena, fresh, squares, self.chunks_for)
-
-    def zero(self):
-        super().zero()
-        self.discard()
-
-    def cleared(self):
-        self.discard()
 
 
 @torch.no_grad()

@@ -274,7 +274,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
         step() reads these where there is no accumulator. With set_to_none=False the gradients that
         the step before has cleared are zeros again, which the next step uses as torch does."""
-        accumulator = self.arena and GradientAccumulator.of(self.arena)
+        accumulator = None if self.arena is None else GradientAccumulator.of(self.arena)
         if accumulator is not None:
             accumulator.end_step(expose=not set_to_none)
         super().zero_grad(set_to_none)

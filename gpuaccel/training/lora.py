@@ -268,8 +268,9 @@ def merge_lora(model: nn.Module) -> nn.Module:
     """Add alpha / rank * B A to every base weight, in fp32 and rounded once. Returns model.
 
     A merged model runs the base layers alone; it refuses to train, because the factors would get no
-    gradient. state_dict() still holds the frozen weights and the factors, and beside them the merged
-    weights by the names of a model without LoRA: from_pretrained after save_pretrained loads those.
+    gradient. state_dict() still holds the frozen weights and the factors, and beside them the
+    merged weights by the names of a model without LoRA, which from_pretrained after save_pretrained
+    loads.
     Until unmerge_lora, a copy of each target's weight is kept on its device.
     Raises ArgumentError, and changes nothing, without LoRA or when merged already."""
     layers = require_lora_layers(model)

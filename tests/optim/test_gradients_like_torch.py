@@ -9,6 +9,7 @@ from torch import nn
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError
+from gpuaccel.graphs.snapshot import preserved
 from gpuaccel.optim.accumulate import MODES, GradientAccumulator
 from gpuaccel.optim.arena import Arena
 
@@ -280,3 +281,16 @@ def test_exposed_after_finish_leaves_the_same_sums(mode):
             assert all(p.grad is None for p in run.params) and not arena.grads.any()
         accumulator.finish()
         compare(run, reference, mode, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["arena", "fused"])
+def test_a_warm_up_that_raises_leaves_the_windows_sum(mode, dtype):
+    run, reference = Run("SGD", mode, dtype), Run("SGD")
+    run.act("backward", 0), reference.act("backward", 0)
+    with preserved([run.model], "cpu"):
+        backward_that_raises(run)
+    for k, action in enumerate(["backward", "step"], 1):
+        run.act(action, k), reference.act(action, k)
+    compare(run, reference, mode, 1e-5)
+    run.close()
