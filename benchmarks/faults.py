@@ -416,6 +416,8 @@ def call(words, folder) -> dict:
         output = os.open("output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        # OpenMP's threads do not survive a fork.
+        torch.set_num_threads(1)
         sys.argv = ["gpuaccel", *words]
         try:
             status = command_line(words)
