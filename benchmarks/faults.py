@@ -5,8 +5,8 @@
 
 * Kills: two ranks train on the CPU. A rank or the process that launched them is killed at a random
   moment, also at a random point of a write of a checkpoint, or the file size is limited, as on a
-  full disk. After one to three faults the run is resumed to its end, and every loss and every tensor
-  of the last checkpoint is compared with those of a run that nothing stopped, bit for bit.
+  full disk. After one to three faults the run is resumed to its end. Every loss, and every tensor of
+  the last checkpoint, is compared bit for bit with those of a run that nothing stopped.
 * Corruptions of a checkpoint: each has to be refused with a CheckpointError that leaves the model,
   the optimizer and the data position as they were, or to load what the whole file holds.
 * Calls of `gpuaccel`, drawn by hypothesis from a grammar of options, values and files: exit status
@@ -97,7 +97,7 @@ def train_here():
 
 
 def train_rank(folder, fault):
-    """A rank's part of a run, which goes on from the newest checkpoint. fault(rank): arms a fault."""
+    """A rank's part of a run, which goes on from the newest checkpoint. fault(rank) arms a fault."""
     config = Distributed(ordered=True)
     (folder / f"rank-{config.rank}.pid").write_text(str(os.getpid()))
     model, opt, _, scheduler, batches = make_run(config.rank, config.world)
@@ -525,7 +525,7 @@ def grammar():
 
 
 def is_well(end) -> bool:
-    """Whether a call ended as it should: a status that is documented, and words, not a traceback."""
+    """Whether a call ended as it should: with a documented status, and with words for an error."""
     if end["hung"] or end["status"] not in (0, 1, 2) or "Traceback" in end["said"]:
         return False
     lines = end["said"].strip().splitlines()
