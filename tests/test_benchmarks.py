@@ -10,6 +10,7 @@ import json
 import os
 import pathlib
 import re
+import subprocess
 import sys
 import textwrap
 import threading
@@ -597,6 +598,77 @@ def test_dispatch_counts_what_the_kernels_header_counts(scripts):
     assert list(map(int, glu.groups())) == expected
     assert re.search(r"costs four special functions per element.*forward three", words), header
     assert special["curve"] == {"forward": 3, "backward": 4}
+
+
+# ---- faults.py ----------------------------------------------------------------------------------
+
+FAULTS = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import faults
+results = faults.measure({"kills": 1, "corruptions": 20, "calls": 4}, 5, lambda text: None)
+print(json.dumps([results, faults.show_sentences(results)]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a fork")
+def test_faults_runs_and_says_its_figures_in_words():
+    """In a process of its own, because it forks."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS, str(BENCHMARKS)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    results, sentences = json.loads(done.stdout.splitlines()[-1])
+    kills, damage, calls = results["kills"], results["corruptions"], results["calls"]
+    assert kills["faults"] >= 1 and sum(kills["kinds"].values()) == kills["faults"]
+    assert kills["losses_compared"] == 20 * kills["runs"] and kills["losses_different"] == 0
+    assert damage["refused"] + damage["loaded_alike"] == damage["corruptions"] == 20
+    assert calls["calls"] == 4 and calls["without_a_sentence"] == 0
+    assert len(sentences) == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a fork")
+def test_faults_counts_a_load_that_changes_something_before_it_refuses(scripts):
+    faults = scripts("faults")
+    load = faults.load_checkpoint
+
+    def hasty(path, *, arena, **others):
+        arena.weights.zero_()
+        return load(path, arena=arena, **others)
+
+    faults.load_checkpoint = hasty
+    results = faults.measure_corruptions(5, 0)
+    assert results["wrong"] == 5 and results["refused"] == 0
+
+
+@pytest.mark.parametrize(
+    "status, hung, said, well",
+    [
+        (0, False, "", True),
+        (1, False, "gpuaccel: no such file\n", True),
+        (1, False, "", False),
+        (1, False, "Traceback (most recent call last):\ngpuaccel: x", False),
+        (2, False, "usage: gpuaccel\ngpuaccel: error: --x", True),
+        (2, False, "usage: gpuaccel", False),
+        (70, False, "gpuaccel: x", False),
+        (0, True, "", False),
+    ],
+)
+def test_faults_knows_a_call_that_ended_well(status, hung, said, well, scripts):
+    end = {"status": status, "hung": hung, "said": said}
+    assert scripts("faults").is_well(end) == well
+
+
+def test_the_page_has_the_figures_of_faults(scripts):
+    result = json.loads((BENCHMARKS / "results" / "faults.json").read_text())
+    page = " ".join((ROOT / "docs" / "several-gpus.md").read_text().split())
+    for sentence in scripts("faults").show_sentences(result["results"]):
+        assert sentence in page
 
 
 # ---- workers.py ---------------------------------------------------------------------------------

@@ -399,7 +399,8 @@ class _Steps:
 
 
 def _run_steps(args, step, batches, val, ranks, is_first_rank, checkpoint) -> _Steps:
-    """Go on from a checkpoint, if there is one, and train until args.steps, or until the run was asked to stop."""
+    """Go on from a checkpoint, if there is one, and train until args.steps, or until the run was
+    asked to stop."""
     result = _Steps()
     progress = None
     readings = train(
@@ -438,7 +439,7 @@ def _run_steps(args, step, batches, val, ranks, is_first_rank, checkpoint) -> _S
 
 
 def _with_command(readings, args):
-    """The readings. A damaged checkpoint's error gets the command that goes on from an older one."""
+    """The readings. The error of a damaged checkpoint gets the command for an older one."""
     try:
         yield from readings
     except CheckpointError as error:

@@ -143,7 +143,7 @@ class _Checkpoints:
         self.keep = keep
         self.extra = extra
         self.saved_step = -1
-        self.state = dict(
+        self.state: "dict[str, Any]" = dict(
             model=step.model,
             optimizer=step.opt,
             arena=step.arena,
@@ -153,10 +153,12 @@ class _Checkpoints:
 
     def resume(self, path: "str | pathlib.Path | bool"):
         """Go on from this checkpoint. True: from the newest one, if there is one."""
-        if path is True:
-            path = (latest_checkpoint(self.folder) if self.folder else None) or False
-        if path is not False:
-            self._load(pathlib.Path(path).expanduser())
+        if isinstance(path, bool):
+            checkpoint = latest_checkpoint(self.folder) if path and self.folder else None
+        else:
+            checkpoint = pathlib.Path(path).expanduser()
+        if checkpoint is not None:
+            self._load(checkpoint)
         self.saved_step = self.step.count
 
     def _load(self, path: pathlib.Path):

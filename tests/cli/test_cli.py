@@ -133,7 +133,7 @@ SMALL = ["--text", "text", "--seq", "8", "--batch", "2", "--device", "cpu", "--s
         (["train", "--text", "folder", "--device", "cpu"], "folder holds no text; expected"),
         (["train", "--out", "empty"], "--out is empty, which is a file; expected a folder"),
         (["train", "--out", "empty/run"], "--out is empty/run, which cannot be written"),
-        (["train", *SMALL, "--batch", "100000"], "--batch is 100000, and the text has 13 sequences"),
+        (["train", *SMALL, "--batch", "100000"], "--batch is 100000, and the text has 13 sequenc"),
         (["train", *SMALL, "--batch", "100000"], "; expected 1 to 13"),
         (["train", *SMALL, "--metrics", "folder"], "the metrics file is folder, a folder; expecte"),
         (["train", *SMALL, "--resume", "x"], "--resume is x; expected a checkpoint in runs/tiny"),
