@@ -23,12 +23,13 @@ Several layers of one input can be one product:
 import enum
 import types
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ..errors import ArgumentError
 
@@ -89,11 +90,17 @@ def unregister_slice(acc: Tensor):
 def rows_added(acc: Tensor, added: "list[bool] | None" = None) -> "list[tuple[int, int]] | None":
     """GradientSlice.before_product of the slice `acc`.
 
-    ArgumentError where `acc` is no slice of an open accumulator."""
+    ArgumentError in a backward where `acc` is no slice of an open accumulator."""
+    target = _slice_of(acc)
+    return None if target is None else target.before_product(added)
+
+
+def _slice_of(acc: Tensor) -> "GradientSlice | None":
+    """Who is told of the products that are added into `acc`; None: nobody.
+
+    ArgumentError in a backward where `acc` is no slice of an open accumulator."""
     target = _slices.get(_key(acc))
-    if target is not None:
-        return target.before_product(added)
-    if acc.numel() and torch._C._current_graph_task_id() != -1:
+    if target is None and acc.numel() and torch._C._current_graph_task_id() != -1:
         raise ArgumentError(
             f"a fused gradient was given a tensor of {acc.numel():,} elements that is not a slice "
             "of an arena with an open accumulator: either it was closed between forward and "
@@ -101,7 +108,7 @@ def rows_added(acc: Tensor, added: "list[bool] | None" = None) -> "list[tuple[in
             "close it after backward; compile with backend='inductor', which is the default, or "
             "accumulate in mode 'arena'"
         )
-    return None
+    return target
 
 
 def _add_weight_gradient(
@@ -112,7 +119,8 @@ def _add_weight_gradient(
     acc: (out, in) fp32. dy: (..., out) and x: (..., in), fp32 or bf16.
     added: as for GradientSlice.before_product."""
     # Before the product: the first gradient of an accumulation window may have to clear the slice.
-    rows = rows_added(acc, added)
+    target = _slice_of(acc)
+    rows = None if target is None else target.before_product(added)
     dy = dy.flatten(0, -2) if dy.dim() > 1 else dy[None]
     x = x.flatten(0, -2) if x.dim() > 1 else x[None]
     if rows is None:
@@ -120,7 +128,6 @@ def _add_weight_gradient(
     else:
         for start, stop in rows:
             _add_product(acc[start:stop], dy[:, start:stop], x)
-    target = _slices.get(_key(acc))
     if target is not None:
         target.after_product()
 
@@ -164,12 +171,12 @@ torch.library.register_fake(
 )
 
 
-def _as_autocast(*tensors: Tensor) -> "Sequence[Tensor]":
-    """The tensors in the dtype of torch.autocast; unchanged where that is off."""
-    kind = tensors[0].device.type
+def _as_autocast(x: Tensor) -> Tensor:
+    """x in the dtype of torch.autocast; x itself where that is off."""
+    kind = x.device.type
     if not torch.is_autocast_enabled(kind):
-        return tensors
-    return [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
 
 
 def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
@@ -177,26 +184,23 @@ def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     return dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
-def _cast_input(x: Tensor) -> Tensor:
-    """x in the dtype of torch.autocast, by an operation that a second derivative leads through."""
-    (x,) = _as_autocast(x)
-    return x
-
-
 class _LinearIntoArena(torch.autograd.Function):
     """y = x @ weight^T. Backward adds the weight's gradient into `acc`, and returns None for it
-    unless it is one to be returned."""
+    unless it is one to be returned.
+
+    x: as torch.autocast wants it. The cast is outside, where a second derivative leads through."""
 
     @staticmethod
     def forward(ctx, x, weight, acc):
-        x, cast = _as_autocast(x, weight)
-        ctx.save_for_backward(x, cast, weight)
+        cast = _as_autocast(weight)
+        # The weight itself is for second derivatives.
+        ctx.save_for_backward(*((x, cast) if cast is weight else (x, cast, weight)))
         ctx.acc = acc
         return F.linear(x, cast)
 
     @staticmethod
     def backward(ctx, dy):
-        x, cast, weight = ctx.saved_tensors
+        x, cast, *weight = ctx.saved_tensors
         dw = None
         if torch.compiler.is_compiling():
             if ctx.needs_input_grad[1]:
@@ -207,9 +211,9 @@ class _LinearIntoArena(torch.autograd.Function):
                 _add_weight_gradient(ctx.acc, dy, x, [True])
             elif use is GradientUse.RETURNED:
                 dw = _weight_gradient(dy, x)
-            if torch.is_grad_enabled():
-                # For a second derivative: `cast` does not lead back to the weight.
-                cast = weight.to(cast.dtype)
+            if weight and torch.is_grad_enabled():
+                # `cast` does not lead back to the weight.
+                cast = weight[0].to(cast.dtype)
         dx = dy @ cast if ctx.needs_input_grad[0] else None
         return dx, dw, None
 
@@ -224,7 +228,7 @@ class _LinearsIntoArena(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, joint, acc, widths, *weights):
-        x, joint = _as_autocast(x, joint)
+        joint = _as_autocast(joint)
         ctx.save_for_backward(x, joint, *weights)
         ctx.acc = acc
         ctx.widths = widths
@@ -267,8 +271,9 @@ def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
     layers = layers[::-1]
     widths = [layer.out_features for layer in layers]
     weights = [layer.weight for layer in layers]
-    x = _cast_input(x)
-    return _LinearsIntoArena.apply(x, joint.weight, joint.grad, widths, *weights)[::-1]
+    return _LinearsIntoArena.apply(_as_autocast(x), joint.weight, joint.grad, widths, *weights)[
+        ::-1
+    ]
 
 
 class _SwigluIntoArena(torch.autograd.Function):
@@ -278,7 +283,7 @@ class _SwigluIntoArena(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, joint, acc, *weights):
-        x, joint = _as_autocast(x, joint)
+        joint = _as_autocast(joint)
         y = F.linear(x, joint)
         ctx.save_for_backward(x, joint, y)
         ctx.acc = acc
@@ -309,7 +314,7 @@ def fused_swiglu(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
     joint = _joint_of(gate, up)
     if joint is None or gate.out_features != up.out_features or not torch.compiler.is_compiling():
         return F.silu(gate(x)) * up(x)
-    return _SwigluIntoArena.apply(x, joint.weight, joint.grad, up.weight, gate.weight)
+    return _SwigluIntoArena.apply(_as_autocast(x), joint.weight, joint.grad, up.weight, gate.weight)
 
 
 def _joint_of(*layers: nn.Module) -> "Joint | None":
@@ -374,7 +379,7 @@ def fused_forward(layer: nn.Module) -> "FusedForward | None":
 def differentiates_otherwise() -> bool:
     """Is a transform of torch.func, or forward-mode differentiation, active?"""
     return not torch.compiler.is_compiling() and (
-        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     )
 
 
@@ -418,7 +423,7 @@ class FusedLinear(FusedForward):
         fused = adds_to_arena(layer)
         if fused is None:
             return F.linear(x, layer.weight, layer.bias)
-        y = _LinearIntoArena.apply(_cast_input(x), layer.weight, fused.grad)
+        y = _LinearIntoArena.apply(_as_autocast(x), fused.weight, fused.grad)
         return y if layer.bias is None else y + layer.bias.to(y.dtype)
 
 
@@ -437,13 +442,15 @@ def gradient_uses(acc: Tensor, edges: "Iterable[tuple[Any, int]]") -> "list[Grad
     edges: to the weights, of the next_functions of an autograd function; in the slice's order."""
     uses = [GradientUse.UNUSED if node is None else _node_use(node) for node, _ in edges]
     target = _slices.get(_key(acc))
-    hooked = [False] * len(uses) if target is None else target.has_hooks()
     # Gradients are enabled in a backward with create_graph=True.
-    seen = torch.is_grad_enabled()
-    return [
-        GradientUse.RETURNED if use is GradientUse.ADDED and (seen or has_hooks) else use
-        for use, has_hooks in zip(uses, hooked, strict=True)
-    ]
+    returned = [torch.is_grad_enabled()] * len(uses)
+    if target is not None and not returned[0]:
+        returned = target.has_hooks()
+    if any(returned):
+        for i, use in enumerate(uses):
+            if use is GradientUse.ADDED and returned[i]:
+                uses[i] = GradientUse.RETURNED
+    return uses
 
 
 def _node_use(node) -> GradientUse:

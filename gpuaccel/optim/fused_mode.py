@@ -43,15 +43,15 @@ class _ProductSlice:
         self.mode = mode
         self.tensors = tensors
         self.grad = grad
+        # Each weight, and how many hooks the accumulator itself has on it: one, unless the weight
+        # has a master.
+        arena = mode.arena
+        self._weights = [(arena.params[i], arena.masters[i] is arena.params[i]) for i in tensors]
         register_slice(grad, self)
 
     def has_hooks(self) -> "list[bool]":
-        """As GradientSlice says. The accumulator itself has a hook on a weight without a master."""
-        arena = self.mode.arena
-        return [
-            len(arena.params[i]._backward_hooks or ()) > (arena.masters[i] is arena.params[i])
-            for i in self.tensors
-        ]
+        """As GradientSlice says."""
+        return [len(weight._backward_hooks or ()) > own for weight, own in self._weights]
 
     def before_product(self, added: "list[bool] | None") -> "list[tuple[int, int]] | None":
         """As GradientSlice says: the rows to add, None for all. Outside of backward none counts."""
