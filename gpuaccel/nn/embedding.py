@@ -30,7 +30,16 @@ from ..ops import (
     reference_encoder,
     reference_segments,
 )
-from .fused_linear import FusedForward, fused_forward, has_class_forward, nodes_needed, rows_needed
+from .fused_linear import (
+    FusedForward,
+    GradientUse,
+    adds_to_arena,
+    differentiates_otherwise,
+    fused_forward,
+    gradient_uses,
+    has_class_forward,
+    rows_added,
+)
 
 _library = torch.library.Library("gpuaccel", "FRAGMENT")
 
@@ -92,10 +101,10 @@ def _count_invalid(tokens, vocab, invalid):
         invalid.copy_(torch.cat([invalid[:1] + out_of_range.sum(), example]))
 
 
-def _backward(sums, dout, segments, by_count, into_arena, needed=None):
+def _backward(sums, dout, segments, by_count, into_arena, added=None):
     """sums += the gradient: that of wte, or without segments that of wpe."""
     # First: the first gradient of an accumulation window may have to clear the slice.
-    if into_arena and rows_needed(sums, needed) is not None:
+    if into_arena and rows_added(sums, added) is not None:
         return
     if not dout.numel():
         return
@@ -141,21 +150,17 @@ class _Encode(torch.autograd.Function):
         for i, sums in enumerate(ctx.sums):
             if ctx.needs_input_grad[1 + i]:
                 weight_segments = None if i else segments
-                if sums is None:
-                    fresh[i] = _RowSums.apply(dout, weight_segments, *ctx.weights[i], ctx.by_count)
-                elif torch.compiler.is_compiling():
+                use = GradientUse.RETURNED
+                if sums is not None and not torch.compiler.is_compiling():
+                    (use,) = gradient_uses(sums, ctx.next_functions[1 + i : 2 + i])
+                if sums is not None and torch.compiler.is_compiling():
                     torch.ops.gpuaccel.encoder_backward_(
                         sums, dout.contiguous(), weight_segments, ctx.by_count, True
                     )
-                else:
-                    _backward(
-                        sums,
-                        dout.contiguous(),
-                        weight_segments,
-                        ctx.by_count,
-                        True,
-                        nodes_needed(ctx.next_functions[1 + i : 2 + i]),
-                    )
+                elif use is GradientUse.RETURNED:
+                    fresh[i] = _RowSums.apply(dout, weight_segments, *ctx.weights[i], ctx.by_count)
+                elif use is GradientUse.ADDED:
+                    _backward(sums, dout.contiguous(), weight_segments, ctx.by_count, True, [True])
         return None, *fresh, None, None, None, None
 
 
@@ -192,13 +197,6 @@ def _none_seen(device) -> Tensor:
         return torch.zeros(3, dtype=torch.int64, device=device)
 
 
-def _differentiates_otherwise() -> bool:
-    """Is a transform of torch.func, or forward-mode differentiation, active?"""
-    return not torch.compiler.is_compiling() and (
-        torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-    )
-
-
 def encode(tokens: Tensor, wte: nn.Embedding, wpe: "nn.Embedding | None" = None) -> Tensor:
     """wte.weight[tokens], and with wpe + wpe.weight[position]. tokens: (..., T) int64 or int32.
 
@@ -208,7 +206,7 @@ def encode(tokens: Tensor, wte: nn.Embedding, wpe: "nn.Embedding | None" = None)
         raise ArgumentError(
             f"tokens are on {tokens.device}, wte on {wte.weight.device}; expected one device"
         )
-    if _differentiates_otherwise():
+    if differentiates_otherwise():
         out = F.embedding(
             tokens, wte.weight, wte.padding_idx, scale_grad_by_freq=wte.scale_grad_by_freq
         )
@@ -234,8 +232,8 @@ def encode(tokens: Tensor, wte: nn.Embedding, wpe: "nn.Embedding | None" = None)
 
 
 def _slice_of(layer: nn.Embedding) -> "Tensor | None":
-    """The slice of arena.grads for the weight's gradient; None: no "fused" accumulator is open."""
-    fused = fused_forward(layer)
+    """The slice of arena.grads for the weight's gradient; None: nothing is added there."""
+    fused = adds_to_arena(layer)
     return None if fused is None else fused.grad
 
 

@@ -10,19 +10,26 @@ A layer keeps its class, its parameters and its hooks: a FusedLinear takes the p
 `forward`. optim/fused_mode.py makes and removes them. The product is an operation of torch.library
 that mutates its argument, so that torch.compile can trace it, in backward too.
 
+Only a backward() that accumulates into `.grad` adds to the arena. The gradient is autograd's, as
+that of a plain layer, where torch.autograd.grad() returns it, with create_graph=True, and for a
+weight that has got hooks. Under torch.func, in forward mode, and with another weight in the
+parameter's place (torch.func.functional_call) the layer is a plain one.
+
 Several layers of one input can be one product:
 
     >>> q, k, v = fused_linears(x, self.w_q, self.w_k, self.w_v)
 """
 
+import enum
 import types
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ..errors import ArgumentError
 
@@ -33,15 +40,27 @@ _library.define(
 )
 
 
+class GradientUse(enum.Enum):
+    """What the running backward does with the gradient of a weight."""
+
+    UNUSED = enum.auto()  # nothing: it need not be computed
+    ADDED = enum.auto()  # accumulates it, and only the sum is seen
+    RETURNED = enum.auto()  # hands it to the caller, to a hook, or to a graph of its own
+
+
 class GradientSlice(Protocol):
     """What is called before and after a product is added into a slice of an arena."""
 
-    def before_product(self, needed: "list[bool] | None") -> "list[tuple[int, int]] | None":
+    def has_hooks(self) -> "list[bool]":
+        """Whether others have registered tensor hooks on each weight of the slice."""
+
+    def before_product(self, added: "list[bool] | None") -> "list[tuple[int, int]] | None":
         """Called before a product is added.
 
-        needed: whether this backward computes the gradient of each tensor of the slice; None: not
-            known yet.
-        Returns the ranges of rows to add, as (start, stop); None: all rows."""
+        added: whether this backward adds the gradient of each tensor of the slice (GradientUse);
+            None: not known yet.
+        Returns the ranges of rows to add, as (start, stop); None: all rows.
+        ArgumentError where a gradient that is not known yet is one to be returned."""
 
     def after_product(self) -> None:
         """Called when the product has been added."""
@@ -68,31 +87,40 @@ def unregister_slice(acc: Tensor):
     _slices.pop(_key(acc), None)
 
 
-def rows_needed(acc: Tensor, needed: "list[bool] | None" = None) -> "list[tuple[int, int]] | None":
+def rows_added(acc: Tensor, added: "list[bool] | None" = None) -> "list[tuple[int, int]] | None":
     """GradientSlice.before_product of the slice `acc`.
 
-    ArgumentError where `acc` is no slice of an open accumulator."""
+    ArgumentError in a backward where `acc` is no slice of an open accumulator."""
+    target = _slice_of(acc)
+    return None if target is None else target.before_product(added)
+
+
+def _slice_of(acc: Tensor) -> "GradientSlice | None":
+    """Who is told of the products that are added into `acc`; None: nobody.
+
+    ArgumentError in a backward where `acc` is no slice of an open accumulator."""
     target = _slices.get(_key(acc))
-    if target is not None:
-        return target.before_product(needed)
-    if acc.numel() and torch._C._current_graph_task_id() != -1:
+    if target is None and acc.numel() and torch._C._current_graph_task_id() != -1:
         raise ArgumentError(
             f"a fused gradient was given a tensor of {acc.numel():,} elements that is not a slice "
             "of an arena with an open accumulator: either it was closed between forward and "
-            "backward, or a torch.compile backend other than inductor passed on a copy"
+            "backward, or a torch.compile backend other than inductor passed on a copy. Instead: "
+            "close it after backward; compile with backend='inductor', which is the default, or "
+            "accumulate in mode 'arena'"
         )
-    return None
+    return target
 
 
 def _add_weight_gradient(
-    acc: Tensor, dy: Tensor, x: Tensor, needed: "list[bool] | None" = None
+    acc: Tensor, dy: Tensor, x: Tensor, added: "list[bool] | None" = None
 ) -> None:
     """acc += dy^T @ x, summed in fp32.
 
     acc: (out, in) fp32. dy: (..., out) and x: (..., in), fp32 or bf16.
-    needed: as for GradientSlice.before_product."""
+    added: as for GradientSlice.before_product."""
     # Before the product: the first gradient of an accumulation window may have to clear the slice.
-    rows = rows_needed(acc, needed)
+    target = _slice_of(acc)
+    rows = None if target is None else target.before_product(added)
     dy = dy.flatten(0, -2) if dy.dim() > 1 else dy[None]
     x = x.flatten(0, -2) if x.dim() > 1 else x[None]
     if rows is None:
@@ -100,7 +128,6 @@ def _add_weight_gradient(
     else:
         for start, stop in rows:
             _add_product(acc[start:stop], dy[:, start:stop], x)
-    target = _slices.get(_key(acc))
     if target is not None:
         target.after_product()
 
@@ -119,14 +146,14 @@ def _fused_linears_backward(
     dys: "list[Tensor] | tuple[Tensor, ...]",
     x: Tensor,
     weight: Tensor,
-    needed: "list[bool] | None" = None,
+    added: "list[bool] | None" = None,
 ) -> Tensor:
     """acc += dy^T @ x; returns the input's gradient dy @ weight.
 
     dys: dy (..., out), cut along its last dimension. An operation of its own, because torch.compile
         would generate a slow kernel for the concatenation."""
     dy = torch.cat(dys, -1)
-    _add_weight_gradient(acc, dy, x, needed)
+    _add_weight_gradient(acc, dy, x, added)
     return dy @ weight
 
 
@@ -144,34 +171,51 @@ torch.library.register_fake(
 )
 
 
-def _as_autocast(*tensors: Tensor) -> "Sequence[Tensor]":
-    """The tensors in the dtype of torch.autocast; unchanged where that is off."""
-    kind = tensors[0].device.type
+def _as_autocast(x: Tensor) -> Tensor:
+    """x in the dtype of torch.autocast; x itself where that is off."""
+    kind = x.device.type
     if not torch.is_autocast_enabled(kind):
-        return tensors
-    return [t.to(torch.get_autocast_dtype(kind)) for t in tensors]
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """dy^T @ x, of operations that can be differentiated and vmapped."""
+    return dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
 
 
 class _LinearIntoArena(torch.autograd.Function):
-    """y = x @ weight^T. Backward adds the weight's gradient into `acc` and returns None for it."""
+    """y = x @ weight^T. Backward adds the weight's gradient into `acc`, and returns None for it
+    unless it is one to be returned.
+
+    x: as torch.autocast wants it. The cast is outside, where a second derivative leads through."""
 
     @staticmethod
     def forward(ctx, x, weight, acc):
-        x, weight = _as_autocast(x, weight)
-        ctx.save_for_backward(x, weight)
+        cast = _as_autocast(weight)
+        # The weight itself is for second derivatives.
+        ctx.save_for_backward(*((x, cast) if cast is weight else (x, cast, weight)))
         ctx.acc = acc
-        return F.linear(x, weight)
+        return F.linear(x, cast)
 
     @staticmethod
     def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        if ctx.needs_input_grad[1]:
-            if torch.compiler.is_compiling():
+        x, cast, *weight = ctx.saved_tensors
+        dw = None
+        if torch.compiler.is_compiling():
+            if ctx.needs_input_grad[1]:
                 torch.ops.gpuaccel.add_weight_gradient_(ctx.acc, dy, x)
-            else:
-                _add_weight_gradient(ctx.acc, dy, x, nodes_needed(ctx.next_functions[1:2]))
-        dx = dy @ weight if ctx.needs_input_grad[0] else None
-        return dx, None, None
+        else:
+            (use,) = gradient_uses(ctx.acc, ctx.next_functions[1:2])
+            if use is GradientUse.ADDED:
+                _add_weight_gradient(ctx.acc, dy, x, [True])
+            elif use is GradientUse.RETURNED:
+                dw = _weight_gradient(dy, x)
+            if weight and torch.is_grad_enabled():
+                # `cast` does not lead back to the weight.
+                cast = weight[0].to(cast.dtype)
+        dx = dy @ cast if ctx.needs_input_grad[0] else None
+        return dx, dw, None
 
 
 class _LinearsIntoArena(torch.autograd.Function):
@@ -184,23 +228,34 @@ class _LinearsIntoArena(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, joint, acc, widths, *weights):
-        x, joint = _as_autocast(x, joint)
-        ctx.save_for_backward(x, joint)
+        joint = _as_autocast(joint)
+        ctx.save_for_backward(x, joint, *weights)
         ctx.acc = acc
         ctx.widths = widths
         return F.linear(x, joint).split(widths, -1)
 
     @staticmethod
     def backward(ctx, *dys):
-        x, joint = ctx.saved_tensors
+        x, joint, *weights = ctx.saved_tensors
+        fresh: "list[Tensor | None]" = [None] * len(dys)
         if not any(ctx.needs_input_grad[4:]):
             dx = torch.cat(dys, -1) @ joint
         elif torch.compiler.is_compiling():
             dx = torch.ops.gpuaccel.fused_linears_backward_(ctx.acc, list(dys), x, joint)
         else:
-            needed = nodes_needed(ctx.next_functions[-len(dys) :])
-            dx = _fused_linears_backward(ctx.acc, dys, x, joint, needed)
-        return dx, None, None, None, *[None] * len(dys)
+            uses = gradient_uses(ctx.acc, ctx.next_functions[-len(dys) :])
+            for i, (use, dy) in enumerate(zip(uses, dys)):
+                if use is GradientUse.RETURNED:
+                    fresh[i] = _weight_gradient(dy, x)
+            added = [use is GradientUse.ADDED for use in uses]
+            if any(added):
+                dx = _fused_linears_backward(ctx.acc, dys, x, joint, added)
+            else:
+                if torch.is_grad_enabled():
+                    # For a second derivative: `joint` does not lead back to the weights.
+                    joint = torch.cat(weights).to(joint.dtype)
+                dx = torch.cat(dys, -1) @ joint
+        return dx, None, None, None, *fresh
 
 
 def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
@@ -216,7 +271,9 @@ def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
     layers = layers[::-1]
     widths = [layer.out_features for layer in layers]
     weights = [layer.weight for layer in layers]
-    return _LinearsIntoArena.apply(x, joint.weight, joint.grad, widths, *weights)[::-1]
+    return _LinearsIntoArena.apply(_as_autocast(x), joint.weight, joint.grad, widths, *weights)[
+        ::-1
+    ]
 
 
 class _SwigluIntoArena(torch.autograd.Function):
@@ -226,7 +283,7 @@ class _SwigluIntoArena(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, joint, acc, *weights):
-        x, joint = _as_autocast(x, joint)
+        joint = _as_autocast(joint)
         y = F.linear(x, joint)
         ctx.save_for_backward(x, joint, y)
         ctx.acc = acc
@@ -257,15 +314,17 @@ def fused_swiglu(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
     joint = _joint_of(gate, up)
     if joint is None or gate.out_features != up.out_features or not torch.compiler.is_compiling():
         return F.silu(gate(x)) * up(x)
-    return _SwigluIntoArena.apply(x, joint.weight, joint.grad, up.weight, gate.weight)
+    return _SwigluIntoArena.apply(_as_autocast(x), joint.weight, joint.grad, up.weight, gate.weight)
 
 
 def _joint_of(*layers: nn.Module) -> "Joint | None":
     """The layers' weights as one tensor; None where they do not lie side by side, or have hooks."""
     fused = fused_forward(layers[0])
-    if not isinstance(fused, FusedLinear) or fused.joint is None or not torch.is_grad_enabled():
+    if not isinstance(fused, FusedLinear) or fused.joint is None:
         return None
     if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
+        return None
+    if any(adds_to_arena(layer) is None for layer in layers):
         return None
     return fused.joint
 
@@ -288,6 +347,7 @@ class FusedForward:
     def __init__(self, layer: nn.Module, grad: Tensor):
         self.layer = layer
         self.grad = grad
+        self.weight = layer.weight
         vars(layer)["gpuaccel_fused"] = self
         vars(layer)["forward"] = types.MethodType(type(self).forward, layer)
 
@@ -316,6 +376,24 @@ def fused_forward(layer: nn.Module) -> "FusedForward | None":
     return getattr(layer, "gpuaccel_fused", None)
 
 
+def differentiates_otherwise() -> bool:
+    """Is a transform of torch.func, or forward-mode differentiation, active?"""
+    return not torch.compiler.is_compiling() and (
+        torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    )
+
+
+def adds_to_arena(layer: nn.Module) -> "FusedForward | None":
+    """The layer's FusedForward where its backward may add into the arena; None: a plain layer.
+
+    It is plain without gradients, under torch.func and in forward mode, and while another tensor
+    stands in the weight's place (torch.func.functional_call)."""
+    fused = fused_forward(layer)
+    if fused is None or not torch.is_grad_enabled() or layer.weight is not fused.weight:
+        return None
+    return None if differentiates_otherwise() else fused
+
+
 def has_class_forward(layer: nn.Module) -> bool:
     """Does the layer run the forward of its class, or has somebody replaced it?"""
     function = getattr(vars(layer).get("forward"), "__func__", None)
@@ -342,33 +420,43 @@ class FusedLinear(FusedForward):
 
     @staticmethod
     def forward(layer: nn.Linear, x: Tensor) -> Tensor:
-        fused = fused_forward(layer)
-        if fused is None or not torch.is_grad_enabled():
+        fused = adds_to_arena(layer)
+        if fused is None:
             return F.linear(x, layer.weight, layer.bias)
-        y = _LinearIntoArena.apply(x, layer.weight, fused.grad)
+        y = _LinearIntoArena.apply(_as_autocast(x), fused.weight, fused.grad)
         return y if layer.bias is None else y + layer.bias.to(y.dtype)
 
 
-# ---- which gradients the running backward computes -----------------------------------------------
+# ---- what the running backward does with gradients -----------------------------------------------
 
 
-def parameter_needed(parameter: nn.Parameter) -> bool:
-    """Will the running backward compute this parameter's gradient?"""
+def parameter_use(parameter: nn.Parameter) -> GradientUse:
+    """What the running backward does with this parameter's gradient, hooks apart."""
     # The node is looked up anew each time: one made outside of a capture would bring its stream in.
-    return _node_runs(torch.autograd.graph.get_gradient_edge(parameter).node)
+    return _node_use(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
-def nodes_needed(edges: "Iterable[tuple[Any, int]]") -> "list[bool]":
-    """Will the running backward compute the gradients of these inputs of an autograd function?
+def gradient_uses(acc: Tensor, edges: "Iterable[tuple[Any, int]]") -> "list[GradientUse]":
+    """What the running backward does with the gradient of each weight of the slice `acc`.
 
-    edges: of its next_functions. torch.autograd.grad() may need the gradients of some weights only.
-    """
-    return [node is not None and _node_runs(node) for node, _ in edges]
+    edges: to the weights, of the next_functions of an autograd function; in the slice's order."""
+    uses = [GradientUse.UNUSED if node is None else _node_use(node) for node, _ in edges]
+    target = _slices.get(_key(acc))
+    # Gradients are enabled in a backward with create_graph=True.
+    returned = [torch.is_grad_enabled()] * len(uses)
+    if target is not None and not returned[0]:
+        returned = target.has_hooks()
+    if any(returned):
+        for i, use in enumerate(uses):
+            if use is GradientUse.ADDED and returned[i]:
+                uses[i] = GradientUse.RETURNED
+    return uses
 
 
-def _node_runs(node) -> bool:
+def _node_use(node) -> GradientUse:
     try:
-        return torch._C._will_engine_execute_node(node)
+        runs = torch._C._will_engine_execute_node(node)
     except RuntimeError:
         # torch.autograd.grad() returns this leaf's gradient to its caller.
-        return True
+        return GradientUse.RETURNED
+    return GradientUse.ADDED if runs else GradientUse.UNUSED

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from ..backends import backend, takes
 from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, usable
 from ..errors import ArgumentError
-from .embedding import _differentiates_otherwise
+from .fused_linear import differentiates_otherwise
 from .richards_glu import (
     CURVE,
     GATE,
@@ -778,7 +778,7 @@ def poly_attention(
             f" {coefficients.device}; expected a, b and scale, (3,), on {q.device}"
         )
     _check_numbers(degree, window)
-    if _differentiates_otherwise():
+    if differentiates_otherwise():
         function = reference_poly_attention
     else:
         function = torch.ops.gpuaccel.poly_attention
@@ -888,7 +888,7 @@ class PolyAttention(nn.Module):
         seen = self.w_gate(x).reshape(*qkv.shape[:2], self.heads)
         theta = None if self.curve is None else self.curve.theta
         setting = [] if self.curve is None else self.curve.setting
-        if _differentiates_otherwise():
+        if differentiates_otherwise():
             function = _reference_layer
         else:
             function = torch.ops.gpuaccel.poly_layer

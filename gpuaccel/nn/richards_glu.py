@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from ..backends import takes
 from ..compiler import C_TYPES, FLOAT_DTYPES, Kernel, usable
 from ..errors import ArgumentError
-from .embedding import _differentiates_otherwise
+from .fused_linear import differentiates_otherwise
 
 NAMES = ("nu", "k", "m", "beta", "T", "a", "c", "s", "b")
 POSITIVE = ("nu", "k", "beta", "T")
@@ -501,7 +501,7 @@ class RichardsCurve(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_input(x, self.theta)
-        if _differentiates_otherwise():
+        if differentiates_otherwise():
             return reference_curve(x, self.theta, self.setting).to(x.dtype)
         return torch.ops.gpuaccel.richards(x, self.theta, self.setting)[0]
 
@@ -550,7 +550,7 @@ class RichardsGLU(nn.Module):
             self.activation.setting,
             self.gate.setting,
         )
-        if _differentiates_otherwise():
+        if differentiates_otherwise():
             h = _reference_glu(*inputs)
         else:
             h = torch.ops.gpuaccel.richards_glu(*inputs)[0]

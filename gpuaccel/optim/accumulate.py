@@ -181,6 +181,13 @@ class GradientAccumulator:
             if grad is not self.arena.grad_views[i]:
                 check_gradient(self.arena.segments[i].name, grad, p.shape, p.device)
                 p.grad = None
+                if grad.requires_grad:
+                    raise ArgumentError(
+                        f"the gradient of {self.arena.segments[i].name} has a graph of its own "
+                        "(create_graph=True), which a sum in the arena does not keep. Instead: "
+                        "torch.autograd.grad(loss, parameters, create_graph=True), or mode "
+                        "'autograd'"
+                    )
                 if listener is None or not listener.keeps(i, grad):
                     self._mode.add(i, grad, self._squares)
             self._window.received[i] = True

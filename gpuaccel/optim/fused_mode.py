@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ..errors import ArgumentError
 from ..nn import (
     FusedForward,
     FusedLinear,
+    GradientUse,
     Joint,
     fuse_embedding,
     has_class_forward,
-    parameter_needed,
+    parameter_use,
     register_slice,
     unregister_slice,
 )
@@ -41,17 +43,24 @@ class _ProductSlice:
         self.mode = mode
         self.tensors = tensors
         self.grad = grad
+        # Each weight, and how many hooks the accumulator itself has on it: one, unless the weight
+        # has a master.
+        arena = mode.arena
+        self._weights = [(arena.params[i], arena.masters[i] is arena.params[i]) for i in tensors]
         register_slice(grad, self)
 
-    def before_product(self, needed: "list[bool] | None") -> "list[tuple[int, int]] | None":
+    def has_hooks(self) -> "list[bool]":
+        """As GradientSlice says."""
+        return [len(weight._backward_hooks or ()) > own for weight, own in self._weights]
+
+    def before_product(self, added: "list[bool] | None") -> "list[tuple[int, int]] | None":
         """As GradientSlice says: the rows to add, None for all. Outside of backward none counts."""
         if torch._C._current_graph_task_id() == -1:
             return None
-        params = self.mode.arena.params
         segments = self.mode.arena.segments
-        if needed is None:
-            needed = [parameter_needed(params[i]) for i in self.tensors]
-        adding = [i for i, is_needed in zip(self.tensors, needed) if is_needed]
+        if added is None:
+            added = self._added_when_compiled()
+        adding = [i for i, is_added in zip(self.tensors, added) if is_added]
         self.mode.product_begins(adding)
         if len(adding) == len(self.tensors):
             return None
@@ -59,6 +68,25 @@ class _ProductSlice:
         return [
             (start, stop) for i, start, stop in zip(self.tensors, ends, ends[1:]) if i in adding
         ]
+
+    def _added_when_compiled(self) -> "list[bool]":
+        """Whether the backward of a compiled layer, which returns no gradient, adds each one."""
+        arena = self.mode.arena
+        uses = [parameter_use(arena.params[i]) for i in self.tensors]
+        for i, use, hooked in zip(self.tensors, uses, self.has_hooks()):
+            name = arena.segments[i].name
+            if use is GradientUse.RETURNED:
+                what = f"torch.autograd.grad() asks for the gradient of {name}"
+            elif use is GradientUse.ADDED and hooked:
+                what = f"{name} got a hook after its accumulator was made"
+            else:
+                continue
+            raise ArgumentError(
+                f"{what}, which a compiled layer adds to the arena and shows to nobody. Instead: "
+                "do not compile it, register hooks before the accumulator is made, or accumulate "
+                "in mode 'arena'"
+            )
+        return [use is GradientUse.ADDED for use in uses]
 
     def after_product(self) -> None:
         if torch._C._current_graph_task_id() != -1:
