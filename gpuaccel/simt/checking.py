@@ -11,6 +11,7 @@ A *trace* is such a launch that also records each access, and copies nothing bac
 import ctypes
 import math
 import mmap
+import sys
 import warnings
 from dataclasses import replace
 
@@ -40,7 +41,12 @@ KINDS = (
     "shift",
     "const",
     "out of bounds",
+    "same value",
+    "uninitialised",
+    "harmless",
 )
+# Kinds that are no mistakes: they are shown, and the launch succeeds.
+NOTES = ("const", "same value")
 # By the access: read, write, atomic.
 VERBS = ("reads", "writes", "atomically updates")
 PAST = ("read", "wrote", "atomically updated")
@@ -54,8 +60,9 @@ class Region(ctypes.Structure):
         ("kind", ctypes.c_uint32),
         ("granule", ctypes.c_uint32),
         ("readonly", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        ("element", ctypes.c_uint32),
         ("cells", ctypes.c_uint64),
+        ("padding", ctypes.c_char_p),
     ]
 
 
@@ -94,6 +101,8 @@ class Checks(ctypes.Structure):
         ("events", ctypes.c_uint64),
         ("event_room", ctypes.c_uint64),
         ("events_lost", ctypes.c_uint64),
+        ("flip", ctypes.c_uint32),
+        ("pattern", ctypes.c_uint32),
         ("report", CReport * 256),
     ]
 
@@ -140,6 +149,8 @@ class Array:
         self.kind = kind
         self.readonly = readonly
         self.shift = 0
+        # For each byte of an element whether no member has it; None: each has one.
+        self.padding: "bytes | None" = None
 
     @classmethod
     def of_tensor(cls, name, tensor, readonly=False):
@@ -291,14 +302,15 @@ class Session:
         """Yield the ranges of the program's own variables."""
         for offset, size, name, shared in self.table.variables:
             lo = self.table.base + offset
-            itemsize, dtype = self.table.types.get(offset, (1, ""))
+            itemsize, dtype, padding = self.table.types.get(offset, (1, "", None))
             array = Array(name, lo, lo + size, itemsize, dtype, SHARED if shared else VARIABLE)
+            array.padding = padding
             yield Range(lo, lo + size, [array])
 
     def _fill_checks(self, ranges, threads):
         cells = [-(-(r.hi - r.lo) // r.granule) * CELL for r in ranges]
         self.cells = Memory(sum(cells))
-        self.published = Memory(4 * threads)
+        self.published = Memory(8 * threads)
         self.regions = (Region * len(ranges))()
         address = self.cells.address
         for region, r, size in zip(self.regions, ranges, cells):
@@ -309,6 +321,10 @@ class Session:
             region.granule = r.granule
             region.readonly = r.readonly
             region.cells = address
+            array = r.arrays[0]
+            if array.kind == SHARED and array.dtype:
+                region.element = array.itemsize
+                region.padding = array.padding
             address += size
         base = self.table.base
         shared_lo, shared_hi = self.table.shared
@@ -366,6 +382,13 @@ class Session:
             if (constant or not slot.readonly) and slot.lo not in tables:
                 ctypes.memmove(slot.lo, slot.lo + slot.arrays[0].shift, slot.hi - slot.lo)
 
+    def results(self) -> "list[bytes]":
+        """The bytes of the copies of the tensors."""
+        return [
+            ctypes.string_at(slot.lo + slot.arrays[0].shift, slot.hi - slot.lo)
+            for slot in self.slots
+        ]
+
     # ---- reports ----
 
     def _coordinates(self, number):
@@ -406,18 +429,23 @@ class Session:
             report = self._report(raw)
             if report is None:
                 continue
-            if report.kind == "const":
+            if report.kind in NOTES:
                 notes.append(report)
                 continue
             key = (report.kind, report.file, report.line)
             if key in mistakes:
                 report = replace(mistakes[key], count=mistakes[key].count + report.count)
             mistakes[key] = report
+        # Of a line that is a race already, nothing more is said.
+        races = {(r.file, line) for r in mistakes.values() for line in (r.line, r.other_line)}
+        notes = [n for n in notes if n.kind == "const" or (n.file, n.line) not in races]
         return list(mistakes.values()), notes
 
     def _report(self, raw) -> "Report | None":
         """The report of a raw one; None for what is no mistake."""
         kind = KINDS[raw.kind]
+        if kind == "harmless":
+            return None
         file, line = self.table.locate(raw.pc - 1)
         if raw.file:
             file, line = raw.file.decode(), raw.line
@@ -455,6 +483,13 @@ class Session:
             has_other = True
             _, other_line = self.table.locate(raw.other_pc - 1)
             message = self._race_words(raw, who, place, line, other_line)
+        elif kind == "same value":
+            has_other = True
+            _, other_line = self.table.locate(raw.other_pc - 1)
+            message = (
+                f"{who} writes {place}, where {self._words(raw.other_thread)} wrote the same value "
+                f"at line {other_line}; no barrier orders the two writes"
+            )
         elif kind == "divergent barrier":
             has_other = True
             _, other_line = self.table.locate(raw.other_pc - 1)
@@ -524,19 +559,49 @@ class Session:
             f"race: {who} {VERBS[raw.access]} {place}, which {self._words(raw.other_thread)} "
             f"{PAST[raw.other_access]} at line {other_line}; {missing}"
         )
-        if line == other_line and VERBS[raw.access] == VERBS[raw.other_access] == "writes":
-            message += " (if all write the same value, atomicExch says so)"
         return message
 
 
 def _launch(program, name, shape, params, args, values, extra, pack, trace):
     """Launch with the checks on. Return the session, its mistakes and its notes."""
+    arguments = program, name, shape, params, args, values, extra, pack
+    printed: "list[str]" = []
+    session, fault, mistakes, notes = _launch_once(*arguments, trace, printed)
+    if fault is None and any(report.kind == "shuffle" for report in mistakes):
+        # What a shuffle reads from an absent lane matters only if it changes a result.
+        other, _, other_mistakes, _ = _launch_once(*arguments, False, [], flip=True)
+        if session.results() == other.results() and _places(mistakes) == _places(other_mistakes):
+            mistakes = [report for report in mistakes if report.kind != "shuffle"]
+    sys.stdout.write("".join(printed))
+    return session, mistakes, notes
+
+
+def _places(mistakes):
+    return {(report.kind, report.file, report.line) for report in mistakes}
+
+
+def _launch_once(
+    program, name, shape, params, args, values, extra, pack, trace, printed, flip=False
+):
+    """One launch. Return the session, the fault that ended it or None, its mistakes and its notes.
+
+    printed: list to which the kernel's output is added
+    flip: what a shuffle reads from an absent lane has all bits inverted
+    """
     session = Session(program, shape, params, args, extra, trace)
+    session.checks.flip = flip
     moved = [session.argument(*argument) for argument in zip(params, args, values)]
     session.move_tables(params, args)
     fault = launch(
-        program, name, shape, pack(moved), checks=session.checks, dynamic=session.dynamic
+        program,
+        name,
+        shape,
+        pack(moved),
+        checks=session.checks,
+        dynamic=session.dynamic,
+        printed=printed,
     )
+    program.runtime.simt_checked(ctypes.byref(session.checks))
     mistakes, notes = session.reports()
     # A check that stopped the launch has made a report already.
     if fault is not None and (FAULTS[fault.kind] != "check" or not mistakes):
@@ -545,7 +610,7 @@ def _launch(program, name, shape, params, args, values, extra, pack, trace):
         is_explained = any((last.file, last.line) == (r.file, r.line) for r in mistakes)
         if last.kind == "time limit" or not is_explained:
             mistakes.append(last)
-    return session, mistakes, notes
+    return session, fault, mistakes, notes
 
 
 def run(program, name: str, shape, params, args, values, extra, pack):

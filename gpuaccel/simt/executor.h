@@ -66,6 +66,8 @@ struct worker : simt_worker {
     volatile int late;                        // the time limit passed
     void* last_pc;                            // the kernel's last call of the runtime
     unsigned looks;                           // volatile reads and atomics so far (checked builds)
+    unsigned active;                          // threads that wait in __activemask()
+    unsigned yields;
     warp_state warp[SIMT_WARP];
     char* dynamic_memory;
     size_t dynamic_size;
@@ -83,6 +85,7 @@ void check_block(worker* w);
 void check_barrier(worker* w);
 // These lanes are in step:
 void check_syncwarp(worker* w, unsigned warp, unsigned mask);
-// A lane was read that does not take part:
-void check_lane(worker* w, unsigned thread, unsigned source, unsigned mask, void* pc);
+// A lane was read that does not take part. Returns what is read:
+unsigned long long check_lane(
+    worker* w, unsigned thread, unsigned source, unsigned mask, void* pc, unsigned long long own);
 #endif

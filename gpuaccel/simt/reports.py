@@ -92,7 +92,7 @@ class Symbols:
 
     @functools.cached_property
     def types(self) -> dict:
-        """Offset of a variable -> (bytes, name) of one element."""
+        """Offset of a variable -> (bytes, name, padding) of one element; see `_element_type`."""
         types = {}
         for unit in self._elf.get_dwarf_info().iter_CUs():
             for die in unit.iter_DIEs():
@@ -162,22 +162,64 @@ ELEMENT_TAGS = (
     "DW_TAG_pointer_type",
     "DW_TAG_enumeration_type",
     "DW_TAG_union_type",
+    "DW_TAG_class_type",
 )
 
 
-def _element_type(die) -> "tuple[int, str]":
-    """(bytes, name) of a variable's type, or of its elements if it is an array.
+def _element_type(die) -> "tuple[int, str, bytes | None]":
+    """(bytes, name, padding) of a variable's type, or of its elements if it is an array.
 
-    (1, "") where the debug information does not say.
+    padding: 1 for each byte of a struct that belongs to no member; None without such bytes
+    (1, "", None) where the debug information does not say.
     """
     while die is not None:
         if die.tag in ELEMENT_TAGS:
             name = die.attributes.get("DW_AT_name")
             size = die.attributes.get("DW_AT_byte_size")
-            return size.value if size else 8, name.value.decode() if name else ""
-        link = next((link for link in TYPE_LINKS if link in die.attributes), None)
-        die = die.get_DIE_from_attribute(link) if link else None
-    return 1, ""
+            size = size.value if size else 8
+            used = bytearray(size)
+            _use(die, used, 0)
+            padding = bytes(1 - byte for byte in used)
+            return size, name.value.decode() if name else "", padding if any(padding) else None
+        die = _linked(die)
+    return 1, "", None
+
+
+def _linked(die):
+    """The type of a variable, of an array's elements, or behind a name; None: there is none."""
+    link = next((link for link in TYPE_LINKS if link in die.attributes), None)
+    return die.get_DIE_from_attribute(link) if link else None
+
+
+def _use(die, used: bytearray, offset: int):
+    """Set the bytes in `used` that a type has from an offset on; those between members stay 0."""
+    while die is not None and die.tag not in ELEMENT_TAGS:
+        if die.tag == "DW_TAG_array_type":
+            break
+        die = _linked(die)
+    if die is None:
+        return
+    if die.tag in ("DW_TAG_structure_type", "DW_TAG_union_type", "DW_TAG_class_type"):
+        for member in die.iter_children():
+            if member.tag in ("DW_TAG_member", "DW_TAG_inheritance"):
+                start = member.attributes.get("DW_AT_data_member_location")
+                if not member.attributes.get("DW_AT_external"):
+                    _use(_linked(member), used, offset + (start.value if start else 0))
+        return
+    if die.tag == "DW_TAG_array_type":
+        count = 1
+        for dimension in die.iter_children():
+            last = dimension.attributes.get("DW_AT_upper_bound")
+            number = dimension.attributes.get("DW_AT_count")
+            count *= number.value if number else last.value + 1 if last else 1
+        element = _linked(die)
+        size = _element_type(element)[0]
+        for i in range(count):
+            _use(element, used, offset + i * size)
+        return
+    size = die.attributes.get("DW_AT_byte_size")
+    for i in range(offset, min(offset + (size.value if size else 8), len(used))):
+        used[i] = 1
 
 
 def plain_name(mangled: str) -> str:
