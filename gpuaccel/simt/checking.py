@@ -11,6 +11,7 @@ A *trace* is such a launch that also records each access, and copies nothing bac
 import ctypes
 import math
 import mmap
+import re
 import sys
 import warnings
 from dataclasses import replace
@@ -19,6 +20,7 @@ import numpy
 import torch
 
 from ..errors import ArgumentError
+from .build import compiler, fill_pattern, text_line
 from .driver import FAULTS, fault_report, launch, symbols
 from .reports import Report, coordinates, error, thread_words
 from .tracing import EVENT, Trace, Traced, groups
@@ -44,7 +46,10 @@ KINDS = (
     "same value",
     "uninitialised",
     "harmless",
+    "local of another thread",
+    "out of bounds",
 )
+UNSET_LOCAL, NO_LOCAL = 13, 16
 # Kinds that are no mistakes: they are shown, and the launch succeeds.
 NOTES = ("const", "same value")
 # By the access: read, write, atomic.
@@ -84,6 +89,17 @@ class CReport(ctypes.Structure):
         ("line", ctypes.c_uint32),
         ("mask", ctypes.c_uint32),
         ("value", ctypes.c_int64),
+        ("column", ctypes.c_uint32),
+        ("callers", ctypes.c_uint32),
+        ("caller", ctypes.c_uint32 * 6),
+    ]
+
+
+class CBarrierUse(ctypes.Structure):
+    _fields_ = [
+        ("pc", ctypes.c_uint32),
+        ("needed", ctypes.c_uint32),
+        ("ended", ctypes.c_uint64),
     ]
 
 
@@ -103,6 +119,9 @@ class Checks(ctypes.Structure):
         ("events_lost", ctypes.c_uint64),
         ("flip", ctypes.c_uint32),
         ("pattern", ctypes.c_uint32),
+        ("barriers", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+        ("barrier", CBarrierUse * 64),
         ("report", CReport * 256),
     ]
 
@@ -226,6 +245,15 @@ def _check_extra(i, tensor):
         )
 
 
+# In a source: a constant that looks as an uninitialised variable does.
+_LOOKS_UNSET = re.compile(r"0x(fe){1,8}|0x(aa){1,8}|\b254\b", re.I)
+
+
+def _pattern(text: str) -> int:
+    """What four bytes of a local variable hold before they are set; 0 where that cannot be told."""
+    return 0 if _LOOKS_UNSET.search(text) else fill_pattern(compiler())
+
+
 class Session:
     """The memory of one checked launch.
 
@@ -237,6 +265,7 @@ class Session:
     def __init__(self, program, shape, params, args, extra, trace: bool):
         self.shape = shape
         self.table = symbols(program)
+        self.text = program.text
         threads = math.prod(shape[:6])
         if threads >= 2**32:
             raise ArgumentError(
@@ -336,6 +365,7 @@ class Session:
             shared_lo=base + shared_lo,
             shared_hi=base + shared_hi,
             published=self.published.address,
+            pattern=_pattern(self.text),
         )
 
     def moved(self, address: int) -> int:
@@ -441,10 +471,20 @@ class Session:
         notes = [n for n in notes if n.kind == "const" or (n.file, n.line) not in races]
         return list(mistakes.values()), notes
 
+    def _is_chance(self, raw) -> bool:
+        """Whether a few of many integers look like an uninitialised variable: hashes do."""
+        if (
+            raw.kind != UNSET_LOCAL
+            or raw.region < 0
+            or raw.count * 10_000 >= math.prod(self.shape[:6])
+        ):
+            return False
+        return "float" not in self.members[raw.region][0].dtype
+
     def _report(self, raw) -> "Report | None":
         """The report of a raw one; None for what is no mistake."""
         kind = KINDS[raw.kind]
-        if kind == "harmless":
+        if kind == "harmless" or self._is_chance(raw):
             return None
         file, line = self.table.locate(raw.pc - 1)
         if raw.file:
@@ -465,18 +505,40 @@ class Session:
             tensor, element, place, size = self._element(raw.region, address, raw.size)
         if kind == "out of bounds" and raw.region >= 0:
             message = f"{who} {verb} {place}: {size}"
+        elif raw.kind == NO_LOCAL:
+            message = (
+                f"{who} {verb} local memory that is not in use: beyond a local array, or of a "
+                "function that has returned"
+            )
         elif kind == "out of bounds":
-            element = raw.value
             type_name = (raw.type or b"").decode().strip("'").replace(" [", "[")
+            source = text_line(self.text, file or "", line or 0) or ""
+            tensor, row = _indexed_name(source, raw.column)
             if type_name:
+                element = raw.value
                 message = f"{who} accesses element {element} of an array of type {type_name}"
+                if tensor:
+                    message = (
+                        f"{who} accesses {tensor}{row}[{element}]: {tensor}{row} is {type_name}"
+                    )
             else:
                 message = f"{who} accesses a shared or local array beyond its end"
+                if tensor:
+                    message += f", in {tensor}{row}[...]"
+        elif kind == "local of another thread":
+            message = f"{who} {verb} a local variable of another thread"
         elif kind == "misaligned":
             message = (
                 f"{who} {verb} {raw.value} bytes at {place}, which is misaligned: the address must "
                 f"be a multiple of {raw.value} bytes"
             )
+        elif raw.kind == UNSET_LOCAL and raw.region >= 0:
+            message = f"{who} writes an uninitialised local variable to {place}"
+        elif raw.kind == UNSET_LOCAL:
+            source = text_line(self.text, file or "", line or 0) or ""
+            tensor = name = _only_name(source, {array.name for array in self.arrays})
+            what = f"an element of {name}" if name else "a local variable or array"
+            message = f"{who} reads {what}, which it has not set"
         elif kind == "uninitialised":
             message = f"{who} reads {place}, which no thread of its block has written"
         elif kind == "race":
@@ -530,6 +592,10 @@ class Session:
             message = f"{who} shifts by {raw.value} bits, which its type does not have"
         else:
             message = f"{who} writes {place} through a pointer to const"
+        callers = self.table.callers(raw.pc - 1, raw.caller[: raw.callers], line)
+        if callers:
+            lines = ", which is called at line ".join(str(number) for number in callers)
+            message += f" (in a function called at line {lines})"
         thread, block = self._coordinates(raw.thread)
         other_thread = other_block = None
         if has_other:
@@ -547,7 +613,24 @@ class Session:
             tensor=tensor,
             element=element,
             count=raw.count,
+            callers=callers,
         )
+
+    def barrier_notes(self) -> "list[Report]":
+        """What a trace says of barriers: those that some threads never reach, or nobody needs."""
+        notes = []
+        for use in self.checks.barrier[: self.checks.barriers]:
+            file, line = self.table.locate(use.pc - 1)
+            if use.ended:
+                who = self._words(use.ended - 1)
+                thread, block = self._coordinates(use.ended - 1)
+                message = f"{who} has ended when others of its warp reach this barrier"
+                notes.append(Report("ended before a barrier", line, file, thread, block, message))
+            if not use.needed:
+                message = "in this launch no two accesses need this barrier to be ordered"
+                origin = (0, 0, 0)
+                notes.append(Report("redundant barrier", line, file, origin, origin, message))
+        return notes
 
     def _race_words(self, raw, who, place, line, other_line) -> str:
         same_block = self._coordinates(raw.thread)[1] == self._coordinates(raw.other_thread)[1]
@@ -560,6 +643,21 @@ class Session:
             f"{PAST[raw.other_access]} at line {other_line}; {missing}"
         )
         return message
+
+
+_INDEXED = re.compile(r"((?:\w+(?:\.|->))*\w+)\s*((?:\[[^\[\]]*\])*)\[")
+
+
+def _indexed_name(source: str, column: int) -> "tuple[str | None, str]":
+    """(name, earlier indices) of the array that is indexed at or before a column (from 1)."""
+    names = [m for m in _INDEXED.finditer(source) if m.start() < column]
+    return (names[-1][1], names[-1][2]) if names else (None, "")
+
+
+def _only_name(source: str, known: "set[str]") -> "str | None":
+    """The array that is indexed in a source line, beside known ones; None if there are more."""
+    names = {m[1] for m in _INDEXED.finditer(source)} - known
+    return names.pop() if len(names) == 1 else None
 
 
 def _launch(program, name, shape, params, args, values, extra, pack, trace):
@@ -638,7 +736,7 @@ def record(
     program, name: str, shape, params, args, values, extra, pack, source: str, filename: str
 ) -> Trace:
     """Launch as `run` does, record each access, and copy nothing back."""
-    session, mistakes, _ = _launch(
+    session, mistakes, notes = _launch(
         program, name, shape, params, args, values, extra, pack, trace=True
     )
     raw = session.events[: session.checks.events]
@@ -681,6 +779,7 @@ def record(
         filename=filename,
         truncated=bool(session.checks.events_lost),
         reports=mistakes,
+        notes=[*notes, *session.barrier_notes()],
     )
 
 

@@ -27,7 +27,8 @@ enum simt_region_kind { REGION_GLOBAL, REGION_SHARED, REGION_VARIABLE };
 enum simt_report_kind {
     REPORT_BOUNDS, REPORT_MISALIGNED, REPORT_UNINITIALISED, REPORT_RACE, REPORT_BARRIER,
     REPORT_SHUFFLE, REPORT_NULL, REPORT_FAR, REPORT_DIVISION, REPORT_SHIFT, REPORT_CONST,
-    REPORT_INDEX, REPORT_SAME_VALUE, REPORT_UNSET_LOCAL, REPORT_HARMLESS
+    REPORT_INDEX, REPORT_SAME_VALUE, REPORT_UNSET_LOCAL, REPORT_HARMLESS,
+    REPORT_FOREIGN_LOCAL, REPORT_NO_LOCAL
 };
 // VOLATILE is a read and VOLATILE_WRITE a write that may run beside atomic operations and each
 // other.
@@ -64,6 +65,15 @@ struct simt_report {
     const char* type;
     uint32_t line, mask;
     int64_t value;
+    uint32_t column, callers;
+    uint32_t caller[6];           // return addresses of the functions that called this one
+};
+
+// A barrier in the source, and what it did in this launch.
+struct simt_barrier_use {
+    uint32_t pc;
+    uint32_t needed;              // it ordered two accesses that nothing else orders
+    uint64_t ended;               // 1 + a thread that had ended when others of its warp came
 };
 
 // Until when a thread's writes are known to others, and since when.
@@ -88,11 +98,14 @@ struct simt_checks {
     uint64_t events, event_room, events_lost;
     uint32_t flip;                // what a shuffle reads from an absent lane has all bits inverted
     uint32_t pattern;             // what local variables hold before they are set; 0: not known
+    uint32_t barriers, unused;
+    simt_barrier_use barrier[64];
     simt_report report[256];
 };
 
 static simt_checks* now;
-static uint32_t clock_, barrier_time;
+static uint32_t clock_, barrier_time, previous_barrier_time;
+static simt_barrier_use* last_barrier;        // of this block
 static uint32_t warp_time[SIMT_WARP], lane_time[SIMT_WARP][SIMT_WARP][SIMT_WARP];
 // fence_barrier: the last barrier before a thread's last fence
 // seen: the latest atomic operation or volatile write of which a thread has seen the result
@@ -108,8 +121,14 @@ struct pending_write {
     bool race;
     simt_report report;
     char old[64];
+    char* address;
+    size_t size;                  // 0: there is no write to look at
+    int region;
+    uint64_t thread;
+    void* pc;
 };
 static pending_write pending;
+static bool pattern_read;         // also tensors hold the pattern: it says nothing in this launch
 
 // The plain reads before an atomicCAS at the same place.
 static uint32_t guesses[64];
@@ -126,7 +145,8 @@ extern "C" __attribute__((visibility("default"))) void simt_check_with(simt_chec
     clock_ = 1;
     last_found = 0;
     guess_count = 0;
-    pending.race = false;
+    pending.race = pattern_read = false;
+    pending.size = 0;
 }
 
 static inline worker* me() { return (worker*)simt_me; }
@@ -136,6 +156,22 @@ static inline bool is_write(int kind) {
 }
 
 // ---- reports: one for each place ----
+
+// Keeps where the current function was called from. Kernels and runtime have frame pointers.
+static void keep_callers(simt_report* r) {
+    void** frame = (void**)__builtin_frame_address(0);
+    bool here = false;
+    for (int depth = 0; depth < 64 && simt_on_stack(me(), frame + 1); depth++) {
+        char* back = (char*)frame[1];
+        if (back >= now->base && back < now->end) {
+            if (here && r->callers < 6) r->caller[r->callers++] = offset(back);
+            if (offset(back) == r->pc) here = true;
+        }
+        void** above = (void**)frame[0];
+        if (above <= frame) break;
+        frame = above;
+    }
+}
 
 static simt_report* report_of(int kind, uint32_t at, uint32_t other_pc) {
     for (int i = 0; i < now->reports; i++) {
@@ -154,6 +190,7 @@ static simt_report* report_of(int kind, uint32_t at, uint32_t other_pc) {
     r->thread = first_thread + me()->current;
     r->region = -1;
     r->count = 1;
+    keep_callers(r);
     return r;
 }
 static simt_report* report(int kind, void* pc, uint32_t other_pc = 0) {
@@ -167,8 +204,22 @@ static void place(simt_report* r, int region, void* address, size_t size, int ac
     r->access = access == VOLATILE ? (int)READ : access == VOLATILE_WRITE ? (int)WRITE : access;
 }
 
+static bool holds_pattern(const char* address, size_t size) {
+    if (!now->pattern || size < 4 || size > 16) return false;
+    for (size_t i = 0; i + 4 <= size; i += 4)
+        if (memcmp(address + i, &now->pattern, 4)) return false;
+    return true;
+}
+
 // The last write has happened: see what it wrote.
 static void finish_write() {
+    if (pending.size && holds_pattern(pending.address, pending.size) && !pattern_read)
+        if (simt_report* r = report(REPORT_UNSET_LOCAL, pending.pc)) {
+            place(r, pending.region, pending.address, pending.size, WRITE);
+            r->thread = pending.thread;
+            r->callers = 0;
+        }
+    pending.size = 0;
     if (!pending.race) return;
     pending.race = false;
     simt_report* p = &pending.report;
@@ -198,6 +249,7 @@ extern "C" __attribute__((visibility("default"))) void simt_checked(simt_checks*
 
 void check_block(worker* w) {
     finish_write();
+    last_barrier = 0;
     first_thread = w->block * w->threads;
     barrier_time = ++clock_;
     memset(warp_time, 0, sizeof warp_time);
@@ -221,6 +273,26 @@ void check_block(worker* w) {
     }
 }
 
+static void keep_barrier(worker* w, uint32_t pc) {
+    uint32_t i = 0;
+    while (i < now->barriers && now->barrier[i].pc != pc) i++;
+    if (i == now->barriers) {
+        if (i == 64) i--;
+        else now->barrier[now->barriers++] = {pc, 0, 0};
+    }
+    last_barrier = &now->barrier[i];
+    int kind = w->kind[w->barrier[0]];
+    bool votes = kind >= SIMT_BARRIER_COUNT && kind <= SIMT_BARRIER_OR;
+    if (w->threads == 1 || votes || w->arrived == 1) last_barrier->needed = 1;
+    for (unsigned warp = 0; warp * SIMT_WARP < w->threads && !last_barrier->ended; warp++) {
+        unsigned lanes = w->threads - warp * SIMT_WARP;
+        unsigned all = lanes >= SIMT_WARP ? ~0u : (1u << lanes) - 1;
+        if (!w->live[warp] || w->live[warp] == all) continue;
+        unsigned lane = __builtin_ctz(all & ~w->live[warp]);
+        last_barrier->ended = 1 + first_thread + warp * SIMT_WARP + lane;
+    }
+}
+
 void check_barrier(worker* w) {
     finish_write();
     void* pc = w->pc[w->barrier[0]];
@@ -232,9 +304,14 @@ void check_barrier(worker* w) {
             }
             break;
         }
+    keep_barrier(w, offset(pc));
     // What one thread has seen, all threads of the block see behind the barrier.
-    if (last_seen)
-        for (unsigned t = 0; t < w->threads; t++) seen[t] = last_seen;
+    for (unsigned t = 0; t < w->threads; t++)
+        if (seen[t] != last_seen) {
+            seen[t] = last_seen;
+            last_barrier->needed = 1;
+        }
+    previous_barrier_time = barrier_time;
     barrier_time = ++clock_;
 }
 
@@ -267,11 +344,14 @@ static bool ordered(const record& r, unsigned t, uint64_t thread) {
     if (other == thread) return true;
     if (other >= first_thread) {                          // the same block
         unsigned o = other - first_thread;
-        if (r.time < barrier_time) return true;
         if (o / SIMT_WARP == t / SIMT_WARP) {
             unsigned warp = t / SIMT_WARP;
             if (r.time < warp_time[warp]) return true;
             if (partial_sync && r.time < lane_time[warp][o % SIMT_WARP][t % SIMT_WARP]) return true;
+        }
+        if (r.time < barrier_time) {
+            if (r.time >= previous_barrier_time) last_barrier->needed = 1;
+            return true;
         }
     }
     publication p = now->published[other];
@@ -283,6 +363,7 @@ static bool ordered(const record& r, unsigned t, uint64_t thread) {
 static void publish(unsigned t) {
     worker* w = me();
     ++clock_;
+    if (last_barrier) last_barrier->needed = 1;
     for (unsigned o = 0; o < w->threads; o++) {
         uint32_t until = o == t ? fence_time[t] : fence_time[t] ? fence_barrier[t] : 0;
         bool in_step = fence_time[o] < barrier_time
@@ -339,6 +420,7 @@ static void race(const record& other, void* pc, int region, char* address, size_
         r->other_pc = other_pc;
         r->thread = first_thread + me()->current;
         r->count = 1;
+        keep_callers(r);
     } else {
         r = report(REPORT_RACE, pc, other_pc);
         if (!r) return;
@@ -367,13 +449,27 @@ static inline uint32_t bytes_of(char* first, size_t size, char* cell, uint32_t g
     return ((1u << to) - (1u << from)) << 26 & BYTES;
 }
 
+// A local variable or array.
+static void access_local(worker* w, char* address, size_t size, int kind, void* pc) {
+    char* stack = (char*)__builtin_frame_address(0);
+    if (!simt_same_stack(w, address, stack)) {
+        if (simt_report* r = report(REPORT_FOREIGN_LOCAL, pc)) place(r, -1, address, size, kind);
+    } else if (address < stack) {
+        // Below all frames in use.
+        if (simt_report* r = report(REPORT_NO_LOCAL, pc)) place(r, -1, address, size, kind);
+        simt_stop(w, SIMT_CHECK, pc, address, 0);
+    } else if (!is_write(kind) && holds_pattern(address, size) && !pattern_read)
+        if (simt_report* r = report(REPORT_UNSET_LOCAL, pc)) place(r, -1, address, size, kind);
+}
+
 static void access(void* pointer, size_t size, int kind, void* pc) {
     char* address = (char*)pointer;
     worker* w = me();
-    if (!w || !w->inside || simt_on_stack(w, address)) return;
+    if (!w || !w->inside) return;
     if (address >= known_lo && address < known_hi) return;
     finish_write();
     w->last_pc = pc;
+    if (simt_on_stack(w, address)) return access_local(w, address, size, kind, pc);
     // It may wait in a loop for what another thread will write.
     if ((kind == ATOMIC || kind == VOLATILE) && ++w->looks % 64 == 0) simt_yield(w);
     simt_region* region = find(address);
@@ -427,8 +523,8 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
             if (c.write.thread) set = place_of_cell;
         }
         if (kind == ATOMIC || kind == VOLATILE) see(t, c.write);
-        if (!raced && c.write.thread && c.write.pc & bytes && !ordered(c.write, t, thread)
-            && !both_synchronise(c.write, t, kind)) {
+        if (!raced && c.write.thread && c.write.pc & bytes && !both_synchronise(c.write, t, kind)
+            && !ordered(c.write, t, thread)) {
             raced = true;
             bool two_writes = (kind == WRITE || kind == VOLATILE_WRITE) && !(c.write.pc & ATOMIC_BIT);
             race(c.write, pc, index, place_of_cell, size, kind, WRITE, two_writes);
@@ -447,8 +543,8 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         } else {
             const record* readers[] = {&c.read, &c.near, &c.far};
             for (const record* r : readers)
-                if (!raced && r->thread && r->pc & bytes && !ordered(*r, t, thread)
-                    && !both_synchronise(*r, t, kind)) {
+                if (!raced && r->thread && r->pc & bytes && !both_synchronise(*r, t, kind)
+                    && !ordered(*r, t, thread)) {
                     raced = true;
                     // It read what it had written itself.
                     bool own = kind == WRITE && c.write.thread == r->thread;
@@ -460,6 +556,13 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
             c.read.thread = c.near.thread = c.far.thread = 0;
         }
     }
+    if (is_write(kind)) {
+        pending.address = address;
+        pending.size = size;
+        pending.region = index;
+        pending.thread = thread;
+        pending.pc = pc;
+    } else if (!memcmp(address, &now->pattern, size < 4 ? size : 4)) pattern_read = true;
     // Memory without a type may hold structs with padding.
     bool typed = region->element > 1;
     if (shared && unset && kind != WRITE && kind != VOLATILE_WRITE && (typed || !set))
@@ -534,7 +637,8 @@ void __tsan_read_range(void* p, size_t n) { access(p, n, READ, SIMT_PC); }
 void __tsan_write_range(void* p, size_t n) { access(p, n, WRITE, SIMT_PC); }
 // Parameters are copied too, from memory of Python's.
 static void part_of_copy(const void* p, size_t n, int kind, void* pc) {
-    if (!me() || !me()->inside || !n || !find((char*)p)) return;
+    if (!me() || !me()->inside || !n) return;
+    if ((size_t)p >= 65536 && !find((char*)p)) return;
     for (size_t i = 0; i < n; i += 16) access((char*)p + i, n - i < 16 ? n - i : 16, kind, pc);
 }
 void* __tsan_memcpy(void* to, const void* from, size_t n) {
@@ -575,6 +679,7 @@ static simt_report* report_at(
     if (r) {
         r->file = at.file;
         r->line = at.line;
+        r->column = at.column;
         r->type = type ? type->name : 0;
         r->value = value;
     }

@@ -324,6 +324,10 @@ bool simt_on_stack(worker* w, const void* address) {
     return (size_t)((const char*)address - w->stacks) < SLOT * SIMT_MAX_THREADS;
 }
 
+bool simt_same_stack(worker* w, const void* a, const void* b) {
+    return (size_t)((const char*)a - w->stacks) / SLOT == (size_t)((const char*)b - w->stacks) / SLOT;
+}
+
 static int alarm_signal() { return SIGRTMAX - 3; }
 static const int CAUGHT = 5, FAULTS[CAUGHT] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGINT};
 static struct sigaction before[CAUGHT];
@@ -533,6 +537,7 @@ int simt_print(const char* format, ...) {
     va_start(list, format);
     pthread_mutex_lock(&print_lock);
     printing = (worker*)simt_me;
+    if (printing) printing->last_pc = SIMT_PC;
     size_t room = sizeof printed - printed_length;
     int n = vsnprintf(printed + printed_length, room, format, list);
     if (n > 0) printed_length += (size_t)n < room ? (size_t)n : room - 1;

@@ -76,6 +76,7 @@ struct worker : simt_worker {
 // Ends the launch: keeps the reason, and leaves the kernel.
 void simt_stop(worker* w, int kind, void* pc, void* address, const char* reason, unsigned mask = 0);
 bool simt_on_stack(worker* w, const void* address);
+bool simt_same_stack(worker* w, const void* a, const void* b);
 void simt_yield(worker* w);       // lets another thread of the block run
 
 #ifdef SIMT_CHECKED

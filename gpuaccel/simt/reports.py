@@ -38,6 +38,8 @@ class Report:
     element: "int | None" = None
     # how often it happened at this line
     count: int = 1
+    # lines from which its function was called, innermost first
+    callers: "tuple[int, ...]" = ()
 
 
 # Files that are not the user's: a line in them says nothing to the user.
@@ -105,6 +107,42 @@ class Symbols:
                     types[offset] = _element_type(die)
         return types
 
+    @functools.cached_property
+    def calls(self) -> list:
+        """(start, end, file, line) of each inlined call, outer ones first."""
+        calls = []
+        dwarf = self._elf.get_dwarf_info()
+        for unit in dwarf.iter_CUs():
+            names = _file_names(dwarf.line_program_for_CU(unit))
+            for die in unit.iter_DIEs():
+                line = die.attributes.get("DW_AT_call_line")
+                if die.tag == "DW_TAG_inlined_subroutine" and line:
+                    name = names.get(die.attributes["DW_AT_call_file"].value, "")
+                    for start, end in _addresses_of(die, unit, dwarf):
+                        calls.append((start, end, name, line.value))
+        return calls
+
+    def callers(self, offset: int, returns, line) -> "tuple[int, ...]":
+        """Lines of the calls that lead to the code at an offset, innermost first.
+
+        returns: return addresses on the stack above it
+        line: the line of the code itself
+        """
+        lines = []
+        for depth, place in enumerate([offset, *(address - 1 for address in returns)]):
+            if depth:
+                index = bisect_right(self.addresses, place) - 1
+                name, own = self.rows[index][1:] if index >= 0 else (None, None)
+                if not name or name in RUNTIME_FILES:
+                    continue
+                lines.append(own)
+            inlined = [c for c in self.calls if c[0] <= place < c[1] and c[2] not in RUNTIME_FILES]
+            lines += [c[3] for c in reversed(inlined)]
+        # Functions of the runtime are inlined into the line itself.
+        while lines and lines[0] == line:
+            del lines[0]
+        return tuple(lines)
+
     def locate(self, offset: int) -> "tuple[str | None, int | None]":
         """(file, line) of the machine code at this offset into the library, or (None, None)."""
         index = bisect_right(self.addresses, offset) - 1
@@ -138,19 +176,45 @@ def _variables(elf, symbols) -> list:
     return sorted(variables)
 
 
+def _file_names(table) -> "dict[int, str]":
+    """File number -> name, of a line program."""
+    first = 0 if table["version"] >= 5 else 1
+    entries = table["file_entry"]
+    return {i: entry.name.decode(errors="replace") for i, entry in enumerate(entries, first)}
+
+
+def _addresses_of(die, unit, dwarf):
+    """Yield (start, end) of the code of a DIE."""
+    low = die.attributes.get("DW_AT_low_pc")
+    high = die.attributes.get("DW_AT_high_pc")
+    ranges = die.attributes.get("DW_AT_ranges")
+    if low and high:
+        is_size = high.form != "DW_FORM_addr"
+        yield low.value, low.value + high.value if is_size else high.value
+    elif ranges:
+        base = unit.get_top_DIE().attributes.get("DW_AT_low_pc")
+        start = base.value if base else 0
+        lists = dwarf.range_lists()
+        for entry in lists.get_range_list_at_offset(ranges.value, cu=unit):
+            if hasattr(entry, "base_address"):
+                start = entry.base_address
+            else:
+                is_absolute = getattr(entry, "is_absolute", False)
+                shift = 0 if is_absolute else start
+                yield entry.begin_offset + shift, entry.end_offset + shift
+
+
 def _line_table(dwarf) -> list:
     """Rows (offset, file, line), sorted by offset; file is None behind the end of a sequence."""
     rows = []
     for unit in dwarf.iter_CUs():
         table = dwarf.line_program_for_CU(unit)
-        first = 0 if table["version"] >= 5 else 1
-        names = [name.name.decode(errors="replace") for name in table["file_entry"]]
+        names = _file_names(table)
         for entry in table.get_entries():
             state = entry.state
             if state is None:
                 continue
-            index = state.file - first
-            name = names[index] if 0 <= index < len(names) else ""
+            name = names.get(state.file, "")
             rows.append((state.address, None if state.end_sequence else name, state.line))
     return sorted(rows, key=lambda row: (row[0], row[1] is not None))
 
