@@ -339,7 +339,7 @@ class Session:
     def _fill_checks(self, ranges, threads):
         cells = [-(-(r.hi - r.lo) // r.granule) * CELL for r in ranges]
         self.cells = Memory(sum(cells))
-        self.published = Memory(8 * threads)
+        self.published = Memory(12 * threads)
         self.regions = (Region * len(ranges))()
         address = self.cells.address
         for region, r, size in zip(self.regions, ranges, cells):
