@@ -624,7 +624,7 @@ class Session:
             if use.ended:
                 who = self._words(use.ended - 1)
                 thread, block = self._coordinates(use.ended - 1)
-                message = f"{who} has ended when others of its warp reach this barrier"
+                message = f"{who} has ended when others reach this barrier"
                 notes.append(Report("ended before a barrier", line, file, thread, block, message))
             if not use.needed:
                 message = "in this launch no two accesses need this barrier to be ordered"

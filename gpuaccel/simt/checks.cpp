@@ -73,7 +73,7 @@ struct simt_report {
 struct simt_barrier_use {
     uint32_t pc;
     uint32_t needed;              // it ordered two accesses that nothing else orders
-    uint64_t ended;               // 1 + a thread that had ended when others of its warp came
+    uint64_t ended;               // 1 + a thread that had ended when others arrived
 };
 
 // Until when a thread's writes are known to others, and since when.
@@ -285,13 +285,8 @@ static void keep_barrier(worker* w, uint32_t pc) {
     int kind = w->kind[w->barrier[0]];
     bool votes = kind >= SIMT_BARRIER_COUNT && kind <= SIMT_BARRIER_OR;
     if (w->threads == 1 || votes || w->arrived == 1) last_barrier->needed = 1;
-    for (unsigned warp = 0; warp * SIMT_WARP < w->threads && !last_barrier->ended; warp++) {
-        unsigned lanes = w->threads - warp * SIMT_WARP;
-        unsigned all = lanes >= SIMT_WARP ? ~0u : (1u << lanes) - 1;
-        if (!w->live[warp] || w->live[warp] == all) continue;
-        unsigned lane = __builtin_ctz(all & ~w->live[warp]);
-        last_barrier->ended = 1 + first_thread + warp * SIMT_WARP + lane;
-    }
+    for (unsigned t = 0; w->exited && t < w->threads && !last_barrier->ended; t++)
+        if (!(w->live[t / SIMT_WARP] >> t % SIMT_WARP & 1)) last_barrier->ended = 1 + first_thread + t;
 }
 
 void check_barrier(worker* w) {
