@@ -144,6 +144,10 @@ CELL = 48
 GLOBAL, SHARED, VARIABLE = 0, 1, 2
 
 
+# Types without smaller parts: an array of them needs one cell per word.
+WORDS = ("float", "double", "int", "unsigned int", "long int", "long unsigned int")
+
+
 class Memory:
     """Zeroed pages and their address, as long as this object lives."""
 
@@ -334,7 +338,7 @@ class Session:
             itemsize, dtype, padding = self.table.types.get(offset, (1, "", None))
             array = Array(name, lo, lo + size, itemsize, dtype, SHARED if shared else VARIABLE)
             array.padding = padding
-            yield Range(lo, lo + size, [array])
+            yield Range(lo, lo + size, [array], granule=4 if dtype in WORDS else 1)
 
     def _fill_checks(self, ranges, threads):
         cells = [-(-(r.hi - r.lo) // r.granule) * CELL for r in ranges]
