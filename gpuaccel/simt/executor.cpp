@@ -31,6 +31,8 @@ static uint64_t next_block, total_blocks;
 static volatile int stopping;
 static int interrupted;
 static pthread_mutex_t fault_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t print_lock = PTHREAD_MUTEX_INITIALIZER;
+static worker* printing;          // holds print_lock
 
 // ---- the switch: keep what a called function must preserve, change stacks, return there ----
 
@@ -96,9 +98,30 @@ static void start_fibre(worker* w, void** save) {
     simt_switch(save, fresh_stack(w->stacks + i * SLOT + SLOT - (i * 5 & 63) * 64, fibre));
 }
 
+// Threads wait in __activemask() until no other can run: then those at one place, of one warp, are
+// the active ones.
+static bool release_active(worker* w) {
+    if (!w->active) return false;
+    for (unsigned t = 0; t < w->next; t++) {
+        if (w->kind[t] != SIMT_ACTIVE) continue;
+        unsigned first = t / SIMT_WARP * SIMT_WARP, mask = 0;
+        for (unsigned o = t; o < first + SIMT_WARP && o < w->next; o++)
+            if (w->kind[o] == SIMT_ACTIVE && w->pc[o] == w->pc[t]) mask |= 1u << (o - first);
+        for (unsigned rest = mask; rest; rest &= rest - 1) {
+            unsigned o = first + __builtin_ctz(rest);
+            w->mask[o] = mask;
+            make_ready(w, o);
+        }
+    }
+    w->active = 0;
+    return true;
+}
+
 void simt_yield(worker* w) {
     unsigned me = w->current;
-    if (w->next == w->threads && !w->count) return;
+    // One that waits in a loop, maybe for a thread in __activemask(), is not at its place.
+    if (w->active && ++w->yields % 16 == 0) release_active(w);
+    if (w->next == w->threads && !w->count && !release_active(w)) return;
     w->ready[(w->first + w->count++) % SIMT_MAX_THREADS] = me;
     if (w->next < w->threads) return start_fibre(w, &w->stack[me]);
     unsigned t = w->current = take_ready(w);
@@ -107,9 +130,12 @@ void simt_yield(worker* w) {
 }
 
 static void switch_to_next(worker* w, void** save) {
+    if (!w->count && w->next == w->threads) release_active(w);
     if (w->count) {
         unsigned t = w->current = take_ready(w);
         threadIdx = w->at[t];
+        // The thread that waits is the only active one.
+        if (save == &w->stack[t]) return;
         simt_switch(save, w->stack[t]);
     } else if (w->next < w->threads) {
         start_fibre(w, save);
@@ -166,6 +192,14 @@ int simt_barrier(int kind, int predicate, void* pc) {
     return w->last_votes != 0;
 }
 
+unsigned simt_active(void* pc) {
+    worker* w = (worker*)simt_me;
+    w->last_pc = pc;
+    w->active++;
+    wait_for_others(w, SIMT_ACTIVE, 0, pc);
+    return w->mask[w->current];
+}
+
 // ---- warp functions: a group is open until all lanes of its mask that have not ended are there --
 
 static void finish_group(worker* w, unsigned warp_index, unsigned g) {
@@ -203,10 +237,10 @@ static void finish_group(worker* w, unsigned warp_index, unsigned g) {
         unsigned long long result = total;
         if (group.kind == SIMT_SHUFFLE) {
             bool there = group.arrived >> source & 1;
-#ifdef SIMT_CHECKED
-            if (!there) check_lane(w, t, source, group.mask, w->pc[t]);
-#endif
             result = warp->value[there ? source : lane];
+#ifdef SIMT_CHECKED
+            if (!there) result = check_lane(w, t, source, group.mask, w->pc[t], result);
+#endif
         } else if (group.kind == SIMT_MATCH_ANY) {
             result = 0;
             for (unsigned others = group.arrived; others; others &= others - 1)
@@ -275,6 +309,10 @@ void simt_stop(worker* w, int kind, void* pc, void* address, const char* reason,
     }
     stopping = 1;
     pthread_mutex_unlock(&fault_lock);
+    if (printing == w) {                      // a fault in printf's arguments
+        printing = 0;
+        pthread_mutex_unlock(&print_lock);
+    }
     void* never;
     simt_switch(&never, w->main);
     __builtin_unreachable();
@@ -286,6 +324,10 @@ void simt_trap(const char* reason, void* pc) {
 
 bool simt_on_stack(worker* w, const void* address) {
     return (size_t)((const char*)address - w->stacks) < SLOT * SIMT_MAX_THREADS;
+}
+
+bool simt_same_stack(worker* w, const void* a, const void* b) {
+    return (size_t)((const char*)a - w->stacks) / SLOT == (size_t)((const char*)b - w->stacks) / SLOT;
 }
 
 static int alarm_signal() { return SIGRTMAX - 3; }
@@ -346,6 +388,7 @@ static void prepare_block(worker* w, uint64_t block) {
     blockIdx = {unsigned(block % job->grid[0]), unsigned(block / job->grid[0] % job->grid[1]),
                 unsigned(block / job->grid[0] / job->grid[1])};
     w->next = w->exited = w->waiting = w->arrived = w->votes = w->first = w->count = 0;
+    w->active = 0;
     w->start = {0, 0, 0};
     for (unsigned i = 0; i * SIMT_WARP < w->threads; i++) {
         unsigned lanes = w->threads - i * SIMT_WARP;
@@ -490,15 +533,17 @@ extern "C" __attribute__((visibility("default"))) int simt_launch(simt_job* job,
 
 static char printed[1 << 18];
 static size_t printed_length;
-static pthread_mutex_t print_lock = PTHREAD_MUTEX_INITIALIZER;
 
 int simt_print(const char* format, ...) {
     va_list list;
     va_start(list, format);
     pthread_mutex_lock(&print_lock);
+    printing = (worker*)simt_me;
+    if (printing) printing->last_pc = SIMT_PC;
     size_t room = sizeof printed - printed_length;
     int n = vsnprintf(printed + printed_length, room, format, list);
     if (n > 0) printed_length += (size_t)n < room ? (size_t)n : room - 1;
+    printing = 0;
     pthread_mutex_unlock(&print_lock);
     va_end(list);
     return n;
@@ -514,4 +559,5 @@ extern "C" __attribute__((visibility("default"))) size_t simt_printed(char** tex
 #ifndef SIMT_CHECKED
 void simt_fence(void*) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 void simt_atomic(void*, size_t, void*) {}
+void simt_atomic_swap(void*, size_t, void*) {}
 #endif

@@ -66,6 +66,8 @@ struct worker : simt_worker {
     volatile int late;                        // the time limit passed
     void* last_pc;                            // the kernel's last call of the runtime
     unsigned looks;                           // volatile reads and atomics so far (checked builds)
+    unsigned active;                          // threads that wait in __activemask()
+    unsigned yields;
     warp_state warp[SIMT_WARP];
     char* dynamic_memory;
     size_t dynamic_size;
@@ -74,6 +76,7 @@ struct worker : simt_worker {
 // Ends the launch: keeps the reason, and leaves the kernel.
 void simt_stop(worker* w, int kind, void* pc, void* address, const char* reason, unsigned mask = 0);
 bool simt_on_stack(worker* w, const void* address);
+bool simt_same_stack(worker* w, const void* a, const void* b);
 void simt_yield(worker* w);       // lets another thread of the block run
 
 #ifdef SIMT_CHECKED
@@ -83,6 +86,7 @@ void check_block(worker* w);
 void check_barrier(worker* w);
 // These lanes are in step:
 void check_syncwarp(worker* w, unsigned warp, unsigned mask);
-// A lane was read that does not take part:
-void check_lane(worker* w, unsigned thread, unsigned source, unsigned mask, void* pc);
+// A lane was read that does not take part. Returns what is read:
+unsigned long long check_lane(
+    worker* w, unsigned thread, unsigned source, unsigned mask, void* pc, unsigned long long own);
 #endif
