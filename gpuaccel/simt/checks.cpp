@@ -262,6 +262,10 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         if (address >= now->shared_lo && address < now->shared_hi) return;
         if (address >= now->base && address < now->end) return;
         if (address >= (char*)w && address < (char*)(w + 1)) return;
+        if (simt_in_heap(address)) {
+            const char* verbs[] = {"reads", "writes", "atomically updates", "reads"};
+            return simt_check_heap(w, address, size, verbs[kind], pc);
+        }
         bool null = (size_t)address < 65536;
         if (simt_report* r = report(null ? REPORT_NULL : REPORT_FAR, pc))
             place(r, -1, address, size, kind);
@@ -379,7 +383,7 @@ void __tsan_read_range(void* p, size_t n) { access(p, n, READ, SIMT_PC); }
 void __tsan_write_range(void* p, size_t n) { access(p, n, WRITE, SIMT_PC); }
 // Parameters are copied too, from memory of Python's.
 static void part_of_copy(const void* p, size_t n, int kind, void* pc) {
-    if (me() && me()->inside && n && find((char*)p)) access((void*)p, n, kind, pc);
+    if (me() && me()->inside && n && (find((char*)p) || simt_in_heap(p))) access((void*)p, n, kind, pc);
 }
 void* __tsan_memcpy(void* to, const void* from, size_t n) {
     part_of_copy(from, n, READ, SIMT_PC);
