@@ -328,6 +328,117 @@ bool simt_same_stack(worker* w, const void* a, const void* b) {
     return (size_t)((const char*)a - w->stacks) / SLOT == (size_t)((const char*)b - w->stacks) / SLOT;
 }
 
+void simt_pause(const char* reason, void* pc) {
+    worker* w = (worker*)simt_me;
+    w->last_pc = pc;
+    if (reason && w->next == w->threads && !w->count)
+        simt_stop(w, SIMT_TRAPPED, pc, 0, reason);
+    simt_yield(w);
+}
+
+// ---- the heap of new and malloc ----
+// As on a GPU it has 8 MB, and a block stays until it is freed, also after the launch. A freed block
+// is used again only when the heap has no other place left, so that a late access to it is seen.
+
+static const size_t HEAP = 8 << 20, GRAIN = 16;
+struct heap_block {               // in front of its bytes
+    size_t size, room;
+    heap_block* next;             // in the list of freed blocks
+    size_t in_use;
+};
+static char* heap;
+static size_t heap_used;
+static heap_block* freed;
+static heap_block* owner[HEAP / GRAIN];                   // the block that each grain belongs to
+static pthread_mutex_t heap_lock = PTHREAD_MUTEX_INITIALIZER;
+static char heap_problem[200];
+
+static void* use_block(heap_block* block, size_t bytes) {
+    block->size = bytes;
+    block->in_use = 1;
+#ifdef SIMT_CHECKED
+    memset(block + 1, 0xff, bytes);                       // not initialised: NaN
+#endif
+    return block + 1;
+}
+
+static void* allocate(size_t bytes, size_t alignment) {
+    if (!heap) {
+        const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+        void* memory = mmap(0, HEAP, PROT_READ | PROT_WRITE, flags, -1, 0);
+        if (memory == MAP_FAILED) return 0;
+        heap = (char*)memory;
+    }
+    if (bytes > HEAP) return 0;
+    if (alignment < GRAIN) alignment = GRAIN;
+    // A grain behind the bytes stays unused.
+    size_t room = (bytes + GRAIN - 1) / GRAIN * GRAIN + GRAIN;
+    size_t data = (heap_used + sizeof(heap_block) + alignment - 1) / alignment * alignment;
+    if (data + room <= HEAP) {
+        heap_block* block = (heap_block*)(heap + data) - 1;
+        block->room = room;
+        heap_used = data + room;
+        size_t first = ((char*)block - heap) / GRAIN;
+        for (size_t i = first; i < heap_used / GRAIN; i++) owner[i] = block;
+        return use_block(block, bytes);
+    }
+    for (heap_block** link = &freed; *link; link = &(*link)->next) {
+        heap_block* block = *link;
+        if (block->room < room || block->room > 2 * room || (size_t)(block + 1) % alignment)
+            continue;
+        *link = block->next;
+        return use_block(block, bytes);
+    }
+    return 0;
+}
+
+void* simt_allocate(size_t bytes, size_t alignment, void* pc) {
+    ((worker*)simt_me)->last_pc = pc;
+    pthread_mutex_lock(&heap_lock);
+    void* data = allocate(bytes, alignment);
+    pthread_mutex_unlock(&heap_lock);
+    return data;
+}
+
+bool simt_in_heap(const void* address) {
+    return heap && (size_t)((const char*)address - heap) < HEAP;
+}
+
+void simt_free(void* data, void* pc) {
+    if (!data) return;
+    worker* w = (worker*)simt_me;
+    const char* problem = 0;
+    pthread_mutex_lock(&heap_lock);
+    heap_block* block = 0;
+    if (simt_in_heap(data)) block = owner[((char*)data - heap) / GRAIN];
+    if (!block || data != block + 1)
+        problem = "frees an address that neither new nor malloc returned";
+    else if (!block->in_use) problem = "frees a block of the heap a second time";
+    else {
+        block->in_use = 0;
+        block->next = freed;
+        freed = block;
+    }
+    pthread_mutex_unlock(&heap_lock);
+    if (problem) simt_stop(w, SIMT_HEAP, pc, data, problem);
+}
+
+void simt_check_heap(worker* w, const void* address, size_t size, const char* verb, void* pc) {
+    heap_block* block = owner[((const char*)address - heap) / GRAIN];
+    const char* data = (const char*)(block + 1);
+    const char* where = 0;
+    if (!block) where = "in the heap, outside of every block";
+    else if (!block->in_use) where = "in a block of the heap that was freed";
+    else if ((const char*)address < data) where = "in front of a block of the heap";
+    else if ((const char*)address + size > data + block->size) where = "behind the end of a block of the heap";
+    if (!where) return;
+    snprintf(heap_problem, sizeof heap_problem, "%s %zu bytes %s", verb, size, where);
+    if (block)
+        snprintf(heap_problem, sizeof heap_problem, "%s %zu bytes at byte %td %s of %zu bytes (new or malloc)",
+                 verb, size, (const char*)address - data, where, block->size);
+    simt_stop(w, SIMT_HEAP, pc, (void*)address, heap_problem);
+}
+
 static int alarm_signal() { return SIGRTMAX - 3; }
 static const int CAUGHT = 5, FAULTS[CAUGHT] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGINT};
 static struct sigaction before[CAUGHT];

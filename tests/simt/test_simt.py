@@ -238,12 +238,12 @@ def test_what_only_a_gpu_has_is_named(construct, name):
         CompileError,
         match=f"^cell uses {name}.*, which only a GPU can run. Put it between #ifdef __CUDA_ARCH__",
     ):
-        build.program(f'#line 1 "cell"\n{text}', "cell", ["k"], {}, False)
+        build.program(f'#line 1 "cell"\n{text}', "cell", ["k"], False)
     guarded = (
         'extern "C" __global__ void k(float* x) {\n'
         f"#ifdef __CUDA_ARCH__\n  {construct}\n#else\n  x[0] = 5;\n#endif\n}}"
     )
-    assert build.program(f'#line 1 "cell"\n{guarded}', "cell", ["k"], {}, False).parameters(
+    assert build.program(f'#line 1 "cell"\n{guarded}', "cell", ["k"], False).parameters(
         "k"
     ) == [("p", 8)]
 
