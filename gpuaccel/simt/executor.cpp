@@ -91,6 +91,7 @@ static inline unsigned take_ready(worker* w) {
 }
 
 static void fibre();
+static void let_go(worker* w);
 
 static void start_fibre(worker* w, void** save) {
     unsigned i = w->starting = w->spare[--w->spares];
@@ -146,6 +147,7 @@ static void switch_to_next(worker* w, void** save) {
 static void fibre() {
     worker* w = (worker*)simt_me;
     unsigned stack = w->starting;
+    if (w->held) let_go(w);
     w->job->run();                                        // threads, until none is left to start
     w->spare[w->spares++] = stack;
     void* never;
@@ -289,6 +291,7 @@ void simt_exited(simt_worker* base) {
 // ---- the end of a launch that goes wrong ----
 
 void simt_stop(worker* w, int kind, void* pc, void* address, const char* reason, unsigned mask) {
+    w->held = 1;
     pthread_mutex_lock(&fault_lock);
     simt_fault* f = &w->job->fault;
     if (f->kind == SIMT_NONE) {
@@ -314,6 +317,15 @@ void simt_stop(worker* w, int kind, void* pc, void* address, const char* reason,
     void* never;
     simt_switch(&never, w->main);
     __builtin_unreachable();
+}
+
+// Between hold and let_go the alarm and Ctrl-C wait: a thread that ended there would keep a lock.
+static void hold(worker* w) { w->held = 1; }
+
+static void let_go(worker* w) {
+    w->held = 0;
+    if (w->late) simt_stop(w, SIMT_TIME, w->last_pc, 0, 0);
+    if (interrupted) simt_stop(w, SIMT_INTERRUPTED, w->last_pc, 0, 0);
 }
 
 void simt_trap(const char* reason, void* pc) {
@@ -393,10 +405,13 @@ static void* allocate(size_t bytes, size_t alignment) {
 }
 
 void* simt_allocate(size_t bytes, size_t alignment, void* pc) {
-    ((worker*)simt_me)->last_pc = pc;
+    worker* w = (worker*)simt_me;
+    w->last_pc = pc;
+    hold(w);
     pthread_mutex_lock(&heap_lock);
     void* data = allocate(bytes, alignment);
     pthread_mutex_unlock(&heap_lock);
+    let_go(w);
     return data;
 }
 
@@ -408,6 +423,7 @@ void simt_free(void* data, void* pc) {
     if (!data) return;
     worker* w = (worker*)simt_me;
     const char* problem = 0;
+    hold(w);
     pthread_mutex_lock(&heap_lock);
     heap_block* block = 0;
     if (simt_in_heap(data)) block = owner[((char*)data - heap) / GRAIN];
@@ -421,6 +437,7 @@ void simt_free(void* data, void* pc) {
     }
     pthread_mutex_unlock(&heap_lock);
     if (problem) simt_stop(w, SIMT_HEAP, pc, data, problem);
+    let_go(w);
 }
 
 void simt_check_heap(worker* w, const void* address, size_t size, const char* verb, void* pc) {
@@ -457,7 +474,7 @@ static void on_signal(int signal, siginfo_t* info, void* context) {
     if (signal == alarm_signal()) {
         if (!w) return;                       // a late alarm
         w->late = 1;
-        if (w->inside) simt_stop(w, SIMT_TIME, pc_of(context), 0, 0);
+        if (w->inside && !w->held) simt_stop(w, SIMT_TIME, pc_of(context), 0, 0);
         return;
     }
     if (signal == SIGINT) {
@@ -468,7 +485,7 @@ static void on_signal(int signal, siginfo_t* info, void* context) {
                 if (workers[i] != w && workers[i]->running)
                     pthread_kill(workers[i]->thread, SIGINT);
         call_handler_before(before[4], signal, info, context);
-        if (w && w->inside) simt_stop(w, SIMT_INTERRUPTED, pc_of(context), 0, 0);
+        if (w && w->inside && !w->held) simt_stop(w, SIMT_INTERRUPTED, pc_of(context), 0, 0);
         return;
     }
     if (w && w->inside) {
@@ -522,7 +539,8 @@ static void* run_worker(void* argument) {
     w->threads = job->block[0] * job->block[1] * job->block[2];
     w->arguments = job->arguments;
     w->dynamic = w->dynamic_memory;
-    w->late = w->inside = 0;
+    w->late = w->inside = w->held = 0;
+    w->current = 0;
     w->thread = pthread_self();
     w->running = 1;
     w->last_pc = 0;
@@ -556,9 +574,12 @@ static void* run_worker(void* argument) {
             if (block >= total_blocks) break;
         }
         prepare_block(w, block++);
+        // Until the first fibre runs there is no place to go back to.
+        w->held = 1;
         w->inside = 1;
         start_fibre(w, &w->main);
         w->inside = 0;
+        w->held = 0;
         if (w->late && !stopping) {
             pthread_mutex_lock(&fault_lock);
             if (job->fault.kind == SIMT_NONE) {
@@ -646,15 +667,20 @@ static size_t printed_length;
 int simt_print(const char* format, ...) {
     va_list list;
     va_start(list, format);
+    worker* w = (worker*)simt_me;
+    if (w) {
+        w->last_pc = SIMT_PC;
+        hold(w);
+    }
     pthread_mutex_lock(&print_lock);
-    printing = (worker*)simt_me;
-    if (printing) printing->last_pc = SIMT_PC;
+    printing = w;
     size_t room = sizeof printed - printed_length;
     int n = vsnprintf(printed + printed_length, room, format, list);
     if (n > 0) printed_length += (size_t)n < room ? (size_t)n : room - 1;
     printing = 0;
     pthread_mutex_unlock(&print_lock);
     va_end(list);
+    if (w) let_go(w);
     return n;
 }
 

@@ -63,6 +63,7 @@ struct worker : simt_worker {
     pthread_t thread;                         // of the system, while `running`
     volatile int running;
     volatile int inside;                      // a kernel runs on one of our stacks
+    volatile int held;                        // no alarm may end it here: see hold in executor.cpp
     volatile int late;                        // the time limit passed
     void* last_pc;                            // the kernel's last call of the runtime
     unsigned looks;                           // volatile reads and atomics so far (checked builds)
