@@ -8,6 +8,7 @@
 
 import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,7 @@ SCALARS = {
     "unsigned long long": ("Q", (torch.uint64, torch.int64)),
     "size_t": ("Q", (torch.uint64, torch.int64)),
     "bf16": (None, (torch.bfloat16,)),
-    "fp16": (None, (torch.float16,)),
+    "fp16": ("e", (torch.float16,)),
     "void": (None, None),
 }
 VECTOR_BASES = {
@@ -62,6 +63,8 @@ class Param:
     dtypes: "tuple | None"
     # bytes that a pointer must be a multiple of
     align: int
+    # the value of a plain default argument, `int n = 4`; None without one
+    default: "int | float | None" = None
 
     def __str__(self):
         return f"{self.ctype} {self.name}"
@@ -73,15 +76,17 @@ _COMMENT_OR_STRING = re.compile(
 )
 
 
-def without_comments(source: str) -> str:
+def without_comments(source: str, *, strings: bool = False) -> str:
     """The text with comments and the contents of strings (except "C") replaced by blanks.
+
+    strings: their contents stay
 
     All positions and line numbers stay.
     """
 
     def blank(match):
         text = match[0]
-        if text == '"C"':
+        if text == '"C"' or strings and text[0] != "/":
             return text
         blanks = re.sub(r"[^\n]", " ", text)
         return blanks if text[0] == "/" else text[0] + blanks[2:] + text[-1]
@@ -89,15 +94,192 @@ def without_comments(source: str) -> str:
     return _COMMENT_OR_STRING.sub(blank, source)
 
 
-_BOUNDS = r"(?:__launch_bounds__\s*\(([^(),]*)[^()]*(?:\([^()]*\)[^()]*)*\)\s+)?"
-_DECLARATION = re.compile(
-    rf"__global__\s+{_BOUNDS}void\s+{_BOUNDS}(?P<name>\w+)\s*\((?P<params>[^()]*)\)"
-)
+# ---- conditionals: what the preprocessor leaves out ----------------------------------------------
+
+_DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(\w+)((?:\\\n|[^\n])*)", re.M)
+_DEFINED = re.compile(r"\bdefined\s*(?:\(\s*(\w+)\s*\)|(\w+))")
+# What may stand in a condition once all names are replaced.
+_ARITHMETIC = re.compile(r"(?:[\s()<>=+*/%&|^~-]|\d+|\b(?:and|or|not)\b|!=)*")
 
 
-def kernel_names(source: str) -> "list[str]":
-    """Names of the `__global__` functions in CUDA C text, in order."""
-    return [m["name"] for m in _DECLARATION.finditer(without_comments(source))]
+def _condition(text: str, macros: "dict[str, str]") -> "bool | None":
+    """The value of an #if's condition; None where it depends on the compiler (__CUDA_ARCH__)."""
+    unknown = False
+
+    def is_defined(match):
+        nonlocal unknown
+        name = match[1] or match[2]
+        unknown |= name not in macros and name.startswith("__")
+        return "1" if name in macros else "0"
+
+    def value(match):
+        nonlocal unknown
+        unknown |= match[0] not in macros and match[0].startswith("__")
+        return f"({macros.get(match[0], '0')})"
+
+    text = _DEFINED.sub(is_defined, text)
+    for _ in range(MACRO_DEPTH):
+        text = re.sub(r"\b[A-Za-z_]\w*", value, text)
+    # Numbers without their suffixes and without leading zeros; operators as Python writes them.
+    text = re.sub(r"\b(0[xX][0-9a-fA-F]+|\d+)[uUlL]*", lambda m: str(_number(m[1])), text)
+    text = text.replace("&&", " and ").replace("||", " or ").replace("/", "//")
+    text = re.sub(r"!(?!=)", " not ", text)
+    if unknown or len(text) > 1000 or "**" in text or "<<" in text:
+        return None
+    if not _ARITHMETIC.fullmatch(text):
+        return None
+    try:
+        return bool(eval(text, {"__builtins__": {}}))
+    except (SyntaxError, ArithmeticError):
+        return None
+
+
+def _number(digits: str) -> int:
+    """The value of a whole number as C writes it: 0x1f, 017 or 12."""
+    if digits[:2].lower() == "0x":
+        return int(digits, 16)
+    is_octal = digits.startswith("0") and not set(digits) - set("01234567")
+    return int(digits, 8 if is_octal else 10)
+
+
+def active_text(source: str, defines: "dict[str, str] | None" = None) -> str:
+    """The text without comments, directives and what `#if 0` and the like leave out.
+
+    All positions and line numbers stay: blanks are in the place of what is left out. A condition
+    that depends on the compiler, such as that of `#ifdef __CUDA_ARCH__`, leaves nothing out.
+    """
+    return _active(without_comments(source), defines or {})[0]
+
+
+def _active(blank: str, defines) -> "tuple[str, dict[str, str]]":
+    """(the text that is compiled, the macros at its end), of a text without comments."""
+    macros = dict(defines)
+    pieces = []
+    position = 0
+    # Per open #if: whether its present part is compiled, and whether one of its parts surely was.
+    open_parts: "list[tuple[bool, bool]]" = []
+
+    def is_active():
+        return all(part for part, _ in open_parts)
+
+    def keep(end):
+        text = blank[position:end]
+        pieces.append(text if is_active() else re.sub(r"[^\n]", " ", text))
+
+    for match in _DIRECTIVE.finditer(blank):
+        keep(match.start())
+        position = match.end()
+        pieces.append(re.sub(r"[^\n]", " ", match[0]))
+        word = match[1]
+        rest = match[2].replace("\\\n", " ").strip()
+        if word in ("if", "ifdef", "ifndef"):
+            if word != "if":
+                rest = f"defined({rest.split()[0] if rest else ''})"
+            result = _condition(rest, macros)
+            if word == "ifndef" and result is not None:
+                result = not result
+            open_parts.append((result is not False, result is True))
+        elif word == "elif" and open_parts:
+            _, done = open_parts.pop()
+            result = not done and _condition(rest, macros)
+            open_parts.append((result is not False, done or result is True))
+        elif word == "else" and open_parts:
+            _, done = open_parts.pop()
+            open_parts.append((not done, True))
+        elif word == "endif" and open_parts:
+            open_parts.pop()
+        elif word == "define" and is_active():
+            name = re.match(r"(\w+)(\(?)\s*", rest)
+            if name and not name[2]:
+                macros[name[1]] = rest[name.end() :].strip()
+        elif word == "undef" and is_active():
+            macros.pop(rest, None)
+    keep(len(blank))
+    return "".join(pieces), macros
+
+
+# ---- kernels and their parameters ----------------------------------------------------------------
+
+
+def closing(text: str, start: int) -> int:
+    """The position behind the bracket that closes the one at `start`, or the end of the text."""
+    depth = 0
+    for i in range(start, len(text)):
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return i + 1
+    return len(text)
+
+
+def split_list(text: str) -> "list[str]":
+    """The parts of a list between its commas, except those in brackets and template arguments."""
+    parts = [""]
+    depth = 0
+    for character in text:
+        depth += {"(": 1, "[": 1, "{": 1, "<": 1}.get(character, 0)
+        depth -= {")": 1, "]": 1, "}": 1, ">": 1}.get(character, 0)
+        if character == "," and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+@dataclass(frozen=True)
+class _Declaration:
+    """A `__global__` function in a text. bound: the first argument of its __launch_bounds__."""
+
+    name: str
+    params: str
+    bound: str
+    start: int
+    is_template: bool
+
+
+_ATTRIBUTES = r"__launch_bounds__|__cluster_dims__|__block_size__|__maxnreg__|__attribute__"
+
+
+def _declarations(text: str) -> "Iterator[_Declaration]":
+    """The `__global__` functions in a text without comments and directives."""
+    for keyword in re.finditer(r"\b__global__\b", text):
+        position = keyword.end()
+        bound = ""
+        while word := re.compile(r"\s*(\w+)\s*(\(?)").match(text, position):
+            if not word[2]:
+                position = word.end()
+                continue
+            end = closing(text, word.end() - 1)
+            if re.fullmatch(_ATTRIBUTES, word[1]):
+                if word[1] == "__launch_bounds__":
+                    bound = split_list(text[word.end() : end - 1])[0]
+                position = end
+                continue
+            before = re.split(r"[;{}]", text[max(0, keyword.start() - 2000) : keyword.start()])[-1]
+            between = text[keyword.end() : word.start()]
+            if re.search(r"\bvoid\b", before + between):
+                yield _Declaration(
+                    word[1],
+                    text[word.end() : end - 1],
+                    bound,
+                    keyword.start(),
+                    re.search(r"\btemplate\b", before) is not None,
+                )
+            break
+
+
+def kernel_names(source: str, defines: "dict[str, str] | None" = None) -> "list[str]":
+    """Names of the `__global__` functions in CUDA C text, in order.
+
+    Templates, and what an `#if` leaves out with these macros, do not count.
+    """
+    text = active_text(source, defines)
+    return list(dict.fromkeys(d.name for d in _declarations(text) if not d.is_template))
+
+
+def kernel_positions(source: str) -> "list[tuple[str, int]]":
+    """(name, position of its `__global__`) of each kernel that is no template."""
+    text = active_text(source)
+    return [(d.name, d.start) for d in _declarations(text) if not d.is_template]
 
 
 def signature(source: str, name: str, defines: "dict[str, str]") -> "list[Param]":
@@ -105,7 +287,7 @@ def signature(source: str, name: str, defines: "dict[str, str]") -> "list[Param]
     declaration, macros = _declaration(source, name, defines)
     return [
         _param(text, macros)
-        for text in declaration["params"].split(",")
+        for text in split_list(declaration.params)
         if text.strip() not in ("", "void")
     ]
 
@@ -120,25 +302,32 @@ def launch_bound(source: str, name: str, defines: "dict[str, str]") -> "int | No
     None without __launch_bounds__, or where it is not a plain number.
     """
     declaration, macros = _declaration(source, name, defines)
-    bound = declaration[1] or declaration[2] or ""
+    bound = declaration.bound
     for _ in range(MACRO_DEPTH):
         bound = str(macros.get(bound.strip(), bound)).strip()
     return int(bound) if bound.isdigit() else None
 
 
-_DEFINE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+([\w \t*]+?)[ \t]*$", re.M)
 _TYPEDEF = re.compile(r"\btypedef\s+([\w\s*]+?)\s*\b(\w+)\s*;")
+_USING = re.compile(r"\busing\s+(\w+)\s*=\s*([\w\s*]+?)\s*;")
 
 
 def _declaration(source, name, defines):
-    """(the match of a kernel's declaration, what each macro and typedef stands for)."""
-    text = without_comments(source)
-    declaration = next((m for m in _DECLARATION.finditer(text) if m["name"] == name), None)
-    if declaration is None:
-        names = ", ".join(kernel_names(source)) or "none"
+    """(a kernel's declaration, what each macro and typedef stands for)."""
+    text, macros = _active(without_comments(source), defines)
+    declaration = next((d for d in _declarations(text) if d.name == name), None)
+    if declaration is None or declaration.is_template:
+        names = ", ".join(kernel_names(source, defines)) or "none"
+        if declaration is not None:
+            raise CompileError(
+                f"kernel {name!r} is a template: a kernel that calls it with its template "
+                f"arguments can be compiled; kernels found: {names}"
+            )
         raise CompileError(f"there is no kernel {name!r} here; kernels found: {names}")
-    macros = {match[1]: match[2].strip() for match in _DEFINE.finditer(text)}
+    # Only macros that stand for a type or a number.
+    macros = {name: text for name, text in macros.items() if re.fullmatch(r"[\w \t*]+", text)}
     macros |= {match[2]: match[1].strip() for match in _TYPEDEF.finditer(text)}
+    macros |= {match[1]: match[2].strip() for match in _USING.finditer(text)}
     return declaration, macros | defines
 
 
@@ -153,7 +342,16 @@ SYNONYMS = {
     "uint32_t": "unsigned",
     "uint64_t": "unsigned long long",
     "__nv_bfloat16": "bf16",
+    "nv_bfloat16": "bf16",
     "half": "fp16",
+    "__half": "fp16",
+    "int8_t": "signed char",
+    "uint8_t": "unsigned char",
+    "int16_t": "short",
+    "uint16_t": "unsigned short",
+    "uint": "unsigned",
+    "uchar": "unsigned char",
+    "ushort": "unsigned short",
     "long long int": "long long",
     "long int": "long long",
     "short int": "short",
@@ -165,12 +363,34 @@ SYNONYMS = {
 }
 
 
+# Two halves in one word: a pointer to them takes tensors of the half type.
+PAIRS = {
+    "half2": "fp16",
+    "__half2": "fp16",
+    "nv_bfloat162": "bf16",
+    "__nv_bfloat162": "bf16",
+}
+_LITERAL = re.compile(r"[+-]?\s*(?:\d+[uUlL]*|(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?[fF]?)")
+
+
+def _default(text: str) -> "int | float | None":
+    """The value of a plain number as C writes it; None for anything else."""
+    if text in ("true", "false"):
+        return int(text == "true")
+    if not _LITERAL.fullmatch(text):
+        return None
+    digits = re.sub(r"[\suUlLfF]", "", text)
+    return int(digits) if re.fullmatch(r"[+-]?\d+", digits) else float(digits)
+
+
 def _param(declared, macros):
+    declared, _, default = declared.partition("=")
     # `float x[]` is a pointer.
     text = _ARRAY.sub(r"\1 * \2", _QUALIFIER.sub(" ", declared))
     *words, name = re.findall(r"\w+|\*", text)
     for _ in range(MACRO_DEPTH):
         words = [w for word in words for w in re.findall(r"\w+|\*", str(macros.get(word, word)))]
+    words = _QUALIFIER.sub(" ", " ".join(words)).split()
     stars = words.count("*")
     ctype = " ".join(word for word in words if word != "*") + "*" * stars
     base = " ".join(word for word in words if word not in ("*", "const", "struct"))
@@ -185,12 +405,15 @@ def _param(declared, macros):
     if stars > 1:
         # A table of pointers is a tensor of addresses.
         return Param(name, ctype, True, None, (torch.int64, torch.uint64), 8)
+    if base in PAIRS:
+        return Param(name, ctype, stars > 0, None, SCALARS[PAIRS[base]][1], 4)
     code, dtypes = SCALARS.get(base, (None, None))
     if code:
         align = struct.calcsize(code)
     else:
-        align = 2 if base in ("bf16", "fp16") else 1
-    return Param(name, ctype, stars > 0, None if stars else code, dtypes, align)
+        align = 2 if base == "bf16" else 1
+    value = _default(default.strip()) if code and not stars else None
+    return Param(name, ctype, stars > 0, None if stars else code, dtypes, align, value)
 
 
 def struct_fields(source: str, name: str) -> "list[str]":

@@ -65,34 +65,101 @@ def kernel_files() -> "list[pathlib.Path]":
     return sorted(kernel_root().glob("*.cu"))
 
 
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([\w-]+\.cuh)"', re.M)
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"[^\n]*', re.M)
+_ONCE = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+once\b[^\n]*", re.M)
+_CONDITION = re.compile(r"^[ \t]*#[ \t]*(?:if|ifdef|ifndef|elif)\b[^\n]*", re.M)
 
 
-def whole_program(text: str, filename: str) -> str:
+def whole_program(text: str, filename: str, defines: "dict[str, str] | None" = None) -> str:
     """The text that is compiled: common.cuh, the headers that `text` includes, then `text`.
 
-    `#include "x.cuh"` names a file of kernels_cu. Each header stands once, in front of the text
-    that names it, so an #include belongs above all other code. Its line is left empty, and every
-    part begins with its own #line: line numbers in messages are those of the files. The cache key
-    is made from this text, so an edited header recompiles."""
+    filename: what messages call the text; where it is a path, headers are looked for beside it
+    defines: macros
+
+    A header of kernels_cu stands once, in front of the text that names it, so its #include belongs
+    above all other code. Another header is looked for in the folder of the file that includes it,
+    then in the working folder, and stands where its #include was. Every part begins with its own
+    #line: line numbers in messages are those of the files. The cache key is made from this text, so
+    an edited header recompiles.
+
+    Macros stand behind common.cuh, so that one named T does not change it, except those that it
+    tests for (NORM)."""
+    root = kernel_root()
     parts = []
     included = set()
 
     def add_header(name):
         if name not in included:
             included.add(name)
-            add(f"kernels_cu/{name}", (kernel_root() / name).read_text())
+            add(f"kernels_cu/{name}", (root / name).read_text())
 
     def add(name, text):
+        text = without_own(text, name)
         for header in _INCLUDE.findall(text):
-            if (kernel_root() / header).is_file():  # else the compiler reports it
+            # Else the compiler reports it.
+            if is_ours(header):
                 add_header(header)
         text = _INCLUDE.sub(lambda match: "" if match[1] in included else match[0], text)
         parts.append(f'#line 1 "{name}"\n{text}')
 
+    def is_ours(header):
+        return header == os.path.basename(header) and (root / header).is_file()
+
+    def without_own(text, name, folder=None, above=()):
+        """The text with headers in the place of #includes that name files outside kernels_cu."""
+        if name.startswith("kernels_cu/"):
+            return text
+        if folder is None and os.path.isdir(os.path.dirname(name)):
+            folder = os.path.dirname(os.path.abspath(name))
+        # Comments are blank, all positions stay.
+        without = without_comments(text, strings=True)
+        pieces = []
+        position = 0
+        for match in _INCLUDE.finditer(without):
+            path = own_header(match[1], folder)
+            if path is None:
+                continue
+            content = ""
+            if path not in above and not (path in included and _ONCE.search(path.read_text())):
+                included.add(path)
+                content = _ONCE.sub("", path.read_text())
+                content = without_own(content, match[1], path.parent, (*above, path))
+                content = f'#line 1 "{match[1]}"\n{content}\n'
+            line = text.count("\n", 0, match.end()) + 1
+            pieces += [text[position : match.start()], f'{content}#line {line} "{name}"\n']
+            position = match.end()
+        return "".join([*pieces, text[position:]])
+
+    def own_header(header, folder):
+        beside = folder and pathlib.Path(folder, header)
+        if beside and beside.is_file() and beside.resolve().parent != root.resolve():
+            return beside.resolve()
+        here = pathlib.Path(header)
+        return here.resolve() if not is_ours(header) and here.is_file() else None
+
+    common = without_comments((root / "common.cuh").read_text())
+    tested = set(re.findall(r"\w+", " ".join(_CONDITION.findall(common))))
+    macros = {name: f"#define {name} {value}" for name, value in sorted((defines or {}).items())}
+    parts += [macro for name, macro in macros.items() if name in tested]
     add_header("common.cuh")
+    parts += [macro for name, macro in macros.items() if name not in tested]
     add(filename, text)
     return "\n".join(parts)
+
+
+def _with_macros(options, defines):
+    """(options without -D, the macros of both)."""
+    kept = []
+    macros = {}
+    words = iter(options)
+    for word in words:
+        if word == "-D":
+            word += next(words, "")
+        if match := re.match(r"(?:-D\s*|--define-macro=)([^=]+)(?:=(.*))?", word, re.S):
+            macros[match[1].strip()] = "1" if match[2] is None else match[2]
+        else:
+            kept.append(word)
+    return tuple(kept), macros | {key: str(value) for key, value in defines.items()}
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
@@ -121,10 +188,9 @@ class Kernel:
         self.text = text
         self.name = name
         self.filename = filename
-        self.options = tuple(options)
+        self.options, self.defines = _with_macros(options, defines)
         self.learner = learner
-        self.defines = {key: str(value) for key, value in defines.items()}
-        self.source = whole_program(text, filename)
+        self.source = whole_program(text, filename, self.defines)
         # Architectures whose own instructions the source tests for, as wgmma of sm_90a. For these
         # GPUs it is compiled with that `a`; the code runs on no other GPU.
         self.own = {
@@ -168,7 +234,7 @@ class Kernel:
         return self._compile(self._target(arch))[0]
 
     def _compile(self, target: str) -> "tuple[bytes, str]":
-        return nvrtc.compile_cubin(self.source, self.filename, target, self.defines, self.options)
+        return nvrtc.compile_cubin(self.source, self.filename, target, {}, self.options)
 
     def _target(self, arch: str) -> str:
         return f"{arch}a" if arch in self.own else arch
@@ -231,7 +297,7 @@ def _number_types(param) -> tuple:
     """The Python types of the usual numbers for a parameter; () for a pointer or struct."""
     if param.code is None:
         return ()
-    return (int, float) if param.code in "fd" else (int,)
+    return (int, float) if param.code in "efd" else (int,)
 
 
 def compile(
@@ -252,7 +318,7 @@ def compile(
     The helpers of kernels_cu/common.cuh (bf16, as_float, ...) are at hand, those of another header
     after `#include "x.cuh"`. Compiles at once, so that a mistake shows here.
     Raises CompileError with the compiler's own message, line and caret."""
-    names = kernel_names(source)
+    names = kernel_names(source, _with_macros(options, defines)[1])
     if name is None:
         if len(names) != 1:
             there = ", ".join(names) or "none (no __global__ function)"
@@ -264,7 +330,13 @@ def compile(
             f'kernel {name} needs extern "C" in front of __global__, so that it can be found by '
             "its name"
         )
-    kernel.resources()
+    try:
+        kernel.resources()
+    except CompileError as error:
+        # Without the headers of CUDA the compiler of the CPU decides, which needs none.
+        if backend().name == "cuda" or not nvrtc.lacks_header(error.log):
+            raise
+        kernel.load("checked" if simt.is_checked(kernel.learner) else "fast")
     return kernel
 
 
@@ -415,8 +487,7 @@ class _OnCpu(_Packed):
         self.program = build.program(
             kernel.source,
             kernel.filename,
-            kernel_names(kernel.text),
-            kernel.defines,
+            kernel_names(kernel.source),
             mode == "checked",
         )
         compiled = self.program.parameters(kernel.name)
@@ -429,7 +500,11 @@ class _OnCpu(_Packed):
                     f"{kernel.name}: parameter `{param}` has {size} bytes for the host compiler, "
                     "and another type in its declaration"
                 )
-        sizes = {i: size for i, (letter, size) in enumerate(compiled) if letter == "s"}
+        sizes = {
+            i: size
+            for i, (letter, size) in enumerate(compiled)
+            if letter == "s" and kernel.params[i].code is None
+        }
         super().__init__(kernel.params, sizes)
 
 
@@ -522,6 +597,7 @@ class Launch:
         """Launch on the CPU (simt), with CPU tensors, and wait. trace: return a Trace of it."""
         kernel = self.kernel
         _, values = check_arguments(kernel, args, "cpu")
+        args = (*args, *values[len(args) :])
         checked = trace or simt.is_checked(kernel.learner)
         loaded = kernel.load("checked" if checked else "fast")
         _check_structs(kernel, loaded, values)
@@ -582,10 +658,13 @@ def check_arguments(kernel: Kernel, args, device: str = "cuda") -> "tuple[int | 
     index = None
     values = []
     if len(args) != len(params):
-        raise ArgumentError(
-            f"{kernel.name} takes {len(params)} arguments ({', '.join(map(str, params))}), "
-            f"got {len(args)}"
-        )
+        missing = params[len(args) :]
+        if len(args) > len(params) or any(param.default is None for param in missing):
+            raise ArgumentError(
+                f"{kernel.name} takes {len(params)} arguments ({', '.join(map(str, params))}), "
+                f"got {len(args)}"
+            )
+        args = (*args, *(param.default for param in missing))
     # Every launch runs this loop: arguments of the usual kind take the short path.
     for arg, (pointer, dtypes, align, number_types) in zip(args, kernel.plan):
         if pointer:
@@ -639,7 +718,7 @@ def _unusual_value(kernel, param, arg, index, gpu):
             return bytes(arg)
         if not isinstance(arg, (bytes, bytearray)):
             raise error(f"is a struct by value and expects bytes, got {type(arg).__name__}")
-    elif param.code in "fd":
+    elif param.code in "efd":
         if not isinstance(arg, numbers.Real):
             raise error(f"expects a number, got {arg!r}")
     elif not isinstance(arg, numbers.Integral):

@@ -67,16 +67,7 @@ def candidates() -> "list[str]":
     """Paths where an NVRTC may be, best first. The order does not depend on what is loaded."""
     if chosen := os.environ.get("GPUACCEL_NVRTC"):
         return [chosen]
-    roots = dict.fromkeys(
-        [
-            sysconfig.get_paths()["purelib"],
-            sysconfig.get_paths()["platlib"],
-            *sys.path,
-            *site.getsitepackages(),
-            site.getusersitepackages(),
-        ]
-    )
-    wheels = [root for root in roots if root and os.path.isdir(os.path.join(root, "nvidia"))]
+    wheels = _wheel_roots()
     libraries = (
         ("cuda_nvrtc", "lib", "libnvrtc.so.12"),
         ("cu13", "lib", "libnvrtc.so.13"),
@@ -88,6 +79,46 @@ def candidates() -> "list[str]":
     paths = [path for pattern in patterns for path in sorted(glob.glob(pattern), reverse=True)]
     paths = [path for path in paths if not path.endswith(".alt.dll")]
     return [*paths, "libnvrtc.so.12", "libnvrtc.so.13"]
+
+
+def _wheel_roots() -> "list[str]":
+    """The folders of installed packages that have wheels of NVIDIA's."""
+    roots = dict.fromkeys(
+        [
+            sysconfig.get_paths()["purelib"],
+            sysconfig.get_paths()["platlib"],
+            *sys.path,
+            *site.getsitepackages(),
+            site.getusersitepackages(),
+        ]
+    )
+    return [root for root in roots if root and os.path.isdir(os.path.join(root, "nvidia"))]
+
+
+@functools.cache
+def include_folders() -> "tuple[str, ...]":
+    """The folders with cuda_fp16.h, cooperative_groups.h and cuda/barrier: of wheels, or a toolkit.
+
+    Empty where there are none: NVRTC's own wheel has no headers.
+    """
+    major = library().version[0]
+    names = ("cuda_runtime", "cuda_cccl") if major == 12 else (f"cu{major}",)
+    folders = [
+        os.path.join(root, "nvidia", name, "include") for root in _wheel_roots() for name in names
+    ]
+    folders.append(os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include"))
+    for folder in folders:
+        if os.path.isfile(os.path.join(folder, "cuda_fp16.h")):
+            beside = os.path.join(folder, "..", "..", "cuda_cccl", "include")
+            parts = (folder, os.path.join(folder, "cccl"), beside)
+            return tuple(os.path.normpath(part) for part in parts if os.path.isdir(part))
+    return ()
+
+
+def lacks_header(log: str) -> bool:
+    """Whether the compiler's messages say that a header of CUDA is not on this machine."""
+    names = re.findall(r'could not open source file "([^"]*)"', log)
+    return bool(names) and all(re.match(r"cuda|cooperative_groups|nv/", name) for name in names)
 
 
 def _open(path: str) -> Library:
@@ -175,6 +206,8 @@ def compile_cubin(
     no_cache = ("--no-cache",) if library().version >= (12, 9) else ()
     macros = [f"-D{name}={value}" for name, value in sorted((defines or {}).items())]
     flags = [f"-arch={check_arch(arch)}", *OPTIONS, *no_cache, *options, *macros]
+    if re.search(r"^[ \t]*#[ \t]*include\b", source, re.M):
+        flags += [f"-I{folder}" for folder in include_folders()]
     facts = json.dumps([source, filename, flags, library().version])
     key = hashlib.sha256(facts.encode()).hexdigest()
     result = _read(key)
@@ -225,8 +258,11 @@ def _compile(source, filename, flags):
 
 # What people expect to be there, and what to write instead: there are no headers.
 HINTS = {
-    r"could not open source file": "there are no headers to include but those of kernels_cu: "
-    "bf16, fp16 and as_float are at hand (common.cuh), C math is built in",
+    r'could not open source file "(cuda|cooperative_groups|nv/)': "the headers of CUDA are in the "
+    "wheels nvidia-cuda-runtime-cu12 and nvidia-cuda-cccl-cu12, or in a toolkit (CUDA_HOME)",
+    r'could not open source file "[^"]*" \(no directories': '#include "x.h" looks in the folder of '
+    "the source file, in kernels_cu and in the working folder; bf16, fp16 and as_float are at hand "
+    "(common.cuh), C math is built in",
     r'"INFINITY"|"NAN"': "INFINITY is __int_as_float(0x7f800000), "
     "NAN is __int_as_float(0x7fffffff)",
     r'"FLT_MAX"|"INT_MAX"|"M_PI\w*"|"FLT_EPSILON"': "write the number itself: "

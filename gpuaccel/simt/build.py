@@ -1,6 +1,6 @@
 """CUDA C in, a shared library for the CPU out: the host compiler's options and messages, the cache.
 
-    >>> program = build.program(source, "x.cu", ["add"], {"GRAD_T": "float"}, checked=False)
+    >>> program = build.program(source, "x.cu", ["add"], checked=False)
     >>> program.library.simt_run_add          # loaded; simt/driver.py launches it
 
 The source is not changed, except for `extern __shared__`, which a host compiler does not know.
@@ -23,13 +23,14 @@ import re
 import subprocess
 import tempfile
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..backends import Compiler, cache_dir, find_compiler
 from ..errors import BackendError, CompileError
 from ..files import read_entry, write_entry
 from ..notebook import notice
-from ..source import without_comments
+from ..source import kernel_positions, split_list, without_comments
 
 HERE = pathlib.Path(__file__).parent
 COMMON = (
@@ -41,6 +42,8 @@ COMMON = (
     "-fno-strict-aliasing",
     "-fno-exceptions",
     "-fno-rtti",
+    # new may return null.
+    "-fcheck-new",
     "-fno-math-errno",
     "-fno-finite-loops",
     "-fno-optimize-sibling-calls",
@@ -89,7 +92,6 @@ CHECKED_BY = {
 GPU_ONLY = {
     r"simt_inline_PTX\w*|\b(?:__)?asm(?:__)?\b": "inline PTX (asm)",
     r"\bwmma\b|\bnvcuda\b|\bmma\.h": "tensor cores (wmma)",
-    r"\bcooperative_groups(?:\.h)?\b|\bcg::": "cooperative groups",
     r"\btex[123]D\w*|\bsurf[123]D\w*|cudaTextureObject_t|cudaSurfaceObject_t": "textures",
     r"\b__pipeline_\w+|\bcuda_pipeline\.h|\bmemcpy_async\b|\bcuda/\w+": "asynchronous copies",
     r"\b__cluster_\w+|\bcluster_group\b": "thread block clusters",
@@ -116,7 +118,13 @@ class Program:
         """(letter, bytes) of each parameter of a kernel: p pointer, s struct, n number."""
         letters = ctypes.create_string_buffer(4096)
         sizes = (ctypes.c_int * 4096)()
-        count = getattr(self.library, f"simt_parameters_{name}")(letters, sizes)
+        try:
+            parameters = getattr(self.library, f"simt_parameters_{name}")
+        except AttributeError:
+            raise CompileError(
+                f"kernel {name} is not there on the CPU: an #if leaves it out"
+            ) from None
+        count = parameters(letters, sizes)
         return [(letters.raw[i : i + 1].decode(), sizes[i]) for i in range(count)]
 
 
@@ -176,6 +184,50 @@ def _commands(host: Compiler, checked: bool, source, output, headers) -> "list[t
         (*first, *COMMON, max_errors, *flags, *headers, "-c", str(source), "-o", compiled),
         (*first, *FAST, "-shared", compiled, "-o", str(output)),
     ]
+
+
+# Headers of CUDA -> ours with their content, or None: simt.h has it.
+HEADERS = {
+    **dict.fromkeys(("cuda_fp16.h", "cuda_fp16.hpp", "cuda_bf16.h", "cuda_bf16.hpp"), "half.h"),
+    **dict.fromkeys(
+        (
+            "cooperative_groups.h",
+            "cooperative_groups/reduce.h",
+            "cooperative_groups/scan.h",
+            "cooperative_groups/memcpy_async.h",
+            "cuda/barrier",
+        ),
+        "cooperative_groups.h",
+    ),
+    **dict.fromkeys(
+        (
+            "cuda.h",
+            "cuda_runtime.h",
+            "cuda_runtime_api.h",
+            "device_launch_parameters.h",
+            "device_functions.h",
+            "device_atomic_functions.h",
+            "sm_20_atomic_functions.h",
+            "vector_types.h",
+            "vector_functions.h",
+            "math_functions.h",
+        )
+    ),
+}
+OWN_HEADERS = ("half.h", "cooperative_groups.h")
+_SYSTEM_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)[>"][^\n]*', re.M)
+
+
+def _with_headers(source: str) -> "tuple[str, list[str]]":
+    """The source without the #includes of CUDA's headers, and the headers of ours it needs."""
+    text = without_comments(source, strings=True)
+    needed = {}
+    for match in _SYSTEM_INCLUDE.finditer(text):
+        if match[1] in HEADERS:
+            needed[HEADERS[match[1]]] = True
+            blanks = " " * len(match[0])
+            source = source[: match.start()] + blanks + source[match.end() :]
+    return source, [name for name in needed if name]
 
 
 # Seconds of compiling after which a notice is shown.
@@ -326,14 +378,13 @@ _programs: "dict[str, Program]" = {}
 
 
 def program(
-    source: str, filename: str, names: "list[str]", defines: "dict[str, str]", checked: bool
+    source: str, filename: str, names: "list[str]", checked: bool
 ) -> Program:
     """The library of a whole source, from this process, the cache, or the compiler.
 
     source: CUDA C with everything it needs, common.cuh included
     filename: what error messages call it
     names: its kernels
-    defines: macros
     checked: with the instrumentation of the checks
 
     Raises CompileError with the compiler's messages. A feature that only a GPU has is named first.
@@ -341,12 +392,11 @@ def program(
     with _lock:
         host = compiler()
         executor = runtime(checked)
-        headers = [(HERE / name).read_text() for name in ("simt.h", "runtime.h")]
+        headers = [(HERE / name).read_text() for name in ("simt.h", "runtime.h", *OWN_HEADERS)]
         key = _key(
             source,
             filename,
             names,
-            sorted(defines.items()),
             checked,
             str(host),
             platform.machine(),
@@ -359,7 +409,7 @@ def program(
             try:
                 _programs[key] = _from_cache_or_compiler(
                     key,
-                    lambda: _compile(text, filename, defines, checked, host, executor),
+                    lambda: _compile(text, filename, checked, host, executor),
                     lambda image: Program(source, executor.library, image),
                 )
             except OSError as error:
@@ -369,10 +419,11 @@ def program(
         return _programs[key]
 
 
-def _compile(text, filename, defines, checked, host, executor) -> bytes:
+def _compile(text, filename, checked, host, executor) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         source = pathlib.Path(folder) / "kernel.cpp"
         output = pathlib.Path(folder) / "kernel.so"
+        text, ours = _with_headers(text)
         source.write_text(text)
 
         def explain_log(log):
@@ -384,8 +435,9 @@ def _compile(text, filename, defines, checked, host, executor) -> bytes:
             reason = explain(text, log, filename)
             return f"{reason}{filename} does not compile for the CPU ({host}):\n{log}"
 
-        macros = [f"-D{name}={value}" for name, value in sorted(defines.items())]
-        headers = [*executor.tls, "-include", str(HERE / "simt.h"), *macros]
+        headers = [*executor.tls]
+        for name in ("simt.h", *ours):
+            headers += ["-include", str(HERE / name)]
         compiling, linking = _commands(host, checked, source, output, headers)
         _run(compiling, filename, explain_log)
         _run((*linking, executor.path), filename, explain_log)
@@ -404,12 +456,6 @@ def _source_lines(message: str, text: str) -> "list[str]":
     if not line:
         return []
     return [f"    {line}", f"    {' ' * (int(place[3]) - 1)}^"]
-
-
-_ALIGN = r"(?:__align__\s*\([^)]*\)\s*)?"
-_DYNAMIC = re.compile(
-    rf"extern\s+__shared__\s+{_ALIGN}([\w:]+(?:\s+\w+)*?)\s+{_ALIGN}(\w+)\s*\[\s*\]\s*;"
-)
 
 
 def _with_one_index(source: str) -> str:
@@ -435,6 +481,116 @@ def _with_one_index(source: str) -> str:
     return source
 
 
+_ALIGNMENT = r"(?:__align__|alignas|__attribute__)\s*\((?:[^()]|\([^()]*\))*\)"
+_BEFORE_EXTERN = re.compile(rf"(?:(?:\b(?:__shared__|volatile|const|static)\b|{_ALIGNMENT})\s*)*\Z")
+_DECLARATOR = re.compile(r"(.*?)(\w+)\s*((?:\[[^\]]*\]\s*)*)", re.S)
+
+
+def _is_in_function(blank: str, position: int) -> bool:
+    """Whether a position in a text without comments is inside of braces of code.
+
+    Those of namespaces and of `extern "C"` are not code.
+    """
+    is_code = []
+    for brace in re.finditer(r"[{}]", blank[:position]):
+        if brace[0] == "{":
+            before = blank[max(0, brace.start() - 200) : brace.start()]
+            scope = re.search(r'(?:\bnamespace(?:\s+[\w:]+)?|\bextern\s+"C")\s*$', before)
+            is_code.append(scope is None)
+        elif is_code:
+            is_code.pop()
+    return any(is_code)
+
+
+def _is_in_directive(blank: str, position: int) -> bool:
+    """Whether a position is in a line that begins with #, or in its continuation."""
+    start = blank.rfind("\n", 0, position) + 1
+    while start > 1 and blank[start - 2] == "\\":
+        start = blank.rfind("\n", 0, start - 1) + 1
+    return blank[start:position].lstrip().startswith("#")
+
+
+def _dynamic_arrays(blank: str) -> "Iterator[tuple[int, int, list[tuple[str, str]]]]":
+    """The declarations of dynamic shared memory in a text without comments.
+
+    Each is (start, end, [(name, the expression that points to it)]).
+    """
+    for keyword in re.finditer(r"\bextern\b", blank):
+        before = _BEFORE_EXTERN.search(blank, max(0, keyword.start() - 200), keyword.start())
+        start = before.start() if before else keyword.start()
+        stop = ";"
+        if _is_in_directive(blank, start):
+            # In a macro the semicolon may stand behind its use.
+            stop = r";|(?<!\\)(?=\n)|$"
+        end = re.compile(rf"[^;{{}}]*?(?:{stop})").match(blank, keyword.end())
+        if end is None or "__shared__" not in blank[start : end.end()]:
+            continue
+        text = blank[start : end.end()].rstrip(";").replace("\\\n", " ")
+        text = re.sub(_ALIGNMENT, " ", text)
+        text = re.sub(r"\b(?:extern|__shared__|static)\b", " ", text)
+        ctype = None
+        arrays = []
+        for part in split_list(" ".join(text.split())):
+            declarator = _DECLARATOR.fullmatch(part)
+            if declarator is None:
+                break
+            ctype = declarator[1] if ctype is None else ctype
+            rest = re.sub(r"^\[[^\]]*\]\s*", "", declarator[3])
+            arrays.append((declarator[2], f"(({ctype} (*){rest})simt_dynamic())"))
+        yield start, end.end(), arrays
+
+
+def _with_dynamic_arrays(source: str) -> "tuple[str, list[str]]":
+    """The source with pointers for `extern __shared__` arrays, and macros for those outside.
+
+    Outside of functions a pointer would be set only once, before any launch.
+    """
+    blank = without_comments(source)
+    macros = []
+    pieces = []
+    position = 0
+    for start, end, arrays in _dynamic_arrays(blank):
+        pieces.append(source[position:start])
+        if _is_in_function(blank, start) or _is_in_directive(blank, start):
+            pieces += [f"auto {name} = {pointer};" for name, pointer in arrays]
+        else:
+            macros += [f"#define {name} {pointer}\n" for name, pointer in arrays]
+        lines = blank[start:end]
+        pieces.append("\\\n" * lines.count("\\\n") or "\n" * lines.count("\n"))
+        position = end
+    return "".join([*pieces, source[position:]]), list(dict.fromkeys(macros))
+
+
+def _with_marks(source: str, names: "list[str]") -> str:
+    """The source with a `#define SIMT_HAS_<name>` above each kernel.
+
+    A kernel that an #if leaves out thereby leaves out its mark, too.
+    """
+    pieces = []
+    position = 0
+    for name, start in kernel_positions(source):
+        if name not in names:
+            continue
+        start = source.rfind("\n", 0, start) + 1
+        line = _line_number(source, start)
+        pieces += [source[position:start], f"#define SIMT_HAS_{name}\n#line {line}\n"]
+        position = start
+    return "".join([*pieces, source[position:]])
+
+
+_LINE = re.compile(r'^#line (\d+)(?: "([^"\n]*)")?\n', re.M)
+
+
+def _line_number(source: str, position: int) -> int:
+    """The number that messages have for the line at a position; #line says where parts begin."""
+    first = 1
+    start = 0
+    for match in _LINE.finditer(source, 0, position):
+        first = int(match[1])
+        start = match.end()
+    return first + source.count("\n", start, position)
+
+
 def translated(source: str, names: "list[str]") -> str:
     """The source for the host compiler.
 
@@ -444,29 +600,15 @@ def translated(source: str, names: "list[str]") -> str:
     # __shared__ is static already. The blanks keep all positions.
     for match in re.finditer(r"\bstatic(?=\s+__shared__)", without_comments(source)):
         source = source[: match.start()] + " " * len("static") + source[match.end() :]
-    blank = without_comments(source)
-    pieces = []
-    macros = []
-    position = 0
-    for match in _DYNAMIC.finditer(blank):
-        ctype, name = match[1], match[2]
-        depth = blank.count("{", 0, match.start()) - blank.count("}", 0, match.start())
-        pieces.append(source[position : match.start()])
-        if depth <= blank.count('extern "C" {', 0, match.start()):
-            # Outside of functions a pointer would be set only once, before any launch.
-            macros.append(f"#define {name} (({ctype}*)simt_dynamic())\n")
-        else:
-            pieces.append(f"{ctype}* {name} = ({ctype}*)simt_dynamic();")
-        pieces.append("\n" * match[0].count("\n"))
-        position = match.end()
-    exports = [f"SIMT_EXPORT({name})\n" for name in names]
+    source, macros = _with_dynamic_arrays(source)
+    source = _with_marks(source, names)
+    exports = [f"#ifdef SIMT_HAS_{name}\nSIMT_EXPORT({name})\n#endif\n" for name in names]
     return "".join(
         [
             '#line 1 "namespace"\n',
             *macros,
             "namespace {\n",
-            *pieces,
-            source[position:],
+            source,
             '\n}\n#line 1 "exports"\n',
             *exports,
         ]
@@ -475,11 +617,16 @@ def translated(source: str, names: "list[str]") -> str:
 
 def text_line(text: str, file: str, line: int) -> "str | None":
     """A line of one of the files that make up a whole source; #line says where each begins."""
-    parts = re.split(r'^#line 1 "([^"\n]*)"\n', text, flags=re.M)
-    for name, part in zip(parts[1::2], parts[2::2]):
-        if name.rsplit("/", 1)[-1] == file.rsplit("/", 1)[-1]:
-            lines = part.split("\n")
-            return lines[line - 1] if 0 < line <= len(lines) else None
+    name = ""
+    parts = list(_LINE.finditer(text))
+    for part, following in zip(parts, [*parts[1:], None]):
+        name = part[2] or name
+        lines = text[part.end() : following.start() if following else len(text)].split("\n")
+        index = line - int(part[1])
+        is_file = name.rsplit("/", 1)[-1] == file.rsplit("/", 1)[-1]
+        # The last one, without a line break, is the next #line's.
+        if is_file and 0 <= index < len(lines) - (following is not None):
+            return lines[index]
     return None
 
 

@@ -481,6 +481,10 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         if (address >= now->shared_lo && address < now->shared_hi) return;
         if (address >= now->base && address < now->end) return;
         if (address >= (char*)w && address < (char*)(w + 1)) return;
+        if (simt_in_heap(address)) {
+            const char* verbs[] = {"reads", "writes", "atomically updates", "reads"};
+            return simt_check_heap(w, address, size, verbs[kind], pc);
+        }
         bool null = (size_t)address < 65536;
         if (simt_report* r = report(null ? REPORT_NULL : REPORT_FAR, pc))
             place(r, -1, address, size, kind);
@@ -641,7 +645,7 @@ void __tsan_write_range(void* p, size_t n) { access(p, n, WRITE, SIMT_PC); }
 // Parameters are copied too, from memory of Python's.
 static void part_of_copy(const void* p, size_t n, int kind, void* pc) {
     if (!me() || !me()->inside || !n) return;
-    if ((size_t)p >= 65536 && !find((char*)p)) return;
+    if ((size_t)p >= 65536 && !find((char*)p) && !simt_in_heap(p)) return;
     for (size_t i = 0; i < n; i += 16) access((char*)p + i, n - i < 16 ? n - i : 16, kind, pc);
 }
 void* __tsan_memcpy(void* to, const void* from, size_t n) {

@@ -34,6 +34,7 @@ FAULTS = (
     "trap",
     "check",
     "interrupted",
+    "heap",
 )
 # What a thread waits at, in the order of simt_kind in runtime.h.
 WAITING = (
@@ -291,6 +292,8 @@ def fault_report(program, fault: Fault, shape) -> Report:
         )
     elif kind == "trap":
         message = f"{who} stopped the kernel: {(fault.reason or b'').decode(errors='replace')}"
+    elif kind == "heap":
+        message = f"{who} {(fault.reason or b'').decode(errors='replace')}"
     else:
         message = f"{who}: {kind}"
     return Report(kind, line, file, thread, block, message)

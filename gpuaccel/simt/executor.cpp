@@ -91,6 +91,7 @@ static inline unsigned take_ready(worker* w) {
 }
 
 static void fibre();
+static void let_go(worker* w);
 
 static void start_fibre(worker* w, void** save) {
     unsigned i = w->starting = w->spare[--w->spares];
@@ -148,6 +149,7 @@ static void switch_to_next(worker* w, void** save) {
 static void fibre() {
     worker* w = (worker*)simt_me;
     unsigned stack = w->starting;
+    if (w->held) let_go(w);
     w->job->run();                                        // threads, until none is left to start
     w->spare[w->spares++] = stack;
     void* never;
@@ -291,6 +293,7 @@ void simt_exited(simt_worker* base) {
 // ---- the end of a launch that goes wrong ----
 
 void simt_stop(worker* w, int kind, void* pc, void* address, const char* reason, unsigned mask) {
+    w->held = 1;
     pthread_mutex_lock(&fault_lock);
     simt_fault* f = &w->job->fault;
     if (f->kind == SIMT_NONE) {
@@ -318,6 +321,15 @@ void simt_stop(worker* w, int kind, void* pc, void* address, const char* reason,
     __builtin_unreachable();
 }
 
+// Between hold and let_go the alarm and Ctrl-C wait: a thread that ended there would keep a lock.
+static void hold(worker* w) { w->held = 1; }
+
+static void let_go(worker* w) {
+    w->held = 0;
+    if (w->late) simt_stop(w, SIMT_TIME, w->last_pc, 0, 0);
+    if (interrupted) simt_stop(w, SIMT_INTERRUPTED, w->last_pc, 0, 0);
+}
+
 void simt_trap(const char* reason, void* pc) {
     simt_stop((worker*)simt_me, SIMT_TRAPPED, pc, 0, reason);
 }
@@ -328,6 +340,122 @@ bool simt_on_stack(worker* w, const void* address) {
 
 bool simt_same_stack(worker* w, const void* a, const void* b) {
     return (size_t)((const char*)a - w->stacks) / SLOT == (size_t)((const char*)b - w->stacks) / SLOT;
+}
+
+void simt_pause(const char* reason, void* pc) {
+    worker* w = (worker*)simt_me;
+    w->last_pc = pc;
+    if (reason && w->next == w->threads && !w->count)
+        simt_stop(w, SIMT_TRAPPED, pc, 0, reason);
+    simt_yield(w);
+}
+
+// ---- the heap of new and malloc ----
+// As on a GPU it has 8 MB, and a block stays until it is freed, also after the launch. A freed block
+// is used again only when the heap has no other place left, so that a late access to it is seen.
+
+static const size_t HEAP = 8 << 20, GRAIN = 16;
+struct heap_block {               // in front of its bytes
+    size_t size, room;
+    heap_block* next;             // in the list of freed blocks
+    size_t in_use;
+};
+static char* heap;
+static size_t heap_used;
+static heap_block* freed;
+static heap_block* owner[HEAP / GRAIN];                   // the block that each grain belongs to
+static pthread_mutex_t heap_lock = PTHREAD_MUTEX_INITIALIZER;
+static char heap_problem[200];
+
+static void* use_block(heap_block* block, size_t bytes) {
+    block->size = bytes;
+    block->in_use = 1;
+#ifdef SIMT_CHECKED
+    memset(block + 1, 0xff, bytes);                       // not initialised: NaN
+#endif
+    return block + 1;
+}
+
+static void* allocate(size_t bytes, size_t alignment) {
+    if (!heap) {
+        const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+        void* memory = mmap(0, HEAP, PROT_READ | PROT_WRITE, flags, -1, 0);
+        if (memory == MAP_FAILED) return 0;
+        heap = (char*)memory;
+    }
+    if (bytes > HEAP) return 0;
+    if (alignment < GRAIN) alignment = GRAIN;
+    // A grain behind the bytes stays unused.
+    size_t room = (bytes + GRAIN - 1) / GRAIN * GRAIN + GRAIN;
+    size_t data = (heap_used + sizeof(heap_block) + alignment - 1) / alignment * alignment;
+    if (data + room <= HEAP) {
+        heap_block* block = (heap_block*)(heap + data) - 1;
+        block->room = room;
+        heap_used = data + room;
+        size_t first = ((char*)block - heap) / GRAIN;
+        for (size_t i = first; i < heap_used / GRAIN; i++) owner[i] = block;
+        return use_block(block, bytes);
+    }
+    for (heap_block** link = &freed; *link; link = &(*link)->next) {
+        heap_block* block = *link;
+        if (block->room < room || block->room > 2 * room || (size_t)(block + 1) % alignment)
+            continue;
+        *link = block->next;
+        return use_block(block, bytes);
+    }
+    return 0;
+}
+
+void* simt_allocate(size_t bytes, size_t alignment, void* pc) {
+    worker* w = (worker*)simt_me;
+    w->last_pc = pc;
+    hold(w);
+    pthread_mutex_lock(&heap_lock);
+    void* data = allocate(bytes, alignment);
+    pthread_mutex_unlock(&heap_lock);
+    let_go(w);
+    return data;
+}
+
+bool simt_in_heap(const void* address) {
+    return heap && (size_t)((const char*)address - heap) < HEAP;
+}
+
+void simt_free(void* data, void* pc) {
+    if (!data) return;
+    worker* w = (worker*)simt_me;
+    const char* problem = 0;
+    hold(w);
+    pthread_mutex_lock(&heap_lock);
+    heap_block* block = 0;
+    if (simt_in_heap(data)) block = owner[((char*)data - heap) / GRAIN];
+    if (!block || data != block + 1)
+        problem = "frees an address that neither new nor malloc returned";
+    else if (!block->in_use) problem = "frees a block of the heap a second time";
+    else {
+        block->in_use = 0;
+        block->next = freed;
+        freed = block;
+    }
+    pthread_mutex_unlock(&heap_lock);
+    if (problem) simt_stop(w, SIMT_HEAP, pc, data, problem);
+    let_go(w);
+}
+
+void simt_check_heap(worker* w, const void* address, size_t size, const char* verb, void* pc) {
+    heap_block* block = owner[((const char*)address - heap) / GRAIN];
+    const char* data = (const char*)(block + 1);
+    const char* where = 0;
+    if (!block) where = "in the heap, outside of every block";
+    else if (!block->in_use) where = "in a block of the heap that was freed";
+    else if ((const char*)address < data) where = "in front of a block of the heap";
+    else if ((const char*)address + size > data + block->size) where = "behind the end of a block of the heap";
+    if (!where) return;
+    snprintf(heap_problem, sizeof heap_problem, "%s %zu bytes %s", verb, size, where);
+    if (block)
+        snprintf(heap_problem, sizeof heap_problem, "%s %zu bytes at byte %td %s of %zu bytes (new or malloc)",
+                 verb, size, (const char*)address - data, where, block->size);
+    simt_stop(w, SIMT_HEAP, pc, (void*)address, heap_problem);
 }
 
 static int alarm_signal() { return SIGRTMAX - 3; }
@@ -348,7 +476,7 @@ static void on_signal(int signal, siginfo_t* info, void* context) {
     if (signal == alarm_signal()) {
         if (!w) return;                       // a late alarm
         w->late = 1;
-        if (w->inside) simt_stop(w, SIMT_TIME, pc_of(context), 0, 0);
+        if (w->inside && !w->held) simt_stop(w, SIMT_TIME, pc_of(context), 0, 0);
         return;
     }
     if (signal == SIGINT) {
@@ -359,7 +487,7 @@ static void on_signal(int signal, siginfo_t* info, void* context) {
                 if (workers[i] != w && workers[i]->running)
                     pthread_kill(workers[i]->thread, SIGINT);
         call_handler_before(before[4], signal, info, context);
-        if (w && w->inside) simt_stop(w, SIMT_INTERRUPTED, pc_of(context), 0, 0);
+        if (w && w->inside && !w->held) simt_stop(w, SIMT_INTERRUPTED, pc_of(context), 0, 0);
         return;
     }
     if (w && w->inside) {
@@ -413,7 +541,8 @@ static void* run_worker(void* argument) {
     w->threads = job->block[0] * job->block[1] * job->block[2];
     w->arguments = job->arguments;
     w->dynamic = w->dynamic_memory;
-    w->late = w->inside = 0;
+    w->late = w->inside = w->held = 0;
+    w->current = 0;
     w->thread = pthread_self();
     w->running = 1;
     w->last_pc = 0;
@@ -447,9 +576,12 @@ static void* run_worker(void* argument) {
             if (block >= total_blocks) break;
         }
         prepare_block(w, block++);
+        // Until the first fibre runs there is no place to go back to.
+        w->held = 1;
         w->inside = 1;
         start_fibre(w, &w->main);
         w->inside = 0;
+        w->held = 0;
         if (w->late && !stopping) {
             pthread_mutex_lock(&fault_lock);
             if (job->fault.kind == SIMT_NONE) {
@@ -537,15 +669,20 @@ static size_t printed_length;
 int simt_print(const char* format, ...) {
     va_list list;
     va_start(list, format);
+    worker* w = (worker*)simt_me;
+    if (w) {
+        w->last_pc = SIMT_PC;
+        hold(w);
+    }
     pthread_mutex_lock(&print_lock);
-    printing = (worker*)simt_me;
-    if (printing) printing->last_pc = SIMT_PC;
+    printing = w;
     size_t room = sizeof printed - printed_length;
     int n = vsnprintf(printed + printed_length, room, format, list);
     if (n > 0) printed_length += (size_t)n < room ? (size_t)n : room - 1;
     printing = 0;
     pthread_mutex_unlock(&print_lock);
     va_end(list);
+    if (w) let_go(w);
     return n;
 }
 

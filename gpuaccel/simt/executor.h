@@ -6,7 +6,7 @@
 
 enum simt_fault_kind {            // driver.py has the same list
     SIMT_NONE, SIMT_DEADLOCK, SIMT_MEMORY, SIMT_MISALIGNED, SIMT_DIVISION, SIMT_TIME, SIMT_STACK,
-    SIMT_LANE, SIMT_TRAPPED, SIMT_CHECK, SIMT_INTERRUPTED
+    SIMT_LANE, SIMT_TRAPPED, SIMT_CHECK, SIMT_INTERRUPTED, SIMT_HEAP
 };
 
 struct simt_wait { uint32_t thread; int32_t kind; uint32_t mask; uint32_t unused; void* pc; };
@@ -63,6 +63,7 @@ struct worker : simt_worker {
     pthread_t thread;                         // of the system, while `running`
     volatile int running;
     volatile int inside;                      // a kernel runs on one of our stacks
+    volatile int held;                        // no alarm may end it here: see hold in executor.cpp
     volatile int late;                        // the time limit passed
     void* last_pc;                            // the kernel's last call of the runtime
     unsigned looks;                           // volatile reads and atomics so far (checked builds)
@@ -78,6 +79,10 @@ void simt_stop(worker* w, int kind, void* pc, void* address, const char* reason,
 bool simt_on_stack(worker* w, const void* address);
 bool simt_same_stack(worker* w, const void* a, const void* b);
 void simt_yield(worker* w);       // lets another thread of the block run
+
+bool simt_in_heap(const void* address);
+// Ends the launch unless these bytes of the heap are in a block that is in use:
+void simt_check_heap(worker* w, const void* address, size_t size, const char* verb, void* pc);
 
 #ifdef SIMT_CHECKED
 // A block begins:

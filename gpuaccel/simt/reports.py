@@ -43,7 +43,14 @@ class Report:
 
 
 # Files that are not the user's: a line in them says nothing to the user.
-RUNTIME_FILES = ("runtime.h", "simt.h", "exports", "namespace")
+RUNTIME_FILES = (
+    "runtime.h",
+    "simt.h",
+    "half.h",
+    "cooperative_groups.h",
+    "exports",
+    "namespace",
+)
 DW_OP_ADDR = 3
 
 

@@ -64,6 +64,11 @@ void simt_fence(void* pc);
 // Before an atomic operation (checked builds only):
 void simt_atomic(void* address, size_t size, void* pc);
 void simt_atomic_swap(void* address, size_t size, void* pc);
+// Lets other threads of the block run. With a reason it ends the launch where none can:
+void simt_pause(const char* reason, void* pc);
+// The heap of the kernels; null when it is full:
+void* simt_allocate(size_t bytes, size_t alignment, void* pc);
+void simt_free(void* block, void* pc);
 // Ends the launch:
 void simt_trap(const char* reason, void* pc);
 int simt_print(const char* format, ...) __attribute__((format(printf, 1, 2)));
@@ -117,6 +122,6 @@ template <auto K, class... A> struct simt_launcher<K, void (*)(A...)> {
         simt_launcher<&name, decltype(&name)>::run();                                              \
     }                                                                                              \
     extern "C" __attribute__((visibility("default")))                                              \
-    int simt_parameters_##name(char* letters, int* sizes) {                                        \
-        return simt_launcher<&name, decltype(&name)>::parameters(letters, sizes);                  \
+    int simt_parameters_##name(char* simt_letters, int* simt_sizes) {                              \
+        return simt_launcher<&name, decltype(&name)>::parameters(simt_letters, simt_sizes);        \
     }

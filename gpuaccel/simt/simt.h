@@ -38,7 +38,8 @@
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __noinline__ __attribute__((noinline))
-#define __forceinline__ inline __attribute__((always_inline))
+// Without `inline`, which a function may have once only: `inline __forceinline__` is usual.
+#define __forceinline__ __attribute__((always_inline))
 #ifdef SIMT_CHECKED
 // Inlined into the loop over threads, clang would drop the checks.
 #define __global__ __attribute__((noinline))
@@ -210,7 +211,7 @@ inline double abs(double x) { return fabs(x); }
 
 // The same bits under another type; a narrower one gets or gives the low bytes.
 template <class To, class From> SIMT_PART To simt_bits(From from) {
-    To to = 0;
+    To to{};
     __builtin_memcpy(&to, &from, sizeof(To) < sizeof(From) ? sizeof(To) : sizeof(From));
     return to;
 }
@@ -555,7 +556,9 @@ SIMT_EACH(SIMT_STEP, atomicExch, unsigned, __atomic_exchange_n)
 SIMT_EACH(SIMT_STEP, atomicAdd, unsigned long long, __atomic_fetch_add)
 SIMT_EACH(SIMT_STEP, atomicExch, unsigned long long, __atomic_exchange_n)
 SIMT_EACH(SIMT_RETRY, atomicAdd, float, old + value)
-SIMT_EACH(SIMT_RETRY, atomicAdd, double, old + value)
+// Templates, so that a kernel's own function of that name, as for old GPUs, is preferred.
+#define SIMT_RETRY_IF_NONE(name, T, new_value) template <class = void> SIMT_RETRY(name, T, new_value)
+SIMT_EACH(SIMT_RETRY_IF_NONE, atomicAdd, double, old + value)
 SIMT_EACH(SIMT_RETRY, atomicExch, float, value)
 // Counts from 0 to value, then from 0 again; and down.
 SIMT_EACH(SIMT_RETRY, atomicInc, unsigned, old >= value ? 0 : old + 1)
@@ -568,12 +571,16 @@ SIMT_EACH(SIMT_SWAP, atomicCAS, unsigned long long, )
 
 // The address behind `extern __shared__ T name[];`
 SIMT_CALL void* simt_dynamic() { return simt_me->dynamic; }
-SIMT_CALL void simt_assert(const char* reason) { simt_trap(reason, SIMT_PC); }
+SIMT_CALL void simt_stop_here(const char* reason) { simt_trap(reason, SIMT_PC); }
+SIMT_CALL void simt_wait_here(const char* reason) { simt_pause(reason, SIMT_PC); }
+SIMT_CALL void* malloc(size_t bytes) { return simt_allocate(bytes, 1, SIMT_PC); }
+SIMT_CALL void free(void* block) { simt_free(block, SIMT_PC); }
 SIMT_CALL void __trap() { simt_trap("__trap()", SIMT_PC); }
 inline void __brkpt() {}
-inline void __nanosleep(unsigned) {}
+// It may wait for what another thread will write.
+SIMT_CALL void __nanosleep(unsigned) { simt_pause(0, SIMT_PC); }
 #define printf simt_print
-#define assert(...) ((__VA_ARGS__) ? (void)0 : simt_assert("assert(" #__VA_ARGS__ ")"))
+#define assert(...) ((__VA_ARGS__) ? (void)0 : simt_stop_here("assert(" #__VA_ARGS__ ")"))
 
 // A counter of the processor's: enough to see that time passes, not to compare with a GPU's cycles.
 __forceinline__ long long clock64() {
@@ -588,6 +595,34 @@ __forceinline__ long long clock64() {
 __forceinline__ long clock() { return long(clock64()); }
 
 }  // namespace
+
+// new and delete use the kernels' heap. They are of this library only.
+namespace std { enum class align_val_t : size_t {}; }
+#pragma GCC visibility push(hidden)
+#define SIMT_HEAP_CALL SIMT_UNSEEN __attribute__((noinline))
+SIMT_HEAP_CALL void* operator new(size_t bytes) { return simt_allocate(bytes, 1, SIMT_PC); }
+SIMT_HEAP_CALL void* operator new[](size_t bytes) { return simt_allocate(bytes, 1, SIMT_PC); }
+SIMT_HEAP_CALL void* operator new(size_t bytes, std::align_val_t alignment) {
+    return simt_allocate(bytes, size_t(alignment), SIMT_PC);
+}
+SIMT_HEAP_CALL void* operator new[](size_t bytes, std::align_val_t alignment) {
+    return simt_allocate(bytes, size_t(alignment), SIMT_PC);
+}
+#define SIMT_DELETE(...)                                                                           \
+    SIMT_HEAP_CALL void operator delete(__VA_ARGS__) noexcept {                                  \
+        simt_free(block, SIMT_PC);                                                                 \
+    }                                                                                              \
+    SIMT_HEAP_CALL void operator delete[](__VA_ARGS__) noexcept {                                \
+        simt_free(block, SIMT_PC);                                                                 \
+    }
+SIMT_DELETE(void* block)
+SIMT_DELETE(void* block, size_t)
+SIMT_DELETE(void* block, std::align_val_t)
+SIMT_DELETE(void* block, size_t, std::align_val_t)
+#pragma GCC visibility pop
+// An object at an address.
+inline void* operator new(size_t, void* place) noexcept { return place; }
+inline void* operator new[](size_t, void* place) noexcept { return place; }
 
 // At the end, so that the compiler's message names what cannot run here. A kernel has a plain
 // branch for it: #ifdef __CUDA_ARCH__ ... #else.
