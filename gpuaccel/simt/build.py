@@ -42,6 +42,8 @@ COMMON = (
     "-fno-strict-aliasing",
     "-fno-exceptions",
     "-fno-rtti",
+    # A __shared__ array whose elements have a constructor that does nothing needs no lock.
+    "-fno-threadsafe-statics",
     # new may return null.
     "-fcheck-new",
     "-fno-math-errno",
@@ -485,6 +487,19 @@ def _is_in_function(blank: str, position: int) -> bool:
     return any(is_code)
 
 
+def _namespaces(blank: str, position: int) -> "list[str]":
+    """The named namespaces around a position in a text without comments."""
+    names: "list[str | None]" = []
+    for brace in re.finditer(r"[{}]", blank[:position]):
+        if brace[0] == "{":
+            before = blank[max(0, brace.start() - 200) : brace.start()]
+            scope = re.search(r"\bnamespace\s+([\w:]+)\s*$", before)
+            names.append(scope[1] if scope else None)
+        elif names:
+            names.pop()
+    return [name for name in names if name]
+
+
 def _is_in_directive(blank: str, position: int) -> bool:
     """Whether a position is in a line that begins with #, or in its continuation."""
     start = blank.rfind("\n", 0, position) + 1
@@ -545,10 +560,11 @@ def _with_dynamic_arrays(source: str) -> "tuple[str, list[str]]":
 
 
 def _with_marks(source: str, names: "list[str]") -> str:
-    """The source with a `#define SIMT_HAS_<name>` above each kernel.
+    """The source with a `#define SIMT_HAS_<name> <its namespace>` above each kernel.
 
     A kernel that an #if leaves out thereby leaves out its mark, too.
     """
+    blank = without_comments(source)
     pieces = []
     position = 0
     for name, start in kernel_positions(source):
@@ -556,7 +572,8 @@ def _with_marks(source: str, names: "list[str]") -> str:
             continue
         start = source.rfind("\n", 0, start) + 1
         line = _line_number(source, start)
-        pieces += [source[position:start], f"#define SIMT_HAS_{name}\n#line {line}\n"]
+        scope = "::".join(_namespaces(blank, start))
+        pieces += [source[position:start], f"#define SIMT_HAS_{name} {scope}\n#line {line}\n"]
         position = start
     return "".join([*pieces, source[position:]])
 
@@ -585,7 +602,7 @@ def translated(source: str, names: "list[str]") -> str:
         source = source[: match.start()] + " " * len("static") + source[match.end() :]
     source, macros = _with_dynamic_arrays(source)
     source = _with_marks(source, names)
-    exports = [f"#ifdef SIMT_HAS_{name}\nSIMT_EXPORT({name})\n#endif\n" for name in names]
+    exports = [f"#ifdef SIMT_HAS_{name}\nSIMT_EXPORT({name}, SIMT_HAS_{name})\n#endif\n" for name in names]
     return "".join(
         [
             '#line 1 "namespace"\n',
