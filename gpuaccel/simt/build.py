@@ -84,6 +84,15 @@ CHECKED_BY = {
         *("-mllvm", "-tsan-distinguish-volatile=1"),
     ),
 }
+# Casts outside of an integer's range: see casts.cpp. Other processors saturate by themselves.
+CASTS = ("-fsanitize=float-cast-overflow",) if platform.machine() in ("x86_64", "AMD64") else ()
+# Without these a cast may be moved away from the call in front of it, or be one of two in a vector.
+CASTS_BY_GCC = (
+    "-fno-tree-sink",
+    "-fno-code-hoisting",
+    "-fno-tree-pre",
+    "-fno-tree-slp-vectorize",
+)
 # A pattern in a source or in a compiler's message -> the feature that only a GPU has.
 GPU_ONLY = {
     r"simt_inline_PTX\w*|\b(?:__)?asm(?:__)?\b": "inline PTX (asm)",
@@ -165,10 +174,11 @@ def _commands(host: Compiler, checked: bool, source, output, headers) -> "list[t
     flags: "tuple[str, ...]" = FAST
     if checked:
         flags = (*CHECKED, *CHECKED_BY["clang" if host.kind == "zig" else host.kind])
+    casts = (*CASTS, *CASTS_BY_GCC) if CASTS and host.kind == "g++" else CASTS
     first = (*host.command, *_first_options(host))
     compiled = f"{output}.o"
     return [
-        (*first, *COMMON, max_errors, *flags, *headers, "-c", str(source), "-o", compiled),
+        (*first, *COMMON, *casts, max_errors, *flags, *headers, "-c", str(source), "-o", compiled),
         (*first, *FAST, "-shared", compiled, "-o", str(output)),
     ]
 
@@ -307,6 +317,9 @@ def _key(*facts) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
+RUNTIME_SOURCES = ("runtime.h", "executor.h", "executor.cpp", "casts.cpp", "checks.cpp")
+
+
 @functools.cache
 def runtime(checked: bool, tls: "tuple[str, ...]" = ()) -> Runtime:
     """The executor, with or without the checks.
@@ -315,8 +328,8 @@ def runtime(checked: bool, tls: "tuple[str, ...]" = ()) -> Runtime:
     variables needs space that other libraries may have used up. The slower kind always loads.
     """
     host = compiler()
-    files = [HERE / name for name in ("runtime.h", "executor.h", "executor.cpp", "checks.cpp")]
-    sources = [HERE / "executor.cpp"]
+    files = [HERE / name for name in RUNTIME_SOURCES]
+    sources = [HERE / "executor.cpp", HERE / "casts.cpp"]
     options = [*FAST, *tls]
     if checked:
         sources.append(HERE / "checks.cpp")
@@ -387,7 +400,7 @@ def program(
             platform.machine(),
             headers,
             hashlib.sha256(executor.image).hexdigest(),
-            (COMMON, CHECKED, CHECKED_BY, FAST),
+            (COMMON, CASTS, CASTS_BY_GCC, CHECKED, CHECKED_BY, FAST),
         )
         if key not in _programs:
             text = translated(source, names)
