@@ -29,7 +29,10 @@ EPS = 1e-6  # torch's
 MAX_TENSORS = 256
 MAX_BLOCKS = 2**20
 SCALE_BLOCKS = 16384  # fewer than chunks: most often the scale is 1 and nothing is to be done
-_TENSORS = struct.Struct(f"{MAX_TENSORS}Q{MAX_TENSORS + 1}i{MAX_TENSORS}H{MAX_TENSORS}B4x").pack
+# struct Tensors of kernels_cu/clip.cu.
+_pack_tensors = struct.Struct(
+    f"{MAX_TENSORS}Q{MAX_TENSORS + 1}i{MAX_TENSORS}H{MAX_TENSORS}B4x"
+).pack
 
 
 class ClipState:
@@ -46,16 +49,21 @@ class ClipState:
     >>> float(state.norm), state.name()  # waits for the device
     """
 
-    __slots__ = ("values", "bad", "scope", "names")
+    __slots__ = ("values", "nonfinite_tensor", "scope", "names")
 
     def __init__(
-        self, values: Tensor, bad: Tensor, scope: str, names: "Callable[[], Sequence[str]]"
+        self,
+        values: Tensor,
+        nonfinite_tensor: Tensor,
+        scope: str,
+        names: "Callable[[], Sequence[str]]",
     ):
         """values: (groups, 4) fp32: scale, norm, clipped norm, finite.
-        bad: (groups,) int32.
+        nonfinite_tensor: (groups,) int32, number of each group's first tensor that is not finite,
+            -1 without one.
         names: a function that returns the tensors' names."""
         self.values = values
-        self.bad = bad
+        self.nonfinite_tensor = nonfinite_tensor
         self.scope = scope
         self.names = names
 
@@ -80,16 +88,16 @@ class ClipState:
 
     @property
     def first_nonfinite(self) -> Tensor:
-        return self.bad[0] if self.scope == "global" else self.bad
+        return self.nonfinite_tensor[0] if self.scope == "global" else self.nonfinite_tensor
 
     def name(self) -> "str | None":
         """Name of the first tensor whose gradient is not finite, or None. Waits for the device."""
-        numbers = [i for i in self.bad.tolist() if i >= 0]
+        numbers = [i for i in self.nonfinite_tensor.tolist() if i >= 0]
         return self.names()[numbers[0]] if numbers else None
 
     def clone(self) -> "ClipState":
         """A copy that the next step does not overwrite."""
-        return ClipState(self.values.clone(), self.bad.clone(), self.scope, self.names)
+        return ClipState(self.values.clone(), self.nonfinite_tensor.clone(), self.scope, self.names)
 
     def __repr__(self):
         count = len(self.values)
@@ -114,8 +122,9 @@ def reference_norms(
     Returns the norms, (count,), and the first tensors' numbers, (count,) int32, -1 for none."""
     device = grads[0].device
     norms = []
-    bad = []
-    none = 2**31 - 1
+    nonfinite_tensor = []
+    # Larger than any tensor's number.
+    no_tensor = 2**31 - 1
     numbers = numbers or range(len(grads))
     for g in range(count):
         members = [
@@ -126,13 +135,14 @@ def reference_norms(
             norms.append(norm.to(device))
         else:
             norms.append(torch.zeros((), device=device))
-        nonfinite = [
-            torch.where(torch.isfinite(grads[i]).all(), none, numbers[i]).to(device)
+        candidates = [torch.full((), no_tensor, device=device)]
+        candidates += [
+            torch.where(torch.isfinite(grads[i]).all(), no_tensor, numbers[i]).to(device)
             for i in members
         ]
-        first = torch.stack(nonfinite).min() if nonfinite else torch.full((), none, device=device)
-        bad.append(torch.where(first < none, first, -1))
-    return torch.stack(norms), torch.stack(bad).int()
+        first = torch.stack(candidates).min()
+        nonfinite_tensor.append(torch.where(first < no_tensor, first, -1))
+    return torch.stack(norms), torch.stack(nonfinite_tensor).int()
 
 
 def reference_scale(norms: Tensor, max_norm, eps: float = EPS) -> Tensor:
@@ -182,7 +192,7 @@ def _packed(addresses, counts, kinds):
         first_chunks = [0, *itertools.accumulate([-(-n // CHUNK) for n in sizes])]
         chunks = first_chunks[-1]
         rest = [0] * (MAX_TENSORS - len(sizes))
-        packed = _TENSORS(
+        packed = _pack_tensors(
             *addresses[part],
             *rest,
             *first_chunks,
@@ -241,7 +251,7 @@ def launch_reduce(
     divisor: (1,) fp32, what the gradients are still to be divided by; None: 1."""
     clip_kernel("reduce_v2", norm_type)[len(out.values), 1024](
         out.values,
-        out.bad,
+        out.nonfinite_tensor,
         partials,
         chunk_to_tensor,
         groups,

@@ -300,7 +300,7 @@ def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInp
             coefficients[start:],
             settings,
             None if clip is None else clip.values,
-            None if clip is None else clip.bad,
+            None if clip is None else clip.nonfinite_tensor,
             inputs.groups,
             0 if clip is None else len(clip.values),
             int(inputs.skip),
@@ -350,9 +350,9 @@ def reference_step(
     if count_it:
         record[0] += 1
         record[1] += keep
-        bad = clip.bad if clip is not None else record.new_full((1,), -1)
-        first = bad.index_select(0, (bad >= 0).int().argmax().view(1))[0]
-        first = torch.where((bad >= 0).any(), first, -1)
+        numbers = record.new_full((1,), -1) if clip is None else clip.nonfinite_tensor
+        first = numbers.index_select(0, (numbers >= 0).int().argmax().view(1))[0]
+        first = torch.where((numbers >= 0).any(), first, -1)
         record[2:] = torch.where(keep, torch.stack([record[0], first]), record[2:])
     on_host = device.type == "cpu"
     if not (on_host and keep.tolist()):

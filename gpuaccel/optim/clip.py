@@ -183,8 +183,8 @@ def clip_grads_(
 def _empty_state(scope: str, names: "Callable[[], list[str]]") -> ClipState:
     """The ClipState of no gradients: with scope "global" norm 0 and scale 1, else no groups."""
     rows = [[1.0, 0.0, 0.0, 1.0]] if scope == "global" else []
-    first_bad = torch.full((len(rows),), -1, dtype=torch.int32)
-    return ClipState(torch.tensor(rows).reshape(-1, 4), first_bad, scope, names)
+    nonfinite_tensor = torch.full((len(rows),), -1, dtype=torch.int32)
+    return ClipState(torch.tensor(rows).reshape(-1, 4), nonfinite_tensor, scope, names)
 
 
 def _grads_of(
@@ -298,13 +298,13 @@ def _by_torch(
 ) -> "tuple[ClipState, Callable[[], None]]":
     """The same by torch."""
     count = 1 if groups is None else groups[-1] + 1
-    norms, first_bad = reference_norms(grads, norm_type, groups, count, foreach)
+    norms, nonfinite_tensor = reference_norms(grads, norm_type, groups, count, foreach)
     scales = reference_scale(norms, max_norm, eps)
     finite = torch.isfinite(norms)
     rows = torch.stack([scales, norms, norms * scales, finite.to(norms.dtype)], 1)
     if norms.dtype != torch.float64:
         rows = rows.float()
-    state = ClipState(rows, first_bad, scope, names)
+    state = ClipState(rows, nonfinite_tensor, scope, names)
     if policy == "skip":
         scales = torch.where(finite, scales, 1.0)
 

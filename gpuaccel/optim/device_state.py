@@ -89,9 +89,11 @@ class DeviceState:
 
     def take_norm_by_reference(self, clip, grads, rows, numbers, max_norm, divisor):
         """The same in torch. rows: of each gradient in `clip`; numbers: of its tensors."""
-        norms, bad = reference_norms(grads, 2.0, rows, len(clip.values), numbers=numbers)
+        norms, nonfinite_tensor = reference_norms(
+            grads, 2.0, rows, len(clip.values), numbers=numbers
+        )
         norms = norms if divisor is None else norms / divisor.view(())
         scales = reference_scale(norms, max_norm)
         finite = torch.isfinite(norms).to(norms.dtype)
         clip.values.copy_(torch.stack([scales, norms, norms * scales, finite], 1))
-        clip.bad.copy_(bad)
+        clip.nonfinite_tensor.copy_(nonfinite_tensor)

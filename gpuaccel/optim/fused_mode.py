@@ -131,10 +131,10 @@ class FusedMode(ArenaMode):
         self.product_tensors = {i for part in self._slices for i in part.tensors}
         for layer in arena.module.modules():
             for names in getattr(layer, "FUSED_LINEARS", ()):
-                self._join([getattr(layer, name) for name in names], index)
+                self._add_joint([getattr(layer, name) for name in names], index)
         self._others = chunk_table_of(arena, set(range(len(arena.segments))) - self.product_tensors)
 
-    def _join(self, layers: "list[nn.Module]", index: "dict[int, int]"):
+    def _add_joint(self, layers: "list[nn.Module]", index: "dict[int, int]"):
         """Make one product of several layers of one input (nn.fused_linear.fused_linears).
 
         Nothing changes where their weights do not lie side by side in the arena.

@@ -183,7 +183,7 @@ class TrainStep:
                     "micro_batches": str(micro_batches) if distributed.ordered else "any",
                     "compile": str(bool(compile)),
                 }
-                self._join(distributed, settings, accumulate, bool(compile))
+                self._make_reducer(distributed, settings, accumulate, bool(compile))
             else:
                 self._accumulate_into_arena(accumulate)
             if compile:
@@ -202,7 +202,9 @@ class TrainStep:
                 # torch reads the variable here, so that products before the first step do no harm.
                 pass
 
-    def _join(self, distributed: Distributed, settings: dict, accumulate: str, compiled: bool):
+    def _make_reducer(
+        self, distributed: Distributed, settings: dict, accumulate: str, compiled: bool
+    ):
         """Compare the models of all ranks, and take over rank 0's weights."""
         if distributed.sharded and self.clip != "fused":
             raise ArgumentError(
@@ -481,7 +483,7 @@ class TrainStep:
         """A context, to be entered on every rank: in it the optimizer's state is whole, to be
         saved or loaded."""
         if self.reducer is not None and self.reducer.sharded:
-            # A sharded optimizer clips by itself: see _join.
+            # A sharded optimizer clips by itself: see _make_reducer.
             assert self._clipping_opt is not None
             return self._clipping_opt.gathered()
         return contextlib.nullcontext()

@@ -118,8 +118,8 @@ def test_adamws_thread_blocks_take_a_chunk_in_whole_groups(version):
     [
         (accumulate_kernel("accumulate_v3", torch.float32), [_pack_addresses]),
         (accumulate_kernel("accumulate_v4", torch.bfloat16), [_pack_addresses]),
-        (clip.clip_kernel("squares_v2", 2.0), [clip._TENSORS]),
-        (clip.clip_kernel("scale_v2", 2.0), [clip._TENSORS]),
+        (clip.clip_kernel("squares_v2", 2.0), [clip._pack_tensors]),
+        (clip.clip_kernel("scale_v2", 2.0), [clip._pack_tensors]),
         (update_rule.settings_kernel(), [update_rule.VALUES.pack]),
         (ADAMW.kernel("begin"), [update_rule.STEPS.pack]),
         (ADAMW.kernel("v2", ("AMSGRAD", 1), ("PARAM_T", "bf16")), [ADAMW.update_struct.pack]),

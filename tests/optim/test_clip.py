@@ -1010,7 +1010,7 @@ def test_what_clipping_found(device):
     found = clip_grads_(parameters([torch.tensor([3.0, 4.0], device=device)], device), 1.0)
     assert repr(found).startswith("ClipState(global, 1 norm on c")
     kept = found.clone()
-    found.values.zero_(), found.bad.zero_()
+    found.values.zero_(), found.nonfinite_tensor.zero_()
     assert kept.norm == 5 and kept.first_nonfinite == -1 and kept.finite and kept.name() is None
     close(kept.clipped_norm, 1.0, 1e-6)
     close(kept.scale, 0.2, 1e-6)
@@ -1273,7 +1273,7 @@ def test_gpu_a_captured_clip_replays_on_other_gradients(scope):
         eager = work()
         for a, b in zip(replayed[0], eager):
             same(a.values, b.values, f"verdicts, gradients of size {size}")
-            assert torch.equal(a.bad, b.bad)
+            assert torch.equal(a.nonfinite_tensor, b.nonfinite_tensor)
         same(arena.grads, replayed[1], f"arena, gradients of size {size}")
         for p, g in zip(views, replayed[2]):
             same(p.grad, g, f"gradients of size {size}")
