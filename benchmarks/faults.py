@@ -5,7 +5,7 @@
 
 * Kills: two ranks train on the CPU. A rank or the process that launched them is killed at a random
   moment, also at a random point of a write of a checkpoint, or the file size is limited, as on a
-  full disk. After one to three faults the run is resumed to its end. Every loss, and every tensor of
+  full disk. After one to three faults the run is resumed to its end. Every loss and every tensor of
   the last checkpoint, is compared bit for bit with those of a run that nothing stopped.
 * Corruptions of a checkpoint: each has to be refused with a CheckpointError that leaves the model,
   the optimizer and the data position as they were, or to load what the whole file holds.
@@ -97,7 +97,7 @@ def train_here():
 
 
 def train_rank(folder, fault):
-    """A rank's part of a run, which goes on from the newest checkpoint. fault(rank) arms a fault."""
+    """A rank's part of a run: from the newest checkpoint to the end. fault(rank) arms a fault."""
     config = Distributed(ordered=True)
     (folder / f"rank-{config.rank}.pid").write_text(str(os.getpid()))
     model, opt, _, scheduler, batches = make_run(config.rank, config.world)
@@ -386,7 +386,7 @@ def measure_corruptions(count: int, seed: int, say=print) -> dict:
             elif chance.random() < 0.5:
                 path.mkdir()
             with torch.no_grad():
-                arena.weights.fill_(index)
+                arena.weights.fill_(index + 1)
             before = state()
             outcome = "wrong"
             try:

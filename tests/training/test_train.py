@@ -2,6 +2,7 @@
 file has each step once."""
 
 import copy
+import dataclasses
 import json
 import shutil
 import types
@@ -13,7 +14,7 @@ from torch import nn
 
 from gpuaccel.backends import use_backend
 from gpuaccel.distributed.config import Distributed
-from gpuaccel.errors import ArgumentError, CaptureError, DataError
+from gpuaccel.errors import ArgumentError, CaptureError, CheckpointError, DataError
 from gpuaccel.measure import Meter
 from gpuaccel.optim.accumulate import MODES, GradientAccumulator
 from gpuaccel.optim.adamw import AdamW
@@ -548,6 +549,30 @@ def test_resume_without_a_checkpoint_begins_and_after_the_end_does_nothing(tmp_p
     assert run(tmp_path, 3, resume=True)[0] == [1, 2, 3]
     assert run(tmp_path, 3, resume=True)[0] == []
     assert run(tmp_path, 4, resume=True)[0] == [4]
+
+
+def test_a_damaged_checkpoint_is_an_error_that_has_the_older_whole_ones(tmp_path):
+    """They are not taken in silence; resume=path does."""
+    run(tmp_path, 9)
+    newest, middle, oldest = sorted((tmp_path / "checkpoints").iterdir(), reverse=True)
+    for damaged in (newest, middle):
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+    message = f"{newest.name} cannot be read.*older ones that are whole: {oldest.name}"
+    with pytest.raises(CheckpointError, match=message) as error:
+        run(tmp_path, 10, resume=True)
+    assert error.value.older == [oldest]
+    assert run(tmp_path, 10, resume=oldest)[0] == list(range(4, 11))
+    with pytest.raises(CheckpointError, match="elsewhere is not a file.*are whole: none"):
+        run(tmp_path, 10, resume=tmp_path / "elsewhere")
+
+
+def test_a_checkpoint_of_another_model_has_no_others_to_offer(tmp_path, monkeypatch):
+    run(tmp_path, 6)
+    wider = dataclasses.replace(CONFIG, intermediate=32)
+    monkeypatch.setitem(make_model.__globals__, "CONFIG", wider)
+    with pytest.raises(CheckpointError, match="does not fit this model") as error:
+        run(tmp_path, 7, resume=True)
+    assert error.value.older == [] and "whole" not in str(error.value)
 
 
 def test_a_run_reports_validation_and_keeps_the_newest_checkpoints(tmp_path):
