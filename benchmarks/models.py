@@ -46,7 +46,7 @@ MICRO_BATCHES, STEPS = 2, 4
 LR, MAX_NORM = 1e-2, 0.5
 # Larger than torch's default: a gradient that is zero but for rounding (that of an attention key's
 # bias) shall not move its weight by a whole learning rate.
-EPS = 1e-5
+EPS = 1e-4
 # Of a loss, relative; of a weight, in learning rates.
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-5, 1e-3
 COLUMNS = {

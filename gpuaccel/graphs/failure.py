@@ -65,7 +65,11 @@ def explained(error: BaseException, location: "tuple[str, int] | None") -> Captu
     if location is not None:
         code = re.split(r"\s+#", linecache.getline(*location).strip())[0]
     messages = [_first_line(e) for e in _chain(error)]
-    cause = _cause_in(code) or _cause_in(" ".join(messages))
+    texts = [code, " ".join(messages)]
+    if isinstance(error, CaptureError):
+        # A tape's: its message says what happened. A driver's does not, and the line tells more.
+        texts.reverse()
+    cause = next(filter(None, map(_cause_in, texts)), None)
     if cause is None:
         cause = messages[0], 'leave it out of the step, or run with replay="eager"'
     where = "the step"

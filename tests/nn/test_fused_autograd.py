@@ -19,7 +19,7 @@ DEVICES = pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 
 
 class Net(nn.Module):
-    """Tokens (B, T) -> (B, T, 5): an embedding, a layer with a bias, three layers as one product."""
+    """Tokens (B, T) -> (B, T, 5): an embedding, a layer with a bias, three as one product."""
 
     FUSED_LINEARS = [("q", "k", "v")]
 
