@@ -144,6 +144,10 @@ CELL = 48
 GLOBAL, SHARED, VARIABLE = 0, 1, 2
 
 
+# Types without smaller parts: an array of them needs one cell per word.
+WORDS = ("float", "double", "int", "unsigned int", "long int", "long unsigned int")
+
+
 class Memory:
     """Zeroed pages and their address, as long as this object lives."""
 
@@ -334,12 +338,12 @@ class Session:
             itemsize, dtype, padding = self.table.types.get(offset, (1, "", None))
             array = Array(name, lo, lo + size, itemsize, dtype, SHARED if shared else VARIABLE)
             array.padding = padding
-            yield Range(lo, lo + size, [array])
+            yield Range(lo, lo + size, [array], granule=4 if dtype in WORDS else 1)
 
     def _fill_checks(self, ranges, threads):
         cells = [-(-(r.hi - r.lo) // r.granule) * CELL for r in ranges]
         self.cells = Memory(sum(cells))
-        self.published = Memory(8 * threads)
+        self.published = Memory(12 * threads)
         self.regions = (Region * len(ranges))()
         address = self.cells.address
         for region, r, size in zip(self.regions, ranges, cells):
@@ -624,7 +628,7 @@ class Session:
             if use.ended:
                 who = self._words(use.ended - 1)
                 thread, block = self._coordinates(use.ended - 1)
-                message = f"{who} has ended when others of its warp reach this barrier"
+                message = f"{who} has ended when others reach this barrier"
                 notes.append(Report("ended before a barrier", line, file, thread, block, message))
             if not use.needed:
                 message = "in this launch no two accesses need this barrier to be ordered"

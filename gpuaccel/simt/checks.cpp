@@ -73,11 +73,12 @@ struct simt_report {
 struct simt_barrier_use {
     uint32_t pc;
     uint32_t needed;              // it ordered two accesses that nothing else orders
-    uint64_t ended;               // 1 + a thread that had ended when others of its warp came
+    uint64_t ended;               // 1 + a thread that had ended when others arrived
 };
 
 // Until when a thread's writes are known to others, and since when.
-struct publication { uint32_t until, at; };
+// released: its last atomic operation or volatile write
+struct publication { uint32_t until, at, released; };
 
 struct simt_event {
     uint32_t pc, block;
@@ -284,13 +285,8 @@ static void keep_barrier(worker* w, uint32_t pc) {
     int kind = w->kind[w->barrier[0]];
     bool votes = kind >= SIMT_BARRIER_COUNT && kind <= SIMT_BARRIER_OR;
     if (w->threads == 1 || votes || w->arrived == 1) last_barrier->needed = 1;
-    for (unsigned warp = 0; warp * SIMT_WARP < w->threads && !last_barrier->ended; warp++) {
-        unsigned lanes = w->threads - warp * SIMT_WARP;
-        unsigned all = lanes >= SIMT_WARP ? ~0u : (1u << lanes) - 1;
-        if (!w->live[warp] || w->live[warp] == all) continue;
-        unsigned lane = __builtin_ctz(all & ~w->live[warp]);
-        last_barrier->ended = 1 + first_thread + warp * SIMT_WARP + lane;
-    }
+    for (unsigned t = 0; w->exited && t < w->threads && !last_barrier->ended; t++)
+        if (!(w->live[t / SIMT_WARP] >> t % SIMT_WARP & 1)) last_barrier->ended = 1 + first_thread + t;
 }
 
 void check_barrier(worker* w) {
@@ -370,8 +366,12 @@ static void publish(unsigned t) {
             || (o / SIMT_WARP == t / SIMT_WARP && fence_time[o] < warp_time[t / SIMT_WARP]);
         if (in_step && fence_time[o] > until) until = fence_time[o];
         publication* p = &now->published[first_thread + o];
-        if (until > p->until) *p = {until, clock_};
+        if (until > p->until) {
+            p->until = until;
+            p->at = clock_;
+        }
     }
+    now->published[first_thread + t].released = clock_;
 }
 
 // Thread t sees what an atomic operation or a volatile write left in a cell.
@@ -385,9 +385,12 @@ static void see(unsigned t, const record& write) {
 static bool both_synchronise(const record& other, unsigned t, int kind) {
     bool is_atomic = other.pc & ATOMIC_BIT;
     if (kind == READ || kind == WRITE || !(is_atomic || other.pc & VOLATILE_BIT)) return false;
-    // Volatile variables of one block need a fence: without one they are data, and want a barrier.
     uint64_t o = other.thread - 1;
-    if ((is_atomic && kind != VOLATILE_WRITE) || kind == ATOMIC || o < first_thread) return true;
+    if ((is_atomic && kind != VOLATILE_WRITE) || kind == ATOMIC) return true;
+    // Where t has seen what o did later, without a fence in between, the older write is data.
+    uint32_t released = now->published[o].released;
+    if (o < first_thread) return !(released > other.time && seen[t] >= released);
+    // Volatile variables of one block need a fence: without one they are data, and want a barrier.
     return fence_time[t] > barrier_time || fence_time[o - first_thread] > barrier_time;
 }
 

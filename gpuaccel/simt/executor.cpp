@@ -135,6 +135,8 @@ static void switch_to_next(worker* w, void** save) {
     if (w->count) {
         unsigned t = w->current = take_ready(w);
         threadIdx = w->at[t];
+        // The thread that waits is the only active one.
+        if (save == &w->stack[t]) return;
         simt_switch(save, w->stack[t]);
     } else if (w->next < w->threads) {
         start_fibre(w, save);

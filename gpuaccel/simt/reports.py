@@ -135,12 +135,12 @@ class Symbols:
         returns: return addresses on the stack above it
         line: the line of the code itself
         """
-        lines = []
+        lines: "list[int]" = []
         for depth, place in enumerate([offset, *(address - 1 for address in returns)]):
             if depth:
                 index = bisect_right(self.addresses, place) - 1
                 name, own = self.rows[index][1:] if index >= 0 else (None, None)
-                if not name or name in RUNTIME_FILES:
+                if not own or not name or name in RUNTIME_FILES:
                     continue
                 lines.append(own)
             inlined = [c for c in self.calls if c[0] <= place < c[1] and c[2] not in RUNTIME_FILES]
