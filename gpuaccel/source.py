@@ -309,6 +309,7 @@ def launch_bound(source: str, name: str, defines: "dict[str, str]") -> "int | No
 
 
 _TYPEDEF = re.compile(r"\btypedef\s+([\w\s*]+?)\s*\b(\w+)\s*;")
+_ENUM = re.compile(r"\benum\s+(?:class\s+|struct\s+)?(\w+)\s*(?::\s*([\w\s]+?)\s*)?\{")
 _USING = re.compile(r"\busing\s+(\w+)\s*=\s*([\w\s*]+?)\s*;")
 
 
@@ -328,6 +329,7 @@ def _declaration(source, name, defines):
     macros = {name: text for name, text in macros.items() if re.fullmatch(r"[\w \t*]+", text)}
     macros |= {match[2]: match[1].strip() for match in _TYPEDEF.finditer(text)}
     macros |= {match[1]: match[2].strip() for match in _USING.finditer(text)}
+    macros |= {match[1]: (match[2] or "int").strip() for match in _ENUM.finditer(text)}
     return declaration, macros | defines
 
 
@@ -352,6 +354,10 @@ SYNONYMS = {
     "uint": "unsigned",
     "uchar": "unsigned char",
     "ushort": "unsigned short",
+    "ptrdiff_t": "long long",
+    "intptr_t": "long long",
+    "uintptr_t": "unsigned long long",
+    "clock_t": "long long",
     "long long int": "long long",
     "long int": "long long",
     "short int": "short",
@@ -393,7 +399,7 @@ def _param(declared, macros):
     words = _QUALIFIER.sub(" ", " ".join(words)).split()
     stars = words.count("*")
     ctype = " ".join(word for word in words if word != "*") + "*" * stars
-    base = " ".join(word for word in words if word not in ("*", "const", "struct"))
+    base = " ".join(word for word in words if word not in ("*", "const", "struct", "enum"))
     base = SYNONYMS.get(base, base)
     vector = re.fullmatch(r"(\w*?[a-z])([234])", base)
     if vector and vector[1] in VECTOR_BASES:

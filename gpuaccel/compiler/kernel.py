@@ -500,6 +500,11 @@ class _OnCpu(_Packed):
                     f"{kernel.name}: parameter `{param}` has {size} bytes for the host compiler, "
                     "and another type in its declaration"
                 )
+            if letter == "n" and not is_number:
+                raise CompileError(
+                    f"{kernel.name}: the type of parameter `{param}` is a number of {size} bytes "
+                    "under a name that is not known here; declare it as one of C's types"
+                )
         sizes = {
             i: size
             for i, (letter, size) in enumerate(compiled)

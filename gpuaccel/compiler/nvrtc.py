@@ -99,16 +99,25 @@ def _wheel_roots() -> "list[str]":
 def include_folders() -> "tuple[str, ...]":
     """The folders with cuda_fp16.h, cooperative_groups.h and cuda/barrier: of wheels, or a toolkit.
 
-    Empty where there are none: NVRTC's own wheel has no headers.
+    Empty where there are none of NVRTC's major version: NVRTC's own wheel has no headers.
     """
     major = library().version[0]
+
+    def is_of_this_version(folder):
+        try:
+            with open(os.path.join(folder, "cuda_runtime_api.h"), encoding="latin-1") as file:
+                version = re.search(r"#define CUDART_VERSION\s+(\d+)", file.read())
+        except OSError:
+            return False
+        return version is not None and int(version[1]) // 1000 == major
+
     names = ("cuda_runtime", "cuda_cccl") if major == 12 else (f"cu{major}",)
     folders = [
         os.path.join(root, "nvidia", name, "include") for root in _wheel_roots() for name in names
     ]
     folders.append(os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include"))
     for folder in folders:
-        if os.path.isfile(os.path.join(folder, "cuda_fp16.h")):
+        if is_of_this_version(folder):
             beside = os.path.join(folder, "..", "..", "cuda_cccl", "include")
             parts = (folder, os.path.join(folder, "cccl"), beside)
             return tuple(os.path.normpath(part) for part in parts if os.path.isdir(part))

@@ -42,6 +42,8 @@ COMMON = (
     "-fno-strict-aliasing",
     "-fno-exceptions",
     "-fno-rtti",
+    # A __shared__ array whose elements have a constructor that does nothing needs no lock.
+    "-fno-threadsafe-statics",
     # new may return null.
     "-fcheck-new",
     "-fno-math-errno",
@@ -88,6 +90,15 @@ CHECKED_BY = {
         *("-mllvm", "-tsan-distinguish-volatile=1"),
     ),
 }
+# Casts outside of an integer's range: see casts.cpp. Other processors saturate by themselves.
+CASTS = ("-fsanitize=float-cast-overflow",) if platform.machine() in ("x86_64", "AMD64") else ()
+# Without these a cast may be moved away from the call in front of it, or be one of two in a vector.
+CASTS_BY_GCC = (
+    "-fno-tree-sink",
+    "-fno-code-hoisting",
+    "-fno-tree-pre",
+    "-fno-tree-slp-vectorize",
+)
 # A pattern in a source or in a compiler's message -> the feature that only a GPU has.
 GPU_ONLY = {
     r"simt_inline_PTX\w*|\b(?:__)?asm(?:__)?\b": "inline PTX (asm)",
@@ -178,10 +189,11 @@ def _commands(host: Compiler, checked: bool, source, output, headers) -> "list[t
         flags = (*CHECKED, *CHECKED_BY["clang" if host.kind == "zig" else host.kind])
         if fill_pattern(host):
             flags = (*flags, FILLED)
+    casts = (*CASTS, *CASTS_BY_GCC) if CASTS and host.kind == "g++" else CASTS
     first = (*host.command, *_first_options(host))
     compiled = f"{output}.o"
     return [
-        (*first, *COMMON, max_errors, *flags, *headers, "-c", str(source), "-o", compiled),
+        (*first, *COMMON, *casts, max_errors, *flags, *headers, "-c", str(source), "-o", compiled),
         (*first, *FAST, "-shared", compiled, "-o", str(output)),
     ]
 
@@ -320,6 +332,9 @@ def _key(*facts) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
+RUNTIME_SOURCES = ("runtime.h", "executor.h", "executor.cpp", "casts.cpp", "checks.cpp")
+
+
 @functools.cache
 def runtime(checked: bool, tls: "tuple[str, ...]" = ()) -> Runtime:
     """The executor, with or without the checks.
@@ -328,8 +343,8 @@ def runtime(checked: bool, tls: "tuple[str, ...]" = ()) -> Runtime:
     variables needs space that other libraries may have used up. The slower kind always loads.
     """
     host = compiler()
-    files = [HERE / name for name in ("runtime.h", "executor.h", "executor.cpp", "checks.cpp")]
-    sources = [HERE / "executor.cpp"]
+    files = [HERE / name for name in RUNTIME_SOURCES]
+    sources = [HERE / "executor.cpp", HERE / "casts.cpp"]
     options = [*FAST, *tls]
     if checked:
         sources.append(HERE / "checks.cpp")
@@ -400,7 +415,7 @@ def program(
             platform.machine(),
             headers,
             hashlib.sha256(executor.image).hexdigest(),
-            (COMMON, CHECKED, CHECKED_BY, FAST),
+            (COMMON, CASTS, CASTS_BY_GCC, CHECKED, CHECKED_BY, FAST),
         )
         if key not in _programs:
             text = translated(source, names)
@@ -500,6 +515,19 @@ def _is_in_function(blank: str, position: int) -> bool:
     return any(is_code)
 
 
+def _namespaces(blank: str, position: int) -> "list[str]":
+    """The named namespaces around a position in a text without comments."""
+    names: "list[str | None]" = []
+    for brace in re.finditer(r"[{}]", blank[:position]):
+        if brace[0] == "{":
+            before = blank[max(0, brace.start() - 200) : brace.start()]
+            scope = re.search(r"\bnamespace\s+([\w:]+)\s*$", before)
+            names.append(scope[1] if scope else None)
+        elif names:
+            names.pop()
+    return [name for name in names if name]
+
+
 def _is_in_directive(blank: str, position: int) -> bool:
     """Whether a position is in a line that begins with #, or in its continuation."""
     start = blank.rfind("\n", 0, position) + 1
@@ -560,10 +588,11 @@ def _with_dynamic_arrays(source: str) -> "tuple[str, list[str]]":
 
 
 def _with_marks(source: str, names: "list[str]") -> str:
-    """The source with a `#define SIMT_HAS_<name>` above each kernel.
+    """The source with a `#define SIMT_HAS_<name> <its namespace>` above each kernel.
 
     A kernel that an #if leaves out thereby leaves out its mark, too.
     """
+    blank = without_comments(source)
     pieces = []
     position = 0
     for name, start in kernel_positions(source):
@@ -571,7 +600,8 @@ def _with_marks(source: str, names: "list[str]") -> str:
             continue
         start = source.rfind("\n", 0, start) + 1
         line = _line_number(source, start)
-        pieces += [source[position:start], f"#define SIMT_HAS_{name}\n#line {line}\n"]
+        scope = "::".join(_namespaces(blank, start))
+        pieces += [source[position:start], f"#define SIMT_HAS_{name} {scope}\n#line {line}\n"]
         position = start
     return "".join([*pieces, source[position:]])
 
@@ -600,7 +630,7 @@ def translated(source: str, names: "list[str]") -> str:
         source = source[: match.start()] + " " * len("static") + source[match.end() :]
     source, macros = _with_dynamic_arrays(source)
     source = _with_marks(source, names)
-    exports = [f"#ifdef SIMT_HAS_{name}\nSIMT_EXPORT({name})\n#endif\n" for name in names]
+    exports = [f"#ifdef SIMT_HAS_{name}\nSIMT_EXPORT({name}, SIMT_HAS_{name})\n#endif\n" for name in names]
     return "".join(
         [
             '#line 1 "namespace"\n',

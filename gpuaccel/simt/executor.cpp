@@ -459,7 +459,8 @@ void simt_check_heap(worker* w, const void* address, size_t size, const char* ve
 }
 
 static int alarm_signal() { return SIGRTMAX - 3; }
-static const int CAUGHT = 5, FAULTS[CAUGHT] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGINT};
+static const int CAUGHT = 6;
+static const int FAULTS[CAUGHT] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGINT, SIGTRAP};
 static struct sigaction before[CAUGHT];
 
 // Calls the handler that was there before ours; false where there was none.
@@ -473,6 +474,7 @@ static bool call_handler_before(
 
 static void on_signal(int signal, siginfo_t* info, void* context) {
     worker* w = (worker*)simt_me;
+    if (signal == SIGTRAP && simt_step(context)) return;
     if (signal == alarm_signal()) {
         if (!w) return;                       // a late alarm
         w->late = 1;

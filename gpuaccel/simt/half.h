@@ -261,8 +261,8 @@ namespace {
     SIMT_HALF2(T, __hadd_sat, __hadd2_sat, __saturatef(a + b))                                     \
     SIMT_HALF2(T, __hsub_sat, __hsub2_sat, __saturatef(a - b))                                     \
     SIMT_HALF2(T, __hmul_sat, __hmul2_sat, __saturatef(a * b))                                     \
-    SIMT_HALF2(T, __hmax, __hmax2, fmaxf(a, b))                                                    \
-    SIMT_HALF2(T, __hmin, __hmin2, fminf(a, b))                                                    \
+    SIMT_HALF2(T, __hmax, __hmax2, a != a ? b : b != b ? a : fmaxf(a, b))                                                    \
+    SIMT_HALF2(T, __hmin, __hmin2, a != a ? b : b != b ? a : fminf(a, b))                                                    \
     SIMT_HALF2(T, __hmax_nan, __hmax2_nan, a != a ? a : b != b ? b : fmaxf(a, b))                  \
     SIMT_HALF2(T, __hmin_nan, __hmin2_nan, a != a ? a : b != b ? b : fminf(a, b))                  \
     SIMT_HALF1(T, __hneg, __hneg2, -a)                                                             \

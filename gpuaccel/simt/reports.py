@@ -175,6 +175,9 @@ def _variables(elf, symbols) -> list:
             continue
         if section not in ("simt_shared", ".data", ".bss"):
             continue
+        # Whether a variable is initialised is the compiler's own variable.
+        if symbol.name.startswith("_ZGV"):
+            continue
         # g++ drops the section of a variable in a function template. A variable of a device
         # function (_ZZ) can only be a shared one.
         is_shared = section == "simt_shared" or symbol.name.startswith("_ZZ")

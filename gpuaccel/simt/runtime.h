@@ -117,11 +117,13 @@ template <auto K, class... A> struct simt_launcher<K, void (*)(A...)> {
     }
 };
 
-#define SIMT_EXPORT(name)                                                                          \
+// scope: the kernel's namespace, or nothing
+#define SIMT_EXPORT(name, scope)                                                                   \
     extern "C" __attribute__((visibility("default"))) void simt_run_##name() {                     \
-        simt_launcher<&name, decltype(&name)>::run();                                              \
+        simt_launcher<&scope::name, decltype(&scope::name)>::run();                                \
     }                                                                                              \
     extern "C" __attribute__((visibility("default")))                                              \
     int simt_parameters_##name(char* simt_letters, int* simt_sizes) {                              \
-        return simt_launcher<&name, decltype(&name)>::parameters(simt_letters, simt_sizes);        \
+        return simt_launcher<&scope::name, decltype(&scope::name)>::parameters(simt_letters,       \
+                                                                               simt_sizes);        \
     }

@@ -46,7 +46,7 @@
 #define __shared__ static __attribute__((section("simt_shared")))
 #else
 #define __global__
-#define __shared__ static __thread
+#define __shared__ static thread_local
 #endif
 #ifndef __clang__
 #define __builtin_assume(condition) ((void)0)
@@ -100,6 +100,7 @@ SIMT_VECTOR(float, float, 8, 16)            SIMT_VECTOR(double, double, 16, 16)
 namespace {
 
 constexpr int warpSize = SIMT_WARP;
+typedef long clock_t;
 
 // ---- 3. mathematics -----------------------------------------------------------------------------
 // sqrtf(float), sqrt(float) and sqrt(double), for every function of C. __builtin_sqrtf is C's own
