@@ -97,7 +97,7 @@ struct simt_checks {
     publication* published;       // per thread of the grid
     simt_event* event;
     uint64_t events, event_room, events_lost;
-    uint32_t flip;                // what is read from an absent lane or before it is set is inverted
+    uint32_t flip;                // invert what is read from an absent lane, or before it is set
     uint32_t pattern;             // what local variables hold before they are set; 0: not known
     uint32_t barriers, unused;
     simt_barrier_use barrier[64];
@@ -542,7 +542,7 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         if (!raced && c.write.thread && c.write.pc & bytes && !both_synchronise(c.write, t, kind)
             && !ordered(c.write, t, thread)) {
             raced = true;
-            bool two_writes = (kind == WRITE || kind == VOLATILE_WRITE) && !(c.write.pc & ATOMIC_BIT);
+            bool two_writes = is_write(kind) && kind != ATOMIC && !(c.write.pc & ATOMIC_BIT);
             race(c.write, pc, index, place_of_cell, size, kind, WRITE, two_writes);
             pending.race = two_writes;
         }
