@@ -344,7 +344,8 @@ bool simt_on_stack(worker* w, const void* address) {
 }
 
 bool simt_same_stack(worker* w, const void* a, const void* b) {
-    return (size_t)((const char*)a - w->stacks) / SLOT == (size_t)((const char*)b - w->stacks) / SLOT;
+    size_t first = (const char*)a - w->stacks, second = (const char*)b - w->stacks;
+    return first / SLOT == second / SLOT;
 }
 
 void simt_pause(const char* reason, void* pc) {
