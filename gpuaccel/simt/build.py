@@ -91,7 +91,7 @@ CASTS_BY_GCC = (
     "-fno-tree-sink",
     "-fno-code-hoisting",
     "-fno-tree-pre",
-    "-fno-tree-slp-vectorize",
+    "-fno-tree-vectorize",
 )
 # A pattern in a source or in a compiler's message -> the feature that only a GPU has.
 GPU_ONLY = {
@@ -178,7 +178,7 @@ def _commands(host: Compiler, checked: bool, source, output, headers) -> "list[t
     first = (*host.command, *_first_options(host))
     compiled = f"{output}.o"
     return [
-        (*first, *COMMON, *casts, max_errors, *flags, *headers, "-c", str(source), "-o", compiled),
+        (*first, *COMMON, max_errors, *flags, *casts, *headers, "-c", str(source), "-o", compiled),
         (*first, *FAST, "-shared", compiled, "-o", str(output)),
     ]
 
