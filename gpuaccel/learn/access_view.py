@@ -204,6 +204,7 @@ class AccessView:
         remarks = [f"line {report.line}: {report.message}" for report in reports[:3]]
         if len(reports) > 3:
             remarks.append(f"and {len(reports) - 3} more")
+        remarks += [f"line {note.line}, a note: {note.message}" for note in self.trace.notes[:3]]
         if self.trace.truncated:
             remarks.append(
                 "the launch made more accesses than a trace keeps: these are the first ones"

@@ -62,7 +62,13 @@ CHECKED = (
     "-DSIMT_CHECKED",
     "-fsanitize=thread",
     "-fsanitize=alignment,object-size,integer-divide-by-zero,shift-exponent",
+    # Reports walk the stack.
+    "-fno-omit-frame-pointer",
 )
+# Local variables are filled with a byte that reports recognise. g++ has it since version 12.
+FILLED = "-ftrivial-auto-var-init=pattern"
+# What four bytes hold then.
+PATTERNS = {"g++": 0xFEFEFEFE, "clang": 0xAAAAAAAA, "zig": 0xAAAAAAAA}
 CHECKED_BY = {
     "g++": (
         "-fsanitize=bounds",
@@ -159,6 +165,13 @@ def compiler() -> Compiler:
     return result
 
 
+def fill_pattern(host: Compiler) -> int:
+    """What four bytes of an uninitialised local variable hold in a checked build; 0: anything."""
+    if host.kind == "g++" and int(host.version.split(".")[0]) < 12:
+        return 0
+    return PATTERNS[host.kind]
+
+
 def _first_options(host: Compiler) -> "tuple[str, ...]":
     """The options in front of all others: without them zig adds sanitizer callbacks of its own."""
     return ("-fno-sanitize=undefined",) if host.kind == "zig" else ()
@@ -174,6 +187,8 @@ def _commands(host: Compiler, checked: bool, source, output, headers) -> "list[t
     flags: "tuple[str, ...]" = FAST
     if checked:
         flags = (*CHECKED, *CHECKED_BY["clang" if host.kind == "zig" else host.kind])
+        if fill_pattern(host):
+            flags = (*flags, FILLED)
     casts = (*CASTS, *CASTS_BY_GCC) if CASTS and host.kind == "g++" else CASTS
     first = (*host.command, *_first_options(host))
     compiled = f"{output}.o"
@@ -333,7 +348,7 @@ def runtime(checked: bool, tls: "tuple[str, ...]" = ()) -> Runtime:
     options = [*FAST, *tls]
     if checked:
         sources.append(HERE / "checks.cpp")
-        options.append("-DSIMT_CHECKED")
+        options += ["-DSIMT_CHECKED", "-fno-omit-frame-pointer"]
     texts = [file.read_text() for file in files]
     key = _key(str(host), platform.machine(), checked, COMMON, options, texts)
 

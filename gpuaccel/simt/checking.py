@@ -11,6 +11,8 @@ A *trace* is such a launch that also records each access, and copies nothing bac
 import ctypes
 import math
 import mmap
+import re
+import sys
 import warnings
 from dataclasses import replace
 
@@ -18,6 +20,7 @@ import numpy
 import torch
 
 from ..errors import ArgumentError
+from .build import compiler, fill_pattern, text_line
 from .driver import FAULTS, fault_report, launch, symbols
 from .reports import Report, coordinates, error, thread_words
 from .tracing import EVENT, Trace, Traced, groups
@@ -40,7 +43,15 @@ KINDS = (
     "shift",
     "const",
     "out of bounds",
+    "same value",
+    "uninitialised",
+    "harmless",
+    "local of another thread",
+    "out of bounds",
 )
+UNSET_LOCAL, NO_LOCAL = 13, 16
+# Kinds that are no mistakes: they are shown, and the launch succeeds.
+NOTES = ("const", "same value")
 # By the access: read, write, atomic.
 VERBS = ("reads", "writes", "atomically updates")
 PAST = ("read", "wrote", "atomically updated")
@@ -54,8 +65,9 @@ class Region(ctypes.Structure):
         ("kind", ctypes.c_uint32),
         ("granule", ctypes.c_uint32),
         ("readonly", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        ("element", ctypes.c_uint32),
         ("cells", ctypes.c_uint64),
+        ("padding", ctypes.c_char_p),
     ]
 
 
@@ -77,6 +89,17 @@ class CReport(ctypes.Structure):
         ("line", ctypes.c_uint32),
         ("mask", ctypes.c_uint32),
         ("value", ctypes.c_int64),
+        ("column", ctypes.c_uint32),
+        ("callers", ctypes.c_uint32),
+        ("caller", ctypes.c_uint32 * 6),
+    ]
+
+
+class CBarrierUse(ctypes.Structure):
+    _fields_ = [
+        ("pc", ctypes.c_uint32),
+        ("needed", ctypes.c_uint32),
+        ("ended", ctypes.c_uint64),
     ]
 
 
@@ -94,6 +117,11 @@ class Checks(ctypes.Structure):
         ("events", ctypes.c_uint64),
         ("event_room", ctypes.c_uint64),
         ("events_lost", ctypes.c_uint64),
+        ("flip", ctypes.c_uint32),
+        ("pattern", ctypes.c_uint32),
+        ("barriers", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+        ("barrier", CBarrierUse * 64),
         ("report", CReport * 256),
     ]
 
@@ -114,6 +142,10 @@ C_EVENT = numpy.dtype(
 CELL = 48
 # simt_region_kind in checks.cpp.
 GLOBAL, SHARED, VARIABLE = 0, 1, 2
+
+
+# Types without smaller parts: an array of them needs one cell per word.
+WORDS = ("float", "double", "int", "unsigned int", "long int", "long unsigned int")
 
 
 class Memory:
@@ -140,6 +172,8 @@ class Array:
         self.kind = kind
         self.readonly = readonly
         self.shift = 0
+        # For each byte of an element whether no member has it; None: each has one.
+        self.padding: "bytes | None" = None
 
     @classmethod
     def of_tensor(cls, name, tensor, readonly=False):
@@ -215,6 +249,15 @@ def _check_extra(i, tensor):
         )
 
 
+# In a source: a constant that looks as an uninitialised variable does.
+_LOOKS_UNSET = re.compile(r"0x(fe){1,8}|0x(aa){1,8}|\b254\b", re.I)
+
+
+def _pattern(text: str) -> int:
+    """What four bytes of a local variable hold before they are set; 0 where that cannot be told."""
+    return 0 if _LOOKS_UNSET.search(text) else fill_pattern(compiler())
+
+
 class Session:
     """The memory of one checked launch.
 
@@ -226,6 +269,7 @@ class Session:
     def __init__(self, program, shape, params, args, extra, trace: bool):
         self.shape = shape
         self.table = symbols(program)
+        self.text = program.text
         threads = math.prod(shape[:6])
         if threads >= 2**32:
             raise ArgumentError(
@@ -293,14 +337,15 @@ class Session:
         """Yield the ranges of the program's own variables."""
         for offset, size, name, shared in self.table.variables:
             lo = self.table.base + offset
-            itemsize, dtype = self.table.types.get(offset, (1, ""))
+            itemsize, dtype, padding = self.table.types.get(offset, (1, "", None))
             array = Array(name, lo, lo + size, itemsize, dtype, SHARED if shared else VARIABLE)
-            yield Range(lo, lo + size, [array])
+            array.padding = padding
+            yield Range(lo, lo + size, [array], granule=4 if dtype in WORDS else 1)
 
     def _fill_checks(self, ranges, threads):
         cells = [-(-(r.hi - r.lo) // r.granule) * CELL for r in ranges]
         self.cells = Memory(sum(cells))
-        self.published = Memory(4 * threads)
+        self.published = Memory(12 * threads)
         self.regions = (Region * len(ranges))()
         address = self.cells.address
         for region, r, size in zip(self.regions, ranges, cells):
@@ -311,6 +356,10 @@ class Session:
             region.granule = r.granule
             region.readonly = r.readonly
             region.cells = address
+            array = r.arrays[0]
+            if array.kind == SHARED and array.dtype:
+                region.element = array.itemsize
+                region.padding = array.padding
             address += size
         base = self.table.base
         shared_lo, shared_hi = self.table.shared
@@ -322,6 +371,7 @@ class Session:
             shared_lo=base + shared_lo,
             shared_hi=base + shared_hi,
             published=self.published.address,
+            pattern=_pattern(self.text),
         )
 
     def moved(self, address: int) -> int:
@@ -386,6 +436,13 @@ class Session:
         for i in numpy.flatnonzero(written):
             table[i] = int(after[i])
 
+    def results(self) -> "list[bytes]":
+        """The bytes of the copies of the tensors."""
+        return [
+            ctypes.string_at(slot.lo + slot.arrays[0].shift, slot.hi - slot.lo)
+            for slot in self.slots
+        ]
+
     # ---- reports ----
 
     def _coordinates(self, number):
@@ -426,18 +483,33 @@ class Session:
             report = self._report(raw)
             if report is None:
                 continue
-            if report.kind == "const":
+            if report.kind in NOTES:
                 notes.append(report)
                 continue
             key = (report.kind, report.file, report.line)
             if key in mistakes:
                 report = replace(mistakes[key], count=mistakes[key].count + report.count)
             mistakes[key] = report
+        # Of a line that is a race already, nothing more is said.
+        races = {(r.file, line) for r in mistakes.values() for line in (r.line, r.other_line)}
+        notes = [n for n in notes if n.kind == "const" or (n.file, n.line) not in races]
         return list(mistakes.values()), notes
+
+    def _is_chance(self, raw) -> bool:
+        """Whether a few of many integers look like an uninitialised variable: hashes do."""
+        if (
+            raw.kind != UNSET_LOCAL
+            or raw.region < 0
+            or raw.count * 10_000 >= math.prod(self.shape[:6])
+        ):
+            return False
+        return "float" not in self.members[raw.region][0].dtype
 
     def _report(self, raw) -> "Report | None":
         """The report of a raw one; None for what is no mistake."""
         kind = KINDS[raw.kind]
+        if kind == "harmless" or self._is_chance(raw):
+            return None
         file, line = self.table.locate(raw.pc - 1)
         if raw.file:
             file, line = raw.file.decode(), raw.line
@@ -457,24 +529,53 @@ class Session:
             tensor, element, place, size = self._element(raw.region, address, raw.size)
         if kind == "out of bounds" and raw.region >= 0:
             message = f"{who} {verb} {place}: {size}"
+        elif raw.kind == NO_LOCAL:
+            message = (
+                f"{who} {verb} local memory that is not in use: beyond a local array, or of a "
+                "function that has returned"
+            )
         elif kind == "out of bounds":
-            element = raw.value
             type_name = (raw.type or b"").decode().strip("'").replace(" [", "[")
+            source = text_line(self.text, file or "", line or 0) or ""
+            tensor, row = _indexed_name(source, raw.column)
             if type_name:
+                element = raw.value
                 message = f"{who} accesses element {element} of an array of type {type_name}"
+                if tensor:
+                    message = (
+                        f"{who} accesses {tensor}{row}[{element}]: {tensor}{row} is {type_name}"
+                    )
             else:
                 message = f"{who} accesses a shared or local array beyond its end"
+                if tensor:
+                    message += f", in {tensor}{row}[...]"
+        elif kind == "local of another thread":
+            message = f"{who} {verb} a local variable of another thread"
         elif kind == "misaligned":
             message = (
                 f"{who} {verb} {raw.value} bytes at {place}, which is misaligned: the address must "
                 f"be a multiple of {raw.value} bytes"
             )
+        elif raw.kind == UNSET_LOCAL and raw.region >= 0:
+            message = f"{who} writes an uninitialised local variable to {place}"
+        elif raw.kind == UNSET_LOCAL:
+            source = text_line(self.text, file or "", line or 0) or ""
+            tensor = name = _only_name(source, {array.name for array in self.arrays})
+            what = f"an element of {name}" if name else "a local variable or array"
+            message = f"{who} reads {what}, which it has not set"
         elif kind == "uninitialised":
             message = f"{who} reads {place}, which no thread of its block has written"
         elif kind == "race":
             has_other = True
             _, other_line = self.table.locate(raw.other_pc - 1)
             message = self._race_words(raw, who, place, line, other_line)
+        elif kind == "same value":
+            has_other = True
+            _, other_line = self.table.locate(raw.other_pc - 1)
+            message = (
+                f"{who} writes {place}, where {self._words(raw.other_thread)} wrote the same value "
+                f"at line {other_line}; no barrier orders the two writes"
+            )
         elif kind == "divergent barrier":
             has_other = True
             _, other_line = self.table.locate(raw.other_pc - 1)
@@ -515,6 +616,10 @@ class Session:
             message = f"{who} shifts by {raw.value} bits, which its type does not have"
         else:
             message = f"{who} writes {place} through a pointer to const"
+        callers = self.table.callers(raw.pc - 1, raw.caller[: raw.callers], line)
+        if callers:
+            lines = ", which is called at line ".join(str(number) for number in callers)
+            message += f" (in a function called at line {lines})"
         thread, block = self._coordinates(raw.thread)
         other_thread = other_block = None
         if has_other:
@@ -532,7 +637,24 @@ class Session:
             tensor=tensor,
             element=element,
             count=raw.count,
+            callers=callers,
         )
+
+    def barrier_notes(self) -> "list[Report]":
+        """What a trace says of barriers: those that some threads never reach, or nobody needs."""
+        notes = []
+        for use in self.checks.barrier[: self.checks.barriers]:
+            file, line = self.table.locate(use.pc - 1)
+            if use.ended:
+                who = self._words(use.ended - 1)
+                thread, block = self._coordinates(use.ended - 1)
+                message = f"{who} has ended when others reach this barrier"
+                notes.append(Report("ended before a barrier", line, file, thread, block, message))
+            if not use.needed:
+                message = "in this launch no two accesses need this barrier to be ordered"
+                origin = (0, 0, 0)
+                notes.append(Report("redundant barrier", line, file, origin, origin, message))
+        return notes
 
     def _race_words(self, raw, who, place, line, other_line) -> str:
         same_block = self._coordinates(raw.thread)[1] == self._coordinates(raw.other_thread)[1]
@@ -544,19 +666,64 @@ class Session:
             f"race: {who} {VERBS[raw.access]} {place}, which {self._words(raw.other_thread)} "
             f"{PAST[raw.other_access]} at line {other_line}; {missing}"
         )
-        if line == other_line and VERBS[raw.access] == VERBS[raw.other_access] == "writes":
-            message += " (if all write the same value, atomicExch says so)"
         return message
+
+
+_INDEXED = re.compile(r"((?:\w+(?:\.|->))*\w+)\s*((?:\[[^\[\]]*\])*)\[")
+
+
+def _indexed_name(source: str, column: int) -> "tuple[str | None, str]":
+    """(name, earlier indices) of the array that is indexed at or before a column (from 1)."""
+    names = [m for m in _INDEXED.finditer(source) if m.start() < column]
+    return (names[-1][1], names[-1][2]) if names else (None, "")
+
+
+def _only_name(source: str, known: "set[str]") -> "str | None":
+    """The array that is indexed in a source line, beside known ones; None if there are more."""
+    names = {m[1] for m in _INDEXED.finditer(source)} - known
+    return names.pop() if len(names) == 1 else None
 
 
 def _launch(program, name, shape, params, args, values, extra, pack, trace):
     """Launch with the checks on. Return the session, its mistakes and its notes."""
+    arguments = program, name, shape, params, args, values, extra, pack
+    printed: "list[str]" = []
+    session, fault, mistakes, notes = _launch_once(*arguments, trace, printed)
+    if fault is None and any(report.kind == "shuffle" for report in mistakes):
+        # What a shuffle reads from an absent lane matters only if it changes a result.
+        other, _, other_mistakes, _ = _launch_once(*arguments, False, [], flip=True)
+        if session.results() == other.results() and _places(mistakes) == _places(other_mistakes):
+            mistakes = [report for report in mistakes if report.kind != "shuffle"]
+    sys.stdout.write("".join(printed))
+    return session, mistakes, notes
+
+
+def _places(mistakes):
+    return {(report.kind, report.file, report.line) for report in mistakes}
+
+
+def _launch_once(
+    program, name, shape, params, args, values, extra, pack, trace, printed, flip=False
+):
+    """One launch. Return the session, the fault that ended it or None, its mistakes and its notes.
+
+    printed: list to which the kernel's output is added
+    flip: what a shuffle reads from an absent lane has all bits inverted
+    """
     session = Session(program, shape, params, args, extra, trace)
+    session.checks.flip = flip
     moved = [session.argument(*argument) for argument in zip(params, args, values)]
     session.move_tables(params, args)
     fault = launch(
-        program, name, shape, pack(moved), checks=session.checks, dynamic=session.dynamic
+        program,
+        name,
+        shape,
+        pack(moved),
+        checks=session.checks,
+        dynamic=session.dynamic,
+        printed=printed,
     )
+    program.runtime.simt_checked(ctypes.byref(session.checks))
     mistakes, notes = session.reports()
     # A check that stopped the launch has made a report already.
     if fault is not None and (FAULTS[fault.kind] != "check" or not mistakes):
@@ -565,7 +732,7 @@ def _launch(program, name, shape, params, args, values, extra, pack, trace):
         is_explained = any((last.file, last.line) == (r.file, r.line) for r in mistakes)
         if last.kind == "time limit" or not is_explained:
             mistakes.append(last)
-    return session, mistakes, notes
+    return session, fault, mistakes, notes
 
 
 def run(program, name: str, shape, params, args, values, extra, pack):
@@ -593,7 +760,7 @@ def record(
     program, name: str, shape, params, args, values, extra, pack, source: str, filename: str
 ) -> Trace:
     """Launch as `run` does, record each access, and copy nothing back."""
-    session, mistakes, _ = _launch(
+    session, mistakes, notes = _launch(
         program, name, shape, params, args, values, extra, pack, trace=True
     )
     raw = session.events[: session.checks.events]
@@ -636,6 +803,7 @@ def record(
         filename=filename,
         truncated=bool(session.checks.events_lost),
         reports=mistakes,
+        notes=[*notes, *session.barrier_notes()],
     )
 
 

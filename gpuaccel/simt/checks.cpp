@@ -7,11 +7,18 @@
 // A *race* is two accesses of different threads to the same cell, at least one of them a write,
 // without anything that orders them:
 //   in one block   a barrier, or __syncwarp() with both lanes in its mask
-//   anywhere       __threadfence() and then an atomic operation by the first thread, and an atomic
-//                  operation by the second; others of their blocks may do the same, with a barrier
-//                  in between
+//   anywhere       __threadfence() and then an atomic operation or a volatile write by the first
+//                  thread, of which an atomic operation or a volatile read of the second one sees
+//                  the result; others of their blocks may do the same, with a barrier in between
 // So a report does not depend on the order in which the threads happened to run. Time counts these
 // ordering events, not accesses.
+//
+// Not a race:
+//   different bytes of a cell, as two threads write them that share a word
+//   the plain read before an atomicCAS of the same thread at the same place: a stale value only
+//   makes atomicCAS fail
+//   volatile accesses of different blocks, or behind a fence of the writer: flags
+// Two threads that write the same value are a note.
 #include "executor.h"
 #include <string.h>
 
@@ -20,24 +27,31 @@ enum simt_region_kind { REGION_GLOBAL, REGION_SHARED, REGION_VARIABLE };
 enum simt_report_kind {
     REPORT_BOUNDS, REPORT_MISALIGNED, REPORT_UNINITIALISED, REPORT_RACE, REPORT_BARRIER,
     REPORT_SHUFFLE, REPORT_NULL, REPORT_FAR, REPORT_DIVISION, REPORT_SHIFT, REPORT_CONST,
-    REPORT_INDEX
+    REPORT_INDEX, REPORT_SAME_VALUE, REPORT_UNSET_LOCAL, REPORT_HARMLESS,
+    REPORT_FOREIGN_LOCAL, REPORT_NO_LOCAL
 };
-// VOLATILE is a read that may run beside atomic operations, as in a loop with atomicCAS.
-enum { READ, WRITE, ATOMIC, VOLATILE };
+// VOLATILE is a read and VOLATILE_WRITE a write that may run beside atomic operations and each
+// other.
+enum { READ, WRITE, ATOMIC, VOLATILE, VOLATILE_WRITE };
 
-// thread: 1 + its number in the grid; 0: no thread. The top bit of pc: the access was atomic.
+// thread: 1 + its number in the grid; 0: no thread.
+// pc: from the library's start, and in its top bits what kind of access it was and to which of the
+// cell's four bytes
 struct record { uint32_t thread, time, pc; };
+static const uint32_t ATOMIC_BIT = 1u << 31, VOLATILE_BIT = 1u << 30, BYTES = 15u << 26;
+static const uint32_t PC = (1u << 26) - 1;
 // near: the last reader before `read` in the same block, in another warp where there is one
 // far: the last reader in another block
 struct cell { record write, read, near, far; };
-static const uint32_t ATOMIC_BIT = 1u << 31;
 
 struct simt_region {
     char *lo, *hi;
     uint64_t zone;                // bytes around it that are still called by its name
     uint32_t kind, granule;       // bytes per cell
-    uint32_t readonly, unused;
+    uint32_t readonly;
+    uint32_t element;             // bytes of an element; 0: its type is not known
     cell* cells;
+    const unsigned char* padding; // for each byte of an element: it is not part of a member
 };
 
 struct simt_report {
@@ -51,7 +65,20 @@ struct simt_report {
     const char* type;
     uint32_t line, mask;
     int64_t value;
+    uint32_t column, callers;
+    uint32_t caller[6];           // return addresses of the functions that called this one
 };
+
+// A barrier in the source, and what it did in this launch.
+struct simt_barrier_use {
+    uint32_t pc;
+    uint32_t needed;              // it ordered two accesses that nothing else orders
+    uint64_t ended;               // 1 + a thread that had ended when others arrived
+};
+
+// Until when a thread's writes are known to others, and since when.
+// released: its last atomic operation or volatile write
+struct publication { uint32_t until, at, released; };
 
 struct simt_event {
     uint32_t pc, block;
@@ -67,35 +94,87 @@ struct simt_checks {
     int32_t regions, reports;
     char *base, *end;             // the kernel's library in memory
     char *shared_lo, *shared_hi;  // its shared variables
-    uint32_t* published;  // per thread of the grid: until when its writes are known to others
+    publication* published;       // per thread of the grid
     simt_event* event;
     uint64_t events, event_room, events_lost;
+    uint32_t flip;                // what a shuffle reads from an absent lane has all bits inverted
+    uint32_t pattern;             // what local variables hold before they are set; 0: not known
+    uint32_t barriers, unused;
+    simt_barrier_use barrier[64];
     simt_report report[256];
 };
 
 static simt_checks* now;
-static uint32_t clock_, barrier_time;
+static uint32_t clock_, barrier_time, previous_barrier_time;
+static simt_barrier_use* last_barrier;        // of this block
 static uint32_t warp_time[SIMT_WARP], lane_time[SIMT_WARP][SIMT_WARP][SIMT_WARP];
-static uint32_t fence_time[SIMT_MAX_THREADS], atomic_time[SIMT_MAX_THREADS];
-static uint32_t published_at[SIMT_MAX_THREADS], last_atomic;
+// fence_barrier: the last barrier before a thread's last fence
+// seen: the latest atomic operation or volatile write of which a thread has seen the result
+static uint32_t fence_time[SIMT_MAX_THREADS], fence_barrier[SIMT_MAX_THREADS];
+static uint32_t seen[SIMT_MAX_THREADS], last_seen;
 static bool partial_sync;         // lane_time is in use in this block
 static uint64_t first_thread;     // of the block, in the grid
 static char *known_lo, *known_hi; // threadIdx and its like
 static simt_region* last_found;
 
+// A write that is about to happen, and what will be known of it afterwards.
+struct pending_write {
+    bool race;
+    simt_report report;
+    char old[64];
+    char* address;
+    size_t size;                  // 0: there is no write to look at
+    int region;
+    uint64_t thread;
+    void* pc;
+};
+static pending_write pending;
+static bool pattern_read;         // also tensors hold the pattern: it says nothing in this launch
+
+// The plain reads before an atomicCAS at the same place.
+static uint32_t guesses[64];
+static int guess_count;
+
+static bool is_guess(uint32_t pc) {
+    for (int i = 0; i < guess_count; i++)
+        if (guesses[i] == pc) return true;
+    return false;
+}
+
 extern "C" __attribute__((visibility("default"))) void simt_check_with(simt_checks* checks) {
     now = checks;
     clock_ = 1;
     last_found = 0;
+    guess_count = 0;
+    pending.race = pattern_read = false;
+    pending.size = 0;
 }
 
 static inline worker* me() { return (worker*)simt_me; }
-static inline uint32_t offset(void* pc) { return (uint32_t)((char*)pc - now->base) & ~ATOMIC_BIT; }
+static inline uint32_t offset(void* pc) { return (uint32_t)((char*)pc - now->base) & PC; }
+static inline bool is_write(int kind) {
+    return kind == WRITE || kind == ATOMIC || kind == VOLATILE_WRITE;
+}
 
 // ---- reports: one for each place ----
 
-static simt_report* report(int kind, void* pc, uint32_t other_pc = 0) {
-    uint32_t at = offset(pc);
+// Keeps where the current function was called from. Kernels and runtime have frame pointers.
+static void keep_callers(simt_report* r) {
+    void** frame = (void**)__builtin_frame_address(0);
+    bool here = false;
+    for (int depth = 0; depth < 64 && simt_on_stack(me(), frame + 1); depth++) {
+        char* back = (char*)frame[1];
+        if (back >= now->base && back < now->end) {
+            if (here && r->callers < 6) r->caller[r->callers++] = offset(back);
+            if (offset(back) == r->pc) here = true;
+        }
+        void** above = (void**)frame[0];
+        if (above <= frame) break;
+        frame = above;
+    }
+}
+
+static simt_report* report_of(int kind, uint32_t at, uint32_t other_pc) {
     for (int i = 0; i < now->reports; i++) {
         simt_report* r = &now->report[i];
         if (r->kind == kind && r->pc == at && r->other_pc == other_pc) {
@@ -112,28 +191,74 @@ static simt_report* report(int kind, void* pc, uint32_t other_pc = 0) {
     r->thread = first_thread + me()->current;
     r->region = -1;
     r->count = 1;
+    keep_callers(r);
     return r;
+}
+static simt_report* report(int kind, void* pc, uint32_t other_pc = 0) {
+    return report_of(kind, offset(pc), other_pc);
 }
 
 static void place(simt_report* r, int region, void* address, size_t size, int access) {
     r->region = region;
     r->address = (uint64_t)address;
     r->size = size;
-    r->access = access == VOLATILE ? (int)READ : access;
+    r->access = access == VOLATILE ? (int)READ : access == VOLATILE_WRITE ? (int)WRITE : access;
+}
+
+static bool holds_pattern(const char* address, size_t size) {
+    if (!now->pattern || size < 4 || size > 16) return false;
+    for (size_t i = 0; i + 4 <= size; i += 4)
+        if (memcmp(address + i, &now->pattern, 4)) return false;
+    return true;
+}
+
+// The last write has happened: see what it wrote.
+static void finish_write() {
+    if (pending.size && holds_pattern(pending.address, pending.size) && !pattern_read)
+        if (simt_report* r = report(REPORT_UNSET_LOCAL, pending.pc)) {
+            place(r, pending.region, pending.address, pending.size, WRITE);
+            r->thread = pending.thread;
+            r->callers = 0;
+        }
+    pending.size = 0;
+    if (!pending.race) return;
+    pending.race = false;
+    simt_report* p = &pending.report;
+    size_t size = p->size;
+    bool same = size <= sizeof pending.old && !memcmp(pending.old, (char*)p->value, size);
+    simt_report* r = report_of(same ? REPORT_SAME_VALUE : REPORT_RACE, p->pc, p->other_pc);
+    if (!r) return;
+    int kind = r->kind;
+    *r = *p;
+    r->kind = kind;
+    r->value = 0;
+}
+
+// At the end of a launch: reports of what turned out to be harmless are taken back.
+extern "C" __attribute__((visibility("default"))) void simt_checked(simt_checks* checks) {
+    finish_write();
+    for (int i = 0; i < checks->reports; i++) {
+        simt_report* r = &checks->report[i];
+        if (r->kind != REPORT_RACE) continue;
+        bool reads = r->access == READ && r->other_access == ATOMIC && is_guess(r->pc);
+        bool was_read = r->access == ATOMIC && r->other_access == READ && is_guess(r->other_pc);
+        if (reads || was_read) r->kind = REPORT_HARMLESS;
+    }
 }
 
 // ---- what orders accesses ----
 
 void check_block(worker* w) {
+    finish_write();
+    last_barrier = 0;
     first_thread = w->block * w->threads;
     barrier_time = ++clock_;
     memset(warp_time, 0, sizeof warp_time);
     if (partial_sync) memset(lane_time, 0, sizeof lane_time);
     partial_sync = false;
     memset(fence_time, 0, sizeof fence_time);
-    memset(atomic_time, 0, sizeof atomic_time);
-    memset(published_at, 0, sizeof published_at);
-    last_atomic = 0;
+    memset(seen, 0, sizeof seen);
+    last_seen = 0;
     // Shared memory is not initialised: it holds NaN.
     for (int i = 0; i < now->regions; i++) {
         simt_region* r = &now->region[i];
@@ -149,7 +274,23 @@ void check_block(worker* w) {
     }
 }
 
+static void keep_barrier(worker* w, uint32_t pc) {
+    uint32_t i = 0;
+    while (i < now->barriers && now->barrier[i].pc != pc) i++;
+    if (i == now->barriers) {
+        if (i == 64) i--;
+        else now->barrier[now->barriers++] = {pc, 0, 0};
+    }
+    last_barrier = &now->barrier[i];
+    int kind = w->kind[w->barrier[0]];
+    bool votes = kind >= SIMT_BARRIER_COUNT && kind <= SIMT_BARRIER_OR;
+    if (w->threads == 1 || votes || w->arrived == 1) last_barrier->needed = 1;
+    for (unsigned t = 0; w->exited && t < w->threads && !last_barrier->ended; t++)
+        if (!(w->live[t / SIMT_WARP] >> t % SIMT_WARP & 1)) last_barrier->ended = 1 + first_thread + t;
+}
+
 void check_barrier(worker* w) {
+    finish_write();
     void* pc = w->pc[w->barrier[0]];
     for (unsigned i = 1; i < w->arrived; i++)
         if (w->pc[w->barrier[i]] != pc) {
@@ -159,14 +300,27 @@ void check_barrier(worker* w) {
             }
             break;
         }
+    keep_barrier(w, offset(pc));
     // What one thread has seen, all threads of the block see behind the barrier.
-    if (last_atomic >= barrier_time && last_atomic)
-        for (unsigned t = 0; t < w->threads; t++) atomic_time[t] = last_atomic;
+    for (unsigned t = 0; t < w->threads; t++)
+        if (seen[t] != last_seen) {
+            seen[t] = last_seen;
+            last_barrier->needed = 1;
+        }
+    previous_barrier_time = barrier_time;
     barrier_time = ++clock_;
 }
 
 void check_syncwarp(worker* w, unsigned warp, unsigned mask) {
+    finish_write();
     ++clock_;
+    uint32_t latest = 0;
+    for (unsigned rest = mask; rest; rest &= rest - 1) {
+        uint32_t time = seen[warp * SIMT_WARP + __builtin_ctz(rest)];
+        if (time > latest) latest = time;
+    }
+    for (unsigned rest = mask; rest; rest &= rest - 1)
+        seen[warp * SIMT_WARP + __builtin_ctz(rest)] = latest;
     if (mask == w->live[warp]) { warp_time[warp] = clock_; return; }
     partial_sync = true;
     for (unsigned a = mask; a; a &= a - 1)
@@ -174,37 +328,70 @@ void check_syncwarp(worker* w, unsigned warp, unsigned mask) {
             lane_time[warp][__builtin_ctz(a)][__builtin_ctz(b)] = clock_;
 }
 
-void simt_fence(void*) { fence_time[me()->current] = ++clock_; }
+void simt_fence(void*) {
+    finish_write();
+    unsigned t = me()->current;
+    fence_time[t] = ++clock_;
+    fence_barrier[t] = barrier_time;
+}
 
 static bool ordered(const record& r, unsigned t, uint64_t thread) {
     uint64_t other = r.thread - 1;
     if (other == thread) return true;
     if (other >= first_thread) {                          // the same block
         unsigned o = other - first_thread;
-        if (r.time < barrier_time) return true;
         if (o / SIMT_WARP == t / SIMT_WARP) {
             unsigned warp = t / SIMT_WARP;
             if (r.time < warp_time[warp]) return true;
             if (partial_sync && r.time < lane_time[warp][o % SIMT_WARP][t % SIMT_WARP]) return true;
         }
-        return r.time < now->published[other] && atomic_time[t] > published_at[o];
+        if (r.time < barrier_time) {
+            if (r.time >= previous_barrier_time) last_barrier->needed = 1;
+            return true;
+        }
     }
-    // In an earlier block: all its atomics were before ours.
-    return r.time < now->published[other] && atomic_time[t];
+    publication p = now->published[other];
+    return r.time < p.until && seen[t] >= p.at;
 }
 
-// An atomic operation by thread t publishes its writes before its fence, and those of other threads
-// before a fence and a barrier.
+// An atomic operation or volatile write by thread t publishes its writes before its fence, and those
+// of other threads before a barrier and its fence, or before a fence and a barrier.
 static void publish(unsigned t) {
     worker* w = me();
-    last_atomic = ++clock_;
-    atomic_time[t] = clock_;
-    for (unsigned o = 0; o < w->threads; o++)
-        if (fence_time[o] && (o == t || fence_time[o] < barrier_time)
-            && now->published[first_thread + o] < fence_time[o]) {
-            now->published[first_thread + o] = fence_time[o];
-            published_at[o] = clock_;
+    ++clock_;
+    if (last_barrier) last_barrier->needed = 1;
+    for (unsigned o = 0; o < w->threads; o++) {
+        uint32_t until = o == t ? fence_time[t] : fence_time[t] ? fence_barrier[t] : 0;
+        bool in_step = fence_time[o] < barrier_time
+            || (o / SIMT_WARP == t / SIMT_WARP && fence_time[o] < warp_time[t / SIMT_WARP]);
+        if (in_step && fence_time[o] > until) until = fence_time[o];
+        publication* p = &now->published[first_thread + o];
+        if (until > p->until) {
+            p->until = until;
+            p->at = clock_;
         }
+    }
+    now->published[first_thread + t].released = clock_;
+}
+
+// Thread t sees what an atomic operation or a volatile write left in a cell.
+static void see(unsigned t, const record& write) {
+    if (!write.thread || !(write.pc & (ATOMIC_BIT | VOLATILE_BIT))) return;
+    if (write.time > seen[t]) seen[t] = write.time;
+    if (write.time > last_seen) last_seen = write.time;
+}
+
+// Whether two accesses may run beside each other, as those to a flag or a counter do.
+static bool both_synchronise(const record& other, unsigned t, int kind) {
+    bool is_atomic = other.pc & ATOMIC_BIT;
+    if (kind == READ || kind == WRITE || !(is_atomic || other.pc & VOLATILE_BIT)) return false;
+    uint64_t o = other.thread - 1;
+    if ((is_atomic && kind != VOLATILE_WRITE) || kind == ATOMIC) return true;
+    // Where t has seen what o did later, without a fence in between, the older write is data.
+    uint32_t released = now->published[o].released;
+    if (o < first_thread) return !(released > other.time && seen[t] >= released);
+    // Volatile variables of one block need a fence: without one they are data, and want a barrier.
+    return fence_time[t] > barrier_time || fence_time[o - first_thread] > barrier_time;
 }
 
 // ---- an access ----
@@ -225,14 +412,25 @@ static simt_region* find(char* address) {
     return 0;
 }
 
-static void race(const record& other, void* pc, int region, void* address, size_t size, int access,
-                 int other_access) {
-    if (simt_report* r = report(REPORT_RACE, pc, other.pc & ~ATOMIC_BIT)) {
-        place(r, region, address, size, access);
-        r->other_thread = other.thread - 1;
-        bool was_atomic = other_access == WRITE && other.pc & ATOMIC_BIT;
-        r->other_access = was_atomic ? (int)ATOMIC : other_access;
+static void race(const record& other, void* pc, int region, char* address, size_t size, int access,
+                 int other_access, bool may_be_same) {
+    uint32_t other_pc = other.pc & PC;
+    if (other_access == WRITE && other.pc & ATOMIC_BIT) other_access = ATOMIC;
+    simt_report* r = &pending.report;
+    if (may_be_same) {
+        memset(r, 0, sizeof *r);
+        r->pc = offset(pc);
+        r->other_pc = other_pc;
+        r->thread = first_thread + me()->current;
+        r->count = 1;
+        keep_callers(r);
+    } else {
+        r = report(REPORT_RACE, pc, other_pc);
+        if (!r) return;
     }
+    place(r, region, address, size, access);
+    r->other_thread = other.thread - 1;
+    r->other_access = other_access;
 }
 
 static void keep(worker* w, void* pc, int region, int64_t offset_in_it, size_t size, int kind) {
@@ -243,19 +441,40 @@ static void keep(worker* w, void* pc, int region, int64_t offset_in_it, size_t s
     e->block = (uint32_t)w->block;
     e->thread = (uint16_t)w->current;
     e->region = (uint16_t)region;
-    e->kind = (uint8_t)(kind == VOLATILE ? (int)READ : kind);
+    e->kind = (uint8_t)(kind == VOLATILE ? (int)READ : kind == VOLATILE_WRITE ? (int)WRITE : kind);
     e->bytes = (uint8_t)size;
     e->offset = (uint64_t)offset_in_it;
+}
+
+static inline uint32_t bytes_of(char* first, size_t size, char* cell, uint32_t granule) {
+    int from = first > cell ? (int)(first - cell) : 0;
+    int to = first + size < cell + granule ? (int)(first + size - cell) : (int)granule;
+    return ((1u << to) - (1u << from)) << 26 & BYTES;
+}
+
+// A local variable or array.
+static void access_local(worker* w, char* address, size_t size, int kind, void* pc) {
+    char* stack = (char*)__builtin_frame_address(0);
+    if (!simt_same_stack(w, address, stack)) {
+        if (simt_report* r = report(REPORT_FOREIGN_LOCAL, pc)) place(r, -1, address, size, kind);
+    } else if (address < stack) {
+        // Below all frames in use.
+        if (simt_report* r = report(REPORT_NO_LOCAL, pc)) place(r, -1, address, size, kind);
+        simt_stop(w, SIMT_CHECK, pc, address, 0);
+    } else if (!is_write(kind) && holds_pattern(address, size) && !pattern_read)
+        if (simt_report* r = report(REPORT_UNSET_LOCAL, pc)) place(r, -1, address, size, kind);
 }
 
 static void access(void* pointer, size_t size, int kind, void* pc) {
     char* address = (char*)pointer;
     worker* w = me();
-    if (!w || !w->inside || simt_on_stack(w, address)) return;
+    if (!w || !w->inside) return;
     if (address >= known_lo && address < known_hi) return;
+    finish_write();
     w->last_pc = pc;
+    if (simt_on_stack(w, address)) return access_local(w, address, size, kind, pc);
     // It may wait in a loop for what another thread will write.
-    if (kind >= ATOMIC && ++w->looks % 64 == 0) simt_yield(w);
+    if ((kind == ATOMIC || kind == VOLATILE) && ++w->looks % 64 == 0) simt_yield(w);
     simt_region* region = find(address);
     if (!region) {
         // Gaps between shared variables, the program's constants, the runtime's own data.
@@ -275,42 +494,50 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
     if (address < region->lo || address + size > region->hi) {
         if (simt_report* r = report(REPORT_BOUNDS, pc)) place(r, index, address, size, kind);
         // Without a zone around it the access would damage a neighbour.
-        if (region->zone == 0) simt_stop(w, SIMT_CHECK, pc, address, 0);
+        if (region->zone == 0 || address + size > region->hi + region->zone)
+            simt_stop(w, SIMT_CHECK, pc, address, 0);
         keep(w, pc, index, address - region->lo, size, kind);
         return;
     }
     last_found = region;
     keep(w, pc, index, address - region->lo, size, kind);
-    if ((kind == WRITE || kind == ATOMIC) && region->readonly)
+    if (is_write(kind) && region->readonly)
         if (simt_report* r = report(REPORT_CONST, pc)) place(r, index, address, size, kind);
     unsigned t = w->current;
     uint64_t thread = first_thread + t;
-    record self = {(uint32_t)thread + 1, clock_, offset(pc) | (kind >= ATOMIC ? ATOMIC_BIT : 0)};
-    size_t from = (size_t)(address - region->lo) / region->granule;
-    size_t to = (size_t)(address + size - 1 - region->lo) / region->granule;
+    if (kind == ATOMIC || kind == VOLATILE_WRITE) publish(t);
+    uint32_t flags = kind == ATOMIC ? ATOMIC_BIT : kind >= VOLATILE ? VOLATILE_BIT : 0;
+    record self = {(uint32_t)thread + 1, clock_, offset(pc) | flags};
+    uint32_t granule = region->granule;
+    size_t from = (size_t)(address - region->lo) / granule;
+    size_t to = (size_t)(address + size - 1 - region->lo) / granule;
     bool shared = region->kind == REGION_SHARED;
-    bool unset = false, raced = false;        // each is reported once per access
+    bool raced = false;                       // it is reported once per access
+    char *unset = 0, *set = 0;                // a byte that nobody, or somebody, has written
     for (size_t i = from; i <= to; i++) {
         cell& c = region->cells[i];
-        char* place_of_cell = region->lo + i * region->granule;
+        char* place_of_cell = region->lo + i * granule;
+        uint32_t bytes = bytes_of(address, size, place_of_cell, granule);
+        self.pc = (self.pc & ~BYTES) | bytes;
         if (shared) {
             // Forget the accesses of earlier blocks.
             if (c.write.thread && c.write.thread - 1 < first_thread) c.write.thread = 0;
             if (c.read.thread && c.read.thread - 1 < first_thread)
                 c.read.thread = c.near.thread = 0;
             c.far.thread = 0;
-            if (kind != WRITE && !c.write.thread && !unset) {
-                unset = true;
-                if (simt_report* r = report(REPORT_UNINITIALISED, pc))
-                    place(r, index, place_of_cell, size, kind);
-            }
+            bool is_padding = region->padding && region->padding[i % region->element];
+            if (!c.write.thread && !is_padding && !unset) unset = place_of_cell;
+            if (c.write.thread) set = place_of_cell;
         }
-        bool both_atomic = kind >= ATOMIC && c.write.pc & ATOMIC_BIT;
-        if (!raced && c.write.thread && !ordered(c.write, t, thread) && !both_atomic) {
+        if (kind == ATOMIC || kind == VOLATILE) see(t, c.write);
+        if (!raced && c.write.thread && c.write.pc & bytes && !both_synchronise(c.write, t, kind)
+            && !ordered(c.write, t, thread)) {
             raced = true;
-            race(c.write, pc, index, place_of_cell, size, kind, WRITE);
+            bool two_writes = (kind == WRITE || kind == VOLATILE_WRITE) && !(c.write.pc & ATOMIC_BIT);
+            race(c.write, pc, index, place_of_cell, size, kind, WRITE, two_writes);
+            pending.race = two_writes;
         }
-        if (kind == READ || kind == VOLATILE) {
+        if (!is_write(kind)) {
             if (c.read.thread && c.read.thread != self.thread) {
                 uint32_t ours = (uint32_t)first_thread + 1, warp = (self.thread - ours) / SIMT_WARP;
                 if (c.read.thread < ours) c.far = c.read;
@@ -323,20 +550,37 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         } else {
             const record* readers[] = {&c.read, &c.near, &c.far};
             for (const record* r : readers)
-                if (!raced && r->thread && !ordered(*r, t, thread)
-                    && !(kind == ATOMIC && r->pc & ATOMIC_BIT)) {
+                if (!raced && r->thread && r->pc & bytes && !both_synchronise(*r, t, kind)
+                    && !ordered(*r, t, thread)) {
                     raced = true;
-                    race(*r, pc, index, place_of_cell, size, kind, READ);
+                    // It read what it had written itself.
+                    bool own = kind == WRITE && c.write.thread == r->thread;
+                    race(*r, pc, index, place_of_cell, size, kind, READ, own);
+                    pending.race = own;
                     break;
                 }
             c.write = self;
             c.read.thread = c.near.thread = c.far.thread = 0;
         }
     }
+    if (is_write(kind)) {
+        pending.address = address;
+        pending.size = size;
+        pending.region = index;
+        pending.thread = thread;
+        pending.pc = pc;
+    } else if (!memcmp(address, &now->pattern, size < 4 ? size : 4)) pattern_read = true;
+    // Memory without a type may hold structs with padding.
+    bool typed = region->element > 1;
+    if (shared && unset && kind != WRITE && kind != VOLATILE_WRITE && (typed || !set))
+        if (simt_report* r = report(REPORT_UNINITIALISED, pc)) place(r, index, unset, size, kind);
+    if (pending.race) {
+        pending.report.value = (int64_t)address;
+        memcpy(pending.old, address, size < sizeof pending.old ? size : sizeof pending.old);
+    }
 }
 
 void simt_atomic(void* address, size_t size, void* pc) {
-    worker* w = me();
     if ((size_t)address % size) {
         if (simt_report* r = report(REPORT_MISALIGNED, pc)) {
             place(r, -1, address, size, ATOMIC);
@@ -344,17 +588,34 @@ void simt_atomic(void* address, size_t size, void* pc) {
         }
     }
     access(address, size, ATOMIC, pc);
-    publish(w->current);
 }
 
-void check_lane(worker* w, unsigned thread, unsigned source, unsigned mask, void* pc) {
+// atomicCAS: where this thread has just read the place, a stale value does no harm.
+void simt_atomic_swap(void* address, size_t size, void* pc) {
+    worker* w = me();
+    if (w && w->inside && !simt_on_stack(w, (char*)address)) {
+        simt_region* region = find((char*)address);
+        if (region && (char*)address >= region->lo && (char*)address < region->hi) {
+            size_t i = (size_t)((char*)address - region->lo) / region->granule;
+            record read = region->cells[i].read;
+            bool own = read.thread == first_thread + w->current + 1;
+            bool plain = !(read.pc & (ATOMIC_BIT | VOLATILE_BIT));
+            if (own && plain && guess_count < 64 && !is_guess(read.pc & PC))
+                guesses[guess_count++] = read.pc & PC;
+        }
+    }
+    simt_atomic(address, size, pc);
+}
+
+unsigned long long check_lane(
+    worker* w, unsigned thread, unsigned source, unsigned mask, void* pc, unsigned long long own) {
     if (simt_report* r = report(REPORT_SHUFFLE, pc)) {
         r->thread = first_thread + thread;
         r->other_thread = first_thread + thread / SIMT_WARP * SIMT_WARP + source;
         r->mask = mask;
         r->value = source;
     }
-    (void)w;
+    return now->flip ? ~own : own;
 }
 
 // ---- what the thread sanitizer's instrumentation calls ----
@@ -368,8 +629,8 @@ extern "C" {
     void __tsan_unaligned_write##n(void* p) { access(p, n, WRITE, SIMT_PC); }                      \
     void __tsan_volatile_read##n(void* p) { access(p, n, VOLATILE, SIMT_PC); }                     \
     void __tsan_unaligned_volatile_read##n(void* p) { access(p, n, VOLATILE, SIMT_PC); }           \
-    void __tsan_unaligned_volatile_write##n(void* p) { access(p, n, WRITE, SIMT_PC); }             \
-    void __tsan_volatile_write##n(void* p) { access(p, n, WRITE, SIMT_PC); }                       \
+    void __tsan_unaligned_volatile_write##n(void* p) { access(p, n, VOLATILE_WRITE, SIMT_PC); }    \
+    void __tsan_volatile_write##n(void* p) { access(p, n, VOLATILE_WRITE, SIMT_PC); }              \
     void __tsan_read_write##n(void* p) { \
         access(p, n, READ, SIMT_PC); \
         access(p, n, WRITE, SIMT_PC); \
@@ -383,7 +644,9 @@ void __tsan_read_range(void* p, size_t n) { access(p, n, READ, SIMT_PC); }
 void __tsan_write_range(void* p, size_t n) { access(p, n, WRITE, SIMT_PC); }
 // Parameters are copied too, from memory of Python's.
 static void part_of_copy(const void* p, size_t n, int kind, void* pc) {
-    if (me() && me()->inside && n && (find((char*)p) || simt_in_heap(p))) access((void*)p, n, kind, pc);
+    if (!me() || !me()->inside || !n) return;
+    if ((size_t)p >= 65536 && !find((char*)p) && !simt_in_heap(p)) return;
+    for (size_t i = 0; i < n; i += 16) access((char*)p + i, n - i < 16 ? n - i : 16, kind, pc);
 }
 void* __tsan_memcpy(void* to, const void* from, size_t n) {
     part_of_copy(from, n, READ, SIMT_PC);
@@ -423,6 +686,7 @@ static simt_report* report_at(
     if (r) {
         r->file = at.file;
         r->line = at.line;
+        r->column = at.column;
         r->type = type ? type->name : 0;
         r->value = value;
     }

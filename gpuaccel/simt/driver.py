@@ -47,6 +47,7 @@ WAITING = (
     "__match_all_sync",
     *["a warp reduction"] * 8,
     *["__syncthreads"] * 4,
+    "__activemask",
 )
 
 
@@ -149,7 +150,14 @@ _job = None
 
 
 def launch(
-    program, name: str, shape, arguments: int, *, checks=None, dynamic: "int | None" = None
+    program,
+    name: str,
+    shape,
+    arguments: int,
+    *,
+    checks=None,
+    dynamic: "int | None" = None,
+    printed: "list[str] | None" = None,
 ) -> "Fault | None":
     """Run a kernel's grid to its end. Return the fault that ended it early, or None.
 
@@ -157,6 +165,7 @@ def launch(
     arguments: address of a table of pointers to the arguments' values
     checks: the Checks of a checked program, which runs on one worker
     dynamic: address of the dynamic shared memory; None: the worker's own
+    printed: list to which the kernel's output is added; None: it is written to sys.stdout
 
     One launch runs at a time in a process. Raises BackendError without memory for the stacks, and
     KeyboardInterrupt after Ctrl-C.
@@ -188,10 +197,12 @@ def launch(
             )
         text = ctypes.c_char_p()
         length = program.runtime.simt_printed(ctypes.byref(text))
-        printed = ctypes.string_at(text, length).decode(errors="replace") if length else ""
+        output = ctypes.string_at(text, length).decode(errors="replace") if length else ""
         fault = Fault.from_buffer_copy(job.fault) if job.fault.kind else None
-    if printed:
-        sys.stdout.write(printed)
+    if printed is not None:
+        printed.append(output)
+    elif output:
+        sys.stdout.write(output)
     if fault is not None and FAULTS[fault.kind] == "interrupted":
         raise KeyboardInterrupt
     return fault

@@ -31,6 +31,8 @@ static uint64_t next_block, total_blocks;
 static volatile int stopping;
 static int interrupted;
 static pthread_mutex_t fault_lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_mutex_t print_lock = PTHREAD_MUTEX_INITIALIZER;
+static worker* printing;          // holds print_lock
 
 // ---- the switch: keep what a called function must preserve, change stacks, return there ----
 
@@ -89,6 +91,7 @@ static inline unsigned take_ready(worker* w) {
 }
 
 static void fibre();
+static void let_go(worker* w);
 
 static void start_fibre(worker* w, void** save) {
     unsigned i = w->starting = w->spare[--w->spares];
@@ -96,9 +99,30 @@ static void start_fibre(worker* w, void** save) {
     simt_switch(save, fresh_stack(w->stacks + i * SLOT + SLOT - (i * 5 & 63) * 64, fibre));
 }
 
+// Threads wait in __activemask() until no other can run: then those at one place, of one warp, are
+// the active ones.
+static bool release_active(worker* w) {
+    if (!w->active) return false;
+    for (unsigned t = 0; t < w->next; t++) {
+        if (w->kind[t] != SIMT_ACTIVE) continue;
+        unsigned first = t / SIMT_WARP * SIMT_WARP, mask = 0;
+        for (unsigned o = t; o < first + SIMT_WARP && o < w->next; o++)
+            if (w->kind[o] == SIMT_ACTIVE && w->pc[o] == w->pc[t]) mask |= 1u << (o - first);
+        for (unsigned rest = mask; rest; rest &= rest - 1) {
+            unsigned o = first + __builtin_ctz(rest);
+            w->mask[o] = mask;
+            make_ready(w, o);
+        }
+    }
+    w->active = 0;
+    return true;
+}
+
 void simt_yield(worker* w) {
     unsigned me = w->current;
-    if (w->next == w->threads && !w->count) return;
+    // One that waits in a loop, maybe for a thread in __activemask(), is not at its place.
+    if (w->active && ++w->yields % 16 == 0) release_active(w);
+    if (w->next == w->threads && !w->count && !release_active(w)) return;
     w->ready[(w->first + w->count++) % SIMT_MAX_THREADS] = me;
     if (w->next < w->threads) return start_fibre(w, &w->stack[me]);
     unsigned t = w->current = take_ready(w);
@@ -107,9 +131,12 @@ void simt_yield(worker* w) {
 }
 
 static void switch_to_next(worker* w, void** save) {
+    if (!w->count && w->next == w->threads) release_active(w);
     if (w->count) {
         unsigned t = w->current = take_ready(w);
         threadIdx = w->at[t];
+        // The thread that waits is the only active one.
+        if (save == &w->stack[t]) return;
         simt_switch(save, w->stack[t]);
     } else if (w->next < w->threads) {
         start_fibre(w, save);
@@ -122,6 +149,7 @@ static void switch_to_next(worker* w, void** save) {
 static void fibre() {
     worker* w = (worker*)simt_me;
     unsigned stack = w->starting;
+    if (w->held) let_go(w);
     w->job->run();                                        // threads, until none is left to start
     w->spare[w->spares++] = stack;
     void* never;
@@ -166,6 +194,14 @@ int simt_barrier(int kind, int predicate, void* pc) {
     return w->last_votes != 0;
 }
 
+unsigned simt_active(void* pc) {
+    worker* w = (worker*)simt_me;
+    w->last_pc = pc;
+    w->active++;
+    wait_for_others(w, SIMT_ACTIVE, 0, pc);
+    return w->mask[w->current];
+}
+
 // ---- warp functions: a group is open until all lanes of its mask that have not ended are there --
 
 static void finish_group(worker* w, unsigned warp_index, unsigned g) {
@@ -203,10 +239,10 @@ static void finish_group(worker* w, unsigned warp_index, unsigned g) {
         unsigned long long result = total;
         if (group.kind == SIMT_SHUFFLE) {
             bool there = group.arrived >> source & 1;
-#ifdef SIMT_CHECKED
-            if (!there) check_lane(w, t, source, group.mask, w->pc[t]);
-#endif
             result = warp->value[there ? source : lane];
+#ifdef SIMT_CHECKED
+            if (!there) result = check_lane(w, t, source, group.mask, w->pc[t], result);
+#endif
         } else if (group.kind == SIMT_MATCH_ANY) {
             result = 0;
             for (unsigned others = group.arrived; others; others &= others - 1)
@@ -257,6 +293,7 @@ void simt_exited(simt_worker* base) {
 // ---- the end of a launch that goes wrong ----
 
 void simt_stop(worker* w, int kind, void* pc, void* address, const char* reason, unsigned mask) {
+    w->held = 1;
     pthread_mutex_lock(&fault_lock);
     simt_fault* f = &w->job->fault;
     if (f->kind == SIMT_NONE) {
@@ -275,9 +312,22 @@ void simt_stop(worker* w, int kind, void* pc, void* address, const char* reason,
     }
     stopping = 1;
     pthread_mutex_unlock(&fault_lock);
+    if (printing == w) {                      // a fault in printf's arguments
+        printing = 0;
+        pthread_mutex_unlock(&print_lock);
+    }
     void* never;
     simt_switch(&never, w->main);
     __builtin_unreachable();
+}
+
+// Between hold and let_go the alarm and Ctrl-C wait: a thread that ended there would keep a lock.
+static void hold(worker* w) { w->held = 1; }
+
+static void let_go(worker* w) {
+    w->held = 0;
+    if (w->late) simt_stop(w, SIMT_TIME, w->last_pc, 0, 0);
+    if (interrupted) simt_stop(w, SIMT_INTERRUPTED, w->last_pc, 0, 0);
 }
 
 void simt_trap(const char* reason, void* pc) {
@@ -286,6 +336,10 @@ void simt_trap(const char* reason, void* pc) {
 
 bool simt_on_stack(worker* w, const void* address) {
     return (size_t)((const char*)address - w->stacks) < SLOT * SIMT_MAX_THREADS;
+}
+
+bool simt_same_stack(worker* w, const void* a, const void* b) {
+    return (size_t)((const char*)a - w->stacks) / SLOT == (size_t)((const char*)b - w->stacks) / SLOT;
 }
 
 void simt_pause(const char* reason, void* pc) {
@@ -353,10 +407,13 @@ static void* allocate(size_t bytes, size_t alignment) {
 }
 
 void* simt_allocate(size_t bytes, size_t alignment, void* pc) {
-    ((worker*)simt_me)->last_pc = pc;
+    worker* w = (worker*)simt_me;
+    w->last_pc = pc;
+    hold(w);
     pthread_mutex_lock(&heap_lock);
     void* data = allocate(bytes, alignment);
     pthread_mutex_unlock(&heap_lock);
+    let_go(w);
     return data;
 }
 
@@ -368,6 +425,7 @@ void simt_free(void* data, void* pc) {
     if (!data) return;
     worker* w = (worker*)simt_me;
     const char* problem = 0;
+    hold(w);
     pthread_mutex_lock(&heap_lock);
     heap_block* block = 0;
     if (simt_in_heap(data)) block = owner[((char*)data - heap) / GRAIN];
@@ -381,6 +439,7 @@ void simt_free(void* data, void* pc) {
     }
     pthread_mutex_unlock(&heap_lock);
     if (problem) simt_stop(w, SIMT_HEAP, pc, data, problem);
+    let_go(w);
 }
 
 void simt_check_heap(worker* w, const void* address, size_t size, const char* verb, void* pc) {
@@ -419,7 +478,7 @@ static void on_signal(int signal, siginfo_t* info, void* context) {
     if (signal == alarm_signal()) {
         if (!w) return;                       // a late alarm
         w->late = 1;
-        if (w->inside) simt_stop(w, SIMT_TIME, pc_of(context), 0, 0);
+        if (w->inside && !w->held) simt_stop(w, SIMT_TIME, pc_of(context), 0, 0);
         return;
     }
     if (signal == SIGINT) {
@@ -430,7 +489,7 @@ static void on_signal(int signal, siginfo_t* info, void* context) {
                 if (workers[i] != w && workers[i]->running)
                     pthread_kill(workers[i]->thread, SIGINT);
         call_handler_before(before[4], signal, info, context);
-        if (w && w->inside) simt_stop(w, SIMT_INTERRUPTED, pc_of(context), 0, 0);
+        if (w && w->inside && !w->held) simt_stop(w, SIMT_INTERRUPTED, pc_of(context), 0, 0);
         return;
     }
     if (w && w->inside) {
@@ -459,6 +518,7 @@ static void prepare_block(worker* w, uint64_t block) {
     blockIdx = {unsigned(block % job->grid[0]), unsigned(block / job->grid[0] % job->grid[1]),
                 unsigned(block / job->grid[0] / job->grid[1])};
     w->next = w->exited = w->waiting = w->arrived = w->votes = w->first = w->count = 0;
+    w->active = 0;
     w->start = {0, 0, 0};
     for (unsigned i = 0; i * SIMT_WARP < w->threads; i++) {
         unsigned lanes = w->threads - i * SIMT_WARP;
@@ -483,7 +543,8 @@ static void* run_worker(void* argument) {
     w->threads = job->block[0] * job->block[1] * job->block[2];
     w->arguments = job->arguments;
     w->dynamic = w->dynamic_memory;
-    w->late = w->inside = 0;
+    w->late = w->inside = w->held = 0;
+    w->current = 0;
     w->thread = pthread_self();
     w->running = 1;
     w->last_pc = 0;
@@ -517,9 +578,12 @@ static void* run_worker(void* argument) {
             if (block >= total_blocks) break;
         }
         prepare_block(w, block++);
+        // Until the first fibre runs there is no place to go back to.
+        w->held = 1;
         w->inside = 1;
         start_fibre(w, &w->main);
         w->inside = 0;
+        w->held = 0;
         if (w->late && !stopping) {
             pthread_mutex_lock(&fault_lock);
             if (job->fault.kind == SIMT_NONE) {
@@ -603,17 +667,24 @@ extern "C" __attribute__((visibility("default"))) int simt_launch(simt_job* job,
 
 static char printed[1 << 18];
 static size_t printed_length;
-static pthread_mutex_t print_lock = PTHREAD_MUTEX_INITIALIZER;
 
 int simt_print(const char* format, ...) {
     va_list list;
     va_start(list, format);
+    worker* w = (worker*)simt_me;
+    if (w) {
+        w->last_pc = SIMT_PC;
+        hold(w);
+    }
     pthread_mutex_lock(&print_lock);
+    printing = w;
     size_t room = sizeof printed - printed_length;
     int n = vsnprintf(printed + printed_length, room, format, list);
     if (n > 0) printed_length += (size_t)n < room ? (size_t)n : room - 1;
+    printing = 0;
     pthread_mutex_unlock(&print_lock);
     va_end(list);
+    if (w) let_go(w);
     return n;
 }
 
@@ -627,4 +698,5 @@ extern "C" __attribute__((visibility("default"))) size_t simt_printed(char** tex
 #ifndef SIMT_CHECKED
 void simt_fence(void*) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 void simt_atomic(void*, size_t, void*) {}
+void simt_atomic_swap(void*, size_t, void*) {}
 #endif

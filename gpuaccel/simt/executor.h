@@ -63,9 +63,12 @@ struct worker : simt_worker {
     pthread_t thread;                         // of the system, while `running`
     volatile int running;
     volatile int inside;                      // a kernel runs on one of our stacks
+    volatile int held;                        // no alarm may end it here: see hold in executor.cpp
     volatile int late;                        // the time limit passed
     void* last_pc;                            // the kernel's last call of the runtime
     unsigned looks;                           // volatile reads and atomics so far (checked builds)
+    unsigned active;                          // threads that wait in __activemask()
+    unsigned yields;
     warp_state warp[SIMT_WARP];
     char* dynamic_memory;
     size_t dynamic_size;
@@ -74,6 +77,7 @@ struct worker : simt_worker {
 // Ends the launch: keeps the reason, and leaves the kernel.
 void simt_stop(worker* w, int kind, void* pc, void* address, const char* reason, unsigned mask = 0);
 bool simt_on_stack(worker* w, const void* address);
+bool simt_same_stack(worker* w, const void* a, const void* b);
 void simt_yield(worker* w);       // lets another thread of the block run
 
 // After a step of a cast (casts.cpp); false where there is none:
@@ -89,6 +93,7 @@ void check_block(worker* w);
 void check_barrier(worker* w);
 // These lanes are in step:
 void check_syncwarp(worker* w, unsigned warp, unsigned mask);
-// A lane was read that does not take part:
-void check_lane(worker* w, unsigned thread, unsigned source, unsigned mask, void* pc);
+// A lane was read that does not take part. Returns what is read:
+unsigned long long check_lane(
+    worker* w, unsigned thread, unsigned source, unsigned mask, void* pc, unsigned long long own);
 #endif

@@ -38,6 +38,8 @@ class Report:
     element: "int | None" = None
     # how often it happened at this line
     count: int = 1
+    # lines from which its function was called, innermost first
+    callers: "tuple[int, ...]" = ()
 
 
 # Files that are not the user's: a line in them says nothing to the user.
@@ -99,7 +101,7 @@ class Symbols:
 
     @functools.cached_property
     def types(self) -> dict:
-        """Offset of a variable -> (bytes, name) of one element."""
+        """Offset of a variable -> (bytes, name, padding) of one element; see `_element_type`."""
         types = {}
         for unit in self._elf.get_dwarf_info().iter_CUs():
             for die in unit.iter_DIEs():
@@ -111,6 +113,42 @@ class Symbols:
                     offset = int.from_bytes(bytes(expression[1:9]), "little")
                     types[offset] = _element_type(die)
         return types
+
+    @functools.cached_property
+    def calls(self) -> list:
+        """(start, end, file, line) of each inlined call, outer ones first."""
+        calls = []
+        dwarf = self._elf.get_dwarf_info()
+        for unit in dwarf.iter_CUs():
+            names = _file_names(dwarf.line_program_for_CU(unit))
+            for die in unit.iter_DIEs():
+                line = die.attributes.get("DW_AT_call_line")
+                if die.tag == "DW_TAG_inlined_subroutine" and line:
+                    name = names.get(die.attributes["DW_AT_call_file"].value, "")
+                    for start, end in _addresses_of(die, unit, dwarf):
+                        calls.append((start, end, name, line.value))
+        return calls
+
+    def callers(self, offset: int, returns, line) -> "tuple[int, ...]":
+        """Lines of the calls that lead to the code at an offset, innermost first.
+
+        returns: return addresses on the stack above it
+        line: the line of the code itself
+        """
+        lines: "list[int]" = []
+        for depth, place in enumerate([offset, *(address - 1 for address in returns)]):
+            if depth:
+                index = bisect_right(self.addresses, place) - 1
+                name, own = self.rows[index][1:] if index >= 0 else (None, None)
+                if not own or not name or name in RUNTIME_FILES:
+                    continue
+                lines.append(own)
+            inlined = [c for c in self.calls if c[0] <= place < c[1] and c[2] not in RUNTIME_FILES]
+            lines += [c[3] for c in reversed(inlined)]
+        # Functions of the runtime are inlined into the line itself.
+        while lines and lines[0] == line:
+            del lines[0]
+        return tuple(lines)
 
     def locate(self, offset: int) -> "tuple[str | None, int | None]":
         """(file, line) of the machine code at this offset into the library, or (None, None)."""
@@ -148,19 +186,45 @@ def _variables(elf, symbols) -> list:
     return sorted(variables)
 
 
+def _file_names(table) -> "dict[int, str]":
+    """File number -> name, of a line program."""
+    first = 0 if table["version"] >= 5 else 1
+    entries = table["file_entry"]
+    return {i: entry.name.decode(errors="replace") for i, entry in enumerate(entries, first)}
+
+
+def _addresses_of(die, unit, dwarf):
+    """Yield (start, end) of the code of a DIE."""
+    low = die.attributes.get("DW_AT_low_pc")
+    high = die.attributes.get("DW_AT_high_pc")
+    ranges = die.attributes.get("DW_AT_ranges")
+    if low and high:
+        is_size = high.form != "DW_FORM_addr"
+        yield low.value, low.value + high.value if is_size else high.value
+    elif ranges:
+        base = unit.get_top_DIE().attributes.get("DW_AT_low_pc")
+        start = base.value if base else 0
+        lists = dwarf.range_lists()
+        for entry in lists.get_range_list_at_offset(ranges.value, cu=unit):
+            if hasattr(entry, "base_address"):
+                start = entry.base_address
+            else:
+                is_absolute = getattr(entry, "is_absolute", False)
+                shift = 0 if is_absolute else start
+                yield entry.begin_offset + shift, entry.end_offset + shift
+
+
 def _line_table(dwarf) -> list:
     """Rows (offset, file, line), sorted by offset; file is None behind the end of a sequence."""
     rows = []
     for unit in dwarf.iter_CUs():
         table = dwarf.line_program_for_CU(unit)
-        first = 0 if table["version"] >= 5 else 1
-        names = [name.name.decode(errors="replace") for name in table["file_entry"]]
+        names = _file_names(table)
         for entry in table.get_entries():
             state = entry.state
             if state is None:
                 continue
-            index = state.file - first
-            name = names[index] if 0 <= index < len(names) else ""
+            name = names.get(state.file, "")
             rows.append((state.address, None if state.end_sequence else name, state.line))
     return sorted(rows, key=lambda row: (row[0], row[1] is not None))
 
@@ -172,22 +236,64 @@ ELEMENT_TAGS = (
     "DW_TAG_pointer_type",
     "DW_TAG_enumeration_type",
     "DW_TAG_union_type",
+    "DW_TAG_class_type",
 )
 
 
-def _element_type(die) -> "tuple[int, str]":
-    """(bytes, name) of a variable's type, or of its elements if it is an array.
+def _element_type(die) -> "tuple[int, str, bytes | None]":
+    """(bytes, name, padding) of a variable's type, or of its elements if it is an array.
 
-    (1, "") where the debug information does not say.
+    padding: 1 for each byte of a struct that belongs to no member; None without such bytes
+    (1, "", None) where the debug information does not say.
     """
     while die is not None:
         if die.tag in ELEMENT_TAGS:
             name = die.attributes.get("DW_AT_name")
             size = die.attributes.get("DW_AT_byte_size")
-            return size.value if size else 8, name.value.decode() if name else ""
-        link = next((link for link in TYPE_LINKS if link in die.attributes), None)
-        die = die.get_DIE_from_attribute(link) if link else None
-    return 1, ""
+            size = size.value if size else 8
+            used = bytearray(size)
+            _use(die, used, 0)
+            padding = bytes(1 - byte for byte in used)
+            return size, name.value.decode() if name else "", padding if any(padding) else None
+        die = _linked(die)
+    return 1, "", None
+
+
+def _linked(die):
+    """The type of a variable, of an array's elements, or behind a name; None: there is none."""
+    link = next((link for link in TYPE_LINKS if link in die.attributes), None)
+    return die.get_DIE_from_attribute(link) if link else None
+
+
+def _use(die, used: bytearray, offset: int):
+    """Set the bytes in `used` that a type has from an offset on; those between members stay 0."""
+    while die is not None and die.tag not in ELEMENT_TAGS:
+        if die.tag == "DW_TAG_array_type":
+            break
+        die = _linked(die)
+    if die is None:
+        return
+    if die.tag in ("DW_TAG_structure_type", "DW_TAG_union_type", "DW_TAG_class_type"):
+        for member in die.iter_children():
+            if member.tag in ("DW_TAG_member", "DW_TAG_inheritance"):
+                start = member.attributes.get("DW_AT_data_member_location")
+                if not member.attributes.get("DW_AT_external"):
+                    _use(_linked(member), used, offset + (start.value if start else 0))
+        return
+    if die.tag == "DW_TAG_array_type":
+        count = 1
+        for dimension in die.iter_children():
+            last = dimension.attributes.get("DW_AT_upper_bound")
+            number = dimension.attributes.get("DW_AT_count")
+            count *= number.value if number else last.value + 1 if last else 1
+        element = _linked(die)
+        size = _element_type(element)[0]
+        for i in range(count):
+            _use(element, used, offset + i * size)
+        return
+    size = die.attributes.get("DW_AT_byte_size")
+    for i in range(offset, min(offset + (size.value if size else 8), len(used))):
+        used[i] = 1
 
 
 def plain_name(mangled: str) -> str:

@@ -28,7 +28,7 @@ enum { SIMT_WARP = 32, SIMT_MAX_THREADS = 1024 };
 enum simt_kind {
     SIMT_SHUFFLE, SIMT_BALLOT, SIMT_ANY, SIMT_ALL, SIMT_SYNCWARP, SIMT_MATCH_ANY, SIMT_MATCH_ALL,
     SIMT_ADD, SIMT_MIN_SIGNED, SIMT_MAX_SIGNED, SIMT_MIN, SIMT_MAX, SIMT_AND, SIMT_OR, SIMT_XOR,
-    SIMT_BARRIER, SIMT_BARRIER_COUNT, SIMT_BARRIER_AND, SIMT_BARRIER_OR
+    SIMT_BARRIER, SIMT_BARRIER_COUNT, SIMT_BARRIER_AND, SIMT_BARRIER_OR, SIMT_ACTIVE
 };
 
 // A worker is an operating-system thread that runs blocks. This part of it is used by the loop over
@@ -57,10 +57,13 @@ extern SIMT_TLS __thread simt_worker* simt_me;
 int simt_barrier(int kind, int predicate, void* pc);
 unsigned long long simt_warp(
     int kind, unsigned mask, unsigned long long value, int argument, void* pc);
+// __activemask: the lanes that are at the same place
+unsigned simt_active(void* pc);
 // __threadfence:
 void simt_fence(void* pc);
 // Before an atomic operation (checked builds only):
 void simt_atomic(void* address, size_t size, void* pc);
+void simt_atomic_swap(void* address, size_t size, void* pc);
 // Lets other threads of the block run. With a reason it ends the launch where none can:
 void simt_pause(const char* reason, void* pc);
 // The heap of the kernels; null when it is full:

@@ -371,14 +371,16 @@ SIMT_INSTEAD(memset);
 #endif
 __forceinline__ void simt_forget() { __asm__ __volatile__("" ::: "memory"); }
 
-#ifdef SIMT_CHECKED                           // byte by byte, so that each access is seen
+#ifdef SIMT_CHECKED                           // so that each access is seen
+}
+extern "C" void* __tsan_memcpy(void* to, const void* from, size_t bytes);
+extern "C" void* __tsan_memset(void* to, int byte, size_t bytes);
+namespace {
 __forceinline__ void* memcpy(void* to, const void* from, size_t bytes) {
-    for (size_t i = 0; i < bytes; i++) ((volatile char*)to)[i] = ((const volatile char*)from)[i];
-    return to;
+    return __tsan_memcpy(to, from, bytes);
 }
 __forceinline__ void* memset(void* to, int byte, size_t bytes) {
-    for (size_t i = 0; i < bytes; i++) ((volatile char*)to)[i] = char(byte);
-    return to;
+    return __tsan_memset(to, byte, bytes);
 }
 #else
 inline void* memcpy(void* to, const void* from, size_t bytes) {
@@ -493,8 +495,8 @@ SIMT_REDUCE(and, unsigned, SIMT_AND)    SIMT_REDUCE(or, unsigned, SIMT_OR)
 SIMT_REDUCE(xor, unsigned, SIMT_XOR)
 
 // On a GPU these are the lanes that run in lockstep now. Here each lane runs alone, so these are
-// the lanes that have not exited.
-SIMT_CALL unsigned __activemask() { return simt_me->live[simt_me->current / SIMT_WARP]; }
+// the lanes that arrive at the same place when all have gone as far as they can.
+SIMT_CALL unsigned __activemask() { return simt_active(SIMT_PC); }
 
 // ---- 8. atomics ---------------------------------------------------------------------------------
 // One thread at a time changes the value, and gets the old one. Blocks run in parallel, on several
@@ -503,9 +505,11 @@ SIMT_CALL unsigned __activemask() { return simt_me->live[simt_me->current / SIMT
 #ifdef SIMT_CHECKED
 #define SIMT_ATOMIC(T) SIMT_CALL T
 #define SIMT_NOTE(address) simt_atomic(address, sizeof *(address), SIMT_PC)
+#define SIMT_NOTE_SWAP(address) simt_atomic_swap(address, sizeof *(address), SIMT_PC)
 #else
 #define SIMT_ATOMIC(T) inline T
 #define SIMT_NOTE(address) ((void)0)
+#define SIMT_NOTE_SWAP(address) ((void)0)
 #endif
 
 #define SIMT_RELAXED __ATOMIC_RELAXED, __ATOMIC_RELAXED
@@ -528,7 +532,7 @@ SIMT_CALL unsigned __activemask() { return simt_me->live[simt_me->current / SIMT
     }
 #define SIMT_SWAP(name, T, unused)                                                                 \
     SIMT_ATOMIC(T) name(T* address, T expected, T value) {                                         \
-        SIMT_NOTE(address);                                                                        \
+        SIMT_NOTE_SWAP(address);                                                                   \
         __atomic_compare_exchange_n(address, &expected, value, false, SIMT_RELAXED);               \
         return expected;                                                                           \
     }

@@ -146,7 +146,9 @@ class Trace:
     filename: str = ""
     # whether there were more accesses than are kept
     truncated: bool = False
+    # mistakes, and what is none but worth knowing
     reports: list = field(default_factory=list)
+    notes: list = field(default_factory=list)
 
     def __post_init__(self):
         self.events = as_written(self.events)

@@ -243,9 +243,9 @@ def test_what_only_a_gpu_has_is_named(construct, name):
         'extern "C" __global__ void k(float* x) {\n'
         f"#ifdef __CUDA_ARCH__\n  {construct}\n#else\n  x[0] = 5;\n#endif\n}}"
     )
-    assert build.program(f'#line 1 "cell"\n{guarded}', "cell", ["k"], False).parameters(
-        "k"
-    ) == [("p", 8)]
+    assert build.program(f'#line 1 "cell"\n{guarded}', "cell", ["k"], False).parameters("k") == [
+        ("p", 8)
+    ]
 
 
 def test_arguments_are_checked_as_on_a_gpu():
@@ -290,6 +290,49 @@ def test_a_kernel_that_never_ends_is_stopped_and_named(mode):
         k[1, 8](x)
     (report,) = [r for r in caught.value.reports if r.kind == "time limit"]
     assert report.thread == (3, 0, 0) and (not mode or (report.line == 3 and x.eq(0).all()))
+
+
+# Limits of microseconds end before the first thread, between blocks, or while the launch is ending.
+LATE = """
+import random, sys, time
+import torch
+import gpuaccel as ga
+from gpuaccel.simt import driver
+
+kernel = ga.compile('extern "C" __global__ void k(float* x) { x[0] = 1; }')
+x = torch.zeros(1)
+loaded = kernel.load("fast")
+loaded.pack(loaded.buffer, 0, x.data_ptr())
+late, end = 0, time.monotonic() + 3
+while time.monotonic() < end:
+    ga.checked(False, seconds=random.uniform(1e-6, 1.2e-5))
+    late += driver.launch(loaded.program, "k", (20, 1, 1, 1, 1, 1, 0), loaded.address) is not None
+print("ended", late > 100)
+"""
+
+
+def test_a_time_limit_of_microseconds_ends_launches_and_never_the_process():
+    result = subprocess.run(
+        [sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120
+    )
+    assert (result.returncode, result.stdout) == (0, "ended True\n"), result.stderr[-2000:]
+
+
+@pytest.mark.parametrize("mode", [True, False])
+@pytest.mark.parametrize(
+    "body", ['printf("%d %f\\n", i, 0.5 * i)', "delete[] new float[1 + i % 9]"]
+)
+def test_a_launch_that_is_stopped_inside_printf_or_new_leaves_no_lock_behind(mode, body, capfd):
+    endless = ga.compile(
+        f'extern "C" __global__ void k(int* n) {{ for (int i = 0; i >= 0; i++) {{ {body}; }} }}'
+    )
+    once = ga.compile(f'extern "C" __global__ void k(int* n) {{ int i = n[0]; {body}; }}')
+    n = torch.zeros(1, dtype=torch.int32)
+    for _ in range(20):
+        with ga.checked(mode, seconds=0.02), pytest.raises(KernelError, match="still running"):
+            endless[1, 1](n)
+        with ga.checked(mode, seconds=60):
+            once[1, 1](n)
 
 
 def test_many_threads_may_launch_and_a_stopped_launch_leaves_the_next_one_alone():

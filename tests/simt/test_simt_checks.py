@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -663,15 +664,18 @@ def test_each_kernel_has_something_to_remove():
 
 
 def noticed(kernel, run, seeds) -> "str | None":
-    """The error or the wrong value that shows the change, on one of several sets of data."""
+    """The error, note or wrong value that shows the change, on one of several sets of data."""
     for seed in range(seeds):
         try:
-            with ga.checked(seconds=10):
+            with ga.checked(seconds=10), warnings.catch_warnings(record=True) as notes:
+                warnings.simplefilter("always")
                 for outcome in run(kernel, seed, "cpu"):
                     if not outcome.right:
                         return f"values: {outcome}"
         except ga.errors.KernelError as error:
             return str(error)
+        if notes:
+            return str(notes[0].message)
     return None
 
 

@@ -1,0 +1,597 @@
+"""Correct kernels that look like mistakes get no report; each one with a mistake still gets one.
+
+A case is a correct kernel and one change that makes it wrong.
+"""
+
+import pytest
+import torch
+from simt_pairs import Case, launched
+
+import gpuaccel as ga
+
+
+def ints(*shape):
+    return torch.zeros(*shape, dtype=torch.int32)
+
+
+def alternating(n):
+    """-1, 1, 1, -1, 1, 1, ...: lane 0 of a warp is never the first positive one of its third."""
+    return torch.where(torch.arange(n) % 3 == 0, -1.0, 1.0)
+
+
+CASES = {
+    # The loop of the CUDA C++ Programming Guide: its first read is not atomic.
+    "loop with atomicCAS": Case(
+        """
+__device__ void add(double* address, double value)
+{
+    unsigned long long* bits = (unsigned long long*)address;
+    unsigned long long old = *bits, assumed;
+    do {
+        assumed = old;
+        double sum = value + __longlong_as_double(assumed);
+        old = atomicCAS(bits, assumed, __double_as_longlong(sum));
+    } while (assumed != old);
+}
+extern "C" __global__ void k(double* sum, const double* x)
+{
+    add(sum, x[blockIdx.x * blockDim.x + threadIdx.x]);
+}
+""",
+        4,
+        64,
+        lambda: (torch.zeros(1).double(), torch.ones(256).double()),
+        lambda: torch.tensor([256.0]).double(),
+        ("add(sum, x[", "*sum += (x["),
+    ),
+    "loop with atomicCAS in shared memory": Case(
+        """
+extern "C" __global__ void k(float* most, const float* x)
+{
+    __shared__ int bits;
+    if (threadIdx.x == 0) bits = __float_as_int(-1e30f);
+    __syncthreads();
+    int old = bits, assumed;
+    do {
+        assumed = old;
+        float larger = fmaxf(x[threadIdx.x], __int_as_float(assumed));
+        old = atomicCAS(&bits, assumed, __float_as_int(larger));
+    } while (assumed != old);
+    __syncthreads();  // the last one
+    if (threadIdx.x == 0) *most = __int_as_float(bits);
+}
+""",
+        1,
+        128,
+        lambda: (torch.zeros(1), torch.arange(128.0)),
+        lambda: torch.tensor([127.0]),
+        ("__syncthreads();  // the last one", ""),
+    ),
+    "a plain read that no atomicCAS of the thread follows": Case(
+        """
+extern "C" __global__ void k(int* out, int* count)
+{
+    int old = *count, assumed;
+    do {
+        assumed = old;
+        old = atomicCAS(count, assumed, assumed + 1);
+    } while (assumed != old);
+    out[threadIdx.x] = old;
+}
+""",
+        1,
+        64,
+        lambda: (ints(64), ints(1)),
+        lambda: torch.arange(64).int(),
+        ("out[threadIdx.x] = old;", "out[threadIdx.x] = old; out[threadIdx.x] = *count;"),
+    ),
+    "bytes of one word": Case(
+        """
+extern "C" __global__ void k(int* words)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    ((signed char*)words)[i] = (signed char)i;
+}
+""",
+        2,
+        32,
+        lambda: (ints(16),),
+        lambda: torch.arange(64).to(torch.int8).view(torch.int32),
+        ("words)[i]", "words)[i / 2]"),
+    ),
+    "halves of one word": Case(
+        """
+extern "C" __global__ void k(float* words)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    ((short*)words)[i] = (short)i;
+}
+""",
+        2,
+        32,
+        lambda: (torch.zeros(32),),
+        lambda: torch.arange(64).to(torch.int16).view(torch.float32),
+        ("words)[i]", "words)[i | 1]"),
+    ),
+    "members of one struct": Case(
+        """
+struct Pixel { unsigned char r, g, b, a; };
+extern "C" __global__ void k(int* words)
+{
+    __shared__ Pixel pixels[16];
+    int i = threadIdx.x;
+    unsigned char* member = &pixels[i / 4].r + i % 4;
+    *member = (unsigned char)i;
+    __syncthreads();
+    if (i < 16) words[i] = *(int*)&pixels[i];
+}
+""",
+        1,
+        64,
+        lambda: (ints(16),),
+        lambda: torch.arange(64).to(torch.uint8).view(torch.int32),
+        ("+ i % 4", "+ i % 2"),
+        ("race", "uninitialised"),
+    ),
+    "warp-aggregated atomics": Case(
+        """
+__device__ int append(int* count)
+{
+    unsigned mask = __activemask();
+    int leader = __ffs(mask) - 1, lane = threadIdx.x % 32, first;
+    if (lane == leader) first = atomicAdd(count, __popc(mask));
+    first = __shfl_sync(mask, first, leader);
+    return first + __popc(mask & ((1u << lane) - 1));
+}
+extern "C" __global__ void k(int* out, int* count, const float* x)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (x[i] > 0) out[append(count)] = i;
+}
+""",
+        2,
+        96,
+        lambda: (ints(192), ints(1), alternating(192)),
+        lambda: torch.cat([torch.arange(192)[alternating(192) > 0], torch.zeros(64)]).int(),
+        ("__shfl_sync(mask, first, leader)", "__shfl_sync(0xffffffffu, first, 0)"),
+        ("shuffle", "deadlock", "uninitialised"),
+    ),
+    "__activemask() in both branches": Case(
+        """
+extern "C" __global__ void k(int* out, const float* x)
+{
+    int i = threadIdx.x, count;
+    if (x[i] > 0) {
+        unsigned mask = __activemask();
+        count = __popc(__ballot_sync(mask, 1));
+        __syncwarp(mask);
+    } else {
+        unsigned mask = __activemask();
+        count = -(int)__reduce_add_sync(mask, 1);
+        __syncwarp(mask);
+    }
+    __syncwarp();
+    out[i] = count;
+}
+""",
+        1,
+        32,
+        lambda: (ints(32), alternating(32)),
+        lambda: torch.where(alternating(32) > 0, 21, -11).int(),
+        ("mask = __activemask();", "mask = 0xffffffffu;"),
+        ("deadlock",),
+    ),
+    "__activemask() in a loop that lanes leave": Case(
+        """
+extern "C" __global__ void k(int* out, int n)
+{
+    int sum = 0;
+    for (int i = threadIdx.x; i < n; i += 32) {
+        unsigned mask = __activemask();
+        sum += __shfl_sync(mask, i, __ffs(mask) - 1);
+    }
+    out[threadIdx.x] = sum;
+}
+""",
+        1,
+        32,
+        lambda: (ints(32), 75),
+        lambda: torch.tensor([0 + 32 + 64] * 11 + [0 + 32] * 21).int(),
+        ("__ffs(mask) - 1", "31"),
+        ("shuffle",),
+    ),
+    "a shuffle whose result only some lanes use": Case(
+        """
+extern "C" __global__ void k(float* out, const float* x, int n)
+{
+    int i = threadIdx.x;
+    unsigned mask = __ballot_sync(0xffffffffu, i < n);
+    if (i < n) {
+        float sum = x[i];
+        for (int distance = 16; distance; distance /= 2) {
+            float other = __shfl_down_sync(mask, sum, distance);
+            if (i + distance < n) sum += other;
+        }
+        __syncwarp(mask);
+        if (i == 0) *out = sum;
+    }
+}
+""",
+        1,
+        32,
+        lambda: (torch.zeros(1), torch.ones(32), 13),
+        lambda: torch.tensor([13.0]),
+        ("if (i + distance < n) sum += other;", "sum += other;"),
+        ("shuffle",),
+    ),
+    "padding of a struct": Case(
+        """
+struct Mixed { char a; float b; short c; double d; };
+extern "C" __global__ void k(double* out)
+{
+    __shared__ Mixed first[32], second[32];
+    int i = threadIdx.x;
+    first[i].a = i;
+    first[i].b = i;
+    first[i].c = i;
+    first[i].d = i;
+    __syncthreads();
+    second[i] = first[31 - i];
+    __syncthreads();
+    Mixed m = second[i];
+    out[i] = m.a + m.b + m.c + m.d;
+}
+""",
+        1,
+        32,
+        lambda: (torch.zeros(32).double(),),
+        lambda: 4 * torch.arange(31, -1, -1).double(),
+        ("first[i].c = i;", ""),
+        ("uninitialised",),
+    ),
+    "padding of a struct in dynamic shared memory": Case(
+        """
+struct Mixed { char a; float b; short c; double d; };
+extern "C" __global__ void k(double* out)
+{
+    extern __shared__ Mixed items[];
+    int i = threadIdx.x;
+    items[i].a = i;
+    items[i].b = i;
+    items[i].c = i;
+    items[i].d = i;
+    __syncthreads();
+    Mixed m = items[31 - i];
+    out[i] = m.a + m.b + m.c + m.d;
+}
+""",
+        1,
+        32,
+        lambda: (torch.zeros(32).double(),),
+        lambda: 4 * torch.arange(31, -1, -1).double(),
+        ("items[31 - i]", "items[32 - i]"),
+        ("uninitialised",),
+        shared=33 * 24,
+    ),
+    "decoupled look-back": Case(
+        """
+extern "C" __global__ void k(int* out, const int* x, int* sums, volatile int* state, int* next)
+{
+    __shared__ int block, before;
+    if (threadIdx.x == 0) {
+        block = atomicAdd(next, 1);
+        sums[block] = x[block];
+        __threadfence();  // of the sums
+        state[block] = 1;
+        int total = 0;
+        for (int b = block - 1; b >= 0; b--) {
+            while (state[b] == 0) { }
+            __threadfence();
+            total += sums[b];
+        }
+        before = total;
+    }
+    __syncthreads();
+    out[block * blockDim.x + threadIdx.x] = before;
+}
+""",
+        8,
+        32,
+        lambda: (ints(256), torch.arange(8).int(), ints(8), ints(8), ints(1)),
+        lambda: (torch.arange(8).cumsum(0) - torch.arange(8)).int().repeat_interleave(32),
+        ("__threadfence();  // of the sums", ""),
+    ),
+    "values in volatile memory behind a fence": Case(
+        """
+extern "C" __global__ void k(float* out, const float* x, volatile float* sums, int* arrived)
+{
+    if (threadIdx.x == 0) {
+        sums[blockIdx.x] = x[blockIdx.x];
+        __threadfence();
+        if (atomicAdd(arrived, 1) == gridDim.x - 1) {
+            float sum = 0;
+            for (int b = 0; b < gridDim.x; b++) sum += sums[b];
+            *out = sum;
+        }
+    }
+}
+""",
+        8,
+        32,
+        lambda: (torch.zeros(1), torch.ones(8), torch.zeros(8), ints(1)),
+        lambda: torch.tensor([8.0]),
+        ("__threadfence();", ""),
+    ),
+    "flag and value in one word": Case(
+        """
+extern "C" __global__ void k(int* out, const int* x, volatile unsigned long long* state)
+{
+    if (threadIdx.x == 0) {
+        int b = blockIdx.x, before = 0;
+        if (b > 0) {
+            unsigned long long word;
+            do word = state[b - 1];
+            while (!(word >> 32));
+            before = (int)word;
+        }
+        state[b] = 1ull << 32 | (unsigned)(before + x[b]);
+        out[b] = before;
+    }
+}
+""",
+        8,
+        32,
+        lambda: (ints(8), torch.ones(8).int(), torch.zeros(8, dtype=torch.int64)),
+        lambda: torch.arange(8).int(),
+        ("volatile ", ""),
+    ),
+    "a volatile flag of an earlier block": Case(
+        """
+extern "C" __global__ void k(float* out, float* data, volatile int* flag)
+{
+    int t = threadIdx.x;
+    if (blockIdx.x == 0) {
+        data[t] = t;
+        __threadfence();
+        __syncthreads();
+        if (t == 0) *flag = 1;
+    } else {
+        if (t == 0) while (*flag == 0) { }
+        __syncthreads();
+        out[t] = data[t];
+    }
+}
+""",
+        2,
+        64,
+        lambda: (torch.zeros(64), torch.zeros(64), ints(1)),
+        lambda: torch.arange(64.0),
+        ("if (t == 0) while (*flag == 0) { }", ""),
+    ),
+    "an atomic flag of an earlier block": Case(
+        """
+extern "C" __global__ void k(float* out, float* data, int* flag)
+{
+    int t = threadIdx.x;
+    if (blockIdx.x == 0) {
+        data[t] = t;
+        __threadfence();
+        __syncthreads();
+        if (t == 0) atomicExch(flag, 1);
+    } else {
+        if (t == 0) while (atomicAdd(&flag[0], 0) == 0) { }
+        __syncthreads();
+        out[t] = data[t];
+    }
+}
+""",
+        2,
+        64,
+        lambda: (torch.zeros(64), torch.zeros(64), ints(2)),
+        lambda: torch.arange(64.0),
+        # of another flag, which says nothing about the data
+        ("while (atomicAdd(&flag[0], 0) == 0) { }", "atomicAdd(&flag[1], 0);"),
+    ),
+    "one thread's fence for its block": Case(
+        """
+extern "C" __global__ void k(float* out, float* data, int* flag)
+{
+    int t = threadIdx.x;
+    if (blockIdx.x == 0) {
+        data[t] = t;
+        __syncthreads();  // before the fence
+        if (t == 0) {
+            __threadfence();
+            atomicExch(flag, 1);
+        }
+    } else {
+        if (t == 0) while (atomicAdd(flag, 0) == 0) { }
+        __syncthreads();
+        out[t] = data[t];
+    }
+}
+""",
+        2,
+        64,
+        lambda: (torch.zeros(64), torch.zeros(64), ints(1)),
+        lambda: torch.arange(64.0),
+        ("__syncthreads();  // before the fence", ""),
+    ),
+    "a lane that waits for its warp": Case(
+        """
+extern "C" __global__ void k(float* out, float* data, volatile int* flag)
+{
+    int t = threadIdx.x;
+    if (blockIdx.x == 0) {
+        data[t] = t;
+        __threadfence();
+        __syncwarp();
+        if (t == 0) *flag = 1;
+    } else {
+        if (t == 0) while (*flag == 0) { }
+        __syncwarp();  // behind the loop
+        out[t] = data[t];
+    }
+}
+""",
+        2,
+        32,
+        lambda: (torch.zeros(32), torch.zeros(32), ints(1)),
+        lambda: torch.arange(32.0),
+        ("__syncwarp();  // behind the loop", ""),
+    ),
+    "a flag in shared memory": Case(
+        """
+extern "C" __global__ void k(float* out)
+{
+    __shared__ volatile int flag;
+    __shared__ float data;
+    if (threadIdx.x == 0) flag = 0;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        data = 5;
+        __threadfence_block();
+        flag = 1;
+    } else if (threadIdx.x == 32) {
+        while (flag == 0) { }
+        __threadfence_block();
+        *out = data;
+    }
+}
+""",
+        1,
+        64,
+        lambda: (torch.zeros(1),),
+        lambda: torch.tensor([5.0]),
+        ("__threadfence_block();\n        flag = 1;", "flag = 1;"),
+    ),
+    "a lock": Case(
+        """
+extern "C" __global__ void k(float* sum, int* lock)
+{
+    if (threadIdx.x == 0) {
+        while (atomicCAS(lock, 0, 1) != 0) { }
+        *sum += 1;
+        __threadfence();
+        atomicExch(lock, 0);
+    }
+}
+""",
+        4,
+        32,
+        lambda: (torch.zeros(1), ints(1)),
+        lambda: torch.tensor([4.0]),
+        ("while (atomicCAS(lock, 0, 1) != 0) { }", ""),
+    ),
+    "a sum of a warp in volatile memory": Case(
+        """
+extern "C" __global__ void k(float* out, const float* x)
+{
+    __shared__ volatile float sums[32];
+    int t = threadIdx.x;
+    float sum = x[t];
+    sums[t] = sum;
+    __syncwarp();
+    for (int distance = 16; distance; distance /= 2) {
+        sum += sums[(t + distance) % 32];
+        __syncwarp();  // before the write
+        sums[t] = sum;
+        __syncwarp();
+    }
+    if (t == 0) *out = sum;
+}
+""",
+        1,
+        32,
+        lambda: (torch.zeros(1), torch.arange(32.0)),
+        lambda: torch.tensor([496.0]),
+        ("__syncwarp();  // before the write", ""),
+    ),
+    "equal values in one place": Case(
+        """
+extern "C" __global__ void k(int* found, const float* x)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (x[i] > 0) *found = 1;
+}
+""",
+        2,
+        64,
+        lambda: (ints(1), alternating(128)),
+        lambda: torch.ones(1).int(),
+        ("*found = 1", "*found = i"),
+        note="wrote the same value",
+    ),
+    "equal values in shared memory, each read by its writer": Case(
+        """
+extern "C" __global__ void k(int* out, int n)
+{
+    __shared__ int size;
+    size = n;
+    out[threadIdx.x] = size;
+}
+""",
+        1,
+        64,
+        lambda: (ints(64), 7),
+        lambda: torch.full((64,), 7).int(),
+        ("size = n;", "size = n + threadIdx.x;"),
+        note="wrote the same value",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_correct_kernel_gets_no_report(name):
+    case = CASES[name]
+    result, notes = launched(case, case.source)
+    if case.note is None:
+        assert not notes
+    else:
+        assert notes and all(case.note in note for note in notes), notes
+    assert torch.equal(result, case.result()), result
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_kernel_with_a_mistake_gets_one(name):
+    case = CASES[name]
+    old, new = case.change
+    assert old in case.source
+    with pytest.raises(ga.errors.KernelError) as info:
+        launched(case, case.source.replace(old, new))
+    assert {report.kind for report in info.value.reports} & set(case.kinds), info.value
+
+
+def test_the_fast_mode_has_the_same_active_lanes():
+    for name in ("warp-aggregated atomics", "__activemask() in both branches"):
+        case = CASES[name]
+        args = case.args()
+        with ga.use_backend("simt"), ga.checked(False):
+            ga.compile(case.source, "k")[case.grid, case.block, case.shared](*args)
+        assert torch.equal(args[0], case.result()), name
+
+
+def test_a_lone_thread_is_the_only_active_one():
+    source = """
+extern "C" __global__ void k(int* out)
+{
+    int seen = 0;
+    for (int i = 0; i < 100; i++) seen += __activemask();
+    out[blockIdx.x] = seen;
+}
+"""
+    for on in (True, False):
+        out = ints(3)
+        with ga.use_backend("simt"), ga.checked(on):
+            ga.compile(source, "k")[3, 1](out)
+        assert out.tolist() == [100] * 3
+
+
+def test_notes_are_in_a_trace():
+    case = CASES["equal values in one place"]
+    with ga.use_backend("simt"):
+        kernel = ga.compile(case.source, "k")
+        trace = ga.simt.trace(kernel[case.grid, case.block], *case.args())
+    assert not trace.reports
+    assert [note.kind for note in trace.notes] == ["same value"]
+    assert trace.notes[0].line == 5

@@ -1,0 +1,366 @@
+"""What a report says of local variables and arrays, of calls, and of what no launch survives."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import gpuaccel as ga
+from gpuaccel.backends import find_compiler
+from gpuaccel.simt.build import fill_pattern
+
+HOST = find_compiler()[0]
+FILLS = HOST is not None and fill_pattern(HOST) != 0
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu():
+    with ga.use_backend("simt"):
+        yield
+
+
+def mistakes(source, *args, grid=1, block=32, shared=0, seconds=10):
+    """The reports of a checked launch of kernel k; an empty list if it has none."""
+    kernel = ga.compile(source, "k")
+    with ga.checked(seconds=seconds):
+        try:
+            kernel[grid, block, shared](*args)
+        except ga.errors.KernelError as error:
+            return error.reports
+    return []
+
+
+# ---- uninitialised local variables ---------------------------------------------------------------
+
+UNSET = {
+    "a sum without a start": """
+extern "C" __global__ void k(float* out, int n)
+{
+    float sum;
+    for (int i = 0; i < n; i++) sum += i;
+    out[threadIdx.x] = sum;  // BUG
+}
+""",
+    "a variable that one branch sets": """
+extern "C" __global__ void k(float* out, int n)
+{
+    float value;
+    if (threadIdx.x > n) value = 1;
+    out[threadIdx.x] = value;  // BUG
+}
+""",
+    "an integer": """
+extern "C" __global__ void k(float* out, int n)
+{
+    int value;
+    if (threadIdx.x > n) value = 1;
+    ((int*)out)[threadIdx.x] = value;  // BUG
+}
+""",
+    "the last element of an array": """
+extern "C" __global__ void k(float* out, int n)
+{
+    float values[8];
+    for (int i = 0; i < n; i++) values[i] = i;
+    out[threadIdx.x] = 2 * values[n];  // BUG
+}
+""",
+    "a member of a struct": """
+extern "C" __global__ void k(float* out, int n)
+{
+    float4 four;
+    four.x = four.y = four.z = n;
+    out[threadIdx.x] = four.x + four.w;  // BUG
+}
+""",
+    "what a function leaves unset": """
+__device__ void first(const float* x, int n, float* value) { if (n < 0) *value = x[0]; }
+extern "C" __global__ void k(float* out, int n)
+{
+    float value;
+    first(out, n, &value);
+    out[threadIdx.x] = value;  // BUG
+}
+""",
+}
+
+
+@pytest.mark.skipif(not FILLS, reason=f"{HOST} cannot fill local variables")
+@pytest.mark.parametrize("name", UNSET)
+def test_an_uninitialised_local_variable_is_reported(name):
+    source = UNSET[name]
+    out = torch.zeros(32)
+    reports = mistakes(source, out, 5)
+    line = 1 + source[: source.index("// BUG")].count("\n")
+    assert [report.kind for report in reports] == ["uninitialised"], reports
+    assert reports[0].line == line and reports[0].thread == (0, 0, 0)
+    assert not out.any()
+
+
+@pytest.mark.skipif(not FILLS, reason=f"{HOST} cannot fill local variables")
+def test_the_array_that_is_read_too_early_is_named():
+    (report,) = mistakes(UNSET["the last element of an array"], torch.zeros(32), 5)
+    assert report.tensor == "values" and "an element of values" in report.message
+
+
+FILLED = """
+extern "C" __global__ void k(int* out, const int* x, int n)
+{
+    int values[4];
+    for (int i = 0; i < n; i++) values[i] = x[threadIdx.x];
+    out[threadIdx.x] = values[n - 1];
+}
+"""
+
+
+def test_data_that_looks_uninitialised_is_data():
+    """0xfefefefe fills local variables: here it comes from a tensor, as pixels or constants."""
+    looks = torch.full((32,), 0xFE, dtype=torch.uint8).repeat(4).view(torch.int32)
+    out = torch.zeros(32, dtype=torch.int32)
+    assert not mistakes(FILLED, out, looks, 4)
+    assert torch.equal(out, looks)
+    packs = """
+extern "C" __global__ void k(unsigned* out, const unsigned char* x)
+{
+    const unsigned char* four = x + 4 * threadIdx.x;
+    out[threadIdx.x] = four[0] | four[1] << 8 | four[2] << 16 | (unsigned)four[3] << 24;
+}
+"""
+    out = torch.zeros(32, dtype=torch.int32)
+    assert not mistakes(packs, out, looks.view(torch.uint8))
+    assert torch.equal(out, looks)
+    constant = """
+extern "C" __global__ void k(unsigned* out) { out[threadIdx.x] = 0xFEFEFEFEu; }
+"""
+    assert not mistakes(constant, out)
+
+
+# ---- arrays and callers by name ------------------------------------------------------------------
+
+OVERRUNS = {
+    "acc[8]: acc is float[8]": """
+extern "C" __global__ void k(float* out, int n)
+{
+    float acc[8];
+    for (int i = 0; i <= n; i++) acc[i] = i;
+    out[threadIdx.x] = acc[2];
+}
+""",
+    "buf[8]: buf is float[8]": """
+extern "C" __global__ void k(float* out, int n)
+{
+    __shared__ float buf[8], other[8];
+    for (int i = 0; i <= n; i++) buf[i] = other[0] = i;
+    out[threadIdx.x] = buf[2];
+}
+""",
+    "tile[threadIdx.x][8]: tile[threadIdx.x] is float[8]": """
+extern "C" __global__ void k(float* out, int n)
+{
+    __shared__ float tile[32][8];
+    out[threadIdx.x] = tile[threadIdx.x][n] = 1;
+}
+""",
+    "state.sums[8]: state.sums is float[8]": """
+struct State { float sums[8], last; };
+extern "C" __global__ void k(float* out, int n)
+{
+    State state;
+    for (int i = 0; i <= n; i++) state.sums[i] = i;
+    out[threadIdx.x] = state.sums[0];
+}
+""",
+    "table[8]: table is float[8]": """
+__constant__ const float table[8] = {1, 2, 3, 4, 5, 6, 7, 8};
+extern "C" __global__ void k(float* out, int n) { out[threadIdx.x] = table[n]; }
+""",
+}
+
+
+@pytest.mark.parametrize("words", OVERRUNS)
+def test_an_overrun_names_the_array_and_the_index(words):
+    (report, *more) = mistakes(OVERRUNS[words], torch.zeros(32), 8, block=1)
+    assert not more and report.kind == "out of bounds"
+    assert words in report.message
+    assert report.element == 8 and report.tensor == words.split("[")[0]
+
+
+CALLS = """
+__device__ {how} float element(const float* x, int i)
+{{
+    return x[i];
+}}
+__device__ {how} float twice(const float* x, int i)
+{{
+    return 2 * element(x, i);
+}}
+extern "C" __global__ void k(float* out, const float* x, int n)
+{{
+    float inside = twice(x, threadIdx.x);
+    float outside = twice(x, threadIdx.x + n);
+    out[threadIdx.x] = inside + outside;
+}}
+"""
+
+
+@pytest.mark.parametrize("how", ["", "__forceinline__", "__noinline__"])
+def test_a_report_in_a_function_names_the_lines_of_its_callers(how):
+    source = CALLS.format(how=how)
+    (report,) = mistakes(source, torch.zeros(32), torch.ones(32), 1)
+    assert (report.line, report.callers) == (4, (8, 13))
+    assert "called at line 8, which is called at line 13" in report.message
+    assert report.thread == (31, 0, 0) and report.element == 32
+
+
+def test_a_report_in_the_kernel_itself_has_no_callers():
+    (report,) = mistakes(
+        """
+extern "C" __global__ void k(float* out) { out[threadIdx.x + 1] = 1; }
+""",
+        torch.zeros(32),
+    )
+    assert report.callers == () and "called" not in report.message
+
+
+# ---- memory of other threads, and of functions that returned -------------------------------------
+
+
+def test_a_pointer_to_another_threads_local_variable_is_reported():
+    source = """
+extern "C" __global__ void k(float* out)
+{
+    __shared__ float* pointers[32];
+    float own = threadIdx.x;
+    pointers[threadIdx.x] = &own;
+    __syncthreads();
+    out[threadIdx.x] = *pointers[31 - threadIdx.x];  // BUG
+}
+"""
+    reports = mistakes(source, torch.zeros(32))
+    assert [(r.kind, r.line) for r in reports] == [("local of another thread", 8)], reports
+    assert not mistakes(source.replace("31 - threadIdx.x", "threadIdx.x"), torch.zeros(32))
+
+
+def test_a_write_below_a_local_array_is_stopped():
+    source = """
+extern "C" __global__ void k(float* out, int n)
+{
+    float values[4];
+    float* first = values;
+    for (int i = 0; i < n; i++) first[-i] = i;
+    out[0] = values[0];
+}
+"""
+    reports = mistakes(source, torch.zeros(1), 100_000, block=1)
+    assert [(r.kind, r.line) for r in reports] == [("out of bounds", 6)], reports
+
+
+# ---- nothing ends Python -------------------------------------------------------------------------
+
+SURVIVED = r"""
+import torch, gpuaccel as ga
+ga.use_backend("simt")
+CASES = {
+    "recursion": ('''__device__ int deeper(int n) { volatile int a[9]; a[0] = n;
+        return deeper(n + 1) + a[0]; }
+        extern "C" __global__ void k(int* x) { x[0] = deeper(0); }''', "stack overflow", 8),
+    "a large local array": ('''extern "C" __global__ void k(int* x)
+        { int a[300000]; for (int i = 0; i < 300000; i++) a[i] = i; x[0] = a[x[1]]; }''',
+        "stack overflow", 8),
+    "__trap()": ('''extern "C" __global__ void k(int* x) { if (threadIdx.x == 3) __trap(); }''',
+        "trap", 8),
+    "assert": ('''extern "C" __global__ void k(int* x)
+        {
+            assert(threadIdx.x < 5);
+        }''', "trap", 8),
+    "a wrong argument of printf": ('''extern "C" __global__ void k(int* x)
+        { printf("%s", (const char*)7); }''', "null", 1),
+    "printf after it": ('''extern "C" __global__ void k(int* x)
+        { printf("%d\\n", 5); x[99] = 1; }''', "out of bounds", 1),
+    "a call through null": ('''typedef int (*call)(int); extern "C" __global__ void k(int* x)
+        { x[1] = ((call)(size_t)x[0])(3); }''', "null", 1),
+    "memcpy from null": ('''extern "C" __global__ void k(int* x)
+        { memcpy(x, (void*)(size_t)x[0], 8); }''', "null", 1),
+    "memset of a gigabyte": ('''extern "C" __global__ void k(int* x) { memset(x, 0, 1 << 30); }''',
+        "out of bounds", 1),
+    "an endless loop": ('''extern "C" __global__ void k(int* x) { again: goto again; }''',
+        "time limit", 1),
+    "endless barriers": ('''extern "C" __global__ void k(int* x) { for (;;) __syncthreads(); }''',
+        "time limit", 1024),
+    "an endless wait for the active lanes": ('''extern "C" __global__ void k(int* x)
+        { while (((volatile int*)x)[1] == 0) __activemask(); }''', "time limit", 64),
+    "all threads at the end": ('''extern "C" __global__ void k(int* x)
+        { __shared__ int s[1024]; s[threadIdx.x] = 1; __syncthreads();
+          x[4 + s[1023 - threadIdx.x]] = 1; }''', "out of bounds", 1024),
+}
+for name, (source, kind, block) in CASES.items():
+    x = torch.zeros(4, dtype=torch.int32)
+    try:
+        with ga.checked(seconds=2):
+            ga.compile(source, "k")[1, block](x)
+        print(name, "nothing", sep="|")
+    except ga.errors.KernelError as error:
+        right = error.reports[0].kind == kind and error.reports[0].line and not x.any()
+        print(name, "right" if right else error, sep="|")
+"""
+
+
+def test_a_checked_launch_never_ends_python():
+    """In a process of its own, so that its end would be seen."""
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SURVIVED)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    rows = [line.split("|") for line in run.stdout.splitlines() if "|" in line]
+    assert len(rows) == 13, run.stdout
+    assert not [row for row in rows if row[1] != "right"], run.stdout
+
+
+def test_an_assertion_names_its_thread_and_line():
+    source = """
+extern "C" __global__ void k(float* out)
+{
+    assert(threadIdx.x < 5);
+    out[threadIdx.x] = 1;
+}
+"""
+    (report,) = mistakes(source, torch.zeros(32), grid=2)
+    assert (report.kind, report.line, report.thread) == ("trap", 4, (5, 0, 0))
+    assert "threadIdx.x < 5" in report.message
+
+
+# ---- barriers in a trace -------------------------------------------------------------------------
+
+BARRIERS = """
+extern "C" __global__ void k(float* out, const float* x, int n)
+{
+    __shared__ float tile[64];
+    int t = threadIdx.x;
+    if (t >= n) return;
+    tile[t] = 0;
+    __syncthreads();  // each thread goes on with its own element
+    tile[t] += x[t];
+    __syncthreads();
+    out[t] = tile[n - 1 - t];
+}
+"""
+
+
+def test_a_trace_names_barriers_without_a_use_and_threads_that_ended_before():
+    args = torch.zeros(64), torch.arange(64.0)
+    kernel = ga.compile(BARRIERS, "k")
+    trace = ga.simt.trace(kernel[1, 64], *args, 64)
+    assert [(note.kind, note.line) for note in trace.notes] == [("redundant barrier", 8)]
+    trace = ga.simt.trace(kernel[1, 64], *args, 50)
+    assert {(note.kind, note.line) for note in trace.notes} == {
+        ("redundant barrier", 8),
+        ("ended before a barrier", 8),
+        ("ended before a barrier", 10),
+    }
+    assert not trace.reports
+    assert "no two accesses need this barrier" in str(ga.show(kernel[1, 64], *args, 64))
