@@ -99,7 +99,7 @@ CASTS_BY_GCC = (
     "-fno-tree-sink",
     "-fno-code-hoisting",
     "-fno-tree-pre",
-    "-fno-tree-slp-vectorize",
+    "-fno-tree-vectorize",
 )
 # A pattern in a source or in a compiler's message -> the feature that only a GPU has.
 GPU_ONLY = {
@@ -196,7 +196,7 @@ def _commands(host: Compiler, checked: bool, source, output, headers) -> "list[t
     compiled = f"{output}.o"
     return [
         (
-            *(*first, *COMMON, *RETURNS, *casts, max_errors, *flags, *headers),
+            *(*first, *COMMON, max_errors, *flags, *RETURNS, *casts, *headers),
             *("-c", str(source), "-o", compiled),
         ),
         (*first, *FAST, "-shared", compiled, "-o", str(output)),

@@ -289,6 +289,8 @@ class Session:
             if tensor is not None:
                 _check_extra(i, tensor)
                 self.arrays.append(Array.of_tensor(f"tensors[{i}]", tensor))
+        # address of a table of pointers -> its words when the launch began
+        self.moved_tables: "dict[int, bytes]" = {}
         self.slots: "list[Slot]" = []
         for array in sorted(self.arrays, key=lambda a: (a.lo, a.hi)):
             if self.slots and array.lo < self.slots[-1].hi:
@@ -407,14 +409,32 @@ class Session:
         for table in _tables(params, args):
             address = self.moved(table.data_ptr())
             size = table.numel() * 8
-            ctypes.memmove(address, self.moved_words(ctypes.string_at(address, size)), size)
+            words = self.moved_words(ctypes.string_at(address, size))
+            ctypes.memmove(address, words, size)
+            self.moved_tables[table.data_ptr()] = words
 
     def copy_back(self, params, args, constant: bool):
         """Copy the results into the tensors. constant: also into those behind pointers to const."""
         tables = {table.data_ptr() for table in _tables(params, args)}
         for slot in self.slots:
-            if (constant or not slot.readonly) and slot.lo not in tables:
+            if slot.lo in tables:
+                self._copy_table_back(slot)
+            elif constant or not slot.readonly:
                 ctypes.memmove(slot.lo, slot.lo + slot.arrays[0].shift, slot.hi - slot.lo)
+
+    def _copy_table_back(self, slot):
+        """Copy the addresses that the kernel wrote into a table of pointers."""
+        before = numpy.frombuffer(self.moved_tables[slot.lo], "u8")
+        copy = ctypes.string_at(slot.lo + slot.arrays[0].shift, len(before) * 8)
+        after = numpy.frombuffer(copy, "u8").copy()
+        written = after != before
+        for array in self.arrays:
+            lo, hi = array.lo + array.shift, array.hi + array.shift
+            inside = (after >= lo) & (after < hi)
+            after[inside] -= numpy.uint64(array.shift % 2**64)
+        table = (ctypes.c_uint64 * len(after)).from_address(slot.lo)
+        for i in numpy.flatnonzero(written):
+            table[i] = int(after[i])
 
     def results(self) -> "list[bytes]":
         """The bytes of the copies of the tensors."""
