@@ -130,7 +130,7 @@ def _condition(text: str, macros: "dict[str, str]") -> "bool | None":
         return None
     try:
         return bool(eval(text, {"__builtins__": {}}))
-    except (SyntaxError, ArithmeticError):
+    except (SyntaxError, ArithmeticError, TypeError, ValueError, RecursionError):
         return None
 
 

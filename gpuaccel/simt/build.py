@@ -90,6 +90,8 @@ CHECKED_BY = {
         *("-mllvm", "-tsan-distinguish-volatile=1"),
     ),
 }
+# A function that returns a value and reaches its end would go on in the function behind it.
+RETURNS = ("-fsanitize=return",)
 # Casts outside of an integer's range: see casts.cpp. Other processors saturate by themselves.
 CASTS = ("-fsanitize=float-cast-overflow",) if platform.machine() in ("x86_64", "AMD64") else ()
 # Without these a cast may be moved away from the call in front of it, or be one of two in a vector.
@@ -97,7 +99,7 @@ CASTS_BY_GCC = (
     "-fno-tree-sink",
     "-fno-code-hoisting",
     "-fno-tree-pre",
-    "-fno-tree-slp-vectorize",
+    "-fno-tree-vectorize",
 )
 # A pattern in a source or in a compiler's message -> the feature that only a GPU has.
 GPU_ONLY = {
@@ -193,7 +195,10 @@ def _commands(host: Compiler, checked: bool, source, output, headers) -> "list[t
     first = (*host.command, *_first_options(host))
     compiled = f"{output}.o"
     return [
-        (*first, *COMMON, *casts, max_errors, *flags, *headers, "-c", str(source), "-o", compiled),
+        (
+            *(*first, *COMMON, max_errors, *flags, *RETURNS, *casts, *headers),
+            *("-c", str(source), "-o", compiled),
+        ),
         (*first, *FAST, "-shared", compiled, "-o", str(output)),
     ]
 
@@ -392,9 +397,7 @@ _lock = threading.Lock()
 _programs: "dict[str, Program]" = {}
 
 
-def program(
-    source: str, filename: str, names: "list[str]", checked: bool
-) -> Program:
+def program(source: str, filename: str, names: "list[str]", checked: bool) -> Program:
     """The library of a whole source, from this process, the cache, or the compiler.
 
     source: CUDA C with everything it needs, common.cuh included
@@ -417,7 +420,7 @@ def program(
             platform.machine(),
             headers,
             hashlib.sha256(executor.image).hexdigest(),
-            (COMMON, CASTS, CASTS_BY_GCC, CHECKED, CHECKED_BY, FAST),
+            (COMMON, RETURNS, CASTS, CASTS_BY_GCC, CHECKED, CHECKED_BY, FAST),
         )
         if key not in _programs:
             text = translated(source, names)
@@ -632,7 +635,9 @@ def translated(source: str, names: "list[str]") -> str:
         source = source[: match.start()] + " " * len("static") + source[match.end() :]
     source, macros = _with_dynamic_arrays(source)
     source = _with_marks(source, names)
-    exports = [f"#ifdef SIMT_HAS_{name}\nSIMT_EXPORT({name}, SIMT_HAS_{name})\n#endif\n" for name in names]
+    exports = [
+        f"#ifdef SIMT_HAS_{name}\nSIMT_EXPORT({name}, SIMT_HAS_{name})\n#endif\n" for name in names
+    ]
     return "".join(
         [
             '#line 1 "namespace"\n',

@@ -11,7 +11,12 @@
 #include <string.h>
 #include <ucontext.h>
 
-static const int MOST_STEPS = 64;
+// In a checked build the checks of what is read stand between the call and the conversion.
+#ifdef SIMT_CHECKED
+static const int MOST_STEPS = 3000;
+#else
+static const int MOST_STEPS = 200;
+#endif
 static const unsigned long long TRAP_FLAG = 0x100;
 
 struct simt_cast {                // one per operating-system thread
@@ -65,16 +70,36 @@ void __ubsan_handle_float_cast_overflow(cast_data* data, uint64_t bits) {
     __builtin_ia32_writeeflags_u64(__builtin_ia32_readeflags_u64() | TRAP_FLAG);
 }
 
-// The bytes of an operand in memory behind its ModRM byte.
-static int operand_bytes(const uint8_t* modrm) {
-    int mode = modrm[0] >> 6, base = modrm[0] & 7, bytes = 0;
-    if (mode == 3) return 0;
+// The general registers in the order of their numbers in machine code.
+static const int REGISTERS[] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP,
+                                REG_RSI, REG_RDI, REG_R8,  REG_R9,  REG_R10, REG_R11,
+                                REG_R12, REG_R13, REG_R14, REG_R15};
+
+// The address of an operand in memory; `next` becomes the instruction behind it.
+static const char* operand(const greg_t* registers, const uint8_t* modrm, uint8_t rex,
+                           const uint8_t** next) {
+    int mode = modrm[0] >> 6, base = modrm[0] & 7;
+    const uint8_t* p = modrm + 1;
+    uint64_t address = 0;
+    bool is_relative = mode == 0 && base == 5, has_base = !is_relative;
     if (base == 4) {
-        bytes = 1;
-        base = modrm[1] & 7;
-        if (mode == 0 && base == 5) bytes += 4;
-    } else if (mode == 0 && base == 5) bytes = 4;
-    return bytes + (mode == 1 ? 1 : mode == 2 ? 4 : 0);
+        int scale = *p >> 6, index = (*p >> 3 & 7) | (rex & 2) << 2;
+        base = *p++ & 7;
+        has_base = mode != 0 || base != 5;
+        if (index != 4) address += (uint64_t)registers[REGISTERS[index]] << scale;
+        if (!has_base) mode = 2;
+    }
+    if (has_base) address += (uint64_t)registers[REGISTERS[base | (rex & 1) << 3]];
+    if (mode == 1) address += (uint64_t)(int64_t)(int8_t)*p++;
+    else if (mode == 2 || is_relative) {
+        int32_t distance;
+        memcpy(&distance, p, 4);
+        address += (uint64_t)(int64_t)distance;
+        p += 4;
+    }
+    if (is_relative) address += (uint64_t)p;
+    *next = p;
+    return (const char*)address;
 }
 
 bool simt_step(void* context) {
@@ -92,21 +117,16 @@ bool simt_step(void* context) {
     }
     if (is_conversion) {
         const uint8_t* modrm = p + 2;
+        const uint8_t* next = modrm + 1;
+        const char* from = (const char*)&machine->fpregs->_xmm[(*modrm & 7) | (rex & 1) << 3];
+        if (*modrm >> 6 != 3) from = operand(machine->gregs, modrm, rex, &next);
+        uint64_t source = 0;
+        memcpy(&source, from, prefix == 0xf3 ? 4 : 8);
         bool is_wide = rex & 8;
-        bool is_its_own = is_wide == cast.is_wide;
-        if (*modrm >> 6 == 3) {
-            uint64_t source = 0;
-            int number = (*modrm & 7) | (rex & 1) << 3;
-            memcpy(&source, &machine->fpregs->_xmm[number], prefix == 0xf3 ? 4 : 8);
-            is_its_own &= source == cast.source;
-        }
-        if (is_its_own) {
-            static const int registers[] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP,
-                                            REG_RSI, REG_RDI, REG_R8,  REG_R9,  REG_R10, REG_R11,
-                                            REG_R12, REG_R13, REG_R14, REG_R15};
+        if (source == cast.source && is_wide == cast.is_wide) {
             int number = (*modrm >> 3 & 7) | (rex & 4) << 1;
-            machine->gregs[registers[number]] = is_wide ? cast.result : (uint32_t)cast.result;
-            machine->gregs[REG_RIP] = (greg_t)(modrm + 1 + operand_bytes(modrm));
+            machine->gregs[REGISTERS[number]] = is_wide ? cast.result : (uint32_t)cast.result;
+            machine->gregs[REG_RIP] = (greg_t)next;
             cast.steps = 1;
         }
     }

@@ -289,6 +289,8 @@ class Session:
             if tensor is not None:
                 _check_extra(i, tensor)
                 self.arrays.append(Array.of_tensor(f"tensors[{i}]", tensor))
+        # address of a table of pointers -> its words when the launch began
+        self.moved_tables: "dict[int, bytes]" = {}
         self.slots: "list[Slot]" = []
         for array in sorted(self.arrays, key=lambda a: (a.lo, a.hi)):
             if self.slots and array.lo < self.slots[-1].hi:
@@ -407,14 +409,32 @@ class Session:
         for table in _tables(params, args):
             address = self.moved(table.data_ptr())
             size = table.numel() * 8
-            ctypes.memmove(address, self.moved_words(ctypes.string_at(address, size)), size)
+            words = self.moved_words(ctypes.string_at(address, size))
+            ctypes.memmove(address, words, size)
+            self.moved_tables[table.data_ptr()] = words
 
     def copy_back(self, params, args, constant: bool):
         """Copy the results into the tensors. constant: also into those behind pointers to const."""
         tables = {table.data_ptr() for table in _tables(params, args)}
         for slot in self.slots:
-            if (constant or not slot.readonly) and slot.lo not in tables:
+            if slot.lo in tables:
+                self._copy_table_back(slot)
+            elif constant or not slot.readonly:
                 ctypes.memmove(slot.lo, slot.lo + slot.arrays[0].shift, slot.hi - slot.lo)
+
+    def _copy_table_back(self, slot):
+        """Copy the addresses that the kernel wrote into a table of pointers."""
+        before = numpy.frombuffer(self.moved_tables[slot.lo], "u8")
+        copy = ctypes.string_at(slot.lo + slot.arrays[0].shift, len(before) * 8)
+        after = numpy.frombuffer(copy, "u8").copy()
+        written = after != before
+        for array in self.arrays:
+            lo, hi = array.lo + array.shift, array.hi + array.shift
+            inside = (after >= lo) & (after < hi)
+            after[inside] -= numpy.uint64(array.shift % 2**64)
+        table = (ctypes.c_uint64 * len(after)).from_address(slot.lo)
+        for i in numpy.flatnonzero(written):
+            table[i] = int(after[i])
 
     def results(self) -> "list[bytes]":
         """The bytes of the copies of the tensors."""
@@ -475,15 +495,16 @@ class Session:
         notes = [n for n in notes if n.kind == "const" or (n.file, n.line) not in races]
         return list(mistakes.values()), notes
 
+    def _stays_in_block(self, raw) -> bool:
+        """Whether an uninitialised variable was read, or written to shared memory."""
+        in_tensor = raw.region >= 0 and self.members[raw.region][0].kind == GLOBAL
+        return raw.kind == UNSET_LOCAL and not in_tensor
+
     def _is_chance(self, raw) -> bool:
-        """Whether a few of many integers look like an uninitialised variable: hashes do."""
-        if (
-            raw.kind != UNSET_LOCAL
-            or raw.region < 0
-            or raw.count * 10_000 >= math.prod(self.shape[:6])
-        ):
-            return False
-        return "float" not in self.members[raw.region][0].dtype
+        """Whether a few of many numbers look like an uninitialised variable: those of hashes do."""
+        is_float = raw.region >= 0 and "float" in self.members[raw.region][0].dtype
+        is_rare = raw.count * 10_000 < math.prod(self.shape[:6])
+        return raw.kind == UNSET_LOCAL and is_rare and not is_float
 
     def _report(self, raw) -> "Report | None":
         """The report of a raw one; None for what is no mistake."""
@@ -618,6 +639,7 @@ class Session:
             element=element,
             count=raw.count,
             callers=callers,
+            needs_effect=kind == "shuffle" or self._stays_in_block(raw),
         )
 
     def barrier_notes(self) -> "list[Report]":
@@ -669,11 +691,11 @@ def _launch(program, name, shape, params, args, values, extra, pack, trace):
     arguments = program, name, shape, params, args, values, extra, pack
     printed: "list[str]" = []
     session, fault, mistakes, notes = _launch_once(*arguments, trace, printed)
-    if fault is None and any(report.kind == "shuffle" for report in mistakes):
-        # What a shuffle reads from an absent lane matters only if it changes a result.
+    if fault is None and any(report.needs_effect for report in mistakes):
+        # What comes from an absent lane, or was not set, matters only if it changes a result.
         other, _, other_mistakes, _ = _launch_once(*arguments, False, [], flip=True)
         if session.results() == other.results() and _places(mistakes) == _places(other_mistakes):
-            mistakes = [report for report in mistakes if report.kind != "shuffle"]
+            mistakes = [report for report in mistakes if not report.needs_effect]
     sys.stdout.write("".join(printed))
     return session, mistakes, notes
 
@@ -688,7 +710,7 @@ def _launch_once(
     """One launch. Return the session, the fault that ended it or None, its mistakes and its notes.
 
     printed: list to which the kernel's output is added
-    flip: what a shuffle reads from an absent lane has all bits inverted
+    flip: what is read from an absent lane of a shuffle, or before it is set, has all bits inverted
     """
     session = Session(program, shape, params, args, extra, trace)
     session.checks.flip = flip
