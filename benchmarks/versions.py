@@ -14,6 +14,8 @@ the other's.
 """
 
 import argparse
+import concurrent.futures
+import gc
 import hashlib
 import pathlib
 import sys
@@ -65,6 +67,8 @@ class Version:
             self.step.close()
         self.step = None
         torch._dynamo.reset()
+        # The step before is in cycles of references.
+        gc.collect()
         torch.cuda.empty_cache()
         model = build(self.config, torch.bfloat16)
         optimizer = AdamW(Arena(model), **SETTINGS, max_norm=1.0)
@@ -174,8 +178,9 @@ def measure(other: str, preset="llama-350m", bits_preset="tiny", here=False) -> 
             ("optimizer's step, launched", "launched tail", SHORT, "times"),
             ("host time of the optimizer's step", "launched tail", SHORT, "host_times"),
         ):
-            for who in folders:
-                workers.ask(who, "prepare", what, T)
+            # Both compile at the same time.
+            with concurrent.futures.ThreadPoolExecutor() as pool:
+                list(pool.map(lambda who: workers.ask(who, "prepare", what, T), folders))
             ratio(name, method, CALLS)
         for mode in MODES:
             for replay in ("eager", "replayed", "compiled and replayed"):
