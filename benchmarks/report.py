@@ -1123,7 +1123,8 @@ def models_table(result: "dict | None" = None) -> str:
             "(`benchmarks/models.py`). A cell is the largest difference of a weight at the end,",
             f"in learning rates; up to {tolerances['weight']:g}, and up to",
             f"{tolerances['loss']:g} of each loss, counts as equal. *=*: replayed, and",
-            "bit-identical to the eager steps beside it.",
+            "bit-identical to the eager steps beside it. *~*: replayed, and two eager runs are not",
+            "bit-identical either.",
         ),
         markdown(("model, mode", *columns), rows),
         "\n".join(f"{i}. {note}" for i, note in enumerate(notes, 1)),
@@ -1147,6 +1148,8 @@ def models_cell(value: dict, notes: "list[str]") -> str:
         words = f"**differs: {words}**"
     if value.get("equals_eager"):
         words += " ="
+    elif value.get("eager_equals_eager") is False:
+        words += " ~"
     return words + (f", eager{mark}" if mark else "")
 
 

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..errors import ArgumentError, described
+from ..errors import ArgumentError
 from ..ops import check_choice, check_gradient
 from .accumulation_modes import (
     AccumulationMode,
@@ -43,7 +43,7 @@ from .accumulation_modes import (
     Window,
     zero_sums,
 )
-from .arena import Arena
+from .arena import Arena, check_arena
 from .fused_mode import FusedMode
 
 if TYPE_CHECKING:
@@ -104,11 +104,6 @@ class GradientAccumulator:
     Raises ArgumentError for an unknown mode and for an arena that has an accumulator already."""
 
     def __init__(self, arena: Arena, mode: str = "arena", *, exposed_after: str = "backward"):
-        if not isinstance(arena, Arena):
-            raise ArgumentError(
-                f"arena is {described(arena)}; expected an arena: "
-                "ga.GradientAccumulator(ga.Arena(model))"
-            )
         if mode not in MODES:
             raise ArgumentError(f"mode is {mode!r}; expected one of {', '.join(MODES)}")
         check_choice("exposed_after", exposed_after, ("backward", "finish"))
@@ -116,6 +111,7 @@ class GradientAccumulator:
             raise ArgumentError(
                 "this arena has a GradientAccumulator already; call close() on that one first"
             )
+        check_arena("arena", arena, ": ga.GradientAccumulator(ga.Arena(model))")
         arena.check()
         self.arena = arena
         self.mode = mode

@@ -616,6 +616,12 @@ def _remove(handles: list):
         handles.pop().remove()
 
 
+def check_arena(name: str, value, hint: str = ""):
+    """ArgumentError unless the argument `name` is an Arena. hint: ends the message."""
+    if not isinstance(value, Arena):
+        raise ArgumentError(f"{name} is {described(value)}; expected an arena{hint}")
+
+
 def check_parameters_or_arena(name: str, value):
     """ArgumentError unless the argument `name` is an Arena or can be iterated over as parameters.
 

@@ -549,16 +549,6 @@ def test_torch_compile(mode, compiler):
     torch._dynamo.reset()
 
 
-def test_fused_refuses_a_compiler_that_hands_on_a_copy_of_the_sum():
-    torch._dynamo.reset()
-    model = nn.Linear(4, 4)
-    with GradientAccumulator(Arena(model), "fused"):
-        compiled = torch.compile(lambda m, x: m(x).sum(), backend="aot_eager")
-        with pytest.raises(ArgumentError, match="backend other than inductor"):
-            compiled(model, torch.randn(2, 4)).backward()
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_transformers_models_in_all_modes(family):
     transformers = pytest.importorskip(
