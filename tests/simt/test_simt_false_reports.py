@@ -5,9 +5,11 @@ A case is a correct kernel and one change that makes it wrong.
 
 import pytest
 import torch
+from simt_cases import GOOD, good_kernel
 from simt_pairs import Case, counts_on_page, launched
 
 import gpuaccel as ga
+from gpuaccel.simt import checking
 
 
 def ints(*shape):
@@ -392,6 +394,32 @@ extern "C" __global__ void k(float* out, float* data, int* flag)
         # of another flag, which says nothing about the data
         ("while (atomicAdd(&flag[0], 0) == 0) { }", "atomicAdd(&flag[1], 0);"),
     ),
+    "the first of many flags": Case(
+        """
+extern "C" __global__ void k(int* out, int* data, volatile int* flags)
+{
+    if (blockIdx.x == 0) {
+        for (int i = 0; i < 9; i++) {
+            data[i] = i + 1;
+            __threadfence();
+            flags[i] = 1;
+        }
+    } else {
+        int sum = 0;
+        for (int i = 0; i < 3; i++) {
+            while (flags[i] == 0) { }
+            sum += data[i];
+        }
+        *out = sum;
+    }
+}
+""",
+        2,
+        1,
+        lambda: (ints(1), ints(9), ints(9)),
+        lambda: torch.tensor([6]).int(),
+        ("sum += data[i]", "sum += data[8 - i]"),
+    ),
     "one thread's fence for its block": Case(
         """
 extern "C" __global__ void k(float* out, float* data, int* flag)
@@ -507,6 +535,25 @@ extern "C" __global__ void k(float* out, const float* x)
         lambda: torch.tensor([496.0]),
         ("__syncwarp();  // before the write", ""),
     ),
+    "atomicExch sets shared memory first": Case(
+        """
+extern "C" __global__ void k(int* out, const float* x)
+{
+    __shared__ int count;
+    atomicExch(&count, 0);
+    __syncthreads();
+    if (x[threadIdx.x] > 0) atomicAdd(&count, 1);
+    __syncthreads();
+    if (threadIdx.x == 0) *out = count;
+}
+""",
+        1,
+        96,
+        lambda: (ints(1), alternating(96)),
+        lambda: torch.tensor([64]).int(),
+        ("atomicExch(&count, 0);", ""),
+        ("uninitialised",),
+    ),
     "equal values in one place": Case(
         """
 extern "C" __global__ void k(int* found, const float* x)
@@ -564,6 +611,26 @@ def test_the_same_kernel_with_a_mistake_gets_one(name):
     with pytest.raises(ga.errors.KernelError) as info:
         launched(case, case.source.replace(old, new))
     assert {report.kind for report in info.value.reports} & set(case.kinds), info.value
+
+
+def test_each_barrier_of_the_correct_kernels_orders_something(monkeypatch):
+    """So the note on redundant barriers accuses none of them."""
+    barriers, needed = set(), set()
+    copy_back = checking.Session.copy_back
+
+    def collect(session, *args, **options):
+        for use in session.checks.barrier[: session.checks.barriers]:
+            place = session.table.locate(use.pc - 1)
+            barriers.add(place)
+            if use.needed:
+                needed.add(place)
+        copy_back(session, *args, **options)
+
+    monkeypatch.setattr(checking.Session, "copy_back", collect)
+    with ga.use_backend("simt"), ga.checked():
+        for name, good in GOOD.items():
+            assert all(outcome.right for outcome in good.run(good_kernel(name), 0, "cpu")), name
+    assert needed == barriers and len(barriers) >= 10
 
 
 def test_the_fast_mode_has_the_same_active_lanes():
