@@ -166,7 +166,7 @@ def test_an_error_between_two_steps_does_not_wait_for_the_others(tmp_path):
 @pytest.mark.parametrize("seed", range(-(-int(os.environ.get("GPUACCEL_KILLS", 3)) // 3)))
 def test_killed_at_any_moment_a_run_goes_on_bit_for_bit(tmp_path, seed):
     """Three times a random rank is killed at a random moment of a run with checkpoints: nothing
-    hangs, no checkpoint is damaged, and the losses are those of one process that nobody stopped.
+    hangs, no checkpoint is damaged, and the losses are those of one rank that nobody stopped.
     More: GPUACCEL_KILLS=20 python -m pytest tests/distributed/test_launch.py -k killed_at_any"""
     folder, chance = str(tmp_path / "killed"), random.Random(seed)
     for _ in range(3):
@@ -174,7 +174,7 @@ def test_killed_at_any_moment_a_run_goes_on_bit_for_bit(tmp_path, seed):
         with pytest.raises(ga.errors.RankError, match=f"rank {who} was killed by SIGKILL"):
             forked(checks.train_and_die, 2, folder, seconds, who, timeout=HANG)
     forked(checks.train_and_die, 2, folder)
-    checks.train_and_die(str(tmp_path / "one"))
+    forked(checks.train_and_die, 1, str(tmp_path / "one"))
     losses = checks.logged_losses(tmp_path / "one")
     assert checks.logged_losses(folder) == losses and len(losses) == 20
 
