@@ -334,7 +334,7 @@ void simt_trap(const char* reason, void* pc) {
     simt_stop((worker*)simt_me, SIMT_TRAPPED, pc, 0, reason);
 }
 
-// A call of the compiler's, where a function that returns a value has no return (RETURNS, build.py).
+// The compiler calls it where a function that returns a value ends without one (RETURNS, build.py).
 extern "C" __attribute__((visibility("default"))) void __ubsan_handle_missing_return(void*) {
     simt_trap("a function that returns a value ends without a return statement", SIMT_PC);
 }
