@@ -38,7 +38,8 @@ def trace(launch, *args, tensors=()) -> Trace:
     args: the kernel's arguments
     tensors: those whose addresses are in a struct or a table of pointers
 
-    No tensor is changed, and no KernelError is raised: mistakes of the kernel are in `.reports`. A
-    trace keeps a million accesses; `.truncated` says whether there were more.
+    No tensor is changed, and no KernelError is raised: mistakes of the kernel are in `.reports`,
+    what is none but worth knowing in `.notes` (equal values in one place, barriers that order
+    nothing). A trace keeps a million accesses; `.truncated` says whether there were more.
     """
     return launch.on_cpu(args, tensors, trace=True)

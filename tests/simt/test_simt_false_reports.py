@@ -5,9 +5,11 @@ A case is a correct kernel and one change that makes it wrong.
 
 import pytest
 import torch
+from simt_cases import GOOD, good_kernel
 from simt_pairs import Case, counts_on_page, launched
 
 import gpuaccel as ga
+from gpuaccel.simt import checking
 
 
 def ints(*shape):
@@ -564,6 +566,26 @@ def test_the_same_kernel_with_a_mistake_gets_one(name):
     with pytest.raises(ga.errors.KernelError) as info:
         launched(case, case.source.replace(old, new))
     assert {report.kind for report in info.value.reports} & set(case.kinds), info.value
+
+
+def test_each_barrier_of_the_correct_kernels_orders_something(monkeypatch):
+    """So the note on redundant barriers accuses none of them."""
+    barriers, needed = set(), set()
+    copy_back = checking.Session.copy_back
+
+    def collect(session, *args, **options):
+        for use in session.checks.barrier[: session.checks.barriers]:
+            place = session.table.locate(use.pc - 1)
+            barriers.add(place)
+            if use.needed:
+                needed.add(place)
+        copy_back(session, *args, **options)
+
+    monkeypatch.setattr(checking.Session, "copy_back", collect)
+    with ga.use_backend("simt"), ga.checked():
+        for name, good in GOOD.items():
+            assert all(outcome.right for outcome in good.run(good_kernel(name), 0, "cpu")), name
+    assert needed == barriers and len(barriers) >= 10
 
 
 def test_the_fast_mode_has_the_same_active_lanes():
