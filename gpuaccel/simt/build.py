@@ -97,6 +97,8 @@ CHECKED_BY = {
         *("-mllvm", "-tsan-distinguish-volatile=1"),
     ),
 }
+# A function that returns a value and reaches its end would go on in the function behind it.
+RETURNS = ("-fsanitize=return",)
 # Casts outside of an integer's range: see casts.cpp. Other processors saturate by themselves.
 CASTS = ("-fsanitize=float-cast-overflow",) if platform.machine() in ("x86_64", "AMD64") else ()
 # Without these a cast may be moved away from the call in front of it, or be one of two in a vector.
@@ -249,7 +251,10 @@ def _commands(host: Compiler, checked: bool, source, output, headers) -> "list[t
     first = (*host.command, *_first_options(host))
     compiled = f"{output}.o"
     return [
-        (*first, *COMMON, max_errors, *flags, *casts, *headers, "-c", str(source), "-o", compiled),
+        (
+            *(*first, *COMMON, max_errors, *flags, *RETURNS, *casts, *headers),
+            *("-c", str(source), "-o", compiled),
+        ),
         (*first, *FAST, "-shared", compiled, "-o", str(output)),
     ]
 
@@ -473,7 +478,7 @@ def program(source: str, filename: str, names: "list[str]", checked: bool) -> Pr
             platform.machine(),
             headers,
             hashlib.sha256(executor.image).hexdigest(),
-            (COMMON, CASTS, CASTS_BY_GCC, CHECKED, CHECKED_BY, FAST),
+            (COMMON, RETURNS, CASTS, CASTS_BY_GCC, CHECKED, CHECKED_BY, FAST),
         )
         result = _programs.get(key)
         if result is None:

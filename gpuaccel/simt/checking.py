@@ -497,15 +497,16 @@ class Session:
         notes = [n for n in notes if n.kind == "const" or (n.file, n.line) not in races]
         return list(mistakes.values()), notes
 
+    def _stays_in_block(self, raw) -> bool:
+        """Whether an uninitialised variable was read, or written to shared memory."""
+        in_tensor = raw.region >= 0 and self.members[raw.region][0].kind == GLOBAL
+        return raw.kind == UNSET_LOCAL and not in_tensor
+
     def _is_chance(self, raw) -> bool:
-        """Whether a few of many integers look like an uninitialised variable: hashes do."""
-        if (
-            raw.kind != UNSET_LOCAL
-            or raw.region < 0
-            or raw.count * 10_000 >= math.prod(self.shape[:6])
-        ):
-            return False
-        return "float" not in self.members[raw.region][0].dtype
+        """Whether a few of many numbers look like an uninitialised variable: those of hashes do."""
+        is_float = raw.region >= 0 and "float" in self.members[raw.region][0].dtype
+        is_rare = raw.count * 10_000 < math.prod(self.shape[:6])
+        return raw.kind == UNSET_LOCAL and is_rare and not is_float
 
     def _report(self, raw) -> "Report | None":
         """The report of a raw one; None for what is no mistake."""
@@ -640,6 +641,7 @@ class Session:
             element=element,
             count=raw.count,
             callers=callers,
+            needs_effect=kind == "shuffle" or self._stays_in_block(raw),
         )
 
     def barrier_notes(self) -> "list[Report]":
@@ -691,11 +693,11 @@ def _launch(program, name, shape, params, args, values, extra, pack, trace):
     arguments = program, name, shape, params, args, values, extra, pack
     printed: "list[str]" = []
     session, fault, mistakes, notes = _launch_once(*arguments, trace, printed)
-    if fault is None and any(report.kind == "shuffle" for report in mistakes):
-        # What a shuffle reads from an absent lane matters only if it changes a result.
+    if fault is None and any(report.needs_effect for report in mistakes):
+        # What comes from an absent lane, or was not set, matters only if it changes a result.
         other, _, other_mistakes, _ = _launch_once(*arguments, False, [], flip=True)
         if session.results() == other.results() and _places(mistakes) == _places(other_mistakes):
-            mistakes = [report for report in mistakes if report.kind != "shuffle"]
+            mistakes = [report for report in mistakes if not report.needs_effect]
     sys.stdout.write("".join(printed))
     return session, mistakes, notes
 
@@ -710,7 +712,7 @@ def _launch_once(
     """One launch. Return the session, the fault that ended it or None, its mistakes and its notes.
 
     printed: list to which the kernel's output is added
-    flip: what a shuffle reads from an absent lane has all bits inverted
+    flip: what is read from an absent lane of a shuffle, or before it is set, has all bits inverted
     """
     session = Session(program, shape, params, args, extra, trace)
     session.checks.flip = flip

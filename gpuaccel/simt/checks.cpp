@@ -99,7 +99,7 @@ struct simt_checks {
     publication* published;       // per thread of the grid
     simt_event* event;
     uint64_t events, event_room, events_lost;
-    uint32_t flip;                // what a shuffle reads from an absent lane has all bits inverted
+    uint32_t flip;                // invert what is read from an absent lane, or before it is set
     uint32_t pattern;             // what local variables hold before they are set; 0: not known
     uint32_t barriers, unused;
     simt_barrier_use barrier[64];
@@ -162,9 +162,10 @@ static inline bool is_write(int kind) {
 
 // Keeps where the current function was called from. Kernels and runtime have frame pointers.
 static void keep_callers(simt_report* r) {
+    worker* w = me();
     void** frame = (void**)__builtin_frame_address(0);
     bool here = false;
-    for (int depth = 0; depth < 64 && simt_on_stack(me(), frame + 1); depth++) {
+    for (int depth = 0; w && depth < 64 && simt_on_stack(w, frame + 1); depth++) {
         char* back = (char*)frame[1];
         if (back >= now->base && back < now->end) {
             if (here && r->callers < 6) r->caller[r->callers++] = offset(back);
@@ -190,7 +191,8 @@ static simt_report* report_of(int kind, uint32_t at, uint32_t other_pc) {
     r->kind = kind;
     r->pc = at;
     r->other_pc = other_pc;
-    r->thread = first_thread + me()->current;
+    // Behind the last thread's end there is no current one.
+    if (me()) r->thread = first_thread + me()->current;
     r->region = -1;
     r->count = 1;
     keep_callers(r);
@@ -214,14 +216,21 @@ static bool holds_pattern(const char* address, size_t size) {
     return true;
 }
 
+static void invert(char* address, size_t size) {
+    for (size_t i = 0; i < size; i++) address[i] = ~address[i];
+}
+
 // The last write has happened: see what it wrote.
 static void finish_write() {
-    if (pending.size && holds_pattern(pending.address, pending.size) && !pattern_read)
+    if (pending.size && holds_pattern(pending.address, pending.size) && !pattern_read) {
         if (simt_report* r = report(REPORT_UNSET_LOCAL, pending.pc)) {
             place(r, pending.region, pending.address, pending.size, WRITE);
             r->thread = pending.thread;
             r->callers = 0;
         }
+        bool shared = now->region[pending.region].kind == REGION_SHARED;
+        if (now->flip && shared) invert(pending.address, pending.size);
+    }
     pending.size = 0;
     if (!pending.race) return;
     pending.race = false;
@@ -287,8 +296,10 @@ static void keep_barrier(worker* w, uint32_t pc) {
     int kind = w->kind[w->barrier[0]];
     bool votes = kind >= SIMT_BARRIER_COUNT && kind <= SIMT_BARRIER_OR;
     if (w->threads == 1 || votes || w->arrived == 1) last_barrier->needed = 1;
-    for (unsigned t = 0; w->exited && t < w->threads && !last_barrier->ended; t++)
-        if (!(w->live[t / SIMT_WARP] >> t % SIMT_WARP & 1)) last_barrier->ended = 1 + first_thread + t;
+    for (unsigned t = 0; w->exited && t < w->threads && !last_barrier->ended; t++) {
+        bool has_ended = !(w->live[t / SIMT_WARP] >> t % SIMT_WARP & 1);
+        if (has_ended) last_barrier->ended = 1 + first_thread + t;
+    }
 }
 
 void check_barrier(worker* w) {
@@ -358,7 +369,7 @@ static bool ordered(const record& r, unsigned t, uint64_t thread) {
     return false;
 }
 
-// An atomic operation or volatile write by thread t publishes its writes before its fence, and those
+// An atomic operation or volatile write by thread t publishes its writes before its fence, and
 // of other threads before a barrier and its fence, or before a fence and a barrier.
 static void publish(unsigned t) {
     worker* w = me();
@@ -469,8 +480,10 @@ static void access_local(worker* w, char* address, size_t size, int kind, void* 
         // Below all frames in use.
         if (simt_report* r = report(REPORT_NO_LOCAL, pc)) place(r, -1, address, size, kind);
         simt_stop(w, SIMT_CHECK, pc, address, 0);
-    } else if (!is_write(kind) && holds_pattern(address, size) && !pattern_read)
+    } else if (!is_write(kind) && holds_pattern(address, size) && !pattern_read) {
         if (simt_report* r = report(REPORT_UNSET_LOCAL, pc)) place(r, -1, address, size, kind);
+        if (now->flip) invert(address, size);
+    }
 }
 
 static void access(void* pointer, size_t size, int kind, void* pc) {
@@ -541,7 +554,7 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         if (!raced && c.write.thread && c.write.pc & bytes && !both_synchronise(c.write, t, kind)
             && !ordered(c.write, t, thread)) {
             raced = true;
-            bool two_writes = (kind == WRITE || kind == VOLATILE_WRITE) && !(c.write.pc & ATOMIC_BIT);
+            bool two_writes = is_write(kind) && kind != ATOMIC && !(c.write.pc & ATOMIC_BIT);
             race(c.write, pc, index, place_of_cell, size, kind, WRITE, two_writes);
             pending.race = two_writes;
         }

@@ -334,12 +334,18 @@ void simt_trap(const char* reason, void* pc) {
     simt_stop((worker*)simt_me, SIMT_TRAPPED, pc, 0, reason);
 }
 
+// A call of the compiler's, where a function that returns a value has no return (RETURNS, build.py).
+extern "C" __attribute__((visibility("default"))) void __ubsan_handle_missing_return(void*) {
+    simt_trap("a function that returns a value ends without a return statement", SIMT_PC);
+}
+
 bool simt_on_stack(worker* w, const void* address) {
     return (size_t)((const char*)address - w->stacks) < SLOT * SIMT_MAX_THREADS;
 }
 
 bool simt_same_stack(worker* w, const void* a, const void* b) {
-    return (size_t)((const char*)a - w->stacks) / SLOT == (size_t)((const char*)b - w->stacks) / SLOT;
+    size_t first = (const char*)a - w->stacks, second = (const char*)b - w->stacks;
+    return first / SLOT == second / SLOT;
 }
 
 void simt_pause(const char* reason, void* pc) {

@@ -40,6 +40,8 @@ class Report:
     count: int = 1
     # lines from which its function was called, innermost first
     callers: "tuple[int, ...]" = ()
+    # whether it is a mistake only where it changes a result
+    needs_effect: bool = False
 
 
 # Files that are not the user's: a line in them says nothing to the user.

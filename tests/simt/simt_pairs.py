@@ -1,5 +1,6 @@
 """Pairs of kernels for the tests of simt: a correct one, and the same with one mistake."""
 
+import pathlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,3 +41,10 @@ def launched(case: Case, source: str):
         with ga.checked(seconds=20):
             ga.compile(source, "k")[case.grid, case.block, case.shared](*args)
     return args[0], [str(warning.message) for warning in caught]
+
+
+def counts_on_page(table: str) -> "list[int]":
+    """[planted, found] in the row of docs/kernels-on-the-cpu.md about a table of the tests."""
+    page = pathlib.Path(__file__).parents[2] / "docs" / "kernels-on-the-cpu.md"
+    (row,) = [line for line in page.read_text().splitlines() if f"`{table}`" in line]
+    return [int(cell) for cell in row.split("|")[2:4]]

@@ -34,6 +34,7 @@ from simt_cases import (
     same_bits,
     with_headers,
 )
+from simt_pairs import counts_on_page
 
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
@@ -113,7 +114,8 @@ def caught(name):
 
 
 def test_there_are_enough_bugs_and_each_marks_its_lines():
-    assert len(BUGS) >= 22 and len(GOOD) >= 14
+    assert counts_on_page("BUGS") == [len(BUGS)] * 2
+    assert len(GOOD) >= 14
     for bug in BUGS.values():
         marks = marked(bug.source)
         assert {e.at for e in bug.expects} | {e.other for e in bug.expects if e.other} == set(
@@ -650,7 +652,7 @@ def mutant_texts(name):
 
 
 def test_each_kernel_has_something_to_remove():
-    assert len(MUTANTS) >= 150
+    assert counts_on_page("MUTANTS") == [len(MUTANTS), len(MUTANTS) - len(UNNOTICED)]
     assert {name for _, _, by, _ in MUTANTS for name in by} >= {
         *(name for _, name in OURS),
         *(t.name for t in EXERCISES.values() if t.params),
@@ -701,3 +703,23 @@ def test_what_is_removed_is_noticed(k):
         assert result is None, f"it is noticed now; remove it from UNNOTICED:\n{result}"
     else:
         assert result, f"{name} passes with {what}: neither a report nor a wrong value"
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_function_that_ends_without_its_return_is_named_and_no_other_code_runs(checked):
+    kernel = ga.compile("""__device__ float half_of(float x) {
+    if (x > 0) return 0.5f * x;
+}
+extern "C" __global__ void k(float* x) {
+    x[threadIdx.x] = half_of(x[threadIdx.x]);
+}""")
+    x = torch.ones(4)
+    with ga.use_backend("simt"), ga.checked(checked):
+        kernel[1, 4](x)
+        assert x.eq(0.5).all()
+        x[3] = -1
+        with pytest.raises(
+            ga.errors.KernelError, match="(?s)thread 3 of block 0.*without a return"
+        ) as caught:
+            kernel[1, 4](x)
+    assert caught.value.reports[0].line in (1, 3)

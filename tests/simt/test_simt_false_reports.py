@@ -5,7 +5,7 @@ A case is a correct kernel and one change that makes it wrong.
 
 import pytest
 import torch
-from simt_pairs import Case, launched
+from simt_pairs import Case, counts_on_page, launched
 
 import gpuaccel as ga
 
@@ -539,6 +539,10 @@ extern "C" __global__ void k(int* out, int n)
         note="wrote the same value",
     ),
 }
+
+
+def test_the_page_has_this_number_of_cases():
+    assert counts_on_page("CASES") == [len(CASES)] * 2
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -100,9 +100,47 @@ def test_an_uninitialised_local_variable_is_reported(name):
 
 
 @pytest.mark.skipif(not FILLS, reason=f"{HOST} cannot fill local variables")
+def test_the_last_write_of_a_launch_is_looked_at():
+    source = UNSET["a sum without a start"]
+    (report,) = mistakes(source, torch.zeros(1), 5, block=1)
+    assert (report.kind, report.thread, report.line) == ("uninitialised", (0, 0, 0), 6)
+    two = """
+extern "C" __global__ void k(int* out) { *out = threadIdx.x; }
+"""
+    (report,) = mistakes(two, torch.zeros(1, dtype=torch.int32), block=2)
+    assert (report.kind, report.thread, report.other_thread) == ("race", (1, 0, 0), (0, 0, 0))
+
+
+@pytest.mark.skipif(not FILLS, reason=f"{HOST} cannot fill local variables")
 def test_the_array_that_is_read_too_early_is_named():
     (report,) = mistakes(UNSET["the last element of an array"], torch.zeros(32), 5)
     assert report.tensor == "values" and "an element of values" in report.message
+
+
+@pytest.mark.skipif(not FILLS, reason=f"{HOST} cannot fill local variables")
+def test_an_unset_member_that_nobody_uses_is_no_mistake():
+    source = """
+struct Found { int is_there; float value; };
+extern "C" __global__ void k(float* out, const float* x)
+{
+    __shared__ Found all[32];
+    Found own[2];
+    for (int i = 0; i < 2; i++) {
+        own[i].is_there = x[threadIdx.x] > i;
+        if (own[i].is_there) own[i].value = x[threadIdx.x];
+    }
+    all[threadIdx.x] = own[threadIdx.x % 2];
+    __syncthreads();
+    Found other = all[31 - threadIdx.x];
+    out[threadIdx.x] = other.is_there ? other.value : 0;
+}
+"""
+    x = torch.arange(32.0) - 16
+    out = torch.zeros(32)
+    assert not mistakes(source, out, x)
+    assert torch.equal(out, torch.where(x > torch.arange(32) % 2, x, 0).flip(0))
+    wrong = source.replace("other.is_there ? other.value : 0", "2 * own[threadIdx.x % 2].value")
+    assert {report.kind for report in mistakes(wrong, out, x)} == {"uninitialised"}
 
 
 FILLED = """
