@@ -113,7 +113,8 @@ GPU_ONLY = {
     r"simt_inline_PTX\w*|\b(?:__)?asm(?:__)?\b": "inline PTX (asm)",
     r"\bwmma\b|\bnvcuda\b|\bmma\.h": "tensor cores (wmma)",
     r"\btex[123]D\w*|\bsurf[123]D\w*|cudaTextureObject_t|cudaSurfaceObject_t": "textures",
-    r"\b__pipeline_\w+|\bcuda_pipeline\.h|\bmemcpy_async\b|\bcuda/\w+": "asynchronous copies",
+    r"\b__pipeline_\w+|\bcuda_pipeline\.h|\bcuda/pipeline\b": "asynchronous copies",
+    r"\bcuda/(?!pipeline\b)[\w/]+": "a header of libcu++",
     r"\b__cluster_\w+|\bcluster_group\b": "thread block clusters",
     r"<<<": "a launch inside a kernel",
     r"\bcudaLaunch\w+|\bcudaMalloc\w*|\bcudaMemcpy\w*": "calls of the CUDA runtime",
@@ -436,7 +437,10 @@ def runtime(checked: bool, tls: "tuple[str, ...]" = ()) -> Runtime:
             return output.read_bytes()
 
     def load(image):
-        path = _library_file(image)
+        # The same file for the same bytes: kernels must find the executor that is loaded already.
+        path = str(_process_folder() / f"{hashlib.sha256(image).hexdigest()[:32]}.so")
+        if not os.path.exists(path):
+            pathlib.Path(path).write_bytes(image)
         return Runtime(ctypes.CDLL(path), path, image, tls)
 
     try:
@@ -734,16 +738,18 @@ UNKNOWN_NAME = re.compile(
 def explain(text: str, log: str, filename: str) -> str:
     """A sentence on the features in a compiler's messages that only a GPU has, or ""."""
     features = [name for pattern, name in GPU_ONLY.items() if re.search(pattern, log)]
+    error = re.search(r":(\d+):\d+: (?:fatal )?error", log)
+    place = f"{filename}, line {error[1]}:" if error else f"{filename}:"
     if features:
         return (
-            f"{filename} uses {' and '.join(features)}, which only a GPU can run. Put it between "
+            f"{place} this uses {' and '.join(features)}, which only a GPU can run. Put it between "
             "#ifdef __CUDA_ARCH__ and #else with a plain version behind #else, or run it on a "
             "GPU.\n"
         )
     unknown = dict.fromkeys("".join(names) for names in UNKNOWN_NAME.findall(log))
     if unknown and "__global__" in text:
         return (
-            f"{filename}: the CPU does not have {', '.join(unknown)}. Where a GPU has it, put it "
+            f"{place} the CPU does not have {', '.join(unknown)}. Where a GPU has it, put it "
             "between #ifdef __CUDA_ARCH__ and #else with a plain version behind #else (the "
             "functions of the CPU are in gpuaccel/simt/simt.h).\n"
         )
