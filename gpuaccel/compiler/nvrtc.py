@@ -25,9 +25,10 @@ import site
 import sys
 import sysconfig
 import threading
+import warnings
 from dataclasses import dataclass
 
-from ..errors import BackendError, CompileError
+from ..errors import BackendError, CompileError, CompileWarning
 from ..files import read_entry, write_entry
 
 # The second makes ptxas report registers and spills.
@@ -223,7 +224,22 @@ def compile_cubin(
     if result is None:
         result = _compile(source, filename, flags)
         _write(key, *result)
+        _show_warnings(result[1], filename)
     return result
+
+
+# "x.cu(3): warning #177-D: variable "a" was declared but never referenced"
+_WARNING = re.compile(r"^(.+?)\((\d+)\): warning(?: #[\w-]+)?: (.*)$", re.M)
+# What the compiler says of code that is not the user's: helpers that a kernel does not call.
+_UNUSED_HELPER = re.compile(r'function "[^"]*" was declared but never referenced')
+
+
+def _show_warnings(log: str, filename: str):
+    """Show NVRTC's warnings, once for each compilation: a kernel from the cache shows none."""
+    for file, line, text in dict.fromkeys(_WARNING.findall(log)):
+        if file.startswith("kernels_cu/") and file != filename or _UNUSED_HELPER.match(text):
+            continue
+        warnings.warn(f"{file}, line {line}: {text}", CompileWarning, stacklevel=2)
 
 
 _lock = threading.Lock()

@@ -141,6 +141,8 @@ C_EVENT = numpy.dtype(
         ("offset", "i8"),
     ]
 )
+# Bytes of a struct publication in checks.cpp.
+PUBLICATION = 36
 # Bytes of a struct cell in checks.cpp.
 CELL = 48
 # simt_region_kind in checks.cpp.
@@ -354,7 +356,7 @@ class Session:
     def _fill_checks(self, ranges, threads):
         cells = [-(-(r.hi - r.lo) // r.granule) * CELL for r in ranges]
         self.cells = Memory(sum(cells))
-        self.published = Memory(12 * threads)
+        self.published = Memory(PUBLICATION * threads)
         self.regions = (Region * len(ranges))()
         address = self.cells.address
         for region, r, size in zip(self.regions, ranges, cells):

@@ -78,7 +78,9 @@ struct simt_barrier_use {
 
 // Until when a thread's writes are known to others, and since when.
 // released: its last atomic operation or volatile write
-struct publication { uint32_t until, at, released; };
+// The last ones are kept: who waits at a cuda::barrier may see an earlier one only.
+enum { KEPT = 4 };
+struct publication { uint32_t until[KEPT], at[KEPT], released; };
 
 struct simt_event {
     uint32_t pc, block;
@@ -361,8 +363,10 @@ static bool ordered(const record& r, unsigned t, uint64_t thread) {
             return true;
         }
     }
-    publication p = now->published[other];
-    return r.time < p.until && seen[t] >= p.at;
+    const publication& p = now->published[other];
+    for (int i = 0; i < KEPT; i++)
+        if (r.time < p.until[i] && seen[t] >= p.at[i]) return true;
+    return false;
 }
 
 // An atomic operation or volatile write by thread t publishes its writes before its fence, and
@@ -377,9 +381,13 @@ static void publish(unsigned t) {
             || (o / SIMT_WARP == t / SIMT_WARP && fence_time[o] < warp_time[t / SIMT_WARP]);
         if (in_step && fence_time[o] > until) until = fence_time[o];
         publication* p = &now->published[first_thread + o];
-        if (until > p->until) {
-            p->until = until;
-            p->at = clock_;
+        if (until > p->until[0]) {
+            for (int i = KEPT - 1; i; i--) {
+                p->until[i] = p->until[i - 1];
+                p->at[i] = p->at[i - 1];
+            }
+            p->until[0] = until;
+            p->at[0] = clock_;
         }
     }
     now->published[first_thread + t].released = clock_;
@@ -495,7 +503,7 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         if (address >= now->base && address < now->end) return;
         if (address >= (char*)w && address < (char*)(w + 1)) return;
         if (simt_in_heap(address)) {
-            const char* verbs[] = {"reads", "writes", "atomically updates", "reads"};
+            const char* verbs[] = {"reads", "writes", "atomically updates", "reads", "writes"};
             return simt_check_heap(w, address, size, verbs[kind], pc);
         }
         bool null = (size_t)address < 65536;

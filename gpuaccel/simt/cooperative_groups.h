@@ -73,10 +73,10 @@ inline thread_block this_thread_block() { return {}; }
 
 class grid_group {
 public:
-    __forceinline__ void sync() const {
+    SIMT_CALL void sync() const {
         if (gridDim.x * gridDim.y * gridDim.z != 1)
-            simt_stop_here("grid.sync() needs all blocks at once, which only a GPU runs");
-        __syncthreads();
+            simt_trap("grid.sync() needs all blocks at once, which only a GPU runs", SIMT_PC);
+        simt_barrier(SIMT_BARRIER, 0, SIMT_PC);
     }
     static __forceinline__ bool is_valid() { return gridDim.x * gridDim.y * gridDim.z == 1; }
     static __forceinline__ unsigned long long block_rank() {
