@@ -145,6 +145,8 @@ C_EVENT = numpy.dtype(
 PUBLICATION = 36
 # Bytes of a struct cell in checks.cpp.
 CELL = 48
+# And of a struct publication.
+PUBLICATION = 36
 # simt_region_kind in checks.cpp.
 GLOBAL, SHARED, VARIABLE = 0, 1, 2
 
@@ -632,6 +634,7 @@ class Session:
         if callers:
             lines = ", which is called at line ".join(str(number) for number in callers)
             message += f" (in a function called at line {lines})"
+        is_first_atomic = kind == "uninitialised" and VERBS[raw.access] == "atomically updates"
         thread, block = self._coordinates(raw.thread)
         other_thread = other_block = None
         if has_other:
@@ -650,7 +653,7 @@ class Session:
             element=element,
             count=raw.count,
             callers=callers,
-            needs_effect=kind == "shuffle" or self._stays_in_block(raw),
+            needs_effect=kind == "shuffle" or self._stays_in_block(raw) or is_first_atomic,
         )
 
     def barrier_notes(self) -> "list[Report]":

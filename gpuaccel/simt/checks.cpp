@@ -76,11 +76,9 @@ struct simt_barrier_use {
     uint64_t ended;               // 1 + a thread that had ended when others arrived
 };
 
-// Until when a thread's writes are known to others, and since when.
+// Until when a thread's writes are known to others, and since when: oldest first, 0 for none.
 // released: its last atomic operation or volatile write
-// The last ones are kept: who waits at a cuda::barrier may see an earlier one only.
-enum { KEPT = 4 };
-struct publication { uint32_t until[KEPT], at[KEPT], released; };
+struct publication { uint32_t until[4], at[4], released; };
 
 struct simt_event {
     uint32_t pc, block;
@@ -348,6 +346,28 @@ void simt_fence(void*) {
     fence_barrier[t] = barrier_time;
 }
 
+static void add_publication(publication* p, uint32_t until, uint32_t at) {
+    int i = 0;
+    while (i < 4 && p->until[i]) i++;
+    if (i > 0 && until <= p->until[i - 1]) return;
+    if (i == 4) {
+        // The two oldest become one.
+        p->until[0] = p->until[1];
+        for (i = 1; i < 3; i++) {
+            p->until[i] = p->until[i + 1];
+            p->at[i] = p->at[i + 1];
+        }
+    }
+    p->until[i] = until;
+    p->at[i] = at;
+}
+
+static bool is_published(const publication& p, uint32_t time, uint32_t seen_by_reader) {
+    for (int i = 0; i < 4; i++)
+        if (time < p.until[i] && seen_by_reader >= p.at[i]) return true;
+    return false;
+}
+
 static bool ordered(const record& r, unsigned t, uint64_t thread) {
     uint64_t other = r.thread - 1;
     if (other == thread) return true;
@@ -363,10 +383,7 @@ static bool ordered(const record& r, unsigned t, uint64_t thread) {
             return true;
         }
     }
-    const publication& p = now->published[other];
-    for (int i = 0; i < KEPT; i++)
-        if (r.time < p.until[i] && seen[t] >= p.at[i]) return true;
-    return false;
+    return is_published(now->published[other], r.time, seen[t]);
 }
 
 // An atomic operation or volatile write by thread t publishes its writes before its fence, and
@@ -380,15 +397,7 @@ static void publish(unsigned t) {
         bool in_step = fence_time[o] < barrier_time
             || (o / SIMT_WARP == t / SIMT_WARP && fence_time[o] < warp_time[t / SIMT_WARP]);
         if (in_step && fence_time[o] > until) until = fence_time[o];
-        publication* p = &now->published[first_thread + o];
-        if (until > p->until[0]) {
-            for (int i = KEPT - 1; i; i--) {
-                p->until[i] = p->until[i - 1];
-                p->at[i] = p->at[i - 1];
-            }
-            p->until[0] = until;
-            p->at[0] = clock_;
-        }
+        if (until) add_publication(&now->published[first_thread + o], until, clock_);
     }
     now->published[first_thread + t].released = clock_;
 }
@@ -593,8 +602,11 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
     } else if (!memcmp(address, &now->pattern, size < 4 ? size : 4)) pattern_read = true;
     // Memory without a type may hold structs with padding.
     bool typed = region->element > 1;
-    if (shared && unset && kind != WRITE && kind != VOLATILE_WRITE && (typed || !set))
+    if (shared && unset && kind != WRITE && kind != VOLATILE_WRITE && (typed || !set)) {
         if (simt_report* r = report(REPORT_UNINITIALISED, pc)) place(r, index, unset, size, kind);
+        // atomicExch may be the first to set it, and drop what was there.
+        if (kind == ATOMIC && now->flip) invert(address, size);
+    }
     if (pending.race) {
         pending.report.value = (int64_t)address;
         memcpy(pending.old, address, size < sizeof pending.old ? size : sizeof pending.old);

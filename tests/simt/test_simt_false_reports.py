@@ -394,6 +394,32 @@ extern "C" __global__ void k(float* out, float* data, int* flag)
         # of another flag, which says nothing about the data
         ("while (atomicAdd(&flag[0], 0) == 0) { }", "atomicAdd(&flag[1], 0);"),
     ),
+    "the first of many flags": Case(
+        """
+extern "C" __global__ void k(int* out, int* data, volatile int* flags)
+{
+    if (blockIdx.x == 0) {
+        for (int i = 0; i < 9; i++) {
+            data[i] = i + 1;
+            __threadfence();
+            flags[i] = 1;
+        }
+    } else {
+        int sum = 0;
+        for (int i = 0; i < 3; i++) {
+            while (flags[i] == 0) { }
+            sum += data[i];
+        }
+        *out = sum;
+    }
+}
+""",
+        2,
+        1,
+        lambda: (ints(1), ints(9), ints(9)),
+        lambda: torch.tensor([6]).int(),
+        ("sum += data[i]", "sum += data[8 - i]"),
+    ),
     "one thread's fence for its block": Case(
         """
 extern "C" __global__ void k(float* out, float* data, int* flag)
@@ -508,6 +534,25 @@ extern "C" __global__ void k(float* out, const float* x)
         lambda: (torch.zeros(1), torch.arange(32.0)),
         lambda: torch.tensor([496.0]),
         ("__syncwarp();  // before the write", ""),
+    ),
+    "atomicExch sets shared memory first": Case(
+        """
+extern "C" __global__ void k(int* out, const float* x)
+{
+    __shared__ int count;
+    atomicExch(&count, 0);
+    __syncthreads();
+    if (x[threadIdx.x] > 0) atomicAdd(&count, 1);
+    __syncthreads();
+    if (threadIdx.x == 0) *out = count;
+}
+""",
+        1,
+        96,
+        lambda: (ints(1), alternating(96)),
+        lambda: torch.tensor([64]).int(),
+        ("atomicExch(&count, 0);", ""),
+        ("uninitialised",),
     ),
     "equal values in one place": Case(
         """
