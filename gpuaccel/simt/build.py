@@ -135,12 +135,13 @@ class Program:
         self.image = image
         path = _library_file(image)
         try:
-            self.library = ctypes.CDLL(path)
+            handle = _ctypes.dlopen(path, os.RTLD_NOW)
         finally:
             # The loaded library stays.
             os.unlink(path)
+        self.library = ctypes.CDLL(path, handle=handle)
         # ctypes itself never unloads a library.
-        unload = weakref.finalize(self, _ctypes.dlclose, self.library._handle)
+        unload = weakref.finalize(self, _ctypes.dlclose, handle)
         unload.atexit = False
 
     def parameters(self, name: str) -> "list[tuple[str, int]]":
@@ -288,6 +289,7 @@ HEADERS = {
         )
     ),
 }
+SIMT_HEADERS = ("simt.h", "runtime.h", "half.h", "cooperative_groups.h", "<command-line>")
 OWN_HEADERS = ("half.h", "cooperative_groups.h")
 _SYSTEM_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)[>"][^\n]*', re.M)
 
@@ -738,8 +740,9 @@ UNKNOWN_NAME = re.compile(
 def explain(text: str, log: str, filename: str) -> str:
     """A sentence on the features in a compiler's messages that only a GPU has, or ""."""
     features = [name for pattern, name in GPU_ONLY.items() if re.search(pattern, log)]
-    error = re.search(r":(\d+):\d+: (?:fatal )?error", log)
-    place = f"{filename}, line {error[1]}:" if error else f"{filename}:"
+    lines = re.findall(r"^([^\s:]+):(\d+):", log, re.M)
+    line = next((line for file, line in lines if os.path.basename(file) not in SIMT_HEADERS), None)
+    place = f"{filename}, line {line}:" if line else f"{filename}:"
     if features:
         return (
             f"{place} this uses {' and '.join(features)}, which only a GPU can run. Put it between "

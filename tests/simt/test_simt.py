@@ -235,7 +235,8 @@ def test_what_only_a_gpu_has_is_named(construct, name):
     text = f'extern "C" __global__ void k(float* x) {{\n  {construct}\n}}'
     with pytest.raises(
         CompileError,
-        match=f"^cell, line 2: this uses {name}.*, which only a GPU can run. Put it between #ifdef __CUDA_ARCH__",
+        match=f"^cell, line 2: this uses {name}.*, which only a GPU can run. Put it between "
+        "#ifdef __CUDA_ARCH__",
     ):
         build.program(f'#line 1 "cell"\n{text}', "cell", ["k"], False)
     guarded = (
@@ -635,7 +636,7 @@ def test_an_empty_tensor_and_a_lane_without_a_thread_are_called_by_name():
 @pytest.mark.parametrize(
     "line, hint",
     [
-        ("#include <math.h>", "there are no headers to include"),
+        ("#include <math.h>", "looks in the folder of the source file"),
         ("float big() { return FLT_MAX; }", "FLT_MAX is 3.402823466e38f"),
         ("__device__ float big() { return INFINITY; }", "INFINITY is __int_as_float"),
         ("__device__ uint32_t one;", "unsigned long long"),
