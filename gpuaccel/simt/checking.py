@@ -145,8 +145,6 @@ C_EVENT = numpy.dtype(
 PUBLICATION = 36
 # Bytes of a struct cell in checks.cpp.
 CELL = 48
-# And of a struct publication.
-PUBLICATION = 36
 # simt_region_kind in checks.cpp.
 GLOBAL, SHARED, VARIABLE = 0, 1, 2
 
