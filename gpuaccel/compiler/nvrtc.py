@@ -283,10 +283,10 @@ def _compile(source, filename, flags):
 
 # What people expect to be there, and what to write instead: there are no headers.
 HINTS = {
-    r'could not open source file "(cuda|cooperative_groups|nv/)': "the headers of CUDA are in the "
+    r'open source file "(cuda|coop|nv/)': "the headers of CUDA are in the "
     "wheels nvidia-cuda-runtime-cu12 and nvidia-cuda-cccl-cu12, or in a toolkit (CUDA_HOME)",
-    r'could not open source file "(?!cuda|cooperative_groups|nv/)': '#include "x.h" looks in the folder of '
-    "the source file, in kernels_cu and in the working folder; bf16, fp16 and as_float are at hand "
+    r'open source file "(?!cuda|coop|nv/)': '#include "x.h" looks in the '
+    "folder of the source file, in kernels_cu and in the working folder; bf16, fp16 and as_float are at hand "
     "(common.cuh), C math is built in",
     r'"INFINITY"|"NAN"': "INFINITY is __int_as_float(0x7f800000), "
     "NAN is __int_as_float(0x7fffffff)",

@@ -243,7 +243,10 @@ def _commands(host: Compiler, checked: bool, source, output, headers) -> "list[t
     All links have the options FAST: zig compiles a support library for each set of optimization
     options that it links with, which takes seconds.
     """
-    max_errors = "-fmax-errors=5" if host.kind == "g++" else "-ferror-limit=5"
+    # A mistake in a macro is at the line that uses it.
+    messages: "tuple[str, ...]" = ("-fmax-errors=5", "-ftrack-macro-expansion=0")
+    if host.kind != "g++":
+        messages = ("-ferror-limit=5",)
     flags: "tuple[str, ...]" = FAST
     if checked:
         flags = (*CHECKED, *CHECKED_BY["clang" if host.kind == "zig" else host.kind])
@@ -254,7 +257,7 @@ def _commands(host: Compiler, checked: bool, source, output, headers) -> "list[t
     compiled = f"{output}.o"
     return [
         (
-            *(*first, *COMMON, max_errors, *flags, *RETURNS, *casts, *headers),
+            *(*first, *COMMON, *messages, *flags, *RETURNS, *casts, *headers),
             *("-c", str(source), "-o", compiled),
         ),
         (*first, *FAST, "-shared", compiled, "-o", str(output)),

@@ -3,8 +3,8 @@
 //
 // A group is a set of lanes of one warp, given by its mask, or the whole block. Its functions are
 // those of section 6 and 7 of simt.h with that mask. A barrier of the whole grid needs all blocks
-// at once. Blocks run one after another here, so a kernel that calls it ends there, unless its grid is
-// one block.
+// at once. Blocks run one after another here, so a kernel that calls it ends there, unless its grid
+// is one block.
 #pragma once
 #include "simt.h"
 

@@ -358,7 +358,8 @@ void simt_pause(const char* reason, void* pc) {
 
 // ---- the heap of new and malloc ----
 // As on a GPU it has 8 MB, and a block stays until it is freed, also after the launch. A freed
-// block is used again only when the heap has no other place left, so that a late access to it is seen.
+// block is used again only when the heap has no other place left, so that a late access to it is
+// seen.
 
 static const size_t HEAP = 8 << 20, GRAIN = 16;
 struct heap_block {               // in front of its bytes
@@ -461,7 +462,8 @@ void simt_check_heap(worker* w, const void* address, size_t size, const char* ve
     snprintf(heap_problem, sizeof heap_problem, "%s %zu bytes %s", verb, size, where);
     if (block)
         snprintf(heap_problem, sizeof heap_problem,
-                 "%s %zu bytes at byte %td %s of %zu bytes (new or malloc)", verb, size, (const char*)address - data, where, block->size);
+                 "%s %zu bytes at byte %td %s of %zu bytes (new or malloc)", verb, size,
+                 (const char*)address - data, where, block->size);
     simt_stop(w, SIMT_HEAP, pc, (void*)address, heap_problem);
 }
 

@@ -504,11 +504,11 @@ ctypes.string_at(0)
 def test_where_static_thread_storage_is_full_the_slower_kind_is_taken(fresh, monkeypatch):
     real = build.ctypes.CDLL
 
-    def refuse(path, *rest):
+    def refuse(path, *rest, **options):
         if refuse.left and "gpuaccel-simt" in str(path):
             refuse.left -= 1
             raise OSError(f"{path}: cannot allocate memory in static TLS block")
-        return real(path, *rest)
+        return real(path, *rest, **options)
 
     refuse.left = 1  # the cache of this test is empty
     monkeypatch.setattr(build.ctypes, "CDLL", refuse)
