@@ -286,8 +286,8 @@ HINTS = {
     r'open source file "(cuda|coop|nv/)': "the headers of CUDA are in the "
     "wheels nvidia-cuda-runtime-cu12 and nvidia-cuda-cccl-cu12, or in a toolkit (CUDA_HOME)",
     r'open source file "(?!cuda|coop|nv/)': '#include "x.h" looks in the '
-    "folder of the source file, in kernels_cu and in the working folder; bf16, fp16 and as_float are at hand "
-    "(common.cuh), C math is built in",
+    "folder of the source file, in kernels_cu and in the working folder; bf16, fp16 and as_float "
+    "are at hand (common.cuh), C math is built in",
     r'"INFINITY"|"NAN"': "INFINITY is __int_as_float(0x7f800000), "
     "NAN is __int_as_float(0x7fffffff)",
     r'"FLT_MAX"|"INT_MAX"|"M_PI\w*"|"FLT_EPSILON"': "write the number itself: "
