@@ -26,6 +26,10 @@ class CompileError(GpuaccelError, RuntimeError):
         self.log = log
 
 
+class CompileWarning(UserWarning):
+    """What the compiler of CUDA C warns of, with file and line."""
+
+
 class ArgumentError(GpuaccelError, ValueError):
     """An argument has a wrong dtype, device, shape, layout, alignment or value.
 

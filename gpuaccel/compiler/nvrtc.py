@@ -25,9 +25,10 @@ import site
 import sys
 import sysconfig
 import threading
+import warnings
 from dataclasses import dataclass
 
-from ..errors import BackendError, CompileError
+from ..errors import BackendError, CompileError, CompileWarning
 from ..files import read_entry, write_entry
 
 # The second makes ptxas report registers and spills.
@@ -223,7 +224,22 @@ def compile_cubin(
     if result is None:
         result = _compile(source, filename, flags)
         _write(key, *result)
+        _show_warnings(result[1], filename)
     return result
+
+
+# "x.cu(3): warning #177-D: variable "a" was declared but never referenced"
+_WARNING = re.compile(r"^(.+?)\((\d+)\): warning(?: #[\w-]+)?: (.*)$", re.M)
+# What the compiler says of code that is not the user's: helpers that a kernel does not call.
+_UNUSED_HELPER = re.compile(r'function "[^"]*" was declared but never referenced')
+
+
+def _show_warnings(log: str, filename: str):
+    """Show NVRTC's warnings, once for each compilation: a kernel from the cache shows none."""
+    for file, line, text in dict.fromkeys(_WARNING.findall(log)):
+        if file.startswith("kernels_cu/") and file != filename or _UNUSED_HELPER.match(text):
+            continue
+        warnings.warn(f"{file}, line {line}: {text}", CompileWarning, stacklevel=2)
 
 
 _lock = threading.Lock()
@@ -267,11 +283,11 @@ def _compile(source, filename, flags):
 
 # What people expect to be there, and what to write instead: there are no headers.
 HINTS = {
-    r'could not open source file "(cuda|cooperative_groups|nv/)': "the headers of CUDA are in the "
+    r'open source file "(cuda|coop|nv/)': "the headers of CUDA are in the "
     "wheels nvidia-cuda-runtime-cu12 and nvidia-cuda-cccl-cu12, or in a toolkit (CUDA_HOME)",
-    r'could not open source file "[^"]*" \(no directories': '#include "x.h" looks in the folder of '
-    "the source file, in kernels_cu and in the working folder; bf16, fp16 and as_float are at hand "
-    "(common.cuh), C math is built in",
+    r'open source file "(?!cuda|coop|nv/)': '#include "x.h" looks in the '
+    "folder of the source file, in kernels_cu and in the working folder; bf16, fp16 and as_float "
+    "are at hand (common.cuh), C math is built in",
     r'"INFINITY"|"NAN"': "INFINITY is __int_as_float(0x7f800000), "
     "NAN is __int_as_float(0x7fffffff)",
     r'"FLT_MAX"|"INT_MAX"|"M_PI\w*"|"FLT_EPSILON"': "write the number itself: "

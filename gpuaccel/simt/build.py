@@ -12,17 +12,24 @@ instrumentation calls our functions (checks.cpp) instead of those of the sanitiz
 The cache keeps compiled objects by their content. A damaged entry is compiled again.
 """
 
+import _ctypes
+import atexit
 import ctypes
+import fcntl
 import functools
+import gc
 import hashlib
+import itertools
 import json
 import os
 import pathlib
 import platform
 import re
+import shutil
 import subprocess
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -106,7 +113,8 @@ GPU_ONLY = {
     r"simt_inline_PTX\w*|\b(?:__)?asm(?:__)?\b": "inline PTX (asm)",
     r"\bwmma\b|\bnvcuda\b|\bmma\.h": "tensor cores (wmma)",
     r"\btex[123]D\w*|\bsurf[123]D\w*|cudaTextureObject_t|cudaSurfaceObject_t": "textures",
-    r"\b__pipeline_\w+|\bcuda_pipeline\.h|\bmemcpy_async\b|\bcuda/\w+": "asynchronous copies",
+    r"\b__pipeline_\w+|\bcuda_pipeline\.h|\bcuda/pipeline\b": "asynchronous copies",
+    r"\bcuda/(?!pipeline\b)[\w/]+": "a header of libcu++",
     r"\b__cluster_\w+|\bcluster_group\b": "thread block clusters",
     r"<<<": "a launch inside a kernel",
     r"\bcudaLaunch\w+|\bcudaMalloc\w*|\bcudaMemcpy\w*": "calls of the CUDA runtime",
@@ -125,7 +133,16 @@ class Program:
         self.text = text
         self.runtime = runtime
         self.image = image
-        self.library = ctypes.CDLL(_library_path(image))
+        path = _library_file(image)
+        try:
+            handle = _ctypes.dlopen(path, os.RTLD_NOW)
+        finally:
+            # The loaded library stays.
+            os.unlink(path)
+        self.library = ctypes.CDLL(path, handle=handle)
+        # ctypes itself never unloads a library.
+        unload = weakref.finalize(self, _ctypes.dlclose, handle)
+        unload.atexit = False
 
     def parameters(self, name: str) -> "list[tuple[str, int]]":
         """(letter, bytes) of each parameter of a kernel: p pointer, s struct, n number."""
@@ -141,18 +158,59 @@ class Program:
         return [(letters.raw[i : i + 1].decode(), sizes[i]) for i in range(count)]
 
 
+PREFIX = "gpuaccel-simt-"
+
+
 @functools.cache
-def _process_folder() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="gpuaccel-simt-")
+def _process_folder() -> pathlib.Path:
+    """The folder of this process for libraries and compilers; it goes when the process ends.
+
+    Its file `lock` is locked as long as the process, or a fork of it, lives. So the next process
+    finds the folders of processes that were killed, and removes them.
+    """
+    root = pathlib.Path(tempfile.gettempdir())
+    _remove_leftovers(root)
+    # It gets its name when it is locked: until then it is no leftover.
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="gpuaccel-new-", dir=root))
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    folder = folder.rename(root / folder.name.replace("gpuaccel-new-", PREFIX))
+    atexit.register(_remove_own, folder, os.getpid())
+    return folder
 
 
-def _library_path(image: bytes) -> str:
-    """The path of a file of this process with these bytes: the loader needs a file."""
-    name = hashlib.sha256(image).hexdigest()[:32]
-    path = pathlib.Path(_process_folder().name) / f"{name}.so"
-    if not path.exists():
-        path.write_bytes(image)
-    return str(path)
+def _remove_own(folder: pathlib.Path, pid: int):
+    # A fork leaves the folder to its parent.
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_leftovers(root: pathlib.Path):
+    """Remove the folders of processes of this user that ended without doing so."""
+    for folder in root.glob(f"{PREFIX}*"):
+        try:
+            if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+                continue
+            lock = os.open(folder / "lock", os.O_RDWR)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            # Its process lives.
+            pass
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def _library_file(image: bytes) -> str:
+    """The path of a new file with these bytes: the loader needs a file."""
+    file, path = tempfile.mkstemp(suffix=".so", dir=_process_folder())
+    with open(file, "wb") as library:
+        library.write(image)
+    return path
 
 
 def compiler() -> Compiler:
@@ -185,7 +243,10 @@ def _commands(host: Compiler, checked: bool, source, output, headers) -> "list[t
     All links have the options FAST: zig compiles a support library for each set of optimization
     options that it links with, which takes seconds.
     """
-    max_errors = "-fmax-errors=5" if host.kind == "g++" else "-ferror-limit=5"
+    # A mistake in a macro is at the line that uses it.
+    messages: "tuple[str, ...]" = ("-fmax-errors=5", "-ftrack-macro-expansion=0")
+    if host.kind != "g++":
+        messages = ("-ferror-limit=5",)
     flags: "tuple[str, ...]" = FAST
     if checked:
         flags = (*CHECKED, *CHECKED_BY["clang" if host.kind == "zig" else host.kind])
@@ -196,7 +257,7 @@ def _commands(host: Compiler, checked: bool, source, output, headers) -> "list[t
     compiled = f"{output}.o"
     return [
         (
-            *(*first, *COMMON, max_errors, *flags, *RETURNS, *casts, *headers),
+            *(*first, *COMMON, *messages, *flags, *RETURNS, *casts, *headers),
             *("-c", str(source), "-o", compiled),
         ),
         (*first, *FAST, "-shared", compiled, "-o", str(output)),
@@ -231,6 +292,7 @@ HEADERS = {
         )
     ),
 }
+SIMT_HEADERS = ("simt.h", "runtime.h", "half.h", "cooperative_groups.h", "<command-line>")
 OWN_HEADERS = ("half.h", "cooperative_groups.h")
 _SYSTEM_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)[>"][^\n]*', re.M)
 
@@ -255,7 +317,7 @@ LIMIT = 900.0
 
 def _environment() -> "dict[str, str]":
     """The environment of a compiler: English messages, and zig's cache in our cache folder."""
-    cache = (cache_dir() or pathlib.Path(_process_folder().name)) / "zig"
+    cache = (cache_dir() or _process_folder()) / "zig"
     # zig would make it, and let the group write to it where the umask does.
     cache.mkdir(mode=0o700, exist_ok=True)
     return {"ZIG_GLOBAL_CACHE_DIR": str(cache), **os.environ, "LC_ALL": "C"}
@@ -360,7 +422,7 @@ def runtime(checked: bool, tls: "tuple[str, ...]" = ()) -> Runtime:
     key = _key(str(host), platform.machine(), checked, COMMON, options, texts)
 
     def compile():
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory(dir=_process_folder()) as folder:
             output = pathlib.Path(folder) / "runtime.so"
             command = (
                 *host.command,
@@ -382,7 +444,10 @@ def runtime(checked: bool, tls: "tuple[str, ...]" = ()) -> Runtime:
             return output.read_bytes()
 
     def load(image):
-        path = _library_path(image)
+        # The same file for the same bytes: kernels must find the executor that is loaded already.
+        path = str(_process_folder() / f"{hashlib.sha256(image).hexdigest()[:32]}.so")
+        if not os.path.exists(path):
+            pathlib.Path(path).write_bytes(image)
         return Runtime(ctypes.CDLL(path), path, image, tls)
 
     try:
@@ -394,7 +459,11 @@ def runtime(checked: bool, tls: "tuple[str, ...]" = ()) -> Runtime:
 
 
 _lock = threading.Lock()
-_programs: "dict[str, Program]" = {}
+# Those that a kernel uses. The others are unloaded.
+_programs: "weakref.WeakValueDictionary[str, Program]" = weakref.WeakValueDictionary()
+# Programs after which kernels that nothing uses are collected: each is part of a reference cycle.
+COLLECT_AFTER = 32
+_loads = itertools.count(1)
 
 
 def program(source: str, filename: str, names: "list[str]", checked: bool) -> Program:
@@ -422,10 +491,13 @@ def program(source: str, filename: str, names: "list[str]", checked: bool) -> Pr
             hashlib.sha256(executor.image).hexdigest(),
             (COMMON, RETURNS, CASTS, CASTS_BY_GCC, CHECKED, CHECKED_BY, FAST),
         )
-        if key not in _programs:
+        result = _programs.get(key)
+        if result is None:
+            if next(_loads) % COLLECT_AFTER == 0:
+                gc.collect()
             text = translated(source, names)
             try:
-                _programs[key] = _from_cache_or_compiler(
+                result = _programs[key] = _from_cache_or_compiler(
                     key,
                     lambda: _compile(text, filename, checked, host, executor),
                     lambda image: Program(source, executor.library, image),
@@ -434,11 +506,11 @@ def program(source: str, filename: str, names: "list[str]", checked: bool) -> Pr
                 raise BackendError(
                     f"{filename}: the compiled kernel cannot be loaded: {error}"
                 ) from None
-        return _programs[key]
+        return result
 
 
 def _compile(text, filename, checked, host, executor) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=_process_folder()) as folder:
         source = pathlib.Path(folder) / "kernel.cpp"
         output = pathlib.Path(folder) / "kernel.so"
         text, ours = _with_headers(text)
@@ -673,16 +745,19 @@ UNKNOWN_NAME = re.compile(
 def explain(text: str, log: str, filename: str) -> str:
     """A sentence on the features in a compiler's messages that only a GPU has, or ""."""
     features = [name for pattern, name in GPU_ONLY.items() if re.search(pattern, log)]
+    lines = re.findall(r"^([^\s:]+):(\d+):", log, re.M)
+    line = next((line for file, line in lines if os.path.basename(file) not in SIMT_HEADERS), None)
+    place = f"{filename}, line {line}:" if line else f"{filename}:"
     if features:
         return (
-            f"{filename} uses {' and '.join(features)}, which only a GPU can run. Put it between "
+            f"{place} this uses {' and '.join(features)}, which only a GPU can run. Put it between "
             "#ifdef __CUDA_ARCH__ and #else with a plain version behind #else, or run it on a "
             "GPU.\n"
         )
     unknown = dict.fromkeys("".join(names) for names in UNKNOWN_NAME.findall(log))
     if unknown and "__global__" in text:
         return (
-            f"{filename}: the CPU does not have {', '.join(unknown)}. Where a GPU has it, put it "
+            f"{place} the CPU does not have {', '.join(unknown)}. Where a GPU has it, put it "
             "between #ifdef __CUDA_ARCH__ and #else with a plain version behind #else (the "
             "functions of the CPU are in gpuaccel/simt/simt.h).\n"
         )

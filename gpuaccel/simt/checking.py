@@ -27,6 +27,9 @@ from .tracing import EVENT, Trace, Traced, groups
 
 # Bytes around each tensor in which an access is still reported under its name.
 ZONE = 1 << 16
+# Unused addresses between two tensors: as many as the largest tensor has bytes, this many times,
+# but not above the limit. A wrong stride then leads to none of the others.
+GAP, MOST_GAP = 4, 1 << 28
 # Accesses that a trace keeps.
 EVENTS = 1 << 20
 # In the order of simt_report_kind in checks.cpp.
@@ -138,10 +141,10 @@ C_EVENT = numpy.dtype(
         ("offset", "i8"),
     ]
 )
+# Bytes of a struct publication in checks.cpp.
+PUBLICATION = 36
 # Bytes of a struct cell in checks.cpp.
 CELL = 48
-# And of a struct publication.
-PUBLICATION = 36
 # simt_region_kind in checks.cpp.
 GLOBAL, SHARED, VARIABLE = 0, 1, 2
 
@@ -150,11 +153,16 @@ GLOBAL, SHARED, VARIABLE = 0, 1, 2
 WORDS = ("float", "double", "int", "unsigned int", "long int", "long unsigned int")
 
 
+# Of Linux; Python names it since 3.13.
+MAP_NORESERVE = 0x4000
+
+
 class Memory:
     """Zeroed pages and their address, as long as this object lives."""
 
     def __init__(self, size: int):
-        self.map = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        self.map = mmap.mmap(-1, max(size, 1), flags=flags)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
 
 
@@ -312,7 +320,8 @@ class Session:
         """Copy the tensors; yield their ranges, and that of `dynamic` bytes of shared memory."""
         alignment = 512
         sizes = [slot.hi - slot.lo for slot in self.slots]
-        size = sum(n + 2 * ZONE + alignment for n in (*sizes, dynamic))
+        gap = min(GAP * max(sizes, default=0), MOST_GAP)
+        size = sum(n + 2 * ZONE + alignment + gap for n in (*sizes, dynamic))
         self.memory = Memory(size)
         address = self.memory.address + ZONE
         for slot, size in zip(self.slots, sizes):
@@ -329,7 +338,7 @@ class Session:
                 granule=min(4, *(array.itemsize for array in slot.arrays)),
                 readonly=slot.readonly,
             )
-            address += size + 2 * ZONE
+            address += size + 2 * ZONE + gap
         self.dynamic = address + -address % 256
         end = self.dynamic + dynamic
         array = Array("dynamic shared memory", self.dynamic, end, 1, "", SHARED)

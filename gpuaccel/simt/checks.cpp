@@ -512,7 +512,7 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         if (address >= now->base && address < now->end) return;
         if (address >= (char*)w && address < (char*)(w + 1)) return;
         if (simt_in_heap(address)) {
-            const char* verbs[] = {"reads", "writes", "atomically updates", "reads"};
+            const char* verbs[] = {"reads", "writes", "atomically updates", "reads", "writes"};
             return simt_check_heap(w, address, size, verbs[kind], pc);
         }
         bool null = (size_t)address < 65536;

@@ -2,9 +2,9 @@
 // collectives, and barriers in shared memory.
 //
 // A group is a set of lanes of one warp, given by its mask, or the whole block. Its functions are
-// those of section 6 and 7 of simt.h with that mask. A barrier of the whole grid needs all blocks at
-// once. Blocks run one after another here, so a kernel that calls it ends there, unless its grid is
-// one block.
+// those of section 6 and 7 of simt.h with that mask. A barrier of the whole grid needs all blocks
+// at once. Blocks run one after another here, so a kernel that calls it ends there, unless its grid
+// is one block.
 #pragma once
 #include "simt.h"
 
@@ -73,10 +73,10 @@ inline thread_block this_thread_block() { return {}; }
 
 class grid_group {
 public:
-    __forceinline__ void sync() const {
+    SIMT_CALL void sync() const {
         if (gridDim.x * gridDim.y * gridDim.z != 1)
-            simt_stop_here("grid.sync() needs all blocks at once, which only a GPU runs");
-        __syncthreads();
+            simt_trap("grid.sync() needs all blocks at once, which only a GPU runs", SIMT_PC);
+        simt_barrier(SIMT_BARRIER, 0, SIMT_PC);
     }
     static __forceinline__ bool is_valid() { return gridDim.x * gridDim.y * gridDim.z == 1; }
     static __forceinline__ unsigned long long block_rank() {
@@ -197,7 +197,7 @@ __forceinline__ thread_block_tile<tile_size, thread_block_tile<size, Parent>> ti
 }
 __forceinline__ thread_group tiled_partition(const thread_group& group, unsigned size) {
     if (size == 0 || size > 32 || (size & (size - 1)) || size > group.size())
-        simt_stop_here("the size of a tile must be 1, 2, 4, 8, 16 or 32, and not above its group's");
+        simt_stop_here("a tile has 1, 2, 4, 8, 16 or 32 threads, and not more than its group");
     return thread_group(~0u >> (32 - size) << (simt_own_lane() & ~(size - 1)));
 }
 // The lanes of a group with the same predicate or label as this one.
@@ -239,7 +239,8 @@ template <class T> struct bit_xor { T operator()(T a, T b) const { return a ^ b;
 // Every thread of the group gets the result, in the order of a tree.
 template <unsigned size, class Parent, class T, class Operation>
 __forceinline__ T reduce(const thread_block_tile<size, Parent>& group, T value, Operation&& join) {
-    for (unsigned step = size / 2; step; step /= 2) value = join(value, group.shfl_xor(value, step));
+    for (unsigned step = size / 2; step; step /= 2)
+        value = join(value, group.shfl_xor(value, step));
     return value;
 }
 template <class T, class Operation>
@@ -286,7 +287,9 @@ template <class T> constexpr typename simt_plain<T>::type&& move(T&& value) {
 namespace cuda {
 
 using std::move;
-enum thread_scope { thread_scope_system, thread_scope_device, thread_scope_block, thread_scope_thread };
+enum thread_scope {
+    thread_scope_system, thread_scope_device, thread_scope_block, thread_scope_thread
+};
 template <size_t alignment> struct aligned_size_t {
     size_t value;
     explicit constexpr aligned_size_t(size_t value) : value(value) {}

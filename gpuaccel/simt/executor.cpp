@@ -334,7 +334,7 @@ void simt_trap(const char* reason, void* pc) {
     simt_stop((worker*)simt_me, SIMT_TRAPPED, pc, 0, reason);
 }
 
-// A call of the compiler's, where a function that returns a value has no return (RETURNS, build.py).
+// The compiler calls it where a function that returns a value ends without one (RETURNS, build.py).
 extern "C" __attribute__((visibility("default"))) void __ubsan_handle_missing_return(void*) {
     simt_trap("a function that returns a value ends without a return statement", SIMT_PC);
 }
@@ -357,8 +357,9 @@ void simt_pause(const char* reason, void* pc) {
 }
 
 // ---- the heap of new and malloc ----
-// As on a GPU it has 8 MB, and a block stays until it is freed, also after the launch. A freed block
-// is used again only when the heap has no other place left, so that a late access to it is seen.
+// As on a GPU it has 8 MB, and a block stays until it is freed, also after the launch. A freed
+// block is used again only when the heap has no other place left, so that a late access to it is
+// seen.
 
 static const size_t HEAP = 8 << 20, GRAIN = 16;
 struct heap_block {               // in front of its bytes
@@ -455,12 +456,14 @@ void simt_check_heap(worker* w, const void* address, size_t size, const char* ve
     if (!block) where = "in the heap, outside of every block";
     else if (!block->in_use) where = "in a block of the heap that was freed";
     else if ((const char*)address < data) where = "in front of a block of the heap";
-    else if ((const char*)address + size > data + block->size) where = "behind the end of a block of the heap";
+    else if ((const char*)address + size > data + block->size)
+        where = "behind the end of a block of the heap";
     if (!where) return;
     snprintf(heap_problem, sizeof heap_problem, "%s %zu bytes %s", verb, size, where);
     if (block)
-        snprintf(heap_problem, sizeof heap_problem, "%s %zu bytes at byte %td %s of %zu bytes (new or malloc)",
-                 verb, size, (const char*)address - data, where, block->size);
+        snprintf(heap_problem, sizeof heap_problem,
+                 "%s %zu bytes at byte %td %s of %zu bytes (new or malloc)", verb, size,
+                 (const char*)address - data, where, block->size);
     simt_stop(w, SIMT_HEAP, pc, (void*)address, heap_problem);
 }
 

@@ -150,24 +150,25 @@ namespace {
 // A comparison: of numbers; of pairs, as 1.0 or 0.0, as a mask, and of both at once. With a "u" at
 // its end it is also true where one side is NaN.
 #define SIMT_HALF_COMPARISON(T, n, op)                                                             \
-    inline bool __h##n(T a, T b) { return !__hisnan(a) && !__hisnan(b) && float(a) op float(b);      \
+    inline bool __h##n(T a, T b) {                                                                 \
+        return !__hisnan(a) && !__hisnan(b) && float(a) op float(b);                               \
     }                                                                                              \
-    inline bool __h##n##u(T a, T b) {                                                                \
-        return __hisnan(a) || __hisnan(b) || __h##n(a, b);                                           \
+    inline bool __h##n##u(T a, T b) {                                                              \
+        return __hisnan(a) || __hisnan(b) || __h##n(a, b);                                         \
     }                                                                                              \
     SIMT_HALF_COMPARED(T, n, )                                                                     \
     SIMT_HALF_COMPARED(T, n, u)
 #define SIMT_HALF_COMPARED(T, n, u)                                                                \
-    inline T##2 __h##n##u##2(T##2 a, T##2 b) {                                                       \
-        return {T(float(__h##n##u(a.x, b.x))),                                                       \
-                T(float(__h##n##u(a.y, b.y)))};                                                      \
+    inline T##2 __h##n##u##2(T##2 a, T##2 b) {                                                     \
+        return {T(float(__h##n##u(a.x, b.x))),                                                     \
+                T(float(__h##n##u(a.y, b.y)))};                                                    \
     }                                                                                              \
-    inline unsigned __h##n##u##2_mask(T##2 a, T##2 b) {                                              \
-        return (__h##n##u(a.x, b.x) ? 0xffffu : 0)                                                   \
-               | (__h##n##u(a.y, b.y) ? 0xffff0000u : 0);                                            \
+    inline unsigned __h##n##u##2_mask(T##2 a, T##2 b) {                                            \
+        return (__h##n##u(a.x, b.x) ? 0xffffu : 0)                                                 \
+               | (__h##n##u(a.y, b.y) ? 0xffff0000u : 0);                                          \
     }                                                                                              \
     inline bool __hb##n##u##2(T##2 a, T##2 b) {                                                    \
-        return __h##n##u(a.x, b.x) && __h##n##u(a.y, b.y);                                             \
+        return __h##n##u(a.x, b.x) && __h##n##u(a.y, b.y);                                         \
     }
 #define SIMT_HALF_OPERATOR(T, op, name)                                                            \
     inline T operator op(const T& a, const T& b) {                                                 \
@@ -261,8 +262,8 @@ namespace {
     SIMT_HALF2(T, __hadd_sat, __hadd2_sat, __saturatef(a + b))                                     \
     SIMT_HALF2(T, __hsub_sat, __hsub2_sat, __saturatef(a - b))                                     \
     SIMT_HALF2(T, __hmul_sat, __hmul2_sat, __saturatef(a * b))                                     \
-    SIMT_HALF2(T, __hmax, __hmax2, a != a ? b : b != b ? a : fmaxf(a, b))                                                    \
-    SIMT_HALF2(T, __hmin, __hmin2, a != a ? b : b != b ? a : fminf(a, b))                                                    \
+    SIMT_HALF2(T, __hmax, __hmax2, a != a ? b : b != b ? a : fmaxf(a, b))                          \
+    SIMT_HALF2(T, __hmin, __hmin2, a != a ? b : b != b ? a : fminf(a, b))                          \
     SIMT_HALF2(T, __hmax_nan, __hmax2_nan, a != a ? a : b != b ? b : fmaxf(a, b))                  \
     SIMT_HALF2(T, __hmin_nan, __hmin2_nan, a != a ? a : b != b ? b : fminf(a, b))                  \
     SIMT_HALF1(T, __hneg, __hneg2, -a)                                                             \

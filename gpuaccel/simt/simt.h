@@ -558,7 +558,8 @@ SIMT_EACH(SIMT_STEP, atomicAdd, unsigned long long, __atomic_fetch_add)
 SIMT_EACH(SIMT_STEP, atomicExch, unsigned long long, __atomic_exchange_n)
 SIMT_EACH(SIMT_RETRY, atomicAdd, float, old + value)
 // Templates, so that a kernel's own function of that name, as for old GPUs, is preferred.
-#define SIMT_RETRY_IF_NONE(name, T, new_value) template <class = void> SIMT_RETRY(name, T, new_value)
+#define SIMT_RETRY_IF_NONE(name, T, new_value)                                                     \
+    template <class = void> SIMT_RETRY(name, T, new_value)
 SIMT_EACH(SIMT_RETRY_IF_NONE, atomicAdd, double, old + value)
 SIMT_EACH(SIMT_RETRY, atomicExch, float, value)
 // Counts from 0 to value, then from 0 again; and down.

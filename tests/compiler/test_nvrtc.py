@@ -7,10 +7,12 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import gpuaccel as ga
 from gpuaccel import files
 from gpuaccel.backends import cache_dir
 from gpuaccel.compiler import nvrtc
@@ -310,3 +312,24 @@ def test_gpu_the_same_program_compiled_twice_keeps_its_report(cache):
     for _ in range(2):
         shutil.rmtree(cache, ignore_errors=True)
         assert nvrtc.resources(*compile_cubin(source, "k.cu", "sm_90"), "k", "sm_90").registers > 0
+
+
+def test_warnings_are_shown_once_with_file_and_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "cache_dir", lambda: tmp_path)
+    source = """
+extern "C" __global__ void careless(float* x, int n) {
+    unsigned i = threadIdx.x;
+    if (i >= 0 && i < n) x[i] = 1;
+}"""
+    with pytest.warns(ga.errors.CompileWarning) as caught:
+        ga.compile(source, filename="careless.cu")
+    texts = [str(warning.message) for warning in caught]
+    assert any(text.startswith("careless.cu, line 4: ") for text in texts), texts
+    # The second time the kernel is in the cache.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ga.compile(source, filename="careless.cu")
+    # A careful one has none.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ga.compile(source.replace("i >= 0 && ", "").replace("i < n", "i < (unsigned)n"))

@@ -723,3 +723,17 @@ extern "C" __global__ void k(float* x) {
         ) as caught:
             kernel[1, 4](x)
     assert caught.value.reports[0].line in (1, 3)
+
+
+@pytest.mark.parametrize("steps", [1.2, 1.6, 2.5, 4.5])
+def test_an_index_that_is_wrong_by_the_size_of_a_tensor_does_not_lead_to_another_one(steps):
+    kernel = ga.compile("""extern "C" __global__ void k(float* x, float* y, float* z, long long i) {
+    x[i] = 1;
+}""")
+    x, y, z = (torch.zeros(1 << 18) for _ in range(3))
+    with ga.use_backend("simt"), ga.checked():
+        kernel[1, 1](x, y, z, len(x) - 1)
+        for tensors in ((x, y, z), (y, x, z)):
+            with pytest.raises(ga.errors.KernelError, match=r"x\[|in no\s+tensor"):
+                kernel[1, 1](*tensors, int(steps * len(x)))
+    assert not y.any() and not z.any()

@@ -1,0 +1,93 @@
+"""What running kernels on the CPU leaves behind: nothing in memory, nothing on the disk."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import gpuaccel as ga
+from gpuaccel.compiler import Kernel
+from gpuaccel.simt import build
+
+BIG = """
+__device__ float table[1 << 20];
+extern "C" __global__ void fill(float* x) {
+    for (int i = threadIdx.x; i < 1 << 20; i += blockDim.x) table[i] = VALUE + i;
+    __syncthreads();
+    x[threadIdx.x] = table[(1 << 20) - 1 - threadIdx.x];
+}"""
+
+
+def resident() -> int:
+    """MB of memory that this process has."""
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+def loaded() -> int:
+    """The kernels' libraries that this process has loaded."""
+    maps = pathlib.Path("/proc/self/maps").read_text().splitlines()
+    files = {line.split(maxsplit=5)[-1] for line in maps if build.PREFIX in line}
+    return len([file for file in files if "(deleted)" in file])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_of_kernels_that_nothing_uses_is_given_back(monkeypatch):
+    """Each of 40 kernels has 4 MB of its own: 160 MB if they stayed."""
+    monkeypatch.setattr(build, "COLLECT_AFTER", 8)
+    with ga.use_backend("simt"), ga.checked(False):
+        first, before = resident(), loaded()
+        for value in range(40):
+            x = torch.zeros(32)
+            Kernel.from_source(BIG, "fill", defines={"VALUE": value})[1, 32](x)
+            assert x[0] == value + (1 << 20) - 1
+            if value == 7:
+                first = resident()
+    assert resident() - first < 80 and loaded() - before <= 16
+    # No file of a kernel is left, also while this process lives.
+    assert not list(build._process_folder().glob("tmp*"))[1:]
+
+
+SCRIPT = """
+import sys, torch, gpuaccel as ga
+from gpuaccel.compiler import Kernel
+from gpuaccel.simt import build
+with ga.use_backend("simt"), ga.checked(False):
+    x = torch.zeros(32)
+    source = 'extern "C" __global__ void one(float* x) { x[threadIdx.x] = 1; }'
+    Kernel.from_source(source, "one")[1, 32](x)
+print(build._process_folder(), x.sum().item(), flush=True)
+if sys.argv[1:]:
+    input()
+"""
+
+
+def start(folder, *arguments):
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, *arguments],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_folders_go_with_their_process_also_when_it_is_killed(tmp_path):
+    with start(tmp_path, "wait") as killed, start(tmp_path, "wait") as living:
+        first = pathlib.Path(killed.stdout.readline().split()[0])
+        second = pathlib.Path(living.stdout.readline().split()[0])
+        assert first.is_dir() and second.is_dir() and first.parent == tmp_path
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        assert first.is_dir()
+        # The next one removes what the killed one left, and only that.
+        with start(tmp_path) as third:
+            assert third.stdout.readline().split()[1] == "32.0"
+        assert not first.exists() and second.is_dir()
+        living.communicate("\n")
+    assert list(tmp_path.iterdir()) == []
