@@ -68,7 +68,7 @@ CHECKED = (
     "-g",
     "-DSIMT_CHECKED",
     "-fsanitize=thread",
-    "-fsanitize=alignment,object-size,integer-divide-by-zero,shift-exponent",
+    "-fsanitize=alignment,object-size,integer-divide-by-zero,shift-exponent,float-cast-overflow",
     # Reports walk the stack.
     "-fno-omit-frame-pointer",
 )
@@ -99,15 +99,6 @@ CHECKED_BY = {
 }
 # A function that returns a value and reaches its end would go on in the function behind it.
 RETURNS = ("-fsanitize=return",)
-# Casts outside of an integer's range: see casts.cpp. Other processors saturate by themselves.
-CASTS = ("-fsanitize=float-cast-overflow",) if platform.machine() in ("x86_64", "AMD64") else ()
-# Without these a cast may be moved away from the call in front of it, or be one of two in a vector.
-CASTS_BY_GCC = (
-    "-fno-tree-sink",
-    "-fno-code-hoisting",
-    "-fno-tree-pre",
-    "-fno-tree-vectorize",
-)
 # A pattern in a source or in a compiler's message -> the feature that only a GPU has.
 GPU_ONLY = {
     r"simt_inline_PTX\w*|\b(?:__)?asm(?:__)?\b": "inline PTX (asm)",
@@ -252,12 +243,11 @@ def _commands(host: Compiler, checked: bool, source, output, headers) -> "list[t
         flags = (*CHECKED, *CHECKED_BY["clang" if host.kind == "zig" else host.kind])
         if fill_pattern(host):
             flags = (*flags, FILLED)
-    casts = (*CASTS, *CASTS_BY_GCC) if CASTS and host.kind == "g++" else CASTS
     first = (*host.command, *_first_options(host))
     compiled = f"{output}.o"
     return [
         (
-            *(*first, *COMMON, *messages, *flags, *RETURNS, *casts, *headers),
+            *(*first, *COMMON, *messages, *flags, *RETURNS, *headers),
             *("-c", str(source), "-o", compiled),
         ),
         (*first, *FAST, "-shared", compiled, "-o", str(output)),
@@ -401,7 +391,7 @@ def _key(*facts) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-RUNTIME_SOURCES = ("runtime.h", "executor.h", "executor.cpp", "casts.cpp", "checks.cpp")
+RUNTIME_SOURCES = ("runtime.h", "executor.h", "executor.cpp", "checks.cpp")
 
 
 @functools.cache
@@ -413,7 +403,7 @@ def runtime(checked: bool, tls: "tuple[str, ...]" = ()) -> Runtime:
     """
     host = compiler()
     files = [HERE / name for name in RUNTIME_SOURCES]
-    sources = [HERE / "executor.cpp", HERE / "casts.cpp"]
+    sources = [HERE / "executor.cpp"]
     options = [*FAST, *tls]
     if checked:
         sources.append(HERE / "checks.cpp")
@@ -489,7 +479,7 @@ def program(source: str, filename: str, names: "list[str]", checked: bool) -> Pr
             platform.machine(),
             headers,
             hashlib.sha256(executor.image).hexdigest(),
-            (COMMON, RETURNS, CASTS, CASTS_BY_GCC, CHECKED, CHECKED_BY, FAST),
+            (COMMON, RETURNS, CHECKED, CHECKED_BY, FAST),
         )
         result = _programs.get(key)
         if result is None:

@@ -12,6 +12,7 @@ import ctypes
 import math
 import mmap
 import re
+import struct
 import sys
 import warnings
 from dataclasses import replace
@@ -51,10 +52,11 @@ KINDS = (
     "harmless",
     "local of another thread",
     "out of bounds",
+    "cast",
 )
 UNSET_LOCAL, NO_LOCAL = 13, 16
 # Kinds that are no mistakes: they are shown, and the launch succeeds.
-NOTES = ("const", "same value")
+NOTES = ("const", "same value", "cast")
 # By the access: read, write, atomic.
 VERBS = ("reads", "writes", "atomically updates")
 PAST = ("read", "wrote", "atomically updated")
@@ -626,6 +628,12 @@ class Session:
             message = f"{who} divides the smallest integer by -1, which overflows"
         elif kind == "shift":
             message = f"{who} shifts by {raw.value} bits, which its type does not have"
+        elif kind == "cast":
+            (number,) = struct.unpack("d", struct.pack("q", raw.value))
+            message = (
+                f"{who} casts {number:g} to {(raw.type or b'').decode()}, which cannot hold it; a "
+                "GPU gives the nearest limit, the CPU another number"
+            )
         else:
             message = f"{who} writes {place} through a pointer to const"
         callers = self.table.callers(raw.pc - 1, raw.caller[: raw.callers], line)

@@ -18,7 +18,8 @@
 //   the plain read before an atomicCAS of the same thread at the same place: a stale value only
 //   makes atomicCAS fail
 //   volatile accesses of different blocks, or behind a fence of the writer: flags
-// Two threads that write the same value are a note.
+// Two threads that write the same value are a note, and so is a cast to an integer that cannot hold
+// the number.
 #include "executor.h"
 #include <string.h>
 
@@ -28,7 +29,7 @@ enum simt_report_kind {
     REPORT_BOUNDS, REPORT_MISALIGNED, REPORT_UNINITIALISED, REPORT_RACE, REPORT_BARRIER,
     REPORT_SHUFFLE, REPORT_NULL, REPORT_FAR, REPORT_DIVISION, REPORT_SHIFT, REPORT_CONST,
     REPORT_INDEX, REPORT_SAME_VALUE, REPORT_UNSET_LOCAL, REPORT_HARMLESS,
-    REPORT_FOREIGN_LOCAL, REPORT_NO_LOCAL
+    REPORT_FOREIGN_LOCAL, REPORT_NO_LOCAL, REPORT_CAST
 };
 // VOLATILE is a read and VOLATILE_WRITE a write that may run beside atomic operations and each
 // other.
@@ -712,6 +713,7 @@ struct mismatch_data {
 };
 struct index_data { place_in_source at; type_descriptor *array, *index; };
 struct operation_data { place_in_source at; type_descriptor *left, *right; };
+struct cast_data { place_in_source at; type_descriptor *from, *to; };
 
 static simt_report* report_at(
     int kind, void* pc, const place_in_source& at, type_descriptor* type, int64_t value) {
@@ -755,6 +757,16 @@ void __ubsan_handle_divrem_overflow(operation_data* data, size_t, size_t by) {
 }
 void __ubsan_handle_shift_out_of_bounds(operation_data* data, size_t, size_t by) {
     report_at(REPORT_SHIFT, SIMT_PC, data->at, data->left, (int64_t)(int32_t)by);
+}
+// bits: of the number, which is a float or a double.
+void __ubsan_handle_float_cast_overflow(cast_data* data, uint64_t bits) {
+    if (data->from->info == 32) {
+        float single;
+        memcpy(&single, &bits, sizeof single);
+        double number = single;
+        memcpy(&bits, &number, sizeof bits);
+    }
+    report_at(REPORT_CAST, SIMT_PC, data->at, data->to, (int64_t)bits);
 }
 #pragma GCC visibility pop
 }

@@ -483,7 +483,6 @@ static bool call_handler_before(
 
 static void on_signal(int signal, siginfo_t* info, void* context) {
     worker* w = (worker*)simt_me;
-    if (signal == SIGTRAP && simt_step(context)) return;
     if (signal == alarm_signal()) {
         if (!w) return;                       // a late alarm
         w->late = 1;

@@ -80,8 +80,6 @@ bool simt_on_stack(worker* w, const void* address);
 bool simt_same_stack(worker* w, const void* a, const void* b);
 void simt_yield(worker* w);       // lets another thread of the block run
 
-// After a step of a cast (casts.cpp); false where there is none:
-bool simt_step(void* context);
 bool simt_in_heap(const void* address);
 // Ends the launch unless these bytes of the heap are in a block that is in use:
 void simt_check_heap(worker* w, const void* address, size_t size, const char* verb, void* pc);
