@@ -552,6 +552,7 @@ static void* run_worker(void* argument) {
     w->arguments = job->arguments;
     w->dynamic = w->dynamic_memory;
     w->late = w->inside = w->held = 0;
+    w->looks = 0;
     w->current = 0;
     w->thread = pthread_self();
     w->running = 1;
