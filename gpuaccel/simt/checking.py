@@ -631,8 +631,8 @@ class Session:
         elif kind == "cast":
             (number,) = struct.unpack("d", struct.pack("q", raw.value))
             message = (
-                f"{who} casts {number:g} to {(raw.type or b'').decode()}, which cannot hold it; a "
-                "GPU gives the nearest limit, the CPU another number"
+                f"{who} casts {number:g} to {(raw.type or b'').decode()}, which cannot hold it; "
+                "a GPU gives another result than the CPU"
             )
         else:
             message = f"{who} writes {place} through a pointer to const"

@@ -760,12 +760,18 @@ void __ubsan_handle_shift_out_of_bounds(operation_data* data, size_t, size_t by)
 }
 // bits: of the number, which is a float or a double.
 void __ubsan_handle_float_cast_overflow(cast_data* data, uint64_t bits) {
+    double number;
+    memcpy(&number, &bits, sizeof number);
     if (data->from->info == 32) {
         float single;
         memcpy(&single, &bits, sizeof single);
-        double number = single;
-        memcpy(&bits, &number, sizeof bits);
+        number = single;
     }
+    bool has_sign = data->to->info & 1;
+    int width = 1 << (data->to->info >> 1);
+    // A GPU and a CPU convert to 32 bits, and keep the lower ones for a smaller type.
+    if (width < 32 && number > (has_sign ? -2147483649.0 : -1.0) && number < 2147483648.0) return;
+    memcpy(&bits, &number, sizeof bits);
     report_at(REPORT_CAST, SIMT_PC, data->at, data->to, (int64_t)bits);
 }
 #pragma GCC visibility pop

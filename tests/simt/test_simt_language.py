@@ -5,8 +5,8 @@ model, or simt.h's reading of the programming guide.
 """
 
 import math
-import re
 import random
+import re
 from functools import reduce
 
 import numpy as np
@@ -1250,6 +1250,14 @@ extern "C" __global__ void cast(int* out, unsigned char* bytes, const float* x, 
     bytes[i] = (unsigned char)out[i];
 }"""
 WITHIN = [0.0, -0.5, 1.9, -1.9, 255.0, -3e4, 2147483520.0, -(2.0**31)]
+# What a type of 8 bits cannot hold, but the 32 bits that a GPU converts to can.
+SMALL = """
+extern "C" __global__ void cast(unsigned char* bytes, signed char* signs, const float* x, int n) {
+    int i = threadIdx.x;
+    if (i >= n) return;
+    bytes[i] = (unsigned char)fabsf(x[i]);
+    signs[i] = (signed char)x[i];
+}"""
 
 
 @pytest.mark.parametrize("number", [2.0**31, -2147483904.0, 1e30, math.inf, math.nan])
@@ -1267,4 +1275,13 @@ def test_a_cast_within_range_is_no_note(recwarn):
     out = torch.zeros(len(x)).int()
     out, _, _ = run("cpu", CAST, 1, 32, out, torch.zeros(len(x)).byte(), x, len(x))
     assert out.tolist() == [int(number) for number in WITHIN]
+    assert not recwarn.list
+
+
+def test_a_cast_to_fewer_than_32_bits_keeps_the_lower_ones(recwarn):
+    x = torch.tensor([300.5, -300.5, 70000.0, 2e9])
+    bytes, signs = torch.zeros(4).byte(), torch.zeros(4, dtype=torch.int8)
+    bytes, signs, _ = run("cpu", SMALL, 1, 32, bytes, signs, x, 4)
+    assert bytes.tolist() == [int(abs(number)) % 256 for number in x.tolist()]
+    assert all((int(a) - b) % 256 == 0 for a, b in zip(x.tolist(), signs.tolist()))
     assert not recwarn.list
