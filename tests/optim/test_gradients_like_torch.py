@@ -1,5 +1,9 @@
 """What users do to gradients between backward() and step(), and after it: every mode as torch."""
 
+import copy
+import io
+import pickle
+
 import pytest
 import torch
 from helpers import differ
@@ -238,6 +242,26 @@ def test_after_close_a_bf16_model_is_ordinary(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_bf16_model_with_exposed_sums_is_copied_and_pickled(mode):
+    run = Run("SGD", mode, torch.bfloat16, "model")
+    run.act("backward", 0)
+    saved = io.BytesIO()
+    torch.save(run.model.state_dict(), saved)
+    saved.seek(0)
+    loaded = Net().to(torch.bfloat16)
+    loaded.load_state_dict(torch.load(saved))
+    copies = [copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model)), loaded]
+    for model in copies:
+        for p, q in zip(model.parameters(), run.params):
+            assert torch.equal(p, q)
+            assert p.grad is None
+        model(torch.ones(2, 4).bfloat16(), torch.ones(3).bfloat16()).backward()
+        assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
+    assert all(p.grad is not None for p in run.params)
+    run.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_second_accumulator_continues_the_sums_of_bf16_parameters(mode):
     run, reference = Run("SGD", mode, torch.bfloat16, "model"), Run("SGD")
     run.act("backward", 0), reference.act("backward", 0)
@@ -380,6 +404,19 @@ def test_exposed_after_finish_leaves_the_same_sums(mode):
             assert all(p.grad is None for p in run.params) and not arena.grads.any()
         accumulator.finish()
         compare(run, reference, mode, 1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_exposed_after_finish_costs_bf16_parameters_nothing(mode):
+    run = Run("SGD", dtype=torch.bfloat16)
+    arena = Arena(run.model)
+    with GradientAccumulator(arena, mode, exposed_after="finish") as accumulator:
+        run.act("backward", 0)
+        accumulator.finish()
+        for p, master, view in zip(arena.params, arena.masters, arena.grad_views):
+            assert p.grad is None and not p._backward_hooks
+            assert p.grad_dtype == torch.bfloat16
+            assert master.grad is view
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
