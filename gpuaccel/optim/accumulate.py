@@ -181,7 +181,7 @@ class GradientAccumulator:
             # p.grad is the sum itself where autograd has added in place.
             if grad is not self.arena.grad_views[i]:
                 # Torch does this by itself where grad_dtype is not None.
-                if grad.dtype != p.dtype:
+                if self._window.bf16 and grad.dtype != p.dtype:
                     grad = grad.to(p.dtype)
                 check_gradient(self.arena.segments[i].name, grad, p.shape, p.device)
                 p.grad = None
