@@ -85,16 +85,20 @@ class GradientAccumulator:
 
     exposed_after: "backward" or "finish". "finish" is for a caller that ends its windows with
         finish() itself, and saves the modes `host` and `autograd` a pass over memory per backward:
-        before finish() their sums do not stand as `.grad`. The other modes ignore it.
+        before finish() their sums do not stand as `.grad`. In all modes the `.grad` of bf16
+        parameters is None then, and only their masters' is the sum.
 
-    After each backward the sums stand as `.grad` of arena.parameters(). What is done to these
+    After each backward the sums stand as `.grad` of arena.parameters(), and the fp32 sum of a bf16
+    parameter also as its own `.grad` (its grad_dtype is None from here on). What is done to these
     counts, as in torch: zero_grad(), clipping, an edit in place, another tensor, None. A parameter
     that got no gradient has `.grad` None. finish() runs before the step of a ga optimizer over the
-    arena, and in `host` and `autograd` of any optimizer over arena.parameters(). `arena` and
-    `fused` download no gradient and never synchronise with the host.
+    arena, and in `host`, in `autograd` and with bf16 parameters of any optimizer over
+    arena.parameters(). `arena` and `fused` download no gradient and never synchronise with the
+    host.
 
-    `optimizer.zero_grad()` or zero_() opens the next accumulation window. With bf16 parameters use
-    one of these two: module.zero_grad() does not know their fp32 masters.
+    `optimizer.zero_grad()`, module.zero_grad() or zero_() opens the next accumulation window. A
+    bf16 parameter and its master have one sum, but None in one place reaches the other at the next
+    backward, finish() or step.
 
     A backward that raises drops its window's sum, which would be partial: every `.grad` is None at
     once. Only fp32 parameters in `autograd` keep it, as torch does.
@@ -143,14 +147,15 @@ class GradientAccumulator:
         if mode in ("host", "autograd"):
             self._mode.exposes_after_backward = exposed_after == "backward"
         self._handles: list = []
+        if exposed_after == "backward":
+            self._window.expose_bf16()
         if self._mode.uses_hooks:
             self._hook_parameters()
-        elif self._mode.exposes_after_backward:
+        else:
             # Torch exposes the sums of fp32 parameters by itself.
-            for p, master in zip(arena.params, arena.masters):
-                if master is not p:
-                    self._handles.append(p.register_hook(lambda grad: self._open_backward()))
-        if mode in ("host", "autograd"):
+            for _, p, _ in self._window.bf16:
+                self._handles.append(p.register_hook(lambda grad: self._open_backward()))
+        if mode in ("host", "autograd") or self._window.bf16:
             self._handles.append(_finish_before_steps(self))
         arena.before_release.append(self.close)
         _accumulators.add(self)
@@ -159,7 +164,7 @@ class GradientAccumulator:
 
     def _hook_parameters(self):
         for i, p in enumerate(self.arena.params):
-            if self.arena.masters[i] is p:
+            if self.arena.masters[i] is p or self._window.bf16:
                 # Its .grad may be exposed: hide it before autograd looks.
                 self._handles.append(p.register_hook(lambda grad: self._open_backward()))
             self._handles.append(
@@ -175,6 +180,9 @@ class GradientAccumulator:
         if grad is not None:
             # p.grad is the sum itself where autograd has added in place.
             if grad is not self.arena.grad_views[i]:
+                # Torch does this by itself where grad_dtype is not None.
+                if self._window.bf16 and grad.dtype != p.dtype:
+                    grad = grad.to(p.dtype)
                 check_gradient(self.arena.segments[i].name, grad, p.shape, p.device)
                 p.grad = None
                 if grad.requires_grad:
@@ -282,6 +290,7 @@ class GradientAccumulator:
 
         A second call changes nothing."""
         self._zero_if_partial()
+        self._window.merge()
         self._mode.finish(self._squares)
         removed = [
             i
@@ -360,6 +369,8 @@ class GradientAccumulator:
         self.flush()
         for handle in self._handles:
             handle.remove()
+        with torch.no_grad():
+            self._window.close()
         self._mode.close()
         self.arena.before_release.remove(self.close)
         _accumulators.discard(self)
@@ -396,11 +407,12 @@ def _finish_before_steps(accumulator: GradientAccumulator):
 def finish_for(parameters: "Iterable[Tensor]"):
     """Call finish() where these parameters' gradients depend on it, before they are read.
 
-    ArgumentError for bf16 parameters of an arena: the sums are those of their fp32 masters."""
+    ArgumentError for bf16 parameters whose sums stand as `.grad` of their fp32 masters only
+    (exposed_after="finish")."""
     ids = {id(p) for p in parameters}
     for accumulator in list(_accumulators):
         arena = accumulator.arena
-        if ids & arena.master_ids:
+        if ids & arena.master_ids or any(id(p) in ids for p in arena.params):
             accumulator.finish()
         for i, (p, master) in enumerate(zip(arena.params, arena.masters)):
             if id(p) in ids and master is not p and p.grad is None and accumulator.received[i]:

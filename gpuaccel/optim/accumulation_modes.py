@@ -71,11 +71,19 @@ def zero_sums(arena: Arena):
     arena.grads_changed()
 
 
+def bf16_parameters(arena: Arena) -> "list[tuple[int, Tensor, Tensor]]":
+    """(index, parameter, fp32 master) of each bf16 parameter."""
+    pairs = enumerate(zip(arena.params, arena.masters))
+    return [(i, p, master) for i, (p, master) in pairs if master is not p]
+
+
 class Window:
     """The state of the accumulation window.
 
     received: whether each tensor has received a gradient.
-    exposed: whether its sum stands as `.grad` of its master."""
+    exposed: whether its sum stands as `.grad` of its master, and after expose_bf16() also of its
+        bf16 parameter.
+    bf16: after expose_bf16() (index, bf16 parameter, its master) of each; before it empty."""
 
     def __init__(self, arena: Arena):
         self.arena = arena
@@ -84,6 +92,43 @@ class Window:
             master.grad is view for master, view in zip(arena.masters, arena.grad_views)
         ]
         self.exposed = [*self.received]
+        self.bf16: "list[tuple[int, Tensor, Tensor]]" = []
+
+    def expose_bf16(self):
+        """From now on the sums stand as `.grad` of bf16 parameters, too."""
+        # None: `.grad` may have another dtype than the parameter.
+        self.bf16 = bf16_parameters(self.arena)
+        for i, p, _ in self.bf16:
+            p.grad_dtype = None
+            if self.exposed[i]:
+                p.grad = self.arena.grad_views[i]
+
+    def close(self):
+        """End expose_bf16(): the sums stand as `.grad` of masters only.
+
+        The parameters' grad_dtype stays None, with which `.grad` gets the parameter's dtype in a
+        backward of torch's. Torch has no way back to the default, and with a dtype in its place
+        gradients would keep that after module.float()."""
+        self.merge()
+        for i, p, _ in self.bf16:
+            if p.grad is self.arena.grad_views[i]:
+                p.grad = None
+        self.bf16 = []
+
+    def merge(self):
+        """Take over what the caller did to `.grad` of a bf16 parameter, or of its master.
+
+        Then both are the sum, or both are None. Another tensor in either place replaces the sum."""
+        for i, p, master in self.bf16:
+            view = self.arena.grad_views[i]
+            hidden = self.received[i] and not self.exposed[i]
+            if hidden or p.grad is view is master.grad:
+                continue
+            given = [g for g in (master.grad, p.grad) if g is not None and g is not view]
+            if given:
+                view.copy_(given[0])
+                self.received[i] = self.exposed[i] = True
+            p.grad = master.grad = view if given else None
 
     def reset(self, tensors: "Iterable[int] | None" = None):
         """These tensors (indices; None: all) have received no gradient.
@@ -98,7 +143,10 @@ class Window:
             self.exposed[i] = False
 
     def expose(self):
-        """Set the sums of the tensors that have received a gradient as `.grad` of their masters."""
+        """Set the sums of the tensors that have received a gradient as `.grad`."""
+        for i, p, _ in self.bf16:
+            if self.received[i] and not self.exposed[i]:
+                p.grad = self.arena.grad_views[i]
         for i, master in enumerate(self.arena.masters):
             if self.received[i] and not self.exposed[i]:
                 master.grad = self.arena.grad_views[i]
@@ -126,6 +174,7 @@ class AccumulationMode:
 
         Autograd would add into an exposed sum. Returns the tensors (indices) whose `.grad` the
         caller has set to None."""
+        self.window.merge()
         removed = []
         for i, (master, parameter) in enumerate(zip(self.arena.masters, self.arena.params)):
             if not self.window.exposed[i]:
@@ -138,8 +187,8 @@ class AccumulationMode:
                 view.copy_(master.grad)
                 master.grad = view
             # Autograd adds into the parameter's `.grad`; that of a bf16 one's master may stay.
-            if master is parameter:
-                master.grad = None
+            if master is parameter or self.window.bf16:
+                parameter.grad = None
                 self.window.exposed[i] = False
         return removed
 
@@ -185,24 +234,22 @@ class AutogradMode(AccumulationMode):
     def begin(self):
         super().begin()
         # Torch adds to a bf16 sum.
-        for i, p in self._bf16_params():
+        for i, p, master in bf16_parameters(self.arena):
             if self.window.exposed[i]:
                 p.grad = self.arena.grad_views[i].to(p.dtype)
-                self.arena.masters[i].grad = None
+                master.grad = None
                 self.window.exposed[i] = False
 
     def end(self):
-        for i, p in self._bf16_params():
-            if p.grad is not None:
-                self.arena.grad_views[i].copy_(p.grad)
+        for i, p, _ in bf16_parameters(self.arena):
+            # A backward inside of this one may have exposed the sum already.
+            if p.grad is not None and not self.window.exposed[i]:
+                self.arena.grad_views[i].copy_(p.grad.to(p.dtype))
                 p.grad = None
                 self.window.received[i] = True
 
-    def _bf16_params(self) -> "list[tuple[int, Tensor]]":
-        pairs = enumerate(zip(self.arena.params, self.arena.masters))
-        return [(i, p) for i, (p, master) in pairs if master is not p]
-
     def read_back(self):
+        self.window.merge()
         # The sums of fp32 parameters stay exposed: torch adds to them. Where .grad is not the sum,
         # zero_grad() has removed it, and autograd may have made a new gradient since.
         removed = []

@@ -555,7 +555,8 @@ class Arena:
     def release(self):
         """Make the module's parameters ordinary ones again.
 
-        They keep the values, and the gradients exposed as `.grad`, that they have now."""
+        They keep the values that they have now. fp32 parameters also keep the gradients exposed as
+        `.grad`; bf16 ones have None, for their gradients are those of the masters."""
         if self not in _arenas:
             return
         for close in [*self.before_release]:

@@ -43,15 +43,20 @@ class _ProductSlice:
         self.mode = mode
         self.tensors = tensors
         self.grad = grad
-        # Each weight, and how many hooks the accumulator itself has on it: one, unless the weight
-        # has a master.
+        # Each weight, and whether it has a master.
         arena = mode.arena
-        self._weights = [(arena.params[i], arena.masters[i] is arena.params[i]) for i in tensors]
+        pairs = [(arena.params[i], arena.masters[i]) for i in tensors]
+        self._weights = [(p, master is not p) for p, master in pairs]
         register_slice(grad, self)
 
     def has_hooks(self) -> "list[bool]":
         """As GradientSlice says."""
-        return [len(weight._backward_hooks or ()) > own for weight, own in self._weights]
+        # The accumulator itself has one hook on each weight whose `.grad` it exposes.
+        exposed = bool(self.mode.window.bf16)
+        return [
+            len(weight._backward_hooks or ()) > (exposed or not has_master)
+            for weight, has_master in self._weights
+        ]
 
     def before_product(self, added: "list[bool] | None") -> "list[tuple[int, int]] | None":
         """As GradientSlice says: the rows to add, None for all. Outside of backward none counts."""

@@ -99,3 +99,44 @@ def test_the_packages_own_participants(accumulate):
         assert arena_key == accumulate
     assert [t.data_ptr() for t in buffers_of(model)] == [model[0].invalid.data_ptr()]
     assert participants_of([nn.Linear(2, 2), torch.optim.SGD(model.parameters())]) == []
+
+
+@pytest.mark.parametrize("device", KERNELS, indirect=True)
+@pytest.mark.parametrize("mode", ["arena", "fused"])
+def test_a_replay_clips_the_gradients_of_bf16_parameters(device, mode, counts):
+    """A loop of one's own: clip and zero_grad() through the module."""
+
+    def losses_and_weights(replayed):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)).to(device, torch.bfloat16)
+        arena = ga.Arena(model)
+        opt = ga.AdamW(arena, lr=0.1)
+        results = []
+        with GradientAccumulator(arena, mode):
+
+            def step(x):
+                model.zero_grad()
+                for part in x.chunk(2):
+                    loss = model(part).float().square().sum()
+                    loss.backward()
+                norm = ga.clip_grad_norm_(model.parameters(), 0.5)
+                opt.step()
+                return {"loss": loss.detach(), "norm": norm}
+
+            graphed = ga.GraphedStep(step, [model, opt], policy="require") if replayed else None
+            for k in range(4):
+                generator = torch.Generator().manual_seed(k)
+                x = torch.randn(4, 8, generator=generator).to(device, torch.bfloat16)
+                output = (graphed or step)(x)
+                results.append((float(output["loss"]), float(output["norm"])))
+                assert all(p.grad is None for p in [*model.parameters(), *arena.masters])
+            if graphed is not None:
+                graphed.close()
+        return results, arena.weights.clone()
+
+    eager, weights = losses_and_weights(False)
+    assert min(norm for _, norm in eager) > 0.5
+    replayed, replayed_weights = losses_and_weights(True)
+    assert counts.replays == 4
+    assert replayed == eager
+    same(replayed_weights, weights, "weights")

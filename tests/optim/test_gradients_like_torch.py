@@ -1,5 +1,9 @@
 """What users do to gradients between backward() and step(), and after it: every mode as torch."""
 
+import copy
+import io
+import pickle
+
 import pytest
 import torch
 from helpers import differ
@@ -47,17 +51,25 @@ def optimizer_of(name, parameters, arena=None):
 
 
 class Run:
-    """A module, its optimizer and the tensors that the optimizer updates."""
+    """A module, its optimizer, and `params`, the tensors whose gradients are edited.
 
-    def __init__(self, optimizer, mode=None, dtype=torch.float32):
+    through: whose these are, "arena" (what the optimizer updates) or "model"."""
+
+    def __init__(self, optimizer, mode=None, dtype=torch.float32, through="arena"):
         self.model = Net().to(dtype)
         self.arena = None
-        self.params = list(self.model.parameters())
+        self.params = updated = list(self.model.parameters())
         if mode is not None:
             self.arena = Arena(self.model)
-            self.params = self.arena.parameters()
+            updated = self.arena.parameters()
             self.accumulator = GradientAccumulator(self.arena, mode)
-        self.opt = optimizer_of(optimizer, self.params, self.arena)
+        if through == "arena":
+            self.params = updated
+        self.opt = optimizer_of(optimizer, updated, self.arena)
+        # Only the optimizer's own zero_grad() knows of the sums that ga.AdamW has cleared.
+        self.zero_grad = self.opt.zero_grad
+        if through == "model" and optimizer != "ga.AdamW":
+            self.zero_grad = self.model.zero_grad
         self.norm = None
 
     def act(self, action, k):
@@ -80,11 +92,11 @@ class Run:
         elif action == "remove":
             params[1].grad = None
         elif action == "zero_grad":
-            self.opt.zero_grad()
+            self.zero_grad()
         elif action == "model.zero_grad":
             self.model.zero_grad()
         elif action == "zero_grad in place":
-            self.opt.zero_grad(set_to_none=False)
+            self.zero_grad(set_to_none=False)
         elif action == "step":
             self.opt.step()
 
@@ -95,22 +107,26 @@ class Run:
 
 def compare(run, reference, what, bound, gradients=True):
     if reference.norm is not None:
-        torch.testing.assert_close(run.norm, reference.norm, rtol=bound, atol=bound)
+        torch.testing.assert_close(run.norm.float(), reference.norm, rtol=bound, atol=bound)
     for i, (p, q) in enumerate(zip(run.params, reference.params, strict=True)):
         if gradients:
             assert (p.grad is None) == (q.grad is None), f"{what}: .grad {i} is {p.grad}"
             if q.grad is not None:
-                assert torch.allclose(p.grad, q.grad, rtol=bound, atol=bound), (
-                    f"{what}: .grad {i}: {differ(p.grad, q.grad)}"
+                grad = p.grad.float()
+                assert torch.allclose(grad, q.grad, rtol=bound, atol=bound), (
+                    f"{what}: .grad {i}: {differ(grad, q.grad)}"
                 )
-        assert torch.allclose(p, q, rtol=bound, atol=bound), f"{what}: weight {i}: {differ(p, q)}"
+        weight = p.float()
+        assert torch.allclose(weight, q, rtol=bound, atol=bound), (
+            f"{what}: weight {i}: {differ(weight, q)}"
+        )
 
 
-def follow(actions, optimizer, mode, dtype):
+def follow(actions, optimizer, mode, dtype, through="arena"):
     """Do the same with an arena and with plain parameters; compare after every action."""
     # A sum in bf16 is rounded after an edit; all others are exact up to the order of operations.
     bound = 0.05 if dtype == torch.bfloat16 else 1e-5
-    run = Run(optimizer, mode, dtype)
+    run = Run(optimizer, mode, dtype, through)
     reference = Run("torch.AdamW" if optimizer == "ga.AdamW" else optimizer)
     try:
         for k, action in enumerate(actions):
@@ -160,6 +176,104 @@ def test_what_is_done_to_gradients_counts_as_in_torch(mode, dtype, optimizer, ac
     follow(actions, optimizer, mode, dtype)
 
 
+BY_THE_MODULE = [
+    ["backward", "model.zero_grad", "backward", "step"],
+    ["backward", "model.zero_grad", "step"],
+    ["backward", "backward", "model.zero_grad", "clip", "backward", "clip", "step"],
+    ["backward", "clip", "model.zero_grad", "backward", "backward", "step"],
+]
+
+
+@pytest.mark.parametrize("actions", BETWEEN + BY_THE_MODULE + AFTER, ids=", ".join)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_done_to_gradients_of_bf16_parameters_counts(mode, optimizer, actions):
+    follow(actions, optimizer, mode, torch.bfloat16, through="model")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_fp32_sum_is_the_gradient_of_a_bf16_parameter_and_of_its_master(mode):
+    run = Run("SGD", mode, torch.bfloat16)
+    for _ in range(2):
+        run.act("backward", 0)
+        for p, master, view in zip(run.arena.params, run.arena.masters, run.arena.grad_views):
+            assert p.grad is view and master.grad is view
+            assert p.dtype == torch.bfloat16
+            assert p.grad.dtype == torch.float32
+    run.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_fresh_gradient_of_a_bf16_parameter_stays_bf16(mode):
+    """Also one that an operation with an fp32 tensor makes, as in torch."""
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    model = nn.ParameterList([weight])
+    reference = weight.detach().clone().requires_grad_()
+    x = torch.tensor([1.0009765625, 3.0, 1 / 3])
+    arena = Arena(model)
+    with GradientAccumulator(arena, mode):
+        for p in (weight, reference):
+            (p * x).sum().backward()
+            (p * x.double()).sum().backward()
+        torch.testing.assert_close(weight.grad, reference.grad.float(), rtol=2**-8, atol=0)
+        exact = 2 * x.bfloat16().float()
+        torch.testing.assert_close(
+            weight.grad, exact, rtol=2**-8 if mode == "autograd" else 0, atol=0
+        )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_after_close_a_bf16_model_is_ordinary(mode):
+    run, reference = Run("SGD", mode, torch.bfloat16), Run("SGD", dtype=torch.bfloat16)
+    run.act("backward", 0)
+    run.close()
+    assert all(p.grad is None for p in run.model.parameters())
+    for dtype in (torch.bfloat16, torch.float32):
+        for one in (run, reference):
+            one.model.to(dtype)
+            one.model.zero_grad()
+            one.act("backward", 1)
+        for p, q in zip(run.model.parameters(), reference.model.parameters()):
+            assert p.grad.dtype == dtype
+            assert torch.equal(p.grad, q.grad)
+    arena = Arena(run.model)
+    with GradientAccumulator(arena, mode):
+        run.act("backward", 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bf16_model_with_exposed_sums_is_copied_and_pickled(mode):
+    run = Run("SGD", mode, torch.bfloat16, "model")
+    run.act("backward", 0)
+    saved = io.BytesIO()
+    torch.save(run.model.state_dict(), saved)
+    saved.seek(0)
+    loaded = Net().to(torch.bfloat16)
+    loaded.load_state_dict(torch.load(saved))
+    copies = [copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model)), loaded]
+    for model in copies:
+        for p, q in zip(model.parameters(), run.params):
+            assert torch.equal(p, q)
+            assert p.grad is None
+        model(torch.ones(2, 4).bfloat16(), torch.ones(3).bfloat16()).backward()
+        assert all(p.grad.dtype == torch.bfloat16 for p in model.parameters())
+    assert all(p.grad is not None for p in run.params)
+    run.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_second_accumulator_continues_the_sums_of_bf16_parameters(mode):
+    run, reference = Run("SGD", mode, torch.bfloat16, "model"), Run("SGD")
+    run.act("backward", 0), reference.act("backward", 0)
+    run.accumulator.close()
+    run.accumulator = GradientAccumulator(run.arena, mode)
+    compare(run, reference, "continued", 1e-5)
+    for k, action in enumerate(["backward", "clip", "step"], 1):
+        run.act(action, k), reference.act(action, k)
+    compare(run, reference, "continued", 0.05)
+    run.close()
+
+
 def allowed(actions, optimizer):
     """Without what ga.AdamW refuses, or documents to be cleared: steps that use sums again."""
     if optimizer != "ga.AdamW":
@@ -184,6 +298,15 @@ ACTIONS += ["zero_grad in place", "step", "step"]
 @given(actions=st.lists(st.sampled_from(ACTIONS), min_size=2, max_size=8))
 def test_any_sequence_of_actions_ends_where_torch_ends(mode, dtype, optimizer, actions):
     follow(allowed(["backward", *actions], optimizer), optimizer, mode, dtype)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(actions=st.lists(st.sampled_from(ACTIONS), min_size=2, max_size=8))
+def test_any_sequence_through_bf16_parameters_ends_where_torch_ends(mode, optimizer, actions):
+    actions = allowed(["backward", *actions], optimizer)
+    follow(actions, optimizer, mode, torch.bfloat16, through="model")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -281,6 +404,19 @@ def test_exposed_after_finish_leaves_the_same_sums(mode):
             assert all(p.grad is None for p in run.params) and not arena.grads.any()
         accumulator.finish()
         compare(run, reference, mode, 1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_exposed_after_finish_costs_bf16_parameters_nothing(mode):
+    run = Run("SGD", dtype=torch.bfloat16)
+    arena = Arena(run.model)
+    with GradientAccumulator(arena, mode, exposed_after="finish") as accumulator:
+        run.act("backward", 0)
+        accumulator.finish()
+        for p, master, view in zip(arena.params, arena.masters, arena.grad_views):
+            assert p.grad is None and not p._backward_hooks
+            assert p.grad_dtype == torch.bfloat16
+            assert master.grad is view
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -47,21 +47,20 @@ def test_zero_grad_knows_the_bf16_parameters_of_an_arena(device, set_to_none):
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("mode", MODES)
 def test_clipping_parameters_whose_sums_are_in_an_arena(device, mode):
-    """fp32: the norm of the sums, also where they are not in place yet. bf16: the sums are the
-    masters', which an error says; it is not returned as 0."""
-    layer = linear(device)
-    with GradientAccumulator(arena := Arena(layer), mode):
-        layer(100 * ones(device)).sum().backward()
-        assert float(ga.clip_grad_norm_(layer.parameters(), 1.0)) == pytest.approx(100 * 2**0.5)
-        assert float(arena.parameters()[0].grad.norm()) == pytest.approx(1.0, rel=1e-5)
-    low = linear(device, torch.bfloat16)
-    with GradientAccumulator(arena := Arena(low), mode):
-        low(100 * ones(device, torch.bfloat16)).sum().backward()
-        if mode != "autograd":  # there they are the parameters' own until finish()
-            with pytest.raises(
-                ArgumentError, match="the gradient of weight is the sum of its fp32 master"
-            ):
-                ga.clip_grad_norm_(low.parameters(), 1.0)
+    """The norm of the sums, also where they are not in place yet. Where they are the masters' only,
+    an error says so; the norm is not returned as 0."""
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = linear(device, dtype)
+        with GradientAccumulator(arena := Arena(layer), mode):
+            layer(100 * ones(device, dtype)).sum().backward()
+            assert float(ga.clip_grad_norm_(layer.parameters(), 1.0)) == pytest.approx(100 * 2**0.5)
+            assert float(arena.parameters()[0].grad.norm()) == pytest.approx(1.0, rel=1e-5)
+    with GradientAccumulator(arena := Arena(linear(device, dtype)), mode, exposed_after="finish"):
+        arena.module(100 * ones(device, dtype)).sum().backward()
+        with pytest.raises(
+            ArgumentError, match="the gradient of weight is the sum of its fp32 master"
+        ):
+            ga.clip_grad_norm_(arena.module.parameters(), 1.0)
         assert float(ga.clip_grad_norm_(arena.parameters(), 1.0)) == pytest.approx(100 * 2**0.5)
 
 

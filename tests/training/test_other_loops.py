@@ -1,6 +1,7 @@
 """Training loops of transformers and accelerate clip gradients of an arena as any others."""
 
 import functools
+import math
 import types
 
 import pytest
@@ -56,9 +57,9 @@ def by_accelerate(model, opt, max_norm, folder):
     return norms
 
 
-def trained(loop, optimizer, mode, max_norm, folder):
+def trained(loop, optimizer, mode, max_norm, folder, dtype=torch.float32):
     """weights, norms: of a model trained in this loop. mode: None without an arena."""
-    model = llama()
+    model = llama().to(torch.bfloat16).to(dtype)
     parameters = list(model.parameters())
     if mode is not None:
         arena = ga.Arena(model)
@@ -79,6 +80,29 @@ def trained(loop, optimizer, mode, max_norm, folder):
 @functools.cache
 def without_an_arena(loop, optimizer, max_norm, folder):
     return trained(loop, optimizer, None, max_norm, folder)
+
+
+def distance(a, b):
+    """Between the weights of both, as one vector."""
+    differences = [a.weights[name].float() - p for name, p in b.weights.items()]
+    return math.sqrt(sum(float(d.square().sum()) for d in differences))
+
+
+@pytest.mark.parametrize("loop", [by_trainer, by_accelerate])
+@pytest.mark.parametrize("optimizer", ["SGD", "torch.AdamW", "ga.AdamW"])
+@pytest.mark.parametrize("mode", MODES)
+def test_max_grad_norm_clips_a_bf16_model(mode, optimizer, loop, tmp_path, tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp()
+    want = without_an_arena(loop, optimizer, 0.1, folder)
+    unclipped = without_an_arena(loop, optimizer, 1e9, folder)
+    assert min(want.norms) > 0.2
+    got = trained(loop, optimizer, mode, 0.1, tmp_path, torch.bfloat16)
+    # bf16 has 8 bits.
+    torch.testing.assert_close(torch.tensor(got.norms), torch.tensor(want.norms), rtol=0.03, atol=0)
+    assert all(p.dtype == torch.bfloat16 for p in got.weights.values())
+    if optimizer == "SGD":
+        # AdamW hardly depends on the scale of gradients.
+        assert distance(got, want) < distance(want, unclipped) / 100
 
 
 @pytest.mark.parametrize("loop", [by_trainer, by_accelerate])
