@@ -153,7 +153,12 @@ class Version:
         return digest.hexdigest()
 
 
-def measure(other: str, preset="llama-350m", bits_preset="tiny", here=False) -> dict:
+def measure(
+    other: str, only: str = "", preset="llama-350m", bits_preset="tiny", here=False
+) -> dict:
+    """{"ratios": name -> ratio, "bits": run -> whether they are the same}.
+
+    only: measure what has this in its name"""
     from timing import in_turns
 
     results = {"ratios": {}, "bits": {}}
@@ -168,7 +173,8 @@ def measure(other: str, preset="llama-350m", bits_preset="tiny", here=False) -> 
             results["ratios"][name] = times[NOW] / times[OTHER]
             print(f"{name}: {results['ratios'][name]:.4f}  {times}", flush=True)
 
-        ratio("host time of one launch", "launch_microseconds")
+        if only in "host time of one launch":
+            ratio("host time of one launch", "launch_microseconds")
         for name, what, T, method in (
             (f"step, compiled and replayed, T = {LONG}", "step", LONG, "times"),
             (f"step, compiled and replayed, T = {SHORT}", "step", SHORT, "times"),
@@ -178,13 +184,15 @@ def measure(other: str, preset="llama-350m", bits_preset="tiny", here=False) -> 
             ("optimizer's step, launched", "launched tail", SHORT, "times"),
             ("host time of the optimizer's step", "launched tail", SHORT, "host_times"),
         ):
+            if only not in name:
+                continue
             # Both compile at the same time.
             with concurrent.futures.ThreadPoolExecutor() as pool:
                 list(pool.map(lambda who: workers.ask(who, "prepare", what, T), folders))
             ratio(name, method, CALLS)
         for mode in MODES:
             for replay in ("eager", "replayed", "compiled and replayed"):
-                if mode == "host" and replay != "eager":
+                if only not in f"{mode}, {replay}" or (mode == "host" and replay != "eager"):
                     continue
                 found = {who: workers.ask(who, "bits", mode, replay) for who in folders}
                 results["bits"][f"{mode}, {replay}"] = found[NOW] == found[OTHER]
@@ -195,7 +203,9 @@ def measure(other: str, preset="llama-350m", bits_preset="tiny", here=False) -> 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--other", required=True, help="folder with the other version's gpuaccel/")
-    results = measure(parser.parse_args().other)
+    parser.add_argument("--only", default="", help="measure what has this in its name")
+    options = parser.parse_args()
+    results = measure(options.other, options.only)
     show_table("this version / the other", results["ratios"].items(), ["time", "ratio"])
     show_table("bits of losses and weights", results["bits"].items(), ["run", "the same"])
     return int(not all(results["bits"].values()))

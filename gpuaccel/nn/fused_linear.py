@@ -48,11 +48,14 @@ class GradientUse(enum.Enum):
     RETURNED = enum.auto()  # hands it to the caller, to a hook, or to a graph of its own
 
 
+UNUSED, ADDED, RETURNED = GradientUse
+
+
 class GradientSlice(Protocol):
     """What is called before and after a product is added into a slice of an arena."""
 
-    def has_hooks(self) -> "list[bool]":
-        """Whether others have registered tensor hooks on each weight of the slice."""
+    def with_hooks(self) -> "list[int]":
+        """The weights of the slice (0, 1, ...) on which others have registered tensor hooks."""
 
     def before_product(self, added: "list[bool] | None") -> "list[tuple[int, int]] | None":
         """Called before a product is added.
@@ -188,14 +191,18 @@ class _LinearIntoArena(torch.autograd.Function):
     """y = x @ weight^T. Backward adds the weight's gradient into `acc`, and returns None for it
     unless it is one to be returned.
 
-    x: as torch.autocast wants it. The cast is outside, where a second derivative leads through."""
+    x: as torch.autocast wants it. The cast is outside, where a second derivative leads through.
+    dtype: that torch.autocast wants the weight in; None: it is off."""
 
     @staticmethod
-    def forward(ctx, x, weight, acc):
-        cast = _as_autocast(weight)
-        # The weight itself is for second derivatives.
-        ctx.save_for_backward(*((x, cast) if cast is weight else (x, cast, weight)))
+    def forward(ctx, x, weight, acc, dtype):
         ctx.acc = acc
+        if dtype is None:
+            ctx.save_for_backward(x, weight)
+            return F.linear(x, weight)
+        cast = weight.to(dtype)
+        # The weight itself is for second derivatives.
+        ctx.save_for_backward(x, cast, weight)
         return F.linear(x, cast)
 
     @staticmethod
@@ -207,15 +214,15 @@ class _LinearIntoArena(torch.autograd.Function):
                 torch.ops.gpuaccel.add_weight_gradient_(ctx.acc, dy, x)
         else:
             (use,) = gradient_uses(ctx.acc, ctx.next_functions[1:2])
-            if use is GradientUse.ADDED:
+            if use is ADDED:
                 _add_weight_gradient(ctx.acc, dy, x, [True])
-            elif use is GradientUse.RETURNED:
+            elif use is RETURNED:
                 dw = _weight_gradient(dy, x)
             if weight and torch.is_grad_enabled():
                 # `cast` does not lead back to the weight.
                 cast = weight[0].to(cast.dtype)
         dx = dy @ cast if ctx.needs_input_grad[0] else None
-        return dx, dw, None
+        return dx, dw, None, None
 
 
 class _LinearsIntoArena(torch.autograd.Function):
@@ -245,9 +252,9 @@ class _LinearsIntoArena(torch.autograd.Function):
         else:
             uses = gradient_uses(ctx.acc, ctx.next_functions[-len(dys) :])
             for i, (use, dy) in enumerate(zip(uses, dys)):
-                if use is GradientUse.RETURNED:
+                if use is RETURNED:
                     fresh[i] = _weight_gradient(dy, x)
-            added = [use is GradientUse.ADDED for use in uses]
+            added = [use is ADDED for use in uses]
             if any(added):
                 dx = _fused_linears_backward(ctx.acc, dys, x, joint, added)
             else:
@@ -389,9 +396,14 @@ def adds_to_arena(layer: nn.Module) -> "FusedForward | None":
     It is plain without gradients, under torch.func and in forward mode, and while another tensor
     stands in the weight's place (torch.func.functional_call)."""
     fused = fused_forward(layer)
-    if fused is None or not torch.is_grad_enabled() or layer.weight is not fused.weight:
+    if (
+        fused is None
+        or not torch.is_grad_enabled()
+        or layer.weight is not fused.weight
+        or differentiates_otherwise()
+    ):
         return None
-    return None if differentiates_otherwise() else fused
+    return fused
 
 
 def has_class_forward(layer: nn.Module) -> bool:
@@ -423,7 +435,11 @@ class FusedLinear(FusedForward):
         fused = adds_to_arena(layer)
         if fused is None:
             return F.linear(x, layer.weight, layer.bias)
-        y = _LinearIntoArena.apply(_as_autocast(x), fused.weight, fused.grad)
+        kind, dtype = x.device.type, None
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            x = x.to(dtype)
+        y = _LinearIntoArena.apply(x, fused.weight, fused.grad, dtype)
         return y if layer.bias is None else y + layer.bias.to(y.dtype)
 
 
@@ -440,16 +456,15 @@ def gradient_uses(acc: Tensor, edges: "Iterable[tuple[Any, int]]") -> "list[Grad
     """What the running backward does with the gradient of each weight of the slice `acc`.
 
     edges: to the weights, of the next_functions of an autograd function; in the slice's order."""
-    uses = [GradientUse.UNUSED if node is None else _node_use(node) for node, _ in edges]
-    target = _slices.get(_key(acc))
+    uses = [UNUSED if node is None else _node_use(node) for node, _ in edges]
     # Gradients are enabled in a backward with create_graph=True.
-    returned = [torch.is_grad_enabled()] * len(uses)
-    if target is not None and not returned[0]:
-        returned = target.has_hooks()
-    if any(returned):
-        for i, use in enumerate(uses):
-            if use is GradientUse.ADDED and returned[i]:
-                uses[i] = GradientUse.RETURNED
+    if torch.is_grad_enabled():
+        return [RETURNED if use is ADDED else use for use in uses]
+    target = _slices.get(_key(acc))
+    if target is not None:
+        for i in target.with_hooks():
+            if uses[i] is ADDED:
+                uses[i] = RETURNED
     return uses
 
 
@@ -458,5 +473,5 @@ def _node_use(node) -> GradientUse:
         runs = torch._C._will_engine_execute_node(node)
     except RuntimeError:
         # torch.autograd.grad() returns this leaf's gradient to its caller.
-        return GradientUse.RETURNED
-    return GradientUse.ADDED if runs else GradientUse.UNUSED
+        return RETURNED
+    return ADDED if runs else UNUSED

@@ -49,14 +49,15 @@ class _ProductSlice:
         self._weights = [(p, master is not p) for p, master in pairs]
         register_slice(grad, self)
 
-    def has_hooks(self) -> "list[bool]":
+    def with_hooks(self) -> "list[int]":
         """As GradientSlice says."""
-        # The accumulator itself has one hook on each weight whose `.grad` it exposes.
-        exposed = bool(self.mode.window.bf16)
-        return [
-            len(weight._backward_hooks or ()) > (exposed or not has_master)
-            for weight, has_master in self._weights
-        ]
+        found = []
+        for k, (weight, has_master) in enumerate(self._weights):
+            hooks = weight._backward_hooks
+            # The accumulator itself has one hook on each weight whose `.grad` it exposes.
+            if hooks and len(hooks) > (not has_master or bool(self.mode.window.bf16)):
+                found.append(k)
+        return found
 
     def before_product(self, added: "list[bool] | None") -> "list[tuple[int, int]] | None":
         """As GradientSlice says: the rows to add, None for all. Outside of backward none counts."""
@@ -78,11 +79,12 @@ class _ProductSlice:
         """Whether the backward of a compiled layer, which returns no gradient, adds each one."""
         arena = self.mode.arena
         uses = [parameter_use(arena.params[i]) for i in self.tensors]
-        for i, use, hooked in zip(self.tensors, uses, self.has_hooks()):
+        with_hooks = self.with_hooks()
+        for k, (i, use) in enumerate(zip(self.tensors, uses)):
             name = arena.segments[i].name
             if use is GradientUse.RETURNED:
                 what = f"torch.autograd.grad() asks for the gradient of {name}"
-            elif use is GradientUse.ADDED and hooked:
+            elif use is GradientUse.ADDED and k in with_hooks:
                 what = f"{name} got a hook after its accumulator was made"
             else:
                 continue
