@@ -236,6 +236,17 @@ def test_import_is_light():
     )
 
 
+def test_it_imports_where_there_is_no_fcntl():
+    """As on Windows."""
+    code = "import sys; sys.modules.update(fcntl=None); import gpuaccel.cli, gpuaccel as g"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; g.TrainStep, g.show, g.launch"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def repository_files():
     command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

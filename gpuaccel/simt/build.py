@@ -15,7 +15,6 @@ The cache keeps compiled objects by their content. A damaged entry is compiled a
 import _ctypes
 import atexit
 import ctypes
-import fcntl
 import functools
 import gc
 import hashlib
@@ -159,6 +158,9 @@ def _process_folder() -> pathlib.Path:
     Its file `lock` is locked as long as the process, or a fork of it, lives. So the next process
     finds the folders of processes that were killed, and removes them.
     """
+    # Not at the top: Windows has none, and imports this module, too.
+    import fcntl
+
     root = pathlib.Path(tempfile.gettempdir())
     _remove_leftovers(root)
     # It gets its name when it is locked: until then it is no leftover.
@@ -178,6 +180,8 @@ def _remove_own(folder: pathlib.Path, pid: int):
 
 def _remove_leftovers(root: pathlib.Path):
     """Remove the folders of processes of this user that ended without doing so."""
+    import fcntl
+
     for folder in root.glob(f"{PREFIX}*"):
         try:
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
