@@ -1127,7 +1127,9 @@ def models_table(result: "dict | None" = None) -> str:
             "bit-identical either.",
         ),
         markdown(("model, mode", *columns), rows),
-        "\n".join(f"{i}. {note}" for i, note in enumerate(notes, 1)),
+        "\n".join(
+            paragraph(f"{i}. {note}").replace("\n", "\n   ") for i, note in enumerate(notes, 1)
+        ),
         models_conditions(result["columns"]),
     )
 
@@ -1138,9 +1140,11 @@ def models_cell(value: dict, notes: "list[str]") -> str:
         return value["reason"]
     mark = ""
     if "reason" in value:
-        if value["reason"] not in notes:
-            notes.append(value["reason"])
-        mark = f" ({notes.index(value['reason']) + 1})"
+        # Without what to do instead, which is for the author of the model.
+        reason = value["reason"].split(" Instead: ")[0]
+        if reason not in notes:
+            notes.append(reason)
+        mark = f" ({notes.index(reason) + 1})"
     if value["ran"] is None:
         return f"does not run{mark}"
     words = f"{value['weight']:.0e}"
@@ -1159,7 +1163,9 @@ def models_conditions(columns: dict) -> str:
     for column, c in columns.items():
         words = f"{c['on']}, torch {c['torch']}, transformers {c['transformers']}, {c['date']}"
         groups.setdefault(words, []).append(column)
-    return "\n\n".join(f"*{'; '.join(names)}: {words}.*" for words, names in groups.items())
+    return "\n\n".join(
+        paragraph(f"*{'; '.join(names)}: {words}.*") for words, names in groups.items()
+    )
 
 
 PARTS = {**TABLES, "missed": missed_table, "ratios": ratios_table, "models": models_table}
