@@ -27,7 +27,7 @@ def code(book):
 
 
 def marked(book):
-    return [cell for cell in code(book) if "NBVAL_CHECK_OUTPUT" in cell.source]
+    return [cell for cell in code(book) if "nbval-check-output" in cell.metadata.get("tags", ())]
 
 
 def python(cell):
@@ -39,14 +39,13 @@ def python(cell):
     )
 
 
-def test_there_are_notebooks_numbered_from_zero():
-    assert [path.stem[:2] for path in PATHS] == [f"{i:02d}" for i in range(len(PATHS))] and len(
-        PATHS
-    ) >= 2
+def test_notebooks_are_numbered_from_zero():
+    numbers = sorted({path.stem[:2] for path in PATHS})
+    assert numbers == [f"{i:02d}" for i in range(len(numbers))]
+    assert len(numbers) >= 7
 
 
-def test_cells_are_few_and_short(notebook):
-    assert 23 <= len(notebook.cells) <= 45
+def test_cells_are_short(notebook):
     long = [cell.source for cell in code(notebook) if len(cell.source.split("\n")) > 15]
     assert not long, long[0]
     wide = [line for cell in code(notebook) for line in cell.source.split("\n") if len(line) > 105]
@@ -70,7 +69,6 @@ def test_every_code_cell_is_python_or_cuda(notebook):
 def test_cells_that_are_compared_print_facts_and_no_times(notebook):
     assert len(marked(notebook)) >= 3
     for cell in marked(notebook):
-        assert cell.source.startswith("# NBVAL_CHECK_OUTPUT\n")
         assert not TIMES.search(cell.source), cell.source
         for output in cell.outputs:
             shown = output.get("text") or output.get("data", {}).get("text/plain", "")

@@ -46,6 +46,15 @@ def test_curves_leave_zeros_out_and_say_so_when_nothing_is_left():
     assert "every value is 0" in text_of(figures.curves({"a": [(1, 0.0)]}, "t", "x", "y"))
 
 
+def test_a_folded_source_links_to_its_file_and_keeps_its_text():
+    shown = figures.source("accumulate", "accumulate_v3", folded=True, GRAD_T="bf16")
+    html = shown._repr_html_()
+    assert html.startswith("<details><summary")
+    assert 'href="../kernels_cu/accumulate.cu"' in html
+    assert "accumulate_v3" in str(shown)
+    assert "<details>" not in figures.source("accumulate", "accumulate_v1")._repr_html_()
+
+
 def test_source_is_the_file_s_own_text_with_its_lines():
     shown = figures.source("accumulate", "accumulate_v1", GRAD_T="bf16")
     assert shown.text.startswith(

@@ -19,7 +19,9 @@ KEYWORDS = (
 
 
 class Source:
-    """A piece of CUDA C, coloured like the editor's theme."""
+    """A piece of CUDA C, coloured like the editor's theme.
+
+    link: of the whole file; with it, the text is folded away until its title is clicked."""
 
     _WORDS = re.compile(
         r"(?P<comment>//[^\n]*)|"
@@ -39,9 +41,10 @@ class Source:
         "builtin": "var(--jp-mirror-editor-builtin-color,#c5629f)",
     }
 
-    def __init__(self, text, title):
+    def __init__(self, text, title, link=None):
         self.text = text.strip("\n")
         self.title = title
+        self.link = link
 
     def __repr__(self):
         return f"// {self.title}\n{self.text}"
@@ -55,17 +58,26 @@ class Source:
             html += f'<span style="color:{colour}">{escape(match[0])}</span>'
             end = match.end()
         html += escape(self.text[end:])
-        return (
-            '<div style="font-size:12px;color:var(--jp-ui-font-color2,inherit);padding:2px 0 4px">'
-            f"{escape(self.title)}</div>"
+        title = escape(self.title)
+        code = (
             '<pre style="font-size:12px;line-height:1.45;margin:0;padding:8px 12px;'
             f"border-left:3px solid {BLUE};white-space:pre;overflow:auto;max-height:560px"
             f'">{html}</pre>'
         )
+        style = "font-size:12px;color:var(--jp-ui-font-color2,inherit);padding:2px 0 4px"
+        if self.link is None:
+            return f'<div style="{style}">{title}</div>{code}'
+        link = f'<a href="{escape(self.link)}" target="_blank">open the file</a>'
+        return (
+            f'<details><summary style="{style};cursor:pointer">{title}  ·  {link}</summary>'
+            f"{code}</details>"
+        )
 
 
-def source(file: str, name: str, **defines) -> Source:
+def source(file: str, name: str, *, folded: bool = False, **defines) -> Source:
     """Kernel `name` of kernels_cu/<file>.cu: its text, and its cost on this GPU, else on sm_90.
+
+    folded: show one line with a link to the file; a click on it opens the text.
 
     Raises CompileError for a file or a kernel that does not exist."""
     lines = (kernel_root() / f"{file}.cu").read_text().split("\n")
@@ -81,7 +93,8 @@ def source(file: str, name: str, **defines) -> Source:
         f"{cost.registers} registers on {cost.arch}  ·  "
         f"{cost.spill_store_bytes + cost.spill_load_bytes} bytes spilled"
     )
-    return Source("\n".join(lines[first : last + 1]), title)
+    link = f"../kernels_cu/{file}.cu" if folded else None
+    return Source("\n".join(lines[first : last + 1]), title, link)
 
 
 def threads(n: int, block: int, per_thread: int = 1) -> Figure:
