@@ -346,7 +346,7 @@ class Ink:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
             f'width="{WIDTH}" height="{height:.0f}" class="gpuaccel-ink" role="img" '
             f'aria-label="{escape(label, quote=True)}" '
-            'style="max-width:100%;height:auto;font-variant-numeric:tabular-nums" '
+            'style="display:block;max-width:100%;height:auto;font-variant-numeric:tabular-nums" '
             f'font-family="{escape(self.font)}">' + style + "".join(self.out) + "</svg>"
         )
 

@@ -8,7 +8,7 @@ The picture is an image of its own. Its words are readable in light and in dark 
 import pathlib
 import sys
 
-from .drawing import RUN_COLOURS, WHITE, WIDTH, Figure, Ink, text_width
+from .drawing import RUN_COLOURS, WIDTH, Figure, Ink, text_width
 
 # (number, title, what it is about, minutes, the notebooks that come before it)
 RUNGS = (
