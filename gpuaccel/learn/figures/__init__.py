@@ -10,7 +10,7 @@ Here are the pictures that several notebooks use. Those of one subject are in `g
 from .arena_figure import arena
 from .charts import bars, curves, norms
 from .drawing import Figure, Table
-from .kernel_figures import Source, bits, source, threads, warp_sum
+from .kernel_figures import Source, bits, source, threads, tree_sum, warp_sum
 from .timelines import timeline
 
 __all__ = [
@@ -25,5 +25,6 @@ __all__ = [
     "source",
     "threads",
     "timeline",
+    "tree_sum",
     "warp_sum",
 ]
