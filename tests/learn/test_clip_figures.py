@@ -86,6 +86,23 @@ def test_the_host_queues_three_kernels_and_reads_nothing():
         assert f">queues {name}<" in figure.drawn and f">{name}<" in figure.drawn
 
 
+@pytest.mark.parametrize(
+    "sizes, elements",
+    [
+        ([10_000, 300, 5_000], ["4,096", "4,096", "1,808", "300", "4,096", "904"]),
+        ([4_096], ["4,096"]),
+        ([1, 4_097], ["1", "4,096", "1"]),
+    ],
+)
+def test_each_chunk_has_a_block_and_a_sum_and_none_crosses_a_tensor(sizes, elements):
+    figure = clip_figures.chunks(sizes)
+    assert re.findall(r'y="78.0"[^>]*>([\d,]+)<', figure.drawn) == elements
+    assert re.findall(r">block (\d+)<", figure.drawn) == [str(i) for i in range(len(elements))]
+    assert re.findall(r">sum (\d+)<", figure.drawn) == [str(i) for i in range(len(elements))]
+    chunks = "1 chunk" if len(elements) == 1 else f"{len(elements)} chunks"
+    assert f", {chunks}: one launch" in text_of(figure)
+
+
 @pytest.mark.parametrize("inside, together", [(False, 56), (True, 44)])
 def test_bytes_of_passes_add_up(inside, together):
     *rows, last = clip_figures.passes(inside).rows

@@ -175,6 +175,42 @@ def three_kernels() -> Figure:
     return Figure(ink, 222, words)
 
 
+def chunks(sizes: "Sequence[int]", chunk: int = 4096) -> Figure:
+    """Tensors cut into chunks: one thread block and one partial sum for each chunk.
+
+    sizes: elements of each tensor."""
+    counts = [-(-size // chunk) for size in sizes]
+    gap = 22.0
+    step = (WIDTH - 90 - gap * (len(sizes) - 1)) / sum(counts)
+    ink = Ink()
+    for row, words in ((52, "chunks"), (120, "blocks"), (180, "sums")):
+        ink.text(0, row, words, 12.5, weight=600)
+    number = 0
+    x = 88.0
+    for t, (size, count) in enumerate(zip(sizes, counts)):
+        colour = RUN_COLOURS[t % len(RUN_COLOURS)]
+        words = f"tensor {t}: {size:,}"
+        ink.text(x, 18, words, 12, colour, weight=600)
+        for part in range(count):
+            elements = min(chunk, size - part * chunk)
+            width = step - 6
+            ink.rect(x, 32, width, 30, "none", rx=4, stroke=colour, stroke_width=1.2, dash="3 3")
+            ink.box(x, 32, max(width * elements / chunk, 3), 30, colour)
+            ink.text(x + width / 2, 78, f"{elements:,}", 11, ink.soft, "middle")
+            ink.segment(x + width / 2, 84, x + width / 2, 98, ink.soft, 1.2)
+            ink.box(x + 6, 100, width - 12, 30, GREY, f"block {number}", 0.35, 12, ink.strong)
+            ink.segment(x + width / 2, 132, x + width / 2, 160, ink.soft, 1.2)
+            ink.box(x + 6, 162, width - 12, 28, colour, f"sum {number}")
+            number += 1
+            x += step
+        x += gap
+    words = f"{plural(len(sizes), 'tensor')}, {plural(number, 'chunk')}: one launch of " + plural(
+        number, "block"
+    )
+    ink.text(88, 214, words, 12.5, weight=600)
+    return Figure(ink, 224, words)
+
+
 # A pass over memory: its name, the arrays that it reads, the arrays that it writes.
 _SEPARATE = (
     ("add", ("sum", "fresh gradient"), ("sum",)),
