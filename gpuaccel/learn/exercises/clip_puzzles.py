@@ -135,7 +135,7 @@ EXERCISES = {
                 "memory. All of them may be negative. Expected: ten lines."
             ),
             params=("float* out", "const float* x", "int n"),
-            stub="__shared__ float part[256];\n// your lines",
+            stub="// your lines",
             hint=(
                 "fmaxf(a, b) is the larger of two numbers. The last block may have fewer than 256 "
                 "elements, and all 256 threads must reach each barrier: which number can a "
@@ -170,7 +170,7 @@ EXERCISES = {
                 "shared memory. No atomics. Expected: eight lines."
             ),
             params=("float* sums", "const float* x", "int n"),
-            stub=_SQUARE + "// your lines",
+            stub="// your lines",
             hint=(
                 "First the loop of warp_sum: then lane 0 of each warp holds its warp's sum. The "
                 "eight lanes 0 write into `warps`, each at the number of its warp, threadIdx.x / "
