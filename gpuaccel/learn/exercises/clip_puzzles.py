@@ -1,7 +1,7 @@
 """The exercises of notebooks 02 and 02b.
 
-02: the largest number of a block, sums of squares, a rescale that skips. 02b: a step that clips, the
-scale of all norms."""
+02: the largest number of a block, sums of squares, a rescale that skips. 02b: a step that clips,
+the scale of all norms."""
 
 import math
 
