@@ -222,15 +222,15 @@ EXERCISES = {
             stub=code(
                 """
                 def decay(weight, grad, count, steps):
-                    lr = 0.1 * max(0.0, 1 - int(count) / steps)
+                    lr = 0.1
                     weight -= lr * grad
                     count += 1
                 """
             ),
             hint=(
-                "int(count) asks the device for a number. Arithmetic with count itself gives a"
-                " tensor, which each replay computes anew. max() decides on the host; what does"
-                " the same to a tensor, on the device?"
+                "Arithmetic with count gives a tensor, which each replay computes anew;"
+                " int(count) would ask the device for a number. And max() decides on the host:"
+                " what does the same to a tensor, on the device?"
             ),
             solution=code(
                 """
