@@ -25,16 +25,16 @@ def test_rows_that_meet_are_counted_and_drawn():
     )
 
 
-def test_a_bucket_is_a_block_and_its_warps_take_the_rows_in_turn():
-    figure = token_figures.buckets(WORDS)
-    assert (
-        text_of(figure).startswith("5 buckets, 40 warps, 32 of them idle")
-        and ">the: 3 rows<" in figure.drawn
+def test_rows_are_counted_and_land_in_their_places_in_order():
+    figure = token_figures.counting(WORDS)
+    assert text_of(figure) == (
+        "counted: and: 2 rows; bird: 1 row; cat: 1 row; dog: 1 row; the: 3 rows; "
+        "rows in their places: 2, 5, 7, 1, 4, 0, 3, 6"
     )
-    same = token_figures.buckets(["a"] * 16)
-    assert text_of(same).startswith("1 bucket, 8 warps, 0 of them idle") and all(
-        f">{w},{w + 8}<" in same.drawn for w in range(8)
-    )
+    assert re.findall(r">from place (\d)<", figure.drawn) == ["0", "2", "3", "4", "5"]
+    assert re.findall(r">row (\d)<", figure.drawn) == list("25714036")
+    same = token_figures.counting(["a"] * 16)
+    assert text_of(same).startswith("counted: a: 16 rows") and ">from place 0<" in same.drawn
 
 
 def test_the_sorted_order_is_stable_and_shows_what_begins_where():

@@ -1,7 +1,7 @@
-"""Pictures of an embedding's gradients: rows that meet, buckets, segments, bits of sums, rounding.
+"""Pictures of an embedding's gradients: rows that meet, a sort, segments, bits of sums, rounding.
 
     >>> token_figures.meeting("the cat and the dog".split())   # rows of dout that meet in dwte
-    >>> token_figures.buckets(words)                           # llm.c's: a thread block per token
+    >>> token_figures.counting(words)                          # counted, and put in their places
     >>> token_figures.segments(words)                          # sorted stably, and the runs
     >>> token_figures.pieces({"text": ga.ops.find_segments(tokens, 256)})   # runs, cut at 32 rows
     >>> token_figures.bits({"one order": 0.1, "another": 0.3}) # two sums, bit by bit
@@ -35,7 +35,7 @@ from .drawing import (
 )
 from .kernel_figures import float_bits
 
-LEFT, WARPS = 64, 8
+LEFT = 64
 
 
 def _tokens_of(words) -> "tuple[torch.Tensor, list[str]]":
@@ -55,10 +55,15 @@ def _draw_label(ink, y, label, note=""):
         ink.text(0, y + 15, note, 11, ink.soft)
 
 
+def _places(count) -> "tuple[list[float], float]":
+    """The left edges of `count` columns, and their width."""
+    step = (WIDTH - LEFT) / count
+    return [LEFT + i * step for i in range(count)], step
+
+
 def _draw_batch(ink, words, tokens, y):
     """The tokens of a batch, a column each. Returns the columns' left edges and their width."""
-    step = (WIDTH - LEFT) / len(words)
-    edges = [LEFT + i * step for i in range(len(words))]
+    edges, step = _places(len(words))
     for i, (x, word) in enumerate(zip(edges, words)):
         ink.text(x + step / 2 - 3, y - 6, i, 11, ink.soft, "middle")
         ink.box(x, y, step - 6, 26, _colour(int(tokens[i])), word)
@@ -93,43 +98,41 @@ def meeting(words: "list[str]") -> Figure:
     return Figure(ink, 156, summary)
 
 
-def buckets(words: "list[str]") -> Figure:
-    """llm.c's buckets: one thread block for each token and group of channels, the fullest first.
+def counting(words: "list[str]") -> Figure:
+    """A stable counting sort: how many rows each token has, where they begin, where each row lands.
 
-    A block's warps take its rows in turn."""
+    words: 16 at most."""
     ink = Ink()
     tokens, names = _tokens_of(words)
+    counts = torch.bincount(tokens, minlength=len(names)).tolist()
     _draw_label(ink, 34, "rows")
-    edges, step = _draw_batch(ink, words, tokens, 18)
-    fullest_first = torch.bincount(tokens).argsort(descending=True, stable=True).tolist()
-    width = (WIDTH - LEFT) / len(fullest_first)
-    slot = (width - 18) / WARPS
-    idle = 0
-    _draw_label(ink, 124, "blocks", "8 warps")
-    for block, token in enumerate(fullest_first):
+    _draw_batch(ink, words, tokens, 18)
+    _draw_label(ink, 92, "1. count")
+    _draw_label(ink, 116, "2. start")
+    _draw_label(ink, 184, "3. place")
+    edges, step = _places(len(words))
+    width = (WIDTH - LEFT) / len(names)
+    order = tokens.argsort(stable=True).tolist()
+    start = 0
+    for token, name in enumerate(names):
         colour = _colour(token)
-        x = LEFT + block * width
-        rows = (tokens == token).nonzero()[:, 0].tolist()
-        ink.rect(x, 104, width - 6, 52, colour, 0.13, rx=6)
-        for warp in range(WARPS):
-            rows_of_warp = rows[warp::WARPS]
-            left = x + 6 + warp * slot
-            if rows_of_warp:
-                ink.box(left, 110, slot - 2, 20, colour, ",".join(map(str, rows_of_warp)))
-            else:
-                idle += 1
-                outline = dict(stroke=colour, stroke_width=1.1, dash="2 2")
-                ink.rect(left + 1, 111, slot - 4, 18, "none", 0.7, rx=4, **outline)
-            for row in rows_of_warp:
-                ink.curve(edges[row] + step / 2 - 3, 46, left + slot / 2 - 1, 108, colour)
-        label = f"{names[token]}: {plural(len(rows), 'row')}"
-        ink.text(x + (width - 6) / 2, 147, label, 11.5, colour, "middle", 600)
-    summary = (
-        f"{plural(len(fullest_first), 'bucket')}, {len(fullest_first) * WARPS} warps, "
-        f"{idle} of them idle (dashed); warp 0 adds what the others have, in order"
-    )
-    ink.text(LEFT, 176, summary, 12, ink.soft)
-    return Figure(ink, 184, summary)
+        x = LEFT + token * width
+        left = x + 0.56 * width
+        ink.box(x, 76, 0.5 * width, 24, colour, name)
+        ink.text(left, 92, plural(counts[token], "row"), 12.5)
+        ink.text(left, 116, f"from place {start}", 12.5, colour, weight=600)
+        first = edges[start] + step / 2 - 3
+        ink.curve(x + 0.7 * width, 122, first, 164, colour)
+        for place in range(start, start + counts[token]):
+            ink.box(edges[place], 168, step - 6, 26, colour, f"row {order[place]}")
+        start += counts[token]
+    for place, x in enumerate(edges):
+        ink.text(x + step / 2 - 3, 210, place, 11, ink.soft, "middle")
+    summary = "; ".join(f"{name}: {plural(count, 'row')}" for name, count in zip(names, counts))
+    words_below = "places, and the rows that stand there; rows of one word keep their order"
+    ink.text(LEFT, 230, words_below, 12, ink.soft)
+    listed = ", ".join(map(str, order))
+    return Figure(ink, 238, f"counted: {summary}; rows in their places: {listed}")
 
 
 def segments(words: "list[str]") -> Figure:
