@@ -180,11 +180,11 @@ EXERCISES = {
             task=(
                 "dout: (rows, C), all of one token, in pieces of `size` rows; the last may be "
                 "shorter. sums[piece * C + c] = channel c of the piece's rows, added one after "
-                "the other, first row first: the same bits each time. One thread per sum, n of "
+                "the other, first row first: bit-identical in every run. One thread per sum, n of "
                 "them. Expected: four lines."
             ),
             params=("float* sums", "const float* dout", "int rows", "int C", "int size", "int n"),
-            stub="// i: the sum of this thread. Its piece is i / C, its channel i % C\n// your lines",
+            stub="// sum i belongs to piece i / C and channel i % C\n// your lines",
             hint=(
                 "The piece's rows are piece * size up to, but not including, min(piece * size +"
                 " size, rows); element c of a row is dout[row * C + c]. One float, one loop: "

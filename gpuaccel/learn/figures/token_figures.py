@@ -6,6 +6,7 @@
     >>> token_figures.pieces({"text": ga.ops.find_segments(tokens, 256)})   # runs, cut at 32 rows
     >>> token_figures.bits({"one order": 0.1, "another": 0.3}) # two sums, bit by bit
     >>> token_figures.twice({"atomics": (losses, losses_again)})        # two runs with one seed
+    >>> token_figures.carry(256.25, [50_000, 60_000])          # 16 random bits, added and cut off
     >>> token_figures.draws(rounded, exact=256.25)             # stochastic rounding, and its mean
 
 Each is a Figure. Words stand for tokens, so that a picture can be read; their numbers are their
@@ -13,6 +14,7 @@ places in the alphabet.
 """
 
 import math
+import struct
 
 import torch
 
@@ -120,7 +122,7 @@ def counting(words: "list[str]") -> Figure:
         left = x + 0.56 * width
         ink.box(x, 76, 0.5 * width, 24, colour, name)
         ink.text(left, 92, plural(counts[token], "row"), 12.5)
-        ink.text(left, 116, f"from place {start}", 12.5, colour, weight=600)
+        ink.text(left, 116, f"place {start}", 12.5, colour, weight=600)
         first = edges[start] + step / 2 - 3
         ink.curve(x + 0.7 * width, 122, first, 164, colour)
         for place in range(start, start + counts[token]):
@@ -317,6 +319,49 @@ def twice(runs: "dict[str, tuple]", title: str = "Two runs with the same seed") 
 
 
 # ---- rounding at random -------------------------------------------------------------------------
+
+
+def carry(value: float, noises: "list[int]") -> Figure:
+    """The bits of a number, 16 random bits added to them, and the 16 bits that bf16 keeps.
+
+    value: finite, in fp32. noises: whole numbers below 65,536, one for each trial."""
+    ink = Ink()
+    word = float_bits(value)
+    left, step = 96, 19.5
+    gap = 12
+
+    def draw_bits(y, bits, colour, opacity, first, last):
+        for i in range(first, last):
+            x = left + i * step + (gap if i > 15 else 0)
+            text_colour = WHITE if opacity == 1 else ink.strong
+            ink.rect(x, y, step - 2, 22, colour, opacity, rx=3)
+            ink.text(x + step / 2 - 1, y + 16, bits >> (31 - i) & 1, 12, text_colour, "middle")
+
+    ink.text(left, 12, "bf16 keeps these 16 bits", 12, ink.soft)
+    lower = word & 0xFFFF
+    ink.text(left + 16 * step + gap, 12, f"the lower half: {lower:,}", 12, ink.soft)
+    ink.text(left - 10, 36, f"{value:g}", 12.5, anchor="end", weight=600)
+    draw_bits(20, word, BLUE, 1, 0, 16)
+    draw_bits(20, word, BLUE, 0.3, 16, 32)
+    y = 60
+    results = []
+    for noise in noises:
+        rounded = (word + noise) >> 16 << 16
+        result = struct.unpack(">f", struct.pack(">I", rounded))[0]
+        carried = rounded >> 16 != word >> 16
+        colour = RED if carried else BLUE
+        ink.text(left - 10, y + 16, "+ random", 12, ink.soft, "end")
+        draw_bits(y, noise, GREY, 0.3, 16, 32)
+        words = f"{lower:,} + {noise:,} = {lower + noise:,}: "
+        words += "carries 1" if carried else "carries nothing"
+        ink.text(left + 16 * step - 4, y + 16, words, 12, colour, "end", 600)
+        ink.text(left - 10, y + 44, f"= {result:g}", 12.5, anchor="end", weight=600)
+        draw_bits(y + 28, rounded, colour, 1, 0, 16)
+        results.append(
+            f"with {noise:,}, which {'carries' if carried else 'does not carry'}, {result:g}"
+        )
+        y += 68
+    return Figure(ink, y - 8, f"{value:g}, lower half {lower:,}: {'; '.join(results)}")
 
 
 def draws(
