@@ -140,7 +140,7 @@ def counting(words: "list[str]") -> Figure:
 def segments(words: "list[str]") -> Figure:
     """A batch of words, sorted stably, and what begins at each place.
 
-    words: 16 at most. What begins is `pieces` of ga.ops.find_segments."""
+    words: 16 at most, so that each run is one piece of ga.ops.find_segments."""
     ink = Ink()
     tokens, names = _tokens_of(words)
     result = reference_segments(tokens, len(names))
@@ -153,7 +153,7 @@ def segments(words: "list[str]") -> Figure:
         ink.curve(edges[row] + step / 2 - 3, 46, middle, 104, _colour(token))
         ink.box(x, 106, step - 6, 26, _colour(token), names[token])
         ink.text(middle, 148, row, 11, ink.soft, "middle")
-    _draw_label(ink, 182, "pieces")
+    _draw_label(ink, 182, "runs", "their rows")
     for place, piece in enumerate(result.pieces.tolist()):
         x = edges[place]
         colour, weight = ink.soft, 400
@@ -164,7 +164,7 @@ def segments(words: "list[str]") -> Figure:
         ink.text(x + step / 2 - 3, 182, piece, 12.5, colour, "middle", weight)
     summary = (
         f"{len(result.runs())} runs; equal tokens stay in the order of their rows; "
-        "0: nothing begins here"
+        "0: no run begins here"
     )
     ink.text(LEFT, 204, summary, 12, ink.soft)
     return Figure(ink, 212, summary)
