@@ -24,6 +24,7 @@ from .drawing import (
     GREEN,
     GREY,
     ORANGE,
+    PINK,
     RED,
     RUN_COLOURS,
     WHITE,
@@ -330,19 +331,18 @@ def carry(value: float, noises: "list[int]") -> Figure:
     left, step = 96, 19.5
     gap = 12
 
-    def draw_bits(y, bits, colour, opacity, first, last):
+    def draw_bits(y, bits, colour, first, last):
         for i in range(first, last):
             x = left + i * step + (gap if i > 15 else 0)
-            text_colour = WHITE if opacity == 1 else ink.strong
-            ink.rect(x, y, step - 2, 22, colour, opacity, rx=3)
-            ink.text(x + step / 2 - 1, y + 16, bits >> (31 - i) & 1, 12, text_colour, "middle")
+            ink.rect(x, y, step - 2, 22, colour, rx=3)
+            ink.text(x + step / 2 - 1, y + 16, bits >> (31 - i) & 1, 12, WHITE, "middle")
 
     ink.text(left, 12, "bf16 keeps these 16 bits", 12, ink.soft)
     lower = word & 0xFFFF
     ink.text(left + 16 * step + gap, 12, f"the lower half: {lower:,}", 12, ink.soft)
     ink.text(left - 10, 36, f"{value:g}", 12.5, anchor="end", weight=600)
-    draw_bits(20, word, BLUE, 1, 0, 16)
-    draw_bits(20, word, BLUE, 0.3, 16, 32)
+    draw_bits(20, word, BLUE, 0, 16)
+    draw_bits(20, word, GREY, 16, 32)
     y = 60
     results = []
     for noise in noises:
@@ -351,12 +351,12 @@ def carry(value: float, noises: "list[int]") -> Figure:
         carried = rounded >> 16 != word >> 16
         colour = RED if carried else BLUE
         ink.text(left - 10, y + 16, "+ random", 12, ink.soft, "end")
-        draw_bits(y, noise, GREY, 0.3, 16, 32)
+        draw_bits(y, noise, PINK, 16, 32)
         words = f"{lower:,} + {noise:,} = {lower + noise:,}: "
         words += "carries 1" if carried else "carries nothing"
         ink.text(left + 16 * step - 4, y + 16, words, 12, colour, "end", 600)
         ink.text(left - 10, y + 44, f"= {result:g}", 12.5, anchor="end", weight=600)
-        draw_bits(y + 28, rounded, colour, 1, 0, 16)
+        draw_bits(y + 28, rounded, colour, 0, 16)
         results.append(
             f"with {noise:,}, which {'carries' if carried else 'does not carry'}, {result:g}"
         )
