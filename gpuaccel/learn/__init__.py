@@ -8,6 +8,7 @@ from .access_view import AccessView, show
 from .exercises import BLOCK, EXERCISES, check, exercise, hint, solution
 from .figures import graph_figures, layer_figures, rank_figures, token_figures
 from .magics import load_ipython_extension
+from .replacement import Verdict, replaced, restore
 from .widgets import LiveThroughput
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "EXERCISES",
     "AccessView",
     "LiveThroughput",
+    "Verdict",
     "check",
     "exercise",
     "figures",
@@ -24,6 +26,8 @@ __all__ = [
     "load_ipython_extension",
     "rank_figures",
     "recorded",
+    "replaced",
+    "restore",
     "show",
     "solution",
     "token_figures",
