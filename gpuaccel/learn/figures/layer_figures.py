@@ -10,6 +10,7 @@ memory, gradients, allocations, attention maps.
     >>> layer_figures.gradient_errors(layer, x, dy)        # of each gradient, against float64
     >>> layer_figures.tiles(256, 32)                       # tiles of weights that are computed
     >>> layer_figures.allocated(run)                       # the largest tensor, and the peak
+    >>> layer_figures.poly_memory("torch", 256, "cpu")     # the same of polynomial attention
     >>> layer_figures.maps({"softmax": p, "polynomial": q}, "the cat")      # (T, T) weights
     >>> layer_figures.attention_map(model, tokens, block=0)                 # (heads, T, T)
 
@@ -34,6 +35,7 @@ from ...nn import (
     LEAST,
     NAMES,
     RichardsCurve,
+    poly_attention,
     reference_poly_attention,
     reference_richards,
 )
@@ -388,18 +390,26 @@ def gated_unit() -> Figure:
 # ---- gradients against float64 ------------------------------------------------------------------
 
 
+def _gradients(layer, x, dy):
+    """Gradients of a layer's input and parameters."""
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(layer(x), [x, *layer.parameters()], dy)
+
+
+def equal_gradients(layer, x: torch.Tensor, dy: torch.Tensor) -> int:
+    """How many gradients of a layer are bit-identical when they are computed twice."""
+    pairs = zip(_gradients(layer, x, dy), _gradients(layer, x, dy))
+    return sum(first.equal(second) for first, second in pairs)
+
+
 def gradient_errors(layer, x: torch.Tensor, dy: torch.Tensor) -> "dict[str, float]":
     """How far each gradient of a layer is from float64: name -> relative difference.
 
     The same layer is run in float64 by its definition. x: its input. dy: gradient of its output."""
 
-    def gradients(layer, x, dy):
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad(layer(x), [x, *layer.parameters()], dy)
-
     names = ["x", *(name for name, _ in layer.named_parameters())]
-    grads = gradients(layer, x, dy)
-    exact = gradients(copy.deepcopy(layer).double(), x.double(), dy.double())
+    grads = _gradients(layer, x, dy)
+    exact = _gradients(copy.deepcopy(layer).double(), x.double(), dy.double())
     return {
         name: float((grad - expected).norm() / expected.norm().clamp(min=1e-30))
         for name, grad, expected in zip(names, grads, exact)
@@ -585,6 +595,23 @@ def allocated(run) -> "tuple[int, int]":
     return largest, peak
 
 
+def poly_memory(variant: str, T: int, device) -> "tuple[int, int]":
+    """What allocated() says of polynomial attention, forward and backward, for T tokens.
+
+    variant: "torch", its definition with T x T matrices, or "gpuaccel"."""
+    attention = {"torch": reference_poly_attention, "gpuaccel": poly_attention}[variant]
+    q, k, v = torch.randn(3, 1, T, 2, 32, device=device)
+    pe = torch.randn(T, 32, device=device)
+    coefficients = torch.tensor([1.0, 0.0, 0.1], device=device)
+    inputs = [t.requires_grad_() for t in (q, k, v, pe, coefficients)]
+
+    def run():
+        return torch.autograd.grad(attention(q, *inputs).sum(), inputs)
+
+    run()
+    return allocated(run)
+
+
 # ---- tiles of the T x T weights -----------------------------------------------------------------
 
 
@@ -635,6 +662,31 @@ def tiles(T: int, tile: int, window: "int | None" = None) -> Tiles:
 # ---- attention maps -----------------------------------------------------------------------------
 
 LEVELS = 16  # shades of a colour
+
+
+def letters(text: str) -> torch.Tensor:
+    """A random vector for each letter of a text, equal ones for equal letters: (1, T, 1, 32)."""
+    vectors = torch.randn(256, 32, generator=torch.Generator().manual_seed(1))
+    return (2.2 * F.normalize(vectors, dim=1))[list(text.encode())][None, :, None]
+
+
+def poly_map(q: torch.Tensor, k: torch.Tensor, degree: int, window: "int | None" = None):
+    """Weights of polynomial attention, (T, T), from scores alone: no low-rank term, no distances.
+
+    q, k: (1, T, 1, d), T at most d."""
+    T, d = q.shape[1], q.shape[3]
+    unit = torch.eye(T, d, device=q.device)[None, :, None]
+    coefficients = torch.tensor([1.0, 0.0, 1.0], device=q.device)
+    no_distances = torch.zeros(T, d, device=q.device)
+    y = poly_attention(q, q, k, unit, no_distances, coefficients, degree, window)
+    return y[0, :, 0, :T]
+
+
+def softmax_map(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Weights of causal softmax attention, (T, T), of the same scores. q, k: (1, T, 1, d)."""
+    scores = q[0, :, 0] @ k[0, :, 0].T
+    future = torch.ones_like(scores, dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, -torch.inf).softmax(-1)
 
 
 def maps(weights: "dict[str, torch.Tensor]", text: str, title: str = "") -> Figure:
