@@ -1,4 +1,4 @@
-"""The exercises of notebooks 05 and 05b: backwards by hand, a Richards curve, polynomial attention."""
+"""Exercises of 05 and 05b: backwards by hand, a Richards curve, polynomial attention."""
 
 import math
 

@@ -281,7 +281,7 @@ class explore:
 
 
 class _GatedUnit(torch.autograd.Function):
-    """x + (x1 sigmoid(x1) sigmoid(x2)) w_out, x1 and x2 the halves of x w_in, with a given backward.
+    """x + (x1 sigmoid(x1) sigmoid(x2)) w_out, x1, x2 the halves of x w_in, with a given backward.
 
     gradient: function(dh, x1, x2) that returns dx1 and dx2.
     residual: whether the backward adds dy to dx."""
