@@ -102,12 +102,17 @@ def lines(
 
 
 def plot(
-    x: torch.Tensor, named: "dict[str, torch.Tensor]", title: str = "", dashed=(), height: int = 190
+    x: torch.Tensor,
+    named: "dict[str, torch.Tensor]",
+    title: str = "",
+    x_label: str = "x",
+    dashed=(),
+    height: int = 190,
 ) -> Figure:
     """One panel of lines(): a line for each tensor over x. Both are on any device."""
     xs = x.detach().tolist()
     drawn = {name: list(zip(xs, y.detach().tolist())) for name, y in named.items()}
-    return lines({title: drawn}, dashed=dashed, height=height)
+    return lines({title: drawn}, x_label=x_label, dashed=dashed, height=height)
 
 
 def _draw_panel(ink, box, title, x_label, panel, colours, dashed, named):
