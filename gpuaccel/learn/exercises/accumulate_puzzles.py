@@ -84,7 +84,7 @@ EXERCISES = {
                 "need not be a multiple of four. Expected: one line, or ten with wide accesses."
             ),
             params=("float* acc", "const bf16* grad", "long long n"),
-            stub=_FOUR + "// your lines",
+            stub="// your lines",
             hint=(
                 "A loop over k = 0 .. 3 with the guard inside it is right for every n. With fewer "
                 "reads: reinterpret_cast<float4*>(acc + first) reads four sums at once where all "
