@@ -224,6 +224,8 @@ def test_a_result_is_a_table_in_html_and_lines_in_text():
     result = ga.check("token_mean", python(EXERCISES["token_mean"].solution, "token_mean"))
     assert result and str(result).count("\n") == len(result.lines)
     assert result._repr_html_().count("<tr") == len(result.lines)
+    words = checking.Result("scale", False, "not yet", [(False, "1", "`out` < `x`")])._repr_html_()
+    assert "<code>out</code> &lt; <code>x</code>" in words
 
 
 @on_cpu_and_gpu

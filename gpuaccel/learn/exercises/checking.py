@@ -21,6 +21,7 @@ What it does much more often, and what was asked and not done, stands in the res
 """
 
 import copy
+import re
 import secrets
 import time
 import warnings
@@ -142,12 +143,12 @@ class Result:
             "font-variant-numeric:tabular-nums"
         )
         remarks = "".join(
-            f'<div style="padding-bottom:3px">and {escape(remark)}</div>'
+            f'<div style="padding-bottom:3px">and {_html(remark)}</div>'
             for remark in self.remarks[1:]
         )
         return (
             f'<div style="{box}"><div style="padding-bottom:3px">'
-            f"<b>{escape(self.name)}</b>: {escape(self.summary)}</div>{remarks}"
+            f"<b>{escape(self.name)}</b>: {_html(self.summary)}</div>{remarks}"
             '<table style="border-collapse:collapse;margin:0;font-size:13px">'
             f"{rows}</table>{self._picture_html()}</div>"
         )
@@ -176,8 +177,13 @@ class Result:
             '<td style="padding:1px 16px 1px 0;text-align:right;white-space:nowrap">'
             f"{escape(trial)}</td>"
             '<td style="padding:1px 0;text-align:left;color:var(--jp-ui-font-color2,inherit)">'
-            f"{escape(outcome)}</td></tr>"
+            f"{_html(outcome)}</td></tr>"
         )
+
+
+def _html(sentence) -> str:
+    """A sentence, with `code` in the font of code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(sentence))
 
 
 class Folded:
