@@ -4,8 +4,8 @@
     >>> figures.arena(arena)
     >>> figures.timeline({"item": timeline.tail(run)})
 
-Here are the pictures that several notebooks use. Those of one subject are in `graph_figures`,
-`layer_figures`, `rank_figures` and `token_figures`."""
+Here are the pictures that several notebooks use. Those of one subject are in `clip_figures`,
+`graph_figures`, `layer_figures`, `rank_figures` and `token_figures`."""
 
 from .arena_figure import arena
 from .charts import bars, curves, norms

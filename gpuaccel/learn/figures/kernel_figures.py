@@ -193,7 +193,7 @@ def warp_sum() -> Figure:
                     stroke_width=1.3,
                     opacity=0.75,
                 )
-            ink.text(0, y + 19, f"far = {lane_delta}", 11.5, ink.soft)
+            ink.text(0, y + 19, f"delta = {lane_delta}", 11.5, ink.soft)
             y += 30
         for lane in range(lanes):
             needed = lane < (lane_delta or lanes)
