@@ -141,9 +141,9 @@ _ROW = (
 float sum = 0.0f;
 for (int j = max(0, i - window + 1); j <= i; j++) {
     float s = 0.0f, weight = scale;
-    for (int c = 0; c < d; c++) s += q[i * d + c] * k[j * d + c];
-    float clipped = 8.0f * tanhf(s / sqrtf((float)d) / 8.0f);
-    for (int p = 0; p < degree; p++) weight *= clipped;
+    for (int m = 0; m < d; m++) s += q[i * d + m] * k[j * d + m];
+    float c = 8.0f * tanhf(s / sqrtf((float)d) / 8.0f);
+    for (int p = 0; p < degree; p++) weight *= c;
     sum += weight * v[j];
 }
 y[i] = sum;"""
@@ -315,9 +315,9 @@ EXERCISES = {
                 ),
                 "always the third power": _ROW.replace("p < degree", "p < 3"),
                 "a softmax's weight": _ROW.replace(
-                    "sum += weight * v[j];", "sum += expf(clipped) * v[j];"
+                    "sum += weight * v[j];", "sum += expf(c) * v[j];"
                 ),
-                "rows and channels swapped": _ROW.replace("k[j * d + c]", "k[c * (n / d) + j / d]"),
+                "rows and channels swapped": _ROW.replace("k[j * d + m]", "k[m * (n / d) + j / d]"),
             },
             data=_poly_row_case,
         ),
