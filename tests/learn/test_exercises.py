@@ -505,12 +505,10 @@ def test_a_cheat_is_right_and_said_to_be_one(e, what):
 
 
 def test_autograd_and_loops_over_elements_are_named_in_a_python_answer():
-    def autograd(dy, x, A, B, over_nu, G, H):
-        x = x.clone().requires_grad_()
-        log = torch.nn.functional.softplus(A - B * x, threshold=40.0)
-        y = x + x * (G * torch.exp(-over_nu * log) + H)
-        y.backward(dy)
-        return x.grad
+    def autograd(dh, x1, x2):
+        x1, x2 = x1.clone().requires_grad_(), x2.clone().requires_grad_()
+        (x1 * x1.sigmoid() * x2.sigmoid()).backward(dh)
+        return torch.stack([x1.grad, x2.grad])
 
     result = ga.check("glu_slope", autograd)
     assert result.passed
@@ -518,8 +516,8 @@ def test_autograd_and_loops_over_elements_are_named_in_a_python_answer():
 
     solution = python(EXERCISES["glu_slope"].solution, "glu_slope")
 
-    def loop(dy, x, *numbers):
-        return torch.stack([solution(dy[i], x[i], *numbers) for i in range(len(x))])
+    def loop(dh, x1, x2):
+        return torch.stack([solution(dh[i], x1[i], x2[i]) for i in range(len(x1))], 1)
 
     result = ga.check("glu_slope", loop)
     assert result.passed
