@@ -504,25 +504,41 @@ def test_a_cheat_is_right_and_said_to_be_one(e, what):
     assert result.passed and result.remarks, result
 
 
-def test_autograd_and_loops_over_elements_are_named_in_a_python_answer():
-    def autograd(dh, x1, x2):
-        x1, x2 = x1.clone().requires_grad_(), x2.clone().requires_grad_()
-        (x1 * x1.sigmoid() * x2.sigmoid()).backward(dh)
-        return torch.stack([x1.grad, x2.grad])
+def test_autograd_and_loops_over_elements_are_named_in_a_python_answer(monkeypatch):
+    def cases(generator):
+        x, dy = torch.randn(2, 100, generator=generator)
+        yield "100", (dy, x), 2.0 * x.double() * dy.double()
 
-    result = ga.check("glu_slope", autograd)
+    solution = "def slope(dy, x):\n    return 2.0 * x * dy\n"
+    task = checking.Exercise(
+        "slope", "The gradient of x * x. By hand, in one line.", "", "", solution, {}, cases=cases
+    )
+    monkeypatch.setitem(checking.EXERCISES, "slope", task)
+    assert ga.check("slope", python(solution, "slope")).remarks == []
+
+    def by_backward(dy, x):
+        x = x.clone().requires_grad_()
+        (x * x).backward(dy)
+        return x.grad
+
+    def by_grad(dy, x):
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(x * x, x, dy)[0]
+
+    def by_func(dy, x):
+        return torch.func.vjp(lambda x: x * x, x)[1](dy)[0]
+
+    for function in (by_backward, by_grad, by_func):
+        result = ga.check("slope", function)
+        assert result.passed
+        assert result.remarks == ["it was to be computed by hand, and autograd computed it"]
+
+    def loop(dy, x):
+        return torch.stack([2.0 * x[i] * dy[i] for i in range(len(x))])
+
+    result = ga.check("slope", loop)
     assert result.passed
-    assert result.remarks == ["it was to be computed by hand, and autograd computed it"]
-
-    solution = python(EXERCISES["glu_slope"].solution, "glu_slope")
-
-    def loop(dh, x1, x2):
-        return torch.stack([solution(dh[i], x1[i], x2[i]) for i in range(len(x1))], 1)
-
-    result = ga.check("glu_slope", loop)
-    assert result.passed
-    assert re.search(r"it runs [\d,]+ operations of torch, the solution \d+", result.summary)
-    assert ga.check("glu_slope", solution).remarks == []
+    assert result.summary.endswith("it runs 401 operations of torch, the solution 2.")
 
 
 @pytest.mark.parametrize(
