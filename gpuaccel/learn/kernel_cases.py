@@ -83,15 +83,22 @@ def _accumulate(n, device, generator, dtypes) -> Results:
 
 
 class _Parameters(nn.Module):
-    """Parameters of some sizes. loss(data): its gradient is a row of `data`."""
+    """Parameters of some sizes. loss(data): its gradient is a row of `data`.
 
-    def __init__(self, normal, sizes):
+    with_unused: one in their middle gets no gradient."""
+
+    def __init__(self, normal, sizes, with_unused=False):
         super().__init__()
-        self.members = nn.ParameterList([nn.Parameter(normal(size)) for size in sizes])
+        first, *rest = [nn.Parameter(normal(size)) for size in sizes]
+        self.first = first
+        if with_unused:
+            self.unused = nn.Parameter(normal(5))
+        self.members = nn.ParameterList(rest)
 
     def loss(self, data) -> Tensor:
-        rows = data.sum(0).split([p.numel() for p in self.members])
-        return sum((p.float() * row).sum() for p, row in zip(self.members, rows))
+        used = [self.first, *self.members]
+        rows = data.sum(0).split([p.numel() for p in used])
+        return sum((p.float() * row).sum() for p, row in zip(used, rows))
 
 
 def _step(optimizer):
@@ -102,8 +109,9 @@ def _step(optimizer):
     def run(n, device, generator, dtypes) -> Results:
         normal = _Normal(device, generator)
         results: Results = {}
-        for dtype in dtypes:
-            model = _Parameters(normal, _sizes(n)).to(device, dtype)
+        variants = [(dtype, False) for dtype in dtypes]
+        for dtype, with_unused in [*variants, (torch.float32, True)]:
+            model = _Parameters(normal, _sizes(n), with_unused).to(device, dtype)
             arena = Arena(model)
             opt = optimizer(arena, lr=0.03, weight_decay=0.1, max_norm=1.0)
             data = [normal(3, sum(_sizes(n))) for _ in range(3)]
@@ -113,11 +121,16 @@ def _step(optimizer):
                 return model.loss(micro), torch.tensor(1.0, device=device)
 
             with TrainStep(model, opt, loss, micro_batches=3, accumulate="arena") as step:
+                words = f"parameters in {dtype}{', one without a gradient' if with_unused else ''}"
                 for i, batch in enumerate(data):
                     out = step(batch)
                     assert out.norm is not None
-                    results[f"norm of step {i + 1}, parameters in {dtype}"] = out.norm.clone()
-                words = f"in {dtype}, after 2 steps and one with a NaN"
+                    results[f"norm of step {i + 1}, {words}"] = out.norm.clone()
+                    if backend().name != "torch":
+                        # In fp64, before they are rounded to one norm.
+                        squares = arena.squares.values.clone()
+                        results[f"squares of step {i + 1}, {words}"] = squares
+                words = f"({words}), after 2 steps and one with a NaN"
                 results[f"steps skipped {words}"] = opt.skipped.clone()
                 for i, segment in enumerate(arena.segments):
                     name = f"{segment.name} {words}"

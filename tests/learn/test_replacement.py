@@ -176,6 +176,21 @@ def test_a_kernel_without_vector_loads_is_bit_identical_and_trains_the_same(on_s
     assert yours == ours and len(set(ours)) == 5
 
 
+def test_squares_in_another_order_are_not_called_bit_identical(on_simt):
+    # Of each group of four in fp32 first: the norms are the same after rounding.
+    source = edited(
+        "accumulate_v4",
+        "double sum = block_joined(magnitude(a), warps);",
+        """double mine = 0.0;
+    for (int k = CHUNK / 4 / THREADS - 1; k >= 0; k--)
+        mine += a[k].x * a[k].x + a[k].y * a[k].y + a[k].z * a[k].z + a[k].w * a[k].w;
+    double sum = block_joined(mine, warps);""",
+    )
+    with ga.replaced("accumulate_v4", source) as verdict:
+        assert not verdict.identical
+        assert 0 < verdict.largest < 1e-6
+
+
 def test_a_sum_in_another_order_is_equal_within_rounding(on_simt):
     with ga.replaced("squares_v2", edited(*OTHER_ORDER)) as verdict:
         pass
@@ -241,6 +256,7 @@ WRONG = [
     ("accumulate_v3", "add4(a[k], g[k])", "a[k]", "elements are wrong"),
     ("accumulate_v3", "chunk.z * CHUNK", "chunk.z", "elements are wrong|has [0-9,]+ elements"),
     ("accumulate_v4", "partials[chunk.w] = sum", "partials[chunk.w] = sum / 2", "norm"),
+    ("accumulate_v4", "if (grad == 0) return;", "", "elements are wrong|null|of parameter"),
     ("squares_v2", "partials[chunk] = sum", "partials[chunk] = (float)sum * 1.0001f", "norm"),
     ("reduce_v2", "sum = block_joined(sum, warps);", "__syncthreads();", "elements are wrong"),
     ("reduce_v2", "sqrt(sum)", "sum", "elements are wrong"),
@@ -252,7 +268,12 @@ WRONG = [
     ("adamw_v3", "first, last, offset);", "first, last - 1, offset);", "elements are wrong"),
     ("adamw_v2", "update_list<", "if (blockIdx.x > 0) update_list<", "elements are wrong"),
     ("adamw_begin", "skip_nonfinite, divisor", "0, divisor", "elements are wrong"),
-    ("encoder_forward", "token >= 0 && token < vocab", "true", "elements are wrong|has [0-9,]+ elements|lies in no tensor|outside"),
+    (
+        "encoder_forward",
+        "token >= 0 && token < vocab",
+        "true",
+        "elements are wrong|has [0-9,]+ elements|lies in no tensor|outside",
+    ),
     ("encoder_forward", "row % T * C", "row * C", "elements are wrong|has [0-9,]+ elements"),
     (
         "encoder_backward_v3",
@@ -373,7 +394,10 @@ def test_the_magic_replaces_and_restores(cuda, on_simt, capsys):
     assert replacements() == ()
     cuda("--restore segments_pieces")
     out = capsys.readouterr().out
-    assert "checking your segments_pieces:\n  on the CPU, every access checked: right\n  5 elements" in out
+    assert (
+        "checking your segments_pieces:\n  on the CPU, every access checked: right\n  5 elements"
+        in out
+    )
     assert "ours again: segments_pieces\nno kernel was replaced" in out
 
 
