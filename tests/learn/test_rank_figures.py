@@ -108,7 +108,8 @@ def test_weights_that_differ_are_named_and_red():
 def test_a_step_of_two_ranks_ends_with_one_weight():
     figure = rank_figures.one_step([2.0, 4.0])
     assert text_of(figure) == (
-        "2 ranks with gradients 2 and 4: after the all-reduce each has 6, and each has the weight 0.4"
+        "2 ranks with gradients 2 and 4: after the all-reduce each has 6, and each has the "
+        "weight 0.4"
     )
     assert figure.drawn.count(">1 - 0.1 x 6 = 0.4<") == 2
     assert "after the all-reduce each has -1.5" in text_of(rank_figures.one_step([0.5, 1.0, -3.0]))
