@@ -124,7 +124,7 @@ def ring(values: "list[list[float]]") -> Figure:
                 colour = SENT if is_sum else _colour(rank)
                 ink.box(x, y, cell - 5, 30, colour, f"{pieces[rank][piece]:g}")
                 if any(move == (rank, piece) for _, move in moves):
-                    outline = dict(stroke=ink.strong, stroke_width=1.6)
+                    outline = dict(stroke=GREY, stroke_width=1.6)
                     ink.rect(x - 2, y - 2, cell - 1, 34, "none", rx=5, **outline)
         for sender, (receiver, piece) in moves:
             x, y = corner(c - 1, sender)
