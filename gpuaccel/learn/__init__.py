@@ -6,8 +6,9 @@ used. ipywidgets and IPython are imported where a view is displayed, and only th
 from . import figures, recorded
 from .access_view import AccessView, show
 from .exercises import BLOCK, EXERCISES, check, exercise, hint, solution
-from .figures import graph_figures, layer_figures, rank_figures, token_figures
+from .figures import clip_figures, graph_figures, layer_figures, rank_figures, token_figures
 from .magics import load_ipython_extension
+from .replacement import Verdict, replaced, restore
 from .widgets import LiveThroughput
 
 __all__ = [
@@ -15,7 +16,9 @@ __all__ = [
     "EXERCISES",
     "AccessView",
     "LiveThroughput",
+    "Verdict",
     "check",
+    "clip_figures",
     "exercise",
     "figures",
     "graph_figures",
@@ -24,6 +27,8 @@ __all__ = [
     "load_ipython_extension",
     "rank_figures",
     "recorded",
+    "replaced",
+    "restore",
     "show",
     "solution",
     "token_figures",
