@@ -68,17 +68,19 @@ def one_step(gradients: "list[float]", weight: float = 1.0, lr: float = 0.1) -> 
         (580, "the sum"),
         (680, "its weight"),
     ):
-        ink.text(x, 14, words, 11.5, ink.soft)
-    ink.box(466, 26, 62, height - 10, SENT, "add")
+        ink.text(x, 14, words, 13, ink.soft)
+    ink.box(466, 26, 62, height - 10, SENT, "add", size=14)
     for rank, gradient in enumerate(gradients):
         y = 26 + 46 * rank
         colour = _colour(rank)
-        ink.text(0, y + 23, f"rank {rank}", 12.5, colour, weight=600)
-        ink.box(LEFT, y, 92, 36, colour, f"batch {rank}")
-        ink.box(190, y, 124, 36, colour, f"weight {weight:g}")
-        ink.box(350, y, 76, 36, colour, f"{gradient:g}")
-        ink.box(580, y, 62, 36, SENT, f"{total:g}")
-        ink.box(680, y, 118, 36, GREEN, f"{weight:g} - {lr:g} x {total:g} = {new_weight:g}")
+        ink.text(0, y + 23, f"rank {rank}", 14.5, colour, weight=600)
+        ink.box(LEFT, y, 92, 36, colour, f"batch {rank}", size=14)
+        ink.box(190, y, 124, 36, colour, f"weight {weight:g}", size=14)
+        ink.box(350, y, 76, 36, colour, f"{gradient:g}", size=14)
+        ink.box(580, y, 62, 36, SENT, f"{total:g}", size=14)
+        ink.box(
+            680, y, 118, 36, GREEN, f"{weight:g} - {lr:g} x {total:g} = {new_weight:g}", size=12
+        )
         for start, stop in ((162, 190), (314, 350), (426, 466), (528, 580), (642, 680)):
             _arrow(ink, start + 4, y + 18, stop - 4, y + 18, GREY)
     found = " and ".join(f"{gradient:g}" for gradient in gradients)
@@ -116,13 +118,13 @@ def ring(values: "list[list[float]]") -> Figure:
 
     for c, (heading, pieces, moves) in enumerate(columns):
         x, _ = corner(c, 0)
-        ink.text(x + wide / 2, 14, heading, 12, anchor="middle", weight=600)
+        ink.text(x + wide / 2, 14, heading, 13.5, anchor="middle", weight=600)
         for rank in range(ranks):
             for piece in range(ranks):
                 x, y = corner(c, rank, piece)
                 is_sum = pieces[rank][piece] == sum(row[piece] for row in values)
                 colour = SENT if is_sum else _colour(rank)
-                ink.box(x, y, cell - 5, 30, colour, f"{pieces[rank][piece]:g}")
+                ink.box(x, y, cell - 5, 30, colour, f"{pieces[rank][piece]:g}", size=13)
                 if any(move == (rank, piece) for _, move in moves):
                     outline = dict(stroke=GREY, stroke_width=1.6)
                     ink.rect(x - 2, y - 2, cell - 1, 34, "none", rx=5, **outline)
@@ -131,7 +133,7 @@ def ring(values: "list[list[float]]") -> Figure:
             stop, stop_y = corner(c, receiver)
             _arrow(ink, x + wide + 1, y + 15, stop - 6, stop_y + 15, SENT)
     for rank in range(ranks):
-        ink.text(0, corner(0, rank)[1] + 19, f"rank {rank}", 12.5, _colour(rank), weight=600)
+        ink.text(0, corner(0, rank)[1] + 19, f"rank {rank}", 14.5, _colour(rank), weight=600)
     y = 34 + 48 * ranks
     ink.legend(y + 8, [(SENT, 1.0, "a sum over all ranks; outlined: just received")])
     rounds = len(columns) - 1
@@ -181,25 +183,25 @@ def shards(batches, ranks: int, seed: "int | None" = None) -> Figure:
     }
     ink = Ink()
     width = min(60.0, (WIDTH - LEFT) / len(batches))
-    ink.text(0, 28, "batches", 12.5, weight=600)
+    ink.text(0, 28, "batches", 14.5, weight=600)
     for i, name in enumerate(batches):
-        ink.box(LEFT + i * width, 10, width - 5, 26, _colour(rank_of[i]), name)
+        ink.box(LEFT + i * width, 10, width - 5, 26, _colour(rank_of[i]), name, size=14)
     for rank, share in enumerate(shares):
         y = 62 + 36 * rank
         colour = _colour(rank)
-        ink.text(0, y + 18, f"rank {rank}", 12.5, colour, weight=600)
+        ink.text(0, y + 18, f"rank {rank}", 14.5, colour, weight=600)
         for i, pair in enumerate(share):
             x = LEFT + i * width
             if pair is None:
                 outline = dict(stroke=colour, stroke_width=1.2, dash="3 3")
                 ink.rect(x, y + 1, width - 6, 24, "none", 0.8, rx=4, **outline)
             else:
-                ink.box(x, y, width - 5, 26, colour, pair[1])
+                ink.box(x, y, width - 5, 26, colour, pair[1], size=14)
     steps = len(shares[0])
     y = 74 + 36 * ranks
     for step in range(steps):
-        ink.text(LEFT + (step + 0.5) * width - 2.5, y, step + 1, 11, ink.soft, "middle")
-    ink.text(0, y, "step", 11, ink.soft)
+        ink.text(LEFT + (step + 0.5) * width - 2.5, y, step + 1, 13, ink.soft, "middle")
+    ink.text(0, y, "step", 13, ink.soft)
     words = f"{len(batches)} batches for {plural(ranks, 'rank')}, {steps} steps"
     idle = sum(pair is None for share in shares for pair in share)
     if idle:
@@ -214,7 +216,7 @@ def weights(counts: "list[int]") -> Figure:
 
     counts: tokens of each rank."""
     ink = Ink()
-    left = 118
+    left = 128
     total = sum(counts)
     ranks = sum(1 for count in counts if count)
     rows = (
@@ -222,19 +224,19 @@ def weights(counts: "list[int]") -> Figure:
         (66, "mean of all", lambda count: 1 / total),
     )
     for y, name, weight_of in rows:
-        ink.text(0, y + 20, name, 12.5, weight=600)
+        ink.text(0, y + 20, name, 14.5, weight=600)
         x = float(left)
         for rank, count in enumerate(counts):
             for _ in range(count):
                 weight = weight_of(count)
                 width = (WIDTH - left) * weight
                 words = f"1/{round(1 / weight)}" if width > 22 else ""
-                ink.box(x, y, max(width - 3, 0.5), 30, _colour(rank), words, size=11.5)
+                ink.box(x, y, max(width - 3, 0.5), 30, _colour(rank), words, size=13)
                 x += width
     x = float(left)
     for rank, count in enumerate(counts):
-        ink.text(x, 118, f"rank {rank}: {plural(count, 'token')}", 12, _colour(rank), weight=600)
-        x += text_width(f"rank {rank}: {count} tokens", 12) + 24
+        ink.text(x, 118, f"rank {rank}: {plural(count, 'token')}", 13.5, _colour(rank), weight=600)
+        x += text_width(f"rank {rank}: {count} tokens", 14) + 24
     each = ", ".join(
         f"1/{ranks * count} each of rank {rank}'s {count}"
         for rank, count in enumerate(counts)
@@ -316,19 +318,19 @@ def orders(grads: "list[list[float]]") -> Figure:
     ranks = len(grads[0])
     in_order = [(rank, value) for row in grads for rank, value in enumerate(row)]
     by_rank = [[(rank, row[rank]) for row in grads] for rank in range(ranks)]
-    width = min(104.0, (WIDTH - 150) / (len(in_order) + 1))
+    width = min(118.0, (WIDTH - 162) / (len(in_order) + 1))
 
     def draw(y, name, groups, sums):
         """Boxes of each group with its running sum; returns x behind the last one."""
-        ink.text(0, y + 18, name, 12.5, weight=600)
-        x = 130.0
+        ink.text(0, y + 18, name, 14.5, weight=600)
+        x = 142.0
         for group, totals in zip(groups, sums):
             for (rank, value), total in zip(group, totals):
-                ink.box(x, y, width - 6, 28, _colour(rank), _exactly(value))
-                ink.text(x + (width - 6) / 2, y + 46, _exactly(total), 11.5, ink.soft, "middle")
+                ink.box(x, y, width - 6, 28, _colour(rank), _exactly(value), size=14)
+                ink.text(x + (width - 6) / 2, y + 46, _exactly(total), 13, ink.soft, "middle")
                 x += width
             x += 14
-        ink.text(0, y + 46, "sum so far", 11.5, ink.soft)
+        ink.text(0, y + 46, "sum so far", 13, ink.soft)
         return x
 
     one = _running(value for _, value in in_order)
@@ -337,8 +339,8 @@ def orders(grads: "list[list[float]]") -> Figure:
     all_reduced = _running(totals[-1] for totals in partial)[-1]
     x = max(x, draw(78, "each rank first", by_rank, partial))
     for y, total in ((8, one[-1]), (78, all_reduced)):
-        ink.box(x, y, width - 6, 28, SENT, _exactly(total))
-        ink.text(x + (width - 6) / 2, y + 46, "the result", 11.5, ink.soft, "middle")
+        ink.box(x, y, width - 6, 28, SENT, _exactly(total), size=14)
+        ink.text(x + (width - 6) / 2, y + 46, "the result", 13, ink.soft, "middle")
     words = (
         f"{plural(len(in_order), 'gradient')} of {plural(ranks, 'rank')}: added in global order "
         f"{_exactly(one[-1])}, each rank first {_exactly(all_reduced)}"
@@ -403,16 +405,16 @@ def heartbeats(counts: "list[int]") -> Figure:
     behind = [rank for rank, count in enumerate(counts) if count < most]
     for rank, count in enumerate(counts):
         y = 8 + 38 * rank
-        ink.text(0, y + 19, f"rank {rank}", 12.5, _colour(rank), weight=600)
+        ink.text(0, y + 19, f"rank {rank}", 14.5, _colour(rank), weight=600)
         for number in range(1, most + 1):
             x = LEFT + 52.0 * (number - 1)
             if number <= count:
                 colour = SENT if behind and number == most else _colour(rank)
-                ink.box(x, y, 46, 28, colour, number)
+                ink.box(x, y, 46, 28, colour, number, size=14)
             else:
                 ink.rect(x, y + 1, 45, 26, "none", rx=4, stroke=RED, stroke_width=1.4, dash="3 3")
         state = "waits" if behind and count == most else "has not reached it" if behind else ""
-        ink.text(LEFT + 52.0 * most + 8, y + 19, state, 12, RED if count < most else ink.soft)
+        ink.text(LEFT + 52.0 * most + 8, y + 19, state, 13.5, RED if count < most else ink.soft)
     words = f"every rank has reached collective {most}"
     if behind:
         verb = "has" if len(behind) == 1 else "have"
@@ -436,28 +438,28 @@ def restarts(attempts: "list[tuple]", saved: "list[int]") -> Figure:
     width = min(48.0, (WIDTH - LEFT - 80) / max(stop for _, stop, _ in attempts))
     for i, (first, stop, dead_rank) in enumerate(attempts):
         y = 8 + 38 * i
-        ink.text(0, y + 19, f"start {i + 1}", 12.5, weight=600)
+        ink.text(0, y + 19, f"start {i + 1}", 14.5, weight=600)
         kept = stop
         if dead_rank is not None:
             kept = max([step for step in saved if step <= stop], default=0)
         for step in range(first, stop + 1):
             x = LEFT + (step - 1) * width
             if step <= kept:
-                ink.box(x, y, width - 4, 28, BLUE, step)
+                ink.box(x, y, width - 4, 28, BLUE, step, size=14)
             else:
                 outline = dict(stroke=BLUE, stroke_width=1.2, dash="3 3")
                 ink.rect(x, y + 1, width - 5, 26, "none", rx=4, **outline)
-                ink.text(x + width / 2 - 2, y + 18, step, min(12, width * 0.4), BLUE, "middle", 600)
+                ink.text(x + width / 2 - 2, y + 18, step, min(14, width * 0.4), BLUE, "middle", 600)
         if dead_rank is not None:
             x = LEFT + stop * width + 5
             ink.path(f"M{x:.1f} {y + 8}l12 12m0 -12l-12 12", stroke=RED, stroke_width=3)
-            ink.text(x + 20, y + 19, f"rank {dead_rank} dies", 12, RED, weight=600)
+            ink.text(x + 20, y + 19, f"rank {dead_rank} dies", 13.5, RED, weight=600)
     y = 8 + 38 * len(attempts)
     for step in saved:
         x = LEFT + step * width - 2
         row = next((i for i, (first, stop, _) in enumerate(attempts) if first <= step <= stop), 0)
         ink.line(x, 4 + 38 * row, x, y, 1.5, "4 3")
-        ink.text(x, y + 12, "checkpoint", min(11, width * 0.3 + 3), ink.soft, "middle")
+        ink.text(x, y + 12, "checkpoint", min(13, width * 0.3 + 3), ink.soft, "middle")
     words = []
     for i, (first, stop, dead_rank) in enumerate(attempts, 1):
         died = "" if dead_rank is None else f", then rank {dead_rank} died"
