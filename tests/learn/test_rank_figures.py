@@ -105,11 +105,84 @@ def test_weights_that_differ_are_named_and_red():
     )
 
 
-def test_what_a_dead_rank_lost_is_pale():
+def test_a_step_of_two_ranks_ends_with_one_weight():
+    figure = rank_figures.one_step([2.0, 4.0])
+    assert text_of(figure) == (
+        "2 ranks with gradients 2 and 4: after the all-reduce each has 6, and each has the "
+        "weight 0.4"
+    )
+    assert figure.drawn.count(">1 - 0.1 x 6 = 0.4<") == 2
+    assert "after the all-reduce each has -1.5" in text_of(rank_figures.one_step([0.5, 1.0, -3.0]))
+
+
+def numbers_in(figure):
+    """The numbers in the boxes of a ring, column by column: {(x, y): number}."""
+    found = re.findall(
+        r'<text x="([\d.]+)" y="([\d.]+)"[^>]*font-weight="600"[^>]*>(\d+)<', figure.drawn
+    )
+    return {(float(x), float(y)): int(number) for x, y, number in found}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_ring_ends_with_the_sums_on_every_rank(ranks):
+    values = [[10**rank * (piece + 1) for piece in range(ranks)] for rank in range(ranks)]
+    figure = rank_figures.ring(values)
+    rounds = 2 * (ranks - 1)
+    sums = [sum(column) for column in zip(*values)]
+    assert text_of(figure) == (
+        f"{ranks} ranks, {rounds} rounds: first pieces are added, then sums are copied; at the end "
+        f"each rank has {sums}"
+    )
+    numbers = numbers_in(figure)
+    assert len(numbers) == ranks * ranks * (rounds + 1)
+    for rank, y in enumerate(sorted({y for _, y in numbers})):
+        row = [numbers[place] for place in sorted(place for place in numbers if place[1] == y)]
+        assert row[:ranks] == values[rank] and row[-ranks:] == sums
+    # one arrow and one outline for each rank and round
+    assert figure.drawn.count("<line") == ranks * rounds
+    assert figure.drawn.count('fill="none" stroke=') - ranks * rounds == ranks * rounds
+
+
+def test_a_ring_sends_one_piece_to_the_next_rank_in_each_round():
+    columns = rank_figures._ring_rounds([[1, 2, 3], [10, 20, 30], [100, 200, 300]])
+    assert [heading for heading, _, _ in columns] == ["start", "add", "add", "copy", "copy"]
+    for (_, before, _), (_, after, moves) in zip(columns, columns[1:]):
+        receivers = {receiver: piece for _, (receiver, piece) in moves}
+        assert [(sender + 1) % 3 for sender, _ in moves] == list(receivers) and len(receivers) == 3
+        for rank in range(3):
+            changed = [piece for piece in range(3) if before[rank][piece] != after[rank][piece]]
+            assert changed == [receivers[rank]]
+
+
+def test_two_orders_of_addition_are_drawn_with_fp32_sums():
+    figure = rank_figures.orders([[1e8, -1e8], [1.0, 1.0]])
+    assert text_of(figure) == ("4 gradients of 2 ranks: added in global order 2, each rank first 0")
+    sums = re.findall(r'y="54.0"[^>]*>([-\d,]+)<', figure.drawn)
+    assert sums == ["100,000,000", "0", "1", "2"]
+    sums = re.findall(r'y="124.0"[^>]*>([-\d,]+)<', figure.drawn)
+    assert sums == ["100,000,000", "100,000,000", "-100,000,000", "-100,000,000"]
+    assert "added in global order 7.5, each rank first 7.5" in text_of(
+        rank_figures.orders([[1.0, 2.0, 4.5]])
+    )
+
+
+def test_heartbeats_name_the_ranks_that_others_wait_for():
+    figure = rank_figures.heartbeats([4, 3])
+    assert text_of(figure) == "collective 4: rank 0 waits, rank 1 has not reached it"
+    assert names_at(figure, 8 + 18) == list("1234")
+    assert names_at(figure, 46 + 18) == list("123")
+    assert figure.drawn.count('stroke-dasharray="3 3"') == 1
+    assert text_of(rank_figures.heartbeats([2, 5, 5, 4])) == (
+        "collective 5: ranks 1, 2 wait, ranks 0, 3 have not reached it"
+    )
+    assert text_of(rank_figures.heartbeats([3, 3])) == "every rank has reached collective 3"
+
+
+def test_what_a_dead_rank_lost_is_hollow():
     figure = rank_figures.restarts([(1, 8, 1), (7, 12, None)], saved=[3, 6, 9])
     assert text_of(figure) == "start 1: steps 1 to 8, then rank 1 died; start 2: steps 7 to 12"
     assert (
-        figure.drawn.count('opacity="0.35"') == 2
+        figure.drawn.count('stroke-dasharray="3 3"') == 2
         and names_at(figure, 8 + 18) == list("12345678")
         and figure.drawn.count(">checkpoint<") == 3
     )

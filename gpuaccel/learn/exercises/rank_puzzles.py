@@ -110,14 +110,14 @@ EXERCISES = {
             stub=code(
                 """
                 def deal(order, rank, ranks):
-                    each = -(-len(order) // ranks)          # rounded up
-                    dealt = order.repeat(2)[:each * ranks]
-                    return dealt[rank::ranks]
+                    length = -(-len(order) // ranks)        # len(order) / ranks, rounded up
+                    twice = torch.cat([order, order])
+                    return twice[:length * ranks][rank::ranks]
                 """
             ),
             hint=(
-                "order[rank::ranks] are its batches. At the end the last ranks may have one "
-                "less than -(-len(order) // ranks): fill up with -1 instead of beginning again."
+                "order[rank::ranks] are its batches. The last ranks may have one batch less than "
+                "the others: add -1 there, with torch.cat and torch.full."
             ),
             solution=_DEAL,
             wrong_answers={
@@ -160,13 +160,20 @@ EXERCISES = {
             task=(
                 "sizes: bytes of the blocks, in the order in which backward finishes them. Join"
                 " neighbours: a bucket is closed as soon as it has `least` bytes; the last one "
-                "may have less. Return how many blocks each bucket has, a tensor. What is "
-                "wrong: the last blocks are never sent."
+                "may have less. Return how many blocks each bucket has, a tensor."
             ),
-            stub=_BUCKETS.replace("    if blocks:\n        counts.append(blocks)\n", ""),
+            stub=code(
+                """
+                def fill_buckets(sizes, least):
+                    counts = []
+                    for size in sizes:
+                        counts.append(1)                     # yours: when is a bucket closed?
+                    return torch.tensor(counts)
+                """
+            ),
             hint=(
-                "After the loop there may be blocks in a bucket that is not full. They have "
-                "gradients too."
+                "Keep two numbers: the blocks and the bytes of the bucket that is open. When the "
+                "loop is over, a bucket may still be open. Its blocks have gradients too."
             ),
             solution=_BUCKETS,
             wrong_answers={
@@ -230,9 +237,9 @@ EXERCISES = {
                 """
             ),
             hint=(
-                "Two loops: micro-batches outside, ranks inside, and one running total. Any "
-                "other order rounds otherwise; these gradients nearly cancel, so that you see "
-                "it."
+                "Two loops: micro-batches outside, ranks inside, and one running total. Another "
+                "order rounds differently. The gradients of the check nearly cancel, so that the "
+                "difference is large."
             ),
             solution=_ORDERED,
             wrong_answers={
