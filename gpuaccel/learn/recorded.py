@@ -23,6 +23,7 @@ from ..measure import timeline as measured
 from .figures import graph_figures
 from .figures.charts import bars
 from .figures.drawing import Figure, Table
+from .figures.rung_figures import pairs
 from .figures.timelines import timeline
 
 ABSENT = "no recorded run in this checkout"
@@ -156,6 +157,23 @@ def ledger(notebook: str, own: "Ledger | None" = None) -> Ledgers:
 def recorded_rows(notebook: str) -> "dict[str, dict]":
     """Name -> values of each row that benchmarks/rungs.py recorded for a notebook; {} for none."""
     return _dicts(recorded("rungs").get(notebook, "rows"))
+
+
+def climb(own: "Ledger") -> Figure:
+    """The rungs of notebook 07 as bars: each rate, as a multiple of the first rung's.
+
+    own: the ledger that was measured here. Its bars stand above those of the recorded run, if there
+    is one."""
+    rates = {
+        row.name: [extra.get("tokens_per_s"), None]
+        for row, extra in own.rows
+        if extra.get("tokens_per_s")
+    }
+    for name, values in recorded_rows("07").items():
+        rates.setdefault(name, [None, None])[1] = values.get("tokens_per_s")
+    run = recorded("rungs")
+    where = ["here", run.content.get("gpu", "recorded") if run.exists else ""]
+    return pairs(rates, where, "Tokens per second, as a multiple of the first rung")
 
 
 def _measured_here() -> str:
