@@ -55,7 +55,7 @@ class LiveThroughput:
         """Iterate over `readings` and draw them.
 
         readings: Readings of a meter, e.g. from `ga.train`.
-        name: of the run; a run of the same name is replaced. Or a list of names, for runs at the
+        name: of the run; a run of the same name is replaced. Default: default_name(). Or a list of names, for runs at the
         same time: `readings` are then pairs (number of the run, Reading or None), as ga.launch
         makes them.
         seconds, steps: where to stop if the readings do not end before; they set the progress bar.
@@ -75,7 +75,7 @@ class LiveThroughput:
                 raise ArgumentError(f"{argument} is {limit}, expected a positive number")
         self.join()
         several = isinstance(name, (list, tuple))
-        names = list(name) if several else [name or f"run {len(self.runs) + 1}"]
+        names = list(name) if several else [name or self.default_name()]
         if not names:
             raise ArgumentError(
                 "name is an empty list, expected the name of a run, or one for each run of several"
@@ -98,6 +98,10 @@ class LiveThroughput:
             self.join()
         else:
             _next_cell_waits(self._ended, self.stop, self._view)
+
+    def default_name(self) -> str:
+        """The name of a run that got none: "run 1", "run 2", ..."""
+        return f"run {len(self.runs) + 1}"
 
     def _add_run(self, name) -> Run:
         """A run without readings, in a colour of its own, or that of the run it replaces."""
@@ -169,9 +173,13 @@ class LiveThroughput:
         if self._thread is None:
             return
         interrupt = None
+        began = shown = time.monotonic()
         try:
             while not ended.wait(0.05):
-                pass
+                now = time.monotonic()
+                if view.run.last is None and now - shown >= 1.0:
+                    shown = now
+                    view.waiting(now - began)
         except KeyboardInterrupt as error:
             interrupt = error
             self.stop()
@@ -247,6 +255,11 @@ class _TextView:
     def update(self):
         self._print(_status(self.run, None, self.steps, name=True))
 
+    def waiting(self, seconds):
+        """The cell waits for the first step, which takes long where it compiles or captures."""
+        if round(seconds) % 3 == 1:
+            self._print(f"{self.run.name}: {_starting(seconds)}")
+
     def finish(self):
         if self.notebook:
             self.live.show_static()
@@ -305,11 +318,7 @@ class _WidgetView:
     def _clicked(self, *_):
         self.live.stop()
 
-    def update(self):
-        runs = list(self.live.runs.values())
-        status = _status(self.run, self.seconds, self.steps)
-        if self.live.stopping:
-            status = "stopping after this step"
+    def _say(self, status):
         self.head.value = (
             '<div style="line-height:1.35">'
             f'<span style="font-size:15px;font-weight:600">{escape(self.live.title)}</span><br>'
@@ -317,11 +326,23 @@ class _WidgetView:
             'color:var(--jp-ui-font-color2,inherit)">'
             f"{escape(status)}</span></div>"
         )
+
+    def update(self):
+        runs = list(self.live.runs.values())
+        status = _status(self.run, self.seconds, self.steps)
+        if self.live.stopping:
+            status = "stopping after this step"
+        self._say(status)
         if self.run.last is not None:
             by_steps = self.run.last.step / self.steps if self.steps else 0.0
             by_time = self.run.last.seconds / self.seconds if self.seconds else 0.0
             self.progress.value = min(1.0, max(by_steps, by_time))
         self.svg.value = picture(runs, self.live.peak, norms=self.live.norms)
+
+    def waiting(self, seconds):
+        """The cell waits for the first step: only the status changes, in the cell's thread."""
+        if not self.live.stopping:
+            self._say(_starting(seconds))
 
     def finish(self):
         """The static picture takes the widgets' place, in this cell and in the saved notebook."""
@@ -329,6 +350,11 @@ class _WidgetView:
         row = self.box.children[:1]
         for widget in (self.button, self.progress, self.head, self.svg, *row, self.box):
             widget.close()
+
+
+def _starting(seconds):
+    """What the view says before the first step has ended."""
+    return f"first step, {seconds:.0f} s: it may compile kernels or capture a graph"
 
 
 def _status(run, seconds, steps, name=False):
