@@ -65,6 +65,10 @@ class KernelError(GpuaccelError, RuntimeError):
         self.reports = list(reports)
 
 
+class ReplacementError(GpuaccelError):
+    """A kernel cannot take the place of one of ours. The message says why. Nothing has changed."""
+
+
 class RankError(GpuaccelError, RuntimeError):
     """Another rank of a data-parallel run is unreachable, has stopped, or has other weights."""
 

@@ -33,7 +33,7 @@ from .training import (
 
 if TYPE_CHECKING:
     from .cli.doctor import doctor
-    from .learn import LiveThroughput, check, hint, load_ipython_extension, show, solution
+    from .learn import LiveThroughput, check, hint, load_ipython_extension, replaced, show, solution
 
 __all__ = [
     "AdamW",
@@ -70,6 +70,7 @@ __all__ = [
     "make_dataset",
     "merge_lora",
     "preset",
+    "replaced",
     "save_checkpoint",
     "save_lora",
     "show",
@@ -86,6 +87,7 @@ _LAZY = {
     "check": "learn",
     "hint": "learn",
     "load_ipython_extension": "learn",
+    "replaced": "learn",
     "show": "learn",
     "solution": "learn",
 }

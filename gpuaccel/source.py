@@ -282,6 +282,25 @@ def kernel_positions(source: str) -> "list[tuple[str, int]]":
     return [(d.name, d.start) for d in _declarations(text) if not d.is_template]
 
 
+def definition(source: str, name: str) -> "tuple[int, int]":
+    """(start, end) of the definition of kernel `name` in a text, from its `extern "C"` on.
+
+    Raises CompileError where there is no such kernel."""
+    text = active_text(source)
+    for declaration in _declarations(text):
+        if declaration.name == name and not declaration.is_template:
+            break
+    else:
+        names = ", ".join(kernel_names(source)) or "none"
+        raise CompileError(f"there is no kernel {name!r} here; kernels found: {names}")
+    start = declaration.start
+    if linkage := re.search(r'extern\s+"C"\s*$', text[:start]):
+        start = linkage.start()
+    parameters = text.index(declaration.name, declaration.start) + len(declaration.name)
+    body = text.index("{", closing(text, text.index("(", parameters)))
+    return start, closing(text, body)
+
+
 def signature(source: str, name: str, defines: "dict[str, str]") -> "list[Param]":
     """The parameters of kernel `name`, with macros replaced."""
     declaration, macros = _declaration(source, name, defines)

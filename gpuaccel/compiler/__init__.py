@@ -6,7 +6,21 @@ simt.
 
 from . import nvrtc
 from .dtypes import C_TYPES, FLOAT_DTYPES, KINDS
-from .kernel import Kernel, Launch, compile, kernel_files, kernel_names, kernel_root, usable, zero_
+from .kernel import (
+    Kernel,
+    Launch,
+    compile,
+    is_loaded,
+    kernel_files,
+    kernel_names,
+    kernel_root,
+    parameters_differ,
+    replace,
+    replaced_words,
+    replacements,
+    usable,
+    zero_,
+)
 
 __all__ = [
     "C_TYPES",
@@ -15,10 +29,15 @@ __all__ = [
     "Kernel",
     "Launch",
     "compile",
+    "is_loaded",
     "kernel_files",
     "kernel_names",
     "kernel_root",
     "nvrtc",
+    "parameters_differ",
+    "replace",
+    "replaced_words",
+    "replacements",
     "usable",
     "zero_",
 ]

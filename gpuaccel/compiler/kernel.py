@@ -27,13 +27,14 @@ import pathlib
 import re
 import struct
 import threading
+import weakref
 
 import torch
 
 from .. import simt
-from ..backends import backend, find_driver
+from ..backends import backend, find_compiler, find_driver
 from ..errors import ArgumentError, BackendError, CompileError
-from ..source import kernel_names, launch_bound, signature, without_comments
+from ..source import definition, kernel_names, launch_bound, signature, without_comments
 from . import nvrtc
 
 MAX_GRID = (2**31 - 1, 65535, 65535)
@@ -162,6 +163,74 @@ def _with_macros(options, defines):
     return tuple(kept), macros | {key: str(value) for key, value in defines.items()}
 
 
+# ---- another text in a kernel's place ------------------------------------------------------------
+
+# Every Kernel of a file of kernels_cu.
+_of_files: "weakref.WeakSet[Kernel]" = weakref.WeakSet()
+# kernel's name -> CUDA C of it that stands in the place of the file's
+_replacements: "dict[str, str]" = {}
+
+
+def replacements() -> "tuple[tuple[str, str], ...]":
+    """(kernel's name, the CUDA C in its place) of each kernel that is replaced now."""
+    return tuple(_replacements.items())
+
+
+def replaced_words() -> "str | None":
+    """ "your accumulate_v3": the kernels that are replaced now; None: none is."""
+    return f"your {', '.join(_replacements)}" if _replacements else None
+
+
+def replace(name: str, source: "str | None"):
+    """Let every Kernel `name` of kernels_cu run another definition, from its next launch on.
+
+    source: CUDA C that defines the kernel with the same parameters. It is compiled as if it stood
+        in the file in the place of the old definition. None: the file's own text again.
+
+    A captured graph goes on launching what it was captured with.
+    Raises CompileError, with nothing changed, for a kernel that does not compile here, and
+    ArgumentError for other parameters."""
+    kernels = [kernel for kernel in _of_files if kernel.name == name]
+    texts = [kernel.text_with(source) for kernel in kernels]
+    for kernel, text in zip(kernels, texts):
+        if kernel._texts.get(text):
+            # It has been compiled and loaded before.
+            continue
+        kernel.candidate(text).compile()
+    for kernel, text in zip(kernels, texts):
+        kernel._use(text)
+    if source is None:
+        _replacements.pop(name, None)
+    else:
+        _replacements[name] = source
+
+
+def is_loaded(name: str) -> bool:
+    """Whether a Kernel `name` of kernels_cu, with the text that it has now, was loaded to run."""
+    return any(kernel.name == name and kernel._ready for kernel in _of_files)
+
+
+def parameters_differ(expected, got) -> "str | None":
+    """How a kernel's parameters differ from those expected, in a sentence; names are free.
+
+    expected, got: what `signature` returns. None: they do not differ."""
+    for i in range(max(len(expected), len(got))):
+        want = expected[i] if i < len(expected) else None
+        has = got[i] if i < len(got) else None
+        if not want or not has or _kind(want) != _kind(has):
+            return (
+                f"the kernel takes ({', '.join(map(str, got))}); "
+                f"expected ({', '.join(map(str, expected))}): they differ at parameter {i + 1}, "
+                f"`{has or 'nothing'}` where `{want or 'nothing'}` belongs"
+            )
+    return None
+
+
+def _kind(param) -> tuple:
+    """What a parameter accepts."""
+    return param.pointer, param.dtypes, param.code, param.align
+
+
 # ---- the kernel ----------------------------------------------------------------------------------
 
 
@@ -183,14 +252,29 @@ class Kernel:
             names = ", ".join(file.name for file in kernel_files())
             raise CompileError(f"there is no file {path.name} in kernels_cu; files: {names}")
         self._setup(path.read_text(), name, f"kernels_cu/{path.name}", defines, options)
+        self._file_text = self.text
+        if name in _replacements:
+            text = self.text_with(_replacements[name])
+            self.candidate(text)
+            self._use(text)
+        _of_files.add(self)
 
     def _setup(self, text, name, filename, defines, options=(), learner=False):
-        self.text = text
         self.name = name
         self.filename = filename
         self.options, self.defines = _with_macros(options, defines)
         self.learner = learner
-        self.source = whole_program(text, filename, self.defines)
+        self._ready = {}
+        self._launches = {}
+        self._lock = threading.RLock()
+        # text -> what was loaded of it: a captured graph may still launch it.
+        self._texts = {text: self._ready}
+        self._use(text)
+
+    def _use(self, text):
+        """Compile `text` from now on."""
+        self.text = text
+        self.source = whole_program(text, self.filename, self.defines)
         # Architectures whose own instructions the source tests for, as wgmma of sm_90a. For these
         # GPUs it is compiled with that `a`; the code runs on no other GPU.
         self.own = {
@@ -199,13 +283,36 @@ class Kernel:
                 r"\b__CUDA_ARCH_FEAT_SM(\d+)_ALL\b", without_comments(self.source)
             )
         }
-        self.params = signature(self.source, name, self.defines)
-        self.bound = launch_bound(self.source, name, self.defines) or 1024
+        self.params = signature(self.source, self.name, self.defines)
+        self.bound = launch_bound(self.source, self.name, self.defines) or 1024
         # What check_arguments needs of each parameter, in one tuple.
         self.plan = [(p.pointer, p.dtypes, p.align, _number_types(p)) for p in self.params]
-        self._ready = {}
-        self._launches = {}
-        self._lock = threading.RLock()
+        self._ready = self._texts.setdefault(text, {})
+
+    def candidate(self, text: str) -> "Kernel":
+        """A kernel of its own with another text. Raises ArgumentError for other parameters."""
+        kernel = Kernel.from_source(
+            text, self.name, self.filename, self.defines, self.options, learner=False
+        )
+        if problem := parameters_differ(self.params, kernel.params):
+            raise ArgumentError(f"{self.name}: {problem}")
+        return kernel
+
+    def text_with(self, source: "str | None") -> str:
+        """The file's text with another definition of this kernel; None: the file's own text.
+
+        Messages about it name the file "cell", whose first line is the definition's."""
+        if source is None:
+            return self._file_text
+        start, end = definition(self._file_text, self.name)
+        line = self._file_text.count("\n", 0, end) + 1
+        return "".join(
+            [
+                self._file_text[:start],
+                f'\n#line 1 "cell"\n{source}\n#line {line} "{self.filename}"\n',
+                self._file_text[end:],
+            ]
+        )
 
     @classmethod
     def from_source(
@@ -235,6 +342,15 @@ class Kernel:
 
     def _compile(self, target: str) -> "tuple[bytes, str]":
         return nvrtc.compile_cubin(self.source, self.filename, target, {}, self.options)
+
+    def compile(self):
+        """Compile for this GPU, or for the CPU where the backend is not cuda.
+
+        Raises CompileError. Without a C++ compiler: for sm_90."""
+        if backend().name == "cuda" or find_compiler()[0] is None:
+            self.resources()
+        else:
+            self.load("checked" if simt.is_checked(self.learner) else "fast")
 
     def _target(self, arch: str) -> str:
         return f"{arch}a" if arch in self.own else arch

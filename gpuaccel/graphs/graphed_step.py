@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ..backends import backend
+from ..compiler import replacements
 from ..errors import ArgumentError, CaptureError, described
 from ..ops import check_choice
 from .addresses import Addresses
@@ -240,6 +241,7 @@ class GraphedStep(Generic[P, R]):
             torch.backends.cuda.matmul.allow_tf32,
             torch.backends.cudnn.allow_tf32,
             backend().name,
+            replacements(),
             self._modes and self._modes(),
             tuple([optimizer_key(opt) for opt in self._optimizers]),
             tuple([participant.graph_key() for participant in self._participants]),

@@ -9,6 +9,7 @@ from .exercises import BLOCK, EXERCISES, check, exercise, hint, solution
 from .figures import graph_figures, layer_figures, rank_figures, token_figures
 from .launched import launched, launches
 from .magics import load_ipython_extension
+from .replacement import Verdict, replaced, restore
 from .widgets import LiveThroughput
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "EXERCISES",
     "AccessView",
     "LiveThroughput",
+    "Verdict",
     "check",
     "exercise",
     "figures",
@@ -27,6 +29,8 @@ __all__ = [
     "load_ipython_extension",
     "rank_figures",
     "recorded",
+    "replaced",
+    "restore",
     "show",
     "solution",
     "token_figures",

@@ -13,6 +13,9 @@
 `%%cuda accumulate -D GRAD_T=bf16` takes one kernel of the cell and sets macros as the compiler's -D
 does. The helpers of kernels_cu/common.cuh (bf16, as_float, as_bf16) are available. An error is
 shown as the compiler shows it, with line and caret; line numbers are those of the cell.
+
+`%%cuda --replace accumulate_v3` puts the cell's kernel in the place of the package's, for all that
+launches it, once it was found right (replacement.py). `%cuda --restore` puts ours back.
 """
 
 import re
@@ -24,8 +27,10 @@ from html import escape
 from ..backends import backend
 from ..compiler import Kernel, compile, kernel_names
 from ..errors import CompileError, GpuaccelError
+from .replacement import Verdict, install, kernel_in_steps, restore
 
-USAGE = "usage: %%cuda [kernel] [-D MACRO=VALUE ...]"
+USAGE = "usage: %%cuda [kernel] [-D MACRO=VALUE ...], or %%cuda --replace kernel"
+RESTORE_USAGE = "usage: %cuda --restore [kernel ...]"
 
 
 @dataclass(frozen=True)
@@ -122,12 +127,47 @@ def compile_cell(line: str, cell: str) -> Compiled:
     return Compiled(kernels, milliseconds)
 
 
-def load_ipython_extension(shell):
-    """Register %%cuda; `%load_ext gpuaccel` calls this."""
+def replace_kernel(name: str, cell: str) -> Verdict:
+    """Check the kernel of a cell, and put it in the place of the package's `name`.
 
-    def cuda(line, cell):
-        """A cell of CUDA C. %%cuda [kernel] [-D MACRO=VALUE ...]"""
+    Prints what is being done, since it takes some seconds."""
+    if name not in kernel_names(cell):
+        there = ", ".join(kernel_names(cell)) or "none"
+        raise CompileError(
+            f"%%cuda --replace {name}: expected a kernel of that name in this cell; "
+            f"kernels found: {there}"
+        )
+    kernel_in_steps(name)
+    print(f"checking your {name}: each access, then its results against the definition ...")
+    return install(name, "\n" + cell)
+
+
+def restore_kernels(line: str) -> str:
+    """What `%cuda --restore` does: our kernels are back. Returns what it did, in words."""
+    words = line.split()
+    if not words or words[0] != "--restore":
+        raise CompileError(f"%cuda {line}: {RESTORE_USAGE}")
+    names = restore(*words[1:])
+    return f"ours again: {', '.join(names)}" if names else "no kernel was replaced"
+
+
+def load_ipython_extension(shell):
+    """Register %%cuda and %cuda; `%load_ext gpuaccel` calls this."""
+
+    def cuda(line, cell=None):
+        """A cell of CUDA C: %%cuda [kernel] [-D MACRO=VALUE ...]
+
+        %%cuda --replace kernel: use it in the place of the package's.
+        %cuda --restore: use the package's again."""
         try:
+            if cell is None:
+                print(restore_kernels(line))
+                return None
+            words = line.split()
+            if words[:1] == ["--replace"]:
+                if len(words) != 2:
+                    raise CompileError(f"%%cuda {line}: {USAGE}")
+                return replace_kernel(words[1], cell)
             compiled = compile_cell(line, cell)
         except GpuaccelError as error:
             # the failed cell shows the message, and no Python traceback
@@ -137,4 +177,4 @@ def load_ipython_extension(shell):
         shell.user_ns.update(compiled.kernels)
         return compiled
 
-    shell.register_magic_function(cuda, "cell", "cuda")
+    shell.register_magic_function(cuda, "line_cell", "cuda")

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 from ..backends import backend
+from ..compiler import replaced_words
 from .profiler import (
     GRAPH_LAUNCHES,
     LAUNCHES,
@@ -70,12 +71,15 @@ class Row:
 
 
 @contextlib.contextmanager
-def ledger(name="step"):
+def ledger(name=None):
     """Count what the block does. Yields a Row that is filled when the block ends without an error.
+
+    name: of the row; default: "your accumulate_v3" while that kernel is replaced, else "step".
 
     The block may launch work on any stream and from any thread. Work queued before it and the
     profiler's own waiting are not counted. The first use in a process starts the profiler (about a
     second on a GPU): warm up outside the block, and do not read a speed from it."""
+    name = name or replaced_words() or "step"
     row = Row(name=name, backend=backend().name)
     with profiled(f"ledger({name!r})") as events:
         start = time.perf_counter()

@@ -1,0 +1,349 @@
+"""Inputs on which a kernel that stands in the place of one of ours is compared with the definition.
+
+A case runs public operations on random data and returns what they computed. Run with the backend
+`torch` it returns the definition's result, with `simt` or `cuda` that of the kernels. `CASES` says
+which cases launch a kernel: all kernels that a training step launches are there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..backends import backend
+from ..compiler import Kernel
+from ..nn import Encoder, PolyAttention, RichardsCurve
+from ..ops import CHUNK, SQUARES_THREADS, accumulate_, encoder_backward, find_segments
+from ..optim import AdamW, Arena, Lion, clip_grad_norm_, clip_grads_
+from ..training import TrainStep
+
+# fp32 tensors that an operation computes, by name
+Results = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to launch a kernel.
+
+    run(n, device, generator, dtypes): results for about n elements, with parameters, gradients or
+        inputs in each of these dtypes. It draws the same data for the same state of the generator,
+        which is the CPU's.
+    roundings: by how many roundings of its dtype a result may differ from the definition's, as a
+        multiple of its own size; 0: not at all.
+    on_cpu: whether the launched kernel runs on the CPU."""
+
+    run: "Callable[[int, torch.device, torch.Generator, Sequence[torch.dtype]], Results]"
+    roundings: int
+    on_cpu: bool = True
+
+
+class _Normal:
+    """Normally distributed tensors, drawn on the CPU and moved to a device."""
+
+    def __init__(self, device, generator):
+        self.device = device
+        self.generator = generator
+
+    def __call__(self, *shape, dtype=torch.float32) -> Tensor:
+        return torch.randn(*shape, generator=self.generator).to(self.device, dtype)
+
+    def integers(self, low, high, *shape) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator).to(self.device)
+
+
+def _sizes(n) -> "list[int]":
+    """Of some tensors: one of n elements, and around a chunk."""
+    return [n, 3, CHUNK, n // 2 + 1]
+
+
+# ---- accumulation, clipping, optimizers ----------------------------------------------------------
+
+
+def _accumulate(n, device, generator, dtypes) -> Results:
+    normal = _Normal(device, generator)
+    results: Results = {}
+    for dtype in dtypes:
+        # The vectorised kernel takes a multiple of four, the other one any number.
+        for size in (n, 4 * n):
+            total = 100 * normal(size)
+            accumulate_(total, normal(size, dtype=dtype))
+            results[f"sum of {size:,} elements, gradient in {dtype}"] = total
+    return results
+
+
+class _Parameters(nn.Module):
+    """Parameters of some sizes. loss(data): its gradient is a row of `data`."""
+
+    def __init__(self, normal, sizes):
+        super().__init__()
+        self.members = nn.ParameterList([nn.Parameter(normal(size)) for size in sizes])
+
+    def loss(self, data) -> Tensor:
+        rows = data.sum(0).split([p.numel() for p in self.members])
+        return sum((p.float() * row).sum() for p, row in zip(self.members, rows))
+
+
+def _step(optimizer):
+    """A case: two training steps over an arena, three micro-batches each, clipped."""
+
+    def run(n, device, generator, dtypes) -> Results:
+        normal = _Normal(device, generator)
+        results: Results = {}
+        for dtype in dtypes:
+            model = _Parameters(normal, _sizes(n)).to(device, dtype)
+            arena = Arena(model)
+            opt = optimizer(arena, lr=0.03, weight_decay=0.1, max_norm=1.0)
+            data = [normal(3, sum(_sizes(n))) for _ in range(2)]
+
+            def loss(model, micro):
+                return model.loss(micro), torch.tensor(1.0, device=device)
+
+            with TrainStep(model, opt, loss, micro_batches=3, accumulate="arena") as step:
+                for batch in data:
+                    out = step(batch)
+                    assert out.norm is not None
+                    results[f"norm, parameters in {dtype}"] = out.norm.clone()
+                for segment, weight in zip(arena.segments, arena.masters):
+                    words = f"{segment.name} in {dtype}, after 2 steps"
+                    results[words] = weight.detach().clone()
+                    results |= _state(opt, weight, words)
+        return results
+
+    return run
+
+
+def _state(opt, parameter, words) -> Results:
+    """The optimizer's state of a parameter."""
+    state = opt.state[parameter]
+    return {f"{key} of {words}": value.clone() for key, value in state.items()}
+
+
+def _optimizer(optimizer, *options):
+    """A case: two steps over a list of parameters, for each of some options."""
+
+    def run(n, device, generator, dtypes) -> Results:
+        normal = _Normal(device, generator)
+        results: Results = {}
+        for option in options or ({},):
+            for dtype in dtypes:
+                params = [nn.Parameter(normal(size, dtype=dtype)) for size in _sizes(n)]
+                opt = optimizer(params, lr=0.03, weight_decay=0.1, **option)
+                for _ in range(2):
+                    _set_gradients(params, normal)
+                    opt.step()
+                for i, p in enumerate(params):
+                    words = "".join(f", {key}" for key in option)
+                    words = f"parameter {i} in {dtype}{words}, after 2 steps"
+                    results |= {words: p.detach(), **_state(opt, p, words)}
+        return results
+
+    return run
+
+
+def _set_gradients(params, normal) -> "list[Tensor]":
+    """Give each parameter a new gradient, and return them."""
+    grads = [normal(p.numel(), dtype=p.dtype) for p in params]
+    for p, grad in zip(params, grads):
+        p.grad = grad
+    return grads
+
+
+def _clip(n, device, generator, dtypes) -> Results:
+    normal = _Normal(device, generator)
+    results: Results = {}
+    for dtype in dtypes:
+        params = [nn.Parameter(torch.zeros(size, device=device, dtype=dtype)) for size in _sizes(n)]
+        for limit in (0.5, 1e6):
+            grads = _set_gradients(params, normal)
+            norm = clip_grad_norm_(params, limit)
+            results[f"norm of gradients in {dtype}, limit {limit:g}"] = norm
+            for i, grad in enumerate(grads):
+                results[f"gradient {i} in {dtype}, limit {limit:g}"] = grad
+        grads = _set_gradients(params, normal)
+        grads[2][1] = float("nan")
+        state = clip_grads_(params, 0.5, on_nonfinite="skip", scope="tensor")
+        results[f"norm of each tensor in {dtype}, one with NaN"] = state.norm
+        results[f"scale of each tensor in {dtype}, one with NaN"] = state.scale
+        for i, grad in enumerate(grads):
+            results[f"gradient {i} in {dtype}, one with NaN"] = grad
+        results[f"first tensor with NaN, {dtype}"] = state.first_nonfinite
+    return results
+
+
+def _peers(n, device, generator, dtypes) -> Results:
+    normal = _Normal(device, generator)
+    chunks = n // CHUNK + 1
+    own = normal(chunks * CHUNK)
+    others = normal(2, chunks * CHUNK)
+    # Rank 1 of 3: the order of the sum is 0, 1, 2.
+    if backend().name == "torch":
+        total = others[0] + own + others[1]
+        squares = total.double().square().view(chunks, CHUNK).sum(1)
+        nonfinite = torch.zeros(3, chunks, dtype=torch.int32, device=device)
+    else:
+        total = own
+        squares = torch.empty(chunks, dtype=torch.float64, device=device)
+        nonfinite = torch.zeros(3, chunks, dtype=torch.int32, device=device)
+        kernel = Kernel("peers", "peers_sum", CHUNK=CHUNK, THREADS=SQUARES_THREADS)
+        row = others.stride(0) // 4
+        kernel[chunks, SQUARES_THREADS](own, squares, nonfinite, others, 1, 3, chunks, row)
+    return {"sum of three ranks": total, "squares": squares.float(), "not finite": nonfinite}
+
+
+# ---- embeddings ----------------------------------------------------------------------------------
+
+
+def _embedding(n, device, generator, dtypes) -> Results:
+    normal = _Normal(device, generator)
+    results: Results = {}
+    positions = min(n, 50)
+    for dtype in dtypes:
+        # Rows of 8 channels can be read four at a time, rows of 6 cannot.
+        for channels in (8, 6) if dtype == torch.float32 else (8,):
+            model = Encoder(vocab=7, dim=channels, positions=positions).to(device, dtype)
+            for p in model.parameters():
+                p.data.copy_(normal(*p.shape))
+            tokens = normal.integers(0, 7, n // positions + 1, positions)
+            words = f"{dtype}, {channels} channels, {tokens.numel():,} tokens"
+            results[f"forward, {words}"] = model(tokens).detach()
+            dwte = normal(7, channels)
+            dwpe = normal(positions, channels)
+            encoder_backward(
+                dwte, dwpe, normal(*tokens.shape, channels, dtype=dtype).contiguous(), tokens
+            )
+            results[f"dwte, {words}"] = dwte
+            results[f"dwpe, {words}"] = dwpe
+    return results
+
+
+def _sort(n, device, generator, dtypes) -> Results:
+    normal = _Normal(device, generator)
+    results: Results = {}
+    for vocab in (5, 700, 70_000):
+        tokens = normal.integers(0, vocab, n)
+        segments = find_segments(tokens, vocab)
+        results[f"order of {n:,} tokens out of {vocab:,}"] = segments.order
+        results[f"pieces of {n:,} tokens out of {vocab:,}"] = segments.pieces
+    return results
+
+
+# ---- learned layers ------------------------------------------------------------------------------
+
+
+def _curve(n, device, generator, dtypes) -> Results:
+    normal = _Normal(device, generator)
+    results: Results = {}
+    curve = RichardsCurve(nu=0.7).to(device)
+    for dtype in dtypes:
+        for size in (n, 8 * n) if dtype == torch.float32 else (n,):
+            x = normal(size, dtype=dtype).requires_grad_()
+            y = curve(x)
+            dx, dtheta = torch.autograd.grad(y, [x, curve.theta], normal(size, dtype=dtype))
+            words = f"{size:,} elements in {dtype}"
+            results |= {f"y, {words}": y.detach(), f"dx, {words}": dx, f"dtheta, {words}": dtheta}
+    return results
+
+
+def _glu(n, device, generator, dtypes) -> Results:
+    normal = _Normal(device, generator)
+    results: Results = {}
+    activation, gate = RichardsCurve(nu=0.7).to(device), RichardsCurve("tanh").to(device)
+    for dtype in dtypes:
+        for hidden in (8, 5) if dtype == torch.float32 else (8,):
+            x = normal(n // hidden + 1, 2 * hidden, dtype=dtype).requires_grad_()
+            h = torch.ops.gpuaccel.richards_glu(
+                x, activation.theta, gate.theta, activation.setting, gate.setting
+            )[0]
+            inputs = [x, activation.theta, gate.theta]
+            dx, dtheta_a, dtheta_g = torch.autograd.grad(h, inputs, normal(*h.shape, dtype=dtype))
+            words = f"{x.shape[0]:,} x {hidden} in {dtype}"
+            results |= {f"h, {words}": h.detach(), f"dx, {words}": dx}
+            results |= {f"dtheta, {words}": dtheta_a, f"dtheta of the gate, {words}": dtheta_g}
+    return results
+
+
+def _attention(width, dtype):
+    """A case: forward and backward of PolyAttention with two heads of this width and dtype."""
+
+    def run(n, device, generator, dtypes) -> Results:
+        normal = _Normal(device, generator)
+        results: Results = {}
+        T = max(2, min(n // 16, 150))
+        for degree, window in ((1, None), (3, 20)):
+            layer = PolyAttention(2 * width, 2, degree, window, max_positions=T).to(device, dtype)
+            for name, p in layer.named_parameters():
+                # The curves' parameters and the coefficients keep the values that they begin with.
+                if name == "pe" or name.endswith("weight"):
+                    p.data.copy_(normal(*p.shape) / p.shape[-1] ** 0.5)
+            x = normal(2, T, 2 * width, dtype=dtype).requires_grad_()
+            y = layer(x)
+            inputs = [x, *layer.parameters()]
+            gradients = torch.autograd.grad(y, inputs, normal(*y.shape, dtype=dtype))
+            names = ["x", *(name for name, _ in layer.named_parameters())]
+            words = f"{T} tokens, heads of {width} in {dtype}, degree {degree}, window {window}"
+            results[f"y, {words}"] = y.detach()
+            results |= {f"gradient of {k}, {words}": g for k, g in zip(names, gradients)}
+        return results
+
+    return run
+
+
+# ---- which case launches which kernel ------------------------------------------------------------
+
+_STEP = Case(_step(AdamW), roundings=16)
+_LION = Case(_step(Lion), roundings=16)
+_LISTS = Case(_optimizer(AdamW, {}, {"amsgrad": True}, {"maximize": True}), roundings=16)
+_LION_LISTS = Case(_optimizer(Lion, {}, {"maximize": True}), roundings=16)
+_CLIP = Case(_clip, roundings=16)
+_ADD = Case(_accumulate, roundings=1)
+_EMBEDDING = Case(_embedding, roundings=64)
+_SORT = Case(_sort, roundings=0)
+_CURVE = Case(_curve, roundings=256)
+_GLU = Case(_glu, roundings=256)
+_HEADS = Case(_attention(16, torch.float32), roundings=2048)
+_HEADS_64 = Case(_attention(64, torch.bfloat16), roundings=8, on_cpu=False)
+_HEADS_128 = Case(_attention(128, torch.bfloat16), roundings=8, on_cpu=False)
+
+# name of a kernel -> the cases that launch it
+CASES: "dict[str, tuple[Case, ...]]" = {
+    "accumulate_v1": (_ADD,),
+    "accumulate_v2": (_ADD,),
+    "accumulate_v3": (_STEP,),
+    "accumulate_v4": (_STEP,),
+    "squares_v2": (_CLIP,),
+    "reduce_v2": (_CLIP, _STEP),
+    "scale_v2": (_CLIP,),
+    "settings_write": (_STEP, _LISTS),
+    "adamw_begin": (_STEP, _LISTS),
+    "adamw_v2": (_LISTS,),
+    "adamw_v3": (_STEP,),
+    "lion_begin": (_LION, _LION_LISTS),
+    "lion_v2": (_LION_LISTS,),
+    "lion_v3": (_LION,),
+    "peers_sum": (Case(_peers, roundings=4),),
+    "encoder_forward": (_EMBEDDING,),
+    "encoder_backward_v3": (_EMBEDDING,),
+    "encoder_combine_v3": (_EMBEDDING,),
+    "encoder_wpe": (_EMBEDDING,),
+    "segments_count": (_SORT,),
+    "segments_scatter": (_SORT,),
+    "segments_pieces": (_SORT,),
+    "richards_forward": (_CURVE,),
+    "richards_backward": (_CURVE,),
+    "richards_finish": (_CURVE, _GLU),
+    "glu_forward": (_GLU,),
+    "glu_backward": (_GLU,),
+    "poly_query_gate": (_HEADS,),
+    "poly_gate_backward": (_HEADS,),
+    "poly_query_backward": (_HEADS,),
+    "poly_finish": (_HEADS,),
+    "poly_forward_v1": (_HEADS,),
+    "poly_backward_q_v1": (_HEADS,),
+    "poly_backward_kv_v1": (_HEADS,),
+    "poly_backward_pe_v1": (_HEADS,),
+    "poly_forward_v2": (_HEADS_128,),
+    "poly_backward_v2": (_HEADS_128,),
+    "poly_forward_v3": (_HEADS_64,),
+    "poly_backward_v3": (_HEADS_64,),
+}

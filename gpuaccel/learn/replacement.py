@@ -1,0 +1,297 @@
+"""Your kernel in the training: a kernel of kernels_cu is replaced by your own, once it is right.
+
+    %%cuda --replace accumulate_v3         # in a notebook; `%cuda --restore` puts ours back
+    extern "C" __global__ void accumulate_v3(...) { ... }
+
+    with ga.replaced("accumulate_v3", source):     # in a script
+        step(batch)
+
+Before anything launches your kernel, it is run on the CPU with every access checked, then compared
+with ours and with the operation's definition in torch, on random data of several sizes. A kernel
+that is wrong is refused with a ReplacementError that says where, and nothing has changed.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+
+import torch
+from torch import Tensor
+
+from ..backends import backend, default_device, find_compiler, use_backend
+from ..compiler import Kernel, is_loaded, replace, replacements
+from ..errors import ArgumentError, CompileError, GpuaccelError, KernelError, ReplacementError
+from ..simt import checked
+from .kernel_cases import CASES, Case, Results
+
+# Elements for the run with every access checked, and for the comparison.
+CHECKED_SIZES = (1, 700)
+DTYPES = (torch.float32, torch.bfloat16)
+SIZES = (5, 4099, 30_000)
+GPU_SIZES = (5, 4099, 1_000_003)
+# A kernel that makes the operation this many times slower than ours is refused.
+MOST_TIMES_SLOWER = 20.0
+# Shorter differences, in seconds, are the machine's.
+LEAST_DIFFERENCE = 0.5
+# Seconds that one launch on the CPU may take during the check.
+LAUNCH_LIMIT = 10.0
+SEED = 20
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a kernel compares with ours. It is installed.
+
+    name: of the kernel.
+    identical: whether all results are bit-identical to those of ours.
+    largest: the largest difference from ours, relative to the largest element of the result.
+    tensors: how many results were compared.
+    notes: sentences about what was not checked, or has no effect here."""
+
+    name: str
+    identical: bool
+    largest: float
+    tensors: int
+    notes: "tuple[str, ...]" = ()
+
+    def __str__(self):
+        if self.identical:
+            words = f"bit-identical to ours in all {self.tensors} results"
+        else:
+            words = (
+                f"equal to ours within rounding in {self.tensors} results "
+                f"(largest relative difference {self.largest:.1e})"
+            )
+        return " ".join([f"your {self.name} is installed: {words}.", *self.notes])
+
+    __repr__ = __str__
+
+    def _repr_html_(self):
+        return (
+            '<div style="border-left:4px solid #1b9e77;padding:4px 14px;font-size:13px">'
+            f"{escape(str(self))}</div>"
+        )
+
+
+def kernel_in_steps(name: str) -> str:
+    """The plain name of a kernel that a training step launches: "clip.squares_v2" is "squares_v2".
+
+    Raises ArgumentError for others."""
+    plain = name.rpartition(".")[2] if isinstance(name, str) else name
+    if plain not in CASES:
+        raise ArgumentError(
+            f"no training step launches a kernel {name!r}; those that can be replaced: "
+            f"{', '.join(CASES)}"
+        )
+    return plain
+
+
+@contextlib.contextmanager
+def replaced(name: str, kernel: "str | Kernel") -> "Iterator[Verdict]":
+    """Run your own kernel in the place of ours while the block runs. Yields its Verdict.
+
+    name: of a kernel that a training step launches, e.g. "squares_v2" or "clip.squares_v2".
+    kernel: CUDA C that defines a kernel of this name with the same parameters, or a Kernel made
+        from it. What its file in kernels_cu defines (macros, structs, functions) is at hand.
+
+    Graphs are captured again with it. In another process, such as another rank, ours go on.
+    Raises ReplacementError, with nothing changed, for a kernel that is not right."""
+    name = kernel_in_steps(name)
+    before = dict(replacements()).get(name)
+    verdict = install(name, kernel.text if isinstance(kernel, Kernel) else kernel)
+    try:
+        yield verdict
+    finally:
+        replace(name, before)
+
+
+def install(name: str, source: str) -> Verdict:
+    """Check a kernel and put it in the place of ours, until restore().
+
+    Raises ReplacementError, with nothing changed, for a kernel that is not right."""
+    name = kernel_in_steps(name)
+    before = dict(replacements()).get(name)
+    try:
+        verdict = _judge(name, source)
+    except BaseException:
+        replace(name, before)
+        raise
+    replace(name, source)
+    return verdict
+
+
+def restore(*names: str) -> "list[str]":
+    """Put our kernels back: those named, or all. Returns the names of those that were replaced."""
+    wanted = [kernel_in_steps(name) for name in names]
+    found = [name for name, _ in replacements() if name in wanted or not names]
+    for name in found:
+        replace(name, None)
+    return found
+
+
+# ---- the check -----------------------------------------------------------------------------------
+
+
+def _judge(name: str, source: str) -> Verdict:
+    """Compare a kernel with ours. Leaves it, or ours, in place."""
+    runs_here = "cuda" if backend().name == "cuda" else "simt"
+    has_compiler = find_compiler()[0] is not None
+    if runs_here == "simt" and not has_compiler:
+        raise ReplacementError(
+            f"{name}: without a GPU and without a C++ compiler no kernel can run here "
+            f"({find_compiler()[1]})"
+        )
+    notes = []
+    cases = CASES[name]
+    for case in cases:
+        if not case.on_cpu and runs_here == "simt":
+            raise ReplacementError(
+                f"{name} runs on tensor cores, which only a GPU has: it can be replaced there"
+            )
+        if case.on_cpu and has_compiler:
+            _run_checked(name, source, case)
+        else:
+            reason = "there is no C++ compiler" if case.on_cpu else "it runs on tensor cores"
+            notes.append(f"Its accesses were not checked one by one: {reason}.")
+    identical = True
+    largest = 0.0
+    tensors = 0
+    with use_backend(runs_here):
+        device = default_device()
+        for case in cases:
+            for n in GPU_SIZES if runs_here == "cuda" else SIZES:
+                same, difference, count = _compare(name, source, case, n, device)
+                identical = identical and same
+                largest = max(largest, difference)
+                tensors += count
+        if not is_loaded(name):
+            raise ReplacementError(f"{name}: this GPU ({backend().reason}) takes another kernel")
+    if backend().name == "torch":
+        notes.append(
+            "The backend is torch, so no step here launches it: ga.use_backend('simt') runs it."
+        )
+    return Verdict(name, identical, largest, tensors, tuple(notes))
+
+
+def _run_checked(name, source, case: Case):
+    """Run a kernel on the CPU on small inputs, with every access checked.
+
+    Raises ReplacementError for a mistake, and for a result that is wrong."""
+    cpu = torch.device("cpu")
+    for n in CHECKED_SIZES:
+        with use_backend("torch"):
+            expected = case.run(n, cpu, _generator(n), [torch.float32])
+        with use_backend("simt"), checked(seconds=LAUNCH_LIMIT):
+            replace(name, source)
+            with _refusal(name):
+                results = case.run(n, cpu, _generator(n), [torch.float32])
+        for label, want in expected.items():
+            _check_result(name, label, results[label], want, want, case.roundings)
+
+
+@contextlib.contextmanager
+def _refusal(name):
+    """Errors of a kernel, or of its launch, as ReplacementError."""
+    try:
+        yield
+    except KernelError as error:
+        raise ReplacementError(f"{name} is refused: {error}") from None
+    except CompileError:
+        raise
+    except GpuaccelError as error:
+        raise ReplacementError(f"{name} is refused, it cannot be launched: {error}") from None
+
+
+def _compare(name, source, case: Case, n: int, device) -> "tuple[bool, float, int]":
+    """(bit-identical to ours, largest relative difference from ours, results) for one size.
+
+    Raises ReplacementError where a result is wrong or the kernel is far slower than ours."""
+    with use_backend("torch"):
+        expected = _run(case, n, device)[0]
+    replace(name, None)
+    _run(case, n, device)
+    ours, our_seconds = _run(case, n, device)
+    try:
+        with checked(False, seconds=LAUNCH_LIMIT):
+            replace(name, source)
+            with _refusal(name):
+                _run(case, n, device)
+                yours, your_seconds = _run(case, n, device)
+    except RuntimeError as error:
+        if device.type != "cuda":
+            raise
+        raise ReplacementError(
+            f"{name} is refused: the GPU stopped it ({str(error).splitlines()[0]}). After that "
+            "nothing runs on the GPU in this process: restart the notebook's kernel and run its "
+            "cells again, without this one."
+        ) from None
+    for label, want in expected.items():
+        _check_result(name, label, yours[label], want, ours[label], case.roundings)
+    slower = your_seconds / our_seconds
+    if slower > MOST_TIMES_SLOWER and your_seconds - our_seconds > LEAST_DIFFERENCE:
+        raise ReplacementError(
+            f"{name} is refused: it is right, but with it the operation takes {slower:.0f} times "
+            f"as long as with ours; expected at most {MOST_TIMES_SLOWER:.0f} times"
+        )
+    identical = all(_bits_equal(yours[label], ours[label]) for label in ours)
+    largest = max(_relative(yours[label], ours[label]) for label in ours)
+    return identical, largest, len(ours)
+
+
+def _run(case: Case, n: int, device: torch.device) -> "tuple[Results, float]":
+    """(results, seconds) of a case under the backend in use."""
+    start = time.perf_counter()
+    results = case.run(n, device, _generator(n), DTYPES)
+    if device.type == "cuda":
+        # A mistake of the kernel shows here.
+        torch.cuda.synchronize(device)
+    return results, time.perf_counter() - start
+
+
+def _generator(n) -> torch.Generator:
+    return torch.Generator().manual_seed(SEED + n)
+
+
+def _check_result(name, label, got, want, ours, roundings):
+    if problem := _difference(got, want, ours, roundings):
+        raise ReplacementError(f"{name} is refused: {label}: {problem}")
+
+
+def _difference(got: Tensor, want: Tensor, ours: Tensor, roundings: int) -> "str | None":
+    """Where a result differs from the definition's by more than rounding, in words."""
+    same = (got == want) | (got.isnan() & want.isnan())
+    if bool(same.all()):
+        return None
+    if got.dtype.is_floating_point:
+        exact = want.double()
+        size = exact.abs()
+        finite = size.isfinite()
+        # A sum is rounded as its terms are, which are as large as a typical element.
+        typical = float(size[finite].square().mean().sqrt()) if bool(finite.any()) else 0.0
+        allowed = roundings * torch.finfo(got.dtype).eps * (size + typical)
+        # Ours are the measure where the definition itself rounds more.
+        allowed = torch.maximum(allowed, 2 * (ours.double() - exact).abs())
+        # Written so that NaN counts as a difference.
+        wrong = ~(same | ((got.double() - exact).abs() <= allowed))
+    else:
+        wrong = ~same
+    places = wrong.flatten().nonzero().flatten()
+    if not len(places):
+        return None
+    i = int(places[0])
+    value, expected = float(got.flatten()[i]), float(want.flatten()[i])
+    count = f"{len(places):,} of {got.numel():,} elements are wrong"
+    return f"{count}; the first is [{i:,}]: got {value:.7g}, expected {expected:.7g}"
+
+
+def _bits_equal(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    """The largest difference of two results, relative to the largest element."""
+    difference = (a.double() - b.double()).abs().nan_to_num()
+    largest = float(b.double().abs().nan_to_num().max()) if b.numel() else 0.0
+    return float(difference.max()) / largest if largest else 0.0
