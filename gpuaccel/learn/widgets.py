@@ -23,6 +23,7 @@ import threading
 import time
 from html import escape
 
+from ..compiler import replaced_words
 from ..errors import ArgumentError
 from ..notebook import notebook_shell
 from .figures.drawing import RUN_COLOURS, WIDTH, gigabytes, norm_words, number
@@ -100,8 +101,9 @@ class LiveThroughput:
             _next_cell_waits(self._ended, self.stop, self._view)
 
     def default_name(self) -> str:
-        """The name of a run that got none: "run 1", "run 2", ..."""
-        return f"run {len(self.runs) + 1}"
+        """The name of a run that got none: "your accumulate_v3" while a kernel of ours is replaced
+        (`%%cuda --replace accumulate_v3`), else "run 1", "run 2", ..."""
+        return replaced_words() or f"run {len(self.runs) + 1}"
 
     def _add_run(self, name) -> Run:
         """A run without readings, in a colour of its own, or that of the run it replaces."""
