@@ -36,12 +36,19 @@ compiler: $(VENV)/.installed
 	  echo "so that kernels run on the CPU"; \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ziglang; } || true
 
-# It opens on the page that says where to start, rendered, and asks nobody whether they want news: that is in
-# notebooks/.jupyterlab. The whole checkout is the root, so that kernels can be opened beside notebooks. JupyterLab wants to be
-# told when it is root who starts it, as on most rented machines.
+# It opens on the page that says where to start, rendered. notebooks/.jupyterlab holds the rest: settings (no question
+# about news), an extension that colours %%cuda cells, and what a saved notebook keeps. The whole checkout is the root,
+# so that kernels can be opened beside notebooks. Without a GPU each notebook gets one thread: two notebooks, or a
+# notebook and a compiler, would make each other's threads wait. JupyterLab wants to be told when it is root who starts
+# it, as on most rented machines.
+LAB := $(CURDIR)/notebooks/.jupyterlab
 lab: compiler
-	$(BIN)/python -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/README.md \
-	  --LabApp.app_settings_dir=notebooks/.jupyterlab --port=$(PORT) $(if $(filter 0,$(shell id -u)),--allow-root)
+	@$(BIN)/python -c 'import sys, gpuaccel; sys.exit(gpuaccel.backend().name != "cuda")' || \
+	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; \
+	export JUPYTER_CONFIG_PATH="$(LAB)$${JUPYTER_CONFIG_PATH:+:$$JUPYTER_CONFIG_PATH}"; \
+	exec $(BIN)/python -m jupyterlab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/README.md \
+	  --LabApp.app_settings_dir=notebooks/.jupyterlab --LabApp.extra_labextensions_path=notebooks/.jupyterlab/labextensions \
+	  --port=$(PORT) $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_OPTIONS)
 
 # One file or notebook is one unit of work (--dist loadfile), because the cells of a notebook share a kernel. One thread
 # per worker, so that two workers do not fight over two cores.

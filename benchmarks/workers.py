@@ -20,6 +20,7 @@ import os
 import pathlib
 import sys
 import tempfile
+import threading
 import time
 import traceback
 
@@ -74,6 +75,8 @@ class Workers:
         self._pipes = {}
         self._processes = {}
         self._ready = set()
+        # Several threads may ask at once; each pipe says only once that its variant is made.
+        self._ready_lock = threading.Lock()
         if here:
             self._objects = {name: make(*args) for name, (make, *args) in variants.items()}
             return
@@ -92,9 +95,10 @@ class Workers:
 
     def ready(self):
         """Wait until every variant is made."""
-        for name in self._pipes.keys() - self._ready:
-            self._answer(name)
-            self._ready.add(name)
+        with self._ready_lock:
+            for name in self._pipes.keys() - self._ready:
+                self._answer(name)
+                self._ready.add(name)
 
     def ask(self, name, method: str, *args):
         """The result of a variant's method. Raises WorkerError where the variant fails."""

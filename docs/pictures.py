@@ -12,15 +12,23 @@ import sys
 import torch
 
 import gpuaccel as ga
+from gpuaccel.learn.figures.drawing import IMAGE_STYLE
 
 FOLDER = pathlib.Path(__file__).resolve().parent / "pictures"
 STEPS = 40
-# The package draws text in greys that can be read on any page. A README can show one picture per
-# colour scheme, with more contrast. Keys are the greys of gpuaccel/learn/figures/drawing.py, values
-# what replaces them on white and on black.
+# The package draws words and lines in variables, which its style element defines. A README can show
+# one picture per colour scheme, with more contrast and without a style.
 SCHEMES = {
-    "light": {"#7d838c": "#1f2328", "#868c95": "#59636e"},
-    "dark": {"#7d838c": "#e6edf3", "#868c95": "#9ea7b3"},
+    scheme: {
+        IMAGE_STYLE: "",
+        "var(--ink-strong)": strong,
+        "var(--ink-soft)": soft,
+        "var(--ink-hair)": "rgb(140,146,155)",
+    }
+    for scheme, strong, soft in (
+        ("light", "#1f2328", "#59636e"),
+        ("dark", "#e6edf3", "#9ea7b3"),
+    )
 }
 EVERY_SECOND = """
 extern "C" __global__ void every_second(float* y, const float* x, int n)

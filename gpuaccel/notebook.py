@@ -1,4 +1,4 @@
-"""Whether this is a notebook, and a line that is shown in it while something takes long."""
+"""Whether this is a notebook, which cell a line is in, and a line shown during long work."""
 
 import contextlib
 import logging
@@ -12,6 +12,19 @@ def notebook_shell():
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     return shell if shell is not None and getattr(shell, "kernel", None) is not None else None
+
+
+def cell_of(file: str) -> "str | None":
+    """The name of the cell, as IPython counts them, whose code has this file name: "In[12]".
+
+    None for a file, and outside of IPython. A cell's code has a made-up file name
+    (".../ipykernel_417/2869.py", "<ipython-input-12-...>"), and only IPython knows the number."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    # Both names are IPython's, from version 8 on.
+    describe = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    kind, name = (describe(file) if describe is not None else None) or ("", "")
+    return name if kind == "Cell" else None
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Results say what they measured and when that has changed. Scripts run; results have tables."""
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import importlib
@@ -731,6 +732,14 @@ def test_each_worker_is_a_process_and_its_errors_come_through(scripts):
         workers.Workers({"gone": (os._exit, 1)}) as some,
     ):
         some.ready()
+
+
+def test_workers_can_be_asked_by_several_threads_before_they_are_ready(scripts):
+    workers = scripts("workers")
+    variants = {"one": (collections.Counter, "aab"), "two": (collections.Counter, "abb")}
+    with workers.Workers(variants) as some, concurrent.futures.ThreadPoolExecutor() as pool:
+        asked = [pool.submit(some.ask, name, "total") for name in variants]
+        assert [answer.result(timeout=120) for answer in asked] == [3, 3]
 
 
 def test_rank_workers_that_hang_or_die_are_named_and_the_others_go_on(scripts):

@@ -8,6 +8,7 @@ import traceback
 import torch
 
 from ..errors import CaptureError
+from ..notebook import cell_of
 
 # What the line or the message looks like, what it does, what to do instead. The first one counts.
 _CAUSES = [
@@ -74,13 +75,18 @@ def explained(error: BaseException, location: "tuple[str, int] | None") -> Captu
         cause = messages[0], 'leave it out of the step, or run with replay="eager"'
     where = "the step"
     if location is not None:
-        file, line = location
-        where = f"{os.path.basename(file)}:{line}" + (f": `{code}`" if code else "")
+        where = _place(*location) + (f": `{code}`" if code else "")
     happened, instead = cause
     return CaptureError(
         f"{where} cannot be captured in a CUDA graph: {happened}. Instead: {instead}",
         *(location or ()),
     )
+
+
+def _place(file: str, line: int) -> str:
+    """A line of Python in words: "train.py:12", and in a notebook "In[12], line 3"."""
+    cell = cell_of(file)
+    return f"{cell}, line {line}" if cell else f"{os.path.basename(file)}:{line}"
 
 
 def _cause_in(text: str) -> "tuple[str, str] | None":

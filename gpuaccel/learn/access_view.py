@@ -33,11 +33,31 @@ from .figures.access_panels import (
     colour_of,
     sectors_of,
 )
-from .figures.drawing import GREY, RED, WIDTH, plural, shorten, text_width
+from .figures.drawing import GREY, RED, WIDTH, bundle, plural, shorten, text_width
 
 # lines between threads and one tensor, that a picture can show
 MOST_LINES = 160
 VERBS = ("reads", "writes", "updates")
+# What each column of the table means: where the mouse points at it, and in short below the table.
+MEANINGS = {
+    "accesses": ("how many reads or writes all threads made", ""),
+    "per thread": ("how many of them one thread made, from the least to the most", ""),
+    "sectors per request": (
+        "A warp's 32 threads access memory together, in one request. A sector is 32 bytes, the "
+        "least that memory moves. 32 neighbouring float32 are 4 sectors; fewer sectors are faster.",
+        "sectors per request: how many pieces of 32 bytes memory moves for one access of a warp",
+    ),
+    "of their bytes used": (
+        "Which share of the bytes in these sectors some thread asked for. 100% is best; the rest "
+        "is moved for nothing.",
+        "of their bytes used: the share that some thread asked for",
+    ),
+    "bank conflict": (
+        "Shared memory has 32 banks, and each serves one word at a time. 2-way: two threads of a "
+        "warp need different words of one bank, and the access takes two turns.",
+        "bank conflict: how many turns one access of a warp takes at the same bank",
+    ),
+}
 
 
 def show(launch, *args, tensors=(), block=0, step=None, warp=0) -> AccessView:
@@ -316,7 +336,7 @@ class AccessView:
         shift = WIDTH - 4 - columns[-1][1]
         sheet.text(0, y, "The whole launch", 12.5, weight=600)
         for title, end, _ in columns:
-            sheet.text(end + shift, y, title, 11, sheet.soft, "end")
+            sheet.text(end + shift, y, title, 11, sheet.soft, "end", title=MEANINGS[title][0])
         y += 7
         for line in dict.fromkeys(use.line for use in self.uses):
             sheet.line(0, y, WIDTH, y, opacity=0.8)
@@ -331,14 +351,31 @@ class AccessView:
                     red = _is_costly(use) and title not in ("accesses", "per thread")
                     colour, weight = (RED, 600) if red else (None, 400)
                     if cell(use):
-                        sheet.text(end + shift, y - 1, cell(use), 12, colour, "end", weight)
+                        where = (end + shift, y - 1, cell(use))
+                        meaning = MEANINGS[title][0]
+                        sheet.text(*where, 12, colour, "end", weight, meaning)
             y += 8
-        return y
+        return self._draw_meanings(sheet, y + 6, [title for title, _, _ in columns])
+
+    def _draw_meanings(self, sheet, y, titles):
+        """A line for each column that needs one. Returns where they end."""
+        for title in titles:
+            short = MEANINGS[title][1]
+            if short:
+                y += 16
+                sheet.text(0, y, short, 11, sheet.soft)
+        if any(map(_is_costly, self.uses)):
+            y += 16
+            words = "red: half of the bytes or more are moved for nothing"
+            if any(_is_costly(use) and use.space == "shared" for use in self.uses):
+                words = "red: bytes that are moved for nothing, or turns that are waited for"
+            sheet.text(0, y, words, 11, RED)
+        return y + 4
 
     # ---- in a notebook --------------------------------------------------------------------------
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        return {"image/svg+xml": self.picture(), "text/plain": str(self)}
+        return bundle(self.picture(), str(self))
 
     def _ipython_display_(self):
         """Sliders, where there are ipywidgets, and the picture.

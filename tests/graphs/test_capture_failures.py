@@ -454,3 +454,38 @@ def test_reset_after_a_fall_back_captures_again(device):
     step.reset()
     assert torch.equal(step(x), x + 1) and step.replay == "graph" and len(step) == 1
     step.close()
+
+
+CELL = """
+import torch
+import gpuaccel as ga
+
+def impatient(x):
+    total = x.sum()
+    if total.item() > 1:
+        return total
+    return x
+
+ga.GraphedStep(impatient, policy="require", device="cpu")(torch.ones(2))
+"""
+
+
+@pytest.mark.parametrize("above, line", [("", 6), ("%timeit -n1 -r1 1\n", 7)])
+def test_in_a_notebook_the_cell_and_its_line_are_named(above, line):
+    """A cell's file name, .../ipykernel_417/2869.py, tells a reader nothing."""
+    interactive = pytest.importorskip("IPython.core.interactiveshell").InteractiveShell
+    existed = interactive.initialized()
+    shell = interactive.instance()
+    try:
+        with ga.use_backend("simt"):
+            shell.run_cell("1 + 1", store_history=True)
+            cell = shell.execution_count
+            result = shell.run_cell(above + CELL.lstrip(), store_history=True)
+    finally:
+        if not existed:
+            interactive.clear_instance()
+    error = result.error_in_exec
+    assert isinstance(error, CaptureError), error
+    where = f"In[{cell}], line {line}: `if total.item() > 1:` cannot be captured"
+    assert str(error).startswith(where), error
+    assert error.line == line

@@ -1,6 +1,8 @@
 """Every solution is right and every known mistake is found, on the CPU and on a GPU."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,17 +16,32 @@ PYTHON = [e for e in EXERCISES.values() if not e.params]
 WRONG_KERNELS = [
     pytest.param(e, what, id=f"{e.name}-{what}") for e in KERNELS for what in e.wrong_answers
 ]
+# On a GPU a kernel runs on the CPU first, where there is a C++ compiler.
 on_cpu_and_gpu = pytest.mark.parametrize(
-    "where", ["simt", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+    "where",
+    [
+        "simt",
+        pytest.param("cuda", marks=pytest.mark.gpu),
+        pytest.param("cuda without a compiler", marks=pytest.mark.gpu),
+    ],
+    indirect=True,
 )
+CHEATS = [
+    pytest.param(e, what, id=f"{e.name}-{what}") for e in EXERCISES.values() for what in e.cheats
+]
 WRONG_PYTHON = [
     pytest.param(e, what, id=f"{e.name}-{what}") for e in PYTHON for what in e.wrong_answers
 ]
 
 
+NO_COMPILER = None, "neither g++ nor clang++ found"
+
+
 @pytest.fixture
-def where(request):
-    with ga.use_backend(request.param):
+def where(request, monkeypatch):
+    if request.param == "cuda without a compiler":
+        monkeypatch.setattr(checking, "find_compiler", lambda: NO_COMPILER)
+    with ga.use_backend(request.param.split()[0]):
         yield request.param
 
 
@@ -43,7 +60,7 @@ def python(source, name):
 
 def test_there_are_exercises_with_mistakes_to_find():
     assert len(EXERCISES) >= 20
-    assert all(len(e.wrong_answers) >= 4 for e in EXERCISES.values())
+    assert all(len(e.wrong_answers) >= 5 for e in EXERCISES.values())
     assert {1, 255, 256, 257, 1000, 4096, 1_000_003} <= set(SIZES)
 
 
@@ -55,7 +72,7 @@ def test_every_kernel_stub_solution_and_mistake_compiles(e):
 
 @pytest.mark.parametrize("e", KERNELS, ids=lambda e: e.name)
 def test_without_gpu_and_compiler_a_kernel_is_only_compiled(e, monkeypatch):
-    monkeypatch.setattr(checking, "find_compiler", lambda: (None, "neither g++ nor clang++ found"))
+    monkeypatch.setattr(checking, "find_compiler", lambda: NO_COMPILER)
     with ga.use_backend("torch", policy="off"):
         result = ga.check(e.name, ga.compile(e.solution, e.name))
     assert result.passed is None and not result
@@ -207,6 +224,8 @@ def test_a_result_is_a_table_in_html_and_lines_in_text():
     result = ga.check("token_mean", python(EXERCISES["token_mean"].solution, "token_mean"))
     assert result and str(result).count("\n") == len(result.lines)
     assert result._repr_html_().count("<tr") == len(result.lines)
+    words = checking.Result("scale", False, "not yet", [(False, "1", "`out` < `x`")])._repr_html_()
+    assert "<code>out</code> &lt; <code>x</code>" in words
 
 
 @on_cpu_and_gpu
@@ -222,7 +241,11 @@ def test_a_kernel_solution_passes(e, where):
 def test_a_known_wrong_kernel_fails(e, what, where):
     result = ga.check(e.name, ga.compile(e.wrong_answers[what], e.name))
     assert result.passed is False
-    if where == "simt" and what in ("no guard", "guards the first only", "one too many"):
+    if where != "cuda without a compiler" and what in (
+        "no guard",
+        "guards the first only",
+        "one too many",
+    ):
         assert re.search(
             r"line \d+: thread \d+ of block \d+ (reads|writes) \w+\[-?\d+\]", str(result)
         ), result
@@ -234,8 +257,304 @@ def test_a_known_wrong_kernel_fails(e, what, where):
 def test_a_stub_fails_and_says_that_nothing_was_written(e, where):
     result = ga.check(e.name, ga.compile(e.stub, e.name))
     assert result.passed is False
-    untouched = [e.data(n, torch.Generator(ga.default_device().type)) for n in checking.SIZES]
-    assert [how for _, _, how in result.lines] == [
-        "right; left alone" if case.expected is case.out else "nothing was written"
-        for case in untouched
-    ]
+    for n, (passed, _, outcome) in zip(checking.SIZES, result.lines):
+        case = e.data(n, torch.Generator(ga.default_device().type))
+        if case.expected is case.out:
+            assert passed and outcome == "right; left alone"
+        elif case.begins_empty:
+            assert outcome == "nothing was written"
+        else:
+            assert re.fullmatch(r"`\w+` is as it was before", outcome)
+
+
+# ---- what is said of answers that a learner writes ----------------------------------------------
+
+SCALE = "float* out, const float* x, float factor, int n"
+SQUARES = "float* sums, const float* x, int n"
+ACCUMULATE = "float* acc, const bf16* grad, long long n"
+I = "int i = blockIdx.x * blockDim.x + threadIdx.x;\n"
+
+
+def answer(name, params, body):
+    return ga.compile(f'extern "C" __global__ void {name}({params})\n{{\n{body}\n}}\n', name)
+
+
+@on_cpu_and_gpu
+@pytest.mark.usefixtures("small_sizes_on_cpu")
+@pytest.mark.parametrize(
+    "name, params, body, right_from_zeros",
+    [
+        ("scale", SCALE, I + "if (i < n) out[i] += factor * x[i];", True),
+        ("scale", SCALE, I + "if (i < n) atomicAdd(&out[i], factor * x[i]);", True),
+        ("scale", SCALE, I + "if (i < n) out[i] -= factor * x[i];", False),
+        ("scale", SCALE, I + "if (i < n && !(out[i] == 0.0f)) out[i] = factor * x[i];", False),
+        ("squares", SQUARES, I + "if (i < n) atomicAdd(&sums[blockIdx.x], x[i] * x[i]);", True),
+        (
+            "run_starts",
+            "int* starts, const int* tokens, int n",
+            I + "if (i < n) starts[i] += i == 0 || tokens[i - 1] != tokens[i];",
+            True,
+        ),
+    ],
+)
+def test_an_output_that_is_read_before_it_is_written_is_named(
+    name, params, body, right_from_zeros, where
+):
+    result = ga.check(name, answer(name, params, body), seed=1)
+    assert result.passed is False and "nothing was written" not in str(result)
+    output = params.split()[1].strip(",")
+    held = "-1" if name == "run_starts" else "NaN"
+    # Atomics of several threads may be added in another order on a GPU.
+    if name != "squares" or where != "cuda without a compiler":
+        sentence = f"`{output}` was read before it was written: it holds {held}, not 0"
+        assert sentence in str(result)
+        assert ("with 0 the result would be right" in str(result)) == right_from_zeros
+
+
+@on_cpu_and_gpu
+@pytest.mark.usefixtures("small_sizes_on_cpu")
+def test_an_output_that_has_values_may_be_read(where):
+    body = I + "if (i < n) atomicAdd(&acc[i], as_float(grad[i]));"
+    result = ga.check("accumulate", answer("accumulate", ACCUMULATE, body))
+    assert result.passed, result
+
+
+@on_cpu_and_gpu
+@pytest.mark.usefixtures("small_sizes_on_cpu")
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        (I + "out[i] = factor * x[i];", "thread 1 of block 0 reads x[1]"),
+        (I + "if (i <= n) out[i] = factor * x[i];", "thread 1 of block 0 reads x[1]"),
+        (I + "if (i < n) out[i] = factor * x[i + 1];", "thread 0 of block 0 reads x[1]"),
+        (I + "if (i < n) out[i + 1] = factor * x[i];", "thread 0 of block 0 writes out[1]"),
+        (I + "if (i < n) out[i - 5000] = x[i];", "thread 0 of block 0 writes out[-5000]"),
+        (I + "if (i < n) out[i] = x[i + 100000000];", "which is in no tensor of this launch"),
+    ],
+)
+def test_an_access_out_of_bounds_is_named_before_it_reaches_a_gpu(body, words, where):
+    if where == "cuda without a compiler":
+        pytest.skip("a GPU alone would be stopped by some of these")
+    result = ga.check("scale", answer("scale", SCALE, body))
+    assert result.passed is False and words in str(result) and "tensors=" not in str(result)
+    assert result.summary.startswith("not yet: ")
+
+
+@on_cpu_and_gpu
+@pytest.mark.usefixtures("small_sizes_on_cpu")
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        (
+            I + "if (threadIdx.x == 0) return;\nif (i < n) out[i] = factor * x[i];",
+            r"4 elements wrong; the first is \[0\]: not written, expected",
+        ),
+        (
+            "int i = blockIdx.x * 128 + threadIdx.x;\nif (i < n) out[i] = factor * x[i];",
+            r"360 elements wrong; the first is \[640\]: not written, expected",
+        ),
+        (
+            I + "if (i < n) out[i] = factor * x[n - 1 - i];",
+            r"1,000 elements wrong; the first is \[0\]: got \S+, expected",
+        ),
+        (I + "if (i < n) out[i] = x[i] - x[i];", r"\[0\]: got 0, expected"),
+        (I + "if (i < n) out[i] = 0.0f / (x[i] - x[i]);", r"\[0\]: got nan, expected"),
+    ],
+)
+def test_the_first_wrong_element_is_named(body, words, where):
+    outcome = ga.check("scale", answer("scale", SCALE, body)).lines[4]
+    assert outcome[:2] == (False, "1,000") and re.search(words, outcome[2]), outcome
+
+
+@on_cpu_and_gpu
+@pytest.mark.usefixtures("small_sizes_on_cpu")
+def test_an_element_that_kept_its_value_is_told_from_one_not_written(where):
+    body = I + "if (threadIdx.x > 0 && i < n) acc[i] += as_float(grad[i]);"
+    result = ga.check("accumulate", answer("accumulate", ACCUMULATE, body))
+    assert result.lines[0][2] == "`acc` is as it was before"
+    assert re.search(r"first is \[0\]: got \S+, as before, expected", result.lines[4][2])
+
+
+@on_cpu_and_gpu
+@pytest.mark.usefixtures("small_sizes_on_cpu")
+def test_a_sum_in_another_order_is_told_from_a_sum_of_other_numbers(where):
+    e = EXERCISES["piece_sums"]
+    result = ga.check(e.name, ga.compile(e.wrong_answers["last row first"], e.name))
+    assert "it differs by roundings, as a sum in another order does" in str(result)
+    result = ga.check(e.name, ga.compile(e.wrong_answers["one too few"], e.name))
+    assert "by roundings" not in str(result)
+
+
+@pytest.mark.parametrize(
+    "where", ["simt", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
+def test_a_kernel_that_does_not_end_is_stopped_and_run_no_more(where, monkeypatch):
+    monkeypatch.setattr(checking, "SECONDS", 0.5)
+    body = "for (int i = 0; n > 0; i ^= 1) out[i] = factor * x[0];"
+    result = ga.check("scale", answer("scale", SCALE, body))
+    assert result.passed is False and "did not end" in result.summary
+    assert [line[1:] for line in result.lines] == [("1", "stopped after 0.5 s, in line 3")]
+    assert result.launch is None
+
+
+def test_a_kernel_that_is_only_too_slow_is_not_said_to_go_on_for_ever(where="simt"):
+    body = "for (int i = 0; i < n; i++) out[i] = factor * x[i];"
+    with pytest.MonkeyPatch.context() as patch, ga.use_backend(where):
+        patch.setattr(checking, "SECONDS_LARGE", 0.5)
+        result = ga.check("scale", answer("scale", SCALE, body))
+    assert result.summary == "right for every small size, but too slow for the large one."
+    assert [passed for passed, _, _ in result.lines] == [True] * 6 + [False]
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_does_not_end_is_not_waited_for():
+    """In a process of its own: its GPU works until it is killed."""
+    script = (
+        "import os, gpuaccel as ga\n"
+        "from gpuaccel.learn.exercises import checking\n"
+        "checking.find_compiler = lambda: (None, 'none')\n"
+        "checking.SECONDS_GPU = 1.0\n"
+        'source = """extern "C" __global__ void scale(float* out, const float* x, float factor, '
+        'int n)\n{ for (volatile int i = 0; n > 0; i ^= 1) out[0] = x[0]; }"""\n'
+        "print(ga.check('scale', ga.compile(source, 'scale')).summary, flush=True)\n"
+        "os._exit(0)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        words = process.stdout.readline()
+    finally:
+        process.kill()
+    assert "restart the notebook's kernel" in words
+
+
+@on_cpu_and_gpu
+@pytest.mark.usefixtures("small_sizes_on_cpu")
+@pytest.mark.parametrize(
+    "name, params, body, words",
+    [
+        (
+            "scale",
+            SCALE,
+            "if (blockIdx.x + threadIdx.x > 0) return;\n"
+            "for (int i = 0; i < n; i++) out[i] = factor * x[i];",
+            "one thread did all the work: it makes 1,200 accesses; "
+            "no thread of the solution makes more than 2",
+        ),
+        (
+            "squares",
+            SQUARES,
+            "if (threadIdx.x > 0) return;\nfloat sum = 0.0f;\n"
+            "for (int i = blockIdx.x * 256; i < min(n, (int)(blockIdx.x + 1) * 256); i++)\n"
+            "    sum += x[i] * x[i];\nsums[blockIdx.x] = sum;",
+            "one thread of each block did all the work: it makes up to 257 accesses",
+        ),
+        (
+            "squares",
+            SQUARES,
+            "__shared__ float part[256];\n"
+            + I
+            + "part[threadIdx.x] = i < n ? x[i] * x[i] : 0.0f;\n__syncthreads();\n"
+            "if (threadIdx.x > 0) return;\nfloat sum = 0.0f;\n"
+            "for (int k = 0; k < 256; k++) sum += part[k];\nsums[blockIdx.x] = sum;",
+            "it was to add by shuffles, and calls no __shfl_..._sync",
+        ),
+        (
+            "accumulate4",
+            ACCUMULATE,
+            "long long first = 4 * ((long long)blockIdx.x * blockDim.x + threadIdx.x);\n"
+            "for (int k = 0; k < 4; k++)\n"
+            "    if (first + k < n) acc[first + k] += as_float(grad[first + k]);",
+            "it makes 4 times the reads of the solution (1,200 and 300)",
+        ),
+        (
+            "reverse",
+            "float* out, const float* x, int n",
+            I + "int j = min(i, n - 1);\nout[j] = x[n - 1 - j];",
+            "wrote the same value",
+        ),
+    ],
+)
+def test_a_right_answer_hears_what_it_costs(name, params, body, words, where):
+    result = ga.check(name, answer(name, params, body), seed=1)
+    assert result.passed, result
+    if where == "cuda without a compiler":
+        assert not result.remarks and not result.cost
+    else:
+        assert words in str(result), result
+        assert result.summary == f"right for every size; but {result.remarks[0]}."
+
+
+@on_cpu_and_gpu
+@pytest.mark.usefixtures("small_sizes_on_cpu")
+@pytest.mark.parametrize("e", KERNELS, ids=lambda e: e.name)
+def test_a_solution_costs_what_the_solution_costs(e, where):
+    result = ga.check(e.name, ga.compile(e.solution, e.name))
+    assert result.remarks == []
+    if where != "cuda without a compiler":
+        assert result.cost and all(mine == theirs for _, mine, theirs in result.cost)
+        assert "(the solution: the same)" in str(result)
+
+
+@pytest.mark.parametrize("e, what", CHEATS)
+def test_a_cheat_is_right_and_said_to_be_one(e, what):
+    source = e.cheats[what]
+    given = ga.compile(source, e.name) if e.params else python(source, e.name)
+    with ga.use_backend("simt"):
+        result = ga.check(e.name, given)
+    assert result.passed and result.remarks, result
+
+
+def test_autograd_and_loops_over_elements_are_named_in_a_python_answer():
+    def autograd(dy, x, A, B, over_nu, G, H):
+        x = x.clone().requires_grad_()
+        log = torch.nn.functional.softplus(A - B * x, threshold=40.0)
+        y = x + x * (G * torch.exp(-over_nu * log) + H)
+        y.backward(dy)
+        return x.grad
+
+    result = ga.check("glu_slope", autograd)
+    assert result.passed
+    assert result.remarks == ["it was to be computed by hand, and autograd computed it"]
+
+    solution = python(EXERCISES["glu_slope"].solution, "glu_slope")
+
+    def loop(dy, x, *numbers):
+        return torch.stack([solution(dy[i], x[i], *numbers) for i in range(len(x))])
+
+    result = ga.check("glu_slope", loop)
+    assert result.passed
+    assert re.search(r"it runs [\d,]+ operations of torch, the solution \d+", result.summary)
+    assert ga.check("glu_slope", solution).remarks == []
+
+
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        (I + "if (i < n) out[i] = factor * x[i];", "writes elements 0 to 99"),
+        (I + "out[i] = factor * x[i];", "OUTSIDE: elements 100 to 127 of 100"),
+    ],
+)
+def test_a_result_shows_the_kernel_on_a_small_size(body, words):
+    with ga.use_backend("simt"):
+        result = ga.check("scale", answer("scale", SCALE, body))
+    assert words in str(result.show())
+    html = result._repr_html_()
+    assert "<details" in html and "<svg" in html
+
+
+def test_a_result_without_a_compiler_or_without_a_kernel_shows_nothing(monkeypatch):
+    result = ga.check("token_mean", python(EXERCISES["token_mean"].solution, "token_mean"))
+    assert "<svg" not in result._repr_html_()
+    with pytest.raises(ga.errors.ArgumentError, match="expected a kernel that ga.check has run"):
+        result.show()
+    monkeypatch.setattr(checking, "find_compiler", lambda: NO_COMPILER)
+    e = EXERCISES["scale"]
+    with ga.use_backend("torch", policy="off"):
+        assert ga.check(e.name, ga.compile(e.solution, e.name)).launch is None
+
+
+def test_a_kernel_that_touches_nothing_has_no_picture():
+    e = EXERCISES["scale"]
+    with ga.use_backend("simt"):
+        result = ga.check(e.name, ga.compile(e.stub, e.name))
+    assert "<svg" not in result._repr_html_()

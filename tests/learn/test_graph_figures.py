@@ -294,6 +294,56 @@ def test_whole_holds_what_comes_before_the_end_of_backward_too():
     )
 
 
+@pytest.mark.parametrize(
+    "launch_us, kernel_us, graph_us, ends",
+    [
+        # the host is slower, the GPU is slower, both are as fast, one launch for all
+        (6, 2, None, [8, 14, 20]),
+        (6, 20, None, [26, 46, 66]),
+        (5, 5, None, [10, 15, 20]),
+        (6, 2, 10, [12, 14, 16]),
+    ],
+)
+def test_a_kernel_starts_when_it_is_in_the_queue_and_the_one_before_has_ended(
+    launch_us, kernel_us, graph_us, ends
+):
+    spans = graph_figures.schedule(launch_us, kernel_us, 3, graph_us)
+    kernels = [s for s in spans if s.lane == "GPU"]
+    launches = [s for s in spans if s.lane == "host"]
+    assert [s.name for s in kernels] == ["1", "2", "3"]
+    assert [s.stop for s in kernels] == ends
+    assert all(s.stop - s.start == kernel_us for s in kernels)
+    assert launches[-1].stop == (graph_us or 3 * launch_us)
+    assert len(launches) == (1 if graph_us else 3)
+
+
+def test_a_queue_has_a_box_for_each_launch_and_kernel_and_says_when_all_is_done():
+    figure = graph_figures.queue(
+        {
+            "short": graph_figures.schedule(6, 2, 8),
+            "one launch": graph_figures.schedule(6, 2, 8, graph_us=10),
+        },
+        "Eight kernels",
+    )
+    assert str(figure) == (
+        "Eight kernels: short: 8 launches, done after 50 µs, the GPU works 32% of it; "
+        "one launch: 1 launch, done after 26 µs, the GPU works 62% of it"
+    )
+    assert text_of(figure) == str(figure)
+    boxes = [box for box in re.findall("<rect [^>]*>", figure.drawn) if 'rx="2"' in box]
+    assert len(boxes) == 8 + 8 + 1 + 8
+    assert "Eight" not in graph_figures.queue({"a": graph_figures.schedule(1, 1, 1)}).drawn
+
+
+def test_the_memory_of_a_graph_is_named_and_inside_the_picture():
+    figure = graph_figures.memory("A call")
+    words = text_of(figure)
+    for part in ("your batch", "static input", "pool", "static result", "your result"):
+        assert part in words and f">{part}<" in figure.drawn
+    # what is new each time is copied, and nothing else
+    assert figure.drawn.count(">copy<") == figure.drawn.count(">new each time<") == 2
+
+
 def test_rates_say_who_follows_the_schedule():
     asked = [0.1, 0.2, 0.3, 0.1]
     figure = graph_figures.rates(

@@ -14,10 +14,20 @@ from gpuaccel.learn.figures.layer_figures import (
     allocated,
     attention_map,
     curve_points,
+    equal_gradients,
     explore,
+    fit,
+    glu_variants,
+    gradient_errors,
+    letters,
     lines,
     maps,
     passes,
+    plot,
+    poly_map,
+    poly_memory,
+    softmax_map,
+    tiles,
 )
 
 SMALL = dict(layers=2, hidden=64, intermediate=48, heads=2, kv_heads=2, T=16)
@@ -78,6 +88,99 @@ def test_lines_of_one_point_or_with_gaps_are_drawn():
     )
 
 
+def test_a_plot_has_a_line_for_each_tensor():
+    x = torch.arange(5.0)
+    figure = plot(x, {"once": x, "twice": 2 * x}, "Lines", dashed=["once"])
+    assert text_of(figure) == "Lines: once, twice"
+    assert figure.drawn.count("<polyline") == 2
+    assert figure.drawn.count("stroke-dasharray") == 1
+    assert layer_figures.GREY in figure.drawn
+
+
+def test_the_picture_of_a_gated_unit_names_its_parts():
+    words = text_of(layer_figures.gated_unit())
+    assert "halves of x W_in" in words and "y = x + h W_out" in words
+
+
+# ---- gradients by hand --------------------------------------------------------------------------
+
+
+def by_hand(dh, x1, x2):
+    s, g = x1.sigmoid(), x2.sigmoid()
+    return torch.stack([dh * g * (s + x1 * s * (1 - s)), dh * x1 * s * g * (1 - g)])
+
+
+def of_another_function(dh, x1, x2):
+    value, g = x1 * x1.sigmoid(), x2.sigmoid()
+    return dh * value * g * (value + 0.75 * x1), dh * value * g * (1 - g)
+
+
+def test_a_right_gradient_trains_as_autograd_does_and_another_one_worse():
+    right, exact = fit(by_hand, steps=60), fit(steps=60)
+    for (step, loss), (step_exact, loss_exact) in zip(right, exact):
+        assert step == step_exact and loss == pytest.approx(loss_exact, rel=1e-4)
+    assert len(right) == 60
+    for residual in (True, False):
+        worse = fit(of_another_function, residual, steps=60)
+        assert worse[0][1] == exact[0][1], "the forward is the same"
+        assert exact[-1][1] < 0.8 * worse[-1][1], "less is learned"
+        assert worse[-1][1] < 0.7 * worse[0][1], "and yet the loss falls"
+
+
+def test_a_gradient_without_its_residual_is_not_the_right_one():
+    assert fit(by_hand, residual=False, steps=5) != fit(by_hand, steps=5)
+
+
+@pytest.mark.parametrize(
+    "device", ["simt", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
+def test_each_gradient_of_a_layer_is_compared_with_float64(device):
+    layer = ga.RichardsGLU(8, 16, device=device)
+    x, dy = torch.randn(2, 4, 8, device=device)
+    errors = gradient_errors(layer, x, dy)
+    assert list(errors) == ["x", "w_in.weight", "w_out.weight", "activation.theta", "gate.theta"]
+    assert max(errors.values()) < 1e-5
+    assert equal_gradients(layer, x, dy) == 5
+
+
+def test_a_wrong_gradient_and_one_that_changes_are_seen():
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, dy):
+            return torch.zeros_like(dy), dy.sum() + torch.rand((), dtype=dy.dtype)
+
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x):
+            return x * self.weight if x.dtype == torch.float64 else Wrong.apply(x, self.weight)
+
+    x, dy = torch.randn(2, 10)
+    errors = gradient_errors(Layer(), x, dy)
+    assert errors["x"] == pytest.approx(1.0) and errors["weight"] > 1e-5
+    assert equal_gradients(Layer(), x, dy) == 1
+
+
+def test_both_variants_of_a_glu_are_the_layer():
+    layer, halves = ga.RichardsGLU(4, 8), torch.randn(6, 16)
+    with torch.no_grad():
+        layer.activation.theta.add_(0.3 * torch.randn(9))
+        layer.gate.theta.add_(0.3 * torch.randn(4))
+    x1, x2 = halves.chunk(2, -1)
+    expected = x1 * layer.activation(x1) * layer.gate(x2)
+    for name, function in glu_variants(layer).items():
+        assert torch.allclose(function(halves), expected, atol=1e-5), name
+
+
+# ---- passes over memory -------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     "device", ["simt", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
 )
@@ -130,6 +233,43 @@ def test_what_is_allocated_is_the_largest_and_the_most_at_once():
         4000,
         4800,
     )
+
+
+@pytest.mark.parametrize("T, tile, window", [(256, 32, None), (256, 32, 32), (100, 16, 40)])
+@pytest.mark.parametrize("change", [0, 1, 2])
+def test_the_tiles_that_are_computed_are_those_with_a_weight_in_them(T, tile, window, change):
+    window = window and window + change
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    seen = (j <= i) & (j > i - (window or T))
+    count = -(-T // tile)
+    padded = torch.nn.functional.pad(seen, (0, count * tile - T, 0, count * tile - T))
+    expected = padded.view(count, tile, count, tile).any(3).any(1).sum()
+    figure = tiles(T, tile, window)
+    assert figure.computed == expected and figure.all == count * count
+    assert f"{expected} of {count * count} tiles" in text_of(figure)
+
+
+@pytest.mark.parametrize("backend", ["torch", "simt"])
+def test_maps_of_letters_are_weights_of_their_scores(backend):
+    q = letters("abcab")
+    assert q.shape == (1, 5, 1, 32) and q[0, 0].equal(q[0, 3]) and not q[0, 0].equal(q[0, 1])
+    scores = (q[0, :, 0] @ q[0, :, 0].T).tril()
+    with ga.use_backend(backend):
+        weights = poly_map(q, q, degree=3)
+        near = poly_map(q, q, degree=3, window=2)
+    expected = (8 * torch.tanh(scores / 8)) ** 3
+    assert torch.allclose(weights, expected, atol=1e-3)
+    assert torch.allclose(near, expected.triu(-1), atol=1e-3) and not near.tril(-2).any()
+    softmax = softmax_map(q, q)
+    assert torch.allclose(softmax.sum(1), torch.ones(5)) and not softmax.triu(1).any()
+    assert softmax[3, 0] == softmax[3, 3] == softmax[3].max()
+
+
+@pytest.mark.parametrize("variant, times", [("torch", 4), ("gpuaccel", 2)])
+def test_memory_grows_with_the_square_of_tokens_in_torch_only(variant, times):
+    with ga.use_backend("simt"):
+        (largest, peak), (twice, twice_peak) = (poly_memory(variant, T, "cpu") for T in (128, 256))
+    assert twice == times * largest and round(twice_peak / peak) == times
 
 
 def test_a_map_is_signed_scaled_and_summed():

@@ -25,16 +25,16 @@ def test_rows_that_meet_are_counted_and_drawn():
     )
 
 
-def test_a_bucket_is_a_block_and_its_warps_take_the_rows_in_turn():
-    figure = token_figures.buckets(WORDS)
-    assert (
-        text_of(figure).startswith("5 buckets, 40 warps, 32 of them idle")
-        and ">the: 3 rows<" in figure.drawn
+def test_rows_are_counted_and_land_in_their_places_in_order():
+    figure = token_figures.counting(WORDS)
+    assert text_of(figure) == (
+        "counted: and: 2 rows; bird: 1 row; cat: 1 row; dog: 1 row; the: 3 rows; "
+        "rows in their places: 2, 5, 7, 1, 4, 0, 3, 6"
     )
-    same = token_figures.buckets(["a"] * 16)
-    assert text_of(same).startswith("1 bucket, 8 warps, 0 of them idle") and all(
-        f">{w},{w + 8}<" in same.drawn for w in range(8)
-    )
+    assert re.findall(r">place (\d)<", figure.drawn) == ["0", "2", "3", "4", "5"]
+    assert re.findall(r">row (\d)<", figure.drawn) == list("25714036")
+    same = token_figures.counting(["a"] * 16)
+    assert text_of(same).startswith("counted: a: 16 rows") and ">place 0<" in same.drawn
 
 
 def test_the_sorted_order_is_stable_and_shows_what_begins_where():
@@ -85,6 +85,19 @@ def test_two_runs_are_compared_step_by_step_and_no_difference_is_no_difference()
     text_of(token_figures.twice({"ours": (run, run)}))
     text_of(token_figures.twice({"one step": (run[:1], run[:1])}))
     text_of(token_figures.twice({"NaN": (run, torch.tensor([5.0, float("nan"), float("nan")]))}))
+
+
+def test_random_bits_carry_where_the_sum_of_the_lower_halves_is_65536_or_more():
+    figure = token_figures.carry(256.25, [50_000, 57_343, 57_344])
+    assert text_of(figure) == (
+        "256.25, lower half 8,192: with 50,000, which does not carry, 256; "
+        "with 57,343, which does not carry, 256; with 57,344, which carries, 258"
+    )
+    # 16 bits and the words are red where it carries
+    assert figure.drawn.count(token_figures.RED) == 17
+    assert "8,192 + 57,344 = 65,536: carries 1" in figure.drawn
+    exact = text_of(token_figures.carry(258.0, [65_535]))
+    assert exact == "258, lower half 0: with 65,535, which does not carry, 258"
 
 
 def test_draws_are_counted_and_their_mean_is_given():

@@ -40,8 +40,8 @@ EXERCISES = {
         kernel_exercise(
             "accumulate",
             task=(
-                "acc[i] += grad[i]: gradients in bf16, the sum in fp32, one thread per element."
-                " as_float(grad[i]) reads a bf16."
+                "acc[i] += grad[i] for every i below n: gradients in bf16, the sum in fp32, one "
+                "thread per element. as_float(grad[i]) reads a bf16. Expected: two lines."
             ),
             params=("float* acc", "const bf16* grad", "long long n"),
             stub="// your two lines",
@@ -58,20 +58,38 @@ EXERCISES = {
                 + "if (i < n) acc[i] = as_float(as_bf16(acc[i] + as_float(grad[i])));",
                 "bits taken as a number": LONG_INDEX + "if (i < n) acc[i] += grad[i].bits;",
                 "subtracts": LONG_INDEX + "if (i < n) acc[i] -= as_float(grad[i]);",
+                "adds twice": LONG_INDEX
+                + "if (i < n) for (int k = 0; k < 2; k++) acc[i] += as_float(grad[i]);",
+                "block of 128": (
+                    "long long i = (long long)blockIdx.x * 128 + threadIdx.x;\n"
+                    "if (i < n) acc[i] += as_float(grad[i]);"
+                ),
+                "first thread returns": LONG_INDEX
+                + "if (threadIdx.x == 0) return;\nif (i < n) acc[i] += as_float(grad[i]);",
+                "neighbour's gradient": LONG_INDEX
+                + "if (i < n) acc[i] += as_float(grad[n - 1 - i]);",
+            },
+            cheats={
+                "one thread": (
+                    "if (blockIdx.x > 0 || threadIdx.x > 0) return;\n"
+                    "for (long long i = 0; i < n; i++) acc[i] += as_float(grad[i]);"
+                ),
             },
             data=_accumulate_case,
         ),
         kernel_exercise(
             "accumulate4",
             task=(
-                "acc[i] += grad[i], each thread adds four neighbours: thread t takes elements "
-                "4t .. 4t+3. n need not be a multiple of four."
+                "acc[i] += grad[i] for every i below n; thread t takes elements 4t to 4t + 3. n "
+                "need not be a multiple of four. Expected: one line, or ten with wide accesses."
             ),
             params=("float* acc", "const bf16* grad", "long long n"),
-            stub=_FOUR + "// your lines",
+            stub="// your lines",
             hint=(
-                "A loop over k = 0 .. 3 with the guard inside it is right for every n. Faster: "
-                "one float4 where all four exist, the loop for the tail."
+                "A loop over k = 0 .. 3 with the guard inside it is right for every n. With fewer "
+                "reads: reinterpret_cast<float4*>(acc + first) reads four sums at once where all "
+                "four exist, a uint2 four bf16 (low_as_float and high_as_float take a half each); "
+                "the loop is for the tail."
             ),
             solution=_FOUR
             + (
@@ -113,10 +131,26 @@ EXERCISES = {
                     "for (int k = 0; k < 4; k++) if (first + k <= n) acc[first + k] += "
                     "as_float(grad[first + k]);"
                 ),
+                "overwrites": _FOUR
+                + (
+                    "for (int k = 0; k < 4; k++) if (first + k < n) acc[first + k] = "
+                    "as_float(grad[first + k]);"
+                ),
                 "halves swapped": _FOUR
                 + (
                     "for (int k = 0; k < 4; k++) if (first + k < n) acc[first + k] += "
                     "as_float(grad[(first + k) ^ 1]);"
+                ),
+            },
+            cheats={
+                "one thread": (
+                    "if (blockIdx.x > 0 || threadIdx.x > 0) return;\n"
+                    "for (long long i = 0; i < n; i++) acc[i] += as_float(grad[i]);"
+                ),
+                "one element at a time": _FOUR
+                + (
+                    "for (int k = 0; k < 4; k++) if (first + k < n) acc[first + k] += "
+                    "as_float(grad[first + k]);"
                 ),
             },
             data=_accumulate_case,
@@ -182,6 +216,25 @@ EXERCISES = {
                         for m, c in zip(means, counts):
                             if c:
                                 total += m * c
+                        return total / sum(counts)
+                    """
+                ),
+                "first micro-batch only": code(
+                    """
+                    def token_mean(means, counts):
+                        return means[0].float() * counts[0] / sum(counts)
+                    """
+                ),
+            },
+            cheats={
+                "element by element": code(
+                    """
+                    def token_mean(means, counts):
+                        total = torch.zeros(len(means[0]))
+                        for mean, count in zip(means, counts):
+                            if count:
+                                for i in range(len(total)):
+                                    total[i] += mean[i].float() * count
                         return total / sum(counts)
                     """
                 ),

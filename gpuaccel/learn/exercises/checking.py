@@ -5,35 +5,50 @@
 
 A check runs an answer on sizes around the edges of a thread block and on one of a million elements,
 with new random data each time. Elements outside the tensors are poisoned before and compared after,
-so that a write beyond the end is seen. Every run is made twice and must be bit-identical. Without a
-GPU the kernel runs on the CPU with every access checked (simt), so that an error is named with its
-line and its thread. Without a C++ compiler it is only compiled, for every architecture; the result
-then is neither right nor wrong, and says so. A function that is to be captured is recorded on a
-tape, with or without a GPU.
+so that a write beyond the end is seen. Every run is made twice and must be bit-identical. Where the
+output holds nothing yet, it holds NaN in one run and zeros in the other: a kernel whose result
+differs has read what it was to write.
+
+Kernels run on the CPU with every access checked (simt), so that an error is named with its line and
+its thread. On a GPU they run there as well, after the small sizes on the CPU: a kernel that leaves
+its tensors or does not end is stopped before it reaches the GPU. Without a C++ compiler a GPU runs
+them unchecked; without a GPU too a kernel is only compiled, for every architecture, and the result
+is neither right nor wrong, and says so. A function that is to be captured is recorded on a tape,
+with or without a GPU.
+
+A right answer is compared with the solution: the accesses of a traced run, the operations of torch.
+What it does much more often, and what was asked and not done, stands in the result's remarks.
 """
 
+import copy
+import re
 import secrets
-from dataclasses import dataclass, field
+import time
+import warnings
+from dataclasses import dataclass, field, replace
 from html import escape
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...backends import backend, default_device, find_compiler
+from ... import simt
+from ...backends import backend, default_device, find_compiler, use_backend
 from ...compiler import Kernel, nvrtc
+from ...compiler import compile as compile_kernel
 from ...errors import ArgumentError, CaptureError, GpuaccelError, KernelError
 from ...graphs import TapeRecorder
-from ...source import signature
+from ...source import signature, without_comments
 from . import (
     accumulate_puzzles,
     clip_puzzles,
+    costs,
     encoder_puzzles,
     graph_puzzles,
     kernel_puzzles,
     layer_puzzles,
     rank_puzzles,
 )
-from .exercises import BLOCK, Exercise
+from .exercises import BLOCK, UNWRITTEN, Exercise
 
 EXERCISES = (
     kernel_puzzles.EXERCISES
@@ -47,6 +62,15 @@ EXERCISES = (
 SIZES = (1, 255, 256, 257, 1000, 4096, 1_000_003)
 # poisoned elements before and after each tensor: more than a missing bounds check can reach
 GUARD = 4096
+# seconds that a launch may take on the CPU: of a small size, and of the large one
+SMALL_SIZE = 4096
+SECONDS = 5.0
+SECONDS_LARGE = 10.0
+# seconds that the host waits for a launch on a GPU
+SECONDS_GPU = 20.0
+# the size at which the cost of an answer is counted, and that of its picture
+COST_SIZE = 600
+PICTURE_SIZE = 100
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 _MARKS = {True: ("✓", "#1b9e77"), False: ("✗", "#d95f3b"), None: ("·", "#8d949e")}
 
@@ -57,37 +81,92 @@ class Result:
 
     passed: True, False, or None for compiled but not run.
     summary: one sentence.
-    lines: (passed, what was tried, how it went) for each trial."""
+    lines: (passed, what was tried, how it went) for each trial.
+    remarks: of a right answer, what it does other than asked or much more often than the solution;
+        the summary ends with the first one.
+    cost: of a right kernel, (what is counted, this answer, the solution).
+    launch: of a kernel that was run, (`kernel[grid, block]`, its arguments) of a small size."""
 
     name: str
     passed: "bool | None"
     summary: str
     lines: "list[tuple[bool | None, str, str]]" = field(default_factory=list)
+    remarks: "list[str]" = field(default_factory=list)
+    cost: "list[tuple[str, int, int]]" = field(default_factory=list)
+    launch: "tuple | None" = field(default=None, repr=False)
 
     def __bool__(self):
         return self.passed is True
 
+    def show(self, **options):
+        """`ga.show` of the answer on a small size: which thread touches which element.
+
+        options: as in `ga.show`: block, step, warp
+
+        Raises ArgumentError for what is no kernel that was run, and without a C++ compiler."""
+        from ..access_view import show
+
+        if self.launch is None:
+            raise ArgumentError(
+                f"{self.name}: there is nothing to show; expected a kernel that ga.check has run "
+                f"to its end, and a C++ compiler ({find_compiler()[1]})"
+            )
+        launch, arguments = self.launch
+        return show(launch, *arguments, **options)
+
     def __str__(self):
-        width = max((len(trial) for _, trial, _ in self.lines), default=0)
-        rows = [
-            f"  {_MARKS[passed][0]} {trial:<{width}}  {outcome}"
-            for passed, trial, outcome in self.lines
+        rows = [*self.lines, *self._cost_lines()]
+        width = max((len(trial) for _, trial, _ in rows), default=0)
+        text = [f"{self.name}: {self.summary}"]
+        text += [f"  and {remark}" for remark in self.remarks[1:]]
+        text += [
+            f"  {_MARKS[passed][0]} {trial:<{width}}  {outcome}" for passed, trial, outcome in rows
         ]
-        return "\n".join([f"{self.name}: {self.summary}", *rows])
+        return "\n".join(text)
 
     __repr__ = __str__
 
+    def _cost_lines(self):
+        """The cost as one more line, in the form of the others."""
+        if not self.cost:
+            return []
+        counts = ", ".join(f"{count:,} {what}" for what, count, _ in self.cost)
+        solution = ", ".join(f"{count:,}" for _, _, count in self.cost)
+        if all(count == other for _, count, other in self.cost):
+            solution = "the same"
+        return [(None, f"{COST_SIZE:,}", f"costs {counts} (the solution: {solution})")]
+
     def _repr_html_(self):
-        rows = "".join(self._row_html(*line) for line in self.lines)
+        rows = "".join(self._row_html(*line) for line in [*self.lines, *self._cost_lines()])
         box = (
             f"border-left:4px solid {_MARKS[self.passed][1]};padding:4px 14px;font-size:13px;"
             "font-variant-numeric:tabular-nums"
         )
+        remarks = "".join(
+            f'<div style="padding-bottom:3px">and {_html(remark)}</div>'
+            for remark in self.remarks[1:]
+        )
         return (
             f'<div style="{box}"><div style="padding-bottom:3px">'
-            f"<b>{escape(self.name)}</b>: {escape(self.summary)}</div>"
+            f"<b>{escape(self.name)}</b>: {_html(self.summary)}</div>{remarks}"
             '<table style="border-collapse:collapse;margin:0;font-size:13px">'
-            f"{rows}</table></div>"
+            f"{rows}</table>{self._picture_html()}</div>"
+        )
+
+    def _picture_html(self):
+        """The picture of a kernel, folded; nothing where there is none."""
+        if self.launch is None:
+            return ""
+        try:
+            with simt.checked(True, seconds=SECONDS):
+                picture = self.show().picture()
+        except GpuaccelError:
+            # it touches nothing, or the CPU cannot run it
+            return ""
+        title = f"Which thread touches what, {PICTURE_SIZE} elements"
+        return (
+            '<details style="margin-top:4px"><summary style="cursor:pointer">'
+            f"{title}</summary>{picture}</details>"
         )
 
     def _row_html(self, passed, trial, outcome):
@@ -98,8 +177,13 @@ class Result:
             '<td style="padding:1px 16px 1px 0;text-align:right;white-space:nowrap">'
             f"{escape(trial)}</td>"
             '<td style="padding:1px 0;text-align:left;color:var(--jp-ui-font-color2,inherit)">'
-            f"{escape(outcome)}</td></tr>"
+            f"{_html(outcome)}</td></tr>"
         )
+
+
+def _html(sentence) -> str:
+    """A sentence, with `code` in the font of code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(sentence))
 
 
 class Folded:
@@ -165,9 +249,7 @@ def check(name: str, answer, *, seed: "int | None" = None) -> Result:
         problem = _parameters_differ(task, answer)
         if problem:
             return Result(name, False, problem)
-        if backend().name == "cuda" or find_compiler()[0] is not None:
-            return _run_kernel(task, answer, seed)
-        return _compile_only(task, answer)
+        return _check_kernel(task, answer, seed)
     if not callable(answer) or isinstance(answer, Kernel):
         raise ArgumentError(
             f"exercise {name!r} takes a Python function, got {type(answer).__name__}"
@@ -177,11 +259,20 @@ def check(name: str, answer, *, seed: "int | None" = None) -> Result:
     return _run_python(task, answer, seed)
 
 
+# characters of an outcome that is not repeated
+_LONG = 40
+
+
 def _conclude(task, lines, seed, trial) -> Result:
     """The result of all trials. trial: what one is called."""
     failures = sum(not passed for passed, _, _ in lines)
+    # A long sentence is said once.
+    for i in range(len(lines) - 1, 0, -1):
+        if not lines[i][0] and len(lines[i][2]) > _LONG and lines[i][2] == lines[i - 1][2]:
+            lines[i] = (False, lines[i][1], "the same")
     if failures:
-        summary = f"not yet: {failures} of {len(lines)} {trial}s differ (seed {seed})."
+        verb = "is" if failures == 1 else "are"
+        summary = f"not yet: {failures} of {len(lines)} {trial}s {verb} wrong (seed {seed})."
     else:
         summary = f"right for every {trial}."
     return Result(task.name, not failures, summary, lines)
@@ -237,23 +328,65 @@ def _compile_only(task, kernel) -> Result:
     )
 
 
-def _run_kernel(task, kernel, seed) -> Result:
-    """Run a kernel on data of every size."""
+def _check_kernel(task, kernel, seed) -> Result:
+    """Run a kernel on the CPU, on the GPU, or on both; compile it where there is neither."""
+    has_compiler = find_compiler()[0] is not None
+    if backend().name == "cuda":
+        if has_compiler:
+            small = [n for n in SIZES if n <= SMALL_SIZE]
+            with use_backend("simt"):
+                result = _run_kernel(task, kernel, seed, small)
+            # What the CPU cannot run, such as PTX, is left to the GPU.
+            if not result and result.lines and result.summary != _NOT_LAUNCHED:
+                return _with_picture(result, task, kernel, seed)
+        result = _run_kernel(task, kernel, seed, SIZES)
+    elif has_compiler:
+        result = _run_kernel(task, kernel, seed, SIZES)
+    else:
+        return _compile_only(task, kernel)
+    if has_compiler:
+        result = _with_picture(_with_cost(result, task, kernel, seed), task, kernel, seed)
+    return result
+
+
+_NOT_LAUNCHED = "it could not be launched."
+_NO_END = "stopped, because it did not end: is there a loop that goes on for ever?"
+
+
+def _run_kernel(task, kernel, seed, sizes) -> Result:
+    """Run a kernel on data of every size, on the backend in use."""
     generator = torch.Generator(default_device().type).manual_seed(seed)
     lines: "list[tuple[bool | None, str, str]]" = []
-    for n in SIZES:
+    for n in sizes:
         case = task.data(n, generator)
         trial = f"{n:,}, {case.label}" if case.label else f"{n:,}"
+        seconds = SECONDS if n <= SMALL_SIZE else SECONDS_LARGE
         try:
-            passed, outcome = _try_kernel(task, kernel, n, case)
+            with simt.checked(True, seconds=seconds), warnings.catch_warnings():
+                # What is none but worth knowing is in the remarks of a right answer.
+                warnings.simplefilter("ignore")
+                passed, outcome = _try_kernel(task, kernel, n, case)
         except KernelError as error:
             # seen by the checks on the CPU; nothing was changed
+            late = [report for report in error.reports if report.kind == "time limit"]
+            if late:
+                line = f"stopped after {seconds:g} s, in line {late[0].line}"
+                lines.append((False, trial, line))
+                summary = _NO_END
+                if n > SMALL_SIZE and all(passed for passed, _, _ in lines[:-1]):
+                    summary = "right for every small size, but too slow for the large one."
+                return Result(task.name, False, summary, lines)
             passed = False
-            outcome = "; ".join(f"line {r.line}: {r.message}" for r in error.reports)
+            outcome = "; ".join(_report_words(report) for report in error.reports)
+        except _StillRunning:
+            line = f"the GPU was still running it after {SECONDS_GPU:g} s"
+            lines.append((False, trial, line))
+            summary = f"{_NO_END} The GPU works on it until you restart the notebook's kernel."
+            return Result(task.name, False, summary, lines)
         except RuntimeError as error:
             if isinstance(error, GpuaccelError):
                 lines.append((False, trial, str(error)))
-                return Result(task.name, False, "it could not be launched.", lines)
+                return Result(task.name, False, _NOT_LAUNCHED, lines)
             # the GPU itself stopped the kernel
             outcome = f"the GPU stopped it: {str(error).splitlines()[0]}"
             lines.append((False, trial, outcome))
@@ -266,35 +399,135 @@ def _run_kernel(task, kernel, seed) -> Result:
     return _conclude(task, lines, seed, "size")
 
 
+def _report_words(report) -> str:
+    """A mistake that the checks have seen, without what only writers of launches need."""
+    return f"line {report.line}: {report.message.split('; tensors whose addresses')[0]}"
+
+
+class _StillRunning(Exception):
+    """A GPU has not finished a launch in SECONDS_GPU."""
+
+
+def _wait_for_gpu():
+    """Wait until the GPU has finished; raise _StillRunning when it takes too long."""
+    event = torch.cuda.Event()
+    event.record()
+    end = time.monotonic() + SECONDS_GPU
+    while not event.query():
+        if time.monotonic() > end:
+            raise _StillRunning
+        time.sleep(0.001)
+
+
+def _blocks(task, n):
+    """The grid of a launch for n elements."""
+    return -(-n // (BLOCK * task.per_thread))
+
+
 def _try_kernel(task, kernel, n, case):
-    """(passed, how it went) of one case: two launches on the same data."""
-    blocks = -(-n // (BLOCK * task.per_thread))
+    """(passed, how it went) of one case: two launches on the same data.
+
+    Where `out` holds nothing yet, it holds zeros in the second one."""
     inputs = [_guarded(tensor, 6.5e4) for tensor in case.inputs]
     before = [whole.clone() for whole, _ in inputs]
-    results = []
-    for _ in range(2):
-        whole, out = _guarded(case.out, -777.0)
-        kernel[blocks, BLOCK](out, *(view for _, view in inputs), *case.numbers, n)
-        results.append((whole, out))
-    if out.is_cuda:
-        torch.cuda.synchronize()
-    (whole, out), (again, _) = results
-    outside = _poison_lost(whole, out)
+    begins_empty = case.begins_empty
+    zeros = torch.zeros_like(case.out)
+
+    def run(content):
+        whole, out = _guarded(content, -777.0)
+        arguments = (out, *(view for _, view in inputs), *case.numbers, n)
+        kernel[_blocks(task, n), BLOCK](*arguments)
+        if out.is_cuda:
+            _wait_for_gpu()
+        return whole, out
+
+    whole, out = run(case.out)
+    whole_again, again = run(zeros if begins_empty else case.out)
+    name = kernel.params[0].name
+    outside = _poison_lost(whole, out) or _poison_lost(whole_again, again)
     if outside:
-        return False, f"it writes to {outside:,} elements outside `{kernel.params[0].name}`"
+        return False, f"it writes to {outside:,} elements outside `{name}`"
     if any(not torch.equal(_bits(was), _bits(now)) for was, (now, _) in zip(before, inputs)):
         return False, "it changes its input"
-    changed = int((_bits(out) != _bits(case.out)).sum())
+    unchanged = _bits(out) == _bits(case.out)
     if case.expected is case.out:
+        changed = int((~unchanged).sum())
         if changed:
             return False, f"{changed:,} elements were written, and none should be"
         return True, "right; left alone"
-    if not changed:
-        return False, "nothing was written"
-    passed, outcome = _compare(case, out)
-    if passed and not torch.equal(_bits(whole), _bits(again)):
-        return False, "two runs on the same data gave different bits"
-    return passed, outcome
+    if begins_empty:
+        # An element that holds what it held, whatever that was, is one that was not written.
+        unchanged &= _bits(again) == _bits(zeros)
+    if unchanged.all():
+        return False, "nothing was written" if begins_empty else f"`{name}` is as it was before"
+    passed, outcome = _compare(case, out, unchanged)
+    differing = (_bits(out) != _bits(again)) & ~unchanged
+    if not differing.any():
+        return passed, outcome
+    unequal = "two runs on the same data gave different bits"
+    if not begins_empty:
+        return (False, unequal) if passed else (passed, outcome)
+    if not all(
+        torch.equal(_bits(first), _bits(run(content)[1]))
+        for first, content in ((out, case.out), (again, zeros))
+    ):
+        return False, unequal
+    content = "NaN" if bool(case.out.isnan().any()) else f"{UNWRITTEN}"
+    words = f"`{name}` was read before it was written: it holds {content}, not 0, until you write"
+    if _compare(case, again, unchanged)[0]:
+        words += "; with 0 the result would be right"
+    return False, words
+
+
+def _small_launch(task, kernel, n, seed):
+    """(`kernel[grid, block]`, its arguments) with data on the CPU."""
+    case = task.data(n, torch.Generator().manual_seed(seed))
+    arguments = (case.out.clone(), *case.inputs, *case.numbers, n)
+    return kernel[_blocks(task, n), BLOCK], arguments
+
+
+def _with_picture(result, task, kernel, seed) -> Result:
+    """The result with what its picture needs. A kernel that does not end has none."""
+    if result.summary in (_NOT_LAUNCHED, _NO_END):
+        return result
+    return replace(result, launch=_small_launch(task, kernel, PICTURE_SIZE, seed))
+
+
+def _with_cost(result, task, kernel, seed) -> Result:
+    """A right result with its cost and remarks."""
+    if not result:
+        return result
+    mine, theirs = (
+        _trace(task, kernel, seed),
+        _trace(task, compile_kernel(task.solution, task.name), seed),
+    )
+    if mine is None or theirs is None:
+        return result
+    my_cost, their_cost = costs.cost_of(mine), costs.cost_of(theirs)
+    sentences = costs.remarks(my_cost, their_cost)
+    if task.with_shuffles and "__shfl" not in without_comments(kernel.text):
+        sentences.append("it was to add by shuffles, and calls no __shfl_..._sync")
+    notes = (note for note in mine.notes if note.kind == "same value")
+    sentences += [f"line {note.line}: {note.message}" for note in list(notes)[:1]]
+    return _with_remarks(replace(result, cost=costs.table(my_cost, their_cost)), sentences)
+
+
+def _trace(task, kernel, seed) -> "simt.Trace | None":
+    """The trace of a small launch; None where the CPU cannot run the kernel."""
+    launch, arguments = _small_launch(task, kernel, COST_SIZE, seed)
+    try:
+        with simt.checked(True, seconds=SECONDS):
+            return simt.trace(launch, *arguments)
+    except GpuaccelError:
+        return None
+
+
+def _with_remarks(result, sentences) -> Result:
+    """A right result with remarks; its summary ends with the first one."""
+    if not sentences:
+        return result
+    summary = f"{result.summary.removesuffix('.')}; but {sentences[0]}."
+    return replace(result, summary=summary, remarks=sentences)
 
 
 def _guarded(tensor, poison):
@@ -319,8 +552,14 @@ def _bits(tensor):
     return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
 
 
-def _compare(case, out):
-    """(passed, how it went) of a kernel's result."""
+# roundings by which a sum in another order may differ
+_ROUNDINGS = 16
+
+
+def _compare(case, out, unchanged):
+    """(passed, how it went) of a kernel's result.
+
+    unchanged: which elements hold what they held before"""
     same = (out == case.expected) | out.isnan() & case.expected.isnan()
     difference = (out.double() - case.expected).abs().masked_fill(same, 0.0)
     eps = torch.finfo(out.dtype).eps if out.dtype.is_floating_point else 0.0
@@ -331,11 +570,15 @@ def _compare(case, out):
         i = int(differing[0])
         digits = 7 if case.roundings else 9
         got = f"got {float(out[i]):.{digits}g}"
-        if out[i].isnan() and case.out[i].isnan():
-            got = "not written"
+        if unchanged[i]:
+            got = "not written" if case.begins_empty else f"{got}, as before"
         expected = f"expected {float(case.expected[i]):.{digits}g}"
         count = f"{len(differing):,} element{'s' if len(differing) > 1 else ''}"
-        return False, f"{count} wrong; the first is [{i:,}]: {got}, {expected}"
+        outcome = f"{count} wrong; the first is [{i:,}]: {got}, {expected}"
+        size = case.expected.abs()
+        if bool((difference <= size.clamp(min=float(size.mean())) * eps * _ROUNDINGS).all()):
+            outcome += "; it differs by roundings, as a sum in another order does"
+        return False, outcome
     if case.roundings:
         return True, f"right; largest difference {float(difference.max()):.2g}"
     return True, "right, bit by bit"
@@ -344,15 +587,23 @@ def _compare(case, out):
 # ---- a Python function --------------------------------------------------------------------------
 
 
-class _Reads(TorchDispatchMode):
-    """Counts the numbers that Python reads out of tensors: on a GPU each is a wait."""
+class _Operations(TorchDispatchMode):
+    """Counts operations of torch, and numbers that Python reads out of tensors.
+
+    On a GPU each such number is a wait."""
 
     def __init__(self):
         super().__init__()
         self.count = 0
+        self.numbers_read = 0
+        # whether autograd ran a backward
+        self.with_autograd = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
+        self.count += 1
+        self.numbers_read += func is torch.ops.aten._local_scalar_dense.default
+        # -1 outside of a backward
+        self.with_autograd |= torch._C._current_graph_task_id() != -1
         return func(*args, **(kwargs or {}))
 
 
@@ -360,15 +611,39 @@ def _run_python(task, function, seed) -> Result:
     generator = torch.Generator().manual_seed(seed)
     lines = []
     for label, arguments, expected in task.cases(generator):
-        passed, outcome = _try_python(task, function, arguments, expected)
+        # the answer may change its own
+        given = copy.deepcopy(arguments)
+        operations = _Operations()
+        passed, outcome = _try_python(function, arguments, expected, operations)
+        if passed and task.on_device and operations.numbers_read:
+            count = operations.numbers_read
+            numbers = f"{count:,} number{'s' if count > 1 else ''}"
+            passed, outcome = False, f"it reads {numbers}: on a GPU the host waits for each"
         lines.append((passed, label, outcome))
-    return _conclude(task, lines, seed, "case")
+    result = _conclude(task, lines, seed, "case")
+    return _with_remarks(result, _python_remarks(task, operations, given)) if result else result
 
 
-def _try_python(task, function, arguments, expected):
+def _python_remarks(task, operations, arguments) -> "list[str]":
+    """What is to be said against a right function. arguments: of the run that was counted."""
+    sentences = []
+    if task.by_hand and operations.with_autograd:
+        sentences.append("it was to be computed by hand, and autograd computed it")
+    space: dict = {"torch": torch}
+    exec(task.solution, space)
+    with _Operations() as theirs:
+        space[task.name](*arguments)
+    if operations.count >= costs.MORE_OPERATIONS * max(theirs.count, 1):
+        sentences.append(
+            f"it runs {operations.count:,} operations of torch, the solution {theirs.count:,}"
+        )
+    return sentences
+
+
+def _try_python(function, arguments, expected, operations):
     """(passed, how it went) of one case."""
     try:
-        with _Reads() as reads:
+        with operations:
             result = function(*arguments)
     except Exception as error:
         # the learner's own code: one line instead of a traceback
@@ -376,9 +651,6 @@ def _try_python(task, function, arguments, expected):
     problem = _shape_differs(result, expected)
     if problem:
         return False, problem
-    if task.on_device and reads.count:
-        count = f"{reads.count:,} number{'s' if reads.count > 1 else ''}"
-        return False, f"it reads {count}: on a GPU the host waits for each"
     both_nan = result.isnan() & expected.isnan()
     difference = float((result.double() - expected).abs().masked_fill(both_nan, 0.0).max())
     passed = difference <= 1e-5 * float(expected.abs().nan_to_num().max())

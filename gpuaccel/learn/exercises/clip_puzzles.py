@@ -1,4 +1,7 @@
-"""The exercises of notebook 02: sums of squares, a rescale that skips, the scale of all norms."""
+"""The exercises of notebooks 02 and 02b.
+
+02: the largest number of a block, sums of squares, a rescale that skips. 02b: a step that clips,
+the scale of all norms."""
 
 import math
 
@@ -7,15 +10,26 @@ import torch
 from .exercises import BLOCK, LONG_INDEX, Case, Exercise, code, kernel_exercise, normal, unwritten
 
 
+def _rows_of_blocks(x, padding):
+    """(blocks, BLOCK) float64: each block's elements, and `padding` behind the last of them."""
+    blocks = -(-len(x) // BLOCK)
+    padded = torch.nn.functional.pad(x.double(), (0, blocks * BLOCK - len(x)), value=padding)
+    return padded.view(blocks, BLOCK)
+
+
+def _largest_case(n, generator):
+    # Below zero, so that a 0 from a thread without an element would win.
+    x = normal(n, generator) - 9.0
+    # The last element wins its block, so that nobody can leave it out.
+    x[-1] = -0.5
+    expected = _rows_of_blocks(x, -math.inf).amax(1)
+    return Case(unwritten(len(expected), generator), (x,), (), expected, roundings=0)
+
+
 def _squares_case(n, generator):
     x = normal(n, generator)
-    blocks = -(-n // BLOCK)
-    expected = (
-        torch.nn.functional.pad(x.double().square(), (0, blocks * BLOCK - n))
-        .view(blocks, BLOCK)
-        .sum(1)
-    )
-    return Case(unwritten(blocks, generator), (x,), (), expected, roundings=16)
+    expected = _rows_of_blocks(x, 0.0).square().sum(1)
+    return Case(unwritten(len(expected), generator), (x,), (), expected, roundings=16)
 
 
 def _rescale_case(n, generator):
@@ -30,6 +44,23 @@ def _rescale_case(n, generator):
         return Case(x, (factor,), (), x.double() * factor.double(), "scale < 1")
     label = "scale 1" if fixed_scale == 1.0 else "scale NaN"
     return Case(x, (torch.full_like(factor, fixed_scale),), (), x, label)
+
+
+def _clipped_step_case(n, generator):
+    # The weight is much larger than its change, so that the difference loses no digits.
+    w = normal(n, generator).sign() + normal(n, generator) * 0.01
+    grad = normal(n, generator)
+    value = {256: 1.0, 1000: math.nan}.get(n)
+    if value is None:
+        scale = torch.rand(1, generator=generator, device=generator.device) * 0.8 + 0.1
+    else:
+        scale = torch.full((1,), value, device=generator.device)
+    lr = 0.01
+    if n == 1000:
+        return Case(w, (grad, scale), (lr,), w, "scale NaN")
+    expected = w.double() - lr * scale.double() * grad.double()
+    label = "scale < 1" if value is None else "scale 1"
+    return Case(w, (grad, scale), (lr,), expected, label, roundings=2)
 
 
 def _global_scale_cases(generator):
@@ -52,13 +83,26 @@ def _global_scale_cases(generator):
         yield label, (values.clone(), limit), torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 
+_LARGEST = """__shared__ float part[256];
+int t = threadIdx.x;
+int i = blockIdx.x * blockDim.x + t;
+part[t] = x[i < n ? i : blockIdx.x * blockDim.x];
+for (int half = 128; half > 0; half /= 2) {
+    __syncthreads();
+    if (t < half) part[t] = fmaxf(part[t], part[t + half]);
+}
+if (t == 0) out[blockIdx.x] = part[0];"""
+
+
 _SQUARE = """__shared__ float warps[8];
 int i = blockIdx.x * blockDim.x + threadIdx.x;
 float sum = i < n ? x[i] * x[i] : 0.0f;
 """
 
 
-WARP_SUM = "for (int far = 16; far > 0; far /= 2) sum += __shfl_down_sync(0xffffffffu, sum, far);\n"
+WARP_SUM = """for (int delta = 16; delta > 0; delta /= 2)
+    sum += __shfl_down_sync(0xffffffffu, sum, delta);
+"""
 
 
 _JOIN = """if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = sum;
@@ -68,6 +112,9 @@ if (threadIdx.x == 0) {
     for (int warp = 0; warp < 8; warp++) sum += warps[warp];
     sums[blockIdx.x] = sum;
 }"""
+
+
+_STEP = LONG_INDEX + "float s = scale[0];\nif (i < n && s == s) w[i] -= lr * s * grad[i];"
 
 
 def _scale_by(norm):
@@ -82,6 +129,40 @@ EXERCISES = {
     e.name: e
     for e in [
         kernel_exercise(
+            "largest",
+            task=(
+                "out[b] = the largest x[i] of the 256 elements of block b, by a tree in shared "
+                "memory. All of them may be negative. Expected: ten lines."
+            ),
+            params=("float* out", "const float* x", "int n"),
+            stub="// your lines",
+            hint=(
+                "fmaxf(a, b) is the larger of two numbers. The last block may have fewer than 256 "
+                "elements, and all 256 threads must reach each barrier: which number can a "
+                "thread without an element bring, so that it never wins? One that is in the "
+                "block anyway: its first one."
+            ),
+            solution=_LARGEST,
+            wrong_answers={
+                "no guard": _LARGEST.replace("x[i < n ? i : blockIdx.x * blockDim.x]", "x[i]"),
+                "threads without an element bring 0": _LARGEST.replace(
+                    "x[i < n ? i : blockIdx.x * blockDim.x]", "i < n ? x[i] : 0.0f"
+                ),
+                "one too few": _LARGEST.replace("i < n ?", "i < n - 1 ?"),
+                "the last round is missing": _LARGEST.replace("half > 0", "half > 1"),
+                "the first round is missing": _LARGEST.replace("half = 128", "half = 64"),
+                "adds": _LARGEST.replace(
+                    "fmaxf(part[t], part[t + half])", "part[t] + part[t + half]"
+                ),
+                "adds to out": _LARGEST.replace("out[blockIdx.x] =", "out[blockIdx.x] +="),
+                "fixed place, not the block's": _LARGEST.replace("out[blockIdx.x]", "out[0]"),
+                "largest magnitude": _LARGEST.replace("= x[", "= fabsf(x[").replace(
+                    "blockDim.x];", "blockDim.x]);"
+                ),
+            },
+            data=_largest_case,
+        ),
+        kernel_exercise(
             "squares",
             task=(
                 "sums[b] = the sum of x[i] * x[i] over the 256 elements of block b, in a fixed "
@@ -89,12 +170,12 @@ EXERCISES = {
                 "shared memory. No atomics. Expected: eight lines."
             ),
             params=("float* sums", "const float* x", "int n"),
-            stub=_SQUARE + "// your lines",
+            stub="// your lines",
             hint=(
-                "for (int far = 16; far > 0; far /= 2): each lane adds what the lane `far` "
-                "above it has; then lane 0 holds the warp's sum. All 256 threads take part: one"
-                " beyond n brings 0. Between writing and reading `warps` stands "
-                "__syncthreads()."
+                "First the loop of warp_sum: then lane 0 of each warp holds its warp's sum. The "
+                "eight lanes 0 write into `warps`, each at the number of its warp, threadIdx.x / "
+                "32. One thread reads all eight. Different warps write and read: what "
+                "stands between the two?"
             ),
             solution=_SQUARE + WARP_SUM + _JOIN,
             wrong_answers={
@@ -116,6 +197,9 @@ EXERCISES = {
                 "fixed place, not the block's": _SQUARE
                 + WARP_SUM
                 + _JOIN.replace("sums[blockIdx.x]", "sums[0]"),
+                "adds to sums": _SQUARE
+                + WARP_SUM
+                + _JOIN.replace("sums[blockIdx.x] =", "sums[blockIdx.x] +="),
             },
             data=_squares_case,
         ),
@@ -144,6 +228,40 @@ EXERCISES = {
             },
             data=_rescale_case,
         ),
+        kernel_exercise(
+            "clipped_step",
+            task=(
+                "A step of plain gradient descent that clips on the way: w[i] becomes w[i] - lr * "
+                "scale[0] * grad[i]. Where the scale is not a number, no weight is written. "
+                "Expected: three lines."
+            ),
+            params=(
+                "float* w",
+                "const float* grad",
+                "const float* scale",
+                "float lr",
+                "long long n",
+            ),
+            stub="// your lines",
+            hint=(
+                "NaN is the only number that is not equal to itself: s == s is false for it. "
+                "Every thread can find out by itself; nobody has to ask the host."
+            ),
+            solution=_STEP,
+            wrong_answers={
+                "no guard": _STEP.replace("i < n && ", ""),
+                "NaN reaches the weights": _STEP.replace(" && s == s", ""),
+                "adds": _STEP.replace("-=", "+="),
+                "does not clip": _STEP.replace("lr * s *", "lr *"),
+                "forgets the learning rate": _STEP.replace("lr * s *", "s *"),
+                "overwrites the weight": _STEP.replace("w[i] -= ", "w[i] = -"),
+                "divides by the scale": _STEP.replace("lr * s *", "lr / s *"),
+                "one too few": _STEP.replace("i < n", "i < n - 1"),
+                "steps only where it clips": _STEP.replace("s == s", "s < 1.0f"),
+                "one thread of each block": _STEP.replace("i < n", "threadIdx.x == 0 && i < n"),
+            },
+            data=_clipped_step_case,
+        ),
         Exercise(
             "global_scale",
             task=(
@@ -155,7 +273,7 @@ EXERCISES = {
             stub=code(
                 """
                 def global_scale(norms, max_norm):
-                    norm = norms.sum()                      # wrong, and it is a real bug
+                    norm = norms.sum()
                     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
                 """
             ),

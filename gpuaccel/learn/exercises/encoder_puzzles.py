@@ -1,9 +1,11 @@
-"""The exercises of notebook 04: where runs begin, ordered sums, stochastic rounding."""
+"""The exercises of notebooks 04 and 04b.
+
+Where runs begin, sums in a fixed order, rounding at random, tokens that do not exist."""
 
 import torch
 
-from ...ops import reference_round
-from .exercises import INDEX, Case, kernel_exercise, normal, unwritten
+from ...ops import reference_encoder, reference_round
+from .exercises import INDEX, Case, kernel_exercise, normal, unwritten, whole_number
 
 # A token like the poison around a check's tensors, so that a read in front of them is seen.
 POISON = 65_000
@@ -82,6 +84,30 @@ def _stochastic_case(n, generator):
     )
 
 
+def _safe_rows_case(n, generator):
+    C = CHANNELS.get(n, 1)
+    vocab = whole_number(10, 60, generator)
+    wte = normal(vocab * C, generator)
+    # A few just outside: never so far that an answer which reads there hits memory of others.
+    tokens = torch.randint(
+        -3, vocab + 3, (n // C,), generator=generator, device=generator.device, dtype=torch.int32
+    )
+    if n > 1:
+        # the first and the last token there is, and their neighbours, which do not exist
+        edges = torch.tensor([0, vocab - 1, -1, vocab], dtype=torch.int32, device=tokens.device)
+        tokens[:4] = edges[: len(tokens)]
+    expected = reference_encoder(tokens, wte.view(vocab, C))
+    outside = int(((tokens < 0) | (tokens >= vocab)).sum())
+    return Case(
+        torch.full((n,), -1.0, device=wte.device),
+        (wte, tokens),
+        (vocab, C),
+        expected.flatten().double(),
+        f"{outside:,} of {n // C:,} tokens do not exist",
+        roundings=0,
+    )
+
+
 _STARTS = INDEX + "if (i < n) starts[i] = {};"
 
 
@@ -102,6 +128,15 @@ _BITS = (
 unsigned bits = __float_as_uint(x[i]);
 if ((bits & 0x7f800000u) == 0x7f800000u) out[i] = as_bf16(x[i]);
 else out[i].bits = (bits + noise[i]) >> 16;"""
+)
+
+
+_SAFE = (
+    INDEX
+    + """if (i >= n) return;
+int token = tokens[i / C];
+if (token < 0 || token >= vocab) out[i] = __uint_as_float(0x7fc00000u);
+else out[i] = wte[token * C + i % C];"""
 )
 
 
@@ -129,6 +164,9 @@ EXERCISES = {
                 "looks in front of the first": _STARTS.format("tokens[i - 1] != tokens[i]"),
                 "forgets the first": _STARTS.format("i > 0 && tokens[i - 1] != tokens[i]"),
                 "marks the ends": _STARTS.format("i == n - 1 || tokens[i + 1] != tokens[i]"),
+                "adds to what was there": INDEX
+                + "if (i < n) starts[i] += i == 0 || tokens[i - 1] != tokens[i];",
+                "all of them begin": _STARTS.format("1"),
                 "each block begins anew": _STARTS.format(
                     "threadIdx.x == 0 || tokens[i - 1] != tokens[i]"
                 ),
@@ -142,11 +180,11 @@ EXERCISES = {
             task=(
                 "dout: (rows, C), all of one token, in pieces of `size` rows; the last may be "
                 "shorter. sums[piece * C + c] = channel c of the piece's rows, added one after "
-                "the other, first row first: the same bits each time. One thread per sum, n of "
+                "the other, first row first: bit-identical in every run. One thread per sum, n of "
                 "them. Expected: four lines."
             ),
             params=("float* sums", "const float* dout", "int rows", "int C", "int size", "int n"),
-            stub=_PIECE + "// your lines",
+            stub="// sum i belongs to piece i / C and channel i % C\n// your lines",
             hint=(
                 "The piece's rows are piece * size up to, but not including, min(piece * size +"
                 " size, rows); element c of a row is dout[row * C + c]. One float, one loop: "
@@ -167,6 +205,12 @@ EXERCISES = {
                     "int row = piece * size; row < min(piece * size + size, rows); row++",
                     "int row = min(piece * size + size, rows) - 1; row >= piece * size; row--",
                 ),
+                "adds to what was there": _PIECE + _SUM.replace("sums[i] = sum", "sums[i] += sum"),
+                "adds in memory": _PIECE
+                + _SUM.replace("float sum = 0.0f;\n", "")
+                .replace("sum += dout", "sums[i] += dout")
+                .replace("\nsums[i] = sum;", ""),
+                "only the first row": _PIECE + "if (i < n) sums[i] = dout[piece * size * C + c];",
                 "in two halves": _PIECE
                 + _SUM.replace(
                     "sum += dout[row * C + c]", "(row % 2 ? odd : sum) += dout[row * C + c]"
@@ -207,6 +251,7 @@ EXERCISES = {
             wrong_answers={
                 "no guard": _BITS.replace("if (i >= n) return;\n", ""),
                 "to the nearest": INDEX + "if (i < n) out[i] = as_bf16(x[i]);",
+                "adds to what was there": _BITS.replace(_REST, _REST.replace(" = (", " += (")),
                 "cuts off": _BITS.replace(_REST, "else out[i].bits = bits >> 16;"),
                 "always up": _BITS.replace(_REST, "else out[i].bits = (bits + 0xffff) >> 16;"),
                 "a bit of noise too few": _BITS.replace("noise[i]", "(noise[i] & 0x7fff)"),
@@ -223,6 +268,42 @@ EXERCISES = {
                 "infinity becomes NaN": _BITS.replace("as_bf16(x[i]);", "as_bf16(x[i] - x[i]);"),
             },
             data=_stochastic_case,
+        ),
+        kernel_exercise(
+            "safe_rows",
+            task=(
+                "tokens: one per row. out[i] = element i % C of row `token` of wte (vocab, C), "
+                "where token is tokens[i / C]; NaN where there is no such row. A token that does "
+                "not exist never becomes an address. Expected: four lines."
+            ),
+            params=("float* out", "const float* wte", "const int* tokens")
+            + ("int vocab", "int C", "int n"),
+            stub="const float NaN = __uint_as_float(0x7fc00000u);\n// your lines",
+            hint=(
+                "The rows are 0 to vocab - 1: a token can be wrong on two sides. Ask first, and "
+                "read wte in the other branch only."
+            ),
+            solution=_SAFE,
+            wrong_answers={
+                "no guard": _SAFE.replace("if (i >= n) return;\n", ""),
+                "trusts the tokens": _SAFE.replace("token < 0 || token >= vocab", "false"),
+                "forgets below zero": _SAFE.replace("token < 0 || ", ""),
+                "forgets above": _SAFE.replace(" || token >= vocab", ""),
+                "one too many": _SAFE.replace(">= vocab", "> vocab"),
+                "one too few": _SAFE.replace(">= vocab", ">= vocab - 1"),
+                "token 0 does not exist": _SAFE.replace("token < 0", "token <= 0"),
+                "0 instead of NaN": _SAFE.replace("__uint_as_float(0x7fc00000u)", "0.0f"),
+                "row 0 instead of NaN": _SAFE.replace(
+                    "out[i] = __uint_as_float(0x7fc00000u);", "out[i] = wte[i % C];"
+                ),
+                "leaves it alone": _SAFE.replace(
+                    "out[i] = __uint_as_float(0x7fc00000u);", "return;"
+                ),
+                "adds to what was there": _SAFE.replace("else out[i] =", "else out[i] +="),
+                "NaN everywhere": INDEX + "if (i < n) out[i] = __uint_as_float(0x7fc00000u);",
+                "a token per element": _SAFE.replace("tokens[i / C]", "tokens[i % (n / C)]"),
+            },
+            data=_safe_rows_case,
         ),
     ]
 }

@@ -7,11 +7,13 @@ solution passes and that each known-wrong answer fails.
 
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 BLOCK = 256  # threads per block in every check
+# What `out` holds before a launch where it cannot hold NaN, or where NaN is a result.
+UNWRITTEN = -1
 
 # The first line of many kernels: a thread's element.
 INDEX = "int i = blockIdx.x * blockDim.x + threadIdx.x;\n"
@@ -34,6 +36,13 @@ class Case:
     label: str = ""
     # by how many roundings a right answer may differ; 0: it must be bit-identical
     roundings: int = 1
+
+    @property
+    def begins_empty(self) -> bool:
+        """Whether `out` holds nothing that a kernel may use: NaN everywhere, or UNWRITTEN."""
+        if self.out.dtype.is_floating_point and bool(self.out.isnan().all()):
+            return True
+        return bool((self.out == UNWRITTEN).all())
 
 
 @dataclass(frozen=True)
@@ -75,20 +84,42 @@ class Exercise:
     turns: "Callable | None" = None
     # of a Python function: no number may be read on the host
     on_device: bool = False
+    # what passes and is not what was asked -> such an answer; its result says so in a remark
+    cheats: "dict[str, str]" = field(default_factory=dict)
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether the task asks for a gradient without autograd."""
+        return "by hand" in self.task.lower()
+
+    @property
+    def with_shuffles(self) -> bool:
+        """Whether the task asks for shuffles between the lanes of a warp."""
+        return "__shfl" in self.task
 
 
 def kernel_exercise(
-    name, task, params, stub, hint, solution, wrong_answers, data, per_thread=1
+    name, task, params, stub, hint, solution, wrong_answers, data, per_thread=1, cheats=None
 ) -> Exercise:
-    """An exercise whose answer is a kernel. stub, solution, wrong_answers: bodies of the kernel."""
+    """An exercise whose answer is a kernel.
+
+    stub, solution, wrong_answers, cheats: bodies of the kernel"""
 
     def source(body):
         lines = "\n".join("    " + line for line in body.strip("\n").split("\n"))
         return f'extern "C" __global__ void {name}({", ".join(params)})\n{{\n{lines}\n}}\n'
 
-    mistakes = {what: source(body) for what, body in wrong_answers.items()}
     return Exercise(
-        name, task, source(stub), hint, source(solution), mistakes, params, per_thread, data
+        name,
+        task,
+        source(stub),
+        hint,
+        source(solution),
+        {what: source(body) for what, body in wrong_answers.items()},
+        params,
+        per_thread,
+        data,
+        cheats={what: source(body) for what, body in (cheats or {}).items()},
     )
 
 

@@ -8,12 +8,17 @@ from ...graphs import Tape
 from .exercises import Exercise, Turns, code, normal
 
 
+def _weights(n, generator):
+    """Weights so far from 0 that no difference is lost in a subtraction."""
+    return 2.0 + normal(n, generator).abs()
+
+
 def _guarded_turns(generator):
     for n in (1, 255, 1000, 4096):
         limit = float(torch.rand((), generator=generator)) + 2.0
         turns = []
         for loss in (limit - 1, limit + 1, limit, math.nan, math.inf, limit / 2):
-            weight, grad = normal(n, generator), normal(n, generator)
+            weight, grad = _weights(n, generator), normal(n, generator)
             if not math.isfinite(loss):
                 grad[int(torch.randint(n, (), generator=generator))] = loss
             loss = torch.tensor(loss)  # limit as fp32, too: the two must agree on what is equal
@@ -34,7 +39,7 @@ def _guarded_turns(generator):
 
 def _decay_turns(generator):
     for n, steps in ((1, 1), (255, 4), (1000, 10), (4097, 7)):
-        first = normal(n, generator)
+        first = _weights(n, generator)
         exact, turns = first.double(), []
         for k in range(steps + 2):
             grad = normal(n, generator)
@@ -51,19 +56,25 @@ def _decay_turns(generator):
 
 
 def _replay_over_cases(generator):
-    for n, count in ((1, 2), (255, 3), (1000, 5), (4096, 2)):
-        weight, memory, tape = normal(n, generator), torch.zeros(n), Tape()
-        result = tape.record(lambda: memory * weight + memory.mean())
-        batches = [normal(n, generator) for _ in range(count)]
-        expected = torch.stack(
-            [batch.double() * weight.double() + batch.double().mean() for batch in batches]
-        )
+    for n, lengths in (
+        (1, (1, 1)),
+        (255, (255, 100, 255)),
+        (1000, (1000,) * 4 + (1,)),
+        (96, (7, 96)),
+    ):
+        weight, memory, tape = _weights(n, generator), torch.zeros(n), Tape()
+        result = tape.record(lambda: memory * weight + memory.sum())
+        batches = [normal(length, generator) for length in lengths]
+        expected = [
+            batch.double() * weight[: len(batch)].double() + batch.double().sum()
+            for batch in batches
+        ]
         # detach() makes another tensor of the same memory: an answer that gives it other memory
         # does not move the graph's.
         yield (
-            f"{count} batches of {n:,}",
+            f"batches of {', '.join(map(str, lengths))}",
             (tape, memory.detach(), result.detach(), [batch.clone() for batch in batches]),
-            expected,
+            torch.cat(expected),
         )
 
 
@@ -77,6 +88,13 @@ def _decay(lr):
     )
 
 
+# Lines of the answers to replay_over.
+_CLEAR = "static.zero_()"
+_FILL = "static[: len(batch)].copy_(batch)"
+_REPLAY = "graph.replay()"
+_KEEP = "results.append(out[: len(batch)].clone())"
+
+
 def _over(*lines):
     """An answer with these lines in its loop."""
     body = "".join(f"        {line}\n" for line in lines)
@@ -85,7 +103,7 @@ def _over(*lines):
         "    results = []\n"
         "    for batch in batches:\n"
         f"{body}"
-        "    return torch.stack(results)\n"
+        "    return torch.cat(results)\n"
     )
 
 
@@ -108,9 +126,9 @@ EXERCISES = {
                 """
             ),
             hint=(
-                "A graph has no if: compute both and choose. torch.where(condition, a, b) takes"
-                " a where the condition holds; NaN <= limit is false. Do not multiply by 0: NaN"
-                " times 0 is NaN."
+                "A graph has no `if`: both outcomes are computed, and the device chooses one."
+                " torch.where(condition, a, b) chooses. Which of loss <= limit and loss > limit"
+                " is right for NaN? Both are false. And NaN times 0 is NaN."
             ),
             solution=code(
                 """
@@ -166,6 +184,24 @@ EXERCISES = {
                         return torch.where(loss < limit, weight - 0.1 * grad, weight)
                     """
                 ),
+                "catches the error": code(
+                    """
+                    def guarded(weight, grad, loss, limit):
+                        try:
+                            if not loss.item() <= limit:
+                                return weight.clone()
+                        except Exception:
+                            pass
+                        return weight - 0.1 * grad
+                    """
+                ),
+                "adds into the weight of before": code(
+                    """
+                    def guarded(weight, grad, loss, limit):
+                        weight -= torch.where(loss <= limit, 0.1 * grad, weight)
+                        return weight
+                    """
+                ),
                 "never skips": code(
                     """
                     def guarded(weight, grad, loss, limit):
@@ -186,14 +222,15 @@ EXERCISES = {
             stub=code(
                 """
                 def decay(weight, grad, count, steps):
-                    lr = 0.1 * max(0.0, 1 - int(count) / steps)
+                    lr = 0.1
                     weight -= lr * grad
                     count += 1
                 """
             ),
             hint=(
-                "Leave out int(): 1 - count / steps is a tensor on the device, computed anew in"
-                " each replay. What max does for numbers, .clamp(min=0) does for tensors."
+                "Arithmetic with count gives a tensor, which each replay computes anew;"
+                " int(count) would ask the device for a number. And max() decides on the host:"
+                " what does the same to a tensor, on the device?"
             ),
             solution=code(
                 """
@@ -206,6 +243,15 @@ EXERCISES = {
             wrong_answers={
                 "a number": _decay("0.1 * max(0.0, 1 - int(count) / steps)"),
                 "frozen": _decay("0.1"),
+                "counts in Python": code(
+                    """
+                    def decay(weight, grad, count, steps, calls=[0]):
+                        weight -= 0.1 * max(0.0, 1 - calls[0] / steps) * grad
+                        calls[0] += 1
+                        count += 1
+                    """
+                ),
+                "adds": _decay("0.1 * (1 - count / steps).clamp(min=0)").replace("-=", "+="),
                 "whole numbers": _decay("0.1 * (1 - count // steps).clamp(min=0)"),
                 "below zero": _decay("0.1 * (1 - count / steps)"),
                 "one step late": _decay("0.1 * (1 - (count - 1) / steps).clamp(min=0, max=1)"),
@@ -231,56 +277,74 @@ EXERCISES = {
         Exercise(
             "replay_over",
             task=(
-                "graph reads the memory of static and writes that of out. For each batch: give "
-                "it to the graph, graph.replay(), keep the result. Return the results stacked, "
-                "(batches, n). Expected: change two lines."
+                "graph reads the memory of static, n numbers, and writes that of out: a weighted "
+                "copy of static plus the sum of static. A batch has n numbers or fewer; what is "
+                "missing counts as 0. For each batch: replay, keep the len(batch) first results. "
+                "Return all of them in one tensor. Expected: four lines in the loop."
             ),
             stub=code(
                 """
                 def replay_over(graph, static, out, batches):
                     results = []
                     for batch in batches:
-                        static = batch               # wrong: a name, not the memory
                         graph.replay()
-                        results.append(out)          # wrong: the same memory every time
-                    return torch.stack(results)
+                        results.append(out)
+                    return torch.cat(results)
                 """
             ),
             hint=(
-                "static.copy_(batch) fills the memory that the graph knows. The next replay "
-                "writes over out: keep out.clone()."
+                "Three questions. What stands in static from the batch before, behind the end of "
+                "a shorter one? How do the numbers of a batch get into memory that exists "
+                "already? And what happens to a result that was kept, when the next replay "
+                "writes to out?"
             ),
             solution=code(
                 """
                 def replay_over(graph, static, out, batches):
                     results = []
                     for batch in batches:
-                        static.copy_(batch)
+                        static.zero_()
+                        static[: len(batch)].copy_(batch)
                         graph.replay()
-                        results.append(out.clone())
-                    return torch.stack(results)
+                        results.append(out[: len(batch)].clone())
+                    return torch.cat(results)
                 """
             ),
             wrong_answers={
-                "a name, and the same memory": _over(
-                    "static = batch", "graph.replay()", "results.append(out)"
-                ),
-                "gives a name": _over(
-                    "static = batch", "graph.replay()", "results.append(out.clone())"
-                ),
+                "replays only": _over(_REPLAY, _KEEP),
+                "gives a name": _over("static = batch", _REPLAY, _KEEP),
                 "gives other memory": _over(
-                    "static.data = batch", "graph.replay()", "results.append(out.clone())"
+                    "static.data = torch.nn.functional.pad(batch, (0, len(static) - len(batch)))",
+                    _REPLAY,
+                    _KEEP,
                 ),
-                "keeps the buffer": _over(
-                    "static.copy_(batch)", "graph.replay()", "results.append(out)"
+                "leaves the batch before": _over(_FILL, _REPLAY, _KEEP),
+                "keeps the memory of out": _over(
+                    _CLEAR, _FILL, _REPLAY, "results.append(out[: len(batch)])"
                 ),
-                "replays before it fills": _over(
-                    "graph.replay()", "static.copy_(batch)", "results.append(out.clone())"
+                "keeps all n": _over(_CLEAR, _FILL, _REPLAY, "results.append(out.clone())"),
+                "replays before it fills": _over(_REPLAY, _CLEAR, _FILL, _KEEP),
+                "keeps before it replays": _over(_CLEAR, _FILL, _KEEP, _REPLAY),
+                "fills before it clears": _over(_FILL, _CLEAR, _REPLAY, _KEEP),
+                "adds": _over("static[: len(batch)] += batch", _REPLAY, _KEEP),
+                "one short": _over(
+                    _CLEAR,
+                    "static[: len(batch) - 1].copy_(batch[:-1])",
+                    _REPLAY,
+                    _KEEP,
                 ),
-                "keeps before it replays": _over(
-                    "static.copy_(batch)", "results.append(out.clone())", "graph.replay()"
+                "goes through the host": _over(
+                    _CLEAR,
+                    "for i in range(len(batch)): static[i] = batch[i].item()",
+                    _REPLAY,
+                    _KEEP,
                 ),
-                "adds": _over("static += batch", "graph.replay()", "results.append(out.clone())"),
+                "skips short batches": _over(
+                    "if len(batch) < len(static): continue",
+                    "static.copy_(batch)",
+                    _REPLAY,
+                    _KEEP,
+                ),
             },
             cases=_replay_over_cases,
             on_device=True,

@@ -1,8 +1,8 @@
-"""The exercises of notebook 00: scale and reverse a vector, one thread per element."""
+"""The exercises of notebook 00: index and guard, an index of another element, a barrier."""
 
 import torch
 
-from .exercises import INDEX, Case, kernel_exercise, normal, unwritten
+from .exercises import BLOCK, INDEX, Case, kernel_exercise, normal, unwritten
 
 
 def _scale_case(n, generator):
@@ -14,6 +14,13 @@ def _scale_case(n, generator):
 def _reverse_case(n, generator):
     x = normal(n, generator)
     return Case(unwritten(n, generator), (x,), (), x.flip(0).double())
+
+
+def _subtract_first_case(n, generator):
+    x = normal(n, generator)
+    # for each element, the index of the first one of its block
+    firsts = torch.arange(n, device=x.device) // BLOCK * BLOCK
+    return Case(unwritten(n, generator), (x,), (), x.double() - x[firsts].double())
 
 
 EXERCISES = {
@@ -40,18 +47,20 @@ EXERCISES = {
                     "int i = threadIdx.x;\nif (i < n) out[i] = factor * x[i];"
                 ),
                 "adds": INDEX + "if (i < n) out[i] = factor + x[i];",
+                "adds to what is there": INDEX + "if (i < n) out[i] += factor * x[i];",
+                "forgets the factor, which is near 1": INDEX + "if (i < n) out[i] = x[i];",
                 "through bf16": INDEX + "if (i < n) out[i] = as_float(as_bf16(factor * x[i]));",
             },
             data=_scale_case,
         ),
         kernel_exercise(
             "reverse",
-            task="out[i] = x[n - 1 - i]: the same elements, last one first. Expected: two lines.",
+            task="out holds the elements of x, last one first. Expected: two lines.",
             params=("float* out", "const float* x", "int n"),
             stub="// your two lines",
             hint=(
-                "Element 0 goes to n - 1, element 1 to n - 2. Think of n = 1: thread 0 reads "
-                "element 0."
+                "The index that is read and the index that is written always add up to the same "
+                "number. Which one, when n is 1? And when n is 2?"
             ),
             solution=INDEX + "if (i < n) out[i] = x[n - 1 - i];",
             wrong_answers={
@@ -63,9 +72,76 @@ EXERCISES = {
                     "if (i < n && j < n) out[i] = x[j];"
                 ),
                 "leaves the order": INDEX + "if (i < n) out[i] = x[i];",
+                "adds to what is there": INDEX + "if (i < n) out[i] += x[n - 1 - i];",
                 "half only": INDEX + "if (i < n / 2) out[i] = x[n - 1 - i];",
             },
             data=_reverse_case,
+        ),
+        kernel_exercise(
+            "subtract_first",
+            task=(
+                "From each element, subtract the first element of its block of 256. One thread "
+                "reads the first element, all threads of the block use it. Expected: five lines."
+            ),
+            params=("float* out", "const float* x", "int n"),
+            stub="// your five lines",
+            hint=(
+                "Thread 0 of the block writes `first`, and the others read it. What has to stand "
+                "between a write by one thread and a read by another one? All threads of the block "
+                "must reach that line, so it cannot stand inside of an `if`."
+            ),
+            solution=INDEX
+            + (
+                "__shared__ float first;\n"
+                "if (threadIdx.x == 0) first = x[i];\n"
+                "__syncthreads();\n"
+                "if (i < n) out[i] = x[i] - first;"
+            ),
+            wrong_answers={
+                "no barrier": INDEX
+                + (
+                    "__shared__ float first;\n"
+                    "if (threadIdx.x == 0) first = x[i];\n"
+                    "if (i < n) out[i] = x[i] - first;"
+                ),
+                "barrier too early": INDEX
+                + (
+                    "__shared__ float first;\n"
+                    "__syncthreads();\n"
+                    "if (threadIdx.x == 0) first = x[i];\n"
+                    "if (i < n) out[i] = x[i] - first;"
+                ),
+                "every thread writes": INDEX
+                + (
+                    "__shared__ float first;\n"
+                    "if (i < n) first = x[i];\n"
+                    "__syncthreads();\n"
+                    "if (i < n) out[i] = x[i] - first;"
+                ),
+                "no guard": INDEX
+                + (
+                    "__shared__ float first;\n"
+                    "if (threadIdx.x == 0) first = x[i];\n"
+                    "__syncthreads();\n"
+                    "out[i] = x[i] - first;"
+                ),
+                "first of the tensor": INDEX + "if (i < n) out[i] = x[i] - x[0];",
+                "the element before": INDEX
+                + (
+                    "__shared__ float first;\n"
+                    "if (threadIdx.x == 0) first = i > 0 ? x[i - 1] : x[0];\n"
+                    "__syncthreads();\n"
+                    "if (i < n) out[i] = x[i] - first;"
+                ),
+                "adds to what is there": INDEX
+                + (
+                    "__shared__ float first;\n"
+                    "if (threadIdx.x == 0) first = x[i];\n"
+                    "__syncthreads();\n"
+                    "if (i < n) out[i] += x[i] - first;"
+                ),
+            },
+            data=_subtract_first_case,
         ),
     ]
 }

@@ -1,4 +1,4 @@
-"""The exercises of notebook 05: a Richards curve, a GLU's gradient, polynomial attention."""
+"""Exercises of 05 and 05b: backwards by hand, a Richards curve, polynomial attention."""
 
 import math
 
@@ -13,6 +13,17 @@ FAR = (1000, 4096)  # sizes that have some elements where exp(t) is infinite
 def _between(low, high, generator) -> float:
     """A random number as a kernel gets it: rounded to fp32."""
     return float(low + (high - low) * torch.rand((), generator=generator, device=generator.device))
+
+
+def _swish_case(n, generator):
+    k = _between(0.5, 2.0, generator)
+    # The slope is 0 at k x = -1.28: elements keep away from there, where digits cancel.
+    u = torch.rand(n, generator=generator, device=generator.device)
+    u = torch.where(torch.arange(n, device=u.device) % 3 == 0, -8.0 + 6.4 * u, -1.0 + 7.0 * u)
+    x, dy = u / k, normal(n, generator)
+    s = torch.sigmoid(k * x.double())
+    expected = dy.double() * (s + k * x.double() * s * (1 - s))
+    return Case(unwritten(n, generator), (dy, x), (k,), expected, roundings=32)
 
 
 def _curve_case(n, generator):
@@ -37,21 +48,11 @@ def _curve_case(n, generator):
 
 def _slope_cases(generator):
     for n in (1, 255, 256, 257, 1000, 4096):
-        A, B, over_nu, G, H = (
-            _between(low, high, generator)
-            for low, high in ((-1.0, 1.0), (0.5, 2.0), (0.4, 2.5), (0.5, 2.0), (-0.5, 0.5))
-        )
-        x, dy = normal(n, generator) * 3, normal(n, generator)
-        if n in FAR:
-            over_nu, x[::3] = 0.005, x[::3] - 250.0
-        wide = x.double().requires_grad_()
-        y = wide + wide * (G * torch.exp(-over_nu * F.softplus(A - B * wide, threshold=40.0)) + H)
-        (expected,) = torch.autograd.grad(y, wide, dy.double())
-        yield (
-            f"{n:,}" + (", some t above 88" if n in FAR else ""),
-            (dy, x, A, B, over_nu, G, H),
-            expected,
-        )
+        dh, x1, x2 = (normal(n, generator) * scale for scale in (1.0, 3.0, 2.0))
+        s, g = torch.sigmoid(x1.double()), torch.sigmoid(x2.double())
+        dx1 = dh.double() * g * (s + x1.double() * s * (1 - s))
+        dx2 = dh.double() * x1.double() * s * g * (1 - g)
+        yield f"{n:,}", (dh, x1, x2), torch.stack([dx1, dx2])
 
 
 def _poly_row_case(n, generator):
@@ -81,15 +82,48 @@ def _poly_row_case(n, generator):
     )
 
 
-def _slope(
-    result="dy * (1 + G * sigma + H + x * G * over_nu * B * sigma * r)",
-    log="torch.nn.functional.softplus(t)",
-    r="torch.sigmoid(t)",
-):
-    return (
-        "def glu_slope(dy, x, A, B, over_nu, G, H):\n    t = A - B * x\n"
-        f"    sigma = torch.exp(-over_nu * {log})\n    r = {r}\n    return {result}\n"
+def _poly_values_case(n, generator):
+    # A key's scores all have its own sign, and dy is positive: no sum loses digits.
+    window = 2 if n > 100_000 else whole_number(3, 40, generator)
+    scale = _between(0.02, 0.05, generator)
+    q, k, dy = (torch.rand(n, generator=generator, device=generator.device) + 0.2 for _ in range(3))
+    q *= 3.0
+    k *= 3.0 * torch.randn(n, generator=generator, device=generator.device).sign()
+    expected = torch.zeros(n, dtype=torch.float64, device=q.device)
+    for ahead in range(min(window, n)):  # the query that stands so far behind the key
+        s = q[ahead:].double() * k[: n - ahead].double()
+        expected[: n - ahead] += scale * (8.0 * torch.tanh(s / 8.0)) ** 3 * dy[ahead:].double()
+    return Case(
+        unwritten(n, generator),
+        (q, k, dy),
+        (window, scale),
+        expected,
+        f"window {window}",
+        roundings=64,
     )
+
+
+_SWISH = (
+    INDEX
+    + """if (i >= n) return;
+float s = 1.0f / (1.0f + expf(-k * x[i]));
+dx[i] = dy[i] * (s + k * x[i] * s * (1.0f - s));"""
+)
+
+
+def _slope(dx1="dh * g * (s + x1 * s * (1 - s))", dx2="dh * value * g * (1 - g)", order=""):
+    order = order or "dx1, dx2"
+    return (
+        "def glu_slope(dh, x1, x2):\n"
+        "    s, g = torch.sigmoid(x1), torch.sigmoid(x2)\n"
+        "    value = x1 * s\n"
+        f"    dx1 = {dx1}\n"
+        f"    dx2 = {dx2}\n"
+        f"    return torch.stack([{order}])\n"
+    )
+
+
+_THEIRS = "dh * value * g * (value + 0.75 * x1)"
 
 
 _CURVE = (
@@ -119,15 +153,85 @@ y[i] = sum;"""
 _CLIP = "8.0f * tanhf(s / sqrtf((float)d) / 8.0f)"
 
 
+_VALUES = """int j = blockIdx.x * blockDim.x + threadIdx.x;
+if (j >= n) return;
+float sum = 0.0f;
+for (int i = j; i < min(j + window, n); i++) {
+    float c = 8.0f * tanhf(q[i] * k[j] / 8.0f);
+    sum += scale * c * c * c * dy[i];
+}
+dv[j] = sum;"""
+
+
 EXERCISES = {
     e.name: e
     for e in [
         kernel_exercise(
+            "swish_backward",
+            task=(
+                "The backward of y = x * sigmoid(k x), by hand: dx[i] for every i below n, from "
+                "dy, x and k. x appears twice in y, so the slope has two terms. One thread per "
+                "element. Expected: three lines."
+            ),
+            params=("float* dx", "const float* dy", "const float* x", "float k", "int n"),
+            stub="// your lines",
+            hint=(
+                "Call s = sigmoid(k x). The product rule: the slope of x * s is 1 * s plus x "
+                "times the slope of s. You have seen the slope of s in sigmoid_backward."
+            ),
+            solution=_SWISH,
+            wrong_answers={
+                "no guard": _SWISH.replace("if (i >= n) return;\n", ""),
+                "one too many": _SWISH.replace("i >= n", "i > n"),
+                "one too few": _SWISH.replace("i >= n", "i >= n - 1"),
+                "adds to dx": _SWISH.replace("dx[i] =", "dx[i] +="),
+                "the value, not its slope": _SWISH.replace(
+                    "(s + k * x[i] * s * (1.0f - s))", "x[i] * s"
+                ),
+                "0.75 x": _SWISH.replace(
+                    "(s + k * x[i] * s * (1.0f - s))", "(x[i] * s + 0.75f * x[i])"
+                ),
+                "forgets the first x": _SWISH.replace("(s + k", "(k"),
+                "forgets the second x": _SWISH.replace("(s + k * x[i] * s * (1.0f - s))", "s"),
+                "forgets k": _SWISH.replace("(s + k * x[i]", "(s + x[i]"),
+                "forgets dy": _SWISH.replace("dy[i] * ", ""),
+                "a square": _SWISH.replace("s * (1.0f - s)", "(1.0f - s * s)"),
+                "from the other end": _SWISH.replace("dx[i] =", "dx[n - 1 - i] ="),
+            },
+            data=_swish_case,
+        ),
+        Exercise(
+            "glu_slope",
+            task=(
+                "The backward of h = x1 * sigmoid(x1) * sigmoid(x2): dx1 and dx2 from dh, as one "
+                "tensor of shape (2, n). By hand, without autograd. The line of dx1 is wrong."
+            ),
+            stub=_slope(_THEIRS),
+            hint=(
+                "For dx1 the gate g is a constant factor; what is left, x1 * s, is the function "
+                "of swish_backward with k = 1. The slope of a product is not the product."
+            ),
+            solution=_slope(),
+            wrong_answers={
+                "the system's": _slope(_THEIRS),
+                "0.75 in a right place": _slope("dh * g * (value + 0.75 * x1)"),
+                "value once too often": _slope("dh * value * g * (s + x1 * s * (1 - s))"),
+                "forgets the gate": _slope("dh * (s + x1 * s * (1 - s))"),
+                "forgets the first x1": _slope("dh * g * x1 * s * (1 - s)"),
+                "forgets the second x1": _slope("dh * g * s"),
+                "the gate's slope": _slope("dh * g * (1 - g) * (s + x1 * s * (1 - s))"),
+                "forgets dh": _slope("g * (s + x1 * s * (1 - s))"),
+                "forgets the value": _slope(dx2="dh * g * (1 - g)"),
+                "another order": _slope(order="dx2, dx1"),
+            },
+            cases=_slope_cases,
+        ),
+        kernel_exercise(
             "curve",
             task=(
-                "y[i] = G * sigma + H with sigma = (1 + exp(t))^(-over_nu) = exp(-over_nu * L),"
-                " t = A - B * x[i], L = ln(1 + exp(t)); right for every t, also where exp(t) is"
-                " infinite. One thread per element. Expected: four lines."
+                "y[i] = G * exp(-over_nu * L) + H with L = ln(1 + exp(t)) and t = A - B * x[i]; "
+                "right for every t, also where exp(t) is infinite. One thread per element. "
+                "Expected: four lines."
             ),
             params=(
                 "float* y",
@@ -139,7 +243,7 @@ EXERCISES = {
                 "float H",
                 "int n",
             ),
-            stub=INDEX + "// your lines",
+            stub="// your lines",
             hint=(
                 "Above t = 88 exp(t) is infinite in fp32. But ln(1 + exp(t)) = t + ln(1 + "
                 "exp(-t)): take max(t, 0) out of the logarithm, and what is left is exp(-|t|), "
@@ -148,6 +252,8 @@ EXERCISES = {
             solution=_CURVE,
             wrong_answers={
                 "no guard": _CURVE.replace("if (i >= n) return;\n", ""),
+                "one too many": _CURVE.replace("i >= n", "i > n"),
+                "adds to y": _CURVE.replace("y[i] =", "y[i] +="),
                 "infinite": _CURVE.replace(
                     "fmaxf(t, 0.0f) + log1pf(expf(-fabsf(t)))", "log1pf(expf(t))"
                 ),
@@ -164,47 +270,13 @@ EXERCISES = {
             },
             data=_curve_case,
         ),
-        Exercise(
-            "glu_slope",
-            task=(
-                "The backward of y = x + x * R(x), R(x) = G * sigma + H, sigma = exp(-over_nu *"
-                " ln(1 + exp(t))), t = A - B * x. Return dx, given dy: tensors of any size; the"
-                " other arguments are numbers. By hand, without autograd; right where exp(t) is"
-                " infinite. What is wrong: the last line."
-            ),
-            stub=_slope("dy * (x * (G * sigma + H) + 0.75 * x)"),
-            hint=(
-                "Three terms: y's first x gives 1; the product gives R(x) and x R'(x). R' = G *"
-                " dsigma/dx, and dsigma/dx = sigma * (-over_nu) * r * (-B), because the "
-                "derivative of ln(1 + exp(t)) is r = exp(t) / (1 + exp(t)) = sigmoid(t)."
-            ),
-            solution=_slope(),
-            wrong_answers={
-                "the reference system's": _slope("dy * (x * (G * sigma + H) + 0.75 * x)"),
-                "no residual": _slope("dy * (G * sigma + H + x * G * over_nu * B * sigma * r)"),
-                "the slope of R alone": _slope("dy * (1 + G * over_nu * B * sigma * r)"),
-                "forgets x R'": _slope("dy * (1 + G * sigma + H)"),
-                "a logistic's slope": _slope(
-                    "dy * (1 + G * sigma + H + x * G * B * sigma * (1 - sigma))"
-                ),
-                "forgets 1 / nu": _slope("dy * (1 + G * sigma + H + x * G * B * sigma * r)"),
-                "the sign of B": _slope(
-                    "dy * (1 + G * sigma + H - x * G * over_nu * B * sigma * r)"
-                ),
-                "forgets H": _slope("dy * (1 + G * sigma + x * G * over_nu * B * sigma * r)"),
-                "forgets dy": _slope("1 + G * sigma + H + x * G * over_nu * B * sigma * r"),
-                "infinite": _slope(log="torch.log(1 + torch.exp(t))"),
-                "infinite over infinite": _slope(r="torch.exp(t) / (1 + torch.exp(t))"),
-            },
-            cases=_slope_cases,
-        ),
         kernel_exercise(
             "poly_row",
             task=(
-                "One head of causal polynomial attention, one thread per query: y[i] = sum over"
-                " max(0, i - window + 1) <= j <= i of phi * v[j], phi = scale * c^degree, c = 8"
-                " tanh(s / 8), s = q_i . k_j / sqrt(d). q, k: (n, d); v: (n). Expected: eight "
-                "lines, no softmax."
+                "Polynomial attention with a window and any odd degree, one thread per query: "
+                "y[i] = sum over the last `window` positions j, i itself included, of "
+                "scale * c^degree * v[j], c = 8 tanh(s / 8), s = q_i . k_j / sqrt(d). "
+                "q, k: (n, d); v: (n). Expected: ten lines, of which you have seen six."
             ),
             params=(
                 "float* y",
@@ -217,15 +289,17 @@ EXERCISES = {
                 "float scale",
                 "int n",
             ),
-            stub=INDEX + "// your lines",
+            stub="// your lines",
             hint=(
-                "Channel c of query i is q[i * d + c]. Two loops inside of the loop over j: one"
-                " adds up the score, one multiplies degree times. The loop begins at max(0, i -"
-                " window + 1): in front of position 0 there is nothing."
+                "With a window of 1 a query sees itself alone: which j is first then? And in "
+                "front of position 0 there is nothing. A power of a whole degree is a loop that "
+                "multiplies."
             ),
             solution=_ROW,
             wrong_answers={
                 "no guard": _ROW.replace("if (i >= n) return;\n", ""),
+                "one too many": _ROW.replace("i >= n", "i > n"),
+                "adds to y": _ROW.replace("y[i] = sum", "y[i] += sum"),
                 "sees the next": _ROW.replace("j <= i;", "j <= min(i + 1, n - 1);"),
                 "begins in front of 0": _ROW.replace("max(0, i - window + 1)", "i - window + 1"),
                 "not itself": _ROW.replace("j <= i;", "j < i;"),
@@ -246,6 +320,53 @@ EXERCISES = {
                 "rows and channels swapped": _ROW.replace("k[j * d + c]", "k[c * (n / d) + j / d]"),
             },
             data=_poly_row_case,
+        ),
+        kernel_exercise(
+            "poly_values",
+            task=(
+                "The gradient of the values, one thread per key: dv[j] = sum over the queries i "
+                "that see key j of scale * c^3 * dy[i], c = 8 tanh(q[i] * k[j] / 8). Query i sees "
+                "the keys max(0, i - window + 1) to i. Expected: seven lines, no atomics."
+            ),
+            params=(
+                "float* dv",
+                "const float* q",
+                "const float* k",
+                "const float* dy",
+                "int window",
+                "float scale",
+                "int n",
+            ),
+            stub="// your lines",
+            hint=(
+                "Turn the sentence round: query i sees key j where i - window + 1 <= j <= i. "
+                "Which i are these, for one j? The last of them must not be behind the end."
+            ),
+            solution=_VALUES,
+            wrong_answers={
+                "no guard": _VALUES.replace("if (j >= n) return;\n", ""),
+                "one too many": _VALUES.replace("j >= n", "j > n"),
+                "adds to dv": _VALUES.replace("dv[j] = sum", "dv[j] += sum"),
+                "behind the end": _VALUES.replace("i < min(j + window, n)", "i < j + window"),
+                "the keys that query j sees": _VALUES.replace(
+                    "int i = j; i < min(j + window, n)",
+                    "int i = max(0, j - window + 1); i <= j",
+                ),
+                "not itself": _VALUES.replace("int i = j;", "int i = j + 1;"),
+                "a window too wide": _VALUES.replace("min(j + window,", "min(j + window + 1,"),
+                "no window": _VALUES.replace("min(j + window, n)", "n"),
+                "its own dy": _VALUES.replace("dy[i]", "dy[j]"),
+                "queries and keys swapped": _VALUES.replace("q[i] * k[j]", "q[j] * k[i]"),
+                "no soft clip": _VALUES.replace("8.0f * tanhf(q[i] * k[j] / 8.0f)", "q[i] * k[j]"),
+                "a square": _VALUES.replace("c * c * c", "c * c"),
+                "from each query, with atomics": """int i = blockIdx.x * blockDim.x + threadIdx.x;
+if (i >= n) return;
+for (int j = max(0, i - window + 1); j <= i; j++) {
+    float c = 8.0f * tanhf(q[i] * k[j] / 8.0f);
+    atomicAdd(&dv[j], scale * c * c * c * dy[i]);
+}""",
+            },
+            data=_poly_values_case,
         ),
     ]
 }

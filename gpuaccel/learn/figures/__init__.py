@@ -4,13 +4,13 @@
     >>> figures.arena(arena)
     >>> figures.timeline({"item": timeline.tail(run)})
 
-Here are the pictures that several notebooks use. Those of one subject are in `graph_figures`,
-`layer_figures`, `rank_figures` and `token_figures`."""
+Here are the pictures that several notebooks use. Those of one subject are in `clip_figures`,
+`graph_figures`, `layer_figures`, `rank_figures` and `token_figures`."""
 
 from .arena_figure import arena
 from .charts import bars, curves, norms
 from .drawing import Figure, Table
-from .kernel_figures import Source, bits, source, threads, warp_sum
+from .kernel_figures import Source, bits, source, threads, tree_sum, warp_sum
 from .timelines import timeline
 
 __all__ = [
@@ -25,5 +25,6 @@ __all__ = [
     "source",
     "threads",
     "timeline",
+    "tree_sum",
     "warp_sum",
 ]

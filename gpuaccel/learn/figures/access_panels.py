@@ -28,9 +28,9 @@ class Sheet(Ink):
     def mono(self, x, y, words):
         """Words in a monospaced font."""
         self.out.append(
-            f'<text x="{x}" y="{y:.1f}" font-size="11.5" style="white-space:pre" '
+            f'<text x="{x}" y="{y:.1f}" font-size="11.5" '
             'font-family="ui-monospace, Menlo, Consolas, monospace" '
-            f"{self.paint(fill=self.strong)}>{_escaped(words)}</text>"
+            f'style="white-space:pre;fill:{self.strong}">{_escaped(words)}</text>'
         )
 
     def boxes(self, boxes, fill, opacity=1.0):

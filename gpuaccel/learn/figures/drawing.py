@@ -5,7 +5,8 @@
     ink.rect(0, 20, 120, 16, BLUE)
     Figure(ink, 40, "a bar")             # displays as SVG; its words where pictures are not shown
 
-A picture is WIDTH wide. Coordinates are in pixels, y grows downwards.
+A picture is WIDTH wide, and shrinks where there is less room. Coordinates are in pixels, y grows
+downwards.
 """
 
 import math
@@ -28,6 +29,37 @@ GREY = "#8d949e"
 RED = "#e5484d"
 WHITE = "#ffffff"
 WIDTH = 800
+
+# The colours of words and lines in a picture that is an image of its own: (words, labels, lines)
+# for a light and for a dark page. An image cannot see which page it is in, only what the browser
+# prefers, so that each of them is readable on the other page as well.
+LIGHT = ("#666d77", "#6f757e", "#8c929b")
+DARK = ("#8b919b", "#848a94", "#8c929b")
+# The same in a notebook's page, where the theme's variables are known.
+PAGE = (
+    "var(--jp-ui-font-color1,{})",
+    "var(--jp-ui-font-color2,{})",
+    "var(--jp-border-color2,{})",
+)
+
+
+def _style(patterns) -> str:
+    """A style element that defines the colours of class gpuaccel-ink."""
+
+    def variables(colours):
+        return "".join(
+            f"--ink-{name}:{pattern.format(colour)};"
+            for name, pattern, colour in zip(("strong", "soft", "hair"), patterns, colours)
+        )
+
+    return (
+        f"<style>.gpuaccel-ink{{{variables(LIGHT)}}}@media(prefers-color-scheme:dark)"
+        f"{{.gpuaccel-ink{{{variables(DARK)}}}}}</style>"
+    )
+
+
+IMAGE_STYLE = _style(("{}", "{}", "{}"))
+PAGE_STYLE = _style(PAGE)
 
 
 # ---- numbers in words
@@ -105,7 +137,8 @@ class Ink:
     """The shapes of one picture, in order; `svg` joins them.
 
     themed: True takes text and line colours from the notebook's theme (inline in a page); False
-    takes mid-tones that are readable on white and on black (a picture of its own)."""
+    takes colours that suit light and dark pages (a picture of its own; `bundle` shows it in the
+    theme's colours where it can)."""
 
     def __init__(self, themed=False):
         self.themed = themed
@@ -116,27 +149,30 @@ class Ink:
             self.hair = "var(--jp-border-color2, rgba(128,128,128,.3))"
             self.font = "var(--jp-ui-font-family, system-ui, sans-serif)"
         else:
-            self.strong = "#7d838c"
-            self.soft = "#868c95"
-            self.hair = "rgb(140,146,155)"
+            self.strong = "var(--ink-strong)"
+            self.soft = "var(--ink-soft)"
+            self.hair = "var(--ink-hair)"
             self.font = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 
     def paint(self, **colours):
-        """Colours as attributes. A theme's variables work in a style only."""
-        if self.themed:
-            return 'style="' + ";".join(f"{k}:{v}" for k, v in colours.items()) + '"'
-        return " ".join(f'{k}="{v}"' for k, v in colours.items())
+        """Colours as attributes. Variables work in a style only."""
+        return 'style="' + ";".join(f"{k}:{v}" for k, v in colours.items()) + '"'
 
     def shape(self, tag, title=None, **attributes):
         """Add one SVG element.
 
         attributes: an underscore stands for a hyphen; those that are None are left out.
         title: what the mouse shows over it."""
-        text = "".join(
-            f' {name.replace("_", "-")}="{_attribute(value)}"'
-            for name, value in attributes.items()
-            if value is not None
-        )
+        text = ""
+        variables = {}
+        for name, value in attributes.items():
+            name = name.replace("_", "-")
+            if str(value).startswith("var("):
+                variables[name] = value
+            elif value is not None:
+                text += f' {name}="{_attribute(value)}"'
+        if variables:
+            text += " " + self.paint(**variables)
         content = f"><title>{escape(title)}</title></{tag}>" if title else "/>"
         self.out.append(f"<{tag}{text}{content}")
 
@@ -241,12 +277,16 @@ class Ink:
                 x + width / 2, y + height / 2 + 4, words, f"{size:.1f}", text_colour, "middle", 600
             )
 
-    def text(self, x, y, words, size=12, colour=None, anchor="start", weight=400):
-        """Words at (x, y). anchor: "start", "middle" or "end": which end of them stands at x."""
+    def text(self, x, y, words, size=12, colour=None, anchor="start", weight=400, title=None):
+        """Words at (x, y).
+
+        anchor: "start", "middle" or "end": which end of them stands at x.
+        title: what the mouse shows over them."""
+        note = f"<title>{escape(title)}</title>" if title else ""
         self.out.append(
             f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" '
             f'font-weight="{weight}" {self.paint(fill=colour or self.strong)}>'
-            f"{escape(str(words))}</text>"
+            f"{escape(str(words))}{note}</text>"
         )
 
     def line(self, x1, y1, x2, y2, width=1.0, dash="", opacity=1.0):
@@ -301,12 +341,13 @@ class Ink:
 
     def svg(self, height, label):
         """The whole picture. label: what a screen reader says."""
+        style = "" if self.themed else IMAGE_STYLE
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
-            f'width="{WIDTH}" height="{height:.0f}" role="img" '
+            f'width="{WIDTH}" height="{height:.0f}" class="gpuaccel-ink" role="img" '
             f'aria-label="{escape(label, quote=True)}" '
-            'style="max-width:100%;height:auto;font-variant-numeric:tabular-nums" '
-            f'font-family="{escape(self.font)}">' + "".join(self.out) + "</svg>"
+            'style="display:block;max-width:100%;height:auto;font-variant-numeric:tabular-nums" '
+            f'font-family="{escape(self.font)}">' + style + "".join(self.out) + "</svg>"
         )
 
 
@@ -359,6 +400,20 @@ def spread(targets, gap, low, high):
 # ---- what a notebook displays
 
 
+def bundle(svg: str, words: str) -> "dict[str, str]":
+    """A picture as a notebook's output.
+
+    In a page that trusts it, it is part of the page: it has the theme's colours, shows its titles
+    to the mouse, and shrinks with the window. As an image of its own it stays in pages that show
+    no HTML of others, such as GitHub's."""
+    page = svg.replace(IMAGE_STYLE, PAGE_STYLE)
+    return {
+        "text/html": f'<div style="max-width:{WIDTH}px">{page}</div>',
+        "image/svg+xml": svg,
+        "text/plain": words,
+    }
+
+
 class Figure:
     """An SVG and its one line of text."""
 
@@ -370,7 +425,7 @@ class Figure:
         return self.words
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        return {"image/svg+xml": self.drawn, "text/plain": self.words}
+        return bundle(self.drawn, self.words)
 
 
 class Table:

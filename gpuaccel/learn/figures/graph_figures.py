@@ -1,6 +1,9 @@
-"""Pictures of a step as a CUDA graph: nodes and edges, gaps between launches, a schedule under
-replay.
+"""Pictures of a step as a CUDA graph: a queue of launches, the memory that a graph knows, nodes and
+edges, gaps between launches, a schedule under replay.
 
+    >>> spans = graph_figures.schedule(launch_us=6, kernel_us=2, count=8)
+    >>> graph_figures.queue({"short kernels": spans})          # host and GPU, kernel by kernel
+    >>> graph_figures.memory()                                 # static input, pool, results
     >>> graph_figures.graph(*graphed.graph())                  # nodes in columns; edges: waits for
     >>> graph_figures.launches({"eager": spans, "replay": more}, "One step")   # and enlarged
     >>> graph_figures.rates(schedule, {"a number": rates})     # what the step multiplied by
@@ -56,6 +59,133 @@ STAGES = {
 MAX_COLUMNS = 7
 # heights of a node and of a column's heading; the space between two columns
 ROW, HEADING, GAP = 18, 22, 26
+
+
+# ---- a queue ------------------------------------------------------------------------------------
+
+
+def schedule(
+    launch_us: float, kernel_us: float, count: int, graph_us: "float | None" = None
+) -> "list[Span]":
+    """When the host launches and when the GPU works, for equal kernels in one stream.
+
+    launch_us: the host's time for one launch. kernel_us: the GPU's time for one kernel.
+    graph_us: all kernels are in one graph, whose launch takes the host this long.
+
+    Returns spans: "launch" on the host's lane, the kernels' numbers on the GPU's."""
+    spans = []
+    host = gpu = 0.0
+    for i in range(1, count + 1):
+        duration = launch_us
+        if graph_us is not None:
+            duration = graph_us if i == 1 else 0.0
+        if duration:
+            spans.append(Span("host", "launch", host, host + duration))
+            host += duration
+        start = max(gpu, host)
+        gpu = start + kernel_us
+        spans.append(Span("GPU", str(i), start, gpu))
+    return spans
+
+
+def queue(runs: "dict[str, list[Span]]", title: str = "") -> Figure:
+    """Launches on the host's lane and kernels on the GPU's, one box each, all runs on one scale.
+
+    runs: name -> the spans of schedule()."""
+    ink = Ink()
+    summaries = []
+    longest = longest_run(runs)
+    scale = (RIGHT - LEFT) / longest
+    y = 16.0
+    if title:
+        ink.title(y, title)
+        y += 21
+    ink.legend(y, [SPAN_STYLES["launch"], KERNEL_STYLE, (GREY, 0.25, "the GPU waits")])
+    y += 25
+    for (name, spans), colour in zip(runs.items(), RUN_COLOURS):
+        counts = timeline.facts(spans)
+        launches = plural(counts["launches"], "launch")
+        share = f"the GPU works {counts['gpu_busy']:.0%} of it" if counts["gpu_busy"] else ""
+        summary = f"{launches}, done after {microseconds(counts['us'])}, {share}"
+        summaries.append(f"{name}: {summary}")
+        ink.text(0, y, name, 12.5, colour, weight=600)
+        ink.text(text_width(name, 12.5) + 14, y, summary, 12, ink.soft)
+        y += 8
+        for lane in lanes_of(spans):
+            ink.text(LEFT - 10, y + 14, lane, 11, ink.soft, "end")
+            if lane == "GPU":
+                ink.rect(LEFT, y, counts["us"] * scale, 20, GREY, 0.25)
+            _draw_boxes(ink, [s for s in spans if s.lane == lane], y, scale)
+            y += LANE_HEIGHT
+        y += 24
+    _microsecond_axis(ink, longest, scale, y - 12)
+    summary = "; ".join(summaries)
+    return Figure(ink, y + 8, f"{title}: {summary}" if title else summary)
+
+
+def _draw_boxes(ink, spans, y, scale):
+    """A box for each span, with its number where there is room."""
+    for i, s in enumerate(spans, 1):
+        colour = SPAN_STYLES.get(s.name, KERNEL_STYLE)[0]
+        x, width = LEFT + s.start * scale, (s.stop - s.start) * scale
+        ink.rect(x + 0.5, y, max(width - 1, 1.0), 20, colour, rx=2)
+        if width > text_width(i, 11) + 3:
+            ink.text(x + width / 2, y + 14, i, 11, WHITE, "middle", 600)
+
+
+def _microsecond_axis(ink, longest, scale, y):
+    ink.line(LEFT, y, RIGHT, y)
+    for tick in nice_ticks(0.0, longest, 6):
+        if tick > longest:
+            continue
+        x = LEFT + tick * scale
+        ink.line(x, y, x, y + 5)
+        anchor = "end" if x > RIGHT - 20 else "middle" if tick else "start"
+        ink.text(x, y + 17, f"{tick:g} µs" if tick else "0", 11, ink.soft, anchor)
+
+
+# ---- the memory of a graph ----------------------------------------------------------------------
+
+
+def memory(title: str = "One call of a captured function") -> Figure:
+    """Which memory a captured function uses: the caller's, and what the graph knows by address."""
+    ink = Ink()
+    ink.title(16, title)
+    height, top = 46.0, 74.0
+    middle = top + height / 2
+    ink.rect(158, 34, 484, 112, GREY, 0.13, rx=8)
+    ink.text(400, 52, "memory that the graph knows by its address", 12, ink.soft, "middle")
+    # (left edge, width, colour, first line, second line)
+    boxes = [
+        (0, 112, ORANGE, "your batch", "new each time"),
+        (176, 112, BLUE, "static input", "same address"),
+        (330, 140, GREY, "pool", "results in between"),
+        (512, 112, BLUE, "static result", "same address"),
+        (688, 112, ORANGE, "your result", "new each time"),
+    ]
+    for x, width, colour, first, second in boxes:
+        ink.rect(x, top, width, height, colour, rx=5)
+        ink.text(x + width / 2, top + 20, first, 12, WHITE, "middle", 600)
+        ink.text(x + width / 2, top + 36, second, 10.5, WHITE, "middle")
+    arrows = [(112, 176, "copy"), (288, 330, ""), (470, 512, ""), (624, 688, "copy")]
+    for start, stop, words in arrows:
+        ink.path(
+            f"M{start + 4} {middle:.1f}H{stop - 5}M{stop - 11} {middle - 5:.1f}"
+            f"L{stop - 4} {middle:.1f}L{stop - 11} {middle + 5:.1f}",
+            stroke=ink.strong,
+            stroke_width=1.8,
+        )
+        outside = start + 23 if start < 158 else stop - 24
+        if words:
+            ink.text(outside, middle - 9, words, 11, ink.soft, "middle")
+    ink.text(
+        400, 138, "the graph's kernels read and write here, in each replay", 11, ink.soft, "middle"
+    )
+    words = (
+        f"{title}: your batch is copied into the static input; the graph's kernels read it, write "
+        "to the pool and to the static result; the static result is copied into your result"
+    )
+    return Figure(ink, 152, words)
 
 
 # ---- a graph ------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Pictures of kernels: source text, threads and elements, the bits of a float, a warp's sum.
+"""Pictures of kernels: source text, threads, the bits of a float, sums of a warp and of a block.
 
 >>> figures.source("accumulate", "accumulate_v1")   # as it stands in kernels_cu/, coloured
 >>> figures.threads(n=21, block=8)                  # which thread takes which element
@@ -9,7 +9,7 @@ import struct
 from html import escape
 
 from ...compiler import Kernel, kernel_root
-from .drawing import BLUE, GREY, ORANGE, PINK, RUN_COLOURS, WHITE, WIDTH, Figure, Ink
+from .drawing import BLUE, GREY, ORANGE, PINK, RED, RUN_COLOURS, WHITE, WIDTH, Figure, Ink
 
 KEYWORDS = (
     "extern const if else for return struct void float float2 float4 double int int4 uint2 long "
@@ -193,7 +193,7 @@ def warp_sum() -> Figure:
                     stroke_width=1.3,
                     opacity=0.75,
                 )
-            ink.text(0, y + 19, f"far = {lane_delta}", 11.5, ink.soft)
+            ink.text(0, y + 19, f"delta = {lane_delta}", 11.5, ink.soft)
             y += 30
         for lane in range(lanes):
             needed = lane < (lane_delta or lanes)
@@ -205,3 +205,47 @@ def warp_sum() -> Figure:
     words = "five rounds, no memory, always the same order: lane 0 holds the sum of 32"
     ink.text(left, y + 16, words, 12, ink.soft)
     return Figure(ink, y + 24, words)
+
+
+def tree_sum(count: int = 8) -> Figure:
+    """How the threads of a block add up `count` numbers in shared memory, with its barriers.
+
+    Each place of `part` shows how many numbers its sum holds. In each round, a thread of the first
+    half adds the number of its partner in the second half. count: a power of two, 32 at most."""
+    ink = Ink()
+    left = 128
+    step = min(64.0, (WIDTH - left - 2) / count)
+    ink.text(0, 15, "thread", 12, ink.soft)
+    for place in range(count):
+        ink.text(left + (place + 0.5) * step, 15, place, 11.5, ink.soft, "middle")
+    y = 24.0
+    held = 1
+    half = count
+    while True:
+        for place in range(count):
+            needed = place < half
+            x = left + place * step
+            ink.rect(x + 2, y, step - 4, 22, BLUE, 1 if needed else 0.13, rx=4)
+            if needed:
+                ink.text(x + step / 2, y + 15.5, held, 12, WHITE, "middle", 600)
+        if held == 1:
+            ink.text(0, y + 15.5, "part, filled", 12)
+        y += 22
+        if half == 1:
+            break
+        half //= 2
+        held *= 2
+        ink.segment(0, y + 11, left + count * step, y + 11, RED, 1.6, dash="5 4")
+        ink.text(0, y + 7, "barrier", 11, RED, weight=600)
+        y += 18
+        for place in range(half):
+            x = left + (place + 0.5) * step
+            start = x + half * step
+            ink.line(x, y, x, y + 34, opacity=0.7)
+            ink.curve(start, y, x + 2, y + 34, RUN_COLOURS[1])
+        ink.text(0, y + 23, f"half = {half}", 12)
+        y += 36
+    rounds = count.bit_length() - 1
+    words = f"{rounds} rounds with a barrier before each: thread 0 holds the sum of {count} numbers"
+    ink.text(left, y + 18, words, 12, ink.soft)
+    return Figure(ink, y + 26, words)

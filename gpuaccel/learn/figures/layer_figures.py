@@ -1,10 +1,16 @@
-"""Pictures of RichardsGLU and PolyAttention: curves, passes over memory, allocations, attention
-maps.
+"""Pictures of RichardsGLU and PolyAttention, and what their notebooks measure: curves, passes over
+memory, gradients, allocations, attention maps.
 
     >>> layer_figures.explore("none", nu=0.3)              # a curve; in a notebook with sliders
+    >>> layer_figures.plot(x, {"sigmoid": x.sigmoid()})    # one panel, of tensors
     >>> layer_figures.lines({"R": {"sigmoid": [(-1, 0.3), (1, 0.7)]}})      # linear axes
     >>> layer_figures.passes({"torch": f, "ours": g}, x, parameters)        # bytes moved
+    >>> layer_figures.gated_unit()                         # x, its halves, value and gate, y
+    >>> layer_figures.fit(gradient)                        # losses with a backward of one's own
+    >>> layer_figures.gradient_errors(layer, x, dy)        # of each gradient, against float64
+    >>> layer_figures.tiles(256, 32)                       # tiles of weights that are computed
     >>> layer_figures.allocated(run)                       # the largest tensor, and the peak
+    >>> layer_figures.poly_memory("torch", 256, "cpu")     # the same of polynomial attention
     >>> layer_figures.maps({"softmax": p, "polynomial": q}, "the cat")      # (T, T) weights
     >>> layer_figures.attention_map(model, tokens, block=0)                 # (heads, T, T)
 
@@ -12,10 +18,12 @@ Each picture is a Figure of measured values: operations are seen where torch dis
 allocations by torch's profiler.
 """
 
+import copy
 import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,6 +35,7 @@ from ...nn import (
     LEAST,
     NAMES,
     RichardsCurve,
+    poly_attention,
     reference_poly_attention,
     reference_richards,
 )
@@ -34,9 +43,11 @@ from ...notebook import notebook_shell
 from ...training import rotate
 from .drawing import (
     BLUE,
+    GREEN,
     GREY,
     ORANGE,
     RUN_COLOURS,
+    WHITE,
     WIDTH,
     Figure,
     Ink,
@@ -88,6 +99,20 @@ def lines(
         summaries.append(f"{name}: {', '.join(panel)}")
     summary = "; ".join(summaries)
     return Figure(ink, top + height + 26, f"{title}: {summary}" if title else summary)
+
+
+def plot(
+    x: torch.Tensor,
+    named: "dict[str, torch.Tensor]",
+    title: str = "",
+    x_label: str = "x",
+    dashed=(),
+    height: int = 190,
+) -> Figure:
+    """One panel of lines(): a line for each tensor over x. Both are on any device."""
+    xs = x.detach().tolist()
+    drawn = {name: list(zip(xs, y.detach().tolist())) for name, y in named.items()}
+    return lines({title: drawn}, x_label=x_label, dashed=dashed, height=height)
 
 
 def _draw_panel(ink, box, title, x_label, panel, colours, dashed, named):
@@ -257,6 +282,169 @@ class explore:
         return W.HBox([*sliders.values(), variants], layout=W.Layout(flex_flow="row wrap"))
 
 
+# ---- a small gated unit, and its training -------------------------------------------------------
+
+
+class _GatedUnit(torch.autograd.Function):
+    """x + (x1 sigmoid(x1) sigmoid(x2)) w_out, x1, x2 the halves of x w_in, with a given backward.
+
+    gradient: function(dh, x1, x2) that returns dx1 and dx2.
+    residual: whether the backward adds dy to dx."""
+
+    @staticmethod
+    def forward(ctx, x, w_in, w_out, gradient, residual):
+        x1, x2 = (x @ w_in.T).chunk(2, -1)
+        h = x1 * x1.sigmoid() * x2.sigmoid()
+        ctx.save_for_backward(x, w_in, w_out, x1, x2, h)
+        ctx.gradient = gradient
+        ctx.residual = residual
+        return x + h @ w_out.T
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w_in, w_out, x1, x2, h = ctx.saved_tensors
+        dx1, dx2 = ctx.gradient(dy @ w_out, x1, x2)
+        both = torch.cat([dx1, dx2], -1)
+        dx = both @ w_in + dy if ctx.residual else both @ w_in
+        return dx, both.T @ x, dy.T @ h, None, None
+
+
+def _gated_unit(x, w_in, w_out):
+    """The same with autograd's backward."""
+    x1, x2 = (x @ w_in.T).chunk(2, -1)
+    return x + (x1 * x1.sigmoid() * x2.sigmoid()) @ w_out.T
+
+
+def fit(gradient=None, residual: bool = True, steps: int = 100) -> "list[tuple[int, float]]":
+    """(step, loss) of four gated units that learn what four others compute, on the CPU.
+
+    gradient: function(dh, x1, x2) that returns dx1 and dx2, or one tensor of both; None: autograd.
+    residual: whether the backward of a unit adds the gradient of its residual."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(64, 16), (16, 32)] * 4
+
+    def weights():
+        return [torch.randn(s, generator=generator) * (2 / s[1]) ** 0.5 for s in shapes]
+
+    def outputs(x, matrices, unit):
+        for w_in, w_out in zip(matrices[::2], matrices[1::2]):
+            x = unit(x, w_in, w_out)
+        return x
+
+    def unit(x, w_in, w_out):
+        if gradient is None:
+            return _gated_unit(x, w_in, w_out)
+        return _GatedUnit.apply(x, w_in, w_out, gradient, residual)
+
+    teacher = weights()
+    learned = [w.requires_grad_() for w in weights()]
+    optimizer = torch.optim.Adam(learned, lr=3e-3)
+    losses = []
+    for step in range(steps):
+        x = torch.randn(64, 16, generator=generator)
+        expected = outputs(x, teacher, _gated_unit)
+        loss = (outputs(x, learned, unit) - expected).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append((step, loss.item()))
+    return losses
+
+
+def gated_unit() -> Figure:
+    """The way of a number through a gated unit: two halves, a value, a gate, the residual."""
+    ink = Ink()
+
+    def arrow(x1, y1, x2, y2):
+        ink.segment(x1, y1, x2 - 5, y2, GREY, 1.6)
+        ink.path(f"M{x2 - 7:.1f} {y2 - 4:.1f}l7 4l-7 4z", GREY)
+
+    def box(x, y, width, words, colour, below=""):
+        ink.box(x, y - 17, width, 34, colour, words)
+        ink.text(x + width / 2, y + 34, below, 11.5, ink.soft, "middle")
+
+    middle, value, gate = 92.0, 46.0, 138.0
+    ink.text(14, middle + 4, "x", 14, anchor="middle", weight=600)
+    arrow(26, middle, 62, middle)
+    box(62, middle, 70, "W_in", GREY, "a product")
+    for y, words in ((value, "x1"), (gate, "x2")):
+        ink.segment(132, middle, 166, y, GREY, 1.6)
+        ink.text(182, y + 4, words, 13, anchor="middle", weight=600)
+        arrow(198, y, 232, y)
+    box(232, value, 150, "x1 · curve a(x1)", BLUE, "the value")
+    box(232, gate, 150, "curve g(x2)", ORANGE, "the gate, 0 to 1")
+    for y in (value, gate):
+        ink.segment(382, y, 424, middle, GREY, 1.6)
+    ink.dot(434, middle, 13, GREEN)
+    ink.text(434, middle + 5, "×", 15, WHITE, "middle", 700)
+    arrow(447, middle, 500, middle)
+    ink.text(472, middle - 8, "h", 13, anchor="middle", weight=600)
+    box(500, middle, 70, "W_out", GREY, "a product")
+    arrow(570, middle, 634, middle)
+    ink.dot(647, middle, 13, GREEN)
+    ink.text(647, middle + 5, "+", 15, WHITE, "middle", 700)
+    arrow(660, middle, 706, middle)
+    ink.text(722, middle + 4, "y", 14, anchor="middle", weight=600)
+    ink.polyline([(14, 80), (14, 12), (647, 12), (647, 74)], GREY, 1.6)
+    ink.path("M643 72l4 7l4 -7z", GREY)
+    ink.text(500, 28, "the residual: x itself", 11.5, ink.soft, "middle")
+    words = "x1 and x2 are the halves of x W_in; value times gate is h; y = x + h W_out"
+    return Figure(ink, 186, words)
+
+
+# ---- gradients against float64 ------------------------------------------------------------------
+
+
+def _gradients(layer, x, dy):
+    """Gradients of a layer's input and parameters."""
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(layer(x), [x, *layer.parameters()], dy)
+
+
+def equal_gradients(layer, x: torch.Tensor, dy: torch.Tensor) -> int:
+    """How many gradients of a layer are bit-identical when they are computed twice."""
+    pairs = zip(_gradients(layer, x, dy), _gradients(layer, x, dy))
+    return sum(first.equal(second) for first, second in pairs)
+
+
+def gradient_errors(layer, x: torch.Tensor, dy: torch.Tensor) -> "dict[str, float]":
+    """How far each gradient of a layer is from float64: name -> relative difference.
+
+    The same layer is run in float64 by its definition. x: its input. dy: gradient of its output."""
+
+    names = ["x", *(name for name, _ in layer.named_parameters())]
+    grads = _gradients(layer, x, dy)
+    exact = _gradients(copy.deepcopy(layer).double(), x.double(), dy.double())
+    return {
+        name: float((grad - expected).norm() / expected.norm().clamp(min=1e-30))
+        for name, grad, expected in zip(names, grads, exact)
+    }
+
+
+def glu_variants(layer) -> "dict[str, Callable]":
+    """What a RichardsGLU computes between its two products, h of the halves, in two ways.
+
+    "torch": operations of torch, with each curve folded into a line, a power and a scale first.
+    "gpuaccel": one operation."""
+    activation, gate = layer.activation, layer.gate
+
+    def curve(x, values):
+        nu, k, m, beta, T, a, c, s, b = values.unbind()
+        t = beta.log() - k * nu * (b - m) - k * nu * s / T * x
+        return a * torch.exp(F.softplus(t) / -nu) + c
+
+    def by_torch(halves):
+        x1, x2 = halves.chunk(2, -1)
+        return x1 * curve(x1, activation.values()) * curve(x2, gate.values())
+
+    def by_kernel(halves):
+        return torch.ops.gpuaccel.richards_glu(
+            halves, activation.theta, gate.theta, activation.setting, gate.setting
+        )[0]
+
+    return {"torch": by_torch, "gpuaccel": by_kernel}
+
+
 # ---- passes over memory -------------------------------------------------------------------------
 
 
@@ -412,9 +600,98 @@ def allocated(run) -> "tuple[int, int]":
     return largest, peak
 
 
+def poly_memory(variant: str, T: int, device) -> "tuple[int, int]":
+    """What allocated() says of polynomial attention, forward and backward, for T tokens.
+
+    variant: "torch", its definition with T x T matrices, or "gpuaccel"."""
+    attention = {"torch": reference_poly_attention, "gpuaccel": poly_attention}[variant]
+    q, k, v = torch.randn(3, 1, T, 2, 32, device=device)
+    pe = torch.randn(T, 32, device=device)
+    coefficients = torch.tensor([1.0, 0.0, 0.1], device=device)
+    inputs = [t.requires_grad_() for t in (q, k, v, pe, coefficients)]
+
+    def run():
+        return torch.autograd.grad(attention(q, *inputs).sum(), inputs)
+
+    run()
+    return allocated(run)
+
+
+# ---- tiles of the T x T weights -----------------------------------------------------------------
+
+
+class Tiles(Figure):
+    """The picture of tiles() and its numbers.
+
+    computed: tiles that hold a weight which counts. all: tiles of the square."""
+
+    def __init__(self, ink, height, words, computed, all):
+        super().__init__(ink, height, words)
+        self.computed = computed
+        self.all = all
+
+
+def tiles(T: int, tile: int, window: "int | None" = None) -> Tiles:
+    """Which tiles of T x T weights causal attention computes: one thread block per row of tiles.
+
+    window: how many positions a token sees, itself included; None: all before it."""
+    window = window or T
+    count = -(-T // tile)
+    step = min(24.0, 260.0 / count)
+    ink = Ink()
+    left, top = 92.0, 44.0
+    computed = 0
+    ink.text(left, top - 26, f"keys, {tile} in a column", 11.5, ink.soft)
+    for i in range(count):
+        colour = RUN_COLOURS[i % 4]
+        ink.text(left - 10, top + (i + 0.68) * step, f"block {i}", 11, ink.soft, "end")
+        for j in range(count):
+            # the first query of the tile sees back to its own position - window + 1
+            sees = j <= i and (j + 1) * tile - 1 > i * tile - window
+            computed += sees
+            x, y = left + j * step, top + i * step
+            if sees:
+                ink.rect(x + 1, y + 1, step - 2, step - 2, colour, rx=3)
+            else:
+                ink.rect(x + 1, y + 1, step - 2, step - 2, GREY, 0.14, rx=3)
+    words = (
+        f"{T} tokens, tiles of {tile} x {tile}: {computed} of {count * count} tiles are computed"
+    )
+    x = left + count * step + 28
+    ink.text(x, top + 14, f"{computed} of {count * count} tiles are computed,", 12.5, weight=600)
+    ink.text(x, top + 34, "one after the other in each block;", 12.5)
+    ink.text(x, top + 54, "a tile is gone when the next one begins.", 12.5)
+    return Tiles(ink, top + count * step + 8, words, computed, count * count)
+
+
 # ---- attention maps -----------------------------------------------------------------------------
 
 LEVELS = 16  # shades of a colour
+
+
+def letters(text: str) -> torch.Tensor:
+    """A random vector for each letter of a text, equal ones for equal letters: (1, T, 1, 32)."""
+    vectors = torch.randn(256, 32, generator=torch.Generator().manual_seed(1))
+    return (2.2 * F.normalize(vectors, dim=1))[list(text.encode())][None, :, None]
+
+
+def poly_map(q: torch.Tensor, k: torch.Tensor, degree: int, window: "int | None" = None):
+    """Weights of polynomial attention, (T, T), from scores alone: no low-rank term, no distances.
+
+    q, k: (1, T, 1, d), T at most d."""
+    T, d = q.shape[1], q.shape[3]
+    unit = torch.eye(T, d, device=q.device)[None, :, None]
+    coefficients = torch.tensor([1.0, 0.0, 1.0], device=q.device)
+    no_distances = torch.zeros(T, d, device=q.device)
+    y = poly_attention(q, q, k, unit, no_distances, coefficients, degree, window)
+    return y[0, :, 0, :T]
+
+
+def softmax_map(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Weights of causal softmax attention, (T, T), of the same scores. q, k: (1, T, 1, d)."""
+    scores = q[0, :, 0] @ k[0, :, 0].T
+    future = torch.ones_like(scores, dtype=torch.bool).triu(1)
+    return scores.masked_fill(future, -torch.inf).softmax(-1)
 
 
 def maps(weights: "dict[str, torch.Tensor]", text: str, title: str = "") -> Figure:

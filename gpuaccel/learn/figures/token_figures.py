@@ -1,11 +1,12 @@
-"""Pictures of an embedding's gradients: rows that meet, buckets, segments, bits of sums, rounding.
+"""Pictures of an embedding's gradients: rows that meet, a sort, segments, bits of sums, rounding.
 
     >>> token_figures.meeting("the cat and the dog".split())   # rows of dout that meet in dwte
-    >>> token_figures.buckets(words)                           # llm.c's: a thread block per token
+    >>> token_figures.counting(words)                          # counted, and put in their places
     >>> token_figures.segments(words)                          # sorted stably, and the runs
     >>> token_figures.pieces({"text": ga.ops.find_segments(tokens, 256)})   # runs, cut at 32 rows
     >>> token_figures.bits({"one order": 0.1, "another": 0.3}) # two sums, bit by bit
     >>> token_figures.twice({"atomics": (losses, losses_again)})        # two runs with one seed
+    >>> token_figures.carry(256.25, [50_000, 60_000])          # 16 random bits, added and cut off
     >>> token_figures.draws(rounded, exact=256.25)             # stochastic rounding, and its mean
 
 Each is a Figure. Words stand for tokens, so that a picture can be read; their numbers are their
@@ -13,6 +14,7 @@ places in the alphabet.
 """
 
 import math
+import struct
 
 import torch
 
@@ -22,6 +24,7 @@ from .drawing import (
     GREEN,
     GREY,
     ORANGE,
+    PINK,
     RED,
     RUN_COLOURS,
     WHITE,
@@ -35,7 +38,7 @@ from .drawing import (
 )
 from .kernel_figures import float_bits
 
-LEFT, WARPS = 64, 8
+LEFT = 64
 
 
 def _tokens_of(words) -> "tuple[torch.Tensor, list[str]]":
@@ -55,10 +58,15 @@ def _draw_label(ink, y, label, note=""):
         ink.text(0, y + 15, note, 11, ink.soft)
 
 
+def _places(count) -> "tuple[list[float], float]":
+    """The left edges of `count` columns, and their width."""
+    step = (WIDTH - LEFT) / count
+    return [LEFT + i * step for i in range(count)], step
+
+
 def _draw_batch(ink, words, tokens, y):
     """The tokens of a batch, a column each. Returns the columns' left edges and their width."""
-    step = (WIDTH - LEFT) / len(words)
-    edges = [LEFT + i * step for i in range(len(words))]
+    edges, step = _places(len(words))
     for i, (x, word) in enumerate(zip(edges, words)):
         ink.text(x + step / 2 - 3, y - 6, i, 11, ink.soft, "middle")
         ink.box(x, y, step - 6, 26, _colour(int(tokens[i])), word)
@@ -93,49 +101,47 @@ def meeting(words: "list[str]") -> Figure:
     return Figure(ink, 156, summary)
 
 
-def buckets(words: "list[str]") -> Figure:
-    """llm.c's buckets: one thread block for each token and group of channels, the fullest first.
+def counting(words: "list[str]") -> Figure:
+    """A stable counting sort: how many rows each token has, where they begin, where each row lands.
 
-    A block's warps take its rows in turn."""
+    words: 16 at most."""
     ink = Ink()
     tokens, names = _tokens_of(words)
+    counts = torch.bincount(tokens, minlength=len(names)).tolist()
     _draw_label(ink, 34, "rows")
-    edges, step = _draw_batch(ink, words, tokens, 18)
-    fullest_first = torch.bincount(tokens).argsort(descending=True, stable=True).tolist()
-    width = (WIDTH - LEFT) / len(fullest_first)
-    slot = (width - 18) / WARPS
-    idle = 0
-    _draw_label(ink, 124, "blocks", "8 warps")
-    for block, token in enumerate(fullest_first):
+    _draw_batch(ink, words, tokens, 18)
+    _draw_label(ink, 92, "1. count")
+    _draw_label(ink, 116, "2. start")
+    _draw_label(ink, 184, "3. place")
+    edges, step = _places(len(words))
+    width = (WIDTH - LEFT) / len(names)
+    order = tokens.argsort(stable=True).tolist()
+    start = 0
+    for token, name in enumerate(names):
         colour = _colour(token)
-        x = LEFT + block * width
-        rows = (tokens == token).nonzero()[:, 0].tolist()
-        ink.rect(x, 104, width - 6, 52, colour, 0.13, rx=6)
-        for warp in range(WARPS):
-            rows_of_warp = rows[warp::WARPS]
-            left = x + 6 + warp * slot
-            if rows_of_warp:
-                ink.box(left, 110, slot - 2, 20, colour, ",".join(map(str, rows_of_warp)))
-            else:
-                idle += 1
-                outline = dict(stroke=colour, stroke_width=1.1, dash="2 2")
-                ink.rect(left + 1, 111, slot - 4, 18, "none", 0.7, rx=4, **outline)
-            for row in rows_of_warp:
-                ink.curve(edges[row] + step / 2 - 3, 46, left + slot / 2 - 1, 108, colour)
-        label = f"{names[token]}: {plural(len(rows), 'row')}"
-        ink.text(x + (width - 6) / 2, 147, label, 11.5, colour, "middle", 600)
-    summary = (
-        f"{plural(len(fullest_first), 'bucket')}, {len(fullest_first) * WARPS} warps, "
-        f"{idle} of them idle (dashed); warp 0 adds what the others have, in order"
-    )
-    ink.text(LEFT, 176, summary, 12, ink.soft)
-    return Figure(ink, 184, summary)
+        x = LEFT + token * width
+        left = x + 0.56 * width
+        ink.box(x, 76, 0.5 * width, 24, colour, name)
+        ink.text(left, 92, plural(counts[token], "row"), 12.5)
+        ink.text(left, 116, f"place {start}", 12.5, colour, weight=600)
+        first = edges[start] + step / 2 - 3
+        ink.curve(x + 0.7 * width, 122, first, 164, colour)
+        for place in range(start, start + counts[token]):
+            ink.box(edges[place], 168, step - 6, 26, colour, f"row {order[place]}")
+        start += counts[token]
+    for place, x in enumerate(edges):
+        ink.text(x + step / 2 - 3, 210, place, 11, ink.soft, "middle")
+    summary = "; ".join(f"{name}: {plural(count, 'row')}" for name, count in zip(names, counts))
+    words_below = "places, and the rows that stand there; rows of one word keep their order"
+    ink.text(LEFT, 230, words_below, 12, ink.soft)
+    listed = ", ".join(map(str, order))
+    return Figure(ink, 238, f"counted: {summary}; rows in their places: {listed}")
 
 
 def segments(words: "list[str]") -> Figure:
     """A batch of words, sorted stably, and what begins at each place.
 
-    words: 16 at most. What begins is `pieces` of ga.ops.find_segments."""
+    words: 16 at most, so that each run is one piece of ga.ops.find_segments."""
     ink = Ink()
     tokens, names = _tokens_of(words)
     result = reference_segments(tokens, len(names))
@@ -148,7 +154,7 @@ def segments(words: "list[str]") -> Figure:
         ink.curve(edges[row] + step / 2 - 3, 46, middle, 104, _colour(token))
         ink.box(x, 106, step - 6, 26, _colour(token), names[token])
         ink.text(middle, 148, row, 11, ink.soft, "middle")
-    _draw_label(ink, 182, "pieces")
+    _draw_label(ink, 182, "runs", "their rows")
     for place, piece in enumerate(result.pieces.tolist()):
         x = edges[place]
         colour, weight = ink.soft, 400
@@ -159,7 +165,7 @@ def segments(words: "list[str]") -> Figure:
         ink.text(x + step / 2 - 3, 182, piece, 12.5, colour, "middle", weight)
     summary = (
         f"{len(result.runs())} runs; equal tokens stay in the order of their rows; "
-        "0: nothing begins here"
+        "0: no run begins here"
     )
     ink.text(LEFT, 204, summary, 12, ink.soft)
     return Figure(ink, 212, summary)
@@ -314,6 +320,48 @@ def twice(runs: "dict[str, tuple]", title: str = "Two runs with the same seed") 
 
 
 # ---- rounding at random -------------------------------------------------------------------------
+
+
+def carry(value: float, noises: "list[int]") -> Figure:
+    """The bits of a number, 16 random bits added to them, and the 16 bits that bf16 keeps.
+
+    value: finite, in fp32. noises: whole numbers below 65,536, one for each trial."""
+    ink = Ink()
+    word = float_bits(value)
+    left, step = 96, 19.5
+    gap = 12
+
+    def draw_bits(y, bits, colour, first, last):
+        for i in range(first, last):
+            x = left + i * step + (gap if i > 15 else 0)
+            ink.rect(x, y, step - 2, 22, colour, rx=3)
+            ink.text(x + step / 2 - 1, y + 16, bits >> (31 - i) & 1, 12, WHITE, "middle")
+
+    ink.text(left, 12, "bf16 keeps these 16 bits", 12, ink.soft)
+    lower = word & 0xFFFF
+    ink.text(left + 16 * step + gap, 12, f"the lower half: {lower:,}", 12, ink.soft)
+    ink.text(left - 10, 36, f"{value:g}", 12.5, anchor="end", weight=600)
+    draw_bits(20, word, BLUE, 0, 16)
+    draw_bits(20, word, GREY, 16, 32)
+    y = 60
+    results = []
+    for noise in noises:
+        rounded = (word + noise) >> 16 << 16
+        result = struct.unpack(">f", struct.pack(">I", rounded))[0]
+        carried = rounded >> 16 != word >> 16
+        colour = RED if carried else BLUE
+        ink.text(left - 10, y + 16, "+ random", 12, ink.soft, "end")
+        draw_bits(y, noise, PINK, 16, 32)
+        words = f"{lower:,} + {noise:,} = {lower + noise:,}: "
+        words += "carries 1" if carried else "carries nothing"
+        ink.text(left + 16 * step - 4, y + 16, words, 12, colour, "end", 600)
+        ink.text(left - 10, y + 44, f"= {result:g}", 12.5, anchor="end", weight=600)
+        draw_bits(y + 28, rounded, colour, 0, 16)
+        results.append(
+            f"with {noise:,}, which {'carries' if carried else 'does not carry'}, {result:g}"
+        )
+        y += 68
+    return Figure(ink, y - 8, f"{value:g}, lower half {lower:,}: {'; '.join(results)}")
 
 
 def draws(

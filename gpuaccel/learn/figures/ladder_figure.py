@@ -1,0 +1,170 @@
+"""The notebooks as a ladder, for the index that `make lab` opens:
+
+    python -m gpuaccel.learn.figures.ladder_figure notebooks
+
+It writes ladder.svg and the table in README.md. Both show those rungs whose notebook is in the
+folder. The picture is an image of its own, whose words are readable in light and in dark pages.
+"""
+
+import pathlib
+import re
+import sys
+from dataclasses import dataclass
+
+from .drawing import RUN_COLOURS, WIDTH, Figure, Ink, text_width
+
+HEIGHT = 38
+MARKS = ("<!-- ladder -->", "<!-- /ladder -->")
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A notebook: its file, its title, what it teaches, and what is read before it.
+
+    learn: a line of the table. about: a few words for the picture.
+    minutes: of a careful first read with the exercises."""
+
+    stem: str
+    title: str
+    learn: str
+    about: str
+    before: "tuple[str, ...]" = ()
+    minutes: int = 45
+
+    @property
+    def number(self) -> str:
+        return self.stem.split("_")[0]
+
+
+RUNGS = (
+    Rung(
+        "00_first_kernel",
+        "Your first kernel",
+        "what a thread does; which bytes it moves; a race, found and repaired",
+        "threads, bytes, a race",
+        minutes=30,
+    ),
+    Rung(
+        "01_accumulate",
+        "Gradient accumulation",
+        "where the gradients of micro-batches are added, and why it matters",
+        "where gradients are added up",
+        ("00",),
+    ),
+    Rung(
+        "02_clip",
+        "Clipping",
+        "many threads make one number, the norm, and the host does not wait for it",
+        "a norm that nobody waits for",
+        ("01",),
+    ),
+    Rung(
+        "02b_clip_inside",
+        "Clipping inside the optimizer",
+        "many tensors in one launch, no pass of its own, and a NaN that is survived",
+        "many tensors, a NaN",
+        ("02",),
+    ),
+    Rung(
+        "03_graphs",
+        "CUDA graphs",
+        "a whole training step, captured once and replayed",
+        "a whole step in one call",
+        ("02",),
+    ),
+    Rung(
+        "04_encoder",
+        "Embedding gradients",
+        "why two runs differ, and a sum in a fixed order that makes them bit-identical",
+        "a sum in a fixed order",
+        ("00",),
+    ),
+    Rung(
+        "04b_rounding",
+        "Rounding at random",
+        "how a 16-bit sum keeps small gradients; tokens that do not exist",
+        "small numbers in 16 bits",
+        ("04",),
+    ),
+    Rung(
+        "05_dispatch",
+        "An activation that learns",
+        "a layer's backward by hand, a check that finds a wrong one, then the speed",
+        "a backward by hand",
+        ("00",),
+    ),
+    Rung(
+        "05b_attention",
+        "Attention without a softmax",
+        "attention in tiles, without a matrix of T x T",
+        "attention in tiles",
+        ("05",),
+    ),
+    Rung(
+        "06_ddp",
+        "More than one process",
+        "data parallelism: buckets, averages, a rank that dies",
+        "gradients of several GPUs",
+        ("01",),
+    ),
+    Rung(
+        "07_everything",
+        "Everything",
+        "one model climbs every rung; then your own model does",
+        "all rungs, your own model",
+        ("03", "06"),
+    ),
+)
+
+
+def present(folder) -> "list[Rung]":
+    """The rungs whose notebook is in this folder."""
+    return [rung for rung in RUNGS if (pathlib.Path(folder) / f"{rung.stem}.ipynb").exists()]
+
+
+def ladder(rungs=RUNGS) -> Figure:
+    """A step for each notebook, the first one at the bottom."""
+    ink = Ink()
+    top = 34
+    shift = min(26.0, 190 / len(rungs))
+    ink.text(0, 14, "loss.backward()  →  a gradient  →  a new weight", 13, weight=600)
+    ink.text(WIDTH, 14, "minutes", 12, ink.soft, "end")
+    for k, rung in enumerate(rungs):
+        x = k * shift
+        y = top + (len(rungs) - 1 - k) * HEIGHT
+        colour = RUN_COLOURS[k % len(RUN_COLOURS)]
+        ink.box(x, y, 44, HEIGHT - 8, colour, rung.number, size=15)
+        # the step on which the next one stands
+        ink.rect(x, y + HEIGHT - 6, WIDTH - x, 2, colour, 0.5)
+        ink.text(x + 56, y + 20, rung.title, 14, weight=600)
+        words = f"{rung.about}: start here"
+        if rung.before:
+            words = f"{rung.about}; needs {' and '.join(rung.before)}"
+        ink.text(x + 70 + 1.06 * text_width(rung.title, 14), y + 20, words, 12.5, ink.soft)
+        ink.text(WIDTH, y + 20, rung.minutes, 13, anchor="end", weight=600)
+    words = "; ".join(f"{rung.number} {rung.title}, {rung.minutes} minutes" for rung in rungs)
+    return Figure(ink, top + len(rungs) * HEIGHT + 4, f"The notebooks as a ladder: {words}")
+
+
+def table(rungs=RUNGS) -> str:
+    """The same as a table in Markdown, with links."""
+    lines = ["| | notebook | what you learn | read before | minutes |", "|---|---|---|---|---|"]
+    for rung in rungs:
+        link = f"[{rung.title}]({rung.stem}.ipynb)"
+        before = ", ".join(rung.before)
+        lines.append(f"| {rung.number} | {link} | {rung.learn} | {before} | {rung.minutes} |")
+    return "\n".join(lines)
+
+
+def with_table(page: str, rungs=RUNGS) -> str:
+    """The index page with this table between its two marks."""
+    first, last = MARKS
+    pattern = f"{re.escape(first)}.*?{re.escape(last)}"
+    return re.sub(pattern, lambda _: f"{first}\n{table(rungs)}\n{last}", page, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    folder = pathlib.Path(sys.argv[1])
+    (folder / "ladder.svg").write_text(ladder(present(folder)).drawn + "\n")
+    index = folder / "README.md"
+    index.write_text(with_table(index.read_text(), present(folder)))
