@@ -13,8 +13,10 @@ from ..compiler import kernel, kernel_files, kernel_names
 from ..measure import profiler_sees_gpu, timeline
 from .figures.drawing import Table
 
-# Kernels that training steps launch. The versions before them are lessons only.
+# Kernels that training steps launch. Other versions are lessons only.
 WHAT_IT_DOES = {
+    "accumulate_v1": "adds one gradient tensor to a sum, one element per thread",
+    "accumulate_v2": "adds one gradient tensor to a sum, four elements per thread",
     "accumulate_v3": "adds the gradients of many tensors to the sums in the arena",
     "accumulate_v4": "the same, and adds up the squares of the finished sums",
     "adamw_begin": "writes what AdamW needs once in a step: bias corrections, the scale of clipping",

@@ -175,13 +175,11 @@ class LiveThroughput:
         if self._thread is None:
             return
         interrupt = None
-        began = shown = time.monotonic()
         try:
             while not ended.wait(0.05):
-                now = time.monotonic()
-                if view.run.last is None and now - shown >= 1.0:
-                    shown = now
-                    view.waiting(now - began)
+                # Readings tell the view how long the first step takes only where there are some.
+                if view.run.last is None and time.monotonic() - view.updated >= 1.0:
+                    view.update()
         except KeyboardInterrupt as error:
             interrupt = error
             self.stop()
@@ -250,17 +248,18 @@ class _TextView:
         self.run = run
         self.steps = steps
         self.notebook = notebook
+        self.began = self.said = self.updated = time.monotonic()
 
     def _print(self, words):
         print(words, file=sys.stdout if self.notebook else sys.stderr, flush=True)
 
     def update(self):
-        self._print(_status(self.run, None, self.steps, name=True))
-
-    def waiting(self, seconds):
-        """The cell waits for the first step, which takes long where it compiles or captures."""
-        if round(seconds) % 3 == 1:
-            self._print(f"{self.run.name}: {_starting(seconds)}")
+        self.updated = time.monotonic()
+        if self.run.last is not None:
+            self._print(_status(self.run, None, self.steps, name=True))
+        elif self.updated - self.said >= 3.0 or self.said == self.began:
+            self.said = self.updated
+            self._print(f"{self.run.name}: {_starting(self.updated - self.began)}")
 
     def finish(self):
         if self.notebook:
@@ -307,6 +306,7 @@ class _WidgetView:
             [row, self.svg],
             layout=W.Layout(max_width=f"{WIDTH + 12}px", padding="6px 4px", overflow="visible"),
         )
+        self.began = time.monotonic()
         self.button.on_click(self._clicked)
         self.hears_clicks = _listen_while_busy(self.button, self._clicked)
         self.update()
@@ -330,8 +330,11 @@ class _WidgetView:
         )
 
     def update(self):
+        self.updated = time.monotonic()
         runs = list(self.live.runs.values())
         status = _status(self.run, self.seconds, self.steps)
+        if self.run.last is None:
+            status = _starting(self.updated - self.began)
         if self.live.stopping:
             status = "stopping after this step"
         self._say(status)
@@ -340,11 +343,6 @@ class _WidgetView:
             by_time = self.run.last.seconds / self.seconds if self.seconds else 0.0
             self.progress.value = min(1.0, max(by_steps, by_time))
         self.svg.value = picture(runs, self.live.peak, norms=self.live.norms)
-
-    def waiting(self, seconds):
-        """The cell waits for the first step: only the status changes, in the cell's thread."""
-        if not self.live.stopping:
-            self._say(_starting(seconds))
 
     def finish(self):
         """The static picture takes the widgets' place, in this cell and in the saved notebook."""
@@ -356,6 +354,8 @@ class _WidgetView:
 
 def _starting(seconds):
     """What the view says before the first step has ended."""
+    if seconds < 1:
+        return "starting"
     return f"first step, {seconds:.0f} s: it may compile kernels or capture a graph"
 
 

@@ -63,5 +63,6 @@ def test_rungs_are_multiples_of_the_first_one(tmp_path, monkeypatch):
     words = text_of(recorded.climb(book))
     assert "2.50x" in words and "500 tok/s" in words and "no rate" not in words
     both = text_of(pairs({"a": (1.0, 10.0), "b": (None, 30.0)}, ("here", "there"), "Rates"))
-    assert "3.00x" in both and "there" in both
+    assert "b 3.00x, 30 tok/s" in both and "a 1.00x, 1 tok/s" in both
+    assert "there" in pairs({"a": (1.0, 10.0)}, ("here", "there"), "Rates").drawn
     assert "Rates" in text_of(pairs({}, ("here", "there"), "Rates"))
