@@ -1,7 +1,7 @@
 """Which of our kernels a step launches, and what each of them does.
 
-    >>> launched(lambda: step(batch))     # a table: kernel, launches, what it does, file
-    >>> launches(lambda: step(batch))     # {"accumulate_v3": 4, "squares_v2": 1, ...}
+    >>> launched(step, batch)     # a table: kernel and what it does, launches, file
+    >>> launches(step, batch)     # {"accumulate_v3": 4, "squares_v2": 1, ...}
 
 Kernels are listed in the order of their first launch. On a GPU they are read from the records of
 `torch.profiler`, and on the CPU from the launches themselves.
@@ -19,7 +19,7 @@ WHAT_IT_DOES = {
     "accumulate_v2": "adds one gradient tensor to a sum, four elements per thread",
     "accumulate_v3": "adds the gradients of many tensors to the sums in the arena",
     "accumulate_v4": "the same, and adds up the squares of the finished sums",
-    "adamw_begin": "writes what AdamW needs once in a step: bias corrections, the scale of clipping",
+    "adamw_begin": "writes what AdamW needs once in a step: bias corrections and the scale",
     "adamw_v2": "AdamW for a list of tensors",
     "adamw_v3": "AdamW for the whole arena: scales, updates weights and moments, clears the sums",
     "lion_begin": "writes what Lion needs once in a step",
@@ -28,7 +28,7 @@ WHAT_IT_DOES = {
     "squares_v2": "the sum of the squares of each chunk of 4,096 gradients",
     "reduce_v2": "adds these sums up: the gradient norm, and the scale that clips it",
     "scale_v2": "multiplies the gradients by the scale",
-    "encoder_forward": "the embedding: copies the row of each token (and adds the row of its position)",
+    "encoder_forward": "the embedding: copies the row of each token, and may add one per position",
     "encoder_backward_v3": "adds the gradient rows of each token in a fixed order",
     "encoder_combine_v3": "adds the partial sums of tokens with more than 32 rows",
     "encoder_wpe": "adds the gradient rows of each position",
@@ -57,12 +57,12 @@ WHAT_IT_DOES = {
 }
 
 
-def launches(run) -> "dict[str, int]":
-    """Name -> number of launches of each of our kernels in run(), in the order of the first ones.
+def launches(run, *args) -> "dict[str, int]":
+    """Name -> launches of each of our kernels in run(*args), in the order of the first ones.
 
-    Call run() once before to warm up. A replayed graph launches its kernels on a GPU only."""
+    Call it once before to warm up. A replayed graph launches its kernels on a GPU only."""
     if profiler_sees_gpu():
-        spans = timeline.whole(run)
+        spans = timeline.whole(lambda: run(*args))
         names = [span.name for span in spans if span.lane == "GPU" and span.name in WHAT_IT_DOES]
         return dict(Counter(names))
     counts: "Counter[str]" = Counter()
@@ -72,18 +72,18 @@ def launches(run) -> "dict[str, int]":
 
     kernel.recorders.append(count)
     try:
-        run()
+        run(*args)
     finally:
         kernel.recorders.remove(count)
     return dict(counts)
 
 
-def launched(run) -> Table:
-    """The kernels that run() launches, how often, what each does, and the file that it is in."""
+def launched(run, *args) -> Table:
+    """The kernels that run(*args) launches: how often, what each does, and in which file it is."""
     files = {name: path.name for path in kernel_files() for name in kernel_names(path.read_text())}
     rows = [
         [f"{name}: {WHAT_IT_DOES[name]}", count, f"kernels_cu/{files[name]}"]
-        for name, count in launches(run).items()
+        for name, count in launches(run, *args).items()
         if name in WHAT_IT_DOES
     ]
     if not rows:

@@ -56,9 +56,9 @@ class LiveThroughput:
         """Iterate over `readings` and draw them.
 
         readings: Readings of a meter, e.g. from `ga.train`.
-        name: of the run; a run of the same name is replaced. Default: default_name(). Or a list of names, for runs at the
-        same time: `readings` are then pairs (number of the run, Reading or None), as ga.launch
-        makes them.
+        name: of the run; a run of the same name is replaced. Default: default_name(). Or a list of
+        names, for runs at the same time: `readings` are then pairs (number of the run, Reading or
+        None), as ga.launch makes them.
         seconds, steps: where to stop if the readings do not end before; they set the progress bar.
         wait: True waits for the end, so that the next cell can use the result. False returns at
         once, and `join()` waits. None waits, except in a kernel that hears no clicks while a cell

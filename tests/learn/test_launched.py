@@ -36,9 +36,9 @@ def test_launches_are_counted_by_kernel(monkeypatch):
     with ga.use_backend(name), small_step() as step:
         batch = tuple(torch.arange(24, device=ga.default_device()).view(3, 8) for _ in range(2))
         step(batch)
-        counts = launches(lambda: step(batch))
-        table = str(launched(lambda: step(batch)))
-        again = launches(lambda: step(batch))
+        counts = launches(step, batch)
+        table = str(launched(step, batch))
+        again = launches(step, batch)
     # One sum for each micro-batch; the last one takes the squares along.
     assert (counts["accumulate_v3"], counts["accumulate_v4"], counts["reduce_v2"]) == (2, 1, 1)
     assert counts["encoder_forward"] == 3 and counts["adamw_v3"] == 1
