@@ -270,6 +270,8 @@ class Kernel:
         # text -> what was loaded of it: a captured graph may still launch it.
         self._texts = {text: self._ready}
         self._use(text)
+        # A text in its place is launched with as many threads, whatever its own bounds are.
+        self.bound = launch_bound(self.source, name, self.defines) or 1024
 
     def _use(self, text):
         """Compile `text` from now on."""
@@ -284,7 +286,6 @@ class Kernel:
             )
         }
         self.params = signature(self.source, self.name, self.defines)
-        self.bound = launch_bound(self.source, self.name, self.defines) or 1024
         # What check_arguments needs of each parameter, in one tuple.
         self.plan = [(p.pointer, p.dtypes, p.align, _number_types(p)) for p in self.params]
         self._ready = self._texts.setdefault(text, {})

@@ -32,7 +32,7 @@ def step_gradient(
 ) -> torch.Tensor:
     """The gradient of one step of the tiny model, in the order of its arena: fp32, flat.
 
-    The model's weights are the same in each call.
+    The model's weights are the same in each call, and so are all bits of the result.
 
     batch: (inputs, targets), as ga.Batches gives them
     accumulate, micro_batches, divide: as in ga.TrainStep"""
@@ -41,7 +41,12 @@ def step_gradient(
     arena = Arena(model)
     optimizer = _KeepGradient(arena)
     step = TrainStep(
-        model, optimizer, micro_batches=micro_batches, accumulate=accumulate, divide=divide
+        model,
+        optimizer,
+        micro_batches=micro_batches,
+        accumulate=accumulate,
+        divide=divide,
+        deterministic=True,
     )
     step(batch)
     gradient = optimizer.kept

@@ -29,12 +29,14 @@ class Case:
     run(n, device, generator, dtypes): results for about n elements, with parameters, gradients or
         inputs in each of these dtypes. It draws the same data for the same state of the generator,
         which is the CPU's.
-    roundings: by how many roundings of its dtype a result may differ from the definition's, as a
-        multiple of its own size; 0: not at all.
+    roundings: by how many roundings of fp32 a result may differ from the definition's; 0: not at
+        all.
+    stored_roundings: how many further ones of the result's own dtype, where that is not fp32.
     on_cpu: whether the launched kernel runs on the CPU."""
 
     run: "Callable[[int, torch.device, torch.Generator, Sequence[torch.dtype]], Results]"
     roundings: int
+    stored_roundings: int = 1
     on_cpu: bool = True
 
 
@@ -85,7 +87,9 @@ class _Parameters(nn.Module):
 
 
 def _step(optimizer):
-    """A case: two training steps over an arena, three micro-batches each, clipped."""
+    """A case: two training steps over an arena, three micro-batches each, clipped.
+
+    A third one has a NaN in its gradient, and is skipped."""
 
     def run(n, device, generator, dtypes) -> Results:
         normal = _Normal(device, generator)
@@ -94,20 +98,24 @@ def _step(optimizer):
             model = _Parameters(normal, _sizes(n)).to(device, dtype)
             arena = Arena(model)
             opt = optimizer(arena, lr=0.03, weight_decay=0.1, max_norm=1.0)
-            data = [normal(3, sum(_sizes(n))) for _ in range(2)]
+            data = [normal(3, sum(_sizes(n))) for _ in range(3)]
+            data[2][1, 0] = float("nan")
 
             def loss(model, micro):
                 return model.loss(micro), torch.tensor(1.0, device=device)
 
             with TrainStep(model, opt, loss, micro_batches=3, accumulate="arena") as step:
-                for batch in data:
+                for i, batch in enumerate(data):
                     out = step(batch)
                     assert out.norm is not None
-                    results[f"norm, parameters in {dtype}"] = out.norm.clone()
-                for segment, weight in zip(arena.segments, arena.masters):
-                    words = f"{segment.name} in {dtype}, after 2 steps"
-                    results[words] = weight.detach().clone()
-                    results |= _state(opt, weight, words)
+                    results[f"norm of step {i + 1}, parameters in {dtype}"] = out.norm.clone()
+                words = f"in {dtype}, after 2 steps and one with a NaN"
+                results[f"steps skipped {words}"] = opt.skipped.clone()
+                for i, segment in enumerate(arena.segments):
+                    name = f"{segment.name} {words}"
+                    results[name] = arena.params[i].detach().clone()
+                    results[f"fp32 {name}"] = arena.masters[i].detach().clone()
+                    results |= _state(opt, arena.masters[i], name)
         return results
 
     return run
@@ -299,11 +307,11 @@ _CLIP = Case(_clip, roundings=16)
 _ADD = Case(_accumulate, roundings=1)
 _EMBEDDING = Case(_embedding, roundings=64)
 _SORT = Case(_sort, roundings=0)
-_CURVE = Case(_curve, roundings=256)
-_GLU = Case(_glu, roundings=256)
+_CURVE = Case(_curve, roundings=256, stored_roundings=4)
+_GLU = Case(_glu, roundings=256, stored_roundings=4)
 _HEADS = Case(_attention(16, torch.float32), roundings=2048)
-_HEADS_64 = Case(_attention(64, torch.bfloat16), roundings=8, on_cpu=False)
-_HEADS_128 = Case(_attention(128, torch.bfloat16), roundings=8, on_cpu=False)
+_HEADS_64 = Case(_attention(64, torch.bfloat16), roundings=2048, stored_roundings=8, on_cpu=False)
+_HEADS_128 = Case(_attention(128, torch.bfloat16), roundings=2048, stored_roundings=8, on_cpu=False)
 
 # name of a kernel -> the cases that launch it
 CASES: "dict[str, tuple[Case, ...]]" = {

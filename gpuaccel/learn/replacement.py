@@ -188,7 +188,7 @@ def _run_checked(name, source, case: Case):
             with _refusal(name):
                 results = case.run(n, cpu, _generator(n), [torch.float32])
         for label, want in expected.items():
-            _check_result(name, label, results[label], want, want, case.roundings)
+            _check_result(name, label, results[label], want, want, case)
 
 
 @contextlib.contextmanager
@@ -228,7 +228,7 @@ def _compare(name, source, case: Case, n: int, device) -> "tuple[bool, float, in
             "cells again, without this one."
         ) from None
     for label, want in expected.items():
-        _check_result(name, label, yours[label], want, ours[label], case.roundings)
+        _check_result(name, label, yours[label], want, ours[label], case)
     slower = your_seconds / our_seconds
     if slower > MOST_TIMES_SLOWER and your_seconds - our_seconds > LEAST_DIFFERENCE:
         raise ReplacementError(
@@ -254,12 +254,12 @@ def _generator(n) -> torch.Generator:
     return torch.Generator().manual_seed(SEED + n)
 
 
-def _check_result(name, label, got, want, ours, roundings):
-    if problem := _difference(got, want, ours, roundings):
+def _check_result(name, label, got, want, ours, case):
+    if problem := _difference(got, want, ours, case):
         raise ReplacementError(f"{name} is refused: {label}: {problem}")
 
 
-def _difference(got: Tensor, want: Tensor, ours: Tensor, roundings: int) -> "str | None":
+def _difference(got: Tensor, want: Tensor, ours: Tensor, case: Case) -> "str | None":
     """Where a result differs from the definition's by more than rounding, in words."""
     same = (got == want) | (got.isnan() & want.isnan())
     if bool(same.all()):
@@ -270,7 +270,10 @@ def _difference(got: Tensor, want: Tensor, ours: Tensor, roundings: int) -> "str
         finite = size.isfinite()
         # A sum is rounded as its terms are, which are as large as a typical element.
         typical = float(size[finite].square().mean().sqrt()) if bool(finite.any()) else 0.0
-        allowed = roundings * torch.finfo(got.dtype).eps * (size + typical)
+        rounding = case.roundings * torch.finfo(torch.float32).eps
+        if got.dtype.itemsize < 4:
+            rounding += case.stored_roundings * torch.finfo(got.dtype).eps
+        allowed = rounding * (size + typical)
         # Ours are the measure where the definition itself rounds more.
         allowed = torch.maximum(allowed, 2 * (ours.double() - exact).abs())
         # Written so that NaN counts as a difference.

@@ -487,7 +487,7 @@ def test_every_block_and_step_is_a_small_well_formed_picture_and_a_text(name):
 def test_its_colours_can_be_read_on_light_and_on_dark_pages():
     svg = "".join(show(trace).picture() for trace in (saxpy(bug=2), transpose(32, 0)))
     # white stands on a cell
-    texts = set(re.findall(r"<(?:text|g)[^>]*fill:(#[0-9a-f]{6})", svg)) - {"#ffffff"}
+    texts = set(re.findall(r'<(?:text|g)[^>]*fill="(#[0-9a-f]{6})"', svg)) - {"#ffffff"}
     lines = set(re.findall(r'stroke="(#[0-9a-f]{6})"', svg))
     assert len(texts) >= 2 and len(lines) >= 2
     for colour in texts | lines:

@@ -504,27 +504,41 @@ def test_a_cheat_is_right_and_said_to_be_one(e, what):
     assert result.passed and result.remarks, result
 
 
-def test_autograd_and_loops_over_elements_are_named_in_a_python_answer():
-    def autograd(dy, x, A, B, over_nu, G, H):
+def test_autograd_and_loops_over_elements_are_named_in_a_python_answer(monkeypatch):
+    def cases(generator):
+        x, dy = torch.randn(2, 100, generator=generator)
+        yield "100", (dy, x), 2.0 * x.double() * dy.double()
+
+    solution = "def slope(dy, x):\n    return 2.0 * x * dy\n"
+    task = checking.Exercise(
+        "slope", "The gradient of x * x. By hand, in one line.", "", "", solution, {}, cases=cases
+    )
+    monkeypatch.setitem(checking.EXERCISES, "slope", task)
+    assert ga.check("slope", python(solution, "slope")).remarks == []
+
+    def by_backward(dy, x):
         x = x.clone().requires_grad_()
-        log = torch.nn.functional.softplus(A - B * x, threshold=40.0)
-        y = x + x * (G * torch.exp(-over_nu * log) + H)
-        y.backward(dy)
+        (x * x).backward(dy)
         return x.grad
 
-    result = ga.check("glu_slope", autograd)
+    def by_grad(dy, x):
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(x * x, x, dy)[0]
+
+    def by_func(dy, x):
+        return torch.func.vjp(lambda x: x * x, x)[1](dy)[0]
+
+    for function in (by_backward, by_grad, by_func):
+        result = ga.check("slope", function)
+        assert result.passed
+        assert result.remarks == ["it was to be computed by hand, and autograd computed it"]
+
+    def loop(dy, x):
+        return torch.stack([2.0 * x[i] * dy[i] for i in range(len(x))])
+
+    result = ga.check("slope", loop)
     assert result.passed
-    assert result.remarks == ["it was to be computed by hand, and autograd computed it"]
-
-    solution = python(EXERCISES["glu_slope"].solution, "glu_slope")
-
-    def loop(dy, x, *numbers):
-        return torch.stack([solution(dy[i], x[i], *numbers) for i in range(len(x))])
-
-    result = ga.check("glu_slope", loop)
-    assert result.passed
-    assert re.search(r"it runs [\d,]+ operations of torch, the solution \d+", result.summary)
-    assert ga.check("glu_slope", solution).remarks == []
+    assert result.summary.endswith("it runs 401 operations of torch, the solution 2.")
 
 
 @pytest.mark.parametrize(

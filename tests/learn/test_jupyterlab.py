@@ -119,6 +119,15 @@ def test_the_notebooks_of_this_checkout_are_stored_so():
         )
 
 
+def test_no_picture_stands_in_a_cell_that_nbval_compares():
+    """nbval also compares which kinds of data an output has, and a stored picture has no HTML."""
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        for cell in json.loads(path.read_text())["cells"]:
+            if "nbval-check-output" in cell["metadata"].get("tags", ()):
+                kinds = {kind for out in cell["outputs"] for kind in out.get("data", {})}
+                assert "image/svg+xml" not in kinds, (path.name, cell["source"])
+
+
 def test_jupyterlab_finds_the_extension_and_its_file():
     config = pytest.importorskip("jupyterlab_server.config")
     found = config.get_federated_extensions([str(LAB / "labextensions")])

@@ -14,6 +14,7 @@ from gpuaccel.learn.figures.layer_figures import (
     allocated,
     attention_map,
     curve_points,
+    difference_errors,
     equal_gradients,
     explore,
     fit,
@@ -165,6 +166,19 @@ def test_a_wrong_gradient_and_one_that_changes_are_seen():
     errors = gradient_errors(Layer(), x, dy)
     assert errors["x"] == pytest.approx(1.0) and errors["weight"] > 1e-5
     assert equal_gradients(Layer(), x, dy) == 1
+
+
+def test_finite_differences_agree_with_a_right_gradient_only():
+    layer = ga.RichardsGLU(3, 4).double()
+    x, dy = torch.randn(2, 2, 3, dtype=torch.float64)
+    before = x.clone()
+    errors = difference_errors(layer, x, dy)
+    assert list(errors) == list(gradient_errors(layer, x, dy))
+    assert max(errors.values()) < 1e-7 and x.equal(before)
+    layer.gate.theta.register_hook(lambda grad: 1.01 * grad)
+    errors = difference_errors(layer, x, dy)
+    assert errors["gate.theta"] == pytest.approx(0.01, rel=1e-3)
+    assert sum(error > 1e-7 for error in errors.values()) == 1
 
 
 def test_both_variants_of_a_glu_are_the_layer():

@@ -184,6 +184,12 @@ def test_a_sum_in_another_order_is_equal_within_rounding(on_simt):
     assert "equal to ours within rounding" in str(verdict)
 
 
+def test_a_kernel_without_launch_bounds_gets_the_threads_of_ours(on_simt):
+    source = edited("accumulate_v3", "__launch_bounds__(THREADS) ", "")
+    with ga.replaced("accumulate_v3", source) as verdict:
+        assert verdict.identical
+
+
 def test_a_kernel_object_can_be_given_and_a_block_restores_what_was_before(on_simt):
     simple = """extern "C" __global__ void segments_pieces(
         int* pieces, const uint2* order, int n, int vocab) {"""
@@ -242,8 +248,10 @@ WRONG = [
     ("reduce_v2", "ratio >= 1.0", "!(ratio < 1.0)", "elements are wrong"),
     ("scale_v2", "|| (skip && result.w == 0.0f)) continue", ") continue", "elements are wrong"),
     ("adamw_v3", "{exp_avg, exp_avg_sq};", "{exp_avg_sq, exp_avg};", "elements are wrong"),
+    ("adamw_v3", "w, g, state, copy,", "w, g, state, 0,", "elements are wrong"),
     ("adamw_v3", "first, last, offset);", "first, last - 1, offset);", "elements are wrong"),
     ("adamw_v2", "update_list<", "if (blockIdx.x > 0) update_list<", "elements are wrong"),
+    ("adamw_begin", "skip_nonfinite, divisor", "0, divisor", "elements are wrong"),
     ("encoder_forward", "row % T * C", "row * C", "elements are wrong|has [0-9,]+ elements"),
     (
         "encoder_backward_v3",

@@ -74,10 +74,10 @@ def _global_scale_cases(generator):
         ("1 tensor, above", norms(1, 5.0) + 1.0, 1.0),
         ("1 tensor, below", norms(1, 0.5), 1.0),
         ("219 tensors, above", norms(219, 2.0), 1.0),
-        ("219 tensors, just below", norms(219, 1e-2), 0.25),
         ("all of them 0", torch.zeros(5), 1.0),
         ("one is NaN", one_bad, 1.0),
         ("one is infinite", infinite, 1.0),
+        ("219 tensors, just below", norms(219, 1e-2), 0.25),
     ):
         norm = values.double().square().sum().sqrt()
         yield label, (values.clone(), limit), torch.clamp(limit / (norm + 1e-6), max=1.0)
@@ -160,6 +160,15 @@ EXERCISES = {
                     "blockDim.x];", "blockDim.x]);"
                 ),
             },
+            cheats={
+                "one thread of each block": (
+                    "if (threadIdx.x > 0) return;\n"
+                    "int first = blockIdx.x * blockDim.x;\n"
+                    "float most = x[first];\n"
+                    "for (int i = first; i < first + 256 && i < n; i++) most = fmaxf(most, x[i]);\n"
+                    "out[blockIdx.x] = most;"
+                ),
+            },
             data=_largest_case,
         ),
         kernel_exercise(
@@ -201,6 +210,24 @@ EXERCISES = {
                 + WARP_SUM
                 + _JOIN.replace("sums[blockIdx.x] =", "sums[blockIdx.x] +="),
             },
+            cheats={
+                "a tree without shuffles": _SQUARE.replace("warps[8]", "part[256]")
+                + (
+                    "part[threadIdx.x] = sum;\n"
+                    "for (int half = 128; half > 0; half /= 2) {\n"
+                    "    __syncthreads();\n"
+                    "    if (threadIdx.x < half) part[threadIdx.x] += part[threadIdx.x + half];\n"
+                    "}\n"
+                    "if (threadIdx.x == 0) sums[blockIdx.x] = part[0];"
+                ),
+                "one thread of each block": (
+                    "if (threadIdx.x > 0) return;\n"
+                    "int first = blockIdx.x * blockDim.x;\n"
+                    "float sum = 0.0f;\n"
+                    "for (int i = first; i < first + 256 && i < n; i++) sum += x[i] * x[i];\n"
+                    "sums[blockIdx.x] = sum;"
+                ),
+            },
             data=_squares_case,
         ),
         kernel_exercise(
@@ -225,6 +252,12 @@ EXERCISES = {
                 + "if (i < n && *scale == *scale) x[i] *= *scale;",
                 "divides": LONG_INDEX + "if (i < n && *scale < 1.0f) x[i] /= *scale;",
                 "one too few": LONG_INDEX + "if (i < n - 1 && *scale < 1.0f) x[i] *= *scale;",
+            },
+            cheats={
+                "one thread": (
+                    "if (blockIdx.x > 0 || threadIdx.x > 0 || !(*scale < 1.0f)) return;\n"
+                    "for (long long i = 0; i < n; i++) x[i] *= *scale;"
+                ),
             },
             data=_rescale_case,
         ),
@@ -259,6 +292,12 @@ EXERCISES = {
                 "one too few": _STEP.replace("i < n", "i < n - 1"),
                 "steps only where it clips": _STEP.replace("s == s", "s < 1.0f"),
                 "one thread of each block": _STEP.replace("i < n", "threadIdx.x == 0 && i < n"),
+            },
+            cheats={
+                "one thread": (
+                    "if (blockIdx.x > 0 || threadIdx.x > 0 || *scale != *scale) return;\n"
+                    "for (long long i = 0; i < n; i++) w[i] -= lr * *scale * grad[i];"
+                ),
             },
             data=_clipped_step_case,
         ),
@@ -312,6 +351,17 @@ EXERCISES = {
                     def global_scale(norms, max_norm):
                         norm = norms.square().sum().sqrt()
                         return torch.fmin(max_norm / (norm + 1e-6), torch.ones(()))
+                    """
+                ),
+            },
+            cheats={
+                "tensor after tensor": code(
+                    """
+                    def global_scale(norms, max_norm):
+                        total = torch.zeros(())
+                        for norm in norms:
+                            total = total + norm * norm
+                        return torch.clamp(max_norm / (total.sqrt() + 1e-6), max=1.0)
                     """
                 ),
             },

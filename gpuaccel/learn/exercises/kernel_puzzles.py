@@ -16,11 +16,11 @@ def _reverse_case(n, generator):
     return Case(unwritten(n, generator), (x,), (), x.flip(0).double())
 
 
-def _subtract_first_case(n, generator):
+def _add_first_case(n, generator):
     x = normal(n, generator)
     # for each element, the index of the first one of its block
     firsts = torch.arange(n, device=x.device) // BLOCK * BLOCK
-    return Case(unwritten(n, generator), (x,), (), x.double() - x[firsts].double())
+    return Case(unwritten(n, generator), (x,), (), x.double() + x[firsts].double())
 
 
 EXERCISES = {
@@ -78,9 +78,9 @@ EXERCISES = {
             data=_reverse_case,
         ),
         kernel_exercise(
-            "subtract_first",
+            "add_first",
             task=(
-                "From each element, subtract the first element of its block of 256. One thread "
+                "To each element, add the first element of its block of 256. One thread "
                 "reads the first element, all threads of the block use it. Expected: five lines."
             ),
             params=("float* out", "const float* x", "int n"),
@@ -95,53 +95,53 @@ EXERCISES = {
                 "__shared__ float first;\n"
                 "if (threadIdx.x == 0) first = x[i];\n"
                 "__syncthreads();\n"
-                "if (i < n) out[i] = x[i] - first;"
+                "if (i < n) out[i] = x[i] + first;"
             ),
             wrong_answers={
                 "no barrier": INDEX
                 + (
                     "__shared__ float first;\n"
                     "if (threadIdx.x == 0) first = x[i];\n"
-                    "if (i < n) out[i] = x[i] - first;"
+                    "if (i < n) out[i] = x[i] + first;"
                 ),
                 "barrier too early": INDEX
                 + (
                     "__shared__ float first;\n"
                     "__syncthreads();\n"
                     "if (threadIdx.x == 0) first = x[i];\n"
-                    "if (i < n) out[i] = x[i] - first;"
+                    "if (i < n) out[i] = x[i] + first;"
                 ),
                 "every thread writes": INDEX
                 + (
                     "__shared__ float first;\n"
                     "if (i < n) first = x[i];\n"
                     "__syncthreads();\n"
-                    "if (i < n) out[i] = x[i] - first;"
+                    "if (i < n) out[i] = x[i] + first;"
                 ),
                 "no guard": INDEX
                 + (
                     "__shared__ float first;\n"
                     "if (threadIdx.x == 0) first = x[i];\n"
                     "__syncthreads();\n"
-                    "out[i] = x[i] - first;"
+                    "out[i] = x[i] + first;"
                 ),
-                "first of the tensor": INDEX + "if (i < n) out[i] = x[i] - x[0];",
+                "first of the tensor": INDEX + "if (i < n) out[i] = x[i] + x[0];",
                 "the element before": INDEX
                 + (
                     "__shared__ float first;\n"
                     "if (threadIdx.x == 0) first = i > 0 ? x[i - 1] : x[0];\n"
                     "__syncthreads();\n"
-                    "if (i < n) out[i] = x[i] - first;"
+                    "if (i < n) out[i] = x[i] + first;"
                 ),
                 "adds to what is there": INDEX
                 + (
                     "__shared__ float first;\n"
                     "if (threadIdx.x == 0) first = x[i];\n"
                     "__syncthreads();\n"
-                    "if (i < n) out[i] += x[i] - first;"
+                    "if (i < n) out[i] += x[i] + first;"
                 ),
             },
-            data=_subtract_first_case,
+            data=_add_first_case,
         ),
     ]
 }

@@ -5,7 +5,16 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .exercises import INDEX, Case, Exercise, kernel_exercise, normal, unwritten, whole_number
+from .exercises import (
+    INDEX,
+    Case,
+    Exercise,
+    code,
+    kernel_exercise,
+    normal,
+    unwritten,
+    whole_number,
+)
 
 FAR = (1000, 4096)  # sizes that have some elements where exp(t) is infinite
 
@@ -123,6 +132,7 @@ def _slope(dx1="dh * g * (s + x1 * s * (1 - s))", dx2="dh * value * g * (1 - g)"
     )
 
 
+_ONE_THREAD = "if (blockIdx.x > 0 || threadIdx.x > 0) return;\n"
 _THEIRS = "dh * value * g * (value + 0.75 * x1)"
 
 
@@ -141,9 +151,9 @@ _ROW = (
 float sum = 0.0f;
 for (int j = max(0, i - window + 1); j <= i; j++) {
     float s = 0.0f, weight = scale;
-    for (int c = 0; c < d; c++) s += q[i * d + c] * k[j * d + c];
-    float clipped = 8.0f * tanhf(s / sqrtf((float)d) / 8.0f);
-    for (int p = 0; p < degree; p++) weight *= clipped;
+    for (int m = 0; m < d; m++) s += q[i * d + m] * k[j * d + m];
+    float c = 8.0f * tanhf(s / sqrtf((float)d) / 8.0f);
+    for (int p = 0; p < degree; p++) weight *= c;
     sum += weight * v[j];
 }
 y[i] = sum;"""
@@ -198,6 +208,13 @@ EXERCISES = {
                 "a square": _SWISH.replace("s * (1.0f - s)", "(1.0f - s * s)"),
                 "from the other end": _SWISH.replace("dx[i] =", "dx[n - 1 - i] ="),
             },
+            cheats={
+                "one thread": _ONE_THREAD
+                + """for (int i = 0; i < n; i++) {
+    float s = 1.0f / (1.0f + expf(-k * x[i]));
+    dx[i] = dy[i] * (s + k * x[i] * s * (1.0f - s));
+}""",
+            },
             data=_swish_case,
         ),
         Exercise(
@@ -223,6 +240,16 @@ EXERCISES = {
                 "forgets dh": _slope("g * (s + x1 * s * (1 - s))"),
                 "forgets the value": _slope(dx2="dh * g * (1 - g)"),
                 "another order": _slope(order="dx2, dx1"),
+            },
+            cheats={
+                "autograd": code(
+                    """
+                    def glu_slope(dh, x1, x2):
+                        x1, x2 = x1.clone().requires_grad_(), x2.clone().requires_grad_()
+                        (x1 * x1.sigmoid() * x2.sigmoid()).backward(dh)
+                        return torch.stack([x1.grad, x2.grad])
+                    """
+                ),
             },
             cases=_slope_cases,
         ),
@@ -267,6 +294,13 @@ EXERCISES = {
                 "through bf16": _CURVE.replace(
                     "G * expf(-over_nu * L) + H", "as_float(as_bf16(G * expf(-over_nu * L) + H))"
                 ),
+            },
+            cheats={
+                "one thread": _ONE_THREAD
+                + """for (int i = 0; i < n; i++) {
+    float t = A - B * x[i];
+    y[i] = G * expf(-over_nu * (fmaxf(t, 0.0f) + log1pf(expf(-fabsf(t))))) + H;
+}""",
             },
             data=_curve_case,
         ),
@@ -315,9 +349,14 @@ EXERCISES = {
                 ),
                 "always the third power": _ROW.replace("p < degree", "p < 3"),
                 "a softmax's weight": _ROW.replace(
-                    "sum += weight * v[j];", "sum += expf(clipped) * v[j];"
+                    "sum += weight * v[j];", "sum += expf(c) * v[j];"
                 ),
-                "rows and channels swapped": _ROW.replace("k[j * d + c]", "k[c * (n / d) + j / d]"),
+                "rows and channels swapped": _ROW.replace("k[j * d + m]", "k[m * (n / d) + j / d]"),
+            },
+            cheats={
+                "goes through the keys that it does not see": _ROW.replace(
+                    "int j = max(0, i - window + 1);", "int j = max(0, i - 3 * window);"
+                ).replace("sum += weight * v[j];", "sum += j > i - window ? weight * v[j] : 0.0f;"),
             },
             data=_poly_row_case,
         ),
@@ -364,6 +403,17 @@ if (i >= n) return;
 for (int j = max(0, i - window + 1); j <= i; j++) {
     float c = 8.0f * tanhf(q[i] * k[j] / 8.0f);
     atomicAdd(&dv[j], scale * c * c * c * dy[i]);
+}""",
+            },
+            cheats={
+                "one thread": _ONE_THREAD
+                + """for (int j = 0; j < n; j++) {
+    float sum = 0.0f;
+    for (int i = j; i < min(j + window, n); i++) {
+        float c = 8.0f * tanhf(q[i] * k[j] / 8.0f);
+        sum += scale * c * c * c * dy[i];
+    }
+    dv[j] = sum;
 }""",
             },
             data=_poly_values_case,

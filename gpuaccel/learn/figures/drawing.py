@@ -156,7 +156,9 @@ class Ink:
 
     def paint(self, **colours):
         """Colours as attributes. Variables work in a style only."""
-        return 'style="' + ";".join(f"{k}:{v}" for k, v in colours.items()) + '"'
+        if any(value.startswith("var(") for value in colours.values()):
+            return 'style="' + ";".join(f"{k}:{v}" for k, v in colours.items()) + '"'
+        return " ".join(f'{k}="{v}"' for k, v in colours.items())
 
     def shape(self, tag, title=None, **attributes):
         """Add one SVG element.

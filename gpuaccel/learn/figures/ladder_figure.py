@@ -50,6 +50,7 @@ RUNGS = (
         "where the gradients of micro-batches are added, and why it matters",
         "where gradients are added up",
         ("00",),
+        minutes=40,
     ),
     Rung(
         "02_clip",
@@ -70,7 +71,8 @@ RUNGS = (
         "CUDA graphs",
         "a whole training step, captured once and replayed",
         "a whole step in one call",
-        ("02",),
+        ("01", "02"),
+        minutes=40,
     ),
     Rung(
         "04_encoder",
@@ -78,6 +80,7 @@ RUNGS = (
         "why two runs differ, and a sum in a fixed order that makes them bit-identical",
         "a sum in a fixed order",
         ("00",),
+        minutes=40,
     ),
     Rung(
         "04b_rounding",
@@ -85,6 +88,7 @@ RUNGS = (
         "how a 16-bit sum keeps small gradients; tokens that do not exist",
         "small numbers in 16 bits",
         ("04",),
+        minutes=30,
     ),
     Rung(
         "05_dispatch",

@@ -421,6 +421,32 @@ def gradient_errors(layer, x: torch.Tensor, dy: torch.Tensor) -> "dict[str, floa
     }
 
 
+def difference_errors(
+    layer, x: torch.Tensor, dy: torch.Tensor, h: float = 1e-5
+) -> "dict[str, float]":
+    """How far each gradient of a layer is from finite differences: name -> relative difference.
+
+    layer, x, dy: in float64, and small: the layer runs twice for each number of x and parameters.
+    h: the step to both sides."""
+    grads = _gradients(layer, x, dy)
+    x = x.detach().clone()
+    tensors = [("x", x), *layer.named_parameters()]
+    errors = {}
+    with torch.no_grad():
+        for (name, t), grad in zip(tensors, grads):
+            flat = t.view(-1)
+            by_steps = torch.empty_like(flat)
+            for i, value in enumerate(flat.tolist()):
+                sums = []
+                for moved in (value + h, value - h):
+                    flat[i] = moved
+                    sums.append((layer(x) * dy).sum())
+                flat[i] = value
+                by_steps[i] = (sums[0] - sums[1]) / (2 * h)
+            errors[name] = float((grad.view(-1) - by_steps).norm() / by_steps.norm())
+    return errors
+
+
 def glu_variants(layer) -> "dict[str, Callable]":
     """What a RichardsGLU computes between its two products, h of the halves, in two ways.
 
