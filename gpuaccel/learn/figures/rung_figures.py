@@ -3,12 +3,14 @@
 >>> pairs({"host": (100.0, 4e4), "arena": (120.0, 9e4)}, ("here", "NVIDIA H200"), "Rates")
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .drawing import RUN_COLOURS, WIDTH, Figure, Ink, number, text_width
 
 
-def pairs(rows: "dict[str, Sequence[float | None]]", names: "Sequence[str]", title: str) -> Figure:
+def pairs(
+    rows: "Mapping[str, Sequence[float | None]]", names: "Sequence[str]", title: str
+) -> Figure:
     """Two bars for each row, each as a multiple of the first value of its kind.
 
     rows: name -> (value, value); None: no bar. names: of the two kinds, for the legend."""
@@ -25,16 +27,17 @@ def pairs(rows: "dict[str, Sequence[float | None]]", names: "Sequence[str]", tit
         ink.text(x + 18, 40, kind, 12)
         x += text_width(kind, 12) + 44
     left = max((text_width(name, 12) for name in rows), default=0) + 16
-    multiples = [
-        values[i] / first for values in rows.values() for i, _, first, _ in kinds if values[i]
-    ]
-    scale = (WIDTH - left - 150) / max(multiples, default=1.0)
+    multiples: "dict[str, list[tuple[float, float, str]]]" = {name: [] for name in rows}
+    for name, values in rows.items():
+        for i, _, first, colour in kinds:
+            value = values[i]
+            if value:
+                multiples[name].append((value / first, value, colour))
+    highest = max((bar[0] for bars in multiples.values() for bar in bars), default=1.0)
+    scale = (WIDTH - left - 150) / highest
     y = 58
     words = []
-    for name, values in rows.items():
-        shown = [
-            (values[i] / first, values[i], colour) for i, _, first, colour in kinds if values[i]
-        ]
+    for name, shown in multiples.items():
         ink.text(left - 10, y + 6 + 9 * max(len(shown), 1), name, 12, anchor="end")
         for multiple, value, colour in shown:
             ink.rect(left, y + 2, max(multiple * scale, 1), 15, colour, rx=2)
