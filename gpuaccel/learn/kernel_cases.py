@@ -13,8 +13,16 @@ from torch import Tensor, nn
 
 from ..backends import backend
 from ..compiler import Kernel
-from ..nn import Encoder, PolyAttention, RichardsCurve
-from ..ops import CHUNK, SQUARES_THREADS, accumulate_, encoder_backward, find_segments
+from ..nn import PolyAttention, RichardsCurve
+from ..ops import (
+    CHUNK,
+    SQUARES_THREADS,
+    accumulate_,
+    add_gradients,
+    find_segments,
+    launch_forward,
+    reference_encoder,
+)
 from ..optim import AdamW, Arena, Lion, clip_grad_norm_, clip_grads_
 from ..training import TrainStep
 
@@ -209,19 +217,33 @@ def _embedding(n, device, generator, dtypes) -> Results:
     for dtype in dtypes:
         # Rows of 8 channels can be read four at a time, rows of 6 cannot.
         for channels in (8, 6) if dtype == torch.float32 else (8,):
-            model = Encoder(vocab=7, dim=channels, positions=positions).to(device, dtype)
-            for p in model.parameters():
-                p.data.copy_(normal(*p.shape))
-            tokens = normal.integers(0, 7, n // positions + 1, positions)
-            words = f"{dtype}, {channels} channels, {tokens.numel():,} tokens"
-            results[f"forward, {words}"] = model(tokens).detach()
-            dwte = normal(7, channels)
-            dwpe = normal(positions, channels)
-            encoder_backward(
-                dwte, dwpe, normal(*tokens.shape, channels, dtype=dtype).contiguous(), tokens
-            )
-            results[f"dwte, {words}"] = dwte
-            results[f"dwpe, {words}"] = dwpe
+            wte = normal(7, channels, dtype=dtype)
+            wpe = normal(positions, channels, dtype=dtype)
+            # From -1 to 7: the first and the last one are out of range.
+            with_invalid = normal.integers(-1, 8, n // positions + 1, positions)
+            valid = with_invalid.clamp(0, 6)
+            words = f"{dtype}, {channels} channels, {valid.numel():,} tokens"
+            for tokens, kind in ((with_invalid, " some out of range"), (valid, "")):
+                invalid = torch.zeros(3, dtype=torch.int64, device=device)
+                if backend().name == "torch":
+                    out = reference_encoder(tokens, wte, wpe)
+                    invalid[0] = ((tokens < 0) | (tokens > 6)).sum()
+                else:
+                    out = launch_forward(tokens, wte, wpe, invalid)
+                results[f"forward, {words}{kind}"] = out
+                results[f"tokens out of range, {words}{kind}"] = invalid[:1]
+                dwte = normal(7, channels)
+                dwpe = normal(positions, channels)
+                dout = normal(*tokens.shape, channels, dtype=dtype)
+                add_gradients(dwte, dwpe, dout, find_segments(tokens, 7), False, None)
+                results[f"dwte, {words}{kind}"] = dwte
+                results[f"dwpe, {words}{kind}"] = dwpe
+    if torch.bfloat16 in dtypes:
+        # Stochastic rounding and division by the count are kernels of their own.
+        dwte = torch.full((7, 8), 256.0, dtype=torch.bfloat16, device=device)
+        segments = find_segments(valid, 7)
+        add_gradients(dwte, None, dout, segments, True, (3, 5, 1))
+        results["dwte in bfloat16, rounded at random, divided by counts"] = dwte
     return results
 
 
@@ -229,8 +251,10 @@ def _sort(n, device, generator, dtypes) -> Results:
     normal = _Normal(device, generator)
     results: Results = {}
     for vocab in (5, 700, 70_000):
+        # One token is out of range, the first one of the vocabulary is left out.
         tokens = normal.integers(0, vocab, n)
-        segments = find_segments(tokens, vocab)
+        tokens[n // 2] = vocab
+        segments = find_segments(tokens, vocab, padding_idx=0)
         results[f"order of {n:,} tokens out of {vocab:,}"] = segments.order
         results[f"pieces of {n:,} tokens out of {vocab:,}"] = segments.pieces
     return results

@@ -138,8 +138,8 @@ def replace_kernel(name: str, cell: str) -> Verdict:
             f"kernels found: {there}"
         )
     kernel_in_steps(name)
-    print(f"checking your {name}: each access, then its results against the definition ...")
-    return install(name, "\n" + cell)
+    print(f"checking your {name}:")
+    return install(name, "\n" + cell, say=print)
 
 
 def restore_kernels(line: str) -> str:

@@ -13,7 +13,7 @@ that is wrong is refused with a ReplacementError that says where, and nothing ha
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
 
@@ -107,14 +107,16 @@ def replaced(name: str, kernel: "str | Kernel") -> "Iterator[Verdict]":
         replace(name, before)
 
 
-def install(name: str, source: str) -> Verdict:
+def install(name: str, source: str, say: "Callable[[str], None]" = lambda words: None) -> Verdict:
     """Check a kernel and put it in the place of ours, until restore().
+
+    say: called with a line of text after each part of the check, which takes some seconds.
 
     Raises ReplacementError, with nothing changed, for a kernel that is not right."""
     name = kernel_in_steps(name)
     before = dict(replacements()).get(name)
     try:
-        verdict = _judge(name, source)
+        verdict = _judge(name, source, say)
     except BaseException:
         replace(name, before)
         raise
@@ -134,7 +136,7 @@ def restore(*names: str) -> "list[str]":
 # ---- the check -----------------------------------------------------------------------------------
 
 
-def _judge(name: str, source: str) -> Verdict:
+def _judge(name: str, source: str, say) -> Verdict:
     """Compare a kernel with ours. Leaves it, or ours, in place."""
     runs_here = "cuda" if backend().name == "cuda" else "simt"
     has_compiler = find_compiler()[0] is not None
@@ -152,6 +154,7 @@ def _judge(name: str, source: str) -> Verdict:
             )
         if case.on_cpu and has_compiler:
             _run_checked(name, source, case)
+            say("  on the CPU, every access checked: right")
         else:
             reason = "there is no C++ compiler" if case.on_cpu else "it runs on tensor cores"
             notes.append(f"Its accesses were not checked one by one: {reason}.")
@@ -166,6 +169,7 @@ def _judge(name: str, source: str) -> Verdict:
                 identical = identical and same
                 largest = max(largest, difference)
                 tensors += count
+                say(f"  {n:,} elements, {count} results: right")
         if not is_loaded(name):
             raise ReplacementError(f"{name}: this GPU ({backend().reason}) takes another kernel")
     if backend().name == "torch":
