@@ -315,6 +315,41 @@ def test_train_runs_and_has_a_table(scripts, monkeypatch):
 
 
 @needs_simt
+def test_rungs_runs_and_a_notebook_shows_its_rows(on_simt, monkeypatch, tmp_path):
+    sizes = dict(hidden=16, intermediate=24, layers=1, heads=2, kv_heads=2, head_dim=8, T=16)
+    small = Config(vocab=256, **sizes)
+    rungs = on_simt("rungs", CALLS=1, STEPS=2, LOSSES=2, SMALL=small)
+    results = rungs.measure(small, small, sizes, dict.fromkeys(rungs.ROWS, 4))
+    rungs.show(results)
+    names = {notebook: list(result["rows"]) for notebook, result in results.items()}
+    assert names == {
+        "01": list(ga.optim.MODES),
+        "02": ["item", "torch", "fused"],
+        "03": ["eager", "replayed"],
+        "04": ["torch", "torch deterministic", "ours"],
+        "05": ["softmax", "in torch", "gpuaccel"],
+        "07": list(rungs.RUNGS),
+    }
+    rows = [row for result in results.values() for row in result["rows"].values()]
+    assert all(row["tokens_per_s"] > 0 for row in rows)
+    # A CPU adds in one order, so each run is bit-identical; bf16 sums differ in rounding.
+    assert all(row.get("bit_equal", True) for row in rows)
+    assert all(row.get("max_diff", 0) < 0.1 for row in rows)
+    assert results["03"]["rows"]["replayed"]["ran"] == "graph"
+    assert [row["ran"] for row in results["07"]["rows"].values()] == ["eager"] * 3 + ["graph"] * 3
+
+    # Written as main() writes it, and shown as a notebook shows it.
+    monkeypatch.setattr(on_simt("common"), "RESULTS", tmp_path)
+    monkeypatch.setattr(ga.learn.recorded, "results_folder", lambda: tmp_path)
+    path = on_simt("common").write("rungs", results)
+    assert path.name == "rungs_none.json"
+    for notebook, expected in names.items():
+        shown = str(ga.learn.recorded.ledger(notebook))
+        assert shown.startswith("Recorded, not run here: none")
+        assert all(name in shown for name in expected)
+
+
+@needs_simt
 def test_models_runs_keeps_the_gpus_cells_and_has_a_table(scripts, monkeypatch, tmp_path):
     """One model; and a cell that is wrong is said to be wrong."""
     pytest.importorskip("transformers", reason="transformers, of the extra `test`, is missing")

@@ -7,6 +7,7 @@ from . import figures, recorded
 from .access_view import AccessView, show
 from .exercises import BLOCK, EXERCISES, check, exercise, hint, solution
 from .figures import clip_figures, graph_figures, layer_figures, rank_figures, token_figures
+from .launched import launched, launches
 from .magics import load_ipython_extension
 from .replacement import Verdict, replaced, restore
 from .widgets import LiveThroughput
@@ -23,6 +24,8 @@ __all__ = [
     "figures",
     "graph_figures",
     "hint",
+    "launched",
+    "launches",
     "layer_figures",
     "load_ipython_extension",
     "rank_figures",

@@ -4,6 +4,7 @@
     >>> run = recorded.recorded("accumulate") # the newest result of benchmarks/accumulate.py
     >>> run.label                             # "Recorded, not run here: NVIDIA H200, ..."
     >>> run.get("addition", "elements")       # a value of the results; None where the file has none
+    >>> recorded.ledger("01", book)           # one's own ledger, and that of a recorded run
     >>> gpu_milliseconds(lambda: y.copy_(x))  # median device time on this GPU
 
 Where there is no recording, the figures and tables are the Recorded itself, which says so.
@@ -15,10 +16,14 @@ import statistics
 
 import torch
 
+from ..backends import backend
+from ..errors import ArgumentError
+from ..measure import Ledger, Row
 from ..measure import timeline as measured
 from .figures import graph_figures
 from .figures.charts import bars
 from .figures.drawing import Figure, Table
+from .figures.rung_figures import pairs
 from .figures.timelines import timeline
 
 ABSENT = "no recorded run in this checkout"
@@ -83,6 +88,102 @@ def recorded(benchmark: str) -> Recorded:
         if isinstance(content, dict):
             contents.append(content)
     return Recorded(benchmark, max(contents, key=lambda c: str(c.get("date", "")), default=None))
+
+
+# ---- ledgers of the notebooks -------------------------------------------------------------------
+
+# Notebooks whose ledgers benchmarks/rungs.py records.
+LEDGERS = ("01", "02", "03", "04", "05", "07")
+
+
+class Ledgers:
+    """Ledgers, one below the other, each with a sentence that tells what machine it is from."""
+
+    def __init__(self, parts):
+        self.parts = list(parts)  # a Ledger, or a sentence where there is none
+
+    def __str__(self):
+        return "\n\n".join(map(str, self.parts))
+
+    __repr__ = __str__
+
+    def _repr_html_(self):
+        return "".join(
+            part._repr_html_()
+            if isinstance(part, Ledger)
+            else f'<p style="margin:10px 14px">{part}</p>'
+            for part in self.parts
+        )
+
+
+def ledger(notebook: str, own: "Ledger | None" = None) -> Ledgers:
+    """The ledger rows of a notebook as benchmarks/rungs.py recorded them on a GPU.
+
+    notebook: "01", "02", "03", "04", "05" or "07".
+    own: the rows that were measured here; they are shown above."""
+    if notebook not in LEDGERS:
+        raise ArgumentError(
+            f"no ledger of notebook {notebook!r} is recorded; expected one of {', '.join(LEDGERS)}"
+        )
+    parts: "list[Ledger | str]" = []
+    if own is not None:
+        here = Ledger(_measured_here())
+        here.rows = list(own.rows)
+        parts.append(here)
+    run = recorded("rungs")
+    rows = recorded_rows(notebook)
+    if not rows:
+        parts.append(
+            "Nothing is recorded for this table yet. On a GPU, "
+            "python benchmarks/rungs.py in a checkout records it."
+        )
+        return Ledgers(parts)
+    what = run.get(notebook, "what")
+    table = Ledger(f"{run.label}. {what}." if what else f"{run.label}.")
+    for name, values in rows.items():
+        row = Row(
+            name,
+            launches=values.get("launches"),
+            graph_launches=values.get("graph_launches"),
+            syncs=values.get("syncs"),
+            copies={k: tuple(v) for k, v in (values.get("copies") or {}).items()},
+        )
+        measured_beside = (values.get(key) for key in ("tokens_per_s", "max_diff", "bit_equal"))
+        table.add(row, *measured_beside)
+    parts.append(table)
+    return Ledgers(parts)
+
+
+def recorded_rows(notebook: str) -> "dict[str, dict]":
+    """Name -> values of each row that benchmarks/rungs.py recorded for a notebook; {} for none."""
+    return _dicts(recorded("rungs").get(notebook, "rows"))
+
+
+def climb(own: "Ledger") -> Figure:
+    """The rungs of notebook 07 as bars: each rate, as a multiple of the first rung's.
+
+    own: the ledger that was measured here. Its bars stand above those of the recorded run, if there
+    is one."""
+    rates = {
+        row.name: [extra.get("tokens_per_s"), None]
+        for row, extra in own.rows
+        if extra.get("tokens_per_s")
+    }
+    for name, values in recorded_rows("07").items():
+        rates.setdefault(name, [None, None])[1] = values.get("tokens_per_s")
+    run = recorded("rungs")
+    where = ["here", run.content.get("gpu", "recorded") if run.exists else ""]
+    return pairs(rates, where, "Tokens per second, as a multiple of the first rung")
+
+
+def _measured_here() -> str:
+    """A sentence on the machine of one's own rows."""
+    if torch.cuda.is_available() and backend().policy != "off":
+        return f"Measured here, on this machine: {torch.cuda.get_device_name()}."
+    return (
+        "Measured here, on this machine: a CPU. Its speeds say little about a GPU, and its columns "
+        "are others, because nothing is launched or copied."
+    )
 
 
 def _dicts(values) -> dict:

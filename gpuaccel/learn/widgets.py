@@ -23,6 +23,7 @@ import threading
 import time
 from html import escape
 
+from ..compiler import replaced_words
 from ..errors import ArgumentError
 from ..notebook import notebook_shell
 from .figures.drawing import RUN_COLOURS, WIDTH, gigabytes, norm_words, number
@@ -55,9 +56,9 @@ class LiveThroughput:
         """Iterate over `readings` and draw them.
 
         readings: Readings of a meter, e.g. from `ga.train`.
-        name: of the run; a run of the same name is replaced. Or a list of names, for runs at the
-        same time: `readings` are then pairs (number of the run, Reading or None), as ga.launch
-        makes them.
+        name: of the run; a run of the same name is replaced. Default: default_name(). Or a list of
+        names, for runs at the same time: `readings` are then pairs (number of the run, Reading or
+        None), as ga.launch makes them.
         seconds, steps: where to stop if the readings do not end before; they set the progress bar.
         wait: True waits for the end, so that the next cell can use the result. False returns at
         once, and `join()` waits. None waits, except in a kernel that hears no clicks while a cell
@@ -75,7 +76,7 @@ class LiveThroughput:
                 raise ArgumentError(f"{argument} is {limit}, expected a positive number")
         self.join()
         several = isinstance(name, (list, tuple))
-        names = list(name) if several else [name or f"run {len(self.runs) + 1}"]
+        names = list(name) if several else [name or self.default_name()]
         if not names:
             raise ArgumentError(
                 "name is an empty list, expected the name of a run, or one for each run of several"
@@ -98,6 +99,11 @@ class LiveThroughput:
             self.join()
         else:
             _next_cell_waits(self._ended, self.stop, self._view)
+
+    def default_name(self) -> str:
+        """The name of a run that got none: "your accumulate_v3" while a kernel of ours is replaced
+        (`%%cuda --replace accumulate_v3`), else "run 1", "run 2", ..."""
+        return replaced_words() or f"run {len(self.runs) + 1}"
 
     def _add_run(self, name) -> Run:
         """A run without readings, in a colour of its own, or that of the run it replaces."""
@@ -171,7 +177,9 @@ class LiveThroughput:
         interrupt = None
         try:
             while not ended.wait(0.05):
-                pass
+                # Readings tell the view how long the first step takes only where there are some.
+                if view.run.last is None and time.monotonic() - view.updated >= 1.0:
+                    view.update()
         except KeyboardInterrupt as error:
             interrupt = error
             self.stop()
@@ -240,12 +248,18 @@ class _TextView:
         self.run = run
         self.steps = steps
         self.notebook = notebook
+        self.began = self.said = self.updated = time.monotonic()
 
     def _print(self, words):
         print(words, file=sys.stdout if self.notebook else sys.stderr, flush=True)
 
     def update(self):
-        self._print(_status(self.run, None, self.steps, name=True))
+        self.updated = time.monotonic()
+        if self.run.last is not None:
+            self._print(_status(self.run, None, self.steps, name=True))
+        elif self.updated - self.said >= 3.0 or self.said == self.began:
+            self.said = self.updated
+            self._print(f"{self.run.name}: {_starting(self.updated - self.began)}")
 
     def finish(self):
         if self.notebook:
@@ -292,6 +306,7 @@ class _WidgetView:
             [row, self.svg],
             layout=W.Layout(max_width=f"{WIDTH + 12}px", padding="6px 4px", overflow="visible"),
         )
+        self.began = time.monotonic()
         self.button.on_click(self._clicked)
         self.hears_clicks = _listen_while_busy(self.button, self._clicked)
         self.update()
@@ -305,11 +320,7 @@ class _WidgetView:
     def _clicked(self, *_):
         self.live.stop()
 
-    def update(self):
-        runs = list(self.live.runs.values())
-        status = _status(self.run, self.seconds, self.steps)
-        if self.live.stopping:
-            status = "stopping after this step"
+    def _say(self, status):
         self.head.value = (
             '<div style="line-height:1.35">'
             f'<span style="font-size:15px;font-weight:600">{escape(self.live.title)}</span><br>'
@@ -317,6 +328,16 @@ class _WidgetView:
             'color:var(--jp-ui-font-color2,inherit)">'
             f"{escape(status)}</span></div>"
         )
+
+    def update(self):
+        self.updated = time.monotonic()
+        runs = list(self.live.runs.values())
+        status = _status(self.run, self.seconds, self.steps)
+        if self.run.last is None:
+            status = _starting(self.updated - self.began)
+        if self.live.stopping:
+            status = "stopping after this step"
+        self._say(status)
         if self.run.last is not None:
             by_steps = self.run.last.step / self.steps if self.steps else 0.0
             by_time = self.run.last.seconds / self.seconds if self.seconds else 0.0
@@ -329,6 +350,13 @@ class _WidgetView:
         row = self.box.children[:1]
         for widget in (self.button, self.progress, self.head, self.svg, *row, self.box):
             widget.close()
+
+
+def _starting(seconds):
+    """What the view says before the first step has ended."""
+    if seconds < 1:
+        return "starting"
+    return f"first step, {seconds:.0f} s: it may compile kernels or capture a graph"
 
 
 def _status(run, seconds, steps, name=False):

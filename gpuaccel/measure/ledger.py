@@ -10,8 +10,8 @@
 
 Everything is read from the records of `torch.profiler` (measure/profiler.py), never guessed.
 Without a GPU there are no launches and no waits: `launches`, `syncs` and `copies` are None. Counted
-instead are the operators that torch called, and the scalars that the host read, each of which would
-be a wait if it were on a GPU.
+instead are the operators that torch called, and the scalars that the host read. A read is a wait if
+its tensor is on a GPU. Step counters that torch's optimizers keep on the CPU are not counted.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Row:
     memsets: tuple | None = None
     # torch operators called, those inside other operators included
     operators: int | None = None
-    # scalars that the host read: each is a wait if the tensor is on a GPU
+    # scalars that the host read outside of an optimizer's step: a wait if the tensor is on a GPU
     would_sync: int | None = None
     # the host's time under the profiler: not a benchmark
     seconds: float | None = None
@@ -93,11 +93,12 @@ def _fill(row, events, gpu):
     events, region, inside = split_region(events)
     operators = [e for e in inside if e.get("cat") == "cpu_op"]
     row.operators = len(operators)
-    row.would_sync = sum(e["name"] == SCALAR_READ for e in operators)
+    row.would_sync = _scalars_read(operators, inside)
     if not gpu:
         row.notes.append(
-            "no GPU: launches, waits and copies do not exist here; counted are torch's operators "
-            "and the scalars that the host read (each would be a wait, were the tensor on a GPU)"
+            "no GPU: nothing is launched, waited for or copied here. Counted are torch's operators "
+            "and the scalars that the host read. On a GPU such a read is a wait, but some reads "
+            "are made on a CPU only, for example to check token numbers"
         )
         return
     if not any(is_call(e) for e in events):
@@ -136,11 +137,31 @@ def _fill(row, events, gpu):
         row.copies[direction] = (count + 1, total + size)
 
 
-class Ledger:
-    """Rows side by side, one for each variant of the same step; displays as a table."""
+def _scalars_read(operators, inside):
+    """Scalars that the host read, without those that an optimizer of torch's read in its step.
 
-    def __init__(self):
-        self.rows = []  # (Row, {"tokens_per_s", "max_diff", "bit_equal"})
+    On a CPU such an optimizer reads its step counters. On a GPU it leaves them on the CPU, or they
+    are on the GPU and not read: no wait either way."""
+    steps = [
+        (e["ts"], e["ts"] + e.get("dur", 0))
+        for e in inside
+        if e.get("cat") == "user_annotation" and e["name"].startswith("Optimizer.step#")
+    ]
+    return sum(
+        e["name"] == SCALAR_READ and not any(begin <= e["ts"] <= end for begin, end in steps)
+        for e in operators
+    )
+
+
+class Ledger:
+    """Rows side by side, one for each variant of the same step; displays as a table.
+
+    title: a sentence above the table, or ""."""
+
+    def __init__(self, title: str = ""):
+        self.title = title
+        # (row, {"tokens_per_s", "max_diff", "bit_equal"})
+        self.rows: "list[tuple[Row, dict]]" = []
 
     def add(self, row, tokens_per_s=None, max_diff=None, bit_equal=None):
         """Add a row and what was measured beside it; a row of the same name is replaced.
@@ -156,12 +177,15 @@ class Ledger:
             self.rows.append((row, extra))
 
     def __str__(self):
-        return str(_Table(self.rows))
+        return "\n".join(filter(None, [self.title, str(_Table(self.rows))]))
 
     __repr__ = __str__
 
     def _repr_html_(self):
-        return _Table(self.rows).html()
+        title = ""
+        if self.title:
+            title = f'<p style="margin:10px 14px 2px;max-width:760px">{escape(self.title)}</p>'
+        return title + _Table(self.rows).html()
 
 
 def _cells(row, extra) -> dict:
@@ -181,7 +205,7 @@ def _cells(row, extra) -> dict:
         "torch operators": _count(row.operators) if on_cpu else None,
         "scalars read": _count(row.would_sync) if on_cpu else None,
         "largest difference": None if difference is None else f"{float(difference):.3g}",
-        "same bits": None if bit_equal is None else "yes" if bit_equal else "no",
+        "bit-identical": None if bit_equal is None else "yes" if bit_equal else "no",
     }
 
 
@@ -214,7 +238,7 @@ class _Table:
             return "<p>the ledger is empty</p>"
         soft = "color:var(--jp-ui-font-color2,inherit)"
         rule = "border-bottom:1px solid var(--jp-border-color2,rgba(128,128,128,.35))"
-        cell = "padding:6px 14px;background:transparent;font-variant-numeric:tabular-nums"
+        cell = "padding:6px 10px;background:transparent;font-variant-numeric:tabular-nums"
         first = f"{cell};{rule};text-align:left;font-weight:600"
         other = f"{cell};{rule};text-align:right"
         head = "".join(
@@ -232,9 +256,10 @@ class _Table:
             for note in self.notes
         )
         return (
+            '<div style="overflow-x:auto">'
             '<table style="border-collapse:collapse;font-size:13px;margin:4px 0">'
             f'<thead><tr><th style="{first}"></th>{head}</tr></thead>'
-            f"<tbody>{body}</tbody></table>{notes}"
+            f"<tbody>{body}</tbody></table></div>{notes}"
         )
 
 

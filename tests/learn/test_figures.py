@@ -10,9 +10,10 @@ import torch
 from pictures import contrast, rgb, text_of
 
 import gpuaccel as ga
+from gpuaccel.errors import ArgumentError
 from gpuaccel.learn import figures, recorded
 from gpuaccel.learn.figures import drawing
-from gpuaccel.measure import Span, timeline
+from gpuaccel.measure import Ledger, Row, Span, timeline
 
 
 @pytest.mark.parametrize(
@@ -158,6 +159,54 @@ def test_without_a_recorded_run_it_says_so(tmp_path, monkeypatch):
         recorded.addition()
     ) and "no recorded run in this checkout" in str(recorded.training())
     assert recorded.recorded("accumulate").get("addition", "elements") is None
+
+
+RUNGS = {
+    "gpu": "NVIDIA H200",
+    "date": "2026-01-02",
+    "torch": "2.9",
+    "results": {
+        "01": {
+            "what": "120 million weights",
+            "rows": {
+                "host": {
+                    "tokens_per_s": 1e4,
+                    "launches": 1234,
+                    "graph_launches": 0,
+                    "syncs": 77,
+                    "copies": {"DtoH": [3, 3 * 2**20]},
+                    "max_diff": 2e-7,
+                },
+                "arena": {"tokens_per_s": 2e4, "launches": 1111, "bit_equal": True},
+            },
+        }
+    },
+}
+
+
+def test_a_recorded_ledger_stands_below_ones_own_and_each_says_its_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
+    own = Ledger()
+    own.add(Row("mine", operators=4321, would_sync=9), tokens_per_s=100.0)
+    absent = recorded.ledger("01", own)
+    for shown in (str(absent), absent._repr_html_()):
+        assert "4,321" in shown and "Nothing is recorded for this table yet" in shown
+        assert shown.index("Measured here") < shown.index("4,321") < shown.index("Nothing is")
+    assert "4,321" not in str(recorded.ledger("01"))
+
+    (tmp_path / "rungs_h200.json").write_text(json.dumps(RUNGS))
+    both = recorded.ledger("01", own)
+    for shown in (str(both), both._repr_html_()):
+        order = ("Measured here", "mine", "Recorded, not run here: NVIDIA H200, 2026-01-02", "host")
+        places = [shown.index(words) for words in order]
+        assert places == sorted(places)
+        for cell in ("1,234", "77", "3 MB in 3", "2e-07", "120 million weights", "yes", "20K"):
+            assert cell in shown, cell
+    # Not in this recording.
+    assert "Nothing is recorded" in str(recorded.ledger("02"))
+    assert own.title == "" and [row.name for row, _ in own.rows] == ["mine"]
+    with pytest.raises(ArgumentError, match="'00'.*01, 02"):
+        recorded.ledger("00")
 
 
 SPANS = [

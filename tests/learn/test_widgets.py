@@ -239,6 +239,19 @@ def test_steps_and_seconds_end_a_run_and_generators_are_closed(capsys):
     assert "10.0K tok/s" in lines[0] and "loss" in lines[0], lines
 
 
+def test_a_first_step_that_takes_long_is_not_silent(capsys):
+    def slow():
+        time.sleep(1.6)
+        yield from readings(3)
+
+    live = LiveThroughput()
+    live.run(slow(), name="slow")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("slow: first step, 1 s") and "first step" not in lines[1], lines
+    live.run(readings(3))
+    assert list(live.runs) == ["slow", "run 2"]
+
+
 def test_errors_of_the_loop_reach_the_cell():
     live = LiveThroughput()
     with pytest.raises(FloatingPointError, match="not a number"):
@@ -346,6 +359,7 @@ def test_a_notebook_runs_in_order_and_keeps_a_static_picture(tmp_path):
         "print(live.runs['one'].last.step)",
         "live.run(some(30), name='two', wait=False)",
         "print(live.runs['two'].state, live.running)",
+        "def slow():\n    time.sleep(2.5)\n    yield from some(2)\nlive.run(slow(), name='three')",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     notebook.metadata.kernelspec = {
@@ -356,7 +370,7 @@ def test_a_notebook_runs_in_order_and_keeps_a_static_picture(tmp_path):
     where = {"metadata": {"path": str(tmp_path)}}
     nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources=where).execute()
     outputs = [cell.outputs for cell in notebook.cells]
-    for cell in (1, 3):
+    for cell in (1, 3, 5):
         assert [set(o.data) for o in outputs[cell]] == [{"image/svg+xml", "text/plain"}], outputs[
             cell
         ]

@@ -107,6 +107,17 @@ def test_cpu_row_counts_operators_and_scalars_only(capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_step_counters_of_an_optimizer_are_not_counted_as_waits():
+    w = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([w], fused=True)
+    w.grad = torch.ones(3)
+    optimizer.step()
+    with ledger("step") as row:
+        optimizer.step()
+        float(w.detach().sum())
+    assert row.would_sync == 1
+
+
 def test_backward_is_counted_and_errors_pass_through():
     w = torch.ones(3, requires_grad=True)
     with ledger("step") as row:

@@ -33,6 +33,8 @@ STAGE_COLOURS = {
     "other": GREY,
 }
 SPARE_COLOURS = ("#c98b8b", "#8fb06c", "#9c9cc9", "#c7a86b")
+# how much wider bold text is, at most
+BOLD = 1.15
 # points kept per run; beyond them every second one is dropped
 KEEP = 2000
 
@@ -139,7 +141,9 @@ def picture(runs, peak=None, themed=True, title="", norms=False) -> str:
     top = _draw_legend(ink, runs, 48.0 if title else 20.0) + 30
     bottom = top + 160
     has_loss = not runs or any(p.loss is not None for run in runs for p in run.points)
-    margin = 74 if len(runs) > 1 else 8
+    # The names at the ends of the lines are bold.
+    widest = max((text_width(shorten(run.name, 11), 11.5) for run in runs), default=0)
+    margin = max(74, widest * BOLD + 12) if len(runs) > 1 else 8
     middle = 416 if has_loss else WIDTH + 30
     _draw_rates(ink, (40, top, middle - 34 - margin, bottom), runs, peak)
     if has_loss:
@@ -395,7 +399,7 @@ def _draw_stages(ink, runs, top):
         ink.rect(x, top + 5, 10, 10, colours[name], rx=2.5)
         ink.text(x + 15, top + 14, name, 11.5, ink.soft)
         x += text_width(name, 11.5) + 32
-    left = min(150.0, max(text_width(shorten(run.name, 18), 12) for run, _ in rows) + 16)
+    left = max(text_width(shorten(run.name, 18), 12) for run, _ in rows) * BOLD + 16
     longest = max(sum(stages.values()) for _, stages in rows) or 1.0
     scale = (WIDTH - left - 70) / longest
     y = top + 28
