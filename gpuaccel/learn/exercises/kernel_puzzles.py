@@ -87,8 +87,8 @@ EXERCISES = {
             stub="// your five lines",
             hint=(
                 "Thread 0 of the block writes `first`, and the others read it. What has to stand "
-                "between a write by one thread and a read by another one? All threads of the block "
-                "must reach that line, so it cannot stand inside of an `if`."
+                "between a write by one thread and a read by another one? Write that line where "
+                "all threads of the block reach it: outside of each `if`."
             ),
             solution=INDEX
             + (
@@ -117,6 +117,17 @@ EXERCISES = {
                     "if (i < n) first = x[i];\n"
                     "__syncthreads();\n"
                     "if (i < n) out[i] = x[i] + first;"
+                ),
+                "a barrier of its own for the threads without an element": INDEX
+                + (
+                    "__shared__ float first;\n"
+                    "if (threadIdx.x == 0) first = x[i];\n"
+                    "if (i < n) {\n"
+                    "    __syncthreads();\n"
+                    "    out[i] = x[i] + first;\n"
+                    "} else {\n"
+                    "    __syncthreads();\n"
+                    "}"
                 ),
                 "no guard": INDEX
                 + (
