@@ -11,7 +11,7 @@ import re
 import sys
 from dataclasses import dataclass
 
-from .drawing import RUN_COLOURS, WIDTH, Figure, Ink, text_width
+from .drawing import BLUE, WIDTH, Figure, Ink, text_width
 
 HEIGHT = 38
 MARKS = ("<!-- ladder -->", "<!-- /ladder -->")
@@ -22,7 +22,7 @@ class Rung:
     """A notebook: its file, its title, what it teaches, and what is read before it.
 
     learn: a line of the table. about: a few words for the picture.
-    minutes: of a careful first read with the exercises."""
+    minutes: of a careful first read with the exercises that are not marked optional."""
 
     stem: str
     title: str
@@ -40,14 +40,13 @@ RUNGS = (
     Rung(
         "00_first_kernel",
         "Your first kernel",
-        "what a thread does; which bytes it moves; a race, found and repaired",
-        "threads, bytes, a race",
-        minutes=30,
+        "what one of many threads does, which bytes it moves, and how threads share results",
+        "threads, bytes, shared results",
     ),
     Rung(
         "01_accumulate",
         "Gradient accumulation",
-        "where the gradients of micro-batches are added, and why it matters",
+        "where the gradients of a batch's parts are added up, and why it matters",
         "where gradients are added up",
         ("00",),
         minutes=40,
@@ -55,21 +54,21 @@ RUNGS = (
     Rung(
         "02_clip",
         "Clipping",
-        "many threads make one number, the norm, and the host does not wait for it",
-        "a norm that nobody waits for",
+        "many threads compute one number, the length of the gradient, and Python does not wait",
+        "one number from many threads",
         ("01",),
     ),
     Rung(
         "02b_clip_inside",
         "Clipping inside the optimizer",
-        "many tensors in one launch, no pass of its own, and a NaN that is survived",
+        "clipping that does not read all gradients once more, and a NaN that does no harm",
         "many tensors, a NaN",
         ("02",),
     ),
     Rung(
         "03_graphs",
         "CUDA graphs",
-        "a whole training step, captured once and replayed",
+        "a whole training step, recorded once and started with one call",
         "a whole step in one call",
         ("01", "02"),
         minutes=40,
@@ -77,7 +76,7 @@ RUNGS = (
     Rung(
         "04_encoder",
         "Embedding gradients",
-        "why two runs differ, and a sum in a fixed order that makes them bit-identical",
+        "why two runs differ, and how a sum in a fixed order makes them equal",
         "a sum in a fixed order",
         ("00",),
         minutes=40,
@@ -85,7 +84,7 @@ RUNGS = (
     Rung(
         "04b_rounding",
         "Rounding at random",
-        "how a 16-bit sum keeps small gradients; tokens that do not exist",
+        "how numbers of 16 bits can keep small gradients; tokens that do not exist",
         "small numbers in 16 bits",
         ("04",),
         minutes=30,
@@ -100,22 +99,22 @@ RUNGS = (
     Rung(
         "05b_attention",
         "Attention without a softmax",
-        "attention in tiles, without a matrix of T x T",
-        "attention in tiles",
+        "attention computed piece by piece, without a large table of all pairs of tokens",
+        "attention, piece by piece",
         ("05",),
     ),
     Rung(
         "06_ddp",
         "More than one process",
-        "data parallelism: buckets, averages, a rank that dies",
+        "one training on several processes: how gradients are averaged, and what if one dies",
         "gradients of several GPUs",
         ("01",),
     ),
     Rung(
         "07_everything",
         "Everything",
-        "one model climbs every rung; then your own model does",
-        "all rungs, your own model",
+        "one model with everything from the notebooks before; then a model of your own",
+        "all of it, and your own model",
         ("03", "06"),
     ),
 )
@@ -136,10 +135,9 @@ def ladder(rungs=RUNGS) -> Figure:
     for k, rung in enumerate(rungs):
         x = k * shift
         y = top + (len(rungs) - 1 - k) * HEIGHT
-        colour = RUN_COLOURS[k % len(RUN_COLOURS)]
-        ink.box(x, y, 44, HEIGHT - 8, colour, rung.number, size=15)
+        ink.box(x, y, 44, HEIGHT - 8, BLUE, rung.number, size=15)
         # the step on which the next one stands
-        ink.rect(x, y + HEIGHT - 6, WIDTH - x, 2, colour, 0.5)
+        ink.rect(x, y + HEIGHT - 6, WIDTH - x, 2, BLUE, 0.5)
         ink.text(x + 56, y + 20, rung.title, 14, weight=600)
         words = f"{rung.about}: start here"
         if rung.before:
