@@ -118,17 +118,6 @@ EXERCISES = {
                     "__syncthreads();\n"
                     "if (i < n) out[i] = x[i] + first;"
                 ),
-                "a barrier of its own for the threads without an element": INDEX
-                + (
-                    "__shared__ float first;\n"
-                    "if (threadIdx.x == 0) first = x[i];\n"
-                    "if (i < n) {\n"
-                    "    __syncthreads();\n"
-                    "    out[i] = x[i] + first;\n"
-                    "} else {\n"
-                    "    __syncthreads();\n"
-                    "}"
-                ),
                 "no guard": INDEX
                 + (
                     "__shared__ float first;\n"
