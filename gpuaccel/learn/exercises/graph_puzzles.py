@@ -30,7 +30,7 @@ def _guarded_turns(generator):
                 )
             )
         yield Turns(
-            f"{n:,}, loss below, above, NaN, ...",
+            f"{n:,}, loss below, above, at the limit, NaN, inf, below",
             (torch.zeros(n), torch.zeros(n), torch.zeros(())),
             (float(torch.tensor(limit)),),
             turns,
@@ -47,7 +47,7 @@ def _decay_turns(generator):
             turns.append(((None, grad, None), exact))
         tensors = first, torch.zeros(n), torch.zeros((), dtype=torch.int64)
         yield Turns(
-            f"{n:,}, {steps} step{'s' * (steps > 1)} and two more",
+            f"{n:,}, steps = {steps}, count from 0 to {steps + 1}",
             tensors,
             (steps,),
             turns,
@@ -63,10 +63,11 @@ def _replay_over_cases(generator):
         (96, (7, 96)),
     ):
         weight, memory, tape = _weights(n, generator), torch.zeros(n), Tape()
-        result = tape.record(lambda: memory * weight + memory.sum())
+        # not linear: one replay does not tell what the others would give
+        result = tape.record(lambda: (memory * weight).tanh() + memory.sum())
         batches = [normal(length, generator) for length in lengths]
         expected = [
-            batch.double() * weight[: len(batch)].double() + batch.double().sum()
+            (batch.double() * weight[: len(batch)].double()).tanh() + batch.double().sum()
             for batch in batches
         ]
         # detach() makes another tensor of the same memory: an answer that gives it other memory
@@ -214,10 +215,10 @@ EXERCISES = {
         Exercise(
             "decay",
             task=(
-                "A learning rate that falls under replay: 0.1 in the first step, then linearly "
-                "to 0 in step number `steps`, and 0 from there on. Change weight in place by "
-                "-lr * grad. count: () int64 on the device, 0 at first; nobody else counts. "
-                "Expected: three lines."
+                "A learning rate that falls under replay: 0.1 in the first step, where count is 0; "
+                "then on a straight line to 0 where count is `steps`; and 0 from there on. Change "
+                "weight in place by -lr * grad. count: () int64 on the device, 0 at first, one "
+                "more in each step; nobody else counts. Expected: three lines."
             ),
             stub=code(
                 """
@@ -228,7 +229,8 @@ EXERCISES = {
                 """
             ),
             hint=(
-                "Arithmetic with count gives a tensor, which each replay computes anew;"
+                "The line is 0.1 * (1 - count / steps)."
+                " Arithmetic with count gives a tensor, which each replay computes anew;"
                 " int(count) would ask the device for a number. And max() decides on the host:"
                 " what does the same to a tensor, on the device?"
             ),
@@ -277,8 +279,8 @@ EXERCISES = {
         Exercise(
             "replay_over",
             task=(
-                "graph reads the memory of static, n numbers, and writes that of out: a weighted "
-                "copy of static plus the sum of static. A batch has n numbers or fewer; what is "
+                "graph reads the memory of static, n numbers, and writes that of out, n numbers; "
+                "each of them depends on all of static. A batch has n numbers or fewer; what is "
                 "missing counts as 0. For each batch: replay, keep the len(batch) first results. "
                 "Return all of them in one tensor. Expected: four lines in the loop."
             ),
@@ -338,6 +340,15 @@ EXERCISES = {
                     "for i in range(len(batch)): static[i] = batch[i].item()",
                     _REPLAY,
                     _KEEP,
+                ),
+                "replays once, multiplies in Python": code(
+                    """
+                    def replay_over(graph, static, out, batches):
+                        static.fill_(1.0)
+                        graph.replay()
+                        weight = out - len(static)
+                        return torch.cat([b * weight[: len(b)] + b.sum() for b in batches])
+                    """
                 ),
                 "skips short batches": _over(
                     "if len(batch) < len(static): continue",
