@@ -75,8 +75,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) segments_count(
     #pragma unroll
     for (int k = 0; k < KEYS; k++) {
         long long i = ((long long)blockIdx.x * KEYS + k) * THREADS + threadIdx.x;
-        int digit = i < n ? (pair_at(tokens, pairs, i, vocab, left_out).y >> shift) & (DIGITS - 1)
-                          : -1;
+        int digit = -1;
+        if (i < n)
+            digit = (pair_at(tokens, pairs, i, vocab, left_out).y >> shift) & (DIGITS - 1);
         // One addition for all lanes with this digit.
         unsigned same = __match_any_sync(ALL, digit);
         if (digit >= 0 && threadIdx.x % 32 == __ffs(same) - 1)
@@ -141,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) segments_scatter(
     for (int k = 0; k < KEYS; k++) {
         long long i = (((long long)blockIdx.x * WARPS + warp) * KEYS + k) * 32 + lane;
         pair[k] = i < n ? pair_at(tokens, pairs, i, vocab, left_out) : make_uint2(0, 0);
-        int digit = i < n ? (pair[k].y >> shift) & (DIGITS - 1) : -1;
+        int digit = i < n ? (int)(pair[k].y >> shift) & (DIGITS - 1) : -1;
         unsigned same = __match_any_sync(ALL, digit);
         rank[k] = digit >= 0 ? seen[warp][digit] + __popc(same & ((1u << lane) - 1)) : -1;
         __syncwarp();
