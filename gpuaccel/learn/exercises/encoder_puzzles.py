@@ -5,6 +5,7 @@ Where runs begin, sums in a fixed order, rounding at random, tokens that do not 
 import torch
 
 from ...ops import reference_encoder, reference_round
+from ..figures.drawing import plural
 from .exercises import INDEX, Case, kernel_exercise, normal, unwritten, whole_number
 
 # A token like the poison around a check's tensors, so that a read in front of them is seen.
@@ -28,7 +29,7 @@ def _run_starts_case(n, generator):
         (tokens,),
         (),
         first.double(),
-        f"{int(first.sum()):,} run{'s' * (n > 1)}",
+        f"where {plural(int(first.sum()), 'run')} of equal tokens begin{'s' * (n == 1)}",
     )
 
 
@@ -54,7 +55,7 @@ def _piece_sums_case(n, generator):
         (dout,),
         (rows, C, size),
         total.flatten().double(),
-        f"{rows:,} rows of {C}, {size} at a time",
+        f"from {plural(rows, 'row')} of {plural(C, 'channel')}, in pieces of {size} rows",
         roundings=0,
     )
 
@@ -103,7 +104,7 @@ def _safe_rows_case(n, generator):
         (wte, tokens),
         (vocab, C),
         expected.flatten().double(),
-        f"{outside:,} of {n // C:,} tokens do not exist",
+        f"{outside:,} of {plural(n // C, 'token')} out of range",
         roundings=0,
     )
 
@@ -244,8 +245,9 @@ EXERCISES = {
             hint=(
                 "__float_as_uint(x[i]) are the bits, out[i].bits those of the result. Noise "
                 "carries into the upper half as often as the lower half is large. All exponent "
-                "bits (0x7f800000) set: infinity or NaN, and a carry would make something else "
-                "of them; as_bf16(x[i]) keeps them."
+                "bits (0x7f800000) set: infinity or NaN; as_bf16(x[i]) keeps them. A carry would "
+                "make something else of them, and so would the cut: of a NaN with only low bits "
+                "set it leaves infinity."
             ),
             solution=_BITS,
             wrong_answers={
