@@ -16,7 +16,7 @@ from .exercises import (
     whole_number,
 )
 
-FAR = (1000, 4096)  # sizes that have some elements where exp(t) is infinite
+FAR = (1000, 4096)  # sizes that have some elements where an exp is infinite in fp32
 
 
 def _between(low, high, generator) -> float:
@@ -29,10 +29,19 @@ def _swish_case(n, generator):
     # The slope is 0 at k x = -1.28: elements keep away from there, where digits cancel.
     u = torch.rand(n, generator=generator, device=generator.device)
     u = torch.where(torch.arange(n, device=u.device) % 3 == 0, -8.0 + 6.4 * u, -1.0 + 7.0 * u)
+    if n in FAR:  # |k x| from 45 to 110: exp(-k x), or its square, is infinite for some
+        u[3::8] = -45.0 - 65.0 * torch.rand(u[3::8].shape, generator=generator, device=u.device)
+        u[7::8] = 45.0 + 65.0 * torch.rand(u[7::8].shape, generator=generator, device=u.device)
     x, dy = u / k, normal(n, generator)
     s = torch.sigmoid(k * x.double())
-    expected = dy.double() * (s + k * x.double() * s * (1 - s))
-    return Case(unwritten(n, generator), (dy, x), (k,), expected, roundings=32)
+    return Case(
+        unwritten(n, generator),
+        (dy, x),
+        (k,),
+        dy.double() * (s + k * x.double() * s * (1 - s)),
+        "some |k x| above 88" if n in FAR else "",
+        roundings=64,
+    )
 
 
 def _curve_case(n, generator):
@@ -180,8 +189,9 @@ EXERCISES = {
             "swish_backward",
             task=(
                 "The backward of y = x * sigmoid(k x), by hand: dx[i] for every i below n, from "
-                "dy, x and k. x appears twice in y, so the slope has two terms. One thread per "
-                "element. Expected: three lines."
+                "dy, x and k, also where exp(-k x) is infinite in fp32 (k x below -88). x appears "
+                "twice in y, so the slope has two terms. One thread per element. Expected: three "
+                "lines."
             ),
             params=("float* dx", "const float* dy", "const float* x", "float k", "int n"),
             stub="// your lines",
@@ -206,6 +216,14 @@ EXERCISES = {
                 "forgets k": _SWISH.replace("(s + k * x[i]", "(s + x[i]"),
                 "forgets dy": _SWISH.replace("dy[i] * ", ""),
                 "a square": _SWISH.replace("s * (1.0f - s)", "(1.0f - s * s)"),
+                "infinite by infinite": INDEX
+                + """if (i >= n) return;
+float e = expf(-k * x[i]);
+dx[i] = dy[i] * (1.0f / (1.0f + e) + k * x[i] * e / ((1.0f + e) * (1.0f + e)));""",
+                "infinite by infinite, on the right": INDEX
+                + """if (i >= n) return;
+float s = expf(k * x[i]) / (1.0f + expf(k * x[i]));
+dx[i] = dy[i] * (s + k * x[i] * s * (1.0f - s));""",
                 "from the other end": _SWISH.replace("dx[i] =", "dx[n - 1 - i] ="),
             },
             cheats={
