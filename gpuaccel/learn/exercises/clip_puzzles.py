@@ -22,6 +22,14 @@ def _largest_case(n, generator):
     x = normal(n, generator) - 9.0
     # The last element wins its block, so that nobody can leave it out.
     x[-1] = -0.5
+    short = n % BLOCK
+    if short:
+        # Far below what a thread without an element may bring by mistake: a fixed number, x[0].
+        size = torch.rand(short, generator=generator, device=generator.device)
+        x[n - short :] = -1e37 * (20.0 + 13.0 * size)
+        x[-1] *= 0.6
+        if n > BLOCK:
+            x[0] = 3.0
     expected = _rows_of_blocks(x, -math.inf).amax(1)
     return Case(unwritten(len(expected), generator), (x,), (), expected, roundings=0)
 
@@ -37,8 +45,8 @@ def _rescale_case(n, generator):
     # None: a random factor
     fixed_scale = {256: 1.0, 4096: 1.0, 1000: math.nan}.get(n)
     if fixed_scale == 1.0:
-        # a NaN that loses this pattern when it is multiplied, so that a needless write is seen
-        x.view(torch.int32)[::7] = 0x7F800001
+        # NaN that lose this pattern when they are multiplied, so that a needless product is seen
+        x.view(torch.int32)[:] = 0x7F800001
     factor = torch.rand(1, generator=generator, device=generator.device) * 0.8 + 0.1
     if fixed_scale is None:
         return Case(x, (factor,), (), x.double() * factor.double(), "scale < 1")
@@ -57,6 +65,8 @@ def _clipped_step_case(n, generator):
         scale = torch.full((1,), value, device=generator.device)
     lr = 0.01
     if n == 1000:
+        # where NaN in the scale comes from; a product of it with 0 is NaN again
+        grad[::3] = math.nan
         return Case(w, (grad, scale), (lr,), w, "scale NaN")
     expected = w.double() - lr * scale.double() * grad.double()
     label = "scale < 1" if value is None else "scale 1"
@@ -67,20 +77,27 @@ def _global_scale_cases(generator):
     def norms(count, size):
         return torch.rand(count, generator=generator).add(0.1) * size
 
+    def limit(low):
+        return low * (1.0 + float(torch.rand((), generator=generator)))
+
     one_bad, infinite = norms(9, 1.0), norms(9, 1.0)
     one_bad[int(torch.randint(9, (), generator=generator))] = math.nan
     infinite[3] = math.inf
-    for label, values, limit in (
-        ("1 tensor, above", norms(1, 5.0) + 1.0, 1.0),
-        ("1 tensor, below", norms(1, 0.5), 1.0),
-        ("219 tensors, above", norms(219, 2.0), 1.0),
-        ("all of them 0", torch.zeros(5), 1.0),
-        ("one is NaN", one_bad, 1.0),
-        ("one is infinite", infinite, 1.0),
-        ("219 tensors, just below", norms(219, 1e-2), 0.25),
+    for what, values, max_norm in (
+        ("norms 3 and 4", torch.tensor([3.0, 4.0]), 1.0),
+        ("1 tensor, above", norms(1, 50.0) + 10.0, limit(2.0)),
+        ("1 tensor, below", norms(1, 0.5), limit(1.0)),
+        ("9 tensors, above", norms(9, 20.0) + 10.0, limit(0.3)),
+        # each of them is below, all together are above
+        ("219 tensors, above together", norms(219, 1.0), limit(1.5)),
+        ("all of them 0", torch.zeros(5), limit(1.0)),
+        ("one is NaN", one_bad, limit(1.0)),
+        ("one is infinite", infinite, limit(1.0)),
+        ("219 tensors, just below", norms(219, 1e-2), limit(0.18)),
     ):
+        label = f"{what}, max_norm={max_norm:.3g}"
         norm = values.double().square().sum().sqrt()
-        yield label, (values.clone(), limit), torch.clamp(limit / (norm + 1e-6), max=1.0)
+        yield label, (values.clone(), max_norm), torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 _LARGEST = """__shared__ float part[256];
@@ -140,7 +157,8 @@ EXERCISES = {
                 "fmaxf(a, b) is the larger of two numbers. The last block may have fewer than 256 "
                 "elements, and all 256 threads must reach each barrier: which number can a "
                 "thread without an element bring, so that it never wins? One that is in the "
-                "block anyway: its first one."
+                "block anyway: its first one. Minus infinity, -__int_as_float(0x7f800000), is "
+                "another."
             ),
             solution=_LARGEST,
             wrong_answers={
@@ -148,6 +166,12 @@ EXERCISES = {
                 "threads without an element bring 0": _LARGEST.replace(
                     "x[i < n ? i : blockIdx.x * blockDim.x]", "i < n ? x[i] : 0.0f"
                 ),
+                **{
+                    f"threads without an element bring {other}": _LARGEST.replace(
+                        "x[i < n ? i : blockIdx.x * blockDim.x]", f"i < n ? x[i] : {other}"
+                    )
+                    for other in ("-1.0f", "-1e38f", "x[0]")
+                },
                 "one too few": _LARGEST.replace("i < n ?", "i < n - 1 ?"),
                 "the last round is missing": _LARGEST.replace("half > 0", "half > 1"),
                 "the first round is missing": _LARGEST.replace("half = 128", "half = 64"),
@@ -284,6 +308,9 @@ EXERCISES = {
             wrong_answers={
                 "no guard": _STEP.replace("i < n && ", ""),
                 "NaN reaches the weights": _STEP.replace(" && s == s", ""),
+                "NaN counts as 0": _STEP.replace(" && s == s", "").replace(
+                    "float s = scale[0];", "float s = isnan(scale[0]) ? 0.0f : scale[0];"
+                ),
                 "adds": _STEP.replace("-=", "+="),
                 "does not clip": _STEP.replace("lr * s *", "lr *"),
                 "forgets the learning rate": _STEP.replace("lr * s *", "s *"),
@@ -332,6 +359,10 @@ EXERCISES = {
                 "root of the sum of the norms": _scale_by("norms.sum().sqrt()"),
                 "not rooted": _scale_by("norms.square().sum()"),
                 "largest norm": _scale_by("norms.max()"),
+                "mean of the norms": _scale_by("norms.mean()"),
+                "max_norm is always 1": _scale_by("norms.square().sum().sqrt()").replace(
+                    "max_norm /", "1.0 /"
+                ),
                 "asks the host": _scale_by("torch.tensor(norms.square().sum().item()).sqrt()"),
                 "decides on the host": code(
                     """
