@@ -697,3 +697,10 @@ def test_a_copied_struct_is_looked_at_after_its_copy():
         with pytest.raises(ga.errors.KernelError, match="race: thread 1") as caught:
             ga.compile(declaration + source)[1, 32](out, x)
     assert [report.kind for report in caught.value.reports] == ["race"]
+
+
+@pytest.mark.skipif(find_compiler()[0] is None, reason="no C++ compiler")
+def test_one_element_is_said_to_be_one():
+    kernel = ga.compile('extern "C" __global__ void k(float* x) { x[threadIdx.x] = 1; }')
+    with ga.use_backend("simt"), pytest.raises(ga.errors.KernelError, match="x has 1 element of"):
+        kernel[1, 2](torch.zeros(1))
