@@ -158,8 +158,8 @@ static inline bool is_write(int kind) {
     return kind == WRITE || kind == ATOMIC || kind == VOLATILE_WRITE;
 }
 
-// While it lives the alarm and Ctrl-C wait. A check that they ended would leave half of a report, or
-// of a pending write, which the end of the launch reads.
+// While it lives the alarm and Ctrl-C wait. A check that they ended would leave half of a report,
+// or of a pending write, which the end of the launch reads.
 struct undisturbed {
     worker* w;                    // 0: something around it holds already
     explicit undisturbed(worker* current) : w(current && !current->held ? current : 0) {
