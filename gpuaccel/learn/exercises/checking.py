@@ -357,15 +357,15 @@ _NO_END = "did not end within"
 
 def _too_slow(n, seconds, lines, seed) -> str:
     """The summary of a kernel that was stopped at n elements, after the trials of `lines`."""
-    wrong = sum(not passed for passed, _, _ in lines)
-    if wrong:
+    failures = sum(not passed for passed, _, _ in lines)
+    if failures:
         took = f"that of {n:,} elements {_NO_END} {seconds:g} s"
         if n > SMALL_SIZE:
             took = f"the largest one took longer than {seconds:g} s"
-        count = f"{wrong} of the {len(lines)} smaller sizes"
+        count = f"{failures} of the {len(lines)} smaller sizes"
         if len(lines) == 1:
             count = "the only smaller size"
-        verb = "is" if wrong == 1 else "are"
+        verb = "is" if failures == 1 else "are"
         return f"not yet: {count} {verb} wrong, and {took} (seed {seed})."
     if n > SMALL_SIZE and lines:
         return "right for every small size, but too slow for the large one."
@@ -739,11 +739,11 @@ def _try_python(function, arguments, expected, operations):
     return False, _first_wrong(result, expected, ~(difference <= allowed))
 
 
-def _first_wrong(result, expected, wrong) -> str:
+def _first_wrong(result, expected, differing) -> str:
     """How many elements are wrong, and the first one.
 
-    wrong: for each element whether it is"""
-    places = wrong.nonzero()
+    differing: for each element whether it is"""
+    places = differing.nonzero()
     first = tuple(places[0].tolist())
     got = f"got {float(result[first]):.7g}, expected {float(expected[first]):.7g}"
     if not first:
@@ -791,9 +791,9 @@ def _replay(case, tensors, tape, result):
             return False, problem
         difference = (result.double() - expected).abs()
         allowed = 1e-5 * float(expected.abs().max())
-        wrong = ~(difference <= allowed)
-        if wrong.any():
-            first = _first_wrong(result, expected, wrong)
+        differing = ~(difference <= allowed)
+        if differing.any():
+            first = _first_wrong(result, expected, differing)
             return False, f"wrong in replay {turn} of {count}; {first.removeprefix('wrong: ')}"
         largest = max(largest, float(difference.max()))
     return True, f"right in {count} replays; largest difference {largest:.2g}"
