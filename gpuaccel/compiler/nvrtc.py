@@ -269,6 +269,9 @@ def _compile(source, filename, flags):
             log = read_log()
             if status:
                 arch = flags[0].removeprefix("-arch=")
+                if arch == "sm_90":
+                    # it is also what a machine without a GPU compiles for
+                    arch += " (machine code for a GPU of the H100's generation)"
                 raise CompileError(
                     f"{filename} does not compile for {arch}:\n{log}{_hint(log)}", log
                 )

@@ -481,11 +481,11 @@ class Session:
         count = (array.hi - array.lo) // itemsize
         if not array.dtype:
             place = f"element {element} of {array.name}"
-            return array.name, element, place, f"it has {count:,} elements of {itemsize} bytes"
+            return array.name, element, place, f"it has {_elements(count)} of {itemsize} bytes"
         place = f"{array.name}[{element}]" if count != 1 or element else array.name
         if array.kind == SHARED:
             place = f"__shared__ {place}"
-        return array.name, element, place, f"{array.name} has {count:,} elements of {array.dtype}"
+        return array.name, element, place, f"{array.name} has {_elements(count)} of {array.dtype}"
 
     def reports(self) -> "tuple[list[Report], list[Report]]":
         """(mistakes, notes): one report for each kind and line."""
@@ -689,6 +689,11 @@ class Session:
             f"{PAST[raw.other_access]} at line {other_line}; {missing}"
         )
         return message
+
+
+def _elements(count: int) -> str:
+    """ "1 element", "1,000 elements"."""
+    return f"{count:,} element{'' if count == 1 else 's'}"
 
 
 _INDEXED = re.compile(r"((?:\w+(?:\.|->))*\w+)\s*((?:\[[^\[\]]*\])*)\[")

@@ -128,6 +128,7 @@ struct pending_write {
     int region;
     uint64_t thread;
     void* pc;
+    bool waits;                   // for the read of the struct that it copies
 };
 static pending_write pending;
 static bool pattern_read;         // also tensors hold the pattern: it says nothing in this launch
@@ -156,6 +157,16 @@ static inline uint32_t offset(void* pc) { return (uint32_t)((char*)pc - now->bas
 static inline bool is_write(int kind) {
     return kind == WRITE || kind == ATOMIC || kind == VOLATILE_WRITE;
 }
+
+// While it lives the alarm and Ctrl-C wait. A check that they ended would leave half of a report,
+// or of a pending write, which the end of the launch reads.
+struct undisturbed {
+    worker* w;                    // 0: something around it holds already
+    explicit undisturbed(worker* current) : w(current && !current->held ? current : 0) {
+        if (w) simt_hold(w);
+    }
+    ~undisturbed() { if (w) simt_let_go(w); }
+};
 
 // ---- reports: one for each place ----
 
@@ -302,6 +313,7 @@ static void keep_barrier(worker* w, uint32_t pc) {
 }
 
 void check_barrier(worker* w) {
+    undisturbed check(w);
     finish_write();
     void* pc = w->pc[w->barrier[0]];
     for (unsigned i = 1; i < w->arrived; i++)
@@ -324,6 +336,7 @@ void check_barrier(worker* w) {
 }
 
 void check_syncwarp(worker* w, unsigned warp, unsigned mask) {
+    undisturbed check(w);
     finish_write();
     ++clock_;
     uint32_t latest = 0;
@@ -341,6 +354,7 @@ void check_syncwarp(worker* w, unsigned warp, unsigned mask) {
 }
 
 void simt_fence(void*) {
+    undisturbed check(me());
     finish_write();
     unsigned t = me()->current;
     fence_time[t] = ++clock_;
@@ -501,11 +515,20 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
     worker* w = me();
     if (!w || !w->inside) return;
     if (address >= known_lo && address < known_hi) return;
-    finish_write();
+    undisturbed check(w);
+    // To copy a struct is announced as its write, then its read: only then is it written.
+    bool apart = address + size <= pending.address || address >= pending.address + pending.size;
+    bool is_copy = kind == READ && pending.waits && size == pending.size && apart;
+    pending.waits = false;
+    if (!is_copy) finish_write();
     w->last_pc = pc;
     if (simt_on_stack(w, address)) return access_local(w, address, size, kind, pc);
     // It may wait in a loop for what another thread will write.
-    if ((kind == ATOMIC || kind == VOLATILE) && ++w->looks % 64 == 0) simt_yield(w);
+    if ((kind == ATOMIC || kind == VOLATILE) && ++w->looks % 64 == 0) {
+        simt_let_go(w);
+        simt_yield(w);
+        simt_hold(w);
+    }
     simt_region* region = find(address);
     if (!region) {
         // Gaps between shared variables, the program's constants, the runtime's own data.
@@ -566,7 +589,7 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
             raced = true;
             bool two_writes = is_write(kind) && kind != ATOMIC && !(c.write.pc & ATOMIC_BIT);
             race(c.write, pc, index, place_of_cell, size, kind, WRITE, two_writes);
-            pending.race = two_writes;
+            pending.race |= two_writes;
         }
         if (!is_write(kind)) {
             if (c.read.thread && c.read.thread != self.thread) {
@@ -600,6 +623,7 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         pending.region = index;
         pending.thread = thread;
         pending.pc = pc;
+        pending.waits = kind == WRITE;
     } else if (!memcmp(address, &now->pattern, size < 4 ? size : 4)) pattern_read = true;
     // Memory without a type may hold structs with padding.
     bool typed = region->element > 1;
@@ -608,13 +632,14 @@ static void access(void* pointer, size_t size, int kind, void* pc) {
         // atomicExch may be the first to set it, and drop what was there.
         if (kind == ATOMIC && now->flip) invert(address, size);
     }
-    if (pending.race) {
+    if (pending.race && !is_copy) {
         pending.report.value = (int64_t)address;
         memcpy(pending.old, address, size < sizeof pending.old ? size : sizeof pending.old);
     }
 }
 
 void simt_atomic(void* address, size_t size, void* pc) {
+    undisturbed check(me());
     if ((size_t)address % size) {
         if (simt_report* r = report(REPORT_MISALIGNED, pc)) {
             place(r, -1, address, size, ATOMIC);
@@ -627,6 +652,7 @@ void simt_atomic(void* address, size_t size, void* pc) {
 // atomicCAS: where this thread has just read the place, a stale value does no harm.
 void simt_atomic_swap(void* address, size_t size, void* pc) {
     worker* w = me();
+    undisturbed check(w);
     if (w && w->inside && !simt_on_stack(w, (char*)address)) {
         simt_region* region = find((char*)address);
         if (region && (char*)address >= region->lo && (char*)address < region->hi) {
@@ -643,6 +669,7 @@ void simt_atomic_swap(void* address, size_t size, void* pc) {
 
 unsigned long long check_lane(
     worker* w, unsigned thread, unsigned source, unsigned mask, void* pc, unsigned long long own) {
+    undisturbed check(w);
     if (simt_report* r = report(REPORT_SHUFFLE, pc)) {
         r->thread = first_thread + thread;
         r->other_thread = first_thread + thread / SIMT_WARP * SIMT_WARP + source;
@@ -729,6 +756,7 @@ static simt_report* report_at(
 }
 
 void __ubsan_handle_type_mismatch_v1(mismatch_data* data, size_t pointer) {
+    undisturbed check(me());
     size_t alignment = (size_t)1 << data->log_alignment;
     int access = data->check == 1 ? WRITE : READ;
     // An aligned address: it is beyond a shared or local array that was cast.
@@ -748,18 +776,22 @@ void __ubsan_handle_type_mismatch_v1(mismatch_data* data, size_t pointer) {
     }
 }
 void __ubsan_handle_out_of_bounds(index_data* data, size_t index) {
+    undisturbed check(me());
     report_at(REPORT_INDEX, SIMT_PC, data->at, data->array, (int64_t)(int32_t)index);
     simt_stop(me(), SIMT_CHECK, SIMT_PC, 0, 0);
 }
 void __ubsan_handle_divrem_overflow(operation_data* data, size_t, size_t by) {
+    undisturbed check(me());
     report_at(REPORT_DIVISION, SIMT_PC, data->at, data->left, (int64_t)by);
     simt_stop(me(), SIMT_CHECK, SIMT_PC, 0, 0);
 }
 void __ubsan_handle_shift_out_of_bounds(operation_data* data, size_t, size_t by) {
+    undisturbed check(me());
     report_at(REPORT_SHIFT, SIMT_PC, data->at, data->left, (int64_t)(int32_t)by);
 }
 // bits: of the number, which is a float or a double.
 void __ubsan_handle_float_cast_overflow(cast_data* data, uint64_t bits) {
+    undisturbed check(me());
     double number;
     memcpy(&number, &bits, sizeof number);
     if (data->from->info == 32) {

@@ -91,7 +91,6 @@ static inline unsigned take_ready(worker* w) {
 }
 
 static void fibre();
-static void let_go(worker* w);
 
 static void start_fibre(worker* w, void** save) {
     unsigned i = w->starting = w->spare[--w->spares];
@@ -149,7 +148,7 @@ static void switch_to_next(worker* w, void** save) {
 static void fibre() {
     worker* w = (worker*)simt_me;
     unsigned stack = w->starting;
-    if (w->held) let_go(w);
+    if (w->held) simt_let_go(w);
     w->job->run();                                        // threads, until none is left to start
     w->spare[w->spares++] = stack;
     void* never;
@@ -321,13 +320,9 @@ void simt_stop(worker* w, int kind, void* pc, void* address, const char* reason,
     __builtin_unreachable();
 }
 
-// Between hold and let_go the alarm and Ctrl-C wait: a thread that ended there would keep a lock.
-static void hold(worker* w) { w->held = 1; }
-
-static void let_go(worker* w) {
-    w->held = 0;
-    if (w->late) simt_stop(w, SIMT_TIME, w->last_pc, 0, 0);
+void simt_end_late(worker* w) {
     if (interrupted) simt_stop(w, SIMT_INTERRUPTED, w->last_pc, 0, 0);
+    simt_stop(w, SIMT_TIME, w->last_pc, 0, 0);
 }
 
 void simt_trap(const char* reason, void* pc) {
@@ -416,11 +411,11 @@ static void* allocate(size_t bytes, size_t alignment) {
 void* simt_allocate(size_t bytes, size_t alignment, void* pc) {
     worker* w = (worker*)simt_me;
     w->last_pc = pc;
-    hold(w);
+    simt_hold(w);
     pthread_mutex_lock(&heap_lock);
     void* data = allocate(bytes, alignment);
     pthread_mutex_unlock(&heap_lock);
-    let_go(w);
+    simt_let_go(w);
     return data;
 }
 
@@ -432,7 +427,7 @@ void simt_free(void* data, void* pc) {
     if (!data) return;
     worker* w = (worker*)simt_me;
     const char* problem = 0;
-    hold(w);
+    simt_hold(w);
     pthread_mutex_lock(&heap_lock);
     heap_block* block = 0;
     if (simt_in_heap(data)) block = owner[((char*)data - heap) / GRAIN];
@@ -446,7 +441,7 @@ void simt_free(void* data, void* pc) {
     }
     pthread_mutex_unlock(&heap_lock);
     if (problem) simt_stop(w, SIMT_HEAP, pc, data, problem);
-    let_go(w);
+    simt_let_go(w);
 }
 
 void simt_check_heap(worker* w, const void* address, size_t size, const char* verb, void* pc) {
@@ -497,6 +492,7 @@ static void on_signal(int signal, siginfo_t* info, void* context) {
                 if (workers[i] != w && workers[i]->running)
                     pthread_kill(workers[i]->thread, SIGINT);
         call_handler_before(before[4], signal, info, context);
+        if (w) w->late = 1;
         if (w && w->inside && !w->held) simt_stop(w, SIMT_INTERRUPTED, pc_of(context), 0, 0);
         return;
     }
@@ -683,7 +679,7 @@ int simt_print(const char* format, ...) {
     worker* w = (worker*)simt_me;
     if (w) {
         w->last_pc = SIMT_PC;
-        hold(w);
+        simt_hold(w);
     }
     pthread_mutex_lock(&print_lock);
     printing = w;
@@ -693,7 +689,7 @@ int simt_print(const char* format, ...) {
     printing = 0;
     pthread_mutex_unlock(&print_lock);
     va_end(list);
-    if (w) let_go(w);
+    if (w) simt_let_go(w);
     return n;
 }
 

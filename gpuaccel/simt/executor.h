@@ -63,7 +63,7 @@ struct worker : simt_worker {
     pthread_t thread;                         // of the system, while `running`
     volatile int running;
     volatile int inside;                      // a kernel runs on one of our stacks
-    volatile int held;                        // no alarm may end it here: see hold in executor.cpp
+    volatile int held;                        // no alarm may end it here: see simt_hold
     volatile int late;                        // the time limit passed
     void* last_pc;                            // the kernel's last call of the runtime
     unsigned looks;                           // volatile reads and atomics so far (checked builds)
@@ -76,6 +76,18 @@ struct worker : simt_worker {
 
 // Ends the launch: keeps the reason, and leaves the kernel.
 void simt_stop(worker* w, int kind, void* pc, void* address, const char* reason, unsigned mask = 0);
+// Between the two the alarm and Ctrl-C wait: a thread that ended there would keep a lock, or leave
+// half of a report.
+void simt_end_late(worker* w);    // ends the launch if one of them has come
+inline void simt_hold(worker* w) {
+    w->held = 1;
+    __atomic_signal_fence(__ATOMIC_SEQ_CST);
+}
+inline void simt_let_go(worker* w) {
+    __atomic_signal_fence(__ATOMIC_SEQ_CST);
+    w->held = 0;
+    if (w->late) simt_end_late(w);
+}
 bool simt_on_stack(worker* w, const void* address);
 bool simt_same_stack(worker* w, const void* a, const void* b);
 void simt_yield(worker* w);       // lets another thread of the block run

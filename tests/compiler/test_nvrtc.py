@@ -291,7 +291,8 @@ def test_a_mistake_is_shown_with_file_line_and_caret():
         )
     text = str(caught.value)
     assert (
-        "mine.cu does not compile for sm_90" in text
+        "mine.cu does not compile for sm_90 (machine code for a GPU of the H100's generation):"
+        in text
         and "mine.cu(2)" in text
         and '"y" is undefined' in text
     )

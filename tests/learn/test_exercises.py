@@ -97,6 +97,24 @@ def test_a_number_read_on_the_host_is_counted_where_it_matters():
     assert "reads" not in str(ga.check(task.name, python(task.solution, task.name)))
 
 
+@pytest.mark.parametrize(
+    "copy, words",
+    [
+        ("norms.tolist()", "(.tolist())"),
+        ("norms.numpy().tolist()", "(.numpy())"),
+        ("norms.cpu()", "(.cpu())"),
+        ('norms.to("cpu")', '(.to("cpu"))'),
+        ("numpy.asarray(norms)", "(numpy)"),
+    ],
+)
+def test_a_tensor_copied_to_the_host_is_counted_where_it_matters(copy, words):
+    task = EXERCISES["global_scale"]
+    header, _, body = task.solution.partition(":\n")
+    source = f"import numpy\n{header}:\n    {copy}\n{body}"
+    result = ga.check(task.name, python(source, task.name))
+    assert f"it copies a tensor to the host {words}: on a GPU the host waits for it" in str(result)
+
+
 def test_what_cannot_be_captured_is_told_once_with_its_line_and_what_to_do():
     for name, what, line in (
         ("guarded", "asks the host", 2),
@@ -163,6 +181,12 @@ def test_a_known_python_mistake_fails_for_any_seed(e, what):
     "answer, words",
     [
         (lambda means, counts: None, "got None"),
+        (
+            lambda means, counts: (means[0], 1),
+            "got a tuple of 2 items: a tensor of shape (4096,), 1",
+        ),
+        (lambda means, counts: means[0] * 0, "wrong; the first is [0]: got 0, expected"),
+        (lambda means, counts: means[0] / 0 * 0, "wrong; the first is [0]: got nan, expected"),
         (lambda means, counts: 1 / 0, "ZeroDivisionError"),
         (lambda means, counts: means[0][:0], "got a tensor of shape (0,)"),
     ],
@@ -383,6 +407,10 @@ def test_a_sum_in_another_order_is_told_from_a_sum_of_other_numbers(where):
     assert "it differs by roundings, as a sum in another order does" in str(result)
     result = ga.check(e.name, ga.compile(e.wrong_answers["one too few"], e.name))
     assert "by roundings" not in str(result)
+    # A result in bf16, of an exercise without a sum.
+    e = EXERCISES["stochastic"]
+    for wrong in e.wrong_answers.values():
+        assert "by roundings" not in str(ga.check(e.name, ga.compile(wrong, e.name)))
 
 
 @pytest.mark.parametrize(
@@ -392,7 +420,8 @@ def test_a_kernel_that_does_not_end_is_stopped_and_run_no_more(where, monkeypatc
     monkeypatch.setattr(checking, "SECONDS", 0.5)
     body = "for (int i = 0; n > 0; i ^= 1) out[i] = factor * x[0];"
     result = ga.check("scale", answer("scale", SCALE, body))
-    assert result.passed is False and "did not end" in result.summary
+    assert result.passed is False
+    assert result.summary == "did not end within 0.5 s: too slow, or a loop without an end."
     assert [line[1:] for line in result.lines] == [("1", "stopped after 0.5 s, in line 3")]
     assert result.launch is None
 
@@ -404,6 +433,39 @@ def test_a_kernel_that_is_only_too_slow_is_not_said_to_go_on_for_ever(where="sim
         result = ga.check("scale", answer("scale", SCALE, body))
     assert result.summary == "right for every small size, but too slow for the large one."
     assert [passed for passed, _, _ in result.lines] == [True] * 6 + [False]
+
+
+@pytest.mark.parametrize(
+    "body, limits, summary",
+    [
+        (
+            "for (int i = 0; i < n; i++) out[i] = x[i];",
+            (5.0, 0.5),
+            "not yet: 6 of the 6 smaller sizes are wrong, and the largest one took longer than "
+            "0.5 s (seed 3).",
+        ),
+        (
+            I + "if (i < n) out[i] = x[i]; while (n > 1000) out[i % n] = x[i % n];",
+            (0.5, 0.5),
+            "not yet: 5 of the 5 smaller sizes are wrong, and that of 4,096 elements did not end "
+            "within 0.5 s (seed 3).",
+        ),
+        (
+            I + "if (i < n) out[i] = factor * x[i]; while (n > 1000 && i < n) out[i] = out[i];",
+            (0.5, 0.5),
+            "right for every size below 4,096; with 4,096 elements it did not end within 0.5 s: "
+            "too slow, or a loop without an end.",
+        ),
+    ],
+)
+def test_a_kernel_that_was_stopped_is_said_what_smaller_sizes_gave(
+    body, limits, summary, monkeypatch
+):
+    monkeypatch.setattr(checking, "SECONDS", limits[0])
+    monkeypatch.setattr(checking, "SECONDS_LARGE", limits[1])
+    with ga.use_backend("simt"):
+        result = ga.check("scale", answer("scale", SCALE, body), seed=3)
+    assert result.summary == summary
 
 
 @pytest.mark.gpu
@@ -532,6 +594,23 @@ def test_autograd_and_loops_over_elements_are_named_in_a_python_answer(monkeypat
         result = ga.check("slope", function)
         assert result.passed
         assert result.remarks == ["it was to be computed by hand, and autograd computed it"]
+
+    def by_difference(dy, x):
+        x = x.double()
+        return dy * ((x + 1e-6) ** 2 - (x - 1e-6) ** 2) / 2e-6
+
+    def by_aten(dy, x):
+        return torch.ops.aten.threshold_backward(2.0 * x * dy, x, float("-inf"))
+
+    for function, words in (
+        (by_difference, "it computes in float64, the solution in float32"),
+        (
+            by_aten,
+            "it was to be computed by hand, and it calls torch.ops.aten.threshold_backward",
+        ),
+    ):
+        result = ga.check("slope", function)
+        assert result.passed and result.remarks == [words]
 
     def loop(dy, x):
         return torch.stack([2.0 * x[i] * dy[i] for i in range(len(x))])

@@ -318,6 +318,38 @@ def test_a_time_limit_of_microseconds_ends_launches_and_never_the_process():
     assert (result.returncode, result.stdout) == (0, "ended True\n"), result.stderr[-2000:]
 
 
+# Every thread writes every element, the value that is there already: each write is a note that is
+# half made for a while.
+LATE_IN_A_CHECK = """
+import random, time, warnings
+import torch
+import gpuaccel as ga
+
+ga.use_backend("simt")
+warnings.simplefilter("ignore")
+kernel = ga.compile('''extern "C" __global__ void k(int* x, int n) {
+    for (int i = 0; i < n; i++) x[i] = i;
+}''')
+x = torch.zeros(1000, dtype=torch.int32)
+stopped, end = 0, time.monotonic() + 10
+while time.monotonic() < end:
+    try:
+        with ga.checked(True, seconds=random.uniform(1e-4, 5e-3)):
+            kernel[400, 256](x, 1000)
+    except ga.errors.KernelError as error:
+        assert [report.kind for report in error.reports] == ["time limit"], error
+        stopped += 1
+print("stopped", stopped > 100)
+"""
+
+
+def test_a_time_limit_inside_a_check_leaves_no_half_made_report():
+    result = subprocess.run(
+        [sys.executable, "-c", LATE_IN_A_CHECK], capture_output=True, text=True, timeout=120
+    )
+    assert (result.returncode, result.stdout) == (0, "stopped True\n"), result.stderr[-2000:]
+
+
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize(
     "body", ['printf("%d %f\\n", i, 0.5 * i)', "delete[] new float[1 + i % 9]"]

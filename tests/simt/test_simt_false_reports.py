@@ -9,7 +9,9 @@ from simt_cases import GOOD, good_kernel
 from simt_pairs import Case, counts_on_page, launched
 
 import gpuaccel as ga
+from gpuaccel.backends import find_compiler
 from gpuaccel.simt import checking
+from gpuaccel.simt.build import fill_pattern
 
 
 def ints(*shape):
@@ -666,3 +668,39 @@ def test_notes_are_in_a_trace():
     assert not trace.reports
     assert [note.kind for note in trace.notes] == ["same value"]
     assert trace.notes[0].line == 5
+
+
+PAIRS = """
+extern "C" __global__ void k(uint2* out, const uint2* x, int n)
+{
+    uint2 pair[4];
+    for (int j = 0; j < 4; j++)
+        if (threadIdx.x * 4 + j < n) pair[j] = x[threadIdx.x * 4 + j];
+    for (int j = 0; j < 4; j++)
+        if (threadIdx.x * 4 + j < n) out[threadIdx.x * 4 + j] = pair[j];
+}
+"""
+
+
+@pytest.mark.skipif(find_compiler()[0] is None, reason="no C++ compiler")
+def test_a_copied_struct_is_looked_at_after_its_copy():
+    # What `out` held before is the pattern of uninitialised variables; that is overwritten.
+    pattern = fill_pattern(find_compiler()[0]) - 2**32
+    out = torch.full((128, 2), pattern, dtype=torch.int32)
+    x = torch.arange(256, dtype=torch.int32).view(128, 2)
+    with ga.use_backend("simt"), ga.checked(True):
+        ga.compile(PAIRS)[1, 32](out, x, 128)
+        assert out.equal(x)
+        # Two threads that write different structs race: it is no note of the same value.
+        source = "{ out[0] = x[threadIdx.x]; }"
+        declaration = 'extern "C" __global__ void k(uint2* out, const uint2* x) '
+        with pytest.raises(ga.errors.KernelError, match="race: thread 1") as caught:
+            ga.compile(declaration + source)[1, 32](out, x)
+    assert [report.kind for report in caught.value.reports] == ["race"]
+
+
+@pytest.mark.skipif(find_compiler()[0] is None, reason="no C++ compiler")
+def test_one_element_is_said_to_be_one():
+    kernel = ga.compile('extern "C" __global__ void k(float* x) { x[threadIdx.x] = 1; }')
+    with ga.use_backend("simt"), pytest.raises(ga.errors.KernelError, match="x has 1 element of"):
+        kernel[1, 2](torch.zeros(1))

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from html import escape
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ... import simt
@@ -350,7 +351,26 @@ def _check_kernel(task, kernel, seed) -> Result:
 
 
 _NOT_LAUNCHED = "it could not be launched."
-_NO_END = "stopped, because it did not end: is there a loop that goes on for ever?"
+# A summary with these words is that of a kernel without a picture.
+_NO_END = "did not end within"
+
+
+def _too_slow(n, seconds, lines, seed) -> str:
+    """The summary of a kernel that was stopped at n elements, after the trials of `lines`."""
+    failures = sum(not passed for passed, _, _ in lines)
+    if failures:
+        took = f"that of {n:,} elements {_NO_END} {seconds:g} s"
+        if n > SMALL_SIZE:
+            took = f"the largest one took longer than {seconds:g} s"
+        count = f"{failures} of the {len(lines)} smaller sizes"
+        if len(lines) == 1:
+            count = "the only smaller size"
+        verb = "is" if failures == 1 else "are"
+        return f"not yet: {count} {verb} wrong, and {took} (seed {seed})."
+    if n > SMALL_SIZE and lines:
+        return "right for every small size, but too slow for the large one."
+    why = f"{_NO_END} {seconds:g} s: too slow, or a loop without an end."
+    return f"right for every size below {n:,}; with {n:,} elements it {why}" if lines else why
 
 
 def _run_kernel(task, kernel, seed, sizes) -> Result:
@@ -371,17 +391,16 @@ def _run_kernel(task, kernel, seed, sizes) -> Result:
             late = [report for report in error.reports if report.kind == "time limit"]
             if late:
                 line = f"stopped after {seconds:g} s, in line {late[0].line}"
+                summary = _too_slow(n, seconds, lines, seed)
                 lines.append((False, trial, line))
-                summary = _NO_END
-                if n > SMALL_SIZE and all(passed for passed, _, _ in lines[:-1]):
-                    summary = "right for every small size, but too slow for the large one."
                 return Result(task.name, False, summary, lines)
             passed = False
             outcome = "; ".join(_report_words(report) for report in error.reports)
         except _StillRunning:
             line = f"the GPU was still running it after {SECONDS_GPU:g} s"
+            summary = _too_slow(n, SECONDS_GPU, lines, seed)
             lines.append((False, trial, line))
-            summary = f"{_NO_END} The GPU works on it until you restart the notebook's kernel."
+            summary += " The GPU works on it until you restart the notebook's kernel."
             return Result(task.name, False, summary, lines)
         except RuntimeError as error:
             if isinstance(error, GpuaccelError):
@@ -460,7 +479,7 @@ def _try_kernel(task, kernel, n, case):
         unchanged &= _bits(again) == _bits(zeros)
     if unchanged.all():
         return False, "nothing was written" if begins_empty else f"`{name}` is as it was before"
-    passed, outcome = _compare(case, out, unchanged)
+    passed, outcome = _compare(task, case, out, unchanged)
     differing = (_bits(out) != _bits(again)) & ~unchanged
     if not differing.any():
         return passed, outcome
@@ -474,7 +493,7 @@ def _try_kernel(task, kernel, n, case):
         return False, unequal
     content = "NaN" if bool(case.out.isnan().any()) else f"{UNWRITTEN}"
     words = f"`{name}` was read before it was written: it holds {content}, not 0, until you write"
-    if _compare(case, again, unchanged)[0]:
+    if _compare(task, case, again, unchanged)[0]:
         words += "; with 0 the result would be right"
     return False, words
 
@@ -488,7 +507,7 @@ def _small_launch(task, kernel, n, seed):
 
 def _with_picture(result, task, kernel, seed) -> Result:
     """The result with what its picture needs. A kernel that does not end has none."""
-    if result.summary in (_NOT_LAUNCHED, _NO_END):
+    if result.summary == _NOT_LAUNCHED or _NO_END in result.summary:
         return result
     return replace(result, launch=_small_launch(task, kernel, PICTURE_SIZE, seed))
 
@@ -556,7 +575,7 @@ def _bits(tensor):
 _ROUNDINGS = 16
 
 
-def _compare(case, out, unchanged):
+def _compare(task, case, out, unchanged):
     """(passed, how it went) of a kernel's result.
 
     unchanged: which elements hold what they held before"""
@@ -576,7 +595,10 @@ def _compare(case, out, unchanged):
         count = f"{len(differing):,} element{'s' if len(differing) > 1 else ''}"
         outcome = f"{count} wrong; the first is [{i:,}]: {got}, {expected}"
         size = case.expected.abs()
-        if bool((difference <= size.clamp(min=float(size.mean())) * eps * _ROUNDINGS).all()):
+        may_be_order = task.with_sum and out.dtype == torch.float32
+        if may_be_order and bool(
+            (difference <= size.clamp(min=float(size.mean())) * eps * _ROUNDINGS).all()
+        ):
             outcome += "; it differs by roundings, as a sum in another order does"
         return False, outcome
     if case.roundings:
@@ -596,6 +618,12 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self.count = 0
         self.numbers_read = 0
+        # (shape, method) of each tensor that was copied to the host
+        self.copied: "list[tuple]" = []
+        # names of the backward operations that were called, without autograd
+        self.backwards: "list[str]" = []
+        self.with_float64 = False
+        self.copies = _Copies(self.copied)
         # whether autograd ran a backward
         self.with_autograd = False
 
@@ -603,8 +631,48 @@ class _Operations(TorchDispatchMode):
         self.count += 1
         self.numbers_read += func is torch.ops.aten._local_scalar_dense.default
         # -1 outside of a backward
-        self.with_autograd |= torch._C._current_graph_task_id() != -1
-        return func(*args, **(kwargs or {}))
+        in_autograd = torch._C._current_graph_task_id() != -1
+        self.with_autograd |= in_autograd
+        name = str(func.overloadpacket)
+        if name.endswith("_backward") and not in_autograd:
+            self.backwards.append(f"torch.ops.{name}")
+        result = func(*args, **(kwargs or {}))
+        self.with_float64 |= isinstance(result, torch.Tensor) and result.dtype == torch.float64
+        return result
+
+    def __enter__(self):
+        self.copies.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.copies.__exit__(*error)
+
+
+class _Copies(TorchFunctionMode):
+    """Lists tensors that Python takes to the host as a whole. On a CPU no operation is run then."""
+
+    METHODS = {
+        torch.Tensor.cpu: ".cpu()",
+        torch.Tensor.numpy: ".numpy()",
+        torch.Tensor.tolist: ".tolist()",
+        torch.Tensor.__array__: "numpy",
+    }
+
+    def __init__(self, copied):
+        super().__init__()
+        self.copied = copied
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        how = self.METHODS.get(func)
+        if func is torch.Tensor.to:
+            device = kwargs.get("device", args[1] if len(args) > 1 else None)
+            if isinstance(device, (str, torch.device)) and torch.device(device).type == "cpu":
+                how = '.to("cpu")'
+        if how:
+            self.copied.append((tuple(args[0].shape), how))
+        return func(*args, **kwargs)
 
 
 def _run_python(task, function, seed) -> Result:
@@ -619,6 +687,12 @@ def _run_python(task, function, seed) -> Result:
             count = operations.numbers_read
             numbers = f"{count:,} number{'s' if count > 1 else ''}"
             passed, outcome = False, f"it reads {numbers}: on a GPU the host waits for each"
+        elif passed and task.on_device and operations.copied:
+            count = len(operations.copied)
+            tensors = "a tensor" if count == 1 else f"{count:,} tensors"
+            how = f"({operations.copied[0][1]})"
+            waits = "on a GPU the host waits for it" if count == 1 else "on a GPU it waits for each"
+            passed, outcome = False, f"it copies {tensors} to the host {how}: {waits}"
         lines.append((passed, label, outcome))
     result = _conclude(task, lines, seed, "case")
     return _with_remarks(result, _python_remarks(task, operations, given)) if result else result
@@ -633,6 +707,11 @@ def _python_remarks(task, operations, arguments) -> "list[str]":
     exec(task.solution, space)
     with _Operations() as theirs:
         space[task.name](*arguments)
+    if task.by_hand and operations.backwards and not operations.with_autograd:
+        name = operations.backwards[0]
+        sentences.append(f"it was to be computed by hand, and it calls {name}")
+    if task.by_hand and operations.with_float64 and not theirs.with_float64:
+        sentences.append("it computes in float64, the solution in float32")
     if operations.count >= costs.MORE_OPERATIONS * max(theirs.count, 1):
         sentences.append(
             f"it runs {operations.count:,} operations of torch, the solution {theirs.count:,}"
@@ -652,9 +731,26 @@ def _try_python(function, arguments, expected, operations):
     if problem:
         return False, problem
     both_nan = result.isnan() & expected.isnan()
-    difference = float((result.double() - expected).abs().masked_fill(both_nan, 0.0).max())
-    passed = difference <= 1e-5 * float(expected.abs().nan_to_num().max())
-    return passed, f"{'right' if passed else 'wrong'}; largest difference {difference:.2g}"
+    difference = (result.double() - expected).abs().masked_fill(both_nan, 0.0)
+    largest = float(difference.max())
+    allowed = 1e-5 * float(expected.abs().nan_to_num().max())
+    if largest <= allowed:
+        return True, f"right; largest difference {largest:.2g}"
+    return False, _first_wrong(result, expected, ~(difference <= allowed))
+
+
+def _first_wrong(result, expected, differing) -> str:
+    """How many elements are wrong, and the first one.
+
+    differing: for each element whether it is"""
+    places = differing.nonzero()
+    first = tuple(places[0].tolist())
+    got = f"got {float(result[first]):.7g}, expected {float(expected[first]):.7g}"
+    if not first:
+        return f"wrong: {got}"
+    index = ", ".join(f"{i:,}" for i in first)
+    count = f"{len(places):,} element{'s' if len(places) > 1 else ''}"
+    return f"{count} wrong; the first is [{index}]: {got}"
 
 
 def _run_captured(task, function, seed) -> Result:
@@ -693,12 +789,13 @@ def _replay(case, tensors, tape, result):
         problem = _shape_differs(result, expected)
         if problem:
             return False, problem
-        difference = float((result.double() - expected).abs().max())
-        if not difference <= 1e-5 * float(expected.abs().max()):
-            return False, (
-                f"wrong in replay {turn} of {count}; largest difference {difference:.2g}"
-            )
-        largest = max(largest, difference)
+        difference = (result.double() - expected).abs()
+        allowed = 1e-5 * float(expected.abs().max())
+        differing = ~(difference <= allowed)
+        if differing.any():
+            first = _first_wrong(result, expected, differing)
+            return False, f"wrong in replay {turn} of {count}; {first.removeprefix('wrong: ')}"
+        largest = max(largest, float(difference.max()))
     return True, f"right in {count} replays; largest difference {largest:.2g}"
 
 
@@ -706,7 +803,24 @@ def _shape_differs(result, expected) -> "str | None":
     """A sentence where the result is no tensor of the expected shape."""
     if isinstance(result, torch.Tensor) and result.shape == expected.shape:
         return None
-    got = repr(result)[:60]
+    return f"expected a tensor of shape {tuple(expected.shape)}, got {_what(result)}"
+
+
+# items of a tuple or list that are named
+_ITEMS = 4
+
+
+def _what(result) -> str:
+    """What a function returned, without its numbers where these are many."""
     if isinstance(result, torch.Tensor):
-        got = f"a tensor of shape {tuple(result.shape)}"
-    return f"expected a tensor of shape {tuple(expected.shape)}, got {got}"
+        return f"a tensor of shape {tuple(result.shape)}"
+    if isinstance(result, (tuple, list)):
+        items = [_what(item) for item in result[:_ITEMS]]
+        items += ["..."] if len(result) > _ITEMS else []
+        count = f"{len(result)} item{'' if len(result) == 1 else 's'}"
+        return (
+            f"a {type(result).__name__} of {count}: {', '.join(items)}" if items else repr(result)
+        )
+    if result is None or isinstance(result, (bool, int, float, str)):
+        return repr(result)[:60]
+    return f"a {type(result).__name__}"

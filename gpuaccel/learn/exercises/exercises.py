@@ -5,6 +5,7 @@ entries of its EXERCISES; `checking` tries answers. The tests show for each exer
 solution passes and that each known-wrong answer fails.
 """
 
+import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -91,6 +92,11 @@ class Exercise:
     def by_hand(self) -> bool:
         """Whether the task asks for a gradient without autograd."""
         return "by hand" in self.task.lower()
+
+    @property
+    def with_sum(self) -> bool:
+        """Whether the task asks for a sum, whose order changes the last bits."""
+        return re.search(r"\b(sums?|added)\b", self.task) is not None
 
     @property
     def with_shuffles(self) -> bool:
