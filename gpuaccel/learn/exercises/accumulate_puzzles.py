@@ -1,5 +1,7 @@
 """The exercises of notebook 01: accumulate bf16 gradients, vectorise it, average over tokens."""
 
+import math
+
 import torch
 
 from .exercises import LONG_INDEX, Case, Exercise, code, kernel_exercise, normal
@@ -11,13 +13,14 @@ def _accumulate_case(n, generator):
 
 
 def _token_mean_cases(generator):
-    for size, counts, dtype in (
-        (1, [7], torch.float32),
-        (255, [64, 64], torch.float32),
-        (256, [5, 1, 40], torch.float32),
-        (257, [90, 0, 6], torch.float32),
-        (1000, [3] * 64, torch.bfloat16),
-        (4096, [512, 8, 200, 1], torch.bfloat16),
+    for size, counts, dtype, bad in (
+        (1, [7], torch.float32, False),
+        (255, [64, 64], torch.float32, False),
+        (256, [5, 1, 40], torch.float32, False),
+        (257, [90, 0, 6], torch.float32, False),
+        (257, [8, 5], torch.float32, True),
+        (1000, [3] * 64, torch.bfloat16, False),
+        (4096, [512, 8, 200, 1], torch.bfloat16, False),
     ):
         sums = [
             torch.randn(max(count, 1), size, generator=generator).add(0.5)[:count].sum(0)
@@ -25,10 +28,14 @@ def _token_mean_cases(generator):
         ]
         # the mean of no token at all is 0 / 0, NaN
         means = [(total / count).to(dtype) for total, count in zip(sums, counts)]
+        if bad:
+            # a gradient that is NaN although there are tokens: it has to be seen in the result
+            means[1][size // 2] = math.nan
         total = sum(mean.double() * count for mean, count in zip(means, counts) if count)
         expected = total / sum(counts)
         words = ", ".join(map(str, counts)) if len(counts) < 6 else f"{len(counts)} x {counts[0]}"
-        yield f"{words} tokens", ([mean.clone() for mean in means], list(counts)), expected
+        words += " tokens, one mean has a NaN" if bad else " tokens"
+        yield words, ([mean.clone() for mean in means], list(counts)), expected
 
 
 _FOUR = "long long first = 4 * ((long long)blockIdx.x * blockDim.x + threadIdx.x);\n"
@@ -162,7 +169,7 @@ EXERCISES = {
                 "means: a list of tensors, each the mean gradient over the tokens of one "
                 "micro-batch; counts: how many tokens each has. Return the mean over all "
                 "tokens, in fp32. A micro-batch without tokens has a mean of NaN, and must not "
-                "matter. Expected: three to five lines."
+                "matter; a NaN of one with tokens stays NaN. Expected: three to five lines."
             ),
             stub=code(
                 """
@@ -195,6 +202,13 @@ EXERCISES = {
                     """
                     def token_mean(means, counts):
                         return sum(m.float() * c for m, c in zip(means, counts)) / sum(counts)
+                    """
+                ),
+                "every NaN hidden": code(
+                    """
+                    def token_mean(means, counts):
+                        total = sum(m.float().nan_to_num() * c for m, c in zip(means, counts))
+                        return total / sum(counts)
                     """
                 ),
                 "not divided": code(
