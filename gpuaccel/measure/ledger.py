@@ -281,7 +281,7 @@ def _copied(row, direction):
     count, size = row.copies.get(direction, (0, 0))
     if not count:
         return "none"
-    for scale, unit in ((2**30, "GB"), (2**20, "MB"), (2**10, "KB")):
+    for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= scale:
             return f"{size / scale:.3g} {unit} in {count:,}"
     return f"{size} bytes in {count:,}"

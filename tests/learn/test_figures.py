@@ -200,7 +200,7 @@ def test_a_recorded_ledger_stands_below_ones_own_and_each_says_its_machine(tmp_p
         order = ("Measured here", "mine", "Recorded, not run here: NVIDIA H200, 2026-01-02", "host")
         places = [shown.index(words) for words in order]
         assert places == sorted(places)
-        for cell in ("1,234", "77", "3 MB in 3", "2e-07", "120 million weights", "yes", "20K"):
+        for cell in ("1,234", "77", "3 MiB in 3", "2e-07", "120 million weights", "yes", "20K"):
             assert cell in shown, cell
     # Not in this recording.
     assert "Nothing is recorded" in str(recorded.ledger("02"))

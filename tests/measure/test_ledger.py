@@ -143,7 +143,7 @@ def test_the_table_leaves_out_what_nobody_knows():
     book.add(gpu, tokens_per_s=12345.0, max_diff=0.0, bit_equal=True)
     text = str(book)
     assert (
-        all(part in text for part in ("12.3K", "3 MB in 2", "none", "yes"))
+        all(part in text for part in ("12.3K", "3 MiB in 2", "none", "yes"))
         and "torch operators" not in text
     )
     book.add(cpu)

@@ -49,7 +49,6 @@ RUNGS = (
         "where the gradients of a batch's parts are added up, and why it matters",
         "where gradients are added up",
         ("00",),
-        minutes=40,
     ),
     Rung(
         "02_clip",
@@ -57,6 +56,7 @@ RUNGS = (
         "many threads compute one number, the length of the gradient, and Python does not wait",
         "one number from many threads",
         ("01",),
+        minutes=60,
     ),
     Rung(
         "02b_clip_inside",
@@ -64,6 +64,7 @@ RUNGS = (
         "clipping that does not read all gradients once more, and a NaN that does no harm",
         "many tensors, a NaN",
         ("02",),
+        minutes=60,
     ),
     Rung(
         "03_graphs",
@@ -71,15 +72,15 @@ RUNGS = (
         "a whole training step, recorded once and started with one call",
         "a whole step in one call",
         ("01", "02"),
-        minutes=40,
+        minutes=55,
     ),
     Rung(
         "04_encoder",
         "Embedding gradients",
         "why two runs differ, and how a sum in a fixed order makes them equal",
         "a sum in a fixed order",
-        ("00",),
-        minutes=40,
+        ("01",),
+        minutes=60,
     ),
     Rung(
         "04b_rounding",
@@ -87,14 +88,15 @@ RUNGS = (
         "how numbers of 16 bits can keep small gradients; tokens that do not exist",
         "small numbers in 16 bits",
         ("04",),
-        minutes=30,
+        minutes=40,
     ),
     Rung(
         "05_dispatch",
         "An activation that learns",
         "a layer's backward by hand, a check that finds a wrong one, then the speed",
         "a backward by hand",
-        ("00",),
+        ("01",),
+        minutes=60,
     ),
     Rung(
         "05b_attention",
@@ -102,6 +104,7 @@ RUNGS = (
         "attention computed piece by piece, without a large table of all pairs of tokens",
         "attention, piece by piece",
         ("05",),
+        minutes=60,
     ),
     Rung(
         "06_ddp",
@@ -109,6 +112,7 @@ RUNGS = (
         "one training on several processes: how gradients are averaged, and what if one dies",
         "gradients of several GPUs",
         ("01",),
+        minutes=55,
     ),
     Rung(
         "07_everything",
