@@ -188,8 +188,8 @@ def replace(name: str, source: "str | None"):
         in the file in the place of the old definition. None: the file's own text again.
 
     A captured graph goes on launching what it was captured with.
-    Raises CompileError, with nothing changed, for a kernel that does not compile here, and
-    ArgumentError for other parameters."""
+    Raises CompileError, with nothing changed, for a kernel that does not compile here, and for
+    other parameters."""
     kernels = [kernel for kernel in _of_files if kernel.name == name]
     texts = [kernel.text_with(source) for kernel in kernels]
     for kernel, text in zip(kernels, texts):
@@ -210,25 +210,26 @@ def is_loaded(name: str) -> bool:
     return any(kernel.name == name and kernel._ready for kernel in _of_files)
 
 
-def parameters_differ(expected, got) -> "str | None":
+def _exact_kind(param) -> tuple:
+    """What a parameter accepts."""
+    return param.pointer, param.dtypes, param.code, param.align
+
+
+def parameters_differ(expected, got, kind=_exact_kind) -> "str | None":
     """How a kernel's parameters differ from those expected, in a sentence; names are free.
 
-    expected, got: what `signature` returns. None: they do not differ."""
+    expected, got: what `signature` returns. None: they do not differ.
+    kind: a function of a parameter; two parameters are alike if it returns the same for both."""
     for i in range(max(len(expected), len(got))):
         want = expected[i] if i < len(expected) else None
         has = got[i] if i < len(got) else None
-        if not want or not has or _kind(want) != _kind(has):
+        if not want or not has or kind(want) != kind(has):
             return (
                 f"the kernel takes ({', '.join(map(str, got))}); "
                 f"expected ({', '.join(map(str, expected))}): they differ at parameter {i + 1}, "
                 f"`{has or 'nothing'}` where `{want or 'nothing'}` belongs"
             )
     return None
-
-
-def _kind(param) -> tuple:
-    """What a parameter accepts."""
-    return param.pointer, param.dtypes, param.code, param.align
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
@@ -291,12 +292,12 @@ class Kernel:
         self._ready = self._texts.setdefault(text, {})
 
     def candidate(self, text: str) -> "Kernel":
-        """A kernel of its own with another text. Raises ArgumentError for other parameters."""
+        """A kernel of its own with another text. Raises CompileError for other parameters."""
         kernel = Kernel.from_source(
             text, self.name, self.filename, self.defines, self.options, learner=False
         )
         if problem := parameters_differ(self.params, kernel.params):
-            raise ArgumentError(f"{self.name}: {problem}")
+            raise CompileError(f"{self.name}: {problem}")
         return kernel
 
     def text_with(self, source: "str | None") -> str:

@@ -338,7 +338,7 @@ def test_a_kernel_that_is_far_slower_is_refused(on_simt, monkeypatch):
 
 def test_other_parameters_another_name_and_a_compile_error_are_refused(on_simt):
     source = source_of("segments_pieces")
-    with pytest.raises(ArgumentError, match="they differ at parameter 3, `long long n`"):
+    with pytest.raises(CompileError, match="they differ at parameter 3, `long long n`"):
         with ga.replaced("segments_pieces", source.replace("int n, int", "long long n, int")):
             pass
     with pytest.raises(CompileError, match="cell:7"):

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ... import simt
 from ...backends import backend, default_device, find_compiler, use_backend
-from ...compiler import Kernel, nvrtc
+from ...compiler import Kernel, nvrtc, parameters_differ
 from ...compiler import compile as compile_kernel
 from ...errors import ArgumentError, CaptureError, GpuaccelError, KernelError
 from ...graphs import TapeRecorder
@@ -285,18 +285,7 @@ def _conclude(task, lines, seed, trial) -> Result:
 def _parameters_differ(task, kernel) -> "str | None":
     """How the kernel's parameters differ from the task's, in a sentence; names are free."""
     declaration = f'extern "C" __global__ void k({", ".join(task.params)}) {{}}'
-    expected = signature(declaration, "k", {})
-    params = kernel.params
-    for i in range(max(len(expected), len(params))):
-        want = expected[i] if i < len(expected) else None
-        got = params[i] if i < len(params) else None
-        if not want or not got or _kind(want) != _kind(got):
-            return (
-                f"the kernel takes ({', '.join(map(str, params))}); "
-                f"expected ({', '.join(map(str, expected))}): they differ at parameter {i + 1}, "
-                f"`{got or 'nothing'}` where `{want or 'nothing'}` belongs"
-            )
-    return None
+    return parameters_differ(signature(declaration, "k", {}), kernel.params, _kind)
 
 
 def _kind(param):
