@@ -151,6 +151,31 @@ def test_a_captured_answer_is_compared_after_each_replay():
         assert result.passed is False and words in str(result)
 
 
+@pytest.mark.parametrize(
+    "name, what, words",
+    [
+        ("decay", "frozen", "where count is 1, the learning rate 0.09;"),
+        (
+            "decay",
+            "below zero",
+            "wrong in replay 12 of 12, where count is 11, the learning rate 0;",
+        ),
+        ("decay", "a new weight", "the learning rate 0.1; no element was changed in place"),
+        ("decay", "does not count", "after replay 1 of 12 `count` holds 0, expected 1"),
+        ("decay", "counts another tensor", "after replay 1 of 12 `count` holds 0, expected 1"),
+        ("guarded", "NaN passes", "wrong in replay 4 of 6, where the loss is NaN;"),
+        (
+            "guarded",
+            "skips at the limit",
+            "wrong in replay 3 of 6, where the loss is at the limit;",
+        ),
+    ],
+)
+def test_a_wrong_replay_is_told_with_what_is_special_about_it(name, what, words):
+    answer = python(EXERCISES[name].wrong_answers[what], name)
+    assert words in str(ga.check(name, answer, seed=1))
+
+
 def test_a_check_of_a_capture_leaves_the_backend_alone():
     for name in ("torch", "simt"):
         with ga.use_backend(name):

@@ -770,10 +770,12 @@ def _replay(case, tensors, tape, result):
     """(passed, how it went) of all turns of a case."""
     largest = 0.0
     count = len(case.turns)
-    for turn, (values, expected) in enumerate(case.turns, 1):
+    for turn, (values, expected, special) in enumerate(case.turns, 1):
         for tensor, value in zip(tensors, values):
             if value is not None:
                 tensor.copy_(value)
+        in_place = case.result_index is not None
+        before = result.clone() if in_place else None
         tape.replay()
         problem = _shape_differs(result, expected)
         if problem:
@@ -782,8 +784,15 @@ def _replay(case, tensors, tape, result):
         allowed = 1e-5 * float(expected.abs().max())
         differing = ~(difference <= allowed)
         if differing.any():
-            first = _first_wrong(result, expected, differing)
-            return False, f"wrong in replay {turn} of {count}; {first.removeprefix('wrong: ')}"
+            first = _first_wrong(result, expected, differing).removeprefix("wrong: ")
+            if in_place and torch.equal(result, before):
+                first = "no element was changed in place"
+            return False, f"wrong in replay {turn} of {count}, where {special}; {first}"
+        if case.counter:
+            name, index = case.counter
+            if int(tensors[index]) != turn:
+                held = f"`{name}` holds {int(tensors[index])}, expected {turn}"
+                return False, f"after replay {turn} of {count} {held}"
         largest = max(largest, float(difference.max()))
     return True, f"right in {count} replays; largest difference {largest:.2g}"
 

@@ -72,7 +72,7 @@ RUNGS = (
         "a whole training step, recorded once and started with one call",
         "a whole step in one call",
         ("01", "02"),
-        minutes=55,
+        minutes=45,
     ),
     Rung(
         "04_encoder",
