@@ -115,6 +115,22 @@ def test_a_tensor_copied_to_the_host_is_counted_where_it_matters(copy, words):
     assert f"it copies a tensor to the host {words}: on a GPU the host waits for it" in str(result)
 
 
+def test_an_answer_that_stays_on_its_device_copies_nothing():
+    assert ga.check("global_scale", _scale_of_norms("norms.to(norms.device).norm()"))
+
+
+def test_a_host_read_is_told_where_the_result_is_wrong_too():
+    words = str(ga.check("global_scale", _scale_of_norms("norms.norm().item()", "min({}, 1.0)")))
+    assert "expected a tensor of shape ()" in words
+    assert "; it reads 1 number: on a GPU the host waits for each" in words
+
+
+def _scale_of_norms(norm, limited="torch.clamp({}, max=1.0)"):
+    ratio = limited.format("max_norm / (norm + 1e-6)")
+    source = f"def global_scale(norms, max_norm):\n    norm = {norm}\n    return {ratio}\n"
+    return python(source, "global_scale")
+
+
 def test_what_cannot_be_captured_is_told_once_with_its_line_and_what_to_do():
     for name, what, line in (
         ("guarded", "asks the host", 2),
@@ -194,6 +210,25 @@ def test_a_write_where_nothing_was_to_be_done_is_seen(where, small_sizes_on_cpu)
         and "4,096, scale 1" in words
         and "1,000, scale NaN" in words
     )
+
+
+@on_cpu_and_gpu
+def test_nan_that_was_written_is_named(where, small_sizes_on_cpu):
+    task = EXERCISES["clipped_step"]
+    for what in ("NaN reaches the weights", "NaN counts as 0"):
+        words = str(ga.check(task.name, ga.compile(task.wrong_answers[what], task.name)))
+        assert "none should be; " in words and "of them are NaN now" in words
+
+
+def test_two_blocks_that_share_an_element_are_told_without_fences():
+    task = EXERCISES["clipped_step"]
+    index = "(long long)blockIdx.x * blockDim.x + threadIdx.x"
+    assert index in task.solution
+    kernel = ga.compile(task.solution.replace(index, "threadIdx.x"), task.name)
+    with ga.use_backend("simt"):
+        words = str(ga.check(task.name, kernel))
+    assert "nothing orders two blocks: each needs elements of its own" in words
+    assert "__threadfence" not in words
 
 
 @pytest.mark.parametrize("e, what", WRONG_PYTHON)

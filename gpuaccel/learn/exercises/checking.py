@@ -408,8 +408,12 @@ def _run_kernel(task, kernel, seed, sizes) -> Result:
 
 
 def _report_words(report) -> str:
-    """A mistake that the checks have seen, without what only writers of launches need."""
-    return f"line {report.line}: {report.message.split('; tensors whose addresses')[0]}"
+    """A mistake that the checks have seen, in words of the lessons: without what only writers of
+    launches need, and without fences, which no exercise asks for."""
+    message = report.message.split("; tensors whose addresses")[0]
+    blocks = "nothing orders two blocks: each needs elements of its own"
+    message = message.replace("no __threadfence() and atomic orders the two blocks", blocks)
+    return f"line {report.line}: {message}"
 
 
 class _StillRunning(Exception):
@@ -461,7 +465,9 @@ def _try_kernel(task, kernel, n, case):
     if case.expected is case.out:
         changed = int((~unchanged).sum())
         if changed:
-            return False, f"{changed:,} elements were written, and none should be"
+            written = f"{changed:,} elements were written, and none should be"
+            lost = int((out.isnan() & ~case.out.isnan()).sum())
+            return False, f"{written}; {lost:,} of them are NaN now" if lost else written
         return True, "right; left alone"
     if begins_empty:
         # An element that holds what it held, whatever that was, is one that was not written.
@@ -629,6 +635,18 @@ class _Operations(TorchDispatchMode):
         self.with_float64 |= isinstance(result, torch.Tensor) and result.dtype == torch.float64
         return result
 
+    def waits(self) -> str:
+        """For what the host would wait on a GPU, in a sentence; "" where it would not."""
+        if self.numbers_read:
+            numbers = f"{self.numbers_read:,} number{'s' if self.numbers_read > 1 else ''}"
+            return f"it reads {numbers}: on a GPU the host waits for each"
+        if not self.copied:
+            return ""
+        count = len(self.copied)
+        tensors = "a tensor" if count == 1 else f"{count:,} tensors"
+        waits = "the host waits for it" if count == 1 else "it waits for each"
+        return f"it copies {tensors} to the host ({self.copied[0][1]}): on a GPU {waits}"
+
     def __enter__(self):
         self.copies.__enter__()
         return super().__enter__()
@@ -657,7 +675,8 @@ class _Copies(TorchFunctionMode):
         how = self.METHODS.get(func)
         if func is torch.Tensor.to:
             device = kwargs.get("device", args[1] if len(args) > 1 else None)
-            if isinstance(device, (str, torch.device)) and torch.device(device).type == "cpu":
+            # A torch.device is most often that of another tensor: no copy, and none on a GPU.
+            if isinstance(device, str) and torch.device(device).type == "cpu":
                 how = '.to("cpu")'
         if how:
             self.copied.append((tuple(args[0].shape), how))
@@ -672,16 +691,10 @@ def _run_python(task, function, seed) -> Result:
         given = copy.deepcopy(arguments)
         operations = _Operations()
         passed, outcome = _try_python(function, arguments, expected, operations)
-        if passed and task.on_device and operations.numbers_read:
-            count = operations.numbers_read
-            numbers = f"{count:,} number{'s' if count > 1 else ''}"
-            passed, outcome = False, f"it reads {numbers}: on a GPU the host waits for each"
-        elif passed and task.on_device and operations.copied:
-            count = len(operations.copied)
-            tensors = "a tensor" if count == 1 else f"{count:,} tensors"
-            how = f"({operations.copied[0][1]})"
-            waits = "on a GPU the host waits for it" if count == 1 else "on a GPU it waits for each"
-            passed, outcome = False, f"it copies {tensors} to the host {how}: {waits}"
+        waits = operations.waits() if task.on_device else ""
+        if waits:
+            outcome = waits if passed else f"{outcome}; {waits}"
+            passed = False
         lines.append((passed, label, outcome))
     result = _conclude(task, lines, seed, "case")
     return _with_remarks(result, _python_remarks(task, operations, given)) if result else result

@@ -64,7 +64,6 @@ RUNGS = (
         "clipping that does not read all gradients once more, and a NaN that does no harm",
         "many tensors, a NaN",
         ("02",),
-        minutes=60,
     ),
     Rung(
         "03_graphs",
