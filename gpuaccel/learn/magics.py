@@ -151,6 +151,19 @@ def restore_kernels(line: str) -> str:
     return f"ours again: {', '.join(names)}" if names else "no kernel was replaced"
 
 
+def _kept(shell, cell) -> "list[str]":
+    """A line for each kernel that a failed cell was to replace."""
+    try:
+        names = kernel_names(cell)
+    except GpuaccelError:
+        return []
+    return [
+        f"{name} is still the kernel that it was before this cell"
+        for name in names
+        if isinstance(shell.user_ns.get(name), Kernel)
+    ]
+
+
 def load_ipython_extension(shell):
     """Register %%cuda and %cuda; `%load_ext gpuaccel` calls this."""
 
@@ -172,6 +185,8 @@ def load_ipython_extension(shell):
         except GpuaccelError as error:
             # the failed cell shows the message, and no Python traceback
             message = [ln for ln in str(error).splitlines() if not ln.startswith("Remark:")]
+            if not line.strip().startswith("--"):
+                message += _kept(shell, cell or "")
             error._render_traceback_ = lambda *_, **__: message
             raise
         shell.user_ns.update(compiled.kernels)

@@ -581,6 +581,25 @@ def test_a_gpu_that_does_not_end_is_not_waited_for():
             "it was to add by shuffles, and calls no __shfl_..._sync",
         ),
         (
+            "squares",
+            SQUARES,
+            "__shared__ float part[256];\nint t = threadIdx.x;\n"
+            + I
+            + "part[t] = i < n ? x[i] * x[i] : 0.0f;\n"
+            "for (int half = 128; half > 0; half /= 2) {\n"
+            "    if (t < half) __syncthreads();\n"
+            "    if (t < half) part[t] += part[t + half];\n}\n"
+            "if (t == 0) sums[blockIdx.x] = part[0];",
+            "CUDA asks that all threads of a block reach it",
+        ),
+        (
+            "rescale",
+            "float* x, const float* scale, long long n",
+            "long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;\n"
+            "if (i < n) x[i] = *scale < 1.0f ? x[i] * *scale : x[i];",
+            "it writes 256 elements where none should be (scale 1), each with what it held",
+        ),
+        (
             "accumulate4",
             ACCUMULATE,
             "long long first = 4 * ((long long)blockIdx.x * blockDim.x + threadIdx.x);\n"

@@ -521,14 +521,39 @@ def _with_cost(result, task, kernel, seed) -> Result:
     sentences = costs.remarks(my_cost, their_cost)
     if task.with_shuffles and "__shfl" not in without_comments(kernel.text):
         sentences.append("it was to add by shuffles, and calls no __shfl_..._sync")
-    notes = (note for note in mine.notes if note.kind == "same value")
-    sentences += [f"line {note.line}: {note.message}" for note in list(notes)[:1]]
+    sentences += _writes_back(task, kernel, seed)
+    for kind, rule in _NOTES.items():
+        notes = [note for note in mine.notes if note.kind == kind]
+        sentences += [f"line {note.line}: {note.message}{rule}" for note in notes[:1]]
     return _with_remarks(replace(result, cost=costs.table(my_cost, their_cost)), sentences)
 
 
-def _trace(task, kernel, seed) -> "simt.Trace | None":
+# Notes of a trace that are remarks, and what a remark adds to each.
+_NOTES = {
+    "same value": "",
+    "ended before a barrier": "; CUDA asks that all threads of a block reach it",
+}
+
+
+def _writes_back(task, kernel, seed) -> "list[str]":
+    """A sentence where a kernel writes what is there already, and nothing was to be written."""
+    for n in SIZES:
+        if n > SMALL_SIZE:
+            break
+        case = task.data(n, torch.Generator().manual_seed(seed))
+        trace = _trace(task, kernel, seed, n) if case.expected is case.out else None
+        count = costs.cost_of(trace).writes if trace else 0
+        if count:
+            return [
+                f"it writes {count:,} elements where none should be ({case.label}), "
+                "each with what it held"
+            ]
+    return []
+
+
+def _trace(task, kernel, seed, n=COST_SIZE) -> "simt.Trace | None":
     """The trace of a small launch; None where the CPU cannot run the kernel."""
-    launch, arguments = _small_launch(task, kernel, COST_SIZE, seed)
+    launch, arguments = _small_launch(task, kernel, n, seed)
     try:
         with simt.checked(True, seconds=SECONDS):
             return simt.trace(launch, *arguments)

@@ -56,7 +56,6 @@ RUNGS = (
         "many threads compute one number, the length of the gradient, and Python does not wait",
         "one number from many threads",
         ("01",),
-        minutes=60,
     ),
     Rung(
         "02b_clip_inside",
