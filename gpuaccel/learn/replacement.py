@@ -288,9 +288,10 @@ def _difference(got: Tensor, want: Tensor, ours: Tensor, case: Case) -> "str | N
     if not len(places):
         return None
     i = int(places[0])
-    value, expected = float(got.flatten()[i]), float(want.flatten()[i])
+    value, expected = got.flatten()[i].item(), want.flatten()[i].item()
+    digits = ".7g" if got.dtype.is_floating_point else ","
     count = f"{len(places):,} of {got.numel():,} elements are wrong"
-    return f"{count}; the first is [{i:,}]: got {value:.7g}, expected {expected:.7g}"
+    return f"{count}; the first is [{i:,}]: got {value:{digits}}, expected {expected:{digits}}"
 
 
 def _bits_equal(a: Tensor, b: Tensor) -> bool:

@@ -405,6 +405,9 @@ def test_the_magic_refuses_in_words_and_without_a_traceback(cuda, on_simt):
     wrong = edited("segments_pieces", "pieces[i] = kind;", "pieces[i] = kind + 1;")
     with pytest.raises(ReplacementError, match="elements are wrong") as caught:
         cuda("--replace segments_pieces", wrong)
+    # whole numbers are shown as whole numbers
+    with pytest.raises(ReplacementError, match="got 1,000,000,001, expected 1$"):
+        cuda("--replace segments_pieces", wrong.replace("kind + 1;", "kind + 1000000000;"))
     assert caught.value._render_traceback_() == str(caught.value).splitlines()
     with pytest.raises(CompileError, match="expected a kernel of that name in this cell"):
         cuda("--replace segments_count", wrong)
