@@ -450,6 +450,28 @@ def test_the_first_wrong_element_is_named(body, words, where):
     assert outcome[:2] == (False, "1,000") and re.search(words, outcome[2]), outcome
 
 
+SWISH = ", ".join(EXERCISES["swish_backward"].params)
+
+
+@on_cpu_and_gpu
+@pytest.mark.usefixtures("small_sizes_on_cpu")
+@pytest.mark.parametrize(
+    "s, right",
+    [
+        ("0.5f * (1.0f + tanhf(0.5f * k * x[i]))", True),
+        ("u < -20.0f ? 0.0f : 1.0f / (1.0f + expf(-u))", True),
+        ("1.0f / (1.0f + expf(-u)) + 1e-5f", False),
+    ],
+)
+def test_a_sigmoid_that_is_rounded_as_one_is_passes(s, right, where):
+    body = (
+        I + "if (i >= n) return;\nfloat u = k * x[i];\n"
+        f"float s = {s};\ndx[i] = dy[i] * (s + u * s * (1.0f - s));"
+    )
+    result = ga.check("swish_backward", answer("swish_backward", SWISH, body))
+    assert bool(result) == right, result
+
+
 @on_cpu_and_gpu
 @pytest.mark.usefixtures("small_sizes_on_cpu")
 def test_an_element_that_kept_its_value_is_told_from_one_not_written(where):

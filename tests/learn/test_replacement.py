@@ -316,6 +316,20 @@ def test_a_wrong_edit_is_refused(name, old, new, words, on_simt):
     assert replacements() == ()
 
 
+@pytest.mark.parametrize("elements", [7, 4000, 20_000])
+def test_an_element_that_is_not_written_holds_nothing_of_the_run_before(elements, on_simt):
+    stores = "store_group(h + here.row * hidden, here.q, hidden, v);"
+    fewer = edited(
+        "glu_forward", stores, f"if (here.row * hidden + here.q < {elements}) {{ {stores} }}"
+    )
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    with pytest.raises(ReplacementError, match="got nan, expected"):
+        with ga.replaced("glu_forward", fewer):
+            raise AssertionError("it was installed")
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory == before
+
+
 def test_there_are_twenty_wrong_edits():
     assert len(WRONG) >= 20
 

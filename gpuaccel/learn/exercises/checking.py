@@ -602,7 +602,7 @@ def _compare(task, case, out, unchanged):
     same = (out == case.expected) | out.isnan() & case.expected.isnan()
     difference = (out.double() - case.expected).abs().masked_fill(same, 0.0)
     eps = torch.finfo(out.dtype).eps if out.dtype.is_floating_point else 0.0
-    allowed = case.expected.abs() * eps * case.roundings + 1e-30
+    allowed = case.expected.abs() * eps * case.roundings + case.least
     # written so that NaN counts as a difference
     differing = (~(same | (difference <= allowed))).nonzero().flatten()
     if len(differing):

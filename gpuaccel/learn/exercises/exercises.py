@@ -37,6 +37,8 @@ class Case:
     label: str = ""
     # by how many roundings a right answer may differ; 0: it must be bit-identical
     roundings: int = 1
+    # of out's shape: what a right answer may differ by besides; for terms that cancel
+    least: "torch.Tensor | float" = 1e-30
 
     @property
     def begins_empty(self) -> bool:

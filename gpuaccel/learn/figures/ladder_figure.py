@@ -94,7 +94,6 @@ RUNGS = (
         "a layer's backward by hand, a check that finds a wrong one, then the speed",
         "a backward by hand",
         ("01",),
-        minutes=60,
     ),
     Rung(
         "05b_attention",
