@@ -81,8 +81,8 @@ _MARKS = {True: ("✓", "#1b9e77"), False: ("✗", "#d95f3b"), None: ("·", "#8d
 class Result:
     """How an answer did. True in an `if` only when it passed.
 
-    passed: True, False, or None for not judged: a kernel that was compiled and not run, or one whose
-        name a later cell has that did not compile.
+    passed: True, False, or None for not judged: a kernel that was compiled and not run, or one
+        whose name a later cell has that did not compile.
     summary: one sentence.
     lines: (passed, what was tried, how it went) for each trial.
     remarks: of a right answer, what it does other than asked or much more often than the solution;
