@@ -220,6 +220,29 @@ def test_nan_that_was_written_is_named(where, small_sizes_on_cpu):
         assert "none should be; " in words and "of them are NaN now" in words
 
 
+@pytest.mark.skipif(checking.find_compiler()[0] is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    "first, has_barrier",
+    [
+        ("if (threadIdx.x == 0) { first = x[i]; __syncthreads(); }", True),
+        ("__syncthreads(); if (threadIdx.x == 0) first = x[i];", True),
+        ("if (threadIdx.x == 0) first = x[i]; // __syncthreads() is missing", False),
+    ],
+)
+def test_a_race_beside_a_barrier_says_what_a_barrier_orders(first, has_barrier):
+    source = f"""extern "C" __global__ void add_first(float* out, const float* x, int n) {{
+        int i = blockIdx.x * blockDim.x + threadIdx.x;
+        __shared__ float first;
+        {first}
+        if (i < n) out[i] = x[i] + first;
+    }}"""
+    with ga.use_backend("simt"):
+        result = ga.check("add_first", ga.compile(source), seed=0)
+    assert result.passed is False
+    assert "race: " in str(result)
+    assert ("only if it is between them and all threads reach it" in str(result)) is has_barrier
+
+
 def test_two_blocks_that_share_an_element_are_told_without_fences():
     task = EXERCISES["clipped_step"]
     index = "(long long)blockIdx.x * blockDim.x + threadIdx.x"

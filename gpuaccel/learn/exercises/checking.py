@@ -395,6 +395,7 @@ def _run_kernel(task, kernel, seed, sizes) -> Result:
                 return Result(task.name, False, summary, lines)
             passed = False
             outcome = "; ".join(_report_words(report) for report in error.reports)
+            outcome += _barrier_elsewhere(kernel, error.reports)
         except _StillRunning:
             line = f"the GPU was still running it after {SECONDS_GPU:g} s"
             summary = _too_slow(n, SECONDS_GPU, lines, seed)
@@ -424,6 +425,14 @@ def _report_words(report) -> str:
     blocks = "nothing orders two blocks: each needs elements of its own"
     message = message.replace("no __threadfence() and atomic orders the two blocks", blocks)
     return f"line {report.line}: {message}"
+
+
+def _barrier_elsewhere(kernel, reports) -> str:
+    """What to say where two threads of a block race, and the kernel has a barrier."""
+    races = any(report.kind == "race" and report.block == report.other_block for report in reports)
+    if not races or not re.search(r"__syncthreads\w*\s*\(", without_comments(kernel.text)):
+        return ""
+    return "; __syncthreads() orders them only if it is between them and all threads reach it"
 
 
 class _StillRunning(Exception):

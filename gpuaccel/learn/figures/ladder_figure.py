@@ -42,6 +42,7 @@ RUNGS = (
         "Your first kernel",
         "what one of many threads does, which bytes it moves, and how threads share results",
         "threads, bytes, shared results",
+        minutes=30,
     ),
     Rung(
         "01_accumulate",
