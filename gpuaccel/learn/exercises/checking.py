@@ -715,7 +715,7 @@ def _run_python(task, function, seed) -> Result:
         # the answer may change its own
         given = copy.deepcopy(arguments)
         operations = _Operations()
-        passed, outcome = _try_python(function, arguments, expected, operations)
+        passed, outcome = _try_python(task, function, arguments, given, expected, operations)
         waits = operations.waits() if task.on_device else ""
         if waits:
             outcome = waits if passed else f"{outcome}; {waits}"
@@ -746,24 +746,30 @@ def _python_remarks(task, operations, arguments) -> "list[str]":
     return sentences
 
 
-def _try_python(function, arguments, expected, operations):
-    """(passed, how it went) of one case."""
+def _try_python(task, function, arguments, given, expected, operations):
+    """(passed, how it went) of one case.
+
+    given: a copy of the arguments, which the function may change"""
     try:
         with operations:
             result = function(*arguments)
     except Exception as error:
         # the learner's own code: one line instead of a traceback
         return False, f"{type(error).__name__}: {error}"
+    why = ""
+    if task.explain and isinstance(result, torch.Tensor):
+        sentence = task.explain(given, result)
+        why = f"; {sentence}" if sentence else ""
     problem = _shape_differs(result, expected)
     if problem:
-        return False, problem
+        return False, problem + why
     both_nan = result.isnan() & expected.isnan()
     difference = (result.double() - expected).abs().masked_fill(both_nan, 0.0)
     largest = float(difference.max())
     allowed = 1e-5 * float(expected.abs().nan_to_num().max())
     if largest <= allowed:
         return True, f"right; largest difference {largest:.2g}"
-    return False, _first_wrong(result, expected, ~(difference <= allowed))
+    return False, _first_wrong(result, expected, ~(difference <= allowed)) + why
 
 
 def _first_wrong(result, expected, differing) -> str:
