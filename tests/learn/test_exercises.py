@@ -658,6 +658,22 @@ def test_a_solution_costs_what_the_solution_costs(e, where):
         assert "(the solution: the same)" in str(result)
 
 
+def test_a_sum_that_is_overwritten_is_said_to_be_lost():
+    e = EXERCISES["accumulate"]
+    with ga.use_backend("simt"):
+        words = str(ga.check(e.name, ga.compile(e.wrong_answers["overwrites"], e.name)))
+        other = str(ga.check(e.name, ga.compile(e.wrong_answers["subtracts"], e.name)))
+    assert "that is `grad` alone: what was in `acc` before is lost" in words
+    assert "alone" not in other
+
+
+def test_a_mean_that_was_summed_in_bf16_is_said_to_differ_by_roundings():
+    e = EXERCISES["token_mean"]
+    words = {w: str(ga.check(e.name, python(e.wrong_answers[w], e.name))) for w in e.wrong_answers}
+    assert words["summed in bf16"].count("; it differs by roundings to bf16") == 2
+    assert "roundings" not in words["not divided"] + words["divided by micro-batches"]
+
+
 @pytest.mark.parametrize("e, what", CHEATS)
 def test_a_cheat_is_right_and_said_to_be_one(e, what):
     source = e.cheats[what]

@@ -254,6 +254,7 @@ WRONG = [
     ("accumulate_v3", "out[i] += as", "out[i] = as", "elements are wrong"),
     ("accumulate_v3", "i < count", "i <= count", "elements are wrong|has [0-9,]+ elements?"),
     ("accumulate_v3", "add4(a[k], g[k])", "a[k]", "elements are wrong"),
+    ("accumulate_v3", "out[i] += as", "out[i] = as", "refused: sum of two gradients of .* wrong"),
     ("accumulate_v3", "chunk.z * CHUNK", "chunk.z", "elements are wrong|has [0-9,]+ elements?"),
     ("accumulate_v4", "partials[chunk.w] = sum", "partials[chunk.w] = sum / 2", "norm"),
     ("accumulate_v4", "if (grad == 0) return;", "", "elements are wrong|null|of parameter"),

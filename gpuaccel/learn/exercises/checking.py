@@ -39,6 +39,7 @@ from ...compiler import compile as compile_kernel
 from ...errors import ArgumentError, CaptureError, GpuaccelError, KernelError
 from ...graphs import TapeRecorder
 from ...source import signature, without_comments
+from ..magics import is_outdated
 from . import (
     accumulate_puzzles,
     clip_puzzles,
@@ -80,7 +81,8 @@ _MARKS = {True: ("✓", "#1b9e77"), False: ("✗", "#d95f3b"), None: ("·", "#8d
 class Result:
     """How an answer did. True in an `if` only when it passed.
 
-    passed: True, False, or None for compiled but not run.
+    passed: True, False, or None for not judged: a kernel that was compiled and not run, or one
+        whose name a later cell has that did not compile.
     summary: one sentence.
     lines: (passed, what was tried, how it went) for each trial.
     remarks: of a right answer, what it does other than asked or much more often than the solution;
@@ -135,7 +137,8 @@ class Result:
         solution = ", ".join(f"{count:,}" for _, _, count in self.cost)
         if all(count == other for _, count, other in self.cost):
             solution = "the same"
-        return [(None, f"{COST_SIZE:,}", f"costs {counts} (the solution: {solution})")]
+        outcome = f"with {COST_SIZE:,} elements: {counts} (the solution: {solution})"
+        return [(None, "cost", outcome)]
 
     def _repr_html_(self):
         rows = "".join(self._row_html(*line) for line in [*self.lines, *self._cost_lines()])
@@ -247,6 +250,8 @@ def check(name: str, answer, *, seed: "int | None" = None) -> Result:
                 f"exercise {name!r} takes a kernel made with %%cuda or ga.compile, "
                 f"got {type(answer).__name__}"
             )
+        if is_outdated(answer):
+            return Result(name, None, _OUTDATED.format(answer.name))
         problem = _parameters_differ(task, answer)
         if problem:
             return Result(name, False, problem)
@@ -259,6 +264,11 @@ def check(name: str, answer, *, seed: "int | None" = None) -> Result:
         return _run_captured(task, answer, seed)
     return _run_python(task, answer, seed)
 
+
+_OUTDATED = (
+    "not judged: the last cell that defines `{0}` did not compile, and `{0}` is still the kernel "
+    "of the last cell that did. Mend that cell, run it, then check again."
+)
 
 # characters of an outcome that is not repeated
 _LONG = 40
@@ -475,6 +485,8 @@ def _try_kernel(task, kernel, n, case):
     if unchanged.all():
         return False, "nothing was written" if begins_empty else f"`{name}` is as it was before"
     passed, outcome = _compare(task, case, out, unchanged)
+    if not passed and not begins_empty:
+        outcome += _sum_lost(kernel, out, [view for _, view in inputs])
     differing = (_bits(out) != _bits(again)) & ~unchanged
     if not differing.any():
         return passed, outcome
@@ -491,6 +503,15 @@ def _try_kernel(task, kernel, n, case):
     if _compare(task, case, again, unchanged)[0]:
         words += "; with 0 the result would be right"
     return False, words
+
+
+def _sum_lost(kernel, out, inputs) -> str:
+    """What to say where `out` is one of the inputs, though it held something before."""
+    name, *others = [param.name for param in kernel.params]
+    for other, view in zip(others, inputs):
+        if view.shape == out.shape and torch.equal(out, view.to(out.dtype)):
+            return f"; that is `{other}` alone: what was in `{name}` before is lost"
+    return ""
 
 
 def _small_launch(task, kernel, n, seed):
@@ -769,7 +790,24 @@ def _try_python(task, function, arguments, given, expected, operations):
     allowed = 1e-5 * float(expected.abs().nan_to_num().max())
     if largest <= allowed:
         return True, f"right; largest difference {largest:.2g}"
-    return False, _first_wrong(result, expected, ~(difference <= allowed)) + why
+    outcome = _first_wrong(result, expected, ~(difference <= allowed))
+    if _has_bf16(arguments):
+        size = expected.abs()
+        step = _ROUNDINGS_BF16 * torch.finfo(torch.bfloat16).eps
+        if bool((difference <= step * size.clamp(min=float(size.mean()))).all()):
+            outcome += "; it differs by roundings to bf16"
+    return False, outcome + why
+
+
+# roundings to bf16 by which a result in bf16, or a sum in bf16, may differ
+_ROUNDINGS_BF16 = 4
+
+
+def _has_bf16(arguments) -> bool:
+    """Whether a tensor among the arguments, or in a list of them, is in bf16."""
+    if isinstance(arguments, torch.Tensor):
+        return arguments.dtype == torch.bfloat16
+    return isinstance(arguments, (tuple, list)) and any(map(_has_bf16, arguments))
 
 
 def _first_wrong(result, expected, differing) -> str:
