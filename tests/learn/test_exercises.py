@@ -791,3 +791,19 @@ def test_a_kernel_that_touches_nothing_has_no_picture():
     with ga.use_backend("simt"):
         result = ga.check(e.name, ga.compile(e.stub, e.name))
     assert "<svg" not in result._repr_html_()
+
+
+def test_a_sum_in_another_order_and_a_lost_bucket_are_named():
+    for what in ("each rank first", "rank by rank", "in double"):
+        e = EXERCISES["ordered_sum"]
+        result = ga.check(e.name, python(e.wrong_answers[what], e.name), seed=1)
+        assert not result and "rounded in another way: another order?" in str(result), what
+    e = EXERCISES["ordered_sum"]
+    result = ga.check(e.name, python(e.wrong_answers["rank 0 only"], e.name), seed=1)
+    assert not result and "another order" not in str(result)
+
+    e = EXERCISES["fill_buckets"]
+    result = ga.check(e.name, python(e.wrong_answers["forgets the rest"], e.name), seed=1)
+    assert "its buckets have 0 blocks, but there are 1" in str(result)
+    result = ga.check(e.name, python(e.wrong_answers["all in one"], e.name), seed=1)
+    assert not result and "its buckets have" not in str(result)

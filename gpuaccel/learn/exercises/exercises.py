@@ -90,6 +90,9 @@ class Exercise:
     turns: "Callable | None" = None
     # of a Python function: no number may be read on the host
     on_device: bool = False
+    # of a Python function: explain(arguments, result) -> what is wrong with a tensor, in a sentence
+    # without a full stop, or ""
+    explain: "Callable | None" = None
     # what passes and is not what was asked -> such an answer; its result says so in a remark
     cheats: "dict[str, str]" = field(default_factory=dict)
 

@@ -107,10 +107,9 @@ RUNGS = (
     Rung(
         "06_ddp",
         "More than one process",
-        "one training on several processes: how gradients are averaged, and what if one dies",
+        "one training on several processes: how gradients are added, and what if one stops",
         "gradients of several GPUs",
         ("01",),
-        minutes=55,
     ),
     Rung(
         "07_everything",
