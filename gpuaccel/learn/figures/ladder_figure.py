@@ -79,7 +79,7 @@ RUNGS = (
         "why two runs differ, and how a sum in a fixed order makes them equal",
         "a sum in a fixed order",
         ("01",),
-        minutes=60,
+        minutes=45,
     ),
     Rung(
         "04b_rounding",
