@@ -807,3 +807,32 @@ def test_a_sum_in_another_order_and_a_lost_bucket_are_named():
     assert "its buckets have 0 blocks, but there are 1" in str(result)
     result = ga.check(e.name, python(e.wrong_answers["all in one"], e.name), seed=1)
     assert not result and "its buckets have" not in str(result)
+
+
+@on_cpu_and_gpu
+@pytest.mark.usefixtures("small_sizes_on_cpu")
+@pytest.mark.parametrize(
+    "name, what, words",
+    [
+        ("poly_row", "no square root of d", "without the division by the square root of d"),
+        ("poly_row", "no soft clip", "without the soft clip"),
+        ("poly_row", "a window too wide", "with one key too many"),
+        ("poly_row", "not itself", "without the query's own key"),
+        ("poly_values", "the keys that query j sees", "of the keys that query j sees, not"),
+        ("poly_values", "not itself", "without query j itself"),
+        ("poly_values", "a window too wide", "with one query too many"),
+        ("poly_values", "a square", "with c * c, not"),
+    ],
+)
+def test_a_known_mistake_of_attention_is_named(name, what, words, where):
+    e = EXERCISES[name]
+    lines = ga.check(name, ga.compile(e.wrong_answers[what], name)).lines
+    assert f"; this is the result {words}" in lines[4][2], lines[4]
+
+
+@on_cpu_and_gpu
+@pytest.mark.usefixtures("small_sizes_on_cpu")
+def test_an_unknown_mistake_of_attention_has_no_name(where):
+    for name, what in (("poly_row", "a hard clip"), ("poly_values", "its own dy")):
+        answer = ga.compile(EXERCISES[name].wrong_answers[what], name)
+        assert "this is the result" not in str(ga.check(name, answer, seed=1))

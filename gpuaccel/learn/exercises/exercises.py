@@ -39,6 +39,8 @@ class Case:
     roundings: int = 1
     # of out's shape: what a right answer may differ by besides; for terms that cancel
     least: "torch.Tensor | float" = 1e-30
+    # known_results() -> what is wrong -> the result of an answer with that mistake
+    known_results: "Callable | None" = None
 
     @property
     def begins_empty(self) -> bool:

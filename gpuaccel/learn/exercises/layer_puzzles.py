@@ -75,6 +75,10 @@ def _slope_cases(generator):
         yield f"{n:,}", (dh, x1, x2), torch.stack([dx1, dx2])
 
 
+def _soft_clip(s):
+    return 8.0 * torch.tanh(s / 8.0)
+
+
 def _poly_row_case(n, generator):
     # A query's scores all have its own sign, and values are positive: no sum loses digits.
     d, window = (
@@ -88,17 +92,36 @@ def _poly_row_case(n, generator):
     v = torch.rand(n, generator=generator, device=generator.device) + 0.2
     q *= 3.0 * torch.randn(n, 1, generator=generator, device=generator.device).sign()
     q, k = q.contiguous(), (k * 3.0).contiguous()
-    expected = torch.zeros(n, dtype=torch.float64, device=q.device)
-    for back in range(min(window, n)):  # the key that stands so far before the query
-        s = (q[back:].double() * k[: n - back].double()).sum(1) / math.sqrt(d)
-        expected[back:] += scale * (8.0 * torch.tanh(s / 8.0)) ** degree * v[: n - back].double()
+
+    def result(keys=range(window), root=math.sqrt(d), clip=_soft_clip, scale=scale, degree=degree):
+        y = torch.zeros(n, dtype=torch.float64, device=q.device)
+        for back in keys:  # the key that stands so far before the query
+            if back < n:
+                s = (q[back:].double() * k[: n - back].double()).sum(1) / root
+                y[back:] += scale * clip(s) ** degree * v[: n - back].double()
+        return y
+
+    def known_results():
+        return {
+            "without the division by the square root of d": result(root=1.0),
+            "without `scale`": result(scale=1.0),
+            "without the soft clip": result(clip=lambda s: s),
+            "with the third power, whatever the degree": result(degree=3),
+            "with one key too many: the query itself is one of the `window`": result(
+                range(window + 1)
+            ),
+            "with one key too few: the window has `window` keys": result(range(window - 1)),
+            "without the query's own key": result(range(1, window)),
+        }
+
     return Case(
         unwritten(n, generator),
         (q.flatten(), k.flatten(), v),
         (d, window, degree, scale),
-        expected,
-        f"{d} channel{'s' * (d > 1)}, window {window}, degree {degree}",
+        result(),
+        f"d = {d}, window {window}, degree {degree}",
         roundings=64,
+        known_results=known_results,
     )
 
 
@@ -109,17 +132,38 @@ def _poly_values_case(n, generator):
     q, k, dy = (torch.rand(n, generator=generator, device=generator.device) + 0.2 for _ in range(3))
     q *= 3.0
     k *= 3.0 * torch.randn(n, generator=generator, device=generator.device).sign()
-    expected = torch.zeros(n, dtype=torch.float64, device=q.device)
-    for ahead in range(min(window, n)):  # the query that stands so far behind the key
-        s = q[ahead:].double() * k[: n - ahead].double()
-        expected[: n - ahead] += scale * (8.0 * torch.tanh(s / 8.0)) ** 3 * dy[ahead:].double()
+
+    def result(queries=range(window), clip=_soft_clip, scale=scale, degree=3):
+        dv = torch.zeros(n, dtype=torch.float64, device=q.device)
+        for ahead in queries:  # the query that stands so far behind the key, or before it
+            at = slice(max(0, -ahead), n - max(0, ahead))  # the keys for which it is there
+            of = slice(at.start + ahead, at.stop + ahead)
+            if at.start < at.stop:
+                s = q[of].double() * k[at].double()
+                dv[at] += scale * clip(s) ** degree * dy[of].double()
+        return dv
+
+    def known_results():
+        return {
+            "of the keys that query j sees, not of the queries that see key j": result(
+                range(1 - window, 1)
+            ),
+            "without `scale`": result(scale=1.0),
+            "without the soft clip": result(clip=lambda s: s),
+            "with one query too many": result(range(window + 1)),
+            "with one query too few": result(range(window - 1)),
+            "without query j itself": result(range(1, window)),
+            "with c * c, not c * c * c": result(degree=2),
+        }
+
     return Case(
         unwritten(n, generator),
         (q, k, dy),
         (window, scale),
-        expected,
+        result(),
         f"window {window}",
         roundings=64,
+        known_results=known_results,
     )
 
 

@@ -102,7 +102,6 @@ RUNGS = (
         "attention computed piece by piece, without a large table of all pairs of tokens",
         "attention, piece by piece",
         ("05",),
-        minutes=60,
     ),
     Rung(
         "06_ddp",
