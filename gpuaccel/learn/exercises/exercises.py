@@ -39,6 +39,8 @@ class Case:
     roundings: int = 1
     # of out's shape: what a right answer may differ by besides; for terms that cancel
     least: "torch.Tensor | float" = 1e-30
+    # a clause that explains what is expected at one place of out
+    describe: "Callable[[int], str] | None" = None
 
     @property
     def begins_empty(self) -> bool:
