@@ -295,8 +295,8 @@ EXERCISES = {
             + ("int vocab", "int C", "int n"),
             stub="const float NaN = __uint_as_float(0x7fc00000u);\n// your lines",
             hint=(
-                "The rows are 0 to vocab - 1: a token can be too small or large. Ask first, and "
-                "read wte in the other branch only."
+                "The rows are 0 to vocab - 1: a token can be below 0 or too large. Ask "
+                "first, and read wte in the other branch only."
             ),
             solution=_SAFE,
             wrong_answers={
