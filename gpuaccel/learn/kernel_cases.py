@@ -267,7 +267,7 @@ def _embedding(n, device, generator, dtypes) -> Results:
             with_invalid = normal.integers(-1, 8, n // positions + 1, positions)
             valid = with_invalid.clamp(0, 6)
             words = f"{dtype}, {channels} channels, {valid.numel():,} tokens"
-            for tokens, kind in ((with_invalid, " some out of range"), (valid, "")):
+            for tokens, kind in ((with_invalid, ", some out of range"), (valid, "")):
                 invalid = torch.zeros(3, dtype=torch.int64, device=device)
                 if backend().name == "torch":
                     out = reference_encoder(tokens, wte, wpe)
@@ -275,7 +275,7 @@ def _embedding(n, device, generator, dtypes) -> Results:
                 else:
                     out = launch_forward(tokens, wte, wpe, invalid)
                 results[f"forward, {words}{kind}"] = out
-                results[f"tokens out of range, {words}{kind}"] = invalid[:1]
+                results[f"number of tokens out of range, {words}{kind}"] = invalid[:1]
                 dwte = normal(7, channels)
                 dwpe = normal(positions, channels)
                 dout = normal(*tokens.shape, channels, dtype=dtype)

@@ -518,6 +518,27 @@ def test_a_sum_in_another_order_is_told_from_a_sum_of_other_numbers(where):
         assert "by roundings" not in str(ga.check(e.name, ga.compile(wrong, e.name)))
 
 
+@on_cpu_and_gpu
+@pytest.mark.usefixtures("small_sizes_on_cpu")
+def test_a_wrong_rounding_is_told_with_the_halves_that_were_to_be_added(where):
+    e = EXERCISES["stochastic"]
+
+    def outcomes(what):
+        return [
+            line[2] for line in ga.check(e.name, ga.compile(e.wrong_answers[what], e.name)).lines
+        ]
+
+    halves = r"the lower half of x\[(\S+)\] is (\S+), noise\[\1\] is (\S+): (\S+) (.+)$"
+    for what in ("cuts off", "always up"):
+        index, lower, noise, total, words = re.search(halves, outcomes(what)[1]).groups()
+        total = int(total.replace(",", ""))
+        assert total == int(lower.replace(",", "")) + int(noise.replace(",", ""))
+        assert words == ("carries" if total >= 65_536 else "does not carry")
+        assert words == {"cuts off": "carries", "always up": "does not carry"}[what]
+    assert re.search(r"got inf, expected nan; x\[\d+\] is nan$", outcomes("NaN is cut off")[4])
+    assert re.search(r"expected -inf; x\[\d+\] is -inf$", outcomes("infinity becomes NaN")[4])
+
+
 @pytest.mark.parametrize(
     "where", ["simt", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
 )

@@ -644,6 +644,8 @@ def _compare(task, case, out, unchanged):
         expected = f"expected {float(case.expected[i]):.{digits}g}"
         count = f"{len(differing):,} element{'s' if len(differing) > 1 else ''}"
         outcome = f"{count} wrong; the first is [{i:,}]: {got}, {expected}"
+        if case.describe:
+            outcome += f"; {case.describe(i)}"
         size = case.expected.abs()
         may_be_order = task.with_sum and out.dtype == torch.float32
         if may_be_order and bool(

@@ -1,6 +1,6 @@
 """The exercises of notebooks 04 and 04b.
 
-Where runs begin, sums in a fixed order, rounding at random, tokens that do not exist."""
+Where runs begin, sums in a fixed order, rounding at random, tokens out of range."""
 
 import torch
 
@@ -75,6 +75,15 @@ def _stochastic_case(n, generator):
         x[3::100] = -torch.inf
         label = "some NaN or infinite"
     expected = reference_round(x, noise.long()).double()
+
+    def describe(i):
+        if not bool(x[i].isfinite()):
+            return f"x[{i:,}] is {float(x[i])}"
+        lower, added = int(x.view(torch.int32)[i]) & 0xFFFF, int(noise[i])
+        carries = "carries" if lower + added >= 2**16 else "does not carry"
+        halves = f"the lower half of x[{i:,}] is {lower:,}, noise[{i:,}] is {added:,}"
+        return f"{halves}: {lower + added:,} {carries}"
+
     return Case(
         torch.full((n,), -1.0, dtype=torch.bfloat16, device=x.device),
         (x, noise),
@@ -82,6 +91,7 @@ def _stochastic_case(n, generator):
         expected,
         label,
         roundings=0,
+        describe=describe,
     )
 
 
@@ -94,7 +104,7 @@ def _safe_rows_case(n, generator):
         -3, vocab + 3, (n // C,), generator=generator, device=generator.device, dtype=torch.int32
     )
     if n > 1:
-        # the first and the last token there is, and their neighbours, which do not exist
+        # the first and the last token there is, and their neighbours out of range
         edges = torch.tensor([0, vocab - 1, -1, vocab], dtype=torch.int32, device=tokens.device)
         tokens[:4] = edges[: len(tokens)]
     expected = reference_encoder(tokens, wte.view(vocab, C))
@@ -127,7 +137,7 @@ _BITS = (
     INDEX
     + """if (i >= n) return;
 unsigned bits = __float_as_uint(x[i]);
-if ((bits & 0x7f800000u) == 0x7f800000u) out[i] = as_bf16(x[i]);
+if (isnan(x[i])) out[i] = as_bf16(x[i]);
 else out[i].bits = (bits + noise[i]) >> 16;"""
 )
 
@@ -142,6 +152,7 @@ else out[i] = wte[token * C + i % C];"""
 
 
 _REST = "else out[i].bits = (bits + noise[i]) >> 16;"
+_CUT = "out[i].bits = bits >> 16;"
 
 
 EXERCISES = {
@@ -238,24 +249,23 @@ EXERCISES = {
             "stochastic",
             task=(
                 "out[i] = x[i] in bf16, rounded at random: add noise[i], 16 random bits, to the"
-                " bits of x[i], and keep the upper 16. Infinity and NaN stay what they are. "
+                " bits of x[i], and keep the upper 16. NaN stays NaN. "
                 "Expected: five lines, without as_bf16_stochastic."
             ),
             params=("bf16* out", "const float* x", "const int* noise", "int n"),
             stub="// your lines",
             hint=(
                 "__float_as_uint(x[i]) are the bits, out[i].bits those of the result. Noise "
-                "carries into the upper half as often as the lower half is large. All exponent "
-                "bits (0x7f800000) set: infinity or NaN; as_bf16(x[i]) keeps them. A carry would "
-                "make something else of them, and so would the cut: of a NaN with only low bits "
-                "set it leaves infinity."
+                "carries into the upper half as often as the lower half is large: add the two, "
+                "then >> 16. Where isnan(x[i]), as_bf16(x[i]) keeps the NaN."
             ),
             solution=_BITS,
             wrong_answers={
                 "no guard": _BITS.replace("if (i >= n) return;\n", ""),
                 "to the nearest": INDEX + "if (i < n) out[i] = as_bf16(x[i]);",
                 "adds to what was there": _BITS.replace(_REST, _REST.replace(" = (", " += (")),
-                "cuts off": _BITS.replace(_REST, "else out[i].bits = bits >> 16;"),
+                "cuts off": _BITS.replace(_REST, f"else {_CUT}"),
+                "keeps the lower half": _BITS.replace(" >> 16", ""),
                 "always up": _BITS.replace(_REST, "else out[i].bits = (bits + 0xffff) >> 16;"),
                 "a bit of noise too few": _BITS.replace("noise[i]", "(noise[i] & 0x7fff)"),
                 "a bit of noise too many": _BITS.replace("noise[i]", "2 * noise[i]"),
@@ -268,7 +278,10 @@ EXERCISES = {
                 ),
                 "NaN carries over": INDEX
                 + "if (i < n) out[i].bits = (__float_as_uint(x[i]) + noise[i]) >> 16;",
-                "infinity becomes NaN": _BITS.replace("as_bf16(x[i]);", "as_bf16(x[i] - x[i]);"),
+                "NaN is cut off": _BITS.replace("out[i] = as_bf16(x[i]);", _CUT),
+                "infinity becomes NaN": _BITS.replace("isnan(x[i])", "isnan(x[i] - x[i])").replace(
+                    "as_bf16(x[i])", "as_bf16(x[i] - x[i])"
+                ),
             },
             data=_stochastic_case,
         ),
@@ -276,15 +289,15 @@ EXERCISES = {
             "safe_rows",
             task=(
                 "tokens: one per row. out[i] = element i % C of row `token` of wte (vocab, C), "
-                "where token is tokens[i / C]; NaN where there is no such row. A token that does "
-                "not exist never becomes an address. Expected: four lines."
+                "where token is tokens[i / C]; NaN where there is no such row. A token out of "
+                "range never becomes an address. Expected: four lines."
             ),
             params=("float* out", "const float* wte", "const int* tokens")
             + ("int vocab", "int C", "int n"),
             stub="const float NaN = __uint_as_float(0x7fc00000u);\n// your lines",
             hint=(
-                "The rows are 0 to vocab - 1: a token can be wrong on two sides. Ask first, and "
-                "read wte in the other branch only."
+                "The rows are 0 to vocab - 1: a token can be below 0 or too large. Ask "
+                "first, and read wte in the other branch only."
             ),
             solution=_SAFE,
             wrong_answers={

@@ -41,6 +41,8 @@ class Case:
     least: "torch.Tensor | float" = 1e-30
     # known_results() -> what is wrong -> the result of an answer with that mistake
     known_results: "Callable | None" = None
+    # a clause that explains what is expected at one place of out
+    describe: "Callable[[int], str] | None" = None
 
     @property
     def begins_empty(self) -> bool:

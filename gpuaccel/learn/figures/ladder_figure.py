@@ -84,7 +84,7 @@ RUNGS = (
     Rung(
         "04b_rounding",
         "Rounding at random",
-        "how numbers of 16 bits can keep small gradients; tokens that do not exist",
+        "how numbers of 16 bits can keep small gradients; tokens out of range",
         "small numbers in 16 bits",
         ("04",),
         minutes=40,
