@@ -172,8 +172,10 @@ def find_compiler() -> "tuple[Compiler | None, str]":
 def resolve(requested: str, policy: str, gpu: "tuple[bool, str]") -> "tuple[str, str]":
     """Return (backend, reason) for a request, a policy and the result of `find_gpu`.
 
-    The function is pure, so that tests can try every case. Raises BackendError for an unknown name
-    and for a request that cannot be met.
+    The function is pure, so that tests can try every case.
+
+    Raises:
+        BackendError: for an unknown name and for a request that cannot be met.
     """
     if requested not in BACKENDS:
         raise BackendError(f"backend is {requested!r}; expected one of {', '.join(BACKENDS)}")
@@ -229,7 +231,10 @@ def backend() -> Choice:
     """The backend in use.
 
     The first call chooses it (`GPUACCEL_BACKEND`, `GPUACCEL_GPU`) and logs it (logger "gpuaccel",
-    level INFO). Raises BackendError when the requested backend cannot run here.
+    level INFO).
+
+    Raises:
+        BackendError: when the requested backend cannot run here.
     """
     global _current
     if _current is None:
@@ -296,16 +301,19 @@ class ProcessSwitch:
 class use_backend(ProcessSwitch):
     """Switch the backend of the whole process.
 
-    name: "auto", "cuda", "simt" or "torch"
-    policy: "auto", "require" or "off"; default: `GPUACCEL_GPU`, else "auto"
+    Args:
+        name: "auto", "cuda", "simt" or "torch"
+        policy: "auto", "require" or "off"; default: `GPUACCEL_GPU`, else "auto"
 
-    Raises BackendError, and changes nothing, when the backend cannot run here.
+    Raises:
+        BackendError: and changes nothing, when the backend cannot run here.
 
-    >>> use_backend("torch")              # from now on
-    >>> with use_backend("simt"):         # for this block
-    ...     ...
-    >>> @use_backend("simt")              # while the function runs
-    ... def check_my_kernel(): ...
+    Example:
+        >>> use_backend("torch")              # from now on
+        >>> with use_backend("simt"):         # for this block
+        ...     ...
+        >>> @use_backend("simt")              # while the function runs
+        ... def check_my_kernel(): ...
     """
 
     def __init__(self, name: str, policy: "str | None" = None):
@@ -350,8 +358,9 @@ def default_device():
 def cache_dir() -> "pathlib.Path | None":
     """The folder of compiled kernels and tokenizers: `GPUACCEL_CACHE`, else ~/.cache/gpuaccel.
 
-    Returns None, after one warning, when the folder cannot be written, or when other users can
-    write to it: what lies there is run. Everything then works without a cache.
+    Returns:
+        None, after one warning, when the folder cannot be written, or when other users can write to
+        it: what lies there is run. Everything then works without a cache.
     """
     path = pathlib.Path(
         os.environ.get("GPUACCEL_CACHE")
@@ -407,9 +416,10 @@ def deterministic():
     filled, which would cost time. Our own kernels are deterministic with and without it. The end of
     the block restores every setting.
 
-    Raises RuntimeError at an operation that torch has only in a nondeterministic version, with its
-    name. torch counts matrix products on a GPU among these, unless CUBLAS_WORKSPACE_CONFIG was
-    :4096:8 or :16:8 at the first product of the process. See `cublas_workspace`.
+    Raises:
+        RuntimeError: at an operation that torch has only in a nondeterministic version, with its
+            name. torch counts matrix products on a GPU among these, unless CUBLAS_WORKSPACE_CONFIG
+            was :4096:8 or :16:8 at the first product of the process. See `cublas_workspace`.
     """
     import torch
 

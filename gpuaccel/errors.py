@@ -18,7 +18,8 @@ class BackendError(GpuaccelError, RuntimeError):
 class CompileError(GpuaccelError, RuntimeError):
     """A kernel does not compile.
 
-    log: the compiler's whole output, with file, line and caret
+    Args:
+        log: the compiler's whole output, with file, line and caret
     """
 
     def __init__(self, message: str, log: str = ""):
@@ -44,7 +45,8 @@ class DataError(GpuaccelError, ValueError):
 class CheckpointError(GpuaccelError, RuntimeError):
     """A checkpoint cannot be written, is damaged, or does not fit. Nothing has changed.
 
-    older: paths of older checkpoints beside a damaged one that are whole, the newest first
+    Args:
+        older: paths of older checkpoints beside a damaged one that are whole, the newest first
     """
 
     def __init__(self, message: str, older=()):
@@ -57,7 +59,8 @@ class KernelError(GpuaccelError, RuntimeError):
 
     With the checks on, no tensor has changed.
 
-    reports: a list of simt.Report, one for each kind of mistake and line
+    Args:
+        reports: a list of simt.Report, one for each kind of mistake and line
     """
 
     def __init__(self, message: str, reports=()):
@@ -82,7 +85,8 @@ class CaptureError(GpuaccelError):
 
     The message says why, in which line, and what to do.
 
-    file, line: of the Python code that is the reason; None where there is no such line
+    Args:
+        file, line: of the Python code that is the reason; None where there is no such line
     """
 
     def __init__(self, message, file=None, line=None):

@@ -74,9 +74,6 @@ _CONDITION = re.compile(r"^[ \t]*#[ \t]*(?:if|ifdef|ifndef|elif)\b[^\n]*", re.M)
 def whole_program(text: str, filename: str, defines: "dict[str, str] | None" = None) -> str:
     """The text that is compiled: common.cuh, the headers that `text` includes, then `text`.
 
-    filename: what messages call the text; where it is a path, headers are looked for beside it
-    defines: macros
-
     A header of kernels_cu stands once, in front of the text that names it, so its #include belongs
     above all other code. Another header is looked for in the folder of the file that includes it,
     then in the working folder, and stands where its #include was. Every part begins with its own
@@ -84,7 +81,12 @@ def whole_program(text: str, filename: str, defines: "dict[str, str] | None" = N
     an edited header recompiles.
 
     Macros stand behind common.cuh, so that one named T does not change it, except those that it
-    tests for (NORM)."""
+    tests for (NORM).
+
+    Args:
+        filename: what messages call the text; where it is a path, headers are looked for beside it
+        defines: macros
+    """
     root = kernel_root()
     parts = []
     included = set()
@@ -184,12 +186,16 @@ def replaced_words() -> "str | None":
 def replace(name: str, source: "str | None"):
     """Let every Kernel `name` of kernels_cu run another definition, from its next launch on.
 
-    source: CUDA C that defines the kernel with the same parameters. It is compiled as if it stood
-        in the file in the place of the old definition. None: the file's own text again.
-
     A captured graph goes on launching what it was captured with.
-    Raises CompileError, with nothing changed, for a kernel that does not compile here, and for
-    other parameters."""
+
+    Args:
+        source: CUDA C that defines the kernel with the same parameters. It is compiled as if it
+            stood in the file in the place of the old definition. None: the file's own text again.
+
+    Raises:
+        CompileError: with nothing changed, for a kernel that does not compile here, and for other
+            parameters.
+    """
     kernels = [kernel for kernel in _of_files if kernel.name == name]
     texts = [kernel.text_with(source) for kernel in kernels]
     for kernel, text in zip(kernels, texts):
@@ -218,8 +224,10 @@ def _exact_kind(param) -> tuple:
 def parameters_differ(expected, got, kind=_exact_kind) -> "str | None":
     """How a kernel's parameters differ from those expected, in a sentence; names are free.
 
-    expected, got: what `signature` returns. None: they do not differ.
-    kind: a function of a parameter; two parameters are alike if it returns the same for both."""
+    Args:
+        expected, got: what `signature` returns. None: they do not differ.
+        kind: a function of a parameter; two parameters are alike if it returns the same for both.
+    """
     for i in range(max(len(expected), len(got))):
         want = expected[i] if i < len(expected) else None
         has = got[i] if i < len(got) else None
@@ -238,13 +246,15 @@ def parameters_differ(expected, got, kind=_exact_kind) -> "str | None":
 class Kernel:
     """A kernel of kernels_cu, compiled at its first use.
 
-    file: name of the file without ".cu"
-    name: name of the kernel
-    options: for NVRTC, e.g. ("-fmad=false",) for sums that are bit-identical to a CPU's
-    defines: macros, e.g. GRAD_T="bf16"
+    Args:
+        file: name of the file without ".cu"
+        name: name of the kernel
+        options: for NVRTC, e.g. ("-fmad=false",) for sums that are bit-identical to a CPU's
+        defines: macros, e.g. GRAD_T="bf16"
 
-    Raises CompileError when there is no such file or kernel. A source that does not compile raises
-    it at the first use.
+    Raises:
+        CompileError: when there is no such file or kernel. A source that does not compile raises it
+            at the first use.
     """
 
     def __init__(self, file: str, name: str, *, options: "tuple[str, ...]" = (), **defines):
@@ -292,7 +302,11 @@ class Kernel:
         self._ready = self._texts.setdefault(text, {})
 
     def candidate(self, text: str) -> "Kernel":
-        """A kernel of its own with another text. Raises CompileError for other parameters."""
+        """A kernel of its own with another text.
+
+        Raises:
+            CompileError: for other parameters.
+        """
         kernel = Kernel.from_source(
             text, self.name, self.filename, self.defines, self.options, learner=False
         )
@@ -348,7 +362,9 @@ class Kernel:
     def compile(self):
         """Compile for this GPU, or for the CPU where the backend is not cuda.
 
-        Raises CompileError. Without a C++ compiler: for sm_90."""
+        Raises:
+            CompileError. Without a C++ compiler: for sm_90.
+        """
         if backend().name == "cuda" or find_compiler()[0] is None:
             self.resources()
         else:
@@ -360,7 +376,8 @@ class Kernel:
     def resources(self, arch: "str | None" = None) -> nvrtc.Resources:
         """Registers, shared memory, stack and spills on one architecture.
 
-        arch: e.g. "sm_90"; default: this GPU's, else sm_90
+        Args:
+            arch: e.g. "sm_90"; default: this GPU's, else sm_90
         """
         if arch is None and backend().name == "cuda":
             arch = backend().arch
@@ -399,7 +416,8 @@ class Kernel:
     def load(self, where: "int | str") -> "_Loaded | _OnCpu":
         """Compile and load the kernel, once. A launch does this by itself.
 
-        where: index of a GPU, or "fast" or "checked" for the CPU
+        Args:
+            where: index of a GPU, or "fast" or "checked" for the CPU
         """
         loaded = self._ready.get(where)
         if loaded is None:
@@ -428,14 +446,18 @@ def compile(
 ) -> Kernel:
     """A kernel from a string of CUDA C.
 
-    name: may be left out when there is only one kernel in it.
-    filename: what messages call the source.
-    options: for NVRTC.
-    defines: macros.
-
     The helpers of kernels_cu/common.cuh (bf16, as_float, ...) are at hand, those of another header
     after `#include "x.cuh"`. Compiles at once, so that a mistake shows here.
-    Raises CompileError with the compiler's own message, line and caret."""
+
+    Args:
+        name: may be left out when there is only one kernel in it.
+        filename: what messages call the source.
+        options: for NVRTC.
+        defines: macros.
+
+    Raises:
+        CompileError: with the compiler's own message, line and caret.
+    """
     names = kernel_names(source, _with_macros(options, defines)[1])
     if name is None:
         if len(names) != 1:
@@ -506,7 +528,8 @@ class _Packed:
 
     They are one buffer, and a table of pointers into it.
 
-    sizes: bytes of each parameter that is a struct, by its index
+    Args:
+        sizes: bytes of each parameter that is a struct, by its index
     """
 
     def __init__(self, params, sizes):
@@ -685,9 +708,10 @@ class Launch:
     def __call__(self, *args, tensors=()):
         """Launch the kernel.
 
-        args: tensors for pointers, numbers, and bytes or ctypes structures for structs
-        tensors: those whose addresses are in a struct or a table of pointers, for the checks on the
-            CPU
+        Args:
+            args: tensors for pointers, numbers, and bytes or ctypes structures for structs
+            tensors: those whose addresses are in a struct or a table of pointers, for the checks on
+                the CPU
         """
         kernel = self.kernel
         if backend().name != "cuda":
@@ -771,10 +795,14 @@ def _range_error(kernel, values) -> ArgumentError:
 def check_arguments(kernel: Kernel, args, device: str = "cuda") -> "tuple[int | None, list]":
     """Compare arguments with the kernel's parameters, and return what to pack.
 
-    device: "cuda" or "cpu", where tensors have to be
+    Args:
+        device: "cuda" or "cpu", where tensors have to be
 
-    Returns the index of their GPU (None without tensors, -1 on the CPU) and the values to pack.
-    Raises ArgumentError with the parameter, the argument and what is expected.
+    Returns:
+        The index of their GPU (None without tensors, -1 on the CPU) and the values to pack.
+
+    Raises:
+        ArgumentError: with the parameter, the argument and what is expected.
     """
     params = kernel.params
     gpu = device == "cuda"
@@ -821,7 +849,8 @@ _STRIDED = torch.strided
 def _unusual_value(kernel, param, arg, index, gpu):
     """The value to pack for an argument that is not of the usual kind.
 
-    Raises ArgumentError that says what is wrong with it.
+    Raises:
+        ArgumentError: it says what is wrong with it.
     """
 
     def error(problem):

@@ -23,9 +23,11 @@ from .config import Distributed
 class NonFiniteSearch:
     """This rank's part of the search. Without `config.find_nonfinite_rank` probe() does nothing.
 
-    probes: (rows,) float64, and nonfinite: (ranks, rows) int32, where rows are those of
-    arena.squares.values: of a PeerToPeer, whose kernel looks at the other ranks' gradients as well.
-    None: made here, for this rank alone."""
+    Args:
+        probes: (rows,) float64, and nonfinite: (ranks, rows) int32, where rows are those of
+            arena.squares.values: of a PeerToPeer, whose kernel looks at the other ranks' gradients
+            as well. None: made here, for this rank alone.
+    """
 
     def __init__(
         self,

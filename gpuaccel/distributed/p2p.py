@@ -128,7 +128,9 @@ class PeerToPeer:
     def connect(self, buffers: "dict[str, tuple]") -> "PeerToPeer":
         """Move the arena's buffers to shared memory and map those of the other ranks. Collective.
 
-        buffers: name in the arena -> (this rank's memory, its symmetric-memory handle)."""
+        Args:
+            buffers: name in the arena -> (this rank's memory, its symmetric-memory handle).
+        """
         self.handle = buffers["grads"][1]
         self.theirs: "dict[str, dict[int, Tensor]]" = {}  # name -> rank -> its buffer
         for name, (memory, handle) in buffers.items():

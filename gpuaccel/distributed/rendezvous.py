@@ -28,9 +28,13 @@ def init_from_environment(timeout: float):
     """Make the default group that torchrun's environment describes. Each rank takes the GPU of its
     local number.
 
-    timeout: seconds for the ranks to find each other, and for every collective.
-    Raises ArgumentError for an environment that is not torchrun's, RankError where the ranks do not
-    find each other in time."""
+    Args:
+        timeout: seconds for the ranks to find each other, and for every collective.
+
+    Raises:
+        ArgumentError: for an environment that is not torchrun's, RankError where the ranks do not
+            find each other in time.
+    """
     _check_environment()
     nccl = torch.cuda.is_available() and dist.is_nccl_available()
     if nccl:

@@ -55,22 +55,27 @@ def launch(
 ) -> list:
     """Run fn(*args) in `ranks` new processes; returns the result of each, in their order.
 
-    fn: picklable, or a function of a notebook. That is handed over by a fork (one thread per rank)
-        or, where torch sees a GPU, which a fork could not use, by value with what it refers to
-        (cloudpickle). It may be a generator (see `live`).
-    args: picklable, as what fn returns. Tensors are sent by value.
-    backend: "nccl" (a GPU for each rank) or "gloo" (on CPUs: in these processes the GPU policy is
-        off). Default: nccl where there are GPUs enough.
-    timeout: seconds after which a rank that stands still counts as hanging, if others wait for it.
-    start: the same until its first backward is over, as models are built and kernels compiled;
-        counted from when the first rank makes its TrainStep.
-    after_step: at the first Ctrl-C all ranks are asked to stop after the same step; fn has to look
-        at Reducer.asked_to_stop(). At the second, or without it at the first, they are stopped.
-    live: a LiveThroughput. fn is `yield from ga.train(...)` and then a return: the Readings that
-        it yields are drawn there, each rank's as a run of its own, while this call waits. Stop, or
-        Ctrl-C, stops all ranks; the result of one that was stopped is None.
+    Args:
+        fn: picklable, or a function of a notebook. That is handed over by a fork (one thread per
+            rank) or, where torch sees a GPU, which a fork could not use, by value with what it
+            refers to (cloudpickle). It may be a generator (see `live`).
+        args: picklable, as what fn returns. Tensors are sent by value.
+        backend: "nccl" (a GPU for each rank) or "gloo" (on CPUs: in these processes the GPU policy
+            is off). Default: nccl where there are GPUs enough.
+        timeout: seconds after which a rank that stands still counts as hanging, if others wait for
+            it.
+        start: the same until its first backward is over, as models are built and kernels compiled;
+            counted from when the first rank makes its TrainStep.
+        after_step: at the first Ctrl-C all ranks are asked to stop after the same step; fn has to
+            look at Reducer.asked_to_stop(). At the second, or without it at the first, they are
+            stopped.
+        live: a LiveThroughput. fn is `yield from ga.train(...)` and then a return: the Readings
+            that it yields are drawn there, each rank's as a run of its own, while this call waits.
+            Stop, or Ctrl-C, stops all ranks; the result of one that was stopped is None.
 
-    Raises RankError for the first rank that raised, died or hung; the others have been stopped."""
+    Raises:
+        RankError: for the first rank that raised, died or hung; the others have been stopped.
+    """
     backend = _checked_backend(ranks, args, backend)
     method, fn = _start_method(fn)
     if method == "spawn":
@@ -261,7 +266,10 @@ def _sigint_blocked(method: str):
     """A process that is started in the block gets no SIGINT while it imports torch.
 
     Ctrl-C in a terminal reaches every process of it. Here it is delivered after the block.
-    method: how the process is started."""
+
+    Args:
+        method: how the process is started.
+    """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -280,7 +288,9 @@ def _sigint_blocked(method: str):
 def _end_with_parent(folder: str):
     """End this process as soon as its parent has ended. For a thread.
 
-    folder: the launch's temporary one, which the parent can no longer remove."""
+    Args:
+        folder: the launch's temporary one, which the parent can no longer remove.
+    """
     parent: Any = multiprocessing.parent_process()
     # The pipe that tells of the parent's end may have been inherited by another process, which
     # keeps it open; the parent's number tells too, but not on Windows.

@@ -101,7 +101,10 @@ def watch(step, batch) -> "list[Span]":
     Lane "computes": forward and backward of each micro-batch, "accumulate", in it "wait" for the
     sums (on CPUs only), "optimizer". Lane "sends": "bucket 0", ... from its start until its sum was
     there. Waits for the device once, at the end.
-    Raises ArgumentError for a step that does not send buckets, or replays a graph."""
+
+    Raises:
+        ArgumentError: for a step that does not send buckets, or replays a graph.
+    """
     reducer = step.reducer
     if not isinstance(reducer, Reducer) or step.replays == "graph":
         raise ArgumentError(

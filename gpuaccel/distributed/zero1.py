@@ -69,8 +69,10 @@ def pieces_of(buckets, rank: int, world: int) -> "list[Piece]":
 class ShardedLayout(ParameterLayout):
     """State of an optimizer over an arena: this rank's share only, flat and padded to chunks.
 
-    buckets: as the reducer sends them. rank, world, group: of the process group.
-    p2p: the PeerToPeer that copies new weights; None: the group's all-gather."""
+    Args:
+        buckets: as the reducer sends them. rank, world, group: of the process group.
+        p2p: the PeerToPeer that copies new weights; None: the group's all-gather.
+    """
 
     def __init__(self, arena, buckets, rank: int, world: int, group, p2p=None):
         self.arena = arena

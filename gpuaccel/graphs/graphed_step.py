@@ -85,30 +85,33 @@ class GraphKey(NamedTuple):
 class GraphedStep(Generic[P, R]):
     """fn captured in CUDA graphs, one for each kind of input.
 
-    fn: called with tensors, which may stand in tuples, lists and dicts; other arguments become
-        part of a graph's key. Returns a tensor, a tree of tensors, or None.
-    state: what fn changes: modules (parameters, buffers, gradients), optimizers, tensors.
-        The warm-up leaves them as they were; an optimizer has its state on the device after it.
-    warm_up: run instead of fn as warm-up, with the same arguments.
-    saved: what the warm-up changes, where that is less than state.
-    modes: a function; its hashable result is part of the key.
-    policy: what happens when the first call cannot be captured. "auto": fn runs eagerly from then
-        on, with one warning that says why. "require": CaptureError. A later capture that fails is
-        a CaptureError under both: a run never turns from replayed to eager half-way.
-    new_shapes: "capture" a second kind of input, or "refuse" it (CaptureError).
-    max_graphs: graphs held at once; the least recently used one is closed. All share one memory
-        pool.
-    device: default: that of the first tensor in state.
-
     Attributes: `replay` is "graph" or "eager"; `reason` says why, in words.
 
     Objects in state that keep values on the host take part by the protocol of
     graphs/participant.py. Gradients that fn leaves in `.grad` lie in the graph's memory: the next
     step overwrites them, close() takes them away.
 
-    Raises CaptureError, with nothing changed, when a module, parameter, buffer or optimizer state
-    has another address than at the capture (call reset()). Raises ArgumentError for an input that
-    requires a gradient, or that is neither a tensor nor hashable."""
+    Args:
+        fn: called with tensors, which may stand in tuples, lists and dicts; other arguments become
+            part of a graph's key. Returns a tensor, a tree of tensors, or None.
+        state: what fn changes: modules (parameters, buffers, gradients), optimizers, tensors. The
+            warm-up leaves them as they were; an optimizer has its state on the device after it.
+        warm_up: run instead of fn as warm-up, with the same arguments.
+        saved: what the warm-up changes, where that is less than state.
+        modes: a function; its hashable result is part of the key.
+        policy: what happens when the first call cannot be captured. "auto": fn runs eagerly from
+            then on, with one warning that says why. "require": CaptureError. A later capture that
+            fails is a CaptureError under both: a run never turns from replayed to eager half-way.
+        new_shapes: "capture" a second kind of input, or "refuse" it (CaptureError).
+        max_graphs: graphs held at once; the least recently used one is closed. All share one memory
+            pool.
+        device: default: that of the first tensor in state.
+
+    Raises:
+        CaptureError: with nothing changed, when a module, parameter, buffer or optimizer state has
+            another address than at the capture (call reset()). Raises ArgumentError for an input
+            that requires a gradient, or that is neither a tensor nor hashable.
+    """
 
     def __init__(
         self,

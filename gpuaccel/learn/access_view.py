@@ -65,13 +65,16 @@ def show(launch, *args, tensors=(), block=0, step=None, warp=0) -> AccessView:
 
     Nothing is changed: the kernel runs on copies of the tensors, on the CPU.
 
-    launch, args: as in `kernel[grid, block](*args)`; or a Trace.
-    tensors: those whose addresses are in a struct or a table.
-    block: a number or (x, y, z).
-    step: which access of each thread, from 0; None: all.
-    warp: the first one drawn, where a block has more than fit.
+    Args:
+        launch, args: as in `kernel[grid, block](*args)`; or a Trace.
+        tensors: those whose addresses are in a struct or a table.
+        block: a number or (x, y, z).
+        step: which access of each thread, from 0; None: all.
+        warp: the first one drawn, where a block has more than fit.
 
-    Raises ArgumentError for what is no launch, touches nothing, or is outside the grid."""
+    Raises:
+        ArgumentError: for what is no launch, touches nothing, or is outside the grid.
+    """
     if isinstance(launch, Trace) and not args:
         return AccessView(launch, block, step, warp)
     if not isinstance(launch, Launch):
@@ -294,7 +297,11 @@ class AccessView:
         return sheet.svg(y + 4, f"{trace.kernel}, {launched}; {part}")
 
     def _draw_legend(self, sheet, y, drawn, panels, has_other_warps):
-        """What the colours mean. Returns where the legend ends."""
+        """What the colours mean.
+
+        Returns:
+            Where the legend ends.
+        """
         if not len(drawn):
             return y
         requests = self.trace.requests(drawn)
@@ -320,9 +327,13 @@ class AccessView:
         return y + 26
 
     def _draw_table(self, sheet, y):
-        """A row for each source line and tensor. Returns where the table ends.
+        """A row for each source line and tensor.
 
-        There are columns for the kinds of memory that the kernel uses."""
+        There are columns for the kinds of memory that the kernel uses.
+
+        Returns:
+            Where the table ends.
+        """
         spaces = {use.space for use in self.uses}
         columns = [
             ("accesses", 340, lambda use: f"{use.count:,}"),
@@ -358,7 +369,11 @@ class AccessView:
         return self._draw_meanings(sheet, y + 6, [title for title, _, _ in columns])
 
     def _draw_meanings(self, sheet, y, titles):
-        """A line for each column that needs one. Returns where they end."""
+        """A line for each column that needs one.
+
+        Returns:
+            Where they end.
+        """
         for title in titles:
             short = MEANINGS[title][1]
             if short:
@@ -431,7 +446,11 @@ class AccessView:
 
 
 def _draw_panels(sheet, panels, y):
-    """The panels below each other, two small ones side by side. Returns where they end."""
+    """The panels below each other, two small ones side by side.
+
+    Returns:
+        Where they end.
+    """
     rest = list(panels)
     while rest:
         count = 2 if len(rest) > 1 and all(panel.small for panel in rest[:2]) else 1

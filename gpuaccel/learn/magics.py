@@ -37,7 +37,9 @@ RESTORE_USAGE = "usage: %cuda --restore [kernel ...]"
 class Compiled:
     """What a %%cuda cell displays: one line per kernel.
 
-    kernels: name -> Kernel. milliseconds: name -> time until it was ready."""
+    Attributes:
+        kernels: name -> Kernel. milliseconds: name -> time until it was ready.
+    """
 
     kernels: "dict[str, Kernel]"
     milliseconds: "dict[str, float]"
@@ -82,7 +84,9 @@ class Compiled:
 def parse_line(line: str) -> "tuple[str | None, dict[str, str]]":
     """(kernel or None, macros) of what is behind %%cuda.
 
-    Raises CompileError, which shows the usage."""
+    Raises:
+        CompileError: which shows the usage.
+    """
     try:
         words = shlex.split(line)
     except ValueError as error:
@@ -107,7 +111,9 @@ def parse_line(line: str) -> "tuple[str | None, dict[str, str]]":
 def compile_cell(line: str, cell: str) -> Compiled:
     """Compile the kernels of a cell.
 
-    line: what is behind %%cuda. It is line 1, so that messages count lines as the editor does."""
+    Args:
+        line: what is behind %%cuda. It is line 1, so that messages count lines as the editor does.
+    """
     only, macros = parse_line(line)
     names = kernel_names(cell)
     if not names:
@@ -143,7 +149,11 @@ def replace_kernel(name: str, cell: str) -> Verdict:
 
 
 def restore_kernels(line: str) -> str:
-    """What `%cuda --restore` does: our kernels are back. Returns what it did, in words."""
+    """What `%cuda --restore` does: our kernels are back.
+
+    Returns:
+        What it did, in words.
+    """
     words = line.split()
     if not words or words[0] != "--restore":
         raise CompileError(f"%cuda {line}: {RESTORE_USAGE}")

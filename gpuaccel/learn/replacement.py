@@ -44,11 +44,13 @@ SEED = 20
 class Verdict:
     """How a kernel compares with ours. It is installed.
 
-    name: of the kernel.
-    identical: whether all results are bit-identical to those of ours.
-    largest: the largest difference from ours, relative to the largest element of the result.
-    tensors: how many results were compared.
-    notes: sentences about what was not checked, or has no effect here."""
+    Attributes:
+        name: of the kernel.
+        identical: whether all results are bit-identical to those of ours.
+        largest: the largest difference from ours, relative to the largest element of the result.
+        tensors: how many results were compared.
+        notes: sentences about what was not checked, or has no effect here.
+    """
 
     name: str
     identical: bool
@@ -78,7 +80,9 @@ class Verdict:
 def kernel_in_steps(name: str) -> str:
     """The plain name of a kernel that a training step launches: "clip.squares_v2" is "squares_v2".
 
-    Raises ArgumentError for others."""
+    Raises:
+        ArgumentError: for others.
+    """
     plain = name.rpartition(".")[2] if isinstance(name, str) else name
     if plain not in CASES:
         raise ArgumentError(
@@ -90,14 +94,21 @@ def kernel_in_steps(name: str) -> str:
 
 @contextlib.contextmanager
 def replaced(name: str, kernel: "str | Kernel") -> "Iterator[Verdict]":
-    """Run your own kernel in the place of ours while the block runs. Yields its Verdict.
-
-    name: of a kernel that a training step launches, e.g. "squares_v2" or "clip.squares_v2".
-    kernel: CUDA C that defines a kernel of this name with the same parameters, or a Kernel made
-        from it. What its file in kernels_cu defines (macros, structs, functions) is at hand.
+    """Run your own kernel in the place of ours while the block runs.
 
     Graphs are captured again with it. In another process, such as another rank, ours go on.
-    Raises ReplacementError, with nothing changed, for a kernel that is not right."""
+
+    Args:
+        name: of a kernel that a training step launches, e.g. "squares_v2" or "clip.squares_v2".
+        kernel: CUDA C that defines a kernel of this name with the same parameters, or a Kernel made
+            from it. What its file in kernels_cu defines (macros, structs, functions) is at hand.
+
+    Yields:
+        Its Verdict.
+
+    Raises:
+        ReplacementError: with nothing changed, for a kernel that is not right.
+    """
     name = kernel_in_steps(name)
     before = dict(replacements()).get(name)
     verdict = install(name, kernel.text if isinstance(kernel, Kernel) else kernel)
@@ -110,9 +121,12 @@ def replaced(name: str, kernel: "str | Kernel") -> "Iterator[Verdict]":
 def install(name: str, source: str, say: "Callable[[str], None]" = lambda words: None) -> Verdict:
     """Check a kernel and put it in the place of ours, until restore().
 
-    say: called with a line of text after each part of the check, which takes some seconds.
+    Args:
+        say: called with a line of text after each part of the check, which takes some seconds.
 
-    Raises ReplacementError, with nothing changed, for a kernel that is not right."""
+    Raises:
+        ReplacementError: with nothing changed, for a kernel that is not right.
+    """
     name = kernel_in_steps(name)
     before = dict(replacements()).get(name)
     try:
@@ -125,7 +139,11 @@ def install(name: str, source: str, say: "Callable[[str], None]" = lambda words:
 
 
 def restore(*names: str) -> "list[str]":
-    """Put our kernels back: those named, or all. Returns the names of those that were replaced."""
+    """Put our kernels back: those named, or all.
+
+    Returns:
+        The names of those that were replaced.
+    """
     wanted = [kernel_in_steps(name) for name in names]
     found = [name for name, _ in replacements() if name in wanted or not names]
     for name in found:
@@ -182,7 +200,9 @@ def _judge(name: str, source: str, say) -> Verdict:
 def _run_checked(name, source, case: Case):
     """Run a kernel on the CPU on small inputs, with every access checked.
 
-    Raises ReplacementError for a mistake, and for a result that is wrong."""
+    Raises:
+        ReplacementError: for a mistake, and for a result that is wrong.
+    """
     cpu = torch.device("cpu")
     for n in CHECKED_SIZES:
         with use_backend("torch"):
@@ -211,7 +231,9 @@ def _refusal(name):
 def _compare(name, source, case: Case, n: int, device) -> "tuple[bool, float, int]":
     """(bit-identical to ours, largest relative difference from ours, results) for one size.
 
-    Raises ReplacementError where a result is wrong or the kernel is far slower than ours."""
+    Raises:
+        ReplacementError: where a result is wrong or the kernel is far slower than ours.
+    """
     with use_backend("torch"):
         expected = _run(case, n, device)[0]
     replace(name, None)

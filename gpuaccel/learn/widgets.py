@@ -36,11 +36,13 @@ PERIOD = 0.1
 class LiveThroughput:
     """A live picture of one or several training runs. Displaying the object shows the static one.
 
-    title: a line above the picture.
-    peak: tokens per second of a limit, a dashed line, or None.
-    norms: True adds a panel of the gradient's norm before and after clipping.
+    `runs` maps each run's name to its Run.
 
-    `runs` maps each run's name to its Run."""
+    Args:
+        title: a line above the picture.
+        peak: tokens per second of a limit, a dashed line, or None.
+        norms: True adds a panel of the gradient's norm before and after clipping.
+    """
 
     def __init__(self, title="Training", peak=None, norms=False):
         self.title = title
@@ -55,17 +57,21 @@ class LiveThroughput:
     def run(self, readings, name=None, seconds=None, steps=None, wait=None):
         """Iterate over `readings` and draw them.
 
-        readings: Readings of a meter, e.g. from `ga.train`.
-        name: of the run; a run of the same name is replaced. Default: default_name(). Or a list of
-        names, for runs at the same time: `readings` are then pairs (number of the run, Reading or
-        None), as ga.launch makes them.
-        seconds, steps: where to stop if the readings do not end before; they set the progress bar.
-        wait: True waits for the end, so that the next cell can use the result. False returns at
-        once, and `join()` waits. None waits, except in a kernel that hears no clicks while a cell
-        runs: there the next cell waits (see the module's docstring).
+        Args:
+            readings: Readings of a meter, e.g. from `ga.train`.
+            name: of the run; a run of the same name is replaced. Default: default_name(). Or a list
+                of names, for runs at the same time: `readings` are then pairs (number of the run,
+                Reading or None), as ga.launch makes them.
+            seconds, steps: where to stop if the readings do not end before; they set the progress
+                bar.
+            wait: True waits for the end, so that the next cell can use the result. False returns at
+                once, and `join()` waits. None waits, except in a kernel that hears no clicks while
+                a cell runs: there the next cell waits (see the module's docstring).
 
-        Raises the loop's error here, or in `join()`. An interrupt stops the loop after the running
-        step."""
+        Raises:
+            the loop's error here, or in `join()`. An interrupt stops the loop after the running
+                step.
+        """
         if not hasattr(readings, "__iter__"):
             raise ArgumentError(
                 f"readings is a {type(readings).__name__}, "

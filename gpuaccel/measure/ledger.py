@@ -72,13 +72,18 @@ class Row:
 
 @contextlib.contextmanager
 def ledger(name=None):
-    """Count what the block does. Yields a Row that is filled when the block ends without an error.
-
-    name: of the row; default: "your accumulate_v3" while that kernel is replaced, else "step".
+    """Count what the block does.
 
     The block may launch work on any stream and from any thread. Work queued before it and the
     profiler's own waiting are not counted. The first use in a process starts the profiler (about a
-    second on a GPU): warm up outside the block, and do not read a speed from it."""
+    second on a GPU): warm up outside the block, and do not read a speed from it.
+
+    Args:
+        name: of the row; default: "your accumulate_v3" while that kernel is replaced, else "step".
+
+    Yields:
+        A Row that is filled when the block ends without an error.
+    """
     name = name or replaced_words() or "step"
     row = Row(name=name, backend=backend().name)
     with profiled(f"ledger({name!r})") as events:
@@ -156,7 +161,9 @@ def _scalars_read(operators, inside):
 class Ledger:
     """Rows side by side, one for each variant of the same step; displays as a table.
 
-    title: a sentence above the table, or ""."""
+    Args:
+        title: a sentence above the table, or "".
+    """
 
     def __init__(self, title: str = ""):
         self.title = title
@@ -166,9 +173,11 @@ class Ledger:
     def add(self, row, tokens_per_s=None, max_diff=None, bit_equal=None):
         """Add a row and what was measured beside it; a row of the same name is replaced.
 
-        tokens_per_s: a rate.
-        max_diff: the largest absolute difference from the reference.
-        bit_equal: whether two runs were bit-identical."""
+        Args:
+            tokens_per_s: a rate.
+            max_diff: the largest absolute difference from the reference.
+            bit_equal: whether two runs were bit-identical.
+        """
         extra = {"tokens_per_s": tokens_per_s, "max_diff": max_diff, "bit_equal": bit_equal}
         names = [old.name for old, _ in self.rows]
         if row.name in names:

@@ -57,8 +57,9 @@ _PEAKS: list[tuple[str, float | None, float, float]] = [
 def peak_flops(device, dtype=torch.bfloat16) -> float | None:
     """The device's dense peak in FLOP/s from its data sheet; None for a CPU or an unknown GPU.
 
-    dtype: bf16 and fp16 mean the tensor cores with fp32 accumulation and no sparsity, fp32 the rate
-    without TF32.
+    Args:
+        dtype: bf16 and fp16 mean the tensor cores with fp32 accumulation and no sparsity, fp32 the
+            rate without TF32.
     """
     device = torch.device(device)
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -238,12 +239,13 @@ class LateValue:
 class Meter:
     """Measure a training loop: call `update` once after each optimizer step, with its tokens.
 
-    device: where the model is.
-    flops_per_token: of forward and backward, for the utilisation (about 6 x parameters).
-    peak_flops: of the device, FLOP/s; see peak_flops().
-    window: over how many finished steps the rate is taken.
-
     `update` never waits for the device; `finish` does, once, at the end.
+
+    Args:
+        device: where the model is.
+        flops_per_token: of forward and backward, for the utilisation (about 6 x parameters).
+        peak_flops: of the device, FLOP/s; see peak_flops().
+        window: over how many finished steps the rate is taken.
     """
 
     def __init__(self, device="cpu", flops_per_token=None, peak_flops=None, window=20):
@@ -284,11 +286,16 @@ class Meter:
     def update(
         self, tokens: int, loss=None, norm=None, val_loss=None, clipped_norm=None
     ) -> Reading:
-        """One more step is queued. Returns the newest numbers, without waiting.
+        """One more step is queued.
 
-        tokens: how many it trained on, a number that the host knows.
-        loss, norm, clipped_norm: one-element tensors or None; norm: before clipping.
-        val_loss: of a validation after this step, or None."""
+        Args:
+            tokens: how many it trained on, a number that the host knows.
+            loss, norm, clipped_norm: one-element tensors or None; norm: before clipping.
+            val_loss: of a validation after this step, or None.
+
+        Returns:
+            The newest numbers, without waiting.
+        """
         if isinstance(tokens, torch.Tensor) and tokens.device.type == "cuda":
             raise ArgumentError(
                 "tokens is a tensor on the GPU: reading it would make the host wait; pass an int"

@@ -133,7 +133,9 @@ def trace_events(profiler) -> list:
 def split_region(events):
     """(events with a duration, the event REGION, those that began within it).
 
-    events: of a Chrome trace."""
+    Args:
+        events: of a Chrome trace.
+    """
     events = [event for event in events if event.get("ph") == "X"]
     region = next(
         e for e in events if e["name"] == REGION and e.get("cat") != "gpu_user_annotation"

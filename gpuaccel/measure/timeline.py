@@ -45,7 +45,10 @@ def tail(run) -> "list[Span]":
     """What host and GPU did in run() after its last backward, until both were done.
 
     All of run() where there is no backward. Call run() once before to warm up. Waits for the GPU.
-    Raises BackendError inside a ledger or another profiler."""
+
+    Raises:
+        BackendError: inside a ledger or another profiler.
+    """
     with profiled("timeline") as events:
         run()
     return _spans(events, profiler_sees_gpu())

@@ -200,7 +200,9 @@ def _none_seen(device) -> Tensor:
 def encode(tokens: Tensor, wte: nn.Embedding, wpe: "nn.Embedding | None" = None) -> Tensor:
     """wte.weight[tokens], and with wpe + wpe.weight[position]. tokens: (..., T) int64 or int32.
 
-    wte: an Embedding, or a layer with a FusedEmbedding, which count invalid tokens."""
+    Args:
+        wte: an Embedding, or a layer with a FusedEmbedding, which count invalid tokens.
+    """
     check_tokens(tokens, len(wte.weight))
     if tokens.device != wte.weight.device:
         raise ArgumentError(
@@ -316,9 +318,12 @@ class Embedding(nn.Embedding):
     def invalid_tokens(self, reset: bool = False) -> "dict | None":
         """The tokens out of range so far; None: there were none. Waits for the device.
 
-        reset: count anew from here on.
         "count": how many; "token": one of the first batch that had any; "position": its (row,
-        column) in that batch."""
+        column) in that batch.
+
+        Args:
+            reset: count anew from here on.
+        """
         report = _invalid_in_words(self.invalid)
         if reset and self.invalid is not None:
             self.invalid.zero_()

@@ -60,10 +60,14 @@ class GradientSlice(Protocol):
     def before_product(self, added: "list[bool] | None") -> "list[tuple[int, int]] | None":
         """Called before a product is added.
 
-        added: whether this backward adds the gradient of each tensor of the slice (GradientUse);
-            None: not known yet.
-        Returns the ranges of rows to add, as (start, stop); None: all rows.
-        ArgumentError where a gradient that is not known yet is one to be returned."""
+        Args:
+            added: whether this backward adds the gradient of each tensor of the slice
+                (GradientUse); None: not known yet.
+
+        Returns:
+            The ranges of rows to add, as (start, stop); None: all rows. ArgumentError where a
+            gradient that is not known yet is one to be returned.
+        """
 
     def after_product(self) -> None:
         """Called when the product has been added."""
@@ -119,8 +123,10 @@ def _add_weight_gradient(
 ) -> None:
     """acc += dy^T @ x, summed in fp32.
 
-    acc: (out, in) fp32. dy: (..., out) and x: (..., in), fp32 or bf16.
-    added: as for GradientSlice.before_product."""
+    Args:
+        acc: (out, in) fp32. dy: (..., out) and x: (..., in), fp32 or bf16.
+        added: as for GradientSlice.before_product.
+    """
     # Before the product: the first gradient of an accumulation window may have to clear the slice.
     target = _slice_of(acc)
     rows = None if target is None else target.before_product(added)
@@ -153,8 +159,10 @@ def _fused_linears_backward(
 ) -> Tensor:
     """acc += dy^T @ x; returns the input's gradient dy @ weight.
 
-    dys: dy (..., out), cut along its last dimension. An operation of its own, because torch.compile
-        would generate a slow kernel for the concatenation."""
+    Args:
+        dys: dy (..., out), cut along its last dimension. An operation of its own, because
+            torch.compile would generate a slow kernel for the concatenation.
+    """
     dy = torch.cat(dys, -1)
     _add_weight_gradient(acc, dy, x, added)
     return dy @ weight
@@ -268,9 +276,12 @@ class _LinearsIntoArena(torch.autograd.Function):
 def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
     """(layer(x) for layer in layers), as one product where that is possible.
 
-    x: (..., in).
     It is possible while an accumulator of mode "fused" is open, and the weights lie side by side in
-    its arena."""
+    its arena.
+
+    Args:
+        x: (..., in).
+    """
     joint = _joint_of(*layers)
     if joint is None:
         return tuple(layer(x) for layer in layers)
@@ -317,7 +328,9 @@ class _SwigluIntoArena(torch.autograd.Function):
 def fused_swiglu(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
     """silu(gate(x)) * up(x), under torch.compile as one product where fused_linears() could.
 
-    x: (..., in). torch.compile makes one kernel of what follows the product."""
+    Args:
+        x: (..., in). torch.compile makes one kernel of what follows the product.
+    """
     joint = _joint_of(gate, up)
     if joint is None or gate.out_features != up.out_features or not torch.compiler.is_compiling():
         return F.silu(gate(x)) * up(x)
@@ -344,12 +357,14 @@ class FusedForward:
 
     Class, parameters, hooks and state of the layer stay.
 
-    layer: a module whose `forward` is its class's.
-    grad: fp32, of the weight's shape: a slice of arena.grads.
-
     Two entries stand in the layer's __dict__: `forward`, a function bound to the layer, and
     `gpuaccel_fused`, this object. So torch.compile compiles layers of one class once. A copy of a
-    layer (deepcopy, pickle) runs the forward of its class."""
+    layer (deepcopy, pickle) runs the forward of its class.
+
+    Args:
+        layer: a module whose `forward` is its class's.
+        grad: fp32, of the weight's shape: a slice of arena.grads.
+    """
 
     def __init__(self, layer: nn.Module, grad: Tensor):
         self.layer = layer
@@ -455,7 +470,9 @@ def parameter_use(parameter: nn.Parameter) -> GradientUse:
 def gradient_uses(acc: Tensor, edges: "Iterable[tuple[Any, int]]") -> "list[GradientUse]":
     """What the running backward does with the gradient of each weight of the slice `acc`.
 
-    edges: to the weights, of the next_functions of an autograd function; in the slice's order."""
+    Args:
+        edges: to the weights, of the next_functions of an autograd function; in the slice's order.
+    """
     uses = [UNUSED if node is None else _node_use(node) for node, _ in edges]
     # Gradients are enabled in a backward with create_graph=True.
     if torch.is_grad_enabled():

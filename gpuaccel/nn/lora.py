@@ -25,16 +25,21 @@ class LoRALinear(nn.Module):
     """y = base(x) + lora_B(lora_A(dropout(x)) * alpha / rank).
 
     x: (..., in). y: (..., out), in the dtype of base(x).
-    base: nn.Linear, or transformers' Conv1D, whose weight is (in, out).
-    rank: rows of A and columns of B.
-    alpha: the product is scaled by alpha / rank.
-    dropout: probability, for the input of A.
-    dtype: of A and B; default that of the base weight.
-    generator: random numbers for A; default torch's.
 
     A is drawn on the CPU in fp32, uniform in +-1/sqrt(in) (kaiming_uniform_ with a = sqrt(5)), and
-    then converted, so a seed gives the same values on every device. B is zero. Raises ArgumentError
-    for any other base layer."""
+    then converted, so a seed gives the same values on every device. B is zero.
+
+    Args:
+        base: nn.Linear, or transformers' Conv1D, whose weight is (in, out).
+        rank: rows of A and columns of B.
+        alpha: the product is scaled by alpha / rank.
+        dropout: probability, for the input of A.
+        dtype: of A and B; default that of the base weight.
+        generator: random numbers for A; default torch's.
+
+    Raises:
+        ArgumentError: for any other base layer.
+    """
 
     frozen_weight: "Tensor | None"  # the base weight as it was before merge()
 
@@ -178,8 +183,12 @@ def frozen_state_dict(module: nn.Module) -> "dict[str, Tensor]":
 def linear_features(base: nn.Module, name: str = "base") -> "tuple[int, int]":
     """(in, out) of a layer to which LoRA can be applied.
 
-    name: what error messages call the layer.
-    Raises ArgumentError for any other module, saying what it is."""
+    Args:
+        name: what error messages call the layer.
+
+    Raises:
+        ArgumentError: for any other module, saying what it is.
+    """
     described = f"{name} is a {type(base).__module__}.{type(base).__name__}"
     # Recognised by its attributes, because transformers is not imported here.
     conv1d = type(base).__name__ == "Conv1D" and hasattr(base, "nf")

@@ -88,13 +88,16 @@ def reference_poly_attention(
 
     Computed in fp32, in fp64 where a tensor is.
 
-    q_tilde, q, k, v: (B, T, H, d).
-    pe: (at least T, d).
-    coefficients: (3,) a, b, scale.
-    degree: p, odd.
-    window: how many positions a token sees, itself included; None: all before it.
+    Args:
+        q_tilde, q, k, v: (B, T, H, d).
+        pe: (at least T, d).
+        coefficients: (3,) a, b, scale.
+        degree: p, odd.
+        window: how many positions a token sees, itself included; None: all before it.
 
-    Returns (B, T, H, d) in v's dtype."""
+    Returns:
+        (B, T, H, d) in v's dtype.
+    """
     tensors = (q_tilde, q, k, v, pe, coefficients)
     wide = torch.float64 if torch.float64 in {t.dtype for t in tensors} else torch.float32
     q_tilde, q, k, values, pe, coefficients = (t.to(wide) for t in tensors)
@@ -128,7 +131,9 @@ def reference_query(
 ) -> Tensor:
     """q~ of q, which multiplies the keys: (..., d), in q's dtype.
 
-    chunks: chunks_of(d). curve: R_q. Either None: no low-rank term."""
+    Args:
+        chunks: chunks_of(d). curve: R_q. Either None: no low-rank term.
+    """
     d = q.shape[-1]
     if chunks is None or curve is None:
         return q * (1.0 / math.sqrt(d))
@@ -164,7 +169,9 @@ def attention_kernel(
 ) -> Kernel:
     """A kernel of poly_attention.cu, or with version 3 of poly_forward.cu or poly_backward.cu.
 
-    d: width of a head. stages: 2: the next tiles are loaded while these are computed."""
+    Args:
+        d: width of a head. stages: 2: the next tiles are loaded while these are computed.
+    """
     if version == 3:
         return Kernel(name.removesuffix("_v3"), name, HEAD=d, DEGREE=degree)
     return Kernel(
@@ -289,13 +296,18 @@ def launch_forward(
     config=None,
     gate: "Tensor | None" = None,
 ) -> Tensor:
-    """Launch poly_forward. Returns y, (B, T, H, d).
+    """Launch poly_forward.
 
-    q_tilde, q, k, v: (B, T, H, d).
-    pe: (at least T, d).
-    coefficients: (3,) fp32, contiguous.
-    config: (version, stages); None: plan().
-    gate: (B, T, H) fp32, contiguous, what y is multiplied by; None: 1."""
+    Args:
+        q_tilde, q, k, v: (B, T, H, d).
+        pe: (at least T, d).
+        coefficients: (3,) fp32, contiguous.
+        config: (version, stages); None: plan().
+        gate: (B, T, H) fp32, contiguous, what y is multiplied by; None: 1.
+
+    Returns:
+        Y, (B, T, H, d).
+    """
     B, T, H, d = q.shape
     memories, *sizes, rows = _prepared(q_tilde, q, k, v, window)
     config = config or plan("poly_forward", q)
@@ -319,12 +331,18 @@ def launch_backward(
     config=None,
     into: "Tensor | None" = None,
 ) -> "tuple[Tensor, ...]":
-    """Launch the backward, then poly_finish. Returns dq_tilde, dq, dk, dv, dpe, dcoefficients.
+    """Launch the backward, then poly_finish.
 
     The backward is poly_backward_q, _kv and _pe with version 1, else poly_backward.
 
-    dy: (B, T, H, d). The other tensors and config: as in launch_forward.
-    into: (B, T, 3, H, d), contiguous, whose parts dq, dk and dv become; None: three new tensors."""
+    Args:
+        dy: (B, T, H, d). The other tensors and config: as in launch_forward.
+        into: (B, T, 3, H, d), contiguous, whose parts dq, dk and dv become; None: three new
+            tensors.
+
+    Returns:
+        dq_tilde, dq, dk, dv, dpe, dcoefficients.
+    """
     B, T, H, d = q.shape
     grad_stride = H * d * (1 if into is None else 3)
     memories, *sizes, rows = _prepared(q_tilde, q, k, v, window, grad_stride)
@@ -431,7 +449,9 @@ def launch_layer(
 ) -> "tuple[Tensor, ...]":
     """Launch poly_query_gate and poly_forward.
 
-    Returns out (B, T, H d), and for the backward e (B, T, H), q_tilde (B, T, H, d), the curves."""
+    Returns:
+        Out (B, T, H d), and for the backward e (B, T, H), q_tilde (B, T, H, d), the curves.
+    """
     q, k, v = qkv.unbind(2)
     B, T, H, d = q.shape
     thetas, settings = _curves(theta_gate, theta_query, settings)
@@ -479,9 +499,12 @@ def launch_layer_backward(
 ) -> "list[Tensor]":
     """Launch poly_gate_backward, the attention's backward, poly_query_backward, richards_finish.
 
-    dout: (B, T, H d). out, e, q_tilde, curves: from launch_layer.
+    Args:
+        dout: (B, T, H d). out, e, q_tilde, curves: from launch_layer.
 
-    Returns the gradients of the tensors from qkv on; theta_query's only where there is one."""
+    Returns:
+        The gradients of the tensors from qkv on; theta_query's only where there is one.
+    """
     q, k, v = qkv.unbind(2)
     B, T, H, d = q.shape
     thetas, settings = _curves(theta_gate, theta_query, settings)
@@ -744,15 +767,21 @@ def poly_attention(
 ) -> Tensor:
     """The core of PolyAttention, y_i = sum_j phi_ij v_j. Differentiable in all tensors.
 
-    q_tilde: the query that multiplies keys, (B, T, H, d), fp32, bf16 or fp16 (fp64 in torch).
-    q: the query that multiplies relative positions. q, k, v: shape and dtype of q_tilde; views of
-        one linear layer's output are not copied.
-    pe: (at least T, d), in their dtype.
-    coefficients: (3,) a, b, scale.
-    degree: p, odd, from 1 to 41.
-    window: how many positions a token sees, itself included; None: all before it.
+    Args:
+        q_tilde: the query that multiplies keys, (B, T, H, d), fp32, bf16 or fp16 (fp64 in torch).
+        q: the query that multiplies relative positions. q, k, v: shape and dtype of q_tilde; views
+            of one linear layer's output are not copied.
+        pe: (at least T, d), in their dtype.
+        coefficients: (3,) a, b, scale.
+        degree: p, odd, from 1 to 41.
+        window: how many positions a token sees, itself included; None: all before it.
 
-    Returns y, (B, T, H, d). Raises ArgumentError for what does not fit."""
+    Returns:
+        Y, (B, T, H, d).
+
+    Raises:
+        ArgumentError: for what does not fit.
+    """
     shape = tuple(q.shape)
     if len(shape) != 4:
         raise ArgumentError(f"q has shape {shape}; expected (B, T, H, d)")
@@ -797,20 +826,23 @@ def _check_numbers(degree, window):
 class PolyAttention(nn.Module):
     """Causal polynomial attention, see the top of this module. No residual inside, no biases.
 
-    dim: last dimension of x, (..., T, dim), in w_qkv's dtype or under autocast.
-    heads: a divisor of dim.
-    degree: p, odd.
-    window: how many positions a token sees, itself included; None: all before it.
-    max_positions: the largest T.
-    low_rank: with the term in chunk means.
-    adaptive_degree: begin at degree 1; adapt_degree() raises it, up to `degree`.
-    a, b, scale: initial coefficients; scale's default is 1 / sqrt(max_positions + 1).
-
     w_qkv: (3 dim, dim), three projections as one matrix; its rows are q, k, v, each by heads.
     pe: (max_positions + 1, d), N(0, 0.02), shared by the heads.
     alpha, beta, coefficients: always fp32.
 
-    Raises ArgumentError for what does not fit."""
+    Args:
+        dim: last dimension of x, (..., T, dim), in w_qkv's dtype or under autocast.
+        heads: a divisor of dim.
+        degree: p, odd.
+        window: how many positions a token sees, itself included; None: all before it.
+        max_positions: the largest T.
+        low_rank: with the term in chunk means.
+        adaptive_degree: begin at degree 1; adapt_degree() raises it, up to `degree`.
+        a, b, scale: initial coefficients; scale's default is 1 / sqrt(max_positions + 1).
+
+    Raises:
+        ArgumentError: for what does not fit.
+    """
 
     # Buffers. adapted: see _adapted(); None: the degree is fixed. chunks: chunks_of(dim / heads);
     # None: no low-rank term.
@@ -934,14 +966,19 @@ class PolyAttention(nn.Module):
         super()._load_from_state_dict(state, prefix, *args)
 
     def adapt_degree(self, loss: float, patience: int = 100, gain: float = 0.01) -> int:
-        """With adaptive_degree: raise the degree by 2 where the loss no longer falls. Returns it.
-
-        loss: the loss after a step; call this after each step, or every few steps.
-        patience, gain: the degree is raised, up to `degree`, if the loss has not fallen by `gain`
-            of itself within `patience` calls.
+        """With adaptive_degree: raise the degree by 2 where the loss no longer falls.
 
         Of RustGPT's rule only the frame is known: it begins at 1, goes in odd steps up to 7, and
-        rests after a change. When to go up is this package's choice."""
+        rests after a change. When to go up is this package's choice.
+
+        Args:
+            loss: the loss after a step; call this after each step, or every few steps.
+            patience, gain: the degree is raised, up to `degree`, if the loss has not fallen by
+                `gain` of itself within `patience` calls.
+
+        Returns:
+            it.
+        """
         if self.adapted is None:
             raise ArgumentError(
                 "this layer's degree is fixed; expected one made with adaptive_degree=True"

@@ -29,7 +29,9 @@ GRAD_DTYPES = (torch.float32, torch.bfloat16)
 def reference_accumulate(acc: Tensor, grad: Tensor) -> Tensor:
     """acc += grad in acc's dtype, rounded once per element: the definition of accumulation.
 
-    acc, grad: any shape, dtype and device that torch can add. Returns acc."""
+    Args:
+        acc, grad: any shape, dtype and device that torch can add. Returns acc.
+    """
     return acc.add_(grad)
 
 
@@ -50,7 +52,9 @@ def accumulate_kernel(name: str, dtype: torch.dtype) -> Kernel:
 def launch_tensor(acc: Tensor, grad: Tensor):
     """Launch accumulate_v2 where 16-byte accesses are possible, else accumulate_v1.
 
-    acc, grad: one shape and device, contiguous, not empty."""
+    Args:
+        acc, grad: one shape and device, contiguous, not empty.
+    """
     n = acc.numel()
     aligned = acc.data_ptr() % 16 == 0 and grad.data_ptr() % (4 * grad.element_size()) == 0
     if n % 4 == 0 and aligned:
@@ -60,16 +64,22 @@ def launch_tensor(acc: Tensor, grad: Tensor):
 
 
 def accumulate_(acc: Tensor, grad: Tensor) -> Tensor:
-    """acc += grad, summed in fp32, in place. Returns acc.
-
-    acc: fp32, any shape, contiguous.
-    grad: fp32 or bf16, acc's shape and device, any strides.
+    """acc += grad, summed in fp32, in place.
 
     On a GPU this is one kernel launch; on the CPU torch adds (with backend simt, the kernel runs
     there too). The result is bit-identical to `acc.add_(grad)`.
 
-    Raises ArgumentError, and changes nothing, for another dtype, shape or device, for a sparse or
-    complex gradient, and for a destination that is not contiguous or overlaps the gradient."""
+    Args:
+        acc: fp32, any shape, contiguous.
+        grad: fp32 or bf16, acc's shape and device, any strides.
+
+    Returns:
+        acc.
+
+    Raises:
+        ArgumentError: and changes nothing, for another dtype, shape or device, for a sparse or
+            complex gradient, and for a destination that is not contiguous or overlaps the gradient.
+    """
     if not isinstance(acc, Tensor) or acc.layout != torch.strided:
         got = acc.layout if isinstance(acc, Tensor) else type(acc).__name__
         raise ArgumentError(f"acc is {got}; expected a dense torch tensor")

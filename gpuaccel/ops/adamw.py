@@ -30,9 +30,14 @@ def reference_adamw(
     """One AdamW step in place: weight, m, v (and vmax: AMSGrad) of one shape, on any device.
 
     bf16 and fp16 are computed in fp32 and rounded once.
-    step: the number of this step, from 1; it, lr, betas and factor are numbers or () tensors.
-    factor: what the gradient is multiplied by (clip scale, sign).
-    Returns the new weight before it is rounded to the weight's dtype."""
+
+    Args:
+        step: the number of this step, from 1; it, lr, betas and factor are numbers or () tensors.
+        factor: what the gradient is multiplied by (clip scale, sign).
+
+    Returns:
+        The new weight before it is rounded to the weight's dtype.
+    """
     low = weight.dtype in (torch.bfloat16, torch.float16)
     w, g, new_m, new_v = (t.float() if low else t for t in (weight, grad, m, v))
     g = g.to(w.dtype) * factor

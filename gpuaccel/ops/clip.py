@@ -40,13 +40,15 @@ class ClipState:
 
     With scope "global" each is one element, with another scope one per group:
 
-    scale: factor of the gradients, fp32.
-    norm, clipped_norm: before and after clipping, fp32.
-    finite: bool.
-    first_nonfinite: int32, number of the first tensor (among those that have a gradient) with NaN
-        or infinity, -1 without one.
+    Attributes:
+        scale: factor of the gradients, fp32.
+        norm, clipped_norm: before and after clipping, fp32.
+        finite: bool.
+        first_nonfinite: int32, number of the first tensor (among those that have a gradient) with
+            NaN or infinity, -1 without one.
 
-    >>> float(state.norm), state.name()  # waits for the device
+    Example:
+        >>> float(state.norm), state.name()  # waits for the device
     """
 
     __slots__ = ("values", "nonfinite_tensor", "scope", "names")
@@ -114,12 +116,15 @@ def reference_norms(
 ) -> "tuple[Tensor, Tensor]":
     """The norm of each group of tensors and its first tensor that is not finite, computed by torch.
 
-    grads: any device and dtype.
-    groups: the group of each tensor; None: one group.
-    count: how many groups there are.
-    numbers: numbers of the tensors, ascending; None: their places.
+    Args:
+        grads: any device and dtype.
+        groups: the group of each tensor; None: one group.
+        count: how many groups there are.
+        numbers: numbers of the tensors, ascending; None: their places.
 
-    Returns the norms, (count,), and the first tensors' numbers, (count,) int32, -1 for none."""
+    Returns:
+        The norms, (count,), and the first tensors' numbers, (count,) int32, -1 for none.
+    """
     device = grads[0].device
     norms = []
     nonfinite_tensor = []
@@ -215,10 +220,12 @@ def launch_squares(
 ):
     """Launch squares_v2: a partial sum per chunk of the tensors.
 
-    tensors: fp32, bf16, fp16, dense, on one device; None: no tensor.
-    partials: (chunks,) fp64.
-    chunk_to_tensor: (chunks,) int32, the tensor of each chunk; None: not wanted.
-    launches: launches_for(tensors), where it is known already."""
+    Args:
+        tensors: fp32, bf16, fp16, dense, on one device; None: no tensor.
+        partials: (chunks,) fp64.
+        chunk_to_tensor: (chunks,) int32, the tensor of each chunk; None: not wanted.
+        launches: launches_for(tensors), where it is known already.
+    """
     kernel = clip_kernel("squares_v2", norm_type)
     row = 0
     for start, chunks, packed in launches or launches_for(tensors):
@@ -245,10 +252,12 @@ def launch_reduce(
 ):
     """Launch reduce_v2: norm, scale and first nonfinite tensor of each group, written into `out`.
 
-    partials, chunk_to_tensor: (rows,) from squares_v2.
-    groups: (tensors,) int32, the group of each; None: one group.
-    max_norm: (1,) fp64 on the device.
-    divisor: (1,) fp32, what the gradients are still to be divided by; None: 1."""
+    Args:
+        partials, chunk_to_tensor: (rows,) from squares_v2.
+        groups: (tensors,) int32, the group of each; None: one group.
+        max_norm: (1,) fp64 on the device.
+        divisor: (1,) fp32, what the gradients are still to be divided by; None: 1.
+    """
     clip_kernel("reduce_v2", norm_type)[len(out.values), 1024](
         out.values,
         out.nonfinite_tensor,
@@ -268,7 +277,10 @@ def launch_scale(
     """Launch scale_v2: multiply in place by each group's scale.
 
     Tensors of a group with scale 1 are neither read nor written.
-    skip: leave a group alone that is not finite."""
+
+    Args:
+        skip: leave a group alone that is not finite.
+    """
     for start, chunks, packed in launches or launches_for(tensors):
         if chunks:
             clip_kernel("scale_v2", 2.0)[min(chunks, SCALE_BLOCKS), SQUARES_THREADS](

@@ -29,7 +29,9 @@ def reference_random_bits(seed: int, tensor: int, elements: int, step: int) -> T
 def reference_round(x: Tensor, noise: Tensor) -> Tensor:
     """fp32 -> bf16, rounded up with the probability of what is cut off.
 
-    noise: 16 random bits per element in an int64."""
+    Args:
+        noise: 16 random bits per element in an int64.
+    """
     bits = x.contiguous().view(torch.int32).long() & 0xFFFFFFFF
     up = (bits + (noise.reshape(x.shape) & 0xFFFF)) >> 16 << 16
     up = torch.where(up > 0x7FFFFFFF, up - (1 << 32), up).int().view(torch.float32)

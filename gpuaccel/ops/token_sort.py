@@ -32,7 +32,10 @@ class Segments:
     """order and pieces of one batch of n tokens out of `vocab`.
 
     Both are views of one int32 buffer, which is what autograd keeps.
-    left_out: the token whose rows count for nothing; -1: none."""
+
+    Args:
+        left_out: the token whose rows count for nothing; -1: none.
+    """
 
     __slots__ = ("buffer", "n", "vocab", "left_out")
 
@@ -110,11 +113,14 @@ def launch_segments(
 ) -> "tuple[Segments, Tensor]":
     """Launch segments_count and segments_scatter for each digit, then segments_pieces.
 
-    tokens: contiguous, 1 to 2^31 - 1 of them.
-    stream: a torch.cuda.Stream to launch on beside the current one; None: the current stream.
+    Args:
+        tokens: contiguous, 1 to 2^31 - 1 of them.
+        stream: a torch.cuda.Stream to launch on beside the current one; None: the current stream.
 
-    Returns the segments and the memory that the sort works in. The current stream has to wait for
-    `stream` before it uses the former or frees the latter."""
+    Returns:
+        The segments and the memory that the sort works in. The current stream has to wait for
+        `stream` before it uses the former or frees the latter.
+    """
     n = tokens.numel()
     count, scatter, pieces = segment_kernels(tokens, vocab)
     bits = int(count.defines["BITS"])
@@ -149,11 +155,15 @@ def launch_segments(
 def find_segments(tokens: Tensor, vocab: int, padding_idx: "int | None" = None) -> Segments:
     """The segments of a batch of tokens, for encoder_backward.
 
-    tokens: int64 or int32, any shape, fewer than 2^31. A token outside of 0 .. vocab - 1 counts as
-        token 0, its row marked by the sign bit.
-    padding_idx: token whose rows are left out; negative: counted from the end, as in nn.Embedding.
+    Args:
+        tokens: int64 or int32, any shape, fewer than 2^31. A token outside of 0 .. vocab - 1 counts
+            as token 0, its row marked by the sign bit.
+        padding_idx: token whose rows are left out; negative: counted from the end, as in
+            nn.Embedding.
 
-    Raises ArgumentError for another dtype, size or padding_idx."""
+    Raises:
+        ArgumentError: for another dtype, size or padding_idx.
+    """
     check_tokens(tokens, vocab)
     left_out = left_out_token(padding_idx, vocab)
     if takes(tokens.device) and tokens.numel():

@@ -57,12 +57,15 @@ def settings_kernel() -> Kernel:
 class UpdateRule:
     """One optimizer's formula, in CUDA C and in torch.
 
-    file: kernels_cu/<file>.cu, with the kernels <file>_begin, <file>_v2 and <file>_v3.
-    state_keys: names of a parameter's state tensors, in the order of the kernels' pointers.
-    reference: the definition in torch, in place: `reference(weight, grad, *state, step, *, lr, ...,
-        factor)`, by the names of `struct Settings`; returns the new weight before it is rounded.
-    optional: state key -> option of a parameter group without which the group has no such state.
-        The kernels know the option as a macro in capitals, 0 or 1."""
+    Attributes:
+        file: kernels_cu/<file>.cu, with the kernels <file>_begin, <file>_v2 and <file>_v3.
+        state_keys: names of a parameter's state tensors, in the order of the kernels' pointers.
+        reference: the definition in torch, in place: `reference(weight, grad, *state, step, *, lr,
+            ..., factor)`, by the names of `struct Settings`; returns the new weight before it is
+            rounded.
+        optional: state key -> option of a parameter group without which the group has no such
+            state. The kernels know the option as a macro in capitals, 0 or 1.
+    """
 
     file: str
     state_keys: "tuple[str, ...]"
@@ -255,8 +258,10 @@ def list_launches(rule: UpdateRule, jobs: "list[Job]", stochastic: bool) -> "lis
 def arena_runs(jobs: "list[Job]", arena) -> "list[tuple]":
     """Neighbours in the arena with the same options, which one launch updates.
 
-    Returns (first chunk, last chunk, offset, one of the jobs) of each run; a tensor's number less
-    `offset` is its place among the coefficients."""
+    Returns:
+        (first chunk, last chunk, offset, one of the jobs) of each run; a tensor's number less
+        `offset` is its place among the coefficients.
+    """
     runs: "list[tuple[int, int, int, Job]]" = []
     for place, j in enumerate(jobs):
         first, last = arena.first_chunk[j.number : j.number + 2]
@@ -276,9 +281,11 @@ def arena_launch(
 ):
     """<file>_v3 over chunks [first, last) of flat buffers: for launch_update.
 
-    job: one of the tensors: its options hold for all.
-    weights, grads: (N,) fp32. buffers: state key -> (N,) fp32. copy: (N,) bf16 or None.
-    chunks: (N / CHUNK, 4) int32, the arena's table. offset: see arena_runs."""
+    Args:
+        job: one of the tensors: its options hold for all.
+        weights, grads: (N,) fp32. buffers: state key -> (N,) fp32. copy: (N,) bf16 or None.
+        chunks: (N / CHUNK, 4) int32, the arena's table. offset: see arena_runs.
+    """
     kernel = rule.update_kernel("v3", torch.float32, torch.float32, job.macros, stochastic)
     state = [None if t is None else buffers[key] for key, t in zip(rule.state_keys, job.state)]
     arguments = weights, grads, *state, copy, chunks, first, last, offset
@@ -288,7 +295,9 @@ def arena_launch(
 def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInputs) -> Tensor:
     """<file>_begin: count the step, or skip it.
 
-    Returns the coefficients, (tensors, rule.coefficients) fp32."""
+    Returns:
+        The coefficients, (tensors, rule.coefficients) fp32.
+    """
     rows = -(-len(jobs) // MAX_TENSORS) * MAX_TENSORS
     coefficients = torch.empty(rows, rule.coefficients, device=settings.device)
     clip = inputs.clip
@@ -335,10 +344,13 @@ def reference_step(
 ):
     """What launch_begin and launch_update do, in torch: any dtype, one device.
 
-    rows: of each job among the rows of `inputs.clip`. count_it: this call counts the step in
-    `inputs.record`. seed: of stochastic rounding; None: to the nearest.
     On a CPU a skipped step is decided here; elsewhere torch.where keeps the old values, without a
-    wait."""
+    wait.
+
+    Args:
+        rows: of each job among the rows of `inputs.clip`. count_it: this call counts the step in
+            `inputs.record`. seed: of stochastic rounding; None: to the nearest.
+    """
     device = jobs[0].weight.device
     clip = inputs.clip
     record = inputs.record

@@ -62,31 +62,29 @@ class BackwardListener:
     def keeps(self, i: int, grad: Tensor) -> bool:
         """Called with a fresh gradient of tensor i.
 
-        Returns whether the listener keeps it; then it is not added to the sum."""
+        Returns:
+            Whether the listener keeps it; then it is not added to the sum.
+        """
         return False
 
     def gradient_complete(self, i: int, pending: bool):
         """Called when backward has computed all of tensor i's gradient.
 
-        pending: part of it waits for a launch (GradientAccumulator.flush)."""
+        Args:
+            pending: part of it waits for a launch (GradientAccumulator.flush).
+        """
 
     def product_added(self, tensors: "dict[int, bool]"):
         """Called in mode "fused" when a product has been added.
 
-        tensors: index of each tensor of the product -> whether its gradient is complete, provided
-            that this backward runs as many products as the one before."""
+        Args:
+            tensors: index of each tensor of the product -> whether its gradient is complete,
+                provided that this backward runs as many products as the one before.
+        """
 
 
 class GradientAccumulator:
     """Add the gradients of each backward() of the arena's module into `arena.grads`, until close().
-
-    arena: an arena without an accumulator.
-    mode: "host", "autograd", "arena" or "fused" (this module's first lines).
-
-    exposed_after: "backward" or "finish". "finish" is for a caller that ends its windows with
-        finish() itself, and saves the modes `host` and `autograd` a pass over memory per backward:
-        before finish() their sums do not stand as `.grad`. In all modes the `.grad` of bf16
-        parameters is None then, and only their masters' is the sum.
 
     After each backward the sums stand as `.grad` of arena.parameters(), and the fp32 sum of a bf16
     parameter also as its own `.grad` (its grad_dtype is None from here on). What is done to these
@@ -105,7 +103,17 @@ class GradientAccumulator:
 
     In `fused`, a weight that has tensor hooks when the accumulator is made is added as in `arena`.
 
-    Raises ArgumentError for an unknown mode and for an arena that has an accumulator already."""
+    Args:
+        arena: an arena without an accumulator.
+        mode: "host", "autograd", "arena" or "fused" (this module's first lines).
+        exposed_after: "backward" or "finish". "finish" is for a caller that ends its windows with
+            finish() itself, and saves the modes `host` and `autograd` a pass over memory per
+            backward: before finish() their sums do not stand as `.grad`. In all modes the `.grad`
+            of bf16 parameters is None then, and only their masters' is the sum.
+
+    Raises:
+        ArgumentError: for an unknown mode and for an arena that has an accumulator already.
+    """
 
     def __init__(self, arena: Arena, mode: str = "arena", *, exposed_after: str = "backward"):
         if mode not in MODES:
@@ -268,9 +276,11 @@ class GradientAccumulator:
     def last_backward(self, squares: bool = False, listener: "BackwardListener | None" = None):
         """Context manager around the window's last backward.
 
-        squares: whether the last accumulation kernel also writes the chunks' sums of squares, of
-            which the norm is made.
-        listener: its methods are called while backward runs."""
+        Args:
+            squares: whether the last accumulation kernel also writes the chunks' sums of squares,
+                of which the norm is made.
+            listener: its methods are called while backward runs.
+        """
         self._squares = squares
         self._listener = listener
         try:
@@ -304,8 +314,10 @@ class GradientAccumulator:
     def zero_(self, cleared: "Collection[int] | None" = None):
         """Open a new window: the sum is zero (one device memset), no parameter has a gradient.
 
-        cleared: indices of the tensors whose sums are zero already (ga.AdamW clears them while it
-            reads them); the memset is left out."""
+        Args:
+            cleared: indices of the tensors whose sums are zero already (ga.AdamW clears them while
+                it reads them); the memset is left out.
+        """
         if cleared is None:
             zero_sums(self.arena)
         else:
@@ -318,7 +330,9 @@ class GradientAccumulator:
     def end_step(self, expose: bool):
         """Empty cleared_by_step.
 
-        expose: before that its tensors get their sums, which are zero, as `.grad`."""
+        Args:
+            expose: before that its tensors get their sums, which are zero, as `.grad`.
+        """
         if expose and self.cleared_by_step:
             for i in self.cleared_by_step:
                 self._window.received[i] = True
@@ -332,7 +346,9 @@ class GradientAccumulator:
     def detach(self) -> int:
         """Close the window but leave the sums in arena.grads: a captured graph can end here.
 
-        Returns received_mask, for restore()."""
+        Returns:
+            received_mask, for restore().
+        """
         mask = self.received_mask
         self._reset()
         self._hide_sums()
@@ -359,7 +375,9 @@ class GradientAccumulator:
     def scale_(self, factor: "float | Tensor"):
         """arena.grads *= factor, without a synchronisation.
 
-        factor: a number, or a one-element tensor on the arena's device."""
+        Args:
+            factor: a number, or a one-element tensor on the arena's device.
+        """
         self.arena.grads.mul_(factor)
 
     def close(self):
@@ -393,7 +411,9 @@ class GradientAccumulator:
 def _finish_before_steps(accumulator: GradientAccumulator):
     """Call finish() before every step of an optimizer over arena.parameters().
 
-    Returns the hook's handle. The hook holds the accumulator weakly."""
+    Returns:
+        The hook's handle. The hook holds the accumulator weakly.
+    """
     weak = weakref.ref(accumulator)
 
     def hook(optimizer, args, kwargs):

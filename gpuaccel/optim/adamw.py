@@ -19,18 +19,22 @@ from .device_optimizer import DeviceOptimizer
 class AdamW(DeviceOptimizer, torch.optim.AdamW):
     """torch.optim.AdamW by our kernels: its arguments, parameter groups, schedulers and state_dict.
 
-    params_or_arena: as torch's, or an Arena.
-    lr, betas, eps, weight_decay, amsgrad: as torch's. Over an arena only matrices decay (its
-        segments say so: Arena(decay=...)).
-    max_norm, scope, on_nonfinite, stochastic_rounding, seed: see DeviceOptimizer.
-    torch_options: maximize, foreach, capturable, differentiable and fused, as torch's. foreach,
-        capturable and fused are accepted and kept; every step is fused and can be captured.
-
     These are flat arguments, not one object for clipping and one for rounding: people type
     `max_norm=1.0`, and each of the five works by itself.
     The rounding is that of torch's fused=True. The state_dict over an arena fits
     torch.optim.AdamW(arena.parameter_groups(weight_decay)).
-    Raises ArgumentError for differentiable=True, and for complex and sparse tensors."""
+
+    Args:
+        params_or_arena: as torch's, or an Arena.
+        lr, betas, eps, weight_decay, amsgrad: as torch's. Over an arena only matrices decay (its
+            segments say so: Arena(decay=...)).
+        max_norm, scope, on_nonfinite, stochastic_rounding, seed: see DeviceOptimizer.
+        torch_options: maximize, foreach, capturable, differentiable and fused, as torch's. foreach,
+            capturable and fused are accepted and kept; every step is fused and can be captured.
+
+    Raises:
+        ArgumentError: for differentiable=True, and for complex and sparse tensors.
+    """
 
     rule = ADAMW
 

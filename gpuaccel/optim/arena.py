@@ -117,10 +117,14 @@ class Summary:
 def own_storage(piece: Tensor) -> Tensor:
     """The memory of `piece`, seen through a storage that begins and ends with it.
 
-    piece: contiguous, any dtype and device.
-    Returns a tensor of its shape, with a version counter of its own. It shares the memory of
-    `piece` and keeps it alive: a write to one is a write to the other. Code that compares storages
-    takes the two for different tensors."""
+    Args:
+        piece: contiguous, any dtype and device.
+
+    Returns:
+        A tensor of its shape, with a version counter of its own. It shares the memory of `piece`
+        and keeps it alive: a write to one is a write to the other. Code that compares storages
+        takes the two for different tensors.
+    """
     piece = piece.detach()
     if piece.numel() == 0:
         return torch.empty_like(piece)
@@ -250,10 +254,6 @@ def _check_parameters(module: nn.Module, named: "list[tuple[str, nn.Parameter]]"
 class Arena:
     """Lay out the trainable parameters of `module`, fp32 or bf16, all on one device.
 
-    decay: callable (name, parameter) -> bool: does weight decay apply? Default: to tensors of two
-        and more dimensions.
-    lr_scale: callable (name, parameter) -> float, the multiplier of the learning rate. Default: 1.
-
     A parameter that is unfrozen later is not in the arena: release() and make a new one. The module
     is saved, pickled and copied as without an arena.
 
@@ -261,9 +261,17 @@ class Arena:
     copy_, nn.init) is noticed by the tensor's version, and its master takes the new value before
     the next step. An edit through `.data` or NumPy is not: call adopt(everything=True) after it.
 
-    Raises ArgumentError, naming the parameter and with nothing changed, for a module without
-    trainable parameters, and for one whose parameters are sparse, complex, fp16, fp64, on the meta
-    device, on several devices, or overlap in memory."""
+    Args:
+        decay: callable (name, parameter) -> bool: does weight decay apply? Default: to tensors of
+            two and more dimensions.
+        lr_scale: callable (name, parameter) -> float, the multiplier of the learning rate. Default:
+            1.
+
+    Raises:
+        ArgumentError: naming the parameter and with nothing changed, for a module without trainable
+            parameters, and for one whose parameters are sparse, complex, fp16, fp64, on the meta
+            device, on several devices, or overlap in memory.
+    """
 
     # (N,) fp32 each.
     weights: Tensor
@@ -372,7 +380,9 @@ class Arena:
     def _move_into_slices(self, i: int, masters: "list[nn.Parameter] | None") -> nn.Parameter:
         """Move parameter i and its master into their slices, with their values.
 
-        Returns the master: masters[i] where there is one, the parameter itself where it is fp32."""
+        Returns:
+            The master: masters[i] where there is one, the parameter itself where it is fp32.
+        """
         p = self.params[i]
         weight = own_storage(self.slice(self.weights, i))
         if p.dtype == torch.float32:
@@ -444,8 +454,10 @@ class Arena:
     ) -> "list[dict]":
         """Parameter groups for any torch optimizer.
 
-        weight_decay: for the tensors whose segment has `decay`; 0 for the others.
-        lr: with it there is one group per lr_scale, whose rate is lr * lr_scale."""
+        Args:
+            weight_decay: for the tensors whose segment has `decay`; 0 for the others.
+            lr: with it there is one group per lr_scale, whose rate is lr * lr_scale.
+        """
         groups: "dict[tuple[bool, float], dict]" = {}
         for s, master in zip(reversed(self.segments), self.parameters()):
             group = groups.setdefault(
@@ -475,10 +487,13 @@ class Arena:
     def move(self, name: str, memory: Tensor):
         """Move a buffer and all its views into other memory, with their values.
 
-        name: `grads`, `weights` or `bf16_weights`.
-        memory: (N,) of the buffer's dtype and device.
         Call it before an accumulator is made: addresses taken before are those of the old memory.
-        ArgumentError as for check()."""
+        ArgumentError as for check().
+
+        Args:
+            name: `grads`, `weights` or `bf16_weights`.
+            memory: (N,) of the buffer's dtype and device.
+        """
         self.check()
         buffer = getattr(self, name)
         memory.copy_(buffer)
@@ -526,10 +541,13 @@ class Arena:
     def adopt(self, everything: bool = False):
         """Copy bf16 parameters that were edited in place into their masters.
 
-        everything: all parameters, not only those whose version has changed: for edits that have no
-            version (`.data`, NumPy).
         Runs by itself before a step, a replay and a save. A master that already rounds to its
-        parameter's value stays as it is, with its extra bits."""
+        parameter's value stays as it is, with its extra bits.
+
+        Args:
+            everything: all parameters, not only those whose version has changed: for edits that
+                have no version (`.data`, NumPy).
+        """
         edited = [
             pair
             for pair, version in zip(self._bf16_pairs, self._bf16_versions)
@@ -594,8 +612,11 @@ class Arena:
 def _follow_optimizers(arena):
     """Adopt before, and publish after, every step of an optimizer over arena.parameters().
 
-    An optimizer with the attribute `publishes` writes the bf16 parameters itself. Returns the
-    hooks' handles. The hooks hold the arena weakly."""
+    An optimizer with the attribute `publishes` writes the bf16 parameters itself.
+
+    Returns:
+        The hooks' handles. The hooks hold the arena weakly.
+    """
     weak = weakref.ref(arena)
 
     def adopt(optimizer, args, kwargs):

@@ -80,30 +80,35 @@ def clip_grad_norm_(
     A drop-in for torch.nn.utils.clip_grad_norm_ that does not synchronise with the host (except
     with error_if_nonfinite or "raise").
 
-    parameters_or_arena: parameters, whose `.grad` is clipped: an iterable, a single one, or pairs
-        as of named_parameters(). Or an Arena, whose `grads` are clipped.
-    max_norm: 0 or more.
-    norm_type: 1, 2 and inf are computed by kernels, others by torch.
-    error_if_nonfinite: raise NonFiniteError where a norm is not finite, before anything is written.
-        Waits for the device.
-    foreach: as torch's, where torch computes.
-    scope: "global" (one norm), "tensor" (one norm each) or "block" (one norm for each block of an
-        arena: entrenar's per-layer clip).
-    on_nonfinite: what happens to a group whose norm is not finite. "propagate" (default for
-        parameters): it is multiplied by the scale all the same, as in torch. "skip" (default for an
-        arena): it stays as it is; ga.AdamW leaves out the whole step. "raise": NonFiniteError names
-        the tensor; waits for the device.
-    eps: added to the norm.
-
-    Returns the norm before clipping, fp32 on the gradients' device: () with scope "global", else
-    (G,), one per tensor or block.
-    Raises ArgumentError for a negative or NaN max_norm and for sparse or complex gradients.
-
     Deviations from torch: the norm is fp32 (fp64 for fp64 gradients); finite gradients whose
     squares overflow or underflow fp32 have their right norm; nothing is written when the scale
     is 1.
     torch's own code computes, with its precision, for fp64 gradients, other norms, tensor
-    subclasses, several devices, and on the CPU."""
+    subclasses, several devices, and on the CPU.
+
+    Args:
+        parameters_or_arena: parameters, whose `.grad` is clipped: an iterable, a single one, or
+            pairs as of named_parameters(). Or an Arena, whose `grads` are clipped.
+        max_norm: 0 or more.
+        norm_type: 1, 2 and inf are computed by kernels, others by torch.
+        error_if_nonfinite: raise NonFiniteError where a norm is not finite, before anything is
+            written. Waits for the device.
+        foreach: as torch's, where torch computes.
+        scope: "global" (one norm), "tensor" (one norm each) or "block" (one norm for each block of
+            an arena: entrenar's per-layer clip).
+        on_nonfinite: what happens to a group whose norm is not finite. "propagate" (default for
+            parameters): it is multiplied by the scale all the same, as in torch. "skip" (default
+            for an arena): it stays as it is; ga.AdamW leaves out the whole step. "raise":
+            NonFiniteError names the tensor; waits for the device.
+        eps: added to the norm.
+
+    Returns:
+        The norm before clipping, fp32 on the gradients' device: () with scope "global", else (G,),
+        one per tensor or block.
+
+    Raises:
+        ArgumentError: for a negative or NaN max_norm and for sparse or complex gradients.
+    """
     return clip_grads_(
         parameters_or_arena,
         max_norm,

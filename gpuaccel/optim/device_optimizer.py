@@ -76,26 +76,31 @@ class _Plan:
 class DeviceOptimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer whose update rule is a kernel of ours. A subclass sets `rule`.
 
-    params_or_arena: as torch's, or an Arena: then masters, bf16 copies and gradient sums are the
-        arena's, weight decay and learning rate follow its segments, and step() clears the sums of
-        its GradientAccumulator (`.grad` is None after it; without one zero_grad() as usual).
-        Parameters: fp32, bf16, fp16 (state in the same dtype, computed in fp32); others by the
-        reference, in torch.
-    arguments: keyword arguments of the next class's __init__ (torch.optim.Optimizer: `defaults`).
-    lr, weight_decay: for the parameter groups that an arena makes.
-    max_norm: clip to this norm inside the step; None: no clipping. May be changed between steps.
-    scope: what a norm is taken over: "global", "tensor" or, with an arena, "block".
-    on_nonfinite: what happens when a gradient is not finite. "propagate" (default without an
-        arena): the update uses it. "skip" (default with one): weights, state and step counts of all
-        tensors stay; the skip is counted in `skipped`, last_skip() names the tensor. "raise":
-        NonFiniteError before anything changes; waits for the device.
-    stochastic_rounding: of bf16 weights, keyed on (seed, tensor, element in memory order, step).
-    seed: 0 to 2^53 - 1.
-
     torch.amp.GradScaler sets the attributes grad_scale, by which gradients are divided, and
     found_inf, which skips the step. Every step can be captured in a CUDA graph after one step, or
     prepare(), outside of it; refresh() brings a changed learning rate to a captured step.
-    ArgumentError for complex and sparse tensors; with max_norm or "skip" for several devices."""
+    ArgumentError for complex and sparse tensors; with max_norm or "skip" for several devices.
+
+    Args:
+        params_or_arena: as torch's, or an Arena: then masters, bf16 copies and gradient sums are
+            the arena's, weight decay and learning rate follow its segments, and step() clears the
+            sums of its GradientAccumulator (`.grad` is None after it; without one zero_grad() as
+            usual). Parameters: fp32, bf16, fp16 (state in the same dtype, computed in fp32); others
+            by the reference, in torch.
+        arguments: keyword arguments of the next class's __init__ (torch.optim.Optimizer:
+            `defaults`).
+        lr, weight_decay: for the parameter groups that an arena makes.
+        max_norm: clip to this norm inside the step; None: no clipping. May be changed between
+            steps.
+        scope: what a norm is taken over: "global", "tensor" or, with an arena, "block".
+        on_nonfinite: what happens when a gradient is not finite. "propagate" (default without an
+            arena): the update uses it. "skip" (default with one): weights, state and step counts of
+            all tensors stay; the skip is counted in `skipped`, last_skip() names the tensor.
+            "raise": NonFiniteError before anything changes; waits for the device.
+        stochastic_rounding: of bf16 weights, keyed on (seed, tensor, element in memory order,
+            step).
+        seed: 0 to 2^53 - 1.
+    """
 
     rule: UpdateRule
     # A one-element tensor: step() divides the gradients by it (TrainStep: by the tokens).
@@ -595,7 +600,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
     def _amp_tensor(self, name, device) -> "Tensor | None":
         """An attribute that holds one number (gradient_divisor, grad_scale, found_inf).
 
-        Returns (1) fp32 on the device; None where it is not set."""
+        Returns:
+            (1) fp32 on the device; None where it is not set.
+        """
         value = getattr(self, name, None)
         if value is None:
             return None
@@ -658,7 +665,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
     def unshard(self, discard: bool = False):
         """Keep the whole state again. Collective: on every rank.
 
-        discard: the other ranks do not call this. The state is lost, and starts anew."""
+        Args:
+            discard: the other ranks do not call this. The state is lost, and starts anew.
+        """
         if self.layout.ranks == 1:
             return
         if discard:

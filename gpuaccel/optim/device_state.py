@@ -58,7 +58,9 @@ class DeviceState:
     ) -> "tuple[ClipState, Tensor | None]":
         """(norms of this scope, per tensor its row of them or None: there is one row).
 
-        names: a function, for messages. group_of: a function that makes the second, once."""
+        Args:
+            names: a function, for messages. group_of: a function that makes the second, once.
+        """
         clip, groups = self.clip_states.get(scope, (None, None))
         if clip is None or len(clip.values) != rows:
             if is_capturing():
@@ -73,8 +75,10 @@ class DeviceState:
     def take_norm(self, clip, groups, grads, launches, arena, divisor):
         """Norms and scales of the gradients into `clip`, by our kernels.
 
-        launches: of squares_v2 over `grads`; arena: in place of them its sums of squares, which the
-        last accumulation may have left; None: not its gradients alone."""
+        Args:
+            launches: of squares_v2 over `grads`; arena: in place of them its sums of squares, which
+                the last accumulation may have left; None: not its gradients alone.
+        """
         if arena is not None:
             arena.squares.update()
             partials, chunk_to_tensor = arena.squares.values, arena.chunk_to_tensor

@@ -23,9 +23,14 @@ def reference_lion(
     """One Lion step in place: weight and m of one shape, on any device.
 
     bf16 and fp16 are computed in fp32 and rounded once.
-    step: not used. lr, betas and factor are numbers or () tensors.
-    factor: what the gradient is multiplied by (clip scale, sign).
-    Returns the new weight before it is rounded to the weight's dtype."""
+
+    Args:
+        step: not used. lr, betas and factor are numbers or () tensors.
+        factor: what the gradient is multiplied by (clip scale, sign).
+
+    Returns:
+        The new weight before it is rounded to the weight's dtype.
+    """
     low = weight.dtype in (torch.bfloat16, torch.float16)
     w, g, momentum = (t.float() if low else t for t in (weight, grad, m))
     g = g.to(w.dtype) * factor
@@ -40,15 +45,19 @@ def reference_lion(
 class Lion(DeviceOptimizer):
     """Lion, whose update of each weight is lr times the sign of beta1 m + (1 - beta1) g.
 
-    params_or_arena: as for torch's optimizers, or an Arena.
-    lr, weight_decay: numbers of 0 or more; lr may be a one-element tensor. Over an arena only
-        matrices decay (its segments say so: Arena(decay=...)).
-    betas: (of the update, of the momentum m), from 0 to below 1.
-    maximize: as torch's.
-    options: max_norm, scope, on_nonfinite, stochastic_rounding, seed: see DeviceOptimizer.
-
     `state[p]["exp_avg"]` is m.
-    Raises ValueError for a number out of its range, as torch's optimizers do."""
+
+    Args:
+        params_or_arena: as for torch's optimizers, or an Arena.
+        lr, weight_decay: numbers of 0 or more; lr may be a one-element tensor. Over an arena only
+            matrices decay (its segments say so: Arena(decay=...)).
+        betas: (of the update, of the momentum m), from 0 to below 1.
+        maximize: as torch's.
+        options: max_norm, scope, on_nonfinite, stochastic_rounding, seed: see DeviceOptimizer.
+
+    Raises:
+        ValueError: for a number out of its range, as torch's optimizers do.
+    """
 
     rule = UpdateRule("lion", ("exp_avg",), reference_lion)
 

@@ -34,12 +34,13 @@ __all__ = [
 def trace(launch, *args, tensors=()) -> Trace:
     """Run `kernel[grid, block]` with the checks on copies of its tensors, and record each access.
 
-    launch: `kernel[grid, block]`
-    args: the kernel's arguments
-    tensors: those whose addresses are in a struct or a table of pointers
-
     No tensor is changed, and no KernelError is raised: mistakes of the kernel are in `.reports`,
     what is none but worth knowing in `.notes` (equal values in one place, barriers that order
     nothing). A trace keeps a million accesses; `.truncated` says whether there were more.
+
+    Args:
+        launch: `kernel[grid, block]`
+        args: the kernel's arguments
+        tensors: those whose addresses are in a struct or a table of pointers
     """
     return launch.on_cpu(args, tensors, trace=True)

@@ -97,10 +97,11 @@ _mode: "tuple[str | None, float | None]" = (None, None)
 class checked(ProcessSwitch):
     """Turn the checks of kernels on the CPU on or off, for the whole process with all its threads.
 
-    on: True checks every launch, False none; None leaves it to `GPUACCEL_SIMT`
-    seconds: time limit of one launch; 0 for none, None leaves it as it is
-
     Like `use_backend` it is a call, a `with` block or a decorator.
+
+    Args:
+        on: True checks every launch, False none; None leaves it to `GPUACCEL_SIMT`
+        seconds: time limit of one launch; 0 for none, None leaves it as it is
     """
 
     def __init__(self, on: "bool | None" = True, *, seconds: "float | None" = None):
@@ -161,14 +162,17 @@ def launch(
 ) -> "Fault | None":
     """Run a kernel's grid to its end. Return the fault that ended it early, or None.
 
-    shape: grid, block and bytes of dynamic shared memory, seven numbers
-    arguments: address of a table of pointers to the arguments' values
-    checks: the Checks of a checked program, which runs on one worker
-    dynamic: address of the dynamic shared memory; None: the worker's own
-    printed: list to which the kernel's output is added; None: it is written to sys.stdout
+    One launch runs at a time in a process.
 
-    One launch runs at a time in a process. Raises BackendError without memory for the stacks, and
-    KeyboardInterrupt after Ctrl-C.
+    Args:
+        shape: grid, block and bytes of dynamic shared memory, seven numbers
+        arguments: address of a table of pointers to the arguments' values
+        checks: the Checks of a checked program, which runs on one worker
+        dynamic: address of the dynamic shared memory; None: the worker's own
+        printed: list to which the kernel's output is added; None: it is written to sys.stdout
+
+    Raises:
+        BackendError: without memory for the stacks, and KeyboardInterrupt after Ctrl-C.
     """
     global _job
     blocks = shape[0] * shape[1] * shape[2]
@@ -314,7 +318,11 @@ def _ranges(numbers) -> str:
 
 
 def run_fast(program, name: str, shape, arguments: int):
-    """Launch without checks. Raises KernelError when a fault ends the launch."""
+    """Launch without checks.
+
+    Raises:
+        KernelError: when a fault ends the launch.
+    """
     fault = launch(program, name, shape, arguments)
     if fault is not None:
         raise error(program, name, [fault_report(program, fault, shape)], checked=False)

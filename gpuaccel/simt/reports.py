@@ -134,8 +134,9 @@ class Symbols:
     def callers(self, offset: int, returns, line) -> "tuple[int, ...]":
         """Lines of the calls that lead to the code at an offset, innermost first.
 
-        returns: return addresses on the stack above it
-        line: the line of the code itself
+        Args:
+            returns: return addresses on the stack above it
+            line: the line of the code itself
         """
         lines: "list[int]" = []
         for depth, place in enumerate([offset, *(address - 1 for address in returns)]):

@@ -310,8 +310,9 @@ def share(part: float) -> str:
 def turns_per_bank(events, request, count) -> np.ndarray:
     """Turns of each of `count` requests at each of the 32 banks, in its worst part: (count, 32).
 
-    events: those in shared memory
-    request: the number of the request of each event
+    Args:
+        events: those in shared memory
+        request: the number of the request of each event
     """
     first = events["offset"] // 4
     words = (events["offset"] + events["bytes"] - 1) // 4 - first + 1

@@ -183,18 +183,22 @@ def save_checkpoint(
 ) -> pathlib.Path:
     """Write one checkpoint and return its path; missing folders are made.
 
-    model: its `state_dict` is stored.
-    optimizer: any torch optimizer whose state is tensors and numbers per parameter.
-    arena: names the optimizer's parameters, and has the fp32 masters of bf16 ones.
-    scheduler, batches: anything with a `state_dict()` of plain values.
-    step: optimizer steps done.
-    extra: plain values of your own (numbers, strings, lists, tuples, dicts, small tensors).
-    ranks: random_state() of each rank of a data-parallel run.
-
     Copies from the device, hence synchronises.
-    Raises CheckpointError for a value that cannot be stored without pickle, a read-only folder, a
-    full disk. The file that was at `path`, if any, is then untouched, and nothing is left beside
-    it."""
+
+    Args:
+        model: its `state_dict` is stored.
+        optimizer: any torch optimizer whose state is tensors and numbers per parameter.
+        arena: names the optimizer's parameters, and has the fp32 masters of bf16 ones.
+        scheduler, batches: anything with a `state_dict()` of plain values.
+        step: optimizer steps done.
+        extra: plain values of your own (numbers, strings, lists, tuples, dicts, small tensors).
+        ranks: random_state() of each rank of a data-parallel run.
+
+    Raises:
+        CheckpointError: for a value that cannot be stored without pickle, a read-only folder, a
+            full disk. The file that was at `path`, if any, is then untouched, and nothing is left
+            beside it.
+    """
     path = pathlib.Path(path).expanduser()
     tensors = {**_model_tensors(path, model), **_master_tensors(arena), **_torch_random_state()}
     tensors.update((f"rng.rank{rank}", state) for rank, state in enumerate(ranks))
@@ -225,7 +229,11 @@ def _in_words(description) -> str:
 
 
 def _check_same(path, stored: dict, expected: dict, what: str):
-    """Compare two dicts name -> [dtype, shape]. Raises CheckpointError that names a difference."""
+    """Compare two dicts name -> [dtype, shape].
+
+    Raises:
+        CheckpointError: it names a difference.
+    """
     names = [name for name in {**expected, **stored} if stored.get(name) != expected.get(name)]
     if names:
         name = names[0]
@@ -353,20 +361,24 @@ def load_checkpoint(
 ) -> "dict[str, Any]":
     """Continue from a checkpoint; returns {"step": int, "extra": what save_checkpoint was given}.
 
-    model, optimizer, arena, scheduler, batches: as for save_checkpoint. Only what is given is
-        restored: `load_checkpoint(path, model=model, restore_rng=False)` reads the weights alone.
-    restore_rng: restore the random state of Python, NumPy and torch.
-    rank: of a data-parallel run, whose torch generators are restored. A rank that the file does not
-        know keeps its own.
-
     The run continues bit-identically with the same kinds of objects as at the save, on the same
     kind of machine; on a CPU also with as many torch threads, on which the order of sums depends.
     Tensors are copied in place; the optimizer's `foreach`, `fused`, `capturable` and
     `differentiable` stay as it was built.
 
-    Raises CheckpointError, with nothing changed, for no such file; one that is not safetensors, is
-    truncated or altered (the tensor is named); names, shapes or dtypes other than the model's, the
-    optimizer's or the arena's; something that the file lacks."""
+    Args:
+        model, optimizer, arena, scheduler, batches: as for save_checkpoint. Only what is given is
+            restored: `load_checkpoint(path, model=model, restore_rng=False)` reads the weights
+            alone.
+        restore_rng: restore the random state of Python, NumPy and torch.
+        rank: of a data-parallel run, whose torch generators are restored. A rank that the file does
+            not know keeps its own.
+
+    Raises:
+        CheckpointError: with nothing changed, for no such file; one that is not safetensors, is
+            truncated or altered (the tensor is named); names, shapes or dtypes other than the
+            model's, the optimizer's or the arena's; something that the file lacks.
+    """
     path = pathlib.Path(path).expanduser()
     contents = read_file(path)
     state = contents.state

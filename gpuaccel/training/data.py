@@ -91,12 +91,15 @@ def _read_text(path, limit):
 def load_text(path: "str | os.PathLike | None" = None, *, max_bytes: "int | None" = None) -> Corpus:
     """Text of a file, a folder, or the standard library. A document is a file that is not empty.
 
-    path: a file of any name; a folder, of which *.txt, *.md and *.py are read recursively and
-        sorted; None: the standard library.
-    max_bytes: stop after that many bytes of text.
+    Args:
+        path: a file of any name; a folder, of which *.txt, *.md and *.py are read recursively and
+            sorted; None: the standard library.
+        max_bytes: stop after that many bytes of text.
 
-    Raises DataError for no such file or folder, no text in it, a file that cannot be read or is not
-    UTF-8 (with the byte's offset)."""
+    Raises:
+        DataError: for no such file or folder, no text in it, a file that cannot be read or is not
+            UTF-8 (with the byte's offset).
+    """
     if max_bytes is not None and max_bytes < 1:
         raise ArgumentError(f"max_bytes is {max_bytes}; expected None or at least 1")
     if path is None:
@@ -175,7 +178,9 @@ class ByteTokenizer:
 class BPETokenizer:
     """Byte-level BPE of the `tokenizers` library: any text has tokens, which decode to that text.
 
-    description: what `to_json()` of another one returned."""
+    Args:
+        description: what `to_json()` of another one returned.
+    """
 
     def __init__(self, description: str):
         from tokenizers import Tokenizer
@@ -245,9 +250,11 @@ def _cached(name, make):
 def train_bpe(corpus: Corpus, vocab_size: int = 32768, cache: bool = True) -> BPETokenizer:
     """Train a byte-level BPE on a text.
 
-    vocab_size: 256 to 65,536; the tokenizer has fewer entries if too few pairs repeat.
-    cache: read a tokenizer that was trained on this text with this size before. Training takes
-        about 7 s for the standard library on two cores."""
+    Args:
+        vocab_size: 256 to 65,536; the tokenizer has fewer entries if too few pairs repeat.
+        cache: read a tokenizer that was trained on this text with this size before. Training takes
+            about 7 s for the standard library on two cores.
+    """
     if not 256 <= vocab_size <= 65536:
         raise ArgumentError(
             f"vocab_size is {vocab_size}; expected 256 (the bytes) to 65536 (what fits uint16)"
@@ -309,11 +316,13 @@ def make_dataset(
 ) -> TokenDataset:
     """A text as tokens, split into training and validation.
 
-    path, max_bytes: which text, see `load_text`.
-    tokenizer: "byte" (256 tokens), "bpe" (trained on this text, up to `vocab_size` tokens), or a
-        tokenizer you have.
+    A BPE and its tokens are kept in the cache: only the first call for a text takes time.
 
-    A BPE and its tokens are kept in the cache: only the first call for a text takes time."""
+    Args:
+        path, max_bytes: which text, see `load_text`.
+        tokenizer: "byte" (256 tokens), "bpe" (trained on this text, up to `vocab_size` tokens), or
+            a tokenizer you have.
+    """
     if isinstance(tokenizer, str) and tokenizer not in ("byte", "bpe"):
         raise ArgumentError(
             f"tokenizer is {tokenizer!r}; expected 'byte', 'bpe', or an object with encode and "
@@ -384,11 +393,15 @@ def shard(
 ) -> list:
     """Rank `rank`'s share of a list of batches (or files, or anything): every `ranks`-th of them.
 
-    seed: shuffle them first, with seed + epoch.
-
     The shares are disjoint and complete, and equally long: a rank that has one less has None at the
     end, with which it takes part in a step without a batch.
-    Raises DataError when there are fewer batches than ranks."""
+
+    Args:
+        seed: shuffle them first, with seed + epoch.
+
+    Raises:
+        DataError: when there are fewer batches than ranks.
+    """
     _check_rank(rank, ranks)
     batches = list(batches)
     if len(batches) < ranks:
@@ -408,19 +421,24 @@ class Batches:
     Sequences do not overlap, and an epoch visits each once: each token is a target once. Only the
     last, incomplete sequence is left out. A batch at the end of an epoch goes on into the next.
 
-    tokens: (N,) integer tensor on the CPU.
-    batch: sequences per batch.
-    T: tokens per sequence.
-    seed: seed + epoch seeds the shuffle.
-    device: where batches are copied, without waiting.
-    pin: leave CPU batches in pinned memory, for copies of your own.
-    rank, ranks: this rank's share, a batch of each step. All ranks visit each sequence once.
-    micro_batches: of a step on each rank. They go to the ranks in turn, so that a step of all ranks
-        depends on ranks * micro_batches only, and a run can go on with another number of ranks.
-
     The position is the same on every rank.
-    Raises DataError when there is not one whole sequence (T + 1 tokens), or an epoch has fewer
-    batches than there are ranks."""
+
+    Args:
+        tokens: (N,) integer tensor on the CPU.
+        batch: sequences per batch.
+        T: tokens per sequence.
+        seed: seed + epoch seeds the shuffle.
+        device: where batches are copied, without waiting.
+        pin: leave CPU batches in pinned memory, for copies of your own.
+        rank, ranks: this rank's share, a batch of each step. All ranks visit each sequence once.
+        micro_batches: of a step on each rank. They go to the ranks in turn, so that a step of all
+            ranks depends on ranks * micro_batches only, and a run can go on with another number of
+            ranks.
+
+    Raises:
+        DataError: when there is not one whole sequence (T + 1 tokens), or an epoch has fewer
+            batches than there are ranks.
+    """
 
     def __init__(
         self,
@@ -513,8 +531,10 @@ class Batches:
     def load_state_dict(self, state: dict):
         """Continue where `state_dict()` was taken.
 
-        Raises DataError, and changes nothing, if the text or T was another. Warns where the state
-        has no hash of its text: before version 0.2 it had none."""
+        Raises:
+            DataError: and changes nothing, if the text or T was another. Warns where the state has
+                no hash of its text: before version 0.2 it had none.
+        """
         for key in ("sequences", "T"):
             stored = state.get(key)
             expected = getattr(self, key)
@@ -552,10 +572,15 @@ def val_batches(
 ) -> "list[tuple[torch.Tensor, torch.Tensor]]":
     """The batches of a text in order: (inputs, targets), each (batch, T) int64 on `device`.
 
-    limit: only the first ones.
-
     All have `batch` sequences, and what is left at the end is not used; a text of fewer sequences
-    gives one smaller batch. Raises DataError when there is no whole sequence (T + 1 tokens)."""
+    gives one smaller batch.
+
+    Args:
+        limit: only the first ones.
+
+    Raises:
+        DataError: when there is no whole sequence (T + 1 tokens).
+    """
     if batch < 1:
         raise ArgumentError(f"batch is {batch}; expected at least 1")
     count = _sequence_count(tokens, T)

@@ -45,9 +45,12 @@ def warmup_cosine(
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """A learning-rate scheduler: linear warm-up, then a cosine.
 
-    warmup: steps until the learning rate of `opt` is reached; the first one is above zero already.
-    steps: where the cosine ends.
-    floor: what the cosine ends at, as a fraction of the learning rate."""
+    Args:
+        warmup: steps until the learning rate of `opt` is reached; the first one is above zero
+            already.
+        steps: where the cosine ends.
+        floor: what the cosine ends at, as a fraction of the learning rate.
+    """
 
     return torch.optim.lr_scheduler.LambdaLR(
         opt, lambda i: warmup_cosine_factor(i, warmup, steps, floor)
@@ -66,8 +69,11 @@ def warmup_cosine_factor(i: int, warmup: int, steps: int, floor: float = 0.1) ->
 def evaluate(model: nn.Module, batches: Iterable, loss_fn: Callable = token_loss) -> float:
     """Mean loss per token over `batches`, without gradients, in eval mode.
 
-    loss_fn: (model, batch) -> (sum of losses, number of tokens).
-    Waits for the device once, at the end."""
+    Waits for the device once, at the end.
+
+    Args:
+        loss_fn: (model, batch) -> (sum of losses, number of tokens).
+    """
     was_training = model.training
     total: Any = 0.0
     tokens: Any = 0
@@ -88,8 +94,10 @@ class Metrics:
     A line is written once its loss has arrived from the device. lr is that of the first parameter
     group, as the step used it, before its scheduler.
 
-    path: made if missing.
-    resumed_step: lines up to this step are kept; a resumed run writes those after it again."""
+    Args:
+        path: made if missing.
+        resumed_step: lines up to this step are kept; a resumed run writes those after it again.
+    """
 
     def __init__(self, path: "str | pathlib.Path", resumed_step: int = 0):
         self.path = pathlib.Path(path)
@@ -209,23 +217,25 @@ def train(
 ) -> Generator[Reading, None, None]:
     """Take optimizer steps until `steps` have been taken in all; yields a reading after each.
 
-    batches: an iterator of batches. A run over data.Batches can be resumed.
-    val: batches that are evaluated every `val_every` steps and at the end.
-    metrics: path of a file with one JSON line per step.
-    checkpoint_dir: folder for a checkpoint every `checkpoint_every` steps, at the end, and when the
-        loop is left between two steps (by a Stop button, by break). An error or a Ctrl-C inside a
-        step writes none: the data have moved on, the weights perhaps not.
-    keep: how many of the newest checkpoints stay.
-    resume: continue from the newest checkpoint there, bit-identically; without one, begin. A path:
-        continue from this checkpoint. One that is damaged is a CheckpointError, whose `older` are
-        the paths of those that are not.
-    extra: plain values that each checkpoint keeps.
-
     With several ranks each calls it with the same arguments and its own batches, and leaves it
     after the same step. A rank that leaves earlier writes no checkpoint, unless all were asked to
     stop (Reducer.asked_to_stop()). Rank 0 writes metrics and checkpoints. All ranks read the
     checkpoints, so the folder has to be shared; a run can be resumed with another number of ranks.
-    A checkpoint holds torch's generators of each rank, and Python's and NumPy's of rank 0."""
+    A checkpoint holds torch's generators of each rank, and Python's and NumPy's of rank 0.
+
+    Args:
+        batches: an iterator of batches. A run over data.Batches can be resumed.
+        val: batches that are evaluated every `val_every` steps and at the end.
+        metrics: path of a file with one JSON line per step.
+        checkpoint_dir: folder for a checkpoint every `checkpoint_every` steps, at the end, and when
+            the loop is left between two steps (by a Stop button, by break). An error or a Ctrl-C
+            inside a step writes none: the data have moved on, the weights perhaps not.
+        keep: how many of the newest checkpoints stay.
+        resume: continue from the newest checkpoint there, bit-identically; without one, begin. A
+            path: continue from this checkpoint. One that is damaged is a CheckpointError, whose
+            `older` are the paths of those that are not.
+        extra: plain values that each checkpoint keeps.
+    """
     checkpoints = _Checkpoints(step, batches, checkpoint_dir, keep, extra)
     if resume:
         checkpoints.resume(resume)

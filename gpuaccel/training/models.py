@@ -34,7 +34,11 @@ from ..nn import Encoder, PolyAttention, RichardsGLU, fused_linears, fused_swigl
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of a model. Raises ArgumentError for sizes that do not fit each other."""
+    """Sizes of a model.
+
+    Raises:
+        ArgumentError: for sizes that do not fit each other.
+    """
 
     vocab: int
     hidden: int
@@ -123,7 +127,9 @@ PRESETS = {
 def preset(name: str, **changes) -> Config:
     """One of the configurations, with some fields changed.
 
-    name: "tiny", "llama-350m", "gpt2-124m", "gpt2-xl" or "poly-7m"."""
+    Args:
+        name: "tiny", "llama-350m", "gpt2-124m", "gpt2-xl" or "poly-7m".
+    """
     if name not in PRESETS:
         raise ArgumentError(f"there is no preset {name!r}; presets: {', '.join(PRESETS)}")
     return dataclasses.replace(PRESETS[name], **changes)
@@ -141,8 +147,11 @@ def rotary_table(T: int, head_dim: int, theta: float) -> Tensor:
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Rotate each pair (a, b) = (x[i], x[i + head_dim/2]) by the angle of its position.
 
-    x: (B, heads, T, head_dim). table: rotary_table of at least T positions.
-    The pair becomes (a cos - b sin, b cos + a sin)."""
+    The pair becomes (a cos - b sin, b cos + a sin).
+
+    Args:
+        x: (B, heads, T, head_dim). table: rotary_table of at least T positions.
+    """
     cos, sin = table[:, : x.shape[-2]].to(x.dtype).unbind()
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
@@ -210,7 +219,9 @@ def _init_weight(weight: Tensor, config: Config, into_residual: bool):
 class Transformer(nn.Module):
     """Families llama and poly: tokens (B, T) int64 -> logits (B, T, V) in the weights' dtype.
 
-    Raises ArgumentError for T above config.T."""
+    Raises:
+        ArgumentError: for T above config.T.
+    """
 
     def __init__(self, config: Config):
         super().__init__()
@@ -315,10 +326,12 @@ def generate(
 ) -> Tensor:
     """Continue tokens (B, T) int64, T >= 1, by n sampled ones: (B, T + n).
 
-    model: a Transformer or GPT2; it sees the last config.T tokens.
-    temperature: of the softmax; 0 takes the likeliest token. One below 1e-4 counts as 1e-4, so that
-        no quotient overflows.
-    seed: of a generator of its own, so that torch's random numbers stay as they are."""
+    Args:
+        model: a Transformer or GPT2; it sees the last config.T tokens.
+        temperature: of the softmax; 0 takes the likeliest token. One below 1e-4 counts as 1e-4, so
+            that no quotient overflows.
+        seed: of a generator of its own, so that torch's random numbers stay as they are.
+    """
     generator = torch.Generator(tokens.device).manual_seed(seed)
     was_training = model.training
     config: Any = model.config

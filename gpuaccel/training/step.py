@@ -58,7 +58,9 @@ IGNORED = -100
 def token_loss(model: nn.Module, micro) -> "tuple[Tensor, Tensor]":
     """(sum of cross-entropies in fp32, number of valid targets), both on the device.
 
-    micro: (inputs, targets), each (B, T) int64; targets of -100 do not count."""
+    Args:
+        micro: (inputs, targets), each (B, T) int64; targets of -100 do not count.
+    """
     inputs, targets = micro
     logits = model(inputs)
     if not isinstance(logits, Tensor):
@@ -79,35 +81,41 @@ def _no_mark(stage: str):
 class TrainStep:
     """One optimizer step over the micro-batches of a batch.
 
-    model: an nn.Module with fp32 or bf16 parameters on one device.
-    opt: ga.AdamW over the arena, or a torch optimizer over arena.parameters() (for an fp32 model:
-        model.parameters()). Default: AdamW, lr 3e-4, decay 0.1 on matrices.
-    loss_fn: (model, micro) -> (sum of losses, number of tokens), or -> a mean.
-    micro_batches: pieces that a batch is split into along dim 0.
-    accumulate: "host", "autograd", "arena" or "fused" (optim/accumulate.py).
-    clip: where gradients are clipped. "item": the norm of each tensor goes to the host, which
-        waits for each. "torch": torch.nn.utils.clip_grad_norm_. "fused": inside ga.AdamW, without
-        a pass over memory of its own; the default with that optimizer, or without any.
-    divide: what the summed gradient is divided by. "tokens": the default where loss_fn counts
-        them; unequal micro-batches give the full batch's gradient. "sequences": rows of the batch.
-        "micro_batches": the mean of the micro-batches' means.
-    max_norm: limit of the global gradient norm, 0 or more, as in torch.nn.utils.clip_grad_norm_;
-        None: no clipping. With a ga.AdamW over the arena: that optimizer's max_norm.
-    compile: torch.compile loss_fn.
-    autocast: a dtype for torch.autocast.
-    scheduler: a torch learning-rate scheduler, stepped after each step.
-    meter: gets the time of each stage.
-    replay: "eager"; "graph": the step is captured in a CUDA graph for each kind of batch, and
-        replayed with one launch; or a ga.training.Replay, "graph" with options. A batch that is a
-        list of micro-batches is replayed one by one. `replays` says which it is, `reason` why.
-    deterministic: two runs are bit-identical (ga.deterministic() around each step).
-    distributed: a ga.Distributed. Each rank makes the same step and calls it as often, with
-        batches of its own. Loss, tokens and divisor are then those of all ranks.
-
     The arena is made here unless the module has one. close() closes what was made here: an arena
     of the caller's stays.
-    Raises ArgumentError, with nothing changed, for an optimizer that holds other tensors than the
-    arena's, an unknown mode or divisor, or two different max_norms."""
+
+    Args:
+        model: an nn.Module with fp32 or bf16 parameters on one device.
+        opt: ga.AdamW over the arena, or a torch optimizer over arena.parameters() (for an fp32
+            model: model.parameters()). Default: AdamW, lr 3e-4, decay 0.1 on matrices.
+        loss_fn: (model, micro) -> (sum of losses, number of tokens), or -> a mean.
+        micro_batches: pieces that a batch is split into along dim 0.
+        accumulate: "host", "autograd", "arena" or "fused" (optim/accumulate.py).
+        clip: where gradients are clipped. "item": the norm of each tensor goes to the host, which
+            waits for each. "torch": torch.nn.utils.clip_grad_norm_. "fused": inside ga.AdamW,
+            without a pass over memory of its own; the default with that optimizer, or without any.
+        divide: what the summed gradient is divided by. "tokens": the default where loss_fn counts
+            them; unequal micro-batches give the full batch's gradient. "sequences": rows of the
+            batch. "micro_batches": the mean of the micro-batches' means.
+        max_norm: limit of the global gradient norm, 0 or more, as in
+            torch.nn.utils.clip_grad_norm_; None: no clipping. With a ga.AdamW over the arena: that
+            optimizer's max_norm.
+        compile: torch.compile loss_fn.
+        autocast: a dtype for torch.autocast.
+        scheduler: a torch learning-rate scheduler, stepped after each step.
+        meter: gets the time of each stage.
+        replay: "eager"; "graph": the step is captured in a CUDA graph for each kind of batch, and
+            replayed with one launch; or a ga.training.Replay, "graph" with options. A batch that is
+            a list of micro-batches is replayed one by one. `replays` says which it is, `reason`
+            why.
+        deterministic: two runs are bit-identical (ga.deterministic() around each step).
+        distributed: a ga.Distributed. Each rank makes the same step and calls it as often, with
+            batches of its own. Loss, tokens and divisor are then those of all ranks.
+
+    Raises:
+        ArgumentError: with nothing changed, for an optimizer that holds other tensors than the
+            arena's, an unknown mode or divisor, or two different max_norms.
+    """
 
     def __init__(
         self,
@@ -240,9 +248,13 @@ class TrainStep:
     def __call__(self, batch) -> StepOutput:
         """Take one step.
 
-        batch: a tensor, or a tuple, list or dict of tensors, on the model's device, rows in dim 0.
         With several ranks None: this one has no batch left, and the others have.
-        When loss_fn or backward raises, the gradients are dropped and the weights stay."""
+        When loss_fn or backward raises, the gradients are dropped and the weights stay.
+
+        Args:
+            batch: a tensor, or a tuple, list or dict of tensors, on the model's device, rows in dim
+                0.
+        """
         timer = self.meter.timer if self.meter else None
         if self.reducer is not None and self.reducer.trace is not None:
             timer = self.reducer.trace
@@ -269,7 +281,9 @@ class TrainStep:
     def eager_step(self, batch, mark=_no_mark) -> StepOutput:
         """The step, operation by operation. A graph captures this very method.
 
-        mark: called with the name of each stage at its end."""
+        Args:
+            mark: called with the name of each stage at its end.
+        """
         with self.accumulation_window():
             totals = self.accumulate(self.split(batch), self.reducer, mark)
             output = self.update(totals, mark)
@@ -315,7 +329,9 @@ class TrainStep:
     def accumulate(self, micros, reducer: "ReducerBase | None", mark=_no_mark) -> Totals:
         """Forward and backward of every micro-batch; afterwards arena.grads holds the sum.
 
-        reducer: None in a warm-up, which this rank runs by itself."""
+        Args:
+            reducer: None in a warm-up, which this rank runs by itself.
+        """
         totals = Totals()
         ordered = reducer if isinstance(reducer, OrderedReducer) else None
         if reducer is not None:
@@ -340,9 +356,13 @@ class TrainStep:
     ) -> "tuple[Tensor, Tensor | None]":
         """Forward and backward of one of `parts` micro-batches.
 
-        last: of this step, so that ga.AdamW can use sums of squares taken on the way.
-        listener: a BackwardListener, which is told about each gradient.
-        Returns its loss in fp32, and its tokens (None: loss_fn returned a mean)."""
+        Args:
+            last: of this step, so that ga.AdamW can use sums of squares taken on the way.
+            listener: a BackwardListener, which is told about each gradient.
+
+        Returns:
+            Its loss in fp32, and its tokens (None: loss_fn returned a mean).
+        """
         loss, tokens = self._forward(micro)
         if self.reducer is not None:
             # The gradient is divided in update(), by the micro-batches of all ranks.
@@ -491,8 +511,10 @@ class TrainStep:
     def close(self, alone: bool = False):
         """Close the graphs and the accumulator; release the arena if it was made here.
 
-        alone: with several ranks and a sharded optimizer, do not wait for the other ranks to
-        gather its state; it is lost. A `with` block left by an error does so, too."""
+        Args:
+            alone: with several ranks and a sharded optimizer, do not wait for the other ranks to
+                gather its state; it is lost. A `with` block left by an error does so, too.
+        """
         self._closes_alone = alone
         self._cleanup.close()
 

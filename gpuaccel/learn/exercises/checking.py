@@ -80,13 +80,15 @@ _MARKS = {True: ("✓", "#1b9e77"), False: ("✗", "#d95f3b"), None: ("·", "#8d
 class Result:
     """How an answer did. True in an `if` only when it passed.
 
-    passed: True, False, or None for compiled but not run.
-    summary: one sentence.
-    lines: (passed, what was tried, how it went) for each trial.
-    remarks: of a right answer, what it does other than asked or much more often than the solution;
-        the summary ends with the first one.
-    cost: of a right kernel, (what is counted, this answer, the solution).
-    launch: of a kernel that was run, (`kernel[grid, block]`, its arguments) of a small size."""
+    Attributes:
+        passed: True, False, or None for compiled but not run.
+        summary: one sentence.
+        lines: (passed, what was tried, how it went) for each trial.
+        remarks: of a right answer, what it does other than asked or much more often than the
+            solution; the summary ends with the first one.
+        cost: of a right kernel, (what is counted, this answer, the solution).
+        launch: of a kernel that was run, (`kernel[grid, block]`, its arguments) of a small size.
+    """
 
     name: str
     passed: "bool | None"
@@ -102,9 +104,12 @@ class Result:
     def show(self, **options):
         """`ga.show` of the answer on a small size: which thread touches which element.
 
-        options: as in `ga.show`: block, step, warp
+        Args:
+            options: as in `ga.show`: block, step, warp
 
-        Raises ArgumentError for what is no kernel that was run, and without a C++ compiler."""
+        Raises:
+            ArgumentError: for what is no kernel that was run, and without a C++ compiler.
+        """
         from ..access_view import show
 
         if self.launch is None:
@@ -235,10 +240,13 @@ def solution(name: str) -> Folded:
 def check(name: str, answer, *, seed: "int | None" = None) -> Result:
     """Try an answer. A wrong answer is a Result, never an exception.
 
-    answer: a Kernel for a kernel exercise, a Python function for the others.
-    seed: of the random data; a new one each time by default, and named when an answer is wrong.
+    Args:
+        answer: a Kernel for a kernel exercise, a Python function for the others.
+        seed: of the random data; a new one each time by default, and named when an answer is wrong.
 
-    Raises ArgumentError for an unknown exercise and for the other kind of answer."""
+    Raises:
+        ArgumentError: for an unknown exercise and for the other kind of answer.
+    """
     task = exercise(name)
     seed = secrets.randbelow(2**31) if seed is None else seed
     if task.params:
@@ -567,7 +575,9 @@ _ROUNDINGS = 16
 def _compare(task, case, out, unchanged):
     """(passed, how it went) of a kernel's result.
 
-    unchanged: which elements hold what they held before"""
+    Args:
+        unchanged: which elements hold what they held before
+    """
     same = (out == case.expected) | out.isnan() & case.expected.isnan()
     difference = (out.double() - case.expected).abs().masked_fill(same, 0.0)
     eps = torch.finfo(out.dtype).eps if out.dtype.is_floating_point else 0.0
@@ -731,7 +741,9 @@ def _try_python(function, arguments, expected, operations):
 def _first_wrong(result, expected, differing) -> str:
     """How many elements are wrong, and the first one.
 
-    differing: for each element whether it is"""
+    Args:
+        differing: for each element whether it is
+    """
     places = differing.nonzero()
     first = tuple(places[0].tolist())
     got = f"got {float(result[first]):.7g}, expected {float(expected[first]):.7g}"

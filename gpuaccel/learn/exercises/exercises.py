@@ -109,7 +109,9 @@ def kernel_exercise(
 ) -> Exercise:
     """An exercise whose answer is a kernel.
 
-    stub, solution, wrong_answers, cheats: bodies of the kernel"""
+    Args:
+        stub, solution, wrong_answers, cheats: bodies of the kernel
+    """
 
     def source(body):
         lines = "\n".join("    " + line for line in body.strip("\n").split("\n"))

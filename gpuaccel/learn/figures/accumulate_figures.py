@@ -43,8 +43,10 @@ def micro_batches(rows: int, pieces: int) -> Figure:
 def chunks(tensors: "list[tuple[str, int]]", chunk: int) -> Figure:
     """A buffer of chunks: each tensor begins with a chunk; one thread block adds one chunk.
 
-    tensors: (name, elements); for 40 elements at most.
-    chunk: elements of a chunk."""
+    Args:
+        tensors: (name, elements); for 40 elements at most.
+        chunk: elements of a chunk.
+    """
     ink = Ink()
     counts = [-(-size // chunk) for _, size in tensors]
     left, gap = 96, 10

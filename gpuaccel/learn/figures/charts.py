@@ -69,8 +69,10 @@ def bars(
 ) -> Figure:
     """Horizontal bars on one scale.
 
-    rows: (name, value, words behind the bar).
-    limit: (value, words) of a dashed line."""
+    Args:
+        rows: (name, value, words behind the bar).
+        limit: (value, words) of a dashed line.
+    """
     ink = Ink()
     values = [value for _, value, _ in rows]
     highest = max(values + [limit[0] if limit else 0]) or 1.0
@@ -104,7 +106,9 @@ def norms(
 ) -> Figure:
     """Gradient norms as bars: pale before clipping, solid after it.
 
-    rows: name -> (norm before, norm after). limit: max_norm, a dashed line."""
+    Args:
+        rows: name -> (norm before, norm after). limit: max_norm, a dashed line.
+    """
     ink = Ink()
     finite = [before for before, _ in rows.values() if math.isfinite(before)]
     highest = max(finite + [limit or 0]) or 1.0

@@ -13,7 +13,9 @@ def pairs(
 ) -> Figure:
     """Two bars for each row, each as a multiple of the first value of its kind.
 
-    rows: name -> (value, value); None: no bar. names: of the two kinds, for the legend."""
+    Args:
+        rows: name -> (value, value); None: no bar. names: of the two kinds, for the legend.
+    """
     ink = Ink()
     ink.title(15, title)
     kinds = []
