@@ -1,10 +1,10 @@
 """Which backend runs, and why, in words.
 
-    >>> import gpuaccel as ga
-    >>> ga.backend()                      # chosen at the first use, then kept
-    Choice(name='torch', reason='no CUDA driver (libcuda.so.1 not found)', ...)
-    >>> with ga.use_backend("torch"):     # for one block
-    ...     ...
+    import gpuaccel as ga
+    ga.backend()                      # chosen at the first use, then kept
+    # Choice(name='torch', reason='no CUDA driver (libcuda.so.1 not found)', ...)
+    with ga.use_backend("torch"):     # for one block
+        ...
 
 There are two settings. The *backend* (`GPUACCEL_BACKEND`, or `use_backend`) is one of:
 
@@ -36,9 +36,14 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from .errors import BackendError
+
+if TYPE_CHECKING:
+    import torch
 
 BACKENDS = ("auto", "cuda", "simt", "torch")
 POLICIES = ("auto", "require", "off")
@@ -46,21 +51,24 @@ POLICIES = ("auto", "require", "off")
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend in use. `str(choice)` is one sentence for a first notebook cell."""
+    """The backend in use. `str(choice)` is one sentence for a first notebook cell.
 
-    # "cuda", "simt" or "torch"
+    Attributes:
+        name: "cuda", "simt" or "torch".
+        reason: why this backend, in words.
+        requested: what was asked for: "auto", "cuda", "simt" or "torch".
+        policy: "auto", "require" or "off".
+        device: "NVIDIA H200", or "CPU".
+        arch: "sm_90"; None without a GPU.
+        driver: the newest CUDA version that the driver supports, "13.0"; None without a driver.
+    """
+
     name: str
-    # why this backend, in words
     reason: str
-    # what was asked for: "auto", "cuda", "simt" or "torch"
     requested: str
-    # "auto", "require" or "off"
     policy: str
-    # "NVIDIA H200", or "CPU"
     device: str
-    # "sm_90"; None without a GPU
     arch: "str | None"
-    # the newest CUDA version that the driver supports, "13.0"; None without a driver
     driver: "str | None"
 
     def __str__(self):
@@ -117,12 +125,16 @@ def find_gpu() -> "tuple[bool, str]":
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler of this machine."""
+    """A C++ compiler of this machine.
+
+    Attributes:
+        command: the words that start it.
+        kind: "g++", "clang" or "zig", which differ in their options.
+        version: of zig: the version of its clang.
+    """
 
     command: "tuple[str, ...]"
-    # "g++", "clang" or "zig", which differ in their options
     kind: str
-    # of zig: the version of its clang
     version: str
 
     def __str__(self):
@@ -233,8 +245,18 @@ def backend() -> Choice:
     The first call chooses it (`GPUACCEL_BACKEND`, `GPUACCEL_GPU`) and logs it (logger "gpuaccel",
     level INFO).
 
+    Returns:
+        A Choice: the name, the reason in words, and the device.
+
     Raises:
         BackendError: when the requested backend cannot run here.
+
+    Example:
+        >>> choice = ga.backend()
+        >>> choice.name in ("cuda", "simt", "torch")
+        True
+        >>> print(choice)
+        backend ... on ...: ...
     """
     global _current
     if _current is None:
@@ -252,6 +274,9 @@ class ProcessSwitch:
       itself changes nothing.
 
     A subclass says where the value lives, with `_get` and `_set`.
+
+    Args:
+        value: what _set() sets.
     """
 
     def __init__(self, value):
@@ -299,21 +324,24 @@ class ProcessSwitch:
 
 
 class use_backend(ProcessSwitch):
-    """Switch the backend of the whole process.
+    """Switch the backend of the whole process: by a call, for a block, or while a function runs.
+
+    A block and a decorated function restore the previous backend at their end.
 
     Args:
-        name: "auto", "cuda", "simt" or "torch"
-        policy: "auto", "require" or "off"; default: `GPUACCEL_GPU`, else "auto"
+        name: "auto", "cuda", "simt" or "torch".
+        policy: for the GPU: "auto", "require" or "off"; default: `GPUACCEL_GPU`, else "auto".
 
     Raises:
-        BackendError: and changes nothing, when the backend cannot run here.
+        BackendError: with nothing changed, for an unknown name, and when the backend cannot run
+            here.
 
     Example:
-        >>> use_backend("torch")              # from now on
-        >>> with use_backend("simt"):         # for this block
-        ...     ...
-        >>> @use_backend("simt")              # while the function runs
-        ... def check_my_kernel(): ...
+        >>> with ga.use_backend("torch"):  # for this block; a plain call switches for good
+        ...     print(ga.backend().name, ga.default_device())
+        torch cpu
+        >>> @ga.use_backend("torch")  # while the function runs
+        ... def check(kernel): ...
     """
 
     def __init__(self, name: str, policy: "str | None" = None):
@@ -345,8 +373,20 @@ def takes(device) -> bool:
     return device.type == {"cuda": "cuda", "simt": "cpu"}.get(backend().name)
 
 
-def default_device():
-    """The torch.device of the backend in use: the current GPU, or the CPU."""
+def default_device() -> "torch.device":
+    """The torch.device of the backend in use: the current GPU, or the CPU.
+
+    Returns:
+        torch.device("cuda", index) or torch.device("cpu").
+
+    Raises:
+        BackendError: when the requested backend cannot run here.
+
+    Example:
+        >>> batch = torch.zeros(8, 16, device=ga.default_device())
+        >>> batch.is_cuda == (ga.backend().name == "cuda")
+        True
+    """
     import torch
 
     if backend().name == "cuda":
@@ -409,17 +449,30 @@ CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")
 
 
 @contextlib.contextmanager
-def deterministic():
+def deterministic() -> "Iterator[None]":
     """Run a block in which two runs are bit-identical, with torch's deterministic algorithms.
 
     This is torch.use_deterministic_algorithms(True), except that uninitialised memory is not
     filled, which would cost time. Our own kernels are deterministic with and without it. The end of
     the block restores every setting.
 
+    Yields:
+        Nothing; the block runs with the settings.
+
     Raises:
         RuntimeError: at an operation that torch has only in a nondeterministic version, with its
             name. torch counts matrix products on a GPU among these, unless CUBLAS_WORKSPACE_CONFIG
             was :4096:8 or :16:8 at the first product of the process. See `cublas_workspace`.
+
+    Source:
+        torch.use_deterministic_algorithms.
+
+    Example:
+        >>> with ga.deterministic():
+        ...     torch.are_deterministic_algorithms_enabled()
+        True
+        >>> torch.are_deterministic_algorithms_enabled()
+        False
     """
     import torch
 
@@ -427,17 +480,19 @@ def deterministic():
     set_cudnn_benchmark = torch._C._set_cudnn_benchmark
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    # A module whose attribute is a property: mypy does not know it.
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
     benchmark = torch.backends.cudnn.benchmark
     with cublas_workspace():
         try:
             torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            settings.fill_uninitialized_memory = False
             set_cudnn_benchmark(False)
             yield
         finally:
             torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-            torch.utils.deterministic.fill_uninitialized_memory = fill
+            settings.fill_uninitialized_memory = fill
             set_cudnn_benchmark(benchmark)
 
 

@@ -8,7 +8,15 @@ import inspect
 
 
 class GpuaccelError(Exception):
-    """The base of all errors below."""
+    """The base of all errors that gpuaccel raises on purpose; its message is made to be shown.
+
+    Example:
+        >>> try:
+        ...     ga.Kernel("no_such_file", "add")
+        ... except ga.GpuaccelError as error:
+        ...     print(type(error).__name__, "-", error)
+        CompileError - there is no file no_such_file.cu in kernels_cu; files: ...
+    """
 
 
 class BackendError(GpuaccelError, RuntimeError):
@@ -19,7 +27,8 @@ class CompileError(GpuaccelError, RuntimeError):
     """A kernel does not compile.
 
     Args:
-        log: the compiler's whole output, with file, line and caret
+        message: what the compiler says, with line and caret.
+        log: the compiler's whole output, with file, line and caret.
     """
 
     def __init__(self, message: str, log: str = ""):
@@ -46,7 +55,8 @@ class CheckpointError(GpuaccelError, RuntimeError):
     """A checkpoint cannot be written, is damaged, or does not fit. Nothing has changed.
 
     Args:
-        older: paths of older checkpoints beside a damaged one that are whole, the newest first
+        message: which file, and what is wrong with it.
+        older: paths of older checkpoints beside a damaged one that are whole, the newest first.
     """
 
     def __init__(self, message: str, older=()):
@@ -60,7 +70,8 @@ class KernelError(GpuaccelError, RuntimeError):
     With the checks on, no tensor has changed.
 
     Args:
-        reports: a list of simt.Report, one for each kind of mistake and line
+        message: the mistakes, with line, thread and element.
+        reports: a list of simt.Report, one for each kind of mistake and line.
     """
 
     def __init__(self, message: str, reports=()):
@@ -86,7 +97,8 @@ class CaptureError(GpuaccelError):
     The message says why, in which line, and what to do.
 
     Args:
-        file, line: of the Python code that is the reason; None where there is no such line
+        message: why, in which line, and what to do.
+        file, line: of the Python code that is the reason; None where there is no such line.
     """
 
     def __init__(self, message, file=None, line=None):

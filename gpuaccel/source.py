@@ -1,9 +1,9 @@
 """What CUDA C text says without being compiled: its kernels and their parameters.
 
->>> kernel_names(source)
-['accumulate_v1', 'accumulate_v2', 'accumulate_v3']
->>> signature(source, "accumulate_v1", {"GRAD_T": "float"})
-[float* acc, const float* grad, long long n]
+kernel_names(source)
+# ['accumulate_v1', 'accumulate_v2', 'accumulate_v3']
+signature(source, "accumulate_v1", {"GRAD_T": "float"})
+# [float* acc, const float* grad, long long n]
 """
 
 import re
@@ -272,6 +272,10 @@ def kernel_names(source: str, defines: "dict[str, str] | None" = None) -> "list[
     """Names of the `__global__` functions in CUDA C text, in order.
 
     Templates, and what an `#if` leaves out with these macros, do not count.
+
+    Args:
+        source: CUDA C text.
+        defines: macro -> value; None: none.
     """
     text = active_text(source, defines)
     return list(dict.fromkeys(d.name for d in _declarations(text) if not d.is_template))

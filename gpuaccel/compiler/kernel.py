@@ -1,10 +1,10 @@
 """A kernel: from CUDA C source to machine code to a callable on torch tensors.
 
-    >>> # a file of kernels_cu/, specialised by macros
-    >>> k = ga.Kernel("accumulate", "accumulate_v1", GRAD_T="float")
-    >>> k[grid, block](acc, grad, acc.numel())          # on torch's current stream
-    >>> double = ga.compile('extern "C" __global__ void twice(float* x, int n) { ... }')
-    >>> k.resources("sm_90").registers                  # of the compiled kernel: no GPU needed
+    # a file of kernels_cu/, specialised by macros
+    k = ga.Kernel("accumulate", "accumulate_v1", GRAD_T="float")
+    k[grid, block](acc, grad, acc.numel())          # on torch's current stream
+    double = ga.compile('extern "C" __global__ void twice(float* x, int n) { ... }')
+    k.resources("sm_90").registers                  # of the compiled kernel: no GPU needed
 
 Each argument is checked against the kernel's parameter list before the launch: number, kind, dtype,
 device, contiguity and alignment (a `float4*` needs 16 bytes). A launch may be captured in a CUDA
@@ -50,7 +50,11 @@ INVALID_CONTEXT = 201
 
 @functools.cache
 def kernel_root() -> pathlib.Path:
-    """The folder of the .cu files: GPUACCEL_KERNELS, the installed package's, or the checkout's."""
+    """The folder of the .cu files: GPUACCEL_KERNELS, the installed package's, or the checkout's.
+
+    Raises:
+        CompileError: where the folder is in none of these places.
+    """
     package = pathlib.Path(__file__).parents[1]
     chosen = os.environ.get("GPUACCEL_KERNELS")
     for root in (chosen, package / "kernels_cu", package.parent / "kernels_cu"):
@@ -189,6 +193,7 @@ def replace(name: str, source: "str | None"):
     A captured graph goes on launching what it was captured with.
 
     Args:
+        name: of the kernel.
         source: CUDA C that defines the kernel with the same parameters. It is compiled as if it
             stood in the file in the place of the old definition. None: the file's own text again.
 
@@ -212,7 +217,11 @@ def replace(name: str, source: "str | None"):
 
 
 def is_loaded(name: str) -> bool:
-    """Whether a Kernel `name` of kernels_cu, with the text that it has now, was loaded to run."""
+    """Whether a Kernel `name` of kernels_cu, with the text that it has now, was loaded to run.
+
+    Args:
+        name: of a kernel.
+    """
     return any(kernel.name == name and kernel._ready for kernel in _of_files)
 
 
@@ -247,17 +256,25 @@ class Kernel:
     """A kernel of kernels_cu, compiled at its first use.
 
     Args:
-        file: name of the file without ".cu"
-        name: name of the kernel
-        options: for NVRTC, e.g. ("-fmad=false",) for sums that are bit-identical to a CPU's
-        defines: macros, e.g. GRAD_T="bf16"
+        file: name of a file of kernels_cu, without ".cu".
+        name: name of the kernel in it.
+        options: further options for NVRTC, e.g. ("-fmad=false",) for sums that are bit-identical to
+            a CPU's. Default: none.
+        **defines: macros, e.g. GRAD_T="bf16".
 
     Raises:
         CompileError: when there is no such file or kernel. A source that does not compile raises it
             at the first use.
+
+    Example:
+        >>> kernel = ga.Kernel("accumulate", "accumulate_v1", GRAD_T="float")
+        >>> total = torch.zeros(1000, device=ga.default_device())
+        >>> kernel[4, 256](total, torch.ones_like(total), total.numel())
+        >>> total.sum().item()
+        1000.0
     """
 
-    def __init__(self, file: str, name: str, *, options: "tuple[str, ...]" = (), **defines):
+    def __init__(self, file: str, name: str, *, options: "tuple[str, ...]" = (), **defines: object):
         path = kernel_root() / f"{file}.cu"
         if not path.is_file():
             names = ", ".join(file.name for file in kernel_files())
@@ -304,6 +321,9 @@ class Kernel:
     def candidate(self, text: str) -> "Kernel":
         """A kernel of its own with another text.
 
+        Args:
+            text: the CUDA C of the whole file.
+
         Raises:
             CompileError: for other parameters.
         """
@@ -317,7 +337,11 @@ class Kernel:
     def text_with(self, source: "str | None") -> str:
         """The file's text with another definition of this kernel; None: the file's own text.
 
-        Messages about it name the file "cell", whose first line is the definition's."""
+        Messages about it name the file "cell", whose first line is the definition's.
+
+        Args:
+            source: CUDA C that defines the kernel, or None.
+        """
         if source is None:
             return self._file_text
         start, end = definition(self._file_text, self.name)
@@ -334,7 +358,19 @@ class Kernel:
     def from_source(
         cls, text, name, filename="<source>", defines=None, options=(), learner=True
     ) -> "Kernel":
-        """A kernel from a string. learner: it is checked by default when it runs on the CPU."""
+        """A kernel from a string; ga.compile() does this and finds the name.
+
+        Args:
+            text: CUDA C.
+            name: of the kernel in it.
+            filename: what messages call the text.
+            defines: macro -> value, or None.
+            options: for NVRTC.
+            learner: it is checked by default when it runs on the CPU.
+
+        Raises:
+            CompileError: where there is no such kernel in the text.
+        """
         kernel = cls.__new__(cls)
         kernel._setup(text, name, filename, defines or {}, options, learner)
         return kernel
@@ -348,12 +384,28 @@ class Kernel:
         return Kernel.from_source, source
 
     def __call__(self, *args):
+        """Refuse a call without a grid and a block.
+
+        Args:
+            *args: of any kind.
+
+        Raises:
+            ArgumentError: always; it says how a kernel is launched.
+        """
         raise ArgumentError(
             f"a kernel is launched with its grid and block: {self.name}[grid, block](...)"
         )
 
     def cubin(self, arch: str) -> bytes:
-        """Machine code for one architecture, e.g. "sm_90". No GPU is needed."""
+        """Machine code for one architecture, e.g. "sm_90". No GPU is needed.
+
+        Args:
+            arch: an architecture that NVRTC knows, e.g. "sm_90".
+
+        Raises:
+            CompileError: with the compiler's messages.
+            BackendError: for an architecture that NVRTC does not know, and without NVRTC.
+        """
         return self._compile(self._target(arch))[0]
 
     def _compile(self, target: str) -> "tuple[bytes, str]":
@@ -362,8 +414,10 @@ class Kernel:
     def compile(self):
         """Compile for this GPU, or for the CPU where the backend is not cuda.
 
+        Without a GPU and without a C++ compiler it compiles for sm_90.
+
         Raises:
-            CompileError. Without a C++ compiler: for sm_90.
+            CompileError: with the compiler's messages.
         """
         if backend().name == "cuda" or find_compiler()[0] is None:
             self.resources()
@@ -377,7 +431,7 @@ class Kernel:
         """Registers, shared memory, stack and spills on one architecture.
 
         Args:
-            arch: e.g. "sm_90"; default: this GPU's, else sm_90
+            arch: e.g. "sm_90"; default: this GPU's, else sm_90.
         """
         if arch is None and backend().name == "cuda":
             arch = backend().arch
@@ -385,10 +439,14 @@ class Kernel:
         return nvrtc.resources(*self._compile(target), self.name, target)
 
     def __getitem__(self, shape) -> "Launch":
-        """`kernel[grid, block]` or `kernel[grid, block, shared_bytes]`.
+        """`kernel[grid, block]` or `kernel[grid, block, shared_bytes]`: a Launch, to be called.
 
-        grid, block: a number, or up to three of them
-        shared_bytes: bytes of dynamic shared memory
+        Args:
+            shape: grid and block, each a number or up to three of them, and bytes of dynamic shared
+                memory (default 0).
+
+        Raises:
+            ArgumentError: for another number of parts, and for sizes that no GPU has.
         """
         try:
             # The same shape again costs one look-up.
@@ -417,7 +475,7 @@ class Kernel:
         """Compile and load the kernel, once. A launch does this by itself.
 
         Args:
-            where: index of a GPU, or "fast" or "checked" for the CPU
+            where: index of a GPU, or "fast" or "checked" for the CPU.
         """
         loaded = self._ready.get(where)
         if loaded is None:
@@ -442,7 +500,7 @@ def compile(
     *,
     filename: str = "<source>",
     options: "tuple[str, ...]" = (),
-    **defines,
+    **defines: object,
 ) -> Kernel:
     """A kernel from a string of CUDA C.
 
@@ -450,13 +508,29 @@ def compile(
     after `#include "x.cuh"`. Compiles at once, so that a mistake shows here.
 
     Args:
-        name: may be left out when there is only one kernel in it.
-        filename: what messages call the source.
-        options: for NVRTC.
-        defines: macros.
+        source: CUDA C with at least one `extern "C" __global__` function.
+        name: of the kernel; may be left out when there is only one in the source.
+        filename: what messages call the source; default: "<source>".
+        options: further options for NVRTC. Default: none.
+        **defines: macros, e.g. N=4.
+
+    Returns:
+        A Kernel, to be launched as kernel[grid, block](tensors and numbers).
 
     Raises:
-        CompileError: with the compiler's own message, line and caret.
+        CompileError: with the compiler's own message, line and caret; for several kernels without a
+            name.
+
+    Example:
+        >>> twice = ga.compile('''
+        ... extern "C" __global__ void twice(float* x, int n) {
+        ...     int i = blockIdx.x * blockDim.x + threadIdx.x;
+        ...     if (i < n) x[i] *= 2;
+        ... }''')
+        >>> x = torch.arange(5.0, device=ga.default_device())
+        >>> twice[1, 32](x, 5)
+        >>> x.tolist()
+        [0.0, 2.0, 4.0, 6.0, 8.0]
     """
     names = kernel_names(source, _with_macros(options, defines)[1])
     if name is None:
@@ -505,6 +579,15 @@ def zero_(tensor: torch.Tensor) -> torch.Tensor:
     """Fill a contiguous tensor with zeros and return it.
 
     On a GPU this is one device memset on the current stream.
+
+    Args:
+        tensor: contiguous, any dtype and device.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        BackendError: where the driver refuses the memset.
     """
     is_on_gpu = tensor.is_cuda and backend().name == "cuda"
     if not (is_on_gpu and tensor.is_contiguous() and tensor.numel()):
@@ -664,6 +747,10 @@ def usable(device: torch.device, *kernels: Kernel) -> bool:
     It is decided before the first launch, so that nothing is half done, and then kept. Where one of
     them does not, the operation runs in torch, and one line of the log (logger "gpuaccel") says
     why. With the policy `require` the error is raised instead.
+
+    Args:
+        device: where the operation's tensors are.
+        *kernels: all that the operation launches.
     """
     if device.type == "cuda":
         where: "int | str" = device.index
@@ -697,7 +784,16 @@ recorders: list = []
 
 
 class Launch:
-    """`kernel[grid, block]`: call it with torch tensors and numbers."""
+    """`kernel[grid, block]`: call it with torch tensors and numbers.
+
+    On a GPU the launch is queued on torch's current stream, and nothing waits; on the CPU it is
+    over when the call returns.
+
+    Args:
+        kernel: the Kernel.
+        grid, block: three sizes each.
+        shared: bytes of dynamic shared memory.
+    """
 
     __slots__ = ("kernel", "shape")
 
@@ -709,9 +805,16 @@ class Launch:
         """Launch the kernel.
 
         Args:
-            args: tensors for pointers, numbers, and bytes or ctypes structures for structs
+            *args: tensors for pointers, numbers, and bytes or ctypes structures for structs.
             tensors: those whose addresses are in a struct or a table of pointers, for the checks on
-                the CPU
+                the CPU.
+
+        Raises:
+            ArgumentError: with nothing launched, for another number, kind, dtype, device or
+                alignment of the arguments than the kernel's parameters have.
+            BackendError: where the driver refuses the launch.
+            KernelError: on the CPU with the checks on, for a mistake of the kernel; no tensor has
+                changed.
         """
         kernel = self.kernel
         if backend().name != "cuda":
@@ -741,7 +844,20 @@ class Launch:
             )
 
     def on_cpu(self, args, tensors=(), trace=False):
-        """Launch on the CPU (simt), with CPU tensors, and wait. trace: return a Trace of it."""
+        """Launch on the CPU (simt), with CPU tensors, and wait.
+
+        Args:
+            args: as for a call.
+            tensors: as for a call.
+            trace: record every access, and change no tensor.
+
+        Returns:
+            A simt.Trace with trace=True, else None.
+
+        Raises:
+            ArgumentError: as for a call.
+            KernelError: as for a call.
+        """
         kernel = self.kernel
         _, values = check_arguments(kernel, args, "cpu")
         args = (*args, *values[len(args) :])

@@ -2,10 +2,10 @@
 
 It needs no GPU and no driver.
 
-    >>> from gpuaccel import nvrtc
-    >>> nvrtc.library()                                   # which NVRTC, and its path
-    Library(version=(12, 9), path='.../nvidia/cuda_nvrtc/lib/libnvrtc.so.12', ...)
-    >>> cubin, log = nvrtc.compile_cubin(source, "x.cu", "sm_90", {"GRAD_T": "float"})
+    from gpuaccel import nvrtc
+    nvrtc.library()                                   # which NVRTC, and its path
+    # Library(version=(12, 9), path='.../nvidia/cuda_nvrtc/lib/libnvrtc.so.12', ...)
+    cubin, log = nvrtc.compile_cubin(source, "x.cu", "sm_90", {"GRAD_T": "float"})
 
 Why by path, through ctypes: `cuda.bindings.nvrtc` takes whichever libnvrtc the process has loaded.
 With torch's CUDA 13 wheels beside NVRTC 12 the compiler would then depend on the order of imports.
@@ -53,6 +53,15 @@ class Resources:
     """What one kernel uses on one architecture, as ptxas reports it.
 
     Shared memory is per block; registers, stack and spills are per thread.
+
+    Attributes:
+        arch: the architecture, e.g. "sm_90".
+        registers: per thread.
+        shared_bytes: static shared memory per block.
+        stack_bytes: per thread.
+        spill_store_bytes: registers written to the stack, per thread.
+        spill_load_bytes: registers read back from the stack, per thread.
+        cubin_bytes: size of the machine code.
     """
 
     arch: str

@@ -1,9 +1,9 @@
 """What all ranks of a run have in common: the model, the weights at the start, the tensors that
 take part, and, compared every so many steps, the bits of the weights.
 
-    >>> compare(config, arena, opt, settings)   # ArgumentError where a rank differs from rank 0
-    >>> broadcast_weights(config, arena)        # rank 0's weights, frozen parameters and buffers
-    >>> weight_hashes(arena)                    # (tensors,) int64: equal for bit-identical weights
+    compare(config, arena, opt, settings)   # ArgumentError where a rank differs from rank 0
+    broadcast_weights(config, arena)        # rank 0's weights, frozen parameters and buffers
+    weight_hashes(arena)                    # (tensors,) int64: equal for bit-identical weights
 """
 
 from itertools import zip_longest

@@ -1,11 +1,11 @@
 """Data-parallel training: several processes ("ranks") with one model each, whose gradients are
 summed while backward still runs.
 
-    >>> config = ga.Distributed()              # in each rank; torchrun --nproc-per-node 2 train.py
-    >>> step = ga.TrainStep(model, opt, micro_batches=4, distributed=config)
-    >>> out = step(batch)                      # this rank's batch, or None: it has none left
-    >>> out.loss                               # the mean over all ranks
-    >>> step.reducer.last_nonfinite()         # waits; None, or {"rank": 1, "tensor": "head.weight"}
+    config = ga.Distributed()              # in each rank; torchrun --nproc-per-node 2 train.py
+    step = ga.TrainStep(model, opt, micro_batches=4, distributed=config)
+    out = step(batch)                      # this rank's batch, or None: it has none left
+    out.loss                               # the mean over all ranks
+    step.reducer.last_nonfinite()         # waits; None, or {"rank": 1, "tensor": "head.weight"}
 
 The collectives are torch.distributed's: NCCL on GPUs, gloo on CPUs. GPUs of one machine use
 peer-to-peer copies instead (distributed/p2p.py). Gradients are reduced in buckets, contiguous
@@ -45,6 +45,8 @@ class Distributed:
     Frozen parameters and buffers are rank 0's at the start. What forward does to buffers later
     stays on its rank.
 
+    `rank`, `world` (number of ranks) and `backend` say what was found.
+
     Args:
         group: a process group. Default: torch.distributed's default group. If there is none yet, it
             is made from torchrun's environment, with NCCL where torch sees a GPU and gloo
@@ -59,8 +61,9 @@ class Distributed:
             host waits for that. False: the first step decides. After it, one of these tensors
             without a gradient has a zero one, and another tensor that gets one is an ArgumentError.
             None: True on CPUs, False on GPUs.
-        check_every: steps between comparisons of the bits of all weights over all ranks; 0: none.
-            RankError where they differ. On a GPU it comes some steps late, without a wait.
+        check_every: steps between comparisons of the bits of all weights over all ranks; 0, the
+            default: none. RankError where they differ. On a GPU it comes some steps late, without a
+            wait.
         find_nonfinite_rank: find the rank that brought a gradient that is NaN or infinite. In mode
             "fused" this reads the gradients once more, beside backward; with peer-to-peer copies it
             costs nothing.
@@ -73,13 +76,25 @@ class Distributed:
             with a CUDA error 10 seconds later.
 
     Raises:
-        ArgumentError: for arguments that do not go together.
+        ArgumentError: for a dtype that is neither fp32 nor bf16, bf16 in ordered mode, a bucket_mb
+            that is not positive, a negative check_every, an environment that is not torchrun's, and
+            a process outside the group.
+        RankError: where the ranks do not find each other within `timeout`.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2, device=ga.default_device())
+        >>> ranks = ga.Distributed(check_every=100)  # of torchrun, or this process alone
+        >>> step = ga.TrainStep(model, loss_fn=lambda m, x: m(x).square().mean(), distributed=ranks)
+        >>> out = step(torch.ones(8, 4, device=ga.default_device()))
+        >>> ranks
+        Distributed(rank 0 of 1, none, all-reduce in float32)
+        >>> step.close()
     """
 
     def __init__(
         self,
         *,
-        group=None,
+        group: "dist.ProcessGroup | None" = None,
         dtype: torch.dtype = torch.float32,
         ordered: bool = False,
         sharded: bool = False,

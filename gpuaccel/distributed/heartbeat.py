@@ -1,9 +1,9 @@
 """Heartbeats: how often each rank has reached the collectives of a step, so that a rank that waits
 can say for whom.
 
-    >>> heartbeat(0)                            # this rank is about to enter a collective
-    >>> heartbeat(1)                            # ..., and one more backward is over
-    >>> group_heartbeats.ranks_behind()         # [3]: rank 3 has not reached this collective
+    heartbeat(0)                            # this rank is about to enter a collective
+    heartbeat(1)                            # ..., and one more backward is over
+    group_heartbeats.ranks_behind()         # [3]: rank 3 has not reached this collective
 
 In a group that rendezvous.py made, each rank writes its count into the store where the ranks met.
 In processes of ga.launch the parent reads the counts from shared memory (distributed/spawn.py).

@@ -1,10 +1,10 @@
 """Which rank and which tensor brought a gradient that is NaN or infinite.
 
-    >>> search = NonFiniteSearch(config, arena)
-    >>> search.probe(bucket)                    # before this rank's gradients are added to others'
-    >>> message = search.message()              # one all-reduce adds the messages of all ranks
-    >>> search.record(message)                  # the sum, on every rank
-    >>> search.last()                         # waits: None, or {"rank": 2, "tensor": "head.weight"}
+    search = NonFiniteSearch(config, arena)
+    search.probe(bucket)                    # before this rank's gradients are added to others'
+    message = search.message()              # one all-reduce adds the messages of all ranks
+    search.record(message)                  # the sum, on every rank
+    search.last()                         # waits: None, or {"rank": 2, "tensor": "head.weight"}
 
 A probe is a number per chunk (without our kernels: per tensor) that is not finite
 where the rank's gradient is not: a float64 sum of its elements or of their squares.

@@ -17,7 +17,15 @@ from .reducer_base import ReducerBase, StepTotals
 
 
 class OrderedReducer(ReducerBase):
-    """Of ga.Distributed(ordered=True). Memory: two arenas over all ranks, one share of it here."""
+    """Of ga.Distributed(ordered=True). Memory: two arenas over all ranks, one share of it here.
+
+    Args:
+        config: with ordered=True.
+        arena: of the model.
+        accumulator: of the arena.
+        opt: the optimizer of the step.
+        settings: see ReducerBase.
+    """
 
     def __init__(self, config, arena, accumulator, opt, settings):
         super().__init__(config, arena, accumulator, opt, settings)

@@ -9,10 +9,10 @@ copies the sums of the others' ranges. The kernel also writes sums of squares fo
 the rank whose gradient is not finite. Copies in, additions and copies out have a stream each, and
 overlap.
 
-    >>> p2p = PeerToPeer.of(config, arena)        # None, and a line in the log, where not possible;
-    >>> p2p.plan(buckets)                         # before anything takes arena.grads' address
-    >>> p2p.send(bucket)                          # its reduction is queued
-    >>> p2p.join()                                # p2p.stream has all sums
+    p2p = PeerToPeer.of(config, arena)        # None, and a line in the log, where not possible;
+    p2p.plan(buckets)                         # before anything takes arena.grads' address
+    p2p.send(bucket)                          # its reduction is queued
+    p2p.join()                                # p2p.stream has all sums
 """
 
 import contextlib
@@ -97,7 +97,12 @@ class Plan:
 
 
 class PeerToPeer:
-    """This rank's side of the reduction. Made by of(), on every rank."""
+    """This rank's side of the reduction. Made by of(), on every rank.
+
+    Args:
+        config: of the group, whose ranks are GPUs of one machine.
+        arena: whose buffers are moved to memory that the other ranks can read.
+    """
 
     def __init__(self, config: Distributed, arena: Arena):
         """Take memory and compile the kernel, which may fail on one rank alone."""

@@ -45,7 +45,16 @@ def make_reducer(
     """The reducer of a ga.Distributed; the arguments are those of ReducerBase.
 
     Args:
+        config: says which kind of reducer.
+        arena: of the model.
+        accumulator: of the arena.
+        opt: the optimizer of the step.
+        settings: see ReducerBase.
         compiled: whether backward is compiled, so that autograd's hooks run only at its end.
+        peer_to_peer: see ReducerBase.
+
+    Returns:
+        An OrderedReducer, or one that sends buckets.
     """
     if config.ordered:
         return OrderedReducer(config, arena, accumulator, opt, settings)

@@ -60,15 +60,19 @@ class StepTotals:
 
 
 class ReducerBase:
-    """A TrainStep's side of the group. Making one compares the models of all ranks and sends rank
-    0's weights to the others.
+    """A TrainStep's side of the group: compares the models of all ranks, sends rank 0's weights.
 
     Args:
+        config: of the group.
+        arena: of the model.
+        accumulator: of the arena.
+        opt: the optimizer of the step.
         settings: name -> value of what has to be equal on all ranks beside `config`.
         peer_to_peer: a PeerToPeer of this arena, or None.
 
     Raises:
         ArgumentError: on every rank, naming the first tensor or setting that differs.
+        RankError: where another rank is lost meanwhile.
     """
 
     # Is told when buckets start and finish.

@@ -1,6 +1,6 @@
 """How the ranks of a run find each other: torchrun's environment, the network interface, the store.
 
->>> init_from_environment(600.0)     # torch.distributed's default group, as torchrun describes it
+init_from_environment(600.0)     # torch.distributed's default group, as torchrun describes it
 """
 
 import atexit

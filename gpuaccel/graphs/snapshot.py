@@ -1,7 +1,7 @@
 """State is saved before a warm-up and restored after it: a capture leaves no trace.
 
->>> with preserved([model, opt], "cuda"):
-...     step(batch)                      # trained, and as if it had not been
+with preserved([model, opt], "cuda"):
+    step(batch)                      # trained, and as if it had not been
 """
 
 import contextlib
@@ -25,6 +25,7 @@ def preserved(state, device):
 
     Args:
         state: modules (parameters, buffers, gradients), optimizers, tensors.
+        device: whose random generator is restored, beside the CPU's.
 
     Raises:
         CaptureError: after the block for an optimizer that made state in it whose initial value is

@@ -1,8 +1,8 @@
 """`ga.show` runs a kernel on copies of its tensors and draws which thread touches which element.
 
-    >>> ga.show(saxpy[3, 8], y, 2.0, x, 21)                     # block 0; sliders in a notebook
-    >>> ga.show(saxpy[3, 8], y, 2.0, x, 21, block=2, step=0)    # each thread's first access
-    >>> print(ga.show(trace))                                   # a trace made before, in text
+    ga.show(saxpy[3, 8], y, 2.0, x, 21)                     # block 0; sliders in a notebook
+    ga.show(saxpy[3, 8], y, 2.0, x, 21, block=2, step=0)    # each thread's first access
+    print(ga.show(trace))                                   # a trace made before, in text
 
 Data flows downwards: what a thread reads is above it, what it writes below it. Shared memory is
 between the threads that fill it and those that read it. A solid cell is touched, a pale one only
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import numbers
 import textwrap
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,20 +62,38 @@ MEANINGS = {
 }
 
 
-def show(launch, *args, tensors=(), block=0, step=None, warp=0) -> AccessView:
+def show(
+    launch: Launch | Trace,
+    *args: Any,
+    tensors: Iterable[torch.Tensor] = (),
+    block: int | tuple[int, ...] = 0,
+    step: int | None = None,
+    warp: int = 0,
+) -> AccessView:
     """Draw which thread of a block touches which element, and what that costs.
 
     Nothing is changed: the kernel runs on copies of the tensors, on the CPU.
 
     Args:
-        launch, args: as in `kernel[grid, block](*args)`; or a Trace.
-        tensors: those whose addresses are in a struct or a table.
-        block: a number or (x, y, z).
-        step: which access of each thread, from 0; None: all.
-        warp: the first one drawn, where a block has more than fit.
+        launch: `kernel[grid, block]`; or a simt.Trace, and no arguments.
+        *args: the kernel's arguments, tensors on any device and numbers.
+        tensors: those whose addresses are in a struct or a table. Default: none.
+        block: a number or (x, y, z). Default: the first.
+        step: which access of each thread, from 0; None, the default: all.
+        warp: the first one drawn, where a block has more than fit. Default: 0.
+
+    Returns:
+        An AccessView: a picture in a notebook, with sliders; text in print().
 
     Raises:
         ArgumentError: for what is no launch, touches nothing, or is outside the grid.
+        BackendError: without a C++ compiler.
+
+    Example:
+        >>> kernel = ga.Kernel("accumulate", "accumulate_v1", GRAD_T="float")
+        >>> view = ga.show(kernel[2, 32], torch.zeros(50), torch.ones(50), 50)
+        >>> print(view)
+        accumulate_v1...
     """
     if isinstance(launch, Trace) and not args:
         return AccessView(launch, block, step, warp)
@@ -88,7 +108,18 @@ def show(launch, *args, tensors=(), block=0, step=None, warp=0) -> AccessView:
 
 
 class AccessView:
-    """The picture of a trace. A notebook adds sliders; print() gives the same facts in text."""
+    """The picture of a trace. A notebook adds sliders; print() gives the same facts in text.
+
+    Args:
+        trace: of one launch, from simt.trace.
+        block: a number or (x, y, z).
+        step: which access of each thread, from 0; None: all.
+        warp: the first one drawn, where a block has more than fit.
+
+    Raises:
+        ArgumentError: for a launch that touches nothing, and for a block, step or warp outside of
+            it.
+    """
 
     def __init__(self, trace, block=0, step=None, warp=0):
         self.trace = trace

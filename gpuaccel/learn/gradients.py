@@ -1,7 +1,7 @@
 """The gradient that a step hands to the optimizer, and rates of the kernels that add it.
 
->>> step_gradient(batch, "arena", micro_batches=4)      # a flat fp32 tensor
->>> addition_here()                                     # bars, measured on this GPU
+step_gradient(batch, "arena", micro_batches=4)      # a flat fp32 tensor
+addition_here()                                     # bars, measured on this GPU
 """
 
 import torch

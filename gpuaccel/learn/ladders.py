@@ -3,9 +3,9 @@
 The package itself uses only encoder_backward_v3. Version 1 adds with atomics, so its result differs
 from run to run; version 2 needs buckets that the CPU makes.
 
->>> embedding = ladders.AtomicEmbedding(256, 128)      # an nn.Embedding with version 1
->>> buckets, items = reference_buckets(tokens, C, lane=8)
->>> launch_buckets(dwte, dout, buckets.cuda(), items.cuda())
+    embedding = ladders.AtomicEmbedding(256, 128)      # an nn.Embedding with version 1
+    buckets, items = reference_buckets(tokens, C, lane=8)
+    launch_buckets(dwte, dout, buckets.cuda(), items.cuda())
 
 Source: llm.c's encoder_backward.
 """

@@ -23,11 +23,15 @@ import shlex
 import time
 from dataclasses import dataclass
 from html import escape
+from typing import TYPE_CHECKING, Any
 
 from ..backends import backend
 from ..compiler import Kernel, compile, kernel_names
 from ..errors import CompileError, GpuaccelError
 from .replacement import Verdict, install, kernel_in_steps, restore
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
 
 USAGE = "usage: %%cuda [kernel] [-D MACRO=VALUE ...], or %%cuda --replace kernel"
 RESTORE_USAGE = "usage: %cuda --restore [kernel ...]"
@@ -161,8 +165,22 @@ def restore_kernels(line: str) -> str:
     return f"ours again: {', '.join(names)}" if names else "no kernel was replaced"
 
 
-def load_ipython_extension(shell):
-    """Register %%cuda and %cuda; `%load_ext gpuaccel` calls this."""
+def load_ipython_extension(shell: "InteractiveShell") -> None:
+    """Register `%%cuda` and `%cuda`; `%load_ext gpuaccel` calls this.
+
+    Args:
+        shell: the IPython shell of the notebook.
+
+    Raises:
+        CompileError: of a `%%cuda` cell that does not compile, or whose first line cannot be read.
+
+    Example:
+        >>> from IPython.core.interactiveshell import InteractiveShell
+        >>> shell = InteractiveShell()
+        >>> ga.load_ipython_extension(shell)  # in a notebook: %load_ext gpuaccel
+        >>> "cuda" in shell.magics_manager.lsmagic()["cell"]
+        True
+    """
 
     def cuda(line, cell=None):
         """A cell of CUDA C: %%cuda [kernel] [-D MACRO=VALUE ...]
@@ -187,4 +205,6 @@ def load_ipython_extension(shell):
         shell.user_ns.update(compiled.kernels)
         return compiled
 
-    shell.register_magic_function(cuda, "line_cell", "cuda")
+    # Its type is that of the decorator in IPython which it is not called through.
+    register: Any = shell.register_magic_function
+    register(cuda, "line_cell", "cuda")

@@ -1,11 +1,11 @@
 """Recorded runs of benchmarks/results, beside what a reader measures here.
 
-    >>> recorded.training()                   # a table of the newest run of benchmarks/train.py
-    >>> run = recorded.recorded("accumulate") # the newest result of benchmarks/accumulate.py
-    >>> run.label                             # "Recorded, not run here: NVIDIA H200, ..."
-    >>> run.get("addition", "elements")       # a value of the results; None where the file has none
-    >>> recorded.ledger("01", book)           # one's own ledger, and that of a recorded run
-    >>> gpu_milliseconds(lambda: y.copy_(x))  # median device time on this GPU
+    recorded.training()                   # a table of the newest run of benchmarks/train.py
+    run = recorded.recorded("accumulate") # the newest result of benchmarks/accumulate.py
+    run.label                             # "Recorded, not run here: NVIDIA H200, ..."
+    run.get("addition", "elements")       # a value of the results; None where the file has none
+    recorded.ledger("01", book)           # one's own ledger, and that of a recorded run
+    gpu_milliseconds(lambda: y.copy_(x))  # median device time on this GPU
 
 Where there is no recording, the figures and tables are the Recorded itself, which says so.
 """

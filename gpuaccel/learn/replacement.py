@@ -104,10 +104,20 @@ def replaced(name: str, kernel: "str | Kernel") -> "Iterator[Verdict]":
             from it. What its file in kernels_cu defines (macros, structs, functions) is at hand.
 
     Yields:
-        Its Verdict.
+        A Verdict: how its results compare with ours.
 
     Raises:
-        ReplacementError: with nothing changed, for a kernel that is not right.
+        ReplacementError: with nothing changed, for a kernel that does not compile, makes a mistake,
+            gives other results, or is far slower than ours.
+        ArgumentError: for a kernel that no training step launches.
+
+    Example:
+        >>> from gpuaccel.source import definition
+        >>> text = ga.Kernel("segments", "segments_pieces").text
+        >>> start, end = definition(text, "segments_pieces")  # ours, as if you had written it
+        >>> with ga.replaced("segments_pieces", text[start:end]) as verdict:
+        ...     print(verdict)
+        your segments_pieces is installed: bit-identical to ours in all ... results...
     """
     name = kernel_in_steps(name)
     before = dict(replacements()).get(name)
@@ -140,6 +150,9 @@ def install(name: str, source: str, say: "Callable[[str], None]" = lambda words:
 
 def restore(*names: str) -> "list[str]":
     """Put our kernels back: those named, or all.
+
+    Args:
+        *names: of kernels; none: all that are replaced.
 
     Returns:
         The names of those that were replaced.

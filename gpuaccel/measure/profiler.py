@@ -119,7 +119,11 @@ def _with_sync_records():
 
 
 def trace_events(profiler) -> list:
-    """The events of a finished torch.profiler.profile, as dictionaries of a Chrome trace."""
+    """The events of a finished torch.profiler.profile, as dictionaries of a Chrome trace.
+
+    Args:
+        profiler: a torch.profiler.profile whose block has ended.
+    """
     handle, path = tempfile.mkstemp(suffix=".json", prefix="gpuaccel-profile-")
     os.close(handle)
     try:

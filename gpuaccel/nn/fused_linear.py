@@ -3,8 +3,8 @@ it.
 
 cuBLAS computes acc += dy^T x in one call.
 
-    >>> fused = FusedLinear(layer, arena.grad_views[i])   # layer(x) adds its weight gradient there
-    >>> fused.remove()                                    # an ordinary nn.Linear again
+    fused = FusedLinear(layer, arena.grad_views[i])   # layer(x) adds its weight gradient there
+    fused.remove()                                    # an ordinary nn.Linear again
 
 A layer keeps its class, its parameters and its hooks: a FusedLinear takes the place of its
 `forward`. optim/fused_mode.py makes and removes them. The product is an operation of torch.library
@@ -17,7 +17,7 @@ parameter's place (torch.func.functional_call) the layer is a plain one.
 
 Several layers of one input can be one product:
 
-    >>> q, k, v = fused_linears(x, self.w_q, self.w_k, self.w_v)
+    q, k, v = fused_linears(x, self.w_q, self.w_k, self.w_v)
 """
 
 import enum
@@ -85,12 +85,21 @@ def _key(acc: Tensor) -> "tuple[int, int]":
 
 
 def register_slice(acc: Tensor, target: GradientSlice):
-    """Call `target` before and after each product that is added into `acc`. It is held weakly."""
+    """Call `target` before and after each product that is added into `acc`. It is held weakly.
+
+    Args:
+        acc: (out, in) fp32, a slice of arena.grads.
+        target: what is called.
+    """
     _slices[_key(acc)] = target
 
 
 def unregister_slice(acc: Tensor):
-    """Undo register_slice()."""
+    """Undo register_slice().
+
+    Args:
+        acc: as for register_slice.
+    """
     _slices.pop(_key(acc), None)
 
 
@@ -281,6 +290,10 @@ def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
 
     Args:
         x: (..., in).
+        *layers: nn.Linear, all of the same input.
+
+    Returns:
+        The output of each layer.
     """
     joint = _joint_of(*layers)
     if joint is None:
@@ -330,6 +343,7 @@ def fused_swiglu(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
 
     Args:
         x: (..., in). torch.compile makes one kernel of what follows the product.
+        gate, up: nn.Linear, (..., in) -> (..., out).
     """
     joint = _joint_of(gate, up)
     if joint is None or gate.out_features != up.out_features or not torch.compiler.is_compiling():
@@ -394,7 +408,11 @@ class FusedForward:
 
 
 def fused_forward(layer: nn.Module) -> "FusedForward | None":
-    """What has taken the place of the layer's forward; None: nothing of ours."""
+    """What has taken the place of the layer's forward; None: nothing of ours.
+
+    Args:
+        layer: any module.
+    """
     return getattr(layer, "gpuaccel_fused", None)
 
 
@@ -422,7 +440,11 @@ def adds_to_arena(layer: nn.Module) -> "FusedForward | None":
 
 
 def has_class_forward(layer: nn.Module) -> bool:
-    """Does the layer run the forward of its class, or has somebody replaced it?"""
+    """Whether the layer runs the forward of its class, which nobody has replaced.
+
+    Args:
+        layer: any module.
+    """
     function = getattr(vars(layer).get("forward"), "__func__", None)
     if "forward" not in vars(layer) or function is type(layer).forward:
         return True
@@ -432,15 +454,22 @@ def has_class_forward(layer: nn.Module) -> bool:
 
 
 class Joint(NamedTuple):
-    """Several layers of one input whose weights lie side by side in an arena."""
+    """Several layers of one input whose weights lie side by side in an arena.
 
-    weight: Tensor  # (sum of out, in)
-    grad: Tensor  # the same range of arena.grads, fp32
+    Attributes:
+        weight: (sum of out, in).
+        grad: the same range of arena.grads, fp32.
+    """
+
+    weight: Tensor
+    grad: Tensor
 
 
 class FusedLinear(FusedForward):
-    """forward of an nn.Linear: x (..., in) -> (..., out). Its backward adds the weight's gradient
-    into `grad`."""
+    """forward of an nn.Linear whose backward adds the weight's gradient into `grad`.
+
+    x (..., in) -> (..., out).
+    """
 
     layer: nn.Linear
     joint: "Joint | None" = None
@@ -462,7 +491,11 @@ class FusedLinear(FusedForward):
 
 
 def parameter_use(parameter: nn.Parameter) -> GradientUse:
-    """What the running backward does with this parameter's gradient, hooks apart."""
+    """What the running backward does with this parameter's gradient, hooks apart.
+
+    Args:
+        parameter: of a layer in the running backward.
+    """
     # The node is looked up anew each time: one made outside of a capture would bring its stream in.
     return _node_use(torch.autograd.graph.get_gradient_edge(parameter).node)
 

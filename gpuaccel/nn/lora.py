@@ -1,9 +1,9 @@
 """A linear layer with LoRA: its weight is frozen, and a product of two thin matrices is trained.
 
-    >>> layer = LoRALinear(nn.Linear(64, 32), rank=8, alpha=16)
-    >>> y = layer(x)          # base(x) + B(A(x)) * alpha / rank
-    >>> layer.merge()         # adds the product to the base weight
-    >>> layer.unmerge()       # restores the base weight, bit-identical
+    layer = LoRALinear(nn.Linear(64, 32), rank=8, alpha=16)
+    y = layer(x)          # base(x) + B(A(x)) * alpha / rank
+    layer.merge()         # adds the product to the base weight
+    layer.unmerge()       # restores the base weight, bit-identical
 
 A is (rank, in) and B is (out, rank); B is zero at first (Hu et al., 2021). Names and initial values
 are those of PEFT. A and B are plain nn.Linear layers, so hooks, arenas, fused weight gradients and
@@ -170,7 +170,11 @@ def _linear(weight: Tensor) -> nn.Linear:
 
 
 def frozen_state_dict(module: nn.Module) -> "dict[str, Tensor]":
-    """module.state_dict(), without the merged weights that merged LoRA layers add to it."""
+    """module.state_dict(), without the merged weights that merged LoRA layers add to it.
+
+    Args:
+        module: any module.
+    """
     state = module.state_dict()
     for name, layer in module.named_modules():
         if isinstance(layer, LoRALinear) and layer.merged:
@@ -184,6 +188,7 @@ def linear_features(base: nn.Module, name: str = "base") -> "tuple[int, int]":
     """(in, out) of a layer to which LoRA can be applied.
 
     Args:
+        base: any module.
         name: what error messages call the layer.
 
     Raises:

@@ -1,7 +1,7 @@
 """Attention whose weights are a polynomial of the scores, with relative positions and head gates.
 
->>> layer = ga.PolyAttention(256, 8, degree=3, window=None, max_positions=1024)
->>> y = layer(x)  # (..., T, 256); causal; no residual inside
+    layer = ga.PolyAttention(256, 8, degree=3, window=None, max_positions=1024)
+    y = layer(x)  # (..., T, 256); causal; no residual inside
 
     s_ij = q_i . k_j / sqrt(d) + q_i . PE[i - j] + rho sum_m h_m(q_i) kbar_m(k_j)
     phi_ij = scale (a c^p + b), c = 8 tanh(s_ij / 8)
@@ -769,8 +769,9 @@ def poly_attention(
 
     Args:
         q_tilde: the query that multiplies keys, (B, T, H, d), fp32, bf16 or fp16 (fp64 in torch).
-        q: the query that multiplies relative positions. q, k, v: shape and dtype of q_tilde; views
-            of one linear layer's output are not copied.
+        q: the query that multiplies relative positions, as q_tilde; views of one linear layer's
+            output are not copied.
+        k, v: keys and values, as q_tilde.
         pe: (at least T, d), in their dtype.
         coefficients: (3,) a, b, scale.
         degree: p, odd, from 1 to 41.
@@ -826,22 +827,38 @@ def _check_numbers(degree, window):
 class PolyAttention(nn.Module):
     """Causal polynomial attention, see the top of this module. No residual inside, no biases.
 
-    w_qkv: (3 dim, dim), three projections as one matrix; its rows are q, k, v, each by heads.
-    pe: (max_positions + 1, d), N(0, 0.02), shared by the heads.
-    alpha, beta, coefficients: always fp32.
-
     Args:
-        dim: last dimension of x, (..., T, dim), in w_qkv's dtype or under autocast.
+        dim: last dimension of x, (..., T, dim).
         heads: a divisor of dim.
-        degree: p, odd.
-        window: how many positions a token sees, itself included; None: all before it.
+        degree: p, odd, from 1 to 41.
+        window: how many positions a token sees, itself included; None, the default: all before it.
         max_positions: the largest T.
-        low_rank: with the term in chunk means.
-        adaptive_degree: begin at degree 1; adapt_degree() raises it, up to `degree`.
-        a, b, scale: initial coefficients; scale's default is 1 / sqrt(max_positions + 1).
+        low_rank: with the term in chunk means. Default: True.
+        adaptive_degree: begin at degree 1; adapt_degree() raises it, up to `degree`. Default:
+            False.
+        a: initial coefficient a.
+        b: initial coefficient b.
+        scale: initial scale; default: 1 / sqrt(max_positions + 1).
+        device: of the parameters; default: torch's.
+        dtype: of the parameters w_qkv, pe and w_out; default: torch's.
+
+    Attributes:
+        w_qkv: (3 dim, dim), three projections as one matrix; its rows are q, k, v, each by heads.
+        pe: (max_positions + 1, d), N(0, 0.02), shared by the heads; d is dim / heads.
+        alpha, beta, coefficients: always fp32.
 
     Raises:
-        ArgumentError: for what does not fit.
+        ArgumentError: for a dim that heads does not divide, an even degree, sizes below 1, and
+            coefficients that are not finite.
+
+    Source:
+        kernels_cu/poly_attention.cu.
+
+    Example:
+        >>> layer = ga.PolyAttention(32, heads=4, degree=3, max_positions=16)
+        >>> y = layer(torch.randn(2, 16, 32))
+        >>> y.shape
+        torch.Size([2, 16, 32])
     """
 
     # Buffers. adapted: see _adapted(); None: the degree is fixed. chunks: chunks_of(dim / heads);
@@ -862,8 +879,8 @@ class PolyAttention(nn.Module):
         a: float = 1.0,
         b: float = 0.0,
         scale: "float | None" = None,
-        device=None,
-        dtype=None,
+        device: "str | torch.device | None" = None,
+        dtype: "torch.dtype | None" = None,
     ):
         super().__init__()
         if not (is_size(dim) and is_size(heads)) or dim % heads:
@@ -903,10 +920,25 @@ class PolyAttention(nn.Module):
         self.gate = RichardsCurve("sigmoid", learn=GATE, bounded=True, device=device)
 
     def query(self, q: Tensor) -> Tensor:
-        """q~ (..., d) of q, in torch's operations: see reference_query."""
+        """q~ (..., d) of q, in torch's operations: see reference_query.
+
+        Args:
+            q: (..., d), d = dim / heads.
+        """
         return reference_query(q, self.chunks, self.curve)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Attend to the positions before each one, itself included.
+
+        Args:
+            x: (..., T, dim), in w_qkv's dtype or under autocast, T up to max_positions.
+
+        Returns:
+            (..., T, dim).
+
+        Raises:
+            ArgumentError: for another last dimension and for too many positions.
+        """
         if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-1] != self.dim:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ArgumentError(f"x is {got}; expected a tensor (..., T, {self.dim})")
@@ -940,7 +972,11 @@ class PolyAttention(nn.Module):
         return self.w_out(out.reshape(x.shape))
 
     def set_degree(self, degree: int):
-        """Set the degree, from the next forward on. A captured step keeps the old one."""
+        """Set the degree, from the next forward on. A captured step keeps the old one.
+
+        Args:
+            degree: odd, from 1 to the one that the layer was made with.
+        """
         _check_numbers(degree, None)
         self.degree = degree
         if self.adapted is not None:
@@ -972,12 +1008,16 @@ class PolyAttention(nn.Module):
         rests after a change. When to go up is this package's choice.
 
         Args:
-            loss: the loss after a step; call this after each step, or every few steps.
-            patience, gain: the degree is raised, up to `degree`, if the loss has not fallen by
-                `gain` of itself within `patience` calls.
+            loss: the loss after a step, a number; call this after each step, or every few steps.
+            patience: calls within which the loss has to fall.
+            gain: the part of itself by which it has to fall; else the degree is raised, up to
+                `degree`.
 
         Returns:
-            it.
+            The degree from here on.
+
+        Raises:
+            ArgumentError: for a layer made without adaptive_degree=True.
         """
         if self.adapted is None:
             raise ArgumentError(

@@ -1,9 +1,9 @@
 """The Richards curve, a logistic curve with nine learned parameters, and a GLU made of two.
 
->>> curve = ga.nn.RichardsCurve("tanh")  # y = curve(x), any shape; learns nu, k, m, beta, T, s, b
->>> ga.nn.RichardsCurve(nu=0.5).values()  # (9,) nu, k, m, beta, T, a, c, s, b
->>> layer = ga.RichardsGLU(256, 1024)
->>> y = layer(x)  # x + (x1 R_a(x1) R_g(x2)) W_out, x1 and x2 the halves of x W_in
+    curve = ga.nn.RichardsCurve("tanh")  # y = curve(x), any shape; learns nu, k, m, beta, T, s, b
+    ga.nn.RichardsCurve(nu=0.5).values()  # (9,) nu, k, m, beta, T, a, c, s, b
+    layer = ga.RichardsGLU(256, 1024)
+    y = layer(x)  # x + (x1 R_a(x1) R_g(x2)) W_out, x1 and x2 the halves of x W_in
 
     u = V (s x / T + b)      sigma = (1 + beta exp(-k' (u - m)))^(-1 / nu)
     R(x) = a sigma + c, for tanh a (2 sigma - 1) + c
@@ -88,7 +88,10 @@ def reference_richards(x: Tensor, values: Tensor, tanh: bool = False, birch: boo
     """R(x), the definition, computed in the values' dtype. Differentiable in x and the values.
 
     Args:
-        x: any shape. values: (9,) in the order of NAMES. tanh, birch: the form, see the module.
+        x: any shape.
+        values: (9,) in the order of NAMES.
+        tanh: the form of the curve, see the module.
+        birch: with the birch tail, see the module.
     """
     nu, k, m, beta, T, a, c, s, b = values.unbind()
     V = 2.0 if tanh else 1.0
@@ -464,11 +467,15 @@ class RichardsCurve(nn.Module):
             variant without a and c.
         birch: the birch tail; default: True for "none" and "sigmoid".
         bounded: T stays between 0.1 and 10.
-        values: initial values, nu=0.5, ...
+        device: of theta; default: torch's.
+        **values: initial values, nu=0.5, ...
 
     Raises:
         ArgumentError: for an unknown variant or name, and for a value that is not finite in fp32,
             or not positive where it must be.
+
+    Source:
+        kernels_cu/richards.cu; Richards, A Flexible Growth Function for Empirical Use (1959).
     """
 
     def __init__(
@@ -545,20 +552,39 @@ class RichardsCurve(nn.Module):
 class RichardsGLU(nn.Module):
     """x + w_out(x1 R_a(x1) R_g(x2)), x1 and x2 the halves of w_in(x). The residual is inside.
 
-    w_in: (2 hidden, dim), both projections as one matrix. w_out: (dim, hidden). Both have no bias
-    and begin as N(0, sqrt(2 / fan_in)).
-    activation: R_a, a RichardsCurve that learns all nine parameters.
-    gate: R_g, a sigmoid that learns nu, k, m and a bounded T, which begins at exp(0.1 N(0, 1)).
-
     Args:
-        dim: last dimension of x, (..., dim), in the weights' dtype or under autocast.
-        hidden: width of x1 and x2.
+        dim: last dimension of x, (..., dim), 1 or more.
+        hidden: width of x1 and x2, 1 or more.
+        device: of the parameters; default: torch's.
+        dtype: of w_in and w_out; default: torch's.
+
+    Attributes:
+        w_in: (2 hidden, dim), both projections as one matrix, no bias, N(0, sqrt(2 / fan_in)).
+        w_out: (dim, hidden), no bias, N(0, sqrt(2 / fan_in)).
+        activation: R_a, a RichardsCurve that learns all nine parameters.
+        gate: R_g, a sigmoid that learns nu, k, m and a bounded T, which begins at exp(0.1 N(0, 1)).
 
     Raises:
-        ArgumentError: for sizes below 1, and for another last dimension or dtype.
+        ArgumentError: for sizes below 1.
+
+    Source:
+        kernels_cu/richards_glu.cu.
+
+    Example:
+        >>> layer = ga.RichardsGLU(dim=16, hidden=32)
+        >>> x = torch.randn(2, 8, 16)
+        >>> layer(x).shape == x.shape
+        True
     """
 
-    def __init__(self, dim: int, hidden: int, *, device=None, dtype=None):
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        *,
+        device: "str | torch.device | None" = None,
+        dtype: "torch.dtype | None" = None,
+    ):
         super().__init__()
         if not (is_size(dim) and is_size(hidden)):
             raise ArgumentError(
@@ -575,6 +601,17 @@ class RichardsGLU(nn.Module):
         self.gate = RichardsCurve("sigmoid", learn=GATE, bounded=True, T=T, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The layer's output, with the residual.
+
+        Args:
+            x: (..., dim), in the weights' dtype or under autocast.
+
+        Returns:
+            (..., dim).
+
+        Raises:
+            ArgumentError: for another last dimension or dtype.
+        """
         check_input(x, self.activation.theta, "w_in", self.w_in)
         if x.shape[-1:] != (self.dim,):
             raise ArgumentError(f"x has shape {tuple(x.shape)}; expected (..., {self.dim})")

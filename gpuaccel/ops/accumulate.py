@@ -1,6 +1,6 @@
 """Gradient accumulation of one tensor: acc += grad, summed in fp32.
 
->>> ga.ops.accumulate_(total, grad)  # fp32 total += fp32 or bf16 grad
+    ga.ops.accumulate_(total, grad)  # fp32 total += fp32 or bf16 grad
 
 How backward() accumulates into an arena is in optim/accumulate.py.
 
@@ -30,14 +30,22 @@ def reference_accumulate(acc: Tensor, grad: Tensor) -> Tensor:
     """acc += grad in acc's dtype, rounded once per element: the definition of accumulation.
 
     Args:
-        acc, grad: any shape, dtype and device that torch can add. Returns acc.
+        acc, grad: any shape, dtype and device that torch can add.
+
+    Returns:
+        acc.
     """
     return acc.add_(grad)
 
 
 @functools.cache
 def accumulate_kernel(name: str, dtype: torch.dtype) -> Kernel:
-    """A kernel of accumulate.cu for gradients of this dtype."""
+    """A kernel of accumulate.cu for gradients of this dtype.
+
+    Args:
+        name: of the kernel.
+        dtype: fp32 or bf16.
+    """
     threads = SQUARES_THREADS if name == "accumulate_v4" else THREADS
     return Kernel(
         "accumulate",
@@ -110,7 +118,17 @@ def accumulate_(acc: Tensor, grad: Tensor) -> Tensor:
 
 
 def check_gradient(name: str, grad: Tensor, shape, device):
-    """Raise ArgumentError unless `grad` is a dense fp32 or bf16 tensor of this shape and device."""
+    """Refuse a gradient that is no dense fp32 or bf16 tensor of this shape and device.
+
+    Args:
+        name: for the message.
+        grad: the gradient.
+        shape: that it must have.
+        device: where it must be.
+
+    Raises:
+        ArgumentError: it says what is wrong.
+    """
     problem = None
     if not isinstance(grad, Tensor):
         problem = f"is a {type(grad).__name__}; expected a torch tensor"
@@ -129,7 +147,11 @@ def check_gradient(name: str, grad: Tensor, shape, device):
 
 
 def span(t: Tensor) -> "tuple[int, int]":
-    """Addresses of the first byte of `t` and of the byte behind its last one."""
+    """Addresses of the first byte of `t` and of the byte behind its last one.
+
+    Args:
+        t: any tensor.
+    """
     elements = sum((n - 1) * step for n, step in zip(t.shape, t.stride())) + 1
     return t.data_ptr(), t.data_ptr() + elements * t.element_size()
 

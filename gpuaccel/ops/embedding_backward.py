@@ -1,6 +1,6 @@
 """The encoder, tokens -> wte[token] + wpe[position], and its deterministic backward.
 
->>> ga.ops.encoder_backward(dwte, dwpe, dout, tokens)  # adds into dwte (V, C) and dwpe (T, C)
+    ga.ops.encoder_backward(dwte, dwpe, dout, tokens)  # adds into dwte (V, C) and dwpe (T, C)
 
 The backward adds the rows of a token in the order of their positions, in pieces of 32 that begin
 with the token's first row (ops/token_sort.py). The partial sums of a longer run are added by 16
@@ -49,7 +49,12 @@ def reference_encoder(tokens: Tensor, wte: Tensor, wpe: "Tensor | None" = None) 
     """wte[token] + wpe[position]; NaN for a token out of range.
 
     Args:
-        tokens: (..., T). wte: (V, C). wpe: (at least T, C), or None. Returns (..., T, C).
+        tokens: (..., T).
+        wte: (V, C).
+        wpe: (at least T, C), or None.
+
+    Returns:
+        (..., T, C).
     """
     valid = (tokens >= 0) & (tokens < len(wte))
     out = torch.where(valid[..., None], wte[torch.where(valid, tokens, 0)], torch.nan)
@@ -155,7 +160,12 @@ def _add(sums, index, total, rounding, tensor):
 
 @functools.cache
 def encoder_kernel(name: str, **macros) -> Kernel:
-    """A kernel of encoder.cu."""
+    """A kernel of encoder.cu.
+
+    Args:
+        name: of the kernel.
+        **macros: its types and options.
+    """
     return Kernel(
         "encoder",
         name,
@@ -293,6 +303,7 @@ def encoder_backward(
             None: to the nearest.
         step: a number, or an int32 tensor of one element on the device, which a captured call reads
             whenever it is replayed.
+        micro_batch: number of this micro-batch in its step.
 
     Raises:
         ArgumentError: with nothing changed, for a wrong dtype, shape or device, sums that are not
@@ -382,9 +393,17 @@ def _rounding_problem(seed, step, micro_batch, tokens) -> "str | None":
 
 
 def check_range(tokens: Tensor, vocab: int):
-    """ArgumentError for the first token outside of 0 .. vocab - 1, where the host can see it.
+    """Refuse tokens outside of 0 .. vocab - 1, where the host can see them.
 
-    It cannot see those on a GPU, those without memory (meta, fake), and those of a recording."""
+    It cannot see those on a GPU, those without memory (meta, fake), and those of a recording.
+
+    Args:
+        tokens: integers, any shape.
+        vocab: number of different tokens.
+
+    Raises:
+        ArgumentError: for the first such token, with its position.
+    """
     if (
         not tokens.is_cpu
         or type(tokens) is not Tensor
@@ -404,7 +423,14 @@ def check_range(tokens: Tensor, vocab: int):
 
 @torch.no_grad()
 def add_gradients(dwte, dwpe, dout, segments, by_count, rounding):
-    """encoder_backward without its checks: by the kernels where they can run, else in torch."""
+    """encoder_backward without its checks: by the kernels where they can run, else in torch.
+
+    Args:
+        dwte, dwpe, dout: as for encoder_backward.
+        segments: of the batch.
+        by_count: divide a token's sum by the number of its rows.
+        rounding: as NO_ROUNDING, or (seed, step, micro-batch) of stochastic rounding.
+    """
     tensors = (dwte, dwpe, dout)
     if takes(dout.device) and all(t is None or t.dtype in FLOAT_DTYPES for t in tensors):
         launch_backward(dwte, dwpe, dout.contiguous(), segments, by_count, rounding)

@@ -1,7 +1,7 @@
 """Stochastic rounding to bf16 and the random bits for it, in torch, as in kernels_cu/common.cuh.
 
-    >>> noise = reference_random_bits(seed, tensor=0, elements=x.numel(), step=1)
-    >>> reference_round(x, noise)                            # bf16, unbiased: E[result] = x
+    noise = reference_random_bits(seed, tensor=0, elements=x.numel(), step=1)
+    reference_round(x, noise)                            # bf16, unbiased: E[result] = x
 
 Source: Philox (Salmon et al., 2011).
 """
@@ -30,6 +30,7 @@ def reference_round(x: Tensor, noise: Tensor) -> Tensor:
     """fp32 -> bf16, rounded up with the probability of what is cut off.
 
     Args:
+        x: fp32, any shape.
         noise: 16 random bits per element in an int64.
     """
     bits = x.contiguous().view(torch.int32).long() & 0xFFFFFFFF

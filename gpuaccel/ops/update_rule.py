@@ -1,6 +1,6 @@
 """What an optimizer's launches need to know of its formula, and the launches themselves.
 
-    >>> LION = UpdateRule("lion", ("exp_avg",), reference_lion)    # kernels_cu/lion.cu, and torch's
+    LION = UpdateRule("lion", ("exp_avg",), reference_lion)    # kernels_cu/lion.cu, and torch's
 
 The rest is read from the CUDA C text: `struct Settings` names the hyperparameters that the host
 writes to the device, `struct Coefficients` says how much memory a tensor's coefficients take.
@@ -157,17 +157,29 @@ def _reader(name: str):
 
 @dataclass(slots=True)
 class Job:
-    """One tensor of one step."""
+    """One tensor of one step.
 
-    number: int  # among the optimizer's tensors
+    Attributes:
+        number: of the tensor, among the optimizer's.
+        group: number of its parameter group.
+        weight: what is updated: a parameter, or a master.
+        grad: its gradient, or its slice of the arena's sums.
+        state: the state tensors, in the order of state_keys; None: not in this group.
+        step: () fp32, the tensor's count of steps.
+        copy: bf16, where the rounded weight goes, or None.
+        clear: whether the gradient is an arena's sum, which is set to zero.
+        macros: of the group's options.
+    """
+
+    number: int
     group: int
     weight: Tensor
     grad: Tensor
-    state: "tuple[Tensor | None, ...]"  # in the order of state_keys; None: not in this group
-    step: Tensor  # () fp32
-    copy: "Tensor | None"  # bf16, where the rounded weight goes
-    clear: bool  # the gradient is an arena's sum: set it to zero
-    macros: tuple  # of the group's options
+    state: "tuple[Tensor | None, ...]"
+    step: Tensor
+    copy: "Tensor | None"
+    clear: bool
+    macros: tuple
 
 
 class Jobs(list):
@@ -187,21 +199,35 @@ class Jobs(list):
 
 @dataclass(slots=True)
 class StepInputs:
-    """What all tensors of a step on one device depend on."""
+    """What all tensors of a step on one device depend on.
 
-    clip: "ClipState | None"  # norms and scales; None: no norm was taken
-    groups: "Tensor | None"  # per tensor: its row of `clip`; None: there is one row
-    skip: bool  # leave out the step where a norm is not finite
-    divisor: "Tensor | None"  # (1) fp32, of the gradients
-    found_inf: "Tensor | None"  # (1) fp32, of torch.amp.GradScaler: not 0: leave out the step
-    record: Tensor  # (4) int32: steps asked for, skipped; at the last skip: which step, tensor
+    Attributes:
+        clip: norms and scales; None: no norm was taken.
+        groups: (tensors,) int32, the row of each tensor in clip; None: there is one row.
+        skip: leave out the step where a norm is not finite.
+        divisor: (1,) fp32, of the gradients, or None.
+        found_inf: (1,) fp32, of torch.amp.GradScaler: not 0: leave out the step; or None.
+        record: (4,) int32: steps asked for, skipped; at the last skip: which step, tensor.
+    """
+
+    clip: "ClipState | None"
+    groups: "Tensor | None"
+    skip: bool
+    divisor: "Tensor | None"
+    found_inf: "Tensor | None"
+    record: Tensor
 
 
 # ---- launchers -----------------------------------------------------------------------------------
 
 
 def launch_settings(settings: Tensor, values: "list[float]"):
-    """settings_write: write numbers to the device, by value, 256 per launch."""
+    """Write numbers to the device by settings_write, by value, 256 per launch.
+
+    Args:
+        settings: fp64 on the device.
+        values: as many numbers.
+    """
     for start in range(0, len(values), MAX_VALUES):
         part = values[start : start + MAX_VALUES]
         packed = VALUES.pack(*part, *[0.0] * (MAX_VALUES - len(part)))
@@ -219,7 +245,13 @@ def _pack_steps(jobs):
 
 
 def list_launches(rule: UpdateRule, jobs: "list[Job]", stochastic: bool) -> "list[tuple]":
-    """For launch_update: <file>_v2 over any tensors, a launch per 60 of the same dtypes."""
+    """For launch_update: <file>_v2 over any tensors, a launch per 60 of the same dtypes.
+
+    Args:
+        rule: of the optimizer.
+        jobs: of this step.
+        stochastic: round bf16 weights stochastically.
+    """
     # Jobs of one kernel, each with its place among the coefficients.
     classes: "dict[tuple, list[tuple[int, Job]]]" = {}
     launches = []
@@ -258,6 +290,10 @@ def list_launches(rule: UpdateRule, jobs: "list[Job]", stochastic: bool) -> "lis
 def arena_runs(jobs: "list[Job]", arena) -> "list[tuple]":
     """Neighbours in the arena with the same options, which one launch updates.
 
+    Args:
+        jobs: in the arena's order.
+        arena: that they lie in.
+
     Returns:
         (first chunk, last chunk, offset, one of the jobs) of each run; a tensor's number less
         `offset` is its place among the coefficients.
@@ -282,9 +318,15 @@ def arena_launch(
     """<file>_v3 over chunks [first, last) of flat buffers: for launch_update.
 
     Args:
+        rule: of the optimizer.
         job: one of the tensors: its options hold for all.
-        weights, grads: (N,) fp32. buffers: state key -> (N,) fp32. copy: (N,) bf16 or None.
-        chunks: (N / CHUNK, 4) int32, the arena's table. offset: see arena_runs.
+        stochastic: round bf16 weights stochastically.
+        weights, grads: (N,) fp32.
+        buffers: state key -> (N,) fp32.
+        copy: (N,) bf16 or None.
+        chunks: (N / CHUNK, 4) int32, the arena's table.
+        first, last: the range of chunks.
+        offset: see arena_runs.
     """
     kernel = rule.update_kernel("v3", torch.float32, torch.float32, job.macros, stochastic)
     state = [None if t is None else buffers[key] for key, t in zip(rule.state_keys, job.state)]
@@ -294,6 +336,12 @@ def arena_launch(
 
 def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInputs) -> Tensor:
     """<file>_begin: count the step, or skip it.
+
+    Args:
+        rule: of the optimizer.
+        jobs: of this step.
+        settings: the groups' numbers on the device, fp64.
+        inputs: of this step.
 
     Returns:
         The coefficients, (tensors, rule.coefficients) fp32.
@@ -324,7 +372,13 @@ def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInp
 
 
 def launch_update(launches: "list[tuple]", coefficients: Tensor, seed: Tensor):
-    """Launch what list_launches() or arena_launch() prepared. seed: (1) fp64 on the device."""
+    """Launch what list_launches() or arena_launch() prepared.
+
+    Args:
+        launches: what they returned.
+        coefficients: of launch_begin.
+        seed: (1,) fp64 on the device.
+    """
     for launch, arguments, jobs in launches:
         tensors = (t for j in jobs for t in (j.weight, j.grad, *j.state, j.copy))
         launch(coefficients, seed, *arguments, tensors=tensors)
@@ -348,8 +402,13 @@ def reference_step(
     wait.
 
     Args:
-        rows: of each job among the rows of `inputs.clip`. count_it: this call counts the step in
-            `inputs.record`. seed: of stochastic rounding; None: to the nearest.
+        rule: of the optimizer.
+        jobs: of this step.
+        param_groups: of the optimizer.
+        inputs: of this step.
+        rows: of each job among the rows of `inputs.clip`.
+        count_it: this call counts the step in `inputs.record`.
+        seed: of stochastic rounding; None: to the nearest.
     """
     device = jobs[0].weight.device
     clip = inputs.clip

@@ -1,11 +1,11 @@
 """Gradient accumulation: backward adds gradients into the arena's fp32 sum, in one of four modes.
 
-    >>> ga.ops.accumulate_(total, fresh)              # one tensor: fp32 total += fp32 or bf16 fresh
-    >>> arena = ga.Arena(model)
-    >>> accumulator = ga.GradientAccumulator(arena, "arena")
-    >>> for micro in micro_batches:                   # every backward() adds into arena.grads
-    ...     loss(model, micro).backward()
-    >>> opt.step(); opt.zero_grad()                   # any torch optimizer over arena.parameters()
+    ga.ops.accumulate_(total, fresh)              # one tensor: fp32 total += fp32 or bf16 fresh
+    arena = ga.Arena(model)
+    accumulator = ga.GradientAccumulator(arena, "arena")
+    for micro in micro_batches:                   # every backward() adds into arena.grads
+        loss(model, micro).backward()
+    opt.step(); opt.zero_grad()                   # any torch optimizer over arena.parameters()
 
 The modes, each faster than the one before:
   host      downloads each gradient, adds it on the CPU, and uploads the sum
@@ -105,7 +105,8 @@ class GradientAccumulator:
 
     Args:
         arena: an arena without an accumulator.
-        mode: "host", "autograd", "arena" or "fused" (this module's first lines).
+        mode: how a fresh gradient gets into the sum: "host", "autograd", "arena" or "fused" (this
+            module's first lines). Default: "arena", one launch for many tensors.
         exposed_after: "backward" or "finish". "finish" is for a caller that ends its windows with
             finish() itself, and saves the modes `host` and `autograd` a pass over memory per
             backward: before finish() their sums do not stand as `.grad`. In all modes the `.grad`
@@ -113,6 +114,18 @@ class GradientAccumulator:
 
     Raises:
         ArgumentError: for an unknown mode and for an arena that has an accumulator already.
+
+    Source:
+        kernels_cu/accumulate.cu.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2, device=ga.default_device())
+        >>> with ga.GradientAccumulator(ga.Arena(model)) as accumulator:
+        ...     for micro_batch in torch.ones(3, 8, 4, device=ga.default_device()):
+        ...         model(micro_batch).sum().backward()
+        ...     accumulator.finish()
+        ...     print(model.bias.grad.tolist())
+        [24.0, 24.0]
     """
 
     def __init__(self, arena: Arena, mode: str = "arena", *, exposed_after: str = "backward"):
@@ -280,6 +293,9 @@ class GradientAccumulator:
             squares: whether the last accumulation kernel also writes the chunks' sums of squares,
                 of which the norm is made.
             listener: its methods are called while backward runs.
+
+        Returns:
+            A context manager.
         """
         self._squares = squares
         self._listener = listener
@@ -355,17 +371,29 @@ class GradientAccumulator:
         return mask
 
     def restore(self, mask: int):
-        """Continue the window that detach() closed. mask: what it returned."""
+        """Continue the window that detach() closed.
+
+        Args:
+            mask: what detach() returned.
+        """
         self._window.received = [bool(mask >> i & 1) for i in range(len(self.received))]
         self._window.expose()
 
     def window_state(self) -> "tuple[list[bool], list[bool], frozenset[int]]":
-        """Which tensors have received a gradient, which have their sum exposed as `.grad`, and
-        cleared_by_step. For set_window_state()."""
+        """The state of the window, for set_window_state().
+
+        Returns:
+            Which tensors have received a gradient, which have their sum exposed as `.grad`, and
+            cleared_by_step.
+        """
         return [*self._window.received], [*self._window.exposed], self.cleared_by_step
 
     def set_window_state(self, state: "tuple[list[bool], list[bool], frozenset[int]]"):
-        """Set what window_state() returned. The sums and `.grad` are left to the caller."""
+        """Set what window_state() returned. The sums and `.grad` are left to the caller.
+
+        Args:
+            state: what window_state() returned.
+        """
         received, exposed, cleared = state
         self._reset(cleared)
         self._window.received = [*received]
@@ -395,7 +423,11 @@ class GradientAccumulator:
 
     @staticmethod
     def of(arena: Arena) -> "GradientAccumulator | None":
-        """The open accumulator of an arena, None when there is none."""
+        """The open accumulator of an arena, None when there is none.
+
+        Args:
+            arena: any arena.
+        """
         return next((a for a in _accumulators if a.arena is arena), None)
 
     def __enter__(self) -> "Self":

@@ -1,11 +1,11 @@
 """The arena: flat buffers with a module's trainable tensors, gradient sums and fp32 masters.
 
-    >>> arena = ga.Arena(model)        # the module's parameters become views, all else is unchanged
-    >>> arena.weights, arena.grads     # (N,) fp32 each
-    >>> arena.bf16_weights             # (N,) bf16; None for a module without bf16 parameters
-    >>> opt = torch.optim.AdamW(arena.parameters())
-    >>> print(arena.summary())
-    >>> arena.release()                # ordinary parameters again
+    arena = ga.Arena(model)        # the module's parameters become views, all else is unchanged
+    arena.weights, arena.grads     # (N,) fp32 each
+    arena.bf16_weights             # (N,) bf16; None for a module without bf16 parameters
+    opt = torch.optim.AdamW(arena.parameters())
+    print(arena.summary())
+    arena.release()                # ordinary parameters again
 
 Layout: tensors stand in reverse registration order, which is the order in which backward computes
 their gradients. Each is padded with zeros to a multiple of CHUNK elements. So a transformer block,
@@ -47,25 +47,45 @@ _arenas: "weakref.WeakSet[Arena]" = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class Segment:
-    """One tensor's range of the arena. Offsets and counts are in elements."""
+    """One tensor's range of the arena. Offsets and counts are in elements.
+
+    Attributes:
+        name: of the parameter in the module.
+        shape: of the tensor.
+        numel: elements without padding.
+        offset: of the first element, a multiple of CHUNK.
+        block: index into arena.blocks.
+        decay: whether weight decay applies (matrices, not norms and biases).
+        lr_scale: multiplier of the learning rate.
+        embedding: whether it is the weight of an nn.Embedding that is not also an output layer.
+    """
 
     name: str
     shape: torch.Size
-    numel: int  # without padding
-    offset: int  # multiple of CHUNK
-    block: int  # index into arena.blocks
-    decay: bool  # weight decay applies (matrices, not norms and biases)
-    lr_scale: float  # multiplier of the learning rate
-    embedding: bool  # the weight of an nn.Embedding that is not also an output layer
+    numel: int
+    offset: int
+    block: int
+    decay: bool
+    lr_scale: float
+    embedding: bool
 
     @property
     def padded(self) -> int:
+        """Elements with padding, a multiple of CHUNK."""
         return -(-self.numel // CHUNK) * CHUNK
 
 
 @dataclass(frozen=True)
 class Block:
-    """A contiguous range of the arena: elements [start, stop), segments [first, last)."""
+    """A contiguous range of the arena, of one block of the module.
+
+    Attributes:
+        name: of the block in the module, or of its first and last parameter.
+        start: the block's first element.
+        stop: the element behind its last one.
+        first: index of its first segment.
+        last: the index behind that of its last segment.
+    """
 
     name: str
     start: int
@@ -75,10 +95,20 @@ class Block:
 
 
 class Summary:
-    """Bytes of the fp32 gradient accumulator.
+    """Bytes of the fp32 gradient accumulator; `print` shows them by block.
 
-    `block_bytes` (everything but embeddings), `embedding_bytes`, `padding_bytes`, `total_bytes`.
-    `Summary(*lay_out(module))` needs no memory: the module may be on the meta device."""
+    `Summary(*lay_out(module))` needs no memory: the module may be on the meta device.
+
+    Args:
+        segments: of the arena, in its order.
+        blocks: of the arena, in its order.
+
+    Attributes:
+        block_bytes: of everything but embeddings.
+        embedding_bytes: of embeddings.
+        padding_bytes: of the padding between tensors.
+        total_bytes: of the whole accumulator.
+    """
 
     def __init__(self, segments: "list[Segment]", blocks: "list[Block]"):
         numel = blocks[-1].stop
@@ -262,26 +292,44 @@ class Arena:
     the next step. An edit through `.data` or NumPy is not: call adopt(everything=True) after it.
 
     Args:
-        decay: callable (name, parameter) -> bool: does weight decay apply? Default: to tensors of
-            two and more dimensions.
-        lr_scale: callable (name, parameter) -> float, the multiplier of the learning rate. Default:
-            1.
+        module: an nn.Module whose trainable parameters are fp32 or bf16, dense, on one device.
+        decay: function of (name, parameter) -> bool: whether weight decay applies. Default: to
+            tensors of two and more dimensions.
+        lr_scale: function of (name, parameter) -> float, the multiplier of the learning rate.
+            Default: 1 for all.
+
+    Attributes:
+        weights: (N,) fp32, the fp32 parameters and the fp32 masters of bf16 parameters.
+        grads: (N,) fp32, the sums of the gradients.
+        bf16_weights: (N,) bf16, the bf16 parameters; None for a module without any.
+        params: the module's parameters, in the order of the arena.
+        masters: of each parameter its fp32 master, or itself where it is fp32.
+        grad_views: the slices of `grads`, in the tensors' shapes.
+        segments: where each tensor lies (Segment).
+        blocks: the ranges of the module's blocks (Block).
 
     Raises:
-        ArgumentError: naming the parameter and with nothing changed, for a module without trainable
+        ArgumentError: with nothing changed and the parameter named, for a module without trainable
             parameters, and for one whose parameters are sparse, complex, fp16, fp64, on the meta
-            device, on several devices, or overlap in memory.
+            device, on several devices, in another arena, or overlap in memory; for what is no
+            module, and for a decay or lr_scale that is no function.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.LayerNorm(2))
+        >>> arena = ga.Arena(model)
+        >>> arena.parameter_names()
+        ['0.weight', '0.bias', '1.weight', '1.bias']
+        >>> arena.weights.shape, arena.grads.dtype
+        (torch.Size([16384]), torch.float32)
+        >>> opt = torch.optim.AdamW(arena.parameter_groups(weight_decay=0.1), lr=1e-3)
+        >>> arena.release()
     """
 
-    # (N,) fp32 each.
     weights: Tensor
     grads: Tensor
-    # (N,) bf16; None: the module has no bf16 parameters.
     bf16_weights: "Tensor | None"
-    # In the order of the arena: the module's parameters, and of each its fp32 master or itself.
     params: "list[nn.Parameter]"
     masters: "list[nn.Parameter]"
-    # The slices of `grads`, in the tensors' shapes.
     grad_views: "list[Tensor]"
     segments: "list[Segment]"
     blocks: "list[Block]"
@@ -398,12 +446,24 @@ class Arena:
         return master
 
     def slice(self, buffer: Tensor, i: int) -> Tensor:
-        """Tensor i's part of a flat buffer (N,), in the tensor's shape."""
+        """Tensor i's part of a flat buffer (N,), in the tensor's shape.
+
+        Args:
+            buffer: (N,), one of the arena's buffers or one like them.
+            i: index of the tensor in `segments`.
+
+        Returns:
+            A view of the buffer in the tensor's shape, without the padding.
+        """
         s = self.segments[i]
         return buffer[s.offset : s.offset + s.numel].view(s.shape)
 
     def number_of(self, parameter: Tensor) -> "int | None":
-        """The index of a parameter of the module in the arena; None: it is not in the arena."""
+        """The index of a parameter of the module in the arena; None: it is not in the arena.
+
+        Args:
+            parameter: a parameter of the module; a master is none.
+        """
         return self._index.get(id(parameter))
 
     @staticmethod
@@ -413,7 +473,11 @@ class Arena:
 
     @staticmethod
     def of(module: nn.Module) -> "Arena | None":
-        """The arena that holds this module's parameters, None when there is none."""
+        """The arena that holds this module's parameters, None when there is none.
+
+        Args:
+            module: the very module that an arena was made of; a part of it has none.
+        """
         return next((a for a in _arenas if a.module is module), None)
 
     def __repr__(self):
@@ -436,6 +500,7 @@ class Arena:
         return [s.name for s in reversed(self.segments)]
 
     def named_parameters(self) -> "dict[str, nn.Parameter]":
+        """name -> tensor of each of parameters(), in their order."""
         return dict(zip(self.parameter_names(), self.parameters()))
 
     def named_master(self) -> "dict[str, nn.Parameter]":
@@ -457,6 +522,9 @@ class Arena:
         Args:
             weight_decay: for the tensors whose segment has `decay`; 0 for the others.
             lr: with it there is one group per lr_scale, whose rate is lr * lr_scale.
+
+        Returns:
+            A list of dicts with `params`, `weight_decay` and, where it is given, `lr`.
         """
         groups: "dict[tuple[bool, float], dict]" = {}
         for s, master in zip(reversed(self.segments), self.parameters()):
@@ -478,7 +546,11 @@ class Arena:
         self.squares.invalidate()
 
     def is_updated_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Does this optimizer hold some of parameters()?"""
+        """Whether this optimizer holds some of parameters().
+
+        Args:
+            optimizer: any torch optimizer.
+        """
         return any(
             id(p) in self.master_ids for group in optimizer.param_groups for p in group["params"]
         )
@@ -488,11 +560,13 @@ class Arena:
         """Move a buffer and all its views into other memory, with their values.
 
         Call it before an accumulator is made: addresses taken before are those of the old memory.
-        ArgumentError as for check().
 
         Args:
             name: `grads`, `weights` or `bf16_weights`.
             memory: (N,) of the buffer's dtype and device.
+
+        Raises:
+            ArgumentError: as for check().
         """
         self.check()
         buffer = getattr(self, name)
@@ -510,7 +584,11 @@ class Arena:
         self._addresses = [p.data_ptr() for p in self.params]
 
     def check(self):
-        """Raise ArgumentError, naming the parameter, when one no longer is a view of the arena."""
+        """Find parameters that no longer are views of the arena.
+
+        Raises:
+            ArgumentError: for the first one, with its name and the way out.
+        """
         moved = [
             s
             for p, address, s in zip(self.params, self._addresses, self.segments)

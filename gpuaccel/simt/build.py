@@ -1,7 +1,7 @@
 """CUDA C in, a shared library for the CPU out: the host compiler's options and messages, the cache.
 
-    >>> program = build.program(source, "x.cu", ["add"], checked=False)
-    >>> program.library.simt_run_add          # loaded; simt/driver.py launches it
+    program = build.program(source, "x.cu", ["add"], checked=False)
+    program.library.simt_run_add          # loaded; simt/driver.py launches it
 
 The source is not changed, except for `extern __shared__`, which a host compiler does not know.
 simt.h defines the keywords and functions of CUDA C.

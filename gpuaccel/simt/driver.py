@@ -1,8 +1,8 @@
 """Launches a compiled kernel on the CPU: its mode, workers, time limit and faults.
 
-    >>> with ga.checked():                    # check every access, see checking.py
-    ...     kernel[grid, block](x, y, n)
-    >>> ga.checked(False)                     # fast, from now on
+    with ga.checked():                    # check every access, see checking.py
+        kernel[grid, block](x, y, n)
+    ga.checked(False)                     # fast, from now on
 
 `GPUACCEL_SIMT` is `auto` (kernels from strings are checked, those of kernels_cu are not),
 `checked` or `fast`. `GPUACCEL_SIMT_SECONDS` is the time limit of one launch, 20 by default.
@@ -97,11 +97,26 @@ _mode: "tuple[str | None, float | None]" = (None, None)
 class checked(ProcessSwitch):
     """Turn the checks of kernels on the CPU on or off, for the whole process with all its threads.
 
-    Like `use_backend` it is a call, a `with` block or a decorator.
+    Like `use_backend` it is a call, a `with` block or a decorator. The checks see accesses outside
+    of
+    tensors, races, values that were never written, and barriers that not all threads reach.
 
     Args:
-        on: True checks every launch, False none; None leaves it to `GPUACCEL_SIMT`
-        seconds: time limit of one launch; 0 for none, None leaves it as it is
+        on: True, the default, checks every launch, False none; None leaves it to `GPUACCEL_SIMT`.
+        seconds: time limit of one launch; 0 for none; None, the default, leaves it as it is.
+
+    Raises:
+        ArgumentError: for another value of `on`, and for seconds that are no number of 0 or more.
+
+    Example:
+        >>> source = 'extern "C" __global__ void ones(float* x) { x[threadIdx.x] = 1.0f; }'
+        >>> ones = ga.compile(source)
+        >>> with ga.checked(), ga.use_backend("simt"):
+        ...     try:
+        ...         ones[1, 8](torch.zeros(7))
+        ...     except ga.errors.KernelError as error:
+        ...         print(error)
+        ones ...thread 7 of block 0 writes x[7]: x has 7 elements of float32...
     """
 
     def __init__(self, on: "bool | None" = True, *, seconds: "float | None" = None):
@@ -123,7 +138,14 @@ class checked(ProcessSwitch):
 
 
 def is_checked(learner: bool) -> bool:
-    """Whether a launch is checked. learner: the kernel was made from a string."""
+    """Whether a launch is checked.
+
+    Args:
+        learner: the kernel was made from a string.
+
+    Raises:
+        BackendError: for an unknown value of GPUACCEL_SIMT.
+    """
     mode = _mode[0] or os.environ.get("GPUACCEL_SIMT") or "auto"
     if mode not in MODES:
         raise BackendError(f"GPUACCEL_SIMT is {mode!r}; expected one of {', '.join(MODES)}")
@@ -131,7 +153,11 @@ def is_checked(learner: bool) -> bool:
 
 
 def time_limit() -> float:
-    """Seconds that a launch may take; 0 for no limit."""
+    """Seconds that a launch may take; 0 for no limit.
+
+    Raises:
+        BackendError: for a GPUACCEL_SIMT_SECONDS that is no number of 0 or more.
+    """
     if _mode[1] is not None:
         return float(_mode[1])
     text = os.environ.get("GPUACCEL_SIMT_SECONDS") or "20"

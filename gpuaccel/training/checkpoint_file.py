@@ -1,8 +1,8 @@
 """One checkpoint as a file: safetensors without pickle, verified by sha256 when it is read.
 
-    >>> write_file(path, tensors, step=200, state={"extra": pack(extra, "extra")})
-    >>> contents = read_file(path)
-    >>> contents.tensors, contents.step, unpack(contents.state["extra"])
+    write_file(path, tensors, step=200, state={"extra": pack(extra, "extra")})
+    contents = read_file(path)
+    contents.tensors, contents.step, unpack(contents.state["extra"])
 
 The metadata of the safetensors file hold the format, the step, one sha256 per tensor, one over all
 of it, and as JSON the state: everything that is no tensor. Any tool that reads safetensors can read

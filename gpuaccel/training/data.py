@@ -1,9 +1,9 @@
 """Real text, tokens and batches, with nothing downloaded.
 
-    >>> dataset = make_dataset()             # the text of Python's standard library, as bytes
-    >>> batches = Batches(dataset.train, batch=8, T=128, seed=0)
-    >>> inputs, targets = next(batches)      # (8, 128) int64 each; targets are one token further on
-    >>> dataset.tokenizer.decode(inputs[0])
+    dataset = make_dataset()             # the text of Python's standard library, as bytes
+    batches = Batches(dataset.train, batch=8, T=128, seed=0)
+    inputs, targets = next(batches)      # (8, 128) int64 each; targets are one token further on
+    dataset.tokenizer.decode(inputs[0])
 
 Text is a file, a folder, or by default the `.py` files of the standard library, which are on every
 machine. Tokens are bytes (`ByteTokenizer`) or a byte-level BPE (`train_bpe`, kept in the cache).
@@ -40,11 +40,17 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text to train on."""
+    """Text to train on.
 
-    documents: "list[str]"  # at least one; none is empty
-    source: str  # where the text is from, in words
-    bytes: int  # length of all documents as UTF-8
+    Attributes:
+        documents: texts, at least one; none is empty.
+        source: where the text is from, in words.
+        bytes: length of all documents as UTF-8.
+    """
+
+    documents: "list[str]"
+    source: str
+    bytes: int
 
     def digest(self) -> str:
         """sha256 over the documents and where each ends."""
@@ -99,6 +105,7 @@ def load_text(path: "str | os.PathLike | None" = None, *, max_bytes: "int | None
     Raises:
         DataError: for no such file or folder, no text in it, a file that cannot be read or is not
             UTF-8 (with the byte's offset).
+        ArgumentError: for a max_bytes below 1.
     """
     if max_bytes is not None and max_bytes < 1:
         raise ArgumentError(f"max_bytes is {max_bytes}; expected None or at least 1")
@@ -251,9 +258,13 @@ def train_bpe(corpus: Corpus, vocab_size: int = 32768, cache: bool = True) -> BP
     """Train a byte-level BPE on a text.
 
     Args:
+        corpus: what load_text returned.
         vocab_size: 256 to 65,536; the tokenizer has fewer entries if too few pairs repeat.
         cache: read a tokenizer that was trained on this text with this size before. Training takes
             about 7 s for the standard library on two cores.
+
+    Raises:
+        ArgumentError: for a vocab_size out of range.
     """
     if not 256 <= vocab_size <= 65536:
         raise ArgumentError(
@@ -283,13 +294,21 @@ def train_bpe(corpus: Corpus, vocab_size: int = 32768, cache: bool = True) -> BP
 
 @dataclass(frozen=True, eq=False)
 class TokenDataset:
-    """A corpus as tokens. `train` and `val` share no text."""
+    """A corpus as tokens. `train` and `val` share no text.
 
-    train: torch.Tensor  # (N,) int32, documents one after another
-    val: torch.Tensor  # (M,) int32
+    Attributes:
+        train: (N,) int32, documents one after another.
+        val: (M,) int32; shares no text with `train`.
+        vocab_size: number of different tokens.
+        tokenizer: made the tokens, and decodes them.
+        source: where the text came from, in words.
+    """
+
+    train: torch.Tensor
+    val: torch.Tensor
     vocab_size: int
     tokenizer: "ByteTokenizer | BPETokenizer"
-    source: str  # where the text came from, in words
+    source: str
 
 
 def _split(documents):
@@ -314,14 +333,28 @@ def make_dataset(
     max_bytes: "int | None" = None,
     vocab_size: int = 32768,
 ) -> TokenDataset:
-    """A text as tokens, split into training and validation.
-
-    A BPE and its tokens are kept in the cache: only the first call for a text takes time.
+    """Read a text as tokens, split into training and validation.
 
     Args:
-        path, max_bytes: which text, see `load_text`.
-        tokenizer: "byte" (256 tokens), "bpe" (trained on this text, up to `vocab_size` tokens), or
-            a tokenizer you have.
+        path: a text file, a folder of texts, or None: the standard library. See load_text.
+        tokenizer: "byte" (256 tokens, the default), "bpe" (trained on this text, up to `vocab_size`
+            tokens), or a tokenizer you have, with encode and decode.
+        max_bytes: stop after that many bytes of text. Default: all of it.
+        vocab_size: of a "bpe" that is trained, 256 to 65,536.
+
+    Returns:
+        A TokenDataset: `train` and `val`, int32 tokens.
+
+    Raises:
+        ArgumentError: for what is no tokenizer, a vocab_size out of range, and max_bytes below 1.
+        DataError: for no such file or folder, no text in it, and a file that is not UTF-8.
+
+    Example:
+        >>> import pathlib
+        >>> size = pathlib.Path("corpus.txt").write_text("to be, or not to be. " * 100)
+        >>> data = ga.make_dataset("corpus.txt")
+        >>> len(data.train), len(data.val), data.vocab_size
+        (1890, 210, 256)
     """
     if isinstance(tokenizer, str) and tokenizer not in ("byte", "bpe"):
         raise ArgumentError(
@@ -397,7 +430,11 @@ def shard(
     end, with which it takes part in a step without a batch.
 
     Args:
-        seed: shuffle them first, with seed + epoch.
+        batches: any iterable.
+        rank: from 0 to ranks - 1.
+        ranks: number of shares.
+        seed: shuffle them first, with seed + epoch; None, the default: in their order.
+        epoch: number of the epoch.
 
     Raises:
         DataError: when there are fewer batches than ranks.
@@ -425,10 +462,10 @@ class Batches:
 
     Args:
         tokens: (N,) integer tensor on the CPU.
-        batch: sequences per batch.
-        T: tokens per sequence.
+        batch: sequences per batch, 1 or more.
+        T: tokens per sequence, 1 or more.
         seed: seed + epoch seeds the shuffle.
-        device: where batches are copied, without waiting.
+        device: where batches are copied, without waiting; default: the CPU.
         pin: leave CPU batches in pinned memory, for copies of your own.
         rank, ranks: this rank's share, a batch of each step. All ranks visit each sequence once.
         micro_batches: of a step on each rank. They go to the ranks in turn, so that a step of all
@@ -438,6 +475,16 @@ class Batches:
     Raises:
         DataError: when there is not one whole sequence (T + 1 tokens), or an epoch has fewer
             batches than there are ranks.
+        ArgumentError: for a batch below 1, and for one that micro_batches and ranks do not divide
+            into equal parts.
+
+    Example:
+        >>> batches = ga.Batches(torch.arange(101), batch=2, T=10, device=ga.default_device())
+        >>> inputs, targets = next(batches)
+        >>> inputs.shape, bool((targets == inputs + 1).all())
+        (torch.Size([2, 10]), True)
+        >>> batches.state_dict()["index"]
+        2
     """
 
     def __init__(
@@ -531,9 +578,13 @@ class Batches:
     def load_state_dict(self, state: dict):
         """Continue where `state_dict()` was taken.
 
+        Args:
+            state: what state_dict() returned.
+
         Raises:
-            DataError: and changes nothing, if the text or T was another. Warns where the state has
-                no hash of its text: before version 0.2 it had none.
+            DataError: with nothing changed, where the text or T was another, or the position is
+                none of this text. Warns where the state has no hash of its text: before version 0.2
+                it had none.
         """
         for key in ("sequences", "T"):
             stored = state.get(key)
@@ -576,10 +627,15 @@ def val_batches(
     gives one smaller batch.
 
     Args:
+        tokens: (N,) integers on the CPU.
+        batch: sequences per batch, 1 or more.
+        T: tokens per sequence.
         limit: only the first ones.
+        device: where batches lie. Default: the CPU.
 
     Raises:
         DataError: when there is no whole sequence (T + 1 tokens).
+        ArgumentError: for a batch below 1.
     """
     if batch < 1:
         raise ArgumentError(f"batch is {batch}; expected at least 1")

@@ -1,10 +1,10 @@
 """LoRA on a model: apply, merge, unmerge, remove. The weights are frozen, factors are trained.
 
-    >>> ga.apply_lora(model, rank=8, alpha=16, targets=("w_q", "w_v"))    # before Arena, in place
-    >>> arena = ga.Arena(model)                 # holds the trainable tensors only
-    >>> ga.save_lora(model, "adapter")          # the files of `peft`: training/lora_files.py
-    >>> ga.merge_lora(model)                    # adds the products to the base weights
-    >>> ga.training.unmerge_lora(model)                  # restores the base weights, bit-identical
+    ga.apply_lora(model, rank=8, alpha=16, targets=("w_q", "w_v"))    # before Arena, in place
+    arena = ga.Arena(model)                 # holds the trainable tensors only
+    ga.save_lora(model, "adapter")          # the files of `peft`: training/lora_files.py
+    ga.merge_lora(model)                    # adds the products to the base weights
+    ga.training.unmerge_lora(model)                  # restores the base weights, bit-identical
 
 The layer is nn/lora.py. Which modules: `targets` get factors, modules in `also` are trained whole.
 
@@ -234,13 +234,15 @@ def apply_lora(
     dtype: "torch.dtype | None" = None,
     seed: "int | None" = None,
 ) -> nn.Module:
-    """Freeze `model` and put a LoRALinear around each linear layer that `targets` names.
+    """Freeze `model` and put a LoRALinear around each linear layer that `targets` names, in place.
 
     Args:
+        model: an nn.Module without LoRA, whose parameters are in no Arena.
         rank: from 1 to the smaller side of each target.
         alpha: the product is scaled by alpha / rank.
-        dropout: of the factors' input, from torch's random numbers.
-        targets: ends of module names, such as `q_proj` or `attn.c_attn`.
+        dropout: probability, of the factors' input, from torch's random numbers. Default: 0.
+        targets: ends of module names, such as `q_proj` or `attn.c_attn`. Default: the query and
+            value projections of Transformer and of Llama.
         also: names of modules that are trained whole beside the factors, and saved with them.
             BLOCK_NORMS names the two norms of each block.
         dtype: of the factors; default that of each base weight. In an Arena bf16 factors have fp32
@@ -248,14 +250,22 @@ def apply_lora(
         seed: for the initial values of A; default torch's random numbers, on the CPU.
 
     Returns:
-        Model, changed in place; each layer keeps its mode (train or eval). An optimizer made before
-        holds what is frozen now: make it after.
+        The model; each layer keeps its mode (train or eval). An optimizer made before holds what is
+        frozen now: make it after.
 
     Raises:
-        ArgumentError: and changes nothing, for a name that matches nothing (of the default targets
+        ArgumentError: with nothing changed, for a name that matches nothing (of the default targets
             and of BLOCK_NORMS one match is enough), a target that is no linear layer or has a tied
             weight, a rank, alpha or dropout out of range, a model that has LoRA, or parameters in
             an Arena.
+
+    Source:
+        Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021); PEFT's LoRA.
+
+    Example:
+        >>> model = ga.apply_lora(ga.preset("tiny", layers=1).build(), rank=4)
+        >>> [name for name, p in model.named_parameters() if p.requires_grad][:2]
+        ['...w_q.lora_A.weight', '...w_q.lora_B.weight']
     """
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     check_module("model", model)
@@ -283,14 +293,23 @@ def merge_lora(model: nn.Module) -> nn.Module:
     A merged model runs the base layers alone; it refuses to train, because the factors would get no
     gradient. state_dict() still holds the frozen weights and the factors, and beside them the
     merged weights by the names of a model without LoRA, which from_pretrained after save_pretrained
-    loads.
-    Until unmerge_lora, a copy of each target's weight is kept on its device.
+    loads. Until unmerge_lora, a copy of each target's weight is kept on its device.
+
+    Args:
+        model: after apply_lora or load_lora.
 
     Returns:
-        model.
+        The model, changed in place.
 
     Raises:
-        ArgumentError: and changes nothing, without LoRA or when merged already.
+        ArgumentError: with nothing changed, without LoRA or when merged already.
+
+    Example:
+        >>> model = ga.apply_lora(ga.preset("tiny", layers=1).build(), rank=4).eval()
+        >>> tokens = torch.tensor([[1, 2, 3]])
+        >>> before = model(tokens)
+        >>> torch.allclose(before, ga.merge_lora(model)(tokens))
+        True
     """
     layers = require_lora_layers(model)
     if merged := [name for name, layer in layers.items() if layer.merged]:
@@ -313,8 +332,11 @@ def merge_lora(model: nn.Module) -> nn.Module:
 def unmerge_lora(model: nn.Module) -> nn.Module:
     """Restore every base weight as it was before merge_lora, bit-identical.
 
+    Args:
+        model: after merge_lora.
+
     Returns:
-        model.
+        The model, changed in place.
 
     Raises:
         ArgumentError: and changes nothing, without LoRA or when not merged.
@@ -334,11 +356,12 @@ def remove_lora(model: nn.Module, *, merge: "bool | None" = None) -> nn.Module:
     model.requires_grad_(True) makes everything trainable again.
 
     Args:
+        model: with LoRA.
         merge: True: with the merged weights. False: with the frozen ones. None: with those that the
             model computes with now, the merged ones after merge_lora.
 
     Returns:
-        model.
+        The model, changed in place.
 
     Raises:
         ArgumentError: and changes nothing, without LoRA, or while parameters are in an Arena.

@@ -1,7 +1,7 @@
 """Adapters on disk, in PEFT's format: adapter_model.safetensors and adapter_config.json.
 
-    >>> ga.save_lora(model, "adapter")       # `peft` reads it
-    >>> ga.load_lora(model, "adapter")       # also one that `peft` wrote
+    ga.save_lora(model, "adapter")       # `peft` reads it
+    ga.load_lora(model, "adapter")       # also one that `peft` wrote
 
 An adapter is the factors of each LoRA layer, and the modules that are trained whole beside them.
 The metadata of the safetensors file also hold rank, alpha and a sha256 over the tensors. PEFT
@@ -151,6 +151,8 @@ def save_lora(
     from the device, hence synchronises.
 
     Args:
+        model: after apply_lora or load_lora.
+        folder: where adapter_model.safetensors and adapter_config.json are written.
         base_model: name of the base model, for PEFT; default what model.config says.
         task_type: PEFT's, such as "CAUSAL_LM".
 
@@ -158,8 +160,15 @@ def save_lora(
         The folder, which is made if missing.
 
     Raises:
-        ArgumentError: without LoRA, and CheckpointError where the folder cannot be written; files
-            that were there are then untouched.
+        ArgumentError: without LoRA.
+        CheckpointError: where the folder cannot be written; files that were there are then
+            untouched.
+
+    Example:
+        >>> model = ga.apply_lora(ga.preset("tiny", layers=1).build(), rank=4)
+        >>> folder = ga.save_lora(model, "adapter")
+        >>> sorted(path.name for path in folder.iterdir())
+        ['adapter_config.json', 'adapter_model.safetensors']
     """
     module = uncompiled(model)
     folder = pathlib.Path(folder).expanduser()
@@ -343,13 +352,24 @@ def load_lora(model: nn.Module, folder: "str | pathlib.Path") -> nn.Module:
 
     Everything is verified before the first value is copied.
 
+    Args:
+        model: with LoRA, or without.
+        folder: that holds adapter_model.safetensors and adapter_config.json.
+
     Returns:
-        model.
+        The model, changed in place.
 
     Raises:
-        CheckpointError: naming the file, and changes nothing, for a damaged or foreign file, one
+        CheckpointError: with nothing changed, naming the file, for a damaged or foreign file, one
             that does not fit, or an adapter that is not plain LoRA.
         ArgumentError: for a merged model.
+
+    Example:
+        >>> config = ga.preset("tiny", layers=1)
+        >>> folder = ga.save_lora(ga.apply_lora(config.build(), rank=4), "adapter")
+        >>> model = ga.load_lora(config.build(), folder)
+        >>> sum(p.requires_grad for p in model.parameters())  # A and B of w_q and of w_v
+        4
     """
     module = uncompiled(model)
     folder = pathlib.Path(folder).expanduser()

@@ -1,6 +1,6 @@
 """A batch as micro-batches: the pieces along dim 0 that a step goes through one by one.
 
->>> [inputs.shape for inputs, targets in split((tokens, targets), 4)]
+[inputs.shape for inputs, targets in split((tokens, targets), 4)]
 """
 
 import torch

@@ -1,7 +1,7 @@
 """TrainStep(replay=...): the options, and the CUDA graphs of a step.
 
->>> ga.TrainStep(model, opt, replay="graph")
->>> ga.TrainStep(model, opt, replay=ga.training.Replay(policy="require"))
+ga.TrainStep(model, opt, replay="graph")
+ga.TrainStep(model, opt, replay=ga.training.Replay(policy="require"))
 """
 
 from dataclasses import asdict, dataclass

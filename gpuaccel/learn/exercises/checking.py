@@ -1,7 +1,7 @@
 """Try an answer to an exercise; show its hint and its solution, folded.
 
-    >>> ga.check("scale", scale)             # a kernel, or a Python function
-    >>> ga.hint("scale"); ga.solution("scale")
+    ga.check("scale", scale)             # a kernel, or a Python function
+    ga.hint("scale"); ga.solution("scale")
 
 A check runs an answer on sizes around the edges of a thread block and on one of a million elements,
 with new random data each time. Elements outside the tensors are poisoned before and compared after,
@@ -25,6 +25,7 @@ import re
 import secrets
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from html import escape
 
@@ -81,6 +82,7 @@ class Result:
     """How an answer did. True in an `if` only when it passed.
 
     Attributes:
+        name: of the exercise.
         passed: True, False, or None for compiled but not run.
         summary: one sentence.
         lines: (passed, what was tried, how it went) for each trial.
@@ -105,7 +107,10 @@ class Result:
         """`ga.show` of the answer on a small size: which thread touches which element.
 
         Args:
-            options: as in `ga.show`: block, step, warp
+            **options: as in `ga.show`: block, step, warp.
+
+        Returns:
+            An AccessView.
 
         Raises:
             ArgumentError: for what is no kernel that was run, and without a C++ compiler.
@@ -193,7 +198,13 @@ def _html(sentence) -> str:
 
 
 class Folded:
-    """Text behind a heading: closed in a notebook until clicked, plain text elsewhere."""
+    """Text behind a heading: closed in a notebook until clicked, plain text elsewhere.
+
+    Args:
+        title: the heading.
+        text: what is behind it.
+        code: whether the text is code.
+    """
 
     def __init__(self, title, text, code):
         self.title = title
@@ -221,31 +232,80 @@ class Folded:
 
 
 def exercise(name: str) -> Exercise:
-    """The exercise of this name; ArgumentError lists the names there are."""
+    """The exercise of this name.
+
+    Args:
+        name: one of EXERCISES.
+
+    Raises:
+        ArgumentError: for another name; it lists those there are.
+    """
     if name not in EXERCISES:
         raise ArgumentError(f"there is no exercise {name!r}; exercises: {', '.join(EXERCISES)}")
     return EXERCISES[name]
 
 
 def hint(name: str) -> Folded:
-    """A hint, folded."""
+    """A hint for an exercise, folded in a notebook until it is clicked.
+
+    Args:
+        name: of the exercise.
+
+    Returns:
+        A Folded; print() shows its text.
+
+    Raises:
+        ArgumentError: for an unknown exercise, with the names there are.
+
+    Example:
+        >>> print(ga.hint("reverse"))
+        A hint
+        ...
+    """
     return Folded("A hint", exercise(name).hint, code=False)
 
 
 def solution(name: str) -> Folded:
-    """A solution, folded."""
+    """A solution of an exercise, folded in a notebook until it is clicked.
+
+    Args:
+        name: of the exercise.
+
+    Returns:
+        A Folded; its `text` is the source.
+
+    Raises:
+        ArgumentError: for an unknown exercise, with the names there are.
+
+    Example:
+        >>> source = ga.solution("scale").text
+        >>> source.splitlines()[0]
+        'extern "C" __global__ void scale(float* out, const float* x, float factor, int n)'
+    """
     return Folded("A solution", exercise(name).solution, code=True)
 
 
-def check(name: str, answer, *, seed: "int | None" = None) -> Result:
-    """Try an answer. A wrong answer is a Result, never an exception.
+def check(name: str, answer: "Kernel | Callable", *, seed: "int | None" = None) -> Result:
+    """Try an answer to an exercise. A wrong answer is a Result, never an exception.
 
     Args:
+        name: of the exercise; list(ga.learn.EXERCISES) names them.
         answer: a Kernel for a kernel exercise, a Python function for the others.
         seed: of the random data; a new one each time by default, and named when an answer is wrong.
 
+    Returns:
+        A Result, True in an `if` only when the answer passed; a notebook shows it as a table.
+
     Raises:
         ArgumentError: for an unknown exercise and for the other kind of answer.
+
+    Example:
+        >>> source = ga.solution("scale").text
+        >>> result = ga.check("scale", ga.compile(source))
+        >>> result.passed
+        True
+        >>> ga.check("scale", ga.compile(source.replace("i < n", "i <= n"))).passed
+        False
     """
     task = exercise(name)
     seed = secrets.randbelow(2**31) if seed is None else seed

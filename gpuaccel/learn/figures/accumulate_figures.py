@@ -1,7 +1,7 @@
 """Pictures of notebook 01: a batch in micro-batches, and the thread blocks that add chunks.
 
->>> accumulate_figures.micro_batches(rows=8, pieces=4)
->>> accumulate_figures.chunks([("a", 5), ("b", 12), ("c", 3)], chunk=8)
+accumulate_figures.micro_batches(rows=8, pieces=4)
+accumulate_figures.chunks([("a", 5), ("b", 12), ("c", 3)], chunk=8)
 """
 
 from .drawing import RUN_COLOURS, WHITE, WIDTH, Figure, Ink

@@ -1,7 +1,7 @@
 """Charts of measured values: curves on logarithmic axes, bars, gradient norms.
 
->>> figures.curves({"fp32": [(1, 1e-8), (4, 2e-8)]}, "Error", "micro-batches", "relative error")
->>> figures.norms({"block 0": (3.2, 1.0)}, 1.0)     # before and after clipping
+figures.curves({"fp32": [(1, 1e-8), (4, 2e-8)]}, "Error", "micro-batches", "relative error")
+figures.norms({"block 0": (3.2, 1.0)}, 1.0)     # before and after clipping
 """
 
 import math

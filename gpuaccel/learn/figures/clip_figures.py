@@ -1,7 +1,7 @@
 """The pictures of clipping: a sum by a tree, warps and lanes, a barrier, three kernels, passes.
 
->>> clip_figures.tree_sum([3, 1, 4, 1, 5, 9, 2, 6])
->>> clip_figures.barrier()
+clip_figures.tree_sum([3, 1, 4, 1, 5, 9, 2, 6])
+clip_figures.barrier()
 """
 
 from collections.abc import Sequence

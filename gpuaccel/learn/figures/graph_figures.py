@@ -1,12 +1,12 @@
 """Pictures of a step as a CUDA graph: a queue of launches, the memory that a graph knows, nodes and
 edges, gaps between launches, a schedule under replay.
 
-    >>> spans = graph_figures.schedule(launch_us=6, kernel_us=2, count=8)
-    >>> graph_figures.queue({"short kernels": spans})          # host and GPU, kernel by kernel
-    >>> graph_figures.memory()                                 # static input, pool, results
-    >>> graph_figures.graph(*graphed.graph())                  # nodes in columns; edges: waits for
-    >>> graph_figures.launches({"eager": spans, "replay": more}, "One step")   # and enlarged
-    >>> graph_figures.rates(schedule, {"a number": rates})     # what the step multiplied by
+    spans = graph_figures.schedule(launch_us=6, kernel_us=2, count=8)
+    graph_figures.queue({"short kernels": spans})          # host and GPU, kernel by kernel
+    graph_figures.memory()                                 # static input, pool, results
+    graph_figures.graph(*graphed.graph())                  # nodes in columns; edges: waits for
+    graph_figures.launches({"eager": spans, "replay": more}, "One step")   # and enlarged
+    graph_figures.rates(schedule, {"a number": rates})     # what the step multiplied by
 
 CUDA's graphs and the CPU's tapes, runs of this machine and recorded ones have the same pictures.
 Each is a Figure.

@@ -1,7 +1,7 @@
 """Pictures of kernels: source text, threads, the bits of a float, sums of a warp and of a block.
 
->>> figures.source("accumulate", "accumulate_v1")   # as it stands in kernels_cu/, coloured
->>> figures.threads(n=21, block=8)                  # which thread takes which element
+figures.source("accumulate", "accumulate_v1")   # as it stands in kernels_cu/, coloured
+figures.threads(n=21, block=8)                  # which thread takes which element
 """
 
 import re

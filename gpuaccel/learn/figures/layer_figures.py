@@ -1,18 +1,18 @@
 """Pictures of RichardsGLU and PolyAttention, and what their notebooks measure: curves, passes over
 memory, gradients, allocations, attention maps.
 
-    >>> layer_figures.explore("none", nu=0.3)              # a curve; in a notebook with sliders
-    >>> layer_figures.plot(x, {"sigmoid": x.sigmoid()})    # one panel, of tensors
-    >>> layer_figures.lines({"R": {"sigmoid": [(-1, 0.3), (1, 0.7)]}})      # linear axes
-    >>> layer_figures.passes({"torch": f, "ours": g}, x, parameters)        # bytes moved
-    >>> layer_figures.gated_unit()                         # x, its halves, value and gate, y
-    >>> layer_figures.fit(gradient)                        # losses with a backward of one's own
-    >>> layer_figures.gradient_errors(layer, x, dy)        # of each gradient, against float64
-    >>> layer_figures.tiles(256, 32)                       # tiles of weights that are computed
-    >>> layer_figures.allocated(run)                       # the largest tensor, and the peak
-    >>> layer_figures.poly_memory("torch", 256, "cpu")     # the same of polynomial attention
-    >>> layer_figures.maps({"softmax": p, "polynomial": q}, "the cat")      # (T, T) weights
-    >>> layer_figures.attention_map(model, tokens, block=0)                 # (heads, T, T)
+    layer_figures.explore("none", nu=0.3)              # a curve; in a notebook with sliders
+    layer_figures.plot(x, {"sigmoid": x.sigmoid()})    # one panel, of tensors
+    layer_figures.lines({"R": {"sigmoid": [(-1, 0.3), (1, 0.7)]}})      # linear axes
+    layer_figures.passes({"torch": f, "ours": g}, x, parameters)        # bytes moved
+    layer_figures.gated_unit()                         # x, its halves, value and gate, y
+    layer_figures.fit(gradient)                        # losses with a backward of one's own
+    layer_figures.gradient_errors(layer, x, dy)        # of each gradient, against float64
+    layer_figures.tiles(256, 32)                       # tiles of weights that are computed
+    layer_figures.allocated(run)                       # the largest tensor, and the peak
+    layer_figures.poly_memory("torch", 256, "cpu")     # the same of polynomial attention
+    layer_figures.maps({"softmax": p, "polynomial": q}, "the cat")      # (T, T) weights
+    layer_figures.attention_map(model, tokens, block=0)                 # (heads, T, T)
 
 Each picture is a Figure of measured values: operations are seen where torch dispatches them,
 allocations by torch's profiler.

@@ -1,15 +1,15 @@
 """Pictures of several ranks: a step, an all-reduce, batches, weights of tokens, overlap with
 backward, orders of addition, hashes, heartbeats, restarts.
 
-    >>> rank_figures.one_step([2.0, 4.0])                 # from batches to equal weights
-    >>> rank_figures.ring([[1, 2, 3], [10, 20, 30], [100, 200, 300]])     # an all-reduce
-    >>> rank_figures.shards(range(9), 2, seed=1)          # how ga.training.shard deals batches
-    >>> rank_figures.weights([2, 6])                      # mean of means, and mean over all tokens
-    >>> rank_figures.overlap({"buckets": [spans_of_rank_0, spans_of_rank_1]})
-    >>> rank_figures.orders([[1e8, -1e8], [1.0, 1.0]])    # one process; each rank first
-    >>> rank_figures.hashes(names, [hashes_of_rank_0, hashes_of_rank_1])
-    >>> rank_figures.heartbeats([4, 3])                   # who has not reached the collective
-    >>> rank_figures.restarts([(1, 8, 1), (7, 12, None)], saved=[3, 6])
+    rank_figures.one_step([2.0, 4.0])                 # from batches to equal weights
+    rank_figures.ring([[1, 2, 3], [10, 20, 30], [100, 200, 300]])     # an all-reduce
+    rank_figures.shards(range(9), 2, seed=1)          # how ga.training.shard deals batches
+    rank_figures.weights([2, 6])                      # mean of means, and mean over all tokens
+    rank_figures.overlap({"buckets": [spans_of_rank_0, spans_of_rank_1]})
+    rank_figures.orders([[1e8, -1e8], [1.0, 1.0]])    # one process; each rank first
+    rank_figures.hashes(names, [hashes_of_rank_0, hashes_of_rank_1])
+    rank_figures.heartbeats([4, 3])                   # who has not reached the collective
+    rank_figures.restarts([(1, 8, 1), (7, 12, None)], saved=[3, 6])
 
 Each is a Figure.
 """

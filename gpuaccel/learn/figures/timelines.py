@@ -1,6 +1,6 @@
 """The picture of a timeline: spans of host and GPU on lanes, one scale for all runs.
 
->>> figures.timeline({"item": timeline.tail(run)})  # where the host waits for the GPU
+figures.timeline({"item": timeline.tail(run)})  # where the host waits for the GPU
 """
 
 from ...measure import timeline as measured

@@ -1,13 +1,13 @@
 """Pictures of an embedding's gradients: rows that meet, a sort, segments, bits of sums, rounding.
 
-    >>> token_figures.meeting("the cat and the dog".split())   # rows of dout that meet in dwte
-    >>> token_figures.counting(words)                          # counted, and put in their places
-    >>> token_figures.segments(words)                          # sorted stably, and the runs
-    >>> token_figures.pieces({"text": ga.ops.find_segments(tokens, 256)})   # runs, cut at 32 rows
-    >>> token_figures.bits({"one order": 0.1, "another": 0.3}) # two sums, bit by bit
-    >>> token_figures.twice({"atomics": (losses, losses_again)})        # two runs with one seed
-    >>> token_figures.carry(256.25, [50_000, 60_000])          # 16 random bits, added and cut off
-    >>> token_figures.draws(rounded, exact=256.25)             # stochastic rounding, and its mean
+    token_figures.meeting("the cat and the dog".split())   # rows of dout that meet in dwte
+    token_figures.counting(words)                          # counted, and put in their places
+    token_figures.segments(words)                          # sorted stably, and the runs
+    token_figures.pieces({"text": ga.ops.find_segments(tokens, 256)})   # runs, cut at 32 rows
+    token_figures.bits({"one order": 0.1, "another": 0.3}) # two sums, bit by bit
+    token_figures.twice({"atomics": (losses, losses_again)})        # two runs with one seed
+    token_figures.carry(256.25, [50_000, 60_000])          # 16 random bits, added and cut off
+    token_figures.draws(rounded, exact=256.25)             # stochastic rounding, and its mean
 
 Each is a Figure. Words stand for tokens, so that a picture can be read; their numbers are their
 places in the alphabet.

@@ -54,7 +54,15 @@ class Point(NamedTuple):
 class Run:
     """One line in the picture, and the newest reading.
 
-    state: "running", "done", "stopped" or "failed". error: what ended it, or None."""
+    Args:
+        name: of the run.
+        colour: of its line, as in CSS.
+
+    Attributes:
+        last: the newest Reading; None before the first.
+        state: "running", "done", "stopped" or "failed".
+        error: what ended it, or None.
+    """
 
     def __init__(self, name, colour):
         self.name = name
