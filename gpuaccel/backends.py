@@ -246,7 +246,7 @@ def backend() -> Choice:
     level INFO).
 
     Returns:
-        A Choice: the name, the reason in words, and the device.
+        The name, the reason in words, and the device, as a Choice.
 
     Raises:
         BackendError: when the requested backend cannot run here.
@@ -307,6 +307,14 @@ class ProcessSwitch:
         self._set(self._previous.pop())
 
     def __call__(self, function):
+        """Decorate a function, so that it runs with the value.
+
+        Args:
+            function: any function.
+
+        Returns:
+            The function, which sets the value and restores the previous one.
+        """
         if self._is_plain_call and self._get() is self._value:
             self._set(self._previous.pop())
         self._is_plain_call = False

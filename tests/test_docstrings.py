@@ -12,10 +12,9 @@ import functools
 import importlib
 import inspect
 import pkgutil
-import random
 import re
+import sys
 import textwrap
-import types
 
 import pytest
 import torch
@@ -37,7 +36,8 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 def docstring(thing) -> str:
     """The docstring that stands at a function or class itself, not at what it inherits from."""
-    return inspect.cleandoc(vars(thing).get("__doc__") or "" if inspect.isclass(thing) else thing.__doc__ or "")
+    own = vars(thing).get("__doc__") if inspect.isclass(thing) else thing.__doc__
+    return inspect.cleandoc(own or "")
 
 
 def sections(text):
@@ -108,32 +108,47 @@ def own_members(cls):
             yield name, member
 
 
+def of_this_package(cls):
+    return inspect.isclass(cls) and cls.__module__.startswith("gpuaccel")
+
+
+def named_in(annotation, namespace):
+    """Public classes of this package in an annotation, which may be a string."""
+    if inspect.isclass(annotation):
+        classes = [annotation]
+    else:
+        classes = [namespace.get(word) for word in re.findall(r"\w+", str(annotation))]
+    return [cls for cls in classes if of_this_package(cls) and not cls.__name__.startswith("_")]
+
+
 def returned_classes(function):
-    """Classes of this package in a function's return annotation."""
     function = inspect.unwrap(function)
-    annotation = function.__annotations__.get("return", "")
-    words = re.findall(r"\w+", annotation if isinstance(annotation, str) else repr(annotation))
-    for word in words:
-        value = function.__globals__.get(word)
-        if inspect.isclass(value) and value.__module__.startswith("gpuaccel"):
-            yield value
+    return named_in(function.__annotations__.get("return", ""), function.__globals__)
+
+
+def classes_behind(cls):
+    """Those that a class inherits from, has as attributes, and returns from its methods."""
+    namespace = vars(sys.modules[cls.__module__])
+    attributes = vars(cls).get("__annotations__", {}).values()
+    found = [base for base in cls.__bases__ if of_this_package(base)]
+    found += [other for annotation in attributes for other in named_in(annotation, namespace)]
+    return found + [other for _, member in own_members(cls) for other in returned_classes(member)]
 
 
 def classes():
-    """Every class that a user meets: the public ones, and what they and functions return."""
+    """Name -> class: the public ones, and those behind them and behind public functions."""
     pending = [getattr(ga, name) for name in public.__all__]
-    known = {}
+    found = {}
     while pending:
         thing = pending.pop()
-        if inspect.isclass(thing):
-            if thing.__qualname__.startswith("_") or thing in known:
-                continue
-            known[thing] = f"{thing.__module__.removeprefix('gpuaccel.')}.{thing.__qualname__}"
-            functions = [member for _, member in own_members(thing)]
-        else:
-            functions = [thing]
-        pending += [cls for function in functions for cls in returned_classes(function)]
-    return {name: cls for cls, name in known.items()}
+        if not inspect.isclass(thing):
+            pending += returned_classes(thing)
+            continue
+        name = f"{thing.__module__.removeprefix('gpuaccel.')}.{thing.__qualname__}"
+        if name not in found:
+            found[name] = thing
+            pending += classes_behind(thing)
+    return dict(sorted(found.items()))
 
 
 def members():
@@ -169,14 +184,24 @@ def problems_of(thing):
         problems.append(f"does not begin with one sentence on one line: {before[0]!r}")
     described = items(found.get("Args", ()))
     parameters = parameters_of(thing)
-    problems += [f"does not describe the argument {name}" for name in set(parameters) - set(described)]
-    problems += [f"describes {name}, which is no argument" for name in set(described) - set(parameters)]
+    problems += [
+        f"does not describe the argument {name}" for name in set(parameters) - set(described)
+    ]
+    problems += [
+        f"describes {name}, which is no argument" for name in set(described) - set(parameters)
+    ]
     if dataclasses.is_dataclass(thing):
-        fields = {field.name for field in dataclasses.fields(thing) if not field.name.startswith("_")}
+        fields = {
+            field.name for field in dataclasses.fields(thing) if not field.name.startswith("_")
+        }
         named = set(items(found.get("Attributes", ())))
         problems += [f"does not describe the field {name}" for name in fields - named]
     documented = set(items(found.get("Raises", ())))
     problems += [f"does not say when it raises {name}" for name in raised_by(thing) - documented]
+    for name in ("Returns", "Yields"):
+        # Google's style, and what renders it, read `words: more words` as a type and a description.
+        if ":" in re.sub("`.*?`", "", found.get(name, [""])[0]):
+            problems.append(f"{name} has a colon in its first line")
     known = {*vars(errors), *vars(builtins)}
     problems += [f"raises an unknown {name}" for name in documented - known]
     return problems
@@ -233,6 +258,63 @@ def test_a_name_of_a_room_is_described(name):
     report(problems_of(room_names()[name]), name)
 
 
+def halves(size: int, *names: str) -> list:
+    if size % 2:
+        raise ValueError(size)
+    return [size // 2, names]
+
+
+RIGHT = """Halve a number.
+
+Args:
+    size: even.
+    *names: any,
+        number of them.
+
+Returns:
+    A list.
+
+Raises:
+    ValueError: for an odd one.
+"""
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        (RIGHT, None),
+        ("", "has no docstring"),
+        (
+            RIGHT.replace("a number.", "a"),
+            "does not begin with one sentence on one line: 'Halve a'",
+        ),
+        (RIGHT.replace("    size: even.\n", ""), "does not describe the argument size"),
+        (RIGHT.replace("size:", "sizes, size:"), "describes sizes, which is no argument"),
+        (RIGHT.replace("ValueError:", "TypeError:"), "does not say when it raises ValueError"),
+        (RIGHT.replace("A list", "A list: of two"), "Returns has a colon in its first line"),
+        (RIGHT.replace("ValueError:", "ValueError, OddError:"), "raises an unknown OddError"),
+    ],
+)
+def test_a_missing_part_is_noticed(text, problem, monkeypatch):
+    monkeypatch.setattr(halves, "__doc__", text)
+    assert problems_of(halves) == ([] if problem is None else [problem])
+
+
+def test_a_field_that_is_not_described_is_noticed():
+    @dataclasses.dataclass
+    class Pair:
+        """Two numbers.
+
+        Attributes:
+            left: the first.
+        """
+
+        left: int
+        right: int
+
+    assert problems_of(Pair) == ["does not describe the field right"]
+
+
 # ---- the examples --------------------------------------------------------------------------------
 
 
@@ -251,14 +333,31 @@ def examples():
     return found
 
 
+def outcome(test):
+    """(examples that failed, what doctest prints about them)."""
+    output = []
+    test.globs = {"torch": torch, "ga": ga}
+    runner = doctest.DocTestRunner(optionflags=FLAGS, verbose=False)
+    runner.run(test, out=output.append)
+    return runner.failures, "".join(output)
+
+
+@pytest.mark.filterwarnings("ignore:no CUDA graph")
 @pytest.mark.parametrize("device", ["cpu", CUDA], indirect=True)
 @pytest.mark.parametrize("name", examples())
 def test_an_example_runs_as_it_stands(name, device, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    test = examples()[name]
-    test.globs = {"torch": torch, "ga": ga}
-    output = []
-    runner = doctest.DocTestRunner(optionflags=FLAGS, verbose=False)
-    runner.run(test, out=output.append, clear_globs=True)
-    assert runner.tries and not runner.failures, "".join(output)
+    failures, words = outcome(examples()[name])
+    assert not failures, words
+
+
+def test_every_public_name_has_its_example_among_those_that_run():
+    run = {test.docstring for test in examples().values()}
+    assert not [name for name in public.__all__ if getattr(ga, name).__doc__ not in run]
+
+
+def test_a_wrong_result_of_an_example_is_noticed():
+    test = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "sum", None, 0)
+    failures, words = outcome(test)
+    assert failures == 1 and "Got:\n    2" in words

@@ -45,8 +45,6 @@ class Distributed:
     Frozen parameters and buffers are rank 0's at the start. What forward does to buffers later
     stays on its rank.
 
-    `rank`, `world` (number of ranks) and `backend` say what was found.
-
     Args:
         group: a process group. Default: torch.distributed's default group. If there is none yet, it
             is made from torchrun's environment, with NCCL where torch sees a GPU and gloo
@@ -74,6 +72,11 @@ class Distributed:
             collective. Then RankError, which names the rank. With NCCL, where no call returns with
             an error, the process prints the message and ends. In any group peer-to-peer copies end
             with a CUDA error 10 seconds later.
+
+    Attributes:
+        rank: of this process in the group, from 0.
+        world: number of ranks.
+        backend: "nccl", "gloo", or "none" for this process alone.
 
     Raises:
         ArgumentError: for a dtype that is neither fp32 nor bf16, bf16 in ordered mode, a bucket_mb

@@ -54,7 +54,7 @@ def launch(
     after_step: bool = False,
     live: "Any | None" = None,
 ) -> list:
-    """Run fn(*args) in new processes, each of which is a rank, and wait for all.
+    """Run `fn(*args)` in new processes, each of which is a rank, and wait for all.
 
     The processes find each other as torchrun's do (RANK, WORLD_SIZE, MASTER_ADDR, ...):
     ga.Distributed() in fn makes their process group.

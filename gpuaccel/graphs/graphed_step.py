@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 # Of the captured function.
+# What a step changes.
+StateMember = nn.Module | torch.optim.Optimizer | Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -98,8 +100,6 @@ class GraphedStep(Generic[P, R]):
     graphs/participant.py. Gradients that fn leaves in `.grad` lie in the graph's memory: the next
     step overwrites them, close() takes them away.
 
-    `replay` is "graph" or "eager", and `reason` says why, in words.
-
     Args:
         fn: called with tensors, which may stand in tuples, lists and dicts; other arguments become
             part of a graph's key. Returns a tensor, a tree of tensors, or None.
@@ -116,6 +116,10 @@ class GraphedStep(Generic[P, R]):
         max_graphs: graphs held at once; the least recently used one is closed. All share one memory
             pool.
         device: torch.device or its name. Default: that of the first tensor in state.
+
+    Attributes:
+        replay: "graph" or "eager", how calls run.
+        reason: why, in words.
 
     Raises:
         CaptureError: with nothing changed, when a module, parameter, buffer or optimizer state has
@@ -142,10 +146,10 @@ class GraphedStep(Generic[P, R]):
     def __init__(
         self,
         fn: "Callable[P, R]",
-        state: "Iterable[nn.Module | torch.optim.Optimizer | Tensor] | nn.Module | torch.optim.Optimizer | Tensor" = (),
+        state: "StateMember | Iterable[StateMember]" = (),
         *,
         warm_up: "Callable[..., object] | None" = None,
-        saved: "Iterable[nn.Module | torch.optim.Optimizer | Tensor] | None" = None,
+        saved: "Iterable[StateMember] | None" = None,
         modes: "Callable[[], Hashable] | None" = None,
         policy: str = "auto",
         new_shapes: str = "capture",
@@ -200,7 +204,7 @@ class GraphedStep(Generic[P, R]):
             **kwargs: as fn's.
 
         Returns:
-            What fn returned: the same tensors in each replay, which the next one overwrites.
+            What fn returned. A replay returns the same tensors, which the next one overwrites.
 
         Raises:
             ArgumentError: for an input that requires a gradient, and for one that is neither a

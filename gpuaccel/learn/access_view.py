@@ -83,7 +83,7 @@ def show(
         warp: the first one drawn, where a block has more than fit. Default: 0.
 
     Returns:
-        An AccessView: a picture in a notebook, with sliders; text in print().
+        An AccessView, which is a picture with sliders in a notebook and text in print().
 
     Raises:
         ArgumentError: for what is no launch, touches nothing, or is outside the grid.

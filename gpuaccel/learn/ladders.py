@@ -26,9 +26,10 @@ def reference_buckets(tokens: Tensor, C: int, lane: int) -> "tuple[Tensor, Tenso
         lane: channels per lane, 16 bytes of dout.
 
     Returns:
-        Buckets, (n, 4) int32: first item, number of items, token, channel group; and items, int32:
-        the rows of all buckets. The fullest bucket stands first; equally full ones are ordered by
-        token and group (llm.c leaves that order to an unstable sort).
+        Buckets and items, both int32. A row of buckets, (n, 4), has first item, number of items,
+        token, channel group; items are the rows of all buckets. The fullest bucket stands first;
+        equally full ones are ordered by token and group (llm.c leaves that order to an unstable
+        sort).
     """
     groups = -(-C // (32 * lane))
     token, row = tokens.reshape(-1).cpu().long().sort(stable=True)

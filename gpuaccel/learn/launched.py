@@ -58,7 +58,7 @@ WHAT_IT_DOES = {
 
 
 def launches(run, *args) -> "dict[str, int]":
-    """Name -> launches of each of our kernels in run(*args), in the order of the first ones.
+    """Name -> launches of each of our kernels in `run(*args)`, in the order of the first ones.
 
     Call it once before to warm up. A replayed graph launches its kernels on a GPU only.
 
@@ -84,7 +84,7 @@ def launches(run, *args) -> "dict[str, int]":
 
 
 def launched(run, *args) -> Table:
-    """The kernels that run(*args) launches: how often, what each does, and in which file it is.
+    """The kernels that `run(*args)` launches: how often, what each does, and in which file it is.
 
     Args:
         run: a function.

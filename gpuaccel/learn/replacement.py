@@ -104,7 +104,7 @@ def replaced(name: str, kernel: "str | Kernel") -> "Iterator[Verdict]":
             from it. What its file in kernels_cu defines (macros, structs, functions) is at hand.
 
     Yields:
-        A Verdict: how its results compare with ours.
+        A Verdict, which says how its results compare with ours.
 
     Raises:
         ReplacementError: with nothing changed, for a kernel that does not compile, makes a mistake,

@@ -277,6 +277,9 @@ class Meter:
         peak_flops: of the device, FLOP/s; see ga.measure.peak_flops. Default: no utilisation.
         window: over how many finished steps the rate is taken, 1 or more.
 
+    Attributes:
+        timer: a StageTimer, whose stages are in each reading.
+
     Raises:
         ArgumentError: for a window below 1.
 

@@ -65,8 +65,10 @@ class GradientSlice(Protocol):
                 (GradientUse); None: not known yet.
 
         Returns:
-            The ranges of rows to add, as (start, stop); None: all rows. ArgumentError where a
-            gradient that is not known yet is one to be returned.
+            The ranges of rows to add, as (start, stop), or None for all rows.
+
+        Raises:
+            ArgumentError: where a gradient that is not known yet is one to be returned.
         """
 
     def after_product(self) -> None:

@@ -22,12 +22,11 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class LoRALinear(nn.Module):
-    """y = base(x) + lora_B(lora_A(dropout(x)) * alpha / rank).
+    """y = base(x) + lora_B(lora_A(dropout(x)) * alpha / rank), x (..., in) and y (..., out).
 
-    x: (..., in). y: (..., out), in the dtype of base(x).
-
-    A is drawn on the CPU in fp32, uniform in +-1/sqrt(in) (kaiming_uniform_ with a = sqrt(5)), and
-    then converted, so a seed gives the same values on every device. B is zero.
+    y has the dtype of base(x). A is drawn on the CPU in fp32, uniform in +-1/sqrt(in)
+    (`kaiming_uniform_` with a = sqrt(5)), and then converted, so a seed gives the same values on
+    every device. B is zero.
 
     Args:
         base: nn.Linear, or transformers' Conv1D, whose weight is (in, out).

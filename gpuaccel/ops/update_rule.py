@@ -78,13 +78,21 @@ class UpdateRule:
         return tuple(dict.fromkeys(self.optional.values()))
 
     def keys_of(self, group: dict) -> "list[str]":
-        """Names of the state tensors that a parameter of this group has."""
+        """Names of the state tensors that a parameter of this group has.
+
+        Args:
+            group: a parameter group of the optimizer.
+        """
         return [
             key for key in self.state_keys if key not in self.optional or group[self.optional[key]]
         ]
 
     def macros_of(self, group: dict) -> tuple:
-        """(macro, 0 or 1) for each option."""
+        """(macro, 0 or 1) for each option.
+
+        Args:
+            group: a parameter group of the optimizer.
+        """
         return tuple((option.upper(), int(bool(group[option]))) for option in self.options)
 
     @functools.cached_property
@@ -106,13 +114,22 @@ class UpdateRule:
         return [_reader(name) for name in self.settings]
 
     def values_of(self, group: dict) -> list:
-        """A group's settings, numbers or one-element tensors, in the order of `settings`."""
+        """A group's settings, numbers or one-element tensors, in the order of `settings`.
+
+        Args:
+            group: a parameter group of the optimizer.
+        """
         return [read(group) for read in self._readers]
 
     # ---- kernels ----
 
     def kernel(self, version: str, *macros) -> Kernel:
-        """The kernel <file>_<version>."""
+        """The kernel <file>_<version>.
+
+        Args:
+            version: "begin", "v2" or "v3".
+            *macros: (name, value) of each.
+        """
         return optimizer_kernel(
             self.file, f"{self.file}_{version}", THREADS.get(version, 256), macros
         )
@@ -122,11 +139,27 @@ class UpdateRule:
         return self.kernel("begin")[1, MAX_TENSORS]
 
     def update_kernel(self, version: str, param, grad, macros: tuple, stochastic: bool) -> Kernel:
+        """The kernel that updates weights: from a list of tensors (v2), or from flat buffers (v3).
+
+        Args:
+            version: "v2" or "v3".
+            param: dtype of the parameters.
+            grad: dtype of the gradients.
+            macros: of macros_of().
+            stochastic: round bf16 weights stochastically.
+        """
         types = ("PARAM_T", C_TYPES[param]), ("GRAD_T", C_TYPES[grad])
         return self.kernel(version, *types, *macros, ("STOCHASTIC", int(stochastic)))
 
     def step_kernels(self, param, macros: tuple, stochastic: bool, arena: bool) -> "list[Kernel]":
-        """All kernels that a step over parameters of this dtype may launch."""
+        """All kernels that a step over parameters of this dtype may launch.
+
+        Args:
+            param: dtype of the parameters.
+            macros: of macros_of().
+            stochastic: round bf16 weights stochastically.
+            arena: whether they lie in an arena.
+        """
         grads = (torch.float32, torch.bfloat16) if arena else (param,)
         kernels = [self.update_kernel("v2", param, grad, macros, stochastic) for grad in grads]
         if arena:

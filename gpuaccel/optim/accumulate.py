@@ -401,7 +401,7 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def scale_(self, factor: "float | Tensor"):
-        """arena.grads *= factor, without a synchronisation.
+        """`arena.grads *= factor`, without a synchronisation.
 
         Args:
             factor: a number, or a one-element tensor on the arena's device.

@@ -288,7 +288,7 @@ class Arena:
     is saved, pickled and copied as without an arena.
 
     bf16 parameters follow their masters. An edit in place of a bf16 parameter (load_state_dict,
-    copy_, nn.init) is noticed by the tensor's version, and its master takes the new value before
+    `copy_`, nn.init) is noticed by the tensor's version, and its master takes the new value before
     the next step. An edit through `.data` or NumPy is not: call adopt(everything=True) after it.
 
     Args:
@@ -429,7 +429,8 @@ class Arena:
         """Move parameter i and its master into their slices, with their values.
 
         Returns:
-            The master: masters[i] where there is one, the parameter itself where it is fp32.
+            The master, which is masters[i] where there is one, the parameter itself where it is
+            fp32.
         """
         p = self.params[i]
         weight = own_storage(self.slice(self.weights, i))

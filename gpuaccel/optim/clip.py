@@ -104,7 +104,7 @@ def clip_grad_norm_(
         eps: added to the norm. Default: torch's 1e-6.
 
     Returns:
-        The norm before clipping, fp32 on the gradients' device: () with scope "global", else (G,),
+        The norm before clipping, fp32 on the gradients' device, () with scope "global", else (G,),
         one per tensor or block.
 
     Raises:

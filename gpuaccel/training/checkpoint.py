@@ -208,9 +208,9 @@ def save_checkpoint(
     Example:
         >>> model = torch.nn.Linear(4, 2)
         >>> opt = ga.AdamW(model.parameters())
-        >>> path = ga.save_checkpoint("run/step100.safetensors", model=model, optimizer=opt, step=100)
+        >>> path = ga.save_checkpoint("run/first.safetensors", model=model, optimizer=opt, step=100)
         >>> path.name
-        'step100.safetensors'
+        'first.safetensors'
     """
     path = pathlib.Path(path).expanduser()
     tensors = {**_model_tensors(path, model), **_master_tensors(arena), **_torch_random_state()}
@@ -390,7 +390,7 @@ def load_checkpoint(
             not know keeps its own. Default: 0.
 
     Returns:
-        {"step": int, "extra": what save_checkpoint was given}.
+        A dict of "step", an int, and "extra", what save_checkpoint was given.
 
     Raises:
         CheckpointError: with nothing changed, for no such file; one that is not safetensors, is

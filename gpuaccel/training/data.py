@@ -98,8 +98,8 @@ def load_text(path: "str | os.PathLike | None" = None, *, max_bytes: "int | None
     """Text of a file, a folder, or the standard library. A document is a file that is not empty.
 
     Args:
-        path: a file of any name; a folder, of which *.txt, *.md and *.py are read recursively and
-            sorted; None: the standard library.
+        path: a file of any name; a folder, of which `*.txt`, `*.md` and `*.py` are read recursively
+            and sorted; None: the standard library.
         max_bytes: stop after that many bytes of text.
 
     Raises:
@@ -174,11 +174,19 @@ class ByteTokenizer:
     vocab_size = 256
 
     def encode(self, text: str) -> np.ndarray:
-        """(N,) uint16, N the length of the text as UTF-8."""
+        """(N,) uint16, N the length of the text as UTF-8.
+
+        Args:
+            text: any text.
+        """
         return np.frombuffer(_as_bytes(text), np.uint8).astype(np.uint16)
 
     def decode(self, tokens) -> str:
-        """Text of an array, tensor or iterable of tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Text of an array, tensor or iterable of tokens; bytes that are no UTF-8 become U+FFFD.
+
+        Args:
+            tokens: whole numbers below 256.
+        """
         return bytes(_as_list(tokens, 256)).decode("utf-8", errors="replace")
 
 
@@ -200,12 +208,20 @@ class BPETokenizer:
         return self._tokenizer.to_str()
 
     def encode(self, text: str) -> np.ndarray:
-        """(N,) uint16. Text is encoded in pieces of 262,144 characters, which no token crosses."""
+        """(N,) uint16. Text is encoded in pieces of 262,144 characters, which no token crosses.
+
+        Args:
+            text: any text.
+        """
         _as_bytes(text)
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: "list[str]") -> "list[np.ndarray]":
-        """`encode` of each text, several texts at a time on all cores."""
+        """`encode` of each text, several texts at a time on all cores.
+
+        Args:
+            texts: any texts.
+        """
         pieces = [
             (index, text[start : start + PIECE])
             for index, text in enumerate(texts)
@@ -222,7 +238,11 @@ class BPETokenizer:
         return [np.concatenate(part) for part in parts]
 
     def decode(self, tokens) -> str:
-        """Text of an array, tensor or iterable of tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Text of an array, tensor or iterable of tokens; bytes that are no UTF-8 become U+FFFD.
+
+        Args:
+            tokens: whole numbers.
+        """
         return self._tokenizer.decode(_as_list(tokens, self.vocab_size), skip_special_tokens=False)
 
 
@@ -343,7 +363,7 @@ def make_dataset(
         vocab_size: of a "bpe" that is trained, 256 to 65,536.
 
     Returns:
-        A TokenDataset: `train` and `val`, int32 tokens.
+        A TokenDataset with `train` and `val`, int32 tokens.
 
     Raises:
         ArgumentError: for what is no tokenizer, a vocab_size out of range, and max_bytes below 1.

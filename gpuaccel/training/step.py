@@ -63,7 +63,7 @@ def token_loss(model: nn.Module, micro: "tuple[Tensor, Tensor]") -> "tuple[Tenso
         micro: (inputs, targets), each (B, T) int64; targets of -100 do not count.
 
     Returns:
-        Two () tensors on the device: the sum in fp32, and the number in int64.
+        Two () tensors on the device, the sum in fp32 and the number in int64.
 
     Raises:
         ArgumentError: for a model that does not return a tensor.
@@ -130,6 +130,12 @@ class TrainStep:
         deterministic: two runs are bit-identical (ga.deterministic() around each step).
         distributed: a ga.Distributed. Each rank makes the same step and calls it as often, with
             batches of its own. Loss, tokens and divisor are then those of all ranks.
+
+    Attributes:
+        opt: the optimizer.
+        arena: the Arena of the model.
+        accumulator: the GradientAccumulator of the arena.
+        count: optimizer steps taken, an int.
 
     Raises:
         ArgumentError: with nothing changed, for an optimizer that holds other tensors than the
@@ -420,7 +426,7 @@ class TrainStep:
             listener: a BackwardListener, which is told about each gradient.
 
         Returns:
-            Its loss in fp32, and its tokens (None: loss_fn returned a mean).
+            Its loss in fp32, and its tokens (None where loss_fn returned a mean).
         """
         loss, tokens = self._forward(micro)
         if self.reducer is not None:

@@ -74,7 +74,7 @@ def schedule(
         graph_us: all kernels are in one graph, whose launch takes the host this long.
 
     Returns:
-        Spans: "launch" on the host's lane, the kernels' numbers on the GPU's.
+        Spans, "launch" on the host's lane and the kernels' numbers on the GPU's.
     """
     spans = []
     host = gpu = 0.0
