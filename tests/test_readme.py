@@ -71,7 +71,7 @@ def test_the_examples_run_in_order(path, here):
 
 def test_the_pages_have_examples():
     assert {name_of(path): len(blocks(path)) for path in PAGES if blocks(path)} == {
-        "README.md": 4,
+        "README.md": 3,
         "docs/backends.md": 1,
         "docs/kernels-on-the-cpu.md": 2,
         "docs/lora.md": 1,
@@ -93,9 +93,9 @@ def norm_of_the_batch(space):
     return float(torch.linalg.vector_norm(torch.stack([grad.norm() for grad in grads])))
 
 
-@pytest.mark.parametrize("path", [README, ROOT / "docs" / "your-model.md"], ids=name_of)
-def test_the_norm_of_micro_batches_is_that_of_the_batch(path):
+def test_the_norm_of_micro_batches_is_that_of_the_batch():
     """With 4 micro-batches as printed, and with 1; without the division it is 4 times too large."""
+    path = ROOT / "docs" / "your-model.md"
     code = example(path, "GradientAccumulator")
     one = code.replace("micro_batches = 4", "micro_batches = 1")
     undivided = code.replace(" / micro_batches", "")
@@ -217,7 +217,8 @@ def test_the_peer_on_several_gpus_is_the_fastest_ddp(report):
 
 
 def test_the_readme_is_short():
-    assert len(README.read_text().split()) <= 1500
+    assert len(README.read_text().split()) <= 1200
+    assert [line for line in README.read_text().split("\n") if len(line) > 120] == []
     ratios = re.search(r"<!-- ratios: .*?<!-- /ratios -->", README.read_text(), re.DOTALL)[0]
     assert 5 <= ratios.count("\n| ") - 1 <= 10
 

@@ -453,7 +453,11 @@ def _draw_shares(ink, spans, y, scale, step=2.0) -> float:
     """The lanes of one run as bars, as high as the share of their time that is filled.
 
     Args:
-        scale: pixels per microsecond. step: width of a bar. Returns where the lanes end.
+        scale: pixels per microsecond.
+        step: width of a bar.
+
+    Returns:
+        Where the lanes end.
     """
     for lane in lanes_of(spans):
         ink.text(LEFT - 10, y + 14, lane, 11, ink.soft, "end")

@@ -58,7 +58,6 @@ RUNGS = (
         "many threads compute one number, the length of the gradient, and Python does not wait",
         "one number from many threads",
         ("01",),
-        minutes=60,
     ),
     Rung(
         "02b_clip_inside",
@@ -66,7 +65,6 @@ RUNGS = (
         "clipping that does not read all gradients once more, and a NaN that does no harm",
         "many tensors, a NaN",
         ("02",),
-        minutes=60,
     ),
     Rung(
         "03_graphs",
@@ -74,7 +72,7 @@ RUNGS = (
         "a whole training step, recorded once and started with one call",
         "a whole step in one call",
         ("01", "02"),
-        minutes=55,
+        minutes=45,
     ),
     Rung(
         "04_encoder",
@@ -98,7 +96,6 @@ RUNGS = (
         "a layer's backward by hand, a check that finds a wrong one, then the speed",
         "a backward by hand",
         ("01",),
-        minutes=60,
     ),
     Rung(
         "05b_attention",
@@ -121,7 +118,7 @@ RUNGS = (
         "Everything",
         "one model with everything from the notebooks before; then a model of your own",
         "all of it, and your own model",
-        ("03", "06"),
+        ("03",),
     ),
 )
 
