@@ -91,7 +91,11 @@ class NonFiniteSearch:
         return message.view(-1)
 
     def record(self, messages: Tensor):
-        """messages: message() of all ranks, added up or one behind the other."""
+        """Keep the first tensor of each rank that the messages name.
+
+        Args:
+            messages: message() of all ranks, added up or one behind the other.
+        """
         none = len(self.arena.segments) + 1
         tensors = messages.reshape(-1, self.world)
         tensors = torch.where(tensors > 0, tensors.long(), none).amin(0) % none

@@ -217,7 +217,7 @@ class PeerToPeer:
                 plan.rest = self.arena.grads[rest], self.probes[rows], self.squares[rows]
 
     def _slab(self, slices: "list[slice]", buffer: int) -> Slab:
-        """slices: of each rank, the elements of the arena that it adds."""
+        """The copies of one slab. slices: of each rank, the elements of the arena that it adds."""
         grads, theirs, parts = self.arena.grads, self.theirs["grads"], self.parts[buffer]
         own = slices[self.rank]
         copies_in = [

@@ -212,7 +212,7 @@ class Band:
         return self.left(thread) + self.pitch / 2
 
     def draw(self, sheet, y, busy):
-        """busy: the threads that are drawn solid."""
+        """A square for each thread. busy: the threads that are drawn solid."""
         last = self.threads[-1]
         numbered = self.pitch >= text_width(last, 9.5) + 4
         gap = 1.5 if self.pitch > 8 else 0.8
@@ -309,7 +309,7 @@ class Cells:
         return self.x(offset), self.x(offset + size - 1) + self.scale
 
     def draw(self, sheet, y, events, labels_above):
-        """labels_above: write the numbers of elements above the cells, else below them."""
+        """The cells. labels_above: write the numbers of elements above them, else below."""
         pitch = self.item * self.scale
         touched = {}  # element -> its colour
         for thread, offset, size in _rows(events, "thread", "offset", "bytes"):

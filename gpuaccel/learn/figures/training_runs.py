@@ -262,7 +262,7 @@ class _Panel:
         return left + across * (right - left), bottom - up * (bottom - top)
 
     def axes(self, title, x_label, reference=None):
-        """reference: (y, words) of a dashed line."""
+        """The axes. reference: (y, words) of a dashed line."""
         ink = self.ink
         left, top, right, bottom = self.box
         x_min, x_max = self.x_range
