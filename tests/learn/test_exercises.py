@@ -220,6 +220,29 @@ def test_nan_that_was_written_is_named(where, small_sizes_on_cpu):
         assert "none should be; " in words and "of them are NaN now" in words
 
 
+@pytest.mark.skipif(checking.find_compiler()[0] is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    "first, has_barrier",
+    [
+        ("if (threadIdx.x == 0) { first = x[i]; __syncthreads(); }", True),
+        ("__syncthreads(); if (threadIdx.x == 0) first = x[i];", True),
+        ("if (threadIdx.x == 0) first = x[i]; // __syncthreads() is missing", False),
+    ],
+)
+def test_a_race_beside_a_barrier_says_what_a_barrier_orders(first, has_barrier):
+    source = f"""extern "C" __global__ void add_first(float* out, const float* x, int n) {{
+        int i = blockIdx.x * blockDim.x + threadIdx.x;
+        __shared__ float first;
+        {first}
+        if (i < n) out[i] = x[i] + first;
+    }}"""
+    with ga.use_backend("simt"):
+        result = ga.check("add_first", ga.compile(source), seed=0)
+    assert result.passed is False
+    assert "race: " in str(result)
+    assert ("only if it is between them and all threads reach it" in str(result)) is has_barrier
+
+
 def test_two_blocks_that_share_an_element_are_told_without_fences():
     task = EXERCISES["clipped_step"]
     index = "(long long)blockIdx.x * blockDim.x + threadIdx.x"
@@ -768,3 +791,19 @@ def test_a_kernel_that_touches_nothing_has_no_picture():
     with ga.use_backend("simt"):
         result = ga.check(e.name, ga.compile(e.stub, e.name))
     assert "<svg" not in result._repr_html_()
+
+
+def test_a_sum_in_another_order_and_a_lost_bucket_are_named():
+    for what in ("each rank first", "rank by rank", "in double"):
+        e = EXERCISES["ordered_sum"]
+        result = ga.check(e.name, python(e.wrong_answers[what], e.name), seed=1)
+        assert not result and "rounded in another way: another order?" in str(result), what
+    e = EXERCISES["ordered_sum"]
+    result = ga.check(e.name, python(e.wrong_answers["rank 0 only"], e.name), seed=1)
+    assert not result and "another order" not in str(result)
+
+    e = EXERCISES["fill_buckets"]
+    result = ga.check(e.name, python(e.wrong_answers["forgets the rest"], e.name), seed=1)
+    assert "its buckets have 0 blocks, but there are 1" in str(result)
+    result = ga.check(e.name, python(e.wrong_answers["all in one"], e.name), seed=1)
+    assert not result and "its buckets have" not in str(result)

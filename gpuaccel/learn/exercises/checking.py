@@ -463,6 +463,7 @@ def _run_kernel(task, kernel, seed, sizes) -> Result:
                 return Result(task.name, False, summary, lines)
             passed = False
             outcome = "; ".join(_report_words(report) for report in error.reports)
+            outcome += _barrier_elsewhere(kernel, error.reports)
         except _StillRunning:
             line = f"the GPU was still running it after {SECONDS_GPU:g} s"
             summary = _too_slow(n, SECONDS_GPU, lines, seed)
@@ -492,6 +493,14 @@ def _report_words(report) -> str:
     blocks = "nothing orders two blocks: each needs elements of its own"
     message = message.replace("no __threadfence() and atomic orders the two blocks", blocks)
     return f"line {report.line}: {message}"
+
+
+def _barrier_elsewhere(kernel, reports) -> str:
+    """What to say where two threads of a block race, and the kernel has a barrier."""
+    races = any(report.kind == "race" and report.block == report.other_block for report in reports)
+    if not races or not re.search(r"__syncthreads\w*\s*\(", without_comments(kernel.text)):
+        return ""
+    return "; __syncthreads() orders them only if it is between them and all threads reach it"
 
 
 class _StillRunning(Exception):
@@ -806,7 +815,7 @@ def _run_python(task, function, seed) -> Result:
         # the answer may change its own
         given = copy.deepcopy(arguments)
         operations = _Operations()
-        passed, outcome = _try_python(function, arguments, expected, operations)
+        passed, outcome = _try_python(task, function, arguments, given, expected, operations)
         waits = operations.waits() if task.on_device else ""
         if waits:
             outcome = waits if passed else f"{outcome}; {waits}"
@@ -837,17 +846,23 @@ def _python_remarks(task, operations, arguments) -> "list[str]":
     return sentences
 
 
-def _try_python(function, arguments, expected, operations):
-    """(passed, how it went) of one case."""
+def _try_python(task, function, arguments, given, expected, operations):
+    """(passed, how it went) of one case.
+
+    given: a copy of the arguments, which the function may change"""
     try:
         with operations:
             result = function(*arguments)
     except Exception as error:
         # the learner's own code: one line instead of a traceback
         return False, f"{type(error).__name__}: {error}"
+    why = ""
+    if task.explain and isinstance(result, torch.Tensor):
+        sentence = task.explain(given, result)
+        why = f"; {sentence}" if sentence else ""
     problem = _shape_differs(result, expected)
     if problem:
-        return False, problem
+        return False, problem + why
     both_nan = result.isnan() & expected.isnan()
     difference = (result.double() - expected).abs().masked_fill(both_nan, 0.0)
     largest = float(difference.max())
@@ -860,7 +875,7 @@ def _try_python(function, arguments, expected, operations):
         step = _ROUNDINGS_BF16 * torch.finfo(torch.bfloat16).eps
         if bool((difference <= step * size.clamp(min=float(size.mean()))).all()):
             outcome += "; it differs by roundings to bf16"
-    return False, outcome
+    return False, outcome + why
 
 
 # roundings to bf16 by which a result in bf16, or a sum in bf16, may differ

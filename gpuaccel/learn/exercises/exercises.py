@@ -85,6 +85,8 @@ class Exercise:
             each trial.
         turns: of a Python function that is captured: turns(generator) -> Turns for each trial.
         on_device: of a Python function: no number may be read on the host.
+        explain: of a Python function: explain(arguments, result) -> what is wrong with a tensor, in
+            a sentence without a full stop, or "".
         cheats: what passes and is not what was asked -> such an answer; its result says so in a
             remark.
     """
@@ -101,6 +103,7 @@ class Exercise:
     cases: "Callable | None" = None
     turns: "Callable | None" = None
     on_device: bool = False
+    explain: "Callable | None" = None
     cheats: "dict[str, str]" = field(default_factory=dict)
 
     @property

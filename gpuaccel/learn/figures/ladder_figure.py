@@ -44,6 +44,7 @@ RUNGS = (
         "Your first kernel",
         "what one of many threads does, which bytes it moves, and how threads share results",
         "threads, bytes, shared results",
+        minutes=30,
     ),
     Rung(
         "01_accumulate",
@@ -80,7 +81,7 @@ RUNGS = (
         "why two runs differ, and how a sum in a fixed order makes them equal",
         "a sum in a fixed order",
         ("01",),
-        minutes=60,
+        minutes=45,
     ),
     Rung(
         "04b_rounding",
@@ -108,10 +109,9 @@ RUNGS = (
     Rung(
         "06_ddp",
         "More than one process",
-        "one training on several processes: how gradients are averaged, and what if one dies",
+        "one training on several processes: how gradients are added, and what if one stops",
         "gradients of several GPUs",
         ("01",),
-        minutes=55,
     ),
     Rung(
         "07_everything",
