@@ -1,8 +1,11 @@
 """gpuaccel: what happens to a gradient between `loss.backward()` and the new weight.
 
     >>> import gpuaccel as ga
-    >>> step = ga.TrainStep(model, replay="graph", max_norm=1.0)
-    >>> out = step((inputs, targets))
+    >>> model = torch.nn.Linear(4, 2)
+    >>> step = ga.TrainStep(model, loss_fn=lambda model, x: model(x).square().mean(), max_norm=1.0)
+    >>> out = step(torch.ones(8, 4))
+    >>> out.loss.requires_grad, bool(out.finite)
+    (False, True)
 
 The names here are those that people type; everything else is in its room, as
 `ga.ops.encoder_backward`, `ga.optim.Lion` and `ga.errors.KernelError` are. CONTRIBUTING.md says

@@ -1,10 +1,10 @@
 """Which backend runs, and why, in words.
 
-    >>> import gpuaccel as ga
-    >>> ga.backend()                      # chosen at the first use, then kept
-    Choice(name='torch', reason='no CUDA driver (libcuda.so.1 not found)', ...)
-    >>> with ga.use_backend("torch"):     # for one block
-    ...     ...
+    import gpuaccel as ga
+    ga.backend()                      # chosen at the first use, then kept
+    # Choice(name='torch', reason='no CUDA driver (libcuda.so.1 not found)', ...)
+    with ga.use_backend("torch"):     # for one block
+        ...
 
 There are two settings. The *backend* (`GPUACCEL_BACKEND`, or `use_backend`) is one of:
 
@@ -36,9 +36,14 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from .errors import BackendError
+
+if TYPE_CHECKING:
+    import torch
 
 BACKENDS = ("auto", "cuda", "simt", "torch")
 POLICIES = ("auto", "require", "off")
@@ -46,21 +51,24 @@ POLICIES = ("auto", "require", "off")
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend in use. `str(choice)` is one sentence for a first notebook cell."""
+    """The backend in use. `str(choice)` is one sentence for a first notebook cell.
 
-    # "cuda", "simt" or "torch"
+    Attributes:
+        name: "cuda", "simt" or "torch".
+        reason: why this backend, in words.
+        requested: what was asked for: "auto", "cuda", "simt" or "torch".
+        policy: "auto", "require" or "off".
+        device: "NVIDIA H200", or "CPU".
+        arch: "sm_90"; None without a GPU.
+        driver: the newest CUDA version that the driver supports, "13.0"; None without a driver.
+    """
+
     name: str
-    # why this backend, in words
     reason: str
-    # what was asked for: "auto", "cuda", "simt" or "torch"
     requested: str
-    # "auto", "require" or "off"
     policy: str
-    # "NVIDIA H200", or "CPU"
     device: str
-    # "sm_90"; None without a GPU
     arch: "str | None"
-    # the newest CUDA version that the driver supports, "13.0"; None without a driver
     driver: "str | None"
 
     def __str__(self):
@@ -117,12 +125,16 @@ def find_gpu() -> "tuple[bool, str]":
 
 @dataclass(frozen=True)
 class Compiler:
-    """A C++ compiler of this machine."""
+    """A C++ compiler of this machine.
+
+    Attributes:
+        command: the words that start it.
+        kind: "g++", "clang" or "zig", which differ in their options.
+        version: of zig: the version of its clang.
+    """
 
     command: "tuple[str, ...]"
-    # "g++", "clang" or "zig", which differ in their options
     kind: str
-    # of zig: the version of its clang
     version: str
 
     def __str__(self):
@@ -172,8 +184,10 @@ def find_compiler() -> "tuple[Compiler | None, str]":
 def resolve(requested: str, policy: str, gpu: "tuple[bool, str]") -> "tuple[str, str]":
     """Return (backend, reason) for a request, a policy and the result of `find_gpu`.
 
-    The function is pure, so that tests can try every case. Raises BackendError for an unknown name
-    and for a request that cannot be met.
+    The function is pure, so that tests can try every case.
+
+    Raises:
+        BackendError: for an unknown name and for a request that cannot be met.
     """
     if requested not in BACKENDS:
         raise BackendError(f"backend is {requested!r}; expected one of {', '.join(BACKENDS)}")
@@ -229,7 +243,20 @@ def backend() -> Choice:
     """The backend in use.
 
     The first call chooses it (`GPUACCEL_BACKEND`, `GPUACCEL_GPU`) and logs it (logger "gpuaccel",
-    level INFO). Raises BackendError when the requested backend cannot run here.
+    level INFO).
+
+    Returns:
+        The name, the reason in words, and the device, as a Choice.
+
+    Raises:
+        BackendError: when the requested backend cannot run here.
+
+    Example:
+        >>> choice = ga.backend()
+        >>> choice.name in ("cuda", "simt", "torch")
+        True
+        >>> print(choice)
+        backend ... on ...: ...
     """
     global _current
     if _current is None:
@@ -247,6 +274,9 @@ class ProcessSwitch:
       itself changes nothing.
 
     A subclass says where the value lives, with `_get` and `_set`.
+
+    Args:
+        value: what _set() sets.
     """
 
     def __init__(self, value):
@@ -277,6 +307,14 @@ class ProcessSwitch:
         self._set(self._previous.pop())
 
     def __call__(self, function):
+        """Decorate a function, so that it runs with the value.
+
+        Args:
+            function: any function.
+
+        Returns:
+            The function, which sets the value and restores the previous one.
+        """
         if self._is_plain_call and self._get() is self._value:
             self._set(self._previous.pop())
         self._is_plain_call = False
@@ -294,18 +332,24 @@ class ProcessSwitch:
 
 
 class use_backend(ProcessSwitch):
-    """Switch the backend of the whole process.
+    """Switch the backend of the whole process: by a call, for a block, or while a function runs.
 
-    name: "auto", "cuda", "simt" or "torch"
-    policy: "auto", "require" or "off"; default: `GPUACCEL_GPU`, else "auto"
+    A block and a decorated function restore the previous backend at their end.
 
-    Raises BackendError, and changes nothing, when the backend cannot run here.
+    Args:
+        name: "auto", "cuda", "simt" or "torch".
+        policy: for the GPU: "auto", "require" or "off"; default: `GPUACCEL_GPU`, else "auto".
 
-    >>> use_backend("torch")              # from now on
-    >>> with use_backend("simt"):         # for this block
-    ...     ...
-    >>> @use_backend("simt")              # while the function runs
-    ... def check_my_kernel(): ...
+    Raises:
+        BackendError: with nothing changed, for an unknown name, and when the backend cannot run
+            here.
+
+    Example:
+        >>> with ga.use_backend("torch"):  # for this block; a plain call switches for good
+        ...     print(ga.backend().name, ga.default_device())
+        torch cpu
+        >>> @ga.use_backend("torch")  # while the function runs
+        ... def check(kernel): ...
     """
 
     def __init__(self, name: str, policy: "str | None" = None):
@@ -337,8 +381,20 @@ def takes(device) -> bool:
     return device.type == {"cuda": "cuda", "simt": "cpu"}.get(backend().name)
 
 
-def default_device():
-    """The torch.device of the backend in use: the current GPU, or the CPU."""
+def default_device() -> "torch.device":
+    """The torch.device of the backend in use: the current GPU, or the CPU.
+
+    Returns:
+        torch.device("cuda", index) or torch.device("cpu").
+
+    Raises:
+        BackendError: when the requested backend cannot run here.
+
+    Example:
+        >>> batch = torch.zeros(8, 16, device=ga.default_device())
+        >>> batch.is_cuda == (ga.backend().name == "cuda")
+        True
+    """
     import torch
 
     if backend().name == "cuda":
@@ -350,8 +406,9 @@ def default_device():
 def cache_dir() -> "pathlib.Path | None":
     """The folder of compiled kernels and tokenizers: `GPUACCEL_CACHE`, else ~/.cache/gpuaccel.
 
-    Returns None, after one warning, when the folder cannot be written, or when other users can
-    write to it: what lies there is run. Everything then works without a cache.
+    Returns:
+        None, after one warning, when the folder cannot be written, or when other users can write to
+        it: what lies there is run. Everything then works without a cache.
     """
     path = pathlib.Path(
         os.environ.get("GPUACCEL_CACHE")
@@ -400,16 +457,30 @@ CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")
 
 
 @contextlib.contextmanager
-def deterministic():
+def deterministic() -> "Iterator[None]":
     """Run a block in which two runs are bit-identical, with torch's deterministic algorithms.
 
     This is torch.use_deterministic_algorithms(True), except that uninitialised memory is not
     filled, which would cost time. Our own kernels are deterministic with and without it. The end of
     the block restores every setting.
 
-    Raises RuntimeError at an operation that torch has only in a nondeterministic version, with its
-    name. torch counts matrix products on a GPU among these, unless CUBLAS_WORKSPACE_CONFIG was
-    :4096:8 or :16:8 at the first product of the process. See `cublas_workspace`.
+    Yields:
+        Nothing; the block runs with the settings.
+
+    Raises:
+        RuntimeError: at an operation that torch has only in a nondeterministic version, with its
+            name. torch counts matrix products on a GPU among these, unless CUBLAS_WORKSPACE_CONFIG
+            was :4096:8 or :16:8 at the first product of the process. See `cublas_workspace`.
+
+    Source:
+        torch.use_deterministic_algorithms.
+
+    Example:
+        >>> with ga.deterministic():
+        ...     torch.are_deterministic_algorithms_enabled()
+        True
+        >>> torch.are_deterministic_algorithms_enabled()
+        False
     """
     import torch
 
@@ -417,17 +488,19 @@ def deterministic():
     set_cudnn_benchmark = torch._C._set_cudnn_benchmark
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    # A module whose attribute is a property: mypy does not know it.
+    settings: Any = torch.utils.deterministic
+    fill = settings.fill_uninitialized_memory
     benchmark = torch.backends.cudnn.benchmark
     with cublas_workspace():
         try:
             torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            settings.fill_uninitialized_memory = False
             set_cudnn_benchmark(False)
             yield
         finally:
             torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-            torch.utils.deterministic.fill_uninitialized_memory = fill
+            settings.fill_uninitialized_memory = fill
             set_cudnn_benchmark(benchmark)
 
 

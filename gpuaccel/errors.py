@@ -8,7 +8,15 @@ import inspect
 
 
 class GpuaccelError(Exception):
-    """The base of all errors below."""
+    """The base of all errors that gpuaccel raises on purpose; its message is made to be shown.
+
+    Example:
+        >>> try:
+        ...     ga.Kernel("no_such_file", "add")
+        ... except ga.GpuaccelError as error:
+        ...     print(type(error).__name__, "-", error)
+        CompileError - there is no file no_such_file.cu in kernels_cu; files: ...
+    """
 
 
 class BackendError(GpuaccelError, RuntimeError):
@@ -18,7 +26,9 @@ class BackendError(GpuaccelError, RuntimeError):
 class CompileError(GpuaccelError, RuntimeError):
     """A kernel does not compile.
 
-    log: the compiler's whole output, with file, line and caret
+    Args:
+        message: what the compiler says, with line and caret.
+        log: the compiler's whole output, with file, line and caret.
     """
 
     def __init__(self, message: str, log: str = ""):
@@ -44,7 +54,9 @@ class DataError(GpuaccelError, ValueError):
 class CheckpointError(GpuaccelError, RuntimeError):
     """A checkpoint cannot be written, is damaged, or does not fit. Nothing has changed.
 
-    older: paths of older checkpoints beside a damaged one that are whole, the newest first
+    Args:
+        message: which file, and what is wrong with it.
+        older: paths of older checkpoints beside a damaged one that are whole, the newest first.
     """
 
     def __init__(self, message: str, older=()):
@@ -57,7 +69,9 @@ class KernelError(GpuaccelError, RuntimeError):
 
     With the checks on, no tensor has changed.
 
-    reports: a list of simt.Report, one for each kind of mistake and line
+    Args:
+        message: the mistakes, with line, thread and element.
+        reports: a list of simt.Report, one for each kind of mistake and line.
     """
 
     def __init__(self, message: str, reports=()):
@@ -82,7 +96,9 @@ class CaptureError(GpuaccelError):
 
     The message says why, in which line, and what to do.
 
-    file, line: of the Python code that is the reason; None where there is no such line
+    Args:
+        message: why, in which line, and what to do.
+        file, line: of the Python code that is the reason; None where there is no such line.
     """
 
     def __init__(self, message, file=None, line=None):

@@ -1,9 +1,9 @@
 """Files that survive a crash: written beside their place and renamed, and read with a checksum.
 
->>> with written_aside(path) as file:           # path keeps its old content until the block ends
-...     file.write(content)
->>> write_entry("cubin", key, content)          # into the cache folder
->>> read_entry("cubin", key)                    # None if it is missing or damaged
+with written_aside(path) as file:           # path keeps its old content until the block ends
+    file.write(content)
+write_entry("cubin", key, content)          # into the cache folder
+read_entry("cubin", key)                    # None if it is missing or damaged
 """
 
 import contextlib

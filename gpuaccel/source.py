@@ -1,9 +1,9 @@
 """What CUDA C text says without being compiled: its kernels and their parameters.
 
->>> kernel_names(source)
-['accumulate_v1', 'accumulate_v2', 'accumulate_v3']
->>> signature(source, "accumulate_v1", {"GRAD_T": "float"})
-[float* acc, const float* grad, long long n]
+kernel_names(source)
+# ['accumulate_v1', 'accumulate_v2', 'accumulate_v3']
+signature(source, "accumulate_v1", {"GRAD_T": "float"})
+# [float* acc, const float* grad, long long n]
 """
 
 import re
@@ -79,9 +79,10 @@ _COMMENT_OR_STRING = re.compile(
 def without_comments(source: str, *, strings: bool = False) -> str:
     """The text with comments and the contents of strings (except "C") replaced by blanks.
 
-    strings: their contents stay
-
     All positions and line numbers stay.
+
+    Args:
+        strings: their contents stay
     """
 
     def blank(match):
@@ -271,6 +272,10 @@ def kernel_names(source: str, defines: "dict[str, str] | None" = None) -> "list[
     """Names of the `__global__` functions in CUDA C text, in order.
 
     Templates, and what an `#if` leaves out with these macros, do not count.
+
+    Args:
+        source: CUDA C text.
+        defines: macro -> value; None: none.
     """
     text = active_text(source, defines)
     return list(dict.fromkeys(d.name for d in _declarations(text) if not d.is_template))
@@ -285,7 +290,9 @@ def kernel_positions(source: str) -> "list[tuple[str, int]]":
 def definition(source: str, name: str) -> "tuple[int, int]":
     """(start, end) of the definition of kernel `name` in a text, from its `extern "C"` on.
 
-    Raises CompileError where there is no such kernel."""
+    Raises:
+        CompileError: where there is no such kernel.
+    """
     text = active_text(source)
     for declaration in _declarations(text):
         if declaration.name == name and not declaration.is_template:
@@ -445,7 +452,10 @@ def struct_fields(source: str, name: str) -> "list[str]":
     """Names of the fields of `struct <name> { ... }` in CUDA C text, in order.
 
     Fields are numbers, declared one or several at a time: `double lr, beta1;`.
-    Raises CompileError when there is no such struct."""
+
+    Raises:
+        CompileError: when there is no such struct.
+    """
     match = re.search(rf"\bstruct\s+{name}\s*\{{(.*?)\}}\s*;", without_comments(source), re.S)
     if match is None:
         raise CompileError(f"there is no struct {name} here")

@@ -1,6 +1,6 @@
 """torch's dtypes as kernels know them: the C type for a macro, the number for a table of tensors.
 
->>> Kernel("accumulate", "accumulate_v1", GRAD_T=C_TYPES[torch.bfloat16])  # GRAD_T="bf16"
+Kernel("accumulate", "accumulate_v1", GRAD_T=C_TYPES[torch.bfloat16])  # GRAD_T="bf16"
 """
 
 import torch

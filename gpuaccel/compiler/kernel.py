@@ -1,10 +1,10 @@
 """A kernel: from CUDA C source to machine code to a callable on torch tensors.
 
-    >>> # a file of kernels_cu/, specialised by macros
-    >>> k = ga.Kernel("accumulate", "accumulate_v1", GRAD_T="float")
-    >>> k[grid, block](acc, grad, acc.numel())          # on torch's current stream
-    >>> double = ga.compile('extern "C" __global__ void twice(float* x, int n) { ... }')
-    >>> k.resources("sm_90").registers                  # of the compiled kernel: no GPU needed
+    # a file of kernels_cu/, specialised by macros
+    k = ga.Kernel("accumulate", "accumulate_v1", GRAD_T="float")
+    k[grid, block](acc, grad, acc.numel())          # on torch's current stream
+    double = ga.compile('extern "C" __global__ void twice(float* x, int n) { ... }')
+    k.resources("sm_90").registers                  # of the compiled kernel: no GPU needed
 
 Each argument is checked against the kernel's parameter list before the launch: number, kind, dtype,
 device, contiguity and alignment (a `float4*` needs 16 bytes). A launch may be captured in a CUDA
@@ -50,7 +50,11 @@ INVALID_CONTEXT = 201
 
 @functools.cache
 def kernel_root() -> pathlib.Path:
-    """The folder of the .cu files: GPUACCEL_KERNELS, the installed package's, or the checkout's."""
+    """The folder of the .cu files: GPUACCEL_KERNELS, the installed package's, or the checkout's.
+
+    Raises:
+        CompileError: where the folder is in none of these places.
+    """
     package = pathlib.Path(__file__).parents[1]
     chosen = os.environ.get("GPUACCEL_KERNELS")
     for root in (chosen, package / "kernels_cu", package.parent / "kernels_cu"):
@@ -74,9 +78,6 @@ _CONDITION = re.compile(r"^[ \t]*#[ \t]*(?:if|ifdef|ifndef|elif)\b[^\n]*", re.M)
 def whole_program(text: str, filename: str, defines: "dict[str, str] | None" = None) -> str:
     """The text that is compiled: common.cuh, the headers that `text` includes, then `text`.
 
-    filename: what messages call the text; where it is a path, headers are looked for beside it
-    defines: macros
-
     A header of kernels_cu stands once, in front of the text that names it, so its #include belongs
     above all other code. Another header is looked for in the folder of the file that includes it,
     then in the working folder, and stands where its #include was. Every part begins with its own
@@ -84,7 +85,12 @@ def whole_program(text: str, filename: str, defines: "dict[str, str] | None" = N
     an edited header recompiles.
 
     Macros stand behind common.cuh, so that one named T does not change it, except those that it
-    tests for (NORM)."""
+    tests for (NORM).
+
+    Args:
+        filename: what messages call the text; where it is a path, headers are looked for beside it
+        defines: macros
+    """
     root = kernel_root()
     parts = []
     included = set()
@@ -184,12 +190,17 @@ def replaced_words() -> "str | None":
 def replace(name: str, source: "str | None"):
     """Let every Kernel `name` of kernels_cu run another definition, from its next launch on.
 
-    source: CUDA C that defines the kernel with the same parameters. It is compiled as if it stood
-        in the file in the place of the old definition. None: the file's own text again.
-
     A captured graph goes on launching what it was captured with.
-    Raises CompileError, with nothing changed, for a kernel that does not compile here, and for
-    other parameters."""
+
+    Args:
+        name: of the kernel.
+        source: CUDA C that defines the kernel with the same parameters. It is compiled as if it
+            stood in the file in the place of the old definition. None: the file's own text again.
+
+    Raises:
+        CompileError: with nothing changed, for a kernel that does not compile here, and for other
+            parameters.
+    """
     kernels = [kernel for kernel in _of_files if kernel.name == name]
     texts = [kernel.text_with(source) for kernel in kernels]
     for kernel, text in zip(kernels, texts):
@@ -206,7 +217,11 @@ def replace(name: str, source: "str | None"):
 
 
 def is_loaded(name: str) -> bool:
-    """Whether a Kernel `name` of kernels_cu, with the text that it has now, was loaded to run."""
+    """Whether a Kernel `name` of kernels_cu, with the text that it has now, was loaded to run.
+
+    Args:
+        name: of a kernel.
+    """
     return any(kernel.name == name and kernel._ready for kernel in _of_files)
 
 
@@ -218,8 +233,10 @@ def _exact_kind(param) -> tuple:
 def parameters_differ(expected, got, kind=_exact_kind) -> "str | None":
     """How a kernel's parameters differ from those expected, in a sentence; names are free.
 
-    expected, got: what `signature` returns. None: they do not differ.
-    kind: a function of a parameter; two parameters are alike if it returns the same for both."""
+    Args:
+        expected, got: what `signature` returns. None: they do not differ.
+        kind: a function of a parameter; two parameters are alike if it returns the same for both.
+    """
     for i in range(max(len(expected), len(got))):
         want = expected[i] if i < len(expected) else None
         has = got[i] if i < len(got) else None
@@ -238,16 +255,26 @@ def parameters_differ(expected, got, kind=_exact_kind) -> "str | None":
 class Kernel:
     """A kernel of kernels_cu, compiled at its first use.
 
-    file: name of the file without ".cu"
-    name: name of the kernel
-    options: for NVRTC, e.g. ("-fmad=false",) for sums that are bit-identical to a CPU's
-    defines: macros, e.g. GRAD_T="bf16"
+    Args:
+        file: name of a file of kernels_cu, without ".cu".
+        name: name of the kernel in it.
+        options: further options for NVRTC, e.g. ("-fmad=false",) for sums that are bit-identical to
+            a CPU's. Default: none.
+        **defines: macros, e.g. GRAD_T="bf16".
 
-    Raises CompileError when there is no such file or kernel. A source that does not compile raises
-    it at the first use.
+    Raises:
+        CompileError: when there is no such file or kernel. A source that does not compile raises it
+            at the first use.
+
+    Example:
+        >>> kernel = ga.Kernel("accumulate", "accumulate_v1", GRAD_T="float")
+        >>> total = torch.zeros(1000, device=ga.default_device())
+        >>> kernel[4, 256](total, torch.ones_like(total), total.numel())
+        >>> total.sum().item()
+        1000.0
     """
 
-    def __init__(self, file: str, name: str, *, options: "tuple[str, ...]" = (), **defines):
+    def __init__(self, file: str, name: str, *, options: "tuple[str, ...]" = (), **defines: object):
         path = kernel_root() / f"{file}.cu"
         if not path.is_file():
             names = ", ".join(file.name for file in kernel_files())
@@ -292,7 +319,14 @@ class Kernel:
         self._ready = self._texts.setdefault(text, {})
 
     def candidate(self, text: str) -> "Kernel":
-        """A kernel of its own with another text. Raises CompileError for other parameters."""
+        """A kernel of its own with another text.
+
+        Args:
+            text: the CUDA C of the whole file.
+
+        Raises:
+            CompileError: for other parameters.
+        """
         kernel = Kernel.from_source(
             text, self.name, self.filename, self.defines, self.options, learner=False
         )
@@ -303,7 +337,11 @@ class Kernel:
     def text_with(self, source: "str | None") -> str:
         """The file's text with another definition of this kernel; None: the file's own text.
 
-        Messages about it name the file "cell", whose first line is the definition's."""
+        Messages about it name the file "cell", whose first line is the definition's.
+
+        Args:
+            source: CUDA C that defines the kernel, or None.
+        """
         if source is None:
             return self._file_text
         start, end = definition(self._file_text, self.name)
@@ -320,7 +358,19 @@ class Kernel:
     def from_source(
         cls, text, name, filename="<source>", defines=None, options=(), learner=True
     ) -> "Kernel":
-        """A kernel from a string. learner: it is checked by default when it runs on the CPU."""
+        """A kernel from a string; ga.compile() does this and finds the name.
+
+        Args:
+            text: CUDA C.
+            name: of the kernel in it.
+            filename: what messages call the text.
+            defines: macro -> value, or None.
+            options: for NVRTC.
+            learner: it is checked by default when it runs on the CPU.
+
+        Raises:
+            CompileError: where there is no such kernel in the text.
+        """
         kernel = cls.__new__(cls)
         kernel._setup(text, name, filename, defines or {}, options, learner)
         return kernel
@@ -334,12 +384,28 @@ class Kernel:
         return Kernel.from_source, source
 
     def __call__(self, *args):
+        """Refuse a call without a grid and a block.
+
+        Args:
+            *args: of any kind.
+
+        Raises:
+            ArgumentError: always; it says how a kernel is launched.
+        """
         raise ArgumentError(
             f"a kernel is launched with its grid and block: {self.name}[grid, block](...)"
         )
 
     def cubin(self, arch: str) -> bytes:
-        """Machine code for one architecture, e.g. "sm_90". No GPU is needed."""
+        """Machine code for one architecture, e.g. "sm_90". No GPU is needed.
+
+        Args:
+            arch: an architecture that NVRTC knows, e.g. "sm_90".
+
+        Raises:
+            CompileError: with the compiler's messages.
+            BackendError: for an architecture that NVRTC does not know, and without NVRTC.
+        """
         return self._compile(self._target(arch))[0]
 
     def _compile(self, target: str) -> "tuple[bytes, str]":
@@ -348,7 +414,11 @@ class Kernel:
     def compile(self):
         """Compile for this GPU, or for the CPU where the backend is not cuda.
 
-        Raises CompileError. Without a C++ compiler: for sm_90."""
+        Without a GPU and without a C++ compiler it compiles for sm_90.
+
+        Raises:
+            CompileError: with the compiler's messages.
+        """
         if backend().name == "cuda" or find_compiler()[0] is None:
             self.resources()
         else:
@@ -360,7 +430,8 @@ class Kernel:
     def resources(self, arch: "str | None" = None) -> nvrtc.Resources:
         """Registers, shared memory, stack and spills on one architecture.
 
-        arch: e.g. "sm_90"; default: this GPU's, else sm_90
+        Args:
+            arch: e.g. "sm_90"; default: this GPU's, else sm_90.
         """
         if arch is None and backend().name == "cuda":
             arch = backend().arch
@@ -368,10 +439,14 @@ class Kernel:
         return nvrtc.resources(*self._compile(target), self.name, target)
 
     def __getitem__(self, shape) -> "Launch":
-        """`kernel[grid, block]` or `kernel[grid, block, shared_bytes]`.
+        """`kernel[grid, block]` or `kernel[grid, block, shared_bytes]`: a Launch, to be called.
 
-        grid, block: a number, or up to three of them
-        shared_bytes: bytes of dynamic shared memory
+        Args:
+            shape: grid and block, each a number or up to three of them, and bytes of dynamic shared
+                memory (default 0).
+
+        Raises:
+            ArgumentError: for another number of parts, and for sizes that no GPU has.
         """
         try:
             # The same shape again costs one look-up.
@@ -399,7 +474,8 @@ class Kernel:
     def load(self, where: "int | str") -> "_Loaded | _OnCpu":
         """Compile and load the kernel, once. A launch does this by itself.
 
-        where: index of a GPU, or "fast" or "checked" for the CPU
+        Args:
+            where: index of a GPU, or "fast" or "checked" for the CPU.
         """
         loaded = self._ready.get(where)
         if loaded is None:
@@ -424,18 +500,38 @@ def compile(
     *,
     filename: str = "<source>",
     options: "tuple[str, ...]" = (),
-    **defines,
+    **defines: object,
 ) -> Kernel:
     """A kernel from a string of CUDA C.
 
-    name: may be left out when there is only one kernel in it.
-    filename: what messages call the source.
-    options: for NVRTC.
-    defines: macros.
-
     The helpers of kernels_cu/common.cuh (bf16, as_float, ...) are at hand, those of another header
     after `#include "x.cuh"`. Compiles at once, so that a mistake shows here.
-    Raises CompileError with the compiler's own message, line and caret."""
+
+    Args:
+        source: CUDA C with at least one `extern "C" __global__` function.
+        name: of the kernel; may be left out when there is only one in the source.
+        filename: what messages call the source; default: "<source>".
+        options: further options for NVRTC. Default: none.
+        **defines: macros, e.g. N=4.
+
+    Returns:
+        A Kernel, to be launched as kernel[grid, block](tensors and numbers).
+
+    Raises:
+        CompileError: with the compiler's own message, line and caret; for several kernels without a
+            name.
+
+    Example:
+        >>> twice = ga.compile('''
+        ... extern "C" __global__ void twice(float* x, int n) {
+        ...     int i = blockIdx.x * blockDim.x + threadIdx.x;
+        ...     if (i < n) x[i] *= 2;
+        ... }''')
+        >>> x = torch.arange(5.0, device=ga.default_device())
+        >>> twice[1, 32](x, 5)
+        >>> x.tolist()
+        [0.0, 2.0, 4.0, 6.0, 8.0]
+    """
     names = kernel_names(source, _with_macros(options, defines)[1])
     if name is None:
         if len(names) != 1:
@@ -483,6 +579,15 @@ def zero_(tensor: torch.Tensor) -> torch.Tensor:
     """Fill a contiguous tensor with zeros and return it.
 
     On a GPU this is one device memset on the current stream.
+
+    Args:
+        tensor: contiguous, any dtype and device.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        BackendError: where the driver refuses the memset.
     """
     is_on_gpu = tensor.is_cuda and backend().name == "cuda"
     if not (is_on_gpu and tensor.is_contiguous() and tensor.numel()):
@@ -506,7 +611,8 @@ class _Packed:
 
     They are one buffer, and a table of pointers into it.
 
-    sizes: bytes of each parameter that is a struct, by its index
+    Args:
+        sizes: bytes of each parameter that is a struct, by its index
     """
 
     def __init__(self, params, sizes):
@@ -641,6 +747,10 @@ def usable(device: torch.device, *kernels: Kernel) -> bool:
     It is decided before the first launch, so that nothing is half done, and then kept. Where one of
     them does not, the operation runs in torch, and one line of the log (logger "gpuaccel") says
     why. With the policy `require` the error is raised instead.
+
+    Args:
+        device: where the operation's tensors are.
+        *kernels: all that the operation launches.
     """
     if device.type == "cuda":
         where: "int | str" = device.index
@@ -674,7 +784,16 @@ recorders: list = []
 
 
 class Launch:
-    """`kernel[grid, block]`: call it with torch tensors and numbers."""
+    """`kernel[grid, block]`: call it with torch tensors and numbers.
+
+    On a GPU the launch is queued on torch's current stream, and nothing waits; on the CPU it is
+    over when the call returns.
+
+    Args:
+        kernel: the Kernel.
+        grid, block: three sizes each.
+        shared: bytes of dynamic shared memory.
+    """
 
     __slots__ = ("kernel", "shape")
 
@@ -685,9 +804,17 @@ class Launch:
     def __call__(self, *args, tensors=()):
         """Launch the kernel.
 
-        args: tensors for pointers, numbers, and bytes or ctypes structures for structs
-        tensors: those whose addresses are in a struct or a table of pointers, for the checks on the
-            CPU
+        Args:
+            *args: tensors for pointers, numbers, and bytes or ctypes structures for structs.
+            tensors: those whose addresses are in a struct or a table of pointers, for the checks on
+                the CPU.
+
+        Raises:
+            ArgumentError: with nothing launched, for another number, kind, dtype, device or
+                alignment of the arguments than the kernel's parameters have.
+            BackendError: where the driver refuses the launch.
+            KernelError: on the CPU with the checks on, for a mistake of the kernel; no tensor has
+                changed.
         """
         kernel = self.kernel
         if backend().name != "cuda":
@@ -717,7 +844,20 @@ class Launch:
             )
 
     def on_cpu(self, args, tensors=(), trace=False):
-        """Launch on the CPU (simt), with CPU tensors, and wait. trace: return a Trace of it."""
+        """Launch on the CPU (simt), with CPU tensors, and wait.
+
+        Args:
+            args: as for a call.
+            tensors: as for a call.
+            trace: record every access, and change no tensor.
+
+        Returns:
+            A simt.Trace with trace=True, else None.
+
+        Raises:
+            ArgumentError: as for a call.
+            KernelError: as for a call.
+        """
         kernel = self.kernel
         _, values = check_arguments(kernel, args, "cpu")
         args = (*args, *values[len(args) :])
@@ -771,10 +911,14 @@ def _range_error(kernel, values) -> ArgumentError:
 def check_arguments(kernel: Kernel, args, device: str = "cuda") -> "tuple[int | None, list]":
     """Compare arguments with the kernel's parameters, and return what to pack.
 
-    device: "cuda" or "cpu", where tensors have to be
+    Args:
+        device: "cuda" or "cpu", where tensors have to be
 
-    Returns the index of their GPU (None without tensors, -1 on the CPU) and the values to pack.
-    Raises ArgumentError with the parameter, the argument and what is expected.
+    Returns:
+        The index of their GPU (None without tensors, -1 on the CPU) and the values to pack.
+
+    Raises:
+        ArgumentError: with the parameter, the argument and what is expected.
     """
     params = kernel.params
     gpu = device == "cuda"
@@ -821,7 +965,8 @@ _STRIDED = torch.strided
 def _unusual_value(kernel, param, arg, index, gpu):
     """The value to pack for an argument that is not of the usual kind.
 
-    Raises ArgumentError that says what is wrong with it.
+    Raises:
+        ArgumentError: it says what is wrong with it.
     """
 
     def error(problem):

@@ -2,10 +2,10 @@
 
 It needs no GPU and no driver.
 
-    >>> from gpuaccel import nvrtc
-    >>> nvrtc.library()                                   # which NVRTC, and its path
-    Library(version=(12, 9), path='.../nvidia/cuda_nvrtc/lib/libnvrtc.so.12', ...)
-    >>> cubin, log = nvrtc.compile_cubin(source, "x.cu", "sm_90", {"GRAD_T": "float"})
+    from gpuaccel import nvrtc
+    nvrtc.library()                                   # which NVRTC, and its path
+    # Library(version=(12, 9), path='.../nvidia/cuda_nvrtc/lib/libnvrtc.so.12', ...)
+    cubin, log = nvrtc.compile_cubin(source, "x.cu", "sm_90", {"GRAD_T": "float"})
 
 Why by path, through ctypes: `cuda.bindings.nvrtc` takes whichever libnvrtc the process has loaded.
 With torch's CUDA 13 wheels beside NVRTC 12 the compiler would then depend on the order of imports.
@@ -53,6 +53,15 @@ class Resources:
     """What one kernel uses on one architecture, as ptxas reports it.
 
     Shared memory is per block; registers, stack and spills are per thread.
+
+    Attributes:
+        arch: the architecture, e.g. "sm_90".
+        registers: per thread.
+        shared_bytes: static shared memory per block.
+        stack_bytes: per thread.
+        spill_store_bytes: registers written to the stack, per thread.
+        spill_load_bytes: registers read back from the stack, per thread.
+        cubin_bytes: size of the machine code.
     """
 
     arch: str
@@ -153,7 +162,8 @@ def _open(path: str) -> Library:
 def library() -> Library:
     """The NVRTC that compiles every kernel of this process.
 
-    Raises BackendError that names the wheel to install.
+    Raises:
+        BackendError: it names the wheel to install.
     """
     paths = candidates()
     for path in paths:
@@ -172,7 +182,8 @@ def check_arch(arch: str) -> str:
 
     "sm_90a" is sm_90 with the instructions that only it has. NVRTC lists only sm_90.
 
-    Raises BackendError that says what to do otherwise.
+    Raises:
+        BackendError: it says what to do otherwise.
     """
     lib = library()
     if arch not in lib.archs and not (arch.endswith("a") and arch[:-1] in lib.archs):
@@ -186,7 +197,8 @@ def check_arch(arch: str) -> str:
 def check_driver(driver: "int | None"):
     """Raise BackendError if the driver is too old for this NVRTC's machine code.
 
-    driver: CUDA version as 1000 * major + 10 * minor; None without a driver
+    Args:
+        driver: CUDA version as 1000 * major + 10 * minor; None without a driver
     """
     if driver is not None and driver // 1000 < library().version[0]:
         raise BackendError(
@@ -205,12 +217,14 @@ def compile_cubin(
 ) -> "tuple[bytes, str]":
     """(cubin, ptxas report) of a whole program for one architecture, from the cache if it is there.
 
-    source: CUDA C with everything it needs, so that the cache key covers it
-    filename: what error messages call it
-    arch: e.g. "sm_90"
-    defines, options: macros and further options for NVRTC
+    Args:
+        source: CUDA C with everything it needs, so that the cache key covers it
+        filename: what error messages call it
+        arch: e.g. "sm_90"
+        defines, options: macros and further options for NVRTC
 
-    Raises CompileError with file, line and caret as NVRTC prints them.
+    Raises:
+        CompileError: with file, line and caret as NVRTC prints them.
     """
     # From 12.9 on NVRTC has a cache of its own where there is a driver, without ptxas's report.
     no_cache = ("--no-cache",) if library().version >= (12, 9) else ()

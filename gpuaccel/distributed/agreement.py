@@ -1,9 +1,9 @@
 """What all ranks of a run have in common: the model, the weights at the start, the tensors that
 take part, and, compared every so many steps, the bits of the weights.
 
-    >>> compare(config, arena, opt, settings)   # ArgumentError where a rank differs from rank 0
-    >>> broadcast_weights(config, arena)        # rank 0's weights, frozen parameters and buffers
-    >>> weight_hashes(arena)                    # (tensors,) int64: equal for bit-identical weights
+    compare(config, arena, opt, settings)   # ArgumentError where a rank differs from rank 0
+    broadcast_weights(config, arena)        # rank 0's weights, frozen parameters and buffers
+    weight_hashes(arena)                    # (tensors,) int64: equal for bit-identical weights
 """
 
 from itertools import zip_longest
@@ -112,9 +112,11 @@ def _not_trained(arena: Arena):
 class UsedTensors:
     """The tensors that got a gradient on any rank. All ranks update exactly these.
 
-    every_step: find them again in each step; on a GPU the host waits for that. Otherwise the first
-        step decides: later one of these tensors without a gradient has a zero one, and another
-        tensor that gets one is an ArgumentError."""
+    Args:
+        every_step: find them again in each step; on a GPU the host waits for that. Otherwise the
+            first step decides: later one of these tensors without a gradient has a zero one, and
+            another tensor that gets one is an ArgumentError.
+    """
 
     def __init__(
         self,
@@ -174,8 +176,12 @@ class UsedTensors:
 def weight_hashes(arena: Arena, masters: bool = True) -> Tensor:
     """A hash of the bits of each tensor's weights, equal on every device. No host synchronisation.
 
-    masters: include `arena.weights`: fp32 parameters, and the fp32 masters of bf16 parameters.
-    Returns (tensors,) int64 on the arena's device."""
+    Args:
+        masters: include `arena.weights`: fp32 parameters, and the fp32 masters of bf16 parameters.
+
+    Returns:
+        (tensors,) int64 on the arena's device.
+    """
     hashes = torch.zeros(len(arena.segments), dtype=torch.int64, device=arena.device)
     column = _odd_numbers(CHUNK, 0x9E3779B97F4A7C15, arena.device)
     buffers = [(arena.weights, torch.int32)] if masters else []

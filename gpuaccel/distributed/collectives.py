@@ -1,8 +1,8 @@
 """torch.distributed's collectives under one name each, and with one kind of error.
 
-    >>> all_gather(everyone, mine, group=group)
-    >>> work = all_reduce(sums, group=group, async_op=True)
-    >>> wait(work)
+    all_gather(everyone, mine, group=group)
+    work = all_reduce(sums, group=group, async_op=True)
+    wait(work)
 
 A collective fails when another rank has ended or does not answer in time. NCCL and the stores raise
 a `torch.distributed.DistError` then; gloo raises a plain RuntimeError. These functions turn gloo's

@@ -1,11 +1,11 @@
 """Data-parallel training: several processes ("ranks") with one model each, whose gradients are
 summed while backward still runs.
 
-    >>> config = ga.Distributed()              # in each rank; torchrun --nproc-per-node 2 train.py
-    >>> step = ga.TrainStep(model, opt, micro_batches=4, distributed=config)
-    >>> out = step(batch)                      # this rank's batch, or None: it has none left
-    >>> out.loss                               # the mean over all ranks
-    >>> step.reducer.last_nonfinite()         # waits; None, or {"rank": 1, "tensor": "head.weight"}
+    config = ga.Distributed()              # in each rank; torchrun --nproc-per-node 2 train.py
+    step = ga.TrainStep(model, opt, micro_batches=4, distributed=config)
+    out = step(batch)                      # this rank's batch, or None: it has none left
+    out.loss                               # the mean over all ranks
+    step.reducer.last_nonfinite()         # waits; None, or {"rank": 1, "tensor": "head.weight"}
 
 The collectives are torch.distributed's: NCCL on GPUs, gloo on CPUs. GPUs of one machine use
 peer-to-peer copies instead (distributed/p2p.py). Gradients are reduced in buckets, contiguous
@@ -39,42 +39,65 @@ DTYPES = (torch.float32, torch.bfloat16)
 class Distributed:
     """How the ranks of a TrainStep work together. Every rank makes one, with the same arguments.
 
-    group: a process group. Default: torch.distributed's default group. If there is none yet, it is
-        made from torchrun's environment, with NCCL where torch sees a GPU and gloo elsewhere.
-        Without that environment this process is the only rank.
-    dtype: of the gradient sums that are sent, torch.float32 or torch.bfloat16. bfloat16 halves the
-        bytes; each rank rounds its sum once, and every addition rounds again.
-    ordered: add the micro-batches in global order (see this module's first lines).
-    sharded: each rank keeps and updates its share of the optimizer's moments, ZeRO stage 1
-        (distributed/zero1.py). Needs ga.AdamW over the arena.
-    bucket_mb: smallest size of a bucket, in megabytes of fp32.
-    find_unused: find the tensors that got a gradient on any rank in every step; on a GPU the host
-        waits for that. False: the first step decides. After it, one of these tensors without a
-        gradient has a zero one, and another tensor that gets one is an ArgumentError.
-        None: True on CPUs, False on GPUs.
-    check_every: steps between comparisons of the bits of all weights over all ranks; 0: none.
-        RankError where they differ. On a GPU it comes some steps late, without a wait.
-    find_nonfinite_rank: find the rank that brought a gradient that is NaN or infinite. In mode
-        "fused" this reads the gradients once more, beside backward; with peer-to-peer copies it
-        costs nothing.
-    peer_to_peer: GPUs of one machine reduce fp32 sums by peer-to-peer copies instead of NCCL's
-        kernels (distributed/p2p.py). None: where possible. True: ArgumentError where it is not.
-        False: always NCCL.
-    timeout: seconds that a group made here waits for another rank, at its start and in every
-        collective. Then RankError, which names the rank. With NCCL, where no call returns with an
-        error, the process prints the message and ends. In any group peer-to-peer copies end with a
-        CUDA error 10 seconds later.
-
     gloo listens on the interface through which MASTER_ADDR is reached: on loopback where that is
     this machine. GLOO_SOCKET_IFNAME overrides it.
 
     Frozen parameters and buffers are rank 0's at the start. What forward does to buffers later
-    stays on its rank. Raises ArgumentError for arguments that do not go together."""
+    stays on its rank.
+
+    Args:
+        group: a process group. Default: torch.distributed's default group. If there is none yet, it
+            is made from torchrun's environment, with NCCL where torch sees a GPU and gloo
+            elsewhere. Without that environment this process is the only rank.
+        dtype: of the gradient sums that are sent, torch.float32 or torch.bfloat16. bfloat16 halves
+            the bytes; each rank rounds its sum once, and every addition rounds again.
+        ordered: add the micro-batches in global order (see this module's first lines).
+        sharded: each rank keeps and updates its share of the optimizer's moments, ZeRO stage 1
+            (distributed/zero1.py). Needs ga.AdamW over the arena.
+        bucket_mb: smallest size of a bucket, in megabytes of fp32.
+        find_unused: find the tensors that got a gradient on any rank in every step; on a GPU the
+            host waits for that. False: the first step decides. After it, one of these tensors
+            without a gradient has a zero one, and another tensor that gets one is an ArgumentError.
+            None: True on CPUs, False on GPUs.
+        check_every: steps between comparisons of the bits of all weights over all ranks; 0, the
+            default: none. RankError where they differ. On a GPU it comes some steps late, without a
+            wait.
+        find_nonfinite_rank: find the rank that brought a gradient that is NaN or infinite. In mode
+            "fused" this reads the gradients once more, beside backward; with peer-to-peer copies it
+            costs nothing.
+        peer_to_peer: GPUs of one machine reduce fp32 sums by peer-to-peer copies instead of NCCL's
+            kernels (distributed/p2p.py). None: where possible. True: ArgumentError where it is not.
+            False: always NCCL.
+        timeout: seconds that a group made here waits for another rank, at its start and in every
+            collective. Then RankError, which names the rank. With NCCL, where no call returns with
+            an error, the process prints the message and ends. In any group peer-to-peer copies end
+            with a CUDA error 10 seconds later.
+
+    Attributes:
+        rank: of this process in the group, from 0.
+        world: number of ranks.
+        backend: "nccl", "gloo", or "none" for this process alone.
+
+    Raises:
+        ArgumentError: for a dtype that is neither fp32 nor bf16, bf16 in ordered mode, a bucket_mb
+            that is not positive, a negative check_every, an environment that is not torchrun's, and
+            a process outside the group.
+        RankError: where the ranks do not find each other within `timeout`.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2, device=ga.default_device())
+        >>> ranks = ga.Distributed(check_every=100)  # of torchrun, or this process alone
+        >>> step = ga.TrainStep(model, loss_fn=lambda m, x: m(x).square().mean(), distributed=ranks)
+        >>> out = step(torch.ones(8, 4, device=ga.default_device()))
+        >>> ranks
+        Distributed(rank 0 of 1, none, all-reduce in float32)
+        >>> step.close()
+    """
 
     def __init__(
         self,
         *,
-        group=None,
+        group: "dist.ProcessGroup | None" = None,
         dtype: torch.dtype = torch.float32,
         ordered: bool = False,
         sharded: bool = False,

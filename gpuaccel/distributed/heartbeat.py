@@ -1,9 +1,9 @@
 """Heartbeats: how often each rank has reached the collectives of a step, so that a rank that waits
 can say for whom.
 
-    >>> heartbeat(0)                            # this rank is about to enter a collective
-    >>> heartbeat(1)                            # ..., and one more backward is over
-    >>> group_heartbeats.ranks_behind()         # [3]: rank 3 has not reached this collective
+    heartbeat(0)                            # this rank is about to enter a collective
+    heartbeat(1)                            # ..., and one more backward is over
+    group_heartbeats.ranks_behind()         # [3]: rank 3 has not reached this collective
 
 In a group that rendezvous.py made, each rank writes its count into the store where the ranks met.
 In processes of ga.launch the parent reads the counts from shared memory (distributed/spawn.py).
@@ -34,7 +34,9 @@ launched_rank: "LaunchedRank | None" = None
 def heartbeat(steps: int, default_group: bool = True):
     """This rank is about to enter a collective. steps: backwards that are over since the last one.
 
-    default_group: whether all ranks of the default group enter it."""
+    Args:
+        default_group: whether all ranks of the default group enter it.
+    """
     if launched_rank is not None:
         launched_rank.heartbeat(steps)
     if default_group and group_heartbeats is not None:
@@ -66,8 +68,9 @@ class Heartbeats:
     def ranks_behind(self, limit: float = 2.0) -> "list[int] | None":
         """The other ranks that have not reached the collective in which this one waits.
 
-        Returns [] where that cannot be known, None where the store does not answer for `limit`
-        seconds."""
+        Returns:
+            [] where that cannot be known, None where the store does not answer for `limit` seconds.
+        """
         # A query to a machine that was stopped does not return: one is enough.
         if self._query is None or not self._query.is_alive():
             self._query = threading.Thread(target=self._ask_store, daemon=True)

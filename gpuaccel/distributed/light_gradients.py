@@ -75,7 +75,9 @@ class LightGradients:
     def all_reduce(self, own_sums: "Tensor | None"):
         """Sum over all ranks, behind the last bucket.
 
-        own_sums: takes this rank's probes (distributed/nonfinite.py); None: there are none."""
+        Args:
+            own_sums: takes this rank's probes (distributed/nonfinite.py); None: there are none.
+        """
         if own_sums is not None and self.has_kernels:
             own_sums.index_copy_(0, self.chunks, self.sums.sum(1, dtype=torch.float64))
         elif own_sums is not None:

@@ -1,10 +1,10 @@
 """Which rank and which tensor brought a gradient that is NaN or infinite.
 
-    >>> search = NonFiniteSearch(config, arena)
-    >>> search.probe(bucket)                    # before this rank's gradients are added to others'
-    >>> message = search.message()              # one all-reduce adds the messages of all ranks
-    >>> search.record(message)                  # the sum, on every rank
-    >>> search.last()                         # waits: None, or {"rank": 2, "tensor": "head.weight"}
+    search = NonFiniteSearch(config, arena)
+    search.probe(bucket)                    # before this rank's gradients are added to others'
+    message = search.message()              # one all-reduce adds the messages of all ranks
+    search.record(message)                  # the sum, on every rank
+    search.last()                         # waits: None, or {"rank": 2, "tensor": "head.weight"}
 
 A probe is a number per chunk (without our kernels: per tensor) that is not finite
 where the rank's gradient is not: a float64 sum of its elements or of their squares.
@@ -23,9 +23,11 @@ from .config import Distributed
 class NonFiniteSearch:
     """This rank's part of the search. Without `config.find_nonfinite_rank` probe() does nothing.
 
-    probes: (rows,) float64, and nonfinite: (ranks, rows) int32, where rows are those of
-    arena.squares.values: of a PeerToPeer, whose kernel looks at the other ranks' gradients as well.
-    None: made here, for this rank alone."""
+    Args:
+        probes: (rows,) float64, and nonfinite: (ranks, rows) int32, where rows are those of
+            arena.squares.values: of a PeerToPeer, whose kernel looks at the other ranks' gradients
+            as well. None: made here, for this rank alone.
+    """
 
     def __init__(
         self,
@@ -89,7 +91,11 @@ class NonFiniteSearch:
         return message.view(-1)
 
     def record(self, messages: Tensor):
-        """messages: message() of all ranks, added up or one behind the other."""
+        """Keep the first tensor of each rank that the messages name.
+
+        Args:
+            messages: message() of all ranks, added up or one behind the other.
+        """
         none = len(self.arena.segments) + 1
         tensors = messages.reshape(-1, self.world)
         tensors = torch.where(tensors > 0, tensors.long(), none).amin(0) % none

@@ -17,7 +17,15 @@ from .reducer_base import ReducerBase, StepTotals
 
 
 class OrderedReducer(ReducerBase):
-    """Of ga.Distributed(ordered=True). Memory: two arenas over all ranks, one share of it here."""
+    """Of ga.Distributed(ordered=True). Memory: two arenas over all ranks, one share of it here.
+
+    Args:
+        config: with ordered=True.
+        arena: of the model.
+        accumulator: of the arena.
+        opt: the optimizer of the step.
+        settings: see ReducerBase.
+    """
 
     def __init__(self, config, arena, accumulator, opt, settings):
         super().__init__(config, arena, accumulator, opt, settings)
@@ -82,8 +90,13 @@ class OrderedReducer(ReducerBase):
         return self._added(everyone[:, : StepTotals.FIELDS * count], count)
 
     def _added(self, everyone, count: int) -> StepTotals:
-        """everyone: (ranks, 5 * count) float64, the messages of each rank's micro-batches. Losses
-        are added in global order and in fp32, as one process adds them."""
+        """The totals of a step; losses are added in global order and in fp32, as one process adds
+        them.
+
+        Args:
+            everyone: (ranks, 5 * count) float64, the messages of each rank's micro-batches.
+            count: micro-batches of each rank.
+        """
         by_rank = everyone.view(self.world, count, StepTotals.FIELDS)
         in_order = by_rank.transpose(0, 1).reshape(-1, StepTotals.FIELDS)
         losses = in_order[:, 0].float()

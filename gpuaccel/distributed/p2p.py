@@ -9,10 +9,10 @@ copies the sums of the others' ranges. The kernel also writes sums of squares fo
 the rank whose gradient is not finite. Copies in, additions and copies out have a stream each, and
 overlap.
 
-    >>> p2p = PeerToPeer.of(config, arena)        # None, and a line in the log, where not possible;
-    >>> p2p.plan(buckets)                         # before anything takes arena.grads' address
-    >>> p2p.send(bucket)                          # its reduction is queued
-    >>> p2p.join()                                # p2p.stream has all sums
+    p2p = PeerToPeer.of(config, arena)        # None, and a line in the log, where not possible;
+    p2p.plan(buckets)                         # before anything takes arena.grads' address
+    p2p.send(bucket)                          # its reduction is queued
+    p2p.join()                                # p2p.stream has all sums
 """
 
 import contextlib
@@ -97,7 +97,12 @@ class Plan:
 
 
 class PeerToPeer:
-    """This rank's side of the reduction. Made by of(), on every rank."""
+    """This rank's side of the reduction. Made by of(), on every rank.
+
+    Args:
+        config: of the group, whose ranks are GPUs of one machine.
+        arena: whose buffers are moved to memory that the other ranks can read.
+    """
 
     def __init__(self, config: Distributed, arena: Arena):
         """Take memory and compile the kernel, which may fail on one rank alone."""
@@ -128,7 +133,9 @@ class PeerToPeer:
     def connect(self, buffers: "dict[str, tuple]") -> "PeerToPeer":
         """Move the arena's buffers to shared memory and map those of the other ranks. Collective.
 
-        buffers: name in the arena -> (this rank's memory, its symmetric-memory handle)."""
+        Args:
+            buffers: name in the arena -> (this rank's memory, its symmetric-memory handle).
+        """
         self.handle = buffers["grads"][1]
         self.theirs: "dict[str, dict[int, Tensor]]" = {}  # name -> rank -> its buffer
         for name, (memory, handle) in buffers.items():
@@ -210,7 +217,7 @@ class PeerToPeer:
                 plan.rest = self.arena.grads[rest], self.probes[rows], self.squares[rows]
 
     def _slab(self, slices: "list[slice]", buffer: int) -> Slab:
-        """slices: of each rank, the elements of the arena that it adds."""
+        """The copies of one slab. slices: of each rank, the elements of the arena that it adds."""
         grads, theirs, parts = self.arena.grads, self.theirs["grads"], self.parts[buffer]
         own = slices[self.rank]
         copies_in = [

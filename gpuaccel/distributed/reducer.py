@@ -44,7 +44,18 @@ def make_reducer(
 ) -> ReducerBase:
     """The reducer of a ga.Distributed; the arguments are those of ReducerBase.
 
-    compiled: whether backward is compiled, so that autograd's hooks run only at its end."""
+    Args:
+        config: says which kind of reducer.
+        arena: of the model.
+        accumulator: of the arena.
+        opt: the optimizer of the step.
+        settings: see ReducerBase.
+        compiled: whether backward is compiled, so that autograd's hooks run only at its end.
+        peer_to_peer: see ReducerBase.
+
+    Returns:
+        An OrderedReducer, or one that sends buckets.
+    """
     if config.ordered:
         return OrderedReducer(config, arena, accumulator, opt, settings)
     return Reducer(config, arena, accumulator, opt, settings, compiled, peer_to_peer)
@@ -175,8 +186,10 @@ class Reducer(ReducerBase):
         """Sum a bucket over all ranks, in place; with a sharded optimizer only this rank's share of
         it, and the rest that belongs to all.
 
-        Returns the works of the collectives, and with async_op [(destination, result)], what has
-        to be copied when they are over."""
+        Returns:
+            The works of the collectives, and with async_op [(destination, result)], what has to be
+            copied when they are over.
+        """
         if not (self.sharded and self.kernels):
             return [collectives.all_reduce(message, group=self.group, async_op=async_op)], []
         own = share(bucket, self.world)

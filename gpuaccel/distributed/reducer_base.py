@@ -46,7 +46,9 @@ class StepTotals:
     def message(values: "Sequence[Tensor | float | None]", device: torch.device) -> Tensor:
         """(5,) float64, to be added up over all ranks.
 
-        values: of one rank, in the order of the fields. None: the rank had none."""
+        Args:
+            values: of one rank, in the order of the fields. None: the rank had none.
+        """
         return torch.stack(
             [
                 value.double().view(())
@@ -58,12 +60,20 @@ class StepTotals:
 
 
 class ReducerBase:
-    """A TrainStep's side of the group. Making one compares the models of all ranks and sends rank
-    0's weights to the others.
+    """A TrainStep's side of the group: compares the models of all ranks, sends rank 0's weights.
 
-    settings: name -> value of what has to be equal on all ranks beside `config`.
-    peer_to_peer: a PeerToPeer of this arena, or None.
-    Raises ArgumentError, on every rank, naming the first tensor or setting that differs."""
+    Args:
+        config: of the group.
+        arena: of the model.
+        accumulator: of the arena.
+        opt: the optimizer of the step.
+        settings: name -> value of what has to be equal on all ranks beside `config`.
+        peer_to_peer: a PeerToPeer of this arena, or None.
+
+    Raises:
+        ArgumentError: on every rank, naming the first tensor or setting that differs.
+        RankError: where another rank is lost meanwhile.
+    """
 
     # Is told when buckets start and finish.
     trace: "StepTrace | None" = None
@@ -170,11 +180,15 @@ class ReducerBase:
     def reduce(self, loss, tokens, rows, micro_batches: "Tensor | float"):
         """Sum the gradients in arena.grads and the step's totals over all ranks.
 
-        loss, tokens: sums over this rank's micro-batches; None: it had none. tokens is None too
-            where loss_fn returns means.
-        rows: of this rank's batch, a number or a tensor.
-        Returns (loss, tokens, rows, micro-batches), () tensors over all ranks; tokens is None where
-            loss_fn returns means."""
+        Args:
+            loss, tokens: sums over this rank's micro-batches; None: it had none. tokens is None too
+                where loss_fn returns means.
+            rows: of this rank's batch, a number or a tensor.
+
+        Returns:
+            (loss, tokens, rows, micro-batches), () tensors over all ranks; tokens is None where
+            loss_fn returns means.
+        """
         if not self._capturing():
             self.heartbeat()
         means = loss is not None and tokens is None
@@ -213,7 +227,9 @@ class ReducerBase:
         """An error ended the step on this rank. What it has sent is forgotten; when others wait
         for the rest, no further step is possible.
 
-        Raises RankError where the error is a collective's, because another rank is lost."""
+        Raises:
+            RankError: where the error is a collective's, because another rank is lost.
+        """
         self.broken = self.broken or self._sent_something()
         self._forget_step()
         self.nonfinite.forget()
@@ -247,7 +263,9 @@ class ReducerBase:
     def close(self, alone: bool):
         """The step is closed. The process group stays.
 
-        alone: by an error, so that the other ranks may not do the same."""
+        Args:
+            alone: by an error, so that the other ranks may not do the same.
+        """
         if isinstance(self.opt, DeviceOptimizer):
             self.opt.explain_skip = None
         if self.sharded:

@@ -1,6 +1,6 @@
 """How the ranks of a run find each other: torchrun's environment, the network interface, the store.
 
->>> init_from_environment(600.0)     # torch.distributed's default group, as torchrun describes it
+init_from_environment(600.0)     # torch.distributed's default group, as torchrun describes it
 """
 
 import atexit
@@ -28,9 +28,13 @@ def init_from_environment(timeout: float):
     """Make the default group that torchrun's environment describes. Each rank takes the GPU of its
     local number.
 
-    timeout: seconds for the ranks to find each other, and for every collective.
-    Raises ArgumentError for an environment that is not torchrun's, RankError where the ranks do not
-    find each other in time."""
+    Args:
+        timeout: seconds for the ranks to find each other, and for every collective.
+
+    Raises:
+        ArgumentError: for an environment that is not torchrun's, RankError where the ranks do not
+            find each other in time.
+    """
     _check_environment()
     nccl = torch.cuda.is_available() and dist.is_nccl_available()
     if nccl:

@@ -1,9 +1,9 @@
 """Ranks from a notebook or a script: processes of this machine that run one function, watched until
 they end.
 
-    >>> ga.launch(work, 2)                  # work() in two processes; returns [result, result]
-    >>> ga.launch(work, 2, ("tiny",), timeout=10)
-    >>> ga.launch(work, 2, live=ga.LiveThroughput())     # work yields the Readings of ga.train
+    ga.launch(work, 2)                  # work() in two processes; returns [result, result]
+    ga.launch(work, 2, ("tiny",), timeout=10)
+    ga.launch(work, 2, live=ga.LiveThroughput())     # work yields the Readings of ga.train
 
 In each process torch.distributed is initialized. A rank that raises, dies or hangs ends all of
 them, and the RankError names it. When the process that called ga.launch ends, however it does, its
@@ -26,6 +26,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +44,7 @@ NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
 def launch(
-    fn,
+    fn: "Callable[..., Any]",
     ranks: int = 2,
     args: tuple = (),
     *,
@@ -51,26 +52,45 @@ def launch(
     timeout: float = 10.0,
     start: float = 60.0,
     after_step: bool = False,
-    live=None,
+    live: "Any | None" = None,
 ) -> list:
-    """Run fn(*args) in `ranks` new processes; returns the result of each, in their order.
+    """Run `fn(*args)` in new processes, each of which is a rank, and wait for all.
 
-    fn: picklable, or a function of a notebook. That is handed over by a fork (one thread per rank)
-        or, where torch sees a GPU, which a fork could not use, by value with what it refers to
-        (cloudpickle). It may be a generator (see `live`).
-    args: picklable, as what fn returns. Tensors are sent by value.
-    backend: "nccl" (a GPU for each rank) or "gloo" (on CPUs: in these processes the GPU policy is
-        off). Default: nccl where there are GPUs enough.
-    timeout: seconds after which a rank that stands still counts as hanging, if others wait for it.
-    start: the same until its first backward is over, as models are built and kernels compiled;
-        counted from when the first rank makes its TrainStep.
-    after_step: at the first Ctrl-C all ranks are asked to stop after the same step; fn has to look
-        at Reducer.asked_to_stop(). At the second, or without it at the first, they are stopped.
-    live: a LiveThroughput. fn is `yield from ga.train(...)` and then a return: the Readings that
-        it yields are drawn there, each rank's as a run of its own, while this call waits. Stop, or
-        Ctrl-C, stops all ranks; the result of one that was stopped is None.
+    The processes find each other as torchrun's do (RANK, WORLD_SIZE, MASTER_ADDR, ...):
+    ga.Distributed() in fn makes their process group.
 
-    Raises RankError for the first rank that raised, died or hung; the others have been stopped."""
+    Args:
+        fn: a function, picklable, or one of a notebook. That is handed over by a fork (one thread
+            per rank) or, where torch sees a GPU, which a fork could not use, by value with what it
+            refers to (cloudpickle). It may be a generator (see `live`).
+        ranks: how many processes, 1 or more. Default: 2.
+        args: picklable, as what fn returns. Tensors are sent by value.
+        backend: "nccl" (a GPU for each rank) or "gloo" (on CPUs: in these processes the GPU policy
+            is off). Default: nccl where there are GPUs enough.
+        timeout: seconds after which a rank that stands still counts as hanging, if others wait for
+            it. Default: 10.
+        start: seconds, the same until its first backward is over, as models are built and kernels
+            compiled; counted from when the first rank makes its TrainStep. Default: 60.
+        after_step: at the first Ctrl-C all ranks are asked to stop after the same step; fn has to
+            look at Reducer.asked_to_stop(). At the second, or without it at the first, they are
+            stopped.
+        live: a LiveThroughput. fn is `yield from ga.train(...)` and then a return: the Readings
+            that it yields are drawn there, each rank's as a run of its own, while this call waits.
+            Stop, or Ctrl-C, stops all ranks; the result of one that was stopped is None.
+
+    Returns:
+        What fn returned on each rank, in their order.
+
+    Raises:
+        RankError: for the first rank that raised, died or hung; the others have been stopped.
+        ArgumentError: for a fn or args that cannot be handed to new processes, and for ranks or a
+            backend that this machine has not.
+
+    Example:
+        >>> import os
+        >>> ga.launch(os.getenv, ranks=2, args=("RANK",))
+        ['0', '1']
+    """
     backend = _checked_backend(ranks, args, backend)
     method, fn = _start_method(fn)
     if method == "spawn":
@@ -261,7 +281,10 @@ def _sigint_blocked(method: str):
     """A process that is started in the block gets no SIGINT while it imports torch.
 
     Ctrl-C in a terminal reaches every process of it. Here it is delivered after the block.
-    method: how the process is started."""
+
+    Args:
+        method: how the process is started.
+    """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -280,7 +303,9 @@ def _sigint_blocked(method: str):
 def _end_with_parent(folder: str):
     """End this process as soon as its parent has ended. For a thread.
 
-    folder: the launch's temporary one, which the parent can no longer remove."""
+    Args:
+        folder: the launch's temporary one, which the parent can no longer remove.
+    """
     parent: Any = multiprocessing.parent_process()
     # The pipe that tells of the parent's end may have been inherited by another process, which
     # keeps it open; the parent's number tells too, but not on Windows.

@@ -1,10 +1,10 @@
 """When a rank computed and when its buckets were on their way: a trace of one step.
 
-    >>> spans = trace.watch(step, batch)          # on every rank; step(batch), and what it did when
-    >>> spans[:2]
-    [Span(lane='computes', name='forward', start=0.0, stop=8412.5),
-     Span(lane='computes', name='backward', start=8412.5, stop=25016.1)]
-    >>> rank_figures.overlap({"buckets": [spans, spans_of_rank_1]})          # drawn
+    spans = trace.watch(step, batch)          # on every rank; step(batch), and what it did when
+    spans[:2]
+    # [Span(lane='computes', name='forward', start=0.0, stop=8412.5),
+     # Span(lane='computes', name='backward', start=8412.5, stop=25016.1)]
+    rank_figures.overlap({"buckets": [spans, spans_of_rank_1]})          # drawn
 
 Times are the host's clock on CPUs and CUDA events on GPUs. There is no profiler, so that the step
 takes as long as it does.
@@ -101,7 +101,10 @@ def watch(step, batch) -> "list[Span]":
     Lane "computes": forward and backward of each micro-batch, "accumulate", in it "wait" for the
     sums (on CPUs only), "optimizer". Lane "sends": "bucket 0", ... from its start until its sum was
     there. Waits for the device once, at the end.
-    Raises ArgumentError for a step that does not send buckets, or replays a graph."""
+
+    Raises:
+        ArgumentError: for a step that does not send buckets, or replays a graph.
+    """
     reducer = step.reducer
     if not isinstance(reducer, Reducer) or step.replays == "graph":
         raise ArgumentError(
@@ -121,6 +124,10 @@ def watch(step, batch) -> "list[Span]":
 
 
 def sent_early(spans: "list[Span]") -> int:
-    """How many buckets were on their way before the rank's last backward was over."""
+    """How many buckets were on their way before the rank's last backward was over.
+
+    Args:
+        spans: of one rank.
+    """
     backward_over = max(s.stop for s in spans if s.name == "backward")
     return sum(s.lane == "sends" and s.start < backward_over for s in spans)

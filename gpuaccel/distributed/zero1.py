@@ -1,8 +1,8 @@
 """The sharded optimizer (ZeRO stage 1): each rank keeps and updates its share of the state.
 
-    >>> step = ga.TrainStep(model, ga.AdamW(arena), distributed=ga.Distributed(sharded=True))
-    >>> with step.gathered():             # on every rank: the state is whole, as one process has it
-    ...     ga.save_checkpoint(path, model=model, optimizer=step.opt, arena=arena)
+    step = ga.TrainStep(model, ga.AdamW(arena), distributed=ga.Distributed(sharded=True))
+    with step.gathered():             # on every rank: the state is whole, as one process has it
+        ga.save_checkpoint(path, model=model, optimizer=step.opt, arena=arena)
 
 The memory for the state is divided by the number of ranks. A bucket is cut into as many equal
 ranges of whole chunks as there are ranks, one for each. What is left at its end (fewer chunks than
@@ -69,8 +69,10 @@ def pieces_of(buckets, rank: int, world: int) -> "list[Piece]":
 class ShardedLayout(ParameterLayout):
     """State of an optimizer over an arena: this rank's share only, flat and padded to chunks.
 
-    buckets: as the reducer sends them. rank, world, group: of the process group.
-    p2p: the PeerToPeer that copies new weights; None: the group's all-gather."""
+    Args:
+        buckets: as the reducer sends them. rank, world, group: of the process group.
+        p2p: the PeerToPeer that copies new weights; None: the group's all-gather.
+    """
 
     def __init__(self, arena, buckets, rank: int, world: int, group, p2p=None):
         self.arena = arena

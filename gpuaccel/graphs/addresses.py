@@ -9,7 +9,9 @@ from ..errors import CaptureError
 class Addresses:
     """The addresses and dtypes of all tensors in `state`, and which modules it is made of.
 
-    state: modules, optimizers; other members are left out. check() compares with now."""
+    Args:
+        state: modules, optimizers; other members are left out. check() compares with now.
+    """
 
     def __init__(self, state):
         modules = [member for member in state if isinstance(member, nn.Module)]

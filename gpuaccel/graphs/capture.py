@@ -1,9 +1,9 @@
 """Recorders capture a function: in a CUDA graph on a GPU, on a tape (graphs/tape.py) on the CPU.
 
-    >>> recorder = CudaRecorder("cuda")
-    >>> recorder.run(fn)                           # a warm-up: executed, on the capture stream
-    >>> recording, out = recorder.record(fn)       # a capture: nothing is executed
-    >>> recording.replay()
+    recorder = CudaRecorder("cuda")
+    recorder.run(fn)                           # a warm-up: executed, on the capture stream
+    recording, out = recorder.record(fn)       # a capture: nothing is executed
+    recording.replay()
 
 After a capture that failed, torch's random generator is still in capture mode and allocations still
 go to the graph's pool. record() repairs both, and raises a CaptureError that names the line of

@@ -20,8 +20,13 @@ class GraphGradient:
 
 
 class CapturedGraph:
-    """recording: what capture.py made. inputs: leaves of the arguments; their tensors are static
-    inputs, which each replay reads. results: made in the capture."""
+    """One captured step, with the memory that its inputs and results lie in.
+
+    Args:
+        recording: what capture.py made.
+        inputs: leaves of the arguments; their tensors are static inputs, which each replay reads.
+        results: made in the capture.
+    """
 
     def __init__(
         self, recording, inputs: list, results: ResultBuffer, gradients: "list[GraphGradient]"

@@ -1,8 +1,8 @@
 """A training step captured once in a CUDA graph, then replayed with one launch.
 
-    >>> step = ga.GraphedStep(fn, state=[model, opt])
-    >>> loss = step(inputs, targets)
-    >>> step.close()
+    step = ga.GraphedStep(fn, state=[model, opt])
+    loss = step(inputs, targets)
+    step.close()
 
 fn(inputs, targets) is a whole step: forward, backward, opt.step(). The first call warms up,
 captures and replays; a later one replays. There is one graph for each kind of input.
@@ -22,7 +22,7 @@ import contextlib
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 # Of the captured function.
+# What a step changes.
+StateMember = nn.Module | torch.optim.Optimizer | Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -55,7 +57,16 @@ WARM_UPS = 2
 
 
 def check_options(policy: str, new_shapes: str, max_graphs: int):
-    """ArgumentError unless GraphedStep accepts these options."""
+    """Refuse options that GraphedStep does not have.
+
+    Args:
+        policy: "auto" or "require".
+        new_shapes: "capture" or "refuse".
+        max_graphs: 1 or more.
+
+    Raises:
+        ArgumentError: for any other value.
+    """
     check_choice("policy", policy, POLICIES)
     check_choice("new_shapes", new_shapes, NEW_SHAPES)
     if not isinstance(max_graphs, int) or max_graphs < 1:
@@ -83,45 +94,67 @@ class GraphKey(NamedTuple):
 
 
 class GraphedStep(Generic[P, R]):
-    """fn captured in CUDA graphs, one for each kind of input.
-
-    fn: called with tensors, which may stand in tuples, lists and dicts; other arguments become
-        part of a graph's key. Returns a tensor, a tree of tensors, or None.
-    state: what fn changes: modules (parameters, buffers, gradients), optimizers, tensors.
-        The warm-up leaves them as they were; an optimizer has its state on the device after it.
-    warm_up: run instead of fn as warm-up, with the same arguments.
-    saved: what the warm-up changes, where that is less than state.
-    modes: a function; its hashable result is part of the key.
-    policy: what happens when the first call cannot be captured. "auto": fn runs eagerly from then
-        on, with one warning that says why. "require": CaptureError. A later capture that fails is
-        a CaptureError under both: a run never turns from replayed to eager half-way.
-    new_shapes: "capture" a second kind of input, or "refuse" it (CaptureError).
-    max_graphs: graphs held at once; the least recently used one is closed. All share one memory
-        pool.
-    device: default: that of the first tensor in state.
-
-    Attributes: `replay` is "graph" or "eager"; `reason` says why, in words.
+    """A function captured in CUDA graphs, one for each kind of input, and replayed.
 
     Objects in state that keep values on the host take part by the protocol of
     graphs/participant.py. Gradients that fn leaves in `.grad` lie in the graph's memory: the next
     step overwrites them, close() takes them away.
 
-    Raises CaptureError, with nothing changed, when a module, parameter, buffer or optimizer state
-    has another address than at the capture (call reset()). Raises ArgumentError for an input that
-    requires a gradient, or that is neither a tensor nor hashable."""
+    Args:
+        fn: called with tensors, which may stand in tuples, lists and dicts; other arguments become
+            part of a graph's key. Returns a tensor, a tree of tensors, or None.
+        state: what fn changes: modules (parameters, buffers, gradients), optimizers, tensors. The
+            warm-up leaves them as they were; an optimizer has its state on the device after it.
+        warm_up: a function that is run instead of fn as warm-up, with the same arguments. Default:
+            fn.
+        saved: what the warm-up changes, where that is less than state. Default: state.
+        modes: a function without arguments; its hashable result is part of the key. Default: none.
+        policy: what happens when the first call cannot be captured. "auto": fn runs eagerly from
+            then on, with one warning that says why. "require": CaptureError. A later capture that
+            fails is a CaptureError under both: a run never turns from replayed to eager half-way.
+        new_shapes: "capture" a second kind of input, or "refuse" it (CaptureError).
+        max_graphs: graphs held at once; the least recently used one is closed. All share one memory
+            pool.
+        device: torch.device or its name. Default: that of the first tensor in state.
+
+    Attributes:
+        replay: "graph" or "eager", how calls run.
+        reason: why, in words.
+
+    Raises:
+        CaptureError: with nothing changed, when a module, parameter, buffer or optimizer state has
+            another address than at the capture (call reset()), where policy or new_shapes refuses a
+            capture, and after close().
+        ArgumentError: for a fn, state or option of another kind, and for an input that requires a
+            gradient, or that is neither a tensor nor hashable.
+
+    Source:
+        torch.cuda.CUDAGraph; on the CPU with backend simt a tape of torch operations.
+
+    Example:
+        >>> weight = torch.ones(2, device=ga.default_device())
+        >>> def update(gradient):
+        ...     weight.sub_(gradient, alpha=0.1)
+        ...     return weight.sum()
+        >>> with ga.GraphedStep(update, state=[weight]) as step:  # without a GPU it runs eagerly
+        ...     for gradient in torch.ones(3, 2):
+        ...         total = step(gradient)
+        ...     print(f"{total:.2f}")
+        1.40
+    """
 
     def __init__(
         self,
         fn: "Callable[P, R]",
-        state=(),
+        state: "StateMember | Iterable[StateMember]" = (),
         *,
-        warm_up=None,
-        saved=None,
-        modes=None,
+        warm_up: "Callable[..., object] | None" = None,
+        saved: "Iterable[StateMember] | None" = None,
+        modes: "Callable[[], Hashable] | None" = None,
         policy: str = "auto",
         new_shapes: str = "capture",
         max_graphs: int = 8,
-        device=None,
+        device: "str | torch.device | None" = None,
     ):
         check_options(policy, new_shapes, max_graphs)
         kinds = (nn.Module, torch.optim.Optimizer, Tensor)
@@ -162,7 +195,22 @@ class GraphedStep(Generic[P, R]):
     # ---- a call ----
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """One step. Tensors on other devices are copied, from pinned memory without a wait."""
+        """Take one step: replay the graph for these inputs, which the first such call captures.
+
+        Tensors on other devices are copied, from pinned memory without a wait.
+
+        Args:
+            *args: as fn's.
+            **kwargs: as fn's.
+
+        Returns:
+            What fn returned. A replay returns the same tensors, which the next one overwrites.
+
+        Raises:
+            ArgumentError: for an input that requires a gradient, and for one that is neither a
+                tensor nor hashable.
+            CaptureError: see GraphedStep.
+        """
         graph = self._graph_for(args, kwargs)
         if graph is not None:
             self._refresh()
@@ -175,7 +223,12 @@ class GraphedStep(Generic[P, R]):
         return self.fn(*args, **kwargs)
 
     def capture(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Capture for this kind of input, unless it is captured already. Takes no step."""
+        """Capture for this kind of input, unless it is captured already. Takes no step.
+
+        Args:
+            *args: as fn's.
+            **kwargs: as fn's.
+        """
         self._graph_for(args, kwargs)
 
     def _graph_for(self, args, kwargs) -> "CapturedGraph | None":

@@ -75,7 +75,11 @@ def participants_of(state) -> "list[CaptureParticipant]":
 
 
 def buffers_of(module: nn.Module) -> "list[Tensor]":
-    """What forward may change: buffers, and tensors that layers count in, as ga.Embedding does."""
+    """What forward may change: buffers, and tensors that layers count in, as ga.Embedding does.
+
+    Args:
+        module: any module.
+    """
     counters = [t for layer in _layers_of(module) for t in layer.tensors_changed_by_step()]
     return [*module.buffers(), *counters]
 

@@ -15,7 +15,10 @@ class ResultBuffer:
 
     Made inside the capture: the copies into the buffer are part of the graph. After a replay
     results() copies the buffer, and the caller's tensors are views of that copy.
-    Raises CaptureError for a tree that holds anything but tensors, numbers, strings and None."""
+
+    Raises:
+        CaptureError: for a tree that holds anything but tensors, numbers, strings and None.
+    """
 
     def __init__(self, tree, device):
         leaves, self.spec = tree_flatten(tree)

@@ -1,7 +1,7 @@
 """State is saved before a warm-up and restored after it: a capture leaves no trace.
 
->>> with preserved([model, opt], "cuda"):
-...     step(batch)                      # trained, and as if it had not been
+with preserved([model, opt], "cuda"):
+    step(batch)                      # trained, and as if it had not been
 """
 
 import contextlib
@@ -21,10 +21,16 @@ from .participant import HasHostState, participants_of
 def preserved(state, device):
     """After the block, `state` and the random generators are as before it.
 
-    state: modules (parameters, buffers, gradients), optimizers, tensors.
     Costs a copy of all of it while the block runs.
-    Raises CaptureError after the block for an optimizer that made state in it whose initial value
-    is not known."""
+
+    Args:
+        state: modules (parameters, buffers, gradients), optimizers, tensors.
+        device: whose random generator is restored, beside the CPU's.
+
+    Raises:
+        CaptureError: after the block for an optimizer that made state in it whose initial value is
+            not known.
+    """
     participants = participants_of(state)
     # First: a snapshot may bring tensors up to date, and these values are what is copied.
     restore_host = [p.snapshot() for p in participants if isinstance(p, HasHostState)]

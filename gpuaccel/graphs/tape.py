@@ -1,9 +1,9 @@
 """A tape: what a CUDA graph does, on the CPU. It records what a function does, and repeats it
 without the function's Python.
 
-    >>> tape = Tape()
-    >>> loss = tape.record(lambda: step(batch))      # runs it, and keeps each operation
-    >>> tape.replay()                                # the same operations on the same memory
+    tape = Tape()
+    loss = tape.record(lambda: step(batch))      # runs it, and keeps each operation
+    tape.replay()                                # the same operations on the same memory
 
 After a replay `loss` holds the new value. As in a graph, tensors are known by their memory and
 numbers by their value: a learning rate that was a Python number stays what it was, and Python's own
@@ -66,9 +66,17 @@ class Tape(TorchDispatchMode):
         self.steps: "list[TapeStep]" = []
 
     def record(self, fn):
-        """fn()'s result.
+        """Run a function, and keep its operations.
 
-        CaptureError where fn needs a value on the host, or a shape that depends on values."""
+        Args:
+            fn: a function without arguments.
+
+        Returns:
+            fn()'s result.
+
+        Raises:
+            CaptureError: where fn needs a value on the host, or a shape that depends on values.
+        """
         kernel.recorders.append(self._launched)
         try:
             with _RefuseReads(), self:
@@ -119,6 +127,7 @@ class Tape(TorchDispatchMode):
         self.steps.append(TapeStep(launch.kernel.name, launch.on_cpu, (args, tensors), {}, []))
 
     def replay(self):
+        """Run the recorded operations again, on the same memory."""
         # As the operations were recorded: below autograd, which records nothing there.
         with torch._C._AutoDispatchBelowAutograd():
             for step in self.steps:

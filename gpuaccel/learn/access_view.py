@@ -1,8 +1,8 @@
 """`ga.show` runs a kernel on copies of its tensors and draws which thread touches which element.
 
-    >>> ga.show(saxpy[3, 8], y, 2.0, x, 21)                     # block 0; sliders in a notebook
-    >>> ga.show(saxpy[3, 8], y, 2.0, x, 21, block=2, step=0)    # each thread's first access
-    >>> print(ga.show(trace))                                   # a trace made before, in text
+    ga.show(saxpy[3, 8], y, 2.0, x, 21)                     # block 0; sliders in a notebook
+    ga.show(saxpy[3, 8], y, 2.0, x, 21, block=2, step=0)    # each thread's first access
+    print(ga.show(trace))                                   # a trace made before, in text
 
 Data flows downwards: what a thread reads is above it, what it writes below it. Shared memory is
 between the threads that fill it and those that read it. A solid cell is touched, a pale one only
@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import numbers
 import textwrap
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,18 +62,39 @@ MEANINGS = {
 }
 
 
-def show(launch, *args, tensors=(), block=0, step=None, warp=0) -> AccessView:
+def show(
+    launch: Launch | Trace,
+    *args: Any,
+    tensors: Iterable[torch.Tensor] = (),
+    block: int | tuple[int, ...] = 0,
+    step: int | None = None,
+    warp: int = 0,
+) -> AccessView:
     """Draw which thread of a block touches which element, and what that costs.
 
     Nothing is changed: the kernel runs on copies of the tensors, on the CPU.
 
-    launch, args: as in `kernel[grid, block](*args)`; or a Trace.
-    tensors: those whose addresses are in a struct or a table.
-    block: a number or (x, y, z).
-    step: which access of each thread, from 0; None: all.
-    warp: the first one drawn, where a block has more than fit.
+    Args:
+        launch: `kernel[grid, block]`; or a simt.Trace, and no arguments.
+        *args: the kernel's arguments, tensors on any device and numbers.
+        tensors: those whose addresses are in a struct or a table. Default: none.
+        block: a number or (x, y, z). Default: the first.
+        step: which access of each thread, from 0; None, the default: all.
+        warp: the first one drawn, where a block has more than fit. Default: 0.
 
-    Raises ArgumentError for what is no launch, touches nothing, or is outside the grid."""
+    Returns:
+        An AccessView, which is a picture with sliders in a notebook and text in print().
+
+    Raises:
+        ArgumentError: for what is no launch, touches nothing, or is outside the grid.
+        BackendError: without a C++ compiler.
+
+    Example:
+        >>> kernel = ga.Kernel("accumulate", "accumulate_v1", GRAD_T="float")
+        >>> view = ga.show(kernel[2, 32], torch.zeros(50), torch.ones(50), 50)
+        >>> print(view)
+        accumulate_v1...
+    """
     if isinstance(launch, Trace) and not args:
         return AccessView(launch, block, step, warp)
     if not isinstance(launch, Launch):
@@ -85,7 +108,18 @@ def show(launch, *args, tensors=(), block=0, step=None, warp=0) -> AccessView:
 
 
 class AccessView:
-    """The picture of a trace. A notebook adds sliders; print() gives the same facts in text."""
+    """The picture of a trace. A notebook adds sliders; print() gives the same facts in text.
+
+    Args:
+        trace: of one launch, from simt.trace.
+        block: a number or (x, y, z).
+        step: which access of each thread, from 0; None: all.
+        warp: the first one drawn, where a block has more than fit.
+
+    Raises:
+        ArgumentError: for a launch that touches nothing, and for a block, step or warp outside of
+            it.
+    """
 
     def __init__(self, trace, block=0, step=None, warp=0):
         self.trace = trace
@@ -294,7 +328,11 @@ class AccessView:
         return sheet.svg(y + 4, f"{trace.kernel}, {launched}; {part}")
 
     def _draw_legend(self, sheet, y, drawn, panels, has_other_warps):
-        """What the colours mean. Returns where the legend ends."""
+        """What the colours mean.
+
+        Returns:
+            Where the legend ends.
+        """
         if not len(drawn):
             return y
         requests = self.trace.requests(drawn)
@@ -320,9 +358,13 @@ class AccessView:
         return y + 26
 
     def _draw_table(self, sheet, y):
-        """A row for each source line and tensor. Returns where the table ends.
+        """A row for each source line and tensor.
 
-        There are columns for the kinds of memory that the kernel uses."""
+        There are columns for the kinds of memory that the kernel uses.
+
+        Returns:
+            Where the table ends.
+        """
         spaces = {use.space for use in self.uses}
         columns = [
             ("accesses", 340, lambda use: f"{use.count:,}"),
@@ -358,7 +400,11 @@ class AccessView:
         return self._draw_meanings(sheet, y + 6, [title for title, _, _ in columns])
 
     def _draw_meanings(self, sheet, y, titles):
-        """A line for each column that needs one. Returns where they end."""
+        """A line for each column that needs one.
+
+        Returns:
+            Where they end.
+        """
         for title in titles:
             short = MEANINGS[title][1]
             if short:
@@ -431,7 +477,11 @@ class AccessView:
 
 
 def _draw_panels(sheet, panels, y):
-    """The panels below each other, two small ones side by side. Returns where they end."""
+    """The panels below each other, two small ones side by side.
+
+    Returns:
+        Where they end.
+    """
     rest = list(panels)
     while rest:
         count = 2 if len(rest) > 1 and all(panel.small for panel in rest[:2]) else 1

@@ -1,7 +1,7 @@
 """The gradient that a step hands to the optimizer, and rates of the kernels that add it.
 
->>> step_gradient(batch, "arena", micro_batches=4)      # a flat fp32 tensor
->>> addition_here()                                     # bars, measured on this GPU
+step_gradient(batch, "arena", micro_batches=4)      # a flat fp32 tensor
+addition_here()                                     # bars, measured on this GPU
 """
 
 import torch
@@ -34,8 +34,10 @@ def step_gradient(
 
     The model's weights are the same in each call, and so are all bits of the result.
 
-    batch: (inputs, targets), as ga.Batches gives them
-    accumulate, micro_batches, divide: as in ga.TrainStep"""
+    Args:
+        batch: (inputs, targets), as ga.Batches gives them
+        accumulate, micro_batches, divide: as in ga.TrainStep
+    """
     torch.manual_seed(0)
     model = Transformer(preset("tiny")).to(default_device())
     arena = Arena(model)
@@ -59,7 +61,9 @@ def step_gradient(
 def addition_here(elements: int = 2**26) -> Figure:
     """The rates of accumulate_v1 and accumulate_v2 on this GPU, beside that of torch's copy.
 
-    elements: bf16 gradients added into an fp32 sum"""
+    Args:
+        elements: bf16 gradients added into an fp32 sum
+    """
     acc = torch.zeros(elements, device="cuda")
     grad = torch.ones(elements, device="cuda", dtype=torch.bfloat16)
     other = torch.empty_like(acc)

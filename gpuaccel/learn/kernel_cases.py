@@ -37,10 +37,13 @@ class Case:
     run(n, device, generator, dtypes): results for about n elements, with parameters, gradients or
         inputs in each of these dtypes. It draws the same data for the same state of the generator,
         which is the CPU's.
-    roundings: by how many roundings of fp32 a result may differ from the definition's; 0: not at
-        all.
-    stored_roundings: how many further ones of the result's own dtype, where that is not fp32.
-    on_cpu: whether the launched kernel runs on the CPU."""
+
+    Attributes:
+        roundings: by how many roundings of fp32 a result may differ from the definition's; 0: not
+            at all.
+        stored_roundings: how many further ones of the result's own dtype, where that is not fp32.
+        on_cpu: whether the launched kernel runs on the CPU.
+    """
 
     run: "Callable[[int, torch.device, torch.Generator, Sequence[torch.dtype]], Results]"
     roundings: int
@@ -85,7 +88,9 @@ def _accumulate(n, device, generator, dtypes) -> Results:
 class _Parameters(nn.Module):
     """Parameters of some sizes. loss(data): its gradient is a row of `data`.
 
-    with_unused: one in their middle gets no gradient."""
+    Args:
+        with_unused: one in their middle gets no gradient.
+    """
 
     def __init__(self, normal, sizes, with_unused=False):
         super().__init__()

@@ -3,9 +3,9 @@
 The package itself uses only encoder_backward_v3. Version 1 adds with atomics, so its result differs
 from run to run; version 2 needs buckets that the CPU makes.
 
->>> embedding = ladders.AtomicEmbedding(256, 128)      # an nn.Embedding with version 1
->>> buckets, items = reference_buckets(tokens, C, lane=8)
->>> launch_buckets(dwte, dout, buckets.cuda(), items.cuda())
+    embedding = ladders.AtomicEmbedding(256, 128)      # an nn.Embedding with version 1
+    buckets, items = reference_buckets(tokens, C, lane=8)
+    launch_buckets(dwte, dout, buckets.cuda(), items.cuda())
 
 Source: llm.c's encoder_backward.
 """
@@ -20,13 +20,17 @@ from ..ops import NO_ROUNDING, encoder_kernel, pack_rounding
 def reference_buckets(tokens: Tensor, C: int, lane: int) -> "tuple[Tensor, Tensor]":
     """llm.c's buckets, made on the CPU: one for each token and group of 32 * lane channels.
 
-    tokens: integers, any shape.
-    C: channels.
-    lane: channels per lane, 16 bytes of dout.
+    Args:
+        tokens: integers, any shape.
+        C: channels.
+        lane: channels per lane, 16 bytes of dout.
 
-    Returns buckets, (n, 4) int32: first item, number of items, token, channel group; and items,
-    int32: the rows of all buckets. The fullest bucket stands first; equally full ones are ordered
-    by token and group (llm.c leaves that order to an unstable sort)."""
+    Returns:
+        Buckets and items, both int32. A row of buckets, (n, 4), has first item, number of items,
+        token, channel group; items are the rows of all buckets. The fullest bucket stands first;
+        equally full ones are ordered by token and group (llm.c leaves that order to an unstable
+        sort).
+    """
     groups = -(-C // (32 * lane))
     token, row = tokens.reshape(-1).cpu().long().sort(stable=True)
     values, counts = torch.unique_consecutive(token, return_counts=True)
@@ -40,7 +44,9 @@ def reference_buckets(tokens: Tensor, C: int, lane: int) -> "tuple[Tensor, Tenso
 def launch_atomic(dwte: Tensor, dwpe: Tensor, dout: Tensor, tokens: Tensor):
     """Launch encoder_backward_v1.
 
-    dwte, dwpe: (V, C) and (T, C), fp32. dout: (B, T, C). tokens: (B, T). All contiguous."""
+    Args:
+        dwte, dwpe: (V, C) and (T, C), fp32. dout: (B, T, C). tokens: (B, T). All contiguous.
+    """
     macros = dict(TOKEN_T=C_TYPES[tokens.dtype], GRAD_T=C_TYPES[dout.dtype])
     C = dout.shape[-1]
     encoder_kernel("encoder_backward_v1", **macros)[-(-dout.numel() // 256), 256](
@@ -51,7 +57,9 @@ def launch_atomic(dwte: Tensor, dwpe: Tensor, dout: Tensor, tokens: Tensor):
 def launch_buckets(dwte: Tensor, dout: Tensor, buckets: Tensor, items: Tensor):
     """Launch encoder_backward_v2 over buckets that have been copied to the device.
 
-    dwte: (V, C), fp32, bf16 or fp16. dout: (rows, C), C channels a multiple of 16 bytes."""
+    Args:
+        dwte: (V, C), fp32, bf16 or fp16. dout: (rows, C), C channels a multiple of 16 bytes.
+    """
     macros = dict(GRAD_T=C_TYPES[dout.dtype], ACC_T=C_TYPES[dwte.dtype])
     encoder_kernel("encoder_backward_v2", **macros)[len(buckets), 256](
         dwte, dout, buckets, items, dout.shape[-1], pack_rounding(*NO_ROUNDING)

@@ -1,7 +1,7 @@
 """Which of our kernels a step launches, and what each of them does.
 
-    >>> launched(step, batch)     # a table: kernel and what it does, launches, file
-    >>> launches(step, batch)     # {"accumulate_v3": 4, "squares_v2": 1, ...}
+    launched(step, batch)     # a table: kernel and what it does, launches, file
+    launches(step, batch)     # {"accumulate_v3": 4, "squares_v2": 1, ...}
 
 Kernels are listed in the order of their first launch. On a GPU they are read from the records of
 `torch.profiler`, and on the CPU from the launches themselves.
@@ -58,9 +58,14 @@ WHAT_IT_DOES = {
 
 
 def launches(run, *args) -> "dict[str, int]":
-    """Name -> launches of each of our kernels in run(*args), in the order of the first ones.
+    """Name -> launches of each of our kernels in `run(*args)`, in the order of the first ones.
 
-    Call it once before to warm up. A replayed graph launches its kernels on a GPU only."""
+    Call it once before to warm up. A replayed graph launches its kernels on a GPU only.
+
+    Args:
+        run: a function.
+        *args: its arguments.
+    """
     if profiler_sees_gpu():
         spans = timeline.whole(lambda: run(*args))
         names = [span.name for span in spans if span.lane == "GPU" and span.name in WHAT_IT_DOES]
@@ -79,7 +84,12 @@ def launches(run, *args) -> "dict[str, int]":
 
 
 def launched(run, *args) -> Table:
-    """The kernels that run(*args) launches: how often, what each does, and in which file it is."""
+    """The kernels that `run(*args)` launches: how often, what each does, and in which file it is.
+
+    Args:
+        run: a function.
+        *args: its arguments.
+    """
     files = {name: path.name for path in kernel_files() for name in kernel_names(path.read_text())}
     rows = [
         [f"{name}: {WHAT_IT_DOES[name]}", count, f"kernels_cu/{files[name]}"]

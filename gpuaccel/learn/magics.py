@@ -24,12 +24,16 @@ import time
 import weakref
 from dataclasses import dataclass
 from html import escape
+from typing import TYPE_CHECKING, Any
 
 from ..backends import backend
 from ..compiler import Kernel, compile, kernel_names
 from ..errors import CompileError, GpuaccelError
 from ..source import without_comments
 from .replacement import Verdict, install, kernel_in_steps, restore
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
 
 USAGE = "usage: %%cuda [kernel] [-D MACRO=VALUE ...], or %%cuda --replace kernel"
 RESTORE_USAGE = "usage: %cuda --restore [kernel ...]"
@@ -47,7 +51,9 @@ def is_outdated(kernel: Kernel) -> bool:
 class Compiled:
     """What a %%cuda cell displays: one line per kernel.
 
-    kernels: name -> Kernel. milliseconds: name -> time until it was ready."""
+    Attributes:
+        kernels: name -> Kernel. milliseconds: name -> time until it was ready.
+    """
 
     kernels: "dict[str, Kernel]"
     milliseconds: "dict[str, float]"
@@ -92,7 +98,9 @@ class Compiled:
 def parse_line(line: str) -> "tuple[str | None, dict[str, str]]":
     """(kernel or None, macros) of what is behind %%cuda.
 
-    Raises CompileError, which shows the usage."""
+    Raises:
+        CompileError: which shows the usage.
+    """
     try:
         words = shlex.split(line)
     except ValueError as error:
@@ -117,7 +125,9 @@ def parse_line(line: str) -> "tuple[str | None, dict[str, str]]":
 def compile_cell(line: str, cell: str) -> Compiled:
     """Compile the kernels of a cell.
 
-    line: what is behind %%cuda. It is line 1, so that messages count lines as the editor does."""
+    Args:
+        line: what is behind %%cuda. It is line 1, so that messages count lines as the editor does.
+    """
     only, macros = parse_line(line)
     names = kernel_names(cell)
     if not names:
@@ -153,7 +163,11 @@ def replace_kernel(name: str, cell: str) -> Verdict:
 
 
 def restore_kernels(line: str) -> str:
-    """What `%cuda --restore` does: our kernels are back. Returns what it did, in words."""
+    """What `%cuda --restore` does: our kernels are back.
+
+    Returns:
+        What it did, in words.
+    """
     words = line.split()
     if not words or words[0] != "--restore":
         raise CompileError(f"%cuda {line}: {RESTORE_USAGE}")
@@ -167,8 +181,22 @@ def _before(cell: str, namespace: dict) -> "dict[str, Kernel]":
     return {n: v for n, v in namespace.items() if n in words and isinstance(v, Kernel)}
 
 
-def load_ipython_extension(shell):
-    """Register %%cuda and %cuda; `%load_ext gpuaccel` calls this."""
+def load_ipython_extension(shell: "InteractiveShell") -> None:
+    """Register `%%cuda` and `%cuda`; `%load_ext gpuaccel` calls this.
+
+    Args:
+        shell: the IPython shell of the notebook.
+
+    Raises:
+        CompileError: of a `%%cuda` cell that does not compile, or whose first line cannot be read.
+
+    Example:
+        >>> from IPython.core.interactiveshell import InteractiveShell
+        >>> shell = InteractiveShell()
+        >>> ga.load_ipython_extension(shell)  # in a notebook: %load_ext gpuaccel
+        >>> "cuda" in shell.magics_manager.lsmagic()["cell"]
+        True
+    """
 
     def cuda(line, cell=None):
         """A cell of CUDA C: %%cuda [kernel] [-D MACRO=VALUE ...]
@@ -200,4 +228,6 @@ def load_ipython_extension(shell):
         shell.user_ns.update(compiled.kernels)
         return compiled
 
-    shell.register_magic_function(cuda, "line_cell", "cuda")
+    # Its type is that of the decorator in IPython which it is not called through.
+    register: Any = shell.register_magic_function
+    register(cuda, "line_cell", "cuda")

@@ -1,11 +1,11 @@
 """Recorded runs of benchmarks/results, beside what a reader measures here.
 
-    >>> recorded.clipping()                   # a table of the newest run of benchmarks/clip.py
-    >>> run = recorded.recorded("accumulate") # the newest result of benchmarks/accumulate.py
-    >>> run.label                             # "Recorded, not run here: NVIDIA H200, ..."
-    >>> run.get("addition", "elements")       # a value of the results; None where the file has none
-    >>> recorded.ledger("01", book)           # one's own ledger, and that of a recorded run
-    >>> gpu_milliseconds(lambda: y.copy_(x))  # median device time on this GPU
+    recorded.clipping()                   # a table of the newest run of benchmarks/clip.py
+    run = recorded.recorded("accumulate") # the newest result of benchmarks/accumulate.py
+    run.label                             # "Recorded, not run here: NVIDIA H200, ..."
+    run.get("addition", "elements")       # a value of the results; None where the file has none
+    recorded.ledger("01", book)           # one's own ledger, and that of a recorded run
+    gpu_milliseconds(lambda: y.copy_(x))  # median device time on this GPU
 
 Where there is no recording, the figures and tables are the Recorded itself, which says so.
 """
@@ -119,8 +119,10 @@ class Ledgers:
 def ledger(notebook: str, own: "Ledger | None" = None) -> Ledgers:
     """The ledger rows of a notebook as benchmarks/rungs.py recorded them on a GPU.
 
-    notebook: "01", "02", "03", "04", "05" or "07".
-    own: the rows that were measured here; they are shown above."""
+    Args:
+        notebook: "01", "02", "03", "04", "05" or "07".
+        own: the rows that were measured here; they are shown above.
+    """
     if notebook not in LEDGERS:
         raise ArgumentError(
             f"no ledger of notebook {notebook!r} is recorded; expected one of {', '.join(LEDGERS)}"
@@ -162,8 +164,10 @@ def recorded_rows(notebook: str) -> "dict[str, dict]":
 def climb(own: "Ledger") -> Figure:
     """The rungs of notebook 07 as bars: each rate, as a multiple of the first rung's.
 
-    own: the ledger that was measured here. Its bars stand above those of the recorded run, if there
-    is one."""
+    Args:
+        own: the ledger that was measured here. Its bars stand above those of the recorded run, if
+            there is one.
+    """
     rates = {
         row.name: [extra.get("tokens_per_s"), None]
         for row, extra in own.rows
@@ -199,7 +203,9 @@ def _names(variants) -> list:
 def addition(dtype: str = "float32") -> "Figure | Recorded":
     """The versions of the accumulation kernel, as shares of the rate at which that GPU copies.
 
-    dtype: of the gradients."""
+    Args:
+        dtype: of the gradients.
+    """
     run = recorded("accumulate")
     rows = [
         (name, result["of_copy_rate"], f"{result['of_copy_rate']:.0%}, {result['ms']:.2f} ms")
@@ -216,7 +222,9 @@ def addition(dtype: str = "float32") -> "Figure | Recorded":
 def clipping(dtype: str = "float32") -> "Table | Recorded":
     """Each variant of clipping a large model's gradients: time, launches, waits.
 
-    dtype: of the gradients."""
+    Args:
+        dtype: of the gradients.
+    """
     run = recorded("clip")
     over = run.get(dtype, "over") or {}
     under = run.get(dtype, "under") or {}
@@ -242,7 +250,9 @@ def clipping(dtype: str = "float32") -> "Table | Recorded":
 def tail(dtype: str = "float32", kind: str = "replayed") -> "Figure | Recorded":
     """Accumulate, clip, AdamW and zero of a large model, ours and torch's, in milliseconds.
 
-    dtype: of the weights. kind: "replayed" or "launched"."""
+    Args:
+        dtype: of the weights. kind: "replayed" or "launched".
+    """
     run = recorded("tail")
     rows = [
         (name, result["ms"], f"{result['ms']:.2f} ms")
@@ -299,7 +309,9 @@ def _times(ms, ours):
 def waiting(here: "dict[str, list] | None" = None) -> "Figure | Recorded":
     """The timeline of three variants of clipping.
 
-    here: spans of this machine, which are drawn where there is no recording."""
+    Args:
+        here: spans of this machine, which are drawn where there is no recording.
+    """
     run = recorded("timeline")
     spans = {
         name: measured.spans_of(result["spans"])
@@ -412,11 +424,13 @@ def _backward_ms(result):
 def ddp(gpus: int = 2) -> "Table | Recorded":
     """Data-parallel steps of a large model on several GPUs, with 4 micro-batches and with 1.
 
-    gpus: of the recording.
-
     Cells are the tokens/s of each GPU and their share of one GPU's rate. Of steps replayed from a
     CUDA graph there is also the time that communication adds (of others the host's noise hides it).
-    Where the recording has torch's fastest DDP, the last column compares with it."""
+    Where the recording has torch's fastest DDP, the last column compares with it.
+
+    Args:
+        gpus: of the recording.
+    """
     run = recorded(f"ddp_{gpus}gpus")
     rows = []
     fastest = {}

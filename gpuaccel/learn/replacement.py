@@ -45,11 +45,13 @@ SEED = 20
 class Verdict:
     """How a kernel compares with ours. It is installed.
 
-    name: of the kernel.
-    identical: whether all results are bit-identical to those of ours.
-    largest: the largest difference from ours, relative to the largest element of the result.
-    tensors: how many results were compared.
-    notes: sentences about what was not checked, or has no effect here."""
+    Attributes:
+        name: of the kernel.
+        identical: whether all results are bit-identical to those of ours.
+        largest: the largest difference from ours, relative to the largest element of the result.
+        tensors: how many results were compared.
+        notes: sentences about what was not checked, or has no effect here.
+    """
 
     name: str
     identical: bool
@@ -79,7 +81,9 @@ class Verdict:
 def kernel_in_steps(name: str) -> str:
     """The plain name of a kernel that a training step launches: "clip.squares_v2" is "squares_v2".
 
-    Raises ArgumentError for others."""
+    Raises:
+        ArgumentError: for others.
+    """
     plain = name.rpartition(".")[2] if isinstance(name, str) else name
     if plain not in CASES:
         raise ArgumentError(
@@ -91,14 +95,31 @@ def kernel_in_steps(name: str) -> str:
 
 @contextlib.contextmanager
 def replaced(name: str, kernel: "str | Kernel") -> "Iterator[Verdict]":
-    """Run your own kernel in the place of ours while the block runs. Yields its Verdict.
-
-    name: of a kernel that a training step launches, e.g. "squares_v2" or "clip.squares_v2".
-    kernel: CUDA C that defines a kernel of this name with the same parameters, or a Kernel made
-        from it. What its file in kernels_cu defines (macros, structs, functions) is at hand.
+    """Run your own kernel in the place of ours while the block runs.
 
     Graphs are captured again with it. In another process, such as another rank, ours go on.
-    Raises ReplacementError, with nothing changed, for a kernel that is not right."""
+
+    Args:
+        name: of a kernel that a training step launches, e.g. "squares_v2" or "clip.squares_v2".
+        kernel: CUDA C that defines a kernel of this name with the same parameters, or a Kernel made
+            from it. What its file in kernels_cu defines (macros, structs, functions) is at hand.
+
+    Yields:
+        A Verdict, which says how its results compare with ours.
+
+    Raises:
+        ReplacementError: with nothing changed, for a kernel that does not compile, makes a mistake,
+            gives other results, or is far slower than ours.
+        ArgumentError: for a kernel that no training step launches.
+
+    Example:
+        >>> from gpuaccel.source import definition
+        >>> text = ga.Kernel("segments", "segments_pieces").text
+        >>> start, end = definition(text, "segments_pieces")  # ours, as if you had written it
+        >>> with ga.replaced("segments_pieces", text[start:end]) as verdict:
+        ...     print(verdict)
+        your segments_pieces is installed: bit-identical to ours in all ... results...
+    """
     name = kernel_in_steps(name)
     before = dict(replacements()).get(name)
     verdict = install(name, kernel.text if isinstance(kernel, Kernel) else kernel)
@@ -111,9 +132,12 @@ def replaced(name: str, kernel: "str | Kernel") -> "Iterator[Verdict]":
 def install(name: str, source: str, say: "Callable[[str], None]" = lambda words: None) -> Verdict:
     """Check a kernel and put it in the place of ours, until restore().
 
-    say: called with a line of text after each part of the check, which takes some seconds.
+    Args:
+        say: called with a line of text after each part of the check, which takes some seconds.
 
-    Raises ReplacementError, with nothing changed, for a kernel that is not right."""
+    Raises:
+        ReplacementError: with nothing changed, for a kernel that is not right.
+    """
     name = kernel_in_steps(name)
     before = dict(replacements()).get(name)
     try:
@@ -126,7 +150,14 @@ def install(name: str, source: str, say: "Callable[[str], None]" = lambda words:
 
 
 def restore(*names: str) -> "list[str]":
-    """Put our kernels back: those named, or all. Returns the names of those that were replaced."""
+    """Put our kernels back: those named, or all.
+
+    Args:
+        *names: of kernels; none: all that are replaced.
+
+    Returns:
+        The names of those that were replaced.
+    """
     wanted = [kernel_in_steps(name) for name in names]
     found = [name for name, _ in replacements() if name in wanted or not names]
     for name in found:
@@ -183,7 +214,9 @@ def _judge(name: str, source: str, say) -> Verdict:
 def _run_checked(name, source, case: Case):
     """Run a kernel on the CPU on small inputs, with every access checked.
 
-    Raises ReplacementError for a mistake, and for a result that is wrong."""
+    Raises:
+        ReplacementError: for a mistake, and for a result that is wrong.
+    """
     cpu = torch.device("cpu")
     for n in CHECKED_SIZES:
         with use_backend("torch"):
@@ -212,7 +245,9 @@ def _refusal(name):
 def _compare(name, source, case: Case, n: int, device) -> "tuple[bool, float, int]":
     """(bit-identical to ours, largest relative difference from ours, results) for one size.
 
-    Raises ReplacementError where a result is wrong or the kernel is far slower than ours."""
+    Raises:
+        ReplacementError: where a result is wrong or the kernel is far slower than ours.
+    """
     with use_backend("torch"):
         expected = _run(case, n, device)[0]
     replace(name, None)

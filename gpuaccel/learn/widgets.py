@@ -36,17 +36,33 @@ PERIOD = 0.1
 class LiveThroughput:
     """A live picture of one or several training runs. Displaying the object shows the static one.
 
-    title: a line above the picture.
-    peak: tokens per second of a limit, a dashed line, or None.
-    norms: True adds a panel of the gradient's norm before and after clipping.
+    Outside a notebook it is at most one line of text a second, on stderr.
 
-    `runs` maps each run's name to its Run."""
+    Args:
+        title: a line above the picture.
+        peak: tokens per second of a limit, a dashed line; None, the default: no line.
+        norms: True adds a panel of the gradient's norm before and after clipping. Default: False.
 
-    def __init__(self, title="Training", peak=None, norms=False):
+    Attributes:
+        runs: name -> Run, in the order of their start.
+
+    Example:
+        >>> model = ga.preset("tiny", layers=1, hidden=32, T=16).build().to(ga.default_device())
+        >>> tokens = torch.arange(1000) % 256
+        >>> batches = ga.Batches(tokens, batch=4, T=16, device=ga.default_device())
+        >>> live = ga.LiveThroughput("arena or fused?")
+        >>> for mode in ("arena", "fused"):
+        ...     with ga.TrainStep(model, accumulate=mode) as step:
+        ...         live.run(ga.train(step, batches, steps=3), mode, wait=True)
+        >>> [(name, run.last.step, run.state) for name, run in live.runs.items()]
+        [('arena', 3, 'done'), ('fused', 3, 'done')]
+    """
+
+    def __init__(self, title: str = "Training", peak: float | None = None, norms: bool = False):
         self.title = title
         self.peak = peak
         self.norms = norms
-        self.runs = {}
+        self.runs: dict[str, Run] = {}
         self._thread = None
         self._stop = threading.Event()
         self._ended = threading.Event()
@@ -55,17 +71,26 @@ class LiveThroughput:
     def run(self, readings, name=None, seconds=None, steps=None, wait=None):
         """Iterate over `readings` and draw them.
 
-        readings: Readings of a meter, e.g. from `ga.train`.
-        name: of the run; a run of the same name is replaced. Default: default_name(). Or a list of
-        names, for runs at the same time: `readings` are then pairs (number of the run, Reading or
-        None), as ga.launch makes them.
-        seconds, steps: where to stop if the readings do not end before; they set the progress bar.
-        wait: True waits for the end, so that the next cell can use the result. False returns at
-        once, and `join()` waits. None waits, except in a kernel that hears no clicks while a cell
-        runs: there the next cell waits (see the module's docstring).
+        The loop's error is raised here, or in `join()`. An interrupt stops the loop after the
+        running
+        step.
 
-        Raises the loop's error here, or in `join()`. An interrupt stops the loop after the running
-        step."""
+        Args:
+            readings: Readings of a meter, e.g. from `ga.train`.
+            name: of the run; a run of the same name is replaced. Default: default_name(). Or a list
+                of names, for runs at the same time: `readings` are then pairs (number of the run,
+                Reading or None), as ga.launch makes them.
+            seconds: when to stop if the readings do not end before; sets the progress bar. Default:
+                none.
+            steps: after how many steps to stop; sets the progress bar. Default: none.
+            wait: True waits for the end, so that the next cell can use the result. False returns at
+                once, and `join()` waits. None waits, except in a kernel that hears no clicks while
+                a cell runs: there the next cell waits (see the module's docstring).
+
+        Raises:
+            ArgumentError: for readings that cannot be iterated over, an empty list of names, and
+                limits that are not positive.
+        """
         if not hasattr(readings, "__iter__"):
             raise ArgumentError(
                 f"readings is a {type(readings).__name__}, "
@@ -101,8 +126,11 @@ class LiveThroughput:
             _next_cell_waits(self._ended, self.stop, self._view)
 
     def default_name(self) -> str:
-        """The name of a run that got none: "your accumulate_v3" while a kernel of ours is replaced
-        (`%%cuda --replace accumulate_v3`), else "run 1", "run 2", ..."""
+        """The name of a run that got none: "run 1", "run 2", ...
+
+        While a kernel of ours is replaced (`%%cuda --replace accumulate_v3`) it is "your
+        accumulate_v3".
+        """
         return replaced_words() or f"run {len(self.runs) + 1}"
 
     def _add_run(self, name) -> Run:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from html import escape
 
@@ -40,30 +41,41 @@ from .profiler import (
 
 @dataclass
 class Row:
-    """What one region did. None: could not be counted here; `notes` says why."""
+    """What one region did. None: could not be counted here; `notes` says why.
+
+    Attributes:
+        name: of the row.
+        backend: the backend in use, "cuda", "simt" or "torch".
+        launches: kernels launched one by one, by runtime or driver call.
+        graph_launches: CUDA graphs launched; the kernels inside are not counted as launches.
+        syncs: calls in which the host waited for the GPU, blocking copies included.
+        copies: direction ("HtoD", "DtoH", "DtoD", ...) -> (count, bytes).
+        memsets: (count, bytes).
+        operators: torch operators called, those inside other operators included.
+        would_sync: scalars that the host read outside of an optimizer's step: a wait if the tensor
+            is on a GPU.
+        seconds: the host's time under the profiler: not a benchmark.
+        notes: sentences about what could not be counted here.
+    """
 
     name: str
     backend: str = ""
-    # kernels launched one by one, by runtime or driver call
     launches: int | None = None
-    # CUDA graphs launched; the kernels inside are not counted as launches
     graph_launches: int | None = None
-    # calls in which the host waited for the GPU, blocking copies included
     syncs: int | None = None
-    # direction ("HtoD", "DtoH", "DtoD", ...) -> (count, bytes)
     copies: dict | None = None
-    # (count, bytes)
     memsets: tuple | None = None
-    # torch operators called, those inside other operators included
     operators: int | None = None
-    # scalars that the host read outside of an optimizer's step: a wait if the tensor is on a GPU
     would_sync: int | None = None
-    # the host's time under the profiler: not a benchmark
     seconds: float | None = None
     notes: list = field(default_factory=list)
 
     def bytes(self, direction: str) -> int | None:
-        """Bytes copied in one direction ("DtoH", "HtoD", "DtoD"), or None if not counted."""
+        """Bytes copied in one direction ("DtoH", "HtoD", "DtoD"), or None if not counted.
+
+        Args:
+            direction: "DtoH", "HtoD", "DtoD", ...
+        """
         return None if self.copies is None else self.copies.get(direction, (0, 0))[1]
 
     def __str__(self):
@@ -71,14 +83,32 @@ class Row:
 
 
 @contextlib.contextmanager
-def ledger(name=None):
-    """Count what the block does. Yields a Row that is filled when the block ends without an error.
-
-    name: of the row; default: "your accumulate_v3" while that kernel is replaced, else "step".
+def ledger(name: str | None = None) -> Iterator[Row]:
+    """Count what the block does: launches, synchronisations, copies and their bytes.
 
     The block may launch work on any stream and from any thread. Work queued before it and the
     profiler's own waiting are not counted. The first use in a process starts the profiler (about a
-    second on a GPU): warm up outside the block, and do not read a speed from it."""
+    second on a GPU): warm up outside the block, and do not read a speed from it.
+
+    Args:
+        name: of the row; default: "your accumulate_v3" while that kernel is replaced, else "step".
+
+    Yields:
+        A Row that is filled when the block ends without an error.
+
+    Raises:
+        BackendError: inside another ledger or another profiler.
+
+    Source:
+        torch.profiler.
+
+    Example:
+        >>> x = torch.ones(1000, device=ga.default_device())
+        >>> with ga.ledger("a sum that is read") as row:
+        ...     total = x.sum().item()
+        >>> row.would_sync, row.operators > 0
+        (1, True)
+    """
     name = name or replaced_words() or "step"
     row = Row(name=name, backend=backend().name)
     with profiled(f"ledger({name!r})") as events:
@@ -156,7 +186,12 @@ def _scalars_read(operators, inside):
 class Ledger:
     """Rows side by side, one for each variant of the same step; displays as a table.
 
-    title: a sentence above the table, or ""."""
+    Args:
+        title: a sentence above the table, or "".
+
+    Attributes:
+        rows: (row, what was measured beside it) of each variant.
+    """
 
     def __init__(self, title: str = ""):
         self.title = title
@@ -166,9 +201,12 @@ class Ledger:
     def add(self, row, tokens_per_s=None, max_diff=None, bit_equal=None):
         """Add a row and what was measured beside it; a row of the same name is replaced.
 
-        tokens_per_s: a rate.
-        max_diff: the largest absolute difference from the reference.
-        bit_equal: whether two runs were bit-identical."""
+        Args:
+            row: what `ledger` yielded, after its block.
+            tokens_per_s: a rate.
+            max_diff: the largest absolute difference from the reference.
+            bit_equal: whether two runs were bit-identical.
+        """
         extra = {"tokens_per_s": tokens_per_s, "max_diff": max_diff, "bit_equal": bit_equal}
         names = [old.name for old, _ in self.rows]
         if row.name in names:

@@ -57,8 +57,10 @@ _PEAKS: list[tuple[str, float | None, float, float]] = [
 def peak_flops(device, dtype=torch.bfloat16) -> float | None:
     """The device's dense peak in FLOP/s from its data sheet; None for a CPU or an unknown GPU.
 
-    dtype: bf16 and fp16 mean the tensor cores with fp32 accumulation and no sparsity, fp32 the rate
-    without TF32.
+    Args:
+        device: a torch.device or its name.
+        dtype: bf16 and fp16 mean the tensor cores with fp32 accumulation and no sparsity, fp32 the
+            rate without TF32. Default: bf16.
     """
     device = torch.device(device)
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -77,32 +79,38 @@ def _peak_of(name: str, dtype) -> float | None:
 
 @dataclass
 class Reading:
-    """What the meter knows after one more step."""
+    """What the meter knows after one more step.
 
-    # steps that the meter was told of, and the tokens in them
+    Attributes:
+        step: steps that the meter was told of.
+        tokens: tokens in these steps.
+        seconds: since the first step began, on the host's clock.
+        tokens_per_s: over the last `window` finished steps; 0.0 until one has finished.
+        step_ms: milliseconds, mean over the same steps, gaps between steps included.
+        loss: the newest that has reached the host.
+        loss_step: the step of that loss.
+        val_loss: only in the reading of the step that measured it.
+        norm: gradient norm before clipping, the newest that has reached the host.
+        clipped_norm: the same after clipping.
+        norms: the last ones, oldest first: (steps ago, before, after or None).
+        mfu: model FLOPs utilisation, achieved / peak, 0 to 1; None where it is not known.
+        memory_bytes: GPU: peak allocated by torch; CPU: resident memory of the process.
+        stages: name -> milliseconds of each stage of the newest finished step.
+    """
+
     step: int
     tokens: int
-    # since the first step began, on the host's clock
     seconds: float
-    # over the last `window` finished steps; 0.0 until one has finished
     tokens_per_s: float
-    # mean over the same steps, gaps between steps included
     step_ms: float
-    # the newest loss that has reached the host, and its step
     loss: float | None = None
     loss_step: int | None = None
-    # only in the reading of the step that measured it
     val_loss: float | None = None
-    # gradient norm before and after clipping, the newest that have reached the host
     norm: float | None = None
     clipped_norm: float | None = None
-    # the last ones, oldest first: (steps ago, before, after or None)
     norms: tuple = field(default=(), repr=False)
-    # model FLOPs utilisation: achieved / peak, 0..1
     mfu: float | None = None
-    # GPU: peak allocated by torch; CPU: resident memory of the process
     memory_bytes: int = 0
-    # ms of each stage of the newest finished step
     stages: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict:
@@ -130,6 +138,9 @@ class StageTimer:
     events on the current stream and nothing waits: `poll()` returns the stages of the newest
     finished step. A step that began and never stopped (an exception) is forgotten at the next
     `start()`.
+
+    Args:
+        device: where the stages run, a torch.device or its name.
     """
 
     def __init__(self, device="cpu"):
@@ -151,13 +162,24 @@ class StageTimer:
         self._open = [("", self._now())]
 
     def mark(self, name: str):
-        """The stage `name` ends here; it began at the previous mark, or at `start()`."""
+        """The stage `name` ends here; it began at the previous mark, or at `start()`.
+
+        Args:
+            name: of the stage.
+
+        Raises:
+            ArgumentError: outside a step.
+        """
         if self._open is None:
             raise ArgumentError(f"mark({name!r}) outside a step: call start() first")
         self._open.append((name, self._now()))
 
     def stop(self):
-        """The step ends. Time after the last mark belongs to no stage."""
+        """The step ends. Time after the last mark belongs to no stage.
+
+        Raises:
+            ArgumentError: outside a step.
+        """
         if self._open is None:
             raise ArgumentError("stop() outside a step: call start() first")
         self._pending.append(self._open)
@@ -203,7 +225,15 @@ class LateValue:
         self._free = []
 
     def put(self, value, tag=None):
-        """Queue a value: a tensor with one element (any device), or a number."""
+        """Queue a value: a tensor with one element (any device), or a number.
+
+        Args:
+            value: a tensor with one element, any device and dtype, or a number.
+            tag: comes back with the value.
+
+        Raises:
+            ArgumentError: for a tensor of several elements.
+        """
         if not isinstance(value, torch.Tensor):
             return self._store(float(value), tag)
         if value.numel() != 1:
@@ -238,15 +268,37 @@ class LateValue:
 class Meter:
     """Measure a training loop: call `update` once after each optimizer step, with its tokens.
 
-    device: where the model is.
-    flops_per_token: of forward and backward, for the utilisation (about 6 x parameters).
-    peak_flops: of the device, FLOP/s; see peak_flops().
-    window: over how many finished steps the rate is taken.
-
     `update` never waits for the device; `finish` does, once, at the end.
+
+    Args:
+        device: where the model is, a torch.device or its name. Default: "cpu".
+        flops_per_token: floating-point operations of forward and backward, for the utilisation
+            (about 6 x parameters; ga.training.flops_per_token). Default: no utilisation.
+        peak_flops: of the device, FLOP/s; see ga.measure.peak_flops. Default: no utilisation.
+        window: over how many finished steps the rate is taken, 1 or more.
+
+    Attributes:
+        timer: a StageTimer, whose stages are in each reading.
+
+    Raises:
+        ArgumentError: for a window below 1.
+
+    Example:
+        >>> meter = ga.Meter(device=ga.default_device())
+        >>> for loss in torch.tensor([4.0, 3.0, 2.0], device=ga.default_device()):
+        ...     reading = meter.update(tokens=1024, loss=loss)  # after each step; nothing waits
+        >>> reading = meter.finish()
+        >>> reading.step, reading.tokens, reading.loss
+        (3, 3072, 2.0)
     """
 
-    def __init__(self, device="cpu", flops_per_token=None, peak_flops=None, window=20):
+    def __init__(
+        self,
+        device: str | torch.device = "cpu",
+        flops_per_token: float | None = None,
+        peak_flops: float | None = None,
+        window: int = 20,
+    ):
         if window < 1:
             raise ArgumentError(f"window must be at least 1 step, got {window}")
         self.device = torch.device(device)
@@ -255,10 +307,10 @@ class Meter:
         self.peak_flops = peak_flops
         self._pool = _Events(self.device) if self.device.type == "cuda" else None
         # (seconds on the device, tokens so far) after each finished step
-        self._finished = deque(maxlen=window + 1)
+        self._finished: deque[tuple[float, int]] = deque(maxlen=window + 1)
         # (event, tokens so far) of steps that the device may not have finished
-        self._pending = deque()
-        self._last_event = None
+        self._pending: deque[tuple[torch.cuda.Event, int]] = deque()
+        self._last_event: torch.cuda.Event | None = None
         self._loss = LateValue()
         self._norm = LateValue()
         self._clipped = LateValue()
@@ -269,8 +321,13 @@ class Meter:
         self.start()
 
     def start(self):
-        """Start the clock. Called at construction; call it again just before the first step to
-        leave preparation out."""
+        """Start the clock.
+
+        The constructor calls it; call it again just before the first step to leave preparation out.
+
+        Raises:
+            ArgumentError: after the first step.
+        """
         if self._step:
             raise ArgumentError(f"start() after {self._step} steps: make a new Meter instead")
         self._start_time = time.perf_counter()
@@ -284,11 +341,22 @@ class Meter:
     def update(
         self, tokens: int, loss=None, norm=None, val_loss=None, clipped_norm=None
     ) -> Reading:
-        """One more step is queued. Returns the newest numbers, without waiting.
+        """One more step is queued.
 
-        tokens: how many it trained on, a number that the host knows.
-        loss, norm, clipped_norm: one-element tensors or None; norm: before clipping.
-        val_loss: of a validation after this step, or None."""
+        Args:
+            tokens: how many it trained on, a number that the host knows.
+            loss: one-element tensor or None.
+            norm: of the gradients before clipping, one-element tensor or None.
+            val_loss: of a validation after this step, a number, or None.
+            clipped_norm: of the gradients after clipping, one-element tensor or None.
+
+        Returns:
+            The newest numbers, without waiting.
+
+        Raises:
+            ArgumentError: for a number of tokens that is a tensor on a GPU, and for a loss or norm
+                of several elements.
+        """
         if isinstance(tokens, torch.Tensor) and tokens.device.type == "cuda":
             raise ArgumentError(
                 "tokens is a tensor on the GPU: reading it would make the host wait; pass an int"
@@ -310,6 +378,8 @@ class Meter:
     def queued(self) -> int:
         """How many steps the device has not finished. Never waits."""
         while self._pending and self._pending[0][0].query():
+            # There is a pool where events are pending, and start() has recorded one.
+            assert self._pool is not None and self._last_event is not None
             event, tokens = self._pending.popleft()
             seconds = self._finished[-1][0] + self._last_event.elapsed_time(event) / 1e3
             self._finished.append((seconds, tokens))
@@ -317,13 +387,18 @@ class Meter:
             self._last_event = event
         return len(self._pending)
 
-    def reading(self, val_loss=None) -> Reading:
-        """The newest numbers, without a new step. Never waits."""
+    def reading(self, val_loss: float | None = None) -> Reading:
+        """The newest numbers, without a new step. Never waits.
+
+        Args:
+            val_loss: goes into the reading as it is.
+        """
         self.queued()
         (t0, n0), (t1, n1) = self._finished[0], self._finished[-1]
         rate = (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
-        known = self.flops_per_token and self.peak_flops and rate
-        mfu = rate * self.flops_per_token / self.peak_flops if known else None
+        mfu = None
+        if self.flops_per_token and self.peak_flops and rate:
+            mfu = rate * self.flops_per_token / self.peak_flops
         step_ms = (t1 - t0) / (len(self._finished) - 1) * 1e3 if t1 > t0 else 0.0
         # get() first: it moves on .tag and .history, which are read below
         loss = self._loss.get()

@@ -119,7 +119,11 @@ def _with_sync_records():
 
 
 def trace_events(profiler) -> list:
-    """The events of a finished torch.profiler.profile, as dictionaries of a Chrome trace."""
+    """The events of a finished torch.profiler.profile, as dictionaries of a Chrome trace.
+
+    Args:
+        profiler: a torch.profiler.profile whose block has ended.
+    """
     handle, path = tempfile.mkstemp(suffix=".json", prefix="gpuaccel-profile-")
     os.close(handle)
     try:
@@ -133,7 +137,9 @@ def trace_events(profiler) -> list:
 def split_region(events):
     """(events with a duration, the event REGION, those that began within it).
 
-    events: of a Chrome trace."""
+    Args:
+        events: of a Chrome trace.
+    """
     events = [event for event in events if event.get("ph") == "X"]
     region = next(
         e for e in events if e["name"] == REGION and e.get("cat") != "gpu_user_annotation"

@@ -1,9 +1,9 @@
 """Where host and GPU wait for each other: what both did, as spans of time on two lanes.
 
-    >>> spans = timeline.tail(lambda: step(batch))    # what follows the step's last backward
-    >>> spans[0]
-    Span(lane='host', name='python', start=0.0, stop=912.4)
-    >>> figures.timeline({"item": spans})             # drawn
+    spans = timeline.tail(lambda: step(batch))    # what follows the step's last backward
+    spans[0]
+    # Span(lane='host', name='python', start=0.0, stop=912.4)
+    figures.timeline({"item": spans})             # drawn
 
 Everything is read from the records of `torch.profiler`, as the ledger's counts are. On the host's
 lane `launch`, `wait` and `copy` are its calls to the GPU, and `python` is the rest of its time. On
@@ -33,9 +33,16 @@ GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
 class Span(NamedTuple):
-    """A stretch of one lane. Times in microseconds since the tail (for whole(): the run) began."""
+    """A stretch of one lane. Times in microseconds since the tail (for whole(): the run) began.
 
-    lane: str  # "host" or "GPU"
+    Attributes:
+        lane: "host" or "GPU".
+        name: what was done.
+        start: microseconds.
+        stop: microseconds.
+    """
+
+    lane: str
     name: str
     start: float
     stop: float
@@ -45,7 +52,10 @@ def tail(run) -> "list[Span]":
     """What host and GPU did in run() after its last backward, until both were done.
 
     All of run() where there is no backward. Call run() once before to warm up. Waits for the GPU.
-    Raises BackendError inside a ledger or another profiler."""
+
+    Raises:
+        BackendError: inside a ledger or another profiler.
+    """
     with profiled("timeline") as events:
         run()
     return _spans(events, profiler_sees_gpu())

@@ -1,8 +1,8 @@
 """ga.Embedding and ga.nn.Encoder, and the operations of torch.library that they are made of.
 
-    >>> ga.deterministic_embeddings(model)           # replaces every nn.Embedding, in place
-    >>> encoder = ga.nn.Encoder(50257, 768, 1024)    # encoder(tokens): (B, T) -> (B, T, 768)
-    >>> encoder.wte.invalid_tokens()                 # None, or the tokens out of range, counted
+    ga.deterministic_embeddings(model)           # replaces every nn.Embedding, in place
+    encoder = ga.nn.Encoder(50257, 768, 1024)    # encoder(tokens): (B, T) -> (B, T, 768)
+    encoder.wte.invalid_tokens()                 # None, or the tokens out of range, counted
 
 What they compute, and in which order: ops/embedding_backward.py. A second stream computes the
 segments while the forward kernel runs. Tokens on the host are checked before anything is done.
@@ -11,6 +11,7 @@ Under torch.func and forward-mode differentiation torch's own embedding runs.
 
 import functools
 import warnings
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -200,7 +201,9 @@ def _none_seen(device) -> Tensor:
 def encode(tokens: Tensor, wte: nn.Embedding, wpe: "nn.Embedding | None" = None) -> Tensor:
     """wte.weight[tokens], and with wpe + wpe.weight[position]. tokens: (..., T) int64 or int32.
 
-    wte: an Embedding, or a layer with a FusedEmbedding, which count invalid tokens."""
+    Args:
+        wte: an Embedding, or a layer with a FusedEmbedding, which count invalid tokens.
+    """
     check_tokens(tokens, len(wte.weight))
     if tokens.device != wte.weight.device:
         raise ArgumentError(
@@ -264,7 +267,13 @@ class FusedEmbedding(FusedForward):
 def fuse_embedding(layer: nn.Module, grad: Tensor) -> "FusedEmbedding | None":
     """Add the weight's gradient into `grad` from now on.
 
-    None, with nothing changed, for a layer that does not support it."""
+    Args:
+        layer: an nn.Embedding.
+        grad: fp32, of the weight's shape: a slice of arena.grads.
+
+    Returns:
+        What removes it again; None, with nothing changed, for a layer that does not support it.
+    """
     if not isinstance(layer, nn.Embedding) or type(layer) not in (nn.Embedding, Embedding):
         return None
     if refused_options(layer):
@@ -287,11 +296,29 @@ def refused_options(layer: nn.Embedding) -> "str | None":
 class Embedding(nn.Embedding):
     """nn.Embedding with a deterministic gradient, which can be added straight into an arena.
 
-    A drop-in: same arguments and state_dict. tokens: any shape, int64 or int32. ArgumentError for
-    max_norm and sparse. torch.jit, torch.fx and nested tensors are not supported. Tokens out of
-    range: ops/embedding_backward.py, and invalid_tokens()."""
+    A drop-in: same arguments, attributes and state_dict. torch.jit, torch.fx and nested tensors are
+    not supported. A token out of range is an error on the CPU; on a GPU it is counted
+    (invalid_tokens), and its row of the output is NaN.
 
-    def __init__(self, *args, **kwargs):
+    Args:
+        *args: num_embeddings, embedding_dim, padding_idx, ... as nn.Embedding's.
+        **kwargs: as nn.Embedding's; no max_norm, and sparse is False.
+
+    Raises:
+        ArgumentError: for max_norm and sparse=True.
+
+    Source:
+        kernels_cu/encoder.cu; torch.nn.Embedding; llm.c, encoder_backward.
+
+    Example:
+        >>> layer = ga.Embedding(10, 4, device=ga.default_device())
+        >>> tokens = torch.tensor([[1, 2, 1]], device=ga.default_device())
+        >>> layer(tokens).sum().backward()
+        >>> layer.weight.grad[:4, 0].tolist()
+        [0.0, 2.0, 1.0, 0.0]
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._start_counting()
 
@@ -304,21 +331,40 @@ class Embedding(nn.Embedding):
 
     @classmethod
     def sharing(cls, layer: nn.Embedding) -> "Embedding":
-        """An Embedding that shares the parameter, the options and the hooks of `layer`."""
+        """An Embedding that shares the parameter, the options and the hooks of `layer`.
+
+        Args:
+            layer: an nn.Embedding.
+        """
         embedding = cls.__new__(cls)
         vars(embedding).update(vars(layer))
         embedding._start_counting()
         return embedding
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """weight[tokens].
+
+        Args:
+            tokens: int64 or int32, any shape.
+
+        Returns:
+            The shape of tokens with the embedding's dimension behind it, in the weight's dtype.
+
+        Raises:
+            ArgumentError: on the CPU for a token outside of 0 .. num_embeddings - 1, and for
+                another dtype.
+        """
         return encode(tokens, self)
 
     def invalid_tokens(self, reset: bool = False) -> "dict | None":
         """The tokens out of range so far; None: there were none. Waits for the device.
 
-        reset: count anew from here on.
         "count": how many; "token": one of the first batch that had any; "position": its (row,
-        column) in that batch."""
+        column) in that batch.
+
+        Args:
+            reset: count anew from here on.
+        """
         report = _invalid_in_words(self.invalid)
         if reset and self.invalid is not None:
             self.invalid.zero_()
@@ -358,9 +404,25 @@ class Encoder(nn.Module):
     """tokens (..., T) -> wte[token] + wpe[position], (..., T, dim); T up to `positions`.
 
     wte, wpe: Embedding modules of (vocab, dim) and (positions, dim), initialised with std 0.02 as
-    GPT-2's. They hold the weights and are not called: hooks on them do not run."""
+    GPT-2's. They hold the weights and are not called: hooks on them do not run.
 
-    def __init__(self, vocab: int, dim: int, positions: int, *, device=None, dtype=None):
+    Args:
+        vocab: rows of wte, V.
+        dim: channels, C.
+        positions: rows of wpe, the longest sequence.
+        device: of the weights; default: torch's.
+        dtype: of the weights; default: torch's.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        dim: int,
+        positions: int,
+        *,
+        device: "str | torch.device | None" = None,
+        dtype: "torch.dtype | None" = None,
+    ):
         super().__init__()
         self.wte = Embedding(vocab, dim, device=device, dtype=dtype)
         self.wpe = Embedding(positions, dim, device=device, dtype=dtype)
@@ -398,18 +460,38 @@ def _counters(model: nn.Module) -> "dict[str, Tensor]":
 
 
 def invalid_tokens(model: nn.Module) -> "dict[str, dict]":
-    """name -> Embedding.invalid_tokens() of each embedding that has any. Waits for the device."""
+    """name -> Embedding.invalid_tokens() of each embedding that has any. Waits for the device.
+
+    Args:
+        model: any module.
+    """
     reports = {name: _invalid_in_words(counter) for name, counter in _counters(model).items()}
     return {name: report for name, report in reports.items() if report}
 
 
 def deterministic_embeddings(model: nn.Module) -> "list[str]":
-    """Replace every nn.Embedding inside `model` by a ga.Embedding; returns their names.
+    """Replace every nn.Embedding inside `model` by a ga.Embedding, in place.
 
     Weights, hooks, ties and state_dict stay. Subclasses with a forward of their own stay as they
     are, with a warning.
-    ArgumentError, with nothing changed: for a layer with max_norm or sparse=True, for a model that
-    is an nn.Embedding itself, and while an accumulator of mode "fused" is open."""
+
+    Args:
+        model: an nn.Module that contains embeddings.
+
+    Returns:
+        The names of the layers that were replaced.
+
+    Raises:
+        ArgumentError: with nothing changed, for a layer with max_norm or sparse=True, for a model
+            that is an nn.Embedding itself, and while an accumulator of mode "fused" is open.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10))
+        >>> ga.deterministic_embeddings(model)
+        ['0']
+        >>> isinstance(model[0], ga.Embedding)
+        True
+    """
     check_module("model", model)
     plain = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Embedding}
     for name, layer in plain.items():

@@ -3,8 +3,8 @@ it.
 
 cuBLAS computes acc += dy^T x in one call.
 
-    >>> fused = FusedLinear(layer, arena.grad_views[i])   # layer(x) adds its weight gradient there
-    >>> fused.remove()                                    # an ordinary nn.Linear again
+    fused = FusedLinear(layer, arena.grad_views[i])   # layer(x) adds its weight gradient there
+    fused.remove()                                    # an ordinary nn.Linear again
 
 A layer keeps its class, its parameters and its hooks: a FusedLinear takes the place of its
 `forward`. optim/fused_mode.py makes and removes them. The product is an operation of torch.library
@@ -17,7 +17,7 @@ parameter's place (torch.func.functional_call) the layer is a plain one.
 
 Several layers of one input can be one product:
 
-    >>> q, k, v = fused_linears(x, self.w_q, self.w_k, self.w_v)
+    q, k, v = fused_linears(x, self.w_q, self.w_k, self.w_v)
 """
 
 import enum
@@ -60,10 +60,16 @@ class GradientSlice(Protocol):
     def before_product(self, added: "list[bool] | None") -> "list[tuple[int, int]] | None":
         """Called before a product is added.
 
-        added: whether this backward adds the gradient of each tensor of the slice (GradientUse);
-            None: not known yet.
-        Returns the ranges of rows to add, as (start, stop); None: all rows.
-        ArgumentError where a gradient that is not known yet is one to be returned."""
+        Args:
+            added: whether this backward adds the gradient of each tensor of the slice
+                (GradientUse); None: not known yet.
+
+        Returns:
+            The ranges of rows to add, as (start, stop), or None for all rows.
+
+        Raises:
+            ArgumentError: where a gradient that is not known yet is one to be returned.
+        """
 
     def after_product(self) -> None:
         """Called when the product has been added."""
@@ -81,12 +87,21 @@ def _key(acc: Tensor) -> "tuple[int, int]":
 
 
 def register_slice(acc: Tensor, target: GradientSlice):
-    """Call `target` before and after each product that is added into `acc`. It is held weakly."""
+    """Call `target` before and after each product that is added into `acc`. It is held weakly.
+
+    Args:
+        acc: (out, in) fp32, a slice of arena.grads.
+        target: what is called.
+    """
     _slices[_key(acc)] = target
 
 
 def unregister_slice(acc: Tensor):
-    """Undo register_slice()."""
+    """Undo register_slice().
+
+    Args:
+        acc: as for register_slice.
+    """
     _slices.pop(_key(acc), None)
 
 
@@ -119,8 +134,10 @@ def _add_weight_gradient(
 ) -> None:
     """acc += dy^T @ x, summed in fp32.
 
-    acc: (out, in) fp32. dy: (..., out) and x: (..., in), fp32 or bf16.
-    added: as for GradientSlice.before_product."""
+    Args:
+        acc: (out, in) fp32. dy: (..., out) and x: (..., in), fp32 or bf16.
+        added: as for GradientSlice.before_product.
+    """
     # Before the product: the first gradient of an accumulation window may have to clear the slice.
     target = _slice_of(acc)
     rows = None if target is None else target.before_product(added)
@@ -153,8 +170,10 @@ def _fused_linears_backward(
 ) -> Tensor:
     """acc += dy^T @ x; returns the input's gradient dy @ weight.
 
-    dys: dy (..., out), cut along its last dimension. An operation of its own, because torch.compile
-        would generate a slow kernel for the concatenation."""
+    Args:
+        dys: dy (..., out), cut along its last dimension. An operation of its own, because
+            torch.compile would generate a slow kernel for the concatenation.
+    """
     dy = torch.cat(dys, -1)
     _add_weight_gradient(acc, dy, x, added)
     return dy @ weight
@@ -268,9 +287,16 @@ class _LinearsIntoArena(torch.autograd.Function):
 def fused_linears(x: Tensor, *layers: nn.Module) -> "tuple[Tensor, ...]":
     """(layer(x) for layer in layers), as one product where that is possible.
 
-    x: (..., in).
     It is possible while an accumulator of mode "fused" is open, and the weights lie side by side in
-    its arena."""
+    its arena.
+
+    Args:
+        x: (..., in).
+        *layers: nn.Linear, all of the same input.
+
+    Returns:
+        The output of each layer.
+    """
     joint = _joint_of(*layers)
     if joint is None:
         return tuple(layer(x) for layer in layers)
@@ -317,7 +343,10 @@ class _SwigluIntoArena(torch.autograd.Function):
 def fused_swiglu(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
     """silu(gate(x)) * up(x), under torch.compile as one product where fused_linears() could.
 
-    x: (..., in). torch.compile makes one kernel of what follows the product."""
+    Args:
+        x: (..., in). torch.compile makes one kernel of what follows the product.
+        gate, up: nn.Linear, (..., in) -> (..., out).
+    """
     joint = _joint_of(gate, up) if torch.compiler.is_compiling() else None
     if joint is None or gate.out_features != up.out_features:
         return F.silu(gate(x)) * up(x)
@@ -346,12 +375,14 @@ class FusedForward:
 
     Class, parameters, hooks and state of the layer stay.
 
-    layer: a module whose `forward` is its class's.
-    grad: fp32, of the weight's shape: a slice of arena.grads.
-
     Two entries stand in the layer's __dict__: `forward`, a function bound to the layer, and
     `gpuaccel_fused`, this object. So torch.compile compiles layers of one class once. A copy of a
-    layer (deepcopy, pickle) runs the forward of its class."""
+    layer (deepcopy, pickle) runs the forward of its class.
+
+    Args:
+        layer: a module whose `forward` is its class's.
+        grad: fp32, of the weight's shape: a slice of arena.grads.
+    """
 
     def __init__(self, layer: nn.Module, grad: Tensor):
         self.layer = layer
@@ -381,7 +412,11 @@ class FusedForward:
 
 
 def fused_forward(layer: nn.Module) -> "FusedForward | None":
-    """What has taken the place of the layer's forward; None: nothing of ours."""
+    """What has taken the place of the layer's forward; None: nothing of ours.
+
+    Args:
+        layer: any module.
+    """
     return getattr(layer, "gpuaccel_fused", None)
 
 
@@ -410,7 +445,11 @@ def adds_to_arena(layer: nn.Module) -> "FusedForward | None":
 
 
 def has_class_forward(layer: nn.Module) -> bool:
-    """Does the layer run the forward of its class, or has somebody replaced it?"""
+    """Whether the layer runs the forward of its class, which nobody has replaced.
+
+    Args:
+        layer: any module.
+    """
     function = getattr(vars(layer).get("forward"), "__func__", None)
     if "forward" not in vars(layer) or function is type(layer).forward:
         return True
@@ -420,15 +459,22 @@ def has_class_forward(layer: nn.Module) -> bool:
 
 
 class Joint(NamedTuple):
-    """Several layers of one input whose weights lie side by side in an arena."""
+    """Several layers of one input whose weights lie side by side in an arena.
 
-    weight: Tensor  # (sum of out, in)
-    grad: Tensor  # the same range of arena.grads, fp32
+    Attributes:
+        weight: (sum of out, in).
+        grad: the same range of arena.grads, fp32.
+    """
+
+    weight: Tensor
+    grad: Tensor
 
 
 class FusedLinear(FusedForward):
-    """forward of an nn.Linear: x (..., in) -> (..., out). Its backward adds the weight's gradient
-    into `grad`."""
+    """forward of an nn.Linear whose backward adds the weight's gradient into `grad`.
+
+    x (..., in) -> (..., out).
+    """
 
     layer: nn.Linear
     joint: "Joint | None" = None
@@ -450,7 +496,11 @@ class FusedLinear(FusedForward):
 
 
 def parameter_use(parameter: nn.Parameter) -> GradientUse:
-    """What the running backward does with this parameter's gradient, hooks apart."""
+    """What the running backward does with this parameter's gradient, hooks apart.
+
+    Args:
+        parameter: of a layer in the running backward.
+    """
     # The node is looked up anew each time: one made outside of a capture would bring its stream in.
     return _node_use(torch.autograd.graph.get_gradient_edge(parameter).node)
 
@@ -458,7 +508,9 @@ def parameter_use(parameter: nn.Parameter) -> GradientUse:
 def gradient_uses(acc: Tensor, edges: "Iterable[tuple[Any, int]]") -> "list[GradientUse]":
     """What the running backward does with the gradient of each weight of the slice `acc`.
 
-    edges: to the weights, of the next_functions of an autograd function; in the slice's order."""
+    Args:
+        edges: to the weights, of the next_functions of an autograd function; in the slice's order.
+    """
     uses = [UNUSED if node is None else _node_use(node) for node, _ in edges]
     # Gradients are enabled in a backward with create_graph=True.
     if torch.is_grad_enabled():

@@ -1,9 +1,9 @@
 """A linear layer with LoRA: its weight is frozen, and a product of two thin matrices is trained.
 
-    >>> layer = LoRALinear(nn.Linear(64, 32), rank=8, alpha=16)
-    >>> y = layer(x)          # base(x) + B(A(x)) * alpha / rank
-    >>> layer.merge()         # adds the product to the base weight
-    >>> layer.unmerge()       # restores the base weight, bit-identical
+    layer = LoRALinear(nn.Linear(64, 32), rank=8, alpha=16)
+    y = layer(x)          # base(x) + B(A(x)) * alpha / rank
+    layer.merge()         # adds the product to the base weight
+    layer.unmerge()       # restores the base weight, bit-identical
 
 A is (rank, in) and B is (out, rank); B is zero at first (Hu et al., 2021). Names and initial values
 are those of PEFT. A and B are plain nn.Linear layers, so hooks, arenas, fused weight gradients and
@@ -22,19 +22,23 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class LoRALinear(nn.Module):
-    """y = base(x) + lora_B(lora_A(dropout(x)) * alpha / rank).
+    """y = base(x) + lora_B(lora_A(dropout(x)) * alpha / rank), x (..., in) and y (..., out).
 
-    x: (..., in). y: (..., out), in the dtype of base(x).
-    base: nn.Linear, or transformers' Conv1D, whose weight is (in, out).
-    rank: rows of A and columns of B.
-    alpha: the product is scaled by alpha / rank.
-    dropout: probability, for the input of A.
-    dtype: of A and B; default that of the base weight.
-    generator: random numbers for A; default torch's.
+    y has the dtype of base(x). A is drawn on the CPU in fp32, uniform in +-1/sqrt(in)
+    (`kaiming_uniform_` with a = sqrt(5)), and then converted, so a seed gives the same values on
+    every device. B is zero.
 
-    A is drawn on the CPU in fp32, uniform in +-1/sqrt(in) (kaiming_uniform_ with a = sqrt(5)), and
-    then converted, so a seed gives the same values on every device. B is zero. Raises ArgumentError
-    for any other base layer."""
+    Args:
+        base: nn.Linear, or transformers' Conv1D, whose weight is (in, out).
+        rank: rows of A and columns of B.
+        alpha: the product is scaled by alpha / rank.
+        dropout: probability, for the input of A.
+        dtype: of A and B; default that of the base weight.
+        generator: random numbers for A; default torch's.
+
+    Raises:
+        ArgumentError: for any other base layer.
+    """
 
     frozen_weight: "Tensor | None"  # the base weight as it was before merge()
 
@@ -165,7 +169,11 @@ def _linear(weight: Tensor) -> nn.Linear:
 
 
 def frozen_state_dict(module: nn.Module) -> "dict[str, Tensor]":
-    """module.state_dict(), without the merged weights that merged LoRA layers add to it."""
+    """module.state_dict(), without the merged weights that merged LoRA layers add to it.
+
+    Args:
+        module: any module.
+    """
     state = module.state_dict()
     for name, layer in module.named_modules():
         if isinstance(layer, LoRALinear) and layer.merged:
@@ -178,8 +186,13 @@ def frozen_state_dict(module: nn.Module) -> "dict[str, Tensor]":
 def linear_features(base: nn.Module, name: str = "base") -> "tuple[int, int]":
     """(in, out) of a layer to which LoRA can be applied.
 
-    name: what error messages call the layer.
-    Raises ArgumentError for any other module, saying what it is."""
+    Args:
+        base: any module.
+        name: what error messages call the layer.
+
+    Raises:
+        ArgumentError: for any other module, saying what it is.
+    """
     described = f"{name} is a {type(base).__module__}.{type(base).__name__}"
     # Recognised by its attributes, because transformers is not imported here.
     conv1d = type(base).__name__ == "Conv1D" and hasattr(base, "nf")

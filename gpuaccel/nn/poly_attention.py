@@ -1,7 +1,7 @@
 """Attention whose weights are a polynomial of the scores, with relative positions and head gates.
 
->>> layer = ga.PolyAttention(256, 8, degree=3, window=None, max_positions=1024)
->>> y = layer(x)  # (..., T, 256); causal; no residual inside
+    layer = ga.PolyAttention(256, 8, degree=3, window=None, max_positions=1024)
+    y = layer(x)  # (..., T, 256); causal; no residual inside
 
     s_ij = q_i . k_j / sqrt(d) + q_i . PE[i - j] + rho sum_m h_m(q_i) kbar_m(k_j)
     phi_ij = scale (a c^p + b), c = 8 tanh(s_ij / 8)
@@ -88,13 +88,16 @@ def reference_poly_attention(
 
     Computed in fp32, in fp64 where a tensor is.
 
-    q_tilde, q, k, v: (B, T, H, d).
-    pe: (at least T, d).
-    coefficients: (3,) a, b, scale.
-    degree: p, odd.
-    window: how many positions a token sees, itself included; None: all before it.
+    Args:
+        q_tilde, q, k, v: (B, T, H, d).
+        pe: (at least T, d).
+        coefficients: (3,) a, b, scale.
+        degree: p, odd.
+        window: how many positions a token sees, itself included; None: all before it.
 
-    Returns (B, T, H, d) in v's dtype."""
+    Returns:
+        (B, T, H, d) in v's dtype.
+    """
     tensors = (q_tilde, q, k, v, pe, coefficients)
     wide = torch.float64 if torch.float64 in {t.dtype for t in tensors} else torch.float32
     q_tilde, q, k, values, pe, coefficients = (t.to(wide) for t in tensors)
@@ -128,7 +131,9 @@ def reference_query(
 ) -> Tensor:
     """q~ of q, which multiplies the keys: (..., d), in q's dtype.
 
-    chunks: chunks_of(d). curve: R_q. Either None: no low-rank term."""
+    Args:
+        chunks: chunks_of(d). curve: R_q. Either None: no low-rank term.
+    """
     d = q.shape[-1]
     if chunks is None or curve is None:
         return q * (1.0 / math.sqrt(d))
@@ -164,7 +169,9 @@ def attention_kernel(
 ) -> Kernel:
     """A kernel of poly_attention.cu, or with version 3 of poly_forward.cu or poly_backward.cu.
 
-    d: width of a head. stages: 2: the next tiles are loaded while these are computed."""
+    Args:
+        d: width of a head. stages: 2: the next tiles are loaded while these are computed.
+    """
     if version == 3:
         return Kernel(name.removesuffix("_v3"), name, HEAD=d, DEGREE=degree)
     return Kernel(
@@ -289,13 +296,18 @@ def launch_forward(
     config=None,
     gate: "Tensor | None" = None,
 ) -> Tensor:
-    """Launch poly_forward. Returns y, (B, T, H, d).
+    """Launch poly_forward.
 
-    q_tilde, q, k, v: (B, T, H, d).
-    pe: (at least T, d).
-    coefficients: (3,) fp32, contiguous.
-    config: (version, stages); None: plan().
-    gate: (B, T, H) fp32, contiguous, what y is multiplied by; None: 1."""
+    Args:
+        q_tilde, q, k, v: (B, T, H, d).
+        pe: (at least T, d).
+        coefficients: (3,) fp32, contiguous.
+        config: (version, stages); None: plan().
+        gate: (B, T, H) fp32, contiguous, what y is multiplied by; None: 1.
+
+    Returns:
+        Y, (B, T, H, d).
+    """
     B, T, H, d = q.shape
     memories, *sizes, rows = _prepared(q_tilde, q, k, v, window)
     config = config or plan("poly_forward", q)
@@ -319,12 +331,18 @@ def launch_backward(
     config=None,
     into: "Tensor | None" = None,
 ) -> "tuple[Tensor, ...]":
-    """Launch the backward, then poly_finish. Returns dq_tilde, dq, dk, dv, dpe, dcoefficients.
+    """Launch the backward, then poly_finish.
 
     The backward is poly_backward_q, _kv and _pe with version 1, else poly_backward.
 
-    dy: (B, T, H, d). The other tensors and config: as in launch_forward.
-    into: (B, T, 3, H, d), contiguous, whose parts dq, dk and dv become; None: three new tensors."""
+    Args:
+        dy: (B, T, H, d). The other tensors and config: as in launch_forward.
+        into: (B, T, 3, H, d), contiguous, whose parts dq, dk and dv become; None: three new
+            tensors.
+
+    Returns:
+        dq_tilde, dq, dk, dv, dpe, dcoefficients.
+    """
     B, T, H, d = q.shape
     grad_stride = H * d * (1 if into is None else 3)
     memories, *sizes, rows = _prepared(q_tilde, q, k, v, window, grad_stride)
@@ -431,7 +449,9 @@ def launch_layer(
 ) -> "tuple[Tensor, ...]":
     """Launch poly_query_gate and poly_forward.
 
-    Returns out (B, T, H d), and for the backward e (B, T, H), q_tilde (B, T, H, d), the curves."""
+    Returns:
+        Out (B, T, H d), and for the backward e (B, T, H), q_tilde (B, T, H, d), the curves.
+    """
     q, k, v = qkv.unbind(2)
     B, T, H, d = q.shape
     thetas, settings = _curves(theta_gate, theta_query, settings)
@@ -479,9 +499,12 @@ def launch_layer_backward(
 ) -> "list[Tensor]":
     """Launch poly_gate_backward, the attention's backward, poly_query_backward, richards_finish.
 
-    dout: (B, T, H d). out, e, q_tilde, curves: from launch_layer.
+    Args:
+        dout: (B, T, H d). out, e, q_tilde, curves: from launch_layer.
 
-    Returns the gradients of the tensors from qkv on; theta_query's only where there is one."""
+    Returns:
+        The gradients of the tensors from qkv on; theta_query's only where there is one.
+    """
     q, k, v = qkv.unbind(2)
     B, T, H, d = q.shape
     thetas, settings = _curves(theta_gate, theta_query, settings)
@@ -744,15 +767,22 @@ def poly_attention(
 ) -> Tensor:
     """The core of PolyAttention, y_i = sum_j phi_ij v_j. Differentiable in all tensors.
 
-    q_tilde: the query that multiplies keys, (B, T, H, d), fp32, bf16 or fp16 (fp64 in torch).
-    q: the query that multiplies relative positions. q, k, v: shape and dtype of q_tilde; views of
-        one linear layer's output are not copied.
-    pe: (at least T, d), in their dtype.
-    coefficients: (3,) a, b, scale.
-    degree: p, odd, from 1 to 41.
-    window: how many positions a token sees, itself included; None: all before it.
+    Args:
+        q_tilde: the query that multiplies keys, (B, T, H, d), fp32, bf16 or fp16 (fp64 in torch).
+        q: the query that multiplies relative positions, as q_tilde; views of one linear layer's
+            output are not copied.
+        k, v: keys and values, as q_tilde.
+        pe: (at least T, d), in their dtype.
+        coefficients: (3,) a, b, scale.
+        degree: p, odd, from 1 to 41.
+        window: how many positions a token sees, itself included; None: all before it.
 
-    Returns y, (B, T, H, d). Raises ArgumentError for what does not fit."""
+    Returns:
+        Y, (B, T, H, d).
+
+    Raises:
+        ArgumentError: for what does not fit.
+    """
     shape = tuple(q.shape)
     if len(shape) != 4:
         raise ArgumentError(f"q has shape {shape}; expected (B, T, H, d)")
@@ -797,20 +827,39 @@ def _check_numbers(degree, window):
 class PolyAttention(nn.Module):
     """Causal polynomial attention, see the top of this module. No residual inside, no biases.
 
-    dim: last dimension of x, (..., T, dim), in w_qkv's dtype or under autocast.
-    heads: a divisor of dim.
-    degree: p, odd.
-    window: how many positions a token sees, itself included; None: all before it.
-    max_positions: the largest T.
-    low_rank: with the term in chunk means.
-    adaptive_degree: begin at degree 1; adapt_degree() raises it, up to `degree`.
-    a, b, scale: initial coefficients; scale's default is 1 / sqrt(max_positions + 1).
+    Args:
+        dim: last dimension of x, (..., T, dim).
+        heads: a divisor of dim.
+        degree: p, odd, from 1 to 41.
+        window: how many positions a token sees, itself included; None, the default: all before it.
+        max_positions: the largest T.
+        low_rank: with the term in chunk means. Default: True.
+        adaptive_degree: begin at degree 1; adapt_degree() raises it, up to `degree`. Default:
+            False.
+        a: initial coefficient a.
+        b: initial coefficient b.
+        scale: initial scale; default: 1 / sqrt(max_positions + 1).
+        device: of the parameters; default: torch's.
+        dtype: of the parameters w_qkv, pe and w_out; default: torch's.
 
-    w_qkv: (3 dim, dim), three projections as one matrix; its rows are q, k, v, each by heads.
-    pe: (max_positions + 1, d), N(0, 0.02), shared by the heads.
-    alpha, beta, coefficients: always fp32.
+    Attributes:
+        w_qkv: (3 dim, dim), three projections as one matrix; its rows are q, k, v, each by heads.
+        pe: (max_positions + 1, d), N(0, 0.02), shared by the heads; d is dim / heads.
+        alpha, beta, coefficients: always fp32.
 
-    Raises ArgumentError for what does not fit."""
+    Raises:
+        ArgumentError: for a dim that heads does not divide, an even degree, sizes below 1, and
+            coefficients that are not finite.
+
+    Source:
+        kernels_cu/poly_attention.cu.
+
+    Example:
+        >>> layer = ga.PolyAttention(32, heads=4, degree=3, max_positions=16)
+        >>> y = layer(torch.randn(2, 16, 32))
+        >>> y.shape
+        torch.Size([2, 16, 32])
+    """
 
     # Buffers. adapted: see _adapted(); None: the degree is fixed. chunks: chunks_of(dim / heads);
     # None: no low-rank term.
@@ -830,8 +879,8 @@ class PolyAttention(nn.Module):
         a: float = 1.0,
         b: float = 0.0,
         scale: "float | None" = None,
-        device=None,
-        dtype=None,
+        device: "str | torch.device | None" = None,
+        dtype: "torch.dtype | None" = None,
     ):
         super().__init__()
         if not (is_size(dim) and is_size(heads)) or dim % heads:
@@ -871,10 +920,25 @@ class PolyAttention(nn.Module):
         self.gate = RichardsCurve("sigmoid", learn=GATE, bounded=True, device=device)
 
     def query(self, q: Tensor) -> Tensor:
-        """q~ (..., d) of q, in torch's operations: see reference_query."""
+        """q~ (..., d) of q, in torch's operations: see reference_query.
+
+        Args:
+            q: (..., d), d = dim / heads.
+        """
         return reference_query(q, self.chunks, self.curve)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Attend to the positions before each one, itself included.
+
+        Args:
+            x: (..., T, dim), in w_qkv's dtype or under autocast, T up to max_positions.
+
+        Returns:
+            (..., T, dim).
+
+        Raises:
+            ArgumentError: for another last dimension and for too many positions.
+        """
         if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-1] != self.dim:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ArgumentError(f"x is {got}; expected a tensor (..., T, {self.dim})")
@@ -908,7 +972,11 @@ class PolyAttention(nn.Module):
         return self.w_out(out.reshape(x.shape))
 
     def set_degree(self, degree: int):
-        """Set the degree, from the next forward on. A captured step keeps the old one."""
+        """Set the degree, from the next forward on. A captured step keeps the old one.
+
+        Args:
+            degree: odd, from 1 to the one that the layer was made with.
+        """
         _check_numbers(degree, None)
         self.degree = degree
         if self.adapted is not None:
@@ -934,14 +1002,23 @@ class PolyAttention(nn.Module):
         super()._load_from_state_dict(state, prefix, *args)
 
     def adapt_degree(self, loss: float, patience: int = 100, gain: float = 0.01) -> int:
-        """With adaptive_degree: raise the degree by 2 where the loss no longer falls. Returns it.
-
-        loss: the loss after a step; call this after each step, or every few steps.
-        patience, gain: the degree is raised, up to `degree`, if the loss has not fallen by `gain`
-            of itself within `patience` calls.
+        """With adaptive_degree: raise the degree by 2 where the loss no longer falls.
 
         Of RustGPT's rule only the frame is known: it begins at 1, goes in odd steps up to 7, and
-        rests after a change. When to go up is this package's choice."""
+        rests after a change. When to go up is this package's choice.
+
+        Args:
+            loss: the loss after a step, a number; call this after each step, or every few steps.
+            patience: calls within which the loss has to fall.
+            gain: the part of itself by which it has to fall; else the degree is raised, up to
+                `degree`.
+
+        Returns:
+            The degree from here on.
+
+        Raises:
+            ArgumentError: for a layer made without adaptive_degree=True.
+        """
         if self.adapted is None:
             raise ArgumentError(
                 "this layer's degree is fixed; expected one made with adaptive_degree=True"

@@ -1,9 +1,9 @@
 """The Richards curve, a logistic curve with nine learned parameters, and a GLU made of two.
 
->>> curve = ga.nn.RichardsCurve("tanh")  # y = curve(x), any shape; learns nu, k, m, beta, T, s, b
->>> ga.nn.RichardsCurve(nu=0.5).values()  # (9,) nu, k, m, beta, T, a, c, s, b
->>> layer = ga.RichardsGLU(256, 1024)
->>> y = layer(x)  # x + (x1 R_a(x1) R_g(x2)) W_out, x1 and x2 the halves of x W_in
+    curve = ga.nn.RichardsCurve("tanh")  # y = curve(x), any shape; learns nu, k, m, beta, T, s, b
+    ga.nn.RichardsCurve(nu=0.5).values()  # (9,) nu, k, m, beta, T, a, c, s, b
+    layer = ga.RichardsGLU(256, 1024)
+    y = layer(x)  # x + (x1 R_a(x1) R_g(x2)) W_out, x1 and x2 the halves of x W_in
 
     u = V (s x / T + b)      sigma = (1 + beta exp(-k' (u - m)))^(-1 / nu)
     R(x) = a sigma + c, for tanh a (2 sigma - 1) + c
@@ -64,8 +64,10 @@ _library = torch.library.Library("gpuaccel", "FRAGMENT")
 def reference_values(theta: Tensor, setting: "list[float]") -> Tensor:
     """The nine parameters, (9,). Differentiable.
 
-    theta: what is learned, in the order of NAMES.
-    setting: RichardsCurve.setting; the fixed parameters are taken from it."""
+    Args:
+        theta: what is learned, in the order of NAMES.
+        setting: RichardsCurve.setting; the fixed parameters are taken from it.
+    """
     values = []
     learned = iter(theta.unbind())
     for i, name in enumerate(NAMES):
@@ -85,7 +87,12 @@ def reference_values(theta: Tensor, setting: "list[float]") -> Tensor:
 def reference_richards(x: Tensor, values: Tensor, tanh: bool = False, birch: bool = True) -> Tensor:
     """R(x), the definition, computed in the values' dtype. Differentiable in x and the values.
 
-    x: any shape. values: (9,) in the order of NAMES. tanh, birch: the form, see the module."""
+    Args:
+        x: any shape.
+        values: (9,) in the order of NAMES.
+        tanh: the form of the curve, see the module.
+        birch: with the birch tail, see the module.
+    """
     nu, k, m, beta, T, a, c, s, b = values.unbind()
     V = 2.0 if tanh else 1.0
     u = V * (s * x.to(values.dtype) / T + b)
@@ -175,9 +182,14 @@ def _whole(width, *tensors) -> int:
 
 
 def finish_curves(sums, curves, thetas, settings) -> "list[Tensor]":
-    """Launch richards_finish. Returns dtheta of each curve.
+    """Launch richards_finish.
 
-    sums: (blocks, curves * SUMS) of a backward. curves: (curves, CURVE) of its forward."""
+    Args:
+        sums: (blocks, curves * SUMS) of a backward. curves: (curves, CURVE) of its forward.
+
+    Returns:
+        Dtheta of each curve.
+    """
     dthetas = [torch.empty_like(theta) for theta in thetas]
     curve_kernel("richards_finish")[len(thetas), 1024](
         dthetas[0], dthetas[-1], sums, curves, len(sums), pack_settings(*settings)
@@ -191,9 +203,14 @@ def _blocks(name, rows, width, dtype) -> int:
 
 
 def launch_forward(x: Tensor, theta: Tensor, setting) -> "tuple[Tensor, Tensor]":
-    """Launch richards_forward. Returns y and the curve, (1, CURVE), for the backward.
+    """Launch richards_forward.
 
-    x: contiguous, not empty. theta: fp32."""
+    Args:
+        x: contiguous, not empty. theta: fp32.
+
+    Returns:
+        Y and the curve, (1, CURVE), for the backward.
+    """
     curves = torch.empty(1, CURVE, device=x.device)
     y = torch.empty_like(x)
     curve_kernel("richards_forward", x.dtype, _whole(x.numel(), x, y))[
@@ -205,7 +222,11 @@ def launch_forward(x: Tensor, theta: Tensor, setting) -> "tuple[Tensor, Tensor]"
 def launch_backward(
     dy: Tensor, x: Tensor, theta: Tensor, curves: Tensor, setting
 ) -> "tuple[Tensor, Tensor]":
-    """Launch richards_backward and richards_finish. Returns dx and dtheta."""
+    """Launch richards_backward and richards_finish.
+
+    Returns:
+        Dx and dtheta.
+    """
     dx = torch.empty_like(x)
     sums = torch.empty(_blocks("backward", 1, x.numel(), x.dtype), SUMS, device=x.device)
     curve_kernel("richards_backward", x.dtype, _whole(x.numel(), x, dy, dx))[len(sums), THREADS](
@@ -216,9 +237,14 @@ def launch_backward(
 
 
 def launch_glu_forward(x: Tensor, thetas, settings) -> "tuple[Tensor, Tensor]":
-    """Launch glu_forward. Returns h, (N, hidden), and the curves, (2, CURVE), for the backward.
+    """Launch glu_forward.
 
-    x: (N, 2 hidden), contiguous, not empty."""
+    Args:
+        x: (N, 2 hidden), contiguous, not empty.
+
+    Returns:
+        H, (N, hidden), and the curves, (2, CURVE), for the backward.
+    """
     N = x.shape[0]
     hidden = x.shape[1] // 2
     curves = torch.empty(2, CURVE, device=x.device)
@@ -232,7 +258,11 @@ def launch_glu_forward(x: Tensor, thetas, settings) -> "tuple[Tensor, Tensor]":
 def launch_glu_backward(
     dh: Tensor, x: Tensor, thetas, curves: Tensor, settings
 ) -> "tuple[Tensor, Tensor, Tensor]":
-    """Launch glu_backward and richards_finish. Returns dx, and dtheta of both curves."""
+    """Launch glu_backward and richards_finish.
+
+    Returns:
+        Dx, and dtheta of both curves.
+    """
     N, hidden = dh.shape
     dx = torch.empty_like(x)
     sums = torch.empty(_blocks("backward", N, hidden, x.dtype), 2 * SUMS, device=x.device)
@@ -377,8 +407,10 @@ def save_for_backward(ctx, inputs, output):
 def backward_of(operation, function):
     """The backward that register_autograd takes.
 
-    operation: computes the gradients of function(*tensors, *numbers).
-    function: the same in torch, for a double backward."""
+    Args:
+        operation: computes the gradients of function(*tensors, *numbers).
+        function: the same in torch, for a double backward.
+    """
 
     def backward(ctx, dy, *_):
         saved = ctx.saved_tensors
@@ -426,18 +458,25 @@ def is_finite(value) -> bool:
 class RichardsCurve(nn.Module):
     """y = R(x), element by element, in x's dtype: fp32, bf16, fp16 (fp64 in torch).
 
-    variant: "none", "sigmoid", "tanh" or "gompertz".
-    learn: names of the learned parameters, see values(); default: all nine, but for a named variant
-        without a and c.
-    birch: the birch tail; default: True for "none" and "sigmoid".
-    bounded: T stays between 0.1 and 10.
-    values: initial values, nu=0.5, ...
-
     The one nn.Parameter is `theta`, what is learned (z of a positive parameter) in the order of
     values(). A state_dict has theta only, so it belongs to a curve made with the same arguments.
 
-    Raises ArgumentError for an unknown variant or name, and for a value that is not finite in fp32,
-    or not positive where it must be."""
+    Args:
+        variant: "none", "sigmoid", "tanh" or "gompertz".
+        learn: names of the learned parameters, see values(); default: all nine, but for a named
+            variant without a and c.
+        birch: the birch tail; default: True for "none" and "sigmoid".
+        bounded: T stays between 0.1 and 10.
+        device: of theta; default: torch's.
+        **values: initial values, nu=0.5, ...
+
+    Raises:
+        ArgumentError: for an unknown variant or name, and for a value that is not finite in fp32,
+            or not positive where it must be.
+
+    Source:
+        kernels_cu/richards.cu; Richards, A Flexible Growth Function for Empirical Use (1959).
+    """
 
     def __init__(
         self,
@@ -513,17 +552,39 @@ class RichardsCurve(nn.Module):
 class RichardsGLU(nn.Module):
     """x + w_out(x1 R_a(x1) R_g(x2)), x1 and x2 the halves of w_in(x). The residual is inside.
 
-    dim: last dimension of x, (..., dim), in the weights' dtype or under autocast.
-    hidden: width of x1 and x2.
+    Args:
+        dim: last dimension of x, (..., dim), 1 or more.
+        hidden: width of x1 and x2, 1 or more.
+        device: of the parameters; default: torch's.
+        dtype: of w_in and w_out; default: torch's.
 
-    w_in: (2 hidden, dim), both projections as one matrix. w_out: (dim, hidden). Both have no bias
-    and begin as N(0, sqrt(2 / fan_in)).
-    activation: R_a, a RichardsCurve that learns all nine parameters.
-    gate: R_g, a sigmoid that learns nu, k, m and a bounded T, which begins at exp(0.1 N(0, 1)).
+    Attributes:
+        w_in: (2 hidden, dim), both projections as one matrix, no bias, N(0, sqrt(2 / fan_in)).
+        w_out: (dim, hidden), no bias, N(0, sqrt(2 / fan_in)).
+        activation: R_a, a RichardsCurve that learns all nine parameters.
+        gate: R_g, a sigmoid that learns nu, k, m and a bounded T, which begins at exp(0.1 N(0, 1)).
 
-    Raises ArgumentError for sizes below 1, and for another last dimension or dtype."""
+    Raises:
+        ArgumentError: for sizes below 1.
 
-    def __init__(self, dim: int, hidden: int, *, device=None, dtype=None):
+    Source:
+        kernels_cu/richards_glu.cu.
+
+    Example:
+        >>> layer = ga.RichardsGLU(dim=16, hidden=32)
+        >>> x = torch.randn(2, 8, 16)
+        >>> layer(x).shape == x.shape
+        True
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        *,
+        device: "str | torch.device | None" = None,
+        dtype: "torch.dtype | None" = None,
+    ):
         super().__init__()
         if not (is_size(dim) and is_size(hidden)):
             raise ArgumentError(
@@ -540,6 +601,17 @@ class RichardsGLU(nn.Module):
         self.gate = RichardsCurve("sigmoid", learn=GATE, bounded=True, T=T, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The layer's output, with the residual.
+
+        Args:
+            x: (..., dim), in the weights' dtype or under autocast.
+
+        Returns:
+            (..., dim).
+
+        Raises:
+            ArgumentError: for another last dimension or dtype.
+        """
         check_input(x, self.activation.theta, "w_in", self.w_in)
         if x.shape[-1:] != (self.dim,):
             raise ArgumentError(f"x has shape {tuple(x.shape)}; expected (..., {self.dim})")

@@ -1,6 +1,6 @@
 """Gradient accumulation of one tensor: acc += grad, summed in fp32.
 
->>> ga.ops.accumulate_(total, grad)  # fp32 total += fp32 or bf16 grad
+    ga.ops.accumulate_(total, grad)  # fp32 total += fp32 or bf16 grad
 
 How backward() accumulates into an arena is in optim/accumulate.py.
 
@@ -29,13 +29,23 @@ GRAD_DTYPES = (torch.float32, torch.bfloat16)
 def reference_accumulate(acc: Tensor, grad: Tensor) -> Tensor:
     """acc += grad in acc's dtype, rounded once per element: the definition of accumulation.
 
-    acc, grad: any shape, dtype and device that torch can add. Returns acc."""
+    Args:
+        acc, grad: any shape, dtype and device that torch can add.
+
+    Returns:
+        acc.
+    """
     return acc.add_(grad)
 
 
 @functools.cache
 def accumulate_kernel(name: str, dtype: torch.dtype) -> Kernel:
-    """A kernel of accumulate.cu for gradients of this dtype."""
+    """A kernel of accumulate.cu for gradients of this dtype.
+
+    Args:
+        name: of the kernel.
+        dtype: fp32 or bf16.
+    """
     threads = SQUARES_THREADS if name == "accumulate_v4" else THREADS
     return Kernel(
         "accumulate",
@@ -50,7 +60,9 @@ def accumulate_kernel(name: str, dtype: torch.dtype) -> Kernel:
 def launch_tensor(acc: Tensor, grad: Tensor):
     """Launch accumulate_v2 where 16-byte accesses are possible, else accumulate_v1.
 
-    acc, grad: one shape and device, contiguous, not empty."""
+    Args:
+        acc, grad: one shape and device, contiguous, not empty.
+    """
     n = acc.numel()
     aligned = acc.data_ptr() % 16 == 0 and grad.data_ptr() % (4 * grad.element_size()) == 0
     if n % 4 == 0 and aligned:
@@ -60,16 +72,22 @@ def launch_tensor(acc: Tensor, grad: Tensor):
 
 
 def accumulate_(acc: Tensor, grad: Tensor) -> Tensor:
-    """acc += grad, summed in fp32, in place. Returns acc.
-
-    acc: fp32, any shape, contiguous.
-    grad: fp32 or bf16, acc's shape and device, any strides.
+    """acc += grad, summed in fp32, in place.
 
     On a GPU this is one kernel launch; on the CPU torch adds (with backend simt, the kernel runs
     there too). The result is bit-identical to `acc.add_(grad)`.
 
-    Raises ArgumentError, and changes nothing, for another dtype, shape or device, for a sparse or
-    complex gradient, and for a destination that is not contiguous or overlaps the gradient."""
+    Args:
+        acc: fp32, any shape, contiguous.
+        grad: fp32 or bf16, acc's shape and device, any strides.
+
+    Returns:
+        acc.
+
+    Raises:
+        ArgumentError: and changes nothing, for another dtype, shape or device, for a sparse or
+            complex gradient, and for a destination that is not contiguous or overlaps the gradient.
+    """
     if not isinstance(acc, Tensor) or acc.layout != torch.strided:
         got = acc.layout if isinstance(acc, Tensor) else type(acc).__name__
         raise ArgumentError(f"acc is {got}; expected a dense torch tensor")
@@ -100,7 +118,17 @@ def accumulate_(acc: Tensor, grad: Tensor) -> Tensor:
 
 
 def check_gradient(name: str, grad: Tensor, shape, device):
-    """Raise ArgumentError unless `grad` is a dense fp32 or bf16 tensor of this shape and device."""
+    """Refuse a gradient that is no dense fp32 or bf16 tensor of this shape and device.
+
+    Args:
+        name: for the message.
+        grad: the gradient.
+        shape: that it must have.
+        device: where it must be.
+
+    Raises:
+        ArgumentError: it says what is wrong.
+    """
     problem = None
     if not isinstance(grad, Tensor):
         problem = f"is a {type(grad).__name__}; expected a torch tensor"
@@ -119,7 +147,11 @@ def check_gradient(name: str, grad: Tensor, shape, device):
 
 
 def span(t: Tensor) -> "tuple[int, int]":
-    """Addresses of the first byte of `t` and of the byte behind its last one."""
+    """Addresses of the first byte of `t` and of the byte behind its last one.
+
+    Args:
+        t: any tensor.
+    """
     elements = sum((n - 1) * step for n, step in zip(t.shape, t.stride())) + 1
     return t.data_ptr(), t.data_ptr() + elements * t.element_size()
 

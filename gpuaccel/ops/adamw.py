@@ -1,7 +1,7 @@
 """The AdamW update: its definition in torch, and its rule for the launches of kernels_cu/adamw.cu.
 
-    >>> reference_adamw(weight, grad, m, v, None, step=1, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8,
-    ...                 weight_decay=0.01)
+    reference_adamw(weight, grad, m, v, None, step=1, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8,
+                    weight_decay=0.01)
 
 The optimizer itself: optim/adamw.py. Source: Loshchilov and Hutter, 2019 (decoupled weight decay).
 """
@@ -30,9 +30,18 @@ def reference_adamw(
     """One AdamW step in place: weight, m, v (and vmax: AMSGrad) of one shape, on any device.
 
     bf16 and fp16 are computed in fp32 and rounded once.
-    step: the number of this step, from 1; it, lr, betas and factor are numbers or () tensors.
-    factor: what the gradient is multiplied by (clip scale, sign).
-    Returns the new weight before it is rounded to the weight's dtype."""
+
+    Args:
+        weight, grad, m, v: of one shape.
+        vmax: the largest v so far, or None without AMSGrad.
+        step: the number of this step, from 1, or a () tensor.
+        lr, beta1, beta2: numbers or () tensors.
+        eps, weight_decay: numbers.
+        factor: what the gradient is multiplied by (clip scale, sign), a number or a () tensor.
+
+    Returns:
+        The new weight before it is rounded to the weight's dtype.
+    """
     low = weight.dtype in (torch.bfloat16, torch.float16)
     w, g, new_m, new_v = (t.float() if low else t for t in (weight, grad, m, v))
     g = g.to(w.dtype) * factor

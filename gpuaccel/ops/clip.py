@@ -38,15 +38,22 @@ _pack_tensors = struct.Struct(
 class ClipState:
     """The result of one clipping, as tensors on the device. Nothing waits until a value is read.
 
-    With scope "global" each is one element, with another scope one per group:
+    With scope "global" each property is (), with another scope (groups,).
 
-    scale: factor of the gradients, fp32.
-    norm, clipped_norm: before and after clipping, fp32.
-    finite: bool.
-    first_nonfinite: int32, number of the first tensor (among those that have a gradient) with NaN
-        or infinity, -1 without one.
+    Args:
+        values: (groups, 4) fp32: scale, norm, clipped norm, finite.
+        nonfinite_tensor: (groups,) int32, number of each group's first tensor that is not finite,
+            -1 without one.
+        scope: "global", "tensor" or "block".
+        names: a function that returns the tensors' names.
 
-    >>> float(state.norm), state.name()  # waits for the device
+    Example:
+        >>> gradient = torch.full((4,), 3.0, device=ga.default_device())
+        >>> parameter = torch.nn.Parameter(torch.zeros_like(gradient))
+        >>> parameter.grad = gradient
+        >>> state = ga.optim.clip_grads_([parameter], max_norm=1.0)
+        >>> float(state.norm), round(float(state.clipped_norm), 3), bool(state.finite), state.name()
+        (6.0, 1.0, True, None)
     """
 
     __slots__ = ("values", "nonfinite_tensor", "scope", "names")
@@ -58,10 +65,6 @@ class ClipState:
         scope: str,
         names: "Callable[[], Sequence[str]]",
     ):
-        """values: (groups, 4) fp32: scale, norm, clipped norm, finite.
-        nonfinite_tensor: (groups,) int32, number of each group's first tensor that is not finite,
-            -1 without one.
-        names: a function that returns the tensors' names."""
         self.values = values
         self.nonfinite_tensor = nonfinite_tensor
         self.scope = scope
@@ -72,22 +75,29 @@ class ClipState:
 
     @property
     def scale(self) -> Tensor:
+        """What the gradients are multiplied by, fp32."""
         return self._column(0)
 
     @property
     def norm(self) -> Tensor:
+        """The norm before clipping, fp32."""
         return self._column(1)
 
     @property
     def clipped_norm(self) -> Tensor:
+        """The norm after clipping, fp32."""
         return self._column(2)
 
     @property
     def finite(self) -> Tensor:
+        """Whether all gradients are finite, bool."""
         return self._column(3) != 0
 
     @property
     def first_nonfinite(self) -> Tensor:
+        """Number of the first tensor, among those with a gradient, with NaN or infinity; int32, -1:
+        none.
+        """
         return self.nonfinite_tensor[0] if self.scope == "global" else self.nonfinite_tensor
 
     def name(self) -> "str | None":
@@ -114,12 +124,17 @@ def reference_norms(
 ) -> "tuple[Tensor, Tensor]":
     """The norm of each group of tensors and its first tensor that is not finite, computed by torch.
 
-    grads: any device and dtype.
-    groups: the group of each tensor; None: one group.
-    count: how many groups there are.
-    numbers: numbers of the tensors, ascending; None: their places.
+    Args:
+        grads: any device and dtype.
+        norm_type: order of the norm.
+        groups: the group of each tensor; None: one group.
+        count: how many groups there are.
+        foreach: as torch's.
+        numbers: numbers of the tensors, ascending; None: their places.
 
-    Returns the norms, (count,), and the first tensors' numbers, (count,) int32, -1 for none."""
+    Returns:
+        The norms, (count,), and the first tensors' numbers, (count,) int32, -1 for none.
+    """
     device = grads[0].device
     norms = []
     nonfinite_tensor = []
@@ -146,13 +161,24 @@ def reference_norms(
 
 
 def reference_scale(norms: Tensor, max_norm, eps: float = EPS) -> Tensor:
-    """min(1, max_norm / (norm + eps)); NaN stays NaN."""
+    """min(1, max_norm / (norm + eps)); NaN stays NaN.
+
+    Args:
+        norms: any shape.
+        max_norm: a number or a tensor that broadcasts.
+        eps: added to the norm.
+    """
     return torch.clamp(max_norm / (norms + eps), max=1.0)
 
 
 @functools.cache
 def clip_kernel(name: str, norm_type: float) -> Kernel:
-    """A kernel of clip.cu for the 1-norm, the 2-norm or the infinity norm."""
+    """A kernel of clip.cu for the 1-norm, the 2-norm or the infinity norm.
+
+    Args:
+        name: of the kernel.
+        norm_type: 1, 2 or infinity.
+    """
     return Kernel(
         "clip",
         name,
@@ -166,7 +192,11 @@ def clip_kernel(name: str, norm_type: float) -> Kernel:
 def launches_for(tensors: "Sequence[Tensor | None]") -> tuple:
     """(first tensor's number, number of chunks, struct) of each launch over these tensors.
 
-    Chunks are counted without gaps over all launches. None: a tensor that has no gradient."""
+    Chunks are counted without gaps over all launches. None: a tensor that has no gradient.
+
+    Args:
+        tensors: on one device; None: one that has no gradient.
+    """
     try:
         # The fast path. With a None among the tensors it raises TypeError.
         present = cast("Sequence[Tensor]", tensors)
@@ -232,10 +262,13 @@ def launch_squares(
 ):
     """Launch squares_v2: a partial sum per chunk of the tensors.
 
-    tensors: fp32, bf16, fp16, dense, on one device; None: no tensor.
-    partials: (chunks,) fp64.
-    chunk_to_tensor: (chunks,) int32, the tensor of each chunk; None: not wanted.
-    launches: launches_for(tensors), where it is known already."""
+    Args:
+        tensors: fp32, bf16, fp16, dense, on one device; None: no tensor.
+        partials: (chunks,) fp64.
+        chunk_to_tensor: (chunks,) int32, the tensor of each chunk; None: not wanted.
+        norm_type: 1, 2 or infinity.
+        launches: launches_for(tensors), where it is known already.
+    """
     kernel = clip_kernel("squares_v2", norm_type)
     row = 0
     for start, chunks, packed in launches or launches_for(tensors):
@@ -262,10 +295,17 @@ def launch_reduce(
 ):
     """Launch reduce_v2: norm, scale and first nonfinite tensor of each group, written into `out`.
 
-    partials, chunk_to_tensor: (rows,) from squares_v2.
-    groups: (tensors,) int32, the group of each; None: one group.
-    max_norm: (1,) fp64 on the device.
-    divisor: (1,) fp32, what the gradients are still to be divided by; None: 1."""
+    Args:
+        out: where the results go.
+        partials: (chunks,) fp64 from squares_v2.
+        chunk_to_tensor: (chunks,) int32 from squares_v2.
+        groups: (tensors,) int32, the group of each; None: one group.
+        rows: number of groups.
+        max_norm: (1,) fp64 on the device.
+        eps: added to the norm.
+        divisor: (1,) fp32, what the gradients are still to be divided by; None: 1.
+        norm_type: 1, 2 or infinity.
+    """
     clip_kernel("reduce_v2", norm_type)[len(out.values), 1024](
         out.values,
         out.nonfinite_tensor,
@@ -285,7 +325,14 @@ def launch_scale(
     """Launch scale_v2: multiply in place by each group's scale.
 
     Tensors of a group with scale 1 are neither read nor written.
-    skip: leave a group alone that is not finite."""
+
+    Args:
+        tensors: what is multiplied.
+        state: of reduce_v2.
+        groups: (tensors,) int32, the group of each; None: one group.
+        skip: leave a group alone that is not finite.
+        launches: launches_for(tensors), where it is known already.
+    """
     for start, chunks, packed in launches or launches_for(tensors):
         if chunks:
             clip_kernel("scale_v2", 2.0)[min(chunks, SCALE_BLOCKS), SQUARES_THREADS](
@@ -294,7 +341,14 @@ def launch_scale(
 
 
 def new_state(count: int, device, scope: str, names) -> ClipState:
-    """An uninitialised ClipState of `count` groups."""
+    """An uninitialised ClipState of `count` groups.
+
+    Args:
+        count: number of groups.
+        device: where it lies.
+        scope: "global", "tensor" or "block".
+        names: a function that returns the tensors' names.
+    """
     return ClipState(
         torch.empty(count, 4, device=device),
         torch.empty(count, dtype=torch.int32, device=device),
@@ -304,7 +358,14 @@ def new_state(count: int, device, scope: str, names) -> ClipState:
 
 
 def check_max_norm(max_norm) -> float:
-    """max_norm as a float. ArgumentError for NaN, a negative number, or a tensor on a GPU."""
+    """max_norm as a float.
+
+    Args:
+        max_norm: a number of 0 or more, or a one-element tensor on the CPU.
+
+    Raises:
+        ArgumentError: for NaN, a negative number, or a tensor on a GPU.
+    """
     if isinstance(max_norm, Tensor) and max_norm.device.type != "cpu":
         raise ArgumentError(
             f"max_norm is a tensor on {max_norm.device}, which the host would have to wait for;"
@@ -323,15 +384,29 @@ def check_max_norm(max_norm) -> float:
 
 
 def check_choice(name: str, value, choices):
+    """Refuse a value that is none of the choices.
+
+    Args:
+        name: of the argument, for the message.
+        value: of the argument.
+        choices: strings.
+
+    Raises:
+        ArgumentError: it names the value and the choices.
+    """
     if value not in choices:
         raise ArgumentError(f"{name} is {value!r}; expected one of {', '.join(choices)}")
 
 
 def kernel_takes(grads: "list[Tensor]") -> bool:
-    """Can the kernels take these gradients?
+    """Whether the kernels can take these gradients.
 
     They can if all are plain dense tensors of fp32, bf16 or fp16 on one device whose backend is
-    cuda or simt."""
+    cuda or simt.
+
+    Args:
+        grads: any tensors.
+    """
     return (
         takes(grads[0].device)
         and set(map(type, grads)) == {Tensor}
@@ -342,7 +417,15 @@ def kernel_takes(grads: "list[Tensor]") -> bool:
 
 
 def check_gradients(grads: "list[Tensor]", names):
-    """ArgumentError, naming the tensor, for a sparse or complex gradient."""
+    """Refuse sparse and complex gradients.
+
+    Args:
+        grads: any tensors.
+        names: a function that returns their names.
+
+    Raises:
+        ArgumentError: it names the tensor.
+    """
     for i, g in enumerate(grads):
         if g.layout != torch.strided or g.is_complex():
             problem = f"has layout {g.layout}" if g.layout != torch.strided else f"is {g.dtype}"
@@ -352,12 +435,20 @@ def check_gradients(grads: "list[Tensor]", names):
 
 
 def unnamed(parameters) -> "list[str]":
-    """Names for parameters that have none."""
+    """Names for parameters that have none.
+
+    Args:
+        parameters: any number of them.
+    """
     return [f"parameter {i} of shape {tuple(p.shape)}" for i, p in enumerate(parameters)]
 
 
 def dense(t: Tensor) -> bool:
-    """Does the tensor fill its memory without gaps or overlaps (in whatever order)?"""
+    """Whether the tensor fills its memory without gaps or overlaps, in whatever order.
+
+    Args:
+        t: any tensor.
+    """
     if t.is_contiguous():
         return True
     step = 1

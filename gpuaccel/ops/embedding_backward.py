@@ -1,6 +1,6 @@
 """The encoder, tokens -> wte[token] + wpe[position], and its deterministic backward.
 
->>> ga.ops.encoder_backward(dwte, dwpe, dout, tokens)  # adds into dwte (V, C) and dwpe (T, C)
+    ga.ops.encoder_backward(dwte, dwpe, dout, tokens)  # adds into dwte (V, C) and dwpe (T, C)
 
 The backward adds the rows of a token in the order of their positions, in pieces of 32 that begin
 with the token's first row (ops/token_sort.py). The partial sums of a longer run are added by 16
@@ -48,7 +48,14 @@ pack_rounding = struct.Struct("QQii").pack
 def reference_encoder(tokens: Tensor, wte: Tensor, wpe: "Tensor | None" = None) -> Tensor:
     """wte[token] + wpe[position]; NaN for a token out of range.
 
-    tokens: (..., T). wte: (V, C). wpe: (at least T, C), or None. Returns (..., T, C)."""
+    Args:
+        tokens: (..., T).
+        wte: (V, C).
+        wpe: (at least T, C), or None.
+
+    Returns:
+        (..., T, C).
+    """
     valid = (tokens >= 0) & (tokens < len(wte))
     out = torch.where(valid[..., None], wte[torch.where(valid, tokens, 0)], torch.nan)
     return out if wpe is None else out + wpe[: tokens.shape[-1]]
@@ -65,11 +72,13 @@ def reference_encoder_backward(
 ):
     """Add the gradients into dwte and dwpe in torch, bit-identical to the kernels.
 
-    dwte, dwpe: (V, C) and (at least T, C), any device; either may be None.
-    dout: (..., T, C). Sums are in fp32, in fp64 where a tensor is.
-    segments: find_segments(tokens, V).
-    by_count: divide a token's sum by the number of its rows.
-    rounding: (seed, step, micro-batch) of stochastic rounding for bf16; None: to the nearest."""
+    Args:
+        dwte, dwpe: (V, C) and (at least T, C), any device; either may be None.
+        dout: (..., T, C). Sums are in fp32, in fp64 where a tensor is.
+        segments: find_segments(tokens, V).
+        by_count: divide a token's sum by the number of its rows.
+        rounding: (seed, step, micro-batch) of stochastic rounding for bf16; None: to the nearest.
+    """
     dtypes = {t.dtype for t in (dwte, dwpe, dout) if t is not None}
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     grad = dout.reshape(-1, dout.shape[-1]).to(wide)
@@ -130,7 +139,9 @@ def _in_order(rows: Tensor, start: Tensor, count: Tensor, step: int) -> Tensor:
 def _add(sums, index, total, rounding, tensor):
     """sums[index] += total, rounded to the sums' dtype.
 
-    tensor: 0 for wte, 1 for wpe; a part of the key of the random bits."""
+    Args:
+        tensor: 0 for wte, 1 for wpe; a part of the key of the random bits.
+    """
     value = sums[index].to(total.dtype) + total
     if rounding is not None and sums.dtype == torch.bfloat16:
         seed, step, micro_batch = rounding
@@ -149,7 +160,12 @@ def _add(sums, index, total, rounding, tensor):
 
 @functools.cache
 def encoder_kernel(name: str, **macros) -> Kernel:
-    """A kernel of encoder.cu."""
+    """A kernel of encoder.cu.
+
+    Args:
+        name: of the kernel.
+        **macros: its types and options.
+    """
     return Kernel(
         "encoder",
         name,
@@ -169,10 +185,15 @@ def _whole(C, *tensors) -> int:
 
 
 def launch_forward(tokens: Tensor, wte: Tensor, wpe: "Tensor | None", invalid: Tensor) -> Tensor:
-    """Launch encoder_forward. Returns (..., T, C).
+    """Launch encoder_forward.
 
-    tokens, wte, wpe: contiguous, not empty; wte and wpe of one dtype.
-    invalid: (3,) int64, to count tokens out of range (encoder.cu)."""
+    Args:
+        tokens, wte, wpe: contiguous, not empty; wte and wpe of one dtype.
+        invalid: (3,) int64, to count tokens out of range (encoder.cu).
+
+    Returns:
+        (..., T, C).
+    """
     (V, C), rows = wte.shape, tokens.numel()
     out = torch.empty(*tokens.shape, C, dtype=wte.dtype, device=wte.device)
     run = encoder_kernel(
@@ -197,9 +218,11 @@ def launch_backward(
 ):
     """Launch encoder_backward_v3 and encoder_combine_v3 for dwte, encoder_wpe for dwpe.
 
-    dout: (rows, C) or (B, T, C), not empty. All tensors are contiguous.
-    rounding: (seed, step, micro-batch) for bf16 sums; the step is a number, or an int32 tensor of
-        one element on the device."""
+    Args:
+        dout: (rows, C) or (B, T, C), not empty. All tensors are contiguous.
+        rounding: (seed, step, micro-batch) for bf16 sums; the step is a number, or an int32 tensor
+            of one element on the device.
+    """
     C = dout.shape[-1]
     seed, step, micro_batch = rounding or (0, 0, 0)
     if isinstance(step, Tensor):  # the kernels read it when they run
@@ -270,19 +293,24 @@ def encoder_backward(
 
     There is no host synchronisation where the tokens are on a GPU; the call may be captured.
 
-    dwte, dwpe: (V, C) and (at least T, C), contiguous, fp32, bf16 or fp16; either may be None.
-    dout: (..., T, C), fp32, bf16 or fp16, any strides.
-    tokens: (..., T), int64 or int32.
-    segments: ga.ops.find_segments(tokens, V, padding_idx), where they are known already.
-    padding_idx, scale_grad_by_freq: as nn.Embedding's.
-    seed: bf16 sums are rounded stochastically, keyed on (seed, element, step, micro_batch); None:
-        to the nearest.
-    step: a number, or an int32 tensor of one element on the device, which a captured call reads
-        whenever it is replayed.
+    Args:
+        dwte, dwpe: (V, C) and (at least T, C), contiguous, fp32, bf16 or fp16; either may be None.
+        dout: (..., T, C), fp32, bf16 or fp16, any strides.
+        tokens: (..., T), int64 or int32.
+        segments: ga.ops.find_segments(tokens, V, padding_idx), where they are known already.
+        padding_idx, scale_grad_by_freq: as nn.Embedding's.
+        seed: bf16 sums are rounded stochastically, keyed on (seed, element, step, micro_batch);
+            None: to the nearest.
+        step: a number, or an int32 tensor of one element on the device, which a captured call reads
+            whenever it is replayed.
+        micro_batch: number of this micro-batch in its step.
 
-    Raises ArgumentError, with nothing changed, for a wrong dtype, shape or device, sums that are
-    not contiguous or require grad, segments of another number of tokens, vocabulary or padding_idx,
-    and on the CPU for a token out of range; on a GPU such a token makes row 0 of dwte NaN."""
+    Raises:
+        ArgumentError: with nothing changed, for a wrong dtype, shape or device, sums that are not
+            contiguous or require grad, segments of another number of tokens, vocabulary or
+            padding_idx, and on the CPU for a token out of range; on a GPU such a token makes row 0
+            of dwte NaN.
+    """
     problem = _problem(dwte, dwpe, dout, tokens) or _rounding_problem(
         seed, step, micro_batch, tokens
     )
@@ -365,9 +393,17 @@ def _rounding_problem(seed, step, micro_batch, tokens) -> "str | None":
 
 
 def check_range(tokens: Tensor, vocab: int):
-    """ArgumentError for the first token outside of 0 .. vocab - 1, where the host can see it.
+    """Refuse tokens outside of 0 .. vocab - 1, where the host can see them.
 
-    It cannot see those on a GPU, those without memory (meta, fake), and those of a recording."""
+    It cannot see those on a GPU, those without memory (meta, fake), and those of a recording.
+
+    Args:
+        tokens: integers, any shape.
+        vocab: number of different tokens.
+
+    Raises:
+        ArgumentError: for the first such token, with its position.
+    """
     if (
         not tokens.is_cpu
         or type(tokens) is not Tensor
@@ -387,7 +423,14 @@ def check_range(tokens: Tensor, vocab: int):
 
 @torch.no_grad()
 def add_gradients(dwte, dwpe, dout, segments, by_count, rounding):
-    """encoder_backward without its checks: by the kernels where they can run, else in torch."""
+    """encoder_backward without its checks: by the kernels where they can run, else in torch.
+
+    Args:
+        dwte, dwpe, dout: as for encoder_backward.
+        segments: of the batch.
+        by_count: divide a token's sum by the number of its rows.
+        rounding: as NO_ROUNDING, or (seed, step, micro-batch) of stochastic rounding.
+    """
     tensors = (dwte, dwpe, dout)
     if takes(dout.device) and all(t is None or t.dtype in FLOAT_DTYPES for t in tensors):
         launch_backward(dwte, dwpe, dout.contiguous(), segments, by_count, rounding)

@@ -1,7 +1,7 @@
 """Stochastic rounding to bf16 and the random bits for it, in torch, as in kernels_cu/common.cuh.
 
-    >>> noise = reference_random_bits(seed, tensor=0, elements=x.numel(), step=1)
-    >>> reference_round(x, noise)                            # bf16, unbiased: E[result] = x
+    noise = reference_random_bits(seed, tensor=0, elements=x.numel(), step=1)
+    reference_round(x, noise)                            # bf16, unbiased: E[result] = x
 
 Source: Philox (Salmon et al., 2011).
 """
@@ -29,7 +29,10 @@ def reference_random_bits(seed: int, tensor: int, elements: int, step: int) -> T
 def reference_round(x: Tensor, noise: Tensor) -> Tensor:
     """fp32 -> bf16, rounded up with the probability of what is cut off.
 
-    noise: 16 random bits per element in an int64."""
+    Args:
+        x: fp32, any shape.
+        noise: 16 random bits per element in an int64.
+    """
     bits = x.contiguous().view(torch.int32).long() & 0xFFFFFFFF
     up = (bits + (noise.reshape(x.shape) & 0xFFFF)) >> 16 << 16
     up = torch.where(up > 0x7FFFFFFF, up - (1 << 32), up).int().view(torch.float32)

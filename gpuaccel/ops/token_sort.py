@@ -1,8 +1,8 @@
 """Which rows of a batch belong to which token: a stable sort, cut into pieces of at most 32 rows.
 
->>> segments = ga.ops.find_segments(tokens, vocab=50257)
->>> segments.order  # (N, 2) int32: row and token, sorted by token, equal tokens by row
->>> segments.pieces  # (N,) int32: what begins at each place (see kernels_cu/segments.cu)
+    segments = ga.ops.find_segments(tokens, vocab=50257)
+    segments.order  # (N, 2) int32: row and token, sorted by token, equal tokens by row
+    segments.pieces  # (N,) int32: what begins at each place (see kernels_cu/segments.cu)
 
 On a GPU this is a few kernel launches, five for this vocabulary; nothing waits for the host, and
 the call may be captured. A token's rows are always added in the same order, in pieces that begin
@@ -32,7 +32,13 @@ class Segments:
     """order and pieces of one batch of n tokens out of `vocab`.
 
     Both are views of one int32 buffer, which is what autograd keeps.
-    left_out: the token whose rows count for nothing; -1: none."""
+
+    Args:
+        buffer: (3 n,) int32: order, then pieces.
+        n: tokens in the batch.
+        vocab: number of different tokens.
+        left_out: the token whose rows count for nothing; -1: none.
+    """
 
     __slots__ = ("buffer", "n", "vocab", "left_out")
 
@@ -61,7 +67,13 @@ class Segments:
 
 
 def reference_segments(tokens: Tensor, vocab: int, left_out: int = -1) -> Segments:
-    """The definition, in torch. tokens: integers, any shape and device."""
+    """The definition of find_segments, in torch.
+
+    Args:
+        tokens: integers, any shape and device.
+        vocab: number of different tokens.
+        left_out: the token whose rows count for nothing; -1: none.
+    """
     token = tokens.reshape(-1).long()
     valid = (token >= 0) & (token < vocab)
     key = torch.where(valid & (token == left_out), vocab, torch.where(valid, token, 0))
@@ -110,11 +122,16 @@ def launch_segments(
 ) -> "tuple[Segments, Tensor]":
     """Launch segments_count and segments_scatter for each digit, then segments_pieces.
 
-    tokens: contiguous, 1 to 2^31 - 1 of them.
-    stream: a torch.cuda.Stream to launch on beside the current one; None: the current stream.
+    Args:
+        tokens: contiguous, 1 to 2^31 - 1 of them.
+        vocab: number of different tokens.
+        left_out: the token whose rows count for nothing; -1: none.
+        stream: a torch.cuda.Stream to launch on beside the current one; None: the current stream.
 
-    Returns the segments and the memory that the sort works in. The current stream has to wait for
-    `stream` before it uses the former or frees the latter."""
+    Returns:
+        The segments and the memory that the sort works in. The current stream has to wait for
+        `stream` before it uses the former or frees the latter.
+    """
     n = tokens.numel()
     count, scatter, pieces = segment_kernels(tokens, vocab)
     bits = int(count.defines["BITS"])
@@ -149,11 +166,16 @@ def launch_segments(
 def find_segments(tokens: Tensor, vocab: int, padding_idx: "int | None" = None) -> Segments:
     """The segments of a batch of tokens, for encoder_backward.
 
-    tokens: int64 or int32, any shape, fewer than 2^31. A token outside of 0 .. vocab - 1 counts as
-        token 0, its row marked by the sign bit.
-    padding_idx: token whose rows are left out; negative: counted from the end, as in nn.Embedding.
+    Args:
+        tokens: int64 or int32, any shape, fewer than 2^31. A token outside of 0 .. vocab - 1 counts
+            as token 0, its row marked by the sign bit.
+        vocab: number of different tokens.
+        padding_idx: token whose rows are left out; negative: counted from the end, as in
+            nn.Embedding.
 
-    Raises ArgumentError for another dtype, size or padding_idx."""
+    Raises:
+        ArgumentError: for another dtype, size or padding_idx.
+    """
     check_tokens(tokens, vocab)
     left_out = left_out_token(padding_idx, vocab)
     if takes(tokens.device) and tokens.numel():
@@ -174,7 +196,15 @@ def left_out_token(padding_idx: "int | None", vocab: int) -> int:
 
 
 def check_tokens(tokens: Tensor, vocab: int):
-    """Raise ArgumentError unless the kernels can sort these tokens; their values are not read."""
+    """Refuse tokens that the kernels cannot sort; their values are not read.
+
+    Args:
+        tokens: int64 or int32, any shape, fewer than 2^31.
+        vocab: 1 to 2^31 - 2.
+
+    Raises:
+        ArgumentError: for another dtype or number.
+    """
     if not isinstance(tokens, Tensor) or tokens.dtype not in TOKEN_DTYPES:
         got = tokens.dtype if isinstance(tokens, Tensor) else type(tokens).__name__
         raise ArgumentError(f"tokens are {got}; expected a torch.int64 or torch.int32 tensor")

@@ -1,6 +1,6 @@
 """What an optimizer's launches need to know of its formula, and the launches themselves.
 
-    >>> LION = UpdateRule("lion", ("exp_avg",), reference_lion)    # kernels_cu/lion.cu, and torch's
+    LION = UpdateRule("lion", ("exp_avg",), reference_lion)    # kernels_cu/lion.cu, and torch's
 
 The rest is read from the CUDA C text: `struct Settings` names the hyperparameters that the host
 writes to the device, `struct Coefficients` says how much memory a tensor's coefficients take.
@@ -57,12 +57,15 @@ def settings_kernel() -> Kernel:
 class UpdateRule:
     """One optimizer's formula, in CUDA C and in torch.
 
-    file: kernels_cu/<file>.cu, with the kernels <file>_begin, <file>_v2 and <file>_v3.
-    state_keys: names of a parameter's state tensors, in the order of the kernels' pointers.
-    reference: the definition in torch, in place: `reference(weight, grad, *state, step, *, lr, ...,
-        factor)`, by the names of `struct Settings`; returns the new weight before it is rounded.
-    optional: state key -> option of a parameter group without which the group has no such state.
-        The kernels know the option as a macro in capitals, 0 or 1."""
+    Attributes:
+        file: kernels_cu/<file>.cu, with the kernels <file>_begin, <file>_v2 and <file>_v3.
+        state_keys: names of a parameter's state tensors, in the order of the kernels' pointers.
+        reference: the definition in torch, in place: `reference(weight, grad, *state, step, *, lr,
+            ..., factor)`, by the names of `struct Settings`; returns the new weight before it is
+            rounded.
+        optional: state key -> option of a parameter group without which the group has no such
+            state. The kernels know the option as a macro in capitals, 0 or 1.
+    """
 
     file: str
     state_keys: "tuple[str, ...]"
@@ -75,13 +78,21 @@ class UpdateRule:
         return tuple(dict.fromkeys(self.optional.values()))
 
     def keys_of(self, group: dict) -> "list[str]":
-        """Names of the state tensors that a parameter of this group has."""
+        """Names of the state tensors that a parameter of this group has.
+
+        Args:
+            group: a parameter group of the optimizer.
+        """
         return [
             key for key in self.state_keys if key not in self.optional or group[self.optional[key]]
         ]
 
     def macros_of(self, group: dict) -> tuple:
-        """(macro, 0 or 1) for each option."""
+        """(macro, 0 or 1) for each option.
+
+        Args:
+            group: a parameter group of the optimizer.
+        """
         return tuple((option.upper(), int(bool(group[option]))) for option in self.options)
 
     @functools.cached_property
@@ -103,13 +114,22 @@ class UpdateRule:
         return [_reader(name) for name in self.settings]
 
     def values_of(self, group: dict) -> list:
-        """A group's settings, numbers or one-element tensors, in the order of `settings`."""
+        """A group's settings, numbers or one-element tensors, in the order of `settings`.
+
+        Args:
+            group: a parameter group of the optimizer.
+        """
         return [read(group) for read in self._readers]
 
     # ---- kernels ----
 
     def kernel(self, version: str, *macros) -> Kernel:
-        """The kernel <file>_<version>."""
+        """The kernel <file>_<version>.
+
+        Args:
+            version: "begin", "v2" or "v3".
+            *macros: (name, value) of each.
+        """
         return optimizer_kernel(
             self.file, f"{self.file}_{version}", THREADS.get(version, 256), macros
         )
@@ -119,11 +139,27 @@ class UpdateRule:
         return self.kernel("begin")[1, MAX_TENSORS]
 
     def update_kernel(self, version: str, param, grad, macros: tuple, stochastic: bool) -> Kernel:
+        """The kernel that updates weights: from a list of tensors (v2), or from flat buffers (v3).
+
+        Args:
+            version: "v2" or "v3".
+            param: dtype of the parameters.
+            grad: dtype of the gradients.
+            macros: of macros_of().
+            stochastic: round bf16 weights stochastically.
+        """
         types = ("PARAM_T", C_TYPES[param]), ("GRAD_T", C_TYPES[grad])
         return self.kernel(version, *types, *macros, ("STOCHASTIC", int(stochastic)))
 
     def step_kernels(self, param, macros: tuple, stochastic: bool, arena: bool) -> "list[Kernel]":
-        """All kernels that a step over parameters of this dtype may launch."""
+        """All kernels that a step over parameters of this dtype may launch.
+
+        Args:
+            param: dtype of the parameters.
+            macros: of macros_of().
+            stochastic: round bf16 weights stochastically.
+            arena: whether they lie in an arena.
+        """
         grads = (torch.float32, torch.bfloat16) if arena else (param,)
         kernels = [self.update_kernel("v2", param, grad, macros, stochastic) for grad in grads]
         if arena:
@@ -154,17 +190,29 @@ def _reader(name: str):
 
 @dataclass(slots=True)
 class Job:
-    """One tensor of one step."""
+    """One tensor of one step.
 
-    number: int  # among the optimizer's tensors
+    Attributes:
+        number: of the tensor, among the optimizer's.
+        group: number of its parameter group.
+        weight: what is updated: a parameter, or a master.
+        grad: its gradient, or its slice of the arena's sums.
+        state: the state tensors, in the order of state_keys; None: not in this group.
+        step: () fp32, the tensor's count of steps.
+        copy: bf16, where the rounded weight goes, or None.
+        clear: whether the gradient is an arena's sum, which is set to zero.
+        macros: of the group's options.
+    """
+
+    number: int
     group: int
     weight: Tensor
     grad: Tensor
-    state: "tuple[Tensor | None, ...]"  # in the order of state_keys; None: not in this group
-    step: Tensor  # () fp32
-    copy: "Tensor | None"  # bf16, where the rounded weight goes
-    clear: bool  # the gradient is an arena's sum: set it to zero
-    macros: tuple  # of the group's options
+    state: "tuple[Tensor | None, ...]"
+    step: Tensor
+    copy: "Tensor | None"
+    clear: bool
+    macros: tuple
 
 
 class Jobs(list):
@@ -184,21 +232,35 @@ class Jobs(list):
 
 @dataclass(slots=True)
 class StepInputs:
-    """What all tensors of a step on one device depend on."""
+    """What all tensors of a step on one device depend on.
 
-    clip: "ClipState | None"  # norms and scales; None: no norm was taken
-    groups: "Tensor | None"  # per tensor: its row of `clip`; None: there is one row
-    skip: bool  # leave out the step where a norm is not finite
-    divisor: "Tensor | None"  # (1) fp32, of the gradients
-    found_inf: "Tensor | None"  # (1) fp32, of torch.amp.GradScaler: not 0: leave out the step
-    record: Tensor  # (4) int32: steps asked for, skipped; at the last skip: which step, tensor
+    Attributes:
+        clip: norms and scales; None: no norm was taken.
+        groups: (tensors,) int32, the row of each tensor in clip; None: there is one row.
+        skip: leave out the step where a norm is not finite.
+        divisor: (1,) fp32, of the gradients, or None.
+        found_inf: (1,) fp32, of torch.amp.GradScaler: not 0: leave out the step; or None.
+        record: (4,) int32: steps asked for, skipped; at the last skip: which step, tensor.
+    """
+
+    clip: "ClipState | None"
+    groups: "Tensor | None"
+    skip: bool
+    divisor: "Tensor | None"
+    found_inf: "Tensor | None"
+    record: Tensor
 
 
 # ---- launchers -----------------------------------------------------------------------------------
 
 
 def launch_settings(settings: Tensor, values: "list[float]"):
-    """settings_write: write numbers to the device, by value, 256 per launch."""
+    """Write numbers to the device by settings_write, by value, 256 per launch.
+
+    Args:
+        settings: fp64 on the device.
+        values: as many numbers.
+    """
     for start in range(0, len(values), MAX_VALUES):
         part = values[start : start + MAX_VALUES]
         packed = VALUES.pack(*part, *[0.0] * (MAX_VALUES - len(part)))
@@ -216,7 +278,13 @@ def _pack_steps(jobs):
 
 
 def list_launches(rule: UpdateRule, jobs: "list[Job]", stochastic: bool) -> "list[tuple]":
-    """For launch_update: <file>_v2 over any tensors, a launch per 60 of the same dtypes."""
+    """For launch_update: <file>_v2 over any tensors, a launch per 60 of the same dtypes.
+
+    Args:
+        rule: of the optimizer.
+        jobs: of this step.
+        stochastic: round bf16 weights stochastically.
+    """
     # Jobs of one kernel, each with its place among the coefficients.
     classes: "dict[tuple, list[tuple[int, Job]]]" = {}
     launches = []
@@ -255,8 +323,14 @@ def list_launches(rule: UpdateRule, jobs: "list[Job]", stochastic: bool) -> "lis
 def arena_runs(jobs: "list[Job]", arena) -> "list[tuple]":
     """Neighbours in the arena with the same options, which one launch updates.
 
-    Returns (first chunk, last chunk, offset, one of the jobs) of each run; a tensor's number less
-    `offset` is its place among the coefficients."""
+    Args:
+        jobs: in the arena's order.
+        arena: that they lie in.
+
+    Returns:
+        (first chunk, last chunk, offset, one of the jobs) of each run; a tensor's number less
+        `offset` is its place among the coefficients.
+    """
     runs: "list[tuple[int, int, int, Job]]" = []
     for place, j in enumerate(jobs):
         first, last = arena.first_chunk[j.number : j.number + 2]
@@ -276,9 +350,17 @@ def arena_launch(
 ):
     """<file>_v3 over chunks [first, last) of flat buffers: for launch_update.
 
-    job: one of the tensors: its options hold for all.
-    weights, grads: (N,) fp32. buffers: state key -> (N,) fp32. copy: (N,) bf16 or None.
-    chunks: (N / CHUNK, 4) int32, the arena's table. offset: see arena_runs."""
+    Args:
+        rule: of the optimizer.
+        job: one of the tensors: its options hold for all.
+        stochastic: round bf16 weights stochastically.
+        weights, grads: (N,) fp32.
+        buffers: state key -> (N,) fp32.
+        copy: (N,) bf16 or None.
+        chunks: (N / CHUNK, 4) int32, the arena's table.
+        first, last: the range of chunks.
+        offset: see arena_runs.
+    """
     kernel = rule.update_kernel("v3", torch.float32, torch.float32, job.macros, stochastic)
     state = [None if t is None else buffers[key] for key, t in zip(rule.state_keys, job.state)]
     arguments = weights, grads, *state, copy, chunks, first, last, offset
@@ -288,7 +370,15 @@ def arena_launch(
 def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInputs) -> Tensor:
     """<file>_begin: count the step, or skip it.
 
-    Returns the coefficients, (tensors, rule.coefficients) fp32."""
+    Args:
+        rule: of the optimizer.
+        jobs: of this step.
+        settings: the groups' numbers on the device, fp64.
+        inputs: of this step.
+
+    Returns:
+        The coefficients, (tensors, rule.coefficients) fp32.
+    """
     rows = -(-len(jobs) // MAX_TENSORS) * MAX_TENSORS
     coefficients = torch.empty(rows, rule.coefficients, device=settings.device)
     clip = inputs.clip
@@ -315,7 +405,13 @@ def launch_begin(rule: UpdateRule, jobs: Jobs, settings: Tensor, inputs: StepInp
 
 
 def launch_update(launches: "list[tuple]", coefficients: Tensor, seed: Tensor):
-    """Launch what list_launches() or arena_launch() prepared. seed: (1) fp64 on the device."""
+    """Launch what list_launches() or arena_launch() prepared.
+
+    Args:
+        launches: what they returned.
+        coefficients: of launch_begin.
+        seed: (1,) fp64 on the device.
+    """
     for launch, arguments, jobs in launches:
         tensors = (t for j in jobs for t in (j.weight, j.grad, *j.state, j.copy))
         launch(coefficients, seed, *arguments, tensors=tensors)
@@ -335,10 +431,18 @@ def reference_step(
 ):
     """What launch_begin and launch_update do, in torch: any dtype, one device.
 
-    rows: of each job among the rows of `inputs.clip`. count_it: this call counts the step in
-    `inputs.record`. seed: of stochastic rounding; None: to the nearest.
     On a CPU a skipped step is decided here; elsewhere torch.where keeps the old values, without a
-    wait."""
+    wait.
+
+    Args:
+        rule: of the optimizer.
+        jobs: of this step.
+        param_groups: of the optimizer.
+        inputs: of this step.
+        rows: of each job among the rows of `inputs.clip`.
+        count_it: this call counts the step in `inputs.record`.
+        seed: of stochastic rounding; None: to the nearest.
+    """
     device = jobs[0].weight.device
     clip = inputs.clip
     record = inputs.record

@@ -1,11 +1,11 @@
 """Gradient accumulation: backward adds gradients into the arena's fp32 sum, in one of four modes.
 
-    >>> ga.ops.accumulate_(total, fresh)              # one tensor: fp32 total += fp32 or bf16 fresh
-    >>> arena = ga.Arena(model)
-    >>> accumulator = ga.GradientAccumulator(arena, "arena")
-    >>> for micro in micro_batches:                   # every backward() adds into arena.grads
-    ...     loss(model, micro).backward()
-    >>> opt.step(); opt.zero_grad()                   # any torch optimizer over arena.parameters()
+    ga.ops.accumulate_(total, fresh)              # one tensor: fp32 total += fp32 or bf16 fresh
+    arena = ga.Arena(model)
+    accumulator = ga.GradientAccumulator(arena, "arena")
+    for micro in micro_batches:                   # every backward() adds into arena.grads
+        loss(model, micro).backward()
+    opt.step(); opt.zero_grad()                   # any torch optimizer over arena.parameters()
 
 The modes, each faster than the one before:
   host      downloads each gradient, adds it on the CPU, and uploads the sum
@@ -62,31 +62,29 @@ class BackwardListener:
     def keeps(self, i: int, grad: Tensor) -> bool:
         """Called with a fresh gradient of tensor i.
 
-        Returns whether the listener keeps it; then it is not added to the sum."""
+        Returns:
+            Whether the listener keeps it; then it is not added to the sum.
+        """
         return False
 
     def gradient_complete(self, i: int, pending: bool):
         """Called when backward has computed all of tensor i's gradient.
 
-        pending: part of it waits for a launch (GradientAccumulator.flush)."""
+        Args:
+            pending: part of it waits for a launch (GradientAccumulator.flush).
+        """
 
     def product_added(self, tensors: "dict[int, bool]"):
         """Called in mode "fused" when a product has been added.
 
-        tensors: index of each tensor of the product -> whether its gradient is complete, provided
-            that this backward runs as many products as the one before."""
+        Args:
+            tensors: index of each tensor of the product -> whether its gradient is complete,
+                provided that this backward runs as many products as the one before.
+        """
 
 
 class GradientAccumulator:
     """Add the gradients of each backward() of the arena's module into `arena.grads`, until close().
-
-    arena: an arena without an accumulator.
-    mode: "host", "autograd", "arena" or "fused" (this module's first lines).
-
-    exposed_after: "backward" or "finish". "finish" is for a caller that ends its windows with
-        finish() itself, and saves the modes `host` and `autograd` a pass over memory per backward:
-        before finish() their sums do not stand as `.grad`. In all modes the `.grad` of bf16
-        parameters is None then, and only their masters' is the sum.
 
     After each backward the sums stand as `.grad` of arena.parameters(), and the fp32 sum of a bf16
     parameter also as its own `.grad` (its grad_dtype is None from here on). What is done to these
@@ -105,7 +103,30 @@ class GradientAccumulator:
 
     In `fused`, a weight that has tensor hooks when the accumulator is made is added as in `arena`.
 
-    Raises ArgumentError for an unknown mode and for an arena that has an accumulator already."""
+    Args:
+        arena: an arena without an accumulator.
+        mode: how a fresh gradient gets into the sum: "host", "autograd", "arena" or "fused" (this
+            module's first lines). Default: "arena", one launch for many tensors.
+        exposed_after: "backward" or "finish". "finish" is for a caller that ends its windows with
+            finish() itself, and saves the modes `host` and `autograd` a pass over memory per
+            backward: before finish() their sums do not stand as `.grad`. In all modes the `.grad`
+            of bf16 parameters is None then, and only their masters' is the sum.
+
+    Raises:
+        ArgumentError: for an unknown mode and for an arena that has an accumulator already.
+
+    Source:
+        kernels_cu/accumulate.cu.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2, device=ga.default_device())
+        >>> with ga.GradientAccumulator(ga.Arena(model)) as accumulator:
+        ...     for micro_batch in torch.ones(3, 8, 4, device=ga.default_device()):
+        ...         model(micro_batch).sum().backward()
+        ...     accumulator.finish()
+        ...     print(model.bias.grad.tolist())
+        [24.0, 24.0]
+    """
 
     def __init__(self, arena: Arena, mode: str = "arena", *, exposed_after: str = "backward"):
         if mode not in MODES:
@@ -268,9 +289,14 @@ class GradientAccumulator:
     def last_backward(self, squares: bool = False, listener: "BackwardListener | None" = None):
         """Context manager around the window's last backward.
 
-        squares: whether the last accumulation kernel also writes the chunks' sums of squares, of
-            which the norm is made.
-        listener: its methods are called while backward runs."""
+        Args:
+            squares: whether the last accumulation kernel also writes the chunks' sums of squares,
+                of which the norm is made.
+            listener: its methods are called while backward runs.
+
+        Returns:
+            A context manager.
+        """
         self._squares = squares
         self._listener = listener
         try:
@@ -304,8 +330,10 @@ class GradientAccumulator:
     def zero_(self, cleared: "Collection[int] | None" = None):
         """Open a new window: the sum is zero (one device memset), no parameter has a gradient.
 
-        cleared: indices of the tensors whose sums are zero already (ga.AdamW clears them while it
-            reads them); the memset is left out."""
+        Args:
+            cleared: indices of the tensors whose sums are zero already (ga.AdamW clears them while
+                it reads them); the memset is left out.
+        """
         if cleared is None:
             zero_sums(self.arena)
         else:
@@ -318,7 +346,9 @@ class GradientAccumulator:
     def end_step(self, expose: bool):
         """Empty cleared_by_step.
 
-        expose: before that its tensors get their sums, which are zero, as `.grad`."""
+        Args:
+            expose: before that its tensors get their sums, which are zero, as `.grad`.
+        """
         if expose and self.cleared_by_step:
             for i in self.cleared_by_step:
                 self._window.received[i] = True
@@ -332,24 +362,38 @@ class GradientAccumulator:
     def detach(self) -> int:
         """Close the window but leave the sums in arena.grads: a captured graph can end here.
 
-        Returns received_mask, for restore()."""
+        Returns:
+            received_mask, for restore().
+        """
         mask = self.received_mask
         self._reset()
         self._hide_sums()
         return mask
 
     def restore(self, mask: int):
-        """Continue the window that detach() closed. mask: what it returned."""
+        """Continue the window that detach() closed.
+
+        Args:
+            mask: what detach() returned.
+        """
         self._window.received = [bool(mask >> i & 1) for i in range(len(self.received))]
         self._window.expose()
 
     def window_state(self) -> "tuple[list[bool], list[bool], frozenset[int]]":
-        """Which tensors have received a gradient, which have their sum exposed as `.grad`, and
-        cleared_by_step. For set_window_state()."""
+        """The state of the window, for set_window_state().
+
+        Returns:
+            Which tensors have received a gradient, which have their sum exposed as `.grad`, and
+            cleared_by_step.
+        """
         return [*self._window.received], [*self._window.exposed], self.cleared_by_step
 
     def set_window_state(self, state: "tuple[list[bool], list[bool], frozenset[int]]"):
-        """Set what window_state() returned. The sums and `.grad` are left to the caller."""
+        """Set what window_state() returned. The sums and `.grad` are left to the caller.
+
+        Args:
+            state: what window_state() returned.
+        """
         received, exposed, cleared = state
         self._reset(cleared)
         self._window.received = [*received]
@@ -357,9 +401,11 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def scale_(self, factor: "float | Tensor"):
-        """arena.grads *= factor, without a synchronisation.
+        """`arena.grads *= factor`, without a synchronisation.
 
-        factor: a number, or a one-element tensor on the arena's device."""
+        Args:
+            factor: a number, or a one-element tensor on the arena's device.
+        """
         self.arena.grads.mul_(factor)
 
     def close(self):
@@ -377,7 +423,11 @@ class GradientAccumulator:
 
     @staticmethod
     def of(arena: Arena) -> "GradientAccumulator | None":
-        """The open accumulator of an arena, None when there is none."""
+        """The open accumulator of an arena, None when there is none.
+
+        Args:
+            arena: any arena.
+        """
         return next((a for a in _accumulators if a.arena is arena), None)
 
     def __enter__(self) -> "Self":
@@ -393,7 +443,9 @@ class GradientAccumulator:
 def _finish_before_steps(accumulator: GradientAccumulator):
     """Call finish() before every step of an optimizer over arena.parameters().
 
-    Returns the hook's handle. The hook holds the accumulator weakly."""
+    Returns:
+        The hook's handle. The hook holds the accumulator weakly.
+    """
     weak = weakref.ref(accumulator)
 
     def hook(optimizer, args, kwargs):

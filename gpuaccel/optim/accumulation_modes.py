@@ -37,10 +37,13 @@ def add_to_arena(
 ):
     """arena.grads += grads for tensors [first, last): one launch per dtype and 256 tensors.
 
-    grads: contiguous fp32 or bf16 tensors on the arena's device; None: no gradient for that tensor.
-    table: the chunks of some tensors only; None: those of the arena.
-    squares: accumulate_v4 runs instead of accumulate_v3 and also writes the chunks' sums of squares
-        to arena.squares."""
+    Args:
+        grads: contiguous fp32 or bf16 tensors on the arena's device; None: no gradient for that
+            tensor.
+        table: the chunks of some tensors only; None: those of the arena.
+        squares: accumulate_v4 runs instead of accumulate_v3 and also writes the chunks' sums of
+            squares to arena.squares.
+    """
     chunk_table, first_chunk = table or (arena.chunk_table, arena.first_chunk)
     name = "accumulate_v4" if squares else "accumulate_v3"
     out = (arena.grads, arena.squares.values) if squares else (arena.grads,)
@@ -172,8 +175,11 @@ class AccumulationMode:
     def read_back(self) -> "list[int]":
         """Take over what the caller did to exposed sums, and hide them from autograd.
 
-        Autograd would add into an exposed sum. Returns the tensors (indices) whose `.grad` the
-        caller has set to None."""
+        Autograd would add into an exposed sum.
+
+        Returns:
+            The tensors (indices) whose `.grad` the caller has set to None.
+        """
         self.window.merge()
         removed = []
         for i, (master, parameter) in enumerate(zip(self.arena.masters, self.arena.params)):
@@ -204,7 +210,9 @@ class AccumulationMode:
     def add(self, i: int, grad: Tensor, squares: bool):
         """Add a gradient of tensor i that autograd has computed, now or in a later launch.
 
-        squares: whether the launch also writes sums of squares: in the window's last backward."""
+        Args:
+            squares: whether the launch also writes sums of squares: in the window's last backward.
+        """
 
     def flush(self, squares: bool):
         """Add the gradients that wait for a launch."""
@@ -361,9 +369,11 @@ def add_fresh(
 ):
     """arena.grads += fresh, by a kernel where kernels run on the arena's device, else in torch.
 
-    fresh: one entry per tensor of the arena; None: no gradient.
-    squares: as for add_to_arena.
-    chunks_for: returns the chunk table for the tensors (indices) that have a gradient."""
+    Args:
+        fresh: one entry per tensor of the arena; None: no gradient.
+        squares: as for add_to_arena.
+        chunks_for: returns the chunk table for the tensors (indices) that have a gradient.
+    """
     tensors = [i for i, grad in enumerate(fresh) if grad is not None]
     if not tensors:
         return

@@ -1,44 +1,80 @@
 """ga.AdamW: torch.optim.AdamW by our kernels, with clipping inside.
 
-    >>> opt = ga.AdamW(model.parameters(), lr=3e-4)              # as torch.optim.AdamW, and is one
-    >>> opt = ga.AdamW(ga.Arena(model), lr=3e-4, weight_decay=0.1, max_norm=1.0)
-    >>> opt.step()                        # clips, updates and clears the sums in one pass
-    >>> opt.clip_state.norm, opt.clip_state.clipped_norm, opt.skipped    # on the device, no wait
-    >>> opt.last_skip()                   # waits: None, or which step and tensor were not finite
+    opt = ga.AdamW(model.parameters(), lr=3e-4)              # as torch.optim.AdamW, and is one
+    opt = ga.AdamW(ga.Arena(model), lr=3e-4, weight_decay=0.1, max_norm=1.0)
+    opt.step()                        # clips, updates and clears the sums in one pass
+    opt.clip_state.norm, opt.clip_state.clipped_norm, opt.skipped    # on the device, no wait
+    opt.last_skip()                   # waits: None, or which step and tensor were not finite
 
 How a step works: optim/device_optimizer.py. The formula: ops/adamw.py.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from ..errors import ArgumentError
 from ..ops import ADAMW
+from .arena import Arena
 from .device_optimizer import DeviceOptimizer
 
 
 class AdamW(DeviceOptimizer, torch.optim.AdamW):
     """torch.optim.AdamW by our kernels: its arguments, parameter groups, schedulers and state_dict.
 
-    params_or_arena: as torch's, or an Arena.
-    lr, betas, eps, weight_decay, amsgrad: as torch's. Over an arena only matrices decay (its
-        segments say so: Arena(decay=...)).
-    max_norm, scope, on_nonfinite, stochastic_rounding, seed: see DeviceOptimizer.
-    torch_options: maximize, foreach, capturable, differentiable and fused, as torch's. foreach,
-        capturable and fused are accepted and kept; every step is fused and can be captured.
-
     These are flat arguments, not one object for clipping and one for rounding: people type
     `max_norm=1.0`, and each of the five works by itself.
     The rounding is that of torch's fused=True. The state_dict over an arena fits
     torch.optim.AdamW(arena.parameter_groups(weight_decay)).
-    Raises ArgumentError for differentiable=True, and for complex and sparse tensors."""
+
+    Args:
+        params_or_arena: parameters or parameter groups, as torch's, fp32, bf16, fp16 or fp64; or an
+            Arena.
+        lr: learning rate, 0 or more; a number or a one-element tensor.
+        betas: decay of the moments, each from 0 to below 1, as torch's.
+        eps: added to the denominator, 0 or more.
+        weight_decay: 0 or more, decoupled as torch's. Over an arena only matrices decay (its
+            segments say so: Arena(decay=...)).
+        amsgrad: divide by the largest second moment so far, as torch's.
+        max_norm: clip the gradients to this norm inside the step; None: no clipping.
+        scope: what a norm is taken over: "global", "tensor" or, with an arena, "block".
+        on_nonfinite: what a gradient with NaN or infinity does: "propagate" (default without an
+            arena), "skip" the step (default with one) or "raise". See DeviceOptimizer.
+        stochastic_rounding: round new bf16 weights up or down by chance, keyed on seed, tensor,
+            element and step.
+        seed: of the stochastic rounding, 0 to 2^53 - 1.
+        **torch_options: maximize, foreach, capturable, differentiable and fused, as torch's.
+            foreach, capturable and fused are accepted and kept; every step is fused and can be
+            captured.
+
+    Raises:
+        ArgumentError: for differentiable=True, for complex and sparse tensors, for scope="block"
+            without an arena, and for an unknown option.
+        ValueError: for lr, betas, eps or weight_decay out of range, as torch's.
+        NonFiniteError: in step() with on_nonfinite="raise"; nothing has changed.
+
+    Source:
+        kernels_cu/adamw.cu; torch.optim.AdamW; Loshchilov and Hutter, Decoupled Weight Decay
+        Regularization (2019).
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2, device=ga.default_device())
+        >>> opt = ga.AdamW(model.parameters(), lr=1e-2, max_norm=1.0)
+        >>> model(torch.ones(3, 4, device=ga.default_device())).sum().backward()
+        >>> opt.step()
+        >>> print(f"norm {opt.clip_state.norm:.2f}, clipped to {opt.clip_state.clipped_norm:.2f}")
+        norm 9.49, clipped to 1.00
+    """
 
     rule = ADAMW
 
     def __init__(
         self,
-        params_or_arena,
-        lr=1e-3,
-        betas=(0.9, 0.999),
+        params_or_arena: "Arena | Iterable[Tensor] | Iterable[dict[str, Any]]",
+        lr: "float | Tensor" = 1e-3,
+        betas: "tuple[float, float]" = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
@@ -48,7 +84,7 @@ class AdamW(DeviceOptimizer, torch.optim.AdamW):
         on_nonfinite: "str | None" = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
-        **torch_options,
+        **torch_options: "bool | None",
     ):
         if torch_options.get("differentiable"):
             raise ArgumentError(

@@ -1,11 +1,11 @@
 """The arena: flat buffers with a module's trainable tensors, gradient sums and fp32 masters.
 
-    >>> arena = ga.Arena(model)        # the module's parameters become views, all else is unchanged
-    >>> arena.weights, arena.grads     # (N,) fp32 each
-    >>> arena.bf16_weights             # (N,) bf16; None for a module without bf16 parameters
-    >>> opt = torch.optim.AdamW(arena.parameters())
-    >>> print(arena.summary())
-    >>> arena.release()                # ordinary parameters again
+    arena = ga.Arena(model)        # the module's parameters become views, all else is unchanged
+    arena.weights, arena.grads     # (N,) fp32 each
+    arena.bf16_weights             # (N,) bf16; None for a module without bf16 parameters
+    opt = torch.optim.AdamW(arena.parameters())
+    print(arena.summary())
+    arena.release()                # ordinary parameters again
 
 Layout: tensors stand in reverse registration order, which is the order in which backward computes
 their gradients. Each is padded with zeros to a multiple of CHUNK elements. So a transformer block,
@@ -47,25 +47,45 @@ _arenas: "weakref.WeakSet[Arena]" = weakref.WeakSet()
 
 @dataclass(frozen=True)
 class Segment:
-    """One tensor's range of the arena. Offsets and counts are in elements."""
+    """One tensor's range of the arena. Offsets and counts are in elements.
+
+    Attributes:
+        name: of the parameter in the module.
+        shape: of the tensor.
+        numel: elements without padding.
+        offset: of the first element, a multiple of CHUNK.
+        block: index into arena.blocks.
+        decay: whether weight decay applies (matrices, not norms and biases).
+        lr_scale: multiplier of the learning rate.
+        embedding: whether it is the weight of an nn.Embedding that is not also an output layer.
+    """
 
     name: str
     shape: torch.Size
-    numel: int  # without padding
-    offset: int  # multiple of CHUNK
-    block: int  # index into arena.blocks
-    decay: bool  # weight decay applies (matrices, not norms and biases)
-    lr_scale: float  # multiplier of the learning rate
-    embedding: bool  # the weight of an nn.Embedding that is not also an output layer
+    numel: int
+    offset: int
+    block: int
+    decay: bool
+    lr_scale: float
+    embedding: bool
 
     @property
     def padded(self) -> int:
+        """Elements with padding, a multiple of CHUNK."""
         return -(-self.numel // CHUNK) * CHUNK
 
 
 @dataclass(frozen=True)
 class Block:
-    """A contiguous range of the arena: elements [start, stop), segments [first, last)."""
+    """A contiguous range of the arena, of one block of the module.
+
+    Attributes:
+        name: of the block in the module, or of its first and last parameter.
+        start: the block's first element.
+        stop: the element behind its last one.
+        first: index of its first segment.
+        last: the index behind that of its last segment.
+    """
 
     name: str
     start: int
@@ -75,10 +95,20 @@ class Block:
 
 
 class Summary:
-    """Bytes of the fp32 gradient accumulator.
+    """Bytes of the fp32 gradient accumulator; `print` shows them by block.
 
-    `block_bytes` (everything but embeddings), `embedding_bytes`, `padding_bytes`, `total_bytes`.
-    `Summary(*lay_out(module))` needs no memory: the module may be on the meta device."""
+    `Summary(*lay_out(module))` needs no memory: the module may be on the meta device.
+
+    Args:
+        segments: of the arena, in its order.
+        blocks: of the arena, in its order.
+
+    Attributes:
+        block_bytes: of everything but embeddings.
+        embedding_bytes: of embeddings.
+        padding_bytes: of the padding between tensors.
+        total_bytes: of the whole accumulator.
+    """
 
     def __init__(self, segments: "list[Segment]", blocks: "list[Block]"):
         numel = blocks[-1].stop
@@ -117,10 +147,14 @@ class Summary:
 def own_storage(piece: Tensor) -> Tensor:
     """The memory of `piece`, seen through a storage that begins and ends with it.
 
-    piece: contiguous, any dtype and device.
-    Returns a tensor of its shape, with a version counter of its own. It shares the memory of
-    `piece` and keeps it alive: a write to one is a write to the other. Code that compares storages
-    takes the two for different tensors."""
+    Args:
+        piece: contiguous, any dtype and device.
+
+    Returns:
+        A tensor of its shape, with a version counter of its own. It shares the memory of `piece`
+        and keeps it alive: a write to one is a write to the other. Code that compares storages
+        takes the two for different tensors.
+    """
     piece = piece.detach()
     if piece.numel() == 0:
         return torch.empty_like(piece)
@@ -250,30 +284,52 @@ def _check_parameters(module: nn.Module, named: "list[tuple[str, nn.Parameter]]"
 class Arena:
     """Lay out the trainable parameters of `module`, fp32 or bf16, all on one device.
 
-    decay: callable (name, parameter) -> bool: does weight decay apply? Default: to tensors of two
-        and more dimensions.
-    lr_scale: callable (name, parameter) -> float, the multiplier of the learning rate. Default: 1.
-
     A parameter that is unfrozen later is not in the arena: release() and make a new one. The module
     is saved, pickled and copied as without an arena.
 
     bf16 parameters follow their masters. An edit in place of a bf16 parameter (load_state_dict,
-    copy_, nn.init) is noticed by the tensor's version, and its master takes the new value before
+    `copy_`, nn.init) is noticed by the tensor's version, and its master takes the new value before
     the next step. An edit through `.data` or NumPy is not: call adopt(everything=True) after it.
 
-    Raises ArgumentError, naming the parameter and with nothing changed, for a module without
-    trainable parameters, and for one whose parameters are sparse, complex, fp16, fp64, on the meta
-    device, on several devices, or overlap in memory."""
+    Args:
+        module: an nn.Module whose trainable parameters are fp32 or bf16, dense, on one device.
+        decay: function of (name, parameter) -> bool: whether weight decay applies. Default: to
+            tensors of two and more dimensions.
+        lr_scale: function of (name, parameter) -> float, the multiplier of the learning rate.
+            Default: 1 for all.
 
-    # (N,) fp32 each.
+    Attributes:
+        weights: (N,) fp32, the fp32 parameters and the fp32 masters of bf16 parameters.
+        grads: (N,) fp32, the sums of the gradients.
+        bf16_weights: (N,) bf16, the bf16 parameters; None for a module without any.
+        params: the module's parameters, in the order of the arena.
+        masters: of each parameter its fp32 master, or itself where it is fp32.
+        grad_views: the slices of `grads`, in the tensors' shapes.
+        segments: where each tensor lies (Segment).
+        blocks: the ranges of the module's blocks (Block).
+
+    Raises:
+        ArgumentError: with nothing changed and the parameter named, for a module without trainable
+            parameters, and for one whose parameters are sparse, complex, fp16, fp64, on the meta
+            device, on several devices, in another arena, or overlap in memory; for what is no
+            module, and for a decay or lr_scale that is no function.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.LayerNorm(2))
+        >>> arena = ga.Arena(model)
+        >>> arena.parameter_names()
+        ['0.weight', '0.bias', '1.weight', '1.bias']
+        >>> arena.weights.shape, arena.grads.dtype
+        (torch.Size([16384]), torch.float32)
+        >>> opt = torch.optim.AdamW(arena.parameter_groups(weight_decay=0.1), lr=1e-3)
+        >>> arena.release()
+    """
+
     weights: Tensor
     grads: Tensor
-    # (N,) bf16; None: the module has no bf16 parameters.
     bf16_weights: "Tensor | None"
-    # In the order of the arena: the module's parameters, and of each its fp32 master or itself.
     params: "list[nn.Parameter]"
     masters: "list[nn.Parameter]"
-    # The slices of `grads`, in the tensors' shapes.
     grad_views: "list[Tensor]"
     segments: "list[Segment]"
     blocks: "list[Block]"
@@ -372,7 +428,10 @@ class Arena:
     def _move_into_slices(self, i: int, masters: "list[nn.Parameter] | None") -> nn.Parameter:
         """Move parameter i and its master into their slices, with their values.
 
-        Returns the master: masters[i] where there is one, the parameter itself where it is fp32."""
+        Returns:
+            The master, which is masters[i] where there is one, the parameter itself where it is
+            fp32.
+        """
         p = self.params[i]
         weight = own_storage(self.slice(self.weights, i))
         if p.dtype == torch.float32:
@@ -388,12 +447,24 @@ class Arena:
         return master
 
     def slice(self, buffer: Tensor, i: int) -> Tensor:
-        """Tensor i's part of a flat buffer (N,), in the tensor's shape."""
+        """Tensor i's part of a flat buffer (N,), in the tensor's shape.
+
+        Args:
+            buffer: (N,), one of the arena's buffers or one like them.
+            i: index of the tensor in `segments`.
+
+        Returns:
+            A view of the buffer in the tensor's shape, without the padding.
+        """
         s = self.segments[i]
         return buffer[s.offset : s.offset + s.numel].view(s.shape)
 
     def number_of(self, parameter: Tensor) -> "int | None":
-        """The index of a parameter of the module in the arena; None: it is not in the arena."""
+        """The index of a parameter of the module in the arena; None: it is not in the arena.
+
+        Args:
+            parameter: a parameter of the module; a master is none.
+        """
         return self._index.get(id(parameter))
 
     @staticmethod
@@ -403,7 +474,11 @@ class Arena:
 
     @staticmethod
     def of(module: nn.Module) -> "Arena | None":
-        """The arena that holds this module's parameters, None when there is none."""
+        """The arena that holds this module's parameters, None when there is none.
+
+        Args:
+            module: the very module that an arena was made of; a part of it has none.
+        """
         return next((a for a in _arenas if a.module is module), None)
 
     def __repr__(self):
@@ -426,6 +501,7 @@ class Arena:
         return [s.name for s in reversed(self.segments)]
 
     def named_parameters(self) -> "dict[str, nn.Parameter]":
+        """name -> tensor of each of parameters(), in their order."""
         return dict(zip(self.parameter_names(), self.parameters()))
 
     def named_master(self) -> "dict[str, nn.Parameter]":
@@ -444,8 +520,13 @@ class Arena:
     ) -> "list[dict]":
         """Parameter groups for any torch optimizer.
 
-        weight_decay: for the tensors whose segment has `decay`; 0 for the others.
-        lr: with it there is one group per lr_scale, whose rate is lr * lr_scale."""
+        Args:
+            weight_decay: for the tensors whose segment has `decay`; 0 for the others.
+            lr: with it there is one group per lr_scale, whose rate is lr * lr_scale.
+
+        Returns:
+            A list of dicts with `params`, `weight_decay` and, where it is given, `lr`.
+        """
         groups: "dict[tuple[bool, float], dict]" = {}
         for s, master in zip(reversed(self.segments), self.parameters()):
             group = groups.setdefault(
@@ -466,7 +547,11 @@ class Arena:
         self.squares.invalidate()
 
     def is_updated_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Does this optimizer hold some of parameters()?"""
+        """Whether this optimizer holds some of parameters().
+
+        Args:
+            optimizer: any torch optimizer.
+        """
         return any(
             id(p) in self.master_ids for group in optimizer.param_groups for p in group["params"]
         )
@@ -475,10 +560,15 @@ class Arena:
     def move(self, name: str, memory: Tensor):
         """Move a buffer and all its views into other memory, with their values.
 
-        name: `grads`, `weights` or `bf16_weights`.
-        memory: (N,) of the buffer's dtype and device.
         Call it before an accumulator is made: addresses taken before are those of the old memory.
-        ArgumentError as for check()."""
+
+        Args:
+            name: `grads`, `weights` or `bf16_weights`.
+            memory: (N,) of the buffer's dtype and device.
+
+        Raises:
+            ArgumentError: as for check().
+        """
         self.check()
         buffer = getattr(self, name)
         memory.copy_(buffer)
@@ -495,7 +585,11 @@ class Arena:
         self._addresses = [p.data_ptr() for p in self.params]
 
     def check(self):
-        """Raise ArgumentError, naming the parameter, when one no longer is a view of the arena."""
+        """Find parameters that no longer are views of the arena.
+
+        Raises:
+            ArgumentError: for the first one, with its name and the way out.
+        """
         moved = [
             s
             for p, address, s in zip(self.params, self._addresses, self.segments)
@@ -526,10 +620,13 @@ class Arena:
     def adopt(self, everything: bool = False):
         """Copy bf16 parameters that were edited in place into their masters.
 
-        everything: all parameters, not only those whose version has changed: for edits that have no
-            version (`.data`, NumPy).
         Runs by itself before a step, a replay and a save. A master that already rounds to its
-        parameter's value stays as it is, with its extra bits."""
+        parameter's value stays as it is, with its extra bits.
+
+        Args:
+            everything: all parameters, not only those whose version has changed: for edits that
+                have no version (`.data`, NumPy).
+        """
         edited = [
             pair
             for pair, version in zip(self._bf16_pairs, self._bf16_versions)
@@ -594,8 +691,11 @@ class Arena:
 def _follow_optimizers(arena):
     """Adopt before, and publish after, every step of an optimizer over arena.parameters().
 
-    An optimizer with the attribute `publishes` writes the bf16 parameters itself. Returns the
-    hooks' handles. The hooks hold the arena weakly."""
+    An optimizer with the attribute `publishes` writes the bf16 parameters itself.
+
+    Returns:
+        The hooks' handles. The hooks hold the arena weakly.
+    """
     weak = weakref.ref(arena)
 
     def adopt(optimizer, args, kwargs):

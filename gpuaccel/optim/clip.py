@@ -1,9 +1,9 @@
 """Gradient clipping without a host synchronisation: norm, decision and scale stay on the device.
 
-    >>> ga.clip_grad_norm_(model.parameters(), 1.0)       # returns the norm before clipping
-    >>> state = ga.optim.clip_grads_(arena, 1.0, scope="block")     # one norm per transformer block
-    >>> state.norm, state.clipped_norm, state.scale
-    >>> state.name()               # waits; the first gradient that was not finite, or None
+    ga.clip_grad_norm_(model.parameters(), 1.0)       # returns the norm before clipping
+    state = ga.optim.clip_grads_(arena, 1.0, scope="block")     # one norm per transformer block
+    state.norm, state.clipped_norm, state.scale
+    state.name()               # waits; the first gradient that was not finite, or None
 
 clip_grad_norm_ is a drop-in for torch.nn.utils.clip_grad_norm_. With ga.AdamW(..., max_norm=1.0)
 neither needs to be called: the optimizer takes the norm and multiplies by the scale itself.
@@ -75,35 +75,53 @@ def clip_grad_norm_(
     on_nonfinite: "str | None" = None,
     eps: float = EPS,
 ) -> Tensor:
-    """Scale gradients in place so that their norm is at most max_norm; returns the norm.
+    """Scale gradients in place so that their norm is at most max_norm, and return the norm.
 
-    A drop-in for torch.nn.utils.clip_grad_norm_ that does not synchronise with the host (except
+    A drop-in for `torch.nn.utils.clip_grad_norm_` that does not synchronise with the host (except
     with error_if_nonfinite or "raise").
-
-    parameters_or_arena: parameters, whose `.grad` is clipped: an iterable, a single one, or pairs
-        as of named_parameters(). Or an Arena, whose `grads` are clipped.
-    max_norm: 0 or more.
-    norm_type: 1, 2 and inf are computed by kernels, others by torch.
-    error_if_nonfinite: raise NonFiniteError where a norm is not finite, before anything is written.
-        Waits for the device.
-    foreach: as torch's, where torch computes.
-    scope: "global" (one norm), "tensor" (one norm each) or "block" (one norm for each block of an
-        arena: entrenar's per-layer clip).
-    on_nonfinite: what happens to a group whose norm is not finite. "propagate" (default for
-        parameters): it is multiplied by the scale all the same, as in torch. "skip" (default for an
-        arena): it stays as it is; ga.AdamW leaves out the whole step. "raise": NonFiniteError names
-        the tensor; waits for the device.
-    eps: added to the norm.
-
-    Returns the norm before clipping, fp32 on the gradients' device: () with scope "global", else
-    (G,), one per tensor or block.
-    Raises ArgumentError for a negative or NaN max_norm and for sparse or complex gradients.
 
     Deviations from torch: the norm is fp32 (fp64 for fp64 gradients); finite gradients whose
     squares overflow or underflow fp32 have their right norm; nothing is written when the scale
     is 1.
+
     torch's own code computes, with its precision, for fp64 gradients, other norms, tensor
-    subclasses, several devices, and on the CPU."""
+    subclasses, several devices, and on the CPU.
+
+    Args:
+        parameters_or_arena: parameters, whose `.grad` is clipped: an iterable, a single one, or
+            pairs as of named_parameters(). Or an Arena, whose `grads` are clipped.
+        max_norm: 0 or more; infinity: nothing is clipped.
+        norm_type: 1, 2 and inf are computed by kernels, others by torch. Default: 2.
+        error_if_nonfinite: raise NonFiniteError where a norm is not finite, before anything is
+            written. Waits for the device. Default: False.
+        foreach: as torch's, where torch computes.
+        scope: "global" (one norm, the default), "tensor" (one norm each) or "block" (one norm for
+            each block of an arena: entrenar's per-layer clip).
+        on_nonfinite: what happens to a group whose norm is not finite. "propagate" (default for
+            parameters): it is multiplied by the scale all the same, as in torch. "skip" (default
+            for an arena): it stays as it is; ga.AdamW leaves out the whole step. "raise":
+            NonFiniteError names the tensor; waits for the device.
+        eps: added to the norm. Default: torch's 1e-6.
+
+    Returns:
+        The norm before clipping, fp32 on the gradients' device, () with scope "global", else (G,),
+        one per tensor or block.
+
+    Raises:
+        ArgumentError: for a negative or NaN max_norm, for sparse or complex gradients, for an
+            unknown scope or on_nonfinite, and for scope="block" without an arena.
+        NonFiniteError: with error_if_nonfinite or on_nonfinite="raise"; nothing was written.
+
+    Source:
+        kernels_cu/clip.cu; `torch.nn.utils.clip_grad_norm_`.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2, device=ga.default_device())
+        >>> model(torch.ones(3, 4, device=ga.default_device())).sum().backward()
+        >>> norm = ga.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        >>> print(f"norm {norm:.2f}, weight's now {model.weight.grad.norm():.2f}")
+        norm 9.49, weight's now 0.89
+    """
     return clip_grads_(
         parameters_or_arena,
         max_norm,
@@ -128,10 +146,28 @@ def clip_grads_(
     on_nonfinite: "str | None" = None,
     eps: float = EPS,
 ) -> ClipState:
-    """clip_grad_norm_ that returns all it computes, as a ClipState.
+    """`clip_grad_norm_` that returns all it computes, as a ClipState.
 
     That is the scale, the norm before and after clipping, whether all gradients were finite, and
-    the first tensor that was not. The arguments are those of clip_grad_norm_."""
+    the first tensor that was not.
+
+    Args:
+        parameters_or_arena: as for `clip_grad_norm_`, as are all arguments.
+        max_norm: 0 or more.
+        norm_type: order of the norm.
+        error_if_nonfinite: raise where a norm is not finite.
+        foreach: as torch's, where torch computes.
+        scope: "global", "tensor" or "block".
+        on_nonfinite: "propagate", "skip" or "raise".
+        eps: added to the norm.
+
+    Returns:
+        The ClipState, on the gradients' device.
+
+    Raises:
+        ArgumentError: as for `clip_grad_norm_`.
+        NonFiniteError: as for `clip_grad_norm_`.
+    """
     max_norm = check_max_norm(max_norm)
     norm_type = float(norm_type)
     check_choice("scope", scope, SCOPES)

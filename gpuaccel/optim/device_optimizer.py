@@ -1,10 +1,10 @@
 """The base of gpuaccel's optimizers: what changes lives on the device, clipping is inside the step.
 
-    >>> class SignSGD(DeviceOptimizer):                # kernels_cu/sign_sgd.cu holds its kernels
-    ...     rule = UpdateRule("sign_sgd", (), reference_sign_sgd)
-    ...     def __init__(self, params_or_arena, lr=1e-3, *, maximize=False, **options):
-    ...         groups = {"lr": lr, "maximize": maximize}
-    ...         super().__init__(params_or_arena, {"defaults": groups}, lr=lr, **options)
+    class SignSGD(DeviceOptimizer):                # kernels_cu/sign_sgd.cu holds its kernels
+        rule = UpdateRule("sign_sgd", (), reference_sign_sgd)
+        def __init__(self, params_or_arena, lr=1e-3, *, maximize=False, **options):
+            groups = {"lr": lr, "maximize": maximize}
+            super().__init__(params_or_arena, {"defaults": groups}, lr=lr, **options)
 
 A step launches kernels and waits for nothing. Over an arena the gradient sums are multiplied by the
 clip scale, used, and set to zero in one kernel, and bf16 weights are written in the same pass from
@@ -76,26 +76,35 @@ class _Plan:
 class DeviceOptimizer(torch.optim.Optimizer):
     """A torch.optim.Optimizer whose update rule is a kernel of ours. A subclass sets `rule`.
 
-    params_or_arena: as torch's, or an Arena: then masters, bf16 copies and gradient sums are the
-        arena's, weight decay and learning rate follow its segments, and step() clears the sums of
-        its GradientAccumulator (`.grad` is None after it; without one zero_grad() as usual).
-        Parameters: fp32, bf16, fp16 (state in the same dtype, computed in fp32); others by the
-        reference, in torch.
-    arguments: keyword arguments of the next class's __init__ (torch.optim.Optimizer: `defaults`).
-    lr, weight_decay: for the parameter groups that an arena makes.
-    max_norm: clip to this norm inside the step; None: no clipping. May be changed between steps.
-    scope: what a norm is taken over: "global", "tensor" or, with an arena, "block".
-    on_nonfinite: what happens when a gradient is not finite. "propagate" (default without an
-        arena): the update uses it. "skip" (default with one): weights, state and step counts of all
-        tensors stay; the skip is counted in `skipped`, last_skip() names the tensor. "raise":
-        NonFiniteError before anything changes; waits for the device.
-    stochastic_rounding: of bf16 weights, keyed on (seed, tensor, element in memory order, step).
-    seed: 0 to 2^53 - 1.
-
     torch.amp.GradScaler sets the attributes grad_scale, by which gradients are divided, and
     found_inf, which skips the step. Every step can be captured in a CUDA graph after one step, or
     prepare(), outside of it; refresh() brings a changed learning rate to a captured step.
-    ArgumentError for complex and sparse tensors; with max_norm or "skip" for several devices."""
+
+    Args:
+        params_or_arena: as torch's, or an Arena: then masters, bf16 copies and gradient sums are
+            the arena's, weight decay and learning rate follow its segments, and step() clears the
+            sums of its GradientAccumulator (`.grad` is None after it; without one zero_grad() as
+            usual). Parameters: fp32, bf16, fp16 (state in the same dtype, computed in fp32); others
+            by the reference, in torch.
+        arguments: keyword arguments of the next class's __init__ (torch.optim.Optimizer:
+            `defaults`).
+        lr: learning rate, for the parameter groups that an arena makes.
+        weight_decay: for the parameter groups that an arena makes.
+        max_norm: clip to this norm inside the step; None: no clipping. May be changed between
+            steps.
+        scope: what a norm is taken over: "global", "tensor" or, with an arena, "block".
+        on_nonfinite: what happens when a gradient is not finite. "propagate" (default without an
+            arena): the update uses it. "skip" (default with one): weights, state and step counts of
+            all tensors stay; the skip is counted in `skipped`, last_skip() names the tensor.
+            "raise": NonFiniteError before anything changes; waits for the device.
+        stochastic_rounding: of bf16 weights, keyed on (seed, tensor, element in memory order,
+            step).
+        seed: 0 to 2^53 - 1.
+
+    Raises:
+        ArgumentError: for complex and sparse tensors, with max_norm or "skip" for several devices,
+            for scope="block" without an arena, and for a seed out of range.
+    """
 
     rule: UpdateRule
     # A one-element tensor: step() divides the gradients by it (TrainStep: by the tokens).
@@ -157,7 +166,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     @property
     def publishes(self) -> bool:
-        """Does step() write the arena's bf16 weights? Then no hook has to."""
+        """Whether step() writes the arena's bf16 weights, so that no hook has to."""
         return self.arena is not None
 
     # ---- what the host may ask ----
@@ -273,7 +282,11 @@ class DeviceOptimizer(torch.optim.Optimizer):
         """As torch's; over an arena also the gradients of bf16 parameters.
 
         step() reads these where there is no accumulator. With set_to_none=False the gradients that
-        the step before has cleared are zeros again, which the next step uses as torch does."""
+        the step before has cleared are zeros again, which the next step uses as torch does.
+
+        Args:
+            set_to_none: as torch's.
+        """
         accumulator = None if self.arena is None else GradientAccumulator.of(self.arena)
         if accumulator is not None:
             accumulator.end_step(expose=not set_to_none)
@@ -288,11 +301,21 @@ class DeviceOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure=None):
-        """One step; returns the closure's loss, if any. Only on_nonfinite="raise" waits.
+        """Take one step. Only on_nonfinite="raise" waits for the device.
 
-        ArgumentError, with nothing changed: a sparse gradient, a state that does not fit, a capture
-        before the first step; over an arena a second step without a backward() or zero_grad()
-        between them, for the first has cleared the sums that torch would use again."""
+        Args:
+            closure: as torch's: it computes the loss again, and returns it.
+
+        Returns:
+            The closure's loss, if any.
+
+        Raises:
+            ArgumentError: with nothing changed, for a sparse gradient, a state that does not fit, a
+                capture before the first step; over an arena for a second step without a backward()
+                or zero_grad() between them, for the first has cleared the sums that torch would use
+                again.
+            NonFiniteError: with on_nonfinite="raise"; nothing has changed.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -461,7 +484,11 @@ class DeviceOptimizer(torch.optim.Optimizer):
             return None, given
 
     def jobs(self) -> Jobs:
-        """What this step updates, everything checked; nothing has changed when it raises."""
+        """What this step updates, everything checked; nothing has changed when it raises.
+
+        Raises:
+            ArgumentError: for several devices, with max_norm or on_nonfinite="skip".
+        """
         arena = self.arena
         self._numbers = {}
         if arena is not None:
@@ -574,7 +601,14 @@ class DeviceOptimizer(torch.optim.Optimizer):
         return state.clip_state(self.scope, rows[self.scope], self.names, group_of)
 
     def device_state(self, device: torch.device) -> DeviceState:
-        """Settings, counts and norms on this device."""
+        """Settings, counts and norms on this device.
+
+        Args:
+            device: where parameters lie.
+
+        Raises:
+            ArgumentError: inside of a capture before the first step.
+        """
         if device not in self._devices:
             if is_capturing():
                 raise ArgumentError(
@@ -595,7 +629,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
     def _amp_tensor(self, name, device) -> "Tensor | None":
         """An attribute that holds one number (gradient_divisor, grad_scale, found_inf).
 
-        Returns (1) fp32 on the device; None where it is not set."""
+        Returns:
+            (1) fp32 on the device; None where it is not set.
+        """
         value = getattr(self, name, None)
         if value is None:
             return None
@@ -647,10 +683,14 @@ class DeviceOptimizer(torch.optim.Optimizer):
     # ---- state spread over ranks ----
 
     def shard(self, layout):
-        """Keep this rank's share of the state from here on, as `layout` (a ShardedLayout) has it.
+        """Keep this rank's share of the state from here on.
 
         state_dict() then has this share only; gathered() makes it whole for a while. A whole state
-        can be loaded at any time."""
+        can be loaded at any time.
+
+        Args:
+            layout: a ShardedLayout: which share.
+        """
         self.layout = layout
         self._plan = None
         self._move_states()
@@ -658,7 +698,9 @@ class DeviceOptimizer(torch.optim.Optimizer):
     def unshard(self, discard: bool = False):
         """Keep the whole state again. Collective: on every rank.
 
-        discard: the other ranks do not call this. The state is lost, and starts anew."""
+        Args:
+            discard: the other ranks do not call this. The state is lost, and starts anew.
+        """
         if self.layout.ranks == 1:
             return
         if discard:
@@ -701,7 +743,14 @@ class DeviceOptimizer(torch.optim.Optimizer):
     # ---- torch's own bookkeeping ----
 
     def add_param_group(self, param_group: dict):
-        """As torch's. ArgumentError for a complex parameter, or one that is not the arena's."""
+        """Add a parameter group, as torch's.
+
+        Args:
+            param_group: as torch's.
+
+        Raises:
+            ArgumentError: for a complex parameter, or one that is not the arena's.
+        """
         super().add_param_group(param_group)
         try:
             for i, p in enumerate(self.param_groups[-1]["params"]):
@@ -738,10 +787,17 @@ class DeviceOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict):
-        """As torch's. ArgumentError, with nothing changed, for a state of another shape.
+        """Load a state, as torch's.
 
         A master in it counts if it rounds to the bf16 weight that the model has now: load the model
-        first."""
+        first.
+
+        Args:
+            state_dict: of this class, or of the torch optimizer with the same rule.
+
+        Raises:
+            ArgumentError: with nothing changed, for a state of another shape.
+        """
         stored = {i: dict(state) for i, state in state_dict["state"].items()}
         masters = {i: state.pop("master") for i, state in stored.items() if "master" in state}
         numbers = [i for group in state_dict["param_groups"] for i in group["params"]]

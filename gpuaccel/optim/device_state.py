@@ -23,9 +23,15 @@ def is_capturing() -> bool:
 class DeviceState:
     """Memory of one optimizer on one device. A captured step knows these addresses.
 
-    settings: fp64, the settings of each parameter group (the fields of `struct Settings`), then
-    max_norm and the seed. record: (4,) int32: steps asked for, steps skipped, at the last skip:
-    which step, and which tensor."""
+    Args:
+        device: where the parameters lie.
+
+    Attributes:
+        settings: fp64, the settings of each parameter group (the fields of `struct Settings`), then
+            max_norm and the seed.
+        record: (4,) int32: steps asked for, steps skipped, at the last skip: which step, and which
+            tensor.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -37,7 +43,14 @@ class DeviceState:
     # ---- hyperparameters ----
 
     def write_settings(self, values: "list[float]"):
-        """Write the settings to the device, if the host has changed them. No synchronisation."""
+        """Write the settings to the device, if the host has changed them. No synchronisation.
+
+        Args:
+            values: what `settings` is to hold.
+
+        Raises:
+            ArgumentError: in a capture, which would keep a changed value for ever.
+        """
         if values == self.written:
             return
         if is_capturing():
@@ -58,7 +71,15 @@ class DeviceState:
     ) -> "tuple[ClipState, Tensor | None]":
         """(norms of this scope, per tensor its row of them or None: there is one row).
 
-        names: a function, for messages. group_of: a function that makes the second, once."""
+        Args:
+            scope: "global", "tensor" or "block".
+            rows: number of norms.
+            names: a function that returns the tensors' names, for messages.
+            group_of: a function that makes the second result, once.
+
+        Raises:
+            ArgumentError: in a capture, before the first norm.
+        """
         clip, groups = self.clip_states.get(scope, (None, None))
         if clip is None or len(clip.values) != rows:
             if is_capturing():
@@ -73,8 +94,15 @@ class DeviceState:
     def take_norm(self, clip, groups, grads, launches, arena, divisor):
         """Norms and scales of the gradients into `clip`, by our kernels.
 
-        launches: of squares_v2 over `grads`; arena: in place of them its sums of squares, which the
-        last accumulation may have left; None: not its gradients alone."""
+        Args:
+            clip: where the norms go.
+            groups: (tensors,) int32, the row of each tensor in clip; None: there is one row.
+            grads: the gradients; None: a tensor without one.
+            launches: of squares_v2 over `grads`.
+            arena: in place of them its sums of squares, which the last accumulation may have left;
+                None: not its gradients alone.
+            divisor: (1,) fp32, what gradients are divided by, or None.
+        """
         if arena is not None:
             arena.squares.update()
             partials, chunk_to_tensor = arena.squares.values, arena.chunk_to_tensor
@@ -88,7 +116,16 @@ class DeviceState:
         )
 
     def take_norm_by_reference(self, clip, grads, rows, numbers, max_norm, divisor):
-        """The same in torch. rows: of each gradient in `clip`; numbers: of its tensors."""
+        """The same in torch.
+
+        Args:
+            clip: where the norms go.
+            grads: the gradients.
+            rows: of each gradient in `clip`.
+            numbers: of the gradients' tensors.
+            max_norm: a number.
+            divisor: (1,) fp32, or None.
+        """
         norms, nonfinite_tensor = reference_norms(
             grads, 2.0, rows, len(clip.values), numbers=numbers
         )

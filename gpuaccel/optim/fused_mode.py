@@ -35,9 +35,11 @@ if TYPE_CHECKING:
 class _ProductSlice:
     """A slice of arena.grads that products are added into (an nn.fused_linear.GradientSlice).
 
-    mode: what is told about the products.
-    tensors: indices of the weights in the slice: one, or several side by side.
-    grad: the slice."""
+    Args:
+        mode: what is told about the products.
+        tensors: indices of the weights in the slice: one, or several side by side.
+        grad: the slice.
+    """
 
     def __init__(self, mode: "FusedMode", tensors: "list[int]", grad: Tensor):
         self.mode = mode
@@ -106,8 +108,10 @@ class _ProductSlice:
 class FusedMode(ArenaMode):
     """Accumulation by the products themselves; see this module's first lines.
 
-    open_backward: called before each product; acts before the first of a backward.
-    listener: returns the BackwardListener of the running backward, or None."""
+    Args:
+        open_backward: called before each product; acts before the first of a backward.
+        listener: returns the BackwardListener of the running backward, or None.
+    """
 
     def __init__(
         self,
@@ -145,7 +149,10 @@ class FusedMode(ArenaMode):
         """Make one product of several layers of one input (nn.fused_linear.fused_linears).
 
         Nothing changes where their weights do not lie side by side in the arena.
-        index: id of a parameter -> its index in the arena."""
+
+        Args:
+            index: id of a parameter -> its index in the arena.
+        """
         # The arena stores parameters last to first; `fused` has that order.
         fused: "list[FusedLinear]" = []
         for layer in reversed(layers):

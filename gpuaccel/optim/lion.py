@@ -1,7 +1,7 @@
 """ga.optim.Lion: the sign of an interpolated momentum, with half of AdamW's state.
 
-    >>> opt = ga.optim.Lion(ga.Arena(model), lr=1e-4, weight_decay=1.0, max_norm=1.0)
-    >>> step = ga.TrainStep(model, opt, replay="graph")
+    opt = ga.optim.Lion(ga.Arena(model), lr=1e-4, weight_decay=1.0, max_norm=1.0)
+    step = ga.TrainStep(model, opt, replay="graph")
 
 Its authors use a learning rate 3 to 10 times smaller than AdamW's, and a weight decay as many times
 larger. A file like this one and kernels_cu/lion.cu are all that an optimizer needs.
@@ -23,9 +23,15 @@ def reference_lion(
     """One Lion step in place: weight and m of one shape, on any device.
 
     bf16 and fp16 are computed in fp32 and rounded once.
-    step: not used. lr, betas and factor are numbers or () tensors.
-    factor: what the gradient is multiplied by (clip scale, sign).
-    Returns the new weight before it is rounded to the weight's dtype."""
+
+    Args:
+        step: not used.
+        lr, beta1, beta2: numbers or () tensors.
+        factor: what the gradient is multiplied by (clip scale, sign), a number or a () tensor.
+
+    Returns:
+        The new weight before it is rounded to the weight's dtype.
+    """
     low = weight.dtype in (torch.bfloat16, torch.float16)
     w, g, momentum = (t.float() if low else t for t in (weight, grad, m))
     g = g.to(w.dtype) * factor
@@ -40,15 +46,24 @@ def reference_lion(
 class Lion(DeviceOptimizer):
     """Lion, whose update of each weight is lr times the sign of beta1 m + (1 - beta1) g.
 
-    params_or_arena: as for torch's optimizers, or an Arena.
-    lr, weight_decay: numbers of 0 or more; lr may be a one-element tensor. Over an arena only
-        matrices decay (its segments say so: Arena(decay=...)).
-    betas: (of the update, of the momentum m), from 0 to below 1.
-    maximize: as torch's.
-    options: max_norm, scope, on_nonfinite, stochastic_rounding, seed: see DeviceOptimizer.
-
     `state[p]["exp_avg"]` is m.
-    Raises ValueError for a number out of its range, as torch's optimizers do."""
+
+    Args:
+        params_or_arena: as for torch's optimizers, or an Arena.
+        lr: learning rate, 0 or more, a number or a one-element tensor.
+        betas: (of the update, of the momentum m), from 0 to below 1.
+        weight_decay: 0 or more. Over an arena only matrices decay (its segments say so:
+            Arena(decay=...)).
+        maximize: as torch's.
+        **options: max_norm, scope, on_nonfinite, stochastic_rounding, seed: see DeviceOptimizer.
+
+    Raises:
+        ValueError: for a number out of its range, as torch's optimizers do.
+        ArgumentError: for an lr of several elements, and as for DeviceOptimizer.
+
+    Source:
+        kernels_cu/lion.cu; Chen et al., Symbolic Discovery of Optimization Algorithms (2023).
+    """
 
     rule = UpdateRule("lion", ("exp_avg",), reference_lion)
 

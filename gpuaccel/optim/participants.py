@@ -46,6 +46,10 @@ class ArenaParticipant:
 
 
 def capture_participants(module: nn.Module) -> "list[ArenaParticipant]":
-    """The arena made of this very module, as a participant; [] without one."""
+    """The arena made of this very module, as a participant; [] without one.
+
+    Args:
+        module: any module.
+    """
     arena = Arena.of(module)
     return [] if arena is None else [ArenaParticipant(arena)]

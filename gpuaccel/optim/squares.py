@@ -11,16 +11,19 @@ from ..ops import launch_squares
 class ChunkSquares:
     """Each chunk's sum of squares of `arena.grads`, and which of these sums are up to date.
 
-    grads: (N,) fp32.
-    grad_views: its slices, one per tensor.
-    first_chunk: the first chunk of each tensor; at the end the number of chunks.
     `values`: (chunks,) fp64 on the device of grads.
 
     The window's last accumulation kernel (accumulate_v4) also writes the sums, so that clipping
     need not read the gradients again. update() computes those that are out of date. A torch
     operation on grads, or on a view of it, voids all sums: the tensor's version tells. After a
     write that torch does not count (by kernels, collectives, `.data` or NumPy) call invalidate() or
-    mark()."""
+    mark().
+
+    Args:
+        grads: (N,) fp32.
+        grad_views: its slices, one per tensor.
+        first_chunk: the first chunk of each tensor; at the end the number of chunks.
+    """
 
     def __init__(self, grads: Tensor, grad_views: "list[Tensor]", first_chunk: "list[int]"):
         self.values = torch.zeros(first_chunk[-1], dtype=torch.float64, device=grads.device)

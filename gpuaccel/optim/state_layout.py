@@ -76,7 +76,9 @@ class ParameterLayout:
 class ArenaLayout(ParameterLayout):
     """State tensors are slices of flat buffers with the arena's layout.
 
-    buffers: state key -> (N,) fp32; those that are missing are made when they are needed."""
+    Args:
+        buffers: state key -> (N,) fp32; those that are missing are made when they are needed.
+    """
 
     def __init__(self, arena, buffers: "dict[str, Tensor] | None" = None):
         self.arena = arena

@@ -1,7 +1,7 @@
 """CUDA C in, a shared library for the CPU out: the host compiler's options and messages, the cache.
 
-    >>> program = build.program(source, "x.cu", ["add"], checked=False)
-    >>> program.library.simt_run_add          # loaded; simt/driver.py launches it
+    program = build.program(source, "x.cu", ["add"], checked=False)
+    program.library.simt_run_add          # loaded; simt/driver.py launches it
 
 The source is not changed, except for `extern __shared__`, which a host compiler does not know.
 simt.h defines the keywords and functions of CUDA C.
@@ -114,9 +114,9 @@ GPU_ONLY = {
 class Program:
     """A compiled source.
 
-    text: the source
-    library, runtime: ctypes libraries of the kernels and of the executor
-    image: the bytes of `library`, for symbols and lines
+    Args:
+        text: the source library, runtime: ctypes libraries of the kernels and of the executor
+        image: the bytes of `library`, for symbols and lines
     """
 
     def __init__(self, text, runtime, image):
@@ -209,7 +209,11 @@ def _library_file(image: bytes) -> str:
 
 
 def compiler() -> Compiler:
-    """The host compiler. Raises BackendError that says how to get one when there is none."""
+    """The host compiler.
+
+    Raises:
+        BackendError: it says how to get one when there is none.
+    """
     result, reason = find_compiler()
     if result is None:
         raise BackendError(
@@ -320,11 +324,12 @@ def _environment() -> "dict[str, str]":
 def _run(command, subject: str, explain_log) -> None:
     """Run a compiler.
 
-    subject: what is compiled, in words
-    explain_log: function of the compiler's messages; returns the text of the CompileError
+    Args:
+        subject: what is compiled, in words
+        explain_log: function of the compiler's messages; returns the text of the CompileError
 
-    Raises CompileError when the source does not compile, BackendError when the compiler does not
-    run.
+    Raises:
+        CompileError: when the source does not compile, BackendError when the compiler does not run.
     """
     try:
         with subprocess.Popen(
@@ -378,7 +383,8 @@ SLOWER_TLS = ('-DSIMT_TLS=__attribute__((tls_model("global-dynamic")))',)
 def _from_cache_or_compiler(key: str, compile, load):
     """load(image) of the cached image, or of a fresh one if that is missing or does not load.
 
-    Raises OSError when a fresh image does not load.
+    Raises:
+        OSError: when a fresh image does not load.
     """
     image = read_entry("simt", key)
     if image is not None:
@@ -463,12 +469,14 @@ _loads = itertools.count(1)
 def program(source: str, filename: str, names: "list[str]", checked: bool) -> Program:
     """The library of a whole source, from this process, the cache, or the compiler.
 
-    source: CUDA C with everything it needs, common.cuh included
-    filename: what error messages call it
-    names: its kernels
-    checked: with the instrumentation of the checks
+    Args:
+        source: CUDA C with everything it needs, common.cuh included
+        filename: what error messages call it
+        names: its kernels
+        checked: with the instrumentation of the checks
 
-    Raises CompileError with the compiler's messages. A feature that only a GPU has is named first.
+    Raises:
+        CompileError: with the compiler's messages. A feature that only a GPU has is named first.
     """
     with _lock:
         host = compiler()

@@ -171,8 +171,9 @@ class Memory:
 class Array:
     """A tensor or variable that a kernel may access: the bytes [lo, hi).
 
-    itemsize, dtype: of an element; dtype "" where the type is not known
-    shift: what is added to an address of the original to get that of its copy
+    Args:
+        itemsize, dtype: of an element; dtype "" where the type is not known shift: what is added to
+            an address of the original to get that of its copy
     """
 
     def __init__(self, name, lo, hi, itemsize, dtype, kind=GLOBAL, readonly=False):
@@ -273,9 +274,10 @@ def _pattern(text: str) -> int:
 class Session:
     """The memory of one checked launch.
 
-    shape: grid, block and bytes of dynamic shared memory, seven numbers
-    extra: tensors whose addresses are in a struct or a table
-    trace: record each access
+    Args:
+        shape: grid, block and bytes of dynamic shared memory, seven numbers
+        extra: tensors whose addresses are in a struct or a table
+        trace: record each access
     """
 
     def __init__(self, program, shape, params, args, extra, trace: bool):
@@ -470,7 +472,8 @@ class Session:
     def _element(self, index, address, size):
         """Words for an address in or near a region.
 
-        Returns (name, element, "x[3]", "x has 3 elements of float32").
+        Returns:
+            (name, element, "x[3]", "x has 3 elements of float32").
         """
         array = min(self.members[index], key=lambda a: a.distance(address))
         itemsize = array.itemsize
@@ -734,8 +737,10 @@ def _launch_once(
 ):
     """One launch. Return the session, the fault that ended it or None, its mistakes and its notes.
 
-    printed: list to which the kernel's output is added
-    flip: what is read from an absent lane of a shuffle, or before it is set, has all bits inverted
+    Args:
+        printed: list to which the kernel's output is added
+        flip: what is read from an absent lane of a shuffle, or before it is set, has all bits
+            inverted
     """
     session = Session(program, shape, params, args, extra, trace)
     session.checks.flip = flip
@@ -765,13 +770,15 @@ def _launch_once(
 def run(program, name: str, shape, params, args, values, extra, pack):
     """Launch a kernel with the checks on.
 
-    params: the kernel's parameters
-    args: what the caller gave for them
-    values: what would be packed for them without the checks
-    extra: tensors whose addresses are in a struct or a table
-    pack: function of the values to pack; returns the address that the executor takes
+    Args:
+        params: the kernel's parameters
+        args: what the caller gave for them
+        values: what would be packed for them without the checks
+        extra: tensors whose addresses are in a struct or a table
+        pack: function of the values to pack; returns the address that the executor takes
 
-    Raises KernelError, and changes no tensor, when the kernel makes a mistake.
+    Raises:
+        KernelError: and changes no tensor, when the kernel makes a mistake.
     """
     session, mistakes, notes = _launch(
         program, name, shape, params, args, values, extra, pack, trace=False

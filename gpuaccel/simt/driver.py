@@ -1,8 +1,8 @@
 """Launches a compiled kernel on the CPU: its mode, workers, time limit and faults.
 
-    >>> with ga.checked():                    # check every access, see checking.py
-    ...     kernel[grid, block](x, y, n)
-    >>> ga.checked(False)                     # fast, from now on
+    with ga.checked():                    # check every access, see checking.py
+        kernel[grid, block](x, y, n)
+    ga.checked(False)                     # fast, from now on
 
 `GPUACCEL_SIMT` is `auto` (kernels from strings are checked, those of kernels_cu are not),
 `checked` or `fast`. `GPUACCEL_SIMT_SECONDS` is the time limit of one launch, 20 by default.
@@ -97,10 +97,26 @@ _mode: "tuple[str | None, float | None]" = (None, None)
 class checked(ProcessSwitch):
     """Turn the checks of kernels on the CPU on or off, for the whole process with all its threads.
 
-    on: True checks every launch, False none; None leaves it to `GPUACCEL_SIMT`
-    seconds: time limit of one launch; 0 for none, None leaves it as it is
+    Like `use_backend` it is a call, a `with` block or a decorator. The checks see accesses outside
+    of
+    tensors, races, values that were never written, and barriers that not all threads reach.
 
-    Like `use_backend` it is a call, a `with` block or a decorator.
+    Args:
+        on: True, the default, checks every launch, False none; None leaves it to `GPUACCEL_SIMT`.
+        seconds: time limit of one launch; 0 for none; None, the default, leaves it as it is.
+
+    Raises:
+        ArgumentError: for another value of `on`, and for seconds that are no number of 0 or more.
+
+    Example:
+        >>> source = 'extern "C" __global__ void ones(float* x) { x[threadIdx.x] = 1.0f; }'
+        >>> ones = ga.compile(source)
+        >>> with ga.checked(), ga.use_backend("simt"):
+        ...     try:
+        ...         ones[1, 8](torch.zeros(7))
+        ...     except ga.errors.KernelError as error:
+        ...         print(error)
+        ones ...thread 7 of block 0 writes x[7]: x has 7 elements of float32...
     """
 
     def __init__(self, on: "bool | None" = True, *, seconds: "float | None" = None):
@@ -122,7 +138,14 @@ class checked(ProcessSwitch):
 
 
 def is_checked(learner: bool) -> bool:
-    """Whether a launch is checked. learner: the kernel was made from a string."""
+    """Whether a launch is checked.
+
+    Args:
+        learner: the kernel was made from a string.
+
+    Raises:
+        BackendError: for an unknown value of GPUACCEL_SIMT.
+    """
     mode = _mode[0] or os.environ.get("GPUACCEL_SIMT") or "auto"
     if mode not in MODES:
         raise BackendError(f"GPUACCEL_SIMT is {mode!r}; expected one of {', '.join(MODES)}")
@@ -130,7 +153,11 @@ def is_checked(learner: bool) -> bool:
 
 
 def time_limit() -> float:
-    """Seconds that a launch may take; 0 for no limit."""
+    """Seconds that a launch may take; 0 for no limit.
+
+    Raises:
+        BackendError: for a GPUACCEL_SIMT_SECONDS that is no number of 0 or more.
+    """
     if _mode[1] is not None:
         return float(_mode[1])
     text = os.environ.get("GPUACCEL_SIMT_SECONDS") or "20"
@@ -161,14 +188,17 @@ def launch(
 ) -> "Fault | None":
     """Run a kernel's grid to its end. Return the fault that ended it early, or None.
 
-    shape: grid, block and bytes of dynamic shared memory, seven numbers
-    arguments: address of a table of pointers to the arguments' values
-    checks: the Checks of a checked program, which runs on one worker
-    dynamic: address of the dynamic shared memory; None: the worker's own
-    printed: list to which the kernel's output is added; None: it is written to sys.stdout
+    One launch runs at a time in a process.
 
-    One launch runs at a time in a process. Raises BackendError without memory for the stacks, and
-    KeyboardInterrupt after Ctrl-C.
+    Args:
+        shape: grid, block and bytes of dynamic shared memory, seven numbers
+        arguments: address of a table of pointers to the arguments' values
+        checks: the Checks of a checked program, which runs on one worker
+        dynamic: address of the dynamic shared memory; None: the worker's own
+        printed: list to which the kernel's output is added; None: it is written to sys.stdout
+
+    Raises:
+        BackendError: without memory for the stacks, and KeyboardInterrupt after Ctrl-C.
     """
     global _job
     blocks = shape[0] * shape[1] * shape[2]
@@ -314,7 +344,11 @@ def _ranges(numbers) -> str:
 
 
 def run_fast(program, name: str, shape, arguments: int):
-    """Launch without checks. Raises KernelError when a fault ends the launch."""
+    """Launch without checks.
+
+    Raises:
+        KernelError: when a fault ends the launch.
+    """
     fault = launch(program, name, shape, arguments)
     if fault is not None:
         raise error(program, name, [fault_report(program, fault, shape)], checked=False)

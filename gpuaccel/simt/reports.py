@@ -1,7 +1,7 @@
 """What a kernel did wrong, in words: lines for addresses, threads for numbers, one error for all.
 
->>> except ga.errors.KernelError as error:
-...     error.reports[0].kind, error.reports[0].line, error.reports[0].thread
+except ga.errors.KernelError as error:
+    error.reports[0].kind, error.reports[0].line, error.reports[0].thread
 """
 
 import ctypes
@@ -22,9 +22,24 @@ class Report:
 
     Of a race, `line` and `thread` are the later access, and `other_line` and `other_thread` the
     earlier one.
+
+    Attributes:
+        kind: "out of bounds", "race", "uninitialised", ...
+        line: of the source, from 1.
+        file: of the source.
+        thread: (x, y, z) in the block.
+        block: (x, y, z) in the grid.
+        message: in words.
+        other_line: of a race, of the earlier access.
+        other_thread: of a race, of the earlier access.
+        other_block: of a race, of the earlier access.
+        tensor: the parameter's name.
+        element: index in the tensor.
+        count: how often it happened at this line.
+        callers: lines from which its function was called, innermost first.
+        needs_effect: whether it is a mistake only where it changes a result.
     """
 
-    # "out of bounds", "race", "uninitialised", ...
     kind: str
     line: "int | None"
     file: "str | None"
@@ -36,11 +51,8 @@ class Report:
     other_block: "tuple[int, int, int] | None" = None
     tensor: "str | None" = None
     element: "int | None" = None
-    # how often it happened at this line
     count: int = 1
-    # lines from which its function was called, innermost first
     callers: "tuple[int, ...]" = ()
-    # whether it is a mistake only where it changes a result
     needs_effect: bool = False
 
 
@@ -134,8 +146,9 @@ class Symbols:
     def callers(self, offset: int, returns, line) -> "tuple[int, ...]":
         """Lines of the calls that lead to the code at an offset, innermost first.
 
-        returns: return addresses on the stack above it
-        line: the line of the code itself
+        Args:
+            returns: return addresses on the stack above it
+            line: the line of the code itself
         """
         lines: "list[int]" = []
         for depth, place in enumerate([offset, *(address - 1 for address in returns)]):

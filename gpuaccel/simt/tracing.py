@@ -1,10 +1,10 @@
 """What a trace says: which thread accesses which element, in how many requests, sectors and turns.
 
-    >>> trace = gpuaccel.simt.trace(saxpy[3, 8], y, 2.0, x, 21)      # each access, in order
-    >>> trace.requests()["sectors"]                                   # a row per request of a warp
-    >>> for use in trace.summary():                                   # a row per line and tensor
-    ...     print(use)
-    line 4, x read: 21 (0 to 1 per thread), 1.0 sectors per request, 87.5% of their bytes used
+    trace = gpuaccel.simt.trace(saxpy[3, 8], y, 2.0, x, 21)      # each access, in order
+    trace.requests()["sectors"]                                   # a row per request of a warp
+    for use in trace.summary():                                   # a row per line and tensor
+        print(use)
+    # line 4, x read: 21 (0 to 1 per thread), 1.0 sectors per request, 87.5% of their bytes used
 
 How requests are counted. The threads of a warp that reach one place in the code for the n-th time
 make one request together.
@@ -76,39 +76,52 @@ REQUEST = np.dtype(
 
 @dataclass
 class Traced:
-    """A tensor, or an array in shared memory, of a trace."""
+    """A tensor, or an array in shared memory, of a trace.
+
+    Attributes:
+        name: of the parameter, or of the array.
+        elements: how many there are.
+        itemsize: bytes of one.
+        dtype: in words.
+        space: "global" or "shared".
+    """
 
     name: str
     elements: int
     itemsize: int
     dtype: str
-    # "global" or "shared"
     space: str
 
 
 @dataclass(frozen=True, repr=False)
 class Use:
-    """What one source line does to one tensor, over the whole launch."""
+    """What one source line does to one tensor, over the whole launch.
+
+    Attributes:
+        line: of the source, from 1.
+        tensor: its name.
+        space: "global" or "shared".
+        kind: "read", "write" or "atomic".
+        count: accesses of all threads.
+        least, most: fewest and most accesses of one thread.
+        requests: of whole warps.
+        sectors: global memory: sectors per request.
+        needed: global memory: sectors per request if the same bytes were contiguous.
+        used: global memory: share of the sectors' bytes that a thread accesses.
+        bank_turns: shared memory: turns of the worst request, 1 without a bank conflict.
+    """
 
     line: int
     tensor: str
     space: str
-    # "read", "write" or "atomic"
     kind: str
-    # accesses of all threads
     count: int
-    # fewest and most accesses of one thread
     least: int
     most: int
-    # of whole warps
     requests: int
-    # global memory: sectors per request
     sectors: "float | None"
-    # global memory: sectors per request if the same bytes were contiguous
     needed: "float | None"
-    # global memory: share of the sectors' bytes that a thread accesses
     used: "float | None"
-    # shared memory: turns of the worst request, 1 without a bank conflict
     bank_turns: "int | None"
 
     @property
@@ -133,20 +146,29 @@ class Use:
 
 @dataclass
 class Trace:
-    """The accesses of one launch, as `gpuaccel.simt.trace` records them."""
+    """The accesses of one launch, as `gpuaccel.simt.trace` records them.
+
+    Attributes:
+        kernel: its name.
+        grid: three sizes.
+        block: three sizes.
+        tensors: those that it can access.
+        events: of dtype EVENT, in the order in which they happened.
+        source: the kernel's file as its author wrote it.
+        filename: of that file.
+        truncated: whether there were more accesses than are kept.
+        reports: mistakes.
+        notes: what is no mistake but worth knowing.
+    """
 
     kernel: str
     grid: "tuple[int, int, int]"
     block: "tuple[int, int, int]"
     tensors: "list[Traced]"
-    # of dtype EVENT, in the order in which they happened
     events: np.ndarray
-    # the kernel's file as its author wrote it
     source: str = ""
     filename: str = ""
-    # whether there were more accesses than are kept
     truncated: bool = False
-    # mistakes, and what is none but worth knowing
     reports: list = field(default_factory=list)
     notes: list = field(default_factory=list)
 
@@ -303,15 +325,21 @@ def as_written(events) -> np.ndarray:
 
 
 def share(part: float) -> str:
-    """A share in percent, with a decimal where there is one: 12.5%, 100%."""
+    """A share in percent, with a decimal where there is one: 12.5%, 100%.
+
+    Args:
+        part: from 0 to 1.
+    """
     return f"{part:.1%}".replace(".0%", "%")
 
 
 def turns_per_bank(events, request, count) -> np.ndarray:
     """Turns of each of `count` requests at each of the 32 banks, in its worst part: (count, 32).
 
-    events: those in shared memory
-    request: the number of the request of each event
+    Args:
+        events: those in shared memory.
+        request: the number of the request of each event.
+        count: number of requests.
     """
     first = events["offset"] // 4
     words = (events["offset"] + events["bytes"] - 1) // 4 - first + 1
@@ -337,7 +365,11 @@ def turns_per_bank(events, request, count) -> np.ndarray:
 
 
 def groups(*keys):
-    """The order that sorts rows by `keys`, and the number of each sorted row's group of equals."""
+    """The order that sorts rows by `keys`, and the number of each sorted row's group of equals.
+
+    Args:
+        *keys: arrays of one length.
+    """
     order = np.lexsort(keys[::-1])
     return order, np.cumsum(_changes(*(key[order] for key in keys)))
 

@@ -1,9 +1,9 @@
 """Checkpoints that can be trusted: one safetensors file; a resumed run is bit-identical.
 
-    >>> path = checkpoint_path("runs", 200)
-    >>> save_checkpoint(path, model=model, optimizer=opt, batches=batches, step=200)
-    >>> load_checkpoint(latest_checkpoint("runs"), model=model, optimizer=opt, batches=batches)
-    {'step': 200, 'extra': None}
+    path = checkpoint_path("runs", 200)
+    save_checkpoint(path, model=model, optimizer=opt, batches=batches, step=200)
+    load_checkpoint(latest_checkpoint("runs"), model=model, optimizer=opt, batches=batches)
+    # {'step': 200, 'extra': None}
 
 Requirements that led to this design:
 * a process killed at any moment leaves the previous checkpoint: the file is written aside, synced,
@@ -181,20 +181,37 @@ def save_checkpoint(
     extra: Any = None,
     ranks: Sequence[Tensor] = (),
 ) -> pathlib.Path:
-    """Write one checkpoint and return its path; missing folders are made.
-
-    model: its `state_dict` is stored.
-    optimizer: any torch optimizer whose state is tensors and numbers per parameter.
-    arena: names the optimizer's parameters, and has the fp32 masters of bf16 ones.
-    scheduler, batches: anything with a `state_dict()` of plain values.
-    step: optimizer steps done.
-    extra: plain values of your own (numbers, strings, lists, tuples, dicts, small tensors).
-    ranks: random_state() of each rank of a data-parallel run.
+    """Write one checkpoint, a safetensors file; missing folders are made.
 
     Copies from the device, hence synchronises.
-    Raises CheckpointError for a value that cannot be stored without pickle, a read-only folder, a
-    full disk. The file that was at `path`, if any, is then untouched, and nothing is left beside
-    it."""
+
+    Args:
+        path: of the file.
+        model: its `state_dict` is stored.
+        optimizer: any torch optimizer whose state is tensors and numbers per parameter. Default:
+            none.
+        arena: names the optimizer's parameters, and has the fp32 masters of bf16 ones. Default:
+            none.
+        scheduler, batches: anything with a `state_dict()` of plain values. Default: none.
+        step: optimizer steps done. Default: 0.
+        extra: plain values of your own (numbers, strings, lists, tuples, dicts, small tensors).
+        ranks: random_state() of each rank of a data-parallel run.
+
+    Returns:
+        The path.
+
+    Raises:
+        CheckpointError: for a value that cannot be stored without pickle, a read-only folder, a
+            full disk. The file that was at `path`, if any, is then untouched, and nothing is left
+            beside it.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> opt = ga.AdamW(model.parameters())
+        >>> path = ga.save_checkpoint("run/first.safetensors", model=model, optimizer=opt, step=100)
+        >>> path.name
+        'first.safetensors'
+    """
     path = pathlib.Path(path).expanduser()
     tensors = {**_model_tensors(path, model), **_master_tensors(arena), **_torch_random_state()}
     tensors.update((f"rng.rank{rank}", state) for rank, state in enumerate(ranks))
@@ -225,7 +242,11 @@ def _in_words(description) -> str:
 
 
 def _check_same(path, stored: dict, expected: dict, what: str):
-    """Compare two dicts name -> [dtype, shape]. Raises CheckpointError that names a difference."""
+    """Compare two dicts name -> [dtype, shape].
+
+    Raises:
+        CheckpointError: it names a difference.
+    """
     names = [name for name in {**expected, **stored} if stored.get(name) != expected.get(name)]
     if names:
         name = names[0]
@@ -351,22 +372,39 @@ def load_checkpoint(
     restore_rng: bool = True,
     rank: int = 0,
 ) -> "dict[str, Any]":
-    """Continue from a checkpoint; returns {"step": int, "extra": what save_checkpoint was given}.
-
-    model, optimizer, arena, scheduler, batches: as for save_checkpoint. Only what is given is
-        restored: `load_checkpoint(path, model=model, restore_rng=False)` reads the weights alone.
-    restore_rng: restore the random state of Python, NumPy and torch.
-    rank: of a data-parallel run, whose torch generators are restored. A rank that the file does not
-        know keeps its own.
+    """Continue from a checkpoint that save_checkpoint wrote.
 
     The run continues bit-identically with the same kinds of objects as at the save, on the same
     kind of machine; on a CPU also with as many torch threads, on which the order of sums depends.
     Tensors are copied in place; the optimizer's `foreach`, `fused`, `capturable` and
     `differentiable` stay as it was built.
 
-    Raises CheckpointError, with nothing changed, for no such file; one that is not safetensors, is
-    truncated or altered (the tensor is named); names, shapes or dtypes other than the model's, the
-    optimizer's or the arena's; something that the file lacks."""
+    Args:
+        path: of the file.
+        model: its tensors are overwritten.
+        optimizer, arena, scheduler, batches: as for save_checkpoint. Only what is given is
+            restored: `load_checkpoint(path, model=model, restore_rng=False)` reads the weights
+            alone.
+        restore_rng: restore the random state of Python, NumPy and torch. Default: True.
+        rank: of a data-parallel run, whose torch generators are restored. A rank that the file does
+            not know keeps its own. Default: 0.
+
+    Returns:
+        A dict of "step", an int, and "extra", what save_checkpoint was given.
+
+    Raises:
+        CheckpointError: with nothing changed, for no such file; one that is not safetensors, is
+            truncated or altered (the tensor is named); names, shapes or dtypes other than the
+            model's, the optimizer's or the arena's; something that the file lacks.
+
+    Example:
+        >>> model, other = torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)
+        >>> path = ga.save_checkpoint("run/step7.safetensors", model=model, step=7)
+        >>> ga.load_checkpoint(path, model=other)["step"]
+        7
+        >>> torch.equal(model.weight, other.weight)
+        True
+    """
     path = pathlib.Path(path).expanduser()
     contents = read_file(path)
     state = contents.state
@@ -435,7 +473,11 @@ def _checkpoints(folder, ending="") -> "list[tuple[int, pathlib.Path]]":
 def latest_checkpoint(folder: "str | pathlib.Path") -> "pathlib.Path | None":
     """The checkpoint with the highest step in a folder; None without one.
 
-    Unfinished files are ignored."""
+    Unfinished files are ignored.
+
+    Args:
+        folder: of checkpoints that `train` wrote.
+    """
     checkpoints = _checkpoints(folder)
     return checkpoints[-1][1] if checkpoints else None
 

@@ -1,8 +1,8 @@
 """One checkpoint as a file: safetensors without pickle, verified by sha256 when it is read.
 
-    >>> write_file(path, tensors, step=200, state={"extra": pack(extra, "extra")})
-    >>> contents = read_file(path)
-    >>> contents.tensors, contents.step, unpack(contents.state["extra"])
+    write_file(path, tensors, step=200, state={"extra": pack(extra, "extra")})
+    contents = read_file(path)
+    contents.tensors, contents.step, unpack(contents.state["extra"])
 
 The metadata of the safetensors file hold the format, the step, one sha256 per tensor, one over all
 of it, and as JSON the state: everything that is no tensor. Any tool that reads safetensors can read
@@ -62,8 +62,10 @@ def describe(tensor: Tensor) -> list:
 def pack(value, name: str):
     """A JSON value from which `unpack` restores `value`.
 
-    value: numbers, strings, lists, tuples, dicts, small tensors, nested.
-    name: what to call it in the CheckpointError that is raised for anything else."""
+    Args:
+        value: numbers, strings, lists, tuples, dicts, small tensors, nested.
+        name: what to call it in the CheckpointError that is raised for anything else.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, np.generic):
@@ -131,8 +133,11 @@ def write_file(path: pathlib.Path, tensors: "dict[str, Tensor]", step: int, stat
 
     One pass, with one tensor at a time on the host. The header holds the digests, so it is written
     last, over zeros of its own length.
-    Raises CheckpointError for a tensor that safetensors cannot hold, and for any error of the disk;
-    what was at `path` is then untouched."""
+
+    Raises:
+        CheckpointError: for a tensor that safetensors cannot hold, and for any error of the disk;
+            what was at `path` is then untouched.
+    """
     metadata = {"format": FORMAT, "step": str(int(step)), "state": json.dumps(state)}
     # Largest elements first, so that each tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -197,8 +202,10 @@ def _read_safetensors(path: pathlib.Path) -> "tuple[dict[str, Tensor], dict[str,
 def read_file(path: pathlib.Path) -> Contents:
     """Everything in a file, verified.
 
-    Raises CheckpointError for no such file, one that is not a checkpoint, and one that is damaged;
-    the error names the tensor."""
+    Raises:
+        CheckpointError: for no such file, one that is not a checkpoint, and one that is damaged;
+            the error names the tensor.
+    """
     tensors, metadata = _read_safetensors(path)
     try:
         digests = dict(json.loads(metadata["digests"]))

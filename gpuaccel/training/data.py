@@ -1,9 +1,9 @@
 """Real text, tokens and batches, with nothing downloaded.
 
-    >>> dataset = make_dataset()             # the text of Python's standard library, as bytes
-    >>> batches = Batches(dataset.train, batch=8, T=128, seed=0)
-    >>> inputs, targets = next(batches)      # (8, 128) int64 each; targets are one token further on
-    >>> dataset.tokenizer.decode(inputs[0])
+    dataset = make_dataset()             # the text of Python's standard library, as bytes
+    batches = Batches(dataset.train, batch=8, T=128, seed=0)
+    inputs, targets = next(batches)      # (8, 128) int64 each; targets are one token further on
+    dataset.tokenizer.decode(inputs[0])
 
 Text is a file, a folder, or by default the `.py` files of the standard library, which are on every
 machine. Tokens are bytes (`ByteTokenizer`) or a byte-level BPE (`train_bpe`, kept in the cache).
@@ -40,11 +40,17 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text to train on."""
+    """Text to train on.
 
-    documents: "list[str]"  # at least one; none is empty
-    source: str  # where the text is from, in words
-    bytes: int  # length of all documents as UTF-8
+    Attributes:
+        documents: texts, at least one; none is empty.
+        source: where the text is from, in words.
+        bytes: length of all documents as UTF-8.
+    """
+
+    documents: "list[str]"
+    source: str
+    bytes: int
 
     def digest(self) -> str:
         """sha256 over the documents and where each ends."""
@@ -91,12 +97,16 @@ def _read_text(path, limit):
 def load_text(path: "str | os.PathLike | None" = None, *, max_bytes: "int | None" = None) -> Corpus:
     """Text of a file, a folder, or the standard library. A document is a file that is not empty.
 
-    path: a file of any name; a folder, of which *.txt, *.md and *.py are read recursively and
-        sorted; None: the standard library.
-    max_bytes: stop after that many bytes of text.
+    Args:
+        path: a file of any name; a folder, of which `*.txt`, `*.md` and `*.py` are read recursively
+            and sorted; None: the standard library.
+        max_bytes: stop after that many bytes of text.
 
-    Raises DataError for no such file or folder, no text in it, a file that cannot be read or is not
-    UTF-8 (with the byte's offset)."""
+    Raises:
+        DataError: for no such file or folder, no text in it, a file that cannot be read or is not
+            UTF-8 (with the byte's offset).
+        ArgumentError: for a max_bytes below 1.
+    """
     if max_bytes is not None and max_bytes < 1:
         raise ArgumentError(f"max_bytes is {max_bytes}; expected None or at least 1")
     if path is None:
@@ -164,18 +174,28 @@ class ByteTokenizer:
     vocab_size = 256
 
     def encode(self, text: str) -> np.ndarray:
-        """(N,) uint16, N the length of the text as UTF-8."""
+        """(N,) uint16, N the length of the text as UTF-8.
+
+        Args:
+            text: any text.
+        """
         return np.frombuffer(_as_bytes(text), np.uint8).astype(np.uint16)
 
     def decode(self, tokens) -> str:
-        """Text of an array, tensor or iterable of tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Text of an array, tensor or iterable of tokens; bytes that are no UTF-8 become U+FFFD.
+
+        Args:
+            tokens: whole numbers below 256.
+        """
         return bytes(_as_list(tokens, 256)).decode("utf-8", errors="replace")
 
 
 class BPETokenizer:
     """Byte-level BPE of the `tokenizers` library: any text has tokens, which decode to that text.
 
-    description: what `to_json()` of another one returned."""
+    Args:
+        description: what `to_json()` of another one returned.
+    """
 
     def __init__(self, description: str):
         from tokenizers import Tokenizer
@@ -188,12 +208,20 @@ class BPETokenizer:
         return self._tokenizer.to_str()
 
     def encode(self, text: str) -> np.ndarray:
-        """(N,) uint16. Text is encoded in pieces of 262,144 characters, which no token crosses."""
+        """(N,) uint16. Text is encoded in pieces of 262,144 characters, which no token crosses.
+
+        Args:
+            text: any text.
+        """
         _as_bytes(text)
         return self.encode_all([text])[0]
 
     def encode_all(self, texts: "list[str]") -> "list[np.ndarray]":
-        """`encode` of each text, several texts at a time on all cores."""
+        """`encode` of each text, several texts at a time on all cores.
+
+        Args:
+            texts: any texts.
+        """
         pieces = [
             (index, text[start : start + PIECE])
             for index, text in enumerate(texts)
@@ -210,7 +238,11 @@ class BPETokenizer:
         return [np.concatenate(part) for part in parts]
 
     def decode(self, tokens) -> str:
-        """Text of an array, tensor or iterable of tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Text of an array, tensor or iterable of tokens; bytes that are no UTF-8 become U+FFFD.
+
+        Args:
+            tokens: whole numbers.
+        """
         return self._tokenizer.decode(_as_list(tokens, self.vocab_size), skip_special_tokens=False)
 
 
@@ -245,9 +277,15 @@ def _cached(name, make):
 def train_bpe(corpus: Corpus, vocab_size: int = 32768, cache: bool = True) -> BPETokenizer:
     """Train a byte-level BPE on a text.
 
-    vocab_size: 256 to 65,536; the tokenizer has fewer entries if too few pairs repeat.
-    cache: read a tokenizer that was trained on this text with this size before. Training takes
-        about 7 s for the standard library on two cores."""
+    Args:
+        corpus: what load_text returned.
+        vocab_size: 256 to 65,536; the tokenizer has fewer entries if too few pairs repeat.
+        cache: read a tokenizer that was trained on this text with this size before. Training takes
+            about 7 s for the standard library on two cores.
+
+    Raises:
+        ArgumentError: for a vocab_size out of range.
+    """
     if not 256 <= vocab_size <= 65536:
         raise ArgumentError(
             f"vocab_size is {vocab_size}; expected 256 (the bytes) to 65536 (what fits uint16)"
@@ -276,13 +314,21 @@ def train_bpe(corpus: Corpus, vocab_size: int = 32768, cache: bool = True) -> BP
 
 @dataclass(frozen=True, eq=False)
 class TokenDataset:
-    """A corpus as tokens. `train` and `val` share no text."""
+    """A corpus as tokens. `train` and `val` share no text.
 
-    train: torch.Tensor  # (N,) int32, documents one after another
-    val: torch.Tensor  # (M,) int32
+    Attributes:
+        train: (N,) int32, documents one after another.
+        val: (M,) int32; shares no text with `train`.
+        vocab_size: number of different tokens.
+        tokenizer: made the tokens, and decodes them.
+        source: where the text came from, in words.
+    """
+
+    train: torch.Tensor
+    val: torch.Tensor
     vocab_size: int
     tokenizer: "ByteTokenizer | BPETokenizer"
-    source: str  # where the text came from, in words
+    source: str
 
 
 def _split(documents):
@@ -307,13 +353,29 @@ def make_dataset(
     max_bytes: "int | None" = None,
     vocab_size: int = 32768,
 ) -> TokenDataset:
-    """A text as tokens, split into training and validation.
+    """Read a text as tokens, split into training and validation.
 
-    path, max_bytes: which text, see `load_text`.
-    tokenizer: "byte" (256 tokens), "bpe" (trained on this text, up to `vocab_size` tokens), or a
-        tokenizer you have.
+    Args:
+        path: a text file, a folder of texts, or None: the standard library. See load_text.
+        tokenizer: "byte" (256 tokens, the default), "bpe" (trained on this text, up to `vocab_size`
+            tokens), or a tokenizer you have, with encode and decode.
+        max_bytes: stop after that many bytes of text. Default: all of it.
+        vocab_size: of a "bpe" that is trained, 256 to 65,536.
 
-    A BPE and its tokens are kept in the cache: only the first call for a text takes time."""
+    Returns:
+        A TokenDataset with `train` and `val`, int32 tokens.
+
+    Raises:
+        ArgumentError: for what is no tokenizer, a vocab_size out of range, and max_bytes below 1.
+        DataError: for no such file or folder, no text in it, and a file that is not UTF-8.
+
+    Example:
+        >>> import pathlib
+        >>> size = pathlib.Path("corpus.txt").write_text("to be, or not to be. " * 100)
+        >>> data = ga.make_dataset("corpus.txt")
+        >>> len(data.train), len(data.val), data.vocab_size
+        (1890, 210, 256)
+    """
     if isinstance(tokenizer, str) and tokenizer not in ("byte", "bpe"):
         raise ArgumentError(
             f"tokenizer is {tokenizer!r}; expected 'byte', 'bpe', or an object with encode and "
@@ -384,11 +446,19 @@ def shard(
 ) -> list:
     """Rank `rank`'s share of a list of batches (or files, or anything): every `ranks`-th of them.
 
-    seed: shuffle them first, with seed + epoch.
-
     The shares are disjoint and complete, and equally long: a rank that has one less has None at the
     end, with which it takes part in a step without a batch.
-    Raises DataError when there are fewer batches than ranks."""
+
+    Args:
+        batches: any iterable.
+        rank: from 0 to ranks - 1.
+        ranks: number of shares.
+        seed: shuffle them first, with seed + epoch; None, the default: in their order.
+        epoch: number of the epoch.
+
+    Raises:
+        DataError: when there are fewer batches than ranks.
+    """
     _check_rank(rank, ranks)
     batches = list(batches)
     if len(batches) < ranks:
@@ -408,19 +478,34 @@ class Batches:
     Sequences do not overlap, and an epoch visits each once: each token is a target once. Only the
     last, incomplete sequence is left out. A batch at the end of an epoch goes on into the next.
 
-    tokens: (N,) integer tensor on the CPU.
-    batch: sequences per batch.
-    T: tokens per sequence.
-    seed: seed + epoch seeds the shuffle.
-    device: where batches are copied, without waiting.
-    pin: leave CPU batches in pinned memory, for copies of your own.
-    rank, ranks: this rank's share, a batch of each step. All ranks visit each sequence once.
-    micro_batches: of a step on each rank. They go to the ranks in turn, so that a step of all ranks
-        depends on ranks * micro_batches only, and a run can go on with another number of ranks.
-
     The position is the same on every rank.
-    Raises DataError when there is not one whole sequence (T + 1 tokens), or an epoch has fewer
-    batches than there are ranks."""
+
+    Args:
+        tokens: (N,) integer tensor on the CPU.
+        batch: sequences per batch, 1 or more.
+        T: tokens per sequence, 1 or more.
+        seed: seed + epoch seeds the shuffle.
+        device: where batches are copied, without waiting; default: the CPU.
+        pin: leave CPU batches in pinned memory, for copies of your own.
+        rank, ranks: this rank's share, a batch of each step. All ranks visit each sequence once.
+        micro_batches: of a step on each rank. They go to the ranks in turn, so that a step of all
+            ranks depends on ranks * micro_batches only, and a run can go on with another number of
+            ranks.
+
+    Raises:
+        DataError: when there is not one whole sequence (T + 1 tokens), or an epoch has fewer
+            batches than there are ranks.
+        ArgumentError: for a batch below 1, and for one that micro_batches and ranks do not divide
+            into equal parts.
+
+    Example:
+        >>> batches = ga.Batches(torch.arange(101), batch=2, T=10, device=ga.default_device())
+        >>> inputs, targets = next(batches)
+        >>> inputs.shape, bool((targets == inputs + 1).all())
+        (torch.Size([2, 10]), True)
+        >>> batches.state_dict()["index"]
+        2
+    """
 
     def __init__(
         self,
@@ -513,8 +598,14 @@ class Batches:
     def load_state_dict(self, state: dict):
         """Continue where `state_dict()` was taken.
 
-        Raises DataError, and changes nothing, if the text or T was another. Warns where the state
-        has no hash of its text: before version 0.2 it had none."""
+        Args:
+            state: what state_dict() returned.
+
+        Raises:
+            DataError: with nothing changed, where the text or T was another, or the position is
+                none of this text. Warns where the state has no hash of its text: before version 0.2
+                it had none.
+        """
         for key in ("sequences", "T"):
             stored = state.get(key)
             expected = getattr(self, key)
@@ -552,10 +643,20 @@ def val_batches(
 ) -> "list[tuple[torch.Tensor, torch.Tensor]]":
     """The batches of a text in order: (inputs, targets), each (batch, T) int64 on `device`.
 
-    limit: only the first ones.
-
     All have `batch` sequences, and what is left at the end is not used; a text of fewer sequences
-    gives one smaller batch. Raises DataError when there is no whole sequence (T + 1 tokens)."""
+    gives one smaller batch.
+
+    Args:
+        tokens: (N,) integers on the CPU.
+        batch: sequences per batch, 1 or more.
+        T: tokens per sequence.
+        limit: only the first ones.
+        device: where batches lie. Default: the CPU.
+
+    Raises:
+        DataError: when there is no whole sequence (T + 1 tokens).
+        ArgumentError: for a batch below 1.
+    """
     if batch < 1:
         raise ArgumentError(f"batch is {batch}; expected at least 1")
     count = _sequence_count(tokens, T)

@@ -1,7 +1,7 @@
 """The training loop around a step: readings, validation, a schedule, metrics, checkpoints.
 
-    >>> for reading in ga.train(step, batches, steps=200, metrics="run.jsonl"):
-    ...     print(reading.tokens_per_s, reading.loss)
+    for reading in ga.train(step, batches, steps=200, metrics="run.jsonl"):
+        print(reading.tokens_per_s, reading.loss)
 
 The loop waits for the device in validation, checkpoints and the last step only. The losses that it
 yields are those that have arrived, from a few steps before.
@@ -45,9 +45,13 @@ def warmup_cosine(
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """A learning-rate scheduler: linear warm-up, then a cosine.
 
-    warmup: steps until the learning rate of `opt` is reached; the first one is above zero already.
-    steps: where the cosine ends.
-    floor: what the cosine ends at, as a fraction of the learning rate."""
+    Args:
+        opt: whose learning rate is scheduled.
+        warmup: steps until the learning rate of `opt` is reached; the first one is above zero
+            already.
+        steps: where the cosine ends.
+        floor: what the cosine ends at, as a fraction of the learning rate. Default: 0.1.
+    """
 
     return torch.optim.lr_scheduler.LambdaLR(
         opt, lambda i: warmup_cosine_factor(i, warmup, steps, floor)
@@ -55,7 +59,14 @@ def warmup_cosine(
 
 
 def warmup_cosine_factor(i: int, warmup: int, steps: int, floor: float = 0.1) -> float:
-    """What `warmup_cosine` multiplies the learning rate by after i steps."""
+    """What `warmup_cosine` multiplies the learning rate by after i steps.
+
+    Args:
+        i: steps taken.
+        warmup: steps of the warm-up.
+        steps: where the cosine ends.
+        floor: what the cosine ends at.
+    """
     if i < warmup:
         return (i + 1) / warmup
     progress = min(1.0, (i - warmup) / max(1, steps - warmup))
@@ -66,8 +77,13 @@ def warmup_cosine_factor(i: int, warmup: int, steps: int, floor: float = 0.1) ->
 def evaluate(model: nn.Module, batches: Iterable, loss_fn: Callable = token_loss) -> float:
     """Mean loss per token over `batches`, without gradients, in eval mode.
 
-    loss_fn: (model, batch) -> (sum of losses, number of tokens).
-    Waits for the device once, at the end."""
+    Waits for the device once, at the end.
+
+    Args:
+        model: any module.
+        batches: an iterable of what loss_fn takes.
+        loss_fn: (model, batch) -> (sum of losses, number of tokens). Default: token_loss.
+    """
     was_training = model.training
     total: Any = 0.0
     tokens: Any = 0
@@ -88,8 +104,10 @@ class Metrics:
     A line is written once its loss has arrived from the device. lr is that of the first parameter
     group, as the step used it, before its scheduler.
 
-    path: made if missing.
-    resumed_step: lines up to this step are kept; a resumed run writes those after it again."""
+    Args:
+        path: made if missing.
+        resumed_step: lines up to this step are kept; a resumed run writes those after it again.
+    """
 
     def __init__(self, path: "str | pathlib.Path", resumed_step: int = 0):
         self.path = pathlib.Path(path)
@@ -207,25 +225,41 @@ def train(
     resume: "bool | str | pathlib.Path" = False,
     extra: "dict | None" = None,
 ) -> Generator[Reading, None, None]:
-    """Take optimizer steps until `steps` have been taken in all; yields a reading after each.
+    """Take optimizer steps until `steps` have been taken in all, with a reading after each.
 
-    batches: an iterator of batches. A run over data.Batches can be resumed.
-    val: batches that are evaluated every `val_every` steps and at the end.
-    metrics: path of a file with one JSON line per step.
-    checkpoint_dir: folder for a checkpoint every `checkpoint_every` steps, at the end, and when the
-        loop is left between two steps (by a Stop button, by break). An error or a Ctrl-C inside a
-        step writes none: the data have moved on, the weights perhaps not.
-    keep: how many of the newest checkpoints stay.
-    resume: continue from the newest checkpoint there, bit-identically; without one, begin. A path:
-        continue from this checkpoint. One that is damaged is a CheckpointError, whose `older` are
-        the paths of those that are not.
-    extra: plain values that each checkpoint keeps.
+    Args:
+        step: the TrainStep; its meter is used, or one is made.
+        batches: an iterator of batches. A run over data.Batches can be resumed.
+        steps: optimizer steps in all, those of an earlier run that is resumed included.
+        val: batches that are evaluated every `val_every` steps and at the end. Default: none.
+        val_every: steps between two evaluations; 0, the default: only at the end.
+        metrics: path of a file with one JSON line per step. Default: none.
+        checkpoint_dir: folder for a checkpoint every `checkpoint_every` steps, at the end, and when
+            the loop is left between two steps (by a Stop button, by break). An error or a Ctrl-C
+            inside a step writes none: the data have moved on, the weights perhaps not. Default:
+            none.
+        checkpoint_every: steps between two checkpoints; 0, the default: only at the end.
+        keep: how many of the newest checkpoints stay.
+        resume: continue from the newest checkpoint there, bit-identically; without one, begin. A
+            path: continue from this checkpoint. One that is damaged is a CheckpointError, whose
+            `older` are the paths of those that are not.
+        extra: plain values that each checkpoint keeps. Default: none.
 
-    With several ranks each calls it with the same arguments and its own batches, and leaves it
-    after the same step. A rank that leaves earlier writes no checkpoint, unless all were asked to
-    stop (Reducer.asked_to_stop()). Rank 0 writes metrics and checkpoints. All ranks read the
-    checkpoints, so the folder has to be shared; a run can be resumed with another number of ranks.
-    A checkpoint holds torch's generators of each rank, and Python's and NumPy's of rank 0."""
+    Yields:
+        A Reading after each step, without a wait for the device; the last one waits for it.
+
+    Raises:
+        CheckpointError: for a checkpoint that cannot be written, or resumed from.
+
+    Example:
+        >>> model = ga.preset("tiny", layers=1, hidden=32).build().to(ga.default_device())
+        >>> tokens = torch.arange(2000) % 256
+        >>> batches = ga.Batches(tokens, batch=4, T=32, device=ga.default_device())
+        >>> with ga.TrainStep(model, max_norm=1.0) as step:
+        ...     readings = list(ga.train(step, batches, steps=5))
+        >>> readings[-1].step, readings[-1].tokens, readings[-1].loss < 6.0
+        (5, 640, True)
+    """
     checkpoints = _Checkpoints(step, batches, checkpoint_dir, keep, extra)
     if resume:
         checkpoints.resume(resume)

@@ -1,10 +1,10 @@
 """LoRA on a model: apply, merge, unmerge, remove. The weights are frozen, factors are trained.
 
-    >>> ga.apply_lora(model, rank=8, alpha=16, targets=("w_q", "w_v"))    # before Arena, in place
-    >>> arena = ga.Arena(model)                 # holds the trainable tensors only
-    >>> ga.save_lora(model, "adapter")          # the files of `peft`: training/lora_files.py
-    >>> ga.merge_lora(model)                    # adds the products to the base weights
-    >>> ga.training.unmerge_lora(model)                  # restores the base weights, bit-identical
+    ga.apply_lora(model, rank=8, alpha=16, targets=("w_q", "w_v"))    # before Arena, in place
+    arena = ga.Arena(model)                 # holds the trainable tensors only
+    ga.save_lora(model, "adapter")          # the files of `peft`: training/lora_files.py
+    ga.merge_lora(model)                    # adds the products to the base weights
+    ga.training.unmerge_lora(model)                  # restores the base weights, bit-identical
 
 The layer is nn/lora.py. Which modules: `targets` get factors, modules in `also` are trained whole.
 
@@ -41,7 +41,11 @@ def lora_layers(model: nn.Module) -> "dict[str, LoRALinear]":
 
 
 def require_lora_layers(model: nn.Module) -> "dict[str, LoRALinear]":
-    """lora_layers of a model that has some. Raises ArgumentError for one without."""
+    """lora_layers of a model that has some.
+
+    Raises:
+        ArgumentError: for one without.
+    """
     layers = lora_layers(model)
     if not layers:
         raise ArgumentError(
@@ -66,8 +70,10 @@ def matches(module_name: str, pattern: str) -> bool:
 def _select(argument: str, modules: "dict[str, nn.Module]", patterns, default) -> dict:
     """name -> module, for the modules that match one of the patterns.
 
-    Raises ArgumentError for a pattern that matches nothing. The patterns of `default` are for
-    several models: there one match in all is enough."""
+    Raises:
+        ArgumentError: for a pattern that matches nothing. The patterns of `default` are for several
+            models: there one match in all is enough.
+    """
     patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     selected = {
         name: part for name, part in modules.items() if any(matches(name, p) for p in patterns)
@@ -182,7 +188,9 @@ def make_layers(
 ) -> "dict[str, LoRALinear]":
     """name -> LoRA layer for each target, not yet in the model.
 
-    Raises ArgumentError where the arguments do not fit the model, which stays as it is."""
+    Raises:
+        ArgumentError: where the arguments do not fit the model, which stays as it is.
+    """
     _check_not_in_arena(model)
     _check_settings(rank, alpha, dropout, dtype)
     names = _parameter_names(model)
@@ -226,24 +234,39 @@ def apply_lora(
     dtype: "torch.dtype | None" = None,
     seed: "int | None" = None,
 ) -> nn.Module:
-    """Freeze `model` and put a LoRALinear around each linear layer that `targets` names.
+    """Freeze `model` and put a LoRALinear around each linear layer that `targets` names, in place.
 
-    rank: from 1 to the smaller side of each target.
-    alpha: the product is scaled by alpha / rank.
-    dropout: of the factors' input, from torch's random numbers.
-    targets: ends of module names, such as `q_proj` or `attn.c_attn`.
-    also: names of modules that are trained whole beside the factors, and saved with them.
-        BLOCK_NORMS names the two norms of each block.
-    dtype: of the factors; default that of each base weight. In an Arena bf16 factors have fp32
-        masters. torch.float32 beside a bf16 base is what PEFT does.
-    seed: for the initial values of A; default torch's random numbers, on the CPU.
+    Args:
+        model: an nn.Module without LoRA, whose parameters are in no Arena.
+        rank: from 1 to the smaller side of each target.
+        alpha: the product is scaled by alpha / rank.
+        dropout: probability, of the factors' input, from torch's random numbers. Default: 0.
+        targets: ends of module names, such as `q_proj` or `attn.c_attn`. Default: the query and
+            value projections of Transformer and of Llama.
+        also: names of modules that are trained whole beside the factors, and saved with them.
+            BLOCK_NORMS names the two norms of each block.
+        dtype: of the factors; default that of each base weight. In an Arena bf16 factors have fp32
+            masters. torch.float32 beside a bf16 base is what PEFT does.
+        seed: for the initial values of A; default torch's random numbers, on the CPU.
 
-    Returns model, changed in place; each layer keeps its mode (train or eval). An optimizer made
-    before holds what is frozen now: make it after.
-    Raises ArgumentError, and changes nothing, for a name that matches nothing (of the default
-    targets and of BLOCK_NORMS one match is enough), a target that is no linear layer or has a tied
-    weight, a rank, alpha or dropout out of range, a model that has LoRA, or parameters in an
-    Arena."""
+    Returns:
+        The model; each layer keeps its mode (train or eval). An optimizer made before holds what is
+        frozen now: make it after.
+
+    Raises:
+        ArgumentError: with nothing changed, for a name that matches nothing (of the default targets
+            and of BLOCK_NORMS one match is enough), a target that is no linear layer or has a tied
+            weight, a rank, alpha or dropout out of range, a model that has LoRA, or parameters in
+            an Arena.
+
+    Source:
+        Hu et al., LoRA: Low-Rank Adaptation of Large Language Models (2021); PEFT's LoRA.
+
+    Example:
+        >>> model = ga.apply_lora(ga.preset("tiny", layers=1).build(), rank=4)
+        >>> [name for name, p in model.named_parameters() if p.requires_grad][:2]
+        ['...w_q.lora_A.weight', '...w_q.lora_B.weight']
+    """
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     check_module("model", model)
     module = uncompiled(model)
@@ -265,14 +288,29 @@ def apply_lora(
 
 
 def merge_lora(model: nn.Module) -> nn.Module:
-    """Add alpha / rank * B A to every base weight, in fp32 and rounded once. Returns model.
+    """Add alpha / rank * B A to every base weight, in fp32 and rounded once.
 
     A merged model runs the base layers alone; it refuses to train, because the factors would get no
     gradient. state_dict() still holds the frozen weights and the factors, and beside them the
     merged weights by the names of a model without LoRA, which from_pretrained after save_pretrained
-    loads.
-    Until unmerge_lora, a copy of each target's weight is kept on its device.
-    Raises ArgumentError, and changes nothing, without LoRA or when merged already."""
+    loads. Until unmerge_lora, a copy of each target's weight is kept on its device.
+
+    Args:
+        model: after apply_lora or load_lora.
+
+    Returns:
+        The model, changed in place.
+
+    Raises:
+        ArgumentError: with nothing changed, without LoRA or when merged already.
+
+    Example:
+        >>> model = ga.apply_lora(ga.preset("tiny", layers=1).build(), rank=4).eval()
+        >>> tokens = torch.tensor([[1, 2, 3]])
+        >>> before = model(tokens)
+        >>> torch.allclose(before, ga.merge_lora(model)(tokens))
+        True
+    """
     layers = require_lora_layers(model)
     if merged := [name for name, layer in layers.items() if layer.merged]:
         raise ArgumentError(
@@ -292,9 +330,17 @@ def merge_lora(model: nn.Module) -> nn.Module:
 
 
 def unmerge_lora(model: nn.Module) -> nn.Module:
-    """Restore every base weight as it was before merge_lora, bit-identical. Returns model.
+    """Restore every base weight as it was before merge_lora, bit-identical.
 
-    Raises ArgumentError, and changes nothing, without LoRA or when not merged."""
+    Args:
+        model: after merge_lora.
+
+    Returns:
+        The model, changed in place.
+
+    Raises:
+        ArgumentError: and changes nothing, without LoRA or when not merged.
+    """
     layers = require_lora_layers(model)
     if not_merged := [name for name, layer in layers.items() if not layer.merged]:
         raise ArgumentError(f"{not_merged[0]} is not merged; expected a model after merge_lora")
@@ -304,14 +350,22 @@ def unmerge_lora(model: nn.Module) -> nn.Module:
 
 
 def remove_lora(model: nn.Module, *, merge: "bool | None" = None) -> nn.Module:
-    """Replace the LoRA layers by their plain base layers. Returns model.
-
-    merge: True: with the merged weights. False: with the frozen ones. None: with those that the
-        model computes with now, the merged ones after merge_lora.
+    """Replace the LoRA layers by their plain base layers.
 
     Modules that `also` named keep their trained values. What requires a gradient stays as it is:
     model.requires_grad_(True) makes everything trainable again.
-    Raises ArgumentError, and changes nothing, without LoRA, or while parameters are in an Arena."""
+
+    Args:
+        model: with LoRA.
+        merge: True: with the merged weights. False: with the frozen ones. None: with those that the
+            model computes with now, the merged ones after merge_lora.
+
+    Returns:
+        The model, changed in place.
+
+    Raises:
+        ArgumentError: and changes nothing, without LoRA, or while parameters are in an Arena.
+    """
     module = uncompiled(model)
     layers = require_lora_layers(module)
     if not Arena.parameters_held().isdisjoint(map(id, module.parameters())):

@@ -1,7 +1,7 @@
 """Adapters on disk, in PEFT's format: adapter_model.safetensors and adapter_config.json.
 
-    >>> ga.save_lora(model, "adapter")       # `peft` reads it
-    >>> ga.load_lora(model, "adapter")       # also one that `peft` wrote
+    ga.save_lora(model, "adapter")       # `peft` reads it
+    ga.load_lora(model, "adapter")       # also one that `peft` wrote
 
 An adapter is the factors of each LoRA layer, and the modules that are trained whole beside them.
 The metadata of the safetensors file also hold rank, alpha and a sha256 over the tensors. PEFT
@@ -88,8 +88,11 @@ def _short_names(model: nn.Module, names, matches_pattern) -> "list[str]":
     """Patterns by which PEFT finds exactly these modules of the model, sorted.
 
     A module's last name component where it matches no other module, else its full name.
-    matches_pattern: PEFT's rule. For targets it is `matches`; modules_to_save match by the bare end
-    of a name, so that "norm" also means input_layernorm."""
+
+    Args:
+        matches_pattern: PEFT's rule. For targets it is `matches`; modules_to_save match by the bare
+            end of a name, so that "norm" also means input_layernorm.
+    """
     inside_layers = tuple(f"{name}." for name in lora_layers(model))
     all_names = [
         name for name, _ in model.named_modules() if name and not name.startswith(inside_layers)
@@ -142,15 +145,31 @@ def save_lora(
     base_model: "str | None" = None,
     task_type: "str | None" = None,
 ) -> pathlib.Path:
-    """Write the adapter of a model as PEFT does. Returns the folder, which is made if missing.
-
-    base_model: name of the base model, for PEFT; default what model.config says.
-    task_type: PEFT's, such as "CAUSAL_LM".
+    """Write the adapter of a model as PEFT does.
 
     Both files are written aside and renamed together. A merged model gives the same files. Copies
     from the device, hence synchronises.
-    Raises ArgumentError without LoRA, and CheckpointError where the folder cannot be written; files
-    that were there are then untouched."""
+
+    Args:
+        model: after apply_lora or load_lora.
+        folder: where adapter_model.safetensors and adapter_config.json are written.
+        base_model: name of the base model, for PEFT; default what model.config says.
+        task_type: PEFT's, such as "CAUSAL_LM".
+
+    Returns:
+        The folder, which is made if missing.
+
+    Raises:
+        ArgumentError: without LoRA.
+        CheckpointError: where the folder cannot be written; files that were there are then
+            untouched.
+
+    Example:
+        >>> model = ga.apply_lora(ga.preset("tiny", layers=1).build(), rank=4)
+        >>> folder = ga.save_lora(model, "adapter")
+        >>> sorted(path.name for path in folder.iterdir())
+        ['adapter_config.json', 'adapter_model.safetensors']
+    """
     module = uncompiled(model)
     folder = pathlib.Path(folder).expanduser()
     layers = require_lora_layers(module)
@@ -186,7 +205,11 @@ def save_lora(
 
 
 def _read_config(path: pathlib.Path) -> dict:
-    """The configuration of an adapter of plain LoRA. Raises CheckpointError for any other."""
+    """The configuration of an adapter of plain LoRA.
+
+    Raises:
+        CheckpointError: for any other.
+    """
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -319,7 +342,7 @@ def _check_tensors(path, tensors: "dict[str, Tensor]", expected: "dict[str, Tens
 
 
 def load_lora(model: nn.Module, folder: "str | pathlib.Path") -> nn.Module:
-    """Load an adapter that save_lora or `peft` wrote. Returns model.
+    """Load an adapter that save_lora or `peft` wrote.
 
     A model without LoRA gets the layers that the file describes, in the file's dtype (PEFT keeps
     fp32 factors beside a bf16 base). In a model with LoRA the modules, rank, alpha, shapes and
@@ -327,9 +350,27 @@ def load_lora(model: nn.Module, folder: "str | pathlib.Path") -> nn.Module:
     the fp32 masters of bf16 parameters follow. Dropout of existing layers and the optimizer's
     moments stay.
 
-    Everything is verified before the first value is copied. Raises CheckpointError, naming the
-    file, and changes nothing, for a damaged or foreign file, one that does not fit, or an adapter
-    that is not plain LoRA. Raises ArgumentError for a merged model."""
+    Everything is verified before the first value is copied.
+
+    Args:
+        model: with LoRA, or without.
+        folder: that holds adapter_model.safetensors and adapter_config.json.
+
+    Returns:
+        The model, changed in place.
+
+    Raises:
+        CheckpointError: with nothing changed, naming the file, for a damaged or foreign file, one
+            that does not fit, or an adapter that is not plain LoRA.
+        ArgumentError: for a merged model.
+
+    Example:
+        >>> config = ga.preset("tiny", layers=1)
+        >>> folder = ga.save_lora(ga.apply_lora(config.build(), rank=4), "adapter")
+        >>> model = ga.load_lora(config.build(), folder)
+        >>> sum(p.requires_grad for p in model.parameters())  # A and B of w_q and of w_v
+        4
+    """
     module = uncompiled(model)
     folder = pathlib.Path(folder).expanduser()
     path = folder / WEIGHTS

@@ -1,6 +1,6 @@
 """A batch as micro-batches: the pieces along dim 0 that a step goes through one by one.
 
->>> [inputs.shape for inputs, targets in split((tokens, targets), 4)]
+[inputs.shape for inputs, targets in split((tokens, targets), 4)]
 """
 
 import torch
@@ -12,9 +12,14 @@ from ..errors import ArgumentError
 def split(batch, parts: int) -> list:
     """`batch` in `parts` pieces along dim 0, whose sizes differ by one at most.
 
-    batch: a tensor, or a tuple, list or dict of tensors. A list of tuples, lists or dicts is split
-    already, into micro-batches that may differ in number and shape; it is returned as it is.
-    Raises ArgumentError when the tensors disagree in dim 0, or there are fewer rows than pieces."""
+    Args:
+        batch: a tensor, or a tuple, list or dict of tensors. A list of tuples, lists or dicts is
+            split already, into micro-batches that may differ in number and shape; it is returned as
+            it is.
+
+    Raises:
+        ArgumentError: when the tensors disagree in dim 0, or there are fewer rows than pieces.
+    """
     if is_split(batch):
         return batch
     if isinstance(batch, Tensor):

@@ -1,9 +1,9 @@
 """Transformers small enough to read: Llama, GPT-2, and one of polynomial attention.
 
-    >>> model = ga.Transformer(ga.preset("tiny"))  # byte tokens, trains on two CPU cores
-    >>> model = ga.preset("gpt2-124m").build()  # a model of the preset's family
-    >>> logits = model(tokens)  # (B, T) int64 -> (B, T, V)
-    >>> ga.training.generate(model, tokens, 100, seed=0)  # (B, T + 100)
+    model = ga.Transformer(ga.preset("tiny"))  # byte tokens, trains on two CPU cores
+    model = ga.preset("gpt2-124m").build()  # a model of the preset's family
+    logits = model(tokens)  # (B, T) int64 -> (B, T, V)
+    ga.training.generate(model, tokens, 100, seed=0)  # (B, T + 100)
 
 Family "llama", nine weight tensors per block: x = x + Attention(input_norm(x)), then
 x = x + down(silu(gate(h)) * up(h)) with h = post_attn_norm(x). Attention is causal, with rotary
@@ -34,22 +34,42 @@ from ..nn import Encoder, PolyAttention, RichardsGLU, fused_linears, fused_swigl
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of a model. Raises ArgumentError for sizes that do not fit each other."""
+    """Sizes of a model.
+
+    Attributes:
+        vocab: number of tokens, V.
+        hidden: channels, H.
+        intermediate: width of the feed-forward layer.
+        layers: number of blocks.
+        heads: of the queries.
+        kv_heads: of keys and values, a divisor of heads; families gpt2 and poly: as many as heads.
+        T: longest sequence.
+        head_dim: default: hidden / heads; heads * head_dim may differ from hidden.
+        tied: one tensor for embedding and output layer; always so in gpt2.
+        rope_theta: base of the rotary frequencies.
+        norm_eps: added to the variance of the norms.
+        family: "llama", "gpt2" or "poly".
+        degree: of polynomial attention.
+        window: of polynomial attention; None: all positions before.
+
+    Raises:
+        ArgumentError: for sizes that do not fit each other.
+    """
 
     vocab: int
     hidden: int
     intermediate: int
     layers: int
     heads: int
-    kv_heads: int  # families gpt2 and poly: as many as heads
-    T: int  # longest sequence
-    head_dim: int = 0  # default: hidden / heads; heads * head_dim may differ from hidden
-    tied: bool = False  # one tensor for embedding and output layer; always so in gpt2
+    kv_heads: int
+    T: int
+    head_dim: int = 0
+    tied: bool = False
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
-    family: str = "llama"  # or gpt2, poly
-    degree: int = 3  # of polynomial attention
-    window: "int | None" = None  # of polynomial attention
+    family: str = "llama"
+    degree: int = 3
+    window: "int | None" = None
 
     def __post_init__(self):
         if not self.head_dim:
@@ -120,10 +140,26 @@ PRESETS = {
 }
 
 
-def preset(name: str, **changes) -> Config:
-    """One of the configurations, with some fields changed.
+def preset(name: str, **changes: Any) -> Config:
+    """A configuration by its name, with some fields changed.
 
-    name: "tiny", "llama-350m", "gpt2-124m", "gpt2-xl" or "poly-7m"."""
+    Args:
+        name: "tiny", "llama-350m", "gpt2-124m", "gpt2-xl" or "poly-7m".
+        **changes: field of Config -> value.
+
+    Returns:
+        A Config; its build() makes the model.
+
+    Raises:
+        ArgumentError: for an unknown name, and for sizes that do not fit each other.
+
+    Example:
+        >>> config = ga.preset("tiny", layers=2)
+        >>> config.layers, config.hidden, config.vocab
+        (2, 128, 256)
+        >>> sum(p.numel() for p in config.build().parameters())
+        459392
+    """
     if name not in PRESETS:
         raise ArgumentError(f"there is no preset {name!r}; presets: {', '.join(PRESETS)}")
     return dataclasses.replace(PRESETS[name], **changes)
@@ -141,8 +177,12 @@ def rotary_table(T: int, head_dim: int, theta: float) -> Tensor:
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Rotate each pair (a, b) = (x[i], x[i + head_dim/2]) by the angle of its position.
 
-    x: (B, heads, T, head_dim). table: rotary_table of at least T positions.
-    The pair becomes (a cos - b sin, b cos + a sin)."""
+    The pair becomes (a cos - b sin, b cos + a sin).
+
+    Args:
+        x: (B, heads, T, head_dim).
+        table: rotary_table of at least T positions.
+    """
     cos, sin = table[:, : x.shape[-2]].to(x.dtype).unbind()
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
@@ -210,7 +250,18 @@ def _init_weight(weight: Tensor, config: Config, into_residual: bool):
 class Transformer(nn.Module):
     """Families llama and poly: tokens (B, T) int64 -> logits (B, T, V) in the weights' dtype.
 
-    Raises ArgumentError for T above config.T."""
+    Args:
+        config: sizes, of family "llama" or "poly".
+
+    Source:
+        Llama (Touvron et al., 2023); for family poly kernels_cu/richards_glu.cu and
+        poly_attention.cu.
+
+    Example:
+        >>> model = ga.Transformer(ga.preset("tiny", layers=1))
+        >>> model(torch.zeros(2, 8, dtype=torch.int64)).shape
+        torch.Size([2, 8, 256])
+    """
 
     def __init__(self, config: Config):
         super().__init__()
@@ -232,6 +283,17 @@ class Transformer(nn.Module):
             self.lm_head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """The logits of the next token at each position.
+
+        Args:
+            tokens: (B, T) int64, T up to config.T.
+
+        Returns:
+            (B, T, V), in the weights' dtype.
+
+        Raises:
+            ArgumentError: for T above config.T.
+        """
         if tokens.shape[-1] > self.config.T:
             raise ArgumentError(
                 f"tokens have T = {tokens.shape[-1]}, the model was made for T up to "
@@ -266,7 +328,11 @@ class GPT2Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Family gpt2: tokens (B, T) int64, T up to config.T -> logits (B, T, V), weights' dtype."""
+    """Family gpt2: tokens (B, T) int64, T up to config.T -> logits (B, T, V), weights' dtype.
+
+    Args:
+        config: sizes, of family "gpt2".
+    """
 
     def __init__(self, config: Config):
         super().__init__()
@@ -284,6 +350,14 @@ class GPT2(nn.Module):
         self.lm_head.weight = self.encoder.wte.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """The logits of the next token at each position.
+
+        Args:
+            tokens: (B, T) int64, T up to config.T.
+
+        Returns:
+            (B, T, V), in the weights' dtype.
+        """
         x = self.encoder(tokens)
         for block in self.blocks:
             x = block(x)
@@ -299,7 +373,12 @@ def flops_per_token(config: Config, T: int) -> int:
     """Floating-point operations of forward and backward per token, for model FLOPs utilisation.
 
     6 per weight of every matrix product, and 12 * layers * q_dim * T for attention: the convention
-    of PaLM (Chowdhery et al., 2022, appendix B), in which a causal mask saves nothing."""
+    of PaLM (Chowdhery et al., 2022, appendix B), in which a causal mask saves nothing.
+
+    Args:
+        config: of the model.
+        T: tokens per sequence.
+    """
     c = config
     q_dim = c.heads * c.head_dim
     kv_dim = c.kv_heads * c.head_dim
@@ -313,12 +392,19 @@ def flops_per_token(config: Config, T: int) -> int:
 def generate(
     model: nn.Module, tokens: Tensor, n: int, *, temperature: float = 0.8, seed: int = 0
 ) -> Tensor:
-    """Continue tokens (B, T) int64, T >= 1, by n sampled ones: (B, T + n).
+    """Continue tokens by sampled ones.
 
-    model: a Transformer or GPT2; it sees the last config.T tokens.
-    temperature: of the softmax; 0 takes the likeliest token. One below 1e-4 counts as 1e-4, so that
-        no quotient overflows.
-    seed: of a generator of its own, so that torch's random numbers stay as they are."""
+    Args:
+        model: a Transformer or GPT2; it sees the last config.T tokens.
+        tokens: (B, T) int64, T >= 1.
+        n: how many to add.
+        temperature: of the softmax; 0 takes the likeliest token. One below 1e-4 counts as 1e-4, so
+            that no quotient overflows. Default: 0.8.
+        seed: of a generator of its own, so that torch's random numbers stay as they are.
+
+    Returns:
+        (B, T + n) int64.
+    """
     generator = torch.Generator(tokens.device).manual_seed(seed)
     was_training = model.training
     config: Any = model.config

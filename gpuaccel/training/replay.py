@@ -1,7 +1,7 @@
 """TrainStep(replay=...): the options, and the CUDA graphs of a step.
 
->>> ga.TrainStep(model, opt, replay="graph")
->>> ga.TrainStep(model, opt, replay=ga.training.Replay(policy="require"))
+ga.TrainStep(model, opt, replay="graph")
+ga.TrainStep(model, opt, replay=ga.training.Replay(policy="require"))
 """
 
 from dataclasses import asdict, dataclass
@@ -23,10 +23,13 @@ if TYPE_CHECKING:
 class Replay:
     """The whole step is captured in a CUDA graph and replayed with one launch.
 
-    policy: "auto" (a step that cannot be captured runs eagerly, with a warning) or "require".
-    new_shapes: "capture" or "refuse" a second kind of batch.
-    max_graphs: graphs held at once.
-    More about each: ga.GraphedStep."""
+    More about each: ga.GraphedStep.
+
+    Attributes:
+        policy: "auto" (a step that cannot be captured runs eagerly, with a warning) or "require".
+        new_shapes: "capture" or "refuse" a second kind of batch.
+        max_graphs: graphs held at once.
+    """
 
     policy: str = "auto"
     new_shapes: str = "capture"
@@ -54,8 +57,11 @@ class StepGraphs:
     length may change from step to step, needs one graph for each kind of micro-batch, which adds
     to totals on the device, and one for the update behind the last of them.
 
-    ours: the optimizer is a ga.AdamW over the arena. Then a warm-up needs no update, because the
-    optimizer allocates its state in prepare(). An optimizer of torch's allocates it in a step."""
+    Args:
+        ours: the optimizer is a ga.AdamW over the arena. Then a warm-up needs no update, because
+            the optimizer allocates its state in prepare(). An optimizer of torch's allocates it in
+            a step.
+    """
 
     def __init__(self, step: "TrainStep", ours: bool, options: Replay):
         self.step = step
@@ -157,7 +163,9 @@ class StepGraphs:
 class ListGraphs:
     """The graphs of a list of micro-batches, and the totals on the device that they add to.
 
-    micros: the first list; it shows whether loss_fn counts tokens."""
+    Args:
+        micros: the first list; it shows whether loss_fn counts tokens.
+    """
 
     def __init__(self, graphs: StepGraphs, micros):
         self.step = step = graphs.step
@@ -214,7 +222,11 @@ class ListGraphs:
             return self.step.accumulator.received_mask
 
     def _add_micro(self, micro, count: int) -> int:
-        """Captured: one micro-batch. Returns which tensors got a gradient, a bit for each."""
+        """Captured: one micro-batch.
+
+        Returns:
+            Which tensors got a gradient, a bit for each.
+        """
         loss, tokens = self.step.micro(micro, count or 1, last=False)
         self.loss += loss
         self.rows += rows_of(micro)

@@ -11,19 +11,22 @@ from ..optim import DeviceOptimizer
 
 @dataclass
 class StepOutput:
-    """The results of one step: one-element tensors on the device, not overwritten by the next."""
+    """The results of one step: one-element tensors on the device, not overwritten by the next.
 
-    # Mean per token (or of what loss_fn returned).
+    Attributes:
+        loss: mean per token (or of what loss_fn returned), fp32.
+        tokens: valid tokens; None when loss_fn returned a mean.
+        norm: the gradient norm before clipping, one per group with a scope; None without clipping.
+        clipped_norm: the norm after clipping.
+        scale: what the gradients were multiplied by.
+        finite: bool, whether every gradient is finite.
+    """
+
     loss: Tensor
-    # Valid tokens; None when loss_fn returned a mean.
     tokens: "Tensor | None"
-    # The gradient norm before clipping, one per group with a scope; None without clipping.
     norm: "Tensor | None"
-    # The norm after clipping.
     clipped_norm: "Tensor | None" = None
-    # What the gradients were multiplied by.
     scale: "Tensor | None" = None
-    # bool: is every gradient finite?
     finite: "Tensor | None" = None
 
 
@@ -54,18 +57,28 @@ class ClipResult:
 class Totals:
     """Sums over the micro-batches of a step: of one rank, or, all-reduced, of every rank.
 
-    Numbers on the host, or tensors on the device in a captured step and after an all-reduce."""
+    Numbers on the host, or tensors on the device in a captured step and after an all-reduce.
 
-    # fp32; None before the first micro-batch.
+    Attributes:
+        loss: fp32; None before the first micro-batch.
+        tokens: None where loss_fn returns means.
+        rows: sequences, dim 0 of the batch.
+        micro_batches: how many were added.
+    """
+
     loss: "Tensor | None" = None
-    # None where loss_fn returns means.
     tokens: "Tensor | None" = None
-    # Sequences: dim 0 of the batch.
     rows: "float | Tensor" = 0.0
     micro_batches: "int | Tensor" = 0
 
     def add(self, loss: Tensor, tokens: "Tensor | None", rows: int):
-        """One more micro-batch."""
+        """One more micro-batch.
+
+        Args:
+            loss: () fp32.
+            tokens: () integer; None where loss_fn returns means.
+            rows: sequences in it.
+        """
         self.loss = loss if self.loss is None else self.loss + loss
         if self.tokens is None:
             self.tokens = tokens

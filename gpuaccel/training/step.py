@@ -1,8 +1,8 @@
 """One optimizer step: accumulate the gradients of some micro-batches, clip, update.
 
-    >>> step = ga.TrainStep(model, loss_fn=ga.token_loss, micro_batches=4, max_norm=1.0)
-    >>> out = step((inputs, targets))
-    >>> out.loss, out.norm, out.tokens        # on the device
+    step = ga.TrainStep(model, loss_fn=ga.token_loss, micro_batches=4, max_norm=1.0)
+    out = step((inputs, targets))
+    out.loss, out.norm, out.tokens        # on the device
 
 Each stage is an argument, so that an experiment can switch exactly one thing. With
 accumulate="arena" or "fused" nothing waits for the host between the first micro-batch and the new
@@ -22,7 +22,7 @@ import contextlib
 import math
 import numbers
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -55,10 +55,29 @@ CLIPS = ("item", "torch", "fused")
 IGNORED = -100
 
 
-def token_loss(model: nn.Module, micro) -> "tuple[Tensor, Tensor]":
-    """(sum of cross-entropies in fp32, number of valid targets), both on the device.
+def token_loss(model: nn.Module, micro: "tuple[Tensor, Tensor]") -> "tuple[Tensor, Tensor]":
+    """The sum of the cross-entropies of a micro-batch, and the number of its valid targets.
 
-    micro: (inputs, targets), each (B, T) int64; targets of -100 do not count."""
+    Args:
+        model: tokens (B, T) -> logits (B, T, V).
+        micro: (inputs, targets), each (B, T) int64; targets of -100 do not count.
+
+    Returns:
+        Two () tensors on the device, the sum in fp32 and the number in int64.
+
+    Raises:
+        ArgumentError: for a model that does not return a tensor.
+
+    Source:
+        torch.nn.functional.cross_entropy.
+
+    Example:
+        >>> model = ga.preset("tiny", layers=1).build()
+        >>> tokens = torch.arange(9).expand(2, 9)
+        >>> total, count = ga.token_loss(model, (tokens[:, :-1], tokens[:, 1:]))
+        >>> int(count), bool(total > 0)
+        (16, True)
+    """
     inputs, targets = micro
     logits = model(inputs)
     if not isinstance(logits, Tensor):
@@ -79,35 +98,59 @@ def _no_mark(stage: str):
 class TrainStep:
     """One optimizer step over the micro-batches of a batch.
 
-    model: an nn.Module with fp32 or bf16 parameters on one device.
-    opt: ga.AdamW over the arena, or a torch optimizer over arena.parameters() (for an fp32 model:
-        model.parameters()). Default: AdamW, lr 3e-4, decay 0.1 on matrices.
-    loss_fn: (model, micro) -> (sum of losses, number of tokens), or -> a mean.
-    micro_batches: pieces that a batch is split into along dim 0.
-    accumulate: "host", "autograd", "arena" or "fused" (optim/accumulate.py).
-    clip: where gradients are clipped. "item": the norm of each tensor goes to the host, which
-        waits for each. "torch": torch.nn.utils.clip_grad_norm_. "fused": inside ga.AdamW, without
-        a pass over memory of its own; the default with that optimizer, or without any.
-    divide: what the summed gradient is divided by. "tokens": the default where loss_fn counts
-        them; unequal micro-batches give the full batch's gradient. "sequences": rows of the batch.
-        "micro_batches": the mean of the micro-batches' means.
-    max_norm: limit of the global gradient norm, 0 or more, as in torch.nn.utils.clip_grad_norm_;
-        None: no clipping. With a ga.AdamW over the arena: that optimizer's max_norm.
-    compile: torch.compile loss_fn.
-    autocast: a dtype for torch.autocast.
-    scheduler: a torch learning-rate scheduler, stepped after each step.
-    meter: gets the time of each stage.
-    replay: "eager"; "graph": the step is captured in a CUDA graph for each kind of batch, and
-        replayed with one launch; or a ga.training.Replay, "graph" with options. A batch that is a
-        list of micro-batches is replayed one by one. `replays` says which it is, `reason` why.
-    deterministic: two runs are bit-identical (ga.deterministic() around each step).
-    distributed: a ga.Distributed. Each rank makes the same step and calls it as often, with
-        batches of its own. Loss, tokens and divisor are then those of all ranks.
-
     The arena is made here unless the module has one. close() closes what was made here: an arena
     of the caller's stays.
-    Raises ArgumentError, with nothing changed, for an optimizer that holds other tensors than the
-    arena's, an unknown mode or divisor, or two different max_norms."""
+
+    Args:
+        model: an nn.Module with fp32 or bf16 parameters on one device.
+        opt: ga.AdamW over the arena, or a torch optimizer over arena.parameters() (for an fp32
+            model: model.parameters()). Default: AdamW, lr 3e-4, decay 0.1 on matrices.
+        loss_fn: function of (model, micro) that returns (sum of losses, number of tokens), or a
+            mean. Default: token_loss.
+        micro_batches: pieces that a batch is split into along dim 0, 1 or more. Default: 1.
+        accumulate: how gradients get into the sum: "host", "autograd", "arena" (the default) or
+            "fused" (optim/accumulate.py).
+        clip: where gradients are clipped. "item": the norm of each tensor goes to the host, which
+            waits for each. "torch": `torch.nn.utils.clip_grad_norm_`. "fused": inside ga.AdamW,
+            without a pass over memory of its own; the default with that optimizer, or without any.
+        divide: what the summed gradient is divided by. "tokens": the default where loss_fn counts
+            them; unequal micro-batches give the full batch's gradient. "sequences": rows of the
+            batch. "micro_batches": the mean of the micro-batches' means.
+        max_norm: limit of the global gradient norm, 0 or more, as in
+            `torch.nn.utils.clip_grad_norm_`; None: no clipping. With a ga.AdamW over the arena:
+            that optimizer's max_norm.
+        compile: torch.compile loss_fn. Default: False.
+        autocast: a dtype for torch.autocast, such as torch.bfloat16. Default: none.
+        scheduler: a torch learning-rate scheduler, stepped after each step. Default: none.
+        meter: gets the time of each stage. Default: none.
+        replay: "eager"; "graph": the step is captured in a CUDA graph for each kind of batch, and
+            replayed with one launch; or a ga.training.Replay, "graph" with options. A batch that is
+            a list of micro-batches is replayed one by one. `replays` says which it is, `reason`
+            why.
+        deterministic: two runs are bit-identical (ga.deterministic() around each step).
+        distributed: a ga.Distributed. Each rank makes the same step and calls it as often, with
+            batches of its own. Loss, tokens and divisor are then those of all ranks.
+
+    Attributes:
+        opt: the optimizer.
+        arena: the Arena of the model.
+        accumulator: the GradientAccumulator of the arena.
+        count: optimizer steps taken, an int.
+
+    Raises:
+        ArgumentError: with nothing changed, for an optimizer that holds other tensors than the
+            arena's, an unknown mode or divisor, an argument of another kind, or two different
+            max_norms.
+        CaptureError: with replay="graph" and policy "require", where a step cannot be captured.
+
+    Example:
+        >>> model = ga.preset("tiny", layers=1).build().to(ga.default_device())
+        >>> tokens = torch.arange(33, device=ga.default_device()).expand(8, 33)
+        >>> with ga.TrainStep(model, micro_batches=4, max_norm=1.0) as step:
+        ...     out = step((tokens[:, :-1], tokens[:, 1:]))
+        >>> print(f"{out.tokens} tokens, norm clipped to {out.clipped_norm:.2f}")
+        256 tokens, norm clipped to 1.00
+    """
 
     def __init__(
         self,
@@ -240,10 +283,24 @@ class TrainStep:
     def __call__(self, batch) -> StepOutput:
         """Take one step.
 
-        batch: a tensor, or a tuple, list or dict of tensors, on the model's device, rows in dim 0.
-        With several ranks None: this one has no batch left, and the others have.
-        When loss_fn or backward raises, the gradients are dropped and the weights stay."""
-        timer = self.meter.timer if self.meter else None
+        When loss_fn or backward raises, the gradients are dropped and the weights stay.
+
+        Args:
+            batch: a tensor, or a tuple, list or dict of tensors, on the model's device, rows in dim
+                0; or a list of such micro-batches. With several ranks None: this one has no batch
+                left, and the others have.
+
+        Returns:
+            A StepOutput. Nothing waits for the device until a value is read.
+
+        Raises:
+            ArgumentError: for a batch that does not divide into micro-batches, and for a loss that
+                is not one element.
+            CaptureError: for a replayed step that cannot be captured, or does not match its graph
+                any more.
+            RankError: where another rank is lost, or its weights differ.
+        """
+        timer: Any = self.meter.timer if self.meter else None
         if self.reducer is not None and self.reducer.trace is not None:
             timer = self.reducer.trace
         mark = timer.mark if timer else _no_mark
@@ -269,7 +326,10 @@ class TrainStep:
     def eager_step(self, batch, mark=_no_mark) -> StepOutput:
         """The step, operation by operation. A graph captures this very method.
 
-        mark: called with the name of each stage at its end."""
+        Args:
+            batch: as for a call.
+            mark: called with the name of each stage at its end.
+        """
         with self.accumulation_window():
             totals = self.accumulate(self.split(batch), self.reducer, mark)
             output = self.update(totals, mark)
@@ -296,7 +356,18 @@ class TrainStep:
         self.accumulator.end_step(expose=False)
 
     def split(self, batch) -> list:
-        """This rank's micro-batches."""
+        """This rank's micro-batches.
+
+        Args:
+            batch: as for a call.
+
+        Returns:
+            A list of what loss_fn gets as `micro`.
+
+        Raises:
+            ArgumentError: for a batch with fewer rows than micro-batches, or, in ordered mode, with
+                more micro-batches than the step was made for.
+        """
         if self.reducer is None:
             return split(batch, self.micro_batches)
         if batch is None:
@@ -315,7 +386,14 @@ class TrainStep:
     def accumulate(self, micros, reducer: "ReducerBase | None", mark=_no_mark) -> Totals:
         """Forward and backward of every micro-batch; afterwards arena.grads holds the sum.
 
-        reducer: None in a warm-up, which this rank runs by itself."""
+        Args:
+            micros: what split() returned.
+            reducer: None in a warm-up, which this rank runs by itself.
+            mark: called with the name of each stage at its end.
+
+        Returns:
+            The loss, tokens, rows and number of these micro-batches.
+        """
         totals = Totals()
         ordered = reducer if isinstance(reducer, OrderedReducer) else None
         if reducer is not None:
@@ -338,11 +416,18 @@ class TrainStep:
     def micro(
         self, micro, parts: int, last: bool, mark=_no_mark, listener=None
     ) -> "tuple[Tensor, Tensor | None]":
-        """Forward and backward of one of `parts` micro-batches.
+        """Forward and backward of one micro-batch.
 
-        last: of this step, so that ga.AdamW can use sums of squares taken on the way.
-        listener: a BackwardListener, which is told about each gradient.
-        Returns its loss in fp32, and its tokens (None: loss_fn returned a mean)."""
+        Args:
+            micro: what loss_fn gets.
+            parts: number of micro-batches of this step.
+            last: of this step, so that ga.AdamW can use sums of squares taken on the way.
+            mark: called with the name of each stage at its end.
+            listener: a BackwardListener, which is told about each gradient.
+
+        Returns:
+            Its loss in fp32, and its tokens (None where loss_fn returned a mean).
+        """
         loss, tokens = self._forward(micro)
         if self.reducer is not None:
             # The gradient is divided in update(), by the micro-batches of all ranks.
@@ -381,7 +466,12 @@ class TrainStep:
         return loss, tokens
 
     def update(self, totals: Totals, mark=_no_mark) -> StepOutput:
-        """From the sums of this rank's micro-batches to the new weights."""
+        """From the sums of this rank's micro-batches to the new weights.
+
+        Args:
+            totals: what accumulate() returned.
+            mark: called with the name of each stage at its end.
+        """
         if self.reducer is not None:
             totals = self.all_reduce(self.reducer, totals)
         loss = self.mean_loss(totals)
@@ -391,7 +481,12 @@ class TrainStep:
         return StepOutput(loss, totals.tokens, **vars(clip))
 
     def all_reduce(self, reducer: ReducerBase, totals: Totals) -> Totals:
-        """The totals of all ranks; arena.grads holds the sum over all ranks afterwards."""
+        """The totals of all ranks; arena.grads holds the sum over all ranks afterwards.
+
+        Args:
+            reducer: of this step.
+            totals: of this rank.
+        """
         loss, tokens, rows, micro_batches = reducer.reduce(
             totals.loss, totals.tokens, totals.rows, totals.micro_batches
         )
@@ -399,7 +494,11 @@ class TrainStep:
 
     @torch.no_grad()
     def mean_loss(self, totals: Totals) -> Tensor:
-        """Per token; where loss_fn returns means, their mean."""
+        """The mean loss per token; where loss_fn returns means, their mean.
+
+        Args:
+            totals: of all ranks.
+        """
         # A rank alone has a micro-batch, and reduce() returns a tensor.
         assert totals.loss is not None
         if totals.tokens is not None:
@@ -408,7 +507,11 @@ class TrainStep:
 
     @torch.no_grad()
     def divisor(self, totals: Totals) -> "Tensor | None":
-        """What to divide the summed gradient by; None: each loss was divided before backward."""
+        """What to divide the summed gradient by; None: each loss was divided before backward.
+
+        Args:
+            totals: of all ranks.
+        """
         if totals.tokens is not None and self.divide in (None, "tokens"):
             return totals.tokens.clamp(min=1)
         if totals.tokens is not None and self.divide == "sequences":
@@ -451,6 +554,7 @@ class TrainStep:
 
     @property
     def max_norm(self) -> "float | None":
+        """The limit of the gradient norm; None: no clipping."""
         return self._max_norm if self._clipping_opt is None else self._clipping_opt.max_norm
 
     @property
@@ -469,7 +573,11 @@ class TrainStep:
         return self._graphs.batch_graphs if self._graphs else None
 
     def capture(self, batch):
-        """Capture for this kind of (whole) batch now, without taking a step."""
+        """Capture for this kind of (whole) batch now, without taking a step.
+
+        Args:
+            batch: as for a call.
+        """
         if self._graphs:
             with deterministic_mode() if self.deterministic else contextlib.nullcontext():
                 self._graphs.batch_graphs.capture(batch)
@@ -480,8 +588,13 @@ class TrainStep:
             self._graphs.reset()
 
     def gathered(self):
-        """A context, to be entered on every rank: in it the optimizer's state is whole, to be
-        saved or loaded."""
+        """A context in which a sharded optimizer's state is whole, to be saved or loaded.
+
+        Enter it on every rank.
+
+        Returns:
+            A context manager.
+        """
         if self.reducer is not None and self.reducer.sharded:
             # A sharded optimizer clips by itself: see _make_reducer.
             assert self._clipping_opt is not None
@@ -491,8 +604,10 @@ class TrainStep:
     def close(self, alone: bool = False):
         """Close the graphs and the accumulator; release the arena if it was made here.
 
-        alone: with several ranks and a sharded optimizer, do not wait for the other ranks to
-        gather its state; it is lost. A `with` block left by an error does so, too."""
+        Args:
+            alone: with several ranks and a sharded optimizer, do not wait for the other ranks to
+                gather its state; it is lost. A `with` block left by an error does so, too.
+        """
         self._closes_alone = alone
         self._cleanup.close()
 

@@ -1,7 +1,7 @@
 """Try an answer to an exercise; show its hint and its solution, folded.
 
-    >>> ga.check("scale", scale)             # a kernel, or a Python function
-    >>> ga.hint("scale"); ga.solution("scale")
+    ga.check("scale", scale)             # a kernel, or a Python function
+    ga.hint("scale"); ga.solution("scale")
 
 A check runs an answer on sizes around the edges of a thread block and on one of a million elements,
 with new random data each time. Elements outside the tensors are poisoned before and compared after,
@@ -25,6 +25,7 @@ import re
 import secrets
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from html import escape
 
@@ -81,14 +82,17 @@ _MARKS = {True: ("✓", "#1b9e77"), False: ("✗", "#d95f3b"), None: ("·", "#8d
 class Result:
     """How an answer did. True in an `if` only when it passed.
 
-    passed: True, False, or None for not judged: a kernel that was compiled and not run, or one
-        whose name a later cell has that did not compile.
-    summary: one sentence.
-    lines: (passed, what was tried, how it went) for each trial.
-    remarks: of a right answer, what it does other than asked or much more often than the solution;
-        the summary ends with the first one.
-    cost: of a right kernel, (what is counted, this answer, the solution).
-    launch: of a kernel that was run, (`kernel[grid, block]`, its arguments) of a small size."""
+    Attributes:
+        name: of the exercise.
+        passed: True, False, or None for not judged: a kernel that was compiled and not run, or one
+            whose name a later cell has that did not compile.
+        summary: one sentence.
+        lines: (passed, what was tried, how it went) for each trial.
+        remarks: of a right answer, what it does other than asked or much more often than the
+            solution; the summary ends with the first one.
+        cost: of a right kernel, (what is counted, this answer, the solution).
+        launch: of a kernel that was run, (`kernel[grid, block]`, its arguments) of a small size.
+    """
 
     name: str
     passed: "bool | None"
@@ -104,9 +108,15 @@ class Result:
     def show(self, **options):
         """`ga.show` of the answer on a small size: which thread touches which element.
 
-        options: as in `ga.show`: block, step, warp
+        Args:
+            **options: as in `ga.show`: block, step, warp.
 
-        Raises ArgumentError for what is no kernel that was run, and without a C++ compiler."""
+        Returns:
+            An AccessView.
+
+        Raises:
+            ArgumentError: for what is no kernel that was run, and without a C++ compiler.
+        """
         from ..access_view import show
 
         if self.launch is None:
@@ -191,7 +201,13 @@ def _html(sentence) -> str:
 
 
 class Folded:
-    """Text behind a heading: closed in a notebook until clicked, plain text elsewhere."""
+    """Text behind a heading: closed in a notebook until clicked, plain text elsewhere.
+
+    Args:
+        title: the heading.
+        text: what is behind it.
+        code: whether the text is code.
+    """
 
     def __init__(self, title, text, code):
         self.title = title
@@ -219,29 +235,81 @@ class Folded:
 
 
 def exercise(name: str) -> Exercise:
-    """The exercise of this name; ArgumentError lists the names there are."""
+    """The exercise of this name.
+
+    Args:
+        name: one of EXERCISES.
+
+    Raises:
+        ArgumentError: for another name; it lists those there are.
+    """
     if name not in EXERCISES:
         raise ArgumentError(f"there is no exercise {name!r}; exercises: {', '.join(EXERCISES)}")
     return EXERCISES[name]
 
 
 def hint(name: str) -> Folded:
-    """A hint, folded."""
+    """A hint for an exercise, folded in a notebook until it is clicked.
+
+    Args:
+        name: of the exercise.
+
+    Returns:
+        A Folded; print() shows its text.
+
+    Raises:
+        ArgumentError: for an unknown exercise, with the names there are.
+
+    Example:
+        >>> print(ga.hint("reverse"))
+        A hint
+        ...
+    """
     return Folded("A hint", exercise(name).hint, code=False)
 
 
 def solution(name: str) -> Folded:
-    """A solution, folded."""
+    """A solution of an exercise, folded in a notebook until it is clicked.
+
+    Args:
+        name: of the exercise.
+
+    Returns:
+        A Folded; its `text` is the source.
+
+    Raises:
+        ArgumentError: for an unknown exercise, with the names there are.
+
+    Example:
+        >>> source = ga.solution("scale").text
+        >>> source.splitlines()[0]
+        'extern "C" __global__ void scale(float* out, const float* x, float factor, int n)'
+    """
     return Folded("A solution", exercise(name).solution, code=True)
 
 
-def check(name: str, answer, *, seed: "int | None" = None) -> Result:
-    """Try an answer. A wrong answer is a Result, never an exception.
+def check(name: str, answer: "Kernel | Callable", *, seed: "int | None" = None) -> Result:
+    """Try an answer to an exercise. A wrong answer is a Result, never an exception.
 
-    answer: a Kernel for a kernel exercise, a Python function for the others.
-    seed: of the random data; a new one each time by default, and named when an answer is wrong.
+    Args:
+        name: of the exercise; list(ga.learn.EXERCISES) names them.
+        answer: a Kernel for a kernel exercise, a Python function for the others.
+        seed: of the random data; a new one each time by default, and named when an answer is wrong.
 
-    Raises ArgumentError for an unknown exercise and for the other kind of answer."""
+    Returns:
+        A Result, True in an `if` only when the answer passed; a notebook shows it as a table.
+
+    Raises:
+        ArgumentError: for an unknown exercise and for the other kind of answer.
+
+    Example:
+        >>> source = ga.solution("scale").text
+        >>> result = ga.check("scale", ga.compile(source))
+        >>> result.passed
+        True
+        >>> ga.check("scale", ga.compile(source.replace("i < n", "i <= n"))).passed
+        False
+    """
     task = exercise(name)
     seed = secrets.randbelow(2**31) if seed is None else seed
     if task.params:
@@ -628,7 +696,9 @@ _ROUNDINGS = 16
 def _compare(task, case, out, unchanged):
     """(passed, how it went) of a kernel's result.
 
-    unchanged: which elements hold what they held before"""
+    Args:
+        unchanged: which elements hold what they held before
+    """
     same = (out == case.expected) | out.isnan() & case.expected.isnan()
     difference = (out.double() - case.expected).abs().masked_fill(same, 0.0)
     eps = torch.finfo(out.dtype).eps if out.dtype.is_floating_point else 0.0
@@ -834,7 +904,9 @@ def _has_bf16(arguments) -> bool:
 def _first_wrong(result, expected, differing) -> str:
     """How many elements are wrong, and the first one.
 
-    differing: for each element whether it is"""
+    Args:
+        differing: for each element whether it is
+    """
     places = differing.nonzero()
     first = tuple(places[0].tolist())
     got = f"got {float(result[first]):.7g}, expected {float(expected[first]):.7g}"

@@ -1,9 +1,9 @@
 """What a right answer costs beside the solution: accesses of a traced run, operations of torch.
 
->>> cost_of(simt.trace(kernel[4, 256], ...)).reads
->>> remarks(mine, theirs)        # what an honest reader of the numbers would say
-["one thread did all the work: it makes 1,200 accesses; no thread of the solution makes
- more than 2"]
+cost_of(simt.trace(kernel[4, 256], ...)).reads
+remarks(mine, theirs)        # what an honest reader of the numbers would say
+# ["one thread did all the work: it makes 1,200 accesses; no thread of the solution makes
+# more than 2"]
 """
 
 from dataclasses import dataclass

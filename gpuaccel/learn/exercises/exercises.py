@@ -73,31 +73,41 @@ class Turns:
 
 @dataclass(frozen=True)
 class Exercise:
-    """A task and all that belongs to it."""
+    """A task and all that belongs to it.
+
+    Attributes:
+        name: what ga.check() calls it.
+        task: what is asked, in words.
+        stub: the code that a cell begins with.
+        hint: in words.
+        solution: code that passes.
+        wrong_answers: what is wrong -> an answer with that mistake.
+        params: a kernel's parameters; empty for a Python function.
+        per_thread: elements for each thread of a kernel.
+        data: of a kernel: data(n, generator) -> Case.
+        cases: of a Python function: cases(generator) -> (label, arguments, expected tensor) for
+            each trial.
+        turns: of a Python function that is captured: turns(generator) -> Turns for each trial.
+        on_device: of a Python function: no number may be read on the host.
+        explain: of a Python function: explain(arguments, result) -> what is wrong with a tensor, in
+            a sentence without a full stop, or "".
+        cheats: what passes and is not what was asked -> such an answer; its result says so in a
+            remark.
+    """
 
     name: str
     task: str
     stub: str
     hint: str
     solution: str
-    # what is wrong -> an answer with that mistake
     wrong_answers: "dict[str, str]"
-    # a kernel's parameters; empty for a Python function
     params: "tuple[str, ...]" = ()
-    # elements for each thread of a kernel
     per_thread: int = 1
-    # of a kernel: data(n, generator) -> Case
     data: "Callable | None" = None
-    # of a Python function: cases(generator) -> (label, arguments, expected tensor) for each trial
     cases: "Callable | None" = None
-    # of a Python function that is captured: turns(generator) -> Turns for each trial
     turns: "Callable | None" = None
-    # of a Python function: no number may be read on the host
     on_device: bool = False
-    # of a Python function: explain(arguments, result) -> what is wrong with a tensor, in a sentence
-    # without a full stop, or ""
     explain: "Callable | None" = None
-    # what passes and is not what was asked -> such an answer; its result says so in a remark
     cheats: "dict[str, str]" = field(default_factory=dict)
 
     @property
@@ -121,7 +131,9 @@ def kernel_exercise(
 ) -> Exercise:
     """An exercise whose answer is a kernel.
 
-    stub, solution, wrong_answers, cheats: bodies of the kernel"""
+    Args:
+        stub, solution, wrong_answers, cheats: bodies of the kernel
+    """
 
     def source(body):
         lines = "\n".join("    " + line for line in body.strip("\n").split("\n"))

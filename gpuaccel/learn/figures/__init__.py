@@ -1,8 +1,8 @@
 """The pictures of the notebooks: SVG in colours that suit light and dark pages, and a line of text.
 
-    >>> figures.source("accumulate", "accumulate_v1")
-    >>> figures.arena(arena)
-    >>> figures.timeline({"item": timeline.tail(run)})
+    figures.source("accumulate", "accumulate_v1")
+    figures.arena(arena)
+    figures.timeline({"item": timeline.tail(run)})
 
 Here are the pictures that several notebooks use. Those of one subject are in `clip_figures`,
 `graph_figures`, `layer_figures`, `rank_figures` and `token_figures`."""

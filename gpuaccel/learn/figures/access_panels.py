@@ -94,10 +94,14 @@ def _rows(events, *names):
 class Panel:
     """One tensor, the threads, and the lines between them.
 
-    trace: a simt Trace. index: of the tensor.
-    drawn: the events to draw; frame: those that decide which part of the tensor is shown; whole:
     those of all warps of the block.
-    threads: the range of threads."""
+
+    Args:
+        trace: a simt Trace. index: of the tensor.
+        drawn: the events to draw; frame: those that decide which part of the tensor is shown;
+            whole:
+        threads: the range of threads.
+    """
 
     def __init__(self, trace, index, drawn, frame, whole, threads):
         drawn = drawn[drawn["tensor"] == index]
@@ -132,7 +136,9 @@ class Panel:
     def draw(self, sheet, x, y, width, above) -> float:
         """Draw with the upper left corner at (x, y) and the threads `above` lower.
 
-        Returns where it ends."""
+        Returns:
+            Where it ends.
+        """
         traced, right = self.traced, x + width
         sheet.text(x, y + 12, traced.name, 13, weight=650)
         words_x = x + 1.08 * text_width(traced.name, 13) + 10
@@ -206,7 +212,7 @@ class Band:
         return self.left(thread) + self.pitch / 2
 
     def draw(self, sheet, y, busy):
-        """busy: the threads that are drawn solid."""
+        """A square for each thread. busy: the threads that are drawn solid."""
         last = self.threads[-1]
         numbered = self.pitch >= text_width(last, 9.5) + 4
         gap = 1.5 if self.pitch > 8 else 0.8
@@ -303,7 +309,7 @@ class Cells:
         return self.x(offset), self.x(offset + size - 1) + self.scale
 
     def draw(self, sheet, y, events, labels_above):
-        """labels_above: write the numbers of elements above the cells, else below them."""
+        """The cells. labels_above: write the numbers of elements above them, else below."""
         pitch = self.item * self.scale
         touched = {}  # element -> its colour
         for thread, offset, size in _rows(events, "thread", "offset", "bytes"):
@@ -412,7 +418,9 @@ class Banks:
     def draw_banks(self, sheet, y, events):
         """The banks, with the turns that the worst request takes at each.
 
-        Returns where they end."""
+        Returns:
+            Where they end.
+        """
         warp = events["thread"] // WARP
         order, group = groups(events["pc"], events["block"], warp, events["visit"], events["kind"])
         request = np.empty(len(events), np.int64)
@@ -439,7 +447,9 @@ class Banks:
     def draw(self, sheet, y, events, outside, writes, reads) -> float:
         """The table, with its banks above it (writes) and below it (reads).
 
-        Returns where it ends."""
+        Returns:
+            Where it ends.
+        """
         if writes:
             y = self.draw_banks(sheet, y, events[events["kind"] != READ]) + 4
         colours = self._colours(events, outside)

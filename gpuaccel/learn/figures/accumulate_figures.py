@@ -1,7 +1,7 @@
 """Pictures of notebook 01: a batch in micro-batches, and the thread blocks that add chunks.
 
->>> accumulate_figures.micro_batches(rows=8, pieces=4)
->>> accumulate_figures.chunks([("a", 5), ("b", 12), ("c", 3)], chunk=8)
+accumulate_figures.micro_batches(rows=8, pieces=4)
+accumulate_figures.chunks([("a", 5), ("b", 12), ("c", 3)], chunk=8)
 """
 
 from .drawing import RUN_COLOURS, WHITE, WIDTH, Figure, Ink
@@ -43,8 +43,10 @@ def micro_batches(rows: int, pieces: int) -> Figure:
 def chunks(tensors: "list[tuple[str, int]]", chunk: int) -> Figure:
     """A buffer of chunks: each tensor begins with a chunk; one thread block adds one chunk.
 
-    tensors: (name, elements); for 40 elements at most.
-    chunk: elements of a chunk."""
+    Args:
+        tensors: (name, elements); for 40 elements at most.
+        chunk: elements of a chunk.
+    """
     ink = Ink()
     counts = [-(-size // chunk) for _, size in tensors]
     left, gap = 96, 10

@@ -53,9 +53,14 @@ def arena(arena) -> Figure:
 
 
 def _band(ink, parts, y, height, total):
-    """Parts side by side, as wide as their share of `total`. Returns the height of labels below it.
+    """Parts side by side, as wide as their share of `total`.
 
-    parts: (name, size, size without padding, colour)."""
+    Args:
+        parts: (name, size, size without padding, colour).
+
+    Returns:
+        The height of labels below it.
+    """
     x = 0.0
     below = []
     for name, size, filled, colour in parts:

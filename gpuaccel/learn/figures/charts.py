@@ -1,7 +1,7 @@
 """Charts of measured values: curves on logarithmic axes, bars, gradient norms.
 
->>> figures.curves({"fp32": [(1, 1e-8), (4, 2e-8)]}, "Error", "micro-batches", "relative error")
->>> figures.norms({"block 0": (3.2, 1.0)}, 1.0)     # before and after clipping
+figures.curves({"fp32": [(1, 1e-8), (4, 2e-8)]}, "Error", "micro-batches", "relative error")
+figures.norms({"block 0": (3.2, 1.0)}, 1.0)     # before and after clipping
 """
 
 import math
@@ -69,8 +69,10 @@ def bars(
 ) -> Figure:
     """Horizontal bars on one scale.
 
-    rows: (name, value, words behind the bar).
-    limit: (value, words) of a dashed line."""
+    Args:
+        rows: (name, value, words behind the bar).
+        limit: (value, words) of a dashed line.
+    """
     ink = Ink()
     values = [value for _, value, _ in rows]
     highest = max(values + [limit[0] if limit else 0]) or 1.0
@@ -104,7 +106,9 @@ def norms(
 ) -> Figure:
     """Gradient norms as bars: pale before clipping, solid after it.
 
-    rows: name -> (norm before, norm after). limit: max_norm, a dashed line."""
+    Args:
+        rows: name -> (norm before, norm after). limit: max_norm, a dashed line.
+    """
     ink = Ink()
     finite = [before for before, _ in rows.values() if math.isfinite(before)]
     highest = max(finite + [limit or 0]) or 1.0

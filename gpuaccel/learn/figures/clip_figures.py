@@ -1,7 +1,7 @@
 """The pictures of clipping: a sum by a tree, warps and lanes, a barrier, three kernels, passes.
 
->>> clip_figures.tree_sum([3, 1, 4, 1, 5, 9, 2, 6])
->>> clip_figures.barrier()
+clip_figures.tree_sum([3, 1, 4, 1, 5, 9, 2, 6])
+clip_figures.barrier()
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,11 @@ WARP = 32  # threads
 def tree_sum(values: "Sequence[int]") -> Figure:
     """Threads of one block add numbers in shared memory, round by round, with barriers.
 
-    values: what `part` holds at first; 2, 4, 8 or 16 whole numbers.
+    Cells that a later round still reads are solid.
 
-    Cells that a later round still reads are solid."""
+    Args:
+        values: what `part` holds at first; 2, 4, 8 or 16 whole numbers.
+    """
     part = list(values)
     count = len(part)
     left, right = 124, WIDTH - 70
@@ -178,7 +180,9 @@ def three_kernels() -> Figure:
 def chunks(sizes: "Sequence[int]", chunk: int = 4096) -> Figure:
     """Tensors cut into chunks: one thread block and one partial sum for each chunk.
 
-    sizes: elements of each tensor."""
+    Args:
+        sizes: elements of each tensor.
+    """
     counts = [-(-size // chunk) for size in sizes]
     gap = 22.0
     step = (WIDTH - 90 - gap * (len(sizes) - 1)) / sum(counts)
@@ -228,7 +232,9 @@ _INSIDE = (
 def passes(inside: bool) -> Table:
     """What follows backward, pass after pass, and the bytes that each moves per fp32 element.
 
-    inside: False for five kernels of their own; True for two that do the same."""
+    Args:
+        inside: False for five kernels of their own; True for two that do the same.
+    """
     rows = []
     total = 0
     for name, reads, writes in _INSIDE if inside else _SEPARATE:

@@ -136,9 +136,11 @@ def plural(count, noun) -> str:
 class Ink:
     """The shapes of one picture, in order; `svg` joins them.
 
-    themed: True takes text and line colours from the notebook's theme (inline in a page); False
-    takes colours that suit light and dark pages (a picture of its own; `bundle` shows it in the
-    theme's colours where it can)."""
+    Args:
+        themed: True takes text and line colours from the notebook's theme (inline in a page); False
+            takes colours that suit light and dark pages (a picture of its own; `bundle` shows it in
+            the theme's colours where it can).
+    """
 
     def __init__(self, themed=False):
         self.themed = themed
@@ -163,8 +165,10 @@ class Ink:
     def shape(self, tag, title=None, **attributes):
         """Add one SVG element.
 
-        attributes: an underscore stands for a hyphen; those that are None are left out.
-        title: what the mouse shows over it."""
+        Args:
+            attributes: an underscore stands for a hyphen; those that are None are left out.
+            title: what the mouse shows over it.
+        """
         text = ""
         variables = {}
         for name, value in attributes.items():
@@ -282,8 +286,10 @@ class Ink:
     def text(self, x, y, words, size=12, colour=None, anchor="start", weight=400, title=None):
         """Words at (x, y).
 
-        anchor: "start", "middle" or "end": which end of them stands at x.
-        title: what the mouse shows over them."""
+        Args:
+            anchor: "start", "middle" or "end": which end of them stands at x.
+            title: what the mouse shows over them.
+        """
         note = f"<title>{escape(title)}</title>" if title else ""
         self.out.append(
             f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" '

@@ -1,12 +1,12 @@
 """Pictures of a step as a CUDA graph: a queue of launches, the memory that a graph knows, nodes and
 edges, gaps between launches, a schedule under replay.
 
-    >>> spans = graph_figures.schedule(launch_us=6, kernel_us=2, count=8)
-    >>> graph_figures.queue({"short kernels": spans})          # host and GPU, kernel by kernel
-    >>> graph_figures.memory()                                 # static input, pool, results
-    >>> graph_figures.graph(*graphed.graph())                  # nodes in columns; edges: waits for
-    >>> graph_figures.launches({"eager": spans, "replay": more}, "One step")   # and enlarged
-    >>> graph_figures.rates(schedule, {"a number": rates})     # what the step multiplied by
+    spans = graph_figures.schedule(launch_us=6, kernel_us=2, count=8)
+    graph_figures.queue({"short kernels": spans})          # host and GPU, kernel by kernel
+    graph_figures.memory()                                 # static input, pool, results
+    graph_figures.graph(*graphed.graph())                  # nodes in columns; edges: waits for
+    graph_figures.launches({"eager": spans, "replay": more}, "One step")   # and enlarged
+    graph_figures.rates(schedule, {"a number": rates})     # what the step multiplied by
 
 CUDA's graphs and the CPU's tapes, runs of this machine and recorded ones have the same pictures.
 Each is a Figure.
@@ -69,10 +69,13 @@ def schedule(
 ) -> "list[Span]":
     """When the host launches and when the GPU works, for equal kernels in one stream.
 
-    launch_us: the host's time for one launch. kernel_us: the GPU's time for one kernel.
-    graph_us: all kernels are in one graph, whose launch takes the host this long.
+    Args:
+        launch_us: the host's time for one launch. kernel_us: the GPU's time for one kernel.
+        graph_us: all kernels are in one graph, whose launch takes the host this long.
 
-    Returns spans: "launch" on the host's lane, the kernels' numbers on the GPU's."""
+    Returns:
+        Spans, "launch" on the host's lane and the kernels' numbers on the GPU's.
+    """
     spans = []
     host = gpu = 0.0
     for i in range(1, count + 1):
@@ -91,7 +94,9 @@ def schedule(
 def queue(runs: "dict[str, list[Span]]", title: str = "") -> Figure:
     """Launches on the host's lane and kernels on the GPU's, one box each, all runs on one scale.
 
-    runs: name -> the spans of schedule()."""
+    Args:
+        runs: name -> the spans of schedule().
+    """
     ink = Ink()
     summaries = []
     longest = longest_run(runs)
@@ -293,7 +298,9 @@ def stages_of(names: "list[str]") -> "list[str]":
 def graph(names: "list[str]", edges: "list[tuple[int, int]]", title: str = "") -> Figure:
     """A graph's nodes in the order of launch, down one column and up the next.
 
-    names: of the nodes. edges: (i, j): node j waits for node i."""
+    Args:
+        names: of the nodes. edges: (i, j): node j waits for node i.
+    """
     ink = Ink()
     stages = stages_of(names)
     words = [plain(name) for name in names]
@@ -445,7 +452,13 @@ def _launch_summary(spans):
 def _draw_shares(ink, spans, y, scale, step=2.0) -> float:
     """The lanes of one run as bars, as high as the share of their time that is filled.
 
-    scale: pixels per microsecond. step: width of a bar. Returns where the lanes end."""
+    Args:
+        scale: pixels per microsecond.
+        step: width of a bar.
+
+    Returns:
+        Where the lanes end.
+    """
     for lane in lanes_of(spans):
         ink.text(LEFT - 10, y + 14, lane, 11, ink.soft, "end")
         # the host may be done long before the GPU
@@ -476,7 +489,9 @@ def _draw_shares(ink, spans, y, scale, step=2.0) -> float:
 def _stretch(spans, length, launched) -> "tuple[float, float]":
     """(start, length) of a stretch in the middle of the work.
 
-    length: in microseconds; None: as long as `launched` launches take."""
+    Args:
+        length: in microseconds; None: as long as `launched` launches take.
+    """
     if length is None:
         calls = [s for s in spans if s.lane == "host" and s.name in ("launch", "operator")]
         calls.sort(key=lambda s: s.start)

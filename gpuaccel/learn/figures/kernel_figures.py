@@ -1,7 +1,7 @@
 """Pictures of kernels: source text, threads, the bits of a float, sums of a warp and of a block.
 
->>> figures.source("accumulate", "accumulate_v1")   # as it stands in kernels_cu/, coloured
->>> figures.threads(n=21, block=8)                  # which thread takes which element
+figures.source("accumulate", "accumulate_v1")   # as it stands in kernels_cu/, coloured
+figures.threads(n=21, block=8)                  # which thread takes which element
 """
 
 import re
@@ -21,7 +21,9 @@ KEYWORDS = (
 class Source:
     """A piece of CUDA C, coloured like the editor's theme.
 
-    link: of the whole file; with it, the text is folded away until its title is clicked."""
+    Args:
+        link: of the whole file; with it, the text is folded away until its title is clicked.
+    """
 
     _WORDS = re.compile(
         r"(?P<comment>//[^\n]*)|"
@@ -77,9 +79,12 @@ class Source:
 def source(file: str, name: str, *, folded: bool = False, **defines) -> Source:
     """Kernel `name` of kernels_cu/<file>.cu: its text, and its cost on this GPU, else on sm_90.
 
-    folded: show one line with a link to the file; a click on it opens the text.
+    Args:
+        folded: show one line with a link to the file; a click on it opens the text.
 
-    Raises CompileError for a file or a kernel that does not exist."""
+    Raises:
+        CompileError: for a file or a kernel that does not exist.
+    """
     lines = (kernel_root() / f"{file}.cu").read_text().split("\n")
     cost = Kernel(file, name, **defines).resources()
     first = next(

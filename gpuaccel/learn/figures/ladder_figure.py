@@ -21,8 +21,10 @@ MARKS = ("<!-- ladder -->", "<!-- /ladder -->")
 class Rung:
     """A notebook: its file, its title, what it teaches, and what is read before it.
 
-    learn: a line of the table. about: a few words for the picture.
-    minutes: of a careful first read with the exercises that are not marked optional."""
+    Attributes:
+        learn: a line of the table. about: a few words for the picture.
+        minutes: of a careful first read with the exercises that are not marked optional.
+    """
 
     stem: str
     title: str

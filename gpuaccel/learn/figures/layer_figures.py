@@ -1,18 +1,18 @@
 """Pictures of RichardsGLU and PolyAttention, and what their notebooks measure: curves, passes over
 memory, gradients, allocations, attention maps.
 
-    >>> layer_figures.explore("none", nu=0.3)              # a curve; in a notebook with sliders
-    >>> layer_figures.plot(x, {"sigmoid": x.sigmoid()})    # one panel, of tensors
-    >>> layer_figures.lines({"R": {"sigmoid": [(-1, 0.3), (1, 0.7)]}})      # linear axes
-    >>> layer_figures.passes({"torch": f, "ours": g}, x, parameters)        # bytes moved
-    >>> layer_figures.gated_unit()                         # x, its halves, value and gate, y
-    >>> layer_figures.fit(gradient)                        # losses with a backward of one's own
-    >>> layer_figures.gradient_errors(layer, x, dy)        # of each gradient, against float64
-    >>> layer_figures.tiles(256, 32)                       # tiles of weights that are computed
-    >>> layer_figures.allocated(run)                       # the largest tensor, and the peak
-    >>> layer_figures.poly_memory("torch", 256, "cpu")     # the same of polynomial attention
-    >>> layer_figures.maps({"softmax": p, "polynomial": q}, "the cat")      # (T, T) weights
-    >>> layer_figures.attention_map(model, tokens, block=0)                 # (heads, T, T)
+    layer_figures.explore("none", nu=0.3)              # a curve; in a notebook with sliders
+    layer_figures.plot(x, {"sigmoid": x.sigmoid()})    # one panel, of tensors
+    layer_figures.lines({"R": {"sigmoid": [(-1, 0.3), (1, 0.7)]}})      # linear axes
+    layer_figures.passes({"torch": f, "ours": g}, x, parameters)        # bytes moved
+    layer_figures.gated_unit()                         # x, its halves, value and gate, y
+    layer_figures.fit(gradient)                        # losses with a backward of one's own
+    layer_figures.gradient_errors(layer, x, dy)        # of each gradient, against float64
+    layer_figures.tiles(256, 32)                       # tiles of weights that are computed
+    layer_figures.allocated(run)                       # the largest tensor, and the peak
+    layer_figures.poly_memory("torch", 256, "cpu")     # the same of polynomial attention
+    layer_figures.maps({"softmax": p, "polynomial": q}, "the cat")      # (T, T) weights
+    layer_figures.attention_map(model, tokens, block=0)                 # (heads, T, T)
 
 Each picture is a Figure of measured values: operations are seen where torch dispatches them,
 allocations by torch's profiler.
@@ -76,9 +76,11 @@ def lines(
 ) -> Figure:
     """Panels side by side on linear axes; a name has one colour in all panels.
 
-    panels: title -> name -> [(x, y)].
-    dashed: names that are drawn thin and broken.
-    height: of the panels, in pixels."""
+    Args:
+        panels: title -> name -> [(x, y)].
+        dashed: names that are drawn thin and broken.
+        height: of the panels, in pixels.
+    """
     ink = Ink()
     top = 50 if title else 28
     if title:
@@ -182,7 +184,10 @@ class explore:
     """A curve and its derivative beside the logistic one; in a notebook with sliders.
 
     There are sliders for the nine parameters. The picture stays in the saved notebook.
-    variant, values: as for RichardsCurve, which raises for what cannot be."""
+
+    Args:
+        variant, values: as for RichardsCurve, which raises for what cannot be.
+    """
 
     def __init__(self, variant: str = "none", **values):
         self.variant = variant
@@ -331,8 +336,11 @@ def _gated_unit(x, w_in, w_out):
 def fit(gradient=None, residual: bool = True, steps: int = 100) -> "list[tuple[int, float]]":
     """(step, loss) of four gated units that learn what four others compute, on the CPU.
 
-    gradient: function(dh, x1, x2) that returns dx1 and dx2, or one tensor of both; None: autograd.
-    residual: whether the backward of a unit adds the gradient of its residual."""
+    Args:
+        gradient: function(dh, x1, x2) that returns dx1 and dx2, or one tensor of both; None:
+            autograd.
+        residual: whether the backward of a unit adds the gradient of its residual.
+    """
     generator = torch.Generator().manual_seed(0)
     shapes = [(64, 16), (16, 32)] * 4
 
@@ -439,8 +447,11 @@ def difference_errors(
 ) -> "dict[str, float]":
     """How far each gradient of a layer is from finite differences: name -> relative difference.
 
-    layer, x, dy: in float64, and small: the layer runs twice for each number of x and parameters.
-    h: the step to both sides."""
+    Args:
+        layer, x, dy: in float64, and small: the layer runs twice for each number of x and
+            parameters.
+        h: the step to both sides.
+    """
     grads = _gradients(layer, x, dy)
     x = x.detach().clone()
     tensors = [("x", x), *layer.named_parameters()]
@@ -549,8 +560,11 @@ def passes(
 ) -> Passes:
     """The operations of forward and backward, a box each, as wide as the bytes that it moves.
 
-    variants: name -> function of x that returns h; each is run for x and the parameters.
-    Operations on less than half of h's elements are counted and not drawn."""
+    Operations on less than half of h's elements are counted and not drawn.
+
+    Args:
+        variants: name -> function of x that returns h; each is run for x and the parameters.
+    """
     counts: "dict[str, dict[str, dict[str, float]]]" = {}
     # (name, phase) -> (bytes read, bytes written) per element of h, of each operation
     boxes: "dict[tuple[str, str], list[tuple[float, float]]]" = {}
@@ -642,7 +656,9 @@ def allocated(run) -> "tuple[int, int]":
 def poly_memory(variant: str, T: int, device) -> "tuple[int, int]":
     """What allocated() says of polynomial attention, forward and backward, for T tokens.
 
-    variant: "torch", its definition with T x T matrices, or "gpuaccel"."""
+    Args:
+        variant: "torch", its definition with T x T matrices, or "gpuaccel".
+    """
     attention = {"torch": reference_poly_attention, "gpuaccel": poly_attention}[variant]
     q, k, v = torch.randn(3, 1, T, 2, 32, device=device)
     pe = torch.randn(T, 32, device=device)
@@ -662,7 +678,9 @@ def poly_memory(variant: str, T: int, device) -> "tuple[int, int]":
 class Tiles(Figure):
     """The picture of tiles() and its numbers.
 
-    computed: tiles that hold a weight which counts. all: tiles of the square."""
+    Args:
+        computed: tiles that hold a weight which counts. all: tiles of the square.
+    """
 
     def __init__(self, ink, height, words, computed, all):
         super().__init__(ink, height, words)
@@ -673,7 +691,9 @@ class Tiles(Figure):
 def tiles(T: int, tile: int, window: "int | None" = None) -> Tiles:
     """Which tiles of T x T weights causal attention computes: one thread block per row of tiles.
 
-    window: how many positions a token sees, itself included; None: all before it."""
+    Args:
+        window: how many positions a token sees, itself included; None: all before it.
+    """
     window = window or T
     count = -(-T // tile)
     step = min(24.0, 260.0 / count)
@@ -717,7 +737,9 @@ def letters(text: str) -> torch.Tensor:
 def poly_map(q: torch.Tensor, k: torch.Tensor, degree: int, window: "int | None" = None):
     """Weights of polynomial attention, (T, T), from scores alone: no low-rank term, no distances.
 
-    q, k: (1, T, 1, d), T at most d."""
+    Args:
+        q, k: (1, T, 1, d), T at most d.
+    """
     T, d = q.shape[1], q.shape[3]
     unit = torch.eye(T, d, device=q.device)[None, :, None]
     coefficients = torch.tensor([1.0, 0.0, 1.0], device=q.device)
@@ -736,8 +758,10 @@ def softmax_map(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 def maps(weights: "dict[str, torch.Tensor]", text: str, title: str = "") -> Figure:
     """Attention weights over the letters of a text: positive ones blue, negative ones orange.
 
-    weights: name -> (T, T), query by row and key by column.
-    text: T letters, 40 at most."""
+    Args:
+        weights: name -> (T, T), query by row and key by column.
+        text: T letters, 40 at most.
+    """
     ink = Ink()
     T = len(text)
     columns = min(len(weights), 4 if T <= 20 else 2)
@@ -809,7 +833,9 @@ def _range_words(values):
 def attention_map(model, tokens: torch.Tensor, block: int = 0) -> torch.Tensor:
     """How much each token takes of each one before it, in one block: (heads, T, T) fp32.
 
-    model: a Transformer of family llama or poly. tokens: (T)."""
+    Args:
+        model: a Transformer of family llama or poly. tokens: (T).
+    """
     captured = []
     layer = model.blocks[block]
     is_poly = hasattr(layer, "attention")

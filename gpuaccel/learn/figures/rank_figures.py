@@ -1,15 +1,15 @@
 """Pictures of several ranks: a step, an all-reduce, batches, weights of tokens, overlap with
 backward, orders of addition, hashes, heartbeats, restarts.
 
-    >>> rank_figures.one_step([2.0, 4.0])                 # from batches to equal weights
-    >>> rank_figures.ring([[1, 2, 3], [10, 20, 30], [100, 200, 300]])     # an all-reduce
-    >>> rank_figures.shards(range(9), 2, seed=1)          # how ga.training.shard deals batches
-    >>> rank_figures.weights([2, 6])                      # mean of means, and mean over all tokens
-    >>> rank_figures.overlap({"buckets": [spans_of_rank_0, spans_of_rank_1]})
-    >>> rank_figures.orders([[1e8, -1e8], [1.0, 1.0]])    # one process; each rank first
-    >>> rank_figures.hashes(names, [hashes_of_rank_0, hashes_of_rank_1])
-    >>> rank_figures.heartbeats([4, 3])                   # who has not reached the collective
-    >>> rank_figures.restarts([(1, 8, 1), (7, 12, None)], saved=[3, 6])
+    rank_figures.one_step([2.0, 4.0])                 # from batches to equal weights
+    rank_figures.ring([[1, 2, 3], [10, 20, 30], [100, 200, 300]])     # an all-reduce
+    rank_figures.shards(range(9), 2, seed=1)          # how ga.training.shard deals batches
+    rank_figures.weights([2, 6])                      # mean of means, and mean over all tokens
+    rank_figures.overlap({"buckets": [spans_of_rank_0, spans_of_rank_1]})
+    rank_figures.orders([[1e8, -1e8], [1.0, 1.0]])    # one process; each rank first
+    rank_figures.hashes(names, [hashes_of_rank_0, hashes_of_rank_1])
+    rank_figures.heartbeats([4, 3])                   # who has not reached the collective
+    rank_figures.restarts([(1, 8, 1), (7, 12, None)], saved=[3, 6])
 
 Each is a Figure.
 """
@@ -54,8 +54,10 @@ def _colour(rank) -> str:
 def one_step(gradients: "list[float]", weight: float = 1.0, lr: float = 0.1) -> Figure:
     """One step of several ranks with one weight: each rank's gradient, their sum, the new weight.
 
-    gradients: what backward finds on each rank.
-    weight, lr: the weight before the step, and the learning rate; the update is plain SGD."""
+    Args:
+        gradients: what backward finds on each rank.
+        weight, lr: the weight before the step, and the learning rate; the update is plain SGD.
+    """
     ink = Ink()
     total = sum(gradients)
     new_weight = weight - lr * total
@@ -105,7 +107,9 @@ def _arrow(ink, x1, y1, x2, y2, colour, width=1.6):
 def ring(values: "list[list[float]]") -> Figure:
     """An all-reduce in a ring, round by round: in each one a rank sends one piece to the next rank.
 
-    values: for each rank its pieces, as many as there are ranks; for 4 ranks at most."""
+    Args:
+        values: for each rank its pieces, as many as there are ranks; for 4 ranks at most.
+    """
     ink = Ink()
     ranks = len(values)
     columns = _ring_rounds(values)
@@ -175,7 +179,9 @@ def _listed(numbers):
 def shards(batches, ranks: int, seed: "int | None" = None) -> Figure:
     """Batches, and how ga.training.shard deals them to the ranks in one epoch. For some 20 batches.
 
-    batches: what names each. seed: of the order, as for ga.training.shard."""
+    Args:
+        batches: what names each. seed: of the order, as for ga.training.shard.
+    """
     batches = list(batches)
     shares = [shard(list(enumerate(batches)), rank, ranks, seed=seed) for rank in range(ranks)]
     rank_of = {
@@ -214,7 +220,9 @@ def shards(batches, ranks: int, seed: "int | None" = None) -> Figure:
 def weights(counts: "list[int]") -> Figure:
     """A box per token, as wide as its weight: in the mean of the ranks' means, and over all tokens.
 
-    counts: tokens of each rank."""
+    Args:
+        counts: tokens of each rank.
+    """
     ink = Ink()
     left = 128
     total = sum(counts)
@@ -255,7 +263,9 @@ def overlap(
 ) -> Figure:
     """What each rank computes and sends, on one scale; buckets in rows where they overlap.
 
-    runs: name -> the spans of each rank (distributed.trace.watch)."""
+    Args:
+        runs: name -> the spans of each rank (distributed.trace.watch).
+    """
     ink = Ink()
     right = WIDTH - 8
     y = 58.0
@@ -313,7 +323,9 @@ def _overlap_summary(ranks):
 def orders(grads: "list[list[float]]") -> Figure:
     """The same gradients added in two orders in fp32, with each sum so far below its box.
 
-    grads: grads[m][r] is the gradient of rank r's micro-batch m; 8 of them at most."""
+    Args:
+        grads: grads[m][r] is the gradient of rank r's micro-batch m; 8 of them at most.
+    """
     ink = Ink()
     ranks = len(grads[0])
     in_order = [(rank, value) for row in grads for rank, value in enumerate(row)]
@@ -368,8 +380,10 @@ def _exactly(value: float) -> str:
 def hashes(names: "list[str]", ranks: "list[list[int]]") -> Figure:
     """A hash of each tensor on each rank; where one differs from rank 0's it is red.
 
-    names: of the tensors.
-    ranks: for each rank, the hashes (distributed.agreement.weight_hashes)."""
+    Args:
+        names: of the tensors.
+        ranks: for each rank, the hashes (distributed.agreement.weight_hashes).
+    """
     ink = Ink()
     width = (WIDTH - LEFT) / max(len(names), 1)
     different = [i for i, column in enumerate(zip(*ranks)) if len(set(column)) > 1]
@@ -398,7 +412,9 @@ def hashes(names: "list[str]", ranks: "list[list[int]]") -> Figure:
 def heartbeats(counts: "list[int]") -> Figure:
     """The heartbeats of each rank: a box for each collective that it has reached.
 
-    counts: heartbeats of each rank. Those with the most wait for the others; 12 at most."""
+    Args:
+        counts: heartbeats of each rank. Those with the most wait for the others; 12 at most.
+    """
     ink = Ink()
     most = max(counts)
     waiting = [rank for rank, count in enumerate(counts) if count == most]
@@ -432,8 +448,11 @@ def _ranks(numbers):
 def restarts(attempts: "list[tuple]", saved: "list[int]") -> Figure:
     """The steps of each start of a job in which ranks died; steps that were lost are hollow.
 
-    attempts: (first step, last step that was done, the rank that died then or None) of each start.
-    saved: steps with a checkpoint."""
+    Args:
+        attempts: (first step, last step that was done, the rank that died then or None) of each
+            start.
+        saved: steps with a checkpoint.
+    """
     ink = Ink()
     width = min(48.0, (WIDTH - LEFT - 80) / max(stop for _, stop, _ in attempts))
     for i, (first, stop, dead_rank) in enumerate(attempts):

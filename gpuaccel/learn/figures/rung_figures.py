@@ -1,6 +1,6 @@
 """The rungs of notebook 07: rates here and on a recorded GPU, side by side.
 
->>> pairs({"host": (100.0, 4e4), "arena": (120.0, 9e4)}, ("here", "NVIDIA H200"), "Rates")
+pairs({"host": (100.0, 4e4), "arena": (120.0, 9e4)}, ("here", "NVIDIA H200"), "Rates")
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,9 @@ def pairs(
 ) -> Figure:
     """Two bars for each row, each as a multiple of the first value of its kind.
 
-    rows: name -> (value, value); None: no bar. names: of the two kinds, for the legend."""
+    Args:
+        rows: name -> (value, value); None: no bar. names: of the two kinds, for the legend.
+    """
     ink = Ink()
     ink.title(15, title)
     kinds = []

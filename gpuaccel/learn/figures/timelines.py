@@ -1,6 +1,6 @@
 """The picture of a timeline: spans of host and GPU on lanes, one scale for all runs.
 
->>> figures.timeline({"item": timeline.tail(run)})  # where the host waits for the GPU
+figures.timeline({"item": timeline.tail(run)})  # where the host waits for the GPU
 """
 
 from ...measure import timeline as measured
@@ -116,7 +116,11 @@ def draw_zoom(ink, first, last, longest, top, y, colour):
 
 
 def draw_lanes(ink, spans, y, first, last, kernel_names=True) -> float:
-    """A run's lanes from `first` to `last` microseconds. Returns where they end."""
+    """A run's lanes from `first` to `last` microseconds.
+
+    Returns:
+        Where they end.
+    """
     for lane in lanes_of(spans):
         ink.text(LEFT - 10, y + 14, lane, 11, ink.soft, "end")
         some = [s for s in spans if s.lane == lane]

@@ -1,13 +1,13 @@
 """Pictures of an embedding's gradients: rows that meet, a sort, segments, bits of sums, rounding.
 
-    >>> token_figures.meeting("the cat and the dog".split())   # rows of dout that meet in dwte
-    >>> token_figures.counting(words)                          # counted, and put in their places
-    >>> token_figures.segments(words)                          # sorted stably, and the runs
-    >>> token_figures.pieces({"text": ga.ops.find_segments(tokens, 256)})   # runs, cut at 32 rows
-    >>> token_figures.bits({"one order": 0.1, "another": 0.3}) # two sums, bit by bit
-    >>> token_figures.twice({"atomics": (losses, losses_again)})        # two runs with one seed
-    >>> token_figures.carry(256.25, [50_000, 60_000])          # 16 random bits, added and cut off
-    >>> token_figures.draws(rounded, exact=256.25)             # stochastic rounding, and its mean
+    token_figures.meeting("the cat and the dog".split())   # rows of dout that meet in dwte
+    token_figures.counting(words)                          # counted, and put in their places
+    token_figures.segments(words)                          # sorted stably, and the runs
+    token_figures.pieces({"text": ga.ops.find_segments(tokens, 256)})   # runs, cut at 32 rows
+    token_figures.bits({"one order": 0.1, "another": 0.3}) # two sums, bit by bit
+    token_figures.twice({"atomics": (losses, losses_again)})        # two runs with one seed
+    token_figures.carry(256.25, [50_000, 60_000])          # 16 random bits, added and cut off
+    token_figures.draws(rounded, exact=256.25)             # stochastic rounding, and its mean
 
 Each is a Figure. Words stand for tokens, so that a picture can be read; their numbers are their
 places in the alphabet.
@@ -65,7 +65,11 @@ def _places(count) -> "tuple[list[float], float]":
 
 
 def _draw_batch(ink, words, tokens, y):
-    """The tokens of a batch, a column each. Returns the columns' left edges and their width."""
+    """The tokens of a batch, a column each.
+
+    Returns:
+        The columns' left edges and their width.
+    """
     edges, step = _places(len(words))
     for i, (x, word) in enumerate(zip(edges, words)):
         ink.text(x + step / 2 - 3, y - 6, i, 11, ink.soft, "middle")
@@ -104,7 +108,9 @@ def meeting(words: "list[str]") -> Figure:
 def counting(words: "list[str]") -> Figure:
     """A stable counting sort: how many rows each token has, where they begin, where each row lands.
 
-    words: 16 at most."""
+    Args:
+        words: 16 at most.
+    """
     ink = Ink()
     tokens, names = _tokens_of(words)
     counts = torch.bincount(tokens, minlength=len(names)).tolist()
@@ -141,7 +147,9 @@ def counting(words: "list[str]") -> Figure:
 def segments(words: "list[str]") -> Figure:
     """A batch of words, sorted stably, and what begins at each place.
 
-    words: 16 at most, so that each run is one piece of ga.ops.find_segments."""
+    Args:
+        words: 16 at most, so that each run is one piece of ga.ops.find_segments.
+    """
     ink = Ink()
     tokens, names = _tokens_of(words)
     result = reference_segments(tokens, len(names))
@@ -261,7 +269,9 @@ def bits(values: "dict[str, float]") -> Figure:
 def twice(runs: "dict[str, tuple]", title: str = "Two runs with the same seed") -> Figure:
     """The losses of two runs for each name, and their difference by step on a logarithmic axis.
 
-    runs: name -> (losses, losses of the second run). A difference of 0 lies on the floor."""
+    Args:
+        runs: name -> (losses, losses of the second run). A difference of 0 lies on the floor.
+    """
     ink = Ink()
     pairs = {name: [[float(x) for x in run] for run in pair] for name, pair in runs.items()}
     gaps = {name: [abs(a - b) for a, b in zip(*pair)] for name, pair in pairs.items()}
@@ -325,7 +335,9 @@ def twice(runs: "dict[str, tuple]", title: str = "Two runs with the same seed") 
 def carry(value: float, noises: "list[int]") -> Figure:
     """The bits of a number, 16 random bits added to them, and the 16 bits that bf16 keeps.
 
-    value: finite, in fp32. noises: whole numbers below 65,536, one for each trial."""
+    Args:
+        value: finite, in fp32. noises: whole numbers below 65,536, one for each trial.
+    """
     ink = Ink()
     word = float_bits(value)
     left, step = 96, 19.5
@@ -369,8 +381,10 @@ def draws(
 ) -> Figure:
     """How often each bf16 number came out of many stochastic roundings, and the mean so far.
 
-    values: the rounded numbers. exact: the number that was rounded.
-    nearest: what rounding to the nearest gives, or None."""
+    Args:
+        values: the rounded numbers. exact: the number that was rounded.
+        nearest: what rounding to the nearest gives, or None.
+    """
     ink = Ink()
     values = [float(x) for x in values]
     ink.title(16, title)

@@ -54,7 +54,15 @@ class Point(NamedTuple):
 class Run:
     """One line in the picture, and the newest reading.
 
-    state: "running", "done", "stopped" or "failed". error: what ended it, or None."""
+    Args:
+        name: of the run.
+        colour: of its line, as in CSS.
+
+    Attributes:
+        last: the newest Reading; None before the first.
+        state: "running", "done", "stopped" or "failed".
+        error: what ended it, or None.
+    """
 
     def __init__(self, name, colour):
         self.name = name
@@ -132,9 +140,12 @@ class Run:
 def picture(runs, peak=None, themed=True, title="", norms=False) -> str:
     """The runs as SVG.
 
-    peak: tokens per second of a limit, a dashed line, or None.
-    themed: in the page's colours (to be put into a page), else in colours that suit light and dark.
-    norms: a panel for the gradient's norm, before and after clipping."""
+    Args:
+        peak: tokens per second of a limit, a dashed line, or None.
+        themed: in the page's colours (to be put into a page), else in colours that suit light and
+            dark.
+        norms: a panel for the gradient's norm, before and after clipping.
+    """
     ink = Ink(themed)
     if title:
         ink.text(0, 18, title, 15, weight=600)
@@ -158,7 +169,11 @@ def picture(runs, peak=None, themed=True, title="", norms=False) -> str:
 
 
 def _draw_legend(ink, runs, y):
-    """For each run its colour, name, rate, and times the first rate. Returns where it ends."""
+    """For each run its colour, name, rate, and times the first rate.
+
+    Returns:
+        Where it ends.
+    """
     x = 0.0
     first_rate = runs[0].tokens_per_s if runs else 0
     for run in runs:
@@ -224,8 +239,10 @@ def _finite(value):
 class _Panel:
     """One chart.
 
-    box: left, top, right, bottom. series: (run, points (x, y), faint points) for each line.
-    low, high: what the y axis covers at least. x_end: where the x axis ends at least."""
+    Args:
+        box: left, top, right, bottom. series: (run, points (x, y), faint points) for each line.
+        low, high: what the y axis covers at least. x_end: where the x axis ends at least.
+    """
 
     def __init__(self, ink, box, series, low, high, x_end=0):
         self.ink = ink
@@ -245,7 +262,7 @@ class _Panel:
         return left + across * (right - left), bottom - up * (bottom - top)
 
     def axes(self, title, x_label, reference=None):
-        """reference: (y, words) of a dashed line."""
+        """The axes. reference: (y, words) of a dashed line."""
         ink = self.ink
         left, top, right, bottom = self.box
         x_min, x_max = self.x_range
@@ -270,7 +287,9 @@ class _Panel:
     def lines(self, runs, broken=(), dots=()):
         """The lines, each with its run's name where there are several.
 
-        broken: runs whose loss is not a number where their line ends. dots: (run, x, y)."""
+        Args:
+            broken: runs whose loss is not a number where their line ends. dots: (run, x, y).
+        """
         ink = self.ink
         _, top, right, bottom = self.box
         ends = []
@@ -374,7 +393,9 @@ def _norm_axis(low, high):
 def _finite_pieces(norms, which):
     """Stretches of (step, norm) in which the norm is finite.
 
-    which: 0 for the norm before clipping, 1 after it."""
+    Args:
+        which: 0 for the norm before clipping, 1 after it.
+    """
     pieces = [[]]
     for step in sorted(norms):
         norm = norms[step][which]
@@ -386,7 +407,11 @@ def _finite_pieces(norms, which):
 
 
 def _draw_stages(ink, runs, top):
-    """A stacked bar for each run, all on one scale of milliseconds. Returns where they end."""
+    """A stacked bar for each run, all on one scale of milliseconds.
+
+    Returns:
+        Where they end.
+    """
     rows = [(run, _stages_and_gap(run)) for run in runs if run.stages]
     if not rows:
         return top
