@@ -88,7 +88,7 @@ def launch(
 
     Example:
         >>> import os
-        >>> ga.launch(os.getenv, ranks=2, args=("RANK",))
+        >>> ga.launch(os.getenv, ranks=2, args=("RANK",), timeout=60)
         ['0', '1']
     """
     backend = _checked_backend(ranks, args, backend)

@@ -861,7 +861,9 @@ def _python_remarks(task, operations, arguments) -> "list[str]":
 def _try_python(task, function, arguments, given, expected, operations):
     """(passed, how it went) of one case.
 
-    given: a copy of the arguments, which the function may change"""
+    Args:
+        given: a copy of the arguments, which the function may change
+    """
     try:
         with operations:
             result = function(*arguments)
