@@ -9,12 +9,13 @@ PORT   ?= 8888
 
 BIN := $(VENV)/bin
 
-.PHONY: help lab test check sanitize compiler clean
+.PHONY: help lab test check docs sanitize compiler clean
 
 help:
 	@echo "make lab     open JupyterLab on the notebooks"
 	@echo "make test    run every test and every notebook (GPU tests skip themselves where there is no GPU)"
 	@echo "make check   layout, imports and types of the code; make test begins with it"
+	@echo "make docs    build the documentation as a site: build/site/index.html"
 	@echo "make sanitize  the GPU tests under NVIDIA's compute-sanitizer; hours, on a machine with a GPU"
 	@echo "make clean   remove the environment and what the tests leave behind"
 	@echo
@@ -60,6 +61,14 @@ check: $(VENV)/.installed
 	$(BIN)/python -m ruff check --quiet gpuaccel tests benchmarks docs
 	$(BIN)/python -m ruff format --check --quiet gpuaccel tests benchmarks docs
 	$(BIN)/python -m mypy
+
+$(VENV)/.docs: $(VENV)/.installed
+	@echo "installing what makes the site into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs
+	@OMP_NUM_THREADS=1 $(BIN)/python docs/site/build.py
 
 sanitize: $(VENV)/.installed
 	@$(BIN)/python -c 'import sys; sys.path.insert(0, "tests"); import sanitize; sanitize.find_sanitizer()' 2>/dev/null || \
