@@ -18,7 +18,7 @@ import common
 from fingerprints import staleness
 
 DOCS = common.ROOT / "docs"
-PAGES = (common.ROOT / "README.md", DOCS / "benchmarks.md", DOCS / "your-model.md")
+PAGES = (common.ROOT / "README.md", DOCS / "benchmarks.md", DOCS / "models.md")
 
 
 def load(name: str) -> "dict | None":
