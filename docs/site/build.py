@@ -85,8 +85,9 @@ class Source:
 
     def page(self, name: str, more: str = "", to: "str | None" = None):
         """A Markdown page with its links led to pages."""
-        text = (ROOT / name).read_text()
-        self.write(to or name, self.linked_text(pictures(text), (ROOT / name).parent) + more)
+        folder = (ROOT / name).parent
+        text = self.linked_text(pictures((ROOT / name).read_text()), folder)
+        self.write(to or name, drawings(text, folder) + more)
 
     def linked_text(self, text: str, folder: pathlib.Path) -> str:
         parts = CODE.split(text)
@@ -209,6 +210,19 @@ def pictures(text: str) -> str:
 
     text = re.sub(r"<picture>.*?</picture>", two, text, flags=re.DOTALL)
     return re.sub(r"^\[?!\[[^]]*\]\(https?:.*\n", "", text, flags=re.MULTILINE)
+
+
+def drawings(text: str, folder: pathlib.Path) -> str:
+    """Images that the package has drawn, as a part of the page: in the colours of its theme."""
+
+    def inline(found):
+        path = folder / found[1]
+        svg = path.read_text() if path.exists() else ""
+        if 'class="gpuaccel-ink"' not in svg:
+            return found[0]
+        return f'<div class="scrolls">{page_svg(svg.strip())}</div>\n'
+
+    return re.sub(r"^!\[[^]]*\]\(([^)]+\.svg)\)$", inline, text, flags=re.MULTILINE)
 
 
 # ---- the menu, and the reference ----------------------------------------------------------------
