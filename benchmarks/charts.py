@@ -14,7 +14,7 @@ from gpuaccel.learn.figures.drawing import BLUE, GREEN, GREY, ORANGE, RED, WIDTH
 
 FOLDER = common.ROOT / "docs" / "charts"
 # Where the bars begin and end, and the height of one.
-LEFT, RIGHT, BAR = 330, WIDTH - 90, 16
+LEFT, RIGHT, BAR = 390, WIDTH, 16
 
 
 def bars(title: str, rows, axis: str, unit: float = 1.0, legend=()) -> str:
@@ -32,14 +32,15 @@ def bars(title: str, rows, axis: str, unit: float = 1.0, legend=()) -> str:
     longest = max(max(value for value, _, _ in group) for _, group in rows) * 1.02
     scale = (RIGHT - LEFT) / max(longest, unit)
     line, top = LEFT + unit * scale, y + 14
-    ink.text(line, y + 6, axis, 11, ink.soft, "middle")
+    at_the_edge = line > WIDTH - 40
+    ink.text(line, y + 6, axis, 11, ink.soft, "end" if at_the_edge else "middle")
     y = top + 8
     for words, group in rows:
         middle = y + len(group) * BAR / 2 + 4
-        ink.text(LEFT - 12, middle, words, 12, anchor="end")
+        ink.text(LEFT - 106, middle, words, 12, anchor="end")
         for value, number, colour in group:
             ink.rect(LEFT, y + 1, max(value * scale, 1.0), BAR - 3, colour, rx=2)
-            ink.text(WIDTH - 2, y + BAR - 4.5, number, 11.5, anchor="end", weight=600)
+            ink.text(LEFT - 10, y + BAR - 4.5, number, 11.5, anchor="end", weight=600)
             y += BAR
         y += 9
     ink.segment(line, top, line, y, ink.soft, 1.2, "3 3")
