@@ -1,6 +1,7 @@
-"""The package's docstrings, which are Markdown, in reStructuredText for autodoc.
+"""The package's docstrings, which are Markdown with sections, in reStructuredText for autodoc.
 
-model: an nn.Module                 an argument
+Args:                               also Attributes, Returns, Yields, Raises, Example
+    model: an nn.Module             an argument
 `code`, * a list, | a | table |     as in Markdown
     >>> code                        indented: a block of code
 """
@@ -10,6 +11,9 @@ import re
 
 INLINE = re.compile(r"(``.+?``|`[^`]+`)")
 SPECIAL = re.compile(r"([\\*|`]|(?<=\w)_(?=\W|$)|<(?=\w))")
+SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Warns|Examples?|Source|Note):$")
+FIELDS = {"Args": "param", "Attributes": "ivar", "Raises": "raises", "Warns": "raises"}
+ENTRY = re.compile(r"([*\w.]+(?:, [*\w.]+)*): +(\S.*)")
 FIELD = re.compile(r"([*\w]+(?:, [*\w]+)*): +(\S.*)")
 
 
@@ -91,8 +95,56 @@ def fields_or_text(lines, names):
             yield ""
 
 
+def sections(lines):
+    """(title, its lines without their indent); the title is None for what stands in no section."""
+    title, body = None, []
+    for line in lines:
+        found = SECTION.match(line)
+        ends = title and line.strip() and not line.startswith(" ")
+        if found or ends:
+            yield title, inspect.cleandoc("\n".join(["", *body])).split("\n") if title else body
+            title, body = (found[1], []) if found else (None, [line])
+        else:
+            body.append(line)
+    yield title, inspect.cleandoc("\n".join(["", *body])).split("\n") if title else body
+
+
+def entries(kind, lines):
+    """Fields from "name: words", whose words go on in lines with an indent."""
+    words: "list[list[str]]" = []
+    for line in lines:
+        found = ENTRY.match(line)
+        if found:
+            # A space would end the name and begin a type.
+            name = found[1].replace(", ", ",").replace("*", r"\*")
+            words.append([f":{kind} {name}: ", found[2]])
+        elif words:
+            words[-1].append(line.strip())
+        elif line.strip():
+            words.append(["", line.strip()])
+    for first, *rest in words:
+        yield first + inline(" ".join(filter(None, rest)))
+
+
 def restructured(lines, names=()) -> "list[str]":
     """A docstring's lines in reStructuredText; names: of the arguments or attributes."""
+    out: "list[str]" = []
+    for title, body in sections(lines):
+        if title in FIELDS:
+            out += ["", *entries(FIELDS[title], body), ""]
+        elif title in ("Returns", "Yields"):
+            out += ["", f":{title.lower()}: {inline(' '.join(' '.join(body).split()))}", ""]
+        elif title:
+            out += ["", f".. rubric:: {title}", ""]
+            if title.startswith("Example"):
+                body = ["    " + line if line else "" for line in body]
+            out += without_sections(body, names)
+        else:
+            out += without_sections(body, names)
+    return out
+
+
+def without_sections(lines, names=()) -> "list[str]":
     out = []
     for kind, group in blocks(lines):
         if kind == "code":
