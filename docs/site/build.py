@@ -274,24 +274,24 @@ def reference(source: Source):
     placed = {name: room for room, names in typed.items() for name in names}
     if missing := {f"gpuaccel.{name}" for name in public.__all__} - set(placed):
         raise SystemExit(f"the reference has no page for {', '.join(sorted(missing))}")
-    rows = [
-        f"   * - :py:obj:`ga.{name} <gpuaccel.{name}>`\n"
-        f"     - :doc:`{placed[f'gpuaccel.{name}']}`\n"
-        f"     - {first_sentence(getattr(ga, name))}"
-        for name in public.__all__
-    ]
     # The links [source] lead to them.
     source.linked |= {path for path in tracked("gpuaccel") if path.suffix == ".py"}
     menu = "\n".join(f"   {room}" for room in rooms)
-    source.write(
-        "api/index.rst",
-        "Reference\n=========\n\n"
+    out = [
+        "Reference\n=========\n",
         "Each name that people type, as ``ga.<name>`` after ``import gpuaccel as ga``. The pages "
-        "are the package's rooms, which are its folders.\n\n"
-        ".. list-table::\n   :header-rows: 1\n\n   * - name\n     - room\n     - what it is\n"
-        + "\n".join(rows)
-        + f"\n\n.. toctree::\n   :hidden:\n\n{menu}\n",
-    )
+        "are the package's rooms, which are its folders; they also have each room's further names.",
+    ]
+    for room, names in typed.items():
+        if names:
+            out += [f":doc:`{room}`\n{'-' * (len(room) + 7)}\n"]
+            out += [".. list-table::\n   :widths: 30 70\n"]
+            out += [
+                f"   * - :py:obj:`ga.{name.split('.')[1]} <{name}>`\n     - {first_sentence(value)}"
+                for name, value in names.items()
+            ]
+            out += [""]
+    source.write("api/index.rst", "\n".join([*out, f"\n.. toctree::\n   :hidden:\n\n{menu}\n"]))
 
 
 def is_from(value, module) -> bool:

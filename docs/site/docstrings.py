@@ -6,11 +6,13 @@ Args:                               also Attributes, Returns, Yields, Raises, Ex
     >>> code                        indented: a block of code
 """
 
+import ast
 import inspect
 import re
 
 INLINE = re.compile(r"(``.+?``|`[^`]+`)")
 SPECIAL = re.compile(r"([\\*|`]|(?<=\w)_(?=\W|$)|<(?=\w))")
+EMPHASIS = re.compile(r"(?<!\w)\\\*(\w(?:[\w -]*\w)?)\\\*(?!\w)")
 SECTION = re.compile(r"(Args|Attributes|Returns|Yields|Raises|Warns|Examples?|Source|Note):$")
 FIELDS = {"Args": "param", "Attributes": "ivar", "Raises": "raises", "Warns": "raises"}
 ENTRY = re.compile(r"([*\w.]+(?:, [*\w.]+)*): +(\S.*)")
@@ -26,7 +28,7 @@ def inline(text: str) -> str:
             # A role needs no space around it, unlike double backticks.
             parts[i] = ":code:`" + code.replace("\\", "\\\\") + "`\\ "
         else:
-            parts[i] = SPECIAL.sub(r"\\\1", part)
+            parts[i] = EMPHASIS.sub(r"*\1*", SPECIAL.sub(r"\\\1", part))
     return "".join(parts).removesuffix("\\ ")
 
 
@@ -61,6 +63,14 @@ def blocks(lines):
             group.append(line)
     if group:
         yield kind, group
+
+
+def language(lines) -> str:
+    text = inspect.cleandoc("\n".join(["", *lines]))
+    try:
+        return "python" if ">>>" in text or ast.parse(text) else "text"
+    except SyntaxError:
+        return "text"
 
 
 def table(lines):
@@ -148,7 +158,7 @@ def without_sections(lines, names=()) -> "list[str]":
     out = []
     for kind, group in blocks(lines):
         if kind == "code":
-            out += [".. code-block:: " + ("python" if ">>>" in group[0] else "text"), ""]
+            out += [f".. code-block:: {language(group)}", ""]
             out += group
         elif kind == "table":
             out += table(group)
