@@ -323,8 +323,12 @@ def _run_rank(place: RankPlace, shared: SharedCounts, connection, fn, args):
 
 def _init_rank(place: RankPlace):
     forked = type(multiprocessing.current_process()).__name__ == "ForkProcess"
-    # OpenMP's threads do not survive a fork: a second one would be waited for without end.
+    # Threads do not survive a fork: OpenMP's second one would be waited for without end, and so
+    # would those in which torch.compile runs the C++ compiler, if the parent has started them.
     torch.set_num_threads(1 if forked else int(os.environ["OMP_NUM_THREADS"]))
+    compiling = sys.modules.get("torch._inductor.async_compile")
+    if forked and compiling is not None:
+        compiling.AsyncCompile.pool.cache_clear()
     if place.backend == "nccl":
         torch.cuda.set_device(place.rank)
     dist.init_process_group(

@@ -21,16 +21,26 @@ launches it, once it was found right (replacement.py). `%cuda --restore` puts ou
 import re
 import shlex
 import time
+import weakref
 from dataclasses import dataclass
 from html import escape
 
 from ..backends import backend
 from ..compiler import Kernel, compile, kernel_names
 from ..errors import CompileError, GpuaccelError
+from ..source import without_comments
 from .replacement import Verdict, install, kernel_in_steps, restore
 
 USAGE = "usage: %%cuda [kernel] [-D MACRO=VALUE ...], or %%cuda --replace kernel"
 RESTORE_USAGE = "usage: %cuda --restore [kernel ...]"
+
+# Kernels of cells before the last one of their name, which did not compile.
+_outdated: "weakref.WeakSet[Kernel]" = weakref.WeakSet()
+
+
+def is_outdated(kernel: Kernel) -> bool:
+    """Whether a later %%cuda cell with a kernel of this name did not compile."""
+    return kernel in _outdated
 
 
 @dataclass(frozen=True)
@@ -151,6 +161,12 @@ def restore_kernels(line: str) -> str:
     return f"ours again: {', '.join(names)}" if names else "no kernel was replaced"
 
 
+def _before(cell: str, namespace: dict) -> "dict[str, Kernel]":
+    """Kernels in the namespace whose name a cell that does not compile defines, or was to."""
+    words = set(re.findall(r"(\w+)\s*\(", without_comments(cell)))
+    return {n: v for n, v in namespace.items() if n in words and isinstance(v, Kernel)}
+
+
 def load_ipython_extension(shell):
     """Register %%cuda and %cuda; `%load_ext gpuaccel` calls this."""
 
@@ -172,8 +188,15 @@ def load_ipython_extension(shell):
         except GpuaccelError as error:
             # the failed cell shows the message, and no Python traceback
             message = [ln for ln in str(error).splitlines() if not ln.startswith("Remark:")]
+            if cell is not None and not line.strip().startswith("--"):
+                kept = _before(cell, shell.user_ns)
+                _outdated.update(kept.values())
+                message += [
+                    f"{name} is still the kernel that it was before this cell" for name in kept
+                ]
             error._render_traceback_ = lambda *_, **__: message
             raise
+        _outdated.difference_update(compiled.kernels.values())
         shell.user_ns.update(compiled.kernels)
         return compiled
 

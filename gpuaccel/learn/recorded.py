@@ -1,6 +1,6 @@
 """Recorded runs of benchmarks/results, beside what a reader measures here.
 
-    >>> recorded.training()                   # a table of the newest run of benchmarks/train.py
+    >>> recorded.clipping()                   # a table of the newest run of benchmarks/clip.py
     >>> run = recorded.recorded("accumulate") # the newest result of benchmarks/accumulate.py
     >>> run.label                             # "Recorded, not run here: NVIDIA H200, ..."
     >>> run.get("addition", "elements")       # a value of the results; None where the file has none
@@ -211,31 +211,6 @@ def addition(dtype: str = "float32") -> "Figure | Recorded":
     elements = run.get("addition", "elements") or 0
     title = f"{run.label}: {dtype} gradients, {elements / 1e6:,.0f} M elements"
     return bars(rows, title, (1.0, "the copy rate"))
-
-
-def training() -> "Table | Recorded":
-    """Whole steps of llama-350m in the four modes of accumulation."""
-    run = recorded("train")
-    rows = []
-    for mode, result in _dicts(run.get()).items():
-        ledger = result.get("ledger") or {}
-        bytes_to_host = (ledger.get("copies") or {}).get("DtoH", [0, 0])[1]
-        rates = [result.get(f"tokens_per_s, {count}") for count in (1, 4, 16)]
-        rows.append(
-            [
-                mode,
-                *("-" if rate is None else f"{rate:,.0f}" for rate in rates),
-                ledger.get("launches", "-"),
-                ledger.get("syncs", "-"),
-                f"{bytes_to_host / 2**20:,.0f} MiB",
-            ]
-        )
-    if not rows:
-        return run
-    columns = ["accumulation", "tok/s, 1 micro-batch", "4", "16"]
-    columns += ["launches", "host waits", "GPU to host"]
-    what = "llama-350m, one step of 4 micro-batches in the last three columns"
-    return Table(columns, rows, f"{run.label}; {what}")
 
 
 def clipping(dtype: str = "float32") -> "Table | Recorded":

@@ -13,6 +13,7 @@ that is wrong is refused with a ReplacementError that says where, and nothing ha
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
@@ -189,7 +190,7 @@ def _run_checked(name, source, case: Case):
             expected = case.run(n, cpu, _generator(n), [torch.float32])
         with use_backend("simt"), checked(seconds=LAUNCH_LIMIT):
             replace(name, source)
-            with _refusal(name):
+            with _refusal(name), _poisoned():
                 results = case.run(n, cpu, _generator(n), [torch.float32])
         for label, want in expected.items():
             _check_result(name, label, results[label], want, want, case)
@@ -221,7 +222,8 @@ def _compare(name, source, case: Case, n: int, device) -> "tuple[bool, float, in
         with checked(False, seconds=LAUNCH_LIMIT):
             replace(name, source)
             with _refusal(name):
-                _run(case, n, device)
+                with _poisoned():
+                    first = _run(case, n, device)[0]
                 yours, your_seconds = _run(case, n, device)
     except RuntimeError as error:
         if device.type != "cuda":
@@ -231,8 +233,9 @@ def _compare(name, source, case: Case, n: int, device) -> "tuple[bool, float, in
             "nothing runs on the GPU in this process: restart the notebook's kernel and run its "
             "cells again, without this one."
         ) from None
-    for label, want in expected.items():
-        _check_result(name, label, yours[label], want, ours[label], case)
+    for results in (first, yours):
+        for label, want in expected.items():
+            _check_result(name, label, results[label], want, ours[label], case)
     slower = your_seconds / our_seconds
     if slower > MOST_TIMES_SLOWER and your_seconds - our_seconds > LEAST_DIFFERENCE:
         raise ReplacementError(
@@ -256,6 +259,25 @@ def _run(case: Case, n: int, device: torch.device) -> "tuple[Results, float]":
 
 def _generator(n) -> torch.Generator:
     return torch.Generator().manual_seed(SEED + n)
+
+
+@contextlib.contextmanager
+def _poisoned():
+    """New memory holds NaN while the block runs: what a kernel does not write is seen.
+
+    Otherwise it may hold the right results of a run before."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*deterministic")
+            yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
 
 
 def _check_result(name, label, got, want, ours, case):
@@ -288,9 +310,10 @@ def _difference(got: Tensor, want: Tensor, ours: Tensor, case: Case) -> "str | N
     if not len(places):
         return None
     i = int(places[0])
-    value, expected = float(got.flatten()[i]), float(want.flatten()[i])
+    value, expected = got.flatten()[i].item(), want.flatten()[i].item()
+    digits = ".7g" if got.dtype.is_floating_point else ","
     count = f"{len(places):,} of {got.numel():,} elements are wrong"
-    return f"{count}; the first is [{i:,}]: got {value:.7g}, expected {expected:.7g}"
+    return f"{count}; the first is [{i:,}]: got {value:{digits}}, expected {expected:{digits}}"
 
 
 def _bits_equal(a: Tensor, b: Tensor) -> bool:

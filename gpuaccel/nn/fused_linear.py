@@ -318,22 +318,24 @@ def fused_swiglu(x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
     """silu(gate(x)) * up(x), under torch.compile as one product where fused_linears() could.
 
     x: (..., in). torch.compile makes one kernel of what follows the product."""
-    joint = _joint_of(gate, up)
-    if joint is None or gate.out_features != up.out_features or not torch.compiler.is_compiling():
+    joint = _joint_of(gate, up) if torch.compiler.is_compiling() else None
+    if joint is None or gate.out_features != up.out_features:
         return F.silu(gate(x)) * up(x)
     return _SwigluIntoArena.apply(_as_autocast(x), joint.weight, joint.grad, up.weight, gate.weight)
 
 
 def _joint_of(*layers: nn.Module) -> "Joint | None":
     """The layers' weights as one tensor; None where they do not lie side by side, or have hooks."""
-    fused = fused_forward(layers[0])
-    if not isinstance(fused, FusedLinear) or fused.joint is None:
+    first = fused_forward(layers[0])
+    if not isinstance(first, FusedLinear) or first.joint is None or not _backward_may_add():
         return None
-    if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
-        return None
-    if any(adds_to_arena(layer) is None for layer in layers):
-        return None
-    return fused.joint
+    for layer in layers:
+        if layer._forward_hooks or layer._forward_pre_hooks:
+            return None
+        fused = fused_forward(layer)
+        if fused is None or layer.weight is not fused.weight:
+            return None
+    return first.joint
 
 
 # ---- in the place of a layer's forward -----------------------------------------------------------
@@ -385,9 +387,15 @@ def fused_forward(layer: nn.Module) -> "FusedForward | None":
 
 def differentiates_otherwise() -> bool:
     """Is a transform of torch.func, or forward-mode differentiation, active?"""
-    return not torch.compiler.is_compiling() and (
+    # What is most often false comes first: each call counts on a slow host.
+    return (
         torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    )
+    ) and not torch.compiler.is_compiling()
+
+
+def _backward_may_add() -> bool:
+    """Are there gradients, and does nothing but backward() ask for them?"""
+    return torch.is_grad_enabled() and not differentiates_otherwise()
 
 
 def adds_to_arena(layer: nn.Module) -> "FusedForward | None":
@@ -396,12 +404,7 @@ def adds_to_arena(layer: nn.Module) -> "FusedForward | None":
     It is plain without gradients, under torch.func and in forward mode, and while another tensor
     stands in the weight's place (torch.func.functional_call)."""
     fused = fused_forward(layer)
-    if (
-        fused is None
-        or not torch.is_grad_enabled()
-        or layer.weight is not fused.weight
-        or differentiates_otherwise()
-    ):
+    if fused is None or layer.weight is not fused.weight or not _backward_may_add():
         return None
     return fused
 

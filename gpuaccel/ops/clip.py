@@ -182,12 +182,29 @@ def launches_for(tensors: "Sequence[Tensor | None]") -> tuple:
         return _packed(*zip(*rows))
 
 
+def _parts(addresses, counts):
+    """(first tensor, tensor behind the last) of each launch.
+
+    A launch has at most MAX_TENSORS tensors, and none of them twice: blocks that scale the same
+    elements would race."""
+    start = 0
+    in_launch: "set[int]" = set()
+    for i, (address, count) in enumerate(zip(addresses, counts)):
+        if i - start == MAX_TENSORS or (count and address in in_launch):
+            yield start, i
+            start = i
+            in_launch = set()
+        in_launch.add(address)
+    if addresses:
+        yield start, len(addresses)
+
+
 @functools.lru_cache(64)
 def _packed(addresses, counts, kinds):
     """Cached: gradients often lie where they lay in the last step, then nothing is packed again."""
     launches = []
-    for start in range(0, len(addresses), MAX_TENSORS):
-        part = slice(start, start + MAX_TENSORS)
+    for start, stop in _parts(addresses, counts):
+        part = slice(start, stop)
         sizes = counts[part]
         first_chunks = [0, *itertools.accumulate([-(-n // CHUNK) for n in sizes])]
         chunks = first_chunks[-1]

@@ -42,8 +42,9 @@ class Workers:
     """`world` processes with a default group. Each check runs on the first `ranks` of them."""
 
     def __init__(self, world: int, backend: str = "gloo"):
-        # A forked process has imported torch already, but a fork cannot use a GPU.
-        context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
+        # Not fork: it cannot use a GPU, and the threads that torch.compile has started in this
+        # process would be missing in the fork, which waits for them without end.
+        context = multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
         self.connections, self.processes = [], []
         for rank in range(world):

@@ -224,6 +224,39 @@ def test_ranks_end_with_their_parent(tmp_path, sent, how):
     assert not list(temporary.glob("*/store"))
 
 
+# ---- torch.compile in a forked rank --------------------------------------------------------------
+
+COMPILED = """
+import sys
+import torch
+import gpuaccel as ga
+
+@torch.compile
+def before(x):
+    return x.sin() + 1
+
+@torch.compile
+def after(x):
+    return x.cos() * 3 + x
+
+before(torch.ones(70))
+print(ga.launch(lambda: float(after(torch.zeros(90)).sum()), 2))
+"""
+
+
+def test_a_forked_rank_compiles_after_its_parent_has(tmp_path):
+    """The threads in which the parent ran the C++ compiler are not in the fork."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED],
+        capture_output=True,
+        text=True,
+        timeout=HANG,
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "GPUACCEL_GPU": "off"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["[270.0,", "270.0]"]
+
+
 # ---- readings, drawn while the ranks train -------------------------------------------------------
 
 

@@ -115,6 +115,22 @@ def test_a_tensor_copied_to_the_host_is_counted_where_it_matters(copy, words):
     assert f"it copies a tensor to the host {words}: on a GPU the host waits for it" in str(result)
 
 
+def test_an_answer_that_stays_on_its_device_copies_nothing():
+    assert ga.check("global_scale", _scale_of_norms("norms.to(norms.device).norm()"))
+
+
+def test_a_host_read_is_told_where_the_result_is_wrong_too():
+    words = str(ga.check("global_scale", _scale_of_norms("norms.norm().item()", "min({}, 1.0)")))
+    assert "expected a tensor of shape ()" in words
+    assert "; it reads 1 number: on a GPU the host waits for each" in words
+
+
+def _scale_of_norms(norm, limited="torch.clamp({}, max=1.0)"):
+    ratio = limited.format("max_norm / (norm + 1e-6)")
+    source = f"def global_scale(norms, max_norm):\n    norm = {norm}\n    return {ratio}\n"
+    return python(source, "global_scale")
+
+
 def test_what_cannot_be_captured_is_told_once_with_its_line_and_what_to_do():
     for name, what, line in (
         ("guarded", "asks the host", 2),
@@ -151,6 +167,31 @@ def test_a_captured_answer_is_compared_after_each_replay():
         assert result.passed is False and words in str(result)
 
 
+@pytest.mark.parametrize(
+    "name, what, words",
+    [
+        ("decay", "frozen", "where count is 1, the learning rate 0.09;"),
+        (
+            "decay",
+            "below zero",
+            "wrong in replay 12 of 12, where count is 11, the learning rate 0;",
+        ),
+        ("decay", "a new weight", "the learning rate 0.1; no element was changed in place"),
+        ("decay", "does not count", "after replay 1 of 12 `count` holds 0, expected 1"),
+        ("decay", "counts another tensor", "after replay 1 of 12 `count` holds 0, expected 1"),
+        ("guarded", "NaN passes", "wrong in replay 4 of 6, where the loss is NaN;"),
+        (
+            "guarded",
+            "skips at the limit",
+            "wrong in replay 3 of 6, where the loss is at the limit;",
+        ),
+    ],
+)
+def test_a_wrong_replay_is_told_with_what_is_special_about_it(name, what, words):
+    answer = python(EXERCISES[name].wrong_answers[what], name)
+    assert words in str(ga.check(name, answer, seed=1))
+
+
 def test_a_check_of_a_capture_leaves_the_backend_alone():
     for name in ("torch", "simt"):
         with ga.use_backend(name):
@@ -169,6 +210,48 @@ def test_a_write_where_nothing_was_to_be_done_is_seen(where, small_sizes_on_cpu)
         and "4,096, scale 1" in words
         and "1,000, scale NaN" in words
     )
+
+
+@on_cpu_and_gpu
+def test_nan_that_was_written_is_named(where, small_sizes_on_cpu):
+    task = EXERCISES["clipped_step"]
+    for what in ("NaN reaches the weights", "NaN counts as 0"):
+        words = str(ga.check(task.name, ga.compile(task.wrong_answers[what], task.name)))
+        assert "none should be; " in words and "of them are NaN now" in words
+
+
+@pytest.mark.skipif(checking.find_compiler()[0] is None, reason="no C++ compiler")
+@pytest.mark.parametrize(
+    "first, has_barrier",
+    [
+        ("if (threadIdx.x == 0) { first = x[i]; __syncthreads(); }", True),
+        ("__syncthreads(); if (threadIdx.x == 0) first = x[i];", True),
+        ("if (threadIdx.x == 0) first = x[i]; // __syncthreads() is missing", False),
+    ],
+)
+def test_a_race_beside_a_barrier_says_what_a_barrier_orders(first, has_barrier):
+    source = f"""extern "C" __global__ void add_first(float* out, const float* x, int n) {{
+        int i = blockIdx.x * blockDim.x + threadIdx.x;
+        __shared__ float first;
+        {first}
+        if (i < n) out[i] = x[i] + first;
+    }}"""
+    with ga.use_backend("simt"):
+        result = ga.check("add_first", ga.compile(source), seed=0)
+    assert result.passed is False
+    assert "race: " in str(result)
+    assert ("only if it is between them and all threads reach it" in str(result)) is has_barrier
+
+
+def test_two_blocks_that_share_an_element_are_told_without_fences():
+    task = EXERCISES["clipped_step"]
+    index = "(long long)blockIdx.x * blockDim.x + threadIdx.x"
+    assert index in task.solution
+    kernel = ga.compile(task.solution.replace(index, "threadIdx.x"), task.name)
+    with ga.use_backend("simt"):
+        words = str(ga.check(task.name, kernel))
+    assert "nothing orders two blocks: each needs elements of its own" in words
+    assert "__threadfence" not in words
 
 
 @pytest.mark.parametrize("e, what", WRONG_PYTHON)
@@ -390,6 +473,28 @@ def test_the_first_wrong_element_is_named(body, words, where):
     assert outcome[:2] == (False, "1,000") and re.search(words, outcome[2]), outcome
 
 
+SWISH = ", ".join(EXERCISES["swish_backward"].params)
+
+
+@on_cpu_and_gpu
+@pytest.mark.usefixtures("small_sizes_on_cpu")
+@pytest.mark.parametrize(
+    "s, right",
+    [
+        ("0.5f * (1.0f + tanhf(0.5f * k * x[i]))", True),
+        ("u < -20.0f ? 0.0f : 1.0f / (1.0f + expf(-u))", True),
+        ("1.0f / (1.0f + expf(-u)) + 1e-5f", False),
+    ],
+)
+def test_a_sigmoid_that_is_rounded_as_one_is_passes(s, right, where):
+    body = (
+        I + "if (i >= n) return;\nfloat u = k * x[i];\n"
+        f"float s = {s};\ndx[i] = dy[i] * (s + u * s * (1.0f - s));"
+    )
+    result = ga.check("swish_backward", answer("swish_backward", SWISH, body))
+    assert bool(result) == right, result
+
+
 @on_cpu_and_gpu
 @pytest.mark.usefixtures("small_sizes_on_cpu")
 def test_an_element_that_kept_its_value_is_told_from_one_not_written(where):
@@ -521,6 +626,25 @@ def test_a_gpu_that_does_not_end_is_not_waited_for():
             "it was to add by shuffles, and calls no __shfl_..._sync",
         ),
         (
+            "squares",
+            SQUARES,
+            "__shared__ float part[256];\nint t = threadIdx.x;\n"
+            + I
+            + "part[t] = i < n ? x[i] * x[i] : 0.0f;\n"
+            "for (int half = 128; half > 0; half /= 2) {\n"
+            "    if (t < half) __syncthreads();\n"
+            "    if (t < half) part[t] += part[t + half];\n}\n"
+            "if (t == 0) sums[blockIdx.x] = part[0];",
+            "CUDA asks that all threads of a block reach it",
+        ),
+        (
+            "rescale",
+            "float* x, const float* scale, long long n",
+            "long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;\n"
+            "if (i < n) x[i] = *scale < 1.0f ? x[i] * *scale : x[i];",
+            "it writes 256 elements where none should be (scale 1), each with what it held",
+        ),
+        (
             "accumulate4",
             ACCUMULATE,
             "long long first = 4 * ((long long)blockIdx.x * blockDim.x + threadIdx.x);\n"
@@ -555,6 +679,22 @@ def test_a_solution_costs_what_the_solution_costs(e, where):
     if where != "cuda without a compiler":
         assert result.cost and all(mine == theirs for _, mine, theirs in result.cost)
         assert "(the solution: the same)" in str(result)
+
+
+def test_a_sum_that_is_overwritten_is_said_to_be_lost():
+    e = EXERCISES["accumulate"]
+    with ga.use_backend("simt"):
+        words = str(ga.check(e.name, ga.compile(e.wrong_answers["overwrites"], e.name)))
+        other = str(ga.check(e.name, ga.compile(e.wrong_answers["subtracts"], e.name)))
+    assert "that is `grad` alone: what was in `acc` before is lost" in words
+    assert "alone" not in other
+
+
+def test_a_mean_that_was_summed_in_bf16_is_said_to_differ_by_roundings():
+    e = EXERCISES["token_mean"]
+    words = {w: str(ga.check(e.name, python(e.wrong_answers[w], e.name))) for w in e.wrong_answers}
+    assert words["summed in bf16"].count("; it differs by roundings to bf16") == 2
+    assert "roundings" not in words["not divided"] + words["divided by micro-batches"]
 
 
 @pytest.mark.parametrize("e, what", CHEATS)
@@ -651,3 +791,19 @@ def test_a_kernel_that_touches_nothing_has_no_picture():
     with ga.use_backend("simt"):
         result = ga.check(e.name, ga.compile(e.stub, e.name))
     assert "<svg" not in result._repr_html_()
+
+
+def test_a_sum_in_another_order_and_a_lost_bucket_are_named():
+    for what in ("each rank first", "rank by rank", "in double"):
+        e = EXERCISES["ordered_sum"]
+        result = ga.check(e.name, python(e.wrong_answers[what], e.name), seed=1)
+        assert not result and "rounded in another way: another order?" in str(result), what
+    e = EXERCISES["ordered_sum"]
+    result = ga.check(e.name, python(e.wrong_answers["rank 0 only"], e.name), seed=1)
+    assert not result and "another order" not in str(result)
+
+    e = EXERCISES["fill_buckets"]
+    result = ga.check(e.name, python(e.wrong_answers["forgets the rest"], e.name), seed=1)
+    assert "its buckets have 0 blocks, but there are 1" in str(result)
+    result = ga.check(e.name, python(e.wrong_answers["all in one"], e.name), seed=1)
+    assert not result and "its buckets have" not in str(result)

@@ -144,12 +144,13 @@ def test_recorded_runs_say_that_they_are_recorded_with_gpu_and_date(tmp_path, mo
     (tmp_path / "accumulate_damaged.json").write_text("{")
     words = text_of(recorded.addition("float32"))
     assert words.startswith("Recorded, not run here: NVIDIA H200, 2026-01-02") and "50%" in words
-    (tmp_path / "train_h200.json").write_text(
-        json.dumps({**RESULT, "results": {"arena": {"tokens_per_s, 4": 1e5}, "note": 1}})
+    over = {"ours": {"launched": {"ms": 1.5}}, "note": {}}
+    (tmp_path / "clip_h200.json").write_text(
+        json.dumps({**RESULT, "results": {"float32": {"over": over}}})
     )
-    table = recorded.training()
+    table = recorded.clipping()
     assert (
-        "NVIDIA H200" in str(table) and "100,000" in str(table) and "<table" in table._repr_html_()
+        "NVIDIA H200" in str(table) and "1.50 ms" in str(table) and "<table" in table._repr_html_()
     )
 
 
@@ -157,7 +158,7 @@ def test_without_a_recorded_run_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
     assert "no recorded run in this checkout" in str(
         recorded.addition()
-    ) and "no recorded run in this checkout" in str(recorded.training())
+    ) and "no recorded run in this checkout" in str(recorded.clipping())
     assert recorded.recorded("accumulate").get("addition", "elements") is None
 
 

@@ -128,6 +128,21 @@ def test_a_right_gradient_trains_as_autograd_does_and_another_one_worse():
         assert worse[-1][1] < 0.7 * worse[0][1], "and yet the loss falls"
 
 
+@pytest.mark.parametrize(
+    "gradient, got",
+    [
+        (lambda dh, x1, x2: None, "got NoneType"),
+        (lambda dh, x1, x2: dh, "got Tensor"),
+        (lambda dh, x1, x2: (dh, None), "got dx2: NoneType"),
+        (lambda dh, x1, x2: (dh[:, :1], dh), r"got dx1: \(64, 1\)"),
+    ],
+)
+def test_a_gradient_that_is_not_finished_is_named(gradient, got):
+    expected = r"gradient: expected dx1 and dx2, two tensors of shape \(64, 32\), "
+    with pytest.raises(ArgumentError, match=expected + got):
+        fit(gradient, steps=1)
+
+
 def test_a_gradient_without_its_residual_is_not_the_right_one():
     assert fit(by_hand, residual=False, steps=5) != fit(by_hand, steps=5)
 

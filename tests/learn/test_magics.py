@@ -98,11 +98,43 @@ def test_a_compile_error_fails_the_cell_and_shows_line_and_caret_but_no_tracebac
     assert "Traceback" not in shown and ".py" not in shown
 
 
-def test_a_failed_cell_leaves_the_kernel_that_was_there(shell):
+def test_a_failed_cell_leaves_the_kernel_that_was_there_and_says_so(shell, capsys):
+    wrong = "%%cuda\n" + TWICE.replace("x[i]", "y[i]")
+    words = "twice is still the kernel that it was before this cell"
+    shell.user_ns.pop("twice", None)
+    shell.run_cell(wrong)
+    assert words not in capsys.readouterr().out
     shell.run_cell("%%cuda\n" + TWICE)
     before = shell.user_ns["twice"]
-    shell.run_cell("%%cuda\n" + TWICE.replace("x[i]", "y[i]"))
+    shell.run_cell(wrong)
     assert shell.user_ns["twice"] is before
+    assert words in capsys.readouterr().out
+
+
+ADD = """extern "C" __global__ void accumulate(float* acc, const bf16* grad, long long n) {
+    long long i = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) acc[i] += as_float(grad[i]);
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "broken", [ADD.replace("x;", "x"), ADD.replace('extern "C" ', ""), ADD.replace("as_float", "")]
+)
+def test_a_check_after_a_failed_cell_says_that_it_did_not_compile(shell, broken):
+    def check():
+        with ga.use_backend("simt"):
+            return ga.check("accumulate", shell.user_ns["accumulate"])
+
+    shell.run_cell("%%cuda\n" + ADD)
+    assert check()
+    assert not shell.run_cell("%%cuda\n" + broken).success
+    result = check()
+    assert result.passed is None and not result.lines
+    assert "the last cell that defines `accumulate` did not compile" in str(result)
+    shell.run_cell("%%cuda\n" + TWICE.replace("x[i]", "y[i]"))
+    shell.run_cell("%%cuda\n" + ADD)
+    assert check()
 
 
 def test_a_cell_without_a_kernel_or_without_extern_c_says_what_is_missing():

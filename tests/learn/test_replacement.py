@@ -254,6 +254,7 @@ WRONG = [
     ("accumulate_v3", "out[i] += as", "out[i] = as", "elements are wrong"),
     ("accumulate_v3", "i < count", "i <= count", "elements are wrong|has [0-9,]+ elements?"),
     ("accumulate_v3", "add4(a[k], g[k])", "a[k]", "elements are wrong"),
+    ("accumulate_v3", "out[i] += as", "out[i] = as", "refused: sum of two gradients of .* wrong"),
     ("accumulate_v3", "chunk.z * CHUNK", "chunk.z", "elements are wrong|has [0-9,]+ elements?"),
     ("accumulate_v4", "partials[chunk.w] = sum", "partials[chunk.w] = sum / 2", "norm"),
     ("accumulate_v4", "if (grad == 0) return;", "", "elements are wrong|null|of parameter"),
@@ -289,6 +290,8 @@ WRONG = [
         "warps[warp][lane] = sum;\n        }",
         "race",
     ),
+    # Only with more than 128 channels does another block take those behind them.
+    ("encoder_combine_v3", "group = blockIdx.y * 32 + lane", "group = lane", "race"),
     ("encoder_wpe", "int b = 1;", "int b = 0;", "elements are wrong"),
     ("segments_count", "__popc(same)", "1", "elements are wrong|race|has [0-9,]+ elements?"),
     (
@@ -314,6 +317,20 @@ def test_a_wrong_edit_is_refused(name, old, new, words, on_simt):
     # In one line: a long message is wrapped.
     assert re.search(words, " ".join(str(caught.value).split())), caught.value
     assert replacements() == ()
+
+
+@pytest.mark.parametrize("elements", [7, 4000, 20_000])
+def test_an_element_that_is_not_written_holds_nothing_of_the_run_before(elements, on_simt):
+    stores = "store_group(h + here.row * hidden, here.q, hidden, v);"
+    fewer = edited(
+        "glu_forward", stores, f"if (here.row * hidden + here.q < {elements}) {{ {stores} }}"
+    )
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    with pytest.raises(ReplacementError, match="got nan, expected"):
+        with ga.replaced("glu_forward", fewer):
+            raise AssertionError("it was installed")
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory == before
 
 
 def test_there_are_twenty_wrong_edits():
@@ -405,6 +422,9 @@ def test_the_magic_refuses_in_words_and_without_a_traceback(cuda, on_simt):
     wrong = edited("segments_pieces", "pieces[i] = kind;", "pieces[i] = kind + 1;")
     with pytest.raises(ReplacementError, match="elements are wrong") as caught:
         cuda("--replace segments_pieces", wrong)
+    # whole numbers are shown as whole numbers
+    with pytest.raises(ReplacementError, match="got 1,000,000,001, expected 1$"):
+        cuda("--replace segments_pieces", wrong.replace("kind + 1;", "kind + 1000000000;"))
     assert caught.value._render_traceback_() == str(caught.value).splitlines()
     with pytest.raises(CompileError, match="expected a kernel of that name in this cell"):
         cuda("--replace segments_count", wrong)

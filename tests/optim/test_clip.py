@@ -780,8 +780,18 @@ def test_one_gradient_of_two_parameters(device):
     norm = clip_grad_norm_(parameters([shared, shared], device), 1.0)
     close(norm, math.sqrt(50))
     twin = torch.tensor([3.0, 4.0], device=device)
-    nn.utils.clip_grad_norm_(parameters([twin, twin], device), 1.0)
+    # One tensor at a time: with foreach the threads of torch's kernel race for the tensor.
+    nn.utils.clip_grad_norm_(parameters([twin, twin], device), 1.0, foreach=False)
     torch.testing.assert_close(shared, twin)
+
+
+def test_one_gradient_of_two_parameters_is_scaled_by_one_launch_after_the_other():
+    """In one launch two blocks would read and write the same elements."""
+    with ga.use_backend("simt"), ga.checked():
+        shared = torch.full((5000,), 0.5)
+        clip_grad_norm_(parameters([shared, torch.ones(3), shared], "cpu"), 1.0)
+    norm = math.sqrt(2 * 5000 * 0.25 + 3)
+    torch.testing.assert_close(shared, torch.full((5000,), 0.5 / norm**2))
 
 
 @pytest.mark.gpu

@@ -33,8 +33,11 @@ def _token_mean_cases(generator):
             means[1][size // 2] = math.nan
         total = sum(mean.double() * count for mean, count in zip(means, counts) if count)
         expected = total / sum(counts)
-        words = ", ".join(map(str, counts)) if len(counts) < 6 else f"{len(counts)} x {counts[0]}"
-        words += " tokens, one mean has a NaN" if bad else " tokens"
+        words = ", ".join(map(str, counts)) + " tokens"
+        if len(counts) > 5:
+            words = f"{len(counts)} micro-batches of {counts[0]} tokens"
+        words += ", one mean has a NaN" if bad else ""
+        words += ", in bf16" if dtype == torch.bfloat16 else ""
         yield words, ([mean.clone() for mean in means], list(counts)), expected
 
 

@@ -39,6 +39,7 @@ from ...compiler import compile as compile_kernel
 from ...errors import ArgumentError, CaptureError, GpuaccelError, KernelError
 from ...graphs import TapeRecorder
 from ...source import signature, without_comments
+from ..magics import is_outdated
 from . import (
     accumulate_puzzles,
     clip_puzzles,
@@ -80,7 +81,8 @@ _MARKS = {True: ("✓", "#1b9e77"), False: ("✗", "#d95f3b"), None: ("·", "#8d
 class Result:
     """How an answer did. True in an `if` only when it passed.
 
-    passed: True, False, or None for compiled but not run.
+    passed: True, False, or None for not judged: a kernel that was compiled and not run, or one
+        whose name a later cell has that did not compile.
     summary: one sentence.
     lines: (passed, what was tried, how it went) for each trial.
     remarks: of a right answer, what it does other than asked or much more often than the solution;
@@ -135,7 +137,8 @@ class Result:
         solution = ", ".join(f"{count:,}" for _, _, count in self.cost)
         if all(count == other for _, count, other in self.cost):
             solution = "the same"
-        return [(None, f"{COST_SIZE:,}", f"costs {counts} (the solution: {solution})")]
+        outcome = f"with {COST_SIZE:,} elements: {counts} (the solution: {solution})"
+        return [(None, "cost", outcome)]
 
     def _repr_html_(self):
         rows = "".join(self._row_html(*line) for line in [*self.lines, *self._cost_lines()])
@@ -247,6 +250,8 @@ def check(name: str, answer, *, seed: "int | None" = None) -> Result:
                 f"exercise {name!r} takes a kernel made with %%cuda or ga.compile, "
                 f"got {type(answer).__name__}"
             )
+        if is_outdated(answer):
+            return Result(name, None, _OUTDATED.format(answer.name))
         problem = _parameters_differ(task, answer)
         if problem:
             return Result(name, False, problem)
@@ -259,6 +264,11 @@ def check(name: str, answer, *, seed: "int | None" = None) -> Result:
         return _run_captured(task, answer, seed)
     return _run_python(task, answer, seed)
 
+
+_OUTDATED = (
+    "not judged: the last cell that defines `{0}` did not compile, and `{0}` is still the kernel "
+    "of the last cell that did. Mend that cell, run it, then check again."
+)
 
 # characters of an outcome that is not repeated
 _LONG = 40
@@ -385,6 +395,7 @@ def _run_kernel(task, kernel, seed, sizes) -> Result:
                 return Result(task.name, False, summary, lines)
             passed = False
             outcome = "; ".join(_report_words(report) for report in error.reports)
+            outcome += _barrier_elsewhere(kernel, error.reports)
         except _StillRunning:
             line = f"the GPU was still running it after {SECONDS_GPU:g} s"
             summary = _too_slow(n, SECONDS_GPU, lines, seed)
@@ -408,8 +419,20 @@ def _run_kernel(task, kernel, seed, sizes) -> Result:
 
 
 def _report_words(report) -> str:
-    """A mistake that the checks have seen, without what only writers of launches need."""
-    return f"line {report.line}: {report.message.split('; tensors whose addresses')[0]}"
+    """A mistake that the checks have seen, in words of the lessons: without what only writers of
+    launches need, and without fences, which no exercise asks for."""
+    message = report.message.split("; tensors whose addresses")[0]
+    blocks = "nothing orders two blocks: each needs elements of its own"
+    message = message.replace("no __threadfence() and atomic orders the two blocks", blocks)
+    return f"line {report.line}: {message}"
+
+
+def _barrier_elsewhere(kernel, reports) -> str:
+    """What to say where two threads of a block race, and the kernel has a barrier."""
+    races = any(report.kind == "race" and report.block == report.other_block for report in reports)
+    if not races or not re.search(r"__syncthreads\w*\s*\(", without_comments(kernel.text)):
+        return ""
+    return "; __syncthreads() orders them only if it is between them and all threads reach it"
 
 
 class _StillRunning(Exception):
@@ -461,7 +484,9 @@ def _try_kernel(task, kernel, n, case):
     if case.expected is case.out:
         changed = int((~unchanged).sum())
         if changed:
-            return False, f"{changed:,} elements were written, and none should be"
+            written = f"{changed:,} elements were written, and none should be"
+            lost = int((out.isnan() & ~case.out.isnan()).sum())
+            return False, f"{written}; {lost:,} of them are NaN now" if lost else written
         return True, "right; left alone"
     if begins_empty:
         # An element that holds what it held, whatever that was, is one that was not written.
@@ -469,6 +494,8 @@ def _try_kernel(task, kernel, n, case):
     if unchanged.all():
         return False, "nothing was written" if begins_empty else f"`{name}` is as it was before"
     passed, outcome = _compare(task, case, out, unchanged)
+    if not passed and not begins_empty:
+        outcome += _sum_lost(kernel, out, [view for _, view in inputs])
     differing = (_bits(out) != _bits(again)) & ~unchanged
     if not differing.any():
         return passed, outcome
@@ -485,6 +512,15 @@ def _try_kernel(task, kernel, n, case):
     if _compare(task, case, again, unchanged)[0]:
         words += "; with 0 the result would be right"
     return False, words
+
+
+def _sum_lost(kernel, out, inputs) -> str:
+    """What to say where `out` is one of the inputs, though it held something before."""
+    name, *others = [param.name for param in kernel.params]
+    for other, view in zip(others, inputs):
+        if view.shape == out.shape and torch.equal(out, view.to(out.dtype)):
+            return f"; that is `{other}` alone: what was in `{name}` before is lost"
+    return ""
 
 
 def _small_launch(task, kernel, n, seed):
@@ -515,14 +551,39 @@ def _with_cost(result, task, kernel, seed) -> Result:
     sentences = costs.remarks(my_cost, their_cost)
     if task.with_shuffles and "__shfl" not in without_comments(kernel.text):
         sentences.append("it was to add by shuffles, and calls no __shfl_..._sync")
-    notes = (note for note in mine.notes if note.kind == "same value")
-    sentences += [f"line {note.line}: {note.message}" for note in list(notes)[:1]]
+    sentences += _writes_back(task, kernel, seed)
+    for kind, rule in _NOTES.items():
+        notes = [note for note in mine.notes if note.kind == kind]
+        sentences += [f"line {note.line}: {note.message}{rule}" for note in notes[:1]]
     return _with_remarks(replace(result, cost=costs.table(my_cost, their_cost)), sentences)
 
 
-def _trace(task, kernel, seed) -> "simt.Trace | None":
+# Notes of a trace that are remarks, and what a remark adds to each.
+_NOTES = {
+    "same value": "",
+    "ended before a barrier": "; CUDA asks that all threads of a block reach it",
+}
+
+
+def _writes_back(task, kernel, seed) -> "list[str]":
+    """A sentence where a kernel writes what is there already, and nothing was to be written."""
+    for n in SIZES:
+        if n > SMALL_SIZE:
+            break
+        case = task.data(n, torch.Generator().manual_seed(seed))
+        trace = _trace(task, kernel, seed, n) if case.expected is case.out else None
+        count = costs.cost_of(trace).writes if trace else 0
+        if count:
+            return [
+                f"it writes {count:,} elements where none should be ({case.label}), "
+                "each with what it held"
+            ]
+    return []
+
+
+def _trace(task, kernel, seed, n=COST_SIZE) -> "simt.Trace | None":
     """The trace of a small launch; None where the CPU cannot run the kernel."""
-    launch, arguments = _small_launch(task, kernel, COST_SIZE, seed)
+    launch, arguments = _small_launch(task, kernel, n, seed)
     try:
         with simt.checked(True, seconds=SECONDS):
             return simt.trace(launch, *arguments)
@@ -571,7 +632,7 @@ def _compare(task, case, out, unchanged):
     same = (out == case.expected) | out.isnan() & case.expected.isnan()
     difference = (out.double() - case.expected).abs().masked_fill(same, 0.0)
     eps = torch.finfo(out.dtype).eps if out.dtype.is_floating_point else 0.0
-    allowed = case.expected.abs() * eps * case.roundings + 1e-30
+    allowed = case.expected.abs() * eps * case.roundings + case.least
     # written so that NaN counts as a difference
     differing = (~(same | (difference <= allowed))).nonzero().flatten()
     if len(differing):
@@ -629,6 +690,18 @@ class _Operations(TorchDispatchMode):
         self.with_float64 |= isinstance(result, torch.Tensor) and result.dtype == torch.float64
         return result
 
+    def waits(self) -> str:
+        """For what the host would wait on a GPU, in a sentence; "" where it would not."""
+        if self.numbers_read:
+            numbers = f"{self.numbers_read:,} number{'s' if self.numbers_read > 1 else ''}"
+            return f"it reads {numbers}: on a GPU the host waits for each"
+        if not self.copied:
+            return ""
+        count = len(self.copied)
+        tensors = "a tensor" if count == 1 else f"{count:,} tensors"
+        waits = "the host waits for it" if count == 1 else "it waits for each"
+        return f"it copies {tensors} to the host ({self.copied[0][1]}): on a GPU {waits}"
+
     def __enter__(self):
         self.copies.__enter__()
         return super().__enter__()
@@ -657,7 +730,8 @@ class _Copies(TorchFunctionMode):
         how = self.METHODS.get(func)
         if func is torch.Tensor.to:
             device = kwargs.get("device", args[1] if len(args) > 1 else None)
-            if isinstance(device, (str, torch.device)) and torch.device(device).type == "cpu":
+            # A torch.device is most often that of another tensor: no copy, and none on a GPU.
+            if isinstance(device, str) and torch.device(device).type == "cpu":
                 how = '.to("cpu")'
         if how:
             self.copied.append((tuple(args[0].shape), how))
@@ -671,17 +745,11 @@ def _run_python(task, function, seed) -> Result:
         # the answer may change its own
         given = copy.deepcopy(arguments)
         operations = _Operations()
-        passed, outcome = _try_python(function, arguments, expected, operations)
-        if passed and task.on_device and operations.numbers_read:
-            count = operations.numbers_read
-            numbers = f"{count:,} number{'s' if count > 1 else ''}"
-            passed, outcome = False, f"it reads {numbers}: on a GPU the host waits for each"
-        elif passed and task.on_device and operations.copied:
-            count = len(operations.copied)
-            tensors = "a tensor" if count == 1 else f"{count:,} tensors"
-            how = f"({operations.copied[0][1]})"
-            waits = "on a GPU the host waits for it" if count == 1 else "on a GPU it waits for each"
-            passed, outcome = False, f"it copies {tensors} to the host {how}: {waits}"
+        passed, outcome = _try_python(task, function, arguments, given, expected, operations)
+        waits = operations.waits() if task.on_device else ""
+        if waits:
+            outcome = waits if passed else f"{outcome}; {waits}"
+            passed = False
         lines.append((passed, label, outcome))
     result = _conclude(task, lines, seed, "case")
     return _with_remarks(result, _python_remarks(task, operations, given)) if result else result
@@ -708,24 +776,47 @@ def _python_remarks(task, operations, arguments) -> "list[str]":
     return sentences
 
 
-def _try_python(function, arguments, expected, operations):
-    """(passed, how it went) of one case."""
+def _try_python(task, function, arguments, given, expected, operations):
+    """(passed, how it went) of one case.
+
+    given: a copy of the arguments, which the function may change"""
     try:
         with operations:
             result = function(*arguments)
     except Exception as error:
         # the learner's own code: one line instead of a traceback
         return False, f"{type(error).__name__}: {error}"
+    why = ""
+    if task.explain and isinstance(result, torch.Tensor):
+        sentence = task.explain(given, result)
+        why = f"; {sentence}" if sentence else ""
     problem = _shape_differs(result, expected)
     if problem:
-        return False, problem
+        return False, problem + why
     both_nan = result.isnan() & expected.isnan()
     difference = (result.double() - expected).abs().masked_fill(both_nan, 0.0)
     largest = float(difference.max())
     allowed = 1e-5 * float(expected.abs().nan_to_num().max())
     if largest <= allowed:
         return True, f"right; largest difference {largest:.2g}"
-    return False, _first_wrong(result, expected, ~(difference <= allowed))
+    outcome = _first_wrong(result, expected, ~(difference <= allowed))
+    if _has_bf16(arguments):
+        size = expected.abs()
+        step = _ROUNDINGS_BF16 * torch.finfo(torch.bfloat16).eps
+        if bool((difference <= step * size.clamp(min=float(size.mean()))).all()):
+            outcome += "; it differs by roundings to bf16"
+    return False, outcome + why
+
+
+# roundings to bf16 by which a result in bf16, or a sum in bf16, may differ
+_ROUNDINGS_BF16 = 4
+
+
+def _has_bf16(arguments) -> bool:
+    """Whether a tensor among the arguments, or in a list of them, is in bf16."""
+    if isinstance(arguments, torch.Tensor):
+        return arguments.dtype == torch.bfloat16
+    return isinstance(arguments, (tuple, list)) and any(map(_has_bf16, arguments))
 
 
 def _first_wrong(result, expected, differing) -> str:
@@ -770,10 +861,12 @@ def _replay(case, tensors, tape, result):
     """(passed, how it went) of all turns of a case."""
     largest = 0.0
     count = len(case.turns)
-    for turn, (values, expected) in enumerate(case.turns, 1):
+    for turn, (values, expected, special) in enumerate(case.turns, 1):
         for tensor, value in zip(tensors, values):
             if value is not None:
                 tensor.copy_(value)
+        in_place = case.result_index is not None
+        before = result.clone() if in_place else None
         tape.replay()
         problem = _shape_differs(result, expected)
         if problem:
@@ -782,8 +875,15 @@ def _replay(case, tensors, tape, result):
         allowed = 1e-5 * float(expected.abs().max())
         differing = ~(difference <= allowed)
         if differing.any():
-            first = _first_wrong(result, expected, differing)
-            return False, f"wrong in replay {turn} of {count}; {first.removeprefix('wrong: ')}"
+            first = _first_wrong(result, expected, differing).removeprefix("wrong: ")
+            if in_place and torch.equal(result, before):
+                first = "no element was changed in place"
+            return False, f"wrong in replay {turn} of {count}, where {special}; {first}"
+        if case.counter:
+            name, index = case.counter
+            if int(tensors[index]) != turn:
+                held = f"`{name}` holds {int(tensors[index])}, expected {turn}"
+                return False, f"after replay {turn} of {count} {held}"
         largest = max(largest, float(difference.max()))
     return True, f"right in {count} replays; largest difference {largest:.2g}"
 

@@ -192,6 +192,9 @@ EXERCISES = {
                     "for (int i = first; i < first + 256 && i < n; i++) most = fmaxf(most, x[i]);\n"
                     "out[blockIdx.x] = most;"
                 ),
+                "barrier inside the if": _LARGEST.replace("    __syncthreads();\n", "").replace(
+                    "if (t < half) part", "if (t < half) __syncthreads();\n    if (t < half) part"
+                ),
             },
             data=_largest_case,
         ),
@@ -282,6 +285,8 @@ EXERCISES = {
                     "if (blockIdx.x > 0 || threadIdx.x > 0 || !(*scale < 1.0f)) return;\n"
                     "for (long long i = 0; i < n; i++) x[i] *= *scale;"
                 ),
+                "writes back": LONG_INDEX
+                + "if (i < n) x[i] = *scale < 1.0f ? x[i] * *scale : x[i];",
             },
             data=_rescale_case,
         ),

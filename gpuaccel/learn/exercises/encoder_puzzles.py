@@ -157,7 +157,8 @@ EXERCISES = {
             stub="// your two lines",
             hint=(
                 "A run begins where the token before is another one. In front of place 0 there "
-                "is none: ask i == 0 first, and `||` does not look at the rest."
+                "is none, so ask i == 0 first: `||` is C's `or`, and it does not look at the right "
+                "side when the left side is true."
             ),
             solution=_STARTS.format("i == 0 || tokens[i - 1] != tokens[i]"),
             wrong_answers={

@@ -37,6 +37,8 @@ class Case:
     label: str = ""
     # by how many roundings a right answer may differ; 0: it must be bit-identical
     roundings: int = 1
+    # of out's shape: what a right answer may differ by besides; for terms that cancel
+    least: "torch.Tensor | float" = 1e-30
 
     @property
     def begins_empty(self) -> bool:
@@ -56,10 +58,13 @@ class Turns:
     label: str
     tensors: tuple
     numbers: tuple
-    # (a value or None for each tensor, the expected result in float64) for each turn
+    # for each turn: a value or None for each tensor, the expected result in float64, and in words
+    # what is special about it
     turns: list
     # which tensor then holds the result; None: what the function returned
     result_index: "int | None" = None
+    # (name, index) of a tensor to which each replay adds 1, from 0 on
+    counter: "tuple[str, int] | None" = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,9 @@ class Exercise:
     turns: "Callable | None" = None
     # of a Python function: no number may be read on the host
     on_device: bool = False
+    # of a Python function: explain(arguments, result) -> what is wrong with a tensor, in a sentence
+    # without a full stop, or ""
+    explain: "Callable | None" = None
     # what passes and is not what was asked -> such an answer; its result says so in a remark
     cheats: "dict[str, str]" = field(default_factory=dict)
 

@@ -17,7 +17,14 @@ def _guarded_turns(generator):
     for n in (1, 255, 1000, 4096):
         limit = float(torch.rand((), generator=generator)) + 2.0
         turns = []
-        for loss in (limit - 1, limit + 1, limit, math.nan, math.inf, limit / 2):
+        for loss, what in (
+            (limit - 1, "below the limit"),
+            (limit + 1, "above the limit"),
+            (limit, "at the limit"),
+            (math.nan, "NaN"),
+            (math.inf, "inf"),
+            (limit / 2, "below the limit"),
+        ):
             weight, grad = _weights(n, generator), normal(n, generator)
             if not math.isfinite(loss):
                 grad[int(torch.randint(n, (), generator=generator))] = loss
@@ -27,6 +34,7 @@ def _guarded_turns(generator):
                 (
                     (weight, grad, loss),
                     weight.double() - 0.1 * grad.double() if steps else weight.double(),
+                    f"the loss is {what}",
                 )
             )
         yield Turns(
@@ -43,8 +51,9 @@ def _decay_turns(generator):
         exact, turns = first.double(), []
         for k in range(steps + 2):
             grad = normal(n, generator)
-            exact = exact - 0.1 * max(0.0, 1 - k / steps) * grad.double()
-            turns.append(((None, grad, None), exact))
+            lr = 0.1 * max(0.0, 1 - k / steps)
+            exact = exact - lr * grad.double()
+            turns.append(((None, grad, None), exact, f"count is {k}, the learning rate {lr:.3g}"))
         tensors = first, torch.zeros(n), torch.zeros((), dtype=torch.int64)
         yield Turns(
             f"{n:,}, steps = {steps}, count from 0 to {steps + 1}",
@@ -52,6 +61,7 @@ def _decay_turns(generator):
             (steps,),
             turns,
             result_index=0,
+            counter=("count", 2),
         )
 
 

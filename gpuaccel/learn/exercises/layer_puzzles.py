@@ -41,6 +41,8 @@ def _swish_case(n, generator):
         dy.double() * (s + k * x.double() * s * (1 - s)),
         "some |k x| above 88" if n in FAR else "",
         roundings=64,
+        # A sigmoid is rounded as 1 is, for example as (1 + tanh(k x / 2)) / 2.
+        least=8 * torch.finfo(dy.dtype).eps * dy.double().abs(),
     )
 
 

@@ -45,6 +45,15 @@ def _bucket_cases(generator):
         yield label, (sizes, least), _blocks_per_bucket(sizes, least).double()
 
 
+def _blocks_lost(arguments, result):
+    """How many blocks a wrong answer has in all buckets, where these are not all blocks."""
+    there = len(arguments[0])
+    count = result.sum().item()
+    if count == there:
+        return ""
+    return f"its buckets have {count:g} block{'s' * (count != 1)}, but there are {there}"
+
+
 def _in_turn(grads):
     total = torch.zeros_like(grads[0, 0])
     for micro in grads:
@@ -61,6 +70,22 @@ def _ordered_cases(generator):
         batches = f"{micros} micro-batch{'es' * (micros > 1)}"
         label = f"{ranks} ranks, {batches}, {n:,} element{'s' * (n > 1)}"
         yield label, (grads,), _in_turn(grads).double()
+
+
+# roundings, of the largest gradient, by which a sum in another order may differ
+_ROUNDINGS = 16
+
+
+def _only_rounded(arguments, result):
+    """Whether a wrong sum differs only by roundings, in words."""
+    (grads,) = arguments
+    right = _in_turn(grads)
+    if result.shape != right.shape or result.dtype != right.dtype:
+        return ""
+    allowed = _ROUNDINGS * torch.finfo(torch.float32).eps * float(grads.abs().max())
+    if bool(((result.double() - right.double()).abs() <= allowed).all()):
+        return "all gradients are in the sum, but it is rounded in another way: another order?"
+    return ""
 
 
 _DEAL = """\
@@ -221,6 +246,7 @@ EXERCISES = {
                 ),
             },
             cases=_bucket_cases,
+            explain=_blocks_lost,
         ),
         Exercise(
             "ordered_sum",
@@ -289,6 +315,7 @@ EXERCISES = {
                 "rank 0 only": _ORDERED.replace("range(grads.shape[1])", "range(1)"),
             },
             cases=_ordered_cases,
+            explain=_only_rounded,
         ),
     ]
 }

@@ -159,7 +159,7 @@ def bits(value: float) -> Figure:
             ink.text(i * step + step / 2 - 0.5, 43, bit, 13, text_colour, "middle", 600)
     ink.segment(16 * step - 0.5, 18, 16 * step - 0.5, 76, GREY, 1.6, dash="4 3")
     ink.text(16 * step - 10, 72, "bf16 keeps these 16 bits", 12, ink.strong, "end")
-    lost = ": here the last one of the sum is lost" if word & 0xFFFF else ""
+    lost = ": a 1 here is lost in bf16" if word & 0xFFFF else ""
     ink.text(16 * step + 10, 72, "fp32 has these too" + lost, 12, ink.soft)
     return Figure(ink, 82, f"{value:g} in fp32 is {word:032b}; bf16 keeps the first 16 bits")
 

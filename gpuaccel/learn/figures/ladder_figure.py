@@ -42,6 +42,7 @@ RUNGS = (
         "Your first kernel",
         "what one of many threads does, which bytes it moves, and how threads share results",
         "threads, bytes, shared results",
+        minutes=30,
     ),
     Rung(
         "01_accumulate",
@@ -56,7 +57,6 @@ RUNGS = (
         "many threads compute one number, the length of the gradient, and Python does not wait",
         "one number from many threads",
         ("01",),
-        minutes=60,
     ),
     Rung(
         "02b_clip_inside",
@@ -64,7 +64,6 @@ RUNGS = (
         "clipping that does not read all gradients once more, and a NaN that does no harm",
         "many tensors, a NaN",
         ("02",),
-        minutes=60,
     ),
     Rung(
         "03_graphs",
@@ -72,7 +71,7 @@ RUNGS = (
         "a whole training step, recorded once and started with one call",
         "a whole step in one call",
         ("01", "02"),
-        minutes=55,
+        minutes=45,
     ),
     Rung(
         "04_encoder",
@@ -80,7 +79,7 @@ RUNGS = (
         "why two runs differ, and how a sum in a fixed order makes them equal",
         "a sum in a fixed order",
         ("01",),
-        minutes=60,
+        minutes=45,
     ),
     Rung(
         "04b_rounding",
@@ -96,7 +95,6 @@ RUNGS = (
         "a layer's backward by hand, a check that finds a wrong one, then the speed",
         "a backward by hand",
         ("01",),
-        minutes=60,
     ),
     Rung(
         "05b_attention",
@@ -109,17 +107,16 @@ RUNGS = (
     Rung(
         "06_ddp",
         "More than one process",
-        "one training on several processes: how gradients are averaged, and what if one dies",
+        "one training on several processes: how gradients are added, and what if one stops",
         "gradients of several GPUs",
         ("01",),
-        minutes=55,
     ),
     Rung(
         "07_everything",
         "Everything",
         "one model with everything from the notebooks before; then a model of your own",
         "all of it, and your own model",
-        ("03", "06"),
+        ("03",),
     ),
 )
 

@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ...errors import ArgumentError
 from ...graphs import ALLOCATIONS
 from ...measure import profiler_sees_gpu, quiet_profiler, trace_events
 from ...nn import (
@@ -303,10 +304,22 @@ class _GatedUnit(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         x, w_in, w_out, x1, x2, h = ctx.saved_tensors
-        dx1, dx2 = ctx.gradient(dy @ w_out, x1, x2)
+        dx1, dx2 = _two_like(x1, ctx.gradient(dy @ w_out, x1, x2))
         both = torch.cat([dx1, dx2], -1)
         dx = both @ w_in + dy if ctx.residual else both @ w_in
         return dx, both.T @ x, dy.T @ h, None, None
+
+
+def _two_like(x1, result):
+    """dx1 and dx2 of what a gradient function returned; ArgumentError where it is not these two."""
+    expected = f"expected dx1 and dx2, two tensors of shape {tuple(x1.shape)}"
+    if not isinstance(result, (torch.Tensor, tuple, list)) or len(result) != 2:
+        raise ArgumentError(f"gradient: {expected}, got {type(result).__name__}")
+    for name, d in zip(("dx1", "dx2"), result):
+        if not isinstance(d, torch.Tensor) or d.shape != x1.shape:
+            got = tuple(d.shape) if isinstance(d, torch.Tensor) else type(d).__name__
+            raise ArgumentError(f"gradient: {expected}, got {name}: {got}")
+    return result
 
 
 def _gated_unit(x, w_in, w_out):
