@@ -21,13 +21,21 @@ help:
 	@echo
 	@echo "Both install into $(VENV) on first use. PYTHON=python3.12 chooses the interpreter (3.11 to 3.13)."
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# Installs the extra $(1).
+define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt needs Python 3.11; \
 	this is %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2])'
 	@$(BIN)/python -c 'import sys' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing into $(VENV); the first time takes a few minutes"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(1)]'
 	@touch $@
+endef
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(call install,test)
+
+$(VENV)/.docs: pyproject.toml constraints.txt
+	$(call install,docs)
 
 # Asked each time, because compilers come and go. Without one, and without a network, the rest still works.
 compiler: $(VENV)/.installed
@@ -61,11 +69,6 @@ check: $(VENV)/.installed
 	$(BIN)/python -m ruff check --quiet gpuaccel tests benchmarks docs
 	$(BIN)/python -m ruff format --check --quiet gpuaccel tests benchmarks docs
 	$(BIN)/python -m mypy
-
-$(VENV)/.docs: $(VENV)/.installed
-	@echo "installing what makes the site into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
-	@touch $@
 
 docs: $(VENV)/.docs
 	@OMP_NUM_THREADS=1 $(BIN)/python docs/site/build.py
