@@ -9,24 +9,33 @@ PORT   ?= 8888
 
 BIN := $(VENV)/bin
 
-.PHONY: help lab test check sanitize compiler clean
+.PHONY: help lab test check docs sanitize compiler clean
 
 help:
 	@echo "make lab     open JupyterLab on the notebooks"
 	@echo "make test    run every test and every notebook (GPU tests skip themselves where there is no GPU)"
 	@echo "make check   layout, imports and types of the code; make test begins with it"
+	@echo "make docs    build the documentation as a site: build/site/index.html"
 	@echo "make sanitize  the GPU tests under NVIDIA's compute-sanitizer; hours, on a machine with a GPU"
 	@echo "make clean   remove the environment and what the tests leave behind"
 	@echo
 	@echo "Both install into $(VENV) on first use. PYTHON=python3.12 chooses the interpreter (3.11 to 3.13)."
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+# Installs the extra $(1).
+define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt needs Python 3.11; \
 	this is %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2])'
 	@$(BIN)/python -c 'import sys' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing into $(VENV); the first time takes a few minutes"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(1)]'
 	@touch $@
+endef
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(call install,test)
+
+$(VENV)/.docs: pyproject.toml constraints.txt
+	$(call install,docs)
 
 # Asked each time, because compilers come and go. Without one, and without a network, the rest still works.
 compiler: $(VENV)/.installed
@@ -60,6 +69,9 @@ check: $(VENV)/.installed
 	$(BIN)/python -m ruff check --quiet gpuaccel tests benchmarks docs
 	$(BIN)/python -m ruff format --check --quiet gpuaccel tests benchmarks docs
 	$(BIN)/python -m mypy
+
+docs: $(VENV)/.docs
+	@OMP_NUM_THREADS=1 $(BIN)/python docs/site/build.py
 
 sanitize: $(VENV)/.installed
 	@$(BIN)/python -c 'import sys; sys.path.insert(0, "tests"); import sanitize; sanitize.find_sanitizer()' 2>/dev/null || \

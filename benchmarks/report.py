@@ -1,4 +1,4 @@
-"""Write the generated tables of README.md and docs/ from benchmarks/results/*.json.
+"""Write the generated tables and charts of README.md and docs/ from benchmarks/results/*.json.
 
 python benchmarks/report.py            # after a new measurement
 python benchmarks/report.py --check    # fails where the pages show other results; changes nothing
@@ -9,7 +9,10 @@ A generated part stands between two markers, <!-- name: made by benchmarks/repor
 <!-- /name -->. A table that has no result keeps its text.
 """
 
+import dataclasses
+import html
 import json
+import pathlib
 import re
 import sys
 import textwrap
@@ -18,15 +21,16 @@ import common
 from fingerprints import staleness
 
 DOCS = common.ROOT / "docs"
-PAGES = (common.ROOT / "README.md", DOCS / "benchmarks.md", DOCS / "your-model.md")
+PAGES = (common.ROOT / "README.md", DOCS / "benchmarks.md", DOCS / "models.md")
 
 
-def load(name: str) -> "dict | None":
-    """The newest result of a benchmark, None when there is none. Of several GPUs: ddp_2gpus, ..."""
-    paths = sorted(
-        common.RESULTS.glob(f"{name}_*.json"), key=lambda p: json.loads(p.read_text())["date"]
-    )
-    return json.loads(paths[-1].read_text()) if paths else None
+def load(name: str, gpu: "str | None" = None) -> "dict | None":
+    """The newest result of a benchmark, None when there is none. Of several GPUs: ddp_2gpus, ...
+
+    gpu: only of this one."""
+    results = [json.loads(path.read_text()) for path in common.RESULTS.glob(f"{name}_*.json")]
+    results = [result for result in results if gpu in (None, result["gpu"])]
+    return max(results, key=lambda result: result["date"], default=None)
 
 
 # ---- markdown -----------------------------------------------------------------------------------
@@ -1043,63 +1047,113 @@ def missed_table() -> str:
     return markdown(("benchmark", "what", "measured (goal)"), rows)
 
 
-def ratios_table() -> str:
-    """The README's table: one line for each claim, against its strongest peer."""
-    names = ("step", "ddp_2gpus", "tail", "clip", "accumulate", "encoder", "dispatch")
-    results = {name: load(name) for name in names}
-    r = {name: result["results"] for name, result in results.items()}
+@dataclasses.dataclass
+class Claim:
+    """One line of the README's table: a value beside its strongest peer."""
+
+    what: str
+    against: str
+    value: float
+    result: dict
+    # Times faster than the peer; else a share.
+    against_peer: bool = True
+
+    @property
+    def words(self) -> str:
+        return f"{self.value:.2f}x" if self.against_peer else f"{self.value:.3f}x"
+
+
+def claims(gpu: "str | None" = None) -> "list[Claim]":
+    """One for each claim that has a result, against its strongest peer. gpu: only of this one."""
+    made = []
+
+    def claim(name, what, against, value):
+        if result := load(name, gpu):
+            made.append(Claim(what, against, value(result["results"]), result))
+
     peer = "torch: compiled, fused AdamW, one CUDA graph"
-    clip = r["clip"]["float32"]["over"]["ga.clip_grad_norm_"]["replayed"]
-    add = r["accumulate"]["addition"]["float32"]["accumulate_v3, one launch"]
-    tail = r["tail"]["float32"]["replayed"]["ours"]
-    zipf = r["encoder"]["backward"]["Zipf"]["variants"]["ours, segments in line"]
-    few = min(c["times_atomics"] for c in r["encoder"]["grid"] if c["tokens"] == 4096)
-    attention = r["dispatch"]["attention"]["batch 4"]["core"]["times"]["torch.compile"]
-    steps = {T: r["step"][T]["ours"]["times_torch"] for T in ("1024", "256")}
-    exact = r["step"]["1024"]["ours, deterministic"]["times_torch"]
-    rows = [
-        ("one step of `llama-350m`, T = 1024", peer, f"{steps['1024']:.2f}x"),
-        ("the same, T = 256", peer, f"{steps['256']:.2f}x"),
-        (
-            "T = 1024, bit-identical in every run",
-            "the same peer, not deterministic",
-            f"{exact:.2f}x",
-        ),
-        ddp_headline(r["ddp_2gpus"]["2"]),
-        (
-            "add, clip, AdamW, clear",
-            "torch: foreach clip, fused AdamW",
-            f"{tail['times_torch']:.2f}x",
-        ),
-        (
-            "`ga.clip_grad_norm_`, norm over the threshold",
-            "torch's, `foreach=True`",
-            f"{clip['times_torch']:.2f}x",
-        ),
-        ("adding gradients to their sums", "`torch._foreach_add_`", f"{add['times_foreach']:.2f}x"),
-        (
-            "embedding gradient, 65,536 tokens",
-            "atomic `index_add_`",
-            f"{zipf['times_atomics']:.2f}x",
-        ),
-        ("the same, 4,096 tokens, worst case measured", "atomic `index_add_`", f"{few:.2f}x"),
-        (
-            "`PolyAttention` without its projections, T = 2048",
-            "the same in torch, compiled",
-            f"{attention:.2f}x",
-        ),
-    ]
-    lines = dict.fromkeys(conditions(result) for result in results.values())
+    claim(
+        "step",
+        "one step of `llama-350m`, T = 1024",
+        peer,
+        lambda r: r["1024"]["ours"]["times_torch"],
+    )
+    claim("step", "the same, T = 256", peer, lambda r: r["256"]["ours"]["times_torch"])
+    claim(
+        "step",
+        "T = 1024, bit-identical in every run",
+        "the same peer, not deterministic",
+        lambda r: r["1024"]["ours, deterministic"]["times_torch"],
+    )
+    if result := load("ddp_2gpus", gpu):
+        made.append(ddp_headline(result))
+    claim(
+        "tail",
+        "add, clip, AdamW, clear",
+        "torch: foreach clip, fused AdamW",
+        lambda r: r["float32"]["replayed"]["ours"]["times_torch"],
+    )
+    claim(
+        "clip",
+        "`ga.clip_grad_norm_`, norm over the threshold",
+        "torch's, `foreach=True`",
+        lambda r: r["float32"]["over"]["ga.clip_grad_norm_"]["replayed"]["times_torch"],
+    )
+    claim(
+        "accumulate",
+        "adding gradients to their sums",
+        "`torch._foreach_add_`",
+        lambda r: r["addition"]["float32"]["accumulate_v3, one launch"]["times_foreach"],
+    )
+    claim(
+        "encoder",
+        "embedding gradient, 65,536 tokens",
+        "atomic `index_add_`",
+        lambda r: r["backward"]["Zipf"]["variants"]["ours, segments in line"]["times_atomics"],
+    )
+    claim(
+        "encoder",
+        "the same, 4,096 tokens, worst case measured",
+        "atomic `index_add_`",
+        lambda r: min(c["times_atomics"] for c in r["grid"] if c["tokens"] == 4096),
+    )
+    claim(
+        "dispatch",
+        "`PolyAttention` without its projections, T = 2048",
+        "the same in torch, compiled",
+        lambda r: r["attention"]["batch 4"]["core"]["times"]["torch.compile"],
+    )
+    return made
+
+
+def ratios_table() -> str:
+    """The README's table: one line for each claim."""
+    made = claims()
+    rows = [(claim.what, claim.against, claim.words) for claim in made]
+    lines = dict.fromkeys(conditions(claim.result) for claim in made)
     return section(markdown(("what", "against", "speed"), rows), *lines)
 
 
-def ddp_headline(r) -> "tuple[str, str, str]":
+def charts_part() -> str:
+    """The charts that there are, as images."""
+    import charts
+
+    images = []
+    for name, svg in charts.charts().items():
+        words = html.unescape(re.search(r'aria-label="([^":,]*)', svg)[1])
+        images.append(f"![{words}](charts/{name})")
+    return section(*images)
+
+
+def ddp_headline(result) -> Claim:
     """Two GPUs: against DDP in a CUDA graph if measured, else the share of one GPU's rate."""
+    r = result["results"]["2"]
     ours, peer = ddp_ours(r, "4"), fastest_ddp(r, "4")
     if peer and "captured" in peer[0]:
-        ratio = peer[1]["ms"] / ours["ms"]
-        return "one step of `llama-350m` on two GPUs", "torch: DDP in a CUDA graph", f"{ratio:.2f}x"
-    return "rate of each of two GPUs", "ours on one GPU", f"{ours['of_one_gpu']:.3f}x"
+        ratio, what = peer[1]["ms"] / ours["ms"], "one step of `llama-350m` on two GPUs"
+        return Claim(what, "torch: DDP in a CUDA graph", ratio, result)
+    what = "rate of each of two GPUs"
+    return Claim(what, "ours on one GPU", ours["of_one_gpu"], result, against_peer=False)
 
 
 # ---- models of others ---------------------------------------------------------------------------
@@ -1168,7 +1222,13 @@ def models_conditions(columns: dict) -> str:
     )
 
 
-PARTS = {**TABLES, "missed": missed_table, "ratios": ratios_table, "models": models_table}
+PARTS = {
+    **TABLES,
+    "charts": charts_part,
+    "missed": missed_table,
+    "ratios": ratios_table,
+    "models": models_table,
+}
 
 
 def filled(text: str) -> str:
@@ -1192,17 +1252,38 @@ def print_stale_results():
             print(f"{path.name} was {stale}")
 
 
+def generated() -> "dict[pathlib.Path, str]":
+    """Each page with its parts made anew, and each chart."""
+    import charts
+
+    pages = {path: filled(path.read_text()) for path in PAGES}
+    return {**pages, **{charts.FOLDER / name: svg for name, svg in charts.charts().items()}}
+
+
+def outdated() -> "dict[pathlib.Path, str | None]":
+    """The files that show other results, with what they should hold; None: should not be there."""
+    import charts
+
+    files = generated()
+    changed = {
+        path: text for path, text in files.items() if not path.exists() or path.read_text() != text
+    }
+    return {**changed, **dict.fromkeys(set(charts.FOLDER.glob("*.svg")) - set(files))}
+
+
 def main():
-    pages = {path: path.read_text() for path in PAGES}
-    changed = {path: new for path, old in pages.items() if (new := filled(old)) != old}
+    changed = outdated()
     print_stale_results()
     if "--check" not in sys.argv:
         for path, text in changed.items():
-            path.write_text(text)
+            path.parent.mkdir(exist_ok=True)
+            path.unlink() if text is None else path.write_text(text)
     elif changed:
-        names = ", ".join(path.name for path in changed)
+        names = ", ".join(sorted(path.name for path in changed))
         sys.exit(f"{names} do not show benchmarks/results: run python benchmarks/report.py")
 
 
 if __name__ == "__main__":
+    # charts.py imports this module by its name.
+    sys.modules["report"] = sys.modules["__main__"]
     main()

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import shutil
 
 import pytest
 import torch
@@ -140,3 +141,21 @@ def drawn(kind, n, vocab, seed=0):
         .sub(1)
         .clamp(0, vocab - 1),
     }[kind]
+
+
+# ---- a browser
+
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+def find_chromium():
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    return next((path for path in map(shutil.which, names) if path), None)

@@ -72,10 +72,16 @@ def test_the_examples_run_in_order(path, here):
 def test_the_pages_have_examples():
     assert {name_of(path): len(blocks(path)) for path in PAGES if blocks(path)} == {
         "README.md": 3,
+        "docs/accumulation.md": 1,
         "docs/backends.md": 1,
+        "docs/clipping.md": 1,
+        "docs/determinism.md": 1,
+        "docs/graphs.md": 2,
         "docs/kernels-on-the-cpu.md": 2,
+        "docs/layers.md": 1,
         "docs/lora.md": 1,
-        "docs/your-model.md": 8,
+        "docs/replacing-a-kernel.md": 1,
+        "docs/your-model.md": 3,
     }
 
 
@@ -93,9 +99,12 @@ def norm_of_the_batch(space):
     return float(torch.linalg.vector_norm(torch.stack([grad.norm() for grad in grads])))
 
 
-def test_the_norm_of_micro_batches_is_that_of_the_batch():
+PAGES_WITH_AN_ACCUMULATOR = [ROOT / "docs/your-model.md", ROOT / "docs/accumulation.md"]
+
+
+@pytest.mark.parametrize("path", PAGES_WITH_AN_ACCUMULATOR, ids=name_of)
+def test_the_norm_of_micro_batches_is_that_of_the_batch(path):
     """With 4 micro-batches as printed, and with 1; without the division it is 4 times too large."""
-    path = ROOT / "docs" / "your-model.md"
     code = example(path, "GradientAccumulator")
     one = code.replace("micro_batches = 4", "micro_batches = 1")
     undivided = code.replace(" / micro_batches", "")
@@ -179,7 +188,9 @@ def load(path):
 @pytest.fixture
 def report(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return load(ROOT / "benchmarks" / "report.py")
+    import report
+
+    return report
 
 
 def test_the_generated_parts_are_what_the_generator_makes(report):
@@ -190,6 +201,18 @@ def test_the_generated_parts_are_what_the_generator_makes(report):
         assert report.filled(text) == text, f"{name_of(path)}: run python benchmarks/report.py"
     assert generated == set(report.PARTS), "a table without a place, or a place without a table"
     assert [name for name in report.TABLES if report.load(name) is None] == []
+
+
+def test_the_charts_are_what_the_generator_makes(report):
+    assert report.outdated() == {}, "run python benchmarks/report.py"
+    charts = sys.modules["charts"].charts()
+    (ratios,) = [svg for name, svg in charts.items() if name.startswith("ratios")]
+    assert all(f">{claim.words}<" in ratios for claim in report.claims() if claim.against_peer)
+    assert len(charts) >= 4
+    for svg in charts.values():
+        drawn = xml.fromstring(svg)
+        edges = [float(r.get("x")) + float(r.get("width")) for r in drawn.iter() if r.get("rx")]
+        assert max(edges) <= 800, "a bar leaves the picture"
 
 
 def test_every_missed_goal_is_in_the_list(report):
@@ -209,10 +232,13 @@ def test_the_peer_on_several_gpus_is_the_fastest_ddp(report):
     eager = {"one GPU": {"ms": 11.0}, "each for itself": {"ms": 5.0}, "DDP": {"ms": 40.0}}
     families = {"torch, eager": {"4": eager}, "ours, replayed": {"4": ours}}
     r = {"groups": families}
-    assert report.ddp_headline(r)[1:] == ("ours on one GPU", "0.900x")
+    result = {"results": {"2": r}}
+    assert report.ddp_headline(result).against == "ours on one GPU"
+    assert report.ddp_headline(result).words == "0.900x"
     assert "4.00x" in report.ddp_peer(r, 2) and "launched from Python" in report.ddp_peer(r, 2)
     families["torch, captured"] = {"4": {"DDP": {"ms": 12.0}}}
-    assert report.ddp_headline(r)[1:] == ("torch: DDP in a CUDA graph", "1.20x")
+    assert report.ddp_headline(result).against == "torch: DDP in a CUDA graph"
+    assert report.ddp_headline(result).words == "1.20x"
     assert "1.20x" in report.ddp_peer(r, 2) and "launched from Python" not in report.ddp_peer(r, 2)
 
 
@@ -241,7 +267,7 @@ def anchors(path):
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_links_lead_somewhere(path):
-    text = without_code(path)
+    text = re.sub(r"`[^`\n]*`", "", without_code(path))
     links = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
     links = [link for link in links if not link.startswith("https://")]
     for link in links:
@@ -251,10 +277,20 @@ def test_links_lead_somewhere(path):
         assert not anchor or anchor in anchors(target), f"{name_of(path)} links to {link}"
 
 
-def test_every_page_and_notebook_is_linked_from_the_readme():
+def test_every_notebook_is_linked_from_the_readme():
     text = README.read_text()
-    pages = [name_of(path) for path in [*PAGES[1:], *sorted((ROOT / "notebooks").glob("*.ipynb"))]]
-    assert [page for page in pages if f"({page})" not in text] == []
+    notebooks = [name_of(path) for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
+    assert [name for name in notebooks if f"({name})" not in text] == []
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    """By the links of pages."""
+    reached, new = set(), {README}
+    while new:
+        reached |= new
+        links = {path: re.findall(r"\]\(([^)#]+\.md)", path.read_text()) for path in new}
+        new = {(path.parent / link).resolve() for path in links for link in links[path]} - reached
+    assert [name_of(path) for path in PAGES if path not in reached] == []
 
 
 @pytest.mark.parametrize("path", PAGES[1:], ids=name_of)

@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import shutil
 import signal
 import socket
 import subprocess
@@ -12,19 +11,11 @@ import time
 import urllib.request
 
 import pytest
+from helpers import FLAGS, find_chromium
 
 pytestmark = pytest.mark.browser
 HANG = 600_000  # milliseconds after which what does not come counts as hanging
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 IDLE = """() => { const w = window.jupyterapp && window.jupyterapp.shell.currentWidget;
     const s = w && w.sessionContext && w.sessionContext.session;
     return !!s && !!s.kernel && s.kernel.status === 'idle' }"""
@@ -43,11 +34,6 @@ live.run(some(100_000), name="one", steps=100_000)""",
 open("result.txt", "w").write(f"{one.state} {one.last.step}")
 print("all " + "done")""",
 ]
-
-
-def find_chromium():
-    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-    return next((path for path in map(shutil.which, names) if path), None)
 
 
 @pytest.fixture

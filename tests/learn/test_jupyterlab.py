@@ -14,7 +14,8 @@ import time
 import urllib.request
 
 import pytest
-from test_browser import FLAGS, HANG, IDLE, find_chromium
+from helpers import FLAGS, find_chromium
+from test_browser import HANG, IDLE
 
 from gpuaccel.learn import figures
 
