@@ -969,7 +969,9 @@ def test_the_optimizer_is_the_formula(kwargs, device):
 
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 def test_a_hundred_steps_stay_as_close_to_torch_as_torchs_own_two_ways(device):
-    """|ours - foreach| <= 2 |fused - foreach|, the largest over all weights."""
+    """|ours - foreach| <= 2 |fused - foreach|, the largest over all weights.
+
+    Or two roundings of the largest weight: on some CPUs torch's two ways are one rounding apart."""
     start = params_of(device, ((40, 50), (3000,), (7,)))
     sets = {name: twin(start) for name in ("ours", "foreach", "fused")}
     optimizers = [
@@ -986,7 +988,9 @@ def test_a_hundred_steps_stay_as_close_to_torch_as_torchs_own_two_ways(device):
         return max((p - q).abs().max().item() for p, q in zip(sets[a], sets["foreach"]))
 
     print(f"ours {apart('ours'):.3g}, fused {apart('fused'):.3g} from foreach")
-    assert apart("ours") <= 2 * apart("fused"), (
+    largest = max(p.abs().max().item() for p in sets["foreach"])
+    roundings = 2 * torch.finfo(torch.float32).eps * largest
+    assert apart("ours") <= max(2 * apart("fused"), roundings), (
         f"ours is {apart('ours'):.3g} from foreach, fused {apart('fused'):.3g}"
     )
 
