@@ -619,7 +619,14 @@ def _with_cost(result, task, kernel, seed) -> Result:
     sentences = costs.remarks(my_cost, their_cost)
     if task.with_shuffles and "__shfl" not in without_comments(kernel.text):
         sentences.append("it was to add by shuffles, and calls no __shfl_..._sync")
-    sentences += _writes_back(task, kernel, seed)
+    written_back = _writes_back(task, kernel, seed)
+    if written_back:
+        same = [
+            (ok, what, how.replace("left alone", "the same numbers"))
+            for ok, what, how in result.lines
+        ]
+        result = replace(result, lines=same)
+    sentences += written_back
     for kind, rule in _NOTES.items():
         notes = [note for note in mine.notes if note.kind == kind]
         sentences += [f"line {note.line}: {note.message}{rule}" for note in notes[:1]]
