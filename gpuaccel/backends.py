@@ -131,6 +131,13 @@ class Compiler:
         return f"{self.kind} {self.version}"
 
 
+# How to get a C++ compiler.
+GET_COMPILER = (
+    "install g++ or clang++ (Debian, Ubuntu: apt install g++), or pip install ziglang, or name one "
+    "in GPUACCEL_CXX"
+)
+
+
 @functools.cache
 def find_compiler() -> "tuple[Compiler | None, str]":
     """Return the C++ compiler that builds kernels for the CPU (or None), and why, in words.
@@ -166,7 +173,7 @@ def find_compiler() -> "tuple[Compiler | None, str]":
         return compiler, f"{compiler} found"
     if chosen:
         return None, f"GPUACCEL_CXX={chosen!r} does not answer"
-    return None, "neither g++ nor clang++ nor ziglang found"
+    return None, f"neither g++ nor clang++ nor ziglang found: {GET_COMPILER}"
 
 
 def resolve(requested: str, policy: str, gpu: "tuple[bool, str]") -> "tuple[str, str]":

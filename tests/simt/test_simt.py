@@ -176,9 +176,12 @@ def test_zig_keeps_what_it_made_of_its_libraries_in_our_cache(fresh, monkeypatch
 
 
 def test_without_a_compiler_the_message_says_how_to_get_one(monkeypatch):
-    monkeypatch.setattr(
-        build, "find_compiler", lambda: (None, "neither g++ nor clang++ nor ziglang found")
-    )
+    with monkeypatch.context() as nothing:
+        nothing.setenv("PATH", "")
+        nothing.delenv("GPUACCEL_CXX", raising=False)
+        nothing.setitem(sys.modules, "ziglang", None)
+        found = find_compiler.__wrapped__()
+    monkeypatch.setattr(build, "find_compiler", lambda: found)
     monkeypatch.setattr(build, "_programs", {})
     with pytest.raises(
         BackendError,
