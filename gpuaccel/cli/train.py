@@ -21,6 +21,7 @@ from ..training import (
     Batches,
     BPETokenizer,
     TrainStep,
+    check_log,
     evaluate,
     flops_per_token,
     latest_checkpoint,
@@ -32,7 +33,7 @@ from ..training import (
     warmup_cosine_factor,
 )
 from .arguments import add_command, number
-from .run_folder import MAX_SEED, RUN_OPTIONS, default_folder, lock_run, open_run
+from .run_folder import MAX_SEED, METRICS, RUN_OPTIONS, default_folder, lock_run, open_run
 from .sample import sample_text
 from .signals import INTERRUPTED, StopAfterStep
 
@@ -111,7 +112,14 @@ def add_parser(commands):
         metavar="CHECKPOINT",
         help="go on from this checkpoint in --out (the newest one, if there is one)",
     )
-    add("--metrics", metavar="FILE", help="JSON lines, one per step (metrics.jsonl in --out)")
+    add(
+        "--log",
+        action="append",
+        default=[],
+        metavar="PLACE",
+        help="where else to write what metrics.jsonl in --out holds: a file that ends in "
+        ".jsonl or .csv, tensorboard:FOLDER or wandb:PROJECT (offline); may be repeated",
+    )
     add(
         "--val-every",
         type=number(1),
@@ -171,6 +179,7 @@ def run(args) -> int:
             f"--nproc {args.nproc} inside of a rank that torchrun (or another launcher) has "
             "started; expected one of the two"
         )
+    check_log(args.log)
     _fill_in_defaults(args)
     several = args.nproc is not None and args.nproc > 1
     _micro_batches_per_rank(args, args.nproc if several else 1)
@@ -367,7 +376,6 @@ def _fill_in_defaults(args):
     args.seq = args.seq or preset(args.model).T
     args.lr = recipe.lr if args.lr is None else args.lr
     args.out = pathlib.Path(args.out or default_folder(args.model)).expanduser()
-    args.metrics = args.metrics or args.out / "metrics.jsonl"
 
 
 def _micro_batches_per_rank(args, ranks) -> int:
@@ -409,7 +417,7 @@ def _run_steps(args, step, batches, val, ranks, is_first_rank, checkpoint) -> _S
         args.steps,
         val=val,
         val_every=args.val_every,
-        metrics=args.metrics,
+        log=[args.out / METRICS, *args.log],
         checkpoint_dir=args.out,
         checkpoint_every=args.checkpoint_every,
         resume=checkpoint or False,

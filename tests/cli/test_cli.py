@@ -135,7 +135,8 @@ SMALL = ["--text", "text", "--seq", "8", "--batch", "2", "--device", "cpu", "--s
         (["train", "--out", "empty/run"], "--out is empty/run, which cannot be written"),
         (["train", *SMALL, "--batch", "100000"], "--batch is 100000, and the text has 13 sequenc"),
         (["train", *SMALL, "--batch", "100000"], "; expected 1 to 13"),
-        (["train", *SMALL, "--metrics", "folder"], "the metrics file is folder, a folder; expecte"),
+        (["train", *SMALL, "--log", "folder.csv"], "log is folder.csv, a folder; expected a file"),
+        (["train", *SMALL, "--log", "run.txt"], "log is 'run.txt'; expected a path that ends in"),
         (["train", *SMALL, "--resume", "x"], "--resume is x; expected a checkpoint in runs/tiny"),
         (["train", "--text", "x" * 5000], "File name too long"),
         (["kernels", "folder"], "folder"),
@@ -146,14 +147,15 @@ def test_an_error_is_one_line_and_status_1(words, expected, capsys, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").touch()
     (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.csv").mkdir()
     (tmp_path / "text").write_text("0123456789" * 12)
     before = sorted(tmp_path.rglob("*"))
     assert main(words) == 1
     err = capsys.readouterr().err.splitlines()
     assert err[-1].startswith("gpuaccel: ") and expected in err[-1]
     # the command that is refused last has said what it trains
-    assert len(err) == (3 if "--metrics" in words else 1), err
-    if "--metrics" not in words:
+    assert len(err) == (3 if "folder.csv" in words else 1), err
+    if "folder.csv" not in words:
         assert sorted(tmp_path.rglob("*")) == before, "a refused command leaves nothing behind"
 
 
