@@ -18,8 +18,6 @@ from ..errors import CheckpointError
 from ..files import written_aside
 from ..training import latest_checkpoint
 
-# The file of a run's numbers.
-METRICS = "metrics.jsonl"
 # torch's generators take more, but the number of an epoch is added.
 MAX_SEED = 2**63 - 1
 # The options that decide a run's numbers: a resumed run must have the same.

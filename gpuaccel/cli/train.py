@@ -18,6 +18,7 @@ from ..errors import ArgumentError, CheckpointError, RankError
 from ..measure import Meter, peak_flops
 from ..optim import AdamW, Arena
 from ..training import (
+    METRICS_FILE,
     Batches,
     BPETokenizer,
     TrainStep,
@@ -33,7 +34,7 @@ from ..training import (
     warmup_cosine_factor,
 )
 from .arguments import add_command, number
-from .run_folder import MAX_SEED, METRICS, RUN_OPTIONS, default_folder, lock_run, open_run
+from .run_folder import MAX_SEED, RUN_OPTIONS, default_folder, lock_run, open_run
 from .sample import sample_text
 from .signals import INTERRUPTED, StopAfterStep
 
@@ -417,7 +418,7 @@ def _run_steps(args, step, batches, val, ranks, is_first_rank, checkpoint) -> _S
         args.steps,
         val=val,
         val_every=args.val_every,
-        log=[args.out / METRICS, *args.log],
+        log=[args.out / METRICS_FILE, *args.log],
         checkpoint_dir=args.out,
         checkpoint_every=args.checkpoint_every,
         resume=checkpoint or False,

@@ -11,7 +11,7 @@ from .data import (
     train_bpe,
     val_batches,
 )
-from .logs import RunLog, check_log, read_csv, read_json_lines
+from .logs import METRICS_FILE, RunLog, check_log, read_csv, read_json_lines
 from .loop import evaluate, train, warmup_cosine, warmup_cosine_factor
 from .lora import BLOCK_NORMS, apply_lora, merge_lora, remove_lora, unmerge_lora
 from .lora_files import load_lora, save_lora
@@ -27,6 +27,7 @@ __all__ = [
     "ByteTokenizer",
     "Config",
     "GPT2",
+    "METRICS_FILE",
     "Replay",
     "RunLog",
     "StepOutput",

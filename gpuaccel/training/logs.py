@@ -26,6 +26,8 @@ from ..measure import LateValue
 # A path, "tensorboard:FOLDER", "wandb:PROJECT", or a function of a row.
 Place = Union[str, "os.PathLike[str]", Callable[[dict], Any]]
 
+# What `gpuaccel train` calls the file in its folder.
+METRICS_FILE = "metrics.jsonl"
 EXPECTED = (
     "expected a path that ends in .jsonl or .csv, tensorboard:FOLDER, wandb:PROJECT, or a function"
 )

@@ -157,8 +157,8 @@ def train(
     batches: an iterator of batches. A run over data.Batches can be resumed.
     val: batches that are evaluated every `val_every` steps and at the end.
     log: where the numbers of each step go: a path that ends in .jsonl or .csv,
-        "tensorboard:FOLDER", "wandb:PROJECT", a function of a dict, or a list of these. They are written once they have
-        arrived from the device. A resumed run goes on in the same files.
+        "tensorboard:FOLDER", "wandb:PROJECT", a function of a dict, or a list of these. They
+        are written once they have arrived from the device. A resumed run goes on in its files.
     checkpoint_dir: folder for a checkpoint every `checkpoint_every` steps, at the end, and when the
         loop is left between two steps (by a Stop button, by break). An error or a Ctrl-C inside a
         step writes none: the data have moved on, the weights perhaps not.
