@@ -67,11 +67,11 @@ class CleanPrefix:
         home = str(self.cwd.parent)
         return {"PATH": path, "HOME": home, "OMP_NUM_THREADS": "1", **more}
 
-    def pip(self, *words):
+    def pip(self, *words, cwd=None):
         """This environment's pip, without an index, on that one."""
         command = [sys.executable, "-m", "pip", "--python", self.python, *words]
         env = self.env(PIP_NO_INDEX="1", PIP_DISABLE_PIP_VERSION_CHECK="1")
-        return subprocess.run(command, cwd=self.cwd, env=env, capture_output=True, text=True)
+        return subprocess.run(command, cwd=cwd or self.cwd, env=env, capture_output=True, text=True)
 
     def run(self, *command, cwd=None, **env):
         """The CompletedProcess of a command, whose programs are found in `bin` first."""

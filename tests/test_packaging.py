@@ -66,36 +66,6 @@ def test_constraints_serve_a_gpu_build_and_a_cpu_build_of_torch(project):
     assert pinned["cuda-bindings"].release[:2] == pinned["cuda-python"].release[:2]
 
 
-def test_binder_requirements_agree_with_constraints(project):
-    pinned = pins(ROOT / "constraints.txt")
-    wanted = {
-        canonicalize_name(r.name): r
-        for r in requirement_lines(ROOT / "binder" / "requirements.txt")
-    }
-    for name, requirement in wanted.items():
-        version = Version(f"{pinned[name]}+cpu") if name == "torch" else pinned[name]
-        assert version in requirement.specifier, (
-            f"binder wants {requirement}, constraints.txt pins {pinned[name]}"
-        )
-    runtime = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
-    assert runtime == set(wanted), (
-        "binder/requirements.txt must name exactly the runtime dependencies"
-    )
-    assert str(wanted["torch"].specifier).endswith("+cpu"), (
-        "without +cpu Binder would download the CUDA build"
-    )
-
-
-def test_binder_files_are_what_binder_reads():
-    binder = ROOT / "binder"
-    assert re.fullmatch(r"python-3\.\d+\n", (binder / "runtime.txt").read_text())
-    assert os.access(binder / "postBuild", os.X_OK)
-    assert (binder / "postBuild").read_text().startswith("#!")
-    assert not (ROOT / "environment.yml").exists(), (
-        "an environment.yml would make Binder ignore requirements.txt"
-    )
-
-
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 
