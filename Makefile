@@ -24,9 +24,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt needs Python 3.11; \
 	this is %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2])'
 	@$(BIN)/python -c 'import sys' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
-	@echo "installing into $(VENV); the first time takes a few minutes"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
-	@touch $@
+	@rm -f $@
+	@echo "installing torch, JupyterLab and what the tests need into $(VENV): the first time 3 to 10 minutes; afterwards no"
+	@echo "network is needed. The large downloads:"
+	@{ $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[test]' && touch $@; } | \
+	sed -un 's/^ *Downloading \(.* MB)\).*/  \1/p; s/^Installing collected.*/  all there; unpacking (1 to 3 minutes)/p'
+	@test -e $@
 
 # Asked each time, because compilers come and go. Without one, and without a network, the rest still works.
 compiler: $(VENV)/.installed

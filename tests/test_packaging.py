@@ -66,6 +66,20 @@ def test_constraints_serve_a_gpu_build_and_a_cpu_build_of_torch(project):
     assert pinned["cuda-bindings"].release[:2] == pinned["cuda-python"].release[:2]
 
 
+def test_the_page_lists_every_extra(project):
+    page = (ROOT / "docs" / "colab.md").read_text()
+    extras = re.findall(r"^\| `(\w+)` \|", page, re.M)
+    assert sorted(extras) == sorted(project["optional-dependencies"])
+
+
+def test_the_workflow_runs_make_test_on_every_python_of_the_makefile():
+    text = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    assert re.search(r"- run: make .*\btest$", text, re.M)
+    pythons = re.findall(r'"(3\.\d+)"', text)
+    first, last = re.search(r"\((3\.\d+) to (3\.\d+)\)", (ROOT / "Makefile").read_text()).groups()
+    assert (pythons[0], pythons[-1], len(pythons)) == (first, last, 3)
+
+
 needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 
 

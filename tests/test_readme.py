@@ -75,6 +75,7 @@ def test_the_pages_have_examples():
         "docs/backends.md": 1,
         "docs/kernels-on-the-cpu.md": 2,
         "docs/lora.md": 1,
+        "docs/logging.md": 1,
         "docs/your-model.md": 8,
     }
 
