@@ -21,21 +21,24 @@ help:
 	@echo
 	@echo "Both install into $(VENV) on first use. PYTHON=python3.12 chooses the interpreter (3.11 to 3.13)."
 
-# Installs the extra $(1).
+# Installs the extra $(1), which `$(2)` needs.
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt needs Python 3.11; \
 	this is %d.%d: make PYTHON=python3.12 ..." % sys.version_info[:2])'
 	@$(BIN)/python -c 'import sys' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
-	@echo "installing into $(VENV); the first time takes a few minutes"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(1)]'
-	@touch $@
+	@rm -f $@
+	@echo "installing torch, JupyterLab and what $(2) needs into $(VENV): the first time 3 to 10 minutes; afterwards no"
+	@echo "network is needed. The large downloads:"
+	@{ $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(1)]' && touch $@; } | \
+	sed -un 's/^ *Downloading \(.* MB)\).*/  \1/p; s/^Installing collected.*/  all there; unpacking (1 to 3 minutes)/p'
+	@test -e $@
 endef
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	$(call install,test)
+	$(call install,test,make test)
 
 $(VENV)/.docs: pyproject.toml constraints.txt
-	$(call install,docs)
+	$(call install,docs,make docs)
 
 # Asked each time, because compilers come and go. Without one, and without a network, the rest still works.
 compiler: $(VENV)/.installed

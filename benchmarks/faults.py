@@ -109,7 +109,7 @@ def train_rank(folder, fault):
         STEPS,
         checkpoint_dir=folder,
         checkpoint_every=CHECKPOINT_EVERY,
-        metrics=folder / "metrics.jsonl",
+        log=folder / "metrics.jsonl",
         resume=True,
     )
     for _ in readings:
@@ -493,7 +493,7 @@ def grammar():
         option("--text", ["text"], files),
         option("--accumulate", ["host", "autograd", "arena", "fused"]),
         option("--out", runs),
-        option("--metrics", ["lines"], files),
+        option("--log", ["lines.jsonl", "lines.csv"], files),
         option("--replay", ["eager", "graph"]),
         option("--device", ["cpu", "auto", "cuda"]),
         option("--nproc", ["1"], ["3", huge]),

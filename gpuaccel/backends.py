@@ -143,7 +143,13 @@ class Compiler:
         return f"{self.kind} {self.version}"
 
 
-@functools.cache
+# How to get a C++ compiler.
+GET_COMPILER = (
+    "install g++ or clang++ (Debian, Ubuntu: apt install g++), or pip install ziglang, or name one "
+    "in GPUACCEL_CXX"
+)
+
+
 def find_compiler() -> "tuple[Compiler | None, str]":
     """Return the C++ compiler that builds kernels for the CPU (or None), and why, in words.
 
@@ -156,29 +162,39 @@ def find_compiler() -> "tuple[Compiler | None, str]":
         commands = [tuple(shlex.split(chosen))]
     else:
         commands = [("g++",), ("clang++",)]
+        # `%pip install` in a notebook may have brought it a moment ago
+        importlib.invalidate_caches()
         if importlib.util.find_spec("ziglang"):
             commands.append((sys.executable, "-m", "ziglang", "cc"))
     for command in commands:
-        try:
-            answer = subprocess.run(
-                [*command, "--version"], capture_output=True, text=True, timeout=300
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-        version = re.search(r"\d+\.\d+(\.\d+)?", answer.stdout)
-        if answer.returncode or not version:
-            continue
-        if any("zig" in part for part in command):
-            kind = "zig"
-        elif "clang" in answer.stdout:
-            kind = "clang"
-        else:
-            kind = "g++"
-        compiler = Compiler(command, kind, version[0])
-        return compiler, f"{compiler} found"
+        with contextlib.suppress(LookupError):
+            compiler = _ask_compiler(command)
+            return compiler, f"{compiler} found"
     if chosen:
         return None, f"GPUACCEL_CXX={chosen!r} does not answer"
-    return None, "neither g++ nor clang++ nor ziglang found"
+    return None, f"neither g++ nor clang++ nor ziglang found: {GET_COMPILER}"
+
+
+# An error is not cached: a compiler can be installed while a notebook runs.
+@functools.cache
+def _ask_compiler(command: "tuple[str, ...]") -> Compiler:
+    """The compiler behind a command. Raises LookupError where none answers."""
+    try:
+        answer = subprocess.run(
+            [*command, "--version"], capture_output=True, text=True, timeout=300
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LookupError(command) from error
+    version = re.search(r"\d+\.\d+(\.\d+)?", answer.stdout)
+    if answer.returncode or not version:
+        raise LookupError(command)
+    if any("zig" in part for part in command):
+        kind = "zig"
+    elif "clang" in answer.stdout:
+        kind = "clang"
+    else:
+        kind = "g++"
+    return Compiler(command, kind, version[0])
 
 
 def resolve(requested: str, policy: str, gpu: "tuple[bool, str]") -> "tuple[str, str]":

@@ -80,6 +80,7 @@ def test_the_pages_have_examples():
         "docs/kernels-on-the-cpu.md": 2,
         "docs/layers.md": 1,
         "docs/lora.md": 1,
+        "docs/logging.md": 1,
         "docs/replacing-a-kernel.md": 1,
         "docs/your-model.md": 3,
     }

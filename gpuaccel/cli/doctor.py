@@ -88,7 +88,7 @@ def doctor() -> Doctor:
     if compiler:
         compiler_fact = f"{compiler} (runs kernels on the CPU)"
     else:
-        compiler_fact = f"none: {no_compiler}; install g++ or clang++, or pip install ziglang"
+        compiler_fact = f"none: {no_compiler}"
     facts = {
         "gpuaccel": __version__,
         "python": platform.python_version(),

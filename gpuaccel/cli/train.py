@@ -10,6 +10,7 @@ import sys
 from typing import NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from ..backends import backend, default_device, use_backend
 from ..distributed import Distributed, launch
@@ -17,9 +18,11 @@ from ..errors import ArgumentError, CheckpointError, RankError
 from ..measure import Meter, peak_flops
 from ..optim import AdamW, Arena
 from ..training import (
+    METRICS_FILE,
     Batches,
     BPETokenizer,
     TrainStep,
+    check_log,
     evaluate,
     flops_per_token,
     latest_checkpoint,
@@ -31,7 +34,6 @@ from ..training import (
     warmup_cosine_factor,
 )
 from .arguments import add_command, number
-from .progress import Progress
 from .run_folder import MAX_SEED, RUN_OPTIONS, default_folder, lock_run, open_run
 from .sample import sample_text
 from .signals import INTERRUPTED, StopAfterStep
@@ -111,7 +113,14 @@ def add_parser(commands):
         metavar="CHECKPOINT",
         help="go on from this checkpoint in --out (the newest one, if there is one)",
     )
-    add("--metrics", metavar="FILE", help="JSON lines, one per step (metrics.jsonl in --out)")
+    add(
+        "--log",
+        action="append",
+        default=[],
+        metavar="PLACE",
+        help="where else to write what metrics.jsonl in --out holds: a file that ends in "
+        ".jsonl or .csv, tensorboard:FOLDER or wandb:PROJECT (offline); may be repeated",
+    )
     add(
         "--val-every",
         type=number(1),
@@ -171,6 +180,7 @@ def run(args) -> int:
             f"--nproc {args.nproc} inside of a rank that torchrun (or another launcher) has "
             "started; expected one of the two"
         )
+    check_log(args.log)
     _fill_in_defaults(args)
     several = args.nproc is not None and args.nproc > 1
     _micro_batches_per_rank(args, args.nproc if several else 1)
@@ -367,7 +377,6 @@ def _fill_in_defaults(args):
     args.seq = args.seq or preset(args.model).T
     args.lr = recipe.lr if args.lr is None else args.lr
     args.out = pathlib.Path(args.out or default_folder(args.model)).expanduser()
-    args.metrics = args.metrics or args.out / "metrics.jsonl"
 
 
 def _micro_batches_per_rank(args, ranks) -> int:
@@ -402,40 +411,72 @@ def _run_steps(args, step, batches, val, ranks, is_first_rank, checkpoint) -> _S
     """Go on from a checkpoint, if there is one, and train until args.steps, or until the run was
     asked to stop."""
     result = _Steps()
-    progress = None
+    bar = None
     readings = train(
         step,
         batches,
         args.steps,
         val=val,
         val_every=args.val_every,
-        metrics=args.metrics,
+        log=[args.out / METRICS_FILE, *args.log],
         checkpoint_dir=args.out,
         checkpoint_every=args.checkpoint_every,
         resume=checkpoint or False,
     )
     with StopAfterStep(launched=args.nproc is not None) as stop, contextlib.closing(readings):
         for reading in _with_command(readings, args):
-            if progress is None:
+            if bar is None:
                 quiet = args.no_progress or not is_first_rank
-                progress = Progress(args.steps, reading.step - 1, quiet)
+                bar = progress_bar(args.steps, reading.step - 1, quiet)
             result.steps_done += 1
             if result.first_loss is None:
                 result.first_loss = reading.loss
             if reading.val_loss is not None:
                 result.val_loss = reading.val_loss
-            progress.show(reading.step, reading)
+            show_progress(bar, reading)
             # several ranks stop in the same step: the one in which all of them know of it
             if ranks == 1 and stop.requested:
                 break
             if step.reducer is not None and step.reducer.asked_to_stop():
                 result.stop_status = INTERRUPTED
                 break
-    if progress is not None:
-        progress.close()
+    if bar is not None:
+        bar.close()
     if stop.requested:
         result.stop_status = stop.status
     return result
+
+
+def progress_bar(steps, done=0, quiet=False) -> tqdm:
+    """The progress on stderr of a run of `steps` steps, `done` of them before; see show_progress.
+
+    On a terminal it is a bar. Elsewhere tqdm writes nothing by itself."""
+    live = sys.stderr.isatty()
+    return tqdm(
+        total=steps,
+        initial=done,
+        disable=quiet,
+        delay=0 if live else math.inf,
+        bar_format="step {n_fmt}/{total_fmt}"
+        + (" {bar:24}" if live else "")
+        + "{postfix}, {remaining} left",
+    )
+
+
+def show_progress(bar: tqdm, reading):
+    """One more step: the bar moves, and without a terminal every tenth step writes a line."""
+    parts = []
+    if reading.loss is not None:
+        parts.append(f"loss {reading.loss:.3f}")
+    if reading.tokens_per_s:
+        parts.append(f"{reading.tokens_per_s:,.0f} tokens/s")
+    if reading.mfu:
+        parts.append(f"MFU {reading.mfu:.1%}")
+    bar.set_postfix_str(", ".join(parts), refresh=False)
+    bar.update()
+    is_line = bar.n % 10 == 0 or bar.n == bar.total
+    if is_line and not bar.disable and not sys.stderr.isatty():
+        print(bar, file=sys.stderr, flush=True)
 
 
 def _with_command(readings, args):

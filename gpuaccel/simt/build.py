@@ -216,11 +216,7 @@ def compiler() -> Compiler:
     """
     result, reason = find_compiler()
     if result is None:
-        raise BackendError(
-            f"running a kernel on the CPU (simt) needs a C++ compiler: {reason}. Install g++ or "
-            "clang++ (Debian, Ubuntu: apt install g++), or pip install ziglang, or name one in "
-            "GPUACCEL_CXX"
-        )
+        raise BackendError(f"running a kernel on the CPU (simt) needs a C++ compiler: {reason}")
     return result
 
 

@@ -1,28 +1,24 @@
-"""The training loop around a step: readings, validation, a schedule, metrics, checkpoints.
+"""The training loop around a step: readings, validation, a schedule, a log, checkpoints.
 
-    for reading in ga.train(step, batches, steps=200, metrics="run.jsonl"):
+    for reading in ga.train(step, batches, steps=200, log="run.csv"):
         print(reading.tokens_per_s, reading.loss)
 
 The loop waits for the device in validation, checkpoints and the last step only. The losses that it
 yields are those that have arrived, from a few steps before.
 """
 
-import contextlib
 import dataclasses
-import json
 import math
 import pathlib
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, DataError
-from ..files import written_aside
-from ..measure import LateValue, Meter, Reading
+from ..errors import CheckpointError
+from ..measure import Meter, Reading
 from .checkpoint import (
     checkpoint_path,
     is_whole,
@@ -33,6 +29,7 @@ from .checkpoint import (
     random_state,
     save_checkpoint,
 )
+from .logs import Place, RunLog, check_log
 from .micro import is_split
 from .step import TrainStep, token_loss
 
@@ -96,60 +93,6 @@ def evaluate(model: nn.Module, batches: Iterable, loss_fn: Callable = token_loss
     finally:
         model.train(was_training)
     return float(total / tokens)
-
-
-class Metrics:
-    """A file with one JSON line per step: step, loss, lr, tokens, tokens_per_s, val_loss.
-
-    A line is written once its loss has arrived from the device. lr is that of the first parameter
-    group, as the step used it, before its scheduler.
-
-    Args:
-        path: made if missing.
-        resumed_step: lines up to this step are kept; a resumed run writes those after it again.
-    """
-
-    def __init__(self, path: "str | pathlib.Path", resumed_step: int = 0):
-        self.path = pathlib.Path(path)
-        self.pending: "deque[tuple[dict, LateValue]]" = deque()
-        try:
-            if self.path.is_dir():
-                raise DataError(f"the metrics file is {path}, a folder; expected a file")
-            lines = self._lines_until(resumed_step)
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with written_aside(self.path) as file:
-                file.write("".join(lines).encode())
-            self.file = open(self.path, "a", buffering=1)
-        except OSError as error:
-            raise DataError(
-                f"the metrics file {self.path} cannot be written: {error.strerror}"
-            ) from None
-
-    def _lines_until(self, step: int) -> "list[str]":
-        lines: "list[str]" = []
-        if not step or not self.path.is_file():
-            return lines
-        for line in self.path.read_text().splitlines():
-            # A run that was killed may have left half a line.
-            with contextlib.suppress(ValueError, KeyError):
-                if json.loads(line)["step"] <= step:
-                    lines.append(line + "\n")
-        return lines
-
-    def add(self, row: dict, loss: Tensor):
-        late = LateValue()
-        late.put(loss)
-        self.pending.append((row, late))
-        self.flush()
-
-    def flush(self):
-        while self.pending and (loss := self.pending[0][1].get()) is not None:
-            row, _ = self.pending.popleft()
-            self.file.write(json.dumps({"step": row.pop("step"), "loss": loss, **row}) + "\n")
-
-    def close(self):
-        self.flush()
-        self.file.close()
 
 
 class _Checkpoints:
@@ -218,7 +161,7 @@ def train(
     *,
     val: "list | None" = None,
     val_every: int = 0,
-    metrics: "str | pathlib.Path | None" = None,
+    log: "Place | Sequence[Place] | None" = None,
     checkpoint_dir: "str | pathlib.Path | None" = None,
     checkpoint_every: int = 0,
     keep: int = 3,
@@ -227,13 +170,22 @@ def train(
 ) -> Generator[Reading, None, None]:
     """Take optimizer steps until `steps` have been taken in all, with a reading after each.
 
+    With several ranks each calls it with the same arguments and its own batches, and leaves it
+    after the same step. A rank that leaves earlier writes no checkpoint, unless all were asked to
+    stop (Reducer.asked_to_stop()). Rank 0 writes logs and checkpoints. All ranks read the
+    checkpoints, so the folder has to be shared; a run can be resumed with another number of ranks.
+    A checkpoint holds torch's generators of each rank, and Python's and NumPy's of rank 0.
+
     Args:
         step: the TrainStep; its meter is used, or one is made.
         batches: an iterator of batches. A run over data.Batches can be resumed.
         steps: optimizer steps in all, those of an earlier run that is resumed included.
         val: batches that are evaluated every `val_every` steps and at the end. Default: none.
         val_every: steps between two evaluations; 0, the default: only at the end.
-        metrics: path of a file with one JSON line per step. Default: none.
+        log: where the numbers of each step go: a path that ends in .jsonl or .csv,
+            "tensorboard:FOLDER", "wandb:PROJECT", a function of a dict, or a list of these. They
+            are written once they have arrived from the device. A resumed run goes on in its files.
+            Default: nowhere.
         checkpoint_dir: folder for a checkpoint every `checkpoint_every` steps, at the end, and when
             the loop is left between two steps (by a Stop button, by break). An error or a Ctrl-C
             inside a step writes none: the data have moved on, the weights perhaps not. Default:
@@ -260,15 +212,16 @@ def train(
         >>> readings[-1].step, readings[-1].tokens, readings[-1].loss < 6.0
         (5, 640, True)
     """
+    places = check_log(log)
     checkpoints = _Checkpoints(step, batches, checkpoint_dir, keep, extra)
     if resume:
         checkpoints.resume(resume)
     reducer = step.reducer
     world = 1 if reducer is None else reducer.world
     meter = step.meter = step.meter or Meter(step.arena.device)
-    lines = None
-    if metrics and (reducer is None or reducer.rank == 0):
-        lines = Metrics(metrics, step.count)
+    rows = None
+    if places and (reducer is None or reducer.rank == 0):
+        rows = RunLog(places, step.count)
     in_step = False
     total_tokens = None
     done = False
@@ -288,24 +241,34 @@ def train(
             while meter.queued() >= AHEAD:
                 time.sleep(1e-4)
             norm = _total_norm(out.norm)
-            reading = meter.update(tokens, out.loss, norm, val_loss, _total_norm(out.clipped_norm))
+            clipped_norm = _total_norm(out.clipped_norm)
+            reading = meter.update(tokens, out.loss, norm, val_loss, clipped_norm)
             if done:
                 # The last reading waits for its own loss.
                 reading = dataclasses.replace(meter.finish(), val_loss=val_loss)
             reading = _count_from(reading, step.count)
-            if lines:
+            if rows:
                 total_tokens = (
                     tokens * step.count if total_tokens is None else total_tokens + tokens
                 )
-                row = {
-                    "step": step.count,
-                    "lr": lr,
-                    "tokens": total_tokens,
-                    "tokens_per_s": round(reading.tokens_per_s, 1),
-                }
-                if val_loss is not None:
-                    row["val_loss"] = val_loss
-                lines.add(row, out.loss)
+                rows.add(
+                    {
+                        "step": step.count,
+                        "loss": out.loss,
+                        "val_loss": val_loss,
+                        # as the step used it, before its scheduler
+                        "lr": lr,
+                        "norm": norm,
+                        "clipped_norm": clipped_norm,
+                        "tokens": total_tokens,
+                        "tokens_per_s": round(reading.tokens_per_s, 1),
+                        "seconds": round(reading.seconds, 3),
+                        "step_ms": round(reading.step_ms, 3),
+                        "mfu": reading.mfu,
+                        "memory_bytes": reading.memory_bytes,
+                        "stages": reading.stages or None,
+                    }
+                )
             if checkpoint_every and step.count % checkpoint_every == 0:
                 checkpoints.save()
             yield reading
@@ -314,8 +277,8 @@ def train(
     finally:
         if step.arena.device.type == "cuda":
             torch.cuda.synchronize(step.arena.device)
-        if lines:
-            lines.close()
+        if rows:
+            rows.close()
         # A checkpoint needs every rank: one that leaves alone must not wait for the others.
         all_ranks_leave = reducer is None or world == 1 or done or reducer.asked_to_stop()
         if all_ranks_leave and not in_step:

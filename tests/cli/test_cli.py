@@ -1,6 +1,7 @@
 """The command line: its output, its exit status, and a run that survives a kill."""
 
 import dataclasses
+import io
 import json
 import os
 import pathlib
@@ -18,10 +19,9 @@ from safetensors.torch import load_file
 import gpuaccel as ga
 from gpuaccel.backends import backend
 from gpuaccel.cli import Doctor, main
-from gpuaccel.cli.progress import Progress
 from gpuaccel.cli.run_folder import lock_run
 from gpuaccel.cli.signals import StopAfterStep
-from gpuaccel.cli.train import RECIPES, Recipe
+from gpuaccel.cli.train import RECIPES, Recipe, progress_bar, show_progress
 from gpuaccel.compiler.kernel import kernel_files, kernel_names
 from gpuaccel.measure import Reading
 from gpuaccel.training import models
@@ -135,7 +135,8 @@ SMALL = ["--text", "text", "--seq", "8", "--batch", "2", "--device", "cpu", "--s
         (["train", "--out", "empty/run"], "--out is empty/run, which cannot be written"),
         (["train", *SMALL, "--batch", "100000"], "--batch is 100000, and the text has 13 sequenc"),
         (["train", *SMALL, "--batch", "100000"], "; expected 1 to 13"),
-        (["train", *SMALL, "--metrics", "folder"], "the metrics file is folder, a folder; expecte"),
+        (["train", *SMALL, "--log", "folder.csv"], "log is folder.csv, a folder; expected a file"),
+        (["train", *SMALL, "--log", "run.txt"], "log is 'run.txt'; expected a path that ends in"),
         (["train", *SMALL, "--resume", "x"], "--resume is x; expected a checkpoint in runs/tiny"),
         (["train", "--text", "x" * 5000], "File name too long"),
         (["kernels", "folder"], "folder"),
@@ -146,14 +147,15 @@ def test_an_error_is_one_line_and_status_1(words, expected, capsys, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").touch()
     (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.csv").mkdir()
     (tmp_path / "text").write_text("0123456789" * 12)
     before = sorted(tmp_path.rglob("*"))
     assert main(words) == 1
     err = capsys.readouterr().err.splitlines()
     assert err[-1].startswith("gpuaccel: ") and expected in err[-1]
     # the command that is refused last has said what it trains
-    assert len(err) == (3 if "--metrics" in words else 1), err
-    if "--metrics" not in words:
+    assert len(err) == (3 if "folder.csv" in words else 1), err
+    if "folder.csv" not in words:
         assert sorted(tmp_path.rglob("*")) == before, "a refused command leaves nothing behind"
 
 
@@ -192,48 +194,31 @@ def test_help_and_version_are_status_0(capsys):
 # ---- progress -----------------------------------------------------------------------------------
 
 
-class Terminal:
-    def __init__(self, live):
-        self.live, self.text = live, ""
-
-    def isatty(self):
-        return self.live
-
-    def write(self, text):
-        self.text += text
-
-    def flush(self):
-        pass
-
-
-def reading(step):
-    return Reading(
-        step=step, tokens=step * 10, seconds=1.0, tokens_per_s=1234.0, step_ms=1.0, loss=2.5
-    )
+def written(live, steps, monkeypatch, done=0, quiet=False):
+    """What the progress of a run writes to stderr. live: to a terminal."""
+    stream = io.StringIO()
+    stream.isatty = lambda: live
+    monkeypatch.setattr(sys, "stderr", stream)
+    bar = progress_bar(steps, done, quiet)
+    for step in range(done + 1, steps + 1):
+        numbers = dict(tokens=step * 10, seconds=1.0, tokens_per_s=1234.0, step_ms=1.0)
+        show_progress(bar, Reading(step=step, loss=2.5, **numbers))
+    bar.close()
+    return stream.getvalue()
 
 
-def test_progress_writes_one_line_over_and_over_on_a_terminal():
-    terminal = Terminal(True)
-    progress = Progress(40, stream=terminal)
-    for step in range(1, 41):
-        progress.show(step, reading(step))
-    progress.close()
-    assert terminal.text.count("\n") == 1 and terminal.text.count("\r") >= 2
-    assert (
-        "step 40/40" in terminal.text
-        and "loss 2.500" in terminal.text
-        and "1,234 tokens/s" in terminal.text
-    )
+def test_progress_writes_one_line_over_and_over_on_a_terminal(monkeypatch):
+    text = written(True, 40, monkeypatch)
+    assert text.count("\n") == 1 and text.count("\r") >= 2
+    last = text.rpartition("\r")[2]
+    assert last.startswith("step 40/40") and "loss 2.500, 1,234 tokens/s" in last
 
 
-def test_progress_is_a_line_every_ten_steps_elsewhere():
-    terminal = Terminal(False)
-    progress = Progress(25, stream=terminal)
-    for step in range(1, 26):
-        progress.show(step, reading(step))
-    progress.close()
-    assert [line.split()[1] for line in terminal.text.splitlines()] == ["10/25", "20/25", "25/25"]
-    assert "\r" not in terminal.text
+def test_progress_is_a_line_every_ten_steps_elsewhere(monkeypatch):
+    lines = written(False, 25, monkeypatch, done=3).splitlines()
+    assert [line.split()[1] for line in lines] == ["10/25,", "20/25,", "25/25,"]
+    assert all(re.search(r"loss 2.500, 1,234 tokens/s, \d\d:\d\d left$", line) for line in lines)
+    assert written(False, 25, monkeypatch, quiet=True) == ""
 
 
 def test_ctrl_c_lets_the_step_finish_and_a_second_one_does_not(interruptible):

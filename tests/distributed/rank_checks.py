@@ -518,7 +518,7 @@ def trained(rank: Rank, folder, stops, ranks_then, sharded, steps=5, dropout=Fal
                 batches,
                 last,
                 checkpoint_dir=folder,
-                metrics=f"{folder}/lines.jsonl",
+                log=f"{folder}/lines.jsonl",
                 resume=resume,
             ):
                 pass
@@ -801,7 +801,7 @@ def train_and_die(folder, seconds=None, who=1, steps=20):
             steps,
             checkpoint_dir=folder,
             checkpoint_every=2,
-            metrics=f"{folder}/lines.jsonl",
+            log=f"{folder}/lines.jsonl",
             resume=True,
         ):
             time.sleep(0.02)

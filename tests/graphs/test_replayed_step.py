@@ -479,7 +479,7 @@ def file_run(folder, replay, steps, device, stop_at=None, resume=False, dtype=to
         step,
         OnDevice(tokens, 4, 8, seed=0),
         steps,
-        metrics=folder / "run.jsonl",
+        log=folder / "run.jsonl",
         checkpoint_dir=folder / "checkpoints",
         resume=resume,
     ):
@@ -608,7 +608,7 @@ def test_a_loop_over_lists_of_micro_batches_counts_their_tokens(replay, tmp_path
     data = [[batch] * (k + 1) for k, batch in enumerate(batches("cpu", n=3))]
     path = tmp_path / "m.jsonl"
     with ga.use_backend("simt"), make("cpu", replay) as step:
-        readings = list(ga.train(step, data, 3, metrics=path))
+        readings = list(ga.train(step, data, 3, log=path))
     tokens = [sum(micro[0].numel() for micro in micros) for micros in data]
     assert readings[-1].tokens == sum(tokens)
     rows = [json.loads(line) for line in path.read_text().splitlines()]

@@ -481,7 +481,7 @@ def run(folder, steps, mode="arena", resume=False, stop_at=None, dtype=torch.flo
             step,
             make_batches(),
             steps,
-            metrics=folder / "run.jsonl",
+            log=folder / "run.jsonl",
             checkpoint_dir=folder / "checkpoints",
             checkpoint_every=every,
             resume=resume,
@@ -540,7 +540,7 @@ def test_metrics_report_the_first_groups_learning_rate_as_the_step_used_it(tmp_p
     scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
     metrics = tmp_path / "run.jsonl"
     with TrainStep(model, opt, scheduler=scheduler) as step:
-        assert len(list(train(step, make_batches(), 3, metrics=metrics))) == 3
+        assert len(list(train(step, make_batches(), 3, log=metrics))) == 3
     reported = [json.loads(line)["lr"] for line in metrics.read_text().splitlines()]
     assert reported == pytest.approx([rates[0], rates[0] / 2, rates[0] / 4])
 
@@ -586,7 +586,7 @@ def test_a_run_reports_validation_and_keeps_the_newest_checkpoints(tmp_path):
                 5,
                 val=val,
                 val_every=2,
-                metrics=tmp_path / "deep" / "run.jsonl",
+                log=tmp_path / "deep" / "run.jsonl",
                 checkpoint_dir=tmp_path / "c",
                 checkpoint_every=1,
                 keep=2,
@@ -615,8 +615,8 @@ def test_a_torn_last_line_of_the_metrics_is_made_again(tmp_path):
 def test_a_metrics_file_that_cannot_be_written_is_an_error_in_words(tmp_path):
     (tmp_path / "file").write_text("")
     with TrainStep(make_model()) as step:
-        with pytest.raises(DataError, match="metrics file .*run.jsonl cannot be written"):
-            next(iter(train(step, make_batches(), 1, metrics=tmp_path / "file" / "run.jsonl")))
+        with pytest.raises(DataError, match="log is .*run.jsonl, which cannot be written"):
+            next(iter(train(step, make_batches(), 1, log=tmp_path / "file" / "run.jsonl")))
 
 
 def test_training_learns():
