@@ -171,15 +171,6 @@ def room_names():
     return found
 
 
-# Docstrings of the command line that have no parts yet.
-LATER = {"doctor", "cli.doctor.Doctor", "cli.Doctor", "cli.main"}
-
-
-def each(names):
-    missing = pytest.mark.xfail(strict=True, reason="without parts yet")
-    return [pytest.param(name, marks=missing) if name in LATER else name for name in names]
-
-
 # ---- the parts of a docstring --------------------------------------------------------------------
 
 
@@ -228,7 +219,7 @@ def report(problems, name):
     assert not problems, f"{name}: " + "; ".join(problems)
 
 
-@pytest.mark.parametrize("name", each(public.__all__))
+@pytest.mark.parametrize("name", public.__all__)
 def test_a_public_name_has_all_parts(name):
     thing = getattr(ga, name)
     problems = problems_of(thing)
@@ -252,7 +243,7 @@ def test_a_public_signature_has_types(name):
     assert not untyped, f"{name}: no type at {', '.join(untyped)}"
 
 
-@pytest.mark.parametrize("name", each(classes()))
+@pytest.mark.parametrize("name", classes())
 def test_a_class_that_users_meet_is_described(name):
     report(problems_of(classes()[name]), name)
 
@@ -262,7 +253,7 @@ def test_a_public_method_is_described(name):
     report(problems_of(members()[name]), name)
 
 
-@pytest.mark.parametrize("name", each(room_names()))
+@pytest.mark.parametrize("name", room_names())
 def test_a_name_of_a_room_is_described(name):
     report(problems_of(room_names()[name]), name)
 
@@ -363,8 +354,7 @@ def test_an_example_runs_as_it_stands(name, device, tmp_path, monkeypatch):
 
 def test_every_public_name_has_its_example_among_those_that_run():
     run = {test.docstring for test in examples().values()}
-    names = set(public.__all__) - LATER
-    assert not [name for name in names if getattr(ga, name).__doc__ not in run]
+    assert not [name for name in public.__all__ if getattr(ga, name).__doc__ not in run]
 
 
 def test_a_wrong_result_of_an_example_is_noticed():

@@ -23,8 +23,10 @@ from .arguments import add_command
 class Doctor:
     """What runs here, and why.
 
-    facts: name -> value, in reading order; None: there is none.
-    problems: one sentence each, empty when all is well."""
+    Attributes:
+        facts: name -> value, in reading order; None: there is none.
+        problems: one sentence each, empty when all is well.
+    """
 
     facts: "dict[str, str | list | None]"
     problems: "list[str]"
@@ -61,7 +63,18 @@ def doctor() -> Doctor:
     """Look at this machine: backend and reason, GPU, driver, NVRTC, cache, versions.
 
     Changes nothing and never raises. `print(ga.doctor())` is a table in text; as the last line of a
-    notebook cell it is one in HTML."""
+    notebook cell it is one in HTML.
+
+    Returns:
+        A Doctor, whose `facts` map names to values and whose `problems` are sentences.
+
+    Example:
+        >>> report = ga.doctor()
+        >>> report.facts["gpuaccel"] == ga.__version__
+        True
+        >>> print(report)
+        gpuaccel ...
+    """
     problems = []
 
     def attempt(look):

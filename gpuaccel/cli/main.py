@@ -30,7 +30,11 @@ from .train import add_parser as add_train
 
 
 def main(argv=None) -> int:
-    """Run one command line (default: sys.argv) and return its exit status."""
+    """Run one command line (default: sys.argv) and return its exit status.
+
+    Args:
+        argv: the words behind `gpuaccel`; None: those of this process.
+    """
     with StopSignals() as signals:
         try:
             status = _run(argv)
