@@ -1,6 +1,6 @@
 """Where the numbers of a run go: JSON lines, CSV, TensorBoard, Weights & Biases, a function.
 
-    >>> ga.train(step, batches, 200, log=["run.csv", "tensorboard:runs/a", print])
+    ga.train(step, batches, 200, log=["run.csv", "tensorboard:runs/a", print])
 
 Each step gives a row, a dict of numbers. It is written once its values have arrived from the
 device, in order, so that nothing waits for the device.
@@ -51,7 +51,15 @@ COLUMNS = (
 def check_log(log: "Place | Sequence[Place] | None") -> "list[Place]":
     """The places of a `log` argument as a list.
 
-    Raises ArgumentError for another one, and for a library that is not installed."""
+    Args:
+        log: one place or several (see ga.train). Default: none.
+
+    Returns:
+        The places, in their order.
+
+    Raises:
+        ArgumentError: for another argument, and for a library that is not installed.
+    """
     if log is None:
         return []
     places: list = list(log) if isinstance(log, (list, tuple)) else [log]
@@ -79,10 +87,13 @@ def _kind(place) -> str:
 class RunLog:
     """The places that the rows of one run go to.
 
-    places: as check_log() returns them.
-    resumed_step: what a file has up to this step is kept; a resumed run writes the rest again.
+    Args:
+        places: as check_log() returns them.
+        resumed_step: what a file has up to this step is kept; a resumed run writes the rest again.
 
-    Raises DataError for a place that cannot be written."""
+    Raises:
+        DataError: for a place that cannot be written.
+    """
 
     def __init__(self, places: "list[Place]", resumed_step: int = 0):
         self._pending: "deque[dict]" = deque()
@@ -97,8 +108,12 @@ class RunLog:
             raise
 
     def add(self, row: dict):
-        """One more step. row: has "step"; tensors with one element, numbers, dicts of numbers;
-        what is None is left out."""
+        """Add one more step.
+
+        Args:
+            row: has "step"; tensors with one element, numbers, dicts of numbers; what is None is
+                left out.
+        """
         self._pending.append(
             {
                 name: self._late(value, row["step"]) if isinstance(value, Tensor) else value
@@ -199,7 +214,14 @@ class _CSV(_File):
 
 
 def read_json_lines(text: str) -> "list[dict]":
-    """The rows of JSON lines. Lines that are none are left out."""
+    """The rows of JSON lines.
+
+    Args:
+        text: of a .jsonl file that `log` wrote.
+
+    Returns:
+        One dict of numbers per step. Lines that are no JSON are left out.
+    """
     rows = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
@@ -210,7 +232,14 @@ def read_json_lines(text: str) -> "list[dict]":
 
 
 def read_csv(text: str) -> "list[dict]":
-    """The rows of a CSV file with a header, as numbers; empty cells are left out."""
+    """The rows of a CSV file with a header.
+
+    Args:
+        text: of a .csv file that `log` wrote.
+
+    Returns:
+        One dict of numbers per step; empty cells are left out.
+    """
     rows = []
     for cells in csv.DictReader(io.StringIO(text)):
         with contextlib.suppress(ValueError, TypeError, KeyError):
