@@ -7,6 +7,7 @@ import os
 import pathlib
 import shlex
 import sys
+import threading
 from typing import NamedTuple
 
 import torch
@@ -451,6 +452,8 @@ def progress_bar(steps, done=0, quiet=False) -> tqdm:
     """The progress on stderr of a run of `steps` steps, `done` of them before; see show_progress.
 
     On a terminal it is a bar. Elsewhere tqdm writes nothing by itself."""
+    # tqdm's own lock takes a semaphore of the system, which ranks that end at once would leave
+    tqdm.set_lock(threading.RLock())
     live = sys.stderr.isatty()
     return tqdm(
         total=steps,
