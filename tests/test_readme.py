@@ -289,7 +289,7 @@ def test_every_page_can_be_reached_from_the_readme():
     reached, new = set(), {README}
     while new:
         reached |= new
-        links = {path: re.findall(r"\]\(([^)#]+\.md)", path.read_text()) for path in new}
+        links = {path: re.findall(r"\]\(([^)#:]+\.md)", path.read_text()) for path in new}
         new = {(path.parent / link).resolve() for path in links for link in links[path]} - reached
     assert [name_of(path) for path in PAGES if path not in reached] == []
 
