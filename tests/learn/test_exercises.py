@@ -722,6 +722,17 @@ def test_a_mean_that_was_summed_in_bf16_is_said_to_differ_by_roundings():
     assert "roundings" not in words["not divided"] + words["divided by micro-batches"]
 
 
+def test_a_nan_in_the_wrong_place_is_named():
+    e = EXERCISES["token_mean"]
+    words = {w: str(ga.check(e.name, python(e.wrong_answers[w], e.name))) for w in e.wrong_answers}
+    hidden = "the NaN of a micro-batch with tokens is gone: it has to stay"
+    kept = "the NaN of the micro-batch without tokens is in it: leave that one out"
+    assert words["every NaN hidden"].count(hidden) == 1 and kept not in words["every NaN hidden"]
+    assert words["empty micro-batch counts"].count(kept) == 1
+    assert hidden not in words["empty micro-batch counts"]
+    assert "the NaN of" not in words["not divided"] + words["summed in bf16"]
+
+
 @pytest.mark.parametrize("e, what", CHEATS)
 def test_a_cheat_is_right_and_said_to_be_one(e, what):
     source = e.cheats[what]

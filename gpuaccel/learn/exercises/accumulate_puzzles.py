@@ -41,6 +41,17 @@ def _token_mean_cases(generator):
         yield words, ([mean.clone() for mean in means], list(counts)), expected
 
 
+def _nan_misplaced(arguments, result):
+    """What is wrong with the NaNs of a mean, in words."""
+    means, counts = arguments
+    with_tokens = any(count and mean.isnan().any() for mean, count in zip(means, counts))
+    if with_tokens and not result.isnan().any():
+        return "the NaN of a micro-batch with tokens is gone: it has to stay"
+    if 0 in counts and not with_tokens and result.isnan().any():
+        return "the NaN of the micro-batch without tokens is in it: leave that one out"
+    return ""
+
+
 _FOUR = "long long first = 4 * ((long long)blockIdx.x * blockDim.x + threadIdx.x);\n"
 
 
@@ -257,6 +268,7 @@ EXERCISES = {
                 ),
             },
             cases=_token_mean_cases,
+            explain=_nan_misplaced,
         ),
     ]
 }
