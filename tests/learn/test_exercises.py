@@ -872,3 +872,43 @@ def test_an_unknown_mistake_of_attention_has_no_name(where):
     for name, what in (("poly_row", "a hard clip"), ("poly_values", "its own dy")):
         answer = ga.compile(EXERCISES[name].wrong_answers[what], name)
         assert "this is the result" not in str(ga.check(name, answer, seed=1))
+
+
+@on_cpu_and_gpu
+@pytest.mark.usefixtures("small_sizes_on_cpu")
+@pytest.mark.parametrize(
+    "what, words",
+    [
+        ("forgets k", "without the factor k"),
+        ("forgets dy", "without the factor dy[i]"),
+        ("forgets the first x", "without the first term of the product rule"),
+        ("forgets the second x", "without the second term of the product rule"),
+        ("the value, not its slope", "of the value, not of its slope"),
+        ("the slope of the sigmoid", "of `sigmoid_backward`"),
+        ("a square", ""),
+    ],
+)
+def test_a_known_mistake_of_swish_is_named(what, words, where):
+    e = EXERCISES["swish_backward"]
+    line = ga.check(e.name, ga.compile(e.wrong_answers[what], e.name)).lines[4]
+    assert (f"; this is the result {words}" in line[2]) == bool(words), line
+
+
+@pytest.mark.parametrize(
+    "what, words",
+    [
+        ("the system's", "with mistakes 1 and 2"),
+        ("0.75 in a right place", "with mistake 1, without mistake 2"),
+        ("value once too often", "with mistake 2, without mistake 1"),
+        ("forgets the first x1", "without the first term of the product rule"),
+        ("forgets the second x1", "without the second term of the product rule"),
+        ("forgets the gate", "without the gate in dx1"),
+        ("forgets dh", "without dh in dx1"),
+        ("another order", "with dx1 and dx2 in the other order"),
+        ("forgets the value", ""),
+    ],
+)
+def test_a_known_mistake_of_the_gated_unit_is_named(what, words):
+    e = EXERCISES["glu_slope"]
+    line = ga.check(e.name, python(e.wrong_answers[what], e.name)).lines[4]
+    assert (f"; this is the result {words}" in line[2]) == bool(words), line

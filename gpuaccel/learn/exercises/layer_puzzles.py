@@ -33,16 +33,31 @@ def _swish_case(n, generator):
         u[3::8] = -45.0 - 65.0 * torch.rand(u[3::8].shape, generator=generator, device=u.device)
         u[7::8] = 45.0 + 65.0 * torch.rand(u[7::8].shape, generator=generator, device=u.device)
     x, dy = u / k, normal(n, generator)
-    s = torch.sigmoid(k * x.double())
+    wide, s = x.double(), torch.sigmoid(k * x.double())
+    expected = dy.double() * (s + k * wide * s * (1 - s))
+
+    def known_results():
+        rise = s * (1 - s)
+        results = {
+            "of `sigmoid_backward`: the slope of sigmoid(k x), not of x * sigmoid(k x)": k * rise,
+            "without the factor k": s + wide * rise,
+            "without the first term of the product rule": k * wide * rise,
+            "without the second term of the product rule": s,
+            "of the value, not of its slope": wide * s,
+        }
+        results = {what: dy.double() * slope for what, slope in results.items()}
+        return {**results, "without the factor dy[i]": s + k * wide * rise}
+
     return Case(
         unwritten(n, generator),
         (dy, x),
         (k,),
-        dy.double() * (s + k * x.double() * s * (1 - s)),
+        expected,
         "some |k x| above 88" if n in FAR else "",
         roundings=64,
         # A sigmoid is rounded as 1 is, for example as (1 + tanh(k x / 2)) / 2.
         least=8 * torch.finfo(dy.dtype).eps * dy.double().abs(),
+        known_results=known_results,
     )
 
 
@@ -73,6 +88,32 @@ def _slope_cases(generator):
         dx1 = dh.double() * g * (s + x1.double() * s * (1 - s))
         dx2 = dh.double() * x1.double() * s * g * (1 - g)
         yield f"{n:,}", (dh, x1, x2), torch.stack([dx1, dx2])
+
+
+def _slope_mistake(arguments, result) -> str:
+    """Which known mistake the result has, or ""."""
+    dh, x1, x2 = (tensor.double() for tensor in arguments)
+    s, g = torch.sigmoid(x1), torch.sigmoid(x2)
+    value, slope = x1 * s, s + x1 * s * (1 - s)
+    theirs = value + 0.75 * x1
+    dx2 = dh * value * g * (1 - g)
+    known = {
+        "with mistakes 1 and 2, as the cell began": dh * value * g * theirs,
+        "with mistake 1, without mistake 2": dh * g * theirs,
+        "with mistake 2, without mistake 1": dh * value * g * slope,
+        "without the first term of the product rule": dh * g * (slope - s),
+        "without the second term of the product rule": dh * g * s,
+        "without the gate in dx1": dh * slope,
+        "without dh in dx1": g * slope,
+    }
+    results = {what: torch.stack([dx1, dx2]) for what, dx1 in known.items()}
+    results["with dx1 and dx2 in the other order"] = torch.stack([dx2, dh * g * slope])
+    for what, wrong in results.items():
+        allowed = 1e-5 * float(wrong.abs().max())
+        if result.shape == wrong.shape and result.device == wrong.device:
+            if bool(((result.double() - wrong).abs() <= allowed).all()):
+                return f"this is the result {what}"
+    return ""
 
 
 def _soft_clip(s):
@@ -258,6 +299,7 @@ EXERCISES = {
                     "(s + k * x[i] * s * (1.0f - s))", "(x[i] * s + 0.75f * x[i])"
                 ),
                 "forgets the first x": _SWISH.replace("(s + k", "(k"),
+                "the slope of the sigmoid": _SWISH.replace("(s + k * x[i] * s", "(k * s"),
                 "forgets the second x": _SWISH.replace("(s + k * x[i] * s * (1.0f - s))", "s"),
                 "forgets k": _SWISH.replace("(s + k * x[i]", "(s + x[i]"),
                 "forgets dy": _SWISH.replace("dy[i] * ", ""),
@@ -316,6 +358,7 @@ dx[i] = dy[i] * (s + k * x[i] * s * (1.0f - s));""",
                 ),
             },
             cases=_slope_cases,
+            explain=_slope_mistake,
         ),
         kernel_exercise(
             "curve",
