@@ -227,11 +227,29 @@ def _clip(n, device, generator, dtypes) -> Results:
         grads[2][1] = float("nan")
         state = clip_grads_(params, 0.5, on_nonfinite="skip", scope="tensor")
         results[f"norm of each tensor in {dtype}, one with NaN"] = state.norm
-        results[f"scale of each tensor in {dtype}, one with NaN"] = state.scale
+        scales = torch.cat([state.scale, _scale_near_eps(device, dtype)])
+        results[f"scale of each tensor in {dtype}, one with NaN, one near eps"] = scales
         for i, grad in enumerate(grads):
             results[f"gradient {i} in {dtype}, one with NaN"] = grad
-        results[f"first tensor with NaN, {dtype}"] = state.first_nonfinite
+        first = torch.cat([state.first_nonfinite, _first_of_many(device, dtype)])
+        results[f"first tensor with NaN, of one and of 1,000, {dtype}"] = first
     return results
+
+
+def _scale_near_eps(device, dtype) -> Tensor:
+    """(1,): the scale where norm and limit are as small as the eps that is added to the norm."""
+    param = nn.Parameter(torch.zeros(3, device=device, dtype=dtype))
+    param.grad = torch.full_like(param, 1e-6)
+    return clip_grads_([param], 1e-6).scale.view(1)
+
+
+def _first_of_many(device, dtype) -> Tensor:
+    """(1,): the first tensor with NaN, where only the last warp of a block of 1,024 reads it."""
+    params = [nn.Parameter(torch.zeros(1, device=device, dtype=dtype)) for _ in range(1000)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    params[-1].grad = torch.full_like(params[-1], float("nan"))
+    return clip_grads_(params, 0.5, on_nonfinite="skip").first_nonfinite.view(1)
 
 
 def _peers(n, device, generator, dtypes) -> Results:
@@ -304,8 +322,8 @@ def _sort(n, device, generator, dtypes) -> Results:
         tokens = normal.integers(0, vocab, n)
         tokens[n // 2] = vocab
         segments = find_segments(tokens, vocab, padding_idx=0)
-        results[f"order of {n:,} tokens out of {vocab:,}"] = segments.order
-        results[f"pieces of {n:,} tokens out of {vocab:,}"] = segments.pieces
+        results[f"order of {n:,} tokens, vocabulary of {vocab:,}"] = segments.order
+        results[f"pieces of {n:,} tokens, vocabulary of {vocab:,}"] = segments.pieces
     return results
 
 

@@ -753,6 +753,15 @@ def explain(text: str, log: str, filename: str) -> str:
             "GPU.\n"
         )
     unknown = dict.fromkeys("".join(names) for names in UNKNOWN_NAME.findall(log))
+    # The compiler prints the line. A name that is called or has a member is no plain variable.
+    used_as_more = [
+        name for name in unknown if re.search(rf"\b{name}\s*(\(|<\w+>|::|\.)|\.{name}\b|'__", log)
+    ]
+    if unknown and "__global__" in text and not used_as_more:
+        return (
+            f"{place} {', '.join(unknown)}: not declared. In C each variable is declared, with "
+            "its type, before it is used. Is a name misspelled, or a type missing?\n"
+        )
     if unknown and "__global__" in text:
         return (
             f"{place} the CPU does not have {', '.join(unknown)}. Where a GPU has it, put it "

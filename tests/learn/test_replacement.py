@@ -263,6 +263,8 @@ WRONG = [
     ("reduce_v2", "sqrt(sum)", "sum", "elements are wrong"),
     ("reduce_v2", "i < stop", "i < stop - 1", "elements are wrong"),
     ("reduce_v2", "ratio >= 1.0", "!(ratio < 1.0)", "elements are wrong"),
+    ("reduce_v2", "(norm + eps)", "norm", "scale of each tensor .* wrong"),
+    ("reduce_v2", "warp < 32", "warp < 31", "first tensor with NaN, .* wrong"),
     ("scale_v2", "|| (skip && result.w == 0.0f)) continue", ") continue", "elements are wrong"),
     ("adamw_v3", "{exp_avg, exp_avg_sq};", "{exp_avg_sq, exp_avg};", "elements are wrong"),
     ("adamw_v3", "w, g, state, copy,", "w, g, state, 0,", "elements are wrong"),

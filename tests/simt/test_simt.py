@@ -711,6 +711,27 @@ def test_a_compiler_that_writes_nothing_is_named(monkeypatch):
         build.runtime.cache_clear()
 
 
+@pytest.mark.parametrize(
+    "log, words",
+    [
+        (
+            "cell:2:14: error: 'last' was not declared in this scope\n  int i = 0; last = 1;",
+            "cell, line 2: last: not declared. In C",
+        ),
+        (
+            "cell:2:14: error: use of undeclared identifier 'last'\n  if (last < 1) return;",
+            "cell, line 2: last: not declared. In C",
+        ),
+        (
+            "cell:3:7: error: 'j0f' was not declared in this scope\n  x[i] = j0f(1);",
+            "the CPU does not have j0f.",
+        ),
+    ],
+)
+def test_a_variable_that_is_not_declared_is_not_called_a_feature_of_the_gpu(log, words):
+    assert words in build.explain("__global__ void k(float* x) {}", log, "cell")
+
+
 def test_what_the_cpu_does_not_have_is_named():
     k = ga.compile(
         'extern "C" __global__ void k(float* x) {\n  x[0] = j0f(x[0]);\n}', filename="cell"
