@@ -253,7 +253,8 @@ def _show_warnings(log: str, filename: str):
     for file, line, text in dict.fromkeys(_WARNING.findall(log)):
         if file.startswith("kernels_cu/") and file != filename or _UNUSED_HELPER.match(text):
             continue
-        warnings.warn(f"{file}, line {line}: {text}", CompileWarning, stacklevel=2)
+        # As a warning of the user's own line, not of this one.
+        warnings.warn_explicit(text, CompileWarning, file, int(line))
 
 
 _lock = threading.Lock()

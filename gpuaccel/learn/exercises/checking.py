@@ -728,7 +728,7 @@ def _compare(task, case, out, unchanged):
         if may_be_order and bool(
             (difference <= size.clamp(min=float(size.mean())) * eps * _ROUNDINGS).all()
         ):
-            outcome += "; it differs by roundings, as a sum in another order does"
+            outcome += "; it differs by roundings, as a sum in another order or type does"
         return False, outcome + _known_mistake(case, out)
     if case.roundings:
         return True, f"right; largest difference {float(difference.max()):.2g}"
