@@ -1,7 +1,7 @@
 """Runs from their files, on a page of their own: what the live meter shows of runs of a notebook.
 
-    runs = read_runs(["runs/a", "runs/b", "c.csv"])
-    pathlib.Path("compare.html").write_text(page(runs))
+runs = read_runs(["runs/a", "runs/b", "c.csv"])
+pathlib.Path("compare.html").write_text(page(runs))
 """
 
 import json

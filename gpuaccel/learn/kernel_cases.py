@@ -252,6 +252,15 @@ def _first_of_many(device, dtype) -> Tensor:
     return clip_grads_(params, 0.5, on_nonfinite="skip").first_nonfinite.view(1)
 
 
+def _clip_many(n, device, generator, dtypes) -> Results:
+    """More sums than reduce_v2 has threads, so that some threads add several."""
+    normal = _Normal(device, generator)
+    params = [nn.Parameter(torch.zeros(3, device=device)) for _ in range(1100)]
+    grads = _set_gradients(params, normal)
+    norm = clip_grad_norm_(params, 0.5)
+    return {"norm of 1,100 gradients": norm, "the last of 1,100 gradients": grads[-1]}
+
+
 def _peers(n, device, generator, dtypes) -> Results:
     normal = _Normal(device, generator)
     chunks = n // CHUNK + 1
@@ -397,6 +406,7 @@ _LION = Case(_step(Lion), roundings=16)
 _LISTS = Case(_optimizer(AdamW, {}, {"amsgrad": True}, {"maximize": True}), roundings=16)
 _LION_LISTS = Case(_optimizer(Lion, {}, {"maximize": True}), roundings=16)
 _CLIP = Case(_clip, roundings=16)
+_CLIP_MANY = Case(_clip_many, roundings=16)
 _ADD = Case(_accumulate, roundings=1)
 _EMBEDDING = Case(_embedding, roundings=64)
 _SORT = Case(_sort, roundings=0)
@@ -413,7 +423,7 @@ CASES: "dict[str, tuple[Case, ...]]" = {
     "accumulate_v3": (_SUMS_AND_STEP,),
     "accumulate_v4": (_STEP,),
     "squares_v2": (_CLIP,),
-    "reduce_v2": (_CLIP, _STEP),
+    "reduce_v2": (_CLIP, _CLIP_MANY, _STEP),
     "scale_v2": (_CLIP,),
     "settings_write": (_STEP, _LISTS),
     "adamw_begin": (_STEP, _LISTS),

@@ -552,7 +552,7 @@ def _try_kernel(task, kernel, n, case):
     if case.expected is case.out:
         changed = int((~unchanged).sum())
         if changed:
-            written = f"{changed:,} elements were written, and none should be"
+            written = f"{changed:,} elements have changed, and none should"
             lost = int((out.isnan() & ~case.out.isnan()).sum())
             return False, f"{written}; {lost:,} of them are NaN now" if lost else written
         return True, "right; left alone"
