@@ -833,10 +833,13 @@ def test_a_sum_in_another_order_and_a_lost_bucket_are_named():
     for what in ("each rank first", "rank by rank", "in double"):
         e = EXERCISES["ordered_sum"]
         result = ga.check(e.name, python(e.wrong_answers[what], e.name), seed=1)
-        assert not result and "rounded in another way: another order?" in str(result), what
+        assert not result and "as small as a rounding: another order?" in str(result), what
     e = EXERCISES["ordered_sum"]
     result = ga.check(e.name, python(e.wrong_answers["rank 0 only"], e.name), seed=1)
     assert not result and "another order" not in str(result)
+    mean = "def ordered_sum(grads):\n    return grads.mean((0, 1))"
+    passed, _, outcome = ga.check(e.name, python(mean, e.name), seed=1).lines[0]
+    assert not passed and "another order" not in outcome
 
     e = EXERCISES["fill_buckets"]
     result = ga.check(e.name, python(e.wrong_answers["forgets the rest"], e.name), seed=1)
