@@ -255,9 +255,9 @@ EXERCISES = {
             params=("bf16* out", "const float* x", "const int* noise", "int n"),
             stub="// your lines",
             hint=(
-                "__float_as_uint(x[i]) are the bits, out[i].bits those of the result. Noise "
-                "carries into the upper half as often as the lower half is large: add the two, "
-                "then >> 16. Where isnan(x[i]), as_bf16(x[i]) keeps the NaN."
+                "__float_as_uint(x[i]) are the bits, out[i].bits those of the result. Add "
+                "the noise to the bits, then >> 16: the larger the lower half, the more often it "
+                "carries. Where isnan(x[i]), as_bf16(x[i]) keeps the NaN."
             ),
             solution=_BITS,
             wrong_answers={
