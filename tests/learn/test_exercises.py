@@ -857,9 +857,11 @@ def test_a_sum_in_another_order_and_a_lost_bucket_are_named():
         ("poly_row", "no soft clip", "without the soft clip"),
         ("poly_row", "a window too wide", "with one key too many"),
         ("poly_row", "not itself", "without the query's own key"),
+        ("poly_row", "no window", "with every key before the query"),
         ("poly_values", "the keys that query j sees", "of the keys that query j sees, not"),
         ("poly_values", "not itself", "without query j itself"),
         ("poly_values", "a window too wide", "with one query too many"),
+        ("poly_values", "no window", "with every query from j on"),
         ("poly_values", "a square", "with c * c, not"),
     ],
 )

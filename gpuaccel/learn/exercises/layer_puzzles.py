@@ -153,6 +153,12 @@ def _poly_row_case(n, generator):
             ),
             "with one key too few: the window has `window` keys": result(range(window - 1)),
             "without the query's own key": result(range(1, window)),
+            # The larger sizes would take too long.
+            **(
+                {"with every key before the query, whatever the window": result(range(n))}
+                if n <= 1000
+                else {}
+            ),
         }
 
     return Case(
@@ -194,6 +200,12 @@ def _poly_values_case(n, generator):
             "with one query too many": result(range(window + 1)),
             "with one query too few": result(range(window - 1)),
             "without query j itself": result(range(1, window)),
+            # The larger sizes would take too long.
+            **(
+                {"with every query from j on, whatever the window": result(range(n))}
+                if n <= 1000
+                else {}
+            ),
             "with c * c, not c * c * c": result(degree=2),
         }
 
@@ -445,6 +457,7 @@ dx[i] = dy[i] * (s + k * x[i] * s * (1.0f - s));""",
                 "begins in front of 0": _ROW.replace("max(0, i - window + 1)", "i - window + 1"),
                 "not itself": _ROW.replace("j <= i;", "j < i;"),
                 "a window too wide": _ROW.replace("i - window + 1", "i - window"),
+                "no window": _ROW.replace("max(0, i - window + 1)", "0"),
                 "four, whatever the window": _ROW.replace("i - window + 1", "i - 3"),
                 "no soft clip": _ROW.replace(_CLIP, "s / sqrtf((float)d)"),
                 "a hard clip": _ROW.replace(
