@@ -138,6 +138,7 @@ class GradientAccumulator:
             )
         check_arena("arena", arena, ": ga.GradientAccumulator(ga.Arena(model))")
         arena.check()
+        arena.check_trainable()
         self.arena = arena
         self.mode = mode
         self._window = Window(arena)

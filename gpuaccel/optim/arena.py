@@ -607,6 +607,26 @@ class Arena:
                 "before, and make a new Arena after"
             )
 
+    def check_trainable(self):
+        """Find parameters that were frozen, unfrozen or added since the arena was made.
+
+        Raises:
+            ArgumentError: for the first one, with its name and the way out.
+        """
+        again = "call arena.release(), and make a new Arena"
+        for s, p in zip(self.segments, self.params):
+            if not p.requires_grad:
+                raise ArgumentError(
+                    f"parameter {s.name} was frozen after its arena was made: {again}"
+                )
+        in_arena = set(map(id, self.params))
+        for name, p in self.module.named_parameters():
+            if p.requires_grad and id(p) not in in_arena:
+                raise ArgumentError(
+                    f"parameter {name} is not in the arena, which would not train it; it was added "
+                    f"or unfrozen after the arena was made: {again}"
+                )
+
     @torch.no_grad()
     def publish(self):
         """Round the masters into the bf16 parameters.

@@ -66,7 +66,7 @@ def token_loss(model: nn.Module, micro: "tuple[Tensor, Tensor]") -> "tuple[Tenso
         Two () tensors on the device, the sum in fp32 and the number in int64.
 
     Raises:
-        ArgumentError: for a model that does not return a tensor.
+        ArgumentError: for a model that does not return a tensor, or one of another shape.
 
     Source:
         torch.nn.functional.cross_entropy.
@@ -85,6 +85,12 @@ def token_loss(model: nn.Module, micro: "tuple[Tensor, Tensor]") -> "tuple[Tenso
             f"the model returned {type(logits).__name__}; token_loss takes logits: expected a "
             "loss_fn of your own, as lambda model, micro: "
             "ga.token_loss(lambda tokens: model(tokens).logits, micro)"
+        )
+    if logits.shape[:-1].numel() != targets.numel():
+        raise ArgumentError(
+            f"the model returned {tuple(logits.shape)} for targets of {tuple(targets.shape)}; "
+            "token_loss, the default loss, expected logits of the targets' shape and one dimension "
+            "more. For another loss pass loss_fn, a function of the model and a micro-batch"
         )
     logits, targets = logits.float().flatten(0, -2), targets.flatten()
     total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
@@ -197,6 +203,7 @@ class TrainStep:
         self.reducer: "ReducerBase | None" = None
         # None: every step is eager.
         self._graphs: "StepGraphs | None" = None
+        self._closed = False
         # What is made here, each with what undoes it: close() goes through it backwards.
         self._cleanup = contextlib.ExitStack()
         self._closes_alone = True
@@ -300,6 +307,8 @@ class TrainStep:
                 any more.
             RankError: where another rank is lost, or its weights differ.
         """
+        if self._closed:
+            raise ArgumentError("this TrainStep is closed; make a new one to go on training")
         timer: Any = self.meter.timer if self.meter else None
         if self.reducer is not None and self.reducer.trace is not None:
             timer = self.reducer.trace
@@ -609,6 +618,7 @@ class TrainStep:
                 gather its state; it is lost. A `with` block left by an error does so, too.
         """
         self._closes_alone = alone
+        self._closed = True
         self._cleanup.close()
 
     def __enter__(self) -> "Self":

@@ -10,6 +10,7 @@ from torch import nn
 
 import gpuaccel as ga
 from gpuaccel.errors import ArgumentError
+from gpuaccel.optim.accumulate import MODES
 from gpuaccel.optim.arena import Arena
 
 
@@ -210,3 +211,48 @@ def test_containers_of_parameters_are_parameters():
     for optimizer in (ga.AdamW, ga.optim.Lion):
         optimizer(params).step()
     assert not params[0].eq(1).any()
+
+
+def changed(change):
+    """An arena whose module was changed after it was made."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    arena = Arena(model)
+    change(model)
+    return arena
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda m: m[0].bias.requires_grad_(False), "parameter 0.bias was frozen after its arena"),
+        (lambda m: m[1].weight.requires_grad_(), "parameter 1.weight is not in the arena"),
+        (lambda m: m.append(nn.Linear(2, 2)), "parameter 2.weight is not in the arena"),
+    ],
+)
+def test_what_is_trained_is_what_was_trainable_when_the_arena_was_made(change, message, mode):
+    arena = changed(change)
+    with pytest.raises(ArgumentError, match=message):
+        ga.GradientAccumulator(arena, mode)
+    with pytest.raises(ArgumentError, match=message):
+        ga.TrainStep(arena.module, ga.AdamW(arena), accumulate=mode)
+
+
+def test_a_model_without_tokens_is_told_to_bring_a_loss():
+    model = nn.Linear(4, 3)
+    message = r"returned \(8, 3\) for targets of \(8, 3\).*For another loss pass loss_fn"
+    with ga.TrainStep(model) as step, pytest.raises(ArgumentError, match=message):
+        step((torch.ones(8, 4), torch.ones(8, 3)))
+
+
+@pytest.mark.parametrize("own_arena", [True, False])
+def test_a_closed_step_takes_no_step(own_arena):
+    model = ga.preset("tiny", layers=1, hidden=32).build()
+    step = ga.TrainStep(model, None if own_arena else ga.AdamW(Arena(model)))
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    step((tokens, tokens))
+    step.close()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ArgumentError, match="this TrainStep is closed; make a new one"):
+        step((tokens, tokens))
+    assert all(map(torch.equal, before, model.parameters()))
