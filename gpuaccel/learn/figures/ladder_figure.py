@@ -31,7 +31,7 @@ class Rung:
     learn: str
     about: str
     before: "tuple[str, ...]" = ()
-    minutes: int = 45
+    minutes: int = 50
 
     @property
     def number(self) -> str:
@@ -44,7 +44,7 @@ RUNGS = (
         "Your first kernel",
         "what one of many threads does, which bytes it moves, and how threads share results",
         "threads, bytes, shared results",
-        minutes=30,
+        minutes=35,
     ),
     Rung(
         "01_accumulate",
@@ -73,7 +73,6 @@ RUNGS = (
         "a whole training step, recorded once and started with one call",
         "a whole step in one call",
         ("01", "02"),
-        minutes=45,
     ),
     Rung(
         "04_encoder",
@@ -81,7 +80,6 @@ RUNGS = (
         "why two runs differ, and how a sum in a fixed order makes them equal",
         "a sum in a fixed order",
         ("01",),
-        minutes=45,
     ),
     Rung(
         "04b_rounding",
@@ -111,6 +109,7 @@ RUNGS = (
         "one training on several processes: how gradients are added, and what if one stops",
         "gradients of several GPUs",
         ("01",),
+        minutes=45,
     ),
     Rung(
         "07_everything",
@@ -118,6 +117,7 @@ RUNGS = (
         "one model with everything from the notebooks before; then a model of your own",
         "all of it, and your own model",
         ("03",),
+        minutes=45,
     ),
 )
 
