@@ -87,7 +87,7 @@ RUNGS = (
         "how numbers of 16 bits can keep small gradients; tokens out of range",
         "small numbers in 16 bits",
         ("04",),
-        minutes=40,
+        minutes=45,
     ),
     Rung(
         "05_dispatch",
