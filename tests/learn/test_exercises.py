@@ -684,6 +684,8 @@ def test_a_gpu_that_does_not_end_is_not_waited_for():
     ],
 )
 def test_a_right_answer_hears_what_it_costs(name, params, body, words, where):
+    if "CUDA asks" in words and where != "simt":
+        pytest.skip("a barrier that not all threads reach gives any result on a GPU")
     result = ga.check(name, answer(name, params, body), seed=1)
     assert result.passed, result
     if where == "cuda without a compiler":
