@@ -186,8 +186,8 @@ def measure(
         ):
             if only not in name:
                 continue
-            # Both compile at the same time.
-            with concurrent.futures.ThreadPoolExecutor() as pool:
+            # Both compile at the same time; in one process a tape would record both.
+            with concurrent.futures.ThreadPoolExecutor(1 if here else 2) as pool:
                 list(pool.map(lambda who: workers.ask(who, "prepare", what, T), folders))
             ratio(name, method, CALLS)
         for mode in MODES:

@@ -307,7 +307,7 @@ class TrainStep:
                 any more.
             RankError: where another rank is lost, or its weights differ.
         """
-        if self._closed:
+        if self._closed and self.replays != "graph":
             raise ArgumentError("this TrainStep is closed; make a new one to go on training")
         timer: Any = self.meter.timer if self.meter else None
         if self.reducer is not None and self.reducer.trace is not None:
