@@ -56,8 +56,8 @@ def launch(
 ) -> list:
     """Run `fn(*args)` in new processes, each of which is a rank, and wait for all.
 
-    The processes find each other as torchrun's do (RANK, WORLD_SIZE, MASTER_ADDR, ...):
-    ga.Distributed() in fn makes their process group.
+    Each process has torchrun's RANK, LOCAL_RANK and WORLD_SIZE, and the process group of
+    torch.distributed is there when fn is called.
 
     Args:
         fn: a function, picklable, or one of a notebook. That is handed over by a fork (one thread

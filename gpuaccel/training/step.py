@@ -301,8 +301,8 @@ class TrainStep:
             A StepOutput. Nothing waits for the device until a value is read.
 
         Raises:
-            ArgumentError: for a batch that does not divide into micro-batches, and for a loss that
-                is not one element.
+            ArgumentError: for a batch that does not divide into micro-batches, for a loss that is
+                not one element, and after close().
             CaptureError: for a replayed step that cannot be captured, or does not match its graph
                 any more.
             RankError: where another rank is lost, or its weights differ.
