@@ -32,10 +32,10 @@ def notice(text: str):
     """Show a line in the notebook's cell during the block.
 
     The line is a widget, which tests of notebooks do not compare. Outside of notebooks, and in
-    forked processes, it is a line of the log (logger "gpuaccel").
+    processes that one has forked, it is a line of the log (logger "gpuaccel").
     """
     widget = None
-    # A forked rank shares the kernel, but not the cell.
+    # A fork shares the kernel, but not the cell.
     if notebook_shell() is not None and multiprocessing.parent_process() is None:
         with contextlib.suppress(ImportError):
             import ipywidgets

@@ -17,6 +17,8 @@ import datetime
 import inspect
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import pickle
 import shutil
@@ -26,10 +28,12 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 
@@ -40,6 +44,7 @@ from .rendezvous import loopback
 AHEAD = 3  # steps that a rank's host may be ahead of another's
 GRACE = 1.0  # seconds in which further ranks may still report, after the first that failed
 PARENT_CHECK = 0.2  # seconds between two looks of a rank at its parent
+PRELOADED = ["gpuaccel.training", "torch._dynamo"]  # they import whatever a training step does
 NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
@@ -60,8 +65,7 @@ def launch(
     torch.distributed is there when fn is called.
 
     Args:
-        fn: a function, picklable, or one of a notebook. That is handed over by a fork (one thread
-            per rank) or, where torch sees a GPU, which a fork could not use, by value with what it
+        fn: a function, picklable, or one of a notebook. That is handed over by value with what it
             refers to (cloudpickle). It may be a generator (see `live`).
         ranks: how many processes, 1 or more. Default: 2.
         args: picklable, as what fn returns. Tensors are sent by value.
@@ -92,15 +96,7 @@ def launch(
         ['0', '1']
     """
     backend = _checked_backend(ranks, args, backend)
-    method, fn = _start_method(fn)
-    if method == "spawn":
-        try:
-            pickle.dumps(args)
-        except NOT_PICKLABLE as error:
-            raise ArgumentError(
-                f"args cannot be handed to new processes: {error}; expected what can be pickled"
-            ) from error
-    context = multiprocessing.get_context(method)
+    context, work = _start_method(fn, args)
     with tempfile.TemporaryDirectory() as folder:
         shared = SharedCounts(
             steps=context.RawArray("q", ranks),
@@ -111,11 +107,12 @@ def launch(
         try:
             for rank in range(ranks):
                 receiving, sending = context.Pipe(duplex=False)
-                place = RankPlace(rank, ranks, backend, os.path.join(folder, "store"))
+                store = os.path.join(folder, "store")
+                place = RankPlace(rank, ranks, backend, store, dict(os.environ))
                 process = context.Process(
-                    target=_run_rank, args=(place, shared, sending, fn, args), daemon=True
+                    target=_run_rank, args=(place, shared, sending, work), daemon=True
                 )
-                with _environment(place), _sigint_blocked(method):
+                with _environment(place), _sigint_blocked(), _main_hidden(work):
                     process.start()
                 sending.close()
                 connections.append(receiving)
@@ -159,40 +156,79 @@ def _checked_backend(ranks: int, args, backend: "str | None") -> str:
     return backend
 
 
-def _start_method(fn) -> tuple:
-    """(multiprocessing's start method, what the processes get for fn). "spawn" where fn can be
-    pickled, or where a fork could not use the GPU; else "fork"."""
+def _start_method(fn, args) -> tuple:
+    """(multiprocessing's context, the work of each process).
+
+    A function of a file is imported by new processes. One of a notebook goes by value to forks of
+    a server process, which has imported torch and gpuaccel before, has no threads, and has not
+    touched a GPU: a launch then takes a tenth of a second, where imports take several.
+    """
+    try:
+        pickle.dumps(args)
+    except NOT_PICKLABLE as error:
+        raise ArgumentError(
+            f"args cannot be handed to new processes: {error}; expected what can be pickled"
+        ) from error
     main = getattr(sys.modules["__main__"], "__file__", None)
     # A notebook's __main__ has no file, and that of `python -` is none.
     in_file = main is not None and os.path.isfile(main)
     if in_file or getattr(fn, "__module__", None) != "__main__" and main is None:
         try:
             pickle.dumps(fn)
-            return "spawn", fn
+            return multiprocessing.get_context("spawn"), _ByName(fn, args)
         except NOT_PICKLABLE:
             pass
-    if hasattr(os, "fork") and not torch.cuda.is_available():
-        return "fork", fn
-    import cloudpickle
-
     try:
-        return "spawn", _ByValue(cloudpickle.dumps(fn))
+        work = _ByValue(cloudpickle.dumps((fn, args)))
     except (*NOT_PICKLABLE, ValueError) as error:
         raise ArgumentError(
             f"{getattr(fn, '__name__', fn)} cannot be handed to new processes: {error}; expected a "
             "function that uses no open files, locks or live views of this process, or one from a "
             "file (%%writefile)"
         ) from error
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn"), work
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    # Here, so that the server does not get a rank's variables.
+    with _sigint_blocked():
+        multiprocessing.forkserver.ensure_running()
+    return context, work
 
 
+@dataclass
+class _ByName:
+    """A function of a file, and its arguments."""
+
+    fn: Callable[..., Any]
+    args: tuple
+
+    def __call__(self):
+        return self.fn(*self.args)
+
+
+@dataclass
 class _ByValue:
-    """A function of a notebook for a process that does not have the notebook."""
+    """A function for a process that does not have its notebook, and its arguments."""
 
-    def __init__(self, packed: bytes):
-        self.packed = packed
+    packed: bytes
 
-    def __call__(self, *args):
-        return pickle.loads(self.packed)(*args)
+    def __call__(self):
+        fn, args = pickle.loads(self.packed)
+        return fn(*args)
+
+
+@contextlib.contextmanager
+def _main_hidden(work):
+    """A process that is started in the block does not import the script again, if it gets its
+    function by value."""
+    main = sys.modules["__main__"]
+    if isinstance(work, _ByValue):
+        sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 # ---- in the processes ----------------------------------------------------------------------------
@@ -215,6 +251,7 @@ class RankPlace:
     ranks: int
     backend: str
     store: str  # path of the file over which the ranks meet
+    variables: dict  # the parent's environment
 
 
 class LaunchedRank:
@@ -253,12 +290,12 @@ class Failure:
 @contextlib.contextmanager
 def _environment(place: RankPlace):
     """torchrun's variables, for the process that is started in the block."""
-    threads = max(1, (os.cpu_count() or 1) // place.ranks)
     new = {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.rank),
         "WORLD_SIZE": str(place.ranks),
-        "OMP_NUM_THREADS": str(threads),
+        # As torchrun; so the sums of one rank and of several have the same order.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
     if place.backend == "gloo":
         new |= {"GPUACCEL_GPU": "off", "GLOO_SOCKET_IFNAME": loopback()}
@@ -277,22 +314,16 @@ def _environment(place: RankPlace):
 
 
 @contextlib.contextmanager
-def _sigint_blocked(method: str):
+def _sigint_blocked():
     """A process that is started in the block gets no SIGINT while it imports torch.
 
     Ctrl-C in a terminal reaches every process of it. Here it is delivered after the block.
-
-    Args:
-        method: how the process is started.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    if method == "spawn":
-        from multiprocessing import resource_tracker
-
-        # multiprocessing starts it before the first process, and then unblocks SIGINT.
-        resource_tracker.ensure_running()
+    # multiprocessing starts it before the first process, and then unblocks SIGINT.
+    multiprocessing.resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -307,15 +338,16 @@ def _end_with_parent(folder: str):
         folder: the launch's temporary one, which the parent can no longer remove.
     """
     parent: Any = multiprocessing.parent_process()
+    started_by = os.getppid()  # the parent or its server, which ends with it
     # The pipe that tells of the parent's end may have been inherited by another process, which
-    # keeps it open; the parent's number tells too, but not on Windows.
-    while parent.is_alive() and (os.name == "nt" or os.getppid() == parent.pid):
+    # keeps it open; the number of who started this one tells too, but not on Windows.
+    while parent.is_alive() and (os.name == "nt" or os.getppid() == started_by):
         parent.join(PARENT_CHECK)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
-def _run_rank(place: RankPlace, shared: SharedCounts, connection, fn, args):
+def _run_rank(place: RankPlace, shared: SharedCounts, connection, work):
     """The whole life of a rank."""
     # Ctrl-C is the parent's business.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -323,12 +355,14 @@ def _run_rank(place: RankPlace, shared: SharedCounts, connection, fn, args):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     folder = os.path.dirname(place.store)
     threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
-    # A forked process has the parent's environment.
+    # A fork of the server has the environment in which that was started.
+    os.environ.clear()
+    os.environ.update(place.variables)
     with _environment(place):
         try:
             _init_rank(place)
             heartbeat.launched_rank = LaunchedRank(place.rank, shared)
-            result = _run_to_end(fn(*args), connection)
+            result = _run_to_end(work(), connection)
             try:
                 _send(connection, Message("result", result))
             except NOT_PICKLABLE as error:
@@ -347,13 +381,8 @@ def _run_rank(place: RankPlace, shared: SharedCounts, connection, fn, args):
 
 
 def _init_rank(place: RankPlace):
-    forked = type(multiprocessing.current_process()).__name__ == "ForkProcess"
-    # Threads do not survive a fork: OpenMP's second one would be waited for without end, and so
-    # would those in which torch.compile runs the C++ compiler, if the parent has started them.
-    torch.set_num_threads(1 if forked else int(os.environ["OMP_NUM_THREADS"]))
-    compiling = sys.modules.get("torch._inductor.async_compile")
-    if forked and compiling is not None:
-        compiling.AsyncCompile.pool.cache_clear()
+    # A fork of the server has read OMP_NUM_THREADS before.
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if place.backend == "nccl":
         torch.cuda.set_device(place.rank)
     dist.init_process_group(
@@ -377,7 +406,7 @@ def _failure(error: BaseException) -> Failure:
 
 def _send(connection, message: Message):
     """By value: multiprocessing would send a tensor as a file that has to stay open here."""
-    connection.send_bytes(pickle.dumps(message))
+    connection.send_bytes(cloudpickle.dumps(message))
 
 
 def _run_to_end(result, connection):

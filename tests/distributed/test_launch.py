@@ -1,6 +1,7 @@
 """ga.launch: how functions, results and readings travel, and what is said of a rank that fails.
 
-Where nothing depends on how the processes start, they are forked: nothing is imported in them.
+Where nothing depends on how the processes start, functions go by value: the server that forks the
+processes has imported everything.
 """
 
 import math
@@ -26,7 +27,7 @@ import gpuaccel as ga
 from gpuaccel.distributed.spawn import Message, RankWatch, _run_to_end
 
 
-def forked(function, ranks, *args, **options):
+def by_value(function, ranks, *args, **options):
     """ga.launch of a function that cannot be pickled, as a notebook's."""
     return ga.launch(lambda: function(*args), ranks, **options)
 
@@ -45,7 +46,7 @@ def test_launch_runs_a_function_on_every_rank():
 
 
 def test_launched_ranks_train_alike():
-    (first, *one), (second, *other) = forked(checks.steps_with, 2, checks.nothing, 0)
+    (first, *one), (second, *other) = by_value(checks.steps_with, 2, checks.nothing, 0)
     assert (first, second) == (0, 1) and one == other and one[0] == 2
 
 
@@ -55,7 +56,7 @@ def test_what_cannot_be_pickled_is_an_error():
     with pytest.raises(ga.errors.ArgumentError, match="args cannot be handed to new processes"):
         ga.launch(checks.rank_and_tensors, 2, (lambda: 5,))
     with pytest.raises(ga.errors.RankError, match="what the function returned cannot be sent back"):
-        forked(checks.not_sendable, 1)
+        by_value(checks.not_sendable, 1)
 
 
 def test_launch_says_what_it_needs():
@@ -71,9 +72,8 @@ def test_launch_says_what_it_needs():
             ga.launch(checks.nothing, 64, backend="nccl")
 
 
-def test_a_function_of_a_notebook_is_handed_over_by_a_fork():
-    """It belongs to no file. torch has computed before, as in a notebook, with several threads,
-    which a fork does not have."""
+def test_a_function_of_a_notebook_is_handed_over_by_value():
+    """It belongs to no file. torch has computed before, as in a notebook, with several threads."""
     cells = """
 import torch, gpuaccel as ga
 (torch.randn(300, 300) @ torch.randn(300, 300)).sum()
@@ -102,9 +102,8 @@ print(ga.launch(work, 1, (5,)) + ga.launch(work, 2, (5,)))
     assert alone[:2] == one[:2] == (0, 5) and two[:2] == (1, 5) and one[2] == two[2]
 
 
-def test_where_a_fork_could_not_use_the_gpu_a_function_is_handed_over_by_value(monkeypatch):
-    """With what it refers to; what of that cannot be pickled is named."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_what_a_function_refers_to_goes_with_it():
+    """What of that cannot be pickled is named."""
     factor, lock = 5, threading.Lock()
 
     def work(x):
@@ -114,6 +113,24 @@ def test_where_a_fork_could_not_use_the_gpu_a_function_is_handed_over_by_value(m
     message = "<lambda> cannot be handed to new processes: .*lock"
     with pytest.raises(ga.errors.ArgumentError, match=message):
         ga.launch(lambda: lock, 2, backend="gloo")
+
+
+def test_classes_of_a_notebook_come_back_as_themselves():
+    """And a rank has the variables that its parent has now, not when the server was started."""
+
+    class Answer:
+        def __init__(self, variable):
+            self.variable = variable
+
+    def work(name):
+        return Answer(os.environ.get(name))
+
+    name = "GPUACCEL_TEST_LAUNCH"
+    assert ga.launch(lambda: work(name), 1)[0].variable is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, "5")
+        (answer,) = ga.launch(lambda: work(name), 1)
+    assert type(answer) is Answer and answer.variable == "5"
 
 
 # ---- a rank that fails ---------------------------------------------------------------------------
@@ -131,7 +148,7 @@ def test_where_a_fork_could_not_use_the_gpu_a_function_is_handed_over_by_value(m
 def test_trouble_on_one_rank_stops_all_and_names_it(trouble, message):
     """Five seconds, in which a rank that is well finishes a backward on a busy machine too."""
     with pytest.raises(ga.errors.RankError, match=message):
-        forked(checks.steps_with, 2, trouble, 1, timeout=5.0, start=HANG)
+        by_value(checks.steps_with, 2, trouble, 1, timeout=5.0, start=HANG)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +158,7 @@ def test_trouble_on_one_rank_stops_all_and_names_it(trouble, message):
 def test_a_rank_that_hangs_before_its_first_step_is_over_is_named(where, goal):
     """Kernels may be compiled until then: it has a limit of its own."""
     with pytest.raises(ga.errors.RankError, match=f"rank 1 hangs: it has not {goal} for 4 s"):
-        forked(checks.hangs_before_its_first_step_is_over, 2, where, timeout=0.5, start=4.0)
+        by_value(checks.hangs_before_its_first_step_is_over, 2, where, timeout=0.5, start=4.0)
 
 
 def test_a_rank_that_returned_while_another_waits_for_it_is_named(tmp_path):
@@ -151,7 +168,7 @@ def test_a_rank_that_returned_while_another_waits_for_it_is_named(tmp_path):
         r"rank 1 has returned, after 2 steps, and rank 0 waits for it in step 3\..*step\(None\)"
     )
     with pytest.raises(ga.errors.RankError, match=message):
-        forked(checks.fewer_steps, 2, path)
+        by_value(checks.fewer_steps, 2, path)
     assert path.read_text().startswith("rank 0 of 2 cannot reach another one in step 3: ")
 
 
@@ -159,7 +176,7 @@ def test_an_error_between_two_steps_does_not_wait_for_the_others(tmp_path):
     """Neither the loop's last checkpoint nor the closing of a sharded optimizer, which would take
     all ranks."""
     with pytest.raises(ga.errors.RankError, match="rank 1 raised ValueError: no more data"):
-        forked(checks.fails_between_steps, 2, str(tmp_path), timeout=HANG)
+        by_value(checks.fails_between_steps, 2, str(tmp_path), timeout=HANG)
     assert ga.training.latest_checkpoint(tmp_path).name == "step-00000002.safetensors"
 
 
@@ -172,9 +189,9 @@ def test_killed_at_any_moment_a_run_goes_on_bit_for_bit(tmp_path, seed):
     for _ in range(3):
         who, seconds = chance.randrange(2), 0.1 * chance.random()
         with pytest.raises(ga.errors.RankError, match=f"rank {who} was killed by SIGKILL"):
-            forked(checks.train_and_die, 2, folder, seconds, who, timeout=HANG)
-    forked(checks.train_and_die, 2, folder)
-    forked(checks.train_and_die, 1, str(tmp_path / "one"))
+            by_value(checks.train_and_die, 2, folder, seconds, who, timeout=HANG)
+    by_value(checks.train_and_die, 2, folder)
+    by_value(checks.train_and_die, 1, str(tmp_path / "one"))
     losses = checks.logged_losses(tmp_path / "one")
     assert checks.logged_losses(folder) == losses and len(losses) == 20
 
@@ -195,7 +212,7 @@ ga.launch(work, 2, args)
 """
 
 
-@pytest.mark.parametrize("how", ["spawn", "fork"])
+@pytest.mark.parametrize("how", ["spawn", "forkserver"])
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_their_parent(tmp_path, sent, how):
     """Whatever ended it. Their temporary folder goes, too."""
@@ -224,7 +241,7 @@ def test_ranks_end_with_their_parent(tmp_path, sent, how):
     assert not list(temporary.glob("*/store"))
 
 
-# ---- torch.compile in a forked rank --------------------------------------------------------------
+# ---- torch.compile in a rank ---------------------------------------------------------------------
 
 COMPILED = """
 import sys
@@ -235,17 +252,16 @@ import gpuaccel as ga
 def before(x):
     return x.sin() + 1
 
-@torch.compile
 def after(x):
     return x.cos() * 3 + x
 
 before(torch.ones(70))
-print(ga.launch(lambda: float(after(torch.zeros(90)).sum()), 2))
+print(ga.launch(lambda: float(torch.compile(after)(torch.zeros(90)).sum()), 2))
 """
 
 
-def test_a_forked_rank_compiles_after_its_parent_has(tmp_path):
-    """The threads in which the parent ran the C++ compiler are not in the fork."""
+def test_a_rank_compiles_after_its_parent_has(tmp_path):
+    """The threads in which the parent ran the C++ compiler are not in a fork."""
     done = subprocess.run(
         [sys.executable, "-c", COMPILED],
         capture_output=True,
@@ -262,7 +278,7 @@ def test_a_forked_rank_compiles_after_its_parent_has(tmp_path):
 
 def test_the_readings_of_every_rank_are_drawn_while_they_train(capsys):
     live = ga.LiveThroughput("two ranks")
-    assert forked(checks.yields, 2, 6, live=live) == [0, 1]
+    assert by_value(checks.yields, 2, 6, live=live) == [0, 1]
     assert list(live.runs) == ["rank 0", "rank 1"]
     first, second = live.runs.values()
     for run in (first, second):
@@ -286,7 +302,7 @@ def test_a_generator_is_run_to_its_end():
 def test_a_rank_that_dies_ends_the_live_view_too(capsys):
     live = ga.LiveThroughput()
     with pytest.raises(ga.errors.RankError, match="rank 1 was killed by SIGKILL"):
-        forked(checks.yields, 2, 3, checks.killed, live=live)
+        by_value(checks.yields, 2, 3, checks.killed, live=live)
     assert [run.state for run in live.runs.values()] == ["failed", "failed"]
     assert live.runs["rank 1"].last.step == 3
 
@@ -318,7 +334,7 @@ def test_stop_ends_all_ranks_even_one_that_is_silent(capsys, monkeypatch):
 
     thread = threading.Thread(target=stop)
     thread.start()
-    assert forked(checks.yields, 2, 3, checks.hangs, live=live) == [0, None]
+    assert by_value(checks.yields, 2, 3, checks.hangs, live=live) == [0, None]
     thread.join()
     assert set(multiprocessing.active_children()) <= before
     assert [run.state for run in live.runs.values()] == ["stopped", "stopped"]
