@@ -26,7 +26,7 @@ from html import escape
 from ..compiler import replaced_words
 from ..errors import ArgumentError
 from ..notebook import notebook_shell
-from .figures.drawing import RUN_COLOURS, WIDTH, gigabytes, norm_words, number
+from .figures.drawing import RUN_COLOURS, WIDTH, bundle, gigabytes, norm_words, number
 from .figures.training_runs import Run, picture
 
 # seconds between two updates of the live view
@@ -249,7 +249,7 @@ class LiveThroughput:
     def _repr_mimebundle_(self, include=None, exclude=None):
         runs = list(self.runs.values())
         drawn = picture(runs, self.peak, themed=False, title=self.title, norms=self.norms)
-        return {"image/svg+xml": drawn, "text/plain": str(self)}
+        return bundle(drawn, str(self))
 
 
 def _numbered(readings):

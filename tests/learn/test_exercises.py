@@ -876,7 +876,7 @@ def test_a_known_mistake_of_attention_is_named(name, what, words, where):
 @on_cpu_and_gpu
 @pytest.mark.usefixtures("small_sizes_on_cpu")
 def test_an_unknown_mistake_of_attention_has_no_name(where):
-    for name, what in (("poly_row", "a hard clip"), ("poly_values", "its own dy")):
+    for name, what in (("poly_row", "loses the sign"), ("poly_values", "its own dy")):
         answer = ga.compile(EXERCISES[name].wrong_answers[what], name)
         assert "this is the result" not in str(ga.check(name, answer, seed=1))
 

@@ -37,6 +37,8 @@ SPARE_COLOURS = ("#c98b8b", "#8fb06c", "#9c9cc9", "#c7a86b")
 BOLD = 1.15
 # points kept per run; beyond them every second one is dropped
 KEEP = 2000
+# letters of a name at the end of its line
+NAME_AT_END = 16
 
 
 class Point(NamedTuple):
@@ -153,7 +155,7 @@ def picture(runs, peak=None, themed=True, title="", norms=False) -> str:
     bottom = top + 160
     has_loss = not runs or any(p.loss is not None for run in runs for p in run.points)
     # The names at the ends of the lines are bold.
-    widest = max((text_width(shorten(run.name, 11), 11.5) for run in runs), default=0)
+    widest = max((text_width(shorten(run.name, NAME_AT_END), 11.5) for run in runs), default=0)
     margin = max(74, widest * BOLD + 12) if len(runs) > 1 else 8
     middle = 416 if has_loss else WIDTH + 30
     _draw_rates(ink, (40, top, middle - 34 - margin, bottom), runs, peak)
@@ -317,7 +319,7 @@ class _Panel:
         if len(runs) > 1:
             heights = spread([y for _, _, y in ends], 14, top + 2, bottom - 2)
             for (run, x, _), y in zip(ends, heights):
-                ink.text(x + 8, y + 4, shorten(run.name, 11), 11.5, run.colour, weight=600)
+                ink.text(x + 8, y + 4, shorten(run.name, NAME_AT_END), 11.5, run.colour, weight=600)
 
 
 def _draw_norms(ink, box, runs):
