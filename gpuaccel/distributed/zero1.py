@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..compiler import zero_
 from ..errors import ArgumentError
-from ..ops import CHUNK, arena_launch, arena_runs, reference_step
+from ..ops import CHUNK, arena_launch, arena_runs, torch_step
 from ..optim import ParameterLayout, own_storage
 from .collectives import all_gather
 
@@ -193,7 +193,7 @@ class ShardedLayout(ParameterLayout):
                 )
         return launches
 
-    def reference_step(self, rule, jobs, param_groups, inputs, rows, count_it, seed):
+    def torch_step(self, rule, jobs, param_groups, inputs, rows, count_it, seed):
         """By parts: the first one of a tensor (which may be empty) counts its step."""
         if seed is not None:
             raise ArgumentError(
@@ -213,7 +213,7 @@ class ShardedLayout(ParameterLayout):
                 part = replace(j, weight=weight, grad=grad, state=state, step=step, copy=copy)
                 cut.append(part)
                 cut_rows.append(row)
-        reference_step(rule, cut, param_groups, inputs, cut_rows, count_it, seed)
+        torch_step(rule, cut, param_groups, inputs, cut_rows, count_it, seed)
 
     def after_update(self):
         """All-gather the new weights; clear the gradients that other ranks have used."""

@@ -68,7 +68,7 @@ from .update_rule import (
     launch_settings,
     launch_update,
     list_launches,
-    reference_step,
+    torch_step,
 )
 
 __all__ = [
@@ -126,7 +126,7 @@ __all__ = [
     "reference_round",
     "reference_scale",
     "reference_segments",
-    "reference_step",
     "span",
+    "torch_step",
     "unnamed",
 ]

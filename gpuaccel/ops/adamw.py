@@ -1,4 +1,5 @@
-"""The AdamW update: its definition in torch, and its rule for the launches of kernels_cu/adamw.cu.
+"""The AdamW update: its definition in torch, torch's fused kernel, and the rule for the launches of
+kernels_cu/adamw.cu.
 
     reference_adamw(weight, grad, m, v, None, step=1, lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8,
                     weight_decay=0.01)
@@ -60,9 +61,43 @@ def reference_adamw(
     return w
 
 
+def fused_adamw(
+    weights, grads, m, v, vmax, steps, *, lr, beta1, beta2, eps, weight_decay, maximize
+):
+    """reference_adamw of many tensors by torch's kernel for a CPU, in place; equal within rounding.
+
+    Args:
+        weights, grads, m, v: lists of dense tensors, all of one dtype.
+        vmax: as many, or as many times None.
+        steps: () fp32, the number of this step of each tensor.
+        lr, beta1, beta2, eps, weight_decay: numbers.
+        maximize: step along the gradients.
+
+    Source:
+        torch.optim.AdamW(fused=True).
+    """
+    amsgrad = vmax[0] is not None
+    torch._fused_adamw_(
+        weights,
+        grads,
+        m,
+        v,
+        vmax if amsgrad else [],
+        steps,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=amsgrad,
+        maximize=maximize,
+    )
+
+
 ADAMW = UpdateRule(
     "adamw",
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     reference_adamw,
+    fused_adamw,
     optional={"max_exp_avg_sq": "amsgrad"},
 )

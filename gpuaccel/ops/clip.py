@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from ..backends import takes
-from ..compiler import KINDS, Kernel
+from ..compiler import KINDS, Kernel, kernel
 from ..errors import ArgumentError, described
 from .accumulate import CHUNK, SQUARES_THREADS
 
@@ -136,28 +136,45 @@ def reference_norms(
         The norms, (count,), and the first tensors' numbers, (count,) int32, -1 for none.
     """
     device = grads[0].device
-    norms = []
-    nonfinite_tensor = []
+    members = [
+        [i for i, t in enumerate(grads) if t.numel() and (groups is None or groups[i] == g)]
+        for g in range(count)
+    ]
+    norms = [torch.zeros((), device=device)] * count
+    for g, indices in enumerate(members):
+        if indices:
+            norm = get_total_norm([grads[i] for i in indices], norm_type, foreach=foreach)
+            norms[g] = norm.to(device)
+    norm = torch.stack(norms)
+    if _finite_on_host(norm, norm_type):
+        return norm, torch.full((count,), -1, dtype=torch.int32)
     # Larger than any tensor's number.
     no_tensor = 2**31 - 1
     numbers = numbers or range(len(grads))
-    for g in range(count):
-        members = [
-            i for i, t in enumerate(grads) if t.numel() and (groups is None or groups[i] == g)
-        ]
-        if members:
-            norm = get_total_norm([grads[i] for i in members], norm_type, foreach=foreach)
-            norms.append(norm.to(device))
-        else:
-            norms.append(torch.zeros((), device=device))
+    nonfinite_tensor = []
+    for indices in members:
         candidates = [torch.full((), no_tensor, device=device)]
         candidates += [
             torch.where(torch.isfinite(grads[i]).all(), no_tensor, numbers[i]).to(device)
-            for i in members
+            for i in indices
         ]
         first = torch.stack(candidates).min()
         nonfinite_tensor.append(torch.where(first < no_tensor, first, -1))
-    return torch.stack(norms), torch.stack(nonfinite_tensor).int()
+    return norm, torch.stack(nonfinite_tensor).int()
+
+
+def _finite_on_host(norms: Tensor, norm_type: float) -> bool:
+    """Does the host see, without a wait, that all norms are finite, and so all their tensors?
+
+    It does not on a GPU and in a recording. A norm of order 0 or less may be finite without."""
+    return (
+        norm_type > 0
+        and norms.is_cpu
+        and type(norms) is Tensor
+        and not torch.compiler.is_compiling()
+        and not kernel.recorders
+        and bool(torch.isfinite(norms).all())
+    )
 
 
 def reference_scale(norms: Tensor, max_norm, eps: float = EPS) -> Tensor:

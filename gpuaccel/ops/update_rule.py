@@ -16,16 +16,19 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..compiler import C_TYPES, Kernel, Launch, kernel_root
 from ..source import struct_fields
 from .accumulate import CHUNK
-from .clip import MAX_BLOCKS, ClipState
+from .clip import MAX_BLOCKS, ClipState, dense
 from .rounding import reference_random_bits, reference_round
 
 MAX_TENSORS = 256
 MAX_UPDATES = 60
 MAX_VALUES = 256
+# Elements of one call of UpdateRule.fused: what it reads and writes stays in a CPU's cache.
+BATCH = 2**18
 # Threads of a block. An arena's kernel has more registers per thread.
 THREADS = {"v3": 128}
 VALUES = struct.Struct(f"{MAX_VALUES}d")
@@ -63,6 +66,9 @@ class UpdateRule:
         reference: the definition in torch, in place: `reference(weight, grad, *state, step, *, lr,
             ..., factor)`, by the names of `struct Settings`; returns the new weight before it is
             rounded.
+        fused: the same for lists of tensors on a CPU, by a kernel of torch's: `fused(weights,
+            grads, *state, steps, *, lr, ..., maximize)`; the steps are counted already. None: torch
+            has none.
         optional: state key -> option of a parameter group without which the group has no such
             state. The kernels know the option as a macro in capitals, 0 or 1.
     """
@@ -70,6 +76,7 @@ class UpdateRule:
     file: str
     state_keys: "tuple[str, ...]"
     reference: "Callable[..., Tensor]"
+    fused: "Callable[..., None] | None" = None
     optional: "dict[str, str]" = field(default_factory=dict)
 
     @functools.cached_property
@@ -417,10 +424,10 @@ def launch_update(launches: "list[tuple]", coefficients: Tensor, seed: Tensor):
         launch(coefficients, seed, *arguments, tensors=tensors)
 
 
-# ---- a step by the reference ---------------------------------------------------------------------
+# ---- a step in torch -----------------------------------------------------------------------------
 
 
-def reference_step(
+def torch_step(
     rule: UpdateRule,
     jobs: "list[Job]",
     param_groups: "list[dict]",
@@ -431,8 +438,8 @@ def reference_step(
 ):
     """What launch_begin and launch_update do, in torch: any dtype, one device.
 
-    On a CPU a skipped step is decided here; elsewhere torch.where keeps the old values, without a
-    wait.
+    On a CPU a skipped step is decided here, and rule.fused updates the tensors that it takes. The
+    reference updates the others; elsewhere torch.where keeps the old values, without a wait.
 
     Args:
         rule: of the optimizer.
@@ -451,40 +458,130 @@ def reference_step(
         keep |= ~clip.finite.all()
     if inputs.found_inf is not None:
         keep |= (inputs.found_inf != 0).view(())
+    on_host = device.type == "cpu"
+    skipped = on_host and keep.tolist()
     if count_it:
         record[0] += 1
-        record[1] += keep
-        numbers = record.new_full((1,), -1) if clip is None else clip.nonfinite_tensor
-        first = numbers.index_select(0, (numbers >= 0).int().argmax().view(1))[0]
-        first = torch.where((numbers >= 0).any(), first, -1)
-        record[2:] = torch.where(keep, torch.stack([record[0], first]), record[2:])
-    on_host = device.type == "cpu"
-    if not (on_host and keep.tolist()):
-        counts = torch.stack([j.step for j in jobs]) + 1
-        steps = counts.tolist() if on_host else counts.double().unbind()
-        for j, row, step in zip(jobs, rows, steps):
-            factor = 1.0 if clip is None else clip.values[row, 0]
-            if inputs.divisor is not None:
-                factor = factor / inputs.divisor.view(())
-            _reference_update(
-                rule, j, step, param_groups[j.group], factor, None if on_host else keep, seed
-            )
-    for j in jobs:
-        if j.clear:
-            j.grad.zero_()
+        if skipped or not on_host:
+            record[1] += keep
+            numbers = record.new_full((1,), -1) if clip is None else clip.nonfinite_tensor
+            first = numbers.index_select(0, (numbers >= 0).int().argmax().view(1))[0]
+            first = torch.where((numbers >= 0).any(), first, -1)
+            record[2:] = torch.where(keep, torch.stack([record[0], first]), record[2:])
+    if not skipped:
+        # What the gradients of each row are multiplied by.
+        factors = torch.ones(max(rows) + 1, device=device) if clip is None else clip.values[:, 0]
+        if inputs.divisor is not None:
+            factors = factors / inputs.divisor
+        by_reference = list(zip(jobs, rows))
+        if on_host and rule.fused is not None:
+            fused, by_reference = _fused_batches(jobs, rows)
+            values = factors.tolist()
+            for batch in fused:
+                if batch.takes(values[batch.row], seed):
+                    batch.update(rule, param_groups[batch.jobs[0].group], factors[batch.row], seed)
+                else:
+                    by_reference += [(j, batch.row) for j in batch.jobs]
+        if by_reference:
+            counts = torch.stack([j.step for j, _ in by_reference]) + 1
+            steps = counts.tolist() if on_host else counts.double().unbind()
+            unless = None if on_host else keep
+            for (j, row), step in zip(by_reference, steps):
+                group = param_groups[j.group]
+                _reference_update(rule, j, step, group, factors[row], unless, seed)
+    sums = [j.grad for j in jobs if j.clear]
+    if sums:
+        torch._foreach_zero_(sums)
+
+
+def _settings_of(rule: UpdateRule, group: dict) -> dict:
+    """Name -> setting of a group; a tensor on the CPU becomes a number."""
+    return {
+        name: value.item() if isinstance(value, Tensor) and value.device.type == "cpu" else value
+        for name, value in zip(rule.settings, rule.values_of(group))
+    }
+
+
+class _FusedBatch:
+    """Tensors that one call of rule.fused updates, all but their gradients.
+
+    Args:
+        jobs: of one parameter group, row and dtype, on a CPU.
+        row: of all these jobs.
+    """
+
+    def __init__(self, jobs: "list[Job]", row: int):
+        self.jobs = jobs
+        self.row = row
+        self.clear = jobs[0].clear
+        self.low = jobs[0].weight.dtype in (torch.bfloat16, torch.float16)
+        self.weights = [j.weight for j in jobs]
+        self.state = [list(column) for column in zip(*[j.state for j in jobs])]
+        self.steps = [j.step for j in jobs]
+
+    def takes(self, factor: float, seed: "int | None") -> bool:
+        """Does rule.fused round as the reference, which rounds once?"""
+        return not self.low or factor == 1 and seed is None
+
+    def update(self, rule: UpdateRule, group: dict, factor: Tensor, seed: "int | None"):
+        """One step. factor: what the gradients are multiplied by."""
+        grads = [j.grad for j in self.jobs]
+        if factor != 1 and self.clear:
+            # The sums are set to zero after the step.
+            torch._foreach_mul_(grads, factor)
+        elif factor != 1:
+            grads = torch._foreach_mul(grads, factor)
+        # A number would become a tensor once for each of them.
+        torch._foreach_add_(self.steps, torch.ones(()))
+        settings = _settings_of(rule, group)
+        maximize = settings.pop("direction") < 0
+        rule.fused(self.weights, grads, *self.state, self.steps, **settings, maximize=maximize)
+        # Autograd does not see that the kernel writes them.
+        torch.autograd.graph.increment_version(self.weights)
+        for j in self.jobs:
+            _round(j, j.weight, seed)
+
+
+def _fused_batches(
+    jobs: "list[Job]", rows: "list[int]"
+) -> "tuple[list[_FusedBatch], list[tuple[Job, int]]]":
+    """What rule.fused takes, in calls of about BATCH elements, and the other jobs with their rows."""
+    lists: "dict[tuple, list[list[Job]]]" = {}
+    others = []
+    for j, row in zip(jobs, rows):
+        if not _fused_takes(j):
+            others.append((j, row))
+            continue
+        batches = lists.setdefault((j.group, row, j.weight.dtype, j.clear), [[]])
+        if sum(j.weight.numel() for j in batches[-1]) >= BATCH:
+            batches.append([])
+        batches[-1].append(j)
+    fused = [_FusedBatch(batch, key[1]) for key, batches in lists.items() for batch in batches]
+    return fused, others
+
+
+def _fused_takes(j: Job) -> bool:
+    """Can rule.fused update this tensor? It takes dense tensors of one dtype."""
+    tensors = [j.weight, j.grad, *[t for t in j.state if t is not None]]
+    plain = all([t.dtype == j.weight.dtype and type(t) in (Tensor, Parameter) for t in tensors])
+    return plain and j.weight.numel() > 0 and dense(j.weight)
 
 
 def _reference_update(rule, j, step, group, factor, keep, seed):
     targets = [t for t in (j.weight, *j.state, j.step, j.copy) if t is not None]
     before = [t.clone() for t in targets] if keep is not None else ()
     j.step += 1
-    settings = {
-        name: value.item() if isinstance(value, Tensor) and value.device.type == "cpu" else value
-        for name, value in zip(rule.settings, rule.values_of(group))
-    }
+    settings = _settings_of(rule, group)
     if settings.pop("direction") < 0:
         factor = -factor
     w = rule.reference(j.weight, j.grad, *j.state, step, **settings, factor=factor)
+    _round(j, w, seed)
+    for t, old in zip(targets, before):
+        t.copy_(torch.where(keep, old, t))
+
+
+def _round(j: Job, w: Tensor, seed: "int | None"):
+    """Round the new weight `w` into the bf16 copy, and with a seed into a bf16 weight."""
     low = j.weight if j.copy is None else j.copy
     if seed is not None and low.dtype == torch.bfloat16:
         noise = reference_random_bits(seed, j.number, w.numel(), int(j.step))
@@ -492,5 +589,3 @@ def _reference_update(rule, j, step, group, factor, keep, seed):
         low.copy_(reference_round(w, noise))
     elif j.copy is not None:
         j.copy.copy_(w)
-    for t, old in zip(targets, before):
-        t.copy_(torch.where(keep, old, t))

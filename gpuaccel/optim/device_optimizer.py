@@ -57,7 +57,7 @@ class _Part:
     device: torch.device
     jobs: "list[Job]"
     by_kernels: Jobs
-    by_reference: "list[Job]"
+    by_torch: "list[Job]"
     all_sums: bool  # every gradient is an arena's sum ...
     whole_arena: bool  # ... and the arena holds no other
     changed: "list[Tensor]"  # what our kernels write and autograd may know
@@ -376,13 +376,13 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 jobs.stochastic = stochastic
             coefficients = launch_begin(self.rule, jobs, state.settings, inputs)
             launch_update(jobs.updates, coefficients, state.seed)
-        if part.by_reference:
-            self.layout.reference_step(
+        if part.by_torch:
+            self.layout.torch_step(
                 self.rule,
-                part.by_reference,
+                part.by_torch,
                 self.param_groups,
                 inputs,
-                [self._clip_row(j) for j in part.by_reference],
+                [self._clip_row(j) for j in part.by_torch],
                 not jobs,
                 self.seed if stochastic else None,
             )
@@ -571,7 +571,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
         else:
             rows = [self._clip_row(j) for j in part.jobs]
             numbers = [j.number for j in part.jobs]
-            state.take_norm_by_reference(clip, grads, rows, numbers, self._limit(), divisor)
+            state.take_norm_by_torch(clip, grads, rows, numbers, self._limit(), divisor)
 
     def _clip_row(self, job) -> int:
         """The row of the clip state that a tensor belongs to."""

@@ -115,7 +115,7 @@ class DeviceState:
             clip, partials, chunk_to_tensor, groups, len(partials), self.max_norm, divisor=divisor
         )
 
-    def take_norm_by_reference(self, clip, grads, rows, numbers, max_norm, divisor):
+    def take_norm_by_torch(self, clip, grads, rows, numbers, max_norm, divisor):
         """The same in torch.
 
         Args:

@@ -20,7 +20,7 @@ from ..ops import (
     arena_launch,
     arena_runs,
     list_launches,
-    reference_step,
+    torch_step,
 )
 from .arena import own_storage
 
@@ -56,7 +56,7 @@ class ParameterLayout:
         """For launch_update. all_sums: every gradient is an arena's sum."""
         return list_launches(rule, jobs, stochastic)
 
-    def reference_step(
+    def torch_step(
         self,
         rule: UpdateRule,
         jobs: "list[Job]",
@@ -67,7 +67,7 @@ class ParameterLayout:
         seed: "int | None",
     ):
         """The same in torch; arguments: ops/update_rule.py."""
-        reference_step(rule, jobs, param_groups, inputs, rows, count_it, seed)
+        torch_step(rule, jobs, param_groups, inputs, rows, count_it, seed)
 
     def after_update(self):
         """Runs after the update of a device, in either way."""
