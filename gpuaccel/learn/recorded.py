@@ -77,10 +77,22 @@ def results_folder() -> pathlib.Path:
     return pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
+def result_paths(
+    benchmark: str = "*", folder: "pathlib.Path | None" = None
+) -> "list[pathlib.Path]":
+    """The result files of a benchmark, one for each GPU: <folder>/<gpu>/<benchmark>.json.
+
+    Args:
+        benchmark: name of the file, e.g. "step" or "ddp_2gpus"; default: every benchmark.
+        folder: default: results_folder().
+    """
+    return sorted((folder or results_folder()).glob(f"*/{benchmark}.json"))
+
+
 def recorded(benchmark: str) -> Recorded:
     """The newest result of benchmarks/<benchmark>.py; a damaged file counts as none."""
     contents = []
-    for path in results_folder().glob(f"{benchmark}_*.json"):
+    for path in result_paths(benchmark):
         try:
             content = json.loads(path.read_text())
         except (OSError, ValueError):

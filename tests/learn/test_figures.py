@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from helpers import write_result
 from pictures import contrast, rgb, text_of
 
 import gpuaccel as ga
@@ -139,14 +140,15 @@ RESULT = {
 
 def test_recorded_runs_say_that_they_are_recorded_with_gpu_and_date(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
-    (tmp_path / "accumulate_h200.json").write_text(json.dumps(RESULT))
-    (tmp_path / "accumulate_old.json").write_text(json.dumps({**RESULT, "date": "2025-01-01"}))
-    (tmp_path / "accumulate_damaged.json").write_text("{")
+    write_result(tmp_path / "h200" / "accumulate.json", json.dumps(RESULT))
+    write_result(tmp_path / "old" / "accumulate.json", json.dumps({**RESULT, "date": "2025-01-01"}))
+    write_result(tmp_path / "damaged" / "accumulate.json", "{")
     words = text_of(recorded.addition("float32"))
     assert words.startswith("Recorded, not run here: NVIDIA H200, 2026-01-02") and "50%" in words
     over = {"ours": {"launched": {"ms": 1.5}}, "note": {}}
-    (tmp_path / "clip_h200.json").write_text(
-        json.dumps({**RESULT, "results": {"float32": {"over": over}}})
+    write_result(
+        tmp_path / "h200" / "clip.json",
+        json.dumps({**RESULT, "results": {"float32": {"over": over}}}),
     )
     table = recorded.clipping()
     assert (
@@ -195,7 +197,7 @@ def test_a_recorded_ledger_stands_below_ones_own_and_each_says_its_machine(tmp_p
         assert shown.index("Measured here") < shown.index("4,321") < shown.index("Nothing is")
     assert "4,321" not in str(recorded.ledger("01"))
 
-    (tmp_path / "rungs_h200.json").write_text(json.dumps(RUNGS))
+    write_result(tmp_path / "h200" / "rungs.json", json.dumps(RUNGS))
     both = recorded.ledger("01", own)
     for shown in (str(both), both._repr_html_()):
         order = ("Measured here", "mine", "Recorded, not run here: NVIDIA H200, 2026-01-02", "host")
@@ -300,7 +302,7 @@ def test_recorded_clipping_tails_and_timelines_are_read_and_labelled(tmp_path, m
         },
     }
     for name, content in results.items():
-        (tmp_path / f"{name}_h200.json").write_text(json.dumps({**RESULT, "results": content}))
+        write_result(tmp_path / "h200" / f"{name}.json", json.dumps({**RESULT, "results": content}))
     table = str(recorded.clipping())
     assert "7 float32 gradients, 5 M elements" in table and table.split("\n")[2].split() == [
         "item",

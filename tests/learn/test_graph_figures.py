@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from helpers import write_result
 from pictures import text_of
 
 import gpuaccel as ga
@@ -390,7 +391,7 @@ VIEWS = [recorded.launches, recorded.graph, recorded.replaying, recorded.replay_
 
 def test_recorded_graphs_are_read_and_labelled(tmp_path, monkeypatch):
     monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
-    (tmp_path / "graphs_h200.json").write_text(json.dumps(RESULT))
+    write_result(tmp_path / "h200" / "graphs.json", json.dumps(RESULT))
     for view in VIEWS:
         assert str(view()).startswith("Recorded, not run here: NVIDIA H200, 2026-01-02"), view
     assert "eager: 100 launches" in text_of(
@@ -426,7 +427,7 @@ def test_recorded_graphs_are_read_and_labelled(tmp_path, monkeypatch):
 def test_without_a_recorded_graph_it_says_so(tmp_path, monkeypatch, content):
     monkeypatch.setattr(recorded, "results_folder", lambda: tmp_path)
     if content is not None:
-        (tmp_path / "graphs_h200.json").write_text(json.dumps(content))
+        write_result(tmp_path / "h200" / "graphs.json", json.dumps(content))
     for view in VIEWS:
         assert isinstance(view(), recorded.Recorded) and (
             "no recorded run in this checkout" in str(view())

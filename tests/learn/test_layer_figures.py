@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from helpers import write_result
 from pictures import text_of
 
 import gpuaccel as ga
@@ -356,8 +357,9 @@ def test_the_recorded_dispatch_is_labelled_and_without_a_recording_it_says_so(
         "attention": {"batch 4": {"core": {"ms": {"ours": 1.0, "torch": 4.2}}, "layer": None}},
         "layers": {"batch 32": {"step": {"ms": {"ours": 2.0, "CPU": 3000.0}}}, "cores": 16},
     }
-    (tmp_path / "dispatch_h200.json").write_text(
-        json.dumps({"gpu": "NVIDIA H200", "date": "2026-01-02", "results": results})
+    write_result(
+        tmp_path / "h200" / "dispatch.json",
+        json.dumps({"gpu": "NVIDIA H200", "date": "2026-01-02", "results": results}),
     )
     lines = str(recorded.dispatch()).split("\n")
     assert (
@@ -370,5 +372,5 @@ def test_the_recorded_dispatch_is_labelled_and_without_a_recording_it_says_so(
         ["PolyAttention, T=2048, kernels", "1.000 ms", "4.2x", "-", "-"],
         ["poly-7m, batch 32, whole step", "2.000 ms", "-", "-", "1,500x"],
     ]
-    (tmp_path / "dispatch_h200.json").write_text(json.dumps({"results": ["nothing", 3]}))
+    write_result(tmp_path / "h200" / "dispatch.json", json.dumps({"results": ["nothing", 3]}))
     assert "no facts" in str(recorded.dispatch())

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from helpers import write_result
 from pictures import text_of
 
 import gpuaccel as ga
@@ -212,14 +213,15 @@ def test_the_recorded_ranks_are_labelled_and_without_a_recording_it_says_so(tmp_
         },
         "torch, eager": {"4": {"DDP": row(0.79, 20.0)}},
     }
-    (tmp_path / "ddp_2gpus_h200.json").write_text(
+    write_result(
+        tmp_path / "h200" / "ddp_2gpus.json",
         json.dumps(
             {
                 "gpu": "NVIDIA H200",
                 "date": "2026-01-02",
                 "results": {"2": {"ranks": 2, "groups": families}},
             }
-        )
+        ),
     )
     lines = str(recorded.ddp()).split("\n")
     assert lines[0] == (
@@ -240,8 +242,9 @@ def test_the_recorded_ranks_are_labelled_and_without_a_recording_it_says_so(tmp_
             "fastest_torch": {"4": "torch, captured", "1": "torch, captured"},
         }
     }
-    (tmp_path / "ddp_2gpus_h200.json").write_text(
-        json.dumps({"gpu": "NVIDIA H200", "date": "2026-01-02", "results": results})
+    write_result(
+        tmp_path / "h200" / "ddp_2gpus.json",
+        json.dumps({"gpu": "NVIDIA H200", "date": "2026-01-02", "results": results}),
     )
     lines = str(recorded.ddp()).split("\n")
     assert lines[0].endswith("T=1024; torch's fastest DDP: torch, captured") and lines[1].endswith(

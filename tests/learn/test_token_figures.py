@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from helpers import write_result
 from pictures import text_of
 
 import gpuaccel as ga
@@ -122,8 +123,9 @@ def test_the_recorded_encoder_is_labelled_and_without_a_recording_it_says_so(tmp
         "Zipf": {"variants": ways, "buckets_ms": 8.4},
         "all the same": {"variants": {"index_add_, fp32": {"ms": {"replayed": 1.46}}}},
     }
-    (tmp_path / "encoder_h200.json").write_text(
-        json.dumps({"gpu": "NVIDIA H200", "date": "2026-01-02", "results": {"backward": found}})
+    write_result(
+        tmp_path / "h200" / "encoder.json",
+        json.dumps({"gpu": "NVIDIA H200", "date": "2026-01-02", "results": {"backward": found}}),
     )
     lines = str(recorded.encoder()).split("\n")
     assert lines[0] == (
