@@ -1,0 +1,126 @@
+"""Without a GPU: clipping and AdamW, and whole training steps, beside torch's own.
+
+    python benchmarks/cpu.py
+
+The peer is the fastest way in torch that we know on a CPU: a fused AdamW, foreach clipping, and a
+loop that adds up the gradients of the micro-batches in `.grad`.
+"""
+
+import copy
+import os
+import platform
+import statistics
+import time
+
+os.environ["GPUACCEL_GPU"] = "off"
+
+import common  # noqa: E402
+
+common.DEVICE = "cpu"
+
+import torch  # noqa: E402
+from training import SETTINGS, build, decay_groups, token_batch  # noqa: E402
+
+import gpuaccel as ga  # noqa: E402
+
+MICRO_BATCHES, ROWS, T = 4, 8, 64
+ROUNDS = 60
+OURS = ("autograd", "arena", "fused")
+
+
+def milliseconds(functions: dict, rounds: int = ROUNDS) -> dict:
+    """Median time of each function; they run in turns, after three calls that are not timed."""
+    times = {name: [] for name in functions}
+    for turn in range(3 + rounds):
+        for name, function in functions.items():
+            began = time.perf_counter()
+            function()
+            if turn >= 3:
+                times[name].append(1e3 * (time.perf_counter() - began))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure_tail(config) -> dict:
+    """Clipping and AdamW of all parameters of a model, with gradients of their own."""
+    model = build(config, device="cpu")
+    for parameter in model.parameters():
+        parameter.grad = 1e-3 * torch.randn_like(parameter)
+    other = copy.deepcopy(model)
+    for parameter, twin in zip(model.parameters(), other.parameters()):
+        twin.grad = parameter.grad.clone()
+    torch_adamw = torch.optim.AdamW(decay_groups(other.parameters()), **SETTINGS, fused=True)
+    our_adamw = ga.AdamW(decay_groups(model.parameters()), **SETTINGS)
+
+    def by_torch():
+        torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
+        torch_adamw.step()
+
+    def by_ours():
+        ga.clip_grad_norm_(model.parameters(), 1.0)
+        our_adamw.step()
+
+    return milliseconds({"torch": by_torch, "ours": by_ours})
+
+
+def torch_step(config):
+    """A function that takes one step as a careful script does."""
+    model = build(config, device="cpu")
+    optimizer = torch.optim.AdamW(decay_groups(model.parameters()), **SETTINGS, fused=True)
+    inputs, targets = token_batch(config.vocab, ROWS, T, device="cpu")
+    tokens = targets.numel()
+
+    def step():
+        for x, y in zip(inputs.chunk(MICRO_BATCHES), targets.chunk(MICRO_BATCHES)):
+            logits = model(x)
+            loss = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(), y.flatten(), reduction="sum"
+            )
+            (loss / tokens).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def our_step(config, accumulate: str):
+    """A function that takes one step of TrainStep in a mode."""
+    model = build(config, device="cpu")
+    optimizer = ga.AdamW(ga.Arena(model), **SETTINGS, max_norm=1.0)
+    step = ga.TrainStep(model, optimizer, micro_batches=MICRO_BATCHES, accumulate=accumulate)
+    batch = token_batch(config.vocab, ROWS, T, device="cpu")
+    return lambda: step(batch)
+
+
+def main():
+    config = ga.preset("tiny")
+    results = {
+        "cpu": processor(),
+        "cores": os.cpu_count(),
+        "model": f"tiny, {MICRO_BATCHES} micro-batches of {ROWS // MICRO_BATCHES} x {T} tokens",
+        "rows": {},
+    }
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        tail = measure_tail(config)
+        steps = {"torch": torch_step(config)}
+        steps |= {mode: our_step(config, mode) for mode in OURS}
+        rows = milliseconds(steps)
+        results["rows"][threads] = {"clipping and AdamW": tail, "step": rows}
+        print(threads, "threads:", results["rows"][threads], flush=True)
+        print({name: rows["torch"] / ms for name, ms in rows.items()}, tail["torch"] / tail["ours"])
+    common.write("cpu", common.plain(results))
+
+
+def processor() -> str:
+    """The CPU's name."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
+        return names[0]
+    except (OSError, IndexError):
+        return platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    main()
