@@ -25,6 +25,9 @@
 #ifndef STOCHASTIC
 #define STOCHASTIC 0         // 1: bf16 weights are rounded stochastically; 0: to the nearest
 #endif
+#ifndef CLEAR
+#define CLEAR 1              // 0: update_arena() leaves the gradients, which are overwritten later
+#endif
 #ifndef CHUNK
 #define CHUNK 4096
 #endif
@@ -245,7 +248,7 @@ __device__ __forceinline__ void update_arena(
         for (int j = 0; j < STATES; j++) chunk_state[j] = state[j] + start;
         // A partial chunk may be read in full: the arena pads each tensor with zeros.
         update_chunk(w + start, g + start, chunk_state, copy == 0 ? 0 : copy + start,
-                     entry.y, true, entry.y == CHUNK, true,
+                     entry.y, true, entry.y == CHUNK, CLEAR,
                      coefficients[entry.x - offset], seed, entry.x, (long long)entry.z * CHUNK);
     }
 }

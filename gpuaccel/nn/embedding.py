@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..backends import takes
-from ..compiler import FLOAT_DTYPES
+from ..compiler import FLOAT_DTYPES, zero_
 from ..errors import ArgumentError, check_module
 from ..ops import (
     MAX_TOKENS,
@@ -105,8 +105,13 @@ def _count_invalid(tokens, vocab, invalid):
 def _backward(sums, dout, segments, by_count, into_arena, added=None):
     """sums += the gradient: that of wte, or without segments that of wpe."""
     # First: the first gradient of an accumulation window may have to clear the slice.
-    if into_arena and rows_added(sums, added) is not None:
-        return
+    if into_arena:
+        rows = rows_added(sums, added)
+        if not rows:
+            return
+        if rows[0].overwrite:
+            # Most rows get no gradient.
+            zero_(sums)
     if not dout.numel():
         return
     if segments is None:

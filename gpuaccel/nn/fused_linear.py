@@ -51,13 +51,27 @@ class GradientUse(enum.Enum):
 UNUSED, ADDED, RETURNED = GradientUse
 
 
+class Rows(NamedTuple):
+    """Rows of a slice that a product is written to.
+
+    Attributes:
+        start: the first row.
+        stop: the row behind the last one.
+        overwrite: what stands there is not of this accumulation window, and does not count.
+    """
+
+    start: int
+    stop: int
+    overwrite: bool
+
+
 class GradientSlice(Protocol):
     """What is called before and after a product is added into a slice of an arena."""
 
     def with_hooks(self) -> "list[int]":
         """The weights of the slice (0, 1, ...) on which others have registered tensor hooks."""
 
-    def before_product(self, added: "list[bool] | None") -> "list[tuple[int, int]] | None":
+    def before_product(self, added: "list[bool] | None") -> "list[Rows]":
         """Called before a product is added.
 
         Args:
@@ -65,7 +79,7 @@ class GradientSlice(Protocol):
                 (GradientUse); None: not known yet.
 
         Returns:
-            The ranges of rows to add, as (start, stop), or None for all rows.
+            The rows that get a gradient.
 
         Raises:
             ArgumentError: where a gradient that is not known yet is one to be returned.
@@ -105,12 +119,12 @@ def unregister_slice(acc: Tensor):
     _slices.pop(_key(acc), None)
 
 
-def rows_added(acc: Tensor, added: "list[bool] | None" = None) -> "list[tuple[int, int]] | None":
-    """GradientSlice.before_product of the slice `acc`.
+def rows_added(acc: Tensor, added: "list[bool] | None" = None) -> "list[Rows]":
+    """GradientSlice.before_product of the slice `acc`; all rows where nobody is told.
 
     ArgumentError in a backward where `acc` is no slice of an open accumulator."""
     target = _slice_of(acc)
-    return None if target is None else target.before_product(added)
+    return [Rows(0, len(acc), False)] if target is None else target.before_product(added)
 
 
 def _slice_of(acc: Tensor) -> "GradientSlice | None":
@@ -139,26 +153,24 @@ def _add_weight_gradient(
         added: as for GradientSlice.before_product.
     """
     # Before the product: the first gradient of an accumulation window may have to clear the slice.
-    target = _slice_of(acc)
-    rows = None if target is None else target.before_product(added)
+    rows = rows_added(acc, added)
     dy = dy.flatten(0, -2) if dy.dim() > 1 else dy[None]
     x = x.flatten(0, -2) if x.dim() > 1 else x[None]
-    if rows is None:
-        _add_product(acc, dy, x)
-    else:
-        for start, stop in rows:
-            _add_product(acc[start:stop], dy[:, start:stop], x)
+    for start, stop, overwrite in rows:
+        _add_product(acc[start:stop], dy[:, start:stop], x, 0 if overwrite else 1)
+    target = _slice_of(acc)
     if target is not None:
         target.after_product()
 
 
-def _add_product(acc: Tensor, dy: Tensor, x: Tensor):
+def _add_product(acc: Tensor, dy: Tensor, x: Tensor, beta: int):
+    """acc = beta * acc + dy^T @ x. With beta 0 nothing reads acc: a NaN in it is gone."""
     if dy.dtype == torch.float32:
-        acc.addmm_(dy.t(), x)
+        acc.addmm_(dy.t(), x, beta=beta)
     elif dy.is_cuda:
-        torch.addmm(acc, dy.t(), x, out_dtype=torch.float32, out=acc)
+        torch.addmm(acc, dy.t(), x, out_dtype=torch.float32, beta=beta, out=acc)
     else:
-        acc.addmm_(dy.t().float(), x.float())
+        acc.addmm_(dy.t().float(), x.float(), beta=beta)
 
 
 def _fused_linears_backward(

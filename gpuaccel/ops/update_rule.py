@@ -158,7 +158,20 @@ class UpdateRule:
         types = ("PARAM_T", C_TYPES[param]), ("GRAD_T", C_TYPES[grad])
         return self.kernel(version, *types, *macros, ("STOCHASTIC", int(stochastic)))
 
-    def step_kernels(self, param, macros: tuple, stochastic: bool, arena: bool) -> "list[Kernel]":
+    def arena_kernel(self, macros: tuple, stochastic: bool, clear: bool) -> Kernel:
+        """The kernel <file>_v3, which updates the weights in flat fp32 buffers.
+
+        Args:
+            macros: of macros_of().
+            stochastic: round bf16 weights stochastically.
+            clear: set the gradients to zero.
+        """
+        macros = (*macros, *([] if clear else [("CLEAR", 0)]))
+        return self.update_kernel("v3", torch.float32, torch.float32, macros, stochastic)
+
+    def step_kernels(
+        self, param, macros: tuple, stochastic: bool, arena: bool, clear: bool
+    ) -> "list[Kernel]":
         """All kernels that a step over parameters of this dtype may launch.
 
         Args:
@@ -166,11 +179,12 @@ class UpdateRule:
             macros: of macros_of().
             stochastic: round bf16 weights stochastically.
             arena: whether they lie in an arena.
+            clear: as for arena_kernel().
         """
         grads = (torch.float32, torch.bfloat16) if arena else (param,)
         kernels = [self.update_kernel("v2", param, grad, macros, stochastic) for grad in grads]
         if arena:
-            kernels.append(self.update_kernel("v3", param, param, macros, stochastic))
+            kernels.append(self.arena_kernel(macros, stochastic, clear))
         return [self.kernel("begin"), *kernels]
 
     @functools.cached_property
@@ -235,6 +249,8 @@ class Jobs(list):
     updates: "list[tuple] | None" = None
     # How these updates round.
     stochastic: "bool | None" = None
+    # An arena's sums may stay as they are: they need not be set to zero.
+    leaves_sums = False
 
 
 @dataclass(slots=True)
@@ -284,7 +300,7 @@ def _pack_steps(jobs):
         yield start, STEPS.pack(*addresses, *numbers, *[j.group for j in part], *rest)
 
 
-def list_launches(rule: UpdateRule, jobs: "list[Job]", stochastic: bool) -> "list[tuple]":
+def list_launches(rule: UpdateRule, jobs: Jobs, stochastic: bool) -> "list[tuple]":
     """For launch_update: <file>_v2 over any tensors, a launch per 60 of the same dtypes.
 
     Args:
@@ -319,7 +335,7 @@ def list_launches(rule: UpdateRule, jobs: "list[Job]", stochastic: bool) -> "lis
                 *rest,
                 *[(n - 1) % CHUNK + 1 for n in counts],
                 *rest,
-                *[j.clear for _, j in part],
+                *[j.clear and not jobs.leaves_sums for _, j in part],
                 *rest,
             )
             launch = kernel[min(first[-1], MAX_BLOCKS), kernel.bound]
@@ -353,7 +369,18 @@ def arena_runs(jobs: "list[Job]", arena) -> "list[tuple]":
 
 
 def arena_launch(
-    rule, job, stochastic, weights, grads, buffers, copy, chunks, first: int, last: int, offset: int
+    rule,
+    job,
+    stochastic,
+    weights,
+    grads,
+    buffers,
+    copy,
+    chunks,
+    first: int,
+    last: int,
+    offset: int,
+    clear: bool = True,
 ):
     """<file>_v3 over chunks [first, last) of flat buffers: for launch_update.
 
@@ -367,8 +394,9 @@ def arena_launch(
         chunks: (N / CHUNK, 4) int32, the arena's table.
         first, last: the range of chunks.
         offset: see arena_runs.
+        clear: set the gradients to zero.
     """
-    kernel = rule.update_kernel("v3", torch.float32, torch.float32, job.macros, stochastic)
+    kernel = rule.arena_kernel(job.macros, stochastic, clear)
     state = [None if t is None else buffers[key] for key, t in zip(rule.state_keys, job.state)]
     arguments = weights, grads, *state, copy, chunks, first, last, offset
     return kernel[min(last - first, MAX_BLOCKS), kernel.bound], arguments, ()

@@ -154,6 +154,11 @@ class GradientAccumulator:
         self._running: "dict[int, weakref.ref]" = {}
         # A backward has raised: the sums are partial, and hidden.
         self._partial = False
+        # Whether a ga optimizer leaves the sums that it has used, instead of clearing them. The
+        # next window begins with overwriting(), or clears them. For a TrainStep in mode "fused".
+        self.leaves_sums = False
+        # Sums that a step has left stand where this window expects zeros.
+        self._has_left_sums = False
         if not any(self._window.received):
             zero_sums(arena)
         else:
@@ -226,6 +231,7 @@ class GradientAccumulator:
         if task == self._backward:
             return
         self._zero_if_partial()
+        self.clear_left_sums()
         # Gradients that the backward around this one has collected (reentrant checkpointing).
         self.flush()
         self._backward = task
@@ -306,6 +312,39 @@ class GradientAccumulator:
             self._squares = False
             self._listener = None
 
+    @contextlib.contextmanager
+    def overwriting(self):
+        """Context manager around all backwards of a window; does nothing unless leaves_sums.
+
+        The first product of each weight overwrites what the window before has left, which is
+        neither cleared nor read. At the end the sum of a weight without a gradient is zero. What is
+        launched does not depend on the windows before: a captured graph may follow any of them.
+
+        Returns:
+            A context manager.
+        """
+        if not self.leaves_sums or any(self.received):
+            yield
+            return
+        self._has_left_sums = False
+        try:
+            with self._mode.overwriting():
+                yield
+        except BaseException:
+            self._has_left_sums = True
+            raise
+
+    @torch.no_grad()
+    def clear_left_sums(self):
+        """Zero the sums that a step has left, before anything adds to them or reads them."""
+        if self._has_left_sums:
+            zero_sums(self.arena)
+            self._has_left_sums = False
+
+    def sums_left(self):
+        """Tell that a step has left its sums: a replay runs the kernels of a step, not Python."""
+        self._has_left_sums = self.leaves_sums
+
     @torch.no_grad()
     def flush(self):
         """Add the gradients that wait for a launch."""
@@ -317,6 +356,7 @@ class GradientAccumulator:
 
         A second call changes nothing."""
         self._zero_if_partial()
+        self.clear_left_sums()
         self._window.merge()
         self._mode.finish(self._squares)
         removed = [
@@ -333,7 +373,7 @@ class GradientAccumulator:
 
         Args:
             cleared: indices of the tensors whose sums are zero already (ga.AdamW clears them while
-                it reads them); the memset is left out.
+                it reads them), or are left; the memset is left out.
         """
         if cleared is None:
             zero_sums(self.arena)
@@ -343,6 +383,7 @@ class GradientAccumulator:
                     self.arena.grad_views[i].zero_()
         self._reset(cleared or ())
         self._hide_sums()
+        self._has_left_sums = cleared is not None and self.leaves_sums
 
     def end_step(self, expose: bool):
         """Empty cleared_by_step.
@@ -351,6 +392,7 @@ class GradientAccumulator:
             expose: before that its tensors get their sums, which are zero, as `.grad`.
         """
         if expose and self.cleared_by_step:
+            self.clear_left_sums()
             for i in self.cleared_by_step:
                 self._window.received[i] = True
             self._window.expose()
@@ -380,22 +422,23 @@ class GradientAccumulator:
         self._window.received = [bool(mask >> i & 1) for i in range(len(self.received))]
         self._window.expose()
 
-    def window_state(self) -> "tuple[list[bool], list[bool], frozenset[int]]":
+    def window_state(self) -> "tuple[list[bool], list[bool], frozenset[int], bool]":
         """The state of the window, for set_window_state().
 
         Returns:
-            Which tensors have received a gradient, which have their sum exposed as `.grad`, and
-            cleared_by_step.
+            Which tensors have received a gradient, which have their sum exposed as `.grad`,
+            cleared_by_step, and whether a step has left its sums.
         """
-        return [*self._window.received], [*self._window.exposed], self.cleared_by_step
+        window = self._window
+        return [*window.received], [*window.exposed], self.cleared_by_step, self._has_left_sums
 
-    def set_window_state(self, state: "tuple[list[bool], list[bool], frozenset[int]]"):
+    def set_window_state(self, state: "tuple[list[bool], list[bool], frozenset[int], bool]"):
         """Set what window_state() returned. The sums and `.grad` are left to the caller.
 
         Args:
             state: what window_state() returned.
         """
-        received, exposed, cleared = state
+        received, exposed, cleared, self._has_left_sums = state
         self._reset(cleared)
         self._window.received = [*received]
         self._window.exposed = [*exposed]
@@ -414,6 +457,7 @@ class GradientAccumulator:
         if self not in _accumulators:
             return
         self.flush()
+        self.clear_left_sums()
         for handle in self._handles:
             handle.remove()
         with torch.no_grad():

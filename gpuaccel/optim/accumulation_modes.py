@@ -6,6 +6,7 @@ caller has dropped, and reset() when somebody else has written arena.grads. The 
 has a file of its own: optim/fused_mode.py.
 """
 
+import contextlib
 import itertools
 import struct
 from collections.abc import Callable, Iterable
@@ -220,6 +221,10 @@ class AccumulationMode:
     def pending(self, i: int) -> bool:
         """Whether a gradient of tensor i waits for a launch."""
         return False
+
+    def overwriting(self) -> "contextlib.AbstractContextManager[None]":
+        """As GradientAccumulator.overwriting(), which only FusedMode does."""
+        return contextlib.nullcontext()
 
     def reset(self):
         """Drop all that is not in arena.grads: what stands there is the sum."""

@@ -234,6 +234,8 @@ class DeviceOptimizer(torch.optim.Optimizer):
         """Allocate all state and settings now, so that the first step can be captured already."""
         members = [member for member in self._members() if member[1].requires_grad]
         self._make_states(members)
+        accumulator = self.arena and GradientAccumulator.of(self.arena)
+        clear = accumulator is None or not accumulator.leaves_sums
         for device in {p.device: None for _, p, _ in members}:
             state = self.device_state(device)
             if self._takes_norm():
@@ -247,7 +249,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
                     if p.dtype in KINDS
                 }:
                     kernels += self.rule.step_kernels(
-                        dtype, macros, self.stochastic_rounding, self.arena is not None
+                        dtype, macros, self.stochastic_rounding, self.arena is not None, clear
                     )
                 for kernel in kernels:
                     kernel.load(device.index)
@@ -412,6 +414,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
     def _part(self, device, jobs, accumulator) -> _Part:
         jobs = [j for j in jobs if j.weight.device == device]
         by_kernels = Jobs(j for j in jobs if takes(device) and _kernels_take(j))
+        by_kernels.leaves_sums = accumulator is not None and accumulator.leaves_sums
         ids = {id(j) for j in by_kernels}
         # By number, so that the first tensor that is not finite can be named.
         grads = [None] * len(self._numbers)
@@ -477,7 +480,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
                     for group in self.param_groups
                 ],
                 backend().name,
-                accumulator is None,
+                accumulator and accumulator.leaves_sums,
             ), given
         # A sparse tensor has no address, a step that is a number neither.
         except (RuntimeError, TypeError):

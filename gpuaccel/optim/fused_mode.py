@@ -6,6 +6,7 @@ FusedEmbedding that of every nn.Embedding (nn/). They call this module before an
 product. The other tensors go as in mode "arena".
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -13,18 +14,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ..compiler import zero_
 from ..errors import ArgumentError
 from ..nn import (
     FusedForward,
     FusedLinear,
     GradientUse,
     Joint,
+    Rows,
     fuse_embedding,
     has_class_forward,
     parameter_use,
     register_slice,
     unregister_slice,
 )
+from ..ops import CHUNK
 from .accumulation_modes import ArenaMode, Window, chunk_table_of
 from .arena import Arena
 
@@ -49,6 +53,9 @@ class _ProductSlice:
         arena = mode.arena
         pairs = [(arena.params[i], arena.masters[i]) for i in tensors]
         self._weights = [(p, master is not p) for p, master in pairs]
+        # The first row of each weight; at the end the number of rows.
+        rows = [len(arena.params[i]) for i in tensors]
+        self._first_rows = [0, *itertools.accumulate(rows)]
         register_slice(grad, self)
 
     def with_hooks(self) -> "list[int]":
@@ -61,21 +68,24 @@ class _ProductSlice:
                 found.append(k)
         return found
 
-    def before_product(self, added: "list[bool] | None") -> "list[tuple[int, int]] | None":
-        """As GradientSlice says: the rows to add, None for all. Outside of backward none counts."""
+    def before_product(self, added: "list[bool] | None") -> "list[Rows]":
+        """As GradientSlice says; neighbours are joined. Outside of backward no product counts."""
+        first_rows = self._first_rows
         if torch._C._current_graph_task_id() == -1:
-            return None
-        segments = self.mode.arena.segments
+            return [Rows(0, first_rows[-1], False)]
         if added is None:
             added = self._added_when_compiled()
         adding = [i for i, is_added in zip(self.tensors, added) if is_added]
-        self.mode.product_begins(adding)
-        if len(adding) == len(self.tensors):
-            return None
-        ends = list(itertools.accumulate([0, *(segments[i].shape[0] for i in self.tensors)]))
-        return [
-            (start, stop) for i, start, stop in zip(self.tensors, ends, ends[1:]) if i in adding
-        ]
+        overwritten = self.mode.product_begins(adding)
+        rows: "list[Rows]" = []
+        for i, start, stop in zip(self.tensors, first_rows, first_rows[1:]):
+            if i not in adding:
+                continue
+            overwrite = i in overwritten
+            if rows and rows[-1][1:] == (start, overwrite):
+                start = rows.pop().start
+            rows.append(Rows(start, stop, overwrite))
+        return rows
 
     def _added_when_compiled(self) -> "list[bool]":
         """Whether the backward of a compiled layer, which returns no gradient, adds each one."""
@@ -144,6 +154,9 @@ class FusedMode(ArenaMode):
             for names in getattr(layer, "FUSED_LINEARS", ()):
                 self._add_joint([getattr(layer, name) for name in names], index)
         self._others = chunk_table_of(arena, set(range(len(arena.segments))) - self.product_tensors)
+        # The same chunks' indices in the arena.
+        self._other_chunks = self._others[0][:, 3].long()
+        self._overwrites = False
 
     def _add_joint(self, layers: "list[nn.Module]", index: "dict[int, int]"):
         """Make one product of several layers of one input (nn.fused_linear.fused_linears).
@@ -189,19 +202,46 @@ class FusedMode(ArenaMode):
         self.products_before = self.products_added
 
     def add(self, i, grad, squares):
-        super().add(i, grad, squares)
         if i in self.product_tensors:
             self.also_from_autograd.add(i)
+            if self._overwrites and not self.window.received[i]:
+                self._zero([i])
+        super().add(i, grad, squares)
 
-    def product_begins(self, tensors: "list[int]"):
-        """Called before a product is added to these tensors (indices)."""
+    def product_begins(self, tensors: "list[int]") -> "list[int]":
+        """Called before a product is added to these tensors (indices).
+
+        Returns:
+            Those whose sum it overwrites.
+        """
         if not tensors:
-            return
+            return []
         self._open_backward()
         self.arena.squares.mark(tensors, False)
+        overwritten = []
         for i in tensors:
+            if self._overwrites and not self.window.received[i]:
+                overwritten.append(i)
             self.window.received[i] = True
             self.products_added[i] += 1
+        return overwritten
+
+    @contextlib.contextmanager
+    def overwriting(self):
+        grads = self.arena.grads
+        # In one launch, for they are many and small.
+        grads.view(-1, CHUNK).index_fill_(0, self._other_chunks, 0.0)
+        self._overwrites = True
+        try:
+            yield
+        finally:
+            self._overwrites = False
+        self._zero([i for i in self.product_tensors if not self.window.received[i]])
+
+    def _zero(self, tensors: "list[int]"):
+        for i in tensors:
+            zero_(self.arena.grad_views[i])
+        self.arena.squares.mark(tensors, False)
 
     def product_added(self, tensors: "list[int]"):
         """Called after a product has been added to these tensors (indices)."""

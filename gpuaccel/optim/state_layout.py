@@ -116,6 +116,7 @@ class ArenaLayout(ParameterLayout):
                 first,
                 last,
                 offset,
+                clear=not jobs.leaves_sums,
             )
             for first, last, offset, job in runs
         ]

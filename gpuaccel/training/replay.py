@@ -87,7 +87,9 @@ class StepGraphs:
         # An ArgumentError before anything is captured.
         self.step.split(batch)
         self._agree(lambda: self._warm_up_batch(batch))
-        return StepOutput(**self.batch_graphs(batch))
+        result = self.batch_graphs(batch)
+        self.step.accumulator.sums_left()
+        return StepOutput(**result)
 
     # ---- all of them ----
 
@@ -203,17 +205,21 @@ class ListGraphs:
         in_key = step.divide == "micro_batches" or self._token_dtype is None
         count = len(micros) if in_key else 0
         received = 0
+        # The graphs of micro-batches add.
+        step.accumulator.clear_left_sums()
         try:
             # All captures come before the first sum.
             for micro in micros:
                 self.micro_graphs.capture(micro, count)
             for micro in micros:
                 received |= self.micro_graphs(micro, count)
-            return StepOutput(**self.update_graphs(received))
+            result = self.update_graphs(received)
         except BaseException:
             self._zero_totals()
             step.accumulator.zero_()
             raise
+        step.accumulator.sums_left()
+        return StepOutput(**result)
 
     def warm_up_micro(self, micro, count: int) -> int:
         with self.step.accumulation_window():

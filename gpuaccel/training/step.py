@@ -236,6 +236,7 @@ class TrainStep:
                 self._make_reducer(distributed, settings, accumulate, bool(compile))
             else:
                 self._accumulate_into_arena(accumulate)
+                self.accumulator.leaves_sums = accumulate == "fused"
             if compile:
                 self.loss_fn = torch.compile(loss_fn, dynamic=False)
             if options is not None:
@@ -407,14 +408,17 @@ class TrainStep:
         ordered = reducer if isinstance(reducer, OrderedReducer) else None
         if reducer is not None:
             reducer.check_usable()
-        for i, micro in enumerate(micros):
-            last = i == len(micros) - 1
-            # Starts to all-reduce while the last backward runs.
-            listener = reducer.listener() if reducer is not None and last else None
-            loss, tokens = self.micro(micro, len(micros), last and ordered is None, mark, listener)
-            totals.add(loss, tokens, rows_of(micro))
-            if ordered is not None:
-                ordered.add_micro_batch(loss, tokens, rows_of(micro), 1)
+        with self.accumulator.overwriting():
+            for i, micro in enumerate(micros):
+                last = i == len(micros) - 1
+                # Starts to all-reduce while the last backward runs.
+                listener = reducer.listener() if reducer is not None and last else None
+                loss, tokens = self.micro(
+                    micro, len(micros), last and ordered is None, mark, listener
+                )
+                totals.add(loss, tokens, rows_of(micro))
+                if ordered is not None:
+                    ordered.add_micro_batch(loss, tokens, rows_of(micro), 1)
         if ordered is not None:
             # The other ranks may have more micro-batches.
             for _ in range(self.micro_batches - len(micros)):

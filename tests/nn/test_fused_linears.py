@@ -480,10 +480,10 @@ def test_gate_and_up_are_one_product_when_compiled_with_the_sums_of_eager(monkey
                     model.compile(dynamic=False)
                 joint = fused_forward(model.gate).joint.grad
 
-                def add_and_note(acc, dy, x, joint=joint, compiled=compiled):
+                def add_and_note(acc, dy, x, beta, joint=joint, compiled=compiled):
                     if acc.data_ptr() == joint.data_ptr() and acc.shape == joint.shape:
                         joined.append(compiled)
-                    add(acc, dy, x)
+                    add(acc, dy, x, beta)
 
                 monkeypatch.setattr(fused_linear, "_add_product", add_and_note)
                 y = model(given, rope)
