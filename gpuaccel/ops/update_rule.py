@@ -558,11 +558,12 @@ class _FusedBatch:
             # The sums are set to zero after the step.
             torch._foreach_mul_(grads, factor)
         elif factor != 1:
-            grads = torch._foreach_mul(grads, factor)
+            grads = list(torch._foreach_mul(grads, factor))
         # A number would become a tensor once for each of them.
         torch._foreach_add_(self.steps, torch.ones(()))
         settings = _settings_of(rule, group)
         maximize = settings.pop("direction") < 0
+        assert rule.fused is not None
         rule.fused(self.weights, grads, *self.state, self.steps, **settings, maximize=maximize)
         # Autograd does not see that the kernel writes them.
         torch.autograd.graph.increment_version(self.weights)
