@@ -17,7 +17,7 @@ import functools
 import statistics
 
 import torch
-from common import DEVICE, show_table, write
+from common import DEVICE, record, show_table
 from timing import captured, copy_rate, host_milliseconds, in_turns, milliseconds, queued, repeat
 from training import build, token_batch
 from workers import Workers
@@ -202,9 +202,7 @@ def show(results: dict):
 
 
 def main():
-    results = measure(preset("llama-350m"))
-    show(results)
-    write("accumulate", results)
+    record("accumulate", lambda: measure(preset("llama-350m")), show)
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ KINDS = {"ratios": ratios, "floor": floor, "several": several, "rungs": rungs}
 
 
 def gpus() -> "list[str]":
-    results = [json.loads(path.read_text()) for path in common.RESULTS.glob("*.json")]
+    results = [json.loads(path.read_text()) for path in common.RESULTS.glob("*/*.json")]
     return sorted({r["gpu"] for r in results if r["benchmark"] != "models"} - {"none: CPU"})
 
 

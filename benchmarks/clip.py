@@ -14,7 +14,7 @@ Needs a GPU and about a minute.
 """
 
 import torch
-from common import DEVICE, show_table, write
+from common import DEVICE, record, show_table
 from timing import captured, copy_rate, milliseconds_after, wall
 from training import build
 
@@ -240,9 +240,7 @@ def show_small(results: dict):
 
 
 def main():
-    results = measure()
-    show(results)
-    write("clip", results)
+    record("clip", measure, show)
 
 
 if __name__ == "__main__":

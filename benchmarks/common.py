@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 
-from fingerprints import ROOT, fingerprints, kernels_in_use
+import power
+from fingerprints import ROOT, fingerprints, kernels_in_use, machine_code
 from workers import KERNELS_USED
 
 # Tests set "cpu" before they import the other modules.
@@ -46,23 +47,56 @@ def environment() -> dict:
     }
 
 
-def write(name: str, results: dict, script: "str | None" = None) -> pathlib.Path:
-    """Write benchmarks/results/<name>_<gpu>.json: results, environment and fingerprints.
+def folder_of(gpu: str) -> str:
+    """The folder of a GPU's results: "NVIDIA H200" -> "h200", no GPU -> "cpu"."""
+    if gpu.startswith("none"):
+        return "cpu"
+    return re.sub(r"[^a-z0-9]+", "_", gpu.lower().removeprefix("nvidia ")).strip("_")
 
-    script: the benchmark's name where it is not `name`."""
+
+def write(
+    name: str, results: dict, script: "str | None" = None, size: "str | None" = None, gpus: int = 1
+) -> pathlib.Path:
+    """Write benchmarks/results/<gpu>/<name>.json: results, environment, power and fingerprints.
+
+    script: the benchmark's name where it is not `name`
+    size: of the model, in words, where it depends on the GPU's memory
+    gpus: how many have measured"""
     facts = environment()
-    gpu = re.sub(r"[^a-z0-9]+", "_", facts["gpu"].lower().removeprefix("nvidia ")).strip("_")
+    kernels = kernels_in_use() | KERNELS_USED
     result = {
         "benchmark": script or name,
         **facts,
-        "fingerprints": fingerprints(script or name, kernels_in_use() | KERNELS_USED),
+        "size": size,
+        "power": power.reading(gpus=gpus),
+        "most_GiB_in_use": power.most_GiB(),
+        "fingerprints": fingerprints(script or name, {use.file for use in kernels}),
+        "machine_code": machine_code(kernels, architecture()) if facts["gpus"] else None,
         "results": results,
     }
-    path = RESULTS / f"{name}_{gpu}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print("\nwritten:", path.name, flush=True)
+    path = RESULTS / folder_of(facts["gpu"]) / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # An interruption leaves the old file or the new one.
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    partial.replace(path)
+    print("\nwritten:", path.relative_to(RESULTS), flush=True)
     return path
+
+
+def record(name: str, measure, show, size: "str | None" = None):
+    """Measure while the GPU's power is read, show the results, and write them."""
+    with power.Sampler():
+        results = measure()
+        show(results)
+        write(name, results, size=size)
+
+
+def architecture() -> str:
+    """Of the GPU, as "sm_90"."""
+    import torch
+
+    return "sm_{}{}".format(*torch.cuda.get_device_capability())
 
 
 def plain(results: dict) -> dict:

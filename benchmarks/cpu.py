@@ -95,7 +95,7 @@ def our_step(config, accumulate: str):
 def main():
     config = ga.preset("tiny")
     results = {
-        "cpu": processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "model": f"tiny, {MICRO_BATCHES} micro-batches of {ROWS // MICRO_BATCHES} x {T} tokens",
         "rows": {},

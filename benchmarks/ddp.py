@@ -35,6 +35,7 @@ import sys
 import torch
 from common import Clock, plain, show_table, write
 from ddp_ranks import Bench, Rank, Variant
+from power import Sampler
 from workers import KERNELS_USED, RankWorkers, WorkerError
 
 from gpuaccel.training.models import Transformer, preset
@@ -588,13 +589,13 @@ def main():
         key = str(result["ranks"])
         results[key] = plain({**result, "nccl": nccl})
         if args.write:
-            write(f"ddp_{key}gpus", {key: results[key]}, script="ddp")
+            write(f"ddp_{key}gpus", {key: results[key]}, script="ddp", gpus=int(key))
 
-    for ranks in args.gpus:
-        bench = Bench(preset("llama-350m"))
-        show(
-            measure(bench, ranks, args.buckets, args.seconds, args.parts, keep, groups, made_first)
-        )
+    options = args.buckets, args.seconds, args.parts
+    with Sampler():
+        for ranks in args.gpus:
+            bench = Bench(preset("llama-350m"))
+            show(measure(bench, ranks, *options, keep, groups, made_first))
     failed = {n: r["failed"] for n, r in results.items() if r["failed"]}
     if failed:
         sys.exit(f"failed: {json.dumps(failed, indent=1)}")

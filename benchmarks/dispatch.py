@@ -40,6 +40,7 @@ import torch
 import torch.nn.functional as F
 from common import DEVICE, Clock, plain, show_table, with_goal, write
 from dispatch_layers import BATCHES, CPU, Layers, on_the_cpu
+from power import Sampler
 from timing import (
     OURS,
     clock_MHz,
@@ -639,9 +640,10 @@ def main():
     # A kernel that does not run here stops the benchmark; otherwise torch would take its place.
     os.environ["GPUACCEL_GPU"] = "require"
     parts = [name for name in PARTS if not chosen or name in chosen]
-    results = measure(parts, done=lambda part, result: PARTS[part][1](result))
-    if not chosen:
-        write("dispatch", results)
+    with Sampler():
+        results = measure(parts, done=lambda part, result: PARTS[part][1](result))
+        if not chosen:
+            write("dispatch", results)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ import statistics
 
 import torch
 from common import DEVICE, Clock, plain, show_table, with_goal, write
+from power import Sampler
 from timing import copy_rate, host_milliseconds, in_turns, queued, release, timed
 from torch import nn
 from training import inputs_and_targets
@@ -705,14 +706,15 @@ def main():
     if unknown:
         parser.error(f"no part {', '.join(sorted(unknown))}; expected some of {', '.join(PARTS)}")
     results, clock = {}, Clock()
-    for name, (measure, show) in PARTS.items():
-        if not chosen or name in chosen:
-            results[name] = plain(measure())
-            show(results[name])
-            clock.say(f"{name} is done")
-            release()
-    if not chosen:
-        write("encoder", results)
+    with Sampler():
+        for name, (measure, show) in PARTS.items():
+            if not chosen or name in chosen:
+                results[name] = plain(measure())
+                show(results[name])
+                clock.say(f"{name} is done")
+                release()
+        if not chosen:
+            write("encoder", results)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ from gpuaccel.training.loop import train, warmup_cosine  # noqa: E402
 from gpuaccel.training.models import Config  # noqa: E402
 from gpuaccel.training.step import TrainStep  # noqa: E402
 
-RESULT = ROOT / "benchmarks" / "results" / "faults.json"
+RESULT = ROOT / "benchmarks" / "results" / "cpu" / "faults.json"
 HANG = 120.0  # seconds after which a process counts as hanging
 RANKS = 2
 STEPS = 20

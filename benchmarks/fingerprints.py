@@ -1,7 +1,9 @@
-"""What a result has measured: fingerprints of Python modules and kernel files, and which changed.
+"""What a result has measured: fingerprints of Python modules and kernels, and which changed.
 
 >>> fingerprints("clip", {'kernels_cu/clip.cu'})
 {'benchmarks/clip.py': '9f0c...', ..., 'kernels_cu/clip.cu': 'c3d7...', ...}
+>>> machine_code(kernels_in_use(), "sm_90")
+{'arch': 'sm_90', 'nvrtc': '13.0', 'kernels': [{'file': 'kernels_cu/clip.cu', ..., 'code': 'e1..'}]}
 >>> changed(json.loads(path.read_text()))
 ['gpuaccel/optim/clip.py']
 
@@ -10,30 +12,33 @@ would name too many, because `import gpuaccel` imports nearly all of the package
 because most scripts measure in other processes. Imports inside of functions do not count: they are
 of the CPU executor and of notebooks, which do not run in a benchmark on a GPU.
 
-A module's fingerprint is a hash of its syntax tree, without docstrings and annotations. Comments
-and layout are not in the tree. `ast.dump` is not used because it writes the same tree differently
-in other versions of Python. Functions of benchmarks/ named show_* or show print what was measured
-and do not count.
+A module's fingerprint is a hash of its syntax tree, without docstrings and annotations. Its imports
+are the names that its code uses, sorted: an import that nothing uses, the order of imports, and
+what is only imported for annotations do not count. Comments and layout are not in the tree.
+`ast.dump` is not used because it writes the same tree differently in other versions of Python.
+Functions of benchmarks/ named show_* or show print what was measured and do not count.
 
-The kernel files are those whose kernels the script and its workers have made. The imports would
-name nearly all of them, because models.py imports every layer.
-
-A kernel file's fingerprint is a hash of its tokens. The cubin would be the better answer, and NVRTC
-is deterministic; but another version of NVRTC makes another cubin of the same kernel, and results
-come from machines with other versions.
+The kernels are those that the script and its workers have made. The imports would name nearly all
+of them, because models.py imports every layer. A kernel's fingerprint is a hash of its machine
+code, compiled for the architecture of the result, which needs no GPU. Another version of NVRTC
+makes another machine code of the same kernel; with another version than that of the result, and for
+results without machine code, the tokens of kernel files are compared. Machine code is compared only
+where tokens differ.
 """
 
 import ast
 import functools
 import gc
 import hashlib
+import io
 import pathlib
 import re
 import sys
+from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # These write and print results; they measure nothing.
-UNMEASURED = ("benchmarks/common.py", "benchmarks/fingerprints.py")
+UNMEASURED = ("benchmarks/common.py", "benchmarks/fingerprints.py", "benchmarks/power.py")
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -62,7 +67,7 @@ def fingerprints(script: str, kernels, root: pathlib.Path = ROOT) -> "dict[str, 
 
 
 def changed(result: dict, root: pathlib.Path = ROOT) -> "list[str]":
-    """Modules and kernel files that changed, appeared or disappeared after the measurement.
+    """Modules, kernels and kernel files that changed, appeared or disappeared since.
 
     Older results hold a hash of each file instead, which changes with any edit of the file."""
     if "fingerprints" in result:
@@ -71,7 +76,11 @@ def changed(result: dict, root: pathlib.Path = ROOT) -> "list[str]":
         now = fingerprints(result["benchmark"], kernels, root)
     else:
         before, now = result["sources"], _file_hashes(result["source_patterns"], root)
-    return sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    names = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
+    files = {name for name in names if name.startswith("kernels_cu/")}
+    if files and (kernels := changed_kernels(result.get("machine_code"), files, root)) is not None:
+        names = names - files | kernels
+    return sorted(names)
 
 
 def staleness(result: dict, root: pathlib.Path = ROOT) -> str:
@@ -95,21 +104,34 @@ def module_fingerprint(text: str, script: bool = False) -> str:
     """A hash of a module's syntax tree.
 
     script: a module of benchmarks/, whose functions that show results do not count."""
-    body = [node for node in _parse(text).body if not (script and _shows(node))]
-    return _hash(tree_text(ast.Module(body, [])))
+    module = ast.Module([node for node in _parse(text).body if not (script and _shows(node))], [])
+    used = names_used(module)
+    imports = {
+        f"{name} = {source}"
+        for node in ast.walk(module)
+        for name, source in _bound(node)
+        if name in used
+    }
+    return _hash("\n".join([tree_text(module), *sorted(imports)]))
 
 
 def imported(text: str, name: str, root: pathlib.Path) -> "list[str]":
-    """Modules of gpuaccel and of benchmarks/ that module `name` imports outside of functions."""
+    """Modules of gpuaccel and of benchmarks/ that module `name` imports outside of functions.
+
+    What its code does not use does not count."""
     package = list(pathlib.PurePath(name).parts[:-1])
     paths = []
+    used = names_used(_parse(text))
     for node in _parse(text).body:
+        names = [alias for alias in getattr(node, "names", []) if _name_of(alias) in used]
+        if not names:
+            continue
         if isinstance(node, ast.Import):
-            wanted = [alias.name for alias in node.names]
+            wanted = [alias.name for alias in names]
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) + 1 - node.level] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
-            wanted = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+            wanted = [base, *(f"{base}.{alias.name}" for alias in names)]
         else:
             continue
         for module in wanted:
@@ -126,10 +148,56 @@ def _parse(text: str) -> ast.Module:
     return ast.parse(text)
 
 
+IMPORTS = (ast.Import, ast.ImportFrom)
+
+
+def names_used(node: ast.AST) -> "set[str]":
+    """Names that code reads, those of __all__ included, and those of annotations not."""
+    if isinstance(node, ast.Assign) and any(_is_name(t, "__all__") for t in node.targets):
+        return {part.value for part in ast.walk(node.value) if isinstance(part, ast.Constant)}
+    if isinstance(node, ast.Name):
+        return {node.id}
+    if _is_unmeasured(node):
+        return set()
+    used = set()
+    for field, value in ast.iter_fields(node):
+        if field not in ("annotation", "returns"):
+            for part in value if isinstance(value, list) else [value]:
+                used |= names_used(part) if isinstance(part, ast.AST) else set()
+    return used
+
+
+def _is_unmeasured(node) -> bool:
+    """An import, and what only type checkers read."""
+    return isinstance(node, IMPORTS) or (
+        isinstance(node, ast.If) and _is_name(node.test, "TYPE_CHECKING")
+    )
+
+
+def _is_name(node, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _name_of(alias: ast.alias) -> str:
+    """The name that an import binds."""
+    return alias.asname or alias.name.split(".")[0]
+
+
+def _bound(node) -> "list[tuple[str, str]]":
+    """(name, what it is) of each name that an import binds."""
+    if isinstance(node, ast.Import):
+        return [(_name_of(alias), alias.name) for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = "." * node.level + (node.module or "")
+        return [(_name_of(alias), f"{base} {alias.name}") for alias in node.names]
+    return []
+
+
 def tree_text(node) -> str:
-    """A syntax tree without docstrings and annotations, as text that no Python version changes."""
+    """A syntax tree without docstrings, annotations and imports, as text that no Python version
+    changes."""
     if isinstance(node, list):
-        return f"[{', '.join(map(tree_text, node))}]"
+        return f"[{', '.join(tree_text(part) for part in node if not _is_unmeasured(part))}]"
     if not isinstance(node, ast.AST):
         return repr(node)
     fields = []
@@ -176,13 +244,113 @@ def _without_comments(text: str) -> str:
     return _TOKENS.sub(lambda m: " " if m["comment"] else m[0], text)
 
 
-def kernels_in_use() -> "set[str]":
-    """Files of kernels_cu, below the repository, whose kernels this process has made."""
+class KernelUse(NamedTuple):
+    """A kernel as it is compiled. file: below the repository. defines: pairs of macro and value."""
+
+    file: str
+    name: str
+    defines: tuple
+    options: tuple
+
+
+def kernels_in_use() -> "set[KernelUse]":
+    """The kernels of kernels_cu that this process has made."""
     module = sys.modules.get("gpuaccel.compiler.kernel")
     if module is None:
         return set()
     kernels = [item for item in gc.get_objects() if type(item) is module.Kernel]
-    return {k.filename for k in kernels if k.filename.startswith("kernels_cu/")}
+    return {
+        KernelUse(k.filename, k.name, tuple(sorted(k.defines.items())), tuple(k.options))
+        for k in kernels
+        if k.filename.startswith("kernels_cu/")
+    }
+
+
+def machine_code(kernels, arch: str, root: pathlib.Path = ROOT) -> dict:
+    """The kernels with a hash of the machine code of each, and which NVRTC has made it."""
+    rows = [
+        {
+            **use._asdict(),
+            "defines": dict(use.defines),
+            "options": list(use.options),
+            "code": kernel_code(use, arch, root),
+        }
+        for use in sorted(kernels)
+    ]
+    return {"arch": arch, "nvrtc": _nvrtc_version(), "kernels": rows}
+
+
+def changed_kernels(before: "dict | None", files, root: pathlib.Path) -> "set[str] | None":
+    """Which kernels have another machine code; None where this NVRTC cannot tell.
+
+    before: a result's machine_code(). files: those whose tokens changed; headers are in all."""
+    if before is None or not before["kernels"] or before["nvrtc"] != _nvrtc_version():
+        return None
+    all_files = any(name.endswith(".cuh") for name in files)
+    changed = set()
+    for row in before["kernels"]:
+        if all_files or row["file"] in files:
+            defines = tuple(sorted(row["defines"].items()))
+            use = KernelUse(row["file"], row["name"], defines, tuple(row["options"]))
+            if kernel_code(use, before["arch"], root) != row["code"]:
+                changed.add(f"{use.file}: {use.name}")
+    return changed
+
+
+def kernel_code(use: KernelUse, arch: str, root: pathlib.Path = ROOT) -> "str | None":
+    """A hash of one kernel's machine code; None where it does not compile."""
+    # Not at the top: versions.py imports another gpuaccel than this one's.
+    from gpuaccel.compiler import Kernel
+    from gpuaccel.errors import GpuaccelError
+
+    try:
+        text = (root / use.file).read_text()
+        kernel = Kernel.from_source(
+            text, use.name, use.file, dict(use.defines), use.options, learner=False
+        )
+        used = kernel.resources(arch)
+        sizes = used.registers, used.shared_bytes, used.stack_bytes
+        return _hash(code_of(kernel.cubin(arch), use.name) + repr(sizes).encode())
+    except (OSError, GpuaccelError):
+        return None
+
+
+def code_of(cubin: bytes, kernel: str) -> bytes:
+    """What of a cubin is executed when a kernel runs.
+
+    Its instructions and constants, those of functions that several kernels call, and tables of
+    constants. Other kernels of the file do not count."""
+    from elftools.elf.elffile import ELFFile
+
+    parts = []
+    sections = list(ELFFile(io.BytesIO(cubin)).iter_sections())
+    # A kernel has parameters, which are its constant bank 0.
+    bank = ".nv.constant0."
+    kernels = {s.name[len(bank) :] for s in sections if s.name.startswith(bank)}
+    for section in sections:
+        name, words = section.name, section.name.split(".")
+        kind = ".".join(words[:2] if words[1:2] == ["text"] else words[:3])
+        owner = name[len(kind) + 1 :]
+        if kind not in (".text", ".nv.shared", ".nv.local") and not re.match(
+            r"\.nv\.(constant\d+|global)", kind
+        ):
+            continue
+        if owner in kernels and owner != kernel:
+            continue
+        data = b"" if section["sh_type"] == "SHT_NOBITS" else section.data()
+        parts.append(f"{name} {section['sh_size']} ".encode() + data)
+    return b"\n".join(sorted(parts))
+
+
+def _nvrtc_version() -> "str | None":
+    """As 12.9; None without NVRTC."""
+    from gpuaccel.compiler import nvrtc
+    from gpuaccel.errors import BackendError
+
+    try:
+        return ".".join(map(str, nvrtc.library().version))
+    except BackendError:
+        return None
 
 
 # ---- hashes -------------------------------------------------------------------------------------

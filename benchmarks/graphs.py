@@ -31,7 +31,7 @@ import time
 
 import torch
 import torch.nn.functional as F
-from common import DEVICE, Clock, show_table, write
+from common import DEVICE, Clock, record, show_table
 from timing import in_turns, queued, release
 from training import SETTINGS, build, token_batch
 from workers import Workers
@@ -414,9 +414,11 @@ def show(results: dict):
 
 
 def main():
-    results = measure(preset("llama-350m"), preset("tiny"), preset("tiny", layers=1))
-    show(results)
-    write("graphs", results)
+    record(
+        "graphs",
+        lambda: measure(preset("llama-350m"), preset("tiny"), preset("tiny", layers=1)),
+        show,
+    )
 
 
 if __name__ == "__main__":

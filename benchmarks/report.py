@@ -28,7 +28,7 @@ def load(name: str, gpu: "str | None" = None) -> "dict | None":
     """The newest result of a benchmark, None when there is none. Of several GPUs: ddp_2gpus, ...
 
     gpu: only of this one."""
-    results = [json.loads(path.read_text()) for path in common.RESULTS.glob(f"{name}_*.json")]
+    results = [json.loads(path.read_text()) for path in common.RESULTS.glob(f"*/{name}.json")]
     results = [result for result in results if gpu in (None, result["gpu"])]
     return max(results, key=lambda result: result["date"], default=None)
 
@@ -58,10 +58,15 @@ def section(*parts) -> str:
 
 
 def conditions(result) -> str:
-    return (
-        f"*{result['gpu']}, driver {result['driver']}, torch {result['torch']}, "
-        f"NVRTC {result['nvrtc']}, {result['date']}.*"
+    """Where and when a result was measured, and the GPU's medians meanwhile."""
+    words = (
+        f"{result['gpu']}, driver {result['driver']}, torch {result['torch']}, "
+        f"NVRTC {result['nvrtc']}, {result['date']}"
     )
+    power = result.get("power")
+    if power:
+        words += f"; {power['W']:.0f} of {power['limit_W']:.0f} W, {power['SM_MHz']:.0f} MHz"
+    return f"*{words}.*"
 
 
 def against_goal(value, goal, reached) -> str:
@@ -1246,10 +1251,10 @@ def filled(text: str) -> str:
 
 def print_stale_results():
     """Name the results that are older than what they measured."""
-    for path in sorted(common.RESULTS.glob("*.json")):
+    for path in sorted(common.RESULTS.rglob("*.json")):
         stale = staleness(json.loads(path.read_text()))
         if stale:
-            print(f"{path.name} was {stale}")
+            print(f"{path.relative_to(common.RESULTS)} was {stale}")
 
 
 def generated() -> "dict[pathlib.Path, str]":

@@ -21,7 +21,7 @@ import copy
 import statistics
 
 import torch
-from common import DEVICE, Clock, show_table, write
+from common import DEVICE, Clock, record, show_table
 from timing import queued, release
 from training import build
 
@@ -328,9 +328,7 @@ def show(results: dict):
 
 
 def main():
-    results = measure(ranks=torch.cuda.device_count())
-    show(results)
-    write("rungs", results)
+    record("rungs", lambda: measure(ranks=torch.cuda.device_count()), show)
 
 
 if __name__ == "__main__":

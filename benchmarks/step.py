@@ -22,7 +22,7 @@ import time
 
 import torch
 import torch.nn.functional as F
-from common import DEVICE, Clock, show_table, write
+from common import DEVICE, Clock, record, show_table
 from timing import captured, in_turns, queued, reset_peaks
 from training import SETTINGS, build, captured_adamw, token_batch
 from workers import Workers
@@ -242,9 +242,7 @@ def show(results: dict):
 
 
 def main():
-    results = measure(preset("llama-350m"))
-    show(results)
-    write("step", results)
+    record("step", lambda: measure(preset("llama-350m")), show)
 
 
 if __name__ == "__main__":

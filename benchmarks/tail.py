@@ -21,7 +21,7 @@ import gc
 
 import torch
 from clip import DTYPES, show_small, times_torch
-from common import DEVICE, show_table, write
+from common import DEVICE, record, show_table
 from timing import captured, copy_rate, milliseconds, milliseconds_after, wall
 from training import CAPTURABLE, SETTINGS, build, decay_groups, token_batch
 
@@ -343,9 +343,7 @@ def show(results: dict):
 
 
 def main():
-    results = measure()
-    show(results)
-    write("tail", results)
+    record("tail", measure, show)
 
 
 if __name__ == "__main__":

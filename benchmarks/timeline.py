@@ -11,6 +11,7 @@ order of events, not how long they take.
 
 import torch
 from common import show_table, write
+from power import Sampler
 from training import SETTINGS, build, token_batch
 from workers import Workers
 
@@ -68,9 +69,10 @@ def show(tails: dict):
 
 
 def main():
-    tails = measure(preset("llama-350m", T=1024), rows=4)
-    show(tails)
-    write("timeline", {"what": "after the last backward of llama-350m", "tails": tails})
+    with Sampler():
+        tails = measure(preset("llama-350m", T=1024), rows=4)
+        show(tails)
+        write("timeline", {"what": "after the last backward of llama-350m", "tails": tails})
 
 
 if __name__ == "__main__":

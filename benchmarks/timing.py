@@ -6,12 +6,14 @@
 
 import functools
 import gc
+import os
 import statistics
 import subprocess
 import time
 
 import torch
 from common import DEVICE
+from power import measuring
 
 from gpuaccel.backends import backend
 from gpuaccel.errors import CaptureError
@@ -23,9 +25,16 @@ SPAN = 1.0
 MAX_CALLS = 32
 # Milliseconds of one measurement.
 BUDGET = 500.0
+# Rounds are multiplied by this: benchmarks/run.py --repeats 0.5.
+REPEATS = float(os.environ.get("GPUACCEL_BENCH_REPEATS", 1))
 
 
 # ---- time ---------------------------------------------------------------------------------------
+
+
+def fewer(rounds: int) -> int:
+    """Rounds, lowered by REPEATS; at least 3 remain of 3 and more."""
+    return max(min(rounds, 3), round(rounds * REPEATS))
 
 
 def milliseconds(functions: dict, rounds: int = 20, warm_up: int = 3) -> "dict[str, float]":
@@ -39,16 +48,17 @@ def milliseconds(functions: dict, rounds: int = 20, warm_up: int = 3) -> "dict[s
             function()
     events = {name: [] for name in functions}
     torch.cuda.synchronize()
-    for _ in range(rounds):
-        # In clock cycles: half a millisecond.
-        torch.cuda._sleep(1_000_000)
-        for name, function in functions.items():
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            function()
-            stop.record()
-            events[name].append((start, stop))
-        torch.cuda.synchronize()
+    with measuring():
+        for _ in range(fewer(rounds)):
+            # In clock cycles: half a millisecond.
+            torch.cuda._sleep(1_000_000)
+            for name, function in functions.items():
+                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                function()
+                stop.record()
+                events[name].append((start, stop))
+            torch.cuda.synchronize()
     return {
         name: statistics.median(start.elapsed_time(stop) for start, stop in pairs)
         for name, pairs in events.items()
@@ -71,11 +81,12 @@ def queued(run, calls: int) -> "list[float]":
     One more run before them is not counted."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
     run()
-    events[0].record()
-    for event in events[1:]:
-        run()
-        event.record()
-    torch.cuda.synchronize()
+    with measuring():
+        events[0].record()
+        for event in events[1:]:
+            run()
+            event.record()
+        torch.cuda.synchronize()
     return [start.elapsed_time(stop) for start, stop in zip(events, events[1:])]
 
 
@@ -85,10 +96,11 @@ def separately(run, calls: int) -> "list[float]":
     for _ in range(calls):
         torch.cuda.synchronize()
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        stop.record()
-        torch.cuda.synchronize()
+        with measuring():
+            start.record()
+            run()
+            stop.record()
+            torch.cuda.synchronize()
         times.append(start.elapsed_time(stop))
     return times
 
@@ -112,7 +124,8 @@ def wall(run, calls: int = 50) -> float:
     times = []
     for _ in range(7):
         torch.cuda.synchronize()
-        times.append(host_milliseconds(many) / calls)
+        with measuring():
+            times.append(host_milliseconds(many) / calls)
     return statistics.median(times)
 
 
@@ -120,11 +133,13 @@ def in_turns(timers: dict, rounds: int = 4) -> "dict[str, float]":
     """Median of the times that each timer returns.
 
     They are called in turns (a, b, c, a, b, c, ...), so that drift of the clock rate affects all
-    alike. timers: name -> a function that returns a list of milliseconds."""
+    alike. Each turn is a measurement of that name (power.reading).
+    timers: name -> a function that returns a list of milliseconds."""
     times = {name: [] for name in timers}
-    for _ in range(rounds):
+    for _ in range(fewer(rounds)):
         for name, timer in timers.items():
-            times[name] += timer()
+            with measuring(name):
+                times[name] += timer()
     return {name: statistics.median(values) for name, values in times.items()}
 
 

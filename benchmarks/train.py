@@ -11,7 +11,7 @@ limits them.
 import statistics
 
 import torch
-from common import DEVICE, show_table, write
+from common import DEVICE, record, show_table
 from timing import separately
 from training import SETTINGS, build, token_batch
 from workers import Workers
@@ -132,9 +132,7 @@ def show(results: dict):
 
 
 def main():
-    results = measure(preset("llama-350m"))
-    show(results)
-    write("train", results)
+    record("train", lambda: measure(preset("llama-350m")), show)
 
 
 if __name__ == "__main__":

@@ -24,17 +24,18 @@ import threading
 import time
 import traceback
 
-from fingerprints import kernels_in_use
+import power
+from fingerprints import KernelUse, kernels_in_use
 
 # How long a rank may take for an answer, and NCCL for a collective, in seconds.
 TIMEOUT = 60.0
 # How long the other ranks may still report after one has failed, in seconds.
 GRACE = 2.0
 DIED = "has died"
-# Kernel files that workers of this process have used.
-KERNELS_USED: "set[str]" = set()
-# In the place of a method's name: which kernel files have you used?
-KERNELS = None
+# Kernels that workers of this process have used.
+KERNELS_USED: "set[KernelUse]" = set()
+# In the place of a method's name: which kernels have you used, and when have you measured?
+REPORT = None
 
 
 class WorkerError(RuntimeError):
@@ -128,7 +129,9 @@ class Workers:
                 del self._objects[name]
             elif name in self._pipes:
                 with contextlib.suppress(WorkerError, OSError):
-                    KERNELS_USED.update(self.ask(name, KERNELS))
+                    kernels, spans = self.ask(name, REPORT)
+                    KERNELS_USED.update(kernels)
+                    power.SPANS += spans
                 # The worker's recv() raises EOFError, and the worker ends.
                 self._pipes.pop(name).close()
         for name in self._processes.keys() - self._pipes.keys():
@@ -149,6 +152,11 @@ class Workers:
         self.close()
 
 
+def report() -> tuple:
+    """The kernels that this process has used, and its measurements."""
+    return kernels_in_use(), power.SPANS
+
+
 def _serve(pipe, make, args):
     """A worker: make the variant, report it, then answer until the pipe is closed."""
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
@@ -157,7 +165,7 @@ def _serve(pipe, make, args):
             pipe.send((None, None))
             while True:
                 method, args = pipe.recv()
-                answer = kernels_in_use if method is KERNELS else getattr(variant, method)
+                answer = report if method is REPORT else getattr(variant, method)
                 pipe.send((None, answer(*args)))
         except (EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
             raise

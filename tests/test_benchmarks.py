@@ -29,7 +29,7 @@ from gpuaccel.training.models import Config, preset
 
 ROOT = pathlib.Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
+RESULTS = sorted((BENCHMARKS / "results").rglob("*.json"))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def fingerprints():
 # ---- results and what they measured -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", RESULTS, ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_a_result_says_what_it_measured(path, fingerprints):
     result = json.loads(path.read_text())
     facts = {"benchmark", "gpu", "driver", "torch", "nvrtc", "commit", "date", "results"}
@@ -342,7 +342,7 @@ def test_rungs_runs_and_a_notebook_shows_its_rows(on_simt, monkeypatch, tmp_path
     monkeypatch.setattr(on_simt("common"), "RESULTS", tmp_path)
     monkeypatch.setattr(ga.learn.recorded, "results_folder", lambda: tmp_path)
     path = on_simt("common").write("rungs", results)
-    assert path.name == "rungs_none.json"
+    assert path == tmp_path / "cpu" / "rungs.json"
     for notebook, expected in names.items():
         shown = str(ga.learn.recorded.ledger(notebook))
         assert shown.startswith("Recorded, not run here: none")
@@ -701,7 +701,7 @@ def test_faults_knows_a_call_that_ended_well(status, hung, said, well, scripts):
 
 
 def test_the_page_has_the_figures_of_faults(scripts):
-    result = json.loads((BENCHMARKS / "results" / "faults.json").read_text())
+    result = json.loads((BENCHMARKS / "results" / "cpu" / "faults.json").read_text())
     page = " ".join((ROOT / "docs" / "several-gpus.md").read_text().split())
     for sentence in scripts("faults").show_sentences(result["results"]):
         assert sentence in page
