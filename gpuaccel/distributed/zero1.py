@@ -189,6 +189,7 @@ class ShardedLayout(ParameterLayout):
                         0,
                         (stop - start) // CHUNK,
                         offset,
+                        clear=not jobs.leaves_sums,
                     )
                 )
         return launches
@@ -215,7 +216,7 @@ class ShardedLayout(ParameterLayout):
                 cut_rows.append(row)
         torch_step(rule, cut, param_groups, inputs, cut_rows, count_it, seed)
 
-    def after_update(self):
+    def after_update(self, leaves_sums):
         """All-gather the new weights; clear the gradients that other ranks have used."""
         for name in gathered_buffers(self.arena):
             if self.p2p:
@@ -223,4 +224,5 @@ class ShardedLayout(ParameterLayout):
             else:
                 self.all_gather(getattr(self.arena, name))
         self.arena.weights_written()
-        zero_(self.arena.grads)
+        if not leaves_sums:
+            zero_(self.arena.grads)

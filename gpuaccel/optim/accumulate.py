@@ -222,6 +222,8 @@ class GradientAccumulator:
                 if listener is None or not listener.keeps(i, grad):
                     self._mode.add(i, grad, self._squares)
             self._window.received[i] = True
+        elif not self._window.received[i]:
+            self._mode.no_gradient(i)
         if listener is not None:
             listener.gradient_complete(i, self._mode.pending(i))
 

@@ -222,6 +222,9 @@ class AccumulationMode:
         """Whether a gradient of tensor i waits for a launch."""
         return False
 
+    def no_gradient(self, i: int):
+        """Called when a backward has none for tensor i, which had none before in this window."""
+
     def overwriting(self) -> "contextlib.AbstractContextManager[None]":
         """As GradientAccumulator.overwriting(), which only FusedMode does."""
         return contextlib.nullcontext()

@@ -388,7 +388,7 @@ class DeviceOptimizer(torch.optim.Optimizer):
                 not jobs,
                 self.seed if stochastic else None,
             )
-        self.layout.after_update()
+        self.layout.after_update(jobs.leaves_sums)
         if jobs:
             torch.autograd.graph.increment_version(part.changed)
 

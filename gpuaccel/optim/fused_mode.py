@@ -226,6 +226,11 @@ class FusedMode(ArenaMode):
             self.products_added[i] += 1
         return overwritten
 
+    def no_gradient(self, i):
+        # Before the sum is sent to other ranks.
+        if self._overwrites and i in self.product_tensors:
+            self._zero([i])
+
     @contextlib.contextmanager
     def overwriting(self):
         grads = self.arena.grads

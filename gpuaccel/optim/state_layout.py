@@ -69,8 +69,8 @@ class ParameterLayout:
         """The same in torch; arguments: ops/update_rule.py."""
         torch_step(rule, jobs, param_groups, inputs, rows, count_it, seed)
 
-    def after_update(self):
-        """Runs after the update of a device, in either way."""
+    def after_update(self, leaves_sums: bool):
+        """Runs after the update of a device, in either way. leaves_sums: as Jobs.leaves_sums."""
 
 
 class ArenaLayout(ParameterLayout):

@@ -236,7 +236,6 @@ class TrainStep:
                 self._make_reducer(distributed, settings, accumulate, bool(compile))
             else:
                 self._accumulate_into_arena(accumulate)
-                self.accumulator.leaves_sums = accumulate == "fused"
             if compile:
                 self.loss_fn = torch.compile(loss_fn, dynamic=False)
             if options is not None:
@@ -269,7 +268,8 @@ class TrainStep:
             )
         # Moves the arena's buffers: before the accumulator takes their addresses.
         peer_to_peer = PeerToPeer.of(distributed, self.arena)
-        self._accumulate_into_arena(accumulate)
+        # An ordered reducer takes the sums away after each micro-batch.
+        self._accumulate_into_arena(accumulate, may_leave_sums=not distributed.ordered)
         reducer = make_reducer(
             distributed,
             self.arena,
@@ -282,8 +282,9 @@ class TrainStep:
         self.reducer = reducer
         self._cleanup.callback(lambda: reducer.close(self._closes_alone))
 
-    def _accumulate_into_arena(self, mode: str):
+    def _accumulate_into_arena(self, mode: str, may_leave_sums: bool = True):
         self.accumulator = GradientAccumulator(self.arena, mode, exposed_after="finish")
+        self.accumulator.leaves_sums = mode == "fused" and may_leave_sums
         self._cleanup.callback(self.accumulator.close)
 
     # ---- a step ----

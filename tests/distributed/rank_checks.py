@@ -184,6 +184,11 @@ def run(model, steps, ranks, rank, shares, **options):
             out = step(mine or None)
             values = (out.loss, out.tokens, out.norm)
             outs.append([None if t is None else t.tolist() for t in values])
+            if step.accumulator.leaves_sums:
+                # The next step overwrites what this one has left: NaN in its place do no harm.
+                for sums in step.arena.grad_views:
+                    sums.fill_(float("nan"))
+                step.arena.grads_changed()
         return weights(model), outs
 
 
