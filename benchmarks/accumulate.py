@@ -27,7 +27,6 @@ from gpuaccel.ops.accumulate import accumulate_kernel
 from gpuaccel.optim.accumulate import MODES, GradientAccumulator
 from gpuaccel.optim.accumulation_modes import add_to_arena
 from gpuaccel.optim.arena import Arena
-from gpuaccel.training.models import preset
 from gpuaccel.training.step import token_loss
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -202,7 +201,7 @@ def show(results: dict):
 
 
 def main():
-    record("accumulate", lambda: measure(preset("llama-350m")), show)
+    record("accumulate", measure, show, GiB=70)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ Needs a GPU and about a minute.
 4. The host's launches and waits (ledger).
 """
 
+import dataclasses
+
 import torch
 from common import DEVICE, record, show_table
 from timing import captured, copy_rate, milliseconds_after, wall
@@ -22,7 +24,6 @@ from gpuaccel.measure import ledger
 from gpuaccel.ops.clip import EPS, clip_kernel
 from gpuaccel.optim.arena import Arena
 from gpuaccel.optim.clip import clip_grad_norm_, clip_grads_
-from gpuaccel.training.models import preset
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # A max_norm that no gradient reaches.
@@ -204,8 +205,8 @@ def times_torch(times: dict, peer: str) -> dict:
 # ---- the script ---------------------------------------------------------------------------------
 
 
-def measure() -> dict:
-    config = preset("llama-350m", kv_heads=16)
+def measure(config) -> dict:
+    config = dataclasses.replace(config, kv_heads=config.heads)
     results = {name: large(config, dtype) for name, dtype in DTYPES.items()}
     return {**results, "small": small()}
 
@@ -240,7 +241,7 @@ def show_small(results: dict):
 
 
 def main():
-    record("clip", measure, show)
+    record("clip", measure, show, GiB=20)
 
 
 if __name__ == "__main__":

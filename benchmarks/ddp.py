@@ -32,13 +32,14 @@ import signal
 import statistics
 import sys
 
+import memory
 import torch
-from common import Clock, plain, show_table, write
+from common import Clock, measuring_here, plain, show_table, write
 from ddp_ranks import Bench, Rank, Variant
-from power import Sampler
+from power import measuring
 from workers import KERNELS_USED, RankWorkers, WorkerError
 
-from gpuaccel.training.models import Transformer, preset
+from gpuaccel.training.models import Transformer
 
 # ---- the variants -------------------------------------------------------------------------------
 
@@ -96,8 +97,9 @@ GROUPS = {
 PARTS = *GROUPS, "bits", "bandwidth"
 # Groups that are made at once, side by side. Others are made when it is their turn, to save memory.
 MADE_FIRST = (COMPILED, CAPTURED, REPLAYED)
-# Bytes of a GPU's memory for MADE_FIRST; with less, REPLAYED is made when it is its turn.
-MEMORY_FOR_ALL = 130 << 30
+# GiB of a GPU's memory for MADE_FIRST; with less, REPLAYED is made when it is its turn. And with
+# less than GIB the model is smaller.
+GIB_FOR_ALL, GIB = 130, 70
 # Seconds in which a variant is made: compiling takes long. Ranks notice a hanging GPU themselves.
 MAKING = 180.0
 # Launched steps of a turn.
@@ -258,7 +260,8 @@ class Run:
                 workers, key, count, alone = timers[name]
                 calls = max(CALLS, SETTLED // count) if settle else CALLS
                 try:
-                    answers = self.workers.ask(workers, "times", key, count, calls, alone)
+                    with measuring(f"{', '.join(key)}, {count}"):
+                        answers = self.workers.ask(workers, "times", key, count, calls, alone)
                 except WorkerError as error:
                     del times[name]
                     self.failed(f"times of {', '.join(key)}, {count}", error)
@@ -568,7 +571,7 @@ def arguments() -> argparse.Namespace:
 def main():
     args = arguments()
     made_first = MADE_FIRST
-    if torch.cuda.get_device_properties(0).total_memory < MEMORY_FOR_ALL:
+    if memory.available_GiB() < GIB_FOR_ALL:
         made_first = tuple(group for group in MADE_FIRST if group != REPLAYED)
     # A kernel that does not run here stops the benchmark; otherwise torch would take its place.
     os.environ["GPUACCEL_GPU"] = "require"
@@ -589,12 +592,13 @@ def main():
         key = str(result["ranks"])
         results[key] = plain({**result, "nccl": nccl})
         if args.write:
-            write(f"ddp_{key}gpus", {key: results[key]}, script="ddp", gpus=int(key))
+            write(f"ddp_{key}gpus", {key: results[key]}, script="ddp", size=size, gpus=int(key))
 
     options = args.buckets, args.seconds, args.parts
-    with Sampler():
+    config, size = memory.models_that_fit(GIB)[0]
+    with measuring_here():
         for ranks in args.gpus:
-            bench = Bench(preset("llama-350m"))
+            bench = Bench(config)
             show(measure(bench, ranks, *options, keep, groups, made_first))
     failed = {n: r["failed"] for n, r in results.items() if r["failed"]}
     if failed:

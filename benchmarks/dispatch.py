@@ -36,11 +36,11 @@ import importlib
 import math
 import os
 
+import memory
 import torch
 import torch.nn.functional as F
-from common import DEVICE, Clock, plain, show_table, with_goal, write
+from common import DEVICE, Clock, measuring_here, plain, show_table, with_goal, write
 from dispatch_layers import BATCHES, CPU, Layers, on_the_cpu
-from power import Sampler
 from timing import (
     OURS,
     clock_MHz,
@@ -98,6 +98,8 @@ CASES = {
     },
     "layers": BATCHES,
 }
+# GiB that all cases need side by side.
+GIB = 70
 # Elements of the copy that gives the copy rate; elements that float64 takes at a time.
 COPIED, CHUNK = 2**27, 2**23
 # Per element of h (or y): elements read and written, and special functions.
@@ -583,11 +585,23 @@ PARTS = {
 }
 
 
-def measure(parts, cases=None, here: bool = False, done=lambda *_: None) -> dict:
+def cases_that_fit() -> "tuple[dict, str | None]":
+    """The cases for the memory that is there; in words, if they are fewer."""
+    if memory.available_GiB() >= GIB:
+        return CASES, None
+    batches = (4, 8)
+    words = f"layers and steps in batches of {' and '.join(map(str, batches))}"
+    return {**CASES, "layers": {f"batch {B}": (B,) for B in batches}}, words
+
+
+def measure(
+    parts, cases=None, here: bool = False, at_once: bool = True, done=lambda *_: None
+) -> dict:
     """part -> case -> result. A case that fails is printed and the others go on, so that one run
     tells all.
 
     here: in this process (for tests)
+    at_once: all cases compile side by side, which takes memory
     done(part, result): called after each part
 
     Raises RuntimeError that names the cases that failed, if any."""
@@ -597,9 +611,9 @@ def measure(parts, cases=None, here: bool = False, done=lambda *_: None) -> dict
         for part in parts
         for case, args in cases[part].items()
     }
-    with Workers(variants, here) as workers:
+    with Workers(variants, here, at_once) as workers:
         workers.ready()
-        clock.say("all is compiled")
+        clock.say("all is compiled" if at_once else "each case compiles in its turn")
         for part in parts:
             results[part] = {}
             for case in cases[part]:
@@ -640,10 +654,13 @@ def main():
     # A kernel that does not run here stops the benchmark; otherwise torch would take its place.
     os.environ["GPUACCEL_GPU"] = "require"
     parts = [name for name in PARTS if not chosen or name in chosen]
-    with Sampler():
-        results = measure(parts, done=lambda part, result: PARTS[part][1](result))
+    cases, size = cases_that_fit()
+    with measuring_here():
+        results = measure(
+            parts, cases, at_once=not size, done=lambda part, result: PARTS[part][1](result)
+        )
         if not chosen:
-            write("dispatch", results)
+            write("dispatch", results, size=size)
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ import hashlib
 import math
 import statistics
 
+import memory
 import torch
-from common import DEVICE, Clock, plain, show_table, with_goal, write
-from power import Sampler
+from common import DEVICE, Clock, measuring_here, plain, show_table, with_goal, write
 from timing import copy_rate, host_milliseconds, in_turns, queued, release, timed
 from torch import nn
 from training import inputs_and_targets
@@ -68,6 +68,8 @@ ALL_CHANNELS = 2**26
 CHANNELS = 64
 # The largest error of fp32 sums, relative to the sum of the absolute values.
 ROUNDING = 1e-6
+# GiB of memory for the largest grid and the whole GPT-2.
+GIB = 60
 # Steps of each of the two runs; steps of a turn.
 STEPS, CALLS = 200, 5
 
@@ -693,6 +695,16 @@ PARTS = {
 }
 
 
+def sizes_that_fit() -> "tuple[dict, str | None]":
+    """Arguments of the parts for the memory that is there; in words, if they are smaller."""
+    if memory.available_GiB() >= GIB:
+        return {}, None
+    counts = COUNTS[:-1]
+    config = preset("gpt2-124m", layers=4, vocab=16384)
+    words = f"at most {counts[-1]:,} tokens; GPT-2 with 4 layers and 16,384 tokens"
+    return {"grid": {"counts": counts}, "step": {"config": config, "rows": 2}}, words
+
+
 def main():
     parser = argparse.ArgumentParser(description="The encoder's backward against torch.")
     parser.add_argument(
@@ -706,15 +718,16 @@ def main():
     if unknown:
         parser.error(f"no part {', '.join(sorted(unknown))}; expected some of {', '.join(PARTS)}")
     results, clock = {}, Clock()
-    with Sampler():
+    arguments, size = sizes_that_fit()
+    with measuring_here():
         for name, (measure, show) in PARTS.items():
             if not chosen or name in chosen:
-                results[name] = plain(measure())
+                results[name] = plain(measure(**arguments.get(name, {})))
                 show(results[name])
                 clock.say(f"{name} is done")
                 release()
         if not chosen:
-            write("encoder", results)
+            write("encoder", results, size=size)
 
 
 if __name__ == "__main__":

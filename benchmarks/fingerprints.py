@@ -37,8 +37,14 @@ import sys
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# These write and print results; they measure nothing.
-UNMEASURED = ("benchmarks/common.py", "benchmarks/fingerprints.py", "benchmarks/power.py")
+# These write and print results, and choose sizes, which a result names; they measure nothing.
+UNMEASURED = (
+    *(f"benchmarks/{name}.py" for name in ("common", "fingerprints", "memory", "power")),
+    # The version.
+    "gpuaccel/__init__.py",
+)
+# Modules that hand on names of others, beside each __init__.py.
+FACADES = ("gpuaccel/public.py",)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -118,29 +124,56 @@ def module_fingerprint(text: str, script: bool = False) -> str:
 def imported(text: str, name: str, root: pathlib.Path) -> "list[str]":
     """Modules of gpuaccel and of benchmarks/ that module `name` imports outside of functions.
 
-    What its code does not use does not count."""
-    package = list(pathlib.PurePath(name).parts[:-1])
+    What its code does not use does not count. A name that a room's __init__.py hands on is of the
+    module that defines it, and so is `ga.name`."""
+    tree = _parse(text)
+    used = names_used(tree)
     paths = []
-    used = names_used(_parse(text))
-    for node in _parse(text).body:
-        names = [alias for alias in getattr(node, "names", []) if _name_of(alias) in used]
-        if not names:
-            continue
-        if isinstance(node, ast.Import):
-            wanted = [alias.name for alias in names]
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) + 1 - node.level] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            wanted = [base, *(f"{base}.{alias.name}" for alias in names)]
-        else:
-            continue
-        for module in wanted:
-            # A script finds its neighbours in benchmarks/ by their bare names.
-            folder = "" if module.startswith("gpuaccel.") else "benchmarks/"
-            path = f"{folder}{module.replace('.', '/')}.py"
-            if (root / path).is_file():
-                paths.append(path)
+    for node in tree.body:
+        for alias in getattr(node, "names", []) if isinstance(node, IMPORTS) else []:
+            bound = _name_of(alias)
+            if bound not in used:
+                continue
+            if isinstance(node, ast.ImportFrom):
+                paths += _definition(_base(node, name), alias.name, root)
+            elif alias.name == "gpuaccel":
+                for part in ast.walk(tree):
+                    if isinstance(part, ast.Attribute) and _is_name(part.value, bound):
+                        paths += _definition("gpuaccel.public", part.attr, root)
+            else:
+                paths += _definition(alias.name, None, root)
     return paths
+
+
+def _base(node: ast.ImportFrom, name: str) -> str:
+    """The module that `from ... import` names, in the module with the path `name`."""
+    package = list(pathlib.PurePath(name).parts[:-1])
+    above = package[: len(package) + 1 - node.level] if node.level else []
+    return ".".join([*above, *([node.module] if node.module else [])])
+
+
+def _definition(module: str, member: "str | None", root: pathlib.Path) -> "list[str]":
+    """The path of the module that defines a member of a module; [] for modules of others.
+
+    member: None for the module itself"""
+    # A script finds its neighbours in benchmarks/ by their bare names.
+    folder = "" if module.split(".")[0] == "gpuaccel" else "benchmarks/"
+    path = f"{folder}{module.replace('.', '/')}"
+    if member and (root / path / f"{member}.py").is_file():
+        return [f"{path}/{member}.py"]
+    if not (root / f"{path}.py").is_file():
+        path += "/__init__"
+    path += ".py"
+    if not (root / path).is_file():
+        return []
+    if path not in FACADES and not path.endswith("/__init__.py"):
+        return [path]
+    for node in _parse((root / path).read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if _name_of(alias) == member:
+                    return _definition(_base(node, path), alias.name, root)
+    return [] if member is None or path in FACADES else [path]
 
 
 @functools.cache
@@ -277,14 +310,14 @@ def machine_code(kernels, arch: str, root: pathlib.Path = ROOT) -> dict:
         }
         for use in sorted(kernels)
     ]
-    return {"arch": arch, "nvrtc": _nvrtc_version(), "kernels": rows}
+    return {"arch": arch, "nvrtc": nvrtc_version(), "kernels": rows}
 
 
 def changed_kernels(before: "dict | None", files, root: pathlib.Path) -> "set[str] | None":
     """Which kernels have another machine code; None where this NVRTC cannot tell.
 
     before: a result's machine_code(). files: those whose tokens changed; headers are in all."""
-    if before is None or not before["kernels"] or before["nvrtc"] != _nvrtc_version():
+    if before is None or not before["kernels"] or before["nvrtc"] != nvrtc_version():
         return None
     all_files = any(name.endswith(".cuh") for name in files)
     changed = set()
@@ -342,7 +375,7 @@ def code_of(cubin: bytes, kernel: str) -> bytes:
     return b"\n".join(sorted(parts))
 
 
-def _nvrtc_version() -> "str | None":
+def nvrtc_version() -> "str | None":
     """As 12.9; None without NVRTC."""
     from gpuaccel.compiler import nvrtc
     from gpuaccel.errors import BackendError

@@ -222,7 +222,7 @@ def speed(steps: dict, workers: Workers, config, shapes=SHAPES) -> dict:
             run()
         timers = {name: functools.partial(queued, run, CALLS) for name, run in runs.items()}
         timers[COMPILED] = lambda: workers.ask((rows, T), "times", CALLS)
-        times = in_turns(timers)
+        times = in_turns(timers, what=f"{rows} x {T}")
         busy = {name: busy_ms(run) for name, run in runs.items()}
         row = results[f"{rows} x {T}"] = {}
         for name, ms in times.items():
@@ -416,8 +416,9 @@ def show(results: dict):
 def main():
     record(
         "graphs",
-        lambda: measure(preset("llama-350m"), preset("tiny"), preset("tiny", layers=1)),
+        lambda config: measure(config, preset("tiny"), preset("tiny", layers=1)),
         show,
+        GiB=70,
     )
 
 

@@ -33,8 +33,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import torch.nn.functional as F
-from common import RESULTS, Clock, environment, show_table
-from fingerprints import fingerprints, kernels_in_use
+from common import RESULTS, Clock, facts, save, show_table
 from torch import nn
 
 import gpuaccel as ga
@@ -390,11 +389,11 @@ def write(path: pathlib.Path, results: dict, steps: int):
     """Write the results. Cells that could not run here are those of the file, if it has them."""
     old = json.loads(path.read_text()) if path.is_file() else {"results": {}, "columns": {}}
     merged, columns = old["results"], old["columns"]
-    facts = environment()
+    here = facts("models")
     versions = {
         "torch": torch.__version__,
         "transformers": importlib.metadata.version("transformers"),
-        "date": facts["date"],
+        "date": here["date"],
     }
     for model, modes in results.items():
         for mode, cells in modes.items():
@@ -405,21 +404,17 @@ def write(path: pathlib.Path, results: dict, steps: int):
                 else:
                     row[column] = value
                     device = COLUMNS[column][1]
-                    on = facts["gpu"] if device == "cuda" else "CPU"
+                    on = here["gpu"] if device == "cuda" else "CPU"
                     columns[column] = {"on": on, **versions}
     result = {
-        "benchmark": "models",
-        **facts,
+        **here,
         "columns": columns,
         "steps": steps,
         "micro_batches": MICRO_BATCHES,
         "tolerances": {"loss": LOSS_TOLERANCE, "weight": WEIGHT_TOLERANCE},
-        "fingerprints": fingerprints("models", kernels_in_use()),
         "results": merged,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print("\nwritten:", path.name, flush=True)
+    save(path, result)
 
 
 def show(results: dict):

@@ -2,13 +2,13 @@
 
 One `nvidia-smi` beside the benchmark writes a line for each GPU every 50 ms. measuring() marks the
 time of a measurement, in any process; workers hand their marks over when they are closed. A reading
-is the median of the lines of that time.
+is the median of the lines of that time, of all measurements or of those of one variant.
 
 >>> with Sampler():
-...     with measuring("ours"):
+...     with measuring("T = 1024", "ours"):
 ...         run()
-...     reading("ours")
-{'W': 655.0, 'limit_W': 700.0, 'SM_MHz': 1755.0, 'C': 61.0, 'samples': 8}
+...     readings()
+{'T = 1024, ours': {'W': 655.0, 'limit_W': 700.0, 'SM_MHz': 1755.0, 'C': 61.0, 'samples': 8}}
 
 nvidia-smi and not NVML: it needs no package.
 """
@@ -28,20 +28,22 @@ NAMES = ("W", "limit_W", "SM_MHz", "C")
 EVERY = 50
 LATE = 2.0
 
-# (what, began, ended) of each measurement of this process and of its closed workers, by time.time()
+# (name, began, ended) of each measurement of this process and of its closed workers, by time.time();
+# the name is "" for one that is only part of the whole
 SPANS: "list[tuple]" = []
 # Samplers that run; the last one is read.
 _running: "list[Sampler]" = []
 
 
 @contextlib.contextmanager
-def measuring(what=None):
-    """Mark the time inside as a measurement. what: its name for reading()."""
+def measuring(*names):
+    """Mark the time inside as a measurement. names: of the variant, for readings()."""
+    flat = [part for name in names for part in (name if isinstance(name, tuple) else (name,))]
     began = time.time()
     try:
         yield
     finally:
-        SPANS.append((what, began, time.time()))
+        SPANS.append((", ".join(str(part) for part in flat if part != ""), began, time.time()))
 
 
 class Sampler:
@@ -99,22 +101,28 @@ class Sampler:
             return max((MiB for *_, MiB in self._samples if MiB is not None), default=None)
 
 
-def reading(*names, gpus: int = 1) -> "dict | None":
-    """Medians during the measurements of these names; of all of them where none is given.
+def reading(name: "str | None" = None, gpus: int = 1) -> "dict | None":
+    """Medians during the measurements of one variant; of all measurements where none is named.
 
     gpus: how many GPUs measured
     Returns None where nothing was read."""
     if not _running:
         return None
-    spans = [span for span in SPANS if not names or span[0] in names]
+    spans = [span for span in SPANS if name in (None, span[0])]
     samples = _running[-1].samples(spans, visible_gpus()[:gpus])
     if not samples:
         return None
     medians = {}
-    for name, values in zip(NAMES, zip(*(values for _, values, *_ in samples))):
+    for key, values in zip(NAMES, zip(*(values for _, values, *_ in samples))):
         known = [value for value in values if value is not None]
-        medians[name] = statistics.median(known) if known else None
+        medians[key] = statistics.median(known) if known else None
     return {**medians, "samples": len(samples)}
+
+
+def readings(gpus: int = 1) -> dict:
+    """reading() of each variant that has one."""
+    names = dict.fromkeys(name for name, *_ in SPANS if name)
+    return {name: found for name in names if (found := reading(name, gpus))}
 
 
 def most_GiB() -> "float | None":
@@ -149,4 +157,6 @@ def number(text: str) -> "float | None":
 
 def nvidia_smi() -> "list[str]":
     fields = ",".join((*FIELDS, "memory.used", "index"))
-    return ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", f"-lms={EVERY}"]
+    return ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"] + [
+        f"--loop-ms={EVERY}"
+    ]

@@ -20,8 +20,9 @@ import contextlib
 import copy
 import statistics
 
+import memory
 import torch
-from common import DEVICE, Clock, record, show_table
+from common import DEVICE, Clock, measuring_here, show_table, write
 from timing import queued, release
 from training import build
 
@@ -44,6 +45,8 @@ SMALL = preset("tiny")
 SHAPE = dict(layers=8, hidden=256, intermediate=768, heads=8, kv_heads=8, T=512)
 # Sequences of a step, by notebook.
 ROWS = {"01": 64, "02": 16, "03": 8, "04": 16, "05": 16, "07": 16}
+# GiB of memory for so many.
+GIB = 60
 # Steps that are timed, of two runs that are compared, and of 07's losses.
 CALLS = 6
 STEPS = 3
@@ -328,7 +331,15 @@ def show(results: dict):
 
 
 def main():
-    record("rungs", lambda: measure(ranks=torch.cuda.device_count()), show)
+    rows, size = ROWS, None
+    if memory.available_GiB() < GIB:
+        # Four micro-batches need four.
+        rows = {notebook: max(4, count // 8) for notebook, count in ROWS.items()}
+        size = "an eighth of the sequences, at least four"
+    with measuring_here():
+        results = measure(rows=rows, ranks=torch.cuda.device_count())
+        show(results)
+        write("rungs", results, size=size)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from gpuaccel.measure import peak_flops
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
 from gpuaccel.training import Replay
-from gpuaccel.training.models import flops_per_token, preset
+from gpuaccel.training.models import flops_per_token
 from gpuaccel.training.step import TrainStep
 
 # Sequences of a micro-batch; micro-batches of a step.
@@ -242,7 +242,7 @@ def show(results: dict):
 
 
 def main():
-    record("step", lambda: measure(preset("llama-350m")), show)
+    record("step", measure, show, GiB=70)
 
 
 if __name__ == "__main__":

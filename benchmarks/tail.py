@@ -17,6 +17,7 @@ set the sums to zero.
    float64, all with the same gradients; and with each model's own gradients.
 """
 
+import dataclasses
 import gc
 
 import torch
@@ -314,8 +315,8 @@ def trained(config, names, own_gradients: bool, steps: int) -> "dict[str, torch.
 # ---- the script ---------------------------------------------------------------------------------
 
 
-def measure() -> dict:
-    config = preset("llama-350m", kv_heads=16)
+def measure(config) -> dict:
+    config = dataclasses.replace(config, kv_heads=config.heads)
     results = {}
     for name, dtype in DTYPES.items():
         results[name] = tail(config, dtype)
@@ -343,7 +344,7 @@ def show(results: dict):
 
 
 def main():
-    record("tail", measure, show)
+    record("tail", measure, show, GiB=45)
 
 
 if __name__ == "__main__":

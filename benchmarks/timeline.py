@@ -10,15 +10,13 @@ order of events, not how long they take.
 """
 
 import torch
-from common import show_table, write
-from power import Sampler
+from common import record, show_table
 from training import SETTINGS, build, token_batch
 from workers import Workers
 
 from gpuaccel.measure.timeline import facts, lines, tail
 from gpuaccel.optim.adamw import AdamW
 from gpuaccel.optim.arena import Arena
-from gpuaccel.training.models import preset
 from gpuaccel.training.step import CLIPS, TrainStep
 
 
@@ -45,13 +43,14 @@ class Tail:
         return {**facts(spans), "tensors": len(self.step.arena.segments), "spans": lines(spans)}
 
 
-def measure(config, rows: int, compile: bool = True, here: bool = False) -> dict:
+def measure(config, rows: int = 4, compile: bool = True, here: bool = False) -> dict:
     with Workers({clip: (Tail, clip, config, rows, compile) for clip in CLIPS}, here) as workers:
         workers.ready()
-        return {clip: workers.ask(clip, "spans") for clip in CLIPS}
+        tails = {clip: workers.ask(clip, "spans") for clip in CLIPS}
+    return {"what": "after the last backward of a Llama model", "tails": tails}
 
 
-def show(tails: dict):
+def show(results: dict):
     rows = [
         (
             name,
@@ -62,17 +61,14 @@ def show(tails: dict):
             f"{r['gpu_busy'] or 0:.0%}",
             len(r["spans"]),
         )
-        for name, r in tails.items()
+        for name, r in results["tails"].items()
     ]
     head = ("clip", "tensors", "waits", "launches", "ms", "GPU busy", "spans")
     show_table("after the last backward", rows, head)
 
 
 def main():
-    with Sampler():
-        tails = measure(preset("llama-350m", T=1024), rows=4)
-        show(tails)
-        write("timeline", {"what": "after the last backward of llama-350m", "tails": tails})
+    record("timeline", measure, show, GiB=45)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@
 
 import functools
 import gc
-import os
 import statistics
 import subprocess
 import time
@@ -25,16 +24,9 @@ SPAN = 1.0
 MAX_CALLS = 32
 # Milliseconds of one measurement.
 BUDGET = 500.0
-# Rounds are multiplied by this: benchmarks/run.py --repeats 0.5.
-REPEATS = float(os.environ.get("GPUACCEL_BENCH_REPEATS", 1))
 
 
 # ---- time ---------------------------------------------------------------------------------------
-
-
-def fewer(rounds: int) -> int:
-    """Rounds, lowered by REPEATS; at least 3 remain of 3 and more."""
-    return max(min(rounds, 3), round(rounds * REPEATS))
 
 
 def milliseconds(functions: dict, rounds: int = 20, warm_up: int = 3) -> "dict[str, float]":
@@ -49,7 +41,7 @@ def milliseconds(functions: dict, rounds: int = 20, warm_up: int = 3) -> "dict[s
     events = {name: [] for name in functions}
     torch.cuda.synchronize()
     with measuring():
-        for _ in range(fewer(rounds)):
+        for _ in range(rounds):
             # In clock cycles: half a millisecond.
             torch.cuda._sleep(1_000_000)
             for name, function in functions.items():
@@ -129,16 +121,18 @@ def wall(run, calls: int = 50) -> float:
     return statistics.median(times)
 
 
-def in_turns(timers: dict, rounds: int = 4) -> "dict[str, float]":
+def in_turns(timers: dict, rounds: int = 4, what: str = "") -> "dict[str, float]":
     """Median of the times that each timer returns.
 
     They are called in turns (a, b, c, a, b, c, ...), so that drift of the clock rate affects all
-    alike. Each turn is a measurement of that name (power.reading).
-    timers: name -> a function that returns a list of milliseconds."""
+    alike. Each turn is a measurement for power.readings().
+
+    timers: name -> a function that returns a list of milliseconds
+    what: comes before the names of its measurements"""
     times = {name: [] for name in timers}
-    for _ in range(fewer(rounds)):
+    for _ in range(rounds):
         for name, timer in timers.items():
-            with measuring(name):
+            with measuring(what, name):
                 times[name] += timer()
     return {name: statistics.median(values) for name, values in times.items()}
 

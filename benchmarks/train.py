@@ -12,6 +12,7 @@ import statistics
 
 import torch
 from common import DEVICE, record, show_table
+from power import measuring
 from timing import separately
 from training import SETTINGS, build, token_batch
 from workers import Workers
@@ -19,7 +20,7 @@ from workers import Workers
 from gpuaccel.measure import Meter, ledger, peak_flops
 from gpuaccel.optim.accumulate import MODES
 from gpuaccel.optim.arena import Arena
-from gpuaccel.training.models import flops_per_token, preset
+from gpuaccel.training.models import flops_per_token
 from gpuaccel.training.step import TrainStep
 
 # Sequences of a micro-batch.
@@ -91,7 +92,8 @@ def speed(workers: Workers, config) -> dict:
                     continue
                 # The first turn warms up.
                 calls = 2 if turn == 0 and mode != "host" else 1
-                times[mode].append(workers.ask(mode, "times", micro_batches, calls)[-1])
+                with measuring(mode, micro_batches):
+                    times[mode].append(workers.ask(mode, "times", micro_batches, calls)[-1])
         tokens = B * config.T * micro_batches
         for mode, values in times.items():
             rate = tokens / statistics.median(values) * 1e3
@@ -132,7 +134,7 @@ def show(results: dict):
 
 
 def main():
-    record("train", lambda: measure(preset("llama-350m")), show)
+    record("train", measure, show, GiB=70)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 
+import memory
 import power
 from fingerprints import KernelUse, kernels_in_use
 
@@ -69,10 +70,12 @@ class Workers:
 
     variants: name -> (function or class, its arguments); a module must define it under its name
     here: make and run the variants in this process (for tests)
+    at_once: start all processes now; otherwise each when it is first asked, where memory is scarce
     """
 
-    def __init__(self, variants: dict, here: bool = False):
+    def __init__(self, variants: dict, here: bool = False, at_once: bool = True):
         self._objects = None
+        self._waiting = {}
         self._pipes = {}
         self._processes = {}
         self._ready = set()
@@ -81,21 +84,28 @@ class Workers:
         if here:
             self._objects = {name: make(*args) for name, (make, *args) in variants.items()}
             return
+        side_by_side = len(variants) if at_once else 1
+        self._threads = max(2, (os.cpu_count() or 2) // max(1, side_by_side))
+        self._waiting.update(variants)
+        if at_once:
+            for name in variants:
+                self._start(name)
+
+    def _start(self, name):
+        make, *args = self._waiting.pop(name)
         context = multiprocessing.get_context("spawn")
-        threads = max(2, (os.cpu_count() or 2) // max(1, len(variants)))
-        with environment(TORCHINDUCTOR_COMPILE_THREADS=str(threads)):
-            for name, (make, *args) in variants.items():
-                self._pipes[name], pipe = context.Pipe()
-                self._processes[name] = context.Process(target=_serve, args=(pipe, make, args))
-                self._processes[name].start()
-                pipe.close()
+        with environment(TORCHINDUCTOR_COMPILE_THREADS=str(self._threads)):
+            self._pipes[name], pipe = context.Pipe()
+            self._processes[name] = context.Process(target=_serve, args=(pipe, make, args))
+            self._processes[name].start()
+            pipe.close()
 
     @property
     def names(self) -> list:
-        return list(self._pipes if self._objects is None else self._objects)
+        return [*self._pipes, *self._waiting] if self._objects is None else list(self._objects)
 
     def ready(self):
-        """Wait until every variant is made."""
+        """Wait until every variant that was started is made."""
         with self._ready_lock:
             for name in self._pipes.keys() - self._ready:
                 self._answer(name)
@@ -105,6 +115,8 @@ class Workers:
         """The result of a variant's method. Raises WorkerError where the variant fails."""
         if self._objects is not None:
             return getattr(self._objects[name], method)(*args)
+        if name in self._waiting:
+            self._start(name)
         self.ready()
         self._pipes[name].send((method, args))
         return self._answer(name)
@@ -134,6 +146,7 @@ class Workers:
                     power.SPANS += spans
                 # The worker's recv() raises EOFError, and the worker ends.
                 self._pipes.pop(name).close()
+            self._waiting.pop(name, None)
         for name in self._processes.keys() - self._pipes.keys():
             process = self._processes.pop(name)
             process.join(20)
@@ -161,6 +174,7 @@ def _serve(pipe, make, args):
     """A worker: make the variant, report it, then answer until the pipe is closed."""
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError, KeyboardInterrupt):
         try:
+            memory.obey_limit()
             variant = make(*args)
             pipe.send((None, None))
             while True:
@@ -316,6 +330,7 @@ def _serve_rank(rank, ranks, device, store, timeout, pipe, make, args):
                 if made is None:
                     if device == "cuda":
                         torch.cuda.set_device(rank)
+                        memory.obey_limit()
                     dist.init_process_group(
                         "nccl" if device == "cuda" else "gloo",
                         init_method=f"file://{store}",

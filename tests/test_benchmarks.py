@@ -57,19 +57,31 @@ def test_a_result_says_what_it_measured(path, fingerprints):
 FILES = {
     "benchmarks/probe.py": """
         import common
-        from helper import measure
-        from gpuaccel.optim.clip import clip_
+        import unused
+        import gpuaccel as ga
+        from helper import ROUNDS
+        from gpuaccel.optim import clip_
+        def measure():
+            return [clip_(ga.Arena(), 1.0) for _ in range(ROUNDS)]
         def show_result(r):
-            print(r)
+            common.print(r)
         """,
     "benchmarks/common.py": "TABLE = 1",
     "benchmarks/helper.py": "ROUNDS = 3",
     "benchmarks/other.py": "import gpuaccel.other",
+    "benchmarks/unused.py": "",
     "gpuaccel/__init__.py": "from . import other",
+    "gpuaccel/public.py": "from .optim import Arena\nfrom .other import Other",
     "gpuaccel/other.py": "",
+    "gpuaccel/optim/__init__.py": "from .arena import Arena\nfrom .clip import clip_, unclip_",
+    "gpuaccel/optim/arena.py": "class Arena: pass",
     "gpuaccel/optim/clip.py": """
+        from typing import TYPE_CHECKING
+        from ..errors import Error
         from ..ops import scale
-        def clip_(grads, limit):
+        if TYPE_CHECKING:
+            from .arena import Arena
+        def clip_(grads: Error, limit):
             return scale.scale_(grads, 1 / limit)
         """,
     "gpuaccel/ops/scale.py": """
@@ -81,6 +93,7 @@ FILES = {
             return Kernel("scale", "scale_v1")(x, factor)
         """,
     "gpuaccel/simt.py": "",
+    "gpuaccel/errors.py": "class Error(Exception): pass",
     "kernels_cu/scale.cu": """
         #define THREADS 256
         __global__ void scale_v1(float* x, float factor, int n) { x[threadIdx.x] *= factor; }
@@ -114,6 +127,7 @@ def test_the_measured_modules_are_derived_from_the_imports(probe):
         "benchmarks/helper.py",
         "benchmarks/probe.py",
         "gpuaccel/ops/scale.py",
+        "gpuaccel/optim/arena.py",
         "gpuaccel/optim/clip.py",
         "kernels_cu/common.cuh",
         "kernels_cu/scale.cu",
@@ -125,7 +139,7 @@ def test_the_measured_modules_are_derived_from_the_imports(probe):
     [
         ("gpuaccel/optim/clip.py", "    return", "    # why\n    return"),
         ("gpuaccel/optim/clip.py", "    return", "    '''One sentence.'''\n    return"),
-        ("gpuaccel/optim/clip.py", "(grads, limit):", "(grads, limit: float) -> 'Tensor':"),
+        ("gpuaccel/optim/clip.py", "(grads: Error, limit):", "(grads, limit: float) -> 'Tensor':"),
         (
             "gpuaccel/optim/clip.py",
             "(grads, 1 / limit)",
@@ -133,6 +147,12 @@ def test_the_measured_modules_are_derived_from_the_imports(probe):
         ),
         ("gpuaccel/ops/scale.py", "threads: int", "threads: 'int | None'"),
         ("gpuaccel/simt.py", "", "CHANGED = 1"),
+        ("gpuaccel/optim/clip.py", "from ..errors import Error\n", ""),
+        ("gpuaccel/optim/clip.py", "import TYPE_CHECKING", "import TYPE_CHECKING, Any"),
+        ("gpuaccel/optim/clip.py", "    from .arena import Arena", "    from .arena import Other"),
+        ("gpuaccel/optim/__init__.py", ", unclip_", ""),
+        ("gpuaccel/public.py", "Other", "Others"),
+        ("benchmarks/probe.py", "import unused\n", ""),
         ("benchmarks/probe.py", "print(r)", "print(len(r))"),
         ("benchmarks/common.py", "1", "2"),
         ("kernels_cu/scale.cu", "{ x", "{ // why\n /* and\nhow */ x"),
@@ -178,8 +198,10 @@ def test_a_stale_result_says_which_parts_changed(probe, fingerprints):
 def test_the_kernels_in_use_are_those_that_were_made(fingerprints):
     before = fingerprints.kernels_in_use()
     kernel = ga.Kernel("richards", "richards_forward", DATA_T="float")
-    assert fingerprints.kernels_in_use() == before | {kernel.filename}
-    assert "kernels_cu/richards.cu" in fingerprints.fingerprints("clip", [kernel.filename])
+    (use,) = fingerprints.kernels_in_use() - before
+    assert (use.file, use.name) == ("kernels_cu/richards.cu", "richards_forward") and kernel
+    assert ("DATA_T", "float") in use.defines
+    assert "kernels_cu/richards.cu" in fingerprints.fingerprints("clip", [use.file])
 
 
 def test_an_older_result_is_stale_when_a_file_that_it_names_has_changed(tmp_path, fingerprints):
@@ -286,7 +308,7 @@ def table_of(scripts, monkeypatch, name: str, results: dict) -> str:
     """The report's table of these results, which have been written and read."""
     report = scripts("report")
     result = {**FACTS, "results": json.loads(json.dumps(results))}
-    monkeypatch.setattr(report, "load", lambda _: result)
+    monkeypatch.setattr(report, "load", lambda *_: result)
     table = getattr(report, f"{name}_table")()
     assert CONDITIONS in table
     return table
@@ -448,9 +470,9 @@ def test_graphs_and_timeline_run_and_have_a_table(on_simt, monkeypatch):
     table = table_of(on_simt, monkeypatch, "graphs", r)
     assert table.count("\n| ours") == 3 and "1 (goal 4: missed)" in table
     assert "0 of 10 losses, 0 of 0 M weights (goal 0)" in table
-    tails = timeline.measure(SMALL, 2, compile=False, here=True)
-    timeline.show(tails)
-    assert tails.keys() == set(timeline.CLIPS)
+    result = timeline.measure(SMALL, 2, compile=False, here=True)
+    timeline.show(result)
+    assert result["tails"].keys() == set(timeline.CLIPS)
 
 
 # ---- encoder.py ---------------------------------------------------------------------------------
@@ -726,7 +748,8 @@ def test_each_worker_is_a_process_and_its_errors_come_through(scripts):
     assert workers.KERNELS_USED == set()
     with workers.Workers({"clip": (clip_kernel, "squares_v1", 2.0)}) as some:
         some.ready()
-    assert workers.KERNELS_USED == {"kernels_cu/clip.cu"}
+    (use,) = workers.KERNELS_USED
+    assert (use.file, use.name) == ("kernels_cu/clip.cu", "squares_v1")
     with (
         pytest.raises(workers.WorkerError, match="'gone' has died"),
         workers.Workers({"gone": (os._exit, 1)}) as some,
