@@ -9,13 +9,14 @@ PORT   ?= 8888
 
 BIN := $(VENV)/bin
 
-.PHONY: help lab test check docs sanitize compiler clean
+.PHONY: help lab test check docs bench sanitize compiler clean
 
 help:
 	@echo "make lab     open JupyterLab on the notebooks"
 	@echo "make test    run every test and every notebook (GPU tests skip themselves where there is no GPU)"
 	@echo "make check   layout, imports and types of the code; make test begins with it"
 	@echo "make docs    build the documentation as a site: build/site/index.html"
+	@echo "make bench   every benchmark on the GPU that is there, and the pages that show them: 20 to 25 minutes"
 	@echo "make sanitize  the GPU tests under NVIDIA's compute-sanitizer; hours, on a machine with a GPU"
 	@echo "make clean   remove the environment and what the tests leave behind"
 	@echo
@@ -75,6 +76,10 @@ check: $(VENV)/.installed
 
 docs: $(VENV)/.docs
 	@OMP_NUM_THREADS=1 $(BIN)/python docs/site/build.py
+
+# Goes on after an interruption. ONLY="step clip" measures these; AGAIN=1 measures all anew.
+bench: compiler
+	@$(BIN)/python benchmarks/run.py $(ONLY) $(if $(AGAIN),--again)
 
 sanitize: $(VENV)/.installed
 	@$(BIN)/python -c 'import sys; sys.path.insert(0, "tests"); import sanitize; sanitize.find_sanitizer()' 2>/dev/null || \

@@ -5,8 +5,6 @@ how close to the copy rate, how much of one GPU's rate is left on several, and t
 notebooks. A chart is an SVG that is readable on a light and on a dark page.
 """
 
-import json
-
 import common
 import report
 
@@ -160,16 +158,12 @@ def rungs(gpu: str) -> "str | None":
 KINDS = {"ratios": ratios, "floor": floor, "several": several, "rungs": rungs}
 
 
-def gpus() -> "list[str]":
-    results = [json.loads(path.read_text()) for path in common.RESULTS.glob("*/*.json")]
-    return sorted({r["gpu"] for r in results if r["benchmark"] != "models"} - {"none: CPU"})
-
-
 def charts() -> "dict[str, str]":
     """File name -> SVG, for all kinds and GPUs."""
+    gpus = [gpu for gpu in report.machines("*") if not gpu.startswith("none")]
     drawn = {}
     for kind, draw in KINDS.items():
-        for gpu in gpus():
+        for gpu in gpus:
             if svg := draw(gpu):
                 drawn[f"{kind}-{gpu.lower().replace(' ', '-')}.svg"] = svg + "\n"
     return drawn

@@ -30,9 +30,9 @@ import ast
 import functools
 import gc
 import hashlib
-import io
 import pathlib
 import re
+import struct
 import sys
 from typing import NamedTuple
 
@@ -353,26 +353,31 @@ def code_of(cubin: bytes, kernel: str) -> bytes:
 
     Its instructions and constants, those of functions that several kernels call, and tables of
     constants. Other kernels of the file do not count."""
-    from elftools.elf.elffile import ELFFile
-
-    parts = []
-    sections = list(ELFFile(io.BytesIO(cubin)).iter_sections())
+    found = sections(cubin)
     # A kernel has parameters, which are its constant bank 0.
     bank = ".nv.constant0."
-    kernels = {s.name[len(bank) :] for s in sections if s.name.startswith(bank)}
-    for section in sections:
-        name, words = section.name, section.name.split(".")
-        kind = ".".join(words[:2] if words[1:2] == ["text"] else words[:3])
-        owner = name[len(kind) + 1 :]
-        if kind not in (".text", ".nv.shared", ".nv.local") and not re.match(
-            r"\.nv\.(constant\d+|global)", kind
-        ):
-            continue
-        if owner in kernels and owner != kernel:
-            continue
-        data = b"" if section["sh_type"] == "SHT_NOBITS" else section.data()
-        parts.append(f"{name} {section['sh_size']} ".encode() + data)
+    kernels = {name[len(bank) :] for name in found if name.startswith(bank)}
+    parts = []
+    for name, content in found.items():
+        match = re.match(r"(\.text|\.nv\.(?:shared|local|constant\d+|global)[^.]*)(?:\.|$)", name)
+        owner = match and name[match.end() :]
+        if match and (owner == kernel or owner not in kernels):
+            parts.append(f"{name} {len(content)} ".encode() + content)
     return b"\n".join(sorted(parts))
+
+
+def sections(elf: bytes) -> "dict[str, bytes]":
+    """Name -> content of each section of a 64-bit ELF file; zeros where the file holds none."""
+    (table,) = struct.unpack_from("<Q", elf, 40)
+    size, count, names = struct.unpack_from("<3H", elf, 58)
+    headers = [struct.unpack_from("<2I4Q", elf, table + i * size) for i in range(count)]
+    first = headers[names][4]
+    result = {}
+    for name, kind, _, _, offset, length in headers:
+        words = elf[first + name : elf.index(b"\0", first + name)].decode()
+        # 8: SHT_NOBITS.
+        result[words] = bytes(length) if kind == 8 else elf[offset : offset + length]
+    return result
 
 
 def nvrtc_version() -> "str | None":

@@ -6,9 +6,11 @@ python benchmarks/report.py --check    # fails where the pages show other result
 Both name the results that are stale, and what has changed since they were measured.
 
 A generated part stands between two markers, <!-- name: made by benchmarks/report.py --> and
-<!-- /name -->. A table that has no result keeps its text.
+<!-- /name -->. A table that has no result keeps its text. Results of several GPUs: the tables of the
+first one are open, those of another one are folded below them; short tables have a column for each.
 """
 
+import contextlib
 import dataclasses
 import html
 import json
@@ -24,13 +26,53 @@ DOCS = common.ROOT / "docs"
 PAGES = (common.ROOT / "README.md", DOCS / "benchmarks.md", DOCS / "models.md")
 
 
+# The GPU whose results load() returns where none is asked for; None: the newest result of any GPU.
+_shown: "str | None" = None
+
+
+@contextlib.contextmanager
+def showing(gpu: "str | None"):
+    """Tables that are made inside show the results of this GPU."""
+    global _shown
+    before, _shown = _shown, gpu
+    try:
+        yield
+    finally:
+        _shown = before
+
+
 def load(name: str, gpu: "str | None" = None) -> "dict | None":
     """The newest result of a benchmark, None when there is none. Of several GPUs: ddp_2gpus, ...
 
     gpu: only of this one."""
-    results = [json.loads(path.read_text()) for path in common.RESULTS.glob(f"*/{name}.json")]
-    results = [result for result in results if gpu in (None, result["gpu"])]
+    gpu = gpu or _shown
+    results = [result for result in all_results(name) if gpu in (None, result["gpu"])]
     return max(results, key=lambda result: result["date"], default=None)
+
+
+def all_results(pattern: str = "*") -> "list[dict]":
+    paths = sorted(common.RESULTS.glob(f"*/{pattern}.json"))
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def machines(*patterns: str) -> "list[str]":
+    """The GPUs with results of these files; first the one with most results, then the newest.
+
+    A machine without a GPU is "none"."""
+    everything = all_results()
+
+    def rank(gpu):
+        dates = [result["date"] for result in everything if result["gpu"] == gpu]
+        return len(dates), max(dates), gpu
+
+    found = {result["gpu"] for pattern in patterns for result in all_results(pattern)}
+    return sorted(found, key=rank, reverse=True)
+
+
+def short(gpu: str) -> str:
+    """NVIDIA H100 80GB HBM3 -> H100; no GPU -> CPU."""
+    name, *limit = gpu.removeprefix("NVIDIA ").split(", ")
+    return "CPU" if gpu.startswith("none") else ", ".join([name.split(" ")[0], *limit])
 
 
 # ---- markdown -----------------------------------------------------------------------------------
@@ -58,15 +100,38 @@ def section(*parts) -> str:
 
 
 def conditions(result) -> str:
-    """Where and when a result was measured, and the GPU's medians meanwhile."""
-    words = (
-        f"{result['gpu']}, driver {result['driver']}, torch {result['torch']}, "
-        f"NVRTC {result['nvrtc']}, {result['date']}"
+    """Where and when a result was measured, the GPU's medians meanwhile, and a smaller size."""
+    words = place(result)
+    if result.get("power"):
+        words += f"; {power_words(result['power'], limit=True)}"
+    # More variants than these are in the result file only.
+    variants = result.get("power_by_variant") or {}
+    if 1 < len(variants) <= 10:
+        each = (f"{name} {power_words(power)}" for name, power in variants.items())
+        words += f". By variant: {'; '.join(each)}"
+    if result.get("size"):
+        words += f". Smaller than the text says, to fit into the memory: {result['size']}"
+    return paragraph(f"*{words}.*")
+
+
+def place(result) -> str:
+    """Where and when a result was measured."""
+    gpu = (
+        "Without a GPU"
+        if result["gpu"] == "none"
+        else f"{result['gpu']}, driver {result['driver']}"
     )
-    power = result.get("power")
-    if power:
-        words += f"; {power['W']:.0f} of {power['limit_W']:.0f} W, {power['SM_MHz']:.0f} MHz"
-    return f"*{words}.*"
+    return f"{gpu}, torch {result['torch']}, NVRTC {result['nvrtc']}, {result['date']}"
+
+
+def power_words(power: dict, limit: bool = False) -> str:
+    """690 of 700 W, 1,755 MHz; what a GPU does not tell is left out."""
+    of_limit = f" of {power['limit_W']:.0f}" if limit and power["limit_W"] else ""
+    return ", ".join(
+        f"{power[key]:,.0f}{more}"
+        for key, more in (("W", f"{of_limit} W"), ("SM_MHz", " MHz"))
+        if power[key]
+    )
 
 
 def against_goal(value, goal, reached) -> str:
@@ -994,6 +1059,38 @@ def tail_table() -> str:
     )
 
 
+# ---- without a GPU -------------------------------------------------------------------------------
+
+
+def cpu_table() -> str:
+    """Clipping with AdamW, and whole steps, beside torch's own."""
+    result = load("cpu")
+    r = result["results"]
+    rows = []
+    for threads, measured in r["rows"].items():
+        for what, times in measured.items():
+            for name, ms in times.items():
+                if name != "torch":
+                    rows.append(
+                        (
+                            f"{what}{'' if name == 'ours' else f', `{name}`'}",
+                            threads,
+                            f"{times['torch']:.1f} ms",
+                            f"{ms:.1f} ms",
+                            at_least(times["torch"] / ms, 0.95),
+                        )
+                    )
+    return section(
+        paragraph(
+            f"Clipping and AdamW of all parameters, and whole steps in each accumulation mode ({r['model']}).",
+            "torch: foreach clipping, fused AdamW, gradients that add up in `.grad`",
+            f"(`benchmarks/cpu.py`). On {r['cores']} cores of {r['processor']}.",
+        ),
+        markdown(("what", "threads", "torch", "ours", "against torch"), rows),
+        conditions(result),
+    )
+
+
 # ---- over all benchmarks ------------------------------------------------------------------------
 
 TABLES = {
@@ -1006,7 +1103,10 @@ TABLES = {
     "accumulate": accumulate_table,
     "clip": clip_table,
     "tail": tail_table,
+    "cpu": cpu_table,
 }
+# The files of a table, where they are not named as the table.
+FILES = {"ddp": ("ddp_2gpus", "ddp_4gpus", "ddp_8gpus")}
 TITLES = {
     "step": "One training step",
     "graphs": "CUDA graphs",
@@ -1017,7 +1117,24 @@ TITLES = {
     "accumulate": "Adding gradients",
     "clip": "Clipping",
     "tail": "Tail of a step",
+    "cpu": "Without a GPU",
 }
+
+
+def shown(name: str) -> "list[str]":
+    """The GPUs that have a result for this table, in the order of the page."""
+    return machines(*FILES.get(name, (name,)))
+
+
+def table(name: str) -> str:
+    """A table of every GPU that has a result: that of the first one, and the others folded."""
+    parts = []
+    for index, gpu in enumerate(shown(name)):
+        with showing(gpu):
+            text = TABLES[name]()
+        summary = f"<details>\n<summary>The same on {short(gpu)}</summary>"
+        parts += [text] if index == 0 else [summary, text, "</details>"]
+    return section(*parts)
 
 
 def missed_in(text: str) -> "list[tuple[str, str]]":
@@ -1046,7 +1163,16 @@ def missed_table() -> str:
     rows = []
     for name, make in TABLES.items():
         link = f"[{TITLES[name]}](#{TITLES[name].lower().replace(' ', '-')})"
-        rows += [(link, *row) for row in missed_in(make() if load(name) else "")]
+        gpus = shown(name)
+        # what -> GPU -> value and goal
+        missed: "dict[str, dict[str, str]]" = {}
+        for gpu in gpus:
+            with showing(gpu):
+                for what, cell in missed_in(make()):
+                    missed.setdefault(what, {})[gpu] = cell
+        for what, cells in missed.items():
+            measured = [f"{short(gpu)}: {cells.get(gpu, 'reached')}" for gpu in gpus]
+            rows.append((link, what, "; ".join(measured) if len(gpus) > 1 else cells[gpus[0]]))
     if not rows:
         return "Every goal is reached."
     return markdown(("benchmark", "what", "measured (goal)"), rows)
@@ -1132,11 +1258,17 @@ def claims(gpu: "str | None" = None) -> "list[Claim]":
 
 
 def ratios_table() -> str:
-    """The README's table: one line for each claim."""
-    made = claims()
-    rows = [(claim.what, claim.against, claim.words) for claim in made]
-    lines = dict.fromkeys(conditions(claim.result) for claim in made)
-    return section(markdown(("what", "against", "speed"), rows), *lines)
+    """The README's table: one line for each claim, a column for each GPU."""
+    gpus = machines("step")
+    speeds: "dict[tuple[str, str], dict[str, str]]" = {}
+    lines: "dict[str, None]" = {}
+    for gpu in gpus:
+        for claim in claims(gpu):
+            speeds.setdefault((claim.what, claim.against), {})[gpu] = claim.words
+            lines[f"*{place(claim.result)}.*"] = None
+    heads = map(short, gpus) if len(gpus) > 1 else ["speed"]
+    rows = [(*words, *(values.get(gpu, "") for gpu in gpus)) for words, values in speeds.items()]
+    return section(markdown(("what", "against", *heads), rows), *lines)
 
 
 def charts_part() -> str:
@@ -1244,8 +1376,9 @@ def filled(text: str) -> str:
             text,
             re.DOTALL,
         )
-        if part and (name not in TABLES or load(name)):
-            text = f"{text[: part.end(1)]}{make()}\n{text[part.start(2) :]}"
+        if part and (name not in TABLES or shown(name)):
+            made = table(name) if name in TABLES else make()
+            text = f"{text[: part.end(1)]}{made}\n{text[part.start(2) :]}"
     return text
 
 

@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import itertools
 import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -24,6 +26,7 @@ import torch
 
 import gpuaccel as ga
 from gpuaccel.backends import find_compiler
+from gpuaccel.compiler import nvrtc
 from gpuaccel.ops.clip import clip_kernel
 from gpuaccel.training.models import Config, preset
 
@@ -54,6 +57,14 @@ def test_a_result_says_what_it_measured(path, fingerprints):
         warnings.warn(f"{path.name} was {stale}")
 
 
+def has_nvrtc() -> bool:
+    try:
+        return bool(nvrtc.library())
+    except ga.errors.BackendError:
+        return False
+
+
+needs_nvrtc = pytest.mark.skipif(not has_nvrtc(), reason="NVRTC is not installed")
 FILES = {
     "benchmarks/probe.py": """
         import common
@@ -212,6 +223,58 @@ def test_an_older_result_is_stale_when_a_file_that_it_names_has_changed(tmp_path
     (tmp_path / "kernel.cu").write_text("two")
     (tmp_path / "new.cu").write_text("three")
     assert changed(result, tmp_path) == ["kernel.cu", "new.cu"]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    "edits, stale",
+    [
+        ({"x[threadIdx.x] *= factor": "int i = threadIdx.x; x[i] = factor * x[i]"}, []),
+        ({"other": "another"}, []),
+        ({"y[0] = 1": "y[0] = 2"}, []),
+        ({"*= factor": "+= factor"}, ["kernels_cu/scale.cu: scale_v1"]),
+        ({"THREADS": "(THREADS / 2)"}, ["kernels_cu/scale.cu: scale_v1"]),
+        ({"void scale_v1": "void scale_v2"}, ["kernels_cu/scale.cu: scale_v1"]),
+    ],
+    ids=[
+        "the same another way",
+        "a name",
+        "another kernel",
+        "an operator",
+        "shared memory",
+        "gone",
+    ],
+)
+def test_a_kernel_ages_a_result_when_its_machine_code_changes(
+    edits, stale, tmp_path, fingerprints, monkeypatch
+):
+    text = """
+        extern "C" __global__ void scale_v1(float* x, float factor, int other) {
+            __shared__ float sums[THREADS];
+            x[threadIdx.x] *= factor;
+            sums[threadIdx.x] = x[other];
+            __syncthreads();
+            x[0] += sums[THREADS - 1 - threadIdx.x];
+        }
+        extern "C" __global__ void fill(float* y) { y[0] = 1; }
+        """
+    path = tmp_path / "kernels_cu" / "scale.cu"
+    path.parent.mkdir()
+    path.write_text(text)
+    use = fingerprints.KernelUse("kernels_cu/scale.cu", "scale_v1", (("THREADS", "64"),), ())
+    result = {
+        "benchmark": "none",
+        "fingerprints": fingerprints.fingerprints("none", [use.file], tmp_path),
+        "machine_code": fingerprints.machine_code([use], "sm_90", tmp_path),
+    }
+    result = json.loads(json.dumps(result))
+    for old, new in edits.items():
+        text = text.replace(old, new)
+    path.write_text(text)
+    assert fingerprints.changed(result, tmp_path) == stale
+    # Another NVRTC makes other code of the same kernel: the tokens decide.
+    monkeypatch.setattr(fingerprints, "nvrtc_version", lambda: "1.0")
+    assert fingerprints.changed(result, tmp_path) == ["kernels_cu/scale.cu"]
 
 
 # ---- the scripts on the CPU ---------------------------------------------------------------------
@@ -473,6 +536,325 @@ def test_graphs_and_timeline_run_and_have_a_table(on_simt, monkeypatch):
     result = timeline.measure(SMALL, 2, compile=False, here=True)
     timeline.show(result)
     assert result["tails"].keys() == set(timeline.CLIPS)
+
+
+# ---- power, memory and sizes --------------------------------------------------------------------
+
+# In the place of nvidia-smi: GPU 0 at 600 W, or 500 W while the file exists; GPU 1 tells little.
+NVIDIA_SMI = """
+import datetime, pathlib, sys, time
+while True:
+    now = datetime.datetime.now().strftime("%Y/%m/%d %H:%M:%S.%f")[:-3]
+    watts = 500 if pathlib.Path(sys.argv[1]).exists() else 600
+    print(f"{now}, {watts}.25, 700.00, 1755, 61, 2048, 0")
+    print(f"{now}, [N/A], [N/A], 100, 30, 4096, 1", flush=True)
+    time.sleep(0.01)
+"""
+
+
+def test_power_and_clock_are_read_while_a_variant_is_measured(scripts, tmp_path):
+    power, timing = scripts("power"), scripts("timing")
+    slower = tmp_path / "slower"
+
+    def torch_():
+        slower.touch()
+        time.sleep(0.3)
+        return [2.0]
+
+    def ours():
+        slower.unlink()
+        time.sleep(0.3)
+        return [1.0]
+
+    command = [sys.executable, "-c", NVIDIA_SMI, str(slower)]
+    slower.touch()
+    with power.Sampler(command):
+        deadline = time.monotonic() + 60
+        while power.most_GiB() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        timing.in_turns({("torch", 256): torch_, "ours": ours}, 2, "T")
+        readings = power.readings()
+        assert readings.keys() == {"T, torch, 256", "T, ours"}
+        # A line from before the change may fall into the first 20 ms.
+        assert readings["T, torch, 256"]["W"] == 500.25 and readings["T, ours"]["W"] == 600.25
+        assert readings["T, ours"]["limit_W"] == 700 and readings["T, ours"]["SM_MHz"] == 1755
+        both = power.reading(gpus=2)
+        assert both["samples"] >= 2 * min(r["samples"] for r in readings.values())
+        assert power.most_GiB() == 4.0
+    assert power.reading() is None and power.most_GiB() is None
+    # Where there is no nvidia-smi.
+    with power.Sampler(["no-such-program"]):
+        assert power.readings() == {} and power.reading() is None
+
+
+def test_the_model_fits_into_the_memory_that_is_there(scripts, monkeypatch):
+    memory = scripts("memory")
+    monkeypatch.delenv(memory.LIMIT, raising=False)
+    gpu = types.SimpleNamespace(total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: 0.5)
+    assert memory.available_GiB() == 40
+    sizes = []
+    for GiB in (15, 24, 40, 69, 70):
+        monkeypatch.setenv(memory.LIMIT, str(GiB))
+        config, size = memory.models_that_fit(70, T=256)[0]
+        assert config.T == 256
+        sizes.append((config.layers, config.vocab, size))
+    assert sizes == [
+        (2, 4096, "llama-350m with 2 layers and 4,096 tokens"),
+        (3, 8192, "llama-350m with 3 layers and 8,192 tokens"),
+        (6, 32768, "llama-350m with 6 layers"),
+        (12, 32768, "llama-350m with 12 layers"),
+        (24, 32768, None),
+    ]
+
+    limits = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limits.append)
+    memory.obey_limit()
+    monkeypatch.setenv(memory.LIMIT, "20")
+    memory.obey_limit()
+    monkeypatch.delenv(memory.LIMIT)
+    memory.obey_limit()
+    assert limits == [70 / 80, 20 / 80]
+
+
+def test_a_benchmark_that_runs_out_of_memory_takes_a_smaller_model(scripts, monkeypatch, tmp_path):
+    common, memory = scripts("common", RESULTS=tmp_path), scripts("memory")
+    monkeypatch.setenv(memory.LIMIT, "1000")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    layers, shown = [], []
+
+    def measure(config):
+        layers.append(config.layers)
+        if config.layers > 6:
+            raise RuntimeError("'ours' failed: torch.OutOfMemoryError: CUDA out of memory. Tried")
+        return {"layers": config.layers}
+
+    common.record("clip", measure, shown.append, GiB=70)
+    result = json.loads((tmp_path / "cpu" / "clip.json").read_text())
+    assert layers == [24, 12, 6] and shown == [{"layers": 6}] == [result["results"]]
+    assert result["size"] == "llama-350m with 6 layers" and result["power_by_variant"] == {}
+
+    def wrong(config):
+        layers.append(config.layers)
+        raise RuntimeError("first losses differ")
+
+    layers.clear()
+    with pytest.raises(RuntimeError, match="differ"):
+        common.record("clip", wrong, shown.append, GiB=70)
+    assert layers == [24]
+    full = lambda config: (_ for _ in ()).throw(RuntimeError("out of memory"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        common.record("clip", full, shown.append, GiB=70)
+
+
+@pytest.mark.parametrize("GiB, smaller", [(15, True), (79, False)])
+def test_benchmarks_of_parts_have_sizes_for_small_gpus(GiB, smaller, scripts, monkeypatch):
+    monkeypatch.setenv(scripts("memory").LIMIT, str(GiB))
+    dispatch, encoder = scripts("dispatch"), scripts("encoder")
+    cases, size = dispatch.cases_that_fit()
+    assert cases.keys() == dispatch.CASES.keys()
+    assert (cases != dispatch.CASES) == (size is not None) == smaller
+    arguments, size = encoder.sizes_that_fit()
+    assert arguments.keys() <= encoder.PARTS.keys() and (size is not None) == smaller
+    for name, values in arguments.items():
+        inspect.signature(encoder.PARTS[name][0]).bind(**values)
+
+
+def test_workers_start_when_they_are_asked_where_memory_is_scarce(scripts):
+    workers = scripts("workers")
+    variants = {"one": (collections.Counter, "aab"), "two": (os._exit, 1)}
+    with workers.Workers(variants, at_once=False) as some:
+        some.ready()
+        assert some.names == ["one", "two"] and some.ask("one", "total") == 3
+        some.close("one", "two")
+        assert some.names == []
+
+
+# ---- run.py -------------------------------------------------------------------------------------
+
+NOWHERE = {"gpu": "none", "gpus": 0, "commit": "c0ffee"}
+ONE_GPU = {"gpu": "NVIDIA H200", "gpus": 1, "commit": "c0ffee"}
+
+
+def test_run_names_every_benchmark(scripts):
+    """A script that records a result has its line in run.ALL."""
+    run = scripts("run")
+    recording = {
+        path.stem
+        for path in BENCHMARKS.glob("*.py")
+        if re.search(r"\b(record|write)\(.*|RESULT\.write_text", path.read_text())
+        and "def main" in path.read_text()
+    }
+    assert recording - {"run", "report", "versions"} == set(run.ALL)
+
+
+def test_run_leaves_out_in_words_what_cannot_run(scripts, monkeypatch, tmp_path):
+    scripts("common", RESULTS=tmp_path)
+    run = scripts("run", RESULTS=tmp_path)
+    monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
+    todo, left_out = run.chosen([], False, NOWHERE)
+    assert todo == ["cpu", "faults"]
+    assert left_out["step"] == "needs a GPU; this machine has none"
+    assert left_out["ddp"] == "needs 2 GPUs; this machine has none"
+    assert left_out["models"].startswith("needs transformers")
+    todo, left_out = run.chosen([], False, ONE_GPU)
+    assert left_out["ddp"] == "needs 2 GPUs; this machine has 1"
+    assert left_out["faults"] == 'takes 20 minutes and no GPU: make bench ONLY="faults"'
+    assert set(todo) == run.ALL.keys() - {"ddp", "faults", "models"}
+    assert run.chosen(["faults", "clip"], False, ONE_GPU) == (["faults", "clip"], {})
+    minutes = sum(run.ALL[name].seconds for name in (*todo, "models")) / 60
+    assert minutes <= 25
+
+
+def test_run_goes_on_where_it_was_interrupted(scripts, monkeypatch, tmp_path):
+    common = scripts("common", RESULTS=tmp_path)
+    run, prints = scripts("run", RESULTS=tmp_path), scripts("fingerprints")
+
+    def is_left(**facts):
+        content = {"gpu": "NVIDIA H200", "commit": "c0ffee", "benchmark": "clip", "date": "today"}
+        content |= {"fingerprints": prints.fingerprints("clip", ())} | facts
+        common.save(tmp_path / "h200" / "clip.json", content)
+        return "clip" in run.chosen([], False, ONE_GPU)[0]
+
+    assert "clip" in run.chosen([], False, ONE_GPU)[0]
+    assert not is_left()
+    assert run.chosen([], False, ONE_GPU)[1]["clip"] == "has a result of this commit"
+    assert "clip" in run.chosen([], True, ONE_GPU)[0]
+    assert run.chosen(["clip"], False, ONE_GPU)[0] == ["clip"]
+    assert "clip" in run.chosen([], False, {**ONE_GPU, "gpu": "NVIDIA A100"})[0]
+    assert is_left(commit="0ther")
+    assert is_left(fingerprints={"benchmarks/clip.py": "0"})
+    # Each number of GPUs has a file.
+    two = {**ONE_GPU, "gpus": 2}
+    assert [p.name for p in run.result_paths("ddp", two)] == ["ddp_2gpus.json"]
+    assert [p.name for p in run.result_paths("ddp", {**two, "gpus": 4})][1:] == ["ddp_4gpus.json"]
+
+
+def test_run_goes_on_after_a_failure_and_says_so(scripts, monkeypatch, tmp_path, capsys):
+    for name, text in {
+        "good": "print('fine')",
+        "bad": "raise SystemExit('no such kernel')",
+        "last": "print('fine, too')",
+        "report": "",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    run = scripts("run", BENCHMARKS=tmp_path, ROOT=tmp_path, LOGS=tmp_path / "logs")
+    run.ALL = {name: run.Benchmark(1, 0) for name in ("good", "bad", "last")}
+    monkeypatch.setattr(run, "machine", lambda: NOWHERE)
+    monkeypatch.setattr(run, "is_done", lambda *_: False)
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert run.main() == 1
+        out, err = capsys.readouterr()
+        assert "failed: bad (exit status 1, logs/bad.log)" in out and "no such kernel" in err
+        assert (tmp_path / "logs" / "last.log").read_text() == "fine, too\n"
+        assert "bad (2 of 3); then last" in err
+        run.ALL.pop("bad")
+        assert run.main() == 0
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def test_run_ends_what_it_has_started_when_it_is_stopped(scripts, tmp_path):
+    """The script's own processes, too."""
+    child = "import time, sys; print('alive', flush=True); time.sleep(60)"
+    text = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    (tmp_path / "slow.py").write_text(text)
+    run = scripts("run", BENCHMARKS=tmp_path, ROOT=tmp_path)
+    log, groups = tmp_path / "slow.log", []
+    popen = subprocess.Popen
+
+    def started(*args, **more):
+        process = popen(*args, **more)
+        groups.append(process.pid)
+        return process
+
+    def stop_once_alive():
+        if "alive" in log.read_text():
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(run.subprocess, "Popen", started)
+        run.run_script("slow", log, stop_once_alive)
+    deadline = time.monotonic() + 30
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(groups[0], 0)
+            time.sleep(0.1)
+
+
+# ---- report.py ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_gpus(scripts, tmp_path):
+    """report.py with the results of train.py and step.py on two GPUs; those of the second miss."""
+    common, report = scripts("common", RESULTS=tmp_path), scripts("report")
+    power = {"W": 689.7, "limit_W": 700.0, "SM_MHz": 1755.0, "C": 60.0, "samples": 9}
+    for gpu, ratio in (("NVIDIA H200", 1.2), ("NVIDIA H100 80GB HBM3", 1.1)):
+        row = {"ms": 9.0, "times_torch": ratio, "peak_GiB": 9.0, "memory": 1.0, "mfu": 0.4}
+        row["tokens_per_s"] = 1e5
+        rows = {"torch": row, "ours": row, "ours, deterministic": row}
+        result = {**FACTS, "gpu": gpu, "results": {"1024": rows, "256": rows}}
+        if gpu == "NVIDIA H200":
+            result |= {"power": power, "power_by_variant": {"torch": power, "ours": power}}
+            common.save(tmp_path / "h200" / "clip.json", result)
+        else:
+            result["size"] = "llama-350m with 6 layers"
+        common.save(tmp_path / common.folder_of(gpu) / "step.json", result)
+    report.TABLES = {"step": report.step_table}
+    return report
+
+
+def test_the_tables_of_another_gpu_are_folded(two_gpus):
+    # The one with more results first.
+    assert two_gpus.machines("*") == ["NVIDIA H200", "NVIDIA H100 80GB HBM3"]
+    table = two_gpus.table("step")
+    first, second = table.split("<details>\n<summary>The same on H100</summary>\n\n")
+    assert "*NVIDIA H200, driver B" in first and "H100" not in first
+    assert "*NVIDIA H100 80GB HBM3, driver B" in second and second.endswith("\n\n</details>")
+    words = " ".join(first.split())
+    assert "E; 690 of 700 W, 1,755 MHz. By variant: torch 690 W, 1,755 MHz; ours 690 W," in words
+    assert "to fit into the memory: llama-350m with 6 layers" in " ".join(second.split())
+    page = "<!-- step: made by benchmarks/report.py -->\nold\n<!-- /step -->\n"
+    assert two_gpus.filled(page) == page.replace("old", table)
+
+
+def test_short_tables_have_all_gpus_side_by_side(two_gpus, monkeypatch):
+    claim = two_gpus.Claim
+    made = {
+        gpu: [claim("a step", "torch", ratio, {**FACTS, "gpu": gpu})]
+        for gpu, ratio in (("NVIDIA H200", 1.2), ("NVIDIA H100 80GB HBM3", 1.1))
+    }
+    monkeypatch.setattr(two_gpus, "claims", made.get)
+    lines = two_gpus.ratios_table().split("\n")
+    assert lines[0] == "| what | against | H200 | H100 |"
+    assert lines[2] == "| a step | torch | 1.20x | 1.10x |"
+    missed = two_gpus.missed_table()
+    assert "H200: reached; H100: 1.10x (goal 1" in missed
+    assert two_gpus.short("none") == "CPU"
+    assert two_gpus.short("NVIDIA H100 PCIe, limited to 15 GiB") == "H100, limited to 15 GiB"
+
+
+def test_cpu_runs_and_has_a_table(scripts, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    cpu = scripts("cpu", ROUNDS=1)
+    threads = torch.get_num_threads()
+    try:
+        with ga.use_backend("torch", "off"):
+            results = cpu.measure()
+    finally:
+        torch.set_num_threads(threads)
+    cpu.show(results)
+    report = scripts("report")
+    results = json.loads(json.dumps(results))
+    monkeypatch.setattr(report, "load", lambda *_: {**FACTS, "gpu": "none", "results": results})
+    table = report.cpu_table()
+    assert table.count("(goal 0.95x") == 2 * (1 + len(cpu.OURS))
+    assert "*Without a GPU, torch C" in table and results["processor"] in " ".join(table.split())
 
 
 # ---- encoder.py ---------------------------------------------------------------------------------
